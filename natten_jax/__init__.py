@@ -1,0 +1,35 @@
+"""Neighborhood attention for JAX."""
+
+from natten_jax.configs import (
+    get_bwd_configs_for_cpu_fmha,
+    get_bwd_configs_for_cpu_fna,
+    get_bwd_configs_for_flex_fmha,
+    get_bwd_configs_for_flex_fna,
+    get_configs_for_cpu_fmha,
+    get_configs_for_cpu_fna,
+    get_configs_for_flex_fmha,
+    get_configs_for_flex_fna,
+)
+from natten_jax.functional import attention, merge_attentions, na1d, na2d, na3d
+from natten_jax.native import EXPORT_CHECKS
+from natten_jax.op import CHECKPOINT_NAMES
+from natten_jax.version import __version__
+
+__all__ = [
+    "CHECKPOINT_NAMES",
+    "EXPORT_CHECKS",
+    "__version__",
+    "attention",
+    "get_bwd_configs_for_cpu_fmha",
+    "get_bwd_configs_for_cpu_fna",
+    "get_bwd_configs_for_flex_fmha",
+    "get_bwd_configs_for_flex_fna",
+    "get_configs_for_cpu_fmha",
+    "get_configs_for_cpu_fna",
+    "get_configs_for_flex_fmha",
+    "get_configs_for_flex_fna",
+    "merge_attentions",
+    "na1d",
+    "na2d",
+    "na3d",
+]

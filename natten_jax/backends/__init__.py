@@ -1,0 +1,142 @@
+"""The registry of backends, and which of them runs a problem."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from natten_jax.backends import cpu, flex
+from natten_jax.backends.base import Backend, Pass, TilePair
+from natten_jax.devices import Device, local_devices
+from natten_jax.problem import Problem, TileConfig
+
+#: In order of preference.
+BACKENDS: tuple[Backend, ...] = (cpu.CpuBackend(), flex.FlexBackend())
+
+OPERATORS = ("fna", "fmha")
+
+
+def backend_name(backend: Backend, operator: str) -> str:
+    """The name users give: ``cpu-fna``, ``flex-fmha``, ..."""
+    return f"{backend.family}-{operator}"
+
+
+def backend_names(operator: str | None = None) -> tuple[str, ...]:
+    """Names of all backends of an operator (``"fna"`` or ``"fmha"``), or of both."""
+    operators = OPERATORS if operator is None else (operator,)
+    return tuple(backend_name(backend, o) for o in operators for backend in BACKENDS)
+
+
+def find(name: str, operator: str) -> Backend:
+    """The backend called ``name``.
+
+    Raises:
+        ValueError: No backend of this operator has that name.
+    """
+    for backend in BACKENDS:
+        if name == backend_name(backend, operator):
+            return backend
+    raise ValueError(f"backend={name!r} is unknown; choose None or one of {', '.join(backend_names(operator))}")
+
+
+def fmha_counterpart(name: str | None) -> str | None:
+    """The FMHA backend of the family that an FNA backend's name belongs to."""
+    if name is None:
+        return None
+    return backend_name(find(name, "fna"), "fmha")
+
+
+def rejections(problem: Problem, device: Device, which: Pass) -> dict[str, str]:
+    """Why each backend that cannot run this pass cannot, by name."""
+    return {
+        backend_name(backend, problem.operator): reason
+        for backend in BACKENDS
+        if (reason := backend.rejection(problem, device, which)) is not None
+    }
+
+
+def runnable(problem: Problem, device: Device, which: Pass) -> list[Backend]:
+    """The backends that can run this pass, best first."""
+    rejected = rejections(problem, device, which)
+    return [backend for backend in BACKENDS if backend_name(backend, problem.operator) not in rejected]
+
+
+def choose(problem: Problem, tiles: TileConfig, device: Device, which: Pass, requested: str | None = None) -> Backend:
+    """The backend that runs a pass of a problem on a device.
+
+    Args:
+        problem: The problem.
+        tiles: Tile shapes asked for; where no backend is named, one that offers them is preferred.
+        device: Where the program is going to run.
+        which: The pass.
+        requested: Name of the backend that the user asked for.
+
+    Raises:
+        ValueError: The requested backend cannot run the pass, or none can, or none that can offers the tiles.
+    """
+    if requested is not None:
+        backend = find(requested, problem.operator)
+        reason = backend.rejection(problem, device, which)
+        if reason is not None:
+            raise ValueError(_refusal(requested, reason, problem, device, which))
+        candidates = [backend]
+    else:
+        candidates = runnable(problem, device, which)
+        if not candidates:
+            reasons = "; ".join(f"{name}: {why}" for name, why in rejections(problem, device, which).items())
+            raise ValueError(f"no backend can run the {which} pass of {problem.describe()} on {device}: {reasons}")
+    pair = requested_pair(tiles, which)
+    if pair is None:
+        return candidates[0]
+    for backend in candidates:
+        if backend.offers(problem, device, which, pair):
+            return backend
+    raise ValueError(_unknown_tiles(problem, pair, device, which, candidates[0]))
+
+
+def requested_pair(tiles: TileConfig, which: Pass) -> TilePair | None:
+    """The tile shapes that the user asked for in a pass."""
+    if which == "forward":
+        pair = tiles.q_tile_shape, tiles.kv_tile_shape
+    else:
+        pair = tiles.backward_q_tile_shape, tiles.backward_kv_tile_shape
+    return None if pair[0] is None or pair[1] is None else (pair[0], pair[1])
+
+
+def check_runs_somewhere(problem: Problem, tiles: TileConfig, requested: str | None) -> None:
+    """Check that this process has a device on which the forward pass can run.
+
+    Raises:
+        ValueError: There is none; the message is that of the default device.
+    """
+    errors = []
+    for device in local_devices():
+        try:
+            choose(problem, tiles, device, "forward", requested)
+            return
+        except ValueError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _refusal(requested: str, reason: str, problem: Problem, device: Device, which: Pass) -> str:
+    able = [backend_name(backend, problem.operator) for backend in runnable(problem, device, which)]
+    return (
+        f"backend={requested!r} cannot run the {which} pass of {problem.describe()} ({problem.dtype}) on {device}: "
+        f"{reason}. Backends that can: {', '.join(able) or 'none'}"
+    )
+
+
+def _unknown_tiles(problem: Problem, pair: TilePair, device: Device, which: Pass, backend: Backend) -> str:
+    prefix = "" if which == "forward" else "backward_"
+    query_function = f"get_{'bwd_' if prefix else ''}configs_for_{backend.family}_{problem.operator}"
+    examples: Iterable[TilePair] = backend.tile_pairs(problem, device, which)[:5]
+    if problem.operator == "fmha":
+        shown = ", ".join(f"({q[0]}, {kv[0]})" for q, kv in examples)
+        asked = f"{prefix}q_tile_size={pair[0][0]}, {prefix}kv_tile_size={pair[1][0]}"
+    else:
+        shown = ", ".join(map(str, examples))
+        asked = f"{prefix}q_tile_shape={pair[0]}, {prefix}kv_tile_shape={pair[1]}"
+    return (
+        f"{backend_name(backend, problem.operator)} does not offer {asked} for {problem.describe()}; "
+        f"among those it offers are {shown} (natten_jax.{query_function} lists them)"
+    )

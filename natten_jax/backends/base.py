@@ -1,0 +1,84 @@
+"""What a backend is: the protocol between the differentiable operator and a family of kernels."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, Protocol
+
+import jax
+
+from natten_jax.devices import Device
+from natten_jax.problem import Problem, Shape, TileConfig
+
+Pass = Literal["forward", "backward"]
+TilePair = tuple[Shape, Shape]
+
+
+class Operands(NamedTuple):
+    """The arrays of one call, heads last, in the caller's rank.
+
+    Attributes:
+        query: ``[batch, *query_layout, heads, head_dim]``.
+        key: ``[batch, *kv_layout, heads_kv, head_dim]``.
+        value: ``[batch, *kv_layout, heads_kv, head_dim_v]``.
+        additional_keys: ``[batch, additional_kv, heads_kv, head_dim]``, or ``None``.
+        additional_values: ``[batch, additional_kv, heads_kv, head_dim_v]``, or ``None``.
+        origins: int32 ``[2, 3]``: where the local query and key/value tokens start in the global layout,
+            last dimension last; zeros where nothing is sharded.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    additional_keys: jax.Array | None
+    additional_values: jax.Array | None
+    origins: jax.Array
+
+
+class Gradients(NamedTuple):
+    """Cotangents of the differentiable operands, in their shapes and dtypes."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    additional_keys: jax.Array | None
+    additional_values: jax.Array | None
+
+
+class Output(NamedTuple):
+    """Output ``[batch, *query_layout, heads, head_dim_v]`` and logsumexp ``[batch, *query_layout, heads]``."""
+
+    out: jax.Array
+    logsumexp: jax.Array
+
+
+class Backend(Protocol):
+    """A family of kernels, addressed as ``<family>-fna`` and ``<family>-fmha``."""
+
+    family: str
+    #: Whether ``forward`` is plain JAX that JAX itself can differentiate to any order.
+    is_pure_jax: bool
+    #: Whether ``forward`` takes additional key/value tokens.
+    fuses_additional_kv: bool
+
+    def rejection(self, problem: Problem, device: Device, which: Pass) -> str | None:
+        """Why this backend cannot run a pass of the problem on the device; ``None`` where it can."""
+
+    def tile_pairs(self, problem: Problem, device: Device, which: Pass) -> list[TilePair]:
+        """Query and key/value tile shapes of a pass, the recommended pair first."""
+
+    def offers(self, problem: Problem, device: Device, which: Pass, pair: TilePair) -> bool:
+        """Whether the kernels accept this pair of tile shapes, listed or not."""
+
+    def forward(self, problem: Problem, tiles: TileConfig, operands: Operands) -> Output:
+        """Compute output and logsumexp."""
+
+    def backward(
+        self,
+        problem: Problem,
+        tiles: TileConfig,
+        operands: Operands,
+        output: Output,
+        out_cotangent: jax.Array,
+        logsumexp_cotangent: jax.Array,
+    ) -> Gradients:
+        """Compute the gradients of the differentiable operands."""

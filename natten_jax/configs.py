@@ -1,0 +1,148 @@
+"""Queries for the tile shapes that a backend offers: ``get_[bwd_]configs_for_<family>_<fna|fmha>``.
+
+Each takes one array of query, key or value, or all three, in the layout that the operator takes, as arrays or
+as ``jax.ShapeDtypeStruct``. The first configuration is the recommended one; the list is empty where the backend
+cannot run the arrays. Neighborhood attention queries also take the window arguments, which the
+recommendation depends on; without them the window is the whole layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from natten_jax import backends
+from natten_jax.backends.base import Pass
+from natten_jax.devices import Device, default_device, parse_compute_capability
+from natten_jax.problem import Problem, Shape, attention_problem, neighborhood_problem
+
+FnaConfig = tuple[Shape, Shape]
+FmhaConfig = tuple[int, int]
+
+
+class _Array(Protocol):
+    """An array, or its shape and dtype."""
+
+    @property
+    def shape(self) -> Shape: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+    @property
+    def ndim(self) -> int: ...
+
+
+class FnaQuery(Protocol):
+    """Type of the queries for neighborhood attention."""
+
+    def __call__(
+        self,
+        query: _Array,
+        key: _Array | None = None,
+        value: _Array | None = None,
+        *,
+        kernel_size: int | Sequence[int] | None = None,
+        stride: int | Sequence[int] = 1,
+        dilation: int | Sequence[int] = 1,
+        is_causal: bool | Sequence[bool] = False,
+        compute_capability: str | tuple[int, int] | None = None,
+    ) -> list[FnaConfig]: ...
+
+
+class FmhaQuery(Protocol):
+    """Type of the queries for attention."""
+
+    def __call__(
+        self,
+        query: _Array,
+        key: _Array | None = None,
+        value: _Array | None = None,
+        *,
+        is_causal: bool = False,
+        compute_capability: str | tuple[int, int] | None = None,
+    ) -> list[FmhaConfig]: ...
+
+
+def target_device(compute_capability: str | tuple[int, int] | None) -> Device:
+    """The device to answer for: a GPU of the given compute capability, or this process's default device."""
+    if compute_capability is None:
+        return default_device()
+    if isinstance(compute_capability, str):
+        compute_capability = parse_compute_capability(compute_capability)
+    return Device("cuda", compute_capability)
+
+
+def _pairs(family: str, problem: Problem, device: Device, which: Pass) -> list[FnaConfig]:
+    backend = backends.find(f"{family}-{problem.operator}", problem.operator)
+    if backend.rejection(problem, device, which) is not None:
+        return []
+    return backend.tile_pairs(problem, device, which)
+
+
+def _fna_query(family: str, which: Pass) -> FnaQuery:
+    def get_configs(
+        query: Any,
+        key: Any = None,
+        value: Any = None,
+        *,
+        kernel_size: int | Sequence[int] | None = None,
+        stride: int | Sequence[int] = 1,
+        dilation: int | Sequence[int] = 1,
+        is_causal: bool | Sequence[bool] = False,
+        compute_capability: str | tuple[int, int] | None = None,
+    ) -> list[FnaConfig]:
+        rank = max(1, min(3, len(query.shape) - 3))
+        window = query.shape[1:-2] if kernel_size is None else kernel_size
+        key, value = query if key is None else key, query if value is None else value
+        problem = neighborhood_problem(rank, query, key, value, window, stride, dilation, is_causal, None, None, None)
+        return _pairs(family, problem, target_device(compute_capability), which)
+
+    return _documented(get_configs, family, "fna", which)
+
+
+def _fmha_query(family: str, which: Pass) -> FmhaQuery:
+    def get_configs(
+        query: Any,
+        key: Any = None,
+        value: Any = None,
+        *,
+        is_causal: bool = False,
+        compute_capability: str | tuple[int, int] | None = None,
+    ) -> list[FmhaConfig]:
+        key, value = query if key is None else key, query if value is None else value
+        problem = attention_problem(query, key, value, None, is_causal)
+        pairs = _pairs(family, problem, target_device(compute_capability), which)
+        return [(q_tile[0], kv_tile[0]) for q_tile, kv_tile in pairs]
+
+    return _documented(get_configs, family, "fmha", which)
+
+
+def _documented(function: Callable[..., Any], family: str, operator: str, which: Pass) -> Any:
+    prefix = "" if which == "forward" else "bwd_"
+    tiles = "shapes" if operator == "fna" else "sizes"
+    function.__name__ = function.__qualname__ = f"get_{prefix}configs_for_{family}_{operator}"
+    function.__doc__ = f"""Query and key/value tile {tiles} of the {which} pass of {family}-{operator}, best first.
+
+Args:
+    query: An array of the operator's query, key or value, or a ``jax.ShapeDtypeStruct``.
+    key: The key where it differs from ``query``.
+    value: The value where it differs from ``query``.
+    **problem: ``kernel_size``, ``stride``, ``dilation`` and ``is_causal`` as in the operator.
+    compute_capability: Answer for a GPU of this compute capability, ``"9.0"`` or ``(9, 0)``, instead of for
+        the default device.
+
+Returns:
+    Pairs of query and key/value tile {tiles}; empty where the backend cannot run the arrays.
+"""
+    return function
+
+
+get_configs_for_cpu_fna = _fna_query("cpu", "forward")
+get_configs_for_cpu_fmha = _fmha_query("cpu", "forward")
+get_bwd_configs_for_cpu_fna = _fna_query("cpu", "backward")
+get_bwd_configs_for_cpu_fmha = _fmha_query("cpu", "backward")
+get_configs_for_flex_fna = _fna_query("flex", "forward")
+get_configs_for_flex_fmha = _fmha_query("flex", "forward")
+get_bwd_configs_for_flex_fna = _fna_query("flex", "backward")
+get_bwd_configs_for_flex_fmha = _fmha_query("flex", "backward")

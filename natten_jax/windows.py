@@ -1,0 +1,90 @@
+"""Window arithmetic of neighborhood attention: which keys a query sees, and which queries see a key.
+
+The mask is separable, so everything here is about one dimension. Tokens whose coordinates are equal
+modulo the dilation form a *dilation group*; within its group a token has an *index*, and windows are
+contiguous ranges of indices. ``csrc/include/natten_jax/windows.h`` is the same arithmetic for native code.
+
+The functions accept Python ints, NumPy arrays and (with ``xp=jax.numpy``) traced JAX arrays.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+Index = Any  # int, numpy.ndarray or jax.Array: the arithmetic below is the same for all three
+
+
+def group_length(extent: Index, dilation: int, group: Index) -> Index:
+    """Number of tokens in dilation group ``group`` of a dimension of ``extent`` tokens."""
+    return (extent - group + dilation - 1) // dilation
+
+
+def window_bounds(
+    index: Index,
+    length: Index,
+    kernel_size: int,
+    stride: int,
+    is_causal: bool,
+    *,
+    xp: ModuleType = np,
+) -> tuple[Index, Index]:
+    """Half-open range ``[start, end)`` of key indices that the query at ``index`` sees.
+
+    Args:
+        index: Query index inside its dilation group. It may exceed ``length`` only where the window is
+            the whole key sequence (``kernel_size == length``), as in attention between sequences of
+            different lengths.
+        length: Keys in the dilation group; at least ``kernel_size``.
+        kernel_size: Keys in a full window.
+        stride: Queries that share one window; at most ``kernel_size``.
+        is_causal: Whether keys after the query are hidden.
+        xp: Array namespace, ``numpy`` or ``jax.numpy``.
+    """
+    group_start = (index // stride) * stride
+    if is_causal:
+        leader = xp.minimum(group_start + stride - 1, length - 1)
+        return xp.maximum(leader - kernel_size + 1, 0), xp.minimum(index + 1, length)
+    leader = xp.minimum(group_start + stride // 2, length - 1)
+    start = xp.minimum(xp.maximum(leader - kernel_size // 2, 0), length - kernel_size)
+    return start, start + kernel_size
+
+
+def inverse_window_bounds(
+    index: Index,
+    query_length: Index,
+    key_length: Index,
+    kernel_size: int,
+    stride: int,
+    is_causal: bool,
+    *,
+    xp: ModuleType = np,
+) -> tuple[Index, Index]:
+    """Half-open range ``[first, last)`` of query indices that see the key at ``index``; exact and contiguous.
+
+    Args:
+        index: Key index inside its dilation group.
+        query_length: Queries in the dilation group. It differs from ``key_length`` only where
+            ``kernel_size == key_length``.
+        key_length: Keys in the dilation group.
+        kernel_size: Keys in a full window.
+        stride: Queries that share one window.
+        is_causal: Whether keys after the query are hidden.
+        xp: Array namespace, ``numpy`` or ``jax.numpy``.
+    """
+    seen_to_the_end = index >= key_length - kernel_size
+    if is_causal:
+        first = index
+        last = xp.where(seen_to_the_end, query_length, ((index + kernel_size) // stride) * stride)
+    else:
+        left = kernel_size // 2
+        right = kernel_size - 1 - left
+        # The stride group whose leader lies `right` before the key is the first to see it, and the
+        # leader of group `n` is `n * stride + stride // 2`: rounding up to it is adding `offset`.
+        offset = stride - stride // 2 - 1
+        first = xp.where(index < kernel_size, 0, ((index - right + offset) // stride) * stride)
+        last = xp.where(seen_to_the_end, query_length, ((index + left + offset + 1) // stride) * stride)
+    last = xp.minimum(last, query_length)
+    return xp.minimum(first, last), last
