@@ -92,8 +92,9 @@ def _fna_query(family: str, which: Pass) -> FnaQuery:
         is_causal: bool | Sequence[bool] = False,
         compute_capability: str | tuple[int, int] | None = None,
     ) -> list[FnaConfig]:
-        rank = max(1, min(3, len(query.shape) - 3))
-        window = query.shape[1:-2] if kernel_size is None else kernel_size
+        shape = getattr(query, "shape", ())  # what is no array is refused below
+        rank = max(1, min(3, len(shape) - 3))
+        window = shape[1:-2] if kernel_size is None else kernel_size
         key, value = query if key is None else key, query if value is None else value
         problem = neighborhood_problem(rank, query, key, value, window, stride, dilation, is_causal, None, None, None)
         return _pairs(family, problem, target_device(compute_capability), which)

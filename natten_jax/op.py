@@ -49,7 +49,7 @@ def attend(call: Call, operands: Operands) -> Output:
     choices = set(_choices(call, "forward").values())
     if all(isinstance(choice, str) or choice.is_pure_jax for choice in choices):
         # Plain JAX differentiates itself: forward mode and higher orders included.
-        return _dispatch(call, "forward", _run_forward, operands)
+        return partition.run(lambda *arrays: _dispatch(call, "forward", _run_forward, Operands(*arrays)), *operands)
     return partition.run(lambda *arrays: _attend(call, Operands(*arrays)), *operands)
 
 
@@ -164,7 +164,9 @@ def _choices(call: Call, which: Pass) -> dict[str, Backend | str]:
     choices: dict[str, Backend | str] = {}
     for device in (CPU, cuda_device(), _OTHER_PLATFORMS):
         try:
-            choices[device.platform] = _choose(call, device, which)
+            choices[device.platform] = _choose(call, device, "forward")
+            if which == "backward":  # reached only where the forward pass runs
+                choices[device.platform] = _choose(call, device, which)
         except ValueError as error:
             choices[device.platform] = str(error)
     return choices
@@ -173,19 +175,17 @@ def _choices(call: Call, which: Pass) -> dict[str, Backend | str]:
 def _dispatch(call: Call, which: Pass, run: Callable[..., Any], *arguments: Any) -> Any:
     """Run a pass with the backend of the platform that the program is lowered for."""
     choices = _choices(call, which)
-    names = sorted(
-        {backends.backend_name(c, call.problem.operator) for c in choices.values() if not isinstance(c, str)}
-    )
+    available = {choice for choice in choices.values() if not isinstance(choice, str)}
+    names = sorted(backends.backend_name(backend, call.problem.operator) for backend in available)
     with partition.named(f"{call.problem.describe()} {which} backend={'|'.join(names)}"):
-        backend_set = {choice for choice in choices.values() if not isinstance(choice, str)}
-        if len(backend_set) == 1 and not any(isinstance(choice, str) for choice in choices.values()):
-            return run(backend_set.pop(), call, *arguments)
-        result_types = jax.eval_shape(lambda *args: run(next(iter(backend_set)), call, *args), *arguments)
+        if len(set(choices.values())) == 1:
+            return run(available.pop(), call, *arguments)
         branches = {
-            platform: _unavailable(choice, result_types)
+            platform: functools.partial(_unavailable, choice, functools.partial(run, next(iter(available)), call))
             if isinstance(choice, str)
             else functools.partial(run, choice, call)
             for platform, choice in choices.items()
+            if platform == _OTHER_PLATFORMS.platform or choice != choices[_OTHER_PLATFORMS.platform]
         }
         return jax.lax.platform_dependent(*arguments, **branches)
 
@@ -207,12 +207,8 @@ def _raise_unavailable(_: Any, *__: Any, types: tuple[Any, ...], reason: str) ->
 mlir.register_lowering(_unavailable_p, _raise_unavailable)
 
 
-def _unavailable(reason: str, result_types: Any) -> Callable[..., Any]:
-    leaves, structure = jax.tree.flatten(result_types)
-
-    def branch(*arguments: Any) -> Any:
-        like = jax.typeof(jax.tree.leaves(arguments)[0])
-        types = tuple(like.update(shape=leaf.shape, dtype=leaf.dtype) for leaf in leaves)
-        return structure.unflatten(_unavailable_p.bind(*jax.tree.leaves(arguments), types=types, reason=reason))
-
-    return branch
+def _unavailable(reason: str, stand_in: Callable[..., Any], *arguments: Any) -> Any:
+    leaves, structure = jax.tree.flatten(jax.eval_shape(stand_in, *arguments))
+    like = jax.typeof(arguments[0].query)
+    types = tuple(like.update(shape=leaf.shape, dtype=leaf.dtype) for leaf in leaves)
+    return structure.unflatten(_unavailable_p.bind(*jax.tree.leaves(arguments), types=types, reason=reason))

@@ -22,11 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from natten_jax.devices import default_device
 from natten_jax.problem import Problem, Shape
 from natten_jax.windows import group_length, inverse_window_bounds, window_bounds
 
-#: Logits that one step may compute: enough to fill a GPU, and little beside the arrays of a large problem.
-LOGITS_PER_STEP = 2**22
+#: Logits that one step may compute: as many as fill an accelerator, or as stay in a CPU's caches.
+LOGITS_PER_STEP = {"cpu": 2**20, "accelerator": 2**22}
 
 
 class AxisPosition(NamedTuple):
@@ -144,7 +145,8 @@ class Axis:
         local_keys = (self.extents[1] - residue + self.dilation - 1) // self.dilation
         key = local_key + shift[:, None]
         is_local = local_key < local_keys[:, None]
-        return (key[:, None] >= start[..., None]) & (key[:, None] < end[..., None]) & is_local[:, None]
+        is_seen: jax.Array = (key[:, None] >= start[..., None]) & (key[:, None] < end[..., None])
+        return is_seen & is_local[:, None]
 
     def away_indices(self, position: AxisPosition, step: jax.Array) -> jax.Array:
         """Local indices of the away tokens that are visited in a step, ``[tiles, away_tile]``."""
@@ -184,11 +186,6 @@ class Sweep:
         """Tokens in an away tile."""
         return math.prod(a.away_tile for a in self.axes)
 
-    @property
-    def assumes_whole(self) -> bool:
-        """Whether the pass is exact only for arrays that start at the layout's first token."""
-        return any(a.assumes_whole for a in self.axes)
-
     def position(self, step: jax.Array, origins: jax.Array) -> tuple[AxisPosition, ...]:
         """Where the home tiles of a step lie, per dimension; ``origins`` are ``[2, rank]``."""
         tile = step * self.tiles_per_step + jnp.arange(self.tiles_per_step, dtype=jnp.int32)
@@ -211,6 +208,8 @@ class Sweep:
             part = part.reshape(part.shape[0], *shape)
             visible = part if visible is None else visible & part
         assert visible is not None
+        # Computed once for all heads, and not again for every logit that it is fused with.
+        visible = materialize(visible)
         queries, keys = self.home_tokens, self.away_tokens
         if not self.axes[0].home_is_query:
             queries, keys = keys, queries
@@ -232,9 +231,7 @@ class Sweep:
         surplus = self.steps * self.tiles_per_step - array.shape[0]
         array = jnp.pad(array, [(0, surplus)] + [(0, 0)] * 4)
         repeats = heads // heads_kv
-        return array.reshape(
-            self.steps, self.tiles_per_step, batch, heads_kv, repeats * self.home_tokens, width
-        )
+        return array.reshape(self.steps, self.tiles_per_step, batch, heads_kv, repeats * self.home_tokens, width)
 
     def join_home(self, array: jax.Array, heads: int) -> jax.Array:
         """Undo :meth:`cut_home`."""
@@ -381,8 +378,15 @@ def make_sweep(
         )
     logits = rows * math.prod(a.home_tile * a.away_tile for a in axes)
     tiles = math.prod(a.home_tiles * a.dilation for a in axes)
-    steps_needed = -(-tiles // max(1, min(tiles, LOGITS_PER_STEP // logits)))
+    budget = LOGITS_PER_STEP["cpu" if default_device().platform == "cpu" else "accelerator"]
+    steps_needed = -(-tiles // max(1, min(tiles, budget // logits)))
     return Sweep(axes=tuple(axes), tiles_per_step=-(-tiles // steps_needed))
+
+
+def materialize(array: jax.Array) -> jax.Array:
+    """``array``, which XLA shall compute once instead of fusing it into whatever uses it."""
+    materialized: jax.Array = lax.optimization_barrier(array)  # type: ignore[no-untyped-call]
+    return materialized
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,0 +1,201 @@
+"""Times the host kernels against the flex backend and dense masked attention in XLA, interleaved in one process.
+
+Example:
+    python bench/cpu_kernels.py --repeats 10 --json cpu_kernels.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import natten_jax
+from natten_jax import native, windows
+
+Function = Callable[..., Any]
+MATMUL_EXTENT = 2048
+
+
+class Benchmark(NamedTuple):
+    """A neighborhood attention problem of batch 1."""
+
+    layout: tuple[int, ...]
+    kernel_size: tuple[int, ...]
+    heads: int
+    head_dim: int
+
+    @property
+    def forward_flops(self) -> int:
+        """FLOPs of the two products over exactly the keys that queries see."""
+        return 4 * self.heads * self.head_dim * math.prod(self.layout) * math.prod(self.kernel_size)
+
+    def describe(self) -> str:
+        """One line for tables."""
+        layout, window = ("x".join(map(str, values)) for values in (self.layout, self.kernel_size))
+        return f"{len(self.layout)}-D {layout} h{self.heads} d{self.head_dim} w{window}"
+
+
+BENCHMARKS = {
+    "2d": Benchmark((64, 64), (13, 13), 4, 64),
+    "3d": Benchmark((8, 32, 32), (3, 7, 7), 4, 32),
+}
+
+
+def dense_mask(benchmark: Benchmark) -> np.ndarray:
+    """Which keys (columns) each query (row) sees, over flattened tokens."""
+    mask = np.ones((1, 1), bool)
+    for extent, kernel_size in zip(benchmark.layout, benchmark.kernel_size, strict=True):
+        start, end = windows.window_bounds(np.arange(extent)[:, None], extent, kernel_size, 1, False)
+        keys = np.arange(extent)[None, :]
+        mask = np.kron(mask, (start <= keys) & (keys < end))
+    return mask
+
+
+def implementations(benchmark: Benchmark) -> dict[str, Function]:
+    """Functions of query, key and value by name."""
+    operator = {1: natten_jax.na1d, 2: natten_jax.na2d, 3: natten_jax.na3d}[len(benchmark.layout)]
+    mask = jnp.asarray(dense_mask(benchmark))
+
+    def fused(backend: str) -> Function:
+        return lambda query, key, value: operator(query, key, value, benchmark.kernel_size, backend=backend)
+
+    def dense(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        flat = [array.reshape(array.shape[0], -1, *array.shape[-2:]) for array in (query, key, value)]
+        logits = jnp.einsum("bqhd,bkhd->bhqk", flat[0], flat[1]) * benchmark.head_dim**-0.5
+        weights = jax.nn.softmax(jnp.where(mask, logits, -jnp.inf), axis=-1)
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, flat[2]).reshape(query.shape)
+
+    return {"cpu-fna": fused("cpu-fna"), "flex-fna": fused("flex-fna"), "dense XLA": dense}
+
+
+def seconds(function: Function, *arguments: jax.Array) -> float:
+    """Wall time of one call."""
+    start = time.perf_counter()
+    jax.block_until_ready(function(*arguments))  # type: ignore[no-untyped-call]
+    return time.perf_counter() - start
+
+
+def measure(benchmark: Benchmark, dtype: str, repeats: int, names: list[str]) -> list[dict[str, Any]]:
+    """Time every implementation in turn, ``repeats`` times, and XLA's matmul beside them."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    shape = (1, *benchmark.layout, benchmark.heads, benchmark.head_dim)
+    *inputs, cotangent = (jax.random.normal(key, shape, dtype) for key in keys)
+    matrix = jax.random.normal(keys[0], (MATMUL_EXTENT, MATMUL_EXTENT), jnp.float32)
+    matmul = jax.jit(lambda a: a @ a)
+
+    candidates: dict[tuple[str, str], tuple[Function, tuple[jax.Array, ...]]] = {}
+    for name, function in implementations(benchmark).items():
+        if name not in names:
+            continue
+
+        def gradients(*arrays: jax.Array, function: Function = function) -> Any:
+            out, vjp = jax.vjp(function, *arrays[:3])
+            return out, vjp(arrays[3])
+
+        candidates[name, "forward"] = jax.jit(function), tuple(inputs)
+        candidates[name, "forward+backward"] = jax.jit(gradients), (*inputs, cotangent)
+
+    for function, arguments in candidates.values():
+        seconds(function, *arguments)
+    seconds(matmul, matrix)
+    times: dict[tuple[str, str], list[float]] = {key: [] for key in candidates}
+    matmul_times = []
+    for _ in range(repeats):
+        matmul_times.append(seconds(matmul, matrix))
+        for key, (function, arguments) in candidates.items():
+            times[key].append(seconds(function, *arguments))
+
+    matmul_rate = 2 * MATMUL_EXTENT**3 / min(matmul_times)
+    rows = []
+    for (name, which), values in times.items():
+        flops = benchmark.forward_flops * (1.0 if which == "forward" else 3.5)
+        ours = times.get(("cpu-fna", which), values)
+        rows.append(
+            {
+                "problem": benchmark.describe(),
+                "dtype": dtype,
+                "implementation": name,
+                "pass": which,
+                "best_ms": 1e3 * min(values),
+                "median_ms": 1e3 * statistics.median(values),
+                "gflops": flops / min(values) / 1e9,
+                "share_of_matmul": flops / min(values) / matmul_rate,
+                "times_cpu_fna": statistics.median(a / b for a, b in zip(values, ours, strict=True)),
+                "matmul_gflops": matmul_rate / 1e9,
+            }
+        )
+    return rows
+
+
+def environment() -> dict[str, Any]:
+    """What the figures depend on."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return {
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "versions": {"python": platform.python_version(), "jax": jax.__version__, "natten_jax": natten_jax.__version__},
+        "native": dict(native.build_info()),
+        "commit": commit.stdout.strip() or None,
+        "command": " ".join(sys.argv),
+    }
+
+
+def _processor() -> str:
+    cpu_info = Path("/proc/cpuinfo")
+    if cpu_info.exists():
+        for line in cpu_info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """Print one line per implementation and pass."""
+    problem = None
+    for row in rows:
+        if row["problem"] != problem:
+            problem = row["problem"]
+            print(f"\n{problem}, {row['dtype']}; XLA's fp32 matmul: {row['matmul_gflops']:.0f} GFLOP/s")
+            print(f"{'pass':<18}{'implementation':<16}{'best ms':>10}{'GFLOP/s':>10}{'of matmul':>11}{'x cpu-fna':>11}")
+        print(
+            f"{row['pass']:<18}{row['implementation']:<16}{row['best_ms']:>10.2f}{row['gflops']:>10.1f}"
+            f"{row['share_of_matmul']:>10.1%}{row['times_cpu_fna']:>11.2f}"
+        )
+
+
+def main() -> None:
+    """Run the benchmarks named on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS))
+    names = ["cpu-fna", "flex-fna", "dense XLA"]
+    parser.add_argument("--implementations", nargs="+", choices=names, default=names)
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
+    parser.add_argument("--repeats", type=int, default=7, help="interleaved rounds")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    arguments = parser.parse_args()
+
+    rows: list[dict[str, Any]] = []
+    for name in arguments.problems:
+        rows += measure(BENCHMARKS[name], arguments.dtype, arguments.repeats, arguments.implementations)
+    print_table(rows)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"environment": environment(), "results": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

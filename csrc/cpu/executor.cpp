@@ -1,0 +1,86 @@
+#include "cpu/executor.h"
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <new>
+
+#include "cpu/float_environment.h"
+
+namespace natten_jax::cpu {
+namespace {
+
+constexpr std::align_val_t kScratchAlignment{64};
+
+struct ScratchDeleter {
+  void operator()(std::byte* scratch) const { ::operator delete(scratch, kScratchAlignment); }
+};
+
+using Scratch = std::unique_ptr<std::byte, ScratchDeleter>;
+
+Scratch allocate_scratch(std::size_t bytes) {
+  return Scratch(
+      static_cast<std::byte*>(::operator new(std::max<std::size_t>(bytes, 1), kScratchAlignment, std::nothrow)));
+}
+
+/// What the participants of one call share. Late closures keep it alive but find no item left, so they never
+/// touch `item`, which lives on the caller's stack.
+struct Shared {
+  std::int64_t count;
+  std::size_t scratch_bytes;
+  const std::function<void(std::int64_t, std::byte*)>* item;
+  std::atomic<std::int64_t> next{0};
+  std::atomic<std::int64_t> finished{0};
+  std::mutex mutex;
+  std::condition_variable all_finished;
+
+  void work(std::byte* scratch) {
+    const FlushDenormals flush;
+    std::int64_t done = 0;
+    for (std::int64_t index; (index = next.fetch_add(1, std::memory_order_relaxed)) < count; ++done) {
+      (*item)(index, scratch);
+    }
+    if (done > 0 && finished.fetch_add(done, std::memory_order_acq_rel) + done == count) {
+      const std::lock_guard<std::mutex> lock(mutex);
+      all_finished.notify_all();
+    }
+  }
+
+  void help() {
+    if (next.load(std::memory_order_relaxed) >= count) return;
+    // Without memory for another scratch the remaining participants do the work.
+    const Scratch scratch = allocate_scratch(scratch_bytes);
+    if (scratch) work(scratch.get());
+  }
+
+  void wait() {
+    std::unique_lock<std::mutex> lock(mutex);
+    all_finished.wait(lock, [this] { return finished.load(std::memory_order_acquire) == count; });
+  }
+};
+
+}  // namespace
+
+bool run_items(const Executor& executor, std::int64_t count, std::size_t scratch_bytes,
+               const std::function<void(std::int64_t, std::byte*)>& item) {
+  if (count <= 0) return true;
+  const Scratch scratch = allocate_scratch(scratch_bytes);
+  if (!scratch) return false;
+  const auto shared = std::make_shared<Shared>();
+  shared->count = count;
+  shared->scratch_bytes = scratch_bytes;
+  shared->item = &item;
+  try {
+    const std::int64_t helpers = std::min(executor.threads, count - 1);
+    for (std::int64_t i = 0; i < helpers; ++i) executor.schedule([shared] { shared->help(); });
+  } catch (...) {
+    // Fewer helpers: the caller still finishes every item.
+  }
+  shared->work(scratch.get());
+  shared->wait();
+  return true;
+}
+
+}  // namespace natten_jax::cpu

@@ -1,0 +1,93 @@
+// The forward pass: online softmax over the keys that an item's queries see.
+//
+// Part of the kernels: compiled once per instruction set, in a namespace of its own.
+#pragma once
+
+#include "cpu/key_value_stream.h"
+#include "cpu/microkernels.h"
+#include "cpu/transpose.h"
+
+namespace natten_jax::cpu::NATTEN_JAX_ISA {
+namespace {
+
+constexpr float kInfinity = __builtin_inff();
+
+/// Running state of a lane block: maximum logit (base 2) and sum of exponentials.
+struct Softmax {
+  float* maximum;
+  float* sum;
+};
+
+/// Turns logits into exponentials relative to the new running maximum.
+///
+/// Returns:
+///   The factor that brings earlier sums to the new maximum.
+NATTEN_JAX_INLINE Float exponentiate(const LaneBlock& block, const Box& box, bool is_masked, std::int64_t rows,
+                                     const Softmax& state, float* logits) {
+  const Float before = load(state.maximum);
+  Float maximum_ = before;
+  if (is_masked) {
+    const Float hidden = broadcast(-kInfinity);
+    for_each_masked_row(block, box, [&](std::int64_t row, const Mask& mask) {
+      const Float logit = select(mask, load(logits + row * kLanes), hidden);
+      store(logits + row * kLanes, logit);
+      maximum_ = maximum(logit, maximum_);
+    });
+  } else {
+    for (std::int64_t row = 0; row < rows; ++row) maximum_ = maximum(load(logits + row * kLanes), maximum_);
+  }
+  // Lanes that have seen no key yet: any finite reference makes their exponentials zero instead of NaN.
+  const Float reference = select(equal(maximum_, -kInfinity), broadcast(0.0f), maximum_);
+  Float sum = broadcast(0.0f);
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const Float e = exp2(load(logits + row * kLanes) - reference);
+    store(logits + row * kLanes, e);
+    sum = sum + e;
+  }
+  const Float keep = exp2(before - reference);
+  store(state.maximum, maximum_);
+  store(state.sum, load(state.sum) * keep + sum);
+  return keep;
+}
+
+template <typename T>
+void forward(const Plan& plan, const Item& item, std::byte* scratch) {
+  const Problem& p = plan.problem;
+  const Workspace w(plan.scratch, scratch);
+  const std::int64_t blocks = make_lane_blocks(plan, item, w.blocks);
+  const auto softmax = [&w](std::int64_t i) {
+    return Softmax{w.statistics + i * 2 * kLanes, w.statistics + (i * 2 + 1) * kLanes};
+  };
+  for (std::int64_t i = 0; i < blocks; ++i) {
+    load_lanes(w.blocks[i], static_cast<const T*>(plan.arrays.query), p.head_dim, p.scale * kLog2E, w.lines,
+               w.lanes_a + i * p.head_dim * kLanes);
+    store(softmax(i).maximum, broadcast(-kInfinity));
+    store(softmax(i).sum, broadcast(0.0f));
+    clear(w.sums_b + i * p.head_dim_v * kLanes, p.head_dim_v * kLanes);
+  }
+
+  stream_keys_and_values<T>(
+      plan, item, blocks, w, [&](std::int64_t i, const Box& box, bool is_masked, std::int64_t rows) {
+        dot(w.lanes_a + i * p.head_dim * kLanes, w.rows_a, rows, p.head_dim, w.logits);
+        const Float keep = exponentiate(w.blocks[i], box, is_masked, rows, softmax(i), w.logits);
+        accumulate<true>(w.logits, w.rows_b, rows, p.head_dim_v, keep, w.sums_b + i * p.head_dim_v * kLanes);
+      });
+
+  for (std::int64_t i = 0; i < blocks; ++i) {
+    const LaneBlock& block = w.blocks[i];
+    alignas(64) float inverse[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) {
+      // A query that sees no key has the empty sum: output zero, logsumexp -inf.
+      const float sum = softmax(i).sum[lane];
+      inverse[lane] = sum == 0.0f ? 0.0f : 1.0f / sum;
+    }
+    for (int lane = 0; lane < block.active; ++lane) {
+      plan.arrays.logsumexp[block.row[lane]] = softmax(i).maximum[lane] * kLn2 + __builtin_logf(softmax(i).sum[lane]);
+    }
+    store_lanes(block, w.sums_b + i * p.head_dim_v * kLanes, p.head_dim_v, inverse, w.lines,
+                static_cast<T*>(plan.arrays.out));
+  }
+}
+
+}  // namespace
+}  // namespace natten_jax::cpu::NATTEN_JAX_ISA

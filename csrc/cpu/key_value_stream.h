@@ -1,0 +1,52 @@
+// Streams the keys and values that an item's queries see: its tiles of layout tokens, then the additional ones.
+//
+// Part of the kernels: compiled once per instruction set, in a namespace of its own.
+#pragma once
+
+#include "cpu/stream.h"
+
+namespace natten_jax::cpu::NATTEN_JAX_ISA {
+namespace {
+
+/// Lists the rows of keys and values in the workspace and calls visit(block number, box, is_masked, rows), for
+/// everything that the blocks see.
+template <typename T, typename Visit>
+NATTEN_JAX_INLINE void stream_keys_and_values(const Plan& plan, const Item& item, std::int64_t blocks,
+                                              const Workspace& w, Visit visit) {
+  const Problem& p = plan.problem;
+  const TokenMap tokens = stream_tokens(plan, item);
+  const std::int64_t first = item.batch * p.keys() * p.heads_kv + item.kv_head;
+  const T* keys = static_cast<const T*>(plan.arrays.key) + first * p.head_dim;
+  const T* values = static_cast<const T*>(plan.arrays.value) + first * p.head_dim_v;
+  stream_boxes<T>(
+      w.blocks, blocks, plan.stream_tile,
+      [&](const Box& tile) {
+        return RowPair{float_rows(tile, tokens, keys, p.heads_kv, p.head_dim, w.packed_a),
+                       float_rows(tile, tokens, values, p.heads_kv, p.head_dim_v, w.packed_b)};
+      },
+      [&](std::int64_t i, const Box& box, const RowPair& rows) {
+        list_rows(rows.a, box, w.rows_a);
+        list_rows(rows.b, box, w.rows_b);
+        visit(i, box, !contains(w.blocks[i].core, box), volume(box));
+      });
+
+  if (p.additional_kv == 0) return;
+  const TokenMap line{0, {0, 0, 1}};
+  const Box all{{0, 0, 0}, {1, 1, p.additional_kv}};
+  const std::int64_t shape[kRank] = {1, 1, plan.stream_tokens};
+  const std::int64_t first_additional = item.batch * p.additional_kv * p.heads_kv + item.kv_head;
+  const T* additional_keys = static_cast<const T*>(plan.arrays.additional_keys) + first_additional * p.head_dim;
+  const T* additional_values = static_cast<const T*>(plan.arrays.additional_values) + first_additional * p.head_dim_v;
+  for_each_tile(all, shape, [&](const Box& tile) {
+    const FloatRows key_rows = float_rows(tile, line, additional_keys, p.heads_kv, p.head_dim, w.packed_a);
+    const FloatRows value_rows = float_rows(tile, line, additional_values, p.heads_kv, p.head_dim_v, w.packed_b);
+    for (std::int64_t i = 0; i < blocks; ++i) {
+      list_rows(key_rows, tile, w.rows_a);
+      list_rows(value_rows, tile, w.rows_b);
+      visit(i, tile, false, volume(tile));
+    }
+  });
+}
+
+}  // namespace
+}  // namespace natten_jax::cpu::NATTEN_JAX_ISA

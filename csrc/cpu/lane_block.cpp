@@ -1,0 +1,180 @@
+#include "cpu/lane_block.h"
+
+#include <algorithm>
+
+namespace natten_jax::cpu {
+namespace {
+
+/// What the owner tokens along one dimension of an item see of the stream side.
+class Visibility {
+ public:
+  Visibility(const Plan& plan, const Item& item, int dim)
+      : dimension_(plan.problem.dims[dim]), owns_queries_(plan.pass != Pass::kKeyValueGradient) {
+    if (item.owns_additional) {
+      sees_everything_ = true;
+      local_ = {0, dimension_.query.extent};
+      return;
+    }
+    const std::int64_t group = item.segments[dim].group;
+    local_ = (owns_queries_ ? dimension_.kv : dimension_.query).local_indices(dimension_.dilation, group);
+    key_length_ = group_length(dimension_.kv.layout, dimension_.dilation, group);
+    query_length_ = group_length(dimension_.query.layout, dimension_.dilation, group);
+  }
+
+  Range<std::int64_t> of(std::int64_t index) const {
+    if (sees_everything_) return local_;
+    const Dimension& d = dimension_;
+    const Range<std::int64_t> window =
+        owns_queries_ ? window_bounds(index, key_length_, d.kernel_size, d.stride, d.is_causal)
+                      : inverse_window_bounds(index, query_length_, key_length_, d.kernel_size, d.stride, d.is_causal);
+    return intersection(window, local_);
+  }
+
+ private:
+  const Dimension& dimension_;
+  bool owns_queries_;
+  bool sees_everything_ = false;
+  Range<std::int64_t> local_{0, 0};
+  std::int64_t key_length_ = 0;
+  std::int64_t query_length_ = 0;
+};
+
+TokenMap token_map(const Problem& problem, const Segment* segments, bool of_queries) {
+  TokenMap map{0, {1, 1, 1}};
+  std::int64_t pitch = 1;
+  for (int dim = kRank - 1; dim >= 0; --dim) {
+    const Dimension& d = problem.dims[dim];
+    const TokenAxis& axis = of_queries ? d.query : d.kv;
+    map.offset += (segments[dim].group - axis.origin) * pitch;
+    map.pitch[dim] = d.dilation * pitch;
+    pitch *= axis.extent;
+  }
+  return map;
+}
+
+/// The array that owner lanes are rows of.
+struct OwnerArray {
+  TokenMap tokens;
+  std::int64_t first_row;
+  std::int64_t heads;
+};
+
+OwnerArray owner_array(const Plan& plan, const Item& item) {
+  const Problem& p = plan.problem;
+  if (item.owns_additional) {
+    return {{0, {0, 0, 1}}, item.batch * p.additional_kv * p.heads_kv + item.kv_head, p.heads_kv};
+  }
+  const bool owns_queries = plan.pass != Pass::kKeyValueGradient;
+  const TokenMap tokens = token_map(p, item.segments, owns_queries);
+  if (owns_queries) return {tokens, item.batch * p.queries() * p.heads + item.kv_head * p.heads_per_kv(), p.heads};
+  return {tokens, item.batch * p.keys() * p.heads_kv + item.kv_head, p.heads_kv};
+}
+
+void fill_lanes(const Box& box, std::int64_t head_begin, std::int64_t head_end, const OwnerArray& owner,
+                const Range<std::int64_t> (*visible)[kLanes], LaneBlock& block) {
+  int lane = 0;
+  std::int64_t at[kRank];
+  for (std::int64_t head = head_begin; head < head_end; ++head) {
+    for (at[0] = box.begin[0]; at[0] < box.end[0]; ++at[0]) {
+      for (at[1] = box.begin[1]; at[1] < box.end[1]; ++at[1]) {
+        for (at[2] = box.begin[2]; at[2] < box.end[2]; ++at[2], ++lane) {
+          std::int64_t token = owner.tokens.offset;
+          for (int dim = 0; dim < kRank; ++dim) {
+            token += at[dim] * owner.tokens.pitch[dim];
+            const Range<std::int64_t> range = visible[dim][at[dim] - box.begin[dim]];
+            block.first[dim][lane] = static_cast<std::int32_t>(range.begin);
+            block.last[dim][lane] = static_cast<std::int32_t>(range.end);
+          }
+          block.row[lane] = owner.first_row + token * owner.heads + head;
+        }
+      }
+    }
+  }
+  block.active = lane;
+  for (; lane < kLanes; ++lane) {
+    block.row[lane] = block.row[0];
+    for (int dim = 0; dim < kRank; ++dim) {
+      block.first[dim][lane] = block.first[dim][0];
+      block.last[dim][lane] = block.last[dim][0];
+    }
+  }
+}
+
+}  // namespace
+
+std::int64_t make_lane_blocks(const Plan& plan, const Item& item, LaneBlock* blocks) {
+  const OwnerArray owner = owner_array(plan, item);
+  const Visibility visibility[kRank] = {{plan, item, 0}, {plan, item, 1}, {plan, item, 2}};
+  const std::int64_t heads = plan.pass == Pass::kKeyValueGradient ? 1 : plan.problem.heads_per_kv();
+  // Additional keys are a line of tokens, whatever the box of layout tokens is.
+  const std::int64_t line[kRank] = {1, 1, kLanes};
+  const std::int64_t* extent = item.owns_additional ? line : plan.lane_box;
+
+  std::int64_t count = 0;
+  Box box;
+  Range<std::int64_t> visible[kRank][kLanes];
+  const auto clip = [&](int dim) {
+    box.end[dim] = std::min(box.begin[dim] + extent[dim], item.segments[dim].end);
+    for (std::int64_t i = box.begin[dim]; i < box.end[dim]; ++i) {
+      visible[dim][i - box.begin[dim]] = visibility[dim].of(i);
+    }
+  };
+  const Segment* s = item.segments;
+  for (box.begin[0] = s[0].begin; box.begin[0] < s[0].end; box.begin[0] += extent[0]) {
+    clip(0);
+    for (box.begin[1] = s[1].begin; box.begin[1] < s[1].end; box.begin[1] += extent[1]) {
+      clip(1);
+      for (box.begin[2] = s[2].begin; box.begin[2] < s[2].end; box.begin[2] += extent[2]) {
+        clip(2);
+        Box hull;
+        Box core;
+        for (int dim = 0; dim < kRank; ++dim) {
+          const Range<std::int64_t> at_begin = visible[dim][0];
+          Range<std::int64_t> all = at_begin;
+          Range<std::int64_t> common = at_begin;
+          for (std::int64_t i = 1; i < box.end[dim] - box.begin[dim]; ++i) {
+            all.begin = std::min(all.begin, visible[dim][i].begin);
+            all.end = std::max(all.end, visible[dim][i].end);
+            common = intersection(common, visible[dim][i]);
+          }
+          hull.begin[dim] = all.begin;
+          hull.end[dim] = all.end;
+          core.begin[dim] = common.begin;
+          core.end[dim] = common.end;
+        }
+        for (std::int64_t head = 0; head < heads; head += plan.lane_heads) {
+          LaneBlock& block = blocks[count++];
+          block.hull = hull;
+          block.core = core;
+          fill_lanes(box, head, std::min(head + plan.lane_heads, heads), owner, visible, block);
+        }
+      }
+    }
+  }
+  return count;
+}
+
+Box enclosing_hull(const LaneBlock* blocks, std::int64_t count) {
+  Box box{{0, 0, 0}, {0, 0, 0}};
+  bool found = false;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const Box& hull = blocks[i].hull;
+    if (hull.empty()) continue;
+    for (int dim = 0; dim < kRank; ++dim) {
+      box.begin[dim] = found ? std::min(box.begin[dim], hull.begin[dim]) : hull.begin[dim];
+      box.end[dim] = found ? std::max(box.end[dim], hull.end[dim]) : hull.end[dim];
+    }
+    found = true;
+  }
+  return box;
+}
+
+TokenMap stream_tokens(const Plan& plan, const Item& item) {
+  if (item.owns_additional) {
+    const Dimension* d = plan.problem.dims;
+    return {0, {d[1].query.extent * d[2].query.extent, d[2].query.extent, 1}};
+  }
+  return token_map(plan.problem, item.segments, plan.pass == Pass::kKeyValueGradient);
+}
+
+}  // namespace natten_jax::cpu

@@ -1,0 +1,52 @@
+// The owner tokens in the lanes of one vector block, and what each of them sees. Plain data for every ISA.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/plan.h"
+
+namespace natten_jax::cpu {
+
+/// A box of tokens, as group indices.
+struct Box {
+  std::int64_t begin[kRank];
+  std::int64_t end[kRank];
+
+  bool empty() const { return end[0] <= begin[0] || end[1] <= begin[1] || end[2] <= begin[2]; }
+};
+
+/// Where the tokens of one side's dilation group lie: token row = offset + sum of index * pitch.
+struct TokenMap {
+  std::int64_t offset;
+  std::int64_t pitch[kRank];
+};
+
+struct alignas(64) LaneBlock {
+  /// Per dimension and lane, the range of stream indices that the lane sees.
+  std::int32_t first[kRank][kLanes];
+  std::int32_t last[kRank][kLanes];
+  /// Of each lane, its row in the owner's array: (batch * tokens + token) * heads + head. Idle lanes repeat lane 0.
+  std::int64_t row[kLanes];
+  int active;  ///< Lanes whose results are stored.
+  Box hull;    ///< Smallest box around everything that a lane sees.
+  Box core;    ///< What every lane sees.
+};
+
+/// Fills in the lane blocks of an item.
+///
+/// Args:
+///   plan: the pass.
+///   item: the work item.
+///   blocks: room for as many as the plan's scratch memory has.
+///
+/// Returns:
+///   How many there are.
+std::int64_t make_lane_blocks(const Plan& plan, const Item& item, LaneBlock* blocks);
+
+/// Smallest box around the hulls of the blocks.
+Box enclosing_hull(const LaneBlock* blocks, std::int64_t count);
+
+/// Where the tokens that an item streams lie, without batch and head.
+TokenMap stream_tokens(const Plan& plan, const Item& item);
+
+}  // namespace natten_jax::cpu

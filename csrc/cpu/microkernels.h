@@ -1,0 +1,83 @@
+// The two products that all passes are made of. Lanes are tokens of the owner side; rows are tokens of the stream
+// side, read one scalar at a time and broadcast, so neither side is ever transposed in bulk.
+//
+// Part of the kernels: compiled once per instruction set, in a namespace of its own.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/vector.h"
+
+namespace natten_jax::cpu::NATTEN_JAX_ISA {
+namespace {
+
+/// out[r][lane] = sum over d of rows[r][d] * lanes[d][lane], for kDotRows rows.
+NATTEN_JAX_INLINE void dot_group(const float* lanes, const float* const* rows, std::int64_t depth, float* out) {
+  const float* row[kDotRows];
+  NativeFloat sum[kDotRows][kVectors] = {};
+  NATTEN_JAX_UNROLL
+  for (int r = 0; r < kDotRows; ++r) row[r] = rows[r];
+  for (std::int64_t d = 0; d < depth; ++d) {
+    const Float lane = load(lanes + d * kLanes);
+    NATTEN_JAX_UNROLL
+    for (int r = 0; r < kDotRows; ++r) {
+      const float scalar = row[r][d];
+      NATTEN_JAX_UNROLL
+      for (int i = 0; i < kVectors; ++i) sum[r][i] += lane.v[i] * scalar;
+    }
+  }
+  NATTEN_JAX_UNROLL
+  for (int r = 0; r < kDotRows; ++r) {
+    NATTEN_JAX_UNROLL
+    for (int i = 0; i < kVectors; ++i) {
+      *reinterpret_cast<NativeFloat*>(out + r * kLanes + i * kWidth) = sum[r][i];
+    }
+  }
+}
+
+/// The same for any number of rows. `rows` and `out` have kRowPadding entries to spare; the former are overwritten.
+NATTEN_JAX_INLINE void dot(const float* lanes, const float** rows, std::int64_t count, std::int64_t depth, float* out) {
+  for (int r = 0; r < kDotRows; ++r) rows[count + r] = rows[count - 1];
+  for (std::int64_t r = 0; r < count; r += kDotRows) dot_group(lanes, rows + r, depth, out + r * kLanes);
+}
+
+/// sums[c][lane] = keep[lane] * sums[c][lane] + sum over rows of row[c] * weights[row][lane], for `Columns` columns.
+template <int Columns, bool Rescale>
+NATTEN_JAX_INLINE void accumulate_columns(const float* weights, const float* const* rows, std::int64_t count,
+                                          std::int64_t column, const Float& keep, float* sums) {
+  NativeFloat sum[Columns][kVectors] = {};
+  for (std::int64_t r = 0; r < count; ++r) {
+    const Float weight = load(weights + r * kLanes);
+    const float* row = rows[r] + column;
+    NATTEN_JAX_UNROLL
+    for (int c = 0; c < Columns; ++c) {
+      const float scalar = row[c];
+      NATTEN_JAX_UNROLL
+      for (int i = 0; i < kVectors; ++i) sum[c][i] += weight.v[i] * scalar;
+    }
+  }
+  // Adding a tile's sum to the running one (two levels) keeps rounding errors small for long sequences.
+  NATTEN_JAX_UNROLL
+  for (int c = 0; c < Columns; ++c) {
+    NATTEN_JAX_UNROLL
+    for (int i = 0; i < kVectors; ++i) {
+      auto* target = reinterpret_cast<NativeFloat*>(sums + (column + c) * kLanes + i * kWidth);
+      *target = (Rescale ? *target * keep.v[i] : *target) + sum[c][i];
+    }
+  }
+}
+
+/// The same for all `columns`.
+template <bool Rescale>
+NATTEN_JAX_INLINE void accumulate(const float* weights, const float* const* rows, std::int64_t count,
+                                  std::int64_t columns, const Float& keep, float* sums) {
+  std::int64_t c = 0;
+  for (; c + kSumColumns <= columns; c += kSumColumns) {
+    accumulate_columns<kSumColumns, Rescale>(weights, rows, count, c, keep, sums);
+  }
+  for (; c + 4 <= columns; c += 4) accumulate_columns<4, Rescale>(weights, rows, count, c, keep, sums);
+  for (; c < columns; ++c) accumulate_columns<1, Rescale>(weights, rows, count, c, keep, sums);
+}
+
+}  // namespace
+}  // namespace natten_jax::cpu::NATTEN_JAX_ISA

@@ -1,0 +1,185 @@
+#include "cpu/plan.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "cpu/lane_block.h"
+
+namespace natten_jax::cpu {
+namespace {
+
+std::int64_t divide_up(std::int64_t a, std::int64_t b) {
+  return (a + b - 1) / b;
+}
+
+const TokenAxis& owner_axis(const Dimension& dim, Pass pass) {
+  return pass == Pass::kKeyValueGradient ? dim.kv : dim.query;
+}
+
+const TokenAxis& stream_axis(const Dimension& dim, Pass pass) {
+  return pass == Pass::kKeyValueGradient ? dim.query : dim.kv;
+}
+
+/// Cuts the local tokens of every dilation group into tiles that start at multiples of the tile extent.
+std::vector<Segment> cut(const Dimension& dim, Pass pass, std::int64_t tile) {
+  const TokenAxis& axis = owner_axis(dim, pass);
+  const std::int64_t first = std::max<std::int64_t>(axis.origin, 0);
+  const std::int64_t last = std::min({axis.origin + axis.extent, axis.layout, first + dim.dilation});
+  std::vector<Segment> segments;
+  // The groups that have local tokens are those of the first `dilation` local coordinates.
+  for (std::int64_t coordinate = first; coordinate < last; ++coordinate) {
+    const std::int64_t group = coordinate % dim.dilation;
+    const Range<std::int64_t> local = axis.local_indices(dim.dilation, group);
+    for (std::int64_t begin = local.begin; begin < local.end;) {
+      const std::int64_t end = std::min((begin / tile + 1) * tile, local.end);
+      segments.push_back({group, begin, end});
+      begin = end;
+    }
+  }
+  return segments;
+}
+
+/// Stream tokens along one dimension that a lane block of `count` owner tokens sees, away from the edges.
+double union_extent(const Dimension& dim, std::int64_t count, std::int64_t tile) {
+  // Blocks that start with a stride group span as few of them as possible.
+  const bool is_aligned = count % dim.stride == 0 && tile % count == 0;
+  const std::int64_t span = is_aligned ? count - dim.stride : divide_up(count - 1, dim.stride) * dim.stride;
+  return static_cast<double>(std::min(dim.kernel_size + span, divide_up(dim.kv.layout, dim.dilation)));
+}
+
+/// Chooses the shape of a lane block: the one whose lanes visit the fewest stream tokens altogether.
+///
+/// Lanes left over hold further query heads of the group. Wide last dimensions are preferred among equals,
+/// because their rows are contiguous.
+void choose_lane_box(Plan& plan, const std::int64_t* tile) {
+  const Problem& p = plan.problem;
+  const std::int64_t group_heads = plan.pass == Pass::kKeyValueGradient ? 1 : p.heads_per_kv();
+  double best = std::numeric_limits<double>::infinity();
+  for (std::int64_t x = 1; x <= kLanes; ++x) {
+    for (std::int64_t y = 1; x * y <= kLanes; ++y) {
+      for (std::int64_t z = 1; x * y * z <= kLanes; ++z) {
+        const std::int64_t box[kRank] = {x, y, z};
+        const std::int64_t heads = std::min(kLanes / (x * y * z), group_heads);
+        double cost = static_cast<double>(divide_up(group_heads, heads));
+        for (int dim = 0; dim < kRank; ++dim) {
+          const Dimension& d = p.dims[dim];
+          const std::int64_t owned = std::min(tile[dim], divide_up(owner_axis(d, plan.pass).extent, d.dilation));
+          const double blocks = static_cast<double>(divide_up(owned, box[dim])) / static_cast<double>(owned);
+          cost *= blocks * union_extent(d, std::min(box[dim], owned), tile[dim]);
+        }
+        const bool is_tie = cost < best * (1 + 1e-9);
+        const bool is_better = cost < best * (1 - 1e-9);
+        if (is_better || (is_tie && z > plan.lane_box[2])) {
+          best = std::min(best, cost);
+          std::copy(box, box + kRank, plan.lane_box);
+          plan.lane_heads = heads;
+        }
+      }
+    }
+  }
+}
+
+std::size_t lane_blocks(const Plan& plan, const std::int64_t* tile) {
+  const std::int64_t group_heads = plan.pass == Pass::kKeyValueGradient ? 1 : plan.problem.heads_per_kv();
+  std::int64_t count = divide_up(group_heads, plan.lane_heads);
+  for (int dim = 0; dim < kRank; ++dim) {
+    std::int64_t longest = 1;
+    for (const Segment& s : plan.segments[dim]) longest = std::max(longest, s.end - s.begin);
+    count *= divide_up(std::min(tile[dim], longest), plan.lane_box[dim]);
+  }
+  return static_cast<std::size_t>(count);
+}
+
+ScratchLayout lay_out_scratch(const Plan& plan, std::size_t blocks) {
+  const Problem& p = plan.problem;
+  const std::size_t head_dim = static_cast<std::size_t>(p.head_dim);
+  const std::size_t head_dim_v = static_cast<std::size_t>(p.head_dim_v);
+  const std::size_t rows = static_cast<std::size_t>(plan.stream_tokens + kRowPadding);
+  const bool packs = p.element_type != ElementType::kFloat32;
+  std::size_t bytes = 0;
+  const auto reserve = [&bytes](std::size_t count, std::size_t width) {
+    const std::size_t offset = bytes;
+    bytes += (count * width + 63) / 64 * 64;
+    return offset;
+  };
+  ScratchLayout layout;
+  layout.lanes_a = reserve(blocks * head_dim * kLanes, sizeof(float));
+  layout.lanes_b = reserve(blocks * head_dim_v * kLanes, sizeof(float));
+  layout.sums_a = reserve(blocks * head_dim * kLanes, sizeof(float));
+  layout.sums_b = reserve(blocks * head_dim_v * kLanes, sizeof(float));
+  layout.statistics = reserve(blocks * 2 * kLanes, sizeof(float));
+  layout.blocks = reserve(blocks, sizeof(LaneBlock));
+  layout.logits = reserve(rows * kLanes, sizeof(float));
+  layout.products = reserve(rows * kLanes, sizeof(float));
+  layout.rows_a = reserve(rows, sizeof(const float*));
+  layout.rows_b = reserve(rows, sizeof(const float*));
+  layout.row_values = reserve(2 * rows, sizeof(float));
+  layout.packed_a = reserve(packs ? rows * head_dim : 0, sizeof(float));
+  layout.packed_b = reserve(packs ? rows * head_dim_v : 0, sizeof(float));
+  layout.lines = reserve(kLanes * std::max(head_dim, head_dim_v), sizeof(float));
+  layout.bytes = bytes;
+  return layout;
+}
+
+}  // namespace
+
+std::int64_t Plan::items() const {
+  const auto count = [](const std::vector<Segment>& s) { return static_cast<std::int64_t>(s.size()); };
+  const std::int64_t tiles = count(segments[0]) * count(segments[1]) * count(segments[2]);
+  return problem.batch * problem.heads_kv * (count(additional_segments) + tiles);
+}
+
+Item Plan::item(std::int64_t index) const {
+  Item item{};
+  const auto next = [&index](std::int64_t count) {
+    const std::int64_t digit = index % count;
+    index /= count;
+    return digit;
+  };
+  const auto pick = [&next](const std::vector<Segment>& s) {
+    return s[static_cast<std::size_t>(next(static_cast<std::int64_t>(s.size())))];
+  };
+  // Items that own additional keys stream every query and take longest, so they come first.
+  const std::int64_t additional =
+      problem.batch * problem.heads_kv * static_cast<std::int64_t>(additional_segments.size());
+  item.owns_additional = index < additional;
+  if (item.owns_additional) {
+    item.segments[0] = item.segments[1] = {0, 0, 1};
+    item.segments[2] = pick(additional_segments);
+  } else {
+    index -= additional;
+    // Neighboring tiles of one head come one after another: they share most of what they stream.
+    for (int dim = kRank - 1; dim >= 0; --dim) item.segments[dim] = pick(segments[dim]);
+  }
+  item.kv_head = next(problem.heads_kv);
+  item.batch = index;
+  return item;
+}
+
+Plan make_plan(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, Pass pass) {
+  Plan plan{};
+  plan.problem = problem;
+  plan.arrays = arrays;
+  plan.pass = pass;
+  const bool owns_queries = pass != Pass::kKeyValueGradient;
+  const std::int64_t* owner_tile = owns_queries ? tiles.query : tiles.kv;
+  const std::int64_t* stream_tile = owns_queries ? tiles.kv : tiles.query;
+  plan.stream_tokens = 1;
+  for (int dim = 0; dim < kRank; ++dim) {
+    const Dimension& d = problem.dims[dim];
+    plan.segments[dim] = cut(d, pass, owner_tile[dim]);
+    plan.stream_tile[dim] = std::min(stream_tile[dim], stream_axis(d, pass).extent);
+    plan.stream_tokens *= plan.stream_tile[dim];
+  }
+  plan.stream_tokens = std::max(plan.stream_tokens, kMinStreamRows);
+  choose_lane_box(plan, owner_tile);
+  if (!owns_queries) {
+    for (std::int64_t begin = 0; begin < problem.additional_kv; begin += kLanes) {
+      plan.additional_segments.push_back({0, begin, std::min(begin + kLanes, problem.additional_kv)});
+    }
+  }
+  plan.scratch = lay_out_scratch(plan, lane_blocks(plan, owner_tile));
+  return plan;
+}
+
+}  // namespace natten_jax::cpu

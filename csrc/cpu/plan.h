@@ -1,0 +1,104 @@
+// How one attention pass is cut into independent work items.
+//
+// A pass has an owner side and a stream side. In the forward and query-gradient passes an item owns a tile of
+// queries and streams the keys that they see; in the key/value-gradient pass it owns a tile of keys and streams
+// the queries that see them. Every result element has one owner, so no pass needs atomics and results do not
+// depend on the number of threads.
+//
+// Inside an item, tokens of the owner side lie in vector lanes: kLanes of them form a lane block, a small box
+// chosen so that the union of its windows is little larger than a window. Stream tokens are visited row by row.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "natten_jax/problem.h"
+
+namespace natten_jax::cpu {
+
+inline constexpr int kLanes = 16;
+
+/// Room behind the rows of a stream tile, so that micro-kernels may work on whole groups of rows.
+inline constexpr std::int64_t kRowPadding = 16;
+
+/// Rows that scratch has room for at least, for additional keys beside small tiles.
+inline constexpr std::int64_t kMinStreamRows = 64;
+
+/// Pointers to the arrays of one call; those that a pass does not use are null.
+struct Arrays {
+  const void* query;
+  const void* key;
+  const void* value;
+  const void* additional_keys;
+  const void* additional_values;
+  void* out;
+  float* logsumexp;
+
+  const float* saved_logsumexp;
+  const void* out_cotangent;
+  const float* delta;
+  void* query_gradient;
+  void* key_gradient;
+  void* value_gradient;
+  void* additional_keys_gradient;
+  void* additional_values_gradient;
+};
+
+enum class Pass { kForward, kQueryGradient, kKeyValueGradient };
+
+/// A run of owned tokens of one dilation group along one dimension.
+struct Segment {
+  std::int64_t group;
+  std::int64_t begin;
+  std::int64_t end;
+};
+
+/// One work item: the owned tile, of one KV head and its query heads.
+struct Item {
+  std::int64_t batch;
+  std::int64_t kv_head;
+  Segment segments[kRank];
+  bool owns_additional;  ///< Whether the last segment counts additional keys instead of layout tokens.
+};
+
+/// Byte offsets of an item's buffers in a thread's scratch memory.
+struct ScratchLayout {
+  std::size_t lanes_a;     ///< [blocks][head_dim][kLanes]: queries or keys, scaled.
+  std::size_t lanes_b;     ///< [blocks][head_dim_v][kLanes]: output cotangents or values.
+  std::size_t sums_a;      ///< [blocks][head_dim][kLanes]: gradient of lanes_a.
+  std::size_t sums_b;      ///< [blocks][head_dim_v][kLanes]: output, or gradient of lanes_b.
+  std::size_t statistics;  ///< [blocks][2][kLanes]: running maximum and sum, or logsumexp and delta.
+  std::size_t blocks;      ///< [blocks] LaneBlock.
+  std::size_t logits;      ///< [rows][kLanes].
+  std::size_t products;    ///< [rows][kLanes].
+  std::size_t rows_a;      ///< [rows] pointers to rows of head_dim elements.
+  std::size_t rows_b;      ///< [rows] pointers to rows of head_dim_v elements.
+  std::size_t row_values;  ///< [2][rows]: logsumexp and delta of streamed queries.
+  std::size_t packed_a;    ///< [rows][head_dim] as float.
+  std::size_t packed_b;    ///< [rows][head_dim_v] as float.
+  std::size_t lines;       ///< [kLanes][larger head_dim] as float.
+  std::size_t bytes;
+};
+
+/// One pass of one call, cut into items.
+struct Plan {
+  Problem problem;
+  Arrays arrays;
+  Pass pass;
+  std::int64_t lane_box[kRank];     ///< Tokens per dimension of a lane block.
+  std::int64_t lane_heads;          ///< Query heads of a group that share a lane block; 1 where keys are owned.
+  std::int64_t stream_tile[kRank];  ///< Stream tokens that are visited at a time.
+  std::int64_t stream_tokens;       ///< Rows that scratch has room for.
+  std::vector<Segment> segments[kRank];
+  std::vector<Segment> additional_segments;  ///< Of the additional keys; empty unless this pass owns them.
+  ScratchLayout scratch;
+
+  std::int64_t items() const;
+  Item item(std::int64_t index) const;
+};
+
+/// Cuts a pass into items; the tile of the owner side is the work of an item.
+Plan make_plan(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, Pass pass);
+
+}  // namespace natten_jax::cpu

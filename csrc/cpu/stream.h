@@ -1,0 +1,209 @@
+// The stream side of an item: boxes of rows, visited tile by tile and block by block.
+//
+// Part of the kernels: compiled once per instruction set, in a namespace of its own.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cpu/element.h"
+#include "cpu/lane_block.h"
+#include "cpu/vector.h"
+
+namespace natten_jax::cpu::NATTEN_JAX_ISA {
+namespace {
+
+/// Rows of floats, one per token of a stream tile.
+struct FloatRows {
+  const float* base;          ///< Row of the tile's first token.
+  std::int64_t begin[kRank];  ///< Group indices of that token.
+  std::int64_t pitch[kRank];  ///< In floats per group index.
+};
+
+/// The two kinds of rows that every pass streams: keys and values, or queries and output cotangents.
+struct RowPair {
+  FloatRows a;  ///< Of head_dim elements.
+  FloatRows b;  ///< Of head_dim_v elements.
+};
+
+NATTEN_JAX_INLINE std::int64_t lesser(std::int64_t a, std::int64_t b) {
+  return b < a ? b : a;
+}
+NATTEN_JAX_INLINE std::int64_t greater(std::int64_t a, std::int64_t b) {
+  return a < b ? b : a;
+}
+
+NATTEN_JAX_INLINE std::int64_t volume(const Box& box) {
+  return (box.end[0] - box.begin[0]) * (box.end[1] - box.begin[1]) * (box.end[2] - box.begin[2]);
+}
+
+NATTEN_JAX_INLINE Box common(const Box& a, const Box& b) {
+  Box box;
+  for (int dim = 0; dim < kRank; ++dim) {
+    box.begin[dim] = greater(a.begin[dim], b.begin[dim]);
+    box.end[dim] = lesser(a.end[dim], b.end[dim]);
+  }
+  return box;
+}
+
+NATTEN_JAX_INLINE bool is_empty(const Box& a) {
+  return a.end[0] <= a.begin[0] || a.end[1] <= a.begin[1] || a.end[2] <= a.begin[2];
+}
+
+NATTEN_JAX_INLINE bool contains(const Box& outer, const Box& inner) {
+  bool inside = true;
+  for (int dim = 0; dim < kRank; ++dim) {
+    inside = inside && outer.begin[dim] <= inner.begin[dim] && inner.end[dim] <= outer.end[dim];
+  }
+  return inside;
+}
+
+/// Calls visit(tile) for the tiles of at most `shape` tokens that cover a box.
+template <typename Visit>
+NATTEN_JAX_INLINE void for_each_tile(const Box& box, const std::int64_t* shape, Visit visit) {
+  Box tile;
+  for (tile.begin[0] = box.begin[0]; tile.begin[0] < box.end[0]; tile.begin[0] = tile.end[0]) {
+    tile.end[0] = lesser(tile.begin[0] + shape[0], box.end[0]);
+    for (tile.begin[1] = box.begin[1]; tile.begin[1] < box.end[1]; tile.begin[1] = tile.end[1]) {
+      tile.end[1] = lesser(tile.begin[1] + shape[1], box.end[1]);
+      for (tile.begin[2] = box.begin[2]; tile.begin[2] < box.end[2]; tile.begin[2] = tile.end[2]) {
+        tile.end[2] = lesser(tile.begin[2] + shape[2], box.end[2]);
+        visit(tile);
+      }
+    }
+  }
+}
+
+/// Calls visit(row number, mask) for every row of a box, where the mask tells the lanes that see the row.
+template <typename Visit>
+NATTEN_JAX_INLINE void for_each_masked_row(const LaneBlock& block, const Box& box, Visit visit) {
+  std::int64_t row = 0;
+  for (std::int64_t x = box.begin[0]; x < box.end[0]; ++x) {
+    const Mask in_x = holds(block.first[0], block.last[0], static_cast<std::int32_t>(x));
+    for (std::int64_t y = box.begin[1]; y < box.end[1]; ++y) {
+      const Mask in_plane = in_x & holds(block.first[1], block.last[1], static_cast<std::int32_t>(y));
+      for (std::int64_t z = box.begin[2]; z < box.end[2]; ++z) {
+        visit(row++, in_plane & holds(block.first[2], block.last[2], static_cast<std::int32_t>(z)));
+      }
+    }
+  }
+}
+
+/// The rows of a tile as floats: where they are, or converted into `packed`.
+///
+/// Args:
+///   tile: the tokens.
+///   tokens: where the tokens lie.
+///   data: first row of the batch element, already at the head that is read.
+///   heads: rows per token.
+///   width: elements per row.
+///   packed: room for the tile's rows.
+template <typename T>
+NATTEN_JAX_INLINE FloatRows float_rows(const Box& tile, const TokenMap& tokens, const T* data, std::int64_t heads,
+                                       std::int64_t width, float* packed) {
+  const std::int64_t step = heads * width;
+  const std::int64_t* begin = tile.begin;
+  if constexpr (std::is_same_v<T, float>) {
+    const std::int64_t first =
+        tokens.offset + begin[0] * tokens.pitch[0] + begin[1] * tokens.pitch[1] + begin[2] * tokens.pitch[2];
+    return {data + first * step,
+            {begin[0], begin[1], begin[2]},
+            {tokens.pitch[0] * step, tokens.pitch[1] * step, tokens.pitch[2] * step}};
+  } else {
+    float* target = packed;
+    for (std::int64_t x = begin[0]; x < tile.end[0]; ++x) {
+      for (std::int64_t y = begin[1]; y < tile.end[1]; ++y) {
+        const std::int64_t line = tokens.offset + x * tokens.pitch[0] + y * tokens.pitch[1];
+        for (std::int64_t z = begin[2]; z < tile.end[2]; ++z, target += width) {
+          widen(data + (line + z * tokens.pitch[2]) * step, target, width);
+        }
+      }
+    }
+    const std::int64_t pitch_y = (tile.end[2] - begin[2]) * width;
+    const std::int64_t pitch_x = (tile.end[1] - begin[1]) * pitch_y;
+    return {packed, {begin[0], begin[1], begin[2]}, {pitch_x, pitch_y, width}};
+  }
+}
+
+/// Visits what the lane blocks of an item stream, in boxes of at most a stream tile.
+///
+/// Rows that are read where they are need no tile in common, so each block starts tiles at its own hull and cuts as
+/// little as possible. Rows that must be converted first are converted once for all blocks.
+///
+/// Args:
+///   blocks: the lane blocks.
+///   count: how many there are.
+///   shape: tokens per dimension of a stream tile.
+///   locate: locate(tile) gives the tile's rows in a form that visit understands.
+///   visit: visit(block number, box, rows).
+template <typename T, typename Locate, typename Visit>
+NATTEN_JAX_INLINE void stream_boxes(const LaneBlock* blocks, std::int64_t count, const std::int64_t* shape,
+                                    Locate locate, Visit visit) {
+  if constexpr (std::is_same_v<T, float>) {
+    for (std::int64_t i = 0; i < count; ++i) {
+      for_each_tile(blocks[i].hull, shape, [&](const Box& tile) { visit(i, tile, locate(tile)); });
+    }
+  } else {
+    for_each_tile(enclosing_hull(blocks, count), shape, [&](const Box& tile) {
+      const auto rows = locate(tile);
+      for (std::int64_t i = 0; i < count; ++i) {
+        const Box box = common(blocks[i].hull, tile);
+        if (!is_empty(box)) visit(i, box, rows);
+      }
+    });
+  }
+}
+
+/// Lists where the rows of a box start, in the order of for_each_masked_row.
+NATTEN_JAX_INLINE void list_rows(const FloatRows& rows, const Box& box, const float** list) {
+  for (std::int64_t x = box.begin[0]; x < box.end[0]; ++x) {
+    for (std::int64_t y = box.begin[1]; y < box.end[1]; ++y) {
+      const float* line = rows.base + (x - rows.begin[0]) * rows.pitch[0] + (y - rows.begin[1]) * rows.pitch[1];
+      for (std::int64_t z = box.begin[2]; z < box.end[2]; ++z) *list++ = line + (z - rows.begin[2]) * rows.pitch[2];
+    }
+  }
+}
+
+NATTEN_JAX_INLINE void clear(float* data, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) data[i] = 0.0f;
+}
+
+/// An item's buffers in scratch memory.
+struct Workspace {
+  float* lanes_a;
+  float* lanes_b;
+  float* sums_a;
+  float* sums_b;
+  float* statistics;
+  LaneBlock* blocks;
+  float* logits;
+  float* products;
+  const float** rows_a;
+  const float** rows_b;
+  float* row_values;
+  float* packed_a;
+  float* packed_b;
+  float* lines;
+
+  NATTEN_JAX_INLINE Workspace(const ScratchLayout& at, std::byte* scratch)
+      : lanes_a(reinterpret_cast<float*>(scratch + at.lanes_a)),
+        lanes_b(reinterpret_cast<float*>(scratch + at.lanes_b)),
+        sums_a(reinterpret_cast<float*>(scratch + at.sums_a)),
+        sums_b(reinterpret_cast<float*>(scratch + at.sums_b)),
+        statistics(reinterpret_cast<float*>(scratch + at.statistics)),
+        blocks(reinterpret_cast<LaneBlock*>(scratch + at.blocks)),
+        logits(reinterpret_cast<float*>(scratch + at.logits)),
+        products(reinterpret_cast<float*>(scratch + at.products)),
+        rows_a(reinterpret_cast<const float**>(scratch + at.rows_a)),
+        rows_b(reinterpret_cast<const float**>(scratch + at.rows_b)),
+        row_values(reinterpret_cast<float*>(scratch + at.row_values)),
+        packed_a(reinterpret_cast<float*>(scratch + at.packed_a)),
+        packed_b(reinterpret_cast<float*>(scratch + at.packed_b)),
+        lines(reinterpret_cast<float*>(scratch + at.lines)) {}
+};
+
+constexpr float kLog2E = 1.44269504088896340736f;
+constexpr float kLn2 = 0.69314718055994530942f;
+
+}  // namespace
+}  // namespace natten_jax::cpu::NATTEN_JAX_ISA

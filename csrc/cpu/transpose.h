@@ -1,0 +1,100 @@
+// Moves rows of the owner side into vector lanes and back.
+//
+// Part of the kernels: compiled once per instruction set, in a namespace of its own.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cpu/element.h"
+#include "cpu/lane_block.h"
+#include "cpu/vector.h"
+
+namespace natten_jax::cpu::NATTEN_JAX_ISA {
+namespace {
+
+/// Four floats; every instruction set in use shuffles these fast.
+typedef float Quad __attribute__((vector_size(16), aligned(4), may_alias));
+
+NATTEN_JAX_INLINE Quad load_quad(const float* p) {
+  return *reinterpret_cast<const Quad*>(p);
+}
+NATTEN_JAX_INLINE void store_quad(float* p, Quad x) {
+  *reinterpret_cast<Quad*>(p) = x;
+}
+
+NATTEN_JAX_INLINE void transpose(Quad (&x)[4]) {
+  const Quad a = __builtin_shufflevector(x[0], x[1], 0, 4, 1, 5);
+  const Quad b = __builtin_shufflevector(x[0], x[1], 2, 6, 3, 7);
+  const Quad c = __builtin_shufflevector(x[2], x[3], 0, 4, 1, 5);
+  const Quad d = __builtin_shufflevector(x[2], x[3], 2, 6, 3, 7);
+  x[0] = __builtin_shufflevector(a, c, 0, 1, 4, 5);
+  x[1] = __builtin_shufflevector(a, c, 2, 3, 6, 7);
+  x[2] = __builtin_shufflevector(b, d, 0, 1, 4, 5);
+  x[3] = __builtin_shufflevector(b, d, 2, 3, 6, 7);
+}
+
+/// lanes[d][lane] = factor * row of the lane [d].
+///
+/// Args:
+///   block: which rows the lanes are.
+///   array: the owner's array.
+///   width: elements per row.
+///   factor: applied to every element.
+///   lines: room for kLanes rows of floats.
+///   lanes: the result.
+template <typename T>
+NATTEN_JAX_INLINE void load_lanes(const LaneBlock& block, const T* array, std::int64_t width, float factor,
+                                  float* lines, float* lanes) {
+  const float* rows[kLanes];
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const T* row = array + block.row[lane] * width;
+    if constexpr (std::is_same_v<T, float>) {
+      rows[lane] = row;
+    } else {
+      widen(row, lines + lane * width, width);
+      rows[lane] = lines + lane * width;
+    }
+  }
+  const std::int64_t quads = width / 4 * 4;
+  for (int lane = 0; lane < kLanes; lane += 4) {
+    for (std::int64_t d = 0; d < quads; d += 4) {
+      Quad x[4];
+      NATTEN_JAX_UNROLL
+      for (int i = 0; i < 4; ++i) x[i] = load_quad(rows[lane + i] + d);
+      transpose(x);
+      NATTEN_JAX_UNROLL
+      for (int i = 0; i < 4; ++i) store_quad(lanes + (d + i) * kLanes + lane, x[i] * factor);
+    }
+  }
+  for (std::int64_t d = quads; d < width; ++d) {
+    for (int lane = 0; lane < kLanes; ++lane) lanes[d * kLanes + lane] = rows[lane][d] * factor;
+  }
+}
+
+/// row of the lane [d] = factor[lane] * lanes[d][lane], for the lanes that are in use.
+template <typename T>
+NATTEN_JAX_INLINE void store_lanes(const LaneBlock& block, const float* lanes, std::int64_t width, const float* factor,
+                                   float* lines, T* array) {
+  const std::int64_t quads = width / 4 * 4;
+  for (int lane = 0; lane < kLanes; lane += 4) {
+    const Quad factors = load_quad(factor + lane);
+    for (std::int64_t d = 0; d < quads; d += 4) {
+      Quad x[4];
+      NATTEN_JAX_UNROLL
+      for (int i = 0; i < 4; ++i) x[i] = load_quad(lanes + (d + i) * kLanes + lane) * factors;
+      transpose(x);
+      NATTEN_JAX_UNROLL
+      for (int i = 0; i < 4; ++i) store_quad(lines + (lane + i) * width + d, x[i]);
+    }
+  }
+  for (std::int64_t d = quads; d < width; ++d) {
+    for (int lane = 0; lane < kLanes; ++lane) lines[lane * width + d] = lanes[d * kLanes + lane] * factor[lane];
+  }
+  for (int lane = 0; lane < block.active; ++lane) {
+    narrow(lines + lane * width, array + block.row[lane] * width, width);
+  }
+}
+
+}  // namespace
+}  // namespace natten_jax::cpu::NATTEN_JAX_ISA

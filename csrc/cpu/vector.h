@@ -1,0 +1,135 @@
+// Vectors of kLanes floats, made of as many native vectors as the instruction set needs.
+//
+// Part of the kernels: compiled once per instruction set, in a namespace of its own.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/plan.h"
+
+#if defined(__clang__)
+#define NATTEN_JAX_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define NATTEN_JAX_UNROLL _Pragma("GCC unroll 32")
+#endif
+#define NATTEN_JAX_INLINE inline __attribute__((always_inline))
+
+namespace natten_jax::cpu::NATTEN_JAX_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;
+constexpr int kDotRows = 8;  // Rows that the micro-kernels keep in registers.
+constexpr int kSumColumns = 8;
+#elif defined(__AVX__)
+constexpr int kWidth = 8;
+constexpr int kDotRows = 6;
+constexpr int kSumColumns = 6;
+#else
+constexpr int kWidth = 4;
+constexpr int kDotRows = 2;
+constexpr int kSumColumns = 2;
+#endif
+constexpr int kVectors = kLanes / kWidth;
+static_assert(kRowPadding >= kDotRows, "micro-kernels may touch whole groups of rows");
+
+typedef float NativeFloat __attribute__((vector_size(4 * kWidth), may_alias));
+typedef std::int32_t NativeInt __attribute__((vector_size(4 * kWidth), may_alias));
+
+struct Float {
+  NativeFloat v[kVectors];
+};
+
+/// A mask: all bits of a lane are set or none.
+struct Mask {
+  NativeInt v[kVectors];
+};
+
+NATTEN_JAX_INLINE Float load(const float* p) {
+  Float x;
+  NATTEN_JAX_UNROLL
+  for (int i = 0; i < kVectors; ++i) x.v[i] = *reinterpret_cast<const NativeFloat*>(p + i * kWidth);
+  return x;
+}
+
+NATTEN_JAX_INLINE void store(float* p, const Float& x) {
+  NATTEN_JAX_UNROLL
+  for (int i = 0; i < kVectors; ++i) *reinterpret_cast<NativeFloat*>(p + i * kWidth) = x.v[i];
+}
+
+NATTEN_JAX_INLINE Float broadcast(float value) {
+  Float x;
+  NATTEN_JAX_UNROLL
+  for (int i = 0; i < kVectors; ++i) x.v[i] = value - NativeFloat{};
+  return x;
+}
+
+#define NATTEN_JAX_LANEWISE(name, expression)                    \
+  NATTEN_JAX_INLINE Float name(const Float& a, const Float& b) { \
+    Float x;                                                     \
+    NATTEN_JAX_UNROLL                                            \
+    for (int i = 0; i < kVectors; ++i) x.v[i] = (expression);    \
+    return x;                                                    \
+  }
+NATTEN_JAX_LANEWISE(operator+, a.v[i] + b.v[i])
+NATTEN_JAX_LANEWISE(operator-, a.v[i] - b.v[i])
+NATTEN_JAX_LANEWISE(operator*, a.v[i] * b.v[i])
+/// NaN where `a` is: a comparison with it is false.
+NATTEN_JAX_LANEWISE(maximum, a.v[i] < b.v[i] ? b.v[i] : a.v[i])
+#undef NATTEN_JAX_LANEWISE
+
+NATTEN_JAX_INLINE Float select(const Mask& mask, const Float& yes, const Float& no) {
+  Float x;
+  NATTEN_JAX_UNROLL
+  for (int i = 0; i < kVectors; ++i) x.v[i] = mask.v[i] ? yes.v[i] : no.v[i];
+  return x;
+}
+
+NATTEN_JAX_INLINE Mask operator&(const Mask& a, const Mask& b) {
+  Mask x;
+  NATTEN_JAX_UNROLL
+  for (int i = 0; i < kVectors; ++i) x.v[i] = a.v[i] & b.v[i];
+  return x;
+}
+
+NATTEN_JAX_INLINE Mask equal(const Float& a, float b) {
+  Mask x;
+  NATTEN_JAX_UNROLL
+  for (int i = 0; i < kVectors; ++i) x.v[i] = a.v[i] == b;
+  return x;
+}
+
+/// Lanes whose range [first, last) holds `index`.
+NATTEN_JAX_INLINE Mask holds(const std::int32_t* first, const std::int32_t* last, std::int32_t index) {
+  Mask x;
+  NATTEN_JAX_UNROLL
+  for (int i = 0; i < kVectors; ++i) {
+    const NativeInt low = *reinterpret_cast<const NativeInt*>(first + i * kWidth);
+    const NativeInt high = *reinterpret_cast<const NativeInt*>(last + i * kWidth);
+    x.v[i] = (low <= index) & (high > index);
+  }
+  return x;
+}
+
+/// 2^x within about one ulp; zero below the normal range and for -inf, NaN for NaN. Meant for x <= 127.
+NATTEN_JAX_INLINE Float exp2(const Float& x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits.
+  Float y;
+  NATTEN_JAX_UNROLL
+  for (int i = 0; i < kVectors; ++i) {
+    const NativeFloat shifted = x.v[i] + kRound;
+    const NativeFloat f = x.v[i] - (shifted - kRound);
+    NativeFloat p = 0.00015353361959569156f * f + 0.0013398873852565885f;
+    p = p * f + 0.00961843691766262f;
+    p = p * f + 0.055503323674201965f;
+    p = p * f + 0.24022647738456726f;
+    p = p * f + 0.6931471824645996f;
+    p = p * f + 1.0f;
+    const NativeInt scaled = reinterpret_cast<NativeInt>(p) + (reinterpret_cast<NativeInt>(shifted) << 23);
+    y.v[i] = x.v[i] < -126.0f ? NativeFloat{} : reinterpret_cast<NativeFloat>(scaled);
+  }
+  return y;
+}
+
+}  // namespace
+}  // namespace natten_jax::cpu::NATTEN_JAX_ISA

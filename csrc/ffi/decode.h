@@ -1,0 +1,75 @@
+// From an XLA FFI call to a checked Problem, or to an error that names the argument, its value and the rule.
+//
+// Nothing that XLA hands over is trusted: callers may bypass the Python layer.
+#pragma once
+
+#include <cstdint>
+
+#include "natten_jax/problem.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace natten_jax::ffi {
+
+namespace xffi = ::xla::ffi;
+
+/// The attributes that every attention target takes, as one value.
+struct Attributes {
+  std::int64_t query_layout[kRank];
+  std::int64_t kv_layout[kRank];
+  std::int64_t kernel_size[kRank];
+  std::int64_t stride[kRank];
+  std::int64_t dilation[kRank];
+  bool is_causal[kRank];
+  float scale;
+  TileShapes tiles;
+};
+
+/// The operands that describe a problem.
+struct ProblemOperands {
+  xffi::AnyBuffer query;
+  xffi::AnyBuffer key;
+  xffi::AnyBuffer value;
+  xffi::AnyBuffer additional_keys;
+  xffi::AnyBuffer additional_values;
+  xffi::AnyBuffer origins;
+};
+
+/// A call whose arguments obey every rule.
+struct Call {
+  Problem problem;
+  TileShapes tiles;
+};
+
+/// Decodes and checks the attributes.
+xffi::Error decode_attributes(const xffi::Dictionary& dictionary, Attributes& attributes);
+
+/// Checks the operands against each other and the attributes, and describes the problem.
+///
+/// Args:
+///   operands: the arrays; their contents are not read.
+///   attributes: decoded attributes.
+///   origins: six values readable by the host, query origin first, or null to leave the origins at zero and
+///     unchecked.
+///   call: the result.
+xffi::Error decode_problem(const ProblemOperands& operands, const Attributes& attributes, const std::int32_t* origins,
+                           Call& call);
+
+/// Checks that the origins operand has the type and shape that lets its values be read.
+xffi::Error check_origins(const xffi::AnyBuffer& origins);
+
+/// Element type of the problem's arrays.
+xffi::DataType data_type(ElementType type);
+
+/// Checks an array that must look exactly like this; `rule` says why.
+xffi::Error check_array(const char* name, const xffi::AnyBuffer& array, xffi::DataType type,
+                        std::initializer_list<std::int64_t> shape, const char* rule);
+
+}  // namespace natten_jax::ffi
+
+/// Leaves the calling function with the error of an expression, if it has one.
+#define NATTEN_JAX_RETURN_IF_ERROR(expression)                       \
+  do {                                                               \
+    if (::xla::ffi::Error error_ = (expression); error_.failure()) { \
+      return error_;                                                 \
+    }                                                                \
+  } while (false)

@@ -1,0 +1,167 @@
+#include "ffi/handlers.h"
+
+#include <exception>
+#include <functional>
+#include <string>
+#include <utility>
+
+#include "cpu/attention.h"
+#include "ffi/decode.h"
+
+namespace natten_jax::ffi {
+namespace {
+
+using xffi::AnyBuffer;
+using xffi::Error;
+using xffi::Ffi;
+using Result = xffi::Result<AnyBuffer>;
+
+/// Runs a handler's body. Exceptions must not leave a handler: XLA calls it through a C interface.
+template <typename Body>
+Error guarded(Body body) {
+  try {
+    return body();
+  } catch (const std::exception& exception) {
+    return Error(xffi::ErrorCode::kInternal, std::string("natten_jax: ") + exception.what());
+  } catch (...) {
+    return Error(xffi::ErrorCode::kInternal, "natten_jax: unknown exception");
+  }
+}
+
+Error decode_host_call(const ProblemOperands& operands, const xffi::Dictionary& dictionary, Call& call) {
+  Attributes attributes;
+  NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes));
+  NATTEN_JAX_RETURN_IF_ERROR(check_origins(operands.origins));
+  const auto* origins = static_cast<const std::int32_t*>(operands.origins.untyped_data());
+  return decode_problem(operands, attributes, origins, call);
+}
+
+/// Checks the per-query arrays that follow the problem's operands or are results.
+Error check_query_array(const char* name, const AnyBuffer& array, const Problem& p, bool is_statistic) {
+  const std::int64_t x = p.dims[0].query.extent;
+  const std::int64_t y = p.dims[1].query.extent;
+  const std::int64_t z = p.dims[2].query.extent;
+  if (is_statistic) {
+    return check_array(name, array, xffi::DataType::F32, {p.batch, x, y, z, p.heads}, "one value per query and head");
+  }
+  return check_array(name, array, data_type(p.element_type), {p.batch, x, y, z, p.heads, p.head_dim_v},
+                     "it has the dtype of query and the width of value");
+}
+
+Error check_gradient(const char* name, const AnyBuffer& gradient, const AnyBuffer& operand) {
+  bool is_equal =
+      gradient.element_type() == operand.element_type() && gradient.dimensions().size() == operand.dimensions().size();
+  for (std::size_t i = 0; is_equal && i < operand.dimensions().size(); ++i) {
+    is_equal = gradient.dimensions()[i] == operand.dimensions()[i];
+  }
+  if (is_equal) return Error::Success();
+  return Error::InvalidArgument(std::string("natten_jax: result ") + name +
+                                " must have the shape and dtype of the operand that it is the gradient of");
+}
+
+cpu::Arrays operand_arrays(const ProblemOperands& operands) {
+  cpu::Arrays arrays{};
+  arrays.query = operands.query.untyped_data();
+  arrays.key = operands.key.untyped_data();
+  arrays.value = operands.value.untyped_data();
+  arrays.additional_keys = operands.additional_keys.untyped_data();
+  arrays.additional_values = operands.additional_values.untyped_data();
+  return arrays;
+}
+
+cpu::Executor executor_of(xffi::ThreadPool& pool) {
+  // The calling thread works too.
+  return {pool.num_threads() - 1, [&pool](std::function<void()> closure) { pool.Schedule(std::move(closure)); }};
+}
+
+Error error_of(cpu::Status status) {
+  if (status == cpu::Status::kDone) return Error::Success();
+  return Error(xffi::ErrorCode::kResourceExhausted, "natten_jax: no memory for the scratch buffers of attention");
+}
+
+Error cpu_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
+                  AnyBuffer additional_values, AnyBuffer origins, Result out, Result logsumexp, xffi::ThreadPool pool,
+                  xffi::Dictionary dictionary) {
+  return guarded([&]() -> Error {
+    const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins};
+    Call call;
+    NATTEN_JAX_RETURN_IF_ERROR(decode_host_call(operands, dictionary, call));
+    NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result out", *out, call.problem, false));
+    NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result logsumexp", *logsumexp, call.problem, true));
+    cpu::Arrays arrays = operand_arrays(operands);
+    arrays.out = out->untyped_data();
+    arrays.logsumexp = static_cast<float*>(logsumexp->untyped_data());
+    return error_of(cpu::run_forward(call.problem, call.tiles, arrays, executor_of(pool)));
+  });
+}
+
+Error cpu_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
+                   AnyBuffer additional_values, AnyBuffer origins, AnyBuffer logsumexp, AnyBuffer out_cotangent,
+                   AnyBuffer delta, Result query_gradient, Result key_gradient, Result value_gradient,
+                   Result additional_keys_gradient, Result additional_values_gradient, xffi::ThreadPool pool,
+                   xffi::Dictionary dictionary) {
+  return guarded([&]() -> Error {
+    const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins};
+    Call call;
+    NATTEN_JAX_RETURN_IF_ERROR(decode_host_call(operands, dictionary, call));
+    NATTEN_JAX_RETURN_IF_ERROR(check_query_array("logsumexp", logsumexp, call.problem, true));
+    NATTEN_JAX_RETURN_IF_ERROR(check_query_array("out_cotangent", out_cotangent, call.problem, false));
+    NATTEN_JAX_RETURN_IF_ERROR(check_query_array("delta", delta, call.problem, true));
+    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dquery", *query_gradient, query));
+    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dkey", *key_gradient, key));
+    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dvalue", *value_gradient, value));
+    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dadditional_keys", *additional_keys_gradient, additional_keys));
+    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dadditional_values", *additional_values_gradient, additional_values));
+    cpu::Arrays arrays = operand_arrays(operands);
+    arrays.saved_logsumexp = static_cast<const float*>(logsumexp.untyped_data());
+    arrays.out_cotangent = out_cotangent.untyped_data();
+    arrays.delta = static_cast<const float*>(delta.untyped_data());
+    arrays.query_gradient = query_gradient->untyped_data();
+    arrays.key_gradient = key_gradient->untyped_data();
+    arrays.value_gradient = value_gradient->untyped_data();
+    arrays.additional_keys_gradient = additional_keys_gradient->untyped_data();
+    arrays.additional_values_gradient = additional_values_gradient->untyped_data();
+    return error_of(cpu::run_backward(call.problem, call.tiles, arrays, executor_of(pool)));
+  });
+}
+
+auto bind_problem() {
+  return Ffi::Bind()
+      .Arg<AnyBuffer>()   // query
+      .Arg<AnyBuffer>()   // key
+      .Arg<AnyBuffer>()   // value
+      .Arg<AnyBuffer>()   // additional_keys
+      .Arg<AnyBuffer>()   // additional_values
+      .Arg<AnyBuffer>();  // origins
+}
+
+XLA_FFI_DEFINE_HANDLER(kCpuForward, cpu_forward,
+                       bind_problem()
+                           .Ret<AnyBuffer>()  // out
+                           .Ret<AnyBuffer>()  // logsumexp
+                           .Ctx<xffi::ThreadPool>()
+                           .Attrs());
+
+XLA_FFI_DEFINE_HANDLER(kCpuBackward, cpu_backward,
+                       bind_problem()
+                           .Arg<AnyBuffer>()  // logsumexp
+                           .Arg<AnyBuffer>()  // out_cotangent
+                           .Arg<AnyBuffer>()  // delta
+                           .Ret<AnyBuffer>()  // dquery
+                           .Ret<AnyBuffer>()  // dkey
+                           .Ret<AnyBuffer>()  // dvalue
+                           .Ret<AnyBuffer>()  // dadditional_keys
+                           .Ret<AnyBuffer>()  // dadditional_values
+                           .Ctx<xffi::ThreadPool>()
+                           .Attrs());
+
+}  // namespace
+
+std::vector<Registration> registrations() {
+  return {
+      {"natten_jax_cpu_forward", "cpu", kCpuForward},
+      {"natten_jax_cpu_backward", "cpu", kCpuBackward},
+  };
+}
+
+}  // namespace natten_jax::ffi

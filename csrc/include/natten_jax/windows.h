@@ -1,0 +1,108 @@
+// Window arithmetic of neighborhood attention: which keys a query sees, and which queries see a key.
+//
+// The mask is separable, so everything here is about one dimension. Tokens whose coordinates are equal modulo the
+// dilation form a dilation group; within its group a token has an index, and windows are contiguous ranges of
+// indices. natten_jax/windows.py is the same arithmetic for Python; the tests compare the two.
+#pragma once
+
+#include <cstdint>
+
+// Host code is compiled once per instruction set into one library. Forced inlining keeps the linker from
+// picking a copy that was compiled for a newer processor than the caller's.
+#if defined(__CUDACC__)
+#define NATTEN_JAX_HOST_DEVICE __host__ __device__
+#else
+#define NATTEN_JAX_HOST_DEVICE __attribute__((always_inline))
+#endif
+
+namespace natten_jax {
+
+/// A half-open range of indices.
+template <typename Int>
+struct Range {
+  Int begin;
+  Int end;
+
+  NATTEN_JAX_HOST_DEVICE constexpr Int size() const { return end > begin ? end - begin : 0; }
+  NATTEN_JAX_HOST_DEVICE constexpr bool empty() const { return end <= begin; }
+};
+
+template <typename Int>
+NATTEN_JAX_HOST_DEVICE constexpr Int smaller(Int a, Int b) {
+  return b < a ? b : a;
+}
+
+template <typename Int>
+NATTEN_JAX_HOST_DEVICE constexpr Int larger(Int a, Int b) {
+  return a < b ? b : a;
+}
+
+/// The indices that lie in both ranges.
+template <typename Int>
+NATTEN_JAX_HOST_DEVICE constexpr Range<Int> intersection(Range<Int> a, Range<Int> b) {
+  return {larger(a.begin, b.begin), smaller(a.end, b.end)};
+}
+
+/// Number of tokens in dilation group `group` of a dimension of `extent` tokens.
+template <typename Int>
+NATTEN_JAX_HOST_DEVICE constexpr Int group_length(Int extent, Int dilation, Int group) {
+  return (extent - group + dilation - 1) / dilation;
+}
+
+/// Key indices that the query at `index` sees.
+///
+/// `index` may exceed `length` only where the window is the whole key sequence (`kernel_size == length`), as in
+/// attention between sequences of different lengths.
+///
+/// Args:
+///   index: query index inside its dilation group.
+///   length: keys in the dilation group; at least `kernel_size`.
+///   kernel_size: keys in a full window.
+///   stride: queries that share one window; at most `kernel_size`.
+///   is_causal: whether keys after the query are hidden.
+template <typename Int>
+NATTEN_JAX_HOST_DEVICE constexpr Range<Int> window_bounds(Int index, Int length, Int kernel_size, Int stride,
+                                                          bool is_causal) {
+  const Int group_start = (index / stride) * stride;
+  if (is_causal) {
+    const Int leader = smaller<Int>(group_start + stride - 1, length - 1);
+    return {larger<Int>(leader - kernel_size + 1, 0), smaller<Int>(index + 1, length)};
+  }
+  const Int leader = smaller<Int>(group_start + stride / 2, length - 1);
+  const Int start = smaller<Int>(larger<Int>(leader - kernel_size / 2, 0), length - kernel_size);
+  return {start, start + kernel_size};
+}
+
+/// Query indices that see the key at `index`; exact and contiguous.
+///
+/// Args:
+///   index: key index inside its dilation group.
+///   query_length: queries in the dilation group. It differs from `key_length` only where
+///     `kernel_size == key_length`.
+///   key_length: keys in the dilation group.
+///   kernel_size: keys in a full window.
+///   stride: queries that share one window.
+///   is_causal: whether keys after the query are hidden.
+template <typename Int>
+NATTEN_JAX_HOST_DEVICE constexpr Range<Int> inverse_window_bounds(Int index, Int query_length, Int key_length,
+                                                                  Int kernel_size, Int stride, bool is_causal) {
+  const bool seen_to_the_end = index >= key_length - kernel_size;
+  Int first = 0;
+  Int last = query_length;
+  if (is_causal) {
+    first = index;
+    if (!seen_to_the_end) last = ((index + kernel_size) / stride) * stride;
+  } else {
+    const Int left = kernel_size / 2;
+    const Int right = kernel_size - 1 - left;
+    // The stride group whose leader lies `right` before the key is the first to see it, and the leader of group
+    // `n` is `n * stride + stride / 2`: rounding up to it is adding `offset`.
+    const Int offset = stride - stride / 2 - 1;
+    if (index >= kernel_size) first = ((index - right + offset) / stride) * stride;
+    if (!seen_to_the_end) last = ((index + left + offset + 1) / stride) * stride;
+  }
+  last = smaller<Int>(last, query_length);
+  return {smaller<Int>(first, last), last};
+}
+
+}  // namespace natten_jax

@@ -1,0 +1,58 @@
+#include "library.h"
+
+#include <sstream>
+
+#include "cpu/dispatch.h"
+#include "ffi/handlers.h"
+
+namespace natten_jax {
+namespace {
+
+#if defined(NATTEN_JAX_CUDA)
+std::vector<std::string> split(const std::string& text) {
+  std::vector<std::string> parts;
+  std::istringstream stream(text);
+  for (std::string part; std::getline(stream, part, ',');) parts.push_back(part);
+  return parts;
+}
+#endif
+
+std::string compiler() {
+#if defined(__clang__)
+  return std::string("clang ") + __clang_version__;
+#else
+  return std::string("gcc ") + __VERSION__;
+#endif
+}
+
+}  // namespace
+
+std::vector<Target> targets() {
+  std::vector<Target> targets;
+  for (const ffi::Registration& r : ffi::registrations()) {
+    targets.push_back({r.target, r.platform, reinterpret_cast<void*>(r.handler)});
+  }
+  return targets;
+}
+
+BuildInfo build_info() {
+  BuildInfo info{};
+  info.ffi_api_major = XLA_FFI_API_MAJOR;
+  info.ffi_api_minor = XLA_FFI_API_MINOR;
+  info.compiler = compiler();
+  info.host_isa = cpu::host_kernels().isa;
+  info.host_isas = cpu::built_isas();
+#if defined(NATTEN_JAX_CUDA)
+  info.cuda_version = NATTEN_JAX_CUDA_VERSION;
+  info.cuda_architectures = split(NATTEN_JAX_CUDA_ARCHITECTURES);
+#endif
+  return info;
+}
+
+#if defined(NATTEN_JAX_CUDA)
+std::vector<CudaDevice> cuda_devices() {
+  return list_cuda_devices();
+}
+#endif
+
+}  // namespace natten_jax

@@ -1,0 +1,81 @@
+// The Python module natten_jax._native: what the native library has, and the window arithmetic for tests.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "library.h"
+#include "natten_jax/windows.h"
+
+namespace py = pybind11;
+
+namespace {
+
+py::dict registrations() {
+  py::dict targets;
+  for (const natten_jax::Target& target : natten_jax::targets()) {
+    targets[target.name] = py::make_tuple(target.platform, py::capsule(target.handler));
+  }
+  return targets;
+}
+
+py::dict build_info() {
+  const natten_jax::BuildInfo info = natten_jax::build_info();
+  py::dict dict;
+  dict["ffi_api_version"] = py::make_tuple(info.ffi_api_major, info.ffi_api_minor);
+  dict["compiler"] = info.compiler;
+  dict["host_isa"] = info.host_isa;
+  dict["host_isas"] = info.host_isas;
+  dict["cuda_version"] = info.cuda_version.empty() ? py::object(py::none()) : py::object(py::str(info.cuda_version));
+  dict["cuda_architectures"] = info.cuda_architectures;
+  return dict;
+}
+
+std::pair<std::int64_t, std::int64_t> pair(natten_jax::Range<std::int64_t> range) {
+  return {range.begin, range.end};
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, module) {
+  module.doc() = "Native part of natten_jax.";
+  module.def("registrations", &registrations, "XLA FFI targets: name -> (platform, handler capsule).");
+  module.def("build_info", &build_info, "How this library was built and what it runs on this host.");
+  module.def(
+      "window_bounds",
+      [](std::int64_t index, std::int64_t length, std::int64_t kernel_size, std::int64_t stride, bool is_causal) {
+        return pair(natten_jax::window_bounds(index, length, kernel_size, stride, is_causal));
+      },
+      py::arg("index"), py::arg("length"), py::arg("kernel_size"), py::arg("stride"), py::arg("is_causal"),
+      "Half-open range of key indices that a query sees; see natten_jax.windows.");
+  module.def(
+      "inverse_window_bounds",
+      [](std::int64_t index, std::int64_t query_length, std::int64_t key_length, std::int64_t kernel_size,
+         std::int64_t stride, bool is_causal) {
+        return pair(natten_jax::inverse_window_bounds(index, query_length, key_length, kernel_size, stride, is_causal));
+      },
+      py::arg("index"), py::arg("query_length"), py::arg("key_length"), py::arg("kernel_size"), py::arg("stride"),
+      py::arg("is_causal"), "Half-open range of query indices that see a key; see natten_jax.windows.");
+  module.def("group_length", &natten_jax::group_length<std::int64_t>, py::arg("extent"), py::arg("dilation"),
+             py::arg("group"), "Number of tokens in a dilation group; see natten_jax.windows.");
+#if defined(NATTEN_JAX_CUDA)
+  module.def(
+      "cuda_devices",
+      [] {
+        py::list devices;
+        for (const natten_jax::CudaDevice& device : natten_jax::cuda_devices()) {
+          py::dict dict;
+          dict["name"] = device.name;
+          dict["compute_capability"] = py::make_tuple(device.compute_major, device.compute_minor);
+          dict["multiprocessors"] = device.multiprocessors;
+          dict["shared_memory_per_block"] = device.shared_memory_per_block;
+          dict["global_memory"] = device.global_memory;
+          devices.append(std::move(dict));
+        }
+        return devices;
+      },
+      "CUDA devices of this machine; empty where there is no driver.");
+#endif
+}

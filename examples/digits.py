@@ -1,0 +1,175 @@
+"""Train a small neighborhood attention classifier on handwritten digits.
+
+The 1797 images of 8 x 8 pixels come with scikit-learn, so nothing is downloaded. A fifth of them, equally many of
+each digit, is held out for the test accuracy that is printed after every epoch.
+
+    python examples/digits.py --output digits.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import matplotlib
+import numpy as np
+import optax
+from flax import nnx
+from natten_jax.flax_modules.nnx import NeighborhoodAttention2D
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+matplotlib.use("Agg")  # there may be no display
+import matplotlib.pyplot as plt  # only now is the choice of a display made
+
+CLASSES = 10
+IMAGE_SIZE = 8
+
+
+class Data(NamedTuple):
+    """Images ``[n, 8, 8, 1]`` with values in [-1, 1] and their labels ``[n]``."""
+
+    images: np.ndarray
+    labels: np.ndarray
+
+
+class Block(nnx.Module):
+    """Neighborhood attention and a perceptron, both behind a normalization and beside a skip connection."""
+
+    def __init__(self, features: int, kernel_size: int, backend: str | None, rngs: nnx.Rngs) -> None:
+        self.attention_norm = nnx.LayerNorm(features, rngs=rngs)
+        self.attention = NeighborhoodAttention2D(
+            features, num_heads=features // 16, kernel_size=kernel_size, backend=backend, rngs=rngs
+        )
+        self.perceptron_norm = nnx.LayerNorm(features, rngs=rngs)
+        self.perceptron = nnx.Sequential(
+            nnx.Linear(features, 2 * features, rngs=rngs), nnx.gelu, nnx.Linear(2 * features, features, rngs=rngs)
+        )
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        tokens = tokens + self.attention(self.attention_norm(tokens))
+        return tokens + self.perceptron(self.perceptron_norm(tokens))
+
+
+class Classifier(nnx.Module):
+    """Every pixel is a token that attends to the pixels around it; the mean over all tokens is classified."""
+
+    def __init__(self, features: int, depth: int, kernel_size: int, backend: str | None, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Conv(1, features, kernel_size=(3, 3), rngs=rngs)
+        self.position = nnx.Param(0.02 * jax.random.normal(rngs.params(), (IMAGE_SIZE, IMAGE_SIZE, features)))
+        self.blocks = nnx.List([Block(features, kernel_size, backend, rngs) for _ in range(depth)])
+        self.norm = nnx.LayerNorm(features, rngs=rngs)
+        self.head = nnx.Linear(features, CLASSES, rngs=rngs)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Logits ``[batch, 10]`` for images ``[batch, 8, 8, 1]``."""
+        tokens = self.embed(images) + self.position[...]
+        for block in self.blocks:
+            tokens = block(tokens)
+        return self.head(self.norm(tokens).mean(axis=(1, 2)))
+
+
+def load(seed: int) -> tuple[Data, Data]:
+    """The training and the test set."""
+    digits = load_digits()
+    images = (digits.images[..., None] / 8.0 - 1.0).astype(np.float32)
+    train_images, test_images, train_labels, test_labels = train_test_split(
+        images, digits.target, test_size=0.2, stratify=digits.target, random_state=seed
+    )
+    return Data(train_images, train_labels), Data(test_images, test_labels)
+
+
+@nnx.jit
+def train_step(model: Classifier, optimizer: nnx.Optimizer, images: jax.Array, labels: jax.Array) -> jax.Array:
+    """Update the model in place; returns the loss."""
+
+    def loss_of(model: Classifier) -> jax.Array:
+        targets = optax.smooth_labels(jax.nn.one_hot(labels, CLASSES), alpha=0.1)
+        return optax.softmax_cross_entropy(model(images), targets).mean()
+
+    loss, gradients = nnx.value_and_grad(loss_of)(model)
+    optimizer.update(model, gradients)
+    return loss
+
+
+@nnx.jit
+def predict(model: Classifier, images: jax.Array) -> jax.Array:
+    """The most likely digits ``[n]``."""
+    return model(images).argmax(-1)
+
+
+def save_predictions(path: Path, data: Data, predictions: np.ndarray, accuracy: float) -> None:
+    """Draw test images with what they were taken for; mistakes come first and are red."""
+    is_wrong = predictions != data.labels
+    shown = np.argsort(~is_wrong, kind="stable")[:40]
+    figure, axes = plt.subplots(5, 8, figsize=(8, 5.8), layout="constrained")
+    figure.suptitle(f"Test accuracy {accuracy:.2%}: {is_wrong.sum()} of {len(is_wrong)} mistaken")
+    for axis, i in zip(axes.flat, shown, strict=True):
+        axis.imshow(data.images[i, ..., 0], cmap="gray_r")
+        axis.set_axis_off()
+        text = f"{predictions[i]} for {data.labels[i]}" if is_wrong[i] else f"{predictions[i]}"
+        axis.set_title(text, fontsize=9, color="red" if is_wrong[i] else "black")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, format="png")
+    plt.close(figure)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train a neighborhood attention classifier on scikit-learn's handwritten digits.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--epochs", type=int, default=20, help="passes over the training images")
+    parser.add_argument("--batch-size", type=int, default=64, help="images per step")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="highest learning rate")
+    parser.add_argument("--features", type=int, default=32, help="features per token, a multiple of 16")
+    parser.add_argument("--depth", type=int, default=2, help="blocks")
+    parser.add_argument("--kernel-size", type=int, default=5, help="window of the attention, at most 8")
+    parser.add_argument("--seed", type=int, default=0, help="of the split, the parameters and the order of images")
+    parser.add_argument("--backend", default=None, help="such as cpu-fna or flex-fna; the best one if not given")
+    parser.add_argument("--output", type=Path, default=Path("digits.png"), help="picture of test predictions")
+    options = parser.parse_args(arguments)
+    if options.epochs < 1:
+        parser.error(f"--epochs must be at least 1, got {options.epochs}")
+    if options.features % 16 or options.features < 16:
+        parser.error(f"--features must be a multiple of 16, got {options.features}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train, print the accuracy after every epoch, and save the picture."""
+    options = parse(arguments)
+    started = time.perf_counter()
+    train, test = load(options.seed)
+    steps = len(train.labels) // options.batch_size
+    model = Classifier(options.features, options.depth, options.kernel_size, options.backend, nnx.Rngs(options.seed))
+    schedule = optax.warmup_cosine_decay_schedule(0.0, options.learning_rate, 2 * steps, options.epochs * steps)
+    optimizer = nnx.Optimizer(model, optax.adamw(schedule, weight_decay=0.05), wrt=nnx.Param)
+    order = np.random.default_rng(options.seed)
+
+    columns = TextColumn("epoch {task.fields[epoch]}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns) as progress:
+        task = progress.add_task("", total=options.epochs * steps, epoch=1)
+        for epoch in range(1, options.epochs + 1):
+            progress.update(task, epoch=epoch)
+            losses = []
+            for batch in order.permutation(len(train.labels))[: steps * options.batch_size].reshape(steps, -1):
+                losses.append(train_step(model, optimizer, train.images[batch], train.labels[batch]))
+                progress.advance(task)
+            predictions = np.asarray(predict(model, test.images))
+            accuracy = float((predictions == test.labels).mean())
+            progress.console.print(
+                f"epoch {epoch:3}  loss {np.mean(losses):.3f}  test accuracy {accuracy:.2%}", highlight=False
+            )
+
+    save_predictions(options.output, test, predictions, accuracy)
+    print(f"Test accuracy {accuracy:.2%} after {time.perf_counter() - started:.1f} s; picture: {options.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Profile a neighborhood attention block on video tokens: where does the time of a jit-compiled step go?
+
+JAX's profiler records what the compiled block launches; the profiler that comes with natten_jax reads the trace
+and gives every launch a readable name.
+
+    python examples/profile_block.py --layout 8 16 16 --kernel-size 4 7 7 --backward
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from natten_jax.flax_modules.nnx import NeighborhoodAttention3D
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from natten_jax.devices import default_device
+from natten_jax.profiler import capture, measure
+from natten_jax.profiler.program import Program
+from natten_jax.profiler.report import format_time
+
+
+class Block(nnx.Module):
+    """Neighborhood attention and a perceptron, both behind a normalization and beside a skip connection."""
+
+    def __init__(self, features: int, attention: NeighborhoodAttention3D, dtype: Any, rngs: nnx.Rngs) -> None:
+        self.attention_norm = nnx.LayerNorm(features, dtype=dtype, rngs=rngs)
+        self.attention = attention
+        self.perceptron_norm = nnx.LayerNorm(features, dtype=dtype, rngs=rngs)
+        self.expand = nnx.Linear(features, 4 * features, dtype=dtype, rngs=rngs)
+        self.contract = nnx.Linear(4 * features, features, dtype=dtype, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """``[batch, depth, height, width, features]`` to the same."""
+        tokens = tokens + self.attention(self.attention_norm(tokens))
+        return tokens + self.contract(nnx.gelu(self.expand(self.perceptron_norm(tokens))))
+
+
+def build(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
+    """The function to profile and its arguments: the block's state and random tokens."""
+    dtype = jnp.dtype(options.dtype)
+    rngs = nnx.Rngs(0)
+    attention = NeighborhoodAttention3D(
+        options.features,
+        options.heads,
+        tuple(options.kernel_size),
+        stride=tuple(options.stride),
+        dilation=tuple(options.dilation),
+        dtype=dtype,
+        backend=options.backend,
+        rngs=rngs,
+    )
+    graph, state = nnx.split(Block(options.features, attention, dtype, rngs))
+    tokens = jax.random.normal(rngs.params(), (options.batch, *options.layout, options.features), dtype)
+
+    def forward(state: nnx.State, tokens: jax.Array) -> jax.Array:
+        return nnx.merge(graph, state)(tokens)
+
+    def forward_and_backward(state: nnx.State, tokens: jax.Array) -> Any:
+        outputs, pull_back = jax.vjp(forward, state, tokens)
+        return outputs, pull_back(jnp.ones_like(outputs))
+
+    return forward_and_backward if options.backward else forward, (state, tokens)
+
+
+def profile(options: argparse.Namespace) -> tuple[measure.Row, ...]:
+    """Compile the block, run it under JAX's profiler, and sum up its launches by name."""
+    platform = default_device().platform
+    function, arguments = build(options)
+    # A command buffer (CUDA graph) is one launch to the profiler, which would hide what is in it.
+    compiler_options = {"xla_gpu_enable_command_buffer": ""} if platform == "cuda" else None
+    compiled = jax.jit(function).lower(*arguments).compile(compiler_options=compiler_options)
+    jax.block_until_ready(compiled(*arguments))
+    program = Program.parse(compiled.as_text() or "")
+    iterations = capture.capture(lambda: compiled(*arguments), options.iterations, program, platform)
+    return measure.summarize(iterations, program, "fna", platform)
+
+
+def table(rows: Sequence[measure.Row], title: str) -> Table:
+    """A line per operation, the slowest first."""
+    total = sum(row.runtime for row in rows)
+    result = Table("Operation", "Category", title=title, show_footer=True)
+    result.columns[0].footer = "Total"
+    result.add_column("Calls", str(sum(row.calls for row in rows)), justify="right")
+    result.add_column("Runtime", format_time(total), justify="right")
+    result.add_column("Share", "100.0%", justify="right")
+    for row in sorted(rows, key=lambda row: -row.runtime):
+        name = escape(row.name.operation)  # names may hold brackets, which rich would take for markup
+        result.add_row(name, row.name.category, str(row.calls), format_time(row.runtime), f"{row.runtime / total:.1%}")
+    return result
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Profile a 3-D neighborhood attention block with JAX's profiler.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--batch", type=int, default=1, help="videos")
+    parser.add_argument("--layout", type=int, nargs=3, default=[8, 16, 16], help="tokens: depth, height, width")
+    parser.add_argument("--features", type=int, default=128, help="features per token")
+    parser.add_argument("--heads", type=int, default=4, help="attention heads")
+    parser.add_argument("--kernel-size", type=int, nargs=3, default=[4, 7, 7], help="window of the attention")
+    parser.add_argument("--stride", type=int, nargs=3, default=[1, 1, 1], help="queries that share a window")
+    parser.add_argument("--dilation", type=int, nargs=3, default=[1, 1, 1], help="distance of a window's tokens")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
+    parser.add_argument("--backward", action="store_true", help="profile the gradient, too")
+    parser.add_argument("--backend", default=None, help="such as cpu-fna or flex-fna; the best one if not given")
+    parser.add_argument("--iterations", type=int, default=5, help="runs that the times are the median of")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Profile and print the table."""
+    options = parse(arguments)
+    passes = "forward and backward" if options.backward else "forward"
+    layout, window = ("x".join(map(str, sizes)) for sizes in (options.layout, options.kernel_size))
+    title = f"Block on {layout} tokens, window {window}, {passes}, {options.dtype}, {jax.devices()[0].device_kind}"
+    Console().print(table(profile(options), title))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""Neighborhood attention for Flax (``pip install "natten_jax[flax]"``).
+
+Importing this package imports nothing; Flax is imported with the submodule that is used:
+
+- :mod:`natten_jax.flax_modules.nnx`: ``NeighborhoodAttention1D``, ``2D`` and ``3D`` for :mod:`flax.nnx`.
+- :mod:`natten_jax.flax_modules.linen`: the same for :mod:`flax.linen`, with the same arguments and parameters.
+- :mod:`natten_jax.flax_modules.attention_fn`: ``neighborhood_attention_fn``, for the ``attention_fn`` argument of
+  Flax's own ``MultiHeadAttention``.
+- :mod:`natten_jax.flax_modules.convert`: weights of NATTEN's PyTorch modules.
+
+Example::
+
+    from flax import nnx
+    from natten_jax.flax_modules.nnx import NeighborhoodAttention2D
+
+    layer = NeighborhoodAttention2D(64, num_heads=4, kernel_size=7, rngs=nnx.Rngs(0))
+    output = layer(images)  # [batch, height, width, 64]
+"""

@@ -1,0 +1,237 @@
+"""What the modules for Flax share: their arguments, checked, and the documentation of these."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict, Unpack, cast
+
+import jax
+from flax.core import FrozenDict
+
+from natten_jax import backends, functional
+from natten_jax.problem import Shape, tile_config, window_parameters
+
+Ints = int | Sequence[int]
+Bools = bool | Sequence[bool]
+
+_OPERATORS = {1: functional.na1d, 2: functional.na2d, 3: functional.na3d}
+
+
+class Performance(TypedDict, total=False):
+    """Arguments of :func:`natten_jax.na1d` and its like that choose how, not what, is computed."""
+
+    attention_kwargs: Mapping[str, Any] | None
+    backend: str | None
+    q_tile_shape: Ints | None
+    kv_tile_shape: Ints | None
+    backward_q_tile_shape: Ints | None
+    backward_kv_tile_shape: Ints | None
+    backward_kv_splits: Ints | None
+    backward_use_xla_reduction: bool
+    run_persistent_kernel: bool
+    kernel_schedule: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Neighborhood:
+    """Neighborhood attention with all but its arrays fixed.
+
+    Hashable and comparable, as Flax asks of what a module holds beside its parameters: two modules with equal
+    arguments share one compiled program.
+    """
+
+    rank: int
+    kernel_size: Shape
+    stride: Shape
+    dilation: Shape
+    is_causal: tuple[bool, ...]
+    scale: float | None
+    performance: Mapping[str, Any]
+
+    def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        """Attend.
+
+        Args:
+            query: ``[batch, *layout, heads, head_dim]``.
+            key: ``[batch, *layout, heads_kv, head_dim]``.
+            value: ``[batch, *layout, heads_kv, head_dim_v]``.
+
+        Returns:
+            ``[batch, *layout, heads, head_dim_v]``.
+
+        Raises:
+            ValueError: The window does not fit the layout, or no backend can run the problem.
+        """
+        window = self.kernel_size, self.stride, self.dilation, self.is_causal, self.scale
+        output = _OPERATORS[self.rank](query, key, value, *window, **self.performance)
+        return cast(jax.Array, output)  # a tuple only with return_lse
+
+
+def neighborhood(
+    rank: int,
+    kernel_size: Ints,
+    stride: Ints,
+    dilation: Ints,
+    is_causal: Bools,
+    scale: float | None,
+    **performance: Unpack[Performance],
+) -> Neighborhood:
+    """Check all that can be checked before there are tokens.
+
+    Raises:
+        ValueError: A value breaks a rule of the operator, or ``backend`` is unknown.
+        TypeError: An argument is of the wrong type, or no performance argument has that name.
+    """
+    window = window_parameters(rank, kernel_size, stride, dilation, is_causal)
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, numbers.Real)):
+        raise TypeError(f"scale must be None or a real Python number, got {scale!r}")
+    tiles = cast(dict[str, Any], dict(performance))
+    backend, attention_kwargs = tiles.pop("backend", None), tiles.pop("attention_kwargs", None)
+    if backend is not None:
+        backends.find(backend, "fna")
+    if attention_kwargs is not None:
+        if not isinstance(attention_kwargs, Mapping):
+            raise TypeError(f"attention_kwargs must be a mapping or None, got {attention_kwargs!r}")
+        attention_kwargs = frozen(attention_kwargs)
+    unknown = tiles.keys() - Performance.__annotations__
+    if unknown:
+        raise TypeError(f"unknown argument(s) {', '.join(sorted(unknown))}")
+    tiles = dataclasses.asdict(tile_config(rank, **tiles))
+    return Neighborhood(
+        rank,
+        *window,
+        None if scale is None else float(scale),
+        frozen({**tiles, "backend": backend, "attention_kwargs": attention_kwargs}),
+    )
+
+
+def frozen(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A hashable copy."""
+    return cast(Mapping[str, Any], cast(Any, FrozenDict)(arguments))
+
+
+def head_counts(num_heads: int, num_kv_heads: int | None) -> tuple[int, int]:
+    """Query heads and key/value heads.
+
+    Raises:
+        ValueError: The first are no multiple of the second.
+        TypeError: An argument is not an int.
+    """
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    _check_positive(num_heads=num_heads, num_kv_heads=num_kv_heads)
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}: "
+            "every key/value head serves the same number of query heads"
+        )
+    return num_heads, num_kv_heads
+
+
+def head_dim(num_heads: int, in_features: int, qkv_features: int | None) -> int:
+    """Features per head.
+
+    Raises:
+        ValueError: The heads do not divide the features.
+        TypeError: An argument is not an int.
+    """
+    name, features = ("in_features", in_features) if qkv_features is None else ("qkv_features", qkv_features)
+    _check_positive(**{name: features})
+    if features % num_heads:
+        raise ValueError(f"{name} {features} is not a multiple of num_heads {num_heads}: heads are of one size")
+    return features // num_heads
+
+
+def _check_positive(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise TypeError(f"{name} must be an int, got {value!r}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def check_dropout(proj_drop: float) -> None:
+    """Check the rate of the output dropout.
+
+    Raises:
+        ValueError: It is not a probability.
+    """
+    if not 0.0 <= proj_drop <= 1.0:
+        raise ValueError(f"proj_drop must be in [0, 1], got {proj_drop!r}")
+
+
+def check_input(inputs: jax.Array, rank: int, in_features: int | None) -> None:
+    """Check the array that a module is called with.
+
+    Raises:
+        ValueError: It is not ``[batch, *layout, in_features]``.
+    """
+    if inputs.ndim != rank + 2:
+        raise ValueError(
+            f"inputs has shape {inputs.shape}, but NeighborhoodAttention{rank}D takes {rank + 2}-dimensional arrays "
+            f"[batch, {_LAYOUTS[rank]}, in_features]"
+        )
+    if in_features is not None and inputs.shape[-1] != in_features:
+        raise ValueError(
+            f"inputs has {inputs.shape[-1]} features (shape {inputs.shape}), but in_features is {in_features}: "
+            "they must be equal"
+        )
+
+
+_TOKENS = {1: "a sequence", 2: "an image", 3: "a video or a volume"}
+_LAYOUTS = {1: "seqlen", 2: "height, width", 3: "depth, height, width"}
+
+_DOCUMENT = """Multi-head neighborhood attention over {tokens}, with projections, for :mod:`{flavour}`.
+
+{summary}
+
+The parameters are named and shaped like those of Flax's ``MultiHeadAttention``: ``query``, ``key`` and ``value``
+have kernels ``[in_features, heads, head_dim]``, ``out`` has ``[num_heads, head_dim, in_features]``.
+Window arguments take {per_dimension}.
+
+Args:
+    in_features: Features per token of input and output{in_features}.
+    num_heads: Query heads.
+    kernel_size: Window extent in tokens.
+    stride: Queries that share a window; at most ``kernel_size``.
+    dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` fits the layout.
+    is_causal: Whether later keys are hidden.
+    qkv_bias: Whether the query, key and value projections have a bias; the output projection always has.
+    qk_scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``.
+    proj_drop: Rate of the dropout after the output projection.
+    num_kv_heads: Key and value heads, a divisor of ``num_heads`` (GQA, MQA); ``None`` is ``num_heads``.
+    qkv_features: Features of all query heads together; ``None`` is ``in_features``.
+    deterministic: Whether dropout is off; the argument of the same name in a call takes precedence. With a
+        ``proj_drop`` above 0 one of the two has to be given.
+    dtype: Type to compute in; ``None`` takes what inputs and parameters promote to.
+    param_dtype: Type of the parameters.
+    precision: Precision of the projections.
+    kernel_init: Initializer of all kernels.
+    bias_init: Initializer of all biases.
+    attention_kwargs: As in :func:`natten_jax.na{rank}d`, and so are ``backend``, ``q_tile_shape``,
+        ``kv_tile_shape``, ``backward_q_tile_shape``, ``backward_kv_tile_shape``, ``backward_kv_splits``,
+        ``backward_use_xla_reduction``, ``run_persistent_kernel`` and ``kernel_schedule``.{rngs}
+
+Raises:
+    ValueError: A value breaks a rule above, or ``backend`` is unknown.
+    TypeError: An argument is of the wrong type.
+"""
+
+_RNGS = "\n    rngs: Random streams: ``params``, and ``dropout`` where ``proj_drop`` is above 0."
+_SUMMARY = "Maps ``[batch, {layout}, in_features]`` to an array of the same shape."
+
+
+def document(rank: int, flavour: str) -> str:
+    """The docstring of a module of this rank for ``"flax.nnx"`` or ``"flax.linen"``."""
+    is_nnx = flavour == "flax.nnx"
+    return inspect.cleandoc(_DOCUMENT).format(
+        rank=rank,
+        flavour=flavour,
+        summary=_SUMMARY.format(layout=_LAYOUTS[rank]),
+        tokens=_TOKENS[rank],
+        per_dimension="one value" if rank == 1 else f"{rank} values, or one for all dimensions",
+        in_features="" if is_nnx else "; ``None`` takes what the inputs have",
+        rngs=_RNGS if is_nnx else "",
+    )

@@ -1,0 +1,132 @@
+"""Weights of NATTEN's PyTorch modules for the modules of this package.
+
+NATTEN's ``NeighborhoodAttention1D``, ``2D`` and ``3D`` hold ``qkv.weight`` ``[3 * features, features]``, ``qkv.bias``
+(with ``qkv_bias``), ``proj.weight`` ``[features, features]`` and ``proj.bias``. Rows of ``qkv`` are ordered query, key,
+value, then head, then head dimension. Tensors may be PyTorch's or NumPy's; PyTorch itself is not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from flax import nnx
+
+from .nnx import NeighborhoodAttention1D, NeighborhoodAttention2D, NeighborhoodAttention3D
+
+__all__ = ["linen_params", "load_nnx"]
+
+FloatArray = npt.NDArray[np.floating[Any]]
+
+
+def linen_params(
+    state_dict: Mapping[str, Any], num_heads: int, *, prefix: str = "", param_dtype: Any = None
+) -> dict[str, dict[str, jax.Array]]:
+    """The parameters of a module for ``flax.linen`` from those of a NATTEN module.
+
+    Args:
+        state_dict: The NATTEN module's, or a whole model's, ``state_dict()``.
+        num_heads: Heads of the module, which its weights do not tell.
+        prefix: What stands before ``qkv.weight``, such as ``"blocks.0.attn."``.
+        param_dtype: Type of the parameters; ``None`` keeps that of the weights.
+
+    Returns:
+        ``{"query": {"kernel", "bias"}, "key": ..., "value": ..., "out": ...}``, to be used as
+        ``module.apply({"params": params}, inputs)``.
+
+    Raises:
+        ValueError: A weight is missing or has an unexpected shape.
+    """
+    params = _split(state_dict, num_heads, prefix)
+    return {
+        name: {kind: jnp.asarray(array, param_dtype) for kind, array in group.items()} for name, group in params.items()
+    }
+
+
+def load_nnx(
+    module: NeighborhoodAttention1D | NeighborhoodAttention2D | NeighborhoodAttention3D,
+    state_dict: Mapping[str, Any],
+    *,
+    prefix: str = "",
+) -> None:
+    """Load the weights of a NATTEN module into a module for ``flax.nnx``, in place and in its ``param_dtype``.
+
+    Args:
+        module: The module; it must have as many key/value heads as heads.
+        state_dict: The NATTEN module's, or a whole model's, ``state_dict()``.
+        prefix: What stands before ``qkv.weight``, such as ``"blocks.0.attn."``.
+
+    Raises:
+        ValueError: A weight is missing, has an unexpected shape, or does not suit the module. The module is unchanged.
+    """
+    if module.num_kv_heads != module.num_heads:
+        raise ValueError(
+            f"module has num_kv_heads {module.num_kv_heads} and num_heads {module.num_heads}: NATTEN has as many "
+            "key/value heads as query heads"
+        )
+    params = _split(state_dict, module.num_heads, prefix)
+    loads: list[tuple[nnx.Param[jax.Array], FloatArray]] = []
+    for name, group in params.items():
+        projection = getattr(module, name)
+        for kind in ("kernel", "bias"):
+            variable, array = getattr(projection, kind), group.get(kind)
+            if variable is None and array is None:
+                continue
+            if variable is None or array is None:
+                has, lacks = ("the module", prefix + "*") if array is None else (prefix + "*", "the module")
+                raise ValueError(f"{has} has a {kind} for {name} and {lacks} has none: qkv_bias must agree")
+            if variable.shape != array.shape:
+                raise ValueError(
+                    f"{prefix}* gives {name}.{kind} the shape {array.shape}, but the module's is {variable.shape}"
+                )
+            loads.append((variable, array))
+    for variable, array in loads:
+        variable[...] = jnp.asarray(array, variable.dtype)
+
+
+def _split(state_dict: Mapping[str, Any], num_heads: int, prefix: str) -> dict[str, dict[str, FloatArray]]:
+    """Checked weights by projection, in Flax's shapes."""
+    if f"{prefix}rpb" in state_dict:
+        raise ValueError(f"state_dict has {prefix}rpb: modules with relative position biases cannot be converted")
+    qkv_weight = _tensor(state_dict, prefix, "qkv.weight")
+    if qkv_weight.ndim != 2 or qkv_weight.shape[0] != 3 * qkv_weight.shape[1]:
+        raise ValueError(f"{prefix}qkv.weight has shape {qkv_weight.shape}, but NATTEN's is [3 * features, features]")
+    features = qkv_weight.shape[1]
+    if num_heads < 1 or features % num_heads:
+        raise ValueError(f"num_heads {num_heads} does not divide the {features} features of {prefix}qkv.weight")
+    head = num_heads, features // num_heads
+    proj_weight = _tensor(state_dict, prefix, "proj.weight", (features, features))
+    params = {
+        # PyTorch's kernels are [out, in].
+        name: {"kernel": np.moveaxis(weight, -1, 0)}
+        for name, weight in zip(("query", "key", "value"), qkv_weight.reshape(3, *head, features), strict=True)
+    }
+    if f"{prefix}qkv.bias" in state_dict:
+        qkv_bias = _tensor(state_dict, prefix, "qkv.bias", (3 * features,)).reshape(3, *head)
+        for name, bias in zip(params, qkv_bias, strict=True):
+            params[name]["bias"] = bias
+    params["out"] = {
+        "kernel": proj_weight.T.reshape(*head, features),
+        "bias": _tensor(state_dict, prefix, "proj.bias", (features,)),
+    }
+    return params
+
+
+def _tensor(state_dict: Mapping[str, Any], prefix: str, name: str, shape: tuple[int, ...] | None = None) -> FloatArray:
+    if prefix + name not in state_dict:
+        prefixes = sorted(repr(key.removesuffix("qkv.weight")) for key in state_dict if key.endswith("qkv.weight"))
+        known = f"prefixes of NATTEN modules in it are {', '.join(prefixes)}" if prefixes else "it has no qkv.weight"
+        raise ValueError(f"state_dict has no {prefix + name!r} (prefix={prefix!r}); {known}")
+    tensor = state_dict[prefix + name]
+    if hasattr(tensor, "detach"):
+        # PyTorch's: NumPy takes none that wants a gradient, is on a GPU, or is of a type that NumPy lacks.
+        tensor = tensor.detach().cpu()
+        tensor = tensor.float() if "bfloat16" in str(tensor.dtype) else tensor
+    array: FloatArray = np.asarray(tensor)
+    if shape is not None and array.shape != shape:
+        raise ValueError(f"{prefix}{name} has shape {array.shape}, but {prefix}qkv.weight asks for {shape}")
+    return array

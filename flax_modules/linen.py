@@ -1,0 +1,119 @@
+"""Neighborhood attention modules for :mod:`flax.linen`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+from flax.linen.linear import default_kernel_init
+from flax.typing import Dtype, Initializer, PrecisionLike
+
+from . import arguments
+from .arguments import Bools, Ints, Neighborhood, Performance
+
+__all__ = ["NeighborhoodAttention1D", "NeighborhoodAttention2D", "NeighborhoodAttention3D"]
+
+
+class _NeighborhoodAttention(linen.Module):
+    rank: ClassVar[int]
+
+    num_heads: int
+    kernel_size: Ints
+    stride: Ints = 1
+    dilation: Ints = 1
+    is_causal: Bools = False
+    qkv_bias: bool = True
+    qk_scale: float | None = None
+    proj_drop: float = 0.0
+    in_features: int | None = None
+    num_kv_heads: int | None = None
+    qkv_features: int | None = None
+    deterministic: bool | None = None
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    precision: PrecisionLike = None
+    kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer = linen.initializers.zeros_init()
+    attention_kwargs: Mapping[str, Any] | None = None
+    backend: str | None = None
+    q_tile_shape: Ints | None = None
+    kv_tile_shape: Ints | None = None
+    backward_q_tile_shape: Ints | None = None
+    backward_kv_tile_shape: Ints | None = None
+    backward_kv_splits: Ints | None = None
+    backward_use_xla_reduction: bool = False
+    run_persistent_kernel: bool = True
+    kernel_schedule: str | None = None
+
+    def __post_init__(self) -> None:
+        self._neighborhood()
+        arguments.check_dropout(self.proj_drop)
+        num_heads, _ = arguments.head_counts(self.num_heads, self.num_kv_heads)
+        if self.in_features is not None:
+            arguments.head_dim(num_heads, self.in_features, self.qkv_features)
+        super().__post_init__()
+
+    def _neighborhood(self) -> Neighborhood:
+        performance: Any = {name: getattr(self, name) for name in Performance.__annotations__}
+        window = self.kernel_size, self.stride, self.dilation, self.is_causal
+        return arguments.neighborhood(self.rank, *window, self.qk_scale, **performance)
+
+    @linen.compact
+    def __call__(
+        self, inputs: jax.Array, *, deterministic: bool | None = None, dropout_rng: jax.Array | None = None
+    ) -> jax.Array:
+        """Attend.
+
+        Args:
+            inputs: ``[batch, *layout, in_features]``.
+            deterministic: Whether dropout is off; ``None`` is as constructed.
+            dropout_rng: Random key for the dropout; ``None`` takes the ``dropout`` stream.
+
+        Returns:
+            ``[batch, *layout, in_features]``.
+
+        Raises:
+            ValueError: ``inputs`` has another shape, or the window does not fit its layout.
+        """
+        arguments.check_input(inputs, self.rank, self.in_features)
+        in_features = inputs.shape[-1]
+        num_heads, num_kv_heads = arguments.head_counts(self.num_heads, self.num_kv_heads)
+        head_dim = arguments.head_dim(num_heads, in_features, self.qkv_features)
+        project = functools.partial(
+            linen.DenseGeneral,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            precision=self.precision,
+            kernel_init=self.kernel_init,
+            bias_init=self.bias_init,
+        )
+        outputs = self._neighborhood()(
+            project((num_heads, head_dim), use_bias=self.qkv_bias, name="query")(inputs),
+            project((num_kv_heads, head_dim), use_bias=self.qkv_bias, name="key")(inputs),
+            project((num_kv_heads, head_dim), use_bias=self.qkv_bias, name="value")(inputs),
+        )
+        outputs = project(in_features, axis=(-2, -1), name="out")(outputs)
+        if self.proj_drop > 0:
+            # Given both flags, linen's Dropout refuses; as in nnx, the one in the call takes precedence.
+            flag = self.deterministic if deterministic is None else deterministic
+            outputs = linen.Dropout(self.proj_drop)(outputs, deterministic=flag, rng=dropout_rng)
+        return outputs
+
+
+class NeighborhoodAttention1D(_NeighborhoodAttention):
+    __doc__ = arguments.document(1, "flax.linen")
+    rank = 1
+
+
+class NeighborhoodAttention2D(_NeighborhoodAttention):
+    __doc__ = arguments.document(2, "flax.linen")
+    rank = 2
+
+
+class NeighborhoodAttention3D(_NeighborhoodAttention):
+    __doc__ = arguments.document(3, "flax.linen")
+    rank = 3

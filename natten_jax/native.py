@@ -1,0 +1,132 @@
+"""The native module: loads it, registers its XLA FFI targets, and calls them.
+
+Importing this module never fails. Where the native module cannot be used, ``load_error`` says why, and the
+backends that need it reject every problem with that reason.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.export
+import numpy as np
+
+#: Every target that some build of the native module has.
+TARGETS = ("natten_jax_cpu_forward", "natten_jax_cpu_backward")
+
+#: Pass these to ``jax.export.export(..., disabled_checks=...)`` to export programs that use native kernels.
+EXPORT_CHECKS = tuple(jax.export.DisabledSafetyCheck.custom_call(target) for target in TARGETS)
+
+
+class ResultType(NamedTuple):
+    """Shape and element type of a target's result."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def call(
+    target: str, results: Sequence[ResultType], *operands: jax.Array, **attributes: Sequence[int] | float
+) -> list[jax.Array]:
+    """Call a native target; the project's only custom call.
+
+    Args:
+        target: Name of the target.
+        results: Types of the results.
+        *operands: Arrays, in the target's order.
+        **attributes: Sequences of integers are passed as int64 arrays, floats as float32.
+    """
+    operands = _vary_alike(operands)
+    # Derived from an operand's type, results vary over the same mesh axes inside jax.shard_map.
+    like = jax.typeof(operands[0])
+    types = [like.update(shape=result.shape, dtype=np.dtype(result.dtype)) for result in results]
+    values = {
+        name: np.float32(value) if isinstance(value, float) else np.asarray(value, np.int64)
+        for name, value in attributes.items()
+    }
+    return list(jax.ffi.ffi_call(target, types)(*operands, **values))
+
+
+def build_info() -> Mapping[str, Any]:
+    """How the native module was built and what it runs on this host; empty where it could not be loaded."""
+    return {} if _module is None else _module.build_info()
+
+
+def path() -> str | None:
+    """File of the native module, or ``None`` where it could not be loaded."""
+    return None if _module is None else _module.__file__
+
+
+def _vary_alike(operands: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Inside ``jax.shard_map``, make all operands vary over the mesh axes that any of them varies over."""
+    axes: list[frozenset[str]] = [getattr(jax.typeof(operand), "vma", frozenset()) for operand in operands]
+    every = frozenset[str]().union(*axes)
+    return tuple(
+        operand if own == every else jax.lax.pcast(operand, tuple(every - own), to="varying")
+        for operand, own in zip(operands, axes, strict=True)
+    )
+
+
+def _runtime_ffi_version() -> tuple[int, int] | None:
+    """Version of the FFI interface that the installed jaxlib implements, if its headers tell."""
+    header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    if not header.exists():
+        return None
+    text = header.read_text()
+    numbers = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    major, minor = (int(number[1]) if number else None for number in numbers)
+    return None if major is None or minor is None else (major, minor)
+
+
+def _check_ffi_version(module: ModuleType) -> None:
+    runtime = _runtime_ffi_version()
+    built: tuple[int, int] = module.build_info()["ffi_api_version"]
+    # A runtime serves every earlier minor version; a library from its future keeps XLA from initialising.
+    if runtime is not None and (runtime[0] != built[0] or runtime[1] < built[1]):
+        raise ImportError(
+            f"the native module was built for version {built[0]}.{built[1]} of the XLA FFI interface, "
+            f"but the installed jaxlib has {runtime[0]}.{runtime[1]}"
+        )
+
+
+def _check_files() -> None:
+    """Check that the libraries are whole: loading a truncated one would kill the process."""
+    spec = importlib.util.find_spec("natten_jax._native")
+    if spec is None or spec.origin is None:
+        return  # importing says it better
+    for file in (Path(spec.origin), Path(spec.origin).with_name("libnatten_jax.so")):
+        if not file.exists():
+            continue
+        with file.open("rb") as stream:
+            header = stream.read(64)
+        if len(header) < 64 or header[:6] != b"\x7fELF\x02\x01":
+            raise ImportError(f"{file} is not a 64-bit ELF library")
+        (sections,) = struct.unpack_from("<Q", header, 0x28)
+        entry_size, entries = struct.unpack_from("<HH", header, 0x3A)
+        # The section headers end the file.
+        if sections + entry_size * entries > file.stat().st_size:
+            raise ImportError(f"{file} is truncated")
+
+
+def _load() -> tuple[ModuleType | None, str | None]:
+    """The native module with its targets registered, or the reason why there is none."""
+    try:
+        _check_files()
+        module = importlib.import_module("natten_jax._native")
+        _check_ffi_version(module)
+        for name, (platform, handler) in module.registrations().items():
+            jax.ffi.register_ffi_target(name, handler, platform=platform)
+    except Exception as error:
+        return None, f"the native module natten_jax._native cannot be loaded ({type(error).__name__}: {error})"
+    return module, None
+
+
+_module, load_error = _load()

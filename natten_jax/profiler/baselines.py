@@ -1,0 +1,58 @@
+"""Attention as JAX itself has it, to compare with: self attention over the flattened tokens."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+
+import jax
+
+from natten_jax.devices import Device
+from natten_jax.problem import Problem
+
+Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def _pallas(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            from jax.experimental.pallas.ops.gpu.attention import mha
+    except ImportError as error:
+        raise ValueError(f"the pallas baseline is not part of JAX {jax.__version__}: {error}") from None
+    if key.shape[-2] != query.shape[-2]:
+        raise ValueError("the pallas baseline takes as many key/value heads as query heads: leave out --heads-kv")
+    output: jax.Array = mha(query, key, value, None, sm_scale=query.shape[-1] ** -0.5)
+    return output
+
+
+#: By the name on the command line.
+BASELINES: dict[str, Attention] = {
+    "cudnn": functools.partial(jax.nn.dot_product_attention, implementation="cudnn"),
+    "xla": functools.partial(jax.nn.dot_product_attention, implementation="xla"),
+    "pallas": _pallas,
+}
+
+
+def check(name: str, problem: Problem, device: Device) -> None:
+    """Check that a baseline can run on the device.
+
+    Raises:
+        ValueError: It cannot; the message says what can.
+    """
+    if name != "xla" and device.platform != "cuda":
+        raise ValueError(f"the {name} baseline needs an NVIDIA GPU, and this is {device}: use --backend xla")
+    if name == "xla" and device.platform == "cpu" and problem.dtype == "float16":
+        # jax.nn.dot_product_attention asks for a dot product algorithm that XLA has on GPUs only.
+        raise ValueError("the xla baseline cannot run fp16 on the CPU: use --dtype bf16 or --dtype fp32")
+
+
+def attend(name: str, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """Self attention over all tokens of arrays ``[batch, *layout, heads, head_dim]``."""
+
+    def flat(array: jax.Array) -> jax.Array:
+        return array.reshape(array.shape[0], -1, *array.shape[-2:])
+
+    output = BASELINES[name](flat(query), flat(key), flat(value))
+    return output.reshape(*query.shape[:-1], value.shape[-1])

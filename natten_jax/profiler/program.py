@@ -1,0 +1,94 @@
+"""What a compiled program's text says about its instructions: where they come from and what they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+# `  ROOT %name = f32[8,16]{1,0} fusion(%a, %b), kind=kLoop, ...`; tuple types hold no lower-case word before `(`.
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*?(?<![\w.-])([a-z][\w-]*)\(")
+_MODULE = re.compile(r"^HloModule ([^\s,]+)")
+_SCOPE = re.compile(r'op_name="([^";]*)')  # merged instructions list several, with semicolons
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_CALLED = re.compile(r"calls=%?([\w.-]+)")
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) .*\{$")
+# What the operator marks its instructions with (natten_jax.partition.named).
+_DESCRIPTION = re.compile(r'natten_jax="([^"]*)"')
+
+# Instructions that do nothing but run others.
+_CONTAINERS = ("while", "conditional", "call", "async-start", "async-done")
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """An instruction of a compiled program.
+
+    Attributes:
+        opcode: ``"fusion"``, ``"custom-call"``, ``"copy"``, ...
+        scope: The path of scopes in the traced function, ending in the name of a JAX primitive.
+        target: What a custom call calls; empty for other instructions.
+        description: What natten_jax marked the instruction with; empty where it is none of its own.
+        fused: Opcodes inside a fusion.
+    """
+
+    opcode: str = ""
+    scope: str = ""
+    target: str = ""
+    description: str = ""
+    fused: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program.
+
+    Attributes:
+        module: Its name, which the events of a trace carry.
+        instructions: By name.
+    """
+
+    module: str
+    instructions: dict[str, Instruction]
+
+    @classmethod
+    def parse(cls, text: str) -> Program:
+        """Read the text of a compiled program, as ``jax.stages.Compiled.as_text`` returns it."""
+        module, computation = "", ""
+        instructions: dict[str, Instruction] = {}
+        called: dict[str, str] = {}
+        opcodes: dict[str, set[str]] = {}
+        for line in text.splitlines():
+            if match := _INSTRUCTION.match(line):
+                name, opcode = match.groups()
+                opcodes.setdefault(computation, set()).add(opcode)
+                instructions[name] = Instruction(
+                    opcode, _first(_SCOPE, line), _first(_TARGET, line), _first(_DESCRIPTION, line)
+                )
+                if opcode == "fusion":
+                    called[name] = _first(_CALLED, line)
+            elif match := _COMPUTATION.match(line):
+                computation = match[1]
+            elif match := _MODULE.match(line):
+                module = match[1]
+        for name, fused in called.items():
+            instructions[name] = dataclasses.replace(
+                instructions[name], fused=frozenset(opcodes.get(fused, ())) - {"parameter", "constant"}
+            )
+        return cls(module, instructions)
+
+    def is_module(self, name: str) -> bool:
+        """Whether an event's module is this program; traces may append the program's number in parentheses."""
+        return name.partition("(")[0] == self.module
+
+    def instruction(self, name: str) -> Instruction:
+        """The instruction of that name, or one without any properties."""
+        return self.instructions.get(name, Instruction())
+
+    def is_container(self, name: str) -> bool:
+        """Whether the instruction only runs others."""
+        return self.instruction(name).opcode in _CONTAINERS
+
+
+def _first(pattern: re.Pattern[str], line: str) -> str:
+    match = pattern.search(line)
+    return match[1] if match else ""

@@ -1,0 +1,197 @@
+"""Readable names for what a program launches: kernel symbols, custom calls, and XLA's own instructions."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from natten_jax.profiler.program import Instruction
+
+#: Order of the rows of a report; other operations follow.
+KNOWN_OPERATIONS = (
+    "FnaForward",
+    "FnaBackward",
+    "FmhaForward",
+    "FmhaBackward",
+    "Reduction",
+    "TokenPermute",
+    "Elementwise",
+    "Convert",
+)
+
+_LONGEST = 45
+
+
+@dataclasses.dataclass(frozen=True)
+class Name:
+    """What a report calls a launch; launches of one name share a row."""
+
+    framework: str
+    category: str
+    arch: str
+    operation: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """How symbols that match a pattern are called.
+
+    Attributes:
+        pattern: Searched in the lower-case symbol.
+        framework: Who wrote it; ``"-"`` where nobody knows.
+        category: What kind of work it is; ``"-"`` where nobody knows.
+        operation: Its readable name; ``""`` stands for the cleaned symbol, and ``{operator}`` for ``Fna`` or
+            ``Fmha``, whichever the description of the operator says.
+    """
+
+    pattern: str
+    framework: str
+    category: str
+    operation: str = ""
+
+
+# The first match counts: this package's own, the libraries' attention kernels, their helpers, then the rest.
+_RULES = (
+    _Rule(r"natten_jax_cpu_forward", "natten_jax-cpu", "attention", "{operator}Forward"),
+    _Rule(r"natten_jax_cpu_backward", "natten_jax-cpu", "attention", "{operator}Backward"),
+    _Rule(r"natten_jax.*(delta|reduction|reduce)", "CUTLASS", "reduction", "Reduction"),
+    _Rule(r"natten_jax.*permute", "CUTLASS", "token permute", "TokenPermute"),
+    _Rule(r"natten_jax.*convert", "CUTLASS", "elementwise", "Convert"),
+    _Rule(r"natten_jax.*elementwise", "CUTLASS", "elementwise", "Elementwise"),
+    _Rule(r"natten_jax.*fna_forward", "CUTLASS", "attention", "FnaForward"),
+    _Rule(r"natten_jax.*fna_backward", "CUTLASS", "attention", "FnaBackward"),
+    _Rule(r"natten_jax.*fmha_forward", "CUTLASS", "attention", "FmhaForward"),
+    _Rule(r"natten_jax.*fmha_backward", "CUTLASS", "attention", "FmhaBackward"),
+    _Rule(r"natten_jax.*forward", "CUTLASS", "attention", "{operator}Forward"),
+    _Rule(r"natten_jax.*backward", "CUTLASS", "attention", "{operator}Backward"),
+    _Rule(r"cudnn.*(dot_do_o|do_dot_o|sum_odo)", "cuDNN", "reduction", "Reduction"),
+    _Rule(r"cudnn.*convert", "cuDNN", "elementwise", "Convert"),
+    _Rule(r"cudnn.*(sdpa|flash|fmha|mha).*bprop", "cuDNN", "attention", "FmhaBackward"),
+    _Rule(r"cudnn.*(sdpa|flash|fmha|mha)", "cuDNN", "attention", "FmhaForward"),
+    _Rule(r"cudnn", "cuDNN", "-"),
+    _Rule(r"mha_forward", "Pallas", "attention", "FmhaForward"),
+    _Rule(r"mha_backward|mha_preprocess_backward", "Pallas", "attention", "FmhaBackward"),
+    _Rule(r"nvjet|cublas|xmma_gemm|gemmsn|gemvnsp|gemv2", "cuBLAS", "gemm"),
+    _Rule(r"(cutlass|cute).*(fmha|flash|attention).*(bwd|backward)", "CUTLASS", "attention", "FmhaBackward"),
+    _Rule(r"(cutlass|cute).*(fmha|flash|attention)", "CUTLASS", "attention", "FmhaForward"),
+    _Rule(r"(cutlass|cute).*(gemm|tensorop|wgmma)", "CUTLASS", "gemm"),
+    _Rule(r"cutlass|cute::", "CUTLASS", "-"),
+    _Rule(r"triton_softmax|softmax.*triton", "Triton", "softmax"),
+    _Rule(r"^gemm_fusion|triton_gemm", "Triton", "gemm"),
+    _Rule(r"triton", "Triton", "-"),
+    _Rule(r"mosaic|pallas", "Pallas", "-"),
+)
+
+# fmt: off
+_COPYING = frozenset((
+    "bitcast", "broadcast", "concatenate", "copy", "copy-start", "copy-done", "dynamic-slice", "dynamic-update-slice",
+    "gather", "get-tuple-element", "iota", "pad", "reshape", "reverse", "slice", "transpose", "tuple",
+))
+# fmt: on
+
+# Parts of a scope that JAX's transformations add and that say nothing about the operation.
+_SILENT_SCOPES = re.compile(
+    r"(body|branch_\d+_fun|checkpoint|closed_call|cond|eval_jaxpr|rematted_computation|remat|while|\w+\(.*\)|\W.*|.*->.*)"
+)
+
+
+def name(symbol: str, instruction: Instruction, operator: str, scope: str = "") -> Name:
+    """What to call a launch.
+
+    Args:
+        symbol: The kernel's symbol; on a CPU, the custom call's target or the instruction's name.
+        instruction: The instruction of the compiled program that launched it.
+        operator: ``"fna"`` or ``"fmha"``: what the program computes, where the instruction does not say.
+        scope: Scope path of the launch where the instruction has none.
+    """
+    lowered = symbol.lower()
+    for rule in _RULES:
+        if re.search(rule.pattern, lowered):
+            family = _operator(instruction.description) or operator
+            operation = rule.operation.format(operator=family.capitalize())
+            if not operation:
+                operation = clean(_without_number(symbol) if instruction.opcode == "fusion" else symbol)
+            arch = _arch(lowered) if rule.category == "attention" else "-"
+            return Name(rule.framework, rule.category, arch, operation)
+    if instruction.opcode == "custom-call":
+        return Name("-", "-", "-", clean(instruction.target or symbol))
+    if not instruction.opcode and re.search(r"[<(:]|^_Z", symbol):
+        return Name("-", "-", "-", clean(symbol))  # C++, but nobody's that is known here
+    return _name_of_xla(symbol, instruction, scope)
+
+
+def clean(symbol: str) -> str:
+    """A symbol without what C++ and libraries add to it, cut where it is too long to read."""
+    symbol = re.sub(r"^(void|int|bool|float)\s+", "", symbol)
+    symbol = symbol.replace("(anonymous namespace)::", "").removeprefix("cudnn_generated_")
+    symbol = re.split(r"[<(]", symbol, maxsplit=1)[0].replace("::", ".").strip()
+    return shorten(symbol)
+
+
+def shorten(text: str) -> str:
+    """At most 45 characters, and dots where there were more."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def order(named: Name) -> int:
+    """Where an operation belongs in a report: known ones first."""
+    known = named.operation in KNOWN_OPERATIONS
+    return KNOWN_OPERATIONS.index(named.operation) if known else len(KNOWN_OPERATIONS)
+
+
+def _name_of_xla(symbol: str, instruction: Instruction, scope: str) -> Name:
+    opcodes = instruction.fused or frozenset({instruction.opcode} - {"", "fusion"})
+    if opcodes and opcodes - _COPYING <= {"convert"} and "convert" in opcodes:
+        return Name("XLA", "elementwise", "-", "Convert")
+    path = instruction.scope or scope
+    category = _category(symbol, opcodes)
+    label, own = _scope_label(path), _without_number(symbol)
+    if label and "transpose(" in path:
+        label = f"{label} (backward)"  # JAX names the transposed, that is differentiated, function so
+    if label and category == "copy" and label not in own:
+        label = f"{own} [{label}]"  # a copy made for a primitive is not that primitive
+    return Name("XLA", category, "-", shorten(label or own))
+
+
+def _without_number(name_of_xla: str) -> str:
+    """A name without the number by which XLA tells instructions of one kind apart."""
+    return re.sub(r"([._]\d+)+$", "", name_of_xla)
+
+
+def _category(symbol: str, opcodes: frozenset[str]) -> str:
+    if not opcodes:
+        opcodes = frozenset(re.findall(r"[a-z][a-z-]*", symbol.lower()))  # fusions are named after what is in them
+    if opcodes & {"while", "conditional", "call"}:
+        return "control flow"
+    if opcodes & {"dot", "convolution", "gemm"}:
+        return "gemm"
+    if "softmax" in opcodes or (opcodes & {"reduce"} and opcodes & {"exponential"}):
+        return "softmax"
+    if opcodes & {"reduce", "reduce-window", "reduction"}:
+        return "reduction"
+    if opcodes - {"fusion", "wrapped", "loop", "input"} <= _COPYING:
+        return "copy"
+    return "elementwise"
+
+
+def _scope_label(path: str) -> str:
+    """The last two parts of a scope path that mean something; empty for the mere name of an argument."""
+    if "/" not in path:
+        return ""
+    *scopes, primitive = [part for part in path.split("/") if not _SILENT_SCOPES.fullmatch(part)] or [""]
+    return "/".join([*scopes[-1:], primitive])
+
+
+def _operator(description: str) -> str:
+    match = re.search(r"backend=\S*?-(fna|fmha)", description)
+    return match[1] if match else ""
+
+
+def _arch(lowered: str) -> str:
+    match = re.search(r"sm_?(1\d\d|[5-9]\d)", lowered)  # more digits may follow in a mangled symbol
+    if match:
+        return f"Sm{match[1]}"
+    for family, arch in (("ampere", "Sm80"), ("hopper", "Sm90"), ("blackwell", "Sm100")):
+        if family in lowered:
+            return arch
+    return "-"

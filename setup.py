@@ -1,0 +1,177 @@
+"""Builds the native library with CMake; everything else is in pyproject.toml.
+
+Environment variables:
+    NATTEN_JAX_CUDA: ``1`` builds the CUDA part and fails where that is impossible, ``0`` leaves it out.
+        By default it is built where an NVIDIA GPU is visible.
+    NATTEN_JAX_CUDA_ARCHS: CUDA architectures, separated by semicolons; ``80;90a`` by default.
+    CUDA_HOME: where a CUDA toolkit is installed, if ``nvcc`` is not on the path.
+    CMAKE_BUILD_PARALLEL_LEVEL: compilations at a time.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+LIBRARY = "libnatten_jax.so"
+DEFAULT_CUDA_ARCHITECTURES = "80;90a"
+#: Together a whole nvcc, for machines with a GPU but without a CUDA toolkit.
+CUDA_TOOLKIT_REQUIREMENTS = [
+    f"nvidia-{part}==13.0.*" for part in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-cccl", "cuda-runtime")
+]
+BYTES_PER_COMPILATION = 3 << 30
+
+
+def is_gpu_visible() -> bool:
+    """Whether this machine has an NVIDIA GPU with a driver."""
+    if Path("/dev/nvidiactl").exists():
+        return True
+    nvidia_smi = shutil.which("nvidia-smi")
+    if nvidia_smi is None:
+        return False
+    return subprocess.run([nvidia_smi, "-L"], capture_output=True, check=False).returncode == 0
+
+
+def wants_cuda() -> bool:
+    """Whether the CUDA part is to be built."""
+    choice = os.environ.get("NATTEN_JAX_CUDA", "")
+    if choice not in ("", "0", "1"):
+        raise SystemExit(f"NATTEN_JAX_CUDA must be 0 or 1, got {choice!r}.")
+    return choice == "1" or (choice == "" and is_gpu_visible())
+
+
+def find_installed_nvcc() -> Path | None:
+    """The nvcc of an installed CUDA toolkit."""
+    home = os.environ.get("CUDA_HOME")
+    if home and (Path(home) / "bin" / "nvcc").exists():
+        return Path(home) / "bin" / "nvcc"
+    nvcc = shutil.which("nvcc")
+    return Path(nvcc) if nvcc else None
+
+
+def find_packaged_nvcc() -> Path | None:
+    """The nvcc of the Python packages in CUDA_TOOLKIT_REQUIREMENTS, which share one directory."""
+    for directory in sys.path:
+        nvcc = Path(directory or ".") / "nvidia" / "cu13" / "bin" / "nvcc"
+        if nvcc.exists():
+            return nvcc.resolve()
+    return None
+
+
+def setup_requirements() -> list[str]:
+    """What a build needs beyond the static requirements in pyproject.toml."""
+    return CUDA_TOOLKIT_REQUIREMENTS if wants_cuda() and find_installed_nvcc() is None else []
+
+
+def cuda_options() -> list[str]:
+    """CMake's options for the CUDA part."""
+    if not wants_cuda():
+        return ["-DNATTEN_JAX_CUDA=OFF"]
+    nvcc = find_installed_nvcc()
+    options: list[str] = []
+    if nvcc is None:
+        nvcc = find_packaged_nvcc()
+        if nvcc is None:
+            raise SystemExit(
+                "The CUDA part of natten_jax needs nvcc, which is neither on the path, nor in CUDA_HOME, nor installed "
+                f"as Python packages ({' '.join(CUDA_TOOLKIT_REQUIREMENTS)}). Install one of these, or set "
+                "NATTEN_JAX_CUDA=0 to build without CUDA kernels."
+            )
+        # The packages keep libraries in lib, where this nvcc does not look by itself.
+        options = [f"-DCMAKE_CUDA_FLAGS=-L{nvcc.parent.parent / 'lib'}"]
+    architectures = os.environ.get("NATTEN_JAX_CUDA_ARCHS", DEFAULT_CUDA_ARCHITECTURES)
+    return [
+        "-DNATTEN_JAX_CUDA=ON",
+        f"-DCMAKE_CUDA_COMPILER={nvcc}",
+        f"-DNATTEN_JAX_CUDA_ARCHS={architectures}",
+        *options,
+    ]
+
+
+def launcher_options() -> list[str]:
+    """CMake's options that let ccache reuse earlier compilations, where it is installed."""
+    ccache = shutil.which("ccache")
+    if ccache is None:
+        return []
+    return [f"-DCMAKE_{language}_COMPILER_LAUNCHER={ccache}" for language in ("CXX", "CUDA")]
+
+
+def package_directory(name: str) -> Path:
+    """Where an installed package lies; it is not imported."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit(f"Building natten_jax needs the Python package {name}.")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def parallel_compilations() -> int:
+    """How many compilations this machine can run at a time."""
+    try:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        memory = BYTES_PER_COMPILATION
+    return max(1, min(os.cpu_count() or 1, memory // BYTES_PER_COMPILATION))
+
+
+class CMakeBuild(build_ext):
+    """Builds ``natten_jax._native`` and the library beside it."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Configure, compile and install into the directory of the extension."""
+        build_directory = Path(self.build_temp).resolve()
+        build_directory.mkdir(parents=True, exist_ok=True)
+        target = Path(self.get_ext_fullpath(ext.name)).resolve().parent
+        generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+        configure = [
+            "cmake",
+            *generator,
+            f"-S{ROOT / 'csrc'}",
+            f"-B{build_directory}",
+            "-DCMAKE_BUILD_TYPE=Release",
+            f"-DCMAKE_INSTALL_PREFIX={target}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-Dpybind11_DIR={package_directory('pybind11') / 'share' / 'cmake' / 'pybind11'}",
+            f"-DNATTEN_JAX_FFI_INCLUDE_DIR={package_directory('jaxlib') / 'include'}",
+            *launcher_options(),
+            *cuda_options(),
+        ]
+        # A directory that was configured for another environment names tools that are gone.
+        (build_directory / "CMakeCache.txt").unlink(missing_ok=True)
+        subprocess.run(configure, check=True)
+        parallel = [] if "CMAKE_BUILD_PARALLEL_LEVEL" in os.environ else ["--parallel", str(parallel_compilations())]
+        subprocess.run(["cmake", "--build", str(build_directory), *parallel], check=True)
+        subprocess.run(["cmake", "--install", str(build_directory), "--strip"], check=True)
+
+    def copy_extensions_to_source(self) -> None:
+        """Editable installs: put the library beside the extension in the source tree, too."""
+        super().copy_extensions_to_source()
+        for built, target in self._library_mapping().items():
+            self.copy_file(built, target)
+
+    def get_outputs(self) -> list[str]:
+        """The extension and the library."""
+        return [*super().get_outputs(), *self._library_mapping()]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        """Built files and where editable installs have them."""
+        mapping = super().get_output_mapping()
+        return {**mapping, **(self._library_mapping() if mapping else {})}
+
+    def _library_mapping(self) -> dict[str, str]:
+        source = Path(self.get_finalized_command("build_py").get_package_dir("natten_jax"))
+        return {str(Path(self.build_lib) / "natten_jax" / LIBRARY): str(source / LIBRARY)}
+
+
+setup(
+    ext_modules=[Extension("natten_jax._native", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+    setup_requires=setup_requirements(),
+)

@@ -1,0 +1,100 @@
+"""Fixtures and parametrisation shared by all tests.
+
+A test that takes ``family`` runs for every backend family, one that takes ``native_family`` for those with kernels
+of their own, and one that takes ``pure_family`` for those in plain JAX. One that also takes ``dtype`` runs for every
+element type of each, one that takes ``other_dtype`` for all but the first. A test that takes ``problem_index`` runs
+``--problems`` times for each family, one that takes ``other_problem_index`` a quarter as often.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import hypothesis
+import jax
+import pytest
+from families import FAMILIES, Family
+
+hypothesis.settings.register_profile(
+    "deterministic", derandomize=True, deadline=None, database=None, print_blob=True, max_examples=200
+)
+hypothesis.settings.load_profile("deterministic")
+
+SELECTIONS: Mapping[str, Callable[[Family], bool]] = {
+    "family": lambda family: True,
+    "native_family": lambda family: not family.is_pure_jax,
+    "pure_family": lambda family: family.is_pure_jax,
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of this suite."""
+    parser.addoption("--problems", type=int, help="random problems per backend family, instead of its default")
+    parser.addoption("--slow", action="store_true", help="also run tests marked slow: they build and install a wheel")
+
+
+@functools.cache
+def _has_gpu() -> bool:
+    try:
+        return bool(jax.devices("cuda"))
+    except RuntimeError:
+        return False
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests marked ``gpu`` where there is no NVIDIA GPU, and ``slow`` ones unless they are asked for."""
+    for item in items:
+        if item.get_closest_marker("gpu") and not _has_gpu():
+            item.add_marker(pytest.mark.skip(reason="there is no NVIDIA GPU"))
+        if item.get_closest_marker("slow") and not config.getoption("slow"):
+            item.add_marker(pytest.mark.skip(reason="needs --slow"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Parametrise the family and what comes with it."""
+    family_name = next((name for name in SELECTIONS if name in metafunc.fixturenames), None)
+    if family_name is None:
+        return
+    values = []
+    names: list[str] = []
+    for family in filter(SELECTIONS[family_name], FAMILIES):
+        problems = metafunc.config.getoption("problems") or family.problems
+        choices: dict[str, Iterable[Any]] = {
+            family_name: [family],
+            "dtype": family.dtypes,
+            "other_dtype": family.dtypes[1:],
+            "problem_index": range(problems),
+            "other_problem_index": range(problems // 4),
+        }
+        names = [name for name in choices if name in metafunc.fixturenames]
+        marks = [pytest.mark.gpu] if family.needs_gpu else []
+        for combination in itertools.product(*(choices[name] for name in names)):
+            identifier = "-".join(str(getattr(value, "name", value)) for value in combination)
+            values.append(pytest.param(*combination, marks=marks, id=identifier))
+    metafunc.parametrize(names, values)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show the largest error that each family had in each element type."""
+    worst: dict[tuple[str, str], dict[str, tuple[float, str]]] = collections.defaultdict(dict)
+    counts: collections.Counter[tuple[str, str]] = collections.Counter()
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.stats.get(outcome, []):
+            for name, value in getattr(report, "user_properties", ()):
+                if name != "errors":
+                    continue
+                group = value["family"], value["dtype"]
+                counts[group] += 1
+                for array, error in value["errors"].items():
+                    worst[group][array] = max(worst[group].get(array, (0.0, "")), (error, report.nodeid))
+    if worst:
+        terminalreporter.section("largest relative errors")
+    for group in sorted(worst):
+        figures = "  ".join(f"{array} {error:.1e}" for array, (error, _) in worst[group].items())
+        terminalreporter.write_line(f"{'-'.join(group)} ({counts[group]} problems): {figures}")
+        array, (_, where) = max(worst[group].items(), key=lambda item: item[1])
+        terminalreporter.write_line(f"    largest: {array} of {where}")

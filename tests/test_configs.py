@@ -1,0 +1,146 @@
+"""The configuration queries: what they accept, and that everything they list runs and is right."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from families import Family
+from problems import Case, check, element_types
+
+import natten_jax
+
+SHAPES = {1: (2, 40, 4, 16), 2: (2, 9, 10, 4, 16), 3: (2, 4, 5, 6, 4, 16)}
+
+
+def query_function(family: Family, operator: str, which: str) -> Callable[..., Any]:
+    """``get_[bwd_]configs_for_<family>_<operator>``."""
+    infix = "bwd_" if which == "backward" else ""
+    return getattr(natten_jax, f"get_{infix}configs_for_{family.name}_{operator}")
+
+
+def is_tile(tile: Any, rank: int) -> bool:
+    return isinstance(tile, tuple) and len(tile) == rank and all(type(n) is int and n >= 1 for n in tile)
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_neighborhood_query_lists_pairs_of_tile_shapes(family: Family, rank: int, which: str) -> None:
+    function = query_function(family, "fna", which)
+    configs = function(jnp.zeros(SHAPES[rank]))
+    assert configs
+    assert all(len(pair) == 2 and all(is_tile(tile, rank) for tile in pair) for pair in configs)
+    assert len(set(configs)) == len(configs)
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_attention_query_lists_pairs_of_sizes(family: Family, which: str) -> None:
+    configs = query_function(family, "fmha", which)(jnp.zeros(SHAPES[1]))
+    assert configs
+    assert all(len(pair) == 2 and all(type(size) is int and size >= 1 for size in pair) for pair in configs)
+    assert len(set(configs)) == len(configs)
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_query_takes_one_array_or_three_or_their_types(family: Family, which: str) -> None:
+    array = jnp.zeros(SHAPES[2])
+    struct = jax.ShapeDtypeStruct(array.shape, array.dtype)
+    function = query_function(family, "fna", which)
+    expected = function(array)
+    assert function(struct) == expected
+    assert function(array, array, array) == expected
+    assert function(struct, struct, struct) == expected
+    assert function(query=struct, key=struct, value=struct) == expected
+    narrow = jax.ShapeDtypeStruct((*array.shape[:-2], 2, 16), array.dtype)
+    wide = jax.ShapeDtypeStruct((*array.shape[:-2], 2, 40), array.dtype)
+    assert function(struct, narrow, wide, kernel_size=(3, 5), stride=2, dilation=1, is_causal=(True, False))
+
+
+def test_attention_query_takes_different_lengths(family: Family) -> None:
+    query, key = jax.ShapeDtypeStruct((1, 30, 4, 16), jnp.float32), jax.ShapeDtypeStruct((1, 50, 2, 16), jnp.float32)
+    assert query_function(family, "fmha", "forward")(query, key, key, is_causal=True)
+
+
+def test_query_is_usable_while_tracing(family: Family) -> None:
+    function = query_function(family, "fna", "forward")
+    listed = []
+    jax.eval_shape(lambda x: listed.append(function(x)) or x, jax.ShapeDtypeStruct(SHAPES[1], jnp.float32))
+    assert listed == [function(jnp.zeros(SHAPES[1]))]
+
+
+def test_query_is_empty_where_the_backend_cannot_run(native_family: Family) -> None:
+    with element_types("float64"):
+        array = jax.ShapeDtypeStruct(SHAPES[1], jnp.float64)
+        for operator, which in itertools.product(("fna", "fmha"), ("forward", "backward")):
+            assert query_function(native_family, operator, which)(array) == []
+
+
+@pytest.mark.parametrize("compute_capability", ["9.0", (9, 0), "8.6", (10, 3)])
+def test_query_for_another_device(family: Family, compute_capability: Any) -> None:
+    for operator in ("fna", "fmha"):
+        function = query_function(family, operator, "forward")
+        found = function(jnp.zeros(SHAPES[1]), compute_capability=compute_capability)
+        if not family.needs_gpu:
+            assert bool(found) == family.is_pure_jax
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda f: f(jnp.zeros((2, 40, 16))), ValueError, "query has shape"),
+        (lambda f: f(jnp.zeros(SHAPES[1]), kernel_size=41), ValueError, "kernel_size"),
+        (lambda f: f(jnp.zeros(SHAPES[1]), kernel_size=3, stride=4), ValueError, "stride"),
+        (lambda f: f(jnp.zeros(SHAPES[1]), jnp.zeros((2, 41, 4, 16))), ValueError, "key has token layout"),
+        (lambda f: f([1, 2]), TypeError, "query"),
+    ],
+    ids=["rank", "window", "stride", "layout", "type"],
+)
+def test_query_checks_its_arguments(family: Family, call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call(query_function(family, "fna", "forward"))
+
+
+def test_query_has_its_name_and_a_description(family: Family) -> None:
+    for operator, which in itertools.product(("fna", "fmha"), ("forward", "backward")):
+        function = query_function(family, operator, which)
+        assert function.__name__ in natten_jax.__all__
+        for part in (f"{family.name}-{operator}", f"{which} pass", "query:", "Returns:"):
+            assert part in (function.__doc__ or "")
+
+
+def pairs_of_passes(family: Family, operator: str, *arrays: Any, **window: Any) -> list[tuple[Any, Any]]:
+    """Every listed pair of each pass, as few combinations as hold them all."""
+    forward, backward = (
+        query_function(family, operator, which)(*arrays, **window) for which in ("forward", "backward")
+    )
+    longest = max(len(forward), len(backward))
+    return [(forward[i % len(forward)], backward[i % len(backward)]) for i in range(longest)]
+
+
+EVERY_TILE = {
+    1: Case((150,), (40,), stride=(3,), is_causal=(True,)),
+    2: Case((19, 21), (6, 5), stride=(1, 4), dilation=(2, 1), heads=2),
+    3: Case((5, 9, 11), (3, 4, 5), stride=(2, 1, 3), is_causal=(False, True, False)),
+}
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_every_listed_tile_shape_runs_and_is_right(family: Family, rank: int) -> None:
+    case = EVERY_TILE[rank]
+    array = jax.ShapeDtypeStruct((1, *case.layout, case.heads, 8), jnp.float32)
+    key = jax.ShapeDtypeStruct((1, *case.layout, 1, 8), jnp.float32)
+    for forward, backward in pairs_of_passes(family, "fna", array, key, key, **case.window_arguments):
+        names = ("q_tile_shape", "kv_tile_shape", "backward_q_tile_shape", "backward_kv_tile_shape")
+        check(case, family, "float32", **dict(zip(names, (*forward, *backward), strict=True)))
+
+
+def test_every_listed_tile_size_of_attention_runs_and_is_right(family: Family) -> None:
+    case = Case((70,), queries=150, is_causal=(True,))
+    query, key = (jax.ShapeDtypeStruct((1, n, 1, 8), jnp.float32) for n in (150, 70))
+    for forward, backward in pairs_of_passes(family, "fmha", query, key, key, is_causal=True):
+        names = ("q_tile_size", "kv_tile_size", "backward_q_tile_size", "backward_kv_tile_size")
+        check(case, family, "float32", **dict(zip(names, (*forward, *backward), strict=True)))

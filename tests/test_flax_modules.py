@@ -1,0 +1,547 @@
+"""The Flax modules, the drop-in ``attention_fn``, and the conversion of NATTEN's weights."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("flax")
+
+import oracle
+from flax import linen as flax_linen
+from flax import nnx as flax_nnx
+from natten_jax.flax_modules import arguments, convert, linen, nnx
+from natten_jax.flax_modules.attention_fn import neighborhood_attention_fn
+
+import natten_jax
+
+NNX = {1: nnx.NeighborhoodAttention1D, 2: nnx.NeighborhoodAttention2D, 3: nnx.NeighborhoodAttention3D}
+LINEN = {1: linen.NeighborhoodAttention1D, 2: linen.NeighborhoodAttention2D, 3: linen.NeighborhoodAttention3D}
+
+# One window for each rank, with every parameter in use.
+LAYOUTS = {1: (12,), 2: (6, 8), 3: (4, 5, 6)}
+WINDOWS = {
+    1: {"kernel_size": 5, "stride": 2, "dilation": 2, "is_causal": True},
+    2: {"kernel_size": (3, 4), "stride": (1, 2), "dilation": (2, 1), "is_causal": (False, True)},
+    3: {"kernel_size": 3, "stride": (1, 2, 3), "is_causal": (True, False, False)},
+}
+FEATURES, HEADS = 16, 4
+RANKS = (1, 2, 3)
+
+
+def inputs_of(rank: int, dtype: str = "float32", seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), (2, *LAYOUTS[rank], FEATURES), dtype)
+
+
+def nnx_module(rank: int, **overrides):
+    # Biases that are not zero, so that tests see them.
+    settings = {"bias_init": flax_nnx.initializers.normal(), **WINDOWS[rank], **overrides}
+    return NNX[rank](FEATURES, HEADS, rngs=flax_nnx.Rngs(0), **settings)
+
+
+def params_of(module) -> dict:
+    return flax_nnx.to_pure_dict(flax_nnx.state(module, flax_nnx.Param))
+
+
+def shapes_of(params) -> dict:
+    return jax.tree.map(jnp.shape, params)
+
+
+def natten_weights(seed: int = 0, prefix: str = "", qkv_bias: bool = True) -> dict[str, np.ndarray]:
+    """Random weights as NATTEN's modules hold them."""
+    random = np.random.default_rng(seed)
+    shapes = {"qkv.weight": (3 * FEATURES, FEATURES), "proj.weight": (FEATURES, FEATURES), "proj.bias": (FEATURES,)}
+    if qkv_bias:
+        shapes["qkv.bias"] = (3 * FEATURES,)
+    return {prefix + name: 0.5 * random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def natten_forward(weights: dict[str, np.ndarray], inputs: np.ndarray, window: dict, scale: float) -> np.ndarray:
+    """What NATTEN's modules compute, in float64 NumPy with a dense mask."""
+    batch, *layout, features = inputs.shape
+    weights = {name: array.astype(np.float64) for name, array in weights.items()}
+
+    def sizes(name: str, default: int) -> tuple:
+        value = window.get(name, default)
+        return value if isinstance(value, tuple) else (value,) * len(layout)
+
+    qkv = inputs.astype(np.float64) @ weights["qkv.weight"].T + weights.get("qkv.bias", 0.0)
+    query, key, value = np.moveaxis(qkv.reshape(batch, *layout, 3, HEADS, features // HEADS), -3, 0)
+    mask = oracle.neighborhood_mask(
+        layout, sizes("kernel_size", 1), sizes("stride", 1), sizes("dilation", 1), sizes("is_causal", False)
+    )
+    out = oracle.forward(oracle.Tensors(query, key, value), mask, scale).out
+    return out.reshape(inputs.shape) @ weights["proj.weight"].T + weights["proj.bias"]
+
+
+class TestArguments:
+    def test_import_is_light(self):
+        code = "import sys, natten_jax.flax_modules; sys.exit('flax' in sys.modules)"
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+    @pytest.mark.parametrize("rank", RANKS)
+    def test_are_the_same_in_nnx_and_linen(self, rank):
+        def parameters(function) -> dict:
+            return {name: each.default for name, each in inspect.signature(function).parameters.items()}
+
+        of_nnx, of_linen = parameters(NNX[rank].__init__), parameters(LINEN[rank])
+        operator = parameters(getattr(natten_jax, f"na{rank}d"))
+        performance = {name: operator[name] for name in arguments.Performance.__annotations__}
+        in_features = of_linen.pop("in_features")
+        assert in_features is None
+        for name in ("self", "in_features", "rngs", "performance"):
+            of_nnx.pop(name)
+        for name in ("parent", "name"):
+            of_linen.pop(name)
+        of_nnx |= performance
+        initializers = "kernel_init", "bias_init"  # functions, of which every call makes another
+        assert of_nnx.keys() == of_linen.keys()
+        assert all(of_nnx[name] == of_linen[name] for name in of_nnx.keys() - set(initializers))
+
+    def test_performance_is_all_that_the_operators_have(self):
+        others = {
+            "query", "key", "value", "kernel_size", "stride", "dilation", "is_causal", "scale", "additional_keys",
+            "additional_values", "try_fuse_additional_kv", "return_lse",
+        }  # fmt: skip
+        assert inspect.signature(natten_jax.na1d).parameters.keys() - others == set(
+            arguments.Performance.__annotations__
+        )
+
+    def test_are_documented(self):
+        for modules in (NNX, LINEN):
+            for rank, module in modules.items():
+                assert f"na{rank}d" in module.__doc__
+                for name in inspect.signature(LINEN[rank]).parameters.keys() - {"parent", "name"}:
+                    assert f"{name}:" in module.__doc__ or f"``{name}``" in module.__doc__
+
+    @pytest.mark.parametrize("make", ["nnx", "linen"])
+    @pytest.mark.parametrize(
+        ("settings", "error", "message"),
+        [
+            ({"in_features": 18}, ValueError, "in_features 18 is not a multiple of num_heads 4"),
+            ({"qkv_features": 18}, ValueError, "qkv_features 18 is not a multiple of num_heads 4"),
+            ({"in_features": 0}, ValueError, "in_features must be at least 1"),
+            ({"num_kv_heads": 3}, ValueError, "num_heads 4 is not a multiple of num_kv_heads 3"),
+            ({"num_kv_heads": 0}, ValueError, "num_kv_heads must be at least 1"),
+            ({"num_kv_heads": 2.0}, TypeError, "num_kv_heads must be an int"),
+            ({"kernel_size": (3, 3, 3)}, ValueError, "kernel_size must have 2 value"),
+            ({"kernel_size": 0}, ValueError, "kernel_size must be at least 1"),
+            ({"kernel_size": 2.5}, TypeError, "kernel_size must be an int"),
+            ({"stride": 4}, ValueError, "stride .* exceeds kernel_size"),
+            ({"dilation": -1}, ValueError, "dilation must be at least 1"),
+            ({"is_causal": 1}, TypeError, "is_causal must be a bool"),
+            ({"qk_scale": "1"}, TypeError, "scale must be None or a real"),
+            ({"proj_drop": 1.5}, ValueError, r"proj_drop must be in \[0, 1\], got 1.5"),
+            ({"backend": "torch-fna"}, ValueError, "backend='torch-fna' is unknown"),
+            ({"attention_kwargs": 3}, TypeError, "attention_kwargs must be a mapping"),
+            ({"q_tile_shape": (4, 4)}, ValueError, "without kv_tile_shape"),
+            ({"kernel_schedule": "fast"}, ValueError, "kernel_schedule must be"),
+            ({"q_tile": (4, 4)}, TypeError, "q_tile"),
+        ],
+    )
+    def test_are_checked_at_construction(self, make, settings, error, message):
+        settings = {"in_features": FEATURES, "num_heads": HEADS, "kernel_size": 3, **settings}
+        with pytest.raises(error, match=message):
+            if make == "nnx":
+                nnx.NeighborhoodAttention2D(**settings, rngs=flax_nnx.Rngs(0))
+            else:
+                linen.NeighborhoodAttention2D(**settings)
+
+    @pytest.mark.parametrize("shape", [(2, 6, 16), (6, 8, 16), (2, 3, 6, 8, 16)])
+    def test_inputs_of_another_rank(self, shape):
+        inputs = jnp.zeros(shape)
+        for call in (
+            lambda: nnx_module(2)(inputs),
+            lambda: LINEN[2](HEADS, 3).init(jax.random.key(0), inputs),
+        ):
+            with pytest.raises(ValueError, match=r"inputs has shape .* NeighborhoodAttention2D takes 4-dimensional"):
+                call()
+
+    def test_inputs_of_other_features(self):
+        inputs = jnp.zeros((2, 6, 8, 12))
+        for call in (
+            lambda: nnx_module(2)(inputs),
+            lambda: LINEN[2](HEADS, 3, in_features=FEATURES).init(jax.random.key(0), inputs),
+        ):
+            with pytest.raises(ValueError, match=r"inputs has 12 features .* in_features is 16"):
+                call()
+
+    def test_inputs_smaller_than_the_window(self):
+        with pytest.raises(ValueError, match="exceeds the token layout"):
+            nnx_module(2)(jnp.zeros((2, 3, 3, FEATURES)))
+
+    def test_linen_infers_in_features(self):
+        with pytest.raises(ValueError, match="in_features 18 is not a multiple"):
+            LINEN[2](HEADS, 3).init(jax.random.key(0), jnp.zeros((2, 6, 8, 18)))
+
+
+class TestModules:
+    @pytest.mark.parametrize("rank", RANKS)
+    @pytest.mark.parametrize("dtype", [None, "bfloat16"])
+    @pytest.mark.parametrize("settings", [{}, {"num_kv_heads": 2, "qkv_features": 32, "qkv_bias": False}])
+    def test_nnx_and_linen_agree_bit_for_bit(self, rank, dtype, settings):
+        module = nnx_module(rank, dtype=dtype, proj_drop=0.5, deterministic=True, **settings)
+        twin = LINEN[rank](HEADS, **WINDOWS[rank], dtype=dtype, proj_drop=0.5, deterministic=True, **settings)
+        inputs, params = inputs_of(rank), params_of(module)
+        outputs = module(inputs)
+        assert outputs.shape == inputs.shape
+        assert outputs.dtype == (dtype or "float32")
+        np.testing.assert_array_equal(outputs, twin.apply({"params": params}, inputs))
+        assert shapes_of(twin.init(jax.random.key(0), inputs)["params"]) == shapes_of(params)
+
+    def test_gradients_agree_bit_for_bit(self):
+        module, twin = nnx_module(2), LINEN[2](HEADS, **WINDOWS[2])
+        inputs = inputs_of(2)
+        of_nnx = flax_nnx.jit(flax_nnx.grad(lambda module: (module(inputs) ** 2).sum()))(module)
+        loss = jax.jit(jax.grad(lambda params: (twin.apply({"params": params}, inputs) ** 2).sum()))
+        jax.tree.map(np.testing.assert_array_equal, flax_nnx.to_pure_dict(of_nnx), loss(params_of(module)))
+
+    @pytest.mark.parametrize("rank", RANKS)
+    def test_parameters_are_shaped_like_flax_attention(self, rank):
+        module = nnx_module(rank, qkv_features=32)
+        flax_module = flax_nnx.MultiHeadAttention(HEADS, FEATURES, qkv_features=32, decode=False, rngs=flax_nnx.Rngs(0))
+        assert shapes_of(params_of(module)) == shapes_of(params_of(flax_module))
+        assert shapes_of(params_of(module))["query"] == {"kernel": (FEATURES, 4, 8), "bias": (4, 8)}
+        grouped = nnx_module(rank, num_kv_heads=2, qkv_features=32)
+        assert shapes_of(params_of(grouped))["key"] == {"kernel": (FEATURES, 2, 8), "bias": (2, 8)}
+        # Nothing but parameters, not even random streams, belongs to the state.
+        assert len(jax.tree.leaves(flax_nnx.state(module))) == 8
+
+    def test_param_dtype_and_initializers(self):
+        ones = flax_nnx.initializers.ones
+        module = nnx_module(1, param_dtype="bfloat16", kernel_init=ones, bias_init=ones)
+        for leaf in jax.tree.leaves(flax_nnx.state(module)):
+            assert leaf.dtype == jnp.bfloat16
+            assert (leaf == 1).all()
+
+    @pytest.mark.parametrize("rank", RANKS)
+    def test_gradients_reach_every_parameter(self, rank):
+        module, inputs = nnx_module(rank, num_kv_heads=2), inputs_of(rank)
+        gradients = flax_nnx.grad(lambda module: (module(inputs) ** 2).sum())(module)
+        for path, gradient in flax_nnx.to_flat_state(gradients):
+            if path[:2] != ("key", "bias"):  # a constant added to all keys changes no weight
+                assert np.abs(gradient[...]).max() > 1e-3, path
+
+    def test_key_value_heads_are_shared(self):
+        module = nnx_module(2, num_kv_heads=2)
+        full = nnx_module(2)
+        for name in ("key", "value"):
+            for kind in ("kernel", "bias"):
+                array = getattr(getattr(module, name), kind)[...]
+                getattr(getattr(full, name), kind)[...] = jnp.repeat(array, 2, axis=-2)
+        for name in ("query", "out"):
+            setattr(full, name, getattr(module, name))
+        np.testing.assert_allclose(module(inputs_of(2)), full(inputs_of(2)), rtol=1e-5, atol=1e-5)
+
+    def test_scale_and_backend_are_passed_on(self):
+        inputs = inputs_of(2)
+        default, zero = nnx_module(2), nnx_module(2, qk_scale=0.0)
+        flex = nnx_module(2, backend="flex-fna", attention_kwargs={"backend": "flex-fmha"})
+        assert np.abs(default(inputs) - zero(inputs)).max() > 1e-3
+        np.testing.assert_allclose(default(inputs), nnx_module(2, qk_scale=0.5)(inputs), rtol=1e-6)
+        np.testing.assert_allclose(default(inputs), flex(inputs), rtol=1e-5, atol=1e-5)
+
+    def test_equal_arguments_share_a_compiled_program(self):
+        traces = []
+
+        @flax_nnx.jit
+        def run(module, inputs):
+            traces.append(1)
+            return module(inputs)
+
+        settings = {"attention_kwargs": {"backend": "flex-fmha"}}
+        for _ in range(2):
+            run(nnx_module(2, **settings), inputs_of(2))
+        assert len(traces) == 1
+        run(nnx_module(2, **settings, qk_scale=1.0), inputs_of(2))
+        assert len(traces) == 2
+
+    def test_jit(self):
+        module, inputs = nnx_module(3), inputs_of(3)
+        expected = module(inputs)
+        graph, state = flax_nnx.split(module)
+        in_nnx = flax_nnx.jit(lambda module, inputs: module(inputs))(module, inputs)
+        in_jax = jax.jit(lambda state, inputs: flax_nnx.merge(graph, state)(inputs))(state, inputs)
+        np.testing.assert_allclose(in_nnx, expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(in_jax, in_nnx)
+
+    def test_vmap_and_scan_over_layers(self):
+        @flax_nnx.split_rngs(splits=3)
+        @flax_nnx.vmap
+        def make(rngs):
+            return NNX[2](FEATURES, HEADS, 3, rngs=rngs)
+
+        layers, inputs = make(flax_nnx.Rngs(0)), inputs_of(2)
+        graph, state = flax_nnx.split(layers)
+        each = [flax_nnx.merge(graph, jax.tree.map(lambda array, i=i: array[i], state)) for i in range(3)]
+
+        stacked = flax_nnx.vmap(lambda layer, inputs: layer(inputs), in_axes=(0, None))(layers, inputs)
+        expected = jnp.stack([layer(inputs) for layer in each])
+        np.testing.assert_allclose(stacked, expected, rtol=1e-5, atol=1e-5)
+
+        step = flax_nnx.scan(lambda inputs, layer: layer(inputs), in_axes=(flax_nnx.Carry, 0), out_axes=flax_nnx.Carry)
+        for layer in each:
+            inputs = layer(inputs)
+        np.testing.assert_allclose(step(inputs_of(2), layers), inputs, rtol=1e-5, atol=1e-5)
+
+
+class TestDropout:
+    def test_nnx(self):
+        module, inputs = nnx_module(1, proj_drop=0.5), inputs_of(1)
+        plain = nnx_module(1)(inputs)
+        with pytest.raises(ValueError, match="deterministic"):
+            module(inputs)
+        np.testing.assert_array_equal(module(inputs, deterministic=True), plain)
+        dropped = module(inputs, deterministic=False)
+        kept = dropped != 0
+        assert 0.3 < kept.mean() < 0.7
+        np.testing.assert_allclose(dropped[kept], 2 * plain[kept], rtol=1e-6)
+        assert (module(inputs, deterministic=False) != dropped).any()
+        one, other = (module(inputs, deterministic=False, rngs=flax_nnx.Rngs(dropout=3)) for _ in range(2))
+        np.testing.assert_array_equal(one, other)
+        module.eval()
+        np.testing.assert_array_equal(module(inputs), plain)
+        module.train()
+        assert (module(inputs) == 0).any()
+
+    def test_linen(self):
+        inputs = inputs_of(1)
+        module = LINEN[1](HEADS, **WINDOWS[1], proj_drop=0.5)
+        variables = module.init(jax.random.key(0), inputs, deterministic=True)
+        plain = LINEN[1](HEADS, **WINDOWS[1]).apply(variables, inputs)
+        with pytest.raises(ValueError, match="deterministic"):
+            module.apply(variables, inputs)
+        np.testing.assert_array_equal(module.apply(variables, inputs, deterministic=True), plain)
+        dropped = module.apply(variables, inputs, deterministic=False, rngs={"dropout": jax.random.key(1)})
+        kept = dropped != 0
+        assert 0.3 < kept.mean() < 0.7
+        np.testing.assert_allclose(dropped[kept], 2 * plain[kept], rtol=1e-6)
+        by_key = [
+            module.apply(variables, inputs, deterministic=False, dropout_rng=jax.random.key(seed)) for seed in (0, 0, 1)
+        ]
+        np.testing.assert_array_equal(by_key[0], by_key[1])
+        assert (by_key[0] != by_key[2]).any()
+        # The call takes precedence over the construction.
+        fixed = LINEN[1](HEADS, **WINDOWS[1], proj_drop=0.5, deterministic=False)
+        np.testing.assert_array_equal(fixed.apply(variables, inputs, deterministic=True), plain)
+
+
+class TestAttentionFn:
+    @pytest.mark.parametrize("rank", RANKS)
+    @pytest.mark.parametrize("settings", [{}, {"num_kv_heads": 2}])
+    def test_nnx_module_with_it_is_neighborhood_attention(self, rank, settings):
+        if not inspect.signature(flax_nnx.MultiHeadAttention.__init__).parameters.keys() >= settings.keys():
+            pytest.skip("this release of Flax has no num_kv_heads")
+        ours = nnx_module(rank, **settings)
+        attention_fn = neighborhood_attention_fn(**WINDOWS[rank])
+        theirs = flax_nnx.MultiHeadAttention(
+            HEADS, FEATURES, attention_fn=attention_fn, decode=False, rngs=flax_nnx.Rngs(1), **settings
+        )
+        flax_nnx.update(theirs, flax_nnx.state(ours))
+        run = flax_nnx.jit(lambda module, inputs: module(inputs))
+        np.testing.assert_array_equal(run(theirs, inputs_of(rank)), run(ours, inputs_of(rank)))
+
+    @pytest.mark.parametrize("rank", RANKS)
+    @pytest.mark.parametrize("name", ["MultiHeadDotProductAttention", "MultiHeadAttention"])
+    def test_linen_module_with_it_is_neighborhood_attention(self, rank, name):
+        ours = LINEN[rank](HEADS, **WINDOWS[rank])
+        theirs = getattr(flax_linen, name)(HEADS, attention_fn=neighborhood_attention_fn(**WINDOWS[rank]))
+        inputs = inputs_of(rank)
+        variables = ours.init(jax.random.key(0), inputs)
+        assert shapes_of(theirs.init(jax.random.key(0), inputs)) == shapes_of(variables)
+        np.testing.assert_array_equal(jax.jit(theirs.apply)(variables, inputs), jax.jit(ours.apply)(variables, inputs))
+
+    @pytest.mark.parametrize("flavour", ["nnx", "linen"])
+    def test_window_of_the_whole_sequence_is_flax_attention(self, flavour):
+        # Flax hands over a query that is not scaled; scaled twice or never, this would fail.
+        inputs, attention_fn = inputs_of(1), neighborhood_attention_fn(LAYOUTS[1])
+        if flavour == "nnx":
+            plain, ours = (
+                flax_nnx.MultiHeadAttention(HEADS, FEATURES, decode=False, rngs=flax_nnx.Rngs(0), **settings)
+                for settings in ({}, {"attention_fn": attention_fn})
+            )
+            results = plain(inputs), ours(inputs)
+        else:
+            plain, ours = (
+                flax_linen.MultiHeadAttention(HEADS, **settings) for settings in ({}, {"attention_fn": attention_fn})
+            )
+            variables = plain.init(jax.random.key(0), inputs)
+            results = plain.apply(variables, inputs), ours.apply(variables, inputs)
+        np.testing.assert_allclose(*results, rtol=1e-4, atol=1e-5)
+
+    def test_one_value_suits_every_rank(self):
+        attend = neighborhood_attention_fn(3)
+        for rank in RANKS:
+            query = jnp.zeros((1, *LAYOUTS[rank], 2, 8))
+            assert attend(query, query, query).shape == query.shape
+
+    def test_functions_of_equal_arguments_are_equal(self):
+        settings = {"kernel_size": [3, 3], "attention_kwargs": {"backend": "flex-fmha"}}
+        one, other = neighborhood_attention_fn(**settings), neighborhood_attention_fn(**settings)
+        assert one == other
+        assert hash(one) == hash(other)
+        assert one != neighborhood_attention_fn([3, 4])
+
+    def test_dtype(self):
+        query = jnp.zeros((1, 8, 2, 8))
+        attend = neighborhood_attention_fn(3)
+        assert attend(query, query, query, dtype=jnp.bfloat16).dtype == jnp.bfloat16
+        assert attend(query.astype("bfloat16"), query, query).dtype == jnp.float32
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"mask": np.ones((1, 1, 8, 8), bool)}, r"mask must be None, got an array of shape \(1, 1, 8, 8\)"),
+            ({"bias": np.ones((1, 1, 8, 8))}, "bias must be None"),
+            ({"module": object()}, "module must be None, got object: attention weights are never formed"),
+            ({"dropout_rate": 0.1}, "dropout_rate must be 0 unless deterministic, got 0.1"),
+            ({"is_causal": True}, "give is_causal to neighborhood_attention_fn"),
+            ({"input_positions": np.arange(8)}, "input_positions must be None"),
+            ({"qk_attn_weights_einsum": np.einsum}, "qk_attn_weights_einsum must be None"),
+        ],
+    )
+    def test_arguments_that_cannot_be_honoured(self, settings, message):
+        query = jnp.zeros((1, 8, 2, 8))
+        with pytest.raises(ValueError, match=message):
+            neighborhood_attention_fn(3)(query, query, query, **settings)
+
+    def test_arguments_that_change_nothing(self):
+        query = jax.random.normal(jax.random.key(0), (1, 8, 2, 8))
+        attend = neighborhood_attention_fn(3, is_causal=True)
+        expected = attend(query, query, query)
+        settings = {"is_causal": True, "dropout_rate": 0.5, "deterministic": True, "precision": "highest"}
+        np.testing.assert_array_equal(attend(query, query, query, **settings), expected)
+        np.testing.assert_array_equal(expected, natten_jax.na1d(query, query, query, 3, is_causal=True))
+
+    def test_flax_modules_report_what_cannot_be_honoured(self):
+        inputs, rngs = inputs_of(1), flax_nnx.Rngs(0)
+
+        def module(**settings):
+            attention_fn = neighborhood_attention_fn(3)
+            return flax_nnx.MultiHeadAttention(HEADS, FEATURES, attention_fn=attention_fn, rngs=rngs, **settings)
+
+        with pytest.raises(ValueError, match="mask must be None"):
+            module(decode=False)(inputs, mask=jnp.ones((2, HEADS, 12, 12), bool))
+        with pytest.raises(ValueError, match="dropout_rate must be 0"):
+            module(decode=False, dropout_rate=0.1)(inputs, deterministic=False)
+        assert module(decode=False, dropout_rate=0.1)(inputs, deterministic=True).shape == inputs.shape
+        with pytest.raises(ValueError, match="module must be None"):
+            module(decode=False)(inputs, sow_weights=True)
+        twin = flax_linen.MultiHeadAttention(HEADS, attention_fn=neighborhood_attention_fn(3))
+        with pytest.raises(ValueError, match="mask must be None"):
+            twin.init(jax.random.key(0), inputs, mask=jnp.ones((2, HEADS, 12, 12), bool))
+
+    @pytest.mark.parametrize(
+        ("kernel_size", "shape"), [(3, (8, 2, 8)), (3, (1, 4, 4, 4, 4, 2, 8)), ((3, 3), (1, 8, 2, 8))]
+    )
+    def test_queries_of_another_rank(self, kernel_size, shape):
+        query = jnp.zeros(shape)
+        with pytest.raises(ValueError, match=r"query has shape .* this attention_fn takes"):
+            neighborhood_attention_fn(kernel_size)(query, query, query)
+
+    @pytest.mark.parametrize(
+        ("settings", "error", "message"),
+        [
+            ({"kernel_size": 0}, ValueError, "kernel_size must be at least 1"),
+            ({"kernel_size": (3, 3), "stride": (1, 1, 1)}, ValueError, "stride must have 2 value"),
+            ({"kernel_size": 3, "stride": 5}, ValueError, "stride .* exceeds kernel_size"),
+            ({"kernel_size": 3, "backend": "none"}, ValueError, "backend='none' is unknown"),
+            ({"kernel_size": 3, "tile": 3}, TypeError, "tile"),
+        ],
+    )
+    def test_window_is_checked_at_construction(self, settings, error, message):
+        with pytest.raises(error, match=message):
+            neighborhood_attention_fn(**settings)
+
+
+class TestConvert:
+    @pytest.mark.parametrize("rank", RANKS)
+    @pytest.mark.parametrize("qkv_bias", [True, False])
+    def test_outputs_are_those_of_natten(self, rank, qkv_bias):
+        weights, inputs = natten_weights(rank, qkv_bias=qkv_bias), inputs_of(rank)
+        expected = natten_forward(weights, np.asarray(inputs), WINDOWS[rank], (FEATURES // HEADS) ** -0.5)
+        module = nnx_module(rank, qkv_bias=qkv_bias)
+        convert.load_nnx(module, weights)
+        np.testing.assert_allclose(module(inputs), expected, rtol=1e-4, atol=1e-4)
+        twin, params = LINEN[rank](HEADS, **WINDOWS[rank], qkv_bias=qkv_bias), convert.linen_params(weights, HEADS)
+        np.testing.assert_array_equal(twin.apply({"params": params}, inputs), module(inputs))
+        jax.tree.map(np.testing.assert_array_equal, params, params_of(module))
+
+    def test_prefix(self):
+        model = {**natten_weights(1, "blocks.0.attn."), **natten_weights(2, "blocks.1.attn."), "head.bias": np.ones(3)}
+        one, other = (convert.linen_params(model, HEADS, prefix=f"blocks.{i}.attn.") for i in (0, 1))
+        jax.tree.map(np.testing.assert_array_equal, one, convert.linen_params(natten_weights(1), HEADS))
+        assert (one["query"]["kernel"] != other["query"]["kernel"]).any()
+        with pytest.raises(ValueError, match=r"no 'qkv.weight'.*'blocks.0.attn.', 'blocks.1.attn.'"):
+            convert.linen_params(model, HEADS)
+
+    def test_dtype(self):
+        weights = natten_weights()
+        module = nnx_module(1, param_dtype="bfloat16")
+        convert.load_nnx(module, weights)
+        for params in (convert.linen_params(weights, HEADS, param_dtype="bfloat16"), params_of(module)):
+            assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(params))
+
+    def test_pytorch_tensors(self):
+        class Tensor:
+            """Refuses, as PyTorch's parameters do, to become an array where it is not a float32 one of its own."""
+
+            def __init__(self, array: np.ndarray, state: tuple[str, ...] = ("grad", "cuda", "torch.bfloat16")) -> None:
+                self.array, self.state, self.dtype = array, state, state[-1] if state else "torch.float32"
+
+            def detach(self):
+                return Tensor(self.array, self.state[1:])
+
+            def cpu(self):
+                return Tensor(self.array, self.state[1:])
+
+            def float(self):
+                return Tensor(self.array, self.state[1:])
+
+            def __array__(self, dtype=None, copy=None):
+                assert not self.state
+                return self.array
+
+        weights = natten_weights()
+        converted = convert.linen_params({name: Tensor(array) for name, array in weights.items()}, HEADS)
+        jax.tree.map(np.testing.assert_array_equal, converted, convert.linen_params(weights, HEADS))
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"qkv.weight": None}, "state_dict has no 'qkv.weight' .*it has no qkv.weight"),
+            ({"proj.weight": None}, "state_dict has no 'proj.weight'"),
+            ({"proj.bias": None}, "state_dict has no 'proj.bias'"),
+            ({"qkv.weight": np.ones((2 * FEATURES, FEATURES))}, r"qkv.weight has shape \(32, 16\)"),
+            ({"qkv.bias": np.ones(FEATURES)}, r"qkv.bias has shape \(16,\), but qkv.weight asks for \(48,\)"),
+            ({"proj.weight": np.ones((FEATURES, 8))}, "proj.weight has shape"),
+            ({"rpb": np.ones((HEADS, 5))}, "relative position biases cannot be converted"),
+        ],
+    )
+    def test_weights_that_do_not_fit(self, change, message):
+        weights = {name: array for name, array in {**natten_weights(), **change}.items() if array is not None}
+        module = nnx_module(1)
+        before = params_of(module)
+        for call in (lambda: convert.linen_params(weights, HEADS), lambda: convert.load_nnx(module, weights)):
+            with pytest.raises(ValueError, match=message):
+                call()
+        jax.tree.map(np.testing.assert_array_equal, params_of(module), before)
+
+    def test_modules_that_do_not_fit(self):
+        weights = natten_weights()
+        with pytest.raises(ValueError, match="num_heads 3 does not divide the 16 features"):
+            convert.linen_params(weights, 3)
+        with pytest.raises(ValueError, match="num_kv_heads 2 and num_heads 4"):
+            convert.load_nnx(nnx_module(1, num_kv_heads=2), weights)
+        with pytest.raises(ValueError, match=r"query.kernel the shape \(16, 4, 4\), but the module's is \(16, 4, 8\)"):
+            convert.load_nnx(nnx_module(1, qkv_features=32), weights)
+        with pytest.raises(ValueError, match="has a bias for query and the module has none: qkv_bias must agree"):
+            convert.load_nnx(nnx_module(1, qkv_bias=False), weights)
+        with pytest.raises(ValueError, match="the module has a bias for query"):
+            convert.load_nnx(nnx_module(1), natten_weights(qkv_bias=False))

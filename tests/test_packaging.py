@@ -1,0 +1,94 @@
+"""The wheel that users install: built from scratch, installed alone, and used away from the sources."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+PROGRAM = """
+import pathlib, sys
+import jax.numpy as jnp
+import natten_jax
+from natten_jax import native
+assert pathlib.Path(natten_jax.__file__).is_relative_to(sys.prefix), natten_jax.__file__
+assert native.load_error is None, native.load_error
+x = jnp.ones((1, 6, 7, 2, 8))
+for backend in ("cpu-fna", "flex-fna", None):
+    window = {"kernel_size": (3, 5), "stride": (1, 2), "is_causal": (True, False)}
+    out, lse = natten_jax.na2d(x, x, x, **window, backend=backend, return_lse=True)
+    assert jnp.allclose(out, 1.0, atol=1e-6) and bool(jnp.isfinite(lse).all())
+import natten_jax.profiler
+print(natten_jax.__version__)
+"""
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """Run a command that must succeed, without this checkout or this environment in its way."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    environment["JAX_PLATFORMS"] = "cpu"
+    result = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, f"{command}\n{result.stdout[-4000:]}\n{result.stderr[-4000:]}"
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel, built in an isolated environment."""
+    folder = tmp_path_factory.mktemp("wheel")
+    # From a copy: what an earlier build left beside the sources must not get into the wheel.
+    leftovers = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "*.so", "__pycache__")
+    sources = shutil.copytree(ROOT, folder / "sources", ignore=leftovers)
+    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", folder, sources, cwd=folder)
+    (built,) = folder.glob("natten_jax-*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment in which only the wheel and what it needs is installed."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=True)
+    interpreter = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+    run(interpreter, "-m", "pip", "install", "--quiet", wheel, cwd=folder)
+    return interpreter
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0].partition("-")[0] for name in names} == {"natten_jax"}
+    libraries = [name for name in names if name.endswith(".so")]
+    assert any(name.startswith("natten_jax/_native.") for name in libraries)
+    assert "natten_jax/libnatten_jax.so" in libraries
+    assert "natten_jax/py.typed" in names
+    assert "natten_jax/flax_modules/__init__.py" in names
+    assert not [name for name in names if "test" in name or name.endswith((".cpp", ".cu", ".h"))]
+
+
+@pytest.mark.slow
+def test_installed_wheel_runs_every_host_backend(python: Path, tmp_path: Path) -> None:
+    assert run(python, "-c", PROGRAM, cwd=tmp_path).strip()
+
+
+@pytest.mark.slow
+def test_installed_doctor_reports_the_backends(python: Path, tmp_path: Path) -> None:
+    report = run(python, "-m", "natten_jax.doctor", cwd=tmp_path)
+    for name in ("cpu-fna", "cpu-fmha", "flex-fna", "flex-fmha"):
+        assert name in report
+    assert "not available" not in report
+
+
+@pytest.mark.slow
+def test_installed_profiler_shows_its_help(python: Path, tmp_path: Path) -> None:
+    assert "usage" in run(python, "-m", "natten_jax.profiler", "--help", cwd=tmp_path).lower()
