@@ -27,6 +27,7 @@ DEFAULT_CUDA_ARCHITECTURES = "80;90a"
 CUDA_TOOLKIT_REQUIREMENTS = [
     f"nvidia-{part}==13.0.*" for part in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-cccl", "cuda-runtime")
 ]
+CUTLASS_REQUIREMENT = "nvidia-cutlass==4.2.*"
 BYTES_PER_COMPILATION = 3 << 30
 
 
@@ -68,7 +69,9 @@ def find_packaged_nvcc() -> Path | None:
 
 def setup_requirements() -> list[str]:
     """What a build needs beyond the static requirements in pyproject.toml."""
-    return CUDA_TOOLKIT_REQUIREMENTS if wants_cuda() and find_installed_nvcc() is None else []
+    if not wants_cuda():
+        return []
+    return [CUTLASS_REQUIREMENT, *(CUDA_TOOLKIT_REQUIREMENTS if find_installed_nvcc() is None else [])]
 
 
 def cuda_options() -> list[str]:
@@ -92,6 +95,7 @@ def cuda_options() -> list[str]:
         "-DNATTEN_JAX_CUDA=ON",
         f"-DCMAKE_CUDA_COMPILER={nvcc}",
         f"-DNATTEN_JAX_CUDA_ARCHS={architectures}",
+        f"-DNATTEN_JAX_CUTLASS_INCLUDE_DIR={package_directory('cutlass_library') / 'source' / 'include'}",
         *options,
     ]
 

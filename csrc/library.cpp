@@ -28,8 +28,12 @@ std::string compiler() {
 }  // namespace
 
 std::vector<Target> targets() {
+  std::vector<ffi::Registration> registrations = ffi::host_registrations();
+#if defined(NATTEN_JAX_CUDA)
+  for (const ffi::Registration& registration : ffi::cuda_registrations()) registrations.push_back(registration);
+#endif
   std::vector<Target> targets;
-  for (const ffi::Registration& r : ffi::registrations()) {
+  for (const ffi::Registration& r : registrations) {
     targets.push_back({r.target, r.platform, reinterpret_cast<void*>(r.handler)});
   }
   return targets;

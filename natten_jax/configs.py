@@ -8,13 +8,14 @@ recommendation depends on; without them the window is the whole layout.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from natten_jax import backends
 from natten_jax.backends.base import Pass
 from natten_jax.devices import Device, default_device, parse_compute_capability
-from natten_jax.problem import Problem, Shape, attention_problem, neighborhood_problem
+from natten_jax.problem import KernelSchedule, Problem, Shape, attention_problem, neighborhood_problem
 
 FnaConfig = tuple[Shape, Shape]
 FmhaConfig = tuple[int, int]
@@ -70,7 +71,7 @@ def target_device(compute_capability: str | tuple[int, int] | None) -> Device:
         return default_device()
     if isinstance(compute_capability, str):
         compute_capability = parse_compute_capability(compute_capability)
-    return Device("cuda", compute_capability)
+    return Device("cuda", compute_capability, is_present=False)
 
 
 def _pairs(family: str, problem: Problem, device: Device, which: Pass) -> list[FnaConfig]:
@@ -121,8 +122,10 @@ def _fmha_query(family: str, which: Pass) -> FmhaQuery:
 
 def _documented(function: Callable[..., Any], family: str, operator: str, which: Pass) -> Any:
     prefix = "" if which == "forward" else "bwd_"
+    query_family = backends.find(f"{family}-{operator}", operator).query_family
     tiles = "shapes" if operator == "fna" else "sizes"
-    function.__name__ = function.__qualname__ = f"get_{prefix}configs_for_{family}_{operator}"
+    schedules = ", each with a kernel schedule" if family == "hopper" else ""
+    function.__name__ = function.__qualname__ = f"get_{prefix}configs_for_{query_family}_{operator}"
     function.__doc__ = f"""Query and key/value tile {tiles} of the {which} pass of {family}-{operator}, best first.
 
 Args:
@@ -134,11 +137,23 @@ Args:
         the default device.
 
 Returns:
-    Pairs of query and key/value tile {tiles}; empty where the backend cannot run the arrays.
+    Pairs of query and key/value tile {tiles}{schedules}; empty where the backend cannot run the arrays.
 """
     return function
 
 
+def _with_schedules(query: Callable[..., list[Any]]) -> Callable[..., list[tuple[Any, KernelSchedule]]]:
+    """A query whose configurations are pairs of tiles and kernel schedules, the default schedule first."""
+    schedules = (KernelSchedule.PING_PONG, KernelSchedule.COOPERATIVE, KernelSchedule.NON_PERSISTENT)
+
+    def get_configs(*arrays: Any, **arguments: Any) -> list[tuple[Any, KernelSchedule]]:
+        return [(tiles, schedule) for tiles in query(*arrays, **arguments) for schedule in schedules]
+
+    return functools.wraps(query)(get_configs)
+
+
+get_configs_for_cutlass_hopper_fna = _with_schedules(_fna_query("hopper", "forward"))
+get_configs_for_cutlass_hopper_fmha = _with_schedules(_fmha_query("hopper", "forward"))
 get_configs_for_cpu_fna = _fna_query("cpu", "forward")
 get_configs_for_cpu_fmha = _fmha_query("cpu", "forward")
 get_bwd_configs_for_cpu_fna = _fna_query("cpu", "backward")

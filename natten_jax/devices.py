@@ -17,10 +17,12 @@ class Device:
     Attributes:
         platform: ``"cpu"``, ``"cuda"``, or another XLA platform's name.
         compute_capability: Of an NVIDIA GPU, ``(major, minor)``; ``None`` where it is not known.
+        is_present: Whether programs are to run here, or only questions about the device are to be answered.
     """
 
     platform: str
     compute_capability: ComputeCapability | None = None
+    is_present: bool = True
 
     def __str__(self) -> str:
         if self.compute_capability is None:

@@ -10,11 +10,12 @@ from importlib import metadata
 import jax
 
 from natten_jax import backends, native
-from natten_jax.backends.base import Pass
-from natten_jax.devices import local_devices
-from natten_jax.problem import Problem
+from natten_jax.backends.base import Backend, Pass
+from natten_jax.devices import Device, local_devices
+from natten_jax.problem import SUPPORTED_DTYPES, Problem, TileConfig
 from natten_jax.version import __version__
 
+_PASSES: tuple[Pass, ...] = ("forward", "backward")
 # A problem that every backend family is made for: where it is refused, the reason lies with the machine.
 _TYPICAL = {"batch": 1, "heads": 1, "heads_kv": 1, "head_dim": 64, "head_dim_v": 64, "scale": 0.125}
 
@@ -62,25 +63,23 @@ def _native_lines() -> Iterator[str]:
         yield f"  {name}: {value}"
 
 
-def _verdict(backend: backends.Backend, operator: str, device: backends.Device) -> str:
-    passes: tuple[Pass, ...] = ("forward", "backward")
-    reasons: dict[str, dict[str, str | None]] = {
-        which: {dtype: backend.rejection(_problem(operator, dtype), device, which) for dtype in _DTYPES}
-        for which in passes
-    }
-    parts = []
-    for which in passes:
-        runs = [dtype for dtype, reason in reasons[which].items() if reason is None]
-        if runs:
-            parts.append(f"{which}: {', '.join(runs)}")
-        else:
-            parts.append(f"{which}: no, {reasons[which]['bfloat16']}")
-    if parts[0].partition(": ")[2] == parts[1].partition(": ")[2]:
-        return parts[0].partition(": ")[2] if parts[0].startswith("forward: no") else f"runs {parts[0][9:]}"
-    return "; ".join(parts)
+def _verdict(backend: Backend, operator: str, device: Device) -> str:
+    forward, backward = (_verdict_of_pass(backend, operator, device, which) for which in _PASSES)
+    if forward == backward:
+        return forward
+    return f"forward: {forward}; backward: {backward}"
 
 
-_DTYPES = ("float16", "bfloat16", "float32", "float64")
+def _verdict_of_pass(backend: Backend, operator: str, device: Device, which: Pass) -> str:
+    reasons = {dtype: backend.rejection(_problem(operator, dtype), device, which) for dtype in SUPPORTED_DTYPES}
+    runs = [dtype for dtype, reason in reasons.items() if reason is None]
+    if runs:
+        return f"runs {', '.join(runs)}"
+    substitute = ""
+    if which == "backward" and backend.rejection(_problem(operator, "bfloat16"), device, "forward") is None:
+        chosen = backends.choose(_problem(operator, "bfloat16"), TileConfig(), device, which)
+        substitute = f" ({backends.backend_name(chosen, operator)} computes its gradients)"
+    return f"no: {reasons['bfloat16']}{substitute}"
 
 
 def _problem(operator: str, dtype: str) -> Problem:

@@ -21,8 +21,16 @@ Result = jax.Array | tuple[jax.Array, ...]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _attend(call: op.Call, *arrays: jax.Array | None) -> Output:
-    return op.attend(call, Operands(*arrays, origins=jnp.zeros((2, 3), jnp.int32)))  # type: ignore[arg-type]
+def _attend(
+    call: op.Call,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    additional_keys: jax.Array | None,
+    additional_values: jax.Array | None,
+) -> Output:
+    unsharded = jnp.zeros((2, 3), jnp.int32)
+    return op.attend(call, Operands(query, key, value, additional_keys, additional_values, unsharded))
 
 
 def _flattened(tiles: TileConfig) -> dict[str, Any]:
@@ -146,7 +154,11 @@ def _neighborhood(
         return tuple(output) if return_lse else output.out
 
     call = op.Call(problem, tiles, backend)
-    if additional_keys is None or (try_fuse_additional_kv and op.fuses_additional_kv(call)):
+    if (
+        additional_keys is None
+        or additional_values is None
+        or (try_fuse_additional_kv and op.fuses_additional_kv(call))
+    ):
         output = _attend(call, query, key, value, additional_keys, additional_values)
         return tuple(output) if return_lse else output.out
 
@@ -175,7 +187,7 @@ def _whole_layout(
 ) -> Output:
     """Windows as large as the layout: attention over the flattened tokens and the additional ones."""
     flat_key, flat_value = _flat(key), _flat(value)
-    if additional_keys is not None:
+    if additional_keys is not None and additional_values is not None:
         flat_key = jnp.concatenate([flat_key, additional_keys], axis=1)
         flat_value = jnp.concatenate([flat_value, additional_values], axis=1)
     is_causal = any(problem.is_causal)
@@ -306,7 +318,8 @@ def merge_attentions(outputs: Sequence[jax.Array], lse_tensors: Sequence[jax.Arr
                 f"lse_tensors[{i}] has shape {lse.shape}, but outputs[{i}] has {out.shape}: "
                 f"{out.shape[:-1]} is expected"
             )
-    return _merge(tuple(outputs), tuple(lse_tensors))
+    out, logsumexp = _merge(tuple(outputs), tuple(lse_tensors))
+    return out, logsumexp
 
 
 @jax.jit

@@ -13,17 +13,20 @@ import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.export
 import numpy as np
 
 #: Every target that some build of the native module has.
-TARGETS = ("natten_jax_cpu_forward", "natten_jax_cpu_backward")
+TARGETS = ("natten_jax_cpu_forward", "natten_jax_cpu_backward", "natten_jax_sm90_forward")
 
 #: Pass these to ``jax.export.export(..., disabled_checks=...)`` to export programs that use native kernels.
 EXPORT_CHECKS = tuple(jax.export.DisabledSafetyCheck.custom_call(target) for target in TARGETS)
+
+
+OptionalArray = TypeVar("OptionalArray", jax.Array, jax.Array | None)
 
 
 class ResultType(NamedTuple):
@@ -34,7 +37,7 @@ class ResultType(NamedTuple):
 
 
 def call(
-    target: str, results: Sequence[ResultType], *operands: jax.Array, **attributes: Sequence[int] | float
+    target: str, results: Sequence[ResultType], *operands: jax.Array, **attributes: Sequence[int] | int | float
 ) -> list[jax.Array]:
     """Call a native target; the project's only custom call.
 
@@ -42,17 +45,21 @@ def call(
         target: Name of the target.
         results: Types of the results.
         *operands: Arrays, in the target's order.
-        **attributes: Sequences of integers are passed as int64 arrays, floats as float32.
+        **attributes: Integers are passed as int64, sequences of them as int64 arrays, floats as float32.
     """
-    operands = _vary_alike(operands)
+    arrays = vary_alike(operands)
     # Derived from an operand's type, results vary over the same mesh axes inside jax.shard_map.
-    like = jax.typeof(operands[0])
+    like = jax.typeof(arrays[0])
     types = [like.update(shape=result.shape, dtype=np.dtype(result.dtype)) for result in results]
     values = {
-        name: np.float32(value) if isinstance(value, float) else np.asarray(value, np.int64)
+        name: value
+        if isinstance(value, int)
+        else np.float32(value)
+        if isinstance(value, float)
+        else np.asarray(value, np.int64)
         for name, value in attributes.items()
     }
-    return list(jax.ffi.ffi_call(target, types)(*operands, **values))
+    return list(jax.ffi.ffi_call(target, types)(*arrays, **values))
 
 
 def build_info() -> Mapping[str, Any]:
@@ -60,19 +67,30 @@ def build_info() -> Mapping[str, Any]:
     return {} if _module is None else _module.build_info()
 
 
+def missing(target: str) -> str | None:
+    """Why a target cannot be called; ``None`` where it can."""
+    if _module is None or target in _module.registrations():
+        return load_error
+    architectures = ", ".join(_module.build_info()["cuda_architectures"]) or "none"
+    return f"this build of natten_jax lacks the kernel {target} (CUDA architectures: {architectures})"
+
+
 def path() -> str | None:
     """File of the native module, or ``None`` where it could not be loaded."""
     return None if _module is None else _module.__file__
 
 
-def _vary_alike(operands: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Inside ``jax.shard_map``, make all operands vary over the mesh axes that any of them varies over."""
-    axes: list[frozenset[str]] = [getattr(jax.typeof(operand), "vma", frozenset()) for operand in operands]
-    every = frozenset[str]().union(*axes)
-    return tuple(
-        operand if own == every else jax.lax.pcast(operand, tuple(every - own), to="varying")
-        for operand, own in zip(operands, axes, strict=True)
-    )
+def vary_alike(arrays: Sequence[OptionalArray]) -> list[OptionalArray]:
+    """Inside ``jax.shard_map``, make all arrays vary over the mesh axes that any of them varies over.
+
+    Where this is done outside a derivative rule, JAX knows its transpose: gradients are summed over those axes.
+    """
+    axes = [frozenset() if array is None else jax.typeof(array).manual_axis_type.varying for array in arrays]
+    every: frozenset[str] = frozenset().union(*axes)
+    return [
+        array if array is None or own == every else jax.lax.pcast(array, tuple(every - own), to="varying")
+        for array, own in zip(arrays, axes, strict=True)
+    ]
 
 
 def _runtime_ffi_version() -> tuple[int, int] | None:

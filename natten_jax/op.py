@@ -90,7 +90,7 @@ def _attend_forward(call: Call, operands: Operands) -> tuple[Output, tuple[Opera
 
 def _attend_backward(call: Call, residuals: tuple[Operands, Output], cotangents: Output) -> tuple[Operands]:
     gradients = _backward_op(call)(*residuals, cotangents)
-    return (Operands(*gradients, origins=None),)  # type: ignore[arg-type]  # None: integers have no gradient
+    return (Operands._make([*gradients, None]),)  # origins are integers and have no gradient
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -104,12 +104,12 @@ def _run_backward(backend: Backend, call: Call, operands: Operands, output: Outp
     return backend.backward(call.problem, call.tiles, operands, output, *cotangents)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _forward_op(call: Call) -> Callable[[Operands], Output]:
     return _batchable(_forward_op, call, "forward", _run_forward)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _backward_op(call: Call) -> Callable[[Operands, Output, Output], Gradients]:
     return _batchable(_backward_op, call, "backward", _run_backward)
 
@@ -143,7 +143,7 @@ def _batchable(op_of: Callable[[Call], Any], call: Call, which: Pass, run: Calla
         ]
         batch = axis_size * call.problem.batch
         folded_call = dataclasses.replace(call, problem=dataclasses.replace(call.problem, batch=batch))
-        results = op_of(folded_call)(Operands(*arrays, origins=operands.origins), *folded)
+        results = op_of(folded_call)(Operands._make([*arrays, operands.origins]), *folded)
         results = jax.tree.map(lambda array: array.reshape(axis_size, -1, *array.shape[1:]), results)
         return results, jax.tree.map(lambda _: True, results)
 
@@ -211,4 +211,4 @@ def _unavailable(reason: str, stand_in: Callable[..., Any], *arguments: Any) -> 
     leaves, structure = jax.tree.flatten(jax.eval_shape(stand_in, *arguments))
     like = jax.typeof(arguments[0].query)
     types = tuple(like.update(shape=leaf.shape, dtype=leaf.dtype) for leaf in leaves)
-    return structure.unflatten(_unavailable_p.bind(*jax.tree.leaves(arguments), types=types, reason=reason))
+    return jax.tree.unflatten(structure, _unavailable_p.bind(*jax.tree.leaves(arguments), types=types, reason=reason))

@@ -6,11 +6,13 @@ Inside ``jax.shard_map`` the operator sees local arrays and runs as it is. Witho
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
+
+from natten_jax import native
 
 Result = TypeVar("Result")
 
@@ -23,20 +25,7 @@ def run(function: Callable[..., Result], *arrays: jax.Array | None) -> Result:
                 f"array of type {jax.typeof(array)} is sharded over explicit mesh axes; call the operator inside "
                 "jax.shard_map over batch or heads"
             )
-    return function(*_varying_alike(arrays))
-
-
-def _varying_alike(arrays: Sequence[jax.Array | None]) -> list[jax.Array | None]:
-    """Inside ``jax.shard_map``, make all arrays vary over the mesh axes that any varies over.
-
-    Outside the differentiable operator JAX knows the transpose: gradients are summed over those axes.
-    """
-    axes = [frozenset() if array is None else jax.typeof(array).manual_axis_type.varying for array in arrays]
-    every: frozenset[str] = frozenset().union(*axes)
-    return [
-        array if array is None or own == every else jax.lax.pcast(array, tuple(every - own), to="varying")
-        for array, own in zip(arrays, axes, strict=True)
-    ]
+    return function(*native.vary_alike(arrays))
 
 
 def named(description: str) -> contextlib.AbstractContextManager[None]:

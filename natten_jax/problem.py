@@ -7,19 +7,26 @@ hashable and canonical: every per-dimension argument is a tuple of Python values
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 import numbers
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 Shape = tuple[int, ...]
 
 SUPPORTED_DTYPES = ("float16", "bfloat16", "float32", "float64")
-KERNEL_SCHEDULES = ("non", "coop", "pp")
+
+
+class KernelSchedule(enum.StrEnum):
+    """How a Hopper kernel distributes its work; members are the strings that ``kernel_schedule`` takes."""
+
+    NON_PERSISTENT = "non"  # a thread block for every query tile
+    COOPERATIVE = "coop"  # a thread block per multiprocessor; its warpgroups run unordered
+    PING_PONG = "pp"  # its warpgroups take turns: one computes logits while the other takes exponentials
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,15 +260,16 @@ def tile_config(
     ):
         if not isinstance(flag, (bool, np.bool_)):
             raise TypeError(f"{name} must be a bool, got {flag!r}")
-    if kernel_schedule is not None and kernel_schedule not in KERNEL_SCHEDULES:
-        raise ValueError(f"kernel_schedule must be None or one of {KERNEL_SCHEDULES}, got {kernel_schedule!r}")
+    schedules = tuple(map(str, KernelSchedule))
+    if kernel_schedule is not None and kernel_schedule not in schedules:
+        raise ValueError(f"kernel_schedule must be None or one of {schedules}, got {kernel_schedule!r}")
     splits = None if backward_kv_splits is None else int_tuple("backward_kv_splits", backward_kv_splits, rank)
     return TileConfig(
         **pairs,
         backward_kv_splits=splits,
         backward_use_xla_reduction=bool(backward_use_xla_reduction),
         run_persistent_kernel=bool(run_persistent_kernel),
-        kernel_schedule=kernel_schedule,
+        kernel_schedule=None if kernel_schedule is None else str(kernel_schedule),
     )
 
 
@@ -351,7 +359,7 @@ def _check_additional_kv(
         return 0
     if keys is None or values is None:
         given, missing = ("additional_keys", "additional_values")[:: 1 if values is None else -1]
-        shape = jnp.shape(keys if values is None else values)
+        shape = getattr(keys if values is None else values, "shape", None)
         raise ValueError(f"{given} (shape {shape}) was given without {missing}: give both or neither")
     for name, array, source, source_name in (
         ("additional_keys", keys, key, "key"),

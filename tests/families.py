@@ -46,5 +46,6 @@ class Family:
 
 FAMILIES = (
     Family("cpu", ("float32", "float16", "bfloat16"), problems=100, target="natten_jax_cpu"),
+    Family("hopper", ("bfloat16", "float16"), problems=100, needs_gpu=True, target="natten_jax_sm90"),
     Family("flex", ("float32", "float16", "bfloat16", "float64"), problems=24),
 )

@@ -197,7 +197,7 @@ Error check_origins(const AnyBuffer& origins) {
                      "it holds the query origin and the key/value origin");
 }
 
-Error decode_attributes(const xffi::Dictionary& dictionary, Attributes& a) {
+Error decode_attributes(const xffi::Dictionary& dictionary, Attributes& a, std::int64_t further) {
   NATTEN_JAX_RETURN_IF_ERROR(decode_extents(dictionary, "query_layout", a.query_layout));
   NATTEN_JAX_RETURN_IF_ERROR(decode_extents(dictionary, "kv_layout", a.kv_layout));
   NATTEN_JAX_RETURN_IF_ERROR(decode_extents(dictionary, "kernel_size", a.kernel_size));
@@ -217,10 +217,18 @@ Error decode_attributes(const xffi::Dictionary& dictionary, Attributes& a) {
   if (!scale.has_value()) return invalid("attribute scale must be a float32 (", scale.error().message(), ")");
   if (!std::isfinite(*scale)) return invalid("attribute scale is ", *scale, ", but must be finite");
   a.scale = *scale;
-  if (static_cast<std::int64_t>(dictionary.size()) != kAttributes) {
-    return invalid("the call has ", dictionary.size(), " attributes, but must have ", kAttributes);
+  if (static_cast<std::int64_t>(dictionary.size()) != kAttributes + further) {
+    return invalid("the call has ", dictionary.size(), " attributes, but must have ", kAttributes + further);
   }
   return check_windows(a);
+}
+
+Error decode_choice(const xffi::Dictionary& dictionary, const char* name, std::int64_t largest, std::int64_t& value) {
+  const auto number = dictionary.get<std::int64_t>(name);
+  if (!number.has_value()) return invalid("attribute ", name, " must be an int64 (", number.error().message(), ")");
+  value = *number;
+  if (value >= 0 && value <= largest) return Error::Success();
+  return invalid("attribute ", name, " is ", value, ", but must lie between 0 and ", largest);
 }
 
 Error decode_problem(const ProblemOperands& operands, const Attributes& a, const std::int32_t* origins, Call& call) {

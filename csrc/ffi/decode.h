@@ -40,8 +40,12 @@ struct Call {
   TileShapes tiles;
 };
 
-/// Decodes and checks the attributes.
-xffi::Error decode_attributes(const xffi::Dictionary& dictionary, Attributes& attributes);
+/// Decodes and checks the attributes; `further` is how many more the target takes.
+xffi::Error decode_attributes(const xffi::Dictionary& dictionary, Attributes& attributes, std::int64_t further = 0);
+
+/// Decodes an integer attribute that lies between 0 and `largest`.
+xffi::Error decode_choice(const xffi::Dictionary& dictionary, const char* name, std::int64_t largest,
+                          std::int64_t& value);
 
 /// Checks the operands against each other and the attributes, and describes the problem.
 ///

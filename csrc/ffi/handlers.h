@@ -13,7 +13,12 @@ struct Registration {
   XLA_FFI_Handler* handler;
 };
 
-/// Every target that this build has.
-std::vector<Registration> registrations();
+/// The targets for the host.
+std::vector<Registration> host_registrations();
+
+#if defined(NATTEN_JAX_CUDA)
+/// The targets for NVIDIA GPUs.
+std::vector<Registration> cuda_registrations();
+#endif
 
 }  // namespace natten_jax::ffi

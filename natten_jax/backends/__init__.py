@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from natten_jax.backends import cpu, flex
+from natten_jax.backends import cpu, flex, hopper
 from natten_jax.backends.base import Backend, Pass, TilePair
 from natten_jax.devices import Device, local_devices
 from natten_jax.problem import Problem, TileConfig
 
 #: In order of preference.
-BACKENDS: tuple[Backend, ...] = (cpu.CpuBackend(), flex.FlexBackend())
+BACKENDS: tuple[Backend, ...] = (hopper.HopperBackend(), cpu.CpuBackend(), flex.FlexBackend())
 
 OPERATORS = ("fna", "fmha")
 
@@ -128,7 +128,7 @@ def _refusal(requested: str, reason: str, problem: Problem, device: Device, whic
 
 def _unknown_tiles(problem: Problem, pair: TilePair, device: Device, which: Pass, backend: Backend) -> str:
     prefix = "" if which == "forward" else "backward_"
-    query_function = f"get_{'bwd_' if prefix else ''}configs_for_{backend.family}_{problem.operator}"
+    query_function = f"get_{'bwd_' if prefix else ''}configs_for_{backend.query_family}_{problem.operator}"
     examples: Iterable[TilePair] = backend.tile_pairs(problem, device, which)[:5]
     if problem.operator == "fmha":
         shown = ", ".join(f"({q[0]}, {kv[0]})" for q, kv in examples)

@@ -55,6 +55,8 @@ class Backend(Protocol):
     """A family of kernels, addressed as ``<family>-fna`` and ``<family>-fmha``."""
 
     family: str
+    #: What the names of its configuration queries call it: ``get_configs_for_<query_family>_fna``.
+    query_family: str
     #: Whether ``forward`` is plain JAX that JAX itself can differentiate to any order.
     is_pure_jax: bool
     #: Whether ``forward`` takes additional key/value tokens.

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 
 from natten_jax import native
 from natten_jax.backends.base import Gradients, Operands, Output, Pass, TilePair
+from natten_jax.backends.kernel_rank import attributes, kernel_operands, with_kernel_rank
 from natten_jax.devices import Device
 from natten_jax.native import ResultType
 from natten_jax.problem import Problem, Shape, TileConfig
 
 _DTYPES = ("float32", "float16", "bfloat16")
-_KERNEL_RANK = 3
 _LARGEST_TILE = 4096  # tokens; csrc/ffi/decode.cpp has the same limit
 
 
@@ -23,6 +23,7 @@ class CpuBackend:
     """Attention on the host."""
 
     family = "cpu"
+    query_family = "cpu"
     is_pure_jax = False
     fuses_additional_kv = True
 
@@ -32,7 +33,7 @@ class CpuBackend:
             return f"it runs on platform cpu only, not on {device.platform}"
         if problem.dtype not in _DTYPES:
             return f"it supports {', '.join(_DTYPES)}, not {problem.dtype}"
-        return native.load_error
+        return native.missing("natten_jax_cpu_forward")
 
     def tile_pairs(self, problem: Problem, device: Device, which: Pass) -> list[TilePair]:
         """Tile shapes worth trying, the default first."""
@@ -48,7 +49,7 @@ class CpuBackend:
         """Compute output and logsumexp."""
         query = operands.query
         out_shape = (*query.shape[:-1], operands.value.shape[-1])
-        arrays = _kernel_operands(problem, operands)
+        arrays = kernel_operands(problem, operands)
         batch_and_tokens = arrays[0].shape[:-2]
         out, logsumexp = native.call(
             "natten_jax_cpu_forward",
@@ -73,14 +74,14 @@ class CpuBackend:
         """Compute the gradients of the differentiable operands."""
         delta = jnp.sum(out_cotangent.astype(jnp.float32) * output.out.astype(jnp.float32), axis=-1)
         delta -= logsumexp_cotangent
-        arrays = _kernel_operands(problem, operands)
+        arrays = kernel_operands(problem, operands)
         gradients = native.call(
             "natten_jax_cpu_backward",
             [ResultType(array.shape, array.dtype) for array in arrays[:5]],
             *arrays,
-            _with_kernel_rank(output.logsumexp, problem.rank),
-            _with_kernel_rank(out_cotangent, problem.rank),
-            _with_kernel_rank(delta, problem.rank),
+            with_kernel_rank(output.logsumexp, problem.rank),
+            with_kernel_rank(out_cotangent, problem.rank),
+            with_kernel_rank(delta, problem.rank),
             **_attributes(problem, tiles.backward_q_tile_shape, tiles.backward_kv_tile_shape, "backward"),
         )
         query, key, value = (g.reshape(a.shape) for g, a in zip(gradients[:3], operands[:3], strict=True))
@@ -143,36 +144,7 @@ def _stream_tile(problem: Problem, q_tile: Shape) -> Shape:
     return tuple(extents)
 
 
-def _with_kernel_rank(array: jax.Array, rank: int) -> jax.Array:
-    """``array`` with three token dimensions after the batch: leading ones have extent 1."""
-    return array.reshape(array.shape[0], *(1,) * (_KERNEL_RANK - rank), *array.shape[1:])
-
-
-def _kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
-    """The operands that every target starts with; without additional tokens, arrays of none."""
-    query, key, value = (_with_kernel_rank(array, problem.rank) for array in operands[:3])
-    additional_keys, additional_values = operands.additional_keys, operands.additional_values
-    if additional_keys is None or additional_values is None:
-        additional_keys = jnp.zeros((key.shape[0], 0, *key.shape[-2:]), key.dtype)
-        additional_values = jnp.zeros((value.shape[0], 0, *value.shape[-2:]), value.dtype)
-    return [query, key, value, additional_keys, additional_values, operands.origins]
-
-
 def _attributes(problem: Problem, q_tile: Shape | None, kv_tile: Shape | None, which: Pass) -> dict[str, Shape | float]:
     if q_tile is None or kv_tile is None:
         q_tile, kv_tile = _default_pair(problem, which)
-
-    def pad(values: tuple[int, ...]) -> Shape:
-        return (*(1,) * (_KERNEL_RANK - problem.rank), *map(int, values))
-
-    return {
-        "query_layout": pad(problem.query_layout),
-        "kv_layout": pad(problem.kv_layout),
-        "kernel_size": pad(problem.kernel_size),
-        "stride": pad(problem.stride),
-        "dilation": pad(problem.dilation),
-        "is_causal": (*(0,) * (_KERNEL_RANK - problem.rank), *map(int, problem.is_causal)),
-        "scale": float(problem.scale),
-        "q_tile_shape": pad(q_tile),
-        "kv_tile_shape": pad(kv_tile),
-    }
+    return attributes(problem, q_tile, kv_tile)

@@ -46,6 +46,7 @@ class FlexBackend:
     """Blockwise attention in plain JAX; see :class:`natten_jax.backends.base.Backend`."""
 
     family = "flex"
+    query_family = "flex"
     is_pure_jax = True
     fuses_additional_kv = True
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from natten_jax import backends
-from natten_jax.problem import KERNEL_SCHEDULES, Shape
+from natten_jax.problem import KernelSchedule, Shape
 from natten_jax.profiler.baselines import BASELINES
 from natten_jax.version import __version__
 
@@ -309,7 +309,11 @@ def _parser() -> argparse.ArgumentParser:
             _flag(name), nargs="+", type=positive, metavar="T",
             help=f"{what} tile shape of the {which} pass (default: the backend's choice)",
         )  # fmt: skip
-    backend.add_argument("--schedule", choices=KERNEL_SCHEDULES, help="kernel schedule, where the backend has several")
+    backend.add_argument(
+        "--schedule",
+        choices=[str(schedule) for schedule in KernelSchedule],
+        help="kernel schedule, where the backend has several",
+    )
     backend.add_argument(
         "--persistent", action=argparse.BooleanOptionalAction, default=True,
         help="persistent tile scheduling, where the backend has it (default: on)",

@@ -1,32 +1,18 @@
-#include "ffi/handlers.h"
-
-#include <exception>
 #include <functional>
 #include <string>
 #include <utility>
 
 #include "cpu/attention.h"
 #include "ffi/decode.h"
+#include "ffi/handler_support.h"
+#include "ffi/handlers.h"
 
 namespace natten_jax::ffi {
 namespace {
 
 using xffi::AnyBuffer;
 using xffi::Error;
-using xffi::Ffi;
 using Result = xffi::Result<AnyBuffer>;
-
-/// Runs a handler's body. Exceptions must not leave a handler: XLA calls it through a C interface.
-template <typename Body>
-Error guarded(Body body) {
-  try {
-    return body();
-  } catch (const std::exception& exception) {
-    return Error(xffi::ErrorCode::kInternal, std::string("natten_jax: ") + exception.what());
-  } catch (...) {
-    return Error(xffi::ErrorCode::kInternal, "natten_jax: unknown exception");
-  }
-}
 
 Error decode_host_call(const ProblemOperands& operands, const xffi::Dictionary& dictionary, Call& call) {
   Attributes attributes;
@@ -34,18 +20,6 @@ Error decode_host_call(const ProblemOperands& operands, const xffi::Dictionary& 
   NATTEN_JAX_RETURN_IF_ERROR(check_origins(operands.origins));
   const auto* origins = static_cast<const std::int32_t*>(operands.origins.untyped_data());
   return decode_problem(operands, attributes, origins, call);
-}
-
-/// Checks the per-query arrays that follow the problem's operands or are results.
-Error check_query_array(const char* name, const AnyBuffer& array, const Problem& p, bool is_statistic) {
-  const std::int64_t x = p.dims[0].query.extent;
-  const std::int64_t y = p.dims[1].query.extent;
-  const std::int64_t z = p.dims[2].query.extent;
-  if (is_statistic) {
-    return check_array(name, array, xffi::DataType::F32, {p.batch, x, y, z, p.heads}, "one value per query and head");
-  }
-  return check_array(name, array, data_type(p.element_type), {p.batch, x, y, z, p.heads, p.head_dim_v},
-                     "it has the dtype of query and the width of value");
 }
 
 Error check_gradient(const char* name, const AnyBuffer& gradient, const AnyBuffer& operand) {
@@ -125,16 +99,6 @@ Error cpu_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer ad
   });
 }
 
-auto bind_problem() {
-  return Ffi::Bind()
-      .Arg<AnyBuffer>()   // query
-      .Arg<AnyBuffer>()   // key
-      .Arg<AnyBuffer>()   // value
-      .Arg<AnyBuffer>()   // additional_keys
-      .Arg<AnyBuffer>()   // additional_values
-      .Arg<AnyBuffer>();  // origins
-}
-
 XLA_FFI_DEFINE_HANDLER(kCpuForward, cpu_forward,
                        bind_problem()
                            .Ret<AnyBuffer>()  // out
@@ -157,7 +121,7 @@ XLA_FFI_DEFINE_HANDLER(kCpuBackward, cpu_backward,
 
 }  // namespace
 
-std::vector<Registration> registrations() {
+std::vector<Registration> host_registrations() {
   return {
       {"natten_jax_cpu_forward", "cpu", kCpuForward},
       {"natten_jax_cpu_backward", "cpu", kCpuBackward},

@@ -1,0 +1,64 @@
+#include "cuda/common/tensor_map.h"
+
+#include <cudaTypedefs.h>
+#include <cuda_runtime_api.h>
+
+#include <limits>
+
+namespace natten_jax {
+namespace {
+
+constexpr std::int64_t kRowElements = 64;
+constexpr std::int64_t kLargestBox = 256;
+constexpr std::int64_t kElementBytes = 2;
+
+/// The driver's encoder, found at run time: the library does not link against the driver.
+PFN_cuTensorMapEncodeTiled_v12000 encoder() {
+  static const auto function = [] {
+    void* address = nullptr;
+    cudaDriverEntryPointQueryResult status;
+    const auto error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &address, 12000, cudaEnableDefault, &status);
+    return error == cudaSuccess && status == cudaDriverEntryPointSuccess
+               ? reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(address)
+               : nullptr;
+  }();
+  return function;
+}
+
+}  // namespace
+
+std::string encode_tensor_map(const TokenGrid& grid, const std::int64_t (&box)[3], CUtensorMap& map) {
+  const auto encode = encoder();
+  if (encode == nullptr) return "the CUDA driver has no tensor maps (cuTensorMapEncodeTiled)";
+  const std::int64_t token = grid.heads * grid.head_dim;
+  const std::int64_t pitch[3] = {grid.extent[1] * grid.extent[2] * token, grid.extent[2] * token, token};
+  std::int64_t last_offset = 0;
+  for (int d = 0; d < 3; ++d) {
+    last_offset += (grid.dilation[d] - 1) * pitch[d];
+    if (box[d] > kLargestBox) {
+      return "a tile extent of " + std::to_string(box[d]) + " exceeds the " + std::to_string(kLargestBox) +
+             " tokens that a tensor copy takes";
+    }
+  }
+  if (token + last_offset > std::numeric_limits<std::int32_t>::max()) {
+    return "the first tokens of the dilation groups lie more than 2^31 elements apart";
+  }
+  const auto bytes = [](std::int64_t elements) { return static_cast<cuuint64_t>(elements * kElementBytes); };
+  const cuuint64_t sizes[5] = {static_cast<cuuint64_t>(token + last_offset), static_cast<cuuint64_t>(grid.tokens[2]),
+                               static_cast<cuuint64_t>(grid.tokens[1]), static_cast<cuuint64_t>(grid.tokens[0]),
+                               static_cast<cuuint64_t>(grid.batch)};
+  const cuuint64_t strides[4] = {bytes(pitch[2] * grid.dilation[2]), bytes(pitch[1] * grid.dilation[1]),
+                                 bytes(pitch[0] * grid.dilation[0]), bytes(pitch[0] * grid.extent[0])};
+  const cuuint32_t boxes[5] = {kRowElements, static_cast<cuuint32_t>(box[2]), static_cast<cuuint32_t>(box[1]),
+                               static_cast<cuuint32_t>(box[0]), 1};
+  const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
+  const auto type = grid.is_bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const CUresult result = encode(&map, type, 5, const_cast<void*>(grid.data), sizes, strides, boxes, element_strides,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result == CUDA_SUCCESS) return {};
+  return "the CUDA driver refused a tensor map (error " + std::to_string(static_cast<int>(result)) + ")";
+}
+
+}  // namespace natten_jax

@@ -1,0 +1,29 @@
+// Tensor maps for tiles of heads-last arrays [batch, x, y, z, heads, head_dim] of 16-bit elements.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <string>
+
+namespace natten_jax {
+
+/// A dilation group's tokens, seen as an array whose strides are `dilation` tokens.
+struct TokenGrid {
+  const void* data;
+  bool is_bfloat16;
+  std::int64_t batch;
+  std::int64_t extent[3];    ///< Local tokens.
+  std::int64_t dilation[3];  ///< Distance of a group's tokens.
+  std::int64_t tokens[3];    ///< Tokens of the group.
+  std::int64_t heads;
+  std::int64_t head_dim;
+};
+
+/// Encodes a map of dimensions [heads * head_dim, z, y, x, batch] whose boxes hold 64 elements of dimension 0 (one
+/// swizzled row of 128 bytes) and `box` tokens; where a group starts is added to coordinate 0.
+///
+/// Returns an empty string, or a sentence that says what the hardware does not take.
+std::string encode_tensor_map(const TokenGrid& grid, const std::int64_t (&box)[3], CUtensorMap& map);
+
+}  // namespace natten_jax

@@ -1,0 +1,63 @@
+// Which columns of a product's accumulator a query row sees, one bit per element that a thread holds of the row.
+#pragma once
+
+#include <cute/config.hpp>
+
+#include "cuda/sm90/params.h"
+
+namespace natten_jax::sm90 {
+
+/// A window is a box, so a row's columns in a key/value tile are the intersection of one range per dimension, and
+/// a range is a difference of two sets "coordinate less than cut". Those sets are tabulated once per CTA.
+///
+/// Element e of a row is column 8 * (e / 2) + 2 * (lane % 4) + e % 2, as wgmma lays its accumulator out.
+struct ColumnMask {
+  std::uint32_t* words;  // [dimension][cut][lane % 4]
+  int offset[3];
+
+  CUTE_DEVICE ColumnMask(std::uint32_t* words, const ForwardParams& p)
+      : words(words), offset{0, 4 * (p.axis[0].kv_tile + 1), 4 * (p.axis[0].kv_tile + 1 + p.axis[1].kv_tile + 1)} {}
+
+  /// Words that tables for tiles of at most `columns` columns take.
+  static constexpr int capacity(int columns) { return 4 * (columns + 2 + 2 * 2); }
+
+  /// Fills the tables; all of `threads` threads take part, and their results need a barrier before use.
+  ///
+  /// `coordinates` are those of each column in the key/value tile: x, y, z.
+  template <int kColumns>
+  CUTE_DEVICE void build(const ForwardParams& p, const uchar4* coordinates, int thread, int threads) const {
+    for (int i = thread; i < 4 * (p.axis[0].kv_tile + p.axis[1].kv_tile + p.axis[2].kv_tile + 3); i += threads) {
+      const int d = i < offset[1] ? 0 : i < offset[2] ? 1 : 2;
+      const int cut = (i - offset[d]) / 4;
+      std::uint32_t bits = 0;
+#pragma unroll 8
+      for (int e = 0; e < kColumns / 4; ++e) {
+        const uchar4 at = coordinates[8 * (e / 2) + 2 * (i % 4) + e % 2];
+        bits |= static_cast<std::uint32_t>((d == 0 ? at.x : d == 1 ? at.y : at.z) < cut) << e;
+      }
+      words[i] = bits;
+    }
+  }
+
+  /// The elements of a row whose keys lie in [begin, end) in every dimension; `tile` is the tile's first key.
+  CUTE_DEVICE std::uint32_t row(const ForwardParams& p, int4 begin, int4 end, int4 tile, int lane4) const {
+    return between(0, p.axis[0].kv_tile, begin.x - tile.x, end.x - tile.x, lane4) &
+           between(1, p.axis[1].kv_tile, begin.y - tile.y, end.y - tile.y, lane4) &
+           between(2, p.axis[2].kv_tile, begin.z - tile.z, end.z - tile.z, lane4);
+  }
+
+  /// The elements in the first `columns` columns.
+  CUTE_DEVICE static std::uint32_t first(int columns, int lane4) {
+    const int even = max(columns - 2 * lane4 + 7, 0) / 8, odd = max(columns - 2 * lane4 + 6, 0) / 8;
+    const auto lowest = [](int pairs) { return pairs >= 16 ? 0xffffffffu : (1u << 2 * pairs) - 1; };
+    return (lowest(even) & 0x55555555u) | (lowest(odd) & 0xaaaaaaaau);
+  }
+
+ private:
+  CUTE_DEVICE std::uint32_t between(int d, int extent, int begin, int end, int lane4) const {
+    const std::uint32_t* of_axis = words + offset[d] + lane4;
+    return of_axis[4 * min(max(end, 0), extent)] & ~of_axis[4 * min(max(begin, 0), extent)];
+  }
+};
+
+}  // namespace natten_jax::sm90

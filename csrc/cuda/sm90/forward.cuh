@@ -1,0 +1,580 @@
+// Forward neighborhood attention for Hopper: TMA loads of multi-dimensional tiles from the natural layout, wgmma.
+//
+// The warps of the first warpgroup have one task each: load query and key tiles, plan tiles, load value tiles, store
+// output tiles. Two more warpgroups own 64 query rows each: logits, online softmax in base 2, output. Key/value tiles
+// start at the first key that the query tile's windows hold. A tile that every row sees whole is not masked; the
+// others take one bit per element.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+#include <cutlass/arch/reg_reconfig.h>
+#include <cutlass/numeric_types.h>
+
+#include <cute/tensor.hpp>
+
+#include "cuda/sm90/column_mask.cuh"
+#include "cuda/sm90/params.h"
+#include "cuda/sm90/tile_plan.cuh"
+
+namespace natten_jax::sm90 {
+
+using namespace cute;
+using cutlass::arch::ClusterBarrier;
+using cutlass::arch::ClusterTransactionBarrier;
+
+constexpr int kConsumers = 256;  // threads of the two warpgroups that compute
+constexpr int kThreads = 128 + kConsumers;
+constexpr int kChunk = 64;  // elements of a 128-byte swizzled row: head dimensions are loaded in chunks of this many
+
+// How a key/value tile is masked.
+constexpr int kNoMask = 0;
+constexpr int kWindowMask = 1;
+constexpr int kColumnMask = 2;
+
+// Named barriers; the first eight are CUTLASS's own.
+constexpr int kProductOrder = 8;  // and the next one: whose turn it is to issue products
+constexpr int kOutputReady = 10;  // both warpgroups have written their rows
+constexpr int kMaskReady = 11;
+
+template <class Element_, int kHeadDim_, int kColumns_, bool kPingPong_>
+struct ForwardTraits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;  // at least head_dim and head_dim_v
+  static constexpr int kColumns = kColumns_;  // keys of a tile
+  static constexpr int kStages = 2;
+  // Whether the warpgroups take turns in issuing products, or run unordered.
+  static constexpr bool kPingPong = kPingPong_;
+  // Where registers do not hold the query, shared memory does not hold a separate output tile either.
+  static constexpr bool kQueryInRegisters = kHeadDim <= 128;
+
+  using LayoutQ = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<kRows>, Int<kHeadDim>>{}));
+  using LayoutK = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
+                                         Shape<Int<kColumns>, Int<kHeadDim>, Int<kStages>>{}));
+  // A value tile is loaded as [token][head_dim]; the second product reads it with head_dim as its row.
+  using LayoutVt = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
+                                          Shape<Int<kHeadDim>, Int<kColumns>, Int<kStages>>{}, Step<_2, _1, _3>{}));
+
+  static constexpr auto query_key_product() {
+    using Tile = Shape<_64, Int<kColumns>, Int<kHeadDim>>;
+    constexpr auto kMajor = GMMA::Major::K;
+    if constexpr (kQueryInRegisters) {
+      return make_tiled_mma(GMMA::rs_op_selector<Element, Element, float, Tile, kMajor, kMajor>());
+    } else {
+      return make_tiled_mma(GMMA::ss_op_selector<Element, Element, float, Tile, kMajor, kMajor>());
+    }
+  }
+  static constexpr auto weight_value_product() {
+    using Tile = Shape<_64, Int<kHeadDim>, Int<kColumns>>;
+    return make_tiled_mma(GMMA::rs_op_selector<Element, Element, float, Tile, GMMA::Major::K, GMMA::Major::MN>());
+  }
+
+  struct SharedStorage {
+    alignas(1024) Element q[cosize_v<LayoutQ>];
+    alignas(1024) Element k[cosize_v<LayoutK>];
+    alignas(1024) Element v[cosize_v<LayoutVt>];
+    alignas(1024) Element o[kQueryInRegisters ? cosize_v<LayoutQ> : kChunk];
+    TilePlan plan[2];
+    int4 tile[kStages];                   // of the tile in a key buffer: first key (x, y, z) and how it is masked
+    uchar4 row_coordinates[kRows];        // of a row in the query tile: x, y, z
+    uchar4 column_coordinates[kColumns];  // of a column in the key/value tile
+    Origin origins[6];
+    std::uint32_t mask_words[ColumnMask::capacity(kColumns)];
+    alignas(8) std::uint64_t full_q, empty_q, empty_o, full_plan[2], empty_plan[2];
+    std::uint64_t full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
+  };
+};
+
+CUTE_DEVICE void wait(std::uint64_t& barrier, int phase) {
+  ClusterBarrier::wait(&barrier, phase);
+}
+CUTE_DEVICE void arrive(std::uint64_t& barrier) {
+  ClusterBarrier::arrive(&barrier);
+}
+
+template <int kSize>
+CUTE_DEVICE void advance(int& index, int& phase) {
+  if (++index == kSize) {
+    index = 0;
+    phase ^= 1;
+  }
+}
+
+CUTE_DEVICE cutlass::arch::ReservedNamedBarriers named_barrier(int id) {
+  return static_cast<cutlass::arch::ReservedNamedBarriers>(id);
+}
+
+/// Two numbers in one register, the first in the low half.
+template <class Element>
+CUTE_DEVICE std::uint32_t pack(float low, float high) {
+  std::uint32_t result;
+  if constexpr (is_same_v<Element, cutlass::bfloat16_t>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  }
+  return result;
+}
+
+/// 2**x to about 2 ulp; flushes denormal results to zero.
+CUTE_DEVICE float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// Walks the key/value tiles of a query tile, last dimension fastest, without divisions.
+struct KvWalk {
+  int x, y, z;
+
+  CUTE_DEVICE explicit KvWalk(int4 begin) : x(begin.x), y(begin.y), z(begin.z) {}
+
+  CUTE_DEVICE void next(const ForwardParams& p, int4 begin, int4 end) {
+    z += p.axis[2].kv_tile;
+    if (z >= end.z) {
+      z = begin.z;
+      y += p.axis[1].kv_tile;
+      if (y >= end.y) {
+        y = begin.y;
+        x += p.axis[0].kv_tile;
+      }
+    }
+  }
+
+  /// Whether the tile here lies between `begin` and `end` whole.
+  CUTE_DEVICE bool is_inside(const ForwardParams& p, int4 begin, int4 end) const {
+    return x >= begin.x && y >= begin.y && z >= begin.z && x + p.axis[0].kv_tile <= end.x &&
+           y + p.axis[1].kv_tile <= end.y && z + p.axis[2].kv_tile <= end.z;
+  }
+};
+
+/// One warp: plans tiles ahead of the loads and the products.
+template <class SharedStorage>
+CUTE_DEVICE void plan_tiles(const ForwardParams& p, SharedStorage& shared) {
+  int slot = 0, phase = 0;
+  for (int round = 0;; ++round) {
+    const int first = round * gridDim.x;
+    const bool is_last = first >= p.tiles;
+    // Every other round runs backwards, so that no CTA always gets the shorter tiles.
+    const int tile = first + (round % 2 == 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    if (!is_last && tile >= p.tiles) continue;
+    wait(shared.empty_plan[slot], phase ^ 1);
+    if (is_last) {
+      shared.plan[slot].kv_tiles = -1;
+    } else if (!plan_tile(p, shared.origins, shared.row_coordinates, tile, shared.plan[slot])) {
+      continue;
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(shared.full_plan[slot]);
+    if (is_last) return;
+    advance<2>(slot, phase);
+  }
+}
+
+template <class Element>
+CUTE_DEVICE void load_tile(const CUtensorMap* map, std::uint64_t* barrier, Element* destination, int chunks,
+                           int tile_rows, int column, int z, int y, int x, int batch) {
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    SM90_TMA_LOAD_5D::copy(map, barrier, static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL),
+                           destination + chunk * tile_rows * kChunk, column + chunk * kChunk, z, y, x, batch);
+  }
+}
+
+/// One thread: loads the query and key tiles, or the value tiles, that the plans ask for. The two rings advance on
+/// their own, because a key buffer falls free well before the value buffer of the same tile.
+template <class Traits, bool kIsKey>
+CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStorage& shared) {
+  using Element = typename Traits::Element;
+  constexpr int kRowBytes = kChunk * sizeof(Element);
+  const int head_dim = kIsKey ? p.head_dim : p.head_dim_v;
+  const int chunks = head_dim / kChunk;
+  std::uint64_t* full = kIsKey ? shared.full_k : shared.full_v;
+  std::uint64_t* empty = kIsKey ? shared.empty_k : shared.empty_v;
+  Element* buffers = kIsKey ? shared.k : shared.v;
+  int stage = 0, phase = 0, q_phase = 0, slot = 0, plan_phase = 0;
+  const auto load = [&](const CUtensorMap* map, int rows, int column, int z, int y, int x, int batch, int mask) {
+    wait(empty[stage], phase ^ 1);
+    if constexpr (kIsKey) shared.tile[stage] = make_int4(x, y, z, mask);
+    ClusterTransactionBarrier::arrive_and_expect_tx(&full[stage], chunks * rows * kRowBytes);
+    load_tile(map, &full[stage], buffers + stage * Traits::kColumns * Traits::kHeadDim, chunks, Traits::kColumns,
+              column, z, y, x, batch);
+    advance<Traits::kStages>(stage, phase);
+  };
+  while (true) {
+    wait(shared.full_plan[slot], plan_phase);
+    const TilePlan& plan = shared.plan[slot];
+    const int kv_tiles = plan.kv_tiles, batch = plan.batch;
+    if (kv_tiles < 0) return;
+    if constexpr (kIsKey) {
+      wait(shared.empty_q, q_phase ^ 1);
+      q_phase ^= 1;
+      ClusterTransactionBarrier::arrive_and_expect_tx(&shared.full_q, chunks * p.q_tile_tokens * kRowBytes);
+      load_tile<Element>(&p.query[plan.query_map], &shared.full_q, shared.q, chunks, kRows, plan.query_column,
+                         plan.q_begin.z, plan.q_begin.y, plan.q_begin.x, batch);
+    }
+    const CUtensorMap* map = kIsKey ? &p.key[plan.kv_map] : &p.value[plan.kv_map];
+    const CUtensorMap* additional_map = kIsKey ? &p.additional_keys : &p.additional_values;
+    const int column = kIsKey ? plan.key_column : plan.value_column, additional_column = plan.kv_head * head_dim;
+    const int4 hull_begin = plan.hull_begin, hull_end = plan.hull_end;
+    const int4 inner_begin = plan.inner_begin, inner_end = plan.inner_end;
+    arrive(shared.empty_plan[slot]);
+    advance<2>(slot, plan_phase);
+    const bool is_whole = p.kv_tile_tokens == Traits::kColumns;
+    KvWalk walk(hull_begin);
+    for (int i = 0; i < kv_tiles; ++i) {
+      const bool is_masked = kIsKey && !(is_whole && walk.is_inside(p, inner_begin, inner_end));
+      load(map, p.kv_tile_tokens, column, walk.z, walk.y, walk.x, batch, is_masked ? kWindowMask : kNoMask);
+      walk.next(p, hull_begin, hull_end);
+    }
+    for (int first = 0; first < p.additional_kv; first += Traits::kColumns) {
+      const bool is_masked = p.additional_kv - first < Traits::kColumns;
+      load(additional_map, Traits::kColumns, additional_column, first, 0, 0, batch, is_masked ? kColumnMask : kNoMask);
+    }
+  }
+}
+
+/// One warp: stores the output tiles; what lies outside the layout is clipped.
+template <class Traits>
+CUTE_DEVICE void store_tiles(const ForwardParams& p, typename Traits::SharedStorage& shared) {
+  auto* tile = Traits::kQueryInRegisters ? shared.o : shared.q;
+  int slot = 0, plan_phase = 0;
+  while (true) {
+    wait(shared.full_plan[slot], plan_phase);
+    const TilePlan& plan = shared.plan[slot];
+    if (plan.kv_tiles < 0) return;
+    cutlass::arch::NamedBarrier::sync(kConsumers + 32, named_barrier(kOutputReady));
+    if (threadIdx.x % 32 == 0) {
+      for (int chunk = 0; chunk < p.head_dim_v / kChunk; ++chunk) {
+        SM90_TMA_STORE_5D::copy(&p.out[plan.query_map], tile + chunk * kRows * kChunk,
+                                plan.output_column + chunk * kChunk, plan.q_begin.z, plan.q_begin.y, plan.q_begin.x,
+                                plan.batch);
+      }
+      tma_store_arrive();
+      tma_store_wait<0>();
+      arrive(Traits::kQueryInRegisters ? shared.empty_o : shared.empty_q);
+      arrive(shared.empty_plan[slot]);
+    }
+    __syncwarp();
+    advance<2>(slot, plan_phase);
+  }
+}
+
+/// The accumulator of one warpgroup's 64 rows, of which a thread holds two, and their running softmax.
+template <class Traits>
+struct OnlineSoftmax {
+  float exponent_scale;  // of the logits, in base 2
+  float row_max[2], row_sum[2], rescale[2];
+
+  CUTE_DEVICE void start(float scale) {
+    exponent_scale = scale;
+    row_max[0] = row_max[1] = -INFINITY;
+    row_sum[0] = row_sum[1] = 0.f;
+  }
+
+  /// Turns logits into unnormalised weights; `rescale` is what earlier results shrink by.
+  template <class Logits>
+  CUTE_DEVICE void update(Logits& s) {
+    // Two partial results a row halve the chains of dependent instructions.
+    float highest[2][2] = {{row_max[0], s(4)}, {row_max[1], s(6)}};
+    CUTE_UNROLL
+    for (int e = 0; e < size(s); ++e) {
+      float& partial = highest[(e / 2) % 2][(e / 4) % 2];
+      partial = fmaxf(partial, s(e));
+    }
+    float shift[2], sum[2][2] = {};
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      float of_row = fmaxf(highest[i][0], highest[i][1]);
+      of_row = fmaxf(of_row, __shfl_xor_sync(0xffffffffu, of_row, 1));
+      of_row = fmaxf(of_row, __shfl_xor_sync(0xffffffffu, of_row, 2));
+      // A row that has seen nothing yet keeps weights of zero.
+      shift[i] = of_row == -INFINITY ? 0.f : of_row * exponent_scale;
+      rescale[i] = fast_exp2(row_max[i] * exponent_scale - shift[i]);
+      row_max[i] = of_row;
+    }
+    CUTE_UNROLL
+    for (int e = 0; e < size(s); ++e) {
+      s(e) = fast_exp2(s(e) * exponent_scale - shift[(e / 2) % 2]);
+      sum[(e / 2) % 2][(e / 4) % 2] += s(e);
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) row_sum[i] = row_sum[i] * rescale[i] + (sum[i][0] + sum[i][1]);
+  }
+
+  /// Completes the sums over the four threads that share a row.
+  CUTE_DEVICE void finish() {
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      row_sum[i] += __shfl_xor_sync(0xffffffffu, row_sum[i], 1);
+      row_sum[i] += __shfl_xor_sync(0xffffffffu, row_sum[i], 2);
+    }
+  }
+
+  CUTE_DEVICE float normalisation(int row) const { return row_sum[row] == 0.f ? 0.f : 1.f / row_sum[row]; }
+
+  CUTE_DEVICE float logsumexp(int row) const {
+    constexpr float kLn2 = 0.6931471805599453f;
+    return row_sum[row] == 0.f ? -INFINITY : row_max[row] * exponent_scale * kLn2 + logf(row_sum[row]);
+  }
+};
+
+/// One warpgroup: the products and the softmax of its 64 rows of every query tile.
+template <class Traits>
+CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& shared) {
+  using Element = typename Traits::Element;
+  constexpr int kColumns = Traits::kColumns;
+  constexpr float kLog2e = 1.4426950408889634f;
+  const int thread = threadIdx.x % 128;
+  const int warpgroup = cutlass::canonical_warp_group_idx() - 1;
+  const int lane4 = threadIdx.x % 4;
+  const int row0 = warpgroup * 64 + thread / 32 * 16 + threadIdx.x % 32 / 4;  // and row0 + 8
+
+  Element* output_tile = Traits::kQueryInRegisters ? shared.o : shared.q;
+  const auto rows_of_group = [&](Element* tile) {
+    return local_tile(make_tensor(make_smem_ptr(tile), typename Traits::LayoutQ{}), Shape<_64, Int<Traits::kHeadDim>>{},
+                      make_coord(warpgroup, 0));
+  };
+  const Tensor sQ = rows_of_group(shared.q);
+  const Tensor sO = rows_of_group(output_tile);
+  auto product_s = Traits::query_key_product();
+  auto product_o = Traits::weight_value_product();
+  const auto thread_s = product_s.get_thread_slice(thread);
+  const auto thread_o = product_o.get_thread_slice(thread);
+  const Tensor keys = thread_s.partition_fragment_B(make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutK{}));
+  const Tensor values =
+      thread_o.partition_fragment_B(make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutVt{}));
+  Tensor query = thread_s.partition_fragment_A(sQ);
+  Tensor s = partition_fragment_C(product_s, Shape<_64, Int<kColumns>>{});
+  Tensor o = partition_fragment_C(product_o, Shape<_64, Int<Traits::kHeadDim>>{});
+  // Element for element, the accumulator of one product is the register operand of the next.
+  Tensor weights = make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kColumns / 16>>>{});
+
+  const ColumnMask column_mask(shared.mask_words, p);
+  column_mask.template build<kColumns>(p, shared.column_coordinates, threadIdx.x - 128, kConsumers);
+  cutlass::arch::NamedBarrier::sync(kConsumers, named_barrier(kMaskReady));
+
+  // Negating the scale is negating the query; a scale of zero is a query of zero.
+  const std::uint32_t query_flip = p.scale < 0.f ? 0x80008000u : 0u, query_keep = p.scale == 0.f ? 0u : 0xffffffffu;
+  const float logit_sign = p.scale < 0.f ? -1.f : p.scale == 0.f ? 0.f : 1.f;
+  OnlineSoftmax<Traits> softmax;
+
+  const auto await_turn = [&]() __attribute__((always_inline)) {
+    if constexpr (Traits::kPingPong) {
+      cutlass::arch::NamedBarrier::sync(kConsumers, named_barrier(kProductOrder + warpgroup));
+    }
+  };
+  const auto pass_turn = [&]() __attribute__((always_inline)) {
+    if constexpr (Traits::kPingPong) {
+      cutlass::arch::NamedBarrier::arrive(kConsumers, named_barrier(kProductOrder + (warpgroup ^ 1)));
+    }
+  };
+  if (Traits::kPingPong && warpgroup == 1) pass_turn();  // the first warpgroup begins
+
+  int k_stage = 0, k_phase = 0, v_stage = 0, v_phase = 0, q_phase = 0, o_phase = 0, slot = 0, plan_phase = 0;
+  while (true) {
+    wait(shared.full_plan[slot], plan_phase);
+    const TilePlan& plan = shared.plan[slot];
+    if (plan.kv_tiles < 0) break;
+    const int tiles = plan.kv_tiles + (p.additional_kv + kColumns - 1) / kColumns;
+
+    wait(shared.full_q, q_phase);
+    q_phase ^= 1;
+    if constexpr (Traits::kQueryInRegisters) {
+      const auto copy_q = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, product_s);
+      const auto thread_copy = copy_q.get_thread_slice(thread);
+      copy(copy_q, thread_copy.partition_S(as_position_independent_swizzle_tensor(sQ)), thread_copy.retile_D(query));
+      Tensor pairs = recast<std::uint32_t>(query);
+      CUTE_UNROLL
+      for (int i = 0; i < size(pairs); ++i) pairs(i) = (pairs(i) ^ query_flip) & query_keep;
+      arrive(shared.empty_q);
+    }
+    clear(o);
+    softmax.start((p.scale == 0.f ? 1.f : fabsf(p.scale)) * kLog2e);
+    int mask;
+    std::uint32_t visible[2];
+
+    const auto start_s = [&]() __attribute__((always_inline)) {
+      wait(shared.full_k[k_stage], k_phase);
+      await_turn();
+      warpgroup_fence_operand(s);
+      warpgroup_arrive();
+      product_s.accumulate_ = GMMA::ScaleOut::Zero;
+      CUTE_UNROLL
+      for (int k = 0; k < size<2>(query); ++k) {
+        gemm(product_s, query(_, _, k), keys(_, _, k, k_stage), s);
+        product_s.accumulate_ = GMMA::ScaleOut::One;
+      }
+      warpgroup_commit_batch();
+    };
+    const auto start_o = [&]() __attribute__((always_inline)) {
+      wait(shared.full_v[v_stage], v_phase);
+      warpgroup_fence_operand(o);
+      warpgroup_arrive();
+      product_o.accumulate_ = GMMA::ScaleOut::One;
+      CUTE_UNROLL
+      for (int k = 0; k < size<2>(weights); ++k) gemm(product_o, weights(_, _, k), values(_, _, k, v_stage), o);
+      warpgroup_commit_batch();
+    };
+    // Which elements of the tile are hidden, worked out while the product is under way.
+    const auto plan_mask = [&]() __attribute__((always_inline)) {
+      const int4 tile = shared.tile[k_stage];
+      mask = tile.w;
+      if (mask == kWindowMask) {
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          const int4* seen = plan.row_windows[row0 + 8 * i];
+          visible[i] = column_mask.row(p, seen[0], seen[1], tile, lane4);
+        }
+      } else if (mask == kColumnMask) {
+        visible[0] = visible[1] = ColumnMask::first(p.additional_kv - tile.z, lane4);
+      }
+    };
+    const auto finish_s = [&]() __attribute__((always_inline)) {
+      warpgroup_fence_operand(s);
+      arrive(shared.empty_k[k_stage]);
+      advance<Traits::kStages>(k_stage, k_phase);
+      if (!Traits::kQueryInRegisters && logit_sign <= 0.f) {
+        CUTE_UNROLL
+        for (int e = 0; e < size(s); ++e) s(e) *= logit_sign;
+      }
+      if (mask != kNoMask) {
+        CUTE_UNROLL
+        for (int e = 0; e < size(s); ++e) {
+          const std::uint32_t bit = 1u << (2 * (e / 4) + e % 2);
+          if (!(visible[(e / 2) % 2] & bit)) s(e) = -INFINITY;
+        }
+      }
+      softmax.update(s);
+    };
+    const auto finish_o = [&]() __attribute__((always_inline)) {
+      warpgroup_fence_operand(o);
+      arrive(shared.empty_v[v_stage]);
+      advance<Traits::kStages>(v_stage, v_phase);
+    };
+    const auto to_weights = [&]() __attribute__((always_inline)) {
+      Tensor pairs = recast<std::uint32_t>(weights);
+      CUTE_UNROLL
+      for (int e = 0; e < size(pairs); ++e) pairs(e) = pack<Element>(s(2 * e), s(2 * e + 1));
+    };
+
+    if (tiles > 0) {
+      start_s();
+      pass_turn();
+      plan_mask();
+      warpgroup_wait<0>();
+      finish_s();
+      to_weights();
+      for (int tile = 1; tile < tiles; ++tile) {
+        start_s();
+        start_o();
+        pass_turn();
+        plan_mask();
+        warpgroup_wait<1>();
+        finish_s();
+        warpgroup_wait<0>();
+        finish_o();
+        CUTE_UNROLL
+        for (int e = 0; e < size(o); ++e) o(e) *= softmax.rescale[(e / 2) % 2];
+        to_weights();
+      }
+      start_o();
+      warpgroup_wait<0>();
+      finish_o();
+    }
+
+    softmax.finish();
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const int token = plan.row_windows[row0 + 8 * i][0].w;
+      if (lane4 == 0 && token >= 0) {
+        const auto tokens =
+            static_cast<std::int64_t>(p.axis[0].query_extent) * p.axis[1].query_extent * p.axis[2].query_extent;
+        p.logsumexp[(plan.batch * tokens + token) * p.heads + plan.head] = softmax.logsumexp(i);
+      }
+    }
+    const float normalisation[2] = {softmax.normalisation(0), softmax.normalisation(1)};
+    Tensor result = make_tensor<Element>(o.layout());
+    Tensor pairs = recast<std::uint32_t>(result);
+    CUTE_UNROLL
+    for (int e = 0; e < size(pairs); ++e) {
+      pairs(e) = pack<Element>(o(2 * e) * normalisation[e % 2], o(2 * e + 1) * normalisation[e % 2]);
+    }
+    // A tile of its own may still be on its way out; rows of the query are this warpgroup's to overwrite.
+    if constexpr (Traits::kQueryInRegisters) {
+      wait(shared.empty_o, o_phase ^ 1);
+      o_phase ^= 1;
+    }
+    const auto copy_o = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, product_o);
+    const auto thread_copy = copy_o.get_thread_slice(thread);
+    copy(copy_o, thread_copy.retile_S(result), thread_copy.partition_D(as_position_independent_swizzle_tensor(sO)));
+    cutlass::arch::fence_view_async_shared();
+    cutlass::arch::NamedBarrier::arrive(kConsumers + 32, named_barrier(kOutputReady));
+    arrive(shared.empty_plan[slot]);
+    advance<2>(slot, plan_phase);
+  }
+}
+
+template <class Traits>
+CUTE_DEVICE void prepare(const ForwardParams& p, typename Traits::SharedStorage& shared) {
+  if (p.clears_tiles) {
+    // Rows and columns that no load reaches must be finite: their weights are zero.
+    constexpr int kWords = offsetof(typename Traits::SharedStorage, o) / sizeof(uint4);
+    for (int i = threadIdx.x; i < kWords; i += kThreads) {
+      reinterpret_cast<uint4*>(&shared)[i] = make_uint4(0, 0, 0, 0);
+    }
+    cutlass::arch::fence_view_async_shared();
+  }
+  // Rows past the query tile stand for its first; columns past the key/value tile are in no window.
+  const auto place = [&](int i, int tokens, int y_extent, int z_extent, int x_past) {
+    const int line = i / z_extent, x = line / y_extent;
+    return make_uchar4(i < tokens ? x : x_past, i < tokens ? line - x * y_extent : 0,
+                       i < tokens ? i - line * z_extent : 0, 0);
+  };
+  if (threadIdx.x < kRows) {
+    shared.row_coordinates[threadIdx.x] = place(threadIdx.x, p.q_tile_tokens, p.axis[1].q_tile, p.axis[2].q_tile, 0);
+  } else if (threadIdx.x - kRows < Traits::kColumns) {
+    shared.column_coordinates[threadIdx.x - kRows] =
+        place(threadIdx.x - kRows, p.kv_tile_tokens, p.axis[1].kv_tile, p.axis[2].kv_tile, 255);
+  }
+  if (threadIdx.x < 6) {
+    shared.origins[threadIdx.x] = Origin::split(p.origins[threadIdx.x], p.axis[threadIdx.x % 3].dilation);
+  }
+  if (threadIdx.x == 0) {
+    ClusterBarrier::init(&shared.full_q, 1);
+    ClusterBarrier::init(&shared.empty_q, Traits::kQueryInRegisters ? kConsumers : 1);
+    ClusterBarrier::init(&shared.empty_o, 1);
+    for (int i = 0; i < 2; ++i) {
+      ClusterBarrier::init(&shared.full_plan[i], 1);
+      ClusterBarrier::init(&shared.empty_plan[i], kConsumers + 3);  // and the two loading threads and the storing one
+    }
+    for (int i = 0; i < Traits::kStages; ++i) {
+      ClusterBarrier::init(&shared.full_k[i], 1);
+      ClusterBarrier::init(&shared.full_v[i], 1);
+      ClusterBarrier::init(&shared.empty_k[i], kConsumers);
+      ClusterBarrier::init(&shared.empty_v[i], kConsumers);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+  __syncthreads();
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(kThreads, 1) natten_jax_sm90_fna_forward(const __grid_constant__ ForwardParams p) {
+  // No static shared memory: the dynamic part starts at a multiple of 1024 bytes, as the swizzle needs.
+  extern __shared__ __align__(1024) char raw[];
+  auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(raw);
+  prepare<Traits>(p, shared);
+  // 128 * 40 + 256 * 232 registers fit into the 65536 of a multiprocessor.
+  if (threadIdx.x < 128) {
+    cutlass::arch::warpgroup_reg_dealloc<40>();
+    const int warp = threadIdx.x / 32;
+    if (threadIdx.x == 0) load_tiles<Traits, true>(p, shared);
+    if (warp == 1) plan_tiles(p, shared);
+    if (threadIdx.x == 64) load_tiles<Traits, false>(p, shared);
+    if (warp == 3) store_tiles<Traits>(p, shared);
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<232>();
+    attend<Traits>(p, shared);
+  }
+}
+
+}  // namespace natten_jax::sm90

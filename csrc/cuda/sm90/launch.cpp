@@ -1,0 +1,179 @@
+#include "cuda/sm90/launch.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "cuda/common/tensor_map.h"
+#include "cuda/sm90/forward.h"
+
+namespace natten_jax::sm90 {
+namespace {
+
+constexpr std::int64_t kTileRows = 128;
+constexpr std::int64_t kChunk = 64;
+constexpr std::int64_t kLargestHeadDim = 256;
+/// Keys and values of the heads that run side by side should stay in the second-level cache.
+constexpr std::int64_t kCacheBytes = 8 << 20;
+
+std::int64_t product(const std::int64_t (&values)[kRank]) {
+  return values[0] * values[1] * values[2];
+}
+
+/// Head dimension that the kernel is compiled for.
+int compiled_head_dim(const Problem& problem) {
+  const std::int64_t wider = std::max(problem.head_dim, problem.head_dim_v);
+  return wider <= 64 ? 64 : wider <= 128 ? 128 : 256;
+}
+
+/// Keys per tile that the kernel is compiled for.
+int compiled_columns(int head_dim, std::int64_t kv_tile_tokens) {
+  if (head_dim == 256) return 64;
+  return head_dim == 128 && kv_tile_tokens <= 96 ? 96 : 128;
+}
+
+std::string check(const Problem& problem, const TileShapes& tiles) {
+  if (problem.element_type == ElementType::kFloat32)
+    return "query has dtype float32, but must have float16 or bfloat16";
+  for (const std::int64_t head_dim : {problem.head_dim, problem.head_dim_v}) {
+    if (head_dim % kChunk != 0 || head_dim > kLargestHeadDim) {
+      return "a head dimension is " + std::to_string(head_dim) + ", but must be a multiple of " +
+             std::to_string(kChunk) + " and at most " + std::to_string(kLargestHeadDim);
+    }
+  }
+  if (product(tiles.query) > kTileRows) {
+    return "q_tile_shape has " + std::to_string(product(tiles.query)) + " tokens, but must have at most " +
+           std::to_string(kTileRows);
+  }
+  const int columns = compiled_columns(compiled_head_dim(problem), product(tiles.kv));
+  if (product(tiles.kv) > columns) {
+    return "kv_tile_shape has " + std::to_string(product(tiles.kv)) + " tokens, but must have at most " +
+           std::to_string(columns) + " at this head dimension";
+  }
+  if (problem.queries() > std::numeric_limits<std::int32_t>::max()) return "a batch entry has more than 2^31 tokens";
+  return {};
+}
+
+/// Most heads whose keys and values fit into the cache together, if their tiles differ in length.
+int heads_per_block(const Problem& problem) {
+  const bool is_causal = problem.dims[0].is_causal || problem.dims[1].is_causal || problem.dims[2].is_causal;
+  if (!is_causal) return 1;
+  const std::int64_t bytes = problem.keys() * (problem.head_dim + problem.head_dim_v) * 2;
+  int best = 1;
+  for (std::int64_t heads = 1; heads <= problem.heads; ++heads) {
+    const std::int64_t kv_heads = (heads + problem.heads_per_kv() - 1) / problem.heads_per_kv();
+    if (problem.heads % heads == 0 && kv_heads * bytes <= kCacheBytes) best = static_cast<int>(heads);
+  }
+  return best;
+}
+
+/// The maps of an array's dilation groups, by class; classes that no group belongs to stay empty.
+std::string encode_classes(const Problem& problem, bool is_query, const void* data, std::int64_t heads,
+                           std::int64_t head_dim, const std::int64_t (&tile)[kRank],
+                           CUtensorMap (&maps)[kGroupClasses]) {
+  TokenGrid grid{data, problem.element_type == ElementType::kBFloat16, problem.batch, {}, {}, {}, heads, head_dim};
+  for (int c = 0; c < kGroupClasses; ++c) {
+    bool exists = true;
+    for (int d = 0; d < kRank; ++d) {
+      const Dimension& dim = problem.dims[d];
+      const bool has_remainder = (c >> (kRank - 1 - d) & 1) != 0;
+      grid.extent[d] = is_query ? dim.query.extent : dim.kv.extent;
+      grid.dilation[d] = dim.dilation;
+      grid.tokens[d] = grid.extent[d] / dim.dilation + (has_remainder ? 1 : 0);
+      exists = exists && grid.tokens[d] > 0 && (!has_remainder || grid.extent[d] % dim.dilation != 0);
+    }
+    if (!exists) continue;
+    if (std::string error = encode_tensor_map(grid, tile, maps[c]); !error.empty()) return error;
+  }
+  return {};
+}
+
+std::string encode_additional(const Problem& problem, const void* data, std::int64_t head_dim, int columns,
+                              CUtensorMap& map) {
+  const bool is_bfloat16 = problem.element_type == ElementType::kBFloat16;
+  const TokenGrid grid{data,
+                       is_bfloat16,
+                       problem.batch,
+                       {1, 1, problem.additional_kv},
+                       {1, 1, 1},
+                       {1, 1, problem.additional_kv},
+                       problem.heads_kv,
+                       head_dim};
+  return encode_tensor_map(grid, {1, 1, columns}, map);
+}
+
+void describe_axis(const Dimension& dim, std::int64_t q_tile, std::int64_t kv_tile, Axis& axis) {
+  const auto narrow = [](std::int64_t value) { return static_cast<int>(value); };
+  axis.query_extent = narrow(dim.query.extent);
+  axis.kv_extent = narrow(dim.kv.extent);
+  axis.query_group_tokens = narrow(dim.query.extent / dim.dilation);
+  axis.kv_group_tokens = narrow(dim.kv.extent / dim.dilation);
+  axis.kv_layout = narrow(dim.kv.layout);
+  axis.kernel_size = narrow(dim.kernel_size);
+  axis.stride = narrow(dim.stride);
+  axis.dilation = narrow(dim.dilation);
+  axis.is_causal = dim.is_causal;
+  axis.q_tile = narrow(q_tile);
+  axis.kv_tile = narrow(kv_tile);
+  const std::int64_t group_tokens = (dim.query.extent + dim.dilation - 1) / dim.dilation;
+  axis.q_tiles = narrow((group_tokens + q_tile - 1) / q_tile);
+  axis.by_stride = cutlass::FastDivmod(axis.stride);
+  axis.by_dilation = cutlass::FastDivmod(axis.dilation);
+  axis.by_kv_tile = cutlass::FastDivmod(axis.kv_tile);
+  axis.by_q_tiles = cutlass::FastDivmod(axis.q_tiles);
+}
+
+}  // namespace
+
+std::string run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, Schedule schedule,
+                        cudaStream_t stream) {
+  if (std::string error = check(problem, tiles); !error.empty()) return error;
+  ForwardParams p{};
+  const int head_dim = compiled_head_dim(problem);
+  const int columns = compiled_columns(head_dim, product(tiles.kv));
+  std::int64_t groups = 1, tiles_per_group = 1;
+  for (int d = 0; d < kRank; ++d) {
+    describe_axis(problem.dims[d], tiles.query[d], tiles.kv[d], p.axis[d]);
+    groups *= p.axis[d].dilation;
+    tiles_per_group *= p.axis[d].q_tiles;
+  }
+  const std::int64_t all_tiles = problem.batch * problem.heads * groups * tiles_per_group;
+  if (all_tiles > std::numeric_limits<std::int32_t>::max() / 2) return "the problem has more than 2^30 query tiles";
+  for (const std::string& error :
+       {encode_classes(problem, true, arrays.query, problem.heads, problem.head_dim, tiles.query, p.query),
+        encode_classes(problem, true, arrays.out, problem.heads, problem.head_dim_v, tiles.query, p.out),
+        encode_classes(problem, false, arrays.key, problem.heads_kv, problem.head_dim, tiles.kv, p.key),
+        encode_classes(problem, false, arrays.value, problem.heads_kv, problem.head_dim_v, tiles.kv, p.value)}) {
+    if (!error.empty()) return error;
+  }
+  if (problem.additional_kv > 0) {
+    for (const std::string& error :
+         {encode_additional(problem, arrays.additional_keys, problem.head_dim, columns, p.additional_keys),
+          encode_additional(problem, arrays.additional_values, problem.head_dim_v, columns, p.additional_values)}) {
+      if (!error.empty()) return error;
+    }
+  }
+  p.origins = arrays.origins;
+  p.logsumexp = arrays.logsumexp;
+  p.heads = static_cast<int>(problem.heads);
+  p.heads_kv = static_cast<int>(problem.heads_kv);
+  p.head_dim = static_cast<int>(problem.head_dim);
+  p.head_dim_v = static_cast<int>(problem.head_dim_v);
+  p.additional_kv = static_cast<int>(problem.additional_kv);
+  p.scale = problem.scale;
+  p.tiles = static_cast<int>(all_tiles);
+  p.q_tile_tokens = static_cast<int>(product(tiles.query));
+  p.kv_tile_tokens = static_cast<int>(product(tiles.kv));
+  p.heads_per_block = heads_per_block(problem);
+  p.clears_tiles =
+      p.q_tile_tokens < kTileRows || p.kv_tile_tokens < columns || p.head_dim < head_dim || p.head_dim_v < head_dim;
+  p.by_tiles_per_group = cutlass::FastDivmod(static_cast<int>(tiles_per_group));
+  p.by_groups = cutlass::FastDivmod(static_cast<int>(groups));
+  p.by_heads_per_block = cutlass::FastDivmod(p.heads_per_block);
+  p.by_head_blocks = cutlass::FastDivmod(p.heads / p.heads_per_block);
+  p.by_heads_per_kv = cutlass::FastDivmod(static_cast<int>(problem.heads_per_kv()));
+  const auto launch = problem.element_type == ElementType::kBFloat16 ? launch_forward<true> : launch_forward<false>;
+  const cudaError_t error = launch(p, head_dim, columns, schedule.is_ping_pong, schedule.is_persistent, stream);
+  return error == cudaSuccess ? std::string() : std::string("CUDA: ") + cudaGetErrorString(error);
+}
+
+}  // namespace natten_jax::sm90

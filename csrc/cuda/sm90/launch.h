@@ -1,0 +1,35 @@
+// Launches the Hopper kernels; the interface between the FFI handlers and csrc/cuda/sm90.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+
+#include "natten_jax/problem.h"
+
+namespace natten_jax::sm90 {
+
+/// Device pointers of one call.
+struct Arrays {
+  const void* query;
+  const void* key;
+  const void* value;
+  const void* additional_keys;
+  const void* additional_values;
+  const std::int32_t* origins;
+  void* out;
+  float* logsumexp;
+};
+
+struct Schedule {
+  bool is_ping_pong;   ///< The two warpgroups take turns in issuing products.
+  bool is_persistent;  ///< One CTA a multiprocessor walks over many query tiles.
+};
+
+/// Runs the forward pass on a stream; returns an empty string, or a sentence that says what is not supported or
+/// failed.
+std::string run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, Schedule schedule,
+                        cudaStream_t stream);
+
+}  // namespace natten_jax::sm90

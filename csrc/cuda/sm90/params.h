@@ -1,0 +1,55 @@
+// What the Hopper forward kernel is launched with: geometry, tensor maps and pointers, passed by value.
+#pragma once
+
+#include <cuda.h>
+#include <cutlass/fast_math.h>
+
+#include <cstdint>
+
+namespace natten_jax::sm90 {
+
+/// Dilation groups differ in whether they hold a remainder token: two classes per dimension, one tensor map each.
+constexpr int kGroupClasses = 8;
+
+/// One token dimension, leading dimensions first. Indices are positions inside a dilation group.
+struct Axis {
+  int query_extent;        // local query tokens
+  int kv_extent;           // local key/value tokens
+  int query_group_tokens;  // query_extent / dilation: a group without remainder token
+  int kv_group_tokens;     // kv_extent / dilation
+  int kv_layout;           // global key/value tokens
+  int kernel_size;
+  int stride;
+  int dilation;
+  int is_causal;
+  int q_tile;
+  int kv_tile;
+  int q_tiles;  // query tiles per dilation group
+  cutlass::FastDivmod by_stride, by_dilation, by_kv_tile, by_q_tiles;
+};
+
+struct ForwardParams {
+  CUtensorMap query[kGroupClasses];
+  CUtensorMap key[kGroupClasses];
+  CUtensorMap value[kGroupClasses];
+  CUtensorMap out[kGroupClasses];
+  CUtensorMap additional_keys;
+  CUtensorMap additional_values;
+  Axis axis[3];
+  const std::int32_t* origins;  // [2, 3]: query origin, key/value origin
+  float* logsumexp;
+  int heads;
+  int heads_kv;
+  int head_dim;
+  int head_dim_v;
+  int additional_kv;
+  float scale;
+  int tiles;            // query tiles of the whole problem
+  int q_tile_tokens;    // product of the query tile's extents
+  int kv_tile_tokens;   // product of the key/value tile's extents
+  int heads_per_block;  // heads whose tiles are interleaved
+  bool clears_tiles;    // some rows or columns of a tile are never loaded
+  cutlass::FastDivmod by_tiles_per_group, by_groups, by_heads_per_block, by_head_blocks, by_heads_per_kv;
+};
+
+}  // namespace natten_jax::sm90

@@ -1,0 +1,85 @@
+// The handlers for NVIDIA GPUs. Operands lie in device memory: their contents are the kernels' to read.
+#include <cuda_runtime_api.h>
+
+#include "ffi/decode.h"
+#include "ffi/handler_support.h"
+#include "ffi/handlers.h"
+#if defined(NATTEN_JAX_SM90)
+#include "cuda/sm90/launch.h"
+#endif
+
+namespace natten_jax::ffi {
+namespace {
+
+using xffi::AnyBuffer;
+using xffi::Error;
+using Result = xffi::Result<AnyBuffer>;
+
+#if defined(NATTEN_JAX_SM90)
+/// Checks that the current device is of the compute capability that a family of kernels is compiled for.
+Error check_compute_capability(int major, int minor) {
+  int device = 0, actual_major = 0, actual_minor = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&actual_major, cudaDevAttrComputeCapabilityMajor, device);
+  }
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&actual_minor, cudaDevAttrComputeCapabilityMinor, device);
+  }
+  if (error != cudaSuccess) return Error::Internal(std::string("natten_jax: CUDA: ") + cudaGetErrorString(error));
+  if (actual_major == major && actual_minor == minor) return Error::Success();
+  return Error::InvalidArgument("natten_jax: the device has compute capability " + std::to_string(actual_major) + "." +
+                                std::to_string(actual_minor) + ", but must have " + std::to_string(major) + "." +
+                                std::to_string(minor));
+}
+
+Error sm90_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
+                   AnyBuffer additional_values, AnyBuffer origins, Result out, Result logsumexp, cudaStream_t stream,
+                   xffi::Dictionary dictionary) {
+  return guarded([&]() -> Error {
+    const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins};
+    Attributes attributes;
+    std::int64_t is_ping_pong = 0, is_persistent = 0;
+    NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes, 2));
+    NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_ping_pong", 1, is_ping_pong));
+    NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_persistent", 1, is_persistent));
+    NATTEN_JAX_RETURN_IF_ERROR(check_origins(origins));
+    Call call;
+    NATTEN_JAX_RETURN_IF_ERROR(decode_problem(operands, attributes, nullptr, call));
+    NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result out", *out, call.problem, false));
+    NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result logsumexp", *logsumexp, call.problem, true));
+    NATTEN_JAX_RETURN_IF_ERROR(check_compute_capability(9, 0));
+    const sm90::Arrays arrays{query.untyped_data(),
+                              key.untyped_data(),
+                              value.untyped_data(),
+                              additional_keys.untyped_data(),
+                              additional_values.untyped_data(),
+                              static_cast<const std::int32_t*>(origins.untyped_data()),
+                              out->untyped_data(),
+                              static_cast<float*>(logsumexp->untyped_data())};
+    const std::string error =
+        sm90::run_forward(call.problem, call.tiles, arrays, {is_ping_pong == 1, is_persistent == 1}, stream);
+    return error.empty() ? Error::Success() : Error::InvalidArgument("natten_jax: " + error);
+  });
+}
+
+XLA_FFI_DEFINE_HANDLER(kSm90Forward, sm90_forward,
+                       bind_problem()
+                           .Ret<AnyBuffer>()  // out
+                           .Ret<AnyBuffer>()  // logsumexp
+                           .Ctx<xffi::PlatformStream<cudaStream_t>>()
+                           .Attrs(),
+                       {xffi::Traits::kCmdBufferCompatible});
+#endif
+
+}  // namespace
+
+std::vector<Registration> cuda_registrations() {
+  return {
+#if defined(NATTEN_JAX_SM90)
+      {"natten_jax_sm90_forward", "CUDA", kSm90Forward},
+#endif
+  };
+}
+
+}  // namespace natten_jax::ffi

@@ -1,0 +1,37 @@
+// What every XLA FFI handler of this library does around its kernel.
+#pragma once
+
+#include <exception>
+#include <string>
+
+#include "ffi/decode.h"
+
+namespace natten_jax::ffi {
+
+/// Runs a handler's body. Exceptions must not leave a handler: XLA calls it through a C interface.
+template <typename Body>
+xffi::Error guarded(Body body) {
+  try {
+    return body();
+  } catch (const std::exception& exception) {
+    return xffi::Error(xffi::ErrorCode::kInternal, std::string("natten_jax: ") + exception.what());
+  } catch (...) {
+    return xffi::Error(xffi::ErrorCode::kInternal, "natten_jax: unknown exception");
+  }
+}
+
+/// Checks the per-query arrays that follow the problem's operands or are results.
+xffi::Error check_query_array(const char* name, const xffi::AnyBuffer& array, const Problem& p, bool is_statistic);
+
+/// The operands that every handler starts with.
+inline auto bind_problem() {
+  return xffi::Ffi::Bind()
+      .Arg<xffi::AnyBuffer>()   // query
+      .Arg<xffi::AnyBuffer>()   // key
+      .Arg<xffi::AnyBuffer>()   // value
+      .Arg<xffi::AnyBuffer>()   // additional_keys
+      .Arg<xffi::AnyBuffer>()   // additional_values
+      .Arg<xffi::AnyBuffer>();  // origins
+}
+
+}  // namespace natten_jax::ffi

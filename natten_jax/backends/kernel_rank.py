@@ -1,0 +1,45 @@
+"""How native kernels take a problem: with three token dimensions, whatever its rank."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from natten_jax.backends.base import Operands
+from natten_jax.problem import Problem, Shape
+
+_KERNEL_RANK = 3
+
+
+def with_kernel_rank(array: jax.Array, rank: int) -> jax.Array:
+    """``array`` with three token dimensions after the batch: leading ones have extent 1."""
+    return array.reshape(array.shape[0], *(1,) * (_KERNEL_RANK - rank), *array.shape[1:])
+
+
+def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
+    """The operands that every target starts with; without additional tokens, arrays of none."""
+    query, key, value = (with_kernel_rank(array, problem.rank) for array in operands[:3])
+    additional_keys, additional_values = operands.additional_keys, operands.additional_values
+    if additional_keys is None or additional_values is None:
+        additional_keys = jnp.zeros((key.shape[0], 0, *key.shape[-2:]), key.dtype)
+        additional_values = jnp.zeros((value.shape[0], 0, *value.shape[-2:]), value.dtype)
+    return [query, key, value, additional_keys, additional_values, operands.origins]
+
+
+def attributes(problem: Problem, q_tile: Shape, kv_tile: Shape) -> dict[str, Shape | float]:
+    """The attributes that every target takes."""
+
+    def pad(values: tuple[int, ...], filler: int = 1) -> Shape:
+        return (*(filler,) * (_KERNEL_RANK - problem.rank), *map(int, values))
+
+    return {
+        "query_layout": pad(problem.query_layout),
+        "kv_layout": pad(problem.kv_layout),
+        "kernel_size": pad(problem.kernel_size),
+        "stride": pad(problem.stride),
+        "dilation": pad(problem.dilation),
+        "is_causal": pad(problem.is_causal, 0),
+        "scale": float(problem.scale),
+        "q_tile_shape": pad(q_tile),
+        "kv_tile_shape": pad(kv_tile),
+    }
