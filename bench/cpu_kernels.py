@@ -9,10 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +18,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from environment import environment
 
 import natten_jax
-from natten_jax import native, windows
+from natten_jax import windows
 
 Function = Callable[..., Any]
 MATMUL_EXTENT = 2048
@@ -138,30 +136,6 @@ def measure(benchmark: Benchmark, dtype: str, repeats: int, names: list[str]) ->
             }
         )
     return rows
-
-
-def environment() -> dict[str, Any]:
-    """What the figures depend on."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    return {
-        "machine": platform.machine(),
-        "processor": _processor(),
-        "versions": {"python": platform.python_version(), "jax": jax.__version__, "natten_jax": natten_jax.__version__},
-        "native": dict(native.build_info()),
-        "commit": commit.stdout.strip() or None,
-        "command": " ".join(sys.argv),
-    }
-
-
-def _processor() -> str:
-    cpu_info = Path("/proc/cpuinfo")
-    if cpu_info.exists():
-        for line in cpu_info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

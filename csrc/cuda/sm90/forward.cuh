@@ -164,7 +164,7 @@ CUTE_DEVICE void plan_tiles(const ForwardParams& p, SharedStorage& shared) {
       continue;
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(shared.full_plan[slot]);
+    arrive(shared.full_plan[slot]);  // every lane wrote a part
     if (is_last) return;
     advance<2>(slot, phase);
   }
@@ -543,7 +543,7 @@ CUTE_DEVICE void prepare(const ForwardParams& p, typename Traits::SharedStorage&
     ClusterBarrier::init(&shared.empty_q, Traits::kQueryInRegisters ? kConsumers : 1);
     ClusterBarrier::init(&shared.empty_o, 1);
     for (int i = 0; i < 2; ++i) {
-      ClusterBarrier::init(&shared.full_plan[i], 1);
+      ClusterBarrier::init(&shared.full_plan[i], 32);
       ClusterBarrier::init(&shared.empty_plan[i], kConsumers + 3);  // and the two loading threads and the storing one
     }
     for (int i = 0; i < Traits::kStages; ++i) {
