@@ -12,7 +12,7 @@ demo: setup
 	$(BIN)/python -m natten_jax.profiler -i 8 16 24 -d 128 -w 2 4 3
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --slow
 
 lint: setup
 	$(BIN)/ruff check .

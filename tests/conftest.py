@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import hypothesis
@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrise the family and what comes with it."""
+    """Parametrise the family and what comes with it; ``which`` are its passes."""
     family_name = next((name for name in SELECTIONS if name in metafunc.fixturenames), None)
     if family_name is None:
         return
@@ -65,17 +65,29 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         problems = metafunc.config.getoption("problems") or family.problems
         choices: dict[str, Iterable[Any]] = {
             family_name: [family],
+            "which": family.passes,
             "dtype": family.dtypes,
             "other_dtype": family.dtypes[1:],
             "problem_index": range(problems),
             "other_problem_index": range(problems // 4),
         }
         names = [name for name in choices if name in metafunc.fixturenames]
-        marks = [pytest.mark.gpu] if family.needs_gpu else []
+        marks = []
+        if family.needs_gpu:
+            marks.append(pytest.mark.gpu)
+        elif not family.is_pure_jax and jax.default_backend() != "cpu":
+            marks.append(pytest.mark.skip(reason="kernels for the host: run with JAX_PLATFORMS=cpu"))
         for combination in itertools.product(*(choices[name] for name in names)):
             identifier = "-".join(str(getattr(value, "name", value)) for value in combination)
             values.append(pytest.param(*combination, marks=marks, id=identifier))
     metafunc.parametrize(names, values)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs() -> Iterator[None]:
+    """Free what a module compiled: hardly any other needs the same program."""
+    yield
+    jax.clear_caches()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

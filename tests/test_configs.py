@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from families import Family
+from families import Family, tile_pair
 from problems import Case, check, element_types
 
 import natten_jax
@@ -17,39 +16,30 @@ import natten_jax
 SHAPES = {1: (2, 40, 4, 16), 2: (2, 9, 10, 4, 16), 3: (2, 4, 5, 6, 4, 16)}
 
 
-def query_function(family: Family, operator: str, which: str) -> Callable[..., Any]:
-    """``get_[bwd_]configs_for_<family>_<operator>``."""
-    infix = "bwd_" if which == "backward" else ""
-    return getattr(natten_jax, f"get_{infix}configs_for_{family.name}_{operator}")
-
-
 def is_tile(tile: Any, rank: int) -> bool:
     return isinstance(tile, tuple) and len(tile) == rank and all(type(n) is int and n >= 1 for n in tile)
 
 
-@pytest.mark.parametrize("which", ["forward", "backward"])
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_neighborhood_query_lists_pairs_of_tile_shapes(family: Family, rank: int, which: str) -> None:
-    function = query_function(family, "fna", which)
-    configs = function(jnp.zeros(SHAPES[rank]))
+    function = family.query("fna", which)
+    configs = function(jnp.zeros(SHAPES[rank], family.dtype))
     assert configs
-    assert all(len(pair) == 2 and all(is_tile(tile, rank) for tile in pair) for pair in configs)
+    assert all(len(config) == 2 and all(is_tile(tile, rank) for tile in tile_pair(config)) for config in configs)
     assert len(set(configs)) == len(configs)
 
 
-@pytest.mark.parametrize("which", ["forward", "backward"])
 def test_attention_query_lists_pairs_of_sizes(family: Family, which: str) -> None:
-    configs = query_function(family, "fmha", which)(jnp.zeros(SHAPES[1]))
+    configs = family.query("fmha", which)(jnp.zeros(SHAPES[1], family.dtype))
     assert configs
-    assert all(len(pair) == 2 and all(type(size) is int and size >= 1 for size in pair) for pair in configs)
+    assert all(type(size) is int and size >= 1 for config in configs for size in tile_pair(config))
     assert len(set(configs)) == len(configs)
 
 
-@pytest.mark.parametrize("which", ["forward", "backward"])
 def test_query_takes_one_array_or_three_or_their_types(family: Family, which: str) -> None:
-    array = jnp.zeros(SHAPES[2])
+    array = jnp.zeros(SHAPES[2], family.dtype)
     struct = jax.ShapeDtypeStruct(array.shape, array.dtype)
-    function = query_function(family, "fna", which)
+    function = family.query("fna", which)
     expected = function(array)
     assert function(struct) == expected
     assert function(array, array, array) == expected
@@ -61,29 +51,29 @@ def test_query_takes_one_array_or_three_or_their_types(family: Family, which: st
 
 
 def test_attention_query_takes_different_lengths(family: Family) -> None:
-    query, key = jax.ShapeDtypeStruct((1, 30, 4, 16), jnp.float32), jax.ShapeDtypeStruct((1, 50, 2, 16), jnp.float32)
-    assert query_function(family, "fmha", "forward")(query, key, key, is_causal=True)
+    query, key = jax.ShapeDtypeStruct((1, 30, 4, 16), family.dtype), jax.ShapeDtypeStruct((1, 50, 2, 16), family.dtype)
+    assert family.query("fmha", "forward")(query, key, key, is_causal=True)
 
 
 def test_query_is_usable_while_tracing(family: Family) -> None:
-    function = query_function(family, "fna", "forward")
+    function = family.query("fna", "forward")
     listed = []
-    jax.eval_shape(lambda x: listed.append(function(x)) or x, jax.ShapeDtypeStruct(SHAPES[1], jnp.float32))
-    assert listed == [function(jnp.zeros(SHAPES[1]))]
+    jax.eval_shape(lambda x: listed.append(function(x)) or x, jax.ShapeDtypeStruct(SHAPES[1], family.dtype))
+    assert listed == [function(jnp.zeros(SHAPES[1], family.dtype))]
 
 
 def test_query_is_empty_where_the_backend_cannot_run(native_family: Family) -> None:
     with element_types("float64"):
         array = jax.ShapeDtypeStruct(SHAPES[1], jnp.float64)
-        for operator, which in itertools.product(("fna", "fmha"), ("forward", "backward")):
-            assert query_function(native_family, operator, which)(array) == []
+        for operator, which in itertools.product(("fna", "fmha"), native_family.passes):
+            assert native_family.query(operator, which)(array) == []
 
 
 @pytest.mark.parametrize("compute_capability", ["9.0", (9, 0), "8.6", (10, 3)])
 def test_query_for_another_device(family: Family, compute_capability: Any) -> None:
     for operator in ("fna", "fmha"):
-        function = query_function(family, operator, "forward")
-        found = function(jnp.zeros(SHAPES[1]), compute_capability=compute_capability)
+        function = family.query(operator, "forward")
+        found = function(jnp.zeros(SHAPES[1], family.dtype), compute_capability=compute_capability)
         if not family.needs_gpu:
             assert bool(found) == family.is_pure_jax
 
@@ -101,24 +91,40 @@ def test_query_for_another_device(family: Family, compute_capability: Any) -> No
 )
 def test_query_checks_its_arguments(family: Family, call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        call(query_function(family, "fna", "forward"))
+        call(family.query("fna", "forward"))
 
 
 def test_query_has_its_name_and_a_description(family: Family) -> None:
-    for operator, which in itertools.product(("fna", "fmha"), ("forward", "backward")):
-        function = query_function(family, operator, which)
+    for operator, which in itertools.product(("fna", "fmha"), family.passes):
+        function = family.query(operator, which)
         assert function.__name__ in natten_jax.__all__
         for part in (f"{family.name}-{operator}", f"{which} pass", "query:", "Returns:"):
             assert part in (function.__doc__ or "")
 
 
-def pairs_of_passes(family: Family, operator: str, *arrays: Any, **window: Any) -> list[tuple[Any, Any]]:
-    """Every listed pair of each pass, as few combinations as hold them all."""
-    forward, backward = (
-        query_function(family, operator, which)(*arrays, **window) for which in ("forward", "backward")
-    )
-    longest = max(len(forward), len(backward))
-    return [(forward[i % len(forward)], backward[i % len(backward)]) for i in range(longest)]
+MOST_PAIRS = 40  # of a list: a family with thousands is sampled, from the first to the last
+
+
+def _spread(configs: list[Any]) -> list[Any]:
+    pairs = list(dict.fromkeys(map(tile_pair, configs)))
+    return pairs[:: -(-len(pairs) // MOST_PAIRS)]
+
+
+def every_pair(family: Family, operator: str, *arrays: Any, **window: Any) -> list[dict[str, Any]]:
+    """Tile arguments with every listed pair of each pass, as few combinations as hold them all."""
+    suffix = "shape" if operator == "fna" else "size"
+    listed = {
+        "" if which == "forward" else "backward_": _spread(family.query(operator, which)(*arrays, **window))
+        for which in family.passes
+    }
+    return [
+        {
+            f"{prefix}{role}_tile_{suffix}": tile
+            for prefix, configs in listed.items()
+            for role, tile in zip(("q", "kv"), configs[i % len(configs)], strict=True)
+        }
+        for i in range(max(map(len, listed.values())))
+    ]
 
 
 EVERY_TILE = {
@@ -131,16 +137,14 @@ EVERY_TILE = {
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_every_listed_tile_shape_runs_and_is_right(family: Family, rank: int) -> None:
     case = EVERY_TILE[rank]
-    array = jax.ShapeDtypeStruct((1, *case.layout, case.heads, 8), jnp.float32)
-    key = jax.ShapeDtypeStruct((1, *case.layout, 1, 8), jnp.float32)
-    for forward, backward in pairs_of_passes(family, "fna", array, key, key, **case.window_arguments):
-        names = ("q_tile_shape", "kv_tile_shape", "backward_q_tile_shape", "backward_kv_tile_shape")
-        check(case, family, "float32", **dict(zip(names, (*forward, *backward), strict=True)))
+    array = jax.ShapeDtypeStruct((1, *case.layout, case.heads, 8), family.dtype)
+    key = jax.ShapeDtypeStruct((1, *case.layout, 1, 8), family.dtype)
+    for tiles in every_pair(family, "fna", array, key, key, **case.window_arguments):
+        check(case, family, family.dtype, **tiles)
 
 
 def test_every_listed_tile_size_of_attention_runs_and_is_right(family: Family) -> None:
     case = Case((70,), queries=150, is_causal=(True,))
-    query, key = (jax.ShapeDtypeStruct((1, n, 1, 8), jnp.float32) for n in (150, 70))
-    for forward, backward in pairs_of_passes(family, "fmha", query, key, key, is_causal=True):
-        names = ("q_tile_size", "kv_tile_size", "backward_q_tile_size", "backward_kv_tile_size")
-        check(case, family, "float32", **dict(zip(names, (*forward, *backward), strict=True)))
+    query, key = (jax.ShapeDtypeStruct((1, n, 1, 8), family.dtype) for n in (150, 70))
+    for tiles in every_pair(family, "fmha", query, key, key, is_causal=True):
+        check(case, family, family.dtype, **tiles)

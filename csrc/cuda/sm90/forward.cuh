@@ -251,9 +251,9 @@ CUTE_DEVICE void store_tiles(const ForwardParams& p, typename Traits::SharedStor
       tma_store_arrive();
       tma_store_wait<0>();
       arrive(Traits::kQueryInRegisters ? shared.empty_o : shared.empty_q);
-      arrive(shared.empty_plan[slot]);
     }
     __syncwarp();
+    arrive(shared.empty_plan[slot]);  // every lane read it
     advance<2>(slot, plan_phase);
   }
 }
@@ -544,7 +544,7 @@ CUTE_DEVICE void prepare(const ForwardParams& p, typename Traits::SharedStorage&
     ClusterBarrier::init(&shared.empty_o, 1);
     for (int i = 0; i < 2; ++i) {
       ClusterBarrier::init(&shared.full_plan[i], 32);
-      ClusterBarrier::init(&shared.empty_plan[i], kConsumers + 3);  // and the two loading threads and the storing one
+      ClusterBarrier::init(&shared.empty_plan[i], kConsumers + 2 + 32);  // and two loading threads, a storing warp
     }
     for (int i = 0; i < Traits::kStages; ++i) {
       ClusterBarrier::init(&shared.full_k[i], 1);
