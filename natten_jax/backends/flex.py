@@ -29,6 +29,7 @@ _Tree = TypeVar("_Tree")
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 MAX_TILE_TOKENS = 1024
+_PRECISION_OPTION = "jax_default_matmul_precision"  # JAX's stubs know it in some releases only
 
 _TILE_PAIRS: dict[int, list[TilePair]] = {
     1: [((64,), (64,)), ((128,), (128,)), ((64,), (128,)), ((128,), (64,)), ((256,), (256,))],
@@ -98,7 +99,7 @@ class _Products:
         # Half-precision values are exact in TF32 and bfloat16 passes; float32 is not, so it takes full
         # precision unless the user chose one.
         is_half = problem.dtype in ("float16", "bfloat16")
-        is_chosen = is_half or jax.config.jax_default_matmul_precision is not None
+        is_chosen = is_half or getattr(jax.config, _PRECISION_OPTION) is not None
         self.precision = None if is_chosen else lax.Precision.HIGHEST
 
     def cast(self, array: jax.Array) -> jax.Array:

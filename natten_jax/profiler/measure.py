@@ -247,7 +247,7 @@ def _function(options: Options, problem: Problem, device: Device) -> Callable[..
 
 def _compile(function: Callable[..., Any], arguments: Sequence[jax.Array], device: Device) -> jax.stages.Compiled:
     # A command buffer (CUDA graph) is one launch to the profiler: its kernels would lose their instructions' names.
-    options = {"xla_gpu_enable_command_buffer": ""} if device.platform == "cuda" else None
+    options: dict[str, Any] | None = {"xla_gpu_enable_command_buffer": ""} if device.platform == "cuda" else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of modules that a baseline imports
         return jax.jit(function).lower(*arguments).compile(compiler_options=options)
