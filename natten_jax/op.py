@@ -151,12 +151,7 @@ def _batchable(op_of: Callable[[Call], Any], call: Call, which: Pass, run: Calla
 
 
 def _choose(call: Call, device: Device, which: Pass) -> Backend:
-    requested = call.backend
-    if requested is not None and which == "backward":
-        backend = backends.find(requested, call.problem.operator)
-        if backend.rejection(call.problem, device, "backward") is not None:
-            requested = None  # a family may have a forward pass alone; the best other backward serves it
-    return backends.choose(call.problem, call.tiles, device, which, requested)
+    return backends.choose_pass(call.problem, call.tiles, device, which, call.backend)
 
 
 def _choices(call: Call, which: Pass) -> dict[str, Backend | str]:

@@ -93,6 +93,14 @@ def choose(problem: Problem, tiles: TileConfig, device: Device, which: Pass, req
     raise ValueError(_unknown_tiles(problem, pair, device, which, candidates[0]))
 
 
+def choose_pass(problem: Problem, tiles: TileConfig, device: Device, which: Pass, requested: str | None) -> Backend:
+    """As ``choose``, but where the requested family has no such backward pass, the best other one serves it."""
+    if requested is not None and which == "backward":
+        reason = find(requested, problem.operator).rejection(problem, device, which)
+        requested = requested if reason is None else None
+    return choose(problem, tiles, device, which, requested)
+
+
 def requested_pair(tiles: TileConfig, which: Pass) -> TilePair | None:
     """The tile shapes that the user asked for in a pass."""
     if which == "forward":

@@ -276,11 +276,7 @@ def _chosen_backends(
         if part.operator == "fmha" and part_tiles is tiles:
             part_tiles = _flat_tiles(options)
         for which in passes:
-            wanted = requested
-            if which == "backward" and wanted is not None:
-                backend = backends.find(wanted, part.operator)
-                wanted = None if backend.rejection(part, device, which) is not None else wanted
-            choice = backends.choose(part, part_tiles, device, which, wanted)
+            choice = backends.choose_pass(part, part_tiles, device, which, requested)
             chosen[f"{prefix}{which}"] = backends.backend_name(choice, part.operator)
     return chosen
 
