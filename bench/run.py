@@ -27,7 +27,7 @@ from natten_jax.devices import default_device
 from natten_jax.flops import flops
 from natten_jax.profiler import baselines
 from natten_jax.profiler.capture import capture
-from natten_jax.profiler.program import Program
+from natten_jax.profiler.program import Program, compile_for_trace
 
 Arrays = tuple[jax.Array, ...]
 PAUSE = 1.0  # seconds, for the device to cool down
@@ -56,10 +56,9 @@ class Runner(NamedTuple):
 
 
 def compile_runner(function: Callable[..., Any], arrays: Arrays) -> Runner:
-    options = {"xla_gpu_enable_command_buffer": ""} if default_device().platform == "cuda" else None
-    compiled = jax.jit(function).lower(*arrays).compile(compiler_options=options)
+    compiled = compile_for_trace(function, *arrays)
     jax.block_until_ready(compiled(*arrays))
-    return Runner(compiled, Program.parse(compiled.as_text() or ""), arrays)
+    return Runner(compiled, Program.of(compiled), arrays)
 
 
 def ours(benchmark: Benchmark) -> Callable[..., Any]:

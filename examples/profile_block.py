@@ -22,7 +22,7 @@ from rich.table import Table
 
 from natten_jax.devices import default_device
 from natten_jax.profiler import capture, measure
-from natten_jax.profiler.program import Program
+from natten_jax.profiler.program import Program, compile_for_trace
 from natten_jax.profiler.report import format_time
 
 
@@ -73,11 +73,9 @@ def profile(options: argparse.Namespace) -> tuple[measure.Row, ...]:
     """Compile the block, run it under JAX's profiler, and sum up its launches by name."""
     platform = default_device().platform
     function, arguments = build(options)
-    # A command buffer (CUDA graph) is one launch to the profiler, which would hide what is in it.
-    compiler_options = {"xla_gpu_enable_command_buffer": ""} if platform == "cuda" else None
-    compiled = jax.jit(function).lower(*arguments).compile(compiler_options=compiler_options)
+    compiled = compile_for_trace(function, *arguments)
     jax.block_until_ready(compiled(*arguments))
-    program = Program.parse(compiled.as_text() or "")
+    program = Program.of(compiled)
     iterations = capture.capture(lambda: compiled(*arguments), options.iterations, program, platform)
     return measure.summarize(iterations, program, "fna", platform)
 

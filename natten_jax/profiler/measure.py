@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from natten_jax.flops import flops
 from natten_jax.problem import Problem, TileConfig, attention_problem, neighborhood_problem, tile_config
 from natten_jax.profiler import baselines, capture, symbols
 from natten_jax.profiler.arguments import DTYPES, Options
-from natten_jax.profiler.program import Program
+from natten_jax.profiler.program import Program, compile_for_trace
 from natten_jax.profiler.progress import Progress
 
 
@@ -99,7 +98,7 @@ def profile(options: Options) -> Result:
         progress.stage("compiling")
         function = _function(options, problem, device)
         arguments = _inputs(options)
-        compiled = _compile(function, arguments, device)
+        compiled = compile_for_trace(function, *arguments)
 
         def run() -> Any:
             progress.advance()
@@ -109,7 +108,7 @@ def profile(options: Options) -> Result:
         for _ in range(options.warmup_steps):
             jax.block_until_ready(run())  # type: ignore[no-untyped-call]
         progress.stage("measuring")
-        program = Program.parse(compiled.as_text() or "")
+        program = Program.of(compiled)
         iterations = capture.capture(run, options.iterations, program, device.platform)
     rows = summarize(iterations, program, "fmha" if problem.is_attention else "fna", device.platform)
     passes: tuple[Pass, ...] = ("forward", "backward") if options.backprop else ("forward",)
@@ -243,14 +242,6 @@ def _function(options: Options, problem: Problem, device: Device) -> Callable[..
         return output, gradients(cotangent)
 
     return forward_and_backward if options.backprop else forward
-
-
-def _compile(function: Callable[..., Any], arguments: Sequence[jax.Array], device: Device) -> jax.stages.Compiled:
-    # A command buffer (CUDA graph) is one launch to the profiler: its kernels would lose their instructions' names.
-    options: dict[str, Any] | None = {"xla_gpu_enable_command_buffer": ""} if device.platform == "cuda" else None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of modules that a baseline imports
-        return jax.jit(function).lower(*arguments).compile(compiler_options=options)
 
 
 def _chosen_backends(

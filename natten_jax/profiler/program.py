@@ -1,9 +1,14 @@
-"""What a compiled program's text says about its instructions: where they come from and what they are."""
+"""Compiled programs, and what their text says about their instructions: where they come from and what they are."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
 
 # `  ROOT %name = f32[8,16]{1,0} fusion(%a, %b), kind=kLoop, ...`; tuple types hold no lower-case word before `(`.
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*?(?<![\w.-])([a-z][\w-]*)\(")
@@ -38,6 +43,17 @@ class Instruction:
     fused: frozenset[str] = frozenset()
 
 
+def compile_for_trace(function: Callable[..., Any], *arguments: Any) -> jax.stages.Compiled:
+    """Compile a function for the default device so that a trace attributes every kernel to its instruction.
+
+    A command buffer (CUDA graph) is one launch to the profiler: its kernels would lose their instructions' names.
+    """
+    options: dict[str, Any] | None = {"xla_gpu_enable_command_buffer": ""} if jax.default_backend() == "gpu" else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of modules that a baseline imports
+        return jax.jit(function).lower(*arguments).compile(compiler_options=options)
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
     """A compiled program.
@@ -49,6 +65,11 @@ class Program:
 
     module: str
     instructions: dict[str, Instruction]
+
+    @classmethod
+    def of(cls, compiled: jax.stages.Compiled) -> Program:
+        """Read a compiled program."""
+        return cls.parse(compiled.as_text() or "")
 
     @classmethod
     def parse(cls, text: str) -> Program:
