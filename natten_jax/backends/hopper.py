@@ -8,9 +8,8 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from natten_jax import native, windows
+from natten_jax import native, simulator
 from natten_jax.backends.base import Gradients, Operands, Output, Pass, TilePair
 from natten_jax.backends.kernel_rank import attributes, kernel_operands
 from natten_jax.devices import Device
@@ -25,12 +24,6 @@ _LARGEST_HEAD_DIM = 256
 #: Head dimensions are loaded in rows of 128 bytes; others are padded with zeros.
 _HEAD_DIM_CHUNK = 64
 _Q_TILE_TOKENS = 128
-
-# Estimated clock cycles, from times on an H200: of a query tile whatever it reads, of a key/value tile per key, and
-# how much longer a key/value tile takes whose keys are masked one by one.
-_CYCLES_PER_Q_TILE = 6000
-_CYCLES_PER_KEY = 20
-_MASKING = 0.1
 
 
 class HopperBackend:
@@ -126,40 +119,10 @@ def _factorisations(size: int, rank: int) -> list[Shape]:
     ]
 
 
-@functools.lru_cache(maxsize=1024)
-def _tile_counts(
-    queries: int, keys: int, kernel_size: int, stride: int, is_causal: bool, q_tile: int, kv_tile: int
-) -> tuple[int, int, int]:
-    """In one dimension: query tiles, key/value tiles that they read, and those that all their queries see whole."""
-    first = np.arange(0, queries, q_tile)
-    last = np.minimum(first + q_tile, queries) - 1
-    hull_begin, inner_end = windows.window_bounds(first, keys, kernel_size, stride, is_causal)
-    inner_begin, hull_end = windows.window_bounds(last, keys, kernel_size, stride, is_causal)
-    tiles = -(-(hull_end - hull_begin) // kv_tile)
-    whole_begin = -(-(inner_begin - hull_begin) // kv_tile)
-    whole_end = (inner_end - hull_begin) // kv_tile
-    return len(first), int(np.sum(tiles)), int(np.sum(np.maximum(whole_end - whole_begin, 0)))
-
-
 @functools.lru_cache(maxsize=256)
 def _ranked_pairs(problem: Problem) -> tuple[TilePair, ...]:
     q_tiles = _factorisations(_Q_TILE_TOKENS, problem.rank)
     kv_tiles = [tile for columns in _columns(problem) for tile in _factorisations(columns, problem.rank)]
-    axes = list(
-        zip(
-            (-(-x // d) for x, d in zip(problem.query_layout, problem.dilation, strict=True)),
-            (-(-x // d) for x, d in zip(problem.kv_layout, problem.dilation, strict=True)),
-            problem.kernel_size,
-            problem.stride,
-            problem.is_causal,
-            strict=True,
-        )
-    )
-
-    def cycles(pair: TilePair) -> float:
-        counts = [_tile_counts(*axis, q, kv) for axis, q, kv in zip(axes, *pair, strict=True)]
-        q_count, kv_count, whole_count = (math.prod(count) for count in zip(*counts, strict=True))
-        keys = math.prod(pair[1]) * (kv_count + _MASKING * (kv_count - whole_count))
-        return q_count * _CYCLES_PER_Q_TILE + keys * _CYCLES_PER_KEY
-
-    return tuple(sorted(itertools.product(q_tiles, kv_tiles), key=cycles))
+    calibration = simulator.calibration_for(HopperBackend.family)
+    ranked = simulator.rank(problem, itertools.product(q_tiles, kv_tiles), "forward", calibration)
+    return tuple(pair for pair, _ in ranked)
