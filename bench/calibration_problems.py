@@ -1,0 +1,52 @@
+"""Problems that the simulator's time model is fitted to, and problems that it is only tested on.
+
+Each is a command line of the profiler. The held-back ones were chosen before anything was fitted.
+"""
+
+from __future__ import annotations
+
+#: The documentation's examples, part of the fit.
+EXAMPLES = (
+    "-i 32768 -d 128 -w 2048",
+    "-i 32768 -d 128 -w 2048 -s 256",
+    "-i 32768 -d 128 -w 2048 -s 2048",
+    "-i 256 256 -n 24 -d 128 -w 80 80",
+    "-i 256 256 -n 24 -d 128 -w 80 80 -s 16 16",
+    "-i 30 48 80 -n 24 -d 128 -w 18 24 24",
+    "-i 30 48 80 -n 24 -d 128 -w 18 24 24 -s 16 8 8",
+)
+
+#: More for the fit: other head dimensions, lengths, ranks and masks.
+FITTED = (
+    "-i 4096 -n 8 -d 128",
+    "-i 16384 -n 16 -d 128",
+    "-i 4096 -b 4 -n 32 -d 128 -c 1",
+    "-i 8192 -n 16 -d 64",
+    "-i 2048 -b 8 -n 16 -d 64",
+    "-i 4096 -n 16 -d 256",
+    "-i 65536 -n 2 -d 64 -w 512",
+    "-i 16384 -n 8 -d 256 -w 1024",
+    "-i 16384 -n 8 -d 128 -w 256",
+    "-i 128 128 -n 8 -d 128 -w 16 16",
+    "-i 128 128 -n 16 -d 64 -w 48 48",
+    "-i 64 64 -b 4 -n 8 -d 64 -w 7 7",
+    "-i 64 64 -n 16 -d 256 -w 20 20",
+    "-i 256 256 -n 8 -d 128 -w 30 30 --dilation 2 2",
+    "-i 16 64 64 -n 8 -d 128 -w 6 12 12",
+    "-i 16 64 64 -n 8 -d 64 -w 8 16 16 -s 4 4 4",
+    "-i 32 32 32 -n 8 -d 256 -w 8 8 8",
+)
+
+#: Never fitted to.
+HELD_BACK = (
+    "-i 8192 -n 16 -d 64 -w 1024",
+    "-i 16384 -n 8 --heads-kv 2 -d 128 -w 4096 -s 64 -c 1",
+    "-i 128 128 -n 16 -d 64 -w 33 33",
+    "-i 64 96 -b 2 -n 12 -d 128 -w 17 31 -s 3 2",
+    "-i 256 256 -n 24 -d 128 -w 40 40 --dilation 2 2",
+    "-i 16 32 32 -n 16 -d 128 -w 8 9 11",
+    "-i 30 48 80 -n 24 -d 64 -w 10 16 16 -s 2 4 4",
+    "-i 24 40 64 -n 8 -d 128 -w 12 16 24 -c 1 0 0",
+    "-i 16384 -n 4 -d 128",
+    "-i 96 96 -n 8 -d 256 -w 24 24",
+)
