@@ -1,0 +1,294 @@
+"""The simulator: its counts against walks over the dense mask, its known answers, its time model."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from importlib import resources
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+
+from natten_jax import backends, simulator
+from natten_jax.devices import Device
+from natten_jax.problem import Problem
+from natten_jax.simulator import Calibration, Kernel
+
+PROBLEMS = 320
+HOPPER = Device("cuda", (9, 0), is_present=False)
+
+
+def a_problem(layout: tuple[int, ...], kernel_size: tuple[int, ...], **others: Any) -> Problem:
+    ones = (1,) * len(layout)
+    values: dict[str, Any] = {
+        "operator": "fna", "batch": 1, "query_layout": layout, "kv_layout": layout, "heads": 1, "heads_kv": 1,
+        "head_dim": 128, "head_dim_v": 128, "dtype": "bfloat16", "kernel_size": kernel_size, "stride": ones,
+        "dilation": ones, "is_causal": (False,) * len(layout), "scale": 1.0,
+    }  # fmt: skip
+    return Problem(**{**values, **others})
+
+
+def random_problem(generator: np.random.Generator) -> tuple[Problem, tuple[Any, Any]]:
+    rank = int(generator.integers(1, 4))
+    most = {1: 40, 2: 12, 3: 7}[rank]
+    layout, window, stride, dilation = [], [], [], []
+    for _ in range(rank):
+        extent = int(generator.integers(1, most + 1))
+        step = int(generator.integers(1, min(extent, 3) + 1))
+        kernel = int(generator.integers(1, extent // step + 1))
+        layout.append(extent)
+        window.append(kernel)
+        stride.append(int(generator.integers(1, kernel + 1)))
+        dilation.append(step)
+    causal = tuple(bool(flag) for flag in generator.integers(0, 2, rank))
+    tiles = tuple(tuple(int(extent) for extent in generator.integers(1, 7, rank)) for _ in range(2))
+    problem = a_problem(
+        tuple(layout), tuple(window), stride=tuple(stride), dilation=tuple(dilation), is_causal=causal,
+        additional_kv=int(generator.integers(0, 2) * generator.integers(1, 9)),
+    )  # fmt: skip
+    return problem, tiles  # type: ignore[return-value]
+
+
+def groups_of(problem: Problem) -> Any:
+    """Per dilation group, the flat numbers of its tokens as an array of the group's layout."""
+    tokens = np.arange(math.prod(problem.query_layout)).reshape(problem.query_layout)
+    for group in itertools.product(*map(range, problem.dilation)):
+        yield tokens[tuple(slice(first, None, step) for first, step in zip(group, problem.dilation, strict=True))]
+
+
+def boxes(layout: tuple[int, ...], tile: tuple[int, ...]) -> Any:
+    """The tiles of a grid over a layout, as slices."""
+    for corner in itertools.product(*(range(0, extent, t) for extent, t in zip(layout, tile, strict=True))):
+        yield tuple(slice(c, min(c + t, extent)) for c, t, extent in zip(corner, tile, layout, strict=True))
+
+
+def walk(problem: Problem, pair: Any, which: str, placement: str) -> dict[str, int]:
+    """Count as a kernel walks, looking only at the mask."""
+    mask = oracle.neighborhood_mask(
+        problem.query_layout, problem.kernel_size, problem.stride, problem.dilation, problem.is_causal
+    )
+    mask = mask if which == "forward" else mask.T
+    owned_tile, streamed_tile = pair if which == "forward" else pair[::-1]
+    counts = dict.fromkeys(("owned", "streamed", "whole", "most_streamed", "hull_pairs"), 0)
+    for group in groups_of(problem):
+        for box in boxes(group.shape, owned_tile):
+            rows = group[box].ravel()
+            seen = mask[np.ix_(rows, group.ravel())].reshape(len(rows), *group.shape)
+            counts["owned"] += 1
+            coordinates = np.argwhere(seen.any(axis=0))
+            if len(coordinates) == 0:
+                continue
+            begin, end = coordinates.min(axis=0), coordinates.max(axis=0) + 1
+            counts["hull_pairs"] += len(rows) * math.prod(end - begin)
+            start = begin if placement == "anchored" else begin // streamed_tile * streamed_tile
+            corners = [range(s, e, t) for s, e, t in zip(start, end, streamed_tile, strict=True)]
+            streamed = list(itertools.product(*corners))
+            counts["streamed"] += len(streamed)
+            counts["most_streamed"] = max(counts["most_streamed"], len(streamed))
+            for corner in streamed:
+                tile = tuple(slice(c, c + t) for c, t in zip(corner, streamed_tile, strict=True))
+                part = seen[(slice(None), *tile)]
+                counts["whole"] += part[0].size == math.prod(streamed_tile) and bool(part.all())
+    return counts
+
+
+@pytest.mark.parametrize("placement", ["anchored", "aligned"])
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_counts_agree_with_walks_over_the_mask(which: Any, placement: Any) -> None:
+    generator = np.random.default_rng(7)
+    for _ in range(PROBLEMS):
+        problem, pair = random_problem(generator)
+        plain = dataclasses.replace(problem, additional_kv=0)
+        counts = simulator.count_tiles(plain, pair, which, placement=placement)
+        expected = walk(problem, pair, which, placement)
+        assert {name: getattr(counts, name) for name in expected} == expected, (problem, pair)
+        assert counts.executed_pairs == counts.streamed * math.prod(pair[0]) * math.prod(pair[1])
+        assert counts.visible_pairs <= counts.hull_pairs <= counts.executed_pairs
+        shares = counts.masked_share + counts.padding_share + counts.visible_pairs / counts.executed_pairs
+        assert shares == pytest.approx(1.0)
+
+
+def test_additional_tokens_are_tiles_of_their_own() -> None:
+    problem = a_problem((10, 6), (3, 3))
+    pair = (2, 3), (4, 2)
+    plain = simulator.count_tiles(problem, pair)
+    counts = simulator.count_tiles(dataclasses.replace(problem, additional_kv=19), pair)
+    assert counts.streamed - plain.streamed == 3 * plain.owned  # 8, 8 and 3 tokens
+    assert counts.whole - plain.whole == 2 * plain.owned
+    assert counts.most_streamed - plain.most_streamed == 3
+    assert counts.visible_pairs - plain.visible_pairs == counts.hull_pairs - plain.hull_pairs == 60 * 19
+
+
+def test_attention_of_unequal_lengths() -> None:
+    problem = dataclasses.replace(
+        a_problem((100,), (100,), is_causal=(True,)), operator="fmha", query_layout=(250,)
+    )  # fmt: skip
+    counts = simulator.count_tiles(problem, ((50,), (25,)))
+    # Queries 0-49 read 2 tiles, 50-99 read 4, the others all 4; a tile is whole if it lies before the first query.
+    assert (counts.owned, counts.streamed, counts.whole) == (5, 2 + 4 * 4, 0 + 2 + 3 * 4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "window", "stride", "pair"),
+    [
+        ((32768,), (2048,), (256,), ((128,), (128,))),
+        ((32768,), (2048,), (2048,), ((128,), (128,))),
+        ((256, 256), (80, 80), (16, 16), ((16, 8), (16, 8))),
+        ((30, 48, 80), (18, 24, 24), (16, 8, 8), ((2, 8, 8), (2, 8, 8))),
+    ],
+)
+@pytest.mark.parametrize("placement", ["anchored", "aligned"])
+def test_known_fully_block_sparse_problems(layout: Any, window: Any, stride: Any, pair: Any, placement: Any) -> None:
+    problem = a_problem(layout, window, stride=stride)
+    counts = simulator.count_tiles(problem, pair, placement=placement)
+    assert counts.is_fully_block_sparse
+    assert counts.executed_pairs == counts.visible_pairs
+    dense = dataclasses.replace(problem, stride=(1,) * len(layout))
+    assert not simulator.count_tiles(dense, pair, placement=placement).is_fully_block_sparse
+
+
+def test_least_block_sparse_strides() -> None:
+    def least(layout: Any, window: Any, pair: Any, placement: Any, **others: Any) -> Any:
+        return simulator.least_block_sparse_stride(a_problem(layout, window, **others), pair, placement=placement)
+
+    assert least((32768,), (2048,), ((128,), (128,)), "aligned") == (256,)
+    assert least((32768,), (2048,), ((128,), (128,)), "anchored") == (128,)
+    assert least((256, 256), (80, 80), ((16, 8), (16, 8)), "aligned") == (16, 16)
+    assert least((256, 256), (80, 80), ((16, 8), (16, 8)), "anchored") == (16, 8)
+    assert least((30, 48, 80), (18, 24, 24), ((2, 8, 8), (2, 8, 8)), "aligned") == (2, 8, 8)
+    assert least((64,), (10,), ((8,), (4,)), "anchored") is None  # 10 is no multiple of 4
+    assert least((64,), (16,), ((8,), (4,)), "anchored", is_causal=(True,)) is None
+
+
+@pytest.mark.parametrize("placement", ["anchored", "aligned"])
+def test_least_strides_are_the_least(placement: Any) -> None:
+    generator = np.random.default_rng(3)
+    found = 0
+    for _ in range(200):
+        problem, pair = random_problem(generator)
+        problem = dataclasses.replace(problem, additional_kv=0, is_causal=(False,) * problem.rank)
+        sparse = [
+            stride
+            for stride in itertools.product(*(range(1, k + 1) for k in problem.kernel_size))
+            if simulator.count_tiles(
+                dataclasses.replace(problem, stride=stride), pair, placement=placement
+            ).is_fully_block_sparse
+        ]
+        least = simulator.least_block_sparse_stride(problem, pair, placement=placement)
+        assert (least is None) == (not sparse)
+        if least is not None:
+            found += 1
+            assert least == tuple(min(stride[dim] for stride in sparse) for dim in range(problem.rank))
+    assert found > 5
+
+
+def test_recommended_stride() -> None:
+    pairs = [((16, 8), (16, 8)), ((8, 8), (8, 8)), ((16, 8), (12, 8))]
+    found = simulator.recommend_stride(a_problem((256, 256), (80, 80)), pairs)
+    assert found is not None
+    assert (found.stride, found.simulation.pair) == ((8, 8), ((8, 8), (8, 8)))
+    assert found.simulation.counts.is_fully_block_sparse
+    assert simulator.recommend_stride(a_problem((256, 256), (80, 80)), pairs[2:]) is None
+
+
+def a_calibration(**others: Any) -> Calibration:
+    kernels = (Kernel(128, 128, 128, 4e-6, 1e-6, 2e-7), Kernel(128, 128, 96, 4e-6, 8e-7, 2e-7))
+    values: dict[str, Any] = {
+        "family": "hopper", "device": "a device", "compute_capability": (9, 0), "multiprocessors": 100,
+        "launch": 2e-6, "slowdown": 0.0, "onset": 1e-3, "kernels": {"forward": kernels},
+    }  # fmt: skip
+    return Calibration(**{**values, **others})
+
+
+def test_time_model() -> None:
+    problem = a_problem((12800,), (1280,), stride=(1280,))  # 100 query tiles that read 10 whole tiles each
+    pair = (128,), (128,)
+    assert simulator.simulate(problem, pair).seconds is None
+    assert simulator.simulate(problem, pair, calibration=a_calibration()).seconds == pytest.approx(2e-6 + 14e-6)
+    twice = dataclasses.replace(problem, heads=2)
+    assert simulator.simulate(twice, pair, calibration=a_calibration()).seconds == pytest.approx(2e-6 + 28e-6)
+    throttled = a_calibration(slowdown=0.5, onset=16e-6)
+    assert simulator.simulate(problem, pair, calibration=throttled).seconds == pytest.approx(16e-6 * 1.25)
+    masked = dataclasses.replace(problem, kernel_size=(1281,), stride=(1281,))
+    slower = simulator.simulate(masked, pair, calibration=a_calibration())
+    assert slower.seconds is not None
+    assert slower.seconds > 2e-6 + 15e-6
+
+
+def test_a_smaller_tile_takes_the_smaller_kernel_and_a_partial_one_is_masked() -> None:
+    problem = a_problem((1280,), (960,), stride=(960,))
+    calibration = a_calibration()
+    full = simulator.simulate(problem, ((128,), (96,)), calibration=calibration)
+    assert full.counts.executed_pairs == full.counts.streamed * 128 * 96
+    assert full.counts.whole > 0
+    partial = simulator.simulate(problem, ((128,), (80,)), calibration=calibration)
+    assert partial.counts.executed_pairs == partial.counts.streamed * 128 * 96
+    assert partial.counts.whole == 0
+    assert simulator.simulate(problem, ((128,), (192,)), calibration=calibration).seconds is None
+
+
+@pytest.mark.parametrize("additional_kv", [0, 200])
+def test_ranking_is_by_the_simulated_time(additional_kv: int) -> None:
+    problem = a_problem((14, 20, 30), (5, 9, 7), additional_kv=additional_kv, heads=3, dilation=(2, 1, 1))
+    calibration = simulator.calibration_for("hopper")
+    assert calibration is not None
+    pairs = [((4, 4, 8), (4, 4, 8)), ((2, 8, 8), (4, 4, 6)), ((1, 2, 3), (2, 8, 8)), ((8, 4, 4), (8, 4, 2))]
+    ranked = simulator.rank(problem, pairs, "forward", calibration)
+    assert sorted(pair for pair, _ in ranked) == sorted(pairs)
+    for pair, seconds in ranked:
+        assert simulator.simulate(problem, pair, calibration=calibration).seconds == pytest.approx(seconds)
+    assert [seconds for _, seconds in ranked] == sorted(seconds for _, seconds in ranked)
+    assert simulator.rank(problem, pairs, "forward", None) == []
+
+
+def test_hopper_lists_its_tiles_in_the_order_of_the_model() -> None:
+    problem = a_problem((64, 96), (17, 31), heads=12)
+    calibration = simulator.calibration_for("hopper")
+    pairs = backends.find("hopper-fna", "fna").tile_pairs(problem, HOPPER, "forward")
+    seconds = [simulator.simulate(problem, pair, calibration=calibration).seconds for pair in pairs]
+    assert len(pairs) > 50
+    assert all(a <= b * (1 + 1e-9) for a, b in itertools.pairwise(seconds))  # type: ignore[operator]
+
+
+def test_bounds_and_bytes() -> None:
+    problem = a_problem((256, 256), (80, 80), heads=24, heads_kv=8, head_dim_v=64)
+    simulation = simulator.simulate(problem, ((16, 8), (16, 8)))
+    assert simulation.flop_bound == pytest.approx(256 * 256 / 80**2)
+    assert 1 < simulation.tile_bound < simulation.flop_bound
+    assert simulation.flops == 2 * 24 * 192 * 65536 * 6400
+    assert simulation.executed_flops > simulation.flops
+    queries, keys = 65536 * 24 * 192 * 2, 65536 * 8 * 192 * 2
+    assert simulation.least_bytes == queries + keys + 65536 * 24 * 4
+    assert simulation.tile_bytes > simulation.least_bytes
+
+
+@pytest.mark.parametrize(
+    ("pair", "placement", "message"),
+    [
+        (((8,), (8, 8)), "anchored", "the query tile must have 2 positive"),
+        (((8, 8), (8, 0)), "anchored", "the key/value tile must have 2 positive"),
+        (((8, 8), (8, 8)), "somewhere", "placement must be one of anchored, aligned"),
+    ],
+)
+def test_bad_arguments(pair: Any, placement: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        simulator.count_tiles(a_problem((9, 9), (3, 3)), pair, placement=placement)
+
+
+def test_calibrations_are_complete() -> None:
+    folder = resources.files("natten_jax").joinpath("calibration")
+    names = [file.name for file in folder.iterdir() if file.name.endswith(".json")]
+    assert "hopper-9.0.json" in names
+    for name in names:
+        model = json.loads(folder.joinpath(name).read_text())["model"]
+        capability = tuple(model["compute_capability"])
+        assert name == f"{model['family']}-{capability[0]}.{capability[1]}.json"
+        calibration = simulator.calibration_for(model["family"], capability)
+        assert calibration is not None
+        assert all(kernel.streamed_tile > 0 for kernels in calibration.kernels.values() for kernel in kernels)
+    assert simulator.calibration_for("hopper", (8, 0)) is None
+    assert simulator.calibration_for("flex") is None
