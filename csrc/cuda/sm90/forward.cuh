@@ -102,8 +102,8 @@ CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& 
   // Element for element, the accumulator of one product is the register operand of the next.
   Tensor weights = make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kColumns / 16>>>{});
 
-  const ColumnMask column_mask(shared.mask_words, p);
-  column_mask.template build<kColumns>(p, shared.column_coordinates, threadIdx.x - 128, kConsumers);
+  const ColumnMask column_mask(shared.mask_words, p.axis);
+  column_mask.template build<kColumns>(p.axis, shared.column_coordinates, threadIdx.x - 128, kConsumers);
   cutlass::arch::NamedBarrier::sync(kConsumers, named_barrier(kMaskReady));
 
   // Negating the scale is negating the query; a scale of zero is a query of zero.
@@ -176,7 +176,7 @@ CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& 
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {
           const int4* seen = plan.row_windows[row0 + 8 * i];
-          visible[i] = column_mask.row(p, seen[0], seen[1], tile, lane4);
+          visible[i] = column_mask.row(p.axis, seen[0], seen[1], tile, lane4);
         }
       } else if (mask == kColumnMask) {
         visible[0] = visible[1] = ColumnMask::first(p.additional_kv - tile.z, lane4);

@@ -6,7 +6,9 @@
 
 #include <cute/tensor.hpp>
 
-#include "cuda/sm90/column_mask.cuh"
+#include "cuda/common/arithmetic.cuh"
+#include "cuda/common/column_mask.cuh"
+#include "cuda/common/kv_walk.cuh"
 #include "cuda/sm90/params.h"
 #include "cuda/sm90/tile_plan.cuh"
 
@@ -97,50 +99,6 @@ CUTE_DEVICE cutlass::arch::ReservedNamedBarriers named_barrier(int id) {
   return static_cast<cutlass::arch::ReservedNamedBarriers>(id);
 }
 
-/// Two numbers in one register, the first in the low half.
-template <class Element>
-CUTE_DEVICE std::uint32_t pack(float low, float high) {
-  std::uint32_t result;
-  if constexpr (is_same_v<Element, cutlass::bfloat16_t>) {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
-  }
-  return result;
-}
-
-/// 2**x to about 2 ulp; flushes denormal results to zero.
-CUTE_DEVICE float fast_exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-/// Walks the key/value tiles of a query tile, last dimension fastest, without divisions.
-struct KvWalk {
-  int x, y, z;
-
-  CUTE_DEVICE explicit KvWalk(int4 begin) : x(begin.x), y(begin.y), z(begin.z) {}
-
-  CUTE_DEVICE void next(const ForwardParams& p, int4 begin, int4 end) {
-    z += p.axis[2].kv_tile;
-    if (z >= end.z) {
-      z = begin.z;
-      y += p.axis[1].kv_tile;
-      if (y >= end.y) {
-        y = begin.y;
-        x += p.axis[0].kv_tile;
-      }
-    }
-  }
-
-  /// Whether the tile here lies between `begin` and `end` whole.
-  CUTE_DEVICE bool is_inside(const ForwardParams& p, int4 begin, int4 end) const {
-    return x >= begin.x && y >= begin.y && z >= begin.z && x + p.axis[0].kv_tile <= end.x &&
-           y + p.axis[1].kv_tile <= end.y && z + p.axis[2].kv_tile <= end.z;
-  }
-};
-
 /// One warp: plans tiles ahead of the loads and the products.
 template <class SharedStorage>
 CUTE_DEVICE void plan_tiles(const ForwardParams& p, SharedStorage& shared) {
@@ -215,9 +173,9 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
     const bool is_whole = p.kv_tile_tokens == Traits::kColumns;
     KvWalk walk(hull_begin);
     for (int i = 0; i < kv_tiles; ++i) {
-      const bool is_masked = kIsKey && !(is_whole && walk.is_inside(p, inner_begin, inner_end));
+      const bool is_masked = kIsKey && !(is_whole && walk.is_inside(p.axis, inner_begin, inner_end));
       load(map, p.kv_tile_tokens, column, walk.z, walk.y, walk.x, batch, is_masked ? kWindowMask : kNoMask);
-      walk.next(p, hull_begin, hull_end);
+      walk.next(p.axis, hull_begin, hull_end);
     }
     for (int first = 0; first < p.additional_kv; first += Traits::kColumns) {
       const bool is_masked = p.additional_kv - first < Traits::kColumns;

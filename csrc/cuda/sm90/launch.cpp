@@ -101,27 +101,6 @@ std::string encode_additional(const Problem& problem, const void* data, std::int
   return encode_tensor_map(grid, {1, 1, columns}, map);
 }
 
-void describe_axis(const Dimension& dim, std::int64_t q_tile, std::int64_t kv_tile, Axis& axis) {
-  const auto narrow = [](std::int64_t value) { return static_cast<int>(value); };
-  axis.query_extent = narrow(dim.query.extent);
-  axis.kv_extent = narrow(dim.kv.extent);
-  axis.query_group_tokens = narrow(dim.query.extent / dim.dilation);
-  axis.kv_group_tokens = narrow(dim.kv.extent / dim.dilation);
-  axis.kv_layout = narrow(dim.kv.layout);
-  axis.kernel_size = narrow(dim.kernel_size);
-  axis.stride = narrow(dim.stride);
-  axis.dilation = narrow(dim.dilation);
-  axis.is_causal = dim.is_causal;
-  axis.q_tile = narrow(q_tile);
-  axis.kv_tile = narrow(kv_tile);
-  const std::int64_t group_tokens = (dim.query.extent + dim.dilation - 1) / dim.dilation;
-  axis.q_tiles = narrow((group_tokens + q_tile - 1) / q_tile);
-  axis.by_stride = cutlass::FastDivmod(axis.stride);
-  axis.by_dilation = cutlass::FastDivmod(axis.dilation);
-  axis.by_kv_tile = cutlass::FastDivmod(axis.kv_tile);
-  axis.by_q_tiles = cutlass::FastDivmod(axis.q_tiles);
-}
-
 }  // namespace
 
 std::string run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, Schedule schedule,
@@ -132,7 +111,7 @@ std::string run_forward(const Problem& problem, const TileShapes& tiles, const A
   const int columns = compiled_columns(head_dim, product(tiles.kv));
   std::int64_t groups = 1, tiles_per_group = 1;
   for (int d = 0; d < kRank; ++d) {
-    describe_axis(problem.dims[d], tiles.query[d], tiles.kv[d], p.axis[d]);
+    p.axis[d] = describe_axis(problem.dims[d], tiles.query[d], tiles.kv[d]);
     groups *= p.axis[d].dilation;
     tiles_per_group *= p.axis[d].q_tiles;
   }

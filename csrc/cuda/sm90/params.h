@@ -6,27 +6,12 @@
 
 #include <cstdint>
 
+#include "cuda/common/axis.h"
+
 namespace natten_jax::sm90 {
 
 /// Dilation groups differ in whether they hold a remainder token: two classes per dimension, one tensor map each.
 constexpr int kGroupClasses = 8;
-
-/// One token dimension, leading dimensions first. Indices are positions inside a dilation group.
-struct Axis {
-  int query_extent;        // local query tokens
-  int kv_extent;           // local key/value tokens
-  int query_group_tokens;  // query_extent / dilation: a group without remainder token
-  int kv_group_tokens;     // kv_extent / dilation
-  int kv_layout;           // global key/value tokens
-  int kernel_size;
-  int stride;
-  int dilation;
-  int is_causal;
-  int q_tile;
-  int kv_tile;
-  int q_tiles;  // query tiles per dilation group
-  cutlass::FastDivmod by_stride, by_dilation, by_kv_tile, by_q_tiles;
-};
 
 struct ForwardParams {
   CUtensorMap query[kGroupClasses];

@@ -3,20 +3,20 @@
 
 #include <cute/config.hpp>
 
-#include "cuda/sm90/params.h"
+#include "cuda/common/axis.h"
 
-namespace natten_jax::sm90 {
+namespace natten_jax {
 
 /// A window is a box, so a row's columns in a key/value tile are the intersection of one range per dimension, and
 /// a range is a difference of two sets "coordinate less than cut". Those sets are tabulated once per CTA.
 ///
-/// Element e of a row is column 8 * (e / 2) + 2 * (lane % 4) + e % 2, as wgmma lays its accumulator out.
+/// Element e of a row is column 8 * (e / 2) + 2 * (lane % 4) + e % 2, as mma and wgmma lay an accumulator out.
 struct ColumnMask {
   std::uint32_t* words;  // [dimension][cut][lane % 4]
   int offset[3];
 
-  CUTE_DEVICE ColumnMask(std::uint32_t* words, const ForwardParams& p)
-      : words(words), offset{0, 4 * (p.axis[0].kv_tile + 1), 4 * (p.axis[0].kv_tile + 1 + p.axis[1].kv_tile + 1)} {}
+  CUTE_DEVICE ColumnMask(std::uint32_t* words, const Axis (&axis)[3])
+      : words(words), offset{0, 4 * (axis[0].kv_tile + 1), 4 * (axis[0].kv_tile + 1 + axis[1].kv_tile + 1)} {}
 
   /// Words that tables for tiles of at most `columns` columns take.
   static constexpr int capacity(int columns) { return 4 * (columns + 2 + 2 * 2); }
@@ -25,8 +25,8 @@ struct ColumnMask {
   ///
   /// `coordinates` are those of each column in the key/value tile: x, y, z.
   template <int kColumns>
-  CUTE_DEVICE void build(const ForwardParams& p, const uchar4* coordinates, int thread, int threads) const {
-    for (int i = thread; i < 4 * (p.axis[0].kv_tile + p.axis[1].kv_tile + p.axis[2].kv_tile + 3); i += threads) {
+  CUTE_DEVICE void build(const Axis (&axis)[3], const uchar4* coordinates, int thread, int threads) const {
+    for (int i = thread; i < 4 * (axis[0].kv_tile + axis[1].kv_tile + axis[2].kv_tile + 3); i += threads) {
       const int d = i < offset[1] ? 0 : i < offset[2] ? 1 : 2;
       const int cut = (i - offset[d]) / 4;
       std::uint32_t bits = 0;
@@ -40,10 +40,10 @@ struct ColumnMask {
   }
 
   /// The elements of a row whose keys lie in [begin, end) in every dimension; `tile` is the tile's first key.
-  CUTE_DEVICE std::uint32_t row(const ForwardParams& p, int4 begin, int4 end, int4 tile, int lane4) const {
-    return between(0, p.axis[0].kv_tile, begin.x - tile.x, end.x - tile.x, lane4) &
-           between(1, p.axis[1].kv_tile, begin.y - tile.y, end.y - tile.y, lane4) &
-           between(2, p.axis[2].kv_tile, begin.z - tile.z, end.z - tile.z, lane4);
+  CUTE_DEVICE std::uint32_t row(const Axis (&axis)[3], int4 begin, int4 end, int4 tile, int lane4) const {
+    return between(0, axis[0].kv_tile, begin.x - tile.x, end.x - tile.x, lane4) &
+           between(1, axis[1].kv_tile, begin.y - tile.y, end.y - tile.y, lane4) &
+           between(2, axis[2].kv_tile, begin.z - tile.z, end.z - tile.z, lane4);
   }
 
   /// The elements in the first `columns` columns.
@@ -60,4 +60,4 @@ struct ColumnMask {
   }
 };
 
-}  // namespace natten_jax::sm90
+}  // namespace natten_jax
