@@ -1,132 +1,148 @@
-"""Times the forward pass against cuDNN's self attention of the same layout, on an NVIDIA GPU.
+"""Times a pass against cuDNN's and JAX's own self attention of the same layout, on an NVIDIA GPU.
 
-Times are the device time of everything that an operator launches, from profiler traces. The two sides run in turns
-in one process, because a GPU's clock falls under load; the speed-up is the median of the turns' ratios. Two figures
-are given: one after a pause before each turn, and one with the device kept busy.
+Times are the device time of everything that an operator launches, from profiler traces. All sides run in turns in
+one process, because a GPU's clock falls under load; a speed-up is the median of the turns' ratios. Two figures are
+given: one after a pause before each turn, and one with the device kept busy. Several element types take turns, too.
 
 Example:
-    python bench/run.py --problems 2d 2d-s16 --json results.json
+    python bench/run.py --problems 2d 2d-s16 --json results.json --plot results.png
+    python bench/run.py --problems 2d --dtypes bfloat16 float16 --implementations natten_jax
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
-import time
-from collections.abc import Callable
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+from benchmarks import BENCHMARKS, Benchmark
 from environment import environment
-from problems import BENCHMARKS, Benchmark
+from implementations import IMPLEMENTATIONS, default_names, ours
+from timing import MODES, Runner, compile_backward, compile_runner, ratio, take_turns
 
-import natten_jax
-from natten_jax.devices import default_device
+from natten_jax.backends.base import Pass
 from natten_jax.flops import flops
-from natten_jax.profiler import baselines
-from natten_jax.profiler.capture import capture
-from natten_jax.profiler.program import Program, compile_for_trace
 
-Arrays = tuple[jax.Array, ...]
-PAUSE = 1.0  # seconds, for the device to cool down
-WARM_UP = 0.5  # seconds of load before sustained figures
-LAUNCHES = 3  # a turn's
+OURS = "natten_jax"
 
 
-class Runner(NamedTuple):
-    """A compiled function and how to time it."""
-
-    compiled: jax.stages.Compiled
-    program: Program
-    arrays: Arrays
-
-    def seconds(self) -> float:
-        """Device time of one run, the median of a turn."""
-        platform = default_device().platform
-        iterations = capture(lambda: self.compiled(*self.arrays), LAUNCHES, self.program, platform)
-        return statistics.median(sum(event.duration for event in events) / 1e9 for events in iterations)
-
-    def load(self, seconds: float) -> None:
-        """Keep the device busy."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            jax.block_until_ready([self.compiled(*self.arrays) for _ in range(4)])
+def draw(benchmark: Benchmark) -> list[jax.Array]:
+    """The output's cotangent, query, key, value and additional keys and values: random, as easy data runs faster."""
+    shapes = [benchmark.shape] * 4 + [benchmark.additional_shape] * (2 if benchmark.additional_kv else 0)
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return [jax.random.normal(key, shape, benchmark.dtype) for key, shape in zip(keys, shapes, strict=True)]
 
 
-def compile_runner(function: Callable[..., Any], arrays: Arrays) -> Runner:
-    compiled = compile_for_trace(function, *arrays)
-    jax.block_until_ready(compiled(*arrays))
-    return Runner(compiled, Program.of(compiled), arrays)
+def prepare(benchmark: Benchmark, names: Sequence[str], which: Pass, family: str | None) -> dict[str, Runner | str]:
+    """Each implementation's pass, compiled, or why it does not run: peers lack a few of the problems."""
+    cotangent, *arrays = draw(benchmark)
+    runners: dict[str, Runner | str] = {}
+    for name in names:
+        try:
+            function = ours(benchmark, family) if name == OURS else IMPLEMENTATIONS[name](benchmark)
+            if which == "backward":
+                runners[name] = compile_backward(function, cotangent, *arrays)
+            else:
+                runners[name] = compile_runner(function, *arrays)
+        except Exception as error:
+            runners[name] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    return runners
 
 
-def ours(benchmark: Benchmark) -> Callable[..., Any]:
-    problem = benchmark.problem
-    if benchmark.kernel_size is None:
-        return lambda q, k, v: natten_jax.attention(q, k, v, is_causal=benchmark.is_causal)
-    operator = getattr(natten_jax, f"na{problem.rank}d")
-    return lambda q, k, v: operator(q, k, v, problem.kernel_size, problem.stride, problem.dilation)
+def measure(
+    benchmark: Benchmark,
+    turns: int,
+    which: Pass = "forward",
+    dtypes: Sequence[str] = (),
+    names: Sequence[str] = (),
+    family: str | None = None,
+) -> list[dict[str, Any]]:
+    """Figures of one problem, for each element type.
+
+    Args:
+        benchmark: The problem.
+        turns: Of each side in each mode.
+        which: The pass.
+        dtypes: Element types; none are the problem's own.
+        names: Implementations; none are the problem's default ones.
+        family: Backend family of natten_jax; ``None`` is the best.
+    """
+    benchmarks = [dataclasses.replace(benchmark, dtype=dtype) for dtype in dtypes or (benchmark.dtype,)]
+    results = []
+    runners: dict[tuple[str, str], Runner] = {}
+    for each in benchmarks:
+        prepared = prepare(each, names or default_names(each), which, family)
+        runners |= {(each.dtype, name): runner for name, runner in prepared.items() if isinstance(runner, Runner)}
+        failures = {name: reason for name, reason in prepared.items() if isinstance(reason, str)}
+        results.append({"problem": each.problem.describe(), "pass": which, "dtype": each.dtype, "failures": failures})
+    for mode in MODES if runners else ():
+        times = take_turns(runners, turns, mode)
+        for each, result in zip(benchmarks, results, strict=True):
+            of_dtype = {name: values for (dtype, name), values in times.items() if dtype == each.dtype}
+            result[mode] = {
+                "milliseconds": {name: 1e3 * statistics.median(values) for name, values in of_dtype.items()}
+            }
+            if OURS not in of_dtype:
+                continue
+            own = of_dtype.pop(OURS)
+            result[mode]["tflops"] = flops(each.problem, which) / statistics.median(own) / 1e12
+            result[mode]["speedup"] = {name: ratio(values, own) for name, values in of_dtype.items()}
+            first = times.get((benchmarks[0].dtype, OURS))
+            if each is not benchmarks[0] and first is not None:
+                result[mode][f"rate_over_{benchmarks[0].dtype}"] = ratio(first, own)
+    return results
 
 
-def theirs(benchmark: Benchmark) -> Callable[..., Any]:
-    if benchmark.is_causal:
-        return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-    return lambda q, k, v: baselines.attend("cudnn", q, k, v)
+def print_row(name: str, result: dict[str, Any]) -> None:
+    """One line per mode, then what did not run."""
+    for mode in MODES:
+        figures = result.get(mode)
+        if figures is None or "tflops" not in figures:
+            continue
+        cells = f"{figures['milliseconds'][OURS]:11.4f}{figures['tflops']:9.0f}"
+        cells += "".join(f"  {value:6.2f}x {other}" for other, value in figures["speedup"].items())
+        cells += "".join(f"  {value:6.3f} {key}" for key, value in figures.items() if key.startswith("rate_over"))
+        print(f"{name:18}{result['dtype']:10}{mode:10}{cells}", flush=True)
+    for other, reason in result["failures"].items():
+        print(f"{name:18}{result['dtype']:10}{other} did not run: {reason}", flush=True)
 
 
-def measure(benchmark: Benchmark, turns: int) -> dict[str, Any]:
-    """Figures of one problem."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    arrays = tuple(jax.random.normal(key, benchmark.shape, benchmark.dtype) for key in keys)
-    sides = {"natten_jax": compile_runner(ours(benchmark), arrays), "cudnn": compile_runner(theirs(benchmark), arrays)}
-    result: dict[str, Any] = {"problem": benchmark.problem.describe(), "dtype": benchmark.dtype}
-    for mode in ("cold", "sustained"):
-        times: dict[str, list[float]] = {side: [] for side in sides}
-        if mode == "sustained":
-            sides["cudnn"].load(WARM_UP)
-        for _ in range(turns):
-            for side, runner in sides.items():
-                if mode == "cold":
-                    time.sleep(PAUSE)
-                else:
-                    runner.load(WARM_UP / 10)
-                times[side].append(runner.seconds())
-        medians = {side: statistics.median(values) for side, values in times.items()}
-        ratios = [their / our for our, their in zip(times["natten_jax"], times["cudnn"], strict=True)]
-        result[mode] = {
-            "milliseconds": {side: 1e3 * value for side, value in medians.items()},
-            "tflops": flops(benchmark.problem, "forward") / medians["natten_jax"] / 1e12,
-            "speedup": statistics.median(ratios),
-        }
-    return result
-
-
-def main() -> None:
-    """Measure, print a table, save."""
+def main() -> int:
+    """Measure, print a table, save; 1 if natten_jax could not run a problem."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS))
+    parser.add_argument("--pass", dest="which", choices=("forward", "backward"), default="forward")
+    parser.add_argument("--dtypes", nargs="+", default=[], metavar="DTYPE", help="instead of the problem's own")
+    parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=[])
+    parser.add_argument("--backend", metavar="FAMILY", help="backend family of natten_jax, such as hopper")
     parser.add_argument("--turns", type=int, default=3, help="of each side and mode")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--plot", type=Path, help="also draw the speed-ups over cuDNN into this picture")
     options = parser.parse_args()
     results = {}
-    print(f"{'problem':18}{'cold ms':>10}{'TFLOP/s':>9}{'speedup':>9}{'busy ms':>10}{'TFLOP/s':>9}{'speedup':>9}")
+    print(f"{'problem':18}{'dtype':10}{'mode':10}{'ms':>11}{'TFLOP/s':>9}  speed-up over")
     for name in options.problems:
-        try:
-            results[name] = measure(BENCHMARKS[name], options.turns)
-        except Exception as error:
-            # One side may lack a problem (cuDNN has no wide heads on some devices): the others are still wanted.
-            print(f"{name:18}failed: {str(error).splitlines()[0]}", flush=True)
-            continue
-        cells = ""
-        for mode in ("cold", "sustained"):
-            figures = results[name][mode]
-            cells += f"{figures['milliseconds']['natten_jax']:10.4f}{figures['tflops']:9.0f}{figures['speedup']:8.2f}x"
-        print(f"{name:18}{cells}", flush=True)
+        rows = measure(
+            BENCHMARKS[name], options.turns, options.which, options.dtypes, options.implementations, options.backend
+        )
+        for row in rows:
+            results[name if len(rows) == 1 else f"{name}/{row['dtype']}"] = row
+            print_row(name, row)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps({"environment": environment(), "results": results}, indent=2) + "\n")
+    if options.plot:
+        from plot import draw_speedups
+
+        draw_speedups(results, "cudnn", options.plot)
+    return int(any(OURS in result["failures"] for result in results.values()))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Malformed calls straight to the host's custom call targets: every one is an error with a sentence, never a crash.
+"""Malformed calls straight to the custom call targets: every one is an error with a sentence, never a crash.
 
 The calls run in a process of their own (this file as a program), which reports before and after each: a crash is
 the failure of one test.
@@ -7,10 +7,11 @@ the failure of one test.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,10 +22,61 @@ from programs import run_python
 
 import natten_jax
 
-TARGETS = ("natten_jax_cpu_forward", "natten_jax_cpu_backward")
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A custom call target. A new one is one more line in ``TARGETS``.
+
+    Attributes:
+        name: Its name.
+        backend: The backend that calls it.
+        platform: Where it runs.
+        dtype: Element type of its arrays.
+        head_dims: Legal ``head_dim`` and ``head_dim_v``.
+        choices: Attributes of its own that select a variant, and their largest values.
+        tile_tokens: The most tokens of a tile, query and key/value; ``None`` is the limit of all targets.
+        reads_origins: Whether the handler can check the values of the origins: those of a GPU lie in its memory.
+    """
+
+    name: str
+    backend: str
+    platform: str = "cpu"
+    dtype: Any = np.float32
+    head_dims: tuple[int, int] = (8, 12)
+    choices: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    tile_tokens: tuple[int, int] | None = None
+    reads_origins: bool = True
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it computes gradients."""
+        return self.name.endswith("backward")
+
+    @property
+    def marks(self) -> list[pytest.MarkDecorator]:
+        """Marks of its tests."""
+        return [pytest.mark.gpu] if self.platform == "cuda" else []
+
+
+TARGETS = (
+    Target("natten_jax_cpu_forward", "cpu-fna"),
+    Target("natten_jax_cpu_backward", "cpu-fna"),
+    Target(
+        "natten_jax_sm90_forward",
+        "hopper-fna",
+        platform="cuda",
+        dtype=np.float16,
+        head_dims=(64, 128),
+        choices={"is_ping_pong": 1, "is_persistent": 1},
+        tile_tokens=(128, 128),
+        reads_origins=False,
+    ),
+)
+TARGET_PARAMETERS = [pytest.param(target, id=target.name, marks=target.marks) for target in TARGETS]
 PROBLEM_OPERANDS = ("query", "key", "value", "additional_keys", "additional_values", "origins")
 BACKWARD_OPERANDS = (*PROBLEM_OPERANDS, "logsumexp", "out_cotangent", "delta")
 EXTENTS = ("query_layout", "kv_layout", "kernel_size", "stride", "dilation", "q_tile_shape", "kv_tile_shape")
+DTYPES = (np.float32, np.float16, np.int32, np.int8, np.bool_)
 INT64_MAX, INT64_MIN = 2**63 - 1, -(2**63)
 INT32_MAX, INT32_MIN = 2**31 - 1, -(2**31)
 
@@ -38,30 +90,31 @@ class Call:
     results: dict[str, Any]
 
 
-def good_call(target: str) -> Call:
+def good_call(target: Target) -> Call:
     """A small call in which nothing is wrong: 2 heads over 1 head, 4 x 5 x 6 tokens, 3 additional ones."""
     rng = np.random.default_rng(0)
 
-    def draw(*shape: int) -> np.ndarray:
-        return rng.standard_normal(shape).astype(np.float32)
+    def draw(*shape: int, dtype: Any = target.dtype) -> np.ndarray:
+        return rng.standard_normal(shape).astype(dtype)
 
     tokens = (4, 5, 6)
+    head_dim, head_dim_v = target.head_dims
     operands = {
-        "query": draw(2, *tokens, 2, 8),
-        "key": draw(2, *tokens, 1, 8),
-        "value": draw(2, *tokens, 1, 12),
-        "additional_keys": draw(2, 3, 1, 8),
-        "additional_values": draw(2, 3, 1, 12),
+        "query": draw(2, *tokens, 2, head_dim),
+        "key": draw(2, *tokens, 1, head_dim),
+        "value": draw(2, *tokens, 1, head_dim_v),
+        "additional_keys": draw(2, 3, 1, head_dim),
+        "additional_values": draw(2, 3, 1, head_dim_v),
         "origins": np.zeros((2, 3), np.int32),
     }
-    results = {"out": (2, *tokens, 2, 12), "logsumexp": (2, *tokens, 2)}
-    if target.endswith("backward"):
+    results = {"out": ((2, *tokens, 2, head_dim_v), target.dtype), "logsumexp": ((2, *tokens, 2), np.float32)}
+    if target.is_backward:
         operands |= {
-            "logsumexp": 3 + draw(2, *tokens, 2),
-            "out_cotangent": draw(2, *tokens, 2, 12),
-            "delta": draw(2, *tokens, 2),
+            "logsumexp": 3 + draw(2, *tokens, 2, dtype=np.float32),
+            "out_cotangent": draw(2, *tokens, 2, head_dim_v),
+            "delta": draw(2, *tokens, 2, dtype=np.float32),
         }
-        results = {f"d{name}": operands[name].shape for name in PROBLEM_OPERANDS[:5]}
+        results = {f"d{name}": (operands[name].shape, target.dtype) for name in PROBLEM_OPERANDS[:5]}
     attributes = {
         "query_layout": tokens,
         "kv_layout": tokens,
@@ -74,8 +127,12 @@ def good_call(target: str) -> Call:
     }
     return Call(
         operands,
-        {**{name: np.asarray(value, np.int64) for name, value in attributes.items()}, "scale": np.float32(0.3)},
-        {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in results.items()},
+        {
+            **{name: np.asarray(value, np.int64) for name, value in attributes.items()},
+            "scale": np.float32(0.3),
+            **{name: np.int64(value) for name, value in target.choices.items()},
+        },
+        {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in results.items()},
     )
 
 
@@ -100,16 +157,20 @@ def set_integers(**values: tuple[int, ...]) -> Callable[[Call], None]:
     return lambda call: call.attributes.update({k: np.asarray(v, np.int64) for k, v in values.items()})
 
 
-def set_result(name: str, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Callable[[Call], None]:
+def set_result(name: str, shape: tuple[int, ...], dtype: Any) -> Callable[[Call], None]:
     return lambda call: call.results.__setitem__(name, jax.ShapeDtypeStruct(shape, dtype))
 
 
-def operand_cases(target: str) -> list[Case]:
+def other_dtypes(dtype: np.dtype[Any]) -> list[Any]:
+    """Element types that an array must not have."""
+    return [other for other in DTYPES if other is not dtype.type]
+
+
+def operand_cases(target: Target) -> list[Case]:
     """Wrong rank, element type and extents of each operand."""
     good = good_call(target)
     cases = []
     for name, array in good.operands.items():
-        other = np.int32 if array.dtype == np.float32 else np.float32
         shapes = {
             "scalar": (),
             "one-axis-less": array.shape[1:],
@@ -120,12 +181,12 @@ def operand_cases(target: str) -> list[Case]:
         }
         for kind, shape in shapes.items():
             cases.append(Case(f"{name}-{kind}", set_operand(name, np.zeros(shape, array.dtype)), ("natten_jax",)))
-        for dtype in (other, np.float16, np.int8, np.bool_):
+        for dtype in other_dtypes(array.dtype):
             wrong = array.astype(dtype)
             cases.append(Case(f"{name}-{np.dtype(dtype).name}", set_operand(name, wrong), ("natten_jax", "dtype")))
 
     def three_heads_over_two(call: Call) -> None:
-        call.operands["query"] = np.zeros((2, 4, 5, 6, 3, 8), np.float32)
+        call.operands["query"] = call.operands["query"][..., :1, :].repeat(3, axis=4)
         for name in ("key", "value"):
             call.operands[name] = call.operands[name].repeat(2, axis=4)
 
@@ -192,7 +253,42 @@ def attribute_cases() -> list[Case]:
     ]
 
 
-def origin_cases() -> list[Case]:
+def choice_cases(target: Target) -> list[Case]:
+    """What only some targets have: choices of a variant, fewer element types, smaller tiles, steps of head_dim."""
+    cases = []
+    for name, largest in target.choices.items():
+        message = ("natten_jax", name)
+        cases += [
+            Case(f"{name}-missing", lambda call, name=name: call.attributes.__delitem__(name), message),
+            Case(f"{name}-float", set_attribute(name, np.float32(1)), message),
+            Case(f"{name}-array", set_attribute(name, np.ones(1, np.int64)), message),
+            *(Case(f"{name}-{value}", set_attribute(name, np.int64(value)), message) for value in (-1, largest + 1)),
+        ]
+    if target.tile_tokens is not None:
+        for name, most in zip(("q_tile_shape", "kv_tile_shape"), target.tile_tokens, strict=True):
+            for tile in ((1, 1, most + 1), (most + 1, 1, 1), (1, 3, most // 2), (8, 8, 8)):
+                message = ("natten_jax", name, "at most")
+                cases.append(Case(f"{name}-{tile}-too-large", set_integers(**{name: tile}), message))
+    if target.dtype == np.float16:
+
+        def float32_everywhere(call: Call) -> None:
+            call.operands |= {
+                name: array.astype(np.float32) for name, array in call.operands.items() if array.dtype == np.float16
+            }
+            call.results = {
+                name: jax.ShapeDtypeStruct(result.shape, np.float32) for name, result in call.results.items()
+            }
+
+        def narrow_heads(call: Call) -> None:
+            for name in ("query", "key", "additional_keys"):
+                call.operands[name] = call.operands[name][..., :60]
+
+        cases.append(Case("float32-everywhere", float32_everywhere, ("natten_jax", "float32", "float16 or bfloat16")))
+        cases.append(Case("head-dim-60", narrow_heads, ("natten_jax", "head dimension", "60", "multiple of")))
+    return cases
+
+
+def origin_cases(target: Target) -> list[Case]:
     """Places outside the layout. Keys may lie outside, where no query sees them; queries may not."""
     cases = []
     for (row, name), column, value in itertools.product(
@@ -200,7 +296,7 @@ def origin_cases() -> list[Case]:
     ):
         origins = np.zeros((2, 3), np.int32)
         origins[row, column] = value
-        message = ("natten_jax", "origins", "query") if row == 0 else None
+        message = ("natten_jax", "origins", "query") if row == 0 and target.reads_origins else None
         cases.append(Case(f"{name}-origin-{column}-{value}", set_operand("origins", origins), message))
     large = {"query_layout": (INT32_MAX,) * 3, "kv_layout": (INT32_MAX,) * 3}
     ones = (1, 1, 1)
@@ -231,49 +327,62 @@ def origin_cases() -> list[Case]:
     ]
 
 
-def result_cases(target: str) -> list[Case]:
+def result_cases(target: Target) -> list[Case]:
     """Wrong rank, element type, extents and number of results."""
     cases = []
     for name, result in good_call(target).results.items():
-        shape = result.shape
+        shape, dtype = result.shape, result.dtype
+        shapes = {
+            "scalar": (),
+            "empty": (0, *shape[1:]),
+            "shorter": (*shape[:-1], shape[-1] - 1 or 2),
+            "batch": (shape[0] - 1, *shape[1:]),
+            "rank": (*shape, 1),
+        }
         cases += [
-            Case(f"result-{name}-scalar", set_result(name, ()), ("natten_jax", name)),
-            Case(f"result-{name}-empty", set_result(name, (0, *shape[1:])), ("natten_jax", name)),
-            Case(f"result-{name}-shorter", set_result(name, (*shape[:-1], shape[-1] - 1 or 2)), ("natten_jax", name)),
-            Case(f"result-{name}-batch", set_result(name, (shape[0] - 1, *shape[1:])), ("natten_jax", name)),
-            Case(f"result-{name}-rank", set_result(name, (*shape, 1)), ("natten_jax", name)),
-            Case(f"result-{name}-float16", set_result(name, shape, jnp.float16), ("natten_jax", name)),
-            Case(f"result-{name}-int8", set_result(name, shape, jnp.int8), ("natten_jax", name)),
+            *(
+                Case(f"result-{name}-{kind}", set_result(name, wrong, dtype), ("natten_jax", name))
+                for kind, wrong in shapes.items()
+            ),
+            *(
+                Case(f"result-{name}-{wrong.__name__}", set_result(name, shape, wrong), ("natten_jax", name))
+                for wrong in other_dtypes(dtype)
+            ),
             Case(f"result-{name}-missing", lambda call, name=name: call.results.__delitem__(name) or None, ()),
         ]
-    return [*cases, Case("result-surplus", set_result("more", (2,)), ())]
+    return [*cases, Case("result-surplus", set_result("more", (2,), np.float32), ())]
 
 
-def all_cases() -> dict[str, tuple[str, Case]]:
+def all_cases() -> dict[str, tuple[Target, Case]]:
     """By name, the target and the case."""
     cases = {}
     for target in TARGETS:
-        for case in (*operand_cases(target), *attribute_cases(), *origin_cases(), *result_cases(target)):
-            cases[f"{target.rsplit('_', 1)[1]}-{case.name}"] = target, case
+        for case in (
+            *operand_cases(target),
+            *attribute_cases(),
+            *choice_cases(target),
+            *origin_cases(target),
+            *result_cases(target),
+        ):
+            cases[f"{target.name.removeprefix('natten_jax_')}-{case.name}"] = target, case
     return cases
 
 
-def run_call(target: str, call: Call) -> list[np.ndarray]:
+def run_call(target: Target, call: Call) -> list[np.ndarray]:
     """Compile and run one call."""
 
     @jax.jit
     def run(*operands: jax.Array) -> Any:
-        return jax.ffi.ffi_call(target, list(call.results.values()))(*operands, **call.attributes)
+        return jax.ffi.ffi_call(target.name, list(call.results.values()))(*operands, **call.attributes)
 
     return [np.asarray(result) for result in run(*call.operands.values())]
 
 
 def main(names: list[str]) -> None:
     """Run cases, printing ``[name, null]`` before and ``[name, outcome]`` after each."""
-    cases = all_cases()
     for name in names:
         print(json.dumps([name, None]), flush=True)
-        target, case = cases[name]
+        target, case = CASES[name]
         call = good_call(target)
         case.change(call)
         try:
@@ -287,15 +396,16 @@ def main(names: list[str]) -> None:
 CASES = all_cases()
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    """What each case led to; after a crash or a hang the next process goes on behind it."""
+@functools.cache
+def outcomes(platform: str) -> dict[str, str]:
+    """What each case of a platform led to; after a crash or a hang the next process goes on behind it."""
     found: dict[str, str] = {}
-    remaining = list(CASES)
+    remaining = [name for name, (target, _) in CASES.items() if target.platform == platform]
+    environment = {"JAX_PLATFORMS": platform, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     while remaining:
         program = f"import test_ffi_handlers; test_ffi_handlers.main({remaining!r})"
         try:
-            result = run_python(program, timeout=240)
+            result = run_python(program, timeout=240, environment=environment)
             output, ending = result.stdout, f"crashed with status {result.returncode}: {result.stderr[-2000:]}"
         except subprocess.TimeoutExpired as error:
             output, ending = (error.stdout or b"").decode(), "did not end"
@@ -307,38 +417,45 @@ def outcomes() -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_malformed_call(outcomes: dict[str, str], name: str) -> None:
-    _, case = CASES[name]
-    outcome = outcomes[name]
-    assert not outcome.startswith(("crashed", "did not end")), outcome
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, id=name, marks=target.marks) for name, (target, _) in CASES.items()]
+)
+def test_malformed_call(name: str) -> None:
+    target, case = CASES[name]
+    outcome = outcomes(target.platform)[name]
+    # An error of the device itself outlives the call that led to it.
+    assert not outcome.startswith(("crashed", "did not end")) and "CUDA_ERROR" not in outcome, outcome
     if case.message is None:
         return
     assert outcome != "ran", "the call was accepted"
     assert all(part in outcome for part in case.message), outcome
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_unchanged_call_runs(target: str) -> None:
+@pytest.mark.parametrize("target", TARGET_PARAMETERS)
+def test_unchanged_call_runs(target: Target) -> None:
     """Or else the cases would prove nothing."""
+    if jax.default_backend() != {"cuda": "gpu"}.get(target.platform, target.platform):
+        pytest.skip(f"runs with JAX_PLATFORMS={target.platform}")
     call = good_call(target)
     results = run_call(target, call)
     assert all(np.isfinite(result).all() for result in results)
-    if target.endswith("forward"):
+    if not target.is_backward:
         names = ("query", "key", "value", "additional_keys", "additional_values")
         expected = natten_jax.na3d(
-            *(jnp.asarray(call.operands[name]) for name in names[:3]),
+            *(jnp.asarray(call.operands[name], jnp.float32) for name in names[:3]),
             *((2, 3, 3), (1, 2, 3), (2, 1, 2), (False, True, False), 0.3),
-            *(jnp.asarray(call.operands[name]) for name in names[3:]),
+            *(jnp.asarray(call.operands[name], jnp.float32) for name in names[3:]),
             backend="flex-fna",
             return_lse=True,
         )
+        tolerance = 1e-5 if target.dtype == np.float32 else 5e-3
         for result, other in zip(results, expected, strict=True):
-            np.testing.assert_allclose(result, other, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(result, other, rtol=tolerance, atol=tolerance)
 
 
-def test_attributes_of_real_calls_are_those_tested_here() -> None:
-    query = jnp.zeros((1, 5, 1, 8))
-    text = jax.jit(lambda q: natten_jax.na1d(q, q, q, 3, backend="cpu-fna")).lower(query).as_text()
-    for name in good_call(TARGETS[0]).attributes:
+@pytest.mark.parametrize("target", [p for p in TARGET_PARAMETERS if not p.values[0].is_backward])
+def test_attributes_of_real_calls_are_those_tested_here(target: Target) -> None:
+    query = jnp.zeros((1, 5, 1, 64), target.dtype)
+    text = jax.jit(lambda q: natten_jax.na1d(q, q, q, 3, backend=target.backend)).lower(query).as_text()
+    for name in good_call(target).attributes:
         assert name in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from natten_jax.problem import Problem
 
@@ -23,11 +24,17 @@ class Benchmark:
     is_causal: bool = False
     batch: int = 1
     dtype: str = "bfloat16"
+    additional_kv: int = 0
 
     @property
     def shape(self) -> Shape:
         """Of query, key and value."""
         return self.batch, *self.layout, self.heads, self.head_dim
+
+    @property
+    def additional_shape(self) -> Shape:
+        """Of additional keys and values."""
+        return self.batch, self.additional_kv, self.heads, self.head_dim
 
     @property
     def problem(self) -> Problem:
@@ -48,6 +55,7 @@ class Benchmark:
             dilation=self.dilation or ones,
             is_causal=(self.is_causal,) * len(self.layout),
             scale=self.head_dim**-0.5,
+            additional_kv=self.additional_kv,
         )
 
     @property
@@ -56,24 +64,43 @@ class Benchmark:
         return math.prod(self.layout)
 
 
-_IMAGE = {"layout": (256, 256), "heads": 24, "head_dim": 128}
-_VIDEO = {"layout": (30, 48, 80), "heads": 24, "head_dim": 128, "kernel_size": (18, 24, 24)}
-_SEQUENCE = {"layout": (32768,), "heads": 1, "head_dim": 128, "kernel_size": (2048,)}
+_IMAGE = Benchmark((256, 256), 24, 128)
+_VIDEO = Benchmark((30, 48, 80), 24, 128, kernel_size=(18, 24, 24))
+_SEQUENCE = Benchmark((32768,), 1, 128, kernel_size=(2048,))
+
+
+def _video(**changes: Any) -> Benchmark:
+    return dataclasses.replace(_VIDEO, **changes)
+
+
+def _image(window: int, **changes: Any) -> Benchmark:
+    return dataclasses.replace(_IMAGE, kernel_size=(window, window), **changes)
+
+
+def _sequence(stride: int) -> Benchmark:
+    return dataclasses.replace(_SEQUENCE, stride=(stride,))
+
 
 BENCHMARKS: dict[str, Benchmark] = {
-    "1d": Benchmark(**_SEQUENCE),  # type: ignore[arg-type]
-    "1d-s256": Benchmark(**_SEQUENCE, stride=(256,)),  # type: ignore[arg-type]
-    "1d-s2048": Benchmark(**_SEQUENCE, stride=(2048,)),  # type: ignore[arg-type]
-    "2d": Benchmark(**_IMAGE, kernel_size=(80, 80)),  # type: ignore[arg-type]
-    "2d-s16": Benchmark(**_IMAGE, kernel_size=(80, 80), stride=(16, 16)),  # type: ignore[arg-type]
-    "2d-w40": Benchmark(**_IMAGE, kernel_size=(40, 40)),  # type: ignore[arg-type]
-    "2d-w40-d2": Benchmark(**_IMAGE, kernel_size=(40, 40), dilation=(2, 2)),  # type: ignore[arg-type]
-    "3d": Benchmark(**_VIDEO),  # type: ignore[arg-type]
-    "3d-s16x8x8": Benchmark(**_VIDEO, stride=(16, 8, 8)),  # type: ignore[arg-type]
+    "1d": _SEQUENCE,
+    "1d-s256": _sequence(256),
+    "1d-s2048": _sequence(2048),
+    "2d": _image(80),
+    "2d-s16": _image(80, stride=(16, 16)),
+    # Pairs of equal work, dense and dilated.
+    "2d-w40": _image(40),
+    "2d-w40-d2": _image(40, dilation=(2, 2)),
+    "2d-w16": _image(16),
+    "2d-w16-d16": _image(16, dilation=(16, 16)),
+    "3d": _VIDEO,
+    "3d-s16x8x8": _video(stride=(16, 8, 8)),
+    **{f"1d-add{tokens}": dataclasses.replace(_SEQUENCE, additional_kv=tokens) for tokens in (256, 1024)},
+    **{f"2d-add{tokens}": _image(80, additional_kv=tokens) for tokens in (256, 1024)},
+    **{f"3d-s16x8x8-add{tokens}": _video(stride=(16, 8, 8), additional_kv=tokens) for tokens in (256, 1024)},
     "self-32768": Benchmark((32768,), 1, 128),
     "self-2x16384": Benchmark((16384,), 16, 128, batch=2),
     "self-4x8192-d64": Benchmark((8192,), 32, 64, batch=4),
-    "self-8192-d256": Benchmark((8192,), 16, 256, batch=2),
+    **{f"self-2x8192-d{width}": Benchmark((8192,), 16, width, batch=2) for width in (32, 64, 96, 128, 192, 256)},
     **{
         f"causal-{tokens}": Benchmark((tokens,), 32, 128, is_causal=True, batch=4, dtype="float16")
         for tokens in (1024, 2048, 4096, 8192, 16384)

@@ -1,0 +1,90 @@
+"""What the benchmarks compare: functions of query, key and value that compute a problem, or its self attention."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from benchmarks import Benchmark
+
+import natten_jax
+from natten_jax.profiler import baselines
+
+Function = Callable[..., Any]
+
+#: Query and key/value tokens of a block of the Mosaic kernel, by the widest head that they leave shared memory for.
+_MOSAIC_BLOCKS = {128: (64, 128), 256: (64, 64)}
+_MOSAIC_STEPS = 2
+
+
+def ours(benchmark: Benchmark, family: str | None = None, fuses_additional_kv: bool = False) -> Function:
+    """natten_jax, by the best backend or by that of a family."""
+    problem = benchmark.problem
+    backend = None if family is None else f"{family}-{problem.operator}"
+    if benchmark.kernel_size is None:
+        return lambda q, k, v: natten_jax.attention(q, k, v, is_causal=benchmark.is_causal, backend=backend)
+    operator = getattr(natten_jax, f"na{problem.rank}d")
+
+    def function(query: jax.Array, key: jax.Array, value: jax.Array, *additional: jax.Array) -> Any:
+        keys, values = additional or (None, None)
+        return operator(
+            query,
+            key,
+            value,
+            problem.kernel_size,
+            problem.stride,
+            problem.dilation,
+            problem.is_causal,
+            additional_keys=keys,
+            additional_values=values,
+            backend=backend,
+            try_fuse_additional_kv=fuses_additional_kv,
+        )
+
+    return function
+
+
+def dot_product_attention(benchmark: Benchmark, implementation: str) -> Function:
+    """Self attention over all tokens through ``jax.nn``: ``"cudnn"`` or ``"xla"``."""
+    if benchmark.is_causal:
+        return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+    return lambda q, k, v: baselines.attend(implementation, q, k, v)
+
+
+def mosaic(benchmark: Benchmark) -> Function:
+    """Self attention over all tokens by JAX's Pallas kernel for Hopper GPUs; a forward pass only."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu import attention_mgpu
+    width = min((width for width in _MOSAIC_BLOCKS if width >= benchmark.head_dim), default=None)
+    if width is None:
+        raise ValueError(f"head_dim {benchmark.head_dim} leaves no block of the Mosaic kernel enough shared memory")
+    block_q, block_kv = _MOSAIC_BLOCKS[width]
+    config = attention_mgpu.TuningConfig(
+        block_q=block_q, block_kv=block_kv, max_concurrent_steps=_MOSAIC_STEPS, causal=benchmark.is_causal
+    )
+
+    def function(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        # The kernel takes no scale.
+        arrays = query * benchmark.head_dim**-0.5, key, value
+        flat = (array.reshape(array.shape[0], -1, *array.shape[-2:]) for array in arrays)
+        return attention_mgpu.attention(*flat, config).reshape(query.shape)
+
+    return function
+
+
+#: By name; each is made for a problem.
+IMPLEMENTATIONS: Mapping[str, Callable[[Benchmark], Function]] = {
+    "natten_jax": ours,
+    "natten_jax-fused": lambda benchmark: ours(benchmark, fuses_additional_kv=True),
+    "cudnn": lambda benchmark: dot_product_attention(benchmark, "cudnn"),
+    "mosaic": mosaic,
+    "xla": lambda benchmark: dot_product_attention(benchmark, "xla"),
+}
+
+
+def default_names(benchmark: Benchmark) -> tuple[str, ...]:
+    """The implementations that are compared unless others are asked for; the first one is ours."""
+    return ("natten_jax", "natten_jax-fused") if benchmark.additional_kv else ("natten_jax", "cudnn", "mosaic")

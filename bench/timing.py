@@ -1,0 +1,78 @@
+"""Device time of compiled functions from profiler traces, and how several of them take turns on one device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from natten_jax.devices import default_device
+from natten_jax.profiler.capture import capture
+from natten_jax.profiler.program import Program, compile_for_trace
+
+PAUSE = 1.0  # seconds, for the device to cool down
+WARM_UP = 0.5  # seconds of load before sustained figures
+LAUNCHES = 3  # a turn's
+MODES = ("cold", "sustained")
+
+
+class Runner(NamedTuple):
+    """A compiled function and how to time it."""
+
+    compiled: jax.stages.Compiled
+    program: Program
+    arguments: tuple[Any, ...]
+
+    def seconds(self, launches: int = LAUNCHES) -> list[float]:
+        """Device time of each of a number of launches: everything that the function runs on the device."""
+        platform = default_device().platform
+        iterations = capture(lambda: self.compiled(*self.arguments), launches, self.program, platform)
+        return [sum(event.duration for event in events) / 1e9 for events in iterations]
+
+    def load(self, seconds: float) -> None:
+        """Keep the device busy."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            jax.block_until_ready([self.compiled(*self.arguments) for _ in range(4)])
+
+
+def compile_runner(function: Callable[..., Any], *arguments: Any) -> Runner:
+    """Compile a function of arrays, or of trees of them, and run it once."""
+    compiled = compile_for_trace(function, *arguments)
+    jax.block_until_ready(compiled(*arguments))
+    return Runner(compiled, Program.of(compiled), arguments)
+
+
+def compile_backward(function: Callable[..., Any], cotangent: jax.Array, *arrays: jax.Array) -> Runner:
+    """The backward pass of a function alone: what the forward pass leaves behind are arguments."""
+    _, vjp = jax.jit(lambda *inputs: jax.vjp(function, *inputs))(*arrays)
+    return compile_runner(lambda residuals, upstream: residuals(upstream), vjp, cotangent)
+
+
+def take_turns(runners: Mapping[str, Runner], turns: int, mode: str) -> dict[str, list[float]]:
+    """Seconds of each function, the median of every turn.
+
+    Args:
+        runners: Functions by name.
+        turns: How often each one's turn comes.
+        mode: ``"cold"`` pauses before each turn, ``"sustained"`` keeps the device busy.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runners}
+    if mode == "sustained":
+        next(iter(runners.values())).load(WARM_UP)
+    for _ in range(turns):
+        for name, runner in runners.items():
+            if mode == "cold":
+                time.sleep(PAUSE)
+            else:
+                runner.load(WARM_UP / 10)
+            times[name].append(statistics.median(runner.seconds()))
+    return times
+
+
+def ratio(numerators: list[float], denominators: list[float]) -> float:
+    """Median of the turns' ratios: a GPU's clock falls under load, but both sides of a turn meet the same one."""
+    return statistics.median(top / bottom for top, bottom in zip(numerators, denominators, strict=True))

@@ -1,0 +1,112 @@
+"""The benchmarks run where there is no GPU, too: on small problems, with what exists there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")
+sys.path.append(str(Path(__file__).parents[1] / "bench"))
+
+import plot
+import run
+from benchmarks import BENCHMARKS, Benchmark
+from implementations import IMPLEMENTATIONS
+
+IMAGE = Benchmark((8, 8), 2, 16, kernel_size=(3, 3), dtype="float32")
+WHOLE = Benchmark((64,), 2, 16, dtype="float32")
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PAUSE", "WARM_UP"):
+        monkeypatch.setattr(f"timing.{name}", 0.01)
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_named_problems_are_legal(name: str) -> None:
+    benchmark = BENCHMARKS[name]
+    cotangent, *arrays = jax.eval_shape(lambda: run.draw(benchmark))
+    output = jax.eval_shape(IMPLEMENTATIONS["natten_jax"](benchmark), *arrays)
+    assert output.shape == cotangent.shape == benchmark.shape
+
+
+def test_dilated_problems_do_the_work_of_their_dense_partners() -> None:
+    for name in ("2d-w40-d2", "2d-w16-d16"):
+        dilated, dense = (BENCHMARKS[each].problem for each in (name, name.rpartition("-")[0]))
+        assert run.flops(dilated, "forward") == run.flops(dense, "forward")
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_implementations_of_attention_agree(is_causal: bool) -> None:
+    benchmark = dataclasses.replace(WHOLE, is_causal=is_causal)
+    _, *arrays = run.draw(benchmark)
+    results = [IMPLEMENTATIONS[name](benchmark)(*arrays) for name in ("natten_jax", "xla")]
+    np.testing.assert_allclose(*results, atol=2e-6)
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_measures_every_side_and_says_which_did_not_run(which: str) -> None:
+    names = ("natten_jax", "xla", "cudnn")
+    (result,) = run.measure(WHOLE, turns=2, which=which, names=names)  # type: ignore[arg-type]
+    assert list(result["failures"]) == ["cudnn"]
+    for mode in ("cold", "sustained"):
+        assert set(result[mode]["milliseconds"]) == {"natten_jax", "xla"}
+        assert all(value > 0 for value in result[mode]["milliseconds"].values())
+        assert set(result[mode]["speedup"]) == {"xla"}
+        assert result[mode]["tflops"] > 0
+
+
+def test_backward_pass_is_the_gradient_without_its_forward_pass() -> None:
+    cotangent, *arrays = run.draw(IMAGE)
+    function = IMPLEMENTATIONS["natten_jax"](IMAGE)
+    runner = run.compile_backward(function, cotangent, *arrays)
+    results = runner.compiled(*runner.arguments)
+    for result, expected in zip(results, jax.vjp(function, *arrays)[1](cotangent), strict=True):
+        np.testing.assert_allclose(result, expected, atol=1e-6)
+    assert not re.search(r"natten_jax_\w+_forward", runner.compiled.as_text())
+
+
+def test_element_types_take_turns() -> None:
+    first, second = run.measure(IMAGE, 1, dtypes=("float32", "bfloat16"), names=("natten_jax",))
+    assert (first["dtype"], second["dtype"]) == ("float32", "bfloat16")
+    assert "rate_over_float32" not in first["cold"]
+    assert second["sustained"]["rate_over_float32"] > 0
+
+
+def test_additional_tokens_fused_or_merged() -> None:
+    (result,) = run.measure(dataclasses.replace(IMAGE, additional_kv=5), turns=1)
+    assert set(result["cold"]["milliseconds"]) == {"natten_jax", "natten_jax-fused"}
+    assert result["failures"] == {}
+
+
+def test_command_line_saves_figures_and_a_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(BENCHMARKS, "small", WHOLE)
+    files = tmp_path / "results" / "small.json", tmp_path / "pictures" / "small.png"
+    arguments = ["--problems", "small", "--turns", "1", "--implementations", "natten_jax", "xla"]
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments, "--json", str(files[0])])
+    assert run.main() == 0
+    assert "xla" in capsys.readouterr().out
+    saved = json.loads(files[0].read_text())
+    assert set(saved["environment"]) >= {"device", "versions", "commit", "command"}
+    plot.draw_speedups(saved["results"], "xla", files[1])
+    assert files[1].read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    with pytest.raises(ValueError, match="cudnn"):
+        plot.draw_speedups(saved["results"], "cudnn", files[1])
+
+
+def test_exit_status_tells_that_natten_jax_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BENCHMARKS, "small", WHOLE)
+    monkeypatch.setattr(
+        sys, "argv", ["run.py", "--problems", "small", "--implementations", "natten_jax", "--backend", "hopper"]
+    )
+    assert run.main() == 1
