@@ -62,6 +62,7 @@ def measure(
     dtypes: Sequence[str] = (),
     names: Sequence[str] = (),
     family: str | None = None,
+    modes: Sequence[str] = MODES,
 ) -> list[dict[str, Any]]:
     """Figures of one problem, for each element type.
 
@@ -72,6 +73,7 @@ def measure(
         dtypes: Element types; none are the problem's own.
         names: Implementations; none are the problem's default ones.
         family: Backend family of natten_jax; ``None`` is the best.
+        modes: Which figures.
     """
     benchmarks = [dataclasses.replace(benchmark, dtype=dtype) for dtype in dtypes or (benchmark.dtype,)]
     results = []
@@ -81,7 +83,7 @@ def measure(
         runners |= {(each.dtype, name): runner for name, runner in prepared.items() if isinstance(runner, Runner)}
         failures = {name: reason for name, reason in prepared.items() if isinstance(reason, str)}
         results.append({"problem": each.problem.describe(), "pass": which, "dtype": each.dtype, "failures": failures})
-    for mode in MODES if runners else ():
+    for mode in modes if runners else ():
         times = take_turns(runners, turns, mode)
         for each, result in zip(benchmarks, results, strict=True):
             of_dtype = {name: values for (dtype, name), values in times.items() if dtype == each.dtype}
@@ -122,6 +124,7 @@ def main() -> int:
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=[])
     parser.add_argument("--backend", metavar="FAMILY", help="backend family of natten_jax, such as hopper")
     parser.add_argument("--turns", type=int, default=3, help="of each side and mode")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--plot", type=Path, help="also draw the speed-ups over cuDNN into this picture")
     options = parser.parse_args()
@@ -129,7 +132,13 @@ def main() -> int:
     print(f"{'problem':18}{'dtype':10}{'mode':10}{'ms':>11}{'TFLOP/s':>9}  speed-up over")
     for name in options.problems:
         rows = measure(
-            BENCHMARKS[name], options.turns, options.which, options.dtypes, options.implementations, options.backend
+            BENCHMARKS[name],
+            options.turns,
+            options.which,
+            options.dtypes,
+            options.implementations,
+            options.backend,
+            options.modes,
         )
         for row in rows:
             results[name if len(rows) == 1 else f"{name}/{row['dtype']}"] = row
