@@ -1,6 +1,7 @@
 // One token dimension of a launch, in the 32-bit numbers that kernels compute with.
 #pragma once
 
+#include <cuda_runtime_api.h>
 #include <cutlass/fast_math.h>
 
 #include <cstdint>

@@ -34,6 +34,26 @@ struct Origin {
   }
 };
 
+/// A dilation group in one dimension, named by a local token of the side that owns a tile.
+struct GroupPair {
+  int group;
+  int own_residue, other_residue;  // local coordinate of the group's first token, modulo the dilation
+  int own_shift, other_shift;      // index of the group's first local token
+
+  CUTE_DEVICE GroupPair(const Axis& axis, int residue, Origin own, Origin other)
+      : group(own.group + residue), own_residue(residue) {
+    own_shift = own.index + (group >= axis.dilation);
+    group -= group >= axis.dilation ? axis.dilation : 0;
+    other_residue = group - other.group + (group < other.group ? axis.dilation : 0);
+    other_shift = other.index + (group < other.group);
+  }
+};
+
+/// Tokens of a dilation group among `extent` tokens.
+CUTE_DEVICE int fast_group_length(const Axis& axis, int extent, int residue) {
+  return axis.by_dilation.divide(extent - residue + axis.dilation - 1);
+}
+
 /// One dimension of a query tile: a dilation group of local queries and the same group of local keys.
 struct AxisPlan {
   int query_residue, kv_residue;  // local coordinate of the group's first token, modulo the dilation
@@ -44,14 +64,13 @@ struct AxisPlan {
 
   CUTE_DEVICE AxisPlan(const Axis& axis, int residue, int tile_index, Origin query, Origin kv)
       : query_residue(residue), q_begin(tile_index * axis.q_tile) {
-    int group = query.group + residue;
-    query_shift = query.index + (group >= axis.dilation);
-    group -= group >= axis.dilation ? axis.dilation : 0;
-    kv_residue = group - kv.group + (group < kv.group ? axis.dilation : 0);
-    kv_shift = kv.index + (group < kv.group);
-    queries = axis.by_dilation.divide(axis.query_extent - residue + axis.dilation - 1);
-    keys = axis.by_dilation.divide(axis.kv_extent - kv_residue + axis.dilation - 1);
-    length = axis.by_dilation.divide(axis.kv_layout - group + axis.dilation - 1);
+    const GroupPair pair(axis, residue, query, kv);
+    kv_residue = pair.other_residue;
+    query_shift = pair.own_shift;
+    kv_shift = pair.other_shift;
+    queries = fast_group_length(axis, axis.query_extent, residue);
+    keys = fast_group_length(axis, axis.kv_extent, kv_residue);
+    length = fast_group_length(axis, axis.kv_layout, pair.group);
   }
 
   /// Local keys that the query at `coordinate` of the tile sees; past the layout, those of the last query.

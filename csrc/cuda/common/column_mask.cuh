@@ -1,4 +1,4 @@
-// Which columns of a product's accumulator a query row sees, one bit per element that a thread holds of the row.
+// Which columns of a product's accumulator a row is paired with, one bit per element that a thread holds of the row.
 #pragma once
 
 #include <cute/config.hpp>
@@ -7,26 +7,28 @@
 
 namespace natten_jax {
 
-/// A window is a box, so a row's columns in a key/value tile are the intersection of one range per dimension, and
-/// a range is a difference of two sets "coordinate less than cut". Those sets are tabulated once per CTA.
+/// The keys that a query sees are a box, and so are the queries that see a key. A row's columns in a tile of extents
+/// `kTile` are the intersection of one range per dimension, and a range is a difference of two sets "coordinate less
+/// than cut". Those sets are tabulated once per CTA.
 ///
 /// Element e of a row is column 8 * (e / 2) + 2 * (lane % 4) + e % 2, as mma and wgmma lay an accumulator out.
-struct ColumnMask {
+template <int Axis::* kTile>
+struct BoxMask {
   std::uint32_t* words;  // [dimension][cut][lane % 4]
   int offset[3];
 
-  CUTE_DEVICE ColumnMask(std::uint32_t* words, const Axis (&axis)[3])
-      : words(words), offset{0, 4 * (axis[0].kv_tile + 1), 4 * (axis[0].kv_tile + 1 + axis[1].kv_tile + 1)} {}
+  CUTE_DEVICE BoxMask(std::uint32_t* words, const Axis (&axis)[3])
+      : words(words), offset{0, 4 * (axis[0].*kTile + 1), 4 * (axis[0].*kTile + 1 + axis[1].*kTile + 1)} {}
 
   /// Words that tables for tiles of at most `columns` columns take.
   static constexpr int capacity(int columns) { return 4 * (columns + 2 + 2 * 2); }
 
   /// Fills the tables; all of `threads` threads take part, and their results need a barrier before use.
   ///
-  /// `coordinates` are those of each column in the key/value tile: x, y, z.
+  /// `coordinates` are those of each column in the tile: x, y, z.
   template <int kColumns>
   CUTE_DEVICE void build(const Axis (&axis)[3], const uchar4* coordinates, int thread, int threads) const {
-    for (int i = thread; i < 4 * (axis[0].kv_tile + axis[1].kv_tile + axis[2].kv_tile + 3); i += threads) {
+    for (int i = thread; i < 4 * (axis[0].*kTile + axis[1].*kTile + axis[2].*kTile + 3); i += threads) {
       const int d = i < offset[1] ? 0 : i < offset[2] ? 1 : 2;
       const int cut = (i - offset[d]) / 4;
       std::uint32_t bits = 0;
@@ -39,11 +41,11 @@ struct ColumnMask {
     }
   }
 
-  /// The elements of a row whose keys lie in [begin, end) in every dimension; `tile` is the tile's first key.
+  /// The elements of a row whose tokens lie in [begin, end) in every dimension; `tile` is the tile's first token.
   CUTE_DEVICE std::uint32_t row(const Axis (&axis)[3], int4 begin, int4 end, int4 tile, int lane4) const {
-    return between(0, axis[0].kv_tile, begin.x - tile.x, end.x - tile.x, lane4) &
-           between(1, axis[1].kv_tile, begin.y - tile.y, end.y - tile.y, lane4) &
-           between(2, axis[2].kv_tile, begin.z - tile.z, end.z - tile.z, lane4);
+    return between(0, axis[0].*kTile, begin.x - tile.x, end.x - tile.x, lane4) &
+           between(1, axis[1].*kTile, begin.y - tile.y, end.y - tile.y, lane4) &
+           between(2, axis[2].*kTile, begin.z - tile.z, end.z - tile.z, lane4);
   }
 
   /// The elements in the first `columns` columns.
@@ -59,5 +61,10 @@ struct ColumnMask {
     return of_axis[4 * min(max(end, 0), extent)] & ~of_axis[4 * min(max(begin, 0), extent)];
   }
 };
+
+/// Columns are keys, rows are queries.
+using ColumnMask = BoxMask<&Axis::kv_tile>;
+/// Columns are queries, rows are keys.
+using QueryColumnMask = BoxMask<&Axis::q_tile>;
 
 }  // namespace natten_jax

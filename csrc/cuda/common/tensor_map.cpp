@@ -8,9 +8,8 @@
 namespace natten_jax {
 namespace {
 
-constexpr std::int64_t kRowElements = 64;
+constexpr std::int64_t kRowBytes = 128;
 constexpr std::int64_t kLargestBox = 256;
-constexpr std::int64_t kElementBytes = 2;
 
 /// The driver's encoder, found at run time: the library does not link against the driver.
 PFN_cuTensorMapEncodeTiled_v12000 encoder() {
@@ -24,6 +23,17 @@ PFN_cuTensorMapEncodeTiled_v12000 encoder() {
                : nullptr;
   }();
   return function;
+}
+
+CUtensorMapDataType data_type(ElementType type) {
+  switch (type) {
+    case ElementType::kFloat16:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    case ElementType::kBFloat16:
+      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    default:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+  }
 }
 
 }  // namespace
@@ -44,18 +54,18 @@ std::string encode_tensor_map(const TokenGrid& grid, const std::int64_t (&box)[3
   if (token + last_offset > std::numeric_limits<std::int32_t>::max()) {
     return "the first tokens of the dilation groups lie more than 2^31 elements apart";
   }
-  const auto bytes = [](std::int64_t elements) { return static_cast<cuuint64_t>(elements * kElementBytes); };
+  const std::int64_t element_bytes = grid.element_type == ElementType::kFloat32 ? 4 : 2;
+  const auto bytes = [&](std::int64_t elements) { return static_cast<cuuint64_t>(elements * element_bytes); };
   const cuuint64_t sizes[5] = {static_cast<cuuint64_t>(token + last_offset), static_cast<cuuint64_t>(grid.tokens[2]),
                                static_cast<cuuint64_t>(grid.tokens[1]), static_cast<cuuint64_t>(grid.tokens[0]),
                                static_cast<cuuint64_t>(grid.batch)};
   const cuuint64_t strides[4] = {bytes(pitch[2] * grid.dilation[2]), bytes(pitch[1] * grid.dilation[1]),
                                  bytes(pitch[0] * grid.dilation[0]), bytes(pitch[0] * grid.extent[0])};
-  const cuuint32_t boxes[5] = {kRowElements, static_cast<cuuint32_t>(box[2]), static_cast<cuuint32_t>(box[1]),
-                               static_cast<cuuint32_t>(box[0]), 1};
+  const cuuint32_t boxes[5] = {static_cast<cuuint32_t>(kRowBytes / element_bytes), static_cast<cuuint32_t>(box[2]),
+                               static_cast<cuuint32_t>(box[1]), static_cast<cuuint32_t>(box[0]), 1};
   const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
-  const auto type = grid.is_bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const CUresult result = encode(&map, type, 5, const_cast<void*>(grid.data), sizes, strides, boxes, element_strides,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+  const CUresult result = encode(&map, data_type(grid.element_type), 5, const_cast<void*>(grid.data), sizes, strides,
+                                 boxes, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return {};
   return "the CUDA driver refused a tensor map (error " + std::to_string(static_cast<int>(result)) + ")";

@@ -1,4 +1,4 @@
-// Tensor maps for tiles of heads-last arrays [batch, x, y, z, heads, head_dim] of 16-bit elements.
+// Tensor maps for tiles of heads-last arrays [batch, x, y, z, heads, head_dim].
 #pragma once
 
 #include <cuda.h>
@@ -6,12 +6,14 @@
 #include <cstdint>
 #include <string>
 
+#include "natten_jax/problem.h"
+
 namespace natten_jax {
 
 /// A dilation group's tokens, seen as an array whose strides are `dilation` tokens.
 struct TokenGrid {
   const void* data;
-  bool is_bfloat16;
+  ElementType element_type;
   std::int64_t batch;
   std::int64_t extent[3];    ///< Local tokens.
   std::int64_t dilation[3];  ///< Distance of a group's tokens.
@@ -20,8 +22,8 @@ struct TokenGrid {
   std::int64_t head_dim;
 };
 
-/// Encodes a map of dimensions [heads * head_dim, z, y, x, batch] whose boxes hold 64 elements of dimension 0 (one
-/// swizzled row of 128 bytes) and `box` tokens; where a group starts is added to coordinate 0.
+/// Encodes a map of dimensions [heads * head_dim, z, y, x, batch] whose boxes hold one swizzled row of 128 bytes of
+/// dimension 0 and `box` tokens; where a group starts is added to coordinate 0.
 ///
 /// Returns an empty string, or a sentence that says what the hardware does not take.
 std::string encode_tensor_map(const TokenGrid& grid, const std::int64_t (&box)[3], CUtensorMap& map);

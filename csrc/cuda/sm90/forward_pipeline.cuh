@@ -1,26 +1,14 @@
 // The forward kernel's shared memory and the warps that move tiles: those that load, plan and store.
 #pragma once
 
-#include <cutlass/arch/barrier.h>
-#include <cutlass/numeric_types.h>
-
-#include <cute/tensor.hpp>
-
 #include "cuda/common/arithmetic.cuh"
 #include "cuda/common/column_mask.cuh"
-#include "cuda/common/kv_walk.cuh"
+#include "cuda/common/tile_walk.cuh"
 #include "cuda/sm90/params.h"
+#include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/tile_plan.cuh"
 
 namespace natten_jax::sm90 {
-
-using namespace cute;
-using cutlass::arch::ClusterBarrier;
-using cutlass::arch::ClusterTransactionBarrier;
-
-constexpr int kConsumers = 256;  // threads of the two warpgroups that compute
-constexpr int kThreads = 128 + kConsumers;
-constexpr int kChunk = 64;  // elements of a 128-byte swizzled row: head dimensions are loaded in chunks of this many
 
 // How a key/value tile is masked.
 constexpr int kNoMask = 0;
@@ -80,25 +68,6 @@ struct ForwardTraits {
   };
 };
 
-CUTE_DEVICE void wait(std::uint64_t& barrier, int phase) {
-  ClusterBarrier::wait(&barrier, phase);
-}
-CUTE_DEVICE void arrive(std::uint64_t& barrier) {
-  ClusterBarrier::arrive(&barrier);
-}
-
-template <int kSize>
-CUTE_DEVICE void advance(int& index, int& phase) {
-  if (++index == kSize) {
-    index = 0;
-    phase ^= 1;
-  }
-}
-
-CUTE_DEVICE cutlass::arch::ReservedNamedBarriers named_barrier(int id) {
-  return static_cast<cutlass::arch::ReservedNamedBarriers>(id);
-}
-
 /// One warp: plans tiles ahead of the loads and the products.
 template <class SharedStorage>
 CUTE_DEVICE void plan_tiles(const ForwardParams& p, SharedStorage& shared) {
@@ -119,15 +88,6 @@ CUTE_DEVICE void plan_tiles(const ForwardParams& p, SharedStorage& shared) {
     arrive(shared.full_plan[slot]);  // every lane wrote a part
     if (is_last) return;
     advance<2>(slot, phase);
-  }
-}
-
-template <class Element>
-CUTE_DEVICE void load_tile(const CUtensorMap* map, std::uint64_t* barrier, Element* destination, int chunks,
-                           int tile_rows, int column, int z, int y, int x, int batch) {
-  for (int chunk = 0; chunk < chunks; ++chunk) {
-    SM90_TMA_LOAD_5D::copy(map, barrier, static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL),
-                           destination + chunk * tile_rows * kChunk, column + chunk * kChunk, z, y, x, batch);
   }
 }
 

@@ -3,27 +3,15 @@
 #include <algorithm>
 #include <limits>
 
-#include "cuda/common/tensor_map.h"
 #include "cuda/sm90/forward.h"
+#include "cuda/sm90/launch_support.h"
 
 namespace natten_jax::sm90 {
 namespace {
 
 constexpr std::int64_t kTileRows = 128;
-constexpr std::int64_t kChunk = 64;
-constexpr std::int64_t kLargestHeadDim = 256;
 /// Keys and values of the heads that run side by side should stay in the second-level cache.
 constexpr std::int64_t kCacheBytes = 8 << 20;
-
-std::int64_t product(const std::int64_t (&values)[kRank]) {
-  return values[0] * values[1] * values[2];
-}
-
-/// Head dimension that the kernel is compiled for.
-int compiled_head_dim(const Problem& problem) {
-  const std::int64_t wider = std::max(problem.head_dim, problem.head_dim_v);
-  return wider <= 64 ? 64 : wider <= 128 ? 128 : 256;
-}
 
 /// Keys per tile that the kernel is compiled for.
 int compiled_columns(int head_dim, std::int64_t kv_tile_tokens) {
@@ -32,14 +20,7 @@ int compiled_columns(int head_dim, std::int64_t kv_tile_tokens) {
 }
 
 std::string check(const Problem& problem, const TileShapes& tiles) {
-  if (problem.element_type == ElementType::kFloat32)
-    return "query has dtype float32, but must have float16 or bfloat16";
-  for (const std::int64_t head_dim : {problem.head_dim, problem.head_dim_v}) {
-    if (head_dim % kChunk != 0 || head_dim > kLargestHeadDim) {
-      return "a head dimension is " + std::to_string(head_dim) + ", but must be a multiple of " +
-             std::to_string(kChunk) + " and at most " + std::to_string(kLargestHeadDim);
-    }
-  }
+  if (std::string error = check_arrays(problem); !error.empty()) return error;
   if (product(tiles.query) > kTileRows) {
     return "q_tile_shape has " + std::to_string(product(tiles.query)) + " tokens, but must have at most " +
            std::to_string(kTileRows);
@@ -49,7 +30,6 @@ std::string check(const Problem& problem, const TileShapes& tiles) {
     return "kv_tile_shape has " + std::to_string(product(tiles.kv)) + " tokens, but must have at most " +
            std::to_string(columns) + " at this head dimension";
   }
-  if (problem.queries() > std::numeric_limits<std::int32_t>::max()) return "a batch entry has more than 2^31 tokens";
   return {};
 }
 
@@ -64,41 +44,6 @@ int heads_per_block(const Problem& problem) {
     if (problem.heads % heads == 0 && kv_heads * bytes <= kCacheBytes) best = static_cast<int>(heads);
   }
   return best;
-}
-
-/// The maps of an array's dilation groups, by class; classes that no group belongs to stay empty.
-std::string encode_classes(const Problem& problem, bool is_query, const void* data, std::int64_t heads,
-                           std::int64_t head_dim, const std::int64_t (&tile)[kRank],
-                           CUtensorMap (&maps)[kGroupClasses]) {
-  TokenGrid grid{data, problem.element_type == ElementType::kBFloat16, problem.batch, {}, {}, {}, heads, head_dim};
-  for (int c = 0; c < kGroupClasses; ++c) {
-    bool exists = true;
-    for (int d = 0; d < kRank; ++d) {
-      const Dimension& dim = problem.dims[d];
-      const bool has_remainder = (c >> (kRank - 1 - d) & 1) != 0;
-      grid.extent[d] = is_query ? dim.query.extent : dim.kv.extent;
-      grid.dilation[d] = dim.dilation;
-      grid.tokens[d] = grid.extent[d] / dim.dilation + (has_remainder ? 1 : 0);
-      exists = exists && grid.tokens[d] > 0 && (!has_remainder || grid.extent[d] % dim.dilation != 0);
-    }
-    if (!exists) continue;
-    if (std::string error = encode_tensor_map(grid, tile, maps[c]); !error.empty()) return error;
-  }
-  return {};
-}
-
-std::string encode_additional(const Problem& problem, const void* data, std::int64_t head_dim, int columns,
-                              CUtensorMap& map) {
-  const bool is_bfloat16 = problem.element_type == ElementType::kBFloat16;
-  const TokenGrid grid{data,
-                       is_bfloat16,
-                       problem.batch,
-                       {1, 1, problem.additional_kv},
-                       {1, 1, 1},
-                       {1, 1, problem.additional_kv},
-                       problem.heads_kv,
-                       head_dim};
-  return encode_tensor_map(grid, {1, 1, columns}, map);
 }
 
 }  // namespace
@@ -118,16 +63,16 @@ std::string run_forward(const Problem& problem, const TileShapes& tiles, const A
   const std::int64_t all_tiles = problem.batch * problem.heads * groups * tiles_per_group;
   if (all_tiles > std::numeric_limits<std::int32_t>::max() / 2) return "the problem has more than 2^30 query tiles";
   for (const std::string& error :
-       {encode_classes(problem, true, arrays.query, problem.heads, problem.head_dim, tiles.query, p.query),
-        encode_classes(problem, true, arrays.out, problem.heads, problem.head_dim_v, tiles.query, p.out),
-        encode_classes(problem, false, arrays.key, problem.heads_kv, problem.head_dim, tiles.kv, p.key),
-        encode_classes(problem, false, arrays.value, problem.heads_kv, problem.head_dim_v, tiles.kv, p.value)}) {
+       {encode_classes(problem, Side::kQuery, {arrays.query, problem.head_dim}, tiles.query, p.query),
+        encode_classes(problem, Side::kQuery, {arrays.out, problem.head_dim_v}, tiles.query, p.out),
+        encode_classes(problem, Side::kKeyValue, {arrays.key, problem.head_dim}, tiles.kv, p.key),
+        encode_classes(problem, Side::kKeyValue, {arrays.value, problem.head_dim_v}, tiles.kv, p.value)}) {
     if (!error.empty()) return error;
   }
   if (problem.additional_kv > 0) {
     for (const std::string& error :
-         {encode_additional(problem, arrays.additional_keys, problem.head_dim, columns, p.additional_keys),
-          encode_additional(problem, arrays.additional_values, problem.head_dim_v, columns, p.additional_values)}) {
+         {encode_additional(problem, {arrays.additional_keys, problem.head_dim}, columns, p.additional_keys),
+          encode_additional(problem, {arrays.additional_values, problem.head_dim_v}, columns, p.additional_values)}) {
       if (!error.empty()) return error;
     }
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cuda.h>
+#include <cuda_runtime_api.h>
 #include <cutlass/fast_math.h>
 
 #include <cstdint>

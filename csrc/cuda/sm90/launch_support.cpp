@@ -1,0 +1,61 @@
+#include "cuda/sm90/launch_support.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "cuda/common/tensor_map.h"
+
+namespace natten_jax::sm90 {
+namespace {
+
+constexpr std::int64_t kHeadDimChunk = 64;
+constexpr std::int64_t kLargestHeadDim = 256;
+
+}  // namespace
+
+int compiled_head_dim(const Problem& problem) {
+  const std::int64_t wider = std::max(problem.head_dim, problem.head_dim_v);
+  return wider <= 64 ? 64 : wider <= 128 ? 128 : 256;
+}
+
+std::string check_arrays(const Problem& problem) {
+  if (problem.element_type == ElementType::kFloat32)
+    return "query has dtype float32, but must have float16 or bfloat16";
+  for (const std::int64_t head_dim : {problem.head_dim, problem.head_dim_v}) {
+    if (head_dim % kHeadDimChunk != 0 || head_dim > kLargestHeadDim) {
+      return "a head dimension is " + std::to_string(head_dim) + ", but must be a multiple of " +
+             std::to_string(kHeadDimChunk) + " and at most " + std::to_string(kLargestHeadDim);
+    }
+  }
+  if (problem.queries() > std::numeric_limits<std::int32_t>::max()) return "a batch entry has more than 2^31 tokens";
+  return {};
+}
+
+std::string encode_classes(const Problem& problem, Side side, Array array, const std::int64_t (&tile)[kRank],
+                           CUtensorMap (&maps)[kGroupClasses]) {
+  const bool is_query = side == Side::kQuery;
+  const std::int64_t heads = is_query ? problem.heads : problem.heads_kv;
+  TokenGrid grid{array.data, problem.element_type, problem.batch, {}, {}, {}, heads, array.head_dim};
+  for (int c = 0; c < kGroupClasses; ++c) {
+    bool exists = true;
+    for (int d = 0; d < kRank; ++d) {
+      const Dimension& dim = problem.dims[d];
+      const bool has_remainder = (c >> (kRank - 1 - d) & 1) != 0;
+      grid.extent[d] = is_query ? dim.query.extent : dim.kv.extent;
+      grid.dilation[d] = dim.dilation;
+      grid.tokens[d] = grid.extent[d] / dim.dilation + (has_remainder ? 1 : 0);
+      exists = exists && grid.tokens[d] > 0 && (!has_remainder || grid.extent[d] % dim.dilation != 0);
+    }
+    if (!exists) continue;
+    if (std::string error = encode_tensor_map(grid, tile, maps[c]); !error.empty()) return error;
+  }
+  return {};
+}
+
+std::string encode_additional(const Problem& problem, Array array, int tokens, CUtensorMap& map) {
+  const TokenGrid grid{array.data, problem.element_type,          problem.batch,    {1, 1, problem.additional_kv},
+                       {1, 1, 1},  {1, 1, problem.additional_kv}, problem.heads_kv, array.head_dim};
+  return encode_tensor_map(grid, {1, 1, tokens}, map);
+}
+
+}  // namespace natten_jax::sm90

@@ -1,0 +1,47 @@
+// What the pipelines of the Hopper kernels are made of: threads, barriers, tile loads.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+#include <cutlass/numeric_types.h>
+
+#include <cute/tensor.hpp>
+
+namespace natten_jax::sm90 {
+
+using namespace cute;
+using cutlass::arch::ClusterBarrier;
+using cutlass::arch::ClusterTransactionBarrier;
+
+constexpr int kConsumers = 256;  // threads of the two warpgroups that compute
+constexpr int kThreads = 128 + kConsumers;
+constexpr int kChunk = 64;  // elements of a 128-byte swizzled row: head dimensions are loaded in chunks of this many
+
+CUTE_DEVICE void wait(std::uint64_t& barrier, int phase) {
+  ClusterBarrier::wait(&barrier, phase);
+}
+CUTE_DEVICE void arrive(std::uint64_t& barrier) {
+  ClusterBarrier::arrive(&barrier);
+}
+
+template <int kSize>
+CUTE_DEVICE void advance(int& index, int& phase) {
+  if (++index == kSize) {
+    index = 0;
+    phase ^= 1;
+  }
+}
+
+CUTE_DEVICE cutlass::arch::ReservedNamedBarriers named_barrier(int id) {
+  return static_cast<cutlass::arch::ReservedNamedBarriers>(id);
+}
+
+template <class Element>
+CUTE_DEVICE void load_tile(const CUtensorMap* map, std::uint64_t* barrier, Element* destination, int chunks,
+                           int tile_rows, int column, int z, int y, int x, int batch) {
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    SM90_TMA_LOAD_5D::copy(map, barrier, static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL),
+                           destination + chunk * tile_rows * kChunk, column + chunk * kChunk, z, y, x, batch);
+  }
+}
+
+}  // namespace natten_jax::sm90
