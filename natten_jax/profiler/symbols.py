@@ -58,10 +58,9 @@ _RULES = (
     _Rule(r"natten_jax.*permute", "CUTLASS", "token permute", "TokenPermute"),
     _Rule(r"natten_jax.*convert", "CUTLASS", "elementwise", "Convert"),
     _Rule(r"natten_jax.*elementwise", "CUTLASS", "elementwise", "Elementwise"),
-    _Rule(r"natten_jax.*fna_forward", "CUTLASS", "attention", "FnaForward"),
-    _Rule(r"natten_jax.*fna_backward", "CUTLASS", "attention", "FnaBackward"),
     _Rule(r"natten_jax.*fmha_forward", "CUTLASS", "attention", "FmhaForward"),
     _Rule(r"natten_jax.*fmha_backward", "CUTLASS", "attention", "FmhaBackward"),
+    # One kernel serves both operators, whatever its symbol says.
     _Rule(r"natten_jax.*forward", "CUTLASS", "attention", "{operator}Forward"),
     _Rule(r"natten_jax.*backward", "CUTLASS", "attention", "{operator}Backward"),
     _Rule(r"cudnn.*(dot_do_o|do_dot_o|sum_odo)", "cuDNN", "reduction", "Reduction"),
