@@ -23,7 +23,7 @@ from rich.table import Table
 from natten_jax.devices import default_device
 from natten_jax.profiler import capture, measure
 from natten_jax.profiler.program import Program, compile_for_trace
-from natten_jax.profiler.report import format_time
+from natten_jax.profiler.tables import format_time
 
 
 class Block(nnx.Module):

@@ -16,6 +16,7 @@ from natten_jax.functional import attention, merge_attentions, na1d, na2d, na3d
 from natten_jax.native import EXPORT_CHECKS
 from natten_jax.op import CHECKPOINT_NAMES
 from natten_jax.problem import KernelSchedule
+from natten_jax.tuned import load_tuned
 from natten_jax.version import __version__
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "get_configs_for_cutlass_hopper_fna",
     "get_configs_for_flex_fmha",
     "get_configs_for_flex_fna",
+    "load_tuned",
     "merge_attentions",
     "na1d",
     "na2d",

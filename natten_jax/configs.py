@@ -142,11 +142,18 @@ Returns:
     return function
 
 
+def kernel_schedules(family: str, which: Pass) -> tuple[KernelSchedule, ...]:
+    """The schedules that a pass of a backend family has, the default one first; empty where there is no choice."""
+    if (family, which) != ("hopper", "forward"):
+        return ()
+    return KernelSchedule.PING_PONG, KernelSchedule.COOPERATIVE, KernelSchedule.NON_PERSISTENT
+
+
 def _with_schedules(query: Callable[..., list[Any]]) -> Callable[..., list[tuple[Any, KernelSchedule]]]:
     """A query whose configurations are pairs of tiles and kernel schedules, the default schedule first."""
-    schedules = (KernelSchedule.PING_PONG, KernelSchedule.COOPERATIVE, KernelSchedule.NON_PERSISTENT)
 
     def get_configs(*arrays: Any, **arguments: Any) -> list[tuple[Any, KernelSchedule]]:
+        schedules = kernel_schedules("hopper", "forward")
         return [(tiles, schedule) for tiles in query(*arrays, **arguments) for schedule in schedules]
 
     return functools.wraps(query)(get_configs)

@@ -2,31 +2,138 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 
-from natten_jax.profiler.arguments import parse
+from natten_jax.devices import Device, default_device
+from natten_jax.profiler import dry_run, report, simulate
+from natten_jax.profiler.arguments import KNOWN_FAMILIES, parse
 from natten_jax.profiler.capture import CaptureError
-from natten_jax.profiler.measure import profile
-from natten_jax.profiler.report import print_report, to_json
+from natten_jax.profiler.measure import compare, profile
+from natten_jax.profiler.optimize import Optimum, best_table, configuration, optimize, trials_json
+from natten_jax.profiler.options import Options
+from natten_jax.profiler.plot import plot_rows
+from natten_jax.profiler.tables import digits, format_time, print_lines, print_table
+from natten_jax.profiler.workload import UnavailableBackend, check_available
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Profile what the command line asks for; return the exit status."""
+    """Do what the command line asks for; return the exit status.
+
+    0: done. 1: the problem, the backend or the trace cannot be worked with here. 2: the command line is wrong.
+    """
     options = parse(argv)
+    device = default_device()
+    if options.compute_capability is not None:
+        device = Device("cuda", options.compute_capability, is_present=False)
     try:
-        result = profile(options)
-    except (ValueError, CaptureError, jax.errors.JaxRuntimeError) as error:
-        # What cannot run here is the user's to change: one sentence, not a traceback.
-        print(f"natten-jax-profiler: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    if options.json is not None:
-        options.json.write_text(json.dumps(to_json(result), indent=2) + "\n")
-    print_report(result)
+        if options.dry_run:
+            return _dry_run(options, device)
+        if options.simulate:
+            return _simulate(options, device)
+        return _measure(options)
+    except UnavailableBackend as error:
+        _complain(error)
+        _show_where_it_runs(options)
+    except (ValueError, CaptureError, OSError, jax.errors.JaxRuntimeError) as error:
+        _complain(error)
+    return 1
+
+
+def _complain(error: Exception) -> None:
+    # What cannot run here is the user's to change: one sentence, not a traceback.
+    print(f"natten-jax-profiler: error: {' '.join(str(error).split())}", file=sys.stderr)
+
+
+def _dry_run(options: Options, device: Device) -> int:
+    check_available(options, device)
+    runs = dry_run.print_dry_run(options, device)
+    _write(options.json, lambda: dry_run.to_json(options, device))
+    return 0 if runs else 1
+
+
+def _simulate(options: Options, device: Device) -> int:
+    check_available(options, device)
+    simulated = simulate.simulate(options, device)
+    simulate.print_simulation(simulated)
+    _write(options.json, lambda: simulate.to_json(simulated))
     return 0
+
+
+def _measure(options: Options) -> int:
+    optimum: Optimum | None = None
+    if options.optimize:
+        optimum = optimize(options)
+        options = dataclasses.replace(optimum.options, optimize=True)
+        print_table(best_table(optimum))
+    results: dict[str, Any]
+    if options.compare is not None:
+        comparison = compare(options, options.compare)
+        result, tables = (
+            comparison.result,
+            {"result": comparison.result.rows, options.compare: comparison.baseline.rows},
+        )
+        report.print_comparison(comparison)
+        results = report.comparison_json(comparison)
+    else:
+        result = profile(options)
+        tables = {"result": result.rows}
+        report.print_report(result)
+        results = report.to_json(result)
+    if optimum is not None:
+        print_lines(_search_lines(optimum))
+        results["best_configuration"] = configuration(options)
+        results["search"] = {
+            "default_seconds": optimum.default_seconds,
+            "best_seconds": optimum.seconds,
+            "wall_seconds": optimum.wall_seconds,
+            "compile_seconds": optimum.compile_seconds,
+            "trials": trials_json(optimum),
+        }
+        if options.json is not None:
+            print_lines([f"Use it: na{options.rank}d(..., **natten_jax.load_tuned({str(options.json)!r}))"])
+    _write(options.json, lambda: results)
+    if options.csv is not None:
+        report.write_csv(options.csv, tables)
+    if options.plot is not None:
+        plot_rows(options.plot, tables, result.problem.describe())
+    return 0
+
+
+def _search_lines(optimum: Optimum) -> list[str]:
+    searching = optimum.wall_seconds - optimum.compile_seconds
+    lines = [
+        f"Searched {len(optimum.trials)} measurements in {searching:.1f} s and {optimum.compile_seconds:.1f} s of "
+        "compilation."
+    ]
+    if optimum.default_seconds is not None:
+        lines.append(
+            f"Speedup over the default configuration: {digits(optimum.default_seconds / optimum.seconds)}X "
+            f"({format_time(optimum.default_seconds)} / {format_time(optimum.seconds)}, measured in turns)."
+        )
+    if optimum.failures:
+        lines.append(f"{len(optimum.failures)} measurement(s) failed, the first: {optimum.failures[0].error}")
+    return lines
+
+
+def _show_where_it_runs(options: Options) -> None:
+    """A dry run for the GPUs that a backend is for, whatever is at hand."""
+    family = (options.backend or options.fmha_backend or "").rpartition("-")[0]
+    capability = KNOWN_FAMILIES[family]
+    print_lines([f"A dry run with --compute-capability {capability[0]}.{capability[1]} shows:"])
+    anywhere = dataclasses.replace(options, backend=None, fmha_backend=None)
+    dry_run.print_dry_run(anywhere, Device("cuda", capability, is_present=False))
+
+
+def _write(path: Path | None, results: Any) -> None:
+    if path is not None:
+        path.write_text(json.dumps(results(), indent=2) + "\n")
 
 
 if __name__ == "__main__":

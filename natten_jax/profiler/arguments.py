@@ -3,108 +3,52 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from natten_jax import backends
-from natten_jax.problem import KernelSchedule, Shape
+from natten_jax.devices import ComputeCapability, parse_compute_capability
+from natten_jax.problem import KernelSchedule
 from natten_jax.profiler.baselines import BASELINES
+from natten_jax.profiler.options import DTYPES, Options
 from natten_jax.version import __version__
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
+#: Baselines of NATTEN's profiler that do not exist in JAX.
+_FOREIGN_BASELINES = ("xformers", "fav2")
 
-#: Baselines of NATTEN's profiler that do not exist in JAX, and what to use in their place.
-_FOREIGN_BASELINES = {
-    "xformers": "cudnn (fused attention on NVIDIA GPUs), pallas (on GPUs, too) and xla (anywhere): use --backend cudnn",
-    "fav2": "cudnn (fused attention on NVIDIA GPUs), pallas (on GPUs, too) and xla (anywhere): use --backend cudnn",
-}
+#: Backend families of NATTEN's profiler, and the GPUs that they are for: such a name is never a typing error.
+KNOWN_FAMILIES: dict[str, ComputeCapability] = {"cutlass": (8, 0), "hopper": (9, 0), "blackwell": (10, 0)}
 
 _TILE_FLAGS = ("q_tile", "kv_tile", "backward_q_tile", "backward_kv_tile")
+_OUTPUT_FOLDERS = ("json", "csv", "plot")
+#: What only a measurement can produce or use.
+_MEASUREMENT_ONLY = ("compare", "csv", "plot", "trace_dir", "verbose")
 
 _EXAMPLES = """\
 examples:
   # Self attention over a video of 8 x 16 x 24 tokens, head dim 128
   %(prog)s -i 8 16 24 -d 128
 
-  # Neighborhood attention with a 2 x 4 x 3 window
-  %(prog)s -i 8 16 24 -d 128 -w 2 4 3
+  # Neighborhood attention with a 2 x 4 x 3 window, forward and backward
+  %(prog)s -i 8 16 24 -d 128 -w 2 4 3 --backprop
 
-  # Forward and backward, strided, causal in the first dimension, grouped query heads
-  %(prog)s -i 16 32 32 -n 8 --heads-kv 2 -w 8 16 16 -s 2 4 4 -c 1 0 0 --backprop
+  # Strided, causal in the first dimension, grouped query heads, beside cuDNN's self attention
+  %(prog)s -i 16 32 32 -n 8 --heads-kv 2 -w 8 16 16 -s 2 4 4 -c 1 0 0 --compare cudnn
 
-  # The plain XLA baseline (self attention only), in bfloat16, full results to a file
-  %(prog)s -i 4096 -d 64 --dtype bf16 --backend xla --json xla.json
+  # Which tiles does each backend offer on a Hopper GPU, and what do they come to?
+  %(prog)s -i 30 48 80 -n 24 -d 128 -w 18 24 24 --dry-run --compute-capability 9.0
+
+  # How fast would it be there, and which stride would make it faster?
+  %(prog)s -i 30 48 80 -n 24 -d 128 -w 18 24 24 --simulate --compute-capability 9.0
+
+  # Search for the best tiles, schedules and backend, and save them for natten_jax.load_tuned
+  %(prog)s -i 30 48 80 -n 24 -d 128 -w 18 24 24 --backprop --optimize --json tuned.json
+
+a trace that JAX's profiler wrote is read by
+  python -m natten_jax.profiler.trace PATH
 """
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What to profile and how, checked and with every default filled in.
-
-    Attributes:
-        input_size: Token layout.
-        batch_size: Batch size.
-        heads: Query heads.
-        heads_kv: Key/value heads.
-        dim: Head dim of query and key.
-        dim_value: Head dim of value and output.
-        window_size: Window extents; the token layout itself is self attention.
-        stride: Queries per dimension that share a window.
-        dilation: Distance between neighboring tokens of a window.
-        causal: Per dimension, whether later keys are hidden.
-        dtype: Element type as the command line spells it.
-        backprop: Whether the backward pass is profiled, too.
-        add_kv: Additional key/value tokens.
-        backend: Backend or baseline; ``None`` is the operator's own choice.
-        fmha_backend: Backend of attention, where that runs; ``None`` is the operator's own choice.
-        q_tile: Query tile shape of the forward pass.
-        kv_tile: Key/value tile shape of the forward pass.
-        backward_q_tile: Query tile shape of the backward pass.
-        backward_kv_tile: Key/value tile shape of the backward pass.
-        schedule: Kernel schedule, where the backend has any.
-        persistent: Whether persistent tile scheduling may be used.
-        warmup_steps: Runs before the measurement.
-        iterations: Measured runs.
-        json: Where the full results go.
-    """
-
-    input_size: Shape
-    batch_size: int
-    heads: int
-    heads_kv: int
-    dim: int
-    dim_value: int
-    window_size: Shape
-    stride: Shape
-    dilation: Shape
-    causal: tuple[bool, ...]
-    dtype: str
-    backprop: bool
-    add_kv: int
-    backend: str | None
-    fmha_backend: str | None
-    q_tile: Shape | None
-    kv_tile: Shape | None
-    backward_q_tile: Shape | None
-    backward_kv_tile: Shape | None
-    schedule: str | None
-    persistent: bool
-    warmup_steps: int
-    iterations: int
-    json: Path | None
-
-    @property
-    def rank(self) -> int:
-        """Number of token dimensions."""
-        return len(self.input_size)
-
-    @property
-    def is_baseline(self) -> bool:
-        """Whether a baseline of JAX is profiled instead of this package's operators."""
-        return self.backend in BASELINES
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
@@ -118,6 +62,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         value = getattr(given, name)
         if value is not None and len(value) != rank:
             _wrong_count(parser, name, value, given.input_size)
+    _check_modes(parser, given)
     _check_backends(parser, given)
     if given.backend in BASELINES:
         _check_baseline(parser, given)
@@ -137,26 +82,54 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     options = Options(**values)
     _check_problem(parser, options)
     _check_tiles(parser, options)
-    if options.json is not None and not options.json.parent.is_dir():
-        parser.error(f"--json: the folder {str(options.json.parent)!r} does not exist")
+    for name in _OUTPUT_FOLDERS:
+        path = getattr(options, name)
+        if path is not None and not path.parent.is_dir():
+            parser.error(f"{_flag(name)}: the folder {str(path.parent)!r} does not exist")
     return options
 
 
+def _check_modes(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    modes = [name for name in ("dry_run", "simulate", "optimize") if getattr(given, name)]
+    if len(modes) > 1:
+        parser.error(f"{' and '.join(map(_flag, modes))} exclude each other: choose one")
+    is_measurement = not (given.dry_run or given.simulate)
+    if given.compute_capability is not None and is_measurement:
+        parser.error("--compute-capability is for --dry-run and --simulate: a measurement runs on the device at hand")
+    if not is_measurement:
+        wrong = [_flag(name) for name in _MEASUREMENT_ONLY if getattr(given, name)]
+        if wrong:
+            parser.error(f"{', '.join(wrong)} would need a measurement, but {_flag(modes[0])} measures nothing")
+    if modes and given.backend in BASELINES:
+        parser.error(
+            f"{_flag(modes[0])} is about backends with tiles, which the baseline {given.backend} does not have"
+        )
+
+
 def _check_backends(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    fna, fmha, baselines = backends.backend_names("fna"), backends.backend_names("fmha"), tuple(BASELINES)
-    if given.backend in _FOREIGN_BASELINES:
-        parser.error(
-            f"--backend {given.backend} is a baseline of PyTorch; JAX's are {_FOREIGN_BASELINES[given.backend]}"
-        )
-    if given.backend in fmha:
-        parser.error(f"--backend {given.backend} is an attention backend: name it with --fmha-backend")
-    if given.backend is not None and given.backend not in fna + baselines:
-        parser.error(
-            f"--backend {given.backend} is unknown; choose one of {', '.join(fna)}, or a baseline: "
-            f"{', '.join(baselines)}"
-        )
+    known = tuple(KNOWN_FAMILIES)
+    fna = (*backends.backend_names("fna"), *(f"{family}-fna" for family in known))
+    fmha = (*backends.backend_names("fmha"), *(f"{family}-fmha" for family in known))
+    for flag, name in (("--backend", given.backend), ("--compare", given.compare)):
+        if name is None:
+            continue
+        if name in _FOREIGN_BASELINES:
+            parser.error(
+                f"{flag} {name} is a baseline of PyTorch; JAX's are cudnn (fused attention on NVIDIA GPUs), "
+                f"pallas (on GPUs, too) and xla (anywhere): use {flag} cudnn"
+            )
+        if name in fmha:
+            parser.error(f"{flag} {name} is an attention backend: name it with --fmha-backend")
+        if name not in (*fna, *BASELINES):
+            parser.error(
+                f"{flag} {name} is unknown; choose one of {', '.join(backends.backend_names('fna'))}, "
+                f"or a baseline: {', '.join(BASELINES)}"
+            )
+    if given.compare is not None and given.compare == given.backend:
+        parser.error(f"--compare {given.compare} is what --backend runs already")
     if given.fmha_backend is not None and given.fmha_backend not in fmha:
-        parser.error(f"--fmha-backend {given.fmha_backend} is unknown; choose one of {', '.join(fmha)}")
+        choices = ", ".join(backends.backend_names("fmha"))
+        parser.error(f"--fmha-backend {given.fmha_backend} is unknown; choose one of {choices}")
 
 
 def _check_baseline(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
@@ -199,6 +172,8 @@ def _check_tiles(parser: argparse.ArgumentParser, options: Options) -> None:
         if len(given) == 1:
             (missing,) = set(names) - set(given)
             parser.error(f"{_flag(given[0])} was given without {_flag(missing)}: give both or neither")
+        if given and prefix and not options.backprop:
+            parser.error(f"{_flag(given[0])} is for the backward pass, which runs with --backprop only")
 
 
 def _wrong_count(
@@ -238,6 +213,16 @@ def _boolean(text: str) -> bool:
     return values[text.lower()]
 
 
+def _compute_capability(text: str) -> ComputeCapability:
+    try:
+        major, minor = parse_compute_capability(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a compute capability such as 9.0") from None
+    if major < 1 or minor not in range(10):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a compute capability such as 9.0")
+    return major, minor
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         # One sentence, without the usage: with this many flags it would bury the message.
@@ -245,84 +230,134 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    positive, natural = _at_least(1), _at_least(0)
     parser = _Parser(
         prog="natten-jax-profiler",
-        description="Measure what neighborhood attention launches on this machine's default JAX device.",
+        description="Measure what neighborhood attention launches on this machine's default JAX device, list and "
+        "search its configurations, or predict its time for a GPU that is not there.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"natten_jax {__version__}")
+    _add_problem(parser.add_argument_group("problem"))
+    _add_configuration(parser.add_argument_group("backend and configuration"))
+    _add_modes(parser.add_argument_group("configurations and prediction, without a measurement"))
+    _add_search(parser.add_argument_group("search"))
+    _add_measurement(parser.add_argument_group("measurement and output"))
+    return parser
 
-    problem = parser.add_argument_group("problem")
-    problem.add_argument(
+
+# fmt: off
+def _add_problem(group: Any) -> None:
+    positive, natural = _at_least(1), _at_least(0)
+    group.add_argument(
         "-i", "--input-size", nargs="+", type=positive, required=True, metavar="X",
         help="token layout, 1 to 3 integers: sequence length; height width; depth height width (required)",
-    )  # fmt: skip
-    problem.add_argument("-b", "--batch-size", type=positive, default=1, metavar="B", help="batch size (default: 1)")
-    problem.add_argument("-n", "--heads", type=positive, default=1, metavar="H", help="query heads (default: 1)")
-    problem.add_argument(
+    )
+    group.add_argument("-b", "--batch-size", type=positive, default=1, metavar="B", help="batch size (default: 1)")
+    group.add_argument("-n", "--heads", type=positive, default=1, metavar="H", help="query heads (default: 1)")
+    group.add_argument(
         "--heads-kv", type=positive, metavar="H", help="key/value heads, a divisor of --heads (default: --heads)"
     )
-    problem.add_argument(
+    group.add_argument(
         "-d", "--dim", type=positive, default=64, metavar="D", help="head dim of query and key (default: 64)"
     )
-    problem.add_argument(
+    group.add_argument(
         "--dim-value", type=positive, metavar="D", help="head dim of value and output (default: --dim)"
     )
-    problem.add_argument(
+    group.add_argument(
         "-w", "--window-size", nargs="+", type=positive, metavar="W",
         help="window per dimension (default: the input size, which is self attention)",
-    )  # fmt: skip
-    problem.add_argument(
+    )
+    group.add_argument(
         "-s", "--stride", nargs="+", type=positive, metavar="S",
         help="queries that share a window, per dimension (default: 1s)",
-    )  # fmt: skip
-    problem.add_argument(
+    )
+    group.add_argument(
         "--dilation", nargs="+", type=positive, metavar="N",
         help="distance between neighboring tokens of a window, per dimension (default: 1s)",
-    )  # fmt: skip
-    problem.add_argument(
+    )
+    group.add_argument(
         "-c", "--causal", nargs="+", type=_boolean, metavar="C",
         help="true, false, 1 or 0 per dimension, or one for all (default: false)",
-    )  # fmt: skip
-    problem.add_argument("--dtype", choices=tuple(DTYPES), default="fp16", help="element type (default: fp16)")
-    problem.add_argument("--backprop", action="store_true", help="profile forward and backward pass")
-    problem.add_argument(
+    )
+    group.add_argument("--dtype", choices=tuple(DTYPES), default="fp16", help="element type (default: fp16)")
+    group.add_argument("--backprop", action="store_true", help="profile forward and backward pass")
+    group.add_argument(
         "--add-kv", type=natural, default=0, metavar="N", help="additional key/value tokens (default: 0)"
     )
 
-    backend = parser.add_argument_group("backend and configuration")
-    backend.add_argument(
+
+def _add_configuration(group: Any) -> None:
+    positive = _at_least(1)
+    group.add_argument(
         "--backend", metavar="NAME",
         help=f"{', '.join(backends.backend_names('fna'))} (default: the best that runs the problem), or a baseline "
         f"that computes self attention: {', '.join(BASELINES)}",
-    )  # fmt: skip
-    backend.add_argument(
+    )
+    group.add_argument(
         "--fmha-backend", metavar="NAME",
         help=f"{', '.join(backends.backend_names('fmha'))}: runs self attention and additional key/value tokens",
-    )  # fmt: skip
+    )
     for name, what in zip(_TILE_FLAGS, ("query", "key/value") * 2, strict=True):
         which = "backward" if name.startswith("backward") else "forward"
-        backend.add_argument(
+        group.add_argument(
             _flag(name), nargs="+", type=positive, metavar="T",
             help=f"{what} tile shape of the {which} pass (default: the backend's choice)",
-        )  # fmt: skip
-    backend.add_argument(
-        "--schedule",
-        choices=[str(schedule) for schedule in KernelSchedule],
+        )
+    group.add_argument(
+        "--schedule", choices=[str(schedule) for schedule in KernelSchedule],
         help="kernel schedule, where the backend has several",
     )
-    backend.add_argument(
+    group.add_argument(
         "--persistent", action=argparse.BooleanOptionalAction, default=True,
         help="persistent tile scheduling, where the backend has it (default: on)",
-    )  # fmt: skip
-
-    measurement = parser.add_argument_group("measurement and output")
-    measurement.add_argument(
-        "--warmup-steps", type=natural, default=10, metavar="N", help="runs before the measurement (default: 10)"
     )
-    measurement.add_argument("--iterations", type=positive, default=20, metavar="N", help="measured runs (default: 20)")
-    measurement.add_argument("--json", type=Path, metavar="PATH", help="write the full results to a file")
-    return parser
+
+
+def _add_modes(group: Any) -> None:
+    group.add_argument(
+        "--dry-run", action="store_true", help="list the backends that can run the problem and their tiles, best first"
+    )
+    group.add_argument(
+        "--max-configs", type=_at_least(0), default=10, metavar="N", help="rows of each list; 0: all (default: 10)"
+    )
+    group.add_argument(
+        "--simulate", action="store_true", help="predict the time, explain it, and recommend a stride"
+    )
+    group.add_argument(
+        "--compute-capability", type=_compute_capability, metavar="X.Y",
+        help="answer for an NVIDIA GPU of this compute capability (default: the device at hand)",
+    )
+
+
+def _add_search(group: Any) -> None:
+    group.add_argument(
+        "--optimize", action="store_true",
+        help="measure the most promising tiles, schedules and, if none is named, backends; then profile the best",
+    )
+    group.add_argument(
+        "--optimize-warmup-steps", type=_at_least(0), default=5, metavar="N",
+        help="runs of the finalists before their measurement (default: 5)",
+    )
+
+
+def _add_measurement(group: Any) -> None:
+    group.add_argument(
+        "--warmup-steps", type=_at_least(0), default=10, metavar="N", help="runs before the measurement (default: 10)"
+    )
+    group.add_argument(
+        "--iterations", type=_at_least(1), default=20, metavar="N", help="measured runs (default: 20)"
+    )
+    group.add_argument(
+        "--compare", metavar="NAME",
+        help="measure a baseline or another backend in turns with it and print the speedup",
+    )
+    group.add_argument(
+        "--verbose", action="store_true", help="rows for filling and copying memory (GPU), and all rows of a long table"
+    )
+    group.add_argument("--json", type=Path, metavar="PATH", help="write the full results to a file")
+    group.add_argument("--csv", type=Path, metavar="PATH", help="write the table to a file")
+    group.add_argument("--plot", type=Path, metavar="PATH", help="draw the table as bars (needs matplotlib)")
+    group.add_argument("--trace-dir", type=Path, metavar="PATH", help="keep the trace, for XProf or Perfetto")
+# fmt: on

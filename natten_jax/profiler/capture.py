@@ -59,9 +59,33 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Interval:
+class Interval:
+    """An event, and what a trace says about where it belongs.
+
+    Attributes:
+        event: The event.
+        run: The run of the program that it belongs to; ``None`` where the trace does not say.
+        module: The program; ``None`` where the trace does not say.
+        number: Number of the program, likewise.
+    """
+
     event: Event
     run: Any
+    module: str | None = None
+    number: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A compiled program and how it is run.
+
+    Attributes:
+        run: Runs it once; the results are waited for by the caller.
+        program: What it consists of; its module's name is not that of any other launch of a capture.
+    """
+
+    run: Callable[[], Any]
+    program: Program
 
 
 def capture(run: Callable[[], Any], iterations: int, program: Program, platform: str) -> list[list[Event]]:
@@ -76,43 +100,94 @@ def capture(run: Callable[[], Any], iterations: int, program: Program, platform:
     Raises:
         CaptureError: The trace stayed empty or could not be attributed to iterations.
     """
+    (events,) = capture_in_turns([Launch(run, program)], iterations, platform)
+    return events
+
+
+def capture_in_turns(
+    launches: Sequence[Launch], iterations: int, platform: str, *, with_memory: bool = False, folder: Path | None = None
+) -> list[list[list[Event]]]:
+    """Events of every iteration of every launch, which take turns: one device, one clock, one trace.
+
+    Args:
+        launches: What to run.
+        iterations: How often each of them.
+        platform: ``"cpu"`` or ``"cuda"``.
+        with_memory: Whether a GPU's filling and copying of memory counts.
+        folder: Where the trace is kept; ``None`` deletes it.
+
+    Raises:
+        CaptureError: The trace stayed empty or could not be attributed to iterations.
+    """
     problem = ""
     for attempt in range(_ATTEMPTS):
         if attempt:
             time.sleep(0.2 * attempt)
-        profile = _trace(run, iterations)
+        profile = _trace(launches, iterations, folder)
         with warnings.catch_warnings():
             # Python 3.12 and newer complain about how ProfileData's types are made, over which nobody here has a say.
             warnings.simplefilter("ignore", DeprecationWarning)
-            intervals = _host_intervals(profile, program) if platform == "cpu" else _gpu_intervals(profile, program)
-        if not intervals:
-            problem = "it recorded nothing that the program ran"
-            continue
-        by_iteration = split(intervals, iterations)
-        if by_iteration is None:
-            problem = f"its {len(intervals)} events cannot be attributed to {iterations} iterations"
-            continue
-        events = [[interval.event for interval in part] for part in by_iteration]
-        return [exclusive(part, program) for part in events] if platform == "cpu" else events
+            intervals = host_intervals(profile) if platform == "cpu" else gpu_intervals(profile, with_memory)
+        captured = []
+        for launch in launches:
+            of_launch = [
+                each
+                for each in intervals
+                if (len(launches) == 1 if each.module is None else launch.program.is_module(each.module))
+            ]
+            parts = split(of_launch, iterations) if of_launch else None
+            if parts is None:
+                found = f"{len(of_launch)} events cannot be attributed to {iterations} iterations"
+                problem = f"its {found}" if of_launch else "it recorded nothing that the program ran"
+                break
+            events = [[interval.event for interval in part] for part in parts]
+            captured.append([exclusive(part, launch.program) for part in events] if platform == "cpu" else events)
+        else:
+            return captured
     raise CaptureError(f"the JAX profiler's trace is of no use after {_ATTEMPTS} attempts: {problem}")
 
 
-def _trace(run: Callable[[], Any], iterations: int) -> ProfileData:
+def _trace(launches: Sequence[Launch], iterations: int, folder: Path | None) -> ProfileData:
     options = ProfileOptions()
     options.python_tracer_level = 0  # it would slow down dispatch and fill the trace
     options.host_tracer_level = 1
-    options.enable_hlo_proto = False
-    with tempfile.TemporaryDirectory(prefix="natten-jax-profiler-") as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
+    options.enable_hlo_proto = folder is not None
+    with tempfile.TemporaryDirectory(prefix="natten-jax-profiler-") as temporary:
+        target = Path(temporary) if folder is None else folder
+        with jax.profiler.trace(str(target), profiler_options=options):
             for _ in range(iterations):
-                jax.block_until_ready(run())  # type: ignore[no-untyped-call]
-        paths = sorted(Path(folder).glob("**/*.xplane.pb"))
-        if not paths:
-            raise CaptureError("the JAX profiler wrote no trace")
-        return ProfileData.from_file(str(paths[-1]))
+                for launch in launches:
+                    jax.block_until_ready(launch.run())  # type: ignore[no-untyped-call]
+        return read(target)
 
 
-def _gpu_intervals(profile: ProfileData, program: Program) -> list[_Interval]:
+def trace_file(path: Path) -> Path:
+    """``path``, or the newest trace in it where it is a folder that JAX's profiler wrote to.
+
+    Raises:
+        CaptureError: There is none.
+    """
+    paths = [path] if path.is_file() else sorted(path.glob("**/*.xplane.pb"), key=lambda each: each.stat().st_mtime)
+    if not paths:
+        raise CaptureError(f"there is no trace (*.xplane.pb) in {str(path)!r}")
+    return paths[-1]
+
+
+def read(path: Path) -> ProfileData:
+    """The trace in a file, or the newest one in a folder.
+
+    Raises:
+        CaptureError: There is none, or it is something else.
+    """
+    file = trace_file(path)
+    try:
+        return ProfileData.from_file(str(file))
+    except Exception as error:
+        raise CaptureError(f"{str(file)!r} is no trace of JAX's profiler: {error}") from error
+
+
+def gpu_intervals(profile: ProfileData, with_memory: bool = False) -> list[Interval]:
+    """What ran on the GPUs; ``with_memory`` includes filling and copying memory."""
     intervals = []
     for plane in profile.planes:
         if not plane.name.startswith("/device:GPU"):
@@ -121,20 +196,20 @@ def _gpu_intervals(profile: ProfileData, program: Program) -> list[_Interval]:
             if not line.name.startswith("Stream"):
                 continue  # lines such as "XLA Ops" repeat the streams' events in other groupings
             for event in line.events:
+                if event.duration_ns <= 0 or (not with_memory and event.name.lower().startswith(_NO_KERNELS)):
+                    continue
                 stats = _stats(event)
                 module = stats.get("hlo_module")
-                if event.name.lower().startswith(_NO_KERNELS) or event.duration_ns <= 0:
-                    continue
-                if module is not None and not program.is_module(str(module)):
-                    continue
                 scope = str(stats.get("name") or "")
                 instruction = str(stats.get("hlo_op") or "")
                 launched = Event(event.name, instruction, scope, event.start_ns, event.duration_ns)
-                intervals.append(_Interval(launched, stats.get("run_id")))
+                name = None if module is None else str(module)
+                intervals.append(Interval(launched, stats.get("run_id"), name, _number(stats)))
     return intervals
 
 
-def _host_intervals(profile: ProfileData, program: Program) -> list[_Interval]:
+def host_intervals(profile: ProfileData) -> list[Interval]:
+    """What XLA's runtime ran on the CPU."""
     intervals, ends = [], {}
     for plane in profile.planes:
         if not plane.name.startswith("/host:CPU"):
@@ -145,13 +220,13 @@ def _host_intervals(profile: ProfileData, program: Program) -> list[_Interval]:
                     ends[_stats(event).get("_c")] = event.start_ns
                     continue
                 stats = _stats(event)
-                if "hlo_op" not in stats or not program.is_module(str(stats.get("hlo_module"))):
-                    continue
-                intervals.append((event.name, event.start_ns, event.end_ns, stats))
+                if "hlo_op" in stats:
+                    intervals.append((event.name, event.start_ns, event.end_ns, stats))
     result = []
     for name, start, end, stats in intervals:
         end = ends.get(stats.get("_p"), end)
-        result.append(_Interval(Event(name, str(stats["hlo_op"]), "", start, end - start), stats.get("run_id")))
+        event = Event(name, str(stats["hlo_op"]), "", start, end - start)
+        result.append(Interval(event, stats.get("run_id"), str(stats.get("hlo_module")), _number(stats)))
     return result
 
 
@@ -159,10 +234,15 @@ def _stats(event: Any) -> dict[str, Any]:
     return dict(event.stats)
 
 
-def split(intervals: Iterable[_Interval], iterations: int) -> list[list[_Interval]] | None:
+def _number(stats: dict[str, Any]) -> int | None:
+    number = stats.get("program_id")
+    return None if number is None else int(number)
+
+
+def split(intervals: Iterable[Interval], iterations: int) -> list[list[Interval]] | None:
     """The intervals of each iteration in order of time; ``None`` where that cannot be told."""
     ordered = sorted(intervals, key=lambda interval: interval.event.start)
-    runs: dict[Any, list[_Interval]] = collections.defaultdict(list)
+    runs: dict[Any, list[Interval]] = collections.defaultdict(list)
     for interval in ordered:
         runs[interval.run].append(interval)
     if None not in runs:

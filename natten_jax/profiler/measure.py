@@ -1,27 +1,24 @@
-"""Build the program that the options describe, run it, and sum up what it launched."""
+"""Run compiled programs and sum up what they launched."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-import natten_jax
-from natten_jax import backends
-from natten_jax.backends.base import Pass
-from natten_jax.devices import Device, default_device
+from natten_jax.backends.base import TilePair
+from natten_jax.devices import Device
 from natten_jax.flops import flops
-from natten_jax.problem import Problem, TileConfig, attention_problem, neighborhood_problem, tile_config
-from natten_jax.profiler import baselines, capture, symbols
-from natten_jax.profiler.arguments import DTYPES, Options
-from natten_jax.profiler.program import Program, compile_for_trace
+from natten_jax.problem import Problem
+from natten_jax.profiler import capture, symbols
+from natten_jax.profiler.options import Options
+from natten_jax.profiler.program import Program
 from natten_jax.profiler.progress import Progress
+from natten_jax.profiler.workload import Workload, compile_workload, passes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +52,7 @@ class Result:
         problem: The problem; that of a baseline is self attention.
         backends: What ran the ``"forward"`` and ``"backward"`` pass, and ``"additional_kv_forward"`` and so on for
             additional tokens.
+        tiles: Query and key/value tile of each pass of a backend of this package.
         device: Where it ran.
         rows: One per name of launches, in the order of the report.
         totals: Seconds of device time per iteration, one value for each.
@@ -64,6 +62,7 @@ class Result:
     options: Options
     problem: Problem
     backends: dict[str, str]
+    tiles: dict[str, TilePair]
     device: Device
     rows: tuple[Row, ...]
     totals: tuple[float, ...]
@@ -85,6 +84,30 @@ class Result:
         return sum(self.flops.values()) / self.median / 1e12
 
 
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A result and a baseline that took turns with it.
+
+    Attributes:
+        result: What was asked for.
+        baseline: What it is held against.
+    """
+
+    result: Result
+    baseline: Result
+
+    @property
+    def speedup(self) -> float:
+        """Median over the turns of the baseline's time by the result's."""
+        turns = zip(self.baseline.totals, self.result.totals, strict=True)
+        return statistics.median(theirs / ours for theirs, ours in turns)
+
+    @property
+    def flop_bound(self) -> float:
+        """The speedup if time were the operations that the masks leave."""
+        return sum(self.baseline.flops.values()) / sum(self.result.flops.values())
+
+
 def profile(options: Options) -> Result:
     """Measure on the default device.
 
@@ -92,50 +115,65 @@ def profile(options: Options) -> Result:
         ValueError: The problem cannot run as the options ask.
         natten_jax.profiler.capture.CaptureError: The trace could not be read.
     """
-    device = default_device()
-    problem, tiles = describe(options)
-    with Progress(options.warmup_steps + options.iterations) as progress:
-        progress.stage("compiling")
-        function = _function(options, problem, device)
-        arguments = _inputs(options)
-        compiled = compile_for_trace(function, *arguments)
-
-        def run() -> Any:
-            progress.advance()
-            return compiled(*arguments)
-
-        progress.stage("warming up")
-        for _ in range(options.warmup_steps):
-            jax.block_until_ready(run())  # type: ignore[no-untyped-call]
-        progress.stage("measuring")
-        program = Program.of(compiled)
-        iterations = capture.capture(run, options.iterations, program, device.platform)
-    rows = summarize(iterations, program, "fmha" if problem.is_attention else "fna", device.platform)
-    passes: tuple[Pass, ...] = ("forward", "backward") if options.backprop else ("forward",)
-    return Result(
-        options,
-        problem,
-        _chosen_backends(options, problem, tiles, device, passes),
-        device,
-        rows,
-        tuple(sum(event.duration for event in events) / 1e9 for events in iterations),
-        {which: flops(problem, which) for which in passes},
-    )
+    (result,) = _profile([options])
+    return result
 
 
-def describe(options: Options) -> tuple[Problem, TileConfig]:
-    """The problem and the tiles that the options stand for.
+def compare(options: Options, baseline: str) -> Comparison:
+    """Measure in turns with a baseline, or another backend, on the default device.
 
     Raises:
-        ValueError: The operators do not take this problem.
+        ValueError: One of the two cannot run.
+        natten_jax.profiler.capture.CaptureError: The trace could not be read.
     """
-    query, key, value, *additional = _shapes(options)
-    keys, values = additional or (None, None)
-    problem = neighborhood_problem(
-        options.rank, query, key, value,
-        options.window_size, options.stride, options.dilation, options.causal, None, keys, values,
-    )  # fmt: skip
-    return problem, tile_config(options.rank, **_tile_arguments(options))
+    return Comparison(*_profile([options, options.of_baseline(baseline)]))
+
+
+def _profile(every: Sequence[Options]) -> list[Result]:
+    first = every[0]
+    with Progress(len(every) * (first.warmup_steps + first.iterations)) as progress:
+        progress.stage("compiling")
+        arguments: tuple[jax.Array, ...] | None = None
+        workloads = []
+        for number, options in enumerate(every):
+            workloads.append(compile_workload(options, f"profiled_{number}", arguments))
+            arguments = workloads[0].arguments
+
+        def counted(workload: Workload) -> capture.Launch:
+            def run() -> Any:
+                progress.advance()
+                return workload.run()
+
+            return capture.Launch(run, workload.program)
+
+        launches = [counted(workload) for workload in workloads]
+        progress.stage("warming up")
+        for _ in range(first.warmup_steps):
+            for launch in launches:
+                jax.block_until_ready(launch.run())  # type: ignore[no-untyped-call]
+        progress.stage("measuring")
+        captured = capture.capture_in_turns(
+            launches,
+            first.iterations,
+            workloads[0].device.platform,
+            with_memory=first.verbose,
+            folder=first.trace_dir,
+        )
+    return [summarize_workload(*each) for each in zip(workloads, captured, strict=True)]
+
+
+def summarize_workload(workload: Workload, iterations: Sequence[Sequence[capture.Event]]) -> Result:
+    """The result of a workload's captured iterations."""
+    return Result(
+        workload.options,
+        workload.problem,
+        workload.backends,
+        workload.tiles,
+        workload.device,
+        summarize(iterations, workload.program, workload.operator, workload.device.platform),
+        tuple(sum(event.duration for event in events) / 1e9 for events in iterations),
+        {which: flops(workload.problem, which) for which in passes(workload.options)},
+    )
 
 
 def summarize(
@@ -170,121 +208,3 @@ def summarize(
         if any(runtimes[named])
     ]
     return tuple(sorted(rows, key=lambda row: (symbols.order(row.name), -row.runtime)))
-
-
-def _shapes(options: Options) -> list[Any]:
-    """Query, key, value and additional keys and values, as shapes and dtypes."""
-
-    def array(layout: tuple[int, ...], heads: int, dim: int) -> jax.ShapeDtypeStruct:
-        shape = options.batch_size, *layout, heads, dim
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(DTYPES[options.dtype]))  # type: ignore[no-untyped-call]
-
-    dims = options.dim, options.dim_value
-    arrays = [array(options.input_size, options.heads, options.dim)]
-    arrays += [array(options.input_size, options.heads_kv, dim) for dim in dims]
-    if options.add_kv:
-        arrays += [array((options.add_kv,), options.heads_kv, dim) for dim in dims]
-    return arrays
-
-
-def _inputs(options: Options) -> tuple[jax.Array, ...]:
-    """Random normal arrays, never zeros: easy data runs faster than real data, as it draws less power."""
-    shapes = _shapes(options)
-    if options.backprop:
-        query = shapes[0]
-        shapes.insert(0, query.update(shape=(*query.shape[:-1], options.dim_value)))
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    return tuple(jax.random.normal(key, each.shape, each.dtype) for key, each in zip(keys, shapes, strict=True))
-
-
-def _tile_arguments(options: Options) -> dict[str, Any]:
-    return {
-        "q_tile_shape": options.q_tile,
-        "kv_tile_shape": options.kv_tile,
-        "backward_q_tile_shape": options.backward_q_tile,
-        "backward_kv_tile_shape": options.backward_kv_tile,
-        "run_persistent_kernel": options.persistent,
-        "kernel_schedule": options.schedule,
-    }
-
-
-def _function(options: Options, problem: Problem, device: Device) -> Callable[..., Any]:
-    """The function to profile: of query, key, value, ...; with ``--backprop``, of the output's cotangent first."""
-    if options.is_baseline:
-        name = str(options.backend)
-        baselines.check(name, problem, device)
-
-        def forward(*arrays: jax.Array) -> Any:
-            return baselines.attend(name, *arrays)
-    else:
-        operator: Callable[..., Any] = getattr(natten_jax, f"na{options.rank}d")
-        attention_kwargs = {} if options.fmha_backend is None else {"backend": options.fmha_backend}
-
-        def forward(*arrays: jax.Array) -> Any:
-            query, key, value, *additional = arrays
-            return operator(
-                query,
-                key,
-                value,
-                options.window_size,
-                options.stride,
-                options.dilation,
-                options.causal,
-                additional_keys=additional[0] if additional else None,
-                additional_values=additional[1] if additional else None,
-                attention_kwargs=attention_kwargs,
-                backend=options.backend,
-                **_tile_arguments(options),
-            )
-
-    def forward_and_backward(cotangent: jax.Array, *arrays: jax.Array) -> Any:
-        output, gradients = jax.vjp(forward, *arrays)
-        return output, gradients(cotangent)
-
-    return forward_and_backward if options.backprop else forward
-
-
-def _chosen_backends(
-    options: Options, problem: Problem, tiles: TileConfig, device: Device, passes: Sequence[Pass]
-) -> dict[str, str]:
-    """The backend of every part, found as the operators find it."""
-    if options.is_baseline:
-        return dict.fromkeys(passes, str(options.backend))
-    query, key, value, *additional = (_flat(each) for each in _shapes(options))
-    fmha_backend = options.fmha_backend or backends.fmha_counterpart(options.backend)
-    parts: list[tuple[str, Problem, TileConfig, str | None]] = []
-    if problem.is_attention:
-        whole = attention_problem(query, _longer(key, options.add_kv), _longer(value, options.add_kv), None, False)
-        parts.append(("", dataclasses.replace(whole, is_causal=(any(problem.is_causal),)), tiles, fmha_backend))
-    else:
-        parts.append(("", dataclasses.replace(problem, additional_kv=0), tiles, options.backend))
-        if additional:
-            keys, values = additional
-            context = attention_problem(query, keys, values, None, False)
-            parts.append(("additional_kv_", context, TileConfig(), fmha_backend))
-    chosen = {}
-    for prefix, part, part_tiles, requested in parts:
-        if part.operator == "fmha" and part_tiles is tiles:
-            part_tiles = _flat_tiles(options)
-        for which in passes:
-            choice = backends.choose_pass(part, part_tiles, device, which, requested)
-            chosen[f"{prefix}{which}"] = backends.backend_name(choice, part.operator)
-    return chosen
-
-
-def _flat_tiles(options: Options) -> TileConfig:
-    arguments = _tile_arguments(options)
-    for name in ("q_tile_shape", "kv_tile_shape", "backward_q_tile_shape", "backward_kv_tile_shape"):
-        if arguments[name] is not None:
-            arguments[name] = math.prod(arguments[name])
-    return tile_config(1, **arguments)
-
-
-def _flat(array: Any) -> Any:
-    batch, *layout, heads, dim = array.shape
-    return array.update(shape=(batch, math.prod(layout), heads, dim))
-
-
-def _longer(array: Any, tokens: int) -> Any:
-    batch, own, heads, dim = array.shape
-    return array.update(shape=(batch, own + tokens, heads, dim))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -41,6 +41,10 @@ class Instruction:
     target: str = ""
     description: str = ""
     fused: frozenset[str] = frozenset()
+
+    def fusing(self, *opcodes: Iterable[str]) -> Instruction:
+        """This fusion with what is inside it."""
+        return dataclasses.replace(self, fused=frozenset().union(*opcodes) - {"parameter", "constant"})
 
 
 def compile_for_trace(function: Callable[..., Any], *arguments: Any) -> jax.stages.Compiled:
@@ -92,9 +96,7 @@ class Program:
             elif match := _MODULE.match(line):
                 module = match[1]
         for name, fused in called.items():
-            instructions[name] = dataclasses.replace(
-                instructions[name], fused=frozenset(opcodes.get(fused, ())) - {"parameter", "constant"}
-            )
+            instructions[name] = instructions[name].fusing(opcodes.get(fused, ()))
         return cls(module, instructions)
 
     def is_module(self, name: str) -> bool:

@@ -17,6 +17,7 @@ class Progress:
     def __init__(self, steps: int) -> None:
         self._bar: Any = None
         self._timer: threading.Timer | None = None
+        self._total = steps
         if not sys.stderr.isatty():
             return
         with contextlib.suppress(ImportError):
@@ -45,6 +46,12 @@ class Progress:
         """Say what is going on."""
         if self._bar is not None:
             self._bar.update(self._task, description=description)
+
+    def expect(self, steps: int) -> None:
+        """There are more steps to come."""
+        if self._bar is not None:
+            self._total += steps
+            self._bar.update(self._task, total=self._total)
 
     def advance(self) -> None:
         """One step is done."""

@@ -1,97 +1,136 @@
-"""The report for people, a table with the measurement below it, and the one for programs, JSON."""
+"""Reports of measurements: for people a table with a summary below it, for programs JSON and CSV."""
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import platform
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import Any, TextIO
 
 import jax
 
-from natten_jax.profiler.measure import Result, Row
+from natten_jax import simulator
+from natten_jax.problem import Problem
+from natten_jax.profiler.measure import Comparison, Result, Row
+from natten_jax.profiler.options import Options
+from natten_jax.profiler.tables import Table, digits, format_time, print_lines, print_table
 from natten_jax.version import __version__
 
-_WIDTH = 100
-_TITLE = "Profiler results"
-_COLUMNS = ("Framework", "Kernel category", "Arch", "Operation", "# calls", "Runtime")
-_OPERATION = _COLUMNS.index("Operation")
+COLUMNS = ("Framework", "Kernel category", "Arch", "Operation", "# calls", "Runtime")
 _MOST_ROWS = 20
-
-
-def format_time(seconds: float) -> str:
-    """``1.234s``, ``1.234ms`` or ``1.234us``, whichever unit fits."""
-    # The unit is chosen for the rounded value: nothing prints as 1000.000us or 1000.000ms.
-    for unit, scale in (("us", 1e6), ("ms", 1e3)):
-        if round(seconds * scale, 3) < 1000:
-            return f"{seconds * scale:.3f}{unit}"
-    return f"{seconds:.3f}s"
 
 
 def print_report(result: Result, file: TextIO | None = None) -> None:
     """Print the table and the lines below it."""
-    file = sys.stdout if file is None else file
-    cells = _cells(result)
-    try:
-        _print_rich(cells, file)
-    except ImportError:
-        print(ascii_table(cells), file=file)
-    for line in summary(result):
-        print(line, file=file)
+    print_table(result_table(result), file)
+    print_lines(summary(result), file)
+
+
+def print_comparison(comparison: Comparison, file: TextIO | None = None) -> None:
+    """Print the result, the baseline's table, and the speedup next to its bound."""
+    print_report(comparison.result, file)
+    baseline = comparison.baseline
+    print_table(result_table(baseline, f"Baseline: {baseline.options.backend}"), file)
+    print_lines(comparison_lines(comparison), file)
+
+
+def comparison_lines(comparison: Comparison) -> Iterator[str]:
+    """The speedup over the baseline, and what would be possible."""
+    result, baseline = comparison.result, comparison.baseline
+    yield (
+        f"Speedup over {baseline.options.backend}: {digits(comparison.speedup)}X "
+        f"(medians {format_time(baseline.median)} / {format_time(result.median)}, measured in turns)"
+    )
+    if baseline.options.is_baseline:
+        sparsity = 1 - 1 / comparison.flop_bound
+        yield f"FLOP-wise speedup (upper bound) with {sparsity:.2%} sparsity: {digits(comparison.flop_bound)}X"
 
 
 def summary(result: Result) -> Iterator[str]:
     """The lines below the table."""
-    options, problem = result.options, result.problem
+    yield problem_line(result.options, result.problem)
+    yield f"Backend: {_backends(result.backends)}, on {device_name()}"
+    yield from _tile_lines(result)
+    iterations = len(result.totals)
+    yield (
+        f"Device time: median {format_time(result.median)}, min {format_time(min(result.totals))}, "
+        f"max {format_time(max(result.totals))} ({iterations} iteration{'s' if iterations > 1 else ''}, "
+        f"{result.options.warmup_steps} before them)"
+    )
+    yield f"{digits(result.tflops)} TFLOP/s ({digits(sum(result.flops.values()) / 1e9)} GFLOP that the mask leaves)"
+
+
+def problem_line(options: Options, problem: Problem) -> str:
+    """What is computed."""
     heads = f"{problem.heads}" if problem.heads == problem.heads_kv else f"{problem.heads}/{problem.heads_kv}"
     dims = f"{problem.head_dim}"
     if problem.head_dim_v != problem.head_dim:
         dims += f"/{problem.head_dim_v}"
     name = "self attention" if problem.kernel_size == problem.query_layout else "neighborhood attention"
-    yield f"Problem: {name}, {problem.describe()}, batch {problem.batch}, heads {heads}, head dim {dims}, " + (
+    return f"Problem: {name}, {problem.describe()}, batch {problem.batch}, heads {heads}, head dim {dims}, " + (
         f"{options.dtype}, {'forward and backward' if options.backprop else 'forward'}"
     )
-    yield f"Backend: {_backends(result.backends)}, on {_device_name()}"
-    iterations = len(result.totals)
-    yield (
-        f"Device time per iteration: median {format_time(result.median)}, min {format_time(min(result.totals))}, "
-        f"max {format_time(max(result.totals))} ({iterations} iteration{'s' if iterations > 1 else ''}, "
-        f"{options.warmup_steps} before them)"
-    )
-    yield f"{_digits(result.tflops)} TFLOP/s ({_digits(sum(result.flops.values()) / 1e9)} GFLOP that the mask leaves)"
+
+
+def _tile_lines(result: Result) -> Iterator[str]:
+    for which, pair in result.tiles.items():
+        family = result.backends[which].rpartition("-")[0]
+        problem = result.problem if len(pair[0]) == result.problem.rank else None
+        line = f"Tiles ({which}): query {format_shape(pair[0])}, key/value {format_shape(pair[1])}"
+        if problem is not None and which == "forward":
+            problem = dataclasses.replace(problem, additional_kv=0)
+            calibration = simulator.calibration_for(family, result.device.compute_capability)
+            simulation = simulator.simulate(problem, pair, calibration=calibration)
+            counts = simulation.counts
+            line += (
+                f"; {digits(counts.streamed_per_owned)} KV tiles per query tile, {counts.whole_share:.0%} of them "
+                "without a mask"
+            )
+            if simulation.seconds is not None:
+                line += f"; {format_time(simulation.seconds)} predicted"
+        yield line
+
+
+def format_shape(shape: tuple[int, ...]) -> str:
+    """``(4, 4, 8)``; one extent without a comma."""
+    return f"({', '.join(map(str, shape))})"
+
+
+def result_table(result: Result, title: str = "Profiler results") -> Table:
+    """The seeds' table; a long one keeps the rows that take most of the time."""
+    return _table(result.rows, title, None if result.options.verbose else _MOST_ROWS)
+
+
+def _table(every_row: tuple[Row, ...], title: str, most: int | None) -> Table:
+    rows = list(every_row)
+    rest: list[Row] = []
+    if most is not None and len(rows) > most:
+        # Programs of many small steps: the table is for reading, and JSON has every row.
+        rest = sorted(rows, key=lambda row: row.runtime)[: len(rows) - most + 1]
+        rows = [row for row in rows if row not in rest]
+    cells = [(*dataclasses.astuple(row.name), str(row.calls), format_time(row.runtime)) for row in rows]
+    if rest:
+        calls, runtime = sum(row.calls for row in rest), sum(row.runtime for row in rest)
+        cells.append(("-", "-", "-", f"{len(rest)} other operations", str(calls), format_time(runtime)))
+    total = format_time(sum(row.runtime for row in every_row))
+    return Table(title, COLUMNS, tuple(cells), ("", "", "", "", "Total", total), COLUMNS.index("Operation"))
+
+
+def rows_table(rows: tuple[Row, ...], title: str, *, cut: bool) -> Table:
+    """Rows as a table; ``cut`` keeps those that take most of the time."""
+    return _table(rows, title, _MOST_ROWS if cut else None)
 
 
 def to_json(result: Result) -> dict[str, Any]:
     """Everything that was measured, in seconds, as JSON values."""
-    arguments = dataclasses.asdict(result.options)
-    arguments["json"] = None if result.options.json is None else str(result.options.json)
     return {
-        "problem": dataclasses.asdict(result.problem),
-        "arguments": arguments,
-        "versions": {
-            "natten_jax": __version__,
-            "jax": metadata.version("jax"),
-            "jaxlib": metadata.version("jaxlib"),
-            "python": platform.python_version(),
-        },
-        "device": {
-            "platform": result.device.platform,
-            "name": _device_name(),
-            "compute_capability": result.device.compute_capability,
-        },
+        **context(result.options, result.problem),
         "backends": result.backends,
-        "rows": [
-            {
-                **dataclasses.asdict(row.name),
-                "calls": row.calls,
-                "runtime": row.runtime,
-                "runtimes": row.runtimes,
-                "symbols": row.symbols,
-            }
-            for row in result.rows
-        ],
+        "tiles": {which: {"query": pair[0], "key_value": pair[1]} for which, pair in result.tiles.items()},
+        "rows": rows_json(result.rows),
         "iteration_times": result.totals,
         "totals": {
             "rows": result.rows_total,
@@ -104,68 +143,62 @@ def to_json(result: Result) -> dict[str, Any]:
     }
 
 
-def ascii_table(cells: Sequence[Sequence[str]], title: str = _TITLE) -> str:
-    """A table of the header, the rows and, set apart, the last row, without any library."""
-    widths = [max(len(row[i]) for row in cells) for i in range(len(_COLUMNS))]
-    others = sum(widths) - widths[_OPERATION] + 3 * len(widths) + 1
-    widths[_OPERATION] = min(widths[_OPERATION], _WIDTH - others)
-
-    def line(fill: str) -> str:
-        return "+" + "+".join(fill * (width + 2) for width in widths) + "+"
-
-    def lines(row: Sequence[str]) -> Iterator[str]:
-        wrapped = [_wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
-        for i in range(max(map(len, wrapped))):
-            parts = [part[i] if i < len(part) else "" for part in wrapped]
-            yield "|" + "|".join(f" {part:^{width}} " for part, width in zip(parts, widths, strict=True)) + "|"
-
-    header, *rows, total = cells
-    body = [text for row in rows for text in lines(row)]
-    inner = len(line("="))
-    table = [title.center(inner).rstrip(), line("="), *lines(header), line("="), *body, line("="), *lines(total)]
-    return "\n".join([*table, line("=")])
+def comparison_json(comparison: Comparison) -> dict[str, Any]:
+    """The result with the baseline's."""
+    return {
+        **to_json(comparison.result),
+        "baseline": to_json(comparison.baseline),
+        "speedup": comparison.speedup,
+        "flop_bound": comparison.flop_bound,
+    }
 
 
-def _cells(result: Result) -> list[tuple[str, ...]]:
-    rows = list(result.rows)
-    rest: list[Row] = []
-    if len(rows) > _MOST_ROWS:
-        # Programs of many small steps: the table is for reading, and JSON has every row.
-        rest = sorted(rows, key=lambda row: row.runtime)[: len(rows) - _MOST_ROWS + 1]
-        rows = [row for row in rows if row not in rest]
-    cells: list[tuple[str, ...]] = [_COLUMNS]
-    cells += [(*dataclasses.astuple(row.name), str(row.calls), format_time(row.runtime)) for row in rows]
-    if rest:
-        calls, runtime = sum(row.calls for row in rest), sum(row.runtime for row in rest)
-        cells.append(("-", "-", "-", f"{len(rest)} other operations", str(calls), format_time(runtime)))
-    return [*cells, ("", "", "", "", "Total", format_time(result.rows_total))]
+def context(options: Options, problem: Problem) -> dict[str, Any]:
+    """What every result file says: the problem, the command line, the versions and the device."""
+    arguments = {
+        name: str(value) if isinstance(value, Path) else value for name, value in dataclasses.asdict(options).items()
+    }
+    device = jax.devices()[0]
+    return {
+        "problem": dataclasses.asdict(problem),
+        "arguments": arguments,
+        "versions": {
+            "natten_jax": __version__,
+            "jax": metadata.version("jax"),
+            "jaxlib": metadata.version("jaxlib"),
+            "python": platform.python_version(),
+        },
+        "device": {
+            "platform": "cuda" if device.platform == "gpu" else device.platform,
+            "name": device_name(),
+            "compute_capability": getattr(device, "compute_capability", None),
+        },
+    }
 
 
-def _print_rich(cells: Sequence[Sequence[str]], file: TextIO) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    header, *rows, total = cells
-    table = Table(title=_TITLE)
-    for i, column in enumerate(header):
-        if i == _OPERATION:
-            table.add_column(column, justify="center", overflow="fold")
-        else:
-            table.add_column(column, justify="center", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(Text, row))  # plain text: symbols may hold what rich takes for markup
-    table.add_section()
-    table.add_row(*(Text(cell, style="bold") for cell in total))
-    console = Console(file=file, highlight=False)
-    if not console.is_terminal:
-        console.width = _WIDTH
-    console.width = min(console.width, _WIDTH)
-    console.print(table)
+def rows_json(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
+    """The rows as JSON values."""
+    return [
+        {
+            **dataclasses.asdict(row.name),
+            "calls": row.calls,
+            "runtime": row.runtime,
+            "runtimes": row.runtimes,
+            "symbols": row.symbols,
+        }
+        for row in rows
+    ]
 
 
-def _wrap(text: str, width: int) -> list[str]:
-    return [text[i : i + width] for i in range(0, len(text), width)] or [""]
+def write_csv(path: Path, tables: dict[str, tuple[Row, ...]]) -> None:
+    """Write rows, with seconds, as comma-separated values; ``tables`` maps a name to its rows."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["table", "framework", "category", "arch", "operation", "calls", "median", "min", "max"])
+        for name, rows in tables.items():
+            for row in rows:
+                times = row.runtime, min(row.runtimes), max(row.runtimes)
+                writer.writerow([name, *dataclasses.astuple(row.name), row.calls, *times])
 
 
 def _backends(chosen: dict[str, str]) -> str:
@@ -179,11 +212,7 @@ def _backends(chosen: dict[str, str]) -> str:
     return ", ".join(texts)
 
 
-def _device_name() -> str:
+def device_name() -> str:
+    """The default device, as its vendor calls it."""
     device = jax.devices()[0]
     return device.device_kind if device.platform == "cpu" else f"{device.device_kind} ({device.platform})"
-
-
-def _digits(value: float) -> str:
-    """Three significant digits, without an exponent where that is readable."""
-    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"

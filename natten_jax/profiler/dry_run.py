@@ -1,0 +1,89 @@
+"""``--dry-run``: the backends that can run a problem, and their configurations, best first."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TextIO
+
+from natten_jax.devices import Device
+from natten_jax.profiler.configurations import Listing, listings, rejections, tile_text
+from natten_jax.profiler.options import Options
+from natten_jax.profiler.report import context, problem_line
+from natten_jax.profiler.tables import Table, digits, format_time, print_lines, print_table
+from natten_jax.profiler.workload import describe
+from natten_jax.simulator import Simulation
+
+
+def print_dry_run(options: Options, device: Device, file: TextIO | None = None) -> bool:
+    """Print the tables; return whether any backend can run the problem."""
+    problem, _ = describe(options)
+    print_lines([problem_line(options, problem), f"Device: {device}"], file)
+    found = list(listings(options, device))
+    names = list(dict.fromkeys(each.backend for each in found))
+    for name in names:
+        print_lines(["", f"Use case is compatible with backend {name}."], file)
+        for each in found:
+            if each.backend == name:
+                print_table(_table(each, options, device), file)
+    lines = [
+        f"Use case is not compatible with backend {name}: {why}." for name, why in rejections(options, device).items()
+    ]
+    print_lines(["", *lines] if lines else [], file)
+    return bool(found)
+
+
+def to_json(options: Options, device: Device) -> dict[str, Any]:
+    """Every configuration, with what the simulator says about it."""
+    problem, _ = describe(options)
+    return {
+        **context(options, problem),
+        "dry_run_device": dataclasses.asdict(device),
+        "configurations": [
+            {
+                "backend": each.backend,
+                "pass": each.which,
+                "q_tile_shape": pair[0],
+                "kv_tile_shape": pair[1],
+                "kernel_schedules": each.schedules,
+                **_figures(each.simulate(pair, device)),
+            }
+            for each in listings(options, device)
+            for pair in each.pairs
+        ],
+        "rejections": rejections(options, device),
+    }
+
+
+def _figures(simulation: Simulation) -> dict[str, Any]:
+    counts = simulation.counts
+    return {
+        "streamed_tiles_per_owned_tile": counts.streamed_per_owned,
+        "share_without_mask": counts.whole_share,
+        "masked_share": counts.masked_share,
+        "padding_share": counts.padding_share,
+        "predicted_seconds": simulation.seconds,
+    }
+
+
+def _table(listing: Listing, options: Options, device: Device) -> Table:
+    prefix = "" if listing.which == "forward" else "backward_"
+    suffix = "size" if listing.problem.operator == "fmha" else "shape"
+    columns = [f"{prefix}q_tile_{suffix}", f"{prefix}kv_tile_{suffix}"]
+    columns += ["kernel_schedule"] if listing.schedules else []
+    columns += ["KV/Q tile" if listing.which == "forward" else "Q/KV tile", "no mask", "waste", "predicted"]
+    shown = listing.pairs[: options.max_configs or None]
+    rows = []
+    for pair in shown:
+        simulation = listing.simulate(pair, device)
+        counts = simulation.counts
+        row = [*map(tile_text, pair)]
+        row += [", ".join(listing.schedules)] if listing.schedules else []
+        shares = counts.whole_share, counts.masked_share + counts.padding_share
+        row += [digits(counts.streamed_per_owned), *(f"{share:.0%}" for share in shares)]
+        row.append("-" if simulation.seconds is None else format_time(simulation.seconds))
+        rows.append(tuple(row))
+    if len(shown) < len(listing.pairs):
+        rows.append(("...",) * len(columns))
+    passes = "Forward" if listing.which == "forward" else "Backward"
+    title = f"Backend: {listing.backend}\n{passes} pass configurations"
+    return Table(title, tuple(columns), tuple(rows))

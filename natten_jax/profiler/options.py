@@ -1,0 +1,129 @@
+"""What to profile and how."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from natten_jax.devices import ComputeCapability
+from natten_jax.problem import Shape
+from natten_jax.profiler.baselines import BASELINES
+
+#: Element types by their names on the command line.
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to profile and how, checked and with every default filled in.
+
+    Attributes:
+        input_size: Token layout.
+        batch_size: Batch size.
+        heads: Query heads.
+        heads_kv: Key/value heads.
+        dim: Head dim of query and key.
+        dim_value: Head dim of value and output.
+        window_size: Window extents; the token layout itself is self attention.
+        stride: Queries per dimension that share a window.
+        dilation: Distance between neighboring tokens of a window.
+        causal: Per dimension, whether later keys are hidden.
+        dtype: Element type as the command line spells it.
+        backprop: Whether the backward pass is profiled, too.
+        add_kv: Additional key/value tokens.
+        backend: Backend or baseline; ``None`` is the operator's own choice.
+        fmha_backend: Backend of attention, where that runs; ``None`` is the operator's own choice.
+        q_tile: Query tile shape of the forward pass.
+        kv_tile: Key/value tile shape of the forward pass.
+        backward_q_tile: Query tile shape of the backward pass.
+        backward_kv_tile: Key/value tile shape of the backward pass.
+        schedule: Kernel schedule, where the backend has any.
+        persistent: Whether persistent tile scheduling may be used.
+        warmup_steps: Runs before the measurement.
+        iterations: Measured runs.
+        compare: Baseline, or another backend, to measure beside; ``None`` for none.
+        dry_run: Whether to list configurations instead of measuring.
+        max_configs: Rows of each list; 0 is all of them.
+        simulate: Whether to predict instead of measuring.
+        compute_capability: Of the GPU to list or predict for; ``None`` is the device at hand.
+        optimize: Whether to search for the best configuration first.
+        optimize_warmup_steps: Runs of each configuration before its measurement.
+        verbose: Whether filling and copying memory have rows of their own.
+        json: Where the full results go.
+        csv: Where the table goes.
+        plot: Where a bar chart of the table goes.
+        trace_dir: Where the trace is kept.
+    """
+
+    input_size: Shape
+    batch_size: int
+    heads: int
+    heads_kv: int
+    dim: int
+    dim_value: int
+    window_size: Shape
+    stride: Shape
+    dilation: Shape
+    causal: tuple[bool, ...]
+    dtype: str
+    backprop: bool
+    add_kv: int
+    backend: str | None
+    fmha_backend: str | None
+    q_tile: Shape | None
+    kv_tile: Shape | None
+    backward_q_tile: Shape | None
+    backward_kv_tile: Shape | None
+    schedule: str | None
+    persistent: bool
+    warmup_steps: int
+    iterations: int
+    compare: str | None
+    dry_run: bool
+    max_configs: int
+    simulate: bool
+    compute_capability: ComputeCapability | None
+    optimize: bool
+    optimize_warmup_steps: int
+    verbose: bool
+    json: Path | None
+    csv: Path | None
+    plot: Path | None
+    trace_dir: Path | None
+
+    @property
+    def rank(self) -> int:
+        """Number of token dimensions."""
+        return len(self.input_size)
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether a baseline of JAX is profiled instead of this package's operators."""
+        return self.backend in BASELINES
+
+    def of_baseline(self, name: str) -> Options:
+        """The options of a baseline, which computes self attention, or of another backend, on the same arrays."""
+        if name not in BASELINES:
+            return dataclasses.replace(self._without_choices(), backend=name)
+        ones = (1,) * self.rank
+        return dataclasses.replace(
+            self._without_choices(),
+            backend=name,
+            window_size=self.input_size,
+            stride=ones,
+            dilation=ones,
+            causal=(False,) * self.rank,
+            add_kv=0,
+        )
+
+    def _without_choices(self) -> Options:
+        """Without the tiles and backends that one backend was given: they say nothing to another."""
+        return dataclasses.replace(
+            self,
+            fmha_backend=None,
+            q_tile=None,
+            kv_tile=None,
+            backward_q_tile=None,
+            backward_kv_tile=None,
+            schedule=None,
+        )

@@ -1,0 +1,147 @@
+"""``--simulate``: what a problem comes to on a device, predicted and explained, and a stride that suits it better."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from natten_jax import backends, simulator
+from natten_jax.backends.base import Pass
+from natten_jax.devices import Device
+from natten_jax.profiler.configurations import Listing, listing, main_part, tile_text
+from natten_jax.profiler.options import Options
+from natten_jax.profiler.report import context, problem_line
+from natten_jax.profiler.tables import Table, digits, format_time, print_lines, print_table
+from natten_jax.profiler.workload import describe, passes
+from natten_jax.simulator import Recommendation, Simulation
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulated:
+    """The simulated passes of a problem.
+
+    Attributes:
+        options: What was asked for.
+        device: The device that was predicted for.
+        passes: By name of the pass: the backend, and the simulation of its tiles.
+        recommendation: A stride that needs no masks; ``None`` where there is none, or none is needed.
+    """
+
+    options: Options
+    device: Device
+    passes: dict[Pass, tuple[str, Simulation]]
+    recommendation: Recommendation | None
+
+
+def simulate(options: Options, device: Device) -> Simulated:
+    """Simulate the passes that the options ask for, with the tiles they name or the backends' own.
+
+    Raises:
+        ValueError: No backend runs the problem on such a device.
+    """
+    part = main_part(options)
+    simulated: dict[Pass, tuple[str, Simulation]] = {}
+    first: Listing | None = None
+    for which in passes(options):
+        backend = backends.choose_pass(part.problem, part.tiles, device, which, part.backend)
+        name = backends.backend_name(backend, part.problem.operator)
+        offered = listing(backend, part.problem, device, which, name)
+        pair = backends.requested_pair(part.tiles, which) or offered.pairs[0]
+        simulated[which] = name, offered.simulate(pair, device)
+        first = first or offered
+    assert first is not None
+    recommendation = None
+    forward = simulated["forward"][1]
+    if not forward.counts.is_fully_block_sparse and not part.problem.is_attention:
+        requested = backends.requested_pair(part.tiles, "forward")
+        recommendation = simulator.recommend_stride(
+            part.problem,
+            [requested] if requested else first.pairs,
+            calibration=simulator.calibration_for(first.family, device.compute_capability),
+        )
+    return Simulated(options, device, simulated, recommendation)
+
+
+def print_simulation(simulated: Simulated, file: TextIO | None = None) -> None:
+    """Print the table and the recommendation."""
+    problem, _ = describe(simulated.options)
+    print_table(_table(simulated), file)
+    print_lines([problem_line(simulated.options, problem), f"Device: {simulated.device}", *_advice(simulated)], file)
+
+
+def to_json(simulated: Simulated) -> dict[str, Any]:
+    """The simulation as JSON values."""
+    problem, _ = describe(simulated.options)
+    return {
+        **context(simulated.options, problem),
+        "simulated_device": dataclasses.asdict(simulated.device),
+        "passes": {
+            which: {"backend": name, **_values(simulation)} for which, (name, simulation) in simulated.passes.items()
+        },
+        "recommendation": None
+        if simulated.recommendation is None
+        else {"stride": simulated.recommendation.stride, **_values(simulated.recommendation.simulation)},
+    }
+
+
+def _values(simulation: Simulation) -> dict[str, Any]:
+    names = ("flops", "executed_flops", "flop_bound", "tile_bound", "least_bytes", "tile_bytes")
+    return {
+        "q_tile_shape": simulation.pair[0],
+        "kv_tile_shape": simulation.pair[1],
+        "counts": dataclasses.asdict(simulation.counts),
+        "predicted_seconds": simulation.seconds,
+        **{name: getattr(simulation, name) for name in names},
+    }
+
+
+def _table(simulated: Simulated) -> Table:
+    columns = [dict(_quantities(*each)) for each in simulated.passes.values()]
+    rows = [(quantity, *(column[quantity] for column in columns)) for quantity in columns[0]]
+    title = "Simulation" if len(columns) > 1 else "Simulation of the forward pass"
+    return Table(title, ("Quantity", *simulated.passes), tuple(rows))
+
+
+def _quantities(backend: str, simulation: Simulation) -> Iterator[tuple[str, str]]:
+    problem, counts = simulation.problem, simulation.counts
+    yield "backend", backend
+    yield "query tile", tile_text(simulation.pair[0])
+    yield "key/value tile", tile_text(simulation.pair[1])
+    yield "tiles that own tokens, all heads", f"{problem.batch * problem.heads * counts.owned}"
+    yield "tiles streamed past each: mean, most", f"{digits(counts.streamed_per_owned)}, {counts.most_streamed}"
+    yield "streamed tiles without a mask", f"{counts.whole_share:.1%}"
+    yield "GFLOP that the mask leaves", digits(simulation.flops / 1e9)
+    yield "GFLOP executed", digits(simulation.executed_flops / 1e9)
+    yield "  of which masked, padding", f"{counts.masked_share:.1%}, {counts.padding_share:.1%}"
+    yield "MB of inputs and results", digits(simulation.least_bytes / 1e6)
+    yield "MB of tiles", digits(simulation.tile_bytes / 1e6)
+    yield "speedup over self attention: FLOP-wise", f"{digits(simulation.flop_bound)}X"
+    yield "  for these tiles", f"{digits(simulation.tile_bound)}X"
+    if simulation.seconds is None:
+        yield "predicted time", "not calibrated"
+        yield "predicted TFLOP/s", "-"
+    else:
+        yield "predicted time", format_time(simulation.seconds)
+        yield "predicted TFLOP/s", digits(simulation.flops / simulation.seconds / 1e12)
+
+
+def _advice(simulated: Simulated) -> Iterator[str]:
+    forward = simulated.passes["forward"][1]
+    if forward.counts.is_fully_block_sparse:
+        yield "No tile of the forward pass needs a mask: the mask is fully block-sparse."
+        return
+    found = simulated.recommendation
+    if found is None:
+        if not forward.problem.is_attention:
+            yield "No stride makes the mask fully block-sparse for tiles that this backend offers."
+        return
+    tiles = " and ".join(map(tile_text, found.simulation.pair))
+    line = (
+        f"Stride {tile_text(found.stride)} is the smallest that makes the mask fully block-sparse at nearly the best "
+        f"speed, with tiles {tiles}"
+    )
+    if found.simulation.seconds is not None and forward.seconds is not None:
+        gain = forward.seconds / found.simulation.seconds
+        line += f": {format_time(found.simulation.seconds)} predicted, {digits(gain)}X as fast"
+    yield f"{line}. (-s {' '.join(map(str, found.stride))}; another stride is another model.)"

@@ -1,0 +1,114 @@
+"""Readable names for a trace that JAX's profiler wrote: ``python -m natten_jax.profiler.trace PATH``.
+
+The trace may be of any program. Instructions are named after the compiled programs inside the trace, where JAX put
+them (it does by default), and kernels after their symbols.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from natten_jax.profiler import capture, measure, report, xspace
+from natten_jax.profiler.capture import CaptureError, Interval
+from natten_jax.profiler.measure import Row
+from natten_jax.profiler.program import Program
+from natten_jax.profiler.symbols import Name, order
+from natten_jax.profiler.tables import format_time, print_lines, print_table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Read the trace and print its table; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m natten_jax.profiler.trace", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument("path", type=Path, help="a *.xplane.pb file, or a folder in which the newest one is read")
+    parser.add_argument("--module", metavar="NAME", help="only this program, such as jit_step")
+    parser.add_argument("--memory", action="store_true", help="count filling and copying memory on GPUs, too")
+    parser.add_argument("--all", action="store_true", help="all rows of a long table")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows to a file")
+    parser.add_argument("--csv", type=Path, metavar="PATH", help="write the rows to a file")
+    options = parser.parse_args(argv)
+    try:
+        modules = rows_by_module(options.path, with_memory=options.memory)
+        if options.module is not None:
+            modules = {name: rows for name, rows in modules.items() if name == options.module}
+        if not modules:
+            raise CaptureError(
+                f"{str(options.path)!r} holds no device events{' of that program' * bool(options.module)}"
+            )
+        rows = merged(modules.values())
+        if options.json is not None:
+            of_modules = {name: report.rows_json(each) for name, each in modules.items()}
+            options.json.write_text(json.dumps({"modules": of_modules}, indent=2) + "\n")
+        if options.csv is not None:
+            report.write_csv(options.csv, modules)
+    except (CaptureError, OSError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 1
+    print_table(report.rows_table(rows, "Trace", cut=not options.all))
+    times = {name: sum(row.runtime for row in each) for name, each in modules.items()}
+    print_lines(f"{name}: {format_time(time)}" for name, time in sorted(times.items(), key=lambda item: -item[1])[:10])
+    return 0
+
+
+def rows_by_module(path: Path, *, with_memory: bool = False) -> dict[str, tuple[Row, ...]]:
+    """What a trace recorded on the GPUs, or without any on the CPU: rows by the name of the program.
+
+    Args:
+        path: A ``*.xplane.pb`` file, or a folder that holds one.
+        with_memory: Whether a GPU's filling and copying of memory counts.
+
+    Raises:
+        CaptureError: There is no trace.
+    """
+    file = capture.trace_file(path)
+    profile = capture.read(file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # see capture_in_turns
+        intervals, platform = capture.gpu_intervals(profile, with_memory), "cuda"
+        if not intervals:
+            intervals, platform = capture.host_intervals(profile), "cpu"
+    programs = xspace.programs(file)
+    by_name = {program.module: program for program in programs.values()}
+    groups: dict[tuple[str, int | None], list[Interval]] = defaultdict(list)
+    for interval in intervals:
+        groups[(interval.module or "-").partition("(")[0], interval.number].append(interval)
+    found: dict[str, list[tuple[Row, ...]]] = defaultdict(list)
+    for (module, number), of_module in groups.items():
+        program = programs.get(-1 if number is None else number) or by_name.get(module) or Program(module, {})
+        events = [interval.event for interval in of_module]
+        if platform == "cpu":
+            runs = defaultdict(list)
+            for interval in of_module:
+                runs[interval.run].append(interval.event)
+            events = [event for run in runs.values() for event in capture.exclusive(run, program)]
+        found[module].append(measure.summarize([events], program, "fna", platform))
+    return {module: merged(tables) for module, tables in found.items()}
+
+
+def merged(tables: Iterable[tuple[Row, ...]]) -> tuple[Row, ...]:
+    """Rows of one name as one row."""
+    by_name: dict[Name, Row] = {}
+    for rows in tables:
+        for row in rows:
+            other = by_name.get(row.name)
+            if other is not None:
+                row = dataclasses.replace(
+                    row,
+                    calls=row.calls + other.calls,
+                    runtimes=(row.runtime + other.runtime,),
+                    symbols=tuple(dict.fromkeys((*other.symbols, *row.symbols))),
+                )
+            by_name[row.name] = row
+    return tuple(sorted(by_name.values(), key=lambda row: (order(row.name), -row.runtime)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
