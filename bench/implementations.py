@@ -19,7 +19,7 @@ _MOSAIC_BLOCKS = {128: (64, 128), 256: (64, 64)}
 _MOSAIC_STEPS = 2
 
 
-def ours(benchmark: Benchmark, family: str | None = None, fuses_additional_kv: bool = False) -> Function:
+def ours(benchmark: Benchmark, family: str | None = None, fuses_additional_kv: bool | None = None) -> Function:
     """natten_jax, by the best backend or by that of a family."""
     problem = benchmark.problem
     backend = None if family is None else f"{family}-{problem.operator}"
@@ -78,7 +78,7 @@ def mosaic(benchmark: Benchmark) -> Function:
 #: By name; each is made for a problem.
 IMPLEMENTATIONS: Mapping[str, Callable[[Benchmark], Function]] = {
     "natten_jax": ours,
-    "natten_jax-fused": lambda benchmark: ours(benchmark, fuses_additional_kv=True),
+    "natten_jax-merged": lambda benchmark: ours(benchmark, fuses_additional_kv=False),
     "cudnn": lambda benchmark: dot_product_attention(benchmark, "cudnn"),
     "mosaic": mosaic,
     "xla": lambda benchmark: dot_product_attention(benchmark, "xla"),
@@ -87,4 +87,4 @@ IMPLEMENTATIONS: Mapping[str, Callable[[Benchmark], Function]] = {
 
 def default_names(benchmark: Benchmark) -> tuple[str, ...]:
     """The implementations that are compared unless others are asked for; the first one is ours."""
-    return ("natten_jax", "natten_jax-fused") if benchmark.additional_kv else ("natten_jax", "cudnn", "mosaic")
+    return ("natten_jax", "natten_jax-merged") if benchmark.additional_kv else ("natten_jax", "cudnn", "mosaic")

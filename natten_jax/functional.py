@@ -88,7 +88,7 @@ def _neighborhood(
     backward_use_xla_reduction: bool = False,
     run_persistent_kernel: bool = True,
     kernel_schedule: str | None = None,
-    try_fuse_additional_kv: bool = False,
+    try_fuse_additional_kv: bool | None = None,
     return_lse: bool = False,
 ) -> Result:
     """Neighborhood attention over {tokens}.
@@ -120,7 +120,8 @@ def _neighborhood(
         run_persistent_kernel: Use persistent tile scheduling where the backend has it.
         kernel_schedule: ``None``, ``"non"``, ``"coop"`` or ``"pp"``, where the backend has schedules.
         try_fuse_additional_kv: Process additional tokens in the same kernel where the backend can, instead of
-            in a second attention whose result is merged.
+            in a second attention whose result is merged. ``None`` does so unless ``attention_kwargs`` speaks of
+            that attention: one kernel was the faster way on every backend (``bench/``).
         return_lse: Return the logsumexp, too.
 
     Returns:
@@ -154,6 +155,8 @@ def _neighborhood(
         return tuple(output) if return_lse else output.out
 
     call = op.Call(problem, tiles, backend)
+    if try_fuse_additional_kv is None:
+        try_fuse_additional_kv = attention_kwargs is None
     if (
         additional_keys is None
         or additional_values is None

@@ -233,6 +233,21 @@ def test_attention_arguments_override_the_operator(family: Family, case: Case) -
         assert other is family or family.fmha not in text
 
 
+def test_additional_tokens_are_fused_unless_their_attention_has_arguments(native_family: Family) -> None:
+    case = Case((20,), (7,), additional=8, head_dim=native_family.head_dim_step)
+    query, key, value, keys, values = case.operands(native_family.dtype, 0)[:5]
+
+    def calls(**arguments: Any) -> int:
+        operator = functools.partial(natten_jax.na1d, kernel_size=7, backend=native_family.fna, **arguments)
+        text = jax.jit(operator).lower(query, key, value, additional_keys=keys, additional_values=values).as_text()
+        return text.count(f"@{native_family.target}_forward(")
+
+    assert calls() == 1
+    assert calls(try_fuse_additional_kv=False) == 2
+    assert calls(attention_kwargs={}) == 2
+    assert calls(attention_kwargs={}, try_fuse_additional_kv=True) == 1
+
+
 def test_tiles_of_a_whole_layout_reach_attention(family: Family) -> None:
     configs = family.query("fmha", "forward")(jnp.ones((1, 64, 1, 8), family.dtype))
     q_tile, kv_tile = tile_pair(configs[-1])
