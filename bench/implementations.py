@@ -80,11 +80,15 @@ IMPLEMENTATIONS: Mapping[str, Callable[[Benchmark], Function]] = {
     "natten_jax": ours,
     "natten_jax-merged": lambda benchmark: ours(benchmark, fuses_additional_kv=False),
     "cudnn": lambda benchmark: dot_product_attention(benchmark, "cudnn"),
-    "mosaic": mosaic,
+    "mosaic-float16": mosaic,
     "xla": lambda benchmark: dot_product_attention(benchmark, "xla"),
 }
 
 
+#: Element types of those that have one only: the Mosaic kernel's buffers are float16, whatever its inputs.
+ELEMENT_TYPES: Mapping[str, str] = {"mosaic-float16": "float16"}
+
+
 def default_names(benchmark: Benchmark) -> tuple[str, ...]:
     """The implementations that are compared unless others are asked for; the first one is ours."""
-    return ("natten_jax", "natten_jax-merged") if benchmark.additional_kv else ("natten_jax", "cudnn", "mosaic")
+    return ("natten_jax", "natten_jax-merged") if benchmark.additional_kv else ("natten_jax", "cudnn", "mosaic-float16")

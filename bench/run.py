@@ -23,7 +23,7 @@ from typing import Any
 import jax
 from benchmarks import BENCHMARKS, Benchmark
 from environment import environment
-from implementations import IMPLEMENTATIONS, default_names, ours
+from implementations import ELEMENT_TYPES, IMPLEMENTATIONS, default_names, ours
 from timing import MODES, Runner, compile_backward, compile_runner, ratio, take_turns
 
 from natten_jax.backends.base import Pass
@@ -41,9 +41,13 @@ def draw(benchmark: Benchmark) -> list[jax.Array]:
 
 def prepare(benchmark: Benchmark, names: Sequence[str], which: Pass, family: str | None) -> dict[str, Runner | str]:
     """Each implementation's pass, compiled, or why it does not run: peers lack a few of the problems."""
-    cotangent, *arrays = draw(benchmark)
+    drawn: dict[str, list[jax.Array]] = {}
     runners: dict[str, Runner | str] = {}
     for name in names:
+        dtype = ELEMENT_TYPES.get(name, benchmark.dtype)
+        if dtype not in drawn:
+            drawn[dtype] = draw(dataclasses.replace(benchmark, dtype=dtype))
+        cotangent, *arrays = drawn[dtype]
         try:
             function = ours(benchmark, family) if name == OURS else IMPLEMENTATIONS[name](benchmark)
             if which == "backward":

@@ -354,14 +354,20 @@ def result_cases(target: Target) -> list[Case]:
 
 
 def all_cases() -> dict[str, tuple[Target, Case]]:
-    """By name, the target and the case."""
+    """By name, the target and the case.
+
+    All targets decode with the same code, and a GPU's programs take long to compile: there, one case in six shows
+    that it is called.
+    """
     cases = {}
     for target in TARGETS:
+        step = 1 if target.platform == "cpu" else 6
         for case in (
-            *operand_cases(target),
-            *attribute_cases(),
+            *operand_cases(target)[::step],
+            *attribute_cases()[::step],
             *choice_cases(target),
-            *origin_cases(target),
+            *origin_cases(target)[:: 1 + step // 3],
+            *origin_cases(target)[-5:],
             *result_cases(target),
         ):
             cases[f"{target.name.removeprefix('natten_jax_')}-{case.name}"] = target, case
