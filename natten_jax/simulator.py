@@ -72,6 +72,11 @@ class TileCounts:
     executed_pairs: int
 
     @property
+    def tiles(self) -> tuple[int, int, int]:
+        """Owned, streamed and whole tiles."""
+        return self.owned, self.streamed, self.whole
+
+    @property
     def streamed_per_owned(self) -> float:
         """Streamed tiles per owned tile, on average."""
         return self.streamed / self.owned
@@ -265,12 +270,14 @@ def count_tiles(
         # A streamed tile that does not fill the kernel's is masked where it ends.
         whole = whole if tokens[1] == kernel.streamed_tokens else 0
         tokens = kernel.owned_tokens, kernel.streamed_tokens
-    if problem.additional_kv and which == "forward":
-        tiles, rest = divmod(problem.additional_kv, tokens[1])
-        whole += owned * tiles
-        streamed += owned * (tiles + bool(rest))
-        most += tiles + bool(rest)
-        hull += math.prod(problem.query_layout) * problem.additional_kv
+    if problem.additional_kv:
+        fills = kernel is None or math.prod(streamed_tile) == kernel.streamed_tokens
+        additional = _additional_counts(problem, owned, streamed_tile, tokens, which)
+        owned += additional.owned
+        streamed += additional.streamed
+        whole += additional.whole if fills or which == "forward" else 0
+        most = most + additional.most_streamed if which == "forward" else max(most, additional.most_streamed)
+        hull += additional.hull_pairs
     return TileCounts(owned, streamed, whole, most, visible_pairs(problem), hull, streamed * tokens[0] * tokens[1])
 
 
@@ -298,8 +305,7 @@ def simulate(
     counts = count_tiles(problem, pair, which, placement=placement, kernel=kernel)
     seconds = None
     if calibration is not None and kernel is not None:
-        totals = np.array([[counts.owned, counts.streamed, counts.whole]], dtype=np.float64)
-        seconds = float(_seconds(problem, totals, kernel, calibration)[0])
+        seconds = float(predict(problem, counts.tiles, which, kernel, calibration))
     return Simulation(problem, which, pair, placement, counts, seconds)
 
 
@@ -322,13 +328,35 @@ def rank(
             counts *= [_axis_counts(axis, *each, "anchored", which)[:3] for each in extents]
         fills = [math.prod(_ordered(pair, which)[1]) == kernel.streamed_tokens for pair in of_kernel]
         counts[:, 2] *= fills
-        if problem.additional_kv and which == "forward":
-            whole = problem.additional_kv // kernel.streamed_tokens
-            counts[:, 1] += counts[:, 0] * -(-problem.additional_kv // kernel.streamed_tokens)
-            counts[:, 2] += counts[:, 0] * whole
-        seconds = _seconds(problem, counts, kernel, calibration)
+        if problem.additional_kv:
+            tokens = kernel.owned_tokens, kernel.streamed_tokens
+            for row, pair, is_filled in zip(counts, of_kernel, fills, strict=True):
+                extra = _additional_counts(problem, int(row[0]), _ordered(pair, which)[1], tokens, which)
+                row += extra.owned, extra.streamed, extra.whole if is_filled or which == "forward" else 0
+        seconds = predict(problem, counts, which, kernel, calibration)
         timed += zip(of_kernel, map(float, seconds), strict=True)
     return sorted(timed, key=lambda item: item[1])
+
+
+def predict(problem: Problem, counts: Any, which: Pass, kernel: Kernel, calibration: Calibration) -> Any:
+    """Predicted seconds of a pass.
+
+    Args:
+        problem: The problem.
+        counts: Owned, streamed and whole tiles per batch element and head, in the last axis of an array.
+        which: The pass.
+        kernel: The kernel that executes them.
+        calibration: The time model.
+
+    Returns:
+        Seconds, without the last axis.
+    """
+    owned, streamed, whole = np.moveaxis(np.asarray(counts, np.float64), -1, 0)
+    # In the backward pass a key/value tile is worked on once for all query heads that share it.
+    heads, repeats = (problem.heads, 1) if which == "forward" else (problem.heads_kv, problem.heads // problem.heads_kv)
+    streaming = kernel.streamed_tile * streamed + kernel.masking * (streamed - whole)
+    rounds = np.ceil(problem.batch * heads * owned / calibration.multiprocessors)
+    return calibration.clocked(calibration.launch + rounds * (kernel.owned_tile + repeats * streaming / owned))
 
 
 class Recommendation(NamedTuple):
@@ -471,6 +499,23 @@ def _check(problem: Problem, pair: TilePair, placement: str) -> None:
             )
 
 
+def _additional_counts(
+    problem: Problem, owned: int, streamed_tile: Shape, tokens: tuple[int, int], which: Pass
+) -> _AxisCounts:
+    """What additional tokens come to beside ``owned`` tiles, executed by tiles of ``tokens``."""
+    queries = math.prod(problem.query_layout)
+    hull_pairs = queries * problem.additional_kv
+    if which == "forward":
+        tiles, whole = -(-problem.additional_kv // tokens[1]), problem.additional_kv // tokens[1]
+        return _AxisCounts(0, owned * tiles, owned * whole, tiles, hull_pairs)
+    # Every tile of them reads the query layout from its first token on, whatever the dilation.
+    tiles, full = -(-problem.additional_kv // tokens[0]), problem.additional_kv // tokens[0]
+    extents = list(zip(problem.query_layout, streamed_tile, strict=True))
+    streamed = math.prod(-(-extent // tile) for extent, tile in extents)
+    whole = math.prod(extent // tile for extent, tile in extents)
+    return _AxisCounts(tiles, tiles * streamed, full * whole, streamed, hull_pairs)
+
+
 @functools.lru_cache(maxsize=1 << 16)
 def _axis_counts(axis: _Axis, owned_tile: int, streamed_tile: int, placement: Placement, which: Pass) -> _AxisCounts:
     groups = collections.Counter(
@@ -511,11 +556,3 @@ def _group_counts(
     whole = np.maximum(whole_end - whole_begin, 0)
     hull_pairs = np.sum((last - first + 1) * length)
     return _AxisCounts(len(first), int(np.sum(tiles)), int(np.sum(whole)), int(np.max(tiles)), int(hull_pairs))
-
-
-def _seconds(problem: Problem, counts: Any, kernel: Kernel, calibration: Calibration) -> Any:
-    """Predicted seconds of rows of owned, streamed and whole tiles per batch element and head."""
-    owned, streamed, whole = counts.T
-    tile = kernel.owned_tile + kernel.streamed_tile * streamed / owned + kernel.masking * (streamed - whole) / owned
-    rounds = np.ceil(problem.batch * problem.heads * owned / calibration.multiprocessors)
-    return calibration.clocked(calibration.launch + rounds * tile)

@@ -123,6 +123,25 @@ def test_additional_tokens_are_tiles_of_their_own() -> None:
     assert counts.visible_pairs - plain.visible_pairs == counts.hull_pairs - plain.hull_pairs == 60 * 19
 
 
+def test_additional_tokens_own_tiles_in_the_backward_pass() -> None:
+    problem = a_problem((10, 6), (3, 3), dilation=(2, 1))
+    pair = (4, 3), (4, 2)
+    plain = simulator.count_tiles(problem, pair, "backward")
+    counts = simulator.count_tiles(dataclasses.replace(problem, additional_kv=19), pair, "backward")
+    assert counts.owned - plain.owned == 3  # 8, 8 and 3 tokens
+    assert counts.streamed - plain.streamed == 3 * 3 * 2  # all queries: 4, 4 and 2 by 3 and 3
+    assert counts.whole - plain.whole == 2 * 2 * 2
+    assert counts.hull_pairs - plain.hull_pairs == 60 * 19
+
+
+def test_query_heads_that_share_keys_are_streamed_past_them_in_the_backward_pass() -> None:
+    kernels = {"backward": (Kernel(128, 128, 128, 4e-6, 1e-6, 0.0),)}
+    calibration = a_calibration(kernels=kernels)
+    problem = a_problem((12800,), (1280,), stride=(1280,), heads=4, heads_kv=1)
+    found = simulator.simulate(problem, ((128,), (128,)), "backward", calibration=calibration)
+    assert found.seconds == pytest.approx(2e-6 + 4e-6 + 4 * 10 * 1e-6)
+
+
 def test_attention_of_unequal_lengths() -> None:
     problem = dataclasses.replace(
         a_problem((100,), (100,), is_causal=(True,)), operator="fmha", query_layout=(250,)
@@ -243,6 +262,9 @@ def test_ranking_is_by_the_simulated_time(additional_kv: int) -> None:
         assert simulator.simulate(problem, pair, calibration=calibration).seconds == pytest.approx(seconds)
     assert [seconds for _, seconds in ranked] == sorted(seconds for _, seconds in ranked)
     assert simulator.rank(problem, pairs, "forward", None) == []
+    backward = a_calibration(kernels={"backward": (Kernel(128, 128, 128, 4e-6, 1e-6, 2e-7),)})
+    for pair, seconds in simulator.rank(problem, pairs, "backward", backward):
+        assert simulator.simulate(problem, pair, "backward", calibration=backward).seconds == pytest.approx(seconds)
 
 
 def test_hopper_lists_its_tiles_in_the_order_of_the_model() -> None:

@@ -1,0 +1,190 @@
+"""Fits the simulator's time model to measurements on one GPU, and shows how well it predicts what it was not fitted to.
+
+Two steps, the first on the GPU, the second anywhere:
+
+    python bench/calibrate.py measure --json hopper.json
+    python bench/calibrate.py fit hopper.json --out natten_jax/calibration/hopper-9.0.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from calibration_problems import EXAMPLES, FITTED, HELD_BACK
+from environment import environment
+
+from natten_jax import simulator
+from natten_jax.devices import Device, default_device
+from natten_jax.problem import Problem
+from natten_jax.profiler import capture
+from natten_jax.profiler.arguments import parse
+from natten_jax.profiler.configurations import listings
+from natten_jax.profiler.workload import compile_workload
+from natten_jax.simulator import Calibration, Kernel
+
+SETS = {"examples": EXAMPLES, "fitted": FITTED, "held back": HELD_BACK}
+#: Ranks, in the order of the model so far, of the pairs that are measured beside the first one.
+OTHER_RANKS = (1, 4, 12, 40, 150)
+
+
+def measure(family: str, warmup_steps: int, iterations: int) -> list[dict[str, Any]]:
+    """Device times of every problem, with the recommended tiles and, for the fit, a few others."""
+    device = default_device()
+    records = []
+    for name, lines in SETS.items():
+        for line in lines:
+            options = parse([*line.split(), "--dtype", "bf16", "--backend", f"{family}-fna"])
+            (offered,) = (each for each in listings(options, device) if each.which == "forward")
+            ranks = [0] if name == "held back" else [0, *(rank for rank in OTHER_RANKS if rank < len(offered.pairs))]
+            arguments = None
+            for rank in ranks:
+                q_tile, kv_tile = ((1,) * (options.rank - len(tile)) + tile for tile in offered.pairs[rank])
+                chosen = dataclasses.replace(options, q_tile=q_tile, kv_tile=kv_tile)
+                workload = compile_workload(chosen, f"measured_{len(records)}", arguments)
+                arguments = workload.arguments
+                for _ in range(warmup_steps if rank == 0 else 3):
+                    jax.block_until_ready(workload.run())
+                runs = iterations if rank == 0 else max(3, iterations // 4)
+                (captured,) = capture.capture_in_turns([workload.launch], runs, device.platform)
+                seconds = statistics.median(sum(event.duration for event in events) / 1e9 for events in captured)
+                records.append(
+                    {
+                        "set": name,
+                        "arguments": line,
+                        "q_tile": q_tile,
+                        "kv_tile": kv_tile,
+                        "is_recommended": rank == 0,
+                        "seconds": seconds,
+                    }
+                )
+                print(f"{line:60} {q_tile!s:14} {kv_tile!s:14} {1e3 * seconds:10.4f} ms", flush=True)
+    return records
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A measurement, and what the model sees of it."""
+
+    record: dict[str, Any]
+    kernel: Kernel
+    counts: simulator.TileCounts
+    problem: Problem
+
+
+def samples(records: list[dict[str, Any]], model: Calibration) -> list[Sample]:
+    """The records with their counts."""
+    found = []
+    for record in records:
+        line = [*record["arguments"].split(), "--dtype", "bf16", "--backend", f"{model.family}-fna"]
+        options = parse(line)
+        device = Device("cuda", model.compute_capability, is_present=False)
+        (offered,) = (each for each in listings(options, device) if each.which == "forward")
+        rank = offered.problem.rank
+        pair = tuple(tuple(record[side][-rank:]) for side in ("q_tile", "kv_tile"))
+        kernel = model.kernel(offered.problem, pair, "forward")
+        assert kernel is not None
+        counts = simulator.count_tiles(offered.problem, pair, kernel=kernel)
+        found.append(Sample(record, kernel, counts, offered.problem))
+    return found
+
+
+def fit(every: list[Sample], model: Calibration) -> Calibration:
+    """The model whose logarithms of times are closest to the measured ones'."""
+    from scipy.optimize import least_squares
+
+    kernels = list(model.kernels["forward"])
+    used = [sample for sample in every if sample.record["set"] != "held back"]
+    measured = np.log([sample.record["seconds"] for sample in used])
+    weights = np.array([2.0 if sample.record["is_recommended"] else 1.0 for sample in used])
+
+    def unpack(parameters: Any) -> Calibration:
+        launch, slowdown, onset, *costs = np.exp(parameters)
+        fitted = tuple(
+            dataclasses.replace(kernel, owned_tile=owned, streamed_tile=streamed, masking=masking)
+            for kernel, (owned, streamed, masking) in zip(kernels, np.reshape(costs, (-1, 3)).tolist(), strict=True)
+        )
+        return dataclasses.replace(
+            model,
+            launch=float(launch),
+            slowdown=float(slowdown),
+            onset=float(onset),
+            kernels={**model.kernels, "forward": fitted},
+        )
+
+    def residuals(parameters: Any) -> Any:
+        return weights * (np.log(predicted(used, unpack(parameters))) - measured)
+
+    costs = [[kernel.owned_tile, kernel.streamed_tile, kernel.masking] for kernel in kernels]
+    start = np.log([model.launch, model.slowdown, model.onset, *np.ravel(costs)])
+    solution = least_squares(residuals, start, loss="soft_l1", f_scale=0.05, bounds=(start - 3, start + 3))
+    return unpack(solution.x)
+
+
+def predicted(every: list[Sample], model: Calibration) -> list[float]:
+    """Seconds that a model predicts for samples, whose kernels are found again by their size."""
+    by_size = {(kernel.head_dim, kernel.streamed_tokens): kernel for kernel in model.kernels["forward"]}
+    seconds = []
+    for sample in every:
+        kernel = by_size[sample.kernel.head_dim, sample.kernel.streamed_tokens]
+        seconds.append(float(simulator.predict(sample.problem, sample.counts.tiles, "forward", kernel, model)))
+    return seconds
+
+
+def print_errors(every: list[Sample], model: Calibration) -> None:
+    """Predicted beside measured, and the largest errors per set."""
+    ratios: dict[str, list[float]] = {}
+    for sample, seconds in zip(every, predicted(every, model), strict=True):
+        record = sample.record
+        ratio = seconds / record["seconds"]
+        name = record["set"] + ("" if record["is_recommended"] else ", other tiles")
+        ratios.setdefault(name, []).append(ratio)
+        print(
+            f"{name:24} {record['arguments']:58} {tuple(record['q_tile'])!s:12} {tuple(record['kv_tile'])!s:12}"
+            f"{1e3 * record['seconds']:10.4f} ms, predicted {1e3 * seconds:10.4f} ms ({ratio - 1:+.1%})"
+        )
+    for name, values in ratios.items():
+        errors = [abs(value - 1) for value in values]
+        middle, largest = statistics.median(errors), max(errors)
+        print(f"{name}: {len(values)} times, error {middle:.1%} in the median, {largest:.1%} at most")
+
+
+def main() -> None:
+    """Measure or fit."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    steps = parser.add_subparsers(dest="step", required=True)
+    measuring = steps.add_parser("measure", help="on the GPU")
+    measuring.add_argument("--family", default="hopper")
+    measuring.add_argument("--warmup-steps", type=int, default=10)
+    measuring.add_argument("--iterations", type=int, default=20)
+    measuring.add_argument("--json", type=Path, required=True)
+    fitting = steps.add_parser("fit", help="anywhere")
+    fitting.add_argument("records", type=Path)
+    fitting.add_argument("--family", default="hopper")
+    fitting.add_argument("--out", type=Path, help="the model, with what it was fitted to")
+    options = parser.parse_args()
+    if options.step == "measure":
+        records = measure(options.family, options.warmup_steps, options.iterations)
+        options.json.write_text(json.dumps({"environment": environment(), "records": records}, indent=1) + "\n")
+        return
+    found = json.loads(options.records.read_text())
+    model = simulator.calibration_for(options.family)
+    assert model is not None
+    every = samples(found["records"], model)
+    model = fit(every, model)
+    print_errors(every, model)
+    if options.out is not None:
+        fitted_to = {"environment": found["environment"], "records": found["records"]}
+        options.out.write_text(
+            json.dumps({"model": dataclasses.asdict(model), "fitted_to": fitted_to}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,450 @@
+"""The profiler's other jobs: listing, predicting, searching, comparing, and reading any trace."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import natten_jax
+from natten_jax import native
+from natten_jax.devices import Device
+from natten_jax.profiler import optimize as search
+from natten_jax.profiler import parse, tables, workload, xspace
+from natten_jax.profiler import trace as trace_program
+from natten_jax.profiler.__main__ import main
+from natten_jax.profiler.capture import Event, capture_in_turns
+from natten_jax.profiler.measure import Comparison, profile
+from natten_jax.profiler.program import Program
+from natten_jax.profiler.workload import Workload
+
+needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
+needs_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="runs on the CPU")
+FEW = "--warmup-steps 1 --iterations 2"
+HOPPER = "--compute-capability 9.0"
+VIDEO = "-i 30 48 80 -n 24 -d 128 -w 18 24 24"
+
+#: The documentation's command lines, with layouts small enough for a CPU and without the names of GPU backends.
+EXAMPLES = (
+    "-i 4 6 8 -d 128",
+    "-i 4 6 8 -d 128 -w 2 4 3",
+    "--dry-run --dtype bf16 -i 16 16 16 -d 128",
+    "--backprop -b 1 -n 2 -d 32 -i 6 8 10 -w 4 6 6 -s 2 2 2",
+    "--backprop -b 1 -n 2 -d 32 -i 6 8 10 -w 4 6 6 -s 2 2 2 --optimize",
+    "-d 128 -i 512",
+    "-d 128 -i 512 -w 32",
+    "-d 128 -i 512 -w 32 -s 4",
+    "-d 128 -i 512 -w 32 -s 32",
+    "-n 2 -d 128 -i 24 24",
+    "--q-tile 16 8 --kv-tile 16 8 -n 2 -d 128 -i 24 24 -w 8 8",
+    "--q-tile 16 16 --kv-tile 16 8 -n 2 -d 128 -i 24 24 -w 8 8",
+    "--q-tile 16 8 --kv-tile 16 8 -n 2 -d 128 -i 24 24 -w 8 8 -s 4 4",
+    "-n 2 -d 128 -i 6 8 8",
+    "--q-tile 2 8 8 --kv-tile 2 8 8 -n 2 -d 128 -i 6 8 8 -w 4 4 4",
+    "--q-tile 4 8 8 --kv-tile 2 8 8 -n 2 -d 128 -i 6 8 8 -w 4 4 4 -s 4 2 2",
+)
+
+# One interpreter for all command lines: they differ in what they do, not in how Python starts.
+_DRIVER = """
+import sys
+from natten_jax.profiler.__main__ import main
+for line in sys.stdin.read().splitlines():
+    print(f"$ {line}", flush=True)
+    print(f"= {main(line.split())}", flush=True)
+"""
+
+
+def run_python(*arguments: str | Path, text: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        input=text,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+        timeout=300,
+        check=False,
+    )
+
+
+def test_documented_command_lines() -> None:
+    lines = [line if "--dry-run" in line else f"{line} {FEW}" for line in EXAMPLES]
+    finished = run_python("-c", _DRIVER, text="\n".join(lines))
+    assert finished.returncode == 0, finished.stderr
+    outputs = finished.stdout.split("$ ")[1:]
+    assert len(outputs) == len(lines)
+    for line, output in zip(lines, outputs, strict=True):
+        assert output.rstrip().endswith("= 0"), f"{line}\n{output}"
+        assert all(len(row) <= 100 for row in output.splitlines()[1:])
+        assert "\x1b" not in output
+        if "--dry-run" in line:
+            assert "Use case is compatible with backend cpu-fmha." in output
+            assert "Forward pass configurations" in output
+        else:
+            assert "Profiler results" in output
+            assert ("Fna" if " -w " in line else "Fmha") + "Forward" in output or native.path() is None
+            assert ("Backward" in output) == ("--backprop" in line)
+        assert ("Best configuration" in output) == ("--optimize" in line)
+
+
+@needs_cpu
+@pytest.mark.parametrize(
+    ("backend", "capability"), [("blackwell-fna", "10.0"), ("hopper-fna", "9.0"), ("cutlass-fna", "8.0")]
+)
+def test_a_backend_for_another_gpu_says_so_and_shows_the_dry_run(
+    backend: str, capability: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(f"--backend {backend} -n 24 -d 128 -i 256 256 -w 80 80".split()) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"natten-jax-profiler: error: {backend} ")
+    assert captured.err.count("\n") == 1
+    assert f"compute capability {capability}" in captured.err
+    assert f"A dry run with --compute-capability {capability} shows:" in captured.out
+    assert f"(compute capability {capability})" in captured.out
+    assert "Use case is compatible with backend flex-fna." in captured.out
+
+
+# Listing.
+
+
+def test_dry_run_lists_tiles_best_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "dry.json"
+    assert main(f"{VIDEO} --dry-run --compute-capability 9.0 --max-configs 3 --json {path}".split()) == 0
+    output = capsys.readouterr().out
+    assert all(len(line) <= 100 for line in output.splitlines())
+    for part in ("q_tile_shape", "kv_tile_shape", "kernel_schedule", "no mask", "waste", "predicted", "pp, coop, non"):
+        assert part in output
+    assert "Use case is not compatible with backend cpu-fna: it runs on platform cpu only" in output
+    found = json.loads(path.read_text())
+    hopper = [each for each in found["configurations"] if each["backend"] == "hopper-fna" and each["pass"] == "forward"]
+    assert len(hopper) > 100
+    seconds = [each["predicted_seconds"] for each in hopper]
+    assert seconds == sorted(seconds)
+    first = tables.format_time(seconds[0])
+    rows = [line for line in output.splitlines() if first in line]
+    assert rows
+    listed = output[output.index("Backend: hopper-fna") :].split("Use case")[0]
+    assert listed.count("pp, coop, non") == 3
+    assert "..." in listed
+
+
+def test_dry_run_of_self_attention_lists_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"-i 16 16 16 -d 128 --dtype bf16 --dry-run --max-configs 0 {HOPPER}".split()) == 0
+    output = capsys.readouterr().out
+    assert "Use case is compatible with backend hopper-fmha." in output
+    assert "q_tile_size" in output
+    assert "..." not in output
+
+
+def test_dry_run_without_any_backend_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"-i 64 -w 8 -d 36 --backend hopper-fna --dry-run {HOPPER}".split()) == 1
+    assert "not compatible with backend hopper-fna: head_dim must be a multiple of 8" in capsys.readouterr().out
+
+
+# Predicting.
+
+
+def test_simulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "simulated.json"
+    assert main(f"{VIDEO} --simulate --compute-capability 9.0 --json {path}".split()) == 0
+    output = capsys.readouterr().out
+    assert all(len(line) <= 100 for line in output.splitlines())
+    for part in ("predicted time", "GFLOP executed", "streamed tiles without a mask", "11.1X", "fully block-sparse"):
+        assert part in output
+    found = json.loads(path.read_text())
+    forward, advice = found["passes"]["forward"], found["recommendation"]
+    assert forward["backend"] == "hopper-fna"
+    assert forward["predicted_seconds"] > advice["predicted_seconds"] > 0
+    assert advice["counts"]["whole"] == advice["counts"]["streamed"] > 0
+    stride = " ".join(map(str, advice["stride"]))
+    assert f"-s {stride};" in output
+    assert main(f"{VIDEO} -s {stride} --simulate --compute-capability 9.0".split()) == 0
+    assert "the mask is fully block-sparse." in capsys.readouterr().out
+
+
+def test_simulation_with_tiles_of_both_passes_without_a_calibration(capsys: pytest.CaptureFixture[str]) -> None:
+    tiles = "--q-tile 4 4 --kv-tile 4 4 --backward-q-tile 8 4 --backward-kv-tile 4 8"
+    assert main(f"-i 32 32 -w 8 8 --backend flex-fna --backprop --simulate {tiles}".split()) == 0
+    output = capsys.readouterr().out
+    for part in ("backward", "(8, 4)", "(4, 8)", "not calibrated"):
+        assert part in output
+
+
+# Comparing, and files.
+
+
+@needs_native
+@needs_cpu
+def test_comparison_and_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    files = {flag: tmp_path / f"result.{flag}" for flag in ("json", "csv")}
+    arguments = " ".join(f"--{flag} {path}" for flag, path in files.items())
+    arguments += f" --plot {tmp_path / 'result.png'} --trace-dir {tmp_path / 'trace'}"
+    assert main(f"-i 16 16 -d 32 -w 4 4 --dtype bf16 --compare xla {FEW} {arguments}".split()) == 0
+    output = capsys.readouterr().out
+    assert "Baseline: xla" in output
+    assert "FLOP-wise speedup (upper bound) with 93.75% sparsity: 16X" in output
+    found = json.loads(files["json"].read_text())
+    assert found["flop_bound"] == 16
+    ratios = [b / a for a, b in zip(found["iteration_times"], found["baseline"]["iteration_times"], strict=True)]
+    assert found["speedup"] == pytest.approx(float(np.median(ratios)))
+    rows = list(csv.DictReader(files["csv"].open()))
+    assert {row["table"] for row in rows} == {"result", "xla"}
+    medians = {row["operation"]: row["runtime"] for row in found["rows"]}
+    written = {row["operation"]: float(row["median"]) for row in rows if row["table"] == "result"}
+    assert written == pytest.approx(medians)
+    assert (tmp_path / "result.png").stat().st_size > 1000
+    assert list((tmp_path / "trace").glob("**/*.xplane.pb"))
+
+    # The trace that was kept, read without knowing what it is of.
+    assert trace_program.main([str(tmp_path / "trace"), "--module", "jit_profiled_0"]) == 0
+    output = capsys.readouterr().out
+    assert "FnaForward" in output
+    assert "natten_jax-cpu" in output
+    modules = trace_program.rows_by_module(tmp_path / "trace")
+    assert set(modules) >= {"jit_profiled_0", "jit_profiled_1"}
+    total = sum(row.runtime for row in modules["jit_profiled_0"])
+    assert total == pytest.approx(sum(found["iteration_times"]), rel=1e-6)
+
+
+@needs_cpu
+def test_turns_are_told_apart() -> None:
+    options = parse(["-i", "64", "-d", "8", "-w", "8", "--backend", "flex-fna", "--dtype", "fp32"])
+    loads = [workload.compile_workload(options, f"turn_{i}") for i in range(3)]
+    captured = capture_in_turns([each.launch for each in loads], 4, "cpu")
+    assert [len(each) for each in captured] == [4, 4, 4]
+    for each, of_load in zip(captured, loads, strict=True):
+        names = {event.instruction for events in each for event in events}
+        assert names <= set(of_load.program.instructions)
+
+
+def test_speedup_is_the_median_of_the_turns() -> None:
+    result = profile(parse(f"-i 32 -d 8 -w 4 --backend flex-fna {FEW}".split()))
+    ours = dataclasses.replace(result, totals=(1.0, 2.0, 4.0), flops={"forward": 10})
+    theirs = dataclasses.replace(result, totals=(3.0, 2.0, 20.0), flops={"forward": 40})
+    comparison = Comparison(ours, theirs)
+    assert (comparison.speedup, comparison.flop_bound) == (3.0, 4.0)
+
+
+# Searching.
+
+
+@needs_native
+@needs_cpu
+def test_search_result_is_accepted_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from natten_jax.flax_modules import linen, nnx
+
+    path = tmp_path / "tuned.json"
+    problem = "-i 8 12 -n 2 -d 16 -w 4 6 --dtype fp32 --backprop --backend cpu-fna"
+    assert main(f"{problem} --optimize {FEW} --json {path}".split()) == 0
+    output = capsys.readouterr().out
+    assert output.index("Best configuration") < output.index("Profiler results")
+    assert "Speedup over the default configuration" in output
+    tuned = natten_jax.load_tuned(path)
+    assert tuned["backend"] == "cpu-fna"
+    assert tuned["attention_kwargs"] == {"backend": "cpu-fmha"}
+    assert {len(tuned[f"{prefix}{side}_tile_shape"]) for prefix in ("", "backward_") for side in ("q", "kv")} == {2}
+
+    found = json.loads(path.read_text())
+    trials = found["search"]["trials"]
+    assert len(trials) > 20
+    assert any(trial["passes"] == ["forward", "backward"] for trial in trials)
+    assert found["search"]["best_seconds"] <= found["search"]["default_seconds"]
+
+    query, key, value = (jax.random.normal(jax.random.key(i), (1, 8, 12, 2, 16)) for i in range(3))
+
+    def loss(arguments: dict[str, Any]) -> Any:
+        return lambda q: jnp.sum(natten_jax.na2d(q, key, value, (4, 6), **arguments) ** 2)
+
+    plain, fast = (jax.value_and_grad(loss(arguments))(query) for arguments in ({}, tuned))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain, fast)
+    layer = nnx.NeighborhoodAttention2D(32, 2, (4, 6), rngs=nnx.nnx.Rngs(0), **tuned)
+    assert layer(jnp.ones((1, 8, 12, 32))).shape == (1, 8, 12, 32)
+    module = linen.NeighborhoodAttention2D(num_heads=2, kernel_size=(4, 6), **tuned)
+    assert module.init_with_output(jax.random.key(0), jnp.ones((1, 8, 12, 32)))[0].shape == (1, 8, 12, 32)
+
+
+def fake_search(
+    monkeypatch: pytest.MonkeyPatch, line: str, seconds: Any
+) -> tuple[search.Optimum, list[tuple[Any, ...]]]:
+    """A search whose programs are not compiled: ``seconds(options)`` is what they take, or an error."""
+    compiled = []
+
+    def compile_workload(options: Any, name: str, arguments: Any) -> Any:
+        compiled.append((options.backend, options.q_tile, options.backward_q_tile, options.schedule))
+        duration = seconds(options)
+        if isinstance(duration, Exception):
+            raise duration
+        empty: Any = None
+        load = Workload(options, empty, {"forward": "cpu-fna"}, {}, Device("cpu"), empty, (), Program(name, {}))
+        monkeypatch.setattr(Workload, "run", lambda self: jnp.zeros(()))
+        load.program.instructions["seconds"] = duration
+        return load
+
+    def capture(launches: Any, runs: int, platform: str) -> Any:
+        return [[[Event("", "", "", 0.0, 1e9 * each.program.instructions["seconds"])]] * runs for each in launches]
+
+    monkeypatch.setattr(search, "compile_workload", compile_workload)
+    monkeypatch.setattr(search.capture, "capture_in_turns", capture)
+    return search.optimize(parse(line.split())), compiled
+
+
+@needs_native
+@needs_cpu
+def test_search_finds_the_best_pair_of_each_pass_and_survives_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(options: Any) -> Any:
+        if options.backend == "flex-fna":
+            return 1.0
+        if options.q_tile == (64,):
+            return ValueError("no such tile")
+        time = 1e-3 if (options.q_tile, options.kv_tile) == ((128,), (512,)) else 2e-3
+        if options.backprop:
+            time += 1e-3 if (options.backward_q_tile, options.backward_kv_tile) == ((256,), (128,)) else 5e-3
+        return time
+
+    optimum, compiled = fake_search(monkeypatch, "-i 4096 -w 64 --backprop --optimize", seconds)
+    options = optimum.options
+    assert (options.backend, options.q_tile, options.kv_tile) == ("cpu-fna", (128,), (512,))
+    assert (options.backward_q_tile, options.backward_kv_tile) == ((256,), (128,))
+    assert optimum.seconds == pytest.approx(2e-3)
+    assert optimum.default_seconds == pytest.approx(7e-3)
+    assert {trial.error for trial in optimum.failures} == {"no such tile"}
+    assert sum(backend == "flex-fna" for backend, *_ in compiled) == 1  # hopeless after one run
+
+
+@needs_native
+@needs_cpu
+def test_search_keeps_what_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "-i 64 -w 8 --backend cpu-fna --q-tile 32 --kv-tile 16 --backprop --optimize"
+    optimum, compiled = fake_search(monkeypatch, line, lambda options: 1e-3)
+    assert optimum.options.q_tile == (32,)
+    assert {(backend, q_tile) for backend, q_tile, *_ in compiled} == {("cpu-fna", (32,))}
+    assert len({backward for *_, backward, _ in compiled}) >= 5
+
+
+@needs_cpu
+def test_search_without_anything_that_runs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="no configuration runs: broken"):
+        fake_search(monkeypatch, "-i 64 -w 8 --optimize", lambda options: RuntimeError("broken"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "holds no tuned configuration"),
+        ('{"rows": []}', "--optimize --json PATH"),
+        ('{"best_configuration": {"scale": 2}}', "unknown arguments scale"),
+    ],
+)
+def test_files_that_are_no_search_results(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        natten_jax.load_tuned(path)
+
+
+# Usage errors of the modes.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--dry-run --optimize", "--dry-run and --optimize exclude each other"),
+        ("--dry-run --simulate", "--dry-run and --simulate exclude each other"),
+        ("--simulate --optimize", "--simulate and --optimize exclude each other"),
+        ("--compute-capability 9.0", "--compute-capability is for --dry-run and --simulate"),
+        ("--dry-run --compute-capability nine", "'nine' is not a compute capability such as 9.0"),
+        ("--dry-run --compute-capability 9.75", "'9.75' is not a compute capability"),
+        ("--dry-run --compare xla", "--compare would need a measurement"),
+        ("--simulate --plot a.png --csv a.csv", "--csv, --plot would need a measurement"),
+        ("--dry-run --backend xla", "which the baseline xla does not have"),
+        ("--optimize --backend cudnn", "which the baseline cudnn does not have"),
+        ("--compare nothing", "--compare nothing is unknown"),
+        ("--compare fav2", "use --compare cudnn"),
+        ("--compare xla --backend xla", "--compare xla is what --backend runs already"),
+        ("--max-configs -1", "must be at least 0"),
+        ("--optimize --optimize-warmup-steps -1", "must be at least 0"),
+        ("--backward-q-tile 8 --backward-kv-tile 8", "runs with --backprop only"),
+        ("--plot no/such/folder/a.png", "the folder 'no/such/folder' does not exist"),
+    ],
+)
+def test_usage_errors_of_the_modes(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["-i", "8", *arguments.split()])
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+# Tables and traces.
+
+
+def test_tables_fit_with_and_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = (("a" * 70, "x" * 30, "1"), ("[bold]b[/]", "y", "2"))
+    table = tables.Table("Title", ("First", "Second", "#"), rows, ("", "Total", "3"), folded=0)
+    for has_rich in (True, False):
+        if not has_rich:
+            monkeypatch.setitem(sys.modules, "rich.console", None)
+        file = io.StringIO()
+        tables.print_table(table, file)
+        text = file.getvalue()
+        assert all(len(line) <= 100 for line in text.splitlines())
+        assert "[bold]b[/]" in text
+        assert "x" * 30 in text
+        assert text.isascii() or has_rich
+
+
+def test_lines_are_wrapped() -> None:
+    file = io.StringIO()
+    tables.print_lines(["word " * 40, "", "natten-jax"], file)
+    lines = file.getvalue().splitlines()
+    assert all(len(line) <= 100 for line in lines)
+    assert lines[-2:] == ["", "natten-jax"]
+
+
+@needs_cpu
+def test_programs_are_read_from_any_trace(tmp_path: Path) -> None:
+    @jax.jit
+    def step(x: jax.Array) -> jax.Array:
+        with jax.named_scope("outer"):
+            return jnp.sum(jnp.tanh(x @ x) * 2)
+
+    x = jnp.ones((64, 64))
+    jax.block_until_ready(step(x))
+    with jax.profiler.trace(str(tmp_path)):
+        jax.block_until_ready(step(x))
+    (file,) = tmp_path.glob("**/*.xplane.pb")
+    (found,) = (program for program in xspace.programs(file).values() if program.module == "jit_step")
+    expected = Program.of(step.lower(x).compile())
+    assert found.instructions.keys() == expected.instructions.keys()
+    for name, instruction in expected.instructions.items():
+        assert found.instruction(name).opcode == instruction.opcode
+        assert found.instruction(name).fused == instruction.fused
+        assert found.instruction(name).scope == instruction.scope
+
+    output = run_python("-m", "natten_jax.profiler.trace", tmp_path)
+    assert output.returncode == 0, output.stderr
+    assert "jit_step" in output.stdout
+    assert "gemm" in output.stdout
+
+
+def test_damaged_traces_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert trace_program.main([str(tmp_path)]) == 1
+    assert "there is no trace" in capsys.readouterr().err
+    broken = tmp_path / "a.xplane.pb"
+    broken.write_bytes(b"\x0a\xff\xff\xff\xff\x0f\x01\x02" * 5)
+    assert xspace.programs(broken) == {}
+    assert trace_program.main([str(broken)]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
