@@ -34,9 +34,10 @@ class Name:
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """How symbols that match a pattern are called.
+    """How launches are called whose custom call and whose symbol match.
 
     Attributes:
+        target: Searched in the lower-case target of the custom call that launched it; ``""`` matches every launch.
         pattern: Searched in the lower-case symbol.
         framework: Who wrote it; ``"-"`` where nobody knows.
         category: What kind of work it is; ``"-"`` where nobody knows.
@@ -44,41 +45,74 @@ class _Rule:
             ``Fmha``, whichever the description of the operator says.
     """
 
+    target: str
     pattern: str
     framework: str
     category: str
     operation: str = ""
 
 
-# The first match counts: this package's own, the libraries' attention kernels, their helpers, then the rest.
+# In a kernel's own name, not in its template arguments.
+_DELTA = r"^[^<(]*(delta|dot_do_o|do_dot_o|sum_odo|reduc)"
+_PERMUTE, _CONVERT, _ELEMENTWISE = r"^[^<(]*permute", r"^[^<(]*(convert|cast)", r"^[^<(]*(elementwise|clear|fill|scale)"
+_HOST, _DEVICE, _CUDNN = r"^natten_jax_cpu", r"^natten_jax_sm", r"^__cudnn\$(fmha|fused.*attention)"
+_OURS = r"natten_jax"
+_PALLAS = r"^mosaic_gpu|^triton_kernel_call|^__gpu\$xla\.gpu\.triton"
+_MHA_FORWARD, _MHA_BACKWARD = (
+    r"mha_forward|attention_forward",
+    r"mha_backward|mha_preprocess_backward|attention_backward",
+)
+
+# The first match counts. What the compiled program says about a launch comes before its symbol: kernels of a known
+# custom call are known, whatever they are called. One kernel of ours serves both operators.
 _RULES = (
-    _Rule(r"natten_jax_cpu_forward", "natten_jax-cpu", "attention", "{operator}Forward"),
-    _Rule(r"natten_jax_cpu_backward", "natten_jax-cpu", "attention", "{operator}Backward"),
-    _Rule(r"natten_jax.*(delta|reduction|reduce)", "CUTLASS", "reduction", "Reduction"),
-    _Rule(r"natten_jax.*permute", "CUTLASS", "token permute", "TokenPermute"),
-    _Rule(r"natten_jax.*convert", "CUTLASS", "elementwise", "Convert"),
-    _Rule(r"natten_jax.*elementwise", "CUTLASS", "elementwise", "Elementwise"),
-    _Rule(r"natten_jax.*fmha_forward", "CUTLASS", "attention", "FmhaForward"),
-    _Rule(r"natten_jax.*fmha_backward", "CUTLASS", "attention", "FmhaBackward"),
-    # One kernel serves both operators, whatever its symbol says.
-    _Rule(r"natten_jax.*forward", "CUTLASS", "attention", "{operator}Forward"),
-    _Rule(r"natten_jax.*backward", "CUTLASS", "attention", "{operator}Backward"),
-    _Rule(r"cudnn.*(dot_do_o|do_dot_o|sum_odo)", "cuDNN", "reduction", "Reduction"),
-    _Rule(r"cudnn.*convert", "cuDNN", "elementwise", "Convert"),
-    _Rule(r"cudnn.*(sdpa|flash|fmha|mha).*bprop", "cuDNN", "attention", "FmhaBackward"),
-    _Rule(r"cudnn.*(sdpa|flash|fmha|mha)", "cuDNN", "attention", "FmhaForward"),
-    _Rule(r"cudnn", "cuDNN", "-"),
-    _Rule(r"mha_forward", "Pallas", "attention", "FmhaForward"),
-    _Rule(r"mha_backward|mha_preprocess_backward", "Pallas", "attention", "FmhaBackward"),
-    _Rule(r"nvjet|cublas|xmma_gemm|gemmsn|gemvnsp|gemv2", "cuBLAS", "gemm"),
-    _Rule(r"(cutlass|cute).*(fmha|flash|attention).*(bwd|backward)", "CUTLASS", "attention", "FmhaBackward"),
-    _Rule(r"(cutlass|cute).*(fmha|flash|attention)", "CUTLASS", "attention", "FmhaForward"),
-    _Rule(r"(cutlass|cute).*(gemm|tensorop|wgmma)", "CUTLASS", "gemm"),
-    _Rule(r"cutlass|cute::", "CUTLASS", "-"),
-    _Rule(r"triton_softmax|softmax.*triton", "Triton", "softmax"),
-    _Rule(r"^gemm_fusion|triton_gemm", "Triton", "gemm"),
-    _Rule(r"triton", "Triton", "-"),
-    _Rule(r"mosaic|pallas", "Pallas", "-"),
+    _Rule("", r"^memset", "CUDA", "copy", "Memset"),
+    _Rule("", r"^memcpy", "CUDA", "copy", "Memcpy"),
+    # Custom calls: this package's, cuDNN's, cuBLAS's, Pallas's.
+    _Rule(_HOST + r".*forward", "", "natten_jax-cpu", "attention", "{operator}Forward"),
+    _Rule(_HOST + r".*backward", "", "natten_jax-cpu", "attention", "{operator}Backward"),
+    _Rule(_DEVICE, _DELTA, "CUTLASS", "reduction", "Reduction"),
+    _Rule(_DEVICE, _PERMUTE, "CUTLASS", "token permute", "TokenPermute"),
+    _Rule(_DEVICE, _CONVERT, "CUTLASS", "elementwise", "Convert"),
+    _Rule(_DEVICE, _ELEMENTWISE, "CUTLASS", "elementwise", "Elementwise"),
+    _Rule(_DEVICE + r".*forward", "", "CUTLASS", "attention", "{operator}Forward"),
+    _Rule(_DEVICE + r".*backward", "", "CUTLASS", "attention", "{operator}Backward"),
+    _Rule(_CUDNN, _DELTA, "cuDNN", "reduction", "Reduction"),
+    _Rule(_CUDNN, _CONVERT, "cuDNN", "elementwise", "Convert"),
+    _Rule(_CUDNN + r".*backward", "", "cuDNN", "attention", "FmhaBackward"),
+    _Rule(_CUDNN, "", "cuDNN", "attention", "FmhaForward"),
+    _Rule(r"^__cublas", "", "cuBLAS", "gemm"),
+    _Rule(_PALLAS, _MHA_BACKWARD, "Pallas", "attention", "FmhaBackward"),
+    _Rule(_PALLAS, _MHA_FORWARD, "Pallas", "attention", "FmhaForward"),
+    _Rule(_PALLAS, r"softmax", "Pallas", "softmax"),
+    _Rule(_PALLAS, "", "Pallas", "-"),
+    # Symbols, where the program is not known: in the same order, then the rest.
+    _Rule("", r"natten_jax_cpu.*forward", "natten_jax-cpu", "attention", "{operator}Forward"),
+    _Rule("", r"natten_jax_cpu.*backward", "natten_jax-cpu", "attention", "{operator}Backward"),
+    _Rule("", rf"^[^<(]*{_OURS}[^<(]*(delta|reduc)", "CUTLASS", "reduction", "Reduction"),
+    _Rule("", rf"^[^<(]*{_OURS}[^<(]*permute", "CUTLASS", "token permute", "TokenPermute"),
+    _Rule("", rf"^[^<(]*{_OURS}[^<(]*convert", "CUTLASS", "elementwise", "Convert"),
+    _Rule("", rf"^[^<(]*{_OURS}[^<(]*elementwise", "CUTLASS", "elementwise", "Elementwise"),
+    _Rule("", rf"^[^<(]*{_OURS}[^<(]*fmha_forward", "CUTLASS", "attention", "FmhaForward"),
+    _Rule("", rf"^[^<(]*{_OURS}[^<(]*fmha_backward", "CUTLASS", "attention", "FmhaBackward"),
+    _Rule("", rf"^[^<(]*{_OURS}[^<(]*backward", "CUTLASS", "attention", "{operator}Backward"),
+    _Rule("", rf"^[^<(]*{_OURS}[^<(]*forward", "CUTLASS", "attention", "{operator}Forward"),
+    _Rule("", r"cudnn.*(dot_do_o|do_dot_o|sum_odo|reduc)", "cuDNN", "reduction", "Reduction"),
+    _Rule("", r"cudnn.*convert", "cuDNN", "elementwise", "Convert"),
+    _Rule("", r"(cudnn|^sm\d+).*(sdpa|flash|fmha|mha).*bprop", "cuDNN", "attention", "FmhaBackward"),
+    _Rule("", r"(cudnn|^sm\d+).*(sdpa|flash_fprop|fmha|mha)", "cuDNN", "attention", "FmhaForward"),
+    _Rule("", r"cudnn", "cuDNN", "-"),
+    _Rule("", _MHA_BACKWARD, "Pallas", "attention", "FmhaBackward"),
+    _Rule("", r"mha_forward", "Pallas", "attention", "FmhaForward"),
+    _Rule("", r"nvjet|cublas|xmma_gemm|gemmsn|gemvnsp|gemv2|splitkreduce", "cuBLAS", "gemm"),
+    _Rule("", r"(cutlass|cute|flash).*(fmha|flash|attention).*(bwd|backward)", "CUTLASS", "attention", "FmhaBackward"),
+    _Rule("", r"(cutlass|cute|flash).*(fmha|flash|attention)", "CUTLASS", "attention", "FmhaForward"),
+    _Rule("", r"(cutlass|cute).*(gemm|tensorop|wgmma)", "CUTLASS", "gemm"),
+    _Rule("", r"cutlass|cute::", "CUTLASS", "-"),
+    _Rule("", r"triton_softmax|softmax.*triton", "Triton", "softmax"),
+    _Rule("", r"^gemm_fusion|triton_gemm", "Triton", "gemm"),
+    _Rule("", r"triton", "Triton", "-"),
+    _Rule("", r"mosaic|pallas", "Pallas", "-"),
 )
 
 # fmt: off
@@ -103,14 +137,15 @@ def name(symbol: str, instruction: Instruction, operator: str, scope: str = "") 
         operator: ``"fna"`` or ``"fmha"``: what the program computes, where the instruction does not say.
         scope: Scope path of the launch where the instruction has none.
     """
-    lowered = symbol.lower()
+    lowered = symbol.lower().replace("(anonymous namespace)::", "")
+    target = instruction.target.lower()
     for rule in _RULES:
-        if re.search(rule.pattern, lowered):
+        if re.search(rule.target, target) and re.search(rule.pattern, lowered):
             family = _operator(instruction.description) or operator
             operation = rule.operation.format(operator=family.capitalize())
             if not operation:
                 operation = clean(_without_number(symbol) if instruction.opcode == "fusion" else symbol)
-            arch = _arch(lowered) if rule.category == "attention" else "-"
+            arch = _arch(lowered if _arch(lowered) != "-" else target) if rule.category == "attention" else "-"
             return Name(rule.framework, rule.category, arch, operation)
     if instruction.opcode == "custom-call":
         return Name("-", "-", "-", clean(instruction.target or symbol))
