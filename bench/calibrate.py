@@ -33,6 +33,9 @@ SETS = {"examples": EXAMPLES, "fitted": FITTED, "held back": HELD_BACK}
 #: Ranks, in the order of the model so far, of the pairs that are measured beside the first one.
 OTHER_RANKS = (1, 4, 12, 40, 150)
 
+#: Least and most slowdown by the power limit, and seconds after which half of it applies.
+_CLOCK_BOUNDS = (0.05, 1e-4), (0.3, 3e-2)
+
 
 def measure(family: str, warmup_steps: int, iterations: int) -> list[dict[str, Any]]:
     """Device times of every problem, with the recommended tiles and, for the fit, a few others."""
@@ -123,7 +126,10 @@ def fit(every: list[Sample], model: Calibration) -> Calibration:
 
     costs = [[kernel.owned_tile, kernel.streamed_tile, kernel.masking] for kernel in kernels]
     start = np.log([model.launch, model.slowdown, model.onset, *np.ravel(costs)])
-    solution = least_squares(residuals, start, loss="soft_l1", f_scale=0.05, bounds=(start - 3, start + 3))
+    lowest, highest = start - 3, start + 3
+    lowest[1:3], highest[1:3] = np.log(_CLOCK_BOUNDS)
+    start = np.clip(start, lowest + 1e-6, highest - 1e-6)
+    solution = least_squares(residuals, start, loss="soft_l1", f_scale=0.05, bounds=(lowest, highest))
     return unpack(solution.x)
 
 

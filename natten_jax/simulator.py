@@ -17,7 +17,8 @@ The predicted time of a pass, in seconds, with coefficients fitted to measuremen
 (``natten_jax/calibration``):
 
     tile  = owned_tile + streamed_tile * (streamed tiles) / (owned tiles) + masking * (masked tiles) / (owned tiles)
-    busy  = launch + ceil(batch * heads * (owned tiles) / multiprocessors) * tile
+    work  = ceil(batch * heads * (owned tiles) / multiprocessors) * tile
+    busy  = launch + max(work, byte * (bytes of inputs and results))
     time  = busy * (1 + slowdown * busy / (busy + onset))
 
 The last line is the clock, which falls while a kernel keeps the device at its power limit.
@@ -133,6 +134,7 @@ class Calibration:
         compute_capability: Of that device.
         multiprocessors: Owned tiles that are worked on side by side.
         launch: Seconds that every launch takes.
+        byte: Seconds that the device's memory takes per byte of inputs and results.
         slowdown: How much longer kernels take, at most, once the device is at its power limit.
         onset: Seconds of work after which half of that applies.
         kernels: The compiled kernels of each pass.
@@ -143,6 +145,7 @@ class Calibration:
     compute_capability: ComputeCapability
     multiprocessors: int
     launch: float
+    byte: float
     slowdown: float
     onset: float
     kernels: dict[str, tuple[Kernel, ...]]
@@ -211,16 +214,7 @@ class Simulation:
     @property
     def least_bytes(self) -> int:
         """Bytes that inputs and results take: each is moved from or to memory at least once."""
-        problem = self.problem
-        queries, keys = math.prod(problem.query_layout), math.prod(problem.kv_layout) + problem.additional_kv
-        width = problem.head_dim + problem.head_dim_v
-        elements = queries * problem.heads * width + keys * problem.heads_kv * width
-        once = problem.batch * elements * _BYTES[problem.dtype]
-        logsumexp = problem.batch * problem.heads * queries * _BYTES[problem.accumulator_dtype]
-        if self.which == "forward":
-            return once + logsumexp
-        # The output is read in addition to its gradient, and every other array beside its gradient.
-        return 2 * once + logsumexp
+        return least_bytes(self.problem, self.which)
 
     @property
     def tile_bytes(self) -> int:
@@ -235,6 +229,17 @@ class Simulation:
 def all_pairs(problem: Problem) -> int:
     """Query-key pairs without any mask, for one batch element and one head."""
     return math.prod(problem.query_layout) * (math.prod(problem.kv_layout) + problem.additional_kv)
+
+
+def least_bytes(problem: Problem, which: Pass) -> int:
+    """Bytes of the inputs and results of a pass."""
+    queries, keys = math.prod(problem.query_layout), math.prod(problem.kv_layout) + problem.additional_kv
+    width = problem.head_dim + problem.head_dim_v
+    elements = queries * problem.heads * width + keys * problem.heads_kv * width
+    once = problem.batch * elements * _BYTES[problem.dtype]
+    logsumexp = problem.batch * problem.heads * queries * _BYTES[problem.accumulator_dtype]
+    # The backward pass reads the output beside its gradient, and writes a gradient for every other array.
+    return (once if which == "forward" else 2 * once) + logsumexp
 
 
 def count_tiles(
@@ -356,7 +361,9 @@ def predict(problem: Problem, counts: Any, which: Pass, kernel: Kernel, calibrat
     heads, repeats = (problem.heads, 1) if which == "forward" else (problem.heads_kv, problem.heads // problem.heads_kv)
     streaming = kernel.streamed_tile * streamed + kernel.masking * (streamed - whole)
     rounds = np.ceil(problem.batch * heads * owned / calibration.multiprocessors)
-    return calibration.clocked(calibration.launch + rounds * (kernel.owned_tile + repeats * streaming / owned))
+    tile = kernel.owned_tile + repeats * streaming / owned
+    moving = calibration.byte * least_bytes(problem, which)
+    return calibration.clocked(calibration.launch + np.maximum(rounds * tile, moving))
 
 
 class Recommendation(NamedTuple):

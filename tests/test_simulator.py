@@ -218,7 +218,7 @@ def a_calibration(**others: Any) -> Calibration:
     kernels = (Kernel(128, 128, 128, 4e-6, 1e-6, 2e-7), Kernel(128, 128, 96, 4e-6, 8e-7, 2e-7))
     values: dict[str, Any] = {
         "family": "hopper", "device": "a device", "compute_capability": (9, 0), "multiprocessors": 100,
-        "launch": 2e-6, "slowdown": 0.0, "onset": 1e-3, "kernels": {"forward": kernels},
+        "launch": 2e-6, "byte": 0.0, "slowdown": 0.0, "onset": 1e-3, "kernels": {"forward": kernels},
     }  # fmt: skip
     return Calibration(**{**values, **others})
 
@@ -230,6 +230,9 @@ def test_time_model() -> None:
     assert simulator.simulate(problem, pair, calibration=a_calibration()).seconds == pytest.approx(2e-6 + 14e-6)
     twice = dataclasses.replace(problem, heads=2)
     assert simulator.simulate(twice, pair, calibration=a_calibration()).seconds == pytest.approx(2e-6 + 28e-6)
+    slow_memory = a_calibration(byte=1e-11)
+    found = simulator.simulate(problem, pair, calibration=slow_memory)
+    assert found.seconds == pytest.approx(2e-6 + 1e-11 * found.least_bytes)
     throttled = a_calibration(slowdown=0.5, onset=16e-6)
     assert simulator.simulate(problem, pair, calibration=throttled).seconds == pytest.approx(16e-6 * 1.25)
     masked = dataclasses.replace(problem, kernel_size=(1281,), stride=(1281,))
