@@ -85,7 +85,10 @@ def test_seeds_example(tmp_path: Path) -> None:
 @pytest.mark.skipif(native.path() is None, reason="the native module is not built")
 def test_backprop_with_additional_tokens_names_every_kernel(tmp_path: Path) -> None:
     arguments = f"-i 12 16 -n 2 --heads-kv 1 -w 5 4 -s 1 2 -c 1 0 --add-kv 6 --backprop --backend cpu-fna {FEW}"
-    output, result = profile_to_json(arguments, tmp_path)
+    _, fused = profile_to_json(arguments, tmp_path)
+    assert {name for name in operations(fused) if name.startswith(("Fna", "Fmha"))} == {"FnaForward", "FnaBackward"}
+    assert fused["backends"] == {"forward": "cpu-fna", "backward": "cpu-fna"}
+    output, result = profile_to_json(f"{arguments} --fmha-backend cpu-fmha", tmp_path)
     kernels = {name: calls for name, calls in operations(result).items() if name.startswith(("Fna", "Fmha"))}
     assert kernels == dict.fromkeys(("FnaForward", "FnaBackward", "FmhaForward", "FmhaBackward"), 1)
     assert [row["operation"] for row in result["rows"]][:4] == list(kernels)

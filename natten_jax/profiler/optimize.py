@@ -317,8 +317,9 @@ def _with_backend(options: Options, name: str) -> Options:
     """The options with the backend named that runs the tokens themselves."""
     if name.endswith("-fmha"):
         return dataclasses.replace(options, backend=None, fmha_backend=name)
-    fmha_backend = options.fmha_backend or backends.fmha_counterpart(name)
-    return dataclasses.replace(options, backend=name, fmha_backend=fmha_backend)
+    # Naming a backend for additional tokens would keep them out of the kernel that takes them, too.
+    counterpart = None if options.add_kv else backends.fmha_counterpart(name)
+    return dataclasses.replace(options, backend=name, fmha_backend=options.fmha_backend or counterpart)
 
 
 def _with_tiles(options: Options, pair: TilePair, which: Pass) -> Options:

@@ -81,7 +81,8 @@ def _tile_lines(result: Result) -> Iterator[str]:
         problem = result.problem if len(pair[0]) == result.problem.rank else None
         line = f"Tiles ({which}): query {format_shape(pair[0])}, key/value {format_shape(pair[1])}"
         if problem is not None and which == "forward":
-            problem = dataclasses.replace(problem, additional_kv=0)
+            if "additional_kv_forward" in result.backends:
+                problem = dataclasses.replace(problem, additional_kv=0)
             calibration = simulator.calibration_for(family, result.device.compute_capability)
             simulation = simulator.simulate(problem, pair, calibration=calibration)
             counts = simulation.counts

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import natten_jax
-from natten_jax import backends
+from natten_jax import backends, op
 from natten_jax.backends.base import Pass, TilePair
 from natten_jax.devices import Device, default_device
 from natten_jax.problem import Problem, TileConfig, attention_problem, neighborhood_problem, tile_config
@@ -175,7 +175,10 @@ def parts_of(options: Options) -> list[Part]:
         whole = attention_problem(query, _longer(key, options.add_kv), _longer(value, options.add_kv), None, False)
         whole = dataclasses.replace(whole, is_causal=(any(problem.is_causal),))
         return [Part("", whole, _flat_tiles(options), fmha_backend)]
-    parts = [Part("", dataclasses.replace(problem, additional_kv=0), tiles, options.backend)]
+    backend = None if options.is_baseline else options.backend
+    if additional and options.fmha_backend is None and op.fuses_additional_kv(op.Call(problem, tiles, backend)):
+        return [Part("", problem, tiles, backend)]  # as the operators decide
+    parts = [Part("", dataclasses.replace(problem, additional_kv=0), tiles, backend)]
     if additional:
         keys, values = additional
         context = attention_problem(query, keys, values, None, False)
@@ -230,7 +233,7 @@ def _function(options: Options, problem: Problem, device: Device) -> Callable[..
             return baselines.attend(name, *arrays[:3])
     else:
         operator: Callable[..., Any] = getattr(natten_jax, f"na{options.rank}d")
-        attention_kwargs = {} if options.fmha_backend is None else {"backend": options.fmha_backend}
+        attention_kwargs = None if options.fmha_backend is None else {"backend": options.fmha_backend}
 
         def forward(*arrays: jax.Array) -> Any:
             query, key, value, *additional = arrays
