@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 BUILD_INPUTS := pyproject.toml setup.py $(shell find csrc -type f)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test lint setup gpu-wheel clean
+.PHONY: demo test lint setup gpu-wheel bench-scaling clean
 
 demo: setup
 	$(BIN)/python -m natten_jax.profiler -i 8 16 24 -d 128 -w 2 4 3
@@ -31,6 +31,11 @@ $(VENV)/.installed: $(BUILD_INPUTS)
 # A wheel with the CUDA part, also on a machine without a GPU.
 gpu-wheel: setup
 	NATTEN_JAX_CUDA=1 $(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+
+# What each optimisation of attention pays at growing lengths. On an NVIDIA GPU, steps 1 to 3 need an environment that
+# was set up with NATTEN_JAX_BENCH=1.
+bench-scaling: setup
+	$(BIN)/python bench/fmha_scaling.py --output-dir build/fmha_scaling
 
 clean:
 	rm -rf build dist *.egg-info natten_jax/*.so

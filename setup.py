@@ -3,6 +3,7 @@
 Environment variables:
     NATTEN_JAX_CUDA: ``1`` builds the CUDA part and fails where that is impossible, ``0`` leaves it out.
         By default it is built where an NVIDIA GPU is visible.
+    NATTEN_JAX_BENCH: ``1`` adds the kernels that only benchmarks use to the CUDA part.
     NATTEN_JAX_CUDA_ARCHS: CUDA architectures, separated by semicolons; ``80;90a`` by default.
     CUDA_HOME: where a CUDA toolkit is installed, if ``nvcc`` is not on the path.
     CMAKE_BUILD_PARALLEL_LEVEL: compilations at a time.
@@ -95,6 +96,7 @@ def cuda_options() -> list[str]:
         "-DNATTEN_JAX_CUDA=ON",
         f"-DCMAKE_CUDA_COMPILER={nvcc}",
         f"-DNATTEN_JAX_CUDA_ARCHS={architectures}",
+        f"-DNATTEN_JAX_BENCH={'ON' if os.environ.get('NATTEN_JAX_BENCH') == '1' else 'OFF'}",
         f"-DNATTEN_JAX_CUTLASS_INCLUDE_DIR={package_directory('cutlass_library') / 'source' / 'include'}",
         *options,
     ]

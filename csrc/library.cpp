@@ -32,6 +32,9 @@ std::vector<Target> targets() {
 #if defined(NATTEN_JAX_CUDA)
   for (const ffi::Registration& registration : ffi::cuda_registrations()) registrations.push_back(registration);
 #endif
+#if defined(NATTEN_JAX_BENCH)
+  for (const ffi::Registration& registration : ffi::bench_registrations()) registrations.push_back(registration);
+#endif
   std::vector<Target> targets;
   for (const ffi::Registration& r : registrations) {
     targets.push_back({r.target, r.platform, reinterpret_cast<void*>(r.handler)});

@@ -21,4 +21,9 @@ std::vector<Registration> host_registrations();
 std::vector<Registration> cuda_registrations();
 #endif
 
+#if defined(NATTEN_JAX_BENCH)
+/// The targets that only benchmarks call.
+std::vector<Registration> bench_registrations();
+#endif
+
 }  // namespace natten_jax::ffi

@@ -1,0 +1,259 @@
+"""How attention scales with the length of the sequence, and what each optimisation pays there.
+
+A ladder of kernels, each with one more optimisation, runs over growing sequences. Every step is checked against
+float64 attention before it is timed; a step that fails is reported and left out. Times are device times; the steps
+take turns, and a speed-up is the median of the turns' ratios. On an NVIDIA GPU the ladder goes from a basic kernel on
+matrix units to the production kernel, between cuDNN and JAX's Pallas kernel (steps 1 to 3 need a build with
+``NATTEN_JAX_BENCH=1``). Elsewhere it has what exists there: dense XLA, flex-fmha, cpu-fmha.
+
+Example:
+    python bench/fmha_scaling.py --seq-lens 256 512 --output-dir results
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from benchmarks import Benchmark
+from environment import environment
+from fmha_ladder import BOUNDS, TARGETS, Ladder, error_of, ladder_of
+from fmha_report import (
+    LengthResult,
+    StepResult,
+    draw,
+    impact_table,
+    insights,
+    length_table,
+    markdown,
+    summary_table,
+    target_table,
+)
+from timing import Runner, compile_runner, ratio
+
+from natten_jax.devices import Device, default_device
+from natten_jax.flops import flops
+
+TURNS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Defaults:
+    """The problem where the command line does not say otherwise."""
+
+    batch: int
+    heads: int
+    dim: int
+    dtype: str
+    seq_lens: tuple[int, ...]
+    iterations: int
+    matrix_extent: int
+
+
+GPU_DEFAULTS = Defaults(4, 32, 128, "float16", (1024, 2048, 4096, 8192, 16384), 60, 8192)
+CPU_DEFAULTS = Defaults(1, 4, 64, "float32", (256, 512, 1024, 2048), 9, 2048)
+
+
+class Log:
+    """Prints lines and keeps them."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def add(self, *lines: str) -> None:
+        """Print lines."""
+        for line in lines:
+            print(line, flush=True)
+            self.lines.append(line)
+
+    def section(self, title: str) -> None:
+        """Print a headline."""
+        self.add("", "=" * 80, f" {title}", "=" * 80)
+
+    def subsection(self, title: str) -> None:
+        """Print a smaller headline."""
+        self.add("", "-" * 60, f" {title}", "-" * 60)
+
+
+def draw_arrays(benchmark: Benchmark) -> tuple[jax.Array, ...]:
+    """Random normal query, key and value."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    return tuple(jax.random.normal(key, benchmark.shape, benchmark.dtype) for key in keys)
+
+
+def matrix_tflops(dtype: str, extent: int, iterations: int) -> float:
+    """Rate of XLA's matrix product of two random square matrices."""
+    keys = jax.random.split(jax.random.key(1), 2)
+    matrices = (jax.random.normal(key, (extent, extent), dtype) for key in keys)
+    seconds = compile_runner(lambda a, b: a @ b, *matrices).seconds(iterations)
+    return 2 * extent**3 / statistics.median(seconds) / 1e12
+
+
+def measure(benchmark: Benchmark, ladder: Ladder, iterations: int) -> LengthResult:
+    """Check and time the ladder at one length."""
+    arrays = draw_arrays(benchmark)
+    runners: dict[str, Runner] = {}
+    errors: dict[str, float] = {}
+    failures: dict[str, str] = {}
+    for step in ladder.steps:
+        try:
+            runner = compile_runner(step.make(benchmark), *arrays)
+            errors[step.label] = error_of(runner.compiled(*arrays), arrays, benchmark.is_causal)
+            bound = BOUNDS[benchmark.dtype]
+            if not errors[step.label] <= bound:
+                raise ValueError(f"its relative error is {errors[step.label]:.1e}, but must be at most {bound:.0e}")
+            runners[step.label] = runner
+        except Exception as error:
+            failures[step.label] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    times: dict[str, list[list[float]]] = {label: [] for label in runners}
+    for _ in range(TURNS):
+        for label, runner in runners.items():
+            times[label].append(runner.seconds(max(1, iterations // TURNS)))
+    turns = {label: [statistics.median(turn) for turn in each] for label, each in times.items()}
+    results = []
+    for step in ladder.steps:
+        if step.label in times:
+            seconds = statistics.median(second for turn in times[step.label] for second in turn)
+            baseline = turns.get(ladder.baseline.label)
+            results.append(
+                StepResult(
+                    step.label,
+                    step.name,
+                    1e3 * seconds,
+                    flops(benchmark.problem, "forward") / seconds / 1e12,
+                    ratio(baseline, turns[step.label]) if baseline else float("nan"),
+                    errors[step.label],
+                )
+            )
+    return LengthResult(benchmark.tokens, tuple(results), failures)
+
+
+def introduce(log: Log, device: Device, ladder: Ladder, configuration: dict[str, Any]) -> None:
+    """Print what is going to be run."""
+    log.section("FMHA SCALING ANALYSIS")
+    log.add(*(f"{key.replace('_', ' ')}: {value}" for key, value in configuration.items()))
+    log.subsection("TARGET CONFIGURATIONS")
+    log.add(*target_table())
+    if device.compute_capability is not None:
+        own = [target.name for target in TARGETS if target.capability == device.compute_capability[0]]
+        log.add("", f"This device: {', '.join(own) or 'none of these'}")
+    log.section("OPTIMISATION STEPS")
+    for step in ladder.steps:
+        log.add("", f"Step {step.label}: {step.name}", *(f"  - {feature}" for feature in step.features))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure every length, print, save; 1 if nothing could be measured."""
+    device = default_device()
+    ladder = ladder_of(device)
+    defaults = GPU_DEFAULTS if device.platform == "cuda" else CPU_DEFAULTS
+    for field in dataclasses.fields(defaults):
+        if getattr(options, field.name, None) is None:
+            setattr(options, field.name, getattr(defaults, field.name))
+    configuration = {
+        "device": jax.devices()[0].device_kind,
+        "batch": options.batch,
+        "heads": options.heads,
+        "head_dim": options.dim,
+        "dtype": options.dtype,
+        "causal": options.causal,
+        "seq_lens": list(options.seq_lens),
+        "iterations": options.iterations,
+    }
+    log = Log()
+    introduce(log, device, ladder, configuration)
+    rate = matrix_tflops(options.dtype, options.matrix_extent, options.iterations)
+    log.add("", f"Matrix product of {options.matrix_extent} x {options.matrix_extent}: {rate:.3g} TFLOP/s")
+
+    results = []
+    for tokens in options.seq_lens:
+        benchmark = Benchmark(
+            (tokens,), options.heads, options.dim, is_causal=options.causal, batch=options.batch, dtype=options.dtype
+        )
+        log.subsection(f"Sequence length: {tokens}")
+        result = measure(benchmark, ladder, options.iterations)
+        results.append(result)
+        log.add("", *length_table(result))
+        log.add(*(f"[ERROR] Step {label} failed: {reason}" for label, reason in result.failures.items()))
+        if result.best is not None:
+            best = result.best
+            log.add("", f"Best: step {best.step} ({best.name}), {best.speedup_vs_baseline:.2f}x the baseline")
+
+    log.section("SCALING SUMMARY")
+    log.add("", "## Performance by sequence length", "", *summary_table(ladder, results))
+    log.add("", "## Optimisation impact by sequence length", "", *impact_table(ladder, results))
+    log.section("KEY INSIGHTS")
+    lines = insights(ladder, results, rate)
+    log.add("", *(f"- {line}" for line in lines))
+    save(options.output_dir, log, configuration, ladder, results, rate, lines)
+    return int(not any(result.steps for result in results))
+
+
+def save(
+    folder: Path,
+    log: Log,
+    configuration: dict[str, Any],
+    ladder: Ladder,
+    results: Sequence[LengthResult],
+    rate: float,
+    lines: Sequence[str],
+) -> None:
+    """Write JSON, Markdown, the log and the plot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = {
+        "environment": environment(),
+        "config": configuration,
+        "targets": [dataclasses.asdict(target) for target in TARGETS],
+        "matrix_tflops": rate,
+        "results": [
+            {
+                **dataclasses.asdict(result),
+                "best_step": result.best and result.best.step,
+                "best_speedup": result.best and result.best.speedup_vs_baseline,
+            }
+            for result in results
+        ],
+        "insights": list(lines),
+    }
+    (folder / "fmha_scaling_results.json").write_text(json.dumps(data, indent=2) + "\n")
+    (folder / "fmha_scaling_results.md").write_text(markdown(configuration, ladder, results, rate))
+    title = "{device}: batch {batch}, {heads} heads, D {head_dim}, {dtype}{causal}".format(
+        **{**configuration, "causal": ", causal" if configuration["causal"] else ""}
+    )
+    draw(title, ladder, results, rate, folder / "fmha_scaling.png")
+    files = [folder / f"fmha_scaling{suffix}" for suffix in ("_results.json", "_results.md", "_log.txt", ".png")]
+    log.add("", "Results:", *(f"  {file}" for file in files))
+    (folder / "fmha_scaling_log.txt").write_text("\n".join(log.lines) + "\n")
+
+
+def positive(text: str) -> int:
+    """A command line's integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def main() -> int:
+    """Read the command line and run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=positive)
+    parser.add_argument("--heads", type=positive)
+    parser.add_argument("--dim", type=positive, help="head_dim")
+    parser.add_argument("--dtype", choices=BOUNDS)
+    parser.add_argument("--no-causal", dest="causal", action="store_false")
+    parser.add_argument("--seq-lens", nargs="+", type=positive, metavar="TOKENS")
+    parser.add_argument("--iterations", type=positive, help="launches of each step at each length")
+    parser.add_argument("--output-dir", type=Path, default=Path())
+    return run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

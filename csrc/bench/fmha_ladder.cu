@@ -1,0 +1,8 @@
+#include "bench/fmha_ladder.cuh"
+
+namespace natten_jax::bench {
+
+template cudaError_t launch_fmha<true>(Rung, int, const FmhaParams&, cudaStream_t);
+template cudaError_t launch_fmha<false>(Rung, int, const FmhaParams&, cudaStream_t);
+
+}  // namespace natten_jax::bench

@@ -1,0 +1,239 @@
+// The rungs below the production kernels, on the portable kernels' tiles and products.
+//
+// A CTA owns 128 queries, a warp 32 of them; it reads all keys that they see in tiles of 64.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cmath>
+
+#include "bench/fmha_ladder.h"
+#include "cuda/sm80/products.cuh"
+#include "cuda/sm80/shared_tile.cuh"
+
+namespace natten_jax::bench {
+
+constexpr int kWarps = 4;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kRowBlocks = 2;  // of 16 queries, in a warp
+constexpr int kQueries = 16 * kRowBlocks * kWarps;
+constexpr int kKeys = 64;
+constexpr float kLog2e = 1.4426950408889634f;
+
+template <class Element_, int kHeadDim_, Rung kRung_>
+struct Traits {
+  using Element = Element_;
+  using Product = sm80::HalfProduct<Element>;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr Rung kRung = kRung_;
+  static constexpr bool kHasMath = kRung != Rung::kBasic, kHasMemory = kRung == Rung::kMemory;
+  static constexpr int kStages = kHasMemory ? 2 : 1;
+  using Tile = sm80::SharedTile<kHeadDim * 2>;
+  using KeyTile = std::conditional_t<kHasMemory, Tile, sm80::SharedTile<kKeys * 2>>;  // [key][dim] or [dim][key]
+
+  struct SharedStorage {
+    alignas(128) char q[kQueries * Tile::kRowBytes];
+    alignas(128) char k[kStages][kKeys * Tile::kRowBytes];
+    alignas(128) char v[kStages][kKeys * Tile::kRowBytes];
+  };
+};
+
+/// Rows of one head in global memory, of which those past the end read as zeros.
+template <class Tile>
+struct Rows {
+  const char* base;
+  std::int64_t pitch;  // in bytes
+  int tokens;
+
+  /// Calls `copy(row, chunk, source, is_inside)` for this thread's share of the 16-byte chunks of `kCount` rows.
+  template <int kCount, class Copy>
+  CUTE_DEVICE void share(int first, Copy copy) const {
+    CUTE_UNROLL
+    for (int i = threadIdx.x; i < kCount * Tile::kChunks; i += kThreads) {
+      const int row = i / Tile::kChunks, chunk = i % Tile::kChunks;
+      const bool is_inside = first + row < tokens;
+      copy(row, chunk, base + (is_inside ? first + row : 0) * pitch + chunk * 16, is_inside);
+    }
+  }
+  template <int kCount>
+  CUTE_DEVICE void load_async(std::uint32_t tile, int first) const {
+    share<kCount>(first, [&](int row, int chunk, const char* source, bool is_inside) {
+      sm80::copy_async(tile + Tile::offset(row, chunk), source, is_inside);
+    });
+  }
+  template <int kCount>
+  CUTE_DEVICE void load(char* tile, int first) const {
+    share<kCount>(first, [&](int row, int chunk, const char* source, bool is_inside) {
+      const uint4 data = is_inside ? *reinterpret_cast<const uint4*>(source) : make_uint4(0, 0, 0, 0);
+      *reinterpret_cast<uint4*>(tile + Tile::offset(row, chunk)) = data;
+    });
+  }
+  template <class Transposed, int kCount>
+  CUTE_DEVICE void load_transposed(char* tile, int first) const {
+    share<kCount>(first, [&](int row, int chunk, const char* source, bool is_inside) {
+      const uint4 data = is_inside ? *reinterpret_cast<const uint4*>(source) : make_uint4(0, 0, 0, 0);
+      const std::uint16_t* elements = reinterpret_cast<const std::uint16_t*>(&data);
+      CUTE_UNROLL
+      for (int e = 0; e < 8; ++e) {
+        *reinterpret_cast<std::uint16_t*>(tile + Transposed::offset(8 * chunk + e, row / 8) + row % 8 * 2) =
+            elements[e];
+      }
+    });
+  }
+};
+
+template <class Traits>
+__global__ void __launch_bounds__(kThreads, 2) natten_jax_bench_fmha_forward(const FmhaParams p) {
+  using Element = typename Traits::Element;
+  using Product = typename Traits::Product;
+  using Tile = typename Traits::Tile;
+  constexpr int kHeadDim = Traits::kHeadDim;
+  extern __shared__ __align__(128) char raw[];
+  auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(raw);
+  const int lane4 = threadIdx.x % 4, warp_row = threadIdx.x / 32 * 16 * kRowBlocks;
+  const int first_query = blockIdx.x * kQueries, head = blockIdx.y, batch = blockIdx.z;
+  const std::int64_t pitch = static_cast<std::int64_t>(p.heads) * kHeadDim * 2;
+  const std::int64_t start = batch * static_cast<std::int64_t>(p.tokens) * pitch + head * kHeadDim * 2;
+  const auto rows = [&](const void* array) {
+    return Rows<Tile>{static_cast<const char*>(array) + start, pitch, p.tokens};
+  };
+  const Rows<Tile> queries = rows(p.query), keys = rows(p.key), values = rows(p.value);
+  const int seen = p.is_causal ? min(first_query + kQueries, p.tokens) : p.tokens;
+  const int tiles = (seen + kKeys - 1) / kKeys;
+
+  const auto load_async = [&](int tile) {
+    keys.template load_async<kKeys>(sm80::shared_address(shared.k[tile % 2]), tile * kKeys);
+    values.template load_async<kKeys>(sm80::shared_address(shared.v[tile % 2]), tile * kKeys);
+    sm80::commit_copies();
+  };
+  if constexpr (Traits::kHasMemory) {
+    queries.template load_async<kQueries>(sm80::shared_address(shared.q), first_query);
+    load_async(0);
+  } else {
+    queries.template load<kQueries>(shared.q, first_query);
+  }
+
+  const typename Product::template ReadA<Tile> read_q(sm80::shared_address(shared.q), warp_row);
+  // The logits' scale: natural exponentials take scaled logits, those in base 2 take it as part of the exponent.
+  const float exponent_scale = Traits::kHasMath ? p.scale * kLog2e : p.scale;
+  const auto exponential = [](float x) __attribute__((always_inline)) {
+    if constexpr (Traits::kHasMath) {
+      return fast_exp2(x);
+    } else {
+      return expf(x);
+    }
+  };
+  float o[kRowBlocks][kHeadDim / 8][4] = {};
+  float row_max[kRowBlocks][2], row_sum[kRowBlocks][2] = {};
+  CUTE_UNROLL
+  for (int i = 0; i < 2 * kRowBlocks; ++i) row_max[i / 2][i % 2] = -INFINITY;
+
+  for (int tile = 0; tile < tiles; ++tile) {
+    const int stage = Traits::kHasMemory ? tile % 2 : 0;
+    if constexpr (Traits::kHasMemory) {
+      sm80::wait_copies<0>();
+      __syncthreads();  // this tile is there, and the one before it has been used
+      if (tile + 1 < tiles) load_async(tile + 1);
+    } else {
+      __syncthreads();
+      keys.template load_transposed<typename Traits::KeyTile, kKeys>(shared.k[0], tile * kKeys);
+      values.template load<kKeys>(shared.v[0], tile * kKeys);
+      __syncthreads();
+    }
+    const std::uint32_t k = sm80::shared_address(shared.k[stage]), v = sm80::shared_address(shared.v[stage]);
+
+    float s[kRowBlocks][kKeys / 8][4] = {};
+    using ReadK = std::conditional_t<Traits::kHasMemory, typename Product::template ReadB<typename Traits::KeyTile>,
+                                     typename Product::template ReadTransposedB<typename Traits::KeyTile>>;
+    const ReadK read_k(k, 0);
+    sm80::accumulate<Product, kRowBlocks, kKeys / 16, kHeadDim / Product::kStep>(
+        s, [&](auto& a, int m, int step) __attribute__((always_inline)) { read_q(a, 16 * m, step); },
+        [&](auto& b, int n, int step) __attribute__((always_inline)) { read_k(b, 16 * n, step); });
+
+    const bool is_masked = (tile + 1) * kKeys > (p.is_causal ? first_query + 1 : p.tokens);
+    CUTE_UNROLL
+    for (int i = 0; i < 2 * kRowBlocks; ++i) {
+      const int m = i / 2, r = i % 2 * 2;
+      const int query = first_query + warp_row + 16 * m + threadIdx.x % 32 / 4 + 8 * (i % 2);
+      float highest = row_max[m][i % 2];
+      CUTE_UNROLL
+      for (int e = 0; e < kKeys / 4; ++e) {
+        float& logit = s[m][e / 2][r + e % 2];
+        if constexpr (!Traits::kHasMath) logit *= exponent_scale;
+        if (is_masked) {
+          const int key = tile * kKeys + e / 2 * 8 + 2 * lane4 + e % 2;
+          if (key >= p.tokens || (p.is_causal && key > query)) logit = -INFINITY;
+        }
+        highest = fmaxf(highest, Traits::kHasMath ? logit * exponent_scale : logit);
+      }
+      highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
+      highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+      const float rescale = exponential(row_max[m][i % 2] - highest);
+      row_max[m][i % 2] = highest;
+      float sum = 0.f;
+      CUTE_UNROLL
+      for (int e = 0; e < kKeys / 4; ++e) {
+        float& weight = s[m][e / 2][r + e % 2];
+        weight = exponential(Traits::kHasMath ? weight * exponent_scale - highest : weight - highest);
+        sum += weight;
+      }
+      row_sum[m][i % 2] = row_sum[m][i % 2] * rescale + sum;
+      CUTE_UNROLL
+      for (int e = 0; e < kHeadDim / 4; ++e) o[m][e / 2][r + e % 2] *= rescale;
+    }
+    const typename Product::template ReadTransposedB<Tile> read_v(v, 0);
+    sm80::accumulate<Product, kRowBlocks, kHeadDim / 16, kKeys / Product::kStep>(
+        o, [&](auto& a, int m, int step) __attribute__((always_inline)) { a = Product::operand(s[m], step); },
+        [&](auto& b, int n, int step) __attribute__((always_inline)) { read_v(b, 16 * n, step); });
+  }
+
+  CUTE_UNROLL
+  for (int i = 0; i < 2 * kRowBlocks; ++i) {
+    const int query = first_query + warp_row + 16 * (i / 2) + threadIdx.x % 32 / 4 + 8 * (i % 2);
+    float sum = row_sum[i / 2][i % 2];
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    if (query >= p.tokens) continue;
+    char* row = static_cast<char*>(p.out) + start + query * pitch;
+    CUTE_UNROLL
+    for (int n = 0; n < kHeadDim / 8; ++n) {
+      const float* pair = &o[i / 2][n][i % 2 * 2];
+      const float low = Traits::kHasMath ? __fdividef(pair[0], sum) : pair[0] / sum;
+      const float high = Traits::kHasMath ? __fdividef(pair[1], sum) : pair[1] / sum;
+      *reinterpret_cast<std::uint32_t*>(row + 16 * n + 4 * lane4) = pack<Element>(low, high);
+    }
+  }
+}
+
+template <class Traits>
+cudaError_t launch_rung(const FmhaParams& params, cudaStream_t stream) {
+  const auto kernel = natten_jax_bench_fmha_forward<Traits>;
+  constexpr int kSharedMemory = sizeof(typename Traits::SharedStorage);
+  if (const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedMemory)) {
+    return error;
+  }
+  const dim3 grid((params.tokens + kQueries - 1) / kQueries, params.heads, params.batch);
+  kernel<<<grid, kThreads, kSharedMemory, stream>>>(params);
+  return cudaGetLastError();
+}
+
+template <class Element, int kHeadDim>
+cudaError_t launch_head_dim(Rung rung, const FmhaParams& params, cudaStream_t stream) {
+  switch (rung) {
+    case Rung::kBasic:
+      return launch_rung<Traits<Element, kHeadDim, Rung::kBasic>>(params, stream);
+    case Rung::kMath:
+      return launch_rung<Traits<Element, kHeadDim, Rung::kMath>>(params, stream);
+    default:
+      return launch_rung<Traits<Element, kHeadDim, Rung::kMemory>>(params, stream);
+  }
+}
+
+template <bool kIsBFloat16>
+cudaError_t launch_fmha(Rung rung, int head_dim, const FmhaParams& params, cudaStream_t stream) {
+  using Element = std::conditional_t<kIsBFloat16, cutlass::bfloat16_t, cutlass::half_t>;
+  return head_dim == 64 ? launch_head_dim<Element, 64>(rung, params, stream)
+                        : launch_head_dim<Element, 128>(rung, params, stream);
+}
+
+}  // namespace natten_jax::bench
