@@ -340,7 +340,8 @@ def rank(
                 row += extra.owned, extra.streamed, extra.whole if is_filled or which == "forward" else 0
         seconds = predict(problem, counts, which, kernel, calibration)
         timed += zip(of_kernel, map(float, seconds), strict=True)
-    return sorted(timed, key=lambda item: item[1])
+    # Among equals, tiles that are long in the leading dimensions: on an H200 (16, 8) took 5% less time than (8, 16).
+    return sorted(timed, key=lambda item: (item[1], *([-extent for extent in tile] for tile in item[0])))
 
 
 def predict(problem: Problem, counts: Any, which: Pass, kernel: Kernel, calibration: Calibration) -> Any:

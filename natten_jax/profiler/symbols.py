@@ -203,7 +203,7 @@ def _category(symbol: str, opcodes: frozenset[str]) -> str:
         return "softmax"
     if opcodes & {"reduce", "reduce-window", "reduction"}:
         return "reduction"
-    if opcodes - {"fusion", "wrapped", "loop", "input"} <= _COPYING:
+    if opcodes - {"fusion", "wrapped", "loop", "input", "dynamic", "update"} <= _COPYING:
         return "copy"
     return "elementwise"
 
