@@ -1,4 +1,4 @@
-// One dimension of a query tile: its dilation group on both sides, and the windows of its queries.
+// One dimension of a tile: its dilation group on both sides, and what its tokens see or are seen by.
 #pragma once
 
 #include <cute/config.hpp>
@@ -20,11 +20,35 @@ CUTE_DEVICE Range<int> fast_window_bounds(const Axis& axis, int index, int lengt
   return {start, start + axis.kernel_size};
 }
 
+/// inverse_window_bounds of natten_jax/windows.h with the divisions by multiplication.
+CUTE_DEVICE Range<int> fast_inverse_window_bounds(const Axis& axis, int index, int query_length, int key_length) {
+  const bool seen_to_the_end = index >= key_length - axis.kernel_size;
+  const auto group_start = [&](int query) { return axis.by_stride.divide(query) * axis.stride; };
+  int first = 0, last = query_length;
+  if (axis.is_causal) {
+    first = index;
+    if (!seen_to_the_end) last = group_start(index + axis.kernel_size);
+  } else {
+    const int left = axis.kernel_size / 2, right = axis.kernel_size - 1 - left;
+    const int offset = axis.stride - axis.stride / 2 - 1;
+    if (index >= axis.kernel_size) first = group_start(index - right + offset);
+    if (!seen_to_the_end) last = group_start(index + left + offset + 1);
+  }
+  last = min(last, query_length);
+  return {min(first, last), last};
+}
+
 /// An origin split by the dilation, rounded down: local coordinate 0 is token `index` of dilation group `group`.
 struct Origin {
   int index, group;
 
+  /// The origin at `index`, or zero where there are no origins.
+  CUTE_DEVICE static Origin load(const std::int32_t* origins, int index, int dilation) {
+    return origins == nullptr ? Origin{0, 0} : split(origins[index], dilation);
+  }
+
   CUTE_DEVICE static Origin split(int origin, int dilation) {
+    if (dilation == 1) return {origin, 0};
     int index = origin / dilation, group = origin % dilation;
     if (group < 0) {
       group += dilation;
@@ -77,6 +101,42 @@ struct AxisPlan {
   CUTE_DEVICE int2 seen(const Axis& axis, int coordinate) const {
     const auto window = fast_window_bounds(axis, min(q_begin + coordinate, queries - 1) + query_shift, length);
     return make_int2(max(window.begin - kv_shift, 0), min(window.end - kv_shift, keys));
+  }
+};
+
+/// One dimension of a key/value tile: a dilation group of local keys and the same group of local queries.
+struct KeyAxisPlan {
+  int query_residue, kv_residue;  // as in AxisPlan
+  int query_shift, kv_shift;
+  int queries, keys;
+  int query_length, key_length;  // global tokens of the group
+  int kv_begin;
+  int first, last;  // keys of the tile that lie in the local and the global layout; none where last < first
+
+  CUTE_DEVICE KeyAxisPlan(const Axis& axis, int residue, int tile_index, Origin query, Origin kv)
+      : kv_residue(residue), kv_begin(tile_index * axis.kv_tile) {
+    const GroupPair pair(axis, residue, kv, query);
+    query_residue = pair.other_residue;
+    query_shift = pair.other_shift;
+    kv_shift = pair.own_shift;
+    queries = fast_group_length(axis, axis.query_extent, query_residue);
+    keys = fast_group_length(axis, axis.kv_extent, residue);
+    query_length = fast_group_length(axis, axis.query_layout, pair.group);
+    key_length = fast_group_length(axis, axis.kv_layout, pair.group);
+    first = max(kv_begin, -kv_shift);
+    last = min(min(kv_begin + axis.kv_tile, keys), key_length - kv_shift) - 1;
+  }
+
+  /// Whether every key of the tile lies in the layouts.
+  CUTE_DEVICE bool is_whole(const Axis& axis) const {
+    return first == kv_begin && last == kv_begin + axis.kv_tile - 1;
+  }
+
+  /// Local queries that see a local key; none where the key lies outside the layouts.
+  CUTE_DEVICE int2 seen_by(const Axis& axis, int key) const {
+    if (key < first || key > last) return make_int2(0, 0);
+    const auto window = fast_inverse_window_bounds(axis, key + kv_shift, query_length, key_length);
+    return make_int2(max(window.begin - query_shift, 0), min(window.end - query_shift, queries));
   }
 };
 

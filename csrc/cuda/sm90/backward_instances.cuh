@@ -1,0 +1,33 @@
+// Instantiates the backward kernel for one element type.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/sm90/backward.cuh"
+#include "cuda/sm90/backward.h"
+
+namespace natten_jax::sm90 {
+
+template <class Traits>
+cudaError_t launch_backward_form(const BackwardParams& params, cudaStream_t stream) {
+  const auto kernel = natten_jax_sm90_backward<Traits>;
+  constexpr int kSharedMemory = sizeof(typename Traits::SharedStorage);
+  static_assert(kSharedMemory <= 227 * 1024);
+  int device = 0, multiprocessors = 0;
+  if (const auto error = cudaGetDevice(&device)) return error;
+  if (const auto error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device)) return error;
+  if (const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedMemory)) {
+    return error;
+  }
+  kernel<<<std::min(params.tiles, multiprocessors), kThreads, kSharedMemory, stream>>>(params);
+  return cudaGetLastError();
+}
+
+template <bool kIsBFloat16>
+cudaError_t launch_backward(const BackwardParams& params, int head_dim, cudaStream_t stream) {
+  using Element = std::conditional_t<kIsBFloat16, cutlass::bfloat16_t, cutlass::half_t>;
+  if (head_dim == 64) return launch_backward_form<BackwardTraits<Element, 64, 128, 128, 2>>(params, stream);
+  return launch_backward_form<BackwardTraits<Element, 128, 128, 64, 2>>(params, stream);
+}
+
+}  // namespace natten_jax::sm90

@@ -1,0 +1,37 @@
+// Launches the Hopper backward kernels; the interface between the FFI handlers and csrc/cuda/sm90.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+
+#include "natten_jax/problem.h"
+
+namespace natten_jax::sm90 {
+
+/// Device pointers of one backward call.
+struct BackwardArrays {
+  const void* query;
+  const void* key;
+  const void* value;
+  const void* additional_keys;
+  const void* additional_values;
+  const std::int32_t* origins;
+  const float* logsumexp;
+  const void* out_cotangent;
+  const float* delta;
+  void* query_gradient;
+  void* key_gradient;
+  void* value_gradient;
+  void* additional_keys_gradient;
+  void* additional_values_gradient;
+  float* query_gradient_sums;  ///< Scratch: [batch, heads, x, y, z, head_dim].
+};
+
+/// Runs the backward pass on a stream; returns an empty string, or a sentence that says what is not supported or
+/// failed.
+std::string run_backward(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays,
+                         cudaStream_t stream);
+
+}  // namespace natten_jax::sm90

@@ -1,0 +1,43 @@
+// What the Hopper backward kernel is launched with: geometry, tensor maps and pointers, passed by value.
+#pragma once
+
+#include "cuda/sm90/params.h"
+
+namespace natten_jax::sm90 {
+
+/// Maps of query arrays: one per class of dilation groups, and one of the layout as it is for additional tokens.
+constexpr int kWholeLayout = kGroupClasses;
+constexpr int kQueryMaps = kGroupClasses + 1;
+
+struct BackwardParams {
+  CUtensorMap query[kQueryMaps];
+  CUtensorMap out_cotangent[kQueryMaps];
+  CUtensorMap query_gradient[kQueryMaps];  // float32 [batch * heads, x, y, z, head_dim], to which tiles are added
+  CUtensorMap key[kGroupClasses];
+  CUtensorMap value[kGroupClasses];
+  CUtensorMap key_gradient[kGroupClasses];
+  CUtensorMap value_gradient[kGroupClasses];
+  CUtensorMap additional_keys;
+  CUtensorMap additional_values;
+  CUtensorMap additional_keys_gradient;
+  CUtensorMap additional_values_gradient;
+  Axis axis[3];
+  const std::int32_t* origins;  // [2, 3]: query origin, key/value origin
+  const float* logsumexp;       // [batch, x, y, z, heads]
+  const float* delta;           // likewise
+  int heads;
+  int heads_kv;
+  int heads_per_kv;
+  int head_dim;
+  int head_dim_v;
+  int additional_kv;
+  float scale;
+  int additional_tiles;  // tiles of additional tokens of the whole problem, which come first
+  int tiles;             // key/value tiles of the whole problem
+  int q_tile_tokens;     // product of the query tile's extents
+  int kv_tile_tokens;    // product of the key/value tile's extents
+  bool clears_tiles;     // some rows or columns of a tile are never loaded
+  cutlass::FastDivmod by_additional_tiles_per_head, by_tiles_per_group, by_groups, by_heads_kv;
+};
+
+}  // namespace natten_jax::sm90

@@ -1,0 +1,229 @@
+// The backward kernel's shared memory and the warps that move tiles: those that load, plan, add and store.
+#pragma once
+
+#include "cuda/common/arithmetic.cuh"
+#include "cuda/common/column_mask.cuh"
+#include "cuda/common/tile_walk.cuh"
+#include "cuda/sm90/backward_plan.cuh"
+#include "cuda/sm90/pipeline.cuh"
+
+namespace natten_jax::sm90 {
+
+constexpr int kConsumerWarps = kConsumers / 32;
+constexpr int kSumChunk = 32;  // elements of a 128-byte swizzled row of the query gradient's sums
+
+// Named barriers; the first eight are CUTLASS's own.
+constexpr int kTablesReady = 8;
+constexpr int kScoresReady = 9;  // both warpgroups have written the gradients of their logits
+constexpr int kKeysRead = 10;    // neither warpgroup reads the key tile any more
+
+template <class Element_, int kHeadDim_, int kKeys_, int kQueries_, int kStages_>
+struct BackwardTraits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;  // at least head_dim and head_dim_v
+  static constexpr int kKeys = kKeys_;        // keys of a tile
+  static constexpr int kQueries = kQueries_;  // queries of a tile
+  static constexpr int kStages = kStages_;
+
+  // Tiles are [token][head_dim] or [key][query]; products read them in rows or, transposed, in columns.
+  template <int kRows, int kColumns, int kBuffers>
+  using Rows =
+      decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<kRows>, Int<kColumns>, Int<kBuffers>>{}));
+  template <int kRows, int kColumns, int kBuffers>
+  using Columns = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
+                                         Shape<Int<kColumns>, Int<kRows>, Int<kBuffers>>{}, Step<_2, _1, _3>{}));
+
+  struct SharedStorage {
+    alignas(1024) Element k[kKeys * kHeadDim];
+    alignas(1024) Element v[kKeys * kHeadDim];
+    alignas(1024) Element q[kStages][kQueries * kHeadDim];
+    alignas(1024) Element out_cotangent[kStages][kQueries * kHeadDim];
+    alignas(1024) Element score_gradient[2][kKeys * kQueries];
+    alignas(1024) float query_gradient[kQueries * kHeadDim];
+    KeyTilePlan<kKeys> plan[2];
+    int4 tile[kStages];  // of the tile in a query buffer: first query (x, y, z), and whether it is masked
+    alignas(16) float logsumexp[kStages][kQueries];  // in base 2; infinite where there is no query
+    alignas(16) float delta[kStages][kQueries];
+    uchar4 row_coordinates[kKeys];        // of a row in the key/value tile: x, y, z
+    uchar4 column_coordinates[kQueries];  // of a column in the query tile
+    Origin origins[6];
+    std::uint32_t mask_words[QueryColumnMask::capacity(kQueries)];
+    alignas(8) std::uint64_t full_k, full_v, empty_kv, full_gradients, full_sums, empty_sums;
+    std::uint64_t full_plan[2], empty_plan[2];
+    std::uint64_t full_q[kStages], empty_q[kStages], full_o[kStages], empty_o[kStages];
+  };
+};
+
+/// One warp: plans tiles ahead of the loads and the products.
+template <class Traits>
+CUTE_DEVICE void plan_key_tiles(const BackwardParams& p, typename Traits::SharedStorage& shared) {
+  int slot = 0, phase = 0;
+  for (int round = 0;; ++round) {
+    const int first = round * gridDim.x;
+    const bool is_last = first >= p.tiles;
+    // Every other round runs backwards, so that no CTA always gets the shorter tiles.
+    const int tile = first + (round % 2 == 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    if (!is_last && tile >= p.tiles) continue;
+    wait(shared.empty_plan[slot], phase ^ 1);
+    if (is_last) {
+      shared.plan[slot].q_tiles = -1;
+    } else if (!plan_key_tile(p, shared.origins, shared.row_coordinates, tile, shared.plan[slot])) {
+      continue;
+    }
+    __syncwarp();
+    arrive(shared.full_plan[slot]);  // every lane wrote a part
+    if (is_last) return;
+    advance<2>(slot, phase);
+  }
+}
+
+/// One warp: loads the key tile and the query tiles of every query head, with their logsumexp and delta.
+template <class Traits>
+CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedStorage& shared) {
+  using Element = typename Traits::Element;
+  constexpr int kRowBytes = kChunk * sizeof(Element);
+  constexpr float kLog2e = 1.4426950408889634f;
+  const int lane = threadIdx.x % 32, chunks = p.head_dim / kChunk;
+  int stage = 0, phase = 0, kv_phase = 0, slot = 0, plan_phase = 0;
+  while (true) {
+    wait(shared.full_plan[slot], plan_phase);
+    const auto& plan = shared.plan[slot];
+    if (plan.q_tiles < 0) return;
+    wait(shared.empty_kv, kv_phase ^ 1);
+    kv_phase ^= 1;
+    if (lane == 0) {
+      const int rows = plan.is_additional ? Traits::kKeys : p.kv_tile_tokens;
+      ClusterTransactionBarrier::arrive_and_expect_tx(&shared.full_k, chunks * rows * kRowBytes);
+      load_tile(plan.is_additional ? &p.additional_keys : &p.key[plan.kv_map], &shared.full_k, shared.k, chunks,
+                Traits::kKeys, (plan.kv_token * p.heads_kv + plan.kv_head) * p.head_dim, plan.kv_begin.z,
+                plan.kv_begin.y, plan.kv_begin.x, plan.batch);
+    }
+    const CUtensorMap* map = &p.query[plan.query_map];
+    const bool is_whole = plan.is_additional || p.kv_tile_tokens == Traits::kKeys;
+    const int4 hull_begin = plan.hull_begin, hull_end = plan.hull_end;
+    for (int i = 0; i < p.heads_per_kv; ++i) {
+      const int head = plan.kv_head * p.heads_per_kv + i;
+      const int column = (plan.q_token * p.heads + head) * p.head_dim;
+      QueryWalk walk(hull_begin);
+      for (int tile = 0; tile < plan.q_tiles; ++tile) {
+        wait(shared.empty_q[stage], phase ^ 1);
+        if (lane == 0) {
+          const bool is_masked = !(is_whole && walk.is_inside(p.axis, plan.inner_begin, plan.inner_end));
+          shared.tile[stage] = make_int4(walk.x, walk.y, walk.z, is_masked);
+          ClusterTransactionBarrier::arrive_and_expect_tx(&shared.full_q[stage], chunks * p.q_tile_tokens * kRowBytes);
+          load_tile(map, &shared.full_q[stage], shared.q[stage], chunks, Traits::kQueries, column, walk.z, walk.y,
+                    walk.x, plan.batch);
+        }
+        CUTE_UNROLL
+        for (int row = lane; row < Traits::kQueries; row += 32) {
+          const uchar4 in_tile = shared.column_coordinates[row];
+          const int x = (walk.x + in_tile.x) * plan.q_step.x + plan.q_residue.x;
+          const int y = (walk.y + in_tile.y) * plan.q_step.y + plan.q_residue.y;
+          const int z = (walk.z + in_tile.z) * plan.q_step.z + plan.q_residue.z;
+          float logsumexp = INFINITY, delta = 0.f;
+          if (row < p.q_tile_tokens && x < p.axis[0].query_extent && y < p.axis[1].query_extent &&
+              z < p.axis[2].query_extent) {
+            const std::int64_t plane = static_cast<std::int64_t>(plan.batch) * p.axis[0].query_extent + x;
+            const std::int64_t token = (plane * p.axis[1].query_extent + y) * p.axis[2].query_extent + z;
+            logsumexp = p.logsumexp[token * p.heads + head] * kLog2e;
+            delta = p.delta[token * p.heads + head];
+          }
+          shared.logsumexp[stage][row] = logsumexp;
+          shared.delta[stage][row] = delta;
+        }
+        arrive(shared.full_q[stage]);  // every lane wrote a part
+        advance<Traits::kStages>(stage, phase);
+        walk.next(p.axis, hull_begin, hull_end);
+      }
+    }
+    __syncwarp();
+    if (lane == 0) arrive(shared.empty_plan[slot]);
+    advance<2>(slot, plan_phase);
+  }
+}
+
+/// One thread: loads the value tile and the output cotangent's tiles of every query head.
+template <class Traits>
+CUTE_DEVICE void load_out_cotangents(const BackwardParams& p, typename Traits::SharedStorage& shared) {
+  constexpr int kRowBytes = kChunk * sizeof(typename Traits::Element);
+  const int chunks = p.head_dim_v / kChunk;
+  int stage = 0, phase = 0, kv_phase = 0, slot = 0, plan_phase = 0;
+  while (true) {
+    wait(shared.full_plan[slot], plan_phase);
+    const auto& plan = shared.plan[slot];
+    if (plan.q_tiles < 0) return;
+    wait(shared.empty_kv, kv_phase ^ 1);
+    kv_phase ^= 1;
+    const int rows = plan.is_additional ? Traits::kKeys : p.kv_tile_tokens;
+    ClusterTransactionBarrier::arrive_and_expect_tx(&shared.full_v, chunks * rows * kRowBytes);
+    load_tile(plan.is_additional ? &p.additional_values : &p.value[plan.kv_map], &shared.full_v, shared.v, chunks,
+              Traits::kKeys, (plan.kv_token * p.heads_kv + plan.kv_head) * p.head_dim_v, plan.kv_begin.z,
+              plan.kv_begin.y, plan.kv_begin.x, plan.batch);
+    const CUtensorMap* map = &p.out_cotangent[plan.query_map];
+    const int4 hull_begin = plan.hull_begin, hull_end = plan.hull_end;
+    for (int i = 0; i < p.heads_per_kv; ++i) {
+      const int head = plan.kv_head * p.heads_per_kv + i;
+      const int column = (plan.q_token * p.heads + head) * p.head_dim_v;
+      QueryWalk walk(hull_begin);
+      for (int tile = 0; tile < plan.q_tiles; ++tile) {
+        wait(shared.empty_o[stage], phase ^ 1);
+        ClusterTransactionBarrier::arrive_and_expect_tx(&shared.full_o[stage], chunks * p.q_tile_tokens * kRowBytes);
+        load_tile(map, &shared.full_o[stage], shared.out_cotangent[stage], chunks, Traits::kQueries, column, walk.z,
+                  walk.y, walk.x, plan.batch);
+        advance<Traits::kStages>(stage, phase);
+        walk.next(p.axis, hull_begin, hull_end);
+      }
+    }
+    arrive(shared.empty_plan[slot]);
+    advance<2>(slot, plan_phase);
+  }
+}
+
+/// One thread: adds query gradients to their sums and stores key and value gradients; what lies outside the layout is
+/// clipped.
+template <class Traits>
+CUTE_DEVICE void store_gradients(const BackwardParams& p, typename Traits::SharedStorage& shared) {
+  int sums_phase = 0, gradients_phase = 0, slot = 0, plan_phase = 0;
+  while (true) {
+    wait(shared.full_plan[slot], plan_phase);
+    const auto& plan = shared.plan[slot];
+    if (plan.q_tiles < 0) return;
+    const CUtensorMap* map = &p.query_gradient[plan.query_map];
+    const int4 hull_begin = plan.hull_begin, hull_end = plan.hull_end;
+    for (int i = 0; i < p.heads_per_kv; ++i) {
+      const int head = plan.kv_head * p.heads_per_kv + i;
+      QueryWalk walk(hull_begin);
+      for (int tile = 0; tile < plan.q_tiles; ++tile) {
+        wait(shared.full_sums, sums_phase);
+        sums_phase ^= 1;
+        for (int chunk = 0; chunk < p.head_dim / kSumChunk; ++chunk) {
+          SM90_TMA_REDUCE_ADD_5D::copy(map, shared.query_gradient + chunk * Traits::kQueries * kSumChunk,
+                                       plan.q_token * p.head_dim + chunk * kSumChunk, walk.z, walk.y, walk.x,
+                                       plan.batch * p.heads + head);
+        }
+        tma_store_arrive();
+        tma_store_wait<0>();
+        arrive(shared.empty_sums);
+        walk.next(p.axis, hull_begin, hull_end);
+      }
+    }
+    wait(shared.full_gradients, gradients_phase);
+    gradients_phase ^= 1;
+    const auto store = [&](const CUtensorMap* to, const typename Traits::Element* tile, int head_dim) {
+      const int column = (plan.kv_token * p.heads_kv + plan.kv_head) * head_dim;
+      for (int chunk = 0; chunk < head_dim / kChunk; ++chunk) {
+        SM90_TMA_STORE_5D::copy(to, tile + chunk * Traits::kKeys * kChunk, column + chunk * kChunk, plan.kv_begin.z,
+                                plan.kv_begin.y, plan.kv_begin.x, plan.batch);
+      }
+    };
+    store(plan.is_additional ? &p.additional_keys_gradient : &p.key_gradient[plan.kv_map], shared.k, p.head_dim);
+    store(plan.is_additional ? &p.additional_values_gradient : &p.value_gradient[plan.kv_map], shared.v, p.head_dim_v);
+    tma_store_arrive();
+    tma_store_wait<0>();
+    arrive(shared.empty_kv);
+    arrive(shared.empty_plan[slot]);
+    advance<2>(slot, plan_phase);
+  }
+}
+
+}  // namespace natten_jax::sm90
