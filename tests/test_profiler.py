@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
@@ -355,29 +356,46 @@ def test_names_of_xla_instructions(symbol: str, instruction: Instruction, expect
     assert symbols.name(symbol, instruction, "fna") == symbols.Name("XLA", category, "-", operation)
 
 
-def test_names_of_symbols_recorded_on_a_gpu() -> None:
-    recorded = json.loads((Path(__file__).parent / "data" / "h200_symbols.json").read_text())
-    named: dict[str, list[tuple[str, str, str, str]]] = {}
-    for each in recorded:
-        if each["symbol"].lower().startswith(("memset", "memcpy")):
-            continue
-        opcode = "fusion" if "fusion" in each["symbol"] else ""
-        name = symbols.name(each["symbol"], Instruction(opcode), "fmha", each["scope"])
-        named.setdefault(each["program"], []).append((name.framework, name.category, name.arch, name.operation))
-    assert named["cudnn"] == [
-        ("cuDNN", "attention", "Sm90", "FmhaForward"),
-        ("cuDNN", "reduction", "-", "Reduction"),
-        ("cuDNN", "attention", "Sm90", "FmhaBackward"),
-        ("cuDNN", "elementwise", "-", "Convert"),
-    ]
-    assert named["pallas"] == [
-        ("Pallas", "attention", "-", "FmhaForward"),
-        ("Pallas", "attention", "-", "FmhaBackward"),
-        ("Pallas", "attention", "-", "FmhaBackward"),
-    ]
-    assert ("cuBLAS", "gemm", "-", "nvjet_sm90_hsh_128x128_64x6_2x1_v_bz_TNT") in named["xla"]
-    assert ("Triton", "gemm", "-", "gemm_fusion_dot") in named["xla"]
-    assert {framework for framework, *_ in named["flex"]} == {"XLA"}
+RECORDED = json.loads((Path(__file__).parent / "data" / "h200_symbols.json").read_text())
+
+
+@pytest.mark.parametrize("recorded", RECORDED, ids=lambda each: f"{each['program']}-{each['symbol'][:30]}")
+def test_names_of_symbols_recorded_on_a_gpu(recorded: dict[str, Any]) -> None:
+    instruction = Instruction(
+        recorded["opcode"], recorded["scope"], recorded["target"], recorded["description"], frozenset(recorded["fused"])
+    )
+    named = symbols.name(recorded["symbol"], instruction, "fmha", recorded["scope"])
+    assert list(dataclasses.astuple(named)) == recorded["named"]
+    named = symbols.name(recorded["symbol"], Instruction(), "fmha", recorded["scope"])
+    assert list(dataclasses.astuple(named)) == recorded["named_without_program"]
+
+
+def test_recorded_symbols_are_of_every_framework() -> None:
+    assert {each["named"][0] for each in RECORDED} == {"CUDA", "CUTLASS", "Pallas", "Triton", "XLA", "cuBLAS", "cuDNN"}
+
+
+@pytest.mark.parametrize(
+    ("target", "symbol", "expected"),
+    [
+        ("natten_jax_sm90_backward", "void natten_jax::natten_jax_delta_reduction<half>(uint4 const*)",
+         ("CUTLASS", "reduction", "-", "Reduction")),
+        ("natten_jax_sm90_backward", "void natten_jax::natten_jax_convert_gradient<half>(float4 const*)",
+         ("CUTLASS", "elementwise", "-", "Convert")),
+        ("natten_jax_sm90_backward", "void natten_jax::sm90::natten_jax_sm90_fna_backward<Traits<reduce, 64>>(P)",
+         ("CUTLASS", "attention", "Sm90", "FnaBackward")),
+        ("natten_jax_sm80_forward", "void f<cast>(P)", ("CUTLASS", "attention", "Sm80", "FnaForward")),
+        ("__cudnn$fmhaScaleBiasSoftmaxBackward", "kernel0", ("cuDNN", "attention", "-", "FmhaBackward")),
+        ("__cublas$gemm", "kernel0", ("cuBLAS", "gemm", "-", "kernel0")),
+        ("mosaic_gpu_v2", "softmax_kernel", ("Pallas", "softmax", "-", "softmax_kernel")),
+        ("somebody_elses", "void kernel0<float>(int)", ("-", "-", "-", "somebody_elses")),
+        ("", "sm90_flash_fprop_wgmma_f16_knob_7_64x128x128", ("cuDNN", "attention", "Sm90", "FmhaForward")),
+        ("", "natten_jax::(anonymous namespace)::natten_jax_convert_gradient(int)",
+         ("CUTLASS", "elementwise", "-", "Convert")),
+    ],
+)  # fmt: skip
+def test_the_program_names_a_launch_before_its_symbol_does(target: str, symbol: str, expected: tuple[str, ...]) -> None:
+    instruction = Instruction("custom-call" if target else "", "", target)
+    assert dataclasses.astuple(symbols.name(symbol, instruction, "fna")) == expected
 
 
 def test_long_symbols_are_cut() -> None:

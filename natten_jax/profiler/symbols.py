@@ -60,7 +60,7 @@ _OURS = r"natten_jax"
 _PALLAS = r"^mosaic_gpu|^triton_kernel_call|^__gpu\$xla\.gpu\.triton"
 _MHA_FORWARD, _MHA_BACKWARD = (
     r"mha_forward|attention_forward",
-    r"mha_backward|mha_preprocess_backward|attention_backward",
+    r"mha_backward|attention_backward",
 )
 
 # The first match counts. What the compiled program says about a launch comes before its symbol: kernels of a known
@@ -82,6 +82,7 @@ _RULES = (
     _Rule(_CUDNN + r".*backward", "", "cuDNN", "attention", "FmhaBackward"),
     _Rule(_CUDNN, "", "cuDNN", "attention", "FmhaForward"),
     _Rule(r"^__cublas", "", "cuBLAS", "gemm"),
+    _Rule(_PALLAS, r"mha_preprocess", "Pallas", "reduction", "Reduction"),
     _Rule(_PALLAS, _MHA_BACKWARD, "Pallas", "attention", "FmhaBackward"),
     _Rule(_PALLAS, _MHA_FORWARD, "Pallas", "attention", "FmhaForward"),
     _Rule(_PALLAS, r"softmax", "Pallas", "softmax"),
@@ -102,6 +103,7 @@ _RULES = (
     _Rule("", r"(cudnn|^sm\d+).*(sdpa|flash|fmha|mha).*bprop", "cuDNN", "attention", "FmhaBackward"),
     _Rule("", r"(cudnn|^sm\d+).*(sdpa|flash_fprop|fmha|mha)", "cuDNN", "attention", "FmhaForward"),
     _Rule("", r"cudnn", "cuDNN", "-"),
+    _Rule("", r"mha_preprocess_backward", "Pallas", "reduction", "Reduction"),
     _Rule("", _MHA_BACKWARD, "Pallas", "attention", "FmhaBackward"),
     _Rule("", r"mha_forward", "Pallas", "attention", "FmhaForward"),
     _Rule("", r"nvjet|cublas|xmma_gemm|gemmsn|gemvnsp|gemv2|splitkreduce", "cuBLAS", "gemm"),
@@ -144,7 +146,8 @@ def name(symbol: str, instruction: Instruction, operator: str, scope: str = "") 
             family = _operator(instruction.description) or operator
             operation = rule.operation.format(operator=family.capitalize())
             if not operation:
-                operation = clean(_without_number(symbol) if instruction.opcode == "fusion" else symbol)
+                is_fusion = instruction.opcode == "fusion" or "fusion" in lowered
+                operation = clean(_without_number(symbol) if is_fusion else symbol)
             arch = _arch(lowered if _arch(lowered) != "-" else target) if rule.category == "attention" else "-"
             return Name(rule.framework, rule.category, arch, operation)
     if instruction.opcode == "custom-call":
@@ -180,6 +183,8 @@ def _name_of_xla(symbol: str, instruction: Instruction, scope: str) -> Name:
     path = instruction.scope or scope
     category = _category(symbol, opcodes)
     label, own = _scope_label(path), _without_number(symbol)
+    if own == "fusion" and opcodes - _COPYING:
+        own = f"fusion of {', '.join(sorted(opcodes - _COPYING))}"
     if label and "transpose(" in path:
         label = f"{label} (backward)"  # JAX names the transposed, that is differentiated, function so
     if label and category == "copy" and label not in own:
