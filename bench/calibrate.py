@@ -2,7 +2,7 @@
 
 Two steps, the first on the GPU, the second anywhere:
 
-    python bench/calibrate.py measure --json hopper.json
+    python bench/calibrate.py measure --passes forward backward --json hopper.json
     python bench/calibrate.py fit hopper.json --out natten_jax/calibration/hopper-9.0.json
 """
 
@@ -21,11 +21,13 @@ from calibration_problems import EXAMPLES, FITTED, HELD_BACK
 from environment import environment
 
 from natten_jax import simulator
-from natten_jax.devices import Device, default_device
+from natten_jax.backends.base import Pass
+from natten_jax.devices import default_device
 from natten_jax.problem import Problem
 from natten_jax.profiler import capture
 from natten_jax.profiler.arguments import parse
-from natten_jax.profiler.configurations import listings
+from natten_jax.profiler.configurations import listings, main_part
+from natten_jax.profiler.program import Program
 from natten_jax.profiler.workload import compile_workload
 from natten_jax.simulator import Calibration, Kernel
 
@@ -37,29 +39,36 @@ OTHER_RANKS = (1, 4, 12, 40, 150)
 _CLOCK_BOUNDS = (0.05, 1e-4), (0.3, 3e-2)
 
 
-def measure(family: str, warmup_steps: int, iterations: int) -> list[dict[str, Any]]:
+def measure(family: str, which: Pass, warmup_steps: int, iterations: int) -> list[dict[str, Any]]:
     """Device times of every problem, with the recommended tiles and, for the fit, a few others."""
     device = default_device()
-    records = []
+    prefix, flags = ("", []) if which == "forward" else ("backward_", ["--backprop"])
+    records: list[dict[str, Any]] = []
     for name, lines in SETS.items():
         for line in lines:
-            options = parse([*line.split(), "--dtype", "bf16", "--backend", f"{family}-fna"])
-            (offered,) = (each for each in listings(options, device) if each.which == "forward")
+            options = parse([*line.split(), "--dtype", "bf16", "--backend", f"{family}-fna", *flags])
+            found = [each for each in listings(options, device) if each.which == which]
+            if not found:
+                print(f"{line:60} no {which} pass")
+                continue
+            (offered,) = found
             ranks = [0] if name == "held back" else [0, *(rank for rank in OTHER_RANKS if rank < len(offered.pairs))]
             arguments = None
             for rank in ranks:
                 q_tile, kv_tile = ((1,) * (options.rank - len(tile)) + tile for tile in offered.pairs[rank])
-                chosen = dataclasses.replace(options, q_tile=q_tile, kv_tile=kv_tile)
+                tiles: dict[str, Any] = {f"{prefix}q_tile": q_tile, f"{prefix}kv_tile": kv_tile}
+                chosen = dataclasses.replace(options, **tiles)
                 workload = compile_workload(chosen, f"measured_{len(records)}", arguments)
                 arguments = workload.arguments
                 for _ in range(warmup_steps if rank == 0 else 3):
                     jax.block_until_ready(workload.run())
                 runs = iterations if rank == 0 else max(3, iterations // 4)
                 (captured,) = capture.capture_in_turns([workload.launch], runs, device.platform)
-                seconds = statistics.median(sum(event.duration for event in events) / 1e9 for events in captured)
+                seconds = statistics.median(pass_seconds(events, workload.program, which) for events in captured)
                 records.append(
                     {
                         "set": name,
+                        "pass": which,
                         "arguments": line,
                         "q_tile": q_tile,
                         "kv_tile": kv_tile,
@@ -71,6 +80,15 @@ def measure(family: str, warmup_steps: int, iterations: int) -> list[dict[str, A
     return records
 
 
+def pass_seconds(events: list[capture.Event], program: Program, which: Pass) -> float:
+    """Time of what one pass launched."""
+    marked = [
+        event.duration for event in events if f" {which} backend=" in program.instruction(event.instruction).description
+    ]
+    # The forward pass alone is all there is; of both, what is not marked belongs to neither.
+    return sum(marked if which == "backward" else [event.duration for event in events]) / 1e9
+
+
 @dataclasses.dataclass(frozen=True)
 class Sample:
     """A measurement, and what the model sees of it."""
@@ -79,22 +97,21 @@ class Sample:
     kernel: Kernel
     counts: simulator.TileCounts
     problem: Problem
+    which: Pass
 
 
 def samples(records: list[dict[str, Any]], model: Calibration) -> list[Sample]:
     """The records with their counts."""
     found = []
     for record in records:
-        line = [*record["arguments"].split(), "--dtype", "bf16", "--backend", f"{model.family}-fna"]
-        options = parse(line)
-        device = Device("cuda", model.compute_capability, is_present=False)
-        (offered,) = (each for each in listings(options, device) if each.which == "forward")
-        rank = offered.problem.rank
-        pair = tuple(tuple(record[side][-rank:]) for side in ("q_tile", "kv_tile"))
-        kernel = model.kernel(offered.problem, pair, "forward")
+        which = record["pass"]
+        options = parse([*record["arguments"].split(), "--dtype", "bf16", "--backend", f"{model.family}-fna"])
+        problem = main_part(options).problem
+        pair = tuple(record["q_tile"][-problem.rank :]), tuple(record["kv_tile"][-problem.rank :])
+        kernel = model.kernel(problem, pair, which)
         assert kernel is not None
-        counts = simulator.count_tiles(offered.problem, pair, kernel=kernel)
-        found.append(Sample(record, kernel, counts, offered.problem))
+        counts = simulator.count_tiles(problem, pair, which, kernel=kernel)
+        found.append(Sample(record, kernel, counts, problem, which))
     return found
 
 
@@ -102,29 +119,30 @@ def fit(every: list[Sample], model: Calibration) -> Calibration:
     """The model whose logarithms of times are closest to the measured ones'."""
     from scipy.optimize import least_squares
 
-    kernels = list(model.kernels["forward"])
+    kernels = [(which, kernel) for which, of_pass in model.kernels.items() for kernel in of_pass]
     used = [sample for sample in every if sample.record["set"] != "held back"]
     measured = np.log([sample.record["seconds"] for sample in used])
     weights = np.array([2.0 if sample.record["is_recommended"] else 1.0 for sample in used])
 
     def unpack(parameters: Any) -> Calibration:
         launch, slowdown, onset, *costs = np.exp(parameters)
-        fitted = tuple(
-            dataclasses.replace(kernel, owned_tile=owned, streamed_tile=streamed, masking=masking)
-            for kernel, (owned, streamed, masking) in zip(kernels, np.reshape(costs, (-1, 3)).tolist(), strict=True)
-        )
+        fitted: dict[str, list[Kernel]] = {which: [] for which, _ in kernels}
+        for (which, kernel), (owned, streamed, masking) in zip(
+            kernels, np.reshape(costs, (-1, 3)).tolist(), strict=True
+        ):
+            fitted[which].append(dataclasses.replace(kernel, owned_tile=owned, streamed_tile=streamed, masking=masking))
         return dataclasses.replace(
             model,
             launch=float(launch),
             slowdown=float(slowdown),
             onset=float(onset),
-            kernels={**model.kernels, "forward": fitted},
+            kernels={which: tuple(of_pass) for which, of_pass in fitted.items()},
         )
 
     def residuals(parameters: Any) -> Any:
         return weights * (np.log(predicted(used, unpack(parameters))) - measured)
 
-    costs = [[kernel.owned_tile, kernel.streamed_tile, kernel.masking] for kernel in kernels]
+    costs = [[kernel.owned_tile, kernel.streamed_tile, kernel.masking] for _, kernel in kernels]
     start = np.log([model.launch, model.slowdown, model.onset, *np.ravel(costs)])
     lowest, highest = start - 3, start + 3
     lowest[1:3], highest[1:3] = np.log(_CLOCK_BOUNDS)
@@ -135,11 +153,11 @@ def fit(every: list[Sample], model: Calibration) -> Calibration:
 
 def predicted(every: list[Sample], model: Calibration) -> list[float]:
     """Seconds that a model predicts for samples, whose kernels are found again by their size."""
-    by_size = {(kernel.head_dim, kernel.streamed_tokens): kernel for kernel in model.kernels["forward"]}
     seconds = []
     for sample in every:
-        kernel = by_size[sample.kernel.head_dim, sample.kernel.streamed_tokens]
-        seconds.append(float(simulator.predict(sample.problem, sample.counts.tiles, "forward", kernel, model)))
+        size = sample.kernel.head_dim, sample.kernel.streamed_tokens
+        (kernel,) = (each for each in model.kernels[sample.which] if (each.head_dim, each.streamed_tokens) == size)
+        seconds.append(float(simulator.predict(sample.problem, sample.counts.tiles, sample.which, kernel, model)))
     return seconds
 
 
@@ -149,10 +167,10 @@ def print_errors(every: list[Sample], model: Calibration) -> None:
     for sample, seconds in zip(every, predicted(every, model), strict=True):
         record = sample.record
         ratio = seconds / record["seconds"]
-        name = record["set"] + ("" if record["is_recommended"] else ", other tiles")
+        name = f"{record['set']}, {record['pass']}" + ("" if record["is_recommended"] else ", other tiles")
         ratios.setdefault(name, []).append(ratio)
         print(
-            f"{name:24} {record['arguments']:58} {tuple(record['q_tile'])!s:12} {tuple(record['kv_tile'])!s:12}"
+            f"{name:34} {record['arguments']:58} {tuple(record['q_tile'])!s:12} {tuple(record['kv_tile'])!s:12}"
             f"{1e3 * record['seconds']:10.4f} ms, predicted {1e3 * seconds:10.4f} ms ({ratio - 1:+.1%})"
         )
     for name, values in ratios.items():
@@ -167,6 +185,7 @@ def main() -> None:
     steps = parser.add_subparsers(dest="step", required=True)
     measuring = steps.add_parser("measure", help="on the GPU")
     measuring.add_argument("--family", default="hopper")
+    measuring.add_argument("--passes", nargs="+", choices=("forward", "backward"), default=["forward"])
     measuring.add_argument("--warmup-steps", type=int, default=10)
     measuring.add_argument("--iterations", type=int, default=20)
     measuring.add_argument("--json", type=Path, required=True)
@@ -176,7 +195,9 @@ def main() -> None:
     fitting.add_argument("--out", type=Path, help="the model, with what it was fitted to")
     options = parser.parse_args()
     if options.step == "measure":
-        records = measure(options.family, options.warmup_steps, options.iterations)
+        records = []
+        for which in options.passes:
+            records += measure(options.family, which, options.warmup_steps, options.iterations)
         options.json.write_text(json.dumps({"environment": environment(), "records": records}, indent=1) + "\n")
         return
     found = json.loads(options.records.read_text())
