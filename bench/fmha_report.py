@@ -186,7 +186,7 @@ def draw(title: str, ladder: Ladder, results: Sequence[LengthResult], rate: floa
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7.5, 4.8), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7.5, 5.2), layout="constrained")
     for step in ladder.steps:
         points = [(result.seq_len, found.tflops) for result in results if (found := result.find(step.label))]
         if points:
@@ -207,6 +207,6 @@ def draw(title: str, ladder: Ladder, results: Sequence[LengthResult], rate: floa
     axes.set_ylabel("TFLOP/s")
     axes.set_title(title)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8)
     figure.savefig(path, dpi=150)
     plt.close(figure)
