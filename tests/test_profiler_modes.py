@@ -324,6 +324,14 @@ def test_search_finds_the_best_pair_of_each_pass_and_survives_failures(monkeypat
 
 @needs_native
 @needs_cpu
+def test_search_does_not_wait_for_plain_jax_where_kernels_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimum, compiled = fake_search(monkeypatch, "-i 64 -w 8 --optimize", lambda options: 0.03)
+    assert optimum.options.backend == "cpu-fna"
+    assert {backend for backend, *_ in compiled} == {"cpu-fna", None}  # None is what runs without a choice
+
+
+@needs_native
+@needs_cpu
 def test_search_keeps_what_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
     line = "-i 64 -w 8 --backend cpu-fna --q-tile 32 --kv-tile 16 --backprop --optimize"
     optimum, compiled = fake_search(monkeypatch, line, lambda options: 1e-3)

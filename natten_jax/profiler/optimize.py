@@ -35,6 +35,8 @@ _BUDGET = 12.0
 _FEWEST = 6
 #: A backend whose own choice is this much slower than another's is not searched.
 _HOPELESS = 3.0
+#: Seconds from which on plain JAX is not even tried where there are kernels: it was several times slower everywhere.
+_SLOW = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,13 +171,15 @@ class _Search:
             # One without a backward pass is a rival, too: another backend serves its gradients.
             if backend.rejection(part.problem, self._device, "forward") is None:
                 name = backends.backend_name(backend, part.problem.operator)
-                named.append(_with_backend(self._options, name))
+                named.append((backend, _with_backend(self._options, name)))
         if len(named) < 2:
-            yield from named
+            yield from (options for _, options in named)
             return
         self._progress.stage("trying backends")
         fastest: float | None = None
-        for options in named:  # in order of preference: the first is most likely the fastest
+        for backend, options in named:  # in order of preference: the first is most likely the fastest
+            if backend.is_pure_jax and fastest is not None and fastest > _SLOW:
+                continue
             (trial,) = self._measure([options], 1, 0)
             if trial.seconds is None:
                 continue
