@@ -17,7 +17,11 @@ from natten_jax import native
 def environment() -> dict[str, Any]:
     """Device, versions, commit and command of this run."""
     commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        ["git", "describe", "--always", "--abbrev=40", "--dirty"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return {
         "machine": platform.machine(),
