@@ -29,22 +29,33 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Iterable, Sequence
-from importlib import resources
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from natten_jax import windows
-from natten_jax.devices import ComputeCapability
+from natten_jax.calibration import Calibration, Kernel, Pass, TilePair, calibration_for, ordered
 from natten_jax.flops import flops, visible_pairs
 from natten_jax.problem import Problem, Shape
 
-Pass = Literal["forward", "backward"]
+__all__ = [
+    "Calibration",
+    "Kernel",
+    "Recommendation",
+    "Simulation",
+    "TileCounts",
+    "calibration_for",
+    "count_tiles",
+    "least_block_sparse_stride",
+    "predict",
+    "rank",
+    "recommend_stride",
+    "simulate",
+]
+
 Placement = Literal["anchored", "aligned"]
-TilePair = tuple[Shape, Shape]
 
 _PLACEMENTS = ("anchored", "aligned")
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -104,74 +115,6 @@ class TileCounts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
-    """A compiled kernel: the tile that it executes, and the seconds that parts of its work take.
-
-    Attributes:
-        head_dim: Widest heads that it takes.
-        owned_tokens: Tokens of an owned tile.
-        streamed_tokens: Tokens of a streamed tile.
-        owned_tile: Seconds per owned tile, whatever is streamed past it.
-        streamed_tile: Seconds per streamed tile.
-        masking: Seconds more per streamed tile that is masked.
-    """
-
-    head_dim: int
-    owned_tokens: int
-    streamed_tokens: int
-    owned_tile: float
-    streamed_tile: float
-    masking: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Calibration:
-    """The time model of a backend family on one kind of device.
-
-    Attributes:
-        family: ``"hopper"``, ...
-        device: The device that it was fitted on.
-        compute_capability: Of that device.
-        multiprocessors: Owned tiles that are worked on side by side.
-        launch: Seconds that every launch takes.
-        byte: Seconds that the device's memory takes per byte of inputs and results.
-        slowdown: How much longer kernels take, at most, once the device is at its power limit.
-        onset: Seconds of work after which half of that applies.
-        kernels: The compiled kernels of each pass.
-    """
-
-    family: str
-    device: str
-    compute_capability: ComputeCapability
-    multiprocessors: int
-    launch: float
-    byte: float
-    slowdown: float
-    onset: float
-    kernels: dict[str, tuple[Kernel, ...]]
-
-    def kernel(self, problem: Problem, pair: TilePair, which: Pass) -> Kernel | None:
-        """The smallest kernel that takes the heads and the tiles."""
-        owned, streamed = _ordered(pair, which)
-        sizes = max(problem.head_dim, problem.head_dim_v), math.prod(owned), math.prod(streamed)
-        fitting = [
-            kernel
-            for kernel in self.kernels.get(which, ())
-            if all(
-                size <= limit
-                for size, limit in zip(
-                    sizes, (kernel.head_dim, kernel.owned_tokens, kernel.streamed_tokens), strict=True
-                )
-            )
-        ]
-        return min(fitting, key=lambda kernel: (kernel.head_dim, kernel.streamed_tokens), default=None)
-
-    def clocked(self, busy: Any) -> Any:
-        """Seconds that work takes whose length is ``busy`` at the full clock."""
-        return busy * (1 + self.slowdown * busy / (busy + self.onset))
-
-
-@dataclasses.dataclass(frozen=True)
 class Simulation:
     """What a pass of a problem comes to with a pair of tiles.
 
@@ -220,7 +163,7 @@ class Simulation:
     def tile_bytes(self) -> int:
         """Bytes of all owned and streamed tiles: what is loaded, mostly from the device's cache."""
         problem = self.problem
-        owned, streamed = (math.prod(tile) for tile in _ordered(self.pair, self.which))
+        owned, streamed = (math.prod(tile) for tile in ordered(self.pair, self.which))
         tokens = self.counts.owned * owned + self.counts.streamed * streamed
         width = problem.head_dim + problem.head_dim_v
         return problem.batch * problem.heads * tokens * width * _BYTES[problem.dtype]
@@ -264,7 +207,7 @@ def count_tiles(
         ValueError: A tile does not have one positive extent per dimension, or ``placement`` is unknown.
     """
     _check(problem, pair, placement)
-    owned_tile, streamed_tile = _ordered(pair, which)
+    owned_tile, streamed_tile = ordered(pair, which)
     counts = [
         _axis_counts(axis, owned, streamed, placement, which)
         for axis, owned, streamed in zip(_axes(problem), owned_tile, streamed_tile, strict=True)
@@ -329,14 +272,14 @@ def rank(
         assert calibration is not None
         counts = np.ones((len(of_kernel), 3))
         for dim, axis in enumerate(axes):
-            extents = [tuple(tile[dim] for tile in _ordered(pair, which)) for pair in of_kernel]
+            extents = [tuple(tile[dim] for tile in ordered(pair, which)) for pair in of_kernel]
             counts *= [_axis_counts(axis, *each, "anchored", which)[:3] for each in extents]
-        fills = [math.prod(_ordered(pair, which)[1]) == kernel.streamed_tokens for pair in of_kernel]
+        fills = [math.prod(ordered(pair, which)[1]) == kernel.streamed_tokens for pair in of_kernel]
         counts[:, 2] *= fills
         if problem.additional_kv:
             tokens = kernel.owned_tokens, kernel.streamed_tokens
             for row, pair, is_filled in zip(counts, of_kernel, fills, strict=True):
-                extra = _additional_counts(problem, int(row[0]), _ordered(pair, which)[1], tokens, which)
+                extra = _additional_counts(problem, int(row[0]), ordered(pair, which)[1], tokens, which)
                 row += extra.owned, extra.streamed, extra.whole if is_filled or which == "forward" else 0
         seconds = predict(problem, counts, which, kernel, calibration)
         timed += zip(of_kernel, map(float, seconds), strict=True)
@@ -432,30 +375,6 @@ def recommend_stride(
     return min(nearly_best, key=lambda each: (math.prod(each.stride), cost(each)), default=None)
 
 
-@functools.cache
-def calibration_for(family: str, compute_capability: ComputeCapability | None = None) -> Calibration | None:
-    """The time model of a backend family.
-
-    Args:
-        family: ``"hopper"``, ...
-        compute_capability: Of the device to predict for; ``None`` takes whichever was calibrated, which is good enough
-            to rank tiles.
-
-    Returns:
-        The model, or ``None`` where no device of that compute capability was calibrated.
-    """
-    for file in sorted(resources.files("natten_jax").joinpath("calibration").iterdir(), key=lambda file: file.name):
-        if not file.name.endswith(".json"):
-            continue
-        model = json.loads(file.read_text())["model"]
-        major, minor = model["compute_capability"]
-        found = (major, minor)
-        if model["family"] == family and compute_capability in (None, found):
-            kernels = {which: tuple(Kernel(**each) for each in of_pass) for which, of_pass in model["kernels"].items()}
-            return Calibration(**{**model, "compute_capability": found, "kernels": kernels})
-    return None
-
-
 class _Axis(NamedTuple):
     """One token dimension of a problem."""
 
@@ -490,11 +409,6 @@ def _axes(problem: Problem) -> list[_Axis]:
             strict=True,
         )
     ]
-
-
-def _ordered(pair: TilePair, which: Pass) -> TilePair:
-    """The owned tile and the streamed one."""
-    return pair if which == "forward" else pair[::-1]
 
 
 def _check(problem: Problem, pair: TilePair, placement: str) -> None:

@@ -1,0 +1,116 @@
+"""Coefficients of the simulator's time model, fitted to measurements: a file per backend family and kind of device.
+
+``bench/calibrate.py`` writes them, with the measurements; :mod:`natten_jax.simulator` has the formulas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from importlib import resources
+from typing import Any, Literal
+
+from natten_jax.devices import ComputeCapability
+from natten_jax.problem import Problem, Shape
+
+Pass = Literal["forward", "backward"]
+TilePair = tuple[Shape, Shape]
+
+
+def ordered(pair: TilePair, which: Pass) -> TilePair:
+    """Of a query and a key/value tile, the one that owns its tokens in a pass and the one that is streamed past it."""
+    return pair if which == "forward" else pair[::-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel: the tile that it executes, and the seconds that parts of its work take.
+
+    Attributes:
+        head_dim: Widest heads that it takes.
+        owned_tokens: Tokens of an owned tile.
+        streamed_tokens: Tokens of a streamed tile.
+        owned_tile: Seconds per owned tile, whatever is streamed past it.
+        streamed_tile: Seconds per streamed tile.
+        masking: Seconds more per streamed tile that is masked.
+    """
+
+    head_dim: int
+    owned_tokens: int
+    streamed_tokens: int
+    owned_tile: float
+    streamed_tile: float
+    masking: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """The time model of a backend family on one kind of device.
+
+    Attributes:
+        family: ``"hopper"``, ...
+        device: The device that it was fitted on.
+        compute_capability: Of that device.
+        multiprocessors: Owned tiles that are worked on side by side.
+        launch: Seconds that every launch takes.
+        byte: Seconds that the device's memory takes per byte of inputs and results.
+        slowdown: How much longer kernels take, at most, once the device is at its power limit.
+        onset: Seconds of work after which half of that applies.
+        kernels: The compiled kernels of each pass.
+    """
+
+    family: str
+    device: str
+    compute_capability: ComputeCapability
+    multiprocessors: int
+    launch: float
+    byte: float
+    slowdown: float
+    onset: float
+    kernels: dict[str, tuple[Kernel, ...]]
+
+    def kernel(self, problem: Problem, pair: TilePair, which: Pass) -> Kernel | None:
+        """The smallest kernel that takes the heads and the tiles."""
+        owned, streamed = ordered(pair, which)
+        sizes = max(problem.head_dim, problem.head_dim_v), math.prod(owned), math.prod(streamed)
+        fitting = [
+            kernel
+            for kernel in self.kernels.get(which, ())
+            if all(
+                size <= limit
+                for size, limit in zip(
+                    sizes, (kernel.head_dim, kernel.owned_tokens, kernel.streamed_tokens), strict=True
+                )
+            )
+        ]
+        return min(fitting, key=lambda kernel: (kernel.head_dim, kernel.streamed_tokens), default=None)
+
+    def clocked(self, busy: Any) -> Any:
+        """Seconds that work takes whose length is ``busy`` at the full clock."""
+        return busy * (1 + self.slowdown * busy / (busy + self.onset))
+
+
+@functools.cache
+def calibration_for(family: str, compute_capability: ComputeCapability | None = None) -> Calibration | None:
+    """The time model of a backend family.
+
+    Args:
+        family: ``"hopper"``, ...
+        compute_capability: Of the device to predict for; ``None`` takes whichever was calibrated, which is good enough
+            to rank tiles.
+
+    Returns:
+        The model, or ``None`` where no device of that compute capability was calibrated.
+    """
+    for file in sorted(resources.files("natten_jax.calibration").iterdir(), key=lambda file: file.name):
+        if not file.name.endswith(".json"):
+            continue
+        model = json.loads(file.read_text())["model"]
+        major, minor = model["compute_capability"]
+        found = (major, minor)
+        if model["family"] == family and compute_capability in (None, found):
+            kernels = {which: tuple(Kernel(**each) for each in of_pass) for which, of_pass in model["kernels"].items()}
+            return Calibration(**{**model, "compute_capability": found, "kernels": kernels})
+    return None
