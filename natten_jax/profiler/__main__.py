@@ -109,7 +109,7 @@ def _measure(options: Options) -> int:
 def _search_lines(optimum: Optimum) -> list[str]:
     searching = optimum.wall_seconds - optimum.compile_seconds
     lines = [
-        f"Searched {len(optimum.trials)} measurements in {searching:.1f} s and {optimum.compile_seconds:.1f} s of "
+        f"Search: {len(optimum.trials)} measurements in {searching:.1f} s, and {optimum.compile_seconds:.1f} s of "
         "compilation."
     ]
     if optimum.default_seconds is not None:

@@ -17,6 +17,7 @@ from natten_jax.problem import Problem
 from natten_jax.profiler.measure import Comparison, Result, Row
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.tables import Table, digits, format_time, print_lines, print_table
+from natten_jax.profiler.workload import parts_of
 from natten_jax.version import __version__
 
 COLUMNS = ("Framework", "Kernel category", "Arch", "Operation", "# calls", "Runtime")
@@ -76,22 +77,21 @@ def problem_line(options: Options, problem: Problem) -> str:
 
 
 def _tile_lines(result: Result) -> Iterator[str]:
-    for which, pair in result.tiles.items():
+    for which in ("forward", "backward"):
+        if which not in result.tiles:
+            continue
+        pair = result.tiles[which]
         family = result.backends[which].rpartition("-")[0]
-        problem = result.problem if len(pair[0]) == result.problem.rank else None
-        line = f"Tiles ({which}): query {format_shape(pair[0])}, key/value {format_shape(pair[1])}"
-        if problem is not None and which == "forward":
-            if "additional_kv_forward" in result.backends:
-                problem = dataclasses.replace(problem, additional_kv=0)
-            calibration = simulator.calibration_for(family, result.device.compute_capability)
-            simulation = simulator.simulate(problem, pair, calibration=calibration)
-            counts = simulation.counts
-            line += (
-                f"; {digits(counts.streamed_per_owned)} KV tiles per query tile, {counts.whole_share:.0%} of them "
-                "without a mask"
-            )
-            if simulation.seconds is not None:
-                line += f"; {format_time(simulation.seconds)} predicted"
+        calibration = simulator.calibration_for(family, result.device.compute_capability)
+        simulation = simulator.simulate(parts_of(result.options)[0].problem, pair, which, calibration=calibration)
+        counts = simulation.counts
+        visits = "KV tiles per query tile" if which == "forward" else "query tiles per KV tile"
+        line = (
+            f"Tiles ({which}): query {format_shape(pair[0])}, key/value {format_shape(pair[1])}; "
+            f"{digits(counts.streamed_per_owned)} {visits}, {counts.whole_share:.0%} without a mask"
+        )
+        if simulation.seconds is not None:
+            line += f"; {format_time(simulation.seconds)} predicted"
         yield line
 
 
