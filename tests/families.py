@@ -89,5 +89,13 @@ FAMILIES = (
         query_name="cutlass_hopper",
         head_dim_step=8,
     ),
+    Family(
+        "cutlass",
+        ("float32", "bfloat16", "float16"),
+        problems=100,
+        needs_gpu=True,
+        target="natten_jax_sm80",
+        head_dim_step=8,
+    ),
     Family("flex", ("float32", "float16", "bfloat16", "float64"), problems=24),
 )

@@ -76,7 +76,7 @@ TARGETS = (
         "cutlass-fna",
         platform="cuda",
         head_dims=(8, 16),
-        choices={"allows_tf32": 1},
+        choices={"is_accurate": 1},
         tile_tokens=(128, 128),
         reads_origins=False,
     ),

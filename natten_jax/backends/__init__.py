@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from natten_jax.backends import cpu, flex, hopper
+from natten_jax.backends import cpu, cutlass, flex, hopper
 from natten_jax.backends.base import Backend, Pass, TilePair
 from natten_jax.devices import Device, local_devices
 from natten_jax.problem import Problem, TileConfig
 
 #: In order of preference.
-BACKENDS: tuple[Backend, ...] = (hopper.HopperBackend(), cpu.CpuBackend(), flex.FlexBackend())
+BACKENDS: tuple[Backend, ...] = (
+    hopper.HopperBackend(),
+    cutlass.CutlassBackend(),
+    cpu.CpuBackend(),
+    flex.FlexBackend(),
+)
 
 OPERATORS = ("fna", "fmha")
 

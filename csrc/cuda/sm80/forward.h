@@ -1,0 +1,22 @@
+// The compiled forms of the forward kernel.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/sm80/params.h"
+
+namespace natten_jax::sm80 {
+
+/// What the products are computed in.
+enum class Arithmetic { kFloat16, kBFloat16, kFloat32, kTensorFloat32 };
+
+/// Launches the form for a head dimension of 64, 128 or 256 on `ctas` CTAs.
+template <Arithmetic kArithmetic>
+cudaError_t launch_forward(const ForwardParams& params, int head_dim, int ctas, cudaStream_t stream);
+
+extern template cudaError_t launch_forward<Arithmetic::kFloat16>(const ForwardParams&, int, int, cudaStream_t);
+extern template cudaError_t launch_forward<Arithmetic::kBFloat16>(const ForwardParams&, int, int, cudaStream_t);
+extern template cudaError_t launch_forward<Arithmetic::kFloat32>(const ForwardParams&, int, int, cudaStream_t);
+extern template cudaError_t launch_forward<Arithmetic::kTensorFloat32>(const ForwardParams&, int, int, cudaStream_t);
+
+}  // namespace natten_jax::sm80

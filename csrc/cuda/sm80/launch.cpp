@@ -1,0 +1,125 @@
+#include "cuda/sm80/launch.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "cuda/sm80/forward.h"
+
+namespace natten_jax::sm80 {
+namespace {
+
+constexpr std::int64_t kHeadDimStep = 8;
+constexpr std::int64_t kLargestHeadDim = 256;
+constexpr std::int64_t kLargestKvTile = 128;
+/// Keys and values of the heads that run side by side should stay in the second-level cache.
+constexpr std::int64_t kCacheBytes = 8 << 20;
+
+std::int64_t product(const std::int64_t (&values)[kRank]) {
+  return values[0] * values[1] * values[2];
+}
+
+std::int64_t element_bytes(const Problem& problem) {
+  return problem.element_type == ElementType::kFloat32 ? 4 : 2;
+}
+
+/// Head dimension that the kernel is compiled for.
+int compiled_head_dim(const Problem& problem) {
+  const std::int64_t wider = std::max(problem.head_dim, problem.head_dim_v);
+  return wider <= 64 ? 64 : wider <= 128 ? 128 : 256;
+}
+
+/// Query rows that the forward kernel is compiled for.
+std::int64_t compiled_rows(const Problem& problem) {
+  return compiled_head_dim(problem) * element_bytes(problem) <= 256 ? 128 : 64;
+}
+
+std::string check_arrays(const Problem& problem) {
+  for (const std::int64_t head_dim : {problem.head_dim, problem.head_dim_v}) {
+    if (head_dim % kHeadDimStep != 0 || head_dim > kLargestHeadDim) {
+      return "a head dimension is " + std::to_string(head_dim) + ", but must be a multiple of " +
+             std::to_string(kHeadDimStep) + " and at most " + std::to_string(kLargestHeadDim);
+    }
+  }
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+  if (problem.queries() > kMost || problem.keys() > kMost) return "a batch entry has more than 2^31 tokens";
+  if (problem.heads * kLargestHeadDim * 4 > kMost) return "a token has more than 2^31 bytes";
+  return {};
+}
+
+std::string check_tile(const char* name, const std::int64_t (&tile)[kRank], std::int64_t largest) {
+  if (product(tile) <= largest) return {};
+  return std::string(name) + " has " + std::to_string(product(tile)) + " tokens, but must have at most " +
+         std::to_string(largest) + " at this head dimension and dtype";
+}
+
+/// Most heads whose keys and values fit into the cache together, if their tiles differ in length.
+int heads_per_block(const Problem& problem) {
+  const bool is_causal = problem.dims[0].is_causal || problem.dims[1].is_causal || problem.dims[2].is_causal;
+  if (!is_causal) return 1;
+  const std::int64_t bytes = problem.keys() * (problem.head_dim + problem.head_dim_v) * element_bytes(problem);
+  int best = 1;
+  for (std::int64_t heads = 1; heads <= problem.heads; ++heads) {
+    const std::int64_t kv_heads = (heads + problem.heads_per_kv() - 1) / problem.heads_per_kv();
+    if (problem.heads % heads == 0 && kv_heads * bytes <= kCacheBytes) best = static_cast<int>(heads);
+  }
+  return best;
+}
+
+std::string describe(cudaError_t error) {
+  return error == cudaSuccess ? std::string() : std::string("CUDA: ") + cudaGetErrorString(error);
+}
+
+}  // namespace
+
+std::string run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, bool is_accurate,
+                        cudaStream_t stream) {
+  for (const std::string& error :
+       {check_arrays(problem), check_tile("q_tile_shape", tiles.query, compiled_rows(problem)),
+        check_tile("kv_tile_shape", tiles.kv, kLargestKvTile)}) {
+    if (!error.empty()) return error;
+  }
+  ForwardParams p{};
+  std::int64_t groups = 1, tiles_per_group = 1;
+  for (int d = 0; d < kRank; ++d) {
+    p.axis[d] = describe_axis(problem.dims[d], tiles.query[d], tiles.kv[d]);
+    groups *= p.axis[d].dilation;
+    tiles_per_group *= p.axis[d].q_tiles;
+  }
+  constexpr std::int64_t kMostTiles = std::numeric_limits<std::int32_t>::max() / 2;
+  if (groups > kMostTiles || tiles_per_group > kMostTiles / groups ||
+      problem.batch * problem.heads > kMostTiles / (groups * tiles_per_group)) {
+    return "the problem has more than 2^30 query tiles";
+  }
+  const std::int64_t all_tiles = problem.batch * problem.heads * groups * tiles_per_group;
+  p.query = arrays.query;
+  p.key = arrays.key;
+  p.value = arrays.value;
+  p.additional_keys = arrays.additional_keys;
+  p.additional_values = arrays.additional_values;
+  p.origins = arrays.origins;
+  p.out = arrays.out;
+  p.logsumexp = arrays.logsumexp;
+  p.queries = problem.queries();
+  p.keys = problem.keys();
+  p.heads = static_cast<int>(problem.heads);
+  p.heads_kv = static_cast<int>(problem.heads_kv);
+  p.head_dim = static_cast<int>(problem.head_dim);
+  p.head_dim_v = static_cast<int>(problem.head_dim_v);
+  p.additional_kv = static_cast<int>(problem.additional_kv);
+  p.scale = problem.scale;
+  p.q_tile_tokens = static_cast<int>(product(tiles.query));
+  p.kv_tile_tokens = static_cast<int>(product(tiles.kv));
+  p.heads_per_block = heads_per_block(problem);
+  p.by_tiles_per_group = cutlass::FastDivmod(static_cast<int>(tiles_per_group));
+  p.by_groups = cutlass::FastDivmod(static_cast<int>(groups));
+  p.by_heads_per_block = cutlass::FastDivmod(p.heads_per_block);
+  p.by_head_blocks = cutlass::FastDivmod(p.heads / p.heads_per_block);
+  p.by_heads_per_kv = cutlass::FastDivmod(static_cast<int>(problem.heads_per_kv()));
+  const auto launch = problem.element_type == ElementType::kFloat16    ? launch_forward<Arithmetic::kFloat16>
+                      : problem.element_type == ElementType::kBFloat16 ? launch_forward<Arithmetic::kBFloat16>
+                      : is_accurate                                    ? launch_forward<Arithmetic::kFloat32>
+                                                                       : launch_forward<Arithmetic::kTensorFloat32>;
+  return describe(launch(p, compiled_head_dim(problem), static_cast<int>(all_tiles), stream));
+}
+
+}  // namespace natten_jax::sm80

@@ -1,0 +1,108 @@
+// The running softmax of a warp's query rows, in base 2.
+#pragma once
+
+#include <cmath>
+
+#include "cuda/common/arithmetic.cuh"
+
+namespace natten_jax::sm80 {
+
+/// `kRowBlocks` accumulator blocks of 16 rows; a lane holds two rows of each.
+///
+/// Weights are relative to a row's reference, a logit that lags behind the largest one: earlier results are rescaled
+/// only where it would make weights larger than 2^kHeadroom, which hardly happens after a row's first keys.
+template <int kRowBlocks>
+struct OnlineSoftmax {
+  static constexpr float kHeadroom = 8.f;
+
+  float exponent_scale;  // of the logits, in base 2; positive
+  float reference[kRowBlocks][2], row_sum[kRowBlocks][2];
+
+  CUTE_DEVICE explicit OnlineSoftmax(float exponent_scale) : exponent_scale(exponent_scale) {
+    CUTE_UNROLL
+    for (int i = 0; i < 2 * kRowBlocks; ++i) {
+      reference[i / 2][i % 2] = -INFINITY;
+      row_sum[i / 2][i % 2] = 0.f;
+    }
+  }
+
+  /// Turns logits into unnormalised weights.
+  template <int kColumns, int kOutputs>
+  CUTE_DEVICE void update(float (&s)[kRowBlocks][kColumns][4], float (&o)[kRowBlocks][kOutputs][4]) {
+    float row_max[kRowBlocks][2];
+    bool exceeds = false;
+    CUTE_UNROLL
+    for (int i = 0; i < 2 * kRowBlocks; ++i) {
+      const int m = i / 2, r = i % 2 * 2;
+      // Two partial results halve the chains of dependent instructions.
+      float highest[2] = {s[m][0][r], s[m][0][r + 1]};
+      CUTE_UNROLL
+      for (int n = 1; n < kColumns; ++n) {
+        highest[0] = fmaxf(highest[0], s[m][n][r]);
+        highest[1] = fmaxf(highest[1], s[m][n][r + 1]);
+      }
+      float of_row = fmaxf(highest[0], highest[1]);
+      of_row = fmaxf(of_row, __shfl_xor_sync(0xffffffffu, of_row, 1));
+      of_row = fmaxf(of_row, __shfl_xor_sync(0xffffffffu, of_row, 2));
+      row_max[m][i % 2] = of_row;
+      exceeds = exceeds || (of_row - reference[m][i % 2]) * exponent_scale > kHeadroom;
+    }
+    if (__any_sync(0xffffffffu, exceeds)) rescale(row_max, o);
+    CUTE_UNROLL
+    for (int i = 0; i < 2 * kRowBlocks; ++i) {
+      const int m = i / 2, r = i % 2 * 2;
+      // A row that has seen nothing yet keeps weights of zero.
+      const float shift = reference[m][i % 2] == -INFINITY ? 0.f : reference[m][i % 2] * exponent_scale;
+      float sum[2] = {};
+      CUTE_UNROLL
+      for (int n = 0; n < kColumns; ++n) {
+        CUTE_UNROLL
+        for (int e = 0; e < 2; ++e) {
+          float& weight = s[m][n][r + e];
+          weight = fast_exp2(weight * exponent_scale - shift);
+          sum[e] += weight;
+        }
+      }
+      row_sum[m][i % 2] += sum[0] + sum[1];
+    }
+  }
+
+  /// Completes the sums over the four lanes that share a row.
+  CUTE_DEVICE void finish() {
+    CUTE_UNROLL
+    for (int i = 0; i < 2 * kRowBlocks; ++i) {
+      float& sum = row_sum[i / 2][i % 2];
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    }
+  }
+
+  CUTE_DEVICE float normalisation(int m, int i) const { return row_sum[m][i] == 0.f ? 0.f : 1.f / row_sum[m][i]; }
+
+  CUTE_DEVICE float logsumexp(int m, int i) const {
+    constexpr float kLn2 = 0.6931471805599453f;
+    return row_sum[m][i] == 0.f ? -INFINITY : reference[m][i] * exponent_scale * kLn2 + logf(row_sum[m][i]);
+  }
+
+ private:
+  /// Makes the largest logits the references.
+  template <int kOutputs>
+  CUTE_DEVICE void rescale(const float (&row_max)[kRowBlocks][2], float (&o)[kRowBlocks][kOutputs][4]) {
+    CUTE_UNROLL
+    for (int i = 0; i < 2 * kRowBlocks; ++i) {
+      const int m = i / 2, r = i % 2 * 2;
+      float& of_row = reference[m][i % 2];
+      const float next = fmaxf(of_row, row_max[m][i % 2]);
+      const float factor = next == -INFINITY ? 1.f : fast_exp2((of_row - next) * exponent_scale);
+      of_row = next;
+      row_sum[m][i % 2] *= factor;
+      CUTE_UNROLL
+      for (int n = 0; n < kOutputs; ++n) {
+        o[m][n][r] *= factor;
+        o[m][n][r + 1] *= factor;
+      }
+    }
+  }
+};
+
+}  // namespace natten_jax::sm80

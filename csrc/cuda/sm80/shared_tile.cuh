@@ -1,0 +1,97 @@
+// Tiles in shared memory: asynchronous copies into them, and the lanes' addresses for reading them as matrices.
+#pragma once
+
+#include <cstdint>
+#include <cute/config.hpp>
+
+namespace natten_jax::sm80 {
+
+/// Rows of `kRowBytes`, whose 16-byte chunks are permuted so that a chunk of eight consecutive rows, or two
+/// neighboring chunks of every other of eight rows, lie in different banks.
+template <int kRowBytes_>
+struct SharedTile {
+  static constexpr int kRowBytes = kRowBytes_;
+  static constexpr int kChunks = kRowBytes / 16;
+  static constexpr int kPermuted = kChunks < 8 ? kChunks : 8;
+  static_assert(kChunks % kPermuted == 0 && (kPermuted & (kPermuted - 1)) == 0);
+
+  /// What the chunk numbers of a row are permuted by.
+  CUTE_HOST_DEVICE static constexpr int permutation(int row) { return (row & 7) / (8 / kPermuted); }
+
+  /// Offset of a chunk in bytes.
+  CUTE_HOST_DEVICE static constexpr std::uint32_t offset(int row, int chunk) {
+    return row * kRowBytes + ((chunk ^ permutation(row)) << 4);
+  }
+
+  /// The address that a lane reads from, to which rows in multiples of 8 and chunks in multiples of 2 are added.
+  struct Lane {
+    std::uint32_t base;
+
+    CUTE_DEVICE Lane(std::uint32_t tile, int row, int chunk) : base(tile + offset(row, chunk)) {}
+
+    CUTE_DEVICE std::uint32_t at(int rows, int chunks) const {
+      return (base ^ ((chunks % kPermuted) << 4)) + rows * kRowBytes + chunks / kPermuted * (kPermuted * 16);
+    }
+  };
+};
+
+CUTE_DEVICE std::uint32_t shared_address(const void* pointer) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+/// Starts to copy 16 bytes, or to write as many zeros.
+CUTE_DEVICE void copy_async(std::uint32_t destination, const void* source, bool is_inside) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
+               "r"(is_inside ? 16 : 0)
+               : "memory");
+}
+
+CUTE_DEVICE void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+/// Waits until at most `kPending` of this thread's latest groups of copies are under way.
+template <int kPending>
+CUTE_DEVICE void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+/// Four 8x8 matrices of 16-bit elements, or 8x4 of 32-bit ones; lane i names a row of matrix i / 8.
+CUTE_DEVICE void load_matrices(std::uint32_t (&r)[4], std::uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+CUTE_DEVICE void load_matrices_transposed(std::uint32_t (&r)[4], std::uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+CUTE_DEVICE std::uint32_t load_word(std::uint32_t address) {
+  std::uint32_t word;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+  return word;
+}
+
+CUTE_DEVICE void store_word(std::uint32_t address, std::uint32_t word) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+}
+
+CUTE_DEVICE void store_words(std::uint32_t address, float low, float high) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(low), "f"(high) : "memory");
+}
+
+CUTE_DEVICE uint4 load_chunk(std::uint32_t address) {
+  uint4 chunk;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(chunk.x), "=r"(chunk.y), "=r"(chunk.z), "=r"(chunk.w)
+               : "r"(address)
+               : "memory");
+  return chunk;
+}
+
+}  // namespace natten_jax::sm80

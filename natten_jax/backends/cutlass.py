@@ -1,0 +1,189 @@
+"""The ``cutlass`` backend: cp.async and mma.sync kernels for NVIDIA GPUs of compute capability 8.0 and higher."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from natten_jax import native, simulator
+from natten_jax.backends.base import Gradients, Operands, Output, Pass, TilePair
+from natten_jax.backends.kernel_rank import attributes, kernel_operands
+from natten_jax.devices import ComputeCapability, Device
+from natten_jax.native import ResultType
+from natten_jax.problem import Problem, Shape, TileConfig
+
+_FORWARD = "natten_jax_sm80_forward"
+_LEAST_COMPUTE_CAPABILITY = (8, 0)
+_DTYPES = ("float32", "float16", "bfloat16")
+_HEAD_DIM_STEP = 8
+_LARGEST_HEAD_DIM = 256
+_LARGEST_KV_TILE = 128  # tokens
+
+#: Bytes of shared memory that a block may have, where that is less than the 160 KiB that suffice for every kernel.
+_SMALL_SHARED_MEMORY = {(8, 6): 99 << 10, (8, 9): 99 << 10, (12, 0): 99 << 10, (12, 1): 99 << 10}
+
+#: Values of ``jax.default_matmul_precision`` under which XLA multiplies float32 matrices in TF32, too. Without one the
+#: kernels are accurate to float32.
+_TF32_PRECISIONS = (
+    "default",
+    "fastest",
+    "bfloat16",
+    "high",
+    "bfloat16_3x",
+    "tensorfloat32",
+    "TF32_TF32_F32",
+    "BF16_BF16_F32",
+)
+
+#: What tiles are ranked by: seconds, from a few times on an H200, two blocks to a multiprocessor.
+_TIMES = simulator.Calibration(
+    family="cutlass",
+    device="NVIDIA H200",
+    compute_capability=(9, 0),
+    multiprocessors=264,
+    launch=5e-6,
+    byte=2.45e-13,
+    slowdown=0.0,
+    onset=1.0,
+    kernels={
+        "forward": (
+            simulator.Kernel(64, 128, 64, 8e-6, 2.3e-6, 0.5e-6),
+            simulator.Kernel(64, 128, 128, 8e-6, 4.6e-6, 1.0e-6),
+            simulator.Kernel(128, 128, 64, 10e-6, 3.3e-6, 0.6e-6),
+            simulator.Kernel(128, 128, 128, 10e-6, 6.6e-6, 1.2e-6),
+            simulator.Kernel(256, 64, 64, 10e-6, 4.0e-6, 0.6e-6),
+            simulator.Kernel(256, 64, 128, 10e-6, 8.0e-6, 1.2e-6),
+        )
+    },
+)
+
+
+class CutlassBackend:
+    """Attention on any NVIDIA GPU since Ampere."""
+
+    family = "cutlass"
+    query_family = "cutlass"
+    is_pure_jax = False
+    fuses_additional_kv = True
+
+    def rejection(self, problem: Problem, device: Device, which: Pass) -> str | None:
+        """Why the kernels cannot run a pass."""
+        capability = device.compute_capability
+        if device.platform != "cuda" or capability is None or capability < _LEAST_COMPUTE_CAPABILITY:
+            return f"it runs on NVIDIA GPUs of compute capability 8.0 or higher, not on {device}"
+        if which == "backward":
+            return "it has a forward pass only"
+        if problem.dtype not in _DTYPES:
+            return f"it supports {', '.join(_DTYPES)}, not {problem.dtype}"
+        for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+            if head_dim % _HEAD_DIM_STEP or head_dim > _LARGEST_HEAD_DIM:
+                return f"{name} must be a multiple of {_HEAD_DIM_STEP} up to {_LARGEST_HEAD_DIM}, not {head_dim}"
+        if capability in _SMALL_SHARED_MEMORY and _width_bytes(problem) > 512:
+            return f"{device} has too little shared memory for {problem.dtype} heads of more than 128 elements"
+        if not device.is_present:
+            return None
+        return native.missing(_FORWARD) or _missing_code(capability)
+
+    def tile_pairs(self, problem: Problem, device: Device, which: Pass) -> list[TilePair]:
+        """Query and key/value tiles by estimated time, the fastest first."""
+        return list(_ranked_pairs(problem))
+
+    def offers(self, problem: Problem, device: Device, which: Pass, pair: TilePair) -> bool:
+        """The kernels take any tile of up to 128 queries (64 for wide heads) and 128 keys."""
+        limits = (_q_tile_tokens(problem), _LARGEST_KV_TILE)
+        return all(
+            len(tile) == problem.rank and min(tile) >= 1 and math.prod(tile) <= limit
+            for tile, limit in zip(pair, limits, strict=True)
+        )
+
+    def forward(self, problem: Problem, tiles: TileConfig, operands: Operands) -> Output:
+        """Compute output and logsumexp."""
+        out_shape = (*operands.query.shape[:-1], operands.value.shape[-1])
+        if tiles.q_tile_shape is None or tiles.kv_tile_shape is None:
+            q_tile, kv_tile = _ranked_pairs(problem)[0]
+        else:
+            q_tile, kv_tile = tiles.q_tile_shape, tiles.kv_tile_shape
+        arrays = kernel_operands(problem, operands)
+        tokens = arrays[0].shape[:-2]
+        out, logsumexp = native.call(
+            _FORWARD,
+            [
+                ResultType((*tokens, *out_shape[-2:]), operands.query.dtype),
+                ResultType((*tokens, out_shape[-2]), jnp.float32),
+            ],
+            *arrays,
+            **attributes(problem, q_tile, kv_tile),
+            is_accurate=int(not _allows_tf32()),
+        )
+        return Output(out.reshape(out_shape), logsumexp.reshape(out_shape[:-1]))
+
+    def backward(
+        self,
+        problem: Problem,
+        tiles: TileConfig,
+        operands: Operands,
+        output: Output,
+        out_cotangent: jax.Array,
+        logsumexp_cotangent: jax.Array,
+    ) -> Gradients:
+        """Never called: ``rejection`` refuses the backward pass."""
+        raise NotImplementedError(self.rejection(problem, Device("cuda", _LEAST_COMPUTE_CAPABILITY), "backward"))
+
+
+def _allows_tf32() -> bool:
+    """Whether the caller asked for products of TF32 precision, or less."""
+    precision = jax.config.jax_default_matmul_precision
+    return precision is not None and str(precision) in _TF32_PRECISIONS
+
+
+def _missing_code(capability: ComputeCapability) -> str | None:
+    """Why this build has no machine code for a compute capability; ``None`` where it has."""
+    architectures = native.build_info()["cuda_architectures"]
+    # The last digit of an architecture is the minor version. Code runs on later minor versions of its major one, and
+    # the newest architecture's can be compiled for later ones by the driver.
+    built = sorted(divmod(int(name.rstrip("af")), 10) for name in architectures)
+    if built[-1] <= capability or any(major == capability[0] and minor <= capability[1] for major, minor in built):
+        return None
+    return (
+        f"this build of natten_jax has no code for compute capability {capability[0]}.{capability[1]} "
+        f"(CUDA architectures: {', '.join(architectures)})"
+    )
+
+
+def _width_bytes(problem: Problem) -> int:
+    """Bytes of a row of the narrowest kernel that takes the heads."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    width = 64 if widest <= 64 else 128 if widest <= 128 else 256
+    return width * (4 if problem.dtype == "float32" else 2)
+
+
+def _q_tile_tokens(problem: Problem) -> int:
+    """Queries that the forward kernel takes at a time."""
+    return 128 if _width_bytes(problem) <= 256 else 64
+
+
+def _factorisations(size: int, rank: int) -> list[Shape]:
+    if rank == 1:
+        return [(size,)]
+    return [
+        (first, *rest)
+        for first in range(1, size + 1)
+        if size % first == 0
+        for rest in _factorisations(size // first, rank - 1)
+    ]
+
+
+@functools.lru_cache(maxsize=256)
+def _ranked_pairs(problem: Problem) -> tuple[TilePair, ...]:
+    rows = _q_tile_tokens(problem)
+    # Smaller query tiles leave rows of the kernel idle, and pay off for few queries or narrow windows only.
+    sizes = [(rows, 64), (rows, 128), (64, 64), (64, 128), (32, 128)]
+    pairs = itertools.chain.from_iterable(
+        itertools.product(_factorisations(q_size, problem.rank), _factorisations(kv_size, problem.rank))
+        for q_size, kv_size in dict.fromkeys(sizes)
+    )
+    return tuple(pair for pair, _ in simulator.rank(problem, pairs, "forward", _TIMES))
