@@ -38,7 +38,7 @@ import numpy as np
 from natten_jax import windows
 from natten_jax.calibration import Calibration, Kernel, Pass, TilePair, calibration_for, ordered
 from natten_jax.flops import flops, visible_pairs
-from natten_jax.problem import Problem, Shape
+from natten_jax.problem import Problem, Shape, check_windows_fit, int_tuple, window_parameters
 
 __all__ = [
     "Calibration",
@@ -50,6 +50,7 @@ __all__ = [
     "count_tiles",
     "least_block_sparse_stride",
     "predict",
+    "problem_of",
     "rank",
     "recommend_stride",
     "simulate",
@@ -167,6 +168,69 @@ class Simulation:
         tokens = self.counts.owned * owned + self.counts.streamed * streamed
         width = problem.head_dim + problem.head_dim_v
         return problem.batch * problem.heads * tokens * width * _BYTES[problem.dtype]
+
+
+def problem_of(
+    layout: Sequence[int],
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] = 1,
+    dilation: int | Sequence[int] = 1,
+    is_causal: bool | Sequence[bool] = False,
+    *,
+    batch: int = 1,
+    heads: int = 1,
+    heads_kv: int | None = None,
+    head_dim: int = 64,
+    head_dim_v: int | None = None,
+    dtype: str = "bfloat16",
+    additional_kv: int = 0,
+) -> Problem:
+    """Describe a problem without arrays; arguments as in :func:`natten_jax.na1d` and its like.
+
+    Args:
+        layout: Tokens per dimension.
+        kernel_size: Window extent, per dimension or one for all, and so on for the next three.
+        stride: Queries that share a window.
+        dilation: Distance between neighboring tokens of a window.
+        is_causal: Whether later keys are hidden.
+        batch: Batch size.
+        heads: Query heads.
+        heads_kv: Key/value heads; ``None`` is ``heads``.
+        head_dim: Width of query and key heads.
+        head_dim_v: Width of value heads; ``None`` is ``head_dim``.
+        dtype: Name of the element type.
+        additional_kv: Tokens that every query sees.
+
+    Raises:
+        ValueError: A value breaks a rule of the operators.
+        TypeError: An argument is of the wrong type.
+    """
+    tokens = int_tuple("layout", tuple(layout), len(layout))
+    parameters = window_parameters(len(tokens), kernel_size, stride, dilation, is_causal)
+    check_windows_fit(tokens, *parameters[:3])
+    window, strides, dilations, causal = parameters
+    heads_kv = heads if heads_kv is None else heads_kv
+    if dtype not in _BYTES:
+        raise ValueError(f"dtype must be one of {', '.join(_BYTES)}, got {dtype!r}")
+    if heads % heads_kv:
+        raise ValueError(f"heads {heads} must be a multiple of heads_kv {heads_kv}")
+    return Problem(
+        operator="fna",
+        batch=batch,
+        query_layout=tokens,
+        kv_layout=tokens,
+        heads=heads,
+        heads_kv=heads_kv,
+        head_dim=head_dim,
+        head_dim_v=head_dim if head_dim_v is None else head_dim_v,
+        dtype=dtype,
+        kernel_size=window,
+        stride=strides,
+        dilation=dilations,
+        is_causal=causal,
+        scale=head_dim**-0.5,
+        additional_kv=additional_kv,
+    )
 
 
 def all_pairs(problem: Problem) -> int:

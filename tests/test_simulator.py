@@ -9,13 +9,15 @@ import math
 from importlib import resources
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
 
 from natten_jax import backends, simulator
 from natten_jax.devices import Device
-from natten_jax.problem import Problem
+from natten_jax.problem import Problem, neighborhood_problem
 from natten_jax.simulator import Calibration, Kernel
 
 PROBLEMS = 320
@@ -289,6 +291,28 @@ def test_bounds_and_bytes() -> None:
     queries, keys = 65536 * 24 * 192 * 2, 65536 * 8 * 192 * 2
     assert simulation.least_bytes == queries + keys + 65536 * 24 * 4
     assert simulation.tile_bytes > simulation.least_bytes
+
+
+def test_problems_are_described_without_arrays() -> None:
+    described = simulator.problem_of((9, 12), 3, (1, 2), is_causal=(True, False), heads=4, heads_kv=2, head_dim=32)
+    query = jax.ShapeDtypeStruct((1, 9, 12, 4, 32), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((1, 9, 12, 2, 32), jnp.bfloat16)
+    window = ((3, 3), (1, 2), (1, 1), (True, False))
+    assert described == neighborhood_problem(2, query, key, key, *window, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kernel_size": 10}, "kernel_size"),
+        ({"kernel_size": 3, "stride": 4}, "stride"),
+        ({"kernel_size": 3, "heads": 3, "heads_kv": 2}, "heads 3 must be a multiple"),
+        ({"kernel_size": 3, "dtype": "float8"}, "dtype must be one of"),
+    ],
+)
+def test_bad_descriptions(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        simulator.problem_of((9, 12), **arguments)
 
 
 @pytest.mark.parametrize(
