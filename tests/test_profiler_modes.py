@@ -114,6 +114,14 @@ def test_a_backend_for_another_gpu_says_so_and_shows_the_dry_run(
     assert "Use case is compatible with backend flex-fna." in captured.out
 
 
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    command = f"{sys.executable} -m natten_jax.profiler -i 8 16 24 -w 2 4 4 --dry-run --max-configs 0 | head -n 1"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+    finished = subprocess.run(command, shell=True, capture_output=True, text=True, env=environment, check=False)
+    assert finished.stdout.startswith("Problem: ")
+    assert finished.stderr == ""
+
+
 # Listing.
 
 

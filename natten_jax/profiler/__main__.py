@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done. 1: the problem, the backend or the trace cannot be worked with here. 2: the command line is wrong.
     """
     options = parse(argv)
+    try:
+        status = _run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; Python would complain once more when it closes the stream.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
+
+
+def _run(options: Options) -> int:
     device = default_device()
     if options.compute_capability is not None:
         device = Device("cuda", options.compute_capability, is_present=False)
@@ -38,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.simulate:
             return _simulate(options, device)
         return _measure(options)
+    except BrokenPipeError:
+        raise
     except UnavailableBackend as error:
         _complain(error)
         _show_where_it_runs(options)
