@@ -1,0 +1,127 @@
+"""Holds the profiler's device times against a clock that knows nothing of traces.
+
+A program that runs a problem n times in a row is timed twice: by its trace, as the profiler does, and by the wall clock
+while XLA replays it. Both are divided by the difference of two n, so that starting a program and waiting for it cancel.
+
+Example:
+    python bench/profiler_agreement.py --json bench/results/h200/profiler_agreement.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from environment import environment
+
+import natten_jax
+from natten_jax.devices import default_device
+from natten_jax.profiler import baselines, capture, parse
+from natten_jax.profiler.capture import Launch
+from natten_jax.profiler.options import Options
+from natten_jax.profiler.program import Program, compile_for_trace
+from natten_jax.profiler.workload import make_inputs
+
+PROBLEMS = (
+    "-i 32768 -d 128 -w 2048",
+    "-i 32768 -d 128 -w 2048 -s 256",
+    "-i 8192 -n 16 -d 64 -w 1024",
+    "-i 128 128 -n 8 -d 128 -w 33 33",
+    "-i 16 32 32 -n 16 -d 128 -w 8 9 11",
+    "-i 32768 -d 128",
+    "-i 256 256 -n 24 -d 128 -w 80 80 -s 16 16",
+    "-i 32768 -d 128 --backend cudnn",
+)
+#: Runs in the shorter and in the longer program.
+RUNS = 10, 50
+LONG_RUNS = 3, 9  # of problems that take milliseconds
+ROUNDS = 5
+
+
+def repeated(options: Options, runs: int, name: str) -> Callable[..., Any]:
+    """The problem ``runs`` times, each after the one before it."""
+
+    def function(query: jax.Array, key: jax.Array, value: jax.Array) -> list[jax.Array]:
+        outputs: list[jax.Array] = []
+        for _ in range(runs):
+            if outputs:
+                query, outputs[-1] = jax.lax.optimization_barrier((query, outputs[-1]))
+            outputs.append(attend(options, query, key, value))
+        return outputs
+
+    function.__name__ = name
+    return function
+
+
+def attend(options: Options, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """What the profiler runs."""
+    if options.is_baseline:
+        return baselines.attend(str(options.backend), query, key, value)
+    operator = getattr(natten_jax, f"na{options.rank}d")
+    window = options.window_size, options.stride, options.dilation, options.causal
+    return operator(query, key, value, *window)
+
+
+def wall_seconds(function: Callable[..., Any], arrays: tuple[jax.Array, ...]) -> float:
+    """Of one call."""
+    start = time.perf_counter()
+    jax.block_until_ready(function(*arrays))
+    return time.perf_counter() - start
+
+
+def measure(line: str) -> dict[str, Any]:
+    """Both clocks' times of a problem, and the median of their ratios."""
+    options = parse([*line.split(), "--dtype", "bf16"])
+    arrays = make_inputs(options)
+    platform = default_device().platform
+    once = jax.jit(functools.partial(attend, options))
+    jax.block_until_ready(once(*arrays))
+    runs = LONG_RUNS if min(wall_seconds(once, arrays) for _ in range(3)) > 2e-3 else RUNS
+    replayed = [jax.jit(repeated(options, n, f"replayed_{n}")) for n in runs]
+    traced = [compile_for_trace(repeated(options, n, f"traced_{n}"), *arrays) for n in runs]
+    launches = [Launch(functools.partial(each, *arrays), Program.of(each)) for each in traced]
+    for function in replayed:
+        wall_seconds(function, arrays)
+    times: dict[str, list[float]] = {"trace": [], "wall clock": []}
+    more = runs[1] - runs[0]
+    for _ in range(ROUNDS):
+        captured = capture.capture_in_turns(launches, 2, platform)
+        short, long = (
+            statistics.mean(sum(event.duration for event in events) / 1e9 for events in iterations)
+            for iterations in captured
+        )
+        times["trace"].append((long - short) / more)
+        slopes = [wall_seconds(replayed[1], arrays) - wall_seconds(replayed[0], arrays) for _ in range(5)]
+        times["wall clock"].append(statistics.median(slopes) / more)
+    ratios = [a / b for a, b in zip(times["trace"], times["wall clock"], strict=True)]
+    return {
+        "problem": line,
+        **{name: 1e6 * statistics.median(values) for name, values in times.items()},
+        "ratio": statistics.median(ratios),
+    }
+
+
+def main() -> None:
+    """Measure, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    options = parser.parse_args()
+    results = []
+    print(f"{'problem':45}{'trace us':>12}{'wall us':>12}{'ratio':>8}")
+    for line in PROBLEMS:
+        found = measure(line)
+        results.append(found)
+        print(f"{line:45}{found['trace']:12.2f}{found['wall clock']:12.2f}{found['ratio']:8.3f}", flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps({"environment": environment(), "results": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
