@@ -97,10 +97,11 @@ struct AxisPlan {
     length = fast_group_length(axis, axis.kv_layout, pair.group);
   }
 
-  /// Local keys that the query at `coordinate` of the tile sees; past the layout, those of the last query.
+  /// Local keys that the query at `coordinate` of the tile sees; past the layout, those of the last query. Both ends
+  /// are clamped: an origin that places queries far outside the layout must not make ranges that overflow.
   CUTE_DEVICE int2 seen(const Axis& axis, int coordinate) const {
     const auto window = fast_window_bounds(axis, min(q_begin + coordinate, queries - 1) + query_shift, length);
-    return make_int2(max(window.begin - kv_shift, 0), min(window.end - kv_shift, keys));
+    return make_int2(max(window.begin - kv_shift, 0), min(max(window.end - kv_shift, 0), keys));
   }
 };
 
@@ -128,15 +129,13 @@ struct KeyAxisPlan {
   }
 
   /// Whether every key of the tile lies in the layouts.
-  CUTE_DEVICE bool is_whole(const Axis& axis) const {
-    return first == kv_begin && last == kv_begin + axis.kv_tile - 1;
-  }
+  CUTE_DEVICE bool is_whole(const Axis& axis) const { return first == kv_begin && last == kv_begin + axis.kv_tile - 1; }
 
   /// Local queries that see a local key; none where the key lies outside the layouts.
   CUTE_DEVICE int2 seen_by(const Axis& axis, int key) const {
     if (key < first || key > last) return make_int2(0, 0);
     const auto window = fast_inverse_window_bounds(axis, key + kv_shift, query_length, key_length);
-    return make_int2(max(window.begin - query_shift, 0), min(window.end - query_shift, queries));
+    return make_int2(max(window.begin - query_shift, 0), min(max(window.end - query_shift, 0), queries));
   }
 };
 
