@@ -268,7 +268,11 @@ def choice_cases(target: Target) -> list[Case]:
     for name, largest in target.choices.items():
         message = ("natten_jax", name)
         cases += [
-            Case(f"{name}-missing", lambda call, name=name: call.attributes.__delitem__(name), message),
+            Case(
+                f"{name}-missing",
+                lambda call, name=name: call.attributes.__delitem__(name),
+                ("natten_jax", "attributes"),
+            ),
             Case(f"{name}-float", set_attribute(name, np.float32(1)), message),
             Case(f"{name}-array", set_attribute(name, np.ones(1, np.int64)), message),
             *(Case(f"{name}-{value}", set_attribute(name, np.int64(value)), message) for value in (-1, largest + 1)),
