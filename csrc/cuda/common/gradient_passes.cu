@@ -28,19 +28,23 @@ __device__ Pair from_floats(float x, float y) {
   }
 }
 
-/// `kLanes` neighboring threads share a row.
+/// `kLanes` neighboring threads share a row, that is a query and head.
 template <class Pair, int kLanes>
 __global__ void __launch_bounds__(kThreads)
-    natten_jax_delta_reduction(const uint4* out, const uint4* out_cotangent, const float* logsumexp_cotangent,
-                               float* delta, std::int64_t rows, int chunks) {
+    natten_jax_delta_reduction(const uint4* out, const uint4* out_cotangent, const float* logsumexp,
+                               const float* logsumexp_cotangent, float2* statistics, std::int64_t tokens, int heads,
+                               int chunks) {
+  constexpr float kLog2e = 1.4426950408889634f;
   const int lane = threadIdx.x % kLanes;
+  const std::int64_t batch = blockIdx.y, rows = tokens * heads;
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * (kThreads / kLanes);
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
   // All threads of a warp take part in its shuffles.
   for (std::int64_t row = first; row - threadIdx.x % 32 / kLanes < rows; row += step) {
     float sum = 0.f;
+    const std::int64_t in_all = batch * rows + row;
     if (row < rows && lane < chunks) {
-      const uint4 a = out[row * chunks + lane], b = out_cotangent[row * chunks + lane];
+      const uint4 a = out[in_all * chunks + lane], b = out_cotangent[in_all * chunks + lane];
       const auto* of_a = reinterpret_cast<const Pair*>(&a);
       const auto* of_b = reinterpret_cast<const Pair*>(&b);
 #pragma unroll
@@ -53,7 +57,11 @@ __global__ void __launch_bounds__(kThreads)
     for (int distance = kLanes / 2; distance > 0; distance /= 2) {
       sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     }
-    if (row < rows && lane == 0) delta[row] = sum - logsumexp_cotangent[row];
+    if (row < rows && lane == 0) {
+      const std::int64_t token = row / heads, head = row - token * heads;
+      statistics[(batch * heads + head) * tokens + token] =
+          make_float2(logsumexp[in_all] * kLog2e, sum - logsumexp_cotangent[in_all]);
+    }
   }
 }
 
@@ -88,13 +96,15 @@ int blocks_for(std::int64_t threads) {
 
 }  // namespace
 
-cudaError_t launch_delta(bool is_bfloat16, const void* out, const void* out_cotangent, const float* logsumexp_cotangent,
-                         float* delta, std::int64_t rows, std::int64_t head_dim, cudaStream_t stream) {
+cudaError_t launch_statistics(bool is_bfloat16, const void* out, const void* out_cotangent, const float* logsumexp,
+                              const float* logsumexp_cotangent, float* statistics, std::int64_t batch,
+                              std::int64_t tokens, std::int64_t heads, std::int64_t head_dim, cudaStream_t stream) {
   const int chunks = static_cast<int>(head_dim / kElements);
   const auto launch = [&](auto kernel, int lanes) {
-    kernel<<<blocks_for(rows * lanes), kThreads, 0, stream>>>(static_cast<const uint4*>(out),
-                                                              static_cast<const uint4*>(out_cotangent),
-                                                              logsumexp_cotangent, delta, rows, chunks);
+    const dim3 grid(blocks_for(tokens * heads * lanes), static_cast<unsigned>(batch));
+    kernel<<<grid, kThreads, 0, stream>>>(static_cast<const uint4*>(out), static_cast<const uint4*>(out_cotangent),
+                                          logsumexp, logsumexp_cotangent, reinterpret_cast<float2*>(statistics), tokens,
+                                          static_cast<int>(heads), chunks);
     return cudaGetLastError();
   };
   const auto launch_for = [&](auto pair) {

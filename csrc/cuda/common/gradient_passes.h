@@ -7,14 +7,16 @@
 
 namespace natten_jax {
 
-/// delta[row] = sum(out[row] * out_cotangent[row]) - logsumexp_cotangent[row], in float32.
+/// What a backward kernel needs to know of every query: float32 [batch, heads, tokens, 2], the logsumexp in base 2 and
+/// delta = sum(out * out_cotangent) - logsumexp_cotangent.
 ///
 /// Args:
-///   is_bfloat16: element type of `out` and `out_cotangent`; float16 otherwise.
-///   rows: queries and heads.
-///   head_dim: elements of a row, a multiple of 8.
-cudaError_t launch_delta(bool is_bfloat16, const void* out, const void* out_cotangent, const float* logsumexp_cotangent,
-                         float* delta, std::int64_t rows, std::int64_t head_dim, cudaStream_t stream);
+///   is_bfloat16: element type of `out` and `out_cotangent`, [batch, tokens, heads, head_dim]; float16 otherwise.
+///   logsumexp, logsumexp_cotangent: [batch, tokens, heads].
+///   head_dim: a multiple of 8, at most 256.
+cudaError_t launch_statistics(bool is_bfloat16, const void* out, const void* out_cotangent, const float* logsumexp,
+                              const float* logsumexp_cotangent, float* statistics, std::int64_t batch,
+                              std::int64_t tokens, std::int64_t heads, std::int64_t head_dim, cudaStream_t stream);
 
 /// Scales sums [batch, heads, tokens, head_dim] and rounds them to an array [batch, tokens, heads, head_dim].
 ///

@@ -38,69 +38,83 @@ CUTE_DEVICE void write_sums(const Accumulator& sums, std::uint32_t tile, int thr
   }
 }
 
-/// One warpgroup: 64 keys of every key/value tile, and half of the query gradient.
+/// One warpgroup: half of the logits and of each gradient.
 template <class Traits>
 CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedStorage& shared) {
   using Element = typename Traits::Element;
   constexpr int kHeadDim = Traits::kHeadDim, kKeys = Traits::kKeys, kQueries = Traits::kQueries;
-  constexpr int kStages = Traits::kStages;
+  constexpr int kStages = Traits::kStages, kScoreBuffers = Traits::kScoreBuffers;
   constexpr float kLog2e = 1.4426950408889634f;
   constexpr auto kRowsFirst = GMMA::Major::MN, kRowsLast = GMMA::Major::K;
-  // The warpgroups split the rows of the query gradient or, where there are only 64, its columns.
-  constexpr bool kSplitsRows = kQueries == 128;
+  // The warpgroups split the keys or, where there are only 64, the queries of the logits and the columns of the key and
+  // value gradients. They split the rows of the query gradient or, where there are only 64, its columns.
+  constexpr bool kSplitsKeys = Traits::kSplitsKeys, kSplitsRows = kQueries == 128;
+  constexpr int kLogitColumns = kSplitsKeys ? kQueries : kQueries / 2;
+  constexpr int kGradientColumns = kSplitsKeys ? kHeadDim : kHeadDim / 2;
   constexpr int kSumColumns = kSplitsRows ? kHeadDim : kHeadDim / 2;
   const int thread = threadIdx.x % 128;
   const int warpgroup = cutlass::canonical_warp_group_idx() - 1;
+  const int row_block = kSplitsKeys ? warpgroup : 0, column_block = kSplitsKeys ? 0 : warpgroup;
   const int lane4 = threadIdx.x % 4;
-  const int row0 = warpgroup * 64 + thread / 32 * 16 + threadIdx.x % 32 / 4;  // and row0 + 8
+  const int row0 = row_block * 64 + thread / 32 * 16 + threadIdx.x % 32 / 4;  // and row0 + 8
 
-  const auto rows = [](Element* tile, auto layout) { return make_tensor(make_smem_ptr(tile), layout); };
-  const auto own_keys = make_coord(warpgroup, _0{}, _0{});
+  const auto part = [](Element* tile, auto layout, auto shape, int row, int column) {
+    return local_tile(make_tensor(make_smem_ptr(tile), layout), shape, make_coord(row, column, _0{}));
+  };
   using KeyRows = typename Traits::template Rows<kKeys, kHeadDim, 1>;
+  using KeyColumns = typename Traits::template Columns<kKeys, kHeadDim, 1>;
   using QueryRows = typename Traits::template Rows<kQueries, kHeadDim, kStages>;
   using QueryColumns = typename Traits::template Columns<kQueries, kHeadDim, kStages>;
-  const Tensor sK = local_tile(rows(shared.k, KeyRows{}), Shape<_64, Int<kHeadDim>, _1>{}, own_keys);
-  const Tensor sV = local_tile(rows(shared.v, KeyRows{}), Shape<_64, Int<kHeadDim>, _1>{}, own_keys);
-  const Tensor sScores =
-      local_tile(rows(shared.score_gradient[0], typename Traits::template Rows<kKeys, kQueries, 2>{}),
-                 Shape<_64, Int<kQueries>, _2>{}, own_keys);
-  const Tensor sScoresT =
-      local_tile(rows(shared.score_gradient[0], typename Traits::template Columns<kKeys, kQueries, 2>{}),
-                 Shape<_64, Int<kKeys>, _2>{}, make_coord(kSplitsRows ? warpgroup : 0, _0{}, _0{}));
-  const Tensor sKT =
-      local_tile(rows(shared.k, typename Traits::template Columns<kKeys, kHeadDim, 1>{}),
-                 Shape<Int<kSumColumns>, Int<kKeys>, _1>{}, make_coord(kSplitsRows ? 0 : warpgroup, _0{}, _0{}));
+  using ScoreRows = typename Traits::template Rows<kKeys, kQueries, kScoreBuffers>;
+  using ScoreColumns = typename Traits::template Columns<kKeys, kQueries, kScoreBuffers>;
+  using QueryPart = Shape<Int<kLogitColumns>, Int<kHeadDim>, Int<kStages>>;
+  using GradientPart = Shape<Int<kGradientColumns>, Int<kQueries>, Int<kStages>>;
 
   // Logits and the gradient of the weights; key and value gradients; query gradient.
-  auto product_s = make_tiled_mma(
-      GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kQueries>, Int<kHeadDim>>, kRowsLast, kRowsLast>());
-  auto product_kv = make_tiled_mma(
-      GMMA::rs_op_selector<Element, Element, float, Shape<_64, Int<kHeadDim>, Int<kQueries>>, kRowsLast, kRowsFirst>());
+  auto product_s =
+      make_tiled_mma(GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kLogitColumns>, Int<kHeadDim>>,
+                                          kRowsLast, kRowsLast>());
+  auto product_kv = Traits::kv_product();
   auto product_q =
       make_tiled_mma(GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kSumColumns>, Int<kKeys>>, kRowsFirst,
                                           kRowsFirst>());
   const auto thread_s = product_s.get_thread_slice(thread);
   const auto thread_kv = product_kv.get_thread_slice(thread);
   const auto thread_q = product_q.get_thread_slice(thread);
-  const Tensor keys = thread_s.partition_fragment_A(sK), values = thread_s.partition_fragment_A(sV);
-  const Tensor queries = thread_s.partition_fragment_B(rows(shared.q[0], QueryRows{}));
-  const Tensor outs = thread_s.partition_fragment_B(rows(shared.out_cotangent[0], QueryRows{}));
-  const Tensor queries_t = thread_kv.partition_fragment_B(rows(shared.q[0], QueryColumns{}));
-  const Tensor outs_t = thread_kv.partition_fragment_B(rows(shared.out_cotangent[0], QueryColumns{}));
-  const Tensor scores_t = thread_q.partition_fragment_A(sScoresT);
-  const Tensor keys_t = thread_q.partition_fragment_B(sKT);
-  Tensor s = partition_fragment_C(product_s, Shape<_64, Int<kQueries>>{});
-  Tensor ds = partition_fragment_C(product_s, Shape<_64, Int<kQueries>>{});
-  Tensor dk = partition_fragment_C(product_kv, Shape<_64, Int<kHeadDim>>{});
-  Tensor dv = partition_fragment_C(product_kv, Shape<_64, Int<kHeadDim>>{});
+  const auto key_part = [&](Element* tile) {
+    return part(tile, KeyRows{}, Shape<_64, Int<kHeadDim>, _1>{}, row_block, 0);
+  };
+  const Tensor keys = thread_s.partition_fragment_A(key_part(shared.k));
+  const Tensor values = thread_s.partition_fragment_A(key_part(shared.v));
+  const Tensor queries = thread_s.partition_fragment_B(part(shared.q[0], QueryRows{}, QueryPart{}, column_block, 0));
+  const Tensor outs =
+      thread_s.partition_fragment_B(part(shared.out_cotangent[0], QueryRows{}, QueryPart{}, column_block, 0));
+  const Tensor queries_t =
+      thread_kv.partition_fragment_B(part(shared.q[0], QueryColumns{}, GradientPart{}, column_block, 0));
+  const Tensor outs_t =
+      thread_kv.partition_fragment_B(part(shared.out_cotangent[0], QueryColumns{}, GradientPart{}, column_block, 0));
+  const Tensor scores_t =
+      thread_q.partition_fragment_A(part(shared.score_gradient[0], ScoreColumns{},
+                                         Shape<_64, Int<kKeys>, Int<kScoreBuffers>>{}, kSplitsRows ? warpgroup : 0, 0));
+  const Tensor keys_t = thread_q.partition_fragment_B(
+      part(shared.k, KeyColumns{}, Shape<Int<kSumColumns>, Int<kKeys>, _1>{}, kSplitsRows ? 0 : warpgroup, 0));
+  Tensor s = partition_fragment_C(product_s, Shape<_64, Int<kLogitColumns>>{});
+  Tensor ds = partition_fragment_C(product_s, Shape<_64, Int<kLogitColumns>>{});
+  Tensor dk = partition_fragment_C(product_kv, Shape<_64, Int<kGradientColumns>>{});
+  Tensor dv = partition_fragment_C(product_kv, Shape<_64, Int<kGradientColumns>>{});
   Tensor dq = partition_fragment_C(product_q, Shape<_64, Int<kSumColumns>>{});
   // Element for element, the accumulator of one product is the register operand of the next.
-  const auto operand_layout = Layout<Shape<Shape<_2, _2, _2>, _1, Int<kQueries / 16>>>{};
+  const auto operand_layout = Layout<Shape<Shape<_2, _2, _2>, _1, Int<kLogitColumns / 16>>>{};
   Tensor weights = make_tensor<Element>(operand_layout);
   Tensor score_gradients = make_tensor<Element>(operand_layout);
 
   const auto copy_s = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, product_s).get_thread_slice(thread);
-  const Tensor scores_to = copy_s.partition_D(as_position_independent_swizzle_tensor(sScores));
+  const auto write_scores = [&](const auto& operand, Element* tile, int buffer) __attribute__((always_inline)) {
+    const Tensor to = copy_s.partition_D(as_position_independent_swizzle_tensor(
+        part(tile, ScoreRows{}, Shape<_64, Int<kLogitColumns>, Int<kScoreBuffers>>{}, row_block, column_block)));
+    const Tensor as_accumulator = make_tensor(operand.data(), s.layout());
+    copy(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, copy_s.retile_S(as_accumulator), to(_, _, _, buffer));
+  };
   const std::uint32_t sums =
       cast_smem_ptr_to_uint(shared.query_gradient) +
       warpgroup * static_cast<int>((kSplitsRows ? 64 : kSumColumns / kSumChunk * kQueries) * kSumChunk * sizeof(float));
@@ -147,16 +161,14 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
       }
       warpgroup_commit_batch();
     };
-    const auto start_sum = [&](auto& sum, const auto& operand, const auto& tile, int stage)
-                               __attribute__((always_inline)) {
-                                 warpgroup_fence_operand(sum);
-                                 warpgroup_arrive();
-                                 product_kv.accumulate_ = GMMA::ScaleOut::One;
-                                 CUTE_UNROLL
-                                 for (int k = 0; k < size<2>(operand); ++k)
-                                   gemm(product_kv, operand(_, _, k), tile(_, _, k, stage), sum);
-                                 warpgroup_commit_batch();
-                               };
+    const auto start_sum = [&](auto& sum, const auto& operand, const auto& tile) __attribute__((always_inline)) {
+      warpgroup_fence_operand(sum);
+      warpgroup_arrive();
+      product_kv.accumulate_ = GMMA::ScaleOut::One;
+      CUTE_UNROLL
+      for (int k = 0; k < size<2>(operand); ++k) gemm(product_kv, operand(_, _, k), tile(_, _, k), sum);
+      warpgroup_commit_batch();
+    };
     const auto start_dq = [&](int buffer) __attribute__((always_inline)) {
       warpgroup_fence_operand(dq);
       warpgroup_arrive();
@@ -184,12 +196,13 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {
           const int4* seen_by = plan.row_windows[row0 + 8 * i];
-          visible[i] = column_mask.row(p.axis, seen_by[0], seen_by[1], at, lane4);
+          visible[i] = column_mask.row(p.axis, seen_by[0], seen_by[1], at, lane4) >> column_block * (kLogitColumns / 4);
         }
       }
       warpgroup_wait<1>();
       warpgroup_fence_operand(s);
-      const auto* logsumexp = reinterpret_cast<const float2*>(shared.logsumexp[stage]) + lane4;
+      const auto* logsumexp =
+          reinterpret_cast<const float2*>(shared.logsumexp[stage]) + column_block * (kLogitColumns / 2) + lane4;
       CUTE_UNROLL
       for (int e = 0; e < size(s); e += 4) {
         const float2 of_columns = logsumexp[e];
@@ -208,12 +221,17 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
       Tensor weight_pairs = recast<std::uint32_t>(weights);
       CUTE_UNROLL
       for (int e = 0; e < size(weight_pairs); ++e) weight_pairs(e) = pack<Element>(s(2 * e), s(2 * e + 1));
-      start_sum(dv, weights, outs_t, stage);
-
-      // Wide tiles leave no registers for the operand of a product under way.
-      warpgroup_wait<kQueries == 128 ? 0 : 1>();
+      if constexpr (kSplitsKeys) {
+        start_sum(dv, weights, outs_t(_, _, _, stage));
+        // Wide tiles leave no registers for the operand of a product under way.
+        warpgroup_wait<kQueries == 128 ? 0 : 1>();
+      } else {
+        write_scores(weights, shared.weights, 0);
+        warpgroup_wait<0>();
+      }
       warpgroup_fence_operand(ds);
-      const auto* delta = reinterpret_cast<const float2*>(shared.delta[stage]) + lane4;
+      const auto* delta =
+          reinterpret_cast<const float2*>(shared.delta[stage]) + column_block * (kLogitColumns / 2) + lane4;
       Tensor gradient_pairs = recast<std::uint32_t>(score_gradients);
       CUTE_UNROLL
       for (int e = 0; e < size(s); e += 4) {
@@ -222,13 +240,22 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
         gradient_pairs(e / 2 + 1) =
             pack<Element>(s(e + 2) * (ds(e + 2) - of_columns.x), s(e + 3) * (ds(e + 3) - of_columns.y));
       }
-      const Tensor as_accumulator = make_tensor(score_gradients.data(), s.layout());
-      copy(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, copy_s.retile_S(as_accumulator), scores_to(_, _, _, count % 2));
+      const int buffer = count % kScoreBuffers;
+      write_scores(score_gradients, shared.score_gradient[0], buffer);
       cutlass::arch::fence_view_async_shared();
       cutlass::arch::NamedBarrier::sync(kConsumers, named_barrier(kScoresReady));
 
-      start_dq(count % 2);
-      start_sum(dk, score_gradients, queries_t, stage);
+      if constexpr (kSplitsKeys) {
+        start_dq(buffer);
+        start_sum(dk, score_gradients, queries_t(_, _, _, stage));
+      } else {
+        const auto in_shared = [&](Element* tile) {
+          return thread_kv.partition_fragment_A(make_tensor(make_smem_ptr(tile), ScoreRows{}))(_, _, _, _0{});
+        };
+        start_sum(dv, in_shared(shared.weights), outs_t(_, _, _, stage));
+        start_dq(buffer);
+        start_sum(dk, in_shared(shared.score_gradient[0]), queries_t(_, _, _, stage));
+      }
       warpgroup_wait<1>();
       warpgroup_fence_operand(dq);
       warpgroup_fence_operand(dv);
@@ -242,22 +269,26 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
       warpgroup_wait<0>();
       warpgroup_fence_operand(dk);
       arrive(shared.empty_q[stage]);
+      if constexpr (kScoreBuffers == 1) {
+        cutlass::arch::NamedBarrier::sync(kConsumers, named_barrier(kScoresRead));
+      }
     }
 
     // The tiles of keys and values make room for their gradients.
     cutlass::arch::NamedBarrier::sync(kConsumers, named_barrier(kKeysRead));
     const auto copy_kv =
         make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, product_kv).get_thread_slice(thread);
-    const auto store = [&](const auto& sum, const auto& to, float factor) __attribute__((always_inline)) {
+    const auto store = [&](const auto& sum, Element* tile, float factor) __attribute__((always_inline)) {
       Tensor result = make_tensor<Element>(sum.layout());
       Tensor pairs = recast<std::uint32_t>(result);
       CUTE_UNROLL
       for (int e = 0; e < size(pairs); ++e) pairs(e) = pack<Element>(sum(2 * e) * factor, sum(2 * e + 1) * factor);
+      const auto to = part(tile, KeyRows{}, Shape<_64, Int<kGradientColumns>, _1>{}, row_block, column_block);
       copy(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, copy_kv.retile_S(result),
            copy_kv.partition_D(as_position_independent_swizzle_tensor(to))(_, _, _, _0{}));
     };
-    store(dk, sK, p.scale);
-    store(dv, sV, 1.f);
+    store(dk, shared.k, p.scale);
+    store(dv, shared.v, 1.f);
     cutlass::arch::fence_view_async_shared();
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(shared.full_gradients);
@@ -270,7 +301,7 @@ template <class Traits>
 CUTE_DEVICE void prepare_backward(const BackwardParams& p, typename Traits::SharedStorage& shared) {
   if (p.clears_tiles) {
     // Rows and columns that no load reaches must be finite: their weights are zero.
-    constexpr int kWords = offsetof(typename Traits::SharedStorage, score_gradient) / sizeof(uint4);
+    constexpr int kWords = offsetof(typename Traits::SharedStorage, weights) / sizeof(uint4);
     for (int i = threadIdx.x; i < kWords; i += kThreads) {
       reinterpret_cast<uint4*>(&shared)[i] = make_uint4(0, 0, 0, 0);
     }
@@ -303,7 +334,7 @@ CUTE_DEVICE void prepare_backward(const BackwardParams& p, typename Traits::Shar
       ClusterBarrier::init(&shared.empty_plan[i], kConsumers + 3);  // and three threads that load or store
     }
     for (int i = 0; i < Traits::kStages; ++i) {
-      ClusterBarrier::init(&shared.full_q[i], 1 + 32);  // the loading thread expects bytes, its warp writes statistics
+      ClusterBarrier::init(&shared.full_q[i], 1 + 2 * 32);  // one thread expects bytes, its warp copies and writes
       ClusterBarrier::init(&shared.full_o[i], 1);
       ClusterBarrier::init(&shared.empty_q[i], kConsumers);
       ClusterBarrier::init(&shared.empty_o[i], kConsumers);

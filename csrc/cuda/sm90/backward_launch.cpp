@@ -11,6 +11,9 @@
 namespace natten_jax::sm90 {
 namespace {
 
+/// Most tiles that are sorted by length: among many, the last ones to finish matter little.
+constexpr std::int64_t kTilesWorthSorting = 4096;
+
 /// Keys and queries of the tiles that the kernel is compiled for.
 struct TileLimits {
   int queries, keys;
@@ -69,8 +72,7 @@ std::string encode_maps(const Problem& problem, const TileShapes& tiles, const B
   for (const std::string& error :
        {encode_query_maps(problem, {arrays.query, problem.head_dim}, tiles.query, p.query),
         encode_query_maps(problem, {arrays.out_cotangent, problem.head_dim_v}, tiles.query, p.out_cotangent),
-        encode_query_maps(heads_as_batch(problem), {arrays.query_gradient_sums, problem.head_dim}, tiles.query,
-                          p.query_gradient),
+        encode_query_maps(heads_as_batch(problem), {arrays.scratch, problem.head_dim}, tiles.query, p.query_gradient),
         encode_classes(problem, Side::kKeyValue, {arrays.key, problem.head_dim}, tiles.kv, p.key),
         encode_classes(problem, Side::kKeyValue, {arrays.value, problem.head_dim_v}, tiles.kv, p.value),
         encode_classes(problem, Side::kKeyValue, {arrays.key_gradient, problem.head_dim}, tiles.kv, p.key_gradient),
@@ -91,7 +93,22 @@ std::string encode_maps(const Problem& problem, const TileShapes& tiles, const B
   return {};
 }
 
+/// Query tiles that see a key/value tile away from the borders of the layout, at most.
+int longest_inner(const BackwardParams& p) {
+  std::int64_t tiles = 1;
+  for (const Axis& axis : p.axis) {
+    // The hull of two keys grows with their distance, in whole stride groups.
+    const int distance = (axis.kv_tile + axis.stride - 2) / axis.stride * axis.stride;
+    tiles *= (axis.kernel_size + axis.stride - 1 + distance + axis.q_tile - 1) / axis.q_tile;
+  }
+  return static_cast<int>(std::min<std::int64_t>(tiles, std::numeric_limits<std::int32_t>::max()));
+}
+
 }  // namespace
+
+std::int64_t backward_scratch_elements(const Problem& problem) {
+  return problem.batch * problem.heads * problem.queries() * problem.head_dim + 1;
+}
 
 std::string run_backward(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays,
                          cudaStream_t stream) {
@@ -111,8 +128,8 @@ std::string run_backward(const Problem& problem, const TileShapes& tiles, const 
   if (all_tiles > std::numeric_limits<std::int32_t>::max() / 2) return "the problem has more than 2^30 key/value tiles";
   if (std::string error = encode_maps(problem, tiles, arrays, limits.keys, p); !error.empty()) return error;
   p.origins = arrays.origins;
-  p.logsumexp = arrays.logsumexp;
-  p.delta = arrays.delta;
+  p.statistics = reinterpret_cast<const float2*>(arrays.statistics);
+  p.queries = static_cast<int>(problem.queries());
   p.heads = static_cast<int>(problem.heads);
   p.heads_kv = static_cast<int>(problem.heads_kv);
   p.heads_per_kv = static_cast<int>(problem.heads_per_kv());
@@ -122,6 +139,8 @@ std::string run_backward(const Problem& problem, const TileShapes& tiles, const 
   p.scale = problem.scale;
   p.additional_tiles = static_cast<int>(kv_heads * additional_tiles_per_head);
   p.tiles = static_cast<int>(all_tiles);
+  p.laps = all_tiles <= kTilesWorthSorting ? 2 : 1;
+  p.longest_inner = longest_inner(p);
   p.q_tile_tokens = static_cast<int>(product(tiles.query));
   p.kv_tile_tokens = static_cast<int>(product(tiles.kv));
   p.clears_tiles = p.q_tile_tokens < limits.queries || p.kv_tile_tokens < limits.keys || p.head_dim < head_dim ||
@@ -133,14 +152,15 @@ std::string run_backward(const Problem& problem, const TileShapes& tiles, const 
   p.by_heads_kv = cutlass::FastDivmod(p.heads_kv);
 
   const bool is_bfloat16 = problem.element_type == ElementType::kBFloat16;
-  const std::size_t sums = static_cast<std::size_t>(problem.batch * problem.heads * problem.queries()) * p.head_dim;
-  cudaError_t error = cudaMemsetAsync(arrays.query_gradient_sums, 0, sums * sizeof(float), stream);
+  const auto scratch = static_cast<std::size_t>(backward_scratch_elements(problem));
+  p.next_tile = reinterpret_cast<std::int32_t*>(arrays.scratch + scratch - 1);
+  cudaError_t error = cudaMemsetAsync(arrays.scratch, 0, scratch * sizeof(float), stream);
   if (error == cudaSuccess) {
     error = (is_bfloat16 ? launch_backward<true> : launch_backward<false>)(p, head_dim, stream);
   }
   if (error == cudaSuccess) {
-    error = launch_convert_gradient(is_bfloat16, arrays.query_gradient_sums, problem.scale, arrays.query_gradient,
-                                    problem.batch, problem.queries(), problem.heads, problem.head_dim, stream);
+    error = launch_convert_gradient(is_bfloat16, arrays.scratch, problem.scale, arrays.query_gradient, problem.batch,
+                                    problem.queries(), problem.heads, problem.head_dim, stream);
   }
   return error == cudaSuccess ? std::string() : std::string("CUDA: ") + cudaGetErrorString(error);
 }

@@ -18,16 +18,18 @@ struct BackwardArrays {
   const void* additional_keys;
   const void* additional_values;
   const std::int32_t* origins;
-  const float* logsumexp;
   const void* out_cotangent;
-  const float* delta;
+  const float* statistics;  ///< [batch, heads, x, y, z, 2]: logsumexp in base 2, delta.
   void* query_gradient;
   void* key_gradient;
   void* value_gradient;
   void* additional_keys_gradient;
   void* additional_values_gradient;
-  float* query_gradient_sums;  ///< Scratch: [batch, heads, x, y, z, head_dim].
+  float* scratch;  ///< As many elements as `backward_scratch_elements` says.
 };
+
+/// Scratch memory: sums of the query gradient [batch, heads, x, y, z, head_dim], and a counter of tiles.
+std::int64_t backward_scratch_elements(const Problem& problem);
 
 /// Runs the backward pass on a stream; returns an empty string, or a sentence that says what is not supported or
 /// failed.

@@ -22,9 +22,10 @@ struct BackwardParams {
   CUtensorMap additional_keys_gradient;
   CUtensorMap additional_values_gradient;
   Axis axis[3];
-  const std::int32_t* origins;  // [2, 3]: query origin, key/value origin
-  const float* logsumexp;       // [batch, x, y, z, heads]
-  const float* delta;           // likewise
+  const std::int32_t* origins;  // [2, 3]: query origin, key/value origin; null: zeros
+  const float2* statistics;     // [batch, heads, x, y, z]: logsumexp in base 2, delta
+  std::int32_t* next_tile;      // counts the tiles that CTAs have taken
+  int queries;                  // per batch entry
   int heads;
   int heads_kv;
   int heads_per_kv;
@@ -34,6 +35,8 @@ struct BackwardParams {
   float scale;
   int additional_tiles;  // tiles of additional tokens of the whole problem, which come first
   int tiles;             // key/value tiles of the whole problem
+  int laps;              // over the tiles: in the first of two, those that more than `longest_inner` query tiles see
+  int longest_inner;     // query tiles that see a key/value tile away from the layout's borders, at most
   int q_tile_tokens;     // product of the query tile's extents
   int kv_tile_tokens;    // product of the key/value tile's extents
   bool clears_tiles;     // some rows or columns of a tile are never loaded

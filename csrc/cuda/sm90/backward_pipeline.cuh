@@ -15,7 +15,8 @@ constexpr int kSumChunk = 32;  // elements of a 128-byte swizzled row of the que
 // Named barriers; the first eight are CUTLASS's own.
 constexpr int kTablesReady = 8;
 constexpr int kScoresReady = 9;  // both warpgroups have written the gradients of their logits
-constexpr int kKeysRead = 10;    // neither warpgroup reads the key tile any more
+constexpr int kScoresRead = 10;  // neither warpgroup reads them any more
+constexpr int kKeysRead = 11;    // neither warpgroup reads the key tile any more
 
 template <class Element_, int kHeadDim_, int kKeys_, int kQueries_, int kStages_>
 struct BackwardTraits {
@@ -24,6 +25,9 @@ struct BackwardTraits {
   static constexpr int kKeys = kKeys_;        // keys of a tile
   static constexpr int kQueries = kQueries_;  // queries of a tile
   static constexpr int kStages = kStages_;
+  // Whether the warpgroups own different keys, so that registers hold the operands of key and value gradients.
+  static constexpr bool kSplitsKeys = kKeys == 128;
+  static constexpr int kScoreBuffers = kSplitsKeys ? 2 : 1;
 
   // Tiles are [token][head_dim] or [key][query]; products read them in rows or, transposed, in columns.
   template <int kRows, int kColumns, int kBuffers>
@@ -33,12 +37,24 @@ struct BackwardTraits {
   using Columns = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
                                          Shape<Int<kColumns>, Int<kRows>, Int<kBuffers>>{}, Step<_2, _1, _3>{}));
 
+  static constexpr auto kv_product() {
+    constexpr auto kRowsFirst = GMMA::Major::MN, kRowsLast = GMMA::Major::K;
+    if constexpr (kSplitsKeys) {
+      using Tile = Shape<_64, Int<kHeadDim>, Int<kQueries>>;
+      return make_tiled_mma(GMMA::rs_op_selector<Element, Element, float, Tile, kRowsLast, kRowsFirst>());
+    } else {
+      using Tile = Shape<_64, Int<kHeadDim / 2>, Int<kQueries>>;
+      return make_tiled_mma(GMMA::ss_op_selector<Element, Element, float, Tile, kRowsLast, kRowsFirst>());
+    }
+  }
+
   struct SharedStorage {
     alignas(1024) Element k[kKeys * kHeadDim];
     alignas(1024) Element v[kKeys * kHeadDim];
     alignas(1024) Element q[kStages][kQueries * kHeadDim];
     alignas(1024) Element out_cotangent[kStages][kQueries * kHeadDim];
-    alignas(1024) Element score_gradient[2][kKeys * kQueries];
+    alignas(1024) Element weights[kSplitsKeys ? kChunk : kKeys * kQueries];
+    alignas(1024) Element score_gradient[kScoreBuffers][kKeys * kQueries];
     alignas(1024) float query_gradient[kQueries * kHeadDim];
     KeyTilePlan<kKeys> plan[2];
     int4 tile[kStages];  // of the tile in a query buffer: first query (x, y, z), and whether it is masked
@@ -58,23 +74,31 @@ struct BackwardTraits {
 template <class Traits>
 CUTE_DEVICE void plan_key_tiles(const BackwardParams& p, typename Traits::SharedStorage& shared) {
   int slot = 0, phase = 0;
-  for (int round = 0;; ++round) {
-    const int first = round * gridDim.x;
-    const bool is_last = first >= p.tiles;
-    // Every other round runs backwards, so that no CTA always gets the shorter tiles.
-    const int tile = first + (round % 2 == 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-    if (!is_last && tile >= p.tiles) continue;
+  int position = blockIdx.x;
+  while (true) {
+    // Long tiles are taken in a first lap, the others in a second.
+    const bool is_last = position >= p.laps * p.tiles, wants_long = p.laps == 2 && position < p.tiles;
+    const int tile = position >= p.tiles ? position - p.tiles : position;
+    auto& plan = shared.plan[slot];
     wait(shared.empty_plan[slot], phase ^ 1);
-    if (is_last) {
-      shared.plan[slot].q_tiles = -1;
-    } else if (!plan_key_tile(p, shared.origins, shared.row_coordinates, tile, shared.plan[slot])) {
-      continue;
-    }
+    const bool is_planned = is_last || plan_key_tile(p, shared.origins, shared.row_coordinates, tile, wants_long, plan);
+    if (is_last) plan.q_tiles = -1;
     __syncwarp();
-    arrive(shared.full_plan[slot]);  // every lane wrote a part
+    if (is_planned) {
+      arrive(shared.full_plan[slot]);  // every lane wrote a part
+      advance<2>(slot, phase);
+    }
     if (is_last) return;
-    advance<2>(slot, phase);
+    int taken = 0;
+    if (threadIdx.x % 32 == 0) taken = atomicAdd(p.next_tile, 1);
+    position = gridDim.x + __shfl_sync(0xffffffffu, taken, 0);
   }
+}
+
+/// Starts to copy a number into shared memory.
+CUTE_DEVICE void copy_async(float* destination, const float* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(cast_smem_ptr_to_uint(destination)), "l"(source)
+               : "memory");
 }
 
 /// One warp: loads the key tile and the query tiles of every query head, with their logsumexp and delta.
@@ -82,7 +106,6 @@ template <class Traits>
 CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedStorage& shared) {
   using Element = typename Traits::Element;
   constexpr int kRowBytes = kChunk * sizeof(Element);
-  constexpr float kLog2e = 1.4426950408889634f;
   const int lane = threadIdx.x % 32, chunks = p.head_dim / kChunk;
   int stage = 0, phase = 0, kv_phase = 0, slot = 0, plan_phase = 0;
   while (true) {
@@ -104,6 +127,7 @@ CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedSt
     for (int i = 0; i < p.heads_per_kv; ++i) {
       const int head = plan.kv_head * p.heads_per_kv + i;
       const int column = (plan.q_token * p.heads + head) * p.head_dim;
+      const float2* statistics = p.statistics + static_cast<std::int64_t>(plan.batch * p.heads + head) * p.queries;
       QueryWalk walk(hull_begin);
       for (int tile = 0; tile < plan.q_tiles; ++tile) {
         wait(shared.empty_q[stage], phase ^ 1);
@@ -120,18 +144,19 @@ CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedSt
           const int x = (walk.x + in_tile.x) * plan.q_step.x + plan.q_residue.x;
           const int y = (walk.y + in_tile.y) * plan.q_step.y + plan.q_residue.y;
           const int z = (walk.z + in_tile.z) * plan.q_step.z + plan.q_residue.z;
-          float logsumexp = INFINITY, delta = 0.f;
           if (row < p.q_tile_tokens && x < p.axis[0].query_extent && y < p.axis[1].query_extent &&
               z < p.axis[2].query_extent) {
-            const std::int64_t plane = static_cast<std::int64_t>(plan.batch) * p.axis[0].query_extent + x;
-            const std::int64_t token = (plane * p.axis[1].query_extent + y) * p.axis[2].query_extent + z;
-            logsumexp = p.logsumexp[token * p.heads + head] * kLog2e;
-            delta = p.delta[token * p.heads + head];
+            const float2* from = statistics + (x * p.axis[1].query_extent + y) * p.axis[2].query_extent + z;
+            copy_async(&shared.logsumexp[stage][row], &from->x);
+            copy_async(&shared.delta[stage][row], &from->y);
+          } else {
+            shared.logsumexp[stage][row] = INFINITY;
+            shared.delta[stage][row] = 0.f;
           }
-          shared.logsumexp[stage][row] = logsumexp;
-          shared.delta[stage][row] = delta;
         }
-        arrive(shared.full_q[stage]);  // every lane wrote a part
+        // Every lane wrote a part, and has copies under way.
+        cutlass::arch::cpasync_barrier_arrive_noinc(&shared.full_q[stage]);
+        arrive(shared.full_q[stage]);
         advance<Traits::kStages>(stage, phase);
         walk.next(p.axis, hull_begin, hull_end);
       }

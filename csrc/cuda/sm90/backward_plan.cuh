@@ -3,7 +3,6 @@
 
 #include "cuda/common/axis_plan.cuh"
 #include "cuda/sm90/backward_params.h"
-#include "cuda/sm90/tile_plan.cuh"
 
 namespace natten_jax::sm90 {
 
@@ -21,6 +20,10 @@ struct KeyTilePlan {
   int2 windows[kKeys + 2];     // per coordinate inside the tile: first query and end of the queries that see it
   int4 row_windows[kKeys][2];  // per row: first query (x, y, z), end of the queries (x, y, z)
 };
+
+CUTE_DEVICE int4 packed(const int (&v)[3]) {
+  return make_int4(v[0], v[1], v[2], 0);
+}
 
 /// Plans a tile of additional tokens, which every query sees.
 template <int kKeys>
@@ -54,18 +57,21 @@ CUTE_DEVICE void plan_additional(const BackwardParams& p, int tile, KeyTilePlan<
   }
 }
 
-/// Fills in `plan`; false where the tile lies past its dilation group's end. All lanes of a warp take part.
+/// Fills in `plan`; false where the tile lies past its dilation group's end, or belongs to another lap. All lanes of a
+/// warp take part.
 ///
 /// Args:
 ///   p: the launch.
 ///   origins: of query and key/value tokens, three each.
 ///   row_coordinates: of each row in the key/value tile: x, y, z.
 ///   tile: number of the tile; from the slowest: batch, head, dilation group, tile.
+///   wants_long: of two laps over the tiles, whether this is the one that takes the long ones.
 ///   plan: the result.
 template <int kKeys>
 CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, const uchar4* row_coordinates, int tile,
-                               KeyTilePlan<kKeys>& plan) {
+                               bool wants_long, KeyTilePlan<kKeys>& plan) {
   if (tile < p.additional_tiles) {
+    if (p.laps == 2 && !wants_long) return false;
     plan_additional(p, tile, plan);
     return true;
   }
@@ -96,6 +102,12 @@ CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, c
     q_tiles *= axis.by_q_tile.divide(max(of_last.y - of_first.x, 0) + axis.q_tile - 1);
     query_map = 2 * query_map + (of_axis.queries > axis.query_group_tokens);
     kv_map = 2 * kv_map + (of_axis.keys > axis.kv_group_tokens);
+  }
+  if (p.laps == 2 && wants_long != (q_tiles > p.longest_inner)) return false;
+  CUTE_UNROLL
+  for (int d = 0; d < 3; ++d) {
+    const Axis& axis = p.axis[d];
+    const KeyAxisPlan of_axis(axis, residue[d], tile_index[d], origins[d], origins[3 + d]);
     for (int coordinate = lane; coordinate < axis.kv_tile; coordinate += 32) {
       plan.windows[offset + coordinate] = of_axis.seen_by(axis, of_axis.kv_begin + coordinate);
     }
