@@ -53,7 +53,7 @@ class _Rule:
 
 
 # In a kernel's own name, not in its template arguments.
-_DELTA = r"^[^<(]*(delta|dot_do_o|do_dot_o|sum_odo|reduc)"
+_DELTA = r"^[^<(]*(delta|statistics|dot_do_o|do_dot_o|sum_odo|reduc)"
 _PERMUTE, _CONVERT, _ELEMENTWISE = r"^[^<(]*permute", r"^[^<(]*(convert|cast)", r"^[^<(]*(elementwise|clear|fill|scale)"
 _HOST, _DEVICE, _CUDNN = r"^natten_jax_cpu", r"^natten_jax_sm", r"^__cudnn\$(fmha|fused.*attention)"
 _OURS = r"natten_jax"
@@ -90,7 +90,7 @@ _RULES = (
     # Symbols, where the program is not known: in the same order, then the rest.
     _Rule("", r"natten_jax_cpu.*forward", "natten_jax-cpu", "attention", "{operator}Forward"),
     _Rule("", r"natten_jax_cpu.*backward", "natten_jax-cpu", "attention", "{operator}Backward"),
-    _Rule("", rf"^[^<(]*{_OURS}[^<(]*(delta|reduc)", "CUTLASS", "reduction", "Reduction"),
+    _Rule("", rf"^[^<(]*{_OURS}[^<(]*(delta|statistics|reduc)", "CUTLASS", "reduction", "Reduction"),
     _Rule("", rf"^[^<(]*{_OURS}[^<(]*permute", "CUTLASS", "token permute", "TokenPermute"),
     _Rule("", rf"^[^<(]*{_OURS}[^<(]*convert", "CUTLASS", "elementwise", "Convert"),
     _Rule("", rf"^[^<(]*{_OURS}[^<(]*elementwise", "CUTLASS", "elementwise", "Elementwise"),
