@@ -3,12 +3,10 @@
 
 #include <cuda_runtime_api.h>
 
+#include "cuda/sm80/arithmetic.h"
 #include "cuda/sm80/params.h"
 
 namespace natten_jax::sm80 {
-
-/// What the products are computed in.
-enum class Arithmetic { kFloat16, kBFloat16, kFloat32, kTensorFloat32 };
 
 /// Launches the form for a head dimension of 64, 128 or 256 on `ctas` CTAs.
 template <Arithmetic kArithmetic>

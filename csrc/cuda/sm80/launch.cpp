@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "cuda/common/gradient_passes.h"
+#include "cuda/sm80/backward.h"
 #include "cuda/sm80/forward.h"
 
 namespace natten_jax::sm80 {
@@ -11,6 +13,7 @@ namespace {
 constexpr std::int64_t kHeadDimStep = 8;
 constexpr std::int64_t kLargestHeadDim = 256;
 constexpr std::int64_t kLargestKvTile = 128;
+constexpr std::int64_t kLargestBackwardTile = 128;
 /// Keys and values of the heads that run side by side should stay in the second-level cache.
 constexpr std::int64_t kCacheBytes = 8 << 20;
 
@@ -63,6 +66,22 @@ int heads_per_block(const Problem& problem) {
     if (problem.heads % heads == 0 && kv_heads * bytes <= kCacheBytes) best = static_cast<int>(heads);
   }
   return best;
+}
+
+/// Keys that the backward kernel works on at a time, and the shared memory that it needs.
+struct BackwardForm {
+  int keys;
+  std::int64_t shared_memory;
+};
+
+BackwardForm compiled_backward(const Problem& problem, int shared_memory) {
+  const int head_dim = compiled_head_dim(problem);
+  if (problem.element_type == ElementType::kFloat32) {
+    return head_dim == 64 ? BackwardForm{64, 96 << 10} : BackwardForm{32, (head_dim == 128 ? 80 : 148) << 10};
+  }
+  if (head_dim == 64) return {128, 96 << 10};
+  if (head_dim == 128) return {shared_memory >= (226 << 10) ? 128 : 64, 80 << 10};
+  return {64, 120 << 10};
 }
 
 std::string describe(cudaError_t error) {
@@ -120,6 +139,96 @@ std::string run_forward(const Problem& problem, const TileShapes& tiles, const A
                       : is_accurate                                    ? launch_forward<Arithmetic::kFloat32>
                                                                        : launch_forward<Arithmetic::kTensorFloat32>;
   return describe(launch(p, compiled_head_dim(problem), static_cast<int>(all_tiles), stream));
+}
+
+std::string run_backward(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays,
+                         std::int64_t kv_splits, bool is_accurate, cudaStream_t stream) {
+  int device = 0, shared_memory = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  }
+  if (error != cudaSuccess) return describe(error);
+  const BackwardForm form = compiled_backward(problem, shared_memory);
+  for (const std::string& sentence :
+       {check_arrays(problem), check_tile("q_tile_shape", tiles.query, kLargestBackwardTile),
+        check_tile("kv_tile_shape", tiles.kv, kLargestBackwardTile)}) {
+    if (!sentence.empty()) return sentence;
+  }
+  if (form.shared_memory > shared_memory) return "the device has too little shared memory for heads of this width";
+
+  const bool is_float32 = problem.element_type == ElementType::kFloat32;
+  const std::int64_t queries = problem.queries(), elements = problem.batch * queries * problem.heads * problem.head_dim;
+  BackwardParams p{};
+  std::int64_t groups = 1, tiles_per_group = 1;
+  for (int d = 0; d < kRank; ++d) {
+    p.axis[d] = describe_axis(problem.dims[d], tiles.query[d], tiles.kv[d]);
+    groups *= p.axis[d].dilation;
+    tiles_per_group *= p.axis[d].kv_tiles;
+  }
+  p.query = arrays.query;
+  p.origins = arrays.origins;
+  p.logsumexp = arrays.logsumexp;
+  p.out_cotangent = arrays.out_cotangent;
+  p.delta = arrays.delta;
+  p.query_gradient = is_float32 ? static_cast<float*>(arrays.query_gradient) : arrays.query_gradient_sums;
+  p.queries = queries;
+  p.query_gradient_token = is_float32 ? problem.heads * problem.head_dim : problem.head_dim;
+  p.query_gradient_head = is_float32 ? problem.head_dim : queries * problem.head_dim;
+  p.heads = static_cast<int>(problem.heads);
+  p.heads_kv = static_cast<int>(problem.heads_kv);
+  p.head_dim = static_cast<int>(problem.head_dim);
+  p.head_dim_v = static_cast<int>(problem.head_dim_v);
+  p.scale = problem.scale;
+  p.query_gradient_scale = is_float32 ? problem.scale : 1.f;
+  p.q_tile_tokens = static_cast<int>(product(tiles.query));
+  p.kv_tile_tokens = static_cast<int>(product(tiles.kv));
+  p.by_heads_kv = cutlass::FastDivmod(p.heads_kv);
+  error = cudaMemsetAsync(p.query_gradient, 0, elements * sizeof(float), stream);
+  if (error != cudaSuccess) return describe(error);
+
+  const auto launch = problem.element_type == ElementType::kFloat16    ? launch_backward<Arithmetic::kFloat16>
+                      : problem.element_type == ElementType::kBFloat16 ? launch_backward<Arithmetic::kBFloat16>
+                      : is_accurate                                    ? launch_backward<Arithmetic::kFloat32>
+                                                                       : launch_backward<Arithmetic::kTensorFloat32>;
+  const auto run = [&](std::int64_t all_tiles, std::int64_t all_groups) -> std::string {
+    constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
+    const std::int64_t splits = std::max<std::int64_t>(1, std::min(kv_splits, all_tiles));
+    const std::int64_t heads = problem.batch * problem.heads_kv;
+    if (all_tiles > kMost || all_groups > kMost || splits > kMost / all_groups ||
+        heads > kMost / (splits * all_groups)) {
+      return "the problem has more than 2^30 key/value tiles";
+    }
+    p.tiles = static_cast<int>(all_tiles);
+    p.splits = static_cast<int>(splits);
+    p.by_splits = cutlass::FastDivmod(p.splits);
+    p.by_groups = cutlass::FastDivmod(static_cast<int>(all_groups));
+    return describe(
+        launch(p, compiled_head_dim(problem), shared_memory, static_cast<int>(heads * splits * all_groups), stream));
+  };
+  if (problem.additional_kv > 0) {
+    p.is_additional = true;
+    p.key = arrays.additional_keys;
+    p.value = arrays.additional_values;
+    p.key_gradient = arrays.additional_keys_gradient;
+    p.value_gradient = arrays.additional_values_gradient;
+    p.keys = problem.additional_kv;
+    p.parts = 1;
+    if (std::string sentence = run((problem.additional_kv + form.keys - 1) / form.keys, 1); !sentence.empty()) {
+      return sentence;
+    }
+  }
+  p.is_additional = false;
+  p.key = arrays.key;
+  p.value = arrays.value;
+  p.key_gradient = arrays.key_gradient;
+  p.value_gradient = arrays.value_gradient;
+  p.keys = problem.keys();
+  p.parts = (p.kv_tile_tokens + form.keys - 1) / form.keys;
+  if (std::string sentence = run(tiles_per_group * p.parts, groups); !sentence.empty() || is_float32) return sentence;
+  return describe(launch_convert_gradient(problem.element_type == ElementType::kBFloat16, arrays.query_gradient_sums,
+                                          problem.scale, arrays.query_gradient, problem.batch, queries, problem.heads,
+                                          problem.head_dim, stream));
 }
 
 }  // namespace natten_jax::sm80

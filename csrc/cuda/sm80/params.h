@@ -33,4 +33,35 @@ struct ForwardParams {
   cutlass::FastDivmod by_tiles_per_group, by_groups, by_heads_per_block, by_head_blocks, by_heads_per_kv;
 };
 
+struct BackwardParams {
+  Axis axis[3];
+  const void* query;
+  const void* key;
+  const void* value;
+  const std::int32_t* origins;  // as in ForwardParams
+  const float* logsumexp;
+  const void* out_cotangent;
+  const float* delta;
+  float* query_gradient;  // sums over keys, to which every CTA adds
+  void* key_gradient;
+  void* value_gradient;
+  std::int64_t queries;  // per batch entry
+  std::int64_t keys;
+  std::int64_t query_gradient_token;  // elements between tokens of the sums
+  std::int64_t query_gradient_head;   // elements between heads of the sums
+  int heads;
+  int heads_kv;
+  int head_dim;
+  int head_dim_v;
+  bool is_additional;  // keys and values are the additional ones, which every query sees
+  float scale;
+  float query_gradient_scale;
+  int q_tile_tokens;
+  int kv_tile_tokens;
+  int tiles;   // key/value tiles of a dilation group, in parts that a CTA takes at once
+  int parts;   // of a tile
+  int splits;  // CTAs that share the tiles of a dilation group
+  cutlass::FastDivmod by_splits, by_groups, by_heads_kv;
+};
+
 }  // namespace natten_jax::sm80
