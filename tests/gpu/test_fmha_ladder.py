@@ -1,0 +1,65 @@
+"""The kernels that only the scaling benchmark uses compute attention, whatever the length."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from natten_jax import native
+
+pytest.importorskip("matplotlib")
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+
+from benchmarks import Benchmark
+from fmha_ladder import BOUNDS, GPU_LADDER, error_of
+
+TARGET = "natten_jax_bench_fmha_forward"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(native.missing(TARGET) is not None, reason="built without NATTEN_JAX_BENCH=1"),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("tokens", [1, 63, 200, 384])
+@pytest.mark.parametrize("label", ["1", "2", "3"])
+def test_rung(label: str, tokens: int, is_causal: bool, head_dim: int, dtype: str) -> None:
+    benchmark = Benchmark((tokens,), 3, head_dim, is_causal=is_causal, batch=2, dtype=dtype)
+    keys = jax.random.split(jax.random.key(tokens), 3)
+    arrays = tuple(jax.random.normal(key, benchmark.shape, dtype) for key in keys)
+    (step,) = (step for step in GPU_LADDER.steps if step.label == label)
+    out = jax.jit(step.make(benchmark))(*arrays)
+    assert np.isfinite(np.asarray(out, np.float32)).all()
+    assert error_of(out, arrays, is_causal) <= BOUNDS[dtype]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtype", "attributes"),
+    [
+        ([(1, 8, 1, 64)] * 3, jnp.float32, {}),
+        ([(1, 8, 1, 32)] * 3, jnp.float16, {}),
+        ([(8, 1, 64)] * 3, jnp.float16, {}),
+        ([(1, 8, 1, 64), (1, 9, 1, 64), (1, 8, 1, 64)], jnp.float16, {}),
+        ([(1, 8, 1, 64)] * 3, jnp.float16, {"rung": 0}),
+        ([(1, 8, 1, 64)] * 3, jnp.float16, {"rung": 4}),
+        ([(1, 8, 1, 64)] * 3, jnp.float16, {"is_causal": 2}),
+        ([(1, 8, 1, 64)] * 3, jnp.float16, {"scale": 1}),
+    ],
+)
+def test_malformed_calls_are_errors(shapes: list[tuple[int, ...]], dtype: Any, attributes: dict[str, int]) -> None:
+    values: dict[str, Any] = {"rung": 1, "is_causal": 0, "scale": 0.125} | attributes
+    arrays = [jnp.ones(shape, dtype) for shape in shapes]
+
+    def call(*operands: jax.Array) -> Any:
+        return native.call(TARGET, [native.ResultType(operands[0].shape, operands[0].dtype)], *operands, **values)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="natten_jax"):
+        jax.block_until_ready(jax.jit(call)(*arrays))
