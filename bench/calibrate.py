@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import json
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,16 @@ from natten_jax.profiler.workload import compile_workload
 from natten_jax.simulator import Calibration, Kernel
 
 SETS = {"examples": EXAMPLES, "fitted": FITTED, "held back": HELD_BACK}
-#: Ranks, in the order of the model so far, of the pairs that are measured beside the first one.
+#: Ranks, in the order of the model so far, of the pairs that are measured beside the first one for the fit.
 OTHER_RANKS = (1, 4, 12, 40, 150)
 
 #: Least and most slowdown by the power limit, and seconds after which half of it applies.
 _CLOCK_BOUNDS = (0.05, 1e-4), (0.3, 3e-2)
 
 
-def measure(family: str, which: Pass, warmup_steps: int, iterations: int) -> list[dict[str, Any]]:
+def measure(
+    family: str, which: Pass, other_ranks: Sequence[int], warmup_steps: int, iterations: int
+) -> list[dict[str, Any]]:
     """Device times of every problem, with the recommended tiles and, for the fit, a few others."""
     device = default_device()
     prefix, flags = ("", []) if which == "forward" else ("backward_", ["--backprop"])
@@ -52,7 +55,7 @@ def measure(family: str, which: Pass, warmup_steps: int, iterations: int) -> lis
                 print(f"{line:60} no {which} pass")
                 continue
             (offered,) = found
-            ranks = [0] if name == "held back" else [0, *(rank for rank in OTHER_RANKS if rank < len(offered.pairs))]
+            ranks = [0] if name == "held back" else [0, *(rank for rank in other_ranks if rank < len(offered.pairs))]
             arguments = None
             for rank in ranks:
                 q_tile, kv_tile = ((1,) * (options.rank - len(tile)) + tile for tile in offered.pairs[rank])
@@ -186,6 +189,7 @@ def main() -> None:
     measuring = steps.add_parser("measure", help="on the GPU")
     measuring.add_argument("--family", default="hopper")
     measuring.add_argument("--passes", nargs="+", choices=("forward", "backward"), default=["forward"])
+    measuring.add_argument("--other-ranks", nargs="*", type=int, default=OTHER_RANKS, help="of tiles for the fit")
     measuring.add_argument("--warmup-steps", type=int, default=10)
     measuring.add_argument("--iterations", type=int, default=20)
     measuring.add_argument("--json", type=Path, required=True)
@@ -197,7 +201,7 @@ def main() -> None:
     if options.step == "measure":
         records = []
         for which in options.passes:
-            records += measure(options.family, which, options.warmup_steps, options.iterations)
+            records += measure(options.family, which, options.other_ranks, options.warmup_steps, options.iterations)
         options.json.write_text(json.dumps({"environment": environment(), "records": records}, indent=1) + "\n")
         return
     found = json.loads(options.records.read_text())
