@@ -31,6 +31,7 @@ std::vector<Target> targets() {
   std::vector<ffi::Registration> registrations = ffi::host_registrations();
 #if defined(NATTEN_JAX_CUDA)
   for (const ffi::Registration& registration : ffi::cuda_registrations()) registrations.push_back(registration);
+  for (const ffi::Registration& registration : ffi::sm80_registrations()) registrations.push_back(registration);
 #endif
 #if defined(NATTEN_JAX_BENCH)
   for (const ffi::Registration& registration : ffi::bench_registrations()) registrations.push_back(registration);

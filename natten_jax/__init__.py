@@ -3,6 +3,8 @@
 from natten_jax.configs import (
     get_bwd_configs_for_cpu_fmha,
     get_bwd_configs_for_cpu_fna,
+    get_bwd_configs_for_cutlass_fmha,
+    get_bwd_configs_for_cutlass_fna,
     get_bwd_configs_for_flex_fmha,
     get_bwd_configs_for_flex_fna,
     get_configs_for_cpu_fmha,
@@ -29,6 +31,8 @@ __all__ = [
     "attention",
     "get_bwd_configs_for_cpu_fmha",
     "get_bwd_configs_for_cpu_fna",
+    "get_bwd_configs_for_cutlass_fmha",
+    "get_bwd_configs_for_cutlass_fna",
     "get_bwd_configs_for_flex_fmha",
     "get_bwd_configs_for_flex_fna",
     "get_configs_for_cpu_fmha",

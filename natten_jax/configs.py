@@ -161,6 +161,8 @@ def _with_schedules(query: Callable[..., list[Any]]) -> Callable[..., list[tuple
 
 get_configs_for_cutlass_fna = _fna_query("cutlass", "forward")
 get_configs_for_cutlass_fmha = _fmha_query("cutlass", "forward")
+get_bwd_configs_for_cutlass_fna = _fna_query("cutlass", "backward")
+get_bwd_configs_for_cutlass_fmha = _fmha_query("cutlass", "backward")
 get_configs_for_cutlass_hopper_fna = _with_schedules(_fna_query("hopper", "forward"))
 get_configs_for_cutlass_hopper_fmha = _with_schedules(_fmha_query("hopper", "forward"))
 get_configs_for_cpu_fna = _fna_query("cpu", "forward")

@@ -20,7 +20,13 @@ import jax.export
 import numpy as np
 
 #: Every target that some build of the native module has.
-TARGETS = ("natten_jax_cpu_forward", "natten_jax_cpu_backward", "natten_jax_sm80_forward", "natten_jax_sm90_forward")
+TARGETS = (
+    "natten_jax_cpu_forward",
+    "natten_jax_cpu_backward",
+    "natten_jax_sm80_forward",
+    "natten_jax_sm80_backward",
+    "natten_jax_sm90_forward",
+)
 
 #: Pass these to ``jax.export.export(..., disabled_checks=...)`` to export programs that use native kernels.
 EXPORT_CHECKS = tuple(jax.export.DisabledSafetyCheck.custom_call(target) for target in TARGETS)

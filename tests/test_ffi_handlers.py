@@ -80,6 +80,15 @@ TARGETS = (
         tile_tokens=(128, 128),
         reads_origins=False,
     ),
+    Target(
+        "natten_jax_sm80_backward",
+        "cutlass-fna",
+        platform="cuda",
+        head_dims=(8, 16),
+        choices={"is_accurate": 1, "kv_splits": 2**31 - 1},
+        tile_tokens=(128, 128),
+        reads_origins=False,
+    ),
 )
 TARGET_PARAMETERS = [pytest.param(target, id=target.name, marks=target.marks) for target in TARGETS]
 PROBLEM_OPERANDS = ("query", "key", "value", "additional_keys", "additional_values", "origins")

@@ -17,8 +17,11 @@ struct Registration {
 std::vector<Registration> host_registrations();
 
 #if defined(NATTEN_JAX_CUDA)
-/// The targets for NVIDIA GPUs.
+/// The targets for NVIDIA GPUs of one architecture.
 std::vector<Registration> cuda_registrations();
+
+/// The targets for any NVIDIA GPU since compute capability 8.0.
+std::vector<Registration> sm80_registrations();
 #endif
 
 #if defined(NATTEN_JAX_BENCH)

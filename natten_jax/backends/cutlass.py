@@ -11,17 +11,18 @@ import jax.numpy as jnp
 
 from natten_jax import native, simulator
 from natten_jax.backends.base import Gradients, Operands, Output, Pass, TilePair
-from natten_jax.backends.kernel_rank import attributes, kernel_operands
+from natten_jax.backends.kernel_rank import attributes, kernel_operands, with_kernel_rank
 from natten_jax.devices import ComputeCapability, Device
 from natten_jax.native import ResultType
 from natten_jax.problem import Problem, Shape, TileConfig
 
 _FORWARD = "natten_jax_sm80_forward"
+_BACKWARD = "natten_jax_sm80_backward"
 _LEAST_COMPUTE_CAPABILITY = (8, 0)
 _DTYPES = ("float32", "float16", "bfloat16")
 _HEAD_DIM_STEP = 8
 _LARGEST_HEAD_DIM = 256
-_LARGEST_KV_TILE = 128  # tokens
+_LARGEST_TILE = 128  # tokens
 
 #: Bytes of shared memory that a block may have, where that is less than the 160 KiB that suffice for every kernel.
 _SMALL_SHARED_MEMORY = {(8, 6): 99 << 10, (8, 9): 99 << 10, (12, 0): 99 << 10, (12, 1): 99 << 10}
@@ -57,7 +58,16 @@ _TIMES = simulator.Calibration(
             simulator.Kernel(128, 128, 128, 10e-6, 6.6e-6, 1.2e-6),
             simulator.Kernel(256, 64, 64, 10e-6, 4.0e-6, 0.6e-6),
             simulator.Kernel(256, 64, 128, 10e-6, 8.0e-6, 1.2e-6),
-        )
+        ),
+        # One block to a multiprocessor: twice the seconds.
+        "backward": (
+            simulator.Kernel(64, 128, 64, 30e-6, 6.9e-6, 1.5e-6),
+            simulator.Kernel(64, 128, 128, 30e-6, 13.8e-6, 3.0e-6),
+            simulator.Kernel(128, 128, 64, 40e-6, 11.4e-6, 2.0e-6),
+            simulator.Kernel(128, 128, 128, 40e-6, 22.8e-6, 4.0e-6),
+            simulator.Kernel(256, 64, 64, 40e-6, 20e-6, 4.0e-6),
+            simulator.Kernel(256, 128, 128, 40e-6, 80e-6, 16.0e-6),
+        ),
     },
 )
 
@@ -75,26 +85,25 @@ class CutlassBackend:
         capability = device.compute_capability
         if device.platform != "cuda" or capability is None or capability < _LEAST_COMPUTE_CAPABILITY:
             return f"it runs on NVIDIA GPUs of compute capability 8.0 or higher, not on {device}"
-        if which == "backward":
-            return "it has a forward pass only"
         if problem.dtype not in _DTYPES:
             return f"it supports {', '.join(_DTYPES)}, not {problem.dtype}"
         for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
             if head_dim % _HEAD_DIM_STEP or head_dim > _LARGEST_HEAD_DIM:
                 return f"{name} must be a multiple of {_HEAD_DIM_STEP} up to {_LARGEST_HEAD_DIM}, not {head_dim}"
-        if capability in _SMALL_SHARED_MEMORY and _width_bytes(problem) > 512:
+        most_bytes = 512 if which == "forward" or problem.dtype == "float32" else 256
+        if capability in _SMALL_SHARED_MEMORY and _width_bytes(problem) > most_bytes:
             return f"{device} has too little shared memory for {problem.dtype} heads of more than 128 elements"
         if not device.is_present:
             return None
-        return native.missing(_FORWARD) or _missing_code(capability)
+        return native.missing(_FORWARD if which == "forward" else _BACKWARD) or _missing_code(capability)
 
     def tile_pairs(self, problem: Problem, device: Device, which: Pass) -> list[TilePair]:
         """Query and key/value tiles by estimated time, the fastest first."""
-        return list(_ranked_pairs(problem))
+        return list(_ranked_pairs(problem, which))
 
     def offers(self, problem: Problem, device: Device, which: Pass, pair: TilePair) -> bool:
-        """The kernels take any tile of up to 128 queries (64 for wide heads) and 128 keys."""
-        limits = (_q_tile_tokens(problem), _LARGEST_KV_TILE)
+        """The kernels take any tile of up to 128 queries and 128 keys; for wide heads 64 queries, forward."""
+        limits = (_q_tile_tokens(problem) if which == "forward" else _LARGEST_TILE, _LARGEST_TILE)
         return all(
             len(tile) == problem.rank and min(tile) >= 1 and math.prod(tile) <= limit
             for tile, limit in zip(pair, limits, strict=True)
@@ -104,7 +113,7 @@ class CutlassBackend:
         """Compute output and logsumexp."""
         out_shape = (*operands.query.shape[:-1], operands.value.shape[-1])
         if tiles.q_tile_shape is None or tiles.kv_tile_shape is None:
-            q_tile, kv_tile = _ranked_pairs(problem)[0]
+            q_tile, kv_tile = _ranked_pairs(problem, "forward")[0]
         else:
             q_tile, kv_tile = tiles.q_tile_shape, tiles.kv_tile_shape
         arrays = kernel_operands(problem, operands)
@@ -130,8 +139,33 @@ class CutlassBackend:
         out_cotangent: jax.Array,
         logsumexp_cotangent: jax.Array,
     ) -> Gradients:
-        """Never called: ``rejection`` refuses the backward pass."""
-        raise NotImplementedError(self.rejection(problem, Device("cuda", _LEAST_COMPUTE_CAPABILITY), "backward"))
+        """Compute the gradients of the differentiable operands."""
+        if tiles.backward_q_tile_shape is None or tiles.backward_kv_tile_shape is None:
+            q_tile, kv_tile = _ranked_pairs(problem, "backward")[0]
+        else:
+            q_tile, kv_tile = tiles.backward_q_tile_shape, tiles.backward_kv_tile_shape
+        # The reduction in front of the kernel is XLA's, whatever backward_use_xla_reduction says: it is one fusion.
+        delta = jnp.sum(out_cotangent.astype(jnp.float32) * output.out.astype(jnp.float32), axis=-1)
+        delta -= logsumexp_cotangent
+        arrays = kernel_operands(problem, operands)
+        results = [ResultType(array.shape, array.dtype) for array in arrays[:5]]
+        if problem.dtype != "float32":
+            results.append(ResultType((arrays[0].size,), jnp.float32))  # scratch: sums of the query gradient
+        gradients = native.call(
+            _BACKWARD,
+            results,
+            *arrays,
+            *(with_kernel_rank(array, problem.rank) for array in (output.logsumexp, out_cotangent, delta)),
+            **attributes(problem, q_tile, kv_tile),
+            is_accurate=int(not _allows_tf32()),
+            # Blocks that share the key/value tiles of a head. One makes gradients reproducible; memory does not depend
+            # on their number, so that by default there are as many as tiles.
+            kv_splits=math.prod(tiles.backward_kv_splits or (0,)),
+        )
+        query, key, value = (g.reshape(a.shape) for g, a in zip(gradients[:3], operands[:3], strict=True))
+        if operands.additional_keys is None:
+            return Gradients(query, key, value, None, None)
+        return Gradients(query, key, value, *gradients[3:5])
 
 
 def _allows_tf32() -> bool:
@@ -178,12 +212,15 @@ def _factorisations(size: int, rank: int) -> list[Shape]:
 
 
 @functools.lru_cache(maxsize=256)
-def _ranked_pairs(problem: Problem) -> tuple[TilePair, ...]:
-    rows = _q_tile_tokens(problem)
-    # Smaller query tiles leave rows of the kernel idle, and pay off for few queries or narrow windows only.
-    sizes = [(rows, 64), (rows, 128), (64, 64), (64, 128), (32, 128)]
+def _ranked_pairs(problem: Problem, which: Pass) -> tuple[TilePair, ...]:
+    if which == "forward":
+        rows = _q_tile_tokens(problem)
+        # Smaller query tiles leave rows of the kernel idle, and pay off for few queries or narrow windows only.
+        sizes = [(rows, 64), (rows, 128), (64, 64), (64, 128), (32, 128)]
+    else:
+        sizes = [(64, 128), (64, 64), (128, 128), (128, 64)]
     pairs = itertools.chain.from_iterable(
         itertools.product(_factorisations(q_size, problem.rank), _factorisations(kv_size, problem.rank))
         for q_size, kv_size in dict.fromkeys(sizes)
     )
-    return tuple(pair for pair, _ in simulator.rank(problem, pairs, "forward", _TIMES))
+    return tuple(pair for pair, _ in simulator.rank(problem, pairs, which, _TIMES))

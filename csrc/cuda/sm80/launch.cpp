@@ -193,7 +193,7 @@ std::string run_backward(const Problem& problem, const TileShapes& tiles, const 
                                                                        : launch_backward<Arithmetic::kTensorFloat32>;
   const auto run = [&](std::int64_t all_tiles, std::int64_t all_groups) -> std::string {
     constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
-    const std::int64_t splits = std::max<std::int64_t>(1, std::min(kv_splits, all_tiles));
+    const std::int64_t splits = kv_splits == 0 ? all_tiles : std::min(kv_splits, all_tiles);
     const std::int64_t heads = problem.batch * problem.heads_kv;
     if (all_tiles > kMost || all_groups > kMost || splits > kMost / all_groups ||
         heads > kMost / (splits * all_groups)) {

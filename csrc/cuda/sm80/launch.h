@@ -47,7 +47,8 @@ std::string run_forward(const Problem& problem, const TileShapes& tiles, const A
                         cudaStream_t stream);
 
 /// Runs the backward pass likewise. The key/value tiles of a head and dilation group are shared by up to `kv_splits`
-/// CTAs; gradients are reproducible where it is 1.
+/// CTAs; 0 is one for each tile. Gradients are reproducible where
+/// it is 1.
 std::string run_backward(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays,
                          std::int64_t kv_splits, bool is_accurate, cudaStream_t stream);
 

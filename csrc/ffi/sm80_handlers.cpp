@@ -1,0 +1,148 @@
+// The handlers of the portable CUDA kernels. Operands lie in device memory: their contents are the kernels' to read.
+#include <cstddef>
+#include <limits>
+#include <string>
+
+#include "cuda/sm80/launch.h"
+#include "ffi/decode.h"
+#include "ffi/handler_support.h"
+#include "ffi/handlers.h"
+
+namespace natten_jax::ffi {
+namespace {
+
+using xffi::AnyBuffer;
+using xffi::Error;
+using Result = xffi::Result<AnyBuffer>;
+
+Error sm80_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
+                   AnyBuffer additional_values, AnyBuffer origins, Result out, Result logsumexp, cudaStream_t stream,
+                   xffi::Dictionary dictionary) {
+  return guarded([&]() -> Error {
+    const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins};
+    Attributes attributes;
+    std::int64_t is_accurate = 0;
+    NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes, 1));
+    NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_accurate", 1, is_accurate));
+    NATTEN_JAX_RETURN_IF_ERROR(check_origins(origins));
+    Call call;
+    NATTEN_JAX_RETURN_IF_ERROR(decode_problem(operands, attributes, nullptr, call));
+    NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result out", *out, call.problem, false));
+    NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result logsumexp", *logsumexp, call.problem, true));
+    const sm80::Arrays arrays{query.untyped_data(),
+                              key.untyped_data(),
+                              value.untyped_data(),
+                              additional_keys.untyped_data(),
+                              additional_values.untyped_data(),
+                              static_cast<const std::int32_t*>(origins.untyped_data()),
+                              out->untyped_data(),
+                              static_cast<float*>(logsumexp->untyped_data())};
+    const std::string error = sm80::run_forward(call.problem, call.tiles, arrays, is_accurate == 1, stream);
+    return error.empty() ? Error::Success() : Error::InvalidArgument("natten_jax: " + error);
+  });
+}
+
+XLA_FFI_DEFINE_HANDLER(kSm80Forward, sm80_forward,
+                       bind_problem()
+                           .Ret<AnyBuffer>()  // out
+                           .Ret<AnyBuffer>()  // logsumexp
+                           .Ctx<xffi::PlatformStream<cudaStream_t>>()
+                           .Attrs(),
+                       {xffi::Traits::kCmdBufferCompatible});
+
+Error check_gradient(const char* name, const AnyBuffer& gradient, const AnyBuffer& operand) {
+  bool is_equal =
+      gradient.element_type() == operand.element_type() && gradient.dimensions().size() == operand.dimensions().size();
+  for (std::size_t i = 0; is_equal && i < operand.dimensions().size(); ++i) {
+    is_equal = gradient.dimensions()[i] == operand.dimensions()[i];
+  }
+  if (is_equal) return Error::Success();
+  return Error::InvalidArgument(std::string("natten_jax: result ") + name +
+                                " must have the shape and dtype of the operand that it is the gradient of");
+}
+
+Error sm80_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
+                    AnyBuffer additional_values, AnyBuffer origins, AnyBuffer logsumexp, AnyBuffer out_cotangent,
+                    AnyBuffer delta, Result query_gradient, Result key_gradient, Result value_gradient,
+                    Result additional_keys_gradient, Result additional_values_gradient, xffi::RemainingRets scratch,
+                    cudaStream_t stream, xffi::Dictionary dictionary) {
+  return guarded([&]() -> Error {
+    const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins};
+    Attributes attributes;
+    std::int64_t is_accurate = 0, kv_splits = 0;
+    NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes, 2));
+    NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_accurate", 1, is_accurate));
+    NATTEN_JAX_RETURN_IF_ERROR(
+        decode_choice(dictionary, "kv_splits", std::numeric_limits<std::int32_t>::max(), kv_splits));
+    NATTEN_JAX_RETURN_IF_ERROR(check_origins(origins));
+    Call call;
+    NATTEN_JAX_RETURN_IF_ERROR(decode_problem(operands, attributes, nullptr, call));
+    const Problem& problem = call.problem;
+    NATTEN_JAX_RETURN_IF_ERROR(check_query_array("logsumexp", logsumexp, problem, true));
+    NATTEN_JAX_RETURN_IF_ERROR(check_query_array("out_cotangent", out_cotangent, problem, false));
+    NATTEN_JAX_RETURN_IF_ERROR(check_query_array("delta", delta, problem, true));
+    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dquery", *query_gradient, query));
+    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dkey", *key_gradient, key));
+    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dvalue", *value_gradient, value));
+    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dadditional_keys", *additional_keys_gradient, additional_keys));
+    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dadditional_values", *additional_values_gradient, additional_values));
+    // Sums of the query gradient; those of float32 arrays are the result itself.
+    float* sums = nullptr;
+    const std::size_t expected = problem.element_type == ElementType::kFloat32 ? 0 : 1;
+    if (scratch.size() != expected) {
+      return Error::InvalidArgument("natten_jax: the call has " + std::to_string(scratch.size()) +
+                                    " scratch results, but must have " + std::to_string(expected));
+    }
+    if (expected == 1) {
+      auto buffer = scratch.get<AnyBuffer>(0);
+      if (!buffer.has_value()) return buffer.error();
+      NATTEN_JAX_RETURN_IF_ERROR(check_array("result scratch", **buffer, xffi::DataType::F32,
+                                             {static_cast<std::int64_t>(query.element_count())},
+                                             "it has an element per element of query"));
+      sums = static_cast<float*>((*buffer)->untyped_data());
+    }
+    const sm80::BackwardArrays arrays{query.untyped_data(),
+                                      key.untyped_data(),
+                                      value.untyped_data(),
+                                      additional_keys.untyped_data(),
+                                      additional_values.untyped_data(),
+                                      static_cast<const std::int32_t*>(origins.untyped_data()),
+                                      static_cast<const float*>(logsumexp.untyped_data()),
+                                      out_cotangent.untyped_data(),
+                                      static_cast<const float*>(delta.untyped_data()),
+                                      query_gradient->untyped_data(),
+                                      key_gradient->untyped_data(),
+                                      value_gradient->untyped_data(),
+                                      additional_keys_gradient->untyped_data(),
+                                      additional_values_gradient->untyped_data(),
+                                      sums};
+    const std::string error = sm80::run_backward(problem, call.tiles, arrays, kv_splits, is_accurate == 1, stream);
+    return error.empty() ? Error::Success() : Error::InvalidArgument("natten_jax: " + error);
+  });
+}
+
+XLA_FFI_DEFINE_HANDLER(kSm80Backward, sm80_backward,
+                       bind_problem()
+                           .Arg<AnyBuffer>()  // logsumexp
+                           .Arg<AnyBuffer>()  // out_cotangent
+                           .Arg<AnyBuffer>()  // delta
+                           .Ret<AnyBuffer>()  // dquery
+                           .Ret<AnyBuffer>()  // dkey
+                           .Ret<AnyBuffer>()  // dvalue
+                           .Ret<AnyBuffer>()  // dadditional_keys
+                           .Ret<AnyBuffer>()  // dadditional_values
+                           .RemainingRets()   // scratch
+                           .Ctx<xffi::PlatformStream<cudaStream_t>>()
+                           .Attrs(),
+                       {xffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+
+std::vector<Registration> sm80_registrations() {
+  return {
+      {"natten_jax_sm80_forward", "CUDA", kSm80Forward},
+      {"natten_jax_sm80_backward", "CUDA", kSm80Backward},
+  };
+}
+
+}  // namespace natten_jax::ffi
