@@ -47,11 +47,11 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
   constexpr float kLog2e = 1.4426950408889634f;
   constexpr auto kRowsFirst = GMMA::Major::MN, kRowsLast = GMMA::Major::K;
   // The warpgroups split the keys or, where there are only 64, the queries of the logits and the columns of the key and
-  // value gradients. They split the rows of the query gradient or, where there are only 64, its columns.
-  constexpr bool kSplitsKeys = Traits::kSplitsKeys, kSplitsRows = kQueries == 128;
+  // value gradients. They split the columns of the query gradient or, where those are few, take turns with whole ones.
+  constexpr bool kSplitsKeys = Traits::kSplitsKeys, kTakesTurns = Traits::kTakesTurns;
   constexpr int kLogitColumns = kSplitsKeys ? kQueries : kQueries / 2;
   constexpr int kGradientColumns = kSplitsKeys ? kHeadDim : kHeadDim / 2;
-  constexpr int kSumColumns = kSplitsRows ? kHeadDim : kHeadDim / 2;
+  constexpr int kSumColumns = kTakesTurns ? kHeadDim : kHeadDim / 2;
   const int thread = threadIdx.x % 128;
   const int warpgroup = cutlass::canonical_warp_group_idx() - 1;
   const int row_block = kSplitsKeys ? warpgroup : 0, column_block = kSplitsKeys ? 0 : warpgroup;
@@ -60,6 +60,10 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
 
   const auto part = [](Element* tile, auto layout, auto shape, int row, int column) {
     return local_tile(make_tensor(make_smem_ptr(tile), layout), shape, make_coord(row, column, _0{}));
+  };
+  // Parts of it may start anywhere: the swizzle follows the address.
+  const auto writable = [](Element* tile, auto layout) {
+    return as_position_independent_swizzle_tensor(make_tensor(make_smem_ptr(tile), layout));
   };
   using KeyRows = typename Traits::template Rows<kKeys, kHeadDim, 1>;
   using KeyColumns = typename Traits::template Columns<kKeys, kHeadDim, 1>;
@@ -93,11 +97,10 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
       thread_kv.partition_fragment_B(part(shared.q[0], QueryColumns{}, GradientPart{}, column_block, 0));
   const Tensor outs_t =
       thread_kv.partition_fragment_B(part(shared.out_cotangent[0], QueryColumns{}, GradientPart{}, column_block, 0));
-  const Tensor scores_t =
-      thread_q.partition_fragment_A(part(shared.score_gradient[0], ScoreColumns{},
-                                         Shape<_64, Int<kKeys>, Int<kScoreBuffers>>{}, kSplitsRows ? warpgroup : 0, 0));
+  const Tensor scores_t = thread_q.partition_fragment_A(
+      part(shared.score_gradient[0], ScoreColumns{}, Shape<_64, Int<kKeys>, Int<kScoreBuffers>>{}, 0, 0));
   const Tensor keys_t = thread_q.partition_fragment_B(
-      part(shared.k, KeyColumns{}, Shape<Int<kSumColumns>, Int<kKeys>, _1>{}, kSplitsRows ? 0 : warpgroup, 0));
+      part(shared.k, KeyColumns{}, Shape<Int<kSumColumns>, Int<kKeys>, _1>{}, kTakesTurns ? 0 : warpgroup, 0));
   Tensor s = partition_fragment_C(product_s, Shape<_64, Int<kLogitColumns>>{});
   Tensor ds = partition_fragment_C(product_s, Shape<_64, Int<kLogitColumns>>{});
   Tensor dk = partition_fragment_C(product_kv, Shape<_64, Int<kGradientColumns>>{});
@@ -110,14 +113,14 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
 
   const auto copy_s = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, product_s).get_thread_slice(thread);
   const auto write_scores = [&](const auto& operand, Element* tile, int buffer) __attribute__((always_inline)) {
-    const Tensor to = copy_s.partition_D(as_position_independent_swizzle_tensor(
-        part(tile, ScoreRows{}, Shape<_64, Int<kLogitColumns>, Int<kScoreBuffers>>{}, row_block, column_block)));
+    const Tensor to =
+        copy_s.partition_D(local_tile(writable(tile, ScoreRows{}), Shape<_64, Int<kLogitColumns>, Int<kScoreBuffers>>{},
+                                      make_coord(row_block, column_block, _0{})));
     const Tensor as_accumulator = make_tensor(operand.data(), s.layout());
     copy(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, copy_s.retile_S(as_accumulator), to(_, _, _, buffer));
   };
-  const std::uint32_t sums =
-      cast_smem_ptr_to_uint(shared.query_gradient) +
-      warpgroup * static_cast<int>((kSplitsRows ? 64 : kSumColumns / kSumChunk * kQueries) * kSumChunk * sizeof(float));
+  const std::uint32_t sums = cast_smem_ptr_to_uint(shared.query_gradient) +
+                             (kTakesTurns ? 0 : warpgroup * int{kSumColumns * kQueries * sizeof(float)});
 
   const QueryColumnMask column_mask(shared.mask_words, p.axis);
   column_mask.template build<kQueries>(p.axis, shared.column_coordinates, threadIdx.x - 128, kConsumers);
@@ -223,8 +226,7 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
       for (int e = 0; e < size(weight_pairs); ++e) weight_pairs(e) = pack<Element>(s(2 * e), s(2 * e + 1));
       if constexpr (kSplitsKeys) {
         start_sum(dv, weights, outs_t(_, _, _, stage));
-        // Wide tiles leave no registers for the operand of a product under way.
-        warpgroup_wait<kQueries == 128 ? 0 : 1>();
+        warpgroup_wait<1>();
       } else {
         write_scores(weights, shared.weights, 0);
         warpgroup_wait<0>();
@@ -245,8 +247,9 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
       cutlass::arch::fence_view_async_shared();
       cutlass::arch::NamedBarrier::sync(kConsumers, named_barrier(kScoresReady));
 
+      const bool sums_up = !kTakesTurns || count % 2 == warpgroup;
       if constexpr (kSplitsKeys) {
-        start_dq(buffer);
+        if (sums_up) start_dq(buffer);
         start_sum(dk, score_gradients, queries_t(_, _, _, stage));
       } else {
         const auto in_shared = [&](Element* tile) {
@@ -257,14 +260,16 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
         start_sum(dk, in_shared(shared.score_gradient[0]), queries_t(_, _, _, stage));
       }
       warpgroup_wait<1>();
-      warpgroup_fence_operand(dq);
       warpgroup_fence_operand(dv);
       arrive(shared.empty_o[stage]);
-      wait(shared.empty_sums, count % 2 ^ 1);
-      write_sums<kQueries>(dq, sums, thread);
-      cutlass::arch::fence_view_async_shared();
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) arrive(shared.full_sums);
+      if (sums_up) {
+        warpgroup_fence_operand(dq);
+        wait(shared.empty_sums, count % 2 ^ 1);
+        write_sums<kQueries>(dq, sums, thread);
+        cutlass::arch::fence_view_async_shared();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive(shared.full_sums);
+      }
       // Left under way, this product would need more registers than there are.
       warpgroup_wait<0>();
       warpgroup_fence_operand(dk);
@@ -283,9 +288,9 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
       Tensor pairs = recast<std::uint32_t>(result);
       CUTE_UNROLL
       for (int e = 0; e < size(pairs); ++e) pairs(e) = pack<Element>(sum(2 * e) * factor, sum(2 * e + 1) * factor);
-      const auto to = part(tile, KeyRows{}, Shape<_64, Int<kGradientColumns>, _1>{}, row_block, column_block);
-      copy(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, copy_kv.retile_S(result),
-           copy_kv.partition_D(as_position_independent_swizzle_tensor(to))(_, _, _, _0{}));
+      const auto to = local_tile(writable(tile, KeyRows{}), Shape<_64, Int<kGradientColumns>, _1>{},
+                                 make_coord(row_block, column_block, _0{}));
+      copy(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, copy_kv.retile_S(result), copy_kv.partition_D(to)(_, _, _, _0{}));
     };
     store(dk, shared.k, p.scale);
     store(dv, shared.v, 1.f);
@@ -327,7 +332,7 @@ CUTE_DEVICE void prepare_backward(const BackwardParams& p, typename Traits::Shar
     ClusterBarrier::init(&shared.full_v, 1);
     ClusterBarrier::init(&shared.empty_kv, 1);
     ClusterBarrier::init(&shared.full_gradients, kConsumerWarps);
-    ClusterBarrier::init(&shared.full_sums, kConsumerWarps);
+    ClusterBarrier::init(&shared.full_sums, Traits::kTakesTurns ? kConsumerWarps / 2 : kConsumerWarps);
     ClusterBarrier::init(&shared.empty_sums, 1);
     for (int i = 0; i < 2; ++i) {
       ClusterBarrier::init(&shared.full_plan[i], 32);

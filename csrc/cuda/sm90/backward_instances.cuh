@@ -26,7 +26,7 @@ cudaError_t launch_backward_form(const BackwardParams& params, cudaStream_t stre
 template <bool kIsBFloat16>
 cudaError_t launch_backward(const BackwardParams& params, int head_dim, cudaStream_t stream) {
   using Element = std::conditional_t<kIsBFloat16, cutlass::bfloat16_t, cutlass::half_t>;
-  if (head_dim == 64) return launch_backward_form<BackwardTraits<Element, 64, 128, 128, 2>>(params, stream);
+  if (head_dim == 64) return launch_backward_form<BackwardTraits<Element, 64, 128, 64, 2>>(params, stream);
   if (head_dim == 256) return launch_backward_form<BackwardTraits<Element, 256, 64, 64, 1>>(params, stream);
   return launch_backward_form<BackwardTraits<Element, 128, 128, 64, 2>>(params, stream);
 }

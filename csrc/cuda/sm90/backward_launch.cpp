@@ -20,8 +20,7 @@ struct TileLimits {
 };
 
 TileLimits tile_limits(int head_dim) {
-  if (head_dim == 64) return {128, 128};
-  return head_dim == 128 ? TileLimits{64, 128} : TileLimits{64, 64};
+  return head_dim == 256 ? TileLimits{64, 64} : TileLimits{64, 128};
 }
 
 std::string check(const Problem& problem, const TileShapes& tiles) {

@@ -27,6 +27,8 @@ struct BackwardTraits {
   static constexpr int kStages = kStages_;
   // Whether the warpgroups own different keys, so that registers hold the operands of key and value gradients.
   static constexpr bool kSplitsKeys = kKeys == 128;
+  // Whether one warpgroup computes a tile's query gradient and the other the next one's.
+  static constexpr bool kTakesTurns = kHeadDim == 64;
   static constexpr int kScoreBuffers = kSplitsKeys ? 2 : 1;
 
   // Tiles are [token][head_dim] or [key][query]; products read them in rows or, transposed, in columns.
