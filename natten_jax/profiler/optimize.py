@@ -30,9 +30,9 @@ from natten_jax.profiler.workload import Workload, check_available, compile_work
 _SCREENED, _FINALISTS = 40, 6
 #: Runs of each: in the first measurement, and in the second.
 _SCREENING_RUNS, _FINAL_RUNS = 2, 6
-#: Seconds that the first measurement of one pass may take; slow problems get fewer configurations.
-_BUDGET = 12.0
-_FEWEST = 6
+#: The first measurement of one pass goes through the ranking in batches, and ends with the one that exceeds so many
+#: seconds: slow problems get fewer configurations, the best ranked ones.
+_BATCH, _BUDGET = 8, 8.0
 #: A backend whose own choice is this much slower than another's is not searched.
 _HOPELESS = 3.0
 #: Seconds from which on plain JAX is not even tried where there are kernels: it was several times slower everywhere.
@@ -206,8 +206,7 @@ class _Search:
             every = [options]
         else:
             every = [_with_tiles(options, pair, which) for pair in offered.pairs[:_SCREENED]]
-            every = every[: self._affordable(every[0])]
-        screened = self._ordered(self._measure(every, _SCREENING_RUNS, 1))
+        screened = self._ordered(self._screen(every))
         finalists = [trial.options for trial in screened[:_FINALISTS]]
         if offered is not None and offered.schedules and options.schedule is None:
             finalists = [
@@ -231,13 +230,15 @@ class _Search:
         name = backends.backend_name(backend, part.problem.operator)
         return listing(backend, part.problem, self._device, which, name)
 
-    def _affordable(self, options: Options) -> int:
-        """How many configurations like this one the budget allows."""
-        (trial,) = self._measure([options], 1, 1)
-        if trial.seconds is None:
-            return _SCREENED
-        runs = _SCREENING_RUNS + 1
-        return max(_FEWEST, min(_SCREENED, int(_BUDGET / (runs * trial.seconds))))
+    def _screen(self, every: Sequence[Options]) -> list[Trial]:
+        """Brief measurements, as many as the budget allows."""
+        trials: list[Trial] = []
+        start, compiling = time.perf_counter(), self._compiling
+        for first in range(0, len(every), _BATCH):
+            trials += self._measure(every[first : first + _BATCH], _SCREENING_RUNS, 1)
+            if time.perf_counter() - start - (self._compiling - compiling) > _BUDGET:
+                break
+        return trials
 
     def _ordered(self, trials: Sequence[Trial]) -> list[Trial]:
         """Those that ran, the fastest first."""
