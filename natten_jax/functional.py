@@ -29,8 +29,7 @@ def _attend(
     additional_keys: jax.Array | None,
     additional_values: jax.Array | None,
 ) -> Output:
-    unsharded = jnp.zeros((2, 3), jnp.int32)
-    return op.attend(call, Operands(query, key, value, additional_keys, additional_values, unsharded))
+    return op.attend(call, Operands(query, key, value, additional_keys, additional_values, origins=None))
 
 
 def _flattened(tiles: TileConfig) -> dict[str, Any]:

@@ -35,6 +35,7 @@ class Target:
         head_dims: Legal ``head_dim`` and ``head_dim_v``.
         choices: Attributes of its own that select a variant, and their largest values.
         tile_tokens: The most tokens of a tile, query and key/value; ``None`` is the limit of all targets.
+        scratch: Results of its own that hold nothing of use: shapes and element types.
         reads_origins: Whether the handler can check the values of the origins: those of a GPU lie in its memory.
     """
 
@@ -45,6 +46,7 @@ class Target:
     head_dims: tuple[int, int] = (8, 12)
     choices: Mapping[str, int] = dataclasses.field(default_factory=dict)
     tile_tokens: tuple[int, int] | None = None
+    scratch: Mapping[str, tuple[tuple[int, ...], Any]] = dataclasses.field(default_factory=dict)
     reads_origins: bool = True
 
     @property
@@ -69,6 +71,7 @@ TARGETS = (
         head_dims=(64, 128),
         choices={"is_ping_pong": 1, "is_persistent": 1},
         tile_tokens=(128, 128),
+        scratch={"next_tile": ((1,), np.int32)},
         reads_origins=False,
     ),
     Target(
@@ -133,6 +136,7 @@ def good_call(target: Target) -> Call:
             "delta": draw(2, *tokens, 2, dtype=np.float32),
         }
         results = {f"d{name}": (operands[name].shape, target.dtype) for name in PROBLEM_OPERANDS[:5]}
+    results |= target.scratch
     attributes = {
         "query_layout": tokens,
         "kv_layout": tokens,
@@ -197,6 +201,8 @@ def operand_cases(target: Target) -> list[Case]:
             **{f"longer-{i}": tuple(n + (i == j) for j, n in enumerate(array.shape)) for i in range(array.ndim)},
             **{f"empty-{i}": tuple(n * (i != j) for j, n in enumerate(array.shape)) for i in range(array.ndim)},
         }
+        if name == "origins":
+            del shapes["empty-0"]  # nothing is sharded
         for kind, shape in shapes.items():
             cases.append(Case(f"{name}-{kind}", set_operand(name, np.zeros(shape, array.dtype)), ("natten_jax",)))
         for dtype in other_dtypes(array.dtype):
@@ -453,13 +459,17 @@ def test_malformed_call(name: str) -> None:
     assert all(part in outcome for part in case.message), outcome
 
 
+@pytest.mark.parametrize("origins", [2, 0])
 @pytest.mark.parametrize("target", TARGET_PARAMETERS)
-def test_unchanged_call_runs(target: Target) -> None:
+def test_unchanged_call_runs(target: Target, origins: int) -> None:
     """Or else the cases would prove nothing."""
     if jax.default_backend() != {"cuda": "gpu"}.get(target.platform, target.platform):
         pytest.skip(f"runs with JAX_PLATFORMS={target.platform}")
     call = good_call(target)
-    results = run_call(target, call)
+    call.operands["origins"] = call.operands["origins"][:origins]
+    results = [
+        result for name, result in zip(call.results, run_call(target, call), strict=True) if name not in target.scratch
+    ]
     assert all(np.isfinite(result).all() for result in results)
     if not target.is_backward:
         names = ("query", "key", "value", "additional_keys", "additional_values")

@@ -34,8 +34,8 @@ Error check_compute_capability(int major, int minor) {
 }
 
 Error sm90_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
-                   AnyBuffer additional_values, AnyBuffer origins, Result out, Result logsumexp, cudaStream_t stream,
-                   xffi::Dictionary dictionary) {
+                   AnyBuffer additional_values, AnyBuffer origins, Result out, Result logsumexp, Result next_tile,
+                   cudaStream_t stream, xffi::Dictionary dictionary) {
   return guarded([&]() -> Error {
     const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins};
     Attributes attributes;
@@ -43,20 +43,25 @@ Error sm90_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer ad
     NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes, 2));
     NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_ping_pong", 1, is_ping_pong));
     NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_persistent", 1, is_persistent));
-    NATTEN_JAX_RETURN_IF_ERROR(check_origins(origins));
+    const std::int32_t* origin_values = nullptr;
+    NATTEN_JAX_RETURN_IF_ERROR(decode_origins(origins, origin_values));
     Call call;
-    NATTEN_JAX_RETURN_IF_ERROR(decode_problem(operands, attributes, nullptr, call));
+    NATTEN_JAX_RETURN_IF_ERROR(
+        decode_problem(operands, attributes, origin_values != nullptr ? nullptr : kNoOrigins, call));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result out", *out, call.problem, false));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result logsumexp", *logsumexp, call.problem, true));
+    NATTEN_JAX_RETURN_IF_ERROR(
+        check_array("result next_tile", *next_tile, xffi::DataType::S32, {1}, "it is scratch for one number"));
     NATTEN_JAX_RETURN_IF_ERROR(check_compute_capability(9, 0));
     const sm90::Arrays arrays{query.untyped_data(),
                               key.untyped_data(),
                               value.untyped_data(),
                               additional_keys.untyped_data(),
                               additional_values.untyped_data(),
-                              static_cast<const std::int32_t*>(origins.untyped_data()),
+                              origin_values,
                               out->untyped_data(),
-                              static_cast<float*>(logsumexp->untyped_data())};
+                              static_cast<float*>(logsumexp->untyped_data()),
+                              static_cast<std::int32_t*>(next_tile->untyped_data())};
     const std::string error =
         sm90::run_forward(call.problem, call.tiles, arrays, {is_ping_pong == 1, is_persistent == 1}, stream);
     return error.empty() ? Error::Success() : Error::InvalidArgument("natten_jax: " + error);
@@ -67,6 +72,7 @@ XLA_FFI_DEFINE_HANDLER(kSm90Forward, sm90_forward,
                        bind_problem()
                            .Ret<AnyBuffer>()  // out
                            .Ret<AnyBuffer>()  // logsumexp
+                           .Ret<AnyBuffer>()  // next_tile
                            .Ctx<xffi::PlatformStream<cudaStream_t>>()
                            .Attrs(),
                        {xffi::Traits::kCmdBufferCompatible});

@@ -192,9 +192,12 @@ Error check_array(const char* name, const AnyBuffer& array, DataType type, std::
   return Error::Success();
 }
 
-Error check_origins(const AnyBuffer& origins) {
-  return check_array("origins", origins, DataType::S32, {2, kRank},
-                     "it holds the query origin and the key/value origin");
+Error decode_origins(const AnyBuffer& origins, const std::int32_t*& values) {
+  const bool is_empty = origins.element_count() == 0;
+  NATTEN_JAX_RETURN_IF_ERROR(check_array("origins", origins, DataType::S32, {is_empty ? 0 : 2, kRank},
+                                         "it holds the query origin and the key/value origin, or nothing"));
+  values = is_empty ? nullptr : static_cast<const std::int32_t*>(origins.untyped_data());
+  return Error::Success();
 }
 
 Error decode_attributes(const xffi::Dictionary& dictionary, Attributes& a, std::int64_t further) {

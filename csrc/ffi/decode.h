@@ -58,8 +58,11 @@ xffi::Error decode_choice(const xffi::Dictionary& dictionary, const char* name, 
 xffi::Error decode_problem(const ProblemOperands& operands, const Attributes& attributes, const std::int32_t* origins,
                            Call& call);
 
-/// Checks that the origins operand has the type and shape that lets its values be read.
-xffi::Error check_origins(const xffi::AnyBuffer& origins);
+/// Origins of a call whose arrays are the whole layout.
+inline constexpr std::int32_t kNoOrigins[2 * kRank] = {};
+
+/// Checks the origins operand and gives its six values, or null where it is empty: all are zero.
+xffi::Error decode_origins(const xffi::AnyBuffer& origins, const std::int32_t*& values);
 
 /// Element type of the problem's arrays.
 xffi::DataType data_type(ElementType type);

@@ -17,9 +17,9 @@ using Result = xffi::Result<AnyBuffer>;
 Error decode_host_call(const ProblemOperands& operands, const xffi::Dictionary& dictionary, Call& call) {
   Attributes attributes;
   NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes));
-  NATTEN_JAX_RETURN_IF_ERROR(check_origins(operands.origins));
-  const auto* origins = static_cast<const std::int32_t*>(operands.origins.untyped_data());
-  return decode_problem(operands, attributes, origins, call);
+  const std::int32_t* origins = nullptr;
+  NATTEN_JAX_RETURN_IF_ERROR(decode_origins(operands.origins, origins));
+  return decode_problem(operands, attributes, origins != nullptr ? origins : kNoOrigins, call);
 }
 
 Error check_gradient(const char* name, const AnyBuffer& gradient, const AnyBuffer& operand) {

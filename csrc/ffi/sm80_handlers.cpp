@@ -24,9 +24,11 @@ Error sm80_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer ad
     std::int64_t is_accurate = 0;
     NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes, 1));
     NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_accurate", 1, is_accurate));
-    NATTEN_JAX_RETURN_IF_ERROR(check_origins(origins));
+    const std::int32_t* origin_values = nullptr;
+    NATTEN_JAX_RETURN_IF_ERROR(decode_origins(origins, origin_values));
     Call call;
-    NATTEN_JAX_RETURN_IF_ERROR(decode_problem(operands, attributes, nullptr, call));
+    NATTEN_JAX_RETURN_IF_ERROR(
+        decode_problem(operands, attributes, origin_values != nullptr ? nullptr : kNoOrigins, call));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result out", *out, call.problem, false));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result logsumexp", *logsumexp, call.problem, true));
     const sm80::Arrays arrays{query.untyped_data(),
@@ -34,7 +36,7 @@ Error sm80_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer ad
                               value.untyped_data(),
                               additional_keys.untyped_data(),
                               additional_values.untyped_data(),
-                              static_cast<const std::int32_t*>(origins.untyped_data()),
+                              origin_values,
                               out->untyped_data(),
                               static_cast<float*>(logsumexp->untyped_data())};
     const std::string error = sm80::run_forward(call.problem, call.tiles, arrays, is_accurate == 1, stream);
@@ -74,9 +76,11 @@ Error sm80_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer a
     NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_accurate", 1, is_accurate));
     NATTEN_JAX_RETURN_IF_ERROR(
         decode_choice(dictionary, "kv_splits", std::numeric_limits<std::int32_t>::max(), kv_splits));
-    NATTEN_JAX_RETURN_IF_ERROR(check_origins(origins));
+    const std::int32_t* origin_values = nullptr;
+    NATTEN_JAX_RETURN_IF_ERROR(decode_origins(origins, origin_values));
     Call call;
-    NATTEN_JAX_RETURN_IF_ERROR(decode_problem(operands, attributes, nullptr, call));
+    NATTEN_JAX_RETURN_IF_ERROR(
+        decode_problem(operands, attributes, origin_values != nullptr ? nullptr : kNoOrigins, call));
     const Problem& problem = call.problem;
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("logsumexp", logsumexp, problem, true));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("out_cotangent", out_cotangent, problem, false));
@@ -106,7 +110,7 @@ Error sm80_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer a
                                       value.untyped_data(),
                                       additional_keys.untyped_data(),
                                       additional_values.untyped_data(),
-                                      static_cast<const std::int32_t*>(origins.untyped_data()),
+                                      origin_values,
                                       static_cast<const float*>(logsumexp.untyped_data()),
                                       out_cotangent.untyped_data(),
                                       static_cast<const float*>(delta.untyped_data()),

@@ -23,7 +23,7 @@ class Operands(NamedTuple):
         additional_keys: ``[batch, additional_kv, heads_kv, head_dim]``, or ``None``.
         additional_values: ``[batch, additional_kv, heads_kv, head_dim_v]``, or ``None``.
         origins: int32 ``[2, 3]``: where the local query and key/value tokens start in the global layout,
-            last dimension last; zeros where nothing is sharded.
+            last dimension last; ``None`` where nothing is sharded.
     """
 
     query: jax.Array
@@ -31,7 +31,7 @@ class Operands(NamedTuple):
     value: jax.Array
     additional_keys: jax.Array | None
     additional_values: jax.Array | None
-    origins: jax.Array
+    origins: jax.Array | None
 
 
 class Gradients(NamedTuple):

@@ -379,6 +379,8 @@ def _varying(carry: _Tree, operands: Operands) -> _Tree:
 
 
 def _origins(problem: Problem, operands: Operands) -> jax.Array:
+    if operands.origins is None:
+        return jnp.zeros((2, problem.rank), jnp.int32)
     return operands.origins[:, 3 - problem.rank :].astype(jnp.int32)
 
 

@@ -71,9 +71,13 @@ class HopperBackend:
         heads, width = out_shape[-2], arrays[2].shape[-1]
         schedule = KernelSchedule(tiles.kernel_schedule or KernelSchedule.PING_PONG)
         is_persistent = tiles.run_persistent_kernel and schedule is not KernelSchedule.NON_PERSISTENT
-        out, logsumexp = native.call(
+        out, logsumexp, _ = native.call(
             _FORWARD,
-            [ResultType((*tokens, heads, width), operands.query.dtype), ResultType((*tokens, heads), jnp.float32)],
+            [
+                ResultType((*tokens, heads, width), operands.query.dtype),
+                ResultType((*tokens, heads), jnp.float32),
+                ResultType((1,), jnp.int32),  # scratch: counts query tiles
+            ],
             *arrays,
             **attributes(problem, q_tile, kv_tile),
             is_ping_pong=int(schedule is KernelSchedule.PING_PONG),

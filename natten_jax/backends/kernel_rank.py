@@ -17,13 +17,15 @@ def with_kernel_rank(array: jax.Array, rank: int) -> jax.Array:
 
 
 def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
-    """The operands that every target starts with; without additional tokens, arrays of none."""
+    """The operands that every target starts with; arrays of nothing for those that the call lacks."""
     query, key, value = (with_kernel_rank(array, problem.rank) for array in operands[:3])
     additional_keys, additional_values = operands.additional_keys, operands.additional_values
     if additional_keys is None or additional_values is None:
         additional_keys = jnp.zeros((key.shape[0], 0, *key.shape[-2:]), key.dtype)
         additional_values = jnp.zeros((value.shape[0], 0, *value.shape[-2:]), value.dtype)
-    return [query, key, value, additional_keys, additional_values, operands.origins]
+    # Zeros would be a kernel of their own in front of each call.
+    origins = jnp.zeros((0, _KERNEL_RANK), jnp.int32) if operands.origins is None else operands.origins
+    return [query, key, value, additional_keys, additional_values, origins]
 
 
 def attributes(problem: Problem, q_tile: Shape, kv_tile: Shape) -> dict[str, Shape | float]:

@@ -12,7 +12,7 @@ namespace natten_jax {
 /// than cut". Those sets are tabulated once per CTA.
 ///
 /// Element e of a row is column 8 * (e / 2) + 2 * (lane % 4) + e % 2, as mma and wgmma lay an accumulator out.
-template <int Axis::* kTile>
+template <int Axis::* kTile, cutlass::FastDivmod Axis::* kByTile>
 struct BoxMask {
   std::uint32_t* words;  // [dimension][cut][lane % 4]
   int offset[3];
@@ -41,6 +41,32 @@ struct BoxMask {
     }
   }
 
+  /// Fills the tables; warps 0 to `warps` - 1 take part whole, and their results need a barrier before use.
+  template <int kColumns>
+  CUTE_DEVICE void build(const Axis (&axis)[3], int warp, int warps) const {
+    // Each lane stands for an element of the rows that threads with this number modulo 4 hold.
+    const int lane = threadIdx.x % 32, lane4 = warp % 4;
+    const int column = 8 * (lane / 2) + 2 * lane4 + lane % 2;
+    int line, x, y, z;
+    (axis[2].*kByTile)(line, z, column);
+    (axis[1].*kByTile)(x, y, line);
+#pragma unroll 1
+    for (int d = 0; d < 3; ++d) {
+      const int coordinate = d == 0 ? x : d == 1 ? y : z;
+      // A lane keeps one of the words of 32 cuts.
+      for (int first = 32 * (warp / 4); first <= axis[d].*kTile; first += 32 * (warps / 4)) {
+        std::uint32_t word = 0;
+        const int cuts = min(axis[d].*kTile + 1 - first, 32);
+#pragma unroll 8
+        for (int i = 0; i < cuts; ++i) {
+          const std::uint32_t bits = __ballot_sync(0xffffffffu, lane < kColumns / 4 && coordinate < first + i);
+          word = lane == i ? bits : word;
+        }
+        if (lane < cuts) words[offset[d] + 4 * (first + lane) + lane4] = word;
+      }
+    }
+  }
+
   /// The elements of a row whose tokens lie in [begin, end) in every dimension; `tile` is the tile's first token.
   CUTE_DEVICE std::uint32_t row(const Axis (&axis)[3], int4 begin, int4 end, int4 tile, int lane4) const {
     return between(0, axis[0].*kTile, begin.x - tile.x, end.x - tile.x, lane4) &
@@ -63,8 +89,8 @@ struct BoxMask {
 };
 
 /// Columns are keys, rows are queries.
-using ColumnMask = BoxMask<&Axis::kv_tile>;
+using ColumnMask = BoxMask<&Axis::kv_tile, &Axis::by_kv_tile>;
 /// Columns are queries, rows are keys.
-using QueryColumnMask = BoxMask<&Axis::q_tile>;
+using QueryColumnMask = BoxMask<&Axis::q_tile, &Axis::by_q_tile>;
 
 }  // namespace natten_jax

@@ -26,6 +26,12 @@ struct TileWalk {
     }
   }
 
+  /// Whether the tile here holds nothing between `begin` and `end`.
+  CUTE_DEVICE bool is_outside(const Axis (&axis)[3], int4 begin, int4 end) const {
+    return x >= end.x || y >= end.y || z >= end.z || x + axis[0].*kTile <= begin.x || y + axis[1].*kTile <= begin.y ||
+           z + axis[2].*kTile <= begin.z;
+  }
+
   /// Whether the tile here lies between `begin` and `end` whole.
   CUTE_DEVICE bool is_inside(const Axis (&axis)[3], int4 begin, int4 end) const {
     return x >= begin.x && y >= begin.y && z >= begin.z && x + axis[0].*kTile <= end.x && y + axis[1].*kTile <= end.y &&

@@ -67,7 +67,40 @@ struct OnlineSoftmax {
 
   CUTE_DEVICE float logsumexp(int row) const {
     constexpr float kLn2 = 0.6931471805599453f;
-    return row_sum[row] == 0.f ? -INFINITY : row_max[row] * exponent_scale * kLn2 + logf(row_sum[row]);
+    return row_sum[row] == 0.f ? -INFINITY : (row_max[row] * exponent_scale + __log2f(row_sum[row])) * kLn2;
+  }
+};
+
+/// Where a row lies in the query tile.
+struct RowPlace {
+  uchar4 window_index;  // of its windows in a plan, by dimension; w: whether the tile has such a row
+
+  /// Rows past the query tile stand for its first.
+  CUTE_DEVICE RowPlace(const ForwardParams& p, int row) {
+    const bool exists = row < p.q_tile_tokens;
+    int line, x, y, z;
+    p.axis[2].by_q_tile(line, z, exists ? row : 0);
+    p.axis[1].by_q_tile(x, y, line);
+    window_index = make_uchar4(x, p.axis[0].q_tile + y, p.axis[0].q_tile + p.axis[1].q_tile + z, exists);
+  }
+
+  CUTE_DEVICE int2 window(const TilePlan& plan, int d) const {
+    return plan.windows[d == 0 ? window_index.x : d == 1 ? window_index.y : window_index.z];
+  }
+
+  /// The row's token, or -1.
+  CUTE_DEVICE int token(const ForwardParams& p, const TilePlan& plan) const {
+    const int coordinate[3] = {window_index.x, window_index.y - p.axis[0].q_tile,
+                               window_index.z - p.axis[0].q_tile - p.axis[1].q_tile};
+    int token = 0;
+    bool is_inside = window_index.w != 0;
+    CUTE_UNROLL
+    for (int d = 0; d < 3; ++d) {
+      const int at = (plan.q_begin[d] + coordinate[d]) * p.axis[d].dilation + plan.query_residue[d];
+      is_inside = is_inside && at < p.axis[d].query_extent;
+      token = token * p.axis[d].query_extent + at;
+    }
+    return is_inside ? token : -1;
   }
 };
 
@@ -81,6 +114,7 @@ CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& 
   const int warpgroup = cutlass::canonical_warp_group_idx() - 1;
   const int lane4 = threadIdx.x % 4;
   const int row0 = warpgroup * 64 + thread / 32 * 16 + threadIdx.x % 32 / 4;  // and row0 + 8
+  const RowPlace row[2] = {RowPlace(p, row0), RowPlace(p, row0 + 8)};
 
   Element* output_tile = Traits::kQueryInRegisters ? shared.o : shared.q;
   const auto rows_of_group = [&](Element* tile) {
@@ -103,12 +137,13 @@ CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& 
   Tensor weights = make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kColumns / 16>>>{});
 
   const ColumnMask column_mask(shared.mask_words, p.axis);
-  column_mask.template build<kColumns>(p.axis, shared.column_coordinates, threadIdx.x - 128, kConsumers);
+  column_mask.template build<kColumns>(p.axis, threadIdx.x / 32 - 4, kConsumers / 32);
   cutlass::arch::NamedBarrier::sync(kConsumers, named_barrier(kMaskReady));
 
   // Negating the scale is negating the query; a scale of zero is a query of zero.
   const std::uint32_t query_flip = p.scale < 0.f ? 0x80008000u : 0u, query_keep = p.scale == 0.f ? 0u : 0xffffffffu;
   const float logit_sign = p.scale < 0.f ? -1.f : p.scale == 0.f ? 0.f : 1.f;
+  const float exponent_scale = (p.scale == 0.f ? 1.f : fabsf(p.scale)) * kLog2e;
   OnlineSoftmax<Traits> softmax;
 
   const auto await_turn = [&]() __attribute__((always_inline)) {
@@ -124,12 +159,16 @@ CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& 
   if (Traits::kPingPong && warpgroup == 1) pass_turn();  // the first warpgroup begins
 
   int k_stage = 0, k_phase = 0, v_stage = 0, v_phase = 0, q_phase = 0, o_phase = 0, slot = 0, plan_phase = 0;
-  while (true) {
-    wait(shared.full_plan[slot], plan_phase);
-    const TilePlan& plan = shared.plan[slot];
-    if (plan.kv_tiles < 0) break;
-    const int tiles = plan.kv_tiles + (p.additional_kv + kColumns - 1) / kColumns;
+  int left;             // key/value tiles of the query tile to go
+  int mask, next_mask;  // of the tile at hand and of the one after it
+  std::uint32_t visible[2];
 
+  // Takes the next query tile; false after the last.
+  const auto next_query_tile = [&]() __attribute__((always_inline)) {
+    wait(shared.full_plan[slot], plan_phase);
+    left = shared.plan[slot].kv_tiles;
+    if (left < 0) return false;
+    left += (p.additional_kv + kColumns - 1) / kColumns;
     wait(shared.full_q, q_phase);
     q_phase ^= 1;
     if constexpr (Traits::kQueryInRegisters) {
@@ -141,110 +180,104 @@ CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& 
       for (int i = 0; i < size(pairs); ++i) pairs(i) = (pairs(i) ^ query_flip) & query_keep;
       arrive(shared.empty_q);
     }
-    clear(o);
-    softmax.start((p.scale == 0.f ? 1.f : fabsf(p.scale)) * kLog2e);
-    int mask;
-    std::uint32_t visible[2];
-
-    const auto start_s = [&]() __attribute__((always_inline)) {
-      wait(shared.full_k[k_stage], k_phase);
+    return true;
+  };
+  const auto start_s = [&]() __attribute__((always_inline)) {
+    await_turn();
+    warpgroup_fence_operand(s);
+    warpgroup_arrive();
+    product_s.accumulate_ = GMMA::ScaleOut::Zero;
+    CUTE_UNROLL
+    for (int k = 0; k < size<2>(query); ++k) {
+      gemm(product_s, query(_, _, k), keys(_, _, k, k_stage), s);
+      product_s.accumulate_ = GMMA::ScaleOut::One;
+    }
+    warpgroup_commit_batch();
+  };
+  const auto start_o = [&]() __attribute__((always_inline)) {
+    wait(shared.full_v[v_stage], v_phase);
+    warpgroup_fence_operand(o);
+    warpgroup_arrive();
+    product_o.accumulate_ = GMMA::ScaleOut::One;
+    CUTE_UNROLL
+    for (int k = 0; k < size<2>(weights); ++k) gemm(product_o, weights(_, _, k), values(_, _, k, v_stage), o);
+    warpgroup_commit_batch();
+  };
+  // How the tile in a key buffer is masked for this warpgroup.
+  const auto mask_of = [&](int stage, int phase) __attribute__((always_inline)) {
+    wait(shared.full_k[stage], phase);
+    return shared.tile[stage].w >> kMaskBits * warpgroup & kHidden;
+  };
+  // Passes over tiles that no row sees; false where no other is left.
+  const auto find_seen = [&]() __attribute__((always_inline)) {
+    for (; left > 0; --left) {
+      mask = mask_of(k_stage, k_phase);
+      if (mask != kHidden) return true;
       await_turn();
-      warpgroup_fence_operand(s);
-      warpgroup_arrive();
-      product_s.accumulate_ = GMMA::ScaleOut::Zero;
-      CUTE_UNROLL
-      for (int k = 0; k < size<2>(query); ++k) {
-        gemm(product_s, query(_, _, k), keys(_, _, k, k_stage), s);
-        product_s.accumulate_ = GMMA::ScaleOut::One;
-      }
-      warpgroup_commit_batch();
-    };
-    const auto start_o = [&]() __attribute__((always_inline)) {
-      wait(shared.full_v[v_stage], v_phase);
-      warpgroup_fence_operand(o);
-      warpgroup_arrive();
-      product_o.accumulate_ = GMMA::ScaleOut::One;
-      CUTE_UNROLL
-      for (int k = 0; k < size<2>(weights); ++k) gemm(product_o, weights(_, _, k), values(_, _, k, v_stage), o);
-      warpgroup_commit_batch();
-    };
-    // Which elements of the tile are hidden, worked out while the product is under way.
-    const auto plan_mask = [&]() __attribute__((always_inline)) {
-      const int4 tile = shared.tile[k_stage];
-      mask = tile.w;
-      if (mask == kWindowMask) {
-        CUTE_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          const int4* seen = plan.row_windows[row0 + 8 * i];
-          visible[i] = column_mask.row(p.axis, seen[0], seen[1], tile, lane4);
-        }
-      } else if (mask == kColumnMask) {
-        visible[0] = visible[1] = ColumnMask::first(p.additional_kv - tile.z, lane4);
-      }
-    };
-    const auto finish_s = [&]() __attribute__((always_inline)) {
-      warpgroup_fence_operand(s);
+      pass_turn();
       arrive(shared.empty_k[k_stage]);
       advance<Traits::kStages>(k_stage, k_phase);
-      if (!Traits::kQueryInRegisters && logit_sign <= 0.f) {
-        CUTE_UNROLL
-        for (int e = 0; e < size(s); ++e) s(e) *= logit_sign;
-      }
-      if (mask != kNoMask) {
-        CUTE_UNROLL
-        for (int e = 0; e < size(s); ++e) {
-          const std::uint32_t bit = 1u << (2 * (e / 4) + e % 2);
-          if (!(visible[(e / 2) % 2] & bit)) s(e) = -INFINITY;
-        }
-      }
-      softmax.update(s);
-    };
-    const auto finish_o = [&]() __attribute__((always_inline)) {
-      warpgroup_fence_operand(o);
+      wait(shared.full_v[v_stage], v_phase);
       arrive(shared.empty_v[v_stage]);
       advance<Traits::kStages>(v_stage, v_phase);
-    };
-    const auto to_weights = [&]() __attribute__((always_inline)) {
-      Tensor pairs = recast<std::uint32_t>(weights);
+    }
+    return false;
+  };
+  // Which elements of the tile are hidden and how the next tile is masked, worked out while the product is under way.
+  const auto plan_mask = [&]() __attribute__((always_inline)) {
+    const int4 tile = shared.tile[k_stage];
+    if (mask == kWindowMask) {
+      const TilePlan& plan = shared.plan[slot];
+      wait(shared.full_windows[slot], plan_phase);
       CUTE_UNROLL
-      for (int e = 0; e < size(pairs); ++e) pairs(e) = pack<Element>(s(2 * e), s(2 * e + 1));
-    };
-
-    if (tiles > 0) {
-      start_s();
-      pass_turn();
-      plan_mask();
-      warpgroup_wait<0>();
-      finish_s();
-      to_weights();
-      for (int tile = 1; tile < tiles; ++tile) {
-        start_s();
-        start_o();
-        pass_turn();
-        plan_mask();
-        warpgroup_wait<1>();
-        finish_s();
-        warpgroup_wait<0>();
-        finish_o();
-        CUTE_UNROLL
-        for (int e = 0; e < size(o); ++e) o(e) *= softmax.rescale[(e / 2) % 2];
-        to_weights();
+      for (int i = 0; i < 2; ++i) {
+        const int2 x = row[i].window(plan, 0), y = row[i].window(plan, 1), z = row[i].window(plan, 2);
+        visible[i] = column_mask.row(p.axis, make_int4(x.x, y.x, z.x, 0), make_int4(x.y, y.y, z.y, 0), tile, lane4);
       }
-      start_o();
-      warpgroup_wait<0>();
-      finish_o();
+    } else if (mask == kColumnMask) {
+      visible[0] = visible[1] = ColumnMask::first(p.additional_kv - tile.z, lane4);
     }
-
-    softmax.finish();
+    next_mask = kHidden;
+    if (left > 1) {
+      int stage = k_stage, phase = k_phase;
+      advance<Traits::kStages>(stage, phase);
+      next_mask = mask_of(stage, phase);
+    }
+  };
+  const auto finish_s = [&]() __attribute__((always_inline)) {
+    warpgroup_fence_operand(s);
+    arrive(shared.empty_k[k_stage]);
+    advance<Traits::kStages>(k_stage, k_phase);
+    --left;
+    if (!Traits::kQueryInRegisters && logit_sign <= 0.f) {
+      CUTE_UNROLL
+      for (int e = 0; e < size(s); ++e) s(e) *= logit_sign;
+    }
+    if (mask != kNoMask) {
+      CUTE_UNROLL
+      for (int e = 0; e < size(s); ++e) {
+        const std::uint32_t bit = 1u << (2 * (e / 4) + e % 2);
+        if (!(visible[(e / 2) % 2] & bit)) s(e) = -INFINITY;
+      }
+    }
+    mask = next_mask;
+    softmax.update(s);
+  };
+  const auto finish_o = [&]() __attribute__((always_inline)) {
+    warpgroup_fence_operand(o);
+    arrive(shared.empty_v[v_stage]);
+    advance<Traits::kStages>(v_stage, v_phase);
+  };
+  const auto to_weights = [&]() __attribute__((always_inline)) {
     CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      const int token = plan.row_windows[row0 + 8 * i][0].w;
-      if (lane4 == 0 && token >= 0) {
-        const auto tokens =
-            static_cast<std::int64_t>(p.axis[0].query_extent) * p.axis[1].query_extent * p.axis[2].query_extent;
-        p.logsumexp[(plan.batch * tokens + token) * p.heads + plan.head] = softmax.logsumexp(i);
-      }
-    }
+    for (int e = 0; e < size(o); ++e) o(e) *= softmax.rescale[(e / 2) % 2];
+    Tensor pairs = recast<std::uint32_t>(weights);
+    CUTE_UNROLL
+    for (int e = 0; e < size(pairs); ++e) pairs(e) = pack<Element>(s(2 * e), s(2 * e + 1));
+  };
+  // Hands over the output of the query tile in a slot and gets ready for the next.
+  const auto finish_query_tile = [&](int finished) __attribute__((always_inline)) {
+    softmax.finish();
     const float normalisation[2] = {softmax.normalisation(0), softmax.normalisation(1)};
     Tensor result = make_tensor<Element>(o.layout());
     Tensor pairs = recast<std::uint32_t>(result);
@@ -262,9 +295,65 @@ CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& 
     copy(copy_o, thread_copy.retile_S(result), thread_copy.partition_D(as_position_independent_swizzle_tensor(sO)));
     cutlass::arch::fence_view_async_shared();
     cutlass::arch::NamedBarrier::arrive(kConsumers + 32, named_barrier(kOutputReady));
-    arrive(shared.empty_plan[slot]);
+    const TilePlan& plan = shared.plan[finished];
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const int token = row[i].token(p, plan);
+      if (lane4 == 0 && token >= 0) {
+        const auto tokens =
+            static_cast<std::int64_t>(p.axis[0].query_extent) * p.axis[1].query_extent * p.axis[2].query_extent;
+        p.logsumexp[(plan.batch * tokens + token) * p.heads + plan.head] = softmax.logsumexp(i);
+      }
+    }
+    arrive(shared.empty_plan[finished]);
+    clear(o);
+    softmax.start(exponent_scale);
+  };
+
+  clear(o);
+  softmax.start(exponent_scale);
+  if (!next_query_tile()) return;
+  find_seen();
+  start_s();
+  pass_turn();
+  warpgroup_wait<0>();  // entered and repeated, the loop keeps the logits in different registers
+  int finished;
+  while (true) {
+    plan_mask();
+    warpgroup_wait<0>();
+    finish_s();
+    to_weights();
+    // The logits of one tile are under way with the output of the one before.
+    while (mask != kHidden) {
+      start_s();
+      start_o();
+      pass_turn();
+      plan_mask();
+      warpgroup_wait<1>();
+      finish_s();
+      warpgroup_wait<0>();
+      finish_o();
+      to_weights();
+    }
+    start_o();
+    warpgroup_wait<0>();
+    finish_o();
+    if (find_seen()) {
+      start_s();
+      pass_turn();
+      continue;
+    }
+    finished = slot;
     advance<2>(slot, plan_phase);
+    if constexpr (!Traits::kQueryInRegisters) finish_query_tile(finished);
+    if (!next_query_tile()) break;
+    find_seen();
+    start_s();
+    pass_turn();
+    // The next tile's first logits are under way meanwhile.
+    if constexpr (Traits::kQueryInRegisters) finish_query_tile(finished);
   }
+  if constexpr (Traits::kQueryInRegisters) finish_query_tile(finished);
 }
 
 template <class Traits>
@@ -277,27 +366,26 @@ CUTE_DEVICE void prepare(const ForwardParams& p, typename Traits::SharedStorage&
     }
     cutlass::arch::fence_view_async_shared();
   }
-  // Rows past the query tile stand for its first; columns past the key/value tile are in no window.
-  const auto place = [&](int i, int tokens, int y_extent, int z_extent, int x_past) {
-    const int line = i / z_extent, x = line / y_extent;
-    return make_uchar4(i < tokens ? x : x_past, i < tokens ? line - x * y_extent : 0,
-                       i < tokens ? i - line * z_extent : 0, 0);
-  };
-  if (threadIdx.x < kRows) {
-    shared.row_coordinates[threadIdx.x] = place(threadIdx.x, p.q_tile_tokens, p.axis[1].q_tile, p.axis[2].q_tile, 0);
-  } else if (threadIdx.x - kRows < Traits::kColumns) {
-    shared.column_coordinates[threadIdx.x - kRows] =
-        place(threadIdx.x - kRows, p.kv_tile_tokens, p.axis[1].kv_tile, p.axis[2].kv_tile, 255);
-  }
-  if (threadIdx.x < 6) {
-    shared.origins[threadIdx.x] = Origin::split(p.origins[threadIdx.x], p.axis[threadIdx.x % 3].dilation);
+  if (threadIdx.x >= 32 && threadIdx.x < 32 + kGroupClasses) {
+    // The first loads need not wait for their maps.
+    const int c = threadIdx.x - 32;
+    if (p.query_classes >> c & 1) {
+      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&p.query[c]));
+      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&p.out[c]));
+    }
+    if (p.kv_classes >> c & 1) {
+      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&p.key[c]));
+      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&p.value[c]));
+    }
   }
   if (threadIdx.x == 0) {
+    ClusterBarrier::init(&shared.first_key_loaded, 1);
     ClusterBarrier::init(&shared.full_q, 1);
     ClusterBarrier::init(&shared.empty_q, Traits::kQueryInRegisters ? kConsumers : 1);
     ClusterBarrier::init(&shared.empty_o, 1);
     for (int i = 0; i < 2; ++i) {
       ClusterBarrier::init(&shared.full_plan[i], 32);
+      ClusterBarrier::init(&shared.full_windows[i], 32);
       ClusterBarrier::init(&shared.empty_plan[i], kConsumers + 2 + 32);  // and two loading threads, a storing warp
     }
     for (int i = 0; i < Traits::kStages; ++i) {

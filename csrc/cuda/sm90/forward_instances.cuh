@@ -1,43 +1,37 @@
 // Instantiates the forward kernel for one element type.
 #pragma once
 
-#include <algorithm>
-
 #include "cuda/sm90/forward.cuh"
 #include "cuda/sm90/forward.h"
 
 namespace natten_jax::sm90 {
 
 template <class Traits>
-cudaError_t launch(const ForwardParams& params, bool is_persistent, cudaStream_t stream) {
+cudaError_t launch(const ForwardParams& params, int ctas, cudaStream_t stream) {
   const auto kernel = natten_jax_sm90_fna_forward<Traits>;
   constexpr int kSharedMemory = sizeof(typename Traits::SharedStorage);
   static_assert(kSharedMemory <= 227 * 1024);
-  int device = 0, multiprocessors = 0;
-  if (const auto error = cudaGetDevice(&device)) return error;
-  if (const auto error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device)) return error;
   if (const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedMemory)) {
     return error;
   }
-  const int ctas = is_persistent ? std::min(params.tiles, multiprocessors) : params.tiles;
   kernel<<<ctas, kThreads, kSharedMemory, stream>>>(params);
   return cudaGetLastError();
 }
 
 template <class Element, int kHeadDim, int kColumns>
-cudaError_t launch_schedule(const ForwardParams& params, bool is_ping_pong, bool is_persistent, cudaStream_t stream) {
-  return is_ping_pong ? launch<ForwardTraits<Element, kHeadDim, kColumns, true>>(params, is_persistent, stream)
-                      : launch<ForwardTraits<Element, kHeadDim, kColumns, false>>(params, is_persistent, stream);
+cudaError_t launch_schedule(const ForwardParams& params, bool is_ping_pong, int ctas, cudaStream_t stream) {
+  return is_ping_pong ? launch<ForwardTraits<Element, kHeadDim, kColumns, true>>(params, ctas, stream)
+                      : launch<ForwardTraits<Element, kHeadDim, kColumns, false>>(params, ctas, stream);
 }
 
 template <bool kIsBFloat16>
-cudaError_t launch_forward(const ForwardParams& params, int head_dim, int columns, bool is_ping_pong,
-                           bool is_persistent, cudaStream_t stream) {
+cudaError_t launch_forward(const ForwardParams& params, int head_dim, int columns, bool is_ping_pong, int ctas,
+                           cudaStream_t stream) {
   using Element = std::conditional_t<kIsBFloat16, cutlass::bfloat16_t, cutlass::half_t>;
-  if (head_dim == 64) return launch_schedule<Element, 64, 128>(params, is_ping_pong, is_persistent, stream);
-  if (head_dim == 256) return launch_schedule<Element, 256, 64>(params, is_ping_pong, is_persistent, stream);
-  if (columns == 96) return launch_schedule<Element, 128, 96>(params, is_ping_pong, is_persistent, stream);
-  return launch_schedule<Element, 128, 128>(params, is_ping_pong, is_persistent, stream);
+  if (head_dim == 64) return launch_schedule<Element, 64, 128>(params, is_ping_pong, ctas, stream);
+  if (head_dim == 256) return launch_schedule<Element, 256, 64>(params, is_ping_pong, ctas, stream);
+  if (columns == 96) return launch_schedule<Element, 128, 96>(params, is_ping_pong, ctas, stream);
+  return launch_schedule<Element, 128, 128>(params, is_ping_pong, ctas, stream);
 }
 
 }  // namespace natten_jax::sm90

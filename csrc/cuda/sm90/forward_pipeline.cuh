@@ -10,10 +10,12 @@
 
 namespace natten_jax::sm90 {
 
-// How a key/value tile is masked.
+// How a key/value tile is masked for a warpgroup, two bits each.
 constexpr int kNoMask = 0;
 constexpr int kWindowMask = 1;
 constexpr int kColumnMask = 2;
+constexpr int kHidden = 3;  // none of its rows sees any of the tile
+constexpr int kMaskBits = 2;
 
 // Named barriers; the first eight are CUTLASS's own.
 constexpr int kProductOrder = 8;  // and the next one: whose turn it is to issue products
@@ -58,37 +60,82 @@ struct ForwardTraits {
     alignas(1024) Element v[cosize_v<LayoutVt>];
     alignas(1024) Element o[kQueryInRegisters ? cosize_v<LayoutQ> : kChunk];
     TilePlan plan[2];
-    int4 tile[kStages];                   // of the tile in a key buffer: first key (x, y, z) and how it is masked
-    uchar4 row_coordinates[kRows];        // of a row in the query tile: x, y, z
-    uchar4 column_coordinates[kColumns];  // of a column in the key/value tile
-    Origin origins[6];
+    int4 tile[kStages];  // of the tile in a key buffer: first key (x, y, z) and how it is masked
     std::uint32_t mask_words[ColumnMask::capacity(kColumns)];
-    alignas(8) std::uint64_t full_q, empty_q, empty_o, full_plan[2], empty_plan[2];
+    alignas(8) std::uint64_t first_key_loaded, full_q, empty_q, empty_o, full_plan[2], full_windows[2], empty_plan[2];
     std::uint64_t full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
   };
 };
+
+/// The tile that a CTA takes in a round, or one past the last.
+CUTE_DEVICE int take_tile(const ForwardParams& p, int round) {
+  const int first = round * static_cast<int>(gridDim.x);
+  if (p.next_tile == nullptr) {
+    // Every other round runs backwards, so that no CTA always gets the shorter tiles.
+    return first + static_cast<int>(round % 2 == 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+  }
+  if (round == 0) return blockIdx.x;
+  int taken = 0;
+  if (threadIdx.x % 32 == 0) taken = atomicAdd(p.next_tile, 1);
+  return gridDim.x + __shfl_sync(0xffffffffu, taken, 0);
+}
 
 /// One warp: plans tiles ahead of the loads and the products.
 template <class SharedStorage>
 CUTE_DEVICE void plan_tiles(const ForwardParams& p, SharedStorage& shared) {
   int slot = 0, phase = 0;
+  // A lane splits the origins of the dimension that it plans.
+  const int d = planned_dimension();
+  const Origin query_origin = Origin::load(p.origins, d, p.axis[d].dilation);
+  const Origin kv_origin = Origin::load(p.origins, 3 + d, p.axis[d].dilation);
   for (int round = 0;; ++round) {
-    const int first = round * gridDim.x;
-    const bool is_last = first >= p.tiles;
-    // Every other round runs backwards, so that no CTA always gets the shorter tiles.
-    const int tile = first + (round % 2 == 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    const int tile = take_tile(p, round);
+    // A fixed order's last round may lack this tile only; taken tiles count up.
+    const bool is_last = p.next_tile == nullptr ? round * static_cast<int>(gridDim.x) >= p.tiles : tile >= p.tiles;
     if (!is_last && tile >= p.tiles) continue;
     wait(shared.empty_plan[slot], phase ^ 1);
+    TilePlan& plan = shared.plan[slot];
     if (is_last) {
-      shared.plan[slot].kv_tiles = -1;
-    } else if (!plan_tile(p, shared.origins, shared.row_coordinates, tile, shared.plan[slot])) {
-      continue;
+      plan.kv_tiles = -1;
+      arrive(shared.full_plan[slot]);
+      return;
     }
-    __syncwarp();
+    int batch, head;
+    const AxisPlan own = plan_axis(p, query_origin, kv_origin, tile, batch, head);
+    if (__any_sync(0xffffffffu, own.q_begin >= own.queries)) continue;  // past its dilation group's end
+    plan_tile(p, own, batch, head, plan);
     arrive(shared.full_plan[slot]);  // every lane wrote a part
-    if (is_last) return;
+    plan_windows(p, own, plan);
+    arrive(shared.full_windows[slot]);
     advance<2>(slot, phase);
   }
+}
+
+CUTE_DEVICE int4 as_int4(const int (&v)[4]) {
+  return *reinterpret_cast<const int4*>(v);
+}
+
+CUTE_DEVICE bool is_empty(int4 begin, int4 end) {
+  return end.x <= begin.x || end.y <= begin.y || end.z <= begin.z;
+}
+
+/// How a tile is masked for each warpgroup; an incomplete one (`is_whole` false) always is. At least one tile of a
+/// query tile is not hidden.
+CUTE_DEVICE int window_masks(const ForwardParams& p, const TilePlan& plan, const KvWalk& walk, bool is_whole) {
+  int masks = 0;
+#pragma unroll 1
+  for (int warpgroup = 0; warpgroup < 2; ++warpgroup) {
+    int mask = kWindowMask;
+    const int4 seen_begin = as_int4(plan.seen_begin[warpgroup]), seen_end = as_int4(plan.seen_end[warpgroup]);
+    if (walk.is_outside(p.axis, seen_begin, seen_end) && !is_empty(seen_begin, seen_end)) {
+      mask = kHidden;
+    } else if (is_whole &&
+               walk.is_inside(p.axis, as_int4(plan.inner_begin[warpgroup]), as_int4(plan.inner_end[warpgroup]))) {
+      mask = kNoMask;
+    }
+    masks |= mask << kMaskBits * warpgroup;
+  }
+  return masks;
 }
 
 /// One thread: loads the query and key tiles, or the value tiles, that the plans ask for. The two rings advance on
@@ -103,12 +150,20 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
   std::uint64_t* empty = kIsKey ? shared.empty_k : shared.empty_v;
   Element* buffers = kIsKey ? shared.k : shared.v;
   int stage = 0, phase = 0, q_phase = 0, slot = 0, plan_phase = 0;
+  bool is_first = true;
   const auto load = [&](const CUtensorMap* map, int rows, int column, int z, int y, int x, int batch, int mask) {
     wait(empty[stage], phase ^ 1);
+    if (!kIsKey && is_first) wait(shared.first_key_loaded, 0);
     if constexpr (kIsKey) shared.tile[stage] = make_int4(x, y, z, mask);
     ClusterTransactionBarrier::arrive_and_expect_tx(&full[stage], chunks * rows * kRowBytes);
     load_tile(map, &full[stage], buffers + stage * Traits::kColumns * Traits::kHeadDim, chunks, Traits::kColumns,
               column, z, y, x, batch);
+    if (kIsKey && is_first) {
+      // All that the first product needs is on its way alone.
+      wait(full[stage], phase);
+      arrive(shared.first_key_loaded);
+    }
+    is_first = false;
     advance<Traits::kStages>(stage, phase);
   };
   while (true) {
@@ -121,26 +176,25 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
       q_phase ^= 1;
       ClusterTransactionBarrier::arrive_and_expect_tx(&shared.full_q, chunks * p.q_tile_tokens * kRowBytes);
       load_tile<Element>(&p.query[plan.query_map], &shared.full_q, shared.q, chunks, kRows, plan.query_column,
-                         plan.q_begin.z, plan.q_begin.y, plan.q_begin.x, batch);
+                         plan.q_begin[2], plan.q_begin[1], plan.q_begin[0], batch);
     }
     const CUtensorMap* map = kIsKey ? &p.key[plan.kv_map] : &p.value[plan.kv_map];
     const CUtensorMap* additional_map = kIsKey ? &p.additional_keys : &p.additional_values;
     const int column = kIsKey ? plan.key_column : plan.value_column, additional_column = plan.kv_head * head_dim;
-    const int4 hull_begin = plan.hull_begin, hull_end = plan.hull_end;
-    const int4 inner_begin = plan.inner_begin, inner_end = plan.inner_end;
-    arrive(shared.empty_plan[slot]);
-    advance<2>(slot, plan_phase);
+    const int4 hull_begin = as_int4(plan.hull_begin), hull_end = as_int4(plan.hull_end);
     const bool is_whole = p.kv_tile_tokens == Traits::kColumns;
     KvWalk walk(hull_begin);
     for (int i = 0; i < kv_tiles; ++i) {
-      const bool is_masked = kIsKey && !(is_whole && walk.is_inside(p.axis, inner_begin, inner_end));
-      load(map, p.kv_tile_tokens, column, walk.z, walk.y, walk.x, batch, is_masked ? kWindowMask : kNoMask);
+      const int masks = kIsKey ? window_masks(p, plan, walk, is_whole) : 0;
+      load(map, p.kv_tile_tokens, column, walk.z, walk.y, walk.x, batch, masks);
       walk.next(p.axis, hull_begin, hull_end);
     }
     for (int first = 0; first < p.additional_kv; first += Traits::kColumns) {
-      const bool is_masked = p.additional_kv - first < Traits::kColumns;
-      load(additional_map, Traits::kColumns, additional_column, first, 0, 0, batch, is_masked ? kColumnMask : kNoMask);
+      const int mask = p.additional_kv - first < Traits::kColumns ? kColumnMask : kNoMask;
+      load(additional_map, Traits::kColumns, additional_column, first, 0, 0, batch, mask << kMaskBits | mask);
     }
+    arrive(shared.empty_plan[slot]);
+    advance<2>(slot, plan_phase);
   }
 }
 
@@ -157,7 +211,7 @@ CUTE_DEVICE void store_tiles(const ForwardParams& p, typename Traits::SharedStor
     if (threadIdx.x % 32 == 0) {
       for (int chunk = 0; chunk < p.head_dim_v / kChunk; ++chunk) {
         SM90_TMA_STORE_5D::copy(&p.out[plan.query_map], tile + chunk * kRows * kChunk,
-                                plan.output_column + chunk * kChunk, plan.q_begin.z, plan.q_begin.y, plan.q_begin.x,
+                                plan.output_column + chunk * kChunk, plan.q_begin[2], plan.q_begin[1], plan.q_begin[0],
                                 plan.batch);
       }
       tma_store_arrive();

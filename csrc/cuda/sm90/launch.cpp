@@ -12,6 +12,8 @@ namespace {
 constexpr std::int64_t kTileRows = 128;
 /// Keys and values of the heads that run side by side should stay in the second-level cache.
 constexpr std::int64_t kCacheBytes = 8 << 20;
+/// Tiles per CTA from which on it pays to clear a counter first.
+constexpr std::int64_t kTilesWorthCounting = 4;
 
 /// Keys per tile that the kernel is compiled for.
 int compiled_columns(int head_dim, std::int64_t kv_tile_tokens) {
@@ -46,6 +48,26 @@ int heads_per_block(const Problem& problem) {
   return best;
 }
 
+/// The smallest boxes of the query tile that hold each warpgroup's rows.
+void bound_warpgroups(ForwardParams& p) {
+  constexpr int kRowsOfWarpgroup = 64;
+  for (int warpgroup = 0; warpgroup < 2; ++warpgroup) {
+    int first = std::min(kRowsOfWarpgroup * warpgroup, p.q_tile_tokens - 1);
+    int last = std::min(kRowsOfWarpgroup * (warpgroup + 1), p.q_tile_tokens) - 1;
+    int tokens = p.q_tile_tokens;
+    bool is_line = true;  // first and last row agree in the dimensions before
+    for (int d = 0; d < kRank; ++d) {
+      tokens /= p.axis[d].q_tile;
+      int* corner = p.corner + 6 * warpgroup + d;
+      corner[0] = is_line ? first / tokens : 0;
+      corner[3] = is_line ? last / tokens : p.axis[d].q_tile - 1;
+      is_line = is_line && corner[0] == corner[3];
+      first %= tokens;
+      last %= tokens;
+    }
+  }
+}
+
 }  // namespace
 
 std::string run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, Schedule schedule,
@@ -78,6 +100,8 @@ std::string run_forward(const Problem& problem, const TileShapes& tiles, const A
   }
   p.origins = arrays.origins;
   p.logsumexp = arrays.logsumexp;
+  p.query_classes = group_classes(problem, Side::kQuery);
+  p.kv_classes = group_classes(problem, Side::kKeyValue);
   p.heads = static_cast<int>(problem.heads);
   p.heads_kv = static_cast<int>(problem.heads_kv);
   p.head_dim = static_cast<int>(problem.head_dim);
@@ -88,6 +112,7 @@ std::string run_forward(const Problem& problem, const TileShapes& tiles, const A
   p.q_tile_tokens = static_cast<int>(product(tiles.query));
   p.kv_tile_tokens = static_cast<int>(product(tiles.kv));
   p.heads_per_block = heads_per_block(problem);
+  bound_warpgroups(p);
   p.clears_tiles =
       p.q_tile_tokens < kTileRows || p.kv_tile_tokens < columns || p.head_dim < head_dim || p.head_dim_v < head_dim;
   p.by_tiles_per_group = cutlass::FastDivmod(static_cast<int>(tiles_per_group));
@@ -95,8 +120,16 @@ std::string run_forward(const Problem& problem, const TileShapes& tiles, const A
   p.by_heads_per_block = cutlass::FastDivmod(p.heads_per_block);
   p.by_head_blocks = cutlass::FastDivmod(p.heads / p.heads_per_block);
   p.by_heads_per_kv = cutlass::FastDivmod(static_cast<int>(problem.heads_per_kv()));
+  int multiprocessors = 0;
+  cudaError_t error = count_multiprocessors(multiprocessors);
+  const int ctas = schedule.is_persistent ? std::min(p.tiles, multiprocessors) : p.tiles;
+  if (all_tiles >= kTilesWorthCounting * ctas && error == cudaSuccess) {
+    // Tiles differ in length, and multiprocessors in speed: whoever is done takes the next.
+    p.next_tile = arrays.next_tile;
+    error = cudaMemsetAsync(p.next_tile, 0, sizeof(*p.next_tile), stream);
+  }
   const auto launch = problem.element_type == ElementType::kBFloat16 ? launch_forward<true> : launch_forward<false>;
-  const cudaError_t error = launch(p, head_dim, columns, schedule.is_ping_pong, schedule.is_persistent, stream);
+  if (error == cudaSuccess) error = launch(p, head_dim, columns, schedule.is_ping_pong, ctas, stream);
   return error == cudaSuccess ? std::string() : std::string("CUDA: ") + cudaGetErrorString(error);
 }
 

@@ -17,9 +17,10 @@ struct Arrays {
   const void* value;
   const void* additional_keys;
   const void* additional_values;
-  const std::int32_t* origins;
+  const std::int32_t* origins;  ///< Null: zeros.
   void* out;
   float* logsumexp;
+  std::int32_t* next_tile;  ///< Scratch, one number.
 };
 
 struct Schedule {

@@ -11,11 +11,22 @@ namespace {
 constexpr std::int64_t kHeadDimChunk = 64;
 constexpr std::int64_t kLargestHeadDim = 256;
 
+/// Whether groups of a class hold a remainder token in a dimension.
+bool has_remainder(int group_class, int dimension) {
+  return (group_class >> (kRank - 1 - dimension) & 1) != 0;
+}
+
 }  // namespace
 
 int compiled_head_dim(const Problem& problem) {
   const std::int64_t wider = std::max(problem.head_dim, problem.head_dim_v);
   return wider <= 64 ? 64 : wider <= 128 ? 128 : 256;
+}
+
+cudaError_t count_multiprocessors(int& count) {
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device)) return error;
+  return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
 }
 
 std::string check_arrays(const Problem& problem) {
@@ -31,22 +42,34 @@ std::string check_arrays(const Problem& problem) {
   return {};
 }
 
+int group_classes(const Problem& problem, Side side) {
+  int classes = 0;
+  for (int c = 0; c < kGroupClasses; ++c) {
+    bool exists = true;
+    for (int d = 0; d < kRank; ++d) {
+      const Dimension& dim = problem.dims[d];
+      const std::int64_t extent = side == Side::kQuery ? dim.query.extent : dim.kv.extent;
+      exists = exists && (has_remainder(c, d) ? extent % dim.dilation != 0 : extent >= dim.dilation);
+    }
+    classes |= exists << c;
+  }
+  return classes;
+}
+
 std::string encode_classes(const Problem& problem, Side side, Array array, const std::int64_t (&tile)[kRank],
                            CUtensorMap (&maps)[kGroupClasses]) {
   const bool is_query = side == Side::kQuery;
   const std::int64_t heads = is_query ? problem.heads : problem.heads_kv;
   TokenGrid grid{array.data, problem.element_type, problem.batch, {}, {}, {}, heads, array.head_dim};
+  const int classes = group_classes(problem, side);
   for (int c = 0; c < kGroupClasses; ++c) {
-    bool exists = true;
+    if (!(classes >> c & 1)) continue;
     for (int d = 0; d < kRank; ++d) {
       const Dimension& dim = problem.dims[d];
-      const bool has_remainder = (c >> (kRank - 1 - d) & 1) != 0;
       grid.extent[d] = is_query ? dim.query.extent : dim.kv.extent;
       grid.dilation[d] = dim.dilation;
-      grid.tokens[d] = grid.extent[d] / dim.dilation + (has_remainder ? 1 : 0);
-      exists = exists && grid.tokens[d] > 0 && (!has_remainder || grid.extent[d] % dim.dilation != 0);
+      grid.tokens[d] = grid.extent[d] / dim.dilation + (has_remainder(c, d) ? 1 : 0);
     }
-    if (!exists) continue;
     if (std::string error = encode_tensor_map(grid, tile, maps[c]); !error.empty()) return error;
   }
   return {};

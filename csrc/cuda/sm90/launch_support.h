@@ -27,12 +27,18 @@ inline std::int64_t product(const std::int64_t (&tile)[kRank]) {
 /// Head dimension that a kernel is compiled for.
 int compiled_head_dim(const Problem& problem);
 
+/// Counts the current device's multiprocessors.
+cudaError_t count_multiprocessors(int& count);
+
 /// Says which of the problem's arrays the kernels do not take; empty where they take all.
 std::string check_arrays(const Problem& problem);
 
 /// The maps of an array's dilation groups, by class; classes that no group belongs to stay empty.
 std::string encode_classes(const Problem& problem, Side side, Array array, const std::int64_t (&tile)[kRank],
                            CUtensorMap (&maps)[kGroupClasses]);
+
+/// The classes that a side's dilation groups belong to, as a bit set.
+int group_classes(const Problem& problem, Side side);
 
 /// The map of an array of additional keys or values, `tokens` of which make a tile.
 std::string encode_additional(const Problem& problem, Array array, int tokens, CUtensorMap& map);

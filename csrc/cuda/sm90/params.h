@@ -14,6 +14,9 @@ namespace natten_jax::sm90 {
 /// Dilation groups differ in whether they hold a remainder token: two classes per dimension, one tensor map each.
 constexpr int kGroupClasses = 8;
 
+/// Coordinates that bound the rows of two warpgroups in three dimensions.
+constexpr int kCorners = 2 * 2 * 3;
+
 struct ForwardParams {
   CUtensorMap query[kGroupClasses];
   CUtensorMap key[kGroupClasses];
@@ -21,8 +24,11 @@ struct ForwardParams {
   CUtensorMap out[kGroupClasses];
   CUtensorMap additional_keys;
   CUtensorMap additional_values;
+  int query_classes, kv_classes;  // bit sets of the classes that have maps
   Axis axis[3];
-  const std::int32_t* origins;  // [2, 3]: query origin, key/value origin
+  int corner[kCorners];         // coordinates in the query tile: [warpgroup][first row, last row][dimension]
+  const std::int32_t* origins;  // [2, 3]: query origin, key/value origin; null: zeros
+  std::int32_t* next_tile;      // counts the tiles that CTAs have taken; null: CTAs take them in a fixed order
   float* logsumexp;
   int heads;
   int heads_kv;

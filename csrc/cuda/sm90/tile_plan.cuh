@@ -10,106 +10,124 @@ namespace natten_jax::sm90 {
 
 constexpr int kRows = 128;  // query rows of a tile
 
-struct TilePlan {
-  int4 hull_begin, hull_end;    // local keys that some row sees: x, y, z
-  int4 inner_begin, inner_end;  // local keys that every row sees
-  int4 q_begin;                 // first query index
+/// Arrays of four hold x, y, z and one unused number.
+struct alignas(16) TilePlan {
+  int hull_begin[4], hull_end[4];  // local keys that some row sees
+  // Per warpgroup: local keys that some of its rows sees, and those that all its rows see.
+  int seen_begin[2][4], seen_end[2][4], inner_begin[2][4], inner_end[2][4];
+  int q_begin[4];        // first query index
+  int query_residue[4];  // dilation group: its first local token
   int batch, head, kv_head;
-  int kv_tiles;                                               // negative: there are no more tiles
-  int query_map, kv_map;                                      // classes of the dilation group
+  int kv_tiles;           // at least one, if masked whole; negative: there are no more tiles
+  int query_map, kv_map;  // classes of the dilation group
   int query_column, key_column, value_column, output_column;  // where head and group start in dimension 0 of the maps
   // Per coordinate inside the query tile: first key seen and end of the keys seen; those of x, of y, of z.
   int2 windows[kRows + 2];
-  // Per row: first key seen (x, y, z) and the row's token, or -1; end of the keys seen (x, y, z).
-  int4 row_windows[kRows][2];
 };
 
-CUTE_DEVICE int4 packed(const int (&v)[3]) {
-  return make_int4(v[0], v[1], v[2], 0);
+/// What lanes of a warp hold for each other.
+CUTE_DEVICE int of_lane(int value, int lane) {
+  return __shfl_sync(0xffffffffu, value, lane);
+}
+CUTE_DEVICE AxisPlan of_lane(AxisPlan plan, int lane) {
+  plan.q_begin = of_lane(plan.q_begin, lane);
+  plan.queries = of_lane(plan.queries, lane);
+  plan.query_shift = of_lane(plan.query_shift, lane);
+  plan.kv_shift = of_lane(plan.kv_shift, lane);
+  plan.keys = of_lane(plan.keys, lane);
+  plan.length = of_lane(plan.length, lane);
+  return plan;
 }
 
-/// Fills in `plan`; false where the tile lies past its dilation group's end. All lanes of a warp take part.
+/// The dimension of a tile that a lane plans.
+CUTE_DEVICE int planned_dimension() {
+  return min(static_cast<int>(threadIdx.x % 32), 2);
+}
+
+/// The dimension's share of a tile.
 ///
 /// Args:
 ///   p: the launch.
-///   origins: of query and key/value tokens, three each.
-///   row_coordinates: of each row in the query tile: x, y, z.
+///   query_origin, kv_origin: of the dimension.
 ///   tile: number of the tile; from the slowest: batch, block of heads, dilation group, query tile, head.
-///   plan: the result.
-CUTE_DEVICE bool plan_tile(const ForwardParams& p, const Origin* origins, const uchar4* row_coordinates, int tile,
-                           TilePlan& plan) {
-  int outer, in_group, group, batch, head, head_block, tile_index[3], residue[3];
+///   batch, head: results.
+CUTE_DEVICE AxisPlan plan_axis(const ForwardParams& p, Origin query_origin, Origin kv_origin, int tile, int& batch,
+                               int& head) {
+  int outer, in_group, group, head_block, tile_x, tile_y, tile_z, residue_x, residue_y, residue_z;
   p.by_heads_per_block(outer, head, tile);
   p.by_tiles_per_group(outer, in_group, outer);
-  p.axis[2].by_q_tiles(in_group, tile_index[2], in_group);
-  p.axis[1].by_q_tiles(tile_index[0], tile_index[1], in_group);
+  p.axis[2].by_q_tiles(in_group, tile_z, in_group);
+  p.axis[1].by_q_tiles(tile_x, tile_y, in_group);
   p.by_groups(outer, group, outer);
   p.by_head_blocks(batch, head_block, outer);
   head += head_block * p.heads_per_block;
-  p.axis[2].by_dilation(group, residue[2], group);
-  p.axis[1].by_dilation(residue[0], residue[1], group);
+  p.axis[2].by_dilation(group, residue_z, group);
+  p.axis[1].by_dilation(residue_x, residue_y, group);
+  const int d = planned_dimension();
+  const Axis& axis = p.axis[d];
+  int tile_index = d == 0 ? tile_x : d == 1 ? tile_y : tile_z;
+  // Late queries of a causal dimension see the most keys: the longest work comes first.
+  if (axis.is_causal) tile_index = axis.q_tiles - 1 - tile_index;
+  return AxisPlan(axis, d == 0 ? residue_x : d == 1 ? residue_y : residue_z, tile_index, query_origin, kv_origin);
+}
 
+/// Fills in all of a plan but its windows; all lanes of a warp take part.
+CUTE_DEVICE void plan_tile(const ForwardParams& p, const AxisPlan& own, int batch, int head, TilePlan& plan) {
+  constexpr unsigned kAll = 0xffffffffu;
   const int lane = threadIdx.x % 32;
-  int hull_begin[3], hull_end[3], inner_begin[3], inner_end[3], q_begin[3], kv_residue[3];
-  int query_map = 0, kv_map = 0, kv_tiles = 1, first = 0;
-  CUTE_UNROLL
-  for (int d = 0; d < 3; ++d) {
-    const Axis& axis = p.axis[d];
-    // Late queries of a causal dimension see the most keys: the longest work comes first.
-    if (axis.is_causal) tile_index[d] = axis.q_tiles - 1 - tile_index[d];
-    const AxisPlan of_axis(axis, residue[d], tile_index[d], origins[d], origins[3 + d]);
-    if (of_axis.q_begin >= of_axis.queries) return false;
-    const int2 first_seen = of_axis.seen(axis, 0), last_seen = of_axis.seen(axis, axis.q_tile - 1);
-    q_begin[d] = of_axis.q_begin;
-    kv_residue[d] = of_axis.kv_residue;
-    hull_begin[d] = first_seen.x;
-    hull_end[d] = last_seen.y;
-    inner_begin[d] = last_seen.x;
-    inner_end[d] = first_seen.y;
-    kv_tiles *= axis.by_kv_tile.divide(max(last_seen.y - first_seen.x, 0) + axis.kv_tile - 1);
-    query_map = 2 * query_map + (of_axis.queries > axis.query_group_tokens);
-    kv_map = 2 * kv_map + (of_axis.keys > axis.kv_group_tokens);
-    for (int coordinate = lane; coordinate < axis.q_tile; coordinate += 32) {
-      plan.windows[first + coordinate] = of_axis.seen(axis, coordinate);
-    }
-    first += axis.q_tile;
+  // The windows of the warpgroups' first and last rows, a lane each: 6 * warpgroup + 3 * is_last + dimension.
+  const int corner = min(lane, kCorners - 1), of = corner % 3;
+  const int2 window = of_lane(own, of).seen(p.axis[of], p.corner[corner]);
+  if (lane < kCorners) {
+    const bool is_last = corner / 3 % 2 == 1;
+    (is_last ? plan.inner_begin : plan.seen_begin)[corner / 6][of] = window.x;
+    (is_last ? plan.seen_end : plan.inner_end)[corner / 6][of] = window.y;
   }
-  __syncwarp();
-  for (int row = lane; row < kRows; row += 32) {
-    const uchar4 in_tile = row_coordinates[row];
-    const int2 x = plan.windows[in_tile.x], y = plan.windows[p.axis[0].q_tile + in_tile.y],
-               z = plan.windows[p.axis[0].q_tile + p.axis[1].q_tile + in_tile.z];
-    const int token_x = (q_begin[0] + in_tile.x) * p.axis[0].dilation + residue[0];
-    const int token_y = (q_begin[1] + in_tile.y) * p.axis[1].dilation + residue[1];
-    const int token_z = (q_begin[2] + in_tile.z) * p.axis[2].dilation + residue[2];
-    const bool is_inside = row < p.q_tile_tokens && token_x < p.axis[0].query_extent &&
-                           token_y < p.axis[1].query_extent && token_z < p.axis[2].query_extent;
-    const int token = (token_x * p.axis[1].query_extent + token_y) * p.axis[2].query_extent + token_z;
-    plan.row_windows[row][0] = make_int4(x.x, y.x, z.x, is_inside ? token : -1);
-    plan.row_windows[row][1] = make_int4(x.y, y.y, z.y, 0);
+  const int d = planned_dimension();
+  const Axis& axis = p.axis[d];
+  const int hull_begin = of_lane(window.x, d), hull_end = of_lane(window.y, kCorners - 3 + d);
+  const int kv_tiles = axis.by_kv_tile.divide(max(hull_end - hull_begin, 0) + axis.kv_tile - 1);
+  const int all_kv_tiles = of_lane(kv_tiles, 0) * of_lane(kv_tiles, 1) * of_lane(kv_tiles, 2);
+  const unsigned long_query_groups = __ballot_sync(kAll, own.queries > axis.query_group_tokens);
+  const unsigned long_kv_groups = __ballot_sync(kAll, own.keys > axis.kv_group_tokens);
+  // A token's number from its coordinates, a dimension each.
+  const auto token = [](int coordinate, int y_extent, int z_extent) {
+    return (of_lane(coordinate, 0) * y_extent + of_lane(coordinate, 1)) * z_extent + of_lane(coordinate, 2);
+  };
+  const int q_token = token(own.query_residue, p.axis[1].query_extent, p.axis[2].query_extent);
+  const int kv_token = token(own.kv_residue, p.axis[1].kv_extent, p.axis[2].kv_extent);
+  if (lane < 3) {
+    plan.hull_begin[lane] = hull_begin;
+    plan.hull_end[lane] = hull_end;
+    plan.q_begin[lane] = own.q_begin;
+    plan.query_residue[lane] = own.query_residue;
   }
   if (lane == 0) {
+    const auto class_of = [](unsigned long_groups) {
+      return static_cast<int>((long_groups & 1) << 2 | (long_groups & 2) | (long_groups >> 2 & 1));
+    };
     const int kv_head = p.by_heads_per_kv.divide(head);
-    // Dilation is strided dimensions, with the group's first token folded into coordinate 0.
-    const int q_token = (residue[0] * p.axis[1].query_extent + residue[1]) * p.axis[2].query_extent + residue[2];
-    const int kv_token = (kv_residue[0] * p.axis[1].kv_extent + kv_residue[1]) * p.axis[2].kv_extent + kv_residue[2];
-    plan.hull_begin = packed(hull_begin);
-    plan.hull_end = packed(hull_end);
-    plan.inner_begin = packed(inner_begin);
-    plan.inner_end = packed(inner_end);
-    plan.q_begin = packed(q_begin);
     plan.batch = batch;
     plan.head = head;
     plan.kv_head = kv_head;
-    plan.kv_tiles = kv_tiles;
-    plan.query_map = query_map;
-    plan.kv_map = kv_map;
+    plan.kv_tiles = max(all_kv_tiles, 1);
+    plan.query_map = class_of(long_query_groups);
+    plan.kv_map = class_of(long_kv_groups);
+    // Dilation is strided dimensions, with the group's first token folded into coordinate 0.
     plan.query_column = (q_token * p.heads + head) * p.head_dim;
     plan.output_column = (q_token * p.heads + head) * p.head_dim_v;
     plan.key_column = (kv_token * p.heads_kv + kv_head) * p.head_dim;
     plan.value_column = (kv_token * p.heads_kv + kv_head) * p.head_dim_v;
   }
-  return true;
+}
+
+/// Fills in a plan's windows; all lanes of a warp take part.
+CUTE_DEVICE void plan_windows(const ForwardParams& p, const AxisPlan& own, TilePlan& plan) {
+  const int y_first = p.axis[0].q_tile, z_first = y_first + p.axis[1].q_tile, end = z_first + p.axis[2].q_tile;
+  for (int first = 0; first < end; first += 32) {
+    const int i = min(first + static_cast<int>(threadIdx.x % 32), end - 1), d = (i >= y_first) + (i >= z_first);
+    plan.windows[i] = of_lane(own, d).seen(p.axis[d], i - (d == 0 ? 0 : d == 1 ? y_first : z_first));
+  }
 }
 
 }  // namespace natten_jax::sm90
