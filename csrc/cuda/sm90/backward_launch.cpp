@@ -118,12 +118,13 @@ std::string run_backward(const Problem& problem, const TileShapes& tiles, const 
   std::int64_t groups = 1, tiles_per_group = 1;
   for (int d = 0; d < kRank; ++d) {
     p.axis[d] = describe_axis(problem.dims[d], tiles.query[d], tiles.kv[d]);
-    groups *= p.axis[d].dilation;
-    tiles_per_group *= p.axis[d].kv_tiles;
+    groups = saturating_product(groups, p.axis[d].dilation);
+    tiles_per_group = saturating_product(tiles_per_group, p.axis[d].kv_tiles);
   }
-  const std::int64_t kv_heads = problem.batch * problem.heads_kv;
+  const std::int64_t kv_heads = saturating_product(problem.batch, problem.heads_kv);
   const std::int64_t additional_tiles_per_head = (problem.additional_kv + limits.keys - 1) / limits.keys;
-  const std::int64_t all_tiles = kv_heads * (additional_tiles_per_head + groups * tiles_per_group);
+  const std::int64_t tiles_per_head = additional_tiles_per_head + saturating_product(groups, tiles_per_group);
+  const std::int64_t all_tiles = saturating_product(kv_heads, tiles_per_head);
   if (all_tiles > std::numeric_limits<std::int32_t>::max() / 2) return "the problem has more than 2^30 key/value tiles";
   if (std::string error = encode_maps(problem, tiles, arrays, limits.keys, p); !error.empty()) return error;
   p.origins = arrays.origins;

@@ -79,10 +79,11 @@ std::string run_forward(const Problem& problem, const TileShapes& tiles, const A
   std::int64_t groups = 1, tiles_per_group = 1;
   for (int d = 0; d < kRank; ++d) {
     p.axis[d] = describe_axis(problem.dims[d], tiles.query[d], tiles.kv[d]);
-    groups *= p.axis[d].dilation;
-    tiles_per_group *= p.axis[d].q_tiles;
+    groups = saturating_product(groups, p.axis[d].dilation);
+    tiles_per_group = saturating_product(tiles_per_group, p.axis[d].q_tiles);
   }
-  const std::int64_t all_tiles = problem.batch * problem.heads * groups * tiles_per_group;
+  const std::int64_t heads = saturating_product(problem.batch, problem.heads);
+  const std::int64_t all_tiles = saturating_product(heads, saturating_product(groups, tiles_per_group));
   if (all_tiles > std::numeric_limits<std::int32_t>::max() / 2) return "the problem has more than 2^30 query tiles";
   for (const std::string& error :
        {encode_classes(problem, Side::kQuery, {arrays.query, problem.head_dim}, tiles.query, p.query),

@@ -24,6 +24,12 @@ inline std::int64_t product(const std::int64_t (&tile)[kRank]) {
   return tile[0] * tile[1] * tile[2];
 }
 
+/// A product of counts that does not wrap around: one of more than 2^31 is some number of more than 2^31.
+inline std::int64_t saturating_product(std::int64_t a, std::int64_t b) {
+  constexpr std::int64_t kEnough = std::int64_t{1} << 31;
+  return a == 0 || b == 0 ? 0 : a > kEnough || b > kEnough ? kEnough + 1 : a * b;
+}
+
 /// Head dimension that a kernel is compiled for.
 int compiled_head_dim(const Problem& problem);
 
