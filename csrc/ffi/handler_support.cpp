@@ -13,4 +13,15 @@ xffi::Error check_query_array(const char* name, const xffi::AnyBuffer& array, co
                      "it has the dtype of query and the width of value");
 }
 
+xffi::Error check_gradient(const char* name, const xffi::AnyBuffer& gradient, const xffi::AnyBuffer& operand) {
+  bool is_equal =
+      gradient.element_type() == operand.element_type() && gradient.dimensions().size() == operand.dimensions().size();
+  for (std::size_t i = 0; is_equal && i < operand.dimensions().size(); ++i) {
+    is_equal = gradient.dimensions()[i] == operand.dimensions()[i];
+  }
+  if (is_equal) return xffi::Error::Success();
+  return xffi::Error::InvalidArgument(std::string("natten_jax: result ") + name +
+                                      " must have the shape and dtype of the operand that it is the gradient of");
+}
+
 }  // namespace natten_jax::ffi

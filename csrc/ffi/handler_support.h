@@ -23,6 +23,9 @@ xffi::Error guarded(Body body) {
 /// Checks the per-query arrays that follow the problem's operands or are results.
 xffi::Error check_query_array(const char* name, const xffi::AnyBuffer& array, const Problem& p, bool is_statistic);
 
+/// Checks a result that is the gradient of an operand.
+xffi::Error check_gradient(const char* name, const xffi::AnyBuffer& gradient, const xffi::AnyBuffer& operand);
+
 /// The operands that every handler starts with.
 inline auto bind_problem() {
   return xffi::Ffi::Bind()

@@ -22,17 +22,6 @@ Error decode_host_call(const ProblemOperands& operands, const xffi::Dictionary& 
   return decode_problem(operands, attributes, origins != nullptr ? origins : kNoOrigins, call);
 }
 
-Error check_gradient(const char* name, const AnyBuffer& gradient, const AnyBuffer& operand) {
-  bool is_equal =
-      gradient.element_type() == operand.element_type() && gradient.dimensions().size() == operand.dimensions().size();
-  for (std::size_t i = 0; is_equal && i < operand.dimensions().size(); ++i) {
-    is_equal = gradient.dimensions()[i] == operand.dimensions()[i];
-  }
-  if (is_equal) return Error::Success();
-  return Error::InvalidArgument(std::string("natten_jax: result ") + name +
-                                " must have the shape and dtype of the operand that it is the gradient of");
-}
-
 cpu::Arrays operand_arrays(const ProblemOperands& operands) {
   cpu::Arrays arrays{};
   arrays.query = operands.query.untyped_data();

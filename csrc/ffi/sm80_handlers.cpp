@@ -52,17 +52,6 @@ XLA_FFI_DEFINE_HANDLER(kSm80Forward, sm80_forward,
                            .Attrs(),
                        {xffi::Traits::kCmdBufferCompatible});
 
-Error check_gradient(const char* name, const AnyBuffer& gradient, const AnyBuffer& operand) {
-  bool is_equal =
-      gradient.element_type() == operand.element_type() && gradient.dimensions().size() == operand.dimensions().size();
-  for (std::size_t i = 0; is_equal && i < operand.dimensions().size(); ++i) {
-    is_equal = gradient.dimensions()[i] == operand.dimensions()[i];
-  }
-  if (is_equal) return Error::Success();
-  return Error::InvalidArgument(std::string("natten_jax: result ") + name +
-                                " must have the shape and dtype of the operand that it is the gradient of");
-}
-
 Error sm80_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
                     AnyBuffer additional_values, AnyBuffer origins, AnyBuffer logsumexp, AnyBuffer out_cotangent,
                     AnyBuffer delta, Result query_gradient, Result key_gradient, Result value_gradient,
