@@ -31,6 +31,10 @@ std::vector<Target> targets() {
   std::vector<ffi::Registration> registrations = ffi::host_registrations();
 #if defined(NATTEN_JAX_CUDA)
   for (const ffi::Registration& registration : ffi::cuda_registrations()) registrations.push_back(registration);
+#if defined(NATTEN_JAX_SM90)
+  for (const ffi::Registration& registration : ffi::sm90_backward_registrations())
+    registrations.push_back(registration);
+#endif
   for (const ffi::Registration& registration : ffi::sm80_registrations()) registrations.push_back(registration);
 #endif
 #if defined(NATTEN_JAX_BENCH)

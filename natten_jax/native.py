@@ -26,6 +26,8 @@ TARGETS = (
     "natten_jax_sm80_forward",
     "natten_jax_sm80_backward",
     "natten_jax_sm90_forward",
+    "natten_jax_sm90_backward",
+    "natten_jax_sm90_backward_statistics",
 )
 
 #: Pass these to ``jax.export.export(..., disabled_checks=...)`` to export programs that use native kernels.

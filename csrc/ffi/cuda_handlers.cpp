@@ -1,6 +1,7 @@
 // The handlers for NVIDIA GPUs. Operands lie in device memory: their contents are the kernels' to read.
 #include <cuda_runtime_api.h>
 
+#include "ffi/cuda_support.h"
 #include "ffi/decode.h"
 #include "ffi/handler_support.h"
 #include "ffi/handlers.h"
@@ -16,23 +17,6 @@ using xffi::Error;
 using Result = xffi::Result<AnyBuffer>;
 
 #if defined(NATTEN_JAX_SM90)
-/// Checks that the current device is of the compute capability that a family of kernels is compiled for.
-Error check_compute_capability(int major, int minor) {
-  int device = 0, actual_major = 0, actual_minor = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&actual_major, cudaDevAttrComputeCapabilityMajor, device);
-  }
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&actual_minor, cudaDevAttrComputeCapabilityMinor, device);
-  }
-  if (error != cudaSuccess) return Error::Internal(std::string("natten_jax: CUDA: ") + cudaGetErrorString(error));
-  if (actual_major == major && actual_minor == minor) return Error::Success();
-  return Error::InvalidArgument("natten_jax: the device has compute capability " + std::to_string(actual_major) + "." +
-                                std::to_string(actual_minor) + ", but must have " + std::to_string(major) + "." +
-                                std::to_string(minor));
-}
-
 Error sm90_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
                    AnyBuffer additional_values, AnyBuffer origins, Result out, Result logsumexp, Result next_tile,
                    cudaStream_t stream, xffi::Dictionary dictionary) {

@@ -20,6 +20,11 @@ std::vector<Registration> host_registrations();
 /// The targets for NVIDIA GPUs of one architecture.
 std::vector<Registration> cuda_registrations();
 
+#if defined(NATTEN_JAX_SM90)
+/// The targets of the Hopper backward pass.
+std::vector<Registration> sm90_backward_registrations();
+#endif
+
 /// The targets for any NVIDIA GPU since compute capability 8.0.
 std::vector<Registration> sm80_registrations();
 #endif

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax import native, simulator
+from natten_jax.backends import hopper_backward
 from natten_jax.backends.base import Gradients, Operands, Output, Pass, TilePair
 from natten_jax.backends.kernel_rank import attributes, kernel_operands
 from natten_jax.devices import Device
-from natten_jax.native import ResultType
+from natten_jax.native import OptionalArray, ResultType
 from natten_jax.problem import KernelSchedule, Problem, Shape, TileConfig
 
 _FORWARD = "natten_jax_sm90_forward"
@@ -23,11 +24,11 @@ _HEAD_DIM_STEP = 8
 _LARGEST_HEAD_DIM = 256
 #: Head dimensions are loaded in rows of 128 bytes; others are padded with zeros.
 _HEAD_DIM_CHUNK = 64
-_Q_TILE_TOKENS = 128
+_Q_TILE_TOKENS = 128  # of the forward pass
 
 
 class HopperBackend:
-    """Attention on Hopper GPUs; the forward pass."""
+    """Attention on Hopper GPUs."""
 
     family = "hopper"
     query_family = "cutlass_hopper"
@@ -38,22 +39,23 @@ class HopperBackend:
         """Why the kernels cannot run a pass."""
         if device.platform != "cuda" or device.compute_capability != _COMPUTE_CAPABILITY:
             return f"it runs on NVIDIA GPUs of compute capability 9.0 only, not on {device}"
-        if which == "backward":
-            return "it has a forward pass only"
         if problem.dtype not in _DTYPES:
             return f"it supports {', '.join(_DTYPES)}, not {problem.dtype}"
+        largest = _LARGEST_HEAD_DIM if which == "forward" else hopper_backward.LARGEST_HEAD_DIM
         for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-            if head_dim % _HEAD_DIM_STEP or head_dim > _LARGEST_HEAD_DIM:
-                return f"{name} must be a multiple of {_HEAD_DIM_STEP} up to {_LARGEST_HEAD_DIM}, not {head_dim}"
-        return native.missing(_FORWARD) if device.is_present else None
+            if head_dim % _HEAD_DIM_STEP or head_dim > largest:
+                return f"{name} must be a multiple of {_HEAD_DIM_STEP} up to {largest}, not {head_dim}"
+        targets = (_FORWARD,) if which == "forward" else hopper_backward.TARGETS
+        missing = (native.missing(target) for target in targets)
+        return next(filter(None, missing), None) if device.is_present else None
 
     def tile_pairs(self, problem: Problem, device: Device, which: Pass) -> list[TilePair]:
         """Query and key/value tiles by estimated time, the fastest first."""
-        return list(_ranked_pairs(problem))
+        return list(_ranked_pairs(problem, which))
 
     def offers(self, problem: Problem, device: Device, which: Pass, pair: TilePair) -> bool:
-        """The kernels take any tile of up to 128 queries and 128 keys (64 for wide heads)."""
-        limits = (_Q_TILE_TOKENS, max(_columns(problem)))
+        """The kernels take any tile of up to as many tokens as they are compiled for."""
+        limits = [max(tokens) for tokens in zip(*_tile_tokens(problem, which), strict=True)]
         return all(
             len(tile) == problem.rank and min(tile) >= 1 and math.prod(tile) <= limit
             for tile, limit in zip(pair, limits, strict=True)
@@ -63,7 +65,7 @@ class HopperBackend:
         """Compute output and logsumexp."""
         out_shape = (*operands.query.shape[:-1], operands.value.shape[-1])
         if tiles.q_tile_shape is None or tiles.kv_tile_shape is None:
-            q_tile, kv_tile = _ranked_pairs(problem)[0]
+            q_tile, kv_tile = _ranked_pairs(problem, "forward")[0]
         else:
             q_tile, kv_tile = tiles.q_tile_shape, tiles.kv_tile_shape
         arrays = kernel_operands(problem, Operands._make([*map(_padded, operands[:5]), operands.origins]))
@@ -94,11 +96,28 @@ class HopperBackend:
         out_cotangent: jax.Array,
         logsumexp_cotangent: jax.Array,
     ) -> Gradients:
-        """Never called: ``rejection`` refuses the backward pass."""
-        raise NotImplementedError(self.rejection(problem, Device("cuda", _COMPUTE_CAPABILITY), "backward"))
+        """Compute the gradients of the differentiable operands."""
+        if tiles.backward_q_tile_shape is None or tiles.backward_kv_tile_shape is None:
+            q_tile, kv_tile = _ranked_pairs(problem, "backward")[0]
+        else:
+            q_tile, kv_tile = tiles.backward_q_tile_shape, tiles.backward_kv_tile_shape
+        padded = hopper_backward.gradients(
+            problem,
+            q_tile,
+            kv_tile,
+            tiles.backward_use_xla_reduction,
+            Operands._make([*map(_padded, operands[:5]), operands.origins]),
+            Output(_padded(output.out), output.logsumexp),
+            _padded(out_cotangent),
+            logsumexp_cotangent,
+        )
+        return Gradients._make(
+            None if operand is None or gradient is None else gradient[..., : operand.shape[-1]]
+            for gradient, operand in zip(padded, operands[:5], strict=True)
+        )
 
 
-def _padded(array: jax.Array | None) -> jax.Array | None:
+def _padded(array: OptionalArray) -> OptionalArray:
     """``array`` with zeros up to a whole number of head dimension chunks: they change no logit and no output."""
     if array is None or array.shape[-1] % _HEAD_DIM_CHUNK == 0:
         return array
@@ -106,10 +125,13 @@ def _padded(array: jax.Array | None) -> jax.Array | None:
     return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)])
 
 
-def _columns(problem: Problem) -> tuple[int, ...]:
-    """Keys per tile that the kernels are compiled for."""
+def _tile_tokens(problem: Problem, which: Pass) -> list[tuple[int, int]]:
+    """Queries and keys of the tiles that the kernels for these heads are compiled for."""
     width = -(-max(problem.head_dim, problem.head_dim_v) // _HEAD_DIM_CHUNK) * _HEAD_DIM_CHUNK
-    return (128,) if width == 64 else (128, 96) if width == 128 else (64,)
+    if which == "backward":
+        return [hopper_backward.tile_tokens(width)]
+    keys = (128,) if width == 64 else (128, 96) if width == 128 else (64,)
+    return [(_Q_TILE_TOKENS, each) for each in keys]
 
 
 def _factorisations(size: int, rank: int) -> list[Shape]:
@@ -124,9 +146,13 @@ def _factorisations(size: int, rank: int) -> list[Shape]:
 
 
 @functools.lru_cache(maxsize=256)
-def _ranked_pairs(problem: Problem) -> tuple[TilePair, ...]:
-    q_tiles = _factorisations(_Q_TILE_TOKENS, problem.rank)
-    kv_tiles = [tile for columns in _columns(problem) for tile in _factorisations(columns, problem.rank)]
-    calibration = simulator.calibration_for(HopperBackend.family)
-    ranked = simulator.rank(problem, itertools.product(q_tiles, kv_tiles), "forward", calibration)
+def _ranked_pairs(problem: Problem, which: Pass) -> tuple[TilePair, ...]:
+    pairs = [
+        pair
+        for tokens in _tile_tokens(problem, which)
+        for pair in itertools.product(
+            _factorisations(tokens[0], problem.rank), _factorisations(tokens[1], problem.rank)
+        )
+    ]
+    ranked = simulator.rank(problem, pairs, which, simulator.calibration_for(HopperBackend.family))
     return tuple(pair for pair, _ in ranked)

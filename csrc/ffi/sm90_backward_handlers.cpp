@@ -1,0 +1,137 @@
+// The handlers of the Hopper backward pass. Operands lie in device memory: their contents are the kernels' to read.
+#include <cuda_runtime_api.h>
+
+#include "cuda/common/gradient_passes.h"
+#include "cuda/sm90/backward_launch.h"
+#include "ffi/cuda_support.h"
+#include "ffi/decode.h"
+#include "ffi/handler_support.h"
+#include "ffi/handlers.h"
+
+namespace natten_jax::ffi {
+namespace {
+
+using xffi::AnyBuffer;
+using xffi::DataType;
+using xffi::Error;
+using Result = xffi::Result<AnyBuffer>;
+
+Error check_statistics(const char* name, const AnyBuffer& array, const Problem& p) {
+  return check_array(name, array, DataType::F32,
+                     {p.batch, p.heads, p.dims[0].query.extent, p.dims[1].query.extent, p.dims[2].query.extent, 2},
+                     "it holds two values per head and query");
+}
+
+Error sm90_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
+                    AnyBuffer additional_values, AnyBuffer origins, AnyBuffer out_cotangent, AnyBuffer statistics,
+                    Result query_gradient, Result key_gradient, Result value_gradient, Result additional_keys_gradient,
+                    Result additional_values_gradient, Result scratch, cudaStream_t stream,
+                    xffi::Dictionary dictionary) {
+  return guarded([&]() -> Error {
+    const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins};
+    Attributes attributes;
+    NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes));
+    const std::int32_t* origin_values = nullptr;
+    NATTEN_JAX_RETURN_IF_ERROR(decode_origins(origins, origin_values));
+    Call call;
+    NATTEN_JAX_RETURN_IF_ERROR(
+        decode_problem(operands, attributes, origin_values != nullptr ? nullptr : kNoOrigins, call));
+    NATTEN_JAX_RETURN_IF_ERROR(check_query_array("out_cotangent", out_cotangent, call.problem, false));
+    NATTEN_JAX_RETURN_IF_ERROR(check_statistics("statistics", statistics, call.problem));
+    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dquery", *query_gradient, query));
+    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dkey", *key_gradient, key));
+    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dvalue", *value_gradient, value));
+    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dadditional_keys", *additional_keys_gradient, additional_keys));
+    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dadditional_values", *additional_values_gradient, additional_values));
+    NATTEN_JAX_RETURN_IF_ERROR(check_array("result scratch", *scratch, DataType::F32,
+                                           {sm90::backward_scratch_elements(call.problem)},
+                                           "the query gradient is summed up in it"));
+    NATTEN_JAX_RETURN_IF_ERROR(check_compute_capability(9, 0));
+    const sm90::BackwardArrays arrays{query.untyped_data(),
+                                      key.untyped_data(),
+                                      value.untyped_data(),
+                                      additional_keys.untyped_data(),
+                                      additional_values.untyped_data(),
+                                      origin_values,
+                                      out_cotangent.untyped_data(),
+                                      static_cast<const float*>(statistics.untyped_data()),
+                                      query_gradient->untyped_data(),
+                                      key_gradient->untyped_data(),
+                                      value_gradient->untyped_data(),
+                                      additional_keys_gradient->untyped_data(),
+                                      additional_values_gradient->untyped_data(),
+                                      static_cast<float*>(scratch->untyped_data())};
+    const std::string error = sm90::run_backward(call.problem, call.tiles, arrays, stream);
+    return error.empty() ? Error::Success() : Error::InvalidArgument("natten_jax: " + error);
+  });
+}
+
+/// What the backward pass needs to know of every query, from [batch, x, y, z, heads, head_dim_v] arrays.
+Error sm90_statistics(AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumexp, AnyBuffer logsumexp_cotangent,
+                      Result statistics, cudaStream_t stream) {
+  return guarded([&]() -> Error {
+    constexpr std::int64_t kStep = 8, kLargestHeadDim = 256;
+    const auto shape = out.dimensions();
+    const DataType type = out.element_type();
+    if (shape.size() != 6 || (type != DataType::F16 && type != DataType::BF16)) {
+      return Error::InvalidArgument(
+          "natten_jax: out must be a float16 or bfloat16 array [batch, x, y, z, heads, head_dim_v]");
+    }
+    if (shape[5] % kStep != 0 || shape[5] > kLargestHeadDim) {
+      return Error::InvalidArgument("natten_jax: head_dim_v is " + std::to_string(shape[5]) +
+                                    ", but must be a multiple of 8 and at most 256");
+    }
+    NATTEN_JAX_RETURN_IF_ERROR(check_array("out_cotangent", out_cotangent, type,
+                                           {shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]},
+                                           "it looks like out"));
+    for (const auto& [name, array] :
+         {std::pair{"logsumexp", &logsumexp}, std::pair{"logsumexp_cotangent", &logsumexp_cotangent}}) {
+      NATTEN_JAX_RETURN_IF_ERROR(check_array(name, *array, DataType::F32,
+                                             {shape[0], shape[1], shape[2], shape[3], shape[4]},
+                                             "one value per query and head"));
+    }
+    NATTEN_JAX_RETURN_IF_ERROR(check_array("result statistics", *statistics, DataType::F32,
+                                           {shape[0], shape[4], shape[1], shape[2], shape[3], 2},
+                                           "two values per head and query"));
+    const cudaError_t error = launch_statistics(
+        type == DataType::BF16, out.untyped_data(), out_cotangent.untyped_data(),
+        static_cast<const float*>(logsumexp.untyped_data()),
+        static_cast<const float*>(logsumexp_cotangent.untyped_data()), static_cast<float*>(statistics->untyped_data()),
+        shape[0], shape[1] * shape[2] * shape[3], shape[4], shape[5], stream);
+    if (error == cudaSuccess) return Error::Success();
+    return Error::Internal(std::string("natten_jax: CUDA: ") + cudaGetErrorString(error));
+  });
+}
+
+XLA_FFI_DEFINE_HANDLER(kSm90Backward, sm90_backward,
+                       bind_problem()
+                           .Arg<AnyBuffer>()  // out_cotangent
+                           .Arg<AnyBuffer>()  // statistics
+                           .Ret<AnyBuffer>()  // dquery
+                           .Ret<AnyBuffer>()  // dkey
+                           .Ret<AnyBuffer>()  // dvalue
+                           .Ret<AnyBuffer>()  // dadditional_keys
+                           .Ret<AnyBuffer>()  // dadditional_values
+                           .Ret<AnyBuffer>()  // scratch
+                           .Ctx<xffi::PlatformStream<cudaStream_t>>()
+                           .Attrs(),
+                       {xffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(kSm90Statistics, sm90_statistics,
+                       xffi::Ffi::Bind()
+                           .Arg<AnyBuffer>()  // out
+                           .Arg<AnyBuffer>()  // out_cotangent
+                           .Arg<AnyBuffer>()  // logsumexp
+                           .Arg<AnyBuffer>()  // logsumexp_cotangent
+                           .Ret<AnyBuffer>()  // statistics
+                           .Ctx<xffi::PlatformStream<cudaStream_t>>(),
+                       {xffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+
+std::vector<Registration> sm90_backward_registrations() {
+  return {{"natten_jax_sm90_backward", "CUDA", kSm90Backward},
+          {"natten_jax_sm90_backward_statistics", "CUDA", kSm90Statistics}};
+}
+
+}  // namespace natten_jax::ffi

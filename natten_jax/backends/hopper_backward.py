@@ -1,0 +1,80 @@
+"""The backward pass of the ``hopper`` backend: which tiles its kernels take, and how they are called."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from natten_jax import native
+from natten_jax.backends.base import Gradients, Operands, Output
+from natten_jax.backends.kernel_rank import attributes, kernel_operands, with_kernel_rank
+from natten_jax.native import ResultType
+from natten_jax.problem import Problem, Shape
+
+TARGETS = ("natten_jax_sm90_backward", "natten_jax_sm90_backward_statistics")
+
+#: There is a kernel for wider heads, which no GPU has confirmed yet.
+LARGEST_HEAD_DIM = 128
+
+
+def tile_tokens(head_dim: int) -> tuple[int, int]:
+    """Queries and keys of the tiles that the kernel for heads of this width is compiled for."""
+    return (64, 128) if head_dim <= 128 else (64, 64)
+
+
+def gradients(
+    problem: Problem,
+    q_tile: Shape,
+    kv_tile: Shape,
+    use_xla_reduction: bool,
+    operands: Operands,
+    output: Output,
+    out_cotangent: jax.Array,
+    logsumexp_cotangent: jax.Array,
+) -> Gradients:
+    """Call the kernels; head dimensions are multiples of what they load at once."""
+    arrays = kernel_operands(problem, operands)
+    rank = functools.partial(with_kernel_rank, rank=problem.rank)
+    of_queries = [rank(array) for array in (*output, out_cotangent, logsumexp_cotangent)]
+    reduction = _xla_statistics if use_xla_reduction else _kernel_statistics
+    statistics = reduction(*of_queries)
+    scratch = math.prod(arrays[0].shape) + 1  # sums of the query gradient, and a counter of tiles
+    *results, _ = native.call(
+        TARGETS[0],
+        [*(ResultType(array.shape, array.dtype) for array in arrays[:5]), ResultType((scratch,), jnp.float32)],
+        *arrays,
+        of_queries[2],
+        statistics,
+        **attributes(problem, q_tile, kv_tile),
+    )
+    query, key, value = (array.reshape(operand.shape) for array, operand in zip(results[:3], operands[:3], strict=True))
+    if operands.additional_keys is None:
+        return Gradients(query, key, value, None, None)
+    return Gradients(query, key, value, *results[3:])
+
+
+def _kernel_statistics(
+    out: jax.Array, logsumexp: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent: jax.Array
+) -> jax.Array:
+    """float32 ``[batch, heads, x, y, z, 2]``: logsumexp in base 2, ``sum(out * out_cotangent)`` less its cotangent."""
+    batch, *tokens, heads, _ = out.shape
+    (statistics,) = native.call(
+        TARGETS[1],
+        [ResultType((batch, heads, *tokens, 2), jnp.float32)],
+        out,
+        out_cotangent,
+        logsumexp,
+        logsumexp_cotangent,
+    )
+    return statistics
+
+
+def _xla_statistics(
+    out: jax.Array, logsumexp: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent: jax.Array
+) -> jax.Array:
+    """The same, left to XLA."""
+    delta = jnp.sum(out.astype(jnp.float32) * out_cotangent.astype(jnp.float32), axis=-1) - logsumexp_cotangent
+    return jnp.stack([jnp.moveaxis(array, -1, 1) for array in (logsumexp / math.log(2), delta)], axis=-1)
