@@ -23,6 +23,7 @@ _DTYPES = ("float32", "float16", "bfloat16")
 _HEAD_DIM_STEP = 8
 _LARGEST_HEAD_DIM = 256
 _LARGEST_TILE = 128  # tokens
+_MOST_SPLITS = 2**31 - 1
 
 #: Bytes of shared memory that a block may have, where that is less than the 160 KiB that suffice for every kernel.
 _SMALL_SHARED_MEMORY = {(8, 6): 99 << 10, (8, 9): 99 << 10, (12, 0): 99 << 10, (12, 1): 99 << 10}
@@ -160,7 +161,7 @@ class CutlassBackend:
             is_accurate=int(not _allows_tf32()),
             # Blocks that share the key/value tiles of a head. One makes gradients reproducible; memory does not depend
             # on their number, so that by default there are as many as tiles.
-            kv_splits=math.prod(tiles.backward_kv_splits or (0,)),
+            kv_splits=min(math.prod(tiles.backward_kv_splits or (0,)), _MOST_SPLITS),
         )
         query, key, value = (g.reshape(a.shape) for g, a in zip(gradients[:3], operands[:3], strict=True))
         if operands.additional_keys is None:

@@ -196,8 +196,8 @@ CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedSt
   shared.rows.load(tokens, step.column + copy.first);
   std::uint32_t visible = static_cast<std::uint32_t>((std::uint64_t(1) << Copy::kPasses) - 1);
   if (!is_whole) {
-    visible =
-        shared.rows.template visible<Copy::kPasses>(box, at.x, at.y, at.z, step.column + copy.first, p.q_tile_tokens);
+    visible = shared.rows.template visible<Copy::kPasses>(box.end, at.x, at.y, at.z, step.column + copy.first,
+                                                          p.q_tile_tokens);
   }
   const auto copy_head = [&](char* tile, const void* data, int head_dim) {
     const int head_bytes = head_dim * static_cast<int>(sizeof(Element)), token_bytes = p.heads * head_bytes;
@@ -210,7 +210,8 @@ CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedSt
   copy_head(shared.d_out[stage], p.out_cotangent, p.head_dim_v);
   if (threadIdx.x < Traits::kQueries) {
     const int row = step.column + threadIdx.x;
-    const bool exists = is_whole || shared.rows.template visible<1>(box, at.x, at.y, at.z, row, p.q_tile_tokens) != 0;
+    const bool exists =
+        is_whole || shared.rows.template visible<1>(box.end, at.x, at.y, at.z, row, p.q_tile_tokens) != 0;
     const std::int64_t token = exists ? first_token + shared.rows.tokens[row] : 0;
     const std::int64_t i = (batch * p.queries + token) * p.heads + head;
     copy_word_async(shared_address(&shared.logsumexp[stage][threadIdx.x]), p.logsumexp + i, exists);
@@ -294,7 +295,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       const QueryWalk& at = step.walk;
       if (threadIdx.x < kQueries) {
         const int row = step.column + threadIdx.x;
-        const bool exists = shared.rows.template visible<1>(box, at.x, at.y, at.z, row, p.q_tile_tokens) != 0;
+        const bool exists = shared.rows.template visible<1>(box.end, at.x, at.y, at.z, row, p.q_tile_tokens) != 0;
         shared.query_tokens[threadIdx.x] = exists ? box.token(at.x, at.y, at.z) + shared.rows.tokens[row] : -1;
       }
 

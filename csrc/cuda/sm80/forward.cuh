@@ -8,13 +8,12 @@
 #pragma once
 
 #include "cuda/common/column_mask.cuh"
+#include "cuda/sm80/gather.cuh"
 #include "cuda/sm80/online_softmax.cuh"
 #include "cuda/sm80/products.cuh"
 #include "cuda/sm80/tile_plan.cuh"
 
 namespace natten_jax::sm80 {
-
-constexpr int kLargestKvTile = 128;  // tokens
 
 template <class Element_, class Product_, int kHeadDim_, int kColumns_, int kWarps_ = 4>
 struct ForwardTraits {
@@ -35,9 +34,8 @@ struct ForwardTraits {
     alignas(128) char v[kColumns * Tile::kRowBytes];
     TilePlan plan;
     int4 row_windows[kRows][2];  // first key seen (x, y, z) and the row's token, or -1; end of the keys seen
-    alignas(16) int columns[kLargestKvTile];  // of a column in the key/value tile: tokens from the tile's first
-    uchar4 coordinates[kLargestKvTile];       // of a column in the key/value tile: x, y, z
-    std::uint32_t mask_words[ColumnMask::capacity(kLargestKvTile)];
+    TileRows columns;            // of key/value tiles
+    std::uint32_t mask_words[ColumnMask::capacity(TileRows::kMost)];
   };
 };
 
@@ -73,27 +71,6 @@ struct Step {
   CUTE_DEVICE bool exists(const ForwardParams& p) const { return is_window || column < p.additional_kv; }
 };
 
-/// A thread's part of copying tiles of `kRows` rows: one chunk of a few consecutive rows.
-template <class Tile, int kRows, int kThreads>
-struct Gather {
-  static constexpr int kPasses = kRows * Tile::kChunks / kThreads;
-  static_assert(kPasses * kThreads == kRows * Tile::kChunks);
-  const int first = threadIdx.x / Tile::kChunks * kPasses, chunk = threadIdx.x % Tile::kChunks;
-
-  /// Copies rows of `head_bytes` whose tokens lie `tokens[i]` after `base`, in tokens of `token_bytes`; rows that are
-  /// not `visible` and chunks past the head are zeros.
-  CUTE_DEVICE void copy(std::uint32_t tile, const char* base, int token_bytes, int head_bytes,
-                        const int (&tokens)[kPasses], std::uint32_t visible) const {
-    base += chunk * 16;
-    visible = chunk * 16 < head_bytes ? visible : 0;
-    CUTE_UNROLL
-    for (int i = 0; i < kPasses; ++i) {
-      const char* source = base + static_cast<std::int64_t>(tokens[i]) * token_bytes;
-      copy_async(tile + Tile::offset(first + i, chunk), source, (visible >> i & 1) != 0);
-    }
-  }
-};
-
 /// Starts to copy the keys or values of a step.
 ///
 /// Args:
@@ -115,25 +92,10 @@ CUTE_DEVICE void load_step(const ForwardParams& p, const typename Traits::Shared
     const int4 pitch = plan.key_pitch, end = plan.hull_end;
     const int first_token = step.x * pitch.x + step.y * pitch.y + step.z * pitch.z + pitch.w;
     const int column = step.column + gather.first;
-    static_assert(kPasses % 4 == 0);
-    CUTE_UNROLL
-    for (int i = 0; i < kPasses; i += 4) {
-      const int4 four = *reinterpret_cast<const int4*>(&shared.columns[column + i]);
-      tokens[i] = four.x;
-      tokens[i + 1] = four.y;
-      tokens[i + 2] = four.z;
-      tokens[i + 3] = four.w;
-    }
+    shared.columns.load(tokens, column);
     base += static_cast<std::int64_t>(first_token) * token_bytes;
     if (step.column + Traits::kColumns > p.kv_tile_tokens || !step.is_inside(p, plan.hull_begin, end)) {
-      visible = 0;
-      CUTE_UNROLL
-      for (int i = 0; i < kPasses; ++i) {
-        const uchar4 at = shared.coordinates[column + i];
-        const bool is_visible =
-            column + i < p.kv_tile_tokens && step.x + at.x < end.x && step.y + at.y < end.y && step.z + at.z < end.z;
-        visible |= static_cast<std::uint32_t>(is_visible) << i;
-      }
+      visible = shared.columns.template visible<kPasses>(end, step.x, step.y, step.z, column, p.kv_tile_tokens);
     }
   } else {
     CUTE_UNROLL
@@ -177,35 +139,17 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
     shared.row_windows[row][0] = make_int4(x.x, y.x, z.x, exists ? tile.token(p, at) : -1);
     shared.row_windows[row][1] = make_int4(x.y, y.y, z.y, 0);
   }
-  for (int column = threadIdx.x; column < kLargestKvTile; column += kThreads) {
-    const int line = column / p.axis[2].kv_tile;
-    shared.coordinates[column] =
-        column < p.kv_tile_tokens
-            ? make_uchar4(line / p.axis[1].kv_tile, line % p.axis[1].kv_tile, column % p.axis[2].kv_tile, 0)
-            : make_uchar4(255, 0, 0, 0);
-  }
   __syncthreads();
-  for (int column = threadIdx.x; column < kLargestKvTile; column += kThreads) {
-    const uchar4 at = shared.coordinates[column];
-    const int4 pitch = plan.key_pitch;
-    shared.columns[column] = at.x * pitch.x + at.y * pitch.y + at.z * pitch.z;
+  for (int column = threadIdx.x; column < TileRows::kMost; column += kThreads) {
+    shared.columns.fill(column, p.kv_tile_tokens, p.axis[1].kv_tile, p.axis[2].kv_tile, plan.key_pitch);
   }
-  {
-    const Gather<Tile, kRows, kThreads> gather;
-    constexpr int kPasses = decltype(gather)::kPasses;
-    int tokens[kPasses];
-    std::uint32_t visible = 0;
-    CUTE_UNROLL
-    for (int i = 0; i < kPasses; ++i) {
-      tokens[i] = shared.row_windows[gather.first + i][0].w;
-      visible |= static_cast<std::uint32_t>(tokens[i] >= 0) << i;
-    }
-    const int head_bytes = p.head_dim * static_cast<int>(sizeof(Element));
-    const char* base = static_cast<const char*>(p.query) +
-                       (tile.batch * p.queries * p.heads + tile.head) * static_cast<std::int64_t>(head_bytes);
-    gather.copy(q, base, p.heads * head_bytes, head_bytes, tokens, visible);
-    commit_copies();
-  }
+  const int query_bytes = p.head_dim * static_cast<int>(sizeof(Element));
+  Gather<Tile, kRows, kThreads>().copy_tokens(
+      q,
+      static_cast<const char*>(p.query) +
+          (tile.batch * p.queries * p.heads + tile.head) * static_cast<std::int64_t>(query_bytes),
+      p.heads * query_bytes, query_bytes, [&](int row) { return shared.row_windows[row][0].w; });
+  commit_copies();
   __syncthreads();
 
   const int4 begin = plan.hull_begin, end = plan.hull_end;
@@ -214,7 +158,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
   if (exists) load_step<Traits>(p, shared, step, plan.keys, p.head_dim, k);
   const ColumnMask column_mask(shared.mask_words, p.axis);
   if (plan.needs_mask) {
-    column_mask.template build<kLargestKvTile>(p.axis, shared.coordinates, threadIdx.x, kThreads);
+    column_mask.template build<TileRows::kMost>(p.axis, shared.columns.coordinates, threadIdx.x, kThreads);
   }
 
   const typename Product::template ReadA<Tile> read_q(q, warp_row);
@@ -262,7 +206,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
         visible[i / 2][i % 2] = column_mask.row(p.axis, seen[0], seen[1], begin, lane4) >> step.column / 4;
         any |= visible[i / 2][i % 2];
       }
-      if constexpr (kColumns < kLargestKvTile) any &= (1u << kColumns / 4) - 1;
+      if constexpr (kColumns < TileRows::kMost) any &= (1u << kColumns / 4) - 1;
       sees_any = __any_sync(0xffffffffu, any != 0);
     } else if (!is_whole) {
       CUTE_UNROLL

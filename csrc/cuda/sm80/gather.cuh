@@ -66,10 +66,9 @@ struct TileRows {
     tokens[row] = at.x * pitch.x + at.y * pitch.y + at.z * pitch.z;
   }
 
-  /// Which of `kCount` rows from `first` on lie in the box, for a tile that starts at (x, y, z).
+  /// Which of `kCount` rows from `first` on lie before `end`, for a tile that starts at (x, y, z).
   template <int kCount>
-  CUTE_DEVICE std::uint32_t visible(const TokenBox& box, int x, int y, int z, int first, int tile_tokens) const {
-    const int4 end = box.end;
+  CUTE_DEVICE std::uint32_t visible(int4 end, int x, int y, int z, int first, int tile_tokens) const {
     std::uint32_t bits = 0;
     CUTE_UNROLL
     for (int i = 0; i < kCount; ++i) {
