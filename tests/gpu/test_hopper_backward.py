@@ -1,0 +1,91 @@
+"""What the gradients of the Hopper kernels have to be tested for beyond ``test_operators.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from families import BOUNDS
+
+import natten_jax
+
+pytestmark = pytest.mark.gpu
+
+BACKEND = "hopper-fna"
+
+
+def arrays_of(layout: tuple[int, ...], heads: int, heads_kv: int, head_dim: int, head_dim_v: int) -> list[jax.Array]:
+    """Query, key, value and an output cotangent."""
+    shapes = [(2, *layout, n, d) for n, d in ((heads, head_dim), (heads_kv, head_dim), (heads_kv, head_dim_v))]
+    keys = jax.random.split(jax.random.key(sum(layout)), 4)
+    arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=False)]
+    cotangent = 0.05 * jax.random.normal(keys[3], (2, *layout, heads, head_dim_v))
+    return [*arrays, cotangent.astype(jnp.bfloat16)]
+
+
+def gradients(arrays: list[jax.Array], **arguments: Any) -> list[np.ndarray]:
+    *operands, cotangent = arrays
+    operator = getattr(natten_jax, f"na{operands[0].ndim - 3}d")
+
+    @jax.jit
+    def program(operands: list[jax.Array], cotangent: jax.Array) -> Any:
+        return jax.vjp(lambda *each: operator(*each, **arguments, backend=BACKEND), *operands)[1](cotangent)
+
+    return [np.asarray(gradient, np.float64) for gradient in program(operands, cotangent)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "windows", "q_tile", "kv_tile"),
+    [
+        ((301,), {"kernel_size": (70,), "stride": (9,)}, (64,), (128,)),
+        ((301,), {"kernel_size": (31,), "dilation": (4,), "is_causal": (True,)}, (50,), (90,)),
+        ((37, 29), {"kernel_size": (11, 7), "stride": (3, 2)}, (7, 9), (9, 13)),
+        ((23, 31), {"kernel_size": (5, 9), "dilation": (3, 2), "is_causal": (False, True)}, (16, 4), (8, 16)),
+        ((7, 11, 13), {"kernel_size": (3, 5, 7), "stride": (1, 2, 5)}, (2, 4, 8), (3, 5, 7)),
+        ((9, 10, 11), {"kernel_size": (4, 3, 2), "dilation": (2, 3, 4)}, (1, 3, 5), (2, 8, 8)),
+    ],
+)
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(128, 64), (64, 128), (64, 48)])
+def test_tiles_and_windows_that_do_not_divide_the_layout(
+    layout: tuple[int, ...],
+    windows: dict[str, Any],
+    q_tile: tuple[int, ...],
+    kv_tile: tuple[int, ...],
+    head_dim: int,
+    head_dim_v: int,
+) -> None:
+    arrays = arrays_of(layout, 4, 2, head_dim, head_dim_v)
+    results = gradients(arrays, **windows, backward_q_tile_shape=q_tile, backward_kv_tile_shape=kv_tile)
+
+    filled = {"stride": 1, "dilation": 1, "is_causal": False, **windows}
+    per_axis = [
+        value if isinstance(value, tuple) else (value,) * len(layout)
+        for value in (filled[name] for name in ("kernel_size", "stride", "dilation", "is_causal"))
+    ]
+    *operands, cotangent = (np.asarray(array, np.float64) for array in arrays)
+    mask = oracle.neighborhood_mask(layout, *per_axis)
+    expected = oracle.reference(
+        oracle.Tensors(*operands, None, None), mask, head_dim**-0.5, cotangent, np.zeros(cotangent.shape[:-1])
+    ).gradients
+    for result, reference in zip(results, expected[:3], strict=True):
+        assert np.linalg.norm(result - reference) <= BOUNDS["bfloat16"] * np.linalg.norm(reference)
+
+
+def test_the_reduction_may_be_left_to_xla() -> None:
+    arrays = arrays_of((40, 24), 4, 4, 64, 64)
+    kernel, xla = (gradients(arrays, kernel_size=7, backward_use_xla_reduction=each) for each in (False, True))
+    for one, other in zip(kernel, xla, strict=True):
+        assert np.linalg.norm(one - other) <= 1e-3 * np.linalg.norm(one)
+
+
+def test_key_and_value_gradients_are_the_same_in_every_run() -> None:
+    arrays = arrays_of((96, 80), 6, 3, 128, 128)
+    _, *first = gradients(arrays, kernel_size=(25, 19), stride=(2, 3))
+    for _ in range(20):
+        _, *again = gradients(arrays, kernel_size=(25, 19), stride=(2, 3))
+        for one, other in zip(first, again, strict=True):
+            np.testing.assert_array_equal(one, other)
