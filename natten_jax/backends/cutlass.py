@@ -171,7 +171,7 @@ class CutlassBackend:
 
 def _allows_tf32() -> bool:
     """Whether the caller asked for products of TF32 precision, or less."""
-    precision = jax.config.jax_default_matmul_precision
+    precision = getattr(jax.config, "jax_default_matmul_precision", None)
     return precision is not None and str(precision) in _TF32_PRECISIONS
 
 
