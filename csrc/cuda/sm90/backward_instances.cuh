@@ -23,12 +23,19 @@ cudaError_t launch_backward_form(const BackwardParams& params, cudaStream_t stre
   return cudaGetLastError();
 }
 
+template <class Element, int kHeadDim>
+cudaError_t launch_backward_for(const BackwardParams& params, cudaStream_t stream) {
+  constexpr BackwardTile kTile = backward_tile(kHeadDim);
+  constexpr int kStages = kHeadDim == 256 ? 1 : 2;
+  return launch_backward_form<BackwardTraits<Element, kHeadDim, kTile.keys, kTile.queries, kStages>>(params, stream);
+}
+
 template <bool kIsBFloat16>
 cudaError_t launch_backward(const BackwardParams& params, int head_dim, cudaStream_t stream) {
   using Element = std::conditional_t<kIsBFloat16, cutlass::bfloat16_t, cutlass::half_t>;
-  if (head_dim == 64) return launch_backward_form<BackwardTraits<Element, 64, 128, 64, 2>>(params, stream);
-  if (head_dim == 256) return launch_backward_form<BackwardTraits<Element, 256, 64, 64, 1>>(params, stream);
-  return launch_backward_form<BackwardTraits<Element, 128, 128, 64, 2>>(params, stream);
+  if (head_dim == 64) return launch_backward_for<Element, 64>(params, stream);
+  if (head_dim == 256) return launch_backward_for<Element, 256>(params, stream);
+  return launch_backward_for<Element, 128>(params, stream);
 }
 
 }  // namespace natten_jax::sm90

@@ -14,18 +14,9 @@ namespace {
 /// Most tiles that are sorted by length: among many, the last ones to finish matter little.
 constexpr std::int64_t kTilesWorthSorting = 4096;
 
-/// Keys and queries of the tiles that the kernel is compiled for.
-struct TileLimits {
-  int queries, keys;
-};
-
-TileLimits tile_limits(int head_dim) {
-  return head_dim == 256 ? TileLimits{64, 64} : TileLimits{64, 128};
-}
-
 std::string check(const Problem& problem, const TileShapes& tiles) {
   if (std::string error = check_arrays(problem); !error.empty()) return error;
-  const TileLimits limits = tile_limits(compiled_head_dim(problem));
+  const BackwardTile limits = backward_tile(compiled_head_dim(problem));
   const auto exceeds = [](const char* name, std::int64_t tokens, int limit) {
     return std::string("backward ") + name + " has " + std::to_string(tokens) + " tokens, but must have at most " +
            std::to_string(limit) + " at this head dimension";
@@ -114,7 +105,7 @@ std::string run_backward(const Problem& problem, const TileShapes& tiles, const 
   if (std::string error = check(problem, tiles); !error.empty()) return error;
   BackwardParams p{};
   const int head_dim = compiled_head_dim(problem);
-  const TileLimits limits = tile_limits(head_dim);
+  const BackwardTile limits = backward_tile(head_dim);
   std::int64_t groups = 1, tiles_per_group = 1;
   for (int d = 0; d < kRank; ++d) {
     p.axis[d] = describe_axis(problem.dims[d], tiles.query[d], tiles.kv[d]);
