@@ -1,7 +1,12 @@
-"""``python -m natten_jax.doctor``: what is installed, what was built, and which backend can run here and why."""
+"""``python -m natten_jax.doctor``: what is installed, what was built, and which backend can run here and why.
+
+With ``--problem`` and the profiler's flags that describe one: which backend runs that problem, with which tiles, and
+how much scratch memory its kernels take.
+"""
 
 from __future__ import annotations
 
+import argparse
 import platform
 import sys
 from collections.abc import Iterator
@@ -9,10 +14,13 @@ from importlib import metadata
 
 import jax
 
-from natten_jax import backends, native
+from natten_jax import backends, native, scratch
 from natten_jax.backends.base import Backend, Pass
 from natten_jax.devices import Device, local_devices
 from natten_jax.problem import SUPPORTED_DTYPES, Problem, TileConfig
+from natten_jax.profiler import arguments
+from natten_jax.profiler.options import Options
+from natten_jax.profiler.workload import parts_of, passes
 from natten_jax.version import __version__
 
 _PASSES: tuple[Pass, ...] = ("forward", "backward")
@@ -22,9 +30,17 @@ _TYPICAL = {"batch": 1, "heads": 1, "heads_kv": 1, "head_dim": 64, "head_dim_v":
 
 def main() -> int:
     """Print the report."""
-    for line in report():
+    parser = argparse.ArgumentParser(prog="python -m natten_jax.doctor", description=__doc__)
+    parser.add_argument("--problem", nargs=argparse.REMAINDER, metavar="FLAG", help="the profiler's flags")
+    options = parser.parse_args()
+    for line in report() if options.problem is None else report_problem(_parse_problem(options.problem)):
         print(line)
     return 0
+
+
+def _parse_problem(flags: list[str]) -> Options:
+    # Without running it, the problem may be of another device.
+    return arguments.parse([*flags, "--dry-run"])
 
 
 def report() -> Iterator[str]:
@@ -45,6 +61,30 @@ def report() -> Iterator[str]:
         for operator in backends.OPERATORS:
             for backend in backends.BACKENDS:
                 yield f"  {backends.backend_name(backend, operator):<14} {_verdict(backend, operator, device)}"
+
+
+def report_problem(options: Options) -> Iterator[str]:
+    """The lines about one problem, on every device of this process or a GPU of the compute capability asked for."""
+    capability = options.compute_capability
+    devices = local_devices() if capability is None else [Device("cuda", capability, is_present=False)]
+    problems = {part.problem for part in parts_of(options)}
+    for device in devices:
+        for problem in problems:
+            yield f"{problem.describe()}, {problem.dtype}, on {device}"
+            for which in passes(options):
+                yield f"  {which}"
+                for backend in backends.BACKENDS:
+                    name = backends.backend_name(backend, problem.operator)
+                    yield f"    {name:<14} {_plan(backend, problem, device, which)}"
+
+
+def _plan(backend: Backend, problem: Problem, device: Device, which: Pass) -> str:
+    reason = backend.rejection(problem, device, which)
+    if reason is not None:
+        return f"no: {reason}"
+    q_tile, kv_tile = backend.tile_pairs(problem, device, which)[0]
+    held = "as XLA plans it" if backend.is_pure_jax else f"{scratch.scratch_bytes(backend, problem, which):,} bytes"
+    return f"query tile {q_tile}, key/value tile {kv_tile}, scratch memory {held}"
 
 
 def _version(name: str) -> str:

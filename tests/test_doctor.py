@@ -1,0 +1,73 @@
+"""``python -m natten_jax.doctor --problem``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from natten_jax import backends, scratch
+from natten_jax.doctor import report_problem
+from natten_jax.problem import Problem
+from natten_jax.profiler import arguments
+
+FLAGS = ["-i", "12", "10", "-n", "4", "--heads-kv", "2", "-d", "64", "-w", "3", "5", "--backprop"]
+
+
+def lines(*flags: str) -> list[str]:
+    return list(report_problem(arguments.parse([*FLAGS, *flags, "--dry-run"])))
+
+
+def test_names_tiles_and_reasons() -> None:
+    report = lines()
+    assert "na2d 12x10" in report[0]
+    verdicts = {line.split()[0]: line for line in report if "-fna" in line}
+    assert "key/value tile" in verdicts["cpu-fna"] and "0 bytes" in verdicts["cpu-fna"]
+    assert "as XLA plans it" in verdicts["flex-fna"]
+    assert "compute capability 9.0 only" in verdicts["hopper-fna"]
+
+
+def test_other_devices_may_be_asked_about() -> None:
+    report = lines("--compute-capability", "9.0")
+    assert not any("no: it runs on NVIDIA GPUs of compute capability 9.0" in line for line in report)
+    assert sum("hopper-fna" in line and "scratch memory" in line for line in report) == 2
+
+
+@pytest.mark.parametrize("backend_family", ["hopper", "cutlass"])
+@pytest.mark.parametrize("additional_kv", [0, 7])
+def test_backward_scratch_is_one_float32_query_gradient_and_little_more(
+    backend_family: str, additional_kv: int
+) -> None:
+    problem = Problem(
+        operator="fna",
+        batch=2,
+        query_layout=(12, 10),
+        kv_layout=(12, 10),
+        heads=4,
+        heads_kv=2,
+        head_dim=64,
+        head_dim_v=128,
+        dtype="bfloat16",
+        kernel_size=(3, 5),
+        stride=(1, 1),
+        dilation=(1, 1),
+        is_causal=(False, False),
+        scale=0.1,
+        additional_kv=additional_kv,
+    )
+    backend = next(backend for backend in backends.BACKENDS if backend.family == backend_family)
+    rows = 2 * 12 * 10 * 4
+    held = scratch.scratch_bytes(backend, problem, "backward")
+    # Beside it at most two numbers a row, and results of no additional tokens.
+    assert rows * 64 * 4 <= held <= rows * (64 + 2) * 4 + 64
+    assert scratch.scratch_bytes(backend, problem, "forward") <= 64
+
+
+def test_command_line() -> None:
+    command = [sys.executable, "-m", "natten_jax.doctor", "--problem", *FLAGS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1:2] == ["  forward"]
+    wrong = subprocess.run([*command, "-w", "3"], capture_output=True, text=True, timeout=120, check=False)
+    assert wrong.returncode == 2 and "window" in wrong.stderr
