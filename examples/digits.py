@@ -1,9 +1,11 @@
 """Train a small neighborhood attention classifier on handwritten digits.
 
 The 1797 images of 8 x 8 pixels come with scikit-learn, so nothing is downloaded. A fifth of them, equally many of
-each digit, is held out for the test accuracy that is printed after every epoch.
+each digit, is held out for the test accuracy that is printed after every epoch. With `--compare`, a second model starts
+from the same parameters, sees the same images, and computes with another backend and in another type.
 
     python examples/digits.py --output digits.png
+    python examples/digits.py --dtype bfloat16 --compare flex-fna:float32
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
@@ -28,6 +31,7 @@ matplotlib.use("Agg")  # there may be no display
 import matplotlib.pyplot as plt  # only now is the choice of a display made
 
 CLASSES = 10
+DTYPES = ("float32", "float16", "bfloat16")
 IMAGE_SIZE = 8
 
 
@@ -38,17 +42,28 @@ class Data(NamedTuple):
     labels: np.ndarray
 
 
+class Arithmetic(NamedTuple):
+    """What computes the attention, and the type that the blocks compute in."""
+
+    backend: str | None
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.backend or 'default'}:{self.dtype}"
+
+
 class Block(nnx.Module):
     """Neighborhood attention and a perceptron, both behind a normalization and beside a skip connection."""
 
-    def __init__(self, features: int, kernel_size: int, backend: str | None, rngs: nnx.Rngs) -> None:
-        self.attention_norm = nnx.LayerNorm(features, rngs=rngs)
+    def __init__(self, features: int, kernel_size: int, arithmetic: Arithmetic, rngs: nnx.Rngs) -> None:
+        settings: dict[str, Any] = {"dtype": jnp.dtype(arithmetic.dtype), "rngs": rngs}
+        self.attention_norm = nnx.LayerNorm(features, **settings)
         self.attention = NeighborhoodAttention2D(
-            features, num_heads=features // 16, kernel_size=kernel_size, backend=backend, rngs=rngs
+            features, num_heads=features // 16, kernel_size=kernel_size, backend=arithmetic.backend, **settings
         )
-        self.perceptron_norm = nnx.LayerNorm(features, rngs=rngs)
+        self.perceptron_norm = nnx.LayerNorm(features, **settings)
         self.perceptron = nnx.Sequential(
-            nnx.Linear(features, 2 * features, rngs=rngs), nnx.gelu, nnx.Linear(2 * features, features, rngs=rngs)
+            nnx.Linear(features, 2 * features, **settings), nnx.gelu, nnx.Linear(2 * features, features, **settings)
         )
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -59,16 +74,17 @@ class Block(nnx.Module):
 class Classifier(nnx.Module):
     """Every pixel is a token that attends to the pixels around it; the mean over all tokens is classified."""
 
-    def __init__(self, features: int, depth: int, kernel_size: int, backend: str | None, rngs: nnx.Rngs) -> None:
+    def __init__(self, features: int, depth: int, kernel_size: int, arithmetic: Arithmetic, rngs: nnx.Rngs) -> None:
+        self.dtype = jnp.dtype(arithmetic.dtype)
         self.embed = nnx.Conv(1, features, kernel_size=(3, 3), rngs=rngs)
         self.position = nnx.Param(0.02 * jax.random.normal(rngs.params(), (IMAGE_SIZE, IMAGE_SIZE, features)))
-        self.blocks = nnx.List([Block(features, kernel_size, backend, rngs) for _ in range(depth)])
+        self.blocks = nnx.List([Block(features, kernel_size, arithmetic, rngs) for _ in range(depth)])
         self.norm = nnx.LayerNorm(features, rngs=rngs)
         self.head = nnx.Linear(features, CLASSES, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
         """Logits ``[batch, 10]`` for images ``[batch, 8, 8, 1]``."""
-        tokens = self.embed(images) + self.position[...]
+        tokens = (self.embed(images) + self.position[...]).astype(self.dtype)
         for block in self.blocks:
             tokens = block(tokens)
         return self.head(self.norm(tokens).mean(axis=(1, 2)))
@@ -85,7 +101,7 @@ def load(seed: int) -> tuple[Data, Data]:
 
 
 @nnx.jit
-def train_step(model: Classifier, optimizer: nnx.Optimizer, images: jax.Array, labels: jax.Array) -> jax.Array:
+def train_step(model: Classifier, optimizer: nnx.Optimizer[Any], images: jax.Array, labels: jax.Array) -> jax.Array:
     """Update the model in place; returns the loss."""
 
     def loss_of(model: Classifier) -> jax.Array:
@@ -119,6 +135,14 @@ def save_predictions(path: Path, data: Data, predictions: np.ndarray, accuracy: 
     plt.close(figure)
 
 
+def parse_arithmetic(text: str) -> Arithmetic:
+    """``backend:dtype``, as `--compare` takes it."""
+    backend, _, dtype = text.partition(":")
+    if not backend or dtype not in DTYPES:
+        raise argparse.ArgumentTypeError(f"{text!r} is no backend and type, such as flex-fna:float32")
+    return Arithmetic(backend, dtype)
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train a neighborhood attention classifier on scikit-learn's handwritten digits.",
@@ -132,6 +156,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kernel-size", type=int, default=5, help="window of the attention, at most 8")
     parser.add_argument("--seed", type=int, default=0, help="of the split, the parameters and the order of images")
     parser.add_argument("--backend", default=None, help="such as cpu-fna or flex-fna; the best one if not given")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="type that the blocks compute in")
+    parser.add_argument(
+        "--compare", type=parse_arithmetic, metavar="BACKEND:DTYPE", help="train a second model, with these"
+    )
     parser.add_argument("--output", type=Path, default=Path("digits.png"), help="picture of test predictions")
     options = parser.parse_args(arguments)
     if options.epochs < 1:
@@ -147,9 +175,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     started = time.perf_counter()
     train, test = load(options.seed)
     steps = len(train.labels) // options.batch_size
-    model = Classifier(options.features, options.depth, options.kernel_size, options.backend, nnx.Rngs(options.seed))
     schedule = optax.warmup_cosine_decay_schedule(0.0, options.learning_rate, 2 * steps, options.epochs * steps)
-    optimizer = nnx.Optimizer(model, optax.adamw(schedule, weight_decay=0.05), wrt=nnx.Param)
+    runs = [Arithmetic(options.backend, options.dtype), *([options.compare] if options.compare else [])]
+    models, optimizers = [], []
+    for run in runs:
+        model = Classifier(options.features, options.depth, options.kernel_size, run, nnx.Rngs(options.seed))
+        models.append(model)
+        optimizers.append(nnx.Optimizer(model, optax.adamw(schedule, weight_decay=0.05), wrt=nnx.Param))
+    curves = []  # the mean losses of an epoch, one per model
     order = np.random.default_rng(options.seed)
 
     columns = TextColumn("epoch {task.fields[epoch]}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
@@ -159,16 +192,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
             progress.update(task, epoch=epoch)
             losses = []
             for batch in order.permutation(len(train.labels))[: steps * options.batch_size].reshape(steps, -1):
-                losses.append(train_step(model, optimizer, train.images[batch], train.labels[batch]))
+                images, labels = jnp.asarray(train.images[batch]), jnp.asarray(train.labels[batch])
+                losses.append([train_step(*pair, images, labels) for pair in zip(models, optimizers, strict=True)])
                 progress.advance(task)
-            predictions = np.asarray(predict(model, test.images))
+            curves.append(np.mean(losses, axis=0))
+            predictions = np.asarray(predict(models[0], jnp.asarray(test.images)))
             accuracy = float((predictions == test.labels).mean())
+            compared = f"  loss with {runs[1]} {curves[-1][1]:.3f}" if options.compare else ""
             progress.console.print(
-                f"epoch {epoch:3}  loss {np.mean(losses):.3f}  test accuracy {accuracy:.2%}", highlight=False
+                f"epoch {epoch:3}  loss {curves[-1][0]:.3f}  test accuracy {accuracy:.2%}{compared}", highlight=False
             )
 
     save_predictions(options.output, test, predictions, accuracy)
     print(f"Test accuracy {accuracy:.2%} after {time.perf_counter() - started:.1f} s; picture: {options.output}")
+    if options.compare:
+        losses, expected = np.transpose(curves)
+        print(f"Largest relative difference of an epoch's losses: {np.max(np.abs(losses - expected) / expected):.2%}")
 
 
 if __name__ == "__main__":

@@ -186,7 +186,7 @@ def save_curves(path: Path, options: argparse.Namespace, runs: Sequence[Run]) ->
     path.write_text(json.dumps(curves, indent=1) + "\n")
 
 
-def arithmetic(text: str) -> Arithmetic:
+def parse_arithmetic(text: str) -> Arithmetic:
     """``backend:dtype``, as `--compare` takes it."""
     backend, _, dtype = text.partition(":")
     if not backend or dtype not in DTYPES:
@@ -212,7 +212,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", default=None, help="such as cpu-fna or flex-fna; the best one if not given")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="type to compute in")
     parser.add_argument("--seed", type=int, default=0, help="of the parameters and the clips")
-    parser.add_argument("--compare", type=arithmetic, metavar="BACKEND:DTYPE", help="train a second model, with these")
+    parser.add_argument(
+        "--compare", type=parse_arithmetic, metavar="BACKEND:DTYPE", help="train a second model, with these"
+    )
     parser.add_argument("--json", type=Path, metavar="PATH", help="file for the losses of all steps")
     options = parser.parse_args(arguments)
     for name in ("steps", "batch_size", "patch", "heads", "head_dim"):

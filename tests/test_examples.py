@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 for package in ("flax", "matplotlib", "optax", "rich", "sklearn"):
@@ -34,18 +36,64 @@ def test_digits_learns_and_saves_a_picture(tmp_path):
     assert picture.stat().st_size > 10_000
 
 
+def test_digits_compares_two_backends(tmp_path):
+    output = output_of(
+        *("digits.py", "--epochs", "2", "--output", str(tmp_path / "digits.png")),
+        *("--backend", "cpu-fna", "--dtype", "bfloat16", "--compare", "flex-fna:float32"),
+    )
+    pattern = r"^epoch .* loss ([\d.]+)  test accuracy .*  loss with flex-fna:float32 ([\d.]+)$"
+    losses = np.array(re.findall(pattern, output, re.MULTILINE), float)
+    assert losses.shape == (2, 2)
+    assert (losses[1] < 0.9 * losses[0]).all()
+    np.testing.assert_allclose(losses[:, 0], losses[:, 1], rtol=0.01)
+    (difference,) = re.findall(r"^Largest relative difference .*: ([\d.]+)%$", output, re.MULTILINE)
+    assert 0 < float(difference) < 1
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("example", "arguments", "message"),
     [
-        (["--epochs", "0"], "--epochs must be at least 1"),
-        (["--features", "24"], "--features must be a multiple of 16"),
+        ("digits.py", ["--epochs", "0"], "--epochs must be at least 1"),
+        ("digits.py", ["--features", "24"], "--features must be a multiple of 16"),
+        ("digits.py", ["--compare", "float32"], "'float32' is no backend and type"),
+        ("video_denoising.py", ["--steps", "0"], "--steps must be at least 1"),
+        ("video_denoising.py", ["--compare", "flex-fna:int8"], "'flex-fna:int8' is no backend and type"),
+        ("video_denoising.py", ["--tokens", "4", "54", "8"], "--tokens 54 of --patch 8 do not fit"),
     ],
 )
-def test_digits_refuses_wrong_arguments(arguments, message, capsys):
-    main = runpy.run_path(str(EXAMPLES / "digits.py"))["main"]
+def test_training_refuses_wrong_arguments(example, arguments, message, capsys):
+    main = runpy.run_path(str(EXAMPLES / example))["main"]
     with pytest.raises(SystemExit):
         main(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_video_denoising_learns_alike_with_two_backends(tmp_path):
+    problem = ("--tokens", "4", "8", "8", "--patch", "4", "--window", "3", "4", "4", "--stride", "1", "2", "2")
+    model = ("--heads", "2", "--head-dim", "16", "--steps", "60", "--learning-rate", "3e-3", "--backend", "cpu-fna")
+    compared, alone = tmp_path / "curves" / "compared.json", tmp_path / "alone.json"
+    comparison = ("--compare", "flex-fna:float32", "--json", str(compared))
+    output = output_of("video_denoising.py", *problem, *model, *comparison)
+    curves = json.loads(compared.read_text())
+    assert [(run["backend"], run["dtype"]) for run in curves["runs"]] == [
+        ("cpu-fna", "bfloat16"),
+        ("flex-fna", "float32"),
+    ]
+    losses, expected = (np.array(run["losses"]) for run in curves["runs"])
+    assert losses.shape == expected.shape == (60,)
+    assert losses[-20:].mean() < 0.75 * losses[0]
+
+    smoothed, reference = (np.array([curve[i : i + 20].mean() for i in range(41)]) for curve in (losses, expected))
+    difference = np.max(np.abs(smoothed / reference - 1))
+    # bfloat16 comes to 0.02%; a gradient without dq to 0.3%, a stride that is ignored to 0.2%.
+    assert 0 < difference < 1e-3
+    assert f"Largest relative difference of losses smoothed over 20 steps: {difference:.2%}" in output
+    assert re.search(rf"^ +60 +{losses[-6:].mean():.4f} +{expected[-6:].mean():.4f}$", output, re.MULTILINE)
+
+    # The seed decides everything, also without a second model beside it.
+    runpy.run_path(str(EXAMPLES / "video_denoising.py"))["main"]([*problem, *model, "--json", str(alone)])
+    (run,) = json.loads(alone.read_text())["runs"]
+    assert run["losses"] == losses.tolist()
 
 
 @pytest.mark.parametrize("arguments", [(), ("--backward", "--dtype", "bfloat16", "--backend", "flex-fna")])
