@@ -175,7 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     started = time.perf_counter()
     train, test = load(options.seed)
     steps = len(train.labels) // options.batch_size
-    schedule = optax.warmup_cosine_decay_schedule(0.0, options.learning_rate, 2 * steps, options.epochs * steps)
+    warmup = min(2, options.epochs - 1) * steps
+    schedule = optax.warmup_cosine_decay_schedule(0.0, options.learning_rate, warmup, options.epochs * steps)
     runs = [Arithmetic(options.backend, options.dtype), *([options.compare] if options.compare else [])]
     models, optimizers = [], []
     for run in runs:
