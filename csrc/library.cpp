@@ -28,22 +28,23 @@ std::string compiler() {
 }  // namespace
 
 std::vector<Target> targets() {
-  std::vector<ffi::Registration> registrations = ffi::host_registrations();
+  std::vector<Target> targets;
+  const auto add = [&](const std::vector<ffi::Registration>& registrations) {
+    for (const ffi::Registration& r : registrations) {
+      targets.push_back({r.target, r.platform, reinterpret_cast<void*>(r.handler)});
+    }
+  };
+  add(ffi::host_registrations());
 #if defined(NATTEN_JAX_CUDA)
-  for (const ffi::Registration& registration : ffi::cuda_registrations()) registrations.push_back(registration);
+  add(ffi::sm80_registrations());
 #if defined(NATTEN_JAX_SM90)
-  for (const ffi::Registration& registration : ffi::sm90_backward_registrations())
-    registrations.push_back(registration);
+  add(ffi::sm90_forward_registrations());
+  add(ffi::sm90_backward_registrations());
 #endif
-  for (const ffi::Registration& registration : ffi::sm80_registrations()) registrations.push_back(registration);
 #endif
 #if defined(NATTEN_JAX_BENCH)
-  for (const ffi::Registration& registration : ffi::bench_registrations()) registrations.push_back(registration);
+  add(ffi::bench_registrations());
 #endif
-  std::vector<Target> targets;
-  for (const ffi::Registration& r : registrations) {
-    targets.push_back({r.target, r.platform, reinterpret_cast<void*>(r.handler)});
-  }
   return targets;
 }
 

@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from natten_jax import backends, partition
-from natten_jax.backends.base import Backend, Gradients, Operands, Output, Pass
+from natten_jax.backends.base import Backend, Gradients, Operands, Output, Pass, requested_pair
 from natten_jax.devices import CPU, Device, cuda_device, local_devices
 from natten_jax.problem import Problem, TileConfig
 
@@ -63,7 +63,7 @@ def check_runs_somewhere(call: Call) -> None:
     for device in local_devices():
         try:
             _choose(call, device, "forward")
-            if backends.requested_pair(call.tiles, "backward") is not None:
+            if requested_pair(call.tiles, "backward") is not None:
                 _choose(call, device, "backward")
         except ValueError as error:
             errors.append(error)

@@ -6,7 +6,17 @@
 
 namespace natten_jax::ffi {
 
-using xla::ffi::Error;
+using xffi::Error;
+
+Error decode_device_call(const ProblemOperands& operands, const Attributes& attributes, Call& call,
+                         const std::int32_t*& origins) {
+  NATTEN_JAX_RETURN_IF_ERROR(decode_origins(operands.origins, origins));
+  return decode_problem(operands, attributes, origins != nullptr ? nullptr : kNoOrigins, call);
+}
+
+Error error_of(const std::string& sentence) {
+  return sentence.empty() ? Error::Success() : Error::InvalidArgument("natten_jax: " + sentence);
+}
 
 Error check_compute_capability(int major, int minor) {
   int device = 0, actual_major = 0, actual_minor = 0;

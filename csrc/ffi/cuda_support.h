@@ -1,11 +1,21 @@
 // What the handlers for NVIDIA GPUs have in common.
 #pragma once
 
-#include "xla/ffi/api/ffi.h"
+#include <cstdint>
+#include <string>
+
+#include "ffi/decode.h"
 
 namespace natten_jax::ffi {
 
+/// Checks and describes a call; `origins` are device memory, or null where all are zero.
+xffi::Error decode_device_call(const ProblemOperands& operands, const Attributes& attributes, Call& call,
+                               const std::int32_t*& origins);
+
+/// What a launch says: nothing, or a sentence about what is not supported or failed.
+xffi::Error error_of(const std::string& sentence);
+
 /// Checks that the current device is of the compute capability that a family of kernels is compiled for.
-xla::ffi::Error check_compute_capability(int major, int minor);
+xffi::Error check_compute_capability(int major, int minor);
 
 }  // namespace natten_jax::ffi

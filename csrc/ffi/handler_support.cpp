@@ -1,5 +1,7 @@
 #include "ffi/handler_support.h"
 
+#include <algorithm>
+
 namespace natten_jax::ffi {
 
 xffi::Error check_query_array(const char* name, const xffi::AnyBuffer& array, const Problem& p, bool is_statistic) {
@@ -13,15 +15,19 @@ xffi::Error check_query_array(const char* name, const xffi::AnyBuffer& array, co
                      "it has the dtype of query and the width of value");
 }
 
-xffi::Error check_gradient(const char* name, const xffi::AnyBuffer& gradient, const xffi::AnyBuffer& operand) {
-  bool is_equal =
-      gradient.element_type() == operand.element_type() && gradient.dimensions().size() == operand.dimensions().size();
-  for (std::size_t i = 0; is_equal && i < operand.dimensions().size(); ++i) {
-    is_equal = gradient.dimensions()[i] == operand.dimensions()[i];
+xffi::Error check_gradients(const ProblemOperands& operands, const std::array<const xffi::AnyBuffer*, 5>& gradients) {
+  constexpr const char* kNames[] = {"dquery", "dkey", "dvalue", "dadditional_keys", "dadditional_values"};
+  const xffi::AnyBuffer* of[] = {&operands.query, &operands.key, &operands.value, &operands.additional_keys,
+                                 &operands.additional_values};
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    const auto actual = gradients[i]->dimensions(), expected = of[i]->dimensions();
+    if (gradients[i]->element_type() != of[i]->element_type() ||
+        !std::equal(actual.begin(), actual.end(), expected.begin(), expected.end())) {
+      return xffi::Error::InvalidArgument(std::string("natten_jax: result ") + kNames[i] +
+                                          " must have the shape and dtype of the operand that it is the gradient of");
+    }
   }
-  if (is_equal) return xffi::Error::Success();
-  return xffi::Error::InvalidArgument(std::string("natten_jax: result ") + name +
-                                      " must have the shape and dtype of the operand that it is the gradient of");
+  return xffi::Error::Success();
 }
 
 }  // namespace natten_jax::ffi

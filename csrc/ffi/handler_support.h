@@ -1,6 +1,7 @@
 // What every XLA FFI handler of this library does around its kernel.
 #pragma once
 
+#include <array>
 #include <exception>
 #include <string>
 
@@ -23,8 +24,8 @@ xffi::Error guarded(Body body) {
 /// Checks the per-query arrays that follow the problem's operands or are results.
 xffi::Error check_query_array(const char* name, const xffi::AnyBuffer& array, const Problem& p, bool is_statistic);
 
-/// Checks a result that is the gradient of an operand.
-xffi::Error check_gradient(const char* name, const xffi::AnyBuffer& gradient, const xffi::AnyBuffer& operand);
+/// Checks the results that are the gradients of query, key, value and additional keys and values.
+xffi::Error check_gradients(const ProblemOperands& operands, const std::array<const xffi::AnyBuffer*, 5>& gradients);
 
 /// The operands that every handler starts with.
 inline auto bind_problem() {

@@ -17,11 +17,9 @@ struct Registration {
 std::vector<Registration> host_registrations();
 
 #if defined(NATTEN_JAX_CUDA)
-/// The targets for NVIDIA GPUs of one architecture.
-std::vector<Registration> cuda_registrations();
-
 #if defined(NATTEN_JAX_SM90)
-/// The targets of the Hopper backward pass.
+/// The targets for Hopper GPUs.
+std::vector<Registration> sm90_forward_registrations();
 std::vector<Registration> sm90_backward_registrations();
 #endif
 

@@ -70,11 +70,8 @@ Error cpu_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer ad
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("logsumexp", logsumexp, call.problem, true));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("out_cotangent", out_cotangent, call.problem, false));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("delta", delta, call.problem, true));
-    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dquery", *query_gradient, query));
-    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dkey", *key_gradient, key));
-    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dvalue", *value_gradient, value));
-    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dadditional_keys", *additional_keys_gradient, additional_keys));
-    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dadditional_values", *additional_values_gradient, additional_values));
+    NATTEN_JAX_RETURN_IF_ERROR(check_gradients(operands, {&*query_gradient, &*key_gradient, &*value_gradient,
+                                                          &*additional_keys_gradient, &*additional_values_gradient}));
     cpu::Arrays arrays = operand_arrays(operands);
     arrays.saved_logsumexp = static_cast<const float*>(logsumexp.untyped_data());
     arrays.out_cotangent = out_cotangent.untyped_data();

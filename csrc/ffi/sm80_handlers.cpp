@@ -4,6 +4,7 @@
 #include <string>
 
 #include "cuda/sm80/launch.h"
+#include "ffi/cuda_support.h"
 #include "ffi/decode.h"
 #include "ffi/handler_support.h"
 #include "ffi/handlers.h"
@@ -24,11 +25,9 @@ Error sm80_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer ad
     std::int64_t is_accurate = 0;
     NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes, 1));
     NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_accurate", 1, is_accurate));
-    const std::int32_t* origin_values = nullptr;
-    NATTEN_JAX_RETURN_IF_ERROR(decode_origins(origins, origin_values));
     Call call;
-    NATTEN_JAX_RETURN_IF_ERROR(
-        decode_problem(operands, attributes, origin_values != nullptr ? nullptr : kNoOrigins, call));
+    const std::int32_t* origin_values = nullptr;
+    NATTEN_JAX_RETURN_IF_ERROR(decode_device_call(operands, attributes, call, origin_values));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result out", *out, call.problem, false));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result logsumexp", *logsumexp, call.problem, true));
     const sm80::Arrays arrays{query.untyped_data(),
@@ -40,7 +39,7 @@ Error sm80_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer ad
                               out->untyped_data(),
                               static_cast<float*>(logsumexp->untyped_data())};
     const std::string error = sm80::run_forward(call.problem, call.tiles, arrays, is_accurate == 1, stream);
-    return error.empty() ? Error::Success() : Error::InvalidArgument("natten_jax: " + error);
+    return error_of(error);
   });
 }
 
@@ -65,20 +64,15 @@ Error sm80_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer a
     NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_accurate", 1, is_accurate));
     NATTEN_JAX_RETURN_IF_ERROR(
         decode_choice(dictionary, "kv_splits", std::numeric_limits<std::int32_t>::max(), kv_splits));
-    const std::int32_t* origin_values = nullptr;
-    NATTEN_JAX_RETURN_IF_ERROR(decode_origins(origins, origin_values));
     Call call;
-    NATTEN_JAX_RETURN_IF_ERROR(
-        decode_problem(operands, attributes, origin_values != nullptr ? nullptr : kNoOrigins, call));
+    const std::int32_t* origin_values = nullptr;
+    NATTEN_JAX_RETURN_IF_ERROR(decode_device_call(operands, attributes, call, origin_values));
     const Problem& problem = call.problem;
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("logsumexp", logsumexp, problem, true));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("out_cotangent", out_cotangent, problem, false));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("delta", delta, problem, true));
-    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dquery", *query_gradient, query));
-    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dkey", *key_gradient, key));
-    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dvalue", *value_gradient, value));
-    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dadditional_keys", *additional_keys_gradient, additional_keys));
-    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dadditional_values", *additional_values_gradient, additional_values));
+    NATTEN_JAX_RETURN_IF_ERROR(check_gradients(operands, {&*query_gradient, &*key_gradient, &*value_gradient,
+                                                          &*additional_keys_gradient, &*additional_values_gradient}));
     // Sums of the query gradient; those of float32 arrays are the result itself.
     float* sums = nullptr;
     const std::size_t expected = problem.element_type == ElementType::kFloat32 ? 0 : 1;
@@ -110,7 +104,7 @@ Error sm80_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer a
                                       additional_values_gradient->untyped_data(),
                                       sums};
     const std::string error = sm80::run_backward(problem, call.tiles, arrays, kv_splits, is_accurate == 1, stream);
-    return error.empty() ? Error::Success() : Error::InvalidArgument("natten_jax: " + error);
+    return error_of(error);
   });
 }
 

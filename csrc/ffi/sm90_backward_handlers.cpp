@@ -31,18 +31,13 @@ Error sm90_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer a
     const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins};
     Attributes attributes;
     NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes));
-    const std::int32_t* origin_values = nullptr;
-    NATTEN_JAX_RETURN_IF_ERROR(decode_origins(origins, origin_values));
     Call call;
-    NATTEN_JAX_RETURN_IF_ERROR(
-        decode_problem(operands, attributes, origin_values != nullptr ? nullptr : kNoOrigins, call));
+    const std::int32_t* origin_values = nullptr;
+    NATTEN_JAX_RETURN_IF_ERROR(decode_device_call(operands, attributes, call, origin_values));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("out_cotangent", out_cotangent, call.problem, false));
     NATTEN_JAX_RETURN_IF_ERROR(check_statistics("statistics", statistics, call.problem));
-    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dquery", *query_gradient, query));
-    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dkey", *key_gradient, key));
-    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dvalue", *value_gradient, value));
-    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dadditional_keys", *additional_keys_gradient, additional_keys));
-    NATTEN_JAX_RETURN_IF_ERROR(check_gradient("dadditional_values", *additional_values_gradient, additional_values));
+    NATTEN_JAX_RETURN_IF_ERROR(check_gradients(operands, {&*query_gradient, &*key_gradient, &*value_gradient,
+                                                          &*additional_keys_gradient, &*additional_values_gradient}));
     NATTEN_JAX_RETURN_IF_ERROR(check_array("result scratch", *scratch, DataType::F32,
                                            {sm90::backward_scratch_elements(call.problem)},
                                            "the query gradient is summed up in it"));
@@ -62,7 +57,7 @@ Error sm90_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer a
                                       additional_values_gradient->untyped_data(),
                                       static_cast<float*>(scratch->untyped_data())};
     const std::string error = sm90::run_backward(call.problem, call.tiles, arrays, stream);
-    return error.empty() ? Error::Success() : Error::InvalidArgument("natten_jax: " + error);
+    return error_of(error);
   });
 }
 

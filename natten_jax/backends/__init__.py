@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from natten_jax.backends import cpu, cutlass, flex, hopper
-from natten_jax.backends.base import Backend, Pass, TilePair
+from natten_jax.backends.base import Backend, Pass, TilePair, requested_pair
 from natten_jax.devices import Device, local_devices
 from natten_jax.problem import Problem, TileConfig
 
@@ -104,15 +104,6 @@ def choose_pass(problem: Problem, tiles: TileConfig, device: Device, which: Pass
         reason = find(requested, problem.operator).rejection(problem, device, which)
         requested = requested if reason is None else None
     return choose(problem, tiles, device, which, requested)
-
-
-def requested_pair(tiles: TileConfig, which: Pass) -> TilePair | None:
-    """The tile shapes that the user asked for in a pass."""
-    if which == "forward":
-        pair = tiles.q_tile_shape, tiles.kv_tile_shape
-    else:
-        pair = tiles.backward_q_tile_shape, tiles.backward_kv_tile_shape
-    return None if pair[0] is None or pair[1] is None else (pair[0], pair[1])
 
 
 def check_runs_somewhere(problem: Problem, tiles: TileConfig, requested: str | None) -> None:

@@ -13,6 +13,15 @@ Pass = Literal["forward", "backward"]
 TilePair = tuple[Shape, Shape]
 
 
+def requested_pair(tiles: TileConfig, which: Pass) -> TilePair | None:
+    """The tile shapes that the user asked for in a pass."""
+    if which == "forward":
+        pair = tiles.q_tile_shape, tiles.kv_tile_shape
+    else:
+        pair = tiles.backward_q_tile_shape, tiles.backward_kv_tile_shape
+    return None if pair[0] is None or pair[1] is None else (pair[0], pair[1])
+
+
 class Operands(NamedTuple):
     """The arrays of one call, heads last, in the caller's rank.
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax import native
-from natten_jax.backends.base import Gradients, Operands, Output, Pass, TilePair
+from natten_jax.backends.base import Gradients, Operands, Output, Pass, TilePair, requested_pair
 from natten_jax.backends.kernel_rank import attributes, kernel_operands, with_kernel_rank
 from natten_jax.devices import Device
 from natten_jax.native import ResultType
@@ -58,7 +58,7 @@ class CpuBackend:
                 ResultType((*batch_and_tokens, out_shape[-2]), jnp.float32),
             ],
             *arrays,
-            **_attributes(problem, tiles.q_tile_shape, tiles.kv_tile_shape, "forward"),
+            **_attributes(problem, tiles, "forward"),
         )
         return Output(out.reshape(out_shape), logsumexp.reshape(out_shape[:-1]))
 
@@ -82,7 +82,7 @@ class CpuBackend:
             with_kernel_rank(output.logsumexp, problem.rank),
             with_kernel_rank(out_cotangent, problem.rank),
             with_kernel_rank(delta, problem.rank),
-            **_attributes(problem, tiles.backward_q_tile_shape, tiles.backward_kv_tile_shape, "backward"),
+            **_attributes(problem, tiles, "backward"),
         )
         query, key, value = (g.reshape(a.shape) for g, a in zip(gradients[:3], operands[:3], strict=True))
         if operands.additional_keys is None:
@@ -144,7 +144,5 @@ def _stream_tile(problem: Problem, q_tile: Shape) -> Shape:
     return tuple(extents)
 
 
-def _attributes(problem: Problem, q_tile: Shape | None, kv_tile: Shape | None, which: Pass) -> dict[str, Shape | float]:
-    if q_tile is None or kv_tile is None:
-        q_tile, kv_tile = _default_pair(problem, which)
-    return attributes(problem, q_tile, kv_tile)
+def _attributes(problem: Problem, tiles: TileConfig, which: Pass) -> dict[str, Shape | float]:
+    return attributes(problem, *(requested_pair(tiles, which) or _default_pair(problem, which)))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax import native, simulator
-from natten_jax.backends.base import Gradients, Operands, Output, Pass, TilePair
+from natten_jax.backends.base import Gradients, Operands, Output, Pass, TilePair, requested_pair
 from natten_jax.backends.kernel_rank import attributes, kernel_operands, with_kernel_rank
 from natten_jax.devices import ComputeCapability, Device
 from natten_jax.native import ResultType
@@ -113,10 +113,7 @@ class CutlassBackend:
     def forward(self, problem: Problem, tiles: TileConfig, operands: Operands) -> Output:
         """Compute output and logsumexp."""
         out_shape = (*operands.query.shape[:-1], operands.value.shape[-1])
-        if tiles.q_tile_shape is None or tiles.kv_tile_shape is None:
-            q_tile, kv_tile = _ranked_pairs(problem, "forward")[0]
-        else:
-            q_tile, kv_tile = tiles.q_tile_shape, tiles.kv_tile_shape
+        q_tile, kv_tile = requested_pair(tiles, "forward") or _ranked_pairs(problem, "forward")[0]
         arrays = kernel_operands(problem, operands)
         tokens = arrays[0].shape[:-2]
         out, logsumexp = native.call(
@@ -141,10 +138,7 @@ class CutlassBackend:
         logsumexp_cotangent: jax.Array,
     ) -> Gradients:
         """Compute the gradients of the differentiable operands."""
-        if tiles.backward_q_tile_shape is None or tiles.backward_kv_tile_shape is None:
-            q_tile, kv_tile = _ranked_pairs(problem, "backward")[0]
-        else:
-            q_tile, kv_tile = tiles.backward_q_tile_shape, tiles.backward_kv_tile_shape
+        q_tile, kv_tile = requested_pair(tiles, "backward") or _ranked_pairs(problem, "backward")[0]
         # The reduction in front of the kernel is XLA's, whatever backward_use_xla_reduction says: it is one fusion.
         delta = jnp.sum(out_cotangent.astype(jnp.float32) * output.out.astype(jnp.float32), axis=-1)
         delta -= logsumexp_cotangent

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from natten_jax.backends.base import Gradients, Operands, Output, Pass, TilePair
+from natten_jax.backends.base import Gradients, Operands, Output, Pass, TilePair, requested_pair
 from natten_jax.backends.flex_blocks import Sweep, make_sweep, materialize
 from natten_jax.devices import Device
 from natten_jax.problem import Problem, TileConfig
@@ -350,11 +350,7 @@ def _key_tangents(
 
 
 def _sweep(problem: Problem, tiles: TileConfig, operands: Operands, which: Pass, *, home_is_query: bool) -> Sweep:
-    default = _TILE_PAIRS[problem.rank][0]
-    if which == "forward":
-        pair = tiles.q_tile_shape or default[0], tiles.kv_tile_shape or default[1]
-    else:
-        pair = tiles.backward_q_tile_shape or default[0], tiles.backward_kv_tile_shape or default[1]
+    pair = requested_pair(tiles, which) or _TILE_PAIRS[problem.rank][0]
     return make_sweep(
         problem,
         operands.query.shape[1:-2],

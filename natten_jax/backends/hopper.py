@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from natten_jax import native, simulator
 from natten_jax.backends import hopper_backward
-from natten_jax.backends.base import Gradients, Operands, Output, Pass, TilePair
+from natten_jax.backends.base import Gradients, Operands, Output, Pass, TilePair, requested_pair
 from natten_jax.backends.kernel_rank import attributes, kernel_operands
 from natten_jax.devices import Device
 from natten_jax.native import OptionalArray, ResultType
@@ -64,10 +64,7 @@ class HopperBackend:
     def forward(self, problem: Problem, tiles: TileConfig, operands: Operands) -> Output:
         """Compute output and logsumexp."""
         out_shape = (*operands.query.shape[:-1], operands.value.shape[-1])
-        if tiles.q_tile_shape is None or tiles.kv_tile_shape is None:
-            q_tile, kv_tile = _ranked_pairs(problem, "forward")[0]
-        else:
-            q_tile, kv_tile = tiles.q_tile_shape, tiles.kv_tile_shape
+        q_tile, kv_tile = requested_pair(tiles, "forward") or _ranked_pairs(problem, "forward")[0]
         arrays = kernel_operands(problem, Operands._make([*map(_padded, operands[:5]), operands.origins]))
         tokens = arrays[0].shape[:-2]
         heads, width = out_shape[-2], arrays[2].shape[-1]
@@ -97,10 +94,7 @@ class HopperBackend:
         logsumexp_cotangent: jax.Array,
     ) -> Gradients:
         """Compute the gradients of the differentiable operands."""
-        if tiles.backward_q_tile_shape is None or tiles.backward_kv_tile_shape is None:
-            q_tile, kv_tile = _ranked_pairs(problem, "backward")[0]
-        else:
-            q_tile, kv_tile = tiles.backward_q_tile_shape, tiles.backward_kv_tile_shape
+        q_tile, kv_tile = requested_pair(tiles, "backward") or _ranked_pairs(problem, "backward")[0]
         padded = hopper_backward.gradients(
             problem,
             q_tile,

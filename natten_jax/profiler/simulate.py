@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from natten_jax import backends, simulator
-from natten_jax.backends.base import Pass
+from natten_jax.backends.base import Pass, requested_pair
 from natten_jax.devices import Device
 from natten_jax.profiler.configurations import Listing, listing, main_part, tile_text
 from natten_jax.profiler.options import Options
@@ -47,14 +47,14 @@ def simulate(options: Options, device: Device) -> Simulated:
         backend = backends.choose_pass(part.problem, part.tiles, device, which, part.backend)
         name = backends.backend_name(backend, part.problem.operator)
         offered = listing(backend, part.problem, device, which, name)
-        pair = backends.requested_pair(part.tiles, which) or offered.pairs[0]
+        pair = requested_pair(part.tiles, which) or offered.pairs[0]
         simulated[which] = name, offered.simulate(pair, device)
         first = first or offered
     assert first is not None
     recommendation = None
     forward = simulated["forward"][1]
     if not forward.counts.is_fully_block_sparse and not part.problem.is_attention:
-        requested = backends.requested_pair(part.tiles, "forward")
+        requested = requested_pair(part.tiles, "forward")
         recommendation = simulator.recommend_stride(
             part.problem,
             [requested] if requested else first.pairs,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 import natten_jax
 from natten_jax import backends, op
-from natten_jax.backends.base import Pass, TilePair
+from natten_jax.backends.base import Pass, TilePair, requested_pair
 from natten_jax.devices import Device, default_device
 from natten_jax.problem import Problem, TileConfig, attention_problem, neighborhood_problem, tile_config
 from natten_jax.profiler import baselines
@@ -109,7 +109,7 @@ def compile_workload(
             backend = backends.choose_pass(part.problem, part.tiles, device, which, part.backend)
             chosen[f"{part.name}{which}"] = backends.backend_name(backend, part.problem.operator)
             if not part.name:
-                requested = backends.requested_pair(part.tiles, which)
+                requested = requested_pair(part.tiles, which)
                 tiles[which] = requested or backend.tile_pairs(part.problem, device, which)[0]
     function = _function(options, problem, device)
     function.__name__ = name

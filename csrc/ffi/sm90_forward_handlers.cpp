@@ -1,13 +1,11 @@
-// The handlers for NVIDIA GPUs. Operands lie in device memory: their contents are the kernels' to read.
+// The handler of the Hopper forward pass. Operands lie in device memory: their contents are the kernels' to read.
 #include <cuda_runtime_api.h>
 
+#include "cuda/sm90/launch.h"
 #include "ffi/cuda_support.h"
 #include "ffi/decode.h"
 #include "ffi/handler_support.h"
 #include "ffi/handlers.h"
-#if defined(NATTEN_JAX_SM90)
-#include "cuda/sm90/launch.h"
-#endif
 
 namespace natten_jax::ffi {
 namespace {
@@ -16,7 +14,6 @@ using xffi::AnyBuffer;
 using xffi::Error;
 using Result = xffi::Result<AnyBuffer>;
 
-#if defined(NATTEN_JAX_SM90)
 Error sm90_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
                    AnyBuffer additional_values, AnyBuffer origins, Result out, Result logsumexp, Result next_tile,
                    cudaStream_t stream, xffi::Dictionary dictionary) {
@@ -27,11 +24,9 @@ Error sm90_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer ad
     NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes, 2));
     NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_ping_pong", 1, is_ping_pong));
     NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_persistent", 1, is_persistent));
-    const std::int32_t* origin_values = nullptr;
-    NATTEN_JAX_RETURN_IF_ERROR(decode_origins(origins, origin_values));
     Call call;
-    NATTEN_JAX_RETURN_IF_ERROR(
-        decode_problem(operands, attributes, origin_values != nullptr ? nullptr : kNoOrigins, call));
+    const std::int32_t* origin_values = nullptr;
+    NATTEN_JAX_RETURN_IF_ERROR(decode_device_call(operands, attributes, call, origin_values));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result out", *out, call.problem, false));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result logsumexp", *logsumexp, call.problem, true));
     NATTEN_JAX_RETURN_IF_ERROR(
@@ -48,7 +43,7 @@ Error sm90_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer ad
                               static_cast<std::int32_t*>(next_tile->untyped_data())};
     const std::string error =
         sm90::run_forward(call.problem, call.tiles, arrays, {is_ping_pong == 1, is_persistent == 1}, stream);
-    return error.empty() ? Error::Success() : Error::InvalidArgument("natten_jax: " + error);
+    return error_of(error);
   });
 }
 
@@ -60,16 +55,11 @@ XLA_FFI_DEFINE_HANDLER(kSm90Forward, sm90_forward,
                            .Ctx<xffi::PlatformStream<cudaStream_t>>()
                            .Attrs(),
                        {xffi::Traits::kCmdBufferCompatible});
-#endif
 
 }  // namespace
 
-std::vector<Registration> cuda_registrations() {
-  return {
-#if defined(NATTEN_JAX_SM90)
-      {"natten_jax_sm90_forward", "CUDA", kSm90Forward},
-#endif
-  };
+std::vector<Registration> sm90_forward_registrations() {
+  return {{"natten_jax_sm90_forward", "CUDA", kSm90Forward}};
 }
 
 }  // namespace natten_jax::ffi
