@@ -158,8 +158,8 @@ class Run:
 
     @property
     def seconds_per_step(self) -> float:
-        """The median: the first step, which compiles, does not count."""
-        return float(np.median(self.seconds))
+        """The median without the first step, which compiles."""
+        return float(np.median(self.seconds[1:] or self.seconds))
 
 
 def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
