@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from natten_jax.backends import cpu, cutlass, flex, hopper
 from natten_jax.backends.base import Backend, Pass, TilePair, requested_pair
-from natten_jax.devices import Device, local_devices
+from natten_jax.devices import Device
 from natten_jax.problem import Problem, TileConfig
 
 #: In order of preference.
@@ -104,22 +104,6 @@ def choose_pass(problem: Problem, tiles: TileConfig, device: Device, which: Pass
         reason = find(requested, problem.operator).rejection(problem, device, which)
         requested = requested if reason is None else None
     return choose(problem, tiles, device, which, requested)
-
-
-def check_runs_somewhere(problem: Problem, tiles: TileConfig, requested: str | None) -> None:
-    """Check that this process has a device on which the forward pass can run.
-
-    Raises:
-        ValueError: There is none; the message is that of the default device.
-    """
-    errors = []
-    for device in local_devices():
-        try:
-            choose(problem, tiles, device, "forward", requested)
-            return
-        except ValueError as error:
-            errors.append(error)
-    raise errors[0]
 
 
 def _refusal(requested: str, reason: str, problem: Problem, device: Device, which: Pass) -> str:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from natten_jax import native
 from natten_jax.backends.base import Gradients, Operands, Output, Pass, TilePair, requested_pair
-from natten_jax.backends.kernel_rank import attributes, kernel_operands, with_kernel_rank
+from natten_jax.backends.kernel_rank import attributes, delta, gradients_of, kernel_operands, with_kernel_rank
 from natten_jax.devices import Device
 from natten_jax.native import ResultType
 from natten_jax.problem import Problem, Shape, TileConfig
@@ -72,8 +72,6 @@ class CpuBackend:
         logsumexp_cotangent: jax.Array,
     ) -> Gradients:
         """Compute the gradients of the differentiable operands."""
-        delta = jnp.sum(out_cotangent.astype(jnp.float32) * output.out.astype(jnp.float32), axis=-1)
-        delta -= logsumexp_cotangent
         arrays = kernel_operands(problem, operands)
         gradients = native.call(
             "natten_jax_cpu_backward",
@@ -81,13 +79,10 @@ class CpuBackend:
             *arrays,
             with_kernel_rank(output.logsumexp, problem.rank),
             with_kernel_rank(out_cotangent, problem.rank),
-            with_kernel_rank(delta, problem.rank),
+            with_kernel_rank(delta(output.out, out_cotangent, logsumexp_cotangent), problem.rank),
             **_attributes(problem, tiles, "backward"),
         )
-        query, key, value = (g.reshape(a.shape) for g, a in zip(gradients[:3], operands[:3], strict=True))
-        if operands.additional_keys is None:
-            return Gradients(query, key, value, None, None)
-        return Gradients(query, key, value, *gradients[3:])
+        return gradients_of(operands, gradients)
 
 
 #: Query and key/value tiles that tile_pairs lists after the default, by rank.

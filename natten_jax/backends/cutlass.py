@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 
 import jax
@@ -11,10 +10,11 @@ import jax.numpy as jnp
 
 from natten_jax import native, simulator
 from natten_jax.backends.base import Gradients, Operands, Output, Pass, TilePair, requested_pair
-from natten_jax.backends.kernel_rank import attributes, kernel_operands, with_kernel_rank
+from natten_jax.backends.kernel_rank import attributes, delta, gradients_of, kernel_operands, with_kernel_rank
+from natten_jax.backends.ranking import rank_pairs
 from natten_jax.devices import ComputeCapability, Device
 from natten_jax.native import ResultType
-from natten_jax.problem import Problem, Shape, TileConfig
+from natten_jax.problem import Problem, TileConfig
 
 _FORWARD = "natten_jax_sm80_forward"
 _BACKWARD = "natten_jax_sm80_backward"
@@ -140,8 +140,7 @@ class CutlassBackend:
         """Compute the gradients of the differentiable operands."""
         q_tile, kv_tile = requested_pair(tiles, "backward") or _ranked_pairs(problem, "backward")[0]
         # The reduction in front of the kernel is XLA's, whatever backward_use_xla_reduction says: it is one fusion.
-        delta = jnp.sum(out_cotangent.astype(jnp.float32) * output.out.astype(jnp.float32), axis=-1)
-        delta -= logsumexp_cotangent
+        per_query = output.logsumexp, out_cotangent, delta(output.out, out_cotangent, logsumexp_cotangent)
         arrays = kernel_operands(problem, operands)
         results = [ResultType(array.shape, array.dtype) for array in arrays[:5]]
         if problem.dtype != "float32":
@@ -150,17 +149,14 @@ class CutlassBackend:
             _BACKWARD,
             results,
             *arrays,
-            *(with_kernel_rank(array, problem.rank) for array in (output.logsumexp, out_cotangent, delta)),
+            *(with_kernel_rank(array, problem.rank) for array in per_query),
             **attributes(problem, q_tile, kv_tile),
             is_accurate=int(not _allows_tf32()),
             # Blocks that share the key/value tiles of a head. One makes gradients reproducible; memory does not depend
             # on their number, so that by default there are as many as tiles.
             kv_splits=min(math.prod(tiles.backward_kv_splits or (0,)), _MOST_SPLITS),
         )
-        query, key, value = (g.reshape(a.shape) for g, a in zip(gradients[:3], operands[:3], strict=True))
-        if operands.additional_keys is None:
-            return Gradients(query, key, value, None, None)
-        return Gradients(query, key, value, *gradients[3:5])
+        return gradients_of(operands, gradients)
 
 
 def _allows_tf32() -> bool:
@@ -195,17 +191,6 @@ def _q_tile_tokens(problem: Problem) -> int:
     return 128 if _width_bytes(problem) <= 256 else 64
 
 
-def _factorisations(size: int, rank: int) -> list[Shape]:
-    if rank == 1:
-        return [(size,)]
-    return [
-        (first, *rest)
-        for first in range(1, size + 1)
-        if size % first == 0
-        for rest in _factorisations(size // first, rank - 1)
-    ]
-
-
 @functools.lru_cache(maxsize=256)
 def _ranked_pairs(problem: Problem, which: Pass) -> tuple[TilePair, ...]:
     if which == "forward":
@@ -214,8 +199,4 @@ def _ranked_pairs(problem: Problem, which: Pass) -> tuple[TilePair, ...]:
         sizes = [(rows, 64), (rows, 128), (64, 64), (64, 128), (32, 128)]
     else:
         sizes = [(64, 128), (64, 64), (128, 128), (128, 64)]
-    pairs = itertools.chain.from_iterable(
-        itertools.product(_factorisations(q_size, problem.rank), _factorisations(kv_size, problem.rank))
-        for q_size, kv_size in dict.fromkeys(sizes)
-    )
-    return tuple(pair for pair, _ in simulator.rank(problem, pairs, which, _TIMES))
+    return rank_pairs(problem, which, sizes, _TIMES)

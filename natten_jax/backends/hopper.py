@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 
 import jax
@@ -13,9 +12,10 @@ from natten_jax import native, simulator
 from natten_jax.backends import hopper_backward
 from natten_jax.backends.base import Gradients, Operands, Output, Pass, TilePair, requested_pair
 from natten_jax.backends.kernel_rank import attributes, kernel_operands
+from natten_jax.backends.ranking import rank_pairs
 from natten_jax.devices import Device
 from natten_jax.native import OptionalArray, ResultType
-from natten_jax.problem import KernelSchedule, Problem, Shape, TileConfig
+from natten_jax.problem import KernelSchedule, Problem, TileConfig
 
 _FORWARD = "natten_jax_sm90_forward"
 _COMPUTE_CAPABILITY = (9, 0)
@@ -128,25 +128,7 @@ def _tile_tokens(problem: Problem, which: Pass) -> list[tuple[int, int]]:
     return [(_Q_TILE_TOKENS, each) for each in keys]
 
 
-def _factorisations(size: int, rank: int) -> list[Shape]:
-    if rank == 1:
-        return [(size,)]
-    return [
-        (first, *rest)
-        for first in range(1, size + 1)
-        if size % first == 0
-        for rest in _factorisations(size // first, rank - 1)
-    ]
-
-
 @functools.lru_cache(maxsize=256)
 def _ranked_pairs(problem: Problem, which: Pass) -> tuple[TilePair, ...]:
-    pairs = [
-        pair
-        for tokens in _tile_tokens(problem, which)
-        for pair in itertools.product(
-            _factorisations(tokens[0], problem.rank), _factorisations(tokens[1], problem.rank)
-        )
-    ]
-    ranked = simulator.rank(problem, pairs, which, simulator.calibration_for(HopperBackend.family))
-    return tuple(pair for pair, _ in ranked)
+    times = simulator.calibration_for(HopperBackend.family)
+    return rank_pairs(problem, which, _tile_tokens(problem, which), times)

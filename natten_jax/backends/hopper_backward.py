@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from natten_jax import native
 from natten_jax.backends.base import Gradients, Operands, Output
-from natten_jax.backends.kernel_rank import attributes, kernel_operands, with_kernel_rank
+from natten_jax.backends.kernel_rank import attributes, delta, gradients_of, kernel_operands, with_kernel_rank
 from natten_jax.native import ResultType
 from natten_jax.problem import Problem, Shape
 
@@ -50,10 +50,7 @@ def gradients(
         statistics,
         **attributes(problem, q_tile, kv_tile),
     )
-    query, key, value = (array.reshape(operand.shape) for array, operand in zip(results[:3], operands[:3], strict=True))
-    if operands.additional_keys is None:
-        return Gradients(query, key, value, None, None)
-    return Gradients(query, key, value, *results[3:])
+    return gradients_of(operands, results)
 
 
 def _kernel_statistics(
@@ -76,5 +73,5 @@ def _xla_statistics(
     out: jax.Array, logsumexp: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent: jax.Array
 ) -> jax.Array:
     """The same, left to XLA."""
-    delta = jnp.sum(out.astype(jnp.float32) * out_cotangent.astype(jnp.float32), axis=-1) - logsumexp_cotangent
-    return jnp.stack([jnp.moveaxis(array, -1, 1) for array in (logsumexp / math.log(2), delta)], axis=-1)
+    per_query = logsumexp / math.log(2), delta(out, out_cotangent, logsumexp_cotangent)
+    return jnp.stack([jnp.moveaxis(array, -1, 1) for array in per_query], axis=-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from natten_jax.backends.base import Operands
+from natten_jax.backends.base import Gradients, Operands
 from natten_jax.problem import Problem, Shape
 
 _KERNEL_RANK = 3
@@ -26,6 +26,19 @@ def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
     # Zeros would be a kernel of their own in front of each call.
     origins = jnp.zeros((0, _KERNEL_RANK), jnp.int32) if operands.origins is None else operands.origins
     return [query, key, value, additional_keys, additional_values, origins]
+
+
+def delta(out: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent: jax.Array) -> jax.Array:
+    """What the gradients of a query's weights are reduced by: float32, one value per query and head."""
+    return jnp.sum(out_cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - logsumexp_cotangent
+
+
+def gradients_of(operands: Operands, results: list[jax.Array]) -> Gradients:
+    """A target's gradients, the five first results, in the shapes of the operands."""
+    query, key, value = (g.reshape(a.shape) for g, a in zip(results[:3], operands[:3], strict=True))
+    if operands.additional_keys is None:
+        return Gradients(query, key, value, None, None)
+    return Gradients(query, key, value, *results[3:5])
 
 
 def attributes(problem: Problem, q_tile: Shape, kv_tile: Shape) -> dict[str, Shape | float]:
