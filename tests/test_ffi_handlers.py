@@ -304,7 +304,8 @@ def choice_cases(target: Target) -> list[Case]:
                 name: array.astype(np.float32) for name, array in call.operands.items() if array.dtype == np.float16
             }
             call.results = {
-                name: jax.ShapeDtypeStruct(result.shape, np.float32) for name, result in call.results.items()
+                name: jax.ShapeDtypeStruct(result.shape, np.float32 if result.dtype == np.float16 else result.dtype)
+                for name, result in call.results.items()
             }
 
         def narrow_heads(call: Call) -> None:
