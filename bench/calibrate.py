@@ -29,7 +29,7 @@ from natten_jax.profiler import capture
 from natten_jax.profiler.arguments import parse
 from natten_jax.profiler.configurations import listings, main_part
 from natten_jax.profiler.program import Program
-from natten_jax.profiler.workload import compile_workload
+from natten_jax.profiler.workload import Workload, compile_workload
 from natten_jax.simulator import Calibration, Kernel
 
 SETS = {"examples": EXAMPLES, "fitted": FITTED, "held back": HELD_BACK}
@@ -59,18 +59,18 @@ def measure(
                 continue
             (offered,) = found
             ranks = [0] if name == "held back" else [0, *(rank for rank in other_ranks if rank < len(offered.pairs))]
-            arguments = None
-            for rank in ranks:
-                q_tile, kv_tile = ((1,) * (options.rank - len(tile)) + tile for tile in offered.pairs[rank])
+            pairs = [[(1,) * (options.rank - len(tile)) + tile for tile in offered.pairs[rank]] for rank in ranks]
+            workloads: list[Workload] = []
+            for q_tile, kv_tile in pairs:
                 tiles: dict[str, Any] = {f"{prefix}q_tile": q_tile, f"{prefix}kv_tile": kv_tile}
+                arguments = workloads[0].arguments if workloads else None
                 chosen = dataclasses.replace(options, **tiles)
-                workload = compile_workload(chosen, f"measured_{len(records)}", arguments)
-                arguments = workload.arguments
-                for _ in range(warmup_steps if rank == 0 else 3):
-                    jax.block_until_ready(workload.run())
-                runs = iterations if rank == 0 else max(3, iterations // 4)
-                (captured,) = capture.capture_in_turns([workload.launch], runs, device.platform)
-                seconds = statistics.median(pass_seconds(events, workload.program, which) for events in captured)
+                workloads.append(compile_workload(chosen, f"measured_{len(records) + len(workloads)}", arguments))
+            # The recommended tiles as the profiler measures them; then the others, in turns.
+            times = pass_times(workloads[:1], which, warmup_steps, iterations)
+            if len(workloads) > 1:
+                times += pass_times(workloads[1:], which, 3, max(3, iterations // 4))
+            for rank, (q_tile, kv_tile), seconds in zip(ranks, pairs, times, strict=True):
                 records.append(
                     {
                         "set": name,
@@ -84,6 +84,18 @@ def measure(
                 )
                 print(f"{line:60} {q_tile!s:14} {kv_tile!s:14} {1e3 * seconds:10.4f} ms", flush=True)
     return records
+
+
+def pass_times(workloads: Sequence[Workload], which: Pass, warmup_steps: int, iterations: int) -> list[float]:
+    """Median seconds of a pass of each workload, which take turns."""
+    for workload in workloads:
+        for _ in range(warmup_steps):
+            jax.block_until_ready(workload.run())
+    captured = capture.capture_in_turns([each.launch for each in workloads], iterations, workloads[0].device.platform)
+    return [
+        statistics.median(pass_seconds(events, workload.program, which) for events in of_workload)
+        for workload, of_workload in zip(workloads, captured, strict=True)
+    ]
 
 
 def pass_seconds(events: list[capture.Event], program: Program, which: Pass) -> float:
@@ -205,7 +217,7 @@ def main() -> None:
     measuring.add_argument("--iterations", type=int, default=20)
     measuring.add_argument("--json", type=Path, required=True)
     fitting = steps.add_parser("fit", help="anywhere")
-    fitting.add_argument("records", type=Path)
+    fitting.add_argument("records", nargs="+", type=Path)
     fitting.add_argument("--family", default="hopper")
     fitting.add_argument("--out", type=Path, help="the model, with what it was fitted to")
     options = parser.parse_args()
@@ -215,14 +227,15 @@ def main() -> None:
             records += measure(options.family, which, options.other_ranks, options.warmup_steps, options.iterations)
         options.json.write_text(json.dumps({"environment": environment(), "records": records}, indent=1) + "\n")
         return
-    found = json.loads(options.records.read_text())
+    files = [json.loads(file.read_text()) for file in options.records]
     model = simulator.calibration_for(options.family)
     assert model is not None
-    every = samples(found["records"], model)
+    records = [record for found in files for record in found["records"]]
+    every = samples(records, model)
     model = fit(every, model)
     print_errors(every, model)
     if options.out is not None:
-        fitted_to = {"environment": found["environment"], "records": found["records"]}
+        fitted_to = {"environment": files[0]["environment"], "records": records}
         options.out.write_text(
             json.dumps({"model": dataclasses.asdict(model), "fitted_to": fitted_to}, indent=1) + "\n"
         )

@@ -3,7 +3,7 @@
 :mod:`natten_jax.tile_counts` has the counts, which are exact. The predicted time of a pass, in seconds, with
 coefficients fitted to measurements on one kind of device (:mod:`natten_jax.calibration`):
 
-    tile  = owned_tile + streamed_tile * (streamed tiles) / (owned tiles) + masking * (masked tiles) / (owned tiles)
+    tile  = owned_tile + (streamed_tile * (seen tiles) + masking * (masked tiles) + skipping * (others)) / (owned tiles)
     work  = ceil(batch * heads * (owned tiles) / multiprocessors) * tile
     busy  = launch + max(work, byte * (bytes of inputs and results))
     time  = busy * (1 + slowdown * busy / (busy + onset))
@@ -25,13 +25,16 @@ from natten_jax.calibration import Calibration, Kernel, Pass, TilePair, calibrat
 from natten_jax.flops import flops
 from natten_jax.problem import Problem, Shape, check_windows_fit, int_tuple, window_parameters
 from natten_jax.tile_counts import (
+    Axis,
     Placement,
     TileCounts,
+    TimedTiles,
     additional_counts,
     axes_of,
     axis_counts,
     check_tiles,
     count_tiles,
+    part_counts,
 )
 
 __all__ = [
@@ -228,21 +231,27 @@ def rank(
     axes = axes_of(problem)
     for kernel, of_kernel in groups.items():
         assert calibration is not None
-        counts = np.ones((len(of_kernel), 3))
-        for dim, axis in enumerate(axes):
-            extents = [tuple(tile[dim] for tile in ordered(pair, which)) for pair in of_kernel]
-            counts *= [axis_counts(axis, *each, "anchored", which)[:3] for each in extents]
-        fills = [math.prod(ordered(pair, which)[1]) == kernel.streamed_tokens for pair in of_kernel]
-        counts[:, 2] *= fills
-        if problem.additional_kv:
-            tokens = kernel.owned_tokens, kernel.streamed_tokens
-            for row, pair, is_filled in zip(counts, of_kernel, fills, strict=True):
-                extra = additional_counts(problem, int(row[0]), ordered(pair, which)[1], tokens, which)
-                row += extra.owned, extra.streamed, extra.whole if is_filled or which == "forward" else 0
+        counts = [timed_tiles(problem, axes, pair, which, kernel) for pair in of_kernel]
         seconds = predict(problem, counts, which, kernel, calibration)
         timed += zip(of_kernel, map(float, seconds), strict=True)
     # Among equals, tiles that are long in the leading dimensions: on an H200 (16, 8) took 5% less time than (8, 16).
     return sorted(timed, key=lambda item: (item[1], *([-extent for extent in tile] for tile in item[0])))
+
+
+def timed_tiles(problem: Problem, axes: Sequence[Axis], pair: TilePair, which: Pass, kernel: Kernel) -> TimedTiles:
+    """:attr:`TileCounts.tiles` of an anchored kernel, and nothing else: tiles are ranked by the thousand."""
+    owned_tile, streamed_tile = ordered(pair, which)
+    extents = list(zip(axes, owned_tile, streamed_tile, strict=True))
+    counts = [axis_counts(*each, "anchored", which) for each in extents]
+    owned, streamed = math.prod(each.owned for each in counts), math.prod(each.streamed for each in counts)
+    seen, whole = map(sum, zip(*part_counts(extents, "anchored", which, kernel), strict=True))
+    fills = math.prod(streamed_tile) == kernel.streamed_tokens
+    tiles = TimedTiles(owned, streamed, seen / kernel.row_groups, whole / kernel.row_groups if fills else 0)
+    if not problem.additional_kv:
+        return tiles
+    extra = additional_counts(problem, owned, streamed_tile, (kernel.owned_tokens, kernel.streamed_tokens), which)
+    more = TimedTiles(extra.owned, extra.streamed, extra.seen, extra.whole if fills or which == "forward" else 0)
+    return TimedTiles(*(a + b for a, b in zip(tiles, more, strict=True)))
 
 
 def predict(problem: Problem, counts: Any, which: Pass, kernel: Kernel, calibration: Calibration) -> Any:
@@ -250,7 +259,7 @@ def predict(problem: Problem, counts: Any, which: Pass, kernel: Kernel, calibrat
 
     Args:
         problem: The problem.
-        counts: Owned, streamed and whole tiles per batch element and head, in the last axis of an array.
+        counts: :class:`TimedTiles` of one pair or, in an array's last axis, of many.
         which: The pass.
         kernel: The kernel that executes them.
         calibration: The time model.
@@ -258,10 +267,10 @@ def predict(problem: Problem, counts: Any, which: Pass, kernel: Kernel, calibrat
     Returns:
         Seconds, without the last axis.
     """
-    owned, streamed, whole = np.moveaxis(np.asarray(counts, np.float64), -1, 0)
+    owned, streamed, seen, whole = np.moveaxis(np.asarray(counts, np.float64), -1, 0)
     # In the backward pass a key/value tile is worked on once for all query heads that share it.
     heads, repeats = (problem.heads, 1) if which == "forward" else (problem.heads_kv, problem.heads // problem.heads_kv)
-    streaming = kernel.streamed_tile * streamed + kernel.masking * (streamed - whole)
+    streaming = kernel.streamed_tile * seen + kernel.masking * (seen - whole) + kernel.skipping * (streamed - seen)
     rounds = np.ceil(problem.batch * heads * owned / calibration.multiprocessors)
     tile = kernel.owned_tile + repeats * streaming / owned
     moving = calibration.byte * least_bytes(problem, which)

@@ -12,6 +12,10 @@ and last token, in one dimension:
 
 A streamed tile inside ``inner`` in every dimension is *whole*. Dilation groups are counted one by one. Where every
 streamed tile is whole, the mask is *fully block-sparse*: nothing is masked token by token.
+
+A kernel may split the rows of an owned tile among *row groups* (the warpgroups of the Hopper forward kernel), each of
+which judges on its own: it skips a streamed tile that none of its rows sees, and masks one that is not whole for the
+smallest box of the owned tile that holds its rows. What a row group does with a streamed tile is a *part* of it.
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ import collections
 import dataclasses
 import functools
 import math
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -34,6 +39,22 @@ Placement = Literal["anchored", "aligned"]
 _PLACEMENTS = ("anchored", "aligned")
 
 
+class TimedTiles(NamedTuple):
+    """Tiles of one batch element and one head as the time model takes them.
+
+    Attributes:
+        owned: Owned tiles.
+        streamed: Streamed tiles.
+        seen: Their parts that are computed, in tiles.
+        whole: Those of them that need no mask.
+    """
+
+    owned: float
+    streamed: float
+    seen: float
+    whole: float
+
+
 @dataclasses.dataclass(frozen=True)
 class TileCounts:
     """Tiles and query-key pairs of one batch element and one head.
@@ -43,23 +64,32 @@ class TileCounts:
         streamed: Tiles that are streamed past them, all together.
         whole: Those of them that need no mask.
         most_streamed: Tiles streamed past the owned tile that has the most of them.
+        row_groups: Groups of an owned tile's rows that skip and mask streamed tiles on their own.
+        seen_parts: Parts of streamed tiles that are not skipped, of ``row_groups * streamed``.
+        whole_parts: Those of them that need no mask.
         visible_pairs: Query-key pairs that the mask leaves: the work.
         hull_pairs: Pairs of tokens in the tiles: work and what is masked.
-        executed_pairs: Pairs that are computed, padding included.
+        streamed_pairs: Pairs in the tiles, padding included.
+        executed_pairs: Pairs that are computed: those of parts that are not skipped.
     """
 
     owned: int
     streamed: int
     whole: int
     most_streamed: int
+    row_groups: int
+    seen_parts: int
+    whole_parts: int
     visible_pairs: int
     hull_pairs: int
+    streamed_pairs: int
     executed_pairs: int
 
     @property
-    def tiles(self) -> tuple[int, int, int]:
-        """Owned, streamed and whole tiles."""
-        return self.owned, self.streamed, self.whole
+    def tiles(self) -> TimedTiles:
+        """What the time model sees of them."""
+        parts = self.row_groups
+        return TimedTiles(self.owned, self.streamed, self.seen_parts / parts, self.whole_parts / parts)
 
     @property
     def streamed_per_owned(self) -> float:
@@ -68,8 +98,8 @@ class TileCounts:
 
     @property
     def whole_share(self) -> float:
-        """Share of the streamed tiles that needs no mask."""
-        return self.whole / self.streamed if self.streamed else 1.0
+        """Share of what is computed of the streamed tiles that needs no mask."""
+        return self.whole_parts / self.seen_parts if self.seen_parts else 1.0
 
     @property
     def is_fully_block_sparse(self) -> bool:
@@ -77,14 +107,24 @@ class TileCounts:
         return self.whole == self.streamed
 
     @property
+    def computed_share(self) -> float:
+        """Share of the streamed tiles that is computed and not skipped."""
+        return self.executed_pairs / self.streamed_pairs
+
+    @property
     def masked_share(self) -> float:
-        """Share of the executed pairs that the mask hides."""
-        return (self.hull_pairs - self.visible_pairs) / self.executed_pairs
+        """Share of the streamed pairs that the mask hides."""
+        return (self.hull_pairs - self.visible_pairs) / self.streamed_pairs
 
     @property
     def padding_share(self) -> float:
-        """Share of the executed pairs that lies outside of the tokens or of the hull."""
-        return (self.executed_pairs - self.hull_pairs) / self.executed_pairs
+        """Share of the streamed pairs that lies outside of the tokens or of the hull."""
+        return (self.streamed_pairs - self.hull_pairs) / self.streamed_pairs
+
+    @property
+    def wasted_share(self) -> float:
+        """Share of the executed pairs that is masked or padding."""
+        return 1 - self.visible_pairs / self.executed_pairs
 
 
 def count_tiles(
@@ -110,25 +150,43 @@ def count_tiles(
     """
     check_tiles(problem, pair, placement)
     owned_tile, streamed_tile = ordered(pair, which)
-    counts = [
-        axis_counts(axis, owned, streamed, placement, which)
-        for axis, owned, streamed in zip(axes_of(problem), owned_tile, streamed_tile, strict=True)
-    ]
-    owned, streamed, whole, most, hull = (math.prod(values) for values in zip(*counts, strict=True))
+    axes = list(zip(axes_of(problem), owned_tile, streamed_tile, strict=True))
+    counts = [axis_counts(axis, owned, streamed, placement, which) for axis, owned, streamed in axes]
+    owned, streamed, _, whole, most, hull = (math.prod(values) for values in zip(*counts, strict=True))
     tokens = math.prod(owned_tile), math.prod(streamed_tile)
+    row_groups, seen_parts, whole_parts = 1, streamed, whole
     if kernel is not None:
-        # A streamed tile that does not fill the kernel's is masked where it ends.
-        whole = whole if tokens[1] == kernel.streamed_tokens else 0
+        row_groups = kernel.row_groups
+        seen_parts, whole_parts = map(sum, zip(*part_counts(axes, placement, which, kernel), strict=True))
+        if tokens[1] != kernel.streamed_tokens:
+            # A streamed tile that does not fill the kernel's is masked where it ends.
+            whole = whole_parts = 0
         tokens = kernel.owned_tokens, kernel.streamed_tokens
     if problem.additional_kv:
         fills = kernel is None or math.prod(streamed_tile) == kernel.streamed_tokens
         additional = additional_counts(problem, owned, streamed_tile, tokens, which)
+        additional_whole = additional.whole if fills or which == "forward" else 0
         owned += additional.owned
         streamed += additional.streamed
-        whole += additional.whole if fills or which == "forward" else 0
+        whole += additional_whole
+        seen_parts += row_groups * additional.seen
+        whole_parts += row_groups * additional_whole
         most = most + additional.most_streamed if which == "forward" else max(most, additional.most_streamed)
         hull += additional.hull_pairs
-    return TileCounts(owned, streamed, whole, most, visible_pairs(problem), hull, streamed * tokens[0] * tokens[1])
+    pairs = tokens[0] * tokens[1]
+    return TileCounts(
+        owned=owned,
+        streamed=streamed,
+        whole=whole,
+        most_streamed=most,
+        row_groups=row_groups,
+        seen_parts=seen_parts,
+        whole_parts=whole_parts,
+        visible_pairs=visible_pairs(problem),
+        hull_pairs=hull,
+        streamed_pairs=streamed * pairs,
+        executed_pairs=seen_parts * pairs // row_groups,
+    )
 
 
 class Axis(NamedTuple):
@@ -143,13 +201,18 @@ class Axis(NamedTuple):
 
 
 class AxisCounts(NamedTuple):
-    """In one dimension, over all dilation groups: as in TileCounts."""
+    """In one dimension, over all dilation groups: as in TileCounts; ``seen`` and ``whole`` are for some of the rows."""
 
     owned: int
     streamed: int
+    seen: int
     whole: int
     most_streamed: int
     hull_pairs: int
+
+
+#: First and last coordinate inside an owned tile, in one dimension.
+Rows = tuple[int, int]
 
 
 def axes_of(problem: Problem) -> list[Axis]:
@@ -177,6 +240,36 @@ def check_tiles(problem: Problem, pair: TilePair, placement: str) -> None:
             )
 
 
+def row_boxes(owned_tile: Shape, kernel: Kernel) -> list[tuple[Rows, ...]]:
+    """Of each row group, the smallest box of the owned tile that holds its rows; a group without rows has the last."""
+    tokens, rows = math.prod(owned_tile), kernel.owned_tokens // kernel.row_groups
+    boxes = []
+    for group in range(kernel.row_groups):
+        first, last = min(rows * group, tokens - 1), min(rows * (group + 1), tokens) - 1
+        box: list[Rows] = []
+        is_line = True  # first and last row agree in the dimensions before
+        for extent, inner in zip(owned_tile, _inner_sizes(owned_tile), strict=True):
+            box.append((first // inner % extent, last // inner % extent) if is_line else (0, extent - 1))
+            is_line = is_line and box[-1][0] == box[-1][1]
+        boxes.append(tuple(box))
+    return boxes
+
+
+def _inner_sizes(tile: Shape) -> list[int]:
+    return [math.prod(tile[dim + 1 :]) for dim in range(len(tile))]
+
+
+def part_counts(
+    axes: Sequence[tuple[Axis, int, int]], placement: str, which: Pass, kernel: Kernel
+) -> list[tuple[int, int]]:
+    """Seen and whole parts of each row group; of every dimension its axis, owned and streamed extent are given."""
+    parts = []
+    for box in row_boxes(tuple(owned for _, owned, _ in axes), kernel):
+        counts = [axis_counts(*each, placement, which, rows) for each, rows in zip(axes, box, strict=True)]
+        parts.append((math.prod(each.seen for each in counts), math.prod(each.whole for each in counts)))
+    return parts
+
+
 def additional_counts(
     problem: Problem, owned: int, streamed_tile: Shape, tokens: tuple[int, int], which: Pass
 ) -> AxisCounts:
@@ -185,52 +278,63 @@ def additional_counts(
     hull_pairs = queries * problem.additional_kv
     if which == "forward":
         tiles, whole = -(-problem.additional_kv // tokens[1]), problem.additional_kv // tokens[1]
-        return AxisCounts(0, owned * tiles, owned * whole, tiles, hull_pairs)
+        return AxisCounts(0, owned * tiles, owned * tiles, owned * whole, tiles, hull_pairs)
     # Every tile of them reads the query layout from its first token on, whatever the dilation.
     tiles, full = -(-problem.additional_kv // tokens[0]), problem.additional_kv // tokens[0]
     extents = list(zip(problem.query_layout, streamed_tile, strict=True))
     streamed = math.prod(-(-extent // tile) for extent, tile in extents)
     whole = math.prod(extent // tile for extent, tile in extents)
-    return AxisCounts(tiles, tiles * streamed, full * whole, streamed, hull_pairs)
+    return AxisCounts(tiles, tiles * streamed, tiles * streamed, full * whole, streamed, hull_pairs)
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def axis_counts(axis: Axis, owned_tile: int, streamed_tile: int, placement: Placement, which: Pass) -> AxisCounts:
+def axis_counts(
+    axis: Axis, owned_tile: int, streamed_tile: int, placement: str, which: Pass, rows: Rows | None = None
+) -> AxisCounts:
+    """Counts of one dimension; ``rows`` are those for which streamed tiles are seen and whole, by default all."""
+    rows = (0, owned_tile - 1) if rows is None else rows
     groups = collections.Counter(
         tuple(windows.group_length(extent, axis.dilation, group) for extent in (axis.queries, axis.keys))
         for group in range(axis.dilation)
     )
     of_groups = [
-        (count, _group_counts(axis, queries, keys, owned_tile, streamed_tile, placement, which))
+        (count, _group_counts(axis, queries, keys, owned_tile, streamed_tile, placement, which, rows))
         for (queries, keys), count in groups.items()
     ]
-    owned, streamed, whole, hull = (
+    owned, streamed, seen, whole, hull = (
         sum(count * getattr(of_group, name) for count, of_group in of_groups)
-        for name in ("owned", "streamed", "whole", "hull_pairs")
+        for name in ("owned", "streamed", "seen", "whole", "hull_pairs")
     )
-    return AxisCounts(owned, streamed, whole, max(of_group.most_streamed for _, of_group in of_groups), hull)
+    return AxisCounts(owned, streamed, seen, whole, max(of_group.most_streamed for _, of_group in of_groups), hull)
 
 
 def _group_counts(
-    axis: Axis, queries: int, keys: int, owned_tile: int, streamed_tile: int, placement: Placement, which: Pass
+    axis: Axis, queries: int, keys: int, owned_tile: int, streamed_tile: int, placement: str, which: Pass, rows: Rows
 ) -> AxisCounts:
-    window = axis.kernel_size, axis.stride, axis.is_causal
     tokens, others = (queries, keys) if which == "forward" else (keys, queries)
     first = np.arange(0, tokens, owned_tile)
     last = np.minimum(first + owned_tile, tokens) - 1
-    if which == "forward":
-        bounds = [windows.window_bounds(index, keys, *window) for index in (first, last)]
-    else:
-        bounds = [windows.inverse_window_bounds(index, queries, keys, *window) for index in (first, last)]
-    (hull_begin, inner_end), (inner_begin, hull_end) = bounds
+
+    def bounds(index: Any) -> tuple[Any, Any]:
+        window = axis.kernel_size, axis.stride, axis.is_causal
+        if which == "forward":
+            return windows.window_bounds(index, keys, *window)
+        return windows.inverse_window_bounds(index, queries, keys, *window)
+
+    hull_begin, hull_end = bounds(first)[0], bounds(last)[1]
     length = np.maximum(hull_end - hull_begin, 0)
     if placement == "anchored":
         origin, tiles = hull_begin, -(-length // streamed_tile)
     else:
         origin = np.zeros_like(hull_begin)
         tiles = np.where(length > 0, -(-hull_end // streamed_tile) - hull_begin // streamed_tile, 0)
+    # Rows past the last token count as it does.
+    (seen_begin, inner_end), (inner_begin, seen_end) = (bounds(np.minimum(first + row, last)) for row in rows)
+    seen = -(-(seen_end - origin) // streamed_tile) - (seen_begin - origin) // streamed_tile
+    seen = np.where(seen_end > seen_begin, seen, 0)
     whole_begin = -(-(inner_begin - origin) // streamed_tile)
     whole_end = (np.minimum(inner_end, others) - origin) // streamed_tile
     whole = np.maximum(whole_end - whole_begin, 0)
     hull_pairs = np.sum((last - first + 1) * length)
-    return AxisCounts(len(first), int(np.sum(tiles)), int(np.sum(whole)), int(np.max(tiles)), int(hull_pairs))
+    streamed, seen, whole = (int(np.sum(each)) for each in (tiles, seen, whole))
+    return AxisCounts(len(first), streamed, seen, whole, int(np.max(tiles)), int(hull_pairs))

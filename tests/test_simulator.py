@@ -110,8 +110,81 @@ def test_counts_agree_with_walks_over_the_mask(which: Any, placement: Any) -> No
         assert {name: getattr(counts, name) for name in expected} == expected, (problem, pair)
         assert counts.executed_pairs == counts.streamed * math.prod(pair[0]) * math.prod(pair[1])
         assert counts.visible_pairs <= counts.hull_pairs <= counts.executed_pairs
-        shares = counts.masked_share + counts.padding_share + counts.visible_pairs / counts.executed_pairs
+        shares = counts.masked_share + counts.padding_share + counts.visible_pairs / counts.streamed_pairs
         assert shares == pytest.approx(1.0)
+
+
+def walk_parts(problem: Problem, pair: Any, which: str, kernel: Kernel) -> tuple[int, int]:
+    """Seen and whole parts of anchored tiles, as a kernel with row groups walks, looking only at the mask."""
+    mask = oracle.neighborhood_mask(
+        problem.query_layout, problem.kernel_size, problem.stride, problem.dilation, problem.is_causal
+    )
+    mask = mask if which == "forward" else mask.T
+    owned_tile, streamed_tile = pair if which == "forward" else pair[::-1]
+    tokens, rows_of_group = math.prod(owned_tile), kernel.owned_tokens // kernel.row_groups
+    seen_parts = whole_parts = 0
+    for group in groups_of(problem):
+        for corner in boxes(group.shape, owned_tile):
+            start = np.array([axis.start for axis in corner])
+            own = group[corner].ravel()
+            hull = np.argwhere(mask[np.ix_(own, group.ravel())].any(axis=0).reshape(group.shape))
+            if len(hull) == 0:
+                continue
+            begin, end = hull.min(axis=0), hull.max(axis=0) + 1
+            corners = [range(b, e, t) for b, e, t in zip(begin, end, streamed_tile, strict=True)]
+            for number in range(kernel.row_groups):
+                rows = np.arange(rows_of_group * number, rows_of_group * (number + 1))
+                rows = rows[rows < tokens] if rows[0] < tokens else np.array([tokens - 1])
+                inside = np.stack(np.unravel_index(rows, owned_tile))
+                ends = zip(inside.min(axis=1), inside.max(axis=1), strict=True)
+                box = [np.arange(low, high + 1) for low, high in ends]
+                box = [np.minimum(s + each, n - 1) for s, each, n in zip(start, box, group.shape, strict=True)]
+                visible = mask[np.ix_(group[np.ix_(*box)].ravel(), group.ravel())].reshape(-1, *group.shape)
+                for first in itertools.product(*corners):
+                    tile = tuple(slice(c, c + t) for c, t in zip(first, streamed_tile, strict=True))
+                    part = visible[(slice(None), *tile)]
+                    seen_parts += bool(part.any())
+                    is_full = part[0].size == kernel.streamed_tokens
+                    whole_parts += is_full and bool(part.all())
+    return seen_parts, whole_parts
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_parts_agree_with_walks_over_the_mask(which: Any) -> None:
+    generator = np.random.default_rng(11)
+    skipped = split = 0
+    for _ in range(PROBLEMS):
+        problem, pair = random_problem(generator)
+        plain = dataclasses.replace(problem, additional_kv=0)
+        owned, streamed = (math.prod(tile) for tile in (pair if which == "forward" else pair[::-1]))
+        row_groups = int(generator.integers(1, 4))
+        rows = -(-owned // row_groups) + int(generator.integers(0, 2) * generator.integers(0, 9))
+        fill = streamed + int(generator.integers(0, 4) == 0)
+        kernel = Kernel(128, row_groups * rows, fill, 1e-6, 1e-6, 0.0, row_groups=row_groups)
+        counts = simulator.count_tiles(plain, pair, which, kernel=kernel)
+        assert (counts.seen_parts, counts.whole_parts) == walk_parts(plain, pair, which, kernel), (problem, pair)
+        assert row_groups * counts.whole <= counts.whole_parts <= counts.seen_parts <= row_groups * counts.streamed
+        assert counts.visible_pairs <= counts.executed_pairs <= counts.streamed_pairs
+        assert 0 <= counts.wasted_share < 1
+        skipped += counts.seen_parts < row_groups * counts.streamed
+        split += counts.whole_parts > row_groups * counts.whole
+    assert skipped > 15
+    assert split > 15
+
+
+def test_row_groups_skip_and_mask_on_their_own() -> None:
+    # 4 x 2 queries, a row group of 2 x 2 each; windows of 3 x 3 around them reach over 6 x 4 keys.
+    kernel = Kernel(128, 8, 4, 1e-6, 1e-6, 0.0, row_groups=2)
+    problem = a_problem((40, 40), (3, 3))
+    counts = simulator.count_tiles(problem, ((4, 2), (2, 2)), kernel=kernel)
+    plain = simulator.count_tiles(problem, ((4, 2), (2, 2)))
+    assert counts.streamed == plain.streamed
+    assert (plain.row_groups, plain.seen_parts, plain.whole_parts) == (1, plain.streamed, plain.whole)
+    # Of 3 x 2 tiles each row group sees 2 x 2.
+    assert counts.seen_parts < 2 * counts.streamed
+    more = simulator.count_tiles(dataclasses.replace(problem, additional_kv=10), ((4, 2), (2, 2)), kernel=kernel)
+    assert more.seen_parts - counts.seen_parts == 2 * 3 * counts.owned
+    assert more.whole_parts - counts.whole_parts == 2 * 2 * counts.owned
 
 
 def test_additional_tokens_are_tiles_of_their_own() -> None:

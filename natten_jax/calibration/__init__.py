@@ -35,6 +35,8 @@ class Kernel:
         owned_tile: Seconds per owned tile, whatever is streamed past it.
         streamed_tile: Seconds per streamed tile.
         masking: Seconds more per streamed tile that is masked.
+        skipping: Seconds per streamed tile that is skipped.
+        row_groups: Groups of an owned tile's rows that skip and mask streamed tiles on their own.
     """
 
     head_dim: int
@@ -43,6 +45,8 @@ class Kernel:
     owned_tile: float
     streamed_tile: float
     masking: float
+    skipping: float = 0.0
+    row_groups: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

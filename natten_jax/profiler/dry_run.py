@@ -61,6 +61,7 @@ def _figures(simulation: Simulation) -> dict[str, Any]:
         "share_without_mask": counts.whole_share,
         "masked_share": counts.masked_share,
         "padding_share": counts.padding_share,
+        "wasted_share": counts.wasted_share,
         "predicted_seconds": simulation.seconds,
     }
 
@@ -78,7 +79,7 @@ def _table(listing: Listing, options: Options, device: Device) -> Table:
         counts = simulation.counts
         row = [*map(tile_text, pair)]
         row += [", ".join(listing.schedules)] if listing.schedules else []
-        shares = counts.whole_share, counts.masked_share + counts.padding_share
+        shares = counts.whole_share, counts.wasted_share
         row += [digits(counts.streamed_per_owned), *(f"{share:.0%}" for share in shares)]
         row.append("-" if simulation.seconds is None else format_time(simulation.seconds))
         rows.append(tuple(row))

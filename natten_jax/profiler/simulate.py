@@ -110,10 +110,10 @@ def _quantities(backend: str, simulation: Simulation) -> Iterator[tuple[str, str
     yield "key/value tile", tile_text(simulation.pair[1])
     yield "tiles that own tokens, all heads", f"{problem.batch * problem.heads * counts.owned}"
     yield "tiles streamed past each: mean, most", f"{digits(counts.streamed_per_owned)}, {counts.most_streamed}"
-    yield "streamed tiles without a mask", f"{counts.whole_share:.1%}"
+    yield "  of these masked, padding", f"{counts.masked_share:.1%}, {counts.padding_share:.1%}"
+    yield "  computed, thereof without a mask", f"{counts.computed_share:.1%}, {counts.whole_share:.1%}"
     yield "GFLOP that the mask leaves", digits(simulation.flops / 1e9)
     yield "GFLOP executed", digits(simulation.executed_flops / 1e9)
-    yield "  of which masked, padding", f"{counts.masked_share:.1%}, {counts.padding_share:.1%}"
     yield "MB of inputs and results", digits(simulation.least_bytes / 1e6)
     yield "MB of tiles", digits(simulation.tile_bytes / 1e6)
     yield "speedup over self attention: FLOP-wise", f"{digits(simulation.flop_bound)}X"
