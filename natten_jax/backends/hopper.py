@@ -41,10 +41,9 @@ class HopperBackend:
             return f"it runs on NVIDIA GPUs of compute capability 9.0 only, not on {device}"
         if problem.dtype not in _DTYPES:
             return f"it supports {', '.join(_DTYPES)}, not {problem.dtype}"
-        largest = _LARGEST_HEAD_DIM if which == "forward" else hopper_backward.LARGEST_HEAD_DIM
         for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-            if head_dim % _HEAD_DIM_STEP or head_dim > largest:
-                return f"{name} must be a multiple of {_HEAD_DIM_STEP} up to {largest}, not {head_dim}"
+            if head_dim % _HEAD_DIM_STEP or head_dim > _LARGEST_HEAD_DIM:
+                return f"{name} must be a multiple of {_HEAD_DIM_STEP} up to {_LARGEST_HEAD_DIM}, not {head_dim}"
         targets = (_FORWARD,) if which == "forward" else hopper_backward.TARGETS
         missing = (native.missing(target) for target in targets)
         return next(filter(None, missing), None) if device.is_present else None

@@ -16,9 +16,6 @@ from natten_jax.problem import Problem, Shape
 
 TARGETS = ("natten_jax_sm90_backward", "natten_jax_sm90_backward_statistics")
 
-#: There is a kernel for wider heads, which no GPU has confirmed yet.
-LARGEST_HEAD_DIM = 128
-
 
 def tile_tokens(head_dim: int) -> tuple[int, int]:
     """Queries and keys of the tiles that the kernel for heads of this width is compiled for."""
