@@ -39,6 +39,9 @@ OTHER_RANKS = (1, 4, 12, 40, 150)
 #: Least and most slowdown by the power limit, and seconds after which half of it applies.
 _CLOCK_BOUNDS = (0.05, 1e-4), (0.3, 3e-2)
 
+#: Weight of a coefficient's change beside that of a measurement's error.
+_INERTIA = 3e-3
+
 #: Seconds up to which a kernel runs at the full clock.
 _BRIEF = 2e-3
 
@@ -151,25 +154,26 @@ def fit(every: list[Sample], model: Calibration) -> Calibration:
     weights = np.array([2.0 if sample.record["is_recommended"] else 1.0 for sample in used])
 
     def unpack(parameters: Any) -> Calibration:
-        launch, slowdown, onset, *costs = np.exp(parameters)
+        launch, slowdown, onset, *costs = map(float, np.exp(parameters))
         fitted: dict[str, list[Kernel]] = {which: [] for which, _ in kernels}
-        for (which, kernel), (owned, streamed, masking) in zip(
-            kernels, np.reshape(costs, (-1, 3)).tolist(), strict=True
-        ):
-            fitted[which].append(dataclasses.replace(kernel, owned_tile=owned, streamed_tile=streamed, masking=masking))
+        for which, kernel in kernels:
+            own: dict[str, Any] = {name: costs.pop(0) for name in costs_of(kernel)}
+            fitted[which].append(dataclasses.replace(kernel, **own))
         return dataclasses.replace(
             model,
-            launch=float(launch),
-            slowdown=float(slowdown),
-            onset=float(onset),
+            launch=launch,
+            slowdown=slowdown,
+            onset=onset,
             kernels={which: tuple(of_pass) for which, of_pass in fitted.items()},
         )
 
     def residuals(parameters: Any) -> Any:
-        return weights * (np.log(predicted(used, unpack(parameters))) - measured)
+        errors = weights * (np.log(predicted(used, unpack(parameters))) - measured)
+        # What no measurement is about stays as it is.
+        return np.concatenate([errors, _INERTIA * (parameters - start)])
 
-    costs = [[kernel.owned_tile, kernel.streamed_tile, kernel.masking] for _, kernel in kernels]
-    start = np.log([model.launch, model.slowdown, model.onset, *np.ravel(costs)])
+    costs = [getattr(kernel, name) for _, kernel in kernels for name in costs_of(kernel)]
+    start = np.log([model.launch, model.slowdown, model.onset, *costs])
     lowest, highest = start - 3, start + 3
     lowest[1:3], highest[1:3] = np.log(_CLOCK_BOUNDS)
     start = np.clip(start, lowest + 1e-6, highest - 1e-6)
@@ -177,12 +181,16 @@ def fit(every: list[Sample], model: Calibration) -> Calibration:
     return unpack(solution.x)
 
 
+def costs_of(kernel: Kernel) -> tuple[str, ...]:
+    """The coefficients of a kernel that are fitted."""
+    return "owned_tile", "streamed_tile", "masking", *(("skipping",) if kernel.row_groups > 1 else ())
+
+
 def predicted(every: list[Sample], model: Calibration) -> list[float]:
     """Seconds that a model predicts for samples, whose kernels are found again by their size."""
     seconds = []
     for sample in every:
-        size = sample.kernel.head_dim, sample.kernel.streamed_tokens
-        (kernel,) = (each for each in model.kernels[sample.which] if (each.head_dim, each.streamed_tokens) == size)
+        (kernel,) = (each for each in model.kernels[sample.which] if each.size == sample.kernel.size)
         seconds.append(float(simulator.predict(sample.problem, sample.counts.tiles, sample.which, kernel, model)))
     return seconds
 

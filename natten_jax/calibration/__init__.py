@@ -48,6 +48,11 @@ class Kernel:
     skipping: float = 0.0
     row_groups: int = 1
 
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Widest heads, tokens of an owned and of a streamed tile: what tells the kernels of a pass apart."""
+        return self.head_dim, self.owned_tokens, self.streamed_tokens
+
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
@@ -82,14 +87,9 @@ class Calibration:
         fitting = [
             kernel
             for kernel in self.kernels.get(which, ())
-            if all(
-                size <= limit
-                for size, limit in zip(
-                    sizes, (kernel.head_dim, kernel.owned_tokens, kernel.streamed_tokens), strict=True
-                )
-            )
+            if all(size <= limit for size, limit in zip(sizes, kernel.size, strict=True))
         ]
-        return min(fitting, key=lambda kernel: (kernel.head_dim, kernel.streamed_tokens), default=None)
+        return min(fitting, key=lambda kernel: kernel.size, default=None)
 
     def clocked(self, busy: Any) -> Any:
         """Seconds that work takes whose length is ``busy`` at the full clock."""
