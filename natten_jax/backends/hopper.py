@@ -22,9 +22,15 @@ _COMPUTE_CAPABILITY = (9, 0)
 _DTYPES = ("float16", "bfloat16")
 _HEAD_DIM_STEP = 8
 _LARGEST_HEAD_DIM = 256
-#: Head dimensions are loaded in rows of 128 bytes; others are padded with zeros.
+#: The backward pass loads head dimensions in rows of 128 bytes; others are padded with zeros.
 _HEAD_DIM_CHUNK = 64
-_Q_TILE_TOKENS = 128  # of the forward pass
+#: Queries and keys of the forward kernels' tiles, by the widest heads that they are compiled for.
+_FORWARD_TILES = {
+    64: [(192, 128), (128, 128)],
+    128: [(128, 128), (128, 96)],
+    192: [(128, 96)],
+    256: [(128, 64)],
+}
 
 
 class HopperBackend:
@@ -64,9 +70,9 @@ class HopperBackend:
         """Compute output and logsumexp."""
         out_shape = (*operands.query.shape[:-1], operands.value.shape[-1])
         q_tile, kv_tile = requested_pair(tiles, "forward") or _ranked_pairs(problem, "forward")[0]
-        arrays = kernel_operands(problem, Operands._make([*map(_padded, operands[:5]), operands.origins]))
+        arrays = kernel_operands(problem, operands)
         tokens = arrays[0].shape[:-2]
-        heads, width = out_shape[-2], arrays[2].shape[-1]
+        heads, width = out_shape[-2:]
         schedule = KernelSchedule(tiles.kernel_schedule or KernelSchedule.PING_PONG)
         is_persistent = tiles.run_persistent_kernel and schedule is not KernelSchedule.NON_PERSISTENT
         out, logsumexp, _ = native.call(
@@ -81,7 +87,7 @@ class HopperBackend:
             is_ping_pong=int(schedule is KernelSchedule.PING_PONG),
             is_persistent=int(is_persistent),
         )
-        return Output(out[..., : out_shape[-1]].reshape(out_shape), logsumexp.reshape(out_shape[:-1]))
+        return Output(out.reshape(out_shape), logsumexp.reshape(out_shape[:-1]))
 
     def backward(
         self,
@@ -120,11 +126,10 @@ def _padded(array: OptionalArray) -> OptionalArray:
 
 def _tile_tokens(problem: Problem, which: Pass) -> list[tuple[int, int]]:
     """Queries and keys of the tiles that the kernels for these heads are compiled for."""
-    width = -(-max(problem.head_dim, problem.head_dim_v) // _HEAD_DIM_CHUNK) * _HEAD_DIM_CHUNK
+    wider = max(problem.head_dim, problem.head_dim_v)
     if which == "backward":
-        return [hopper_backward.tile_tokens(width)]
-    keys = (128,) if width == 64 else (128, 96) if width == 128 else (64,)
-    return [(_Q_TILE_TOKENS, each) for each in keys]
+        return [hopper_backward.tile_tokens(wider)]
+    return _FORWARD_TILES[min(width for width in _FORWARD_TILES if width >= wider)]
 
 
 @functools.lru_cache(maxsize=256)

@@ -36,39 +36,61 @@ CUtensorMapDataType data_type(ElementType type) {
   }
 }
 
-}  // namespace
-
-std::string encode_tensor_map(const TokenGrid& grid, const std::int64_t (&box)[3], CUtensorMap& map) {
+/// Encodes a map of five dimensions; `box` without the innermost one, of which boxes hold a swizzled row.
+std::string encode_map(const void* data, ElementType type, const std::int64_t (&sizes)[5],
+                       const std::int64_t (&strides)[4], const std::int64_t (&box)[4], CUtensorMap& map) {
   const auto encode = encoder();
   if (encode == nullptr) return "the CUDA driver has no tensor maps (cuTensorMapEncodeTiled)";
+  const std::int64_t element_bytes = type == ElementType::kFloat32 ? 4 : 2;
+  cuuint64_t extents[5], pitches[4];
+  cuuint32_t boxes[5] = {static_cast<cuuint32_t>(kRowBytes / element_bytes)};
+  for (int i = 0; i < 5; ++i) extents[i] = static_cast<cuuint64_t>(sizes[i]);
+  for (int i = 0; i < 4; ++i) {
+    if (box[i] > kLargestBox) {
+      return "a tile extent of " + std::to_string(box[i]) + " exceeds the " + std::to_string(kLargestBox) +
+             " tokens that a tensor copy takes";
+    }
+    pitches[i] = static_cast<cuuint64_t>(strides[i] * element_bytes);
+    boxes[i + 1] = static_cast<cuuint32_t>(box[i]);
+  }
+  const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
+  const CUresult result = encode(&map, data_type(type), 5, const_cast<void*>(data), extents, pitches, boxes,
+                                 element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result == CUDA_SUCCESS) return {};
+  return "the CUDA driver refused a tensor map (error " + std::to_string(static_cast<int>(result)) + ")";
+}
+
+}  // namespace
+
+std::string encode_head_map(const TokenGrid& grid, const std::int64_t (&box)[3], CUtensorMap& map) {
+  const std::int64_t token = grid.heads * grid.head_dim;
+  const std::int64_t pitch[3] = {grid.extent[1] * grid.extent[2] * token, grid.extent[2] * token, token};
+  const std::int64_t heads = grid.batch * grid.extent[0] * grid.extent[1] * grid.extent[2] * grid.heads;
+  if (heads > std::numeric_limits<std::int32_t>::max()) {
+    return "an array has " + std::to_string(heads) + " heads of all its tokens, but must have at most 2^31";
+  }
+  return encode_map(
+      grid.data, grid.element_type, {grid.head_dim, heads, grid.tokens[2], grid.tokens[1], grid.tokens[0]},
+      {grid.head_dim, pitch[2] * grid.dilation[2], pitch[1] * grid.dilation[1], pitch[0] * grid.dilation[0]},
+      {1, box[2], box[1], box[0]}, map);
+}
+
+std::string encode_tensor_map(const TokenGrid& grid, const std::int64_t (&box)[3], CUtensorMap& map) {
   const std::int64_t token = grid.heads * grid.head_dim;
   const std::int64_t pitch[3] = {grid.extent[1] * grid.extent[2] * token, grid.extent[2] * token, token};
   std::int64_t last_offset = 0;
   for (int d = 0; d < 3; ++d) {
     last_offset += (grid.dilation[d] - 1) * pitch[d];
-    if (box[d] > kLargestBox) {
-      return "a tile extent of " + std::to_string(box[d]) + " exceeds the " + std::to_string(kLargestBox) +
-             " tokens that a tensor copy takes";
-    }
   }
   if (token + last_offset > std::numeric_limits<std::int32_t>::max()) {
     return "the first tokens of the dilation groups lie more than 2^31 elements apart";
   }
-  const std::int64_t element_bytes = grid.element_type == ElementType::kFloat32 ? 4 : 2;
-  const auto bytes = [&](std::int64_t elements) { return static_cast<cuuint64_t>(elements * element_bytes); };
-  const cuuint64_t sizes[5] = {static_cast<cuuint64_t>(token + last_offset), static_cast<cuuint64_t>(grid.tokens[2]),
-                               static_cast<cuuint64_t>(grid.tokens[1]), static_cast<cuuint64_t>(grid.tokens[0]),
-                               static_cast<cuuint64_t>(grid.batch)};
-  const cuuint64_t strides[4] = {bytes(pitch[2] * grid.dilation[2]), bytes(pitch[1] * grid.dilation[1]),
-                                 bytes(pitch[0] * grid.dilation[0]), bytes(pitch[0] * grid.extent[0])};
-  const cuuint32_t boxes[5] = {static_cast<cuuint32_t>(kRowBytes / element_bytes), static_cast<cuuint32_t>(box[2]),
-                               static_cast<cuuint32_t>(box[1]), static_cast<cuuint32_t>(box[0]), 1};
-  const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
-  const CUresult result = encode(&map, data_type(grid.element_type), 5, const_cast<void*>(grid.data), sizes, strides,
-                                 boxes, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result == CUDA_SUCCESS) return {};
-  return "the CUDA driver refused a tensor map (error " + std::to_string(static_cast<int>(result)) + ")";
+  return encode_map(grid.data, grid.element_type,
+                    {token + last_offset, grid.tokens[2], grid.tokens[1], grid.tokens[0], grid.batch},
+                    {pitch[2] * grid.dilation[2], pitch[1] * grid.dilation[1], pitch[0] * grid.dilation[0],
+                     pitch[0] * grid.extent[0]},
+                    {box[2], box[1], box[0], 1}, map);
 }
 
 }  // namespace natten_jax

@@ -13,6 +13,8 @@
 
 namespace natten_jax::sm90 {
 
+constexpr int kTurnThreads = 2 * 128;  // of the warpgroup that passes its turn and the one that takes it
+
 /// Where a row lies in the query tile.
 struct RowPlace {
   uchar4 window_index;  // of its windows in a plan, by dimension; w: whether the tile has such a row
@@ -58,7 +60,7 @@ CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& 
   const int row0 = warpgroup * 64 + thread / 32 * 16 + threadIdx.x % 32 / 4;  // and row0 + 8
   const RowPlace row[2] = {RowPlace(p, row0), RowPlace(p, row0 + 8)};
 
-  Element* output_tile = Traits::kQueryInRegisters ? shared.o : shared.q;
+  Element* output_tile = Traits::kSeparateOutput ? shared.o : shared.q;
   const auto rows_of_group = [&](Element* tile) {
     return local_tile(make_tensor(make_smem_ptr(tile), typename Traits::LayoutQ{}), Shape<_64, Int<Traits::kHeadDim>>{},
                       make_coord(warpgroup, 0));
@@ -79,8 +81,8 @@ CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& 
   Tensor weights = make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kColumns / 16>>>{});
 
   const ColumnMask column_mask(shared.mask_words, p.axis);
-  column_mask.template build<kColumns>(p.axis, threadIdx.x / 32 - 4, kConsumers / 32);
-  cutlass::arch::NamedBarrier::sync(kConsumers, named_barrier(kMaskReady));
+  column_mask.template build<kColumns>(p.axis, threadIdx.x / 32 - 4, Traits::kConsumers / 32);
+  cutlass::arch::NamedBarrier::sync(Traits::kConsumers, named_barrier(kMaskReady));
 
   // Negating the scale is negating the query; a scale of zero is a query of zero.
   const std::uint32_t query_flip = p.scale < 0.f ? 0x80008000u : 0u, query_keep = p.scale == 0.f ? 0u : 0xffffffffu;
@@ -90,15 +92,16 @@ CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& 
 
   const auto await_turn = [&]() __attribute__((always_inline)) {
     if constexpr (Traits::kPingPong) {
-      cutlass::arch::NamedBarrier::sync(kConsumers, named_barrier(kProductOrder + warpgroup));
+      cutlass::arch::NamedBarrier::sync(kTurnThreads, named_barrier(kProductOrder + warpgroup));
     }
   };
   const auto pass_turn = [&]() __attribute__((always_inline)) {
     if constexpr (Traits::kPingPong) {
-      cutlass::arch::NamedBarrier::arrive(kConsumers, named_barrier(kProductOrder + (warpgroup ^ 1)));
+      const int next = warpgroup == Traits::kWarpgroups - 1 ? 0 : warpgroup + 1;
+      cutlass::arch::NamedBarrier::arrive(kTurnThreads, named_barrier(kProductOrder + next));
     }
   };
-  if (Traits::kPingPong && warpgroup == 1) pass_turn();  // the first warpgroup begins
+  if (Traits::kPingPong && warpgroup == Traits::kWarpgroups - 1) pass_turn();  // the first warpgroup begins
 
   int k_stage = 0, k_phase = 0, v_stage = 0, v_phase = 0, q_phase = 0, o_phase = 0, slot = 0, plan_phase = 0;
   int left;             // key/value tiles of the query tile to go
@@ -150,11 +153,19 @@ CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& 
     wait(shared.full_k[stage], phase);
     return shared.tile[stage].w >> kMaskBits * warpgroup & kHidden;
   };
+  // After the last key tile, the query's buffer is free.
+  const auto leave_query = [&]() __attribute__((always_inline)) {
+    if constexpr (Traits::kSeparateOutput && !Traits::kQueryInRegisters) {
+      if (left == 0) arrive(shared.empty_q);
+    }
+  };
   // Passes over tiles that no row sees; false where no other is left.
   const auto find_seen = [&]() __attribute__((always_inline)) {
-    for (; left > 0; --left) {
+    while (left > 0) {
       mask = mask_of(k_stage, k_phase);
       if (mask != kHidden) return true;
+      --left;
+      leave_query();
       await_turn();
       pass_turn();
       arrive(shared.empty_k[k_stage]);
@@ -191,6 +202,7 @@ CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& 
     arrive(shared.empty_k[k_stage]);
     advance<Traits::kStages>(k_stage, k_phase);
     --left;
+    leave_query();
     if (!Traits::kQueryInRegisters && logit_sign <= 0.f) {
       CUTE_UNROLL
       for (int e = 0; e < size(s); ++e) s(e) *= logit_sign;
@@ -228,7 +240,7 @@ CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& 
       pairs(e) = pack<Element>(o(2 * e) * normalisation[e % 2], o(2 * e + 1) * normalisation[e % 2]);
     }
     // A tile of its own may still be on its way out; rows of the query are this warpgroup's to overwrite.
-    if constexpr (Traits::kQueryInRegisters) {
+    if constexpr (Traits::kSeparateOutput) {
       wait(shared.empty_o, o_phase ^ 1);
       o_phase ^= 1;
     }
@@ -236,7 +248,7 @@ CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& 
     const auto thread_copy = copy_o.get_thread_slice(thread);
     copy(copy_o, thread_copy.retile_S(result), thread_copy.partition_D(as_position_independent_swizzle_tensor(sO)));
     cutlass::arch::fence_view_async_shared();
-    cutlass::arch::NamedBarrier::arrive(kConsumers + 32, named_barrier(kOutputReady));
+    cutlass::arch::NamedBarrier::arrive(Traits::kConsumers + 32, named_barrier(kOutputReady));
     const TilePlan& plan = shared.plan[finished];
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
@@ -287,15 +299,15 @@ CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& 
     }
     finished = slot;
     advance<2>(slot, plan_phase);
-    if constexpr (!Traits::kQueryInRegisters) finish_query_tile(finished);
+    if constexpr (!Traits::kSeparateOutput) finish_query_tile(finished);
     if (!next_query_tile()) break;
     find_seen();
     start_s();
     pass_turn();
     // The next tile's first logits are under way meanwhile.
-    if constexpr (Traits::kQueryInRegisters) finish_query_tile(finished);
+    if constexpr (Traits::kSeparateOutput) finish_query_tile(finished);
   }
-  if constexpr (Traits::kQueryInRegisters) finish_query_tile(finished);
+  if constexpr (Traits::kSeparateOutput) finish_query_tile(finished);
 }
 
 template <class Traits>
@@ -303,7 +315,7 @@ CUTE_DEVICE void prepare(const ForwardParams& p, typename Traits::SharedStorage&
   if (p.clears_tiles) {
     // Rows and columns that no load reaches must be finite: their weights are zero.
     constexpr int kWords = offsetof(typename Traits::SharedStorage, o) / sizeof(uint4);
-    for (int i = threadIdx.x; i < kWords; i += kThreads) {
+    for (int i = threadIdx.x; i < kWords; i += Traits::kThreads) {
       reinterpret_cast<uint4*>(&shared)[i] = make_uint4(0, 0, 0, 0);
     }
     cutlass::arch::fence_view_async_shared();
@@ -323,18 +335,19 @@ CUTE_DEVICE void prepare(const ForwardParams& p, typename Traits::SharedStorage&
   if (threadIdx.x == 0) {
     ClusterBarrier::init(&shared.first_key_loaded, 1);
     ClusterBarrier::init(&shared.full_q, 1);
-    ClusterBarrier::init(&shared.empty_q, Traits::kQueryInRegisters ? kConsumers : 1);
+    ClusterBarrier::init(&shared.empty_q, Traits::kSeparateOutput ? Traits::kConsumers : 1);
     ClusterBarrier::init(&shared.empty_o, 1);
     for (int i = 0; i < 2; ++i) {
       ClusterBarrier::init(&shared.full_plan[i], 32);
       ClusterBarrier::init(&shared.full_windows[i], 32);
-      ClusterBarrier::init(&shared.empty_plan[i], kConsumers + 2 + 32);  // and two loading threads, a storing warp
+      ClusterBarrier::init(&shared.empty_plan[i],
+                           Traits::kConsumers + 2 + 32);  // and two loading threads, a storing warp
     }
     for (int i = 0; i < Traits::kStages; ++i) {
       ClusterBarrier::init(&shared.full_k[i], 1);
       ClusterBarrier::init(&shared.full_v[i], 1);
-      ClusterBarrier::init(&shared.empty_k[i], kConsumers);
-      ClusterBarrier::init(&shared.empty_v[i], kConsumers);
+      ClusterBarrier::init(&shared.empty_k[i], Traits::kConsumers);
+      ClusterBarrier::init(&shared.empty_v[i], Traits::kConsumers);
     }
     cutlass::arch::fence_barrier_init();
   }
@@ -342,21 +355,21 @@ CUTE_DEVICE void prepare(const ForwardParams& p, typename Traits::SharedStorage&
 }
 
 template <class Traits>
-__global__ void __launch_bounds__(kThreads, 1) natten_jax_sm90_fna_forward(const __grid_constant__ ForwardParams p) {
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    natten_jax_sm90_fna_forward(const __grid_constant__ ForwardParams p) {
   // No static shared memory: the dynamic part starts at a multiple of 1024 bytes, as the swizzle needs.
   extern __shared__ __align__(1024) char raw[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(raw);
   prepare<Traits>(p, shared);
-  // 128 * 40 + 256 * 232 registers fit into the 65536 of a multiprocessor.
   if (threadIdx.x < 128) {
-    cutlass::arch::warpgroup_reg_dealloc<40>();
+    cutlass::arch::warpgroup_reg_dealloc<Traits::kServiceRegisters>();
     const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) load_tiles<Traits, true>(p, shared);
     if (warp == 1) plan_tiles(p, shared);
     if (threadIdx.x == 64) load_tiles<Traits, false>(p, shared);
     if (warp == 3) store_tiles<Traits>(p, shared);
   } else {
-    cutlass::arch::warpgroup_reg_alloc<232>();
+    cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     attend<Traits>(p, shared);
   }
 }

@@ -16,22 +16,30 @@ constexpr int kWindowMask = 1;
 constexpr int kColumnMask = 2;
 constexpr int kHidden = 3;  // none of its rows sees any of the tile
 constexpr int kMaskBits = 2;
+constexpr int kEachWarpgroup = 0b010101;  // times a mask: the same for all
 
 // Named barriers; the first eight are CUTLASS's own.
-constexpr int kProductOrder = 8;  // and the next one: whose turn it is to issue products
-constexpr int kOutputReady = 10;  // both warpgroups have written their rows
-constexpr int kMaskReady = 11;
+constexpr int kProductOrder = 8;                               // and the next one: whose turn it is to issue products
+constexpr int kOutputReady = kProductOrder + kMostWarpgroups;  // the warpgroups have written their rows
+constexpr int kMaskReady = kOutputReady + 1;
 
-template <class Element_, int kHeadDim_, int kColumns_, bool kPingPong_>
+template <class Element_, int kHeadDim_, int kColumns_, int kWarpgroups_, bool kPingPong_>
 struct ForwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;  // at least head_dim and head_dim_v
   static constexpr int kColumns = kColumns_;  // keys of a tile
   static constexpr int kStages = 2;
+  static constexpr int kWarpgroups = kWarpgroups_;  // that compute
+  static constexpr int kRows = 64 * kWarpgroups;    // queries of a tile
+  static constexpr int kConsumers = 128 * kWarpgroups, kThreads = 128 + kConsumers;
+  // What the 65536 registers of a multiprocessor give each thread.
+  static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160;
+  static constexpr int kServiceRegisters = kWarpgroups == 2 ? 40 : 32;
   // Whether the warpgroups take turns in issuing products, or run unordered.
   static constexpr bool kPingPong = kPingPong_;
-  // Where registers do not hold the query, shared memory does not hold a separate output tile either.
-  static constexpr bool kQueryInRegisters = kHeadDim <= 128;
+  // Three warpgroups lack the registers, wide heads the shared memory for an output tile of its own, too.
+  static constexpr bool kQueryInRegisters = kHeadDim <= 128 && kWarpgroups == 2;
+  static constexpr bool kSeparateOutput = kHeadDim <= 128;
 
   using LayoutQ = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<kRows>, Int<kHeadDim>>{}));
   using LayoutK = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
@@ -58,7 +66,7 @@ struct ForwardTraits {
     alignas(1024) Element q[cosize_v<LayoutQ>];
     alignas(1024) Element k[cosize_v<LayoutK>];
     alignas(1024) Element v[cosize_v<LayoutVt>];
-    alignas(1024) Element o[kQueryInRegisters ? cosize_v<LayoutQ> : kChunk];
+    alignas(1024) Element o[kSeparateOutput ? cosize_v<LayoutQ> : kChunk];
     TilePlan plan[2];
     int4 tile[kStages];  // of the tile in a key buffer: first key (x, y, z) and how it is masked
     std::uint32_t mask_words[ColumnMask::capacity(kColumns)];
@@ -121,10 +129,11 @@ CUTE_DEVICE bool is_empty(int4 begin, int4 end) {
 
 /// How a tile is masked for each warpgroup; an incomplete one (`is_whole` false) always is. At least one tile of a
 /// query tile is not hidden.
+template <int kWarpgroups>
 CUTE_DEVICE int window_masks(const ForwardParams& p, const TilePlan& plan, const KvWalk& walk, bool is_whole) {
   int masks = 0;
 #pragma unroll 1
-  for (int warpgroup = 0; warpgroup < 2; ++warpgroup) {
+  for (int warpgroup = 0; warpgroup < kWarpgroups; ++warpgroup) {
     int mask = kWindowMask;
     const int4 seen_begin = as_int4(plan.seen_begin[warpgroup]), seen_end = as_int4(plan.seen_end[warpgroup]);
     if (walk.is_outside(p.axis, seen_begin, seen_end) && !is_empty(seen_begin, seen_end)) {
@@ -144,20 +153,19 @@ template <class Traits, bool kIsKey>
 CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStorage& shared) {
   using Element = typename Traits::Element;
   constexpr int kRowBytes = kChunk * sizeof(Element);
-  const int head_dim = kIsKey ? p.head_dim : p.head_dim_v;
-  const int chunks = head_dim / kChunk;
+  const int chunks = ((kIsKey ? p.head_dim : p.head_dim_v) + kChunk - 1) / kChunk;
   std::uint64_t* full = kIsKey ? shared.full_k : shared.full_v;
   std::uint64_t* empty = kIsKey ? shared.empty_k : shared.empty_v;
   Element* buffers = kIsKey ? shared.k : shared.v;
   int stage = 0, phase = 0, q_phase = 0, slot = 0, plan_phase = 0;
   bool is_first = true;
-  const auto load = [&](const CUtensorMap* map, int rows, int column, int z, int y, int x, int batch, int mask) {
+  const auto load = [&](const CUtensorMap* map, int rows, int start, int z, int y, int x, int mask) {
     wait(empty[stage], phase ^ 1);
     if (!kIsKey && is_first) wait(shared.first_key_loaded, 0);
     if constexpr (kIsKey) shared.tile[stage] = make_int4(x, y, z, mask);
     ClusterTransactionBarrier::arrive_and_expect_tx(&full[stage], chunks * rows * kRowBytes);
-    load_tile(map, &full[stage], buffers + stage * Traits::kColumns * Traits::kHeadDim, chunks, Traits::kColumns,
-              column, z, y, x, batch);
+    load_head_tile(map, &full[stage], buffers + stage * Traits::kColumns * Traits::kHeadDim, chunks, Traits::kColumns,
+                   start, z, y, x);
     if (kIsKey && is_first) {
       // All that the first product needs is on its way alone.
       wait(full[stage], phase);
@@ -169,29 +177,29 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
   while (true) {
     wait(shared.full_plan[slot], plan_phase);
     const TilePlan& plan = shared.plan[slot];
-    const int kv_tiles = plan.kv_tiles, batch = plan.batch;
+    const int kv_tiles = plan.kv_tiles;
     if (kv_tiles < 0) return;
     if constexpr (kIsKey) {
       wait(shared.empty_q, q_phase ^ 1);
       q_phase ^= 1;
       ClusterTransactionBarrier::arrive_and_expect_tx(&shared.full_q, chunks * p.q_tile_tokens * kRowBytes);
-      load_tile<Element>(&p.query[plan.query_map], &shared.full_q, shared.q, chunks, kRows, plan.query_column,
-                         plan.q_begin[2], plan.q_begin[1], plan.q_begin[0], batch);
+      load_head_tile<Element>(&p.query[plan.query_map], &shared.full_q, shared.q, chunks, Traits::kRows,
+                              plan.query_slot, plan.q_begin[2], plan.q_begin[1], plan.q_begin[0]);
     }
     const CUtensorMap* map = kIsKey ? &p.key[plan.kv_map] : &p.value[plan.kv_map];
     const CUtensorMap* additional_map = kIsKey ? &p.additional_keys : &p.additional_values;
-    const int column = kIsKey ? plan.key_column : plan.value_column, additional_column = plan.kv_head * head_dim;
+    const int kv_slot = plan.kv_slot, additional_slot = plan.additional_slot;
     const int4 hull_begin = as_int4(plan.hull_begin), hull_end = as_int4(plan.hull_end);
     const bool is_whole = p.kv_tile_tokens == Traits::kColumns;
     KvWalk walk(hull_begin);
     for (int i = 0; i < kv_tiles; ++i) {
-      const int masks = kIsKey ? window_masks(p, plan, walk, is_whole) : 0;
-      load(map, p.kv_tile_tokens, column, walk.z, walk.y, walk.x, batch, masks);
+      const int masks = kIsKey ? window_masks<Traits::kWarpgroups>(p, plan, walk, is_whole) : 0;
+      load(map, p.kv_tile_tokens, kv_slot, walk.z, walk.y, walk.x, masks);
       walk.next(p.axis, hull_begin, hull_end);
     }
     for (int first = 0; first < p.additional_kv; first += Traits::kColumns) {
       const int mask = p.additional_kv - first < Traits::kColumns ? kColumnMask : kNoMask;
-      load(additional_map, Traits::kColumns, additional_column, first, 0, 0, batch, mask << kMaskBits | mask);
+      load(additional_map, Traits::kColumns, additional_slot, first, 0, 0, mask * kEachWarpgroup);
     }
     arrive(shared.empty_plan[slot]);
     advance<2>(slot, plan_phase);
@@ -201,22 +209,21 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
 /// One warp: stores the output tiles; what lies outside the layout is clipped.
 template <class Traits>
 CUTE_DEVICE void store_tiles(const ForwardParams& p, typename Traits::SharedStorage& shared) {
-  auto* tile = Traits::kQueryInRegisters ? shared.o : shared.q;
+  auto* tile = Traits::kSeparateOutput ? shared.o : shared.q;
   int slot = 0, plan_phase = 0;
   while (true) {
     wait(shared.full_plan[slot], plan_phase);
     const TilePlan& plan = shared.plan[slot];
     if (plan.kv_tiles < 0) return;
-    cutlass::arch::NamedBarrier::sync(kConsumers + 32, named_barrier(kOutputReady));
+    cutlass::arch::NamedBarrier::sync(Traits::kConsumers + 32, named_barrier(kOutputReady));
     if (threadIdx.x % 32 == 0) {
-      for (int chunk = 0; chunk < p.head_dim_v / kChunk; ++chunk) {
-        SM90_TMA_STORE_5D::copy(&p.out[plan.query_map], tile + chunk * kRows * kChunk,
-                                plan.output_column + chunk * kChunk, plan.q_begin[2], plan.q_begin[1], plan.q_begin[0],
-                                plan.batch);
+      for (int chunk = 0; chunk < (p.head_dim_v + kChunk - 1) / kChunk; ++chunk) {
+        SM90_TMA_STORE_5D::copy(&p.out[plan.query_map], tile + chunk * Traits::kRows * kChunk, chunk * kChunk,
+                                plan.query_slot, plan.q_begin[2], plan.q_begin[1], plan.q_begin[0]);
       }
       tma_store_arrive();
       tma_store_wait<0>();
-      arrive(Traits::kQueryInRegisters ? shared.empty_o : shared.empty_q);
+      arrive(Traits::kSeparateOutput ? shared.empty_o : shared.empty_q);
     }
     __syncwarp();
     arrive(shared.empty_plan[slot]);  // every lane read it

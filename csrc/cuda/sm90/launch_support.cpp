@@ -3,12 +3,9 @@
 #include <algorithm>
 #include <limits>
 
-#include "cuda/common/tensor_map.h"
-
 namespace natten_jax::sm90 {
 namespace {
 
-constexpr std::int64_t kHeadDimChunk = 64;
 constexpr std::int64_t kLargestHeadDim = 256;
 
 /// Whether groups of a class hold a remainder token in a dimension.
@@ -29,13 +26,13 @@ cudaError_t count_multiprocessors(int& count) {
   return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
 }
 
-std::string check_arrays(const Problem& problem) {
+std::string check_arrays(const Problem& problem, std::int64_t head_dim_step) {
   if (problem.element_type == ElementType::kFloat32)
     return "query has dtype float32, but must have float16 or bfloat16";
   for (const std::int64_t head_dim : {problem.head_dim, problem.head_dim_v}) {
-    if (head_dim % kHeadDimChunk != 0 || head_dim > kLargestHeadDim) {
+    if (head_dim % head_dim_step != 0 || head_dim > kLargestHeadDim) {
       return "a head dimension is " + std::to_string(head_dim) + ", but must be a multiple of " +
-             std::to_string(kHeadDimChunk) + " and at most " + std::to_string(kLargestHeadDim);
+             std::to_string(head_dim_step) + " and at most " + std::to_string(kLargestHeadDim);
     }
   }
   if (problem.queries() > std::numeric_limits<std::int32_t>::max()) return "a batch entry has more than 2^31 tokens";
@@ -57,7 +54,7 @@ int group_classes(const Problem& problem, Side side) {
 }
 
 std::string encode_classes(const Problem& problem, Side side, Array array, const std::int64_t (&tile)[kRank],
-                           CUtensorMap (&maps)[kGroupClasses]) {
+                           CUtensorMap (&maps)[kGroupClasses], Encode encode) {
   const bool is_query = side == Side::kQuery;
   const std::int64_t heads = is_query ? problem.heads : problem.heads_kv;
   TokenGrid grid{array.data, problem.element_type, problem.batch, {}, {}, {}, heads, array.head_dim};
@@ -70,15 +67,15 @@ std::string encode_classes(const Problem& problem, Side side, Array array, const
       grid.dilation[d] = dim.dilation;
       grid.tokens[d] = grid.extent[d] / dim.dilation + (has_remainder(c, d) ? 1 : 0);
     }
-    if (std::string error = encode_tensor_map(grid, tile, maps[c]); !error.empty()) return error;
+    if (std::string error = encode(grid, tile, maps[c]); !error.empty()) return error;
   }
   return {};
 }
 
-std::string encode_additional(const Problem& problem, Array array, int tokens, CUtensorMap& map) {
+std::string encode_additional(const Problem& problem, Array array, int tokens, CUtensorMap& map, Encode encode) {
   const TokenGrid grid{array.data, problem.element_type,          problem.batch,    {1, 1, problem.additional_kv},
                        {1, 1, 1},  {1, 1, problem.additional_kv}, problem.heads_kv, array.head_dim};
-  return encode_tensor_map(grid, {1, 1, tokens}, map);
+  return encode(grid, {1, 1, tokens}, map);
 }
 
 }  // namespace natten_jax::sm90

@@ -14,8 +14,10 @@ namespace natten_jax::sm90 {
 /// Dilation groups differ in whether they hold a remainder token: two classes per dimension, one tensor map each.
 constexpr int kGroupClasses = 8;
 
-/// Coordinates that bound the rows of two warpgroups in three dimensions.
-constexpr int kCorners = 2 * 2 * 3;
+/// A warpgroup computes 64 rows of a query tile; the forms of the kernel have two or three.
+constexpr int kMostWarpgroups = 3;
+/// Coordinates that bound the rows of each warpgroup in three dimensions.
+constexpr int kCorners = kMostWarpgroups * 2 * 3;
 
 struct ForwardParams {
   CUtensorMap query[kGroupClasses];

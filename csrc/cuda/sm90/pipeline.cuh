@@ -44,4 +44,14 @@ CUTE_DEVICE void load_tile(const CUtensorMap* map, std::uint64_t* barrier, Eleme
   }
 }
 
+/// Loads the tile of one head, chunk by chunk of its dimension; see encode_head_map.
+template <class Element>
+CUTE_DEVICE void load_head_tile(const CUtensorMap* map, std::uint64_t* barrier, Element* destination, int chunks,
+                                int tile_rows, int slot, int z, int y, int x) {
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    SM90_TMA_LOAD_5D::copy(map, barrier, static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL),
+                           destination + chunk * tile_rows * kChunk, chunk * kChunk, slot, z, y, x);
+  }
+}
+
 }  // namespace natten_jax::sm90

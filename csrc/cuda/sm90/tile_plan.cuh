@@ -8,21 +8,23 @@
 
 namespace natten_jax::sm90 {
 
-constexpr int kRows = 128;  // query rows of a tile
+constexpr int kMostRows = 64 * kMostWarpgroups;  // query rows of a tile
 
 /// Arrays of four hold x, y, z and one unused number.
 struct alignas(16) TilePlan {
   int hull_begin[4], hull_end[4];  // local keys that some row sees
   // Per warpgroup: local keys that some of its rows sees, and those that all its rows see.
-  int seen_begin[2][4], seen_end[2][4], inner_begin[2][4], inner_end[2][4];
+  int seen_begin[kMostWarpgroups][4], seen_end[kMostWarpgroups][4];
+  int inner_begin[kMostWarpgroups][4], inner_end[kMostWarpgroups][4];
   int q_begin[4];        // first query index
   int query_residue[4];  // dilation group: its first local token
-  int batch, head, kv_head;
-  int kv_tiles;           // at least one, if masked whole; negative: there are no more tiles
-  int query_map, kv_map;  // classes of the dilation group
-  int query_column, key_column, value_column, output_column;  // where head and group start in dimension 0 of the maps
+  int batch, head;
+  int kv_tiles;             // at least one, if masked whole; negative: there are no more tiles
+  int query_map, kv_map;    // classes of the dilation group
+  int query_slot, kv_slot;  // where the group's first token of this head lies in its array, in heads
+  int additional_slot;
   // Per coordinate inside the query tile: first key seen and end of the keys seen; those of x, of y, of z.
-  int2 windows[kRows + 2];
+  int2 windows[kMostRows + 2];
 };
 
 /// What lanes of a warp hold for each other.
@@ -90,12 +92,13 @@ CUTE_DEVICE void plan_tile(const ForwardParams& p, const AxisPlan& own, int batc
   const int all_kv_tiles = of_lane(kv_tiles, 0) * of_lane(kv_tiles, 1) * of_lane(kv_tiles, 2);
   const unsigned long_query_groups = __ballot_sync(kAll, own.queries > axis.query_group_tokens);
   const unsigned long_kv_groups = __ballot_sync(kAll, own.keys > axis.kv_group_tokens);
-  // A token's number from its coordinates, a dimension each.
-  const auto token = [](int coordinate, int y_extent, int z_extent) {
-    return (of_lane(coordinate, 0) * y_extent + of_lane(coordinate, 1)) * z_extent + of_lane(coordinate, 2);
+  // A token's number in its array, from its coordinates, a dimension each.
+  const auto token = [&](int coordinate, int x_extent, int y_extent, int z_extent) {
+    const int x = batch * x_extent + of_lane(coordinate, 0);
+    return (x * y_extent + of_lane(coordinate, 1)) * z_extent + of_lane(coordinate, 2);
   };
-  const int q_token = token(own.query_residue, p.axis[1].query_extent, p.axis[2].query_extent);
-  const int kv_token = token(own.kv_residue, p.axis[1].kv_extent, p.axis[2].kv_extent);
+  const int q_token = token(own.query_residue, p.axis[0].query_extent, p.axis[1].query_extent, p.axis[2].query_extent);
+  const int kv_token = token(own.kv_residue, p.axis[0].kv_extent, p.axis[1].kv_extent, p.axis[2].kv_extent);
   if (lane < 3) {
     plan.hull_begin[lane] = hull_begin;
     plan.hull_end[lane] = hull_end;
@@ -109,15 +112,13 @@ CUTE_DEVICE void plan_tile(const ForwardParams& p, const AxisPlan& own, int batc
     const int kv_head = p.by_heads_per_kv.divide(head);
     plan.batch = batch;
     plan.head = head;
-    plan.kv_head = kv_head;
     plan.kv_tiles = max(all_kv_tiles, 1);
     plan.query_map = class_of(long_query_groups);
     plan.kv_map = class_of(long_kv_groups);
-    // Dilation is strided dimensions, with the group's first token folded into coordinate 0.
-    plan.query_column = (q_token * p.heads + head) * p.head_dim;
-    plan.output_column = (q_token * p.heads + head) * p.head_dim_v;
-    plan.key_column = (kv_token * p.heads_kv + kv_head) * p.head_dim;
-    plan.value_column = (kv_token * p.heads_kv + kv_head) * p.head_dim_v;
+    // Dilation is strided dimensions that begin at the group's first token.
+    plan.query_slot = q_token * p.heads + head;
+    plan.kv_slot = kv_token * p.heads_kv + kv_head;
+    plan.additional_slot = batch * p.additional_kv * p.heads_kv + kv_head;
   }
 }
 
