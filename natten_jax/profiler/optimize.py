@@ -34,7 +34,7 @@ _SCREENING_RUNS, _FINAL_RUNS = 2, 6
 #: seconds: slow problems get fewer configurations, the best ranked ones.
 _BATCH, _BUDGET = 8, 8.0
 #: A backend whose own choice is this much slower than another's is not searched.
-_HOPELESS = 3.0
+_HOPELESS = 1.5
 #: Seconds from which on plain JAX is not even tried where there are kernels: it was several times slower everywhere.
 _SLOW = 0.02
 
