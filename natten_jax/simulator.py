@@ -3,10 +3,11 @@
 :mod:`natten_jax.tile_counts` has the counts, which are exact. The predicted time of a pass, in seconds, with
 coefficients fitted to measurements on one kind of device (:mod:`natten_jax.calibration`):
 
-    tile  = owned_tile + (streamed_tile * (seen tiles) + masking * (masked tiles) + skipping * (others)) / (owned tiles)
-    work  = ceil(batch * heads * (owned tiles) / multiprocessors) * tile
-    busy  = launch + max(work, byte * (bytes of inputs and results))
-    time  = busy * (1 + slowdown * busy / (busy + onset))
+    streaming = streamed_tile * (seen tiles) + masking * (masked tiles) + skipping * (skipped tiles)
+    tile = owned_tile + streaming / (owned tiles)
+    work = ceil(batch * heads * (owned tiles) / multiprocessors) * tile
+    busy = launch + max(work, byte * (bytes of inputs and results))
+    time = busy * (1 + slowdown * busy / (busy + onset))
 
 The last line is the clock, which falls while a kernel keeps the device at its power limit.
 """
