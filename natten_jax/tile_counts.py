@@ -240,11 +240,12 @@ def check_tiles(problem: Problem, pair: TilePair, placement: str) -> None:
             )
 
 
-def row_boxes(owned_tile: Shape, kernel: Kernel) -> list[tuple[Rows, ...]]:
-    """Of each row group, the smallest box of the owned tile that holds its rows; a group without rows has the last."""
-    tokens, rows = math.prod(owned_tile), kernel.owned_tokens // kernel.row_groups
+@functools.lru_cache(maxsize=1 << 10)
+def row_boxes(owned_tile: Shape, rows: int, row_groups: int) -> tuple[tuple[Rows, ...], ...]:
+    """Of each group of ``rows``, the smallest box of the owned tile that holds them; a group without has the last."""
+    tokens = math.prod(owned_tile)
     boxes = []
-    for group in range(kernel.row_groups):
+    for group in range(row_groups):
         first, last = min(rows * group, tokens - 1), min(rows * (group + 1), tokens) - 1
         box: list[Rows] = []
         is_line = True  # first and last row agree in the dimensions before
@@ -252,7 +253,7 @@ def row_boxes(owned_tile: Shape, kernel: Kernel) -> list[tuple[Rows, ...]]:
             box.append((first // inner % extent, last // inner % extent) if is_line else (0, extent - 1))
             is_line = is_line and box[-1][0] == box[-1][1]
         boxes.append(tuple(box))
-    return boxes
+    return tuple(boxes)
 
 
 def _inner_sizes(tile: Shape) -> list[int]:
@@ -263,8 +264,9 @@ def part_counts(
     axes: Sequence[tuple[Axis, int, int]], placement: str, which: Pass, kernel: Kernel
 ) -> list[tuple[int, int]]:
     """Seen and whole parts of each row group; of every dimension its axis, owned and streamed extent are given."""
+    rows_of_group = kernel.owned_tokens // kernel.row_groups
     parts = []
-    for box in row_boxes(tuple(owned for _, owned, _ in axes), kernel):
+    for box in row_boxes(tuple(owned for _, owned, _ in axes), rows_of_group, kernel.row_groups):
         counts = [axis_counts(*each, placement, which, rows) for each, rows in zip(axes, box, strict=True)]
         parts.append((math.prod(each.seen for each in counts), math.prod(each.whole for each in counts)))
     return parts
