@@ -154,7 +154,7 @@ def fit(every: list[Sample], model: Calibration) -> Calibration:
     weights = np.array([2.0 if sample.record["is_recommended"] else 1.0 for sample in used])
 
     def unpack(parameters: Any) -> Calibration:
-        launch, slowdown, onset, *costs = map(float, np.exp(parameters))
+        launch, backward_launch, slowdown, onset, *costs = map(float, np.exp(parameters))
         fitted: dict[str, list[Kernel]] = {which: [] for which, _ in kernels}
         for which, kernel in kernels:
             own: dict[str, Any] = {name: costs.pop(0) for name in costs_of(kernel)}
@@ -162,6 +162,7 @@ def fit(every: list[Sample], model: Calibration) -> Calibration:
         return dataclasses.replace(
             model,
             launch=launch,
+            backward_launch=backward_launch,
             slowdown=slowdown,
             onset=onset,
             kernels={which: tuple(of_pass) for which, of_pass in fitted.items()},
@@ -173,9 +174,9 @@ def fit(every: list[Sample], model: Calibration) -> Calibration:
         return np.concatenate([errors, _INERTIA * (parameters - start)])
 
     costs = [getattr(kernel, name) for _, kernel in kernels for name in costs_of(kernel)]
-    start = np.log([model.launch, model.slowdown, model.onset, *costs])
+    start = np.log([model.launch, model.launch_of("backward"), model.slowdown, model.onset, *costs])
     lowest, highest = start - 3, start + 3
-    lowest[1:3], highest[1:3] = np.log(_CLOCK_BOUNDS)
+    lowest[2:4], highest[2:4] = np.log(_CLOCK_BOUNDS)
     start = np.clip(start, lowest + 1e-6, highest - 1e-6)
     solution = least_squares(residuals, start, bounds=(lowest, highest))
     return unpack(solution.x)

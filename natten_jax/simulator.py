@@ -9,7 +9,8 @@ coefficients fitted to measurements on one kind of device (:mod:`natten_jax.cali
     busy = launch + max(work, byte * (bytes of inputs and results))
     time = busy * (1 + slowdown * busy / (busy + onset))
 
-The last line is the clock, which falls while a kernel keeps the device at its power limit.
+The last line is the clock, which falls while a kernel keeps the device at its power limit. A backward pass is several
+kernels and has a ``launch`` of its own.
 """
 
 from __future__ import annotations
@@ -275,7 +276,7 @@ def predict(problem: Problem, counts: Any, which: Pass, kernel: Kernel, calibrat
     rounds = np.ceil(problem.batch * heads * owned / calibration.multiprocessors)
     tile = kernel.owned_tile + repeats * streaming / owned
     moving = calibration.byte * least_bytes(problem, which)
-    return calibration.clocked(calibration.launch + np.maximum(rounds * tile, moving))
+    return calibration.clocked(calibration.launch_of(which) + np.maximum(rounds * tile, moving))
 
 
 class Recommendation(NamedTuple):

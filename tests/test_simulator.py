@@ -215,6 +215,9 @@ def test_query_heads_that_share_keys_are_streamed_past_them_in_the_backward_pass
     problem = a_problem((12800,), (1280,), stride=(1280,), heads=4, heads_kv=1)
     found = simulator.simulate(problem, ((128,), (128,)), "backward", calibration=calibration)
     assert found.seconds == pytest.approx(2e-6 + 4e-6 + 4 * 10 * 1e-6)
+    calibration = a_calibration(kernels=kernels, backward_launch=7e-6)
+    found = simulator.simulate(problem, ((128,), (128,)), "backward", calibration=calibration)
+    assert found.seconds == pytest.approx(7e-6 + 4e-6 + 4 * 10 * 1e-6)
 
 
 def test_attention_of_unequal_lengths() -> None:

@@ -63,11 +63,12 @@ class Calibration:
         device: The device that it was fitted on.
         compute_capability: Of that device.
         multiprocessors: Owned tiles that are worked on side by side.
-        launch: Seconds that every launch takes.
+        launch: Seconds that a forward pass takes, whatever its size.
         byte: Seconds that the device's memory takes per byte of inputs and results.
         slowdown: How much longer kernels take, at most, once the device is at its power limit.
         onset: Seconds of work after which half of that applies.
         kernels: The compiled kernels of each pass.
+        backward_launch: As ``launch``, of a backward pass, which is several kernels; ``None`` is the same.
     """
 
     family: str
@@ -79,6 +80,11 @@ class Calibration:
     slowdown: float
     onset: float
     kernels: dict[str, tuple[Kernel, ...]]
+    backward_launch: float | None = None
+
+    def launch_of(self, which: Pass) -> float:
+        """Seconds that a pass takes, whatever its size."""
+        return self.launch if which == "forward" or self.backward_launch is None else self.backward_launch
 
     def kernel(self, problem: Problem, pair: TilePair, which: Pass) -> Kernel | None:
         """The smallest kernel that takes the heads and the tiles."""
