@@ -147,9 +147,9 @@ def main() -> int:
         for row in rows:
             results[name if len(rows) == 1 else f"{name}/{row['dtype']}"] = row
             print_row(name, row)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"environment": environment(), "results": results}, indent=2) + "\n")
+        if options.json:  # at once: a run that is cut short keeps what it measured
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps({"environment": environment(), "results": results}, indent=2) + "\n")
     if options.plot:
         from plot import draw_speedups
 
