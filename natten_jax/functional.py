@@ -45,6 +45,7 @@ def _flattened(tiles: TileConfig) -> dict[str, Any]:
         "backward_kv_tile_size": size(tiles.backward_kv_tile_shape),
         "backward_kv_splits": size(tiles.backward_kv_splits),
         "backward_use_xla_reduction": tiles.backward_use_xla_reduction,
+        "memory_usage_preference": tiles.memory_usage_preference,
         "run_persistent_kernel": tiles.run_persistent_kernel,
         "kernel_schedule": tiles.kernel_schedule,
     }
@@ -85,6 +86,7 @@ def _neighborhood(
     backward_kv_tile_shape: Sequence[int] | None = None,
     backward_kv_splits: int | Sequence[int] | None = None,
     backward_use_xla_reduction: bool = False,
+    memory_usage_preference: str = "default",
     run_persistent_kernel: bool = True,
     kernel_schedule: str | None = None,
     try_fuse_additional_kv: bool | None = None,
@@ -116,6 +118,9 @@ def _neighborhood(
         backward_kv_tile_shape: Key/value tile of the backward pass.
         backward_kv_splits: Key/value tiles of the backward pass that may run in parallel.
         backward_use_xla_reduction: Let XLA compute the row sums that the backward pass needs.
+        memory_usage_preference: How much scratch memory the backward pass may take where the backend can trade
+            it for speed: ``"strict"`` (64 MiB), ``"default"`` (1 GiB) or ``"unrestricted"``. Heads that do not
+            fit together take turns; one head's share is the least. ``backward_kv_splits`` does not change it.
         run_persistent_kernel: Use persistent tile scheduling where the backend has it.
         kernel_schedule: ``None``, ``"non"``, ``"coop"`` or ``"pp"``, where the backend has schedules.
         try_fuse_additional_kv: Process additional tokens in the same kernel where the backend can, instead of
@@ -143,6 +148,7 @@ def _neighborhood(
         backward_kv_tile_shape=backward_kv_tile_shape,
         backward_kv_splits=backward_kv_splits,
         backward_use_xla_reduction=backward_use_xla_reduction,
+        memory_usage_preference=memory_usage_preference,
         run_persistent_kernel=run_persistent_kernel,
         kernel_schedule=kernel_schedule,
     )
@@ -241,6 +247,7 @@ def attention(
     backward_kv_tile_size: int | None = None,
     backward_kv_splits: int | None = None,
     backward_use_xla_reduction: bool = False,
+    memory_usage_preference: str = "default",
     run_persistent_kernel: bool = True,
     kernel_schedule: str | None = None,
     return_lse: bool = False,
@@ -260,6 +267,9 @@ def attention(
         backward_kv_tile_size: Key/value tokens per tile of the backward pass.
         backward_kv_splits: Key/value tiles of the backward pass that may run in parallel.
         backward_use_xla_reduction: Let XLA compute the row sums that the backward pass needs.
+        memory_usage_preference: How much scratch memory the backward pass may take where the backend can trade
+            it for speed: ``"strict"`` (64 MiB), ``"default"`` (1 GiB) or ``"unrestricted"``. Heads that do not
+            fit together take turns; one head's share is the least. ``backward_kv_splits`` does not change it.
         run_persistent_kernel: Use persistent tile scheduling where the backend has it.
         kernel_schedule: ``None``, ``"non"``, ``"coop"`` or ``"pp"``, where the backend has schedules.
         return_lse: Return the logsumexp, too.
@@ -281,6 +291,7 @@ def attention(
         backward_kv_tile_shape=backward_kv_tile_size,
         backward_kv_splits=backward_kv_splits,
         backward_use_xla_reduction=backward_use_xla_reduction,
+        memory_usage_preference=memory_usage_preference,
         run_persistent_kernel=run_persistent_kernel,
         kernel_schedule=kernel_schedule,
         tile_suffix="size",

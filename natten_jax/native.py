@@ -25,6 +25,7 @@ TARGETS = (
     "natten_jax_cpu_backward",
     "natten_jax_sm80_forward",
     "natten_jax_sm80_backward",
+    "natten_jax_sm80_delta",
     "natten_jax_sm90_forward",
     "natten_jax_sm90_backward",
     "natten_jax_sm90_backward_statistics",

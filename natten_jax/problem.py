@@ -29,6 +29,14 @@ class KernelSchedule(enum.StrEnum):
     PING_PONG = "pp"  # its warpgroups take turns: one computes logits while the other takes exponentials
 
 
+class MemoryUsagePreference(enum.StrEnum):
+    """How much scratch memory a backward pass may take; members are what ``memory_usage_preference`` takes."""
+
+    DEFAULT = "default"  # at most 1 GiB
+    STRICT = "strict"  # at most 64 MiB
+    UNRESTRICTED = "unrestricted"
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """What is computed, without how: the static facts of one attention call.
@@ -119,6 +127,7 @@ class TileConfig:
     backward_kv_tile_shape: Shape | None = None
     backward_kv_splits: Shape | None = None
     backward_use_xla_reduction: bool = False
+    memory_usage_preference: str = "default"
     run_persistent_kernel: bool = True
     kernel_schedule: str | None = None
 
@@ -235,6 +244,7 @@ def tile_config(
     backward_kv_tile_shape: int | Sequence[int] | None = None,
     backward_kv_splits: int | Sequence[int] | None = None,
     backward_use_xla_reduction: bool = False,
+    memory_usage_preference: str = "default",
     run_persistent_kernel: bool = True,
     kernel_schedule: str | None = None,
     tile_suffix: str = "shape",
@@ -260,6 +270,9 @@ def tile_config(
     ):
         if not isinstance(flag, (bool, np.bool_)):
             raise TypeError(f"{name} must be a bool, got {flag!r}")
+    preferences = tuple(map(str, MemoryUsagePreference))
+    if memory_usage_preference not in preferences:
+        raise ValueError(f"memory_usage_preference must be one of {preferences}, got {memory_usage_preference!r}")
     schedules = tuple(map(str, KernelSchedule))
     if kernel_schedule is not None and kernel_schedule not in schedules:
         raise ValueError(f"kernel_schedule must be None or one of {schedules}, got {kernel_schedule!r}")
@@ -268,6 +281,7 @@ def tile_config(
         **pairs,
         backward_kv_splits=splits,
         backward_use_xla_reduction=bool(backward_use_xla_reduction),
+        memory_usage_preference=str(memory_usage_preference),
         run_persistent_kernel=bool(run_persistent_kernel),
         kernel_schedule=None if kernel_schedule is None else str(kernel_schedule),
     )

@@ -1,8 +1,11 @@
 // The handlers of the portable CUDA kernels. Operands lie in device memory: their contents are the kernels' to read.
+#include <cuda_runtime_api.h>
+
 #include <cstddef>
 #include <limits>
 #include <string>
 
+#include "cuda/common/gradient_passes.h"
 #include "cuda/sm80/launch.h"
 #include "ffi/cuda_support.h"
 #include "ffi/decode.h"
@@ -80,12 +83,18 @@ Error sm80_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer a
       return Error::InvalidArgument("natten_jax: the call has " + std::to_string(scratch.size()) +
                                     " scratch results, but must have " + std::to_string(expected));
     }
+    sm80::HeadBlock block{problem.batch, problem.heads_kv};
     if (expected == 1) {
       auto buffer = scratch.get<AnyBuffer>(0);
       if (!buffer.has_value()) return buffer.error();
-      NATTEN_JAX_RETURN_IF_ERROR(check_array("result scratch", **buffer, xffi::DataType::F32,
-                                             {static_cast<std::int64_t>(query.element_count())},
-                                             "it has an element per element of query"));
+      const auto elements = static_cast<std::int64_t>((*buffer)->element_count());
+      NATTEN_JAX_RETURN_IF_ERROR(
+          check_array("result scratch", **buffer, xffi::DataType::F32, {elements}, "it is sums of the query gradient"));
+      block = sm80::head_block(problem, elements);
+      if (block.batch == 0) {
+        return Error::InvalidArgument("natten_jax: result scratch has " + std::to_string(elements) +
+                                      " elements, but must hold the query gradients of some heads or batch entries");
+      }
       sums = static_cast<float*>((*buffer)->untyped_data());
     }
     const sm80::BackwardArrays arrays{query.untyped_data(),
@@ -103,7 +112,8 @@ Error sm80_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer a
                                       additional_keys_gradient->untyped_data(),
                                       additional_values_gradient->untyped_data(),
                                       sums};
-    const std::string error = sm80::run_backward(problem, call.tiles, arrays, kv_splits, is_accurate == 1, stream);
+    const std::string error =
+        sm80::run_backward(problem, call.tiles, arrays, block, kv_splits, is_accurate == 1, stream);
     return error_of(error);
   });
 }
@@ -123,12 +133,58 @@ XLA_FFI_DEFINE_HANDLER(kSm80Backward, sm80_backward,
                            .Attrs(),
                        {xffi::Traits::kCmdBufferCompatible});
 
+/// What the gradients of a query's weights are reduced by, from [batch, x, y, z, heads, head_dim_v] arrays.
+Error sm80_delta(AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumexp_cotangent, Result delta,
+                 cudaStream_t stream) {
+  return guarded([&]() -> Error {
+    constexpr std::int64_t kStep = 8, kLargestHeadDim = 256;
+    const auto shape = out.dimensions();
+    const xffi::DataType type = out.element_type();
+    const auto element_type = type == xffi::DataType::F32   ? ElementType::kFloat32
+                              : type == xffi::DataType::F16 ? ElementType::kFloat16
+                                                            : ElementType::kBFloat16;
+    if (shape.size() != 6 || data_type(element_type) != type) {
+      return Error::InvalidArgument(
+          "natten_jax: out must be a float32, float16 or bfloat16 array [batch, x, y, z, heads, head_dim_v]");
+    }
+    if (shape[5] % kStep != 0 || shape[5] > kLargestHeadDim || shape[5] == 0) {
+      return Error::InvalidArgument("natten_jax: head_dim_v is " + std::to_string(shape[5]) +
+                                    ", but must be a multiple of 8 and at most 256");
+    }
+    NATTEN_JAX_RETURN_IF_ERROR(check_array("out_cotangent", out_cotangent, type,
+                                           {shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]},
+                                           "it looks like out"));
+    NATTEN_JAX_RETURN_IF_ERROR(check_array("logsumexp_cotangent", logsumexp_cotangent, xffi::DataType::F32,
+                                           {shape[0], shape[1], shape[2], shape[3], shape[4]},
+                                           "one value per query and head"));
+    NATTEN_JAX_RETURN_IF_ERROR(check_array("result delta", *delta, xffi::DataType::F32,
+                                           {shape[0], shape[1], shape[2], shape[3], shape[4]},
+                                           "one value per query and head"));
+    const auto rows = static_cast<std::int64_t>(delta->element_count());
+    if (rows == 0) return Error::Success();
+    const cudaError_t error = launch_delta(element_type, out.untyped_data(), out_cotangent.untyped_data(),
+                                           static_cast<const float*>(logsumexp_cotangent.untyped_data()),
+                                           static_cast<float*>(delta->untyped_data()), rows, shape[5], stream);
+    return error_of(error == cudaSuccess ? std::string() : std::string("CUDA: ") + cudaGetErrorString(error));
+  });
+}
+
+XLA_FFI_DEFINE_HANDLER(kSm80Delta, sm80_delta,
+                       xffi::Ffi::Bind()
+                           .Arg<AnyBuffer>()  // out
+                           .Arg<AnyBuffer>()  // out_cotangent
+                           .Arg<AnyBuffer>()  // logsumexp_cotangent
+                           .Ret<AnyBuffer>()  // delta
+                           .Ctx<xffi::PlatformStream<cudaStream_t>>(),
+                       {xffi::Traits::kCmdBufferCompatible});
+
 }  // namespace
 
 std::vector<Registration> sm80_registrations() {
   return {
       {"natten_jax_sm80_forward", "CUDA", kSm80Forward},
       {"natten_jax_sm80_backward", "CUDA", kSm80Backward},
+      {"natten_jax_sm80_delta", "CUDA", kSm80Delta},
   };
 }
 

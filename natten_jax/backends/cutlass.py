@@ -14,10 +14,11 @@ from natten_jax.backends.kernel_rank import attributes, delta, gradients_of, ker
 from natten_jax.backends.ranking import rank_pairs
 from natten_jax.devices import ComputeCapability, Device
 from natten_jax.native import ResultType
-from natten_jax.problem import Problem, TileConfig
+from natten_jax.problem import MemoryUsagePreference, Problem, TileConfig
 
 _FORWARD = "natten_jax_sm80_forward"
 _BACKWARD = "natten_jax_sm80_backward"
+_DELTA = "natten_jax_sm80_delta"
 _LEAST_COMPUTE_CAPABILITY = (8, 0)
 _DTYPES = ("float32", "float16", "bfloat16")
 _HEAD_DIM_STEP = 8
@@ -25,8 +26,12 @@ _LARGEST_HEAD_DIM = 256
 _LARGEST_TILE = 128  # tokens
 _MOST_SPLITS = 2**31 - 1
 
-#: Bytes of shared memory that a block may have, where that is less than the 160 KiB that suffice for every kernel.
-_SMALL_SHARED_MEMORY = {(8, 6): 99 << 10, (8, 9): 99 << 10, (12, 0): 99 << 10, (12, 1): 99 << 10}
+#: Most bytes in which a backward pass sums up query gradients; one head's are the least.
+_SCRATCH_BYTES = {
+    MemoryUsagePreference.STRICT: 64 << 20,
+    MemoryUsagePreference.DEFAULT: 1 << 30,
+    MemoryUsagePreference.UNRESTRICTED: None,
+}
 
 #: Values of ``jax.default_matmul_precision`` under which XLA multiplies float32 matrices in TF32, too. Without one the
 #: kernels are accurate to float32.
@@ -91,9 +96,6 @@ class CutlassBackend:
         for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
             if head_dim % _HEAD_DIM_STEP or head_dim > _LARGEST_HEAD_DIM:
                 return f"{name} must be a multiple of {_HEAD_DIM_STEP} up to {_LARGEST_HEAD_DIM}, not {head_dim}"
-        most_bytes = 512 if which == "forward" or problem.dtype == "float32" else 256
-        if capability in _SMALL_SHARED_MEMORY and _width_bytes(problem) > most_bytes:
-            return f"{device} has too little shared memory for {problem.dtype} heads of more than 128 elements"
         if not device.is_present:
             return None
         return native.missing(_FORWARD if which == "forward" else _BACKWARD) or _missing_code(capability)
@@ -139,24 +141,57 @@ class CutlassBackend:
     ) -> Gradients:
         """Compute the gradients of the differentiable operands."""
         q_tile, kv_tile = requested_pair(tiles, "backward") or _ranked_pairs(problem, "backward")[0]
-        # The reduction in front of the kernel is XLA's, whatever backward_use_xla_reduction says: it is one fusion.
-        per_query = output.logsumexp, out_cotangent, delta(output.out, out_cotangent, logsumexp_cotangent)
+        rank = functools.partial(with_kernel_rank, rank=problem.rank)
+        out, out_cotangent, logsumexp_cotangent = map(rank, (output.out, out_cotangent, logsumexp_cotangent))
+        reduction = delta if tiles.backward_use_xla_reduction else _kernel_delta
+        per_query = rank(output.logsumexp), out_cotangent, reduction(out, out_cotangent, logsumexp_cotangent)
         arrays = kernel_operands(problem, operands)
         results = [ResultType(array.shape, array.dtype) for array in arrays[:5]]
         if problem.dtype != "float32":
-            results.append(ResultType((arrays[0].size,), jnp.float32))  # scratch: sums of the query gradient
+            results.append(ResultType((scratch_elements(problem, arrays[0], tiles),), jnp.float32))
         gradients = native.call(
             _BACKWARD,
             results,
             *arrays,
-            *(with_kernel_rank(array, problem.rank) for array in per_query),
+            *per_query,
             **attributes(problem, q_tile, kv_tile),
             is_accurate=int(not _allows_tf32()),
-            # Blocks that share the key/value tiles of a head. One makes gradients reproducible; memory does not depend
+            # Blocks that share the key/value tiles of a head. One makes gradients reproducible. Memory does not depend
             # on their number, so that by default there are as many as tiles.
             kv_splits=min(math.prod(tiles.backward_kv_splits or (0,)), _MOST_SPLITS),
         )
         return gradients_of(operands, gradients)
+
+
+def scratch_elements(problem: Problem, query: jax.Array, tiles: TileConfig) -> int:
+    """Sums of the query gradient, float32, that fit into the memory which a backward pass may take.
+
+    Where those of all heads do not, some batch entries, or else some heads of one entry, take turns; turns are alike.
+
+    Args:
+        problem: The problem.
+        query: ``[batch, *tokens, heads, head_dim]``, maybe a part of the problem's.
+        tiles: The memory preference.
+    """
+    limit = _SCRATCH_BYTES[MemoryUsagePreference(tiles.memory_usage_preference)]
+    batch, heads = query.shape[0], query.shape[-2]
+    heads_kv = heads * problem.heads_kv // problem.heads
+    of_head = 4 * query.size // (batch * heads_kv)  # a key/value head's, with all query heads that share it
+
+    def at_once(count: int, each: int) -> int:
+        turns = 1 if limit is None else math.ceil(count / max(limit // each, 1))
+        return math.ceil(count / turns)
+
+    entries = at_once(batch, heads_kv * of_head)
+    return entries * (heads_kv if entries > 1 else at_once(heads_kv, of_head)) * of_head // 4
+
+
+def _kernel_delta(out: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent: jax.Array) -> jax.Array:
+    """As :func:`delta`, by a kernel that reads each array once."""
+    (result,) = native.call(
+        _DELTA, [ResultType(logsumexp_cotangent.shape, jnp.float32)], out, out_cotangent, logsumexp_cotangent
+    )
+    return result
 
 
 def _allows_tf32() -> bool:

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 import natten_jax
-from natten_jax import backends, devices
-from natten_jax.problem import TileConfig, neighborhood_problem
+from natten_jax import backends, devices, native
+from natten_jax.backends import cutlass
+from natten_jax.problem import MemoryUsagePreference, TileConfig, neighborhood_problem
 
 pytestmark = pytest.mark.gpu
 
@@ -35,6 +36,7 @@ def gradients(query: jax.Array, key: jax.Array, value: jax.Array, **arguments: A
 
 
 def error(found: jax.Array, expected: jax.Array) -> float:
+    found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
     return float(jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected))
 
 
@@ -67,6 +69,49 @@ def test_splits_change_no_result(splits: Any) -> None:
     found = jax.jit(functools.partial(gradients, backward_kv_splits=splits))(*arrays())
     expected = jax.jit(gradients)(*arrays())
     assert max(map(error, found, expected)) <= 1e-6
+
+
+@pytest.mark.parametrize("element_type", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("head_dim_v", [8, 72, 256])
+def test_both_reductions_give_the_same_gradients(element_type: Any, head_dim_v: int) -> None:
+    query, key = (draw(i, 2, 9, 13, 3, 64, dtype=element_type) for i in range(2))
+    value = draw(2, 2, 9, 13, 3, head_dim_v, dtype=element_type)
+
+    def run(query: jax.Array, key: jax.Array, value: jax.Array, use_xla: bool) -> tuple[jax.Array, ...]:
+        function = functools.partial(
+            natten_jax.na2d, kernel_size=7, backend="cutlass-fna", backward_use_xla_reduction=use_xla, return_lse=True
+        )
+        (out, lse), pullback = jax.vjp(function, query, key, value)
+        return pullback((draw(9, *out.shape, dtype=out.dtype), draw(10, *lse.shape)))
+
+    kernel, xla = (jax.jit(functools.partial(run, use_xla=each))(query, key, value) for each in (False, True))
+    bound = 2e-6 if element_type == jnp.float32 else 1e-3 if element_type == jnp.float16 else 6e-3
+    assert max(map(error, kernel, xla)) <= bound
+
+
+@pytest.mark.parametrize("rule", ["shape", "dtype", "head_dim"])
+def test_malformed_reductions_are_refused(rule: str) -> None:
+    out = draw(0, 1, 1, 2, 3, 2, 12 if rule == "head_dim" else 16)
+    cotangent = out[..., :8] if rule == "shape" else out.astype(jnp.float16) if rule == "dtype" else out
+    statistic = out[..., 0]
+    with pytest.raises(Exception, match="natten_jax"):
+        types = [native.ResultType(statistic.shape, jnp.float32)]
+        jax.block_until_ready(native.call("natten_jax_sm80_delta", types, out, cotangent, statistic))
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 6])
+def test_heads_that_take_turns_change_no_result(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    query = draw(0, 2, 20, 24, 6, 64, dtype=jnp.float16)
+    key, value, more = (draw(i, 2, n, 3, 64, dtype=jnp.float16) for i, n in ((1, 480), (2, 480), (3, 7)))
+    key, value = (each.reshape(2, 20, 24, 3, 64) for each in (key, value))
+    run = functools.partial(
+        gradients, additional_keys=more, additional_values=more, backward_kv_splits=1, memory_usage_preference="strict"
+    )
+    expected = jax.jit(run)(query, key, value)
+    monkeypatch.setitem(cutlass._SCRATCH_BYTES, MemoryUsagePreference.STRICT, 4 * at_once * 20 * 24 * 2 * 64)
+    jax.clear_caches()
+    found = jax.jit(functools.partial(run))(query, key, value)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 @pytest.mark.parametrize(("element_type", "first"), [("float32", "cutlass"), ("bfloat16", "hopper")])

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "natten_jax/problem.h"
+
 namespace natten_jax {
 
 /// What a backward kernel needs to know of every query: float32 [batch, heads, tokens, 2], the logsumexp in base 2 and
@@ -18,13 +20,24 @@ cudaError_t launch_statistics(bool is_bfloat16, const void* out, const void* out
                               const float* logsumexp_cotangent, float* statistics, std::int64_t batch,
                               std::int64_t tokens, std::int64_t heads, std::int64_t head_dim, cudaStream_t stream);
 
-/// Scales sums [batch, heads, tokens, head_dim] and rounds them to an array [batch, tokens, heads, head_dim].
+/// delta alone: float32, one value per row.
+///
+/// Args:
+///   type: element type of `out` and `out_cotangent`, [rows, head_dim].
+///   logsumexp_cotangent: one value per row.
+///   head_dim: a multiple of 8, at most 256.
+cudaError_t launch_delta(ElementType type, const void* out, const void* out_cotangent, const float* logsumexp_cotangent,
+                         float* delta, std::int64_t rows, std::int64_t head_dim, cudaStream_t stream);
+
+/// Scales sums [batch, heads, tokens, head_dim] and rounds them to some heads of an array
+/// [batch, tokens, all_heads, head_dim].
 ///
 /// Args:
 ///   is_bfloat16: element type of `gradient`; float16 otherwise.
+///   gradient: the first of those heads.
 ///   head_dim: a multiple of 8.
 cudaError_t launch_convert_gradient(bool is_bfloat16, const float* sums, float scale, void* gradient,
-                                    std::int64_t batch, std::int64_t tokens, std::int64_t heads, std::int64_t head_dim,
-                                    cudaStream_t stream);
+                                    std::int64_t batch, std::int64_t tokens, std::int64_t heads, std::int64_t all_heads,
+                                    std::int64_t head_dim, cudaStream_t stream);
 
 }  // namespace natten_jax

@@ -382,7 +382,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         accumulate<Product, kQueryRows / 16, kQueryColumns / 16, kKeys / kStep>(
             d_query, [&](auto& a, int m, int i) __attribute__((always_inline)) { read_a(a, 16 * m, i); },
             [&](auto& b, int n, int i) __attribute__((always_inline)) { read_b(b, 16 * n, i); });
-        float* sums = p.query_gradient + batch * p.queries * p.heads * p.head_dim +
+        float* sums = p.query_gradient + batch * p.query_gradient_batch +
                       (kv_head * heads + step.head) * p.query_gradient_head + query_element0 + 2 * lane4;
         CUTE_UNROLL
         for (int i = 0; i < kQueryRows / 8; ++i) {

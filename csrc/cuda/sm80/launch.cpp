@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 
 #include "cuda/common/gradient_passes.h"
 #include "cuda/sm80/backward.h"
@@ -141,8 +142,17 @@ std::string run_forward(const Problem& problem, const TileShapes& tiles, const A
   return describe(launch(p, compiled_head_dim(problem), static_cast<int>(all_tiles), stream));
 }
 
+HeadBlock head_block(const Problem& problem, std::int64_t scratch_elements) {
+  const std::int64_t of_head = problem.queries() * problem.heads_per_kv() * problem.head_dim;
+  const std::int64_t heads = scratch_elements / of_head;
+  if (heads == 0 || scratch_elements % of_head != 0) return {0, 0};
+  if (heads < problem.heads_kv) return {1, heads};
+  if (heads % problem.heads_kv != 0 || heads / problem.heads_kv > problem.batch) return {0, 0};
+  return {heads / problem.heads_kv, problem.heads_kv};
+}
+
 std::string run_backward(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays,
-                         std::int64_t kv_splits, bool is_accurate, cudaStream_t stream) {
+                         const HeadBlock& block, std::int64_t kv_splits, bool is_accurate, cudaStream_t stream) {
   int device = 0, shared_memory = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
@@ -158,7 +168,6 @@ std::string run_backward(const Problem& problem, const TileShapes& tiles, const 
   if (form.shared_memory > shared_memory) return "the device has too little shared memory for heads of this width";
 
   const bool is_float32 = problem.element_type == ElementType::kFloat32;
-  const std::int64_t queries = problem.queries(), elements = problem.batch * queries * problem.heads * problem.head_dim;
   BackwardParams p{};
   std::int64_t groups = 1, tiles_per_group = 1;
   for (int d = 0; d < kRank; ++d) {
@@ -166,15 +175,10 @@ std::string run_backward(const Problem& problem, const TileShapes& tiles, const 
     groups *= p.axis[d].dilation;
     tiles_per_group *= p.axis[d].kv_tiles;
   }
-  p.query = arrays.query;
   p.origins = arrays.origins;
-  p.logsumexp = arrays.logsumexp;
-  p.out_cotangent = arrays.out_cotangent;
-  p.delta = arrays.delta;
-  p.query_gradient = is_float32 ? static_cast<float*>(arrays.query_gradient) : arrays.query_gradient_sums;
-  p.queries = queries;
+  p.queries = problem.queries();
   p.query_gradient_token = is_float32 ? problem.heads * problem.head_dim : problem.head_dim;
-  p.query_gradient_head = is_float32 ? problem.head_dim : queries * problem.head_dim;
+  p.query_gradient_head = is_float32 ? problem.head_dim : p.queries * problem.head_dim;
   p.heads = static_cast<int>(problem.heads);
   p.heads_kv = static_cast<int>(problem.heads_kv);
   p.head_dim = static_cast<int>(problem.head_dim);
@@ -183,18 +187,15 @@ std::string run_backward(const Problem& problem, const TileShapes& tiles, const 
   p.query_gradient_scale = is_float32 ? problem.scale : 1.f;
   p.q_tile_tokens = static_cast<int>(product(tiles.query));
   p.kv_tile_tokens = static_cast<int>(product(tiles.kv));
-  p.by_heads_kv = cutlass::FastDivmod(p.heads_kv);
-  error = cudaMemsetAsync(p.query_gradient, 0, elements * sizeof(float), stream);
-  if (error != cudaSuccess) return describe(error);
+  p.parts = (p.kv_tile_tokens + form.keys - 1) / form.keys;
 
   const auto launch = problem.element_type == ElementType::kFloat16    ? launch_backward<Arithmetic::kFloat16>
                       : problem.element_type == ElementType::kBFloat16 ? launch_backward<Arithmetic::kBFloat16>
                       : is_accurate                                    ? launch_backward<Arithmetic::kFloat32>
                                                                        : launch_backward<Arithmetic::kTensorFloat32>;
-  const auto run = [&](std::int64_t all_tiles, std::int64_t all_groups) -> std::string {
+  const auto run = [&](std::int64_t all_tiles, std::int64_t all_groups, std::int64_t heads) -> std::string {
     constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
     const std::int64_t splits = kv_splits == 0 ? all_tiles : std::min(kv_splits, all_tiles);
-    const std::int64_t heads = problem.batch * problem.heads_kv;
     if (all_tiles > kMost || all_groups > kMost || splits > kMost / all_groups ||
         heads > kMost / (splits * all_groups)) {
       return "the problem has more than 2^30 key/value tiles";
@@ -206,29 +207,59 @@ std::string run_backward(const Problem& problem, const TileShapes& tiles, const 
     return describe(
         launch(p, compiled_head_dim(problem), shared_memory, static_cast<int>(heads * splits * all_groups), stream));
   };
-  if (problem.additional_kv > 0) {
-    p.is_additional = true;
-    p.key = arrays.additional_keys;
-    p.value = arrays.additional_values;
-    p.key_gradient = arrays.additional_keys_gradient;
-    p.value_gradient = arrays.additional_values_gradient;
-    p.keys = problem.additional_kv;
-    p.parts = 1;
-    if (std::string sentence = run((problem.additional_kv + form.keys - 1) / form.keys, 1); !sentence.empty()) {
-      return sentence;
+
+  // The heads of a block, from a head of a batch entry on: arrays start there, and their strides stay the same.
+  const auto run_block = [&](std::int64_t batch, std::int64_t head_kv, const HeadBlock& size) -> std::string {
+    const std::int64_t of_query = batch * p.queries * problem.heads + head_kv * problem.heads_per_kv();
+    const std::int64_t of_key = batch * problem.keys() * problem.heads_kv + head_kv;
+    const std::int64_t of_additional = batch * problem.additional_kv * problem.heads_kv + head_kv;
+    const auto at = [&](auto* data, std::int64_t head, std::int64_t head_dim) {
+      using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(data)>>, const char, char>;
+      return static_cast<Byte*>(data) + head * head_dim * element_bytes(problem);
+    };
+    const std::int64_t heads = size.heads_kv * problem.heads_per_kv();
+    char* query_gradient = at(arrays.query_gradient, of_query, problem.head_dim);
+    p.query = at(arrays.query, of_query, problem.head_dim);
+    p.out_cotangent = at(arrays.out_cotangent, of_query, problem.head_dim_v);
+    p.logsumexp = arrays.logsumexp + of_query;
+    p.delta = arrays.delta + of_query;
+    p.query_gradient = is_float32 ? reinterpret_cast<float*>(query_gradient) : arrays.query_gradient_sums;
+    p.query_gradient_batch = p.queries * (is_float32 ? problem.heads : heads) * problem.head_dim;
+    p.by_heads_kv = cutlass::FastDivmod(static_cast<int>(size.heads_kv));
+    if (const auto cleared =
+            cudaMemsetAsync(p.query_gradient, 0, size.batch * p.query_gradient_batch * sizeof(float), stream)) {
+      return describe(cleared);
+    }
+    if (problem.additional_kv > 0) {
+      p.is_additional = true;
+      p.key = at(arrays.additional_keys, of_additional, problem.head_dim);
+      p.value = at(arrays.additional_values, of_additional, problem.head_dim_v);
+      p.key_gradient = at(arrays.additional_keys_gradient, of_additional, problem.head_dim);
+      p.value_gradient = at(arrays.additional_values_gradient, of_additional, problem.head_dim_v);
+      p.keys = problem.additional_kv;
+      const std::int64_t all_tiles = (problem.additional_kv + form.keys - 1) / form.keys;
+      if (std::string sentence = run(all_tiles, 1, size.batch * size.heads_kv); !sentence.empty()) return sentence;
+    }
+    p.is_additional = false;
+    p.key = at(arrays.key, of_key, problem.head_dim);
+    p.value = at(arrays.value, of_key, problem.head_dim_v);
+    p.key_gradient = at(arrays.key_gradient, of_key, problem.head_dim);
+    p.value_gradient = at(arrays.value_gradient, of_key, problem.head_dim_v);
+    p.keys = problem.keys();
+    std::string sentence = run(tiles_per_group * p.parts, groups, size.batch * size.heads_kv);
+    if (!sentence.empty() || is_float32) return sentence;
+    return describe(launch_convert_gradient(problem.element_type == ElementType::kBFloat16, arrays.query_gradient_sums,
+                                            problem.scale, query_gradient, size.batch, p.queries, heads, problem.heads,
+                                            problem.head_dim, stream));
+  };
+  for (std::int64_t batch = 0; batch < problem.batch; batch += block.batch) {
+    for (std::int64_t head_kv = 0; head_kv < problem.heads_kv; head_kv += block.heads_kv) {
+      const HeadBlock size{std::min(block.batch, problem.batch - batch),
+                           std::min(block.heads_kv, problem.heads_kv - head_kv)};
+      if (std::string sentence = run_block(batch, head_kv, size); !sentence.empty()) return sentence;
     }
   }
-  p.is_additional = false;
-  p.key = arrays.key;
-  p.value = arrays.value;
-  p.key_gradient = arrays.key_gradient;
-  p.value_gradient = arrays.value_gradient;
-  p.keys = problem.keys();
-  p.parts = (p.kv_tile_tokens + form.keys - 1) / form.keys;
-  if (std::string sentence = run(tiles_per_group * p.parts, groups); !sentence.empty() || is_float32) return sentence;
-  return describe(launch_convert_gradient(problem.element_type == ElementType::kBFloat16, arrays.query_gradient_sums,
-                                          problem.scale, arrays.query_gradient, problem.batch, queries, problem.heads,
-                                          problem.head_dim, stream));
+  return {};
 }
 
 }  // namespace natten_jax::sm80

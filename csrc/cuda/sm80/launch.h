@@ -38,7 +38,7 @@ struct BackwardArrays {
   void* value_gradient;
   void* additional_keys_gradient;
   void* additional_values_gradient;
-  float* query_gradient_sums;  ///< Scratch of 16-bit problems: [batch, heads, x, y, z, head_dim].
+  float* query_gradient_sums;  ///< Scratch of 16-bit problems: [batch, heads, x, y, z, head_dim], for some of them.
 };
 
 /// Runs the forward pass on a stream; returns an empty string, or a sentence that says what is not supported or
@@ -46,10 +46,18 @@ struct BackwardArrays {
 std::string run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, bool is_accurate,
                         cudaStream_t stream);
 
+/// The heads whose query gradients are summed up at a time: all of some batch entries, or some of one entry.
+struct HeadBlock {
+  std::int64_t batch;
+  std::int64_t heads_kv;  ///< With all query heads that share them.
+};
+
+/// The heads that a scratch array of so many float32 elements has room for; none where it is no whole number of heads.
+HeadBlock head_block(const Problem& problem, std::int64_t scratch_elements);
+
 /// Runs the backward pass likewise. The key/value tiles of a head and dilation group are shared by up to `kv_splits`
-/// CTAs; 0 is one for each tile. Gradients are reproducible where
-/// it is 1.
+/// CTAs; 0 is one for each tile. Gradients are reproducible where it is 1. Blocks of heads take turns.
 std::string run_backward(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays,
-                         std::int64_t kv_splits, bool is_accurate, cudaStream_t stream);
+                         const HeadBlock& block, std::int64_t kv_splits, bool is_accurate, cudaStream_t stream);
 
 }  // namespace natten_jax::sm80

@@ -47,6 +47,7 @@ struct BackwardParams {
   void* value_gradient;
   std::int64_t queries;  // per batch entry
   std::int64_t keys;
+  std::int64_t query_gradient_batch;  // elements between batch entries of the sums
   std::int64_t query_gradient_token;  // elements between tokens of the sums
   std::int64_t query_gradient_head;   // elements between heads of the sums
   int heads;
@@ -61,7 +62,8 @@ struct BackwardParams {
   int tiles;   // key/value tiles of a dilation group, in parts that a CTA takes at once
   int parts;   // of a tile
   int splits;  // CTAs that share the tiles of a dilation group
-  cutlass::FastDivmod by_splits, by_groups, by_heads_kv;
+  cutlass::FastDivmod by_splits, by_groups;
+  cutlass::FastDivmod by_heads_kv;  // those of the launch, which may be some of all
 };
 
 }  // namespace natten_jax::sm80

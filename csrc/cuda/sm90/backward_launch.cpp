@@ -151,7 +151,7 @@ std::string run_backward(const Problem& problem, const TileShapes& tiles, const 
   }
   if (error == cudaSuccess) {
     error = launch_convert_gradient(is_bfloat16, arrays.scratch, problem.scale, arrays.query_gradient, problem.batch,
-                                    problem.queries(), problem.heads, problem.head_dim, stream);
+                                    problem.queries(), problem.heads, problem.heads, problem.head_dim, stream);
   }
   return error == cudaSuccess ? std::string() : std::string("CUDA: ") + cudaGetErrorString(error);
 }
