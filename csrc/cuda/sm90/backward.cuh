@@ -242,6 +242,7 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
         gradient_pairs(e / 2 + 1) =
             pack<Element>(s(e + 2) * (ds(e + 2) - of_columns.x), s(e + 3) * (ds(e + 3) - of_columns.y));
       }
+      if (tile == 0) wait(shared.empty_gradients, kv_phase);
       const int buffer = count % kScoreBuffers;
       write_scores(score_gradients, shared.score_gradient[0], buffer);
       cutlass::arch::fence_view_async_shared();
@@ -279,8 +280,12 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
       }
     }
 
-    // The tiles of keys and values make room for their gradients.
-    cutlass::arch::NamedBarrier::sync(kConsumers, named_barrier(kKeysRead));
+    if (threadIdx.x % 32 == 0) arrive(shared.empty_kv);
+
+    // The gradients leave from where those of logits and query were, while the next tile is on its way.
+    wait(shared.empty_gradients, kv_phase);
+    wait(shared.empty_sums, count % 2 ^ 1);
+    cutlass::arch::NamedBarrier::sync(kConsumers, named_barrier(kGradientsDone));
     const auto copy_kv =
         make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, product_kv).get_thread_slice(thread);
     const auto store = [&](const auto& sum, Element* tile, float factor) __attribute__((always_inline)) {
@@ -292,8 +297,8 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
                                  make_coord(row_block, column_block, _0{}));
       copy(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, copy_kv.retile_S(result), copy_kv.partition_D(to)(_, _, _, _0{}));
     };
-    store(dk, shared.k, p.scale);
-    store(dv, shared.v, 1.f);
+    store(dk, shared.key_gradient(), p.scale);
+    store(dv, shared.value_gradient(), 1.f);
     cutlass::arch::fence_view_async_shared();
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(shared.full_gradients);
@@ -330,13 +335,15 @@ CUTE_DEVICE void prepare_backward(const BackwardParams& p, typename Traits::Shar
   if (threadIdx.x == 0) {
     ClusterBarrier::init(&shared.full_k, 1);
     ClusterBarrier::init(&shared.full_v, 1);
-    ClusterBarrier::init(&shared.empty_kv, 1);
+    ClusterBarrier::init(&shared.empty_kv, kConsumerWarps);
     ClusterBarrier::init(&shared.full_gradients, kConsumerWarps);
+    ClusterBarrier::init(&shared.empty_gradients, 1);
+    ClusterBarrier::init(&shared.queries_issued, 1);
     ClusterBarrier::init(&shared.full_sums, Traits::kTakesTurns ? kConsumerWarps / 2 : kConsumerWarps);
     ClusterBarrier::init(&shared.empty_sums, 1);
     for (int i = 0; i < 2; ++i) {
       ClusterBarrier::init(&shared.full_plan[i], 32);
-      ClusterBarrier::init(&shared.empty_plan[i], kConsumers + 3);  // and three threads that load or store
+      ClusterBarrier::init(&shared.empty_plan[i], kConsumers + 32 + 2);  // and those that load or store
     }
     for (int i = 0; i < Traits::kStages; ++i) {
       ClusterBarrier::init(&shared.full_q[i], 1 + 2 * 32);  // one thread expects bytes, its warp copies and writes

@@ -14,9 +14,9 @@ constexpr int kSumChunk = 32;  // elements of a 128-byte swizzled row of the que
 
 // Named barriers; the first eight are CUTLASS's own.
 constexpr int kTablesReady = 8;
-constexpr int kScoresReady = 9;  // both warpgroups have written the gradients of their logits
-constexpr int kScoresRead = 10;  // neither warpgroup reads them any more
-constexpr int kKeysRead = 11;    // neither warpgroup reads the key tile any more
+constexpr int kScoresReady = 9;     // both warpgroups have written the gradients of their logits
+constexpr int kScoresRead = 10;     // neither warpgroup reads them any more
+constexpr int kGradientsDone = 11;  // both warpgroups have read what the gradients take the place of
 
 template <class Element_, int kHeadDim_, int kKeys_, int kQueries_, int kStages_>
 struct BackwardTraits {
@@ -50,6 +50,8 @@ struct BackwardTraits {
     }
   }
 
+  static_assert(2 * kKeys * kHeadDim <= kScoreBuffers * kKeys * kQueries + 2 * kQueries * kHeadDim);
+
   struct SharedStorage {
     alignas(1024) Element k[kKeys * kHeadDim];
     alignas(1024) Element v[kKeys * kHeadDim];
@@ -66,16 +68,23 @@ struct BackwardTraits {
     uchar4 column_coordinates[kQueries];  // of a column in the query tile
     Origin origins[6];
     std::uint32_t mask_words[QueryColumnMask::capacity(kQueries)];
-    alignas(8) std::uint64_t full_k, full_v, empty_kv, full_gradients, full_sums, empty_sums;
+    alignas(8) std::uint64_t full_k, full_v, empty_kv, full_gradients, empty_gradients;
+    std::uint64_t full_sums, empty_sums, queries_issued;
     std::uint64_t full_plan[2], empty_plan[2];
     std::uint64_t full_q[kStages], empty_q[kStages], full_o[kStages], empty_o[kStages];
+
+    // Once a key/value tile is done, its gradients take the place of those of logits and query.
+    CUTE_DEVICE Element* key_gradient() {
+      return reinterpret_cast<Element*>(reinterpret_cast<char*>(this) + offsetof(SharedStorage, score_gradient));
+    }
+    CUTE_DEVICE Element* value_gradient() { return key_gradient() + kKeys * kHeadDim; }
   };
 };
 
 /// One warp: plans tiles ahead of the loads and the products.
 template <class Traits>
 CUTE_DEVICE void plan_key_tiles(const BackwardParams& p, typename Traits::SharedStorage& shared) {
-  int slot = 0, phase = 0;
+  int slot = 0, phase = 0, issued_phase = 0;
   int position = blockIdx.x;
   while (true) {
     // Long tiles are taken in a first lap, the others in a second.
@@ -91,6 +100,11 @@ CUTE_DEVICE void plan_key_tiles(const BackwardParams& p, typename Traits::Shared
       advance<2>(slot, phase);
     }
     if (is_last) return;
+    if (is_planned) {
+      // Taking the next tile early would leave it to whichever CTA started first, not to the one done first.
+      wait(shared.queries_issued, issued_phase);
+      issued_phase ^= 1;
+    }
     int taken = 0;
     if (threadIdx.x % 32 == 0) taken = atomicAdd(p.next_tile, 1);
     position = gridDim.x + __shfl_sync(0xffffffffu, taken, 0);
@@ -163,8 +177,8 @@ CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedSt
         walk.next(p.axis, hull_begin, hull_end);
       }
     }
-    __syncwarp();
-    if (lane == 0) arrive(shared.empty_plan[slot]);
+    if (lane == 0) arrive(shared.queries_issued);
+    arrive(shared.empty_plan[slot]);  // every lane read it
     advance<2>(slot, plan_phase);
   }
 }
@@ -243,11 +257,13 @@ CUTE_DEVICE void store_gradients(const BackwardParams& p, typename Traits::Share
                                 plan.kv_begin.y, plan.kv_begin.x, plan.batch);
       }
     };
-    store(plan.is_additional ? &p.additional_keys_gradient : &p.key_gradient[plan.kv_map], shared.k, p.head_dim);
-    store(plan.is_additional ? &p.additional_values_gradient : &p.value_gradient[plan.kv_map], shared.v, p.head_dim_v);
+    store(plan.is_additional ? &p.additional_keys_gradient : &p.key_gradient[plan.kv_map], shared.key_gradient(),
+          p.head_dim);
+    store(plan.is_additional ? &p.additional_values_gradient : &p.value_gradient[plan.kv_map], shared.value_gradient(),
+          p.head_dim_v);
     tma_store_arrive();
     tma_store_wait<0>();
-    arrive(shared.empty_kv);
+    arrive(shared.empty_gradients);
     arrive(shared.empty_plan[slot]);
     advance<2>(slot, plan_phase);
   }
