@@ -31,6 +31,7 @@ class Performance(TypedDict, total=False):
     backward_kv_tile_shape: Ints | None
     backward_kv_splits: Ints | None
     backward_use_xla_reduction: bool
+    backward_deterministic: bool
     memory_usage_preference: str
     run_persistent_kernel: bool
     kernel_schedule: str | None
@@ -213,8 +214,8 @@ Args:
     bias_init: Initializer of all biases.
     attention_kwargs: As in :func:`natten_jax.na{rank}d`, and so are ``backend``, ``q_tile_shape``,
         ``kv_tile_shape``, ``backward_q_tile_shape``, ``backward_kv_tile_shape``, ``backward_kv_splits``,
-        ``backward_use_xla_reduction``, ``memory_usage_preference``, ``run_persistent_kernel`` and
-        ``kernel_schedule``.{rngs}
+        ``backward_use_xla_reduction``, ``backward_deterministic``, ``memory_usage_preference``,
+        ``run_persistent_kernel`` and ``kernel_schedule``.{rngs}
 
 Raises:
     ValueError: A value breaks a rule above, or ``backend`` is unknown.

@@ -46,6 +46,7 @@ class _NeighborhoodAttention(linen.Module):
     backward_kv_tile_shape: Ints | None = None
     backward_kv_splits: Ints | None = None
     backward_use_xla_reduction: bool = False
+    backward_deterministic: bool = False
     memory_usage_preference: str = "default"
     run_persistent_kernel: bool = True
     kernel_schedule: str | None = None

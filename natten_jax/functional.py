@@ -45,6 +45,7 @@ def _flattened(tiles: TileConfig) -> dict[str, Any]:
         "backward_kv_tile_size": size(tiles.backward_kv_tile_shape),
         "backward_kv_splits": size(tiles.backward_kv_splits),
         "backward_use_xla_reduction": tiles.backward_use_xla_reduction,
+        "backward_deterministic": tiles.backward_deterministic,
         "memory_usage_preference": tiles.memory_usage_preference,
         "run_persistent_kernel": tiles.run_persistent_kernel,
         "kernel_schedule": tiles.kernel_schedule,
@@ -86,6 +87,7 @@ def _neighborhood(
     backward_kv_tile_shape: Sequence[int] | None = None,
     backward_kv_splits: int | Sequence[int] | None = None,
     backward_use_xla_reduction: bool = False,
+    backward_deterministic: bool = False,
     memory_usage_preference: str = "default",
     run_persistent_kernel: bool = True,
     kernel_schedule: str | None = None,
@@ -118,6 +120,9 @@ def _neighborhood(
         backward_kv_tile_shape: Key/value tile of the backward pass.
         backward_kv_splits: Key/value tiles of the backward pass that may run in parallel.
         backward_use_xla_reduction: Let XLA compute the row sums that the backward pass needs.
+        backward_deterministic: Make gradients bitwise equal from run to run where that takes time: on the ``hopper``
+            backends, which else sum up the query gradient in any order, and on the ``cutlass`` ones, whose
+            ``backward_kv_splits`` is then 1.
         memory_usage_preference: How much scratch memory the backward pass may take where the backend can trade
             it for speed: ``"strict"`` (64 MiB), ``"default"`` (1 GiB) or ``"unrestricted"``. Heads that do not
             fit together take turns; one head's share is the least. ``backward_kv_splits`` does not change it.
@@ -148,6 +153,7 @@ def _neighborhood(
         backward_kv_tile_shape=backward_kv_tile_shape,
         backward_kv_splits=backward_kv_splits,
         backward_use_xla_reduction=backward_use_xla_reduction,
+        backward_deterministic=backward_deterministic,
         memory_usage_preference=memory_usage_preference,
         run_persistent_kernel=run_persistent_kernel,
         kernel_schedule=kernel_schedule,
@@ -247,6 +253,7 @@ def attention(
     backward_kv_tile_size: int | None = None,
     backward_kv_splits: int | None = None,
     backward_use_xla_reduction: bool = False,
+    backward_deterministic: bool = False,
     memory_usage_preference: str = "default",
     run_persistent_kernel: bool = True,
     kernel_schedule: str | None = None,
@@ -267,6 +274,9 @@ def attention(
         backward_kv_tile_size: Key/value tokens per tile of the backward pass.
         backward_kv_splits: Key/value tiles of the backward pass that may run in parallel.
         backward_use_xla_reduction: Let XLA compute the row sums that the backward pass needs.
+        backward_deterministic: Make gradients bitwise equal from run to run where that takes time: on the ``hopper``
+            backends, which else sum up the query gradient in any order, and on the ``cutlass`` ones, whose
+            ``backward_kv_splits`` is then 1.
         memory_usage_preference: How much scratch memory the backward pass may take where the backend can trade
             it for speed: ``"strict"`` (64 MiB), ``"default"`` (1 GiB) or ``"unrestricted"``. Heads that do not
             fit together take turns; one head's share is the least. ``backward_kv_splits`` does not change it.
@@ -291,6 +301,7 @@ def attention(
         backward_kv_tile_shape=backward_kv_tile_size,
         backward_kv_splits=backward_kv_splits,
         backward_use_xla_reduction=backward_use_xla_reduction,
+        backward_deterministic=backward_deterministic,
         memory_usage_preference=memory_usage_preference,
         run_persistent_kernel=run_persistent_kernel,
         kernel_schedule=kernel_schedule,

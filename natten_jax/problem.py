@@ -127,6 +127,7 @@ class TileConfig:
     backward_kv_tile_shape: Shape | None = None
     backward_kv_splits: Shape | None = None
     backward_use_xla_reduction: bool = False
+    backward_deterministic: bool = False
     memory_usage_preference: str = "default"
     run_persistent_kernel: bool = True
     kernel_schedule: str | None = None
@@ -244,6 +245,7 @@ def tile_config(
     backward_kv_tile_shape: int | Sequence[int] | None = None,
     backward_kv_splits: int | Sequence[int] | None = None,
     backward_use_xla_reduction: bool = False,
+    backward_deterministic: bool = False,
     memory_usage_preference: str = "default",
     run_persistent_kernel: bool = True,
     kernel_schedule: str | None = None,
@@ -266,6 +268,7 @@ def tile_config(
             pairs[key] = None if tile is None else int_tuple(name, tile, rank, repeat=rank == 1)
     for name, flag in (
         ("backward_use_xla_reduction", backward_use_xla_reduction),
+        ("backward_deterministic", backward_deterministic),
         ("run_persistent_kernel", run_persistent_kernel),
     ):
         if not isinstance(flag, (bool, np.bool_)):
@@ -281,6 +284,7 @@ def tile_config(
         **pairs,
         backward_kv_splits=splits,
         backward_use_xla_reduction=bool(backward_use_xla_reduction),
+        backward_deterministic=bool(backward_deterministic),
         memory_usage_preference=str(memory_usage_preference),
         run_persistent_kernel=bool(run_persistent_kernel),
         kernel_schedule=None if kernel_schedule is None else str(kernel_schedule),

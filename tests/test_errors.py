@@ -186,6 +186,7 @@ ROWS = [
     Row("splits-type", {"backward_kv_splits": 1.5}, TypeError, ("backward_kv_splits", "1.5")),
     Row("memory", {"memory_usage_preference": "lavish"}, ValueError, ("memory_usage_preference", "lavish", "strict")),
     Row("memory-type", {"memory_usage_preference": None}, ValueError, ("memory_usage_preference", "None")),
+    Row("deterministic-type", {"backward_deterministic": 1}, TypeError, ("backward_deterministic", "1")),
     Row("reduction-type", {"backward_use_xla_reduction": 1}, TypeError, ("backward_use_xla_reduction", "1")),
     Row("persistent-type", {"run_persistent_kernel": None}, TypeError, ("run_persistent_kernel", "None")),
     Row("attention-arguments-type", {"attention_kwargs": [1]}, TypeError, ("attention_kwargs", "[1]")),

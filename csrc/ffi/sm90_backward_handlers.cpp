@@ -30,7 +30,9 @@ Error sm90_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer a
   return guarded([&]() -> Error {
     const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins};
     Attributes attributes;
-    NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes));
+    std::int64_t is_deterministic = 0;
+    NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes, 1));
+    NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_deterministic", 1, is_deterministic));
     Call call;
     const std::int32_t* origin_values = nullptr;
     NATTEN_JAX_RETURN_IF_ERROR(decode_device_call(operands, attributes, call, origin_values));
@@ -38,9 +40,10 @@ Error sm90_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer a
     NATTEN_JAX_RETURN_IF_ERROR(check_statistics("statistics", statistics, call.problem));
     NATTEN_JAX_RETURN_IF_ERROR(check_gradients(operands, {&*query_gradient, &*key_gradient, &*value_gradient,
                                                           &*additional_keys_gradient, &*additional_values_gradient}));
-    NATTEN_JAX_RETURN_IF_ERROR(check_array("result scratch", *scratch, DataType::F32,
-                                           {sm90::backward_scratch_elements(call.problem)},
-                                           "the query gradient is summed up in it"));
+    NATTEN_JAX_RETURN_IF_ERROR(
+        check_array("result scratch", *scratch, DataType::F32,
+                    {sm90::backward_scratch_elements(call.problem, call.tiles, is_deterministic == 1)},
+                    "the query gradient is summed up in it"));
     NATTEN_JAX_RETURN_IF_ERROR(check_compute_capability(9, 0));
     const sm90::BackwardArrays arrays{query.untyped_data(),
                                       key.untyped_data(),
@@ -56,7 +59,7 @@ Error sm90_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer a
                                       additional_keys_gradient->untyped_data(),
                                       additional_values_gradient->untyped_data(),
                                       static_cast<float*>(scratch->untyped_data())};
-    const std::string error = sm90::run_backward(call.problem, call.tiles, arrays, stream);
+    const std::string error = sm90::run_backward(call.problem, call.tiles, arrays, is_deterministic == 1, stream);
     return error_of(error);
   });
 }

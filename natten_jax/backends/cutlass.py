@@ -158,7 +158,9 @@ class CutlassBackend:
             is_accurate=int(not _allows_tf32()),
             # Blocks that share the key/value tiles of a head. One makes gradients reproducible. Memory does not depend
             # on their number, so that by default there are as many as tiles.
-            kv_splits=min(math.prod(tiles.backward_kv_splits or (0,)), _MOST_SPLITS),
+            kv_splits=1
+            if tiles.backward_deterministic
+            else min(math.prod(tiles.backward_kv_splits or (0,)), _MOST_SPLITS),
         )
         return gradients_of(operands, gradients)
 

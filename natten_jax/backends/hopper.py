@@ -104,7 +104,7 @@ class HopperBackend:
             problem,
             q_tile,
             kv_tile,
-            tiles.backward_use_xla_reduction,
+            tiles,
             Operands._make([*map(_padded, operands[:5]), operands.origins]),
             Output(_padded(output.out), output.logsumexp),
             _padded(out_cotangent),

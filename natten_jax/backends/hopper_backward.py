@@ -12,7 +12,7 @@ from natten_jax import native
 from natten_jax.backends.base import Gradients, Operands, Output
 from natten_jax.backends.kernel_rank import attributes, delta, gradients_of, kernel_operands, with_kernel_rank
 from natten_jax.native import ResultType
-from natten_jax.problem import Problem, Shape
+from natten_jax.problem import Problem, Shape, TileConfig
 
 TARGETS = ("natten_jax_sm90_backward", "natten_jax_sm90_backward_statistics")
 
@@ -26,7 +26,7 @@ def gradients(
     problem: Problem,
     q_tile: Shape,
     kv_tile: Shape,
-    use_xla_reduction: bool,
+    tiles: TileConfig,
     operands: Operands,
     output: Output,
     out_cotangent: jax.Array,
@@ -36,9 +36,12 @@ def gradients(
     arrays = kernel_operands(problem, operands)
     rank = functools.partial(with_kernel_rank, rank=problem.rank)
     of_queries = [rank(array) for array in (*output, out_cotangent, logsumexp_cotangent)]
-    reduction = _xla_statistics if use_xla_reduction else _kernel_statistics
+    reduction = _xla_statistics if tiles.backward_use_xla_reduction else _kernel_statistics
     statistics = reduction(*of_queries)
-    scratch = math.prod(arrays[0].shape) + 1  # sums of the query gradient, and a counter of tiles
+    # Sums of the query gradient, a counter of tiles, and those of who may add to the sums.
+    scratch = arrays[0].size + 1
+    if tiles.backward_deterministic:
+        scratch += _query_tiles(operands.query, problem.dilation, q_tile)
     *results, _ = native.call(
         TARGETS[0],
         [*(ResultType(array.shape, array.dtype) for array in arrays[:5]), ResultType((scratch,), jnp.float32)],
@@ -46,8 +49,16 @@ def gradients(
         of_queries[2],
         statistics,
         **attributes(problem, q_tile, kv_tile),
+        is_deterministic=int(tiles.backward_deterministic),
     )
     return gradients_of(operands, results)
+
+
+def _query_tiles(query: jax.Array, dilation: Shape, q_tile: Shape) -> int:
+    """Tiles of all dilation groups, heads and batch entries."""
+    batch, *extents, heads, _ = query.shape
+    tiles = [d * -(-extent // (d * tile)) for extent, d, tile in zip(extents, dilation, q_tile, strict=True)]
+    return batch * heads * math.prod(tiles)
 
 
 def _kernel_statistics(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,15 +28,19 @@ def arrays_of(layout: tuple[int, ...], heads: int, heads_kv: int, head_dim: int,
     return [*arrays, cotangent.astype(jnp.bfloat16)]
 
 
-def gradients(arrays: list[jax.Array], **arguments: Any) -> list[np.ndarray]:
-    *operands, cotangent = arrays
-    operator = getattr(natten_jax, f"na{operands[0].ndim - 3}d")
+def differentiate(rank: int, **arguments: Any) -> Callable[[list[jax.Array]], list[np.ndarray]]:
+    """A compiled function of operands and an output cotangent that returns the gradients."""
+    operator = getattr(natten_jax, f"na{rank}d")
 
     @jax.jit
     def program(operands: list[jax.Array], cotangent: jax.Array) -> Any:
         return jax.vjp(lambda *each: operator(*each, **arguments, backend=BACKEND), *operands)[1](cotangent)
 
-    return [np.asarray(gradient, np.float64) for gradient in program(operands, cotangent)]
+    return lambda arrays: [np.asarray(gradient, np.float64) for gradient in program(arrays[:-1], arrays[-1])]
+
+
+def gradients(arrays: list[jax.Array], **arguments: Any) -> list[np.ndarray]:
+    return differentiate(arrays[0].ndim - 3, **arguments)(arrays)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +54,7 @@ def gradients(arrays: list[jax.Array], **arguments: Any) -> list[np.ndarray]:
         ((9, 10, 11), {"kernel_size": (4, 3, 2), "dilation": (2, 3, 4)}, (1, 3, 5), (2, 8, 8)),
     ],
 )
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(128, 64), (64, 128), (64, 48), (192, 128), (64, 256)])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(128, 64), (40, 128), (64, 48), (192, 136), (64, 256)])
 def test_tiles_and_windows_that_do_not_divide_the_layout(
     layout: tuple[int, ...],
     windows: dict[str, Any],
@@ -84,10 +89,24 @@ def test_the_reduction_may_be_left_to_xla() -> None:
         assert np.linalg.norm(one - other) <= 1e-3 * np.linalg.norm(one)
 
 
-def test_key_and_value_gradients_are_the_same_in_every_run() -> None:
-    arrays = arrays_of((96, 80), 6, 3, 128, 128)
-    _, *first = gradients(arrays, kernel_size=(25, 19), stride=(2, 3))
-    for _ in range(20):
-        _, *again = gradients(arrays, kernel_size=(25, 19), stride=(2, 3))
-        for one, other in zip(first, again, strict=True):
+@pytest.mark.parametrize(
+    ("layout", "windows"),
+    [
+        ((4096,), {"kernel_size": (4096,)}),
+        ((4096,), {"kernel_size": (4096,), "is_causal": (True,)}),
+        ((5000,), {"kernel_size": (777,), "dilation": (3,)}),
+        ((96, 80), {"kernel_size": (25, 19), "stride": (2, 3)}),
+        ((18, 20, 33), {"kernel_size": (7, 8, 9), "dilation": (2, 1, 3), "is_causal": (True, False, False)}),
+    ],
+)
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_gradients_are_the_same_in_every_run(
+    layout: tuple[int, ...], windows: dict[str, Any], is_deterministic: bool
+) -> None:
+    arrays = arrays_of(layout, 6, 3, 128, 64)
+    run = differentiate(len(layout), **windows, backward_deterministic=is_deterministic)
+    first = run(arrays)
+    for _ in range(19):
+        # Key and value gradients are in any case.
+        for one, other in list(zip(first, run(arrays), strict=True))[0 if is_deterministic else 1 :]:
             np.testing.assert_array_equal(one, other)

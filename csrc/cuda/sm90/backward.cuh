@@ -123,7 +123,7 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
                              (kTakesTurns ? 0 : warpgroup * int{kSumColumns * kQueries * sizeof(float)});
 
   const QueryColumnMask column_mask(shared.mask_words, p.axis);
-  column_mask.template build<kQueries>(p.axis, shared.column_coordinates, threadIdx.x - 128, kConsumers);
+  column_mask.template build<kQueries>(p.axis, threadIdx.x / 32 - kConsumerWarps / 2, kConsumerWarps);
   cutlass::arch::NamedBarrier::sync(kConsumers, named_barrier(kTablesReady));
 
   const float exponent_scale = p.scale * kLog2e;
@@ -341,9 +341,10 @@ CUTE_DEVICE void prepare_backward(const BackwardParams& p, typename Traits::Shar
     ClusterBarrier::init(&shared.queries_issued, 1);
     ClusterBarrier::init(&shared.full_sums, Traits::kTakesTurns ? kConsumerWarps / 2 : kConsumerWarps);
     ClusterBarrier::init(&shared.empty_sums, 1);
+    const int storing = p.turns == nullptr ? 1 : 32;
     for (int i = 0; i < 2; ++i) {
       ClusterBarrier::init(&shared.full_plan[i], 32);
-      ClusterBarrier::init(&shared.empty_plan[i], kConsumers + 32 + 2);  // and those that load or store
+      ClusterBarrier::init(&shared.empty_plan[i], kConsumers + 32 + 1 + storing);  // and those that load
     }
     for (int i = 0; i < Traits::kStages; ++i) {
       ClusterBarrier::init(&shared.full_q[i], 1 + 2 * 32);  // one thread expects bytes, its warp copies and writes
@@ -369,7 +370,8 @@ __global__ void __launch_bounds__(kThreads, 1) natten_jax_sm90_backward(const __
     if (warp == 0) load_queries<Traits>(p, shared);
     if (warp == 1) plan_key_tiles<Traits>(p, shared);
     if (threadIdx.x == 64) load_out_cotangents<Traits>(p, shared);
-    if (threadIdx.x == 96) store_gradients<Traits>(p, shared);
+    if (warp == 3 && p.turns != nullptr) store_gradients_in_turns<Traits>(p, shared);
+    if (threadIdx.x == 96 && p.turns == nullptr) store_gradients<Traits>(p, shared);
   } else {
     cutlass::arch::warpgroup_reg_alloc<240>();
     differentiate<Traits>(p, shared);

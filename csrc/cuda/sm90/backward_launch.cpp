@@ -94,23 +94,47 @@ int longest_inner(const BackwardParams& p) {
   return static_cast<int>(std::min<std::int64_t>(tiles, std::numeric_limits<std::int32_t>::max()));
 }
 
+/// Elements of the query gradient's sums.
+std::int64_t sums(const Problem& problem) {
+  return problem.batch * problem.heads * problem.queries() * problem.head_dim;
+}
+
+/// Counters of a launch: of the key/value tiles that CTAs have taken, and of the turns of every query tile.
+std::int64_t counters(const Problem& problem, const TileShapes& tiles, bool is_deterministic) {
+  if (!is_deterministic) return 1;
+  std::int64_t turns = problem.batch * problem.heads;
+  for (int d = 0; d < kRank; ++d) {
+    const Axis axis = describe_axis(problem.dims[d], tiles.query[d], tiles.kv[d]);
+    turns *= axis.dilation * axis.q_tiles;
+  }
+  return 1 + turns;
+}
+
+/// The key/value tile that comes first where tiles take turns, downwards: neighbors then come to their common queries
+/// one after the other by themselves. Keys a window from the start are seen by the most queries: the longest work.
+int first_tile(const Axis& axis) {
+  return axis.is_causal ? axis.kv_tiles - 1 : std::min((axis.kernel_size - 1) / axis.kv_tile, axis.kv_tiles - 1);
+}
+
 }  // namespace
 
-std::int64_t backward_scratch_elements(const Problem& problem) {
-  return problem.batch * problem.heads * problem.queries() * problem.head_dim + 1;
+std::int64_t backward_scratch_elements(const Problem& problem, const TileShapes& tiles, bool is_deterministic) {
+  return sums(problem) + counters(problem, tiles, is_deterministic);
 }
 
 std::string run_backward(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays,
-                         cudaStream_t stream) {
+                         bool is_deterministic, cudaStream_t stream) {
   if (std::string error = check(problem, tiles); !error.empty()) return error;
   BackwardParams p{};
   const int head_dim = compiled_head_dim(problem);
   const BackwardTile limits = backward_tile(head_dim);
-  std::int64_t groups = 1, tiles_per_group = 1;
+  std::int64_t groups = 1, tiles_per_group = 1, q_tiles = 1;
   for (int d = 0; d < kRank; ++d) {
     p.axis[d] = describe_axis(problem.dims[d], tiles.query[d], tiles.kv[d]);
     groups = saturating_product(groups, p.axis[d].dilation);
     tiles_per_group = saturating_product(tiles_per_group, p.axis[d].kv_tiles);
+    q_tiles = saturating_product(q_tiles, p.axis[d].q_tiles);
+    p.first_tile[d] = first_tile(p.axis[d]);
   }
   const std::int64_t kv_heads = saturating_product(problem.batch, problem.heads_kv);
   const std::int64_t additional_tiles_per_head = (problem.additional_kv + limits.keys - 1) / limits.keys;
@@ -130,7 +154,9 @@ std::string run_backward(const Problem& problem, const TileShapes& tiles, const 
   p.scale = problem.scale;
   p.additional_tiles = static_cast<int>(kv_heads * additional_tiles_per_head);
   p.tiles = static_cast<int>(all_tiles);
-  p.laps = all_tiles <= kTilesWorthSorting ? 2 : 1;
+  p.groups = static_cast<int>(groups);
+  p.q_tiles = static_cast<int>(q_tiles);
+  p.laps = all_tiles <= kTilesWorthSorting && !is_deterministic ? 2 : 1;
   p.longest_inner = longest_inner(p);
   p.q_tile_tokens = static_cast<int>(product(tiles.query));
   p.kv_tile_tokens = static_cast<int>(product(tiles.kv));
@@ -143,12 +169,24 @@ std::string run_backward(const Problem& problem, const TileShapes& tiles, const 
   p.by_heads_kv = cutlass::FastDivmod(p.heads_kv);
 
   const bool is_bfloat16 = problem.element_type == ElementType::kBFloat16;
-  const auto scratch = static_cast<std::size_t>(backward_scratch_elements(problem));
-  p.next_tile = reinterpret_cast<std::int32_t*>(arrays.scratch + scratch - 1);
-  cudaError_t error = cudaMemsetAsync(arrays.scratch, 0, scratch * sizeof(float), stream);
-  if (error == cudaSuccess) {
-    error = (is_bfloat16 ? launch_backward<true> : launch_backward<false>)(p, head_dim, stream);
+  const std::int64_t first_counter = sums(problem), number = counters(problem, tiles, is_deterministic);
+  p.next_tile = reinterpret_cast<std::int32_t*>(arrays.scratch + first_counter);
+  if (is_deterministic) p.turns = p.next_tile + 1;
+  const auto scratch_bytes = static_cast<std::size_t>(first_counter + number) * sizeof(float);
+  cudaError_t error = cudaMemsetAsync(arrays.scratch, 0, scratch_bytes, stream);
+  const auto launch = [&] {
+    return (is_bfloat16 ? launch_backward<true> : launch_backward<false>)(p, head_dim, stream);
+  };
+  if (is_deterministic && p.additional_tiles > 0) {
+    // Their query tiles are of the whole layout and those of dilation groups are not: they come before all others.
+    p.tiles = p.additional_tiles;
+    if (error == cudaSuccess) error = launch();
+    const auto counter_bytes = static_cast<std::size_t>(number) * sizeof(std::int32_t);
+    if (error == cudaSuccess) error = cudaMemsetAsync(p.next_tile, 0, counter_bytes, stream);
+    p.first_taken = p.additional_tiles;
+    p.tiles = static_cast<int>(all_tiles);
   }
+  if (error == cudaSuccess) error = launch();
   if (error == cudaSuccess) {
     error = launch_convert_gradient(is_bfloat16, arrays.scratch, problem.scale, arrays.query_gradient, problem.batch,
                                     problem.queries(), problem.heads, problem.heads, problem.head_dim, stream);

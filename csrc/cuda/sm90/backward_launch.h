@@ -28,12 +28,16 @@ struct BackwardArrays {
   float* scratch;  ///< As many elements as `backward_scratch_elements` says.
 };
 
-/// Scratch memory: sums of the query gradient [batch, heads, x, y, z, head_dim], and a counter of tiles.
-std::int64_t backward_scratch_elements(const Problem& problem);
+/// Scratch memory: sums of the query gradient [batch, heads, x, y, z, head_dim]; a counter of key/value tiles; for
+/// deterministic gradients, a counter per query tile [batch, heads, dilation groups, query tiles] of those that have
+/// added to its gradient.
+std::int64_t backward_scratch_elements(const Problem& problem, const TileShapes& tiles, bool is_deterministic);
 
-/// Runs the backward pass on a stream; returns an empty string, or a sentence that says what is not supported or
-/// failed.
+/// Runs the backward pass on a stream. Gradients that are not deterministic are faster; those of queries then differ in
+/// rounding from run to run.
+///
+/// Returns an empty string, or a sentence that says what is not supported or failed.
 std::string run_backward(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays,
-                         cudaStream_t stream);
+                         bool is_deterministic, cudaStream_t stream);
 
 }  // namespace natten_jax::sm90

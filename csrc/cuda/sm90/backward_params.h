@@ -32,8 +32,13 @@ struct BackwardParams {
   Axis axis[3];
   const std::int32_t* origins;  // [2, 3]: query origin, key/value origin; null: zeros
   const float2* statistics;     // [batch, heads, x, y, z]: logsumexp in base 2, delta
-  std::int32_t* next_tile;      // counts the tiles that CTAs have taken
-  int queries;                  // per batch entry
+  std::int32_t* next_tile;      // counts the tiles that CTAs have taken, from `first_taken` on
+  // [batch, heads, dilation groups, query tiles]: key/value tiles that have added to the query gradient, which they do
+  // one after the other in a fixed order; null: in any order
+  std::int32_t* turns;
+  int first_tile[3];  // where they take turns, per dimension: from this one down, then from the last one down
+  int first_taken;
+  int queries;  // per batch entry
   int heads;
   int heads_kv;
   int heads_per_kv;
@@ -43,6 +48,8 @@ struct BackwardParams {
   float scale;
   int additional_tiles;  // tiles of additional tokens of the whole problem, which come first
   int tiles;             // key/value tiles of the whole problem
+  int groups;            // dilation groups
+  int q_tiles;           // query tiles per dilation group
   int laps;              // over the tiles: in the first of two, those that more than `longest_inner` query tiles see
   int longest_inner;     // query tiles that see a key/value tile away from the layout's borders, at most
   int q_tile_tokens;     // product of the query tile's extents

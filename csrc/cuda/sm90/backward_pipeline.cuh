@@ -3,7 +3,6 @@
 
 #include "cuda/common/arithmetic.cuh"
 #include "cuda/common/column_mask.cuh"
-#include "cuda/common/tile_walk.cuh"
 #include "cuda/sm90/backward_plan.cuh"
 #include "cuda/sm90/pipeline.cuh"
 
@@ -85,8 +84,11 @@ struct BackwardTraits {
 template <class Traits>
 CUTE_DEVICE void plan_key_tiles(const BackwardParams& p, typename Traits::SharedStorage& shared) {
   int slot = 0, phase = 0, issued_phase = 0;
-  int position = blockIdx.x;
   while (true) {
+    // A tile waits only for others that were taken before it, so that every CTA goes on.
+    int position = 0;
+    if (threadIdx.x % 32 == 0) position = p.first_taken + atomicAdd(p.next_tile, 1);
+    position = of_lane(position, 0);
     // Long tiles are taken in a first lap, the others in a second.
     const bool is_last = position >= p.laps * p.tiles, wants_long = p.laps == 2 && position < p.tiles;
     const int tile = position >= p.tiles ? position - p.tiles : position;
@@ -105,9 +107,6 @@ CUTE_DEVICE void plan_key_tiles(const BackwardParams& p, typename Traits::Shared
       wait(shared.queries_issued, issued_phase);
       issued_phase ^= 1;
     }
-    int taken = 0;
-    if (threadIdx.x % 32 == 0) taken = atomicAdd(p.next_tile, 1);
-    position = gridDim.x + __shfl_sync(0xffffffffu, taken, 0);
   }
 }
 
@@ -178,7 +177,7 @@ CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedSt
       }
     }
     if (lane == 0) arrive(shared.queries_issued);
-    arrive(shared.empty_plan[slot]);  // every lane read it
+    arrive(shared.empty_plan[slot]);
     advance<2>(slot, plan_phase);
   }
 }
@@ -220,6 +219,48 @@ CUTE_DEVICE void load_out_cotangents(const BackwardParams& p, typename Traits::S
   }
 }
 
+// What the copy engine adds never passes through the caches of a multiprocessor: reading and writing these counters
+// before and after it needs no fence, only that it is done.
+CUTE_DEVICE std::int32_t load_count(const std::int32_t* turns) {
+  std::int32_t count;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(count) : "l"(turns) : "memory");
+  return count;
+}
+CUTE_DEVICE void count_one(std::int32_t* turns) {
+  asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(turns) : "memory");
+}
+
+/// Adds the sums that lie in shared memory to a query tile's.
+template <class Traits>
+CUTE_DEVICE void add_sums(const BackwardParams& p, typename Traits::SharedStorage& shared, const CUtensorMap* map,
+                          int q_token, int row, const QueryWalk& at) {
+  for (int chunk = 0; chunk < p.head_dim / kSumChunk; ++chunk) {
+    SM90_TMA_REDUCE_ADD_5D::copy(map, shared.query_gradient + chunk * Traits::kQueries * kSumChunk,
+                                 q_token * p.head_dim + chunk * kSumChunk, at.z, at.y, at.x, row);
+  }
+  tma_store_arrive();
+}
+
+/// Stores a tile's key and value gradients from shared memory.
+template <class Traits>
+CUTE_DEVICE void store_key_tile(const BackwardParams& p, typename Traits::SharedStorage& shared,
+                                const KeyTilePlan<Traits::kKeys>& plan) {
+  const auto store = [&](const CUtensorMap* to, const typename Traits::Element* tile, int head_dim) {
+    const int column = (plan.kv_token * p.heads_kv + plan.kv_head) * head_dim;
+    for (int chunk = 0; chunk < head_dim / kChunk; ++chunk) {
+      SM90_TMA_STORE_5D::copy(to, tile + chunk * Traits::kKeys * kChunk, column + chunk * kChunk, plan.kv_begin.z,
+                              plan.kv_begin.y, plan.kv_begin.x, plan.batch);
+    }
+  };
+  store(plan.is_additional ? &p.additional_keys_gradient : &p.key_gradient[plan.kv_map], shared.key_gradient(),
+        p.head_dim);
+  store(plan.is_additional ? &p.additional_values_gradient : &p.value_gradient[plan.kv_map], shared.value_gradient(),
+        p.head_dim_v);
+  tma_store_arrive();
+  tma_store_wait<0>();
+  arrive(shared.empty_gradients);
+}
+
 /// One thread: adds query gradients to their sums and stores key and value gradients; what lies outside the layout is
 /// clipped.
 template <class Traits>
@@ -232,17 +273,12 @@ CUTE_DEVICE void store_gradients(const BackwardParams& p, typename Traits::Share
     const CUtensorMap* map = &p.query_gradient[plan.query_map];
     const int4 hull_begin = plan.hull_begin, hull_end = plan.hull_end;
     for (int i = 0; i < p.heads_per_kv; ++i) {
-      const int head = plan.kv_head * p.heads_per_kv + i;
+      const int row = plan.batch * p.heads + plan.kv_head * p.heads_per_kv + i;
       QueryWalk walk(hull_begin);
       for (int tile = 0; tile < plan.q_tiles; ++tile) {
         wait(shared.full_sums, sums_phase);
         sums_phase ^= 1;
-        for (int chunk = 0; chunk < p.head_dim / kSumChunk; ++chunk) {
-          SM90_TMA_REDUCE_ADD_5D::copy(map, shared.query_gradient + chunk * Traits::kQueries * kSumChunk,
-                                       plan.q_token * p.head_dim + chunk * kSumChunk, walk.z, walk.y, walk.x,
-                                       plan.batch * p.heads + head);
-        }
-        tma_store_arrive();
+        add_sums<Traits>(p, shared, map, plan.q_token, row, walk);
         tma_store_wait<0>();
         arrive(shared.empty_sums);
         walk.next(p.axis, hull_begin, hull_end);
@@ -250,20 +286,56 @@ CUTE_DEVICE void store_gradients(const BackwardParams& p, typename Traits::Share
     }
     wait(shared.full_gradients, gradients_phase);
     gradients_phase ^= 1;
-    const auto store = [&](const CUtensorMap* to, const typename Traits::Element* tile, int head_dim) {
-      const int column = (plan.kv_token * p.heads_kv + plan.kv_head) * head_dim;
-      for (int chunk = 0; chunk < head_dim / kChunk; ++chunk) {
-        SM90_TMA_STORE_5D::copy(to, tile + chunk * Traits::kKeys * kChunk, column + chunk * kChunk, plan.kv_begin.z,
-                                plan.kv_begin.y, plan.kv_begin.x, plan.batch);
+    store_key_tile<Traits>(p, shared, plan);
+    arrive(shared.empty_plan[slot]);
+    advance<2>(slot, plan_phase);
+  }
+}
+
+/// One warp: the same, but key/value tiles take turns in adding to a query tile, so that every run rounds alike.
+template <class Traits>
+CUTE_DEVICE void store_gradients_in_turns(const BackwardParams& p, typename Traits::SharedStorage& shared) {
+  const int lane = threadIdx.x % 32;
+  int sums_phase = 0, gradients_phase = 0, slot = 0, plan_phase = 0;
+  while (true) {
+    wait(shared.full_plan[slot], plan_phase);
+    const auto& plan = shared.plan[slot];
+    if (plan.q_tiles < 0) return;
+    const CUtensorMap* map = &p.query_gradient[plan.query_map];
+    const int4 hull_begin = plan.hull_begin, hull_end = plan.hull_end;
+    for (int i = 0; i < p.heads_per_kv; ++i) {
+      const int row = plan.batch * p.heads + plan.kv_head * p.heads_per_kv + i;
+      std::int32_t* turns = p.turns + (static_cast<std::int64_t>(row) * p.groups + plan.group) * p.q_tiles;
+      QueryWalk walk(hull_begin);
+      Turn turn = turn_of(p, plan, walk);
+      std::int32_t count = -1;
+      for (int tile = 0; tile < plan.q_tiles; ++tile) {
+        std::int32_t* const turns_here = turns + turn.q_tile;
+        if (lane == 0) {
+          while (count != turn.before) count = load_count(turns_here);
+          wait(shared.full_sums, sums_phase);
+          add_sums<Traits>(p, shared, map, plan.q_token, row, walk);
+        }
+        __syncwarp();
+        sums_phase ^= 1;
+        walk.next(p.axis, hull_begin, hull_end);
+        turn = turn_of(p, plan, walk);
+        if (lane == 0) {
+          tma_store_wait<0>();
+          arrive(shared.empty_sums);
+          // On its way while this tile's sums are.
+          count = tile + 1 < plan.q_tiles ? load_count(turns + turn.q_tile) : -1;
+          asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+          count_one(turns_here);
+        }
       }
-    };
-    store(plan.is_additional ? &p.additional_keys_gradient : &p.key_gradient[plan.kv_map], shared.key_gradient(),
-          p.head_dim);
-    store(plan.is_additional ? &p.additional_values_gradient : &p.value_gradient[plan.kv_map], shared.value_gradient(),
-          p.head_dim_v);
-    tma_store_arrive();
-    tma_store_wait<0>();
-    arrive(shared.empty_gradients);
+    }
+    if (lane == 0) {
+      wait(shared.full_gradients, gradients_phase);
+      store_key_tile<Traits>(p, shared, plan);
+    }
+    __syncwarp();
+    gradients_phase ^= 1;
     arrive(shared.empty_plan[slot]);
     advance<2>(slot, plan_phase);
   }

@@ -1,18 +1,20 @@
 // What a key/value tile of the Hopper backward kernel needs to know, worked out ahead of the loads and products.
 #pragma once
 
-#include "cuda/common/axis_plan.cuh"
+#include "cuda/common/tile_walk.cuh"
 #include "cuda/sm90/backward_params.h"
+#include "cuda/sm90/tile_plan.cuh"
 
 namespace natten_jax::sm90 {
 
 template <int kKeys>
 struct KeyTilePlan {
-  int4 hull_begin, hull_end;    // local queries that see some key: x, y, z
+  int4 hull_begin, hull_end;    // local queries that see some key: x, y, z; of whole query tiles, if they take turns
   int4 inner_begin, inner_end;  // local queries that see every key
   int4 kv_begin;                // first key index
   int4 q_residue, q_step;       // local coordinate of the dilation group's first query, distance of its queries
-  int batch, kv_head;
+  KeyAxisPlan axis[3];          // not of additional tokens
+  int batch, kv_head, group;
   int q_tiles;  // per query head; negative: there are no more key/value tiles
   bool is_additional;
   int query_map, kv_map;       // classes of the dilation group
@@ -21,8 +23,17 @@ struct KeyTilePlan {
   int4 row_windows[kKeys][2];  // per row: first query (x, y, z), end of the queries (x, y, z)
 };
 
-CUTE_DEVICE int4 packed(const int (&v)[3]) {
-  return make_int4(v[0], v[1], v[2], 0);
+/// What another lane of a warp holds.
+CUTE_DEVICE KeyAxisPlan plan_of_lane(KeyAxisPlan plan, int lane) {
+  plan.kv_begin = of_lane(plan.kv_begin, lane);
+  plan.first = of_lane(plan.first, lane);
+  plan.last = of_lane(plan.last, lane);
+  plan.query_shift = of_lane(plan.query_shift, lane);
+  plan.kv_shift = of_lane(plan.kv_shift, lane);
+  plan.queries = of_lane(plan.queries, lane);
+  plan.query_length = of_lane(plan.query_length, lane);
+  plan.key_length = of_lane(plan.key_length, lane);
+  return plan;
 }
 
 /// Plans a tile of additional tokens, which every query sees.
@@ -47,6 +58,7 @@ CUTE_DEVICE void plan_additional(const BackwardParams& p, int tile, KeyTilePlan<
     plan.q_step = make_int4(1, 1, 1, 0);
     plan.batch = batch;
     plan.kv_head = kv_head;
+    plan.group = 0;
     plan.q_tiles = p.axis[0].by_q_tile.divide(end.x + p.axis[0].q_tile - 1) *
                    p.axis[1].by_q_tile.divide(end.y + p.axis[1].q_tile - 1) *
                    p.axis[2].by_q_tile.divide(end.z + p.axis[2].q_tile - 1);
@@ -75,72 +87,121 @@ CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, c
     plan_additional(p, tile, plan);
     return true;
   }
-  int outer, in_group, group, batch, kv_head, tile_index[3], residue[3];
+  constexpr unsigned kAll = 0xffffffffu;
+  int outer, in_group, group, in_groups, batch, kv_head, tile_x, tile_y, tile_z, residue_x, residue_y, residue_z;
   p.by_tiles_per_group(outer, in_group, tile - p.additional_tiles);
-  p.axis[2].by_kv_tiles(in_group, tile_index[2], in_group);
-  p.axis[1].by_kv_tiles(tile_index[0], tile_index[1], in_group);
+  p.axis[2].by_kv_tiles(in_group, tile_z, in_group);
+  p.axis[1].by_kv_tiles(tile_x, tile_y, in_group);
   p.by_groups(outer, group, outer);
   p.by_heads_kv(batch, kv_head, outer);
-  p.axis[2].by_dilation(group, residue[2], group);
-  p.axis[1].by_dilation(residue[0], residue[1], group);
+  p.axis[2].by_dilation(in_groups, residue_z, group);
+  p.axis[1].by_dilation(residue_x, residue_y, in_groups);
 
-  const int lane = threadIdx.x % 32;
-  int hull_begin[3], hull_end[3], inner_begin[3], inner_end[3], kv_begin[3], q_residue[3];
-  int query_map = 0, kv_map = 0, q_tiles = 1, offset = 0;
-  CUTE_UNROLL
-  for (int d = 0; d < 3; ++d) {
-    const Axis& axis = p.axis[d];
-    const KeyAxisPlan of_axis(axis, residue[d], tile_index[d], origins[d], origins[3 + d]);
-    if (of_axis.kv_begin >= of_axis.keys) return false;
-    const int2 of_first = of_axis.seen_by(axis, of_axis.first), of_last = of_axis.seen_by(axis, of_axis.last);
-    kv_begin[d] = of_axis.kv_begin;
-    q_residue[d] = of_axis.query_residue;
-    hull_begin[d] = of_first.x;
-    hull_end[d] = of_last.y;
-    inner_begin[d] = of_last.x;
-    inner_end[d] = of_axis.is_whole(axis) ? of_first.y : of_last.x;
-    q_tiles *= axis.by_q_tile.divide(max(of_last.y - of_first.x, 0) + axis.q_tile - 1);
-    query_map = 2 * query_map + (of_axis.queries > axis.query_group_tokens);
-    kv_map = 2 * kv_map + (of_axis.keys > axis.kv_group_tokens);
+  const int lane = threadIdx.x % 32, d = planned_dimension();
+  const Axis& axis = p.axis[d];
+  int index = d == 0 ? tile_x : d == 1 ? tile_y : tile_z;
+  if (p.turns != nullptr) {
+    const int first_tile = p.first_tile[d];
+    index = first_tile - index + (index > first_tile ? axis.kv_tiles : 0);
   }
-  if (p.laps == 2 && wants_long != (q_tiles > p.longest_inner)) return false;
-  CUTE_UNROLL
-  for (int d = 0; d < 3; ++d) {
-    const Axis& axis = p.axis[d];
-    const KeyAxisPlan of_axis(axis, residue[d], tile_index[d], origins[d], origins[3 + d]);
-    for (int coordinate = lane; coordinate < axis.kv_tile; coordinate += 32) {
-      plan.windows[offset + coordinate] = of_axis.seen_by(axis, of_axis.kv_begin + coordinate);
-    }
-    offset += axis.kv_tile;
+  const KeyAxisPlan own(axis, d == 0 ? residue_x : d == 1 ? residue_y : residue_z, index, origins[d], origins[3 + d]);
+  if (__any_sync(kAll, own.kv_begin >= own.keys)) return false;
+  const int2 of_first = own.seen_by(axis, own.first), of_last = own.seen_by(axis, own.last);
+  // Turns are taken by the tile: those of different keys must be of the same queries, or have none in common.
+  const int hull_begin = p.turns == nullptr ? of_first.x : axis.by_q_tile.divide(of_first.x) * axis.q_tile;
+  const int q_tiles = of_first.x < of_last.y ? axis.by_q_tile.divide(of_last.y - hull_begin + axis.q_tile - 1) : 0;
+  const int all_q_tiles = of_lane(q_tiles, 0) * of_lane(q_tiles, 1) * of_lane(q_tiles, 2);
+  if (p.laps == 2 && wants_long != (all_q_tiles > p.longest_inner)) return false;
+  const unsigned long_query_groups = __ballot_sync(kAll, own.queries > axis.query_group_tokens);
+  const unsigned long_kv_groups = __ballot_sync(kAll, own.keys > axis.kv_group_tokens);
+  // A token's number from its coordinates, a dimension each.
+  const auto token = [](int coordinate, int y_extent, int z_extent) {
+    return (of_lane(coordinate, 0) * y_extent + of_lane(coordinate, 1)) * z_extent + of_lane(coordinate, 2);
+  };
+  const int q_token = token(own.query_residue, p.axis[1].query_extent, p.axis[2].query_extent);
+  const int kv_token = token(own.kv_residue, p.axis[1].kv_extent, p.axis[2].kv_extent);
+  if (lane < 3) {
+    const auto set = [&](int4& of_axes, int value) { reinterpret_cast<int*>(&of_axes)[lane] = value; };
+    set(plan.hull_begin, hull_begin);
+    set(plan.hull_end, of_last.y);
+    set(plan.inner_begin, of_last.x);
+    set(plan.inner_end, own.is_whole(axis) ? of_first.y : of_last.x);
+    set(plan.kv_begin, own.kv_begin);
+    set(plan.q_residue, own.query_residue);
+    set(plan.q_step, axis.dilation);
+    plan.axis[lane] = own;
+  }
+  if (lane == 0) {
+    const auto class_of = [](unsigned long_groups) {
+      return static_cast<int>((long_groups & 1) << 2 | (long_groups & 2) | (long_groups >> 2 & 1));
+    };
+    plan.batch = batch;
+    plan.kv_head = kv_head;
+    plan.group = group;
+    plan.q_tiles = all_q_tiles;
+    plan.is_additional = false;
+    plan.query_map = class_of(long_query_groups);
+    plan.kv_map = class_of(long_kv_groups);
+    // Dilation is strided dimensions, with the group's first token folded into coordinate 0.
+    plan.q_token = q_token;
+    plan.kv_token = kv_token;
+  }
+  const int y_first = p.axis[0].kv_tile, z_first = y_first + p.axis[1].kv_tile, end = z_first + p.axis[2].kv_tile;
+  for (int first = 0; first < end; first += 32) {
+    const int i = min(first + lane, end - 1), of = (i >= y_first) + (i >= z_first);
+    const KeyAxisPlan of_axis = plan_of_lane(own, of);
+    const int coordinate = i - (of == 0 ? 0 : of == 1 ? y_first : z_first);
+    plan.windows[i] = of_axis.seen_by(p.axis[of], of_axis.kv_begin + coordinate);
   }
   __syncwarp();
   for (int row = lane; row < kKeys; row += 32) {
     const uchar4 in_tile = row_coordinates[row];
-    const int2 x = plan.windows[in_tile.x], y = plan.windows[p.axis[0].kv_tile + in_tile.y],
-               z = plan.windows[p.axis[0].kv_tile + p.axis[1].kv_tile + in_tile.z];
+    const int2 x = plan.windows[in_tile.x], y = plan.windows[y_first + in_tile.y],
+               z = plan.windows[z_first + in_tile.z];
     const bool is_inside = row < p.kv_tile_tokens;
     plan.row_windows[row][0] = make_int4(x.x, y.x, z.x, 0);
     plan.row_windows[row][1] = is_inside ? make_int4(x.y, y.y, z.y, 0) : make_int4(0, 0, 0, 0);
   }
-  if (lane == 0) {
-    // Dilation is strided dimensions, with the group's first token folded into coordinate 0.
-    plan.q_token = (q_residue[0] * p.axis[1].query_extent + q_residue[1]) * p.axis[2].query_extent + q_residue[2];
-    plan.kv_token = (residue[0] * p.axis[1].kv_extent + residue[1]) * p.axis[2].kv_extent + residue[2];
-    plan.hull_begin = packed(hull_begin);
-    plan.hull_end = packed(hull_end);
-    plan.inner_begin = packed(inner_begin);
-    plan.inner_end = packed(inner_end);
-    plan.kv_begin = packed(kv_begin);
-    plan.q_residue = packed(q_residue);
-    plan.q_step = make_int4(p.axis[0].dilation, p.axis[1].dilation, p.axis[2].dilation, 0);
-    plan.batch = batch;
-    plan.kv_head = kv_head;
-    plan.q_tiles = q_tiles;
-    plan.is_additional = false;
-    plan.query_map = query_map;
-    plan.kv_map = kv_map;
-  }
   return true;
+}
+
+/// When a key/value tile may add to the gradient of a query tile: after `before` others that do.
+struct Turn {
+  int q_tile;  // in the dilation group
+  int before;
+};
+
+/// Of a key/value tile at one of its query tiles; all lanes of a warp take part.
+///
+/// The key/value tiles that see some query of a tile are a box: per dimension, their number and that of those which
+/// are taken before this one say how many of the box's are.
+template <int kKeys>
+CUTE_DEVICE Turn turn_of(const BackwardParams& p, const KeyTilePlan<kKeys>& plan, const QueryWalk& at) {
+  const int d = planned_dimension();
+  const Axis& axis = p.axis[d];
+  const int q_begin = d == 0 ? at.x : d == 1 ? at.y : at.z;
+  const int q_tile = axis.by_q_tile.divide(q_begin);
+  int before, tiles, q_tiles = axis.q_tiles;
+  if (plan.is_additional) {
+    // A launch of their own: all see all of the layout, as if it were not dilated.
+    before = d < 2 ? 0 : plan.kv_begin.z / kKeys;
+    tiles = 1;
+    q_tiles = axis.by_q_tile.divide(axis.query_extent + axis.q_tile - 1);
+  } else {
+    const KeyAxisPlan& own = plan.axis[d];
+    const int first_query = max(q_begin + own.query_shift, 0);
+    const int last_query = min(min(q_begin + axis.q_tile, own.queries) + own.query_shift, own.query_length) - 1;
+    const int begin = fast_window_bounds(axis, first_query, own.key_length).begin - own.kv_shift;
+    const int end = fast_window_bounds(axis, last_query, own.key_length).end - own.kv_shift;
+    const int lowest = axis.by_kv_tile.divide(max(begin, 0));
+    const int highest = axis.by_kv_tile.divide(min(end, own.keys) - 1);
+    const int index = axis.by_kv_tile.divide(own.kv_begin), first_tile = p.first_tile[d];
+    const int first_run = max(min(highest, first_tile) - lowest + 1, 0);
+    before = index <= first_tile ? min(highest, first_tile) - index : first_run + highest - index;
+    tiles = highest - lowest + 1;
+  }
+  return {(of_lane(q_tile, 0) * of_lane(q_tiles, 1) + of_lane(q_tile, 1)) * of_lane(q_tiles, 2) + of_lane(q_tile, 2),
+          (of_lane(before, 0) * of_lane(tiles, 1) + of_lane(before, 1)) * of_lane(tiles, 2) + of_lane(before, 2)};
 }
 
 }  // namespace natten_jax::sm90
