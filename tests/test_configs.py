@@ -12,6 +12,8 @@ from families import Family, tile_pair
 from problems import Case, check, element_types
 
 import natten_jax
+from natten_jax import backends, simulator
+from natten_jax.devices import Device
 
 SHAPES = {1: (2, 40, 4, 16), 2: (2, 9, 10, 4, 16), 3: (2, 4, 5, 6, 4, 16)}
 
@@ -148,3 +150,17 @@ def test_every_listed_tile_size_of_attention_runs_and_is_right(family: Family) -
     query, key = (jax.ShapeDtypeStruct((1, n, 1, 8), family.dtype) for n in (150, 70))
     for tiles in every_pair(family, "fmha", query, key, key, is_causal=True):
         check(case, family, family.dtype, **tiles)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [8, 128, 136, 256])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_portable_kernels_fit_every_gpu_since_ampere(
+    capability: tuple[int, int], dtype: str, head_dim: int, direction: Any
+) -> None:
+    backend = backends.find("cutlass-fna", "fna")
+    device = Device("cuda", capability, is_present=False)
+    problem = simulator.problem_of((40, 50), 9, head_dim=head_dim, dtype=dtype)
+    assert backend.rejection(problem, device, direction) is None
+    assert backend.tile_pairs(problem, device, direction)

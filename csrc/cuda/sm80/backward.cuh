@@ -21,6 +21,8 @@
 
 namespace natten_jax::sm80 {
 
+constexpr int kMostQueries = 128;  // of a query tile
+
 /// How the warps divide the rows and columns of a product.
 template <int kRowWarps_, int kColumnWarps_>
 struct WarpGrid {
@@ -39,12 +41,15 @@ struct BackwardTraits {
   static constexpr int kKeys = kKeys_;
   static constexpr int kQueries = kQueries_;
   static constexpr int kStages = kStages_;  // query tiles in shared memory
-  static constexpr int kWarps = LogitWarps::kRowWarps * LogitWarps::kColumnWarps;
+  static constexpr int kWarps = KeyWarps::kRowWarps * KeyWarps::kColumnWarps;
+  static constexpr int kLogitWarps = LogitWarps::kRowWarps * LogitWarps::kColumnWarps;
   static constexpr int kThreads = 32 * kWarps;
-  static_assert(KeyWarps::kRowWarps * KeyWarps::kColumnWarps == kWarps);
+  static_assert(kLogitWarps <= kWarps);
   static_assert(QueryWarps::kRowWarps * QueryWarps::kColumnWarps == kWarps);
   using Tile = SharedTile<kHeadDim * sizeof(Element)>;
   using WeightTile = SharedTile<kQueries * sizeof(Element)>;
+
+  using QueryCopy = Gather<Tile, kQueries, kThreads>;
 
   struct SharedStorage {
     alignas(128) char k[kKeys * Tile::kRowBytes];
@@ -58,9 +63,9 @@ struct BackwardTraits {
     int query_tokens[kQueries];   // or -1
     TokenBox box;                 // queries that see some key
     int4 inner_begin, inner_end;  // queries that see every key
-    TileRows rows;                // of query tiles
+    TileRows<QueryCopy> rows;     // of query tiles
     int4 row_windows[kKeys][2];   // first query that sees the key (x, y, z) and its token, or -1; end of those queries
-    std::uint32_t mask_words[QueryColumnMask::capacity(TileRows::kMost)];
+    std::uint32_t mask_words[QueryColumnMask::capacity(kMostQueries)];
   };
 };
 
@@ -186,33 +191,28 @@ template <class Traits>
 CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedStorage& shared, const QueryStep& step,
                               int batch, int head, int stage) {
   using Element = typename Traits::Element;
-  using Copy = Gather<typename Traits::Tile, Traits::kQueries, Traits::kThreads>;
+  using Copy = typename Traits::QueryCopy;
   const Copy copy;
   const TokenBox& box = shared.box;
   const QueryWalk& at = step.walk;
   const int first_token = box.token(at.x, at.y, at.z);
   const bool is_whole = step.column + Traits::kQueries <= p.q_tile_tokens && at.is_inside(p.axis, box.begin, box.end);
   int tokens[Copy::kPasses];
-  shared.rows.load(tokens, step.column + copy.first);
-  std::uint32_t visible = static_cast<std::uint32_t>((std::uint64_t(1) << Copy::kPasses) - 1);
-  if (!is_whole) {
-    visible = shared.rows.template visible<Copy::kPasses>(box.end, at.x, at.y, at.z, step.column + copy.first,
-                                                          p.q_tile_tokens);
-  }
+  shared.rows.load(copy, tokens, step.column, first_token);
+  std::uint32_t visible = Copy::kAll;
+  if (!is_whole) visible = shared.rows.visible(copy, box.end, at.x, at.y, at.z, step.column, p.q_tile_tokens);
   const auto copy_head = [&](char* tile, const void* data, int head_dim) {
     const int head_bytes = head_dim * static_cast<int>(sizeof(Element)), token_bytes = p.heads * head_bytes;
-    const char* base = static_cast<const char*>(data) +
-                       (batch * p.queries * p.heads + head) * static_cast<std::int64_t>(head_bytes) +
-                       static_cast<std::int64_t>(first_token) * token_bytes;
+    const char* base =
+        static_cast<const char*>(data) + (batch * p.queries * p.heads + head) * static_cast<std::int64_t>(head_bytes);
     copy.copy(shared_address(tile), base, token_bytes, head_bytes, tokens, visible);
   };
   copy_head(shared.q[stage], p.query, p.head_dim);
   copy_head(shared.d_out[stage], p.out_cotangent, p.head_dim_v);
   if (threadIdx.x < Traits::kQueries) {
     const int row = step.column + threadIdx.x;
-    const bool exists =
-        is_whole || shared.rows.template visible<1>(box.end, at.x, at.y, at.z, row, p.q_tile_tokens) != 0;
-    const std::int64_t token = exists ? first_token + shared.rows.tokens[row] : 0;
+    const bool exists = is_whole || shared.rows.is_visible(box.end, at.x, at.y, at.z, row, p.q_tile_tokens);
+    const std::int64_t token = exists ? first_token + shared.rows.token(row) : 0;
     const std::int64_t i = (batch * p.queries + token) * p.heads + head;
     copy_word_async(shared_address(&shared.logsumexp[stage][threadIdx.x]), p.logsumexp + i, exists);
     copy_word_async(shared_address(&shared.delta[stage][threadIdx.x]), p.delta + i, exists);
@@ -259,8 +259,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (!plan_keys<Traits>(p, tile, group, shared)) continue;
     __syncthreads();
     const TokenBox& box = shared.box;
-    for (int row = threadIdx.x; row < TileRows::kMost; row += kThreads) {
-      shared.rows.fill(row, p.q_tile_tokens, p.axis[1].q_tile, p.axis[2].q_tile, box.pitch);
+    for (int row = threadIdx.x; row < kMostQueries; row += kThreads) {
+      shared.rows.fill(row, p.q_tile_tokens, p.axis[1].by_q_tile, p.axis[2].by_q_tile, box.pitch);
     }
     const auto key_row = [&](int head_dim) {
       return (batch * p.keys * p.heads_kv + kv_head) * static_cast<std::int64_t>(head_dim);
@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     commit_copies();
     __syncthreads();
     const QueryColumnMask column_mask(shared.mask_words, p.axis);
-    column_mask.template build<TileRows::kMost>(p.axis, shared.rows.coordinates, threadIdx.x, kThreads);
+    column_mask.template build<kMostQueries>(p.axis, warp, Traits::kWarps);
 
     float d_key[kKeyRows / 16][kKeyColumns / 8][4] = {}, d_value[kKeyRows / 16][kKeyColumns / 8][4] = {};
     const bool is_seen = box.begin.x < box.end.x && box.begin.y < box.end.y && box.begin.z < box.end.z;
@@ -295,11 +295,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       const QueryWalk& at = step.walk;
       if (threadIdx.x < kQueries) {
         const int row = step.column + threadIdx.x;
-        const bool exists = shared.rows.template visible<1>(box.end, at.x, at.y, at.z, row, p.q_tile_tokens) != 0;
-        shared.query_tokens[threadIdx.x] = exists ? box.token(at.x, at.y, at.z) + shared.rows.tokens[row] : -1;
+        const bool exists = shared.rows.is_visible(box.end, at.x, at.y, at.z, row, p.q_tile_tokens);
+        shared.query_tokens[threadIdx.x] = exists ? box.token(at.x, at.y, at.z) + shared.rows.token(row) : -1;
       }
 
-      {
+      if (Traits::kLogitWarps == Traits::kWarps || warp < Traits::kLogitWarps) {
         float s[kLogitRows / 16][kLogitColumns / 8][4] = {}, d_weight[kLogitRows / 16][kLogitColumns / 8][4] = {};
         const auto multiply = [&](auto& c, std::uint32_t a_tile, std::uint32_t b_tile) __attribute__((always_inline)) {
           const typename Product::template ReadA<Tile> read_a(a_tile, key0);

@@ -8,10 +8,9 @@
 
 namespace natten_jax::sm80 {
 
-/// Launches the form for a head dimension of 64, 128 or 256 that may use so many bytes of shared memory per block.
+/// Launches the form for a head dimension of 64, 128 or 256 that works on so many keys at a time.
 template <Arithmetic kArithmetic>
-cudaError_t launch_backward(const BackwardParams& params, int head_dim, int shared_memory, int ctas,
-                            cudaStream_t stream);
+cudaError_t launch_backward(const BackwardParams& params, int head_dim, int keys, int ctas, cudaStream_t stream);
 
 extern template cudaError_t launch_backward<Arithmetic::kFloat16>(const BackwardParams&, int, int, int, cudaStream_t);
 extern template cudaError_t launch_backward<Arithmetic::kBFloat16>(const BackwardParams&, int, int, int, cudaStream_t);

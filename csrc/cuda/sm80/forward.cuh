@@ -2,109 +2,89 @@
 // layout, mma.sync.
 //
 // A CTA owns a query tile, a warp 16 or 32 of its rows: logits, online softmax in base 2, output. Key/value tiles
-// start at the first key that the query tile's windows hold and are read in steps of a few columns. A tile that every
-// row sees whole is not masked; the others take one bit per element. Values are loaded while logits are computed, and
-// the next step's keys while values are used; the other CTAs of the multiprocessor fill the gaps.
+// start at the first key that the query tile's windows hold and are read in steps of a few columns. A tile that a
+// warp's rows see whole is not masked, one that they do not see is skipped, and the others take one bit per element.
+// The next step is loaded while this one is used, as far as shared memory goes; the other CTA of the multiprocessor
+// fills the gaps. What the loop needs to know of a step is worked out ahead, many steps at a time: registers and issue
+// slots are what the products compete for.
 #pragma once
 
 #include "cuda/common/column_mask.cuh"
 #include "cuda/sm80/gather.cuh"
+#include "cuda/sm80/key_steps.cuh"
 #include "cuda/sm80/online_softmax.cuh"
 #include "cuda/sm80/products.cuh"
 #include "cuda/sm80/tile_plan.cuh"
 
 namespace natten_jax::sm80 {
 
-template <class Element_, class Product_, int kHeadDim_, int kColumns_, int kWarps_ = 4>
+constexpr int kMostColumns = 128;  // of a key/value tile
+
+template <class Element_, class Product_, int kHeadDim_, int kColumns_, int kStages_>
 struct ForwardTraits {
   using Element = Element_;
   using Product = Product_;
   static constexpr int kHeadDim = kHeadDim_;  // at least head_dim and head_dim_v
   static constexpr int kColumns = kColumns_;  // keys of a step
-  static constexpr int kWarps = kWarps_;
+  static constexpr int kWarps = 4;
   static constexpr int kThreads = 32 * kWarps;
   using Tile = SharedTile<kHeadDim * sizeof(Element)>;
   static constexpr int kRowBlocks = Tile::kRowBytes <= 256 ? 2 : 1;  // of 16 rows, in a warp
+  static constexpr int kStages = kStages_;  // steps in shared memory; 0: keys and values take turns in one buffer
   static constexpr int kRows = 16 * kRowBlocks * kWarps;
   static constexpr bool kQueryInRegisters = Tile::kRowBytes <= 128;
 
+  using KeyCopy = Gather<Tile, kColumns, kThreads>;
+
   struct SharedStorage {
     alignas(128) char q[kRows * Tile::kRowBytes];
-    alignas(128) char k[kColumns * Tile::kRowBytes];
-    alignas(128) char v[kColumns * Tile::kRowBytes];
+    alignas(128) char keys_and_values[kStages == 0 ? 1 : 2 * kStages][kColumns * Tile::kRowBytes];
     TilePlan plan;
-    int4 row_windows[kRows][2];  // first key seen (x, y, z) and the row's token, or -1; end of the keys seen
-    TileRows columns;            // of key/value tiles
-    std::uint32_t mask_words[ColumnMask::capacity(TileRows::kMost)];
+    alignas(
+        16) int row_windows[kRows][2][4];  // first key seen (x, y, z) and the row's token, or -1; end of the keys seen
+    TileRows<KeyCopy> columns;             // of key/value tiles
+    KeySteps<kThreads> steps;
+    SeenBox warp_boxes[kWarps];
+    std::uint32_t mask_words[ColumnMask::capacity(kMostColumns)];
   };
 };
 
-/// A few columns of a key/value tile, or a few additional keys.
-struct Step {
-  int x, y, z;  // first key of the tile
-  int column;   // first column of the step, or the additional keys before it
-  bool is_window;
-
-  CUTE_DEVICE Step next(const ForwardParams& p, const TilePlan& plan, int columns) const {
-    Step step = *this;
-    step.column += columns;
-    if (is_window && step.column >= p.kv_tile_tokens) {
-      step.column = 0;
-      step.z += p.axis[2].kv_tile;
-      const bool ends_line = step.z >= plan.hull_end.z;
-      step.z = ends_line ? plan.hull_begin.z : step.z;
-      step.y += ends_line ? p.axis[1].kv_tile : 0;
-      const bool ends_plane = step.y >= plan.hull_end.y;
-      step.y = ends_plane ? plan.hull_begin.y : step.y;
-      step.x += ends_plane ? p.axis[0].kv_tile : 0;
-      step.is_window = step.x < plan.hull_end.x;
-    }
-    return step;
-  }
-
-  /// Whether the tile lies between `begin` and `end` whole.
-  CUTE_DEVICE bool is_inside(const ForwardParams& p, int4 begin, int4 end) const {
-    return x >= begin.x && y >= begin.y && z >= begin.z && x + p.axis[0].kv_tile <= end.x &&
-           y + p.axis[1].kv_tile <= end.y && z + p.axis[2].kv_tile <= end.z;
-  }
-
-  CUTE_DEVICE bool exists(const ForwardParams& p) const { return is_window || column < p.additional_kv; }
-};
-
-/// Starts to copy the keys or values of a step.
-///
-/// Args:
-///   bases: of the head's keys or values, and of the additional ones.
-///   head_dim: of those.
-template <class Traits>
-CUTE_DEVICE void load_step(const ForwardParams& p, const typename Traits::SharedStorage& shared, const Step& step,
-                           const char* const (&bases)[2], int head_dim, std::uint32_t tile) {
-  const Gather<typename Traits::Tile, Traits::kColumns, Traits::kThreads> gather;
-  constexpr int kPasses = decltype(gather)::kPasses;
-  constexpr std::uint32_t kAll = static_cast<std::uint32_t>((std::uint64_t(1) << kPasses) - 1);
+/// Starts to copy the keys and values of a step, or either.
+template <class Traits, bool kKeys, bool kValues>
+CUTE_DEVICE void load_step(const ForwardParams& p, const typename Traits::SharedStorage& shared, int step,
+                           std::uint32_t k, std::uint32_t v) {
+  using Steps = KeySteps<Traits::kThreads>;
+  using Copy = typename Traits::KeyCopy;
+  const Copy copy;
   const TilePlan& plan = shared.plan;
-  const int head_bytes = head_dim * static_cast<int>(sizeof(typename Traits::Element));
-  const int token_bytes = head_bytes * p.heads_kv;
-  int tokens[kPasses];
-  std::uint32_t visible = kAll;
-  const char* base = bases[step.is_window ? 0 : 1];
-  if (step.is_window) {
-    const int4 pitch = plan.key_pitch, end = plan.hull_end;
-    const int first_token = step.x * pitch.x + step.y * pitch.y + step.z * pitch.z + pitch.w;
-    const int column = step.column + gather.first;
-    shared.columns.load(tokens, column);
-    base += static_cast<std::int64_t>(first_token) * token_bytes;
-    if (step.column + Traits::kColumns > p.kv_tile_tokens || !step.is_inside(p, plan.hull_begin, end)) {
-      visible = shared.columns.template visible<kPasses>(end, step.x, step.y, step.z, column, p.kv_tile_tokens);
-    }
+  const int place = shared.steps.places[step % Steps::kCapacity], column = place >> 3;
+  const int4 at = shared.steps.tiles[step % Steps::kCapacity];
+  const bool is_window = (place & Steps::kWindow) != 0;
+  int tokens[Copy::kPasses];
+  if (is_window) {
+    shared.columns.load(copy, tokens, column, at.w);
   } else {
     CUTE_UNROLL
-    for (int i = 0; i < kPasses; ++i) {
-      tokens[i] = step.column + gather.first + i;
-      if (tokens[i] >= p.additional_kv) visible &= ~(1u << i);
-    }
+    for (int i = 0; i < Copy::kPasses; ++i) tokens[i] = at.w + copy.first + i * Copy::kStride;
   }
-  gather.copy(tile, base, token_bytes, head_bytes, tokens, visible);
+  const auto copy_both = [&](std::uint32_t visible) __attribute__((always_inline)) {
+    const auto copy_one = [&](std::uint32_t tile, const char* const(&bases)[2], int head_dim) {
+      const int head_bytes = head_dim * static_cast<int>(sizeof(typename Traits::Element));
+      copy.copy(tile, bases[is_window ? 0 : 1], head_bytes * p.heads_kv, head_bytes, tokens, visible);
+    };
+    if (kKeys) copy_one(k, plan.keys, p.head_dim);
+    if (kValues) copy_one(v, plan.values, p.head_dim_v);
+  };
+  if (place & Steps::kInside) {
+    copy_both(Copy::kAll);
+  } else if (is_window) {
+    copy_both(shared.columns.visible(copy, quad(plan.hull_end), at.x, at.y, at.z, column, p.kv_tile_tokens));
+  } else {
+    std::uint32_t visible = 0;
+    CUTE_UNROLL
+    for (int i = 0; i < Copy::kPasses; ++i) visible |= static_cast<std::uint32_t>(tokens[i] < p.additional_kv) << i;
+    copy_both(visible);
+  }
   commit_copies();
 }
 
@@ -114,64 +94,67 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
   using Element = typename Traits::Element;
   using Product = typename Traits::Product;
   using Tile = typename Traits::Tile;
+  using Steps = KeySteps<Traits::kThreads>;
   constexpr int kRows = Traits::kRows, kColumns = Traits::kColumns, kThreads = Traits::kThreads;
-  constexpr int kRowBlocks = Traits::kRowBlocks;
+  constexpr int kRowBlocks = Traits::kRowBlocks, kStages = Traits::kStages;
   constexpr int kHeadSteps = Traits::kHeadDim / Product::kStep;
+  constexpr std::uint32_t kStageBytes = kColumns * Tile::kRowBytes;
   constexpr float kLog2e = 1.4426950408889634f;
   extern __shared__ __align__(128) char raw[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(raw);
   const TilePlan& plan = shared.plan;
   const int lane4 = threadIdx.x % 4, warp_row = threadIdx.x / 32 * 16 * kRowBlocks;
   const int row0 = warp_row + threadIdx.x % 32 / 4;
-  const std::uint32_t q = shared_address(shared.q), k = shared_address(shared.k), v = shared_address(shared.v);
+  const std::uint32_t q = shared_address(shared.q);
+  const std::uint32_t k = shared_address(shared.keys_and_values), v = k + kStages * kStageBytes;
 
-  const QueryTile tile = find_tile(p, blockIdx.x);
-  for (int d = 0; d < 3; ++d) {
-    if (tile.axes[d].q_begin >= tile.axes[d].queries) return;
-  }
-  if (threadIdx.x == 0) share_plan<Element, kColumns>(p, tile, shared.plan);
-  // Rows past the query tile stand for its first; columns past the key/value tile are in no window.
-  for (int row = threadIdx.x; row < kRows; row += kThreads) {
-    const bool exists = row < p.q_tile_tokens;
-    const int line = (exists ? row : 0) / p.axis[2].q_tile;
-    const int at[3] = {line / p.axis[1].q_tile, line % p.axis[1].q_tile, (exists ? row : 0) % p.axis[2].q_tile};
-    const int2 x = tile.seen(p, 0, at[0]), y = tile.seen(p, 1, at[1]), z = tile.seen(p, 2, at[2]);
-    shared.row_windows[row][0] = make_int4(x.x, y.x, z.x, exists ? tile.token(p, at) : -1);
-    shared.row_windows[row][1] = make_int4(x.y, y.y, z.y, 0);
+  int batch, head;
+  {
+    const int d = planned_dimension(), dilation = p.axis[d].dilation;
+    const AxisPlan own = plan_axis(p, Origin::load(p.origins, d, dilation), Origin::load(p.origins, 3 + d, dilation),
+                                   blockIdx.x, batch, head);
+    if (__any_sync(0xffffffffu, own.q_begin >= own.queries)) return;
+    if (threadIdx.x >= kThreads - 32) share_plan<Element, kColumns>(p, own, batch, head, shared.plan);
+    const int row = warp_row + threadIdx.x % (16 * kRowBlocks);
+    plan_row(p, own, row, shared.row_windows[row][0], shared.row_windows[row][1], shared.warp_boxes[threadIdx.x / 32]);
+    for (int column = threadIdx.x; column < kMostColumns; column += kThreads) {
+      shared.columns.fill(column, p.kv_tile_tokens, p.axis[1].by_kv_tile, p.axis[2].by_kv_tile, key_pitch(p));
+    }
   }
   __syncthreads();
-  for (int column = threadIdx.x; column < TileRows::kMost; column += kThreads) {
-    shared.columns.fill(column, p.kv_tile_tokens, p.axis[1].kv_tile, p.axis[2].kv_tile, plan.key_pitch);
-  }
   const int query_bytes = p.head_dim * static_cast<int>(sizeof(Element));
   Gather<Tile, kRows, kThreads>().copy_tokens(
       q,
-      static_cast<const char*>(p.query) +
-          (tile.batch * p.queries * p.heads + tile.head) * static_cast<std::int64_t>(query_bytes),
-      p.heads * query_bytes, query_bytes, [&](int row) { return shared.row_windows[row][0].w; });
+      static_cast<const char*>(p.query) + (batch * p.queries * p.heads + head) * static_cast<std::int64_t>(query_bytes),
+      p.heads * query_bytes, query_bytes, [&](int row) { return shared.row_windows[row][0][3]; });
   commit_copies();
-  __syncthreads();
 
-  const int4 begin = plan.hull_begin, end = plan.hull_end;
-  Step step{begin.x, begin.y, begin.z, 0, begin.x < end.x && begin.y < end.y && begin.z < end.z};
-  bool exists = step.exists(p);
-  if (exists) load_step<Traits>(p, shared, step, plan.keys, p.head_dim, k);
+  const int steps = plan.steps;
+  shared.steps.fill(p, plan, kColumns, 0);
   const ColumnMask column_mask(shared.mask_words, p.axis);
-  if (plan.needs_mask) {
-    column_mask.template build<TileRows::kMost>(p.axis, shared.columns.coordinates, threadIdx.x, kThreads);
-  }
+  if (plan.needs_mask) column_mask.template build<kMostColumns>(p.axis, threadIdx.x / 32, Traits::kWarps);
+  __syncthreads();
+  if (steps > 0) load_step<Traits, true, (kStages > 1)>(p, shared, 0, k, v);
 
   const typename Product::template ReadA<Tile> read_q(q, warp_row);
   const typename Product::template ReadB<Tile> read_k(k, 0);
   const typename Product::template ReadTransposedB<Tile> read_v(v, 0);
   typename Product::A query[Traits::kQueryInRegisters ? kRowBlocks : 1][kHeadSteps];
   float o[kRowBlocks][Traits::kHeadDim / 8][4] = {};
-  // Negating the scale is negating the logits; a scale of zero makes them zero.
-  const float logit_sign = p.scale < 0.f ? -1.f : p.scale == 0.f ? 0.f : 1.f;
   OnlineSoftmax<kRowBlocks> softmax((p.scale == 0.f ? 1.f : fabsf(p.scale)) * kLog2e);
 
+  if (p.scale <= 0.f) {
+    // Negating the scale is negating the queries; a scale of zero makes them zero.
+    constexpr std::uint32_t kSigns = sizeof(Element) == 2 ? 0x80008000u : 0x80000000u;
+    wait_copies<0>();
+    __syncthreads();
+    for (int i = threadIdx.x; i < kRows * Tile::kRowBytes / 4; i += kThreads) {
+      store_word(q + 4 * i, p.scale == 0.f ? 0 : load_word(q + 4 * i) ^ kSigns);
+    }
+    __syncthreads();
+  }
   if (Traits::kQueryInRegisters) {
-    if (exists) {
+    if (steps > 0) {
       wait_copies<1>();
     } else {
       wait_copies<0>();
@@ -184,35 +167,30 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
     }
   }
 
-  while (exists) {
+  int stage = 0;
+  for (int step = 0; step < steps; ++step) {
     wait_copies<0>();
-    __syncthreads();  // these keys are there; the values before them have been used
-    load_step<Traits>(p, shared, step, plan.values, p.head_dim_v, v);
-    const Step next = step.next(p, plan, kColumns);
-    exists = next.exists(p);
+    __syncthreads();  // this step's keys are there; what is loaded next has been used
+    const std::uint32_t stage_bytes = kStages == 2 ? stage * kStageBytes : 0;
+    stage ^= 1;
+    if ((step + 1) % kThreads == 0) {
+      shared.steps.fill(p, plan, kColumns, step + 1);
+      __syncthreads();
+    }
+    if (kStages == 1) {
+      load_step<Traits, false, true>(p, shared, step, k, v);
+    } else if (kStages == 2 && step + 1 < steps) {
+      load_step<Traits, true, true>(p, shared, step + 1, k + stage * kStageBytes, v + stage * kStageBytes);
+    }
 
-    // Which elements are hidden.
-    const bool is_whole = step.is_window ? step.column + kColumns <= p.kv_tile_tokens &&
-                                               step.is_inside(p, plan.inner_begin, plan.inner_end)
-                                         : step.column + kColumns <= p.additional_kv;
-    std::uint32_t visible[kRowBlocks][2];
-    bool sees_any = true;
-    if (!is_whole && step.is_window) {
-      std::uint32_t any = 0;
-      const int4 begin = make_int4(step.x, step.y, step.z, 0);
-      CUTE_UNROLL
-      for (int i = 0; i < 2 * kRowBlocks; ++i) {
-        const int4* seen = shared.row_windows[row0 + 8 * i];
-        visible[i / 2][i % 2] = column_mask.row(p.axis, seen[0], seen[1], begin, lane4) >> step.column / 4;
-        any |= visible[i / 2][i % 2];
-      }
-      if constexpr (kColumns < TileRows::kMost) any &= (1u << kColumns / 4) - 1;
-      sees_any = __any_sync(0xffffffffu, any != 0);
-    } else if (!is_whole) {
-      CUTE_UNROLL
-      for (int i = 0; i < 2 * kRowBlocks; ++i) {
-        visible[i / 2][i % 2] = ColumnMask::first(p.additional_kv - step.column, lane4);
-      }
+    // Whether this warp's rows see the step's keys: none, all or some.
+    const int place = shared.steps.places[step % Steps::kCapacity];
+    bool is_whole = (place & Steps::kWhole) != 0, sees_any = true;
+    if ((place & (Steps::kWhole | Steps::kWindow)) == Steps::kWindow) {
+      const int4 at = shared.steps.tiles[step % Steps::kCapacity];
+      const auto& box = shared.warp_boxes[threadIdx.x / 32];
+      sees_any = box.overlaps(p, at);
+      is_whole = (place >> 3) + kColumns <= p.kv_tile_tokens && box.contains(p, at);
     }
 
     float s[kRowBlocks][kColumns / 8][4] = {};
@@ -226,33 +204,51 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
               read_q(a, 16 * m, step);
             }
           },
-          [&](auto& b, int n, int step) __attribute__((always_inline)) { read_k(b, 16 * n, step); });
+          [&](auto& b, int n, int step) __attribute__((always_inline)) { read_k(b, 16 * n, step, stage_bytes); });
     }
-    wait_copies<0>();
-    __syncthreads();  // these values are there; these keys have been used
-    if (exists) load_step<Traits>(p, shared, next, plan.keys, p.head_dim, k);
-    if (sees_any) {
-      if (logit_sign <= 0.f) {
-        CUTE_UNROLL
-        for (int e = 0; e < kRowBlocks * kColumns / 2; ++e) {
-          s[e / (kColumns / 2)][e / 4 % (kColumns / 8)][e % 4] *= logit_sign;
-        }
+    if (kStages < 2) {
+      if (kStages == 0) {
+        __syncthreads();  // these keys have been used
+        load_step<Traits, false, true>(p, shared, step, k, v);
       }
+      wait_copies<0>();
+      __syncthreads();  // these values are there; these keys have been used
+      if (kStages == 1 && step + 1 < steps) load_step<Traits, true, false>(p, shared, step + 1, k, v);
+    }
+    if (sees_any) {
       if (!is_whole) {
-        CUTE_UNROLL
-        for (int m = 0; m < kRowBlocks; ++m) {
+        // A loop, since the compiler would predicate instructions that it could jump over, and they would take issue
+        // slots in every step.
+        const int4 at = shared.steps.tiles[step % Steps::kCapacity];
+        std::uint32_t visible[2 * kRowBlocks];
+#pragma unroll 1
+        for (int i = 2 * kRowBlocks - 1; i >= 0; --i) {
           CUTE_UNROLL
-          for (int e = 0; e < kColumns / 2; ++e) {
-            if (!(visible[m][e / 2 % 2] & 1u << (e / 4 * 2 + e % 2))) s[m][e / 4][e % 4] = -INFINITY;
+          for (int j = 2 * kRowBlocks - 1; j > 0; --j) visible[j] = visible[j - 1];
+          if (place & Steps::kWindow) {
+            const auto& seen = shared.row_windows[row0 + 8 * i];
+            visible[0] = column_mask.row(p.axis, quad(seen[0]), quad(seen[1]), at, lane4) >> (place >> 3) / 4;
+          } else {
+            visible[0] = ColumnMask::first(p.additional_kv - at.w, lane4);
+          }
+        }
+        CUTE_UNROLL
+        for (int i = 0; i < 2 * kRowBlocks; ++i) {
+          CUTE_UNROLL
+          for (int e = 0; e < kColumns / 4; ++e) {
+            if (!(visible[i] & 1u << e)) s[i / 2][e / 2][i % 2 * 2 + e % 2] = -INFINITY;
           }
         }
       }
       softmax.update(s, o);
       accumulate<Product, kRowBlocks, Traits::kHeadDim / 16, kColumns / Product::kStep>(
           o, [&](auto& a, int m, int step) __attribute__((always_inline)) { a = Product::operand(s[m], step); },
-          [&](auto& b, int n, int step) __attribute__((always_inline)) { read_v(b, 16 * n, step); });
+          [&](auto& b, int n, int step) __attribute__((always_inline)) { read_v(b, 16 * n, step, stage_bytes); });
     }
-    step = next;
+    if (kStages == 0 && step + 1 < steps) {
+      __syncthreads();  // these values have been used
+      load_step<Traits, true, false>(p, shared, step + 1, k, v);
+    }
   }
 
   // Every warp writes its rows over those of the query, then whole rows to memory.
@@ -262,9 +258,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
   CUTE_UNROLL
   for (int i = 0; i < 2 * kRowBlocks; ++i) {
     const int row = row0 + 8 * i;
-    const int token = shared.row_windows[row][0].w;
+    const int token = shared.row_windows[row][0][3];
     if (lane4 == 0 && token >= 0) {
-      p.logsumexp[(tile.batch * p.queries + token) * p.heads + tile.head] = softmax.logsumexp(i / 2, i % 2);
+      p.logsumexp[(batch * p.queries + token) * p.heads + head] = softmax.logsumexp(i / 2, i % 2);
     }
     const float normalisation = softmax.normalisation(i / 2, i % 2);
     CUTE_UNROLL
@@ -276,12 +272,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
     }
   }
   __syncwarp();
-  char* out = static_cast<char*>(p.out) + (tile.batch * p.queries * p.heads + tile.head) * p.head_dim_v *
-                                              static_cast<std::int64_t>(sizeof(Element));
+  char* out = static_cast<char*>(p.out) +
+              (batch * p.queries * p.heads + head) * p.head_dim_v * static_cast<std::int64_t>(sizeof(Element));
   const int out_bytes = p.head_dim_v * static_cast<int>(sizeof(Element));
   for (int i = threadIdx.x % 32; i < 16 * kRowBlocks * Tile::kChunks; i += 32) {
     const int row = warp_row + i / Tile::kChunks, chunk = i % Tile::kChunks;
-    const int token = shared.row_windows[row][0].w;
+    const int token = shared.row_windows[row][0][3];
     if (token < 0 || chunk * 16 >= out_bytes) continue;
     const uint4 data = load_chunk(q + Tile::offset(row, chunk));
     *reinterpret_cast<uint4*>(out + static_cast<std::int64_t>(token) * p.heads * out_bytes + chunk * 16) = data;

@@ -8,13 +8,26 @@
 
 namespace natten_jax::sm80 {
 
-/// Launches the form for a head dimension of 64, 128 or 256 on `ctas` CTAs.
-template <Arithmetic kArithmetic>
-cudaError_t launch_forward(const ForwardParams& params, int head_dim, int ctas, cudaStream_t stream);
+/// Bytes of shared memory of a device.
+struct SharedMemory {
+  int block;           // that a CTA may have
+  int multiprocessor;  // that its CTAs share
+  int reserved;        // that each CTA takes besides its own
+};
 
-extern template cudaError_t launch_forward<Arithmetic::kFloat16>(const ForwardParams&, int, int, cudaStream_t);
-extern template cudaError_t launch_forward<Arithmetic::kBFloat16>(const ForwardParams&, int, int, cudaStream_t);
-extern template cudaError_t launch_forward<Arithmetic::kFloat32>(const ForwardParams&, int, int, cudaStream_t);
-extern template cudaError_t launch_forward<Arithmetic::kTensorFloat32>(const ForwardParams&, int, int, cudaStream_t);
+/// Launches a form for a head dimension of 64, 128 or 256 on `ctas` CTAs; cudaErrorInvalidConfiguration where none
+/// fits.
+template <Arithmetic kArithmetic>
+cudaError_t launch_forward(const ForwardParams& params, int head_dim, const SharedMemory& memory, int ctas,
+                           cudaStream_t stream);
+
+extern template cudaError_t launch_forward<Arithmetic::kFloat16>(const ForwardParams&, int, const SharedMemory&, int,
+                                                                 cudaStream_t);
+extern template cudaError_t launch_forward<Arithmetic::kBFloat16>(const ForwardParams&, int, const SharedMemory&, int,
+                                                                  cudaStream_t);
+extern template cudaError_t launch_forward<Arithmetic::kFloat32>(const ForwardParams&, int, const SharedMemory&, int,
+                                                                 cudaStream_t);
+extern template cudaError_t launch_forward<Arithmetic::kTensorFloat32>(const ForwardParams&, int, const SharedMemory&,
+                                                                       int, cudaStream_t);
 
 }  // namespace natten_jax::sm80

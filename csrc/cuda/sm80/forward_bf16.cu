@@ -1,4 +1,5 @@
 #include "cuda/sm80/forward_instances.cuh"
 
 template cudaError_t natten_jax::sm80::launch_forward<natten_jax::sm80::Arithmetic::kBFloat16>(const ForwardParams&,
-                                                                                               int, int, cudaStream_t);
+                                                                                               int, const SharedMemory&,
+                                                                                               int, cudaStream_t);

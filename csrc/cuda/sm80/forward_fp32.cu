@@ -1,4 +1,5 @@
 #include "cuda/sm80/forward_instances.cuh"
 
 template cudaError_t natten_jax::sm80::launch_forward<natten_jax::sm80::Arithmetic::kFloat32>(const ForwardParams&, int,
-                                                                                              int, cudaStream_t);
+                                                                                              const SharedMemory&, int,
+                                                                                              cudaStream_t);

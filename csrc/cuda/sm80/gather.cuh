@@ -6,23 +6,35 @@
 
 namespace natten_jax::sm80 {
 
-/// A thread's part of copying tiles of `kRows` rows: one chunk of a few consecutive rows.
-template <class Tile, int kRows, int kThreads>
-struct Gather {
-  static constexpr int kPasses = kRows * Tile::kChunks / kThreads;
-  static_assert(kPasses * kThreads == kRows * Tile::kChunks && kPasses <= 32);
-  const int first = threadIdx.x / Tile::kChunks * kPasses, chunk = threadIdx.x % Tile::kChunks;
+/// base + token * token_bytes in one instruction: the compiler would add the base to each product.
+CUTE_DEVICE const char* advance(const char* base, int token, int token_bytes) {
+  const char* result;
+  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(result) : "r"(token), "r"(token_bytes), "l"(base));
+  return result;
+}
 
-  /// Starts to copy rows of `head_bytes` whose tokens lie `tokens[i]` after `base`, in tokens of `token_bytes`; rows
-  /// that are not `visible` and chunks past the head become zeros.
+/// A thread's part of copying tiles of `kRows_` rows: one chunk of every few rows.
+template <class Tile, int kRows_, int kThreads>
+struct Gather {
+  static constexpr int kRows = kRows_;
+  static constexpr int kPasses = kRows * Tile::kChunks / kThreads;
+  static constexpr int kStride = kThreads / Tile::kChunks;  // rows between two of a thread
+  static_assert(kPasses * kStride == kRows && kPasses <= 32 && (kStride & (kStride - 1)) == 0);
+  const int first = threadIdx.x / Tile::kChunks, chunk = threadIdx.x % Tile::kChunks;
+
+  static constexpr std::uint32_t kAll = static_cast<std::uint32_t>((std::uint64_t(1) << kPasses) - 1);
+
+  /// Starts to copy rows of `head_bytes` of tokens `tokens[i]` of `token_bytes`; rows that are not `visible` and chunks
+  /// past the head become zeros.
   CUTE_DEVICE void copy(std::uint32_t tile, const char* base, int token_bytes, int head_bytes,
                         const int (&tokens)[kPasses], std::uint32_t visible) const {
     base += chunk * 16;
-    visible = chunk * 16 < head_bytes ? visible : 0;
+    const bool is_inside = chunk * 16 < head_bytes;
+    const std::uint32_t destination = tile + Tile::offset(first, chunk);
     CUTE_UNROLL
     for (int i = 0; i < kPasses; ++i) {
-      const char* source = base + static_cast<std::int64_t>(tokens[i]) * token_bytes;
-      copy_async(tile + Tile::offset(first + i, chunk), source, (visible >> i & 1) != 0);
+      copy_async(Tile::later_row(destination, i * kStride), advance(base, tokens[i], token_bytes),
+                 is_inside && (visible >> i & 1) != 0);
     }
   }
 
@@ -34,7 +46,7 @@ struct Gather {
     std::uint32_t visible = 0;
     CUTE_UNROLL
     for (int i = 0; i < kPasses; ++i) {
-      tokens[i] = token_of(first + i);
+      tokens[i] = token_of(first + i * kStride);
       visible |= static_cast<std::uint32_t>(tokens[i] >= 0) << i;
     }
     copy(tile, base, token_bytes, head_bytes, tokens, visible);
@@ -49,49 +61,65 @@ struct TokenBox {
   CUTE_DEVICE int token(int x, int y, int z) const { return x * pitch.x + y * pitch.y + z * pitch.z + pitch.w; }
 };
 
-/// Where the rows of a tile of tokens lie: in the tile, and relative to its first token.
+/// Where the rows of a tile of tokens lie: in the tile, and relative to its first token. They are in the order in which
+/// the threads of a `Copy` take them.
+template <class Copy>
 struct TileRows {
   static constexpr int kMost = 128;
 
-  uchar4 coordinates[kMost];  // x, y, z
+  alignas(16) uchar4 coordinates[kMost];  // x, y, z
   alignas(16) int tokens[kMost];
 
-  /// Works out the row that a thread is responsible for.
-  CUTE_DEVICE void fill(int row, int tile_tokens, int y_extent, int z_extent, int4 pitch) {
-    const int line = row / z_extent;
-    // Rows past the tile lie in no window.
-    const uchar4 at = row < tile_tokens ? make_uchar4(line / y_extent, line % y_extent, row % z_extent, 0)
-                                        : make_uchar4(255, 0, 0, 0);
-    coordinates[row] = at;
-    tokens[row] = at.x * pitch.x + at.y * pitch.y + at.z * pitch.z;
+  /// Where a row is.
+  CUTE_DEVICE static int place(int row) {
+    return row / Copy::kRows * Copy::kRows + row % Copy::kStride * Copy::kPasses + row % Copy::kRows / Copy::kStride;
   }
 
-  /// Which of `kCount` rows from `first` on lie before `end`, for a tile that starts at (x, y, z).
-  template <int kCount>
-  CUTE_DEVICE std::uint32_t visible(int4 end, int x, int y, int z, int first, int tile_tokens) const {
+  /// Works out the row that a thread is responsible for.
+  CUTE_DEVICE void fill(int row, int tile_tokens, const cutlass::FastDivmod& by_y_extent,
+                        const cutlass::FastDivmod& by_z_extent, int4 pitch) {
+    int line, x, y, z;
+    by_z_extent(line, z, row);
+    by_y_extent(x, y, line);
+    // Rows past the tile lie in no window.
+    const uchar4 at = row < tile_tokens ? make_uchar4(x, y, z, 0) : make_uchar4(255, 0, 0, 0);
+    coordinates[place(row)] = at;
+    tokens[place(row)] = at.x * pitch.x + at.y * pitch.y + at.z * pitch.z;
+  }
+
+  /// Whether a row lies before `end`, for a tile that starts at (x, y, z).
+  CUTE_DEVICE bool is_visible(int4 end, int x, int y, int z, int row, int tile_tokens) const {
+    const uchar4 at = coordinates[place(row)];
+    return row < tile_tokens && x + at.x < end.x && y + at.y < end.y && z + at.z < end.z;
+  }
+
+  /// The same for a thread's rows, a bit each; `row` is the first that all threads copy.
+  CUTE_DEVICE std::uint32_t visible(const Copy& copy, int4 end, int x, int y, int z, int row, int tile_tokens) const {
     std::uint32_t bits = 0;
     CUTE_UNROLL
-    for (int i = 0; i < kCount; ++i) {
-      const uchar4 at = coordinates[first + i];
-      const bool is_visible = first + i < tile_tokens && x + at.x < end.x && y + at.y < end.y && z + at.z < end.z;
-      bits |= static_cast<std::uint32_t>(is_visible) << i;
+    for (int i = 0; i < Copy::kPasses; ++i) {
+      bits |= static_cast<std::uint32_t>(is_visible(end, x, y, z, row + copy.first + i * Copy::kStride, tile_tokens))
+              << i;
     }
     return bits;
   }
 
-  template <int kCount>
-  CUTE_DEVICE void load(int (&result)[kCount], int first) const {
-    if constexpr (kCount % 4 != 0) {
+  CUTE_DEVICE int token(int row) const { return tokens[place(row)]; }
+
+  /// The tokens of a thread's rows of a tile whose first token is `first`.
+  CUTE_DEVICE void load(const Copy& copy, int (&result)[Copy::kPasses], int row, int first) const {
+    const int* of_thread = tokens + row + copy.first * Copy::kPasses;
+    if constexpr (Copy::kPasses % 4 != 0) {
       CUTE_UNROLL
-      for (int i = 0; i < kCount; ++i) result[i] = tokens[first + i];
+      for (int i = 0; i < Copy::kPasses; ++i) result[i] = first + of_thread[i];
     } else {
       CUTE_UNROLL
-      for (int i = 0; i < kCount; i += 4) {
-        const int4 four = *reinterpret_cast<const int4*>(&tokens[first + i]);
-        result[i] = four.x;
-        result[i + 1] = four.y;
-        result[i + 2] = four.z;
-        result[i + 3] = four.w;
+      for (int i = 0; i < Copy::kPasses; i += 4) {
+        const int4 four = *reinterpret_cast<const int4*>(of_thread + i);
+        result[i] = first + four.x;
+        result[i + 1] = first + four.y;
+        result[i + 2] = first + four.z;
+        result[i + 3] = first + four.w;
       }
     }
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <type_traits>
+#include <utility>
 
 #include "cuda/common/gradient_passes.h"
 #include "cuda/sm80/backward.h"
@@ -69,23 +70,44 @@ int heads_per_block(const Problem& problem) {
   return best;
 }
 
-/// Keys that the backward kernel works on at a time, and the shared memory that it needs.
-struct BackwardForm {
-  int keys;
-  std::int64_t shared_memory;
-};
-
-BackwardForm compiled_backward(const Problem& problem, int shared_memory) {
-  const int head_dim = compiled_head_dim(problem);
-  if (problem.element_type == ElementType::kFloat32) {
-    return head_dim == 64 ? BackwardForm{64, 96 << 10} : BackwardForm{32, (head_dim == 128 ? 80 : 148) << 10};
+/// What a device says of its shared memory.
+cudaError_t read_shared_memory(SharedMemory& memory) {
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  for (const auto& [value, attribute] : {std::pair{&memory.block, cudaDevAttrMaxSharedMemoryPerBlockOptin},
+                                         std::pair{&memory.multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor},
+                                         std::pair{&memory.reserved, cudaDevAttrReservedSharedMemoryPerBlock}}) {
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, device);
   }
-  if (head_dim == 64) return {128, 96 << 10};
-  if (head_dim == 128) return {shared_memory >= (226 << 10) ? 128 : 64, 80 << 10};
-  return {64, 120 << 10};
+  return error;
 }
 
+/// A form of the backward kernel: the keys that it works on at a time, and the bytes of shared memory that it needs.
+struct BackwardForm {
+  int keys;
+  int shared_memory;
+};
+
+/// The form with the most keys that fits.
+BackwardForm compiled_backward(const Problem& problem, int shared_memory) {
+  const int head_dim = compiled_head_dim(problem);
+  const auto first = [&](BackwardForm large, BackwardForm small) {
+    return large.shared_memory <= shared_memory ? large : small;
+  };
+  if (problem.element_type == ElementType::kFloat32) {
+    if (head_dim == 64) return {64, 96 << 10};
+    if (head_dim == 128) return {32, 80 << 10};
+    return first({32, 148 << 10}, {16, 80 << 10});
+  }
+  if (head_dim == 64) return {128, 96 << 10};
+  if (head_dim == 128) return first({128, 226 << 10}, {64, 80 << 10});
+  return first({64, 120 << 10}, {32, 84 << 10});
+}
+
+constexpr char kTooLittleSharedMemory[] = "the device has too little shared memory for heads of this width";
+
 std::string describe(cudaError_t error) {
+  if (error == cudaErrorInvalidConfiguration) return kTooLittleSharedMemory;
   return error == cudaSuccess ? std::string() : std::string("CUDA: ") + cudaGetErrorString(error);
 }
 
@@ -139,7 +161,9 @@ std::string run_forward(const Problem& problem, const TileShapes& tiles, const A
                       : problem.element_type == ElementType::kBFloat16 ? launch_forward<Arithmetic::kBFloat16>
                       : is_accurate                                    ? launch_forward<Arithmetic::kFloat32>
                                                                        : launch_forward<Arithmetic::kTensorFloat32>;
-  return describe(launch(p, compiled_head_dim(problem), static_cast<int>(all_tiles), stream));
+  SharedMemory memory{};
+  if (const auto error = read_shared_memory(memory)) return describe(error);
+  return describe(launch(p, compiled_head_dim(problem), memory, static_cast<int>(all_tiles), stream));
 }
 
 HeadBlock head_block(const Problem& problem, std::int64_t scratch_elements) {
@@ -153,19 +177,15 @@ HeadBlock head_block(const Problem& problem, std::int64_t scratch_elements) {
 
 std::string run_backward(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays,
                          const HeadBlock& block, std::int64_t kv_splits, bool is_accurate, cudaStream_t stream) {
-  int device = 0, shared_memory = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  }
-  if (error != cudaSuccess) return describe(error);
-  const BackwardForm form = compiled_backward(problem, shared_memory);
+  SharedMemory memory{};
+  if (const auto error = read_shared_memory(memory)) return describe(error);
+  const BackwardForm form = compiled_backward(problem, memory.block);
   for (const std::string& sentence :
        {check_arrays(problem), check_tile("q_tile_shape", tiles.query, kLargestBackwardTile),
         check_tile("kv_tile_shape", tiles.kv, kLargestBackwardTile)}) {
     if (!sentence.empty()) return sentence;
   }
-  if (form.shared_memory > shared_memory) return "the device has too little shared memory for heads of this width";
+  if (form.shared_memory > memory.block) return kTooLittleSharedMemory;
 
   const bool is_float32 = problem.element_type == ElementType::kFloat32;
   BackwardParams p{};
@@ -205,7 +225,7 @@ std::string run_backward(const Problem& problem, const TileShapes& tiles, const 
     p.by_splits = cutlass::FastDivmod(p.splits);
     p.by_groups = cutlass::FastDivmod(static_cast<int>(all_groups));
     return describe(
-        launch(p, compiled_head_dim(problem), shared_memory, static_cast<int>(heads * splits * all_groups), stream));
+        launch(p, compiled_head_dim(problem), form.keys, static_cast<int>(heads * splits * all_groups), stream));
   };
 
   // The heads of a block, from a head of a batch entry on: arrays start there, and their strides stay the same.

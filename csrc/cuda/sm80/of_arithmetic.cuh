@@ -24,6 +24,12 @@ struct OfArithmetic<Arithmetic::kTensorFloat32> {
   using Product = FloatProduct<false>;
 };
 
+/// Bytes of shared memory that a CTA may have on every GPU since Ampere.
+constexpr int kLeastSharedMemory = 99 << 10;
+
+template <class Traits>
+constexpr bool kFitsEverywhere = sizeof(typename Traits::SharedStorage) <= kLeastSharedMemory;
+
 /// Launches `kernel`, the form of a kernel for `Traits`.
 template <class Traits, class Params>
 cudaError_t launch(void (*kernel)(Params), const Params& params, int ctas, cudaStream_t stream) {

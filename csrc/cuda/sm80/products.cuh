@@ -31,14 +31,14 @@ struct HalfProduct {
     CUTE_DEVICE ReadA(std::uint32_t tile, int row) : lane(tile, row + threadIdx.x % 16, threadIdx.x % 32 / 16) {}
     CUTE_DEVICE void operator()(A& a, int rows, int step) const { load_matrices(a.r, lane.at(rows, 2 * step)); }
   };
-  /// Columns of B out of a tile that holds them as rows.
+  /// Columns of B out of a tile that holds them as rows, `offset` bytes after the one that the lane was set up for.
   template <class Tile>
   struct ReadB {
     typename Tile::Lane lane;
     CUTE_DEVICE ReadB(std::uint32_t tile, int row)
         : lane(tile, row + threadIdx.x % 32 / 16 * 8 + threadIdx.x % 8, threadIdx.x / 8 % 2) {}
-    CUTE_DEVICE void operator()(B& b, int rows, int step) const {
-      load_matrices(reinterpret_cast<std::uint32_t (&)[4]>(b), lane.at(rows, 2 * step));
+    CUTE_DEVICE void operator()(B& b, int rows, int step, std::uint32_t offset = 0) const {
+      load_matrices(reinterpret_cast<std::uint32_t (&)[4]>(b), lane.at(rows, 2 * step) + offset);
     }
   };
   /// Rows of A out of a tile that holds them as columns.
@@ -57,8 +57,8 @@ struct HalfProduct {
     typename Tile::Lane lane;
     CUTE_DEVICE ReadTransposedB(std::uint32_t tile, int column)
         : lane(tile, threadIdx.x % 16, column / 8 + threadIdx.x % 32 / 16) {}
-    CUTE_DEVICE void operator()(B& b, int columns, int step) const {
-      load_matrices_transposed(reinterpret_cast<std::uint32_t (&)[4]>(b), lane.at(kStep * step, columns / 8));
+    CUTE_DEVICE void operator()(B& b, int columns, int step, std::uint32_t offset = 0) const {
+      load_matrices_transposed(reinterpret_cast<std::uint32_t (&)[4]>(b), lane.at(kStep * step, columns / 8) + offset);
     }
   };
   template <class Tile>
@@ -117,7 +117,9 @@ struct FloatProduct {
     typename Tile::Lane lane;
     CUTE_DEVICE ReadB(std::uint32_t tile, int row)
         : lane(tile, row + threadIdx.x % 32 / 16 * 8 + threadIdx.x % 8, threadIdx.x / 8 % 2) {}
-    CUTE_DEVICE void operator()(B& b, int rows, int step) const { set_all(b, lane.at(rows, 2 * step)); }
+    CUTE_DEVICE void operator()(B& b, int rows, int step, std::uint32_t offset = 0) const {
+      set_all(b, lane.at(rows, 2 * step) + offset);
+    }
   };
   template <class Tile>
   struct ReadPairedA {
@@ -139,8 +141,8 @@ struct FloatProduct {
       even.base += threadIdx.x / 4 % 4 * 4;
       odd.base += threadIdx.x / 4 % 4 * 4;
     }
-    CUTE_DEVICE std::uint32_t word(int columns, int step, bool is_odd) const {
-      return load_word((is_odd ? odd : even).at(kStep * step, columns / 4));
+    CUTE_DEVICE std::uint32_t word(int columns, int step, bool is_odd, std::uint32_t offset = 0) const {
+      return load_word((is_odd ? odd : even).at(kStep * step, columns / 4) + offset);
     }
   };
   template <class Tile>
@@ -154,9 +156,9 @@ struct FloatProduct {
   template <class Tile>
   struct ReadTransposedB : ReadTransposed<Tile> {
     using ReadTransposed<Tile>::ReadTransposed;
-    CUTE_DEVICE void operator()(B& b, int columns, int step) const {
+    CUTE_DEVICE void operator()(B& b, int columns, int step, std::uint32_t offset = 0) const {
       CUTE_UNROLL
-      for (int i = 0; i < 4; ++i) b.set(i, this->word(columns + i / 2 * 8, step, i % 2));
+      for (int i = 0; i < 4; ++i) b.set(i, this->word(columns + i / 2 * 8, step, i % 2, offset));
     }
   };
 

@@ -23,6 +23,11 @@ struct SharedTile {
     return row * kRowBytes + ((chunk ^ permutation(row)) << 4);
   }
 
+  /// The address of the chunk `rows` below that at `address`, where the lower row's number is no more than their or.
+  CUTE_HOST_DEVICE static constexpr std::uint32_t later_row(std::uint32_t address, int rows) {
+    return (address ^ (permutation(rows) << 4)) + rows * kRowBytes;
+  }
+
   /// The address that a lane reads from, to which rows in multiples of 8 and chunks in multiples of 2 are added.
   struct Lane {
     std::uint32_t base;

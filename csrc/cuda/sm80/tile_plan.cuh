@@ -1,103 +1,119 @@
 // What a CTA of the forward kernel needs to know of its query tile.
 #pragma once
 
-#include "cuda/common/axis_plan.cuh"
+#include "cuda/common/lane_plan.cuh"
 #include "cuda/sm80/params.h"
 
 namespace natten_jax::sm80 {
 
-/// What all threads share, in shared memory.
-struct TilePlan {
-  int4 hull_begin, hull_end;    // local keys that some row sees: x, y, z
-  int4 inner_begin, inner_end;  // local keys that every row sees
-  int4 key_pitch;               // tokens between neighbors of the dilation group: x, y, z; its first token
-  const char* keys[2];          // of the batch entry and head: keys, additional keys
+/// Arrays of four hold x, y, z and one more number; all threads share them.
+struct alignas(16) TilePlan {
+  int hull_begin[4], hull_end[4];    // local keys that some row sees
+  int inner_begin[4], inner_end[4];  // local keys that every row sees
+  const char* keys[2];               // of the batch entry and head: keys, additional keys
   const char* values[2];
-  bool needs_mask;  // some tile is not seen whole by every row
+  int tiles[4];             // key/value tiles
+  int first_key;            // the dilation group's first token
+  int window_steps, steps;  // in which keys are read: those of the windows, all
+  bool needs_mask;          // some tile is not seen whole by every row
 };
 
-/// A query tile of one head, in every thread's registers.
-struct QueryTile {
-  int batch, head;
-  AxisPlan axes[3];
-
-  /// Local keys that the row's query sees in a dimension.
-  CUTE_DEVICE int2 seen(const ForwardParams& p, int d, int coordinate) const {
-    return axes[d].seen(p.axis[d], coordinate);
-  }
-
-  /// Token of the query at a place in the tile, or -1.
-  CUTE_DEVICE int token(const ForwardParams& p, const int (&coordinates)[3]) const {
-    int token = 0;
-    bool is_inside = true;
-    CUTE_UNROLL
-    for (int d = 0; d < 3; ++d) {
-      const int index = axes[d].q_begin + coordinates[d];
-      is_inside = is_inside && index < axes[d].queries;
-      token = token * p.axis[d].query_extent + index * p.axis[d].dilation + axes[d].query_residue;
-    }
-    return is_inside ? token : -1;
-  }
-};
-
-/// The tile with a number; from the slowest: batch, block of heads, dilation group, query tile, head.
-CUTE_DEVICE QueryTile find_tile(const ForwardParams& p, int number) {
-  int outer, in_group, group, batch, head, head_block, tile_index[3], residue[3];
-  p.by_heads_per_block(outer, head, number);
-  p.by_tiles_per_group(outer, in_group, outer);
-  p.axis[2].by_q_tiles(in_group, tile_index[2], in_group);
-  p.axis[1].by_q_tiles(tile_index[0], tile_index[1], in_group);
-  p.by_groups(outer, group, outer);
-  p.by_head_blocks(batch, head_block, outer);
-  head += head_block * p.heads_per_block;
-  p.axis[2].by_dilation(group, residue[2], group);
-  p.axis[1].by_dilation(residue[0], residue[1], group);
-  const auto axis_plan = [&](int d) {
-    const Axis& axis = p.axis[d];
-    // Late queries of a causal dimension see the most keys: the longest work comes first.
-    if (axis.is_causal) tile_index[d] = axis.q_tiles - 1 - tile_index[d];
-    return AxisPlan(axis, residue[d], tile_index[d], Origin::load(p.origins, d, axis.dilation),
-                    Origin::load(p.origins, 3 + d, axis.dilation));
-  };
-  return {batch, head, {axis_plan(0), axis_plan(1), axis_plan(2)}};
+/// Four numbers at once.
+CUTE_DEVICE int4 quad(const int (&numbers)[4]) {
+  return *reinterpret_cast<const int4*>(numbers);
 }
 
-/// Fills in what the threads share; one thread does. Tiles are read in steps of `kColumns` keys.
+/// Tokens between neighboring keys of a dilation group.
+CUTE_DEVICE int4 key_pitch(const ForwardParams& p) {
+  const int line = p.axis[2].kv_extent, plane = line * p.axis[1].kv_extent;
+  return make_int4(plane * p.axis[0].dilation, line * p.axis[1].dilation, p.axis[2].dilation, 0);
+}
+
+/// Fills in a plan; all lanes of a warp take part, and `own` are their dimensions. Tiles are read in steps of
+/// `kColumns` keys.
 template <class Element, int kColumns>
-CUTE_DEVICE void share_plan(const ForwardParams& p, const QueryTile& tile, TilePlan& plan) {
-  int hull_begin[3], hull_end[3], inner_begin[3], inner_end[3], pitch[3];
-  int first_token = 0, tokens = 1;
-  bool is_whole = true;
-  CUTE_UNROLL
-  for (int d = 0; d < 3; ++d) {
-    const int2 first = tile.seen(p, d, 0), last = tile.seen(p, d, p.axis[d].q_tile - 1);
-    hull_begin[d] = first.x;
-    hull_end[d] = last.y;
-    inner_begin[d] = last.x;
-    inner_end[d] = first.y;
-    is_whole = is_whole && first.x == last.x && first.y == last.y && p.axis[d].by_kv_tile.rem(last.y - first.x) == 0;
-    first_token = first_token * p.axis[d].kv_extent + tile.axes[d].kv_residue;
+CUTE_DEVICE void share_plan(const ForwardParams& p, const AxisPlan& own, int batch, int head, TilePlan& plan) {
+  const int lane = threadIdx.x % 32, d = planned_dimension();
+  // The windows of the first and the last row, a lane each: 3 * is_last + dimension.
+  const int of = min(lane, 5) % 3;
+  const bool is_last = lane >= 3;
+  const int2 window = of_lane(own, of).seen(p.axis[of], is_last ? p.axis[of].q_tile - 1 : 0);
+  if (lane < 6) {
+    (is_last ? plan.inner_begin : plan.hull_begin)[of] = window.x;
+    (is_last ? plan.hull_end : plan.inner_end)[of] = window.y;
   }
-  CUTE_UNROLL
-  for (int d = 2; d >= 0; --d) {
-    pitch[d] = tokens * p.axis[d].dilation;
-    tokens *= p.axis[d].kv_extent;
-  }
-  plan.needs_mask = !is_whole || p.kv_tile_tokens % kColumns != 0;
-  plan.hull_begin = make_int4(hull_begin[0], hull_begin[1], hull_begin[2], 0);
-  plan.hull_end = make_int4(hull_end[0], hull_end[1], hull_end[2], 0);
-  plan.inner_begin = make_int4(inner_begin[0], inner_begin[1], inner_begin[2], 0);
-  plan.inner_end = make_int4(inner_end[0], inner_end[1], inner_end[2], 0);
-  plan.key_pitch = make_int4(pitch[0], pitch[1], pitch[2], first_token);
-  const int kv_head = p.by_heads_per_kv.divide(tile.head);
+  const int hull_begin = of_lane(window.x, d), hull_end = of_lane(window.y, 3 + d);
+  const int inner_begin = of_lane(window.x, 3 + d), inner_end = of_lane(window.y, d);
+  const bool is_whole =
+      hull_begin == inner_begin && hull_end == inner_end && p.axis[d].by_kv_tile.rem(hull_end - hull_begin) == 0;
+  const bool needs_mask = !__all_sync(0xffffffffu, is_whole) || p.kv_tile_tokens % kColumns != 0;
+  const int tiles = p.axis[d].by_kv_tile.divide(max(hull_end - hull_begin, 0) + p.axis[d].kv_tile - 1);
+  const int all_tiles = of_lane(tiles, 0) * of_lane(tiles, 1) * of_lane(tiles, 2);
+  if (lane < 3) plan.tiles[lane] = tiles;
+  const int residue[3] = {of_lane(own.kv_residue, 0), of_lane(own.kv_residue, 1), of_lane(own.kv_residue, 2)};
+  if (lane != 0) return;
+  plan.needs_mask = needs_mask;
+  plan.window_steps = all_tiles * ((p.kv_tile_tokens + kColumns - 1) / kColumns);
+  plan.steps = plan.window_steps + (p.additional_kv + kColumns - 1) / kColumns;
+  plan.first_key = (residue[0] * p.axis[1].kv_extent + residue[1]) * p.axis[2].kv_extent + residue[2];
+  const int kv_head = p.by_heads_per_kv.divide(head);
   const auto of_head = [&](const void* data, std::int64_t tokens, int head_dim) {
     return static_cast<const char*>(data) +
-           (tile.batch * tokens * p.heads_kv + kv_head) * head_dim * static_cast<std::int64_t>(sizeof(Element));
+           (batch * tokens * p.heads_kv + kv_head) * head_dim * static_cast<std::int64_t>(sizeof(Element));
   };
   plan.keys[0] = of_head(p.key, p.keys, p.head_dim);
   plan.keys[1] = of_head(p.additional_keys, p.additional_kv, p.head_dim);
   plan.values[0] = of_head(p.value, p.keys, p.head_dim_v);
   plan.values[1] = of_head(p.additional_values, p.additional_kv, p.head_dim_v);
+}
+
+/// What a warp's rows see.
+struct SeenBox {
+  alignas(16) int hull_begin[4], hull_end[4];  // local keys that some row sees: x, y, z
+  int inner_begin[4], inner_end[4];            // local keys that every row sees
+
+  /// Whether some row sees keys of the key/value tile at `at`.
+  CUTE_DEVICE bool overlaps(const ForwardParams& p, int4 at) const {
+    const int4 begin = quad(hull_begin), end = quad(hull_end);
+    return at.x < end.x && at.y < end.y && at.z < end.z && at.x + p.axis[0].kv_tile > begin.x &&
+           at.y + p.axis[1].kv_tile > begin.y && at.z + p.axis[2].kv_tile > begin.z;
+  }
+
+  /// Whether every row sees all keys of the tile.
+  CUTE_DEVICE bool contains(const ForwardParams& p, int4 at) const {
+    const int4 begin = quad(inner_begin), end = quad(inner_end);
+    return at.x >= begin.x && at.y >= begin.y && at.z >= begin.z && at.x + p.axis[0].kv_tile <= end.x &&
+           at.y + p.axis[1].kv_tile <= end.y && at.z + p.axis[2].kv_tile <= end.z;
+  }
+};
+
+/// Fills in a row's window: first key seen (x, y, z) and the row's token, or -1; end of the keys seen. All lanes of a
+/// warp take part, and `box` becomes what their rows see. Rows past the query tile stand for its first.
+CUTE_DEVICE void plan_row(const ForwardParams& p, const AxisPlan& own, int row, int (&begin)[4], int (&end)[4],
+                          SeenBox& box) {
+  constexpr unsigned kAll = 0xffffffffu;
+  constexpr int kMost = 0x7fffffff;
+  const bool exists = row < p.q_tile_tokens;
+  int line, x, y, z, token = 0;
+  bool is_inside = exists;
+  p.axis[2].by_q_tile(line, z, exists ? row : 0);
+  p.axis[1].by_q_tile(x, y, line);
+#pragma unroll 1
+  for (int d = 0; d < 3; ++d) {
+    const Axis& axis = p.axis[d];
+    const AxisPlan plan = of_lane(own, d);
+    const int coordinate = d == 0 ? x : d == 1 ? y : z, index = plan.q_begin + coordinate;
+    const int2 seen = plan.seen(axis, coordinate);
+    begin[d] = seen.x;
+    end[d] = seen.y;
+    box.hull_begin[d] = __reduce_min_sync(kAll, exists ? seen.x : kMost);
+    box.hull_end[d] = __reduce_max_sync(kAll, exists ? seen.y : -kMost);
+    box.inner_begin[d] = __reduce_max_sync(kAll, exists ? seen.x : -kMost);
+    box.inner_end[d] = __reduce_min_sync(kAll, exists ? seen.y : kMost);
+    is_inside = is_inside && index < plan.queries;
+    token = token * axis.query_extent + index * axis.dilation + plan.query_residue;
+  }
+  begin[3] = is_inside ? token : -1;
 }
 
 }  // namespace natten_jax::sm80

@@ -3,7 +3,7 @@
 
 #include <cute/config.hpp>
 
-#include "cuda/common/axis_plan.cuh"
+#include "cuda/common/lane_plan.cuh"
 #include "cuda/sm90/params.h"
 
 namespace natten_jax::sm90 {
@@ -26,52 +26,6 @@ struct alignas(16) TilePlan {
   // Per coordinate inside the query tile: first key seen and end of the keys seen; those of x, of y, of z.
   int2 windows[kMostRows + 2];
 };
-
-/// What lanes of a warp hold for each other.
-CUTE_DEVICE int of_lane(int value, int lane) {
-  return __shfl_sync(0xffffffffu, value, lane);
-}
-CUTE_DEVICE AxisPlan of_lane(AxisPlan plan, int lane) {
-  plan.q_begin = of_lane(plan.q_begin, lane);
-  plan.queries = of_lane(plan.queries, lane);
-  plan.query_shift = of_lane(plan.query_shift, lane);
-  plan.kv_shift = of_lane(plan.kv_shift, lane);
-  plan.keys = of_lane(plan.keys, lane);
-  plan.length = of_lane(plan.length, lane);
-  return plan;
-}
-
-/// The dimension of a tile that a lane plans.
-CUTE_DEVICE int planned_dimension() {
-  return min(static_cast<int>(threadIdx.x % 32), 2);
-}
-
-/// The dimension's share of a tile.
-///
-/// Args:
-///   p: the launch.
-///   query_origin, kv_origin: of the dimension.
-///   tile: number of the tile; from the slowest: batch, block of heads, dilation group, query tile, head.
-///   batch, head: results.
-CUTE_DEVICE AxisPlan plan_axis(const ForwardParams& p, Origin query_origin, Origin kv_origin, int tile, int& batch,
-                               int& head) {
-  int outer, in_group, group, head_block, tile_x, tile_y, tile_z, residue_x, residue_y, residue_z;
-  p.by_heads_per_block(outer, head, tile);
-  p.by_tiles_per_group(outer, in_group, outer);
-  p.axis[2].by_q_tiles(in_group, tile_z, in_group);
-  p.axis[1].by_q_tiles(tile_x, tile_y, in_group);
-  p.by_groups(outer, group, outer);
-  p.by_head_blocks(batch, head_block, outer);
-  head += head_block * p.heads_per_block;
-  p.axis[2].by_dilation(group, residue_z, group);
-  p.axis[1].by_dilation(residue_x, residue_y, group);
-  const int d = planned_dimension();
-  const Axis& axis = p.axis[d];
-  int tile_index = d == 0 ? tile_x : d == 1 ? tile_y : tile_z;
-  // Late queries of a causal dimension see the most keys: the longest work comes first.
-  if (axis.is_causal) tile_index = axis.q_tiles - 1 - tile_index;
-  return AxisPlan(axis, d == 0 ? residue_x : d == 1 ? residue_y : residue_z, tile_index, query_origin, kv_origin);
-}
 
 /// Fills in all of a plan but its windows; all lanes of a warp take part.
 CUTE_DEVICE void plan_tile(const ForwardParams& p, const AxisPlan& own, int batch, int head, TilePlan& plan) {

@@ -1,0 +1,54 @@
+// The order in which the forward kernel reads a query tile's keys.
+#pragma once
+
+#include "cuda/sm80/params.h"
+#include "cuda/sm80/tile_plan.cuh"
+
+namespace natten_jax::sm80 {
+
+/// The steps in which a query tile's keys are read: a few columns of a key/value tile, or a few additional keys. They
+/// are worked out `kThreads` at a time, while those before them are still in use.
+template <int kThreads>
+struct KeySteps {
+  static constexpr int kCapacity = 2 * kThreads;
+  static constexpr int kWindow = 1;   // not additional keys
+  static constexpr int kInside = 2;   // all keys exist
+  static constexpr int kWhole = 4;    // every row sees all keys
+  alignas(16) int4 tiles[kCapacity];  // first key of the tile, x, y, z; its token, or the first additional key
+  int places[kCapacity];              // properties, and above those the first column
+
+  /// Works out the steps from `first` on; all threads take part.
+  CUTE_DEVICE void fill(const ForwardParams& p, const TilePlan& plan, int columns, int first) {
+    const int i = first + static_cast<int>(threadIdx.x);
+    if (i >= plan.steps) return;
+    int4 at = make_int4(0, 0, 0, 0);
+    int place = 0;
+    if (i < plan.window_steps) {
+      const int per_tile = (p.kv_tile_tokens + columns - 1) / columns;
+      const int tile = i / per_tile, column = (i - tile * per_tile) * columns;
+      const int line = tile / plan.tiles[2], x = line / plan.tiles[1];
+      at.x = plan.hull_begin[0] + x * p.axis[0].kv_tile;
+      at.y = plan.hull_begin[1] + (line - x * plan.tiles[1]) * p.axis[1].kv_tile;
+      at.z = plan.hull_begin[2] + (tile - line * plan.tiles[2]) * p.axis[2].kv_tile;
+      const int4 pitch = key_pitch(p);
+      at.w = at.x * pitch.x + at.y * pitch.y + at.z * pitch.z + plan.first_key;
+      const int end_x = at.x + p.axis[0].kv_tile, end_y = at.y + p.axis[1].kv_tile, end_z = at.z + p.axis[2].kv_tile;
+      const bool is_full = column + columns <= p.kv_tile_tokens;
+      if (is_full && end_x <= plan.hull_end[0] && end_y <= plan.hull_end[1] && end_z <= plan.hull_end[2]) {
+        place |= kInside;
+      }
+      if (is_full && at.x >= plan.inner_begin[0] && at.y >= plan.inner_begin[1] && at.z >= plan.inner_begin[2] &&
+          end_x <= plan.inner_end[0] && end_y <= plan.inner_end[1] && end_z <= plan.inner_end[2]) {
+        place |= kWhole;
+      }
+      place |= kWindow | column << 3;
+    } else {
+      at.w = (i - plan.window_steps) * columns;
+      if (at.w + columns <= p.additional_kv) place |= kInside | kWhole;
+    }
+    tiles[i % kCapacity] = at;
+    places[i % kCapacity] = place;
+  }
+};
+
+}  // namespace natten_jax::sm80
