@@ -23,24 +23,6 @@ struct BoxMask {
   /// Words that tables for tiles of at most `columns` columns take.
   static constexpr int capacity(int columns) { return 4 * (columns + 2 + 2 * 2); }
 
-  /// Fills the tables; all of `threads` threads take part, and their results need a barrier before use.
-  ///
-  /// `coordinates` are those of each column in the tile: x, y, z.
-  template <int kColumns>
-  CUTE_DEVICE void build(const Axis (&axis)[3], const uchar4* coordinates, int thread, int threads) const {
-    for (int i = thread; i < 4 * (axis[0].*kTile + axis[1].*kTile + axis[2].*kTile + 3); i += threads) {
-      const int d = i < offset[1] ? 0 : i < offset[2] ? 1 : 2;
-      const int cut = (i - offset[d]) / 4;
-      std::uint32_t bits = 0;
-#pragma unroll 8
-      for (int e = 0; e < kColumns / 4; ++e) {
-        const uchar4 at = coordinates[8 * (e / 2) + 2 * (i % 4) + e % 2];
-        bits |= static_cast<std::uint32_t>((d == 0 ? at.x : d == 1 ? at.y : at.z) < cut) << e;
-      }
-      words[i] = bits;
-    }
-  }
-
   /// Fills the tables; warps 0 to `warps` - 1 take part whole, and their results need a barrier before use.
   template <int kColumns>
   CUTE_DEVICE void build(const Axis (&axis)[3], int warp, int warps) const {
