@@ -60,8 +60,8 @@ _TIMES = simulator.Calibration(
         "forward": (
             simulator.Kernel(64, 128, 64, 8e-6, 2.3e-6, 0.5e-6),
             simulator.Kernel(64, 128, 128, 8e-6, 4.6e-6, 1.0e-6),
-            simulator.Kernel(128, 128, 64, 10e-6, 3.3e-6, 0.6e-6),
-            simulator.Kernel(128, 128, 128, 10e-6, 6.6e-6, 1.2e-6),
+            simulator.Kernel(128, 128, 64, 3.4e-6, 2.8e-6, 1.2e-6),
+            simulator.Kernel(128, 128, 128, 3.4e-6, 5.6e-6, 2.4e-6),
             simulator.Kernel(256, 64, 64, 10e-6, 4.0e-6, 0.6e-6),
             simulator.Kernel(256, 64, 128, 10e-6, 8.0e-6, 1.2e-6),
         ),
