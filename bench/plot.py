@@ -22,22 +22,30 @@ _COLORS = {"cold": "#7fb2d9", "sustained": "#1f5f99"}
 
 
 def draw_speedups(results: Mapping[str, Mapping[str, Any]], baseline: str, path: Path) -> None:
-    """One pair of bars per problem that both natten_jax and the baseline ran: speed-up cold and sustained."""
+    """One bar for each mode of each problem that both natten_jax and the baseline ran in it."""
     speedups = {
-        name: [result[mode]["speedup"][baseline] for mode in MODES]
+        name: bars
         for name, result in results.items()
-        if all(baseline in result.get(mode, {}).get("speedup", {}) for mode in MODES)
+        if (
+            bars := {
+                mode: result[mode]["speedup"][baseline]
+                for mode in MODES
+                if baseline in result.get(mode, {}).get("speedup", {})
+            }
+        )
     }
     if not speedups:
         raise ValueError(f"no problem was run by both natten_jax and {baseline}")
-    height = 0.4
+    modes = [mode for mode in MODES if any(mode in bars for bars in speedups.values())]
+    height = 0.8 / len(modes)
     figure, axes = plt.subplots(figsize=(8, 1.2 + 0.4 * len(speedups)), layout="constrained")
-    for i, mode in enumerate(MODES):
-        values = [values[i] for values in speedups.values()]
-        bars = axes.barh(
-            [row + (i - 0.5) * height for row in range(len(values))], values, height, label=mode, color=_COLORS[mode]
+    for i, mode in enumerate(modes):
+        rows = [row for row, bars in enumerate(speedups.values()) if mode in bars]
+        values = [bars[mode] for bars in speedups.values() if mode in bars]
+        drawn = axes.barh(
+            [row + (i - (len(modes) - 1) / 2) * height for row in rows], values, height, label=mode, color=_COLORS[mode]
         )
-        axes.bar_label(bars, [f"{value:.2f}x" for value in values], padding=2, fontsize=7)
+        axes.bar_label(drawn, [f"{value:.2f}x" for value in values], padding=2, fontsize=7)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_yticks(range(len(speedups)), list(speedups))
     axes.invert_yaxis()
@@ -46,7 +54,7 @@ def draw_speedups(results: Mapping[str, Mapping[str, Any]], baseline: str, path:
     axes.set_xticks(ticks := [0.5, 1, 2, 4, 8, 16], [f"{tick:g}x" for tick in ticks])
     axes.minorticks_off()
     axes.set_xlabel(f"speed-up over {baseline} self attention of the same layout")
-    axes.legend(loc="lower right")
+    figure.legend(loc="outside upper right", ncols=len(modes))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -102,6 +102,10 @@ def test_command_line_saves_figures_and_a_picture(
     assert files[1].read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     with pytest.raises(ValueError, match="cudnn"):
         plot.draw_speedups(saved["results"], "cudnn", files[1])
+    files[1].unlink()
+    del saved["results"]["small"]["sustained"]
+    plot.draw_speedups(saved["results"], "xla", files[1])
+    assert files[1].exists()
 
 
 def test_exit_status_tells_that_natten_jax_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
