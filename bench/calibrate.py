@@ -9,6 +9,7 @@ Two steps, the first on the GPU, the second anywhere:
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import json
 import statistics
@@ -32,6 +33,8 @@ from natten_jax.profiler.program import Program
 from natten_jax.profiler.workload import Workload, compile_workload
 from natten_jax.simulator import Calibration, Kernel
 
+#: Set of records that other benchmarks made after a pause, at the full clock.
+COLD = "cold"
 SETS = {"examples": EXAMPLES, "fitted": FITTED, "held back": HELD_BACK}
 #: Ranks, in the order of the model so far, of the pairs that are measured beside the first one for the fit.
 OTHER_RANKS = (1, 4, 12, 40, 150)
@@ -41,6 +44,9 @@ _CLOCK_BOUNDS = (0.05, 1e-4), (0.3, 3e-2)
 
 #: Weight of a coefficient's change beside that of a measurement's error.
 _INERTIA = 3e-3
+
+#: Weight of the differences between the errors of one problem's tiles.
+_RANKING = 2.0
 
 #: Seconds up to which a kernel runs at the full clock.
 _BRIEF = 2e-3
@@ -148,10 +154,16 @@ def fit(every: list[Sample], model: Calibration) -> Calibration:
         sample
         for sample in every
         if sample.record["set"] != "held back"
-        and (sample.record["is_recommended"] or sample.record["seconds"] < _BRIEF)
+        and (sample.record["is_recommended"] or sample.record["set"] == COLD or sample.record["seconds"] < _BRIEF)
     ]
     measured = np.log([sample.record["seconds"] for sample in used])
     weights = np.array([2.0 if sample.record["is_recommended"] else 1.0 for sample in used])
+
+    groups: dict[Any, list[int]] = collections.defaultdict(list)
+    for row, sample in enumerate(used):
+        record = sample.record
+        groups[record["set"] == COLD, record["is_recommended"], sample.which, record["arguments"]].append(row)
+    together = [rows for rows in groups.values() if len(rows) > 1]
 
     def unpack(parameters: Any) -> Calibration:
         launch, backward_launch, slowdown, onset, *costs = map(float, np.exp(parameters))
@@ -169,9 +181,13 @@ def fit(every: list[Sample], model: Calibration) -> Calibration:
         )
 
     def residuals(parameters: Any) -> Any:
-        errors = weights * (np.log(predicted(used, unpack(parameters))) - measured)
-        # What no measurement is about stays as it is.
-        return np.concatenate([errors, _INERTIA * (parameters - start)])
+        errors = np.log(predicted(used, unpack(parameters))) - measured
+        # Tiles are ranked within a problem, and were measured together: how they differ counts more than how long they
+        # take. What no measurement is about stays as it is.
+        differences = [errors[rows] - np.mean(errors[rows]) for rows in together]
+        return np.concatenate(
+            [weights * errors, *(_RANKING * each for each in differences), _INERTIA * (parameters - start)]
+        )
 
     costs = [getattr(kernel, name) for _, kernel in kernels for name in costs_of(kernel)]
     start = np.log([model.launch, model.launch_of("backward"), model.slowdown, model.onset, *costs])
@@ -190,9 +206,11 @@ def costs_of(kernel: Kernel) -> tuple[str, ...]:
 def predicted(every: list[Sample], model: Calibration) -> list[float]:
     """Seconds that a model predicts for samples, whose kernels are found again by their size."""
     seconds = []
+    full_clock = dataclasses.replace(model, slowdown=0.0)
     for sample in every:
         (kernel,) = (each for each in model.kernels[sample.which] if each.size == sample.kernel.size)
-        seconds.append(float(simulator.predict(sample.problem, sample.counts.tiles, sample.which, kernel, model)))
+        clock = full_clock if sample.record["set"] == COLD else model
+        seconds.append(float(simulator.predict(sample.problem, sample.counts.tiles, sample.which, kernel, clock)))
     return seconds
 
 

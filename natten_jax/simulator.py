@@ -5,11 +5,13 @@ coefficients fitted to measurements on one kind of device (:mod:`natten_jax.cali
 
     streaming = streamed_tile * (seen tiles) + masking * (masked tiles) + skipping * (skipped tiles)
     tile = owned_tile + streaming / (owned tiles)
-    work = ceil(batch * heads * (owned tiles) / multiprocessors) * tile
+    work = rounds * tile
     busy = launch + max(work, byte * (bytes of inputs and results))
     time = busy * (1 + slowdown * busy / (busy + onset))
 
-The last line is the clock, which falls while a kernel keeps the device at its power limit. A backward pass is several
+A tile counts as masked if any row group masks it, because they take turns. There are ``batch * heads * (owned tiles) /
+multiprocessors`` rounds, rounded up; where a kernel takes its tiles from a counter, half a round is added instead. The
+last line is the clock, which falls while a kernel keeps the device at its power limit. A backward pass is several
 kernels and has a ``launch`` of its own.
 """
 
@@ -246,9 +248,10 @@ def timed_tiles(problem: Problem, axes: Sequence[Axis], pair: TilePair, which: P
     extents = list(zip(axes, owned_tile, streamed_tile, strict=True))
     counts = [axis_counts(*each, "anchored", which) for each in extents]
     owned, streamed = math.prod(each.owned for each in counts), math.prod(each.streamed for each in counts)
-    seen, whole = map(sum, zip(*part_counts(extents, "anchored", which, kernel), strict=True))
+    seen = sum(each for each, _ in part_counts(extents, "anchored", which, kernel)) / kernel.row_groups
     fills = math.prod(streamed_tile) == kernel.streamed_tokens
-    tiles = TimedTiles(owned, streamed, seen / kernel.row_groups, whole / kernel.row_groups if fills else 0)
+    whole = math.prod(each.whole for each in counts) if fills else 0
+    tiles = TimedTiles(owned, streamed, seen, whole)
     if not problem.additional_kv:
         return tiles
     extra = additional_counts(problem, owned, streamed_tile, (kernel.owned_tokens, kernel.streamed_tokens), which)
@@ -272,8 +275,8 @@ def predict(problem: Problem, counts: Any, which: Pass, kernel: Kernel, calibrat
     owned, streamed, seen, whole = np.moveaxis(np.asarray(counts, np.float64), -1, 0)
     # In the backward pass a key/value tile is worked on once for all query heads that share it.
     heads, repeats = (problem.heads, 1) if which == "forward" else (problem.heads_kv, problem.heads // problem.heads_kv)
-    streaming = kernel.streamed_tile * seen + kernel.masking * (seen - whole) + kernel.skipping * (streamed - seen)
-    rounds = np.ceil(problem.batch * heads * owned / calibration.multiprocessors)
+    streaming = kernel.streamed_tile * seen + kernel.masking * (streamed - whole) + kernel.skipping * (streamed - seen)
+    rounds = calibration.rounds(problem.batch * heads * owned, which)
     tile = kernel.owned_tile + repeats * streaming / owned
     moving = calibration.byte * least_bytes(problem, which)
     return calibration.clocked(calibration.launch_of(which) + np.maximum(rounds * tile, moving))

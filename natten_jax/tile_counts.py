@@ -46,7 +46,7 @@ class TimedTiles(NamedTuple):
         owned: Owned tiles.
         streamed: Streamed tiles.
         seen: Their parts that are computed, in tiles.
-        whole: Those of them that need no mask.
+        whole: Streamed tiles that no row group masks.
     """
 
     owned: float
@@ -88,8 +88,7 @@ class TileCounts:
     @property
     def tiles(self) -> TimedTiles:
         """What the time model sees of them."""
-        parts = self.row_groups
-        return TimedTiles(self.owned, self.streamed, self.seen_parts / parts, self.whole_parts / parts)
+        return TimedTiles(self.owned, self.streamed, self.seen_parts / self.row_groups, self.whole)
 
     @property
     def streamed_per_owned(self) -> float:

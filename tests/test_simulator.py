@@ -187,6 +187,13 @@ def test_row_groups_skip_and_mask_on_their_own() -> None:
     assert more.whole_parts - counts.whole_parts == 2 * 2 * counts.owned
 
 
+def test_a_tile_that_one_row_group_masks_takes_the_time_of_a_mask() -> None:
+    kernel = Kernel(128, 8, 4, 1e-6, 1e-6, 0.0, row_groups=2)
+    counts = simulator.count_tiles(a_problem((40, 40), (6, 6)), ((4, 2), (2, 2)), kernel=kernel)
+    assert counts.whole_parts > 2 * counts.whole
+    assert counts.tiles == (counts.owned, counts.streamed, counts.seen_parts / 2, counts.whole)
+
+
 def test_additional_tokens_are_tiles_of_their_own() -> None:
     problem = a_problem((10, 6), (3, 3))
     pair = (2, 3), (4, 2)
@@ -311,6 +318,11 @@ def test_time_model() -> None:
     slow_memory = a_calibration(byte=1e-11)
     found = simulator.simulate(problem, pair, calibration=slow_memory)
     assert found.seconds == pytest.approx(2e-6 + 1e-11 * found.least_bytes)
+    # 600 tiles are six rounds; where they are taken from a counter, the last ones end half a round after the others.
+    counted = simulator.simulate(dataclasses.replace(problem, heads=6), pair, calibration=a_calibration(tail=0.5))
+    assert counted.seconds == pytest.approx(2e-6 + 6.5 * 14e-6)
+    dealt = simulator.simulate(dataclasses.replace(problem, heads=3), pair, calibration=a_calibration(tail=0.5))
+    assert dealt.seconds == pytest.approx(2e-6 + 3 * 14e-6)
     throttled = a_calibration(slowdown=0.5, onset=16e-6)
     assert simulator.simulate(problem, pair, calibration=throttled).seconds == pytest.approx(16e-6 * 1.25)
     masked = dataclasses.replace(problem, kernel_size=(1281,), stride=(1281,))

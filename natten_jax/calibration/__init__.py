@@ -12,8 +12,13 @@ import math
 from importlib import resources
 from typing import Any, Literal
 
+import numpy as np
+
 from natten_jax.devices import ComputeCapability
 from natten_jax.problem import Problem, Shape
+
+#: Rounds from which on kernels take tiles from a counter: kTilesWorthCounting of csrc/cuda/sm90/launch.cpp.
+_COUNTED_ROUNDS = 4
 
 Pass = Literal["forward", "backward"]
 TilePair = tuple[Shape, Shape]
@@ -69,6 +74,8 @@ class Calibration:
         onset: Seconds of work after which half of that applies.
         kernels: The compiled kernels of each pass.
         backward_launch: As ``launch``, of a backward pass, which is several kernels; ``None`` is the same.
+        tail: Rounds by which the last of many tiles of a forward pass outlast the others, as whoever is done takes the
+            next one; ``None``: tiles are dealt out beforehand.
     """
 
     family: str
@@ -81,6 +88,7 @@ class Calibration:
     onset: float
     kernels: dict[str, tuple[Kernel, ...]]
     backward_launch: float | None = None
+    tail: float | None = None
 
     def launch_of(self, which: Pass) -> float:
         """Seconds that a pass takes, whatever its size."""
@@ -96,6 +104,13 @@ class Calibration:
             if all(size <= limit for size, limit in zip(sizes, kernel.size, strict=True))
         ]
         return min(fitting, key=lambda kernel: kernel.size, default=None)
+
+    def rounds(self, tiles: Any, which: Pass) -> Any:
+        """Rounds that the multiprocessors work on owned tiles."""
+        rounds = tiles / self.multiprocessors
+        if self.tail is None or which == "backward":
+            return np.ceil(rounds)
+        return np.where(rounds < _COUNTED_ROUNDS, np.ceil(rounds), rounds + self.tail)
 
     def clocked(self, busy: Any) -> Any:
         """Seconds that work takes whose length is ``busy`` at the full clock."""
