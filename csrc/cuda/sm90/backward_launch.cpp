@@ -88,8 +88,8 @@ int longest_inner(const BackwardParams& p) {
   std::int64_t tiles = 1;
   for (const Axis& axis : p.axis) {
     // The hull of two keys grows with their distance, in whole stride groups.
-    const int distance = (axis.kv_tile + axis.stride - 2) / axis.stride * axis.stride;
-    tiles *= (axis.kernel_size + axis.stride - 1 + distance + axis.q_tile - 1) / axis.q_tile;
+    const std::int64_t stride = axis.stride, distance = (axis.kv_tile + stride - 2) / stride * stride;
+    tiles = saturating_product(tiles, (axis.kernel_size + stride - 1 + distance + axis.q_tile - 1) / axis.q_tile);
   }
   return static_cast<int>(std::min<std::int64_t>(tiles, std::numeric_limits<std::int32_t>::max()));
 }
@@ -105,7 +105,7 @@ std::int64_t counters(const Problem& problem, const TileShapes& tiles, bool is_d
   std::int64_t turns = problem.batch * problem.heads;
   for (int d = 0; d < kRank; ++d) {
     const Axis axis = describe_axis(problem.dims[d], tiles.query[d], tiles.kv[d]);
-    turns *= axis.dilation * axis.q_tiles;
+    turns = saturating_product(turns, saturating_product(axis.dilation, axis.q_tiles));
   }
   return 1 + turns;
 }
