@@ -8,6 +8,8 @@
 
 namespace natten_jax::sm90 {
 
+constexpr int kConsumers = 256;  // threads of the two warpgroups that compute
+constexpr int kThreads = 128 + kConsumers;
 constexpr int kConsumerWarps = kConsumers / 32;
 constexpr int kSumChunk = 32;  // elements of a 128-byte swizzled row of the query gradient's sums
 

@@ -164,8 +164,8 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
     if (!kIsKey && is_first) wait(shared.first_key_loaded, 0);
     if constexpr (kIsKey) shared.tile[stage] = make_int4(x, y, z, mask);
     ClusterTransactionBarrier::arrive_and_expect_tx(&full[stage], chunks * rows * kRowBytes);
-    load_head_tile(map, &full[stage], buffers + stage * Traits::kColumns * Traits::kHeadDim, chunks, Traits::kColumns,
-                   start, z, y, x);
+    load_tile(map, &full[stage], buffers + stage * Traits::kColumns * Traits::kHeadDim, chunks, Traits::kColumns, 0,
+              start, z, y, x);
     if (kIsKey && is_first) {
       // All that the first product needs is on its way alone.
       wait(full[stage], phase);
@@ -183,8 +183,8 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
       wait(shared.empty_q, q_phase ^ 1);
       q_phase ^= 1;
       ClusterTransactionBarrier::arrive_and_expect_tx(&shared.full_q, chunks * p.q_tile_tokens * kRowBytes);
-      load_head_tile<Element>(&p.query[plan.query_map], &shared.full_q, shared.q, chunks, Traits::kRows,
-                              plan.query_slot, plan.q_begin[2], plan.q_begin[1], plan.q_begin[0]);
+      load_tile<Element>(&p.query[plan.query_map], &shared.full_q, shared.q, chunks, Traits::kRows, 0, plan.query_slot,
+                         plan.q_begin[2], plan.q_begin[1], plan.q_begin[0]);
     }
     const CUtensorMap* map = kIsKey ? &p.key[plan.kv_map] : &p.value[plan.kv_map];
     const CUtensorMap* additional_map = kIsKey ? &p.additional_keys : &p.additional_values;

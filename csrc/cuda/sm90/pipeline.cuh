@@ -12,8 +12,6 @@ using namespace cute;
 using cutlass::arch::ClusterBarrier;
 using cutlass::arch::ClusterTransactionBarrier;
 
-constexpr int kConsumers = 256;  // threads of the two warpgroups that compute
-constexpr int kThreads = 128 + kConsumers;
 constexpr int kChunk = 64;  // elements of a 128-byte swizzled row: head dimensions are loaded in chunks of this many
 
 CUTE_DEVICE void wait(std::uint64_t& barrier, int phase) {
@@ -35,22 +33,15 @@ CUTE_DEVICE cutlass::arch::ReservedNamedBarriers named_barrier(int id) {
   return static_cast<cutlass::arch::ReservedNamedBarriers>(id);
 }
 
+/// Loads a tile, chunk by chunk of its head dimension, which starts at `column` of the map's innermost dimension; the
+/// other coordinates come as the map has its dimensions.
 template <class Element>
 CUTE_DEVICE void load_tile(const CUtensorMap* map, std::uint64_t* barrier, Element* destination, int chunks,
-                           int tile_rows, int column, int z, int y, int x, int batch) {
+                           int tile_rows, int column, int second, int third, int fourth, int fifth) {
   for (int chunk = 0; chunk < chunks; ++chunk) {
     SM90_TMA_LOAD_5D::copy(map, barrier, static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL),
-                           destination + chunk * tile_rows * kChunk, column + chunk * kChunk, z, y, x, batch);
-  }
-}
-
-/// Loads the tile of one head, chunk by chunk of its dimension; see encode_head_map.
-template <class Element>
-CUTE_DEVICE void load_head_tile(const CUtensorMap* map, std::uint64_t* barrier, Element* destination, int chunks,
-                                int tile_rows, int slot, int z, int y, int x) {
-  for (int chunk = 0; chunk < chunks; ++chunk) {
-    SM90_TMA_LOAD_5D::copy(map, barrier, static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL),
-                           destination + chunk * tile_rows * kChunk, chunk * kChunk, slot, z, y, x);
+                           destination + chunk * tile_rows * kChunk, column + chunk * kChunk, second, third, fourth,
+                           fifth);
   }
 }
 
