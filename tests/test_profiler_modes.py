@@ -33,6 +33,7 @@ needs_native = pytest.mark.skipif(native.path() is None, reason="the native modu
 needs_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="runs on the CPU")
 FEW = "--warmup-steps 1 --iterations 2"
 HOPPER = "--compute-capability 9.0"
+HOPPER_GPU = Device("cuda", (9, 0), is_present=False)
 VIDEO = "-i 30 48 80 -n 24 -d 128 -w 18 24 24"
 
 #: The documentation's command lines, with layouts small enough for a CPU and without the names of GPU backends.
@@ -346,6 +347,28 @@ def test_search_keeps_what_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert optimum.options.q_tile == (32,)
     assert {(backend, q_tile) for backend, q_tile, *_ in compiled} == {("cpu-fna", (32,))}
     assert len({backward for *_, backward, _ in compiled}) >= 5
+
+
+@pytest.mark.parametrize(
+    ("backend", "arguments", "schedule"),
+    [
+        ("hopper-fna", "", "pp"),
+        ("hopper-fna", "--schedule coop", "coop"),
+        ("hopper-fmha", "", "pp"),
+        ("cutlass-fna", "", None),
+    ],
+)
+def test_the_best_configuration_names_what_ran_by_default(backend: str, arguments: str, schedule: str | None) -> None:
+    options = parse(f"-i 64 64 -w 8 8 --backprop --optimize {arguments}".split())
+    tiles = {"forward": ((16, 8), (8, 16)), "backward": ((8, 8), (16, 8))}
+    empty: Any = None
+    ran = Workload(options, empty, {"forward": backend}, tiles, HOPPER_GPU, empty, (), Program("ran", {}))
+    table = search.best_table(search.Optimum(search.spelled_out(options, ran), 1.0, 1.0, (), 1.0, 0.0))
+    rows = dict(table.rows)
+    assert rows.get("kernel_schedule") == schedule
+    assert rows["fmha_backend" if backend.endswith("fmha") else "backend"] == backend
+    shapes = [rows[f"{prefix}{side}_tile_shape"] for prefix in ("", "backward_") for side in ("q", "kv")]
+    assert shapes == ["(16, 8)", "(8, 16)", "(8, 8)", "(16, 8)"]
 
 
 @needs_cpu

@@ -18,6 +18,7 @@ import jax
 
 from natten_jax import backends
 from natten_jax.backends.base import Pass, TilePair
+from natten_jax.configs import kernel_schedules
 from natten_jax.devices import Device, default_device
 from natten_jax.profiler import capture
 from natten_jax.profiler.configurations import Listing, candidates, listing, main_part, tile_text
@@ -158,10 +159,7 @@ class _Search:
         """What runs without a choice, spelled out."""
         workload = self._compile(self._options)
         assert isinstance(workload, Workload)  # it ran a moment ago
-        options = _with_backend(self._options, workload.backends["forward"])
-        for which, pair in workload.tiles.items():
-            options = _with_tiles(options, pair, "forward" if which == "forward" else "backward")
-        return options
+        return spelled_out(self._options, workload)
 
     def _rivals(self) -> Iterator[Options]:
         """The options with each backend that is worth a search."""
@@ -316,6 +314,18 @@ class _Search:
             return step()
         except Exception as error:
             return " ".join(str(error).split()) or type(error).__name__
+
+
+def spelled_out(options: Options, workload: Workload) -> Options:
+    """The options with every choice named that their compiled program made for itself."""
+    name = workload.backends["forward"]
+    options = _with_backend(options, name)
+    for which, pair in workload.tiles.items():
+        options = _with_tiles(options, pair, "forward" if which == "forward" else "backward")
+    if options.schedule is None:
+        schedules = kernel_schedules(name.rpartition("-")[0], "forward")
+        options = dataclasses.replace(options, schedule=str(schedules[0]) if schedules else None)
+    return options
 
 
 def _with_backend(options: Options, name: str) -> Options:
