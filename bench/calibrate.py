@@ -23,12 +23,12 @@ from calibration_problems import EXAMPLES, FITTED, HELD_BACK
 from environment import environment
 
 from natten_jax import simulator
-from natten_jax.backends.base import Pass
+from natten_jax.backends.base import Pass, TilePair
 from natten_jax.devices import default_device
 from natten_jax.problem import Problem
 from natten_jax.profiler import capture
 from natten_jax.profiler.arguments import parse
-from natten_jax.profiler.configurations import listings, main_part
+from natten_jax.profiler.configurations import Listing, listings, main_part
 from natten_jax.profiler.program import Program
 from natten_jax.profiler.workload import Workload, compile_workload
 from natten_jax.simulator import Calibration, Kernel
@@ -55,7 +55,8 @@ _BRIEF = 2e-3
 def measure(
     family: str, which: Pass, other_ranks: Sequence[int], warmup_steps: int, iterations: int
 ) -> list[dict[str, Any]]:
-    """Device times of every problem, with the recommended tiles and, for the fit, a few others."""
+    """Device times of every problem, with the recommended tiles and, for the fit, a few others in turns with them."""
+    model = simulator.calibration_for(family)
     device = default_device()
     prefix, flags = ("", []) if which == "forward" else ("backward_", ["--backprop"])
     records: list[dict[str, Any]] = []
@@ -67,19 +68,21 @@ def measure(
                 print(f"{line:60} no {which} pass")
                 continue
             (offered,) = found
-            ranks = [0] if name == "held back" else [0, *(rank for rank in other_ranks if rank < len(offered.pairs))]
-            pairs = [[(1,) * (options.rank - len(tile)) + tile for tile in offered.pairs[rank]] for rank in ranks]
+            chosen_pairs = offered.pairs[:1] if name == "held back" else chosen(offered, other_ranks, model)
+            pairs = [[(1,) * (options.rank - len(tile)) + tile for tile in pair] for pair in chosen_pairs]
             workloads: list[Workload] = []
             for q_tile, kv_tile in pairs:
                 tiles: dict[str, Any] = {f"{prefix}q_tile": q_tile, f"{prefix}kv_tile": kv_tile}
                 arguments = workloads[0].arguments if workloads else None
-                chosen = dataclasses.replace(options, **tiles)
-                workloads.append(compile_workload(chosen, f"measured_{len(records) + len(workloads)}", arguments))
-            # The recommended tiles as the profiler measures them; then the others, in turns.
+                with_tiles = dataclasses.replace(options, **tiles)
+                workloads.append(compile_workload(with_tiles, f"measured_{len(records) + len(workloads)}", arguments))
+            # The recommended tiles as the profiler measures them; then all, in turns.
             times = pass_times(workloads[:1], which, warmup_steps, iterations)
+            measured = pairs[:1]
             if len(workloads) > 1:
-                times += pass_times(workloads[1:], which, 3, max(3, iterations // 4))
-            for rank, (q_tile, kv_tile), seconds in zip(ranks, pairs, times, strict=True):
+                times += pass_times(workloads, which, 3, max(3, iterations // 4))
+                measured += pairs
+            for number, ((q_tile, kv_tile), seconds) in enumerate(zip(measured, times, strict=True)):
                 records.append(
                     {
                         "set": name,
@@ -87,12 +90,21 @@ def measure(
                         "arguments": line,
                         "q_tile": q_tile,
                         "kv_tile": kv_tile,
-                        "is_recommended": rank == 0,
+                        "is_recommended": number == 0,
                         "seconds": seconds,
                     }
                 )
                 print(f"{line:60} {q_tile!s:14} {kv_tile!s:14} {1e3 * seconds:10.4f} ms", flush=True)
     return records
+
+
+def chosen(offered: Listing, other_ranks: Sequence[int], model: Calibration | None) -> list[TilePair]:
+    """The recommended tiles, those of other ranks, and the best ranked ones of every kernel."""
+    found = [offered.pairs[rank] for rank in (0, *other_ranks) if rank < len(offered.pairs)]
+    kernels: dict[Kernel | None, TilePair] = {}
+    for pair in offered.pairs if model is not None else ():
+        kernels.setdefault(model.kernel(offered.problem, pair, offered.which), pair)
+    return list(dict.fromkeys([*found, *kernels.values()]))
 
 
 def pass_times(workloads: Sequence[Workload], which: Pass, warmup_steps: int, iterations: int) -> list[float]:
@@ -149,20 +161,12 @@ def fit(every: list[Sample], model: Calibration) -> Calibration:
     from scipy.optimize import least_squares
 
     kernels = [(which, kernel) for which, of_pass in model.kernels.items() for kernel in of_pass]
-    # Other tiles ran briefly, on a device that long kernels had not heated up yet.
-    used = [
-        sample
-        for sample in every
-        if sample.record["set"] != "held back"
-        and (sample.record["is_recommended"] or sample.record["set"] == COLD or sample.record["seconds"] < _BRIEF)
-    ]
+    used = [sample for sample in every if sample.record["set"] != "held back"]
     measured = np.log([sample.record["seconds"] for sample in used])
-    weights = np.array([2.0 if sample.record["is_recommended"] else 1.0 for sample in used])
-
+    weights = np.array([weight(sample.record) for sample in used])
     groups: dict[Any, list[int]] = collections.defaultdict(list)
     for row, sample in enumerate(used):
-        record = sample.record
-        groups[record["set"] == COLD, record["is_recommended"], sample.which, record["arguments"]].append(row)
+        groups[turns(sample)].append(row)
     together = [rows for rows in groups.values() if len(rows) > 1]
 
     def unpack(parameters: Any) -> Calibration:
@@ -198,6 +202,20 @@ def fit(every: list[Sample], model: Calibration) -> Calibration:
     return unpack(solution.x)
 
 
+def weight(record: dict[str, Any]) -> float:
+    """How much a measurement counts by itself."""
+    if record["is_recommended"]:
+        return 2.0
+    # Tiles in turns ran briefly: long kernels had not heated up the device yet, and only how they differ tells.
+    return 1.0 if record["set"] == COLD or record["seconds"] < _BRIEF else 0.0
+
+
+def turns(sample: Sample) -> tuple[Any, ...]:
+    """What measurements have in common that took turns."""
+    record = sample.record
+    return record["set"] == COLD, record["is_recommended"], sample.which, record["arguments"]
+
+
 def costs_of(kernel: Kernel) -> tuple[str, ...]:
     """The coefficients of a kernel that are fitted."""
     return "owned_tile", "streamed_tile", "masking", *(("skipping",) if kernel.row_groups > 1 else ())
@@ -215,12 +233,14 @@ def predicted(every: list[Sample], model: Calibration) -> list[float]:
 
 
 def print_errors(every: list[Sample], model: Calibration) -> None:
-    """Predicted beside measured, and the largest errors per set."""
+    """Predicted beside measured, the largest errors per set, and what it costs to trust the model's choice of tiles."""
     ratios: dict[str, list[float]] = {}
+    groups: dict[Any, list[tuple[float, float]]] = collections.defaultdict(list)
     for sample, seconds in zip(every, predicted(every, model), strict=True):
+        groups[turns(sample)].append((seconds, sample.record["seconds"]))
         record = sample.record
         ratio = seconds / record["seconds"]
-        name = f"{record['set']}, {record['pass']}" + ("" if record["is_recommended"] else ", other tiles")
+        name = f"{record['set']}, {record['pass']}" + ("" if record["is_recommended"] else ", in turns")
         ratios.setdefault(name, []).append(ratio)
         print(
             f"{name:34} {record['arguments']:58} {tuple(record['q_tile'])!s:12} {tuple(record['kv_tile'])!s:12}"
@@ -230,6 +250,15 @@ def print_errors(every: list[Sample], model: Calibration) -> None:
         errors = [abs(value - 1) for value in values]
         middle, largest = statistics.median(errors), max(errors)
         print(f"{name}: {len(values)} times, error {middle:.1%} in the median, {largest:.1%} at most")
+    costs = {
+        f"{arguments} ({which})": min(times)[1] / min(measured for _, measured in times)
+        for (_, is_recommended, which, arguments), times in groups.items()
+        if not is_recommended and len(times) > 1
+    }
+    for line, cost in sorted(costs.items(), key=lambda item: -item[1]):
+        if cost > 1:
+            print(f"of the tiles in turns, the model's choice takes {cost:.3f} of the best ones' time: {line}")
+    print(f"it is the best in {sum(cost == 1 for cost in costs.values())} of {len(costs)} problems")
 
 
 def main() -> None:

@@ -25,17 +25,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from natten_jax.axis_tiles import Axis, Placement, axis_counts
 from natten_jax.calibration import Calibration, Kernel, Pass, TilePair, calibration_for, ordered
 from natten_jax.flops import flops
 from natten_jax.problem import Problem, Shape, check_windows_fit, int_tuple, window_parameters
 from natten_jax.tile_counts import (
-    Axis,
-    Placement,
     TileCounts,
     TimedTiles,
     additional_counts,
     axes_of,
-    axis_counts,
     check_tiles,
     count_tiles,
     part_counts,
@@ -248,15 +246,14 @@ def timed_tiles(problem: Problem, axes: Sequence[Axis], pair: TilePair, which: P
     extents = list(zip(axes, owned_tile, streamed_tile, strict=True))
     counts = [axis_counts(*each, "anchored", which) for each in extents]
     owned, streamed = math.prod(each.owned for each in counts), math.prod(each.streamed for each in counts)
-    seen = sum(each for each, _ in part_counts(extents, "anchored", which, kernel)) / kernel.row_groups
-    fills = math.prod(streamed_tile) == kernel.streamed_tokens
-    whole = math.prod(each.whole for each in counts) if fills else 0
-    tiles = TimedTiles(owned, streamed, seen, whole)
-    if not problem.additional_kv:
-        return tiles
-    extra = additional_counts(problem, owned, streamed_tile, (kernel.owned_tokens, kernel.streamed_tokens), which)
-    more = TimedTiles(extra.owned, extra.streamed, extra.seen, extra.whole if fills or which == "forward" else 0)
-    return TimedTiles(*(a + b for a, b in zip(tiles, more, strict=True)))
+    parts = part_counts(extents, "anchored", which, kernel)
+    if problem.additional_kv:
+        tokens = kernel.owned_tokens, kernel.streamed_tokens
+        extra = additional_counts(problem, owned, streamed_tile, tokens, which)
+        fills = math.prod(streamed_tile) == kernel.streamed_tokens
+        parts = parts.plus(kernel.row_groups, extra.streamed, extra.whole if fills or which == "forward" else 0)
+        owned, streamed = owned + extra.owned, streamed + extra.streamed
+    return TimedTiles(owned, streamed, parts.seen / kernel.row_groups, parts.masked)
 
 
 def predict(problem: Problem, counts: Any, which: Pass, kernel: Kernel, calibration: Calibration) -> Any:
@@ -272,10 +269,10 @@ def predict(problem: Problem, counts: Any, which: Pass, kernel: Kernel, calibrat
     Returns:
         Seconds, without the last axis.
     """
-    owned, streamed, seen, whole = np.moveaxis(np.asarray(counts, np.float64), -1, 0)
+    owned, streamed, seen, masked = np.moveaxis(np.asarray(counts, np.float64), -1, 0)
     # In the backward pass a key/value tile is worked on once for all query heads that share it.
     heads, repeats = (problem.heads, 1) if which == "forward" else (problem.heads_kv, problem.heads // problem.heads_kv)
-    streaming = kernel.streamed_tile * seen + kernel.masking * (streamed - whole) + kernel.skipping * (streamed - seen)
+    streaming = kernel.streamed_tile * seen + kernel.masking * masked + kernel.skipping * (streamed - seen)
     rounds = calibration.rounds(problem.batch * heads * owned, which)
     tile = kernel.owned_tile + repeats * streaming / owned
     moving = calibration.byte * least_bytes(problem, which)

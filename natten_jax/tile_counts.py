@@ -16,25 +16,30 @@ streamed tile is whole, the mask is *fully block-sparse*: nothing is masked toke
 A kernel may split the rows of an owned tile among *row groups* (the warpgroups of the Hopper forward kernel), each of
 which judges on its own: it skips a streamed tile that none of its rows sees, and masks one that is not whole for the
 smallest box of the owned tile that holds its rows. What a row group does with a streamed tile is a *part* of it.
+
+A tile that some row group masks is no product over the dimensions, but the tiles that a set of row groups sees, and
+another one sees whole, are; with the indicators of row group g, no row group masks the tile where
+
+    product over g of (1 - seen_g + whole_g) = 1
+
+whose expansion has one such product per choice of 1, seen or whole for every row group.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from natten_jax import windows
+from natten_jax.axis_tiles import Axis, AxisCounts, Judgement, Placement, Rows, axis_counts, judged_tiles
 from natten_jax.calibration import Kernel, Pass, TilePair, ordered
 from natten_jax.flops import visible_pairs
 from natten_jax.problem import Problem, Shape
-
-Placement = Literal["anchored", "aligned"]
 
 _PLACEMENTS = ("anchored", "aligned")
 
@@ -46,13 +51,13 @@ class TimedTiles(NamedTuple):
         owned: Owned tiles.
         streamed: Streamed tiles.
         seen: Their parts that are computed, in tiles.
-        whole: Streamed tiles that no row group masks.
+        masked: Streamed tiles that some row group masks.
     """
 
     owned: float
     streamed: float
     seen: float
-    whole: float
+    masked: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +72,7 @@ class TileCounts:
         row_groups: Groups of an owned tile's rows that skip and mask streamed tiles on their own.
         seen_parts: Parts of streamed tiles that are not skipped, of ``row_groups * streamed``.
         whole_parts: Those of them that need no mask.
+        masked: Streamed tiles that some row group masks.
         visible_pairs: Query-key pairs that the mask leaves: the work.
         hull_pairs: Pairs of tokens in the tiles: work and what is masked.
         streamed_pairs: Pairs in the tiles, padding included.
@@ -80,6 +86,7 @@ class TileCounts:
     row_groups: int
     seen_parts: int
     whole_parts: int
+    masked: int
     visible_pairs: int
     hull_pairs: int
     streamed_pairs: int
@@ -88,7 +95,7 @@ class TileCounts:
     @property
     def tiles(self) -> TimedTiles:
         """What the time model sees of them."""
-        return TimedTiles(self.owned, self.streamed, self.seen_parts / self.row_groups, self.whole)
+        return TimedTiles(self.owned, self.streamed, self.seen_parts / self.row_groups, self.masked)
 
     @property
     def streamed_per_owned(self) -> float:
@@ -151,25 +158,21 @@ def count_tiles(
     owned_tile, streamed_tile = ordered(pair, which)
     axes = list(zip(axes_of(problem), owned_tile, streamed_tile, strict=True))
     counts = [axis_counts(axis, owned, streamed, placement, which) for axis, owned, streamed in axes]
-    owned, streamed, _, whole, most, hull = (math.prod(values) for values in zip(*counts, strict=True))
+    owned, streamed, whole, most, hull = (math.prod(values) for values in zip(*counts, strict=True))
     tokens = math.prod(owned_tile), math.prod(streamed_tile)
-    row_groups, seen_parts, whole_parts = 1, streamed, whole
+    row_groups, parts = 1, Parts(streamed, whole, streamed - whole)
+    fills = kernel is None or tokens[1] == kernel.streamed_tokens
     if kernel is not None:
-        row_groups = kernel.row_groups
-        seen_parts, whole_parts = map(sum, zip(*part_counts(axes, placement, which, kernel), strict=True))
-        if tokens[1] != kernel.streamed_tokens:
-            # A streamed tile that does not fill the kernel's is masked where it ends.
-            whole = whole_parts = 0
+        row_groups, parts = kernel.row_groups, part_counts(axes, placement, which, kernel)
+        whole = whole if fills else 0
         tokens = kernel.owned_tokens, kernel.streamed_tokens
     if problem.additional_kv:
-        fills = kernel is None or math.prod(streamed_tile) == kernel.streamed_tokens
         additional = additional_counts(problem, owned, streamed_tile, tokens, which)
         additional_whole = additional.whole if fills or which == "forward" else 0
         owned += additional.owned
         streamed += additional.streamed
         whole += additional_whole
-        seen_parts += row_groups * additional.seen
-        whole_parts += row_groups * additional_whole
+        parts = parts.plus(row_groups, additional.streamed, additional_whole)
         most = most + additional.most_streamed if which == "forward" else max(most, additional.most_streamed)
         hull += additional.hull_pairs
     pairs = tokens[0] * tokens[1]
@@ -179,39 +182,26 @@ def count_tiles(
         whole=whole,
         most_streamed=most,
         row_groups=row_groups,
-        seen_parts=seen_parts,
-        whole_parts=whole_parts,
+        seen_parts=parts.seen,
+        whole_parts=parts.whole,
+        masked=parts.masked,
         visible_pairs=visible_pairs(problem),
         hull_pairs=hull,
         streamed_pairs=streamed * pairs,
-        executed_pairs=seen_parts * pairs // row_groups,
+        executed_pairs=parts.seen * pairs // row_groups,
     )
 
 
-class Axis(NamedTuple):
-    """One token dimension of a problem."""
+class Parts(NamedTuple):
+    """What row groups make of streamed tiles: their parts that are seen and whole, tiles that some row group masks."""
 
-    queries: int
-    keys: int
-    kernel_size: int
-    stride: int
-    dilation: int
-    is_causal: bool
-
-
-class AxisCounts(NamedTuple):
-    """In one dimension, over all dilation groups: as in TileCounts; ``seen`` and ``whole`` are for some of the rows."""
-
-    owned: int
-    streamed: int
     seen: int
     whole: int
-    most_streamed: int
-    hull_pairs: int
+    masked: int
 
-
-#: First and last coordinate inside an owned tile, in one dimension.
-Rows = tuple[int, int]
+    def plus(self, row_groups: int, streamed: int, whole: int) -> Parts:
+        """With more tiles, which every row group sees, and of which ``whole`` need no mask."""
+        return Parts(self.seen + row_groups * streamed, self.whole + row_groups * whole, self.masked + streamed - whole)
 
 
 def axes_of(problem: Problem) -> list[Axis]:
@@ -229,7 +219,7 @@ def axes_of(problem: Problem) -> list[Axis]:
     ]
 
 
-def check_tiles(problem: Problem, pair: TilePair, placement: str) -> None:
+def check_tiles(problem: Problem, pair: TilePair, placement: Placement) -> None:
     if placement not in _PLACEMENTS:
         raise ValueError(f"placement must be one of {', '.join(_PLACEMENTS)}, got {placement!r}")
     for name, tile in zip(("query", "key/value"), pair, strict=True):
@@ -259,16 +249,30 @@ def _inner_sizes(tile: Shape) -> list[int]:
     return [math.prod(tile[dim + 1 :]) for dim in range(len(tile))]
 
 
-def part_counts(
-    axes: Sequence[tuple[Axis, int, int]], placement: str, which: Pass, kernel: Kernel
-) -> list[tuple[int, int]]:
-    """Seen and whole parts of each row group; of every dimension its axis, owned and streamed extent are given."""
-    rows_of_group = kernel.owned_tokens // kernel.row_groups
-    parts = []
-    for box in row_boxes(tuple(owned for _, owned, _ in axes), rows_of_group, kernel.row_groups):
-        counts = [axis_counts(*each, placement, which, rows) for each, rows in zip(axes, box, strict=True)]
-        parts.append((math.prod(each.seen for each in counts), math.prod(each.whole for each in counts)))
-    return parts
+def part_counts(axes: Sequence[tuple[Axis, int, int]], placement: Placement, which: Pass, kernel: Kernel) -> Parts:
+    """What a kernel's row groups make of the tiles; of every dimension its axis, owned and streamed extent are given.
+
+    A streamed tile that does not fill the kernel's is masked where it ends.
+    """
+    row_groups = kernel.row_groups
+    boxes = row_boxes(tuple(owned for _, owned, _ in axes), kernel.owned_tokens // row_groups, row_groups)
+    of_axes = (
+        judged_tiles(*each, placement, which, rows) for each, rows in zip(axes, zip(*boxes, strict=True), strict=True)
+    )
+    judged = functools.reduce(np.multiply, of_axes)
+    fills = math.prod(streamed for *_, streamed in axes) == kernel.streamed_tokens
+    seen, whole, unmasked = _weights(row_groups, fills)
+    return Parts(int(seen @ judged), int(whole @ judged), int(judged[0] - unmasked @ judged))
+
+
+@functools.cache
+def _weights(row_groups: int, fills: bool) -> tuple[Any, Any, Any]:
+    """Of the entries of :func:`judged_tiles`: in seen parts, in whole parts, in tiles that no row group masks."""
+    judgements = np.array(list(itertools.product(Judgement, repeat=row_groups)))
+    is_single = np.count_nonzero(judgements != Judgement.ANYTHING, axis=1) == 1
+    seen, whole = (is_single & np.any(judgements == each, axis=1) for each in (Judgement.SEEN, Judgement.WHOLE))
+    unmasked = np.prod(np.choose(judgements, (1, -1, int(fills))), axis=1)
+    return seen.astype(np.int64), (whole & fills).astype(np.int64), unmasked
 
 
 def additional_counts(
@@ -279,63 +283,10 @@ def additional_counts(
     hull_pairs = queries * problem.additional_kv
     if which == "forward":
         tiles, whole = -(-problem.additional_kv // tokens[1]), problem.additional_kv // tokens[1]
-        return AxisCounts(0, owned * tiles, owned * tiles, owned * whole, tiles, hull_pairs)
+        return AxisCounts(0, owned * tiles, owned * whole, tiles, hull_pairs)
     # Every tile of them reads the query layout from its first token on, whatever the dilation.
     tiles, full = -(-problem.additional_kv // tokens[0]), problem.additional_kv // tokens[0]
     extents = list(zip(problem.query_layout, streamed_tile, strict=True))
     streamed = math.prod(-(-extent // tile) for extent, tile in extents)
     whole = math.prod(extent // tile for extent, tile in extents)
-    return AxisCounts(tiles, tiles * streamed, tiles * streamed, full * whole, streamed, hull_pairs)
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def axis_counts(
-    axis: Axis, owned_tile: int, streamed_tile: int, placement: str, which: Pass, rows: Rows | None = None
-) -> AxisCounts:
-    """Counts of one dimension; ``rows`` are those for which streamed tiles are seen and whole, by default all."""
-    rows = (0, owned_tile - 1) if rows is None else rows
-    groups = collections.Counter(
-        tuple(windows.group_length(extent, axis.dilation, group) for extent in (axis.queries, axis.keys))
-        for group in range(axis.dilation)
-    )
-    of_groups = [
-        (count, _group_counts(axis, queries, keys, owned_tile, streamed_tile, placement, which, rows))
-        for (queries, keys), count in groups.items()
-    ]
-    owned, streamed, seen, whole, hull = (
-        sum(count * getattr(of_group, name) for count, of_group in of_groups)
-        for name in ("owned", "streamed", "seen", "whole", "hull_pairs")
-    )
-    return AxisCounts(owned, streamed, seen, whole, max(of_group.most_streamed for _, of_group in of_groups), hull)
-
-
-def _group_counts(
-    axis: Axis, queries: int, keys: int, owned_tile: int, streamed_tile: int, placement: str, which: Pass, rows: Rows
-) -> AxisCounts:
-    tokens, others = (queries, keys) if which == "forward" else (keys, queries)
-    first = np.arange(0, tokens, owned_tile)
-    last = np.minimum(first + owned_tile, tokens) - 1
-
-    def bounds(index: Any) -> tuple[Any, Any]:
-        window = axis.kernel_size, axis.stride, axis.is_causal
-        if which == "forward":
-            return windows.window_bounds(index, keys, *window)
-        return windows.inverse_window_bounds(index, queries, keys, *window)
-
-    hull_begin, hull_end = bounds(first)[0], bounds(last)[1]
-    length = np.maximum(hull_end - hull_begin, 0)
-    if placement == "anchored":
-        origin, tiles = hull_begin, -(-length // streamed_tile)
-    else:
-        origin = np.zeros_like(hull_begin)
-        tiles = np.where(length > 0, -(-hull_end // streamed_tile) - hull_begin // streamed_tile, 0)
-    # Rows past the last token count as it does.
-    (seen_begin, inner_end), (inner_begin, seen_end) = (bounds(np.minimum(first + row, last)) for row in rows)
-    seen = -(-(seen_end - origin) // streamed_tile) - (seen_begin - origin) // streamed_tile
-    seen = np.where(seen_end > seen_begin, seen, 0)
-    whole_begin = -(-(inner_begin - origin) // streamed_tile)
-    whole_end = (np.minimum(inner_end, others) - origin) // streamed_tile
-    whole = np.maximum(whole_end - whole_begin, 0)
-    hull_pairs = np.sum((last - first + 1) * length)
-    streamed, seen, whole = (int(np.sum(each)) for each in (tiles, seen, whole))
-    return AxisCounts(len(first), streamed, seen, whole, int(np.max(tiles)), int(hull_pairs))
+    return AxisCounts(tiles, tiles * streamed, full * whole, streamed, hull_pairs)

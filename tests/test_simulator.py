@@ -114,15 +114,15 @@ def test_counts_agree_with_walks_over_the_mask(which: Any, placement: Any) -> No
         assert shares == pytest.approx(1.0)
 
 
-def walk_parts(problem: Problem, pair: Any, which: str, kernel: Kernel) -> tuple[int, int]:
-    """Seen and whole parts of anchored tiles, as a kernel with row groups walks, looking only at the mask."""
+def walk_parts(problem: Problem, pair: Any, which: str, kernel: Kernel) -> tuple[int, int, int]:
+    """Seen and whole parts of anchored tiles, and tiles that are masked, as a kernel with row groups walks."""
     mask = oracle.neighborhood_mask(
         problem.query_layout, problem.kernel_size, problem.stride, problem.dilation, problem.is_causal
     )
     mask = mask if which == "forward" else mask.T
     owned_tile, streamed_tile = pair if which == "forward" else pair[::-1]
     tokens, rows_of_group = math.prod(owned_tile), kernel.owned_tokens // kernel.row_groups
-    seen_parts = whole_parts = 0
+    seen_parts = whole_parts = masked = 0
     for group in groups_of(problem):
         for corner in boxes(group.shape, owned_tile):
             start = np.array([axis.start for axis in corner])
@@ -132,6 +132,7 @@ def walk_parts(problem: Problem, pair: Any, which: str, kernel: Kernel) -> tuple
                 continue
             begin, end = hull.min(axis=0), hull.max(axis=0) + 1
             corners = [range(b, e, t) for b, e, t in zip(begin, end, streamed_tile, strict=True)]
+            is_masked = np.zeros(math.prod(map(len, corners)), bool)
             for number in range(kernel.row_groups):
                 rows = np.arange(rows_of_group * number, rows_of_group * (number + 1))
                 rows = rows[rows < tokens] if rows[0] < tokens else np.array([tokens - 1])
@@ -140,19 +141,21 @@ def walk_parts(problem: Problem, pair: Any, which: str, kernel: Kernel) -> tuple
                 box = [np.arange(low, high + 1) for low, high in ends]
                 box = [np.minimum(s + each, n - 1) for s, each, n in zip(start, box, group.shape, strict=True)]
                 visible = mask[np.ix_(group[np.ix_(*box)].ravel(), group.ravel())].reshape(-1, *group.shape)
-                for first in itertools.product(*corners):
+                for i, first in enumerate(itertools.product(*corners)):
                     tile = tuple(slice(c, c + t) for c, t in zip(first, streamed_tile, strict=True))
                     part = visible[(slice(None), *tile)]
                     seen_parts += bool(part.any())
-                    is_full = part[0].size == kernel.streamed_tokens
-                    whole_parts += is_full and bool(part.all())
-    return seen_parts, whole_parts
+                    is_whole = part[0].size == kernel.streamed_tokens and bool(part.all())
+                    whole_parts += is_whole
+                    is_masked[i] |= bool(part.any()) and not is_whole
+            masked += int(is_masked.sum())
+    return seen_parts, whole_parts, masked
 
 
 @pytest.mark.parametrize("which", ["forward", "backward"])
 def test_parts_agree_with_walks_over_the_mask(which: Any) -> None:
     generator = np.random.default_rng(11)
-    skipped = split = 0
+    skipped = split = unmasked = 0
     for _ in range(PROBLEMS):
         problem, pair = random_problem(generator)
         plain = dataclasses.replace(problem, additional_kv=0)
@@ -162,14 +165,19 @@ def test_parts_agree_with_walks_over_the_mask(which: Any) -> None:
         fill = streamed + int(generator.integers(0, 4) == 0)
         kernel = Kernel(128, row_groups * rows, fill, 1e-6, 1e-6, 0.0, row_groups=row_groups)
         counts = simulator.count_tiles(plain, pair, which, kernel=kernel)
-        assert (counts.seen_parts, counts.whole_parts) == walk_parts(plain, pair, which, kernel), (problem, pair)
+        found = counts.seen_parts, counts.whole_parts, counts.masked
+        assert found == walk_parts(plain, pair, which, kernel), (problem, pair)
+        assert counts.seen_parts - counts.whole_parts <= row_groups * counts.masked
+        assert counts.masked <= counts.streamed - counts.whole
         assert row_groups * counts.whole <= counts.whole_parts <= counts.seen_parts <= row_groups * counts.streamed
         assert counts.visible_pairs <= counts.executed_pairs <= counts.streamed_pairs
         assert 0 <= counts.wasted_share < 1
         skipped += counts.seen_parts < row_groups * counts.streamed
         split += counts.whole_parts > row_groups * counts.whole
+        unmasked += counts.masked < counts.streamed - counts.whole
     assert skipped > 15
     assert split > 15
+    assert unmasked > 3
 
 
 def test_row_groups_skip_and_mask_on_their_own() -> None:
@@ -191,7 +199,15 @@ def test_a_tile_that_one_row_group_masks_takes_the_time_of_a_mask() -> None:
     kernel = Kernel(128, 8, 4, 1e-6, 1e-6, 0.0, row_groups=2)
     counts = simulator.count_tiles(a_problem((40, 40), (6, 6)), ((4, 2), (2, 2)), kernel=kernel)
     assert counts.whole_parts > 2 * counts.whole
-    assert counts.tiles == (counts.owned, counts.streamed, counts.seen_parts / 2, counts.whole)
+    assert counts.tiles == (counts.owned, counts.streamed, counts.seen_parts / 2, counts.masked)
+
+
+def test_a_tile_that_one_row_group_skips_and_the_other_sees_whole_needs_no_mask() -> None:
+    kernel = Kernel(128, 8, 4, 1e-6, 1e-6, 0.0, row_groups=2)
+    counts = simulator.count_tiles(a_problem((40, 40), (8, 8), stride=(2, 2)), ((4, 2), (2, 2)), kernel=kernel)
+    assert counts.whole < counts.streamed
+    assert counts.masked == 0
+    assert counts.seen_parts == counts.whole_parts < 2 * counts.streamed
 
 
 def test_additional_tokens_are_tiles_of_their_own() -> None:
