@@ -194,13 +194,15 @@ def test_usage_error_of_the_program() -> None:
     assert "window size 9 exceeds input size 8" in finished.stderr
 
 
-def test_help_has_groups_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_groups_and_examples(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as exit_:
         main(["--help"])
     assert exit_.value.code == 0
     text = capsys.readouterr().out
     for part in ("problem:", "backend and configuration:", "measurement and output:", "examples:", "-i 8 16 24"):
         assert part in text
+    assert all(len(line) <= 100 for line in text.splitlines())
 
 
 def test_defaults() -> None:

@@ -115,6 +115,36 @@ def test_a_backend_for_another_gpu_says_so_and_shows_the_dry_run(
     assert "Use case is compatible with backend flex-fna." in captured.out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--backend blackwell-fna --compute-capability 10.0", "for which this version has no kernels of its own\n"),
+        ("--backend blackwell-fna --compute-capability 9.0", "and this is cuda (compute capability 9.0)\n"),
+        ("--backend hopper-fna --compute-capability 10.0", "runs on NVIDIA GPUs of compute capability 9.0 only"),
+    ],
+)
+def test_a_dry_run_of_a_backend_for_another_gpu(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(f"-d 128 -i 32768 -w 2048 --dry-run {arguments}".split()) == 1
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Use case is compatible with backend cutlass-fna." in captured.out
+
+
+@pytest.mark.parametrize("capability", ["7.5", "8.0", "8.6", "9.0", "10.0", "12.1"])
+def test_a_dry_run_for_any_gpu(capability: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"-n 24 -d 128 -i 256 256 -w 80 80 --backprop --dry-run --compute-capability {capability}".split()) == 0
+    output = capsys.readouterr().out
+    assert f"(compute capability {capability})" in output
+    version = tuple(map(int, capability.split(".")))
+    runs = {"hopper": version == (9, 0), "cutlass": version >= (8, 0), "flex": True, "cpu": False}
+    for family, is_compatible in runs.items():
+        line = f"Use case is {'' if is_compatible else 'not '}compatible with backend {family}-fna"
+        assert line in output
+    assert all(len(line) <= 100 for line in output.splitlines())
+
+
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     command = f"{sys.executable} -m natten_jax.profiler -i 8 16 24 -w 2 4 4 --dry-run --max-configs 0 | head -n 1"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
@@ -281,6 +311,29 @@ def test_search_result_is_accepted_everywhere(tmp_path: Path, capsys: pytest.Cap
     assert layer(jnp.ones((1, 8, 12, 32))).shape == (1, 8, 12, 32)
     module = linen.NeighborhoodAttention2D(num_heads=2, kernel_size=(4, 6), **tuned)
     assert module.init_with_output(jax.random.key(0), jnp.ones((1, 8, 12, 32)))[0].shape == (1, 8, 12, 32)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_tuned_arguments_are_taken_in_every_rank(rank: int, tmp_path: Path) -> None:
+    from natten_jax.flax_modules import linen, nnx
+
+    path = tmp_path / "tuned.json"
+    best = {
+        "backend": "flex-fna", "attention_kwargs": {"backend": "flex-fmha"}, "run_persistent_kernel": True,
+        "q_tile_shape": (4,) * rank, "kv_tile_shape": (4,) * rank,
+        "backward_q_tile_shape": (4,) * rank, "backward_kv_tile_shape": (4,) * rank,
+    }  # fmt: skip
+    path.write_text(json.dumps({"best_configuration": best}))
+    tuned = natten_jax.load_tuned(path)
+    assert tuned == best
+    layout, window = (6,) * rank, (3,) * rank
+    x = jnp.ones((1, *layout, 16))
+    out = getattr(natten_jax, f"na{rank}d")(*[x.reshape(1, *layout, 2, 8)] * 3, window, **tuned)
+    assert out.shape == (1, *layout, 2, 8)
+    layer = getattr(nnx, f"NeighborhoodAttention{rank}D")(16, 2, window, rngs=nnx.nnx.Rngs(0), **tuned)
+    assert layer(x).shape == x.shape
+    module = getattr(linen, f"NeighborhoodAttention{rank}D")(num_heads=2, kernel_size=window, **tuned)
+    assert module.init_with_output(jax.random.key(0), x)[0].shape == x.shape
 
 
 def fake_search(

@@ -232,7 +232,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="natten-jax-profiler",
-        description="Measure what neighborhood attention launches on this machine's default JAX device, list and "
+        description="Measure what neighborhood attention launches on this machine's default JAX device, list and\n"
         "search its configurations, or predict its time for a GPU that is not there.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -138,12 +138,13 @@ def check_available(options: Options, device: Device) -> None:
         if capability is None:
             continue
         version = "{}.{}".format(*capability)
+        found = device.compute_capability or (0, 0)
+        is_there = device.platform == "cuda" and (found >= capability if family == "cutlass" else found == capability)
         if name not in backends.backend_names(operator):
             raise UnavailableBackend(
                 f"{name} is for NVIDIA GPUs of compute capability {version}, for which this version has no kernels of "
-                f"its own, and this is {device}"
+                "its own" + ("" if is_there else f", and this is {device}")
             )
-        is_there = device.platform == "cuda" and (device.compute_capability or (0, 0)) >= capability
         if not is_there:
             raise UnavailableBackend(
                 f"{name} runs on NVIDIA GPUs of compute capability {version}{' and above' * (family == 'cutlass')} "
