@@ -1,11 +1,10 @@
-"""Holds the profiler's device times against a clock that knows nothing of traces.
+"""Holds the profiler's device times against clocks that know nothing of traces.
 
-A program that runs a problem n times in a row is timed twice: by its trace, as the profiler does, and by the wall clock
-while XLA replays it. Both are divided by the difference of two n, so that starting a program and waiting for it cancel.
+A program that runs a problem n times in a row is timed by its trace, as the profiler does, and by the wall clock: that
+of the very run that is traced, and that of a replay without the profiler, after an equal pause, because a GPU that is
+kept busy runs slower. All are divided by the difference of two n, so that starting a program and waiting for it cancel.
 Between two launches that depend on each other the device is idle for a few microseconds, which are part of no kernel's
-time. How long, a problem of one round of tiles tells, and that is taken off the wall clock. The trace says so, too: its
-span, from the first kernel's start to the last one's end, exceeds the kernels' times by as much. It is held against the
-wall clock of the very programs that were traced, which run without command buffers.
+time. The trace tells how long: its span is the time from the first kernel's start to the last one's end.
 
 Example:
     python bench/profiler_agreement.py --json bench/results/h200/profiler_agreement.json
@@ -19,7 +18,7 @@ import functools
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +43,12 @@ PROBLEMS = (
     "-i 256 256 -n 24 -d 128 -w 80 80 -s 16 16",
     "-i 32768 -d 128 --backend cudnn",
 )
-#: One round of tiles: a short kernel, but longer than its dispatch.
-IDLE_PROBLEM = "-i 16384 -d 128 -w 2048"
 #: Runs in the shorter and in the longer program.
 RUNS = 10, 50
 LONG_RUNS = 3, 9  # of problems that take milliseconds
+ITERATIONS = 2
 ROUNDS = 5
+PAUSE = 0.2  # seconds
 
 
 def repeated(options: Options, runs: int, name: str) -> Callable[..., Any]:
@@ -84,7 +83,7 @@ def wall_seconds(function: Callable[..., Any], arrays: tuple[jax.Array, ...]) ->
 
 
 def measure(line: str) -> dict[str, Any]:
-    """Both clocks' times of a problem, in microseconds."""
+    """What the clocks say about a problem, in microseconds."""
     options = parse([*line.split(), "--dtype", "bf16"])
     arrays = make_inputs(options)
     platform = default_device().platform
@@ -93,20 +92,27 @@ def measure(line: str) -> dict[str, Any]:
     runs = LONG_RUNS if min(wall_seconds(once, arrays) for _ in range(3)) > 2e-3 else RUNS
     replayed = [jax.jit(repeated(options, n, f"replayed_{n}")) for n in runs]
     traced = [compile_for_trace(repeated(options, n, f"traced_{n}"), *arrays) for n in runs]
-    launches = [Launch(functools.partial(each, *arrays), Program.of(each)) for each in traced]
-    programs = {"wall clock": replayed, "wall clock, launched": traced}
     for function in (*replayed, *traced):
         wall_seconds(function, arrays)
+    while_traced: list[list[float]] = [[], []]
+
+    def timed(number: int) -> None:
+        while_traced[number].append(wall_seconds(traced[number], arrays))
+
+    launches = [Launch(functools.partial(timed, number), Program.of(each)) for number, each in enumerate(traced)]
     times: dict[str, list[float]] = collections.defaultdict(list)
-    more = runs[1] - runs[0]
+
+    def add(name: str, short: Iterable[float], long: Iterable[float]) -> None:
+        times[name].append((statistics.mean(long) - statistics.mean(short)) / (runs[1] - runs[0]))
+
     for _ in range(ROUNDS):
-        captured = capture.capture_in_turns(launches, 2, platform)
-        for name, seconds_of in (("trace", busy_seconds), ("trace, span", span_seconds)):
-            short, long = (statistics.mean(map(seconds_of, iterations)) for iterations in captured)
-            times[name].append((long - short) / more)
-        for name, (brief, extended) in programs.items():
-            slopes = [wall_seconds(extended, arrays) - wall_seconds(brief, arrays) for _ in range(5)]
-            times[name].append(statistics.median(slopes) / more)
+        captured = capture.capture_in_turns(launches, ITERATIONS, platform)
+        for name, seconds_of in (("trace", busy_seconds), ("span", span_seconds)):
+            add(name, *(map(seconds_of, iterations) for iterations in captured))
+        add("wall clock of it", *(each[-ITERATIONS:] for each in while_traced))
+        time.sleep(PAUSE)
+        turns = [[wall_seconds(each, arrays) for each in replayed] for _ in range(ITERATIONS)]
+        add("replay", *zip(*turns, strict=True))
     return {"problem": line, **{name: 1e6 * statistics.median(values) for name, values in times.items()}}
 
 
@@ -126,23 +132,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     results = []
-    least = measure(IDLE_PROBLEM)
-    idle = least["wall clock"] - least["trace"]
-    print(f"{idle:.2f} us idle between launches: {IDLE_PROBLEM}, trace {least['trace']:.2f} us")
-    columns = "trace us", "span", "launched", "replayed"
-    print(f"{'problem':45}" + "".join(f"{each:>11}" for each in (*columns, "trace/repl", "less idle", "span/laun")))
+    columns = "trace", "span", "wall clock of it", "replay", "trace / replay", "span / wall clock of it"
+    print(f"{'microseconds':46}" + "".join(f"{name:>{len(name) + 3}}" for name in columns))
     for line in PROBLEMS:
         found = measure(line)
-        found["ratio"] = found["trace"] / found["wall clock"]
-        found["ratio_less_idle"] = found["trace"] / (found["wall clock"] - idle)
-        found["ratio_of_span"] = found["trace, span"] / found["wall clock, launched"]
+        found["trace / replay"] = found["trace"] / found["replay"]
+        found["span / wall clock of it"] = found["span"] / found["wall clock of it"]
         results.append(found)
-        times = (found[each] for each in ("trace", "trace, span", "wall clock, launched", "wall clock"))
-        ratios = (found[each] for each in ("ratio", "ratio_less_idle", "ratio_of_span"))
-        texts = [*(f"{each:11.2f}" for each in times), *(f"{each:11.3f}" for each in ratios)]
-        print(f"{line:45}" + "".join(texts), flush=True)
+        texts = (f"{found[name]:{len(name) + 3}.{3 if '/' in name else 2}f}" for name in columns)
+        print(f"{line:46}" + "".join(texts), flush=True)
     if options.json is not None:
-        data = {"environment": environment(), "idle_microseconds": idle, "results": results}
+        data = {"environment": environment(), "results": results}
         options.json.write_text(json.dumps(data, indent=2) + "\n")
 
 
