@@ -12,6 +12,7 @@ import argparse
 import collections
 import dataclasses
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,14 +34,12 @@ from natten_jax.profiler.program import Program
 from natten_jax.profiler.workload import Workload, compile_workload
 from natten_jax.simulator import Calibration, Kernel
 
-#: Set of records that other benchmarks made after a pause, at the full clock.
-COLD = "cold"
 SETS = {"examples": EXAMPLES, "fitted": FITTED, "held back": HELD_BACK}
 #: Ranks, in the order of the model so far, of the pairs that are measured beside the first one for the fit.
 OTHER_RANKS = (1, 4, 12, 40, 150)
 
-#: Least and most slowdown by the power limit, and seconds after which half of it applies.
-_CLOCK_BOUNDS = (0.05, 1e-4), (0.3, 3e-2)
+#: Least and most slowdown by the power limit, seconds after which half of it applies, and shares of it.
+_BOUNDS = {"slowdown": (0.05, 0.4), "onset": (1e-4, 3e-2), "power": (0.02, 1.0)}
 
 #: Weight of a coefficient's change beside that of a measurement's error.
 _INERTIA = 3e-3
@@ -195,8 +194,9 @@ def fit(every: list[Sample], model: Calibration) -> Calibration:
 
     costs = [getattr(kernel, name) for _, kernel in kernels for name in costs_of(kernel)]
     start = np.log([model.launch, model.launch_of("backward"), model.slowdown, model.onset, *costs])
-    lowest, highest = start - 3, start + 3
-    lowest[2:4], highest[2:4] = np.log(_CLOCK_BOUNDS)
+    names = ["launch", "launch", "slowdown", "onset", *(name for _, kernel in kernels for name in costs_of(kernel))]
+    unbounded = [(math.exp(each - 3), math.exp(each + 3)) for each in start]
+    lowest, highest = np.log([_BOUNDS.get(*each) for each in zip(names, unbounded, strict=True)]).T
     start = np.clip(start, lowest + 1e-6, highest - 1e-6)
     solution = least_squares(residuals, start, bounds=(lowest, highest))
     return unpack(solution.x)
@@ -207,28 +207,25 @@ def weight(record: dict[str, Any]) -> float:
     if record["is_recommended"]:
         return 2.0
     # Tiles in turns ran briefly: long kernels had not heated up the device yet, and only how they differ tells.
-    return 1.0 if record["set"] == COLD or record["seconds"] < _BRIEF else 0.0
+    return 1.0 if record["seconds"] < _BRIEF else 0.0
 
 
 def turns(sample: Sample) -> tuple[Any, ...]:
     """What measurements have in common that took turns."""
-    record = sample.record
-    return record["set"] == COLD, record["is_recommended"], sample.which, record["arguments"]
+    return sample.record["is_recommended"], sample.which, sample.record["arguments"]
 
 
 def costs_of(kernel: Kernel) -> tuple[str, ...]:
     """The coefficients of a kernel that are fitted."""
-    return "owned_tile", "streamed_tile", "masking", *(("skipping",) if kernel.row_groups > 1 else ())
+    return "owned_tile", "streamed_tile", "masking", "power", *(("skipping",) if kernel.row_groups > 1 else ())
 
 
 def predicted(every: list[Sample], model: Calibration) -> list[float]:
     """Seconds that a model predicts for samples, whose kernels are found again by their size."""
     seconds = []
-    full_clock = dataclasses.replace(model, slowdown=0.0)
     for sample in every:
         (kernel,) = (each for each in model.kernels[sample.which] if each.size == sample.kernel.size)
-        clock = full_clock if sample.record["set"] == COLD else model
-        seconds.append(float(simulator.predict(sample.problem, sample.counts.tiles, sample.which, kernel, clock)))
+        seconds.append(float(simulator.predict(sample.problem, sample.counts.tiles, sample.which, kernel, model)))
     return seconds
 
 
@@ -252,7 +249,7 @@ def print_errors(every: list[Sample], model: Calibration) -> None:
         print(f"{name}: {len(values)} times, error {middle:.1%} in the median, {largest:.1%} at most")
     costs = {
         f"{arguments} ({which})": min(times)[1] / min(measured for _, measured in times)
-        for (_, is_recommended, which, arguments), times in groups.items()
+        for (is_recommended, which, arguments), times in groups.items()
         if not is_recommended and len(times) > 1
     }
     for line, cost in sorted(costs.items(), key=lambda item: -item[1]):

@@ -7,12 +7,12 @@ coefficients fitted to measurements on one kind of device (:mod:`natten_jax.cali
     tile = owned_tile + streaming / (owned tiles)
     work = rounds * tile
     busy = launch + max(work, byte * (bytes of inputs and results))
-    time = busy * (1 + slowdown * busy / (busy + onset))
+    time = busy * (1 + slowdown * power * busy / (busy + onset))
 
 A tile counts as masked if any row group masks it, because they take turns. There are ``batch * heads * (owned tiles) /
 multiprocessors`` rounds, rounded up; where a kernel takes its tiles from a counter, half a round is added instead. The
-last line is the clock, which falls while a kernel keeps the device at its power limit. A backward pass is several
-kernels and has a ``launch`` of its own.
+last line is the clock, which falls while a kernel keeps the device at its power limit: how much, depends on the power
+that the kernel draws. A backward pass is several kernels and has a ``launch`` of its own.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ def predict(problem: Problem, counts: Any, which: Pass, kernel: Kernel, calibrat
     rounds = calibration.rounds(problem.batch * heads * owned, which)
     tile = kernel.owned_tile + repeats * streaming / owned
     moving = calibration.byte * least_bytes(problem, which)
-    return calibration.clocked(calibration.launch_of(which) + np.maximum(rounds * tile, moving))
+    return calibration.clocked(calibration.launch_of(which) + np.maximum(rounds * tile, moving), kernel)
 
 
 class Recommendation(NamedTuple):

@@ -341,6 +341,9 @@ def test_time_model() -> None:
     assert dealt.seconds == pytest.approx(2e-6 + 3 * 14e-6)
     throttled = a_calibration(slowdown=0.5, onset=16e-6)
     assert simulator.simulate(problem, pair, calibration=throttled).seconds == pytest.approx(16e-6 * 1.25)
+    kernels = {"forward": (Kernel(128, 128, 128, 4e-6, 1e-6, 2e-7, power=0.4),)}
+    frugal = a_calibration(slowdown=0.5, onset=16e-6, kernels=kernels)
+    assert simulator.simulate(problem, pair, calibration=frugal).seconds == pytest.approx(16e-6 * 1.1)
     masked = dataclasses.replace(problem, kernel_size=(1281,), stride=(1281,))
     slower = simulator.simulate(masked, pair, calibration=a_calibration())
     assert slower.seconds is not None

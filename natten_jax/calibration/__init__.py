@@ -42,6 +42,7 @@ class Kernel:
         masking: Seconds more per streamed tile that is masked.
         skipping: Seconds per streamed tile that is skipped.
         row_groups: Groups of an owned tile's rows that skip and mask streamed tiles on their own.
+        power: How much of the device's slowdown it suffers: less where it draws less power.
     """
 
     head_dim: int
@@ -52,6 +53,7 @@ class Kernel:
     masking: float
     skipping: float = 0.0
     row_groups: int = 1
+    power: float = 1.0
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -112,9 +114,9 @@ class Calibration:
             return np.ceil(rounds)
         return np.where(rounds < _COUNTED_ROUNDS, np.ceil(rounds), rounds + self.tail)
 
-    def clocked(self, busy: Any) -> Any:
-        """Seconds that work takes whose length is ``busy`` at the full clock."""
-        return busy * (1 + self.slowdown * busy / (busy + self.onset))
+    def clocked(self, busy: Any, kernel: Kernel) -> Any:
+        """Seconds that a kernel's work takes whose length is ``busy`` at the full clock."""
+        return busy * (1 + self.slowdown * kernel.power * busy / (busy + self.onset))
 
 
 @functools.cache
