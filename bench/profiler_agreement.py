@@ -133,13 +133,14 @@ def main() -> None:
     options = parser.parse_args()
     results = []
     columns = "trace", "span", "wall clock of it", "replay", "trace / replay", "span / wall clock of it"
-    print(f"{'microseconds':46}" + "".join(f"{name:>{len(name) + 3}}" for name in columns))
+    widths = {name: max(len(name) + 3, 11) for name in columns}
+    print(f"{'microseconds':46}" + "".join(f"{name:>{width}}" for name, width in widths.items()))
     for line in PROBLEMS:
         found = measure(line)
         found["trace / replay"] = found["trace"] / found["replay"]
         found["span / wall clock of it"] = found["span"] / found["wall clock of it"]
         results.append(found)
-        texts = (f"{found[name]:{len(name) + 3}.{3 if '/' in name else 2}f}" for name in columns)
+        texts = (f"{found[name]:{width}.{3 if '/' in name else 2}f}" for name, width in widths.items())
         print(f"{line:46}" + "".join(texts), flush=True)
     if options.json is not None:
         data = {"environment": environment(), "results": results}
