@@ -1,4 +1,4 @@
-"""The profiler's other jobs: listing, predicting, searching, comparing, and reading any trace."""
+"""The profiler's other jobs: listing, predicting, comparing, and reading any trace."""
 
 from __future__ import annotations
 
@@ -10,30 +10,24 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import natten_jax
 from natten_jax import native
-from natten_jax.devices import Device
-from natten_jax.profiler import optimize as search
 from natten_jax.profiler import parse, tables, workload, xspace
 from natten_jax.profiler import trace as trace_program
 from natten_jax.profiler.__main__ import main
-from natten_jax.profiler.capture import Event, capture_in_turns
+from natten_jax.profiler.capture import capture_in_turns
 from natten_jax.profiler.measure import Comparison, profile
 from natten_jax.profiler.program import Program
-from natten_jax.profiler.workload import Workload
 
 needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
 needs_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="runs on the CPU")
 FEW = "--warmup-steps 1 --iterations 2"
 HOPPER = "--compute-capability 9.0"
-HOPPER_GPU = Device("cuda", (9, 0), is_present=False)
 VIDEO = "-i 30 48 80 -n 24 -d 128 -w 18 24 24"
 
 #: The documentation's command lines, with layouts small enough for a CPU and without the names of GPU backends.
@@ -273,177 +267,6 @@ def test_speedup_is_the_median_of_the_turns() -> None:
     theirs = dataclasses.replace(result, totals=(3.0, 2.0, 20.0), flops={"forward": 40})
     comparison = Comparison(ours, theirs)
     assert (comparison.speedup, comparison.flop_bound) == (3.0, 4.0)
-
-
-# Searching.
-
-
-@needs_native
-@needs_cpu
-def test_search_result_is_accepted_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from natten_jax.flax_modules import linen, nnx
-
-    path = tmp_path / "tuned.json"
-    problem = "-i 8 12 -n 2 -d 16 -w 4 6 --dtype fp32 --backprop --backend cpu-fna"
-    assert main(f"{problem} --optimize {FEW} --json {path}".split()) == 0
-    output = capsys.readouterr().out
-    assert output.index("Best configuration") < output.index("Profiler results")
-    assert "Speedup over the default configuration" in output
-    tuned = natten_jax.load_tuned(path)
-    assert tuned["backend"] == "cpu-fna"
-    assert tuned["attention_kwargs"] == {"backend": "cpu-fmha"}
-    assert {len(tuned[f"{prefix}{side}_tile_shape"]) for prefix in ("", "backward_") for side in ("q", "kv")} == {2}
-
-    found = json.loads(path.read_text())
-    trials = found["search"]["trials"]
-    assert len(trials) > 20
-    assert any(trial["passes"] == ["forward", "backward"] for trial in trials)
-    assert found["search"]["best_seconds"] <= found["search"]["default_seconds"]
-
-    query, key, value = (jax.random.normal(jax.random.key(i), (1, 8, 12, 2, 16)) for i in range(3))
-
-    def loss(arguments: dict[str, Any]) -> Any:
-        return lambda q: jnp.sum(natten_jax.na2d(q, key, value, (4, 6), **arguments) ** 2)
-
-    plain, fast = (jax.value_and_grad(loss(arguments))(query) for arguments in ({}, tuned))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain, fast)
-    layer = nnx.NeighborhoodAttention2D(32, 2, (4, 6), rngs=nnx.nnx.Rngs(0), **tuned)
-    assert layer(jnp.ones((1, 8, 12, 32))).shape == (1, 8, 12, 32)
-    module = linen.NeighborhoodAttention2D(num_heads=2, kernel_size=(4, 6), **tuned)
-    assert module.init_with_output(jax.random.key(0), jnp.ones((1, 8, 12, 32)))[0].shape == (1, 8, 12, 32)
-
-
-@pytest.mark.parametrize("rank", [1, 2, 3])
-def test_tuned_arguments_are_taken_in_every_rank(rank: int, tmp_path: Path) -> None:
-    from natten_jax.flax_modules import linen, nnx
-
-    path = tmp_path / "tuned.json"
-    best = {
-        "backend": "flex-fna", "attention_kwargs": {"backend": "flex-fmha"}, "run_persistent_kernel": True,
-        "q_tile_shape": (4,) * rank, "kv_tile_shape": (4,) * rank,
-        "backward_q_tile_shape": (4,) * rank, "backward_kv_tile_shape": (4,) * rank,
-    }  # fmt: skip
-    path.write_text(json.dumps({"best_configuration": best}))
-    tuned = natten_jax.load_tuned(path)
-    assert tuned == best
-    layout, window = (6,) * rank, (3,) * rank
-    x = jnp.ones((1, *layout, 16))
-    out = getattr(natten_jax, f"na{rank}d")(*[x.reshape(1, *layout, 2, 8)] * 3, window, **tuned)
-    assert out.shape == (1, *layout, 2, 8)
-    layer = getattr(nnx, f"NeighborhoodAttention{rank}D")(16, 2, window, rngs=nnx.nnx.Rngs(0), **tuned)
-    assert layer(x).shape == x.shape
-    module = getattr(linen, f"NeighborhoodAttention{rank}D")(num_heads=2, kernel_size=window, **tuned)
-    assert module.init_with_output(jax.random.key(0), x)[0].shape == x.shape
-
-
-def fake_search(
-    monkeypatch: pytest.MonkeyPatch, line: str, seconds: Any
-) -> tuple[search.Optimum, list[tuple[Any, ...]]]:
-    """A search whose programs are not compiled: ``seconds(options)`` is what they take, or an error."""
-    compiled = []
-
-    def compile_workload(options: Any, name: str, arguments: Any) -> Any:
-        compiled.append((options.backend, options.q_tile, options.backward_q_tile, options.schedule))
-        duration = seconds(options)
-        if isinstance(duration, Exception):
-            raise duration
-        empty: Any = None
-        load = Workload(options, empty, {"forward": "cpu-fna"}, {}, Device("cpu"), empty, (), Program(name, {}))
-        monkeypatch.setattr(Workload, "run", lambda self: jnp.zeros(()))
-        load.program.instructions["seconds"] = duration
-        return load
-
-    def capture(launches: Any, runs: int, platform: str) -> Any:
-        return [[[Event("", "", "", 0.0, 1e9 * each.program.instructions["seconds"])]] * runs for each in launches]
-
-    monkeypatch.setattr(search, "compile_workload", compile_workload)
-    monkeypatch.setattr(search.capture, "capture_in_turns", capture)
-    return search.optimize(parse(line.split())), compiled
-
-
-@needs_native
-@needs_cpu
-def test_search_finds_the_best_pair_of_each_pass_and_survives_failures(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(options: Any) -> Any:
-        if options.backend == "flex-fna":
-            return 1.0
-        if options.q_tile == (64,):
-            return ValueError("no such tile")
-        time = 1e-3 if (options.q_tile, options.kv_tile) == ((128,), (512,)) else 2e-3
-        if options.backprop:
-            time += 1e-3 if (options.backward_q_tile, options.backward_kv_tile) == ((256,), (128,)) else 5e-3
-        return time
-
-    optimum, compiled = fake_search(monkeypatch, "-i 4096 -w 64 --backprop --optimize", seconds)
-    options = optimum.options
-    assert (options.backend, options.q_tile, options.kv_tile) == ("cpu-fna", (128,), (512,))
-    assert (options.backward_q_tile, options.backward_kv_tile) == ((256,), (128,))
-    assert optimum.seconds == pytest.approx(2e-3)
-    assert optimum.default_seconds == pytest.approx(7e-3)
-    assert {trial.error for trial in optimum.failures} == {"no such tile"}
-    assert sum(backend == "flex-fna" for backend, *_ in compiled) == 1  # hopeless after one run
-
-
-@needs_native
-@needs_cpu
-def test_search_does_not_wait_for_plain_jax_where_kernels_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    optimum, compiled = fake_search(monkeypatch, "-i 64 -w 8 --optimize", lambda options: 0.03)
-    assert optimum.options.backend == "cpu-fna"
-    assert {backend for backend, *_ in compiled} == {"cpu-fna", None}  # None is what runs without a choice
-
-
-@needs_native
-@needs_cpu
-def test_search_keeps_what_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    line = "-i 64 -w 8 --backend cpu-fna --q-tile 32 --kv-tile 16 --backprop --optimize"
-    optimum, compiled = fake_search(monkeypatch, line, lambda options: 1e-3)
-    assert optimum.options.q_tile == (32,)
-    assert {(backend, q_tile) for backend, q_tile, *_ in compiled} == {("cpu-fna", (32,))}
-    assert len({backward for *_, backward, _ in compiled}) >= 5
-
-
-@pytest.mark.parametrize(
-    ("backend", "arguments", "schedule"),
-    [
-        ("hopper-fna", "", "pp"),
-        ("hopper-fna", "--schedule coop", "coop"),
-        ("hopper-fmha", "", "pp"),
-        ("cutlass-fna", "", None),
-    ],
-)
-def test_the_best_configuration_names_what_ran_by_default(backend: str, arguments: str, schedule: str | None) -> None:
-    options = parse(f"-i 64 64 -w 8 8 --backprop --optimize {arguments}".split())
-    tiles = {"forward": ((16, 8), (8, 16)), "backward": ((8, 8), (16, 8))}
-    empty: Any = None
-    ran = Workload(options, empty, {"forward": backend}, tiles, HOPPER_GPU, empty, (), Program("ran", {}))
-    table = search.best_table(search.Optimum(search.spelled_out(options, ran), 1.0, 1.0, (), 1.0, 0.0))
-    rows = dict(table.rows)
-    assert rows.get("kernel_schedule") == schedule
-    assert rows["fmha_backend" if backend.endswith("fmha") else "backend"] == backend
-    shapes = [rows[f"{prefix}{side}_tile_shape"] for prefix in ("", "backward_") for side in ("q", "kv")]
-    assert shapes == ["(16, 8)", "(8, 16)", "(8, 8)", "(16, 8)"]
-
-
-@needs_cpu
-def test_search_without_anything_that_runs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="no configuration runs: broken"):
-        fake_search(monkeypatch, "-i 64 -w 8 --optimize", lambda options: RuntimeError("broken"))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "is no JSON"),
-        ("[]", "holds no tuned configuration"),
-        ('{"rows": []}', "--optimize --json PATH"),
-        ('{"best_configuration": {"scale": 2}}', "unknown arguments scale"),
-    ],
-)
-def test_files_that_are_no_search_results(text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "result.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        natten_jax.load_tuned(path)
 
 
 # Usage errors of the modes.

@@ -1,0 +1,91 @@
+"""The profiler's command line: usage errors, help and defaults."""
+
+from __future__ import annotations
+
+import pytest
+
+from natten_jax.profiler import parse
+from natten_jax.profiler.__main__ import main
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "required: -i/--input-size"),
+        ("-i 2 2 2 2", "-i/--input-size takes 1 to 3 integers"),
+        ("-i 0", "must be at least 1, got 0"),
+        ("-i x", "'x' is not an integer"),
+        ("-i 8 8 -w 4", "--window-size takes 2 value(s)"),
+        ("-i 8 -s 1 1", "--stride takes 1 value(s)"),
+        ("-i 8 -w 4 --dilation 1 2", "--dilation takes 1 value(s)"),
+        ("-i 8 8 8 -c 1 0", "--causal takes 3 value(s), or one for all"),
+        ("-i 8 -c maybe", "'maybe' is not a truth value"),
+        ("-i 8 8 -w 4 9", "window size 4 9 exceeds input size 8 8"),
+        ("-i 8 -w 4 -s 5", "stride 5 exceeds window size 4"),
+        ("-i 8 -w 4 --dilation 3", "dilation 3 times window size 4 exceeds input size 8"),
+        ("-i 8 -n 6 --heads-kv 4", "--heads 6 must be a multiple of --heads-kv 4"),
+        ("-i 8 -w 4 --q-tile 8", "--q-tile was given without --kv-tile"),
+        ("-i 8 -w 4 --kv-tile 8", "--kv-tile was given without --q-tile"),
+        ("-i 8 -w 4 --backward-kv-tile 8", "--backward-kv-tile was given without --backward-q-tile"),
+        ("-i 8 8 -w 4 4 --q-tile 8 --kv-tile 8 8", "--q-tile takes 2 value(s)"),
+        ("-i 8 --backend nothing", "--backend nothing is unknown; choose one of"),
+        ("-i 8 --backend cpu-fmha", "name it with --fmha-backend"),
+        ("-i 8 --fmha-backend cpu-fna", "--fmha-backend cpu-fna is unknown; choose one of"),
+        ("-i 8 --backend xformers", "baseline of PyTorch; JAX's are cudnn"),
+        ("-i 8 --backend fav2", "use --backend cudnn"),
+        ("-i 8 --backend xla --add-kv 4", "--add-kv does not go with --backend xla"),
+        ("-i 8 --dtype fp64", "invalid choice: 'fp64'"),
+        ("-i 8 --schedule fast", "invalid choice: 'fast'"),
+        ("-i 8 --iterations 0", "must be at least 1, got 0"),
+        ("-i 8 --warmup-steps -1", "must be at least 0, got -1"),
+        ("-i 8 --json no/such/folder/out.json", "the folder 'no/such/folder' does not exist"),
+        ("-i 8 --nonsense", "unrecognized arguments: --nonsense"),
+    ],
+)
+def test_usage_errors(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments.split())
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("natten-jax-profiler: error: ")
+    assert error.count("\n") == 1
+
+
+def test_help_has_groups_and_examples(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as exit_:
+        main(["--help"])
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    for part in ("problem:", "backend and configuration:", "measurement and output:", "examples:", "-i 8 16 24"):
+        assert part in text
+    assert all(len(line) <= 100 for line in text.splitlines())
+
+
+def test_defaults() -> None:
+    options = parse(["-i", "8", "16"])
+    assert (options.batch_size, options.heads, options.heads_kv, options.dim, options.dim_value) == (1, 1, 1, 64, 64)
+    assert (options.window_size, options.stride, options.dilation) == ((8, 16), (1, 1), (1, 1))
+    assert options.causal == (False, False)
+    assert (options.dtype, options.backprop, options.add_kv, options.persistent) == ("fp16", False, 0, True)
+    assert (options.warmup_steps, options.iterations) == (10, 20)
+    assert parse(["-i", "8", "-n", "4", "-d", "32"]).heads_kv == 4
+    assert parse(["-i", "8", "-n", "4", "-d", "32"]).dim_value == 32
+    assert not parse(["-i", "8", "--no-persistent"]).persistent
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("true 0", (True, False)), ("False 1", (False, True)), ("1", (True, True)), ("False", (False, False))],
+)
+def test_causal(given: str, expected: tuple[bool, ...]) -> None:
+    assert parse(["-i", "8", "8", "-c", *given.split()]).causal == expected
+
+
+def test_baselines_ignore_windows_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "-i 8 8 -w 3 3 -s 2 2 -c 1 --backend xla"
+    options = parse(arguments.split())
+    assert (options.window_size, options.stride, options.causal) == ((8, 8), (1, 1), (False, False))
+    error = capsys.readouterr().err
+    assert "warning: --backend xla computes self attention only: --window-size, --stride, --causal ignored" in error
