@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 from natten_jax import native
-from natten_jax.profiler import parse, tables, workload, xspace
+from natten_jax.profiler import parse, progress, tables, workload, xspace
 from natten_jax.profiler import trace as trace_program
 from natten_jax.profiler.__main__ import main
 from natten_jax.profiler.capture import capture_in_turns
@@ -319,6 +320,29 @@ def test_tables_fit_with_and_without_rich(monkeypatch: pytest.MonkeyPatch) -> No
         assert "[bold]b[/]" in text
         assert "x" * 30 in text
         assert text.isascii() or has_rich
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "patience", "is_shown"), [(Terminal, 0.0, True), (Terminal, 60.0, False), (io.StringIO, 0.0, False)]
+)
+def test_progress_is_shown_to_people_who_wait(
+    stream: type[io.StringIO], patience: float, is_shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(progress, "_PATIENCE", patience)
+    monkeypatch.setattr(sys, "stderr", stream())
+    with progress.Progress(2) as bar:
+        bar.stage("trying backends")
+        bar.advance()
+        time.sleep(0.5)  # for the thread that starts it, and the one that draws it
+        bar.expect(1)
+    assert ("trying backends" in sys.stderr.getvalue()) == is_shown  # type: ignore[attr-defined]
 
 
 def test_lines_are_wrapped() -> None:
