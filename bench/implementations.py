@@ -19,12 +19,14 @@ _MOSAIC_BLOCKS = {128: (64, 128), 256: (64, 64)}
 _MOSAIC_STEPS = 2
 
 
-def ours(benchmark: Benchmark, family: str | None = None, fuses_additional_kv: bool | None = None) -> Function:
-    """natten_jax, by the best backend or by that of a family."""
+def ours(benchmark: Benchmark, family: str | None = None, **arguments: Any) -> Function:
+    """natten_jax, by the best backend or by that of a family, with further arguments of the operator."""
     problem = benchmark.problem
     backend = None if family is None else f"{family}-{problem.operator}"
     if benchmark.kernel_size is None:
-        return lambda q, k, v: natten_jax.attention(q, k, v, is_causal=benchmark.is_causal, backend=backend)
+        return lambda q, k, v: natten_jax.attention(
+            q, k, v, is_causal=benchmark.is_causal, backend=backend, **arguments
+        )
     operator = getattr(natten_jax, f"na{problem.rank}d")
 
     def function(query: jax.Array, key: jax.Array, value: jax.Array, *additional: jax.Array) -> Any:
@@ -40,7 +42,7 @@ def ours(benchmark: Benchmark, family: str | None = None, fuses_additional_kv: b
             additional_keys=keys,
             additional_values=values,
             backend=backend,
-            try_fuse_additional_kv=fuses_additional_kv,
+            **arguments,
         )
 
     return function
@@ -78,7 +80,8 @@ def mosaic(benchmark: Benchmark) -> Function:
 #: By name; each is made for a problem.
 IMPLEMENTATIONS: Mapping[str, Callable[[Benchmark], Function]] = {
     "natten_jax": ours,
-    "natten_jax-merged": lambda benchmark: ours(benchmark, fuses_additional_kv=False),
+    "natten_jax-merged": lambda benchmark: ours(benchmark, try_fuse_additional_kv=False),
+    "cutlass-xla-reduction": lambda benchmark: ours(benchmark, "cutlass", backward_use_xla_reduction=True),
     "cudnn": lambda benchmark: dot_product_attention(benchmark, "cudnn"),
     "mosaic-float16": mosaic,
     "xla": lambda benchmark: dot_product_attention(benchmark, "xla"),
