@@ -10,9 +10,9 @@ coefficients fitted to measurements on one kind of device (:mod:`natten_jax.cali
     time = busy * (1 + slowdown * power * busy / (busy + onset))
 
 A tile counts as masked if any row group masks it, because they take turns. There are ``batch * heads * (owned tiles) /
-multiprocessors`` rounds, rounded up; where a kernel takes its tiles from a counter, half a round is added instead. The
-last line is the clock, which falls while a kernel keeps the device at its power limit: how much, depends on the power
-that the kernel draws. A backward pass is several kernels and has a ``launch`` of its own.
+(multiprocessors * side_by_side)`` rounds, rounded up; where a kernel takes its tiles from a counter, half a round is
+added instead. The last line is the clock, which falls while a kernel keeps the device at its power limit: how much,
+depends on the power that the kernel draws. A backward pass is several kernels and has a ``launch`` of its own.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def predict(problem: Problem, counts: Any, which: Pass, kernel: Kernel, calibrat
     # In the backward pass a key/value tile is worked on once for all query heads that share it.
     heads, repeats = (problem.heads, 1) if which == "forward" else (problem.heads_kv, problem.heads // problem.heads_kv)
     streaming = kernel.streamed_tile * seen + kernel.masking * masked + kernel.skipping * (streamed - seen)
-    rounds = calibration.rounds(problem.batch * heads * owned, which)
+    rounds = calibration.rounds(problem.batch * heads * owned, which, kernel)
     tile = kernel.owned_tile + repeats * streaming / owned
     moving = calibration.byte * least_bytes(problem, which)
     return calibration.clocked(calibration.launch_of(which) + np.maximum(rounds * tile, moving), kernel)

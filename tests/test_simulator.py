@@ -337,6 +337,13 @@ def test_time_model() -> None:
     # 600 tiles are six rounds; where they are taken from a counter, the last ones end half a round after the others.
     counted = simulator.simulate(dataclasses.replace(problem, heads=6), pair, calibration=a_calibration(tail=0.5))
     assert counted.seconds == pytest.approx(2e-6 + 6.5 * 14e-6)
+    # Three times as many tiles as multiprocessors are two rounds where each works on two at a time.
+    (kernel, _) = a_calibration().kernels["forward"]
+    paired = a_calibration(kernels={"forward": (dataclasses.replace(kernel, side_by_side=2),)})
+    three = simulator.simulate(dataclasses.replace(problem, heads=3), pair, calibration=paired)
+    assert three.seconds == pytest.approx(2e-6 + 2 * 14e-6)
+    other_elements = simulator.simulate(dataclasses.replace(problem, dtype="float32"), pair, calibration=paired)
+    assert other_elements.seconds is None
     dealt = simulator.simulate(dataclasses.replace(problem, heads=3), pair, calibration=a_calibration(tail=0.5))
     assert dealt.seconds == pytest.approx(2e-6 + 3 * 14e-6)
     throttled = a_calibration(slowdown=0.5, onset=16e-6)

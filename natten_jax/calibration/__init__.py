@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import math
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any, Literal
 
@@ -43,6 +44,7 @@ class Kernel:
         skipping: Seconds per streamed tile that is skipped.
         row_groups: Groups of an owned tile's rows that skip and mask streamed tiles on their own.
         power: How much of the device's slowdown it suffers: less where it draws less power.
+        side_by_side: Owned tiles that a multiprocessor works on at the same time.
     """
 
     head_dim: int
@@ -54,6 +56,7 @@ class Kernel:
     skipping: float = 0.0
     row_groups: int = 1
     power: float = 1.0
+    side_by_side: int = 1
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -69,7 +72,7 @@ class Calibration:
         family: ``"hopper"``, ...
         device: The device that it was fitted on.
         compute_capability: Of that device.
-        multiprocessors: Owned tiles that are worked on side by side.
+        multiprocessors: Of that device.
         launch: Seconds that a forward pass takes, whatever its size.
         byte: Seconds that the device's memory takes per byte of inputs and results.
         slowdown: How much longer kernels take, at most, once the device is at its power limit.
@@ -78,6 +81,7 @@ class Calibration:
         backward_launch: As ``launch``, of a backward pass, which is several kernels; ``None`` is the same.
         tail: Rounds by which the last of many tiles of a forward pass outlast the others, as whoever is done takes the
             next one; ``None``: tiles are dealt out beforehand.
+        dtypes: Element types that the times are of.
     """
 
     family: str
@@ -91,13 +95,16 @@ class Calibration:
     kernels: dict[str, tuple[Kernel, ...]]
     backward_launch: float | None = None
     tail: float | None = None
+    dtypes: Sequence[str] = ("float16", "bfloat16")
 
     def launch_of(self, which: Pass) -> float:
         """Seconds that a pass takes, whatever its size."""
         return self.launch if which == "forward" or self.backward_launch is None else self.backward_launch
 
     def kernel(self, problem: Problem, pair: TilePair, which: Pass) -> Kernel | None:
-        """The smallest kernel that takes the heads and the tiles."""
+        """The smallest kernel that takes the heads and the tiles; ``None`` where none was timed for these elements."""
+        if problem.dtype not in self.dtypes:
+            return None
         owned, streamed = ordered(pair, which)
         sizes = max(problem.head_dim, problem.head_dim_v), math.prod(owned), math.prod(streamed)
         fitting = [
@@ -107,9 +114,9 @@ class Calibration:
         ]
         return min(fitting, key=lambda kernel: kernel.size, default=None)
 
-    def rounds(self, tiles: Any, which: Pass) -> Any:
+    def rounds(self, tiles: Any, which: Pass, kernel: Kernel) -> Any:
         """Rounds that the multiprocessors work on owned tiles."""
-        rounds = tiles / self.multiprocessors
+        rounds = tiles / (self.multiprocessors * kernel.side_by_side)
         if self.tail is None or which == "backward":
             return np.ceil(rounds)
         return np.where(rounds < _COUNTED_ROUNDS, np.ceil(rounds), rounds + self.tail)
