@@ -148,6 +148,16 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     assert finished.stderr == ""
 
 
+def test_a_reader_that_leaves_early_costs_no_files(tmp_path: Path) -> None:
+    files = f"--json {tmp_path / 'a.json'} --csv {tmp_path / 'a.csv'}"
+    command = f"{sys.executable} -m natten_jax.profiler -i 64 -d 8 -w 8 --backend flex-fna {FEW} {files} | true"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+    finished = subprocess.run(command, shell=True, capture_output=True, text=True, env=environment, check=False)
+    assert finished.stderr == ""
+    assert json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert (tmp_path / "a.csv").read_text().count("\n") > 1
+
+
 # Listing.
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -17,7 +18,7 @@ from natten_jax.profiler import dry_run, report, simulate
 from natten_jax.profiler.arguments import KNOWN_FAMILIES, parse
 from natten_jax.profiler.capture import CaptureError
 from natten_jax.profiler.measure import compare, profile
-from natten_jax.profiler.optimize import Optimum, best_table, configuration, optimize, trials_json
+from natten_jax.profiler.optimize import Optimum, best_table, configuration, optimize, search_json
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.plot import plot_rows
 from natten_jax.profiler.tables import digits, format_time, print_lines, print_table
@@ -89,32 +90,25 @@ def _measure(options: Options) -> int:
     results: dict[str, Any]
     if options.compare is not None:
         comparison = compare(options, options.compare)
-        result, tables = (
-            comparison.result,
-            {"result": comparison.result.rows, options.compare: comparison.baseline.rows},
-        )
-        report.print_comparison(comparison)
-        results = report.comparison_json(comparison)
+        result = comparison.result
+        tables = {"result": result.rows, options.compare: comparison.baseline.rows}
+        results, show = report.comparison_json(comparison), functools.partial(report.print_comparison, comparison)
     else:
         result = profile(options)
         tables = {"result": result.rows}
-        report.print_report(result)
-        results = report.to_json(result)
+        results, show = report.to_json(result), functools.partial(report.print_report, result)
     if optimum is not None:
-        print_lines(_search_lines(optimum))
         results["best_configuration"] = configuration(options)
-        results["search"] = {
-            "default_seconds": optimum.default_seconds,
-            "best_seconds": optimum.seconds,
-            "wall_seconds": optimum.wall_seconds,
-            "compile_seconds": optimum.compile_seconds,
-            "trials": trials_json(optimum),
-        }
-        if options.json is not None:
-            print_lines([f"Use it: na{options.rank}d(..., **natten_jax.load_tuned({str(options.json)!r}))"])
+        results["search"] = search_json(optimum)
+    # Files first: whoever reads the output may leave early.
     _write(options.json, lambda: results)
     if options.csv is not None:
         report.write_csv(options.csv, tables)
+    show()
+    if optimum is not None:
+        print_lines(_search_lines(optimum))
+        if options.json is not None:
+            print_lines([f"Use it: na{options.rank}d(..., **natten_jax.load_tuned({str(options.json)!r}))"])
     if options.plot is not None:
         plot_rows(options.plot, tables, result.problem.describe())
     return 0

@@ -345,9 +345,9 @@ def _with_tiles(options: Options, pair: TilePair, which: Pass) -> Options:
     return dataclasses.replace(options, backward_q_tile=q_tile, backward_kv_tile=kv_tile)
 
 
-def trials_json(optimum: Optimum) -> list[dict[str, Any]]:
-    """Every trial as JSON values."""
-    return [
+def search_json(optimum: Optimum) -> dict[str, Any]:
+    """How the search went, and every trial, as JSON values."""
+    trials = [
         {
             **configuration(trial.options),
             "passes": passes(trial.options),
@@ -356,3 +356,10 @@ def trials_json(optimum: Optimum) -> list[dict[str, Any]]:
         }
         for trial in optimum.trials
     ]
+    return {
+        "default_seconds": optimum.default_seconds,
+        "best_seconds": optimum.seconds,
+        "wall_seconds": optimum.wall_seconds,
+        "compile_seconds": optimum.compile_seconds,
+        "trials": trials,
+    }
