@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import json
@@ -18,7 +19,9 @@ import pytest
 from natten_jax import backends, simulator
 from natten_jax.devices import Device
 from natten_jax.problem import Problem, neighborhood_problem
-from natten_jax.simulator import Calibration, Kernel
+from natten_jax.profiler.arguments import parse
+from natten_jax.profiler.configurations import main_part
+from natten_jax.simulator import Calibration, Kernel, TilePair
 
 PROBLEMS = 320
 HOPPER = Device("cuda", (9, 0), is_present=False)
@@ -386,13 +389,31 @@ def test_ranking_is_by_the_simulated_time(additional_kv: int) -> None:
         assert simulator.simulate(problem, pair, "backward", calibration=backward).seconds == pytest.approx(seconds)
 
 
-def test_hopper_lists_its_tiles_in_the_order_of_the_model() -> None:
+@pytest.mark.parametrize("calibrated", ["hopper", "cutlass"])
+def test_backends_list_their_tiles_in_the_order_of_the_model(calibrated: str) -> None:
     problem = a_problem((64, 96), (17, 31), heads=12)
-    calibration = simulator.calibration_for("hopper")
-    pairs = backends.find("hopper-fna", "fna").tile_pairs(problem, HOPPER, "forward")
+    calibration = simulator.calibration_for(calibrated)
+    pairs = backends.find(f"{calibrated}-fna", "fna").tile_pairs(problem, HOPPER, "forward")
     seconds = [simulator.simulate(problem, pair, calibration=calibration).seconds for pair in pairs]
     assert len(pairs) > 50
     assert all(a <= b * (1 + 1e-9) for a, b in itertools.pairwise(seconds))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("calibrated", ["hopper", "cutlass"])
+def test_the_model_picks_tiles_that_were_measured_to_be_fast(calibrated: str) -> None:
+    calibration = simulator.calibration_for(calibrated)
+    file = resources.files("natten_jax").joinpath("calibration", f"{calibrated}-9.0.json")
+    problems: dict[Any, dict[TilePair, float]] = collections.defaultdict(dict)
+    for record in json.loads(file.read_text())["fitted_to"]["records"]:
+        options = parse([*record["arguments"].split(), "--dtype", "bf16", "--backend", f"{calibrated}-fna"])
+        problem = main_part(options).problem
+        pair = tuple(record["q_tile"][-problem.rank :]), tuple(record["kv_tile"][-problem.rank :])
+        seconds = problems[problem, record["pass"]]
+        seconds[pair] = min(record["seconds"], seconds.get(pair, math.inf))
+    assert len(problems) > 30
+    for (problem, which), seconds in problems.items():
+        ranked = simulator.rank(problem, seconds, which, calibration)
+        assert seconds[ranked[0][0]] <= 1.08 * min(seconds.values()), problem.describe()
 
 
 def test_bounds_and_bytes() -> None:

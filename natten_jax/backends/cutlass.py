@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -45,38 +46,6 @@ _TF32_PRECISIONS = (
     "TF32_TF32_F32",
     "BF16_BF16_F32",
 )
-
-#: What tiles are ranked by: seconds, from a few times on an H200, two blocks to a multiprocessor.
-_TIMES = simulator.Calibration(
-    family="cutlass",
-    device="NVIDIA H200",
-    compute_capability=(9, 0),
-    multiprocessors=264,
-    launch=5e-6,
-    byte=2.45e-13,
-    slowdown=0.0,
-    onset=1.0,
-    kernels={
-        "forward": (
-            simulator.Kernel(64, 128, 64, 8e-6, 2.3e-6, 0.5e-6),
-            simulator.Kernel(64, 128, 128, 8e-6, 4.6e-6, 1.0e-6),
-            simulator.Kernel(128, 128, 64, 3.4e-6, 2.8e-6, 1.2e-6),
-            simulator.Kernel(128, 128, 128, 3.4e-6, 5.6e-6, 2.4e-6),
-            simulator.Kernel(256, 64, 64, 10e-6, 4.0e-6, 0.6e-6),
-            simulator.Kernel(256, 64, 128, 10e-6, 8.0e-6, 1.2e-6),
-        ),
-        # One block to a multiprocessor: twice the seconds.
-        "backward": (
-            simulator.Kernel(64, 128, 64, 30e-6, 6.9e-6, 1.5e-6),
-            simulator.Kernel(64, 128, 128, 30e-6, 13.8e-6, 3.0e-6),
-            simulator.Kernel(128, 128, 64, 40e-6, 11.4e-6, 2.0e-6),
-            simulator.Kernel(128, 128, 128, 40e-6, 22.8e-6, 4.0e-6),
-            simulator.Kernel(256, 64, 64, 40e-6, 20e-6, 4.0e-6),
-            simulator.Kernel(256, 128, 128, 40e-6, 80e-6, 16.0e-6),
-        ),
-    },
-)
-
 
 class CutlassBackend:
     """Attention on any NVIDIA GPU since Ampere."""
@@ -236,4 +205,8 @@ def _ranked_pairs(problem: Problem, which: Pass) -> tuple[TilePair, ...]:
         sizes = [(rows, 64), (rows, 128), (64, 64), (64, 128), (32, 128)]
     else:
         sizes = [(64, 128), (64, 64), (128, 128), (128, 64)]
-    return rank_pairs(problem, which, sizes, _TIMES)
+    if problem.dtype == "float32":
+        # Times are of 16-bit elements. Kernels are compiled for rows of some number of bytes.
+        head_dim, head_dim_v = (min(2 * each, _LARGEST_HEAD_DIM) for each in (problem.head_dim, problem.head_dim_v))
+        problem = dataclasses.replace(problem, dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim_v)
+    return rank_pairs(problem, which, sizes, simulator.calibration_for(CutlassBackend.family))
