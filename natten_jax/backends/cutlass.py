@@ -47,6 +47,7 @@ _TF32_PRECISIONS = (
     "BF16_BF16_F32",
 )
 
+
 class CutlassBackend:
     """Attention on any NVIDIA GPU since Ampere."""
 
