@@ -21,6 +21,12 @@ import pytest
 from programs import run_python
 
 import natten_jax
+from natten_jax import backends
+from natten_jax.backends.base import Operands, Output
+from natten_jax.problem import Problem, TileConfig
+
+PROBLEM_OPERANDS = ("query", "key", "value", "additional_keys", "additional_values", "origins")
+GRADIENTS = tuple(f"d{name}" for name in PROBLEM_OPERANDS[:5])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +37,8 @@ class Target:
         name: Its name.
         backend: The backend that calls it.
         platform: Where it runs.
+        operands: Names of its operands.
+        results: Names of its results but scratch memory.
         dtype: Element type of its arrays.
         head_dims: Legal ``head_dim`` and ``head_dim_v``.
         choices: Attributes of its own that select a variant, and their largest values.
@@ -41,6 +49,8 @@ class Target:
 
     name: str
     backend: str
+    operands: tuple[str, ...] = PROBLEM_OPERANDS
+    results: tuple[str, ...] = ("out", "logsumexp")
     platform: str = "cpu"
     dtype: Any = np.float32
     head_dims: tuple[int, int] = (8, 12)
@@ -50,9 +60,9 @@ class Target:
     reads_origins: bool = True
 
     @property
-    def is_backward(self) -> bool:
-        """Whether it computes gradients."""
-        return self.name.endswith("backward")
+    def has_problem(self) -> bool:
+        """Whether it takes a problem, and not only arrays."""
+        return "query" in self.operands
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
@@ -62,7 +72,12 @@ class Target:
 
 TARGETS = (
     Target("natten_jax_cpu_forward", "cpu-fna"),
-    Target("natten_jax_cpu_backward", "cpu-fna"),
+    Target(
+        "natten_jax_cpu_backward",
+        "cpu-fna",
+        (*PROBLEM_OPERANDS, "logsumexp", "out_cotangent", "delta"),
+        GRADIENTS,
+    ),
     Target(
         "natten_jax_sm90_forward",
         "hopper-fna",
@@ -73,6 +88,29 @@ TARGETS = (
         tile_tokens=(128, 128),
         scratch={"next_tile": ((1,), np.int32)},
         reads_origins=False,
+    ),
+    Target(
+        "natten_jax_sm90_backward",
+        "hopper-fna",
+        (*PROBLEM_OPERANDS, "out_cotangent", "statistics"),
+        GRADIENTS,
+        platform="cuda",
+        dtype=np.float16,
+        head_dims=(64, 128),
+        choices={"is_deterministic": 1},
+        tile_tokens=(64, 128),
+        # Sums of the query gradient, a counter, and one for each query tile: (2 x 1) x 3 x (2 x 1) a head.
+        scratch={"scratch": ((2 * 2 * (4 * 5 * 6 * 64) + 1 + 2 * 2 * (2 * 3 * 2),), np.float32)},
+        reads_origins=False,
+    ),
+    Target(
+        "natten_jax_sm90_backward_statistics",
+        "hopper-fna",
+        ("out", "out_cotangent", "logsumexp", "logsumexp_cotangent"),
+        ("statistics",),
+        platform="cuda",
+        dtype=np.float16,
+        head_dims=(64, 128),
     ),
     Target(
         "natten_jax_sm80_forward",
@@ -86,16 +124,24 @@ TARGETS = (
     Target(
         "natten_jax_sm80_backward",
         "cutlass-fna",
+        (*PROBLEM_OPERANDS, "logsumexp", "out_cotangent", "delta"),
+        GRADIENTS,
         platform="cuda",
         head_dims=(8, 16),
         choices={"is_accurate": 1, "kv_splits": 2**31 - 1},
         tile_tokens=(128, 128),
         reads_origins=False,
     ),
+    Target(
+        "natten_jax_sm80_delta",
+        "cutlass-fna",
+        ("out", "out_cotangent", "logsumexp_cotangent"),
+        ("delta",),
+        platform="cuda",
+        head_dims=(8, 16),
+    ),
 )
 TARGET_PARAMETERS = [pytest.param(target, id=target.name, marks=target.marks) for target in TARGETS]
-PROBLEM_OPERANDS = ("query", "key", "value", "additional_keys", "additional_values", "origins")
-BACKWARD_OPERANDS = (*PROBLEM_OPERANDS, "logsumexp", "out_cotangent", "delta")
 EXTENTS = ("query_layout", "kv_layout", "kernel_size", "stride", "dilation", "q_tile_shape", "kv_tile_shape")
 DTYPES = (np.float32, np.float16, np.int32, np.int8, np.bool_)
 INT64_MAX, INT64_MIN = 2**63 - 1, -(2**63)
@@ -111,32 +157,41 @@ class Call:
     results: dict[str, Any]
 
 
-def good_call(target: Target) -> Call:
-    """A small call in which nothing is wrong: 2 heads over 1 head, 4 x 5 x 6 tokens, 3 additional ones."""
-    rng = np.random.default_rng(0)
-
-    def draw(*shape: int, dtype: Any = target.dtype) -> np.ndarray:
-        return rng.standard_normal(shape).astype(dtype)
-
+def shapes_of(target: Target) -> dict[str, tuple[int, ...]]:
+    """Arrays of a small problem: 2 heads over 1 head, 4 x 5 x 6 tokens, 3 additional ones."""
     tokens = (4, 5, 6)
     head_dim, head_dim_v = target.head_dims
-    operands = {
-        "query": draw(2, *tokens, 2, head_dim),
-        "key": draw(2, *tokens, 1, head_dim),
-        "value": draw(2, *tokens, 1, head_dim_v),
-        "additional_keys": draw(2, 3, 1, head_dim),
-        "additional_values": draw(2, 3, 1, head_dim_v),
-        "origins": np.zeros((2, 3), np.int32),
+    return {
+        "query": (2, *tokens, 2, head_dim),
+        "key": (2, *tokens, 1, head_dim),
+        "value": (2, *tokens, 1, head_dim_v),
+        "additional_keys": (2, 3, 1, head_dim),
+        "additional_values": (2, 3, 1, head_dim_v),
+        "origins": (2, 3),
+        **dict.fromkeys(("out", "out_cotangent"), (2, *tokens, 2, head_dim_v)),
+        **dict.fromkeys(("logsumexp", "logsumexp_cotangent", "delta"), (2, *tokens, 2)),
+        "statistics": (2, 2, *tokens, 2),
     }
-    results = {"out": ((2, *tokens, 2, head_dim_v), target.dtype), "logsumexp": ((2, *tokens, 2), np.float32)}
-    if target.is_backward:
-        operands |= {
-            "logsumexp": 3 + draw(2, *tokens, 2, dtype=np.float32),
-            "out_cotangent": draw(2, *tokens, 2, head_dim_v),
-            "delta": draw(2, *tokens, 2, dtype=np.float32),
-        }
-        results = {f"d{name}": (operands[name].shape, target.dtype) for name in PROBLEM_OPERANDS[:5]}
-    results |= target.scratch
+
+
+def good_call(target: Target) -> Call:
+    """A call of the small problem in which nothing is wrong."""
+    rng = np.random.default_rng(0)
+    shapes = shapes_of(target)
+    float32 = {"logsumexp", "logsumexp_cotangent", "delta", "statistics"}
+
+    def dtype(name: str) -> Any:
+        return np.float32 if name in float32 else target.dtype
+
+    operands = {name: rng.standard_normal(shapes[name]).astype(dtype(name)) for name in target.operands}
+    if "origins" in operands:
+        operands["origins"] = np.zeros((2, 3), np.int32)
+    for name in {"logsumexp", "statistics"} & operands.keys():
+        operands[name] += 3
+    results = {
+        name: (shapes[name.removeprefix("d") if name in GRADIENTS else name], dtype(name)) for name in target.results
+    } | target.scratch
+    tokens = shapes["query"][1:4]
     attributes = {
         "query_layout": tokens,
         "kv_layout": tokens,
@@ -147,11 +202,11 @@ def good_call(target: Target) -> Call:
         "q_tile_shape": (2, 2, 4),
         "kv_tile_shape": (2, 4, 4),
     }
+    of_problem = {**{name: np.asarray(value, np.int64) for name, value in attributes.items()}, "scale": np.float32(0.3)}
     return Call(
         operands,
         {
-            **{name: np.asarray(value, np.int64) for name, value in attributes.items()},
-            "scale": np.float32(0.3),
+            **(of_problem if target.has_problem else {}),
             **{name: np.int64(value) for name, value in target.choices.items()},
         },
         {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in results.items()},
@@ -215,14 +270,15 @@ def operand_cases(target: Target) -> list[Case]:
             call.operands[name] = call.operands[name].repeat(2, axis=4)
 
     def no_operand(call: Call) -> None:
-        del call.operands["origins"]
+        call.operands.popitem()
 
     def surplus_operand(call: Call) -> None:
         call.operands["more"] = np.zeros(3, np.float32)
 
+    if target.has_problem:
+        cases.append(Case("heads-not-a-multiple", three_heads_over_two, ("query has 3 heads", "multiple")))
     return [
         *cases,
-        Case("heads-not-a-multiple", three_heads_over_two, ("query has 3 heads", "multiple")),
         Case("operand-missing", no_operand, ()),
         Case("operand-surplus", surplus_operand, ()),
     ]
@@ -317,6 +373,31 @@ def choice_cases(target: Target) -> list[Case]:
     return cases
 
 
+def reduction_cases() -> list[Case]:
+    """Heads that a reduction does not take, and no rows at all."""
+
+    def resize(axis: int, extent: int) -> Callable[[Call], None]:
+        def change(call: Call) -> None:
+            for name in ("out", "out_cotangent"):
+                shape = list(call.operands[name].shape)
+                shape[axis] = extent
+                call.operands[name] = np.zeros(shape, call.operands[name].dtype)
+
+        return change
+
+    def no_rows(call: Call) -> None:
+        call.operands = {name: array[:0] for name, array in call.operands.items()}
+        call.results = {name: jax.ShapeDtypeStruct((0, *r.shape[1:]), r.dtype) for name, r in call.results.items()}
+
+    return [
+        *(
+            Case(f"head-dim-{n}", resize(5, n), ("natten_jax", "head_dim_v", str(n), "multiple of 8"))
+            for n in (0, 60, 264, 2**20)
+        ),
+        Case("no-rows", no_rows, None),
+    ]
+
+
 def origin_cases(target: Target) -> list[Case]:
     """Places outside the layout. Keys may lie outside, where no query sees them; queries may not."""
     cases = []
@@ -386,13 +467,9 @@ def all_cases() -> dict[str, tuple[Target, Case]]:
     """By name, the target and the case."""
     cases = {}
     for target in TARGETS:
-        for case in (
-            *operand_cases(target),
-            *attribute_cases(),
-            *choice_cases(target),
-            *origin_cases(target),
-            *result_cases(target),
-        ):
+        of_problem = [*attribute_cases(), *choice_cases(target), *origin_cases(target)]
+        own = of_problem if target.has_problem else reduction_cases()
+        for case in (*operand_cases(target), *own, *result_cases(target)):
             cases[f"{target.name.removeprefix('natten_jax_')}-{case.name}"] = target, case
     return cases
 
@@ -467,13 +544,14 @@ def test_unchanged_call_runs(target: Target, origins: int) -> None:
     if jax.default_backend() != {"cuda": "gpu"}.get(target.platform, target.platform):
         pytest.skip(f"runs with JAX_PLATFORMS={target.platform}")
     call = good_call(target)
-    call.operands["origins"] = call.operands["origins"][:origins]
+    if target.has_problem:
+        call.operands["origins"] = call.operands["origins"][:origins]
     results = [
         result for name, result in zip(call.results, run_call(target, call), strict=True) if name not in target.scratch
     ]
     assert all(np.isfinite(result).all() for result in results)
-    if not target.is_backward:
-        names = ("query", "key", "value", "additional_keys", "additional_values")
+    if "out" in target.results:
+        names = PROBLEM_OPERANDS[:5]
         expected = natten_jax.na3d(
             *(jnp.asarray(call.operands[name], jnp.float32) for name in names[:3]),
             *((2, 3, 3), (1, 2, 3), (2, 1, 2), (False, True, False), 0.3),
@@ -486,9 +564,46 @@ def test_unchanged_call_runs(target: Target, origins: int) -> None:
             np.testing.assert_allclose(result, other, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("target", [p for p in TARGET_PARAMETERS if not p.values[0].is_backward])
-def test_attributes_of_real_calls_are_those_tested_here(target: Target) -> None:
-    query = jnp.zeros((1, 5, 1, 64), target.dtype)
-    text = jax.jit(lambda q: natten_jax.na1d(q, q, q, 3, backend=target.backend)).lower(query).as_text()
-    for name in good_call(target).attributes:
-        assert name in text
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_real_calls_are_those_tested_here(target: Target) -> None:
+    """As backends trace them, which needs none of their devices."""
+    good = good_call(target)
+    (expected,) = (good_call(each) for each in TARGETS if (each.backend, each.results) == (target.backend, GRADIENTS))
+    values = {name: array.tolist() for name, array in expected.attributes.items()}
+    problem = Problem(
+        operator="fna",
+        batch=2,
+        **{name: tuple(values[name]) for name in ("query_layout", "kv_layout", "kernel_size", "stride", "dilation")},
+        is_causal=tuple(map(bool, values["is_causal"])),
+        heads=2,
+        heads_kv=1,
+        head_dim=target.head_dims[0],
+        head_dim_v=target.head_dims[1],
+        additional_kv=3,
+        scale=values["scale"],
+        dtype=np.dtype(target.dtype).name,
+    )
+    tiles = TileConfig(
+        backward_q_tile_shape=tuple(values["q_tile_shape"]),
+        backward_kv_tile_shape=tuple(values["kv_tile_shape"]),
+        backward_deterministic=True,
+    )
+    backend = backends.find(target.backend, "fna")
+
+    def both_passes(operands: Operands) -> Any:
+        output = backend.forward(problem, tiles, operands)
+        return backend.backward(problem, tiles, operands, Output(*output), *output)
+
+    operands = Operands(*(expected.operands[name] for name in PROBLEM_OPERANDS))
+    (call,) = (
+        equation
+        for equation in jax.make_jaxpr(both_passes)(operands).jaxpr.eqns
+        if equation.params.get("target_name") == target.name
+    )
+
+    def types(arrays: Any) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
+        return [(array.shape, np.dtype(array.dtype)) for array in arrays]
+
+    assert types(variable.aval for variable in call.invars) == types(good.operands.values())
+    assert types(variable.aval for variable in call.outvars) == types(good.results.values())
+    assert dict(call.params["attributes"]).keys() == good.attributes.keys()

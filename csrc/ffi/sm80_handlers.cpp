@@ -145,7 +145,7 @@ Error sm80_delta(AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumexp_cot
                                                             : ElementType::kBFloat16;
     if (shape.size() != 6 || data_type(element_type) != type) {
       return Error::InvalidArgument(
-          "natten_jax: out must be a float32, float16 or bfloat16 array [batch, x, y, z, heads, head_dim_v]");
+          "natten_jax: out must have dtype float32, float16 or bfloat16 and axes [batch, x, y, z, heads, head_dim_v]");
     }
     if (shape[5] % kStep != 0 || shape[5] > kLargestHeadDim || shape[5] == 0) {
       return Error::InvalidArgument("natten_jax: head_dim_v is " + std::to_string(shape[5]) +

@@ -36,6 +36,7 @@ Error sm90_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer a
     Call call;
     const std::int32_t* origin_values = nullptr;
     NATTEN_JAX_RETURN_IF_ERROR(decode_device_call(operands, attributes, call, origin_values));
+    NATTEN_JAX_RETURN_IF_ERROR(error_of(sm90::check_backward(call.problem, call.tiles)));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("out_cotangent", out_cotangent, call.problem, false));
     NATTEN_JAX_RETURN_IF_ERROR(check_statistics("statistics", statistics, call.problem));
     NATTEN_JAX_RETURN_IF_ERROR(check_gradients(operands, {&*query_gradient, &*key_gradient, &*value_gradient,
@@ -73,9 +74,9 @@ Error sm90_statistics(AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumex
     const DataType type = out.element_type();
     if (shape.size() != 6 || (type != DataType::F16 && type != DataType::BF16)) {
       return Error::InvalidArgument(
-          "natten_jax: out must be a float16 or bfloat16 array [batch, x, y, z, heads, head_dim_v]");
+          "natten_jax: out must have dtype float16 or bfloat16 and axes [batch, x, y, z, heads, head_dim_v]");
     }
-    if (shape[5] % kStep != 0 || shape[5] > kLargestHeadDim) {
+    if (shape[5] % kStep != 0 || shape[5] > kLargestHeadDim || shape[5] == 0) {
       return Error::InvalidArgument("natten_jax: head_dim_v is " + std::to_string(shape[5]) +
                                     ", but must be a multiple of 8 and at most 256");
     }
@@ -91,6 +92,7 @@ Error sm90_statistics(AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumex
     NATTEN_JAX_RETURN_IF_ERROR(check_array("result statistics", *statistics, DataType::F32,
                                            {shape[0], shape[4], shape[1], shape[2], shape[3], 2},
                                            "two values per head and query"));
+    if (statistics->element_count() == 0) return Error::Success();
     const cudaError_t error = launch_statistics(
         type == DataType::BF16, out.untyped_data(), out_cotangent.untyped_data(),
         static_cast<const float*>(logsumexp.untyped_data()),

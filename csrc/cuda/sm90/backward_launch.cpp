@@ -14,18 +14,6 @@ namespace {
 /// Most tiles that are sorted by length: among many, the last ones to finish matter little.
 constexpr std::int64_t kTilesWorthSorting = 4096;
 
-std::string check(const Problem& problem, const TileShapes& tiles) {
-  if (std::string error = check_arrays(problem); !error.empty()) return error;
-  const BackwardTile limits = backward_tile(compiled_head_dim(problem));
-  const auto exceeds = [](const char* name, std::int64_t tokens, int limit) {
-    return std::string("backward ") + name + " has " + std::to_string(tokens) + " tokens, but must have at most " +
-           std::to_string(limit) + " at this head dimension";
-  };
-  if (product(tiles.query) > limits.queries) return exceeds("q_tile_shape", product(tiles.query), limits.queries);
-  if (product(tiles.kv) > limits.keys) return exceeds("kv_tile_shape", product(tiles.kv), limits.keys);
-  return {};
-}
-
 /// The problem whose only dilation group is the whole layout: what additional tokens are seen by.
 Problem undilated(const Problem& problem) {
   Problem result = problem;
@@ -118,13 +106,24 @@ int first_tile(const Axis& axis) {
 
 }  // namespace
 
+std::string check_backward(const Problem& problem, const TileShapes& tiles) {
+  if (std::string error = check_arrays(problem); !error.empty()) return error;
+  const BackwardTile limits = backward_tile(compiled_head_dim(problem));
+  const auto exceeds = [](const char* name, std::int64_t tokens, int limit) {
+    return std::string("backward ") + name + " has " + std::to_string(tokens) + " tokens, but must have at most " +
+           std::to_string(limit) + " at this head dimension";
+  };
+  if (product(tiles.query) > limits.queries) return exceeds("q_tile_shape", product(tiles.query), limits.queries);
+  if (product(tiles.kv) > limits.keys) return exceeds("kv_tile_shape", product(tiles.kv), limits.keys);
+  return {};
+}
+
 std::int64_t backward_scratch_elements(const Problem& problem, const TileShapes& tiles, bool is_deterministic) {
   return sums(problem) + counters(problem, tiles, is_deterministic);
 }
 
 std::string run_backward(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays,
                          bool is_deterministic, cudaStream_t stream) {
-  if (std::string error = check(problem, tiles); !error.empty()) return error;
   BackwardParams p{};
   const int head_dim = compiled_head_dim(problem);
   const BackwardTile limits = backward_tile(head_dim);

@@ -28,13 +28,16 @@ struct BackwardArrays {
   float* scratch;  ///< As many elements as `backward_scratch_elements` says.
 };
 
+/// Says what the kernels do not take; empty where they take the problem.
+std::string check_backward(const Problem& problem, const TileShapes& tiles);
+
 /// Scratch memory: sums of the query gradient [batch, heads, x, y, z, head_dim]; a counter of key/value tiles; for
 /// deterministic gradients, a counter per query tile [batch, heads, dilation groups, query tiles] of those that have
 /// added to its gradient.
 std::int64_t backward_scratch_elements(const Problem& problem, const TileShapes& tiles, bool is_deterministic);
 
-/// Runs the backward pass on a stream. Gradients that are not deterministic are faster; those of queries then differ in
-/// rounding from run to run.
+/// Runs the backward pass of a problem that `check_backward` takes on a stream. Gradients that are not deterministic
+/// are faster; those of queries then differ in rounding from run to run.
 ///
 /// Returns an empty string, or a sentence that says what is not supported or failed.
 std::string run_backward(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays,
