@@ -136,7 +136,8 @@ CUTE_DEVICE bool plan_keys(const BackwardParams& p, int tile, int group, typenam
   p.axis[2].by_dilation(group, residue[2], group);
   p.axis[1].by_dilation(residue[0], residue[1], group);
   const auto axis_plan = [&](int d) {
-    return KeyAxisPlan(p.axis[d], residue[d], tile_index[d], Origin::load(p.origins, d, p.axis[d].dilation),
+    return KeyAxisPlan(p.axis[d], residue[d], longest_first(p.axis[d], tile_index[d]),
+                       Origin::load(p.origins, d, p.axis[d].dilation),
                        Origin::load(p.origins, 3 + d, p.axis[d].dilation));
   };
   const KeyAxisPlan axes[3] = {axis_plan(0), axis_plan(1), axis_plan(2)};
