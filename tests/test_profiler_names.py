@@ -127,6 +127,8 @@ def test_recorded_symbols_are_of_every_framework() -> None:
         ("", "sm90_flash_fprop_wgmma_f16_knob_7_64x128x128", ("cuDNN", "attention", "Sm90", "FmhaForward")),
         ("", "natten_jax::(anonymous namespace)::natten_jax_convert_gradient(int)",
          ("CUTLASS", "elementwise", "-", "Convert")),
+        ("", "natten_jax::(anonymous namespace)::natten_jax_clear(float*)",
+         ("CUTLASS", "elementwise", "-", "Elementwise")),
     ],
 )  # fmt: skip
 def test_the_program_names_a_launch_before_its_symbol_does(target: str, symbol: str, expected: tuple[str, ...]) -> None:

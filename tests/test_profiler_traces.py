@@ -7,6 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -51,6 +52,17 @@ def test_events_are_split_into_iterations() -> None:
     assert named(capture.split(intervals("abba", [None] * 4)[::-1], 2)) == ["ab", "ba"]
     assert capture.split(intervals("aabb", [None] * 4), 2) is None
     assert capture.split(intervals("aba", [None] * 3), 2) is None
+
+
+def test_time_that_a_kernel_waits_for_the_one_before_it_is_not_its_own() -> None:
+    def event(name: str, start: float, end: float) -> Any:
+        return SimpleNamespace(name=name, start_ns=start, end_ns=end, duration_ns=end - start, stats=[])
+
+    stream = SimpleNamespace(name="Stream #1", events=[event("b", 60.0, 130.0), event("a", 0.0, 100.0)])
+    other = SimpleNamespace(name="Stream #2", events=[event("c", 60.0, 130.0)])
+    profile: Any = SimpleNamespace(planes=[SimpleNamespace(name="/device:GPU:0", lines=[stream, other])])
+    durations = {each.event.symbol: each.event.duration for each in capture.gpu_intervals(profile)}
+    assert durations == {"a": 100.0, "b": 30.0, "c": 70.0}
 
 
 def compiled_attention() -> tuple[Callable[[], Any], Program]:

@@ -195,14 +195,17 @@ def gpu_intervals(profile: ProfileData, with_memory: bool = False) -> list[Inter
         for line in plane.lines:
             if not line.name.startswith("Stream"):
                 continue  # lines such as "XLA Ops" repeat the streams' events in other groupings
-            for event in line.events:
+            done = 0.0
+            for event in sorted(line.events, key=lambda each: each.start_ns):
                 if event.duration_ns <= 0 or (not with_memory and event.name.lower().startswith(_NO_KERNELS)):
                     continue
+                # A kernel may start early, and wait for the one before it in its stream: that time is the latter's.
+                own, done = event.end_ns - max(event.start_ns, done), max(event.end_ns, done)
                 stats = _stats(event)
                 module = stats.get("hlo_module")
                 scope = str(stats.get("name") or "")
                 instruction = str(stats.get("hlo_op") or "")
-                launched = Event(event.name, instruction, scope, event.start_ns, event.duration_ns)
+                launched = Event(event.name, instruction, scope, event.start_ns, max(own, 0.0))
                 name = None if module is None else str(module)
                 intervals.append(Interval(launched, stats.get("run_id"), name, _number(stats)))
     return intervals

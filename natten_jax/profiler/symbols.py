@@ -93,7 +93,7 @@ _RULES = (
     _Rule("", rf"^[^<(]*{_OURS}[^<(]*(delta|statistics|reduc)", "CUTLASS", "reduction", "Reduction"),
     _Rule("", rf"^[^<(]*{_OURS}[^<(]*permute", "CUTLASS", "token permute", "TokenPermute"),
     _Rule("", rf"^[^<(]*{_OURS}[^<(]*convert", "CUTLASS", "elementwise", "Convert"),
-    _Rule("", rf"^[^<(]*{_OURS}[^<(]*elementwise", "CUTLASS", "elementwise", "Elementwise"),
+    _Rule("", rf"^[^<(]*{_OURS}[^<(]*(elementwise|clear)", "CUTLASS", "elementwise", "Elementwise"),
     _Rule("", rf"^[^<(]*{_OURS}[^<(]*fmha_forward", "CUTLASS", "attention", "FmhaForward"),
     _Rule("", rf"^[^<(]*{_OURS}[^<(]*fmha_backward", "CUTLASS", "attention", "FmhaBackward"),
     _Rule("", rf"^[^<(]*{_OURS}[^<(]*backward", "CUTLASS", "attention", "{operator}Backward"),

@@ -19,12 +19,14 @@ pytestmark = pytest.mark.gpu
 BACKEND = "hopper-fna"
 
 
-def arrays_of(layout: tuple[int, ...], heads: int, heads_kv: int, head_dim: int, head_dim_v: int) -> list[jax.Array]:
+def arrays_of(
+    layout: tuple[int, ...], heads: int, heads_kv: int, head_dim: int, head_dim_v: int, batch: int = 2
+) -> list[jax.Array]:
     """Query, key, value and an output cotangent."""
-    shapes = [(2, *layout, n, d) for n, d in ((heads, head_dim), (heads_kv, head_dim), (heads_kv, head_dim_v))]
+    shapes = [(batch, *layout, n, d) for n, d in ((heads, head_dim), (heads_kv, head_dim), (heads_kv, head_dim_v))]
     keys = jax.random.split(jax.random.key(sum(layout)), 4)
     arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=False)]
-    cotangent = 0.05 * jax.random.normal(keys[3], (2, *layout, heads, head_dim_v))
+    cotangent = 0.05 * jax.random.normal(keys[3], (batch, *layout, heads, head_dim_v))
     return [*arrays, cotangent.astype(jnp.bfloat16)]
 
 
@@ -41,6 +43,23 @@ def differentiate(rank: int, **arguments: Any) -> Callable[[list[jax.Array]], li
 
 def gradients(arrays: list[jax.Array], **arguments: Any) -> list[np.ndarray]:
     return differentiate(arrays[0].ndim - 3, **arguments)(arrays)
+
+
+def assert_gradients(results: list[np.ndarray], arrays: list[jax.Array], windows: dict[str, Any]) -> None:
+    """Compare gradients of a few batch entries with the oracle's."""
+    layout, head_dim = arrays[0].shape[1:-2], arrays[0].shape[-1]
+    filled = {"stride": 1, "dilation": 1, "is_causal": False, **windows}
+    per_axis = [
+        value if isinstance(value, tuple) else (value,) * len(layout)
+        for value in (filled[name] for name in ("kernel_size", "stride", "dilation", "is_causal"))
+    ]
+    *operands, cotangent = (np.asarray(array, np.float64) for array in arrays)
+    mask = oracle.neighborhood_mask(layout, *per_axis)
+    expected = oracle.reference(
+        oracle.Tensors(*operands, None, None), mask, head_dim**-0.5, cotangent, np.zeros(cotangent.shape[:-1])
+    ).gradients
+    for result, reference in zip(results, expected[:3], strict=True):
+        assert np.linalg.norm(result - reference) <= BOUNDS["bfloat16"] * np.linalg.norm(reference)
 
 
 @pytest.mark.parametrize(
@@ -67,19 +86,13 @@ def test_tiles_and_windows_that_do_not_divide_the_layout(
         kv_tile = (*kv_tile[:-1], kv_tile[-1] // 2)
     arrays = arrays_of(layout, 4, 2, head_dim, head_dim_v)
     results = gradients(arrays, **windows, backward_q_tile_shape=q_tile, backward_kv_tile_shape=kv_tile)
+    assert_gradients(results, arrays, windows)
 
-    filled = {"stride": 1, "dilation": 1, "is_causal": False, **windows}
-    per_axis = [
-        value if isinstance(value, tuple) else (value,) * len(layout)
-        for value in (filled[name] for name in ("kernel_size", "stride", "dilation", "is_causal"))
-    ]
-    *operands, cotangent = (np.asarray(array, np.float64) for array in arrays)
-    mask = oracle.neighborhood_mask(layout, *per_axis)
-    expected = oracle.reference(
-        oracle.Tensors(*operands, None, None), mask, head_dim**-0.5, cotangent, np.zeros(cotangent.shape[:-1])
-    ).gradients
-    for result, reference in zip(results, expected[:3], strict=True):
-        assert np.linalg.norm(result - reference) <= BOUNDS["bfloat16"] * np.linalg.norm(reference)
+
+def test_batches_may_be_larger_than_a_grid_is_high() -> None:
+    arrays = arrays_of((8,), 2, 1, 64, 64, batch=65_537)  # CUDA's grids are at most 65,535 blocks high
+    results = gradients(arrays, kernel_size=(3,))
+    assert_gradients([each[-2:] for each in results], [each[-2:] for each in arrays], {"kernel_size": (3,)})
 
 
 def test_the_reduction_may_be_left_to_xla() -> None:

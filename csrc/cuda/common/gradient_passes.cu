@@ -1,10 +1,12 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cutlass/fast_math.h>
 
 #include <algorithm>
 #include <type_traits>
 
 #include "cuda/common/gradient_passes.h"
+#include "cuda/common/overlapped_launch.cuh"
 
 namespace natten_jax {
 namespace {
@@ -13,6 +15,8 @@ constexpr int kThreads = 256;
 constexpr int kElements = 8;  // of 16 bits that a thread moves at once
 constexpr int kChunkBytes = 16;
 constexpr int kMostBlocks = 1 << 16;
+constexpr int kClearingBlocks = 1024;  // few, so that the next kernel may soon start
+constexpr int kUnrolled = 4;           // rows or chunks that a thread has on their way at once
 
 __device__ float2 to_floats(__half2 pair) {
   return __half22float2(pair);
@@ -56,29 +60,51 @@ __device__ float sum_of_row(float sum) {
   return sum;
 }
 
+/// Rows of an array [batch, tokens, heads, head_dim].
+struct Rows {
+  std::int64_t tokens, heads;
+  cutlass::FastDivmodU64 by_tokens, by_heads;
+
+  Rows(std::int64_t tokens, std::int64_t heads) : tokens(tokens), heads(heads), by_tokens(tokens), by_heads(heads) {}
+
+  /// Where a row lies in an array [batch, heads, tokens, head_dim].
+  __device__ std::int64_t heads_first(std::int64_t row) const {
+    const std::int64_t in_batch = by_heads.divide(row), head = row - in_batch * heads;
+    const std::int64_t batch = by_tokens.divide(in_batch), token = in_batch - batch * tokens;
+    return (batch * heads + head) * tokens + token;
+  }
+};
+
 /// `kLanes` neighboring threads share a row, that is a query and head.
 template <class Pair, int kLanes>
 __global__ void __launch_bounds__(kThreads)
     natten_jax_delta_reduction(const uint4* out, const uint4* out_cotangent, const float* logsumexp,
-                               const float* logsumexp_cotangent, float2* statistics, std::int64_t tokens, int heads,
-                               int chunks) {
+                               const float* logsumexp_cotangent, float2* statistics, const __grid_constant__ Rows rows,
+                               std::int64_t all_rows, int chunks) {
+  allow_next_kernel();
   constexpr float kLog2e = 1.4426950408889634f;
+  constexpr int kBlockRows = kThreads / kLanes;  // at once
   const int lane = threadIdx.x % kLanes;
-  const std::int64_t batch = blockIdx.y, rows = tokens * heads;
-  const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * (kThreads / kLanes);
-  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
-  // All threads of a warp take part in its shuffles.
-  for (std::int64_t row = first; row - threadIdx.x % 32 / kLanes < rows; row += step) {
-    float sum = 0.f;
-    const std::int64_t in_all = batch * rows + row;
-    if (row < rows && lane < chunks) {
-      sum = dot<Pair>(out[in_all * chunks + lane], out_cotangent[in_all * chunks + lane]);
+  const std::int64_t of_block = kBlockRows * kUnrolled;
+  for (std::int64_t first = blockIdx.x * of_block; first < all_rows; first += gridDim.x * of_block) {
+    const std::int64_t own = first + threadIdx.x / kLanes;
+    uint4 a[kUnrolled], b[kUnrolled];
+#pragma unroll
+    for (int i = 0; i < kUnrolled; ++i) {
+      const std::int64_t row = own + i * kBlockRows;
+      const bool is_inside = row < all_rows && lane < chunks;
+      a[i] = is_inside ? out[row * chunks + lane] : make_uint4(0, 0, 0, 0);
+      b[i] = is_inside ? out_cotangent[row * chunks + lane] : make_uint4(0, 0, 0, 0);
     }
-    sum = sum_of_row<kLanes>(sum);
-    if (row < rows && lane == 0) {
-      const std::int64_t token = row / heads, head = row - token * heads;
-      statistics[(batch * heads + head) * tokens + token] =
-          make_float2(logsumexp[in_all] * kLog2e, sum - logsumexp_cotangent[in_all]);
+    float sum = 0.f;  // of the row that this thread writes
+#pragma unroll
+    for (int i = 0; i < kUnrolled; ++i) {
+      const float of_row = sum_of_row<kLanes>(dot<Pair>(a[i], b[i]));
+      if (lane == i) sum = of_row;
+    }
+    const std::int64_t row = own + lane * kBlockRows;
+    if (lane < kUnrolled && row < all_rows) {
+      statistics[rows.heads_first(row)] = make_float2(logsumexp[row] * kLog2e, sum - logsumexp_cotangent[row]);
     }
   }
 }
@@ -104,31 +130,54 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class Pair>
 __global__ void __launch_bounds__(kThreads)
-    natten_jax_convert_gradient(const float4* sums, float scale, uint4* gradient, std::int64_t tokens, int heads,
-                                int all_heads, int chunks) {
-  // Chunks of a token's heads, whose order differs from the sums'.
-  const int of_token = heads * chunks;
-  const std::int64_t batch = blockIdx.y;
-  const std::int64_t all = tokens * of_token;
-  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < all;
-       i += static_cast<std::int64_t>(gridDim.x) * kThreads) {
-    const std::int64_t token = i / of_token;
-    const int in_token = static_cast<int>(i - token * of_token);
-    const int head = in_token / chunks, chunk = in_token - head * chunks;
-    const std::int64_t from = ((batch * heads + head) * tokens + token) * chunks + chunk;
-    const float4 low = sums[2 * from], high = sums[2 * from + 1];
-    uint4 result;
-    auto* pairs = reinterpret_cast<Pair*>(&result);
-    pairs[0] = from_floats<Pair>(low.x * scale, low.y * scale);
-    pairs[1] = from_floats<Pair>(low.z * scale, low.w * scale);
-    pairs[2] = from_floats<Pair>(high.x * scale, high.y * scale);
-    pairs[3] = from_floats<Pair>(high.z * scale, high.w * scale);
-    gradient[((batch * tokens + token) * all_heads + head) * chunks + chunk] = result;
+    natten_jax_convert_gradient(const float4* sums, float scale, uint4* gradient, const __grid_constant__ Rows rows,
+                                std::int64_t all_chunks, std::int64_t all_heads, int chunks,
+                                const __grid_constant__ cutlass::FastDivmodU64 by_chunks) {
+  wait_for_previous_kernel();
+  const std::int64_t of_block = kThreads * kUnrolled;
+  for (std::int64_t first = blockIdx.x * of_block + threadIdx.x; first < all_chunks; first += gridDim.x * of_block) {
+    float4 low[kUnrolled], high[kUnrolled];
+    std::int64_t to[kUnrolled];
+#pragma unroll
+    for (int i = 0; i < kUnrolled; ++i) {
+      const std::int64_t at = first + i * kThreads, row = by_chunks.divide(at), chunk = at - row * chunks;
+      const std::int64_t from = rows.heads_first(row) * chunks + chunk;
+      to[i] = (row + rows.by_heads.divide(row) * (all_heads - rows.heads)) * chunks + chunk;
+      if (at < all_chunks) {
+        low[i] = sums[2 * from];
+        high[i] = sums[2 * from + 1];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kUnrolled; ++i) {
+      uint4 result;
+      auto* pairs = reinterpret_cast<Pair*>(&result);
+      pairs[0] = from_floats<Pair>(low[i].x * scale, low[i].y * scale);
+      pairs[1] = from_floats<Pair>(low[i].z * scale, low[i].w * scale);
+      pairs[2] = from_floats<Pair>(high[i].x * scale, high[i].y * scale);
+      pairs[3] = from_floats<Pair>(high[i].z * scale, high[i].w * scale);
+      if (first + i * kThreads < all_chunks) gradient[to[i]] = result;
+    }
   }
+}
+
+/// Fills elements with zeros, the first `quads` * 4 of them four at once.
+__global__ void __launch_bounds__(kThreads) natten_jax_clear(float* elements, std::int64_t quads, std::int64_t number) {
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * kThreads;
+  for (std::int64_t i = first; i < quads; i += step) {
+    reinterpret_cast<float4*>(elements)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+  for (std::int64_t i = 4 * quads + first; i < number; i += step) elements[i] = 0.f;
 }
 
 int blocks_for(std::int64_t threads) {
   return static_cast<int>(std::min<std::int64_t>((threads + kThreads - 1) / kThreads, kMostBlocks));
+}
+int unrolled_blocks_for(std::int64_t threads) {
+  return blocks_for((threads + kUnrolled - 1) / kUnrolled);
 }
 
 }  // namespace
@@ -138,10 +187,10 @@ cudaError_t launch_statistics(bool is_bfloat16, const void* out, const void* out
                               std::int64_t tokens, std::int64_t heads, std::int64_t head_dim, cudaStream_t stream) {
   const int chunks = static_cast<int>(head_dim / kElements);
   const auto launch = [&](auto kernel, int lanes) {
-    const dim3 grid(blocks_for(tokens * heads * lanes), static_cast<unsigned>(batch));
-    kernel<<<grid, kThreads, 0, stream>>>(static_cast<const uint4*>(out), static_cast<const uint4*>(out_cotangent),
-                                          logsumexp, logsumexp_cotangent, reinterpret_cast<float2*>(statistics), tokens,
-                                          static_cast<int>(heads), chunks);
+    const std::int64_t rows = batch * tokens * heads;
+    kernel<<<unrolled_blocks_for(rows * lanes), kThreads, 0, stream>>>(
+        static_cast<const uint4*>(out), static_cast<const uint4*>(out_cotangent), logsumexp, logsumexp_cotangent,
+        reinterpret_cast<float2*>(statistics), Rows(tokens, heads), rows, chunks);
     return cudaGetLastError();
   };
   const auto launch_for = [&](auto pair) {
@@ -174,16 +223,31 @@ cudaError_t launch_delta(ElementType type, const void* out, const void* out_cota
 
 cudaError_t launch_convert_gradient(bool is_bfloat16, const float* sums, float scale, void* gradient,
                                     std::int64_t batch, std::int64_t tokens, std::int64_t heads, std::int64_t all_heads,
-                                    std::int64_t head_dim, cudaStream_t stream) {
+                                    std::int64_t head_dim, bool overlaps, cudaStream_t stream) {
   const int chunks = static_cast<int>(head_dim / kElements);
-  const dim3 grid(blocks_for(tokens * heads * chunks), static_cast<unsigned>(batch));
+  const std::int64_t all_chunks = batch * tokens * heads * chunks;
   const auto launch = [&](auto kernel) {
-    kernel<<<grid, kThreads, 0, stream>>>(reinterpret_cast<const float4*>(sums), scale, static_cast<uint4*>(gradient),
-                                          tokens, static_cast<int>(heads), static_cast<int>(all_heads), chunks);
+    const int blocks = unrolled_blocks_for(all_chunks);
+    const auto* from = reinterpret_cast<const float4*>(sums);
+    auto* to = static_cast<uint4*>(gradient);
+    const Rows rows(tokens, heads);
+    const cutlass::FastDivmodU64 by_chunks(chunks);
+    if (overlaps) {
+      return launch_overlapped(kernel, blocks, kThreads, 0, stream, from, scale, to, rows, all_chunks, all_heads,
+                               chunks, by_chunks);
+    }
+    kernel<<<blocks, kThreads, 0, stream>>>(from, scale, to, rows, all_chunks, all_heads, chunks, by_chunks);
     return cudaGetLastError();
   };
   return is_bfloat16 ? launch(natten_jax_convert_gradient<__nv_bfloat162>)
                      : launch(natten_jax_convert_gradient<__half2>);
+}
+
+cudaError_t launch_clear(float* elements, std::int64_t number, cudaStream_t stream) {
+  const bool is_aligned = reinterpret_cast<std::uintptr_t>(elements) % sizeof(float4) == 0;
+  const std::int64_t quads = is_aligned ? number / 4 : 0;
+  const int blocks = std::min(blocks_for((number + 3) / 4), kClearingBlocks);
+  return launch_overlapped(natten_jax_clear, blocks, kThreads, 0, stream, elements, quads, number);
 }
 
 }  // namespace natten_jax

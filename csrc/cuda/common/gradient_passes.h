@@ -36,8 +36,12 @@ cudaError_t launch_delta(ElementType type, const void* out, const void* out_cota
 ///   is_bfloat16: element type of `gradient`; float16 otherwise.
 ///   gradient: the first of those heads.
 ///   head_dim: a multiple of 8.
+///   overlaps: whether it may start before the kernel before it is done: compute capability 9.0.
 cudaError_t launch_convert_gradient(bool is_bfloat16, const float* sums, float scale, void* gradient,
                                     std::int64_t batch, std::int64_t tokens, std::int64_t heads, std::int64_t all_heads,
-                                    std::int64_t head_dim, cudaStream_t stream);
+                                    std::int64_t head_dim, bool overlaps, cudaStream_t stream);
+
+/// Fills elements with zeros. Overlaps with the kernel before and lets the next one overlap: compute capability 9.0.
+cudaError_t launch_clear(float* elements, std::int64_t number, cudaStream_t stream);
 
 }  // namespace natten_jax

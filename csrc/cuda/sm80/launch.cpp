@@ -270,7 +270,7 @@ std::string run_backward(const Problem& problem, const TileShapes& tiles, const 
     if (!sentence.empty() || is_float32) return sentence;
     return describe(launch_convert_gradient(problem.element_type == ElementType::kBFloat16, arrays.query_gradient_sums,
                                             problem.scale, query_gradient, size.batch, p.queries, heads, problem.heads,
-                                            problem.head_dim, stream));
+                                            problem.head_dim, false, stream));
   };
   for (std::int64_t batch = 0; batch < problem.batch; batch += block.batch) {
     for (std::int64_t head_kv = 0; head_kv < problem.heads_kv; head_kv += block.heads_kv) {

@@ -123,7 +123,6 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
                              (kTakesTurns ? 0 : warpgroup * int{kSumColumns * kQueries * sizeof(float)});
 
   const QueryColumnMask column_mask(shared.mask_words, p.axis);
-  column_mask.template build<kQueries>(p.axis, threadIdx.x / 32 - kConsumerWarps / 2, kConsumerWarps);
   cutlass::arch::NamedBarrier::sync(kConsumers, named_barrier(kTablesReady));
 
   const float exponent_scale = p.scale * kLog2e;
@@ -133,7 +132,7 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
   const auto phase_of = [](int tile) { return tile / kStages % 2; };
   int kv_phase = 0, slot = 0, plan_phase = 0;
   while (true) {
-    wait(shared.full_plan[slot], plan_phase);
+    wait(shared.full_windows[slot], plan_phase);
     const auto& plan = shared.plan[slot];
     if (plan.q_tiles < 0) break;
     const int tiles = plan.q_tiles * p.heads_per_kv;
@@ -338,12 +337,13 @@ CUTE_DEVICE void prepare_backward(const BackwardParams& p, typename Traits::Shar
     ClusterBarrier::init(&shared.empty_kv, kConsumerWarps);
     ClusterBarrier::init(&shared.full_gradients, kConsumerWarps);
     ClusterBarrier::init(&shared.empty_gradients, 1);
-    ClusterBarrier::init(&shared.queries_issued, 1);
+    ClusterBarrier::init(&shared.wants_plan, 1);
     ClusterBarrier::init(&shared.full_sums, Traits::kTakesTurns ? kConsumerWarps / 2 : kConsumerWarps);
     ClusterBarrier::init(&shared.empty_sums, 1);
     const int storing = p.turns == nullptr ? 1 : 32;
     for (int i = 0; i < 2; ++i) {
       ClusterBarrier::init(&shared.full_plan[i], 32);
+      ClusterBarrier::init(&shared.full_windows[i], 32);
       ClusterBarrier::init(&shared.empty_plan[i], kConsumers + 32 + 1 + storing);  // and those that load
     }
     for (int i = 0; i < Traits::kStages; ++i) {
@@ -353,6 +353,9 @@ CUTE_DEVICE void prepare_backward(const BackwardParams& p, typename Traits::Shar
       ClusterBarrier::init(&shared.empty_o[i], kConsumers);
     }
     cutlass::arch::fence_barrier_init();
+    for (const CUtensorMap* map : {&p.key[0], &p.query[0], &p.value[0], &p.out_cotangent[0], &p.query_gradient[0]}) {
+      prefetch_tma_descriptor(map);
+    }
   }
   __syncthreads();
 }
@@ -363,17 +366,22 @@ __global__ void __launch_bounds__(kThreads, 1) natten_jax_sm90_backward(const __
   extern __shared__ __align__(1024) char raw[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(raw);
   prepare_backward<Traits>(p, shared);
-  // 128 * 24 + 256 * 240 registers fit into the 65536 of a multiprocessor.
   if (threadIdx.x < 128) {
-    cutlass::arch::warpgroup_reg_dealloc<24>();
     const int warp = threadIdx.x / 32;
+    // The first plan is made while there are registers for it.
+    Planned planned{};
+    if (warp == 1) planned = plan_position<Traits>(p, shared, take_position(p, true), 0);
+    cutlass::arch::warpgroup_reg_dealloc<Traits::kMoverRegisters>();
     if (warp == 0) load_queries<Traits>(p, shared);
-    if (warp == 1) plan_key_tiles<Traits>(p, shared);
+    if (warp == 1) plan_key_tiles<Traits>(p, shared, planned);
     if (threadIdx.x == 64) load_out_cotangents<Traits>(p, shared);
     if (warp == 3 && p.turns != nullptr) store_gradients_in_turns<Traits>(p, shared);
     if (threadIdx.x == 96 && p.turns == nullptr) store_gradients<Traits>(p, shared);
   } else {
-    cutlass::arch::warpgroup_reg_alloc<240>();
+    // While the other warpgroup still has its registers.
+    const QueryColumnMask column_mask(shared.mask_words, p.axis);
+    column_mask.template build<Traits::kQueries>(p.axis, threadIdx.x / 32 - kConsumerWarps / 2, kConsumerWarps);
+    cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     differentiate<Traits>(p, shared);
   }
 }

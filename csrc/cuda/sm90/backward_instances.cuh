@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "cuda/common/overlapped_launch.cuh"
 #include "cuda/sm90/backward.cuh"
 #include "cuda/sm90/backward.h"
 
@@ -19,8 +20,8 @@ cudaError_t launch_backward_form(const BackwardParams& params, cudaStream_t stre
   if (const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedMemory)) {
     return error;
   }
-  kernel<<<std::min(params.tiles, multiprocessors), kThreads, kSharedMemory, stream>>>(params);
-  return cudaGetLastError();
+  const int blocks = std::min(params.tiles, multiprocessors);
+  return launch_overlapped(kernel, blocks, kThreads, kSharedMemory, stream, params);
 }
 
 template <class Element, int kHeadDim>

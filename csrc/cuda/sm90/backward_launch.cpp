@@ -6,13 +6,11 @@
 #include "cuda/common/gradient_passes.h"
 #include "cuda/common/tensor_map.h"
 #include "cuda/sm90/backward.h"
+#include "cuda/sm90/backward_order.h"
 #include "cuda/sm90/launch_support.h"
 
 namespace natten_jax::sm90 {
 namespace {
-
-/// Most tiles that are sorted by length: among many, the last ones to finish matter little.
-constexpr std::int64_t kTilesWorthSorting = 4096;
 
 /// The problem whose only dilation group is the whole layout: what additional tokens are seen by.
 Problem undilated(const Problem& problem) {
@@ -69,17 +67,6 @@ std::string encode_maps(const Problem& problem, const TileShapes& tiles, const B
     if (!error.empty()) return error;
   }
   return {};
-}
-
-/// Query tiles that see a key/value tile away from the borders of the layout, at most.
-int longest_inner(const BackwardParams& p) {
-  std::int64_t tiles = 1;
-  for (const Axis& axis : p.axis) {
-    // The hull of two keys grows with their distance, in whole stride groups.
-    const std::int64_t stride = axis.stride, distance = (axis.kv_tile + stride - 2) / stride * stride;
-    tiles = saturating_product(tiles, (axis.kernel_size + stride - 1 + distance + axis.q_tile - 1) / axis.q_tile);
-  }
-  return static_cast<int>(std::min<std::int64_t>(tiles, std::numeric_limits<std::int32_t>::max()));
 }
 
 /// Elements of the query gradient's sums.
@@ -155,8 +142,7 @@ std::string run_backward(const Problem& problem, const TileShapes& tiles, const 
   p.tiles = static_cast<int>(all_tiles);
   p.groups = static_cast<int>(groups);
   p.q_tiles = static_cast<int>(q_tiles);
-  p.laps = all_tiles <= kTilesWorthSorting && !is_deterministic ? 2 : 1;
-  p.longest_inner = longest_inner(p);
+  if (all_tiles <= kMostSortedTiles && !is_deterministic) sort_tiles(problem, tiles, p);
   p.q_tile_tokens = static_cast<int>(product(tiles.query));
   p.kv_tile_tokens = static_cast<int>(product(tiles.kv));
   p.clears_tiles = p.q_tile_tokens < limits.queries || p.kv_tile_tokens < limits.keys || p.head_dim < head_dim ||
@@ -171,8 +157,7 @@ std::string run_backward(const Problem& problem, const TileShapes& tiles, const 
   const std::int64_t first_counter = sums(problem), number = counters(problem, tiles, is_deterministic);
   p.next_tile = reinterpret_cast<std::int32_t*>(arrays.scratch + first_counter);
   if (is_deterministic) p.turns = p.next_tile + 1;
-  const auto scratch_bytes = static_cast<std::size_t>(first_counter + number) * sizeof(float);
-  cudaError_t error = cudaMemsetAsync(arrays.scratch, 0, scratch_bytes, stream);
+  cudaError_t error = launch_clear(arrays.scratch, first_counter + number, stream);
   const auto launch = [&] {
     return (is_bfloat16 ? launch_backward<true> : launch_backward<false>)(p, head_dim, stream);
   };
@@ -180,15 +165,14 @@ std::string run_backward(const Problem& problem, const TileShapes& tiles, const 
     // Their query tiles are of the whole layout and those of dilation groups are not: they come before all others.
     p.tiles = p.additional_tiles;
     if (error == cudaSuccess) error = launch();
-    const auto counter_bytes = static_cast<std::size_t>(number) * sizeof(std::int32_t);
-    if (error == cudaSuccess) error = cudaMemsetAsync(p.next_tile, 0, counter_bytes, stream);
+    if (error == cudaSuccess) error = launch_clear(arrays.scratch + first_counter, number, stream);
     p.first_taken = p.additional_tiles;
     p.tiles = static_cast<int>(all_tiles);
   }
   if (error == cudaSuccess) error = launch();
   if (error == cudaSuccess) {
     error = launch_convert_gradient(is_bfloat16, arrays.scratch, problem.scale, arrays.query_gradient, problem.batch,
-                                    problem.queries(), problem.heads, problem.heads, problem.head_dim, stream);
+                                    problem.queries(), problem.heads, problem.heads, problem.head_dim, true, stream);
   }
   return error == cudaSuccess ? std::string() : std::string("CUDA: ") + cudaGetErrorString(error);
 }

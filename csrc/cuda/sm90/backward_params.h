@@ -17,6 +17,9 @@ constexpr BackwardTile backward_tile(int head_dim) {
   return head_dim == 256 ? BackwardTile{64, 64} : BackwardTile{64, 128};
 }
 
+/// Most key/value tiles that are sorted by length: among many, the last ones to finish matter little.
+constexpr int kMostSortedTiles = 4096;
+
 struct BackwardParams {
   CUtensorMap query[kQueryMaps];
   CUtensorMap out_cotangent[kQueryMaps];
@@ -50,12 +53,12 @@ struct BackwardParams {
   int tiles;             // key/value tiles of the whole problem
   int groups;            // dilation groups
   int q_tiles;           // query tiles per dilation group
-  int laps;              // over the tiles: in the first of two, those that more than `longest_inner` query tiles see
-  int longest_inner;     // query tiles that see a key/value tile away from the layout's borders, at most
   int q_tile_tokens;     // product of the query tile's extents
   int kv_tile_tokens;    // product of the key/value tile's extents
   bool clears_tiles;     // some rows or columns of a tile are never loaded
+  bool is_sorted;        // key/value tiles are taken as `order` has them
   cutlass::FastDivmod by_additional_tiles_per_head, by_tiles_per_group, by_groups, by_heads_kv;
+  std::uint16_t order[kMostSortedTiles];  // numbers of tiles, if they are sorted
 };
 
 }  // namespace natten_jax::sm90

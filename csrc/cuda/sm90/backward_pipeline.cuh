@@ -3,6 +3,7 @@
 
 #include "cuda/common/arithmetic.cuh"
 #include "cuda/common/column_mask.cuh"
+#include "cuda/common/overlapped_launch.cuh"
 #include "cuda/sm90/backward_plan.cuh"
 #include "cuda/sm90/pipeline.cuh"
 
@@ -11,7 +12,8 @@ namespace natten_jax::sm90 {
 constexpr int kConsumers = 256;  // threads of the two warpgroups that compute
 constexpr int kThreads = 128 + kConsumers;
 constexpr int kConsumerWarps = kConsumers / 32;
-constexpr int kSumChunk = 32;  // elements of a 128-byte swizzled row of the query gradient's sums
+constexpr int kPlannedAhead = 6;  // query tiles that are still to be loaded when the next key/value tile is planned
+constexpr int kSumChunk = 32;     // elements of a 128-byte swizzled row of the query gradient's sums
 
 // Named barriers; the first eight are CUTLASS's own.
 constexpr int kTablesReady = 8;
@@ -31,6 +33,9 @@ struct BackwardTraits {
   // Whether one warpgroup computes a tile's query gradient and the other the next one's.
   static constexpr bool kTakesTurns = kHeadDim == 64;
   static constexpr int kScoreBuffers = kSplitsKeys ? 2 : 1;
+  // The CTA is launched with 168 registers a thread, which are shared out anew.
+  static constexpr int kMoverRegisters = kHeadDim == 64 ? 40 : 24;
+  static constexpr int kConsumerRegisters = (168 * kThreads - 128 * kMoverRegisters) / kConsumers;
 
   // Tiles are [token][head_dim] or [key][query]; products read them in rows or, transposed, in columns.
   template <int kRows, int kColumns, int kBuffers>
@@ -70,8 +75,8 @@ struct BackwardTraits {
     Origin origins[6];
     std::uint32_t mask_words[QueryColumnMask::capacity(kQueries)];
     alignas(8) std::uint64_t full_k, full_v, empty_kv, full_gradients, empty_gradients;
-    std::uint64_t full_sums, empty_sums, queries_issued;
-    std::uint64_t full_plan[2], empty_plan[2];
+    std::uint64_t full_sums, empty_sums, wants_plan;
+    std::uint64_t full_plan[2], full_windows[2], empty_plan[2];
     std::uint64_t full_q[kStages], empty_q[kStages], full_o[kStages], empty_o[kStages];
 
     // Once a key/value tile is done, its gradients take the place of those of logits and query.
@@ -82,33 +87,66 @@ struct BackwardTraits {
   };
 };
 
-/// One warp: plans tiles ahead of the loads and the products.
+/// Brings a tile's keys and values into the second-level cache, which they come from once the tile before is done.
 template <class Traits>
-CUTE_DEVICE void plan_key_tiles(const BackwardParams& p, typename Traits::SharedStorage& shared) {
-  int slot = 0, phase = 0, issued_phase = 0;
-  while (true) {
-    // A tile waits only for others that were taken before it, so that every CTA goes on.
-    int position = 0;
-    if (threadIdx.x % 32 == 0) position = p.first_taken + atomicAdd(p.next_tile, 1);
-    position = of_lane(position, 0);
-    // Long tiles are taken in a first lap, the others in a second.
-    const bool is_last = position >= p.laps * p.tiles, wants_long = p.laps == 2 && position < p.tiles;
-    const int tile = position >= p.tiles ? position - p.tiles : position;
-    auto& plan = shared.plan[slot];
-    wait(shared.empty_plan[slot], phase ^ 1);
-    const bool is_planned = is_last || plan_key_tile(p, shared.origins, shared.row_coordinates, tile, wants_long, plan);
-    if (is_last) plan.q_tiles = -1;
-    __syncwarp();
-    if (is_planned) {
-      arrive(shared.full_plan[slot]);  // every lane wrote a part
+CUTE_DEVICE void prefetch_key_tile(const BackwardParams& p, const KeyTilePlan<Traits::kKeys>& plan) {
+  const auto prefetch = [&](const CUtensorMap* map, int head_dim) {
+    const int column = (plan.kv_token * p.heads_kv + plan.kv_head) * head_dim;
+    for (int chunk = 0; chunk < head_dim / kChunk; ++chunk) {
+      SM90_TMA_LOAD_5D::PREFETCH::copy(map, column + chunk * kChunk, plan.kv_begin.z, plan.kv_begin.y, plan.kv_begin.x,
+                                       plan.batch);
+    }
+  };
+  prefetch(plan.is_additional ? &p.additional_keys : &p.key[plan.kv_map], p.head_dim);
+  prefetch(plan.is_additional ? &p.additional_values : &p.value[plan.kv_map], p.head_dim_v);
+}
+
+/// The next position in the order of key/value tiles. A tile waits only for others that were taken before it, so that
+/// every CTA goes on; where tiles do not wait, a CTA need not ask for its first one.
+CUTE_DEVICE int take_position(const BackwardParams& p, bool is_first) {
+  if (is_first && p.turns == nullptr) return blockIdx.x;
+  int position = 0;
+  wait_for_previous_kernel();
+  if (threadIdx.x % 32 == 0) position = atomicAdd(p.next_tile, 1);
+  return of_lane(position, 0) + (p.turns == nullptr ? gridDim.x : p.first_taken);
+}
+
+enum class Planned { kTile, kNothing, kEnd };
+
+/// Plans the tile at a position of the order, or says that there are no more; all lanes of a warp.
+template <class Traits>
+CUTE_DEVICE Planned plan_position(const BackwardParams& p, typename Traits::SharedStorage& shared, int position,
+                                  int slot) {
+  auto& plan = shared.plan[slot];
+  const bool is_end = position >= p.tiles;
+  if (is_end) {
+    allow_next_kernel();
+    plan.q_tiles = -1;
+  } else if (!plan_key_tile(p, shared.origins, p.is_sorted ? p.order[position] : position, plan)) {
+    return Planned::kNothing;
+  }
+  __syncwarp();
+  arrive(shared.full_plan[slot]);  // every lane wrote a part
+  if (!is_end && !plan.is_additional) plan_windows(p, shared.row_coordinates, plan);
+  arrive(shared.full_windows[slot]);
+  return is_end ? Planned::kEnd : Planned::kTile;
+}
+
+/// One warp: plans tiles ahead of the loads and the products; `planned` says what the first one was.
+template <class Traits>
+CUTE_DEVICE void plan_key_tiles(const BackwardParams& p, typename Traits::SharedStorage& shared, Planned planned) {
+  int slot = 0, phase = 0, wanted_phase = 0;
+  while (planned != Planned::kEnd) {
+    if (planned == Planned::kTile) {
       advance<2>(slot, phase);
-    }
-    if (is_last) return;
-    if (is_planned) {
       // Taking the next tile early would leave it to whichever CTA started first, not to the one done first.
-      wait(shared.queries_issued, issued_phase);
-      issued_phase ^= 1;
+      wait(shared.wants_plan, wanted_phase);
+      wanted_phase ^= 1;
     }
+    const int position = take_position(p, false);
+    wait(shared.empty_plan[slot], phase ^ 1);
+    planned = plan_position<Traits>(p, shared, position, slot);
+    if (planned == Planned::kTile && threadIdx.x % 32 == 0) prefetch_key_tile<Traits>(p, shared.plan[slot]);
   }
 }
 
@@ -124,6 +162,8 @@ CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedSt
   using Element = typename Traits::Element;
   constexpr int kRowBytes = kChunk * sizeof(Element);
   const int lane = threadIdx.x % 32, chunks = p.head_dim / kChunk;
+  // Where tiles take turns, those that are taken early would keep others waiting.
+  const int planned_ahead = p.turns == nullptr ? kPlannedAhead : 0;
   int stage = 0, phase = 0, kv_phase = 0, slot = 0, plan_phase = 0;
   while (true) {
     wait(shared.full_plan[slot], plan_phase);
@@ -141,12 +181,15 @@ CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedSt
     const CUtensorMap* map = &p.query[plan.query_map];
     const bool is_whole = plan.is_additional || p.kv_tile_tokens == Traits::kKeys;
     const int4 hull_begin = plan.hull_begin, hull_end = plan.hull_end;
+    int remaining = plan.q_tiles * p.heads_per_kv;
+    if (remaining < planned_ahead && lane == 0) arrive(shared.wants_plan);
     for (int i = 0; i < p.heads_per_kv; ++i) {
       const int head = plan.kv_head * p.heads_per_kv + i;
       const int column = (plan.q_token * p.heads + head) * p.head_dim;
       const float2* statistics = p.statistics + static_cast<std::int64_t>(plan.batch * p.heads + head) * p.queries;
       QueryWalk walk(hull_begin);
       for (int tile = 0; tile < plan.q_tiles; ++tile) {
+        if (remaining-- == planned_ahead && lane == 0) arrive(shared.wants_plan);
         wait(shared.empty_q[stage], phase ^ 1);
         if (lane == 0) {
           const bool is_masked = !(is_whole && walk.is_inside(p.axis, plan.inner_begin, plan.inner_end));
@@ -178,7 +221,7 @@ CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedSt
         walk.next(p.axis, hull_begin, hull_end);
       }
     }
-    if (lane == 0) arrive(shared.queries_issued);
+    if (planned_ahead == 0 && lane == 0) arrive(shared.wants_plan);
     arrive(shared.empty_plan[slot]);
     advance<2>(slot, plan_phase);
   }
@@ -267,6 +310,7 @@ CUTE_DEVICE void store_key_tile(const BackwardParams& p, typename Traits::Shared
 /// clipped.
 template <class Traits>
 CUTE_DEVICE void store_gradients(const BackwardParams& p, typename Traits::SharedStorage& shared) {
+  wait_for_previous_kernel();
   int sums_phase = 0, gradients_phase = 0, slot = 0, plan_phase = 0;
   while (true) {
     wait(shared.full_plan[slot], plan_phase);
@@ -297,6 +341,7 @@ CUTE_DEVICE void store_gradients(const BackwardParams& p, typename Traits::Share
 /// One warp: the same, but key/value tiles take turns in adding to a query tile, so that every run rounds alike.
 template <class Traits>
 CUTE_DEVICE void store_gradients_in_turns(const BackwardParams& p, typename Traits::SharedStorage& shared) {
+  wait_for_previous_kernel();
   const int lane = threadIdx.x % 32;
   int sums_phase = 0, gradients_phase = 0, slot = 0, plan_phase = 0;
   while (true) {

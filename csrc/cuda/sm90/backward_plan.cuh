@@ -23,19 +23,6 @@ struct KeyTilePlan {
   int4 row_windows[kKeys][2];  // per row: first query (x, y, z), end of the queries (x, y, z)
 };
 
-/// What another lane of a warp holds.
-CUTE_DEVICE KeyAxisPlan plan_of_lane(KeyAxisPlan plan, int lane) {
-  plan.kv_begin = of_lane(plan.kv_begin, lane);
-  plan.first = of_lane(plan.first, lane);
-  plan.last = of_lane(plan.last, lane);
-  plan.query_shift = of_lane(plan.query_shift, lane);
-  plan.kv_shift = of_lane(plan.kv_shift, lane);
-  plan.queries = of_lane(plan.queries, lane);
-  plan.query_length = of_lane(plan.query_length, lane);
-  plan.key_length = of_lane(plan.key_length, lane);
-  return plan;
-}
-
 /// Plans a tile of additional tokens, which every query sees.
 template <int kKeys>
 CUTE_DEVICE void plan_additional(const BackwardParams& p, int tile, KeyTilePlan<kKeys>& plan) {
@@ -69,21 +56,17 @@ CUTE_DEVICE void plan_additional(const BackwardParams& p, int tile, KeyTilePlan<
   }
 }
 
-/// Fills in `plan`; false where the tile lies past its dilation group's end, or belongs to another lap. All lanes of a
-/// warp take part.
+/// Fills in all of a plan but the windows of keys in the layout; false where the tile lies past its dilation group's
+/// end. All lanes of a warp take part.
 ///
 /// Args:
 ///   p: the launch.
 ///   origins: of query and key/value tokens, three each.
-///   row_coordinates: of each row in the key/value tile: x, y, z.
 ///   tile: number of the tile; from the slowest: batch, head, dilation group, tile.
-///   wants_long: of two laps over the tiles, whether this is the one that takes the long ones.
 ///   plan: the result.
 template <int kKeys>
-CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, const uchar4* row_coordinates, int tile,
-                               bool wants_long, KeyTilePlan<kKeys>& plan) {
+CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, int tile, KeyTilePlan<kKeys>& plan) {
   if (tile < p.additional_tiles) {
-    if (p.laps == 2 && !wants_long) return false;
     plan_additional(p, tile, plan);
     return true;
   }
@@ -111,7 +94,6 @@ CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, c
   const int hull_begin = p.turns == nullptr ? of_first.x : axis.by_q_tile.divide(of_first.x) * axis.q_tile;
   const int q_tiles = of_first.x < of_last.y ? axis.by_q_tile.divide(of_last.y - hull_begin + axis.q_tile - 1) : 0;
   const int all_q_tiles = of_lane(q_tiles, 0) * of_lane(q_tiles, 1) * of_lane(q_tiles, 2);
-  if (p.laps == 2 && wants_long != (all_q_tiles > p.longest_inner)) return false;
   const unsigned long_query_groups = __ballot_sync(kAll, own.queries > axis.query_group_tokens);
   const unsigned long_kv_groups = __ballot_sync(kAll, own.keys > axis.kv_group_tokens);
   // A token's number from its coordinates, a dimension each.
@@ -146,10 +128,22 @@ CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, c
     plan.q_token = q_token;
     plan.kv_token = kv_token;
   }
+  return true;
+}
+
+/// Fills in a plan's windows; all lanes of a warp take part.
+///
+/// Args:
+///   p: the launch.
+///   row_coordinates: of each row in the key/value tile: x, y, z.
+///   plan: of a tile of the layout.
+template <int kKeys>
+CUTE_DEVICE void plan_windows(const BackwardParams& p, const uchar4* row_coordinates, KeyTilePlan<kKeys>& plan) {
+  const int lane = threadIdx.x % 32;
   const int y_first = p.axis[0].kv_tile, z_first = y_first + p.axis[1].kv_tile, end = z_first + p.axis[2].kv_tile;
   for (int first = 0; first < end; first += 32) {
     const int i = min(first + lane, end - 1), of = (i >= y_first) + (i >= z_first);
-    const KeyAxisPlan of_axis = plan_of_lane(own, of);
+    const KeyAxisPlan& of_axis = plan.axis[of];
     const int coordinate = i - (of == 0 ? 0 : of == 1 ? y_first : z_first);
     plan.windows[i] = of_axis.seen_by(p.axis[of], of_axis.kv_begin + coordinate);
   }
@@ -162,7 +156,6 @@ CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, c
     plan.row_windows[row][0] = make_int4(x.x, y.x, z.x, 0);
     plan.row_windows[row][1] = is_inside ? make_int4(x.y, y.y, z.y, 0) : make_int4(0, 0, 0, 0);
   }
-  return true;
 }
 
 /// When a key/value tile may add to the gradient of a query tile: after `before` others that do.
