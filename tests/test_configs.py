@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -13,7 +15,7 @@ from problems import Case, check, element_types
 
 import natten_jax
 from natten_jax import backends, simulator
-from natten_jax.devices import Device
+from natten_jax.devices import Device, default_device
 
 SHAPES = {1: (2, 40, 4, 16), 2: (2, 9, 10, 4, 16), 3: (2, 4, 5, 6, 4, 16)}
 
@@ -145,6 +147,21 @@ def test_every_listed_tile_shape_runs_and_is_right(family: Family, rank: int) ->
         check(case, family, family.dtype, **tiles)
 
 
+@pytest.mark.parametrize(
+    ("rank", "q_tile", "kv_tile"),
+    [(1, (256,), (64,)), (1, (130,), (128,)), (2, (16, 16), (8, 8)), (3, (5, 8, 6), (4, 4, 4))],
+)
+def test_tiles_of_more_than_128_queries_are_right(
+    family: Family, rank: int, q_tile: tuple[int, ...], kv_tile: tuple[int, ...]
+) -> None:
+    case = dataclasses.replace(EVERY_TILE[rank], head_dim=128, heads=2, batch=2, additional=9, fused=True)
+    case = dataclasses.replace(case, layout={1: (1030,), 2: (35, 38), 3: (7, 19, 15)}[rank])
+    problem = simulator.problem_of(case.layout, **case.window_arguments, heads=2, head_dim=128)
+    if not backends.find(family.fna, "fna").offers(problem, default_device(), "forward", (q_tile, kv_tile)):
+        pytest.skip("the backend has no such tiles here")
+    check(case, family, "bfloat16", q_tile_shape=q_tile, kv_tile_shape=kv_tile)
+
+
 def test_every_listed_tile_size_of_attention_runs_and_is_right(family: Family) -> None:
     case = Case((70,), queries=150, is_causal=(True,))
     query, key = (jax.ShapeDtypeStruct((1, n, 1, 8), family.dtype) for n in (150, 70))
@@ -164,3 +181,23 @@ def test_portable_kernels_fit_every_gpu_since_ampere(
     problem = simulator.problem_of((40, 50), 9, head_dim=head_dim, dtype=dtype)
     assert backend.rejection(problem, device, direction) is None
     assert backend.tile_pairs(problem, device, direction)
+
+
+@pytest.mark.parametrize(
+    ("capability", "most"), [((8, 0), 128), ((8, 6), 128), ((9, 0), 256), ((10, 0), 256), ((12, 0), 128)]
+)
+def test_portable_tiles_of_256_queries_need_a_large_shared_memory(capability: tuple[int, int], most: int) -> None:
+    backend = backends.find("cutlass-fna", "fna")
+    device = Device("cuda", capability, is_present=False)
+    for head_dim, dtype, expected in (
+        (72, "float16", most),
+        (128, "bfloat16", most),
+        (64, "bfloat16", 128),
+        (136, "bfloat16", 64),
+        (64, "float32", 128),
+        (128, "float32", 64),
+    ):
+        problem = simulator.problem_of((40, 50), 9, head_dim=head_dim, dtype=dtype)
+        pairs = backend.tile_pairs(problem, device, "forward")
+        assert max(math.prod(q_tile) for q_tile, _ in pairs) == expected
+        assert backend.offers(problem, device, "forward", ((16, 16), (8, 8))) == (expected == 256)

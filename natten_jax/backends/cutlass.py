@@ -13,7 +13,7 @@ from natten_jax import native, simulator
 from natten_jax.backends.base import Gradients, Operands, Output, Pass, TilePair, requested_pair
 from natten_jax.backends.kernel_rank import attributes, delta, gradients_of, kernel_operands, with_kernel_rank
 from natten_jax.backends.ranking import rank_pairs
-from natten_jax.devices import ComputeCapability, Device
+from natten_jax.devices import ComputeCapability, Device, cuda_device
 from natten_jax.native import ResultType
 from natten_jax.problem import MemoryUsagePreference, Problem, TileConfig
 
@@ -25,6 +25,9 @@ _DTYPES = ("float32", "float16", "bfloat16")
 _HEAD_DIM_STEP = 8
 _LARGEST_HEAD_DIM = 256
 _LARGEST_TILE = 128  # tokens
+_WIDE_Q_TILE = 256  # tokens, forward, of some heads
+#: Major compute capabilities with the shared memory for that: kWideFormSharedMemory of csrc/cuda/sm80/forward.h.
+_WIDE_FORM_CAPABILITIES = (9, 10)
 _MOST_SPLITS = 2**31 - 1
 
 #: Most bytes in which a backward pass sums up query gradients; one head's are the least.
@@ -72,11 +75,11 @@ class CutlassBackend:
 
     def tile_pairs(self, problem: Problem, device: Device, which: Pass) -> list[TilePair]:
         """Query and key/value tiles by estimated time, the fastest first."""
-        return list(_ranked_pairs(problem, which))
+        return list(_ranked_pairs(problem, which, _q_tile_tokens(problem, device)))
 
     def offers(self, problem: Problem, device: Device, which: Pass, pair: TilePair) -> bool:
-        """The kernels take any tile of up to 128 queries and 128 keys; for wide heads 64 queries, forward."""
-        limits = (_q_tile_tokens(problem) if which == "forward" else _LARGEST_TILE, _LARGEST_TILE)
+        """The kernels take any tile of up to 128 queries and 128 keys; forward, 64 or 256 queries for some heads."""
+        limits = (_q_tile_tokens(problem, device) if which == "forward" else _LARGEST_TILE, _LARGEST_TILE)
         return all(
             len(tile) == problem.rank and min(tile) >= 1 and math.prod(tile) <= limit
             for tile, limit in zip(pair, limits, strict=True)
@@ -85,7 +88,7 @@ class CutlassBackend:
     def forward(self, problem: Problem, tiles: TileConfig, operands: Operands) -> Output:
         """Compute output and logsumexp."""
         out_shape = (*operands.query.shape[:-1], operands.value.shape[-1])
-        q_tile, kv_tile = requested_pair(tiles, "forward") or _ranked_pairs(problem, "forward")[0]
+        q_tile, kv_tile = requested_pair(tiles, "forward") or self.tile_pairs(problem, cuda_device(), "forward")[0]
         arrays = kernel_operands(problem, operands)
         tokens = arrays[0].shape[:-2]
         out, logsumexp = native.call(
@@ -110,7 +113,7 @@ class CutlassBackend:
         logsumexp_cotangent: jax.Array,
     ) -> Gradients:
         """Compute the gradients of the differentiable operands."""
-        q_tile, kv_tile = requested_pair(tiles, "backward") or _ranked_pairs(problem, "backward")[0]
+        q_tile, kv_tile = requested_pair(tiles, "backward") or self.tile_pairs(problem, cuda_device(), "backward")[0]
         rank = functools.partial(with_kernel_rank, rank=problem.rank)
         out, out_cotangent, logsumexp_cotangent = map(rank, (output.out, out_cotangent, logsumexp_cotangent))
         reduction = delta if tiles.backward_use_xla_reduction else _kernel_delta
@@ -193,17 +196,23 @@ def _width_bytes(problem: Problem) -> int:
     return width * (4 if problem.dtype == "float32" else 2)
 
 
-def _q_tile_tokens(problem: Problem) -> int:
-    """Queries that the forward kernel takes at a time."""
-    return 128 if _width_bytes(problem) <= 256 else 64
+def _q_tile_tokens(problem: Problem, device: Device) -> int:
+    """Most queries of a tile that the forward kernel takes."""
+    row = _width_bytes(problem)
+    capability = device.compute_capability
+    if row == 256 and problem.dtype != "float32" and capability and capability[0] in _WIDE_FORM_CAPABILITIES:
+        return _WIDE_Q_TILE
+    return _LARGEST_TILE if row <= 256 else 64
 
 
 @functools.lru_cache(maxsize=256)
-def _ranked_pairs(problem: Problem, which: Pass) -> tuple[TilePair, ...]:
+def _ranked_pairs(problem: Problem, which: Pass, q_tile_tokens: int) -> tuple[TilePair, ...]:
     if which == "forward":
-        rows = _q_tile_tokens(problem)
+        rows = min(q_tile_tokens, _LARGEST_TILE)
         # Smaller query tiles leave rows of the kernel idle, and pay off for few queries or narrow windows only.
         sizes = [(rows, 64), (rows, 128), (64, 64), (64, 128), (32, 128)]
+        if q_tile_tokens > rows:
+            sizes.append((q_tile_tokens, 64))
     else:
         sizes = [(64, 128), (64, 64), (128, 128), (128, 64)]
     if problem.dtype == "float32":

@@ -28,4 +28,11 @@ CUTE_DEVICE float fast_exp2(float x) {
   return y;
 }
 
+/// 1 / x to about 1 ulp; flushes denormal numbers to zero.
+CUTE_DEVICE float fast_reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 }  // namespace natten_jax

@@ -5,11 +5,13 @@
 // start at the first key that the query tile's windows hold and are read in steps of a few columns. A tile that a
 // warp's rows see whole is not masked, one that they do not see is skipped, and the others take one bit per element.
 // The next step is loaded while this one is used, as far as shared memory goes; the other CTA of the multiprocessor
-// fills the gaps. What the loop needs to know of a step is worked out ahead, many steps at a time: registers and issue
-// slots are what the products compete for.
+// fills the gaps. Where one CTA may have all of a large shared memory, it takes the place of two: steps pass through a
+// ring of buffers, and its warps, which need not keep step, fill each other's gaps. What the loop needs to know of a
+// step is worked out ahead, many steps at a time: registers and issue slots are what the products compete for.
 #pragma once
 
 #include "cuda/common/column_mask.cuh"
+#include "cuda/sm80/copy_ring.cuh"
 #include "cuda/sm80/gather.cuh"
 #include "cuda/sm80/key_steps.cuh"
 #include "cuda/sm80/online_softmax.cuh"
@@ -20,17 +22,18 @@ namespace natten_jax::sm80 {
 
 constexpr int kMostColumns = 128;  // of a key/value tile
 
-template <class Element_, class Product_, int kHeadDim_, int kColumns_, int kStages_>
+template <class Element_, class Product_, int kHeadDim_, int kColumns_, int kStages_, int kWarps_ = 4>
 struct ForwardTraits {
   using Element = Element_;
   using Product = Product_;
   static constexpr int kHeadDim = kHeadDim_;  // at least head_dim and head_dim_v
   static constexpr int kColumns = kColumns_;  // keys of a step
-  static constexpr int kWarps = 4;
+  static constexpr int kWarps = kWarps_;
   static constexpr int kThreads = 32 * kWarps;
   using Tile = SharedTile<kHeadDim * sizeof(Element)>;
   static constexpr int kRowBlocks = Tile::kRowBytes <= 256 ? 2 : 1;  // of 16 rows, in a warp
   static constexpr int kStages = kStages_;  // steps in shared memory; 0: keys and values take turns in one buffer
+  static constexpr bool kIsRing = kStages > 2;
   static constexpr int kRows = 16 * kRowBlocks * kWarps;
   static constexpr bool kQueryInRegisters = Tile::kRowBytes <= 128;
 
@@ -40,6 +43,7 @@ struct ForwardTraits {
     alignas(128) char q[kRows * Tile::kRowBytes];
     alignas(128) char keys_and_values[kStages == 0 ? 1 : 2 * kStages][kColumns * Tile::kRowBytes];
     TilePlan plan;
+    CopyRing<kIsRing ? kStages : 1, kThreads> ring;  // of steps, where they are one
     alignas(
         16) int row_windows[kRows][2][4];  // first key seen (x, y, z) and the row's token, or -1; end of the keys seen
     TileRows<KeyCopy> columns;             // of key/value tiles
@@ -89,7 +93,7 @@ CUTE_DEVICE void load_step(const ForwardParams& p, const typename Traits::Shared
 }
 
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 2)
+__global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
     natten_jax_sm80_fna_forward(const __grid_constant__ ForwardParams p) {
   using Element = typename Traits::Element;
   using Product = typename Traits::Product;
@@ -97,6 +101,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
   using Steps = KeySteps<Traits::kThreads>;
   constexpr int kRows = Traits::kRows, kColumns = Traits::kColumns, kThreads = Traits::kThreads;
   constexpr int kRowBlocks = Traits::kRowBlocks, kStages = Traits::kStages;
+  constexpr int kAhead = Traits::kIsRing ? kStages / 2 : 1;  // steps that are loaded ahead
   constexpr int kHeadSteps = Traits::kHeadDim / Product::kStep;
   constexpr std::uint32_t kStageBytes = kColumns * Tile::kRowBytes;
   constexpr float kLog2e = 1.4426950408889634f;
@@ -108,6 +113,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
   const std::uint32_t q = shared_address(shared.q);
   const std::uint32_t k = shared_address(shared.keys_and_values), v = k + kStages * kStageBytes;
 
+  if constexpr (Traits::kIsRing) shared.ring.initialise();
   int batch, head;
   {
     const int d = planned_dimension(), dilation = p.axis[d].dilation;
@@ -134,7 +140,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
   const ColumnMask column_mask(shared.mask_words, p.axis);
   if (plan.needs_mask) column_mask.template build<kMostColumns>(p.axis, threadIdx.x / 32, Traits::kWarps);
   __syncthreads();
-  if (steps > 0) load_step<Traits, true, (kStages > 1)>(p, shared, 0, k, v);
+  for (int step = 0; step < min(steps, kAhead); ++step) {
+    load_step<Traits, true, (kStages > 1)>(p, shared, step, k + step * kStageBytes, v + step * kStageBytes);
+    if constexpr (Traits::kIsRing) shared.ring.arrive_copies(step);
+  }
 
   const typename Product::template ReadA<Tile> read_q(q, warp_row);
   const typename Product::template ReadB<Tile> read_k(k, 0);
@@ -169,18 +178,29 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
 
   int stage = 0;
   for (int step = 0; step < steps; ++step) {
-    wait_copies<0>();
-    __syncthreads();  // this step's keys are there; what is loaded next has been used
-    const std::uint32_t stage_bytes = kStages == 2 ? stage * kStageBytes : 0;
+    const int next = step + kAhead;
+    if constexpr (!Traits::kIsRing) {
+      wait_copies<0>();
+      __syncthreads();  // this step's keys are there; what is loaded next has been used
+    }
+    const std::uint32_t stage_bytes = kStages < 2 ? 0 : (Traits::kIsRing ? step % kStages : stage) * kStageBytes;
     stage ^= 1;
-    if ((step + 1) % kThreads == 0) {
-      shared.steps.fill(p, plan, kColumns, step + 1);
+    if (next % kThreads == 0) {
+      shared.steps.fill(p, plan, kColumns, next);
       __syncthreads();
     }
-    if (kStages == 1) {
+    if constexpr (Traits::kIsRing) {
+      if (next < steps) {
+        shared.ring.wait_free(next);
+        const std::uint32_t next_bytes = next % kStages * kStageBytes;
+        load_step<Traits, true, true>(p, shared, next, k + next_bytes, v + next_bytes);
+        shared.ring.arrive_copies(next);
+      }
+      shared.ring.wait_full(step);
+    } else if (kStages == 1) {
       load_step<Traits, false, true>(p, shared, step, k, v);
-    } else if (kStages == 2 && step + 1 < steps) {
-      load_step<Traits, true, true>(p, shared, step + 1, k + stage * kStageBytes, v + stage * kStageBytes);
+    } else if (kStages == 2 && next < steps) {
+      load_step<Traits, true, true>(p, shared, next, k + stage * kStageBytes, v + stage * kStageBytes);
     }
 
     // Whether this warp's rows see the step's keys: none, all or some.
@@ -249,6 +269,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
       __syncthreads();  // these values have been used
       load_step<Traits, true, false>(p, shared, step + 1, k, v);
     }
+    if constexpr (Traits::kIsRing) shared.ring.release(step);
   }
 
   // Every warp writes its rows over those of the query, then whole rows to memory.
@@ -257,29 +278,31 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
   __syncthreads();
   CUTE_UNROLL
   for (int i = 0; i < 2 * kRowBlocks; ++i) {
-    const int row = row0 + 8 * i;
-    const int token = shared.row_windows[row][0][3];
-    if (lane4 == 0 && token >= 0) {
-      p.logsumexp[(batch * p.queries + token) * p.heads + head] = softmax.logsumexp(i / 2, i % 2);
-    }
     const float normalisation = softmax.normalisation(i / 2, i % 2);
     CUTE_UNROLL
     for (int n = 0; n < Traits::kHeadDim / 8; ++n) {
       const int byte = (8 * n + 2 * lane4) * sizeof(Element);
       const float* pair = &o[i / 2][n][i % 2 * 2];
-      Product::store_pair(q + Tile::offset(row, byte / 16) + byte % 16, pair[0] * normalisation,
+      Product::store_pair(q + Tile::offset(row0 + 8 * i, byte / 16) + byte % 16, pair[0] * normalisation,
                           pair[1] * normalisation);
     }
   }
   __syncwarp();
-  char* out = static_cast<char*>(p.out) +
-              (batch * p.queries * p.heads + head) * p.head_dim_v * static_cast<std::int64_t>(sizeof(Element));
+  const std::int64_t first_row = batch * p.queries * p.heads + head;
+  {
+    // A lane for each row that four of them share.
+    const int token = lane4 < 2 * kRowBlocks ? shared.row_windows[row0 + 8 * lane4][0][3] : -1;
+    const float logsumexp = softmax.logsumexp(lane4);
+    if (token >= 0) p.logsumexp[first_row + static_cast<std::int64_t>(token) * p.heads] = logsumexp;
+  }
   const int out_bytes = p.head_dim_v * static_cast<int>(sizeof(Element));
+  char* out = static_cast<char*>(p.out) + first_row * out_bytes;
+#pragma unroll 4
   for (int i = threadIdx.x % 32; i < 16 * kRowBlocks * Tile::kChunks; i += 32) {
     const int row = warp_row + i / Tile::kChunks, chunk = i % Tile::kChunks;
     const int token = shared.row_windows[row][0][3];
-    if (token < 0 || chunk * 16 >= out_bytes) continue;
     const uint4 data = load_chunk(q + Tile::offset(row, chunk));
+    if (token < 0 || chunk * 16 >= out_bytes) continue;
     *reinterpret_cast<uint4*>(out + static_cast<std::int64_t>(token) * p.heads * out_bytes + chunk * 16) = data;
   }
 }

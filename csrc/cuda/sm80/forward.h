@@ -15,6 +15,12 @@ struct SharedMemory {
   int reserved;        // that each CTA takes besides its own
 };
 
+/// The form for more queries than the others take: its rows, the head dimension that it is compiled for, and the bytes
+/// of shared memory that its CTAs need. It takes 16-bit elements.
+constexpr int kWideFormRows = 256;
+constexpr int kWideFormHeadDim = 128;
+constexpr int kWideFormSharedMemory = 226 << 10;
+
 /// Launches a form for a head dimension of 64, 128 or 256 on `ctas` CTAs; cudaErrorInvalidConfiguration where none
 /// fits.
 template <Arithmetic kArithmetic>

@@ -40,8 +40,15 @@ cudaError_t launch_forward(const ForwardParams& params, int head_dim, const Shar
                           ForwardTraits<Element, Product, 64, kColumns, 1>>(params, memory, ctas, stream);
   }
   if (head_dim == 128) {
-    return launch_fitting<ForwardTraits<Element, Product, 128, kColumns, 2>,
-                          ForwardTraits<Element, Product, 128, kColumns, 1>>(params, memory, ctas, stream);
+    using TwoStages = ForwardTraits<Element, Product, 128, kColumns, 2>;
+    if constexpr (sizeof(Element) == 2) {
+      using Wide = ForwardTraits<Element, Product, kWideFormHeadDim, kColumns, 4, 8>;
+      static_assert(Wide::kRows == kWideFormRows && sizeof(typename Wide::SharedStorage) <= kWideFormSharedMemory);
+      if (params.q_tile_tokens > TwoStages::kRows) {
+        return launch<Wide>(natten_jax_sm80_fna_forward<Wide>, params, ctas, stream);
+      }
+    }
+    return launch_fitting<TwoStages, ForwardTraits<Element, Product, 128, kColumns, 1>>(params, memory, ctas, stream);
   }
   constexpr int kStages = sizeof(Element) == 4 ? 1 : 2;
   return launch_fitting<ForwardTraits<Element, Product, 256, kColumns / 2, kStages>,

@@ -34,8 +34,11 @@ int compiled_head_dim(const Problem& problem) {
 }
 
 /// Query rows that the forward kernel is compiled for.
-std::int64_t compiled_rows(const Problem& problem) {
-  return compiled_head_dim(problem) * element_bytes(problem) <= 256 ? 128 : 64;
+std::int64_t compiled_rows(const Problem& problem, const SharedMemory& memory) {
+  const int head_dim = compiled_head_dim(problem);
+  const bool has_wide_form = head_dim == kWideFormHeadDim && element_bytes(problem) == 2;
+  if (has_wide_form && memory.block >= kWideFormSharedMemory) return kWideFormRows;
+  return head_dim * element_bytes(problem) <= 256 ? 128 : 64;
 }
 
 std::string check_arrays(const Problem& problem) {
@@ -115,8 +118,10 @@ std::string describe(cudaError_t error) {
 
 std::string run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, bool is_accurate,
                         cudaStream_t stream) {
+  SharedMemory memory{};
+  if (const auto error = read_shared_memory(memory)) return describe(error);
   for (const std::string& error :
-       {check_arrays(problem), check_tile("q_tile_shape", tiles.query, compiled_rows(problem)),
+       {check_arrays(problem), check_tile("q_tile_shape", tiles.query, compiled_rows(problem, memory)),
         check_tile("kv_tile_shape", tiles.kv, kLargestKvTile)}) {
     if (!error.empty()) return error;
   }
@@ -161,8 +166,6 @@ std::string run_forward(const Problem& problem, const TileShapes& tiles, const A
                       : problem.element_type == ElementType::kBFloat16 ? launch_forward<Arithmetic::kBFloat16>
                       : is_accurate                                    ? launch_forward<Arithmetic::kFloat32>
                                                                        : launch_forward<Arithmetic::kTensorFloat32>;
-  SharedMemory memory{};
-  if (const auto error = read_shared_memory(memory)) return describe(error);
   return describe(launch(p, compiled_head_dim(problem), memory, static_cast<int>(all_tiles), stream));
 }
 

@@ -29,7 +29,7 @@ struct OnlineSoftmax {
   /// Turns logits into unnormalised weights.
   template <int kColumns, int kOutputs>
   CUTE_DEVICE void update(float (&s)[kRowBlocks][kColumns][4], float (&o)[kRowBlocks][kOutputs][4]) {
-    float row_max[kRowBlocks][2];
+    float highest_of_lane[kRowBlocks][2];
     bool exceeds = false;
     CUTE_UNROLL
     for (int i = 0; i < 2 * kRowBlocks; ++i) {
@@ -41,13 +41,11 @@ struct OnlineSoftmax {
         highest[0] = fmaxf(highest[0], s[m][n][r]);
         highest[1] = fmaxf(highest[1], s[m][n][r + 1]);
       }
-      float of_row = fmaxf(highest[0], highest[1]);
-      of_row = fmaxf(of_row, __shfl_xor_sync(0xffffffffu, of_row, 1));
-      of_row = fmaxf(of_row, __shfl_xor_sync(0xffffffffu, of_row, 2));
-      row_max[m][i % 2] = of_row;
-      exceeds = exceeds || (of_row - reference[m][i % 2]) * exponent_scale > kHeadroom;
+      const float of_lane = fmaxf(highest[0], highest[1]);
+      highest_of_lane[m][i % 2] = of_lane;
+      exceeds = exceeds || (of_lane - reference[m][i % 2]) * exponent_scale > kHeadroom;
     }
-    if (__any_sync(0xffffffffu, exceeds)) rescale(row_max, o);
+    if (__any_sync(0xffffffffu, exceeds)) rescale(highest_of_lane, o);
     CUTE_UNROLL
     for (int i = 0; i < 2 * kRowBlocks; ++i) {
       const int m = i / 2, r = i % 2 * 2;
@@ -77,22 +75,34 @@ struct OnlineSoftmax {
     }
   }
 
-  CUTE_DEVICE float normalisation(int m, int i) const { return row_sum[m][i] == 0.f ? 0.f : 1.f / row_sum[m][i]; }
+  CUTE_DEVICE float normalisation(int m, int i) const {
+    return row_sum[m][i] == 0.f ? 0.f : fast_reciprocal(row_sum[m][i]);
+  }
 
-  CUTE_DEVICE float logsumexp(int m, int i) const {
+  /// Of the lane's row `i` of all its blocks.
+  CUTE_DEVICE float logsumexp(int i) const {
     constexpr float kLn2 = 0.6931471805599453f;
-    return row_sum[m][i] == 0.f ? -INFINITY : reference[m][i] * exponent_scale * kLn2 + logf(row_sum[m][i]);
+    float sum = row_sum[0][0], of_row = reference[0][0];
+    CUTE_UNROLL
+    for (int j = 1; j < 2 * kRowBlocks; ++j) {
+      sum = i == j ? row_sum[j / 2][j % 2] : sum;
+      of_row = i == j ? reference[j / 2][j % 2] : of_row;
+    }
+    return sum == 0.f ? -INFINITY : of_row * exponent_scale * kLn2 + logf(sum);
   }
 
  private:
-  /// Makes the largest logits the references.
+  /// Makes the largest logits the references; a lane holds those of its columns.
   template <int kOutputs>
-  CUTE_DEVICE void rescale(const float (&row_max)[kRowBlocks][2], float (&o)[kRowBlocks][kOutputs][4]) {
+  CUTE_DEVICE void rescale(const float (&highest_of_lane)[kRowBlocks][2], float (&o)[kRowBlocks][kOutputs][4]) {
     CUTE_UNROLL
     for (int i = 0; i < 2 * kRowBlocks; ++i) {
       const int m = i / 2, r = i % 2 * 2;
       float& of_row = reference[m][i % 2];
-      const float next = fmaxf(of_row, row_max[m][i % 2]);
+      float row_max = highest_of_lane[m][i % 2];
+      row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 1));
+      row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 2));
+      const float next = fmaxf(of_row, row_max);
       const float factor = next == -INFINITY ? 1.f : fast_exp2((of_row - next) * exponent_scale);
       of_row = next;
       row_sum[m][i % 2] *= factor;

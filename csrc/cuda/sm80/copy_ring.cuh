@@ -1,0 +1,66 @@
+// Buffers in shared memory between the threads that copy into them and the warps that read them.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/sm80/shared_tile.cuh"
+
+namespace natten_jax::sm80 {
+
+/// Buffers that take turns. All threads of a CTA fill one and read it. No warp waits for another one before it needs
+/// what that one copies, or the room of what that one reads.
+template <int kBuffers, int kThreads>
+struct CopyRing {
+  std::uint64_t full[kBuffers], free[kBuffers];  // barriers in shared memory
+
+  /// Makes the barriers; they need one of the CTA before use.
+  CUTE_DEVICE void initialise() {
+    if (threadIdx.x >= kBuffers) return;
+    initialise(full[threadIdx.x]);
+    initialise(free[threadIdx.x]);
+  }
+
+  /// Waits until all threads have read what the buffer of a turn held before.
+  CUTE_DEVICE void wait_free(int turn) const {
+    if (turn >= kBuffers) wait(free[turn % kBuffers], turn / kBuffers - 1);
+  }
+
+  /// Says that all copies which this thread has started belong to this turn or earlier ones.
+  CUTE_DEVICE void arrive_copies(int turn) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&full[turn % kBuffers]))
+                 : "memory");
+  }
+
+  /// Waits until all threads' copies of a turn are there.
+  CUTE_DEVICE void wait_full(int turn) const { wait(full[turn % kBuffers], turn / kBuffers); }
+
+  /// Says that this thread has read what it needs of a turn.
+  CUTE_DEVICE void release(int turn) {
+    __syncwarp();  // lanes are together anyway, and this tells the compiler
+    asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(
+                     shared_address(&free[turn % kBuffers]))
+                 : "memory");
+  }
+
+ private:
+  /// A barrier that opens when all threads have arrived.
+  CUTE_DEVICE static void initialise(std::uint64_t& barrier) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(kThreads) : "memory");
+  }
+
+  /// Waits for the end of a barrier's phase, by its number.
+  CUTE_DEVICE static void wait(const std::uint64_t& barrier, int phase) {
+#if __CUDA_ARCH__ >= 900
+#define NATTEN_JAX_MBARRIER_WAIT "mbarrier.try_wait.parity.shared.b64"
+#else
+#define NATTEN_JAX_MBARRIER_WAIT "mbarrier.test_wait.parity.shared.b64"
+#endif
+    asm volatile("{\n .reg .pred done;\nwait_%=:\n " NATTEN_JAX_MBARRIER_WAIT
+                 " done, [%0], %1;\n @!done bra wait_%=;\n}" ::"r"(shared_address(&barrier)),
+                 "r"(phase & 1)
+                 : "memory");
+#undef NATTEN_JAX_MBARRIER_WAIT
+  }
+};
+
+}  // namespace natten_jax::sm80
