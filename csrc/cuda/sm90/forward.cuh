@@ -215,7 +215,7 @@ CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& 
       }
     }
     mask = next_mask;
-    softmax.update(s);
+    softmax.find_references(s);
   };
   const auto finish_o = [&]() __attribute__((always_inline)) {
     warpgroup_fence_operand(o);
@@ -223,11 +223,15 @@ CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& 
     advance<Traits::kStages>(v_stage, v_phase);
   };
   const auto to_weights = [&]() __attribute__((always_inline)) {
-    CUTE_UNROLL
-    for (int e = 0; e < size(o); ++e) o(e) *= softmax.rescale[(e / 2) % 2];
     Tensor pairs = recast<std::uint32_t>(weights);
-    CUTE_UNROLL
-    for (int e = 0; e < size(pairs); ++e) pairs(e) = pack<Element>(s(2 * e), s(2 * e + 1));
+    softmax.weigh<Element>(s, pairs);
+    if (__any_sync(0xffffffffu, softmax.must_rescale[0] || softmax.must_rescale[1])) {
+      CUTE_UNROLL
+      for (int e = 0; e < size(o); ++e) {
+        const int row = (e / 2) % 2;
+        o(e) *= softmax.must_rescale[row] ? softmax.rescale[row] : 1.f;
+      }
+    }
   };
   // Hands over the output of the query tile in a slot and gets ready for the next.
   const auto finish_query_tile = [&](int finished) __attribute__((always_inline)) {

@@ -147,6 +147,15 @@ CUTE_DEVICE int window_masks(const ForwardParams& p, const TilePlan& plan, const
   return masks;
 }
 
+/// How many tiles of the line along the last dimension, from one on that no warpgroup masks, are unmasked like it.
+template <int kWarpgroups>
+CUTE_DEVICE int unmasked_tiles(const ForwardParams& p, const TilePlan& plan, const KvWalk& walk) {
+  int end = plan.inner_end[0][2];
+  CUTE_UNROLL
+  for (int warpgroup = 1; warpgroup < kWarpgroups; ++warpgroup) end = min(end, plan.inner_end[warpgroup][2]);
+  return p.axis[2].by_kv_tile.divide(end - walk.z);
+}
+
 /// One thread: loads the query and key tiles, or the value tiles, that the plans ask for. The two rings advance on
 /// their own, because a key buffer falls free well before the value buffer of the same tile.
 template <class Traits, bool kIsKey>
@@ -192,8 +201,14 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
     const int4 hull_begin = as_int4(plan.hull_begin), hull_end = as_int4(plan.hull_end);
     const bool is_whole = p.kv_tile_tokens == Traits::kColumns;
     KvWalk walk(hull_begin);
+    int unmasked = 0;
     for (int i = 0; i < kv_tiles; ++i) {
-      const int masks = kIsKey ? window_masks<Traits::kWarpgroups>(p, plan, walk, is_whole) : 0;
+      int masks = 0;
+      if (kIsKey && unmasked == 0) {
+        masks = window_masks<Traits::kWarpgroups>(p, plan, walk, is_whole);
+        if (masks == 0) unmasked = unmasked_tiles<Traits::kWarpgroups>(p, plan, walk);
+      }
+      if (unmasked > 0) --unmasked;
       load(map, p.kv_tile_tokens, kv_slot, walk.z, walk.y, walk.x, masks);
       walk.next(p.axis, hull_begin, hull_end);
     }

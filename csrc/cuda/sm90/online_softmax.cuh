@@ -10,44 +10,64 @@ namespace natten_jax::sm90 {
 using namespace cute;
 
 /// The accumulator of one warpgroup's 64 rows, of which a thread holds two, and their running softmax.
+///
+/// A row's weights are relative to an earlier maximum until a logit exceeds it by 2^8: most tiles then shrink nothing
+/// (the bound is FlashAttention-4's).
 struct OnlineSoftmax {
+  static constexpr float kSlack = 8.f;  // in base 2; half precision holds the weights
+
   float exponent_scale;  // of the logits, in base 2
-  float row_max[2], row_sum[2], rescale[2];
+  float reference[2];    // what the weights are relative to
+  float shift[2];        // the same, scaled
+  float row_sum[2], rescale[2];
+  bool must_rescale[2];
 
   CUTE_DEVICE void start(float scale) {
     exponent_scale = scale;
-    row_max[0] = row_max[1] = -INFINITY;
+    reference[0] = reference[1] = -INFINITY;
     row_sum[0] = row_sum[1] = 0.f;
   }
 
-  /// Turns logits into unnormalised weights; `rescale` is what earlier results shrink by.
+  /// Takes in a tile's largest logits; where `must_rescale`, earlier results shrink by `rescale`.
   template <class Logits>
-  CUTE_DEVICE void update(Logits& s) {
-    // Two partial results a row halve the chains of dependent instructions.
-    float highest[2][2] = {{row_max[0], s(4)}, {row_max[1], s(6)}};
-    CUTE_UNROLL
-    for (int e = 0; e < size(s); ++e) {
-      float& partial = highest[(e / 2) % 2][(e / 4) % 2];
-      partial = fmaxf(partial, s(e));
-    }
-    float shift[2], sum[2][2] = {};
+  CUTE_DEVICE void find_references(const Logits& s) {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
-      float of_row = fmaxf(highest[i][0], highest[i][1]);
+      // Two partial results a row halve the chains of dependent instructions.
+      float highest[2] = {reference[i], s(2 * i + 4)};
+      CUTE_UNROLL
+      for (int n = 0; n < kOfRow<Logits>; ++n) {
+        float& partial = highest[n / 2 % 2];
+        partial = fmaxf(partial, s(element(i, n)));
+      }
+      float of_row = fmaxf(highest[0], highest[1]);
       of_row = fmaxf(of_row, __shfl_xor_sync(0xffffffffu, of_row, 1));
       of_row = fmaxf(of_row, __shfl_xor_sync(0xffffffffu, of_row, 2));
+      must_rescale[i] = (of_row - reference[i]) * exponent_scale > kSlack;
+      const float next = must_rescale[i] ? of_row : reference[i];
       // A row that has seen nothing yet keeps weights of zero.
-      shift[i] = of_row == -INFINITY ? 0.f : of_row * exponent_scale;
-      rescale[i] = fast_exp2(row_max[i] * exponent_scale - shift[i]);
-      row_max[i] = of_row;
+      shift[i] = next == -INFINITY ? 0.f : next * exponent_scale;
+      rescale[i] = fast_exp2(reference[i] * exponent_scale - shift[i]);
+      reference[i] = next;
     }
+  }
+
+  /// Turns logits into unnormalised weights, in pairs.
+  template <class Element, class Logits, class Pairs>
+  CUTE_DEVICE void weigh(Logits& s, Pairs& pairs) {
     CUTE_UNROLL
-    for (int e = 0; e < size(s); ++e) {
-      s(e) = fast_exp2(s(e) * exponent_scale - shift[(e / 2) % 2]);
-      sum[(e / 2) % 2][(e / 4) % 2] += s(e);
+    for (int i = 0; i < 2; ++i) {
+      float sums[kOfRow<Logits>];
+      CUTE_UNROLL
+      for (int n = 0; n < kOfRow<Logits>; ++n) {
+        float& weight = s(element(i, n));
+        weight = fast_exp2(weight * exponent_scale - shift[i]);
+        sums[n] = n < 2 ? weight : sums[n - 2] + weight;
+        if (n % 2 == 1) pairs(element(i, n) / 2) = pack<Element>(s(element(i, n - 1)), weight);
+      }
+      if (must_rescale[i]) row_sum[i] *= rescale[i];
+      row_sum[i] += sums[kOfRow<Logits> - 1] + sums[kOfRow<Logits> - 2];
     }
-    CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) row_sum[i] = row_sum[i] * rescale[i] + (sum[i][0] + sum[i][1]);
   }
 
   /// Completes the sums over the four threads that share a row.
@@ -63,8 +83,15 @@ struct OnlineSoftmax {
 
   CUTE_DEVICE float logsumexp(int row) const {
     constexpr float kLn2 = 0.6931471805599453f;
-    return row_sum[row] == 0.f ? -INFINITY : (row_max[row] * exponent_scale + __log2f(row_sum[row])) * kLn2;
+    return row_sum[row] == 0.f ? -INFINITY : (reference[row] * exponent_scale + __log2f(row_sum[row])) * kLn2;
   }
+
+ private:
+  template <class Logits>
+  static constexpr int kOfRow = decltype(size(Logits{}))::value / 2;
+
+  /// The number in the accumulator of a row's n-th element.
+  static constexpr int element(int row, int n) { return n / 2 * 4 + 2 * row + n % 2; }
 };
 
 }  // namespace natten_jax::sm90
