@@ -1,0 +1,207 @@
+"""The custom call targets, and a small call of each straight to its handler."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import natten_jax  # noqa: F401  # registers the targets
+
+PROBLEM_OPERANDS = ("query", "key", "value", "additional_keys", "additional_values", "origins")
+GRADIENTS = tuple(f"d{name}" for name in PROBLEM_OPERANDS[:5])
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A custom call target. A new one is one more line in ``TARGETS``.
+
+    Attributes:
+        name: Its name.
+        backend: The backend that calls it.
+        platform: Where it runs.
+        operands: Names of its operands.
+        results: Names of its results but scratch memory.
+        dtype: Element type of its arrays.
+        head_dims: Legal ``head_dim`` and ``head_dim_v``.
+        choices: Attributes of its own that select a variant, and their largest values.
+        tile_tokens: The most tokens of a tile, query and key/value; ``None`` is the limit of all targets.
+        scratch: Results of its own that hold nothing of use: shapes and element types.
+        reads_origins: Whether the handler can check the values of the origins: those of a GPU lie in its memory.
+    """
+
+    name: str
+    backend: str
+    operands: tuple[str, ...] = PROBLEM_OPERANDS
+    results: tuple[str, ...] = ("out", "logsumexp")
+    platform: str = "cpu"
+    dtype: Any = np.float32
+    head_dims: tuple[int, int] = (8, 12)
+    choices: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    tile_tokens: tuple[int, int] | None = None
+    scratch: Mapping[str, tuple[tuple[int, ...], Any]] = dataclasses.field(default_factory=dict)
+    reads_origins: bool = True
+
+    @property
+    def has_problem(self) -> bool:
+        """Whether it takes a problem, and not only arrays."""
+        return "query" in self.operands
+
+    @property
+    def marks(self) -> list[pytest.MarkDecorator]:
+        """Marks of its tests."""
+        return [pytest.mark.gpu] if self.platform == "cuda" else []
+
+
+TARGETS = (
+    Target("natten_jax_cpu_forward", "cpu-fna"),
+    Target(
+        "natten_jax_cpu_backward",
+        "cpu-fna",
+        (*PROBLEM_OPERANDS, "logsumexp", "out_cotangent", "delta"),
+        GRADIENTS,
+    ),
+    Target(
+        "natten_jax_sm90_forward",
+        "hopper-fna",
+        platform="cuda",
+        dtype=np.float16,
+        head_dims=(64, 128),
+        choices={"is_ping_pong": 1, "is_persistent": 1},
+        tile_tokens=(128, 128),
+        scratch={"next_tile": ((1,), np.int32)},
+        reads_origins=False,
+    ),
+    Target(
+        "natten_jax_sm90_backward",
+        "hopper-fna",
+        (*PROBLEM_OPERANDS, "out_cotangent", "statistics"),
+        GRADIENTS,
+        platform="cuda",
+        dtype=np.float16,
+        head_dims=(64, 128),
+        choices={"is_deterministic": 1},
+        tile_tokens=(64, 128),
+        # Sums of the query gradient, a counter, and one for each query tile: (2 x 1) x 3 x (2 x 1) a head.
+        scratch={"scratch": ((2 * 2 * (4 * 5 * 6 * 64) + 1 + 2 * 2 * (2 * 3 * 2),), np.float32)},
+        reads_origins=False,
+    ),
+    Target(
+        "natten_jax_sm90_backward_statistics",
+        "hopper-fna",
+        ("out", "out_cotangent", "logsumexp", "logsumexp_cotangent"),
+        ("statistics",),
+        platform="cuda",
+        dtype=np.float16,
+        head_dims=(64, 128),
+    ),
+    Target(
+        "natten_jax_sm80_forward",
+        "cutlass-fna",
+        platform="cuda",
+        head_dims=(8, 16),
+        choices={"is_accurate": 1},
+        tile_tokens=(128, 128),
+        reads_origins=False,
+    ),
+    Target(
+        "natten_jax_sm80_backward",
+        "cutlass-fna",
+        (*PROBLEM_OPERANDS, "logsumexp", "out_cotangent", "delta"),
+        GRADIENTS,
+        platform="cuda",
+        head_dims=(8, 16),
+        choices={"is_accurate": 1, "kv_splits": 2**31 - 1},
+        tile_tokens=(128, 128),
+        reads_origins=False,
+    ),
+    Target(
+        "natten_jax_sm80_delta",
+        "cutlass-fna",
+        ("out", "out_cotangent", "logsumexp_cotangent"),
+        ("delta",),
+        platform="cuda",
+        head_dims=(8, 16),
+    ),
+)
+
+
+@dataclasses.dataclass
+class Call:
+    """A call of a target; cases change a good one."""
+
+    operands: dict[str, Any]
+    attributes: dict[str, Any]
+    results: dict[str, Any]
+
+
+def shapes_of(target: Target) -> dict[str, tuple[int, ...]]:
+    """Arrays of a small problem: 2 heads over 1 head, 4 x 5 x 6 tokens, 3 additional ones."""
+    tokens = (4, 5, 6)
+    head_dim, head_dim_v = target.head_dims
+    return {
+        "query": (2, *tokens, 2, head_dim),
+        "key": (2, *tokens, 1, head_dim),
+        "value": (2, *tokens, 1, head_dim_v),
+        "additional_keys": (2, 3, 1, head_dim),
+        "additional_values": (2, 3, 1, head_dim_v),
+        "origins": (2, 3),
+        **dict.fromkeys(("out", "out_cotangent"), (2, *tokens, 2, head_dim_v)),
+        **dict.fromkeys(("logsumexp", "logsumexp_cotangent", "delta"), (2, *tokens, 2)),
+        "statistics": (2, 2, *tokens, 2),
+    }
+
+
+def good_call(target: Target) -> Call:
+    """A call of the small problem in which nothing is wrong."""
+    rng = np.random.default_rng(0)
+    shapes = shapes_of(target)
+    float32 = {"logsumexp", "logsumexp_cotangent", "delta", "statistics"}
+
+    def dtype(name: str) -> Any:
+        return np.float32 if name in float32 else target.dtype
+
+    operands = {name: rng.standard_normal(shapes[name]).astype(dtype(name)) for name in target.operands}
+    if "origins" in operands:
+        operands["origins"] = np.zeros((2, 3), np.int32)
+    # Weights and their gradients stay in the range of float16; the statistics' logarithms are to base 2.
+    for name, shift in (("logsumexp", 3), ("statistics", 12)):
+        if name in operands:
+            operands[name] += shift
+    results = {
+        name: (shapes[name.removeprefix("d") if name in GRADIENTS else name], dtype(name)) for name in target.results
+    } | target.scratch
+    tokens = shapes["query"][1:4]
+    attributes = {
+        "query_layout": tokens,
+        "kv_layout": tokens,
+        "kernel_size": (2, 3, 3),
+        "stride": (1, 2, 3),
+        "dilation": (2, 1, 2),
+        "is_causal": (0, 1, 0),
+        "q_tile_shape": (2, 2, 4),
+        "kv_tile_shape": (2, 4, 4),
+    }
+    of_problem = {**{name: np.asarray(value, np.int64) for name, value in attributes.items()}, "scale": np.float32(0.3)}
+    return Call(
+        operands,
+        {
+            **(of_problem if target.has_problem else {}),
+            **{name: np.int64(value) for name, value in target.choices.items()},
+        },
+        {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in results.items()},
+    )
+
+
+def run_call(target: Target, call: Call) -> list[np.ndarray]:
+    """Compile and run one call."""
+
+    @jax.jit
+    def run(*operands: jax.Array) -> Any:
+        return jax.ffi.ffi_call(target.name, list(call.results.values()))(*operands, **call.attributes)
+
+    return [np.asarray(result) for result in run(*call.operands.values())]

@@ -1,0 +1,308 @@
+"""Calls of the custom call targets in which something is wrong, and a program that makes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from ffi_calls import TARGETS, Call, Target, good_call, run_call
+
+EXTENTS = ("query_layout", "kv_layout", "kernel_size", "stride", "dilation", "q_tile_shape", "kv_tile_shape")
+DTYPES = (np.float32, np.float16, np.int32, np.int8, np.bool_)
+INT64_MAX, INT64_MIN = 2**63 - 1, -(2**63)
+INT32_MAX, INT32_MIN = 2**31 - 1, -(2**31)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A change of a good call, and parts of the message that it must lead to; ``None`` where it may also run."""
+
+    name: str
+    change: Callable[[Call], None]
+    message: tuple[str, ...] | None
+
+
+def set_operand(name: str, value: Any) -> Callable[[Call], None]:
+    return lambda call: call.operands.__setitem__(name, value)
+
+
+def set_attribute(name: str, value: Any) -> Callable[[Call], None]:
+    return lambda call: call.attributes.__setitem__(name, value)
+
+
+def set_integers(**values: tuple[int, ...]) -> Callable[[Call], None]:
+    return lambda call: call.attributes.update({k: np.asarray(v, np.int64) for k, v in values.items()})
+
+
+def set_result(name: str, shape: tuple[int, ...], dtype: Any) -> Callable[[Call], None]:
+    return lambda call: call.results.__setitem__(name, jax.ShapeDtypeStruct(shape, dtype))
+
+
+def other_dtypes(dtype: np.dtype[Any]) -> list[Any]:
+    """Element types that an array must not have."""
+    return [other for other in DTYPES if other is not dtype.type]
+
+
+def operand_cases(target: Target) -> list[Case]:
+    """Wrong rank, element type and extents of each operand."""
+    good = good_call(target)
+    cases = []
+    for name, array in good.operands.items():
+        shapes = {
+            "scalar": (),
+            "one-axis-less": array.shape[1:],
+            "one-axis-more": (*array.shape, 1),
+            "flat": (array.size,),
+            **{f"longer-{i}": tuple(n + (i == j) for j, n in enumerate(array.shape)) for i in range(array.ndim)},
+            **{f"empty-{i}": tuple(n * (i != j) for j, n in enumerate(array.shape)) for i in range(array.ndim)},
+        }
+        if name == "origins":
+            del shapes["empty-0"]  # nothing is sharded
+        for kind, shape in shapes.items():
+            cases.append(Case(f"{name}-{kind}", set_operand(name, np.zeros(shape, array.dtype)), ("natten_jax",)))
+        for dtype in other_dtypes(array.dtype):
+            wrong = array.astype(dtype)
+            cases.append(Case(f"{name}-{np.dtype(dtype).name}", set_operand(name, wrong), ("natten_jax", "dtype")))
+
+    def three_heads_over_two(call: Call) -> None:
+        call.operands["query"] = call.operands["query"][..., :1, :].repeat(3, axis=4)
+        for name in ("key", "value"):
+            call.operands[name] = call.operands[name].repeat(2, axis=4)
+
+    def no_operand(call: Call) -> None:
+        call.operands.popitem()
+
+    def surplus_operand(call: Call) -> None:
+        call.operands["more"] = np.zeros(3, np.float32)
+
+    if target.has_problem:
+        cases.append(Case("heads-not-a-multiple", three_heads_over_two, ("query has 3 heads", "multiple")))
+    return [
+        *cases,
+        Case("operand-missing", no_operand, ()),
+        Case("operand-surplus", surplus_operand, ()),
+    ]
+
+
+def attribute_cases() -> list[Case]:
+    """Wrong type, length and values of each attribute."""
+    cases = []
+    for name in (*EXTENTS, "is_causal"):
+        cases += [
+            Case(f"{name}-missing", lambda call, name=name: call.attributes.__delitem__(name), ("natten_jax", name)),
+            Case(f"{name}-scalar", set_attribute(name, np.int64(2)), ("natten_jax", name)),
+            Case(f"{name}-float", set_attribute(name, np.ones(3, np.float32)), ("natten_jax", name)),
+            Case(f"{name}-int32", set_attribute(name, np.ones(3, np.int32)), ("natten_jax", name)),
+            Case(f"{name}-text", set_attribute(name, "3 3 3"), ("natten_jax", name)),
+            *(
+                Case(f"{name}-length-{n}", set_integers(**{name: (1,) * n}), ("natten_jax", name, "3 values"))
+                for n in (0, 1, 2, 4, 1000)
+            ),
+        ]
+        bad = (-1, 2, INT32_MAX, INT64_MAX, INT64_MIN)
+        if name != "is_causal":
+            bad = (0, -1, INT32_MIN, INT32_MAX + 1, 2**62, INT64_MAX, INT64_MIN)
+        for value, position in itertools.product(bad, range(3)):
+            values = tuple(value if i == position else 1 for i in range(3))
+            cases.append(Case(f"{name}-{value}-at-{position}", set_integers(**{name: values}), ("natten_jax", name)))
+    huge = (INT32_MAX,) * 3
+    return [
+        *cases,
+        Case("scale-missing", lambda call: call.attributes.__delitem__("scale"), ("natten_jax", "scale")),
+        *(
+            Case(f"scale-{name}", set_attribute("scale", value), ("natten_jax", "scale"))
+            for name, value in (
+                ("nan", np.float32("nan")),
+                ("infinite", np.float32("-inf")),
+                ("float64", np.float64(1)),
+                ("integer", np.int64(1)),
+                ("array", np.ones(1, np.float32)),
+            )
+        ),
+        Case("attribute-surplus", set_integers(window=(1, 1, 1)), ("natten_jax", "attributes")),
+        Case("no-attributes", lambda call: call.attributes.clear(), ("natten_jax",)),
+        Case("stride-exceeds-window", set_integers(stride=(1, 4, 3)), ("natten_jax", "stride", "kernel_size")),
+        Case("window-exceeds-layout", set_integers(kernel_size=(2, 6, 3)), ("natten_jax", "kernel_size", "kv_layout")),
+        Case("dilated-window", set_integers(dilation=(2, 2, 2)), ("natten_jax", "dilation")),
+        Case("dilated-window-overflows", set_integers(kernel_size=huge, dilation=huge), ("natten_jax",)),
+        Case("layouts-differ", set_integers(query_layout=(4, 5, 7)), ("natten_jax", "query_layout", "kv_layout")),
+        Case("layout-below-extent", set_integers(query_layout=(4, 5, 5), kv_layout=(4, 5, 5)), ("natten_jax",)),
+        Case("query-tile-too-large", set_integers(q_tile_shape=(17, 17, 17)), ("natten_jax", "q_tile_shape", "4096")),
+        Case("kv-tile-too-large", set_integers(kv_tile_shape=(1, 1, 4097)), ("natten_jax", "kv_tile_shape", "4096")),
+        Case("tile-product-overflows", set_integers(kv_tile_shape=huge), ("natten_jax", "kv_tile_shape")),
+    ]
+
+
+def choice_cases(target: Target) -> list[Case]:
+    """What only some targets have: choices of a variant, fewer element types, smaller tiles, steps of head_dim."""
+    cases = []
+    for name, largest in target.choices.items():
+        message = ("natten_jax", name)
+        cases += [
+            Case(
+                f"{name}-missing",
+                lambda call, name=name: call.attributes.__delitem__(name),
+                ("natten_jax", "attributes"),
+            ),
+            Case(f"{name}-float", set_attribute(name, np.float32(1)), message),
+            Case(f"{name}-array", set_attribute(name, np.ones(1, np.int64)), message),
+            *(Case(f"{name}-{value}", set_attribute(name, np.int64(value)), message) for value in (-1, largest + 1)),
+        ]
+    if target.tile_tokens is not None:
+        for name, most in zip(("q_tile_shape", "kv_tile_shape"), target.tile_tokens, strict=True):
+            for tile in ((1, 1, most + 1), (most + 1, 1, 1), (1, 3, most // 2), (8, 8, 8)):
+                message = ("natten_jax", name, "at most")
+                cases.append(Case(f"{name}-{tile}-too-large", set_integers(**{name: tile}), message))
+    if target.dtype == np.float16:
+
+        def float32_everywhere(call: Call) -> None:
+            call.operands |= {
+                name: array.astype(np.float32) for name, array in call.operands.items() if array.dtype == np.float16
+            }
+            call.results = {
+                name: jax.ShapeDtypeStruct(result.shape, np.float32 if result.dtype == np.float16 else result.dtype)
+                for name, result in call.results.items()
+            }
+
+        def narrow_heads(call: Call) -> None:
+            for name in ("query", "key", "additional_keys"):
+                call.operands[name] = call.operands[name][..., :60]
+
+        cases.append(Case("float32-everywhere", float32_everywhere, ("natten_jax", "float32", "float16 or bfloat16")))
+        cases.append(Case("head-dim-60", narrow_heads, ("natten_jax", "head dimension", "60", "multiple of")))
+    return cases
+
+
+def reduction_cases() -> list[Case]:
+    """Heads that a reduction does not take, and no rows at all."""
+
+    def resize(axis: int, extent: int) -> Callable[[Call], None]:
+        def change(call: Call) -> None:
+            for name in ("out", "out_cotangent"):
+                shape = list(call.operands[name].shape)
+                shape[axis] = extent
+                call.operands[name] = np.zeros(shape, call.operands[name].dtype)
+
+        return change
+
+    def no_rows(call: Call) -> None:
+        call.operands = {name: array[:0] for name, array in call.operands.items()}
+        call.results = {name: jax.ShapeDtypeStruct((0, *r.shape[1:]), r.dtype) for name, r in call.results.items()}
+
+    return [
+        *(
+            Case(f"head-dim-{n}", resize(5, n), ("natten_jax", "head_dim_v", str(n), "multiple of 8"))
+            for n in (0, 60, 264, 2**20)
+        ),
+        Case("no-rows", no_rows, None),
+    ]
+
+
+def origin_cases(target: Target) -> list[Case]:
+    """Places outside the layout. Keys may lie outside, where no query sees them; queries may not."""
+    cases = []
+    for (row, name), column, value in itertools.product(
+        enumerate(("query", "key")), range(3), (-1, 1, 1000, INT32_MAX, INT32_MIN)
+    ):
+        origins = np.zeros((2, 3), np.int32)
+        origins[row, column] = value
+        message = ("natten_jax", "origins", "query") if row == 0 and target.reads_origins else None
+        cases.append(Case(f"{name}-origin-{column}-{value}", set_operand("origins", origins), message))
+    large = {"query_layout": (INT32_MAX,) * 3, "kv_layout": (INT32_MAX,) * 3}
+    ones = (1, 1, 1)
+    wide = {"kernel_size": (INT32_MAX,) * 3, "stride": (INT32_MAX,) * 3, "dilation": ones}
+    far = np.full((2, 3), INT32_MAX - 6, np.int32)
+
+    def everywhere(values: dict[str, tuple[int, ...]], origins: np.ndarray) -> Callable[[Call], None]:
+        def change(call: Call) -> None:
+            set_integers(**values)(call)
+            call.operands["origins"] = origins
+
+        return change
+
+    return [
+        *cases,
+        # Legal, if unusual: they have to end, too.
+        Case("huge-layout", everywhere({**large}, np.zeros((2, 3), np.int32)), None),
+        Case("huge-layout-far-away", everywhere(large, far), None),
+        Case("huge-window", everywhere({**large, **wide}, np.zeros((2, 3), np.int32)), None),
+        Case("huge-window-far-away", everywhere({**large, **wide}, far), None),
+        Case(
+            "huge-dilation",
+            everywhere(
+                {**large, "kernel_size": ones, "stride": ones, "dilation": (INT32_MAX,) * 3}, np.zeros((2, 3), np.int32)
+            ),
+            None,
+        ),
+    ]
+
+
+def result_cases(target: Target) -> list[Case]:
+    """Wrong rank, element type, extents and number of results."""
+    cases = []
+    results = good_call(target).results
+    # XLA drops a call that has nothing to give: its handler is never asked.
+    is_only = len(results) == 1
+    for name, result in results.items():
+        shape, dtype = result.shape, result.dtype
+        shapes = {
+            "scalar": (),
+            "empty": (0, *shape[1:]),
+            "shorter": (*shape[:-1], shape[-1] - 1 or 2),
+            "batch": (shape[0] - 1, *shape[1:]),
+            "rank": (*shape, 1),
+        }
+        cases += [
+            *(
+                Case(
+                    f"result-{name}-{kind}",
+                    set_result(name, wrong, dtype),
+                    None if is_only and kind == "empty" else ("natten_jax", name),
+                )
+                for kind, wrong in shapes.items()
+            ),
+            *(
+                Case(f"result-{name}-{wrong.__name__}", set_result(name, shape, wrong), ("natten_jax", name))
+                for wrong in other_dtypes(dtype)
+            ),
+            Case(
+                f"result-{name}-missing",
+                lambda call, name=name: call.results.__delitem__(name) or None,
+                None if is_only else (),
+            ),
+        ]
+    return [*cases, Case("result-surplus", set_result("more", (2,), np.float32), ())]
+
+
+def all_cases() -> dict[str, tuple[Target, Case]]:
+    """By name, the target and the case."""
+    cases = {}
+    for target in TARGETS:
+        of_problem = [*attribute_cases(), *choice_cases(target), *origin_cases(target)]
+        own = of_problem if target.has_problem else reduction_cases()
+        for case in (*operand_cases(target), *own, *result_cases(target)):
+            cases[f"{target.name.removeprefix('natten_jax_')}-{case.name}"] = target, case
+    return cases
+
+
+CASES = all_cases()
+
+
+def main(names: list[str]) -> None:
+    """Run cases, printing ``[name, null]`` before and ``[name, outcome]`` after each."""
+    for name in names:
+        print(json.dumps([name, None]), flush=True)
+        target, case = CASES[name]
+        call = good_call(target)
+        case.change(call)
+        try:
+            run_call(target, call)
+            outcome = "ran"
+        except Exception as error:
+            outcome = f"{type(error).__name__}: {error}"
+        print(json.dumps([name, outcome]), flush=True)
