@@ -1,4 +1,4 @@
-// Conversions and functions that are one instruction.
+// What the softmaxes of all kernels compute with: conversions and functions that are one instruction, and a bound.
 #pragma once
 
 #include <cutlass/numeric_types.h>
@@ -27,6 +27,10 @@ CUTE_DEVICE float fast_exp2(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+
+/// How large the weights of an online softmax may become, in base 2, before earlier results are rescaled: most tiles
+/// then rescale nothing, and half precision holds the weights (the bound is FlashAttention-4's).
+constexpr float kHeadroom = 8.f;
 
 /// 1 / x to about 1 ulp; flushes denormal numbers to zero.
 CUTE_DEVICE float fast_reciprocal(float x) {

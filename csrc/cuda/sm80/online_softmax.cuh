@@ -13,8 +13,6 @@ namespace natten_jax::sm80 {
 /// only where it would make weights larger than 2^kHeadroom, which hardly happens after a row's first keys.
 template <int kRowBlocks>
 struct OnlineSoftmax {
-  static constexpr float kHeadroom = 8.f;
-
   float exponent_scale;  // of the logits, in base 2; positive
   float reference[kRowBlocks][2], row_sum[kRowBlocks][2];
 

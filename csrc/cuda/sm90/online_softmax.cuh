@@ -11,11 +11,8 @@ using namespace cute;
 
 /// The accumulator of one warpgroup's 64 rows, of which a thread holds two, and their running softmax.
 ///
-/// A row's weights are relative to an earlier maximum until a logit exceeds it by 2^8: most tiles then shrink nothing
-/// (the bound is FlashAttention-4's).
+/// A row's weights are relative to an earlier maximum until that would make one larger than 2^kHeadroom.
 struct OnlineSoftmax {
-  static constexpr float kSlack = 8.f;  // in base 2; half precision holds the weights
-
   float exponent_scale;  // of the logits, in base 2
   float reference[2];    // what the weights are relative to
   float shift[2];        // the same, scaled
@@ -43,7 +40,7 @@ struct OnlineSoftmax {
       float of_row = fmaxf(highest[0], highest[1]);
       of_row = fmaxf(of_row, __shfl_xor_sync(0xffffffffu, of_row, 1));
       of_row = fmaxf(of_row, __shfl_xor_sync(0xffffffffu, of_row, 2));
-      must_rescale[i] = (of_row - reference[i]) * exponent_scale > kSlack;
+      must_rescale[i] = (of_row - reference[i]) * exponent_scale > kHeadroom;
       const float next = must_rescale[i] ? of_row : reference[i];
       // A row that has seen nothing yet keeps weights of zero.
       shift[i] = next == -INFINITY ? 0.f : next * exponent_scale;
