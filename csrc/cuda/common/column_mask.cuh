@@ -1,6 +1,7 @@
 // Which columns of a product's accumulator a row is paired with, one bit per element that a thread holds of the row.
 #pragma once
 
+#include <cute/arch/util.hpp>
 #include <cute/config.hpp>
 
 #include "cuda/common/axis.h"
@@ -67,6 +68,34 @@ struct BoxMask {
   CUTE_DEVICE std::uint32_t between(int d, int extent, int begin, int end, int lane4) const {
     const std::uint32_t* of_axis = words + offset[d] + lane4;
     return of_axis[4 * min(max(end, 0), extent)] & ~of_axis[4 * min(max(begin, 0), extent)];
+  }
+};
+
+/// A BoxMask's tables as one of the four threads that share a row reads them, by addresses that it keeps.
+template <class Mask>
+struct LaneMask {
+  std::uint32_t address[3];  // in shared memory: of a dimension's cut 0
+
+  CUTE_DEVICE LaneMask(const Mask& mask, int lane4) {
+    CUTE_UNROLL
+    for (int d = 0; d < 3; ++d) {
+      address[d] = cute::cast_smem_ptr_to_uint(mask.words + mask.offset[d] + lane4);
+      // Opaque: where registers are few, the compiler would rather work it out anew for every tile.
+      asm volatile("" : "+r"(address[d]));
+    }
+  }
+
+  /// The elements of a row with coordinates in [range.x, range.y) of a dimension, whose tile of `extent` tokens starts
+  /// at `first`.
+  CUTE_DEVICE std::uint32_t between(int d, int extent, int2 range, int first) const {
+    return less(d, extent, range.y - first) & ~less(d, extent, range.x - first);
+  }
+
+ private:
+  CUTE_DEVICE std::uint32_t less(int d, int extent, int cut) const {
+    std::uint32_t word;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address[d] + 16 * min(max(cut, 0), extent)));
+    return word;
   }
 };
 

@@ -17,7 +17,8 @@ constexpr int kTurnThreads = 2 * 128;  // of the warpgroup that passes its turn 
 
 /// Where a row lies in the query tile.
 struct RowPlace {
-  uchar4 window_index;  // of its windows in a plan, by dimension; w: whether the tile has such a row
+  // A byte per dimension: the index of its window in a plan; the last: whether the tile has such a row.
+  std::uint32_t window_indices;
 
   /// Rows past the query tile stand for its first.
   CUTE_DEVICE RowPlace(const ForwardParams& p, int row) {
@@ -25,19 +26,16 @@ struct RowPlace {
     int line, x, y, z;
     p.axis[2].by_q_tile(line, z, exists ? row : 0);
     p.axis[1].by_q_tile(x, y, line);
-    window_index = make_uchar4(x, p.axis[0].q_tile + y, p.axis[0].q_tile + p.axis[1].q_tile + z, exists);
+    window_indices = x | (p.axis[0].q_tile + y) << 8 | (p.axis[0].q_tile + p.axis[1].q_tile + z) << 16 | exists << 24;
   }
 
-  CUTE_DEVICE int2 window(const TilePlan& plan, int d) const {
-    return plan.windows[d == 0 ? window_index.x : d == 1 ? window_index.y : window_index.z];
-  }
+  CUTE_DEVICE int2 window(const TilePlan& plan, int d) const { return plan.windows[byte(d)]; }
 
   /// The row's token, or -1.
   CUTE_DEVICE int token(const ForwardParams& p, const TilePlan& plan) const {
-    const int coordinate[3] = {window_index.x, window_index.y - p.axis[0].q_tile,
-                               window_index.z - p.axis[0].q_tile - p.axis[1].q_tile};
+    const int coordinate[3] = {byte(0), byte(1) - p.axis[0].q_tile, byte(2) - p.axis[0].q_tile - p.axis[1].q_tile};
     int token = 0;
-    bool is_inside = window_index.w != 0;
+    bool is_inside = byte(3) != 0;
     CUTE_UNROLL
     for (int d = 0; d < 3; ++d) {
       const int at = (plan.q_begin[d] + coordinate[d]) * p.axis[d].dilation + plan.query_residue[d];
@@ -45,6 +43,14 @@ struct RowPlace {
       token = token * p.axis[d].query_extent + at;
     }
     return is_inside ? token : -1;
+  }
+
+ private:
+  CUTE_DEVICE int byte(int i) const {
+    std::uint32_t packed = window_indices;
+    // Opaque, so that no register holds a byte from tile to tile.
+    asm volatile("" : "+r"(packed));
+    return packed >> 8 * i & 0xff;
   }
 };
 
@@ -83,6 +89,7 @@ CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& 
   const ColumnMask column_mask(shared.mask_words, p.axis);
   column_mask.template build<kColumns>(p.axis, threadIdx.x / 32 - 4, Traits::kConsumers / 32);
   cutlass::arch::NamedBarrier::sync(Traits::kConsumers, named_barrier(kMaskReady));
+  const LaneMask lane_mask(column_mask, lane4);
 
   // Negating the scale is negating the query; a scale of zero is a query of zero.
   const std::uint32_t query_flip = p.scale < 0.f ? 0x80008000u : 0u, query_keep = p.scale == 0.f ? 0u : 0xffffffffu;
@@ -107,12 +114,16 @@ CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& 
   int left;             // key/value tiles of the query tile to go
   int mask, next_mask;  // of the tile at hand and of the one after it
   std::uint32_t visible[2];
+  // What x and y leave visible in the tiles of a line along z, and the line's place.
+  std::uint32_t of_line[2];
+  int line_x, line_y;
 
   // Takes the next query tile; false after the last.
   const auto next_query_tile = [&]() __attribute__((always_inline)) {
     wait(shared.full_plan[slot], plan_phase);
     left = shared.plan[slot].kv_tiles;
     if (left < 0) return false;
+    line_x = -1;
     left += (p.additional_kv + kColumns - 1) / kColumns;
     wait(shared.full_q, q_phase);
     q_phase ^= 1;
@@ -181,11 +192,19 @@ CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& 
     const int4 tile = shared.tile[k_stage];
     if (mask == kWindowMask) {
       const TilePlan& plan = shared.plan[slot];
-      wait(shared.full_windows[slot], plan_phase);
+      if (tile.x != line_x || tile.y != line_y) {
+        wait(shared.full_windows[slot], plan_phase);
+        line_x = tile.x;
+        line_y = tile.y;
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          of_line[i] = lane_mask.between(0, p.axis[0].kv_tile, row[i].window(plan, 0), tile.x) &
+                       lane_mask.between(1, p.axis[1].kv_tile, row[i].window(plan, 1), tile.y);
+        }
+      }
       CUTE_UNROLL
       for (int i = 0; i < 2; ++i) {
-        const int2 x = row[i].window(plan, 0), y = row[i].window(plan, 1), z = row[i].window(plan, 2);
-        visible[i] = column_mask.row(p.axis, make_int4(x.x, y.x, z.x, 0), make_int4(x.y, y.y, z.y, 0), tile, lane4);
+        visible[i] = of_line[i] & lane_mask.between(2, p.axis[2].kv_tile, row[i].window(plan, 2), tile.z);
       }
     } else if (mask == kColumnMask) {
       visible[0] = visible[1] = ColumnMask::first(p.additional_kv - tile.z, lane4);
