@@ -154,8 +154,10 @@ def test_every_listed_tile_shape_runs_and_is_right(family: Family, rank: int) ->
 def test_tiles_of_more_than_128_queries_are_right(
     family: Family, rank: int, q_tile: tuple[int, ...], kv_tile: tuple[int, ...]
 ) -> None:
-    case = dataclasses.replace(EVERY_TILE[rank], head_dim=128, heads=2, batch=2, additional=9, fused=True)
-    case = dataclasses.replace(case, layout={1: (1030,), 2: (35, 38), 3: (7, 19, 15)}[rank])
+    layout = {1: (1030,), 2: (35, 38), 3: (7, 19, 15)}[rank]
+    case = dataclasses.replace(
+        EVERY_TILE[rank], layout=layout, head_dim=128, heads=2, batch=2, additional=9, fused=True
+    )
     problem = simulator.problem_of(case.layout, **case.window_arguments, heads=2, head_dim=128)
     if not backends.find(family.fna, "fna").offers(problem, default_device(), "forward", (q_tile, kv_tile)):
         pytest.skip("the backend has no such tiles here")

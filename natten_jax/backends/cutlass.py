@@ -75,7 +75,7 @@ class CutlassBackend:
 
     def tile_pairs(self, problem: Problem, device: Device, which: Pass) -> list[TilePair]:
         """Query and key/value tiles by estimated time, the fastest first."""
-        return list(_ranked_pairs(problem, which, _q_tile_tokens(problem, device)))
+        return list(_ranked_pairs(problem, which, _tile_sizes(problem, device, which)))
 
     def offers(self, problem: Problem, device: Device, which: Pass, pair: TilePair) -> bool:
         """The kernels take any tile of up to 128 queries and 128 keys; forward, 64 or 256 queries for some heads."""
@@ -205,16 +205,19 @@ def _q_tile_tokens(problem: Problem, device: Device) -> int:
     return _LARGEST_TILE if row <= 256 else 64
 
 
+def _tile_sizes(problem: Problem, device: Device, which: Pass) -> tuple[tuple[int, int], ...]:
+    """Queries and keys of the tiles that are ranked."""
+    if which == "backward":
+        return (64, 128), (64, 64), (128, 128), (128, 64)
+    most = _q_tile_tokens(problem, device)
+    rows = min(most, _LARGEST_TILE)
+    # Smaller query tiles leave rows of the kernel idle, and pay off for few queries or narrow windows only.
+    sizes = (rows, 64), (rows, 128), (64, 64), (64, 128), (32, 128)
+    return (*sizes, (most, 64)) if most > rows else sizes
+
+
 @functools.lru_cache(maxsize=256)
-def _ranked_pairs(problem: Problem, which: Pass, q_tile_tokens: int) -> tuple[TilePair, ...]:
-    if which == "forward":
-        rows = min(q_tile_tokens, _LARGEST_TILE)
-        # Smaller query tiles leave rows of the kernel idle, and pay off for few queries or narrow windows only.
-        sizes = [(rows, 64), (rows, 128), (64, 64), (64, 128), (32, 128)]
-        if q_tile_tokens > rows:
-            sizes.append((q_tile_tokens, 64))
-    else:
-        sizes = [(64, 128), (64, 64), (128, 128), (128, 64)]
+def _ranked_pairs(problem: Problem, which: Pass, sizes: tuple[tuple[int, int], ...]) -> tuple[TilePair, ...]:
     if problem.dtype == "float32":
         # Times are of 16-bit elements. Kernels are compiled for rows of some number of bytes.
         head_dim, head_dim_v = (min(2 * each, _LARGEST_HEAD_DIM) for each in (problem.head_dim, problem.head_dim_v))
