@@ -1,18 +1,40 @@
 # Two commands for a new user: `make demo` and `make test`. Both need Python 3.11 or newer, g++ and make.
+# `make test-gpu` tests the GPU kernels alone. `VENV=` uses PYTHON's own packages instead of a virtual environment, and
+# installs nothing but natten_jax, without a network: the packages that pyproject.toml names have to be there.
 PYTHON ?= python3
 VENV ?= .venv
-BIN := $(VENV)/bin
+BIN := $(if $(VENV),$(VENV)/bin,)
+RUN := $(if $(VENV),$(BIN)/python,$(PYTHON))
+# More test processes than this mostly wait for each other's compilations.
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 12 ? n : 12)))
+PYTEST := $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup
 # What the installed build depends on: the native sources and the metadata, not the Python files (editable install).
 BUILD_INPUTS := pyproject.toml setup.py $(shell find csrc -type f)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test lint setup gpu-wheel bench-scaling clean
+.PHONY: demo test test-gpu sanitize-gpu lint setup gpu-wheel bench-scaling clean
 
 demo: setup
-	$(BIN)/python -m natten_jax.profiler -i 8 16 24 -d 128 -w 2 4 3
+	$(RUN) -m natten_jax.profiler -i 8 16 24 -d 128 -w 2 4 3
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses auto --slow
+	$(PYTEST) --slow
+
+# What needs an NVIDIA GPU: every kernel, feature, element type and error path of its backends.
+test-gpu: setup
+	@$(RUN) -c "import jax; jax.devices('cuda')" >/dev/null || { echo "make test-gpu: JAX sees no NVIDIA GPU" >&2; exit 1; }
+	$(PYTEST) -m gpu
+
+# Every form of every GPU kernel under each tool of compute-sanitizer, whose parts run side by side.
+SANITIZERS := memcheck racecheck initcheck synccheck
+SANITIZED := $(foreach tool,$(SANITIZERS),$(foreach family,hopper cutlass,$(foreach part,0 1,$(tool)/$(family)/$(part))))
+sanitize-gpu: setup
+	$(MAKE) --no-print-directory --jobs $(WORKERS) --keep-going $(addprefix sanitize/,$(SANITIZED)) RUN="$(RUN)"
+
+sanitize/%:
+	XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=$(CURDIR) compute-sanitizer --tool $(word 1,$(subst /, ,$*)) \
+		--kernel-regex kns=natten_jax --error-exitcode 1 --print-limit 5 \
+		$(RUN) tests/kernel_forms.py $(word 2,$(subst /, ,$*)) --part $(word 3,$(subst /, ,$*)) 2
 
 lint: setup
 	$(BIN)/ruff check .
@@ -20,7 +42,11 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CLANG_FORMAT_FILES)
 
-setup: $(VENV)/.installed
+setup: $(if $(VENV),$(VENV)/.installed,build/.installed)
+
+build/.installed: $(BUILD_INPUTS)
+	$(PYTHON) -m pip install --quiet --no-index --no-build-isolation --no-deps --editable .
+	mkdir -p build && touch $@
 
 $(VENV)/.installed: $(BUILD_INPUTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -30,12 +56,12 @@ $(VENV)/.installed: $(BUILD_INPUTS)
 
 # A wheel with the CUDA part, also on a machine without a GPU.
 gpu-wheel: setup
-	NATTEN_JAX_CUDA=1 $(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+	NATTEN_JAX_CUDA=1 $(RUN) -m pip wheel --no-deps --wheel-dir dist .
 
 # What each optimisation of attention pays at growing lengths. On an NVIDIA GPU, steps 1 to 3 need an environment that
 # was set up with NATTEN_JAX_BENCH=1.
 bench-scaling: setup
-	$(BIN)/python bench/fmha_scaling.py --output-dir build/fmha_scaling
+	$(RUN) bench/fmha_scaling.py --output-dir build/fmha_scaling
 
 clean:
 	rm -rf build dist *.egg-info natten_jax/*.so

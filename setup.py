@@ -5,6 +5,8 @@ Environment variables:
         By default it is built where an NVIDIA GPU is visible.
     NATTEN_JAX_BENCH: ``1`` adds the kernels that only benchmarks use to the CUDA part.
     NATTEN_JAX_CUDA_ARCHS: CUDA architectures, separated by semicolons; ``80;90a`` by default.
+    NATTEN_JAX_CUTLASS_INCLUDE_DIR: directory of CUTLASS's headers, the one that holds ``cutlass/`` and ``cute/``; by
+        default they come from the Python package nvidia-cutlass.
     CUDA_HOME: where a CUDA toolkit is installed, if ``nvcc`` is not on the path.
     CMAKE_BUILD_PARALLEL_LEVEL: compilations at a time.
 """
@@ -29,14 +31,21 @@ CUDA_TOOLKIT_REQUIREMENTS = [
     f"nvidia-{part}==13.0.*" for part in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-cccl", "cuda-runtime")
 ]
 CUTLASS_REQUIREMENT = "nvidia-cutlass==4.2.*"
+CUTLASS_VARIABLE = "NATTEN_JAX_CUTLASS_INCLUDE_DIR"
 BYTES_PER_COMPILATION = 3 << 30
+
+
+def find_program(name: str) -> str | None:
+    """A program on the path; an empty or relative entry would run whatever lies in the current directory."""
+    entries = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    return shutil.which(name, path=os.pathsep.join(filter(os.path.isabs, entries)))
 
 
 def is_gpu_visible() -> bool:
     """Whether this machine has an NVIDIA GPU with a driver."""
     if Path("/dev/nvidiactl").exists():
         return True
-    nvidia_smi = shutil.which("nvidia-smi")
+    nvidia_smi = find_program("nvidia-smi")
     if nvidia_smi is None:
         return False
     return subprocess.run([nvidia_smi, "-L"], capture_output=True, check=False).returncode == 0
@@ -55,15 +64,19 @@ def find_installed_nvcc() -> Path | None:
     home = os.environ.get("CUDA_HOME")
     if home and (Path(home) / "bin" / "nvcc").exists():
         return Path(home) / "bin" / "nvcc"
-    nvcc = shutil.which("nvcc")
+    nvcc = find_program("nvcc")
     return Path(nvcc) if nvcc else None
 
 
 def find_packaged_nvcc() -> Path | None:
-    """The nvcc of the Python packages in CUDA_TOOLKIT_REQUIREMENTS, which share one directory."""
-    for directory in sys.path:
-        nvcc = Path(directory or ".") / "nvidia" / "cu13" / "bin" / "nvcc"
-        if nvcc.exists():
+    """The nvcc of the Python packages in CUDA_TOOLKIT_REQUIREMENTS, which share one directory.
+
+    No package is installed in the current directory, which Python itself puts on ``sys.path``.
+    """
+    here = Path.cwd().resolve()
+    for directory in map(Path, sys.path):
+        nvcc = directory / "nvidia" / "cu13" / "bin" / "nvcc"
+        if directory.is_absolute() and directory.resolve() != here and nvcc.exists():
             return nvcc.resolve()
     return None
 
@@ -72,7 +85,18 @@ def setup_requirements() -> list[str]:
     """What a build needs beyond the static requirements in pyproject.toml."""
     if not wants_cuda():
         return []
-    return [CUTLASS_REQUIREMENT, *(CUDA_TOOLKIT_REQUIREMENTS if find_installed_nvcc() is None else [])]
+    cutlass = [] if os.environ.get(CUTLASS_VARIABLE) else [CUTLASS_REQUIREMENT]
+    return [*cutlass, *(CUDA_TOOLKIT_REQUIREMENTS if find_installed_nvcc() is None else [])]
+
+
+def cutlass_include_directory() -> Path:
+    """Where CUTLASS's headers lie."""
+    chosen = os.environ.get(CUTLASS_VARIABLE)
+    if not chosen:
+        return package_directory("cutlass_library") / "source" / "include"
+    if not (Path(chosen) / "cutlass" / "cutlass.h").is_file():
+        raise SystemExit(f"{CUTLASS_VARIABLE} must be a directory that holds cutlass/cutlass.h, got {chosen!r}.")
+    return Path(chosen).resolve()
 
 
 def cuda_options() -> list[str]:
@@ -97,14 +121,14 @@ def cuda_options() -> list[str]:
         f"-DCMAKE_CUDA_COMPILER={nvcc}",
         f"-DNATTEN_JAX_CUDA_ARCHS={architectures}",
         f"-DNATTEN_JAX_BENCH={'ON' if os.environ.get('NATTEN_JAX_BENCH') == '1' else 'OFF'}",
-        f"-DNATTEN_JAX_CUTLASS_INCLUDE_DIR={package_directory('cutlass_library') / 'source' / 'include'}",
+        f"-DNATTEN_JAX_CUTLASS_INCLUDE_DIR={cutlass_include_directory()}",
         *options,
     ]
 
 
 def launcher_options() -> list[str]:
     """CMake's options that let ccache reuse earlier compilations, where it is installed."""
-    ccache = shutil.which("ccache")
+    ccache = find_program("ccache")
     if ccache is None:
         return []
     return [f"-DCMAKE_{language}_COMPILER_LAUNCHER={ccache}" for language in ("CXX", "CUDA")]
@@ -135,9 +159,12 @@ class CMakeBuild(build_ext):
         build_directory = Path(self.build_temp).resolve()
         build_directory.mkdir(parents=True, exist_ok=True)
         target = Path(self.get_ext_fullpath(ext.name)).resolve().parent
-        generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+        cmake = find_program("cmake")
+        if cmake is None:
+            raise SystemExit("Building natten_jax needs cmake, which is not on the path.")
+        generator = ["-G", "Ninja"] if find_program("ninja") else []
         configure = [
-            "cmake",
+            cmake,
             *generator,
             f"-S{ROOT / 'csrc'}",
             f"-B{build_directory}",
@@ -153,8 +180,8 @@ class CMakeBuild(build_ext):
         (build_directory / "CMakeCache.txt").unlink(missing_ok=True)
         subprocess.run(configure, check=True)
         parallel = [] if "CMAKE_BUILD_PARALLEL_LEVEL" in os.environ else ["--parallel", str(parallel_compilations())]
-        subprocess.run(["cmake", "--build", str(build_directory), *parallel], check=True)
-        subprocess.run(["cmake", "--install", str(build_directory), "--strip"], check=True)
+        subprocess.run([cmake, "--build", str(build_directory), *parallel], check=True)
+        subprocess.run([cmake, "--install", str(build_directory), "--strip"], check=True)
 
     def copy_extensions_to_source(self) -> None:
         """Editable installs: put the library beside the extension in the source tree, too."""

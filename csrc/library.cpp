@@ -1,6 +1,6 @@
 #include "library.h"
 
-#include <sstream>
+#include <algorithm>
 
 #include "cpu/dispatch.h"
 #include "ffi/handlers.h"
@@ -11,8 +11,11 @@ namespace {
 #if defined(NATTEN_JAX_CUDA)
 std::vector<std::string> split(const std::string& text) {
   std::vector<std::string> parts;
-  std::istringstream stream(text);
-  for (std::string part; std::getline(stream, part, ',');) parts.push_back(part);
+  for (std::size_t begin = 0; begin <= text.size();) {
+    const std::size_t end = std::min(text.find(',', begin), text.size());
+    parts.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
   return parts;
 }
 #endif

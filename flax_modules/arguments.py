@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypedDict, Unpack, cast
 
 import jax
 from flax.core import FrozenDict
 
 from natten_jax import backends, functional
-from natten_jax.problem import Shape, tile_config, window_parameters
-
-Ints = int | Sequence[int]
-Bools = bool | Sequence[bool]
+from natten_jax.attention_arguments import checked_attention_kwargs, flattened
+from natten_jax.problem import Bools, Ints, Shape, checked_scale, tile_config, window_parameters
+from natten_jax.static_arguments import hashable, shown
 
 _OPERATORS = {1: functional.na1d, 2: functional.na2d, 3: functional.na3d}
 
@@ -88,31 +87,29 @@ def neighborhood(
         TypeError: An argument is of the wrong type, or no performance argument has that name.
     """
     window = window_parameters(rank, kernel_size, stride, dilation, is_causal)
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, numbers.Real)):
-        raise TypeError(f"scale must be None or a real Python number, got {scale!r}")
+    factor = checked_scale(scale)
     tiles = cast(dict[str, Any], dict(performance))
     backend, attention_kwargs = tiles.pop("backend", None), tiles.pop("attention_kwargs", None)
     if backend is not None:
         backends.find(backend, "fna")
-    if attention_kwargs is not None:
-        if not isinstance(attention_kwargs, Mapping):
-            raise TypeError(f"attention_kwargs must be a mapping or None, got {attention_kwargs!r}")
-        attention_kwargs = frozen(attention_kwargs)
     unknown = tiles.keys() - Performance.__annotations__
     if unknown:
         raise TypeError(f"unknown argument(s) {', '.join(sorted(unknown))}")
-    tiles = dataclasses.asdict(tile_config(rank, **tiles))
+    config = tile_config(rank, **tiles)
+    if attention_kwargs is not None:
+        attention_kwargs = frozen(checked_attention_kwargs(attention_kwargs, flattened(config)))
     return Neighborhood(
         rank,
         *window,
-        None if scale is None else float(scale),
-        frozen({**tiles, "backend": backend, "attention_kwargs": attention_kwargs}),
+        factor,
+        frozen({**dataclasses.asdict(config), "backend": backend, "attention_kwargs": attention_kwargs}),
     )
 
 
 def frozen(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A hashable copy."""
-    return cast(Mapping[str, Any], cast(Any, FrozenDict)(arguments))
+    """A hashable copy, in which sequences and arrays of numbers are tuples."""
+    canonical = {k: frozen(v) if isinstance(v, Mapping) else hashable(v) for k, v in arguments.items()}
+    return cast(Mapping[str, Any], cast(Any, FrozenDict)(canonical))
 
 
 def head_counts(num_heads: int, num_kv_heads: int | None) -> tuple[int, int]:
@@ -123,7 +120,7 @@ def head_counts(num_heads: int, num_kv_heads: int | None) -> tuple[int, int]:
         TypeError: An argument is not an int.
     """
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    _check_positive(num_heads=num_heads, num_kv_heads=num_kv_heads)
+    check_positive(num_heads=num_heads, num_kv_heads=num_kv_heads)
     if num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}: "
@@ -140,18 +137,24 @@ def head_dim(num_heads: int, in_features: int, qkv_features: int | None) -> int:
         TypeError: An argument is not an int.
     """
     name, features = ("in_features", in_features) if qkv_features is None else ("qkv_features", qkv_features)
-    _check_positive(**{name: features})
+    check_positive(**{name: features})
     if features % num_heads:
         raise ValueError(f"{name} {features} is not a multiple of num_heads {num_heads}: heads are of one size")
     return features // num_heads
 
 
-def _check_positive(**sizes: int) -> None:
+def check_positive(**sizes: int) -> None:
+    """Check numbers of things.
+
+    Raises:
+        ValueError: One is less than 1.
+        TypeError: One is not an int.
+    """
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise TypeError(f"{name} must be an int, got {value!r}")
+            raise TypeError(f"{name} must be an int, got {shown(value)}")
         if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+            raise ValueError(f"{name} must be at least 1, got {shown(value)}")
 
 
 def check_dropout(proj_drop: float) -> None:

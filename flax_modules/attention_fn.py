@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
 import jax
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 
+from natten_jax.problem import Bools, Ints
+
 from . import arguments
-from .arguments import Bools, Ints, Neighborhood, Performance
+from .arguments import Neighborhood, Performance
 
 __all__ = ["NeighborhoodAttentionFn", "neighborhood_attention_fn"]
 
@@ -51,7 +53,7 @@ def neighborhood_attention_fn(
         TypeError: An argument is of the wrong type.
     """
     given = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation, "is_causal": is_causal, "scale": scale}
-    return NeighborhoodAttentionFn(arguments.frozen({k: _hashable(v) for k, v in {**given, **performance}.items()}))
+    return NeighborhoodAttentionFn(arguments.frozen({**given, **performance}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,9 +173,3 @@ _NO_EINSUM = "the products are computed inside the operator"
 def _brief(argument: Any) -> str:
     shape = getattr(argument, "shape", None)
     return type(argument).__name__ if shape is None else f"an array of shape {shape}"
-
-
-def _hashable(argument: Any) -> Any:
-    if isinstance(argument, Mapping):
-        return arguments.frozen(argument)
-    return tuple(argument) if isinstance(argument, Sequence) and not isinstance(argument, str) else argument

@@ -16,6 +16,9 @@ import numpy as np
 import numpy.typing as npt
 from flax import nnx
 
+from natten_jax.static_arguments import shown
+
+from .arguments import check_positive
 from .nnx import NeighborhoodAttention1D, NeighborhoodAttention2D, NeighborhoodAttention3D
 
 __all__ = ["linen_params", "load_nnx"]
@@ -39,8 +42,11 @@ def linen_params(
         ``module.apply({"params": params}, inputs)``.
 
     Raises:
-        ValueError: A weight is missing or has an unexpected shape.
+        ValueError: A weight is missing or has an unexpected shape, or ``num_heads`` does not suit them.
+        TypeError: A weight is no array of floats, or another argument is of the wrong type.
     """
+    if param_dtype is not None and not _is_float(param_dtype):
+        raise TypeError(f"param_dtype must be None or a float type, got {shown(param_dtype)}")
     params = _split(state_dict, num_heads, prefix)
     return {
         name: {kind: jnp.asarray(array, param_dtype) for kind, array in group.items()} for name, group in params.items()
@@ -62,6 +68,7 @@ def load_nnx(
 
     Raises:
         ValueError: A weight is missing, has an unexpected shape, or does not suit the module. The module is unchanged.
+        TypeError: A weight is no array of floats. The module is unchanged.
     """
     if module.num_kv_heads != module.num_heads:
         raise ValueError(
@@ -90,13 +97,18 @@ def load_nnx(
 
 def _split(state_dict: Mapping[str, Any], num_heads: int, prefix: str) -> dict[str, dict[str, FloatArray]]:
     """Checked weights by projection, in Flax's shapes."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict must be a mapping of names to weights, got {type(state_dict).__name__}")
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix must be a str, got {shown(prefix)}")
+    check_positive(num_heads=num_heads)
     if f"{prefix}rpb" in state_dict:
         raise ValueError(f"state_dict has {prefix}rpb: modules with relative position biases cannot be converted")
     qkv_weight = _tensor(state_dict, prefix, "qkv.weight")
     if qkv_weight.ndim != 2 or qkv_weight.shape[0] != 3 * qkv_weight.shape[1]:
         raise ValueError(f"{prefix}qkv.weight has shape {qkv_weight.shape}, but NATTEN's is [3 * features, features]")
     features = qkv_weight.shape[1]
-    if num_heads < 1 or features % num_heads:
+    if features % num_heads:
         raise ValueError(f"num_heads {num_heads} does not divide the {features} features of {prefix}qkv.weight")
     head = num_heads, features // num_heads
     proj_weight = _tensor(state_dict, prefix, "proj.weight", (features, features))
@@ -117,16 +129,36 @@ def _split(state_dict: Mapping[str, Any], num_heads: int, prefix: str) -> dict[s
 
 
 def _tensor(state_dict: Mapping[str, Any], prefix: str, name: str, shape: tuple[int, ...] | None = None) -> FloatArray:
+    """The checked weight called ``prefix + name``."""
     if prefix + name not in state_dict:
-        prefixes = sorted(repr(key.removesuffix("qkv.weight")) for key in state_dict if key.endswith("qkv.weight"))
+        names = [key for key in state_dict if isinstance(key, str) and key.endswith("qkv.weight")]
+        prefixes = sorted(repr(key.removesuffix("qkv.weight")) for key in names)
         known = f"prefixes of NATTEN modules in it are {', '.join(prefixes)}" if prefixes else "it has no qkv.weight"
         raise ValueError(f"state_dict has no {prefix + name!r} (prefix={prefix!r}); {known}")
-    tensor = state_dict[prefix + name]
+    array = _float_array(prefix + name, state_dict[prefix + name])
+    if shape is not None and array.shape != shape:
+        raise ValueError(f"{prefix}{name} has shape {array.shape}, but {prefix}qkv.weight asks for {shape}")
+    return array
+
+
+def _float_array(name: str, tensor: Any) -> FloatArray:
+    """A weight as an array of NumPy."""
+    rule = f"state_dict[{name!r}] must be an array of floats"
     if hasattr(tensor, "detach"):
         # PyTorch's: NumPy takes none that wants a gradient, is on a GPU, or is of a type that NumPy lacks.
         tensor = tensor.detach().cpu()
         tensor = tensor.float() if "bfloat16" in str(tensor.dtype) else tensor
-    array: FloatArray = np.asarray(tensor)
-    if shape is not None and array.shape != shape:
-        raise ValueError(f"{prefix}{name} has shape {array.shape}, but {prefix}qkv.weight asks for {shape}")
+    try:
+        array: FloatArray = np.asarray(tensor)
+    except (TypeError, ValueError) as error:  # lists of several lengths, or a type that NumPy lacks
+        raise TypeError(f"{rule}, got {type(tensor).__name__}: {error}") from None
+    if not _is_float(array.dtype):
+        raise TypeError(f"{rule}, got {type(tensor).__name__} of dtype {array.dtype}")
     return array
+
+
+def _is_float(dtype: Any) -> bool:
+    try:
+        return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:  # no dtype at all
+        return False

@@ -12,8 +12,11 @@ from flax import linen
 from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
+from natten_jax.problem import Bools, Ints
+from natten_jax.static_arguments import hashable
+
 from . import arguments
-from .arguments import Bools, Ints, Neighborhood, Performance
+from .arguments import Neighborhood, Performance
 
 __all__ = ["NeighborhoodAttention1D", "NeighborhoodAttention2D", "NeighborhoodAttention3D"]
 
@@ -52,6 +55,11 @@ class _NeighborhoodAttention(linen.Module):
     kernel_schedule: str | None = None
 
     def __post_init__(self) -> None:
+        # Flax hashes a module by its fields.
+        for name in ("kernel_size", "stride", "dilation", "is_causal", *Performance.__annotations__):
+            value = getattr(self, name)
+            canonical = arguments.frozen(value) if isinstance(value, Mapping) else hashable(value)
+            object.__setattr__(self, name, canonical)
         self._neighborhood()
         arguments.check_dropout(self.proj_drop)
         num_heads, _ = arguments.head_counts(self.num_heads, self.num_kv_heads)

@@ -11,8 +11,10 @@ from flax import nnx
 from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
+from natten_jax.problem import Bools, Ints
+
 from . import arguments
-from .arguments import Bools, Ints, Performance
+from .arguments import Performance
 
 __all__ = ["NeighborhoodAttention1D", "NeighborhoodAttention2D", "NeighborhoodAttention3D"]
 

@@ -1,5 +1,6 @@
 """Neighborhood attention for JAX."""
 
+from natten_jax.backends.missing_kernels import MissingKernelsWarning
 from natten_jax.configs import (
     get_bwd_configs_for_cpu_fmha,
     get_bwd_configs_for_cpu_fna,
@@ -18,7 +19,8 @@ from natten_jax.configs import (
     get_configs_for_flex_fmha,
     get_configs_for_flex_fna,
 )
-from natten_jax.functional import attention, merge_attentions, na1d, na2d, na3d
+from natten_jax.functional import attention, na1d, na2d, na3d
+from natten_jax.merge import merge_attentions
 from natten_jax.native import EXPORT_CHECKS
 from natten_jax.op import CHECKPOINT_NAMES
 from natten_jax.problem import KernelSchedule
@@ -29,6 +31,7 @@ __all__ = [
     "CHECKPOINT_NAMES",
     "EXPORT_CHECKS",
     "KernelSchedule",
+    "MissingKernelsWarning",
     "__version__",
     "attention",
     "get_bwd_configs_for_cpu_fmha",

@@ -14,11 +14,12 @@ from typing import Any, Protocol
 
 from natten_jax import backends
 from natten_jax.backends.base import Pass
-from natten_jax.devices import Device, default_device, parse_compute_capability
-from natten_jax.problem import KernelSchedule, Problem, Shape, attention_problem, neighborhood_problem
+from natten_jax.devices import Device, compute_capability_of, default_device
+from natten_jax.problem import Bools, Ints, KernelSchedule, Problem, Shape, attention_problem, neighborhood_problem
 
 FnaConfig = tuple[Shape, Shape]
 FmhaConfig = tuple[int, int]
+CapabilityLike = str | float | Sequence[int]
 
 
 class _Array(Protocol):
@@ -43,11 +44,11 @@ class FnaQuery(Protocol):
         key: _Array | None = None,
         value: _Array | None = None,
         *,
-        kernel_size: int | Sequence[int] | None = None,
-        stride: int | Sequence[int] = 1,
-        dilation: int | Sequence[int] = 1,
-        is_causal: bool | Sequence[bool] = False,
-        compute_capability: str | tuple[int, int] | None = None,
+        kernel_size: Ints | None = None,
+        stride: Ints = 1,
+        dilation: Ints = 1,
+        is_causal: Bools = False,
+        compute_capability: CapabilityLike | None = None,
     ) -> list[FnaConfig]: ...
 
 
@@ -61,17 +62,15 @@ class FmhaQuery(Protocol):
         value: _Array | None = None,
         *,
         is_causal: bool = False,
-        compute_capability: str | tuple[int, int] | None = None,
+        compute_capability: CapabilityLike | None = None,
     ) -> list[FmhaConfig]: ...
 
 
-def target_device(compute_capability: str | tuple[int, int] | None) -> Device:
+def target_device(compute_capability: CapabilityLike | None) -> Device:
     """The device to answer for: a GPU of the given compute capability, or this process's default device."""
     if compute_capability is None:
         return default_device()
-    if isinstance(compute_capability, str):
-        compute_capability = parse_compute_capability(compute_capability)
-    return Device("cuda", compute_capability, is_present=False)
+    return Device("cuda", compute_capability_of(compute_capability), is_present=False)
 
 
 def _pairs(family: str, problem: Problem, device: Device, which: Pass) -> list[FnaConfig]:
@@ -87,18 +86,19 @@ def _fna_query(family: str, which: Pass) -> FnaQuery:
         key: Any = None,
         value: Any = None,
         *,
-        kernel_size: int | Sequence[int] | None = None,
-        stride: int | Sequence[int] = 1,
-        dilation: int | Sequence[int] = 1,
-        is_causal: bool | Sequence[bool] = False,
-        compute_capability: str | tuple[int, int] | None = None,
+        kernel_size: Ints | None = None,
+        stride: Ints = 1,
+        dilation: Ints = 1,
+        is_causal: Bools = False,
+        compute_capability: CapabilityLike | None = None,
     ) -> list[FnaConfig]:
+        device = target_device(compute_capability)
         shape = getattr(query, "shape", ())  # what is no array is refused below
         rank = max(1, min(3, len(shape) - 3))
         window = shape[1:-2] if kernel_size is None else kernel_size
         key, value = query if key is None else key, query if value is None else value
         problem = neighborhood_problem(rank, query, key, value, window, stride, dilation, is_causal, None, None, None)
-        return _pairs(family, problem, target_device(compute_capability), which)
+        return _pairs(family, problem, device, which)
 
     return _documented(get_configs, family, "fna", which)
 
@@ -110,11 +110,12 @@ def _fmha_query(family: str, which: Pass) -> FmhaQuery:
         value: Any = None,
         *,
         is_causal: bool = False,
-        compute_capability: str | tuple[int, int] | None = None,
+        compute_capability: CapabilityLike | None = None,
     ) -> list[FmhaConfig]:
+        device = target_device(compute_capability)
         key, value = query if key is None else key, query if value is None else value
         problem = attention_problem(query, key, value, None, is_causal)
-        pairs = _pairs(family, problem, target_device(compute_capability), which)
+        pairs = _pairs(family, problem, device, which)
         return [(q_tile[0], kv_tile[0]) for q_tile, kv_tile in pairs]
 
     return _documented(get_configs, family, "fmha", which)
@@ -133,11 +134,15 @@ Args:
     key: The key where it differs from ``query``.
     value: The value where it differs from ``query``.
     **problem: ``kernel_size``, ``stride``, ``dilation`` and ``is_causal`` as in the operator.
-    compute_capability: Answer for a GPU of this compute capability, ``"9.0"`` or ``(9, 0)``, instead of for
-        the default device.
+    compute_capability: Answer for a GPU of this compute capability, ``"9.0"``, ``(9, 0)`` or ``9.0``, instead of
+        for the default device.
 
 Returns:
     Pairs of query and key/value tile {tiles}{schedules}; empty where the backend cannot run the arrays.
+
+Raises:
+    ValueError: The arrays and arguments describe no problem of the operator, or no compute capability.
+    TypeError: An argument is of the wrong type.
 """
     return function
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
+from typing import Any
 
 import jax
+import numpy as np
+
+from natten_jax.static_arguments import hashable, python_int, shown
 
 ComputeCapability = tuple[int, int]
 
@@ -34,9 +39,45 @@ CPU = Device("cpu")
 
 
 def parse_compute_capability(text: str) -> ComputeCapability:
-    """``"9.0"`` as ``(9, 0)``."""
-    major, _, minor = text.partition(".")
-    return int(major), int(minor or 0)
+    """``"9.0"`` as ``(9, 0)``.
+
+    Raises:
+        ValueError: The text is not of this form.
+    """
+    match = re.fullmatch(r"([1-9][0-9]?)\.([0-9])", text)
+    if match is None:
+        raise ValueError(_refusal(text))
+    return int(match[1]), int(match[2])
+
+
+def compute_capability_of(argument: Any) -> ComputeCapability:
+    """``"9.0"``, ``(9, 0)``, ``[9, 0]`` and ``9.0`` as ``(9, 0)``.
+
+    Raises:
+        ValueError: The number is no compute capability, as 8.65, or could be read in two ways, as ``"90"``.
+        TypeError: The argument is of another type, as 90, which might be a target's name.
+    """
+    if isinstance(argument, str):
+        return parse_compute_capability(argument)
+    if isinstance(argument, (float, np.floating)):
+        try:
+            return parse_compute_capability(str(argument))  # the shortest text that means this number
+        except ValueError:
+            raise ValueError(_refusal(argument)) from None
+    parts = hashable(argument)
+    numbers = list(map(python_int, parts)) if isinstance(parts, tuple) else [None]
+    values = [number for number in numbers if number is not None]
+    if len(values) < len(numbers):
+        raise TypeError(_refusal(argument))
+    if len(values) != 2 or values[0] not in range(1, 100) or values[1] not in range(10):
+        raise ValueError(_refusal(argument))
+    return values[0], values[1]
+
+
+def _refusal(argument: Any) -> str:
+    return (
+        f'compute_capability must be None or the major and minor number, as in "9.0" or (9, 0), got {shown(argument)}'
+    )
 
 
 @functools.cache

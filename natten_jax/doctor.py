@@ -9,18 +9,20 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 
 import jax
 
 from natten_jax import backends, native, scratch
+from natten_jax.backends import missing_kernels
 from natten_jax.backends.base import Backend, Pass
 from natten_jax.devices import Device, local_devices
 from natten_jax.problem import SUPPORTED_DTYPES, Problem, TileConfig
 from natten_jax.profiler import arguments
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.workload import parts_of, passes
+from natten_jax.quiet_exit import run_quietly
 from natten_jax.version import __version__
 
 _PASSES: tuple[Pass, ...] = ("forward", "backward")
@@ -32,8 +34,13 @@ def main() -> int:
     """Print the report."""
     parser = argparse.ArgumentParser(prog="python -m natten_jax.doctor", description=__doc__)
     parser.add_argument("--problem", nargs=argparse.REMAINDER, metavar="FLAG", help="the profiler's flags")
-    options = parser.parse_args()
-    for line in report() if options.problem is None else report_problem(_parse_problem(options.problem)):
+    flags = parser.parse_args().problem
+    options = None if flags is None else _parse_problem(flags)
+    return run_quietly(parser.prog, lambda: _print(report() if options is None else report_problem(options)))
+
+
+def _print(lines: Iterable[str]) -> int:
+    for line in lines:
         print(line)
     return 0
 
@@ -61,6 +68,21 @@ def report() -> Iterator[str]:
         for operator in backends.OPERATORS:
             for backend in backends.BACKENDS:
                 yield f"  {backends.backend_name(backend, operator):<14} {_verdict(backend, operator, device)}"
+    yield from _missing_kernels_lines()
+
+
+def _missing_kernels_lines() -> Iterator[str]:
+    """Devices for which this build lacks kernels that another one would have."""
+    lacks = {
+        device: missing_kernels.lack(backends.BACKENDS, _problem("fna", "bfloat16"), device, "forward")
+        for device in local_devices()
+    }
+    if any(lacks.values()):
+        yield ""
+        yield "Missing kernels"
+    for device, lack in lacks.items():
+        if lack is not None:
+            yield f"  {device}: {lack}"
 
 
 def report_problem(options: Options) -> Iterator[str]:

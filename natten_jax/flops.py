@@ -6,11 +6,13 @@ Exact counts for the mask, not for what a kernel executes: padding and masked ti
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from natten_jax import windows
+from natten_jax.axis_sums import check_extent, totals, window_changes
+from natten_jax.axis_tiles import Axis, axes_of, dilation_groups
 from natten_jax.problem import Problem
 
 
@@ -18,17 +20,11 @@ def visible_pairs(problem: Problem) -> int:
     """Sum over the queries of the keys that each of them sees, for one batch element and one head.
 
     The mask is separable, so the sum over all queries is the product of the dimensions' own sums.
+
+    Raises:
+        ValueError: A dimension is too long to be counted.
     """
-    per_dimension = zip(
-        problem.query_layout,
-        problem.kv_layout,
-        problem.kernel_size,
-        problem.stride,
-        problem.dilation,
-        problem.is_causal,
-        strict=True,
-    )
-    pairs = math.prod(_pairs_in_dimension(*dimension) for dimension in per_dimension)
+    pairs = math.prod(map(_pairs_in_dimension, axes_of(problem)))
     return pairs + math.prod(problem.query_layout) * problem.additional_kv
 
 
@@ -45,13 +41,16 @@ def flops(problem: Problem, which: Literal["forward", "backward"]) -> int:
     return 2 * operations if which == "forward" else 5 * operations
 
 
-def _pairs_in_dimension(
-    query_extent: int, kv_extent: int, kernel_size: int, stride: int, dilation: int, is_causal: bool
-) -> int:
+def _pairs_in_dimension(axis: Axis) -> int:
     pairs = 0
-    for group in range(dilation):
-        queries = np.arange(windows.group_length(query_extent, dilation, group))
-        keys = windows.group_length(kv_extent, dilation, group)
-        start, end = windows.window_bounds(queries, keys, kernel_size, stride, is_causal)
-        pairs += int(np.sum(end - start))
+    window = axis.kernel_size, axis.stride, axis.is_causal
+    for groups, queries, keys in dilation_groups(axis):
+        check_extent(max(queries, keys))
+
+        def lengths(index: Any, keys: int = keys) -> Any:
+            start, end = windows.window_bounds(index, keys, *window)
+            return (end - start)[np.newaxis]
+
+        changes = window_changes(queries, keys, *window)
+        pairs += groups * totals(queries, axis.stride, changes, lengths).sums[0]
     return pairs

@@ -1,20 +1,22 @@
-"""The public functions: neighborhood attention in one, two and three dimensions, attention, and their merge."""
+"""The public functions: neighborhood attention in one, two and three dimensions, and attention."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import inspect
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec
 
 import jax
 import jax.numpy as jnp
 
 from natten_jax import backends, op
+from natten_jax.attention_arguments import checked_attention_kwargs, flattened
 from natten_jax.backends.base import Operands, Output
-from natten_jax.problem import Problem, TileConfig, attention_problem, neighborhood_problem, tile_config
+from natten_jax.merge import merge_attentions
+from natten_jax.problem import Bools, Ints, Problem, attention_problem, neighborhood_problem, tile_config
+from natten_jax.static_arguments import flag
 
 #: Output, or output and logsumexp.
 Result = jax.Array | tuple[jax.Array, ...]
@@ -32,60 +34,25 @@ def _attend(
     return op.attend(call, Operands(query, key, value, additional_keys, additional_values, origins=None))
 
 
-def _flattened(tiles: TileConfig) -> dict[str, Any]:
-    """The performance arguments of ``attention`` that correspond to those of neighborhood attention."""
-
-    def size(shape: tuple[int, ...] | None) -> int | None:
-        return None if shape is None else math.prod(shape)
-
-    return {
-        "q_tile_size": size(tiles.q_tile_shape),
-        "kv_tile_size": size(tiles.kv_tile_shape),
-        "backward_q_tile_size": size(tiles.backward_q_tile_shape),
-        "backward_kv_tile_size": size(tiles.backward_kv_tile_shape),
-        "backward_kv_splits": size(tiles.backward_kv_splits),
-        "backward_use_xla_reduction": tiles.backward_use_xla_reduction,
-        "backward_deterministic": tiles.backward_deterministic,
-        "memory_usage_preference": tiles.memory_usage_preference,
-        "run_persistent_kernel": tiles.run_persistent_kernel,
-        "kernel_schedule": tiles.kernel_schedule,
-    }
-
-
-def _attention_arguments(attention_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A checked copy: only what does not change the result may be overridden."""
-    if attention_kwargs is None:
-        return {}
-    if not isinstance(attention_kwargs, Mapping):
-        raise TypeError(f"attention_kwargs must be a mapping or None, got {attention_kwargs!r}")
-    allowed = set(inspect.signature(attention).parameters) - {
-        "query", "key", "value", "scale", "is_causal", "return_lse",
-    }  # fmt: skip
-    for name in attention_kwargs:
-        if name not in allowed:
-            raise TypeError(f"attention_kwargs has {name!r}; it may hold {', '.join(sorted(allowed))}")
-    return dict(attention_kwargs)
-
-
 def _neighborhood(
     rank: int,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    kernel_size: int | Sequence[int],
-    stride: int | Sequence[int] = 1,
-    dilation: int | Sequence[int] = 1,
-    is_causal: bool | Sequence[bool] = False,
+    kernel_size: Ints,
+    stride: Ints = 1,
+    dilation: Ints = 1,
+    is_causal: Bools = False,
     scale: float | None = None,
     additional_keys: jax.Array | None = None,
     additional_values: jax.Array | None = None,
     attention_kwargs: Mapping[str, Any] | None = None,
     backend: str | None = None,
-    q_tile_shape: Sequence[int] | None = None,
-    kv_tile_shape: Sequence[int] | None = None,
-    backward_q_tile_shape: Sequence[int] | None = None,
-    backward_kv_tile_shape: Sequence[int] | None = None,
-    backward_kv_splits: int | Sequence[int] | None = None,
+    q_tile_shape: Ints | None = None,
+    kv_tile_shape: Ints | None = None,
+    backward_q_tile_shape: Ints | None = None,
+    backward_kv_tile_shape: Ints | None = None,
+    backward_kv_splits: Ints | None = None,
     backward_use_xla_reduction: bool = False,
     backward_deterministic: bool = False,
     memory_usage_preference: str = "default",
@@ -98,7 +65,8 @@ def _neighborhood(
 
     Each query attends to the ``kernel_size`` window of keys around it; at the edges the window is shifted, not
     cut. ``stride`` queries share one window, ``dilation`` spreads it, and ``is_causal`` hides later keys.
-    :mod:`natten_jax.windows` is the exact definition. Arguments that speak of a dimension take {per_dimension}.
+    :mod:`natten_jax.windows` is the exact definition. Arguments that speak of a dimension take {per_dimension};
+    sequences may be NumPy's arrays, or JAX's where they are not traced.
 
     Args:
         query: ``[batch, {layout}, heads, head_dim]``.
@@ -108,11 +76,12 @@ def _neighborhood(
         stride: Queries that share a window; at most ``kernel_size``.
         dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` fits the layout.
         is_causal: Whether later keys are hidden.
-        scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``.
+        scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``. Finite, and so is its product with ``log2(e)``
+            in float32 (for float64 inputs only the factor itself, in float64).
         additional_keys: ``[batch, n, heads_kv, head_dim]``, tokens that every query sees.
         additional_values: ``[batch, n, heads_kv, head_dim_v]``.
         attention_kwargs: Performance arguments of :func:`attention`, where that runs: for windows as large as
-            the layout, and for additional keys and values.
+            the layout, and for additional keys and values. They are checked in any case.
         backend: ``"cpu-fna"``, ``"flex-fna"``, ... or ``None`` for the best that can run the problem.
         q_tile_shape: Query tile of the forward pass; ``natten_jax.get_configs_for_*`` list the choices.
         kv_tile_shape: Key/value tile of the forward pass.
@@ -142,6 +111,9 @@ def _neighborhood(
         ValueError: A value, shape or dtype breaks a rule above, or no backend can run the problem.
         TypeError: An argument is of the wrong type.
     """
+    return_lse = flag("return_lse", return_lse)
+    if try_fuse_additional_kv is not None:
+        try_fuse_additional_kv = flag("try_fuse_additional_kv", try_fuse_additional_kv, or_none=True)
     problem = neighborhood_problem(
         rank, query, key, value, kernel_size, stride, dilation, is_causal, scale, additional_keys, additional_values
     )
@@ -158,10 +130,11 @@ def _neighborhood(
         run_persistent_kernel=run_persistent_kernel,
         kernel_schedule=kernel_schedule,
     )
-    attention_arguments = _attention_arguments(attention_kwargs)
+    counterparts = flattened(tiles) if problem.is_attention else {}
+    attention_arguments = checked_attention_kwargs(attention_kwargs, counterparts)
     attention_arguments.setdefault("backend", backends.fmha_counterpart(backend))
     if problem.is_attention:
-        arguments = {**_flattened(tiles), **attention_arguments}
+        arguments = {**counterparts, **attention_arguments}
         output = _whole_layout(problem, arguments, query, key, value, additional_keys, additional_values)
         return tuple(output) if return_lse else output.out
 
@@ -265,7 +238,8 @@ def attention(
         query: ``[batch, seqlen, heads, head_dim]``.
         key: ``[batch, seqlen_kv, heads_kv, head_dim]``; ``heads`` is a multiple of ``heads_kv`` (GQA, MQA).
         value: ``[batch, seqlen_kv, heads_kv, head_dim_v]``.
-        scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``.
+        scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``. Finite, and so is its product with ``log2(e)``
+            in float32 (for float64 inputs only the factor itself, in float64).
         is_causal: Whether query ``i`` sees only keys ``j <= i`` (top-left aligned, also for unequal lengths).
         backend: ``"cpu-fmha"``, ``"flex-fmha"``, ... or ``None`` for the best that can run the problem.
         q_tile_size: Query tokens per tile of the forward pass; see ``natten_jax.get_configs_for_*``.
@@ -292,6 +266,7 @@ def attention(
         ValueError: A value, shape or dtype breaks a rule above, or no backend can run the problem.
         TypeError: An argument is of the wrong type.
     """
+    return_lse = flag("return_lse", return_lse)
     problem = attention_problem(query, key, value, scale, is_causal)
     tiles = tile_config(
         1,
@@ -311,52 +286,3 @@ def attention(
         backends.find(backend, "fmha")
     output = _attend(op.Call(problem, tiles, backend), query, key, value, None, None)
     return tuple(output) if return_lse else output.out
-
-
-def merge_attentions(outputs: Sequence[jax.Array], lse_tensors: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Merge attention over disjoint sets of keys into attention over their union.
-
-    Plain JAX: its gradient, through the logsumexp too, is that of attention over the concatenated keys.
-
-    Args:
-        outputs: Two or more outputs ``[..., heads, head_dim_v]`` of one shape.
-        lse_tensors: Their logsumexp ``[..., heads]``.
-
-    Returns:
-        The merged output in the first output's dtype, and its logsumexp. Where every part is empty
-        (logsumexp ``-inf``), the output is 0 and the logsumexp ``-inf``.
-
-    Raises:
-        ValueError: Fewer than two parts, or shapes that disagree.
-    """
-    outputs, lse_tensors = list(outputs), list(lse_tensors)
-    if len(outputs) < 2:
-        raise ValueError(f"outputs has {len(outputs)} part(s): merge_attentions takes at least two")
-    if len(outputs) != len(lse_tensors):
-        raise ValueError(f"lse_tensors has {len(lse_tensors)} part(s), but outputs has {len(outputs)}")
-    for i, (out, lse) in enumerate(zip(outputs, lse_tensors, strict=True)):
-        if out.shape != outputs[0].shape:
-            raise ValueError(f"outputs[{i}] has shape {out.shape}, but outputs[0] has {outputs[0].shape}")
-        if lse.shape != out.shape[:-1]:
-            raise ValueError(
-                f"lse_tensors[{i}] has shape {lse.shape}, but outputs[{i}] has {out.shape}: "
-                f"{out.shape[:-1]} is expected"
-            )
-    out, logsumexp = _merge(tuple(outputs), tuple(lse_tensors))
-    return out, logsumexp
-
-
-@jax.jit
-def _merge(outputs: tuple[jax.Array, ...], lse_tensors: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-    accumulator = jnp.promote_types(jnp.float32, outputs[0].dtype)
-    lses = jnp.stack([lse.astype(accumulator) for lse in lse_tensors])
-    highest = jax.lax.stop_gradient(jnp.max(lses, axis=0))
-    highest = jnp.where(jnp.isneginf(highest), 0.0, highest)
-    weights = jnp.exp(lses - highest)
-    total = jnp.sum(weights, axis=0)
-    is_empty = total == 0
-    total = jnp.where(is_empty, 1.0, total)
-    weights = weights / total
-    merged = sum(weight[..., None] * out.astype(accumulator) for weight, out in zip(weights, outputs, strict=True))
-    logsumexp = jnp.where(is_empty, -jnp.inf, highest + jnp.log(total))
-    return jnp.asarray(merged).astype(outputs[0].dtype), logsumexp

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.export
 import numpy as np
+from jax.sharding import PartitionSpec
 
 #: Every target that some build of the native module has.
 TARGETS = (
@@ -57,9 +58,7 @@ def call(
         **attributes: Integers are passed as int64, sequences of them as int64 arrays, floats as float32.
     """
     arrays = vary_alike(operands)
-    # Derived from an operand's type, results vary over the same mesh axes inside jax.shard_map.
-    like = jax.typeof(arrays[0])
-    types = [like.update(shape=result.shape, dtype=np.dtype(result.dtype)) for result in results]
+    types = [type_like(arrays[0], result) for result in results]
     values = {
         name: value
         if isinstance(value, int)
@@ -69,6 +68,17 @@ def call(
         for name, value in attributes.items()
     }
     return list(jax.ffi.ffi_call(target, types)(*arrays, **values))
+
+
+def type_like(array: jax.Array, result: ResultType) -> Any:
+    """Abstract type of a result that lives where ``array`` does.
+
+    Derived from the array's type, it varies over the same mesh axes inside ``jax.shard_map`` and lies on the same mesh.
+    Like operands, results are not sharded over explicit axes; the sharding that says so is as long as their shape.
+    """
+    like = jax.typeof(array)
+    sharding = like.sharding.update(spec=PartitionSpec(*(None for _ in result.shape)))
+    return like.update(shape=result.shape, dtype=np.dtype(result.dtype), sharding=sharding)
 
 
 def build_info() -> Mapping[str, Any]:

@@ -18,8 +18,8 @@ from jax.custom_batching import custom_vmap
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from natten_jax import backends, partition
-from natten_jax.backends.base import Backend, Gradients, Operands, Output, Pass, requested_pair
+from natten_jax import backends, native, partition
+from natten_jax.backends.base import Backend, Gradients, Operands, Output, Pass, Saved, requested_pair
 from natten_jax.devices import CPU, Device, cuda_device, local_devices
 from natten_jax.problem import Problem, TileConfig
 
@@ -82,13 +82,15 @@ def _attend(call: Call, operands: Operands) -> Output:
     return _forward_op(call)(operands)
 
 
-def _attend_forward(call: Call, operands: Operands) -> tuple[Output, tuple[Operands, Output]]:
-    result = _forward_op(call)(operands)
-    output = Output(*(checkpoint_name(array, name) for array, name in zip(result, CHECKPOINT_NAMES, strict=True)))
-    return output, (operands, output)
+def _attend_forward(call: Call, operands: Operands) -> tuple[Output, tuple[Operands, Saved]]:
+    result = _saving_forward_op(call)(operands)
+    of_output, of_logsumexp = CHECKPOINT_NAMES
+    names = of_output, of_logsumexp, of_logsumexp  # the last for the remainder
+    saved = Saved(*(checkpoint_name(array, name) for array, name in zip(result, names, strict=True)))
+    return Output(saved.out, saved.logsumexp), (operands, saved)
 
 
-def _attend_backward(call: Call, residuals: tuple[Operands, Output], cotangents: Output) -> tuple[Operands]:
+def _attend_backward(call: Call, residuals: tuple[Operands, Saved], cotangents: Output) -> tuple[Operands]:
     gradients = _backward_op(call)(*residuals, cotangents)
     return (Operands._make([*gradients, None]),)  # origins are integers and have no gradient
 
@@ -100,8 +102,19 @@ def _run_forward(backend: Backend, call: Call, operands: Operands) -> Output:
     return backend.forward(call.problem, call.tiles, operands)
 
 
-def _run_backward(backend: Backend, call: Call, operands: Operands, output: Output, cotangents: Output) -> Gradients:
-    return backend.backward(call.problem, call.tiles, operands, output, *cotangents)
+def _run_saving_forward(backend: Backend, call: Call, operands: Operands) -> Saved:
+    return backend.forward_saving(call.problem, call.tiles, operands)
+
+
+def _run_backward(backend: Backend, call: Call, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
+    return backend.backward(call.problem, call.tiles, operands, saved, *cotangents)
+
+
+def _run_other_backward(
+    backend: Backend, call: Call, operands: Operands, saved: Saved, cotangents: Output
+) -> Gradients:
+    """As ``_run_backward`` where another backend ran the forward pass."""
+    return _run_backward(backend, call, operands, saved._replace(remainder=None), cotangents)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -110,7 +123,12 @@ def _forward_op(call: Call) -> Callable[[Operands], Output]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _backward_op(call: Call) -> Callable[[Operands, Output, Output], Gradients]:
+def _saving_forward_op(call: Call) -> Callable[[Operands], Saved]:
+    return _batchable(_saving_forward_op, call, "forward", _run_saving_forward)
+
+
+@functools.lru_cache(maxsize=4096)
+def _backward_op(call: Call) -> Callable[[Operands, Saved, Output], Gradients]:
     return _batchable(_backward_op, call, "backward", _run_backward)
 
 
@@ -170,19 +188,25 @@ def _choices(call: Call, which: Pass) -> dict[str, Backend | str]:
 def _dispatch(call: Call, which: Pass, run: Callable[..., Any], *arguments: Any) -> Any:
     """Run a pass with the backend of the platform that the program is lowered for."""
     choices = _choices(call, which)
+    forward_choices = choices if which == "forward" else _choices(call, "forward")
     available = {choice for choice in choices.values() if not isinstance(choice, str)}
     names = sorted(backends.backend_name(backend, call.problem.operator) for backend in available)
+
+    def runner(platform: str) -> Callable[..., Any]:
+        return run if choices[platform] is forward_choices[platform] else _run_other_backward
+
+    def branch(choice: Backend | str, runner: Callable[..., Any]) -> Callable[..., Any]:
+        if isinstance(choice, str):
+            return functools.partial(_unavailable, choice, functools.partial(runner, next(iter(available)), call))
+        return functools.partial(runner, choice, call)
+
+    cases = {platform: (choice, runner(platform)) for platform, choice in choices.items()}
+    other = cases.pop(_OTHER_PLATFORMS.platform)
+    branches = {platform: branch(*case) for platform, case in cases.items() if case != other}
     with partition.named(f"{call.problem.describe()} {which} backend={'|'.join(names)}"):
-        if len(set(choices.values())) == 1:
-            return run(available.pop(), call, *arguments)
-        branches = {
-            platform: functools.partial(_unavailable, choice, functools.partial(run, next(iter(available)), call))
-            if isinstance(choice, str)
-            else functools.partial(run, choice, call)
-            for platform, choice in choices.items()
-            if platform == _OTHER_PLATFORMS.platform or choice != choices[_OTHER_PLATFORMS.platform]
-        }
-        return jax.lax.platform_dependent(*arguments, **branches)
+        if not branches:
+            return branch(*other)(*arguments)
+        return jax.lax.platform_dependent(*arguments, **branches, **{_OTHER_PLATFORMS.platform: branch(*other)})
 
 
 # Stands for a backend on a platform that it does not run on: tracing passes, lowering raises the reason.
@@ -204,6 +228,6 @@ mlir.register_lowering(_unavailable_p, _raise_unavailable)
 
 def _unavailable(reason: str, stand_in: Callable[..., Any], *arguments: Any) -> Any:
     leaves, structure = jax.tree.flatten(jax.eval_shape(stand_in, *arguments))
-    like = jax.typeof(arguments[0].query)
-    types = tuple(like.update(shape=leaf.shape, dtype=leaf.dtype) for leaf in leaves)
+    query = arguments[0].query
+    types = tuple(native.type_like(query, native.ResultType(leaf.shape, leaf.dtype)) for leaf in leaves)
     return jax.tree.unflatten(structure, _unavailable_p.bind(*jax.tree.leaves(arguments), types=types, reason=reason))

@@ -16,9 +16,18 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from natten_jax.static_arguments import bool_tuple, check_static, flag, int_tuple, one_bool, shown
+
 Shape = tuple[int, ...]
 
+#: One value for each dimension, or one for all. Arrays are those whose values are known while the program is built.
+Ints = int | Sequence[int] | np.ndarray[Any, Any] | jax.Array
+Bools = bool | Sequence[bool] | np.ndarray[Any, Any] | jax.Array
+
 SUPPORTED_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+#: Of logits in float32, times log2(e) with room for both to be rounded.
+_LARGEST_SCALE = float(np.finfo(np.float32).max) * (1 - 2**-22) / math.log2(math.e)
 
 
 class KernelSchedule(enum.StrEnum):
@@ -138,10 +147,10 @@ def neighborhood_problem(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    kernel_size: int | Sequence[int],
-    stride: int | Sequence[int],
-    dilation: int | Sequence[int],
-    is_causal: bool | Sequence[bool],
+    kernel_size: Ints,
+    stride: Ints,
+    dilation: Ints,
+    is_causal: Bools,
     scale: float | None,
     additional_keys: jax.Array | None,
     additional_values: jax.Array | None,
@@ -172,13 +181,17 @@ def neighborhood_problem(
         stride=stride,
         dilation=dilation,
         is_causal=is_causal,
-        scale=_scale(scale, query.shape[-1]),
+        scale=_scale(scale, query),
         additional_kv=_check_additional_kv(query, key, value, additional_keys, additional_values),
     )
 
 
 def attention_problem(
-    query: jax.Array, key: jax.Array, value: jax.Array, scale: float | None, is_causal: bool
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    scale: float | None,
+    is_causal: bool | np.ndarray[Any, Any] | jax.Array,
 ) -> Problem:
     """Check the arguments of ``attention`` and describe the problem."""
     _check_arrays(query, key, value, 4, "attention")
@@ -187,8 +200,6 @@ def attention_problem(
             f"value has {value.shape[1]} tokens, but key has {key.shape[1]}: "
             "key and value must have the same sequence length"
         )
-    if not isinstance(is_causal, (bool, np.bool_)):
-        raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
     return Problem(
         operator="fmha",
         batch=query.shape[0],
@@ -202,23 +213,23 @@ def attention_problem(
         kernel_size=key.shape[1:2],
         stride=(1,),
         dilation=(1,),
-        is_causal=(bool(is_causal),),
-        scale=_scale(scale, query.shape[-1]),
+        is_causal=(one_bool("is_causal", is_causal),),
+        scale=_scale(scale, query),
     )
 
 
 def window_parameters(
     rank: int,
-    kernel_size: int | Sequence[int],
-    stride: int | Sequence[int],
-    dilation: int | Sequence[int],
-    is_causal: bool | Sequence[bool],
+    kernel_size: Ints,
+    stride: Ints,
+    dilation: Ints,
+    is_causal: Bools,
 ) -> tuple[Shape, Shape, Shape, tuple[bool, ...]]:
     """Canonical window parameters, checked as far as that is possible without a layout."""
     kernel = int_tuple("kernel_size", kernel_size, rank)
     strides = int_tuple("stride", stride, rank)
     dilations = int_tuple("dilation", dilation, rank)
-    causal = _bool_tuple("is_causal", is_causal, rank)
+    causal = bool_tuple("is_causal", is_causal, rank)
     for s, k in zip(strides, kernel, strict=True):
         if s > k:
             raise ValueError(f"stride {strides} exceeds kernel_size {kernel}: stride <= kernel_size must hold")
@@ -239,11 +250,11 @@ def check_windows_fit(layout: Shape, kernel_size: Shape, stride: Shape, dilation
 def tile_config(
     rank: int,
     *,
-    q_tile_shape: int | Sequence[int] | None = None,
-    kv_tile_shape: int | Sequence[int] | None = None,
-    backward_q_tile_shape: int | Sequence[int] | None = None,
-    backward_kv_tile_shape: int | Sequence[int] | None = None,
-    backward_kv_splits: int | Sequence[int] | None = None,
+    q_tile_shape: Ints | None = None,
+    kv_tile_shape: Ints | None = None,
+    backward_q_tile_shape: Ints | None = None,
+    backward_kv_tile_shape: Ints | None = None,
+    backward_kv_splits: Ints | None = None,
     backward_use_xla_reduction: bool = False,
     backward_deterministic: bool = False,
     memory_usage_preference: str = "default",
@@ -260,79 +271,69 @@ def tile_config(
         names = f"{prefix}q_tile_{tile_suffix}", f"{prefix}kv_tile_{tile_suffix}"
         if (q_tile is None) != (kv_tile is None):
             given, missing = names if kv_tile is None else names[::-1]
-            raise ValueError(
-                f"{given}={q_tile if kv_tile is None else kv_tile} was given without {missing}: give both or neither"
-            )
+            value = shown(q_tile if kv_tile is None else kv_tile)
+            raise ValueError(f"{given}={value} was given without {missing}: give both or neither")
         for name, field, tile in zip(names, ("q", "kv"), (q_tile, kv_tile), strict=True):
             key = f"{prefix}{field}_tile_shape"
             pairs[key] = None if tile is None else int_tuple(name, tile, rank, repeat=rank == 1)
-    for name, flag in (
-        ("backward_use_xla_reduction", backward_use_xla_reduction),
-        ("backward_deterministic", backward_deterministic),
-        ("run_persistent_kernel", run_persistent_kernel),
-    ):
-        if not isinstance(flag, (bool, np.bool_)):
-            raise TypeError(f"{name} must be a bool, got {flag!r}")
+    use_xla_reduction = flag("backward_use_xla_reduction", backward_use_xla_reduction)
+    deterministic = flag("backward_deterministic", backward_deterministic)
+    persistent = flag("run_persistent_kernel", run_persistent_kernel)
     preferences = tuple(map(str, MemoryUsagePreference))
-    if memory_usage_preference not in preferences:
-        raise ValueError(f"memory_usage_preference must be one of {preferences}, got {memory_usage_preference!r}")
+    if not isinstance(memory_usage_preference, str) or memory_usage_preference not in preferences:
+        raise ValueError(f"memory_usage_preference must be one of {preferences}, got {shown(memory_usage_preference)}")
     schedules = tuple(map(str, KernelSchedule))
-    if kernel_schedule is not None and kernel_schedule not in schedules:
-        raise ValueError(f"kernel_schedule must be None or one of {schedules}, got {kernel_schedule!r}")
+    if kernel_schedule is not None and not (isinstance(kernel_schedule, str) and kernel_schedule in schedules):
+        raise ValueError(f"kernel_schedule must be None or one of {schedules}, got {shown(kernel_schedule)}")
     splits = None if backward_kv_splits is None else int_tuple("backward_kv_splits", backward_kv_splits, rank)
     return TileConfig(
         **pairs,
         backward_kv_splits=splits,
-        backward_use_xla_reduction=bool(backward_use_xla_reduction),
-        backward_deterministic=bool(backward_deterministic),
+        backward_use_xla_reduction=use_xla_reduction,
+        backward_deterministic=deterministic,
         memory_usage_preference=str(memory_usage_preference),
-        run_persistent_kernel=bool(run_persistent_kernel),
+        run_persistent_kernel=persistent,
         kernel_schedule=None if kernel_schedule is None else str(kernel_schedule),
     )
 
 
-def int_tuple(name: str, value: Any, rank: int, *, repeat: bool = True) -> Shape:
-    """``value`` as ``rank`` positive Python ints; a single int is repeated where ``repeat`` allows it."""
-    if repeat and _is_int(value):
-        values: tuple[Any, ...] = (value,) * rank
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        values = tuple(value)
-    else:
-        raise TypeError(f"{name} must be {'an int or ' if repeat else ''}a sequence of {rank} ints, got {value!r}")
-    if not all(map(_is_int, values)):
-        raise TypeError(f"{name} must hold ints only, got {value!r}")
-    if len(values) != rank:
-        raise ValueError(f"{name} must have {rank} value(s), one per token dimension, got {value!r}")
-    if any(v < 1 for v in values):
-        raise ValueError(f"{name} must be at least 1 in every dimension, got {value!r}")
-    return tuple(int(v) for v in values)
+def checked_scale(scale: float | None, dtype: str | None = None) -> float | None:
+    """The factor of the logits as a Python float.
 
+    Args:
+        scale: The argument; ``None`` stands for the default.
+        dtype: Element type of the problem, where it is known. Logits of float64 problems are computed in float64,
+            all others in float32, and the kernels' exponentials have base 2: there, ``scale * log2(e)`` is finite.
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, (bool, np.bool_))
-
-
-def _bool_tuple(name: str, value: Any, rank: int) -> tuple[bool, ...]:
-    if isinstance(value, (bool, np.bool_)):
-        return (bool(value),) * rank
-    if not isinstance(value, Sequence) or not all(isinstance(v, (bool, np.bool_)) for v in value):
-        raise TypeError(f"{name} must be a bool or a sequence of {rank} bools, got {value!r}")
-    if len(value) != rank:
-        raise ValueError(f"{name} must have {rank} value(s), one per token dimension, got {value!r}")
-    return tuple(bool(v) for v in value)
-
-
-def _scale(scale: float | None, head_dim: int) -> float:
+    Raises:
+        ValueError: The scale is not finite, or too large for ``dtype``.
+        TypeError: It is no real number.
+    """
     if scale is None:
-        return float(head_dim) ** -0.5
-    if isinstance(scale, bool) or not isinstance(scale, (numbers.Real, np.number)):
-        raise TypeError(f"scale must be None or a real Python number, got {scale!r}")
-    if not math.isfinite(float(scale)):
-        raise ValueError(f"scale must be finite, got {scale!r}")
-    return float(scale)
+        return None
+    check_static("scale", scale)
+    if isinstance(scale, (bool, np.complexfloating)) or not isinstance(scale, (numbers.Real, np.number)):
+        raise TypeError(f"scale must be None or a real Python number, got {shown(scale)}")
+    try:
+        factor = float(scale)
+    except OverflowError:
+        factor = math.inf
+    if not math.isfinite(factor):
+        raise ValueError(f"scale must be finite, as a float64, too, got {shown(scale)}")
+    if dtype not in (None, "float64") and not abs(factor) <= _LARGEST_SCALE:
+        raise ValueError(
+            f"scale must be within +-{_LARGEST_SCALE:.6g} for {dtype} arrays, whose logits are float32 "
+            f"(scale * log2(e) has to be finite), got {shown(scale)}"
+        )
+    return factor
 
 
-def _check_array(name: str, array: Any) -> None:
+def _scale(scale: float | None, query: jax.Array) -> float:
+    factor = checked_scale(scale, query.dtype.name)
+    return float(query.shape[-1]) ** -0.5 if factor is None else factor
+
+
+def check_array(name: str, array: Any) -> None:
     if not isinstance(getattr(array, "dtype", None), np.dtype):
         raise TypeError(f"{name} must be an array, got {type(array).__name__}")
 
@@ -340,7 +341,7 @@ def _check_array(name: str, array: Any) -> None:
 def _check_arrays(query: jax.Array, key: jax.Array, value: jax.Array, ndim: int, function: str) -> None:
     arrays = {"query": query, "key": key, "value": value}
     for name, array in arrays.items():
-        _check_array(name, array)
+        check_array(name, array)
         if array.ndim != ndim:
             raise ValueError(
                 f"{name} has shape {array.shape}, but {function} takes {ndim}-dimensional arrays "
@@ -383,7 +384,7 @@ def _check_additional_kv(
         ("additional_keys", keys, key, "key"),
         ("additional_values", values, value, "value"),
     ):
-        _check_array(name, array)
+        check_array(name, array)
         expected = (query.shape[0], keys.shape[1] if keys.ndim == 4 else "n", *source.shape[-2:])
         if array.ndim != 4 or array.shape != expected or array.shape[1] < 1:
             raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from natten_jax.backends.base import Backend, Operands, Output, Pass
+from natten_jax.backends.base import Backend, Operands, Output, Pass, Saved
 from natten_jax.problem import Problem, TileConfig
 
 
@@ -25,7 +25,7 @@ def scratch_bytes(backend: Backend, problem: Problem, which: Pass) -> int:
     def run(operands: Operands, output: Output) -> Any:
         if which == "forward":
             return backend.forward(problem, TileConfig(), operands)
-        return backend.backward(problem, TileConfig(), operands, output, *output)
+        return backend.backward(problem, TileConfig(), operands, Saved(*output, output.logsumexp), *output)
 
     arguments = _operands(problem), _output(problem)
     traced = jax.make_jaxpr(run)(*arguments)

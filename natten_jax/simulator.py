@@ -25,15 +25,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from natten_jax.axis_tiles import Axis, Placement, axis_counts
+from natten_jax.axis_tiles import Axis, Placement, axes_of, axis_counts
 from natten_jax.calibration import Calibration, Kernel, Pass, TilePair, calibration_for, ordered
 from natten_jax.flops import flops
-from natten_jax.problem import Problem, Shape, check_windows_fit, int_tuple, window_parameters
+from natten_jax.problem import Problem, Shape, check_windows_fit, window_parameters
+from natten_jax.static_arguments import int_tuple
 from natten_jax.tile_counts import (
     TileCounts,
     TimedTiles,
     additional_counts,
-    axes_of,
     check_tiles,
     count_tiles,
     part_counts,
@@ -54,6 +54,9 @@ __all__ = [
     "recommend_stride",
     "simulate",
 ]
+
+#: Strides that are tried for aligned tiles, which are no backend's.
+_MOST_STRIDES = 1 << 16
 
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -296,11 +299,17 @@ def least_block_sparse_stride(problem: Problem, pair: TilePair, *, placement: Pl
 
     ``None`` where no stride is: a window that is no multiple of the key/value tile, or a causal dimension, has tiles
     that need a mask in every case.
+
+    Raises:
+        ValueError: As :func:`count_tiles`, or there are too many strides to try.
     """
     check_tiles(problem, pair, placement)
     strides = []
     for axis, q_tile, kv_tile in zip(axes_of(problem), *pair, strict=True):
-        for stride in range(1, axis.kernel_size + 1):
+        largest = _largest_stride_to_try(axis, q_tile, kv_tile, placement)
+        if largest > _MOST_STRIDES:
+            raise ValueError(f"{largest} strides are too many to try for a window of {axis.kernel_size} tokens")
+        for stride in range(1, largest + 1):
             counts = axis_counts(axis._replace(stride=stride), q_tile, kv_tile, placement, "forward")
             if counts.streamed == counts.whole:
                 strides.append(stride)
@@ -308,6 +317,16 @@ def least_block_sparse_stride(problem: Problem, pair: TilePair, *, placement: Pl
         else:
             return None
     return tuple(strides)
+
+
+def _largest_stride_to_try(axis: Axis, q_tile: int, kv_tile: int, placement: Placement) -> int:
+    """The last stride that may be the smallest one without masks in a dimension; 0 where no stride is."""
+    if axis.is_causal:
+        return 1  # a query's last key is its own, whatever the stride
+    if axis.kernel_size % kv_tile:
+        return 0  # somewhere a tile crosses the end of a window
+    # With one multiple of the query tile all are free of masks that start with the windows.
+    return axis.kernel_size if placement == "aligned" else min(axis.kernel_size, q_tile)
 
 
 def recommend_stride(

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from natten_jax.axis_tiles import Axis, AxisCounts, Judgement, Placement, Rows, axis_counts, judged_tiles
+from natten_jax.axis_tiles import Axis, AxisCounts, Judgement, Placement, Rows, axes_of, axis_counts, judged_tiles
 from natten_jax.calibration import Kernel, Pass, TilePair, ordered
 from natten_jax.flops import visible_pairs
 from natten_jax.problem import Problem, Shape
@@ -152,7 +152,8 @@ def count_tiles(
         kernel: The kernel that executes them; without one, tiles are executed as large as they are.
 
     Raises:
-        ValueError: A tile does not have one positive extent per dimension, or ``placement`` is unknown.
+        ValueError: A tile does not have one positive extent per dimension, ``placement`` is unknown, or a dimension is
+            too long to be counted.
     """
     check_tiles(problem, pair, placement)
     owned_tile, streamed_tile = ordered(pair, which)
@@ -202,21 +203,6 @@ class Parts(NamedTuple):
     def plus(self, row_groups: int, streamed: int, whole: int) -> Parts:
         """With more tiles, which every row group sees, and of which ``whole`` need no mask."""
         return Parts(self.seen + row_groups * streamed, self.whole + row_groups * whole, self.masked + streamed - whole)
-
-
-def axes_of(problem: Problem) -> list[Axis]:
-    return [
-        Axis(*values)
-        for values in zip(
-            problem.query_layout,
-            problem.kv_layout,
-            problem.kernel_size,
-            problem.stride,
-            problem.dilation,
-            problem.is_causal,
-            strict=True,
-        )
-    ]
 
 
 def check_tiles(problem: Problem, pair: TilePair, placement: Placement) -> None:

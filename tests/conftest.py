@@ -2,8 +2,9 @@
 
 A test that takes ``family`` runs for every backend family, one that takes ``native_family`` for those with kernels
 of their own, and one that takes ``pure_family`` for those in plain JAX. One that also takes ``dtype`` runs for every
-element type of each, one that takes ``other_dtype`` for all but the first. A test that takes ``problem_index`` runs
-``--problems`` times for each family, one that takes ``other_problem_index`` a quarter as often.
+element type of each, one that takes ``other_dtype`` for all but the first. A test that takes ``problem_indices`` runs
+for ``--problems`` problems of each family, a few at once, one that takes ``other_problem_indices`` for a quarter of
+them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -18,6 +20,7 @@ import hypothesis
 import jax
 import pytest
 from families import FAMILIES, Family
+from resources import limits
 
 hypothesis.settings.register_profile(
     "deterministic", derandomize=True, deadline=None, database=None, print_blob=True, max_examples=200
@@ -37,6 +40,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run tests marked slow: they build and install a wheel")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Limit what this process and the workers that it is about to start take of the machine."""
+    if not hasattr(config, "workerinput"):
+        processes = getattr(config.option, "numprocesses", None) or 1
+        os.environ.update(limits(os.environ, len(os.sched_getaffinity(0)), processes))
+
+
 @functools.cache
 def _has_gpu() -> bool:
     try:
@@ -46,7 +56,11 @@ def _has_gpu() -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` where there is no NVIDIA GPU, and ``slow`` ones unless they are asked for."""
+    """Skip tests marked ``gpu`` where there is no NVIDIA GPU, and ``slow`` ones unless they are asked for.
+
+    Slow ones come first, or else the last worker would still be at one when all others are done.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="there is no NVIDIA GPU"))
@@ -68,8 +82,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             "which": family.passes,
             "dtype": family.dtypes,
             "other_dtype": family.dtypes[1:],
-            "problem_index": range(problems),
-            "other_problem_index": range(problems // 4),
+            "problem_indices": _parts(problems, family.at_once),
+            "other_problem_indices": _parts(problems // 4, family.at_once),
         }
         names = [name for name in choices if name in metafunc.fixturenames]
         marks = []
@@ -78,9 +92,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         elif not family.is_pure_jax and jax.default_backend() != "cpu":
             marks.append(pytest.mark.skip(reason="kernels for the host: run with JAX_PLATFORMS=cpu"))
         for combination in itertools.product(*(choices[name] for name in names)):
-            identifier = "-".join(str(getattr(value, "name", value)) for value in combination)
+            identifier = "-".join(map(_identifier, combination))
             values.append(pytest.param(*combination, marks=marks, id=identifier))
     metafunc.parametrize(names, values)
+
+
+def _parts(count: int, size: int) -> list[range]:
+    return [range(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _identifier(value: Any) -> str:
+    if isinstance(value, range):
+        return f"{value.start}..{value.stop - 1}" if len(value) > 1 else str(value.start)
+    return str(getattr(value, "name", value))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -32,6 +32,7 @@ class Family:
         target: Prefix of the custom calls that it compiles to, or ``None`` where it is plain JAX.
         query_name: The family in the names of the configuration queries; ``None`` is ``name``.
         head_dim_step: Head dimensions are multiples of this.
+        at_once: How many random problems one compiled program computes; compiling plain JAX takes as long either way.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Family:
     target: str | None = None
     query_name: str | None = None
     head_dim_step: int = 1
+    at_once: int = 1
 
     @property
     def dtype(self) -> str:
@@ -79,7 +81,7 @@ class Family:
 
 
 FAMILIES = (
-    Family("cpu", ("float32", "float16", "bfloat16"), problems=100, target="natten_jax_cpu"),
+    Family("cpu", ("float32", "float16", "bfloat16"), problems=100, target="natten_jax_cpu", at_once=5),
     Family(
         "hopper",
         ("bfloat16", "float16"),
@@ -88,6 +90,7 @@ FAMILIES = (
         target="natten_jax_sm90",
         query_name="cutlass_hopper",
         head_dim_step=8,
+        at_once=5,
     ),
     Family(
         "cutlass",
@@ -96,6 +99,12 @@ FAMILIES = (
         needs_gpu=True,
         target="natten_jax_sm80",
         head_dim_step=8,
+        at_once=5,
     ),
     Family("flex", ("float32", "float16", "bfloat16", "float64"), problems=24),
 )
+
+
+def family_named(name: str) -> Family:
+    """The family of a name."""
+    return next(family for family in FAMILIES if family.name == name)

@@ -25,7 +25,7 @@ class Target:
         backend: The backend that calls it.
         platform: Where it runs.
         operands: Names of its operands.
-        results: Names of its results but scratch memory.
+        results: Names of its results but scratch memory; a remainder may also be empty.
         dtype: Element type of its arrays.
         head_dims: Legal ``head_dim`` and ``head_dim_v``.
         choices: Attributes of its own that select a variant, and their largest values.
@@ -37,7 +37,7 @@ class Target:
     name: str
     backend: str
     operands: tuple[str, ...] = PROBLEM_OPERANDS
-    results: tuple[str, ...] = ("out", "logsumexp")
+    results: tuple[str, ...] = ("out", "logsumexp", "remainder")
     platform: str = "cpu"
     dtype: Any = np.float32
     head_dims: tuple[int, int] = (8, 12)
@@ -62,7 +62,7 @@ TARGETS = (
     Target(
         "natten_jax_cpu_backward",
         "cpu-fna",
-        (*PROBLEM_OPERANDS, "logsumexp", "out_cotangent", "delta"),
+        (*PROBLEM_OPERANDS, "logsumexp", "remainder", "out_cotangent", "delta"),
         GRADIENTS,
     ),
     Target(
@@ -79,7 +79,7 @@ TARGETS = (
     Target(
         "natten_jax_sm90_backward",
         "hopper-fna",
-        (*PROBLEM_OPERANDS, "out_cotangent", "statistics"),
+        (*PROBLEM_OPERANDS, "out_cotangent", "statistics", "remainder"),
         GRADIENTS,
         platform="cuda",
         dtype=np.float16,
@@ -111,7 +111,7 @@ TARGETS = (
     Target(
         "natten_jax_sm80_backward",
         "cutlass-fna",
-        (*PROBLEM_OPERANDS, "logsumexp", "out_cotangent", "delta"),
+        (*PROBLEM_OPERANDS, "logsumexp", "remainder", "out_cotangent", "delta"),
         GRADIENTS,
         platform="cuda",
         head_dims=(8, 16),
@@ -151,7 +151,7 @@ def shapes_of(target: Target) -> dict[str, tuple[int, ...]]:
         "additional_values": (2, 3, 1, head_dim_v),
         "origins": (2, 3),
         **dict.fromkeys(("out", "out_cotangent"), (2, *tokens, 2, head_dim_v)),
-        **dict.fromkeys(("logsumexp", "logsumexp_cotangent", "delta"), (2, *tokens, 2)),
+        **dict.fromkeys(("logsumexp", "remainder", "logsumexp_cotangent", "delta"), (2, *tokens, 2)),
         "statistics": (2, 2, *tokens, 2),
     }
 
@@ -160,7 +160,7 @@ def good_call(target: Target) -> Call:
     """A call of the small problem in which nothing is wrong."""
     rng = np.random.default_rng(0)
     shapes = shapes_of(target)
-    float32 = {"logsumexp", "logsumexp_cotangent", "delta", "statistics"}
+    float32 = {"logsumexp", "remainder", "logsumexp_cotangent", "delta", "statistics"}
 
     def dtype(name: str) -> Any:
         return np.float32 if name in float32 else target.dtype

@@ -18,12 +18,14 @@ Array = np.ndarray
 
 def window(position: int, length: int, kernel_size: int, stride: int, is_causal: bool) -> range:
     """Keys that the query at ``position`` of a line of ``length`` tokens sees, found by walking."""
-    block = [p for p in range(length) if p // stride == position // stride]
+    begin = position
+    while begin > 0 and (begin - 1) // stride == position // stride:
+        begin -= 1
     if is_causal:
         # The last query of a full block decides where the window of the block begins; nobody sees the future.
-        leader = min(block[0] + stride - 1, length - 1)
+        leader = min(begin + stride - 1, length - 1)
         return range(max(0, leader - kernel_size + 1), position + 1)
-    leader = min(block[0] + stride // 2, length - 1)
+    leader = min(begin + stride // 2, length - 1)
     first = leader - kernel_size // 2
     while first < 0:
         first += 1
@@ -37,10 +39,9 @@ def line_mask(extent: int, kernel_size: int, stride: int, dilation: int, is_caus
     """Visibility ``[queries, keys]`` in one dimension."""
     mask = np.zeros((extent, extent), bool)
     for residue in range(dilation):
-        line = list(range(residue, extent, dilation))
+        line = np.arange(residue, extent, dilation)
         for position, query in enumerate(line):
-            for seen in window(position, len(line), kernel_size, stride, is_causal):
-                mask[query, line[seen]] = True
+            mask[query, line[window(position, len(line), kernel_size, stride, is_causal)]] = True
     return mask
 
 
@@ -134,7 +135,9 @@ def reference(operands: Tensors, mask: Array, scale: float, out_cotangent: Array
         _unflatten(Tensors(d_query, d_key, d_value), operands),
         Forward(
             _heads_last(out_size, operands),
-            _heads_last((weights * steep).sum(-1, keepdims=True) + size(lse)[..., None], operands)[..., 0],
+            _heads_last(
+                (weights * steep).sum(-1, keepdims=True) + size(np.where(np.isfinite(lse), lse, 0))[..., None], operands
+            )[..., 0],
         ),
         _unflatten(
             Tensors(
@@ -150,8 +153,10 @@ def reference(operands: Tensors, mask: Array, scale: float, out_cotangent: Array
 def _softmax(flat: _Flat, scale: float) -> tuple[Array, Array]:
     logits = np.where(flat.mask, scale * (flat.query @ flat.key.swapaxes(-1, -2)), -np.inf)
     highest = logits.max(-1, keepdims=True)
-    exponentials = np.exp(logits - highest)
-    total = exponentials.sum(-1, keepdims=True)
+    # A query of a part of a layout may see no key of another part: it has no weights, and a logsumexp of -inf.
+    is_empty = highest == -np.inf
+    exponentials = np.exp(logits - np.where(is_empty, 0, highest))
+    total = exponentials.sum(-1, keepdims=True) + is_empty
     return exponentials / total, (highest + np.log(total))[..., 0]
 
 

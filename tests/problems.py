@@ -5,20 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-from families import BOUNDS, Family, tile_pair
+from families import BOUNDS, Family
 
 import natten_jax
-from natten_jax import backends, devices
-from natten_jax.problem import neighborhood_problem
 
 Shape = tuple[int, ...]
 
@@ -29,8 +27,29 @@ OPERATORS: Mapping[int, Callable[..., Any]] = {1: natten_jax.na1d, 2: natten_jax
 #: With the bound of float32, 2e-6, it allows an error of 1e-7 of the terms: not two roundings of one of them.
 CANCELLATION = 0.05
 
-#: Each problem is compiled for one run of microseconds, so optimisation would be most of the suite's time.
-QUICK_COMPILATION = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
+
+def accepted_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those compiler options that the installed jaxlib has: they come and go."""
+
+    def is_accepted(name: str, value: Any) -> bool:
+        try:
+            jax.jit(lambda x: x).lower(0).compile(compiler_options={name: value})
+        except jax.errors.JaxRuntimeError as error:
+            if name not in str(error):
+                raise
+            return False
+        return True
+
+    return {name: value for name, value in options.items() if is_accepted(name, value)}
+
+
+#: Each problem is compiled for one run of microseconds, so optimisation would be most of the suite's time: of the code
+#: on a CPU, of the choice among kernels for a product of matrices on a GPU.
+QUICK_COMPILATION = accepted_options(
+    {"xla_backend_optimization_level": 0}
+    if jax.default_backend() == "cpu"
+    else {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,12 +131,16 @@ class Case:
 
     def operands(self, dtype: str, seed: int) -> oracle.Tensors:
         """Random normal operands as JAX arrays."""
+        return jax.tree.map(jax.device_put, self.host_operands(dtype, seed))
+
+    def host_operands(self, dtype: str, seed: int) -> oracle.Tensors:
+        """The same as NumPy arrays."""
         rng = np.random.default_rng(seed)
         width_v = self.head_dim_v or self.head_dim
         queries = self.layout if self.queries is None else (self.queries,)
 
-        def draw(*shape: int) -> jax.Array:
-            return jnp.asarray(rng.standard_normal(shape).astype(jnp.dtype(dtype)))
+        def draw(*shape: int) -> np.ndarray:
+            return rng.standard_normal(shape).astype(jnp.dtype(dtype))
 
         return oracle.Tensors(
             draw(self.batch, *queries, self.heads, self.head_dim),
@@ -129,12 +152,17 @@ class Case:
 
     def cotangents(self, dtype: str, seed: int) -> tuple[jax.Array, jax.Array]:
         """Random cotangents of output and logsumexp."""
+        out, lse = self.host_cotangents(dtype, seed)
+        return jax.device_put(out), jax.device_put(lse)
+
+    def host_cotangents(self, dtype: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        """The same as NumPy arrays."""
         rng = np.random.default_rng([seed, 1])
         queries = self.layout if self.queries is None else (self.queries,)
         shape = (self.batch, *queries, self.heads)
         out = 0.05 * rng.standard_normal((*shape, self.head_dim_v or self.head_dim))
         lse = 0.05 * rng.standard_normal(shape)
-        return jnp.asarray(out.astype(jnp.dtype(dtype))), jnp.asarray(lse.astype(lse_dtype(dtype)))
+        return out.astype(jnp.dtype(dtype)), lse.astype(lse_dtype(dtype))
 
     def operator(self, backend: str | None = None, **arguments: Any) -> Callable[[oracle.Tensors], tuple[Any, Any]]:
         """The public function on this problem: operands to output and logsumexp."""
@@ -180,25 +208,54 @@ def relative_error(result: Any, reference: np.ndarray, magnitude: np.ndarray) ->
     return distance / size
 
 
+Results = tuple[tuple[jax.Array, jax.Array], oracle.Tensors]
+
+
 def value_and_gradients(
     function: Callable[[oracle.Tensors], tuple[Any, Any]], operands: oracle.Tensors, cotangents: tuple[Any, Any]
-) -> tuple[tuple[jax.Array, jax.Array], oracle.Tensors]:
+) -> Results:
     """Both passes in one compiled program."""
+    return all_values_and_gradients([function], [operands], [cotangents])[0]
+
+
+def all_values_and_gradients(
+    functions: Sequence[Callable[[oracle.Tensors], tuple[Any, Any]]],
+    operands: Sequence[oracle.Tensors],
+    cotangents: Sequence[tuple[Any, Any]],
+) -> list[Results]:
+    """Both passes of several functions in one compiled program: compiling takes long, and much of it but once."""
 
     @functools.partial(jax.jit, compiler_options=QUICK_COMPILATION)
-    def run(operands: oracle.Tensors, cotangents: tuple[Any, Any]) -> Any:
-        outputs, pullback = jax.vjp(function, operands)
-        return outputs, pullback(cotangents)[0]
+    def run(operands: Sequence[oracle.Tensors], cotangents: Sequence[tuple[Any, Any]]) -> Any:
+        results = []
+        for function, own, cotangent in zip(functions, operands, cotangents, strict=True):
+            outputs, pullback = jax.vjp(function, own)
+            results.append((outputs, pullback(cotangent)[0]))
+        return results
 
     return run(operands, cotangents)
 
 
 def errors(case: Case, outputs: tuple[Any, Any], gradients: oracle.Tensors | None, seed: int) -> dict[str, float]:
     """Error of each result of ``case`` on the inputs that ``seed`` makes."""
-    dtype = outputs[0].dtype.name
-    operands = oracle.Tensors(*(a if a is None else np.asarray(a) for a in case.operands(dtype, seed)))
-    d_out, d_lse = (np.asarray(a) for a in case.cotangents(dtype, seed))
-    expected = oracle.reference(operands, case.mask(), case.actual_scale, d_out, d_lse)
+    return errors_of(expected_results(case, outputs[0].dtype.name, seed), outputs, gradients)
+
+
+def expected_results(case: Case, dtype: str, seed: int) -> oracle.Reference:
+    """The oracle's results of ``case`` on the inputs that ``seed`` makes."""
+    return expected_of(case, case.host_operands(dtype, seed), case.host_cotangents(dtype, seed))
+
+
+def expected_of(case: Case, operands: oracle.Tensors, cotangents: tuple[Any, Any]) -> oracle.Reference:
+    """The oracle's results of ``case`` on given inputs."""
+    operands = oracle.Tensors(*(a if a is None else np.asarray(a) for a in operands))
+    return oracle.reference(operands, case.mask(), case.actual_scale, *map(np.asarray, cotangents))
+
+
+def errors_of(
+    expected: oracle.Reference, outputs: tuple[Any, Any], gradients: oracle.Tensors | None
+) -> dict[str, float]:
+    """Error of each result."""
     found = dict(zip(("out", "lse"), outputs, strict=True))
     pairs = {name: (getattr(expected.forward, name), getattr(expected.forward_magnitude, name)) for name in found}
     if gradients is not None:
@@ -230,172 +287,81 @@ def check(
         record: pytest's ``record_property``.
         **arguments: More arguments of the operator, tile shapes for example.
     """
-    case = case.fitted(family)
-    backend = family.fna if case.queries is None else family.fmha
-    function = case.operator(backend, **arguments)
-    with element_types(dtype):
-        outputs, gradients = value_and_gradients(function, case.operands(dtype, seed), case.cotangents(dtype, seed))
-        assert outputs[0].dtype == dtype
-        assert outputs[1].dtype == lse_dtype(dtype)
-        found = errors(case, outputs, gradients, seed)
-    if record is not None:
-        record("errors", {"family": family.name, "dtype": dtype, "errors": found})
-    too_large = {name: error for name, error in found.items() if not error <= BOUNDS[dtype]}
-    assert not too_large, f"{case} {arguments}: errors {too_large} exceed {BOUNDS[dtype]}"
+    check_all([Trial(case, dtype, seed, arguments)], family, record)
 
 
-def random_case(seed: int, *, rank: int | None = None) -> Case:
-    """A problem drawn from everything that the operators accept."""
-    rng = np.random.default_rng([seed, 2])
-    rank = int(rng.integers(1, 4)) if rank is None else rank
-    is_large = rng.random() < 0.25
-    tokens = 480 if is_large else 120
-    while True:
-        highest = {1: tokens, 2: tokens // 6, 3: tokens // 12}[rank]
-        layout = tuple(int(n) for n in rng.integers(1, highest + 1, rank))
-        if math.prod(layout) <= tokens:
-            break
-    dimensions = [_random_window(rng, extent) for extent in layout]
-    kernel_size, stride, dilation, is_causal = zip(*dimensions, strict=True)
-    heads_kv = int(rng.integers(1, 2 if is_large else 4))
-    scale_factor = rng.choice([math.nan, 0.0, -1.0, 0.5], p=[0.7, 0.1, 0.1, 0.1])
-    head_dim = int(rng.choice([1, 3, 8, 16, 17, 24, 32, 40, 64]))
-    additional = int(rng.integers(1, 20)) if rng.random() < 0.3 else 0
-    return Case(
-        layout=layout,
-        kernel_size=kernel_size,
-        stride=stride,
-        dilation=dilation,
-        is_causal=is_causal,
-        batch=int(rng.integers(1, 4)),
-        heads=heads_kv * int(rng.integers(1, 4)),
-        heads_kv=heads_kv,
-        head_dim=head_dim,
-        head_dim_v=int(rng.choice([1, 5, 8, 20, 32, 48])) if rng.random() < 0.4 else None,
-        scale=None if math.isnan(scale_factor) else float(scale_factor) * head_dim**-0.5,
-        additional=additional,
-        fused=bool(rng.random() < 0.5),
-    )
+class Trial(NamedTuple):
+    """A problem to be compared with the oracle.
+
+    Attributes:
+        case: The problem.
+        dtype: Element type of the operands.
+        seed: Of the random operands.
+        arguments: More arguments of the operator, tile shapes for example.
+    """
+
+    case: Case
+    dtype: str
+    seed: int = 0
+    arguments: Mapping[str, Any] = MappingProxyType({})
 
 
-def _random_window(rng: np.random.Generator, extent: int) -> tuple[int, int, int, bool]:
-    dilation = 1 if rng.random() < 0.6 else int(rng.integers(1, extent + 1))
-    largest = extent // dilation
-    kind = rng.random()
-    if kind < 0.1:
-        kernel_size = 1
-    elif kind < 0.3:
-        kernel_size = largest
-    else:
-        kernel_size = int(rng.integers(1, largest + 1))
-    kind = rng.random()
-    if kind < 0.4:
-        stride = 1
-    elif kind < 0.6:
-        stride = kernel_size
-    else:
-        stride = int(rng.integers(1, kernel_size + 1))
-    return kernel_size, stride, dilation, bool(rng.random() < 0.35)
+def check_all(
+    trials: Sequence[Trial], family: Family, record: Callable[[str, object], None] | None = None, at_once: int = 8
+) -> None:
+    """Compare both passes of a backend with the oracle for several problems, ``at_once`` in one compiled program.
+
+    Raises:
+        AssertionError: Names every problem whose results are wrong.
+    """
+    failures = []
+    for double in (False, True):
+        alike = [trial for trial in trials if (trial.dtype == "float64") == double]
+        for start in range(0, len(alike), at_once):
+            with jax.enable_x64(double):
+                failures += _failures(alike[start : start + at_once], family, record)
+    assert not failures, "\n".join(failures)
 
 
-def random_tiles(case: Case, family: Family, dtype: str, seed: int) -> dict[str, Any]:
-    """Tile arguments: none, some that the configuration queries list, or small ones where any are accepted."""
-    rng = np.random.default_rng([seed, 3])
-    source = rng.choice(["none", "listed", "any"])
-    if source == "none":
-        return {}
-    case = case.fitted(family)
-    width_v = case.head_dim_v or case.head_dim
-    shape = (case.batch, *case.layout)
-    arrays = [
-        jax.ShapeDtypeStruct((*shape, case.heads, case.head_dim), dtype),
-        jax.ShapeDtypeStruct((*shape, case.heads_kv, case.head_dim), dtype),
-        jax.ShapeDtypeStruct((*shape, case.heads_kv, width_v), dtype),
+def _failures(trials: Sequence[Trial], family: Family, record: Callable[[str, object], None] | None) -> list[str]:
+    trials = [trial._replace(case=trial.case.fitted(family)) for trial in trials]
+    functions = [
+        case.operator(family.fna if case.queries is None else family.fmha, **arguments)
+        for case, _, _, arguments in trials
     ]
-    problem = neighborhood_problem(
-        case.rank, *arrays, **case.window_arguments, scale=None, additional_keys=None, additional_values=None
-    )
-    backend, device = backends.find(family.fna, "fna"), devices.default_device()
-    tiles = {}
-    for which in family.passes:
-        configs = family.query("fna", which)(*arrays, **case.window_arguments)
-        drawn = rng.integers(1, 10, (2, case.rank)).tolist()
-        pair = tuple(drawn[0]), tuple(drawn[1])
-        if configs and (source == "listed" or not backend.offers(problem, device, which, pair)):
-            pair = tile_pair(configs[int(rng.integers(len(configs)))])
-        if configs:
-            prefix = "" if which == "forward" else "backward_"
-            names = f"{prefix}q_tile_shape", f"{prefix}kv_tile_shape"
-            tiles.update(zip(names, pair, strict=True))
-    return tiles
+    # Trials of the same problem share its operands and what is expected.
+    operands = {trial[:3]: trial.case.operands(trial.dtype, trial.seed) for trial in trials}
+    cotangents = {trial[:3]: trial.case.cotangents(trial.dtype, trial.seed) for trial in trials}
+    expected = {key: expected_results(*key) for key in operands}
+    try:
+        results = all_values_and_gradients(
+            functions, [operands[trial[:3]] for trial in trials], [cotangents[trial[:3]] for trial in trials]
+        )
+    except Exception as error:
+        if len(trials) == 1:
+            return [f"{_described(trials[0])}: {type(error).__name__}: {error}"]
+        # Alone, each says whether it is the one to blame.
+        return [failure for trial in trials for failure in _failures([trial], family, record)] or [
+            f"{[_described(trial) for trial in trials]} fail in one program, but not alone: {error}"
+        ]
+    failures = []
+    for trial, (outputs, gradients) in zip(trials, results, strict=True):
+        dtype = trial.dtype
+        where = _described(trial)
+        assert outputs[0].dtype == dtype, where
+        assert outputs[1].dtype == lse_dtype(dtype), where
+        try:
+            found = errors_of(expected[trial[:3]], outputs, gradients)
+        except AssertionError as error:
+            failures.append(f"{where}: {error}")
+            continue
+        if record is not None:
+            record("errors", {"family": family.name, "dtype": dtype, "errors": found})
+        too_large = {name: error for name, error in found.items() if not error <= BOUNDS[dtype]}
+        if too_large:
+            failures.append(f"{where}: errors {too_large} exceed {BOUNDS[dtype]}")
+    return failures
 
 
-def feature_cases() -> dict[str, Case]:
-    """Problems that each show one feature, or one known trap, by name."""
-    return {
-        "window-odd": Case((37,), (7,)),
-        "window-even": Case((37,), (8,)),
-        "window-of-one": Case((19,), (1,)),
-        "window-of-one-causal": Case((4, 5), (1, 1), is_causal=(True, False)),
-        "window-nearly-the-layout": Case((33,), (32,), heads=2),
-        "window-whole-in-one-dimension": Case((6, 9), (6, 3), stride=(4, 2)),
-        "window-whole-causal-in-2d": Case((5, 6), (5, 6), is_causal=(True, False)),
-        "window-much-smaller-than-tile": Case((150,), (2,), stride=(2,)),
-        "window-larger-than-tile": Case((300,), (190,), stride=(7,)),
-        "many-tiles-1d": Case((1500,), (1100,), stride=(3,)),
-        "many-tiles-1d-causal": Case((1500,), (700,), stride=(5,), is_causal=(True,), head_dim_v=16),
-        "many-tiles-2d": Case((43, 45), (30, 37), stride=(4, 1), is_causal=(True, False)),
-        "many-tiles-2d-dilated": Case((41, 50), (9, 24), dilation=(4, 2), stride=(1, 5)),
-        "many-tiles-3d": Case((11, 13, 14), (8, 11, 9), stride=(1, 2, 9)),
-        "layout-of-one-token": Case((1, 1), (1, 1)),
-        "extents-of-one": Case((1, 13, 1), (1, 5, 1)),
-        "stride": Case((29,), (9,), stride=(4,)),
-        "stride-is-window": Case((30,), (7,), stride=(7,)),
-        "stride-blocked": Case((32,), (8,), stride=(8,)),
-        "stride-causal": Case((41,), (10,), stride=(3,), is_causal=(True,)),
-        "dilation": Case((36,), (5,), dilation=(4,)),
-        "dilation-not-divisible": Case((37,), (3,), stride=(2,), dilation=(10,)),
-        "dilation-fills-the-layout": Case((17,), (8,), dilation=(2,)),
-        "dilation-groups-of-one": Case((11,), (1,), dilation=(11,)),
-        "dilation-causal-2d": Case((13, 10), (3, 2), stride=(2, 1), dilation=(4, 3), is_causal=(True, False)),
-        "causal": Case((50,), (13,), is_causal=(True,)),
-        "causal-per-dimension": Case((5, 6, 7), (3, 4, 5), is_causal=(False, True, False)),
-        "causal-everywhere": Case((4, 5, 6), (3, 3, 4), stride=(2, 1, 3), is_causal=(True, True, True)),
-        "2d": Case((14, 15), (5, 6), batch=2, heads=2, heads_kv=2),
-        "3d": Case((5, 7, 6), (3, 4, 5), stride=(1, 3, 2), batch=2),
-        "3d-dilated": Case((7, 6, 9), (3, 2, 4), stride=(2, 1, 3), dilation=(2, 3, 2), heads=2),
-        "2d-long-and-narrow": Case((2, 90), (2, 11), stride=(1, 4)),
-        "gqa": Case((25,), (7,), batch=2, heads=6, heads_kv=2),
-        "mqa": Case((5, 5), (3, 3), heads=5, heads_kv=1),
-        "head-dim-v-larger": Case((26,), (5,), head_dim=8, head_dim_v=40),
-        "head-dim-v-smaller": Case((26,), (5,), head_dim=48, head_dim_v=16),
-        "head-dim-odd": Case((23,), (5,), head_dim=19, head_dim_v=7),
-        "head-dim-one": Case((23,), (5,), head_dim=1),
-        "head-dim-128": Case((21,), (9,), head_dim=128),
-        "head-dim-256": Case((12,), (5,), head_dim=256, head_dim_v=136),
-        "additional": Case((24,), (5,), additional=7, batch=2, heads=4, heads_kv=2),
-        "additional-fused": Case((24,), (5,), additional=7, fused=True, batch=2, heads=4, heads_kv=2),
-        "additional-one-fused": Case((6, 7), (3, 3), additional=1, fused=True, is_causal=(True, False)),
-        "additional-many-fused": Case((4, 5), (3, 2), additional=150, fused=True, head_dim_v=24),
-        "additional-whole-layout": Case((4, 5), (4, 5), additional=3),
-        "additional-whole-layout-causal": Case((17,), (17,), additional=3, is_causal=(True,)),
-        "additional-whole-layout-causal-fused": Case((17,), (17,), additional=3, is_causal=(True,), fused=True),
-        "scale-zero": Case((20,), (6,), scale=0.0, additional=2),
-        "scale-negative": Case((20,), (6,), scale=-0.35, additional=2, fused=True),
-    }
-
-
-def attention_cases() -> dict[str, Case]:
-    """Plain attention problems, by name."""
-    cases = {}
-    for (queries, keys), is_causal in itertools.product(
-        ((1, 1), (16, 16), (70, 33), (33, 150), (1, 40)), (False, True)
-    ):
-        name = f"{queries}x{keys}{'-causal' if is_causal else ''}"
-        cases[name] = Case((keys,), queries=queries, is_causal=(is_causal,), head_dim=16)
-    cases["many-tiles-causal"] = Case((1300,), queries=700, is_causal=(True,))
-    cases["many-tiles"] = Case((600,), queries=1100, head_dim=16)
-    cases["gqa"] = Case((40,), queries=25, batch=2, heads=6, heads_kv=2, head_dim=24, head_dim_v=40)
-    cases["mqa-causal"] = Case((40,), queries=65, heads=4, is_causal=(True,), head_dim=17, head_dim_v=3)
-    cases["scale"] = Case((20,), queries=20, scale=-0.2, batch=3)
-    return cases
+def _described(trial: Trial) -> str:
+    return f"{trial.case} {trial.dtype} seed {trial.seed} {dict(trial.arguments)}"

@@ -36,7 +36,7 @@ def run_python(
     variables = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip(),
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         **(environment or {}),
     }

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from families import Family, tile_pair
-from problems import Case, check, element_types
+from problems import Case, Trial, check, check_all, element_types
 
 import natten_jax
 from natten_jax import backends, simulator
@@ -143,8 +143,8 @@ def test_every_listed_tile_shape_runs_and_is_right(family: Family, rank: int) ->
     case = EVERY_TILE[rank]
     array = jax.ShapeDtypeStruct((1, *case.layout, case.heads, 8), family.dtype)
     key = jax.ShapeDtypeStruct((1, *case.layout, 1, 8), family.dtype)
-    for tiles in every_pair(family, "fna", array, key, key, **case.window_arguments):
-        check(case, family, family.dtype, **tiles)
+    pairs = every_pair(family, "fna", array, key, key, **case.window_arguments)
+    check_all([Trial(case, family.dtype, arguments=tiles) for tiles in pairs], family)
 
 
 @pytest.mark.parametrize(
@@ -167,8 +167,8 @@ def test_tiles_of_more_than_128_queries_are_right(
 def test_every_listed_tile_size_of_attention_runs_and_is_right(family: Family) -> None:
     case = Case((70,), queries=150, is_causal=(True,))
     query, key = (jax.ShapeDtypeStruct((1, n, 1, 8), family.dtype) for n in (150, 70))
-    for tiles in every_pair(family, "fmha", query, key, key, is_causal=True):
-        check(case, family, family.dtype, **tiles)
+    pairs = every_pair(family, "fmha", query, key, key, is_causal=True)
+    check_all([Trial(case, family.dtype, arguments=tiles) for tiles in pairs], family)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])

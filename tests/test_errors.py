@@ -138,7 +138,7 @@ ROWS = [
             ("bools", (3, True), TypeError, "(3, True)"),
             ("text", "33", TypeError, "'33'"),
             ("none", None, TypeError, "None"),
-            ("array", np.array([3, 3]), TypeError, "array"),
+            ("array", np.array([3.0, 3.0]), TypeError, "array"),
         )
     ),
     Row("stride-exceeds-window", {"stride": 4}, ValueError, ("stride", "(4, 4)", "kernel_size", "(3, 3)", "<=")),

@@ -1,11 +1,10 @@
 """Malformed calls straight to the custom call targets: every one is an error with a sentence, never a crash.
 
-The calls run in a process of their own, which reports before and after each: a crash is the failure of one test.
+The calls run in processes of their own, which report before and after each: a crash is the failure of one of them.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import subprocess
 from typing import Any
@@ -15,22 +14,38 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ffi_calls import GRADIENTS, PROBLEM_OPERANDS, TARGETS, Target, good_call, run_call
-from malformed_calls import CASES
+from malformed_calls import CASES, DEVICE_ERROR
 from programs import run_python
 
 import natten_jax
 from natten_jax import backends
-from natten_jax.backends.base import Operands, Output
+from natten_jax.backends.base import Operands
 from natten_jax.problem import Problem, TileConfig
 
 TARGET_PARAMETERS = [pytest.param(target, id=target.name, marks=target.marks) for target in TARGETS]
 
 
-@functools.cache
-def outcomes(platform: str) -> dict[str, str]:
-    """What each case of a platform led to; after a crash or a hang the next process goes on behind it."""
+#: How many cases share a process: starting one takes as long as some tens of calls.
+AT_ONCE = 110
+
+
+def groups() -> dict[str, tuple[Target, list[str]]]:
+    """Cases that run in one process, by name: some of one target."""
+    found = {}
+    for target in TARGETS:
+        names = [name for name, (own, _) in CASES.items() if own is target]
+        for start in range(0, len(names), AT_ONCE):
+            found[f"{target.name.removeprefix('natten_jax_')}-{start}"] = target, names[start : start + AT_ONCE]
+    return found
+
+
+GROUPS = groups()
+
+
+def outcomes(platform: str, names: list[str]) -> dict[str, str]:
+    """What each case led to; after a crash or a hang the next process goes on behind it."""
     found: dict[str, str] = {}
-    remaining = [name for name, (target, _) in CASES.items() if target.platform == platform]
+    remaining = names
     environment = {"JAX_PLATFORMS": platform, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     while remaining:
         program = f"import malformed_calls; malformed_calls.main({remaining!r})"
@@ -47,18 +62,45 @@ def outcomes(platform: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, id=name, marks=target.marks) for name, (target, _) in CASES.items()]
-)
-def test_malformed_call(name: str) -> None:
-    target, case = CASES[name]
-    outcome = outcomes(target.platform)[name]
+def complaint(name: str, outcome: str) -> str | None:
+    """What is wrong with the outcome of a case."""
+    case = CASES[name][1]
     # An error of the device itself outlives the call that led to it.
-    assert not outcome.startswith(("crashed", "did not end")) and "CUDA_ERROR" not in outcome, outcome
+    if outcome.startswith(("crashed", "did not end")) or DEVICE_ERROR in outcome:
+        return f"{name} {outcome}"
     if case.message is None:
-        return
-    assert outcome != "ran", "the call was accepted"
-    assert all(part in outcome for part in case.message), outcome
+        return None
+    if outcome == "ran":
+        return f"{name} was accepted"
+    missing = [part for part in case.message if part not in outcome]
+    return f"{name} does not say {missing}: {outcome}" if missing else None
+
+
+@pytest.mark.parametrize("group", [pytest.param(name, marks=target.marks) for name, (target, _) in GROUPS.items()])
+def test_malformed_calls(group: str) -> None:
+    target, names = GROUPS[group]
+    found = outcomes(target.platform, names)
+    complaints = [complaint(name, found[name]) for name in names]
+    assert not any(complaints), "\n".join(filter(None, complaints))
+
+
+def test_every_malformed_call_is_in_one_group() -> None:
+    assert sorted(name for _, names in GROUPS.values() for name in names) == sorted(CASES)
+
+
+def test_complaints_about_malformed_calls() -> None:
+    accepts, refuses = "cpu_forward-huge-window", "cpu_forward-scale-nan"
+    message = "XlaRuntimeError: natten_jax: scale is nan"
+    assert complaint(accepts, "ran") is None
+    assert complaint(refuses, message) is None
+    for name, outcome in (
+        (accepts, "crashed with status -11: "),
+        (accepts, "did not end"),
+        (accepts, f"XlaRuntimeError: {DEVICE_ERROR}_ILLEGAL_ADDRESS"),
+        (refuses, "ran"),
+        (refuses, "XlaRuntimeError: natten_jax: something else"),
+    ):
+        assert name in (complaint(name, outcome) or "")
 
 
 @pytest.mark.parametrize("origins", [2, 0])
@@ -84,7 +126,7 @@ def test_unchanged_call_runs(target: Target, origins: int) -> None:
             return_lse=True,
         )
         tolerance = 1e-5 if target.dtype == np.float32 else 5e-3
-        for result, other in zip(results, expected, strict=True):
+        for result, other in zip(results[:2], expected, strict=True):
             np.testing.assert_allclose(result, other, rtol=tolerance, atol=tolerance)
 
 
@@ -115,8 +157,8 @@ def test_real_calls_are_those_tested_here(target: Target) -> None:
     backend = backends.find(target.backend, "fna")
 
     def both_passes(operands: Operands) -> Any:
-        output = backend.forward(problem, tiles, operands)
-        return backend.backward(problem, tiles, operands, Output(*output), *output)
+        saved = backend.forward_saving(problem, tiles, operands)
+        return backend.backward(problem, tiles, operands, saved, saved.out, saved.logsumexp)
 
     operands = Operands(*(expected.operands[name] for name in PROBLEM_OPERANDS))
     (call,) = (

@@ -126,3 +126,77 @@ class TestConvert:
             convert.load_nnx(nnx_module(1, qkv_bias=False), weights)
         with pytest.raises(ValueError, match="the module has a bias for query"):
             convert.load_nnx(nnx_module(1), natten_weights(qkv_bias=False))
+
+    @pytest.mark.parametrize("name", ["qkv.weight", "qkv.bias", "proj.weight", "proj.bias"])
+    @pytest.mark.parametrize("prefix", ["", "blocks.0.attn."])
+    @pytest.mark.parametrize(
+        ("of", "dtype"),
+        [
+            (lambda array: array.astype(object), "object"),
+            (lambda array: array.astype(str), "<U"),
+            (lambda array: array.astype(bytes), "|S"),
+            (lambda array: array.astype(complex), "complex128"),
+            (lambda array: array > 0, "bool"),
+            (lambda array: array.astype(np.int8), "int8"),  # quantized: its scales are elsewhere
+            (lambda array: array.astype("datetime64[s]"), "datetime64"),
+            (lambda array: array.astype(np.float32).view([("real", np.float32)]), "real"),
+            (lambda array: array.astype(complex).tolist(), "complex128"),
+            (lambda array: jnp.asarray(array, "int32"), "int32"),
+        ],
+    )
+    def test_weights_of_other_types(self, name, prefix, of, dtype):
+        weights = natten_weights(prefix=prefix)
+        weights[prefix + name] = of(weights[prefix + name])
+        module = nnx_module(1)
+        before = params_of(module)
+        for call in (
+            lambda: convert.linen_params(weights, HEADS, prefix=prefix),
+            lambda: convert.load_nnx(module, weights, prefix=prefix),
+        ):
+            with pytest.raises(TypeError) as caught:
+                call()
+            message = str(caught.value)
+            assert message.startswith(f"state_dict[{prefix + name!r}] must be an array of floats"), message
+            assert dtype in message
+        jax.tree.map(np.testing.assert_array_equal, params_of(module), before)
+
+    @pytest.mark.parametrize("value", [None, "weights", {"a": 1}, [[1.0], [1.0, 2.0]], object(), lambda: 1])
+    def test_weights_that_are_no_arrays(self, value):
+        weights = {**natten_weights(), "proj.bias": value}
+        with pytest.raises(TypeError, match=r"^state_dict\['proj.bias'\] must be an array of floats"):
+            convert.linen_params(weights, HEADS)
+
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn"])
+    def test_weights_of_all_float_types(self, dtype):
+        weights = {name: array.astype(jnp.dtype(dtype)) for name, array in natten_weights().items()}
+        for holder in (np.asarray, jnp.asarray):
+            params = convert.linen_params({name: holder(array) for name, array in weights.items()}, HEADS)
+            kernel = params["query"]["kernel"]
+            expected = weights["qkv.weight"][:FEATURES].T.reshape(kernel.shape)
+            np.testing.assert_array_equal(np.asarray(kernel, np.float32), expected.astype(np.float32))
+
+    @pytest.mark.parametrize(
+        ("arguments", "error", "message"),
+        [
+            ({"state_dict": None}, TypeError, "state_dict must be a mapping of names to weights, got NoneType"),
+            ({"state_dict": [("qkv.weight", 1)]}, TypeError, "state_dict must be a mapping .*, got list"),
+            ({"prefix": None}, TypeError, "prefix must be a str, got None"),
+            ({"prefix": b"blocks."}, TypeError, "prefix must be a str, got b'blocks.'"),
+            ({"num_heads": "4"}, TypeError, "num_heads must be an int, got '4'"),
+            ({"num_heads": 4.0}, TypeError, "num_heads must be an int, got 4.0"),
+            ({"num_heads": True}, TypeError, "num_heads must be an int, got True"),
+            ({"num_heads": 0}, ValueError, "num_heads must be at least 1, got 0"),
+            ({"num_heads": 3}, ValueError, "num_heads 3 does not divide the 16 features"),
+            ({"param_dtype": int}, TypeError, "param_dtype must be None or a float type, got .*int"),
+            ({"param_dtype": "complex64"}, TypeError, "param_dtype must be None or a float type, got 'complex64'"),
+            ({"param_dtype": "nothing"}, TypeError, "param_dtype must be None or a float type, got 'nothing'"),
+        ],
+    )
+    def test_wrong_arguments(self, arguments, error, message):
+        good = {"state_dict": natten_weights(), "num_heads": HEADS}
+        with pytest.raises(error, match=message):
+            convert.linen_params(**{**good, **arguments})
+
+    def test_names_that_are_no_text(self):
+        with pytest.raises(ValueError, match=r"has no 'qkv.weight' .*'a.'"):
+            convert.linen_params({0: np.ones(3), "a.qkv.weight": np.ones(3)}, HEADS)

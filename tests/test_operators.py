@@ -12,18 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from cases import attention_cases, feature_cases, random_case, random_tiles
 from families import FAMILIES, Family, tile_pair
 from problems import (
     BOUNDS,
     QUICK_COMPILATION,
     Case,
-    attention_cases,
+    Trial,
     check,
+    check_all,
     element_types,
     errors,
-    feature_cases,
-    random_case,
-    random_tiles,
     relative_error,
     value_and_gradients,
 )
@@ -49,23 +48,22 @@ def test_feature_in_other_element_types(family: Family, other_dtype: str, name: 
     check(FEATURES[name], family, other_dtype, record=record_property)
 
 
-def test_random_problem(family: Family, problem_index: int, record_property: Record) -> None:
-    dtype = family.dtype
-    case = random_case(problem_index)
-    tiles = random_tiles(case, family, dtype, problem_index)
-    check(case, family, dtype, problem_index, record_property, **tiles)
-
-
-def test_random_problem_in_other_element_types(
-    family: Family, other_problem_index: int, record_property: Record
-) -> None:
-    others = family.dtypes[1:]
-    dtype = others[other_problem_index % len(others)]
-    seed = 100_000 + other_problem_index
+def random_trial(family: Family, dtype: str, seed: int) -> Trial:
     case = random_case(seed)
     with element_types(dtype):
-        tiles = random_tiles(case, family, dtype, seed)
-    check(case, family, dtype, seed, record_property, **tiles)
+        return Trial(case, dtype, seed, random_tiles(case, family, dtype, seed))
+
+
+def test_random_problems(family: Family, problem_indices: range, record_property: Record) -> None:
+    check_all([random_trial(family, family.dtype, index) for index in problem_indices], family, record_property)
+
+
+def test_random_problems_in_other_element_types(
+    family: Family, other_problem_indices: range, record_property: Record
+) -> None:
+    others = family.dtypes[1:]
+    trials = [random_trial(family, others[i % len(others)], 100_000 + i) for i in other_problem_indices]
+    check_all(trials, family, record_property)
 
 
 @pytest.mark.parametrize("name", ATTENTION)

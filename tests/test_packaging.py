@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
+import runpy
 import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import setuptools
 
 ROOT = Path(__file__).parents[1]
 
@@ -92,3 +97,66 @@ def test_installed_doctor_reports_the_backends(python: Path, tmp_path: Path) -> 
 @pytest.mark.slow
 def test_installed_profiler_shows_its_help(python: Path, tmp_path: Path) -> None:
     assert "usage" in run(python, "-m", "natten_jax.profiler", "--help", cwd=tmp_path).lower()
+
+
+# What a build looks up and asks for.
+
+
+@pytest.fixture
+def build_script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The names in setup.py, which builds nothing here."""
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    monkeypatch.setenv("NATTEN_JAX_CUDA", "0")
+    return runpy.run_path(str(ROOT / "setup.py"))
+
+
+def put_program(path: Path) -> Path:
+    """An executable file that fails."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/sh\nexit 1\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("entry", ["", ".", "sub/../"])
+def test_no_program_is_taken_from_the_current_directory_by_an_entry_of_the_path(
+    entry: str, build_script: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("nvcc", "nvidia-smi", "ccache", "cmake", "ninja"):
+        put_program(tmp_path / "here" / name)
+    (tmp_path / "here" / "sub").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setenv("PATH", os.pathsep.join([entry, str(tmp_path / "empty"), entry]))
+    assert build_script["find_installed_nvcc"]() is None
+    assert [build_script["find_program"](name) for name in ("nvcc", "nvidia-smi", "ccache", "cmake", "ninja")] == (
+        [None] * 5
+    )
+    assert build_script["launcher_options"]() == []
+    named = put_program(tmp_path / "toolkit" / "nvcc")
+    monkeypatch.setenv("PATH", os.pathsep.join([entry, str(named.parent)]))
+    assert build_script["find_installed_nvcc"]() == named
+
+
+@pytest.mark.parametrize("spelling", ["", ".", "absolute"])
+def test_no_packaged_compiler_is_taken_from_the_current_directory(
+    spelling: str, build_script: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, packages = tmp_path / "here", tmp_path / "site-packages"
+    for folder in (here, packages):
+        put_program(folder / "nvidia" / "cu13" / "bin" / "nvcc")
+    monkeypatch.chdir(here)
+    entry = str(here) if spelling == "absolute" else spelling
+    monkeypatch.setattr(sys, "path", [entry])
+    assert build_script["find_packaged_nvcc"]() is None
+    monkeypatch.setattr(sys, "path", [entry, str(packages)])
+    assert build_script["find_packaged_nvcc"]() == packages / "nvidia" / "cu13" / "bin" / "nvcc"
+
+
+def test_every_build_requirement_has_an_upper_bound(build_script: dict[str, Any]) -> None:
+    static = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    requirements = [*static, *build_script["CUDA_TOOLKIT_REQUIREMENTS"], build_script["CUTLASS_REQUIREMENT"]]
+    assert len(requirements) > 8
+    for requirement in requirements:
+        specifiers = re.findall(r"(==|<=|<|~=|>=|>|!=)\s*([\w.*]+)", requirement)
+        assert any(operator in ("==", "<", "<=", "~=") for operator, _ in specifiers), requirement

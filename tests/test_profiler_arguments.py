@@ -15,6 +15,11 @@ from natten_jax.profiler.__main__ import main
         ("-i 2 2 2 2", "-i/--input-size takes 1 to 3 integers"),
         ("-i 0", "must be at least 1, got 0"),
         ("-i x", "'x' is not an integer"),
+        (f"-i {2**63}", f"must be at most {2**63 - 1}, got {2**63}"),
+        (f"-i {'9' * 4000}", "must be at most 9223372036854775807, got 9999"),
+        (f"-i {'9' * 5000}", "is not an integer"),
+        (f"-i 8 --iterations {2**63}", "must be at most"),
+        (f"-i 8 --dry-run --compute-capability {'9' * 5000}", "is not a compute capability"),
         ("-i 8 8 -w 4", "--window-size takes 2 value(s)"),
         ("-i 8 -s 1 1", "--stride takes 1 value(s)"),
         ("-i 8 -w 4 --dilation 1 2", "--dilation takes 1 value(s)"),
@@ -50,6 +55,7 @@ def test_usage_errors(arguments: str, message: str, capsys: pytest.CaptureFixtur
     assert message in error
     assert error.startswith("natten-jax-profiler: error: ")
     assert error.count("\n") == 1
+    assert len(error) < 400
 
 
 def test_help_has_groups_and_examples(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

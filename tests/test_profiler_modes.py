@@ -21,7 +21,7 @@ from natten_jax import native
 from natten_jax.profiler import parse, progress, tables, workload, xspace
 from natten_jax.profiler import trace as trace_program
 from natten_jax.profiler.__main__ import main
-from natten_jax.profiler.capture import capture_in_turns
+from natten_jax.profiler.capture import DamagedTrace, capture_in_turns
 from natten_jax.profiler.measure import Comparison, profile
 from natten_jax.profiler.program import Program
 
@@ -394,6 +394,7 @@ def test_damaged_traces_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "there is no trace" in capsys.readouterr().err
     broken = tmp_path / "a.xplane.pb"
     broken.write_bytes(b"\x0a\xff\xff\xff\xff\x0f\x01\x02" * 5)
-    assert xspace.programs(broken) == {}
+    with pytest.raises(DamagedTrace, match="truncated or corrupt"):
+        xspace.programs(broken)
     assert trace_program.main([str(broken)]) == 1
     assert capsys.readouterr().err.count("\n") == 1

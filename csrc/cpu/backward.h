@@ -6,13 +6,33 @@
 #include "cpu/key_value_stream.h"
 #include "cpu/microkernels.h"
 #include "cpu/transpose.h"
+#include "natten_jax/logsumexp.h"
 
 namespace natten_jax::cpu::NATTEN_JAX_ISA {
 namespace {
 
-/// Saved logsumexp in base 2. A query that saw no key gets +inf, which makes its probabilities zero.
-NATTEN_JAX_INLINE float base2_logsumexp(float logsumexp) {
-  return logsumexp == -__builtin_inff() ? __builtin_inff() : logsumexp * kLog2E;
+/// What the passes know of queries beside their vectors: an array per number, a float per query.
+struct QueryValues {
+  float* logsumexp;  ///< In base 2. A query that saw no key has +inf, which makes its probabilities zero.
+  float* remainder;  ///< Of the logsumexp.
+  float* delta;
+
+  /// Arrays one after the other, `pitch` floats apart.
+  NATTEN_JAX_INLINE QueryValues(float* first, std::int64_t pitch)
+      : logsumexp(first), remainder(first + pitch), delta(first + 2 * pitch) {}
+
+  /// Reads the values of a query.
+  NATTEN_JAX_INLINE void set(std::int64_t i, const Arrays& arrays, std::int64_t row) const {
+    const float saved = arrays.saved_logsumexp[row];
+    logsumexp[i] = saved == -__builtin_inff() ? __builtin_inff() : base2_logsumexp(saved);
+    remainder[i] = arrays.saved_remainder == nullptr ? 0.0f : arrays.saved_remainder[row];
+    delta[i] = arrays.delta[row];
+  }
+};
+
+/// A weight from its logit, in base 2. Rounding must not make it larger than one.
+NATTEN_JAX_INLINE Float weight(const Float& logit, const Float& logsumexp, const Float& remainder) {
+  return exp2(minimum((logit - logsumexp) - remainder, broadcast(0.0f)));
 }
 
 template <typename T>
@@ -20,28 +40,25 @@ void query_gradient(const Plan& plan, const Item& item, std::byte* scratch) {
   const Problem& p = plan.problem;
   const Workspace w(plan.scratch, scratch);
   const std::int64_t blocks = make_lane_blocks(plan, item, w.blocks);
+  const auto values_of = [&w](std::int64_t i) { return QueryValues(w.statistics + i * kStatistics * kLanes, kLanes); };
   for (std::int64_t i = 0; i < blocks; ++i) {
     const LaneBlock& block = w.blocks[i];
-    load_lanes(block, static_cast<const T*>(plan.arrays.query), p.head_dim, p.scale * kLog2E, w.lines,
+    load_lanes(block, static_cast<const T*>(plan.arrays.query), p.head_dim, 1.0f, w.lines,
                w.lanes_a + i * p.head_dim * kLanes);
     load_lanes(block, static_cast<const T*>(plan.arrays.out_cotangent), p.head_dim_v, 1.0f, w.lines,
                w.lanes_b + i * p.head_dim_v * kLanes);
     clear(w.sums_a + i * p.head_dim * kLanes, p.head_dim * kLanes);
-    float* statistics = w.statistics + i * 2 * kLanes;
-    for (int lane = 0; lane < kLanes; ++lane) {
-      statistics[lane] = base2_logsumexp(plan.arrays.saved_logsumexp[block.row[lane]]);
-      statistics[kLanes + lane] = plan.arrays.delta[block.row[lane]];
-    }
+    for (int lane = 0; lane < kLanes; ++lane) values_of(i).set(lane, plan.arrays, block.row[lane]);
   }
 
   stream_keys_and_values<T>(
       plan, item, blocks, w, [&](std::int64_t i, const Box& box, bool is_masked, std::int64_t rows) {
-        dot(w.lanes_a + i * p.head_dim * kLanes, w.rows_a, rows, p.head_dim, w.logits);
-        dot(w.lanes_b + i * p.head_dim_v * kLanes, w.rows_b, rows, p.head_dim_v, w.products);
-        const Float logsumexp = load(w.statistics + i * 2 * kLanes);
-        const Float delta = load(w.statistics + (i * 2 + 1) * kLanes);
+        dot(w.lanes_a + i * p.head_dim * kLanes, w.rows_a, rows, p.head_dim, p.scale * kLog2E, w.logits);
+        dot(w.lanes_b + i * p.head_dim_v * kLanes, w.rows_b, rows, p.head_dim_v, 1.0f, w.products);
+        const QueryValues values = values_of(i);
+        const Float logsumexp = load(values.logsumexp), remainder = load(values.remainder), delta = load(values.delta);
         const auto gradient = [&](std::int64_t row) {
-          const Float probability = exp2(load(w.logits + row * kLanes) - logsumexp);
+          const Float probability = weight(load(w.logits + row * kLanes), logsumexp, remainder);
           return probability * (load(w.products + row * kLanes) - delta);
         };
         if (is_masked) {
@@ -63,16 +80,15 @@ void query_gradient(const Plan& plan, const Item& item, std::byte* scratch) {
   }
 }
 
-/// Lists logsumexp (base 2) and delta of the queries of a box, in the order of for_each_masked_row.
+/// Lists the values of the queries of a box, in the order of for_each_masked_row.
 NATTEN_JAX_INLINE void list_query_values(const Arrays& arrays, const TokenMap& tokens, std::int64_t first_row,
-                                         std::int64_t heads, const Box& box, float* logsumexp, float* delta) {
+                                         std::int64_t heads, const Box& box, const QueryValues& values) {
+  std::int64_t i = 0;
   for (std::int64_t x = box.begin[0]; x < box.end[0]; ++x) {
     for (std::int64_t y = box.begin[1]; y < box.end[1]; ++y) {
       const std::int64_t line = tokens.offset + x * tokens.pitch[0] + y * tokens.pitch[1];
       for (std::int64_t z = box.begin[2]; z < box.end[2]; ++z) {
-        const std::int64_t row = first_row + (line + z * tokens.pitch[2]) * heads;
-        *logsumexp++ = base2_logsumexp(arrays.saved_logsumexp[row]);
-        *delta++ = arrays.delta[row];
+        values.set(i++, arrays, first_row + (line + z * tokens.pitch[2]) * heads);
       }
     }
   }
@@ -80,21 +96,24 @@ NATTEN_JAX_INLINE void list_query_values(const Arrays& arrays, const TokenMap& t
 
 /// Turns logits into probabilities and products into gradients of the logits.
 NATTEN_JAX_INLINE void differentiate(const LaneBlock& block, const Box& box, bool is_masked, std::int64_t rows,
-                                     const float* logsumexp, const float* delta, float* logits, float* products) {
+                                     const QueryValues& values, float* logits, float* products) {
+  const auto probability_of = [&](std::int64_t row) {
+    return weight(load(logits + row * kLanes), broadcast(values.logsumexp[row]), broadcast(values.remainder[row]));
+  };
   if (is_masked) {
     const Float none = broadcast(0.0f);
     for_each_masked_row(block, box, [&](std::int64_t row, const Mask& mask) {
-      const Float probability = exp2(load(logits + row * kLanes) - broadcast(logsumexp[row]));
-      const Float gradient = probability * (load(products + row * kLanes) - broadcast(delta[row]));
+      const Float probability = probability_of(row);
+      const Float gradient = probability * (load(products + row * kLanes) - broadcast(values.delta[row]));
       store(logits + row * kLanes, select(mask, probability, none));
       store(products + row * kLanes, select(mask, gradient, none));
     });
     return;
   }
   for (std::int64_t row = 0; row < rows; ++row) {
-    const Float probability = exp2(load(logits + row * kLanes) - broadcast(logsumexp[row]));
+    const Float probability = probability_of(row);
     store(logits + row * kLanes, probability);
-    store(products + row * kLanes, probability * (load(products + row * kLanes) - broadcast(delta[row])));
+    store(products + row * kLanes, probability * (load(products + row * kLanes) - broadcast(values.delta[row])));
   }
 }
 
@@ -107,15 +126,14 @@ void key_value_gradient(const Plan& plan, const Item& item, std::byte* scratch) 
   const T* keys = static_cast<const T*>(item.owns_additional ? arrays.additional_keys : arrays.key);
   const T* values = static_cast<const T*>(item.owns_additional ? arrays.additional_values : arrays.value);
   for (std::int64_t i = 0; i < blocks; ++i) {
-    load_lanes(w.blocks[i], keys, p.head_dim, p.scale * kLog2E, w.lines, w.lanes_a + i * p.head_dim * kLanes);
+    load_lanes(w.blocks[i], keys, p.head_dim, 1.0f, w.lines, w.lanes_a + i * p.head_dim * kLanes);
     load_lanes(w.blocks[i], values, p.head_dim_v, 1.0f, w.lines, w.lanes_b + i * p.head_dim_v * kLanes);
     clear(w.sums_a + i * p.head_dim * kLanes, p.head_dim * kLanes);
     clear(w.sums_b + i * p.head_dim_v * kLanes, p.head_dim_v * kLanes);
   }
 
   const TokenMap tokens = stream_tokens(plan, item);
-  float* const logsumexp = w.row_values;
-  float* const delta = w.row_values + plan.stream_tokens + kRowPadding;
+  const QueryValues query_values(w.row_values, plan.stream_tokens + kRowPadding);
   // The gradients of a group of query heads add up in the same sums.
   for (std::int64_t head = 0; head < p.heads_per_kv(); ++head) {
     const std::int64_t first = item.batch * p.queries() * p.heads + item.kv_head * p.heads_per_kv() + head;
@@ -131,11 +149,10 @@ void key_value_gradient(const Plan& plan, const Item& item, std::byte* scratch) 
           const std::int64_t rows = volume(box);
           list_rows(pair.a, box, w.rows_a);
           list_rows(pair.b, box, w.rows_b);
-          list_query_values(arrays, tokens, first, p.heads, box, logsumexp, delta);
-          dot(w.lanes_a + i * p.head_dim * kLanes, w.rows_a, rows, p.head_dim, w.logits);
-          dot(w.lanes_b + i * p.head_dim_v * kLanes, w.rows_b, rows, p.head_dim_v, w.products);
-          differentiate(w.blocks[i], box, !contains(w.blocks[i].core, box), rows, logsumexp, delta, w.logits,
-                        w.products);
+          list_query_values(arrays, tokens, first, p.heads, box, query_values);
+          dot(w.lanes_a + i * p.head_dim * kLanes, w.rows_a, rows, p.head_dim, p.scale * kLog2E, w.logits);
+          dot(w.lanes_b + i * p.head_dim_v * kLanes, w.rows_b, rows, p.head_dim_v, 1.0f, w.products);
+          differentiate(w.blocks[i], box, !contains(w.blocks[i].core, box), rows, query_values, w.logits, w.products);
           const Float unused = broadcast(0.0f);
           accumulate<false>(w.products, w.rows_a, rows, p.head_dim, unused, w.sums_a + i * p.head_dim * kLanes);
           accumulate<false>(w.logits, w.rows_b, rows, p.head_dim_v, unused, w.sums_b + i * p.head_dim_v * kLanes);

@@ -6,6 +6,7 @@
 #include "cpu/key_value_stream.h"
 #include "cpu/microkernels.h"
 #include "cpu/transpose.h"
+#include "natten_jax/logsumexp.h"
 
 namespace natten_jax::cpu::NATTEN_JAX_ISA {
 namespace {
@@ -56,10 +57,10 @@ void forward(const Plan& plan, const Item& item, std::byte* scratch) {
   const Workspace w(plan.scratch, scratch);
   const std::int64_t blocks = make_lane_blocks(plan, item, w.blocks);
   const auto softmax = [&w](std::int64_t i) {
-    return Softmax{w.statistics + i * 2 * kLanes, w.statistics + (i * 2 + 1) * kLanes};
+    return Softmax{w.statistics + i * kStatistics * kLanes, w.statistics + (i * kStatistics + 1) * kLanes};
   };
   for (std::int64_t i = 0; i < blocks; ++i) {
-    load_lanes(w.blocks[i], static_cast<const T*>(plan.arrays.query), p.head_dim, p.scale * kLog2E, w.lines,
+    load_lanes(w.blocks[i], static_cast<const T*>(plan.arrays.query), p.head_dim, 1.0f, w.lines,
                w.lanes_a + i * p.head_dim * kLanes);
     store(softmax(i).maximum, broadcast(-kInfinity));
     store(softmax(i).sum, broadcast(0.0f));
@@ -68,7 +69,7 @@ void forward(const Plan& plan, const Item& item, std::byte* scratch) {
 
   stream_keys_and_values<T>(
       plan, item, blocks, w, [&](std::int64_t i, const Box& box, bool is_masked, std::int64_t rows) {
-        dot(w.lanes_a + i * p.head_dim * kLanes, w.rows_a, rows, p.head_dim, w.logits);
+        dot(w.lanes_a + i * p.head_dim * kLanes, w.rows_a, rows, p.head_dim, p.scale * kLog2E, w.logits);
         const Float keep = exponentiate(w.blocks[i], box, is_masked, rows, softmax(i), w.logits);
         accumulate<true>(w.logits, w.rows_b, rows, p.head_dim_v, keep, w.sums_b + i * p.head_dim_v * kLanes);
       });
@@ -82,7 +83,13 @@ void forward(const Plan& plan, const Item& item, std::byte* scratch) {
       inverse[lane] = sum == 0.0f ? 0.0f : 1.0f / sum;
     }
     for (int lane = 0; lane < block.active; ++lane) {
-      plan.arrays.logsumexp[block.row[lane]] = softmax(i).maximum[lane] * kLn2 + __builtin_logf(softmax(i).sum[lane]);
+      const float shift = softmax(i).maximum[lane], sum = softmax(i).sum[lane];
+      const float logsumexp = shift * kLn2 + __builtin_logf(sum);
+      plan.arrays.logsumexp[block.row[lane]] = logsumexp;
+      if (plan.arrays.remainder != nullptr) {
+        plan.arrays.remainder[block.row[lane]] =
+            sum == 0.0f ? 0.0f : logsumexp_remainder(logsumexp, shift, __builtin_log2f(sum));
+      }
     }
     store_lanes(block, w.sums_b + i * p.head_dim_v * kLanes, p.head_dim_v, inverse, w.lines,
                 static_cast<T*>(plan.arrays.out));

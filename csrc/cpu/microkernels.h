@@ -11,8 +11,10 @@
 namespace natten_jax::cpu::NATTEN_JAX_ISA {
 namespace {
 
-/// out[r][lane] = sum over d of rows[r][d] * lanes[d][lane], for kDotRows rows.
-NATTEN_JAX_INLINE void dot_group(const float* lanes, const float* const* rows, std::int64_t depth, float* out) {
+/// out[r][lane] = factor * (sum over d of rows[r][d] * lanes[d][lane]), for kDotRows rows. The sum is the same to the
+/// last bit whichever of two tokens is the row and which the lane, and so are the logits of all passes.
+NATTEN_JAX_INLINE void dot_group(const float* lanes, const float* const* rows, std::int64_t depth, float factor,
+                                 float* out) {
   const float* row[kDotRows];
   NativeFloat sum[kDotRows][kVectors] = {};
   NATTEN_JAX_UNROLL
@@ -30,15 +32,16 @@ NATTEN_JAX_INLINE void dot_group(const float* lanes, const float* const* rows, s
   for (int r = 0; r < kDotRows; ++r) {
     NATTEN_JAX_UNROLL
     for (int i = 0; i < kVectors; ++i) {
-      *reinterpret_cast<NativeFloat*>(out + r * kLanes + i * kWidth) = sum[r][i];
+      *reinterpret_cast<NativeFloat*>(out + r * kLanes + i * kWidth) = sum[r][i] * factor;
     }
   }
 }
 
 /// The same for any number of rows. `rows` and `out` have kRowPadding entries to spare; the former are overwritten.
-NATTEN_JAX_INLINE void dot(const float* lanes, const float** rows, std::int64_t count, std::int64_t depth, float* out) {
+NATTEN_JAX_INLINE void dot(const float* lanes, const float** rows, std::int64_t count, std::int64_t depth, float factor,
+                           float* out) {
   for (int r = 0; r < kDotRows; ++r) rows[count + r] = rows[count - 1];
-  for (std::int64_t r = 0; r < count; r += kDotRows) dot_group(lanes, rows + r, depth, out + r * kLanes);
+  for (std::int64_t r = 0; r < count; r += kDotRows) dot_group(lanes, rows + r, depth, factor, out + r * kLanes);
 }
 
 /// sums[c][lane] = keep[lane] * sums[c][lane] + sum over rows of row[c] * weights[row][lane], for `Columns` columns.

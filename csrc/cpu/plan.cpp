@@ -107,13 +107,13 @@ ScratchLayout lay_out_scratch(const Plan& plan, std::size_t blocks) {
   layout.lanes_b = reserve(blocks * head_dim_v * kLanes, sizeof(float));
   layout.sums_a = reserve(blocks * head_dim * kLanes, sizeof(float));
   layout.sums_b = reserve(blocks * head_dim_v * kLanes, sizeof(float));
-  layout.statistics = reserve(blocks * 2 * kLanes, sizeof(float));
+  layout.statistics = reserve(blocks * kStatistics * kLanes, sizeof(float));
   layout.blocks = reserve(blocks, sizeof(LaneBlock));
   layout.logits = reserve(rows * kLanes, sizeof(float));
   layout.products = reserve(rows * kLanes, sizeof(float));
   layout.rows_a = reserve(rows, sizeof(const float*));
   layout.rows_b = reserve(rows, sizeof(const float*));
-  layout.row_values = reserve(2 * rows, sizeof(float));
+  layout.row_values = reserve(kStatistics * rows, sizeof(float));
   layout.packed_a = reserve(packs ? rows * head_dim : 0, sizeof(float));
   layout.packed_b = reserve(packs ? rows * head_dim_v : 0, sizeof(float));
   layout.lines = reserve(kLanes * std::max(head_dim, head_dim_v), sizeof(float));

@@ -19,6 +19,9 @@ namespace natten_jax::cpu {
 
 inline constexpr int kLanes = 16;
 
+/// Numbers that a query has beside its vectors: maximum and sum of its softmax, or QueryValues of the backward passes.
+inline constexpr int kStatistics = 3;
+
 /// Room behind the rows of a stream tile, so that micro-kernels may work on whole groups of rows.
 inline constexpr std::int64_t kRowPadding = 16;
 
@@ -34,8 +37,10 @@ struct Arrays {
   const void* additional_values;
   void* out;
   float* logsumexp;
+  float* remainder;  ///< Of the logsumexp; see natten_jax/logsumexp.h. Null where nobody wants it.
 
   const float* saved_logsumexp;
+  const float* saved_remainder;  ///< Null: zeros.
   const void* out_cotangent;
   const float* delta;
   void* query_gradient;
@@ -64,17 +69,17 @@ struct Item {
 
 /// Byte offsets of an item's buffers in a thread's scratch memory.
 struct ScratchLayout {
-  std::size_t lanes_a;     ///< [blocks][head_dim][kLanes]: queries or keys, scaled.
+  std::size_t lanes_a;     ///< [blocks][head_dim][kLanes]: queries or keys.
   std::size_t lanes_b;     ///< [blocks][head_dim_v][kLanes]: output cotangents or values.
   std::size_t sums_a;      ///< [blocks][head_dim][kLanes]: gradient of lanes_a.
   std::size_t sums_b;      ///< [blocks][head_dim_v][kLanes]: output, or gradient of lanes_b.
-  std::size_t statistics;  ///< [blocks][2][kLanes]: running maximum and sum, or logsumexp and delta.
+  std::size_t statistics;  ///< [blocks][kStatistics][kLanes].
   std::size_t blocks;      ///< [blocks] LaneBlock.
   std::size_t logits;      ///< [rows][kLanes].
   std::size_t products;    ///< [rows][kLanes].
   std::size_t rows_a;      ///< [rows] pointers to rows of head_dim elements.
   std::size_t rows_b;      ///< [rows] pointers to rows of head_dim_v elements.
-  std::size_t row_values;  ///< [2][rows]: logsumexp and delta of streamed queries.
+  std::size_t row_values;  ///< [kStatistics][rows]: QueryValues of streamed queries.
   std::size_t packed_a;    ///< [rows][head_dim] as float.
   std::size_t packed_b;    ///< [rows][head_dim_v] as float.
   std::size_t lines;       ///< [kLanes][larger head_dim] as float.

@@ -202,8 +202,5 @@ struct Workspace {
         lines(reinterpret_cast<float*>(scratch + at.lines)) {}
 };
 
-constexpr float kLog2E = 1.44269504088896340736f;
-constexpr float kLn2 = 0.69314718055994530942f;
-
 }  // namespace
 }  // namespace natten_jax::cpu::NATTEN_JAX_ISA

@@ -76,6 +76,7 @@ NATTEN_JAX_LANEWISE(operator-, a.v[i] - b.v[i])
 NATTEN_JAX_LANEWISE(operator*, a.v[i] * b.v[i])
 /// NaN where `a` is: a comparison with it is false.
 NATTEN_JAX_LANEWISE(maximum, a.v[i] < b.v[i] ? b.v[i] : a.v[i])
+NATTEN_JAX_LANEWISE(minimum, b.v[i] < a.v[i] ? b.v[i] : a.v[i])
 #undef NATTEN_JAX_LANEWISE
 
 NATTEN_JAX_INLINE Float select(const Mask& mask, const Float& yes, const Float& no) {

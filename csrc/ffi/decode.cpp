@@ -2,10 +2,10 @@
 
 #include <cmath>
 #include <limits>
-#include <sstream>
 #include <string>
+#include <string_view>
+#include <type_traits>
 #include <utility>
-#include <vector>
 
 namespace natten_jax::ffi {
 namespace {
@@ -18,24 +18,30 @@ constexpr std::int64_t kLargestExtent = std::numeric_limits<std::int32_t>::max()
 constexpr std::int64_t kAttributes = 9;
 constexpr std::int64_t kLargestTile = 4096;
 
+template <typename Part>
+std::string text(const Part& part) {
+  if constexpr (std::is_arithmetic_v<Part>) {
+    return std::to_string(part);
+  } else {
+    return std::string(std::string_view(part));
+  }
+}
+
 template <typename... Parts>
 Error invalid(const Parts&... parts) {
-  std::ostringstream message;
-  message << "natten_jax: ";
-  (message << ... << parts);
-  return Error::InvalidArgument(message.str());
+  std::string message = "natten_jax: ";
+  ((message += text(parts)), ...);
+  return Error::InvalidArgument(std::move(message));
 }
 
 template <typename Values>
 std::string list(const Values& values) {
-  std::ostringstream text;
-  const char* separator = "[";
+  std::string result = "[";
   for (const std::int64_t value : values) {
-    text << separator << value;
-    separator = ", ";
+    if (result.size() > 1) result += ", ";
+    result += std::to_string(value);
   }
-  text << (separator[0] == '[' ? "[]" : "]");
-  return text.str();
+  return result + "]";
 }
 
 const char* type_name(DataType type) {

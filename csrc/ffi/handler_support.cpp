@@ -15,6 +15,16 @@ xffi::Error check_query_array(const char* name, const xffi::AnyBuffer& array, co
                      "it has the dtype of query and the width of value");
 }
 
+xffi::Error check_remainder(const char* name, const xffi::AnyBuffer& array, const Problem& p, float*& values) {
+  values = nullptr;
+  if (array.element_count() == 0) {
+    return check_array(name, array, xffi::DataType::F32, {0}, "it is empty, or one value per query and head");
+  }
+  NATTEN_JAX_RETURN_IF_ERROR(check_query_array(name, array, p, true));
+  values = static_cast<float*>(array.untyped_data());
+  return xffi::Error::Success();
+}
+
 xffi::Error check_gradients(const ProblemOperands& operands, const std::array<const xffi::AnyBuffer*, 5>& gradients) {
   constexpr const char* kNames[] = {"dquery", "dkey", "dvalue", "dadditional_keys", "dadditional_values"};
   const xffi::AnyBuffer* of[] = {&operands.query, &operands.key, &operands.value, &operands.additional_keys,

@@ -24,6 +24,10 @@ xffi::Error guarded(Body body) {
 /// Checks the per-query arrays that follow the problem's operands or are results.
 xffi::Error check_query_array(const char* name, const xffi::AnyBuffer& array, const Problem& p, bool is_statistic);
 
+/// Checks the array of what the logsumexps leave out (natten_jax/logsumexp.h): as large as that of the logsumexps, or
+/// empty, which gives a null pointer.
+xffi::Error check_remainder(const char* name, const xffi::AnyBuffer& array, const Problem& p, float*& values);
+
 /// Checks the results that are the gradients of query, key, value and additional keys and values.
 xffi::Error check_gradients(const ProblemOperands& operands, const std::array<const xffi::AnyBuffer*, 5>& gradients);
 

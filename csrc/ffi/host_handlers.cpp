@@ -43,8 +43,8 @@ Error error_of(cpu::Status status) {
 }
 
 Error cpu_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
-                  AnyBuffer additional_values, AnyBuffer origins, Result out, Result logsumexp, xffi::ThreadPool pool,
-                  xffi::Dictionary dictionary) {
+                  AnyBuffer additional_values, AnyBuffer origins, Result out, Result logsumexp, Result remainder,
+                  xffi::ThreadPool pool, xffi::Dictionary dictionary) {
   return guarded([&]() -> Error {
     const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins};
     Call call;
@@ -54,26 +54,30 @@ Error cpu_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer add
     cpu::Arrays arrays = operand_arrays(operands);
     arrays.out = out->untyped_data();
     arrays.logsumexp = static_cast<float*>(logsumexp->untyped_data());
+    NATTEN_JAX_RETURN_IF_ERROR(check_remainder("result remainder", *remainder, call.problem, arrays.remainder));
     return error_of(cpu::run_forward(call.problem, call.tiles, arrays, executor_of(pool)));
   });
 }
 
 Error cpu_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
-                   AnyBuffer additional_values, AnyBuffer origins, AnyBuffer logsumexp, AnyBuffer out_cotangent,
-                   AnyBuffer delta, Result query_gradient, Result key_gradient, Result value_gradient,
-                   Result additional_keys_gradient, Result additional_values_gradient, xffi::ThreadPool pool,
-                   xffi::Dictionary dictionary) {
+                   AnyBuffer additional_values, AnyBuffer origins, AnyBuffer logsumexp, AnyBuffer remainder,
+                   AnyBuffer out_cotangent, AnyBuffer delta, Result query_gradient, Result key_gradient,
+                   Result value_gradient, Result additional_keys_gradient, Result additional_values_gradient,
+                   xffi::ThreadPool pool, xffi::Dictionary dictionary) {
   return guarded([&]() -> Error {
     const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins};
     Call call;
     NATTEN_JAX_RETURN_IF_ERROR(decode_host_call(operands, dictionary, call));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("logsumexp", logsumexp, call.problem, true));
+    float* saved_remainder = nullptr;
+    NATTEN_JAX_RETURN_IF_ERROR(check_remainder("remainder", remainder, call.problem, saved_remainder));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("out_cotangent", out_cotangent, call.problem, false));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("delta", delta, call.problem, true));
     NATTEN_JAX_RETURN_IF_ERROR(check_gradients(operands, {&*query_gradient, &*key_gradient, &*value_gradient,
                                                           &*additional_keys_gradient, &*additional_values_gradient}));
     cpu::Arrays arrays = operand_arrays(operands);
     arrays.saved_logsumexp = static_cast<const float*>(logsumexp.untyped_data());
+    arrays.saved_remainder = saved_remainder;
     arrays.out_cotangent = out_cotangent.untyped_data();
     arrays.delta = static_cast<const float*>(delta.untyped_data());
     arrays.query_gradient = query_gradient->untyped_data();
@@ -89,12 +93,14 @@ XLA_FFI_DEFINE_HANDLER(kCpuForward, cpu_forward,
                        bind_problem()
                            .Ret<AnyBuffer>()  // out
                            .Ret<AnyBuffer>()  // logsumexp
+                           .Ret<AnyBuffer>()  // remainder
                            .Ctx<xffi::ThreadPool>()
                            .Attrs());
 
 XLA_FFI_DEFINE_HANDLER(kCpuBackward, cpu_backward,
                        bind_problem()
                            .Arg<AnyBuffer>()  // logsumexp
+                           .Arg<AnyBuffer>()  // remainder
                            .Arg<AnyBuffer>()  // out_cotangent
                            .Arg<AnyBuffer>()  // delta
                            .Ret<AnyBuffer>()  // dquery

@@ -20,8 +20,8 @@ using xffi::Error;
 using Result = xffi::Result<AnyBuffer>;
 
 Error sm80_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
-                   AnyBuffer additional_values, AnyBuffer origins, Result out, Result logsumexp, cudaStream_t stream,
-                   xffi::Dictionary dictionary) {
+                   AnyBuffer additional_values, AnyBuffer origins, Result out, Result logsumexp, Result remainder,
+                   cudaStream_t stream, xffi::Dictionary dictionary) {
   return guarded([&]() -> Error {
     const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins};
     Attributes attributes;
@@ -33,6 +33,8 @@ Error sm80_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer ad
     NATTEN_JAX_RETURN_IF_ERROR(decode_device_call(operands, attributes, call, origin_values));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result out", *out, call.problem, false));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result logsumexp", *logsumexp, call.problem, true));
+    float* remainder_values = nullptr;
+    NATTEN_JAX_RETURN_IF_ERROR(check_remainder("result remainder", *remainder, call.problem, remainder_values));
     const sm80::Arrays arrays{query.untyped_data(),
                               key.untyped_data(),
                               value.untyped_data(),
@@ -40,7 +42,8 @@ Error sm80_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer ad
                               additional_values.untyped_data(),
                               origin_values,
                               out->untyped_data(),
-                              static_cast<float*>(logsumexp->untyped_data())};
+                              static_cast<float*>(logsumexp->untyped_data()),
+                              remainder_values};
     const std::string error = sm80::run_forward(call.problem, call.tiles, arrays, is_accurate == 1, stream);
     return error_of(error);
   });
@@ -50,15 +53,16 @@ XLA_FFI_DEFINE_HANDLER(kSm80Forward, sm80_forward,
                        bind_problem()
                            .Ret<AnyBuffer>()  // out
                            .Ret<AnyBuffer>()  // logsumexp
+                           .Ret<AnyBuffer>()  // remainder
                            .Ctx<xffi::PlatformStream<cudaStream_t>>()
                            .Attrs(),
                        {xffi::Traits::kCmdBufferCompatible});
 
 Error sm80_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
-                    AnyBuffer additional_values, AnyBuffer origins, AnyBuffer logsumexp, AnyBuffer out_cotangent,
-                    AnyBuffer delta, Result query_gradient, Result key_gradient, Result value_gradient,
-                    Result additional_keys_gradient, Result additional_values_gradient, xffi::RemainingRets scratch,
-                    cudaStream_t stream, xffi::Dictionary dictionary) {
+                    AnyBuffer additional_values, AnyBuffer origins, AnyBuffer logsumexp, AnyBuffer remainder,
+                    AnyBuffer out_cotangent, AnyBuffer delta, Result query_gradient, Result key_gradient,
+                    Result value_gradient, Result additional_keys_gradient, Result additional_values_gradient,
+                    xffi::RemainingRets scratch, cudaStream_t stream, xffi::Dictionary dictionary) {
   return guarded([&]() -> Error {
     const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins};
     Attributes attributes;
@@ -72,6 +76,8 @@ Error sm80_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer a
     NATTEN_JAX_RETURN_IF_ERROR(decode_device_call(operands, attributes, call, origin_values));
     const Problem& problem = call.problem;
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("logsumexp", logsumexp, problem, true));
+    float* remainder_values = nullptr;
+    NATTEN_JAX_RETURN_IF_ERROR(check_remainder("remainder", remainder, problem, remainder_values));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("out_cotangent", out_cotangent, problem, false));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("delta", delta, problem, true));
     NATTEN_JAX_RETURN_IF_ERROR(check_gradients(operands, {&*query_gradient, &*key_gradient, &*value_gradient,
@@ -104,6 +110,7 @@ Error sm80_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer a
                                       additional_values.untyped_data(),
                                       origin_values,
                                       static_cast<const float*>(logsumexp.untyped_data()),
+                                      remainder_values,
                                       out_cotangent.untyped_data(),
                                       static_cast<const float*>(delta.untyped_data()),
                                       query_gradient->untyped_data(),
@@ -121,6 +128,7 @@ Error sm80_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer a
 XLA_FFI_DEFINE_HANDLER(kSm80Backward, sm80_backward,
                        bind_problem()
                            .Arg<AnyBuffer>()  // logsumexp
+                           .Arg<AnyBuffer>()  // remainder
                            .Arg<AnyBuffer>()  // out_cotangent
                            .Arg<AnyBuffer>()  // delta
                            .Ret<AnyBuffer>()  // dquery

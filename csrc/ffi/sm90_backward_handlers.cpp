@@ -24,9 +24,9 @@ Error check_statistics(const char* name, const AnyBuffer& array, const Problem& 
 
 Error sm90_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
                     AnyBuffer additional_values, AnyBuffer origins, AnyBuffer out_cotangent, AnyBuffer statistics,
-                    Result query_gradient, Result key_gradient, Result value_gradient, Result additional_keys_gradient,
-                    Result additional_values_gradient, Result scratch, cudaStream_t stream,
-                    xffi::Dictionary dictionary) {
+                    AnyBuffer remainder, Result query_gradient, Result key_gradient, Result value_gradient,
+                    Result additional_keys_gradient, Result additional_values_gradient, Result scratch,
+                    cudaStream_t stream, xffi::Dictionary dictionary) {
   return guarded([&]() -> Error {
     const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins};
     Attributes attributes;
@@ -39,6 +39,8 @@ Error sm90_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer a
     NATTEN_JAX_RETURN_IF_ERROR(error_of(sm90::check_backward(call.problem, call.tiles)));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("out_cotangent", out_cotangent, call.problem, false));
     NATTEN_JAX_RETURN_IF_ERROR(check_statistics("statistics", statistics, call.problem));
+    float* remainder_values = nullptr;
+    NATTEN_JAX_RETURN_IF_ERROR(check_remainder("remainder", remainder, call.problem, remainder_values));
     NATTEN_JAX_RETURN_IF_ERROR(check_gradients(operands, {&*query_gradient, &*key_gradient, &*value_gradient,
                                                           &*additional_keys_gradient, &*additional_values_gradient}));
     NATTEN_JAX_RETURN_IF_ERROR(
@@ -54,6 +56,7 @@ Error sm90_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer a
                                       origin_values,
                                       out_cotangent.untyped_data(),
                                       static_cast<const float*>(statistics.untyped_data()),
+                                      remainder_values,
                                       query_gradient->untyped_data(),
                                       key_gradient->untyped_data(),
                                       value_gradient->untyped_data(),
@@ -107,6 +110,7 @@ XLA_FFI_DEFINE_HANDLER(kSm90Backward, sm90_backward,
                        bind_problem()
                            .Arg<AnyBuffer>()  // out_cotangent
                            .Arg<AnyBuffer>()  // statistics
+                           .Arg<AnyBuffer>()  // remainder
                            .Ret<AnyBuffer>()  // dquery
                            .Ret<AnyBuffer>()  // dkey
                            .Ret<AnyBuffer>()  // dvalue

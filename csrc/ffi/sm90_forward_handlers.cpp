@@ -15,8 +15,8 @@ using xffi::Error;
 using Result = xffi::Result<AnyBuffer>;
 
 Error sm90_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
-                   AnyBuffer additional_values, AnyBuffer origins, Result out, Result logsumexp, Result next_tile,
-                   cudaStream_t stream, xffi::Dictionary dictionary) {
+                   AnyBuffer additional_values, AnyBuffer origins, Result out, Result logsumexp, Result remainder,
+                   Result next_tile, cudaStream_t stream, xffi::Dictionary dictionary) {
   return guarded([&]() -> Error {
     const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins};
     Attributes attributes;
@@ -29,6 +29,8 @@ Error sm90_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer ad
     NATTEN_JAX_RETURN_IF_ERROR(decode_device_call(operands, attributes, call, origin_values));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result out", *out, call.problem, false));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result logsumexp", *logsumexp, call.problem, true));
+    float* remainder_values = nullptr;
+    NATTEN_JAX_RETURN_IF_ERROR(check_remainder("result remainder", *remainder, call.problem, remainder_values));
     NATTEN_JAX_RETURN_IF_ERROR(
         check_array("result next_tile", *next_tile, xffi::DataType::S32, {1}, "it is scratch for one number"));
     NATTEN_JAX_RETURN_IF_ERROR(check_compute_capability(9, 0));
@@ -40,6 +42,7 @@ Error sm90_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer ad
                               origin_values,
                               out->untyped_data(),
                               static_cast<float*>(logsumexp->untyped_data()),
+                              remainder_values,
                               static_cast<std::int32_t*>(next_tile->untyped_data())};
     const std::string error =
         sm90::run_forward(call.problem, call.tiles, arrays, {is_ping_pong == 1, is_persistent == 1}, stream);
@@ -51,6 +54,7 @@ XLA_FFI_DEFINE_HANDLER(kSm90Forward, sm90_forward,
                        bind_problem()
                            .Ret<AnyBuffer>()  // out
                            .Ret<AnyBuffer>()  // logsumexp
+                           .Ret<AnyBuffer>()  // remainder
                            .Ret<AnyBuffer>()  // next_tile
                            .Ctx<xffi::PlatformStream<cudaStream_t>>()
                            .Attrs(),

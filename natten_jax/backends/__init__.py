@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from natten_jax.backends import cpu, cutlass, flex, hopper
+from natten_jax.backends import cpu, cutlass, flex, hopper, missing_kernels
 from natten_jax.backends.base import Backend, Pass, TilePair, requested_pair
 from natten_jax.devices import Device
 from natten_jax.problem import Problem, TileConfig
+from natten_jax.static_arguments import shown
 
 #: In order of preference.
 BACKENDS: tuple[Backend, ...] = (
@@ -38,9 +39,9 @@ def find(name: str, operator: str) -> Backend:
         ValueError: No backend of this operator has that name.
     """
     for backend in BACKENDS:
-        if name == backend_name(backend, operator):
+        if isinstance(name, str) and name == backend_name(backend, operator):
             return backend
-    raise ValueError(f"backend={name!r} is unknown; choose None or one of {', '.join(backend_names(operator))}")
+    raise ValueError(f"backend={shown(name)} is unknown; choose None or one of {', '.join(backend_names(operator))}")
 
 
 def fmha_counterpart(name: str | None) -> str | None:
@@ -90,12 +91,19 @@ def choose(problem: Problem, tiles: TileConfig, device: Device, which: Pass, req
             reasons = "; ".join(f"{name}: {why}" for name, why in rejections(problem, device, which).items())
             raise ValueError(f"no backend can run the {which} pass of {problem.describe()} on {device}: {reasons}")
     pair = requested_pair(tiles, which)
-    if pair is None:
-        return candidates[0]
     for backend in candidates:
-        if backend.offers(problem, device, which, pair):
+        if pair is None or backend.offers(problem, device, which, pair):
+            if requested is None and backend.is_pure_jax:
+                _warn_of_missing_kernels(problem, device, which)
             return backend
+    assert pair is not None
     raise ValueError(_unknown_tiles(problem, pair, device, which, candidates[0]))
+
+
+def _warn_of_missing_kernels(problem: Problem, device: Device, which: Pass) -> None:
+    reason = missing_kernels.lack(BACKENDS, problem, device, which)
+    if reason is not None:
+        missing_kernels.warn_once(reason)
 
 
 def choose_pass(problem: Problem, tiles: TileConfig, device: Device, which: Pass, requested: str | None) -> Backend:

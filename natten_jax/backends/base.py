@@ -60,6 +60,22 @@ class Output(NamedTuple):
     logsumexp: jax.Array
 
 
+class Saved(NamedTuple):
+    """What the backward pass reads of the forward pass: its output, and what float32 leaves out of the logsumexp.
+
+    Attributes:
+        out: As in :class:`Output`.
+        logsumexp: As in :class:`Output`.
+        remainder: ``[batch, *query_layout, heads]``, float32, in whatever unit the backend computes logits. Where these
+            are large the rounding of the logsumexp alone would change weights by any factor. ``None`` where another
+            backend computed the output: logits differ from backend to backend, by as much as this corrects.
+    """
+
+    out: jax.Array
+    logsumexp: jax.Array
+    remainder: jax.Array | None
+
+
 class Backend(Protocol):
     """A family of kernels, addressed as ``<family>-fna`` and ``<family>-fmha``."""
 
@@ -83,12 +99,15 @@ class Backend(Protocol):
     def forward(self, problem: Problem, tiles: TileConfig, operands: Operands) -> Output:
         """Compute output and logsumexp."""
 
+    def forward_saving(self, problem: Problem, tiles: TileConfig, operands: Operands) -> Saved:
+        """Compute them for a backward pass."""
+
     def backward(
         self,
         problem: Problem,
         tiles: TileConfig,
         operands: Operands,
-        output: Output,
+        saved: Saved,
         out_cotangent: jax.Array,
         logsumexp_cotangent: jax.Array,
     ) -> Gradients:

@@ -6,11 +6,20 @@ import itertools
 import math
 
 import jax
-import jax.numpy as jnp
 
 from natten_jax import native
-from natten_jax.backends.base import Gradients, Operands, Output, Pass, TilePair, requested_pair
-from natten_jax.backends.kernel_rank import attributes, delta, gradients_of, kernel_operands, with_kernel_rank
+from natten_jax.backends.base import Gradients, Operands, Output, Pass, Saved, TilePair, requested_pair
+from natten_jax.backends.kernel_rank import (
+    attributes,
+    delta,
+    gradients_of,
+    kernel_operands,
+    output_of,
+    output_types,
+    saved_of,
+    saved_remainder,
+    with_kernel_rank,
+)
 from natten_jax.devices import Device
 from natten_jax.native import ResultType
 from natten_jax.problem import Problem, Shape, TileConfig
@@ -47,27 +56,18 @@ class CpuBackend:
 
     def forward(self, problem: Problem, tiles: TileConfig, operands: Operands) -> Output:
         """Compute output and logsumexp."""
-        query = operands.query
-        out_shape = (*query.shape[:-1], operands.value.shape[-1])
-        arrays = kernel_operands(problem, operands)
-        batch_and_tokens = arrays[0].shape[:-2]
-        out, logsumexp = native.call(
-            "natten_jax_cpu_forward",
-            [
-                ResultType((*batch_and_tokens, *out_shape[-2:]), query.dtype),
-                ResultType((*batch_and_tokens, out_shape[-2]), jnp.float32),
-            ],
-            *arrays,
-            **_attributes(problem, tiles, "forward"),
-        )
-        return Output(out.reshape(out_shape), logsumexp.reshape(out_shape[:-1]))
+        return output_of(operands, _forward(problem, tiles, operands, saves=False))
+
+    def forward_saving(self, problem: Problem, tiles: TileConfig, operands: Operands) -> Saved:
+        """Compute them for a backward pass."""
+        return saved_of(operands, _forward(problem, tiles, operands, saves=True))
 
     def backward(
         self,
         problem: Problem,
         tiles: TileConfig,
         operands: Operands,
-        output: Output,
+        saved: Saved,
         out_cotangent: jax.Array,
         logsumexp_cotangent: jax.Array,
     ) -> Gradients:
@@ -77,12 +77,22 @@ class CpuBackend:
             "natten_jax_cpu_backward",
             [ResultType(array.shape, array.dtype) for array in arrays[:5]],
             *arrays,
-            with_kernel_rank(output.logsumexp, problem.rank),
+            with_kernel_rank(saved.logsumexp, problem.rank),
+            saved_remainder(problem, saved),
             with_kernel_rank(out_cotangent, problem.rank),
-            with_kernel_rank(delta(output.out, out_cotangent, logsumexp_cotangent), problem.rank),
+            with_kernel_rank(delta(saved.out, out_cotangent, logsumexp_cotangent), problem.rank),
             **_attributes(problem, tiles, "backward"),
         )
         return gradients_of(operands, gradients)
+
+
+def _forward(problem: Problem, tiles: TileConfig, operands: Operands, *, saves: bool) -> list[jax.Array]:
+    return native.call(
+        "natten_jax_cpu_forward",
+        output_types(problem, operands, saves=saves),
+        *kernel_operands(problem, operands),
+        **_attributes(problem, tiles, "forward"),
+    )
 
 
 #: Query and key/value tiles that tile_pairs lists after the default, by rank.

@@ -10,8 +10,18 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax import native, simulator
-from natten_jax.backends.base import Gradients, Operands, Output, Pass, TilePair, requested_pair
-from natten_jax.backends.kernel_rank import attributes, delta, gradients_of, kernel_operands, with_kernel_rank
+from natten_jax.backends.base import Gradients, Operands, Output, Pass, Saved, TilePair, requested_pair
+from natten_jax.backends.kernel_rank import (
+    attributes,
+    delta,
+    gradients_of,
+    kernel_operands,
+    output_of,
+    output_types,
+    saved_of,
+    saved_remainder,
+    with_kernel_rank,
+)
 from natten_jax.backends.ranking import rank_pairs
 from natten_jax.devices import ComputeCapability, Device, cuda_device
 from natten_jax.native import ResultType
@@ -87,37 +97,38 @@ class CutlassBackend:
 
     def forward(self, problem: Problem, tiles: TileConfig, operands: Operands) -> Output:
         """Compute output and logsumexp."""
-        out_shape = (*operands.query.shape[:-1], operands.value.shape[-1])
+        return output_of(operands, self._forward(problem, tiles, operands, saves=False))
+
+    def forward_saving(self, problem: Problem, tiles: TileConfig, operands: Operands) -> Saved:
+        """Compute them for a backward pass."""
+        return saved_of(operands, self._forward(problem, tiles, operands, saves=True))
+
+    def _forward(self, problem: Problem, tiles: TileConfig, operands: Operands, *, saves: bool) -> list[jax.Array]:
         q_tile, kv_tile = requested_pair(tiles, "forward") or self.tile_pairs(problem, cuda_device(), "forward")[0]
-        arrays = kernel_operands(problem, operands)
-        tokens = arrays[0].shape[:-2]
-        out, logsumexp = native.call(
+        return native.call(
             _FORWARD,
-            [
-                ResultType((*tokens, *out_shape[-2:]), operands.query.dtype),
-                ResultType((*tokens, out_shape[-2]), jnp.float32),
-            ],
-            *arrays,
+            output_types(problem, operands, saves=saves),
+            *kernel_operands(problem, operands),
             **attributes(problem, q_tile, kv_tile),
             is_accurate=int(not _allows_tf32()),
         )
-        return Output(out.reshape(out_shape), logsumexp.reshape(out_shape[:-1]))
 
     def backward(
         self,
         problem: Problem,
         tiles: TileConfig,
         operands: Operands,
-        output: Output,
+        saved: Saved,
         out_cotangent: jax.Array,
         logsumexp_cotangent: jax.Array,
     ) -> Gradients:
         """Compute the gradients of the differentiable operands."""
         q_tile, kv_tile = requested_pair(tiles, "backward") or self.tile_pairs(problem, cuda_device(), "backward")[0]
         rank = functools.partial(with_kernel_rank, rank=problem.rank)
-        out, out_cotangent, logsumexp_cotangent = map(rank, (output.out, out_cotangent, logsumexp_cotangent))
+        out, out_cotangent, logsumexp_cotangent = map(rank, (saved.out, out_cotangent, logsumexp_cotangent))
         reduction = delta if tiles.backward_use_xla_reduction else _kernel_delta
-        per_query = rank(output.logsumexp), out_cotangent, reduction(out, out_cotangent, logsumexp_cotangent)
+        logsumexp = rank(saved.logsumexp), saved_remainder(problem, saved)
+        per_query = *logsumexp, out_cotangent, reduction(out, out_cotangent, logsumexp_cotangent)
         arrays = kernel_operands(problem, operands)
         results = [ResultType(array.shape, array.dtype) for array in arrays[:5]]
         if problem.dtype != "float32":

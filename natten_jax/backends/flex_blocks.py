@@ -12,16 +12,15 @@ arrays start in the global layout (``origins``) is only known at run time, and s
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
+from natten_jax.backends.flex_hulls import largest_hull
 from natten_jax.devices import default_device
 from natten_jax.problem import Problem, Shape
 from natten_jax.windows import group_length, inverse_window_bounds, window_bounds
@@ -115,7 +114,7 @@ class Axis:
         away_shift = (away_residue + away_origin) // d
         queries = group_length(self.global_extents[0], d, group)
         keys = group_length(self.global_extents[1], d, group)
-        home = (tile * self.home_tile)[:, None] + jnp.arange(self.home_tile, dtype=tile.dtype)
+        home = (tile * self.home_tile)[:, None] + jnp.arange(self.home_tile, dtype=tile.dtype)[None]
         first = home[:, 0] + home_shift
         window = (self.kernel_size, self.stride, self.is_causal)
         if self.home_is_query:
@@ -151,7 +150,7 @@ class Axis:
     def away_indices(self, position: AxisPosition, step: jax.Array) -> jax.Array:
         """Local indices of the away tokens that are visited in a step, ``[tiles, away_tile]``."""
         offsets = step * self.away_tile + jnp.arange(self.away_tile, dtype=position.home.dtype)
-        return position.away_start[:, None] + offsets
+        return position.away_start[:, None] + offsets[None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,9 +285,25 @@ class Sweep:
         self, array: jax.Array, positions: Sequence[AxisPosition], away_step: jax.Array, update: jax.Array
     ) -> jax.Array:
         """Add tiles, as :meth:`load` returns them, where they belong; the transpose of :meth:`load`."""
+        return self._scatter(lax.scatter_add, array, positions, away_step, update)
+
+    def raise_to(
+        self, array: jax.Array, positions: Sequence[AxisPosition], away_step: jax.Array, update: jax.Array
+    ) -> jax.Array:
+        """Raise what is smaller to tiles, as :meth:`load` returns them."""
+        return self._scatter(lax.scatter_max, array, positions, away_step, update)
+
+    def _scatter(
+        self,
+        combine: Callable[..., jax.Array],
+        array: jax.Array,
+        positions: Sequence[AxisPosition],
+        away_step: jax.Array,
+        update: jax.Array,
+    ) -> jax.Array:
         rank = len(self.axes)
         batch, heads, *_, width = array.shape
-        return lax.scatter_add(
+        return combine(
             array,
             self._away_corners(positions, away_step),
             update.reshape(-1, batch, heads, *(a.away_tile for a in self.axes), width),
@@ -353,7 +368,7 @@ def make_sweep(
         home_tile = min(home_tile, home_length)
         window = (problem.kernel_size[i], problem.stride[i], d, problem.is_causal[i])
         hulls = [
-            min(away_length, _largest_hull(*global_extents, *window, home_tile, home_is_query, is_aligned))
+            min(away_length, largest_hull(*global_extents, *window, home_tile, home_is_query, is_aligned))
             for is_aligned in (False, True)
         ]
         steps = [-(-hull // away_tile) for hull in hulls]
@@ -387,44 +402,3 @@ def materialize(array: jax.Array) -> jax.Array:
     """``array``, which XLA shall compute once instead of fusing it into whatever uses it."""
     materialized: jax.Array = lax.optimization_barrier(array)  # type: ignore[no-untyped-call]
     return materialized
-
-
-@functools.lru_cache(maxsize=1024)
-def _largest_hull(
-    queries: int,
-    keys: int,
-    kernel_size: int,
-    stride: int,
-    dilation: int,
-    is_causal: bool,
-    tile: int,
-    home_is_query: bool,
-    is_aligned: bool,
-) -> int:
-    """Indices from the first to the last that any tile of a dimension sees, over all tiles and groups.
-
-    Args:
-        queries: Global query tokens.
-        keys: Global key tokens.
-        kernel_size: Window extent.
-        stride: Queries that share a window.
-        dilation: Distance between neighbors.
-        is_causal: Whether later keys are hidden.
-        tile: Extent of the tiles.
-        home_is_query: Whether the tiles hold queries, which see keys, or keys, which are seen by queries.
-        is_aligned: Whether tiles start at multiples of their extent only.
-    """
-    largest = 1
-    for group in {0, dilation - 1}:  # the longest groups and the shortest
-        lengths = group_length(queries, dilation, group), group_length(keys, dilation, group)
-        length = lengths[not home_is_query]
-        first = np.arange(0, length, tile if is_aligned else 1)
-        last = np.minimum(first + tile - 1, length - 1)
-        if home_is_query:
-            start = window_bounds(first, lengths[1], kernel_size, stride, is_causal)[0]
-            end = window_bounds(last, lengths[1], kernel_size, stride, is_causal)[1]
-        else:
-            start = inverse_window_bounds(first, *lengths, kernel_size, stride, is_causal)[0]
-            end = inverse_window_bounds(last, *lengths, kernel_size, stride, is_causal)[1]
-        largest = max(largest, int((end - start).max(initial=0)))
-    return largest

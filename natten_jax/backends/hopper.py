@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from natten_jax import native, simulator
 from natten_jax.backends import hopper_backward
-from natten_jax.backends.base import Gradients, Operands, Output, Pass, TilePair, requested_pair
-from natten_jax.backends.kernel_rank import attributes, kernel_operands
+from natten_jax.backends.base import Gradients, Operands, Output, Pass, Saved, TilePair, requested_pair
+from natten_jax.backends.kernel_rank import attributes, kernel_operands, output_of, output_types, saved_of
 from natten_jax.backends.ranking import rank_pairs
 from natten_jax.devices import Device
 from natten_jax.native import OptionalArray, ResultType
@@ -68,33 +68,18 @@ class HopperBackend:
 
     def forward(self, problem: Problem, tiles: TileConfig, operands: Operands) -> Output:
         """Compute output and logsumexp."""
-        out_shape = (*operands.query.shape[:-1], operands.value.shape[-1])
-        q_tile, kv_tile = requested_pair(tiles, "forward") or _ranked_pairs(problem, "forward")[0]
-        arrays = kernel_operands(problem, operands)
-        tokens = arrays[0].shape[:-2]
-        heads, width = out_shape[-2:]
-        schedule = KernelSchedule(tiles.kernel_schedule or KernelSchedule.PING_PONG)
-        is_persistent = tiles.run_persistent_kernel and schedule is not KernelSchedule.NON_PERSISTENT
-        out, logsumexp, _ = native.call(
-            _FORWARD,
-            [
-                ResultType((*tokens, heads, width), operands.query.dtype),
-                ResultType((*tokens, heads), jnp.float32),
-                ResultType((1,), jnp.int32),  # scratch: counts query tiles
-            ],
-            *arrays,
-            **attributes(problem, q_tile, kv_tile),
-            is_ping_pong=int(schedule is KernelSchedule.PING_PONG),
-            is_persistent=int(is_persistent),
-        )
-        return Output(out.reshape(out_shape), logsumexp.reshape(out_shape[:-1]))
+        return output_of(operands, _forward(problem, tiles, operands, saves=False))
+
+    def forward_saving(self, problem: Problem, tiles: TileConfig, operands: Operands) -> Saved:
+        """Compute them for a backward pass."""
+        return saved_of(operands, _forward(problem, tiles, operands, saves=True))
 
     def backward(
         self,
         problem: Problem,
         tiles: TileConfig,
         operands: Operands,
-        output: Output,
+        saved: Saved,
         out_cotangent: jax.Array,
         logsumexp_cotangent: jax.Array,
     ) -> Gradients:
@@ -106,7 +91,7 @@ class HopperBackend:
             kv_tile,
             tiles,
             Operands._make([*map(_padded, operands[:5]), operands.origins]),
-            Output(_padded(output.out), output.logsumexp),
+            saved._replace(out=_padded(saved.out)),
             _padded(out_cotangent),
             logsumexp_cotangent,
         )
@@ -114,6 +99,23 @@ class HopperBackend:
             None if operand is None or gradient is None else gradient[..., : operand.shape[-1]]
             for gradient, operand in zip(padded, operands[:5], strict=True)
         )
+
+
+def _forward(problem: Problem, tiles: TileConfig, operands: Operands, *, saves: bool) -> list[jax.Array]:
+    q_tile, kv_tile = requested_pair(tiles, "forward") or _ranked_pairs(problem, "forward")[0]
+    schedule = KernelSchedule(tiles.kernel_schedule or KernelSchedule.PING_PONG)
+    is_persistent = tiles.run_persistent_kernel and schedule is not KernelSchedule.NON_PERSISTENT
+    return native.call(
+        _FORWARD,
+        [
+            *output_types(problem, operands, saves=saves),
+            ResultType((1,), jnp.int32),  # scratch: counts query tiles
+        ],
+        *kernel_operands(problem, operands),
+        **attributes(problem, q_tile, kv_tile),
+        is_ping_pong=int(schedule is KernelSchedule.PING_PONG),
+        is_persistent=int(is_persistent),
+    )
 
 
 def _padded(array: OptionalArray) -> OptionalArray:

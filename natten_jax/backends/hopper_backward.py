@@ -7,10 +7,18 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from natten_jax import native
-from natten_jax.backends.base import Gradients, Operands, Output
-from natten_jax.backends.kernel_rank import attributes, delta, gradients_of, kernel_operands, with_kernel_rank
+from natten_jax.backends.base import Gradients, Operands, Saved
+from natten_jax.backends.kernel_rank import (
+    attributes,
+    delta,
+    gradients_of,
+    kernel_operands,
+    saved_remainder,
+    with_kernel_rank,
+)
 from natten_jax.native import ResultType
 from natten_jax.problem import Problem, Shape, TileConfig
 
@@ -28,14 +36,14 @@ def gradients(
     kv_tile: Shape,
     tiles: TileConfig,
     operands: Operands,
-    output: Output,
+    saved: Saved,
     out_cotangent: jax.Array,
     logsumexp_cotangent: jax.Array,
 ) -> Gradients:
     """Call the kernels; head dimensions are multiples of what they load at once."""
     arrays = kernel_operands(problem, operands)
     rank = functools.partial(with_kernel_rank, rank=problem.rank)
-    of_queries = [rank(array) for array in (*output, out_cotangent, logsumexp_cotangent)]
+    of_queries = [rank(array) for array in (saved.out, saved.logsumexp, out_cotangent, logsumexp_cotangent)]
     reduction = _xla_statistics if tiles.backward_use_xla_reduction else _kernel_statistics
     statistics = reduction(*of_queries)
     # Sums of the query gradient, a counter of tiles, and those of who may add to the sums.
@@ -48,6 +56,7 @@ def gradients(
         *arrays,
         of_queries[2],
         statistics,
+        saved_remainder(problem, saved),
         **attributes(problem, q_tile, kv_tile),
         is_deterministic=int(tiles.backward_deterministic),
     )
@@ -80,6 +89,6 @@ def _kernel_statistics(
 def _xla_statistics(
     out: jax.Array, logsumexp: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent: jax.Array
 ) -> jax.Array:
-    """The same, left to XLA."""
-    per_query = logsumexp / math.log(2), delta(out, out_cotangent, logsumexp_cotangent)
+    """The same, left to XLA. The logsumexp is rounded as in the kernels, whose remainders it has to go with."""
+    per_query = logsumexp * np.float32(1 / math.log(2)), delta(out, out_cotangent, logsumexp_cotangent)
     return jnp.stack([jnp.moveaxis(array, -1, 1) for array in per_query], axis=-1)

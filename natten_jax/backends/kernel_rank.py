@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
-from natten_jax.backends.base import Gradients, Operands
+from natten_jax.backends.base import Gradients, Operands, Output, Saved
+from natten_jax.native import ResultType
 from natten_jax.problem import Problem, Shape
 
 _KERNEL_RANK = 3
@@ -26,6 +29,37 @@ def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
     # Zeros would be a kernel of their own in front of each call.
     origins = jnp.zeros((0, _KERNEL_RANK), jnp.int32) if operands.origins is None else operands.origins
     return [query, key, value, additional_keys, additional_values, origins]
+
+
+def output_types(problem: Problem, operands: Operands, *, saves: bool) -> list[ResultType]:
+    """The results that every forward target starts with; an array of nothing for a remainder that is not saved."""
+    batch, *_, heads, _ = operands.query.shape
+    tokens = with_kernel_rank(operands.query, problem.rank).shape[1:-2]
+    per_query = (batch, *tokens, heads)
+    return [
+        ResultType((*per_query, operands.value.shape[-1]), operands.query.dtype),
+        ResultType(per_query, jnp.float32),
+        ResultType(per_query if saves else (0,), jnp.float32),
+    ]
+
+
+def output_of(operands: Operands, results: Sequence[jax.Array]) -> Output:
+    """A forward target's output and logsumexp in the shapes of the operands."""
+    per_query = operands.query.shape[:-1]
+    return Output(results[0].reshape(*per_query, -1), results[1].reshape(per_query))
+
+
+def saved_of(operands: Operands, results: Sequence[jax.Array]) -> Saved:
+    """The same with the remainder."""
+    output = output_of(operands, results)
+    return Saved(*output, results[2].reshape(output.logsumexp.shape))
+
+
+def saved_remainder(problem: Problem, saved: Saved) -> jax.Array:
+    """The operand that every backward target takes: an array of nothing where there is no remainder."""
+    if saved.remainder is None:
+        return jnp.zeros((0,), jnp.float32)
+    return with_kernel_rank(saved.remainder, problem.rank)
 
 
 def delta(out: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent: jax.Array) -> jax.Array:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,23 +21,18 @@ from natten_jax.profiler.optimize import Optimum, best_table, configuration, opt
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.plot import plot_rows
 from natten_jax.profiler.tables import digits, format_time, print_lines, print_table
-from natten_jax.profiler.workload import UnavailableBackend, check_available
+from natten_jax.profiler.workload import UnavailableBackend, check_available, describe
+from natten_jax.quiet_exit import INTERRUPTED, run_quietly
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what the command line asks for; return the exit status.
 
-    0: done. 1: the problem, the backend or the trace cannot be worked with here. 2: the command line is wrong.
+    0: done. 1: the problem, the backend or the trace cannot be worked with here. 2: the command line is wrong. 130:
+    interrupted.
     """
     options = parse(argv)
-    try:
-        status = _run(options)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Whoever read the output has seen enough; Python would complain once more when it closes the stream.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    return status
+    return run_quietly("natten-jax-profiler", lambda: _run(options))
 
 
 def _run(options: Options) -> int:
@@ -58,12 +52,15 @@ def _run(options: Options) -> int:
         _show_where_it_runs(options)
     except (ValueError, CaptureError, OSError, jax.errors.JaxRuntimeError) as error:
         _complain(error)
+    except (MemoryError, OverflowError) as error:
+        reason = f": {error}" if str(error) else ""
+        _complain(f"the problem is too large for this machine{reason}")
     return 1
 
 
-def _complain(error: Exception) -> None:
+def _complain(what: object) -> None:
     # What cannot run here is the user's to change: one sentence, not a traceback.
-    print(f"natten-jax-profiler: error: {' '.join(str(error).split())}", file=sys.stderr)
+    print(f"natten-jax-profiler: error: {' '.join(str(what).split())}", file=sys.stderr)
 
 
 def _dry_run(options: Options, device: Device) -> int:
@@ -82,11 +79,34 @@ def _simulate(options: Options, device: Device) -> int:
 
 
 def _measure(options: Options) -> int:
-    optimum: Optimum | None = None
-    if options.optimize:
-        optimum = optimize(options)
-        options = dataclasses.replace(optimum.options, optimize=True)
-        print_table(best_table(optimum))
+    if not options.optimize:
+        return _profile(options, None)
+    optimum = optimize(options)
+    options = dataclasses.replace(optimum.options, optimize=True)
+    if not optimum.is_complete:
+        return _keep_so_far(options, optimum)
+    print_table(best_table(optimum))
+    try:
+        return _profile(options, optimum)
+    except KeyboardInterrupt:
+        return _keep_so_far(options, optimum)
+
+
+def _keep_so_far(options: Options, optimum: Optimum) -> int:
+    """What is left of a search after Ctrl-C: no profile, but the best configuration and every trial."""
+    print("natten-jax-profiler: interrupted; this is the best so far", file=sys.stderr)
+    results = {**report.context(options, describe(options)[0]), **_search_results(options, optimum)}
+    _write(options.json, lambda: results)
+    print_table(best_table(optimum))
+    print_lines([*_search_lines(optimum), *_usage_lines(options)])
+    return INTERRUPTED
+
+
+def _search_results(options: Options, optimum: Optimum) -> dict[str, Any]:
+    return {"best_configuration": configuration(options), "search": search_json(optimum)}
+
+
+def _profile(options: Options, optimum: Optimum | None) -> int:
     results: dict[str, Any]
     if options.compare is not None:
         comparison = compare(options, options.compare)
@@ -98,20 +118,23 @@ def _measure(options: Options) -> int:
         tables = {"result": result.rows}
         results, show = report.to_json(result), functools.partial(report.print_report, result)
     if optimum is not None:
-        results["best_configuration"] = configuration(options)
-        results["search"] = search_json(optimum)
+        results |= _search_results(options, optimum)
     # Files first: whoever reads the output may leave early.
     _write(options.json, lambda: results)
     if options.csv is not None:
         report.write_csv(options.csv, tables)
     show()
     if optimum is not None:
-        print_lines(_search_lines(optimum))
-        if options.json is not None:
-            print_lines([f"Use it: na{options.rank}d(..., **natten_jax.load_tuned({str(options.json)!r}))"])
+        print_lines([*_search_lines(optimum), *_usage_lines(options)])
     if options.plot is not None:
         plot_rows(options.plot, tables, result.problem.describe())
     return 0
+
+
+def _usage_lines(options: Options) -> list[str]:
+    if options.json is None:
+        return []
+    return [f"Use it: na{options.rank}d(..., **natten_jax.load_tuned({str(options.json)!r}))"]
 
 
 def _search_lines(optimum: Optimum) -> list[str]:

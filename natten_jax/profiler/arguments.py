@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from natten_jax import backends
-from natten_jax.devices import ComputeCapability, parse_compute_capability
+from natten_jax.devices import ComputeCapability
 from natten_jax.problem import KernelSchedule
 from natten_jax.profiler.baselines import BASELINES
 from natten_jax.profiler.options import DTYPES, Options
+from natten_jax.profiler.outputs import chart_problem, folder_problem
+from natten_jax.profiler.parser import Parser, at_least, boolean, compute_capability, flag
 from natten_jax.version import __version__
 
 #: Baselines of NATTEN's profiler that do not exist in JAX.
@@ -22,7 +24,7 @@ _FOREIGN_BASELINES = ("xformers", "fav2")
 KNOWN_FAMILIES: dict[str, ComputeCapability] = {"cutlass": (8, 0), "hopper": (9, 0), "blackwell": (10, 0)}
 
 _TILE_FLAGS = ("q_tile", "kv_tile", "backward_q_tile", "backward_kv_tile")
-_OUTPUT_FOLDERS = ("json", "csv", "plot")
+_OUTPUT_FILES = ("json", "csv", "plot")
 #: What only a measurement can produce or use.
 _MEASUREMENT_ONLY = ("compare", "csv", "plot", "trace_dir", "verbose")
 
@@ -82,47 +84,42 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     options = Options(**values)
     _check_problem(parser, options)
     _check_tiles(parser, options)
-    for name in _OUTPUT_FOLDERS:
-        path = getattr(options, name)
-        if path is not None and not path.parent.is_dir():
-            parser.error(f"{_flag(name)}: the folder {str(path.parent)!r} does not exist")
+    _check_outputs(parser, given)
     return options
 
 
-def _check_modes(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+def _check_modes(parser: Parser, given: argparse.Namespace) -> None:
     modes = [name for name in ("dry_run", "simulate", "optimize") if getattr(given, name)]
     if len(modes) > 1:
-        parser.error(f"{' and '.join(map(_flag, modes))} exclude each other: choose one")
+        parser.error(f"{' and '.join(map(flag, modes))} exclude each other: choose one")
     is_measurement = not (given.dry_run or given.simulate)
     if given.compute_capability is not None and is_measurement:
         parser.error("--compute-capability is for --dry-run and --simulate: a measurement runs on the device at hand")
     if not is_measurement:
-        wrong = [_flag(name) for name in _MEASUREMENT_ONLY if getattr(given, name)]
+        wrong = [flag(name) for name in _MEASUREMENT_ONLY if getattr(given, name)]
         if wrong:
-            parser.error(f"{', '.join(wrong)} would need a measurement, but {_flag(modes[0])} measures nothing")
+            parser.error(f"{', '.join(wrong)} would need a measurement, but {flag(modes[0])} measures nothing")
     if modes and given.backend in BASELINES:
-        parser.error(
-            f"{_flag(modes[0])} is about backends with tiles, which the baseline {given.backend} does not have"
-        )
+        parser.error(f"{flag(modes[0])} is about backends with tiles, which the baseline {given.backend} does not have")
 
 
-def _check_backends(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+def _check_backends(parser: Parser, given: argparse.Namespace) -> None:
     known = tuple(KNOWN_FAMILIES)
     fna = (*backends.backend_names("fna"), *(f"{family}-fna" for family in known))
     fmha = (*backends.backend_names("fmha"), *(f"{family}-fmha" for family in known))
-    for flag, name in (("--backend", given.backend), ("--compare", given.compare)):
+    for option, name in (("--backend", given.backend), ("--compare", given.compare)):
         if name is None:
             continue
         if name in _FOREIGN_BASELINES:
             parser.error(
-                f"{flag} {name} is a baseline of PyTorch; JAX's are cudnn (fused attention on NVIDIA GPUs), "
-                f"pallas (on GPUs, too) and xla (anywhere): use {flag} cudnn"
+                f"{option} {name} is a baseline of PyTorch; JAX's are cudnn (fused attention on NVIDIA GPUs), "
+                f"pallas (on GPUs, too) and xla (anywhere): use {option} cudnn"
             )
         if name in fmha:
-            parser.error(f"{flag} {name} is an attention backend: name it with --fmha-backend")
+            parser.error(f"{option} {name} is an attention backend: name it with --fmha-backend")
         if name not in (*fna, *BASELINES):
             parser.error(
-                f"{flag} {name} is unknown; choose one of {', '.join(backends.backend_names('fna'))}, "
+                f"{option} {name} is unknown; choose one of {', '.join(backends.backend_names('fna'))}, "
                 f"or a baseline: {', '.join(BASELINES)}"
             )
     if given.compare is not None and given.compare == given.backend:
@@ -132,11 +129,11 @@ def _check_backends(parser: argparse.ArgumentParser, given: argparse.Namespace) 
         parser.error(f"--fmha-backend {given.fmha_backend} is unknown; choose one of {choices}")
 
 
-def _check_baseline(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+def _check_baseline(parser: Parser, given: argparse.Namespace) -> None:
     if given.add_kv:
         parser.error(f"--add-kv does not go with --backend {given.backend}, which computes self attention only")
     ignored = ["window_size", "stride", "dilation", "causal", "fmha_backend", *_TILE_FLAGS, "schedule"]
-    flags = [_flag(name) for name in ignored if getattr(given, name) is not None]
+    flags = [flag(name) for name in ignored if getattr(given, name) is not None]
     if flags:
         print(
             f"{parser.prog}: warning: --backend {given.backend} computes self attention only: "
@@ -147,7 +144,7 @@ def _check_baseline(parser: argparse.ArgumentParser, given: argparse.Namespace) 
         setattr(given, name, None)
 
 
-def _check_problem(parser: argparse.ArgumentParser, options: Options) -> None:
+def _check_problem(parser: Parser, options: Options) -> None:
     inputs, windows = options.input_size, options.window_size
     if any(w > x for w, x in zip(windows, inputs, strict=True)):
         parser.error(f"window size {_text(windows)} exceeds input size {_text(inputs)}: each window must fit the input")
@@ -165,72 +162,43 @@ def _check_problem(parser: argparse.ArgumentParser, options: Options) -> None:
         parser.error(f"--heads {options.heads} must be a multiple of --heads-kv {options.heads_kv}")
 
 
-def _check_tiles(parser: argparse.ArgumentParser, options: Options) -> None:
+def _check_tiles(parser: Parser, options: Options) -> None:
     for prefix in ("", "backward_"):
         names = f"{prefix}q_tile", f"{prefix}kv_tile"
         given = [name for name in names if getattr(options, name) is not None]
         if len(given) == 1:
             (missing,) = set(names) - set(given)
-            parser.error(f"{_flag(given[0])} was given without {_flag(missing)}: give both or neither")
+            parser.error(f"{flag(given[0])} was given without {flag(missing)}: give both or neither")
         if given and prefix and not options.backprop:
-            parser.error(f"{_flag(given[0])} is for the backward pass, which runs with --backprop only")
+            parser.error(f"{flag(given[0])} is for the backward pass, which runs with --backprop only")
+
+
+def _check_outputs(parser: Parser, given: argparse.Namespace) -> None:
+    """Check where results go, before they are worked out; a chart's format, too."""
+    parser.check_files(given, _OUTPUT_FILES)
+    problem = None if given.plot is None else chart_problem(given.plot)
+    if problem is not None:
+        parser.error(f"--plot: {problem}")
+    problem = None if given.trace_dir is None else folder_problem(given.trace_dir)
+    if problem is not None:
+        parser.error(f"--trace-dir: {problem}")
 
 
 def _wrong_count(
-    parser: argparse.ArgumentParser, name: str, value: Sequence[object], inputs: Sequence[int], alternative: str = ""
+    parser: Parser, name: str, value: Sequence[object], inputs: Sequence[int], alternative: str = ""
 ) -> NoReturn:
     parser.error(
-        f"{_flag(name)} takes {len(inputs)} value(s), {alternative}one per dimension of the input size "
+        f"{flag(name)} takes {len(inputs)} value(s), {alternative}one per dimension of the input size "
         f"{_text(inputs)}, got {len(value)}"
     )
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _text(shape: Sequence[int]) -> str:
     return " ".join(map(str, shape))
 
 
-def _at_least(minimum: int) -> Any:
-    def integer(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"must be at least {minimum}, got {value}")
-        return value
-
-    return integer
-
-
-def _boolean(text: str) -> bool:
-    values = {"true": True, "1": True, "false": False, "0": False}
-    if text.lower() not in values:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a truth value: write true, false, 1 or 0")
-    return values[text.lower()]
-
-
-def _compute_capability(text: str) -> ComputeCapability:
-    try:
-        major, minor = parse_compute_capability(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a compute capability such as 9.0") from None
-    if major < 1 or minor not in range(10):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a compute capability such as 9.0")
-    return major, minor
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        # One sentence, without the usage: with this many flags it would bury the message.
-        self.exit(2, f"{self.prog}: error: {message} (--help explains all options)\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="natten-jax-profiler",
         description="Measure what neighborhood attention launches on this machine's default JAX device, list and\n"
         "search its configurations, or predict its time for a GPU that is not there.",
@@ -249,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
 
 # fmt: off
 def _add_problem(group: Any) -> None:
-    positive, natural = _at_least(1), _at_least(0)
+    positive, natural = at_least(1), at_least(0)
     group.add_argument(
         "-i", "--input-size", nargs="+", type=positive, required=True, metavar="X",
         help="token layout, 1 to 3 integers: sequence length; height width; depth height width (required)",
@@ -278,7 +246,7 @@ def _add_problem(group: Any) -> None:
         help="distance between neighboring tokens of a window, per dimension (default: 1s)",
     )
     group.add_argument(
-        "-c", "--causal", nargs="+", type=_boolean, metavar="C",
+        "-c", "--causal", nargs="+", type=boolean, metavar="C",
         help="true, false, 1 or 0 per dimension, or one for all (default: false)",
     )
     group.add_argument("--dtype", choices=tuple(DTYPES), default="fp16", help="element type (default: fp16)")
@@ -289,7 +257,7 @@ def _add_problem(group: Any) -> None:
 
 
 def _add_configuration(group: Any) -> None:
-    positive = _at_least(1)
+    positive = at_least(1)
     group.add_argument(
         "--backend", metavar="NAME",
         help=f"{', '.join(backends.backend_names('fna'))} (default: the best that runs the problem), or a baseline "
@@ -302,7 +270,7 @@ def _add_configuration(group: Any) -> None:
     for name, what in zip(_TILE_FLAGS, ("query", "key/value") * 2, strict=True):
         which = "backward" if name.startswith("backward") else "forward"
         group.add_argument(
-            _flag(name), nargs="+", type=positive, metavar="T",
+            flag(name), nargs="+", type=positive, metavar="T",
             help=f"{what} tile shape of the {which} pass (default: the backend's choice)",
         )
     group.add_argument(
@@ -320,13 +288,13 @@ def _add_modes(group: Any) -> None:
         "--dry-run", action="store_true", help="list the backends that can run the problem and their tiles, best first"
     )
     group.add_argument(
-        "--max-configs", type=_at_least(0), default=10, metavar="N", help="rows of each list; 0: all (default: 10)"
+        "--max-configs", type=at_least(0), default=10, metavar="N", help="rows of each list; 0: all (default: 10)"
     )
     group.add_argument(
         "--simulate", action="store_true", help="predict the time, explain it, and recommend a stride"
     )
     group.add_argument(
-        "--compute-capability", type=_compute_capability, metavar="X.Y",
+        "--compute-capability", type=compute_capability, metavar="X.Y",
         help="answer for an NVIDIA GPU of this compute capability (default: the device at hand)",
     )
 
@@ -337,17 +305,17 @@ def _add_search(group: Any) -> None:
         help="measure the most promising tiles, schedules and, if none is named, backends; then profile the best",
     )
     group.add_argument(
-        "--optimize-warmup-steps", type=_at_least(0), default=5, metavar="N",
+        "--optimize-warmup-steps", type=at_least(0), default=5, metavar="N",
         help="runs of the finalists before their measurement (default: 5)",
     )
 
 
 def _add_measurement(group: Any) -> None:
     group.add_argument(
-        "--warmup-steps", type=_at_least(0), default=10, metavar="N", help="runs before the measurement (default: 10)"
+        "--warmup-steps", type=at_least(0), default=10, metavar="N", help="runs before the measurement (default: 10)"
     )
     group.add_argument(
-        "--iterations", type=_at_least(1), default=20, metavar="N", help="measured runs (default: 20)"
+        "--iterations", type=at_least(1), default=20, metavar="N", help="measured runs (default: 20)"
     )
     group.add_argument(
         "--compare", metavar="NAME",

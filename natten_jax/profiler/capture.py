@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import tempfile
 import time
 import warnings
@@ -31,12 +32,23 @@ from natten_jax.profiler.program import Program
 #: Traces come back empty now and then, for example while another profiler lets go of the GPU.
 _ATTEMPTS = 5
 
+#: Where JAX's profiler puts a folder per run, and what it calls a trace in there.
+_RUNS = ("plugins", "profile")
+_TRACES = "*.xplane.pb"
+
 #: Prefixes of events that are no kernels; the device's own names for filling and copying memory.
 _NO_KERNELS = ("memset", "memcpy")
 
 
 class CaptureError(RuntimeError):
     """The profiler's traces could not be read."""
+
+
+class DamagedTrace(CaptureError, ValueError):
+    """A trace file is not what JAX's profiler wrote."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"the trace {str(path)!r} is truncated or corrupt: {reason}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +126,7 @@ def capture_in_turns(
         iterations: How often each of them.
         platform: ``"cpu"`` or ``"cuda"``.
         with_memory: Whether a GPU's filling and copying of memory counts.
-        folder: Where the trace is kept; ``None`` deletes it.
+        folder: Where the trace is kept, beside those of other captures; ``None`` deletes it.
 
     Raises:
         CaptureError: The trace stayed empty or could not be attributed to iterations.
@@ -152,38 +164,58 @@ def _trace(launches: Sequence[Launch], iterations: int, folder: Path | None) -> 
     options.python_tracer_level = 0  # it would slow down dispatch and fill the trace
     options.host_tracer_level = 1
     options.enable_hlo_proto = folder is not None
-    with tempfile.TemporaryDirectory(prefix="natten-jax-profiler-") as temporary:
-        target = Path(temporary) if folder is None else folder
-        with jax.profiler.trace(str(target), profiler_options=options):
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    # A fresh folder holds this capture's trace and no other. Inside the one where it is to be kept, it need only move.
+    with tempfile.TemporaryDirectory(prefix=".natten-jax-profiler-", dir=folder) as fresh:
+        with jax.profiler.trace(fresh, profiler_options=options):
             for _ in range(iterations):
                 for launch in launches:
                     jax.block_until_ready(launch.run())  # type: ignore[no-untyped-call]
-        return read(target)
+        file = trace_file(Path(fresh))
+        profile = read(file)
+        if folder is not None:
+            _keep(file.parent, folder)
+        return profile
+
+
+def _keep(run: Path, folder: Path) -> None:
+    """Move a run's folder to where JAX's profiler would have put it, under a name that no other run has."""
+    runs = folder.joinpath(*_RUNS)
+    runs.mkdir(parents=True, exist_ok=True)
+    names = itertools.chain([run.name], (f"{run.name}_{number}" for number in itertools.count(2)))
+    run.rename(next(runs / name for name in names if not (runs / name).exists()))
 
 
 def trace_file(path: Path) -> Path:
-    """``path``, or the newest trace in it where it is a folder that JAX's profiler wrote to.
+    """``path``, or the newest trace in it where it is a folder that JAX's profiler wrote to, or a run's folder there.
 
     Raises:
         CaptureError: There is none.
     """
-    paths = [path] if path.is_file() else sorted(path.glob("**/*.xplane.pb"), key=lambda each: each.stat().st_mtime)
-    if not paths:
-        raise CaptureError(f"there is no trace (*.xplane.pb) in {str(path)!r}")
-    return paths[-1]
+    if path.is_file():
+        return path
+    # Not anywhere below: that may be a whole file system.
+    found = [*path.glob(_TRACES), *path.glob("/".join((*_RUNS, "*", _TRACES)))]
+    if not found:
+        raise CaptureError(
+            f"there is no trace ({_TRACES}) in {str(path)!r}, nor in the folders {'/'.join(_RUNS)}/* in it"
+        )
+    return max(found, key=lambda each: each.stat().st_mtime)
 
 
 def read(path: Path) -> ProfileData:
     """The trace in a file, or the newest one in a folder.
 
     Raises:
-        CaptureError: There is none, or it is something else.
+        CaptureError: There is none.
+        DamagedTrace: It is truncated, or something else.
     """
     file = trace_file(path)
     try:
         return ProfileData.from_file(str(file))
     except Exception as error:
-        raise CaptureError(f"{str(file)!r} is no trace of JAX's profiler: {error}") from error
+        raise DamagedTrace(file, str(error)) from error
 
 
 def gpu_intervals(profile: ProfileData, with_memory: bool = False) -> list[Interval]:
@@ -239,7 +271,7 @@ def _stats(event: Any) -> dict[str, Any]:
 
 def _number(stats: dict[str, Any]) -> int | None:
     number = stats.get("program_id")
-    return None if number is None else int(number)
+    return number if isinstance(number, int) else None
 
 
 def split(intervals: Iterable[Interval], iterations: int) -> list[list[Interval]] | None:

@@ -66,6 +66,7 @@ class Optimum:
         trials: Every measurement, in order.
         wall_seconds: How long the search took, of which ``compile_seconds`` were compilation.
         compile_seconds: Seconds of compilation.
+        is_complete: Whether the search came to its end and was not interrupted.
     """
 
     options: Options
@@ -74,6 +75,7 @@ class Optimum:
     trials: tuple[Trial, ...]
     wall_seconds: float
     compile_seconds: float
+    is_complete: bool = True
 
     @property
     def failures(self) -> list[Trial]:
@@ -84,10 +86,12 @@ class Optimum:
 def optimize(options: Options) -> Optimum:
     """Search for the fastest configuration on the default device.
 
-    Tiles, a schedule or backends that the options name stay as they are.
+    Tiles, a schedule or backends that the options name stay as they are. Ctrl-C ends the search with the best
+    configuration so far.
 
     Raises:
         ValueError: No configuration runs.
+        KeyboardInterrupt: It was interrupted before anything was measured.
     """
     device = default_device()
     check_available(options, device)
@@ -135,6 +139,22 @@ class _Search:
 
     def run(self) -> Optimum:
         start = time.perf_counter()
+        try:
+            return self._run(start)
+        except KeyboardInterrupt:
+            best = self._best_so_far()
+            if best is None or best.seconds is None:
+                raise
+            wall = time.perf_counter() - start
+            chosen = dataclasses.replace(best.options, backprop=self._options.backprop)
+            return Optimum(chosen, best.seconds, None, tuple(self._trials), wall, self._compiling, is_complete=False)
+
+    def _best_so_far(self) -> Trial | None:
+        """The fastest trial of all passes, or of the forward pass where there is none of all."""
+        ran = self._ordered(self._trials)
+        return next((trial for trial in ran if trial.options.backprop == self._options.backprop), next(iter(ran), None))
+
+    def _run(self, start: float) -> Optimum:
         plain = self._options
         best: tuple[float, Options] | None = None
         for rival in list(self._rivals()):
@@ -361,5 +381,6 @@ def search_json(optimum: Optimum) -> dict[str, Any]:
         "best_seconds": optimum.seconds,
         "wall_seconds": optimum.wall_seconds,
         "compile_seconds": optimum.compile_seconds,
+        "is_complete": optimum.is_complete,
         "trials": trials,
     }

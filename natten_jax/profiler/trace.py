@@ -16,18 +16,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from natten_jax.profiler import capture, measure, report, xspace
-from natten_jax.profiler.capture import CaptureError, Interval
+from natten_jax.profiler.capture import CaptureError, DamagedTrace, Interval
 from natten_jax.profiler.measure import Row
+from natten_jax.profiler.parser import Parser
 from natten_jax.profiler.program import Program
 from natten_jax.profiler.symbols import Name, order
 from natten_jax.profiler.tables import format_time, print_lines, print_table
+from natten_jax.quiet_exit import run_quietly
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the trace and print its table; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m natten_jax.profiler.trace", description=__doc__, allow_abbrev=False
-    )
+    parser = Parser(prog="python -m natten_jax.profiler.trace", description=__doc__, allow_abbrev=False)
     parser.add_argument("path", type=Path, help="a *.xplane.pb file, or a folder in which the newest one is read")
     parser.add_argument("--module", metavar="NAME", help="only this program, such as jit_step")
     parser.add_argument("--memory", action="store_true", help="count filling and copying memory on GPUs, too")
@@ -35,6 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows to a file")
     parser.add_argument("--csv", type=Path, metavar="PATH", help="write the rows to a file")
     options = parser.parse_args(argv)
+    parser.check_files(options, ("json", "csv"))
+    return run_quietly(parser.prog, lambda: _run(parser.prog, options))
+
+
+def _run(program: str, options: argparse.Namespace) -> int:
     try:
         modules = rows_by_module(options.path, with_memory=options.memory)
         if options.module is not None:
@@ -49,8 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.json.write_text(json.dumps({"modules": of_modules}, indent=2) + "\n")
         if options.csv is not None:
             report.write_csv(options.csv, modules)
+    except BrokenPipeError:
+        raise
     except (CaptureError, OSError) as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     print_table(report.rows_table(rows, "Trace", cut=not options.all))
     times = {name: sum(row.runtime for row in each) for name, each in modules.items()}
@@ -67,15 +74,19 @@ def rows_by_module(path: Path, *, with_memory: bool = False) -> dict[str, tuple[
 
     Raises:
         CaptureError: There is no trace.
+        DamagedTrace: It is truncated or corrupt.
     """
     file = capture.trace_file(path)
+    programs = xspace.programs(file)
     profile = capture.read(file)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # see capture_in_turns
-        intervals, platform = capture.gpu_intervals(profile, with_memory), "cuda"
-        if not intervals:
-            intervals, platform = capture.host_intervals(profile), "cpu"
-    programs = xspace.programs(file)
+        try:
+            intervals, platform = capture.gpu_intervals(profile, with_memory), "cuda"
+            if not intervals:
+                intervals, platform = capture.host_intervals(profile), "cpu"
+        except UnicodeDecodeError as error:
+            raise DamagedTrace(file, str(error)) from error
     by_name = {program.module: program for program in programs.values()}
     groups: dict[tuple[str, int | None], list[Interval]] = defaultdict(list)
     for interval in intervals:

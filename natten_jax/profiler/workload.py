@@ -21,6 +21,8 @@ from natten_jax.profiler.capture import Launch
 from natten_jax.profiler.options import DTYPES, Options
 from natten_jax.profiler.program import Program, compile_for_trace
 
+_MOST_ELEMENTS = 2**63 - 1
+
 
 class UnavailableBackend(ValueError):
     """A backend that this package has no kernels for on the device at hand, or at all."""
@@ -203,11 +205,18 @@ def shapes(options: Options) -> list[Any]:
 
 
 def make_inputs(options: Options) -> tuple[jax.Array, ...]:
-    """Random normal arrays, never zeros: easy data runs faster than real data, as it draws less power."""
+    """Random normal arrays, never zeros: easy data runs faster than real data, as it draws less power.
+
+    Raises:
+        ValueError: An array would have too many elements.
+    """
     wanted = shapes(options)
     if options.backprop:
         query = wanted[0]
         wanted.insert(0, query.update(shape=(*query.shape[:-1], options.dim_value)))
+    for each in wanted:
+        if math.prod(each.shape) > _MOST_ELEMENTS:
+            raise ValueError(f"an array of shape {each.shape} has more elements than XLA can count: 2**63 - 1")
     keys = jax.random.split(jax.random.key(0), len(wanted))
     return tuple(jax.random.normal(key, each.shape, each.dtype) for key, each in zip(keys, wanted, strict=True))
 

@@ -3,6 +3,7 @@
 
 #include <cutlass/numeric_types.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cute/config.hpp>
 #include <type_traits>
@@ -31,6 +32,29 @@ CUTE_DEVICE float fast_exp2(float x) {
 /// How large the weights of an online softmax may become, in base 2, before earlier results are rescaled: most tiles
 /// then rescale nothing, and half precision holds the weights (the bound is FlashAttention-4's).
 constexpr float kHeadroom = 8.f;
+
+/// The largest logit or logsumexp, in base 2 or not, whose rounding would not show in weights relative to it
+/// (natten_jax/logsumexp.h).
+template <class Element>
+constexpr float kLargestExact = sizeof(Element) == 4 ? 16.f : 256.f;
+
+/// Whether weights relative to a row's logsumexp need its remainder. Those of a row without keys do not, whose
+/// logsumexp is infinite.
+template <class Element>
+CUTE_DEVICE bool has_remainder(float logsumexp) {
+  return fabsf(logsumexp) > kLargestExact<Element> && fabsf(logsumexp) < INFINITY;
+}
+
+/// The weight of a logit relative to such a logsumexp, in base 2. Rounding must not make it larger than one; it stays
+/// NaN where the logit is.
+CUTE_DEVICE float weight_of_large(float logit, float exponent_scale, float logsumexp, float remainder) {
+  float exponent = fmaf(logit, exponent_scale, -logsumexp) - remainder;
+  asm("min.NaN.f32 %0, %0, 0f00000000;" : "+f"(exponent));
+  return fast_exp2(exponent);
+}
+
+/// The largest logit in base 2 that weights may be relative to after it was rounded: by 2^-12 at most.
+constexpr float kLargestRounded = 4096.f;
 
 /// 1 / x to about 1 ulp; flushes denormal numbers to zero.
 CUTE_DEVICE float fast_reciprocal(float x) {

@@ -73,9 +73,9 @@ struct GroupPair {
   }
 };
 
-/// Tokens of a dilation group among `extent` tokens.
+/// Tokens of a dilation group among `extent` tokens. Sums of extents and dilations may exceed 32 bits.
 CUTE_DEVICE int fast_group_length(const Axis& axis, int extent, int residue) {
-  return axis.by_dilation.divide(extent - residue + axis.dilation - 1);
+  return residue < extent ? axis.by_dilation.divide(extent - 1 - residue) + 1 : 0;
 }
 
 /// One dimension of a query tile: a dilation group of local queries and the same group of local keys.

@@ -7,6 +7,7 @@
 
 #include "cuda/common/gradient_passes.h"
 #include "cuda/common/overlapped_launch.cuh"
+#include "natten_jax/logsumexp.h"
 
 namespace natten_jax {
 namespace {
@@ -82,7 +83,6 @@ __global__ void __launch_bounds__(kThreads)
                                const float* logsumexp_cotangent, float2* statistics, const __grid_constant__ Rows rows,
                                std::int64_t all_rows, int chunks) {
   allow_next_kernel();
-  constexpr float kLog2e = 1.4426950408889634f;
   constexpr int kBlockRows = kThreads / kLanes;  // at once
   const int lane = threadIdx.x % kLanes;
   const std::int64_t of_block = kBlockRows * kUnrolled;
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     const std::int64_t row = own + lane * kBlockRows;
     if (lane < kUnrolled && row < all_rows) {
-      statistics[rows.heads_first(row)] = make_float2(logsumexp[row] * kLog2e, sum - logsumexp_cotangent[row]);
+      statistics[rows.heads_first(row)] = make_float2(base2_logsumexp(logsumexp[row]), sum - logsumexp_cotangent[row]);
     }
   }
 }

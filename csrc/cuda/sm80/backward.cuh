@@ -18,6 +18,7 @@
 #include "cuda/sm80/gather.cuh"
 #include "cuda/sm80/params.h"
 #include "cuda/sm80/products.cuh"
+#include "natten_jax/logsumexp.h"
 
 namespace natten_jax::sm80 {
 
@@ -233,7 +234,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   using ByQuery = typename Traits::QueryWarps;
   constexpr int kKeys = Traits::kKeys, kQueries = Traits::kQueries, kThreads = Traits::kThreads;
   constexpr int kHeadDim = Traits::kHeadDim, kStages = Traits::kStages, kStep = Product::kStep;
-  constexpr float kLog2e = 1.4426950408889634f;
   // Rows and columns of a warp.
   constexpr int kLogitRows = kKeys / Logits::kRowWarps, kLogitColumns = kQueries / Logits::kColumnWarps;
   constexpr int kKeyRows = kKeys / ByKey::kRowWarps, kKeyColumns = kHeadDim / ByKey::kColumnWarps;
@@ -305,7 +305,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         const auto multiply = [&](auto& c, std::uint32_t a_tile, std::uint32_t b_tile) __attribute__((always_inline)) {
           const typename Product::template ReadA<Tile> read_a(a_tile, key0);
           const typename Product::template ReadB<Tile> read_b(b_tile, query0);
-          accumulate<Product, kLogitRows / 16, kLogitColumns / 16, kHeadDim / kStep>(
+          accumulate<Product, kLogitRows / 16, kLogitColumns / 16, kHeadDim / kStep, true>(
               c, [&](auto& a, int m, int i) __attribute__((always_inline)) { read_a(a, 16 * m, i); },
               [&](auto& b, int n, int i) __attribute__((always_inline)) { read_b(b, 16 * n, i); });
         };
@@ -313,20 +313,49 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         multiply(d_weight, v, d_out);
         const bool is_whole =
             step.column + kQueries <= p.q_tile_tokens && at.is_inside(p.axis, shared.inner_begin, shared.inner_end);
-        const float exponent_scale = p.scale * kLog2e;
-        CUTE_UNROLL
-        for (int n = 0; n < kLogitColumns / 8; ++n) {
-          const int column = query0 + 8 * n + 2 * lane4;
-          const float2 lse = *reinterpret_cast<const float2*>(&shared.logsumexp[stage][column]);
-          const float2 delta = *reinterpret_cast<const float2*>(&shared.delta[stage][column]);
+        const float exponent_scale = p.scale * kLog2E;
+        bool has_large = false;
+        for (int column = query0 + lane; column < query0 + kLogitColumns; column += 32) {
+          has_large = has_large || has_remainder<Element>(shared.logsumexp[stage][column]);
+        }
+        // A branch, since tiles that need no remainders would wait for those of others.
+        if (__any_sync(0xffffffffu, has_large)) {
           CUTE_UNROLL
-          for (int m = 0; m < kLogitRows / 16; ++m) {
+          for (int n = 0; n < kLogitColumns / 8; ++n) {
             CUTE_UNROLL
-            for (int e = 0; e < 4; ++e) {
-              const float shift = (e % 2 == 0 ? lse.x : lse.y) * kLog2e;
-              s[m][n][e] = fast_exp2(s[m][n][e] * exponent_scale - shift);
+            for (int i = 0; i < 2; ++i) {
+              const int column = query0 + 8 * n + 2 * lane4 + i, row = step.column + column;
+              const float logsumexp = shared.logsumexp[stage][column];
+              float remainder = 0.f;
+              if (p.remainder != nullptr && has_remainder<Element>(logsumexp) &&
+                  shared.rows.is_visible(box.end, at.x, at.y, at.z, row, p.q_tile_tokens)) {
+                const std::int64_t token = box.token(at.x, at.y, at.z) + shared.rows.token(row);
+                remainder = p.remainder[(batch * p.queries + token) * p.heads + kv_head * heads + step.head];
+              }
+              CUTE_UNROLL
+              for (int m = 0; m < kLogitRows / 16; ++m) {
+                CUTE_UNROLL
+                for (int e = i; e < 4; e += 2) {
+                  s[m][n][e] = weight_of_large(s[m][n][e], exponent_scale, base2_logsumexp(logsumexp), remainder);
+                }
+              }
             }
           }
+        } else {
+          CUTE_UNROLL
+          for (int n = 0; n < kLogitColumns / 8; ++n) {
+            const float2 lse = *reinterpret_cast<const float2*>(&shared.logsumexp[stage][query0 + 8 * n + 2 * lane4]);
+            const float shift[2] = {base2_logsumexp(lse.x), base2_logsumexp(lse.y)};
+            CUTE_UNROLL
+            for (int m = 0; m < kLogitRows / 16; ++m) {
+              CUTE_UNROLL
+              for (int e = 0; e < 4; ++e) s[m][n][e] = fast_exp2(s[m][n][e] * exponent_scale - shift[e % 2]);
+            }
+          }
+        }
+        CUTE_UNROLL
+        for (int n = 0; n < kLogitColumns / 8; ++n) {
+          const float2 delta = *reinterpret_cast<const float2*>(&shared.delta[stage][query0 + 8 * n + 2 * lane4]);
           CUTE_UNROLL
           for (int m = 0; m < kLogitRows / 16; ++m) {
             CUTE_UNROLL

@@ -104,7 +104,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
   constexpr int kAhead = Traits::kIsRing ? kStages / 2 : 1;  // steps that are loaded ahead
   constexpr int kHeadSteps = Traits::kHeadDim / Product::kStep;
   constexpr std::uint32_t kStageBytes = kColumns * Tile::kRowBytes;
-  constexpr float kLog2e = 1.4426950408889634f;
   extern __shared__ __align__(128) char raw[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(raw);
   const TilePlan& plan = shared.plan;
@@ -150,7 +149,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
   const typename Product::template ReadTransposedB<Tile> read_v(v, 0);
   typename Product::A query[Traits::kQueryInRegisters ? kRowBlocks : 1][kHeadSteps];
   float o[kRowBlocks][Traits::kHeadDim / 8][4] = {};
-  OnlineSoftmax<kRowBlocks> softmax((p.scale == 0.f ? 1.f : fabsf(p.scale)) * kLog2e);
+  OnlineSoftmax<Element, kRowBlocks> softmax((p.scale == 0.f ? 1.f : fabsf(p.scale)) * kLog2E);
 
   if (p.scale <= 0.f) {
     // Negating the scale is negating the queries; a scale of zero makes them zero.
@@ -292,8 +291,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
   {
     // A lane for each row that four of them share.
     const int token = lane4 < 2 * kRowBlocks ? shared.row_windows[row0 + 8 * lane4][0][3] : -1;
-    const float logsumexp = softmax.logsumexp(lane4);
-    if (token >= 0) p.logsumexp[first_row + static_cast<std::int64_t>(token) * p.heads] = logsumexp;
+    const float2 logsumexp = softmax.logsumexp(lane4);
+    const std::int64_t at = first_row + static_cast<std::int64_t>(token) * p.heads;
+    if (token >= 0) p.logsumexp[at] = logsumexp.x;
+    if (token >= 0 && p.remainder != nullptr) p.remainder[at] = logsumexp.y;
   }
   const int out_bytes = p.head_dim_v * static_cast<int>(sizeof(Element));
   char* out = static_cast<char*>(p.out) + first_row * out_bytes;

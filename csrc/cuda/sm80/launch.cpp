@@ -5,6 +5,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "cuda/common/counts.h"
 #include "cuda/common/gradient_passes.h"
 #include "cuda/sm80/backward.h"
 #include "cuda/sm80/forward.h"
@@ -16,6 +17,7 @@ constexpr std::int64_t kHeadDimStep = 8;
 constexpr std::int64_t kLargestHeadDim = 256;
 constexpr std::int64_t kLargestKvTile = 128;
 constexpr std::int64_t kLargestBackwardTile = 128;
+constexpr std::int64_t kMostTiles = std::numeric_limits<std::int32_t>::max() / 2;  // of a launch
 /// Keys and values of the heads that run side by side should stay in the second-level cache.
 constexpr std::int64_t kCacheBytes = 8 << 20;
 
@@ -129,15 +131,12 @@ std::string run_forward(const Problem& problem, const TileShapes& tiles, const A
   std::int64_t groups = 1, tiles_per_group = 1;
   for (int d = 0; d < kRank; ++d) {
     p.axis[d] = describe_axis(problem.dims[d], tiles.query[d], tiles.kv[d]);
-    groups *= p.axis[d].dilation;
-    tiles_per_group *= p.axis[d].q_tiles;
+    groups = saturating_product(groups, p.axis[d].dilation);
+    tiles_per_group = saturating_product(tiles_per_group, p.axis[d].q_tiles);
   }
-  constexpr std::int64_t kMostTiles = std::numeric_limits<std::int32_t>::max() / 2;
-  if (groups > kMostTiles || tiles_per_group > kMostTiles / groups ||
-      problem.batch * problem.heads > kMostTiles / (groups * tiles_per_group)) {
-    return "the problem has more than 2^30 query tiles";
-  }
-  const std::int64_t all_tiles = problem.batch * problem.heads * groups * tiles_per_group;
+  const std::int64_t heads = saturating_product(problem.batch, problem.heads);
+  const std::int64_t all_tiles = saturating_product(heads, saturating_product(groups, tiles_per_group));
+  if (all_tiles > kMostTiles) return "the problem has more than 2^30 query tiles";
   p.query = arrays.query;
   p.key = arrays.key;
   p.value = arrays.value;
@@ -146,6 +145,7 @@ std::string run_forward(const Problem& problem, const TileShapes& tiles, const A
   p.origins = arrays.origins;
   p.out = arrays.out;
   p.logsumexp = arrays.logsumexp;
+  p.remainder = arrays.remainder;
   p.queries = problem.queries();
   p.keys = problem.keys();
   p.heads = static_cast<int>(problem.heads);
@@ -195,8 +195,8 @@ std::string run_backward(const Problem& problem, const TileShapes& tiles, const 
   std::int64_t groups = 1, tiles_per_group = 1;
   for (int d = 0; d < kRank; ++d) {
     p.axis[d] = describe_axis(problem.dims[d], tiles.query[d], tiles.kv[d]);
-    groups *= p.axis[d].dilation;
-    tiles_per_group *= p.axis[d].kv_tiles;
+    groups = saturating_product(groups, p.axis[d].dilation);
+    tiles_per_group = saturating_product(tiles_per_group, p.axis[d].kv_tiles);
   }
   p.origins = arrays.origins;
   p.queries = problem.queries();
@@ -217,18 +217,14 @@ std::string run_backward(const Problem& problem, const TileShapes& tiles, const 
                       : is_accurate                                    ? launch_backward<Arithmetic::kFloat32>
                                                                        : launch_backward<Arithmetic::kTensorFloat32>;
   const auto run = [&](std::int64_t all_tiles, std::int64_t all_groups, std::int64_t heads) -> std::string {
-    constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
     const std::int64_t splits = kv_splits == 0 ? all_tiles : std::min(kv_splits, all_tiles);
-    if (all_tiles > kMost || all_groups > kMost || splits > kMost / all_groups ||
-        heads > kMost / (splits * all_groups)) {
-      return "the problem has more than 2^30 key/value tiles";
-    }
+    const std::int64_t ctas = saturating_product(heads, saturating_product(splits, all_groups));
+    if (all_tiles > kMostTiles || ctas > kMostTiles) return "the problem has more than 2^30 key/value tiles";
     p.tiles = static_cast<int>(all_tiles);
     p.splits = static_cast<int>(splits);
     p.by_splits = cutlass::FastDivmod(p.splits);
     p.by_groups = cutlass::FastDivmod(static_cast<int>(all_groups));
-    return describe(
-        launch(p, compiled_head_dim(problem), form.keys, static_cast<int>(heads * splits * all_groups), stream));
+    return describe(launch(p, compiled_head_dim(problem), form.keys, static_cast<int>(ctas), stream));
   };
 
   // The heads of a block, from a head of a batch entry on: arrays start there, and their strides stay the same.
@@ -245,6 +241,7 @@ std::string run_backward(const Problem& problem, const TileShapes& tiles, const 
     p.query = at(arrays.query, of_query, problem.head_dim);
     p.out_cotangent = at(arrays.out_cotangent, of_query, problem.head_dim_v);
     p.logsumexp = arrays.logsumexp + of_query;
+    p.remainder = arrays.remainder == nullptr ? nullptr : arrays.remainder + of_query;
     p.delta = arrays.delta + of_query;
     p.query_gradient = is_float32 ? reinterpret_cast<float*>(query_gradient) : arrays.query_gradient_sums;
     p.query_gradient_batch = p.queries * (is_float32 ? problem.heads : heads) * problem.head_dim;
@@ -269,7 +266,7 @@ std::string run_backward(const Problem& problem, const TileShapes& tiles, const 
     p.key_gradient = at(arrays.key_gradient, of_key, problem.head_dim);
     p.value_gradient = at(arrays.value_gradient, of_key, problem.head_dim_v);
     p.keys = problem.keys();
-    std::string sentence = run(tiles_per_group * p.parts, groups, size.batch * size.heads_kv);
+    std::string sentence = run(saturating_product(tiles_per_group, p.parts), groups, size.batch * size.heads_kv);
     if (!sentence.empty() || is_float32) return sentence;
     return describe(launch_convert_gradient(problem.element_type == ElementType::kBFloat16, arrays.query_gradient_sums,
                                             problem.scale, query_gradient, size.batch, p.queries, heads, problem.heads,

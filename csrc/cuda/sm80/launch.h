@@ -20,6 +20,7 @@ struct Arrays {
   const std::int32_t* origins;
   void* out;
   float* logsumexp;
+  float* remainder;  ///< Of the logsumexp (natten_jax/logsumexp.h); null where nobody wants it.
 };
 
 /// Device pointers of one backward call.
@@ -31,6 +32,7 @@ struct BackwardArrays {
   const void* additional_values;
   const std::int32_t* origins;
   const float* logsumexp;
+  const float* remainder;  ///< Null: zeros.
   const void* out_cotangent;
   const float* delta;
   void* query_gradient;

@@ -19,6 +19,7 @@ struct ForwardParams {
   const std::int32_t* origins;  // [2, 3]: query origin, key/value origin; null: zeros
   void* out;
   float* logsumexp;
+  float* remainder;      // of the logsumexp, or null
   std::int64_t queries;  // per batch entry
   std::int64_t keys;
   int heads;
@@ -40,6 +41,7 @@ struct BackwardParams {
   const void* value;
   const std::int32_t* origins;  // as in ForwardParams
   const float* logsumexp;
+  const float* remainder;  // null: zeros
   const void* out_cotangent;
   const float* delta;
   float* query_gradient;  // sums over keys, to which every CTA adds

@@ -75,6 +75,7 @@ struct HalfProduct {
     store_word(address, pack<Element>(low, high));
   }
 
+  template <bool kIsTransposed>
   CUTE_DEVICE static void multiply(float (&c)[4], const A& a, const B& b, int block) {
     using Instruction = std::conditional_t<std::is_same_v<Element, cutlass::bfloat16_t>,
                                            cute::SM80_16x8x16_F32BF16BF16F32_TN, cute::SM80_16x8x16_F32F16F16F32_TN>;
@@ -171,12 +172,13 @@ struct FloatProduct {
 
   CUTE_DEVICE static void store_pair(std::uint32_t address, float low, float high) { store_words(address, low, high); }
 
+  template <bool kIsTransposed>
   CUTE_DEVICE static void multiply(float (&c)[4], const A& a, const B& b, int block) {
     if constexpr (kSplit) {
       // Matrix units cut sums off where float32 addition rounds: they add up only eight products at a time.
       float sum[4] = {};
-      multiply(sum, a.low, b.high, block);
-      multiply(sum, a.high, b.low, block);
+      multiply(sum, kIsTransposed ? a.high : a.low, kIsTransposed ? b.low : b.high, block);
+      multiply(sum, kIsTransposed ? a.low : a.high, kIsTransposed ? b.high : b.low, block);
       multiply(sum, a.high, b.high, block);
       CUTE_UNROLL
       for (int e = 0; e < 4; ++e) c[e] += sum[e];
@@ -201,10 +203,12 @@ struct FloatProduct {
 
 /// c += a * b: `kRows` blocks of 16 rows, `kColumns` blocks of 16 columns, `kSteps` steps.
 ///
+/// Where `kIsTransposed`, results are to the last bit those of the product with operands A and B exchanged.
+///
 /// Args:
 ///   read_a: fills an operand, given a row block and a step.
 ///   read_b: fills an operand, given a column block and a step.
-template <class Product, int kRows, int kColumns, int kSteps, class ReadA, class ReadB>
+template <class Product, int kRows, int kColumns, int kSteps, bool kIsTransposed = false, class ReadA, class ReadB>
 CUTE_DEVICE void accumulate(float (&c)[kRows][2 * kColumns][4], const ReadA& read_a, const ReadB& read_b) {
   CUTE_UNROLL
   for (int step = 0; step < kSteps; ++step) {
@@ -217,8 +221,8 @@ CUTE_DEVICE void accumulate(float (&c)[kRows][2 * kColumns][4], const ReadA& rea
       read_b(b, n, step);
       CUTE_UNROLL
       for (int m = 0; m < kRows; ++m) {
-        Product::multiply(c[m][2 * n], a[m], b, 0);
-        Product::multiply(c[m][2 * n + 1], a[m], b, 1);
+        Product::template multiply<kIsTransposed>(c[m][2 * n], a[m], b, 0);
+        Product::template multiply<kIsTransposed>(c[m][2 * n + 1], a[m], b, 1);
       }
     }
   }

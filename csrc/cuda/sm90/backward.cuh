@@ -9,6 +9,7 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "cuda/sm90/backward_pipeline.cuh"
+#include "natten_jax/logsumexp.h"
 
 namespace natten_jax::sm90 {
 
@@ -44,7 +45,6 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
   using Element = typename Traits::Element;
   constexpr int kHeadDim = Traits::kHeadDim, kKeys = Traits::kKeys, kQueries = Traits::kQueries;
   constexpr int kStages = Traits::kStages, kScoreBuffers = Traits::kScoreBuffers;
-  constexpr float kLog2e = 1.4426950408889634f;
   constexpr auto kRowsFirst = GMMA::Major::MN, kRowsLast = GMMA::Major::K;
   // The warpgroups split the keys or, where there are only 64, the queries of the logits and the columns of the key and
   // value gradients. They split the columns of the query gradient or, where those are few, take turns with whole ones.
@@ -125,7 +125,7 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
   const QueryColumnMask column_mask(shared.mask_words, p.axis);
   cutlass::arch::NamedBarrier::sync(kConsumers, named_barrier(kTablesReady));
 
-  const float exponent_scale = p.scale * kLog2e;
+  const float exponent_scale = p.scale * kLog2E;
   // Query tiles so far, which say where in the rings of buffers this warpgroup is.
   int count = 0;
   const auto stage_of = [](int tile) { return tile % kStages; };
@@ -192,7 +192,7 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
       start_ds(stage);
       // Which elements of the tile are hidden, worked out while the products are under way.
       const int4 at = shared.tile[stage];
-      const bool is_masked = at.w != 0;
+      const bool is_masked = (at.w & kIsMasked) != 0;
       std::uint32_t visible[2];
       if (is_masked) {
         CUTE_UNROLL
@@ -201,17 +201,30 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
           visible[i] = column_mask.row(p.axis, seen_by[0], seen_by[1], at, lane4) >> column_block * (kLogitColumns / 4);
         }
       }
-      warpgroup_wait<1>();
-      warpgroup_fence_operand(s);
       const auto* logsumexp =
           reinterpret_cast<const float2*>(shared.logsumexp[stage]) + column_block * (kLogitColumns / 2) + lane4;
-      CUTE_UNROLL
-      for (int e = 0; e < size(s); e += 4) {
-        const float2 of_columns = logsumexp[e];
-        s(e) = fast_exp2(s(e) * exponent_scale - of_columns.x);
-        s(e + 1) = fast_exp2(s(e + 1) * exponent_scale - of_columns.y);
-        s(e + 2) = fast_exp2(s(e + 2) * exponent_scale - of_columns.x);
-        s(e + 3) = fast_exp2(s(e + 3) * exponent_scale - of_columns.y);
+      warpgroup_wait<1>();
+      warpgroup_fence_operand(s);
+      if (__builtin_expect(at.w & kIsLarge, 0)) {
+        const auto* remainder =
+            reinterpret_cast<const float2*>(shared.remainder[stage]) + column_block * (kLogitColumns / 2) + lane4;
+        CUTE_UNROLL
+        for (int e = 0; e < size(s); e += 4) {
+          const float2 of_columns = logsumexp[e], less = remainder[e];
+          s(e) = weight_of_large(s(e), exponent_scale, of_columns.x, less.x);
+          s(e + 1) = weight_of_large(s(e + 1), exponent_scale, of_columns.y, less.y);
+          s(e + 2) = weight_of_large(s(e + 2), exponent_scale, of_columns.x, less.x);
+          s(e + 3) = weight_of_large(s(e + 3), exponent_scale, of_columns.y, less.y);
+        }
+      } else {
+        CUTE_UNROLL
+        for (int e = 0; e < size(s); e += 4) {
+          const float2 of_columns = logsumexp[e];
+          s(e) = fast_exp2(s(e) * exponent_scale - of_columns.x);
+          s(e + 1) = fast_exp2(s(e + 1) * exponent_scale - of_columns.y);
+          s(e + 2) = fast_exp2(s(e + 2) * exponent_scale - of_columns.x);
+          s(e + 3) = fast_exp2(s(e + 3) * exponent_scale - of_columns.y);
+        }
       }
       if (is_masked) {
         CUTE_UNROLL
@@ -347,7 +360,7 @@ CUTE_DEVICE void prepare_backward(const BackwardParams& p, typename Traits::Shar
       ClusterBarrier::init(&shared.empty_plan[i], kConsumers + 32 + 1 + storing);  // and those that load
     }
     for (int i = 0; i < Traits::kStages; ++i) {
-      ClusterBarrier::init(&shared.full_q[i], 1 + 2 * 32);  // one thread expects bytes, its warp copies and writes
+      ClusterBarrier::init(&shared.full_q[i], 1 + 32);  // one thread expects bytes, its warp writes
       ClusterBarrier::init(&shared.full_o[i], 1);
       ClusterBarrier::init(&shared.empty_q[i], kConsumers);
       ClusterBarrier::init(&shared.empty_o[i], kConsumers);

@@ -130,6 +130,7 @@ std::string run_backward(const Problem& problem, const TileShapes& tiles, const 
   if (std::string error = encode_maps(problem, tiles, arrays, limits.keys, p); !error.empty()) return error;
   p.origins = arrays.origins;
   p.statistics = reinterpret_cast<const float2*>(arrays.statistics);
+  p.remainder = arrays.remainder;
   p.queries = static_cast<int>(problem.queries());
   p.heads = static_cast<int>(problem.heads);
   p.heads_kv = static_cast<int>(problem.heads_kv);

@@ -35,6 +35,7 @@ struct BackwardParams {
   Axis axis[3];
   const std::int32_t* origins;  // [2, 3]: query origin, key/value origin; null: zeros
   const float2* statistics;     // [batch, heads, x, y, z]: logsumexp in base 2, delta
+  const float* remainder;       // of the logsumexp, [batch, x, y, z, heads]; null: zeros
   std::int32_t* next_tile;      // counts the tiles that CTAs have taken, from `first_taken` on
   // [batch, heads, dilation groups, query tiles]: key/value tiles that have added to the query gradient, which they do
   // one after the other in a fixed order; null: in any order

@@ -13,7 +13,10 @@ constexpr int kConsumers = 256;  // threads of the two warpgroups that compute
 constexpr int kThreads = 128 + kConsumers;
 constexpr int kConsumerWarps = kConsumers / 32;
 constexpr int kPlannedAhead = 6;  // query tiles that are still to be loaded when the next key/value tile is planned
-constexpr int kSumChunk = 32;     // elements of a 128-byte swizzled row of the query gradient's sums
+// What is special about a query tile.
+constexpr int kIsMasked = 1;   // some key is hidden from some query
+constexpr int kIsLarge = 2;    // weights of some query need the remainder of its logsumexp
+constexpr int kSumChunk = 32;  // elements of a 128-byte swizzled row of the query gradient's sums
 
 // Named barriers; the first eight are CUTLASS's own.
 constexpr int kTablesReady = 8;
@@ -67,8 +70,9 @@ struct BackwardTraits {
     alignas(1024) Element score_gradient[kScoreBuffers][kKeys * kQueries];
     alignas(1024) float query_gradient[kQueries * kHeadDim];
     KeyTilePlan<kKeys> plan[2];
-    int4 tile[kStages];  // of the tile in a query buffer: first query (x, y, z), and whether it is masked
+    int4 tile[kStages];  // of the tile in a query buffer: first query (x, y, z), and bits of what is special about it
     alignas(16) float logsumexp[kStages][kQueries];  // in base 2; infinite where there is no query
+    alignas(16) float remainder[kStages][kQueries];  // of the logsumexp, where the tile is large
     alignas(16) float delta[kStages][kQueries];
     uchar4 row_coordinates[kKeys];        // of a row in the key/value tile: x, y, z
     uchar4 column_coordinates[kQueries];  // of a column in the query tile
@@ -150,12 +154,6 @@ CUTE_DEVICE void plan_key_tiles(const BackwardParams& p, typename Traits::Shared
   }
 }
 
-/// Starts to copy a number into shared memory.
-CUTE_DEVICE void copy_async(float* destination, const float* source) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(cast_smem_ptr_to_uint(destination)), "l"(source)
-               : "memory");
-}
-
 /// One warp: loads the key tile and the query tiles of every query head, with their logsumexp and delta.
 template <class Traits>
 CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedStorage& shared) {
@@ -190,33 +188,46 @@ CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedSt
       QueryWalk walk(hull_begin);
       for (int tile = 0; tile < plan.q_tiles; ++tile) {
         if (remaining-- == planned_ahead && lane == 0) arrive(shared.wants_plan);
+        // On their way while the buffers are still in use.
+        float2 of_rows[Traits::kQueries / 32];
+        CUTE_UNROLL
+        for (int i = 0; i < Traits::kQueries / 32; ++i) {
+          const int row = lane + 32 * i;
+          const int token = query_token(p, plan, make_int4(walk.x, walk.y, walk.z, 0), shared.column_coordinates[row]);
+          const bool exists = row < p.q_tile_tokens && token >= 0;
+          of_rows[i] = exists ? statistics[token] : make_float2(INFINITY, 0.f);
+        }
         wait(shared.empty_q[stage], phase ^ 1);
         if (lane == 0) {
-          const bool is_masked = !(is_whole && walk.is_inside(p.axis, plan.inner_begin, plan.inner_end));
-          shared.tile[stage] = make_int4(walk.x, walk.y, walk.z, is_masked);
           ClusterTransactionBarrier::arrive_and_expect_tx(&shared.full_q[stage], chunks * p.q_tile_tokens * kRowBytes);
           load_tile(map, &shared.full_q[stage], shared.q[stage], chunks, Traits::kQueries, column, walk.z, walk.y,
                     walk.x, plan.batch);
         }
+        bool is_large = false;
         CUTE_UNROLL
-        for (int row = lane; row < Traits::kQueries; row += 32) {
-          const uchar4 in_tile = shared.column_coordinates[row];
-          const int x = (walk.x + in_tile.x) * plan.q_step.x + plan.q_residue.x;
-          const int y = (walk.y + in_tile.y) * plan.q_step.y + plan.q_residue.y;
-          const int z = (walk.z + in_tile.z) * plan.q_step.z + plan.q_residue.z;
-          if (row < p.q_tile_tokens && x < p.axis[0].query_extent && y < p.axis[1].query_extent &&
-              z < p.axis[2].query_extent) {
-            const float2* from = statistics + (x * p.axis[1].query_extent + y) * p.axis[2].query_extent + z;
-            copy_async(&shared.logsumexp[stage][row], &from->x);
-            copy_async(&shared.delta[stage][row], &from->y);
-          } else {
-            shared.logsumexp[stage][row] = INFINITY;
-            shared.delta[stage][row] = 0.f;
+        for (int i = 0; i < Traits::kQueries / 32; ++i) {
+          shared.logsumexp[stage][lane + 32 * i] = of_rows[i].x;
+          shared.delta[stage][lane + 32 * i] = of_rows[i].y;
+          is_large = is_large || has_remainder<Element>(of_rows[i].x);
+        }
+        is_large = __any_sync(0xffffffffu, is_large);
+        if (is_large) {
+          for (int row = lane; row < Traits::kQueries; row += 32) {
+            float remainder = 0.f;  // rows without one are as they would be in another tile
+            if (p.remainder != nullptr && has_remainder<Element>(shared.logsumexp[stage][row])) {
+              const int4 at = make_int4(walk.x, walk.y, walk.z, 0);
+              const int token = query_token(p, plan, at, shared.column_coordinates[row]);
+              remainder = p.remainder[(static_cast<std::int64_t>(plan.batch) * p.queries + token) * p.heads + head];
+            }
+            shared.remainder[stage][row] = remainder;
           }
         }
-        // Every lane wrote a part, and has copies under way.
-        cutlass::arch::cpasync_barrier_arrive_noinc(&shared.full_q[stage]);
-        arrive(shared.full_q[stage]);
+        if (lane == 0) {
+          const bool is_masked = !(is_whole && walk.is_inside(p.axis, plan.inner_begin, plan.inner_end));
+          shared.tile[stage] =
+              make_int4(walk.x, walk.y, walk.z, (is_masked ? kIsMasked : 0) | (is_large ? kIsLarge : 0));
+        }
+        arrive(shared.full_q[stage]);  // every lane wrote a part
         advance<Traits::kStages>(stage, phase);
         walk.next(p.axis, hull_begin, hull_end);
       }

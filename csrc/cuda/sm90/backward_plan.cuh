@@ -158,6 +158,20 @@ CUTE_DEVICE void plan_windows(const BackwardParams& p, const uchar4* row_coordin
   }
 }
 
+/// The token of a row of the query tile at `at`, or -1 where no key of the tile is seen from there.
+///
+/// Args:
+///   in_tile: the row's coordinates in the query tile.
+template <int kKeys>
+CUTE_DEVICE int query_token(const BackwardParams& p, const KeyTilePlan<kKeys>& plan, int4 at, uchar4 in_tile) {
+  const int x = at.x + in_tile.x, y = at.y + in_tile.y, z = at.z + in_tile.z;
+  // Indices, since coordinates past the layout may exceed 32 bits.
+  if (x >= plan.hull_end.x || y >= plan.hull_end.y || z >= plan.hull_end.z) return -1;
+  return ((x * plan.q_step.x + plan.q_residue.x) * p.axis[1].query_extent + y * plan.q_step.y + plan.q_residue.y) *
+             p.axis[2].query_extent +
+         z * plan.q_step.z + plan.q_residue.z;
+}
+
 /// When a key/value tile may add to the gradient of a query tile: after `before` others that do.
 struct Turn {
   int q_tile;  // in the dilation group

@@ -38,9 +38,11 @@ struct RowPlace {
     bool is_inside = byte(3) != 0;
     CUTE_UNROLL
     for (int d = 0; d < 3; ++d) {
-      const int at = (plan.q_begin[d] + coordinate[d]) * p.axis[d].dilation + plan.query_residue[d];
+      // Past the dilation group, this may exceed 32 bits.
+      const auto at =
+          static_cast<std::int64_t>(plan.q_begin[d] + coordinate[d]) * p.axis[d].dilation + plan.query_residue[d];
       is_inside = is_inside && at < p.axis[d].query_extent;
-      token = token * p.axis[d].query_extent + at;
+      token = token * p.axis[d].query_extent + static_cast<int>(at);
     }
     return is_inside ? token : -1;
   }
@@ -59,7 +61,6 @@ template <class Traits>
 CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& shared) {
   using Element = typename Traits::Element;
   constexpr int kColumns = Traits::kColumns;
-  constexpr float kLog2e = 1.4426950408889634f;
   const int thread = threadIdx.x % 128;
   const int warpgroup = cutlass::canonical_warp_group_idx() - 1;
   const int lane4 = threadIdx.x % 4;
@@ -94,8 +95,8 @@ CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& 
   // Negating the scale is negating the query; a scale of zero is a query of zero.
   const std::uint32_t query_flip = p.scale < 0.f ? 0x80008000u : 0u, query_keep = p.scale == 0.f ? 0u : 0xffffffffu;
   const float logit_sign = p.scale < 0.f ? -1.f : p.scale == 0.f ? 0.f : 1.f;
-  const float exponent_scale = (p.scale == 0.f ? 1.f : fabsf(p.scale)) * kLog2e;
-  OnlineSoftmax softmax;
+  const float exponent_scale = (p.scale == 0.f ? 1.f : fabsf(p.scale)) * kLog2E;
+  OnlineSoftmax<Element> softmax;
 
   const auto await_turn = [&]() __attribute__((always_inline)) {
     if constexpr (Traits::kPingPong) {
@@ -243,14 +244,16 @@ CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& 
   };
   const auto to_weights = [&]() __attribute__((always_inline)) {
     Tensor pairs = recast<std::uint32_t>(weights);
-    softmax.weigh<Element>(s, pairs);
-    if (__any_sync(0xffffffffu, softmax.must_rescale[0] || softmax.must_rescale[1])) {
+    softmax.weigh(s, pairs);
+    if (softmax.is_special()) {
+      softmax.correct_weights(s, pairs);
       CUTE_UNROLL
       for (int e = 0; e < size(o); ++e) {
         const int row = (e / 2) % 2;
         o(e) *= softmax.must_rescale[row] ? softmax.rescale[row] : 1.f;
       }
     }
+    softmax.add_weights();
   };
   // Hands over the output of the query tile in a slot and gets ready for the next.
   const auto finish_query_tile = [&](int finished) __attribute__((always_inline)) {
@@ -279,7 +282,10 @@ CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& 
       if (lane4 == 0 && token >= 0) {
         const auto tokens =
             static_cast<std::int64_t>(p.axis[0].query_extent) * p.axis[1].query_extent * p.axis[2].query_extent;
-        p.logsumexp[(plan.batch * tokens + token) * p.heads + plan.head] = softmax.logsumexp(i);
+        const std::int64_t at = (plan.batch * tokens + token) * p.heads + plan.head;
+        const float logsumexp = softmax.logsumexp(i);
+        p.logsumexp[at] = logsumexp;
+        if (p.remainder != nullptr) p.remainder[at] = softmax.remainder(i, logsumexp);
       }
     }
     arrive(shared.empty_plan[finished]);

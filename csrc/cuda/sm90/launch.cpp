@@ -115,6 +115,7 @@ std::string run_forward(const Problem& problem, const TileShapes& tiles, const A
   }
   p.origins = arrays.origins;
   p.logsumexp = arrays.logsumexp;
+  p.remainder = arrays.remainder;
   p.query_classes = group_classes(problem, Side::kQuery);
   p.kv_classes = group_classes(problem, Side::kKeyValue);
   p.heads = static_cast<int>(problem.heads);

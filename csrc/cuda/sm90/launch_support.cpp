@@ -59,6 +59,7 @@ std::string encode_classes(const Problem& problem, Side side, Array array, const
   const std::int64_t heads = is_query ? problem.heads : problem.heads_kv;
   TokenGrid grid{array.data, problem.element_type, problem.batch, {}, {}, {}, heads, array.head_dim};
   const int classes = group_classes(problem, side);
+  const CUtensorMap* first = nullptr;  // there is one: every dimension has some group
   for (int c = 0; c < kGroupClasses; ++c) {
     if (!(classes >> c & 1)) continue;
     for (int d = 0; d < kRank; ++d) {
@@ -68,6 +69,12 @@ std::string encode_classes(const Problem& problem, Side side, Array array, const
       grid.tokens[d] = grid.extent[d] / dim.dilation + (has_remainder(c, d) ? 1 : 0);
     }
     if (std::string error = encode(grid, tile, maps[c]); !error.empty()) return error;
+    if (first == nullptr) first = &maps[c];
+  }
+  // A group of one side may have no token here on the other: a tile of nothing is loaded all the same, and a map that
+  // was never encoded is an illegal instruction.
+  for (int c = 0; c < kGroupClasses; ++c) {
+    if (!(classes >> c & 1)) maps[c] = *first;
   }
   return {};
 }

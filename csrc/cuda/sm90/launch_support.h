@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 
+#include "cuda/common/counts.h"
 #include "cuda/common/tensor_map.h"
 #include "cuda/sm90/params.h"
 #include "natten_jax/problem.h"
@@ -25,12 +26,6 @@ inline std::int64_t product(const std::int64_t (&tile)[kRank]) {
   return tile[0] * tile[1] * tile[2];
 }
 
-/// A product of counts that does not wrap around: one of more than 2^31 is some number of more than 2^31.
-inline std::int64_t saturating_product(std::int64_t a, std::int64_t b) {
-  constexpr std::int64_t kEnough = std::int64_t{1} << 31;
-  return a == 0 || b == 0 ? 0 : a > kEnough || b > kEnough ? kEnough + 1 : a * b;
-}
-
 /// Head dimension that a kernel is compiled for.
 int compiled_head_dim(const Problem& problem);
 
@@ -43,7 +38,7 @@ using Encode = std::string (*)(const TokenGrid&, const std::int64_t (&)[kRank], 
 /// Says which of the problem's arrays the kernels do not take; empty where they take all.
 std::string check_arrays(const Problem& problem, std::int64_t head_dim_step = 64);
 
-/// The maps of an array's dilation groups, by class; classes that no group belongs to stay empty.
+/// The maps of an array's dilation groups, by class; classes that no group belongs to have that of another.
 std::string encode_classes(const Problem& problem, Side side, Array array, const std::int64_t (&tile)[kRank],
                            CUtensorMap (&maps)[kGroupClasses], Encode encode = encode_tensor_map);
 

@@ -4,6 +4,7 @@
 #include <cute/tensor.hpp>
 
 #include "cuda/common/arithmetic.cuh"
+#include "natten_jax/logsumexp.h"
 
 namespace natten_jax::sm90 {
 
@@ -12,17 +13,21 @@ using namespace cute;
 /// The accumulator of one warpgroup's 64 rows, of which a thread holds two, and their running softmax.
 ///
 /// A row's weights are relative to an earlier maximum until that would make one larger than 2^kHeadroom.
+template <class Element>
 struct OnlineSoftmax {
   float exponent_scale;  // of the logits, in base 2
   float reference[2];    // what the weights are relative to
   float shift[2];        // the same, scaled
   float row_sum[2], rescale[2];
+  float tile_sum[2];  // of a tile's weights
   bool must_rescale[2];
+  bool is_large;  // whether the product of a reference of the warp's rows is rounded by more than weights may be
 
   CUTE_DEVICE void start(float scale) {
     exponent_scale = scale;
     reference[0] = reference[1] = -INFINITY;
     row_sum[0] = row_sum[1] = 0.f;
+    is_large = false;
   }
 
   /// Takes in a tile's largest logits; where `must_rescale`, earlier results shrink by `rescale`.
@@ -43,14 +48,14 @@ struct OnlineSoftmax {
       must_rescale[i] = (of_row - reference[i]) * exponent_scale > kHeadroom;
       const float next = must_rescale[i] ? of_row : reference[i];
       // A row that has seen nothing yet keeps weights of zero.
-      shift[i] = next == -INFINITY ? 0.f : next * exponent_scale;
+      shift[i] = next == -INFINITY ? 0.f : __fmul_rd(next, exponent_scale);
       rescale[i] = fast_exp2(reference[i] * exponent_scale - shift[i]);
       reference[i] = next;
     }
   }
 
   /// Turns logits into unnormalised weights, in pairs.
-  template <class Element, class Logits, class Pairs>
+  template <class Logits, class Pairs>
   CUTE_DEVICE void weigh(Logits& s, Pairs& pairs) {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
@@ -62,9 +67,44 @@ struct OnlineSoftmax {
         sums[n] = n < 2 ? weight : sums[n - 2] + weight;
         if (n % 2 == 1) pairs(element(i, n) / 2) = pack<Element>(s(element(i, n - 1)), weight);
       }
-      if (must_rescale[i]) row_sum[i] *= rescale[i];
-      row_sum[i] += sums[kOfRow<Logits> - 1] + sums[kOfRow<Logits> - 2];
+      tile_sum[i] = sums[kOfRow<Logits> - 1] + sums[kOfRow<Logits> - 2];
     }
+  }
+
+  /// Whether a tile asks for anything but `add_weights`. A bound that logits hardly exceed: their exact products may
+  /// then exceed the shift by what half precision has no room for, or float32 itself.
+  CUTE_DEVICE bool is_special() const {
+    return __any_sync(0xffffffffu, must_rescale[0] || must_rescale[1] || is_large);
+  }
+
+  /// Makes the weights of large logits relative to the references themselves, not to their products as rounded (down,
+  /// so that no weight of a row vanishes).
+  template <class Logits, class Pairs>
+  CUTE_DEVICE void correct_weights(Logits& s, Pairs& pairs) {
+    is_large = __any_sync(0xffffffffu, fabsf(shift[0]) > kLargestRounded || fabsf(shift[1]) > kLargestRounded);
+    if (!is_large) return;
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const float excess = reference[i] == -INFINITY ? 0.f : fmaf(reference[i], exponent_scale, -shift[i]);
+      // Other logits than the largest are at least as much smaller as this is large, and weigh nothing.
+      const bool is_one_hot = excess > 64.f;
+      const float factor = fast_exp2(-excess);
+      float sum = 0.f;
+      CUTE_UNROLL
+      for (int n = 0; n < kOfRow<Logits>; ++n) {
+        float& weight = s(element(i, n));
+        weight = !is_one_hot ? weight * factor : weight > 1.f ? 1.f : weight * 0.f;
+        sum += weight;
+        if (n % 2 == 1) pairs(element(i, n) / 2) = pack<Element>(s(element(i, n - 1)), weight);
+      }
+      tile_sum[i] = sum;
+      rescale[i] *= factor;
+    }
+  }
+
+  CUTE_DEVICE void add_weights() {
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) row_sum[i] = (must_rescale[i] ? row_sum[i] * rescale[i] : row_sum[i]) + tile_sum[i];
   }
 
   /// Completes the sums over the four threads that share a row.
@@ -79,8 +119,15 @@ struct OnlineSoftmax {
   CUTE_DEVICE float normalisation(int row) const { return row_sum[row] == 0.f ? 0.f : 1.f / row_sum[row]; }
 
   CUTE_DEVICE float logsumexp(int row) const {
-    constexpr float kLn2 = 0.6931471805599453f;
     return row_sum[row] == 0.f ? -INFINITY : (reference[row] * exponent_scale + __log2f(row_sum[row])) * kLn2;
+  }
+
+  /// What that number leaves out of the logsumexp.
+  CUTE_DEVICE float remainder(int row, float logsumexp) const {
+    if (row_sum[row] == 0.f) return 0.f;
+    const float shift = __fmul_rd(reference[row], exponent_scale), log2_sum = __log2f(row_sum[row]);
+    if (!is_large) return logsumexp_remainder(logsumexp, shift, log2_sum);
+    return logsumexp_remainder(logsumexp, reference[row], exponent_scale, log2_sum);
   }
 
  private:

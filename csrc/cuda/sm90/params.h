@@ -32,6 +32,7 @@ struct ForwardParams {
   const std::int32_t* origins;  // [2, 3]: query origin, key/value origin; null: zeros
   std::int32_t* next_tile;      // counts the tiles that CTAs have taken; null: CTAs take them in a fixed order
   float* logsumexp;
+  float* remainder;  // of the logsumexp, or null
   int heads;
   int heads_kv;
   int head_dim;

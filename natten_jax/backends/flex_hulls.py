@@ -1,0 +1,77 @@
+"""How much of the other side a tile of one dimension sees, at most."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+
+from natten_jax.windows import group_length, inverse_window_bounds, window_bounds
+
+
+@functools.lru_cache(maxsize=1024)
+def largest_hull(
+    queries: int,
+    keys: int,
+    kernel_size: int,
+    stride: int,
+    dilation: int,
+    is_causal: bool,
+    tile: int,
+    home_is_query: bool,
+    is_aligned: bool,
+) -> int:
+    """Indices from the first to the last that any tile of a dimension sees, over all tiles and groups.
+
+    Its cost depends on the tile alone, not on how many tokens there are.
+
+    Args:
+        queries: Global query tokens.
+        keys: Global key tokens.
+        kernel_size: Window extent.
+        stride: Queries that share a window.
+        dilation: Distance between neighbors.
+        is_causal: Whether later keys are hidden.
+        tile: Extent of the tiles.
+        home_is_query: Whether the tiles hold queries, which see keys, or keys, which are seen by queries.
+        is_aligned: Whether tiles start at multiples of their extent only.
+    """
+    largest = 1
+    for group in {0, dilation - 1}:  # the longest groups and the shortest
+        lengths = group_length(queries, dilation, group), group_length(keys, dilation, group)
+        length = lengths[not home_is_query]
+        first = _decisive_tiles(length, kernel_size, stride, tile, tile if is_aligned else 1)
+        last = np.minimum(first + tile - 1, length - 1)
+        if home_is_query:
+            start = window_bounds(first, lengths[1], kernel_size, stride, is_causal)[0]
+            end = window_bounds(last, lengths[1], kernel_size, stride, is_causal)[1]
+        else:
+            start = inverse_window_bounds(first, *lengths, kernel_size, stride, is_causal)[0]
+            end = inverse_window_bounds(last, *lengths, kernel_size, stride, is_causal)[1]
+        largest = max(largest, int((end - start).max(initial=0)))
+    return largest
+
+
+def _decisive_tiles(length: int, kernel_size: int, stride: int, tile: int, step: int) -> Any:
+    """First tokens of tiles, among them one of the tiles with the largest hull.
+
+    Both ends of a hull are steps of ``stride``, clamped at the layout's edges. So between the places where a clamp
+    sets in, hulls either repeat with the period ``lcm(stride, step)``, or one of their ends stands still: then they
+    only grow, or only shrink. It takes one period at either side of these places, and of each step of an end the last
+    tile before it and the first after it.
+    """
+    left = kernel_size // 2
+    middles = 0, left, kernel_size, length - kernel_size, length - kernel_size + left, length - left, length
+    clamps = [place - offset for place in middles for offset in (0, tile - 1)]
+    reach = 2 * (step // math.gcd(stride, step)) + 4
+    blocks = np.unique(np.concatenate([clamp // stride + np.arange(-reach, reach + 1) for clamp in clamps]))
+    # Ends step where a token, seen through the window, passes a multiple of the stride.
+    right = kernel_size - 1 - left
+    shifts = 0, right - (stride - stride // 2 - 1), -(left + stride - stride // 2), -kernel_size
+    steps = [blocks * stride + shift - offset for shift in shifts for offset in (0, tile - 1)]
+    edges = np.concatenate([np.array(clamps), *steps])
+    before = (edges - 1) // step * step
+    first = np.unique(np.concatenate([before, before + step]))
+    return first[(first >= 0) & (first < length)]

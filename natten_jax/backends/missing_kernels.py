@@ -1,0 +1,65 @@
+"""Says so, once, where plain JAX runs what kernels would run if this build had them."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterable
+
+from natten_jax import native
+from natten_jax.backends.base import Backend, Pass
+from natten_jax.devices import Device
+from natten_jax.problem import Problem
+
+_was_warned = False
+
+
+class MissingKernelsWarning(UserWarning):
+    """The slow portable backend runs because this build of natten_jax lacks kernels for the device at hand."""
+
+
+def lack(backends: Iterable[Backend], problem: Problem, device: Device, which: Pass) -> str | None:
+    """Why this build has no kernels for a pass, and how to mend it; ``None`` where another build would not either.
+
+    Args:
+        backends: Every backend.
+        problem: The problem.
+        device: Where it runs.
+        which: The pass.
+    """
+    if not device.is_present:
+        return None
+    reasons = {backend.family: backend.rejection(problem, device, which) for backend in backends}
+    for backend in backends:
+        reason = reasons[backend.family]
+        if backend.is_pure_jax:
+            continue
+        if reason is None:
+            return None
+        # Of a device that is not present, only what every build lacks is a reason.
+        elsewhere = dataclasses.replace(device, is_present=False)
+        if reason == native.load_error or backend.rejection(problem, elsewhere, which) is None:
+            return f"{reason}. {_remedy(device)}"
+    return None
+
+
+def warn_once(reason: str) -> None:
+    """Warn that the portable backend runs for this reason; only the first time in a process."""
+    global _was_warned
+    if _was_warned:
+        return
+    _was_warned = True
+    warnings.warn(
+        f"attention runs on the slow portable backend (flex): {reason}; python -m natten_jax.doctor shows what was "
+        "built. Name the backend (flex-fna or flex-fmha) to do without this warning.",
+        MissingKernelsWarning,
+        stacklevel=2,
+    )
+
+
+def _remedy(device: Device) -> str:
+    capability = device.compute_capability
+    if device.platform != "cuda" or capability is None:
+        return "Reinstall natten_jax"
+    architectures = "80;90a" if capability == (9, 0) else f"{capability[0]}{capability[1]}"
+    return f"Reinstall natten_jax with NATTEN_JAX_CUDA=1 NATTEN_JAX_CUDA_ARCHS='{architectures}'"

@@ -1,0 +1,30 @@
+"""How the command line programs end where their reader or their user has had enough."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+#: Exit status of a program that Ctrl-C ended, as shells have it: 128 and the number of the signal.
+INTERRUPTED = 130
+
+
+def run_quietly(program: str, run: Callable[[], int]) -> int:
+    """The exit status of ``run``; 1 where whoever read its output left early, 130 after Ctrl-C.
+
+    Args:
+        program: Its name in messages.
+        run: Does the work and returns the exit status.
+    """
+    try:
+        status = run()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; Python would complain once more when it closes the stream.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return status

@@ -1,0 +1,159 @@
+"""Static arguments: Python numbers and tuples of them, from whatever callers hold them in.
+
+What comes out of here is hashable and canonical. Values may be Python's, NumPy's or those of JAX arrays that are
+not traced.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Sequence, Sized
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+T = TypeVar("T", int, bool)
+
+_ARRAYS = (np.ndarray, jax.Array)
+_TEXT = (str, bytes, bytearray, memoryview)  # sequences, but not of numbers
+_MOST_VALUES = 64  # of a sequence that a message shows
+_LONGEST = 160  # text of a value in a message
+#: That kernels take.
+LARGEST_INT = 2**63 - 1
+
+
+def shown(value: Any) -> str:
+    """``repr`` of a wrong value for a message, in short where it is long."""
+    kind = type(value).__name__
+    if isinstance(value, _ARRAYS):
+        is_traced = isinstance(value, jax.core.Tracer)
+        if not is_traced and (value.size > _MOST_VALUES or not isinstance(value.dtype, np.dtype)):
+            return f"an array of shape {value.shape} and dtype {value.dtype}"
+    elif isinstance(value, Sized) and not isinstance(value, range) and len(value) > _MOST_VALUES:
+        return f"a {kind} of length {len(value)}"
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of more digits than Python writes, or lists without an end
+        return f"a {kind} that is too long to show"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def check_static(name: str, value: Any) -> None:
+    """Refuse traced arrays, whose values are not known while the program is built."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{name} must be static, got the traced array {shown(value)}: hand it to jax.jit as "
+            f"static_argnames={name!r}, or give a Python value or a NumPy array that is made outside"
+        )
+
+
+def int_tuple(name: str, value: Any, rank: int, *, repeat: bool = True) -> tuple[int, ...]:
+    """``value`` as ``rank`` positive Python ints; a single int is repeated where ``repeat`` allows it.
+
+    Raises:
+        TypeError: It holds something else than ints, or is traced.
+        ValueError: It has another length, or an int that is not positive or that no kernel can take.
+    """
+    article = "an int or " if repeat else ""
+    values: tuple[int, ...] = _tuple_of(python_int, name, value, rank, article, "ints", repeat)
+    if any(each < 1 for each in values):
+        raise ValueError(f"{name} must be at least 1 in every dimension, got {shown(value)}")
+    if any(each > LARGEST_INT for each in values):
+        raise ValueError(f"{name} must be less than 2**63 in every dimension, got {shown(value)}")
+    return values
+
+
+def bool_tuple(name: str, value: Any, rank: int) -> tuple[bool, ...]:
+    """``value`` as ``rank`` Python bools; a single one is repeated.
+
+    Raises:
+        TypeError: It holds something else than bools, or is traced.
+        ValueError: It has another length.
+    """
+    return _tuple_of(_python_bool, name, value, rank, "a bool or ", "bools", True)
+
+
+def one_bool(name: str, value: Any) -> bool:
+    """``value``, a Python or NumPy bool or an array of no dimension, as a Python bool."""
+    check_static(name, value)
+    found = _python_bool(value)
+    if found is None:
+        raise TypeError(f"{name} must be a bool, got {_with_dtype(value)}")
+    return found
+
+
+def flag(name: str, value: Any, *, or_none: bool = False) -> bool:
+    """``value``, a Python or NumPy bool, as a Python bool; ``or_none`` tells the message that ``None`` is allowed."""
+    check_static(name, value)
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be {'None or ' if or_none else ''}a bool, got {shown(value)}")
+    return bool(value)
+
+
+def hashable(value: Any) -> Any:
+    """Sequences and arrays of one dimension as tuples, arrays of none as Python numbers.
+
+    What no check would accept stays as it is, for the check to refuse.
+    """
+    if isinstance(value, _ARRAYS):
+        is_known = isinstance(value.dtype, np.dtype) and not isinstance(value, jax.core.Tracer)
+        if not is_known or value.ndim > 1 or value.size > _MOST_VALUES:
+            return value
+        values = np.asarray(value).tolist()
+        return tuple(values) if isinstance(values, list) else values
+    if not isinstance(value, Sequence) or isinstance(value, _TEXT) or len(value) > _MOST_VALUES:
+        return value
+    return tuple(hashable(each) if isinstance(each, _ARRAYS) else each for each in value)
+
+
+def _tuple_of(
+    read: Callable[[Any], T | None], name: str, value: Any, rank: int, article: str, kinds: str, repeat: bool
+) -> tuple[T, ...]:
+    """``rank`` values that ``read`` accepts; a single one is repeated where ``repeat`` allows it."""
+    check_static(name, value)
+    is_array = isinstance(value, _ARRAYS)
+    if is_array and value.ndim > 0:
+        if not isinstance(value.dtype, np.dtype) or read(np.zeros((), value.dtype)) is None:
+            raise TypeError(f"{name} must hold {kinds} only, got {_with_dtype(value)}")
+        if value.shape != (rank,):
+            raise ValueError(
+                f"{name} must have {rank} value(s), one per token dimension, got {shown(value)} of shape {value.shape}"
+            )
+        value = np.asarray(value)
+    elif is_array or not isinstance(value, Sequence) or isinstance(value, _TEXT):
+        one = read(value) if repeat else None
+        if one is None:
+            raise TypeError(f"{name} must be {article}a sequence of {rank} {kinds}, got {_with_dtype(value)}")
+        return (one,) * rank
+    first = value[: max(rank, _MOST_VALUES)]  # nobody waits for a look at all of a long sequence
+    for each in first:
+        check_static(name, each)
+    found = [read(each) for each in first]
+    values = tuple(each for each in found if each is not None)
+    if len(values) < len(found):
+        raise TypeError(f"{name} must hold {kinds} only, got {shown(value)}")
+    if len(value) != rank:
+        raise ValueError(f"{name} must have {rank} value(s), one per token dimension, got {shown(value)}")
+    return values
+
+
+def python_int(value: Any) -> int | None:
+    """An integer of any type, or an array of no dimension that holds one, as Python's; ``None`` for what is none."""
+    if isinstance(value, _ARRAYS):
+        return int(value) if value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.integer) else None
+    if isinstance(value, numbers.Integral) and not isinstance(value, (bool, np.bool_)):
+        return int(value)
+    return None
+
+
+def _python_bool(value: Any) -> bool | None:
+    """A bool of any type, or an array of no dimension that holds one, as Python's; ``None`` for what is none."""
+    if isinstance(value, _ARRAYS):
+        return bool(value) if value.ndim == 0 and value.dtype == np.bool_ else None
+    return bool(value) if isinstance(value, (bool, np.bool_)) else None
+
+
+def _with_dtype(value: Any) -> str:
+    return f"{shown(value)} of dtype {value.dtype}" if isinstance(value, _ARRAYS) else shown(value)

@@ -1,0 +1,117 @@
+"""How far results may be from the oracle's, whatever the magnitude of the inputs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import oracle
+from families import BOUNDS
+from problems import lse_dtype
+
+from .problem import Fuzzed
+
+#: The tests' bounds hold for hundreds of problems; among many thousands some have a few elements only, and bad luck.
+SLACK = 2.0
+#: Where terms cancel, results are compared with this share of their terms: large logits leave little of gradients, and
+#: kernels round the output before they take its product with its cotangent from them.
+CANCELLATION, CANCELLATION_OF_SCALED_INPUTS = 0.05, 0.5
+#: Roundings of a logit, relative to the sum of its terms' magnitudes.
+LOGIT_ROUNDINGS = 8
+SMALLEST_FLOAT16, LARGEST_FLOAT16 = 2.0**-24, 6e4
+
+
+class Excess(NamedTuple):
+    """A result that is too far from the oracle's: its norm, the distance, and what was allowed."""
+
+    name: str
+    size: float
+    distance: float
+    allowed: float
+
+    def __str__(self) -> str:
+        return f"{self.name}: off by {self.distance:.3g}, allowed {self.allowed:.3g}, norm {self.size:.3g}"
+
+
+class Expectation(NamedTuple):
+    """The operands of a problem and the oracle's results."""
+
+    operands: oracle.Tensors
+    results: oracle.Reference
+
+
+def expectation(problem: Fuzzed) -> Expectation:
+    """What the oracle says of a problem, and of every way to run it."""
+    operands, cotangents = problem.inputs()
+    results = oracle.reference(operands, problem.mask(), problem.case.actual_scale, *cotangents)
+    return Expectation(operands, results)
+
+
+def excesses(
+    problem: Fuzzed, expectation: Expectation, outputs: tuple[Any, Any], gradients: oracle.Tensors
+) -> list[Excess]:
+    """The results that are too far from the oracle's, or not numbers."""
+    operands, expected = expectation
+    steepness = float(np.abs(problem.case.actual_scale)) * _steepest(operands)
+    found = []
+    for name, result, reference, magnitude in (
+        ("out", outputs[0], expected.forward.out, expected.forward_magnitude.out),
+        ("lse", outputs[1], expected.forward.lse, expected.forward_magnitude.lse),
+        *(
+            (f"d_{name}", *each)
+            for name, *each in zip(
+                gradients._fields, gradients, expected.gradients, expected.gradient_magnitude, strict=True
+            )
+            if each[1] is not None
+        ),
+    ):
+        excess = _excess(problem, name, np.asarray(result), reference, magnitude, steepness, operands)
+        if excess is not None:
+            found.append(excess)
+    return found
+
+
+def _excess(
+    problem: Fuzzed,
+    name: str,
+    result: np.ndarray,
+    reference: np.ndarray,
+    magnitude: np.ndarray,
+    steepness: float,
+    operands: oracle.Tensors,
+) -> Excess | None:
+    if result.shape != reference.shape:
+        return Excess(f"{name} of shape {result.shape} instead of {reference.shape}", 0, np.inf, 0)
+    if result.dtype.name != (lse_dtype(problem.dtype) if name == "lse" else problem.dtype):
+        return Excess(f"{name} of type {result.dtype}", 0, np.inf, 0)
+    result = result.astype(np.float64)
+    comparable = np.isfinite(reference)
+    if problem.dtype == "float16" and name != "lse":
+        comparable &= np.abs(reference) < LARGEST_FLOAT16
+    # The logsumexp of no key at all is -inf.
+    is_same = (result == reference) | comparable
+    if not is_same.all() and name == "lse":
+        return Excess(name, np.inf, np.inf, 0)
+    result, reference, magnitude = (np.where(comparable, a, 0) for a in (result, reference, magnitude))
+    is_scaled = problem.query_factor != 1 or problem.value_factor != 1
+    share = CANCELLATION_OF_SCALED_INPUTS if is_scaled else CANCELLATION
+    size, terms = float(np.linalg.norm(reference)), float(np.linalg.norm(magnitude))
+    epsilon = np.finfo(np.float64 if problem.dtype == "float64" else np.float32).eps
+    allowed = SLACK * BOUNDS[problem.dtype] * max(size, share * terms) + LOGIT_ROUNDINGS * epsilon * steepness * terms
+    if problem.dtype == "float16":
+        # Below its smallest number float16 has nothing: neither for results, nor for weights and their gradients.
+        largest = max(float(np.abs(a.astype(np.float64)).max()) for a in operands if a is not None)
+        tokens = max(operands.query[0, ..., 0, 0].size, operands.key[0, ..., 0, 0].size)
+        allowed += SMALLEST_FLOAT16 * result.size**0.5 * (1 + largest * tokens**0.5)
+    distance = float(np.linalg.norm(result - reference))
+    return None if distance <= allowed else Excess(name, size, distance, allowed)
+
+
+def _steepest(operands: oracle.Tensors) -> float:
+    """The largest sum of magnitudes among all products of a query and a key, or a little more."""
+    largest = [
+        np.linalg.norm(array.astype(np.float64), axis=-1).max(initial=0)
+        for array in (operands.query, operands.key, operands.additional_keys)
+        if array is not None
+    ]
+    return float(largest[0] * max(largest[1:]))

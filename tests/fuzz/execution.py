@@ -1,0 +1,114 @@
+"""Running fuzzed problems: several in one compiled program, whose results begin as NaN."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+from jax.extend.core import jaxpr_as_fun
+from problems import QUICK_COMPILATION
+
+from natten_jax import backends
+from natten_jax.backends.base import Operands
+from natten_jax.problem import TileConfig
+
+from .accuracy import excesses, expectation
+from .problem import Fuzzed
+
+Results = tuple[tuple[jax.Array, jax.Array], oracle.Tensors]
+
+
+def complaints(problems: Sequence[Fuzzed]) -> list[list[str]]:
+    """What is wrong with the results of each problem; they share a compiled program."""
+    try:
+        results = run(problems)
+    except Exception as error:
+        if len(problems) == 1:
+            return [[f"{type(error).__name__}: {error}"]]
+        alone = [complaints([problem])[0] for problem in problems]
+        if not any(alone):
+            alone[0] = [f"fails in one program with {len(problems) - 1} others, but not alone: {error}"]
+        return alone
+    different = {inputs_of(problem): problem for problem in problems}
+    expected = {inputs: expectation(problem) for inputs, problem in different.items()}
+    return [
+        [str(excess) for excess in excesses(problem, expected[inputs_of(problem)], *result)]
+        for problem, result in zip(problems, results, strict=True)
+    ]
+
+
+def run(problems: Sequence[Fuzzed]) -> list[Results]:
+    """Both passes of each problem, as NumPy arrays.
+
+    The memory of the results is given to the program full of NaN, so that elements which a kernel forgets are seen.
+    """
+    is_double = any(problem.dtype == "float64" for problem in problems)
+    with jax.enable_x64(is_double):
+        shared: dict[Any, Any] = {}
+        for problem in problems:
+            if inputs_of(problem) not in shared:
+                arrays = problem.inputs(), problem.origins()
+                shared[inputs_of(problem)] = jax.tree.map(jax.device_put, arrays)
+        arguments = [shared[inputs_of(problem)] for problem in problems]
+        functions = [both_passes(problem) for problem in problems]
+
+        def program(arguments: Any) -> list[Results]:
+            return [function(*each) for function, each in zip(functions, arguments, strict=True)]
+
+        jaxpr, types = jax.make_jaxpr(program, return_shape=True)(arguments)
+        poison = jax.tree.map(not_a_number, types)
+        poisoned = jax.jit(
+            lambda arrays, _: jaxpr_as_fun(jaxpr)(*arrays),
+            donate_argnums=1,
+            keep_unused=True,
+            compiler_options=QUICK_COMPILATION,
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            flat = poisoned(jax.tree.leaves(arguments), jax.tree.leaves(poison))
+        results = jax.tree.map(np.asarray, jax.tree.unflatten(jax.tree.structure(types), flat))
+        jax.clear_caches()
+        return results
+
+
+def not_a_number(like: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array full of NaN."""
+    # JAX shares NumPy's memory where it is aligned, and such memory is not given away.
+    unaligned = np.full(math.prod(like.shape) + 1, np.nan, like.dtype)[1:]
+    return jax.device_put(unaligned.reshape(like.shape))
+
+
+def inputs_of(problem: Fuzzed) -> tuple[Any, ...]:
+    """What the inputs of a problem depend on: variants share them."""
+    return (
+        problem.case, problem.dtype, problem.seed, problem.query_factor, problem.value_factor,
+        problem.queries, problem.keys,
+    )  # fmt: skip
+
+
+def both_passes(problem: Fuzzed) -> Callable[..., Results]:
+    """A function of operands, cotangents and origins, as ``Fuzzed.inputs`` and ``Fuzzed.origins`` make them."""
+    return functools.partial(_direct if problem.is_direct else _public, problem)
+
+
+def _public(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: None) -> Results:
+    operands, cotangents = inputs
+    outputs, pullback = jax.vjp(problem.case.operator(problem.backend, **problem.arguments()), operands)
+    return outputs, pullback(cotangents)[0]
+
+
+def _direct(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: jax.Array | None) -> Results:
+    tensors, cotangents = inputs
+    backend = backends.find(problem.backend, problem.operator)
+    description, tiles = problem.description(), TileConfig(**problem.tiles)
+    operands = Operands(*tensors, origins=None if origins is None else jnp.asarray(origins))
+    saved = backend.forward_saving(description, tiles, operands)
+    gradients = backend.backward(description, tiles, operands, saved, *cotangents)
+    return (saved.out, saved.logsumexp), oracle.Tensors(*gradients)

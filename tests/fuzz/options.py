@@ -1,0 +1,94 @@
+"""The command line of the fuzzer."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+from families import FAMILIES, family_named
+
+DEFAULT_MINUTES = 1.0
+OPERATORS = ("fna", "fmha")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to fuzz, and for how long.
+
+    Attributes:
+        family: Name of the backend family.
+        operators: Of ``"fna"`` and ``"fmha"`` those to draw from.
+        seed: Of the sequence of problems.
+        problems: Stop after this many.
+        minutes: Stop after this time, processes' start aside.
+        workers: Parallel processes.
+        is_direct: Call the backend's kernels without the public operators.
+        at_once: Problems in one compiled program.
+        variants: Ways in which each set of inputs is run; each counts as a problem.
+        output: Folder for programs that reproduce failures.
+    """
+
+    family: str
+    operators: tuple[str, ...]
+    seed: int
+    problems: int | None
+    minutes: float | None
+    workers: int
+    is_direct: bool
+    at_once: int
+    variants: int
+    output: Path
+
+
+def parse(arguments: list[str] | None = None) -> Options:
+    """Options from the command line; exits with 2 and a message where they make no sense."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fuzz",
+        description="Run random problems and compare outputs, logsumexp and all gradients with a float64 oracle. "
+        "Exit status: 0 where all are right, 1 where some are not, 2 where the backend cannot run here.",
+    )
+    families = [family.name for family in FAMILIES]
+    names = [*families, *(f"{name}-{operator}" for name in families for operator in OPERATORS)]
+    parser.add_argument("--backend", required=True, choices=names, metavar="NAME", help=f"one of {', '.join(names)}")
+    parser.add_argument(
+        "--minutes", type=_positive(float), help=f"how long (default {DEFAULT_MINUTES:g}, or --problems)"
+    )
+    parser.add_argument("--problems", type=_positive(int), help="stop after so many problems")
+    parser.add_argument("--seed", type=int, default=0, help="of the sequence of problems (default 0)")
+    parser.add_argument("--workers", type=_positive(int), default=1, help="parallel processes (default 1)")
+    parser.add_argument("--direct", action="store_true", help="call the kernels themselves, with any tiles and origins")
+    parser.add_argument("--at-once", type=_positive(int), help="problems in one compiled program")
+    parser.add_argument("--output-dir", type=Path, default=Path("build/fuzz"), help="for programs that show a failure")
+    found = parser.parse_args(arguments)
+    name, _, operator = found.backend.partition("-")
+    family = family_named(name)
+    if found.seed < 0:
+        parser.error(f"--seed must not be negative, got {found.seed}")
+    if found.direct and family.is_pure_jax:
+        parser.error(f"--direct calls native kernels, and {name} has none")
+    minutes = DEFAULT_MINUTES if found.minutes is None and found.problems is None else found.minutes
+    return Options(
+        family=name,
+        operators=(operator,) if operator else OPERATORS,
+        seed=found.seed,
+        problems=found.problems,
+        minutes=minutes,
+        workers=found.workers,
+        is_direct=found.direct,
+        # Compiling plain JAX takes long, together or not; calls of native kernels share what compiling costs.
+        at_once=found.at_once or (32 if found.direct else 2 if family.is_pure_jax else 8),
+        variants=4 if found.direct else 1,
+        output=found.output_dir,
+    )
+
+
+def _positive(kind: type[int] | type[float]) -> object:
+    def convert(text: str) -> float:
+        value = kind(text)
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+        return value
+
+    convert.__name__ = kind.__name__
+    return convert

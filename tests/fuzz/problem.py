@@ -1,0 +1,231 @@
+"""What is fuzzed: a problem with its inputs and the way it is to be run, drawn from a seed and a number."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import oracle
+from cases import random_case
+from families import Family
+from problems import Case
+
+from natten_jax import backends, devices
+from natten_jax.backends.base import Backend, Pass
+from natten_jax.problem import Problem, TileConfig, attention_problem, neighborhood_problem
+
+Ranges = tuple[tuple[int, int], ...]
+
+#: Head dimensions beyond those of ``random_case``: where kernels for wider heads take over, and just above.
+WIDE_HEADS = (64, 72, 96, 128, 136, 192, 256)
+#: Most tokens of the few large problems, and of a tile.
+LARGE, LARGEST_TILE = 1600, 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Fuzzed:
+    """A problem, its inputs, and how it is run.
+
+    Attributes:
+        family: Name of the backend family.
+        case: The problem.
+        dtype: Element type.
+        seed: Of the inputs.
+        query_factor: Query and key are random normal times this.
+        value_factor: Value likewise.
+        tiles: Fields of ``TileConfig``.
+        is_direct: Whether the backend's own two passes are called, without the public operator.
+        queries: The range of queries in each dimension that is computed, where that is only a part; direct calls only.
+        keys: The range of keys that takes part.
+    """
+
+    family: str
+    case: Case
+    dtype: str
+    seed: int
+    query_factor: float = 1.0
+    value_factor: float = 1.0
+    tiles: dict[str, Any] = dataclasses.field(default_factory=dict)
+    is_direct: bool = False
+    queries: Ranges | None = None
+    keys: Ranges | None = None
+
+    @property
+    def operator(self) -> str:
+        """``"fna"`` or ``"fmha"``."""
+        return "fna" if self.case.queries is None else "fmha"
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend."""
+        return f"{self.family}-{self.operator}"
+
+    def inputs(self) -> tuple[oracle.Tensors, tuple[np.ndarray, np.ndarray]]:
+        """Operands, and cotangents of output and logsumexp; of a part, if only that is run."""
+        query, key, value, keys, values = self.case.host_operands(self.dtype, self.seed)
+        d_out, d_lse = self.case.host_cotangents(self.dtype, self.seed)
+        own, halo = _slices(self.queries), _slices(self.keys)
+
+        def scaled(array: np.ndarray | None, factor: float) -> np.ndarray | None:
+            return None if array is None else (array.astype(np.float64) * factor).astype(array.dtype)
+
+        operands = oracle.Tensors(
+            scaled(query[own], self.query_factor),
+            scaled(key[halo], self.query_factor),
+            scaled(value[halo], self.value_factor),
+            scaled(keys, self.query_factor),
+            scaled(values, self.value_factor),
+        )
+        return operands, (d_out[own], d_lse[own])
+
+    def mask(self) -> np.ndarray:
+        """Visibility ``[query tokens, key tokens]`` of the inputs."""
+        mask = self.case.mask()
+        if self.queries is None or self.keys is None:
+            return mask
+        own, halo = _slices(self.queries)[1:], _slices(self.keys)[1:]
+        part = mask.reshape(*self.case.layout, *self.case.layout)[own][(slice(None),) * self.case.rank + halo]
+        return part.reshape(math.prod(part.shape[: self.case.rank]), -1)
+
+    def origins(self) -> np.ndarray | None:
+        """Where the parts of queries and keys begin, int32 ``[2, 3]``."""
+        if self.queries is None or self.keys is None:
+            return None
+        padding = [0] * (3 - self.case.rank)
+        return np.asarray([padding + [begin for begin, _ in ranges] for ranges in (self.queries, self.keys)], np.int32)
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the public operator: tiles of attention are numbers of tokens."""
+        if self.operator == "fna":
+            return dict(self.tiles)
+        return {
+            name.replace("_shape", "_size"): math.prod(value) if isinstance(value, tuple) else value
+            for name, value in self.tiles.items()
+        }
+
+    def description(self) -> Problem:
+        """The whole problem, as backends see it."""
+        case = self.case
+        queries = case.layout if case.queries is None else (case.queries,)
+        shapes = [
+            (case.batch, *queries, case.heads, case.head_dim),
+            (case.batch, *case.layout, case.heads_kv, case.head_dim),
+            (case.batch, *case.layout, case.heads_kv, case.head_dim_v or case.head_dim),
+        ]
+        if case.additional:
+            shapes += [(case.batch, case.additional, case.heads_kv, shape[-1]) for shape in shapes[1:]]
+        arrays: list[Any] = [jax.ShapeDtypeStruct(shape, self.dtype) for shape in shapes]
+        if case.queries is not None:
+            return attention_problem(*arrays, case.scale, case.causal[0])
+        more = arrays[3:] or [None, None]
+        return neighborhood_problem(
+            case.rank,
+            *arrays[:3],
+            **case.window_arguments,
+            scale=case.scale,
+            additional_keys=more[0],
+            additional_values=more[1],
+        )
+
+
+def draw(family: Family, operators: tuple[str, ...], seed: int, number: int, is_direct: bool) -> Fuzzed:
+    """The problem with a number in the sequence that a seed stands for."""
+    rng = np.random.default_rng([seed, number])
+    case = random_case(int(rng.integers(2**31)), tokens=LARGE if rng.random() < 0.08 else None)
+    if rng.random() < 0.3:
+        case = dataclasses.replace(case, head_dim=int(rng.choice(WIDE_HEADS)), batch=1)
+        if rng.random() < 0.5:
+            case = dataclasses.replace(case, head_dim_v=int(rng.choice(WIDE_HEADS)))
+    if math.prod(case.layout) > 480:
+        case = dataclasses.replace(case, batch=1, heads=case.heads // case.heads_kv, heads_kv=1)
+    if rng.choice(operators) == "fmha":
+        queries, keys = (int(n) for n in rng.integers(1, rng.choice([20, 150, 400]), 2))
+        plain = {"kernel_size": None, "stride": None, "dilation": None, "additional": 0, "fused": False}
+        case = dataclasses.replace(
+            case, layout=(keys,), queries=queries, is_causal=(bool(rng.random() < 0.5),), **plain
+        )
+    if is_direct and case.additional:
+        case = dataclasses.replace(case, fused=True)
+    problem = Fuzzed(
+        family=family.name,
+        case=case.fitted(family),
+        dtype=str(rng.choice(family.dtypes)),
+        seed=int(rng.integers(2**31)),
+        query_factor=_factor(rng),
+        value_factor=_factor(rng),
+        is_direct=is_direct,
+    )
+    if is_direct and case.queries is None and rng.random() < 0.25:
+        queries, keys = (tuple(_range(rng, extent) for extent in case.layout) for _ in range(2))
+        problem = dataclasses.replace(problem, queries=queries, keys=keys)
+    return with_tiles(problem, rng)
+
+
+def variants(problem: Fuzzed, count: int) -> list[Fuzzed]:
+    """The problem, run in several ways."""
+    return [problem, *(with_tiles(problem, np.random.default_rng([problem.seed, i])) for i in range(1, count))]
+
+
+def with_tiles(problem: Fuzzed, rng: np.random.Generator) -> Fuzzed:
+    """The problem, run in a random way."""
+    backend = backends.find(problem.backend, problem.operator)
+    rank = problem.case.rank
+    tiles: dict[str, Any] = {
+        "backward_kv_splits": tuple(rng.integers(1, 5, rank).tolist()) if rng.random() < 0.3 else None,
+        "backward_use_xla_reduction": bool(rng.random() < 0.3),
+        "backward_deterministic": bool(rng.random() < 0.4),
+        "memory_usage_preference": str(rng.choice(["strict", "default", "unrestricted"])),
+        "run_persistent_kernel": bool(rng.random() < 0.6),
+        "kernel_schedule": [None, "non", "coop", "pp"][int(rng.integers(4))],
+    }
+    passes: dict[Pass, str] = {"forward": "", "backward": "backward_"}
+    for which, prefix in passes.items():
+        pair = _tile_pair(problem.description(), backend, which, rng)
+        if pair is not None:
+            tiles |= {f"{prefix}q_tile_shape": pair[0], f"{prefix}kv_tile_shape": pair[1]}
+    defaults = vars(TileConfig())
+    return dataclasses.replace(problem, tiles={n: value for n, value in tiles.items() if value != defaults[n]})
+
+
+def _tile_pair(problem: Problem, backend: Backend, which: Pass, rng: np.random.Generator) -> Any:
+    """Tiles of a pass: the backend's own choice, one of its list, or any that it takes."""
+    device = devices.default_device()
+    kind = rng.choice(["none", "listed", "any"], p=[0.1, 0.2, 0.7])  # kernels rank their tiles slowly
+    if kind == "none":
+        return None
+    if kind == "any":
+        for _ in range(20):
+            pair = _tile(rng, problem.rank), _tile(rng, problem.rank)
+            if backend.offers(problem, device, which, pair):
+                return pair
+    listed = backend.tile_pairs(problem, device, which)
+    return listed[int(rng.integers(len(listed)))] if listed else None
+
+
+def _tile(rng: np.random.Generator, rank: int) -> tuple[int, ...]:
+    """Up to as many tokens as kernels are compiled for: just as many, or fewer, in any shape."""
+    left = int(rng.choice([16, 32, 64, 96, 128, 192, LARGEST_TILE]))
+    tile = [1] * rank
+    order = rng.permutation(rank)
+    for dimension in order[:-1]:
+        tile[dimension] = int(rng.choice([1, 2, 4, 8, 16, rng.integers(1, left + 1)]))
+        tile[dimension] = min(tile[dimension], left)
+        left //= tile[dimension]
+    tile[order[-1]] = left if rng.random() < 0.6 else int(rng.integers(1, left + 1))
+    return tuple(tile)
+
+
+def _factor(rng: np.random.Generator) -> float:
+    return 1.0 if rng.random() < 0.6 else float(10 ** rng.uniform(-3, math.log10(30)))
+
+
+def _range(rng: np.random.Generator, extent: int) -> tuple[int, int]:
+    begin, end = sorted(int(n) for n in rng.choice(extent + 1, 2, replace=False))
+    return begin, end
+
+
+def _slices(ranges: Ranges | None) -> tuple[Any, ...]:
+    return (...,) if ranges is None else (slice(None), *(slice(*ends) for ends in ranges))

@@ -1,0 +1,133 @@
+"""One small problem for each form of each GPU kernel, for tools that watch kernels: ``make sanitize-gpu``.
+
+Both passes of every form run on ordinary inputs and on such large ones that weights need the logsumexp's remainder.
+
+Example:
+    compute-sanitizer --tool racecheck python tests/kernel_forms.py hopper
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from natten_jax import backends
+from natten_jax.backends.base import Operands, Saved
+from natten_jax.problem import KernelSchedule, Problem, TileConfig
+
+LAYOUT = (24, 28)
+LARGE = 300.0  # times the ordinary queries: logits of several thousands
+
+
+class Form(NamedTuple):
+    """What selects a form of a family's kernels."""
+
+    dtype: str
+    head_dim: int
+    tiles: TileConfig
+    precision: str | None = None  # of float32 products
+
+
+def hopper_forms() -> Iterator[Form]:
+    """By element type, head width, rows and columns of a tile, schedule, and whether gradients take turns."""
+    tiles: dict[int, list[tuple[tuple[int, int], tuple[int, int]]]] = {
+        64: [((8, 16), (8, 16)), ((12, 16), (8, 16))],
+        128: [((8, 16), (8, 16)), ((8, 16), (8, 12))],
+        192: [((8, 16), (8, 12))],
+        256: [((8, 16), (8, 8))],
+    }
+    schedules = itertools.cycle(KernelSchedule)
+    for dtype, (width, pairs) in itertools.product(("bfloat16", "float16"), tiles.items()):
+        for (q_tile, kv_tile), is_ping_pong in itertools.product(pairs, (True, False)):
+            schedule = KernelSchedule.PING_PONG if is_ping_pong else next(schedules)
+            yield Form(
+                dtype,
+                width,
+                TileConfig(q_tile, kv_tile, kernel_schedule=schedule, backward_deterministic=is_ping_pong),
+            )
+
+
+def cutlass_forms() -> Iterator[Form]:
+    """By element type, precision and head width; wide heads of 16 bits have a form of 256 rows, too."""
+    for dtype, width in itertools.product(("bfloat16", "float16"), (64, 128, 256)):
+        yield Form(dtype, width, TileConfig((8, 8), (8, 16), (8, 8), (8, 16), backward_kv_splits=(1, 2)))
+    for dtype in ("bfloat16", "float16"):
+        yield Form(dtype, 128, TileConfig((16, 16), (8, 8), (8, 16), (8, 8), backward_deterministic=True))
+    for precision, width in itertools.product((None, "tensorfloat32"), (64, 128, 256)):
+        yield Form("float32", width, TileConfig((8, 8), (8, 16), (8, 8), (8, 16)), precision)
+
+
+FORMS = {"hopper": hopper_forms, "cutlass": cutlass_forms}
+
+
+def run(family: str, form: Form) -> None:
+    """Run both passes of a form."""
+    problem = Problem(
+        operator="fna",
+        batch=1,
+        query_layout=LAYOUT,
+        kv_layout=LAYOUT,
+        heads=2,
+        heads_kv=1,
+        head_dim=form.head_dim,
+        head_dim_v=form.head_dim,
+        dtype=form.dtype,
+        kernel_size=(7, 9),
+        stride=(2, 1),
+        dilation=(1, 2),
+        is_causal=(True, False),
+        scale=form.head_dim**-0.5,
+        additional_kv=5,
+    )
+    backend = backends.find(f"{family}-fna", "fna")
+    rng = np.random.default_rng(0)
+
+    def array(*shape: int, dtype: str = form.dtype) -> Any:
+        return jnp.asarray(rng.standard_normal((1, *shape)), dtype)
+
+    query, cotangent = (array(*LAYOUT, 2, form.head_dim) for _ in range(2))
+    key, value = (array(*LAYOUT, 1, form.head_dim) for _ in range(2))
+    additional = [array(5, 1, form.head_dim) for _ in range(2)]
+    logsumexp_cotangent = array(*LAYOUT, 2, dtype="float32")
+
+    @jax.jit
+    def forward(operands: Operands) -> Saved:
+        return backend.forward_saving(problem, form.tiles, operands)
+
+    @jax.jit
+    def backward(operands: Operands, saved: Saved) -> Any:
+        return backend.backward(problem, form.tiles, operands, saved, cotangent, logsumexp_cotangent)
+
+    with jax.default_matmul_precision(form.precision):
+        for factor in (1.0, LARGE):
+            large = (np.asarray(query, np.float32) * factor).astype(query.dtype)
+            operands = Operands(large, key, value, *additional, origins=None)
+            # By way of the host: initcheck does not see what the copy engine writes, nor other kernels'.
+            saved = jax.tree.map(np.asarray, forward(operands))
+            results = jax.tree.leaves((saved, backward(operands, saved)))
+            assert all(np.isfinite(np.asarray(result, np.float32)).all() for result in results), (form, factor)
+
+
+def main() -> int:
+    """Run a family's forms, or every n-th of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("family", choices=FORMS)
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every N-th from I on")
+    options = parser.parse_args()
+    first, step = options.part
+    forms = list(FORMS[options.family]())[first::step]
+    for form in forms:
+        run(options.family, form)
+    print(f"{options.family}: {len(forms)} forms ran")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

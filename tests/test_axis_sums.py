@@ -1,0 +1,160 @@
+"""Counts of many tiles, which are not looked at one by one: equal to what that gives, and quick for any extent."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from natten_jax import axis_sums, axis_tiles, flops, simulator
+from natten_jax.axis_tiles import Axis
+from natten_jax.profiler.__main__ import main
+
+HUGE = 2**40
+
+
+def random_axis(generator: np.random.Generator) -> tuple[Axis, int, int]:
+    """A dimension, and an owned and a streamed tile."""
+
+    def number(low: int, high: int) -> int:
+        return int(generator.integers(low, high + 1))
+
+    keys = number(1, int(generator.choice([30, 200, 2000])))
+    dilation = int(generator.choice([1, 1, number(1, min(keys, 5))]))
+    kernel = number(1, keys // dilation)
+    stride = number(1, min(kernel, int(generator.choice([1, 3, 8, 40]))))
+    queries = keys
+    if number(0, 5) == 0:  # attention between sequences of different lengths
+        queries, kernel, dilation = number(1, 2000), keys, 1
+        stride = min(stride, kernel)
+    tiles = (number(1, int(generator.choice([2, 9, 40, 3000]))) for _ in range(2))
+    return Axis(queries, keys, kernel, stride, dilation, bool(number(0, 1))), *tiles  # type: ignore[return-value]
+
+
+def figures(axis: Axis, owned: int, streamed: int, rows: Any) -> list[Any]:
+    """Everything that is counted in one dimension."""
+    found: list[Any] = [flops._pairs_in_dimension(axis)]
+    for which, placement in itertools.product(("forward", "backward"), ("anchored", "aligned")):
+        found.append(axis_tiles.axis_counts.__wrapped__(axis, owned, streamed, placement, which))
+        found.append(axis_tiles.judged_tiles.__wrapped__(axis, owned, streamed, placement, which, rows).tolist())
+    return found
+
+
+def test_repeating_tiles_are_counted_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.default_rng(3)
+    repeated = 0
+    pieces = axis_sums._pieces
+
+    def noted(*arguments: Any) -> Any:
+        nonlocal repeated
+        repeated += 1
+        return pieces(*arguments)
+
+    monkeypatch.setattr(axis_sums, "_pieces", noted)
+    for _ in range(400):
+        axis, owned, streamed = random_axis(generator)
+        ends = [sorted(generator.integers(0, owned, 2).tolist()) for _ in range(2)]
+        rows = tuple((first, last) for first, last in ends)
+        monkeypatch.setattr(axis_sums, "_FEW", 1 << 20)
+        expected = figures(axis, owned, streamed, rows)
+        monkeypatch.setattr(axis_sums, "_FEW", 2)
+        assert figures(axis, owned, streamed, rows) == expected, (axis, owned, streamed, rows)
+    assert repeated > 2000
+
+
+@pytest.mark.parametrize("window", [1, 2048, HUGE // 2 + 1, HUGE])
+def test_pairs_of_giant_extents(window: int) -> None:
+    def pairs(**parameters: Any) -> int:
+        return flops.visible_pairs(simulator.problem_of((HUGE,), window, **parameters))
+
+    assert pairs() == HUGE * window
+    assert pairs(is_causal=True) == HUGE * window - window * (window - 1) // 2
+    if window == 2048:
+        assert pairs(dilation=HUGE // 4096 + 1) == HUGE * window
+        assert pairs(stride=2048) == HUGE * window
+        # Of a stride group in the causal case, query i sees the group's last 2048 keys up to itself.
+        first = window * (window + 1) // 2
+        assert pairs(stride=2048, is_causal=True) == HUGE // window * first
+
+
+def test_tiles_of_giant_extents_in_three_dimensions() -> None:
+    # All windows are whole stride groups of whole tiles: nothing is masked, and all of it is a product.
+    problem = simulator.problem_of((HUGE,) * 3, 512, 512)
+    counts = simulator.count_tiles(problem, ((4, 4, 8), (8, 4, 4)))
+    assert counts.owned == (HUGE // 4) ** 2 * (HUGE // 8)
+    assert counts.streamed == counts.owned * 64 * 128 * 128
+    assert counts.is_fully_block_sparse
+    assert counts.executed_pairs == counts.visible_pairs == HUGE**3 * 512**3
+    kernel = simulator.Kernel(128, 128, 128, 1e-6, 1e-6, 0.0, row_groups=2)
+    parts = simulator.count_tiles(problem, ((4, 4, 8), (8, 4, 4)), kernel=kernel)
+    assert (parts.seen_parts, parts.whole_parts, parts.masked) == (2 * counts.streamed, 2 * counts.streamed, 0)
+
+
+def test_additional_tiles_of_a_longer_sequence_are_those_in_its_middle() -> None:
+    def counts(extent: int) -> Any:
+        return simulator.count_tiles(simulator.problem_of((extent,), 1000, 24), ((128,), (96,)), "backward")
+
+    period = 128 * 24 * 96
+    near, far, further = (counts(100 * period + each) for each in (0, period, HUGE * period))
+    for name in ("owned", "streamed", "whole", "visible_pairs", "hull_pairs"):
+        first, second, last = (getattr(each, name) for each in (near, far, further))
+        assert last - first == HUGE * (second - first), name
+    assert near.most_streamed == further.most_streamed
+
+
+def test_strides_without_masks_of_giant_windows() -> None:
+    def least(window: int, pair: Any, **parameters: Any) -> Any:
+        return simulator.least_block_sparse_stride(simulator.problem_of((HUGE,), window, **parameters), pair)
+
+    assert least(HUGE // 2, ((128,), (64,))) == (128,)
+    assert least(HUGE // 2 + 1, ((128,), (64,))) is None
+    assert least(HUGE // 2, ((128,), (64,)), is_causal=True) is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "parameters", "message"),
+    [
+        ((2**61,), {}, "too many to count"),
+        ((HUGE,), {"stride": 2**30 + 1}, "tiles repeat only after 1073741825 of them"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(layout: Any, parameters: Any, message: str) -> None:
+    problem = simulator.problem_of(layout, 2**31, **parameters)
+    with pytest.raises(ValueError, match=message):
+        simulator.count_tiles(problem, ((128,), (128,)))
+
+
+@pytest.mark.parametrize("mode", ["--dry-run", "--simulate"])
+@pytest.mark.parametrize("device", ["", "--compute-capability 9.0"])
+@pytest.mark.parametrize(
+    "problem",
+    [
+        f"-i {HUGE} -w 2048 -s 256",
+        f"-i {HUGE} {HUGE} -w {HUGE // 2} 31 -c 0 1 --dilation 1 1000003",
+        f"-i {HUGE} -b {2**63 - 1} -n {2**63 - 1}",
+    ],
+)
+def test_giant_extents_on_the_command_line(
+    problem: str, mode: str, device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(f"{problem} {mode} {device} --backprop".split()) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("mode", ["--dry-run", "--simulate"])
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [
+        (f"-i {2**63 - 1}", "too many to count"),
+        (f"-i {HUGE} -w {HUGE // 2} -s {2**30 + 1}", "too many to count"),
+    ],
+)
+def test_extents_that_cannot_be_counted_are_one_sentence(
+    problem: str, mode: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(f"{problem} {mode}".split()) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

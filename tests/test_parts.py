@@ -1,0 +1,60 @@
+"""Parts of a layout, as the devices of a mesh hold them: kernels are told where in the layout their arrays begin."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from families import Family
+
+from natten_jax import backends
+from natten_jax.backends.base import Operands
+from natten_jax.problem import Problem, TileConfig
+
+
+@pytest.mark.parametrize("keys", [(4, 5), (3, 6)])
+@pytest.mark.parametrize("additional", [0, 3])
+def test_dilation_groups_without_a_key(native_family: Family, keys: tuple[int, int], additional: int) -> None:
+    """Some queries, or all, find no token of their dilation group among the keys at hand."""
+    first, end = keys
+    backend, dtype = backends.find(native_family.fna, "fna"), native_family.dtype
+    problem = Problem(
+        operator="fna",
+        batch=1,
+        query_layout=(10,),
+        kv_layout=(10,),
+        heads=2,
+        heads_kv=1,
+        head_dim=16,
+        head_dim_v=16,
+        dtype=dtype,
+        kernel_size=(2,),
+        stride=(1,),
+        dilation=(5,),
+        is_causal=(False,),
+        scale=0.25,
+        additional_kv=additional,
+    )
+    rng = np.random.default_rng(0)
+
+    def array(tokens: int, heads: int) -> jnp.ndarray:
+        return jnp.asarray(rng.standard_normal((1, tokens, heads, 16)), dtype)
+
+    extra = (array(additional, 1), array(additional, 1)) if additional else (None, None)
+    origins = jnp.array([[0, 0, 0], [0, 0, first]], jnp.int32)
+    operands = Operands(array(4, 2), array(end - first, 1), array(end - first, 1), *extra, origins)
+    saved = backend.forward_saving(problem, TileConfig(), operands)
+    cotangent = array(4, 2)
+    gradients = backend.backward(problem, TileConfig(), operands, saved, cotangent, jnp.zeros((1, 4, 2), jnp.float32))
+
+    # Queries 0 to 3 see keys 0 and 5, 1 and 6, and so on.
+    is_seen = np.array([[first <= key < end and key % 5 == query for key in range(first, end)] for query in range(4)])
+    has_keys = is_seen.any(1) | (additional > 0)
+    lse = np.asarray(saved.logsumexp)[0]
+    assert np.isfinite(lse[has_keys]).all()
+    assert (lse[~has_keys] == -np.inf).all()
+    assert (np.asarray(saved.out, np.float32)[0][~has_keys] == 0).all()
+    for gradient in filter(lambda each: each is not None, gradients):
+        assert np.isfinite(np.asarray(gradient, np.float32)).all()
+    assert (np.asarray(gradients.query, np.float32)[0][~has_keys] == 0).all()
+    assert (np.asarray(gradients.value, np.float32)[0][~is_seen.any(0)] == 0).all()

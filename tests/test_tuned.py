@@ -1,0 +1,171 @@
+"""Files for ``load_tuned`` that are malformed: messages name the path and the field."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import natten_jax
+
+PAIR = {"q_tile_shape": [4, 8], "kv_tile_shape": [8, 4]}
+NO_JSON = {
+    "empty": b"",
+    "blank": b"  \n",
+    "cut": b'{"best_configuration": {"backend": "cpu-',
+    "text": b"best_configuration",
+    "not-utf-8": b'{"best_configuration": {"backend": "\xff\xfe"}}',
+    "utf-16": '{"best_configuration": {}}'.encode("utf-16"),
+    "nul": b"\0" * 64,
+    "deep-lists": b"[" * 200_000,
+    "deep-objects": b'{"a":' * 200_000,
+    "deep-inside": b'{"best_configuration": {"q_tile_shape": ' + b"[" * 100_000 + b"]" * 100_000 + b"}}",
+    "huge-integer": b'{"best_configuration": {"q_tile_shape": [' + b"9" * 10_000 + b"]}}",
+}
+NO_CONFIGURATION = {
+    "list": "[]", "null": "null", "number": "3", "text": '"best_configuration"', "other-object": '{"rows": []}',
+}  # fmt: skip
+WRONG = [
+    # A configuration, the field that is wrong, and what the message shows.
+    (None, "best_configuration", "None"),
+    ([], "best_configuration", "[]"),
+    ("cpu-fna", "best_configuration", "'cpu-fna'"),
+    ({"scale": 2}, "best_configuration.scale", "unknown"),
+    ({"": 2}, "best_configuration.", "unknown"),
+    *(
+        ({**PAIR, "q_tile_shape": value}, "best_configuration.q_tile_shape", shown)
+        for value, shown in (
+            (64, "64"),
+            ("48", "'48'"),
+            (True, "True"),
+            ({"0": 4, "1": 8}, "{'0': 4, '1': 8}"),
+            ([4.0, 8], "[4.0, 8]"),
+            (["4", "8"], "['4', '8']"),
+            ([True, 8], "[True, 8]"),
+            ([None, 8], "[None, 8]"),
+            ([[4], 8], "[[4], 8]"),
+            ([0, 8], "[0, 8]"),
+            ([4, -8], "[4, -8]"),
+            ([], "[]"),
+            ([4] * 4, "[4, 4, 4, 4]"),
+            ([2**63, 1], "2**63"),
+        )
+    ),
+    ({"q_tile_shape": [4, 8]}, "best_configuration.q_tile_shape", "kv_tile_shape"),
+    ({"q_tile_shape": [4, 8], "kv_tile_shape": None}, "best_configuration.q_tile_shape", "kv_tile_shape"),
+    ({"backward_kv_tile_shape": [4]}, "best_configuration.backward_kv_tile_shape", "backward_q_tile_shape"),
+    ({**PAIR, "kv_tile_shape": [4]}, "best_configuration.kv_tile_shape", "[4]"),
+    (
+        {**PAIR, "backward_q_tile_shape": [4], "backward_kv_tile_shape": [4]},
+        "best_configuration.backward_q_tile",
+        "[4]",
+    ),
+    *(
+        ({"backend": value}, "best_configuration.backend", shown)
+        for value, shown in ((3, "3"), ("turbo-fna", "'turbo-fna'"), ("cpu-fmha", "'cpu-fmha'"), (["cpu-fna"], "['cpu"))
+    ),
+    ({"kernel_schedule": "fast"}, "best_configuration.kernel_schedule", "'fast'"),
+    ({"kernel_schedule": 1}, "best_configuration.kernel_schedule", "1"),
+    ({"kernel_schedule": ["coop"]}, "best_configuration.kernel_schedule", "['coop']"),
+    ({"run_persistent_kernel": 1}, "best_configuration.run_persistent_kernel", "1"),
+    ({"run_persistent_kernel": "true"}, "best_configuration.run_persistent_kernel", "'true'"),
+    ({"attention_kwargs": "cpu-fmha"}, "best_configuration.attention_kwargs", "'cpu-fmha'"),
+    ({"attention_kwargs": ["backend"]}, "best_configuration.attention_kwargs", "['backend']"),
+    ({"attention_kwargs": {"backend": "cpu-fna"}}, "best_configuration.attention_kwargs", "backend='cpu-fna'"),
+    ({"attention_kwargs": {"scale": 1}}, "best_configuration.attention_kwargs", "'scale'"),
+    ({"attention_kwargs": {"q_tile_size": 4}}, "best_configuration.attention_kwargs", "kv_tile_size"),
+    (
+        {"attention_kwargs": {"run_persistent_kernel": 0}},
+        "best_configuration.attention_kwargs",
+        "run_persistent_kernel",
+    ),
+]
+
+
+def refused(path: Path, *parts: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        natten_jax.load_tuned(path)
+    assert type(caught.value) is ValueError
+    message = str(caught.value)
+    assert message.startswith(f"path={os.fspath(path)!r}")
+    assert all(part in message for part in parts), message
+    assert len(message) < len(os.fspath(path)) + 400
+
+
+@pytest.mark.parametrize("content", NO_JSON.values(), ids=NO_JSON)
+def test_files_that_are_no_json(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    path.write_bytes(content)
+    refused(path, "is no JSON")
+
+
+@pytest.mark.parametrize("content", NO_CONFIGURATION.values(), ids=NO_CONFIGURATION)
+def test_files_of_another_kind(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    path.write_text(content)
+    refused(path, "best_configuration", "holds no tuned configuration", "--optimize --json PATH")
+
+
+@pytest.mark.parametrize(("best", "field", "shown"), WRONG)
+def test_malformed_fields(best: Any, field: str, shown: str, tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    path.write_text(json.dumps({"best_configuration": best}))
+    refused(path, field, shown)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    for path, error in ((tmp_path / "missing.json", FileNotFoundError), (tmp_path, IsADirectoryError)):
+        with pytest.raises(error) as caught:
+            natten_jax.load_tuned(path)
+        assert repr(str(path)) in str(caught.value)
+    for wrong in (3, None, b"tuned.json", ["tuned.json"]):
+        with pytest.raises(TypeError, match=r"^path must be a str or a path, got"):
+            natten_jax.load_tuned(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^path must hold no null character, got 'tuned\\x00.json'"):
+        natten_jax.load_tuned("tuned\0.json")
+
+
+def test_fields_without_a_value_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    best = {**PAIR, "backend": None, "kernel_schedule": None, "run_persistent_kernel": False, "attention_kwargs": None}
+    path.write_text(json.dumps({"best_configuration": best, "rows": []}))
+    found = natten_jax.load_tuned(str(path))
+    assert found == {"q_tile_shape": (4, 8), "kv_tile_shape": (8, 4), "run_persistent_kernel": False}
+
+
+def test_text_is_utf_8_whatever_the_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tuned.json"
+    path.write_text(json.dumps({"best_configuration": {}, "device": "GPU \u00b5"}, ensure_ascii=False), "utf-8")
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: pytest.fail("in the encoding of the locale"))
+    assert natten_jax.load_tuned(path) == {}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = [
+    "q_tile_shape", "kv_tile_shape", "backward_q_tile_shape", "backward_kv_tile_shape", "backend", "kernel_schedule",
+    "run_persistent_kernel", "attention_kwargs",
+]  # fmt: skip
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(st.sampled_from(FIELDS), JSON | st.lists(st.integers(1, 8), max_size=3), max_size=4))
+def test_any_configuration_is_one_or_is_refused_by_its_path(tmp_path: Path, best: dict[str, Any]) -> None:
+    path = tmp_path / "tuned.json"
+    path.write_text(json.dumps({"best_configuration": best}))
+    try:
+        found = natten_jax.load_tuned(path)
+    except ValueError as error:
+        assert str(error).startswith(f"path={str(path)!r}")
+        assert "best_configuration" in str(error)
+    else:
+        assert found.keys() == {name for name, value in best.items() if value is not None}
+        assert all(list(found[name]) == best[name] for name in found if name.endswith("shape"))
