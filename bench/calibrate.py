@@ -52,19 +52,19 @@ _BRIEF = 2e-3
 
 
 def measure(
-    family: str, which: Pass, other_ranks: Sequence[int], warmup_steps: int, iterations: int
+    family: str, pass_: Pass, other_ranks: Sequence[int], warmup_steps: int, iterations: int
 ) -> list[dict[str, Any]]:
     """Device times of every problem, with the recommended tiles and, for the fit, a few others in turns with them."""
     model = simulator.calibration_for(family)
     device = default_device()
-    prefix, flags = ("", []) if which == "forward" else ("backward_", ["--backprop"])
+    prefix, flags = ("", []) if pass_ == "forward" else ("backward_", ["--backprop"])
     records: list[dict[str, Any]] = []
     for name, lines in SETS.items():
         for line in lines:
             options = parse([*line.split(), "--dtype", "bf16", "--backend", f"{family}-fna", *flags])
-            found = [each for each in listings(options, device) if each.which == which]
+            found = [each for each in listings(options, device) if each.pass_ == pass_]
             if not found:
-                print(f"{line:60} no {which} pass")
+                print(f"{line:60} no {pass_} pass")
                 continue
             (offered,) = found
             chosen_pairs = offered.pairs[:1] if name == "held back" else chosen(offered, other_ranks, model)
@@ -76,16 +76,16 @@ def measure(
                 with_tiles = dataclasses.replace(options, **tiles)
                 workloads.append(compile_workload(with_tiles, f"measured_{len(records) + len(workloads)}", arguments))
             # The recommended tiles as the profiler measures them; then all, in turns.
-            times = pass_times(workloads[:1], which, warmup_steps, iterations)
+            times = pass_times(workloads[:1], pass_, warmup_steps, iterations)
             measured = pairs[:1]
             if len(workloads) > 1:
-                times += pass_times(workloads, which, 3, max(3, iterations // 4))
+                times += pass_times(workloads, pass_, 3, max(3, iterations // 4))
                 measured += pairs
             for number, ((q_tile, kv_tile), seconds) in enumerate(zip(measured, times, strict=True)):
                 records.append(
                     {
                         "set": name,
-                        "pass": which,
+                        "pass": pass_,
                         "arguments": line,
                         "q_tile": q_tile,
                         "kv_tile": kv_tile,
@@ -102,29 +102,29 @@ def chosen(offered: Listing, other_ranks: Sequence[int], model: Calibration | No
     found = [offered.pairs[rank] for rank in (0, *other_ranks) if rank < len(offered.pairs)]
     kernels: dict[Kernel | None, TilePair] = {}
     for pair in offered.pairs if model is not None else ():
-        kernels.setdefault(model.kernel(offered.problem, pair, offered.which), pair)
+        kernels.setdefault(model.kernel(offered.problem, pair, offered.pass_), pair)
     return list(dict.fromkeys([*found, *kernels.values()]))
 
 
-def pass_times(workloads: Sequence[Workload], which: Pass, warmup_steps: int, iterations: int) -> list[float]:
+def pass_times(workloads: Sequence[Workload], pass_: Pass, warmup_steps: int, iterations: int) -> list[float]:
     """Median seconds of a pass of each workload, which take turns."""
     for workload in workloads:
         for _ in range(warmup_steps):
             jax.block_until_ready(workload.run())
     captured = capture.capture_in_turns([each.launch for each in workloads], iterations, workloads[0].device.platform)
     return [
-        statistics.median(pass_seconds(events, workload.program, which) for events in of_workload)
+        statistics.median(pass_seconds(events, workload.program, pass_) for events in of_workload)
         for workload, of_workload in zip(workloads, captured, strict=True)
     ]
 
 
-def pass_seconds(events: list[capture.Event], program: Program, which: Pass) -> float:
+def pass_seconds(events: list[capture.Event], program: Program, pass_: Pass) -> float:
     """Time of what one pass launched."""
     marked = [
-        event.duration for event in events if f" {which} backend=" in program.instruction(event.instruction).description
+        event.duration for event in events if f" {pass_} backend=" in program.instruction(event.instruction).description
     ]
     # The forward pass alone is all there is; of both, what is not marked belongs to neither.
-    return sum(marked if which == "backward" else [event.duration for event in events]) / 1e9
+    return sum(marked if pass_ == "backward" else [event.duration for event in events]) / 1e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,23 +135,23 @@ class Sample:
     kernel: Kernel
     counts: simulator.TileCounts
     problem: Problem
-    which: Pass
+    pass_: Pass
 
 
 def samples(records: list[dict[str, Any]], model: Calibration) -> list[Sample]:
     """The records with their counts."""
     found = []
     for record in records:
-        which = record["pass"]
+        pass_ = record["pass"]
         options = parse([*record["arguments"].split(), "--dtype", "bf16", "--backend", f"{model.family}-fna"])
         problem = main_part(options).problem
         pair = tuple(record["q_tile"][-problem.rank :]), tuple(record["kv_tile"][-problem.rank :])
-        kernel = model.kernel(problem, pair, which)
+        kernel = model.kernel(problem, pair, pass_)
         if kernel is None:
-            print(f"left out, no kernel takes its tiles any more: {record['arguments']} {pair} {which}")
+            print(f"left out, no kernel takes its tiles any more: {record['arguments']} {pair} {pass_}")
             continue
-        counts = simulator.count_tiles(problem, pair, which, kernel=kernel)
-        found.append(Sample(record, kernel, counts, problem, which))
+        counts = simulator.count_tiles(problem, pair, pass_, kernel=kernel)
+        found.append(Sample(record, kernel, counts, problem, pass_))
     return found
 
 
@@ -159,7 +159,7 @@ def fit(every: list[Sample], model: Calibration) -> Calibration:
     """The model whose logarithms of times are closest to the measured ones'."""
     from scipy.optimize import least_squares
 
-    kernels = [(which, kernel) for which, of_pass in model.kernels.items() for kernel in of_pass]
+    kernels = [(pass_, kernel) for pass_, of_pass in model.kernels.items() for kernel in of_pass]
     used = [sample for sample in every if sample.record["set"] != "held back"]
     measured = np.log([sample.record["seconds"] for sample in used])
     weights = np.array([weight(sample.record) for sample in used])
@@ -170,17 +170,17 @@ def fit(every: list[Sample], model: Calibration) -> Calibration:
 
     def unpack(parameters: Any) -> Calibration:
         launch, backward_launch, slowdown, onset, *costs = map(float, np.exp(parameters))
-        fitted: dict[str, list[Kernel]] = {which: [] for which, _ in kernels}
-        for which, kernel in kernels:
+        fitted: dict[str, list[Kernel]] = {pass_: [] for pass_, _ in kernels}
+        for pass_, kernel in kernels:
             own: dict[str, Any] = {name: costs.pop(0) for name in costs_of(kernel)}
-            fitted[which].append(dataclasses.replace(kernel, **own))
+            fitted[pass_].append(dataclasses.replace(kernel, **own))
         return dataclasses.replace(
             model,
             launch=launch,
             backward_launch=backward_launch,
             slowdown=slowdown,
             onset=onset,
-            kernels={which: tuple(of_pass) for which, of_pass in fitted.items()},
+            kernels={pass_: tuple(of_pass) for pass_, of_pass in fitted.items()},
         )
 
     def residuals(parameters: Any) -> Any:
@@ -212,7 +212,7 @@ def weight(record: dict[str, Any]) -> float:
 
 def turns(sample: Sample) -> tuple[Any, ...]:
     """What measurements have in common that took turns."""
-    return sample.record["is_recommended"], sample.which, sample.record["arguments"]
+    return sample.record["is_recommended"], sample.pass_, sample.record["arguments"]
 
 
 def costs_of(kernel: Kernel) -> tuple[str, ...]:
@@ -224,8 +224,8 @@ def predicted(every: list[Sample], model: Calibration) -> list[float]:
     """Seconds that a model predicts for samples, whose kernels are found again by their size."""
     seconds = []
     for sample in every:
-        (kernel,) = (each for each in model.kernels[sample.which] if each.size == sample.kernel.size)
-        seconds.append(float(simulator.predict(sample.problem, sample.counts.tiles, sample.which, kernel, model)))
+        (kernel,) = (each for each in model.kernels[sample.pass_] if each.size == sample.kernel.size)
+        seconds.append(float(simulator.predict(sample.problem, sample.counts.tiles, sample.pass_, kernel, model)))
     return seconds
 
 
@@ -248,8 +248,8 @@ def print_errors(every: list[Sample], model: Calibration) -> None:
         middle, largest = statistics.median(errors), max(errors)
         print(f"{name}: {len(values)} times, error {middle:.1%} in the median, {largest:.1%} at most")
     costs = {
-        f"{arguments} ({which})": min(times)[1] / min(measured for _, measured in times)
-        for (is_recommended, which, arguments), times in groups.items()
+        f"{arguments} ({pass_})": min(times)[1] / min(measured for _, measured in times)
+        for (is_recommended, pass_, arguments), times in groups.items()
         if not is_recommended and len(times) > 1
     }
     for line, cost in sorted(costs.items(), key=lambda item: -item[1]):
@@ -276,8 +276,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.step == "measure":
         records = []
-        for which in options.passes:
-            records += measure(options.family, which, options.other_ranks, options.warmup_steps, options.iterations)
+        for pass_ in options.passes:
+            records += measure(options.family, pass_, options.other_ranks, options.warmup_steps, options.iterations)
         options.json.write_text(json.dumps({"environment": environment(), "records": records}, indent=1) + "\n")
         return
     files = [json.loads(file.read_text()) for file in options.records]

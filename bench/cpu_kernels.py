@@ -118,15 +118,15 @@ def measure(benchmark: Benchmark, dtype: str, repeats: int, names: list[str]) ->
 
     matmul_rate = 2 * MATMUL_EXTENT**3 / min(matmul_times)
     rows = []
-    for (name, which), values in times.items():
-        flops = benchmark.forward_flops * (1.0 if which == "forward" else 3.5)
-        ours = times.get(("cpu-fna", which), values)
+    for (name, pass_), values in times.items():
+        flops = benchmark.forward_flops * (1.0 if pass_ == "forward" else 3.5)
+        ours = times.get(("cpu-fna", pass_), values)
         rows.append(
             {
                 "problem": benchmark.describe(),
                 "dtype": dtype,
                 "implementation": name,
-                "pass": which,
+                "pass": pass_,
                 "best_ms": 1e3 * min(values),
                 "median_ms": 1e3 * statistics.median(values),
                 "gflops": flops / min(values) / 1e9,

@@ -39,7 +39,7 @@ def draw(benchmark: Benchmark) -> list[jax.Array]:
     return [jax.random.normal(key, shape, benchmark.dtype) for key, shape in zip(keys, shapes, strict=True)]
 
 
-def prepare(benchmark: Benchmark, names: Sequence[str], which: Pass, family: str | None) -> dict[str, Runner | str]:
+def prepare(benchmark: Benchmark, names: Sequence[str], pass_: Pass, family: str | None) -> dict[str, Runner | str]:
     """Each implementation's pass, compiled, or why it does not run: peers lack a few of the problems."""
     drawn: dict[str, list[jax.Array]] = {}
     runners: dict[str, Runner | str] = {}
@@ -50,7 +50,7 @@ def prepare(benchmark: Benchmark, names: Sequence[str], which: Pass, family: str
         cotangent, *arrays = drawn[dtype]
         try:
             function = ours(benchmark, family) if name == OURS else IMPLEMENTATIONS[name](benchmark)
-            if which == "backward":
+            if pass_ == "backward":
                 runners[name] = compile_backward(function, cotangent, *arrays)
             else:
                 runners[name] = compile_runner(function, *arrays)
@@ -62,7 +62,7 @@ def prepare(benchmark: Benchmark, names: Sequence[str], which: Pass, family: str
 def measure(
     benchmark: Benchmark,
     turns: int,
-    which: Pass = "forward",
+    pass_: Pass = "forward",
     dtypes: Sequence[str] = (),
     names: Sequence[str] = (),
     family: str | None = None,
@@ -73,7 +73,7 @@ def measure(
     Args:
         benchmark: The problem.
         turns: Of each side in each mode.
-        which: The pass.
+        pass_: The pass.
         dtypes: Element types; none are the problem's own.
         names: Implementations; none are the problem's default ones.
         family: Backend family of natten_jax; ``None`` is the best.
@@ -83,10 +83,10 @@ def measure(
     results = []
     runners: dict[tuple[str, str], Runner] = {}
     for each in benchmarks:
-        prepared = prepare(each, names or default_names(each), which, family)
+        prepared = prepare(each, names or default_names(each), pass_, family)
         runners |= {(each.dtype, name): runner for name, runner in prepared.items() if isinstance(runner, Runner)}
         failures = {name: reason for name, reason in prepared.items() if isinstance(reason, str)}
-        results.append({"problem": each.problem.describe(), "pass": which, "dtype": each.dtype, "failures": failures})
+        results.append({"problem": each.problem.describe(), "pass": pass_, "dtype": each.dtype, "failures": failures})
     for mode in modes if runners else ():
         times = take_turns(runners, turns, mode)
         for each, result in zip(benchmarks, results, strict=True):
@@ -97,7 +97,7 @@ def measure(
             if OURS not in of_dtype:
                 continue
             own = of_dtype.pop(OURS)
-            result[mode]["tflops"] = flops(each.problem, which) / statistics.median(own) / 1e12
+            result[mode]["tflops"] = flops(each.problem, pass_) / statistics.median(own) / 1e12
             result[mode]["speedup"] = {name: ratio(values, own) for name, values in of_dtype.items()}
             first = times.get((benchmarks[0].dtype, OURS))
             if each is not benchmarks[0] and first is not None:
@@ -123,7 +123,7 @@ def main() -> int:
     """Measure, print a table, save; 1 if natten_jax could not run a problem."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS))
-    parser.add_argument("--pass", dest="which", choices=("forward", "backward"), default="forward")
+    parser.add_argument("--pass", dest="pass_", choices=("forward", "backward"), default="forward")
     parser.add_argument("--dtypes", nargs="+", default=[], metavar="DTYPE", help="instead of the problem's own")
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=[])
     parser.add_argument("--backend", metavar="FAMILY", help="backend family of natten_jax, such as hopper")
@@ -138,7 +138,7 @@ def main() -> int:
         rows = measure(
             BENCHMARKS[name],
             options.turns,
-            options.which,
+            options.pass_,
             options.dtypes,
             options.implementations,
             options.backend,

@@ -109,13 +109,13 @@ class Data:
         frames, rows, columns = self.tokens
         size = rows * self.patch, columns * self.patch
         last_corner = np.array(pictures.shape[1:3]) - np.array(size)
-        which, where, speed, noise = jax.random.split(key, 4)
+        pass_, where, speed, noise = jax.random.split(key, 4)
         # From one corner to another in a straight line, at most a patch per frame.
         start = jax.random.uniform(where, (2,), maxval=last_corner)
         pan = jax.random.uniform(speed, (2,), minval=-1.0) * self.patch * (frames - 1)
         corners = jnp.linspace(start, jnp.clip(start + pan, 0, last_corner), frames).round().astype(int)
 
-        picture = pictures[jax.random.randint(which, (), 0, len(pictures))]
+        picture = pictures[jax.random.randint(pass_, (), 0, len(pictures))]
         clip = jax.vmap(lambda corner: jax.lax.dynamic_slice(picture, (*corner, 0), (*size, 3)))(corners)
         clean = clip.reshape(frames, rows, self.patch, columns, self.patch, 3).swapaxes(2, 3).reshape(*self.tokens, -1)
         return clean + NOISE * jax.random.normal(noise, clean.shape), clean

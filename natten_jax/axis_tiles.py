@@ -82,7 +82,7 @@ class Judgement(enum.IntEnum):
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def axis_counts(axis: Axis, owned_tile: int, streamed_tile: int, placement: Placement, which: Pass) -> AxisCounts:
+def axis_counts(axis: Axis, owned_tile: int, streamed_tile: int, placement: Placement, pass_: Pass) -> AxisCounts:
     """Counts of one dimension.
 
     Raises:
@@ -90,7 +90,7 @@ def axis_counts(axis: Axis, owned_tile: int, streamed_tile: int, placement: Plac
     """
     found = []
     for groups, queries, keys in dilation_groups(axis):
-        walk = _Walk(axis, queries, keys, owned_tile, streamed_tile, placement, which)
+        walk = _Walk(axis, queries, keys, owned_tile, streamed_tile, placement, pass_)
 
         def lengths(tiles: Any, walk: _Walk = walk) -> Any:
             bounds = walk.bounds(tiles)
@@ -109,7 +109,7 @@ def axis_counts(axis: Axis, owned_tile: int, streamed_tile: int, placement: Plac
 
 @functools.lru_cache(maxsize=1 << 16)
 def judged_tiles(
-    axis: Axis, owned_tile: int, streamed_tile: int, placement: Placement, which: Pass, rows: tuple[Rows, ...]
+    axis: Axis, owned_tile: int, streamed_tile: int, placement: Placement, pass_: Pass, rows: tuple[Rows, ...]
 ) -> Any:
     """Streamed tiles of one dimension by what row groups, whose ``rows`` are given, find them to be.
 
@@ -122,7 +122,7 @@ def judged_tiles(
     """
     judged = [0] * len(Judgement) ** len(rows)
     for groups, queries, keys in dilation_groups(axis):
-        walk = _Walk(axis, queries, keys, owned_tile, streamed_tile, placement, which)
+        walk = _Walk(axis, queries, keys, owned_tile, streamed_tile, placement, pass_)
 
         def lengths(tiles: Any, walk: _Walk = walk) -> Any:
             bounds = walk.bounds(tiles)
@@ -174,13 +174,13 @@ class _Walk:
         owned_tile: int,
         streamed_tile: int,
         placement: Placement,
-        which: Pass,
+        pass_: Pass,
     ) -> None:
         check_extent(max(queries, keys))
         self._axis = axis._replace(queries=queries, keys=keys)
-        self._which = which
+        self._which = pass_
         self._is_anchored = placement == "anchored"
-        self.tokens, self._others = (queries, keys) if which == "forward" else (keys, queries)
+        self.tokens, self._others = (queries, keys) if pass_ == "forward" else (keys, queries)
         # Larger ones make no difference.
         self.owned_tile = min(owned_tile, self.tokens)
         self._streamed_tile = min(streamed_tile, self._others + 1)

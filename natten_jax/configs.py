@@ -73,14 +73,14 @@ def target_device(compute_capability: CapabilityLike | None) -> Device:
     return Device("cuda", compute_capability_of(compute_capability), is_present=False)
 
 
-def _pairs(family: str, problem: Problem, device: Device, which: Pass) -> list[FnaConfig]:
+def _pairs(family: str, problem: Problem, device: Device, pass_: Pass) -> list[FnaConfig]:
     backend = backends.find(f"{family}-{problem.operator}", problem.operator)
-    if backend.rejection(problem, device, which) is not None:
+    if backend.rejection(problem, device, pass_) is not None:
         return []
-    return backend.tile_pairs(problem, device, which)
+    return backend.tile_pairs(problem, device, pass_)
 
 
-def _fna_query(family: str, which: Pass) -> FnaQuery:
+def _fna_query(family: str, pass_: Pass) -> FnaQuery:
     def get_configs(
         query: Any,
         key: Any = None,
@@ -98,12 +98,12 @@ def _fna_query(family: str, which: Pass) -> FnaQuery:
         window = shape[1:-2] if kernel_size is None else kernel_size
         key, value = query if key is None else key, query if value is None else value
         problem = neighborhood_problem(rank, query, key, value, window, stride, dilation, is_causal, None, None, None)
-        return _pairs(family, problem, device, which)
+        return _pairs(family, problem, device, pass_)
 
-    return _documented(get_configs, family, "fna", which)
+    return _documented(get_configs, family, "fna", pass_)
 
 
-def _fmha_query(family: str, which: Pass) -> FmhaQuery:
+def _fmha_query(family: str, pass_: Pass) -> FmhaQuery:
     def get_configs(
         query: Any,
         key: Any = None,
@@ -115,19 +115,19 @@ def _fmha_query(family: str, which: Pass) -> FmhaQuery:
         device = target_device(compute_capability)
         key, value = query if key is None else key, query if value is None else value
         problem = attention_problem(query, key, value, None, is_causal)
-        pairs = _pairs(family, problem, device, which)
+        pairs = _pairs(family, problem, device, pass_)
         return [(q_tile[0], kv_tile[0]) for q_tile, kv_tile in pairs]
 
-    return _documented(get_configs, family, "fmha", which)
+    return _documented(get_configs, family, "fmha", pass_)
 
 
-def _documented(function: Callable[..., Any], family: str, operator: str, which: Pass) -> Any:
-    prefix = "" if which == "forward" else "bwd_"
+def _documented(function: Callable[..., Any], family: str, operator: str, pass_: Pass) -> Any:
+    prefix = "" if pass_ == "forward" else "bwd_"
     query_family = backends.find(f"{family}-{operator}", operator).query_family
     tiles = "shapes" if operator == "fna" else "sizes"
     schedules = ", each with a kernel schedule" if family == "hopper" else ""
     function.__name__ = function.__qualname__ = f"get_{prefix}configs_for_{query_family}_{operator}"
-    function.__doc__ = f"""Query and key/value tile {tiles} of the {which} pass of {family}-{operator}, best first.
+    function.__doc__ = f"""Query and key/value tile {tiles} of the {pass_} pass of {family}-{operator}, best first.
 
 Args:
     query: An array of the operator's query, key or value, or a ``jax.ShapeDtypeStruct``.
@@ -147,9 +147,9 @@ Raises:
     return function
 
 
-def kernel_schedules(family: str, which: Pass) -> tuple[KernelSchedule, ...]:
+def kernel_schedules(family: str, pass_: Pass) -> tuple[KernelSchedule, ...]:
     """The schedules that a pass of a backend family has, the default one first; empty where there is no choice."""
-    if (family, which) != ("hopper", "forward"):
+    if (family, pass_) != ("hopper", "forward"):
         return ()
     return KernelSchedule.PING_PONG, KernelSchedule.COOPERATIVE, KernelSchedule.NON_PERSISTENT
 

@@ -93,19 +93,19 @@ def report_problem(options: Options) -> Iterator[str]:
     for device in devices:
         for problem in problems:
             yield f"{problem.describe()}, {problem.dtype}, on {device}"
-            for which in passes(options):
-                yield f"  {which}"
+            for pass_ in passes(options):
+                yield f"  {pass_}"
                 for backend in backends.BACKENDS:
                     name = backends.backend_name(backend, problem.operator)
-                    yield f"    {name:<14} {_plan(backend, problem, device, which)}"
+                    yield f"    {name:<14} {_plan(backend, problem, device, pass_)}"
 
 
-def _plan(backend: Backend, problem: Problem, device: Device, which: Pass) -> str:
-    reason = backend.rejection(problem, device, which)
+def _plan(backend: Backend, problem: Problem, device: Device, pass_: Pass) -> str:
+    reason = backend.rejection(problem, device, pass_)
     if reason is not None:
         return f"no: {reason}"
-    q_tile, kv_tile = backend.tile_pairs(problem, device, which)[0]
-    held = "as XLA plans it" if backend.is_pure_jax else f"{scratch.scratch_bytes(backend, problem, which):,} bytes"
+    q_tile, kv_tile = backend.tile_pairs(problem, device, pass_)[0]
+    held = "as XLA plans it" if backend.is_pure_jax else f"{scratch.scratch_bytes(backend, problem, pass_):,} bytes"
     return f"query tile {q_tile}, key/value tile {kv_tile}, scratch memory {held}"
 
 
@@ -126,20 +126,20 @@ def _native_lines() -> Iterator[str]:
 
 
 def _verdict(backend: Backend, operator: str, device: Device) -> str:
-    forward, backward = (_verdict_of_pass(backend, operator, device, which) for which in _PASSES)
+    forward, backward = (_verdict_of_pass(backend, operator, device, pass_) for pass_ in _PASSES)
     if forward == backward:
         return forward
     return f"forward: {forward}; backward: {backward}"
 
 
-def _verdict_of_pass(backend: Backend, operator: str, device: Device, which: Pass) -> str:
-    reasons = {dtype: backend.rejection(_problem(operator, dtype), device, which) for dtype in SUPPORTED_DTYPES}
+def _verdict_of_pass(backend: Backend, operator: str, device: Device, pass_: Pass) -> str:
+    reasons = {dtype: backend.rejection(_problem(operator, dtype), device, pass_) for dtype in SUPPORTED_DTYPES}
     runs = [dtype for dtype, reason in reasons.items() if reason is None]
     if runs:
         return f"runs {', '.join(runs)}"
     substitute = ""
-    if which == "backward" and backend.rejection(_problem(operator, "bfloat16"), device, "forward") is None:
-        chosen = backends.choose(_problem(operator, "bfloat16"), TileConfig(), device, which)
+    if pass_ == "backward" and backend.rejection(_problem(operator, "bfloat16"), device, "forward") is None:
+        chosen = backends.choose(_problem(operator, "bfloat16"), TileConfig(), device, pass_)
         substitute = f" ({backends.backend_name(chosen, operator)} computes its gradients)"
     return f"no: {reasons['bfloat16']}{substitute}"
 

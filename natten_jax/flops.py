@@ -28,17 +28,17 @@ def visible_pairs(problem: Problem) -> int:
     return pairs + math.prod(problem.query_layout) * problem.additional_kv
 
 
-def flops(problem: Problem, which: Literal["forward", "backward"]) -> int:
+def flops(problem: Problem, pass_: Literal["forward", "backward"]) -> int:
     """Floating-point operations of the matrix products of one pass, over all batch elements and heads.
 
     Args:
         problem: The problem.
-        which: ``"forward"`` has two products, over ``head_dim`` and ``head_dim_v``; ``"backward"`` counts as two
+        pass_: ``"forward"`` has two products, over ``head_dim`` and ``head_dim_v``; ``"backward"`` counts as two
             and a half times as many, its five products at the same average width.
     """
     width = problem.head_dim + problem.head_dim_v
     operations = problem.batch * problem.heads * width * visible_pairs(problem)
-    return 2 * operations if which == "forward" else 5 * operations
+    return 2 * operations if pass_ == "forward" else 5 * operations
 
 
 def _pairs_in_dimension(axis: Axis) -> int:

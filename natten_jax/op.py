@@ -132,12 +132,12 @@ def _backward_op(call: Call) -> Callable[[Operands, Saved, Output], Gradients]:
     return _batchable(_backward_op, call, "backward", _run_backward)
 
 
-def _batchable(op_of: Callable[[Call], Any], call: Call, which: Pass, run: Callable[..., Any]) -> Any:
+def _batchable(op_of: Callable[[Call], Any], call: Call, pass_: Pass, run: Callable[..., Any]) -> Any:
     """One pass of ``call`` as a function of arrays; ``jax.vmap`` folds the mapped axis into the batch."""
 
     @custom_vmap
     def op(*arguments: Any) -> Any:
-        return _dispatch(call, which, run, *arguments)
+        return _dispatch(call, pass_, run, *arguments)
 
     @op.def_vmap
     def _(axis_size: int, in_batched: Sequence[Any], *arguments: Any) -> Any:
@@ -168,27 +168,27 @@ def _batchable(op_of: Callable[[Call], Any], call: Call, which: Pass, run: Calla
     return op
 
 
-def _choose(call: Call, device: Device, which: Pass) -> Backend:
-    return backends.choose_pass(call.problem, call.tiles, device, which, call.backend)
+def _choose(call: Call, device: Device, pass_: Pass) -> Backend:
+    return backends.choose_pass(call.problem, call.tiles, device, pass_, call.backend)
 
 
-def _choices(call: Call, which: Pass) -> dict[str, Backend | str]:
+def _choices(call: Call, pass_: Pass) -> dict[str, Backend | str]:
     """By platform, the backend that runs a pass, or the reason why none does."""
     choices: dict[str, Backend | str] = {}
     for device in (CPU, cuda_device(), _OTHER_PLATFORMS):
         try:
             choices[device.platform] = _choose(call, device, "forward")
-            if which == "backward":  # reached only where the forward pass runs
-                choices[device.platform] = _choose(call, device, which)
+            if pass_ == "backward":  # reached only where the forward pass runs
+                choices[device.platform] = _choose(call, device, pass_)
         except ValueError as error:
             choices[device.platform] = str(error)
     return choices
 
 
-def _dispatch(call: Call, which: Pass, run: Callable[..., Any], *arguments: Any) -> Any:
+def _dispatch(call: Call, pass_: Pass, run: Callable[..., Any], *arguments: Any) -> Any:
     """Run a pass with the backend of the platform that the program is lowered for."""
-    choices = _choices(call, which)
-    forward_choices = choices if which == "forward" else _choices(call, "forward")
+    choices = _choices(call, pass_)
+    forward_choices = choices if pass_ == "forward" else _choices(call, "forward")
     available = {choice for choice in choices.values() if not isinstance(choice, str)}
     names = sorted(backends.backend_name(backend, call.problem.operator) for backend in available)
 
@@ -203,7 +203,7 @@ def _dispatch(call: Call, which: Pass, run: Callable[..., Any], *arguments: Any)
     cases = {platform: (choice, runner(platform)) for platform, choice in choices.items()}
     other = cases.pop(_OTHER_PLATFORMS.platform)
     branches = {platform: branch(*case) for platform, case in cases.items() if case != other}
-    with partition.named(f"{call.problem.describe()} {which} backend={'|'.join(names)}"):
+    with partition.named(f"{call.problem.describe()} {pass_} backend={'|'.join(names)}"):
         if not branches:
             return branch(*other)(*arguments)
         return jax.lax.platform_dependent(*arguments, **branches, **{_OTHER_PLATFORMS.platform: branch(*other)})

@@ -13,17 +13,17 @@ from natten_jax.backends.base import Backend, Operands, Output, Pass, Saved
 from natten_jax.problem import Problem, TileConfig
 
 
-def scratch_bytes(backend: Backend, problem: Problem, which: Pass) -> int:
+def scratch_bytes(backend: Backend, problem: Problem, pass_: Pass) -> int:
     """Bytes of the arrays that a pass's custom calls write, less those of the pass's results.
 
     Args:
         backend: One with custom calls.
         problem: A problem that it runs.
-        which: The pass.
+        pass_: The pass.
     """
 
     def run(operands: Operands, output: Output) -> Any:
-        if which == "forward":
+        if pass_ == "forward":
             return backend.forward(problem, TileConfig(), operands)
         return backend.backward(problem, TileConfig(), operands, Saved(*output, output.logsumexp), *output)
 

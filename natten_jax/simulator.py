@@ -67,7 +67,7 @@ class Simulation:
 
     Attributes:
         problem: The problem.
-        which: The pass.
+        pass_: The pass.
         pair: Query and key/value tile.
         placement: Where streamed tiles start.
         counts: Tiles and pairs per batch element and head.
@@ -75,7 +75,7 @@ class Simulation:
     """
 
     problem: Problem
-    which: Pass
+    pass_: Pass
     pair: TilePair
     placement: Placement
     counts: TileCounts
@@ -84,7 +84,7 @@ class Simulation:
     @property
     def flops(self) -> int:
         """Floating-point operations that the mask leaves."""
-        return flops(self.problem, self.which)
+        return flops(self.problem, self.pass_)
 
     @property
     def executed_flops(self) -> int:
@@ -104,13 +104,13 @@ class Simulation:
     @property
     def least_bytes(self) -> int:
         """Bytes that inputs and results take: each is moved from or to memory at least once."""
-        return least_bytes(self.problem, self.which)
+        return least_bytes(self.problem, self.pass_)
 
     @property
     def tile_bytes(self) -> int:
         """Bytes of all owned and streamed tiles: what is loaded, mostly from the device's cache."""
         problem = self.problem
-        owned, streamed = (math.prod(tile) for tile in ordered(self.pair, self.which))
+        owned, streamed = (math.prod(tile) for tile in ordered(self.pair, self.pass_))
         tokens = self.counts.owned * owned + self.counts.streamed * streamed
         width = problem.head_dim + problem.head_dim_v
         return problem.batch * problem.heads * tokens * width * _BYTES[problem.dtype]
@@ -184,7 +184,7 @@ def all_pairs(problem: Problem) -> int:
     return math.prod(problem.query_layout) * (math.prod(problem.kv_layout) + problem.additional_kv)
 
 
-def least_bytes(problem: Problem, which: Pass) -> int:
+def least_bytes(problem: Problem, pass_: Pass) -> int:
     """Bytes of the inputs and results of a pass."""
     queries, keys = math.prod(problem.query_layout), math.prod(problem.kv_layout) + problem.additional_kv
     width = problem.head_dim + problem.head_dim_v
@@ -192,13 +192,13 @@ def least_bytes(problem: Problem, which: Pass) -> int:
     once = problem.batch * elements * _BYTES[problem.dtype]
     logsumexp = problem.batch * problem.heads * queries * _BYTES[problem.accumulator_dtype]
     # The backward pass reads the output beside its gradient, and writes a gradient for every other array.
-    return (once if which == "forward" else 2 * once) + logsumexp
+    return (once if pass_ == "forward" else 2 * once) + logsumexp
 
 
 def simulate(
     problem: Problem,
     pair: TilePair,
-    which: Pass = "forward",
+    pass_: Pass = "forward",
     *,
     calibration: Calibration | None = None,
     placement: Placement = "anchored",
@@ -208,64 +208,64 @@ def simulate(
     Args:
         problem: The problem.
         pair: Query and key/value tile shape.
-        which: The pass.
+        pass_: The pass.
         calibration: The time model, of :func:`calibration_for`; without one no time is predicted.
         placement: Where streamed tiles start; see :func:`count_tiles`.
 
     Raises:
         ValueError: A tile or the placement is not valid.
     """
-    kernel = None if calibration is None else calibration.kernel(problem, pair, which)
-    counts = count_tiles(problem, pair, which, placement=placement, kernel=kernel)
+    kernel = None if calibration is None else calibration.kernel(problem, pair, pass_)
+    counts = count_tiles(problem, pair, pass_, placement=placement, kernel=kernel)
     seconds = None
     if calibration is not None and kernel is not None:
-        seconds = float(predict(problem, counts.tiles, which, kernel, calibration))
-    return Simulation(problem, which, pair, placement, counts, seconds)
+        seconds = float(predict(problem, counts.tiles, pass_, kernel, calibration))
+    return Simulation(problem, pass_, pair, placement, counts, seconds)
 
 
 def rank(
-    problem: Problem, pairs: Iterable[TilePair], which: Pass, calibration: Calibration | None
+    problem: Problem, pairs: Iterable[TilePair], pass_: Pass, calibration: Calibration | None
 ) -> list[tuple[TilePair, float]]:
     """Pairs that anchored kernels take, with predicted seconds, fastest first; without a model, none."""
     groups: dict[Kernel, list[TilePair]] = collections.defaultdict(list)
     for pair in pairs:
-        kernel = None if calibration is None else calibration.kernel(problem, pair, which)
+        kernel = None if calibration is None else calibration.kernel(problem, pair, pass_)
         if kernel is not None:
             groups[kernel].append(pair)
     timed: list[tuple[TilePair, float]] = []
     axes = axes_of(problem)
     for kernel, of_kernel in groups.items():
         assert calibration is not None
-        counts = [timed_tiles(problem, axes, pair, which, kernel) for pair in of_kernel]
-        seconds = predict(problem, counts, which, kernel, calibration)
+        counts = [timed_tiles(problem, axes, pair, pass_, kernel) for pair in of_kernel]
+        seconds = predict(problem, counts, pass_, kernel, calibration)
         timed += zip(of_kernel, map(float, seconds), strict=True)
     # Among equals, tiles that are long in the leading dimensions: on an H200 (16, 8) took 5% less time than (8, 16).
     return sorted(timed, key=lambda item: (item[1], *([-extent for extent in tile] for tile in item[0])))
 
 
-def timed_tiles(problem: Problem, axes: Sequence[Axis], pair: TilePair, which: Pass, kernel: Kernel) -> TimedTiles:
+def timed_tiles(problem: Problem, axes: Sequence[Axis], pair: TilePair, pass_: Pass, kernel: Kernel) -> TimedTiles:
     """:attr:`TileCounts.tiles` of an anchored kernel, and nothing else: tiles are ranked by the thousand."""
-    owned_tile, streamed_tile = ordered(pair, which)
+    owned_tile, streamed_tile = ordered(pair, pass_)
     extents = list(zip(axes, owned_tile, streamed_tile, strict=True))
-    counts = [axis_counts(*each, "anchored", which) for each in extents]
+    counts = [axis_counts(*each, "anchored", pass_) for each in extents]
     owned, streamed = math.prod(each.owned for each in counts), math.prod(each.streamed for each in counts)
-    parts = part_counts(extents, "anchored", which, kernel)
+    parts = part_counts(extents, "anchored", pass_, kernel)
     if problem.additional_kv:
         tokens = kernel.owned_tokens, kernel.streamed_tokens
-        extra = additional_counts(problem, owned, streamed_tile, tokens, which)
+        extra = additional_counts(problem, owned, streamed_tile, tokens, pass_)
         fills = math.prod(streamed_tile) == kernel.streamed_tokens
-        parts = parts.plus(kernel.row_groups, extra.streamed, extra.whole if fills or which == "forward" else 0)
+        parts = parts.plus(kernel.row_groups, extra.streamed, extra.whole if fills or pass_ == "forward" else 0)
         owned, streamed = owned + extra.owned, streamed + extra.streamed
     return TimedTiles(owned, streamed, parts.seen / kernel.row_groups, parts.masked)
 
 
-def predict(problem: Problem, counts: Any, which: Pass, kernel: Kernel, calibration: Calibration) -> Any:
+def predict(problem: Problem, counts: Any, pass_: Pass, kernel: Kernel, calibration: Calibration) -> Any:
     """Predicted seconds of a pass.
 
     Args:
         problem: The problem.
         counts: :class:`TimedTiles` of one pair or, in an array's last axis, of many.
-        which: The pass.
+        pass_: The pass.
         kernel: The kernel that executes them.
         calibration: The time model.
 
@@ -274,12 +274,12 @@ def predict(problem: Problem, counts: Any, which: Pass, kernel: Kernel, calibrat
     """
     owned, streamed, seen, masked = np.moveaxis(np.asarray(counts, np.float64), -1, 0)
     # In the backward pass a key/value tile is worked on once for all query heads that share it.
-    heads, repeats = (problem.heads, 1) if which == "forward" else (problem.heads_kv, problem.heads // problem.heads_kv)
+    heads, repeats = (problem.heads, 1) if pass_ == "forward" else (problem.heads_kv, problem.heads // problem.heads_kv)
     streaming = kernel.streamed_tile * seen + kernel.masking * masked + kernel.skipping * (streamed - seen)
-    rounds = calibration.rounds(problem.batch * heads * owned, which, kernel)
+    rounds = calibration.rounds(problem.batch * heads * owned, pass_, kernel)
     tile = kernel.owned_tile + repeats * streaming / owned
-    moving = calibration.byte * least_bytes(problem, which)
-    return calibration.clocked(calibration.launch_of(which) + np.maximum(rounds * tile, moving), kernel)
+    moving = calibration.byte * least_bytes(problem, pass_)
+    return calibration.clocked(calibration.launch_of(pass_) + np.maximum(rounds * tile, moving), kernel)
 
 
 class Recommendation(NamedTuple):

@@ -136,7 +136,7 @@ class TileCounts:
 def count_tiles(
     problem: Problem,
     pair: TilePair,
-    which: Pass = "forward",
+    pass_: Pass = "forward",
     *,
     placement: Placement = "anchored",
     kernel: Kernel | None = None,
@@ -146,7 +146,7 @@ def count_tiles(
     Args:
         problem: The problem.
         pair: Query and key/value tile shape, with one extent per token dimension.
-        which: The pass.
+        pass_: The pass.
         placement: ``"anchored"``: streamed tiles start at the first token that the owned tile needs.
             ``"aligned"``: they lie on a grid that starts at token 0 (of each dilation group).
         kernel: The kernel that executes them; without one, tiles are executed as large as they are.
@@ -156,25 +156,25 @@ def count_tiles(
             too long to be counted.
     """
     check_tiles(problem, pair, placement)
-    owned_tile, streamed_tile = ordered(pair, which)
+    owned_tile, streamed_tile = ordered(pair, pass_)
     axes = list(zip(axes_of(problem), owned_tile, streamed_tile, strict=True))
-    counts = [axis_counts(axis, owned, streamed, placement, which) for axis, owned, streamed in axes]
+    counts = [axis_counts(axis, owned, streamed, placement, pass_) for axis, owned, streamed in axes]
     owned, streamed, whole, most, hull = (math.prod(values) for values in zip(*counts, strict=True))
     tokens = math.prod(owned_tile), math.prod(streamed_tile)
     row_groups, parts = 1, Parts(streamed, whole, streamed - whole)
     fills = kernel is None or tokens[1] == kernel.streamed_tokens
     if kernel is not None:
-        row_groups, parts = kernel.row_groups, part_counts(axes, placement, which, kernel)
+        row_groups, parts = kernel.row_groups, part_counts(axes, placement, pass_, kernel)
         whole = whole if fills else 0
         tokens = kernel.owned_tokens, kernel.streamed_tokens
     if problem.additional_kv:
-        additional = additional_counts(problem, owned, streamed_tile, tokens, which)
-        additional_whole = additional.whole if fills or which == "forward" else 0
+        additional = additional_counts(problem, owned, streamed_tile, tokens, pass_)
+        additional_whole = additional.whole if fills or pass_ == "forward" else 0
         owned += additional.owned
         streamed += additional.streamed
         whole += additional_whole
         parts = parts.plus(row_groups, additional.streamed, additional_whole)
-        most = most + additional.most_streamed if which == "forward" else max(most, additional.most_streamed)
+        most = most + additional.most_streamed if pass_ == "forward" else max(most, additional.most_streamed)
         hull += additional.hull_pairs
     pairs = tokens[0] * tokens[1]
     return TileCounts(
@@ -235,7 +235,7 @@ def _inner_sizes(tile: Shape) -> list[int]:
     return [math.prod(tile[dim + 1 :]) for dim in range(len(tile))]
 
 
-def part_counts(axes: Sequence[tuple[Axis, int, int]], placement: Placement, which: Pass, kernel: Kernel) -> Parts:
+def part_counts(axes: Sequence[tuple[Axis, int, int]], placement: Placement, pass_: Pass, kernel: Kernel) -> Parts:
     """What a kernel's row groups make of the tiles; of every dimension its axis, owned and streamed extent are given.
 
     A streamed tile that does not fill the kernel's is masked where it ends.
@@ -243,7 +243,7 @@ def part_counts(axes: Sequence[tuple[Axis, int, int]], placement: Placement, whi
     row_groups = kernel.row_groups
     boxes = row_boxes(tuple(owned for _, owned, _ in axes), kernel.owned_tokens // row_groups, row_groups)
     of_axes = (
-        judged_tiles(*each, placement, which, rows) for each, rows in zip(axes, zip(*boxes, strict=True), strict=True)
+        judged_tiles(*each, placement, pass_, rows) for each, rows in zip(axes, zip(*boxes, strict=True), strict=True)
     )
     judged = functools.reduce(np.multiply, of_axes)
     fills = math.prod(streamed for *_, streamed in axes) == kernel.streamed_tokens
@@ -262,12 +262,12 @@ def _weights(row_groups: int, fills: bool) -> tuple[Any, Any, Any]:
 
 
 def additional_counts(
-    problem: Problem, owned: int, streamed_tile: Shape, tokens: tuple[int, int], which: Pass
+    problem: Problem, owned: int, streamed_tile: Shape, tokens: tuple[int, int], pass_: Pass
 ) -> AxisCounts:
     """What additional tokens come to beside ``owned`` tiles, executed by tiles of ``tokens``."""
     queries = math.prod(problem.query_layout)
     hull_pairs = queries * problem.additional_kv
-    if which == "forward":
+    if pass_ == "forward":
         tiles, whole = -(-problem.additional_kv // tokens[1]), problem.additional_kv // tokens[1]
         return AxisCounts(0, owned * tiles, owned * whole, tiles, hull_pairs)
     # Every tile of them reads the query layout from its first token on, whatever the dilation.

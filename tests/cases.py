@@ -88,14 +88,14 @@ def random_tiles(case: Case, family: Family, dtype: str, seed: int) -> dict[str,
     )
     backend, device = backends.find(family.fna, "fna"), devices.default_device()
     tiles = {}
-    for which in family.passes:
-        configs = family.query("fna", which)(*arrays, **case.window_arguments)
+    for pass_ in family.passes:
+        configs = family.query("fna", pass_)(*arrays, **case.window_arguments)
         drawn = rng.integers(1, 10, (2, case.rank)).tolist()
         pair = tuple(drawn[0]), tuple(drawn[1])
-        if configs and (source == "listed" or not backend.offers(problem, device, which, pair)):
+        if configs and (source == "listed" or not backend.offers(problem, device, pass_, pair)):
             pair = tile_pair(configs[int(rng.integers(len(configs)))])
         if configs:
-            prefix = "" if which == "forward" else "backward_"
+            prefix = "" if pass_ == "forward" else "backward_"
             names = f"{prefix}q_tile_shape", f"{prefix}kv_tile_shape"
             tiles.update(zip(names, pair, strict=True))
     return tiles

@@ -79,7 +79,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         problems = metafunc.config.getoption("problems") or family.problems
         choices: dict[str, Iterable[Any]] = {
             family_name: [family],
-            "which": family.passes,
+            "pass_": family.passes,
             "dtype": family.dtypes,
             "other_dtype": family.dtypes[1:],
             "problem_indices": _parts(problems, family.at_once),

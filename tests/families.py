@@ -54,9 +54,9 @@ class Family:
         """Whether its gradients are its own, too."""
         return self.is_pure_jax or f"{self.target}_backward" in native.TARGETS
 
-    def query(self, operator: str, which: str) -> Callable[..., Any]:
+    def query(self, operator: str, pass_: str) -> Callable[..., Any]:
         """The function that lists the tiles of a pass of ``"fna"`` or ``"fmha"``."""
-        infix = "bwd_" if which == "backward" else ""
+        infix = "bwd_" if pass_ == "backward" else ""
         return getattr(natten_jax, f"get_{infix}configs_for_{self.query_name or self.name}_{operator}")
 
     @property

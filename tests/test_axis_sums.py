@@ -36,9 +36,9 @@ def random_axis(generator: np.random.Generator) -> tuple[Axis, int, int]:
 def figures(axis: Axis, owned: int, streamed: int, rows: Any) -> list[Any]:
     """Everything that is counted in one dimension."""
     found: list[Any] = [flops._pairs_in_dimension(axis)]
-    for which, placement in itertools.product(("forward", "backward"), ("anchored", "aligned")):
-        found.append(axis_tiles.axis_counts.__wrapped__(axis, owned, streamed, placement, which))
-        found.append(axis_tiles.judged_tiles.__wrapped__(axis, owned, streamed, placement, which, rows).tolist())
+    for pass_, placement in itertools.product(("forward", "backward"), ("anchored", "aligned")):
+        found.append(axis_tiles.axis_counts.__wrapped__(axis, owned, streamed, placement, pass_))
+        found.append(axis_tiles.judged_tiles.__wrapped__(axis, owned, streamed, placement, pass_, rows).tolist())
     return found
 
 

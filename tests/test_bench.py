@@ -52,10 +52,10 @@ def test_implementations_of_attention_agree(is_causal: bool) -> None:
     np.testing.assert_allclose(*results, atol=2e-6)
 
 
-@pytest.mark.parametrize("which", ["forward", "backward"])
-def test_measures_every_side_and_says_which_did_not_run(which: str) -> None:
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_measures_every_side_and_says_which_did_not_run(pass_: str) -> None:
     names = ("natten_jax", "xla", "cudnn")
-    (result,) = run.measure(WHOLE, turns=2, which=which, names=names)  # type: ignore[arg-type]
+    (result,) = run.measure(WHOLE, turns=2, pass_=pass_, names=names)  # type: ignore[arg-type]
     assert list(result["failures"]) == ["cudnn"]
     for mode in ("cold", "sustained"):
         assert set(result[mode]["milliseconds"]) == {"natten_jax", "xla"}

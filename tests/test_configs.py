@@ -25,25 +25,25 @@ def is_tile(tile: Any, rank: int) -> bool:
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
-def test_neighborhood_query_lists_pairs_of_tile_shapes(family: Family, rank: int, which: str) -> None:
-    function = family.query("fna", which)
+def test_neighborhood_query_lists_pairs_of_tile_shapes(family: Family, rank: int, pass_: str) -> None:
+    function = family.query("fna", pass_)
     configs = function(jnp.zeros(SHAPES[rank], family.dtype))
     assert configs
     assert all(len(config) == 2 and all(is_tile(tile, rank) for tile in tile_pair(config)) for config in configs)
     assert len(set(configs)) == len(configs)
 
 
-def test_attention_query_lists_pairs_of_sizes(family: Family, which: str) -> None:
-    configs = family.query("fmha", which)(jnp.zeros(SHAPES[1], family.dtype))
+def test_attention_query_lists_pairs_of_sizes(family: Family, pass_: str) -> None:
+    configs = family.query("fmha", pass_)(jnp.zeros(SHAPES[1], family.dtype))
     assert configs
     assert all(type(size) is int and size >= 1 for config in configs for size in tile_pair(config))
     assert len(set(configs)) == len(configs)
 
 
-def test_query_takes_one_array_or_three_or_their_types(family: Family, which: str) -> None:
+def test_query_takes_one_array_or_three_or_their_types(family: Family, pass_: str) -> None:
     array = jnp.zeros(SHAPES[2], family.dtype)
     struct = jax.ShapeDtypeStruct(array.shape, array.dtype)
-    function = family.query("fna", which)
+    function = family.query("fna", pass_)
     expected = function(array)
     assert function(struct) == expected
     assert function(array, array, array) == expected
@@ -69,8 +69,8 @@ def test_query_is_usable_while_tracing(family: Family) -> None:
 def test_query_is_empty_where_the_backend_cannot_run(native_family: Family) -> None:
     with element_types("float64"):
         array = jax.ShapeDtypeStruct(SHAPES[1], jnp.float64)
-        for operator, which in itertools.product(("fna", "fmha"), native_family.passes):
-            assert native_family.query(operator, which)(array) == []
+        for operator, pass_ in itertools.product(("fna", "fmha"), native_family.passes):
+            assert native_family.query(operator, pass_)(array) == []
 
 
 @pytest.mark.parametrize("compute_capability", ["9.0", (9, 0), "8.6", (10, 3)])
@@ -99,10 +99,10 @@ def test_query_checks_its_arguments(family: Family, call: Any, error: type[Excep
 
 
 def test_query_has_its_name_and_a_description(family: Family) -> None:
-    for operator, which in itertools.product(("fna", "fmha"), family.passes):
-        function = family.query(operator, which)
+    for operator, pass_ in itertools.product(("fna", "fmha"), family.passes):
+        function = family.query(operator, pass_)
         assert function.__name__ in natten_jax.__all__
-        for part in (f"{family.name}-{operator}", f"{which} pass", "query:", "Returns:"):
+        for part in (f"{family.name}-{operator}", f"{pass_} pass", "query:", "Returns:"):
             assert part in (function.__doc__ or "")
 
 
@@ -118,8 +118,8 @@ def every_pair(family: Family, operator: str, *arrays: Any, **window: Any) -> li
     """Tile arguments with every listed pair of each pass, as few combinations as hold them all."""
     suffix = "shape" if operator == "fna" else "size"
     listed = {
-        "" if which == "forward" else "backward_": _spread(family.query(operator, which)(*arrays, **window))
-        for which in family.passes
+        "" if pass_ == "forward" else "backward_": _spread(family.query(operator, pass_)(*arrays, **window))
+        for pass_ in family.passes
     }
     return [
         {

@@ -304,9 +304,9 @@ def test_wrong_argument_of_merge(row: Row) -> None:
 
 
 @pytest.mark.parametrize("operator", ["fna", "fmha"])
-def test_tiles_that_are_not_offered(family: Family, operator: str, which: str) -> None:
+def test_tiles_that_are_not_offered(family: Family, operator: str, pass_: str) -> None:
     """The message shows up to five that are, and a function of this package that lists them all."""
-    prefix = "" if which == "forward" else "backward_"
+    prefix = "" if pass_ == "forward" else "backward_"
     q, s = (array(*shape, dtype=family.dtype) for shape in (Q, S))
     if operator == "fna":
         tiles = {f"{prefix}q_tile_shape": (999, 999), f"{prefix}kv_tile_shape": (999, 998)}

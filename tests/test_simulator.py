@@ -71,13 +71,13 @@ def boxes(layout: tuple[int, ...], tile: tuple[int, ...]) -> Any:
         yield tuple(slice(c, min(c + t, extent)) for c, t, extent in zip(corner, tile, layout, strict=True))
 
 
-def walk(problem: Problem, pair: Any, which: str, placement: str) -> dict[str, int]:
+def walk(problem: Problem, pair: Any, pass_: str, placement: str) -> dict[str, int]:
     """Count as a kernel walks, looking only at the mask."""
     mask = oracle.neighborhood_mask(
         problem.query_layout, problem.kernel_size, problem.stride, problem.dilation, problem.is_causal
     )
-    mask = mask if which == "forward" else mask.T
-    owned_tile, streamed_tile = pair if which == "forward" else pair[::-1]
+    mask = mask if pass_ == "forward" else mask.T
+    owned_tile, streamed_tile = pair if pass_ == "forward" else pair[::-1]
     counts = dict.fromkeys(("owned", "streamed", "whole", "most_streamed", "hull_pairs"), 0)
     for group in groups_of(problem):
         for box in boxes(group.shape, owned_tile):
@@ -102,14 +102,14 @@ def walk(problem: Problem, pair: Any, which: str, placement: str) -> dict[str, i
 
 
 @pytest.mark.parametrize("placement", ["anchored", "aligned"])
-@pytest.mark.parametrize("which", ["forward", "backward"])
-def test_counts_agree_with_walks_over_the_mask(which: Any, placement: Any) -> None:
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_counts_agree_with_walks_over_the_mask(pass_: Any, placement: Any) -> None:
     generator = np.random.default_rng(7)
     for _ in range(PROBLEMS):
         problem, pair = random_problem(generator)
         plain = dataclasses.replace(problem, additional_kv=0)
-        counts = simulator.count_tiles(plain, pair, which, placement=placement)
-        expected = walk(problem, pair, which, placement)
+        counts = simulator.count_tiles(plain, pair, pass_, placement=placement)
+        expected = walk(problem, pair, pass_, placement)
         assert {name: getattr(counts, name) for name in expected} == expected, (problem, pair)
         assert counts.executed_pairs == counts.streamed * math.prod(pair[0]) * math.prod(pair[1])
         assert counts.visible_pairs <= counts.hull_pairs <= counts.executed_pairs
@@ -117,13 +117,13 @@ def test_counts_agree_with_walks_over_the_mask(which: Any, placement: Any) -> No
         assert shares == pytest.approx(1.0)
 
 
-def walk_parts(problem: Problem, pair: Any, which: str, kernel: Kernel) -> tuple[int, int, int]:
+def walk_parts(problem: Problem, pair: Any, pass_: str, kernel: Kernel) -> tuple[int, int, int]:
     """Seen and whole parts of anchored tiles, and tiles that are masked, as a kernel with row groups walks."""
     mask = oracle.neighborhood_mask(
         problem.query_layout, problem.kernel_size, problem.stride, problem.dilation, problem.is_causal
     )
-    mask = mask if which == "forward" else mask.T
-    owned_tile, streamed_tile = pair if which == "forward" else pair[::-1]
+    mask = mask if pass_ == "forward" else mask.T
+    owned_tile, streamed_tile = pair if pass_ == "forward" else pair[::-1]
     tokens, rows_of_group = math.prod(owned_tile), kernel.owned_tokens // kernel.row_groups
     seen_parts = whole_parts = masked = 0
     for group in groups_of(problem):
@@ -155,21 +155,21 @@ def walk_parts(problem: Problem, pair: Any, which: str, kernel: Kernel) -> tuple
     return seen_parts, whole_parts, masked
 
 
-@pytest.mark.parametrize("which", ["forward", "backward"])
-def test_parts_agree_with_walks_over_the_mask(which: Any) -> None:
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_parts_agree_with_walks_over_the_mask(pass_: Any) -> None:
     generator = np.random.default_rng(11)
     skipped = split = unmasked = 0
     for _ in range(PROBLEMS):
         problem, pair = random_problem(generator)
         plain = dataclasses.replace(problem, additional_kv=0)
-        owned, streamed = (math.prod(tile) for tile in (pair if which == "forward" else pair[::-1]))
+        owned, streamed = (math.prod(tile) for tile in (pair if pass_ == "forward" else pair[::-1]))
         row_groups = int(generator.integers(1, 4))
         rows = -(-owned // row_groups) + int(generator.integers(0, 2) * generator.integers(0, 9))
         fill = streamed + int(generator.integers(0, 4) == 0)
         kernel = Kernel(128, row_groups * rows, fill, 1e-6, 1e-6, 0.0, row_groups=row_groups)
-        counts = simulator.count_tiles(plain, pair, which, kernel=kernel)
+        counts = simulator.count_tiles(plain, pair, pass_, kernel=kernel)
         found = counts.seen_parts, counts.whole_parts, counts.masked
-        assert found == walk_parts(plain, pair, which, kernel), (problem, pair)
+        assert found == walk_parts(plain, pair, pass_, kernel), (problem, pair)
         assert counts.seen_parts - counts.whole_parts <= row_groups * counts.masked
         assert counts.masked <= counts.streamed - counts.whole
         assert row_groups * counts.whole <= counts.whole_parts <= counts.seen_parts <= row_groups * counts.streamed
@@ -411,8 +411,8 @@ def test_the_model_picks_tiles_that_were_measured_to_be_fast(calibrated: str) ->
         seconds = problems[problem, record["pass"]]
         seconds[pair] = min(record["seconds"], seconds.get(pair, math.inf))
     assert len(problems) > 30
-    for (problem, which), seconds in problems.items():
-        ranked = simulator.rank(problem, seconds, which, calibration)
+    for (problem, pass_), seconds in problems.items():
+        ranked = simulator.rank(problem, seconds, pass_, calibration)
         assert seconds[ranked[0][0]] <= 1.08 * min(seconds.values()), problem.describe()
 
 

@@ -51,29 +51,29 @@ def fmha_counterpart(name: str | None) -> str | None:
     return backend_name(find(name, "fna"), "fmha")
 
 
-def rejections(problem: Problem, device: Device, which: Pass) -> dict[str, str]:
+def rejections(problem: Problem, device: Device, pass_: Pass) -> dict[str, str]:
     """Why each backend that cannot run this pass cannot, by name."""
     return {
         backend_name(backend, problem.operator): reason
         for backend in BACKENDS
-        if (reason := backend.rejection(problem, device, which)) is not None
+        if (reason := backend.rejection(problem, device, pass_)) is not None
     }
 
 
-def runnable(problem: Problem, device: Device, which: Pass) -> list[Backend]:
+def runnable(problem: Problem, device: Device, pass_: Pass) -> list[Backend]:
     """The backends that can run this pass, best first."""
-    rejected = rejections(problem, device, which)
+    rejected = rejections(problem, device, pass_)
     return [backend for backend in BACKENDS if backend_name(backend, problem.operator) not in rejected]
 
 
-def choose(problem: Problem, tiles: TileConfig, device: Device, which: Pass, requested: str | None = None) -> Backend:
+def choose(problem: Problem, tiles: TileConfig, device: Device, pass_: Pass, requested: str | None = None) -> Backend:
     """The backend that runs a pass of a problem on a device.
 
     Args:
         problem: The problem.
         tiles: Tile shapes asked for; where no backend is named, one that offers them is preferred.
         device: Where the program is going to run.
-        which: The pass.
+        pass_: The pass.
         requested: Name of the backend that the user asked for.
 
     Raises:
@@ -81,51 +81,51 @@ def choose(problem: Problem, tiles: TileConfig, device: Device, which: Pass, req
     """
     if requested is not None:
         backend = find(requested, problem.operator)
-        reason = backend.rejection(problem, device, which)
+        reason = backend.rejection(problem, device, pass_)
         if reason is not None:
-            raise ValueError(_refusal(requested, reason, problem, device, which))
+            raise ValueError(_refusal(requested, reason, problem, device, pass_))
         candidates = [backend]
     else:
-        candidates = runnable(problem, device, which)
+        candidates = runnable(problem, device, pass_)
         if not candidates:
-            reasons = "; ".join(f"{name}: {why}" for name, why in rejections(problem, device, which).items())
-            raise ValueError(f"no backend can run the {which} pass of {problem.describe()} on {device}: {reasons}")
-    pair = requested_pair(tiles, which)
+            reasons = "; ".join(f"{name}: {why}" for name, why in rejections(problem, device, pass_).items())
+            raise ValueError(f"no backend can run the {pass_} pass of {problem.describe()} on {device}: {reasons}")
+    pair = requested_pair(tiles, pass_)
     for backend in candidates:
-        if pair is None or backend.offers(problem, device, which, pair):
+        if pair is None or backend.offers(problem, device, pass_, pair):
             if requested is None and backend.is_pure_jax:
-                _warn_of_missing_kernels(problem, device, which)
+                _warn_of_missing_kernels(problem, device, pass_)
             return backend
     assert pair is not None
-    raise ValueError(_unknown_tiles(problem, pair, device, which, candidates[0]))
+    raise ValueError(_unknown_tiles(problem, pair, device, pass_, candidates[0]))
 
 
-def _warn_of_missing_kernels(problem: Problem, device: Device, which: Pass) -> None:
-    reason = missing_kernels.lack(BACKENDS, problem, device, which)
+def _warn_of_missing_kernels(problem: Problem, device: Device, pass_: Pass) -> None:
+    reason = missing_kernels.lack(BACKENDS, problem, device, pass_)
     if reason is not None:
         missing_kernels.warn_once(reason)
 
 
-def choose_pass(problem: Problem, tiles: TileConfig, device: Device, which: Pass, requested: str | None) -> Backend:
+def choose_pass(problem: Problem, tiles: TileConfig, device: Device, pass_: Pass, requested: str | None) -> Backend:
     """As ``choose``, but where the requested family has no such backward pass, the best other one serves it."""
-    if requested is not None and which == "backward":
-        reason = find(requested, problem.operator).rejection(problem, device, which)
+    if requested is not None and pass_ == "backward":
+        reason = find(requested, problem.operator).rejection(problem, device, pass_)
         requested = requested if reason is None else None
-    return choose(problem, tiles, device, which, requested)
+    return choose(problem, tiles, device, pass_, requested)
 
 
-def _refusal(requested: str, reason: str, problem: Problem, device: Device, which: Pass) -> str:
-    able = [backend_name(backend, problem.operator) for backend in runnable(problem, device, which)]
+def _refusal(requested: str, reason: str, problem: Problem, device: Device, pass_: Pass) -> str:
+    able = [backend_name(backend, problem.operator) for backend in runnable(problem, device, pass_)]
     return (
-        f"backend={requested!r} cannot run the {which} pass of {problem.describe()} ({problem.dtype}) on {device}: "
+        f"backend={requested!r} cannot run the {pass_} pass of {problem.describe()} ({problem.dtype}) on {device}: "
         f"{reason}. Backends that can: {', '.join(able) or 'none'}"
     )
 
 
-def _unknown_tiles(problem: Problem, pair: TilePair, device: Device, which: Pass, backend: Backend) -> str:
-    prefix = "" if which == "forward" else "backward_"
+def _unknown_tiles(problem: Problem, pair: TilePair, device: Device, pass_: Pass, backend: Backend) -> str:
+    prefix = "" if pass_ == "forward" else "backward_"
     query_function = f"get_{'bwd_' if prefix else ''}configs_for_{backend.query_family}_{problem.operator}"
-    examples: Iterable[TilePair] = backend.tile_pairs(problem, device, which)[:5]
+    examples: Iterable[TilePair] = backend.tile_pairs(problem, device, pass_)[:5]
     if problem.operator == "fmha":
         shown = ", ".join(f"({q[0]}, {kv[0]})" for q, kv in examples)
         asked = f"{prefix}q_tile_size={pair[0][0]}, {prefix}kv_tile_size={pair[1][0]}"

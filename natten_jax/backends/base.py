@@ -13,9 +13,9 @@ Pass = Literal["forward", "backward"]
 TilePair = tuple[Shape, Shape]
 
 
-def requested_pair(tiles: TileConfig, which: Pass) -> TilePair | None:
+def requested_pair(tiles: TileConfig, pass_: Pass) -> TilePair | None:
     """The tile shapes that the user asked for in a pass."""
-    if which == "forward":
+    if pass_ == "forward":
         pair = tiles.q_tile_shape, tiles.kv_tile_shape
     else:
         pair = tiles.backward_q_tile_shape, tiles.backward_kv_tile_shape
@@ -87,13 +87,13 @@ class Backend(Protocol):
     #: Whether ``forward`` takes additional key/value tokens.
     fuses_additional_kv: bool
 
-    def rejection(self, problem: Problem, device: Device, which: Pass) -> str | None:
+    def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
         """Why this backend cannot run a pass of the problem on the device; ``None`` where it can."""
 
-    def tile_pairs(self, problem: Problem, device: Device, which: Pass) -> list[TilePair]:
+    def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Query and key/value tile shapes of a pass, the recommended pair first."""
 
-    def offers(self, problem: Problem, device: Device, which: Pass, pair: TilePair) -> bool:
+    def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
         """Whether the kernels accept this pair of tile shapes, listed or not."""
 
     def forward(self, problem: Problem, tiles: TileConfig, operands: Operands) -> Output:

@@ -36,7 +36,7 @@ class CpuBackend:
     is_pure_jax = False
     fuses_additional_kv = True
 
-    def rejection(self, problem: Problem, device: Device, which: Pass) -> str | None:
+    def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
         """Why the host kernels cannot run a pass; they have both passes for every window."""
         if device.platform != "cpu":
             return f"it runs on platform cpu only, not on {device.platform}"
@@ -44,13 +44,13 @@ class CpuBackend:
             return f"it supports {', '.join(_DTYPES)}, not {problem.dtype}"
         return native.missing("natten_jax_cpu_forward")
 
-    def tile_pairs(self, problem: Problem, device: Device, which: Pass) -> list[TilePair]:
+    def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Tile shapes worth trying, the default first."""
-        default = _default_pair(problem, which)
+        default = _default_pair(problem, pass_)
         q_tiles, kv_tiles = _CANDIDATES[problem.rank]
         return list(dict.fromkeys([default, *itertools.product(q_tiles, kv_tiles)]))
 
-    def offers(self, problem: Problem, device: Device, which: Pass, pair: TilePair) -> bool:
+    def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
         """The kernels take any tile of up to 4096 tokens."""
         return all(len(tile) == problem.rank and min(tile) >= 1 and math.prod(tile) <= _LARGEST_TILE for tile in pair)
 
@@ -113,8 +113,8 @@ _SMALLEST_TILE = 16  # tokens: the lanes of the kernels' vectors
 _ENOUGH_ITEMS = 128
 
 
-def _default_pair(problem: Problem, which: Pass) -> TilePair:
-    if which == "backward":
+def _default_pair(problem: Problem, pass_: Pass) -> TilePair:
+    if pass_ == "backward":
         # Either tile is owned in one pass and streamed in the other.
         tile = _BACKWARD_TILE[problem.rank]
         return _owner_tile(problem, problem.query_layout, tile), _owner_tile(problem, problem.kv_layout, tile)
@@ -149,5 +149,5 @@ def _stream_tile(problem: Problem, q_tile: Shape) -> Shape:
     return tuple(extents)
 
 
-def _attributes(problem: Problem, tiles: TileConfig, which: Pass) -> dict[str, Shape | float]:
-    return attributes(problem, *(requested_pair(tiles, which) or _default_pair(problem, which)))
+def _attributes(problem: Problem, tiles: TileConfig, pass_: Pass) -> dict[str, Shape | float]:
+    return attributes(problem, *(requested_pair(tiles, pass_) or _default_pair(problem, pass_)))

@@ -69,7 +69,7 @@ class CutlassBackend:
     is_pure_jax = False
     fuses_additional_kv = True
 
-    def rejection(self, problem: Problem, device: Device, which: Pass) -> str | None:
+    def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
         """Why the kernels cannot run a pass."""
         capability = device.compute_capability
         if device.platform != "cuda" or capability is None or capability < _LEAST_COMPUTE_CAPABILITY:
@@ -81,15 +81,15 @@ class CutlassBackend:
                 return f"{name} must be a multiple of {_HEAD_DIM_STEP} up to {_LARGEST_HEAD_DIM}, not {head_dim}"
         if not device.is_present:
             return None
-        return native.missing(_FORWARD if which == "forward" else _BACKWARD) or _missing_code(capability)
+        return native.missing(_FORWARD if pass_ == "forward" else _BACKWARD) or _missing_code(capability)
 
-    def tile_pairs(self, problem: Problem, device: Device, which: Pass) -> list[TilePair]:
+    def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Query and key/value tiles by estimated time, the fastest first."""
-        return list(_ranked_pairs(problem, which, _tile_sizes(problem, device, which)))
+        return list(_ranked_pairs(problem, pass_, _tile_sizes(problem, device, pass_)))
 
-    def offers(self, problem: Problem, device: Device, which: Pass, pair: TilePair) -> bool:
+    def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
         """The kernels take any tile of up to 128 queries and 128 keys; forward, 64 or 256 queries for some heads."""
-        limits = (_q_tile_tokens(problem, device) if which == "forward" else _LARGEST_TILE, _LARGEST_TILE)
+        limits = (_q_tile_tokens(problem, device) if pass_ == "forward" else _LARGEST_TILE, _LARGEST_TILE)
         return all(
             len(tile) == problem.rank and min(tile) >= 1 and math.prod(tile) <= limit
             for tile, limit in zip(pair, limits, strict=True)
@@ -216,9 +216,9 @@ def _q_tile_tokens(problem: Problem, device: Device) -> int:
     return _LARGEST_TILE if row <= 256 else 64
 
 
-def _tile_sizes(problem: Problem, device: Device, which: Pass) -> tuple[tuple[int, int], ...]:
+def _tile_sizes(problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[int, int], ...]:
     """Queries and keys of the tiles that are ranked."""
-    if which == "backward":
+    if pass_ == "backward":
         return (64, 128), (64, 64), (128, 128), (128, 64)
     most = _q_tile_tokens(problem, device)
     rows = min(most, _LARGEST_TILE)
@@ -228,9 +228,9 @@ def _tile_sizes(problem: Problem, device: Device, which: Pass) -> tuple[tuple[in
 
 
 @functools.lru_cache(maxsize=256)
-def _ranked_pairs(problem: Problem, which: Pass, sizes: tuple[tuple[int, int], ...]) -> tuple[TilePair, ...]:
+def _ranked_pairs(problem: Problem, pass_: Pass, sizes: tuple[tuple[int, int], ...]) -> tuple[TilePair, ...]:
     if problem.dtype == "float32":
         # Times are of 16-bit elements. Kernels are compiled for rows of some number of bytes.
         head_dim, head_dim_v = (min(2 * each, _LARGEST_HEAD_DIM) for each in (problem.head_dim, problem.head_dim_v))
         problem = dataclasses.replace(problem, dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim_v)
-    return rank_pairs(problem, which, sizes, simulator.calibration_for(CutlassBackend.family))
+    return rank_pairs(problem, pass_, sizes, simulator.calibration_for(CutlassBackend.family))

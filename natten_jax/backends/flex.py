@@ -36,17 +36,17 @@ class FlexBackend:
     is_pure_jax = True
     fuses_additional_kv = True
 
-    def rejection(self, problem: Problem, device: Device, which: Pass) -> str | None:
+    def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
         """Why a pass of the problem cannot run; only the element type matters."""
         if problem.dtype not in DTYPES:
             return f"It computes in {', '.join(DTYPES)}, but the arrays are {problem.dtype}."
         return None
 
-    def tile_pairs(self, problem: Problem, device: Device, which: Pass) -> list[TilePair]:
+    def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Query and key/value tile shapes of a pass, the recommended pair first."""
         return list(TILE_PAIRS[problem.rank])
 
-    def offers(self, problem: Problem, device: Device, which: Pass, pair: TilePair) -> bool:
+    def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
         """Whether a pair of tile shapes is accepted: any is, up to a bound on its tokens."""
         return all(len(tile) == problem.rank and min(tile) >= 1 and math.prod(tile) <= MAX_TILE_TOKENS for tile in pair)
 

@@ -26,8 +26,8 @@ TILE_PAIRS: dict[int, list[TilePair]] = {
 }
 
 
-def sweep_of(problem: Problem, tiles: TileConfig, operands: Operands, which: Pass, *, home_is_query: bool) -> Sweep:
-    pair = requested_pair(tiles, which) or TILE_PAIRS[problem.rank][0]
+def sweep_of(problem: Problem, tiles: TileConfig, operands: Operands, pass_: Pass, *, home_is_query: bool) -> Sweep:
+    pair = requested_pair(tiles, pass_) or TILE_PAIRS[problem.rank][0]
     return make_sweep(
         problem,
         operands.query.shape[1:-2],

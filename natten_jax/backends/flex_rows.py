@@ -45,7 +45,7 @@ class RowsOfSweeps(NamedTuple):
 
 
 def softmax_of_rows(
-    problem: Problem, tiles: TileConfig, operands: Operands, which: Pass, *, mixes: bool
+    problem: Problem, tiles: TileConfig, operands: Operands, pass_: Pass, *, mixes: bool
 ) -> tuple[Softmax, Softmax]:
     """Sweep over query tiles.
 
@@ -54,7 +54,7 @@ def softmax_of_rows(
         if ``mixes``; arrays are ``[batch, *query_layout, heads, width]``.
     """
     products = Products(problem)
-    sweep = sweep_of(problem, tiles, operands, which, home_is_query=True)
+    sweep = sweep_of(problem, tiles, operands, pass_, home_is_query=True)
     origins = origins_of(problem, operands)
     keys, values = sweep.split_away(operands.key), sweep.split_away(operands.value)
     extra = tile_additional(problem, operands.additional_keys, operands.additional_values, sweep)

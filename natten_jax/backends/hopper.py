@@ -41,7 +41,7 @@ class HopperBackend:
     is_pure_jax = False
     fuses_additional_kv = True
 
-    def rejection(self, problem: Problem, device: Device, which: Pass) -> str | None:
+    def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
         """Why the kernels cannot run a pass."""
         if device.platform != "cuda" or device.compute_capability != _COMPUTE_CAPABILITY:
             return f"it runs on NVIDIA GPUs of compute capability 9.0 only, not on {device}"
@@ -50,17 +50,17 @@ class HopperBackend:
         for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
             if head_dim % _HEAD_DIM_STEP or head_dim > _LARGEST_HEAD_DIM:
                 return f"{name} must be a multiple of {_HEAD_DIM_STEP} up to {_LARGEST_HEAD_DIM}, not {head_dim}"
-        targets = (_FORWARD,) if which == "forward" else hopper_backward.TARGETS
+        targets = (_FORWARD,) if pass_ == "forward" else hopper_backward.TARGETS
         missing = (native.missing(target) for target in targets)
         return next(filter(None, missing), None) if device.is_present else None
 
-    def tile_pairs(self, problem: Problem, device: Device, which: Pass) -> list[TilePair]:
+    def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Query and key/value tiles by estimated time, the fastest first."""
-        return list(_ranked_pairs(problem, which))
+        return list(_ranked_pairs(problem, pass_))
 
-    def offers(self, problem: Problem, device: Device, which: Pass, pair: TilePair) -> bool:
+    def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
         """The kernels take any tile of up to as many tokens as they are compiled for."""
-        limits = [max(tokens) for tokens in zip(*_tile_tokens(problem, which), strict=True)]
+        limits = [max(tokens) for tokens in zip(*_tile_tokens(problem, pass_), strict=True)]
         return all(
             len(tile) == problem.rank and min(tile) >= 1 and math.prod(tile) <= limit
             for tile, limit in zip(pair, limits, strict=True)
@@ -126,15 +126,15 @@ def _padded(array: OptionalArray) -> OptionalArray:
     return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)])
 
 
-def _tile_tokens(problem: Problem, which: Pass) -> list[tuple[int, int]]:
+def _tile_tokens(problem: Problem, pass_: Pass) -> list[tuple[int, int]]:
     """Queries and keys of the tiles that the kernels for these heads are compiled for."""
     wider = max(problem.head_dim, problem.head_dim_v)
-    if which == "backward":
+    if pass_ == "backward":
         return [hopper_backward.tile_tokens(wider)]
     return _FORWARD_TILES[min(width for width in _FORWARD_TILES if width >= wider)]
 
 
 @functools.lru_cache(maxsize=256)
-def _ranked_pairs(problem: Problem, which: Pass) -> tuple[TilePair, ...]:
+def _ranked_pairs(problem: Problem, pass_: Pass) -> tuple[TilePair, ...]:
     times = simulator.calibration_for(HopperBackend.family)
-    return rank_pairs(problem, which, _tile_tokens(problem, which), times)
+    return rank_pairs(problem, pass_, _tile_tokens(problem, pass_), times)

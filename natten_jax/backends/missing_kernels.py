@@ -18,18 +18,18 @@ class MissingKernelsWarning(UserWarning):
     """The slow portable backend runs because this build of natten_jax lacks kernels for the device at hand."""
 
 
-def lack(backends: Iterable[Backend], problem: Problem, device: Device, which: Pass) -> str | None:
+def lack(backends: Iterable[Backend], problem: Problem, device: Device, pass_: Pass) -> str | None:
     """Why this build has no kernels for a pass, and how to mend it; ``None`` where another build would not either.
 
     Args:
         backends: Every backend.
         problem: The problem.
         device: Where it runs.
-        which: The pass.
+        pass_: The pass.
     """
     if not device.is_present:
         return None
-    reasons = {backend.family: backend.rejection(problem, device, which) for backend in backends}
+    reasons = {backend.family: backend.rejection(problem, device, pass_) for backend in backends}
     for backend in backends:
         reason = reasons[backend.family]
         if backend.is_pure_jax:
@@ -38,7 +38,7 @@ def lack(backends: Iterable[Backend], problem: Problem, device: Device, which: P
             return None
         # Of a device that is not present, only what every build lacks is a reason.
         elsewhere = dataclasses.replace(device, is_present=False)
-        if reason == native.load_error or backend.rejection(problem, elsewhere, which) is None:
+        if reason == native.load_error or backend.rejection(problem, elsewhere, pass_) is None:
             return f"{reason}. {_remedy(device)}"
     return None
 

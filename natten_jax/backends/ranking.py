@@ -12,13 +12,13 @@ from natten_jax.problem import Problem, Shape
 
 
 def rank_pairs(
-    problem: Problem, which: Pass, sizes: Iterable[tuple[int, int]], times: Calibration | None
+    problem: Problem, pass_: Pass, sizes: Iterable[tuple[int, int]], times: Calibration | None
 ) -> tuple[TilePair, ...]:
     """Every query and key/value tile of the given numbers of tokens, the fastest first.
 
     Args:
         problem: What the tiles are for.
-        which: The pass.
+        pass_: The pass.
         sizes: Tokens of query and key/value tiles.
         times: Of the kernels; ``None`` where none were measured.
     """
@@ -26,7 +26,7 @@ def rank_pairs(
         itertools.product(_factorisations(q_size, problem.rank), _factorisations(kv_size, problem.rank))
         for q_size, kv_size in dict.fromkeys(sizes)
     )
-    return tuple(pair for pair, _ in simulator.rank(problem, pairs, which, times))
+    return tuple(pair for pair, _ in simulator.rank(problem, pairs, pass_, times))
 
 
 def _factorisations(size: int, rank: int) -> list[Shape]:

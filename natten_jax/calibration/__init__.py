@@ -25,9 +25,9 @@ Pass = Literal["forward", "backward"]
 TilePair = tuple[Shape, Shape]
 
 
-def ordered(pair: TilePair, which: Pass) -> TilePair:
+def ordered(pair: TilePair, pass_: Pass) -> TilePair:
     """Of a query and a key/value tile, the one that owns its tokens in a pass and the one that is streamed past it."""
-    return pair if which == "forward" else pair[::-1]
+    return pair if pass_ == "forward" else pair[::-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,27 +97,27 @@ class Calibration:
     tail: float | None = None
     dtypes: Sequence[str] = ("float16", "bfloat16")
 
-    def launch_of(self, which: Pass) -> float:
+    def launch_of(self, pass_: Pass) -> float:
         """Seconds that a pass takes, whatever its size."""
-        return self.launch if which == "forward" or self.backward_launch is None else self.backward_launch
+        return self.launch if pass_ == "forward" or self.backward_launch is None else self.backward_launch
 
-    def kernel(self, problem: Problem, pair: TilePair, which: Pass) -> Kernel | None:
+    def kernel(self, problem: Problem, pair: TilePair, pass_: Pass) -> Kernel | None:
         """The smallest kernel that takes the heads and the tiles; ``None`` where none was timed for these elements."""
         if problem.dtype not in self.dtypes:
             return None
-        owned, streamed = ordered(pair, which)
+        owned, streamed = ordered(pair, pass_)
         sizes = max(problem.head_dim, problem.head_dim_v), math.prod(owned), math.prod(streamed)
         fitting = [
             kernel
-            for kernel in self.kernels.get(which, ())
+            for kernel in self.kernels.get(pass_, ())
             if all(size <= limit for size, limit in zip(sizes, kernel.size, strict=True))
         ]
         return min(fitting, key=lambda kernel: kernel.size, default=None)
 
-    def rounds(self, tiles: Any, which: Pass, kernel: Kernel) -> Any:
+    def rounds(self, tiles: Any, pass_: Pass, kernel: Kernel) -> Any:
         """Rounds that the multiprocessors work on owned tiles."""
         rounds = tiles / (self.multiprocessors * kernel.side_by_side)
-        if self.tail is None or which == "backward":
+        if self.tail is None or pass_ == "backward":
             return np.ceil(rounds)
         return np.where(rounds < _COUNTED_ROUNDS, np.ceil(rounds), rounds + self.tail)
 
@@ -145,6 +145,6 @@ def calibration_for(family: str, compute_capability: ComputeCapability | None = 
         major, minor = model["compute_capability"]
         found = (major, minor)
         if model["family"] == family and compute_capability in (None, found):
-            kernels = {which: tuple(Kernel(**each) for each in of_pass) for which, of_pass in model["kernels"].items()}
+            kernels = {pass_: tuple(Kernel(**each) for each in of_pass) for pass_, of_pass in model["kernels"].items()}
             return Calibration(**{**model, "compute_capability": found, "kernels": kernels})
     return None

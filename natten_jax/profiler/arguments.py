@@ -268,10 +268,10 @@ def _add_configuration(group: Any) -> None:
         help=f"{', '.join(backends.backend_names('fmha'))}: runs self attention and additional key/value tokens",
     )
     for name, what in zip(_TILE_FLAGS, ("query", "key/value") * 2, strict=True):
-        which = "backward" if name.startswith("backward") else "forward"
+        pass_ = "backward" if name.startswith("backward") else "forward"
         group.add_argument(
             flag(name), nargs="+", type=positive, metavar="T",
-            help=f"{what} tile shape of the {which} pass (default: the backend's choice)",
+            help=f"{what} tile shape of the {pass_} pass (default: the backend's choice)",
         )
     group.add_argument(
         "--schedule", choices=[str(schedule) for schedule in KernelSchedule],

@@ -23,14 +23,14 @@ class Listing:
 
     Attributes:
         backend: Its name.
-        which: The pass.
+        pass_: The pass.
         problem: What the backend gets.
         pairs: Query and key/value tiles, the recommended pair first.
         schedules: Kernel schedules, the default one first; empty where there is no choice.
     """
 
     backend: str
-    which: Pass
+    pass_: Pass
     problem: Problem
     pairs: tuple[TilePair, ...]
     schedules: tuple[str, ...]
@@ -43,7 +43,7 @@ class Listing:
     def simulate(self, pair: TilePair, device: Device) -> Simulation:
         """Count a pair's tiles and, where that was calibrated, predict its time."""
         calibration = simulator.calibration_for(self.family, device.compute_capability)
-        return simulator.simulate(self.problem, pair, self.which, calibration=calibration)
+        return simulator.simulate(self.problem, pair, self.pass_, calibration=calibration)
 
 
 def main_part(options: Options) -> Part:
@@ -59,13 +59,13 @@ def candidates(options: Options) -> tuple[Backend, ...]:
     return (backends.find(part.backend, part.problem.operator),)
 
 
-def rejections(options: Options, device: Device, which: Pass = "forward") -> dict[str, str]:
+def rejections(options: Options, device: Device, pass_: Pass = "forward") -> dict[str, str]:
     """Why the candidates that cannot run a pass cannot, by name."""
     problem = main_part(options).problem
     return {
         backends.backend_name(backend, problem.operator): reason
         for backend in candidates(options)
-        if (reason := backend.rejection(problem, device, which)) is not None
+        if (reason := backend.rejection(problem, device, pass_)) is not None
     }
 
 
@@ -76,15 +76,15 @@ def listings(options: Options, device: Device) -> Iterator[Listing]:
         name = backends.backend_name(backend, problem.operator)
         if backend.rejection(problem, device, "forward") is not None:
             continue
-        for which in PASSES:
-            if backend.rejection(problem, device, which) is None:
-                yield listing(backend, problem, device, which, name)
+        for pass_ in PASSES:
+            if backend.rejection(problem, device, pass_) is None:
+                yield listing(backend, problem, device, pass_, name)
 
 
-def listing(backend: Backend, problem: Problem, device: Device, which: Pass, name: str) -> Listing:
+def listing(backend: Backend, problem: Problem, device: Device, pass_: Pass, name: str) -> Listing:
     """The configurations of one backend for one pass."""
-    schedules = tuple(map(str, kernel_schedules(backend.family, which)))
-    return Listing(name, which, problem, tuple(backend.tile_pairs(problem, device, which)), schedules)
+    schedules = tuple(map(str, kernel_schedules(backend.family, pass_)))
+    return Listing(name, pass_, problem, tuple(backend.tile_pairs(problem, device, pass_)), schedules)
 
 
 def tile_text(tile: tuple[int, ...]) -> str:

@@ -41,7 +41,7 @@ def to_json(options: Options, device: Device) -> dict[str, Any]:
         "configurations": [
             {
                 "backend": each.backend,
-                "pass": each.which,
+                "pass": each.pass_,
                 "q_tile_shape": pair[0],
                 "kv_tile_shape": pair[1],
                 "kernel_schedules": each.schedules,
@@ -67,11 +67,11 @@ def _figures(simulation: Simulation) -> dict[str, Any]:
 
 
 def _table(listing: Listing, options: Options, device: Device) -> Table:
-    prefix = "" if listing.which == "forward" else "backward_"
+    prefix = "" if listing.pass_ == "forward" else "backward_"
     suffix = "size" if listing.problem.operator == "fmha" else "shape"
     columns = [f"{prefix}q_tile_{suffix}", f"{prefix}kv_tile_{suffix}"]
     columns += ["kernel_schedule"] if listing.schedules else []
-    columns += ["KV/Q tile" if listing.which == "forward" else "Q/KV tile", "no mask", "waste", "predicted"]
+    columns += ["KV/Q tile" if listing.pass_ == "forward" else "Q/KV tile", "no mask", "waste", "predicted"]
     shown = listing.pairs[: options.max_configs or None]
     rows = []
     for pair in shown:
@@ -85,6 +85,6 @@ def _table(listing: Listing, options: Options, device: Device) -> Table:
         rows.append(tuple(row))
     if len(shown) < len(listing.pairs):
         rows.append(("...",) * len(columns))
-    passes = "Forward" if listing.which == "forward" else "Backward"
+    passes = "Forward" if listing.pass_ == "forward" else "Backward"
     title = f"Backend: {listing.backend}\n{passes} pass configurations"
     return Table(title, tuple(columns), tuple(rows))

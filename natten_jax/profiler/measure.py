@@ -172,7 +172,7 @@ def summarize_workload(workload: Workload, iterations: Sequence[Sequence[capture
         workload.device,
         summarize(iterations, workload.program, workload.operator, workload.device.platform),
         tuple(sum(event.duration for event in events) / 1e9 for events in iterations),
-        {which: flops(workload.problem, which) for which in passes(workload.options)},
+        {pass_: flops(workload.problem, pass_) for pass_ in passes(workload.options)},
     )
 
 

@@ -215,15 +215,15 @@ class _Search:
         )
         return self._search(chosen, "backward")
 
-    def _search(self, options: Options, which: Pass) -> tuple[float, Options] | None:
+    def _search(self, options: Options, pass_: Pass) -> tuple[float, Options] | None:
         """The best configuration of one pass, the other pass as it is."""
-        self._progress.stage(f"{options.backend or options.fmha_backend}, {which}")
-        offered = self._offered(options, which)
-        requested = options.q_tile if which == "forward" else options.backward_q_tile
+        self._progress.stage(f"{options.backend or options.fmha_backend}, {pass_}")
+        offered = self._offered(options, pass_)
+        requested = options.q_tile if pass_ == "forward" else options.backward_q_tile
         if requested is not None or offered is None:
             every = [options]
         else:
-            every = [_with_tiles(options, pair, which) for pair in offered.pairs[:_SCREENED]]
+            every = [_with_tiles(options, pair, pass_) for pair in offered.pairs[:_SCREENED]]
         screened = self._ordered(self._screen(every))
         finalists = [trial.options for trial in screened[:_FINALISTS]]
         if offered is not None and offered.schedules and options.schedule is None:
@@ -239,14 +239,14 @@ class _Search:
         last = self._ordered(self._measure(finalists, _FINAL_RUNS, options.optimize_warmup_steps))
         return (last[0].seconds or 0.0, last[0].options) if last else None
 
-    def _offered(self, options: Options, which: Pass) -> Listing | None:
+    def _offered(self, options: Options, pass_: Pass) -> Listing | None:
         part = main_part(options)
         try:
-            backend = backends.choose_pass(part.problem, part.tiles, self._device, which, part.backend)
+            backend = backends.choose_pass(part.problem, part.tiles, self._device, pass_, part.backend)
         except ValueError:
             return None
         name = backends.backend_name(backend, part.problem.operator)
-        return listing(backend, part.problem, self._device, which, name)
+        return listing(backend, part.problem, self._device, pass_, name)
 
     def _screen(self, every: Sequence[Options]) -> list[Trial]:
         """Brief measurements, as many as the budget allows."""
@@ -340,8 +340,8 @@ def spelled_out(options: Options, workload: Workload) -> Options:
     """The options with every choice named that their compiled program made for itself."""
     name = workload.backends["forward"]
     options = _with_backend(options, name)
-    for which, pair in workload.tiles.items():
-        options = _with_tiles(options, pair, "forward" if which == "forward" else "backward")
+    for pass_, pair in workload.tiles.items():
+        options = _with_tiles(options, pair, "forward" if pass_ == "forward" else "backward")
     if options.schedule is None:
         schedules = kernel_schedules(name.rpartition("-")[0], "forward")
         options = dataclasses.replace(options, schedule=str(schedules[0]) if schedules else None)
@@ -357,10 +357,10 @@ def _with_backend(options: Options, name: str) -> Options:
     return dataclasses.replace(options, backend=name, fmha_backend=options.fmha_backend or counterpart)
 
 
-def _with_tiles(options: Options, pair: TilePair, which: Pass) -> Options:
+def _with_tiles(options: Options, pair: TilePair, pass_: Pass) -> Options:
     # Attention over flattened tokens has tiles of one extent; the operators multiply theirs.
     q_tile, kv_tile = ((1,) * (options.rank - len(tile)) + tile for tile in pair)
-    if which == "forward":
+    if pass_ == "forward":
         return dataclasses.replace(options, q_tile=q_tile, kv_tile=kv_tile)
     return dataclasses.replace(options, backward_q_tile=q_tile, backward_kv_tile=kv_tile)
 

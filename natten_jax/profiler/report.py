@@ -77,17 +77,17 @@ def problem_line(options: Options, problem: Problem) -> str:
 
 
 def _tile_lines(result: Result) -> Iterator[str]:
-    for which in ("forward", "backward"):
-        if which not in result.tiles:
+    for pass_ in ("forward", "backward"):
+        if pass_ not in result.tiles:
             continue
-        pair = result.tiles[which]
-        family = result.backends[which].rpartition("-")[0]
+        pair = result.tiles[pass_]
+        family = result.backends[pass_].rpartition("-")[0]
         calibration = simulator.calibration_for(family, result.device.compute_capability)
-        simulation = simulator.simulate(parts_of(result.options)[0].problem, pair, which, calibration=calibration)
+        simulation = simulator.simulate(parts_of(result.options)[0].problem, pair, pass_, calibration=calibration)
         counts = simulation.counts
-        visits = "KV tiles per query tile" if which == "forward" else "query tiles per KV tile"
+        visits = "KV tiles per query tile" if pass_ == "forward" else "query tiles per KV tile"
         line = (
-            f"Tiles ({which}): query {format_shape(pair[0])}, key/value {format_shape(pair[1])}; "
+            f"Tiles ({pass_}): query {format_shape(pair[0])}, key/value {format_shape(pair[1])}; "
             f"{digits(counts.streamed_per_owned)} {visits}, {counts.whole_share:.0%} without a mask"
         )
         if simulation.seconds is not None:
@@ -130,7 +130,7 @@ def to_json(result: Result) -> dict[str, Any]:
     return {
         **context(result.options, result.problem),
         "backends": result.backends,
-        "tiles": {which: {"query": pair[0], "key_value": pair[1]} for which, pair in result.tiles.items()},
+        "tiles": {pass_: {"query": pair[0], "key_value": pair[1]} for pass_, pair in result.tiles.items()},
         "rows": rows_json(result.rows),
         "iteration_times": result.totals,
         "totals": {
@@ -205,11 +205,11 @@ def write_csv(path: Path, tables: dict[str, tuple[Row, ...]]) -> None:
 def _backends(chosen: dict[str, str]) -> str:
     texts = []
     for part, suffix in (("", ""), ("additional_kv_", " for the additional KV")):
-        names = {which: chosen[part + which] for which in ("forward", "backward") if part + which in chosen}
+        names = {pass_: chosen[part + pass_] for pass_ in ("forward", "backward") if part + pass_ in chosen}
         if len(set(names.values())) == 1:
             texts.append(f"{names['forward']}{suffix}")
         elif names:
-            texts.append(" and ".join(f"{name} ({which})" for which, name in names.items()) + suffix)
+            texts.append(" and ".join(f"{name} ({pass_})" for pass_, name in names.items()) + suffix)
     return ", ".join(texts)
 
 

@@ -43,12 +43,12 @@ def simulate(options: Options, device: Device) -> Simulated:
     part = main_part(options)
     simulated: dict[Pass, tuple[str, Simulation]] = {}
     first: Listing | None = None
-    for which in passes(options):
-        backend = backends.choose_pass(part.problem, part.tiles, device, which, part.backend)
+    for pass_ in passes(options):
+        backend = backends.choose_pass(part.problem, part.tiles, device, pass_, part.backend)
         name = backends.backend_name(backend, part.problem.operator)
-        offered = listing(backend, part.problem, device, which, name)
-        pair = requested_pair(part.tiles, which) or offered.pairs[0]
-        simulated[which] = name, offered.simulate(pair, device)
+        offered = listing(backend, part.problem, device, pass_, name)
+        pair = requested_pair(part.tiles, pass_) or offered.pairs[0]
+        simulated[pass_] = name, offered.simulate(pair, device)
         first = first or offered
     assert first is not None
     recommendation = None
@@ -77,7 +77,7 @@ def to_json(simulated: Simulated) -> dict[str, Any]:
         **context(simulated.options, problem),
         "simulated_device": dataclasses.asdict(simulated.device),
         "passes": {
-            which: {"backend": name, **_values(simulation)} for which, (name, simulation) in simulated.passes.items()
+            pass_: {"backend": name, **_values(simulation)} for pass_, (name, simulation) in simulated.passes.items()
         },
         "recommendation": None
         if simulated.recommendation is None

@@ -107,12 +107,12 @@ def compile_workload(
     if options.is_baseline:
         chosen.update(dict.fromkeys(passes(options), str(options.backend)))
     for part in [] if options.is_baseline else parts:
-        for which in passes(options):
-            backend = backends.choose_pass(part.problem, part.tiles, device, which, part.backend)
-            chosen[f"{part.name}{which}"] = backends.backend_name(backend, part.problem.operator)
+        for pass_ in passes(options):
+            backend = backends.choose_pass(part.problem, part.tiles, device, pass_, part.backend)
+            chosen[f"{part.name}{pass_}"] = backends.backend_name(backend, part.problem.operator)
             if not part.name:
-                requested = requested_pair(part.tiles, which)
-                tiles[which] = requested or backend.tile_pairs(part.problem, device, which)[0]
+                requested = requested_pair(part.tiles, pass_)
+                tiles[pass_] = requested or backend.tile_pairs(part.problem, device, pass_)[0]
     function = _function(options, problem, device)
     function.__name__ = name
     # Of another problem's inputs, the additional tokens at the end may be too many.

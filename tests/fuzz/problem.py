@@ -182,15 +182,15 @@ def with_tiles(problem: Fuzzed, rng: np.random.Generator) -> Fuzzed:
         "kernel_schedule": [None, "non", "coop", "pp"][int(rng.integers(4))],
     }
     passes: dict[Pass, str] = {"forward": "", "backward": "backward_"}
-    for which, prefix in passes.items():
-        pair = _tile_pair(problem.description(), backend, which, rng)
+    for pass_, prefix in passes.items():
+        pair = _tile_pair(problem.description(), backend, pass_, rng)
         if pair is not None:
             tiles |= {f"{prefix}q_tile_shape": pair[0], f"{prefix}kv_tile_shape": pair[1]}
     defaults = vars(TileConfig())
     return dataclasses.replace(problem, tiles={n: value for n, value in tiles.items() if value != defaults[n]})
 
 
-def _tile_pair(problem: Problem, backend: Backend, which: Pass, rng: np.random.Generator) -> Any:
+def _tile_pair(problem: Problem, backend: Backend, pass_: Pass, rng: np.random.Generator) -> Any:
     """Tiles of a pass: the backend's own choice, one of its list, or any that it takes."""
     device = devices.default_device()
     kind = rng.choice(["none", "listed", "any"], p=[0.1, 0.2, 0.7])  # kernels rank their tiles slowly
@@ -199,9 +199,9 @@ def _tile_pair(problem: Problem, backend: Backend, which: Pass, rng: np.random.G
     if kind == "any":
         for _ in range(20):
             pair = _tile(rng, problem.rank), _tile(rng, problem.rank)
-            if backend.offers(problem, device, which, pair):
+            if backend.offers(problem, device, pass_, pair):
                 return pair
-    listed = backend.tile_pairs(problem, device, which)
+    listed = backend.tile_pairs(problem, device, pass_)
     return listed[int(rng.integers(len(listed)))] if listed else None
 
 

@@ -40,9 +40,9 @@ def rejection(options: Options) -> str | None:
     family = family_named(options.family)
     operator = options.operators[0]
     problem = draw(family, (operator,), 0, 0, is_direct=False).description()
-    for which in family.passes:
+    for pass_ in family.passes:
         reason = backends.find(f"{family.name}-{operator}", operator).rejection(
-            problem, devices.default_device(), which
+            problem, devices.default_device(), pass_
         )
         if reason is not None:
             return reason
