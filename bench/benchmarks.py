@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from natten_jax.problem import Problem
+from natten_jax.problem import Problem, problem_of
 
 Shape = tuple[int, ...]
 
@@ -39,22 +39,17 @@ class Benchmark:
     @property
     def problem(self) -> Problem:
         """The problem as the backends see it."""
-        ones = (1,) * len(self.layout)
-        return Problem(
+        return problem_of(
+            self.layout,
+            self.kernel_size or None,
+            self.stride or 1,
+            self.dilation or 1,
+            self.is_causal,
             operator="fna" if self.kernel_size else "fmha",
             batch=self.batch,
-            query_layout=self.layout,
-            kv_layout=self.layout,
             heads=self.heads,
-            heads_kv=self.heads,
             head_dim=self.head_dim,
-            head_dim_v=self.head_dim,
             dtype=self.dtype,
-            kernel_size=self.kernel_size or self.layout,
-            stride=self.stride or ones,
-            dilation=self.dilation or ones,
-            is_causal=(self.is_causal,) * len(self.layout),
-            scale=self.head_dim**-0.5,
             additional_kv=self.additional_kv,
         )
 

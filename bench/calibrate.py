@@ -24,8 +24,8 @@ from calibration_problems import EXAMPLES, FITTED, HELD_BACK
 from environment import environment
 
 from natten_jax import simulator
-from natten_jax.backends.base import Pass, TilePair
 from natten_jax.devices import default_device
+from natten_jax.passes import Pass, TilePair
 from natten_jax.problem import Problem
 from natten_jax.profiler import capture
 from natten_jax.profiler.arguments import parse
@@ -121,7 +121,9 @@ def pass_times(workloads: Sequence[Workload], pass_: Pass, warmup_steps: int, it
 def pass_seconds(events: list[capture.Event], program: Program, pass_: Pass) -> float:
     """Time of what one pass launched."""
     marked = [
-        event.duration for event in events if f" {pass_} backend=" in program.instruction(event.instruction).description
+        event.duration
+        for event in events
+        if (plan := program.instruction(event.instruction).plan) is not None and plan.pass_ == pass_
     ]
     # The forward pass alone is all there is; of both, what is not marked belongs to neither.
     return sum(marked if pass_ == "backward" else [event.duration for event in events]) / 1e9

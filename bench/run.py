@@ -26,8 +26,8 @@ from environment import environment
 from implementations import ELEMENT_TYPES, IMPLEMENTATIONS, default_names, ours
 from timing import MODES, Runner, compile_backward, compile_runner, ratio, take_turns
 
-from natten_jax.backends.base import Pass
 from natten_jax.flops import flops
+from natten_jax.passes import Pass
 
 OURS = "natten_jax"
 

@@ -12,9 +12,11 @@ import jax
 from flax.core import FrozenDict
 
 from natten_jax import backends, functional
-from natten_jax.attention_arguments import checked_attention_kwargs, flattened
-from natten_jax.problem import Bools, Ints, Shape, checked_scale, tile_config, window_parameters
-from natten_jax.static_arguments import hashable, shown
+from natten_jax.attention_arguments import checked_attention_kwargs
+from natten_jax.performance import performance_of
+from natten_jax.problem import Shape, window_parameters
+from natten_jax.scale import checked_scale
+from natten_jax.static_arguments import Bools, Ints, hashable, shown
 
 _OPERATORS = {1: functional.na1d, 2: functional.na2d, 3: functional.na3d}
 
@@ -95,9 +97,9 @@ def neighborhood(
     unknown = tiles.keys() - Performance.__annotations__
     if unknown:
         raise TypeError(f"unknown argument(s) {', '.join(sorted(unknown))}")
-    config = tile_config(rank, **tiles)
+    config = performance_of(rank, **tiles)
     if attention_kwargs is not None:
-        attention_kwargs = frozen(checked_attention_kwargs(attention_kwargs, flattened(config)))
+        attention_kwargs = frozen(checked_attention_kwargs(attention_kwargs, config.flattened()))
     return Neighborhood(
         rank,
         *window,

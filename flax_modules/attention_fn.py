@@ -9,7 +9,7 @@ from typing import Any, Unpack
 import jax
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 
-from natten_jax.problem import Bools, Ints
+from natten_jax.static_arguments import Bools, Ints
 
 from . import arguments
 from .arguments import Neighborhood, Performance

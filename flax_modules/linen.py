@@ -12,8 +12,7 @@ from flax import linen
 from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from natten_jax.problem import Bools, Ints
-from natten_jax.static_arguments import hashable
+from natten_jax.static_arguments import Bools, Ints, hashable
 
 from . import arguments
 from .arguments import Neighborhood, Performance

@@ -11,7 +11,7 @@ from flax import nnx
 from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from natten_jax.problem import Bools, Ints
+from natten_jax.static_arguments import Bools, Ints
 
 from . import arguments
 from .arguments import Performance

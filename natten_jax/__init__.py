@@ -1,31 +1,20 @@
 """Neighborhood attention for JAX."""
 
+import jax.export as _export
+
+from natten_jax import backends as _backends
+from natten_jax import configs as _configs
 from natten_jax.backends.missing_kernels import MissingKernelsWarning
-from natten_jax.configs import (
-    get_bwd_configs_for_cpu_fmha,
-    get_bwd_configs_for_cpu_fna,
-    get_bwd_configs_for_cutlass_fmha,
-    get_bwd_configs_for_cutlass_fna,
-    get_bwd_configs_for_cutlass_hopper_fmha,
-    get_bwd_configs_for_cutlass_hopper_fna,
-    get_bwd_configs_for_flex_fmha,
-    get_bwd_configs_for_flex_fna,
-    get_configs_for_cpu_fmha,
-    get_configs_for_cpu_fna,
-    get_configs_for_cutlass_fmha,
-    get_configs_for_cutlass_fna,
-    get_configs_for_cutlass_hopper_fmha,
-    get_configs_for_cutlass_hopper_fna,
-    get_configs_for_flex_fmha,
-    get_configs_for_flex_fna,
-)
-from natten_jax.functional import attention, na1d, na2d, na3d
+from natten_jax.dense import attention
+from natten_jax.functional import na1d, na2d, na3d
 from natten_jax.merge import merge_attentions
-from natten_jax.native import EXPORT_CHECKS
 from natten_jax.op import CHECKPOINT_NAMES
-from natten_jax.problem import KernelSchedule
+from natten_jax.performance import KernelSchedule
 from natten_jax.tuned import load_tuned
 from natten_jax.version import __version__
+
+#: Pass these to ``jax.export.export(..., disabled_checks=...)`` to export programs that use native kernels.
+EXPORT_CHECKS = tuple(map(_export.DisabledSafetyCheck.custom_call, _backends.export_targets()))
 
 __all__ = [
     "CHECKPOINT_NAMES",
@@ -34,25 +23,22 @@ __all__ = [
     "MissingKernelsWarning",
     "__version__",
     "attention",
-    "get_bwd_configs_for_cpu_fmha",
-    "get_bwd_configs_for_cpu_fna",
-    "get_bwd_configs_for_cutlass_fmha",
-    "get_bwd_configs_for_cutlass_fna",
-    "get_bwd_configs_for_cutlass_hopper_fmha",
-    "get_bwd_configs_for_cutlass_hopper_fna",
-    "get_bwd_configs_for_flex_fmha",
-    "get_bwd_configs_for_flex_fna",
-    "get_configs_for_cpu_fmha",
-    "get_configs_for_cpu_fna",
-    "get_configs_for_cutlass_fmha",
-    "get_configs_for_cutlass_fna",
-    "get_configs_for_cutlass_hopper_fmha",
-    "get_configs_for_cutlass_hopper_fna",
-    "get_configs_for_flex_fmha",
-    "get_configs_for_flex_fna",
     "load_tuned",
     "merge_attentions",
     "na1d",
     "na2d",
     "na3d",
 ]
+__all__ += _configs.query_names()
+
+
+def __getattr__(name: str) -> _configs.ConfigQuery:
+    """The configuration queries, one for every backend: ``get_[bwd_]configs_for_<family>_<fna|fmha>``."""
+    try:
+        return _configs.query_named(name)
+    except LookupError:
+        raise AttributeError(f"module 'natten_jax' has no attribute {name!r}") from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_configs.query_names()})

@@ -13,7 +13,7 @@ import numpy as np
 
 from natten_jax import windows
 from natten_jax.axis_sums import Lengths, Totals, check_extent, inverse_window_changes, totals, window_changes
-from natten_jax.calibration import Pass
+from natten_jax.passes import Pass
 from natten_jax.problem import Problem
 
 Placement = Literal["anchored", "aligned"]

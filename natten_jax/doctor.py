@@ -16,18 +16,17 @@ import jax
 
 from natten_jax import backends, native, scratch
 from natten_jax.backends import missing_kernels
-from natten_jax.backends.base import Backend, Pass
+from natten_jax.backends.base import Backend
 from natten_jax.devices import Device, local_devices
-from natten_jax.problem import SUPPORTED_DTYPES, Problem, TileConfig
+from natten_jax.passes import PASSES, Pass
+from natten_jax.plan import BackendId
+from natten_jax.problem import SUPPORTED_DTYPES, Operator, Problem, problem_of
 from natten_jax.profiler import arguments
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.workload import parts_of, passes
 from natten_jax.quiet_exit import run_quietly
+from natten_jax.resolve import Request, plan_with, resolve
 from natten_jax.version import __version__
-
-_PASSES: tuple[Pass, ...] = ("forward", "backward")
-# A problem that every backend family is made for: where it is refused, the reason lies with the machine.
-_TYPICAL = {"batch": 1, "heads": 1, "heads_kv": 1, "head_dim": 64, "head_dim_v": 64, "scale": 0.125}
 
 
 def main() -> int:
@@ -65,16 +64,15 @@ def report() -> Iterator[str]:
     for device in local_devices():
         yield ""
         yield f"Backends on {device}"
-        for operator in backends.OPERATORS:
-            for backend in backends.BACKENDS:
-                yield f"  {backends.backend_name(backend, operator):<14} {_verdict(backend, operator, device)}"
+        for id_ in backends.ids():
+            yield f"  {id_!s:<14} {_verdict(backends.find(id_, id_.operator), id_.operator, device)}"
     yield from _missing_kernels_lines()
 
 
 def _missing_kernels_lines() -> Iterator[str]:
     """Devices for which this build lacks kernels that another one would have."""
     lacks = {
-        device: missing_kernels.lack(backends.BACKENDS, _problem("fna", "bfloat16"), device, "forward")
+        device: missing_kernels.lack(backends.registered(), _problem("fna", "bfloat16"), device, "forward")
         for device in local_devices()
     }
     if any(lacks.values()):
@@ -89,23 +87,24 @@ def report_problem(options: Options) -> Iterator[str]:
     """The lines about one problem, on every device of this process or a GPU of the compute capability asked for."""
     capability = options.compute_capability
     devices = local_devices() if capability is None else [Device("cuda", capability, is_present=False)]
-    problems = {part.problem for part in parts_of(options)}
     for device in devices:
-        for problem in problems:
+        for part in parts_of(options):
+            problem = part.request.problem
             yield f"{problem.describe()}, {problem.dtype}, on {device}"
             for pass_ in passes(options):
                 yield f"  {pass_}"
-                for backend in backends.BACKENDS:
-                    name = backends.backend_name(backend, problem.operator)
-                    yield f"    {name:<14} {_plan(backend, problem, device, pass_)}"
+                for backend in backends.registered():
+                    name = str(BackendId(backend.family, problem.operator))
+                    yield f"    {name:<14} {_plan(backend, part.request, device, pass_)}"
 
 
-def _plan(backend: Backend, problem: Problem, device: Device, pass_: Pass) -> str:
-    reason = backend.rejection(problem, device, pass_)
+def _plan(backend: Backend, request: Request, device: Device, pass_: Pass) -> str:
+    reason = backend.rejection(request.problem, device, pass_)
     if reason is not None:
         return f"no: {reason}"
-    q_tile, kv_tile = backend.tile_pairs(problem, device, pass_)[0]
-    held = "as XLA plans it" if backend.is_pure_jax else f"{scratch.scratch_bytes(backend, problem, pass_):,} bytes"
+    plan = plan_with(backend, Request(request.problem), device, pass_)
+    q_tile, kv_tile = plan.tiles
+    held = "as XLA plans it" if backend.is_pure_jax else f"{scratch.scratch_bytes(plan):,} bytes"
     return f"query tile {q_tile}, key/value tile {kv_tile}, scratch memory {held}"
 
 
@@ -125,38 +124,28 @@ def _native_lines() -> Iterator[str]:
         yield f"  {name}: {value}"
 
 
-def _verdict(backend: Backend, operator: str, device: Device) -> str:
-    forward, backward = (_verdict_of_pass(backend, operator, device, pass_) for pass_ in _PASSES)
+def _verdict(backend: Backend, operator: Operator, device: Device) -> str:
+    forward, backward = (_verdict_of_pass(backend, operator, device, pass_) for pass_ in PASSES)
     if forward == backward:
         return forward
     return f"forward: {forward}; backward: {backward}"
 
 
-def _verdict_of_pass(backend: Backend, operator: str, device: Device, pass_: Pass) -> str:
+def _verdict_of_pass(backend: Backend, operator: Operator, device: Device, pass_: Pass) -> str:
     reasons = {dtype: backend.rejection(_problem(operator, dtype), device, pass_) for dtype in SUPPORTED_DTYPES}
     runs = [dtype for dtype, reason in reasons.items() if reason is None]
     if runs:
         return f"runs {', '.join(runs)}"
     substitute = ""
     if pass_ == "backward" and backend.rejection(_problem(operator, "bfloat16"), device, "forward") is None:
-        chosen = backends.choose(_problem(operator, "bfloat16"), TileConfig(), device, pass_)
-        substitute = f" ({backends.backend_name(chosen, operator)} computes its gradients)"
+        chosen = resolve(Request(_problem(operator, "bfloat16")), device, pass_)
+        substitute = f" ({chosen.backend} computes its gradients)"
     return f"no: {reasons['bfloat16']}{substitute}"
 
 
-def _problem(operator: str, dtype: str) -> Problem:
-    window = (128,) if operator == "fmha" else (32,)
-    return Problem(
-        operator="fmha" if operator == "fmha" else "fna",
-        query_layout=(128,),
-        kv_layout=(128,),
-        dtype=dtype,
-        kernel_size=window,
-        stride=(1,),
-        dilation=(1,),
-        is_causal=(False,),
-        **_TYPICAL,  # type: ignore[arg-type]
-    )
+def _problem(operator: Operator, dtype: str) -> Problem:
+    """One that every backend family is made for: where it is refused, the reason lies with the machine."""
+    return problem_of((128,), None if operator == "fmha" else 32, operator=operator, dtype=dtype)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.problem import SUPPORTED_DTYPES, check_array
+from natten_jax.array_arguments import check_array
+from natten_jax.problem import SUPPORTED_DTYPES
 from natten_jax.static_arguments import shown
 
 

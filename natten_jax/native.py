@@ -13,30 +13,12 @@ import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
-import jax.export
 import numpy as np
-from jax.sharding import PartitionSpec
 
-#: Every target that some build of the native module has.
-TARGETS = (
-    "natten_jax_cpu_forward",
-    "natten_jax_cpu_backward",
-    "natten_jax_sm80_forward",
-    "natten_jax_sm80_backward",
-    "natten_jax_sm80_delta",
-    "natten_jax_sm90_forward",
-    "natten_jax_sm90_backward",
-    "natten_jax_sm90_backward_statistics",
-)
-
-#: Pass these to ``jax.export.export(..., disabled_checks=...)`` to export programs that use native kernels.
-EXPORT_CHECKS = tuple(jax.export.DisabledSafetyCheck.custom_call(target) for target in TARGETS)
-
-
-OptionalArray = TypeVar("OptionalArray", jax.Array, jax.Array | None)
+from natten_jax import mesh
 
 
 class ResultType(NamedTuple):
@@ -57,8 +39,8 @@ def call(
         *operands: Arrays, in the target's order.
         **attributes: Integers are passed as int64, sequences of them as int64 arrays, floats as float32.
     """
-    arrays = vary_alike(operands)
-    types = [type_like(arrays[0], result) for result in results]
+    arrays = mesh.vary_alike(operands)
+    types = [mesh.type_like(arrays[0], *result) for result in results]
     values = {
         name: value
         if isinstance(value, int)
@@ -68,17 +50,6 @@ def call(
         for name, value in attributes.items()
     }
     return list(jax.ffi.ffi_call(target, types)(*arrays, **values))
-
-
-def type_like(array: jax.Array, result: ResultType) -> Any:
-    """Abstract type of a result that lives where ``array`` does.
-
-    Derived from the array's type, it varies over the same mesh axes inside ``jax.shard_map`` and lies on the same mesh.
-    Like operands, results are not sharded over explicit axes; the sharding that says so is as long as their shape.
-    """
-    like = jax.typeof(array)
-    sharding = like.sharding.update(spec=PartitionSpec(*(None for _ in result.shape)))
-    return like.update(shape=result.shape, dtype=np.dtype(result.dtype), sharding=sharding)
 
 
 def build_info() -> Mapping[str, Any]:
@@ -97,19 +68,6 @@ def missing(target: str) -> str | None:
 def path() -> str | None:
     """File of the native module, or ``None`` where it could not be loaded."""
     return None if _module is None else _module.__file__
-
-
-def vary_alike(arrays: Sequence[OptionalArray]) -> list[OptionalArray]:
-    """Inside ``jax.shard_map``, make all arrays vary over the mesh axes that any of them varies over.
-
-    Where this is done outside a derivative rule, JAX knows its transpose: gradients are summed over those axes.
-    """
-    axes = [frozenset() if array is None else jax.typeof(array).manual_axis_type.varying for array in arrays]
-    every: frozenset[str] = frozenset().union(*axes)
-    return [
-        array if array is None or own == every else jax.lax.pcast(array, tuple(every - own), to="varying")
-        for array, own in zip(arrays, axes, strict=True)
-    ]
 
 
 def _runtime_ffi_version() -> tuple[int, int] | None:

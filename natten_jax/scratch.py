@@ -9,25 +9,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from natten_jax.backends.base import Backend, Operands, Output, Pass, Saved
-from natten_jax.problem import Problem, TileConfig
+from natten_jax import backends
+from natten_jax.backends.base import Operands, Output, Saved
+from natten_jax.plan import Plan
+from natten_jax.problem import Problem
 
 
-def scratch_bytes(backend: Backend, problem: Problem, pass_: Pass) -> int:
+def scratch_bytes(plan: Plan) -> int:
     """Bytes of the arrays that a pass's custom calls write, less those of the pass's results.
 
     Args:
-        backend: One with custom calls.
-        problem: A problem that it runs.
-        pass_: The pass.
+        plan: Of a backend with custom calls.
     """
+    backend = backends.find(plan.backend, plan.backend.operator)
 
     def run(operands: Operands, output: Output) -> Any:
-        if pass_ == "forward":
-            return backend.forward(problem, TileConfig(), operands)
-        return backend.backward(problem, TileConfig(), operands, Saved(*output, output.logsumexp), *output)
+        if plan.pass_ == "forward":
+            return backend.forward(plan, operands)
+        return backend.backward(plan, operands, Saved(*output, output.logsumexp), *output)
 
-    arguments = _operands(problem), _output(problem)
+    arguments = _operands(plan.problem), _output(plan.problem)
     traced = jax.make_jaxpr(run)(*arguments)
     written = sum(_bytes(array) for array in _written(traced.jaxpr))
     return written - sum(_bytes(array) for array in jax.tree.leaves(jax.eval_shape(run, *arguments)))

@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from natten_jax.axis_tiles import Axis, Placement, axes_of, axis_counts
-from natten_jax.calibration import Calibration, Kernel, Pass, TilePair, calibration_for, ordered
+from natten_jax.calibration import Calibration, Kernel, calibration_for, ordered
 from natten_jax.flops import flops
-from natten_jax.problem import Problem, Shape, check_windows_fit, window_parameters
-from natten_jax.static_arguments import int_tuple
+from natten_jax.passes import Pass, TilePair
+from natten_jax.problem import ELEMENT_BYTES, Problem, Shape, problem_of
 from natten_jax.tile_counts import (
     TileCounts,
     TimedTiles,
@@ -57,8 +57,6 @@ __all__ = [
 
 #: Strides that are tried for aligned tiles, which are no backend's.
 _MOST_STRIDES = 1 << 16
-
-_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,70 +111,7 @@ class Simulation:
         owned, streamed = (math.prod(tile) for tile in ordered(self.pair, self.pass_))
         tokens = self.counts.owned * owned + self.counts.streamed * streamed
         width = problem.head_dim + problem.head_dim_v
-        return problem.batch * problem.heads * tokens * width * _BYTES[problem.dtype]
-
-
-def problem_of(
-    layout: Sequence[int],
-    kernel_size: int | Sequence[int],
-    stride: int | Sequence[int] = 1,
-    dilation: int | Sequence[int] = 1,
-    is_causal: bool | Sequence[bool] = False,
-    *,
-    batch: int = 1,
-    heads: int = 1,
-    heads_kv: int | None = None,
-    head_dim: int = 64,
-    head_dim_v: int | None = None,
-    dtype: str = "bfloat16",
-    additional_kv: int = 0,
-) -> Problem:
-    """Describe a problem without arrays; arguments as in :func:`natten_jax.na1d` and its like.
-
-    Args:
-        layout: Tokens per dimension.
-        kernel_size: Window extent, per dimension or one for all, and so on for the next three.
-        stride: Queries that share a window.
-        dilation: Distance between neighboring tokens of a window.
-        is_causal: Whether later keys are hidden.
-        batch: Batch size.
-        heads: Query heads.
-        heads_kv: Key/value heads; ``None`` is ``heads``.
-        head_dim: Width of query and key heads.
-        head_dim_v: Width of value heads; ``None`` is ``head_dim``.
-        dtype: Name of the element type.
-        additional_kv: Tokens that every query sees.
-
-    Raises:
-        ValueError: A value breaks a rule of the operators.
-        TypeError: An argument is of the wrong type.
-    """
-    tokens = int_tuple("layout", tuple(layout), len(layout))
-    parameters = window_parameters(len(tokens), kernel_size, stride, dilation, is_causal)
-    check_windows_fit(tokens, *parameters[:3])
-    window, strides, dilations, causal = parameters
-    heads_kv = heads if heads_kv is None else heads_kv
-    if dtype not in _BYTES:
-        raise ValueError(f"dtype must be one of {', '.join(_BYTES)}, got {dtype!r}")
-    if heads % heads_kv:
-        raise ValueError(f"heads {heads} must be a multiple of heads_kv {heads_kv}")
-    return Problem(
-        operator="fna",
-        batch=batch,
-        query_layout=tokens,
-        kv_layout=tokens,
-        heads=heads,
-        heads_kv=heads_kv,
-        head_dim=head_dim,
-        head_dim_v=head_dim if head_dim_v is None else head_dim_v,
-        dtype=dtype,
-        kernel_size=window,
-        stride=strides,
-        dilation=dilations,
-        is_causal=causal,
-        scale=head_dim**-0.5,
-        additional_kv=additional_kv,
-    )
+        return problem.batch * problem.heads * tokens * width * ELEMENT_BYTES[problem.dtype]
 
 
 def all_pairs(problem: Problem) -> int:
@@ -189,8 +124,8 @@ def least_bytes(problem: Problem, pass_: Pass) -> int:
     queries, keys = math.prod(problem.query_layout), math.prod(problem.kv_layout) + problem.additional_kv
     width = problem.head_dim + problem.head_dim_v
     elements = queries * problem.heads * width + keys * problem.heads_kv * width
-    once = problem.batch * elements * _BYTES[problem.dtype]
-    logsumexp = problem.batch * problem.heads * queries * _BYTES[problem.accumulator_dtype]
+    once = problem.batch * elements * ELEMENT_BYTES[problem.dtype]
+    logsumexp = problem.batch * problem.heads * queries * ELEMENT_BYTES[problem.accumulator_dtype]
     # The backward pass reads the output beside its gradient, and writes a gradient for every other array.
     return (once if pass_ == "forward" else 2 * once) + logsumexp
 
@@ -349,7 +284,7 @@ def recommend_stride(
         stride = least_block_sparse_stride(problem, pair, placement=placement)
         if stride is None:
             continue
-        strided = dataclasses.replace(problem, stride=stride)
+        strided = problem.with_axes(stride=stride)
         simulation = simulate(strided, pair, calibration=calibration, placement=placement)
         if simulation.counts.is_fully_block_sparse:
             found.append(Recommendation(stride, simulation))

@@ -16,6 +16,10 @@ import numpy as np
 
 T = TypeVar("T", int, bool)
 
+#: One value for each dimension, or one for all. Arrays are those whose values are known while the program is built.
+Ints = int | Sequence[int] | np.ndarray[Any, Any] | jax.Array
+Bools = bool | Sequence[bool] | np.ndarray[Any, Any] | jax.Array
+
 _ARRAYS = (np.ndarray, jax.Array)
 _TEXT = (str, bytes, bytearray, memoryview)  # sequences, but not of numbers
 _MOST_VALUES = 64  # of a sequence that a message shows

@@ -37,8 +37,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from natten_jax.axis_tiles import Axis, AxisCounts, Judgement, Placement, Rows, axes_of, axis_counts, judged_tiles
-from natten_jax.calibration import Kernel, Pass, TilePair, ordered
+from natten_jax.calibration import Kernel, ordered
 from natten_jax.flops import visible_pairs
+from natten_jax.passes import Pass, TilePair
 from natten_jax.problem import Problem, Shape
 
 _PLACEMENTS = ("anchored", "aligned")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from natten_jax import backends
-from natten_jax.attention_arguments import checked_attention_kwargs, flattened
-from natten_jax.problem import tile_config
+from natten_jax.attention_arguments import checked_attention_kwargs
+from natten_jax.performance import performance_of
 from natten_jax.static_arguments import shown
 
 _TILES = ("q_tile_shape", "kv_tile_shape", "backward_q_tile_shape", "backward_kv_tile_shape")
@@ -79,7 +79,7 @@ def _check(arguments: dict[str, Any]) -> None:
             raise TypeError(f"{name} must be a list of 1 to 3 ints, got {shown(arguments[name])}")
     rank = next((len(arguments[name]) for name in _TILES if name in arguments), 1)
     others = {"backend", "attention_kwargs"}
-    config = tile_config(rank, **{name: value for name, value in arguments.items() if name not in others})
+    performance = performance_of(rank, **{name: value for name, value in arguments.items() if name not in others})
     if "backend" in arguments:
         backends.find(arguments["backend"], "fna")
-    checked_attention_kwargs(arguments.get("attention_kwargs"), flattened(config))
+    checked_attention_kwargs(arguments.get("attention_kwargs"), performance.flattened())

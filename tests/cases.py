@@ -12,7 +12,8 @@ from families import Family, tile_pair
 from problems import Case
 
 from natten_jax import backends, devices
-from natten_jax.problem import neighborhood_problem
+from natten_jax.array_arguments import neighborhood_problem
+from natten_jax.passes import PASSES
 
 
 def random_case(seed: int, *, rank: int | None = None, tokens: int | None = None) -> Case:
@@ -88,7 +89,7 @@ def random_tiles(case: Case, family: Family, dtype: str, seed: int) -> dict[str,
     )
     backend, device = backends.find(family.fna, "fna"), devices.default_device()
     tiles = {}
-    for pass_ in family.passes:
+    for pass_ in PASSES:
         configs = family.query("fna", pass_)(*arrays, **case.window_arguments)
         drawn = rng.integers(1, 10, (2, case.rank)).tolist()
         pair = tuple(drawn[0]), tuple(drawn[1])

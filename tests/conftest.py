@@ -22,6 +22,8 @@ import pytest
 from families import FAMILIES, Family
 from resources import limits
 
+from natten_jax.passes import PASSES
+
 hypothesis.settings.register_profile(
     "deterministic", derandomize=True, deadline=None, database=None, print_blob=True, max_examples=200
 )
@@ -79,7 +81,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         problems = metafunc.config.getoption("problems") or family.problems
         choices: dict[str, Iterable[Any]] = {
             family_name: [family],
-            "pass_": family.passes,
+            "pass_": PASSES,
             "dtype": family.dtypes,
             "other_dtype": family.dtypes[1:],
             "problem_indices": _parts(problems, family.at_once),

@@ -1,4 +1,4 @@
-"""The backend families under test. A new family is one more line in ``FAMILIES``."""
+"""The backend families under test: all that are registered."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from types import MappingProxyType
 from typing import Any
 
 import natten_jax
-from natten_jax import native
-from natten_jax.problem import KernelSchedule
+from natten_jax import backends
+from natten_jax.backends.base import Backend
+from natten_jax.performance import KernelSchedule
 
 #: Largest ``||result - reference|| / ||reference||`` of outputs, logsumexp and gradients, by element type.
 BOUNDS: Mapping[str, float] = MappingProxyType({"float32": 2e-6, "float16": 1e-3, "bfloat16": 6e-3, "float64": 1e-13})
@@ -22,47 +23,57 @@ def tile_pair(config: tuple[Any, Any]) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A family of backends, ``<name>-fna`` and ``<name>-fmha``.
+    """A family of backends, ``<name>-fna`` and ``<name>-fmha``, as it is registered.
 
     Attributes:
-        name: The family's name.
+        backend: What is registered.
         dtypes: Element types that it computes in, the first of which most tests use.
         problems: How many random problems a test of it draws by default; a matter of how long they compile.
-        needs_gpu: Whether its tests are marked ``gpu``.
-        target: Prefix of the custom calls that it compiles to, or ``None`` where it is plain JAX.
-        query_name: The family in the names of the configuration queries; ``None`` is ``name``.
-        head_dim_step: Head dimensions are multiples of this.
         at_once: How many random problems one compiled program computes; compiling plain JAX takes as long either way.
     """
 
-    name: str
+    backend: Backend
     dtypes: tuple[str, ...]
     problems: int
-    needs_gpu: bool = False
-    target: str | None = None
-    query_name: str | None = None
-    head_dim_step: int = 1
-    at_once: int = 1
+    at_once: int
+
+    @classmethod
+    def of(cls, backend: Backend) -> Family:
+        """What is to be tested of a backend."""
+        # Half the bits are faster to test on GPUs that have faster kernels for them.
+        first = "bfloat16" if "float32" not in backend.dtypes else "float32"
+        dtypes = first, *(dtype for dtype in backend.dtypes if dtype != first)
+        return cls(backend, dtypes, *((24, 1) if backend.is_pure_jax else (100, 5)))
+
+    @property
+    def name(self) -> str:
+        """The family's name."""
+        return self.backend.family
+
+    @property
+    def needs_gpu(self) -> bool:
+        """Whether its tests are marked ``gpu``."""
+        return self.backend.platform is not None and self.backend.platform.name != "cpu"
+
+    @property
+    def target(self) -> str | None:
+        """Prefix of the custom calls that it compiles to, or ``None`` where it is plain JAX."""
+        return None if self.is_pure_jax else self.backend.targets["forward"][0].removesuffix("_forward")
+
+    @property
+    def head_dim_step(self) -> int:
+        """Head dimensions are multiples of this."""
+        return self.backend.head_dim_step
 
     @property
     def dtype(self) -> str:
         """The element type that most tests use."""
         return self.dtypes[0]
 
-    @property
-    def has_backward(self) -> bool:
-        """Whether its gradients are its own, too."""
-        return self.is_pure_jax or f"{self.target}_backward" in native.TARGETS
-
     def query(self, operator: str, pass_: str) -> Callable[..., Any]:
         """The function that lists the tiles of a pass of ``"fna"`` or ``"fmha"``."""
         infix = "bwd_" if pass_ == "backward" else ""
-        return getattr(natten_jax, f"get_{infix}configs_for_{self.query_name or self.name}_{operator}")
-
-    @property
-    def passes(self) -> tuple[str, ...]:
-        """The passes whose tiles can be listed."""
-        return ("forward", "backward") if self.has_backward else ("forward",)
+        return getattr(natten_jax, f"get_{infix}configs_for_{self.backend.query_family or self.name}_{operator}")
 
     @property
     def fna(self) -> str:
@@ -77,32 +88,10 @@ class Family:
     @property
     def is_pure_jax(self) -> bool:
         """Whether the family compiles to no custom call of this library."""
-        return self.target is None
+        return self.backend.is_pure_jax
 
 
-FAMILIES = (
-    Family("cpu", ("float32", "float16", "bfloat16"), problems=100, target="natten_jax_cpu", at_once=5),
-    Family(
-        "hopper",
-        ("bfloat16", "float16"),
-        problems=100,
-        needs_gpu=True,
-        target="natten_jax_sm90",
-        query_name="cutlass_hopper",
-        head_dim_step=8,
-        at_once=5,
-    ),
-    Family(
-        "cutlass",
-        ("float32", "bfloat16", "float16"),
-        problems=100,
-        needs_gpu=True,
-        target="natten_jax_sm80",
-        head_dim_step=8,
-        at_once=5,
-    ),
-    Family("flex", ("float32", "float16", "bfloat16", "float64"), problems=24),
-)
+FAMILIES = tuple(map(Family.of, backends.registered()))
 
 
 def family_named(name: str) -> Family:

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from plans import plans_of
 
-from natten_jax import backends
 from natten_jax.backends.base import Operands, Saved
-from natten_jax.problem import KernelSchedule, Problem, TileConfig
+from natten_jax.performance import KernelSchedule, Performance
+from natten_jax.problem import problem_of
 
 LAYOUT = (24, 28)
 LARGE = 300.0  # times the ordinary queries: logits of several thousands
@@ -31,7 +32,7 @@ class Form(NamedTuple):
 
     dtype: str
     head_dim: int
-    tiles: TileConfig
+    performance: Performance
     precision: str | None = None  # of float32 products
 
 
@@ -50,18 +51,18 @@ def hopper_forms() -> Iterator[Form]:
             yield Form(
                 dtype,
                 width,
-                TileConfig(q_tile, kv_tile, kernel_schedule=schedule, backward_deterministic=is_ping_pong),
+                Performance(q_tile, kv_tile, kernel_schedule=schedule, backward_deterministic=is_ping_pong),
             )
 
 
 def cutlass_forms() -> Iterator[Form]:
     """By element type, precision and head width; wide heads of 16 bits have a form of 256 rows, too."""
     for dtype, width in itertools.product(("bfloat16", "float16"), (64, 128, 256)):
-        yield Form(dtype, width, TileConfig((8, 8), (8, 16), (8, 8), (8, 16), backward_kv_splits=(1, 2)))
+        yield Form(dtype, width, Performance((8, 8), (8, 16), (8, 8), (8, 16), backward_kv_splits=(1, 2)))
     for dtype in ("bfloat16", "float16"):
-        yield Form(dtype, 128, TileConfig((16, 16), (8, 8), (8, 16), (8, 8), backward_deterministic=True))
+        yield Form(dtype, 128, Performance((16, 16), (8, 8), (8, 16), (8, 8), backward_deterministic=True))
     for precision, width in itertools.product((None, "tensorfloat32"), (64, 128, 256)):
-        yield Form("float32", width, TileConfig((8, 8), (8, 16), (8, 8), (8, 16)), precision)
+        yield Form("float32", width, Performance((8, 8), (8, 16), (8, 8), (8, 16)), precision)
 
 
 FORMS = {"hopper": hopper_forms, "cutlass": cutlass_forms}
@@ -69,24 +70,19 @@ FORMS = {"hopper": hopper_forms, "cutlass": cutlass_forms}
 
 def run(family: str, form: Form) -> None:
     """Run both passes of a form."""
-    problem = Problem(
-        operator="fna",
-        batch=1,
-        query_layout=LAYOUT,
-        kv_layout=LAYOUT,
+    problem = problem_of(
+        LAYOUT,
+        (7, 9),
+        (2, 1),
+        (1, 2),
+        (True, False),
         heads=2,
         heads_kv=1,
         head_dim=form.head_dim,
-        head_dim_v=form.head_dim,
         dtype=form.dtype,
-        kernel_size=(7, 9),
-        stride=(2, 1),
-        dilation=(1, 2),
-        is_causal=(True, False),
-        scale=form.head_dim**-0.5,
         additional_kv=5,
     )
-    backend = backends.find(f"{family}-fna", "fna")
+    backend, plans = plans_of(f"{family}-fna", problem, form.performance)
     rng = np.random.default_rng(0)
 
     def array(*shape: int, dtype: str = form.dtype) -> Any:
@@ -99,11 +95,11 @@ def run(family: str, form: Form) -> None:
 
     @jax.jit
     def forward(operands: Operands) -> Saved:
-        return backend.forward_saving(problem, form.tiles, operands)
+        return backend.forward_saving(plans["forward"], operands)
 
     @jax.jit
     def backward(operands: Operands, saved: Saved) -> Any:
-        return backend.backward(problem, form.tiles, operands, saved, cotangent, logsumexp_cotangent)
+        return backend.backward(plans["backward"], operands, saved, cotangent, logsumexp_cotangent)
 
     with jax.default_matmul_precision(form.precision):
         for factor in (1.0, LARGE):

@@ -6,10 +6,12 @@ import subprocess
 import sys
 
 import pytest
+from plans import plans_of
 
-from natten_jax import backends, scratch
+from natten_jax import scratch
+from natten_jax.devices import Device
 from natten_jax.doctor import report_problem
-from natten_jax.problem import Problem
+from natten_jax.problem import problem_of
 from natten_jax.profiler import arguments
 
 FLAGS = ["-i", "12", "10", "-n", "4", "--heads-kv", "2", "-d", "64", "-w", "3", "5", "--backprop"]
@@ -39,29 +41,15 @@ def test_other_devices_may_be_asked_about() -> None:
 def test_backward_scratch_is_one_float32_query_gradient_and_little_more(
     backend_family: str, additional_kv: int
 ) -> None:
-    problem = Problem(
-        operator="fna",
-        batch=2,
-        query_layout=(12, 10),
-        kv_layout=(12, 10),
-        heads=4,
-        heads_kv=2,
-        head_dim=64,
-        head_dim_v=128,
-        dtype="bfloat16",
-        kernel_size=(3, 5),
-        stride=(1, 1),
-        dilation=(1, 1),
-        is_causal=(False, False),
-        scale=0.1,
-        additional_kv=additional_kv,
+    problem = problem_of(
+        (12, 10), (3, 5), batch=2, heads=4, heads_kv=2, head_dim_v=128, scale=0.1, additional_kv=additional_kv
     )
-    backend = next(backend for backend in backends.BACKENDS if backend.family == backend_family)
+    _, plans = plans_of(f"{backend_family}-fna", problem, device=Device("cuda", (9, 0), is_present=False))
     rows = 2 * 12 * 10 * 4
-    held = scratch.scratch_bytes(backend, problem, "backward")
+    held = scratch.scratch_bytes(plans["backward"])
     # Beside it at most two numbers a row, and results of no additional tokens.
     assert rows * 64 * 4 <= held <= rows * (64 + 2) * 4 + 64
-    assert scratch.scratch_bytes(backend, problem, "forward") <= 64
+    assert scratch.scratch_bytes(plans["forward"]) <= 64
 
 
 def test_command_line() -> None:

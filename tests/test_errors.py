@@ -468,4 +468,4 @@ def test_package_works_without_its_native_module(kind: str) -> None:
 def test_devices_have_readable_names() -> None:
     assert str(devices.Device("cuda", (9, 0))) == "cuda (compute capability 9.0)"
     assert devices.parse_compute_capability("10.3") == (10, 3)
-    assert {family.name for family in FAMILIES} == {backend.family for backend in backends.BACKENDS}
+    assert {family.name for family in FAMILIES} == {backend.family for backend in backends.registered()}

@@ -12,12 +12,13 @@ import numpy as np
 import oracle
 import pytest
 from families import BOUNDS, Family, tile_pair
+from plans import plans_of
 from problems import Case, element_types, errors_of, expected_of, value_and_gradients
 
 import natten_jax
-from natten_jax import backends
+from natten_jax.array_arguments import neighborhood_problem
 from natten_jax.backends.base import Operands, Saved
-from natten_jax.problem import TileConfig, neighborhood_problem
+from natten_jax.passes import PASSES
 
 # Gradients at large logits ------------------------------------------------------------------------------------------
 
@@ -113,14 +114,14 @@ def test_dense_softmax_decides_these_inputs(name: str) -> None:
 def test_large_logits_of_other_forward_passes(pure_family: Family) -> None:
     """A backward pass weighs by its own logits, not by the logsumexp that another backend rounded."""
     case = CASES["1d-small"]
-    backend = backends.find(pure_family.fna, "fna")
     cotangents = case.cotangents("float32", 0)
     for largest in LADDER:
         operands = with_largest_logit(case, largest, "float32")
         expected = oracle.forward(oracle.Tensors(*map(np.asarray, operands[:3])), case.mask(), case.actual_scale)
         saved = Saved(*(jnp.asarray(a, jnp.float32) for a in expected), remainder=None)
         problem = neighborhood_problem(1, *operands[:3], **case.window_arguments, scale=None, **NO_ADDITIONAL_TOKENS)
-        gradients = jax.jit(functools.partial(backend.backward, problem, TileConfig()))(
+        backend, plans = plans_of(pure_family.fna, problem)
+        gradients = jax.jit(functools.partial(backend.backward, plans["backward"]))(
             Operands(*operands, origins=None), saved, *cotangents
         )
         found = errors_of(expected_of(case, operands, cotangents), saved[:2], oracle.Tensors(*gradients))
@@ -206,7 +207,7 @@ def smallest_tiles(family: Family, dtype: str) -> dict[str, tuple[int, ...]]:
     """Tile arguments for ``LONG``: the smallest of those that the family lists."""
     tokens = jax.ShapeDtypeStruct((1, TOKENS, 1, LONG.head_dim), dtype)
     tiles = {}
-    for pass_ in family.passes:
+    for pass_ in PASSES:
         pairs = map(tile_pair, family.query("fna", pass_)(tokens, tokens, tokens, **LONG.window_arguments))
         names = ("q_tile_shape", "kv_tile_shape") if pass_ == "forward" else BACKWARD_TILES
         tiles.update(zip(names, min(pairs, key=lambda pair: pair[0][0] + pair[1][0]), strict=True))

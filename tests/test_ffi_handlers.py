@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 from ffi_calls import GRADIENTS, PROBLEM_OPERANDS, TARGETS, Target, good_call, run_call
 from malformed_calls import CASES, DEVICE_ERROR
+from plans import plans_of
 from programs import run_python
 
 import natten_jax
-from natten_jax import backends
 from natten_jax.backends.base import Operands
-from natten_jax.problem import Problem, TileConfig
+from natten_jax.devices import Device
+from natten_jax.performance import Performance
+from natten_jax.problem import problem_of
 
 TARGET_PARAMETERS = [pytest.param(target, id=target.name, marks=target.marks) for target in TARGETS]
 
@@ -136,11 +138,13 @@ def test_real_calls_are_those_tested_here(target: Target) -> None:
     good = good_call(target)
     (expected,) = (good_call(each) for each in TARGETS if (each.backend, each.results) == (target.backend, GRADIENTS))
     values = {name: array.tolist() for name, array in expected.attributes.items()}
-    problem = Problem(
-        operator="fna",
+    window = (values[name] for name in ("kernel_size", "stride", "dilation"))
+    problem = problem_of(
+        values["query_layout"],
+        *window,
+        tuple(map(bool, values["is_causal"])),
+        kv_layout=values["kv_layout"],
         batch=2,
-        **{name: tuple(values[name]) for name in ("query_layout", "kv_layout", "kernel_size", "stride", "dilation")},
-        is_causal=tuple(map(bool, values["is_causal"])),
         heads=2,
         heads_kv=1,
         head_dim=target.head_dims[0],
@@ -149,16 +153,17 @@ def test_real_calls_are_those_tested_here(target: Target) -> None:
         scale=values["scale"],
         dtype=np.dtype(target.dtype).name,
     )
-    tiles = TileConfig(
+    performance = Performance(
         backward_q_tile_shape=tuple(values["q_tile_shape"]),
         backward_kv_tile_shape=tuple(values["kv_tile_shape"]),
         backward_deterministic=True,
     )
-    backend = backends.find(target.backend, "fna")
+    gpu = Device("cuda", (9, 0), is_present=False)
+    backend, plans = plans_of(target.backend, problem, performance, None if "cpu" in target.backend else gpu)
 
     def both_passes(operands: Operands) -> Any:
-        saved = backend.forward_saving(problem, tiles, operands)
-        return backend.backward(problem, tiles, operands, saved, saved.out, saved.logsumexp)
+        saved = backend.forward_saving(plans["forward"], operands)
+        return backend.backward(plans["backward"], operands, saved, saved.out, saved.logsumexp)
 
     operands = Operands(*(expected.operands[name] for name in PROBLEM_OPERANDS))
     (call,) = (

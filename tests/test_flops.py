@@ -11,7 +11,7 @@ import oracle
 import pytest
 
 from natten_jax import flops
-from natten_jax.problem import attention_problem, neighborhood_problem
+from natten_jax.array_arguments import attention_problem, neighborhood_problem
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from programs import output_of, run_python
 import natten_jax
 from natten_jax import simulator
 from natten_jax.backends import cpu, cutlass
-from natten_jax.problem import TileConfig
+from natten_jax.performance import Performance
+from natten_jax.plan import Plan
 
 PROGRAM = """
 import resource, sys
@@ -65,7 +66,7 @@ def test_query_gradients_are_summed_up_within_the_preference(
     heads = heads_kv * group
     problem = simulator.problem_of((tokens,), 1, batch=batch, heads=heads, heads_kv=heads_kv, head_dim=head_dim)
     query: Any = jax.ShapeDtypeStruct((batch, 1, 1, tokens, heads, head_dim), jnp.bfloat16)
-    elements = cutlass.scratch_elements(problem, query, TileConfig(memory_usage_preference=preference))
+    elements = cutlass.scratch_elements(problem, query, Performance(memory_usage_preference=preference))
     of_head, limit = tokens * group * head_dim, LIMITS[preference]
     assert elements % of_head == 0
     at_once = elements // of_head
@@ -84,9 +85,9 @@ def test_preference_reaches_the_backend(preference: str | None, monkeypatch: pyt
     seen = []
     backward = cpu.CpuBackend.backward
 
-    def record(self: cpu.CpuBackend, problem: Any, tiles: TileConfig, *arguments: Any) -> Any:
-        seen.append(tiles.memory_usage_preference)
-        return backward(self, problem, tiles, *arguments)
+    def record(self: cpu.CpuBackend, plan: Plan, *arguments: Any) -> Any:
+        seen.append(plan.performance.memory_usage_preference)
+        return backward(self, plan, *arguments)
 
     monkeypatch.setattr(cpu.CpuBackend, "backward", record)
     chosen: dict[str, Any] = {} if preference is None else {"memory_usage_preference": preference}

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import pytest
 
 import natten_jax
-from natten_jax import MissingKernelsWarning, backends, native, simulator
+from natten_jax import MissingKernelsWarning, backends, native
 from natten_jax.backends import missing_kernels
 from natten_jax.devices import Device
 from natten_jax.doctor import report
-from natten_jax.problem import TileConfig
+from natten_jax.problem import problem_of
+from natten_jax.resolve import Request, resolve
 
 HOPPER = Device("cuda", (9, 0))
 AMPERE = Device("cuda", (8, 6))
@@ -57,9 +58,9 @@ def choose(device: Device, requested: str | None = None, **problem: Any) -> tupl
     """The family chosen for a forward pass, and the warnings on the way."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        chosen = backends.choose(simulator.problem_of((64,), 8, **problem), TileConfig(), device, "forward", requested)
+        plan = resolve(Request(problem_of((64,), 8, **problem), backend=requested), device, "forward")
     assert all(each.category is MissingKernelsWarning for each in caught)
-    return chosen.family, [str(each.message) for each in caught]
+    return plan.backend.family, [str(each.message) for each in caught]
 
 
 @needs_cpu
@@ -98,7 +99,7 @@ def test_a_gpu_whose_architecture_the_build_does_not_cover(
     host_only_build: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = native._module
-    monkeypatch.setattr(module, "registrations", lambda: dict.fromkeys(native.TARGETS))
+    monkeypatch.setattr(module, "registrations", lambda: dict.fromkeys(backends.export_targets()))
     monkeypatch.setattr(module, "build_info", lambda: {"cuda_architectures": ["90a"]})
     family, (message,) = choose(AMPERE)
     assert family == "flex"

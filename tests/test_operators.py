@@ -29,8 +29,10 @@ from problems import (
 
 import natten_jax
 from natten_jax import op
+from natten_jax.array_arguments import neighborhood_problem
 from natten_jax.backends.base import Operands
-from natten_jax.problem import Problem, TileConfig, neighborhood_problem
+from natten_jax.problem import Problem
+from natten_jax.resolve import Request
 
 Record = Callable[[str, object], None]
 
@@ -308,7 +310,7 @@ def part_problems() -> dict[str, tuple[Case, tuple[tuple[int, int], ...], tuple[
 PARTS = part_problems()
 
 
-def part_call(case: Case, operands: oracle.Tensors, backend: str | None) -> tuple[op.Call, Problem]:
+def part_request(case: Case, operands: oracle.Tensors, backend: str | None) -> tuple[Request, Problem]:
     """The global problem that parts of ``operands`` belong to."""
     problem = neighborhood_problem(
         case.rank,
@@ -318,7 +320,7 @@ def part_call(case: Case, operands: oracle.Tensors, backend: str | None) -> tupl
         additional_keys=operands.additional_keys,
         additional_values=operands.additional_values,
     )
-    return op.Call(problem, TileConfig(), backend), problem
+    return Request(problem, backend=backend), problem
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -326,7 +328,7 @@ def test_part_of_a_layout_equals_that_part_of_the_whole(family: Family, name: st
     """The queries of a shard against its keys and halos, at their place in the global layout."""
     case, queries, keys = PARTS[name]
     operands = case.operands(family.dtype, 0)
-    call, _ = part_call(case, operands, family.fna)
+    request, _ = part_request(case, operands, family.fna)
     own = (slice(None), *(slice(*ends) for ends in queries))
     halo = (slice(None), *(slice(*ends) for ends in keys))
     visible = case.mask().reshape(*case.layout, *case.layout)[own[1:]]
@@ -339,7 +341,7 @@ def test_part_of_a_layout_equals_that_part_of_the_whole(family: Family, name: st
     d_out, d_lse = case.cotangents(family.dtype, 0)
 
     def part(local: oracle.Tensors) -> tuple[Any, Any]:
-        return tuple(op.attend(call, Operands(*local, origins=origins)))
+        return tuple(op.attend(request, Operands(*local, origins=origins)))
 
     local = operands._replace(query=operands.query[own], key=operands.key[halo], value=operands.value[halo])
     outputs, gradients = value_and_gradients(part, local, (d_out[own], d_lse[own]))
@@ -368,7 +370,7 @@ def test_part_of_a_layout_equals_that_part_of_the_whole(family: Family, name: st
 def test_origins_may_be_traced(family: Family) -> None:
     case, queries, keys = PARTS["middle"]
     operands = case.operands(family.dtype, 0)
-    call, _ = part_call(case, operands, family.fna)
+    request, _ = part_request(case, operands, family.fna)
 
     @jax.jit
     def part(start: jax.Array) -> jax.Array:
@@ -379,7 +381,7 @@ def test_origins_may_be_traced(family: Family) -> None:
             for array in (operands.key, operands.value)
         )
         origins = jnp.zeros((2, 3), jnp.int32).at[:, 2].set(jnp.stack([start, start - halo]))
-        return op.attend(call, Operands(query, key, value, None, None, origins=origins)).out
+        return op.attend(request, Operands(query, key, value, None, None, origins=origins)).out
 
     whole = natten_jax.na1d(*operands[:3], 7, backend=family.fna)
     for start in (3, 10, 17):
@@ -391,14 +393,14 @@ def test_parts_of_the_keys_merge_to_the_whole(family: Family) -> None:
     """A part without any key that a query sees gives 0 and a logsumexp of -inf, and takes no part in gradients."""
     case = Case((40,), (7,), stride=(2,), heads=2)
     operands = case.operands(family.dtype, 0)
-    call, _ = part_call(case, operands, family.fna)
+    request, _ = part_request(case, operands, family.fna)
 
     def merged(operands: oracle.Tensors) -> tuple[Any, Any]:
         results = []
         for start, end in ((0, 12), (12, 25), (25, 40)):
             origins = jnp.asarray([[0, 0, 0], [0, 0, start]], jnp.int32)
             key, value = operands.key[:, start:end], operands.value[:, start:end]
-            results.append(op.attend(call, Operands(operands.query, key, value, None, None, origins=origins)))
+            results.append(op.attend(request, Operands(operands.query, key, value, None, None, origins=origins)))
         return natten_jax.merge_attentions(*zip(*results, strict=True))
 
     found = value_and_gradients(merged, operands, case.cotangents(family.dtype, 0))
@@ -408,5 +410,5 @@ def test_parts_of_the_keys_merge_to_the_whole(family: Family) -> None:
 
 def test_parameters_of_parts_are_those_of_the_whole_problem() -> None:
     case, _, _ = PARTS["3d-dilated"]
-    _, problem = part_call(case, case.operands("float32", 0), None)
+    _, problem = part_request(case, case.operands("float32", 0), None)
     assert (problem.query_layout, problem.kv_layout) == (case.layout, case.layout)

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import Family
+from plans import plans_of
 
-from natten_jax import backends
 from natten_jax.backends.base import Operands
-from natten_jax.problem import Problem, TileConfig
+from natten_jax.problem import problem_of
 
 
 @pytest.mark.parametrize("keys", [(4, 5), (3, 6)])
@@ -17,24 +17,11 @@ from natten_jax.problem import Problem, TileConfig
 def test_dilation_groups_without_a_key(native_family: Family, keys: tuple[int, int], additional: int) -> None:
     """Some queries, or all, find no token of their dilation group among the keys at hand."""
     first, end = keys
-    backend, dtype = backends.find(native_family.fna, "fna"), native_family.dtype
-    problem = Problem(
-        operator="fna",
-        batch=1,
-        query_layout=(10,),
-        kv_layout=(10,),
-        heads=2,
-        heads_kv=1,
-        head_dim=16,
-        head_dim_v=16,
-        dtype=dtype,
-        kernel_size=(2,),
-        stride=(1,),
-        dilation=(5,),
-        is_causal=(False,),
-        scale=0.25,
-        additional_kv=additional,
+    dtype = native_family.dtype
+    problem = problem_of(
+        (10,), 2, dilation=5, heads=2, heads_kv=1, head_dim=16, dtype=dtype, scale=0.25, additional_kv=additional
     )
+    backend, plans = plans_of(native_family.fna, problem)
     rng = np.random.default_rng(0)
 
     def array(tokens: int, heads: int) -> jnp.ndarray:
@@ -43,9 +30,9 @@ def test_dilation_groups_without_a_key(native_family: Family, keys: tuple[int, i
     extra = (array(additional, 1), array(additional, 1)) if additional else (None, None)
     origins = jnp.array([[0, 0, 0], [0, 0, first]], jnp.int32)
     operands = Operands(array(4, 2), array(end - first, 1), array(end - first, 1), *extra, origins)
-    saved = backend.forward_saving(problem, TileConfig(), operands)
+    saved = backend.forward_saving(plans["forward"], operands)
     cotangent = array(4, 2)
-    gradients = backend.backward(problem, TileConfig(), operands, saved, cotangent, jnp.zeros((1, 4, 2), jnp.float32))
+    gradients = backend.backward(plans["backward"], operands, saved, cotangent, jnp.zeros((1, 4, 2), jnp.float32))
 
     # Queries 0 to 3 see keys 0 and 5, 1 and 6, and so on.
     is_seen = np.array([[first <= key < end and key % 5 == query for key in range(first, end)] for query in range(4)])

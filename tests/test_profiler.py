@@ -146,7 +146,7 @@ def test_inputs_are_random() -> None:
 
 
 def test_problem_of_self_attention() -> None:
-    problem: Problem = workload.describe(parse(["-i", "8", "8"]))[0]
+    problem: Problem = workload.request_of(parse(["-i", "8", "8"])).problem
     assert problem.is_attention
     assert flops.visible_pairs(problem) == 64 * 64
 

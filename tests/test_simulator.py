@@ -17,8 +17,9 @@ import oracle
 import pytest
 
 from natten_jax import backends, simulator
+from natten_jax.array_arguments import neighborhood_problem
 from natten_jax.devices import Device
-from natten_jax.problem import Problem, neighborhood_problem
+from natten_jax.problem import Problem, problem_of
 from natten_jax.profiler.arguments import parse
 from natten_jax.profiler.configurations import main_part
 from natten_jax.simulator import Calibration, Kernel, TilePair
@@ -28,13 +29,7 @@ HOPPER = Device("cuda", (9, 0), is_present=False)
 
 
 def a_problem(layout: tuple[int, ...], kernel_size: tuple[int, ...], **others: Any) -> Problem:
-    ones = (1,) * len(layout)
-    values: dict[str, Any] = {
-        "operator": "fna", "batch": 1, "query_layout": layout, "kv_layout": layout, "heads": 1, "heads_kv": 1,
-        "head_dim": 128, "head_dim_v": 128, "dtype": "bfloat16", "kernel_size": kernel_size, "stride": ones,
-        "dilation": ones, "is_causal": (False,) * len(layout), "scale": 1.0,
-    }  # fmt: skip
-    return Problem(**{**values, **others})
+    return problem_of(layout, kernel_size, **{"head_dim": 128, "scale": 1.0, **others})
 
 
 def random_problem(generator: np.random.Generator) -> tuple[Problem, tuple[Any, Any]]:
@@ -247,9 +242,7 @@ def test_query_heads_that_share_keys_are_streamed_past_them_in_the_backward_pass
 
 
 def test_attention_of_unequal_lengths() -> None:
-    problem = dataclasses.replace(
-        a_problem((100,), (100,), is_causal=(True,)), operator="fmha", query_layout=(250,)
-    )  # fmt: skip
+    problem = problem_of((250,), is_causal=True, operator="fmha", kv_layout=(100,), head_dim=128)
     counts = simulator.count_tiles(problem, ((50,), (25,)))
     # Queries 0-49 read 2 tiles, 50-99 read 4, the others all 4; a tile is whole if it lies before the first query.
     assert (counts.owned, counts.streamed, counts.whole) == (5, 2 + 4 * 4, 0 + 2 + 3 * 4)
@@ -270,7 +263,7 @@ def test_known_fully_block_sparse_problems(layout: Any, window: Any, stride: Any
     counts = simulator.count_tiles(problem, pair, placement=placement)
     assert counts.is_fully_block_sparse
     assert counts.executed_pairs == counts.visible_pairs
-    dense = dataclasses.replace(problem, stride=(1,) * len(layout))
+    dense = problem.with_axes(stride=(1,) * len(layout))
     assert not simulator.count_tiles(dense, pair, placement=placement).is_fully_block_sparse
 
 
@@ -293,13 +286,11 @@ def test_least_strides_are_the_least(placement: Any) -> None:
     found = 0
     for _ in range(200):
         problem, pair = random_problem(generator)
-        problem = dataclasses.replace(problem, additional_kv=0, is_causal=(False,) * problem.rank)
+        problem = dataclasses.replace(problem, additional_kv=0).with_axes(is_causal=(False,) * problem.rank)
         sparse = [
             stride
             for stride in itertools.product(*(range(1, k + 1) for k in problem.kernel_size))
-            if simulator.count_tiles(
-                dataclasses.replace(problem, stride=stride), pair, placement=placement
-            ).is_fully_block_sparse
+            if simulator.count_tiles(problem.with_axes(stride=stride), pair, placement=placement).is_fully_block_sparse
         ]
         least = simulator.least_block_sparse_stride(problem, pair, placement=placement)
         assert (least is None) == (not sparse)
@@ -354,7 +345,7 @@ def test_time_model() -> None:
     kernels = {"forward": (Kernel(128, 128, 128, 4e-6, 1e-6, 2e-7, power=0.4),)}
     frugal = a_calibration(slowdown=0.5, onset=16e-6, kernels=kernels)
     assert simulator.simulate(problem, pair, calibration=frugal).seconds == pytest.approx(16e-6 * 1.1)
-    masked = dataclasses.replace(problem, kernel_size=(1281,), stride=(1281,))
+    masked = problem.with_axes(kernel_size=(1281,), stride=(1281,))
     slower = simulator.simulate(masked, pair, calibration=a_calibration())
     assert slower.seconds is not None
     assert slower.seconds > 2e-6 + 15e-6

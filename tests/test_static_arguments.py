@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from problems import OPERATORS
 
 import natten_jax
-from natten_jax.problem import TileConfig, neighborhood_problem, tile_config, window_parameters
+from natten_jax.array_arguments import neighborhood_problem
+from natten_jax.performance import Performance, performance_of
+from natten_jax.problem import window_parameters
 
 LAYOUT = (8, 9, 10)
 INTS = ("kernel_size", "stride", "dilation")
@@ -135,9 +137,11 @@ def test_windows_are_canonical_whatever_they_are_held_in(values: list[int], dtyp
 
 
 def test_tiles_are_canonical() -> None:
-    config = tile_config(2, q_tile_shape=np.array([4, 8]), kv_tile_shape=jnp.array([2, 4]), backward_kv_splits=[1, 2])
-    assert config == TileConfig(q_tile_shape=(4, 8), kv_tile_shape=(2, 4), backward_kv_splits=(1, 2))
-    assert hash(config) == hash(TileConfig(q_tile_shape=(4, 8), kv_tile_shape=(2, 4), backward_kv_splits=(1, 2)))
+    config = performance_of(
+        2, q_tile_shape=np.array([4, 8]), kv_tile_shape=jnp.array([2, 4]), backward_kv_splits=[1, 2]
+    )
+    assert config == Performance(q_tile_shape=(4, 8), kv_tile_shape=(2, 4), backward_kv_splits=(1, 2))
+    assert hash(config) == hash(Performance(q_tile_shape=(4, 8), kv_tile_shape=(2, 4), backward_kv_splits=(1, 2)))
 
 
 # What is refused ----------------------------------------------------------------------------------------------------

@@ -1,25 +1,22 @@
-"""What a backend is: the protocol between the differentiable operator and a family of kernels."""
+"""What a backend is: the facts by which it is chosen, and the functions that run a plan."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Protocol
+import abc
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from natten_jax.devices import Device
-from natten_jax.problem import Problem, Shape, TileConfig
-
-Pass = Literal["forward", "backward"]
-TilePair = tuple[Shape, Shape]
-
-
-def requested_pair(tiles: TileConfig, pass_: Pass) -> TilePair | None:
-    """The tile shapes that the user asked for in a pass."""
-    if pass_ == "forward":
-        pair = tiles.q_tile_shape, tiles.kv_tile_shape
-    else:
-        pair = tiles.backward_q_tile_shape, tiles.backward_kv_tile_shape
-    return None if pair[0] is None or pair[1] is None else (pair[0], pair[1])
+from natten_jax import native
+from natten_jax.devices import ComputeCapability, Device
+from natten_jax.passes import Pass, TilePair
+from natten_jax.performance import KernelSchedule
+from natten_jax.plan import Plan
+from natten_jax.problem import Problem
 
 
 class Operands(NamedTuple):
@@ -76,39 +73,130 @@ class Saved(NamedTuple):
     remainder: jax.Array | None
 
 
-class Backend(Protocol):
-    """A family of kernels, addressed as ``<family>-fna`` and ``<family>-fmha``."""
+@dataclasses.dataclass(frozen=True)
+class Platform:
+    """The devices that a backend is for.
 
-    family: str
-    #: What the names of its configuration queries call it: ``get_configs_for_<query_family>_fna``.
-    query_family: str
-    #: Whether ``forward`` is plain JAX that JAX itself can differentiate to any order.
-    is_pure_jax: bool
-    #: Whether ``forward`` takes additional key/value tokens.
-    fuses_additional_kv: bool
+    Attributes:
+        name: ``"cpu"`` or ``"cuda"``.
+        compute_capability: Of GPUs, the least; ``None`` of other devices.
+        is_exact: Whether GPUs of other compute capabilities are no good.
+    """
+
+    name: str
+    compute_capability: ComputeCapability | None = None
+    is_exact: bool = False
+
+    def __str__(self) -> str:
+        if self.compute_capability is None:
+            return f"platform {self.name} only"
+        major, minor = self.compute_capability
+        return f"NVIDIA GPUs of compute capability {major}.{minor} {'only' if self.is_exact else 'or higher'}"
+
+    def has(self, device: Device) -> bool:
+        """Whether a device is one of them."""
+        if device.platform != self.name:
+            return False
+        least, found = self.compute_capability, device.compute_capability
+        if least is None:
+            return True
+        return found is not None and (found == least if self.is_exact else found >= least)
+
+
+class Backend(abc.ABC):
+    """A family of kernels, addressed as ``<family>-fna`` and ``<family>-fmha``.
+
+    A subclass states what it is for and implements the abstract methods; :func:`natten_jax.backends.register` makes it
+    known to operators, configuration queries, profiler and doctor.
+    """
+
+    family: ClassVar[str]
+    #: What the names of its configuration queries call it, ``get_configs_for_<query_family>_fna``; "" is the family.
+    query_family: ClassVar[str] = ""
+    #: The devices that it is for; ``None`` is any.
+    platform: ClassVar[Platform | None] = None
+    dtypes: ClassVar[Sequence[str]]
+    #: Head dimensions are multiples of the step, up to the largest; ``None`` is any.
+    head_dim_step: ClassVar[int] = 1
+    largest_head_dim: ClassVar[int | None] = None
+    #: The custom calls of each pass; none where it is plain JAX that JAX itself can differentiate to any order.
+    targets: ClassVar[Mapping[Pass, Sequence[str]]] = {}
+    #: The kernel schedules of each pass, the default one first.
+    schedules: ClassVar[Mapping[Pass, Sequence[KernelSchedule]]] = {}
+    #: Whether it takes additional key/value tokens.
+    fuses_additional_kv: ClassVar[bool] = True
+
+    @property
+    def is_pure_jax(self) -> bool:
+        """Whether it calls no kernels: JAX itself can differentiate it to any order."""
+        return not self.targets
 
     def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
         """Why this backend cannot run a pass of the problem on the device; ``None`` where it can."""
+        if self.platform is not None and not self.platform.has(device):
+            return f"it runs on {self.platform}, not on {device}"
+        if problem.dtype not in self.dtypes:
+            return f"it supports {', '.join(self.dtypes)}, not {problem.dtype}"
+        for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+            most = self.largest_head_dim
+            if head_dim % self.head_dim_step or (most is not None and head_dim > most):
+                return f"{name} must be a multiple of {self.head_dim_step} up to {most}, not {head_dim}"
+        if not device.is_present:
+            return None
+        return next(filter(None, map(native.missing, self.targets.get(pass_, ()))), None)
 
+    @abc.abstractmethod
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Query and key/value tile shapes of a pass, the recommended pair first."""
 
+    @abc.abstractmethod
+    def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
+        """Most tokens of the query and key/value tiles that a pass takes."""
+
     def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
         """Whether the kernels accept this pair of tile shapes, listed or not."""
+        return all(
+            len(tile) == problem.rank and min(tile) >= 1 and math.prod(tile) <= largest
+            for tile, largest in zip(pair, self.largest_tiles(problem, device, pass_), strict=True)
+        )
 
-    def forward(self, problem: Problem, tiles: TileConfig, operands: Operands) -> Output:
+    @abc.abstractmethod
+    def forward(self, plan: Plan, operands: Operands) -> Output:
         """Compute output and logsumexp."""
 
-    def forward_saving(self, problem: Problem, tiles: TileConfig, operands: Operands) -> Saved:
+    @abc.abstractmethod
+    def forward_saving(self, plan: Plan, operands: Operands) -> Saved:
         """Compute them for a backward pass."""
 
+    @abc.abstractmethod
     def backward(
         self,
-        problem: Problem,
-        tiles: TileConfig,
+        plan: Plan,
         operands: Operands,
         saved: Saved,
         out_cotangent: jax.Array,
         logsumexp_cotangent: jax.Array,
     ) -> Gradients:
         """Compute the gradients of the differentiable operands."""
+
+
+class PureJaxBackend(Backend):
+    """A backend whose ``forward`` is all that there is to write: plain JAX, which JAX differentiates."""
+
+    def forward_saving(self, plan: Plan, operands: Operands) -> Saved:
+        """Compute output and logsumexp for a backward pass, which computes everything anew."""
+        output = self.forward(plan, operands)
+        return Saved(*output, jnp.zeros_like(output.logsumexp))
+
+    def backward(
+        self,
+        plan: Plan,
+        operands: Operands,
+        saved: Saved,
+        out_cotangent: jax.Array,
+        logsumexp_cotangent: jax.Array,
+    ) -> Gradients:
+        """Compute the gradients by a second forward pass."""
+        _, transpose = jax.vjp(lambda arrays: self.forward(plan, arrays), operands)
+        (gradients,) = transpose(Output(out_cotangent, logsumexp_cotangent))
+        return Gradients(*gradients[:5])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import ClassVar
 
 import jax
 
 from natten_jax import native
-from natten_jax.backends.base import Gradients, Operands, Output, Pass, Saved, TilePair, requested_pair
+from natten_jax.backends.base import Backend, Gradients, Operands, Output, Platform, Saved
 from natten_jax.backends.kernel_rank import (
     attributes,
     delta,
@@ -22,27 +23,22 @@ from natten_jax.backends.kernel_rank import (
 )
 from natten_jax.devices import Device
 from natten_jax.native import ResultType
-from natten_jax.problem import Problem, Shape, TileConfig
+from natten_jax.passes import Pass, TilePair
+from natten_jax.plan import Plan
+from natten_jax.problem import Problem, Shape
 
-_DTYPES = ("float32", "float16", "bfloat16")
+_FORWARD = "natten_jax_cpu_forward"
+_BACKWARD = "natten_jax_cpu_backward"
 _LARGEST_TILE = 4096  # tokens; csrc/ffi/decode.cpp has the same limit
 
 
-class CpuBackend:
-    """Attention on the host."""
+class CpuBackend(Backend):
+    """Attention on the host, forward and backward, for every window."""
 
     family = "cpu"
-    query_family = "cpu"
-    is_pure_jax = False
-    fuses_additional_kv = True
-
-    def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
-        """Why the host kernels cannot run a pass; they have both passes for every window."""
-        if device.platform != "cpu":
-            return f"it runs on platform cpu only, not on {device.platform}"
-        if problem.dtype not in _DTYPES:
-            return f"it supports {', '.join(_DTYPES)}, not {problem.dtype}"
-        return native.missing("natten_jax_cpu_forward")
+    platform = Platform("cpu")
+    dtypes = ("float32", "float16", "bfloat16")
+    targets: ClassVar = {"forward": (_FORWARD,), "backward": (_BACKWARD,)}
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Tile shapes worth trying, the default first."""
@@ -50,48 +46,48 @@ class CpuBackend:
         q_tiles, kv_tiles = _CANDIDATES[problem.rank]
         return list(dict.fromkeys([default, *itertools.product(q_tiles, kv_tiles)]))
 
-    def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
-        """The kernels take any tile of up to 4096 tokens."""
-        return all(len(tile) == problem.rank and min(tile) >= 1 and math.prod(tile) <= _LARGEST_TILE for tile in pair)
+    def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
+        """Most tokens of a tile."""
+        return _LARGEST_TILE, _LARGEST_TILE
 
-    def forward(self, problem: Problem, tiles: TileConfig, operands: Operands) -> Output:
+    def forward(self, plan: Plan, operands: Operands) -> Output:
         """Compute output and logsumexp."""
-        return output_of(operands, _forward(problem, tiles, operands, saves=False))
+        return output_of(operands, _forward(plan, operands, saves=False))
 
-    def forward_saving(self, problem: Problem, tiles: TileConfig, operands: Operands) -> Saved:
+    def forward_saving(self, plan: Plan, operands: Operands) -> Saved:
         """Compute them for a backward pass."""
-        return saved_of(operands, _forward(problem, tiles, operands, saves=True))
+        return saved_of(operands, _forward(plan, operands, saves=True))
 
     def backward(
         self,
-        problem: Problem,
-        tiles: TileConfig,
+        plan: Plan,
         operands: Operands,
         saved: Saved,
         out_cotangent: jax.Array,
         logsumexp_cotangent: jax.Array,
     ) -> Gradients:
         """Compute the gradients of the differentiable operands."""
+        problem = plan.problem
         arrays = kernel_operands(problem, operands)
         gradients = native.call(
-            "natten_jax_cpu_backward",
+            _BACKWARD,
             [ResultType(array.shape, array.dtype) for array in arrays[:5]],
             *arrays,
             with_kernel_rank(saved.logsumexp, problem.rank),
             saved_remainder(problem, saved),
             with_kernel_rank(out_cotangent, problem.rank),
             with_kernel_rank(delta(saved.out, out_cotangent, logsumexp_cotangent), problem.rank),
-            **_attributes(problem, tiles, "backward"),
+            **attributes(plan),
         )
         return gradients_of(operands, gradients)
 
 
-def _forward(problem: Problem, tiles: TileConfig, operands: Operands, *, saves: bool) -> list[jax.Array]:
+def _forward(plan: Plan, operands: Operands, *, saves: bool) -> list[jax.Array]:
     return native.call(
-        "natten_jax_cpu_forward",
-        output_types(problem, operands, saves=saves),
-        *kernel_operands(problem, operands),
-        **_attributes(problem, tiles, "forward"),
+        _FORWARD,
+        output_types(plan.problem, operands, saves=saves),
+        *kernel_operands(plan.problem, operands),
+        **attributes(plan),
     )
 
 
@@ -147,7 +143,3 @@ def _stream_tile(problem: Problem, q_tile: Shape) -> Shape:
         largest = max(range(problem.rank), key=lambda dim: (extents[dim], -dim))
         extents[largest] = -(-extents[largest] // 2)
     return tuple(extents)
-
-
-def _attributes(problem: Problem, tiles: TileConfig, pass_: Pass) -> dict[str, Shape | float]:
-    return attributes(problem, *(requested_pair(tiles, pass_) or _default_pair(problem, pass_)))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from natten_jax import native, simulator
-from natten_jax.backends.base import Gradients, Operands, Output, Pass, Saved, TilePair, requested_pair
+from natten_jax.backends.base import Backend, Gradients, Operands, Output, Platform, Saved
 from natten_jax.backends.kernel_rank import (
     attributes,
     delta,
@@ -23,16 +24,16 @@ from natten_jax.backends.kernel_rank import (
     with_kernel_rank,
 )
 from natten_jax.backends.ranking import rank_pairs
-from natten_jax.devices import ComputeCapability, Device, cuda_device
+from natten_jax.devices import ComputeCapability, Device
 from natten_jax.native import ResultType
-from natten_jax.problem import MemoryUsagePreference, Problem, TileConfig
+from natten_jax.passes import Pass, TilePair
+from natten_jax.performance import MemoryUsagePreference, Performance
+from natten_jax.plan import Plan
+from natten_jax.problem import Problem
 
 _FORWARD = "natten_jax_sm80_forward"
 _BACKWARD = "natten_jax_sm80_backward"
 _DELTA = "natten_jax_sm80_delta"
-_LEAST_COMPUTE_CAPABILITY = (8, 0)
-_DTYPES = ("float32", "float16", "bfloat16")
-_HEAD_DIM_STEP = 8
 _LARGEST_HEAD_DIM = 256
 _LARGEST_TILE = 128  # tokens
 _WIDE_Q_TILE = 256  # tokens, forward, of some heads
@@ -61,95 +62,85 @@ _TF32_PRECISIONS = (
 )
 
 
-class CutlassBackend:
+class CutlassBackend(Backend):
     """Attention on any NVIDIA GPU since Ampere."""
 
     family = "cutlass"
-    query_family = "cutlass"
-    is_pure_jax = False
-    fuses_additional_kv = True
+    platform = Platform("cuda", (8, 0))
+    dtypes = ("float32", "float16", "bfloat16")
+    head_dim_step = 8
+    largest_head_dim = _LARGEST_HEAD_DIM
+    targets: ClassVar = {"forward": (_FORWARD,), "backward": (_BACKWARD, _DELTA)}
 
     def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
-        """Why the kernels cannot run a pass."""
-        capability = device.compute_capability
-        if device.platform != "cuda" or capability is None or capability < _LEAST_COMPUTE_CAPABILITY:
-            return f"it runs on NVIDIA GPUs of compute capability 8.0 or higher, not on {device}"
-        if problem.dtype not in _DTYPES:
-            return f"it supports {', '.join(_DTYPES)}, not {problem.dtype}"
-        for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-            if head_dim % _HEAD_DIM_STEP or head_dim > _LARGEST_HEAD_DIM:
-                return f"{name} must be a multiple of {_HEAD_DIM_STEP} up to {_LARGEST_HEAD_DIM}, not {head_dim}"
-        if not device.is_present:
-            return None
-        return native.missing(_FORWARD if pass_ == "forward" else _BACKWARD) or _missing_code(capability)
+        """Why the kernels cannot run a pass; this build may have no code for the GPU."""
+        reason = super().rejection(problem, device, pass_)
+        if reason is not None or not device.is_present or device.compute_capability is None:
+            return reason
+        return _missing_code(device.compute_capability)
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Query and key/value tiles by estimated time, the fastest first."""
         return list(_ranked_pairs(problem, pass_, _tile_sizes(problem, device, pass_)))
 
-    def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
-        """The kernels take any tile of up to 128 queries and 128 keys; forward, 64 or 256 queries for some heads."""
-        limits = (_q_tile_tokens(problem, device) if pass_ == "forward" else _LARGEST_TILE, _LARGEST_TILE)
-        return all(
-            len(tile) == problem.rank and min(tile) >= 1 and math.prod(tile) <= limit
-            for tile, limit in zip(pair, limits, strict=True)
-        )
+    def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
+        """Most tokens of a tile: 128 queries and 128 keys; forward, 64 or 256 queries for some heads."""
+        return (_q_tile_tokens(problem, device) if pass_ == "forward" else _LARGEST_TILE), _LARGEST_TILE
 
-    def forward(self, problem: Problem, tiles: TileConfig, operands: Operands) -> Output:
+    def forward(self, plan: Plan, operands: Operands) -> Output:
         """Compute output and logsumexp."""
-        return output_of(operands, self._forward(problem, tiles, operands, saves=False))
+        return output_of(operands, _forward(plan, operands, saves=False))
 
-    def forward_saving(self, problem: Problem, tiles: TileConfig, operands: Operands) -> Saved:
+    def forward_saving(self, plan: Plan, operands: Operands) -> Saved:
         """Compute them for a backward pass."""
-        return saved_of(operands, self._forward(problem, tiles, operands, saves=True))
-
-    def _forward(self, problem: Problem, tiles: TileConfig, operands: Operands, *, saves: bool) -> list[jax.Array]:
-        q_tile, kv_tile = requested_pair(tiles, "forward") or self.tile_pairs(problem, cuda_device(), "forward")[0]
-        return native.call(
-            _FORWARD,
-            output_types(problem, operands, saves=saves),
-            *kernel_operands(problem, operands),
-            **attributes(problem, q_tile, kv_tile),
-            is_accurate=int(not _allows_tf32()),
-        )
+        return saved_of(operands, _forward(plan, operands, saves=True))
 
     def backward(
         self,
-        problem: Problem,
-        tiles: TileConfig,
+        plan: Plan,
         operands: Operands,
         saved: Saved,
         out_cotangent: jax.Array,
         logsumexp_cotangent: jax.Array,
     ) -> Gradients:
         """Compute the gradients of the differentiable operands."""
-        q_tile, kv_tile = requested_pair(tiles, "backward") or self.tile_pairs(problem, cuda_device(), "backward")[0]
+        problem, performance = plan.problem, plan.performance
         rank = functools.partial(with_kernel_rank, rank=problem.rank)
         out, out_cotangent, logsumexp_cotangent = map(rank, (saved.out, out_cotangent, logsumexp_cotangent))
-        reduction = delta if tiles.backward_use_xla_reduction else _kernel_delta
+        reduction = delta if performance.backward_use_xla_reduction else _kernel_delta
         logsumexp = rank(saved.logsumexp), saved_remainder(problem, saved)
         per_query = *logsumexp, out_cotangent, reduction(out, out_cotangent, logsumexp_cotangent)
         arrays = kernel_operands(problem, operands)
         results = [ResultType(array.shape, array.dtype) for array in arrays[:5]]
         if problem.dtype != "float32":
-            results.append(ResultType((scratch_elements(problem, arrays[0], tiles),), jnp.float32))
+            results.append(ResultType((scratch_elements(problem, arrays[0], performance),), jnp.float32))
         gradients = native.call(
             _BACKWARD,
             results,
             *arrays,
             *per_query,
-            **attributes(problem, q_tile, kv_tile),
+            **attributes(plan),
             is_accurate=int(not _allows_tf32()),
             # Blocks that share the key/value tiles of a head. One makes gradients reproducible. Memory does not depend
             # on their number, so that by default there are as many as tiles.
             kv_splits=1
-            if tiles.backward_deterministic
-            else min(math.prod(tiles.backward_kv_splits or (0,)), _MOST_SPLITS),
+            if performance.backward_deterministic
+            else min(math.prod(performance.backward_kv_splits or (0,)), _MOST_SPLITS),
         )
         return gradients_of(operands, gradients)
 
 
-def scratch_elements(problem: Problem, query: jax.Array, tiles: TileConfig) -> int:
+def _forward(plan: Plan, operands: Operands, *, saves: bool) -> list[jax.Array]:
+    return native.call(
+        _FORWARD,
+        output_types(plan.problem, operands, saves=saves),
+        *kernel_operands(plan.problem, operands),
+        **attributes(plan),
+        is_accurate=int(not _allows_tf32()),
+    )
+
+
+def scratch_elements(problem: Problem, query: jax.Array, performance: Performance) -> int:
     """Sums of the query gradient, float32, that fit into the memory which a backward pass may take.
 
     Where those of all heads do not, some batch entries, or else some heads of one entry, take turns; turns are alike.
@@ -157,9 +148,9 @@ def scratch_elements(problem: Problem, query: jax.Array, tiles: TileConfig) -> i
     Args:
         problem: The problem.
         query: ``[batch, *tokens, heads, head_dim]``, maybe a part of the problem's.
-        tiles: The memory preference.
+        performance: The memory preference.
     """
-    limit = _SCRATCH_BYTES[MemoryUsagePreference(tiles.memory_usage_preference)]
+    limit = _SCRATCH_BYTES[MemoryUsagePreference(performance.memory_usage_preference)]
     batch, heads = query.shape[0], query.shape[-2]
     heads_kv = heads * problem.heads_kv // problem.heads
     of_head = 4 * query.size // (batch * heads_kv)  # a key/value head's, with all query heads that share it

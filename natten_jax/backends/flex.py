@@ -10,67 +10,54 @@ derivatives of any order, forwards or backwards.
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from natten_jax.backends.base import Gradients, Operands, Output, Pass, Saved, TilePair
+from natten_jax.backends.base import Gradients, Operands, Output, PureJaxBackend, Saved
 from natten_jax.backends.flex_operands import TILE_PAIRS
 from natten_jax.backends.flex_rows import rows_of, softmax_of_rows
 from natten_jax.backends.flex_softmax import Products, Rows
 from natten_jax.backends.flex_tangents import tangents_of
 from natten_jax.devices import Device
-from natten_jax.problem import Problem, TileConfig
+from natten_jax.passes import Pass, TilePair
+from natten_jax.performance import Performance
+from natten_jax.plan import Plan
+from natten_jax.problem import Problem
 
-DTYPES = ("float32", "float16", "bfloat16", "float64")
-MAX_TILE_TOKENS = 1024
+_LARGEST_TILE = 1024  # tokens
 
 
-class FlexBackend:
+class FlexBackend(PureJaxBackend):
     """Blockwise attention in plain JAX; see :class:`natten_jax.backends.base.Backend`."""
 
     family = "flex"
-    query_family = "flex"
-    is_pure_jax = True
-    fuses_additional_kv = True
-
-    def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
-        """Why a pass of the problem cannot run; only the element type matters."""
-        if problem.dtype not in DTYPES:
-            return f"It computes in {', '.join(DTYPES)}, but the arrays are {problem.dtype}."
-        return None
+    dtypes = ("float32", "float16", "bfloat16", "float64")
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Query and key/value tile shapes of a pass, the recommended pair first."""
         return list(TILE_PAIRS[problem.rank])
 
-    def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
-        """Whether a pair of tile shapes is accepted: any is, up to a bound on its tokens."""
-        return all(len(tile) == problem.rank and min(tile) >= 1 and math.prod(tile) <= MAX_TILE_TOKENS for tile in pair)
+    def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
+        """A bound on a tile's tokens, within which any is accepted."""
+        return _LARGEST_TILE, _LARGEST_TILE
 
-    def forward(self, problem: Problem, tiles: TileConfig, operands: Operands) -> Output:
+    def forward(self, plan: Plan, operands: Operands) -> Output:
         """Compute output and logsumexp; JAX differentiates this to any order, forwards and backwards."""
-        output = _attend(problem, tiles, operands).output
-        return Output(output.out.astype(problem.dtype), output.logsumexp)
-
-    def forward_saving(self, problem: Problem, tiles: TileConfig, operands: Operands) -> Saved:
-        """Compute them for a backward pass."""
-        output = self.forward(problem, tiles, operands)
-        # The backward pass works out its rows anew.
-        return Saved(*output, jnp.zeros_like(output.logsumexp))
+        output = _attend(plan.problem, plan.performance, operands).output
+        return Output(output.out.astype(plan.problem.dtype), output.logsumexp)
 
     def backward(
         self,
-        problem: Problem,
-        tiles: TileConfig,
+        plan: Plan,
         operands: Operands,
         saved: Saved,
         out_cotangent: jax.Array,
         logsumexp_cotangent: jax.Array,
     ) -> Gradients:
         """Compute the gradients, from whatever computed the output."""
+        problem, tiles = plan.problem, plan.performance
         primals = Gradients(*operands[:5])
         output = Output(saved.out, saved.logsumexp)
         # Rows have to be the softmax of this backend's scores; the kernels that computed the output have their own.
@@ -92,7 +79,7 @@ class _Result(NamedTuple):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _attend(problem: Problem, tiles: TileConfig, operands: Operands) -> _Result:
+def _attend(problem: Problem, tiles: Performance, operands: Operands) -> _Result:
     """All in the accumulator's element type: the derivative is the more accurate for it."""
     _, softmax = softmax_of_rows(problem, tiles, operands, "forward", mixes=True)
     assert softmax.mixed is not None
@@ -106,7 +93,7 @@ def _attend(problem: Problem, tiles: TileConfig, operands: Operands) -> _Result:
 
 @_attend.defjvp
 def _attend_jvp(
-    problem: Problem, tiles: TileConfig, primals: tuple[Operands], tangents: tuple[Operands]
+    problem: Problem, tiles: Performance, primals: tuple[Operands], tangents: tuple[Operands]
 ) -> tuple[_Result, _Result]:
     (operands,), (operand_tangents,) = primals, tangents
     result = _attend(problem, tiles, operands)

@@ -7,9 +7,11 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from natten_jax.backends.base import Operands, Pass, TilePair, requested_pair
+from natten_jax.backends.base import Operands
 from natten_jax.backends.flex_blocks import Sweep, make_sweep
-from natten_jax.problem import Problem, TileConfig
+from natten_jax.passes import Pass, TilePair
+from natten_jax.performance import Performance
+from natten_jax.problem import Problem
 
 _Tree = TypeVar("_Tree")
 
@@ -26,29 +28,17 @@ TILE_PAIRS: dict[int, list[TilePair]] = {
 }
 
 
-def sweep_of(problem: Problem, tiles: TileConfig, operands: Operands, pass_: Pass, *, home_is_query: bool) -> Sweep:
-    pair = requested_pair(tiles, pass_) or TILE_PAIRS[problem.rank][0]
+def sweep_of(problem: Problem, tiles: Performance, operands: Operands, pass_: Pass, *, home_is_query: bool) -> Sweep:
+    pair = tiles.tiles(pass_)
+    assert pair is not None, "plans of pure JAX backends have the tiles of both passes"
     return make_sweep(
         problem,
         operands.query.shape[1:-2],
         operands.key.shape[1:-2],
         *pair,
-        rows=operands.query.shape[0] * problem.heads,
+        rows=problem.batch * problem.heads,
         home_is_query=home_is_query,
     )
-
-
-def varying_like(carry: _Tree, operands: Operands) -> _Tree:
-    """``carry``, varying over the manual mesh axes of ``operands`` too, as ``jax.shard_map`` asks of a scan's carry.
-
-    Adding a zero computed from the operands does it; XLA folds that away.
-    """
-    never = jnp.asarray(False)
-    for leaf in jax.tree.leaves(operands):
-        element = leaf[(0,) * leaf.ndim]
-        never = never | ((element == element) & False)
-    varying: _Tree = jax.tree.map(lambda array: array + never.astype(array.dtype), carry)
-    return varying
 
 
 def origins_of(problem: Problem, operands: Operands) -> jax.Array:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from natten_jax.backends.base import Operands, Pass
+from natten_jax.backends.base import Operands
 from natten_jax.backends.flex_blocks import AxisPosition
 from natten_jax.backends.flex_operands import (
     for_tiles,
@@ -23,10 +23,12 @@ from natten_jax.backends.flex_operands import (
     origins_of,
     sweep_of,
     tile_additional,
-    varying_like,
 )
 from natten_jax.backends.flex_softmax import Products, Rows, Softmax, exponentials, highest
-from natten_jax.problem import Problem, TileConfig
+from natten_jax.mesh import varying_like
+from natten_jax.passes import Pass
+from natten_jax.performance import Performance
+from natten_jax.problem import Problem
 
 #: A product of two float32 numbers of this size is off by less than 2e-5, and so is a weight.
 LARGEST_RELIABLE_LOGIT = 256.0
@@ -45,7 +47,7 @@ class RowsOfSweeps(NamedTuple):
 
 
 def softmax_of_rows(
-    problem: Problem, tiles: TileConfig, operands: Operands, pass_: Pass, *, mixes: bool
+    problem: Problem, tiles: Performance, operands: Operands, pass_: Pass, *, mixes: bool
 ) -> tuple[Softmax, Softmax]:
     """Sweep over query tiles.
 
@@ -94,7 +96,7 @@ def rows_of(softmax: Softmax) -> Rows:
     return Rows(softmax.maximum, jnp.where(softmax.total == 0, 0, jnp.log(softmax.total)))
 
 
-def rows_of_sweeps(problem: Problem, tiles: TileConfig, operands: Operands, rows: Rows) -> RowsOfSweeps:
+def rows_of_sweeps(problem: Problem, tiles: Performance, operands: Operands, rows: Rows) -> RowsOfSweeps:
     """Rows for both sweeps of the backward pass, constants for every derivative.
 
     Args:
@@ -112,7 +114,7 @@ def rows_of_sweeps(problem: Problem, tiles: TileConfig, operands: Operands, rows
     return _replaced_if(_may_be_large(problem, operands), compute, RowsOfSweeps(rows, rows))
 
 
-def _rows_by_key(problem: Problem, tiles: TileConfig, operands: Operands, additional: Softmax) -> Rows:
+def _rows_by_key(problem: Problem, tiles: Performance, operands: Operands, additional: Softmax) -> Rows:
     """Rows by the scores of the sweep over key/value tiles, and by given ones of additional tokens."""
     products = Products(problem)
     sweep = sweep_of(problem, tiles, operands, "backward", home_is_query=False)

@@ -21,15 +21,16 @@ from natten_jax.backends.flex_operands import (
     origins_of,
     sweep_of,
     tile_additional,
-    varying_like,
 )
 from natten_jax.backends.flex_rows import rows_of_sweeps
 from natten_jax.backends.flex_softmax import Products, Rows, softmax_weights
-from natten_jax.problem import Problem, TileConfig
+from natten_jax.mesh import varying_like
+from natten_jax.performance import Performance
+from natten_jax.problem import Problem
 
 
 def tangents_of(
-    problem: Problem, tiles: TileConfig, operands: Operands, output: Output, rows: Rows, tangents: Gradients
+    problem: Problem, tiles: Performance, operands: Operands, output: Output, rows: Rows, tangents: Gradients
 ) -> Output:
     """The rule in this module's description; linear in ``tangents``.
 
@@ -61,7 +62,7 @@ def tangents_of(
 
 
 def _query_tangents(
-    problem: Problem, tiles: TileConfig, operands: Operands, rows: Rows, tangents: Gradients
+    problem: Problem, tiles: Performance, operands: Operands, rows: Rows, tangents: Gradients
 ) -> tuple[jax.Array, jax.Array]:
     """Contributions to ``ds V + P V'`` and ``rowsum(ds)`` of the queries and the additional keys and values."""
     products = Products(problem)
@@ -132,7 +133,7 @@ def _query_tangents(
 
 
 def _key_tangents(
-    problem: Problem, tiles: TileConfig, operands: Operands, rows: Rows, tangents: Gradients
+    problem: Problem, tiles: Performance, operands: Operands, rows: Rows, tangents: Gradients
 ) -> tuple[jax.Array, jax.Array]:
     """Contributions to ``ds V + P V'`` and ``rowsum(ds)`` of the keys and values."""
     products = Products(problem)

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import functools
-import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from natten_jax import native, simulator
 from natten_jax.backends import hopper_backward
-from natten_jax.backends.base import Gradients, Operands, Output, Pass, Saved, TilePair, requested_pair
+from natten_jax.backends.base import Backend, Gradients, Operands, Output, Platform, Saved
 from natten_jax.backends.kernel_rank import attributes, kernel_operands, output_of, output_types, saved_of
 from natten_jax.backends.ranking import rank_pairs
 from natten_jax.devices import Device
-from natten_jax.native import OptionalArray, ResultType
-from natten_jax.problem import KernelSchedule, Problem, TileConfig
+from natten_jax.mesh import OptionalArray
+from natten_jax.native import ResultType
+from natten_jax.passes import Pass, TilePair
+from natten_jax.performance import KernelSchedule
+from natten_jax.plan import Plan
+from natten_jax.problem import Problem
 
 _FORWARD = "natten_jax_sm90_forward"
-_COMPUTE_CAPABILITY = (9, 0)
-_DTYPES = ("float16", "bfloat16")
-_HEAD_DIM_STEP = 8
-_LARGEST_HEAD_DIM = 256
 #: The backward pass loads head dimensions in rows of 128 bytes; others are padded with zeros.
 _HEAD_DIM_CHUNK = 64
 #: Queries and keys of the forward kernels' tiles, by the widest heads that they are compiled for.
@@ -33,63 +33,48 @@ _FORWARD_TILES = {
 }
 
 
-class HopperBackend:
+class HopperBackend(Backend):
     """Attention on Hopper GPUs."""
 
     family = "hopper"
     query_family = "cutlass_hopper"
-    is_pure_jax = False
-    fuses_additional_kv = True
-
-    def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
-        """Why the kernels cannot run a pass."""
-        if device.platform != "cuda" or device.compute_capability != _COMPUTE_CAPABILITY:
-            return f"it runs on NVIDIA GPUs of compute capability 9.0 only, not on {device}"
-        if problem.dtype not in _DTYPES:
-            return f"it supports {', '.join(_DTYPES)}, not {problem.dtype}"
-        for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-            if head_dim % _HEAD_DIM_STEP or head_dim > _LARGEST_HEAD_DIM:
-                return f"{name} must be a multiple of {_HEAD_DIM_STEP} up to {_LARGEST_HEAD_DIM}, not {head_dim}"
-        targets = (_FORWARD,) if pass_ == "forward" else hopper_backward.TARGETS
-        missing = (native.missing(target) for target in targets)
-        return next(filter(None, missing), None) if device.is_present else None
+    platform = Platform("cuda", (9, 0), is_exact=True)
+    dtypes = ("float16", "bfloat16")
+    head_dim_step = 8
+    largest_head_dim = max(_FORWARD_TILES)
+    targets: ClassVar = {"forward": (_FORWARD,), "backward": hopper_backward.TARGETS}
+    schedules: ClassVar = {
+        "forward": (KernelSchedule.PING_PONG, KernelSchedule.COOPERATIVE, KernelSchedule.NON_PERSISTENT)
+    }
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Query and key/value tiles by estimated time, the fastest first."""
         return list(_ranked_pairs(problem, pass_))
 
-    def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
-        """The kernels take any tile of up to as many tokens as they are compiled for."""
-        limits = [max(tokens) for tokens in zip(*_tile_tokens(problem, pass_), strict=True)]
-        return all(
-            len(tile) == problem.rank and min(tile) >= 1 and math.prod(tile) <= limit
-            for tile, limit in zip(pair, limits, strict=True)
-        )
+    def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
+        """Most tokens of the tiles that the kernels for these heads are compiled for."""
+        query, key_value = (max(tokens) for tokens in zip(*_tile_tokens(problem, pass_), strict=True))
+        return query, key_value
 
-    def forward(self, problem: Problem, tiles: TileConfig, operands: Operands) -> Output:
+    def forward(self, plan: Plan, operands: Operands) -> Output:
         """Compute output and logsumexp."""
-        return output_of(operands, _forward(problem, tiles, operands, saves=False))
+        return output_of(operands, _forward(plan, operands, saves=False))
 
-    def forward_saving(self, problem: Problem, tiles: TileConfig, operands: Operands) -> Saved:
+    def forward_saving(self, plan: Plan, operands: Operands) -> Saved:
         """Compute them for a backward pass."""
-        return saved_of(operands, _forward(problem, tiles, operands, saves=True))
+        return saved_of(operands, _forward(plan, operands, saves=True))
 
     def backward(
         self,
-        problem: Problem,
-        tiles: TileConfig,
+        plan: Plan,
         operands: Operands,
         saved: Saved,
         out_cotangent: jax.Array,
         logsumexp_cotangent: jax.Array,
     ) -> Gradients:
         """Compute the gradients of the differentiable operands."""
-        q_tile, kv_tile = requested_pair(tiles, "backward") or _ranked_pairs(problem, "backward")[0]
         padded = hopper_backward.gradients(
-            problem,
-            q_tile,
-            kv_tile,
-            tiles,
+            plan,
             Operands._make([*map(_padded, operands[:5]), operands.origins]),
             saved._replace(out=_padded(saved.out)),
             _padded(out_cotangent),
@@ -101,18 +86,17 @@ class HopperBackend:
         )
 
 
-def _forward(problem: Problem, tiles: TileConfig, operands: Operands, *, saves: bool) -> list[jax.Array]:
-    q_tile, kv_tile = requested_pair(tiles, "forward") or _ranked_pairs(problem, "forward")[0]
-    schedule = KernelSchedule(tiles.kernel_schedule or KernelSchedule.PING_PONG)
-    is_persistent = tiles.run_persistent_kernel and schedule is not KernelSchedule.NON_PERSISTENT
+def _forward(plan: Plan, operands: Operands, *, saves: bool) -> list[jax.Array]:
+    schedule = plan.kernel_schedule
+    is_persistent = plan.performance.run_persistent_kernel and schedule is not KernelSchedule.NON_PERSISTENT
     return native.call(
         _FORWARD,
         [
-            *output_types(problem, operands, saves=saves),
+            *output_types(plan.problem, operands, saves=saves),
             ResultType((1,), jnp.int32),  # scratch: counts query tiles
         ],
-        *kernel_operands(problem, operands),
-        **attributes(problem, q_tile, kv_tile),
+        *kernel_operands(plan.problem, operands),
+        **attributes(plan),
         is_ping_pong=int(schedule is KernelSchedule.PING_PONG),
         is_persistent=int(is_persistent),
     )

@@ -20,7 +20,8 @@ from natten_jax.backends.kernel_rank import (
     with_kernel_rank,
 )
 from natten_jax.native import ResultType
-from natten_jax.problem import Problem, Shape, TileConfig
+from natten_jax.plan import Plan
+from natten_jax.problem import Shape
 
 TARGETS = ("natten_jax_sm90_backward", "natten_jax_sm90_backward_statistics")
 
@@ -31,25 +32,23 @@ def tile_tokens(head_dim: int) -> tuple[int, int]:
 
 
 def gradients(
-    problem: Problem,
-    q_tile: Shape,
-    kv_tile: Shape,
-    tiles: TileConfig,
+    plan: Plan,
     operands: Operands,
     saved: Saved,
     out_cotangent: jax.Array,
     logsumexp_cotangent: jax.Array,
 ) -> Gradients:
     """Call the kernels; head dimensions are multiples of what they load at once."""
+    problem, performance = plan.problem, plan.performance
     arrays = kernel_operands(problem, operands)
     rank = functools.partial(with_kernel_rank, rank=problem.rank)
     of_queries = [rank(array) for array in (saved.out, saved.logsumexp, out_cotangent, logsumexp_cotangent)]
-    reduction = _xla_statistics if tiles.backward_use_xla_reduction else _kernel_statistics
+    reduction = _xla_statistics if performance.backward_use_xla_reduction else _kernel_statistics
     statistics = reduction(*of_queries)
     # Sums of the query gradient, a counter of tiles, and those of who may add to the sums.
     scratch = arrays[0].size + 1
-    if tiles.backward_deterministic:
-        scratch += _query_tiles(operands.query, problem.dilation, q_tile)
+    if performance.backward_deterministic:
+        scratch += _query_tiles(operands.query, problem.dilation, plan.tiles[0])
     *results, _ = native.call(
         TARGETS[0],
         [*(ResultType(array.shape, array.dtype) for array in arrays[:5]), ResultType((scratch,), jnp.float32)],
@@ -57,8 +56,8 @@ def gradients(
         of_queries[2],
         statistics,
         saved_remainder(problem, saved),
-        **attributes(problem, q_tile, kv_tile),
-        is_deterministic=int(tiles.backward_deterministic),
+        **attributes(plan),
+        is_deterministic=int(performance.backward_deterministic),
     )
     return gradients_of(operands, results)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 
 from natten_jax.backends.base import Gradients, Operands, Output, Saved
 from natten_jax.native import ResultType
-from natten_jax.problem import Problem, Shape
+from natten_jax.plan import Plan
+from natten_jax.problem import Axis, Problem, Shape
 
 _KERNEL_RANK = 3
 
@@ -75,20 +77,20 @@ def gradients_of(operands: Operands, results: list[jax.Array]) -> Gradients:
     return Gradients(query, key, value, *results[3:5])
 
 
-def attributes(problem: Problem, q_tile: Shape, kv_tile: Shape) -> dict[str, Shape | float]:
+def attributes(plan: Plan) -> dict[str, Shape | float]:
     """The attributes that every target takes."""
-
-    def pad(values: tuple[int, ...], filler: int = 1) -> Shape:
-        return (*(filler,) * (_KERNEL_RANK - problem.rank), *map(int, values))
-
+    problem = plan.problem
+    missing = (Axis(1, 1, 1),) * (_KERNEL_RANK - problem.rank)
+    axes = {
+        field.name: tuple(int(getattr(axis, field.name)) for axis in (*missing, *problem.axes))
+        for field in dataclasses.fields(Axis)
+    }
+    q_tile, kv_tile = ((*(1,) * len(missing), *tile) for tile in plan.tiles)
     return {
-        "query_layout": pad(problem.query_layout),
-        "kv_layout": pad(problem.kv_layout),
-        "kernel_size": pad(problem.kernel_size),
-        "stride": pad(problem.stride),
-        "dilation": pad(problem.dilation),
-        "is_causal": pad(problem.is_causal, 0),
+        "query_layout": axes.pop("query_extent"),
+        "kv_layout": axes.pop("kv_extent"),
+        **axes,
         "scale": float(problem.scale),
-        "q_tile_shape": pad(q_tile),
-        "kv_tile_shape": pad(kv_tile),
+        "q_tile_shape": q_tile,
+        "kv_tile_shape": kv_tile,
     }

@@ -7,8 +7,9 @@ import warnings
 from collections.abc import Iterable
 
 from natten_jax import native
-from natten_jax.backends.base import Backend, Pass
+from natten_jax.backends.base import Backend
 from natten_jax.devices import Device
+from natten_jax.passes import Pass
 from natten_jax.problem import Problem
 
 _was_warned = False
@@ -41,6 +42,13 @@ def lack(backends: Iterable[Backend], problem: Problem, device: Device, pass_: P
         if reason == native.load_error or backend.rejection(problem, elsewhere, pass_) is None:
             return f"{reason}. {_remedy(device)}"
     return None
+
+
+def warn_of_lack(backends: Iterable[Backend], problem: Problem, device: Device, pass_: Pass) -> None:
+    """Warn, the first time, if another build of this package would not have to run the portable backend."""
+    reason = None if _was_warned else lack(backends, problem, device, pass_)
+    if reason is not None:
+        warn_once(reason)
 
 
 def warn_once(reason: str) -> None:

@@ -11,18 +11,16 @@ import json
 import math
 from collections.abc import Sequence
 from importlib import resources
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from natten_jax.devices import ComputeCapability
-from natten_jax.problem import Problem, Shape
+from natten_jax.passes import Pass, TilePair
+from natten_jax.problem import Problem
 
 #: Rounds from which on kernels take tiles from a counter: kTilesWorthCounting of csrc/cuda/sm90/launch.cpp.
 _COUNTED_ROUNDS = 4
-
-Pass = Literal["forward", "backward"]
-TilePair = tuple[Shape, Shape]
 
 
 def ordered(pair: TilePair, pass_: Pass) -> TilePair:

@@ -21,7 +21,7 @@ from natten_jax.profiler.optimize import Optimum, best_table, configuration, opt
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.plot import plot_rows
 from natten_jax.profiler.tables import digits, format_time, print_lines, print_table
-from natten_jax.profiler.workload import UnavailableBackend, check_available, describe
+from natten_jax.profiler.workload import UnavailableBackend, check_available, request_of
 from natten_jax.quiet_exit import INTERRUPTED, run_quietly
 
 
@@ -95,7 +95,7 @@ def _measure(options: Options) -> int:
 def _keep_so_far(options: Options, optimum: Optimum) -> int:
     """What is left of a search after Ctrl-C: no profile, but the best configuration and every trial."""
     print("natten-jax-profiler: interrupted; this is the best so far", file=sys.stderr)
-    results = {**report.context(options, describe(options)[0]), **_search_results(options, optimum)}
+    results = {**report.context(options, request_of(options).problem), **_search_results(options, optimum)}
     _write(options.json, lambda: results)
     print_table(best_table(optimum))
     print_lines([*_search_lines(optimum), *_usage_lines(options)])
@@ -156,7 +156,8 @@ def _search_lines(optimum: Optimum) -> list[str]:
 def _show_where_it_runs(options: Options) -> None:
     """A dry run for the GPUs that a backend is for, whatever is at hand."""
     family = (options.backend or options.fmha_backend or "").rpartition("-")[0]
-    capability = KNOWN_FAMILIES[family]
+    capability = KNOWN_FAMILIES[family].compute_capability
+    assert capability is not None  # the CPU is always at hand
     print_lines([f"A dry run with --compute-capability {capability[0]}.{capability[1]} shows:"])
     anywhere = dataclasses.replace(options, backend=None, fmha_backend=None)
     dry_run.print_dry_run(anywhere, Device("cuda", capability, is_present=False))

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from natten_jax import backends
-from natten_jax.devices import ComputeCapability
-from natten_jax.problem import KernelSchedule
+from natten_jax.backends.base import Platform
+from natten_jax.performance import KernelSchedule
 from natten_jax.profiler.baselines import BASELINES
 from natten_jax.profiler.options import DTYPES, Options
 from natten_jax.profiler.outputs import chart_problem, folder_problem
@@ -21,7 +21,10 @@ from natten_jax.version import __version__
 _FOREIGN_BASELINES = ("xformers", "fav2")
 
 #: Backend families of NATTEN's profiler, and the GPUs that they are for: such a name is never a typing error.
-KNOWN_FAMILIES: dict[str, ComputeCapability] = {"cutlass": (8, 0), "hopper": (9, 0), "blackwell": (10, 0)}
+KNOWN_FAMILIES: dict[str, Platform] = {
+    "blackwell": Platform("cuda", (10, 0), is_exact=True),
+    **{backend.family: backend.platform for backend in backends.registered() if backend.platform is not None},
+}
 
 _TILE_FLAGS = ("q_tile", "kv_tile", "backward_q_tile", "backward_kv_tile")
 _OUTPUT_FILES = ("json", "csv", "plot")
@@ -105,8 +108,8 @@ def _check_modes(parser: Parser, given: argparse.Namespace) -> None:
 
 def _check_backends(parser: Parser, given: argparse.Namespace) -> None:
     known = tuple(KNOWN_FAMILIES)
-    fna = (*backends.backend_names("fna"), *(f"{family}-fna" for family in known))
-    fmha = (*backends.backend_names("fmha"), *(f"{family}-fmha" for family in known))
+    fna = (*backends.names("fna"), *(f"{family}-fna" for family in known))
+    fmha = (*backends.names("fmha"), *(f"{family}-fmha" for family in known))
     for option, name in (("--backend", given.backend), ("--compare", given.compare)):
         if name is None:
             continue
@@ -119,13 +122,13 @@ def _check_backends(parser: Parser, given: argparse.Namespace) -> None:
             parser.error(f"{option} {name} is an attention backend: name it with --fmha-backend")
         if name not in (*fna, *BASELINES):
             parser.error(
-                f"{option} {name} is unknown; choose one of {', '.join(backends.backend_names('fna'))}, "
+                f"{option} {name} is unknown; choose one of {', '.join(backends.names('fna'))}, "
                 f"or a baseline: {', '.join(BASELINES)}"
             )
     if given.compare is not None and given.compare == given.backend:
         parser.error(f"--compare {given.compare} is what --backend runs already")
     if given.fmha_backend is not None and given.fmha_backend not in fmha:
-        choices = ", ".join(backends.backend_names("fmha"))
+        choices = ", ".join(backends.names("fmha"))
         parser.error(f"--fmha-backend {given.fmha_backend} is unknown; choose one of {choices}")
 
 
@@ -260,12 +263,12 @@ def _add_configuration(group: Any) -> None:
     positive = at_least(1)
     group.add_argument(
         "--backend", metavar="NAME",
-        help=f"{', '.join(backends.backend_names('fna'))} (default: the best that runs the problem), or a baseline "
+        help=f"{', '.join(backends.names('fna'))} (default: the best that runs the problem), or a baseline "
         f"that computes self attention: {', '.join(BASELINES)}",
     )
     group.add_argument(
         "--fmha-backend", metavar="NAME",
-        help=f"{', '.join(backends.backend_names('fmha'))}: runs self attention and additional key/value tokens",
+        help=f"{', '.join(backends.names('fmha'))}: runs self attention and additional key/value tokens",
     )
     for name, what in zip(_TILE_FLAGS, ("query", "key/value") * 2, strict=True):
         pass_ = "backward" if name.startswith("backward") else "forward"

@@ -10,13 +10,13 @@ from natten_jax.profiler.configurations import Listing, listings, rejections, ti
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.report import context, problem_line
 from natten_jax.profiler.tables import Table, digits, format_time, print_lines, print_table
-from natten_jax.profiler.workload import describe
+from natten_jax.profiler.workload import request_of
 from natten_jax.simulator import Simulation
 
 
 def print_dry_run(options: Options, device: Device, file: TextIO | None = None) -> bool:
     """Print the tables; return whether any backend can run the problem."""
-    problem, _ = describe(options)
+    problem = request_of(options).problem
     print_lines([problem_line(options, problem), f"Device: {device}"], file)
     found = list(listings(options, device))
     names = list(dict.fromkeys(each.backend for each in found))
@@ -34,13 +34,13 @@ def print_dry_run(options: Options, device: Device, file: TextIO | None = None) 
 
 def to_json(options: Options, device: Device) -> dict[str, Any]:
     """Every configuration, with what the simulator says about it."""
-    problem, _ = describe(options)
+    problem = request_of(options).problem
     return {
         **context(options, problem),
         "dry_run_device": dataclasses.asdict(device),
         "configurations": [
             {
-                "backend": each.backend,
+                "backend": str(each.backend),
                 "pass": each.pass_,
                 "q_tile_shape": pair[0],
                 "kv_tile_shape": pair[1],
@@ -50,7 +50,7 @@ def to_json(options: Options, device: Device) -> dict[str, Any]:
             for each in listings(options, device)
             for pair in each.pairs
         ],
-        "rejections": rejections(options, device),
+        "rejections": {str(name): why for name, why in rejections(options, device).items()},
     }
 
 

@@ -17,15 +17,16 @@ from typing import Any
 import jax
 
 from natten_jax import backends
-from natten_jax.backends.base import Pass, TilePair
-from natten_jax.configs import kernel_schedules
 from natten_jax.devices import Device, default_device
+from natten_jax.passes import Pass, TilePair
+from natten_jax.plan import BackendId
 from natten_jax.profiler import capture
 from natten_jax.profiler.configurations import Listing, candidates, listing, main_part, tile_text
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.progress import Progress
 from natten_jax.profiler.tables import Table
 from natten_jax.profiler.workload import Workload, check_available, compile_workload, passes
+from natten_jax.resolve import resolve
 
 #: Configurations of a pass that are compiled, and of those that are measured a second time.
 _SCREENED, _FINALISTS = 40, 6
@@ -183,13 +184,13 @@ class _Search:
 
     def _rivals(self) -> Iterator[Options]:
         """The options with each backend that is worth a search."""
-        part = main_part(self._options)
+        problem = main_part(self._options).request.problem
         named = []
         for backend in candidates(self._options):
             # One without a backward pass is a rival, too: another backend serves its gradients.
-            if backend.rejection(part.problem, self._device, "forward") is None:
-                name = backends.backend_name(backend, part.problem.operator)
-                named.append((backend, _with_backend(self._options, name)))
+            if backend.rejection(problem, self._device, "forward") is None:
+                id_ = BackendId(backend.family, problem.operator)
+                named.append((backend, _with_backend(self._options, id_)))
         if len(named) < 2:
             yield from (options for _, options in named)
             return
@@ -240,13 +241,11 @@ class _Search:
         return (last[0].seconds or 0.0, last[0].options) if last else None
 
     def _offered(self, options: Options, pass_: Pass) -> Listing | None:
-        part = main_part(options)
         try:
-            backend = backends.choose_pass(part.problem, part.tiles, self._device, pass_, part.backend)
+            plan = resolve(main_part(options).request, self._device, pass_)
         except ValueError:
             return None
-        name = backends.backend_name(backend, part.problem.operator)
-        return listing(backend, part.problem, self._device, pass_, name)
+        return listing(backends.find(plan.backend, plan.backend.operator), plan.problem, self._device, pass_)
 
     def _screen(self, every: Sequence[Options]) -> list[Trial]:
         """Brief measurements, as many as the budget allows."""
@@ -338,22 +337,21 @@ class _Search:
 
 def spelled_out(options: Options, workload: Workload) -> Options:
     """The options with every choice named that their compiled program made for itself."""
-    name = workload.backends["forward"]
-    options = _with_backend(options, name)
-    for pass_, pair in workload.tiles.items():
-        options = _with_tiles(options, pair, "forward" if pass_ == "forward" else "backward")
-    if options.schedule is None:
-        schedules = kernel_schedules(name.rpartition("-")[0], "forward")
-        options = dataclasses.replace(options, schedule=str(schedules[0]) if schedules else None)
+    for pass_, plan in workload.plans.items():
+        if pass_ == "forward":
+            options = _with_backend(options, plan.backend)
+            options = dataclasses.replace(options, schedule=plan.performance.kernel_schedule)
+        options = _with_tiles(options, plan.tiles, pass_)
     return options
 
 
-def _with_backend(options: Options, name: str) -> Options:
+def _with_backend(options: Options, id_: BackendId) -> Options:
     """The options with the backend named that runs the tokens themselves."""
-    if name.endswith("-fmha"):
+    name = str(id_)
+    if id_.operator == "fmha":
         return dataclasses.replace(options, backend=None, fmha_backend=name)
     # Naming a backend for additional tokens would keep them out of the kernel that takes them, too.
-    counterpart = None if options.add_kv else backends.fmha_counterpart(name)
+    counterpart = None if options.add_kv else backends.counterpart(name)
     return dataclasses.replace(options, backend=name, fmha_backend=options.fmha_backend or counterpart)
 
 

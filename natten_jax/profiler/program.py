@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import re
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+
+from natten_jax.plan import Plan
 
 # `  ROOT %name = f32[8,16]{1,0} fusion(%a, %b), kind=kLoop, ...`; tuple types hold no lower-case word before `(`.
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*?(?<![\w.-])([a-z][\w-]*)\(")
@@ -17,8 +21,8 @@ _SCOPE = re.compile(r'op_name="([^";]*)')  # merged instructions list several, w
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _CALLED = re.compile(r"calls=%?([\w.-]+)")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) .*\{$")
-# What the operator marks its instructions with (natten_jax.partition.named).
-_DESCRIPTION = re.compile(r'natten_jax="([^"]*)"')
+# What the operator marks its instructions with (natten_jax.run), in front of a JSON object.
+_MARK = "natten_jax={"
 
 # Instructions that do nothing but run others.
 _CONTAINERS = ("while", "conditional", "call", "async-start", "async-done")
@@ -32,14 +36,14 @@ class Instruction:
         opcode: ``"fusion"``, ``"custom-call"``, ``"copy"``, ...
         scope: The path of scopes in the traced function, ending in the name of a JAX primitive.
         target: What a custom call calls; empty for other instructions.
-        description: What natten_jax marked the instruction with; empty where it is none of its own.
+        plan: How the pass runs that natten_jax marked the instruction as part of; ``None`` where it is none of its own.
         fused: Opcodes inside a fusion.
     """
 
     opcode: str = ""
     scope: str = ""
     target: str = ""
-    description: str = ""
+    plan: Plan | None = None
     fused: frozenset[str] = frozenset()
 
     def fusing(self, *opcodes: Iterable[str]) -> Instruction:
@@ -86,9 +90,7 @@ class Program:
             if match := _INSTRUCTION.match(line):
                 name, opcode = match.groups()
                 opcodes.setdefault(computation, set()).add(opcode)
-                instructions[name] = Instruction(
-                    opcode, _first(_SCOPE, line), _first(_TARGET, line), _first(_DESCRIPTION, line)
-                )
+                instructions[name] = Instruction(opcode, _first(_SCOPE, line), _first(_TARGET, line), _plan(line))
                 if opcode == "fusion":
                     called[name] = _first(_CALLED, line)
             elif match := _COMPUTATION.match(line):
@@ -115,3 +117,22 @@ class Program:
 def _first(pattern: re.Pattern[str], line: str) -> str:
     match = pattern.search(line)
     return match[1] if match else ""
+
+
+def _plan(line: str) -> Plan | None:
+    start = line.find(_MARK)
+    return None if start < 0 else marked_plan(line[start + len(_MARK) - 1 :])
+
+
+def marked_plan(text: str) -> Plan | None:
+    """The plan that a text starts with; ``None`` of what another version of the package wrote."""
+    try:
+        _, end = json.JSONDecoder().raw_decode(text)
+        return _plan_of(text[:end])
+    except ValueError:
+        return None
+
+
+@functools.lru_cache(maxsize=256)
+def _plan_of(payload: str) -> Plan:
+    return Plan.of_payload(payload)

@@ -83,7 +83,9 @@ def _tile_lines(result: Result) -> Iterator[str]:
         pair = result.tiles[pass_]
         family = result.backends[pass_].rpartition("-")[0]
         calibration = simulator.calibration_for(family, result.device.compute_capability)
-        simulation = simulator.simulate(parts_of(result.options)[0].problem, pair, pass_, calibration=calibration)
+        simulation = simulator.simulate(
+            parts_of(result.options)[0].request.problem, pair, pass_, calibration=calibration
+        )
         counts = simulation.counts
         visits = "KV tiles per query tile" if pass_ == "forward" else "query tiles per KV tile"
         line = (

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from natten_jax import backends, simulator
-from natten_jax.backends.base import Pass, requested_pair
 from natten_jax.devices import Device
+from natten_jax.passes import Pass
 from natten_jax.profiler.configurations import Listing, listing, main_part, tile_text
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.report import context, problem_line
 from natten_jax.profiler.tables import Table, digits, format_time, print_lines, print_table
-from natten_jax.profiler.workload import describe, passes
+from natten_jax.profiler.workload import passes, request_of
+from natten_jax.resolve import resolve
 from natten_jax.simulator import Recommendation, Simulation
 
 
@@ -40,39 +41,37 @@ def simulate(options: Options, device: Device) -> Simulated:
     Raises:
         ValueError: No backend runs the problem on such a device.
     """
-    part = main_part(options)
+    request = main_part(options).request
     simulated: dict[Pass, tuple[str, Simulation]] = {}
     first: Listing | None = None
     for pass_ in passes(options):
-        backend = backends.choose_pass(part.problem, part.tiles, device, pass_, part.backend)
-        name = backends.backend_name(backend, part.problem.operator)
-        offered = listing(backend, part.problem, device, pass_, name)
-        pair = requested_pair(part.tiles, pass_) or offered.pairs[0]
-        simulated[pass_] = name, offered.simulate(pair, device)
+        plan = resolve(request, device, pass_)
+        offered = listing(backends.find(plan.backend, plan.backend.operator), plan.problem, device, pass_)
+        simulated[pass_] = str(plan.backend), offered.simulate(plan.tiles, device)
         first = first or offered
     assert first is not None
     recommendation = None
     forward = simulated["forward"][1]
-    if not forward.counts.is_fully_block_sparse and not part.problem.is_attention:
-        requested = requested_pair(part.tiles, "forward")
+    if not forward.counts.is_fully_block_sparse and not request.problem.is_attention:
+        requested = request.performance.tiles("forward")
         recommendation = simulator.recommend_stride(
-            part.problem,
+            request.problem,
             [requested] if requested else first.pairs,
-            calibration=simulator.calibration_for(first.family, device.compute_capability),
+            calibration=simulator.calibration_for(first.backend.family, device.compute_capability),
         )
     return Simulated(options, device, simulated, recommendation)
 
 
 def print_simulation(simulated: Simulated, file: TextIO | None = None) -> None:
     """Print the table and the recommendation."""
-    problem, _ = describe(simulated.options)
+    problem = request_of(simulated.options).problem
     print_table(_table(simulated), file)
     print_lines([problem_line(simulated.options, problem), f"Device: {simulated.device}", *_advice(simulated)], file)
 
 
 def to_json(simulated: Simulated) -> dict[str, Any]:
     """The simulation as JSON values."""
-    problem, _ = describe(simulated.options)
+    problem = request_of(simulated.options).problem
     return {
         **context(simulated.options, problem),
         "simulated_device": dataclasses.asdict(simulated.device),

@@ -143,7 +143,7 @@ def name(symbol: str, instruction: Instruction, operator: str, scope: str = "") 
     target = instruction.target.lower()
     for rule in _RULES:
         if re.search(rule.target, target) and re.search(rule.pattern, lowered):
-            family = _operator(instruction.description) or operator
+            family = operator if instruction.plan is None else instruction.plan.backend.operator
             operation = rule.operation.format(operator=family.capitalize())
             if not operation:
                 is_fusion = instruction.opcode == "fusion" or "fusion" in lowered
@@ -219,11 +219,6 @@ def _scope_label(path: str) -> str:
         return ""
     *scopes, primitive = [part for part in path.split("/") if not _SILENT_SCOPES.fullmatch(part)] or [""]
     return "/".join([*scopes[-1:], primitive])
-
-
-def _operator(description: str) -> str:
-    match = re.search(r"backend=\S*?-(fna|fmha)", description)
-    return match[1] if match else ""
 
 
 def _arch(lowered: str) -> str:

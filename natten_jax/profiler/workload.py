@@ -5,43 +5,31 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import natten_jax
-from natten_jax import backends, op
-from natten_jax.backends.base import Pass, TilePair, requested_pair
+from natten_jax import backends, parts
 from natten_jax.devices import Device, default_device
-from natten_jax.problem import Problem, TileConfig, attention_problem, neighborhood_problem, tile_config
+from natten_jax.parts import Kind, Part
+from natten_jax.passes import Pass, TilePair
+from natten_jax.performance import performance_of
+from natten_jax.plan import Plan
+from natten_jax.problem import Problem, problem_of
 from natten_jax.profiler import baselines
 from natten_jax.profiler.arguments import KNOWN_FAMILIES
 from natten_jax.profiler.capture import Launch
 from natten_jax.profiler.options import DTYPES, Options
 from natten_jax.profiler.program import Program, compile_for_trace
+from natten_jax.resolve import Request, resolve
 
 _MOST_ELEMENTS = 2**63 - 1
 
 
 class UnavailableBackend(ValueError):
     """A backend that this package has no kernels for on the device at hand, or at all."""
-
-
-class Part(NamedTuple):
-    """One attention call of a workload.
-
-    Attributes:
-        name: ``""``, or ``"additional_kv_"`` for the attention to additional tokens.
-        problem: What the backend gets.
-        tiles: Tiles that were asked for.
-        backend: The backend that was asked for.
-    """
-
-    name: str
-    problem: Problem
-    tiles: TileConfig
-    backend: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +41,7 @@ class Workload:
         problem: The problem; that of a baseline is self attention.
         backends: What runs the ``"forward"`` and ``"backward"`` pass, and ``"additional_kv_forward"`` and so on for
             additional tokens.
-        tiles: Query and key/value tile of each pass of a backend of this package.
+        plans: How each pass of the tokens themselves runs; empty for baselines.
         device: Where it runs.
         compiled: The program.
         arguments: Its inputs.
@@ -63,7 +51,7 @@ class Workload:
     options: Options
     problem: Problem
     backends: dict[str, str]
-    tiles: dict[str, TilePair]
+    plans: dict[Pass, Plan]
     device: Device
     compiled: jax.stages.Compiled
     arguments: tuple[jax.Array, ...]
@@ -77,6 +65,11 @@ class Workload:
     def launch(self) -> Launch:
         """For a capture."""
         return Launch(self.run, self.program)
+
+    @property
+    def tiles(self) -> dict[Pass, TilePair]:
+        """Query and key/value tile of each pass of a backend of this package."""
+        return {pass_: plan.tiles for pass_, plan in self.plans.items()}
 
     @property
     def operator(self) -> str:
@@ -100,25 +93,24 @@ def compile_workload(
     """
     device = default_device()
     check_available(options, device)
-    problem, _ = describe(options)
-    parts = parts_of(options)
+    problem = request_of(options).problem
     chosen: dict[str, str] = {}
-    tiles: dict[str, TilePair] = {}
+    plans: dict[Pass, Plan] = {}
     if options.is_baseline:
         chosen.update(dict.fromkeys(passes(options), str(options.backend)))
-    for part in [] if options.is_baseline else parts:
+    for part in () if options.is_baseline else parts_of(options):
         for pass_ in passes(options):
-            backend = backends.choose_pass(part.problem, part.tiles, device, pass_, part.backend)
-            chosen[f"{part.name}{pass_}"] = backends.backend_name(backend, part.problem.operator)
-            if not part.name:
-                requested = requested_pair(part.tiles, pass_)
-                tiles[pass_] = requested or backend.tile_pairs(part.problem, device, pass_)[0]
+            plan = resolve(part.request, device, pass_)
+            is_additional = part.kind is Kind.ADDITIONAL
+            chosen[f"additional_kv_{pass_}" if is_additional else pass_] = str(plan.backend)
+            if not is_additional:
+                plans[pass_] = plan
     function = _function(options, problem, device)
     function.__name__ = name
     # Of another problem's inputs, the additional tokens at the end may be too many.
     arguments = make_inputs(options) if arguments is None else arguments[: len(shapes(options)) + options.backprop]
     compiled = compile_for_trace(function, *arguments)
-    return Workload(options, problem, chosen, tiles, device, compiled, arguments, Program.of(compiled))
+    return Workload(options, problem, chosen, plans, device, compiled, arguments, Program.of(compiled))
 
 
 def passes(options: Options) -> tuple[Pass, ...]:
@@ -135,58 +127,51 @@ def check_available(options: Options, device: Device) -> None:
     for name in (options.backend, options.fmha_backend):
         if name is None or name in baselines.BASELINES:
             continue
-        family, _, operator = name.rpartition("-")
-        capability = KNOWN_FAMILIES.get(family)
-        if capability is None:
+        family, _, _ = name.rpartition("-")
+        platform = KNOWN_FAMILIES.get(family)
+        if platform is None:
             continue
-        version = "{}.{}".format(*capability)
-        found = device.compute_capability or (0, 0)
-        is_there = device.platform == "cuda" and (found >= capability if family == "cutlass" else found == capability)
-        if name not in backends.backend_names(operator):
+        if name not in backends.names():
             raise UnavailableBackend(
-                f"{name} is for NVIDIA GPUs of compute capability {version}, for which this version has no kernels of "
-                "its own" + ("" if is_there else f", and this is {device}")
+                f"{name} is for {platform}, for which this version has no kernels of its own"
+                + ("" if platform.has(device) else f", and this is {device}")
             )
-        if not is_there:
-            raise UnavailableBackend(
-                f"{name} runs on NVIDIA GPUs of compute capability {version}{' and above' * (family == 'cutlass')} "
-                f"only, and this is {device}"
-            )
+        if not platform.has(device):
+            raise UnavailableBackend(f"{name} runs on {platform}, and this is {device}")
 
 
-def describe(options: Options) -> tuple[Problem, TileConfig]:
-    """The problem and the tiles that the options stand for.
+def request_of(options: Options) -> Request:
+    """What the options ask of the operators.
 
     Raises:
         ValueError: The operators do not take this problem.
     """
-    query, key, value, *additional = shapes(options)
-    keys, values = additional or (None, None)
-    problem = neighborhood_problem(
-        options.rank, query, key, value,
-        options.window_size, options.stride, options.dilation, options.causal, None, keys, values,
-    )  # fmt: skip
-    return problem, tile_config(options.rank, **tile_arguments(options))
-
-
-def parts_of(options: Options) -> list[Part]:
-    """The attention calls that the operators make of the options, as the backends see them."""
-    problem, tiles = describe(options)
-    query, key, value, *additional = (_flat(each) for each in shapes(options))
-    fmha_backend = options.fmha_backend or _counterpart(options.backend)
-    if problem.is_attention:
-        whole = attention_problem(query, _longer(key, options.add_kv), _longer(value, options.add_kv), None, False)
-        whole = dataclasses.replace(whole, is_causal=(any(problem.is_causal),))
-        return [Part("", whole, _flat_tiles(options), fmha_backend)]
+    problem = problem_of(
+        options.input_size,
+        options.window_size,
+        options.stride,
+        options.dilation,
+        options.causal,
+        batch=options.batch_size,
+        heads=options.heads,
+        heads_kv=options.heads_kv,
+        head_dim=options.dim,
+        head_dim_v=options.dim_value,
+        dtype=DTYPES[options.dtype],
+        additional_kv=options.add_kv,
+    )
     backend = None if options.is_baseline else options.backend
-    if additional and options.fmha_backend is None and op.fuses_additional_kv(op.Call(problem, tiles, backend)):
-        return [Part("", problem, tiles, backend)]  # as the operators decide
-    parts = [Part("", dataclasses.replace(problem, additional_kv=0), tiles, backend)]
-    if additional:
-        keys, values = additional
-        context = attention_problem(query, keys, values, None, False)
-        parts.append(Part("additional_kv_", context, TileConfig(), fmha_backend))
-    return parts
+    return Request(problem, performance_of(options.rank, **performance_arguments(options)), backend)
+
+
+def attention_kwargs(options: Options) -> dict[str, Any] | None:
+    """The operators' argument of that name."""
+    return None if options.fmha_backend is None else {"backend": options.fmha_backend}
+
+
+def parts_of(options: Options) -> tuple[Part, ...]:
+    """The attention calls that the operators make of the options."""
+    return parts.parts_of(request_of(options), attention_kwargs(options))
 
 
 def shapes(options: Options) -> list[Any]:
@@ -221,7 +206,7 @@ def make_inputs(options: Options) -> tuple[jax.Array, ...]:
     return tuple(jax.random.normal(key, each.shape, each.dtype) for key, each in zip(keys, wanted, strict=True))
 
 
-def tile_arguments(options: Options) -> dict[str, Any]:
+def performance_arguments(options: Options) -> dict[str, Any]:
     """The performance arguments of the operators."""
     return {
         "q_tile_shape": options.q_tile,
@@ -243,7 +228,6 @@ def _function(options: Options, problem: Problem, device: Device) -> Callable[..
             return baselines.attend(name, *arrays[:3])
     else:
         operator: Callable[..., Any] = getattr(natten_jax, f"na{options.rank}d")
-        attention_kwargs = None if options.fmha_backend is None else {"backend": options.fmha_backend}
 
         def forward(*arrays: jax.Array) -> Any:
             query, key, value, *additional = arrays
@@ -257,9 +241,9 @@ def _function(options: Options, problem: Problem, device: Device) -> Callable[..
                 options.causal,
                 additional_keys=additional[0] if additional else None,
                 additional_values=additional[1] if additional else None,
-                attention_kwargs=attention_kwargs,
+                attention_kwargs=attention_kwargs(options),
                 backend=options.backend,
-                **tile_arguments(options),
+                **performance_arguments(options),
             )
 
     def forward_and_backward(cotangent: jax.Array, *arrays: jax.Array) -> Any:
@@ -267,25 +251,3 @@ def _function(options: Options, problem: Problem, device: Device) -> Callable[..
         return output, gradients(cotangent)
 
     return forward_and_backward if options.backprop else forward
-
-
-def _counterpart(backend: str | None) -> str | None:
-    return None if backend in baselines.BASELINES else backends.fmha_counterpart(backend)
-
-
-def _flat_tiles(options: Options) -> TileConfig:
-    arguments = tile_arguments(options)
-    for name in ("q_tile_shape", "kv_tile_shape", "backward_q_tile_shape", "backward_kv_tile_shape"):
-        if arguments[name] is not None:
-            arguments[name] = math.prod(arguments[name])
-    return tile_config(1, **arguments)
-
-
-def _flat(array: Any) -> Any:
-    batch, *layout, heads, dim = array.shape
-    return array.update(shape=(batch, math.prod(layout), heads, dim))
-
-
-def _longer(array: Any, tokens: int) -> Any:
-    batch, own, heads, dim = array.shape
-    return array.update(shape=(batch, own + tokens, heads, dim))

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from natten_jax.profiler.capture import DamagedTrace
-from natten_jax.profiler.program import Instruction, Program
+from natten_jax.profiler.program import Instruction, Program, marked_plan
 
 # XSpace, XPlane, an entry of a map, XEventMetadata, XStatMetadata, XStat.
 _PLANES = 1
@@ -96,7 +96,8 @@ def _program(module: _Message) -> Program:
                 for entry in _messages(each, _ATTRIBUTE_MAP)
             }
             scope = scopes[0].partition(";")[0] if scopes else ""
-            instructions[name] = Instruction(opcode, scope, _text(proto, _TARGET), attributes.get("natten_jax", ""))
+            plan = marked_plan(attributes.get("natten_jax", ""))
+            instructions[name] = Instruction(opcode, scope, _text(proto, _TARGET), plan)
             if opcode == "fusion":
                 calls[name] = _numbers(proto, _CALLED)
     for name, called in calls.items():

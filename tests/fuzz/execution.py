@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 from jax.extend.core import jaxpr_as_fun
+from plans import plans_of
 from problems import QUICK_COMPILATION
 
-from natten_jax import backends
 from natten_jax.backends.base import Operands
-from natten_jax.problem import TileConfig
+from natten_jax.performance import Performance
 
 from .accuracy import excesses, expectation
 from .problem import Fuzzed
@@ -106,9 +106,8 @@ def _public(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: None) 
 
 def _direct(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: jax.Array | None) -> Results:
     tensors, cotangents = inputs
-    backend = backends.find(problem.backend, problem.operator)
-    description, tiles = problem.description(), TileConfig(**problem.tiles)
+    backend, plans = plans_of(problem.backend, problem.description(), Performance(**problem.tiles))
     operands = Operands(*tensors, origins=None if origins is None else jnp.asarray(origins))
-    saved = backend.forward_saving(description, tiles, operands)
-    gradients = backend.backward(description, tiles, operands, saved, *cotangents)
+    saved = backend.forward_saving(plans["forward"], operands)
+    gradients = backend.backward(plans["backward"], operands, saved, *cotangents)
     return (saved.out, saved.logsumexp), oracle.Tensors(*gradients)

@@ -14,8 +14,11 @@ from families import Family
 from problems import Case
 
 from natten_jax import backends, devices
-from natten_jax.backends.base import Backend, Pass
-from natten_jax.problem import Problem, TileConfig, attention_problem, neighborhood_problem
+from natten_jax.array_arguments import attention_problem, neighborhood_problem
+from natten_jax.backends.base import Backend
+from natten_jax.passes import PASSES, Pass
+from natten_jax.performance import Performance, tile_names
+from natten_jax.problem import Operator, Problem
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -36,7 +39,7 @@ class Fuzzed:
         seed: Of the inputs.
         query_factor: Query and key are random normal times this.
         value_factor: Value likewise.
-        tiles: Fields of ``TileConfig``.
+        tiles: Fields of ``Performance``.
         is_direct: Whether the backend's own two passes are called, without the public operator.
         queries: The range of queries in each dimension that is computed, where that is only a part; direct calls only.
         keys: The range of keys that takes part.
@@ -54,7 +57,7 @@ class Fuzzed:
     keys: Ranges | None = None
 
     @property
-    def operator(self) -> str:
+    def operator(self) -> Operator:
         """``"fna"`` or ``"fmha"``."""
         return "fna" if self.case.queries is None else "fmha"
 
@@ -181,12 +184,11 @@ def with_tiles(problem: Fuzzed, rng: np.random.Generator) -> Fuzzed:
         "run_persistent_kernel": bool(rng.random() < 0.6),
         "kernel_schedule": [None, "non", "coop", "pp"][int(rng.integers(4))],
     }
-    passes: dict[Pass, str] = {"forward": "", "backward": "backward_"}
-    for pass_, prefix in passes.items():
+    for pass_ in PASSES:
         pair = _tile_pair(problem.description(), backend, pass_, rng)
         if pair is not None:
-            tiles |= {f"{prefix}q_tile_shape": pair[0], f"{prefix}kv_tile_shape": pair[1]}
-    defaults = vars(TileConfig())
+            tiles |= dict(zip(tile_names(pass_), pair, strict=True))
+    defaults = vars(Performance())
     return dataclasses.replace(problem, tiles={n: value for n, value in tiles.items() if value != defaults[n]})
 
 

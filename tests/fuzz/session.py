@@ -10,6 +10,7 @@ from typing import Any
 from families import family_named
 
 from natten_jax import backends, devices
+from natten_jax.passes import PASSES
 
 from .execution import complaints
 from .options import Options
@@ -40,7 +41,7 @@ def rejection(options: Options) -> str | None:
     family = family_named(options.family)
     operator = options.operators[0]
     problem = draw(family, (operator,), 0, 0, is_direct=False).description()
-    for pass_ in family.passes:
+    for pass_ in PASSES:
         reason = backends.find(f"{family.name}-{operator}", operator).rejection(
             problem, devices.default_device(), pass_
         )

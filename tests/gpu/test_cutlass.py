@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 import natten_jax
-from natten_jax import backends, devices, native
+from natten_jax import devices, native
+from natten_jax.array_arguments import neighborhood_problem
 from natten_jax.backends import cutlass
-from natten_jax.problem import MemoryUsagePreference, TileConfig, neighborhood_problem
+from natten_jax.performance import MemoryUsagePreference
+from natten_jax.resolve import Request, resolve
 
 pytestmark = pytest.mark.gpu
 
@@ -121,7 +123,7 @@ def test_hopper_comes_first_where_it_can(element_type: str, first: str) -> None:
         pytest.skip("it is not a Hopper GPU")
     array = jax.ShapeDtypeStruct((1, 40, 4, 64), element_type)
     problem = neighborhood_problem(1, array, array, array, 9, 1, 1, False, None, None, None)
-    assert backends.choose(problem, TileConfig(), device, "forward").family == first
+    assert resolve(Request(problem), device, "forward").backend.family == first
 
 
 def test_calls_in_command_buffers_follow_their_buffers() -> None:

@@ -1,0 +1,164 @@
+"""The array arguments of the public functions: what they have to agree in, and the problem that they describe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from natten_jax.problem import SUPPORTED_DTYPES, Problem, problem_of
+from natten_jax.static_arguments import Bools, Ints, one_bool
+
+#: An array that becomes a JAX array as ``jnp.asarray`` makes it.
+ArrayLike = jax.Array | np.ndarray[Any, Any]
+
+#: Batch size to plan for where it is a symbol, as in ``jax.export.symbolic_shape``.
+_UNKNOWN_BATCH = 1
+
+
+def as_jax_array(name: str, array: ArrayLike) -> jax.Array:
+    """``array`` as a JAX array; a NumPy one in the element type that JAX's settings allow.
+
+    Raises:
+        TypeError: It is no array.
+    """
+    check_array(name, array)
+    if isinstance(array, np.ndarray) and jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
+        array = jnp.asarray(array)
+    return array  # type: ignore[return-value]  # JAX's functions take NumPy's arrays as they are
+
+
+def neighborhood_problem(
+    rank: int,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    kernel_size: Ints,
+    stride: Ints,
+    dilation: Ints,
+    is_causal: Bools,
+    scale: float | None,
+    additional_keys: jax.Array | None,
+    additional_values: jax.Array | None,
+) -> Problem:
+    """Check the arguments of ``na{rank}d`` and describe the problem."""
+    _check_arrays(query, key, value, rank + 3, f"na{rank}d")
+    layout = query.shape[1:-2]
+    for name, array in (("key", key), ("value", value)):
+        if array.shape[1:-2] != layout:
+            raise ValueError(
+                f"{name} has token layout {array.shape[1:-2]}, but query has {layout}: "
+                "query, key and value must share one token layout"
+            )
+    return problem_of(
+        layout,
+        kernel_size,
+        stride,
+        dilation,
+        is_causal,
+        scale=scale,
+        additional_kv=_check_additional_kv(query, key, value, additional_keys, additional_values),
+        **_sizes(query, key, value),
+    )
+
+
+def attention_problem(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    scale: float | None,
+    is_causal: bool | np.ndarray[Any, Any] | jax.Array,
+) -> Problem:
+    """Check the arguments of ``attention`` and describe the problem."""
+    _check_arrays(query, key, value, 4, "attention")
+    if key.shape[1] != value.shape[1]:
+        raise ValueError(
+            f"value has {value.shape[1]} tokens, but key has {key.shape[1]}: "
+            "key and value must have the same sequence length"
+        )
+    return problem_of(
+        query.shape[1:2],
+        is_causal=one_bool("is_causal", is_causal),
+        operator="fmha",
+        kv_layout=key.shape[1:2],
+        scale=scale,
+        **_sizes(query, key, value),
+    )
+
+
+def check_array(name: str, array: Any) -> None:
+    """Check that an argument is an array.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if not isinstance(getattr(array, "dtype", None), np.dtype):
+        raise TypeError(f"{name} must be an array, got {type(array).__name__}")
+
+
+def _sizes(query: jax.Array, key: jax.Array, value: jax.Array) -> dict[str, Any]:
+    batch = query.shape[0]
+    return {
+        "batch": batch if isinstance(batch, int) else _UNKNOWN_BATCH,
+        "heads": query.shape[-2],
+        "heads_kv": key.shape[-2],
+        "head_dim": query.shape[-1],
+        "head_dim_v": value.shape[-1],
+        "dtype": query.dtype.name,
+    }
+
+
+def _check_arrays(query: jax.Array, key: jax.Array, value: jax.Array, ndim: int, function: str) -> None:
+    arrays = {"query": query, "key": key, "value": value}
+    for name, array in arrays.items():
+        check_array(name, array)
+        if array.ndim != ndim:
+            raise ValueError(
+                f"{name} has shape {array.shape}, but {function} takes {ndim}-dimensional arrays "
+                "[batch, *token layout, heads, head_dim]"
+            )
+        if 0 in array.shape[1:]:
+            raise ValueError(f"{name} has shape {array.shape}: every extent but the batch must be at least 1")
+    if query.dtype.name not in SUPPORTED_DTYPES:
+        raise ValueError(f"query has dtype {query.dtype.name}; supported are {', '.join(SUPPORTED_DTYPES)}")
+    for name in ("key", "value"):
+        if arrays[name].dtype != query.dtype:
+            raise ValueError(
+                f"{name} has dtype {arrays[name].dtype.name}, but query has {query.dtype.name}: query, key and "
+                f"value must share one dtype (supported: {', '.join(SUPPORTED_DTYPES)})"
+            )
+        if arrays[name].shape[0] != query.shape[0]:
+            raise ValueError(
+                f"{name} has batch size {arrays[name].shape[0]}, but query has {query.shape[0]}: they must be equal"
+            )
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(f"value has {value.shape[-2]} heads, but key has {key.shape[-2]}: they must be equal")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"key has head_dim {key.shape[-1]}, but query has {query.shape[-1]}: they must be equal")
+
+
+def _check_additional_kv(
+    query: jax.Array, key: jax.Array, value: jax.Array, keys: jax.Array | None, values: jax.Array | None
+) -> int:
+    if keys is None and values is None:
+        return 0
+    if keys is None or values is None:
+        given, missing = ("additional_keys", "additional_values")[:: 1 if values is None else -1]
+        shape = getattr(keys if values is None else values, "shape", None)
+        raise ValueError(f"{given} (shape {shape}) was given without {missing}: give both or neither")
+    for name, array, source, source_name in (
+        ("additional_keys", keys, key, "key"),
+        ("additional_values", values, value, "value"),
+    ):
+        check_array(name, array)
+        expected = (query.shape[0], keys.shape[1] if keys.ndim == 4 else "n", *source.shape[-2:])
+        if array.ndim != 4 or array.shape != expected or array.shape[1] < 1:
+            raise ValueError(
+                f"{name} has shape {array.shape}, but [batch, n, heads_kv, head_dim] of {source_name} asks for "
+                f"{expected} with n >= 1"
+            )
+        if array.dtype != source.dtype:
+            raise ValueError(f"{name} has dtype {array.dtype.name}, but {source_name} has {source.dtype.name}")
+    return int(keys.shape[1])

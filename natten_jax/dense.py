@@ -1,0 +1,98 @@
+"""The public function of attention to every key."""
+
+from __future__ import annotations
+
+from typing import Literal, Unpack, overload
+
+import jax
+
+from natten_jax.array_arguments import ArrayLike
+from natten_jax.neighborhood import attend_all
+from natten_jax.performance import AttentionPerformanceArguments
+from natten_jax.scale import Scale
+
+#: Output and logsumexp.
+Pair = tuple[jax.Array, jax.Array]
+
+
+@overload
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    scale: Scale | None = None,
+    *,
+    is_causal: bool = False,
+    backend: str | None = None,
+    return_lse: Literal[False] = False,
+    **performance: Unpack[AttentionPerformanceArguments],
+) -> jax.Array: ...
+
+
+@overload
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    scale: Scale | None = None,
+    *,
+    is_causal: bool = False,
+    backend: str | None = None,
+    return_lse: Literal[True],
+    **performance: Unpack[AttentionPerformanceArguments],
+) -> Pair: ...
+
+
+@overload
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    scale: Scale | None = None,
+    *,
+    is_causal: bool = False,
+    backend: str | None = None,
+    return_lse: bool,
+    **performance: Unpack[AttentionPerformanceArguments],
+) -> jax.Array | Pair: ...
+
+
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    scale: Scale | None = None,
+    *,
+    is_causal: bool = False,
+    backend: str | None = None,
+    return_lse: bool = False,
+    **performance: Unpack[AttentionPerformanceArguments],
+) -> jax.Array | Pair:
+    """Attention of every query to every key.
+
+    Example:
+        ``attention(query, key, value, is_causal=True, return_lse=True)`` with ``query``, ``key`` and ``value`` of shape
+        ``[2, 1024, 8, 64]`` returns arrays of shapes ``[2, 1024, 8, 64]`` and ``[2, 1024, 8]``.
+
+    Args:
+        query: ``[batch, seqlen, heads, head_dim]``, float16, bfloat16, float32 or float64.
+        key: ``[batch, seqlen_kv, heads_kv, head_dim]``; ``heads`` is a multiple of ``heads_kv`` (GQA, MQA).
+        value: ``[batch, seqlen_kv, heads_kv, head_dim_v]``.
+        scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``. A number is finite, and so is its product with
+            ``log2(e)`` in float32 (for float64 inputs only the factor itself, in float64). A JAX scalar, traced or
+            not, is multiplied into the query: it can be learned.
+        is_causal: Whether query ``i`` sees only keys ``j <= i`` (top-left aligned, also for unequal lengths).
+        backend: ``"cpu-fmha"``, ``"flex-fmha"``, ... or ``None`` for the best that can run the problem.
+        return_lse: Return the logsumexp, too.
+        **performance: As :class:`natten_jax.performance.PerformanceArguments` of neighborhood attention, but tiles have
+            sizes in tokens: ``q_tile_size``, ``kv_tile_size``, ``backward_q_tile_size``, ``backward_kv_tile_size``.
+
+    Returns:
+        Output ``[batch, seqlen, heads, head_dim_v]`` in the query's dtype; with ``return_lse`` also the
+        logsumexp ``[batch, seqlen, heads]``.
+
+    Raises:
+        ValueError: A value, shape or dtype breaks a rule above, or no backend can run the problem.
+        TypeError: An argument is of the wrong type.
+    """
+    return attend_all(query, key, value, scale, is_causal, backend, return_lse, performance)

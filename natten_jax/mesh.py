@@ -1,0 +1,74 @@
+"""Everything about device meshes: what types arrays have on one, and which arrays the operators take.
+
+Inside ``jax.shard_map`` the operator sees local arrays and runs as it is. Without a mesh it runs on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+OptionalArray = TypeVar("OptionalArray", jax.Array, jax.Array | None)
+_Tree = TypeVar("_Tree")
+
+
+def local_operands(arrays: Sequence[OptionalArray]) -> list[OptionalArray]:
+    """The operands of a call: one device's, or one shard's inside ``jax.shard_map``.
+
+    Raises:
+        NotImplementedError: One is sharded over explicit mesh axes.
+    """
+    for array in arrays:
+        if array is not None and _is_explicitly_sharded(array):
+            raise NotImplementedError(
+                f"array of type {jax.typeof(array)} is sharded over explicit mesh axes; call the operator inside "
+                "jax.shard_map over batch or heads"
+            )
+    return vary_alike(arrays)
+
+
+def vary_alike(arrays: Sequence[OptionalArray]) -> list[OptionalArray]:
+    """Inside ``jax.shard_map``, make all arrays vary over the mesh axes that any of them varies over.
+
+    Where this is done outside a derivative rule, JAX knows its transpose: gradients are summed over those axes.
+    """
+    axes = [frozenset() if array is None else jax.typeof(array).manual_axis_type.varying for array in arrays]
+    every: frozenset[str] = frozenset().union(*axes)
+    return [
+        array if array is None or own == every else jax.lax.pcast(array, tuple(every - own), to="varying")
+        for array, own in zip(arrays, axes, strict=True)
+    ]
+
+
+def varying_like(carry: _Tree, arrays: Any) -> _Tree:
+    """``carry``, varying over the manual mesh axes of ``arrays`` too, as ``jax.shard_map`` asks of a scan's carry.
+
+    Adding a zero computed from the arrays does it; XLA folds that away.
+    """
+    never = jnp.asarray(False)
+    for leaf in jax.tree.leaves(arrays):
+        element = leaf[(0,) * leaf.ndim]
+        never = never | ((element == element) & False)
+    varying: _Tree = jax.tree.map(lambda array: array + never.astype(array.dtype), carry)
+    return varying
+
+
+def type_like(array: Any, shape: Sequence[int], dtype: Any) -> Any:
+    """Abstract type of a result that lives where ``array``, or an array of this abstract type, does.
+
+    It varies over the same mesh axes inside ``jax.shard_map`` and lies on the same mesh. Like operands, results are not
+    sharded over explicit axes; the sharding that says so is as long as their shape.
+    """
+    like = array if isinstance(array, jax.core.ShapedArray) else jax.typeof(array)
+    sharding = like.sharding.update(spec=PartitionSpec(*(None for _ in shape)))
+    return like.update(shape=tuple(shape), dtype=np.dtype(dtype), sharding=sharding)
+
+
+def _is_explicitly_sharded(array: jax.Array) -> bool:
+    sharding = getattr(jax.typeof(array), "sharding", None)
+    return sharding is not None and any(axis is not None for axis in sharding.spec)

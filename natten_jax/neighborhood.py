@@ -1,0 +1,121 @@
+"""What ``na1d``, ``na2d``, ``na3d`` and ``attention`` do alike: check, split into parts, run and merge them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from natten_jax import backends, op
+from natten_jax.array_arguments import ArrayLike, as_jax_array, attention_problem, neighborhood_problem
+from natten_jax.backends.base import Operands, Output
+from natten_jax.merge import merge_attentions
+from natten_jax.parts import Kind, Part, parts_of
+from natten_jax.performance import ATTENTION_NAMES, performance_of
+from natten_jax.resolve import Request
+from natten_jax.scale import Scale, fold
+from natten_jax.spellings import known_arguments
+from natten_jax.static_arguments import Bools, Ints, flag
+
+_PERFORMANCE = tuple(ATTENTION_NAMES.values())
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _attend(request: Request, operands: Operands) -> Output:
+    return op.attend(request, operands)
+
+
+class Window(NamedTuple):
+    """The window arguments of ``na{rank}d``."""
+
+    rank: int
+    kernel_size: Ints
+    stride: Ints
+    dilation: Ints
+    is_causal: Bools
+
+
+class How(NamedTuple):
+    """The arguments that change nothing but how the result is computed."""
+
+    backend: str | None
+    performance: Mapping[str, Any]
+    attention_kwargs: Mapping[str, Any] | None
+    try_fuse_additional_kv: bool | None
+
+
+def attend_windows(
+    arrays: Sequence[ArrayLike | None], window: Window, scale: Scale | None, how: How, return_lse: bool
+) -> Any:
+    """``na{rank}d``; ``arrays`` are query, key, value, additional keys and additional values."""
+    return_lse = flag("return_lse", return_lse)
+    fuse = how.try_fuse_additional_kv
+    if fuse is not None:
+        fuse = flag("try_fuse_additional_kv", fuse, or_none=True)
+    operands = _operands(*arrays)
+    static_scale, scaled = fold(scale, operands.query)
+    rank, kernel_size, stride, dilation, is_causal = window
+    problem = neighborhood_problem(
+        rank, *operands[:3], kernel_size, stride, dilation, is_causal, static_scale, *operands[3:5]
+    )
+    performance = known_arguments(f"na{rank}d", how.performance, _PERFORMANCE)
+    request = Request(problem, performance_of(rank, **performance), how.backend)
+    outputs = [_run(part, operands._replace(query=scaled)) for part in parts_of(request, how.attention_kwargs, fuse)]
+    output = outputs[0] if len(outputs) == 1 else Output(*merge_attentions(*zip(*outputs, strict=True)))
+    return tuple(output) if return_lse else output.out
+
+
+def attend_all(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    scale: Scale | None,
+    is_causal: bool,
+    backend: str | None,
+    return_lse: bool,
+    performance: Mapping[str, Any],
+) -> Any:
+    """``attention``; arguments as there."""
+    return_lse = flag("return_lse", return_lse)
+    arrays = _operands(query, key, value, None, None)
+    static_scale, scaled = fold(scale, arrays.query)
+    problem = attention_problem(*arrays[:3], static_scale, is_causal)
+    known = known_arguments("attention", performance, ATTENTION_NAMES)
+    asked = performance_of(1, tile_suffix="size", **{ATTENTION_NAMES[name]: each for name, each in known.items()})
+    if backend is not None:
+        backends.find(backend, "fmha")
+    output = _attend(Request(problem, asked, backend), arrays._replace(query=scaled))
+    return tuple(output) if return_lse else output.out
+
+
+def _operands(*arrays: ArrayLike | None) -> Operands:
+    names = Operands._fields[:5]
+    checked = [None if each is None else as_jax_array(name, each) for name, each in zip(names, arrays, strict=True)]
+    return Operands._make([*checked, None])
+
+
+def _run(part: Part, arrays: Operands) -> Output:
+    """A part's output and logsumexp in the shapes of the call's."""
+    query, key, value, additional_keys, additional_values, _ = arrays
+    if part.kind is Kind.WINDOWS:
+        if not part.request.problem.additional_kv:
+            arrays = arrays._replace(additional_keys=None, additional_values=None)
+        return _attend(part.request, arrays)
+    if part.kind is Kind.ADDITIONAL:
+        assert additional_keys is not None and additional_values is not None
+        keys, values = additional_keys, additional_values
+    else:
+        keys, values = _flat(key), _flat(value)
+        if additional_keys is not None and additional_values is not None:
+            keys = jnp.concatenate([keys, additional_keys], axis=1)
+            values = jnp.concatenate([values, additional_values], axis=1)
+    output = _attend(part.request, Operands(_flat(query), keys, values, None, None, origins=None))
+    return Output(*(array.reshape(*query.shape[:-2], *array.shape[2:]) for array in output))
+
+
+def _flat(array: jax.Array) -> jax.Array:
+    batch, *layout, heads, width = array.shape
+    return array.reshape(batch, functools.reduce(lambda a, b: a * b, layout), heads, width)

@@ -1,0 +1,175 @@
+"""The performance arguments: how a problem is run, none of which changes what is computed.
+
+A new one is a line in :class:`PerformanceArguments`, as users give it, and one in :class:`Performance`, as everything
+else reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from typing import Any, TypedDict, Unpack
+
+from natten_jax.passes import PASSES, Pass, TilePair
+from natten_jax.static_arguments import LARGEST_INT, Ints, flag, int_tuple, shown
+
+Shape = tuple[int, ...]
+
+
+class KernelSchedule(enum.StrEnum):
+    """How a Hopper kernel distributes its work; members are the strings that ``kernel_schedule`` takes."""
+
+    NON_PERSISTENT = "non"  # a thread block for every query tile
+    COOPERATIVE = "coop"  # a thread block per multiprocessor; its warpgroups run unordered
+    PING_PONG = "pp"  # its warpgroups take turns: one computes logits while the other takes exponentials
+
+
+class MemoryUsagePreference(enum.StrEnum):
+    """How much scratch memory a backward pass may take; members are what ``memory_usage_preference`` takes."""
+
+    DEFAULT = "default"  # at most 1 GiB
+    STRICT = "strict"  # at most 64 MiB
+    UNRESTRICTED = "unrestricted"
+
+
+class _CommonArguments(TypedDict, total=False):
+    backward_kv_splits: Ints | None
+    backward_use_xla_reduction: bool
+    backward_deterministic: bool
+    memory_usage_preference: str
+    run_persistent_kernel: bool
+    kernel_schedule: str | None
+
+
+class PerformanceArguments(_CommonArguments, total=False):
+    """The performance arguments of ``na1d``, ``na2d`` and ``na3d``; all are optional, ``None`` is the backend's choice.
+
+    Attributes:
+        q_tile_shape: Query tile of the forward pass; ``natten_jax.get_configs_for_*`` list the choices.
+        kv_tile_shape: Key/value tile of the forward pass.
+        backward_q_tile_shape: Query tile of the backward pass.
+        backward_kv_tile_shape: Key/value tile of the backward pass.
+        backward_kv_splits: Key/value tiles of the backward pass that may run in parallel.
+        backward_use_xla_reduction: Let XLA compute the row sums that the backward pass needs.
+        backward_deterministic: Make gradients bitwise equal from run to run where that takes time: on the ``hopper``
+            backends, which else sum up the query gradient in any order, and on the ``cutlass`` ones, whose
+            ``backward_kv_splits`` is then 1.
+        memory_usage_preference: How much scratch memory the backward pass may take where the backend can trade it for
+            speed: ``"strict"`` (64 MiB), ``"default"`` (1 GiB) or ``"unrestricted"``. Heads that do not fit together
+            take turns; one head's share is the least. ``backward_kv_splits`` does not change it.
+        run_persistent_kernel: Use persistent tile scheduling where the backend has it.
+        kernel_schedule: ``None``, ``"non"``, ``"coop"`` or ``"pp"``, where the backend has schedules.
+    """
+
+    q_tile_shape: Ints | None
+    kv_tile_shape: Ints | None
+    backward_q_tile_shape: Ints | None
+    backward_kv_tile_shape: Ints | None
+
+
+class AttentionPerformanceArguments(_CommonArguments, total=False):
+    """The performance arguments of ``attention``: tiles have sizes in tokens, the others are as above."""
+
+    q_tile_size: int | None
+    kv_tile_size: int | None
+    backward_q_tile_size: int | None
+    backward_kv_tile_size: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Performance:
+    """The same, checked and canonical: hashable, with one extent per token dimension in every shape."""
+
+    q_tile_shape: Shape | None = None
+    kv_tile_shape: Shape | None = None
+    backward_q_tile_shape: Shape | None = None
+    backward_kv_tile_shape: Shape | None = None
+    backward_kv_splits: Shape | None = None
+    backward_use_xla_reduction: bool = False
+    backward_deterministic: bool = False
+    memory_usage_preference: str = str(MemoryUsagePreference.DEFAULT)
+    run_persistent_kernel: bool = True
+    kernel_schedule: str | None = None
+
+    def tiles(self, pass_: Pass) -> TilePair | None:
+        """The tile shapes that were asked for in a pass."""
+        query, key_value = (getattr(self, name) for name in tile_names(pass_))
+        return None if query is None or key_value is None else (query, key_value)
+
+    def with_tiles(self, pass_: Pass, pair: TilePair | None) -> Performance:
+        """The same with other tiles in a pass."""
+        changes: dict[str, Any] = dict(zip(tile_names(pass_), (None, None) if pair is None else pair, strict=True))
+        return dataclasses.replace(self, **changes)
+
+    def flattened(self) -> dict[str, Any]:
+        """The performance arguments of ``attention`` that correspond to these of neighborhood attention."""
+        arguments = {name: getattr(self, field) for name, field in ATTENTION_NAMES.items()}
+        return {
+            name: min(math.prod(value), LARGEST_INT) if isinstance(value, tuple) else value
+            for name, value in arguments.items()
+        }
+
+
+def tile_names(pass_: Pass) -> tuple[str, str]:
+    """The fields of a pass's query and key/value tile."""
+    prefix = "" if pass_ == "forward" else "backward_"
+    return f"{prefix}q_tile_shape", f"{prefix}kv_tile_shape"
+
+
+#: The fields by the names of ``attention``, whose tiles have sizes instead of shapes.
+ATTENTION_NAMES = {
+    field.name.replace("_tile_shape", "_tile_size"): field.name for field in dataclasses.fields(Performance)
+}
+
+
+def performance_of(rank: int, *, tile_suffix: str = "shape", **arguments: Unpack[PerformanceArguments]) -> Performance:
+    """Check the performance arguments.
+
+    Args:
+        rank: Number of token dimensions.
+        tile_suffix: How the names of the caller's tile arguments end, for messages.
+        **arguments: The arguments.
+
+    Raises:
+        ValueError: A value breaks a rule.
+        TypeError: A value is of the wrong type.
+    """
+    given = Performance(**arguments)  # type: ignore[arg-type]  # canonical below
+    return Performance(
+        **_checked_tiles(rank, given, tile_suffix),
+        backward_kv_splits=None
+        if given.backward_kv_splits is None
+        else int_tuple("backward_kv_splits", given.backward_kv_splits, rank),
+        backward_use_xla_reduction=flag("backward_use_xla_reduction", given.backward_use_xla_reduction),
+        backward_deterministic=flag("backward_deterministic", given.backward_deterministic),
+        memory_usage_preference=_one_of(
+            "memory_usage_preference", given.memory_usage_preference, MemoryUsagePreference
+        ),
+        run_persistent_kernel=flag("run_persistent_kernel", given.run_persistent_kernel),
+        kernel_schedule=None
+        if given.kernel_schedule is None
+        else _one_of("kernel_schedule", given.kernel_schedule, KernelSchedule, "None or "),
+    )
+
+
+def _checked_tiles(rank: int, given: Any, tile_suffix: str) -> dict[str, Shape | None]:
+    tiles = {}
+    for fields in map(tile_names, PASSES):
+        names = [field.replace("shape", tile_suffix) for field in fields]
+        pair = [getattr(given, field) for field in fields]
+        if (pair[0] is None) != (pair[1] is None):
+            present = pair[0] is None  # the index of the one that was given
+            raise ValueError(
+                f"{names[present]}={shown(pair[present])} was given without {names[not present]}: give both or neither"
+            )
+        for name, field, tile in zip(names, fields, pair, strict=True):
+            tiles[field] = None if tile is None else int_tuple(name, tile, rank, repeat=rank == 1)
+    return tiles
+
+
+def _one_of(name: str, value: Any, choices: type[enum.StrEnum], or_none: str = "") -> str:
+    allowed = tuple(map(str, choices))
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name} must be {or_none}one of {allowed}, got {shown(value)}")
+    return str(value)

@@ -1,0 +1,40 @@
+"""A backend family in fewer than 40 lines, outside the package: dense attention under the mask, in plain JAX."""
+
+import jax
+import jax.numpy as jnp
+
+from natten_jax import backends, windows
+from natten_jax.backends.base import Operands, Output, PureJaxBackend
+
+
+class ToyBackend(PureJaxBackend):
+    family, dtypes, fuses_additional_kv = "toy", ("float32",), False
+
+    def tile_pairs(self, problem, device, pass_):
+        return [((1,) * problem.rank, (1,) * problem.rank)]
+
+    def largest_tiles(self, problem, device, pass_):
+        return 1, 1
+
+    def forward(self, plan, operands: Operands) -> Output:
+        problem, (batch, *queries, heads, _), keys = plan.problem, operands.query.shape, operands.key.shape[1:-2]
+        origins = jnp.zeros((2, 3), int) if operands.origins is None else operands.origins
+        mask = jnp.ones((1, 1), bool)
+        starts = origins[:, 3 - problem.rank :].T
+        for axis, start, own, others in zip(problem.axes, starts, queries, keys, strict=True):
+            query, key, d = (start[0] + jnp.arange(own))[:, None], start[1] + jnp.arange(others), axis.dilation
+            length, window = windows.group_length(axis.kv_extent, d, query % d), (axis.kernel_size, axis.stride)
+            first, end = windows.window_bounds(query // d, length, *window, axis.is_causal, xp=jnp)
+            seen = (query % d == key % d) & (first <= key // d) & (key // d < end)
+            mask = (mask[:, None, :, None] & seen[:, None]).reshape(len(mask) * own, -1)
+        query, key, value = (a.reshape(batch, -1, *a.shape[-2:]) for a in operands[:3])
+        key, value = (jnp.repeat(a, heads // problem.heads_kv, axis=2) for a in (key, value))
+        logits = problem.scale * jnp.einsum("bqhd,bkhd->bqhk", query, key, precision="highest")
+        logits = jnp.where(mask[:, None], logits, -jnp.inf)
+        lse = jax.nn.logsumexp(logits, axis=-1)
+        weights = jnp.exp(logits - jnp.where(lse == -jnp.inf, 0, lse)[..., None])
+        out = jnp.einsum("bqhk,bkhd->bqhd", weights, value, precision="highest")
+        return Output(out.reshape(batch, *queries, heads, -1), lse.reshape(batch, *queries, heads))
+
+
+backends.register(ToyBackend())
