@@ -24,8 +24,8 @@ from calibration_problems import EXAMPLES, FITTED, HELD_BACK
 from environment import environment
 
 from natten_jax import simulator
-from natten_jax.backends.base import Pass, TilePair
 from natten_jax.devices import default_device
+from natten_jax.passes import PASSES, Pass, TilePair
 from natten_jax.problem import Problem
 from natten_jax.profiler import capture
 from natten_jax.profiler.arguments import parse
@@ -264,7 +264,7 @@ def main() -> None:
     steps = parser.add_subparsers(dest="step", required=True)
     measuring = steps.add_parser("measure", help="on the GPU")
     measuring.add_argument("--family", default="hopper")
-    measuring.add_argument("--passes", nargs="+", choices=("forward", "backward"), default=["forward"])
+    measuring.add_argument("--passes", nargs="+", choices=PASSES, default=["forward"])
     measuring.add_argument("--other-ranks", nargs="*", type=int, default=OTHER_RANKS, help="of tiles for the fit")
     measuring.add_argument("--warmup-steps", type=int, default=10)
     measuring.add_argument("--iterations", type=int, default=20)

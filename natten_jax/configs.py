@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from natten_jax import backends
-from natten_jax.backends.base import Pass
 from natten_jax.devices import Device, compute_capability_of, default_device
+from natten_jax.passes import Pass
 from natten_jax.problem import Bools, Ints, KernelSchedule, Problem, Shape, attention_problem, neighborhood_problem
 
 FnaConfig = tuple[Shape, Shape]

@@ -16,8 +16,9 @@ import jax
 
 from natten_jax import backends, native, scratch
 from natten_jax.backends import missing_kernels
-from natten_jax.backends.base import Backend, Pass
+from natten_jax.backends.base import Backend
 from natten_jax.devices import Device, local_devices
+from natten_jax.passes import PASSES, Pass
 from natten_jax.problem import SUPPORTED_DTYPES, Problem, TileConfig
 from natten_jax.profiler import arguments
 from natten_jax.profiler.options import Options
@@ -25,7 +26,6 @@ from natten_jax.profiler.workload import parts_of, passes
 from natten_jax.quiet_exit import run_quietly
 from natten_jax.version import __version__
 
-_PASSES: tuple[Pass, ...] = ("forward", "backward")
 # A problem that every backend family is made for: where it is refused, the reason lies with the machine.
 _TYPICAL = {"batch": 1, "heads": 1, "heads_kv": 1, "head_dim": 64, "head_dim_v": 64, "scale": 0.125}
 
@@ -126,7 +126,7 @@ def _native_lines() -> Iterator[str]:
 
 
 def _verdict(backend: Backend, operator: str, device: Device) -> str:
-    forward, backward = (_verdict_of_pass(backend, operator, device, pass_) for pass_ in _PASSES)
+    forward, backward = (_verdict_of_pass(backend, operator, device, pass_) for pass_ in PASSES)
     if forward == backward:
         return forward
     return f"forward: {forward}; backward: {backward}"

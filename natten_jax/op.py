@@ -19,8 +19,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from natten_jax import backends, native, partition
-from natten_jax.backends.base import Backend, Gradients, Operands, Output, Pass, Saved, requested_pair
+from natten_jax.backends.base import Backend, Gradients, Operands, Output, Saved, requested_pair
 from natten_jax.devices import CPU, Device, cuda_device, local_devices
+from natten_jax.passes import Pass
 from natten_jax.problem import Problem, TileConfig
 
 #: Names of the saved residuals, for ``jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)``: a

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from natten_jax.backends.base import Backend, Operands, Output, Pass, Saved
+from natten_jax.backends.base import Backend, Operands, Output, Saved
+from natten_jax.passes import Pass
 from natten_jax.problem import Problem, TileConfig
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from natten_jax.backends import cpu, cutlass, flex, hopper, missing_kernels
-from natten_jax.backends.base import Backend, Pass, TilePair, requested_pair
+from natten_jax.backends.base import Backend, requested_pair
 from natten_jax.devices import Device
+from natten_jax.passes import Pass, TilePair
 from natten_jax.problem import Problem, TileConfig
 from natten_jax.static_arguments import shown
 

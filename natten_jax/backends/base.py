@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 
 from natten_jax.devices import Device
-from natten_jax.problem import Problem, Shape, TileConfig
-
-Pass = Literal["forward", "backward"]
-TilePair = tuple[Shape, Shape]
+from natten_jax.passes import Pass, TilePair
+from natten_jax.problem import Problem, TileConfig
 
 
 def requested_pair(tiles: TileConfig, pass_: Pass) -> TilePair | None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax import native, simulator
-from natten_jax.backends.base import Gradients, Operands, Output, Pass, Saved, TilePair, requested_pair
+from natten_jax.backends.base import Gradients, Operands, Output, Saved, requested_pair
 from natten_jax.backends.kernel_rank import (
     attributes,
     delta,
@@ -25,6 +25,7 @@ from natten_jax.backends.kernel_rank import (
 from natten_jax.backends.ranking import rank_pairs
 from natten_jax.devices import ComputeCapability, Device, cuda_device
 from natten_jax.native import ResultType
+from natten_jax.passes import Pass, TilePair
 from natten_jax.problem import MemoryUsagePreference, Problem, TileConfig
 
 _FORWARD = "natten_jax_sm80_forward"

@@ -16,12 +16,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from natten_jax.backends.base import Gradients, Operands, Output, Pass, Saved, TilePair
+from natten_jax.backends.base import Gradients, Operands, Output, Saved
 from natten_jax.backends.flex_operands import TILE_PAIRS
 from natten_jax.backends.flex_rows import rows_of, softmax_of_rows
 from natten_jax.backends.flex_softmax import Products, Rows
 from natten_jax.backends.flex_tangents import tangents_of
 from natten_jax.devices import Device
+from natten_jax.passes import Pass, TilePair
 from natten_jax.problem import Problem, TileConfig
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")

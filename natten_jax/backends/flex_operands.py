@@ -7,8 +7,9 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from natten_jax.backends.base import Operands, Pass, TilePair, requested_pair
+from natten_jax.backends.base import Operands, requested_pair
 from natten_jax.backends.flex_blocks import Sweep, make_sweep
+from natten_jax.passes import Pass, TilePair
 from natten_jax.problem import Problem, TileConfig
 
 _Tree = TypeVar("_Tree")
@@ -26,7 +27,7 @@ TILE_PAIRS: dict[int, list[TilePair]] = {
 }
 
 
-def sweep_of(problem: Problem, tiles: TileConfig, operands: Operands, pass_: Pass, *, home_is_query: bool) -> Sweep:
+def sweep_of(problem: Problem, tiles: TileConfig, operands: Operands, pass_: Pass, *, outer_is_query: bool) -> Sweep:
     pair = requested_pair(tiles, pass_) or TILE_PAIRS[problem.rank][0]
     return make_sweep(
         problem,
@@ -34,7 +35,7 @@ def sweep_of(problem: Problem, tiles: TileConfig, operands: Operands, pass_: Pas
         operands.key.shape[1:-2],
         *pair,
         rows=operands.query.shape[0] * problem.heads,
-        home_is_query=home_is_query,
+        outer_is_query=outer_is_query,
     )
 
 
@@ -74,7 +75,7 @@ def tile_additional(
     if keys is None or values is None:
         return None
     count = keys.shape[1]
-    tiles = -(-count // max(sweep.away_tokens, 64))
+    tiles = -(-count // max(sweep.inner_tokens, 64))
     tokens = -(-count // tiles)
 
     def tile(array: jax.Array) -> jax.Array:

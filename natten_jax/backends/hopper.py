@@ -10,11 +10,12 @@ import jax.numpy as jnp
 
 from natten_jax import native, simulator
 from natten_jax.backends import hopper_backward
-from natten_jax.backends.base import Gradients, Operands, Output, Pass, Saved, TilePair, requested_pair
+from natten_jax.backends.base import Gradients, Operands, Output, Saved, requested_pair
 from natten_jax.backends.kernel_rank import attributes, kernel_operands, output_of, output_types, saved_of
 from natten_jax.backends.ranking import rank_pairs
 from natten_jax.devices import Device
 from natten_jax.native import OptionalArray, ResultType
+from natten_jax.passes import Pass, TilePair
 from natten_jax.problem import KernelSchedule, Problem, TileConfig
 
 _FORWARD = "natten_jax_sm90_forward"

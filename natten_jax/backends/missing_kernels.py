@@ -7,8 +7,9 @@ import warnings
 from collections.abc import Iterable
 
 from natten_jax import native
-from natten_jax.backends.base import Backend, Pass
+from natten_jax.backends.base import Backend
 from natten_jax.devices import Device
+from natten_jax.passes import Pass
 from natten_jax.problem import Problem
 
 _was_warned = False

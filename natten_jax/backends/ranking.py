@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterable
 
 from natten_jax import simulator
-from natten_jax.backends.base import Pass, TilePair
 from natten_jax.calibration import Calibration
+from natten_jax.passes import Pass, TilePair
 from natten_jax.problem import Problem, Shape
 
 

@@ -6,15 +6,14 @@ import dataclasses
 from collections.abc import Iterator
 
 from natten_jax import backends, simulator
-from natten_jax.backends.base import Backend, Pass, TilePair
+from natten_jax.backends.base import Backend
 from natten_jax.configs import kernel_schedules
 from natten_jax.devices import Device
+from natten_jax.passes import PASSES, Pass, TilePair
 from natten_jax.problem import Problem
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.workload import Part, parts_of
 from natten_jax.simulator import Simulation
-
-PASSES: tuple[Pass, ...] = ("forward", "backward")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
-from natten_jax.backends.base import TilePair
 from natten_jax.devices import Device
 from natten_jax.flops import flops
+from natten_jax.passes import TilePair
 from natten_jax.problem import Problem
 from natten_jax.profiler import capture, symbols
 from natten_jax.profiler.options import Options

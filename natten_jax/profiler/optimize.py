@@ -17,9 +17,9 @@ from typing import Any
 import jax
 
 from natten_jax import backends
-from natten_jax.backends.base import Pass, TilePair
 from natten_jax.configs import kernel_schedules
 from natten_jax.devices import Device, default_device
+from natten_jax.passes import Pass, TilePair
 from natten_jax.profiler import capture
 from natten_jax.profiler.configurations import Listing, candidates, listing, main_part, tile_text
 from natten_jax.profiler.options import Options

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 import jax
 
 from natten_jax import simulator
+from natten_jax.passes import PASSES
 from natten_jax.problem import Problem
 from natten_jax.profiler.measure import Comparison, Result, Row
 from natten_jax.profiler.options import Options
@@ -77,7 +78,7 @@ def problem_line(options: Options, problem: Problem) -> str:
 
 
 def _tile_lines(result: Result) -> Iterator[str]:
-    for pass_ in ("forward", "backward"):
+    for pass_ in PASSES:
         if pass_ not in result.tiles:
             continue
         pair = result.tiles[pass_]
@@ -205,7 +206,7 @@ def write_csv(path: Path, tables: dict[str, tuple[Row, ...]]) -> None:
 def _backends(chosen: dict[str, str]) -> str:
     texts = []
     for part, suffix in (("", ""), ("additional_kv_", " for the additional KV")):
-        names = {pass_: chosen[part + pass_] for pass_ in ("forward", "backward") if part + pass_ in chosen}
+        names = {pass_: chosen[part + pass_] for pass_ in PASSES if part + pass_ in chosen}
         if len(set(names.values())) == 1:
             texts.append(f"{names['forward']}{suffix}")
         elif names:

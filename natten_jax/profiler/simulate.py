@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from natten_jax import backends, simulator
-from natten_jax.backends.base import Pass, requested_pair
+from natten_jax.backends.base import requested_pair
 from natten_jax.devices import Device
+from natten_jax.passes import Pass
 from natten_jax.profiler.configurations import Listing, listing, main_part, tile_text
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.report import context, problem_line

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 import natten_jax
 from natten_jax import backends, op
-from natten_jax.backends.base import Pass, TilePair, requested_pair
+from natten_jax.backends.base import requested_pair
 from natten_jax.devices import Device, default_device
+from natten_jax.passes import Pass, TilePair
 from natten_jax.problem import Problem, TileConfig, attention_problem, neighborhood_problem, tile_config
 from natten_jax.profiler import baselines
 from natten_jax.profiler.arguments import KNOWN_FAMILIES

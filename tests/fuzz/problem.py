@@ -14,7 +14,8 @@ from families import Family
 from problems import Case
 
 from natten_jax import backends, devices
-from natten_jax.backends.base import Backend, Pass
+from natten_jax.backends.base import Backend
+from natten_jax.passes import Pass
 from natten_jax.problem import Problem, TileConfig, attention_problem, neighborhood_problem
 
 Ranges = tuple[tuple[int, int], ...]
