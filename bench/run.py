@@ -26,7 +26,7 @@ from environment import environment
 from implementations import ELEMENT_TYPES, IMPLEMENTATIONS, default_names, ours
 from timing import MODES, Runner, compile_backward, compile_runner, ratio, take_turns
 
-from natten_jax.flops import flops
+from natten_jax.cost.work import flops
 from natten_jax.passes import PASSES, Pass
 
 OURS = "natten_jax"

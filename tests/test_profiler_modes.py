@@ -209,7 +209,7 @@ def test_simulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     forward, advice = found["passes"]["forward"], found["recommendation"]
     assert forward["backend"] == "hopper-fna"
     assert forward["predicted_seconds"] > advice["predicted_seconds"] > 0
-    assert advice["counts"]["whole"] == advice["counts"]["streamed"] > 0
+    assert advice["counts"]["full"] == advice["counts"]["inner"] > 0
     stride = " ".join(map(str, advice["stride"]))
     assert f"-s {stride};" in output
     assert main(f"{VIDEO} -s {stride} --simulate --compute-capability 9.0".split()) == 0

@@ -89,7 +89,7 @@ def _tile_lines(result: Result) -> Iterator[str]:
         visits = "KV tiles per query tile" if pass_ == "forward" else "query tiles per KV tile"
         line = (
             f"Tiles ({pass_}): query {format_shape(pair[0])}, key/value {format_shape(pair[1])}; "
-            f"{digits(counts.streamed_per_owned)} {visits}, {counts.whole_share:.0%} without a mask"
+            f"{digits(counts.inner_per_outer)} {visits}, {counts.full_share:.0%} without a mask"
         )
         if simulation.seconds is not None:
             line += f"; {format_time(simulation.seconds)} predicted"
@@ -102,7 +102,7 @@ def format_shape(shape: tuple[int, ...]) -> str:
 
 
 def result_table(result: Result, title: str = "Profiler results") -> Table:
-    """The seeds' table; a long one keeps the rows that take most of the time."""
+    """The measured kernels as a table; of many, the rows that take most of the time."""
     return _table(result.rows, title, None if result.options.verbose else _MOST_ROWS)
 
 
