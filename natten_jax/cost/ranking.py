@@ -52,11 +52,15 @@ def rank(
     for pair in pairs:
         outer_tile, inner_tile = outer_and_inner(pair, pass_)
         visits[outer_tile, math.prod(inner_tile)].append(inner_tile)
+    kernels: dict[tuple[int, int], Kernel | None] = {}
     timed: list[tuple[TilePair, float]] = []
     axes = axes_of(problem)
-    for (outer_tile, _), inner_tiles in visits.items():
+    for (outer_tile, inner_tokens), inner_tiles in visits.items():
         found = [outer_and_inner((outer_tile, inner_tile), pass_) for inner_tile in inner_tiles]
-        kernel = calibration.kernel(problem, found[0], pass_)
+        tokens = math.prod(outer_tile), inner_tokens
+        if tokens not in kernels:
+            kernels[tokens] = calibration.kernel(problem, found[0], pass_)
+        kernel = kernels[tokens]
         if kernel is not None:
             tiles = _timed_tiles(problem, axes, outer_tile, tuple(inner_tiles), pass_, kernel)
             seconds = predict(problem, tiles, pass_, kernel, calibration)

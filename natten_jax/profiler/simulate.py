@@ -111,8 +111,8 @@ def _quantities(backend: str, simulation: Simulation) -> Iterator[tuple[str, str
     yield "key/value tile", tile_text(simulation.pair[1])
     yield "outer tiles, all heads", f"{problem.batch * problem.heads * counts.outer}"
     yield "inner tiles of each: mean, most", f"{digits(counts.inner_per_outer)}, {counts.most_inner}"
-    yield "  pairs that are masked, padding", f"{counts.masked_share:.1%}, {counts.padding_share:.1%}"
-    yield "  computed; of these full", f"{counts.computed_share:.1%}, {counts.full_share:.1%}"
+    yield "  share of pairs masked, padding", f"{counts.masked_share:.1%}, {counts.padding_share:.1%}"
+    yield "  share computed; of that, full", f"{counts.computed_share:.1%}, {counts.full_share:.1%}"
     yield "GFLOP that the mask leaves", digits(simulation.flops / 1e9)
     yield "GFLOP executed", digits(simulation.executed_flops / 1e9)
     yield "MB of inputs and results", digits(simulation.least_bytes / 1e6)
