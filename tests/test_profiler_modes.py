@@ -203,7 +203,7 @@ def test_simulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"{VIDEO} --simulate --compute-capability 9.0 --json {path}".split()) == 0
     output = capsys.readouterr().out
     assert all(len(line) <= 100 for line in output.splitlines())
-    for part in ("predicted time", "GFLOP executed", "thereof without a mask", "11.1X", "fully block-sparse"):
+    for part in ("predicted time", "GFLOP executed", "share computed; of that, full", "11.1X", "fully block-sparse"):
         assert part in output
     found = json.loads(path.read_text())
     forward, advice = found["passes"]["forward"], found["recommendation"]

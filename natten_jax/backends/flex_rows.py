@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from natten_jax.backends.base import Operands
-from natten_jax.backends.flex_blocks import AxisPosition
+from natten_jax.backends.flex_axes import AxisPosition
 from natten_jax.backends.flex_operands import (
     for_tiles,
     or_nan_for_parts,
