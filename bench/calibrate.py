@@ -2,8 +2,11 @@
 
 Two steps, the first on the GPU, the second anywhere:
 
-    python bench/calibrate.py measure --passes forward backward --json hopper.json
-    python bench/calibrate.py fit hopper.json --out natten_jax/calibration/hopper-9.0.json
+    python bench/calibrate.py measure --passes forward backward --json bench/results/h200/calibration/hopper.json
+    python bench/calibrate.py fit bench/results/h200/calibration/hopper.json \
+        --out natten_jax/cost/calibrations/hopper-9.0.json
+
+The measurements that the models in the package are fitted to are in ``bench/results/h200/calibration``.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from environment import environment
 
 from natten_jax import simulator
 from natten_jax.devices import default_device
-from natten_jax.passes import Pass, TilePair
+from natten_jax.passes import PASSES, Pass, TilePair
 from natten_jax.problem import Problem
 from natten_jax.profiler import capture
 from natten_jax.profiler.arguments import parse
@@ -219,7 +222,7 @@ def turns(sample: Sample) -> tuple[Any, ...]:
 
 def costs_of(kernel: Kernel) -> tuple[str, ...]:
     """The coefficients of a kernel that are fitted."""
-    return "owned_tile", "streamed_tile", "masking", "power", *(("skipping",) if kernel.row_groups > 1 else ())
+    return "outer_tile", "inner_tile", "masking", "power", *(("skipping",) if kernel.row_groups > 1 else ())
 
 
 def predicted(every: list[Sample], model: Calibration) -> list[float]:
@@ -266,7 +269,7 @@ def main() -> None:
     steps = parser.add_subparsers(dest="step", required=True)
     measuring = steps.add_parser("measure", help="on the GPU")
     measuring.add_argument("--family", default="hopper")
-    measuring.add_argument("--passes", nargs="+", choices=("forward", "backward"), default=["forward"])
+    measuring.add_argument("--passes", nargs="+", choices=PASSES, default=["forward"])
     measuring.add_argument("--other-ranks", nargs="*", type=int, default=OTHER_RANKS, help="of tiles for the fit")
     measuring.add_argument("--warmup-steps", type=int, default=10)
     measuring.add_argument("--iterations", type=int, default=20)
@@ -274,13 +277,14 @@ def main() -> None:
     fitting = steps.add_parser("fit", help="anywhere")
     fitting.add_argument("records", nargs="+", type=Path)
     fitting.add_argument("--family", default="hopper")
-    fitting.add_argument("--out", type=Path, help="the model, with what it was fitted to")
+    fitting.add_argument("--out", type=Path, help="the model")
+    fitting.add_argument("--records-out", type=Path, help="all records together, as one file of measurements")
     options = parser.parse_args()
     if options.step == "measure":
         records = []
         for pass_ in options.passes:
             records += measure(options.family, pass_, options.other_ranks, options.warmup_steps, options.iterations)
-        options.json.write_text(json.dumps({"environment": environment(), "records": records}, indent=1) + "\n")
+        write_json(options.json, {"environment": environment(), "records": records})
         return
     files = [json.loads(file.read_text()) for file in options.records]
     model = simulator.calibration_for(options.family)
@@ -290,10 +294,14 @@ def main() -> None:
     model = fit(every, model)
     print_errors(every, model)
     if options.out is not None:
-        fitted_to = {"environment": files[0]["environment"], "records": records}
-        options.out.write_text(
-            json.dumps({"model": dataclasses.asdict(model), "fitted_to": fitted_to}, indent=1) + "\n"
-        )
+        write_json(options.out, dataclasses.asdict(model))
+    if options.records_out is not None:
+        write_json(options.records_out, {"environment": files[0]["environment"], "records": records})
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a model or measurements."""
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

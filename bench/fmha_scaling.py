@@ -38,8 +38,8 @@ from fmha_report import (
 )
 from timing import Runner, compile_runner, ratio
 
+from natten_jax.cost.work import flops
 from natten_jax.devices import Device, default_device
-from natten_jax.flops import flops
 
 TURNS = 3
 

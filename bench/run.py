@@ -26,8 +26,8 @@ from environment import environment
 from implementations import ELEMENT_TYPES, IMPLEMENTATIONS, default_names, ours
 from timing import MODES, Runner, compile_backward, compile_runner, ratio, take_turns
 
-from natten_jax.flops import flops
-from natten_jax.passes import Pass
+from natten_jax.cost.work import flops
+from natten_jax.passes import PASSES, Pass
 
 OURS = "natten_jax"
 
@@ -123,7 +123,7 @@ def main() -> int:
     """Measure, print a table, save; 1 if natten_jax could not run a problem."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS))
-    parser.add_argument("--pass", dest="pass_", choices=("forward", "backward"), default="forward")
+    parser.add_argument("--pass", dest="pass_", choices=PASSES, default="forward")
     parser.add_argument("--dtypes", nargs="+", default=[], metavar="DTYPE", help="instead of the problem's own")
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=[])
     parser.add_argument("--backend", metavar="FAMILY", help="backend family of natten_jax, such as hopper")

@@ -8,15 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from natten_jax import axis_sums, axis_tiles, flops, simulator
-from natten_jax.axis_tiles import Axis
+from natten_jax import simulator
+from natten_jax.cost import axis_sums, axis_tiles, work
+from natten_jax.passes import PASSES
+from natten_jax.problem import Axis
 from natten_jax.profiler.__main__ import main
 
 HUGE = 2**40
 
 
 def random_axis(generator: np.random.Generator) -> tuple[Axis, int, int]:
-    """A dimension, and an owned and a streamed tile."""
+    """A dimension, and an outer and an inner tile."""
 
     def number(low: int, high: int) -> int:
         return int(generator.integers(low, high + 1))
@@ -33,12 +35,13 @@ def random_axis(generator: np.random.Generator) -> tuple[Axis, int, int]:
     return Axis(queries, keys, kernel, stride, dilation, bool(number(0, 1))), *tiles  # type: ignore[return-value]
 
 
-def figures(axis: Axis, owned: int, streamed: int, rows: Any) -> list[Any]:
+def figures(axis: Axis, outer: int, inner: int, rows: Any) -> list[Any]:
     """Everything that is counted in one dimension."""
-    found: list[Any] = [flops._pairs_in_dimension(axis)]
-    for pass_, placement in itertools.product(("forward", "backward"), ("anchored", "aligned")):
-        found.append(axis_tiles.axis_counts.__wrapped__(axis, owned, streamed, placement, pass_))
-        found.append(axis_tiles.judged_tiles.__wrapped__(axis, owned, streamed, placement, pass_, rows).tolist())
+    axis_tiles._judged_tiles.cache_clear()
+    found: list[Any] = [work.visible_pairs_of_axis(axis)]
+    for pass_, placement in itertools.product(PASSES, ("anchored", "aligned")):
+        found.append(axis_tiles.axis_counts.__wrapped__(axis, outer, inner, placement, pass_))
+        found.append(axis_tiles.judged_tiles(axis, outer, (inner, 2 * inner), placement, pass_, rows).tolist())
     return found
 
 
@@ -54,20 +57,30 @@ def test_repeating_tiles_are_counted_as_one_by_one(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(axis_sums, "_pieces", noted)
     for _ in range(400):
-        axis, owned, streamed = random_axis(generator)
-        ends = [sorted(generator.integers(0, owned, 2).tolist()) for _ in range(2)]
+        axis, outer, inner = random_axis(generator)
+        ends = [sorted(generator.integers(0, outer, 2).tolist()) for _ in range(2)]
         rows = tuple((first, last) for first, last in ends)
         monkeypatch.setattr(axis_sums, "_FEW", 1 << 20)
-        expected = figures(axis, owned, streamed, rows)
+        expected = figures(axis, outer, inner, rows)
         monkeypatch.setattr(axis_sums, "_FEW", 2)
-        assert figures(axis, owned, streamed, rows) == expected, (axis, owned, streamed, rows)
+        assert figures(axis, outer, inner, rows) == expected, (axis, outer, inner, rows)
     assert repeated > 2000
+
+
+def test_row_groups_that_share_rows_judge_alike() -> None:
+    generator = np.random.default_rng(4)
+    for _ in range(200):
+        axis, outer, inner = random_axis(generator)
+        first, second = (tuple(sorted(generator.integers(0, outer, 2).tolist())) for _ in range(2))
+        arguments = axis, outer, (inner, inner + 5), "anchored", str(generator.choice(PASSES)), (first, second, first)
+        each_by_itself = axis_tiles._judged_tiles.__wrapped__(*arguments)
+        assert axis_tiles.judged_tiles(*arguments).tolist() == each_by_itself.tolist(), arguments
 
 
 @pytest.mark.parametrize("window", [1, 2048, HUGE // 2 + 1, HUGE])
 def test_pairs_of_giant_extents(window: int) -> None:
     def pairs(**parameters: Any) -> int:
-        return flops.visible_pairs(simulator.problem_of((HUGE,), window, **parameters))
+        return work.visible_pairs(simulator.problem_of((HUGE,), window, **parameters))
 
     assert pairs() == HUGE * window
     assert pairs(is_causal=True) == HUGE * window - window * (window - 1) // 2
@@ -83,13 +96,22 @@ def test_tiles_of_giant_extents_in_three_dimensions() -> None:
     # All windows are whole stride groups of whole tiles: nothing is masked, and all of it is a product.
     problem = simulator.problem_of((HUGE,) * 3, 512, 512)
     counts = simulator.count_tiles(problem, ((4, 4, 8), (8, 4, 4)))
-    assert counts.owned == (HUGE // 4) ** 2 * (HUGE // 8)
-    assert counts.streamed == counts.owned * 64 * 128 * 128
+    assert counts.outer == (HUGE // 4) ** 2 * (HUGE // 8)
+    assert counts.inner == counts.outer * 64 * 128 * 128
     assert counts.is_fully_block_sparse
     assert counts.executed_pairs == counts.visible_pairs == HUGE**3 * 512**3
     kernel = simulator.Kernel(128, 128, 128, 1e-6, 1e-6, 0.0, row_groups=2)
     parts = simulator.count_tiles(problem, ((4, 4, 8), (8, 4, 4)), kernel=kernel)
-    assert (parts.seen_parts, parts.whole_parts, parts.masked) == (2 * counts.streamed, 2 * counts.streamed, 0)
+    assert (parts.seen_parts, parts.full_parts, parts.partial) == (2 * counts.inner, 2 * counts.inner, 0)
+
+
+def test_tiles_of_giant_extents_are_ranked_by_the_simulated_time() -> None:
+    problem = simulator.problem_of((HUGE, 40), (3001, 7), additional_kv=HUGE, head_dim=128)
+    calibration = simulator.calibration_for("hopper")
+    pairs = [((16, 8), (16, 8)), ((16, 8), (12, 8)), ((16, 8), (8, 16)), ((64, 2), (1, 128))]
+    ranked = simulator.rank(problem, pairs, "forward", calibration)
+    expected = [simulator.simulate(problem, pair, calibration=calibration).seconds for pair, _ in ranked]
+    assert [seconds for _, seconds in ranked] == expected == sorted(expected)  # type: ignore[type-var]
 
 
 def test_additional_tiles_of_a_longer_sequence_are_those_in_its_middle() -> None:
@@ -98,10 +120,10 @@ def test_additional_tiles_of_a_longer_sequence_are_those_in_its_middle() -> None
 
     period = 128 * 24 * 96
     near, far, further = (counts(100 * period + each) for each in (0, period, HUGE * period))
-    for name in ("owned", "streamed", "whole", "visible_pairs", "hull_pairs"):
+    for name in ("outer", "inner", "full", "visible_pairs", "hull_pairs"):
         first, second, last = (getattr(each, name) for each in (near, far, further))
         assert last - first == HUGE * (second - first), name
-    assert near.most_streamed == further.most_streamed
+    assert near.most_inner == further.most_inner
 
 
 def test_strides_without_masks_of_giant_windows() -> None:

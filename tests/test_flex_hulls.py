@@ -33,7 +33,7 @@ def walked(
     dilation: int,
     is_causal: bool,
     tile: int,
-    home_is_query: bool,
+    outer_is_query: bool,
     is_aligned: bool,
 ) -> int:
     """The largest hull of all tiles, by the oracle's mask."""
@@ -44,7 +44,7 @@ def walked(
     largest = 1
     for group in range(dilation):
         seen = mask[group::dilation, group::dilation]
-        seen = seen if home_is_query else seen.T
+        seen = seen if outer_is_query else seen.T
         for first in range(0, len(seen), tile if is_aligned else 1):
             others = np.flatnonzero(seen[first : first + tile].any(axis=0))
             largest = max(largest, int(others[-1] - others[0]) + 1 if len(others) else 0)
@@ -56,9 +56,9 @@ def walked(
 @example((59, 59, 31, 23, 1, False), 1, False, True)
 @given(dimensions(), st.integers(1, 64), st.booleans(), st.booleans())
 def test_largest_hull_equals_that_of_all_tiles(
-    dimension: tuple[int, int, int, int, int, bool], tile: int, home_is_query: bool, is_aligned: bool
+    dimension: tuple[int, int, int, int, int, bool], tile: int, outer_is_query: bool, is_aligned: bool
 ) -> None:
-    arguments = (*dimension, tile, home_is_query, is_aligned)
+    arguments = (*dimension, tile, outer_is_query, is_aligned)
     assert largest_hull(*arguments) == walked(*arguments), arguments
 
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import oracle
 import pytest
 
-from natten_jax import flops
 from natten_jax.array_arguments import attention_problem, neighborhood_problem
+from natten_jax.cost import work
 
 
 @pytest.mark.parametrize(
@@ -42,9 +42,9 @@ def test_flops_count_the_mask(
     pairs = int(oracle.neighborhood_mask(layout, window, stride, dilation, causal).sum()) + additional * math.prod(
         layout
     )
-    assert flops.visible_pairs(problem) == pairs
-    assert flops.flops(problem, "forward") == 2 * 2 * 6 * (8 + 24) * pairs
-    assert flops.flops(problem, "backward") == 2.5 * flops.flops(problem, "forward")
+    assert work.visible_pairs(problem) == pairs
+    assert work.flops(problem, "forward") == 2 * 2 * 6 * (8 + 24) * pairs
+    assert work.flops(problem, "backward") == 2.5 * work.flops(problem, "forward")
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -53,4 +53,4 @@ def test_flops_of_attention_between_sequences(queries: int, keys: int, is_causal
     query = jax.ShapeDtypeStruct((1, queries, 1, 8), jnp.float32)
     key = query.update(shape=(1, keys, 1, 8))
     problem = attention_problem(query, key, key, None, is_causal)
-    assert flops.visible_pairs(problem) == oracle.attention_mask(queries, keys, is_causal).sum()
+    assert work.visible_pairs(problem) == oracle.attention_mask(queries, keys, is_causal).sum()

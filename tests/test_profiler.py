@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from natten_jax import flops, native
+from natten_jax import native
+from natten_jax.cost import work
 from natten_jax.devices import Device
 from natten_jax.problem import Problem
 from natten_jax.profiler import parse, workload
@@ -148,7 +149,7 @@ def test_inputs_are_random() -> None:
 def test_problem_of_self_attention() -> None:
     problem: Problem = workload.request_of(parse(["-i", "8", "8"])).problem
     assert problem.is_attention
-    assert flops.visible_pairs(problem) == 64 * 64
+    assert work.visible_pairs(problem) == 64 * 64
 
 
 @pytest.mark.gpu

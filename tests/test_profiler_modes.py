@@ -203,13 +203,13 @@ def test_simulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"{VIDEO} --simulate --compute-capability 9.0 --json {path}".split()) == 0
     output = capsys.readouterr().out
     assert all(len(line) <= 100 for line in output.splitlines())
-    for part in ("predicted time", "GFLOP executed", "thereof without a mask", "11.1X", "fully block-sparse"):
+    for part in ("predicted time", "GFLOP executed", "share computed; of that, full", "11.1X", "fully block-sparse"):
         assert part in output
     found = json.loads(path.read_text())
     forward, advice = found["passes"]["forward"], found["recommendation"]
     assert forward["backend"] == "hopper-fna"
     assert forward["predicted_seconds"] > advice["predicted_seconds"] > 0
-    assert advice["counts"]["whole"] == advice["counts"]["streamed"] > 0
+    assert advice["counts"]["full"] == advice["counts"]["inner"] > 0
     stride = " ".join(map(str, advice["stride"]))
     assert f"-s {stride};" in output
     assert main(f"{VIDEO} -s {stride} --simulate --compute-capability 9.0".split()) == 0

@@ -98,27 +98,27 @@ _CANDIDATES: dict[int, tuple[list[Shape], list[Shape]]] = {
     3: ([(1, 4, 4), (2, 4, 8), (2, 8, 8), (4, 8, 8)], [(2, 8, 8), (4, 8, 8), (4, 12, 12), (2, 16, 16)]),
 }
 
-#: Default tiles before they are fitted to a problem. A work item owns one of them, and the tiles that it streams
-#: should hold what 16 neighboring tokens see, about 256 to 512 tokens, so that they stay in the first-level cache.
-#: Larger owner tiles convert 16-bit tokens less often but leave fewer items to spread over threads. On two cores
-#: of an AVX-512 server all shapes between half and twice these were within 10% of each other.
+#: Default tiles before they are fitted to a problem. A work item owns one of them, its outer tile, and the inner tiles
+#: that it goes over should hold what 16 neighboring tokens see, about 256 to 512 tokens, so that they stay in the
+#: first-level cache. Larger outer tiles convert 16-bit tokens less often but leave fewer items to spread over threads.
+#: On two cores of an AVX-512 server all shapes between half and twice these were within 10% of each other.
 _FORWARD_Q_TILE: dict[int, Shape] = {1: (128,), 2: (8, 8), 3: (2, 8, 8)}
 _BACKWARD_TILE: dict[int, Shape] = {1: (256,), 2: (16, 16), 3: (4, 8, 8)}
-_STREAM_TOKENS = 512
+_INNER_TOKENS = 512
 _SMALLEST_TILE = 16  # tokens: the lanes of the kernels' vectors
 _ENOUGH_ITEMS = 128
 
 
 def _default_pair(problem: Problem, pass_: Pass) -> TilePair:
     if pass_ == "backward":
-        # Either tile is owned in one pass and streamed in the other.
+        # Either tile is the outer one in one sweep of the kernel, and the inner one in the other.
         tile = _BACKWARD_TILE[problem.rank]
-        return _owner_tile(problem, problem.query_layout, tile), _owner_tile(problem, problem.kv_layout, tile)
-    q_tile = _owner_tile(problem, problem.query_layout, _FORWARD_Q_TILE[problem.rank])
-    return q_tile, _stream_tile(problem, q_tile)
+        return _outer_tile(problem, problem.query_layout, tile), _outer_tile(problem, problem.kv_layout, tile)
+    q_tile = _outer_tile(problem, problem.query_layout, _FORWARD_Q_TILE[problem.rank])
+    return q_tile, _inner_tile(problem, q_tile)
 
 
-def _owner_tile(problem: Problem, layout: Shape, tile: Shape) -> Shape:
+def _outer_tile(problem: Problem, layout: Shape, tile: Shape) -> Shape:
     """``tile`` made of whole stride groups, and smaller where there would be too few work items.
 
     It does not depend on the number of threads, because results must not.
@@ -135,11 +135,11 @@ def _owner_tile(problem: Problem, layout: Shape, tile: Shape) -> Shape:
     return tuple(extents)
 
 
-def _stream_tile(problem: Problem, q_tile: Shape) -> Shape:
-    """The keys that a tile of queries sees, cut evenly into parts of at most _STREAM_TOKENS."""
+def _inner_tile(problem: Problem, q_tile: Shape) -> Shape:
+    """The keys that a tile of queries sees, cut evenly into parts of at most _INNER_TOKENS."""
     windows = zip(problem.kernel_size, problem.stride, q_tile, problem.kv_layout, problem.dilation, strict=True)
     extents = [min(k + t + s - 2, -(-x // d)) for k, s, t, x, d in windows]
-    while math.prod(extents) > _STREAM_TOKENS:
+    while math.prod(extents) > _INNER_TOKENS:
         largest = max(range(problem.rank), key=lambda dim: (extents[dim], -dim))
         extents[largest] = -(-extents[largest] // 2)
     return tuple(extents)

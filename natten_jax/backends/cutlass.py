@@ -10,7 +10,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from natten_jax import native, simulator
+from natten_jax import native
 from natten_jax.backends.base import Backend, Gradients, Operands, Output, Platform, Saved
 from natten_jax.backends.kernel_rank import (
     attributes,
@@ -23,7 +23,8 @@ from natten_jax.backends.kernel_rank import (
     saved_remainder,
     with_kernel_rank,
 )
-from natten_jax.backends.ranking import rank_pairs
+from natten_jax.cost.calibration import calibration_for
+from natten_jax.cost.ranking import rank_sizes
 from natten_jax.devices import ComputeCapability, Device
 from natten_jax.native import ResultType
 from natten_jax.passes import Pass, TilePair
@@ -224,4 +225,4 @@ def _ranked_pairs(problem: Problem, pass_: Pass, sizes: tuple[tuple[int, int], .
         # Times are of 16-bit elements. Kernels are compiled for rows of some number of bytes.
         head_dim, head_dim_v = (min(2 * each, _LARGEST_HEAD_DIM) for each in (problem.head_dim, problem.head_dim_v))
         problem = dataclasses.replace(problem, dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim_v)
-    return rank_pairs(problem, pass_, sizes, simulator.calibration_for(CutlassBackend.family))
+    return rank_sizes(problem, pass_, sizes, calibration_for(CutlassBackend.family))

@@ -20,7 +20,7 @@ def largest_hull(
     dilation: int,
     is_causal: bool,
     tile: int,
-    home_is_query: bool,
+    outer_is_query: bool,
     is_aligned: bool,
 ) -> int:
     """Indices from the first to the last that any tile of a dimension sees, over all tiles and groups.
@@ -35,16 +35,16 @@ def largest_hull(
         dilation: Distance between neighbors.
         is_causal: Whether later keys are hidden.
         tile: Extent of the tiles.
-        home_is_query: Whether the tiles hold queries, which see keys, or keys, which are seen by queries.
+        outer_is_query: Whether the tiles hold queries, which see keys, or keys, which are seen by queries.
         is_aligned: Whether tiles start at multiples of their extent only.
     """
     largest = 1
     for group in {0, dilation - 1}:  # the longest groups and the shortest
         lengths = group_length(queries, dilation, group), group_length(keys, dilation, group)
-        length = lengths[not home_is_query]
+        length = lengths[not outer_is_query]
         first = _decisive_tiles(length, kernel_size, stride, tile, tile if is_aligned else 1)
         last = np.minimum(first + tile - 1, length - 1)
-        if home_is_query:
+        if outer_is_query:
             start = window_bounds(first, lengths[1], kernel_size, stride, is_causal)[0]
             end = window_bounds(last, lengths[1], kernel_size, stride, is_causal)[1]
         else:

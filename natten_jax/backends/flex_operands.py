@@ -28,7 +28,7 @@ TILE_PAIRS: dict[int, list[TilePair]] = {
 }
 
 
-def sweep_of(problem: Problem, tiles: Performance, operands: Operands, pass_: Pass, *, home_is_query: bool) -> Sweep:
+def sweep_of(problem: Problem, tiles: Performance, operands: Operands, pass_: Pass, *, outer_is_query: bool) -> Sweep:
     pair = tiles.tiles(pass_)
     assert pair is not None, "plans of pure JAX backends have the tiles of both passes"
     return make_sweep(
@@ -37,7 +37,7 @@ def sweep_of(problem: Problem, tiles: Performance, operands: Operands, pass_: Pa
         operands.key.shape[1:-2],
         *pair,
         rows=problem.batch * problem.heads,
-        home_is_query=home_is_query,
+        outer_is_query=outer_is_query,
     )
 
 
@@ -64,7 +64,7 @@ def tile_additional(
     if keys is None or values is None:
         return None
     count = keys.shape[1]
-    tiles = -(-count // max(sweep.away_tokens, 64))
+    tiles = -(-count // max(sweep.inner_tokens, 64))
     tokens = -(-count // tiles)
 
     def tile(array: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from natten_jax.backends.base import Operands
-from natten_jax.backends.flex_blocks import AxisPosition
+from natten_jax.backends.flex_axes import AxisPosition
 from natten_jax.backends.flex_operands import (
     for_tiles,
     or_nan_for_parts,
@@ -56,9 +56,9 @@ def softmax_of_rows(
         if ``mixes``; arrays are ``[batch, *query_layout, heads, width]``.
     """
     products = Products(problem)
-    sweep = sweep_of(problem, tiles, operands, pass_, home_is_query=True)
+    sweep = sweep_of(problem, tiles, operands, pass_, outer_is_query=True)
     origins = origins_of(problem, operands)
-    keys, values = sweep.split_away(operands.key), sweep.split_away(operands.value)
+    keys, values = sweep.split_inner(operands.key), sweep.split_inner(operands.value)
     extra = tile_additional(problem, operands.additional_keys, operands.additional_values, sweep)
     repeats = problem.heads // problem.heads_kv
 
@@ -69,10 +69,10 @@ def softmax_of_rows(
         head_dim_v = problem.head_dim_v if mixes else None
         state = varying_like(Softmax.of_no_key(query.shape[:-1], head_dim_v, products.dtype), operands)
 
-        def visit(state: Softmax, away_step: jax.Array) -> tuple[Softmax, None]:
-            key = sweep.load(keys, positions, away_step, problem.heads_kv)
-            value = sweep.load(values, positions, away_step, problem.heads_kv) if mixes else None
-            mask = sweep.mask(positions, away_step, repeats)
+        def visit(state: Softmax, inner_step: jax.Array) -> tuple[Softmax, None]:
+            key = sweep.load(keys, positions, inner_step, problem.heads_kv)
+            value = sweep.load(values, positions, inner_step, problem.heads_kv) if mixes else None
+            mask = sweep.mask(positions, inner_step, repeats)
             return state.over(products, query, key, value, mask), None
 
         def visit_extra(state: Softmax, tile: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Softmax, None]:
@@ -82,12 +82,12 @@ def softmax_of_rows(
 
         if extra is not None:
             state, _ = lax.scan(visit_extra, state, extra)
-        every, _ = lax.scan(visit, state, jnp.arange(sweep.away_steps, dtype=jnp.int32))
+        every, _ = lax.scan(visit, state, jnp.arange(sweep.inner_steps, dtype=jnp.int32))
         return None, (state._replace(mixed=None), every)
 
-    queries = sweep.cut_home(operands.query, problem.heads_kv)
+    queries = sweep.cut_outer(operands.query, problem.heads_kv)
     _, states = lax.scan(step, None, (jnp.arange(sweep.steps, dtype=jnp.int32), queries))
-    joined: tuple[Softmax, Softmax] = jax.tree.map(lambda array: sweep.join_home(array, problem.heads), states)
+    joined: tuple[Softmax, Softmax] = jax.tree.map(lambda array: sweep.join_outer(array, problem.heads), states)
     return or_nan_for_parts(sweep, origins, joined)
 
 
@@ -117,11 +117,11 @@ def rows_of_sweeps(problem: Problem, tiles: Performance, operands: Operands, row
 def _rows_by_key(problem: Problem, tiles: Performance, operands: Operands, additional: Softmax) -> Rows:
     """Rows by the scores of the sweep over key/value tiles, and by given ones of additional tokens."""
     products = Products(problem)
-    sweep = sweep_of(problem, tiles, operands, "backward", home_is_query=False)
+    sweep = sweep_of(problem, tiles, operands, "backward", outer_is_query=False)
     origins = origins_of(problem, operands)
-    queries = sweep.split_away(operands.query)
+    queries = sweep.split_inner(operands.query)
     repeats = problem.heads // problem.heads_kv
-    steps = jnp.arange(sweep.steps, dtype=jnp.int32), sweep.cut_home(operands.key, problem.heads_kv)
+    steps = jnp.arange(sweep.steps, dtype=jnp.int32), sweep.cut_outer(operands.key, problem.heads_kv)
     Positions = Sequence[AxisPosition]
 
     def swept(
@@ -131,35 +131,35 @@ def _rows_by_key(problem: Problem, tiles: Performance, operands: Operands, addit
             index, key = inputs
             positions = sweep.position(index, origins)
 
-            def visit(carry: jax.Array, away_step: jax.Array) -> tuple[jax.Array, None]:
-                query = sweep.load(queries, positions, away_step, problem.heads_kv)
-                mask = sweep.mask(positions, away_step, repeats)
-                return update(carry, positions, away_step, products.scores(query, key), mask), None
+            def visit(carry: jax.Array, inner_step: jax.Array) -> tuple[jax.Array, None]:
+                query = sweep.load(queries, positions, inner_step, problem.heads_kv)
+                mask = sweep.mask(positions, inner_step, repeats)
+                return update(carry, positions, inner_step, products.scores(query, key), mask), None
 
-            carry, _ = lax.scan(visit, carry, jnp.arange(sweep.away_steps, dtype=jnp.int32))
+            carry, _ = lax.scan(visit, carry, jnp.arange(sweep.inner_steps, dtype=jnp.int32))
             return carry, None
 
         carry, _ = lax.scan(step, varying_like(start, operands), steps)
         return carry
 
     def raised(
-        carry: jax.Array, positions: Positions, away_step: jax.Array, scores: jax.Array, mask: jax.Array
+        carry: jax.Array, positions: Positions, inner_step: jax.Array, scores: jax.Array, mask: jax.Array
     ) -> jax.Array:
-        return sweep.raise_to(carry, positions, away_step, highest(scores, mask))
+        return sweep.raise_to(carry, positions, inner_step, highest(scores, mask))
 
-    maxima = swept(sweep.split_away(additional.maximum), raised)
+    maxima = swept(sweep.split_inner(additional.maximum), raised)
 
     def added(
-        carry: jax.Array, positions: Positions, away_step: jax.Array, scores: jax.Array, mask: jax.Array
+        carry: jax.Array, positions: Positions, inner_step: jax.Array, scores: jax.Array, mask: jax.Array
     ) -> jax.Array:
-        maximum = sweep.load(maxima, positions, away_step, problem.heads_kv)
+        maximum = sweep.load(maxima, positions, inner_step, problem.heads_kv)
         update = exponentials(products, scores, maximum, mask).sum(axis=-1, keepdims=True)
-        return sweep.add(carry, positions, away_step, update)
+        return sweep.add(carry, positions, inner_step, update)
 
-    maximum = sweep.join_away(maxima)
+    maximum = sweep.join_inner(maxima)
     decay = jnp.exp(products.steepness * (additional.maximum - jnp.where(maximum == -jnp.inf, 0, maximum)))
     start = jnp.where(additional.maximum == -jnp.inf, 0, additional.total * decay)
-    total = sweep.join_away(swept(sweep.split_away(start), added))
+    total = sweep.join_inner(swept(sweep.split_inner(start), added))
     return or_nan_for_parts(sweep, origins, rows_of(Softmax(maximum, total, None)))
 
 

@@ -66,9 +66,9 @@ def _query_tangents(
 ) -> tuple[jax.Array, jax.Array]:
     """Contributions to ``ds V + P V'`` and ``rowsum(ds)`` of the queries and the additional keys and values."""
     products = Products(problem)
-    sweep = sweep_of(problem, tiles, operands, "backward", home_is_query=True)
+    sweep = sweep_of(problem, tiles, operands, "backward", outer_is_query=True)
     origins = origins_of(problem, operands)
-    keys, values = sweep.split_away(operands.key), sweep.split_away(operands.value)
+    keys, values = sweep.split_inner(operands.key), sweep.split_inner(operands.value)
     extra = tile_additional(problem, operands.additional_keys, operands.additional_values, sweep)
     # Cast here, so that the transposed rule sums over query tiles in the accumulator's element type.
     extra_tangents = tile_additional(
@@ -88,10 +88,10 @@ def _query_tangents(
         sums = varying_like((mixed, jnp.zeros((*query.shape[:-1], 1), products.dtype)), operands)
 
         @jax.checkpoint
-        def contribution(query_tangent: jax.Array, away_step: jax.Array) -> Sums:
-            key = sweep.load(keys, positions, away_step, problem.heads_kv)
-            value = sweep.load(values, positions, away_step, problem.heads_kv)
-            mask = sweep.mask(positions, away_step, repeats)
+        def contribution(query_tangent: jax.Array, inner_step: jax.Array) -> Sums:
+            key = sweep.load(keys, positions, inner_step, problem.heads_kv)
+            value = sweep.load(values, positions, inner_step, problem.heads_kv)
+            mask = sweep.mask(positions, inner_step, repeats)
             ds = softmax_weights(products, query, key, tile_rows, mask) * products.logits(query_tangent, key)
             return products.mix(ds, value), ds.sum(axis=-1, keepdims=True)
 
@@ -106,8 +106,8 @@ def _query_tangents(
             mixed = products.mix(ds, value) + products.mix(weights, value_tangent)
             return mixed, ds.sum(axis=-1, keepdims=True)
 
-        def visit(sums: Sums, away_step: jax.Array) -> tuple[Sums, None]:
-            mixed, total = contribution(query_tangent, away_step)
+        def visit(sums: Sums, inner_step: jax.Array) -> tuple[Sums, None]:
+            mixed, total = contribution(query_tangent, inner_step)
             return (sums[0] + mixed, sums[1] + total), None
 
         def visit_extra(sums: Sums, tile: tuple[tuple[jax.Array, ...], ...]) -> tuple[Sums, None]:
@@ -116,10 +116,10 @@ def _query_tangents(
 
         if extra is not None and extra_tangents is not None:
             sums, _ = lax.scan(visit_extra, sums, (extra, extra_tangents[:2]))
-        sums, _ = lax.scan(visit, sums, jnp.arange(sweep.away_steps, dtype=jnp.int32))
+        sums, _ = lax.scan(visit, sums, jnp.arange(sweep.inner_steps, dtype=jnp.int32))
         return None, sums
 
-    cut = functools.partial(sweep.cut_home, heads_kv=problem.heads_kv)
+    cut = functools.partial(sweep.cut_outer, heads_kv=problem.heads_kv)
     inputs = (
         jnp.arange(sweep.steps, dtype=jnp.int32),
         cut(operands.query),
@@ -128,7 +128,7 @@ def _query_tangents(
     )
     _, (mixed, total) = lax.scan(jax.checkpoint(step), None, inputs)
     return or_nan_for_parts(
-        sweep, origins, (sweep.join_home(mixed, problem.heads), sweep.join_home(total, problem.heads))
+        sweep, origins, (sweep.join_outer(mixed, problem.heads), sweep.join_outer(total, problem.heads))
     )
 
 
@@ -137,10 +137,10 @@ def _key_tangents(
 ) -> tuple[jax.Array, jax.Array]:
     """Contributions to ``ds V + P V'`` and ``rowsum(ds)`` of the keys and values."""
     products = Products(problem)
-    sweep = sweep_of(problem, tiles, operands, "backward", home_is_query=False)
+    sweep = sweep_of(problem, tiles, operands, "backward", outer_is_query=False)
     origins = origins_of(problem, operands)
-    queries = sweep.split_away(operands.query)
-    row_terms = sweep.split_away(jnp.concatenate(rows, axis=-1))
+    queries = sweep.split_inner(operands.query)
+    row_terms = sweep.split_inner(jnp.concatenate(rows, axis=-1))
     repeats = problem.heads // problem.heads_kv
     Sums = tuple[jax.Array, jax.Array]
 
@@ -150,28 +150,28 @@ def _key_tangents(
         positions = sweep.position(index, origins)
 
         @jax.checkpoint
-        def contribution(key_tangent: jax.Array, value_tangent: jax.Array, away_step: jax.Array) -> Sums:
-            query = sweep.load(queries, positions, away_step, problem.heads_kv)
+        def contribution(key_tangent: jax.Array, value_tangent: jax.Array, inner_step: jax.Array) -> Sums:
+            query = sweep.load(queries, positions, inner_step, problem.heads_kv)
             # Fused into the exponential, it would be loaded once per logit.
-            terms = materialize(sweep.load(row_terms, positions, away_step, problem.heads_kv))
+            terms = materialize(sweep.load(row_terms, positions, inner_step, problem.heads_kv))
             tile_rows = Rows(terms[..., :1], terms[..., 1:])
-            mask = sweep.mask(positions, away_step, repeats)
+            mask = sweep.mask(positions, inner_step, repeats)
             weights = softmax_weights(products, query, key, tile_rows, mask)
             ds = weights * products.logits(query, key_tangent)
             mixed = products.mix(ds, value) + products.mix(weights, value_tangent)
             return mixed, ds.sum(axis=-1, keepdims=True)
 
-        def visit(sums: Sums, away_step: jax.Array) -> tuple[Sums, None]:
-            mixed, total = contribution(key_tangent, value_tangent, away_step)
+        def visit(sums: Sums, inner_step: jax.Array) -> tuple[Sums, None]:
+            mixed, total = contribution(key_tangent, value_tangent, inner_step)
             return (
-                sweep.add(sums[0], positions, away_step, mixed),
-                sweep.add(sums[1], positions, away_step, total),
+                sweep.add(sums[0], positions, inner_step, mixed),
+                sweep.add(sums[1], positions, inner_step, total),
             ), None
 
-        sums, _ = lax.scan(visit, sums, jnp.arange(sweep.away_steps, dtype=jnp.int32))
+        sums, _ = lax.scan(visit, sums, jnp.arange(sweep.inner_steps, dtype=jnp.int32))
         return sums, None
 
-    cut = functools.partial(sweep.cut_home, heads_kv=problem.heads_kv)
+    cut = functools.partial(sweep.cut_outer, heads_kv=problem.heads_kv)
     inputs = (
         jnp.arange(sweep.steps, dtype=jnp.int32),
         cut(operands.key),
@@ -181,8 +181,8 @@ def _key_tangents(
     )
     batch = operands.query.shape[0]
     sums = (
-        sweep.empty_away(batch, problem.heads, problem.head_dim_v, products.dtype),
-        sweep.empty_away(batch, problem.heads, 1, products.dtype),
+        sweep.empty_inner(batch, problem.heads, problem.head_dim_v, products.dtype),
+        sweep.empty_inner(batch, problem.heads, 1, products.dtype),
     )
     (mixed, total), _ = lax.scan(jax.checkpoint(step), varying_like(sums, operands), inputs)
-    return or_nan_for_parts(sweep, origins, (sweep.join_away(mixed), sweep.join_away(total)))
+    return or_nan_for_parts(sweep, origins, (sweep.join_inner(mixed), sweep.join_inner(total)))

@@ -8,11 +8,12 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from natten_jax import native, simulator
+from natten_jax import native
 from natten_jax.backends import hopper_backward
 from natten_jax.backends.base import Backend, Gradients, Operands, Output, Platform, Saved
 from natten_jax.backends.kernel_rank import attributes, kernel_operands, output_of, output_types, saved_of
-from natten_jax.backends.ranking import rank_pairs
+from natten_jax.cost.calibration import calibration_for
+from natten_jax.cost.ranking import rank_sizes
 from natten_jax.devices import Device
 from natten_jax.mesh import OptionalArray
 from natten_jax.native import ResultType
@@ -120,5 +121,5 @@ def _tile_tokens(problem: Problem, pass_: Pass) -> list[tuple[int, int]]:
 
 @functools.lru_cache(maxsize=256)
 def _ranked_pairs(problem: Problem, pass_: Pass) -> tuple[TilePair, ...]:
-    times = simulator.calibration_for(HopperBackend.family)
-    return rank_pairs(problem, pass_, _tile_tokens(problem, pass_), times)
+    times = calibration_for(HopperBackend.family)
+    return rank_sizes(problem, pass_, _tile_tokens(problem, pass_), times)

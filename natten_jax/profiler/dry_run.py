@@ -57,8 +57,8 @@ def to_json(options: Options, device: Device) -> dict[str, Any]:
 def _figures(simulation: Simulation) -> dict[str, Any]:
     counts = simulation.counts
     return {
-        "streamed_tiles_per_owned_tile": counts.streamed_per_owned,
-        "share_without_mask": counts.whole_share,
+        "inner_tiles_per_outer_tile": counts.inner_per_outer,
+        "full_share": counts.full_share,
         "masked_share": counts.masked_share,
         "padding_share": counts.padding_share,
         "wasted_share": counts.wasted_share,
@@ -79,8 +79,8 @@ def _table(listing: Listing, options: Options, device: Device) -> Table:
         counts = simulation.counts
         row = [*map(tile_text, pair)]
         row += [", ".join(listing.schedules)] if listing.schedules else []
-        shares = counts.whole_share, counts.wasted_share
-        row += [digits(counts.streamed_per_owned), *(f"{share:.0%}" for share in shares)]
+        shares = counts.full_share, counts.wasted_share
+        row += [digits(counts.inner_per_outer), *(f"{share:.0%}" for share in shares)]
         row.append("-" if simulation.seconds is None else format_time(simulation.seconds))
         rows.append(tuple(row))
     if len(shown) < len(listing.pairs):

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
+from natten_jax.cost.work import flops
 from natten_jax.devices import Device
-from natten_jax.flops import flops
 from natten_jax.passes import Pass, TilePair
 from natten_jax.problem import Problem
 from natten_jax.profiler import capture, symbols

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 import jax
 
 from natten_jax import simulator
+from natten_jax.passes import PASSES
 from natten_jax.problem import Problem
 from natten_jax.profiler.measure import Comparison, Result, Row
 from natten_jax.profiler.options import Options
@@ -77,7 +78,7 @@ def problem_line(options: Options, problem: Problem) -> str:
 
 
 def _tile_lines(result: Result) -> Iterator[str]:
-    for pass_ in ("forward", "backward"):
+    for pass_ in PASSES:
         if pass_ not in result.tiles:
             continue
         pair = result.tiles[pass_]
@@ -90,7 +91,7 @@ def _tile_lines(result: Result) -> Iterator[str]:
         visits = "KV tiles per query tile" if pass_ == "forward" else "query tiles per KV tile"
         line = (
             f"Tiles ({pass_}): query {format_shape(pair[0])}, key/value {format_shape(pair[1])}; "
-            f"{digits(counts.streamed_per_owned)} {visits}, {counts.whole_share:.0%} without a mask"
+            f"{digits(counts.inner_per_outer)} {visits}, {counts.full_share:.0%} without a mask"
         )
         if simulation.seconds is not None:
             line += f"; {format_time(simulation.seconds)} predicted"
@@ -103,7 +104,7 @@ def format_shape(shape: tuple[int, ...]) -> str:
 
 
 def result_table(result: Result, title: str = "Profiler results") -> Table:
-    """The seeds' table; a long one keeps the rows that take most of the time."""
+    """The measured kernels as a table; of many, the rows that take most of the time."""
     return _table(result.rows, title, None if result.options.verbose else _MOST_ROWS)
 
 
@@ -207,7 +208,7 @@ def write_csv(path: Path, tables: dict[str, tuple[Row, ...]]) -> None:
 def _backends(chosen: dict[str, str]) -> str:
     texts = []
     for part, suffix in (("", ""), ("additional_kv_", " for the additional KV")):
-        names = {pass_: chosen[part + pass_] for pass_ in ("forward", "backward") if part + pass_ in chosen}
+        names = {pass_: chosen[part + pass_] for pass_ in PASSES if part + pass_ in chosen}
         if len(set(names.values())) == 1:
             texts.append(f"{names['forward']}{suffix}")
         elif names:

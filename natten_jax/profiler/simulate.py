@@ -107,10 +107,10 @@ def _quantities(backend: str, simulation: Simulation) -> Iterator[tuple[str, str
     yield "backend", backend
     yield "query tile", tile_text(simulation.pair[0])
     yield "key/value tile", tile_text(simulation.pair[1])
-    yield "tiles that own tokens, all heads", f"{problem.batch * problem.heads * counts.owned}"
-    yield "tiles streamed past each: mean, most", f"{digits(counts.streamed_per_owned)}, {counts.most_streamed}"
-    yield "  of these masked, padding", f"{counts.masked_share:.1%}, {counts.padding_share:.1%}"
-    yield "  computed, thereof without a mask", f"{counts.computed_share:.1%}, {counts.whole_share:.1%}"
+    yield "outer tiles, all heads", f"{problem.batch * problem.heads * counts.outer}"
+    yield "inner tiles of each: mean, most", f"{digits(counts.inner_per_outer)}, {counts.most_inner}"
+    yield "  share of pairs masked, padding", f"{counts.masked_share:.1%}, {counts.padding_share:.1%}"
+    yield "  share computed; of that, full", f"{counts.computed_share:.1%}, {counts.full_share:.1%}"
     yield "GFLOP that the mask leaves", digits(simulation.flops / 1e9)
     yield "GFLOP executed", digits(simulation.executed_flops / 1e9)
     yield "MB of inputs and results", digits(simulation.least_bytes / 1e6)

@@ -1,6 +1,6 @@
-"""Coefficients of the simulator's time model, fitted to measurements: a file per backend family and kind of device.
+"""Coefficients of the time model, fitted to measurements: a file per backend family and kind of device.
 
-``bench/calibrate.py`` writes them, with the measurements; :mod:`natten_jax.simulator` has the formulas.
+``bench/calibrate.py`` writes them; :mod:`natten_jax.cost.predict` has the formula.
 """
 
 from __future__ import annotations
@@ -16,16 +16,11 @@ from typing import Any
 import numpy as np
 
 from natten_jax.devices import ComputeCapability
-from natten_jax.passes import Pass, TilePair
+from natten_jax.passes import Pass, TilePair, outer_and_inner
 from natten_jax.problem import Problem
 
 #: Rounds from which on kernels take tiles from a counter: kTilesWorthCounting of csrc/cuda/sm90/launch.cpp.
 _COUNTED_ROUNDS = 4
-
-
-def ordered(pair: TilePair, pass_: Pass) -> TilePair:
-    """Of a query and a key/value tile, the one that owns its tokens in a pass and the one that is streamed past it."""
-    return pair if pass_ == "forward" else pair[::-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,22 +29,22 @@ class Kernel:
 
     Attributes:
         head_dim: Widest heads that it takes.
-        owned_tokens: Tokens of an owned tile.
-        streamed_tokens: Tokens of a streamed tile.
-        owned_tile: Seconds per owned tile, whatever is streamed past it.
-        streamed_tile: Seconds per streamed tile.
-        masking: Seconds more per streamed tile that is masked.
-        skipping: Seconds per streamed tile that is skipped.
-        row_groups: Groups of an owned tile's rows that skip and mask streamed tiles on their own.
+        outer_tokens: Tokens of an outer tile.
+        inner_tokens: Tokens of an inner tile.
+        outer_tile: Seconds per outer tile, whatever inner tiles it visits.
+        inner_tile: Seconds per inner tile.
+        masking: Seconds more per partial inner tile.
+        skipping: Seconds per skipped inner tile.
+        row_groups: Groups of an outer tile's rows that skip and mask inner tiles on their own.
         power: How much of the device's slowdown it suffers: less where it draws less power.
-        side_by_side: Owned tiles that a multiprocessor works on at the same time.
+        side_by_side: Outer tiles that a multiprocessor works on at the same time.
     """
 
     head_dim: int
-    owned_tokens: int
-    streamed_tokens: int
-    owned_tile: float
-    streamed_tile: float
+    outer_tokens: int
+    inner_tokens: int
+    outer_tile: float
+    inner_tile: float
     masking: float
     skipping: float = 0.0
     row_groups: int = 1
@@ -58,8 +53,8 @@ class Kernel:
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """Widest heads, tokens of an owned and of a streamed tile: what tells the kernels of a pass apart."""
-        return self.head_dim, self.owned_tokens, self.streamed_tokens
+        """Widest heads, tokens of an outer and of an inner tile: what tells the kernels of a pass apart."""
+        return self.head_dim, self.outer_tokens, self.inner_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +98,8 @@ class Calibration:
         """The smallest kernel that takes the heads and the tiles; ``None`` where none was timed for these elements."""
         if problem.dtype not in self.dtypes:
             return None
-        owned, streamed = ordered(pair, pass_)
-        sizes = max(problem.head_dim, problem.head_dim_v), math.prod(owned), math.prod(streamed)
+        outer, inner = outer_and_inner(pair, pass_)
+        sizes = max(problem.head_dim, problem.head_dim_v), math.prod(outer), math.prod(inner)
         fitting = [
             kernel
             for kernel in self.kernels.get(pass_, ())
@@ -113,7 +108,7 @@ class Calibration:
         return min(fitting, key=lambda kernel: kernel.size, default=None)
 
     def rounds(self, tiles: Any, pass_: Pass, kernel: Kernel) -> Any:
-        """Rounds that the multiprocessors work on owned tiles."""
+        """Rounds that the multiprocessors work on outer tiles."""
         rounds = tiles / (self.multiprocessors * kernel.side_by_side)
         if self.tail is None or pass_ == "backward":
             return np.ceil(rounds)
@@ -136,10 +131,12 @@ def calibration_for(family: str, compute_capability: ComputeCapability | None = 
     Returns:
         The model, or ``None`` where no device of that compute capability was calibrated.
     """
-    for file in sorted(resources.files("natten_jax.calibration").iterdir(), key=lambda file: file.name):
+    for file in sorted(
+        resources.files("natten_jax.cost").joinpath("calibrations").iterdir(), key=lambda file: file.name
+    ):
         if not file.name.endswith(".json"):
             continue
-        model = json.loads(file.read_text())["model"]
+        model = json.loads(file.read_text())
         major, minor = model["compute_capability"]
         found = (major, minor)
         if model["family"] == family and compute_capability in (None, found):

@@ -78,6 +78,11 @@ def inverse_window_changes(queries: int, keys: int, kernel_size: int, stride: in
     return [*changes, stride - left - offset - 1, end - left - offset - 1, end + right - offset]
 
 
+def are_few(tiles: int) -> bool:
+    """Whether so many tiles are looked at one by one, in which case their period does not matter."""
+    return tiles <= _FEW
+
+
 def totals(tiles: int, period: int, changes: Iterable[int], lengths: Lengths) -> Totals:
     """Sums over all tiles.
 
@@ -90,7 +95,7 @@ def totals(tiles: int, period: int, changes: Iterable[int], lengths: Lengths) ->
     Raises:
         ValueError: There are too many different tiles.
     """
-    if tiles <= _FEW:
+    if are_few(tiles):
         every = lengths(np.arange(tiles))
         return Totals(*_summed(every), every[:, -1].tolist())
     last = lengths(np.array([tiles - 1]))[:, 0].tolist()
@@ -161,9 +166,15 @@ def _linear_sum(begin: Any, end: Any, terms: int) -> int:
 
 
 def _summed(values: Any) -> _Part:
-    return [_exact_sum(np.maximum(row, 0)) for row in values], values.max(axis=1).tolist()
+    return _exact_sums(np.maximum(values, 0)), values.max(axis=1).tolist()
 
 
 def _exact_sum(values: Any) -> int:
-    """Of int64 values that are not negative; their sum may need more bits."""
-    return (int(np.sum(values >> 32)) << 32) + int(np.sum(values & 0xFFFFFFFF))
+    (total,) = _exact_sums(values[np.newaxis])
+    return total
+
+
+def _exact_sums(values: Any) -> list[int]:
+    """Of rows of int64 values that are not negative; their sums may need more bits."""
+    high, low = (np.sum(part, axis=1).tolist() for part in (values >> 32, values & 0xFFFFFFFF))
+    return [(a << 32) + b for a, b in zip(high, low, strict=True)]

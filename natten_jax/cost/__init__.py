@@ -1,0 +1,20 @@
+"""What attention costs: counted exactly, and its time predicted, without a device.
+
+- ``axes``: the token dimensions of a problem, one by one.
+- ``axis_sums``: sums over the tiles of one dimension, however many they are.
+- ``axis_tiles``: tiles of one dimension, by what a kernel has to do with them.
+- ``row_groups``: tiles by what the row groups of a kernel do with them, each on its own.
+- ``tile_counts``: tiles and query-key pairs of a pass.
+- ``work``: operations and bytes that no kernel can do without.
+- ``calibration``: coefficients of the time model, measured on a device.
+- ``predict``: the time model's formula.
+- ``simulation``: counts and time of one pass with one pair of tiles.
+- ``ranking``: pairs of tiles by predicted time.
+- ``advice``: strides with which no tile needs a mask.
+
+:mod:`natten_jax.simulator` is their public face.
+
+A thread block owns an *outer* tile, of queries in the forward pass and of keys and values in the backward pass, and
+goes over *inner* tiles of the other side. An inner tile is *full* where each of its pairs of tokens is visible,
+*partial* where it needs a mask, and *skipped* where none is visible.
+"""

@@ -1,0 +1,81 @@
+"""What no kernel can do without: visible query-key pairs, floating-point operations on them, bytes of arrays.
+
+Exact counts for the mask, not for what a kernel executes: padding and masked tiles are overhead, not work.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from natten_jax import windows
+from natten_jax.cost.axes import dilation_groups
+from natten_jax.cost.axis_sums import check_extent, totals, window_changes
+from natten_jax.passes import Pass
+from natten_jax.problem import Axis, Problem
+
+#: Of an element, by the name of its type.
+ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+def visible_pairs(problem: Problem) -> int:
+    """Sum over the queries of the keys that each of them sees, for one batch element and one head.
+
+    The mask is separable, so the sum over all queries is the product of the dimensions' own sums.
+
+    Raises:
+        ValueError: A dimension is too long to be counted.
+    """
+    pairs = math.prod(map(visible_pairs_of_axis, problem.axes))
+    return pairs + math.prod(problem.query_layout) * problem.additional_kv
+
+
+def visible_pairs_of_axis(axis: Axis) -> int:
+    """Query-key pairs of one dimension that its windows leave.
+
+    Raises:
+        ValueError: The dimension is too long to be counted.
+    """
+    pairs = 0
+    window = axis.kernel_size, axis.stride, axis.is_causal
+    for groups, queries, keys in dilation_groups(axis):
+        check_extent(max(queries, keys))
+
+        def lengths(index: Any, keys: int = keys) -> Any:
+            start, end = windows.window_bounds(index, keys, *window)
+            return (end - start)[np.newaxis]
+
+        changes = window_changes(queries, keys, *window)
+        pairs += groups * totals(queries, axis.stride, changes, lengths).sums[0]
+    return pairs
+
+
+def all_pairs(problem: Problem) -> int:
+    """Query-key pairs without any mask, for one batch element and one head."""
+    return math.prod(problem.query_layout) * (math.prod(problem.kv_layout) + problem.additional_kv)
+
+
+def flops(problem: Problem, pass_: Pass) -> int:
+    """Floating-point operations of the matrix products of one pass, over all batch elements and heads.
+
+    Args:
+        problem: The problem.
+        pass_: ``"forward"`` has two products, over ``head_dim`` and ``head_dim_v``; ``"backward"`` counts as two
+            and a half times as many, its five products at the same average width.
+    """
+    width = problem.head_dim + problem.head_dim_v
+    operations = problem.batch * problem.heads * width * visible_pairs(problem)
+    return 2 * operations if pass_ == "forward" else 5 * operations
+
+
+def least_bytes(problem: Problem, pass_: Pass) -> int:
+    """Bytes of the inputs and results of a pass."""
+    queries, keys = math.prod(problem.query_layout), math.prod(problem.kv_layout) + problem.additional_kv
+    width = problem.head_dim + problem.head_dim_v
+    elements = queries * problem.heads * width + keys * problem.heads_kv * width
+    once = problem.batch * elements * ELEMENT_BYTES[problem.dtype]
+    logsumexp = problem.batch * problem.heads * queries * ELEMENT_BYTES[problem.accumulator_dtype]
+    # The backward pass reads the output beside its gradient, and writes a gradient for every other array.
+    return (once if pass_ == "forward" else 2 * once) + logsumexp
