@@ -17,7 +17,7 @@ import pytest
 from natten_jax import flops, native
 from natten_jax.devices import Device
 from natten_jax.problem import Problem
-from natten_jax.profiler import parse, workload
+from natten_jax.profiler import element_types, parse, workload
 from natten_jax.profiler.__main__ import main
 
 SEEDS_EXAMPLE = "-i 8 16 24 -d 128 -w 2 4 3"
@@ -105,7 +105,6 @@ def test_xla_baseline(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("-i 64 --dtype e4m3", "dtype float8_e4m3fn; supported are"),
         ("-i 64 --backend cudnn", "the cudnn baseline needs an NVIDIA GPU"),
         ("-i 64 --backend xla --dtype fp16", "use --dtype bf16"),
     ],
@@ -132,7 +131,25 @@ def test_what_cannot_run_fails_without_a_traceback() -> None:
 def test_usage_error_of_the_program() -> None:
     finished = profiler("-i 8 -w 9")
     assert (finished.returncode, finished.stdout) == (2, "")
-    assert "window size 9 exceeds input size 8" in finished.stderr
+    assert "--window-size (9,) with --dilation (1,) exceeds --input-size (8,)" in finished.stderr
+
+
+def test_one_extent_for_all_dimensions_and_full_names_of_element_types(tmp_path: Path) -> None:
+    arguments = f"-i 8 10 -w 3 -s 2 --dilation 2 --dtype bfloat16 --compile --backend flex-fna {FEW}"
+    output, result = profile_to_json(arguments, tmp_path)
+    assert "k=3x3 s=2x2 d=2x2" in output
+    assert "bf16, forward" in " ".join(output.split())
+    assert (result["problem"]["dtype"], result["arguments"]["dtype"]) == ("bfloat16", "bf16")
+
+
+def test_float64_is_computed_in_float64(tmp_path: Path) -> None:
+    output, result = profile_to_json(f"-i 16 -w 4 --dtype float64 --backprop {FEW}", tmp_path)
+    assert "fp64, forward and backward" in " ".join(output.split())
+    assert result["backends"] == {"forward": "flex-fna", "backward": "flex-fna"}
+    options = parse(["-i", "16", "--dtype", "fp64", "--backend", "flex-fna", "-w", "4"])
+    with element_types.arrays_of(options.dtype):
+        loaded = workload.compile_workload(options)
+    assert {array.dtype.name for array in loaded.arguments} == {loaded.run().dtype.name} == {"float64"}
 
 
 def test_inputs_are_random() -> None:

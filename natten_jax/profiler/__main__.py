@@ -14,8 +14,9 @@ import jax
 
 from natten_jax.devices import Device, default_device
 from natten_jax.profiler import dry_run, report, simulate
-from natten_jax.profiler.arguments import KNOWN_FAMILIES, parse
+from natten_jax.profiler.arguments import parse
 from natten_jax.profiler.capture import CaptureError
+from natten_jax.profiler.families import KNOWN_FAMILIES
 from natten_jax.profiler.measure import compare, profile
 from natten_jax.profiler.optimize import Optimum, best_table, configuration, optimize, search_json
 from natten_jax.profiler.options import Options

@@ -15,6 +15,7 @@ from natten_jax.devices import Device
 from natten_jax.flops import flops
 from natten_jax.problem import Problem
 from natten_jax.profiler import capture, symbols
+from natten_jax.profiler.element_types import arrays_of
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.program import Program
 from natten_jax.profiler.progress import Progress
@@ -131,7 +132,7 @@ def compare(options: Options, baseline: str) -> Comparison:
 
 def _profile(every: Sequence[Options]) -> list[Result]:
     first = every[0]
-    with Progress(len(every) * (first.warmup_steps + first.iterations)) as progress:
+    with arrays_of(first.dtype), Progress(len(every) * (first.warmup_steps + first.iterations)) as progress:
         progress.stage("compiling")
         arguments: tuple[jax.Array, ...] | None = None
         workloads = []

@@ -22,6 +22,7 @@ from natten_jax.configs import kernel_schedules
 from natten_jax.devices import Device, default_device
 from natten_jax.profiler import capture
 from natten_jax.profiler.configurations import Listing, candidates, listing, main_part, tile_text
+from natten_jax.profiler.element_types import arrays_of
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.progress import Progress
 from natten_jax.profiler.tables import Table
@@ -95,7 +96,7 @@ def optimize(options: Options) -> Optimum:
     """
     device = default_device()
     check_available(options, device)
-    with Progress(0) as progress:
+    with arrays_of(options.dtype), Progress(0) as progress:
         return _Search(options, device, progress).run()
 
 

@@ -16,9 +16,10 @@ from natten_jax.backends.base import Pass, TilePair, requested_pair
 from natten_jax.devices import Device, default_device
 from natten_jax.problem import Problem, TileConfig, attention_problem, neighborhood_problem, tile_config
 from natten_jax.profiler import baselines
-from natten_jax.profiler.arguments import KNOWN_FAMILIES
 from natten_jax.profiler.capture import Launch
-from natten_jax.profiler.options import DTYPES, Options
+from natten_jax.profiler.element_types import ELEMENT_TYPES
+from natten_jax.profiler.families import KNOWN_FAMILIES
+from natten_jax.profiler.options import Options
 from natten_jax.profiler.program import Program, compile_for_trace
 
 _MOST_ELEMENTS = 2**63 - 1
@@ -194,7 +195,7 @@ def shapes(options: Options) -> list[Any]:
 
     def array(layout: tuple[int, ...], heads: int, dim: int) -> jax.ShapeDtypeStruct:
         shape = options.batch_size, *layout, heads, dim
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(DTYPES[options.dtype]))  # type: ignore[no-untyped-call]
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(ELEMENT_TYPES[options.dtype]))  # type: ignore[no-untyped-call]
 
     dims = options.dim, options.dim_value
     arrays = [array(options.input_size, options.heads, options.dim)]
