@@ -98,7 +98,9 @@ def test_xla_baseline(tmp_path: Path) -> None:
     output, result = profile_to_json(arguments, tmp_path)
     assert result["backends"] == {"forward": "xla", "backward": "xla"}
     assert {row["framework"] for row in result["rows"]} == {"XLA"}
-    assert "gemm" in {row["category"] for row in result["rows"]}
+    products = [row["operation"] for row in result["rows"] if row["category"] == "gemm"]
+    assert products and all(name.startswith("dot_general") for name in products)
+    assert all(row["category"] == "gemm" for row in result["rows"] if "dot_general" in row["operation"].split(" [")[0])
     assert "Backend: xla, on" in output
 
 

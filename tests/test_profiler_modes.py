@@ -389,6 +389,48 @@ def test_programs_are_read_from_any_trace(tmp_path: Path) -> None:
     assert "gemm" in output.stdout
 
 
+# Several programs, of which some share a name: kernels beside loops. On a CPU, events and the programs inside a trace
+# have different numbers.
+_PROGRAMS = """
+import sys
+import jax
+import jax.numpy as jnp
+import natten_jax
+
+def named(name, function):
+    function.__name__ = name
+    return jax.jit(function)
+
+def attend(i):
+    return named(f"attend_{i}", lambda x: natten_jax.na1d(x, x, x, 8 + i, backend="cpu-fna"))
+
+def loop(i):
+    square = lambda x: x[0, :, 0, :] @ x[0, :, 0, :].T
+    return named("loop", lambda x: jax.lax.fori_loop(0, 3, lambda _, y: jnp.sin(y) @ y + i, square(x)))
+
+x = jnp.ones((1, 32, 2, 16))
+functions = [make(i) for i in range(4) for make in (attend, loop)]
+jax.block_until_ready([function(x) for function in functions])
+with jax.profiler.trace(sys.argv[1]):
+    for function in functions:
+        jax.block_until_ready(function(x))
+"""
+
+
+@needs_native
+@needs_cpu
+def test_programs_of_a_trace_are_told_apart_by_name(tmp_path: Path) -> None:
+    finished = run_python("-c", _PROGRAMS, tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    modules = trace_program.rows_by_module(tmp_path)
+    for i in range(4):
+        assert [row.name.operation for row in modules[f"jit_attend_{i}"]] == ["FnaForward"]
+    loops = {row.name.operation: row for row in modules["jit_loop"]}
+    assert loops["while"].calls == 4
+    assert loops["sin"].calls == 12
+    assert not any("wrapped" in operation for operation in loops)
+
+
 def test_damaged_traces_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert trace_program.main([str(tmp_path)]) == 1
     assert "there is no trace" in capsys.readouterr().err

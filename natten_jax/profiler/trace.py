@@ -12,11 +12,11 @@ import json
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from natten_jax.profiler import capture, measure, report, xspace
-from natten_jax.profiler.capture import CaptureError, DamagedTrace, Interval
+from natten_jax.profiler.capture import CaptureError, DamagedTrace, Event, Interval
 from natten_jax.profiler.measure import Row
 from natten_jax.profiler.parser import Parser
 from natten_jax.profiler.program import Program
@@ -87,14 +87,13 @@ def rows_by_module(path: Path, *, with_memory: bool = False) -> dict[str, tuple[
                 intervals, platform = capture.host_intervals(profile), "cpu"
         except UnicodeDecodeError as error:
             raise DamagedTrace(file, str(error)) from error
-    by_name = {program.module: program for program in programs.values()}
     groups: dict[tuple[str, int | None], list[Interval]] = defaultdict(list)
     for interval in intervals:
         groups[(interval.module or "-").partition("(")[0], interval.number].append(interval)
     found: dict[str, list[tuple[Row, ...]]] = defaultdict(list)
     for (module, number), of_module in groups.items():
-        program = programs.get(-1 if number is None else number) or by_name.get(module) or Program(module, {})
         events = [interval.event for interval in of_module]
+        program = _program_of(events, module, number, programs)
         if platform == "cpu":
             runs = defaultdict(list)
             for interval in of_module:
@@ -102,6 +101,17 @@ def rows_by_module(path: Path, *, with_memory: bool = False) -> dict[str, tuple[
             events = [event for run in runs.values() for event in capture.exclusive(run, program)]
         found[module].append(measure.summarize([events], program, "fna", platform))
     return {module: merged(tables) for module, tables in found.items()}
+
+
+def _program_of(events: Sequence[Event], module: str, number: int | None, programs: Mapping[int, Program]) -> Program:
+    """The program that launched events: of those with the module's name the one that has most of their instructions.
+
+    Numbers only decide between equals: on a CPU, events count programs in another way than the trace does.
+    """
+    names = {event.instruction for event in events}
+    named = [each for each in programs.items() if each[1].is_module(module)]
+    best = max(named, key=lambda each: (len(names & each[1].instructions.keys()), each[0] == number), default=None)
+    return Program(module, {}) if best is None else best[1]
 
 
 def merged(tables: Iterable[tuple[Row, ...]]) -> tuple[Row, ...]:
