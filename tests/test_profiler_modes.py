@@ -21,9 +21,10 @@ from natten_jax import native
 from natten_jax.profiler import parse, progress, tables, workload, xspace
 from natten_jax.profiler import trace as trace_program
 from natten_jax.profiler.__main__ import main
-from natten_jax.profiler.capture import DamagedTrace, capture_in_turns
+from natten_jax.profiler.capture import capture_in_turns
 from natten_jax.profiler.measure import Comparison, profile
 from natten_jax.profiler.program import Program
+from natten_jax.profiler.trace_files import DamagedTrace
 
 needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
 needs_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="runs on the CPU")

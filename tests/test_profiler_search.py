@@ -17,7 +17,7 @@ from natten_jax.devices import Device
 from natten_jax.profiler import optimize as search
 from natten_jax.profiler import parse
 from natten_jax.profiler.__main__ import main
-from natten_jax.profiler.capture import Event
+from natten_jax.profiler.events import Event
 from natten_jax.profiler.program import Program
 from natten_jax.profiler.workload import Workload
 

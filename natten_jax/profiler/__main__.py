@@ -15,13 +15,13 @@ import jax
 from natten_jax.devices import Device, default_device
 from natten_jax.profiler import dry_run, report, simulate
 from natten_jax.profiler.arguments import parse
-from natten_jax.profiler.capture import CaptureError
 from natten_jax.profiler.families import KNOWN_FAMILIES
 from natten_jax.profiler.measure import compare, profile
 from natten_jax.profiler.optimize import Optimum, best_table, configuration, optimize, search_json
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.plot import plot_rows
 from natten_jax.profiler.tables import digits, format_time, print_lines, print_table
+from natten_jax.profiler.trace_files import CaptureError
 from natten_jax.profiler.workload import UnavailableBackend, check_available, describe
 from natten_jax.quiet_exit import INTERRUPTED, run_quietly
 

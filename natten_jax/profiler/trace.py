@@ -15,13 +15,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from natten_jax.profiler import capture, measure, report, xspace
-from natten_jax.profiler.capture import CaptureError, DamagedTrace, Event, Interval
+from natten_jax.profiler import attribution, events, measure, report, trace_files, xspace
+from natten_jax.profiler.events import Event, Interval
 from natten_jax.profiler.measure import Row
 from natten_jax.profiler.parser import Parser
 from natten_jax.profiler.program import Program
 from natten_jax.profiler.symbols import Name, order
 from natten_jax.profiler.tables import format_time, print_lines, print_table
+from natten_jax.profiler.trace_files import CaptureError, DamagedTrace
 from natten_jax.quiet_exit import run_quietly
 
 
@@ -76,15 +77,15 @@ def rows_by_module(path: Path, *, with_memory: bool = False) -> dict[str, tuple[
         CaptureError: There is no trace.
         DamagedTrace: It is truncated or corrupt.
     """
-    file = capture.trace_file(path)
+    file = trace_files.trace_file(path)
     programs = xspace.programs(file)
-    profile = capture.read(file)
+    profile = trace_files.read(file)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # see capture_in_turns
+        warnings.simplefilter("ignore", DeprecationWarning)  # see capture._intervals
         try:
-            intervals, platform = capture.gpu_intervals(profile, with_memory), "cuda"
+            intervals, platform = events.gpu_intervals(profile, with_memory), "cuda"
             if not intervals:
-                intervals, platform = capture.host_intervals(profile), "cpu"
+                intervals, platform = events.host_intervals(profile), "cpu"
         except UnicodeDecodeError as error:
             raise DamagedTrace(file, str(error)) from error
     groups: dict[tuple[str, int | None], list[Interval]] = defaultdict(list)
@@ -92,23 +93,23 @@ def rows_by_module(path: Path, *, with_memory: bool = False) -> dict[str, tuple[
         groups[(interval.module or "-").partition("(")[0], interval.number].append(interval)
     found: dict[str, list[tuple[Row, ...]]] = defaultdict(list)
     for (module, number), of_module in groups.items():
-        events = [interval.event for interval in of_module]
-        program = _program_of(events, module, number, programs)
+        of_program = [interval.event for interval in of_module]
+        program = _program_of(of_program, module, number, programs)
         if platform == "cpu":
             runs = defaultdict(list)
             for interval in of_module:
                 runs[interval.run].append(interval.event)
-            events = [event for run in runs.values() for event in capture.exclusive(run, program)]
-        found[module].append(measure.summarize([events], program, "fna", platform))
+            of_program = [event for run in runs.values() for event in attribution.exclusive(run, program)]
+        found[module].append(measure.summarize([of_program], program, "fna", platform))
     return {module: merged(tables) for module, tables in found.items()}
 
 
-def _program_of(events: Sequence[Event], module: str, number: int | None, programs: Mapping[int, Program]) -> Program:
+def _program_of(launched: Sequence[Event], module: str, number: int | None, programs: Mapping[int, Program]) -> Program:
     """The program that launched events: of those with the module's name the one that has most of their instructions.
 
     Numbers only decide between equals: on a CPU, events count programs in another way than the trace does.
     """
-    names = {event.instruction for event in events}
+    names = {event.instruction for event in launched}
     named = [each for each in programs.items() if each[1].is_module(module)]
     best = max(named, key=lambda each: (len(names & each[1].instructions.keys()), each[0] == number), default=None)
     return Program(module, {}) if best is None else best[1]
