@@ -79,14 +79,14 @@ def interrupted(code: str, marker: Path, arguments: str) -> subprocess.Completed
 
 #: Makes the marker once so many measurements are over, and then dawdles in the next one.
 DAWDLING_SEARCH = """
-from natten_jax.profiler import optimize
-measure = optimize._Search._measure
+from natten_jax.profiler.trials import Trials
+measure = Trials.measure
 def dawdle(self, *arguments):
-    if len(self._trials) >= {trials}:
+    if len(self.done) >= {trials}:
         marker.touch()
         for _ in range(3000): time.sleep(0.1)
     return measure(self, *arguments)
-optimize._Search._measure = dawdle
+Trials.measure = dawdle
 """
 SEARCH = "-i 8 12 -n 2 -d 16 -w 4 6 --dtype fp32 --optimize --warmup-steps 1 --iterations 2"
 

@@ -17,7 +17,8 @@ from natten_jax.profiler import dry_run, report, simulate
 from natten_jax.profiler.arguments import parse
 from natten_jax.profiler.families import KNOWN_FAMILIES
 from natten_jax.profiler.measure import compare, profile
-from natten_jax.profiler.optimize import Optimum, best_table, configuration, optimize, search_json
+from natten_jax.profiler.optimize import optimize
+from natten_jax.profiler.optimum import Optimum, best_table, configuration, search_json
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.plot import plot_rows
 from natten_jax.profiler.tables import digits, format_time, print_lines, print_table

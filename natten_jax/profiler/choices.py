@@ -1,0 +1,41 @@
+"""Options with choices filled in: a backend, the tiles of a pass, or what a compiled program chose for itself."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from natten_jax import backends
+from natten_jax.backends.base import Pass, TilePair
+from natten_jax.configs import kernel_schedules
+from natten_jax.profiler.options import Options
+from natten_jax.profiler.workload import Workload
+
+
+def spelled_out(options: Options, workload: Workload) -> Options:
+    """The options with every choice named that their compiled program made for itself."""
+    name = workload.backends["forward"]
+    options = with_backend(options, name)
+    for pass_, pair in workload.tiles.items():
+        options = with_tiles(options, pair, "forward" if pass_ == "forward" else "backward")
+    if options.schedule is None:
+        schedules = kernel_schedules(name.rpartition("-")[0], "forward")
+        options = dataclasses.replace(options, schedule=str(schedules[0]) if schedules else None)
+    return options
+
+
+def with_backend(options: Options, name: str) -> Options:
+    """The options with the backend named that runs the tokens themselves."""
+    if name.endswith("-fmha"):
+        return dataclasses.replace(options, backend=None, fmha_backend=name)
+    # Naming a backend for additional tokens would keep them out of the kernel that takes them, too.
+    counterpart = None if options.add_kv else backends.fmha_counterpart(name)
+    return dataclasses.replace(options, backend=name, fmha_backend=options.fmha_backend or counterpart)
+
+
+def with_tiles(options: Options, pair: TilePair, pass_: Pass) -> Options:
+    """The options with the tiles of a pass named."""
+    # Attention over flattened tokens has tiles of one extent; the operators multiply theirs.
+    q_tile, kv_tile = ((1,) * (options.rank - len(tile)) + tile for tile in pair)
+    if pass_ == "forward":
+        return dataclasses.replace(options, q_tile=q_tile, kv_tile=kv_tile)
+    return dataclasses.replace(options, backward_q_tile=q_tile, backward_kv_tile=kv_tile)
