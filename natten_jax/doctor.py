@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-import sys
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 
@@ -22,7 +21,7 @@ from natten_jax.problem import SUPPORTED_DTYPES, Problem, TileConfig
 from natten_jax.profiler import arguments
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.workload import parts_of, passes
-from natten_jax.quiet_exit import run_quietly
+from natten_jax.quiet_exit import end, run_quietly
 from natten_jax.version import __version__
 
 _PASSES: tuple[Pass, ...] = ("forward", "backward")
@@ -160,4 +159,4 @@ def _problem(operator: str, dtype: str) -> Problem:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -24,7 +24,7 @@ from natten_jax.profiler.plot import plot_rows
 from natten_jax.profiler.tables import digits, format_time, print_lines, print_table
 from natten_jax.profiler.trace_files import CaptureError
 from natten_jax.profiler.workload import UnavailableBackend, check_available, describe
-from natten_jax.quiet_exit import INTERRUPTED, run_quietly
+from natten_jax.quiet_exit import INTERRUPTED, end, run_quietly
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -169,5 +169,10 @@ def _write(path: Path | None, results: Any) -> None:
         path.write_text(json.dumps(results(), indent=2) + "\n")
 
 
+def program() -> NoReturn:
+    """The console script."""
+    end(main())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

@@ -23,7 +23,7 @@ from natten_jax.profiler.program import Program
 from natten_jax.profiler.symbols import Name, order
 from natten_jax.profiler.tables import format_time, print_lines, print_table
 from natten_jax.profiler.trace_files import CaptureError, DamagedTrace
-from natten_jax.quiet_exit import run_quietly
+from natten_jax.quiet_exit import end, run_quietly
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -133,4 +133,4 @@ def merged(tables: Iterable[tuple[Row, ...]]) -> tuple[Row, ...]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())
