@@ -52,14 +52,14 @@ def test_seeds_example(tmp_path: Path) -> None:
     assert max(map(len, output.splitlines())) <= 100
 
     assert set(result) == {
-        "problem", "arguments", "versions", "device", "backends", "tiles",
+        "problem", "arguments", "platform", "versions", "device", "backends", "tiles",
         "rows", "iteration_times", "totals", "flops", "tflops",
     }  # fmt: skip
     assert result["problem"]["kernel_size"] == [2, 4, 3]
     assert result["arguments"]["dtype"] == "fp16"
     assert result["arguments"]["iterations"] == 3
     assert set(result["versions"]) == {"natten_jax", "jax", "jaxlib", "python"}
-    assert result["device"]["platform"] == "cpu"
+    assert result["device"]["platform"] == result["platform"] == "cpu"
     assert len(result["iteration_times"]) == 3
     assert result["flops"] == {"forward": 4 * 128 * 3072 * 24, "total": 4 * 128 * 3072 * 24}
     totals = result["totals"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import statistics
 import sys
@@ -191,3 +192,25 @@ def test_long_tables_are_cut_but_add_up() -> None:
     assert table.rows[-1][3:5] == ("11 other operations", "11")
     assert table.footer[-1] == tables.format_time(result.rows_total)
     assert len(report.to_json(result)["rows"]) == 30
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "occupancy"),
+    [
+        ("cpu-fna", Device("cpu"), None),
+        ("cutlass-fna", Device("cuda", (9, 0)), 2),
+        ("hopper-fna", Device("cuda", (9, 0)), 1),
+        ("cutlass-fna", Device("cuda", (12, 0)), None),
+    ],
+)
+def test_results_name_tile_sizes_and_occupancy_where_it_is_known(
+    backend: str, device: Device, occupancy: int | None
+) -> None:
+    tiles = {"forward": ((16, 8), (8, 8))}
+    problem, _ = workload.describe(parse(["-i", "64", "64", "-w", "9"]))
+    options = parse(["-i", "64", "64", "-w", "9", "--backend", "flex-fna"])
+    result = dataclasses.replace(
+        a_result(1), options=options, problem=problem, backends={"forward": backend}, tiles=tiles, device=device
+    )
+    found = report.to_json(result)["tiles"]["forward"]
+    assert found == {"query": (16, 8), "key_value": (8, 8), "tile_m": 128, "tile_n": 64, "occupancy": occupancy}
