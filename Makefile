@@ -8,6 +8,7 @@ RUN := $(if $(VENV),$(BIN)/python,$(PYTHON))
 # More test processes than this mostly wait for each other's compilations.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 12 ? n : 12)))
 PYTEST := $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup
+INSTALL := $(RUN) -m pip install --quiet $(if $(VENV),--editable '.[test]',--no-index --no-build-isolation --no-deps --editable .)
 # What the installed build depends on: the native sources and the metadata, not the Python files (editable install).
 BUILD_INPUTS := pyproject.toml setup.py $(shell find csrc -type f)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
@@ -45,22 +46,24 @@ lint: setup
 setup: $(if $(VENV),$(VENV)/.installed,build/.installed)
 
 build/.installed: $(BUILD_INPUTS)
-	$(PYTHON) -m pip install --quiet --no-index --no-build-isolation --no-deps --editable .
+	$(INSTALL)
 	mkdir -p build && touch $@
 
 $(VENV)/.installed: $(BUILD_INPUTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	$(INSTALL)
 	touch $@
 
 # A wheel with the CUDA part, also on a machine without a GPU.
 gpu-wheel: setup
 	NATTEN_JAX_CUDA=1 $(RUN) -m pip wheel --no-deps --wheel-dir dist .
 
-# What each optimisation of attention pays at growing lengths. On an NVIDIA GPU, steps 1 to 3 need an environment that
-# was set up with NATTEN_JAX_BENCH=1.
+# What each optimisation of attention pays at growing lengths. The kernels that only this needs are built with it, where
+# there is an NVIDIA GPU.
+bench-scaling: export NATTEN_JAX_BENCH = 1
 bench-scaling: setup
+	@$(RUN) bench/fmha_ladder.py || $(INSTALL)
 	$(RUN) bench/fmha_scaling.py --output-dir build/fmha_scaling
 
 clean:

@@ -33,6 +33,7 @@ from natten_jax.problem import Problem
 from natten_jax.profiler import capture
 from natten_jax.profiler.arguments import parse
 from natten_jax.profiler.configurations import Listing, listings, main_part
+from natten_jax.profiler.events import Event
 from natten_jax.profiler.program import Program
 from natten_jax.profiler.workload import Workload, compile_workload
 from natten_jax.simulator import Calibration, Kernel
@@ -121,7 +122,7 @@ def pass_times(workloads: Sequence[Workload], pass_: Pass, warmup_steps: int, it
     ]
 
 
-def pass_seconds(events: list[capture.Event], program: Program, pass_: Pass) -> float:
+def pass_seconds(events: list[Event], program: Program, pass_: Pass) -> float:
     """Time of what one pass launched."""
     marked = [
         event.duration

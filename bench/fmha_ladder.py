@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,45 +12,17 @@ import jax
 import numpy as np
 import psutil
 from benchmarks import Benchmark
+from fmha_targets import LADDER_TILES, target_of
 from implementations import Function, dot_product_attention, mosaic, ours
 
 from natten_jax import native
-from natten_jax.devices import Device
+from natten_jax.devices import Device, default_device
+from natten_jax.resolve import Request, resolve
 
 _BENCH_TARGET = "natten_jax_bench_fmha_forward"
 
 #: Largest ``||result - reference|| / ||reference||`` of a step that is timed, by element type.
 BOUNDS: Mapping[str, float] = {"float16": 1e-3, "bfloat16": 6e-3, "float32": 1e-5}
-
-
-@dataclasses.dataclass(frozen=True)
-class TargetConfig:
-    """What a production kernel of a GPU generation looks like.
-
-    Attributes:
-        name: For tables.
-        capability: Major compute capability.
-        tile_m: Queries of a tile.
-        tile_n: Keys of a tile.
-        ctas: Thread blocks that work on a tile together.
-        occupancy: Thread blocks per multiprocessor.
-    """
-
-    name: str
-    capability: int
-    tile_m: int
-    tile_n: int
-    ctas: int
-    occupancy: int
-
-
-TARGETS = (
-    TargetConfig("Ampere, Ada (sm80, sm86, sm89)", 8, 128, 64, 1, 2),
-    TargetConfig("Hopper (sm90)", 9, 128, 128, 1, 1),
-    TargetConfig("Blackwell (sm100), first choice", 10, 256, 128, 1, 1),
-    TargetConfig("Blackwell (sm100), second choice", 10, 128, 128, 1, 2),
-    TargetConfig("Blackwell (sm120, sm121)", 12, 64, 64, 1, 2),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +62,11 @@ class Ladder:
         return self.steps[0]
 
     @property
+    def production_step(self) -> Step:
+        """The production kernel."""
+        return next(step for step in self.steps if step.label == self.production)
+
+    @property
     def rungs(self) -> tuple[Step, ...]:
         """The steps that each improve the one before."""
         return tuple(step for step in self.steps[not self.starts_at_baseline :] if step.label.isdigit())
@@ -97,6 +76,7 @@ def _rung(rung: int) -> Callable[[Benchmark], Function]:
     def make(benchmark: Benchmark) -> Function:
         if reason := native.missing(_BENCH_TARGET):
             raise ValueError(f"{reason}; builds with NATTEN_JAX_BENCH=1 have it")
+        tiles = LADDER_TILES.index(target_of(default_device().compute_capability or (0, 0)).tiles)
 
         def function(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
             (out,) = native.call(
@@ -106,6 +86,7 @@ def _rung(rung: int) -> Callable[[Benchmark], Function]:
                 key,
                 value,
                 rung=rung,
+                tiles=tiles,
                 is_causal=int(benchmark.is_causal),
                 scale=float(benchmark.head_dim**-0.5),
             )
@@ -190,6 +171,37 @@ def ladder_of(device: Device) -> Ladder:
     return GPU_LADDER if device.platform == "cuda" else CPU_LADDER
 
 
+def lacks_kernels(device: Device) -> bool:
+    """Whether the ladder of a device has kernels that this build of natten_jax lacks."""
+    return device.platform == "cuda" and native.missing(_BENCH_TARGET) is not None
+
+
+def tiles_of(benchmark: Benchmark, device: Device) -> dict[str, Any]:
+    """For reports: the platform and its tiles, those of the ladder's kernels or, without such, of the production one.
+
+    ``occupancy`` and ``num_ctas`` are ``None`` where they mean nothing.
+    """
+    plan = resolve(Request(benchmark.problem), device, "forward")
+    pair = plan.tiles
+    production = {
+        "backend": str(plan.backend),
+        "tile_m": math.prod(pair[0]),
+        "tile_n": math.prod(pair[1]),
+    }
+    if device.platform != "cuda" or device.compute_capability is None:
+        sizes = {name: production[name] for name in ("tile_m", "tile_n")}
+        return {"platform": str(device), **sizes, "num_ctas": None, "occupancy": None, "production": production}
+    target = target_of(device.compute_capability)
+    return {
+        "platform": target.name,
+        "tile_m": target.tile_m,
+        "tile_n": target.tile_n,
+        "num_ctas": target.ctas,
+        "occupancy": target.occupancy,
+        "production": production,
+    }
+
+
 def error_of(result: Any, arrays: tuple[jax.Array, ...], is_causal: bool, rows: int = 48) -> float:
     """Relative error of some rows of an attention output against dense attention in float64."""
     query, key, value = arrays
@@ -207,3 +219,8 @@ def error_of(result: Any, arrays: tuple[jax.Array, ...], is_causal: bool, rows: 
         difference += np.sum((np.asarray(result[entry, :, head], np.float64)[positions] - expected) ** 2)
         norm += np.sum(expected**2)
     return float(np.sqrt(difference / norm))
+
+
+if __name__ == "__main__":
+    # For the Makefile: status 1 where the kernels have yet to be built.
+    sys.exit(lacks_kernels(default_device()))

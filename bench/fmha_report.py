@@ -1,177 +1,69 @@
-"""What :mod:`fmha_scaling` makes of its figures: tables, insights, Markdown and a plot."""
+"""What :mod:`fmha_scaling` makes of its figures: the report in Markdown, and a plot.
+
+Example:
+    python bench/fmha_report.py bench/results/h200/fmha_scaling/fmha_scaling_results.json
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
 import math
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fmha_ladder import TARGETS, Ladder, Step
-
-#: A curve has saturated where it reaches this share of its best rate.
-SATURATED = 0.95
-
-
-@dataclasses.dataclass(frozen=True)
-class StepResult:
-    """Figures of one step at one length."""
-
-    step: str
-    name: str
-    latency_ms: float
-    tflops: float
-    speedup_vs_baseline: float
-    relative_error: float
+from fmha_insights import insights, priorities
+from fmha_ladder import CPU_LADDER, GPU_LADDER, Ladder
+from fmha_platforms import measured_table, target_table, work_table
+from fmha_results import LengthResult, read
+from fmha_tables import impact_table, length_table, summary_table
 
 
-@dataclasses.dataclass(frozen=True)
-class LengthResult:
-    """Figures of one length, and why steps are missing."""
-
-    seq_len: int
-    steps: tuple[StepResult, ...]
-    failures: dict[str, str]
-
-    def find(self, label: str) -> StepResult | None:
-        """The figures of a step."""
-        return next((result for result in self.steps if result.step == label), None)
-
-    @property
-    def best(self) -> StepResult | None:
-        """The fastest step."""
-        return min(self.steps, key=lambda result: result.latency_ms, default=None)
+def configuration_lines(configuration: dict[str, Any]) -> list[str]:
+    """What was run, on what."""
+    values = {key: value for key, value in configuration.items() if value is not None}
+    if "production" in values:
+        values["production"] = "{backend}, tiles of {tile_m} x {tile_n}".format(**values["production"])
+    return [f"- {key.replace('_', ' ')}: {value}" for key, value in values.items()]
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A table in Markdown, the columns of which line up as text, too."""
-    cells = [list(header), *map(list, rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-
-    def line(row: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + " |"
-
-    return [line(cells[0]), "|" + "|".join("-" * (width + 2) for width in widths) + "|", *map(line, cells[1:])]
-
-
-def length_table(result: LengthResult) -> list[str]:
-    """The steps of one length."""
-    rows = (
-        (step.step, step.name, f"{step.latency_ms:.3f}", f"{step.tflops:.2f}", f"{step.speedup_vs_baseline:.2f}x")
-        for step in result.steps
-    )
-    return table(("Step", "Name", "Latency (ms)", "TFLOPS", "Speedup"), rows)
-
-
-def target_table() -> list[str]:
-    """The target configurations."""
-    rows = (
-        (target.name, *map(str, (target.tile_m, target.tile_n, target.ctas, target.occupancy))) for target in TARGETS
-    )
-    return table(("Target", "Tile M", "Tile N", "CTAs", "Occupancy"), rows)
-
-
-def summary_table(ladder: Ladder, results: Sequence[LengthResult]) -> list[str]:
-    """The baseline, the production kernel and the references, by length."""
-    others = [step for step in ladder.steps[1:] if step.label == ladder.production or not step.label.isdigit()]
-    header = ["Seq Len", f"{ladder.baseline.name} (ms)"]
-    for step in others:
-        header += [f"{step.name} (ms)", "Speedup"]
-    rows = []
-    for result in results:
-        baseline = result.find(ladder.baseline.label)
-        row = [str(result.seq_len), f"{baseline.latency_ms:.3f}" if baseline else "N/A"]
-        for step in others:
-            found = result.find(step.label)
-            row += [f"{found.latency_ms:.3f}", f"{found.speedup_vs_baseline:.2f}x"] if found else ["N/A", "N/A"]
-        rows.append(row)
-    return table(header, rows)
-
-
-def impact_table(ladder: Ladder, results: Sequence[LengthResult]) -> list[str]:
-    """The speed-up of every rung over the baseline, by length."""
-    rows = []
-    for result in results:
-        speedups = [result.find(step.label) for step in ladder.rungs]
-        cells = [f"{found.speedup_vs_baseline:.2f}x" if found else "N/A" for found in speedups]
-        best = result.best
-        rows.append((str(result.seq_len), *cells, f"{best.name} {best.speedup_vs_baseline:.2f}x" if best else "N/A"))
-    return table(("Seq Len", *(step.name for step in ladder.rungs), "Best"), rows)
-
-
-def gains(ladder: Ladder, result: LengthResult) -> dict[str, float]:
-    """How many times faster each rung is than the one below it, by its name."""
-    found = {}
-    for lower, upper in zip(ladder.rungs, ladder.rungs[1:], strict=False):
-        before, after = result.find(lower.label), result.find(upper.label)
-        if before and after:
-            found[upper.name] = before.latency_ms / after.latency_ms
-    return found
-
-
-def insights(ladder: Ladder, results: Sequence[LengthResult], matrix_tflops: float) -> list[str]:
-    """What this run's figures say."""
-    lines = []
-    by_length = {result.seq_len: gains(ladder, result) for result in results}
-    for length, found in by_length.items():
-        if found:
-            name = max(found, key=lambda each: found[each])
-            others = ", ".join(f"{each} {gain:.2f}x" for each, gain in found.items())
-            lines.append(f"At {length} tokens, '{name}' paid most (each step over the one before: {others}).")
-    every = [(gain, name, length) for length, found in by_length.items() for name, gain in found.items()]
-    if every:
-        gain, name, length = max(every)
-        lines.append(f"Of all steps and lengths, '{name}' at {length} tokens paid most: {gain:.2f}x.")
-    for name in {name: None for _, name, _ in every}:
-        curve = [(length, found[name]) for length, found in by_length.items() if name in found]
-        if len(curve) > 1:
-            (shortest, first), (longest, last) = curve[0], curve[-1]
-            trend = (
-                "grows with" if last > 1.02 * first else "falls with" if last < 0.98 * first else "hardly depends on"
-            )
-            lines.append(
-                f"What '{name}' pays {trend} the length: {first:.2f}x at {shortest} tokens, {last:.2f}x at {longest}."
-            )
-    slower = [f"'{name}' at {length} tokens ({gain:.2f}x)" for gain, name, length in every if gain < 1]
-    if slower:
-        lines.append(f"Slower than the step before: {', '.join(slower)}.")
-    for step in (ladder.baseline, _production(ladder)):
-        rates = [(result.seq_len, found.tflops) for result in results if (found := result.find(step.label))]
-        if not rates:
-            continue
-        best = max(rate for _, rate in rates)
-        length = next(length for length, rate in rates if rate >= SATURATED * best)
-        shares = ", ".join(f"{rate / matrix_tflops:.0%} at {length}" for length, rate in rates)
-        lines.append(
-            f"'{step.name}' reaches {SATURATED:.0%} of its best rate ({best:.3g} TFLOP/s) at {length} tokens; of the "
-            f"{matrix_tflops:.3g} TFLOP/s that a matrix product runs at here, it has {shares}."
-        )
-    speedups = [
-        (found.speedup_vs_baseline, result.seq_len) for result in results if (found := result.find(ladder.production))
+def platform_lines(
+    ladder: Ladder, configuration: dict[str, Any], results: Sequence[LengthResult], rate: float
+) -> list[str]:
+    """What tiles come to on each platform, and what was measured."""
+    return [
+        "The targets' tiles make so many thread blocks, which a larger GPU needs more of, and so long loops over keys,",
+        "which copies have to hide behind:",
+        "",
+        *work_table(configuration),
+        "",
+        "The production kernel at its best, this run first:",
+        "",
+        *measured_table(ladder, configuration, results, rate),
     ]
-    if speedups:
-        (low, low_length), (high, high_length) = min(speedups), max(speedups)
-        lines.append(
-            f"'{_production(ladder).name}' runs at {low:.2f}x ({low_length} tokens) to {high:.2f}x ({high_length} "
-            f"tokens) of '{ladder.baseline.name}'."
-        )
-    return lines
-
-
-def _production(ladder: Ladder) -> Step:
-    return next(step for step in ladder.steps if step.label == ladder.production)
 
 
 def markdown(configuration: dict[str, Any], ladder: Ladder, results: Sequence[LengthResult], rate: float) -> str:
     """The whole report."""
     lines = ["# FMHA scaling", "", "## Configuration"]
-    lines += [f"- {key.replace('_', ' ')}: {value}" for key, value in configuration.items()]
-    lines += ["", "## Targets", *target_table(), "", "## Steps"]
+    lines += configuration_lines(configuration)
+    lines += [
+        "",
+        "## Targets",
+        *target_table(),
+        "",
+        "## Platforms",
+        "",
+        *platform_lines(ladder, configuration, results, rate),
+    ]
+    lines += ["", "## Steps"]
     lines += [f"- {step.label}, {step.name}: {'; '.join(step.features)}" for step in ladder.steps]
     lines += ["", "## Summary", *summary_table(ladder, results), "", "## Optimisation impact"]
     lines += [*impact_table(ladder, results), "", "## Insights"]
     lines += [f"- {line}" for line in insights(ladder, results, rate)]
+    lines += ["", "## What to optimise at which size"]
+    lines += [f"- {line}" for line in priorities(ladder, results)]
     lines += ["", "## By length"]
     for result in results:
         lines += ["", f"### {result.seq_len} tokens", "", *length_table(result)]
@@ -210,3 +102,18 @@ def draw(title: str, ladder: Ladder, results: Sequence[LengthResult], rate: floa
     figure.legend(loc="outside lower center", ncols=4, fontsize=8)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def main() -> int:
+    """Print the report of a run that was saved as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path, help="fmha_scaling_results.json")
+    configuration, results, rate = read(parser.parse_args().path)
+    names = {step.name for result in results for step in result.steps}
+    ladder = GPU_LADDER if names & {step.name for step in GPU_LADDER.steps} else CPU_LADDER
+    print(markdown(configuration, ladder, results, rate), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,8 +3,9 @@
 A ladder of kernels, each with one more optimisation, runs over growing sequences. Every step is checked against
 float64 attention before it is timed; a step that fails is reported and left out. Times are device times; the steps
 take turns, and a speed-up is the median of the turns' ratios. On an NVIDIA GPU the ladder goes from a basic kernel on
-matrix units to the production kernel, between cuDNN and JAX's Pallas kernel (steps 1 to 3 need a build with
-``NATTEN_JAX_BENCH=1``). Elsewhere it has what exists there: dense XLA, flex-fmha, cpu-fmha.
+matrix units to the production kernel, between cuDNN and JAX's Pallas kernel; steps 1 to 3 take the tiles that suit
+the GPU, and need a build with ``NATTEN_JAX_BENCH=1``, which ``make bench-scaling`` makes. Elsewhere it has what
+exists there: dense XLA, flex-fmha, cpu-fmha.
 
 Example:
     python bench/fmha_scaling.py --seq-lens 256 512 --output-dir results
@@ -24,18 +25,13 @@ from typing import Any
 import jax
 from benchmarks import Benchmark
 from environment import environment
-from fmha_ladder import BOUNDS, TARGETS, Ladder, error_of, ladder_of
-from fmha_report import (
-    LengthResult,
-    StepResult,
-    draw,
-    impact_table,
-    insights,
-    length_table,
-    markdown,
-    summary_table,
-    target_table,
-)
+from fmha_insights import insights, priorities
+from fmha_ladder import BOUNDS, Ladder, error_of, ladder_of, tiles_of
+from fmha_platforms import target_table
+from fmha_report import configuration_lines, draw, markdown, platform_lines
+from fmha_results import LengthResult, StepResult
+from fmha_tables import impact_table, length_table, summary_table
+from fmha_targets import TARGETS
 from timing import Runner, compile_runner, ratio
 
 from natten_jax.cost.work import flops
@@ -138,15 +134,20 @@ def measure(benchmark: Benchmark, ladder: Ladder, iterations: int) -> LengthResu
 def introduce(log: Log, device: Device, ladder: Ladder, configuration: dict[str, Any]) -> None:
     """Print what is going to be run."""
     log.section("FMHA SCALING ANALYSIS")
-    log.add(*(f"{key.replace('_', ' ')}: {value}" for key, value in configuration.items()))
+    log.add(*configuration_lines(configuration))
     log.subsection("TARGET CONFIGURATIONS")
     log.add(*target_table())
     if device.compute_capability is not None:
-        own = [target.name for target in TARGETS if target.capability == device.compute_capability[0]]
-        log.add("", f"This device: {', '.join(own) or 'none of these'}")
+        log.add("", "This device: {platform}, tiles of {tile_m} x {tile_n}".format(**configuration))
     log.section("OPTIMISATION STEPS")
     for step in ladder.steps:
         log.add("", f"Step {step.label}: {step.name}", *(f"  - {feature}" for feature in step.features))
+
+
+def _benchmark(options: argparse.Namespace, tokens: int) -> Benchmark:
+    return Benchmark(
+        (tokens,), options.heads, options.dim, is_causal=options.causal, batch=options.batch, dtype=options.dtype
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -157,8 +158,10 @@ def run(options: argparse.Namespace) -> int:
     for field in dataclasses.fields(defaults):
         if getattr(options, field.name, None) is None:
             setattr(options, field.name, getattr(defaults, field.name))
+    longest = _benchmark(options, max(options.seq_lens))
     configuration = {
         "device": jax.devices()[0].device_kind,
+        **tiles_of(longest, device),
         "batch": options.batch,
         "heads": options.heads,
         "head_dim": options.dim,
@@ -174,9 +177,7 @@ def run(options: argparse.Namespace) -> int:
 
     results = []
     for tokens in options.seq_lens:
-        benchmark = Benchmark(
-            (tokens,), options.heads, options.dim, is_causal=options.causal, batch=options.batch, dtype=options.dtype
-        )
+        benchmark = _benchmark(options, tokens)
         log.subsection(f"Sequence length: {tokens}")
         result = measure(benchmark, ladder, options.iterations)
         results.append(result)
@@ -189,9 +190,13 @@ def run(options: argparse.Namespace) -> int:
     log.section("SCALING SUMMARY")
     log.add("", "## Performance by sequence length", "", *summary_table(ladder, results))
     log.add("", "## Optimisation impact by sequence length", "", *impact_table(ladder, results))
+    log.section("PLATFORMS")
+    log.add("", *platform_lines(ladder, configuration, results, rate))
     log.section("KEY INSIGHTS")
     lines = insights(ladder, results, rate)
     log.add("", *(f"- {line}" for line in lines))
+    log.section("WHAT TO OPTIMISE AT WHICH SIZE")
+    log.add("", *(f"- {line}" for line in priorities(ladder, results)))
     save(options.output_dir, log, configuration, ladder, results, rate, lines)
     return int(not any(result.steps for result in results))
 
@@ -221,6 +226,7 @@ def save(
             for result in results
         ],
         "insights": list(lines),
+        "priorities": priorities(ladder, results),
     }
     (folder / "fmha_scaling_results.json").write_text(json.dumps(data, indent=2) + "\n")
     (folder / "fmha_scaling_results.md").write_text(markdown(configuration, ladder, results, rate))

@@ -28,7 +28,8 @@ from environment import environment
 import natten_jax
 from natten_jax.devices import default_device
 from natten_jax.profiler import baselines, capture, parse
-from natten_jax.profiler.capture import Event, Launch
+from natten_jax.profiler.capture import Launch
+from natten_jax.profiler.events import Event
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.program import Program, compile_for_trace
 from natten_jax.profiler.workload import make_inputs

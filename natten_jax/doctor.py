@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-import sys
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 
@@ -24,7 +23,7 @@ from natten_jax.problem import SUPPORTED_DTYPES, Operator, Problem, problem_of
 from natten_jax.profiler import arguments
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.workload import parts_of, passes
-from natten_jax.quiet_exit import run_quietly
+from natten_jax.quiet_exit import end, run_quietly
 from natten_jax.resolve import Request, plan_with, resolve
 from natten_jax.version import __version__
 
@@ -149,4 +148,4 @@ def _problem(operator: Operator, dtype: str) -> Problem:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

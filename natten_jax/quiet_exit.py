@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 #: Exit status of a program that Ctrl-C ended, as shells have it: 128 and the number of the signal.
 INTERRUPTED = 130
@@ -28,3 +30,16 @@ def run_quietly(program: str, run: Callable[[], int]) -> int:
         print(f"{program}: interrupted", file=sys.stderr)
         return INTERRUPTED
     return status
+
+
+def end(status: int) -> NoReturn:
+    """End the process with an exit status.
+
+    After Ctrl-C without Python's own clean-up: what JAX was compiling when it came would take the process down there.
+    """
+    if status != INTERRUPTED:
+        sys.exit(status)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(status)

@@ -57,5 +57,5 @@ def test_command_line() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[1:2] == ["  forward"]
-    wrong = subprocess.run([*command, "-w", "3"], capture_output=True, text=True, timeout=120, check=False)
+    wrong = subprocess.run([*command, "-w", "13"], capture_output=True, text=True, timeout=120, check=False)
     assert wrong.returncode == 2 and "window" in wrong.stderr

@@ -13,14 +13,31 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from natten_jax import native
+from natten_jax.devices import Device
+
 pytest.importorskip("matplotlib")
 BENCH = Path(__file__).parents[1] / "bench"
 sys.path.append(str(BENCH))
 
 import fmha_scaling  # noqa: E402
 from benchmarks import Benchmark  # noqa: E402
-from fmha_ladder import BOUNDS, CPU_LADDER, GPU_LADDER, Ladder, Step, error_of  # noqa: E402
-from fmha_report import LengthResult, StepResult, draw, gains, impact_table, insights, summary_table  # noqa: E402
+from fmha_insights import gains, insights, priorities  # noqa: E402
+from fmha_ladder import (  # noqa: E402
+    BOUNDS,
+    CPU_LADDER,
+    GPU_LADDER,
+    Ladder,
+    Step,
+    error_of,
+    lacks_kernels,
+    tiles_of,
+)
+from fmha_platforms import measured_table, work_table  # noqa: E402
+from fmha_report import draw, markdown  # noqa: E402
+from fmha_results import LengthResult, StepResult, read  # noqa: E402
+from fmha_tables import impact_table, summary_table  # noqa: E402
+from fmha_targets import LADDER_TILES, TARGETS, target_of  # noqa: E402
 
 SMALL = Benchmark((96,), 2, 16, is_causal=True, dtype="float32")
 
@@ -52,19 +69,43 @@ def test_command_line_writes_every_output(tmp_path: Path) -> None:
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
     assert finished.returncode == 0, finished.stderr
-    for text in ("Step | ", "Latency (ms)", "TFLOPS", "Speedup", "SCALING SUMMARY", "KEY INSIGHTS", "Tile M"):
+    for text in (
+        "Step | ",
+        "Latency (ms)",
+        "TFLOPS",
+        "Speedup",
+        "SCALING SUMMARY",
+        "KEY INSIGHTS",
+        "Tile M",
+        "PLATFORMS",
+        "WHICH SIZE",
+    ):
         assert text in finished.stdout
     log = (folder / "fmha_scaling_log.txt").read_text()
     assert log.strip() in finished.stdout
     data = json.loads((folder / "fmha_scaling_results.json").read_text())
     assert [result["seq_len"] for result in data["results"]] == [256, 512]
-    assert data["config"]["causal"] is True
+    config = data["config"]
+    assert config["causal"] is True
+    assert config["platform"] == "cpu"
+    assert config["tile_m"] == config["production"]["tile_m"] > 0 and config["tile_n"] > 0
+    assert (config["num_ctas"], config["occupancy"]) == (None, None)
+    assert [line.split()[0] for line in data["priorities"]] == ["Small"]
     assert data["matrix_tflops"] > 0
     for result in data["results"]:
         assert {step["step"] for step in result["steps"]} | set(result["failures"]) == {"0", "1", "2"}
         assert all(step["relative_error"] <= BOUNDS["float32"] for step in result["steps"])
     markdown = (folder / "fmha_scaling_results.md").read_text()
-    assert all(line in markdown for line in data["insights"])
+    assert all(line in markdown for line in data["insights"] + data["priorities"])
+    assert "## Platforms" in markdown
+    again = subprocess.run(
+        [sys.executable, str(BENCH / "fmha_report.py"), str(folder / "fmha_scaling_results.json")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    assert (again.returncode, again.stdout) == (0, markdown), again.stderr
     assert (folder / "fmha_scaling.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
@@ -127,6 +168,65 @@ def test_insights_follow_the_figures() -> None:
     assert "reaches 95% of its best rate (125 TFLOP/s) at 4096 tokens" in text
     turned = {length: {**steps, "2": 1.5} for length, steps in latencies.items()}
     assert "'+ Math' at 4096 tokens paid most: 2.67x" in "\n".join(insights(GPU_LADDER, figures(turned), 200.0))
+
+
+def test_priorities_are_the_steps_by_what_they_paid_at_a_size() -> None:
+    latencies = {
+        512: {"1": 8.0, "2": 4.0, "3": 4.0, "4": 1.0},
+        1024: {"1": 8.0, "2": 1.0, "3": 1.0, "4": 0.25},
+        2048: {"1": 8.0, "2": 7.9, "3": 2.0, "4": 1.0},
+    }
+    assert priorities(GPU_LADDER, figures(latencies)) == [
+        "Small (up to 1024 tokens): '+ Math' (4.00x), then '+ Full (production)' (4.00x). "
+        "Not worth it: '+ Memory' (1.00x).",
+        "Medium (up to 4096 tokens): '+ Memory' (3.95x), then '+ Full (production)' (2.00x). "
+        "Not worth it: '+ Math' (1.01x).",
+    ]
+
+
+def test_the_recorded_run_has_every_section() -> None:
+    configuration, results, rate = read(BENCH / "results" / "h200" / "fmha_scaling" / "fmha_scaling_results.json")
+    text = markdown(configuration, GPU_LADDER, results, rate)
+    for section in ("Configuration", "Targets", "Platforms", "Steps", "Insights", "What to optimise at which size"):
+        assert f"\n## {section}\n" in text
+    # At 16384 tokens: 4 * 32 sequences, of 128 and of 256 tiles of queries; 128 and 256 tiles of keys.
+    rows = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in work_table(configuration) if "sm" in line}
+    assert [int(cell) for cell in rows["Hopper (sm90)"]] == [1024, 16384, 8, 128]
+    assert [int(cell) for cell in rows["Blackwell (sm120, sm121)"]] == [2048, 32768, 16, 256]
+    best = max(step.tflops for result in results if (step := result.find("4")))
+    (measured,) = measured_table(GPU_LADDER, configuration, results, rate)[2:]
+    assert f" {best:.3g} " in measured and f" {best / rate:.0%} " in measured
+    # Runs of another device with the same problem stand beside it, those of another problem do not.
+    assert len(measured_table(GPU_LADDER, {**configuration, "device": "other"}, results, rate)) == 4
+    assert len(measured_table(GPU_LADDER, {**configuration, "device": "other", "batch": 1}, results, rate)) == 3
+
+
+@pytest.mark.parametrize(
+    ("capability", "tiles"),
+    [((8, 0), (128, 64)), ((8, 9), (128, 64)), ((9, 0), (128, 128)), ((10, 0), (128, 128)), ((12, 1), (64, 64))],
+)
+def test_the_gpu_selects_the_tiles_of_the_ladder(capability: tuple[int, int], tiles: tuple[int, int]) -> None:
+    target = target_of(capability)
+    assert target.tiles == tiles
+    assert target.tiles in LADDER_TILES
+    assert target in TARGETS and target.capability == capability[0]
+    found = tiles_of(Benchmark((1024,), 2, 128, is_causal=True, dtype="float16"), Device("cuda", capability, False))
+    assert (found["tile_m"], found["tile_n"], found["occupancy"]) == (*tiles, target.occupancy)
+    assert found["platform"] == target.name
+    assert found["production"]["backend"].endswith("-fmha")
+
+
+def test_gpus_older_than_the_ladder_are_refused() -> None:
+    with pytest.raises(ValueError, match="8\\.0 or higher"):
+        target_of((7, 5))
+
+
+def test_kernels_are_built_only_where_a_gpu_lacks_them() -> None:
+    assert not lacks_kernels(Device("cpu"))
+    assert lacks_kernels(Device("cuda", (9, 0), False)) == (native.missing("natten_jax_bench_fmha_forward") is not None)
+    command = ["make", "--dry-run", "bench-scaling", "VENV=", f"PYTHON={sys.executable}"]
+    plan = subprocess.run(command, cwd=BENCH.parent, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert f"{sys.executable} bench/fmha_ladder.py || {sys.executable} -m pip install" in plan
 
 
 def test_tables_show_missing_steps() -> None:

@@ -18,7 +18,7 @@ from natten_jax import native
 from natten_jax.cost import work
 from natten_jax.devices import Device
 from natten_jax.problem import Problem
-from natten_jax.profiler import parse, workload
+from natten_jax.profiler import element_types, parse, workload
 from natten_jax.profiler.__main__ import main
 
 SEEDS_EXAMPLE = "-i 8 16 24 -d 128 -w 2 4 3"
@@ -53,14 +53,14 @@ def test_seeds_example(tmp_path: Path) -> None:
     assert max(map(len, output.splitlines())) <= 100
 
     assert set(result) == {
-        "problem", "arguments", "versions", "device", "backends", "tiles",
+        "problem", "arguments", "platform", "versions", "device", "backends", "tiles",
         "rows", "iteration_times", "totals", "flops", "tflops",
     }  # fmt: skip
     assert result["problem"]["kernel_size"] == [2, 4, 3]
     assert result["arguments"]["dtype"] == "fp16"
     assert result["arguments"]["iterations"] == 3
     assert set(result["versions"]) == {"natten_jax", "jax", "jaxlib", "python"}
-    assert result["device"]["platform"] == "cpu"
+    assert result["device"]["platform"] == result["platform"] == "cpu"
     assert len(result["iteration_times"]) == 3
     assert result["flops"] == {"forward": 4 * 128 * 3072 * 24, "total": 4 * 128 * 3072 * 24}
     totals = result["totals"]
@@ -99,14 +99,15 @@ def test_xla_baseline(tmp_path: Path) -> None:
     output, result = profile_to_json(arguments, tmp_path)
     assert result["backends"] == {"forward": "xla", "backward": "xla"}
     assert {row["framework"] for row in result["rows"]} == {"XLA"}
-    assert "gemm" in {row["category"] for row in result["rows"]}
+    products = [row["operation"] for row in result["rows"] if row["category"] == "gemm"]
+    assert products and all(name.startswith("dot_general") for name in products)
+    assert all(row["category"] == "gemm" for row in result["rows"] if "dot_general" in row["operation"].split(" [")[0])
     assert "Backend: xla, on" in output
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("-i 64 --dtype e4m3", "dtype float8_e4m3fn; supported are"),
         ("-i 64 --backend cudnn", "the cudnn baseline needs an NVIDIA GPU"),
         ("-i 64 --backend xla --dtype fp16", "use --dtype bf16"),
     ],
@@ -133,7 +134,25 @@ def test_what_cannot_run_fails_without_a_traceback() -> None:
 def test_usage_error_of_the_program() -> None:
     finished = profiler("-i 8 -w 9")
     assert (finished.returncode, finished.stdout) == (2, "")
-    assert "window size 9 exceeds input size 8" in finished.stderr
+    assert "--window-size (9,) with --dilation (1,) exceeds --input-size (8,)" in finished.stderr
+
+
+def test_one_extent_for_all_dimensions_and_full_names_of_element_types(tmp_path: Path) -> None:
+    arguments = f"-i 8 10 -w 3 -s 2 --dilation 2 --dtype bfloat16 --compile --backend flex-fna {FEW}"
+    output, result = profile_to_json(arguments, tmp_path)
+    assert "k=3x3 s=2x2 d=2x2" in output
+    assert "bf16, forward" in " ".join(output.split())
+    assert (result["problem"]["dtype"], result["arguments"]["dtype"]) == ("bfloat16", "bf16")
+
+
+def test_float64_is_computed_in_float64(tmp_path: Path) -> None:
+    output, result = profile_to_json(f"-i 16 -w 4 --dtype float64 --backprop {FEW}", tmp_path)
+    assert "fp64, forward and backward" in " ".join(output.split())
+    assert result["backends"] == {"forward": "flex-fna", "backward": "flex-fna"}
+    options = parse(["-i", "16", "--dtype", "fp64", "--backend", "flex-fna", "-w", "4"])
+    with element_types.arrays_of(options.dtype):
+        loaded = workload.compile_workload(options)
+    assert {array.dtype.name for array in loaded.arguments} == {loaded.run().dtype.name} == {"float64"}
 
 
 def test_inputs_are_random() -> None:

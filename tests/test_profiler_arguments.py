@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from natten_jax.profiler import parse
+from natten_jax.profiler import checks, parse
 from natten_jax.profiler.__main__ import main
 
 
@@ -20,26 +20,31 @@ from natten_jax.profiler.__main__ import main
         (f"-i {'9' * 5000}", "is not an integer"),
         (f"-i 8 --iterations {2**63}", "must be at most"),
         (f"-i 8 --dry-run --compute-capability {'9' * 5000}", "is not a compute capability"),
-        ("-i 8 8 -w 4", "--window-size takes 2 value(s)"),
+        ("-i 8 8 8 -w 4 4", "--window-size takes 3 value(s), or one for all"),
         ("-i 8 -s 1 1", "--stride takes 1 value(s)"),
-        ("-i 8 -w 4 --dilation 1 2", "--dilation takes 1 value(s)"),
+        ("-i 8 -w 4 --dilation 1 2", "--dilation takes 1 value(s), or one for all"),
         ("-i 8 8 8 -c 1 0", "--causal takes 3 value(s), or one for all"),
         ("-i 8 -c maybe", "'maybe' is not a truth value"),
-        ("-i 8 8 -w 4 9", "window size 4 9 exceeds input size 8 8"),
-        ("-i 8 -w 4 -s 5", "stride 5 exceeds window size 4"),
-        ("-i 8 -w 4 --dilation 3", "dilation 3 times window size 4 exceeds input size 8"),
-        ("-i 8 -n 6 --heads-kv 4", "--heads 6 must be a multiple of --heads-kv 4"),
-        ("-i 8 -w 4 --q-tile 8", "--q-tile was given without --kv-tile"),
-        ("-i 8 -w 4 --kv-tile 8", "--kv-tile was given without --q-tile"),
-        ("-i 8 -w 4 --backward-kv-tile 8", "--backward-kv-tile was given without --backward-q-tile"),
+        ("-i 8 8 -w 4 9", "--window-size (4, 9) with --dilation (1, 1) exceeds --input-size (8, 8)"),
+        ("-i 8 4 -w 6", "--window-size (6, 6) with --dilation (1, 1) exceeds --input-size (8, 4)"),
+        ("-i 8 -w 4 -s 5", "--stride (5,) exceeds --window-size (4,)"),
+        ("-i 8 -w 4 --dilation 3", "--window-size (4,) with --dilation (3,) exceeds --input-size (8,)"),
+        ("-i 8 -n 6 --heads-kv 4", "--heads 6 is not a multiple of --heads-kv 4"),
+        ("-i 8 -w 4 --q-tile 8", "--q-tile=(8,) was given without --kv-tile"),
+        ("-i 8 -w 4 --kv-tile 8", "--kv-tile=(8,) was given without --q-tile"),
+        ("-i 8 -w 4 --backward-kv-tile 8", "--backward-kv-tile=(8,) was given without --backward-q-tile"),
         ("-i 8 8 -w 4 4 --q-tile 8 --kv-tile 8 8", "--q-tile takes 2 value(s)"),
         ("-i 8 --backend nothing", "--backend nothing is unknown; choose one of"),
         ("-i 8 --backend cpu-fmha", "name it with --fmha-backend"),
-        ("-i 8 --fmha-backend cpu-fna", "--fmha-backend cpu-fna is unknown; choose one of"),
+        ("-i 8 --fmha-backend cpu", "--fmha-backend cpu is unknown; choose one of"),
+        ("-i 8 --fmha-backend flex-fna", "name it with --backend, or the attention backend flex-fmha here"),
         ("-i 8 --backend xformers", "baseline of PyTorch; JAX's are cudnn"),
         ("-i 8 --backend fav2", "use --backend cudnn"),
         ("-i 8 --backend xla --add-kv 4", "--add-kv does not go with --backend xla"),
-        ("-i 8 --dtype fp64", "invalid choice: 'fp64'"),
+        ("-i 8 --dtype fp17", "argument --dtype: 'fp17' is unknown; choose one of fp64 (float64), fp32"),
+        ("-i 8 --dtype e4m3", "--dtype is float8_e4m3fn; supported are float16"),
+        ("-i 8 --no-compile", "--no-compile does not exist here: every program is compiled by XLA"),
+        ("-i 8 --add-kv 4 --fuse-additional-kv", "--fuse-additional-kv does not exist here: additional tokens go into"),
         ("-i 8 --schedule fast", "invalid choice: 'fast'"),
         ("-i 8 --iterations 0", "must be at least 1, got 0"),
         ("-i 8 --warmup-steps -1", "must be at least 0, got -1"),
@@ -87,6 +92,35 @@ def test_defaults() -> None:
 )
 def test_causal(given: str, expected: tuple[bool, ...]) -> None:
     assert parse(["-i", "8", "8", "-c", *given.split()]).causal == expected
+
+
+@pytest.mark.parametrize("flag", ["-w", "-s", "--dilation"])
+def test_one_extent_is_for_all_dimensions(flag: str) -> None:
+    problem = ["-i", "16", "16", "16", "-w", "4"]
+    assert parse([*problem, flag, "2"]) == parse([*problem, flag, "2", "2", "2"])
+
+
+@pytest.mark.parametrize(
+    ("full", "short"), [("float16", "fp16"), ("bfloat16", "bf16"), ("float32", "fp32"), ("float64", "fp64")]
+)
+def test_element_types_have_one_spelling_in_results(full: str, short: str) -> None:
+    assert parse(["-i", "8", "--dtype", full]).dtype == parse(["-i", "8", "--dtype", short]).dtype == short
+
+
+def test_flags_of_natten_that_change_nothing_are_taken() -> None:
+    assert parse(["-i", "8", "--compile"]) == parse(["-i", "8"])
+
+
+def test_every_rule_of_the_operators_is_one_of_the_command_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("kernel_size must be prime, and stride, dilation and is_causal odd")
+
+    monkeypatch.setattr(checks, "describe", refuse)
+    with pytest.raises(SystemExit):
+        parse(["-i", "8"])
+    assert "--window-size must be prime, and --stride, --dilation and --causal odd" in capsys.readouterr().err
 
 
 def test_baselines_ignore_windows_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:

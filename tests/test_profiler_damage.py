@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import strategies
 
-from natten_jax.profiler import capture, xspace
+from natten_jax.profiler import capture, trace_files, xspace
 from natten_jax.profiler import trace as trace_program
-from natten_jax.profiler.capture import CaptureError, DamagedTrace, Launch
+from natten_jax.profiler.capture import Launch
 from natten_jax.profiler.program import Program
+from natten_jax.profiler.trace_files import CaptureError, DamagedTrace
 
 needs_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads a trace of the CPU")
 
@@ -219,14 +220,14 @@ def test_traces_are_looked_for_where_the_profiler_puts_them_and_nowhere_else(tmp
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / "a.xplane.pb").write_bytes(b"")
     with pytest.raises(CaptureError, match="there is no trace"):
-        capture.trace_file(tmp_path)
+        trace_files.trace_file(tmp_path)
     for age, run in ((0, "new"), (100, "old")):
         file = tmp_path / "plugins" / "profile" / run / "host.xplane.pb"
         file.parent.mkdir()
         file.write_bytes(b"")
         os.utime(file, (time.time() - age,) * 2)
-    assert capture.trace_file(tmp_path).parent.name == "new"
-    assert capture.trace_file(tmp_path / "plugins" / "profile" / "old").parent.name == "old"
+    assert trace_files.trace_file(tmp_path).parent.name == "new"
+    assert trace_files.trace_file(tmp_path / "plugins" / "profile" / "old").parent.name == "old"
 
 
 def test_looking_into_the_root_walks_through_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +241,7 @@ def test_looking_into_the_root_walks_through_nothing(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "scandir", noted)
     monkeypatch.setattr("pathlib.os.scandir", noted, raising=False)
     with pytest.raises(CaptureError, match="there is no trace"):
-        capture.trace_file(Path("/"))
+        trace_files.trace_file(Path("/"))
     assert set(scanned) <= {"/"}
 
 

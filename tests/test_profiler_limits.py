@@ -62,7 +62,8 @@ def test_arithmetic_that_fails_is_a_sentence(
 def interrupted(code: str, marker: Path, arguments: str) -> subprocess.CompletedProcess[str]:
     """The profiler after a SIGINT, which it gets as soon as what ``code`` changed in it has made ``marker``."""
     command = f"import pathlib, time; marker = pathlib.Path({str(marker)!r})\n{code}\n"
-    command += f"import sys; from natten_jax.profiler.__main__ import main; sys.exit(main({arguments.split()!r}))"
+    command += f"import runpy, sys; sys.argv[1:] = {arguments.split()!r}; "
+    command += "runpy.run_module('natten_jax.profiler', run_name='__main__', alter_sys=True)"
     process = subprocess.Popen(
         [sys.executable, "-c", command],
         stdout=subprocess.PIPE,
@@ -79,14 +80,14 @@ def interrupted(code: str, marker: Path, arguments: str) -> subprocess.Completed
 
 #: Makes the marker once so many measurements are over, and then dawdles in the next one.
 DAWDLING_SEARCH = """
-from natten_jax.profiler import optimize
-measure = optimize._Search._measure
+from natten_jax.profiler.trials import Trials
+measure = Trials.measure
 def dawdle(self, *arguments):
-    if len(self._trials) >= {trials}:
+    if len(self.done) >= {trials}:
         marker.touch()
         for _ in range(3000): time.sleep(0.1)
     return measure(self, *arguments)
-optimize._Search._measure = dawdle
+Trials.measure = dawdle
 """
 SEARCH = "-i 8 12 -n 2 -d 16 -w 4 6 --dtype fp32 --optimize --warmup-steps 1 --iterations 2"
 
@@ -121,11 +122,11 @@ def test_an_interrupted_search_keeps_the_best_so_far(more: str, tmp_path: Path) 
 def test_a_search_that_is_interrupted_while_the_best_is_profiled_keeps_it(tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
     code = (
-        "from natten_jax.profiler import __main__ as program\n"
+        "from natten_jax.profiler import measure\n"
         "def dawdle(*_):\n"
         "    marker.touch()\n"
         "    for _ in range(3000): time.sleep(0.1)\n"
-        "program.profile = dawdle"
+        "measure.profile = dawdle"
     )
     finished = interrupted(code, tmp_path / "marker", f"{SEARCH} --backend flex-fna --json {path}")
     assert finished.returncode == 130, finished.stderr
@@ -141,3 +142,21 @@ def test_a_search_that_is_interrupted_before_anything_was_measured_says_so(tmp_p
     assert (finished.returncode, finished.stdout) == (130, "")
     assert finished.stderr == "natten-jax-profiler: interrupted\n"
     assert not path.exists()
+
+
+#: Makes the marker when XLA starts to compile.
+MARKED_COMPILATION = """
+import jax
+compile = jax.stages.Lowered.compile
+def mark(self, *arguments, **options):
+    marker.touch()
+    return compile(self, *arguments, **options)
+jax.stages.Lowered.compile = mark
+"""
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="runs on the CPU")
+def test_a_search_that_is_interrupted_while_it_compiles_ends_as_any_other(tmp_path: Path) -> None:
+    problem = "-i 96 96 -n 4 -w 24 24 --dtype fp32 --backprop --backend flex-fna --optimize"
+    finished = interrupted(MARKED_COMPILATION, tmp_path / "marker", problem)
+    assert (finished.returncode, finished.stdout, finished.stderr) == (130, "", "natten-jax-profiler: interrupted\n")

@@ -13,17 +13,15 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from natten_jax import native
-from natten_jax.profiler import parse, progress, tables, workload, xspace
+from natten_jax.profiler import parse, progress, tables, workload
 from natten_jax.profiler import trace as trace_program
 from natten_jax.profiler.__main__ import main
-from natten_jax.profiler.capture import DamagedTrace, capture_in_turns
+from natten_jax.profiler.capture import capture_in_turns
 from natten_jax.profiler.measure import Comparison, profile
-from natten_jax.profiler.program import Program
 
 needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
 needs_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="runs on the CPU")
@@ -314,7 +312,7 @@ def test_usage_errors_of_the_modes(arguments: str, message: str, capsys: pytest.
     assert error.count("\n") == 1
 
 
-# Tables and traces.
+# Tables.
 
 
 def test_tables_fit_with_and_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,40 +359,3 @@ def test_lines_are_wrapped() -> None:
     lines = file.getvalue().splitlines()
     assert all(len(line) <= 100 for line in lines)
     assert lines[-2:] == ["", "natten-jax"]
-
-
-@needs_cpu
-def test_programs_are_read_from_any_trace(tmp_path: Path) -> None:
-    @jax.jit
-    def step(x: jax.Array) -> jax.Array:
-        with jax.named_scope("outer"):
-            return jnp.sum(jnp.tanh(x @ x) * 2)
-
-    x = jnp.ones((64, 64))
-    jax.block_until_ready(step(x))
-    with jax.profiler.trace(str(tmp_path)):
-        jax.block_until_ready(step(x))
-    (file,) = tmp_path.glob("**/*.xplane.pb")
-    (found,) = (program for program in xspace.programs(file).values() if program.module == "jit_step")
-    expected = Program.of(step.lower(x).compile())
-    assert found.instructions.keys() == expected.instructions.keys()
-    for name, instruction in expected.instructions.items():
-        assert found.instruction(name).opcode == instruction.opcode
-        assert found.instruction(name).fused == instruction.fused
-        assert found.instruction(name).scope == instruction.scope
-
-    output = run_python("-m", "natten_jax.profiler.trace", tmp_path)
-    assert output.returncode == 0, output.stderr
-    assert "jit_step" in output.stdout
-    assert "gemm" in output.stdout
-
-
-def test_damaged_traces_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert trace_program.main([str(tmp_path)]) == 1
-    assert "there is no trace" in capsys.readouterr().err
-    broken = tmp_path / "a.xplane.pb"
-    broken.write_bytes(b"\x0a\xff\xff\xff\xff\x0f\x01\x02" * 5)
-    with pytest.raises(DamagedTrace, match="truncated or corrupt"):
-        xspace.programs(broken)
-    assert trace_program.main([str(broken)]) == 1
-    assert capsys.readouterr().err.count("\n") == 1

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 import natten_jax
-from natten_jax import native
+from natten_jax import native, simulator
 from natten_jax.devices import Device
-from natten_jax.profiler import optimize as search
-from natten_jax.profiler import parse
+from natten_jax.profiler import choices, configurations, parse, trials
 from natten_jax.profiler.__main__ import main
-from natten_jax.profiler.capture import Event
+from natten_jax.profiler.events import Event
+from natten_jax.profiler.optimize import optimize
+from natten_jax.profiler.optimum import Optimum, best_table
 from natten_jax.profiler.program import Program
 from natten_jax.profiler.workload import Workload
 
@@ -85,9 +86,7 @@ def test_tuned_arguments_are_taken_in_every_rank(rank: int, tmp_path: Path) -> N
     assert module.init_with_output(jax.random.key(0), x)[0].shape == x.shape
 
 
-def fake_search(
-    monkeypatch: pytest.MonkeyPatch, line: str, seconds: Any
-) -> tuple[search.Optimum, list[tuple[Any, ...]]]:
+def fake_search(monkeypatch: pytest.MonkeyPatch, line: str, seconds: Any) -> tuple[Optimum, list[tuple[Any, ...]]]:
     """A search whose programs are not compiled: ``seconds(options)`` is what they take, or an error."""
     compiled = []
 
@@ -105,9 +104,9 @@ def fake_search(
     def capture(launches: Any, runs: int, platform: str) -> Any:
         return [[[Event("", "", "", 0.0, 1e9 * each.program.instructions["seconds"])]] * runs for each in launches]
 
-    monkeypatch.setattr(search, "compile_workload", compile_workload)
-    monkeypatch.setattr(search.capture, "capture_in_turns", capture)
-    return search.optimize(parse(line.split())), compiled
+    monkeypatch.setattr(trials, "compile_workload", compile_workload)
+    monkeypatch.setattr(trials.capture, "capture_in_turns", capture)
+    return optimize(parse(line.split())), compiled
 
 
 @needs_native
@@ -131,6 +130,21 @@ def test_search_finds_the_best_pair_of_each_pass_and_survives_failures(monkeypat
     assert optimum.default_seconds == pytest.approx(7e-3)
     assert {trial.error for trial in optimum.failures} == {"no such tile"}
     assert sum(backend == "flex-fna" for backend, *_ in compiled) == 1  # hopeless after one run
+
+
+@needs_native
+@needs_cpu
+def test_without_a_calibration_the_backends_own_order_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "-i 48 64 -w 8 9 --backprop --backend cpu-fna --optimize"
+    assert simulator.calibration_for("cpu", None) is None
+    offered = {each.pass_: each.pairs for each in configurations.listings(parse(line.split()), Device("cpu"))}
+    compiled = fake_search(monkeypatch, line, lambda options: 1e-3)[1]
+    forward = [q_tile for _, q_tile, backward_q_tile, _ in compiled if backward_q_tile is None]
+    backward = [backward_q_tile for *_, backward_q_tile, _ in compiled if backward_q_tile is not None]
+    for searched, pass_ in ((forward, "forward"), (backward, "backward")):
+        first = [pair[0] for pair in offered[pass_][:40]]
+        assert len(first) > 10
+        assert searched[: len(first)] == first
 
 
 @needs_native
@@ -165,7 +179,7 @@ def test_the_best_configuration_names_what_ran_by_default(backend: str, argument
     tiles = {"forward": ((16, 8), (8, 16)), "backward": ((8, 8), (16, 8))}
     empty: Any = None
     ran = Workload(options, empty, {"forward": backend}, tiles, HOPPER_GPU, empty, (), Program("ran", {}))
-    table = search.best_table(search.Optimum(search.spelled_out(options, ran), 1.0, 1.0, (), 1.0, 0.0))
+    table = best_table(Optimum(choices.spelled_out(options, ran), 1.0, 1.0, (), 1.0, 0.0))
     rows = dict(table.rows)
     assert rows.get("kernel_schedule") == schedule
     assert rows["fmha_backend" if backend.endswith("fmha") else "backend"] == backend

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import statistics
 import sys
@@ -15,29 +16,42 @@ import jax.numpy as jnp
 import pytest
 
 from natten_jax.devices import Device
-from natten_jax.profiler import Result, Row, capture, measure, parse, report, symbols, tables, workload
-from natten_jax.profiler.capture import Event
+from natten_jax.profiler import (
+    Result,
+    Row,
+    attribution,
+    capture,
+    events,
+    measure,
+    parse,
+    report,
+    symbols,
+    tables,
+    workload,
+)
+from natten_jax.profiler.events import Event
 from natten_jax.profiler.program import Instruction, Program
+from natten_jax.profiler.trace_files import CaptureError
 
 
 def test_overlapping_steps_share_the_time_and_containers_get_the_rest() -> None:
     program = Program("jit_f", {"while.1": Instruction("while"), "dot.1": Instruction("dot")})
-    events = [
+    launched = [
         Event("while.1", "while.1", "", 0.0, 100.0),
         Event("a", "a", "", 10.0, 20.0),
         Event("b", "b", "", 20.0, 30.0),
         Event("empty", "empty", "", 60.0, 0.0),
         Event("dot.1", "dot.1", "", 150.0, 50.0),
     ]
-    durations = [event.duration for event in capture.exclusive(events, program)]
+    durations = [event.duration for event in attribution.exclusive(launched, program)]
     assert durations == [60.0, 15.0, 25.0, 0.0, 50.0]
     assert sum(durations) == 150.0  # the time in which anything ran
-    assert capture.exclusive([], program) == []
+    assert attribution.exclusive([], program) == []
 
 
 def intervals(names: str, runs: list[Any]) -> list[Any]:
     return [
-        capture.Interval(Event(name, name, "", float(i), 1.0), run)
+        events.Interval(Event(name, name, "", float(i), 1.0), run)
         for i, (name, run) in enumerate(zip(names, runs, strict=True))
     ]
 
@@ -46,12 +60,12 @@ def test_events_are_split_into_iterations() -> None:
     def named(parts: list[list[Any]] | None) -> list[str] | None:
         return None if parts is None else ["".join(interval.event.symbol for interval in part) for part in parts]
 
-    assert named(capture.split(intervals("abcab", [7, 7, 7, 8, 8]), 2)) == ["abc", "ab"]
-    assert capture.split(intervals("abab", [7, 7, 8, 8]), 3) is None
-    assert named(capture.split(intervals("abba", [None] * 4), 2)) == ["ab", "ba"]
-    assert named(capture.split(intervals("abba", [None] * 4)[::-1], 2)) == ["ab", "ba"]
-    assert capture.split(intervals("aabb", [None] * 4), 2) is None
-    assert capture.split(intervals("aba", [None] * 3), 2) is None
+    assert named(attribution.split(intervals("abcab", [7, 7, 7, 8, 8]), 2)) == ["abc", "ab"]
+    assert attribution.split(intervals("abab", [7, 7, 8, 8]), 3) is None
+    assert named(attribution.split(intervals("abba", [None] * 4), 2)) == ["ab", "ba"]
+    assert named(attribution.split(intervals("abba", [None] * 4)[::-1], 2)) == ["ab", "ba"]
+    assert attribution.split(intervals("aabb", [None] * 4), 2) is None
+    assert attribution.split(intervals("aba", [None] * 3), 2) is None
 
 
 def test_time_that_a_kernel_waits_for_the_one_before_it_is_not_its_own() -> None:
@@ -61,7 +75,7 @@ def test_time_that_a_kernel_waits_for_the_one_before_it_is_not_its_own() -> None
     stream = SimpleNamespace(name="Stream #1", events=[event("b", 60.0, 130.0), event("a", 0.0, 100.0)])
     other = SimpleNamespace(name="Stream #2", events=[event("c", 60.0, 130.0)])
     profile: Any = SimpleNamespace(planes=[SimpleNamespace(name="/device:GPU:0", lines=[stream, other])])
-    durations = {each.event.symbol: each.event.duration for each in capture.gpu_intervals(profile)}
+    durations = {each.event.symbol: each.event.duration for each in events.gpu_intervals(profile)}
     assert durations == {"a": 100.0, "b": 30.0, "c": 70.0}
 
 
@@ -86,7 +100,7 @@ def test_device_time_is_most_of_the_wall_clock() -> None:
     timed()
     iterations = capture.capture(timed, 9, program, "cpu")
     assert len(iterations) == 9
-    totals = [sum(event.duration for event in events) / 1e9 for events in iterations]
+    totals = [sum(event.duration for event in each) / 1e9 for each in iterations]
     # Both clocks watch the same runs. Single ones may disagree: a busy machine may put the thread that notes the end
     # of a step, or this one, to sleep.
     ratio = statistics.median(total / wall for total, wall in zip(totals, walls[-9:], strict=True))
@@ -103,7 +117,7 @@ def test_a_trace_without_events_is_retried_then_an_error(monkeypatch: pytest.Mon
         calls.append(1)
         return run()
 
-    with pytest.raises(capture.CaptureError, match="recorded nothing"):
+    with pytest.raises(CaptureError, match="recorded nothing"):
         capture.capture(counted, 2, Program("jit_other", {}), "cpu")
     assert len(calls) == 10
     assert capture.capture(counted, 1, program, "cpu")[0]
@@ -178,3 +192,25 @@ def test_long_tables_are_cut_but_add_up() -> None:
     assert table.rows[-1][3:5] == ("11 other operations", "11")
     assert table.footer[-1] == tables.format_time(result.rows_total)
     assert len(report.to_json(result)["rows"]) == 30
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "occupancy"),
+    [
+        ("cpu-fna", Device("cpu"), None),
+        ("cutlass-fna", Device("cuda", (9, 0)), 2),
+        ("hopper-fna", Device("cuda", (9, 0)), 1),
+        ("cutlass-fna", Device("cuda", (12, 0)), None),
+    ],
+)
+def test_results_name_tile_sizes_and_occupancy_where_it_is_known(
+    backend: str, device: Device, occupancy: int | None
+) -> None:
+    tiles = {"forward": ((16, 8), (8, 8))}
+    problem, _ = workload.describe(parse(["-i", "64", "64", "-w", "9"]))
+    options = parse(["-i", "64", "64", "-w", "9", "--backend", "flex-fna"])
+    result = dataclasses.replace(
+        a_result(1), options=options, problem=problem, backends={"forward": backend}, tiles=tiles, device=device
+    )
+    found = report.to_json(result)["tiles"]["forward"]
+    assert found == {"query": (16, 8), "key_value": (8, 8), "tile_m": 128, "tile_n": 64, "occupancy": occupancy}

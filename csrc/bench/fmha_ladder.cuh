@@ -1,6 +1,6 @@
 // The rungs below the production kernels, on the portable kernels' tiles and products.
 //
-// A CTA owns 128 queries, a warp 32 of them; it reads all keys that they see in tiles of 64.
+// A CTA owns a tile of queries, a warp 16 or 32 of them; it reads all keys that they see, a tile at a time.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,15 +13,23 @@
 
 namespace natten_jax::bench {
 
-constexpr int kWarps = 4;
-constexpr int kThreads = 32 * kWarps;
-constexpr int kRowBlocks = 2;  // of 16 queries, in a warp
-constexpr int kQueries = 16 * kRowBlocks * kWarps;
-constexpr int kKeys = 64;
 constexpr float kLog2e = 1.4426950408889634f;
 
-template <class Element_, int kHeadDim_, Rung kRung_>
-struct Traits {
+/// Queries and keys of a tile, and the CTAs that are to fit into a multiprocessor's registers at least.
+template <int kWarps, int kRowBlocks_, int kKeys_, int kOccupancy_>
+struct Tiles {
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kRowBlocks = kRowBlocks_;  // of 16 queries, in a warp
+  static constexpr int kQueries = 16 * kRowBlocks * kWarps;
+  static constexpr int kKeys = kKeys_;
+  static constexpr int kOccupancy = kOccupancy_;
+};
+using Tiles64x64 = Tiles<4, 1, 64, 2>;
+using Tiles128x64 = Tiles<4, 2, 64, 2>;
+using Tiles128x128 = Tiles<8, 1, 128, 1>;
+
+template <class Element_, int kHeadDim_, Rung kRung_, class Tiles_>
+struct Traits : Tiles_ {
   using Element = Element_;
   using Product = sm80::HalfProduct<Element>;
   static constexpr int kHeadDim = kHeadDim_;
@@ -29,17 +37,18 @@ struct Traits {
   static constexpr bool kHasMath = kRung != Rung::kBasic, kHasMemory = kRung == Rung::kMemory;
   static constexpr int kStages = kHasMemory ? 2 : 1;
   using Tile = sm80::SharedTile<kHeadDim * 2>;
-  using KeyTile = std::conditional_t<kHasMemory, Tile, sm80::SharedTile<kKeys * 2>>;  // [key][dim] or [dim][key]
+  using KeyTile =
+      std::conditional_t<kHasMemory, Tile, sm80::SharedTile<Tiles_::kKeys * 2>>;  // [key][dim] or [dim][key]
 
   struct SharedStorage {
-    alignas(128) char q[kQueries * Tile::kRowBytes];
-    alignas(128) char k[kStages][kKeys * Tile::kRowBytes];
-    alignas(128) char v[kStages][kKeys * Tile::kRowBytes];
+    alignas(128) char q[Tiles_::kQueries * Tile::kRowBytes];
+    alignas(128) char k[kStages][Tiles_::kKeys * Tile::kRowBytes];
+    alignas(128) char v[kStages][Tiles_::kKeys * Tile::kRowBytes];
   };
 };
 
 /// Rows of one head in global memory, of which those past the end read as zeros.
-template <class Tile>
+template <class Tile, int kThreads>
 struct Rows {
   const char* base;
   std::int64_t pitch;  // in bytes
@@ -83,11 +92,14 @@ struct Rows {
 };
 
 template <class Traits>
-__global__ void __launch_bounds__(kThreads, 2) natten_jax_bench_fmha_forward(const FmhaParams p) {
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kOccupancy)
+    natten_jax_bench_fmha_forward(const FmhaParams p) {
   using Element = typename Traits::Element;
   using Product = typename Traits::Product;
   using Tile = typename Traits::Tile;
-  constexpr int kHeadDim = Traits::kHeadDim;
+  using HeadRows = Rows<Tile, Traits::kThreads>;
+  constexpr int kHeadDim = Traits::kHeadDim, kRowBlocks = Traits::kRowBlocks;
+  constexpr int kQueries = Traits::kQueries, kKeys = Traits::kKeys;
   extern __shared__ __align__(128) char raw[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(raw);
   const int lane4 = threadIdx.x % 4, warp_row = threadIdx.x / 32 * 16 * kRowBlocks;
@@ -95,9 +107,9 @@ __global__ void __launch_bounds__(kThreads, 2) natten_jax_bench_fmha_forward(con
   const std::int64_t pitch = static_cast<std::int64_t>(p.heads) * kHeadDim * 2;
   const std::int64_t start = batch * static_cast<std::int64_t>(p.tokens) * pitch + head * kHeadDim * 2;
   const auto rows = [&](const void* array) {
-    return Rows<Tile>{static_cast<const char*>(array) + start, pitch, p.tokens};
+    return HeadRows{static_cast<const char*>(array) + start, pitch, p.tokens};
   };
-  const Rows<Tile> queries = rows(p.query), keys = rows(p.key), values = rows(p.value);
+  const HeadRows queries = rows(p.query), keys = rows(p.key), values = rows(p.value);
   const int seen = p.is_causal ? min(first_query + kQueries, p.tokens) : p.tokens;
   const int tiles = (seen + kKeys - 1) / kKeys;
 
@@ -212,28 +224,40 @@ cudaError_t launch_rung(const FmhaParams& params, cudaStream_t stream) {
   if (const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedMemory)) {
     return error;
   }
-  const dim3 grid((params.tokens + kQueries - 1) / kQueries, params.heads, params.batch);
-  kernel<<<grid, kThreads, kSharedMemory, stream>>>(params);
+  const dim3 grid((params.tokens + Traits::kQueries - 1) / Traits::kQueries, params.heads, params.batch);
+  kernel<<<grid, Traits::kThreads, kSharedMemory, stream>>>(params);
   return cudaGetLastError();
 }
 
-template <class Element, int kHeadDim>
-cudaError_t launch_head_dim(Rung rung, const FmhaParams& params, cudaStream_t stream) {
+template <class Element, int kHeadDim, class Tiles>
+cudaError_t launch_tiles(Rung rung, const FmhaParams& params, cudaStream_t stream) {
   switch (rung) {
     case Rung::kBasic:
-      return launch_rung<Traits<Element, kHeadDim, Rung::kBasic>>(params, stream);
+      return launch_rung<Traits<Element, kHeadDim, Rung::kBasic, Tiles>>(params, stream);
     case Rung::kMath:
-      return launch_rung<Traits<Element, kHeadDim, Rung::kMath>>(params, stream);
+      return launch_rung<Traits<Element, kHeadDim, Rung::kMath, Tiles>>(params, stream);
     default:
-      return launch_rung<Traits<Element, kHeadDim, Rung::kMemory>>(params, stream);
+      return launch_rung<Traits<Element, kHeadDim, Rung::kMemory, Tiles>>(params, stream);
+  }
+}
+
+template <class Element, int kHeadDim>
+cudaError_t launch_head_dim(Rung rung, TileSizes tiles, const FmhaParams& params, cudaStream_t stream) {
+  switch (tiles) {
+    case TileSizes::k64x64:
+      return launch_tiles<Element, kHeadDim, Tiles64x64>(rung, params, stream);
+    case TileSizes::k128x64:
+      return launch_tiles<Element, kHeadDim, Tiles128x64>(rung, params, stream);
+    default:
+      return launch_tiles<Element, kHeadDim, Tiles128x128>(rung, params, stream);
   }
 }
 
 template <bool kIsBFloat16>
-cudaError_t launch_fmha(Rung rung, int head_dim, const FmhaParams& params, cudaStream_t stream) {
+cudaError_t launch_fmha(Rung rung, TileSizes tiles, int head_dim, const FmhaParams& params, cudaStream_t stream) {
   using Element = std::conditional_t<kIsBFloat16, cutlass::bfloat16_t, cutlass::half_t>;
-  return head_dim == 64 ? launch_head_dim<Element, 64>(rung, params, stream)
-                        : launch_head_dim<Element, 128>(rung, params, stream);
+  return head_dim == 64 ? launch_head_dim<Element, 64>(rung, tiles, params, stream)
+                        : launch_head_dim<Element, 128>(rung, tiles, params, stream);
 }
 
 }  // namespace natten_jax::bench

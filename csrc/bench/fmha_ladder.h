@@ -14,6 +14,9 @@ enum class Rung {
   kMemory = 3  ///< Asynchronous copies one tile ahead; keys are transposed as the matrix units read them.
 };
 
+/// Queries and keys of a tile; which suits a GPU depends on its registers and shared memory.
+enum class TileSizes { k64x64 = 0, k128x64 = 1, k128x128 = 2 };
+
 /// Self attention of [batch, tokens, heads, head_dim] arrays.
 struct FmhaParams {
   const void* query;
@@ -29,6 +32,6 @@ struct FmhaParams {
 
 /// Launches a rung; head_dim must be 64 or 128.
 template <bool kIsBFloat16>
-cudaError_t launch_fmha(Rung rung, int head_dim, const FmhaParams& params, cudaStream_t stream);
+cudaError_t launch_fmha(Rung rung, TileSizes tiles, int head_dim, const FmhaParams& params, cudaStream_t stream);
 
 }  // namespace natten_jax::bench

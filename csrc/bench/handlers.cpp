@@ -18,8 +18,9 @@ using xffi::Error;
 Error bench_fmha_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, xffi::Result<AnyBuffer> out,
                          cudaStream_t stream, xffi::Dictionary attributes) {
   return guarded([&]() -> Error {
-    std::int64_t rung = 0, is_causal = 0;
+    std::int64_t rung = 0, tiles = 0, is_causal = 0;
     NATTEN_JAX_RETURN_IF_ERROR(decode_choice(attributes, "rung", 3, rung));
+    NATTEN_JAX_RETURN_IF_ERROR(decode_choice(attributes, "tiles", 2, tiles));
     NATTEN_JAX_RETURN_IF_ERROR(decode_choice(attributes, "is_causal", 1, is_causal));
     const auto scale = attributes.get<float>("scale");
     const auto shape = query.dimensions();
@@ -51,7 +52,8 @@ Error bench_fmha_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, xffi::
                                    *scale,
                                    is_causal == 1};
     const auto launch = is_bfloat16 ? bench::launch_fmha<true> : bench::launch_fmha<false>;
-    const cudaError_t error = launch(static_cast<bench::Rung>(rung), static_cast<int>(shape[3]), params, stream);
+    const cudaError_t error = launch(static_cast<bench::Rung>(rung), static_cast<bench::TileSizes>(tiles),
+                                     static_cast<int>(shape[3]), params, stream);
     if (error == cudaSuccess) return Error::Success();
     return Error::Internal(std::string("natten_jax: CUDA: ") + cudaGetErrorString(error));
   });

@@ -8,21 +8,23 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
 from natten_jax.devices import Device, default_device
 from natten_jax.profiler import dry_run, report, simulate
-from natten_jax.profiler.arguments import KNOWN_FAMILIES, parse
-from natten_jax.profiler.capture import CaptureError
+from natten_jax.profiler.arguments import parse
+from natten_jax.profiler.families import KNOWN_FAMILIES
 from natten_jax.profiler.measure import compare, profile
-from natten_jax.profiler.optimize import Optimum, best_table, configuration, optimize, search_json
+from natten_jax.profiler.optimize import optimize
+from natten_jax.profiler.optimum import Optimum, best_table, configuration, search_json
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.plot import plot_rows
 from natten_jax.profiler.tables import digits, format_time, print_lines, print_table
+from natten_jax.profiler.trace_files import CaptureError
 from natten_jax.profiler.workload import UnavailableBackend, check_available, request_of
-from natten_jax.quiet_exit import INTERRUPTED, run_quietly
+from natten_jax.quiet_exit import INTERRUPTED, end, run_quietly
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -168,5 +170,10 @@ def _write(path: Path | None, results: Any) -> None:
         path.write_text(json.dumps(results(), indent=2) + "\n")
 
 
+def program() -> NoReturn:
+    """The console script."""
+    end(main())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

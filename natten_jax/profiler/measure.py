@@ -15,6 +15,8 @@ from natten_jax.devices import Device
 from natten_jax.passes import Pass, TilePair
 from natten_jax.problem import Problem
 from natten_jax.profiler import capture, symbols
+from natten_jax.profiler.element_types import arrays_of
+from natten_jax.profiler.events import Event
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.program import Program
 from natten_jax.profiler.progress import Progress
@@ -113,7 +115,7 @@ def profile(options: Options) -> Result:
 
     Raises:
         ValueError: The problem cannot run as the options ask.
-        natten_jax.profiler.capture.CaptureError: The trace could not be read.
+        natten_jax.profiler.trace_files.CaptureError: The trace could not be read.
     """
     (result,) = _profile([options])
     return result
@@ -124,14 +126,14 @@ def compare(options: Options, baseline: str) -> Comparison:
 
     Raises:
         ValueError: One of the two cannot run.
-        natten_jax.profiler.capture.CaptureError: The trace could not be read.
+        natten_jax.profiler.trace_files.CaptureError: The trace could not be read.
     """
     return Comparison(*_profile([options, options.of_baseline(baseline)]))
 
 
 def _profile(every: Sequence[Options]) -> list[Result]:
     first = every[0]
-    with Progress(len(every) * (first.warmup_steps + first.iterations)) as progress:
+    with arrays_of(first.dtype), Progress(len(every) * (first.warmup_steps + first.iterations)) as progress:
         progress.stage("compiling")
         arguments: tuple[jax.Array, ...] | None = None
         workloads = []
@@ -162,7 +164,7 @@ def _profile(every: Sequence[Options]) -> list[Result]:
     return [summarize_workload(*each) for each in zip(workloads, captured, strict=True)]
 
 
-def summarize_workload(workload: Workload, iterations: Sequence[Sequence[capture.Event]]) -> Result:
+def summarize_workload(workload: Workload, iterations: Sequence[Sequence[Event]]) -> Result:
     """The result of a workload's captured iterations."""
     return Result(
         workload.options,
@@ -176,9 +178,7 @@ def summarize_workload(workload: Workload, iterations: Sequence[Sequence[capture
     )
 
 
-def summarize(
-    iterations: Sequence[Sequence[capture.Event]], program: Program, operator: str, platform: str
-) -> tuple[Row, ...]:
+def summarize(iterations: Sequence[Sequence[Event]], program: Program, operator: str, platform: str) -> tuple[Row, ...]:
     """The rows of a report: launches by name, known names first, then by runtime.
 
     Args:

@@ -9,9 +9,6 @@ from natten_jax.devices import ComputeCapability
 from natten_jax.problem import Shape
 from natten_jax.profiler.baselines import BASELINES
 
-#: Element types by their names on the command line.
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
-
 
 @dataclasses.dataclass(frozen=True)
 class Options:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import math
 import platform
 from collections.abc import Iterator
 from importlib import metadata
@@ -13,12 +14,12 @@ from typing import Any, TextIO
 import jax
 
 from natten_jax import simulator
-from natten_jax.passes import PASSES
+from natten_jax.passes import PASSES, Pass
 from natten_jax.problem import Problem
 from natten_jax.profiler.measure import Comparison, Result, Row
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.tables import Table, digits, format_time, print_lines, print_table
-from natten_jax.profiler.workload import parts_of
+from natten_jax.profiler.workload import parts_of, passes
 from natten_jax.version import __version__
 
 COLUMNS = ("Framework", "Kernel category", "Arch", "Operation", "# calls", "Runtime")
@@ -133,7 +134,7 @@ def to_json(result: Result) -> dict[str, Any]:
     return {
         **context(result.options, result.problem),
         "backends": result.backends,
-        "tiles": {pass_: {"query": pair[0], "key_value": pair[1]} for pass_, pair in result.tiles.items()},
+        "tiles": {pass_: _tile_json(result, pass_) for pass_ in passes(result.options) if pass_ in result.tiles},
         "rows": rows_json(result.rows),
         "iteration_times": result.totals,
         "totals": {
@@ -144,6 +145,20 @@ def to_json(result: Result) -> dict[str, Any]:
         },
         "flops": {**result.flops, "total": sum(result.flops.values())},
         "tflops": result.tflops,
+    }
+
+
+def _tile_json(result: Result, pass_: Pass) -> dict[str, Any]:
+    """Tile shapes, their sizes, and how many thread blocks share a multiprocessor, where that is known."""
+    pair = result.tiles[pass_]
+    model = simulator.calibration_for(result.backends[pass_].rpartition("-")[0], result.device.compute_capability)
+    kernel = None if model is None else model.kernel(parts_of(result.options)[0].request.problem, pair, pass_)
+    return {
+        "query": pair[0],
+        "key_value": pair[1],
+        "tile_m": math.prod(pair[0]),
+        "tile_n": math.prod(pair[1]),
+        "occupancy": None if kernel is None else kernel.side_by_side,
     }
 
 
@@ -166,6 +181,7 @@ def context(options: Options, problem: Problem) -> dict[str, Any]:
     return {
         "problem": dataclasses.asdict(problem),
         "arguments": arguments,
+        "platform": _platform(),
         "versions": {
             "natten_jax": __version__,
             "jax": metadata.version("jax"),
@@ -214,6 +230,13 @@ def _backends(chosen: dict[str, str]) -> str:
         elif names:
             texts.append(" and ".join(f"{name} ({pass_})" for pass_, name in names.items()) + suffix)
     return ", ".join(texts)
+
+
+def _platform() -> str:
+    """The default device with its architecture, such as ``NVIDIA H200 (sm90)``."""
+    device = jax.devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    return device.device_kind if capability is None else f"{device.device_kind} (sm{capability.replace('.', '')})"
 
 
 def device_name() -> str:

@@ -12,17 +12,18 @@ import json
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from natten_jax.profiler import capture, measure, report, xspace
-from natten_jax.profiler.capture import CaptureError, DamagedTrace, Interval
+from natten_jax.profiler import attribution, events, measure, report, trace_files, xspace
+from natten_jax.profiler.events import Event, Interval
 from natten_jax.profiler.measure import Row
 from natten_jax.profiler.parser import Parser
 from natten_jax.profiler.program import Program
 from natten_jax.profiler.symbols import Name, order
 from natten_jax.profiler.tables import format_time, print_lines, print_table
-from natten_jax.quiet_exit import run_quietly
+from natten_jax.profiler.trace_files import CaptureError, DamagedTrace
+from natten_jax.quiet_exit import end, run_quietly
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,32 +77,42 @@ def rows_by_module(path: Path, *, with_memory: bool = False) -> dict[str, tuple[
         CaptureError: There is no trace.
         DamagedTrace: It is truncated or corrupt.
     """
-    file = capture.trace_file(path)
+    file = trace_files.trace_file(path)
     programs = xspace.programs(file)
-    profile = capture.read(file)
+    profile = trace_files.read(file)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # see capture_in_turns
+        warnings.simplefilter("ignore", DeprecationWarning)  # see capture._intervals
         try:
-            intervals, platform = capture.gpu_intervals(profile, with_memory), "cuda"
+            intervals, platform = events.gpu_intervals(profile, with_memory), "cuda"
             if not intervals:
-                intervals, platform = capture.host_intervals(profile), "cpu"
+                intervals, platform = events.host_intervals(profile), "cpu"
         except UnicodeDecodeError as error:
             raise DamagedTrace(file, str(error)) from error
-    by_name = {program.module: program for program in programs.values()}
     groups: dict[tuple[str, int | None], list[Interval]] = defaultdict(list)
     for interval in intervals:
         groups[(interval.module or "-").partition("(")[0], interval.number].append(interval)
     found: dict[str, list[tuple[Row, ...]]] = defaultdict(list)
     for (module, number), of_module in groups.items():
-        program = programs.get(-1 if number is None else number) or by_name.get(module) or Program(module, {})
-        events = [interval.event for interval in of_module]
+        of_program = [interval.event for interval in of_module]
+        program = _program_of(of_program, module, number, programs)
         if platform == "cpu":
             runs = defaultdict(list)
             for interval in of_module:
                 runs[interval.run].append(interval.event)
-            events = [event for run in runs.values() for event in capture.exclusive(run, program)]
-        found[module].append(measure.summarize([events], program, "fna", platform))
+            of_program = [event for run in runs.values() for event in attribution.exclusive(run, program)]
+        found[module].append(measure.summarize([of_program], program, "fna", platform))
     return {module: merged(tables) for module, tables in found.items()}
+
+
+def _program_of(launched: Sequence[Event], module: str, number: int | None, programs: Mapping[int, Program]) -> Program:
+    """The program that launched events: of those with the module's name the one that has most of their instructions.
+
+    Numbers only decide between equals: on a CPU, events count programs in another way than the trace does.
+    """
+    names = {event.instruction for event in launched}
+    named = [each for each in programs.items() if each[1].is_module(module)]
+    best = max(named, key=lambda each: (len(names & each[1].instructions.keys()), each[0] == number), default=None)
+    return Program(module, {}) if best is None else best[1]
 
 
 def merged(tables: Iterable[tuple[Row, ...]]) -> tuple[Row, ...]:
@@ -122,4 +133,4 @@ def merged(tables: Iterable[tuple[Row, ...]]) -> tuple[Row, ...]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

@@ -19,9 +19,10 @@ from natten_jax.performance import performance_of
 from natten_jax.plan import Plan
 from natten_jax.problem import Problem, problem_of
 from natten_jax.profiler import baselines
-from natten_jax.profiler.arguments import KNOWN_FAMILIES
 from natten_jax.profiler.capture import Launch
-from natten_jax.profiler.options import DTYPES, Options
+from natten_jax.profiler.element_types import ELEMENT_TYPES
+from natten_jax.profiler.families import KNOWN_FAMILIES
+from natten_jax.profiler.options import Options
 from natten_jax.profiler.program import Program, compile_for_trace
 from natten_jax.resolve import Request, resolve
 
@@ -157,7 +158,7 @@ def request_of(options: Options) -> Request:
         heads_kv=options.heads_kv,
         head_dim=options.dim,
         head_dim_v=options.dim_value,
-        dtype=DTYPES[options.dtype],
+        dtype=ELEMENT_TYPES[options.dtype],
         additional_kv=options.add_kv,
     )
     backend = None if options.is_baseline else options.backend
@@ -179,7 +180,7 @@ def shapes(options: Options) -> list[Any]:
 
     def array(layout: tuple[int, ...], heads: int, dim: int) -> jax.ShapeDtypeStruct:
         shape = options.batch_size, *layout, heads, dim
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(DTYPES[options.dtype]))  # type: ignore[no-untyped-call]
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(ELEMENT_TYPES[options.dtype]))  # type: ignore[no-untyped-call]
 
     dims = options.dim, options.dim_value
     arrays = [array(options.input_size, options.heads, options.dim)]

@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from natten_jax.profiler.capture import DamagedTrace
 from natten_jax.profiler.program import Instruction, Program, marked_plan
+from natten_jax.profiler.trace_files import DamagedTrace
 
 # XSpace, XPlane, an entry of a map, XEventMetadata, XStatMetadata, XStat.
 _PLANES = 1

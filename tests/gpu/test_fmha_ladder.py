@@ -16,8 +16,10 @@ from natten_jax import native
 pytest.importorskip("matplotlib")
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
+import fmha_ladder
 from benchmarks import Benchmark
 from fmha_ladder import BOUNDS, GPU_LADDER, error_of
+from fmha_targets import LADDER_TILES, TARGETS
 
 TARGET = "natten_jax_bench_fmha_forward"
 pytestmark = [
@@ -31,7 +33,18 @@ pytestmark = [
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("tokens", [1, 63, 200, 384])
 @pytest.mark.parametrize("label", ["1", "2", "3"])
-def test_rung(label: str, tokens: int, is_causal: bool, head_dim: int, dtype: str) -> None:
+@pytest.mark.parametrize("tiles", LADDER_TILES)
+def test_rung(
+    tiles: tuple[int, int],
+    label: str,
+    tokens: int,
+    is_causal: bool,
+    head_dim: int,
+    dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = next(target for target in TARGETS if target.tiles == tiles)
+    monkeypatch.setattr(fmha_ladder, "target_of", lambda compute_capability: target)
     benchmark = Benchmark((tokens,), 3, head_dim, is_causal=is_causal, batch=2, dtype=dtype)
     keys = jax.random.split(jax.random.key(tokens), 3)
     arrays = tuple(jax.random.normal(key, benchmark.shape, dtype) for key in keys)
@@ -50,12 +63,13 @@ def test_rung(label: str, tokens: int, is_causal: bool, head_dim: int, dtype: st
         ([(1, 8, 1, 64), (1, 9, 1, 64), (1, 8, 1, 64)], jnp.float16, {}),
         ([(1, 8, 1, 64)] * 3, jnp.float16, {"rung": 0}),
         ([(1, 8, 1, 64)] * 3, jnp.float16, {"rung": 4}),
+        ([(1, 8, 1, 64)] * 3, jnp.float16, {"tiles": 3}),
         ([(1, 8, 1, 64)] * 3, jnp.float16, {"is_causal": 2}),
         ([(1, 8, 1, 64)] * 3, jnp.float16, {"scale": 1}),
     ],
 )
 def test_malformed_calls_are_errors(shapes: list[tuple[int, ...]], dtype: Any, attributes: dict[str, int]) -> None:
-    values: dict[str, Any] = {"rung": 1, "is_causal": 0, "scale": 0.125} | attributes
+    values: dict[str, Any] = {"rung": 1, "tiles": 0, "is_causal": 0, "scale": 0.125} | attributes
     arrays = [jnp.ones(shape, dtype) for shape in shapes]
 
     def call(*operands: jax.Array) -> Any:

@@ -1,0 +1,56 @@
+"""Tables in Markdown of the figures of :mod:`fmha_scaling`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from fmha_ladder import Ladder
+from fmha_results import LengthResult
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A table in Markdown, the columns of which line up as text, too."""
+    cells = [list(header), *map(list, rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+
+    return [line(cells[0]), "|" + "|".join("-" * (width + 2) for width in widths) + "|", *map(line, cells[1:])]
+
+
+def length_table(result: LengthResult) -> list[str]:
+    """The steps of one length."""
+    rows = (
+        (step.step, step.name, f"{step.latency_ms:.3f}", f"{step.tflops:.2f}", f"{step.speedup_vs_baseline:.2f}x")
+        for step in result.steps
+    )
+    return table(("Step", "Name", "Latency (ms)", "TFLOPS", "Speedup"), rows)
+
+
+def summary_table(ladder: Ladder, results: Sequence[LengthResult]) -> list[str]:
+    """The baseline, the production kernel and the references, by length."""
+    others = [step for step in ladder.steps[1:] if step.label == ladder.production or not step.label.isdigit()]
+    header = ["Seq Len", f"{ladder.baseline.name} (ms)"]
+    for step in others:
+        header += [f"{step.name} (ms)", "Speedup"]
+    rows = []
+    for result in results:
+        baseline = result.find(ladder.baseline.label)
+        row = [str(result.seq_len), f"{baseline.latency_ms:.3f}" if baseline else "N/A"]
+        for step in others:
+            found = result.find(step.label)
+            row += [f"{found.latency_ms:.3f}", f"{found.speedup_vs_baseline:.2f}x"] if found else ["N/A", "N/A"]
+        rows.append(row)
+    return table(header, rows)
+
+
+def impact_table(ladder: Ladder, results: Sequence[LengthResult]) -> list[str]:
+    """The speed-up of every rung over the baseline, by length."""
+    rows = []
+    for result in results:
+        speedups = [result.find(step.label) for step in ladder.rungs]
+        cells = [f"{found.speedup_vs_baseline:.2f}x" if found else "N/A" for found in speedups]
+        best = result.best
+        rows.append((str(result.seq_len), *cells, f"{best.name} {best.speedup_vs_baseline:.2f}x" if best else "N/A"))
+    return table(("Seq Len", *(step.name for step in ladder.rungs), "Best"), rows)

@@ -1,0 +1,64 @@
+"""The GPU generations that attention kernels are made for, and the tiles that the ladder's own kernels take on each."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from natten_jax.devices import ComputeCapability
+
+#: Queries and keys of the tiles that the ladder's kernels have, in the order of ``TileSizes`` in csrc/bench.
+LADDER_TILES = ((64, 64), (128, 64), (128, 128))
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetConfig:
+    """What a production kernel of a GPU generation looks like.
+
+    Attributes:
+        name: For tables.
+        capability: Major compute capability.
+        tile_m: Queries of a tile.
+        tile_n: Keys of a tile.
+        ctas: Thread blocks that work on a tile together.
+        occupancy: Thread blocks per multiprocessor.
+    """
+
+    name: str
+    capability: int
+    tile_m: int
+    tile_n: int
+    ctas: int
+    occupancy: int
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Queries and keys of a tile."""
+        return self.tile_m, self.tile_n
+
+
+TARGETS = (
+    TargetConfig("Ampere, Ada (sm80, sm86, sm89)", 8, 128, 64, 1, 2),
+    TargetConfig("Hopper (sm90)", 9, 128, 128, 1, 1),
+    TargetConfig("Blackwell (sm100), first choice", 10, 256, 128, 1, 1),
+    TargetConfig("Blackwell (sm100), second choice", 10, 128, 128, 1, 2),
+    TargetConfig("Blackwell (sm120, sm121)", 12, 64, 64, 1, 2),
+)
+
+
+def target_of(compute_capability: ComputeCapability) -> TargetConfig:
+    """The target whose tiles the ladder takes on a GPU: its generation's, or else those of the one before.
+
+    Tiles of 256 queries are left to production kernels: their accumulators are more than the registers of the warps
+    that the ladder's matrix units belong to.
+
+    Raises:
+        ValueError: The GPU is older than all of them.
+    """
+    fitting = [
+        target for target in TARGETS if target.capability <= compute_capability[0] and target.tiles in LADDER_TILES
+    ]
+    if not fitting:
+        raise ValueError(
+            f"the ladder needs an NVIDIA GPU of compute capability 8.0 or higher, not {compute_capability}"
+        )
+    return max(fitting, key=lambda target: target.capability)

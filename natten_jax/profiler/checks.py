@@ -1,0 +1,136 @@
+"""The checks of the profiler's command line that need nothing but the command line."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+
+from natten_jax import backends
+from natten_jax.problem import Operator
+from natten_jax.profiler.baselines import BASELINES
+from natten_jax.profiler.families import KNOWN_FAMILIES
+from natten_jax.profiler.flags import TILE_FLAGS
+from natten_jax.profiler.options import Options
+from natten_jax.profiler.outputs import chart_problem, folder_problem
+from natten_jax.profiler.parser import Parser, flag
+from natten_jax.profiler.workload import request_of
+
+#: Baselines of NATTEN's profiler that do not exist in JAX.
+_FOREIGN_BASELINES = ("xformers", "fav2")
+
+_OUTPUT_FILES = ("json", "csv", "plot")
+#: What only a measurement can produce or use.
+_MEASUREMENT_ONLY = ("compare", "csv", "plot", "trace_dir", "verbose")
+
+#: What the operators' errors call their arguments, and the flags that these come from.
+_FLAGS_IN_ERRORS = (
+    (r"\bkernel_size\b", "--window-size"),
+    (r"\bstride\b", "--stride"),
+    (r"\bdilation\b", "--dilation"),
+    (r"\bis_causal\b", "--causal"),
+    (r"\bkernel_schedule\b", "--schedule"),
+    (r"\bthe token layout\b", "--input-size"),
+    (r"\bdtype must be one of\b", "--dtype must be one of"),
+    (r"\bquery has (\d+) heads, which is\b", r"--heads \1 is"),
+    (r"\bthe (\d+) heads of key and value\b", r"--heads-kv \1"),
+    *((rf"\b{name}_(shape|size)\b", flag(name)) for name in TILE_FLAGS),
+)
+
+
+def check_modes(parser: Parser, given: argparse.Namespace) -> None:
+    """Check that the flags that say what to do go together."""
+    modes = [name for name in ("dry_run", "simulate", "optimize") if getattr(given, name)]
+    if len(modes) > 1:
+        parser.error(f"{' and '.join(map(flag, modes))} exclude each other: choose one")
+    is_measurement = not (given.dry_run or given.simulate)
+    if given.compute_capability is not None and is_measurement:
+        parser.error("--compute-capability is for --dry-run and --simulate: a measurement runs on the device at hand")
+    if not is_measurement:
+        wrong = [flag(name) for name in _MEASUREMENT_ONLY if getattr(given, name)]
+        if wrong:
+            parser.error(f"{', '.join(wrong)} would need a measurement, but {flag(modes[0])} measures nothing")
+    if modes and given.backend in BASELINES:
+        parser.error(f"{flag(modes[0])} is about backends with tiles, which the baseline {given.backend} does not have")
+
+
+def check_backends(parser: Parser, given: argparse.Namespace) -> None:
+    """Check that the names of backends and baselines are names of such."""
+    for option, name in (("--backend", given.backend), ("--compare", given.compare)):
+        if name is not None:
+            _check_backend(parser, option, name)
+    if given.compare is not None and given.compare == given.backend:
+        parser.error(f"--compare {given.compare} is what --backend runs already")
+    name = given.fmha_backend
+    if name is None or name in _known_backends("fmha"):
+        return
+    if name in _known_backends("fna"):
+        parser.error(
+            f"--fmha-backend {name} is a backend of neighborhood attention: name it with --backend, or the attention "
+            f"backend {name.removesuffix('-fna')}-fmha here"
+        )
+    parser.error(f"--fmha-backend {name} is unknown; choose one of {', '.join(backends.names('fmha'))}")
+
+
+def _check_backend(parser: Parser, option: str, name: str) -> None:
+    if name in _FOREIGN_BASELINES:
+        parser.error(
+            f"{option} {name} is a baseline of PyTorch; JAX's are cudnn (fused attention on NVIDIA GPUs), "
+            f"pallas (on GPUs, too) and xla (anywhere): use {option} cudnn"
+        )
+    if name in _known_backends("fmha"):
+        parser.error(f"{option} {name} is an attention backend: name it with --fmha-backend")
+    if name not in (*_known_backends("fna"), *BASELINES):
+        parser.error(
+            f"{option} {name} is unknown; choose one of {', '.join(backends.names('fna'))}, "
+            f"or a baseline: {', '.join(BASELINES)}"
+        )
+
+
+def _known_backends(operator: Operator) -> tuple[str, ...]:
+    return (*backends.names(operator), *(f"{family}-{operator}" for family in KNOWN_FAMILIES))
+
+
+def check_baseline(parser: Parser, given: argparse.Namespace) -> None:
+    """Take away what a baseline cannot do, with a warning; additional tokens are refused."""
+    if given.add_kv:
+        parser.error(f"--add-kv does not go with --backend {given.backend}, which computes self attention only")
+    ignored = ["window_size", "stride", "dilation", "causal", "fmha_backend", *TILE_FLAGS, "schedule"]
+    flags = [flag(name) for name in ignored if getattr(given, name) is not None]
+    if flags:
+        print(
+            f"{parser.prog}: warning: --backend {given.backend} computes self attention only: "
+            f"{', '.join(flags)} ignored",
+            file=sys.stderr,
+        )
+    for name in ignored:
+        setattr(given, name, None)
+
+
+def check_problem(parser: Parser, options: Options) -> None:
+    """Check that the operators take the problem and its tiles: what they say of it, said of the flags."""
+    try:
+        request_of(options)
+    except ValueError as error:
+        parser.error(_of_flags(str(error)))
+    if not options.backprop:
+        wrong = next((name for name in TILE_FLAGS if name.startswith("backward") and getattr(options, name)), None)
+        if wrong is not None:
+            parser.error(f"{flag(wrong)} is for the backward pass, which runs with --backprop only")
+
+
+def _of_flags(message: str) -> str:
+    for pattern, replacement in _FLAGS_IN_ERRORS:
+        message = re.sub(pattern, replacement, message)
+    return message
+
+
+def check_outputs(parser: Parser, given: argparse.Namespace) -> None:
+    """Check where results go, before they are worked out; a chart's format, too."""
+    parser.check_files(given, _OUTPUT_FILES)
+    problem = None if given.plot is None else chart_problem(given.plot)
+    if problem is not None:
+        parser.error(f"--plot: {problem}")
+    problem = None if given.trace_dir is None else folder_problem(given.trace_dir)
+    if problem is not None:
+        parser.error(f"--trace-dir: {problem}")

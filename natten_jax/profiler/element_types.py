@@ -1,0 +1,34 @@
+"""Element types on the command line: how they are spelled, and what JAX needs to make arrays of them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+
+import jax
+
+#: By the short names that reports show.
+ELEMENT_TYPES = {
+    "fp64": "float64",
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "e4m3": "float8_e4m3fn",
+    "e5m2": "float8_e5m2",
+}
+
+_SHORT_NAMES = {name: short for short, name in ELEMENT_TYPES.items()}
+
+
+def element_type(text: str) -> str:
+    """The short name of an element type, which may be given by its full name, too."""
+    short = _SHORT_NAMES.get(text, text)
+    if short not in ELEMENT_TYPES:
+        names = ", ".join(f"{short} ({name})" for short, name in ELEMENT_TYPES.items())
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is unknown; choose one of {names}")
+    return short
+
+
+def arrays_of(short_name: str) -> contextlib.AbstractContextManager[object]:
+    """A context in which JAX makes arrays of an element type, and does not round 64 bits to 32."""
+    return jax.enable_x64(True) if short_name == "fp64" else contextlib.nullcontext()
