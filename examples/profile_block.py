@@ -48,8 +48,8 @@ def build(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
     rngs = nnx.Rngs(0)
     attention = NeighborhoodAttention3D(
         options.features,
-        options.heads,
-        tuple(options.kernel_size),
+        num_heads=options.heads,
+        kernel_size=tuple(options.kernel_size),
         stride=tuple(options.stride),
         dilation=tuple(options.dilation),
         dtype=dtype,

@@ -28,7 +28,7 @@ def inputs_of(rank: int, dtype: str = "float32", seed: int = 0) -> jax.Array:
 def nnx_module(rank: int, **overrides):
     # Biases that are not zero, so that tests see them.
     settings = {"bias_init": flax_nnx.initializers.normal(), **WINDOWS[rank], **overrides}
-    return NNX[rank](FEATURES, HEADS, rngs=flax_nnx.Rngs(0), **settings)
+    return NNX[rank](FEATURES, num_heads=HEADS, rngs=flax_nnx.Rngs(0), **settings)
 
 
 def params_of(module) -> dict:

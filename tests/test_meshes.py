@@ -90,9 +90,9 @@ from natten_jax.flax_modules import linen, nnx
 
 def results(inputs):
     kind = {"backend": f"{family}-fna", "kernel_size": 3}
-    of_nnx = nnx.NeighborhoodAttention2D(16, 2, **kind, rngs=flax_nnx.Rngs(0))
+    of_nnx = nnx.NeighborhoodAttention2D(16, num_heads=2, **kind, rngs=flax_nnx.Rngs(0))
     value, gradient = flax_nnx.value_and_grad(lambda module, x: jnp.sum(module(x) ** 2))(of_nnx, inputs)
-    of_linen = linen.NeighborhoodAttention2D(2, **kind)
+    of_linen = linen.NeighborhoodAttention2D(num_heads=2, **kind)
     variables = of_linen.init(jax.random.key(0), inputs)
     loss = lambda variables: jnp.sum(of_linen.apply(variables, inputs) ** 2)
     return value, jax.tree.leaves(gradient), jax.value_and_grad(loss)(variables)

@@ -56,7 +56,7 @@ def test_search_result_is_accepted_everywhere(tmp_path: Path, capsys: pytest.Cap
 
     plain, fast = (jax.value_and_grad(loss(arguments))(query) for arguments in ({}, tuned))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain, fast)
-    layer = nnx.NeighborhoodAttention2D(32, 2, (4, 6), rngs=nnx.nnx.Rngs(0), **tuned)
+    layer = nnx.NeighborhoodAttention2D(32, num_heads=2, kernel_size=(4, 6), rngs=nnx.nnx.Rngs(0), **tuned)
     assert layer(jnp.ones((1, 8, 12, 32))).shape == (1, 8, 12, 32)
     module = linen.NeighborhoodAttention2D(num_heads=2, kernel_size=(4, 6), **tuned)
     assert module.init_with_output(jax.random.key(0), jnp.ones((1, 8, 12, 32)))[0].shape == (1, 8, 12, 32)
@@ -79,7 +79,9 @@ def test_tuned_arguments_are_taken_in_every_rank(rank: int, tmp_path: Path) -> N
     x = jnp.ones((1, *layout, 16))
     out = getattr(natten_jax, f"na{rank}d")(*[x.reshape(1, *layout, 2, 8)] * 3, window, **tuned)
     assert out.shape == (1, *layout, 2, 8)
-    layer = getattr(nnx, f"NeighborhoodAttention{rank}D")(16, 2, window, rngs=nnx.nnx.Rngs(0), **tuned)
+    layer = getattr(nnx, f"NeighborhoodAttention{rank}D")(
+        16, num_heads=2, kernel_size=window, rngs=nnx.nnx.Rngs(0), **tuned
+    )
     assert layer(x).shape == x.shape
     module = getattr(linen, f"NeighborhoodAttention{rank}D")(num_heads=2, kernel_size=window, **tuned)
     assert module.init_with_output(jax.random.key(0), x)[0].shape == x.shape
