@@ -347,13 +347,6 @@ def test_donated_operands(family: Family) -> None:
     assert donated.query.is_deleted()
 
 
-def test_rank_promotion_may_be_forbidden(family: Family) -> None:
-    operands = CASE.operands(family.dtype, 0)
-    with jax.numpy_rank_promotion("raise"):
-        gradients = jax.eval_shape(jax.grad(objective(CASE, family.fna)), operands)
-    assert jax.tree.map(jnp.shape, gradients) == jax.tree.map(jnp.shape, operands)
-
-
 def test_static_arguments_of_jit(family: Family) -> None:
     query, key, value, *_ = Case((9,), (3,)).operands(family.dtype, 0)
     names = ("kernel_size", "stride", "dilation", "is_causal", "scale", "backend", "return_lse")
