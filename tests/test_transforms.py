@@ -307,33 +307,6 @@ def test_eval_shape(family: Family) -> None:
     assert jax.tree.map(lambda a: (a.shape, a.dtype), gradients) == jax.tree.map(lambda a: (a.shape, a.dtype), operands)
 
 
-def test_export_survives_serialisation(family: Family) -> None:
-    pytest.importorskip("flatbuffers", reason="jax.export serialises with flatbuffers")
-    case = Case((12,), (5,), head_dim=8)
-    operands = case.operands(family.dtype, 0)
-
-    def function(*arrays: jax.Array) -> Any:
-        return jax.value_and_grad(lambda *a: objective(case, family.fna)(oracle.Tensors(*a)), argnums=(0, 1, 2))(
-            *arrays
-        )
-
-    arrays = operands[:3]
-    exported = jax.export.export(jax.jit(function), disabled_checks=natten_jax.EXPORT_CHECKS)(*arrays)
-    restored = jax.export.deserialize(exported.serialize())
-    assert_close(restored.call(*arrays), jax.jit(function)(*arrays))
-
-
-def test_export_for_several_platforms_chooses_a_backend_for_each() -> None:
-    case = Case((12,), (5,), head_dim=8)
-    operands = case.operands("float32", 0)
-    exported = jax.export.export(
-        jax.jit(case.operator()), platforms=["cpu", "cuda", "tpu"], disabled_checks=natten_jax.EXPORT_CHECKS
-    )(operands)
-    assert set(exported.platforms) == {"cpu", "cuda", "tpu"}
-    if jax.default_backend() == "cpu":
-        assert_close(exported.call(operands), jax.jit(case.operator())(operands))
-
-
 def test_donated_operands(family: Family) -> None:
     case = Case((33,), (7,), heads=2, heads_kv=2)
     expected = jax.jit(case.operator(family.fna))(case.operands(family.dtype, 0))

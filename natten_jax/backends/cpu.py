@@ -23,6 +23,7 @@ from natten_jax.backends.kernel_rank import (
 from natten_jax.devices import Device
 from natten_jax.native import ResultType
 from natten_jax.problem import Problem, Shape, TileConfig
+from natten_jax.symbolic_batch import planned_batch
 
 _DTYPES = ("float32", "float16", "bfloat16")
 _LARGEST_TILE = 4096  # tokens; csrc/ffi/decode.cpp has the same limit
@@ -131,7 +132,7 @@ def _owner_tile(problem: Problem, layout: Shape, tile: Shape) -> Shape:
 
     def items() -> int:
         tiles = (d * -(-x // (t * d)) for x, t, d in zip(layout, extents, problem.dilation, strict=True))
-        return problem.batch * problem.heads_kv * math.prod(tiles)
+        return planned_batch(problem.batch) * problem.heads_kv * math.prod(tiles)
 
     while items() < _ENOUGH_ITEMS and math.prod(extents) >= 2 * _SMALLEST_TILE:
         largest = max(range(problem.rank), key=lambda dim: (extents[dim], -dim))

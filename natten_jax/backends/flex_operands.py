@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from natten_jax.backends.base import Operands, Pass, TilePair, requested_pair
 from natten_jax.backends.flex_blocks import Sweep, make_sweep
 from natten_jax.problem import Problem, TileConfig
+from natten_jax.symbolic_batch import planned_batch
 
 _Tree = TypeVar("_Tree")
 
@@ -33,7 +34,7 @@ def sweep_of(problem: Problem, tiles: TileConfig, operands: Operands, pass_: Pas
         operands.query.shape[1:-2],
         operands.key.shape[1:-2],
         *pair,
-        rows=operands.query.shape[0] * problem.heads,
+        rows=planned_batch(operands.query.shape[0]) * problem.heads,
         home_is_query=home_is_query,
     )
 

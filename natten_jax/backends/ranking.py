@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable
 
@@ -9,6 +10,7 @@ from natten_jax import simulator
 from natten_jax.backends.base import Pass, TilePair
 from natten_jax.calibration import Calibration
 from natten_jax.problem import Problem, Shape
+from natten_jax.symbolic_batch import planned_batch
 
 
 def rank_pairs(
@@ -26,6 +28,7 @@ def rank_pairs(
         itertools.product(_factorisations(q_size, problem.rank), _factorisations(kv_size, problem.rank))
         for q_size, kv_size in dict.fromkeys(sizes)
     )
+    problem = dataclasses.replace(problem, batch=planned_batch(problem.batch))
     return tuple(pair for pair, _ in simulator.rank(problem, pairs, pass_, times))
 
 
