@@ -101,7 +101,9 @@ def chosen(offered: Listing, other_ranks: Sequence[int], model: Calibration | No
     """The recommended tiles, those of other ranks, and the best ranked ones of every kernel."""
     found = [offered.pairs[rank] for rank in (0, *other_ranks) if rank < len(offered.pairs)]
     kernels: dict[Kernel | None, TilePair] = {}
-    for pair in offered.pairs if model is not None else ():
+    for pair in offered.pairs:
+        if model is None:
+            break
         kernels.setdefault(model.kernel(offered.problem, pair, offered.pass_), pair)
     return list(dict.fromkeys([*found, *kernels.values()]))
 

@@ -137,7 +137,7 @@ def insights(ladder: Ladder, results: Sequence[LengthResult], matrix_tflops: flo
     if slower:
         lines.append(f"Slower than the step before: {', '.join(slower)}.")
     for step in (ladder.baseline, _production(ladder)):
-        rates = [(result.seq_len, found.tflops) for result in results if (found := result.find(step.label))]
+        rates = [(result.seq_len, step_result.tflops) for result in results if (step_result := result.find(step.label))]
         if not rates:
             continue
         best = max(rate for _, rate in rates)
@@ -148,7 +148,7 @@ def insights(ladder: Ladder, results: Sequence[LengthResult], matrix_tflops: flo
             f"{matrix_tflops:.3g} TFLOP/s that a matrix product runs at here, it has {shares}."
         )
     speedups = [
-        (found.speedup_vs_baseline, result.seq_len) for result in results if (found := result.find(ladder.production))
+        (own.speedup_vs_baseline, result.seq_len) for result in results if (own := result.find(ladder.production))
     ]
     if speedups:
         (low, low_length), (high, high_length) = min(speedups), max(speedups)
@@ -188,9 +188,11 @@ def draw(title: str, ladder: Ladder, results: Sequence[LengthResult], rate: floa
 
     figure, axes = plt.subplots(figsize=(7.5, 5.2), layout="constrained")
     for step in ladder.steps:
-        points = [(result.seq_len, found.tflops) for result in results if (found := result.find(step.label))]
+        points = [
+            (result.seq_len, step_result.tflops) for result in results if (step_result := result.find(step.label))
+        ]
         if points:
-            style = {"linewidth": 2.4} if step.label == ladder.production else {"linewidth": 1.3}
+            style: Any = {"linewidth": 2.4} if step.label == ladder.production else {"linewidth": 1.3}
             axes.plot(
                 *zip(*points, strict=True),
                 label=f"{step.label} {step.name}",

@@ -59,10 +59,10 @@ def build(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
     graph, state = nnx.split(Block(options.features, attention, dtype, rngs))
     tokens = jax.random.normal(rngs.params(), (options.batch, *options.layout, options.features), dtype)
 
-    def forward(state: nnx.State, tokens: jax.Array) -> jax.Array:
+    def forward(state: Any, tokens: jax.Array) -> jax.Array:
         return nnx.merge(graph, state)(tokens)
 
-    def forward_and_backward(state: nnx.State, tokens: jax.Array) -> Any:
+    def forward_and_backward(state: Any, tokens: jax.Array) -> Any:
         outputs, pull_back = jax.vjp(forward, state, tokens)
         return outputs, pull_back(jnp.ones_like(outputs))
 

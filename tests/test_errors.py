@@ -309,7 +309,7 @@ def test_tiles_that_are_not_offered(family: Family, operator: str, pass_: str) -
     prefix = "" if pass_ == "forward" else "backward_"
     q, s = (array(*shape, dtype=family.dtype) for shape in (Q, S))
     if operator == "fna":
-        tiles = {f"{prefix}q_tile_shape": (999, 999), f"{prefix}kv_tile_shape": (999, 998)}
+        tiles: dict[str, Any] = {f"{prefix}q_tile_shape": (999, 999), f"{prefix}kv_tile_shape": (999, 998)}
         call = lambda: natten_jax.na2d(**operands(2, query=q, key=q, value=q, backend=family.fna, **tiles))  # noqa: E731
         asked = "(999, 998)"
     else:

@@ -361,11 +361,11 @@ class TestAttentionFn:
             )
             results = plain(inputs), ours(inputs)
         else:
-            plain, ours = (
+            plain_linen, ours_linen = (
                 flax_linen.MultiHeadAttention(HEADS, **settings) for settings in ({}, {"attention_fn": attention_fn})
             )
-            variables = plain.init(jax.random.key(0), inputs)
-            results = plain.apply(variables, inputs), ours.apply(variables, inputs)
+            variables = plain_linen.init(jax.random.key(0), inputs)
+            results = plain_linen.apply(variables, inputs), ours_linen.apply(variables, inputs)
         np.testing.assert_allclose(*results, rtol=1e-4, atol=1e-5)
 
     def test_one_value_suits_every_rank(self):

@@ -168,7 +168,7 @@ def test_the_best_configuration_names_what_ran_by_default(backend: str, argument
     empty: Any = None
     ran = Workload(options, empty, {"forward": backend}, tiles, HOPPER_GPU, empty, (), Program("ran", {}))
     table = search.best_table(search.Optimum(search.spelled_out(options, ran), 1.0, 1.0, (), 1.0, 0.0))
-    rows = dict(table.rows)
+    rows: dict[str, str] = dict(table.rows)
     assert rows.get("kernel_schedule") == schedule
     assert rows["fmha_backend" if backend.endswith("fmha") else "backend"] == backend
     shapes = [rows[f"{prefix}{side}_tile_shape"] for prefix in ("", "backward_") for side in ("q", "kv")]

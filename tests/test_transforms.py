@@ -250,11 +250,11 @@ def test_scan_and_its_gradient(family: Family) -> None:
             return query + out, lse.sum()
 
         if unrolled:
-            totals = []
+            each = []
             for _ in range(3):
                 query, total = layer(query, None)
-                totals.append(total)
-            return jnp.sum(jnp.cos(query)) + sum(totals)
+                each.append(total)
+            return jnp.sum(jnp.cos(query)) + sum(each)
         query, totals = jax.lax.scan(layer, query, None, length=3)
         return jnp.sum(jnp.cos(query)) + totals.sum()
 
@@ -330,7 +330,7 @@ def test_static_arguments_of_jit(family: Family) -> None:
 
 def test_equal_calls_are_traced_once(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the arguments are written; another problem is traced anew."""
-    traced = []
+    traced: list[Any] = []
     attend = op.attend
     monkeypatch.setattr(op, "attend", lambda call, operands: traced.append(call) or attend(call, operands))
     query, key, value, *_ = Case((6, 31), (3, 3)).operands(family.dtype, 0)
@@ -343,7 +343,7 @@ def test_equal_calls_are_traced_once(family: Family, monkeypatch: pytest.MonkeyP
 
 
 def test_jitted_function_is_traced_once(family: Family) -> None:
-    traced = []
+    traced: list[Any] = []
 
     @jax.jit
     def function(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
