@@ -41,6 +41,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini
 	$(BIN)/clang-format --dry-run --Werror $(CLANG_FORMAT_FILES)
 
 setup: $(if $(VENV),$(VENV)/.installed,build/.installed)

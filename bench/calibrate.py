@@ -105,7 +105,9 @@ def chosen(offered: Listing, other_ranks: Sequence[int], model: Calibration | No
     """The recommended tiles, those of other ranks, and the best ranked ones of every kernel."""
     found = [offered.pairs[rank] for rank in (0, *other_ranks) if rank < len(offered.pairs)]
     kernels: dict[Kernel | None, TilePair] = {}
-    for pair in offered.pairs if model is not None else ():
+    for pair in offered.pairs:
+        if model is None:
+            break
         kernels.setdefault(model.kernel(offered.problem, pair, offered.pass_), pair)
     return list(dict.fromkeys([*found, *kernels.values()]))
 
@@ -150,7 +152,7 @@ def samples(records: list[dict[str, Any]], model: Calibration) -> list[Sample]:
     for record in records:
         pass_ = record["pass"]
         options = parse([*record["arguments"].split(), "--dtype", "bf16", "--backend", f"{model.family}-fna"])
-        problem = main_part(options).problem
+        problem = main_part(options).request.problem
         pair = tuple(record["q_tile"][-problem.rank :]), tuple(record["kv_tile"][-problem.rank :])
         kernel = model.kernel(problem, pair, pass_)
         if kernel is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def environment() -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             "jax": jax.__version__,
-            "jaxlib": jax.lib.__version__,
+            "jaxlib": metadata.version("jaxlib"),
             "natten_jax": natten_jax.__version__,
         },
         "native": dict(native.build_info()),

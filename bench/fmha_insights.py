@@ -54,7 +54,7 @@ def insights(ladder: Ladder, results: Sequence[LengthResult], matrix_tflops: flo
     if slower:
         lines.append(f"Slower than the step before: {', '.join(slower)}.")
     for step in (ladder.baseline, ladder.production_step):
-        rates = [(result.seq_len, found.tflops) for result in results if (found := result.find(step.label))]
+        rates = [(result.seq_len, own.tflops) for result in results if (own := result.find(step.label))]
         if not rates:
             continue
         best = max(rate for _, rate in rates)
@@ -65,7 +65,7 @@ def insights(ladder: Ladder, results: Sequence[LengthResult], matrix_tflops: flo
             f"{matrix_tflops:.3g} TFLOP/s that a matrix product runs at here, it has {shares}."
         )
     speedups = [
-        (found.speedup_vs_baseline, result.seq_len) for result in results if (found := result.find(ladder.production))
+        (own.speedup_vs_baseline, result.seq_len) for result in results if (own := result.find(ladder.production))
     ]
     if speedups:
         (low, low_length), (high, high_length) = min(speedups), max(speedups)

@@ -80,9 +80,11 @@ def draw(title: str, ladder: Ladder, results: Sequence[LengthResult], rate: floa
 
     figure, axes = plt.subplots(figsize=(7.5, 5.2), layout="constrained")
     for step in ladder.steps:
-        points = [(result.seq_len, found.tflops) for result in results if (found := result.find(step.label))]
+        points = [
+            (result.seq_len, step_result.tflops) for result in results if (step_result := result.find(step.label))
+        ]
         if points:
-            style = {"linewidth": 2.4} if step.label == ladder.production else {"linewidth": 1.3}
+            style: Any = {"linewidth": 2.4} if step.label == ladder.production else {"linewidth": 1.3}
             axes.plot(
                 *zip(*points, strict=True),
                 label=f"{step.label} {step.name}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from benchmarks import Benchmark
@@ -48,7 +48,7 @@ def ours(benchmark: Benchmark, family: str | None = None, **arguments: Any) -> F
     return function
 
 
-def dot_product_attention(benchmark: Benchmark, implementation: str) -> Function:
+def dot_product_attention(benchmark: Benchmark, implementation: Literal["cudnn", "xla"]) -> Function:
     """Self attention over all tokens through ``jax.nn``: ``"cudnn"`` or ``"xla"``."""
     if benchmark.is_causal:
         return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)

@@ -93,7 +93,8 @@ def measure(line: str) -> dict[str, Any]:
     runs = LONG_RUNS if min(wall_seconds(once, arrays) for _ in range(3)) > 2e-3 else RUNS
     replayed = [jax.jit(repeated(options, n, f"replayed_{n}")) for n in runs]
     traced = [compile_for_trace(repeated(options, n, f"traced_{n}"), *arrays) for n in runs]
-    for function in (*replayed, *traced):
+    functions: list[Callable[..., Any]] = [*replayed, *traced]
+    for function in functions:
         wall_seconds(function, arrays)
     while_traced: list[list[float]] = [[], []]
 

@@ -80,7 +80,7 @@ def measure(
         modes: Which figures.
     """
     benchmarks = [dataclasses.replace(benchmark, dtype=dtype) for dtype in dtypes or (benchmark.dtype,)]
-    results = []
+    results: list[dict[str, Any]] = []
     runners: dict[tuple[str, str], Runner] = {}
     for each in benchmarks:
         prepared = prepare(each, names or default_names(each), pass_, family)

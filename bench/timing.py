@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -17,6 +17,9 @@ PAUSE = 1.0  # seconds, for the device to cool down
 WARM_UP = 0.5  # seconds of load before sustained figures
 LAUNCHES = 3  # a turn's
 MODES = ("cold", "sustained")
+
+
+_Name = TypeVar("_Name", str, tuple[str, str])
 
 
 class Runner(NamedTuple):
@@ -52,7 +55,7 @@ def compile_backward(function: Callable[..., Any], cotangent: jax.Array, *arrays
     return compile_runner(lambda residuals, upstream: residuals(upstream), vjp, cotangent)
 
 
-def take_turns(runners: Mapping[str, Runner], turns: int, mode: str) -> dict[str, list[float]]:
+def take_turns(runners: Mapping[_Name, Runner], turns: int, mode: str) -> dict[_Name, list[float]]:
     """Seconds of each function, the median of every turn.
 
     Args:
@@ -60,7 +63,7 @@ def take_turns(runners: Mapping[str, Runner], turns: int, mode: str) -> dict[str
         turns: How often each one's turn comes.
         mode: ``"cold"`` pauses before each turn, ``"sustained"`` keeps the device busy.
     """
-    times: dict[str, list[float]] = {name: [] for name in runners}
+    times: dict[_Name, list[float]] = {name: [] for name in runners}
     if mode == "sustained":
         next(iter(runners.values())).load(WARM_UP)
     for _ in range(turns):

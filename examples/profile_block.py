@@ -48,8 +48,8 @@ def build(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
     rngs = nnx.Rngs(0)
     attention = NeighborhoodAttention3D(
         options.features,
-        options.heads,
-        tuple(options.kernel_size),
+        num_heads=options.heads,
+        kernel_size=tuple(options.kernel_size),
         stride=tuple(options.stride),
         dilation=tuple(options.dilation),
         dtype=dtype,
@@ -59,10 +59,10 @@ def build(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
     graph, state = nnx.split(Block(options.features, attention, dtype, rngs))
     tokens = jax.random.normal(rngs.params(), (options.batch, *options.layout, options.features), dtype)
 
-    def forward(state: nnx.State, tokens: jax.Array) -> jax.Array:
+    def forward(state: Any, tokens: jax.Array) -> jax.Array:
         return nnx.merge(graph, state)(tokens)
 
-    def forward_and_backward(state: nnx.State, tokens: jax.Array) -> Any:
+    def forward_and_backward(state: Any, tokens: jax.Array) -> Any:
         outputs, pull_back = jax.vjp(forward, state, tokens)
         return outputs, pull_back(jnp.ones_like(outputs))
 

@@ -71,8 +71,8 @@ class Denoiser(nnx.Module):
         )
         attention = NeighborhoodAttention3D(
             features,
-            options.heads,
-            tuple(options.window),
+            num_heads=options.heads,
+            kernel_size=tuple(options.window),
             stride=tuple(options.stride),
             dilation=tuple(options.dilation),
             dtype=dtype,

@@ -159,14 +159,22 @@ def check_positive(**sizes: int) -> None:
             raise ValueError(f"{name} must be at least 1, got {shown(value)}")
 
 
-def check_dropout(proj_drop: float) -> None:
-    """Check the rate of the output dropout.
+def check_dropout(attn_drop: float, proj_drop: float) -> None:
+    """Check the rates of both dropouts.
 
     Raises:
-        ValueError: It is not a probability.
+        ValueError: ``attn_drop`` is not 0, or ``proj_drop`` is not a probability.
+        TypeError: ``proj_drop`` is no number.
     """
+    if attn_drop != 0.0:
+        raise ValueError(
+            f"attn_drop must be 0, got {shown(attn_drop)}: attention weights are never formed, so none can be dropped; "
+            "proj_drop drops outputs"
+        )
+    if isinstance(proj_drop, bool) or not isinstance(proj_drop, numbers.Real):
+        raise TypeError(f"proj_drop must be a real number, got {shown(proj_drop)}")
     if not 0.0 <= proj_drop <= 1.0:
-        raise ValueError(f"proj_drop must be in [0, 1], got {proj_drop!r}")
+        raise ValueError(f"proj_drop must be in [0, 1], got {shown(proj_drop)}")
 
 
 def check_input(inputs: jax.Array, rank: int, in_features: int | None) -> None:
@@ -207,6 +215,7 @@ Args:
     is_causal: Whether later keys are hidden.
     qkv_bias: Whether the query, key and value projections have a bias; the output projection always has.
     qk_scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``.
+    attn_drop: Must be 0: attention weights are never formed, so there is no dropout of them.
     proj_drop: Rate of the dropout after the output projection.
     num_kv_heads: Key and value heads, a divisor of ``num_heads`` (GQA, MQA); ``None`` is ``num_heads``.
     qkv_features: Features of all query heads together; ``None`` is ``in_features``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -23,6 +24,8 @@ __all__ = ["NeighborhoodAttention1D", "NeighborhoodAttention2D", "NeighborhoodAt
 class _NeighborhoodAttention(linen.Module):
     rank: ClassVar[int]
 
+    in_features: int | None = None
+    _: dataclasses.KW_ONLY
     num_heads: int
     kernel_size: Ints
     stride: Ints = 1
@@ -30,8 +33,8 @@ class _NeighborhoodAttention(linen.Module):
     is_causal: Bools = False
     qkv_bias: bool = True
     qk_scale: float | None = None
+    attn_drop: float = 0.0
     proj_drop: float = 0.0
-    in_features: int | None = None
     num_kv_heads: int | None = None
     qkv_features: int | None = None
     deterministic: bool | None = None
@@ -60,12 +63,13 @@ class _NeighborhoodAttention(linen.Module):
             canonical = arguments.frozen(value) if isinstance(value, Mapping) else hashable(value)
             object.__setattr__(self, name, canonical)
         self._neighborhood()
-        arguments.check_dropout(self.proj_drop)
+        arguments.check_dropout(self.attn_drop, self.proj_drop)
         num_heads, _ = arguments.head_counts(self.num_heads, self.num_kv_heads)
         if self.in_features is not None:
             arguments.head_dim(num_heads, self.in_features, self.qkv_features)
         super().__post_init__()
 
+    @linen.nowrap  # computes nothing: not a call for Flax to name, to count or to show
     def _neighborhood(self) -> Neighborhood:
         performance: Any = {name: getattr(self, name) for name in Performance.__annotations__}
         window = self.kernel_size, self.stride, self.dilation, self.is_causal

@@ -25,6 +25,7 @@ class _NeighborhoodAttention(nnx.Module):
     def __init__(
         self,
         in_features: int,
+        *,
         num_heads: int,
         kernel_size: Ints,
         stride: Ints = 1,
@@ -32,8 +33,8 @@ class _NeighborhoodAttention(nnx.Module):
         is_causal: Bools = False,
         qkv_bias: bool = True,
         qk_scale: float | None = None,
+        attn_drop: float = 0.0,
         proj_drop: float = 0.0,
-        *,
         num_kv_heads: int | None = None,
         qkv_features: int | None = None,
         deterministic: bool | None = None,
@@ -45,7 +46,7 @@ class _NeighborhoodAttention(nnx.Module):
         rngs: nnx.Rngs,
         **performance: Unpack[Performance],
     ) -> None:
-        arguments.check_dropout(proj_drop)
+        arguments.check_dropout(attn_drop, proj_drop)
         self.in_features = in_features
         self.num_heads, self.num_kv_heads = arguments.head_counts(num_heads, num_kv_heads)
         self.head_dim = arguments.head_dim(num_heads, in_features, qkv_features)

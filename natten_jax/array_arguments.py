@@ -10,12 +10,10 @@ import numpy as np
 
 from natten_jax.problem import SUPPORTED_DTYPES, Problem, problem_of
 from natten_jax.static_arguments import Bools, Ints, one_bool
+from natten_jax.symbolic_batch import planned_batch
 
 #: An array that becomes a JAX array as ``jnp.asarray`` makes it.
 ArrayLike = jax.Array | np.ndarray[Any, Any]
-
-#: Batch size to plan for where it is a symbol, as in ``jax.export.symbolic_shape``.
-_UNKNOWN_BATCH = 1
 
 
 def as_jax_array(name: str, array: ArrayLike) -> jax.Array:
@@ -99,9 +97,8 @@ def check_array(name: str, array: Any) -> None:
 
 
 def _sizes(query: jax.Array, key: jax.Array, value: jax.Array) -> dict[str, Any]:
-    batch = query.shape[0]
     return {
-        "batch": batch if isinstance(batch, int) else _UNKNOWN_BATCH,
+        "batch": planned_batch(query.shape[0]),
         "heads": query.shape[-2],
         "heads_kv": key.shape[-2],
         "head_dim": query.shape[-1],

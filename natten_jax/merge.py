@@ -79,11 +79,11 @@ def _merge(outputs: tuple[jax.Array, ...], lse_tensors: tuple[jax.Array, ...]) -
     lses = jnp.stack([lse.astype(accumulator) for lse in lse_tensors])
     highest = jax.lax.stop_gradient(jnp.max(lses, axis=0))
     highest = jnp.where(jnp.isneginf(highest), 0.0, highest)
-    weights = jnp.exp(lses - highest)
+    weights = jnp.exp(lses - highest[None])
     total = jnp.sum(weights, axis=0)
     is_empty = total == 0
     total = jnp.where(is_empty, 1.0, total)
-    weights = weights / total
+    weights = weights / total[None]
     merged = sum(weight[..., None] * out.astype(accumulator) for weight, out in zip(weights, outputs, strict=True))
     logsumexp = jnp.where(is_empty, -jnp.inf, highest + jnp.log(total))
     return jnp.asarray(merged).astype(outputs[0].dtype), logsumexp

@@ -19,7 +19,9 @@ from jax.custom_batching import custom_vmap
 from natten_jax import mesh, run
 from natten_jax.backends.base import Gradients, Operands, Output, Saved
 from natten_jax.devices import local_devices
+from natten_jax.differentiation import in_reverse_only
 from natten_jax.resolve import Request, resolve
+from natten_jax.symbolic_batch import planned_batch
 
 #: Names of the saved residuals, for ``jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)``: a
 #: rematerialised function that keeps them does not run the forward kernel a second time.
@@ -37,7 +39,8 @@ def attend(request: Request, operands: Operands) -> Output:
     if run.is_inline(request):
         # Plain JAX differentiates itself: forward mode and higher orders included.
         return run.forward(request, arrays)
-    return _attend(request, arrays)
+    differentiable = [None if array is None else in_reverse_only(array) for array in arrays[:5]]
+    return _attend(request, Operands._make([*differentiable, arrays.origins]))
 
 
 def check_runs_somewhere(request: Request) -> None:
@@ -122,7 +125,7 @@ def _batchable(op_of: Callable[[Request], Any], request: Request, run_pass: Call
             None if array is None else fold(array, batched)
             for array, batched in zip(operands[:-1], operands_batched[:-1], strict=True)
         ]
-        batch = axis_size * request.problem.batch
+        batch = planned_batch(axis_size) * request.problem.batch
         folded_request = dataclasses.replace(request, problem=dataclasses.replace(request.problem, batch=batch))
         results = op_of(folded_request)(Operands._make([*arrays, operands.origins]), *folded)
         own_batch = operands.query.shape[1 if operands_batched.query else 0]

@@ -21,6 +21,7 @@ from jax.interpreters import ad, mlir
 from natten_jax import backends, mesh
 from natten_jax.backends.base import Backend, Gradients, Operands, Output, Saved
 from natten_jax.devices import CPU, Device, cuda_device
+from natten_jax.differentiation import refuse
 from natten_jax.passes import Pass
 from natten_jax.plan import Plan
 from natten_jax.resolve import Request, resolve
@@ -198,12 +199,4 @@ _lower_for(cuda_device, "cuda")
 _lower_for(lambda: _OTHER_PLATFORMS, None)
 
 
-def _refuse_to_differentiate(*_: Any, step: _Step, request: Request, **__: Any) -> Any:
-    operator = request.problem.operator
-    raise NotImplementedError(
-        f"the {step.pass_} pass of {request.problem.describe()} runs in kernels, which have a gradient, but no second "
-        f'derivative and no forward mode: use backend="flex-{operator}", which JAX differentiates to any order'
-    )
-
-
-ad.primitive_jvps[_pass_p] = _refuse_to_differentiate
+ad.primitive_jvps[_pass_p] = refuse

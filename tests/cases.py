@@ -88,7 +88,7 @@ def random_tiles(case: Case, family: Family, dtype: str, seed: int) -> dict[str,
         case.rank, *arrays, **case.window_arguments, scale=None, additional_keys=None, additional_values=None
     )
     backend, device = backends.find(family.fna, "fna"), devices.default_device()
-    tiles = {}
+    tiles: dict[str, Any] = {}
     for pass_ in PASSES:
         configs = family.query("fna", pass_)(*arrays, **case.window_arguments)
         drawn = rng.integers(1, 10, (2, case.rank)).tolist()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
@@ -12,7 +14,7 @@ LINEN = {1: linen.NeighborhoodAttention1D, 2: linen.NeighborhoodAttention2D, 3: 
 
 # One window for each rank, with every parameter in use.
 LAYOUTS = {1: (12,), 2: (6, 8), 3: (4, 5, 6)}
-WINDOWS = {
+WINDOWS: dict[int, dict[str, Any]] = {
     1: {"kernel_size": 5, "stride": 2, "dilation": 2, "is_causal": True},
     2: {"kernel_size": (3, 4), "stride": (1, 2), "dilation": (2, 1), "is_causal": (False, True)},
     3: {"kernel_size": 3, "stride": (1, 2, 3), "is_causal": (True, False, False)},
@@ -28,7 +30,7 @@ def inputs_of(rank: int, dtype: str = "float32", seed: int = 0) -> jax.Array:
 def nnx_module(rank: int, **overrides):
     # Biases that are not zero, so that tests see them.
     settings = {"bias_init": flax_nnx.initializers.normal(), **WINDOWS[rank], **overrides}
-    return NNX[rank](FEATURES, HEADS, rngs=flax_nnx.Rngs(0), **settings)
+    return NNX[rank](FEATURES, num_heads=HEADS, rngs=flax_nnx.Rngs(0), **settings)
 
 
 def params_of(module) -> dict:

@@ -108,7 +108,7 @@ def attribute_cases() -> list[Case]:
                 for n in (0, 1, 2, 4, 1000)
             ),
         ]
-        bad = (-1, 2, INT32_MAX, INT64_MAX, INT64_MIN)
+        bad: tuple[int, ...] = (-1, 2, INT32_MAX, INT64_MAX, INT64_MIN)
         if name != "is_causal":
             bad = (0, -1, INT32_MIN, INT32_MAX + 1, 2**62, INT64_MAX, INT64_MIN)
         for value, position in itertools.product(bad, range(3)):
@@ -160,8 +160,8 @@ def choice_cases(target: Target) -> list[Case]:
     if target.tile_tokens is not None:
         for name, most in zip(("q_tile_shape", "kv_tile_shape"), target.tile_tokens, strict=True):
             for tile in ((1, 1, most + 1), (most + 1, 1, 1), (1, 3, most // 2), (8, 8, 8)):
-                message = ("natten_jax", name, "at most")
-                cases.append(Case(f"{name}-{tile}-too-large", set_integers(**{name: tile}), message))
+                too_large = set_integers(**{name: tile})
+                cases.append(Case(f"{name}-{tile}-too-large", too_large, ("natten_jax", name, "at most")))
     if target.dtype == np.float16:
 
         def float32_everywhere(call: Call) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 Array = np.ndarray
+Operand = Any  # NumPy's array, which this module computes with, or JAX's, which operators are given
 
 
 def window(position: int, length: int, kernel_size: int, stride: int, is_causal: bool) -> range:
@@ -68,11 +69,11 @@ def attention_mask(queries: int, keys: int, is_causal: bool) -> Array:
 class Tensors(NamedTuple):
     """One array, or one number, for each differentiable operand."""
 
-    query: Array
-    key: Array
-    value: Array
-    additional_keys: Array | None = None
-    additional_values: Array | None = None
+    query: Operand
+    key: Operand
+    value: Operand
+    additional_keys: Operand | None = None
+    additional_values: Operand | None = None
 
 
 class Forward(NamedTuple):

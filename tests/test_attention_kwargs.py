@@ -72,7 +72,7 @@ def test_flax_modules_refuse_wrong_values_at_construction(
 
     for make in (
         lambda: flax_layers.nnx_module(2, attention_kwargs=wrong),
-        lambda: flax_layers.LINEN[2](flax_layers.HEADS, 3, attention_kwargs=wrong),
+        lambda: flax_layers.LINEN[2](num_heads=flax_layers.HEADS, kernel_size=3, attention_kwargs=wrong),
         lambda: neighborhood_attention_fn(3, attention_kwargs=wrong),
     ):
         refused(wrong, error, parts, make)

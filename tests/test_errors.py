@@ -309,7 +309,7 @@ def test_tiles_that_are_not_offered(family: Family, operator: str, pass_: str) -
     prefix = "" if pass_ == "forward" else "backward_"
     q, s = (array(*shape, dtype=family.dtype) for shape in (Q, S))
     if operator == "fna":
-        tiles = {f"{prefix}q_tile_shape": (999, 999), f"{prefix}kv_tile_shape": (999, 998)}
+        tiles: dict[str, Any] = {f"{prefix}q_tile_shape": (999, 999), f"{prefix}kv_tile_shape": (999, 998)}
         call = lambda: natten_jax.na2d(**operands(2, query=q, key=q, value=q, backend=family.fna, **tiles))  # noqa: E731
         asked = "(999, 998)"
     else:
@@ -411,6 +411,12 @@ def test_gradient_of_a_native_backend_for_another_platform_says_why(native_famil
         jax.export.export(function, platforms=platforms, disabled_checks=natten_jax.EXPORT_CHECKS)(
             case.operands(native_family.dtype, 0)
         )
+
+
+@pytest.mark.parametrize("name", ["na1d", "na2d", "na3d"])
+def test_missing_arguments_name_the_operator(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{name}\(\) missing 1 required positional argument: 'kernel_size'"):
+        getattr(natten_jax, name)(*[array(2, 14, 4, 16)] * 3)
 
 
 # The native module --------------------------------------------------------------------------------------------------

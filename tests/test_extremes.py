@@ -206,11 +206,12 @@ def by_visible_pairs(operands: oracle.Tensors, cotangents: tuple[Any, Any]) -> R
 def smallest_tiles(family: Family, dtype: str) -> dict[str, tuple[int, ...]]:
     """Tile arguments for ``LONG``: the smallest of those that the family lists."""
     tokens = jax.ShapeDtypeStruct((1, TOKENS, 1, LONG.head_dim), dtype)
-    tiles = {}
+    tiles: dict[str, tuple[int, ...]] = {}
     for pass_ in PASSES:
         pairs = map(tile_pair, family.query("fna", pass_)(tokens, tokens, tokens, **LONG.window_arguments))
         names = ("q_tile_shape", "kv_tile_shape") if pass_ == "forward" else BACKWARD_TILES
-        tiles.update(zip(names, min(pairs, key=lambda pair: pair[0][0] + pair[1][0]), strict=True))
+        smallest: Any = min(pairs, key=lambda pair: pair[0][0] + pair[1][0])
+        tiles.update(zip(names, smallest, strict=True))
     return tiles
 
 

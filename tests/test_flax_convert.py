@@ -50,7 +50,10 @@ class TestConvert:
         module = nnx_module(rank, qkv_bias=qkv_bias)
         convert.load_nnx(module, weights)
         np.testing.assert_allclose(module(inputs), expected, rtol=1e-4, atol=1e-4)
-        twin, params = LINEN[rank](HEADS, **WINDOWS[rank], qkv_bias=qkv_bias), convert.linen_params(weights, HEADS)
+        twin, params = (
+            LINEN[rank](num_heads=HEADS, **WINDOWS[rank], qkv_bias=qkv_bias),
+            convert.linen_params(weights, HEADS),
+        )
         np.testing.assert_array_equal(twin.apply({"params": params}, inputs), module(inputs))
         jax.tree.map(np.testing.assert_array_equal, params, params_of(module))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import subprocess
 import sys
@@ -58,6 +59,18 @@ class TestArguments:
         assert of_nnx.keys() == of_linen.keys()
         assert all(of_nnx[name] == of_linen[name] for name in of_nnx.keys() - set(initializers))
 
+    @pytest.mark.parametrize("rank", RANKS)
+    def test_are_given_by_keyword_after_the_features(self, rank):
+        of_modules = (inspect.signature(module).parameters.values() for module in (NNX[rank].__init__, LINEN[rank]))
+        orders = [[each.name for each in parameters if each.kind is each.KEYWORD_ONLY] for parameters in of_modules]
+        performance = list(arguments.Performance.__annotations__)
+        assert [name for name in orders[0] if name != "rngs"] + performance == orders[1]
+        for module in (functools.partial(NNX[rank], rngs=flax_nnx.Rngs(0)), LINEN[rank]):
+            assert module(FEATURES, num_heads=HEADS, kernel_size=3).in_features == FEATURES
+            for positional in ((HEADS, 3), (FEATURES, HEADS, 3)):
+                with pytest.raises(TypeError, match=r"num_heads|positional"):
+                    module(*positional)
+
     def test_performance_is_all_that_the_operators_have(self):
         others = {
             "query", "key", "value", "kernel_size", "stride", "dilation", "is_causal", "scale", "additional_keys",
@@ -92,6 +105,8 @@ class TestArguments:
             ({"is_causal": 1}, TypeError, "is_causal must be a bool"),
             ({"qk_scale": "1"}, TypeError, "scale must be None or a real"),
             ({"proj_drop": 1.5}, ValueError, r"proj_drop must be in \[0, 1\], got 1.5"),
+            ({"proj_drop": "half"}, TypeError, "proj_drop must be a real number, got 'half'"),
+            ({"attn_drop": 0.1}, ValueError, "attn_drop must be 0, got 0.1: attention weights are never formed"),
             ({"backend": "torch-fna"}, ValueError, "backend='torch-fna' is unknown"),
             ({"attention_kwargs": 3}, TypeError, "attention_kwargs must be a mapping"),
             ({"q_tile_shape": (4, 4)}, ValueError, "without kv_tile_shape"),
@@ -112,7 +127,7 @@ class TestArguments:
         inputs = jnp.zeros(shape)
         for call in (
             lambda: nnx_module(2)(inputs),
-            lambda: LINEN[2](HEADS, 3).init(jax.random.key(0), inputs),
+            lambda: LINEN[2](num_heads=HEADS, kernel_size=3).init(jax.random.key(0), inputs),
         ):
             with pytest.raises(ValueError, match=r"inputs has shape .* NeighborhoodAttention2D takes 4-dimensional"):
                 call()
@@ -121,7 +136,7 @@ class TestArguments:
         inputs = jnp.zeros((2, 6, 8, 12))
         for call in (
             lambda: nnx_module(2)(inputs),
-            lambda: LINEN[2](HEADS, 3, in_features=FEATURES).init(jax.random.key(0), inputs),
+            lambda: LINEN[2](num_heads=HEADS, kernel_size=3, in_features=FEATURES).init(jax.random.key(0), inputs),
         ):
             with pytest.raises(ValueError, match=r"inputs has 12 features .* in_features is 16"):
                 call()
@@ -132,7 +147,7 @@ class TestArguments:
 
     def test_linen_infers_in_features(self):
         with pytest.raises(ValueError, match="in_features 18 is not a multiple"):
-            LINEN[2](HEADS, 3).init(jax.random.key(0), jnp.zeros((2, 6, 8, 18)))
+            LINEN[2](num_heads=HEADS, kernel_size=3).init(jax.random.key(0), jnp.zeros((2, 6, 8, 18)))
 
 
 class TestModules:
@@ -141,7 +156,7 @@ class TestModules:
     @pytest.mark.parametrize("settings", [{}, {"num_kv_heads": 2, "qkv_features": 32, "qkv_bias": False}])
     def test_nnx_and_linen_agree_bit_for_bit(self, rank, dtype, settings):
         module = nnx_module(rank, dtype=dtype, proj_drop=0.5, deterministic=True, **settings)
-        twin = LINEN[rank](HEADS, **WINDOWS[rank], dtype=dtype, proj_drop=0.5, deterministic=True, **settings)
+        twin = LINEN[rank](num_heads=HEADS, **WINDOWS[rank], dtype=dtype, proj_drop=0.5, deterministic=True, **settings)
         inputs, params = inputs_of(rank), params_of(module)
         outputs = module(inputs)
         assert outputs.shape == inputs.shape
@@ -150,7 +165,7 @@ class TestModules:
         assert shapes_of(twin.init(jax.random.key(0), inputs)["params"]) == shapes_of(params)
 
     def test_gradients_agree_bit_for_bit(self):
-        module, twin = nnx_module(2), LINEN[2](HEADS, **WINDOWS[2])
+        module, twin = nnx_module(2), LINEN[2](num_heads=HEADS, **WINDOWS[2])
         inputs = inputs_of(2)
         of_nnx = flax_nnx.jit(flax_nnx.grad(lambda module: (module(inputs) ** 2).sum()))(module)
         loss = jax.jit(jax.grad(lambda params: (twin.apply({"params": params}, inputs) ** 2).sum()))
@@ -229,7 +244,7 @@ class TestModules:
         @flax_nnx.split_rngs(splits=3)
         @flax_nnx.vmap
         def make(rngs):
-            return NNX[2](FEATURES, HEADS, 3, rngs=rngs)
+            return NNX[2](FEATURES, num_heads=HEADS, kernel_size=3, rngs=rngs)
 
         layers, inputs = make(flax_nnx.Rngs(0)), inputs_of(2)
         graph, state = flax_nnx.split(layers)
@@ -243,6 +258,30 @@ class TestModules:
         for layer in each:
             inputs = layer(inputs)
         np.testing.assert_allclose(step(inputs_of(2), layers), inputs, rtol=1e-5, atol=1e-5)
+
+
+class TestLinen:
+    @pytest.mark.parametrize("rank", RANKS)
+    def test_tabulate(self, rank):
+        pytest.importorskip("rich")
+        module = LINEN[rank](num_heads=HEADS, **WINDOWS[rank], attention_kwargs={"backend": "flex-fmha"})
+        table = module.tabulate(jax.random.key(0), inputs_of(rank), console_kwargs={"width": 200})
+        assert f"NeighborhoodAttention{rank}D" in table
+        parameters = 4 * (FEATURES * FEATURES + FEATURES)
+        assert f"Total Parameters: {parameters:,}" in table
+
+    def test_tabulate_inside_another_module(self):
+        pytest.importorskip("rich")
+
+        class Block(flax_linen.Module):
+            @flax_linen.compact
+            def __call__(self, inputs):
+                return inputs + LINEN[1](num_heads=HEADS, kernel_size=3)(inputs)
+
+        table = Block().tabulate(jax.random.key(0), inputs_of(1), console_kwargs={"width": 200})
+        # A row for the layer and its four projections, and none for what is worked out about its window.
+        rows = [line for line in table.splitlines() if "NeighborhoodAttention1D_0" in line]
+        assert len(rows) == 5
 
 
 class TestDropout:
@@ -266,9 +305,9 @@ class TestDropout:
 
     def test_linen(self):
         inputs = inputs_of(1)
-        module = LINEN[1](HEADS, **WINDOWS[1], proj_drop=0.5)
+        module = LINEN[1](num_heads=HEADS, **WINDOWS[1], proj_drop=0.5)
         variables = module.init(jax.random.key(0), inputs, deterministic=True)
-        plain = LINEN[1](HEADS, **WINDOWS[1]).apply(variables, inputs)
+        plain = LINEN[1](num_heads=HEADS, **WINDOWS[1]).apply(variables, inputs)
         with pytest.raises(ValueError, match="deterministic"):
             module.apply(variables, inputs)
         np.testing.assert_array_equal(module.apply(variables, inputs, deterministic=True), plain)
@@ -282,7 +321,7 @@ class TestDropout:
         np.testing.assert_array_equal(by_key[0], by_key[1])
         assert (by_key[0] != by_key[2]).any()
         # The call takes precedence over the construction.
-        fixed = LINEN[1](HEADS, **WINDOWS[1], proj_drop=0.5, deterministic=False)
+        fixed = LINEN[1](num_heads=HEADS, **WINDOWS[1], proj_drop=0.5, deterministic=False)
         np.testing.assert_array_equal(fixed.apply(variables, inputs, deterministic=True), plain)
 
 
@@ -304,7 +343,7 @@ class TestAttentionFn:
     @pytest.mark.parametrize("rank", RANKS)
     @pytest.mark.parametrize("name", ["MultiHeadDotProductAttention", "MultiHeadAttention"])
     def test_linen_module_with_it_is_neighborhood_attention(self, rank, name):
-        ours = LINEN[rank](HEADS, **WINDOWS[rank])
+        ours = LINEN[rank](num_heads=HEADS, **WINDOWS[rank])
         theirs = getattr(flax_linen, name)(HEADS, attention_fn=neighborhood_attention_fn(**WINDOWS[rank]))
         inputs = inputs_of(rank)
         variables = ours.init(jax.random.key(0), inputs)
@@ -322,11 +361,11 @@ class TestAttentionFn:
             )
             results = plain(inputs), ours(inputs)
         else:
-            plain, ours = (
+            plain_linen, ours_linen = (
                 flax_linen.MultiHeadAttention(HEADS, **settings) for settings in ({}, {"attention_fn": attention_fn})
             )
-            variables = plain.init(jax.random.key(0), inputs)
-            results = plain.apply(variables, inputs), ours.apply(variables, inputs)
+            variables = plain_linen.init(jax.random.key(0), inputs)
+            results = plain_linen.apply(variables, inputs), ours_linen.apply(variables, inputs)
         np.testing.assert_allclose(*results, rtol=1e-4, atol=1e-5)
 
     def test_one_value_suits_every_rank(self):

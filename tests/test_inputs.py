@@ -50,7 +50,6 @@ def test_a_mapped_axis_of_no_extent(family: Family) -> None:
     assert jax.vmap(jax.grad(lambda x: operator(x).sum().astype("float32")))(array).shape == array.shape
 
 
-@pytest.mark.skipif(jax.config.jax_enable_x64, reason="float64 is on")
 def test_numpy_float64_is_what_jax_makes_of_it() -> None:
     arrays = [np.random.default_rng(i).standard_normal((1, 12, 2, 8)) for i in range(3)]
     found = natten_jax.na1d(*arrays, **WINDOW)

@@ -8,7 +8,7 @@ import pytest
 from families import Family
 from programs import output_of, run_python
 
-from natten_jax import native
+from natten_jax.mesh import type_like
 
 PREAMBLE = """
 import sys
@@ -90,9 +90,9 @@ from natten_jax.flax_modules import linen, nnx
 
 def results(inputs):
     kind = {"backend": f"{family}-fna", "kernel_size": 3}
-    of_nnx = nnx.NeighborhoodAttention2D(16, 2, **kind, rngs=flax_nnx.Rngs(0))
+    of_nnx = nnx.NeighborhoodAttention2D(16, num_heads=2, **kind, rngs=flax_nnx.Rngs(0))
     value, gradient = flax_nnx.value_and_grad(lambda module, x: jnp.sum(module(x) ** 2))(of_nnx, inputs)
-    of_linen = linen.NeighborhoodAttention2D(2, **kind)
+    of_linen = linen.NeighborhoodAttention2D(num_heads=2, **kind)
     variables = of_linen.init(jax.random.key(0), inputs)
     loss = lambda variables: jnp.sum(of_linen.apply(variables, inputs) ** 2)
     return value, jax.tree.leaves(gradient), jax.value_and_grad(loss)(variables)
@@ -145,7 +145,7 @@ def test_types_of_results_have_shardings_of_their_own_length(
     with jax.set_mesh(mesh):
         array = jnp.ones((2, 3, 4))
         monkeypatch.setattr(core, "_make_lengths_same", refused)
-        found = native.type_like(array, native.ResultType(shape, "bfloat16"))
+        found = type_like(array, shape, "bfloat16")
     assert (found.shape, found.dtype) == (shape, jnp.bfloat16)
     assert found.sharding.spec == jax.sharding.PartitionSpec(*(None,) * len(shape))
     assert found.sharding.mesh == mesh.abstract_mesh

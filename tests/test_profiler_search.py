@@ -14,6 +14,7 @@ import pytest
 import natten_jax
 from natten_jax import native, simulator
 from natten_jax.devices import Device
+from natten_jax.passes import PASSES
 from natten_jax.profiler import choices, configurations, parse, trials
 from natten_jax.profiler.__main__ import main
 from natten_jax.profiler.events import Event
@@ -57,7 +58,7 @@ def test_search_result_is_accepted_everywhere(tmp_path: Path, capsys: pytest.Cap
 
     plain, fast = (jax.value_and_grad(loss(arguments))(query) for arguments in ({}, tuned))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain, fast)
-    layer = nnx.NeighborhoodAttention2D(32, 2, (4, 6), rngs=nnx.nnx.Rngs(0), **tuned)
+    layer = nnx.NeighborhoodAttention2D(32, num_heads=2, kernel_size=(4, 6), rngs=nnx.nnx.Rngs(0), **tuned)
     assert layer(jnp.ones((1, 8, 12, 32))).shape == (1, 8, 12, 32)
     module = linen.NeighborhoodAttention2D(num_heads=2, kernel_size=(4, 6), **tuned)
     assert module.init_with_output(jax.random.key(0), jnp.ones((1, 8, 12, 32)))[0].shape == (1, 8, 12, 32)
@@ -80,7 +81,9 @@ def test_tuned_arguments_are_taken_in_every_rank(rank: int, tmp_path: Path) -> N
     x = jnp.ones((1, *layout, 16))
     out = getattr(natten_jax, f"na{rank}d")(*[x.reshape(1, *layout, 2, 8)] * 3, window, **tuned)
     assert out.shape == (1, *layout, 2, 8)
-    layer = getattr(nnx, f"NeighborhoodAttention{rank}D")(16, 2, window, rngs=nnx.nnx.Rngs(0), **tuned)
+    layer = getattr(nnx, f"NeighborhoodAttention{rank}D")(
+        16, num_heads=2, kernel_size=window, rngs=nnx.nnx.Rngs(0), **tuned
+    )
     assert layer(x).shape == x.shape
     module = getattr(linen, f"NeighborhoodAttention{rank}D")(num_heads=2, kernel_size=window, **tuned)
     assert module.init_with_output(jax.random.key(0), x)[0].shape == x.shape
@@ -141,7 +144,7 @@ def test_without_a_calibration_the_backends_own_order_is_searched(monkeypatch: p
     compiled = fake_search(monkeypatch, line, lambda options: 1e-3)[1]
     forward = [q_tile for _, q_tile, backward_q_tile, _ in compiled if backward_q_tile is None]
     backward = [backward_q_tile for *_, backward_q_tile, _ in compiled if backward_q_tile is not None]
-    for searched, pass_ in ((forward, "forward"), (backward, "backward")):
+    for searched, pass_ in zip((forward, backward), PASSES, strict=True):
         first = [pair[0] for pair in offered[pass_][:40]]
         assert len(first) > 10
         assert searched[: len(first)] == first
@@ -180,7 +183,7 @@ def test_the_best_configuration_names_what_ran_by_default(backend: str, argument
     empty: Any = None
     ran = Workload(options, empty, {"forward": backend}, tiles, HOPPER_GPU, empty, (), Program("ran", {}))
     table = best_table(Optimum(choices.spelled_out(options, ran), 1.0, 1.0, (), 1.0, 0.0))
-    rows = dict(table.rows)
+    rows: dict[str, str] = dict(table.rows)
     assert rows.get("kernel_schedule") == schedule
     assert rows["fmha_backend" if backend.endswith("fmha") else "backend"] == backend
     shapes = [rows[f"{prefix}{side}_tile_shape"] for prefix in ("", "backward_") for side in ("q", "kv")]

@@ -162,7 +162,7 @@ def a_result(rows: int) -> Result:
     names = [symbols.Name("XLA", "elementwise", "-", f"{i} " + "long name of an operation " * 2) for i in range(rows)]
     listed = tuple(Row(name, 1, (1e-6 * (i + 1), 2e-6 * (i + 1)), ("x",)) for i, name in enumerate(names))
     totals = tuple(sum(row.runtimes[i] for row in listed) for i in range(2))
-    problem, _ = workload.describe(parse(["-i", "8", "-w", "3"]))
+    problem = workload.request_of(parse(["-i", "8", "-w", "3"])).problem
     options, pair = parse(["-i", "8", "-w", "3"]), ((4,), (6,))
     chosen, tiles = {"forward": "cpu-fna"}, {"forward": pair}
     return Result(options, problem, chosen, tiles, Device("cpu"), listed, totals, {"forward": 1000})
@@ -207,7 +207,7 @@ def test_results_name_tile_sizes_and_occupancy_where_it_is_known(
     backend: str, device: Device, occupancy: int | None
 ) -> None:
     tiles = {"forward": ((16, 8), (8, 8))}
-    problem, _ = workload.describe(parse(["-i", "64", "64", "-w", "9"]))
+    problem = workload.request_of(parse(["-i", "64", "64", "-w", "9"])).problem
     options = parse(["-i", "64", "64", "-w", "9", "--backend", "flex-fna"])
     result = dataclasses.replace(
         a_result(1), options=options, problem=problem, backends={"forward": backend}, tiles=tiles, device=device

@@ -126,7 +126,7 @@ def test_flax_modules_refuse_what_no_problem_can_have(scale: Any) -> None:
     flax_layers = pytest.importorskip("flax_layers")
     for make in (
         lambda: flax_layers.nnx_module(1, qk_scale=scale),
-        lambda: flax_layers.LINEN[1](flax_layers.HEADS, 3, qk_scale=scale),
+        lambda: flax_layers.LINEN[1](num_heads=flax_layers.HEADS, kernel_size=3, qk_scale=scale),
     ):
         with pytest.raises((TypeError, ValueError), match=r"^scale must be"):
             make()

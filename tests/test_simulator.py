@@ -400,7 +400,7 @@ def test_the_model_picks_tiles_that_were_measured_to_be_fast(calibrated: str) ->
     problems: dict[Any, dict[TilePair, float]] = collections.defaultdict(dict)
     for record in json.loads(file.read_text())["records"]:
         options = parse([*record["arguments"].split(), "--dtype", "bf16", "--backend", f"{calibrated}-fna"])
-        problem = main_part(options).problem
+        problem = main_part(options).request.problem
         pair = tuple(record["q_tile"][-problem.rank :]), tuple(record["kv_tile"][-problem.rank :])
         seconds = problems[problem, record["pass"]]
         seconds[pair] = min(record["seconds"], seconds.get(pair, math.inf))
@@ -435,7 +435,7 @@ def test_problems_are_described_without_arrays() -> None:
     [
         ({"kernel_size": 10}, "kernel_size"),
         ({"kernel_size": 3, "stride": 4}, "stride"),
-        ({"kernel_size": 3, "heads": 3, "heads_kv": 2}, "heads 3 must be a multiple"),
+        ({"kernel_size": 3, "heads": 3, "heads_kv": 2}, "query has 3 heads, which is not a multiple"),
         ({"kernel_size": 3, "dtype": "float8"}, "dtype must be one of"),
     ],
 )

@@ -386,13 +386,13 @@ def test_flax_modules_take_arrays(array_of: Callable[..., Any], flavour: str) ->
     inputs = flax_layers.inputs_of(2)
     if flavour == "nnx":
         one, other = (
-            flax_layers.NNX[2](flax_layers.FEATURES, flax_layers.HEADS, **settings, rngs=flax_nnx.Rngs(0))
+            flax_layers.NNX[2](flax_layers.FEATURES, num_heads=flax_layers.HEADS, **settings, rngs=flax_nnx.Rngs(0))
             for settings in (plain, held)
         )
         assert one.neighborhood == other.neighborhood and hash(one.neighborhood) == hash(other.neighborhood)
         np.testing.assert_array_equal(flax_nnx.jit(lambda m, x: m(x))(other, inputs), one(inputs))
         return
-    one, other = (flax_layers.LINEN[2](flax_layers.HEADS, **settings) for settings in (plain, held))
+    one, other = (flax_layers.LINEN[2](num_heads=flax_layers.HEADS, **settings) for settings in (plain, held))
     assert one == other and hash(one) == hash(other)
     params = other.init(jax.random.key(0), inputs)
     np.testing.assert_array_equal(jax.jit(other.apply)(params, inputs), one.apply(params, inputs))
@@ -424,8 +424,8 @@ def test_flax_modules_refuse_what_the_operators_refuse(value: Any) -> None:
     from natten_jax.flax_modules.attention_fn import neighborhood_attention_fn
 
     for make in (
-        lambda: flax_layers.NNX[2](8, 2, 3, dilation=value, rngs=flax_nnx.Rngs(0)),
-        lambda: flax_layers.LINEN[2](2, 3, dilation=value),
+        lambda: flax_layers.NNX[2](8, num_heads=2, kernel_size=3, dilation=value, rngs=flax_nnx.Rngs(0)),
+        lambda: flax_layers.LINEN[2](num_heads=2, kernel_size=3, dilation=value),
         lambda: neighborhood_attention_fn((3, 3), dilation=value),
     ):
         with pytest.raises((TypeError, ValueError), match=r"^dilation must"):

@@ -133,7 +133,7 @@ def test_second_order_equals_finite_differences(pure_family: Family, mode: str) 
 
 def test_forward_mode_of_native_kernels_is_refused(native_family: Family) -> None:
     operands = CASE.operands(native_family.dtype, 0)
-    with pytest.raises(TypeError, match="forward-mode"):
+    with pytest.raises(NotImplementedError, match="flex-fna"):
         jax.jvp(CASE.operator(native_family.fna), (operands,), (operands,))
 
 
@@ -251,11 +251,11 @@ def test_scan_and_its_gradient(family: Family) -> None:
             return query + out, lse.sum()
 
         if unrolled:
-            totals = []
+            each = []
             for _ in range(3):
                 query, total = layer(query, None)
-                totals.append(total)
-            return jnp.sum(jnp.cos(query)) + sum(totals)
+                each.append(total)
+            return jnp.sum(jnp.cos(query)) + sum(each)
         query, totals = jax.lax.scan(layer, query, None, length=3)
         return jnp.sum(jnp.cos(query)) + totals.sum()
 
@@ -308,33 +308,6 @@ def test_eval_shape(family: Family) -> None:
     assert jax.tree.map(lambda a: (a.shape, a.dtype), gradients) == jax.tree.map(lambda a: (a.shape, a.dtype), operands)
 
 
-def test_export_survives_serialisation(family: Family) -> None:
-    pytest.importorskip("flatbuffers", reason="jax.export serialises with flatbuffers")
-    case = Case((12,), (5,), head_dim=8)
-    operands = case.operands(family.dtype, 0)
-
-    def function(*arrays: jax.Array) -> Any:
-        return jax.value_and_grad(lambda *a: objective(case, family.fna)(oracle.Tensors(*a)), argnums=(0, 1, 2))(
-            *arrays
-        )
-
-    arrays = operands[:3]
-    exported = jax.export.export(jax.jit(function), disabled_checks=natten_jax.EXPORT_CHECKS)(*arrays)
-    restored = jax.export.deserialize(exported.serialize())
-    assert_close(restored.call(*arrays), jax.jit(function)(*arrays))
-
-
-def test_export_for_several_platforms_chooses_a_backend_for_each() -> None:
-    case = Case((12,), (5,), head_dim=8)
-    operands = case.operands("float32", 0)
-    exported = jax.export.export(
-        jax.jit(case.operator()), platforms=["cpu", "cuda", "tpu"], disabled_checks=natten_jax.EXPORT_CHECKS
-    )(operands)
-    assert set(exported.platforms) == {"cpu", "cuda", "tpu"}
-    if jax.default_backend() == "cpu":
-        assert_close(exported.call(operands), jax.jit(case.operator())(operands))
-
-
 def test_donated_operands(family: Family) -> None:
     case = Case((33,), (7,), heads=2, heads_kv=2)
     expected = jax.jit(case.operator(family.fna))(case.operands(family.dtype, 0))
@@ -348,13 +321,6 @@ def test_donated_operands(family: Family) -> None:
     assert donated.query.is_deleted()
 
 
-def test_rank_promotion_may_be_forbidden(family: Family) -> None:
-    operands = CASE.operands(family.dtype, 0)
-    with jax.numpy_rank_promotion("raise"):
-        gradients = jax.eval_shape(jax.grad(objective(CASE, family.fna)), operands)
-    assert jax.tree.map(jnp.shape, gradients) == jax.tree.map(jnp.shape, operands)
-
-
 def test_static_arguments_of_jit(family: Family) -> None:
     query, key, value, *_ = Case((9,), (3,)).operands(family.dtype, 0)
     names = ("kernel_size", "stride", "dilation", "is_causal", "scale", "backend", "return_lse")
@@ -365,7 +331,7 @@ def test_static_arguments_of_jit(family: Family) -> None:
 
 def test_equal_calls_are_traced_once(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the arguments are written; another problem is traced anew."""
-    traced = []
+    traced: list[Any] = []
     attend = op.attend
     monkeypatch.setattr(op, "attend", lambda request, operands: traced.append(request) or attend(request, operands))
     query, key, value, *_ = Case((6, 31), (3, 3)).operands(family.dtype, 0)
@@ -378,7 +344,7 @@ def test_equal_calls_are_traced_once(family: Family, monkeypatch: pytest.MonkeyP
 
 
 def test_jitted_function_is_traced_once(family: Family) -> None:
-    traced = []
+    traced: list[Any] = []
 
     @jax.jit
     def function(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:

@@ -30,7 +30,7 @@ NO_JSON = {
 NO_CONFIGURATION = {
     "list": "[]", "null": "null", "number": "3", "text": '"best_configuration"', "other-object": '{"rows": []}',
 }  # fmt: skip
-WRONG = [
+WRONG: list[Any] = [
     # A configuration, the field that is wrong, and what the message shows.
     (None, "best_configuration", "None"),
     ([], "best_configuration", "[]"),

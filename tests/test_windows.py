@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -155,7 +156,7 @@ def test_jax_and_numpy_agree(length: int) -> None:
 def compiled() -> Any:
     """The native module."""
     assert native.load_error is None, native.load_error
-    from natten_jax import _native
+    _native: Any = importlib.import_module("natten_jax._native")
 
     return _native
 
@@ -192,7 +193,7 @@ def test_native_windows_of_different_lengths_equal_python(compiled: Any) -> None
 @given(lines(2**40))
 def test_native_windows_of_long_lines_equal_python(line: tuple[int, int, int, int, bool]) -> None:
     assert native.load_error is None, native.load_error
-    from natten_jax import _native
+    _native: Any = importlib.import_module("natten_jax._native")
 
     index, length, *window = line
     same(windows.window_bounds, _native.window_bounds, *line)
@@ -202,7 +203,7 @@ def test_native_windows_of_long_lines_equal_python(line: tuple[int, int, int, in
 @given(st.integers(1, 2**40), st.integers(1, 2**40), st.data())
 def test_native_group_length_equals_python(extent: int, dilation: int, data: st.DataObject) -> None:
     assert native.load_error is None, native.load_error
-    from natten_jax import _native
+    _native: Any = importlib.import_module("natten_jax._native")
 
     group = data.draw(st.integers(0, min(extent, dilation) - 1))
     same(windows.group_length, _native.group_length, extent, dilation, group)

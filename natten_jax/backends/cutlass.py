@@ -31,6 +31,7 @@ from natten_jax.passes import Pass, TilePair
 from natten_jax.performance import MemoryUsagePreference, Performance
 from natten_jax.plan import Plan
 from natten_jax.problem import Problem
+from natten_jax.symbolic_batch import least_batch
 
 _FORWARD = "natten_jax_sm80_forward"
 _BACKWARD = "natten_jax_sm80_backward"
@@ -152,9 +153,9 @@ def scratch_elements(problem: Problem, query: jax.Array, performance: Performanc
         performance: The memory preference.
     """
     limit = _SCRATCH_BYTES[MemoryUsagePreference(performance.memory_usage_preference)]
-    batch, heads = query.shape[0], query.shape[-2]
+    batch, heads = least_batch(query.shape[0]), query.shape[-2]
     heads_kv = heads * problem.heads_kv // problem.heads
-    of_head = 4 * query.size // (batch * heads_kv)  # a key/value head's, with all query heads that share it
+    of_head = 4 * math.prod(query.shape[1:]) // heads_kv  # a key/value head's, with all query heads that share it
 
     def at_once(count: int, each: int) -> int:
         turns = 1 if limit is None else math.ceil(count / max(limit // each, 1))

@@ -162,8 +162,8 @@ def draw(family: Family, operators: tuple[str, ...], seed: int, number: int, is_
         is_direct=is_direct,
     )
     if is_direct and case.queries is None and rng.random() < 0.25:
-        queries, keys = (tuple(_range(rng, extent) for extent in case.layout) for _ in range(2))
-        problem = dataclasses.replace(problem, queries=queries, keys=keys)
+        of_queries, of_keys = (tuple(_range(rng, extent) for extent in case.layout) for _ in range(2))
+        problem = dataclasses.replace(problem, queries=of_queries, keys=of_keys)
     return with_tiles(problem, rng)
 
 

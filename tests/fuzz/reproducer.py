@@ -48,6 +48,7 @@ def simplest(
 
 def _simpler(problem: Fuzzed) -> Iterator[Fuzzed]:
     """Problems one step simpler, the largest steps first."""
+    changes: dict[str, Any]
     for changes in ({"queries": None, "keys": None}, {"query_factor": 1.0}, {"value_factor": 1.0}, {"tiles": {}}):
         yield from _changed(problem, changes)
     for name in problem.tiles:

@@ -1,0 +1,20 @@
+"""A batch size that a program leaves open: ``jax.export`` traces with a symbolic one.
+
+Nothing that is computed depends on it but the extents of arrays, which may be symbolic. What depends on it is cost: how
+large tiles are, and how many of them a step takes.
+"""
+
+from __future__ import annotations
+
+#: Stands for any batch: neither one of a single entry is cut badly, nor do steps for hundreds take much memory.
+_ASSUMED_BATCH = 8
+
+
+def planned_batch(batch: int) -> int:
+    """``batch``, or where it is symbolic the number that decisions about cost take in its place."""
+    return batch if isinstance(batch, int) else _ASSUMED_BATCH
+
+
+def least_batch(batch: int) -> int:
+    """``batch``, or where it is symbolic the least that it can be: of what some entries share in turns, one's."""
+    return batch if isinstance(batch, int) else 1

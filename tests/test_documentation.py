@@ -1,0 +1,75 @@
+"""The Python blocks of the documentation: each page runs from top to bottom, and type-checks as a user's file."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from programs import PACKAGE, run_python
+
+ROOT = Path(__file__).parents[1]
+_BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+
+#: What pages may read: files that a reader has from elsewhere on the page.
+FILES = {"tuned.json": json.dumps({"best_configuration": {"q_tile_shape": [2, 8, 8], "kv_tile_shape": [2, 8, 8]}})}
+
+
+def program_of(page: Path) -> str:
+    """All Python blocks of a page, each on the line where it stands there."""
+    text = page.read_text()
+    lines = [""] * text.count("\n")
+    for match in _BLOCK.finditer(text):
+        first = text.count("\n", 0, match.start(2))
+        block = textwrap.dedent(match[2]).splitlines()
+        lines[first : first + len(block)] = block
+    return "\n".join(lines).rstrip() + "\n"
+
+
+PAGES = [
+    page
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")))
+    if _BLOCK.search(page.read_text())
+]
+TYPED = [pytest.param(page, id=page.name) for page in PAGES]
+
+
+def test_no_page_is_missed() -> None:
+    assert {page.name for page in PAGES} >= {"README.md", "export.md", "numerics.md", "profiler.md"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("flax", "flatbuffers"):
+        pytest.importorskip(package)
+    for name, content in FILES.items():
+        (tmp_path / name).write_text(content)
+    monkeypatch.chdir(tmp_path)
+    result = run_python(program_of(page))
+    assert result.returncode == 0, f"{page.name}: {result.stderr}"
+
+
+@pytest.mark.parametrize("page", TYPED)
+def test_page_type_checks(page: Path, tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    # As it is installed: one package, with types.
+    package = tmp_path / "site" / "natten_jax"
+    package.mkdir(parents=True)
+    for entry in (*PACKAGE.iterdir(), ROOT / "flax_modules"):
+        (package / entry.name).symlink_to(entry)
+    program = tmp_path / "program.py"
+    program.write_text(program_of(page))
+    # Which parts of JAX are untyped is not this library's to say.
+    options = ["--strict", "--allow-untyped-calls", "--follow-imports=silent", f"--cache-dir={tmp_path / 'cache'}"]
+    result = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, "--config-file=", str(program)],
+        capture_output=True,
+        text=True,
+        env={"MYPYPATH": str(package.parent)},
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
