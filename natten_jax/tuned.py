@@ -9,11 +9,12 @@ from typing import Any
 
 from natten_jax import backends
 from natten_jax.attention_arguments import checked_attention_kwargs
-from natten_jax.performance import performance_of
+from natten_jax.passes import PASSES
+from natten_jax.performance import ATTENTION_NAMES, performance_of, tile_names
 from natten_jax.static_arguments import shown
 
-_TILES = ("q_tile_shape", "kv_tile_shape", "backward_q_tile_shape", "backward_kv_tile_shape")
-_ARGUMENTS = {"attention_kwargs", "backend", "kernel_schedule", "run_persistent_kernel", *_TILES}
+_TILES = tuple(name for pass_ in PASSES for name in tile_names(pass_))
+_ARGUMENTS = {"attention_kwargs", "backend", *ATTENTION_NAMES.values()}
 _KEY = "best_configuration"
 
 
@@ -45,7 +46,7 @@ def load_tuned(path: str | os.PathLike[str]) -> dict[str, Any]:
         _check(arguments)
     except (TypeError, ValueError) as error:  # of the field that its message starts with
         raise ValueError(f"{where}: {_KEY}.{error}") from None
-    return {name: tuple(value) if name in _TILES else value for name, value in arguments.items()}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()}
 
 
 def _best_configuration(path: str | os.PathLike[str]) -> dict[str, Any]:

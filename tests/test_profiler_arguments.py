@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from natten_jax.profiler import checks, parse
+from natten_jax.performance import Performance
+from natten_jax.profiler import checks, flags, parse
 from natten_jax.profiler.__main__ import main
 
 
@@ -42,7 +45,7 @@ from natten_jax.profiler.__main__ import main
         ("-i 8 --backend fav2", "use --backend cudnn"),
         ("-i 8 --backend xla --add-kv 4", "--add-kv does not go with --backend xla"),
         ("-i 8 --dtype fp17", "argument --dtype: 'fp17' is unknown; choose one of fp64 (float64), fp32"),
-        ("-i 8 --dtype e4m3", "--dtype is float8_e4m3fn; supported are float16"),
+        ("-i 8 --dtype e4m3", "--dtype must be one of float16, bfloat16, float32, float64, got"),
         ("-i 8 --no-compile", "--no-compile does not exist here: every program is compiled by XLA"),
         ("-i 8 --add-kv 4 --fuse-additional-kv", "--fuse-additional-kv does not exist here: additional tokens go into"),
         ("-i 8 --schedule fast", "invalid choice: 'fast'"),
@@ -79,11 +82,11 @@ def test_defaults() -> None:
     assert (options.batch_size, options.heads, options.heads_kv, options.dim, options.dim_value) == (1, 1, 1, 64, 64)
     assert (options.window_size, options.stride, options.dilation) == ((8, 16), (1, 1), (1, 1))
     assert options.causal == (False, False)
-    assert (options.dtype, options.backprop, options.add_kv, options.persistent) == ("fp16", False, 0, True)
+    assert (options.dtype, options.backprop, options.add_kv) == ("fp16", False, 0)
+    assert options.performance == Performance()
     assert (options.warmup_steps, options.iterations) == (10, 20)
     assert parse(["-i", "8", "-n", "4", "-d", "32"]).heads_kv == 4
     assert parse(["-i", "8", "-n", "4", "-d", "32"]).dim_value == 32
-    assert not parse(["-i", "8", "--no-persistent"]).persistent
 
 
 @pytest.mark.parametrize(
@@ -117,7 +120,7 @@ def test_every_rule_of_the_operators_is_one_of_the_command_line(
     def refuse(*_: object) -> None:
         raise ValueError("kernel_size must be prime, and stride, dilation and is_causal odd")
 
-    monkeypatch.setattr(checks, "describe", refuse)
+    monkeypatch.setattr(checks, "request_of", refuse)
     with pytest.raises(SystemExit):
         parse(["-i", "8"])
     assert "--window-size must be prime, and --stride, --dilation and --causal odd" in capsys.readouterr().err
@@ -129,3 +132,20 @@ def test_baselines_ignore_windows_with_a_warning(capsys: pytest.CaptureFixture[s
     assert (options.window_size, options.stride, options.causal) == ((8, 8), (1, 1), (False, False))
     error = capsys.readouterr().err
     assert "warning: --backend xla computes self attention only: --window-size, --stride, --causal ignored" in error
+
+
+def test_every_performance_argument_has_a_flag() -> None:
+    assert set(flags.PERFORMANCE_FLAGS.values()) == {field.name for field in dataclasses.fields(Performance)}
+    line = "-i 64 64 -w 9 --backprop --backward-kv-splits 2 --backward-use-xla-reduction --backward-deterministic"
+    line += " --memory-usage-preference strict --no-persistent --schedule coop --q-tile 8 8 --kv-tile 8 16"
+    assert parse(line.split()).performance == Performance(
+        (8, 8), (8, 16), None, None, (2, 2), True, True, "strict", False, "coop"
+    )
+
+
+@pytest.mark.parametrize("flag", ["--backward-deterministic", "--backward-kv-splits 3", "--backward-q-tile 8 8 "])
+def test_flags_of_the_backward_pass_want_one(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    both = "--backward-kv-tile 8 8" if "tile" in flag else ""
+    with pytest.raises(SystemExit):
+        parse(f"-i 64 64 -w 9 {flag} {both}".split())
+    assert "is for the backward pass, which runs with --backprop only" in capsys.readouterr().err

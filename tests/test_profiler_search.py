@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,18 @@ import numpy as np
 import pytest
 
 import natten_jax
-from natten_jax import native, simulator
+from natten_jax import backends, native, simulator
 from natten_jax.devices import Device
-from natten_jax.passes import PASSES
+from natten_jax.passes import PASSES, Pass, TilePair
 from natten_jax.profiler import choices, configurations, parse, trials
 from natten_jax.profiler.__main__ import main
 from natten_jax.profiler.events import Event
 from natten_jax.profiler.optimize import optimize
 from natten_jax.profiler.optimum import Optimum, best_table
+from natten_jax.profiler.options import Options
 from natten_jax.profiler.program import Program
-from natten_jax.profiler.workload import Workload
+from natten_jax.profiler.workload import Workload, request_of
+from natten_jax.resolve import plan_with
 
 needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
 needs_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="runs on the CPU")
@@ -89,12 +92,18 @@ def test_tuned_arguments_are_taken_in_every_rank(rank: int, tmp_path: Path) -> N
     assert module.init_with_output(jax.random.key(0), x)[0].shape == x.shape
 
 
+def chosen(options: Options) -> tuple[Any, ...]:
+    """Query tiles of both passes, and the schedule."""
+    performance = options.performance
+    return performance.q_tile_shape, performance.backward_q_tile_shape, performance.kernel_schedule
+
+
 def fake_search(monkeypatch: pytest.MonkeyPatch, line: str, seconds: Any) -> tuple[Optimum, list[tuple[Any, ...]]]:
     """A search whose programs are not compiled: ``seconds(options)`` is what they take, or an error."""
     compiled = []
 
     def compile_workload(options: Any, name: str, arguments: Any) -> Any:
-        compiled.append((options.backend, options.q_tile, options.backward_q_tile, options.schedule))
+        compiled.append((options.backend, *chosen(options)))
         duration = seconds(options)
         if isinstance(duration, Exception):
             raise duration
@@ -118,17 +127,17 @@ def test_search_finds_the_best_pair_of_each_pass_and_survives_failures(monkeypat
     def seconds(options: Any) -> Any:
         if options.backend == "flex-fna":
             return 1.0
-        if options.q_tile == (64,):
+        if chosen(options)[0] == (64,):
             return ValueError("no such tile")
-        time = 1e-3 if (options.q_tile, options.kv_tile) == ((128,), (512,)) else 2e-3
+        time = 1e-3 if options.performance.tiles("forward") == ((128,), (512,)) else 2e-3
         if options.backprop:
-            time += 1e-3 if (options.backward_q_tile, options.backward_kv_tile) == ((256,), (128,)) else 5e-3
+            time += 1e-3 if options.performance.tiles("backward") == ((256,), (128,)) else 5e-3
         return time
 
     optimum, compiled = fake_search(monkeypatch, "-i 4096 -w 64 --backprop --optimize", seconds)
     options = optimum.options
-    assert (options.backend, options.q_tile, options.kv_tile) == ("cpu-fna", (128,), (512,))
-    assert (options.backward_q_tile, options.backward_kv_tile) == ((256,), (128,))
+    assert (options.backend, options.performance.tiles("forward")) == ("cpu-fna", ((128,), (512,)))
+    assert options.performance.tiles("backward") == ((256,), (128,))
     assert optimum.seconds == pytest.approx(2e-3)
     assert optimum.default_seconds == pytest.approx(7e-3)
     assert {trial.error for trial in optimum.failures} == {"no such tile"}
@@ -163,7 +172,7 @@ def test_search_does_not_wait_for_plain_jax_where_kernels_take_long(monkeypatch:
 def test_search_keeps_what_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
     line = "-i 64 -w 8 --backend cpu-fna --q-tile 32 --kv-tile 16 --backprop --optimize"
     optimum, compiled = fake_search(monkeypatch, line, lambda options: 1e-3)
-    assert optimum.options.q_tile == (32,)
+    assert optimum.options.performance.q_tile_shape == (32,)
     assert {(backend, q_tile) for backend, q_tile, *_ in compiled} == {("cpu-fna", (32,))}
     assert len({backward for *_, backward, _ in compiled}) >= 5
 
@@ -179,9 +188,22 @@ def test_search_keeps_what_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_best_configuration_names_what_ran_by_default(backend: str, arguments: str, schedule: str | None) -> None:
     options = parse(f"-i 64 64 -w 8 8 --backprop --optimize {arguments}".split())
-    tiles = {"forward": ((16, 8), (8, 16)), "backward": ((8, 8), (16, 8))}
+    tiles: dict[Pass, TilePair] = {"forward": ((16, 8), (8, 16)), "backward": ((8, 8), (16, 8))}
+    request = request_of(options)
+    request = dataclasses.replace(
+        request, problem=dataclasses.replace(request.problem, operator=backend[-4:].strip("-"))
+    )
+    plans = {
+        pass_: plan_with(
+            backends.find(backend, request.problem.operator),
+            dataclasses.replace(request, performance=request.performance.with_tiles(pass_, pair)),
+            HOPPER_GPU,
+            pass_,
+        )
+        for pass_, pair in tiles.items()
+    }
     empty: Any = None
-    ran = Workload(options, empty, {"forward": backend}, tiles, HOPPER_GPU, empty, (), Program("ran", {}))
+    ran = Workload(options, empty, {"forward": backend}, plans, HOPPER_GPU, empty, (), Program("ran", {}))
     table = best_table(Optimum(choices.spelled_out(options, ran), 1.0, 1.0, (), 1.0, 0.0))
     rows: dict[str, str] = dict(table.rows)
     assert rows.get("kernel_schedule") == schedule

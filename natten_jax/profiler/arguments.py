@@ -8,12 +8,12 @@ from typing import Any
 
 from natten_jax.profiler import checks
 from natten_jax.profiler.baselines import BASELINES
-from natten_jax.profiler.flags import TILE_FLAGS, profiler_parser
+from natten_jax.profiler.flags import PERFORMANCE_FLAGS, TILE_FLAGS, profiler_parser
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.parser import Parser, flag
 
 #: Flags that take one value for all dimensions, too.
-_REPEATED = ("window_size", "stride", "dilation", "causal")
+_REPEATED = ("window_size", "stride", "dilation", "causal", "backward_kv_splits")
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
@@ -36,7 +36,10 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     values["causal"] = values["causal"] or (False,) * rank
     values["heads_kv"] = values["heads_kv"] or given.heads
     values["dim_value"] = values["dim_value"] or given.dim
-    options = Options(**values)
+    performance = checks.checked_performance(
+        parser, rank, **{field: values.pop(name) for name, field in PERFORMANCE_FLAGS.items()}
+    )
+    options = Options(**values, performance=performance)
     checks.check_problem(parser, options)
     checks.check_outputs(parser, given)
     return options

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from typing import Unpack
 
 from natten_jax import backends
+from natten_jax.performance import Performance, PerformanceArguments, performance_of
 from natten_jax.problem import Operator
 from natten_jax.profiler.baselines import BASELINES
 from natten_jax.profiler.families import KNOWN_FAMILIES
-from natten_jax.profiler.flags import TILE_FLAGS
+from natten_jax.profiler.flags import PERFORMANCE_FLAGS, TILE_FLAGS
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.outputs import chart_problem, folder_problem
 from natten_jax.profiler.parser import Parser, flag
@@ -114,9 +116,18 @@ def check_problem(parser: Parser, options: Options) -> None:
     except ValueError as error:
         parser.error(_of_flags(str(error)))
     if not options.backprop:
-        wrong = next((name for name in TILE_FLAGS if name.startswith("backward") and getattr(options, name)), None)
-        if wrong is not None:
-            parser.error(f"{flag(wrong)} is for the backward pass, which runs with --backprop only")
+        chosen, default = options.performance, Performance()
+        for name, field in PERFORMANCE_FLAGS.items():
+            if name.startswith("backward") and getattr(chosen, field) != getattr(default, field):
+                parser.error(f"{flag(name)} is for the backward pass, which runs with --backprop only")
+
+
+def checked_performance(parser: Parser, rank: int, **arguments: Unpack[PerformanceArguments]) -> Performance:
+    """The performance arguments, by the rules of the operators."""
+    try:
+        return performance_of(rank, **arguments)
+    except ValueError as error:
+        parser.error(_of_flags(str(error)))
 
 
 def _of_flags(message: str) -> str:

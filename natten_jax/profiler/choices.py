@@ -16,7 +16,7 @@ def spelled_out(options: Options, workload: Workload) -> Options:
     for pass_, plan in workload.plans.items():
         if pass_ == "forward":
             options = with_backend(options, plan.backend)
-            options = dataclasses.replace(options, schedule=plan.performance.kernel_schedule)
+            options = with_schedule(options, plan.performance.kernel_schedule)
         options = with_tiles(options, plan.tiles, pass_)
     return options
 
@@ -35,6 +35,9 @@ def with_tiles(options: Options, pair: TilePair, pass_: Pass) -> Options:
     """The options with the tiles of a pass named."""
     # Attention over flattened tokens has tiles of one extent; the operators multiply theirs.
     q_tile, kv_tile = ((1,) * (options.rank - len(tile)) + tile for tile in pair)
-    if pass_ == "forward":
-        return dataclasses.replace(options, q_tile=q_tile, kv_tile=kv_tile)
-    return dataclasses.replace(options, backward_q_tile=q_tile, backward_kv_tile=kv_tile)
+    return dataclasses.replace(options, performance=options.performance.with_tiles(pass_, (q_tile, kv_tile)))
+
+
+def with_schedule(options: Options, schedule: str | None) -> Options:
+    """The options with the kernel schedule named."""
+    return dataclasses.replace(options, performance=dataclasses.replace(options.performance, kernel_schedule=schedule))

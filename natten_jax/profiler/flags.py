@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from natten_jax import backends
-from natten_jax.performance import KernelSchedule
+from natten_jax.performance import KernelSchedule, MemoryUsagePreference
 from natten_jax.profiler.baselines import BASELINES
 from natten_jax.profiler.element_types import ELEMENT_TYPES, element_type
 from natten_jax.profiler.parser import Parser, at_least, boolean, compute_capability, flag
@@ -15,6 +15,17 @@ from natten_jax.version import __version__
 
 #: By their names among the parsed arguments.
 TILE_FLAGS = ("q_tile", "kv_tile", "backward_q_tile", "backward_kv_tile")
+
+#: The performance arguments of the operators, by their names among the parsed arguments.
+PERFORMANCE_FLAGS = {
+    **{name: f"{name}_shape" for name in TILE_FLAGS},
+    "backward_kv_splits": "backward_kv_splits",
+    "backward_use_xla_reduction": "backward_use_xla_reduction",
+    "backward_deterministic": "backward_deterministic",
+    "memory_usage_preference": "memory_usage_preference",
+    "persistent": "run_persistent_kernel",
+    "schedule": "kernel_schedule",
+}
 
 #: Flags of other versions of NATTEN's profiler that mean nothing here, and what to do instead.
 _FOREIGN_FLAGS = {
@@ -166,7 +177,21 @@ def _add_configuration(group: Any) -> None:
         "--persistent", action=argparse.BooleanOptionalAction, default=True,
         help="persistent tile scheduling, where the backend has it (default: on)",
     )
-
+    group.add_argument(
+        "--backward-kv-splits", nargs="+", type=positive, metavar="N",
+        help="key/value tiles of the backward pass that may run in parallel (default: the backend's choice)",
+    )
+    group.add_argument(
+        "--backward-use-xla-reduction", action="store_true", help="row sums of the backward pass by XLA"
+    )
+    group.add_argument(
+        "--backward-deterministic", action="store_true", help="gradients that are bitwise equal from run to run"
+    )
+    group.add_argument(
+        "--memory-usage-preference", choices=[str(each) for each in MemoryUsagePreference],
+        default=str(MemoryUsagePreference.DEFAULT),
+        help="scratch memory of the backward pass: 64 MiB, 1 GiB (default) or any, where the backend can trade it",
+    )
 
     group.add_argument(
         "--compile", action=_Ignored, help="taken for NATTEN's sake: XLA compiles every program, this flag or not"

@@ -15,7 +15,7 @@ from natten_jax import backends
 from natten_jax.devices import Device, default_device
 from natten_jax.passes import Pass
 from natten_jax.plan import BackendId
-from natten_jax.profiler.choices import spelled_out, with_backend, with_tiles
+from natten_jax.profiler.choices import spelled_out, with_backend, with_schedule, with_tiles
 from natten_jax.profiler.configurations import Listing, candidates, listing, main_part
 from natten_jax.profiler.element_types import arrays_of
 from natten_jax.profiler.optimum import Optimum, Trial
@@ -134,29 +134,27 @@ class _Search:
                 yield options
 
     def _best_of(self, options: Options) -> tuple[float, Options] | None:
-        forward = dataclasses.replace(options, backprop=False, backward_q_tile=None, backward_kv_tile=None)
+        performance = options.performance.with_tiles("backward", None)
+        forward = dataclasses.replace(options, backprop=False, performance=performance)
         best = self._search(forward, "forward")
         if best is None or not self._options.backprop:
             return best
-        chosen = dataclasses.replace(
-            best[1], backprop=True, backward_q_tile=options.backward_q_tile, backward_kv_tile=options.backward_kv_tile
-        )
-        return self._search(chosen, "backward")
+        performance = best[1].performance.with_tiles("backward", options.performance.tiles("backward"))
+        return self._search(dataclasses.replace(best[1], backprop=True, performance=performance), "backward")
 
     def _search(self, options: Options, pass_: Pass) -> tuple[float, Options] | None:
         """The best configuration of one pass, the other pass as it is."""
         self._progress.stage(f"{options.backend or options.fmha_backend}, {pass_}")
         offered = self._offered(options, pass_)
-        requested = options.q_tile if pass_ == "forward" else options.backward_q_tile
-        if requested is not None or offered is None:
+        if options.performance.tiles(pass_) is not None or offered is None:
             every = [options]
         else:
             every = [with_tiles(options, pair, pass_) for pair in offered.pairs[:_SCREENED]]
         screened = fastest_first(self._screen(every))
         finalists = [trial.options for trial in screened[:_FINALISTS]]
-        if offered is not None and offered.schedules and options.schedule is None:
+        if offered is not None and offered.schedules and options.performance.kernel_schedule is None:
             finalists = [
-                dataclasses.replace(each, schedule=schedule)
+                with_schedule(each, schedule)
                 for i, each in enumerate(finalists)
                 for schedule in offered.schedules[: None if i < 2 else 1]
             ]

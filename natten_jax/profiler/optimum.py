@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from natten_jax.performance import Performance
 from natten_jax.profiler.configurations import tile_text
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.tables import Table
@@ -57,17 +58,14 @@ class Optimum:
 def configuration(options: Options) -> dict[str, Any]:
     """The performance arguments of an operator, as :func:`natten_jax.load_tuned` returns them."""
     fmha = {} if options.fmha_backend is None else {"attention_kwargs": {"backend": options.fmha_backend}}
-    arguments = {
-        "backend": options.backend,
-        **fmha,
-        "q_tile_shape": options.q_tile,
-        "kv_tile_shape": options.kv_tile,
-        "kernel_schedule": options.schedule,
-        "backward_q_tile_shape": options.backward_q_tile,
-        "backward_kv_tile_shape": options.backward_kv_tile,
-        "run_persistent_kernel": options.persistent,
+    default = Performance()
+    chosen = {
+        name: value
+        for name, value in dataclasses.asdict(options.performance).items()
+        if value != getattr(default, name)
     }
-    return {name: value for name, value in arguments.items() if value is not None}
+    backend = {} if options.backend is None else {"backend": options.backend}
+    return {**backend, **fmha, **chosen}
 
 
 def best_table(optimum: Optimum) -> Table:
@@ -76,8 +74,6 @@ def best_table(optimum: Optimum) -> Table:
     for name, value in configuration(optimum.options).items():
         if name == "attention_kwargs":
             name, value = "fmha_backend", value["backend"]
-        if name == "run_persistent_kernel" and value:
-            continue  # the operators' default
         rows.append((name, tile_text(value) if isinstance(value, tuple) else str(value)))
     return Table("Best configuration", ("Parameter", "Value"), tuple(rows))
 

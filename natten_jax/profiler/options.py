@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from natten_jax.devices import ComputeCapability
+from natten_jax.performance import Performance
 from natten_jax.problem import Shape
 from natten_jax.profiler.baselines import BASELINES
 
@@ -30,12 +31,7 @@ class Options:
         add_kv: Additional key/value tokens.
         backend: Backend or baseline; ``None`` is the operator's own choice.
         fmha_backend: Backend of attention, where that runs; ``None`` is the operator's own choice.
-        q_tile: Query tile shape of the forward pass.
-        kv_tile: Key/value tile shape of the forward pass.
-        backward_q_tile: Query tile shape of the backward pass.
-        backward_kv_tile: Key/value tile shape of the backward pass.
-        schedule: Kernel schedule, where the backend has any.
-        persistent: Whether persistent tile scheduling may be used.
+        performance: The performance arguments of the operators.
         warmup_steps: Runs before the measurement.
         iterations: Measured runs.
         compare: Baseline, or another backend, to measure beside; ``None`` for none.
@@ -67,12 +63,7 @@ class Options:
     add_kv: int
     backend: str | None
     fmha_backend: str | None
-    q_tile: Shape | None
-    kv_tile: Shape | None
-    backward_q_tile: Shape | None
-    backward_kv_tile: Shape | None
-    schedule: str | None
-    persistent: bool
+    performance: Performance
     warmup_steps: int
     iterations: int
     compare: str | None
@@ -115,12 +106,6 @@ class Options:
 
     def _without_choices(self) -> Options:
         """Without the tiles and backends that one backend was given: they say nothing to another."""
-        return dataclasses.replace(
-            self,
-            fmha_backend=None,
-            q_tile=None,
-            kv_tile=None,
-            backward_q_tile=None,
-            backward_kv_tile=None,
-            schedule=None,
-        )
+        performance = self.performance.with_tiles("forward", None).with_tiles("backward", None)
+        performance = dataclasses.replace(performance, kernel_schedule=None)
+        return dataclasses.replace(self, fmha_backend=None, performance=performance)

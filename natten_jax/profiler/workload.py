@@ -15,7 +15,6 @@ from natten_jax import backends, parts
 from natten_jax.devices import Device, default_device
 from natten_jax.parts import Kind, Part
 from natten_jax.passes import Pass, TilePair
-from natten_jax.performance import performance_of
 from natten_jax.plan import Plan
 from natten_jax.problem import Problem, problem_of
 from natten_jax.profiler import baselines
@@ -162,7 +161,7 @@ def request_of(options: Options) -> Request:
         additional_kv=options.add_kv,
     )
     backend = None if options.is_baseline else options.backend
-    return Request(problem, performance_of(options.rank, **performance_arguments(options)), backend)
+    return Request(problem, options.performance, backend)
 
 
 def attention_kwargs(options: Options) -> dict[str, Any] | None:
@@ -207,18 +206,6 @@ def make_inputs(options: Options) -> tuple[jax.Array, ...]:
     return tuple(jax.random.normal(key, each.shape, each.dtype) for key, each in zip(keys, wanted, strict=True))
 
 
-def performance_arguments(options: Options) -> dict[str, Any]:
-    """The performance arguments of the operators."""
-    return {
-        "q_tile_shape": options.q_tile,
-        "kv_tile_shape": options.kv_tile,
-        "backward_q_tile_shape": options.backward_q_tile,
-        "backward_kv_tile_shape": options.backward_kv_tile,
-        "run_persistent_kernel": options.persistent,
-        "kernel_schedule": options.schedule,
-    }
-
-
 def _function(options: Options, problem: Problem, device: Device) -> Callable[..., Any]:
     """The function to profile: of query, key, value, ...; with ``--backprop``, of the output's cotangent first."""
     if options.is_baseline:
@@ -244,7 +231,7 @@ def _function(options: Options, problem: Problem, device: Device) -> Callable[..
                 additional_values=additional[1] if additional else None,
                 attention_kwargs=attention_kwargs(options),
                 backend=options.backend,
-                **performance_arguments(options),
+                **dataclasses.asdict(options.performance),
             )
 
     def forward_and_backward(cotangent: jax.Array, *arrays: jax.Array) -> Any:
