@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ffi_calls import GRADIENTS, PROBLEM_OPERANDS, TARGETS, Target, good_call, run_call
+from ffi_calls import GRADIENTS, PROBLEM_OPERANDS, TARGETS, Target, axis_fields, good_call, run_call
 from malformed_calls import CASES, DEVICE_ERROR
 from programs import run_python
 
 import natten_jax
 from natten_jax import backends
 from natten_jax.backends.base import Operands
+from natten_jax.backends.kernel_rank import attributes
 from natten_jax.problem import Problem, TileConfig
 
 TARGET_PARAMETERS = [pytest.param(target, id=target.name, marks=target.marks) for target in TARGETS]
@@ -136,11 +137,14 @@ def test_real_calls_are_those_tested_here(target: Target) -> None:
     good = good_call(target)
     (expected,) = (good_call(each) for each in TARGETS if (each.backend, each.results) == (target.backend, GRADIENTS))
     values = {name: array.tolist() for name, array in expected.attributes.items()}
+    axes = axis_fields(expected.attributes["axes"])
     problem = Problem(
         operator="fna",
         batch=2,
-        **{name: tuple(values[name]) for name in ("query_layout", "kv_layout", "kernel_size", "stride", "dilation")},
-        is_causal=tuple(map(bool, values["is_causal"])),
+        query_layout=axes["query_extent"],
+        kv_layout=axes["kv_extent"],
+        **{name: axes[name] for name in ("kernel_size", "stride", "dilation")},
+        is_causal=tuple(map(bool, axes["is_causal"])),
         heads=2,
         heads_kv=1,
         head_dim=target.head_dims[0],
@@ -173,3 +177,4 @@ def test_real_calls_are_those_tested_here(target: Target) -> None:
     assert types(variable.aval for variable in call.invars) == types(good.operands.values())
     assert types(variable.aval for variable in call.outvars) == types(good.results.values())
     assert dict(call.params["attributes"]).keys() == good.attributes.keys()
+    assert attributes(problem, (1, 1, 1), (1, 1, 1))["axes"] == tuple(values["axes"])

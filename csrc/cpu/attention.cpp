@@ -17,8 +17,8 @@ bool run_pass(const Problem& problem, const TileShapes& tiles, const Arrays& arr
 
 /// Whether some local keys lie outside the global layout, as a halo at its edge does. Nothing owns them.
 bool has_keys_outside(const Problem& problem) {
-  for (const Dimension& d : problem.dims) {
-    if (d.kv.origin < 0 || d.kv.origin + d.kv.extent > d.kv.layout) return true;
+  for (const Axis& axis : problem.axes) {
+    if (axis.kv.origin < 0 || axis.kv.origin + axis.kv.local_extent > axis.kv.extent) return true;
   }
   return false;
 }

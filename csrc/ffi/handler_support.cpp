@@ -5,9 +5,9 @@
 namespace natten_jax::ffi {
 
 xffi::Error check_query_array(const char* name, const xffi::AnyBuffer& array, const Problem& p, bool is_statistic) {
-  const std::int64_t x = p.dims[0].query.extent;
-  const std::int64_t y = p.dims[1].query.extent;
-  const std::int64_t z = p.dims[2].query.extent;
+  const std::int64_t x = p.axes[0].query.local_extent;
+  const std::int64_t y = p.axes[1].query.local_extent;
+  const std::int64_t z = p.axes[2].query.local_extent;
   if (is_statistic) {
     return check_array(name, array, xffi::DataType::F32, {p.batch, x, y, z, p.heads}, "one value per query and head");
   }

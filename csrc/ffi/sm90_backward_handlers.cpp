@@ -17,9 +17,10 @@ using xffi::Error;
 using Result = xffi::Result<AnyBuffer>;
 
 Error check_statistics(const char* name, const AnyBuffer& array, const Problem& p) {
-  return check_array(name, array, DataType::F32,
-                     {p.batch, p.heads, p.dims[0].query.extent, p.dims[1].query.extent, p.dims[2].query.extent, 2},
-                     "it holds two values per head and query");
+  return check_array(
+      name, array, DataType::F32,
+      {p.batch, p.heads, p.axes[0].query.local_extent, p.axes[1].query.local_extent, p.axes[2].query.local_extent, 2},
+      "it holds two values per head and query");
 }
 
 Error sm90_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -77,18 +78,22 @@ def gradients_of(operands: Operands, results: list[jax.Array]) -> Gradients:
 
 def attributes(problem: Problem, q_tile: Shape, kv_tile: Shape) -> dict[str, Shape | float]:
     """The attributes that every target takes."""
-
-    def pad(values: tuple[int, ...], filler: int = 1) -> Shape:
-        return (*(filler,) * (_KERNEL_RANK - problem.rank), *map(int, values))
-
+    leading = _KERNEL_RANK - problem.rank
+    # A row for each token dimension: its numbers in the order that csrc/ffi/decode.cpp names them in.
+    rows = zip(
+        problem.query_layout,
+        problem.kv_layout,
+        problem.kernel_size,
+        problem.stride,
+        problem.dilation,
+        problem.is_causal,
+        strict=True,
+    )
+    of_one_token = (1, 1, 1, 1, 1, False)
+    axes = itertools.chain(of_one_token * leading, *rows)
     return {
-        "query_layout": pad(problem.query_layout),
-        "kv_layout": pad(problem.kv_layout),
-        "kernel_size": pad(problem.kernel_size),
-        "stride": pad(problem.stride),
-        "dilation": pad(problem.dilation),
-        "is_causal": pad(problem.is_causal, 0),
+        "axes": tuple(map(int, axes)),
         "scale": float(problem.scale),
-        "q_tile_shape": pad(q_tile),
-        "kv_tile_shape": pad(kv_tile),
+        "q_tile_shape": (*(1,) * leading, *map(int, q_tile)),
+        "kv_tile_shape": (*(1,) * leading, *map(int, kv_tile)),
     }

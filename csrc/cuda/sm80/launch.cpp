@@ -64,7 +64,8 @@ std::string check_tile(const char* name, const std::int64_t (&tile)[kRank], std:
 
 /// Most heads whose keys and values fit into the cache together, if their tiles differ in length.
 int heads_per_block(const Problem& problem) {
-  const bool is_causal = problem.dims[0].is_causal || problem.dims[1].is_causal || problem.dims[2].is_causal;
+  const auto [x, y, z] = problem.axes;
+  const bool is_causal = x.window.is_causal || y.window.is_causal || z.window.is_causal;
   if (!is_causal) return 1;
   const std::int64_t bytes = problem.keys() * (problem.head_dim + problem.head_dim_v) * element_bytes(problem);
   int best = 1;
@@ -130,7 +131,7 @@ std::string run_forward(const Problem& problem, const TileShapes& tiles, const A
   ForwardParams p{};
   std::int64_t groups = 1, tiles_per_group = 1;
   for (int d = 0; d < kRank; ++d) {
-    p.axis[d] = describe_axis(problem.dims[d], tiles.query[d], tiles.kv[d]);
+    p.axis[d] = device_axis(problem.axes[d], tiles.query[d], tiles.kv[d]);
     groups = saturating_product(groups, p.axis[d].dilation);
     tiles_per_group = saturating_product(tiles_per_group, p.axis[d].q_tiles);
   }
@@ -194,7 +195,7 @@ std::string run_backward(const Problem& problem, const TileShapes& tiles, const 
   BackwardParams p{};
   std::int64_t groups = 1, tiles_per_group = 1;
   for (int d = 0; d < kRank; ++d) {
-    p.axis[d] = describe_axis(problem.dims[d], tiles.query[d], tiles.kv[d]);
+    p.axis[d] = device_axis(problem.axes[d], tiles.query[d], tiles.kv[d]);
     groups = saturating_product(groups, p.axis[d].dilation);
     tiles_per_group = saturating_product(tiles_per_group, p.axis[d].kv_tiles);
   }

@@ -15,7 +15,7 @@ namespace {
 /// The problem whose only dilation group is the whole layout: what additional tokens are seen by.
 Problem undilated(const Problem& problem) {
   Problem result = problem;
-  for (Dimension& dim : result.dims) dim.dilation = 1;
+  for (Axis& axis : result.axes) axis.window.dilation = 1;
   return result;
 }
 
@@ -79,7 +79,7 @@ std::int64_t counters(const Problem& problem, const TileShapes& tiles, bool is_d
   if (!is_deterministic) return 1;
   std::int64_t turns = problem.batch * problem.heads;
   for (int d = 0; d < kRank; ++d) {
-    const Axis axis = describe_axis(problem.dims[d], tiles.query[d], tiles.kv[d]);
+    const DeviceAxis axis = device_axis(problem.axes[d], tiles.query[d], tiles.kv[d]);
     turns = saturating_product(turns, saturating_product(axis.dilation, axis.q_tiles));
   }
   return 1 + turns;
@@ -87,7 +87,7 @@ std::int64_t counters(const Problem& problem, const TileShapes& tiles, bool is_d
 
 /// The key/value tile that comes first where tiles take turns, downwards: neighbors then come to their common queries
 /// one after the other by themselves. Keys a window from the start are seen by the most queries: the longest work.
-int first_tile(const Axis& axis) {
+int first_tile(const DeviceAxis& axis) {
   return axis.is_causal ? axis.kv_tiles - 1 : std::min((axis.kernel_size - 1) / axis.kv_tile, axis.kv_tiles - 1);
 }
 
@@ -116,7 +116,7 @@ std::string run_backward(const Problem& problem, const TileShapes& tiles, const 
   const BackwardTile limits = backward_tile(head_dim);
   std::int64_t groups = 1, tiles_per_group = 1, q_tiles = 1;
   for (int d = 0; d < kRank; ++d) {
-    p.axis[d] = describe_axis(problem.dims[d], tiles.query[d], tiles.kv[d]);
+    p.axis[d] = device_axis(problem.axes[d], tiles.query[d], tiles.kv[d]);
     groups = saturating_product(groups, p.axis[d].dilation);
     tiles_per_group = saturating_product(tiles_per_group, p.axis[d].kv_tiles);
     q_tiles = saturating_product(q_tiles, p.axis[d].q_tiles);

@@ -32,7 +32,7 @@ struct BackwardParams {
   CUtensorMap additional_values;
   CUtensorMap additional_keys_gradient;
   CUtensorMap additional_values_gradient;
-  Axis axis[3];
+  DeviceAxis axis[3];
   const std::int32_t* origins;  // [2, 3]: query origin, key/value origin; null: zeros
   const float2* statistics;     // [batch, heads, x, y, z]: logsumexp in base 2, delta
   const float* remainder;       // of the logsumexp, [batch, x, y, z, heads]; null: zeros

@@ -41,8 +41,8 @@ struct RowPlace {
       // Past the dilation group, this may exceed 32 bits.
       const auto at =
           static_cast<std::int64_t>(plan.q_begin[d] + coordinate[d]) * p.axis[d].dilation + plan.query_residue[d];
-      is_inside = is_inside && at < p.axis[d].query_extent;
-      token = token * p.axis[d].query_extent + static_cast<int>(at);
+      is_inside = is_inside && at < p.axis[d].query_local_extent;
+      token = token * p.axis[d].query_local_extent + static_cast<int>(at);
     }
     return is_inside ? token : -1;
   }
@@ -280,8 +280,8 @@ CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& 
     for (int i = 0; i < 2; ++i) {
       const int token = row[i].token(p, plan);
       if (lane4 == 0 && token >= 0) {
-        const auto tokens =
-            static_cast<std::int64_t>(p.axis[0].query_extent) * p.axis[1].query_extent * p.axis[2].query_extent;
+        const auto tokens = static_cast<std::int64_t>(p.axis[0].query_local_extent) * p.axis[1].query_local_extent *
+                            p.axis[2].query_local_extent;
         const std::int64_t at = (plan.batch * tokens + token) * p.heads + plan.head;
         const float logsumexp = softmax.logsumexp(i);
         p.logsumexp[at] = logsumexp;

@@ -44,9 +44,10 @@ int group_classes(const Problem& problem, Side side) {
   for (int c = 0; c < kGroupClasses; ++c) {
     bool exists = true;
     for (int d = 0; d < kRank; ++d) {
-      const Dimension& dim = problem.dims[d];
-      const std::int64_t extent = side == Side::kQuery ? dim.query.extent : dim.kv.extent;
-      exists = exists && (has_remainder(c, d) ? extent % dim.dilation != 0 : extent >= dim.dilation);
+      const Axis& axis = problem.axes[d];
+      const std::int64_t extent = side == Side::kQuery ? axis.query.local_extent : axis.kv.local_extent;
+      const std::int64_t dilation = axis.window.dilation;
+      exists = exists && (has_remainder(c, d) ? extent % dilation != 0 : extent >= dilation);
     }
     classes |= exists << c;
   }
@@ -63,10 +64,10 @@ std::string encode_classes(const Problem& problem, Side side, Array array, const
   for (int c = 0; c < kGroupClasses; ++c) {
     if (!(classes >> c & 1)) continue;
     for (int d = 0; d < kRank; ++d) {
-      const Dimension& dim = problem.dims[d];
-      grid.extent[d] = is_query ? dim.query.extent : dim.kv.extent;
-      grid.dilation[d] = dim.dilation;
-      grid.tokens[d] = grid.extent[d] / dim.dilation + (has_remainder(c, d) ? 1 : 0);
+      const Axis& axis = problem.axes[d];
+      grid.extent[d] = is_query ? axis.query.local_extent : axis.kv.local_extent;
+      grid.dilation[d] = axis.window.dilation;
+      grid.tokens[d] = grid.extent[d] / grid.dilation[d] + (has_remainder(c, d) ? 1 : 0);
     }
     if (std::string error = encode(grid, tile, maps[c]); !error.empty()) return error;
     if (first == nullptr) first = &maps[c];

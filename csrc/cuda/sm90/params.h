@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "cuda/common/axis.h"
+#include "cuda/common/device_axis.h"
 
 namespace natten_jax::sm90 {
 
@@ -27,7 +27,7 @@ struct ForwardParams {
   CUtensorMap additional_keys;
   CUtensorMap additional_values;
   int query_classes, kv_classes;  // bit sets of the classes that have maps
-  Axis axis[3];
+  DeviceAxis axis[3];
   int corner[kCorners];         // coordinates in the query tile: [warpgroup][first row, last row][dimension]
   const std::int32_t* origins;  // [2, 3]: query origin, key/value origin; null: zeros
   std::int32_t* next_tile;      // counts the tiles that CTAs have taken; null: CTAs take them in a fixed order
