@@ -16,17 +16,16 @@ class Visibility {
       return;
     }
     const std::int64_t group = item.segments[dim].group;
-    local_ = (owns_queries_ ? axis_.kv : axis_.query).local_indices(axis_.window.dilation, group);
-    key_length_ = group_length(axis_.kv.extent, axis_.window.dilation, group);
-    query_length_ = group_length(axis_.query.extent, axis_.window.dilation, group);
+    local_ = (owns_queries_ ? axis_.kv : axis_.query).local_indices(axis_.window, group);
+    key_length_ = group_length(axis_.window, axis_.kv.extent, group);
+    query_length_ = group_length(axis_.window, axis_.query.extent, group);
   }
 
   Range<std::int64_t> of(std::int64_t index) const {
     if (sees_everything_) return local_;
-    const Window& w = axis_.window;
-    const Range<std::int64_t> range =
-        owns_queries_ ? window_bounds(index, key_length_, w.kernel_size, w.stride, w.is_causal)
-                      : inverse_window_bounds(index, query_length_, key_length_, w.kernel_size, w.stride, w.is_causal);
+    const Range<std::int64_t> range = owns_queries_
+                                          ? window_bounds(axis_.window, index, key_length_)
+                                          : inverse_window_bounds(axis_.window, index, query_length_, key_length_);
     return intersection(range, local_);
   }
 

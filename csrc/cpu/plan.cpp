@@ -30,7 +30,7 @@ std::vector<Segment> cut(const Axis& axis, Pass pass, std::int64_t tile) {
   // The groups that have local tokens are those of the first `dilation` local coordinates.
   for (std::int64_t coordinate = first; coordinate < last; ++coordinate) {
     const std::int64_t group = coordinate % dilation;
-    const Range<std::int64_t> local = tokens.local_indices(dilation, group);
+    const Range<std::int64_t> local = tokens.local_indices(axis.window, group);
     for (std::int64_t begin = local.begin; begin < local.end;) {
       const std::int64_t end = std::min((begin / tile + 1) * tile, local.end);
       segments.push_back({group, begin, end});

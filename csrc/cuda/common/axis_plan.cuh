@@ -8,36 +8,6 @@
 
 namespace natten_jax {
 
-/// window_bounds of natten_jax/windows.h with the division by multiplication.
-CUTE_DEVICE Range<int> fast_window_bounds(const DeviceAxis& axis, int index, int length) {
-  const int group_start = axis.by_stride.divide(index) * axis.stride;
-  if (axis.is_causal) {
-    const int leader = min(group_start + axis.stride - 1, length - 1);
-    return {max(leader - axis.kernel_size + 1, 0), min(index + 1, length)};
-  }
-  const int leader = min(group_start + axis.stride / 2, length - 1);
-  const int start = min(max(leader - axis.kernel_size / 2, 0), length - axis.kernel_size);
-  return {start, start + axis.kernel_size};
-}
-
-/// inverse_window_bounds of natten_jax/windows.h with the divisions by multiplication.
-CUTE_DEVICE Range<int> fast_inverse_window_bounds(const DeviceAxis& axis, int index, int query_length, int key_length) {
-  const bool seen_to_the_end = index >= key_length - axis.kernel_size;
-  const auto group_start = [&](int query) { return axis.by_stride.divide(query) * axis.stride; };
-  int first = 0, last = query_length;
-  if (axis.is_causal) {
-    first = index;
-    if (!seen_to_the_end) last = group_start(index + axis.kernel_size);
-  } else {
-    const int left = axis.kernel_size / 2, right = axis.kernel_size - 1 - left;
-    const int offset = axis.stride - axis.stride / 2 - 1;
-    if (index >= axis.kernel_size) first = group_start(index - right + offset);
-    if (!seen_to_the_end) last = group_start(index + left + offset + 1);
-  }
-  last = min(last, query_length);
-  return {min(first, last), last};
-}
-
 /// An origin split by the dilation, rounded down: local coordinate 0 is token `index` of dilation group `group`.
 struct Origin {
   int index, group;
@@ -73,11 +43,6 @@ struct GroupPair {
   }
 };
 
-/// Tokens of a dilation group among `extent` tokens. Sums of extents and dilations may exceed 32 bits.
-CUTE_DEVICE int fast_group_length(const DeviceAxis& axis, int extent, int residue) {
-  return residue < extent ? axis.by_dilation.divide(extent - 1 - residue) + 1 : 0;
-}
-
 /// One dimension of a query tile: a dilation group of local queries and the same group of local keys.
 struct AxisPlan {
   int query_residue, kv_residue;  // local coordinate of the group's first token, modulo the dilation
@@ -92,15 +57,15 @@ struct AxisPlan {
     kv_residue = pair.other_residue;
     query_shift = pair.own_shift;
     kv_shift = pair.other_shift;
-    queries = fast_group_length(axis, axis.query_local_extent, residue);
-    keys = fast_group_length(axis, axis.kv_local_extent, kv_residue);
-    length = fast_group_length(axis, axis.kv_extent, pair.group);
+    queries = group_length(axis, axis.query_local_extent, residue);
+    keys = group_length(axis, axis.kv_local_extent, kv_residue);
+    length = group_length(axis, axis.kv_extent, pair.group);
   }
 
   /// Local keys that the query at `coordinate` of the tile sees; past the layout, those of the last query. Both ends
   /// are clamped: an origin that places queries far outside the layout must not make ranges that overflow.
   CUTE_DEVICE int2 seen(const DeviceAxis& axis, int coordinate) const {
-    const auto window = fast_window_bounds(axis, min(q_begin + coordinate, queries - 1) + query_shift, length);
+    const auto window = window_bounds(axis, min(q_begin + coordinate, queries - 1) + query_shift, length);
     return make_int2(max(window.begin - kv_shift, 0), min(max(window.end - kv_shift, 0), keys));
   }
 };
@@ -135,10 +100,10 @@ struct KeyAxisPlan {
     query_residue = pair.other_residue;
     query_shift = pair.other_shift;
     kv_shift = pair.own_shift;
-    queries = fast_group_length(axis, axis.query_local_extent, query_residue);
-    keys = fast_group_length(axis, axis.kv_local_extent, residue);
-    query_length = fast_group_length(axis, axis.query_extent, pair.group);
-    key_length = fast_group_length(axis, axis.kv_extent, pair.group);
+    queries = group_length(axis, axis.query_local_extent, query_residue);
+    keys = group_length(axis, axis.kv_local_extent, residue);
+    query_length = group_length(axis, axis.query_extent, pair.group);
+    key_length = group_length(axis, axis.kv_extent, pair.group);
     first = max(kv_begin, -kv_shift);
     last = min(min(kv_begin + axis.kv_tile, keys), key_length - kv_shift) - 1;
   }
@@ -151,7 +116,7 @@ struct KeyAxisPlan {
   /// Local queries that see a local key; none where the key lies outside the layouts.
   CUTE_DEVICE int2 seen_by(const DeviceAxis& axis, int key) const {
     if (key < first || key > last) return make_int2(0, 0);
-    const auto window = fast_inverse_window_bounds(axis, key + kv_shift, query_length, key_length);
+    const auto window = inverse_window_bounds(axis, key + kv_shift, query_length, key_length);
     return make_int2(max(window.begin - query_shift, 0), min(max(window.end - query_shift, 0), queries));
   }
 };

@@ -27,6 +27,10 @@ struct DeviceAxis {
   int q_tiles;   // query tiles per dilation group
   int kv_tiles;  // key/value tiles per dilation group
   cutlass::FastDivmod by_stride, by_dilation, by_q_tile, by_kv_tile, by_q_tiles, by_kv_tiles;
+
+  // As the Window of natten_jax/windows.h has them.
+  CUTLASS_HOST_DEVICE int stride_group(int index) const { return by_stride.divide(index) * stride; }
+  CUTLASS_HOST_DEVICE int dilations(int extent) const { return by_dilation.divide(extent); }
 };
 
 /// Checked problems fit into 32 bits.

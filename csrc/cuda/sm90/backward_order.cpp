@@ -21,11 +21,10 @@ int length_class(std::int64_t q_tiles) {
 /// Query tiles that see a key/value tile, per tile of the longest dilation group.
 std::vector<std::int64_t> count_q_tiles(const Axis& axis, std::int64_t q_tile, std::int64_t kv_tile) {
   const Window& w = axis.window;
-  const auto of_group = [&](std::int64_t extent) { return group_length<std::int64_t>(extent, w.dilation, 0); };
+  const auto of_group = [&](std::int64_t extent) { return group_length<Window, std::int64_t>(w, extent, 0); };
   const std::int64_t keys = of_group(axis.kv.local_extent), queries = of_group(axis.query.local_extent);
   const auto seen_by = [&](std::int64_t key) {
-    return inverse_window_bounds<std::int64_t>(key, of_group(axis.query.extent), of_group(axis.kv.extent),
-                                               w.kernel_size, w.stride, w.is_causal);
+    return inverse_window_bounds(w, key, of_group(axis.query.extent), of_group(axis.kv.extent));
   };
   std::vector<std::int64_t> q_tiles;
   for (std::int64_t first = 0; first < keys; first += kv_tile) {

@@ -200,8 +200,8 @@ CUTE_DEVICE Turn turn_of(const BackwardParams& p, const KeyTilePlan<kKeys>& plan
     const KeyAxisPlan& own = plan.axis[d];
     const int first_query = max(q_begin + own.query_shift, 0);
     const int last_query = min(min(q_begin + axis.q_tile, own.queries) + own.query_shift, own.query_length) - 1;
-    const int begin = fast_window_bounds(axis, first_query, own.key_length).begin - own.kv_shift;
-    const int end = fast_window_bounds(axis, last_query, own.key_length).end - own.kv_shift;
+    const int begin = window_bounds(axis, first_query, own.key_length).begin - own.kv_shift;
+    const int end = window_bounds(axis, last_query, own.key_length).end - own.kv_shift;
     const int lowest = axis.by_kv_tile.divide(max(begin, 0));
     const int highest = axis.by_kv_tile.divide(min(end, own.keys) - 1);
     const int index = axis.by_kv_tile.divide(own.kv_begin), first_tile = p.first_tile[d];

@@ -20,26 +20,12 @@ struct Tokens {
   std::int64_t origin;        ///< Global coordinate of the first local token.
 
   /// Group indices of the local tokens of a dilation group that lie inside the global layout.
-  NATTEN_JAX_HOST_DEVICE constexpr Range<std::int64_t> local_indices(std::int64_t dilation, std::int64_t group) const {
+  NATTEN_JAX_HOST_DEVICE constexpr Range<std::int64_t> local_indices(const Window& window, std::int64_t group) const {
     const std::int64_t first = larger<std::int64_t>(origin, 0);
     const std::int64_t last = smaller(origin + local_extent, extent);
     // Indices count the tokens of the group that lie before a coordinate.
-    return {before(first, dilation, group), before(last, dilation, group)};
+    return {group_length(window, first, group), group_length(window, last, group)};
   }
-
- private:
-  NATTEN_JAX_HOST_DEVICE static constexpr std::int64_t before(std::int64_t coordinate, std::int64_t dilation,
-                                                              std::int64_t group) {
-    return coordinate <= group ? 0 : group_length(coordinate, dilation, group);
-  }
-};
-
-/// The windows along one dimension.
-struct Window {
-  std::int64_t kernel_size;
-  std::int64_t stride;
-  std::int64_t dilation;
-  bool is_causal;
 };
 
 /// One token dimension: both sides and the windows that relate them.
