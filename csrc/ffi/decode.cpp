@@ -18,7 +18,6 @@ using xffi::Error;
 
 constexpr std::int64_t kLargestExtent = std::numeric_limits<std::int32_t>::max();
 constexpr std::int64_t kAttributes = 4;  // axes, q_tile_shape, kv_tile_shape, scale
-constexpr std::int64_t kLargestTile = 4096;
 
 template <typename Part>
 std::string text(const Part& part) {
@@ -145,8 +144,8 @@ Error decode_tile(const xffi::Dictionary& dictionary, const char* name, std::int
   for (const std::int64_t value : values) {
     // Both factors fit into 31 bits, so the product cannot overflow.
     tokens *= value;
-    if (tokens > kLargestTile) {
-      return invalid("attribute ", name, " is ", list(values), ", but a tile must have at most ", kLargestTile,
+    if (tokens > kMostTileTokens) {
+      return invalid("attribute ", name, " is ", list(values), ", but a tile must have at most ", kMostTileTokens,
                      " tokens");
     }
   }

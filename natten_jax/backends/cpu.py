@@ -25,7 +25,7 @@ from natten_jax.native import ResultType
 from natten_jax.problem import Problem, Shape, TileConfig
 
 _DTYPES = ("float32", "float16", "bfloat16")
-_LARGEST_TILE = 4096  # tokens; csrc/ffi/decode.cpp has the same limit
+_LARGEST_TILE = 4096  # tokens; kMostTileTokens of csrc/include/natten_jax/problem.h
 
 
 class CpuBackend:

@@ -18,7 +18,7 @@ import numpy as np
 from natten_jax.devices import ComputeCapability
 from natten_jax.problem import Problem, Shape
 
-#: Rounds from which on kernels take tiles from a counter: kTilesWorthCounting of csrc/cuda/sm90/launch.cpp.
+#: Rounds from which on kernels take tiles from a counter: kTilesWorthCounting of csrc/cuda/sm90/forms.h.
 _COUNTED_ROUNDS = 4
 
 Pass = Literal["forward", "backward"]

@@ -3,7 +3,7 @@
 
 #include "cuda/common/arithmetic.cuh"
 #include "cuda/common/column_mask.cuh"
-#include "cuda/common/overlapped_launch.cuh"
+#include "cuda/common/launch.cuh"
 #include "cuda/sm90/backward_plan.cuh"
 #include "cuda/sm90/pipeline.cuh"
 

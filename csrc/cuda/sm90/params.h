@@ -19,6 +19,7 @@ constexpr int kMostWarpgroups = 3;
 /// Coordinates that bound the rows of each warpgroup in three dimensions.
 constexpr int kCorners = kMostWarpgroups * 2 * 3;
 
+/// Larger than the 4096 bytes that kernels could once have; see kMostParameterBytes of cuda/common/launch.cuh.
 struct ForwardParams {
   CUtensorMap query[kGroupClasses];
   CUtensorMap key[kGroupClasses];

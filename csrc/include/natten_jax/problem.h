@@ -11,7 +11,14 @@ namespace natten_jax {
 
 inline constexpr int kRank = 3;
 
+/// The most tokens of a tile of any kernel.
+inline constexpr std::int64_t kMostTileTokens = 4096;
+
 enum class ElementType : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+
+NATTEN_JAX_HOST_DEVICE constexpr int element_bytes(ElementType type) {
+  return type == ElementType::kFloat32 ? 4 : 2;
+}
 
 /// The tokens of one side (query or key/value) along one dimension.
 struct Tokens {
