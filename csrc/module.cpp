@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "library.h"
+#include "module_limits.h"
 #include "natten_jax/windows.h"
 
 namespace py = pybind11;
@@ -43,6 +44,7 @@ PYBIND11_MODULE(_native, module) {
   module.doc() = "Native part of natten_jax.";
   module.def("registrations", &registrations, "XLA FFI targets: name -> (platform, handler capsule).");
   module.def("build_info", &build_info, "How this library was built and what it runs on this host.");
+  module.def("limits", &natten_jax::limits, "What the kernels of every backend take, in builds without them, too.");
   module.def(
       "window_bounds",
       [](std::int64_t index, std::int64_t length, std::int64_t kernel_size, std::int64_t stride, bool is_causal) {
