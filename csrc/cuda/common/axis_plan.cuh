@@ -75,7 +75,7 @@ struct AxisPlan {
 /// queries than all others, and those nearer by fewer; the causal ones of the last window are seen by the fewest.
 CUTE_DEVICE int longest_first(const DeviceAxis& axis, int i) {
   if (axis.is_causal) return i;
-  const bool at_end = i % 2 != 0;  // ends take turns
+  const bool at_end = i % 2 != 0;  // from either end
   const int place = i / 2, tiles = (axis.kv_tiles + !at_end) / 2;
   const int nearest = axis.by_kv_tile.divide(axis.kernel_size / 2);
   const int last = min(axis.by_kv_tile.divide(axis.kernel_size + axis.kv_tile - 1), tiles);

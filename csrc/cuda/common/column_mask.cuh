@@ -100,7 +100,7 @@ struct LaneMask {
 };
 
 /// Columns are keys, rows are queries.
-using ColumnMask = BoxMask<&DeviceAxis::kv_tile, &DeviceAxis::by_kv_tile>;
+using KeyColumnMask = BoxMask<&DeviceAxis::kv_tile, &DeviceAxis::by_kv_tile>;
 /// Columns are queries, rows are keys.
 using QueryColumnMask = BoxMask<&DeviceAxis::q_tile, &DeviceAxis::by_q_tile>;
 

@@ -57,7 +57,7 @@ struct HeadBlock {
 HeadBlock head_block(const Problem& problem, std::int64_t scratch_elements);
 
 /// Runs the backward pass likewise. The key/value tiles of a head and dilation group are shared by up to `kv_splits`
-/// CTAs; 0 is one for each tile. Gradients are reproducible where it is 1. Blocks of heads take turns.
+/// CTAs; 0 is one for each tile. Gradients are reproducible where it is 1. Blocks of heads run one after the other.
 Status run_backward(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays,
                     const HeadBlock& block, std::int64_t kv_splits, bool is_accurate, cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-// Launches the Hopper kernels; the interface between the FFI handlers and csrc/cuda/sm90.
+// Launches the Hopper forward kernels; the interface between the FFI handlers and csrc/cuda/sm90.
 #pragma once
 
 #include <cuda_runtime_api.h>
