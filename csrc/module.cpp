@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "library.h"
+#include "module_limits.h"
 #include "natten_jax/windows.h"
 
 namespace py = pybind11;
@@ -43,10 +44,12 @@ PYBIND11_MODULE(_native, module) {
   module.doc() = "Native part of natten_jax.";
   module.def("registrations", &registrations, "XLA FFI targets: name -> (platform, handler capsule).");
   module.def("build_info", &build_info, "How this library was built and what it runs on this host.");
+  module.def("limits", &natten_jax::limits, "What the kernels of every backend take, in builds without them, too.");
   module.def(
       "window_bounds",
       [](std::int64_t index, std::int64_t length, std::int64_t kernel_size, std::int64_t stride, bool is_causal) {
-        return pair(natten_jax::window_bounds(index, length, kernel_size, stride, is_causal));
+        const natten_jax::Window window{kernel_size, stride, 1, is_causal};
+        return pair(natten_jax::window_bounds(window, index, length));
       },
       py::arg("index"), py::arg("length"), py::arg("kernel_size"), py::arg("stride"), py::arg("is_causal"),
       "Half-open range of key indices that a query sees; see natten_jax.windows.");
@@ -54,12 +57,18 @@ PYBIND11_MODULE(_native, module) {
       "inverse_window_bounds",
       [](std::int64_t index, std::int64_t query_length, std::int64_t key_length, std::int64_t kernel_size,
          std::int64_t stride, bool is_causal) {
-        return pair(natten_jax::inverse_window_bounds(index, query_length, key_length, kernel_size, stride, is_causal));
+        const natten_jax::Window window{kernel_size, stride, 1, is_causal};
+        return pair(natten_jax::inverse_window_bounds(window, index, query_length, key_length));
       },
       py::arg("index"), py::arg("query_length"), py::arg("key_length"), py::arg("kernel_size"), py::arg("stride"),
       py::arg("is_causal"), "Half-open range of query indices that see a key; see natten_jax.windows.");
-  module.def("group_length", &natten_jax::group_length<std::int64_t>, py::arg("extent"), py::arg("dilation"),
-             py::arg("group"), "Number of tokens in a dilation group; see natten_jax.windows.");
+  module.def(
+      "group_length",
+      [](std::int64_t extent, std::int64_t dilation, std::int64_t group) {
+        return natten_jax::group_length(natten_jax::Window{1, 1, dilation, false}, extent, group);
+      },
+      py::arg("extent"), py::arg("dilation"), py::arg("group"),
+      "Number of tokens in a dilation group; see natten_jax.windows.");
 #if defined(NATTEN_JAX_CUDA)
   module.def(
       "cuda_devices",

@@ -13,6 +13,8 @@ import pytest
 import natten_jax  # noqa: F401  # registers the targets
 
 PROBLEM_OPERANDS = ("query", "key", "value", "additional_keys", "additional_values", "origins")
+#: What the attribute ``axes`` holds of each of three token dimensions, in this order.
+AXIS_FIELDS = ("query_extent", "kv_extent", "kernel_size", "stride", "dilation", "is_causal")
 GRADIENTS = tuple(f"d{name}" for name in PROBLEM_OPERANDS[:5])
 
 
@@ -139,6 +141,16 @@ class Call:
     results: dict[str, Any]
 
 
+def axes_of(fields: Mapping[str, tuple[int, ...]]) -> np.ndarray:
+    """The attribute ``axes``: row by row, the fields of each token dimension."""
+    return np.array([fields[name] for name in AXIS_FIELDS], np.int64).T.flatten()
+
+
+def axis_fields(axes: np.ndarray) -> dict[str, tuple[int, ...]]:
+    """The fields of an attribute ``axes``, one value per token dimension."""
+    return dict(zip(AXIS_FIELDS, map(tuple, axes.reshape(3, -1).T.tolist()), strict=True))
+
+
 def shapes_of(target: Target) -> dict[str, tuple[int, ...]]:
     """Arrays of a small problem: 2 heads over 1 head, 4 x 5 x 6 tokens, 3 additional ones."""
     tokens = (4, 5, 6)
@@ -176,17 +188,20 @@ def good_call(target: Target) -> Call:
         name: (shapes[name.removeprefix("d") if name in GRADIENTS else name], dtype(name)) for name in target.results
     } | target.scratch
     tokens = shapes["query"][1:4]
-    attributes = {
-        "query_layout": tokens,
-        "kv_layout": tokens,
+    fields = {
+        "query_extent": tokens,
+        "kv_extent": tokens,
         "kernel_size": (2, 3, 3),
         "stride": (1, 2, 3),
         "dilation": (2, 1, 2),
         "is_causal": (0, 1, 0),
-        "q_tile_shape": (2, 2, 4),
-        "kv_tile_shape": (2, 4, 4),
     }
-    of_problem = {**{name: np.asarray(value, np.int64) for name, value in attributes.items()}, "scale": np.float32(0.3)}
+    of_problem = {
+        "axes": axes_of(fields),
+        "q_tile_shape": np.array((2, 2, 4), np.int64),
+        "kv_tile_shape": np.array((2, 4, 4), np.int64),
+        "scale": np.float32(0.3),
+    }
     return Call(
         operands,
         {

@@ -10,9 +10,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from ffi_calls import TARGETS, Call, Target, good_call, run_call
+from ffi_calls import AXIS_FIELDS, TARGETS, Call, Target, axes_of, axis_fields, good_call, run_call
 
-EXTENTS = ("query_layout", "kv_layout", "kernel_size", "stride", "dilation", "q_tile_shape", "kv_tile_shape")
+TILES = ("q_tile_shape", "kv_tile_shape")
+#: Values per attribute.
+LENGTHS = {"axes": 18, **dict.fromkeys(TILES, 3)}
 DTYPES = (np.float32, np.float16, np.int32, np.int8, np.bool_)
 INT64_MAX, INT64_MIN = 2**63 - 1, -(2**63)
 INT32_MAX, INT32_MIN = 2**31 - 1, -(2**31)
@@ -39,6 +41,15 @@ def set_attribute(name: str, value: Any) -> Callable[[Call], None]:
 
 def set_integers(**values: tuple[int, ...]) -> Callable[[Call], None]:
     return lambda call: call.attributes.update({k: np.asarray(v, np.int64) for k, v in values.items()})
+
+
+def set_axes(**fields: tuple[int, ...]) -> Callable[[Call], None]:
+    """Changes fields of the token dimensions."""
+
+    def change(call: Call) -> None:
+        call.attributes["axes"] = axes_of(axis_fields(call.attributes["axes"]) | fields)
+
+    return change
 
 
 def set_result(name: str, shape: tuple[int, ...], dtype: Any) -> Callable[[Call], None]:
@@ -96,24 +107,27 @@ def operand_cases(target: Target) -> list[Case]:
 def attribute_cases() -> list[Case]:
     """Wrong type, length and values of each attribute."""
     cases = []
-    for name in (*EXTENTS, "is_causal"):
+    for name, length in LENGTHS.items():
+        ones = np.ones(length)
         cases += [
             Case(f"{name}-missing", lambda call, name=name: call.attributes.__delitem__(name), ("natten_jax", name)),
             Case(f"{name}-scalar", set_attribute(name, np.int64(2)), ("natten_jax", name)),
-            Case(f"{name}-float", set_attribute(name, np.ones(3, np.float32)), ("natten_jax", name)),
-            Case(f"{name}-int32", set_attribute(name, np.ones(3, np.int32)), ("natten_jax", name)),
+            Case(f"{name}-float", set_attribute(name, ones.astype(np.float32)), ("natten_jax", name)),
+            Case(f"{name}-int32", set_attribute(name, ones.astype(np.int32)), ("natten_jax", name)),
             Case(f"{name}-text", set_attribute(name, "3 3 3"), ("natten_jax", name)),
             *(
-                Case(f"{name}-length-{n}", set_integers(**{name: (1,) * n}), ("natten_jax", name, "3 values"))
-                for n in (0, 1, 2, 4, 1000)
+                Case(f"{name}-length-{n}", set_integers(**{name: (1,) * n}), ("natten_jax", name, f"{length} values"))
+                for n in (0, 1, 2, length - 1, length + 1, 1000)
             ),
         ]
+    for name in (*AXIS_FIELDS, *TILES):
+        set_values = set_integers if name in TILES else set_axes
         bad: tuple[int, ...] = (-1, 2, INT32_MAX, INT64_MAX, INT64_MIN)
         if name != "is_causal":
             bad = (0, -1, INT32_MIN, INT32_MAX + 1, 2**62, INT64_MAX, INT64_MIN)
         for value, position in itertools.product(bad, range(3)):
             values = tuple(value if i == position else 1 for i in range(3))
-            cases.append(Case(f"{name}-{value}-at-{position}", set_integers(**{name: values}), ("natten_jax", name)))
+            cases.append(Case(f"{name}-{value}-at-{position}", set_values(**{name: values}), ("natten_jax", name)))
     huge = (INT32_MAX,) * 3
     return [
         *cases,
@@ -130,12 +144,12 @@ def attribute_cases() -> list[Case]:
         ),
         Case("attribute-surplus", set_integers(window=(1, 1, 1)), ("natten_jax", "attributes")),
         Case("no-attributes", lambda call: call.attributes.clear(), ("natten_jax",)),
-        Case("stride-exceeds-window", set_integers(stride=(1, 4, 3)), ("natten_jax", "stride", "kernel_size")),
-        Case("window-exceeds-layout", set_integers(kernel_size=(2, 6, 3)), ("natten_jax", "kernel_size", "kv_layout")),
-        Case("dilated-window", set_integers(dilation=(2, 2, 2)), ("natten_jax", "dilation")),
-        Case("dilated-window-overflows", set_integers(kernel_size=huge, dilation=huge), ("natten_jax",)),
-        Case("layouts-differ", set_integers(query_layout=(4, 5, 7)), ("natten_jax", "query_layout", "kv_layout")),
-        Case("layout-below-extent", set_integers(query_layout=(4, 5, 5), kv_layout=(4, 5, 5)), ("natten_jax",)),
+        Case("stride-exceeds-window", set_axes(stride=(1, 4, 3)), ("natten_jax", "stride", "kernel_size")),
+        Case("window-exceeds-layout", set_axes(kernel_size=(2, 6, 3)), ("natten_jax", "kernel_size", "kv_extent")),
+        Case("dilated-window", set_axes(dilation=(2, 2, 2)), ("natten_jax", "dilation")),
+        Case("dilated-window-overflows", set_axes(kernel_size=huge, dilation=huge), ("natten_jax",)),
+        Case("layouts-differ", set_axes(query_extent=(4, 5, 7)), ("natten_jax", "query_extent", "kv_extent")),
+        Case("layout-below-extent", set_axes(query_extent=(4, 5, 5), kv_extent=(4, 5, 5)), ("natten_jax",)),
         Case("query-tile-too-large", set_integers(q_tile_shape=(17, 17, 17)), ("natten_jax", "q_tile_shape", "4096")),
         Case("kv-tile-too-large", set_integers(kv_tile_shape=(1, 1, 4097)), ("natten_jax", "kv_tile_shape", "4096")),
         Case("tile-product-overflows", set_integers(kv_tile_shape=huge), ("natten_jax", "kv_tile_shape")),
@@ -217,7 +231,7 @@ def origin_cases(target: Target) -> list[Case]:
         origins[row, column] = value
         message = ("natten_jax", "origins", "query") if row == 0 and target.reads_origins else None
         cases.append(Case(f"{name}-origin-{column}-{value}", set_operand("origins", origins), message))
-    large = {"query_layout": (INT32_MAX,) * 3, "kv_layout": (INT32_MAX,) * 3}
+    large = {"query_extent": (INT32_MAX,) * 3, "kv_extent": (INT32_MAX,) * 3}
     ones = (1, 1, 1)
     wide = {"kernel_size": (INT32_MAX,) * 3, "stride": (INT32_MAX,) * 3, "dilation": ones}
     far = np.full((2, 3), INT32_MAX - 6, np.int32)
@@ -226,7 +240,7 @@ def origin_cases(target: Target) -> list[Case]:
 
     def everywhere(values: dict[str, tuple[int, ...]], origins: np.ndarray) -> Callable[[Call], None]:
         def change(call: Call) -> None:
-            set_integers(**values)(call)
+            set_axes(**values)(call)
             call.operands["origins"] = origins
 
         return change

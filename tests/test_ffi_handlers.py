@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ffi_calls import GRADIENTS, PROBLEM_OPERANDS, TARGETS, Target, good_call, run_call
+from ffi_calls import GRADIENTS, PROBLEM_OPERANDS, TARGETS, Target, axis_fields, good_call, run_call
 from malformed_calls import CASES, DEVICE_ERROR
 from plans import plans_of
 from programs import run_python
 
 import natten_jax
 from natten_jax.backends.base import Operands
+from natten_jax.backends.kernel_rank import attributes
 from natten_jax.devices import Device
 from natten_jax.performance import Performance
 from natten_jax.problem import problem_of
@@ -138,12 +139,12 @@ def test_real_calls_are_those_tested_here(target: Target) -> None:
     good = good_call(target)
     (expected,) = (good_call(each) for each in TARGETS if (each.backend, each.results) == (target.backend, GRADIENTS))
     values = {name: array.tolist() for name, array in expected.attributes.items()}
-    window = (values[name] for name in ("kernel_size", "stride", "dilation"))
+    axes = axis_fields(expected.attributes["axes"])
     problem = problem_of(
-        values["query_layout"],
-        *window,
-        tuple(map(bool, values["is_causal"])),
-        kv_layout=values["kv_layout"],
+        axes["query_extent"],
+        *(axes[name] for name in ("kernel_size", "stride", "dilation")),
+        tuple(map(bool, axes["is_causal"])),
+        kv_layout=axes["kv_extent"],
         batch=2,
         heads=2,
         heads_kv=1,
@@ -178,3 +179,4 @@ def test_real_calls_are_those_tested_here(target: Target) -> None:
     assert types(variable.aval for variable in call.invars) == types(good.operands.values())
     assert types(variable.aval for variable in call.outvars) == types(good.results.values())
     assert dict(call.params["attributes"]).keys() == good.attributes.keys()
+    assert attributes(plans["backward"])["axes"] == tuple(values["axes"])

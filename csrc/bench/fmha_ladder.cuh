@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "bench/fmha_ladder.h"
+#include "cuda/common/launch.cuh"
 #include "cuda/sm80/products.cuh"
 #include "cuda/sm80/shared_tile.cuh"
 
@@ -221,12 +222,8 @@ template <class Traits>
 cudaError_t launch_rung(const FmhaParams& params, cudaStream_t stream) {
   const auto kernel = natten_jax_bench_fmha_forward<Traits>;
   constexpr int kSharedMemory = sizeof(typename Traits::SharedStorage);
-  if (const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedMemory)) {
-    return error;
-  }
   const dim3 grid((params.tokens + Traits::kQueries - 1) / Traits::kQueries, params.heads, params.batch);
-  kernel<<<grid, Traits::kThreads, kSharedMemory, stream>>>(params);
-  return cudaGetLastError();
+  return launch(kernel, {grid, Traits::kThreads, kSharedMemory, stream}, params);
 }
 
 template <class Element, int kHeadDim, class Tiles>

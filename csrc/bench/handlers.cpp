@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "bench/fmha_ladder.h"
+#include "cuda/common/cuda_status.h"
 #include "ffi/decode.h"
 #include "ffi/handler_support.h"
 
@@ -52,10 +53,8 @@ Error bench_fmha_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, xffi::
                                    *scale,
                                    is_causal == 1};
     const auto launch = is_bfloat16 ? bench::launch_fmha<true> : bench::launch_fmha<false>;
-    const cudaError_t error = launch(static_cast<bench::Rung>(rung), static_cast<bench::TileSizes>(tiles),
-                                     static_cast<int>(shape[3]), params, stream);
-    if (error == cudaSuccess) return Error::Success();
-    return Error::Internal(std::string("natten_jax: CUDA: ") + cudaGetErrorString(error));
+    return error_of(status_of(launch(static_cast<bench::Rung>(rung), static_cast<bench::TileSizes>(tiles),
+                                     static_cast<int>(shape[3]), params, stream)));
   });
 }
 

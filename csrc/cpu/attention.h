@@ -3,10 +3,9 @@
 
 #include "cpu/executor.h"
 #include "cpu/plan.h"
+#include "natten_jax/status.h"
 
 namespace natten_jax::cpu {
-
-enum class Status { kDone, kOutOfMemory };
 
 /// Computes output and logsumexp.
 Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Executor& executor);

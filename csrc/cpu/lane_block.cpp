@@ -9,29 +9,28 @@ namespace {
 class Visibility {
  public:
   Visibility(const Plan& plan, const Item& item, int dim)
-      : dimension_(plan.problem.dims[dim]), owns_queries_(plan.pass != Pass::kKeyValueGradient) {
+      : axis_(plan.problem.axes[dim]), owns_queries_(plan.pass != Pass::kKeyValueGradient) {
     if (item.owns_additional) {
       sees_everything_ = true;
-      local_ = {0, dimension_.query.extent};
+      local_ = {0, axis_.query.local_extent};
       return;
     }
     const std::int64_t group = item.segments[dim].group;
-    local_ = (owns_queries_ ? dimension_.kv : dimension_.query).local_indices(dimension_.dilation, group);
-    key_length_ = group_length(dimension_.kv.layout, dimension_.dilation, group);
-    query_length_ = group_length(dimension_.query.layout, dimension_.dilation, group);
+    local_ = (owns_queries_ ? axis_.kv : axis_.query).local_indices(axis_.window, group);
+    key_length_ = group_length(axis_.window, axis_.kv.extent, group);
+    query_length_ = group_length(axis_.window, axis_.query.extent, group);
   }
 
   Range<std::int64_t> of(std::int64_t index) const {
     if (sees_everything_) return local_;
-    const Dimension& d = dimension_;
-    const Range<std::int64_t> window =
-        owns_queries_ ? window_bounds(index, key_length_, d.kernel_size, d.stride, d.is_causal)
-                      : inverse_window_bounds(index, query_length_, key_length_, d.kernel_size, d.stride, d.is_causal);
-    return intersection(window, local_);
+    const Range<std::int64_t> range = owns_queries_
+                                          ? window_bounds(axis_.window, index, key_length_)
+                                          : inverse_window_bounds(axis_.window, index, query_length_, key_length_);
+    return intersection(range, local_);
   }
 
  private:
-  const Dimension& dimension_;
+  const Axis& axis_;
   bool owns_queries_;
   bool sees_everything_ = false;
   Range<std::int64_t> local_{0, 0};
@@ -43,11 +42,11 @@ TokenMap token_map(const Problem& problem, const Segment* segments, bool of_quer
   TokenMap map{0, {1, 1, 1}};
   std::int64_t pitch = 1;
   for (int dim = kRank - 1; dim >= 0; --dim) {
-    const Dimension& d = problem.dims[dim];
-    const TokenAxis& axis = of_queries ? d.query : d.kv;
-    map.offset += (segments[dim].group - axis.origin) * pitch;
-    map.pitch[dim] = d.dilation * pitch;
-    pitch *= axis.extent;
+    const Axis& axis = problem.axes[dim];
+    const Tokens& tokens = of_queries ? axis.query : axis.kv;
+    map.offset += (segments[dim].group - tokens.origin) * pitch;
+    map.pitch[dim] = axis.window.dilation * pitch;
+    pitch *= tokens.local_extent;
   }
   return map;
 }
@@ -171,8 +170,8 @@ Box enclosing_hull(const LaneBlock* blocks, std::int64_t count) {
 
 TokenMap stream_tokens(const Plan& plan, const Item& item) {
   if (item.owns_additional) {
-    const Dimension* d = plan.problem.dims;
-    return {0, {d[1].query.extent * d[2].query.extent, d[2].query.extent, 1}};
+    const Axis* axes = plan.problem.axes;
+    return {0, {axes[1].query.local_extent * axes[2].query.local_extent, axes[2].query.local_extent, 1}};
   }
   return token_map(plan.problem, item.segments, plan.pass == Pass::kKeyValueGradient);
 }

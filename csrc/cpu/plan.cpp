@@ -12,24 +12,25 @@ std::int64_t divide_up(std::int64_t a, std::int64_t b) {
   return (a + b - 1) / b;
 }
 
-const TokenAxis& owner_axis(const Dimension& dim, Pass pass) {
-  return pass == Pass::kKeyValueGradient ? dim.kv : dim.query;
+const Tokens& owner_side(const Axis& axis, Pass pass) {
+  return pass == Pass::kKeyValueGradient ? axis.kv : axis.query;
 }
 
-const TokenAxis& stream_axis(const Dimension& dim, Pass pass) {
-  return pass == Pass::kKeyValueGradient ? dim.query : dim.kv;
+const Tokens& stream_side(const Axis& axis, Pass pass) {
+  return pass == Pass::kKeyValueGradient ? axis.query : axis.kv;
 }
 
 /// Cuts the local tokens of every dilation group into tiles that start at multiples of the tile extent.
-std::vector<Segment> cut(const Dimension& dim, Pass pass, std::int64_t tile) {
-  const TokenAxis& axis = owner_axis(dim, pass);
-  const std::int64_t first = std::max<std::int64_t>(axis.origin, 0);
-  const std::int64_t last = std::min({axis.origin + axis.extent, axis.layout, first + dim.dilation});
+std::vector<Segment> cut(const Axis& axis, Pass pass, std::int64_t tile) {
+  const Tokens& tokens = owner_side(axis, pass);
+  const std::int64_t dilation = axis.window.dilation;
+  const std::int64_t first = std::max<std::int64_t>(tokens.origin, 0);
+  const std::int64_t last = std::min({tokens.origin + tokens.local_extent, tokens.extent, first + dilation});
   std::vector<Segment> segments;
   // The groups that have local tokens are those of the first `dilation` local coordinates.
   for (std::int64_t coordinate = first; coordinate < last; ++coordinate) {
-    const std::int64_t group = coordinate % dim.dilation;
-    const Range<std::int64_t> local = axis.local_indices(dim.dilation, group);
+    const std::int64_t group = coordinate % dilation;
+    const Range<std::int64_t> local = tokens.local_indices(axis.window, group);
     for (std::int64_t begin = local.begin; begin < local.end;) {
       const std::int64_t end = std::min((begin / tile + 1) * tile, local.end);
       segments.push_back({group, begin, end});
@@ -40,11 +41,12 @@ std::vector<Segment> cut(const Dimension& dim, Pass pass, std::int64_t tile) {
 }
 
 /// Stream tokens along one dimension that a lane block of `count` owner tokens sees, away from the edges.
-double union_extent(const Dimension& dim, std::int64_t count, std::int64_t tile) {
+double union_extent(const Axis& axis, std::int64_t count, std::int64_t tile) {
   // Blocks that start with a stride group span as few of them as possible.
-  const bool is_aligned = count % dim.stride == 0 && tile % count == 0;
-  const std::int64_t span = is_aligned ? count - dim.stride : divide_up(count - 1, dim.stride) * dim.stride;
-  return static_cast<double>(std::min(dim.kernel_size + span, divide_up(dim.kv.layout, dim.dilation)));
+  const std::int64_t stride = axis.window.stride;
+  const bool is_aligned = count % stride == 0 && tile % count == 0;
+  const std::int64_t span = is_aligned ? count - stride : divide_up(count - 1, stride) * stride;
+  return static_cast<double>(std::min(axis.window.kernel_size + span, divide_up(axis.kv.extent, axis.window.dilation)));
 }
 
 /// Chooses the shape of a lane block: the one whose lanes visit the fewest stream tokens altogether.
@@ -62,10 +64,11 @@ void choose_lane_box(Plan& plan, const std::int64_t* tile) {
         const std::int64_t heads = std::min(kLanes / (x * y * z), group_heads);
         double cost = static_cast<double>(divide_up(group_heads, heads));
         for (int dim = 0; dim < kRank; ++dim) {
-          const Dimension& d = p.dims[dim];
-          const std::int64_t owned = std::min(tile[dim], divide_up(owner_axis(d, plan.pass).extent, d.dilation));
+          const Axis& axis = p.axes[dim];
+          const std::int64_t group = divide_up(owner_side(axis, plan.pass).local_extent, axis.window.dilation);
+          const std::int64_t owned = std::min(tile[dim], group);
           const double blocks = static_cast<double>(divide_up(owned, box[dim])) / static_cast<double>(owned);
-          cost *= blocks * union_extent(d, std::min(box[dim], owned), tile[dim]);
+          cost *= blocks * union_extent(axis, std::min(box[dim], owned), tile[dim]);
         }
         const bool is_tie = cost < best * (1 + 1e-9);
         const bool is_better = cost < best * (1 - 1e-9);
@@ -166,9 +169,9 @@ Plan make_plan(const Problem& problem, const TileShapes& tiles, const Arrays& ar
   const std::int64_t* stream_tile = owns_queries ? tiles.kv : tiles.query;
   plan.stream_tokens = 1;
   for (int dim = 0; dim < kRank; ++dim) {
-    const Dimension& d = problem.dims[dim];
-    plan.segments[dim] = cut(d, pass, owner_tile[dim]);
-    plan.stream_tile[dim] = std::min(stream_tile[dim], stream_axis(d, pass).extent);
+    const Axis& axis = problem.axes[dim];
+    plan.segments[dim] = cut(axis, pass, owner_tile[dim]);
+    plan.stream_tile[dim] = std::min(stream_tile[dim], stream_side(axis, pass).local_extent);
     plan.stream_tokens *= plan.stream_tile[dim];
   }
   plan.stream_tokens = std::max(plan.stream_tokens, kMinStreamRows);

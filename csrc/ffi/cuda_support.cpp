@@ -4,6 +4,9 @@
 
 #include <string>
 
+#include "cuda/common/cuda_status.h"
+#include "ffi/handler_support.h"
+
 namespace natten_jax::ffi {
 
 using xffi::Error;
@@ -12,10 +15,6 @@ Error decode_device_call(const ProblemOperands& operands, const Attributes& attr
                          const std::int32_t*& origins) {
   NATTEN_JAX_RETURN_IF_ERROR(decode_origins(operands.origins, origins));
   return decode_problem(operands, attributes, origins != nullptr ? nullptr : kNoOrigins, call);
-}
-
-Error error_of(const std::string& sentence) {
-  return sentence.empty() ? Error::Success() : Error::InvalidArgument("natten_jax: " + sentence);
 }
 
 Error check_compute_capability(int major, int minor) {
@@ -27,7 +26,7 @@ Error check_compute_capability(int major, int minor) {
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&actual_minor, cudaDevAttrComputeCapabilityMinor, device);
   }
-  if (error != cudaSuccess) return Error::Internal(std::string("natten_jax: CUDA: ") + cudaGetErrorString(error));
+  if (error != cudaSuccess) return error_of(status_of(error));
   if (actual_major == major && actual_minor == minor) return Error::Success();
   return Error::InvalidArgument("natten_jax: the device has compute capability " + std::to_string(actual_major) + "." +
                                 std::to_string(actual_minor) + ", but must have " + std::to_string(major) + "." +

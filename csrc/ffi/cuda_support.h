@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 
 #include "ffi/decode.h"
 
@@ -11,9 +10,6 @@ namespace natten_jax::ffi {
 /// Checks and describes a call; `origins` are device memory, or null where all are zero.
 xffi::Error decode_device_call(const ProblemOperands& operands, const Attributes& attributes, Call& call,
                                const std::int32_t*& origins);
-
-/// What a launch says: nothing, or a sentence about what is not supported or failed.
-xffi::Error error_of(const std::string& sentence);
 
 /// Checks that the current device is of the compute capability that a family of kernels is compiled for.
 xffi::Error check_compute_capability(int major, int minor);

@@ -1,6 +1,8 @@
 #include "ffi/decode.h"
 
+#include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <string>
 #include <string_view>
@@ -15,8 +17,7 @@ using xffi::DataType;
 using xffi::Error;
 
 constexpr std::int64_t kLargestExtent = std::numeric_limits<std::int32_t>::max();
-constexpr std::int64_t kAttributes = 9;
-constexpr std::int64_t kLargestTile = 4096;
+constexpr std::int64_t kAttributes = 4;  // axes, q_tile_shape, kv_tile_shape, scale
 
 template <typename Part>
 std::string text(const Part& part) {
@@ -63,7 +64,67 @@ const char* type_name(DataType type) {
   }
 }
 
-Error decode_integers(const xffi::Dictionary& dictionary, const char* name, std::int64_t (&values)[kRank]) {
+/// A number that the attribute `axes` holds of each token dimension.
+struct AxisField {
+  const char* name;
+  std::int64_t smallest, largest;
+  std::int64_t (*get)(const Axis&);
+  void (*set)(Axis&, std::int64_t);
+};
+
+/// In the order of a row of `axes`.
+constexpr AxisField kAxisFields[] = {
+    {"query_extent", 1, kLargestExtent, [](const Axis& a) { return a.query.extent; },
+     [](Axis& a, std::int64_t value) { a.query.extent = value; }},
+    {"kv_extent", 1, kLargestExtent, [](const Axis& a) { return a.kv.extent; },
+     [](Axis& a, std::int64_t value) { a.kv.extent = value; }},
+    {"kernel_size", 1, kLargestExtent, [](const Axis& a) { return a.window.kernel_size; },
+     [](Axis& a, std::int64_t value) { a.window.kernel_size = value; }},
+    {"stride", 1, kLargestExtent, [](const Axis& a) { return a.window.stride; },
+     [](Axis& a, std::int64_t value) { a.window.stride = value; }},
+    {"dilation", 1, kLargestExtent, [](const Axis& a) { return a.window.dilation; },
+     [](Axis& a, std::int64_t value) { a.window.dilation = value; }},
+    {"is_causal", 0, 1, [](const Axis& a) { return std::int64_t{a.window.is_causal}; },
+     [](Axis& a, std::int64_t value) { a.window.is_causal = value == 1; }},
+};
+
+/// "name is [x, y, z]".
+std::string described(const char* name, const Axis (&axes)[kRank]) {
+  std::int64_t values[kRank] = {};
+  for (const AxisField& field : kAxisFields) {
+    if (std::string_view(field.name) != name) continue;
+    for (int i = 0; i < kRank; ++i) values[i] = field.get(axes[i]);
+  }
+  return std::string(name) + " is " + list(values);
+}
+
+Error decode_axes(const xffi::Dictionary& dictionary, Axis (&axes)[kRank]) {
+  constexpr std::size_t kFields = std::size(kAxisFields);
+  const auto span = dictionary.get<xffi::Span<const std::int64_t>>("axes");
+  if (!span.has_value()) {
+    return invalid("attribute axes must be an int64 array of ", kRank * kFields, " values (", span.error().message(),
+                   ")");
+  }
+  if (span->size() != kRank * kFields) {
+    return invalid("attribute axes has ", span->size(), " values, but must have ", kRank * kFields, " values, ",
+                   kFields, " for each of ", kRank, " token dimensions");
+  }
+  for (std::size_t f = 0; f < kFields; ++f) {
+    const AxisField& field = kAxisFields[f];
+    std::int64_t values[kRank];
+    for (int i = 0; i < kRank; ++i) values[i] = (*span)[i * kFields + f];
+    for (int i = 0; i < kRank; ++i) {
+      if (values[i] < field.smallest || values[i] > field.largest) {
+        return invalid("attribute axes: ", field.name, " is ", list(values), ", but its values must lie between ",
+                       field.smallest, " and ", field.largest);
+      }
+      field.set(axes[i], values[i]);
+    }
+  }
+  return Error::Success();
+}
+
+Error decode_tile(const xffi::Dictionary& dictionary, const char* name, std::int64_t (&values)[kRank]) {
   const auto span = dictionary.get<xffi::Span<const std::int64_t>>(name);
   if (!span.has_value()) {
     return invalid("attribute ", name, " must be an int64 array of ", kRank, " values (", span.error().message(), ")");
@@ -72,29 +133,19 @@ Error decode_integers(const xffi::Dictionary& dictionary, const char* name, std:
     return invalid("attribute ", name, " is ", list(*span), ", but must have ", kRank,
                    " values, one per token dimension");
   }
-  for (int i = 0; i < kRank; ++i) values[i] = (*span)[i];
-  return Error::Success();
-}
-
-Error decode_extents(const xffi::Dictionary& dictionary, const char* name, std::int64_t (&values)[kRank]) {
-  NATTEN_JAX_RETURN_IF_ERROR(decode_integers(dictionary, name, values));
-  for (const std::int64_t value : values) {
-    if (value < 1 || value > kLargestExtent) {
-      return invalid("attribute ", name, " is ", list(values), ", but its values must lie between 1 and ",
+  for (int i = 0; i < kRank; ++i) {
+    values[i] = (*span)[i];
+    if (values[i] < 1 || values[i] > kLargestExtent) {
+      return invalid("attribute ", name, " is ", list(*span), ", but its values must lie between 1 and ",
                      kLargestExtent);
     }
   }
-  return Error::Success();
-}
-
-Error decode_tile(const xffi::Dictionary& dictionary, const char* name, std::int64_t (&values)[kRank]) {
-  NATTEN_JAX_RETURN_IF_ERROR(decode_extents(dictionary, name, values));
   std::int64_t tokens = 1;
   for (const std::int64_t value : values) {
     // Both factors fit into 31 bits, so the product cannot overflow.
     tokens *= value;
-    if (tokens > kLargestTile) {
-      return invalid("attribute ", name, " is ", list(values), ", but a tile must have at most ", kLargestTile,
+    if (tokens > kMostTileTokens) {
+      return invalid("attribute ", name, " is ", list(values), ", but a tile must have at most ", kMostTileTokens,
                      " tokens");
     }
   }
@@ -115,20 +166,21 @@ Error check_rank_and_extents(const char* name, const AnyBuffer& array, std::size
   return Error::Success();
 }
 
-Error check_windows(const Attributes& a) {
-  for (int i = 0; i < kRank; ++i) {
-    if (a.stride[i] > a.kernel_size[i]) {
-      return invalid("attribute stride is ", list(a.stride), " and kernel_size is ", list(a.kernel_size),
+Error check_windows(const Axis (&axes)[kRank]) {
+  const auto value = [&](const char* name) { return described(name, axes); };
+  for (const Axis& axis : axes) {
+    const Window& w = axis.window;
+    if (w.stride > w.kernel_size) {
+      return invalid("attribute axes: ", value("stride"), " and ", value("kernel_size"),
                      ", but stride <= kernel_size must hold in every dimension");
     }
-    if (a.kernel_size[i] > a.kv_layout[i] / a.dilation[i]) {
-      return invalid("attribute kernel_size is ", list(a.kernel_size), " with dilation ", list(a.dilation),
-                     " and kv_layout ", list(a.kv_layout),
-                     ", but kernel_size * dilation <= kv_layout must hold in every dimension");
+    if (w.kernel_size > axis.kv.extent / w.dilation) {
+      return invalid("attribute axes: ", value("kernel_size"), ", ", value("dilation"), " and ", value("kv_extent"),
+                     ", but kernel_size * dilation <= kv_extent must hold in every dimension");
     }
-    if (a.query_layout[i] != a.kv_layout[i] && a.kernel_size[i] != a.kv_layout[i]) {
-      return invalid("attribute query_layout is ", list(a.query_layout), " and kv_layout is ", list(a.kv_layout),
-                     ", but they may differ only where kernel_size (", list(a.kernel_size), ") equals kv_layout");
+    if (axis.query.extent != axis.kv.extent && w.kernel_size != axis.kv.extent) {
+      return invalid("attribute axes: ", value("query_extent"), ", ", value("kv_extent"), " and ", value("kernel_size"),
+                     ", but extents may differ only where kernel_size equals kv_extent");
     }
   }
   return Error::Success();
@@ -151,21 +203,19 @@ Error decode_element_type(const AnyBuffer& query, ElementType& type) {
   }
 }
 
-Error decode_axes(const AnyBuffer& query, const AnyBuffer& key, const Attributes& a, const std::int32_t* origins,
-                  Problem& problem) {
+/// Adds what the operands say of the axes: local extents and origins.
+Error locate_axes(const AnyBuffer& query, const AnyBuffer& key, const std::int32_t* origins, Axis (&axes)[kRank]) {
   for (int i = 0; i < kRank; ++i) {
-    Dimension& dim = problem.dims[i];
-    dim.query = {a.query_layout[i], query.dimensions()[i + 1], origins ? origins[i] : 0};
-    dim.kv = {a.kv_layout[i], key.dimensions()[i + 1], origins ? origins[kRank + i] : 0};
-    dim.kernel_size = a.kernel_size[i];
-    dim.stride = a.stride[i];
-    dim.dilation = a.dilation[i];
-    dim.is_causal = a.is_causal[i];
+    Tokens& queries = axes[i].query;
+    queries.local_extent = query.dimensions()[i + 1];
+    queries.origin = origins ? origins[i] : 0;
+    axes[i].kv.local_extent = key.dimensions()[i + 1];
+    axes[i].kv.origin = origins ? origins[kRank + i] : 0;
     // Keys outside the layout are never seen, so halos may reach beyond it; queries must have a window.
-    if (dim.query.origin < 0 || dim.query.origin + dim.query.extent > dim.query.layout) {
-      return invalid("origins place the query tokens of dimension ", i, " at ", dim.query.origin, " to ",
-                     dim.query.origin + dim.query.extent, ", but they must lie inside query_layout ",
-                     list(a.query_layout));
+    if (queries.origin < 0 || queries.origin + queries.local_extent > queries.extent) {
+      return invalid("origins place the query tokens of dimension ", i, " at ", queries.origin, " to ",
+                     queries.origin + queries.local_extent, ", but ", described("query_extent", axes),
+                     " and they must lie inside it");
     }
   }
   return Error::Success();
@@ -207,21 +257,9 @@ Error decode_origins(const AnyBuffer& origins, const std::int32_t*& values) {
 }
 
 Error decode_attributes(const xffi::Dictionary& dictionary, Attributes& a, std::int64_t further) {
-  NATTEN_JAX_RETURN_IF_ERROR(decode_extents(dictionary, "query_layout", a.query_layout));
-  NATTEN_JAX_RETURN_IF_ERROR(decode_extents(dictionary, "kv_layout", a.kv_layout));
-  NATTEN_JAX_RETURN_IF_ERROR(decode_extents(dictionary, "kernel_size", a.kernel_size));
-  NATTEN_JAX_RETURN_IF_ERROR(decode_extents(dictionary, "stride", a.stride));
-  NATTEN_JAX_RETURN_IF_ERROR(decode_extents(dictionary, "dilation", a.dilation));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_axes(dictionary, a.axes));
   NATTEN_JAX_RETURN_IF_ERROR(decode_tile(dictionary, "q_tile_shape", a.tiles.query));
   NATTEN_JAX_RETURN_IF_ERROR(decode_tile(dictionary, "kv_tile_shape", a.tiles.kv));
-  std::int64_t is_causal[kRank];
-  NATTEN_JAX_RETURN_IF_ERROR(decode_integers(dictionary, "is_causal", is_causal));
-  for (int i = 0; i < kRank; ++i) {
-    if (is_causal[i] != 0 && is_causal[i] != 1) {
-      return invalid("attribute is_causal is ", list(is_causal), ", but its values must be 0 or 1");
-    }
-    a.is_causal[i] = is_causal[i] == 1;
-  }
   const auto scale = dictionary.get<float>("scale");
   if (!scale.has_value()) return invalid("attribute scale must be a float32 (", scale.error().message(), ")");
   if (!std::isfinite(*scale)) return invalid("attribute scale is ", *scale, ", but must be finite");
@@ -229,7 +267,7 @@ Error decode_attributes(const xffi::Dictionary& dictionary, Attributes& a, std::
   if (static_cast<std::int64_t>(dictionary.size()) != kAttributes + further) {
     return invalid("the call has ", dictionary.size(), " attributes, but must have ", kAttributes + further);
   }
-  return check_windows(a);
+  return check_windows(a.axes);
 }
 
 Error decode_choice(const xffi::Dictionary& dictionary, const char* name, std::int64_t largest, std::int64_t& value) {
@@ -279,7 +317,8 @@ Error decode_problem(const ProblemOperands& operands, const Attributes& a, const
   NATTEN_JAX_RETURN_IF_ERROR(check_array("additional_values", operands.additional_values, type,
                                          {p.batch, p.additional_kv, p.heads_kv, p.head_dim_v},
                                          "it has as many tokens as additional_keys and otherwise looks like value"));
-  return decode_axes(query, key, a, origins, p);
+  std::copy_n(a.axes, kRank, p.axes);
+  return locate_axes(query, key, origins, p.axes);
 }
 
 }  // namespace natten_jax::ffi

@@ -14,12 +14,7 @@ namespace xffi = ::xla::ffi;
 
 /// The attributes that every attention target takes, as one value.
 struct Attributes {
-  std::int64_t query_layout[kRank];
-  std::int64_t kv_layout[kRank];
-  std::int64_t kernel_size[kRank];
-  std::int64_t stride[kRank];
-  std::int64_t dilation[kRank];
-  bool is_causal[kRank];
+  Axis axes[kRank];  ///< Local extents and origins are those of the operands: decode_problem fills them in.
   float scale;
   TileShapes tiles;
 };

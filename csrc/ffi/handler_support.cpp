@@ -4,10 +4,25 @@
 
 namespace natten_jax::ffi {
 
+xffi::Error error_of(const Status& status) {
+  const auto error = [&](xffi::ErrorCode code) { return xffi::Error(code, "natten_jax: " + status.sentence()); };
+  switch (status.code()) {
+    case Status::Code::kDone:
+      return xffi::Error::Success();
+    case Status::Code::kInvalidArgument:
+      return error(xffi::ErrorCode::kInvalidArgument);
+    case Status::Code::kResourceExhausted:
+      return error(xffi::ErrorCode::kResourceExhausted);
+    case Status::Code::kInternal:
+      break;
+  }
+  return error(xffi::ErrorCode::kInternal);
+}
+
 xffi::Error check_query_array(const char* name, const xffi::AnyBuffer& array, const Problem& p, bool is_statistic) {
-  const std::int64_t x = p.dims[0].query.extent;
-  const std::int64_t y = p.dims[1].query.extent;
-  const std::int64_t z = p.dims[2].query.extent;
+  const std::int64_t x = p.axes[0].query.local_extent;
+  const std::int64_t y = p.axes[1].query.local_extent;
+  const std::int64_t z = p.axes[2].query.local_extent;
   if (is_statistic) {
     return check_array(name, array, xffi::DataType::F32, {p.batch, x, y, z, p.heads}, "one value per query and head");
   }

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "ffi/decode.h"
+#include "natten_jax/status.h"
 
 namespace natten_jax::ffi {
 
@@ -20,6 +21,9 @@ xffi::Error guarded(Body body) {
     return xffi::Error(xffi::ErrorCode::kInternal, "natten_jax: unknown exception");
   }
 }
+
+/// What XLA is told of how a call ended.
+xffi::Error error_of(const Status& status);
 
 /// Checks the per-query arrays that follow the problem's operands or are results.
 xffi::Error check_query_array(const char* name, const xffi::AnyBuffer& array, const Problem& p, bool is_statistic);

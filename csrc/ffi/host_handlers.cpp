@@ -37,11 +37,6 @@ cpu::Executor executor_of(xffi::ThreadPool& pool) {
   return {pool.num_threads() - 1, [&pool](std::function<void()> closure) { pool.Schedule(std::move(closure)); }};
 }
 
-Error error_of(cpu::Status status) {
-  if (status == cpu::Status::kDone) return Error::Success();
-  return Error(xffi::ErrorCode::kResourceExhausted, "natten_jax: no memory for the scratch buffers of attention");
-}
-
 Error cpu_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
                   AnyBuffer additional_values, AnyBuffer origins, Result out, Result logsumexp, Result remainder,
                   xffi::ThreadPool pool, xffi::Dictionary dictionary) {

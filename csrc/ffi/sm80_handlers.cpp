@@ -5,6 +5,7 @@
 #include <limits>
 #include <string>
 
+#include "cuda/common/cuda_status.h"
 #include "cuda/common/gradient_passes.h"
 #include "cuda/sm80/launch.h"
 #include "ffi/cuda_support.h"
@@ -44,8 +45,7 @@ Error sm80_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer ad
                               out->untyped_data(),
                               static_cast<float*>(logsumexp->untyped_data()),
                               remainder_values};
-    const std::string error = sm80::run_forward(call.problem, call.tiles, arrays, is_accurate == 1, stream);
-    return error_of(error);
+    return error_of(sm80::run_forward(call.problem, call.tiles, arrays, is_accurate == 1, stream));
   });
 }
 
@@ -119,9 +119,7 @@ Error sm80_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer a
                                       additional_keys_gradient->untyped_data(),
                                       additional_values_gradient->untyped_data(),
                                       sums};
-    const std::string error =
-        sm80::run_backward(problem, call.tiles, arrays, block, kv_splits, is_accurate == 1, stream);
-    return error_of(error);
+    return error_of(sm80::run_backward(problem, call.tiles, arrays, block, kv_splits, is_accurate == 1, stream));
   });
 }
 
@@ -170,10 +168,9 @@ Error sm80_delta(AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumexp_cot
                                            "one value per query and head"));
     const auto rows = static_cast<std::int64_t>(delta->element_count());
     if (rows == 0) return Error::Success();
-    const cudaError_t error = launch_delta(element_type, out.untyped_data(), out_cotangent.untyped_data(),
+    return error_of(status_of(launch_delta(element_type, out.untyped_data(), out_cotangent.untyped_data(),
                                            static_cast<const float*>(logsumexp_cotangent.untyped_data()),
-                                           static_cast<float*>(delta->untyped_data()), rows, shape[5], stream);
-    return error_of(error == cudaSuccess ? std::string() : std::string("CUDA: ") + cudaGetErrorString(error));
+                                           static_cast<float*>(delta->untyped_data()), rows, shape[5], stream)));
   });
 }
 

@@ -1,6 +1,7 @@
 // The handlers of the Hopper backward pass. Operands lie in device memory: their contents are the kernels' to read.
 #include <cuda_runtime_api.h>
 
+#include "cuda/common/cuda_status.h"
 #include "cuda/common/gradient_passes.h"
 #include "cuda/sm90/backward_launch.h"
 #include "ffi/cuda_support.h"
@@ -17,9 +18,10 @@ using xffi::Error;
 using Result = xffi::Result<AnyBuffer>;
 
 Error check_statistics(const char* name, const AnyBuffer& array, const Problem& p) {
-  return check_array(name, array, DataType::F32,
-                     {p.batch, p.heads, p.dims[0].query.extent, p.dims[1].query.extent, p.dims[2].query.extent, 2},
-                     "it holds two values per head and query");
+  return check_array(
+      name, array, DataType::F32,
+      {p.batch, p.heads, p.axes[0].query.local_extent, p.axes[1].query.local_extent, p.axes[2].query.local_extent, 2},
+      "it holds two values per head and query");
 }
 
 Error sm90_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
@@ -63,8 +65,7 @@ Error sm90_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer a
                                       additional_keys_gradient->untyped_data(),
                                       additional_values_gradient->untyped_data(),
                                       static_cast<float*>(scratch->untyped_data())};
-    const std::string error = sm90::run_backward(call.problem, call.tiles, arrays, is_deterministic == 1, stream);
-    return error_of(error);
+    return error_of(sm90::run_backward(call.problem, call.tiles, arrays, is_deterministic == 1, stream));
   });
 }
 
@@ -96,13 +97,11 @@ Error sm90_statistics(AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumex
                                            {shape[0], shape[4], shape[1], shape[2], shape[3], 2},
                                            "two values per head and query"));
     if (statistics->element_count() == 0) return Error::Success();
-    const cudaError_t error = launch_statistics(
+    return error_of(status_of(launch_statistics(
         type == DataType::BF16, out.untyped_data(), out_cotangent.untyped_data(),
         static_cast<const float*>(logsumexp.untyped_data()),
         static_cast<const float*>(logsumexp_cotangent.untyped_data()), static_cast<float*>(statistics->untyped_data()),
-        shape[0], shape[1] * shape[2] * shape[3], shape[4], shape[5], stream);
-    if (error == cudaSuccess) return Error::Success();
-    return Error::Internal(std::string("natten_jax: CUDA: ") + cudaGetErrorString(error));
+        shape[0], shape[1] * shape[2] * shape[3], shape[4], shape[5], stream)));
   });
 }
 

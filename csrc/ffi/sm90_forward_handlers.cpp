@@ -44,9 +44,8 @@ Error sm90_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer ad
                               static_cast<float*>(logsumexp->untyped_data()),
                               remainder_values,
                               static_cast<std::int32_t*>(next_tile->untyped_data())};
-    const std::string error =
-        sm90::run_forward(call.problem, call.tiles, arrays, {is_ping_pong == 1, is_persistent == 1}, stream);
-    return error_of(error);
+    return error_of(
+        sm90::run_forward(call.problem, call.tiles, arrays, {is_ping_pong == 1, is_persistent == 1}, stream));
   });
 }
 

@@ -29,7 +29,7 @@ from natten_jax.problem import Problem, Shape
 
 _FORWARD = "natten_jax_cpu_forward"
 _BACKWARD = "natten_jax_cpu_backward"
-_LARGEST_TILE = 4096  # tokens; csrc/ffi/decode.cpp has the same limit
+_LARGEST_TILE = 4096  # tokens; kMostTileTokens of csrc/include/natten_jax/problem.h
 
 
 class CpuBackend(Backend):

@@ -39,7 +39,7 @@ _DELTA = "natten_jax_sm80_delta"
 _LARGEST_HEAD_DIM = 256
 _LARGEST_TILE = 128  # tokens
 _WIDE_Q_TILE = 256  # tokens, forward, of some heads
-#: Major compute capabilities with the shared memory for that: kWideFormSharedMemory of csrc/cuda/sm80/forward.h.
+#: Major compute capabilities with the shared memory for that: kWideFormCapabilities of csrc/cuda/sm80/forms.h.
 _WIDE_FORM_CAPABILITIES = (9, 10)
 _MOST_SPLITS = 2**31 - 1
 

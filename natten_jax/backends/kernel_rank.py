@@ -81,15 +81,11 @@ def attributes(plan: Plan) -> dict[str, Shape | float]:
     """The attributes that every target takes."""
     problem = plan.problem
     missing = (Axis(1, 1, 1),) * (_KERNEL_RANK - problem.rank)
-    axes = {
-        field.name: tuple(int(getattr(axis, field.name)) for axis in (*missing, *problem.axes))
-        for field in dataclasses.fields(Axis)
-    }
+    # A row for each token dimension: its facts in the order that csrc/ffi/decode.cpp names them in.
+    rows = map(dataclasses.astuple, (*missing, *problem.axes))
     q_tile, kv_tile = ((*(1,) * len(missing), *tile) for tile in plan.tiles)
     return {
-        "query_layout": axes.pop("query_extent"),
-        "kv_layout": axes.pop("kv_extent"),
-        **axes,
+        "axes": tuple(int(fact) for row in rows for fact in row),
         "scale": float(problem.scale),
         "q_tile_shape": q_tile,
         "kv_tile_shape": kv_tile,

@@ -19,7 +19,7 @@ from natten_jax.devices import ComputeCapability
 from natten_jax.passes import Pass, TilePair, outer_and_inner
 from natten_jax.problem import Problem
 
-#: Rounds from which on kernels take tiles from a counter: kTilesWorthCounting of csrc/cuda/sm90/launch.cpp.
+#: Rounds from which on kernels take tiles from a counter: kTilesWorthCounting of csrc/cuda/sm90/forms.h.
 _COUNTED_ROUNDS = 4
 
 

@@ -3,40 +3,10 @@
 
 #include <cute/config.hpp>
 
-#include "cuda/common/axis.h"
+#include "cuda/common/device_axis.h"
 #include "natten_jax/windows.h"
 
 namespace natten_jax {
-
-/// window_bounds of natten_jax/windows.h with the division by multiplication.
-CUTE_DEVICE Range<int> fast_window_bounds(const Axis& axis, int index, int length) {
-  const int group_start = axis.by_stride.divide(index) * axis.stride;
-  if (axis.is_causal) {
-    const int leader = min(group_start + axis.stride - 1, length - 1);
-    return {max(leader - axis.kernel_size + 1, 0), min(index + 1, length)};
-  }
-  const int leader = min(group_start + axis.stride / 2, length - 1);
-  const int start = min(max(leader - axis.kernel_size / 2, 0), length - axis.kernel_size);
-  return {start, start + axis.kernel_size};
-}
-
-/// inverse_window_bounds of natten_jax/windows.h with the divisions by multiplication.
-CUTE_DEVICE Range<int> fast_inverse_window_bounds(const Axis& axis, int index, int query_length, int key_length) {
-  const bool seen_to_the_end = index >= key_length - axis.kernel_size;
-  const auto group_start = [&](int query) { return axis.by_stride.divide(query) * axis.stride; };
-  int first = 0, last = query_length;
-  if (axis.is_causal) {
-    first = index;
-    if (!seen_to_the_end) last = group_start(index + axis.kernel_size);
-  } else {
-    const int left = axis.kernel_size / 2, right = axis.kernel_size - 1 - left;
-    const int offset = axis.stride - axis.stride / 2 - 1;
-    if (index >= axis.kernel_size) first = group_start(index - right + offset);
-    if (!seen_to_the_end) last = group_start(index + left + offset + 1);
-  }
-  last = min(last, query_length);
-  return {min(first, last), last};
-}
 
 /// An origin split by the dilation, rounded down: local coordinate 0 is token `index` of dilation group `group`.
 struct Origin {
@@ -64,7 +34,7 @@ struct GroupPair {
   int own_residue, other_residue;  // local coordinate of the group's first token, modulo the dilation
   int own_shift, other_shift;      // index of the group's first local token
 
-  CUTE_DEVICE GroupPair(const Axis& axis, int residue, Origin own, Origin other)
+  CUTE_DEVICE GroupPair(const DeviceAxis& axis, int residue, Origin own, Origin other)
       : group(own.group + residue), own_residue(residue) {
     own_shift = own.index + (group >= axis.dilation);
     group -= group >= axis.dilation ? axis.dilation : 0;
@@ -72,11 +42,6 @@ struct GroupPair {
     other_shift = other.index + (group < other.group);
   }
 };
-
-/// Tokens of a dilation group among `extent` tokens. Sums of extents and dilations may exceed 32 bits.
-CUTE_DEVICE int fast_group_length(const Axis& axis, int extent, int residue) {
-  return residue < extent ? axis.by_dilation.divide(extent - 1 - residue) + 1 : 0;
-}
 
 /// One dimension of a query tile: a dilation group of local queries and the same group of local keys.
 struct AxisPlan {
@@ -86,21 +51,21 @@ struct AxisPlan {
   int length;                     // global keys of the group
   int q_begin;
 
-  CUTE_DEVICE AxisPlan(const Axis& axis, int residue, int tile_index, Origin query, Origin kv)
+  CUTE_DEVICE AxisPlan(const DeviceAxis& axis, int residue, int tile_index, Origin query, Origin kv)
       : query_residue(residue), q_begin(tile_index * axis.q_tile) {
     const GroupPair pair(axis, residue, query, kv);
     kv_residue = pair.other_residue;
     query_shift = pair.own_shift;
     kv_shift = pair.other_shift;
-    queries = fast_group_length(axis, axis.query_extent, residue);
-    keys = fast_group_length(axis, axis.kv_extent, kv_residue);
-    length = fast_group_length(axis, axis.kv_layout, pair.group);
+    queries = group_length(axis, axis.query_local_extent, residue);
+    keys = group_length(axis, axis.kv_local_extent, kv_residue);
+    length = group_length(axis, axis.kv_extent, pair.group);
   }
 
   /// Local keys that the query at `coordinate` of the tile sees; past the layout, those of the last query. Both ends
   /// are clamped: an origin that places queries far outside the layout must not make ranges that overflow.
-  CUTE_DEVICE int2 seen(const Axis& axis, int coordinate) const {
-    const auto window = fast_window_bounds(axis, min(q_begin + coordinate, queries - 1) + query_shift, length);
+  CUTE_DEVICE int2 seen(const DeviceAxis& axis, int coordinate) const {
+    const auto window = window_bounds(axis, min(q_begin + coordinate, queries - 1) + query_shift, length);
     return make_int2(max(window.begin - kv_shift, 0), min(max(window.end - kv_shift, 0), keys));
   }
 };
@@ -108,9 +73,9 @@ struct AxisPlan {
 /// Of a dimension's key/value tiles, the number of the `i`th by the queries that see them, the most first. Windows at
 /// an end of the layout do not shrink, so that keys from half a window to a window away from it are seen by more
 /// queries than all others, and those nearer by fewer; the causal ones of the last window are seen by the fewest.
-CUTE_DEVICE int longest_first(const Axis& axis, int i) {
+CUTE_DEVICE int longest_first(const DeviceAxis& axis, int i) {
   if (axis.is_causal) return i;
-  const bool at_end = i % 2 != 0;  // ends take turns
+  const bool at_end = i % 2 != 0;  // from either end
   const int place = i / 2, tiles = (axis.kv_tiles + !at_end) / 2;
   const int nearest = axis.by_kv_tile.divide(axis.kernel_size / 2);
   const int last = min(axis.by_kv_tile.divide(axis.kernel_size + axis.kv_tile - 1), tiles);
@@ -129,27 +94,29 @@ struct KeyAxisPlan {
   int kv_begin;
   int first, last;  // keys of the tile that lie in the local and the global layout; none where last < first
 
-  CUTE_DEVICE KeyAxisPlan(const Axis& axis, int residue, int tile_index, Origin query, Origin kv)
+  CUTE_DEVICE KeyAxisPlan(const DeviceAxis& axis, int residue, int tile_index, Origin query, Origin kv)
       : kv_residue(residue), kv_begin(tile_index * axis.kv_tile) {
     const GroupPair pair(axis, residue, kv, query);
     query_residue = pair.other_residue;
     query_shift = pair.other_shift;
     kv_shift = pair.own_shift;
-    queries = fast_group_length(axis, axis.query_extent, query_residue);
-    keys = fast_group_length(axis, axis.kv_extent, residue);
-    query_length = fast_group_length(axis, axis.query_layout, pair.group);
-    key_length = fast_group_length(axis, axis.kv_layout, pair.group);
+    queries = group_length(axis, axis.query_local_extent, query_residue);
+    keys = group_length(axis, axis.kv_local_extent, residue);
+    query_length = group_length(axis, axis.query_extent, pair.group);
+    key_length = group_length(axis, axis.kv_extent, pair.group);
     first = max(kv_begin, -kv_shift);
     last = min(min(kv_begin + axis.kv_tile, keys), key_length - kv_shift) - 1;
   }
 
   /// Whether every key of the tile lies in the layouts.
-  CUTE_DEVICE bool is_whole(const Axis& axis) const { return first == kv_begin && last == kv_begin + axis.kv_tile - 1; }
+  CUTE_DEVICE bool is_whole(const DeviceAxis& axis) const {
+    return first == kv_begin && last == kv_begin + axis.kv_tile - 1;
+  }
 
   /// Local queries that see a local key; none where the key lies outside the layouts.
-  CUTE_DEVICE int2 seen_by(const Axis& axis, int key) const {
+  CUTE_DEVICE int2 seen_by(const DeviceAxis& axis, int key) const {
     if (key < first || key > last) return make_int2(0, 0);
-    const auto window = fast_inverse_window_bounds(axis, key + kv_shift, query_length, key_length);
+    const auto window = inverse_window_bounds(axis, key + kv_shift, query_length, key_length);
     return make_int2(max(window.begin - query_shift, 0), min(max(window.end - query_shift, 0), queries));
   }
 };

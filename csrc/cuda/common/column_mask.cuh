@@ -4,7 +4,7 @@
 #include <cute/arch/util.hpp>
 #include <cute/config.hpp>
 
-#include "cuda/common/axis.h"
+#include "cuda/common/device_axis.h"
 
 namespace natten_jax {
 
@@ -13,12 +13,12 @@ namespace natten_jax {
 /// than cut". Those sets are tabulated once per CTA.
 ///
 /// Element e of a row is column 8 * (e / 2) + 2 * (lane % 4) + e % 2, as mma and wgmma lay an accumulator out.
-template <int Axis::* kTile, cutlass::FastDivmod Axis::* kByTile>
+template <int DeviceAxis::* kTile, cutlass::FastDivmod DeviceAxis::* kByTile>
 struct BoxMask {
   std::uint32_t* words;  // [dimension][cut][lane % 4]
   int offset[3];
 
-  CUTE_DEVICE BoxMask(std::uint32_t* words, const Axis (&axis)[3])
+  CUTE_DEVICE BoxMask(std::uint32_t* words, const DeviceAxis (&axis)[3])
       : words(words), offset{0, 4 * (axis[0].*kTile + 1), 4 * (axis[0].*kTile + 1 + axis[1].*kTile + 1)} {}
 
   /// Words that tables for tiles of at most `columns` columns take.
@@ -26,7 +26,7 @@ struct BoxMask {
 
   /// Fills the tables; warps 0 to `warps` - 1 take part whole, and their results need a barrier before use.
   template <int kColumns>
-  CUTE_DEVICE void build(const Axis (&axis)[3], int warp, int warps) const {
+  CUTE_DEVICE void build(const DeviceAxis (&axis)[3], int warp, int warps) const {
     // Each lane stands for an element of the rows that threads with this number modulo 4 hold.
     const int lane = threadIdx.x % 32, lane4 = warp % 4;
     const int column = 8 * (lane / 2) + 2 * lane4 + lane % 2;
@@ -51,7 +51,7 @@ struct BoxMask {
   }
 
   /// The elements of a row whose tokens lie in [begin, end) in every dimension; `tile` is the tile's first token.
-  CUTE_DEVICE std::uint32_t row(const Axis (&axis)[3], int4 begin, int4 end, int4 tile, int lane4) const {
+  CUTE_DEVICE std::uint32_t row(const DeviceAxis (&axis)[3], int4 begin, int4 end, int4 tile, int lane4) const {
     return between(0, axis[0].*kTile, begin.x - tile.x, end.x - tile.x, lane4) &
            between(1, axis[1].*kTile, begin.y - tile.y, end.y - tile.y, lane4) &
            between(2, axis[2].*kTile, begin.z - tile.z, end.z - tile.z, lane4);
@@ -100,8 +100,8 @@ struct LaneMask {
 };
 
 /// Columns are keys, rows are queries.
-using ColumnMask = BoxMask<&Axis::kv_tile, &Axis::by_kv_tile>;
+using KeyColumnMask = BoxMask<&DeviceAxis::kv_tile, &DeviceAxis::by_kv_tile>;
 /// Columns are queries, rows are keys.
-using QueryColumnMask = BoxMask<&Axis::q_tile, &Axis::by_q_tile>;
+using QueryColumnMask = BoxMask<&DeviceAxis::q_tile, &DeviceAxis::by_q_tile>;
 
 }  // namespace natten_jax

@@ -6,7 +6,7 @@
 #include <type_traits>
 
 #include "cuda/common/gradient_passes.h"
-#include "cuda/common/overlapped_launch.cuh"
+#include "cuda/common/launch.cuh"
 #include "natten_jax/logsumexp.h"
 
 namespace natten_jax {
@@ -162,6 +162,9 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 /// Fills elements with zeros, the first `quads` * 4 of them four at once.
+///
+/// It waits before it allows: the kernel after it reads its operands, which kernels before this one wrote, without
+/// waiting for more than to be started. Allowed earlier, it could start while those still write.
 __global__ void __launch_bounds__(kThreads) natten_jax_clear(float* elements, std::int64_t quads, std::int64_t number) {
   wait_for_previous_kernel();
   allow_next_kernel();
@@ -186,18 +189,17 @@ cudaError_t launch_statistics(bool is_bfloat16, const void* out, const void* out
                               const float* logsumexp_cotangent, float* statistics, std::int64_t batch,
                               std::int64_t tokens, std::int64_t heads, std::int64_t head_dim, cudaStream_t stream) {
   const int chunks = static_cast<int>(head_dim / kElements);
-  const auto launch = [&](auto kernel, int lanes) {
+  const auto launch_kernel = [&](auto kernel, int lanes) {
     const std::int64_t rows = batch * tokens * heads;
-    kernel<<<unrolled_blocks_for(rows * lanes), kThreads, 0, stream>>>(
-        static_cast<const uint4*>(out), static_cast<const uint4*>(out_cotangent), logsumexp, logsumexp_cotangent,
-        reinterpret_cast<float2*>(statistics), Rows(tokens, heads), rows, chunks);
-    return cudaGetLastError();
+    return launch(kernel, {unrolled_blocks_for(rows * lanes), kThreads, 0, stream}, static_cast<const uint4*>(out),
+                  static_cast<const uint4*>(out_cotangent), logsumexp, logsumexp_cotangent,
+                  reinterpret_cast<float2*>(statistics), Rows(tokens, heads), rows, chunks);
   };
   const auto launch_for = [&](auto pair) {
     using Pair = decltype(pair);
-    if (chunks <= 8) return launch(natten_jax_delta_reduction<Pair, 8>, 8);
-    if (chunks <= 16) return launch(natten_jax_delta_reduction<Pair, 16>, 16);
-    return launch(natten_jax_delta_reduction<Pair, 32>, 32);
+    if (chunks <= 8) return launch_kernel(natten_jax_delta_reduction<Pair, 8>, 8);
+    if (chunks <= 16) return launch_kernel(natten_jax_delta_reduction<Pair, 16>, 16);
+    return launch_kernel(natten_jax_delta_reduction<Pair, 32>, 32);
   };
   return is_bfloat16 ? launch_for(__nv_bfloat162{}) : launch_for(__half2{});
 }
@@ -205,16 +207,14 @@ cudaError_t launch_statistics(bool is_bfloat16, const void* out, const void* out
 cudaError_t launch_delta(ElementType type, const void* out, const void* out_cotangent, const float* logsumexp_cotangent,
                          float* delta, std::int64_t rows, std::int64_t head_dim, cudaStream_t stream) {
   const int chunks = static_cast<int>(head_dim * (type == ElementType::kFloat32 ? 4 : 2) / kChunkBytes);
-  const auto launch = [&](auto kernel, int lanes) {
-    kernel<<<blocks_for(rows * lanes), kThreads, 0, stream>>>(static_cast<const uint4*>(out),
-                                                              static_cast<const uint4*>(out_cotangent),
-                                                              logsumexp_cotangent, delta, rows, chunks);
-    return cudaGetLastError();
+  const auto launch_kernel = [&](auto kernel, int lanes) {
+    return launch(kernel, {blocks_for(rows * lanes), kThreads, 0, stream}, static_cast<const uint4*>(out),
+                  static_cast<const uint4*>(out_cotangent), logsumexp_cotangent, delta, rows, chunks);
   };
   const auto launch_for = [&](auto pair) {
     using Pair = decltype(pair);
-    if (chunks <= 8) return launch(natten_jax_row_delta_reduction<Pair, 8>, 8);
-    return launch(natten_jax_row_delta_reduction<Pair, 16>, 16);
+    if (chunks <= 8) return launch_kernel(natten_jax_row_delta_reduction<Pair, 8>, 8);
+    return launch_kernel(natten_jax_row_delta_reduction<Pair, 16>, 16);
   };
   return type == ElementType::kFloat32    ? launch_for(float2{})
          : type == ElementType::kBFloat16 ? launch_for(__nv_bfloat162{})
@@ -226,28 +226,20 @@ cudaError_t launch_convert_gradient(bool is_bfloat16, const float* sums, float s
                                     std::int64_t head_dim, bool overlaps, cudaStream_t stream) {
   const int chunks = static_cast<int>(head_dim / kElements);
   const std::int64_t all_chunks = batch * tokens * heads * chunks;
-  const auto launch = [&](auto kernel) {
-    const int blocks = unrolled_blocks_for(all_chunks);
-    const auto* from = reinterpret_cast<const float4*>(sums);
-    auto* to = static_cast<uint4*>(gradient);
-    const Rows rows(tokens, heads);
-    const cutlass::FastDivmodU64 by_chunks(chunks);
-    if (overlaps) {
-      return launch_overlapped(kernel, blocks, kThreads, 0, stream, from, scale, to, rows, all_chunks, all_heads,
-                               chunks, by_chunks);
-    }
-    kernel<<<blocks, kThreads, 0, stream>>>(from, scale, to, rows, all_chunks, all_heads, chunks, by_chunks);
-    return cudaGetLastError();
+  const auto launch_kernel = [&](auto kernel) {
+    return launch(kernel, {unrolled_blocks_for(all_chunks), kThreads, 0, stream, overlaps},
+                  reinterpret_cast<const float4*>(sums), scale, static_cast<uint4*>(gradient), Rows(tokens, heads),
+                  all_chunks, all_heads, chunks, cutlass::FastDivmodU64(chunks));
   };
-  return is_bfloat16 ? launch(natten_jax_convert_gradient<__nv_bfloat162>)
-                     : launch(natten_jax_convert_gradient<__half2>);
+  return is_bfloat16 ? launch_kernel(natten_jax_convert_gradient<__nv_bfloat162>)
+                     : launch_kernel(natten_jax_convert_gradient<__half2>);
 }
 
 cudaError_t launch_clear(float* elements, std::int64_t number, cudaStream_t stream) {
   const bool is_aligned = reinterpret_cast<std::uintptr_t>(elements) % sizeof(float4) == 0;
   const std::int64_t quads = is_aligned ? number / 4 : 0;
   const int blocks = std::min(blocks_for((number + 3) / 4), kClearingBlocks);
-  return launch_overlapped(natten_jax_clear, blocks, kThreads, 0, stream, elements, quads, number);
+  return launch(natten_jax_clear, {blocks, kThreads, 0, stream, true}, elements, quads, number);
 }
 
 }  // namespace natten_jax

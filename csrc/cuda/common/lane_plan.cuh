@@ -49,7 +49,7 @@ CUTE_DEVICE AxisPlan plan_axis(const Params& p, Origin query_origin, Origin kv_o
   p.axis[2].by_dilation(group, residue_z, group);
   p.axis[1].by_dilation(residue_x, residue_y, group);
   const int d = planned_dimension();
-  const Axis& axis = p.axis[d];
+  const DeviceAxis& axis = p.axis[d];
   int tile_index = d == 0 ? tile_x : d == 1 ? tile_y : tile_z;
   // Late queries of a causal dimension see the most keys: the longest work comes first.
   if (axis.is_causal) tile_index = axis.q_tiles - 1 - tile_index;

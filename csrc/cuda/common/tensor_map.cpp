@@ -3,7 +3,11 @@
 #include <cudaTypedefs.h>
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <limits>
+#include <string>
+
+#include "cuda/common/cuda_status.h"
 
 namespace natten_jax {
 namespace {
@@ -11,18 +15,23 @@ namespace {
 constexpr std::int64_t kRowBytes = 128;
 constexpr std::int64_t kLargestBox = 256;
 
-/// The driver's encoder, found at run time: the library does not link against the driver.
-PFN_cuTensorMapEncodeTiled_v12000 encoder() {
-  static const auto function = [] {
-    void* address = nullptr;
-    cudaDriverEntryPointQueryResult status;
-    const auto error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &address, 12000, cudaEnableDefault, &status);
-    return error == cudaSuccess && status == cudaDriverEntryPointSuccess
-               ? reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(address)
-               : nullptr;
-  }();
-  return function;
+/// The driver's encoder, found at run time: the library does not link against the driver. A failure is not kept: a
+/// later call may find a driver that works.
+Status find_encoder(PFN_cuTensorMapEncodeTiled_v12000& result) {
+  static std::atomic<PFN_cuTensorMapEncodeTiled_v12000> found{nullptr};
+  result = found.load(std::memory_order_relaxed);
+  if (result != nullptr) return {};
+  void* address = nullptr;
+  cudaDriverEntryPointQueryResult answer;
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &address, 12000, cudaEnableDefault, &answer);
+  if (error != cudaSuccess) return status_of(error);
+  if (answer != cudaDriverEntryPointSuccess) {
+    return Status::internal("the CUDA driver has no tensor maps (cuTensorMapEncodeTiled)");
+  }
+  result = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(address);
+  found.store(result, std::memory_order_relaxed);
+  return {};
 }
 
 CUtensorMapDataType data_type(ElementType type) {
@@ -37,20 +46,20 @@ CUtensorMapDataType data_type(ElementType type) {
 }
 
 /// Encodes a map of five dimensions; `box` without the innermost one, of which boxes hold a swizzled row.
-std::string encode_map(const void* data, ElementType type, const std::int64_t (&sizes)[5],
-                       const std::int64_t (&strides)[4], const std::int64_t (&box)[4], CUtensorMap& map) {
-  const auto encode = encoder();
-  if (encode == nullptr) return "the CUDA driver has no tensor maps (cuTensorMapEncodeTiled)";
-  const std::int64_t element_bytes = type == ElementType::kFloat32 ? 4 : 2;
+Status encode_map(const void* data, ElementType type, const std::int64_t (&sizes)[5], const std::int64_t (&strides)[4],
+                  const std::int64_t (&box)[4], CUtensorMap& map) {
+  PFN_cuTensorMapEncodeTiled_v12000 encode = nullptr;
+  if (Status status = find_encoder(encode); status.failed()) return status;
+  const std::int64_t bytes = element_bytes(type);
   cuuint64_t extents[5], pitches[4];
-  cuuint32_t boxes[5] = {static_cast<cuuint32_t>(kRowBytes / element_bytes)};
+  cuuint32_t boxes[5] = {static_cast<cuuint32_t>(kRowBytes / bytes)};
   for (int i = 0; i < 5; ++i) extents[i] = static_cast<cuuint64_t>(sizes[i]);
   for (int i = 0; i < 4; ++i) {
     if (box[i] > kLargestBox) {
-      return "a tile extent of " + std::to_string(box[i]) + " exceeds the " + std::to_string(kLargestBox) +
-             " tokens that a tensor copy takes";
+      return Status::invalid_argument("a tile extent of " + std::to_string(box[i]) + " exceeds the " +
+                                      std::to_string(kLargestBox) + " tokens that a tensor copy takes");
     }
-    pitches[i] = static_cast<cuuint64_t>(strides[i] * element_bytes);
+    pitches[i] = static_cast<cuuint64_t>(strides[i] * bytes);
     boxes[i + 1] = static_cast<cuuint32_t>(box[i]);
   }
   const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
@@ -58,17 +67,19 @@ std::string encode_map(const void* data, ElementType type, const std::int64_t (&
                                  element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return {};
-  return "the CUDA driver refused a tensor map (error " + std::to_string(static_cast<int>(result)) + ")";
+  return Status::internal("the CUDA driver refused a tensor map (error " + std::to_string(static_cast<int>(result)) +
+                          ")");
 }
 
 }  // namespace
 
-std::string encode_head_map(const TokenGrid& grid, const std::int64_t (&box)[3], CUtensorMap& map) {
+Status encode_head_map(const TokenGrid& grid, const std::int64_t (&box)[3], CUtensorMap& map) {
   const std::int64_t token = grid.heads * grid.head_dim;
   const std::int64_t pitch[3] = {grid.extent[1] * grid.extent[2] * token, grid.extent[2] * token, token};
   const std::int64_t heads = grid.batch * grid.extent[0] * grid.extent[1] * grid.extent[2] * grid.heads;
   if (heads > std::numeric_limits<std::int32_t>::max()) {
-    return "an array has " + std::to_string(heads) + " heads of all its tokens, but must have at most 2^31";
+    return Status::invalid_argument("an array has " + std::to_string(heads) +
+                                    " heads of all its tokens, but must have at most 2^31");
   }
   return encode_map(
       grid.data, grid.element_type, {grid.head_dim, heads, grid.tokens[2], grid.tokens[1], grid.tokens[0]},
@@ -76,7 +87,7 @@ std::string encode_head_map(const TokenGrid& grid, const std::int64_t (&box)[3],
       {1, box[2], box[1], box[0]}, map);
 }
 
-std::string encode_tensor_map(const TokenGrid& grid, const std::int64_t (&box)[3], CUtensorMap& map) {
+Status encode_tensor_map(const TokenGrid& grid, const std::int64_t (&box)[3], CUtensorMap& map) {
   const std::int64_t token = grid.heads * grid.head_dim;
   const std::int64_t pitch[3] = {grid.extent[1] * grid.extent[2] * token, grid.extent[2] * token, token};
   std::int64_t last_offset = 0;
@@ -84,7 +95,7 @@ std::string encode_tensor_map(const TokenGrid& grid, const std::int64_t (&box)[3
     last_offset += (grid.dilation[d] - 1) * pitch[d];
   }
   if (token + last_offset > std::numeric_limits<std::int32_t>::max()) {
-    return "the first tokens of the dilation groups lie more than 2^31 elements apart";
+    return Status::invalid_argument("the first tokens of the dilation groups lie more than 2^31 elements apart");
   }
   return encode_map(grid.data, grid.element_type,
                     {token + last_offset, grid.tokens[2], grid.tokens[1], grid.tokens[0], grid.batch},

@@ -4,9 +4,9 @@
 #include <cuda.h>
 
 #include <cstdint>
-#include <string>
 
 #include "natten_jax/problem.h"
+#include "natten_jax/status.h"
 
 namespace natten_jax {
 
@@ -27,13 +27,13 @@ struct TokenGrid {
 /// says where the token (0, 0, 0) of a dilation group starts. Rows end with head_dim: loads fill up with zeros, stores
 /// leave the next head alone.
 ///
-/// Returns an empty string, or a sentence that says what the hardware does not take.
-std::string encode_head_map(const TokenGrid& grid, const std::int64_t (&box)[3], CUtensorMap& map);
+/// Fails where the hardware does not take it.
+Status encode_head_map(const TokenGrid& grid, const std::int64_t (&box)[3], CUtensorMap& map);
 
 /// Encodes a map of dimensions [heads * head_dim, z, y, x, batch] whose boxes hold one swizzled row of 128 bytes of
 /// dimension 0 and `box` tokens; where a group starts is added to coordinate 0.
 ///
-/// Returns an empty string, or a sentence that says what the hardware does not take.
-std::string encode_tensor_map(const TokenGrid& grid, const std::int64_t (&box)[3], CUtensorMap& map);
+/// Fails where the hardware does not take it.
+Status encode_tensor_map(const TokenGrid& grid, const std::int64_t (&box)[3], CUtensorMap& map);
 
 }  // namespace natten_jax

@@ -3,18 +3,18 @@
 
 #include <cute/config.hpp>
 
-#include "cuda/common/axis.h"
+#include "cuda/common/device_axis.h"
 
 namespace natten_jax {
 
 /// Walks over tiles of extents `kTile`, last dimension fastest, without divisions.
-template <int Axis::* kTile>
+template <int DeviceAxis::* kTile>
 struct TileWalk {
   int x, y, z;
 
   CUTE_DEVICE explicit TileWalk(int4 begin) : x(begin.x), y(begin.y), z(begin.z) {}
 
-  CUTE_DEVICE void next(const Axis (&axis)[3], int4 begin, int4 end) {
+  CUTE_DEVICE void next(const DeviceAxis (&axis)[3], int4 begin, int4 end) {
     z += axis[2].*kTile;
     if (z >= end.z) {
       z = begin.z;
@@ -27,21 +27,21 @@ struct TileWalk {
   }
 
   /// Whether the tile here holds nothing between `begin` and `end`.
-  CUTE_DEVICE bool is_outside(const Axis (&axis)[3], int4 begin, int4 end) const {
+  CUTE_DEVICE bool is_outside(const DeviceAxis (&axis)[3], int4 begin, int4 end) const {
     return x >= end.x || y >= end.y || z >= end.z || x + axis[0].*kTile <= begin.x || y + axis[1].*kTile <= begin.y ||
            z + axis[2].*kTile <= begin.z;
   }
 
   /// Whether the tile here lies between `begin` and `end` whole.
-  CUTE_DEVICE bool is_inside(const Axis (&axis)[3], int4 begin, int4 end) const {
+  CUTE_DEVICE bool is_inside(const DeviceAxis (&axis)[3], int4 begin, int4 end) const {
     return x >= begin.x && y >= begin.y && z >= begin.z && x + axis[0].*kTile <= end.x && y + axis[1].*kTile <= end.y &&
            z + axis[2].*kTile <= end.z;
   }
 };
 
 /// The key/value tiles of a query tile.
-using KvWalk = TileWalk<&Axis::kv_tile>;
+using KvWalk = TileWalk<&DeviceAxis::kv_tile>;
 /// The query tiles of a key/value tile.
-using QueryWalk = TileWalk<&Axis::q_tile>;
+using QueryWalk = TileWalk<&DeviceAxis::q_tile>;
 
 }  // namespace natten_jax

@@ -118,7 +118,8 @@ CUTE_DEVICE bool plan_keys(const BackwardParams& p, int tile, int group, typenam
   if (p.is_additional) {
     const int first = tile * Traits::kKeys, tokens = static_cast<int>(p.keys);
     const int4 begin = make_int4(0, 0, 0, 0);
-    const int4 end = make_int4(p.axis[0].query_extent, p.axis[1].query_extent, p.axis[2].query_extent, 0);
+    const int4 end =
+        make_int4(p.axis[0].query_local_extent, p.axis[1].query_local_extent, p.axis[2].query_local_extent, 0);
     for (int row = threadIdx.x; row < Traits::kKeys; row += Traits::kThreads) {
       const bool exists = first + row < tokens;
       shared.row_windows[row][0] = make_int4(0, 0, 0, exists ? first + row : -1);
@@ -156,7 +157,7 @@ CUTE_DEVICE bool plan_keys(const BackwardParams& p, int tile, int group, typenam
     for (int d = 0; d < 3; ++d) {
       const int index = axes[d].kv_begin + at[d];
       exists = exists && index < axes[d].keys;
-      token = token * p.axis[d].kv_extent + index * p.axis[d].dilation + residue[d];
+      token = token * p.axis[d].kv_local_extent + index * p.axis[d].dilation + residue[d];
       seen[d] = exists ? axes[d].seen_by(p.axis[d], index) : make_int2(0, 0);
     }
     shared.row_windows[row][0] = make_int4(seen[0].x, seen[1].x, seen[2].x, exists ? token : -1);
@@ -172,12 +173,12 @@ CUTE_DEVICE bool plan_keys(const BackwardParams& p, int tile, int group, typenam
       hull_end[d] = of_last.y;
       inner_begin[d] = of_last.x;
       inner_end[d] = axes[d].is_whole(p.axis[d]) && p.kv_tile_tokens % Traits::kKeys == 0 ? of_first.y : of_last.x;
-      first_token = first_token * p.axis[d].query_extent + axes[d].query_residue;
+      first_token = first_token * p.axis[d].query_local_extent + axes[d].query_residue;
     }
     CUTE_UNROLL
     for (int d = 2; d >= 0; --d) {
       pitch[d] = tokens * p.axis[d].dilation;
-      tokens *= p.axis[d].query_extent;
+      tokens *= p.axis[d].query_local_extent;
     }
     shared.box = {make_int4(hull_begin[0], hull_begin[1], hull_begin[2], 0),
                   make_int4(hull_end[0], hull_end[1], hull_end[2], 0),

@@ -1,5 +1,4 @@
 #include "cuda/sm80/backward_instances.cuh"
 
-template cudaError_t natten_jax::sm80::launch_backward<natten_jax::sm80::Arithmetic::kFloat32>(const BackwardParams&,
-                                                                                               int, int, int,
-                                                                                               cudaStream_t);
+template natten_jax::Status natten_jax::sm80::launch_backward<natten_jax::sm80::Arithmetic::kFloat32>(
+    const BackwardParams&, const BackwardForm&, int, cudaStream_t);

@@ -8,40 +8,37 @@
 namespace natten_jax::sm80 {
 
 template <Arithmetic kArithmetic>
-cudaError_t launch_backward(const BackwardParams& params, int head_dim, int keys, int ctas, cudaStream_t stream) {
+Status launch_backward(const BackwardParams& params, const BackwardForm& form, int ctas, cudaStream_t stream) {
   using Element = typename OfArithmetic<kArithmetic>::Element;
   using Product = typename OfArithmetic<kArithmetic>::Product;
+  Status result = no_such_form(form.head_dim);
   const auto run = [&](auto traits) {
     using Traits = decltype(traits);
-    return launch<Traits>(natten_jax_sm80_fna_backward<Traits>, params, ctas, stream);
+    static_assert(
+        has_backward_form(Traits::kHeadDim, sizeof(Element), Traits::kKeys, sizeof(typename Traits::SharedStorage)));
+    if (form.head_dim == Traits::kHeadDim && form.keys == Traits::kKeys) {
+      result = launch_form<Traits>(natten_jax_sm80_fna_backward<Traits>, params, ctas, stream);
+    }
   };
   const auto run_anywhere = [&](auto traits) {
     static_assert(kFitsEverywhere<decltype(traits)>);
-    return run(traits);
+    run(traits);
   };
+  using Two = WarpGrid<2, 2>;
+  using Wide = WarpGrid<4, 2>;
   if constexpr (sizeof(Element) == 4) {
-    using Two = WarpGrid<2, 2>;
-    if (head_dim == 64) {
-      return run_anywhere(
-          BackwardTraits<Element, Product, 64, 64, 32, 2, WarpGrid<4, 2>, WarpGrid<4, 2>, WarpGrid<2, 4>>{});
-    }
-    if (head_dim == 128) return run_anywhere(BackwardTraits<Element, Product, 128, 32, 32, 1, Two, Two, Two>{});
-    if (keys == 32) return run(BackwardTraits<Element, Product, 256, 32, 32, 1, Two, Two, Two>{});
-    return run_anywhere(
-        BackwardTraits<Element, Product, 256, 16, 16, 1, WarpGrid<1, 1>, WarpGrid<1, 4>, WarpGrid<1, 4>>{});
+    run_anywhere(BackwardTraits<Element, Product, 64, 64, 32, 2, Wide, Wide, WarpGrid<2, 4>>{});
+    run_anywhere(BackwardTraits<Element, Product, 128, 32, 32, 1, Two, Two, Two>{});
+    run(BackwardTraits<Element, Product, 256, 32, 32, 1, Two, Two, Two>{});
+    run_anywhere(BackwardTraits<Element, Product, 256, 16, 16, 1, WarpGrid<1, 1>, WarpGrid<1, 4>, WarpGrid<1, 4>>{});
   } else {
-    using Two = WarpGrid<2, 2>;
-    using Wide = WarpGrid<4, 2>;
-    if (head_dim == 64) {
-      return run_anywhere(BackwardTraits<Element, Product, 64, 128, 64, 1, Wide, Wide, WarpGrid<2, 4>>{});
-    }
-    if (head_dim == 128 && keys == 128) {
-      return run(BackwardTraits<Element, Product, 128, 128, 64, 2, Wide, Wide, WarpGrid<2, 4>>{});
-    }
-    if (head_dim == 128) return run_anywhere(BackwardTraits<Element, Product, 128, 64, 32, 2, Two, Two, Two>{});
-    if (keys == 32) return run_anywhere(BackwardTraits<Element, Product, 256, 32, 32, 1, Two, Two, Two>{});
-    return run(BackwardTraits<Element, Product, 256, 64, 32, 1, Wide, WarpGrid<2, 4>, WarpGrid<2, 4>>{});
+    run_anywhere(BackwardTraits<Element, Product, 64, 128, 64, 1, Wide, Wide, WarpGrid<2, 4>>{});
+    run(BackwardTraits<Element, Product, 128, 128, 64, 2, Wide, Wide, WarpGrid<2, 4>>{});
+    run_anywhere(BackwardTraits<Element, Product, 128, 64, 32, 2, Two, Two, Two>{});
+    run(BackwardTraits<Element, Product, 256, 64, 32, 1, Wide, WarpGrid<2, 4>, WarpGrid<2, 4>>{});
+    run_anywhere(BackwardTraits<Element, Product, 256, 32, 32, 1, Two, Two, Two>{});
   }
+  return result;
 }
 
 }  // namespace natten_jax::sm80

@@ -7,8 +7,8 @@
 
 namespace natten_jax::sm80 {
 
-/// Buffers that take turns. All threads of a CTA fill one and read it. No warp waits for another one before it needs
-/// what that one copies, or the room of what that one reads.
+/// Buffers that are filled one after the other; fills are numbered. All threads of a CTA fill one and read it. No warp
+/// waits for another one before it needs what that one copies, or the room of what that one reads.
 template <int kBuffers, int kThreads>
 struct CopyRing {
   std::uint64_t full[kBuffers], free[kBuffers];  // barriers in shared memory
@@ -20,25 +20,25 @@ struct CopyRing {
     initialise(free[threadIdx.x]);
   }
 
-  /// Waits until all threads have read what the buffer of a turn held before.
-  CUTE_DEVICE void wait_free(int turn) const {
-    if (turn >= kBuffers) wait(free[turn % kBuffers], turn / kBuffers - 1);
+  /// Waits until all threads have read what a fill's buffer held before.
+  CUTE_DEVICE void wait_free(int fill) const {
+    if (fill >= kBuffers) wait(free[fill % kBuffers], fill / kBuffers - 1);
   }
 
-  /// Says that all copies which this thread has started belong to this turn or earlier ones.
-  CUTE_DEVICE void arrive_copies(int turn) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&full[turn % kBuffers]))
+  /// Says that all copies which this thread has started belong to this fill or to earlier ones.
+  CUTE_DEVICE void arrive_copies(int fill) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&full[fill % kBuffers]))
                  : "memory");
   }
 
-  /// Waits until all threads' copies of a turn are there.
-  CUTE_DEVICE void wait_full(int turn) const { wait(full[turn % kBuffers], turn / kBuffers); }
+  /// Waits until all threads' copies of a fill are there.
+  CUTE_DEVICE void wait_full(int fill) const { wait(full[fill % kBuffers], fill / kBuffers); }
 
-  /// Says that this thread has read what it needs of a turn.
-  CUTE_DEVICE void release(int turn) {
+  /// Says that this thread has read what it needs of a fill.
+  CUTE_DEVICE void release(int fill) {
     __syncwarp();  // lanes are together anyway, and this tells the compiler
     asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(
-                     shared_address(&free[turn % kBuffers]))
+                     shared_address(&free[fill % kBuffers]))
                  : "memory");
   }
 

@@ -32,7 +32,7 @@ struct ForwardTraits {
   static constexpr int kThreads = 32 * kWarps;
   using Tile = SharedTile<kHeadDim * sizeof(Element)>;
   static constexpr int kRowBlocks = Tile::kRowBytes <= 256 ? 2 : 1;  // of 16 rows, in a warp
-  static constexpr int kStages = kStages_;  // steps in shared memory; 0: keys and values take turns in one buffer
+  static constexpr int kStages = kStages_;  // steps in shared memory; 0: keys and values share one buffer
   static constexpr bool kIsRing = kStages > 2;
   static constexpr int kRows = 16 * kRowBlocks * kWarps;
   static constexpr bool kQueryInRegisters = Tile::kRowBytes <= 128;
@@ -49,7 +49,7 @@ struct ForwardTraits {
     TileRows<KeyCopy> columns;             // of key/value tiles
     KeySteps<kThreads> steps;
     SeenBox warp_boxes[kWarps];
-    std::uint32_t mask_words[ColumnMask::capacity(kMostColumns)];
+    std::uint32_t mask_words[KeyColumnMask::capacity(kMostColumns)];
   };
 };
 
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
 
   const int steps = plan.steps;
   shared.steps.fill(p, plan, kColumns, 0);
-  const ColumnMask column_mask(shared.mask_words, p.axis);
+  const KeyColumnMask column_mask(shared.mask_words, p.axis);
   if (plan.needs_mask) column_mask.template build<kMostColumns>(p.axis, threadIdx.x / 32, Traits::kWarps);
   __syncthreads();
   for (int step = 0; step < min(steps, kAhead); ++step) {
@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
             const auto& seen = shared.row_windows[row0 + 8 * i];
             visible[0] = column_mask.row(p.axis, quad(seen[0]), quad(seen[1]), at, lane4) >> (place >> 3) / 4;
           } else {
-            visible[0] = ColumnMask::first(p.additional_kv - at.w, lane4);
+            visible[0] = KeyColumnMask::first(p.additional_kv - at.w, lane4);
           }
         }
         CUTE_UNROLL

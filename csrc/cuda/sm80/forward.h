@@ -4,7 +4,9 @@
 #include <cuda_runtime_api.h>
 
 #include "cuda/sm80/arithmetic.h"
+#include "cuda/sm80/forms.h"
 #include "cuda/sm80/params.h"
+#include "natten_jax/status.h"
 
 namespace natten_jax::sm80 {
 
@@ -15,25 +17,18 @@ struct SharedMemory {
   int reserved;        // that each CTA takes besides its own
 };
 
-/// The form for more queries than the others take: its rows, the head dimension that it is compiled for, and the bytes
-/// of shared memory that its CTAs need. It takes 16-bit elements.
-constexpr int kWideFormRows = 256;
-constexpr int kWideFormHeadDim = 128;
-constexpr int kWideFormSharedMemory = 226 << 10;
-
-/// Launches a form for a head dimension of 64, 128 or 256 on `ctas` CTAs; cudaErrorInvalidConfiguration where none
-/// fits.
+/// Launches a form on `ctas` CTAs, with the most stages of which two CTAs fit on a multiprocessor, or else the most.
 template <Arithmetic kArithmetic>
-cudaError_t launch_forward(const ForwardParams& params, int head_dim, const SharedMemory& memory, int ctas,
-                           cudaStream_t stream);
+Status launch_forward(const ForwardParams& params, const ForwardForm& form, const SharedMemory& memory, int ctas,
+                      cudaStream_t stream);
 
-extern template cudaError_t launch_forward<Arithmetic::kFloat16>(const ForwardParams&, int, const SharedMemory&, int,
-                                                                 cudaStream_t);
-extern template cudaError_t launch_forward<Arithmetic::kBFloat16>(const ForwardParams&, int, const SharedMemory&, int,
-                                                                  cudaStream_t);
-extern template cudaError_t launch_forward<Arithmetic::kFloat32>(const ForwardParams&, int, const SharedMemory&, int,
-                                                                 cudaStream_t);
-extern template cudaError_t launch_forward<Arithmetic::kTensorFloat32>(const ForwardParams&, int, const SharedMemory&,
-                                                                       int, cudaStream_t);
+extern template Status launch_forward<Arithmetic::kFloat16>(const ForwardParams&, const ForwardForm&,
+                                                            const SharedMemory&, int, cudaStream_t);
+extern template Status launch_forward<Arithmetic::kBFloat16>(const ForwardParams&, const ForwardForm&,
+                                                             const SharedMemory&, int, cudaStream_t);
+extern template Status launch_forward<Arithmetic::kFloat32>(const ForwardParams&, const ForwardForm&,
+                                                            const SharedMemory&, int, cudaStream_t);
+extern template Status launch_forward<Arithmetic::kTensorFloat32>(const ForwardParams&, const ForwardForm&,
+                                                                  const SharedMemory&, int, cudaStream_t);
 
 }  // namespace natten_jax::sm80

@@ -1,7 +1,7 @@
 // Copies of rows of tokens into tiles, by all threads of a CTA.
 #pragma once
 
-#include "cuda/common/axis.h"
+#include "cuda/common/device_axis.h"
 #include "cuda/sm80/shared_tile.cuh"
 
 namespace natten_jax::sm80 {

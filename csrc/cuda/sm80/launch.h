@@ -4,9 +4,9 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <string>
 
 #include "natten_jax/problem.h"
+#include "natten_jax/status.h"
 
 namespace natten_jax::sm80 {
 
@@ -43,10 +43,9 @@ struct BackwardArrays {
   float* query_gradient_sums;  ///< Scratch of 16-bit problems: [batch, heads, x, y, z, head_dim], for some of them.
 };
 
-/// Runs the forward pass on a stream; returns an empty string, or a sentence that says what is not supported or
-/// failed. Products of float32 arrays are computed in TF32 unless `is_accurate`.
-std::string run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, bool is_accurate,
-                        cudaStream_t stream);
+/// Runs the forward pass on a stream. Products of float32 arrays are computed in TF32 unless `is_accurate`.
+Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, bool is_accurate,
+                   cudaStream_t stream);
 
 /// The heads whose query gradients are summed up at a time: all of some batch entries, or some of one entry.
 struct HeadBlock {
@@ -58,8 +57,8 @@ struct HeadBlock {
 HeadBlock head_block(const Problem& problem, std::int64_t scratch_elements);
 
 /// Runs the backward pass likewise. The key/value tiles of a head and dilation group are shared by up to `kv_splits`
-/// CTAs; 0 is one for each tile. Gradients are reproducible where it is 1. Blocks of heads take turns.
-std::string run_backward(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays,
-                         const HeadBlock& block, std::int64_t kv_splits, bool is_accurate, cudaStream_t stream);
+/// CTAs; 0 is one for each tile. Gradients are reproducible where it is 1. Blocks of heads run one after the other.
+Status run_backward(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays,
+                    const HeadBlock& block, std::int64_t kv_splits, bool is_accurate, cudaStream_t stream);
 
 }  // namespace natten_jax::sm80

@@ -3,7 +3,12 @@
 
 #include <cuda_runtime_api.h>
 
+#include <string>
+
+#include "cuda/common/cuda_status.h"
+#include "cuda/common/launch.cuh"
 #include "cuda/sm80/arithmetic.h"
+#include "cuda/sm80/forms.h"
 #include "cuda/sm80/products.cuh"
 
 namespace natten_jax::sm80 {
@@ -24,21 +29,19 @@ struct OfArithmetic<Arithmetic::kTensorFloat32> {
   using Product = FloatProduct<false>;
 };
 
-/// Bytes of shared memory that a CTA may have on every GPU since Ampere.
-constexpr int kLeastSharedMemory = 99 << 10;
-
 template <class Traits>
 constexpr bool kFitsEverywhere = sizeof(typename Traits::SharedStorage) <= kLeastSharedMemory;
 
 /// Launches `kernel`, the form of a kernel for `Traits`.
 template <class Traits, class Params>
-cudaError_t launch(void (*kernel)(Params), const Params& params, int ctas, cudaStream_t stream) {
+Status launch_form(void (*kernel)(Params), const Params& params, int ctas, cudaStream_t stream) {
   constexpr int kSharedMemory = sizeof(typename Traits::SharedStorage);
-  if (const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedMemory)) {
-    return error;
-  }
-  kernel<<<ctas, Traits::kThreads, kSharedMemory, stream>>>(params);
-  return cudaGetLastError();
+  return status_of(launch(kernel, {dim3(ctas), Traits::kThreads, kSharedMemory, stream}, params));
+}
+
+/// What a launch says of a form that it was not compiled for: the table of forms and the kernels disagree.
+inline Status no_such_form(int head_dim) {
+  return Status::internal("no kernel is compiled for heads of " + std::to_string(head_dim));
 }
 
 }  // namespace natten_jax::sm80

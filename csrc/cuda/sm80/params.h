@@ -5,12 +5,12 @@
 
 #include <cstdint>
 
-#include "cuda/common/axis.h"
+#include "cuda/common/device_axis.h"
 
 namespace natten_jax::sm80 {
 
 struct ForwardParams {
-  Axis axis[3];
+  DeviceAxis axis[3];
   const void* query;
   const void* key;
   const void* value;
@@ -35,7 +35,7 @@ struct ForwardParams {
 };
 
 struct BackwardParams {
-  Axis axis[3];
+  DeviceAxis axis[3];
   const void* query;
   const void* key;
   const void* value;

@@ -25,7 +25,7 @@ CUTE_DEVICE int4 quad(const int (&numbers)[4]) {
 
 /// Tokens between neighboring keys of a dilation group.
 CUTE_DEVICE int4 key_pitch(const ForwardParams& p) {
-  const int line = p.axis[2].kv_extent, plane = line * p.axis[1].kv_extent;
+  const int line = p.axis[2].kv_local_extent, plane = line * p.axis[1].kv_local_extent;
   return make_int4(plane * p.axis[0].dilation, line * p.axis[1].dilation, p.axis[2].dilation, 0);
 }
 
@@ -55,7 +55,7 @@ CUTE_DEVICE void share_plan(const ForwardParams& p, const AxisPlan& own, int bat
   plan.needs_mask = needs_mask;
   plan.window_steps = all_tiles * ((p.kv_tile_tokens + kColumns - 1) / kColumns);
   plan.steps = plan.window_steps + (p.additional_kv + kColumns - 1) / kColumns;
-  plan.first_key = (residue[0] * p.axis[1].kv_extent + residue[1]) * p.axis[2].kv_extent + residue[2];
+  plan.first_key = (residue[0] * p.axis[1].kv_local_extent + residue[1]) * p.axis[2].kv_local_extent + residue[2];
   const int kv_head = p.by_heads_per_kv.divide(head);
   const auto of_head = [&](const void* data, std::int64_t tokens, int head_dim) {
     return static_cast<const char*>(data) +
@@ -100,7 +100,7 @@ CUTE_DEVICE void plan_row(const ForwardParams& p, const AxisPlan& own, int row, 
   p.axis[1].by_q_tile(x, y, line);
 #pragma unroll 1
   for (int d = 0; d < 3; ++d) {
-    const Axis& axis = p.axis[d];
+    const DeviceAxis& axis = p.axis[d];
     const AxisPlan plan = of_lane(own, d);
     const int coordinate = d == 0 ? x : d == 1 ? y : z, index = plan.q_begin + coordinate;
     const int2 seen = plan.seen(axis, coordinate);
@@ -111,7 +111,7 @@ CUTE_DEVICE void plan_row(const ForwardParams& p, const AxisPlan& own, int row, 
     box.inner_begin[d] = __reduce_max_sync(kAll, exists ? seen.x : -kMost);
     box.inner_end[d] = __reduce_min_sync(kAll, exists ? seen.y : kMost);
     is_inside = is_inside && index < plan.queries;
-    token = token * axis.query_extent + index * axis.dilation + plan.query_residue;
+    token = token * axis.query_local_extent + index * axis.dilation + plan.query_residue;
   }
   begin[3] = is_inside ? token : -1;
 }

@@ -47,11 +47,11 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
   constexpr int kStages = Traits::kStages, kScoreBuffers = Traits::kScoreBuffers;
   constexpr auto kRowsFirst = GMMA::Major::MN, kRowsLast = GMMA::Major::K;
   // The warpgroups split the keys or, where there are only 64, the queries of the logits and the columns of the key and
-  // value gradients. They split the columns of the query gradient or, where those are few, take turns with whole ones.
-  constexpr bool kSplitsKeys = Traits::kSplitsKeys, kTakesTurns = Traits::kTakesTurns;
+  // value gradients. They split the columns of the query gradient or, where those are few, alternate with whole ones.
+  constexpr bool kSplitsKeys = Traits::kSplitsKeys, kAlternates = Traits::kAlternates;
   constexpr int kLogitColumns = kSplitsKeys ? kQueries : kQueries / 2;
   constexpr int kGradientColumns = kSplitsKeys ? kHeadDim : kHeadDim / 2;
-  constexpr int kSumColumns = kTakesTurns ? kHeadDim : kHeadDim / 2;
+  constexpr int kSumColumns = kAlternates ? kHeadDim : kHeadDim / 2;
   const int thread = threadIdx.x % 128;
   const int warpgroup = cutlass::canonical_warp_group_idx() - 1;
   const int row_block = kSplitsKeys ? warpgroup : 0, column_block = kSplitsKeys ? 0 : warpgroup;
@@ -91,16 +91,16 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
   const Tensor keys = thread_s.partition_fragment_A(key_part(shared.k));
   const Tensor values = thread_s.partition_fragment_A(key_part(shared.v));
   const Tensor queries = thread_s.partition_fragment_B(part(shared.q[0], QueryRows{}, QueryPart{}, column_block, 0));
-  const Tensor outs =
+  const Tensor out_cotangents =
       thread_s.partition_fragment_B(part(shared.out_cotangent[0], QueryRows{}, QueryPart{}, column_block, 0));
   const Tensor queries_t =
       thread_kv.partition_fragment_B(part(shared.q[0], QueryColumns{}, GradientPart{}, column_block, 0));
-  const Tensor outs_t =
+  const Tensor out_cotangents_t =
       thread_kv.partition_fragment_B(part(shared.out_cotangent[0], QueryColumns{}, GradientPart{}, column_block, 0));
   const Tensor scores_t = thread_q.partition_fragment_A(
       part(shared.score_gradient[0], ScoreColumns{}, Shape<_64, Int<kKeys>, Int<kScoreBuffers>>{}, 0, 0));
   const Tensor keys_t = thread_q.partition_fragment_B(
-      part(shared.k, KeyColumns{}, Shape<Int<kSumColumns>, Int<kKeys>, _1>{}, kTakesTurns ? 0 : warpgroup, 0));
+      part(shared.k, KeyColumns{}, Shape<Int<kSumColumns>, Int<kKeys>, _1>{}, kAlternates ? 0 : warpgroup, 0));
   Tensor s = partition_fragment_C(product_s, Shape<_64, Int<kLogitColumns>>{});
   Tensor ds = partition_fragment_C(product_s, Shape<_64, Int<kLogitColumns>>{});
   Tensor dk = partition_fragment_C(product_kv, Shape<_64, Int<kGradientColumns>>{});
@@ -120,7 +120,7 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
     copy(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, copy_s.retile_S(as_accumulator), to(_, _, _, buffer));
   };
   const std::uint32_t sums = cast_smem_ptr_to_uint(shared.query_gradient) +
-                             (kTakesTurns ? 0 : warpgroup * int{kSumColumns * kQueries * sizeof(float)});
+                             (kAlternates ? 0 : warpgroup * int{kSumColumns * kQueries * sizeof(float)});
 
   const QueryColumnMask column_mask(shared.mask_words, p.axis);
   cutlass::arch::NamedBarrier::sync(kConsumers, named_barrier(kTablesReady));
@@ -152,13 +152,13 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
       warpgroup_commit_batch();
     };
     const auto start_ds = [&](int stage) __attribute__((always_inline)) {
-      wait(shared.full_o[stage], phase_of(count));
+      wait(shared.full_out_cotangent[stage], phase_of(count));
       warpgroup_fence_operand(ds);
       warpgroup_arrive();
       product_s.accumulate_ = GMMA::ScaleOut::Zero;
       CUTE_UNROLL
       for (int k = 0; k < size<2>(values); ++k) {
-        gemm(product_s, values(_, _, k, _0{}), outs(_, _, k, stage), ds);
+        gemm(product_s, values(_, _, k, _0{}), out_cotangents(_, _, k, stage), ds);
         product_s.accumulate_ = GMMA::ScaleOut::One;
       }
       warpgroup_commit_batch();
@@ -237,7 +237,7 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
       CUTE_UNROLL
       for (int e = 0; e < size(weight_pairs); ++e) weight_pairs(e) = pack<Element>(s(2 * e), s(2 * e + 1));
       if constexpr (kSplitsKeys) {
-        start_sum(dv, weights, outs_t(_, _, _, stage));
+        start_sum(dv, weights, out_cotangents_t(_, _, _, stage));
         warpgroup_wait<1>();
       } else {
         write_scores(weights, shared.weights, 0);
@@ -260,7 +260,7 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
       cutlass::arch::fence_view_async_shared();
       cutlass::arch::NamedBarrier::sync(kConsumers, named_barrier(kScoresReady));
 
-      const bool sums_up = !kTakesTurns || count % 2 == warpgroup;
+      const bool sums_up = !kAlternates || count % 2 == warpgroup;
       if constexpr (kSplitsKeys) {
         if (sums_up) start_dq(buffer);
         start_sum(dk, score_gradients, queries_t(_, _, _, stage));
@@ -268,13 +268,13 @@ CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedS
         const auto in_shared = [&](Element* tile) {
           return thread_kv.partition_fragment_A(make_tensor(make_smem_ptr(tile), ScoreRows{}))(_, _, _, _0{});
         };
-        start_sum(dv, in_shared(shared.weights), outs_t(_, _, _, stage));
+        start_sum(dv, in_shared(shared.weights), out_cotangents_t(_, _, _, stage));
         start_dq(buffer);
         start_sum(dk, in_shared(shared.score_gradient[0]), queries_t(_, _, _, stage));
       }
       warpgroup_wait<1>();
       warpgroup_fence_operand(dv);
-      arrive(shared.empty_o[stage]);
+      arrive(shared.empty_out_cotangent[stage]);
       if (sums_up) {
         warpgroup_fence_operand(dq);
         wait(shared.empty_sums, count % 2 ^ 1);
@@ -351,7 +351,7 @@ CUTE_DEVICE void prepare_backward(const BackwardParams& p, typename Traits::Shar
     ClusterBarrier::init(&shared.full_gradients, kConsumerWarps);
     ClusterBarrier::init(&shared.empty_gradients, 1);
     ClusterBarrier::init(&shared.wants_plan, 1);
-    ClusterBarrier::init(&shared.full_sums, Traits::kTakesTurns ? kConsumerWarps / 2 : kConsumerWarps);
+    ClusterBarrier::init(&shared.full_sums, Traits::kAlternates ? kConsumerWarps / 2 : kConsumerWarps);
     ClusterBarrier::init(&shared.empty_sums, 1);
     const int storing = p.turns == nullptr ? 1 : 32;
     for (int i = 0; i < 2; ++i) {
@@ -361,9 +361,9 @@ CUTE_DEVICE void prepare_backward(const BackwardParams& p, typename Traits::Shar
     }
     for (int i = 0; i < Traits::kStages; ++i) {
       ClusterBarrier::init(&shared.full_q[i], 1 + 32);  // one thread expects bytes, its warp writes
-      ClusterBarrier::init(&shared.full_o[i], 1);
+      ClusterBarrier::init(&shared.full_out_cotangent[i], 1);
       ClusterBarrier::init(&shared.empty_q[i], kConsumers);
-      ClusterBarrier::init(&shared.empty_o[i], kConsumers);
+      ClusterBarrier::init(&shared.empty_out_cotangent[i], kConsumers);
     }
     cutlass::arch::fence_barrier_init();
     for (const CUtensorMap* map : {&p.key[0], &p.query[0], &p.value[0], &p.out_cotangent[0], &p.query_gradient[0]}) {

@@ -1,3 +1,3 @@
 #include "cuda/sm90/backward_instances.cuh"
 
-template cudaError_t natten_jax::sm90::launch_backward<false>(const BackwardParams&, int, cudaStream_t);
+template natten_jax::Status natten_jax::sm90::launch_backward<false>(const BackwardParams&, int, cudaStream_t);

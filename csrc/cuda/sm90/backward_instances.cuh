@@ -3,40 +3,27 @@
 
 #include <algorithm>
 
-#include "cuda/common/overlapped_launch.cuh"
+#include "cuda/common/geometry.h"
+#include "cuda/common/launch.cuh"
 #include "cuda/sm90/backward.cuh"
 #include "cuda/sm90/backward.h"
+#include "cuda/sm90/instances.cuh"
 
 namespace natten_jax::sm90 {
 
-template <class Traits>
-cudaError_t launch_backward_form(const BackwardParams& params, cudaStream_t stream) {
-  const auto kernel = natten_jax_sm90_backward<Traits>;
-  constexpr int kSharedMemory = sizeof(typename Traits::SharedStorage);
-  static_assert(kSharedMemory <= 227 * 1024);
-  int device = 0, multiprocessors = 0;
-  if (const auto error = cudaGetDevice(&device)) return error;
-  if (const auto error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device)) return error;
-  if (const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedMemory)) {
-    return error;
-  }
-  const int blocks = std::min(params.tiles, multiprocessors);
-  return launch_overlapped(kernel, blocks, kThreads, kSharedMemory, stream, params);
-}
-
-template <class Element, int kHeadDim>
-cudaError_t launch_backward_for(const BackwardParams& params, cudaStream_t stream) {
-  constexpr BackwardTile kTile = backward_tile(kHeadDim);
-  constexpr int kStages = kHeadDim == 256 ? 1 : 2;
-  return launch_backward_form<BackwardTraits<Element, kHeadDim, kTile.keys, kTile.queries, kStages>>(params, stream);
-}
-
 template <bool kIsBFloat16>
-cudaError_t launch_backward(const BackwardParams& params, int head_dim, cudaStream_t stream) {
-  using Element = std::conditional_t<kIsBFloat16, cutlass::bfloat16_t, cutlass::half_t>;
-  if (head_dim == 64) return launch_backward_for<Element, 64>(params, stream);
-  if (head_dim == 256) return launch_backward_for<Element, 256>(params, stream);
-  return launch_backward_for<Element, 128>(params, stream);
+Status launch_backward(const BackwardParams& params, int form, cudaStream_t stream) {
+  int multiprocessors = 0;
+  if (const auto error = count_multiprocessors(multiprocessors)) return status_of(error);
+  const int blocks = std::min(params.tiles, multiprocessors);
+  return with_form<kBackwardForms>(form, [&](auto number) {
+    constexpr Form kForm = kBackwardForms[number];
+    constexpr int kStages = kForm.head_dim == 256 ? 1 : 2;
+    using Traits = BackwardTraits<Element16<kIsBFloat16>, kForm.head_dim, kForm.keys, kForm.queries, kStages>;
+    constexpr int kBytes = sizeof(typename Traits::SharedStorage);
+    static_assert(kBytes <= kSharedMemory);
+    return status_of(launch(natten_jax_sm90_backward<Traits>, {dim3(blocks), kThreads, kBytes, stream, true}, params));
+  });
 }
 
 }  // namespace natten_jax::sm90

@@ -4,9 +4,9 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <string>
 
 #include "natten_jax/problem.h"
+#include "natten_jax/status.h"
 
 namespace natten_jax::sm90 {
 
@@ -29,8 +29,8 @@ struct BackwardArrays {
   float* scratch;  ///< As many elements as `backward_scratch_elements` says.
 };
 
-/// Says what the kernels do not take; empty where they take the problem.
-std::string check_backward(const Problem& problem, const TileShapes& tiles);
+/// Fails where the kernels do not take the problem.
+Status check_backward(const Problem& problem, const TileShapes& tiles);
 
 /// Scratch memory: sums of the query gradient [batch, heads, x, y, z, head_dim]; a counter of key/value tiles; for
 /// deterministic gradients, a counter per query tile [batch, heads, dilation groups, query tiles] of those that have
@@ -39,9 +39,7 @@ std::int64_t backward_scratch_elements(const Problem& problem, const TileShapes&
 
 /// Runs the backward pass of a problem that `check_backward` takes on a stream. Gradients that are not deterministic
 /// are faster; those of queries then differ in rounding from run to run.
-///
-/// Returns an empty string, or a sentence that says what is not supported or failed.
-std::string run_backward(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays,
-                         bool is_deterministic, cudaStream_t stream);
+Status run_backward(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays,
+                    bool is_deterministic, cudaStream_t stream);
 
 }  // namespace natten_jax::sm90

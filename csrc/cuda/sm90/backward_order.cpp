@@ -19,12 +19,12 @@ int length_class(std::int64_t q_tiles) {
 }
 
 /// Query tiles that see a key/value tile, per tile of the longest dilation group.
-std::vector<std::int64_t> count_q_tiles(const Dimension& dim, std::int64_t q_tile, std::int64_t kv_tile) {
-  const auto of_group = [&](std::int64_t extent) { return group_length<std::int64_t>(extent, dim.dilation, 0); };
-  const std::int64_t keys = of_group(dim.kv.extent), queries = of_group(dim.query.extent);
+std::vector<std::int64_t> count_q_tiles(const Axis& axis, std::int64_t q_tile, std::int64_t kv_tile) {
+  const Window& w = axis.window;
+  const auto of_group = [&](std::int64_t extent) { return group_length<Window, std::int64_t>(w, extent, 0); };
+  const std::int64_t keys = of_group(axis.kv.local_extent), queries = of_group(axis.query.local_extent);
   const auto seen_by = [&](std::int64_t key) {
-    return inverse_window_bounds<std::int64_t>(key, of_group(dim.query.layout), of_group(dim.kv.layout),
-                                               dim.kernel_size, dim.stride, dim.is_causal);
+    return inverse_window_bounds(w, key, of_group(axis.query.extent), of_group(axis.kv.extent));
   };
   std::vector<std::int64_t> q_tiles;
   for (std::int64_t first = 0; first < keys; first += kv_tile) {
@@ -39,7 +39,7 @@ std::vector<std::int64_t> count_q_tiles(const Dimension& dim, std::int64_t q_til
 
 void sort_tiles(const Problem& problem, const TileShapes& tiles, BackwardParams& p) {
   std::vector<std::int64_t> q_tiles[kRank];
-  for (int d = 0; d < kRank; ++d) q_tiles[d] = count_q_tiles(problem.dims[d], tiles.query[d], tiles.kv[d]);
+  for (int d = 0; d < kRank; ++d) q_tiles[d] = count_q_tiles(problem.axes[d], tiles.query[d], tiles.kv[d]);
   std::vector<int> classes;  // of the tiles of a dilation group
   for (const std::int64_t x : q_tiles[0]) {
     for (const std::int64_t y : q_tiles[1]) {

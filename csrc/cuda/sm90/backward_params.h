@@ -9,17 +9,10 @@ namespace natten_jax::sm90 {
 constexpr int kWholeLayout = kGroupClasses;
 constexpr int kQueryMaps = kGroupClasses + 1;
 
-/// Tokens of the tiles that the kernel for heads of this width is compiled for.
-struct BackwardTile {
-  int queries, keys;
-};
-constexpr BackwardTile backward_tile(int head_dim) {
-  return head_dim == 256 ? BackwardTile{64, 64} : BackwardTile{64, 128};
-}
-
 /// Most key/value tiles that are sorted by length: among many, the last ones to finish matter little.
 constexpr int kMostSortedTiles = 4096;
 
+/// Larger than the 4096 bytes that kernels could once have; see kMostParameterBytes of cuda/common/launch.cuh.
 struct BackwardParams {
   CUtensorMap query[kQueryMaps];
   CUtensorMap out_cotangent[kQueryMaps];
@@ -32,7 +25,7 @@ struct BackwardParams {
   CUtensorMap additional_values;
   CUtensorMap additional_keys_gradient;
   CUtensorMap additional_values_gradient;
-  Axis axis[3];
+  DeviceAxis axis[3];
   const std::int32_t* origins;  // [2, 3]: query origin, key/value origin; null: zeros
   const float2* statistics;     // [batch, heads, x, y, z]: logsumexp in base 2, delta
   const float* remainder;       // of the logsumexp, [batch, x, y, z, heads]; null: zeros

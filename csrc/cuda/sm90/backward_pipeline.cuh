@@ -3,7 +3,7 @@
 
 #include "cuda/common/arithmetic.cuh"
 #include "cuda/common/column_mask.cuh"
-#include "cuda/common/overlapped_launch.cuh"
+#include "cuda/common/launch.cuh"
 #include "cuda/sm90/backward_plan.cuh"
 #include "cuda/sm90/pipeline.cuh"
 
@@ -34,7 +34,7 @@ struct BackwardTraits {
   // Whether the warpgroups own different keys, so that registers hold the operands of key and value gradients.
   static constexpr bool kSplitsKeys = kKeys == 128;
   // Whether one warpgroup computes a tile's query gradient and the other the next one's.
-  static constexpr bool kTakesTurns = kHeadDim == 64;
+  static constexpr bool kAlternates = kHeadDim == 64;
   static constexpr int kScoreBuffers = kSplitsKeys ? 2 : 1;
   // The CTA is launched with 168 registers a thread, which are shared out anew.
   static constexpr int kMoverRegisters = kHeadDim == 64 ? 40 : 24;
@@ -81,7 +81,7 @@ struct BackwardTraits {
     alignas(8) std::uint64_t full_k, full_v, empty_kv, full_gradients, empty_gradients;
     std::uint64_t full_sums, empty_sums, wants_plan;
     std::uint64_t full_plan[2], full_windows[2], empty_plan[2];
-    std::uint64_t full_q[kStages], empty_q[kStages], full_o[kStages], empty_o[kStages];
+    std::uint64_t full_q[kStages], empty_q[kStages], full_out_cotangent[kStages], empty_out_cotangent[kStages];
 
     // Once a key/value tile is done, its gradients take the place of those of logits and query.
     CUTE_DEVICE Element* key_gradient() {
@@ -262,10 +262,11 @@ CUTE_DEVICE void load_out_cotangents(const BackwardParams& p, typename Traits::S
       const int column = (plan.q_token * p.heads + head) * p.head_dim_v;
       QueryWalk walk(hull_begin);
       for (int tile = 0; tile < plan.q_tiles; ++tile) {
-        wait(shared.empty_o[stage], phase ^ 1);
-        ClusterTransactionBarrier::arrive_and_expect_tx(&shared.full_o[stage], chunks * p.q_tile_tokens * kRowBytes);
-        load_tile(map, &shared.full_o[stage], shared.out_cotangent[stage], chunks, Traits::kQueries, column, walk.z,
-                  walk.y, walk.x, plan.batch);
+        wait(shared.empty_out_cotangent[stage], phase ^ 1);
+        ClusterTransactionBarrier::arrive_and_expect_tx(&shared.full_out_cotangent[stage],
+                                                        chunks * p.q_tile_tokens * kRowBytes);
+        load_tile(map, &shared.full_out_cotangent[stage], shared.out_cotangent[stage], chunks, Traits::kQueries, column,
+                  walk.z, walk.y, walk.x, plan.batch);
         advance<Traits::kStages>(stage, phase);
         walk.next(p.axis, hull_begin, hull_end);
       }
@@ -276,7 +277,10 @@ CUTE_DEVICE void load_out_cotangents(const BackwardParams& p, typename Traits::S
 }
 
 // What the copy engine adds never passes through the caches of a multiprocessor: reading and writing these counters
-// before and after it needs no fence, only that it is done.
+// before and after it needs no fence, only that it is done. That is how GPUs of compute capability 9.0 work. The PTX
+// memory model promises less: by it, the sums of two CTAs are ordered where the one counts with red.release.gpu after
+// it has waited for its sums, and the other looks with ld.acquire.gpu and then, as the copy engine is another proxy,
+// executes fence.proxy.async before it adds.
 CUTE_DEVICE std::int32_t load_count(const std::int32_t* turns) {
   std::int32_t count;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(count) : "l"(turns) : "memory");

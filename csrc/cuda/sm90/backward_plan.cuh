@@ -31,7 +31,8 @@ CUTE_DEVICE void plan_additional(const BackwardParams& p, int tile, KeyTilePlan<
   p.by_heads_kv(batch, kv_head, outer);
   const int lane = threadIdx.x % 32, first = index * kKeys;
   const int4 begin = make_int4(0, 0, 0, 0);
-  const int4 end = make_int4(p.axis[0].query_extent, p.axis[1].query_extent, p.axis[2].query_extent, 0);
+  const int4 end =
+      make_int4(p.axis[0].query_local_extent, p.axis[1].query_local_extent, p.axis[2].query_local_extent, 0);
   for (int row = lane; row < kKeys; row += 32) {
     plan.row_windows[row][0] = begin;
     plan.row_windows[row][1] = first + row < p.additional_kv ? end : begin;
@@ -81,7 +82,7 @@ CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, i
   p.axis[1].by_dilation(residue_x, residue_y, in_groups);
 
   const int lane = threadIdx.x % 32, d = planned_dimension();
-  const Axis& axis = p.axis[d];
+  const DeviceAxis& axis = p.axis[d];
   int index = d == 0 ? tile_x : d == 1 ? tile_y : tile_z;
   if (p.turns != nullptr) {
     const int first_tile = p.first_tile[d];
@@ -100,8 +101,8 @@ CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, i
   const auto token = [](int coordinate, int y_extent, int z_extent) {
     return (of_lane(coordinate, 0) * y_extent + of_lane(coordinate, 1)) * z_extent + of_lane(coordinate, 2);
   };
-  const int q_token = token(own.query_residue, p.axis[1].query_extent, p.axis[2].query_extent);
-  const int kv_token = token(own.kv_residue, p.axis[1].kv_extent, p.axis[2].kv_extent);
+  const int q_token = token(own.query_residue, p.axis[1].query_local_extent, p.axis[2].query_local_extent);
+  const int kv_token = token(own.kv_residue, p.axis[1].kv_local_extent, p.axis[2].kv_local_extent);
   if (lane < 3) {
     const auto set = [&](int4& of_axes, int value) { reinterpret_cast<int*>(&of_axes)[lane] = value; };
     set(plan.hull_begin, hull_begin);
@@ -167,8 +168,9 @@ CUTE_DEVICE int query_token(const BackwardParams& p, const KeyTilePlan<kKeys>& p
   const int x = at.x + in_tile.x, y = at.y + in_tile.y, z = at.z + in_tile.z;
   // Indices, since coordinates past the layout may exceed 32 bits.
   if (x >= plan.hull_end.x || y >= plan.hull_end.y || z >= plan.hull_end.z) return -1;
-  return ((x * plan.q_step.x + plan.q_residue.x) * p.axis[1].query_extent + y * plan.q_step.y + plan.q_residue.y) *
-             p.axis[2].query_extent +
+  return ((x * plan.q_step.x + plan.q_residue.x) * p.axis[1].query_local_extent + y * plan.q_step.y +
+          plan.q_residue.y) *
+             p.axis[2].query_local_extent +
          z * plan.q_step.z + plan.q_residue.z;
 }
 
@@ -185,7 +187,7 @@ struct Turn {
 template <int kKeys>
 CUTE_DEVICE Turn turn_of(const BackwardParams& p, const KeyTilePlan<kKeys>& plan, const QueryWalk& at) {
   const int d = planned_dimension();
-  const Axis& axis = p.axis[d];
+  const DeviceAxis& axis = p.axis[d];
   const int q_begin = d == 0 ? at.x : d == 1 ? at.y : at.z;
   const int q_tile = axis.by_q_tile.divide(q_begin);
   int before, tiles, q_tiles = axis.q_tiles;
@@ -193,13 +195,13 @@ CUTE_DEVICE Turn turn_of(const BackwardParams& p, const KeyTilePlan<kKeys>& plan
     // A launch of their own: all see all of the layout, as if it were not dilated.
     before = d < 2 ? 0 : plan.kv_begin.z / kKeys;
     tiles = 1;
-    q_tiles = axis.by_q_tile.divide(axis.query_extent + axis.q_tile - 1);
+    q_tiles = axis.by_q_tile.divide(axis.query_local_extent + axis.q_tile - 1);
   } else {
     const KeyAxisPlan& own = plan.axis[d];
     const int first_query = max(q_begin + own.query_shift, 0);
     const int last_query = min(min(q_begin + axis.q_tile, own.queries) + own.query_shift, own.query_length) - 1;
-    const int begin = fast_window_bounds(axis, first_query, own.key_length).begin - own.kv_shift;
-    const int end = fast_window_bounds(axis, last_query, own.key_length).end - own.kv_shift;
+    const int begin = window_bounds(axis, first_query, own.key_length).begin - own.kv_shift;
+    const int end = window_bounds(axis, last_query, own.key_length).end - own.kv_shift;
     const int lowest = axis.by_kv_tile.divide(max(begin, 0));
     const int highest = axis.by_kv_tile.divide(min(end, own.keys) - 1);
     const int index = axis.by_kv_tile.divide(own.kv_begin), first_tile = p.first_tile[d];

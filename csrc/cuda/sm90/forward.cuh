@@ -1,9 +1,9 @@
 // Forward neighborhood attention for Hopper: TMA loads of multi-dimensional tiles from the natural layout, wgmma.
 //
 // The warps of the first warpgroup have one task each: load query and key tiles, plan tiles, load value tiles, store
-// output tiles. Two more warpgroups own 64 query rows each: logits, online softmax in base 2, output. Key/value tiles
-// start at the first key that the query tile's windows hold. A tile that every row sees whole is not masked; the
-// others take one bit per element.
+// output tiles. Two or three more warpgroups own 64 query rows each: logits, online softmax in base 2, output.
+// Key/value tiles start at the first key that the query tile's windows hold. A tile that every row sees whole is not
+// masked; the others take one bit per element.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -13,7 +13,7 @@
 
 namespace natten_jax::sm90 {
 
-constexpr int kTurnThreads = 2 * 128;  // of the warpgroup that passes its turn and the one that takes it
+constexpr int kOrderThreads = 2 * 128;  // of a warpgroup that has issued its products and the one that goes next
 
 /// Where a row lies in the query tile.
 struct RowPlace {
@@ -41,8 +41,8 @@ struct RowPlace {
       // Past the dilation group, this may exceed 32 bits.
       const auto at =
           static_cast<std::int64_t>(plan.q_begin[d] + coordinate[d]) * p.axis[d].dilation + plan.query_residue[d];
-      is_inside = is_inside && at < p.axis[d].query_extent;
-      token = token * p.axis[d].query_extent + static_cast<int>(at);
+      is_inside = is_inside && at < p.axis[d].query_local_extent;
+      token = token * p.axis[d].query_local_extent + static_cast<int>(at);
     }
     return is_inside ? token : -1;
   }
@@ -87,7 +87,7 @@ CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& 
   // Element for element, the accumulator of one product is the register operand of the next.
   Tensor weights = make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kColumns / 16>>>{});
 
-  const ColumnMask column_mask(shared.mask_words, p.axis);
+  const KeyColumnMask column_mask(shared.mask_words, p.axis);
   column_mask.template build<kColumns>(p.axis, threadIdx.x / 32 - 4, Traits::kConsumers / 32);
   cutlass::arch::NamedBarrier::sync(Traits::kConsumers, named_barrier(kMaskReady));
   const LaneMask lane_mask(column_mask, lane4);
@@ -100,13 +100,13 @@ CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& 
 
   const auto await_turn = [&]() __attribute__((always_inline)) {
     if constexpr (Traits::kPingPong) {
-      cutlass::arch::NamedBarrier::sync(kTurnThreads, named_barrier(kProductOrder + warpgroup));
+      cutlass::arch::NamedBarrier::sync(kOrderThreads, named_barrier(kProductOrder + warpgroup));
     }
   };
   const auto pass_turn = [&]() __attribute__((always_inline)) {
     if constexpr (Traits::kPingPong) {
       const int next = warpgroup == Traits::kWarpgroups - 1 ? 0 : warpgroup + 1;
-      cutlass::arch::NamedBarrier::arrive(kTurnThreads, named_barrier(kProductOrder + next));
+      cutlass::arch::NamedBarrier::arrive(kOrderThreads, named_barrier(kProductOrder + next));
     }
   };
   if (Traits::kPingPong && warpgroup == Traits::kWarpgroups - 1) pass_turn();  // the first warpgroup begins
@@ -207,8 +207,8 @@ CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& 
       for (int i = 0; i < 2; ++i) {
         visible[i] = of_line[i] & lane_mask.between(2, p.axis[2].kv_tile, row[i].window(plan, 2), tile.z);
       }
-    } else if (mask == kColumnMask) {
-      visible[0] = visible[1] = ColumnMask::first(p.additional_kv - tile.z, lane4);
+    } else if (mask == kEndMask) {
+      visible[0] = visible[1] = KeyColumnMask::first(p.additional_kv - tile.z, lane4);
     }
     next_mask = kHidden;
     if (left > 1) {
@@ -280,8 +280,8 @@ CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& 
     for (int i = 0; i < 2; ++i) {
       const int token = row[i].token(p, plan);
       if (lane4 == 0 && token >= 0) {
-        const auto tokens =
-            static_cast<std::int64_t>(p.axis[0].query_extent) * p.axis[1].query_extent * p.axis[2].query_extent;
+        const auto tokens = static_cast<std::int64_t>(p.axis[0].query_local_extent) * p.axis[1].query_local_extent *
+                            p.axis[2].query_local_extent;
         const std::int64_t at = (plan.batch * tokens + token) * p.heads + plan.head;
         const float logsumexp = softmax.logsumexp(i);
         p.logsumexp[at] = logsumexp;

@@ -4,16 +4,16 @@
 #include <cuda_runtime_api.h>
 
 #include "cuda/sm90/params.h"
+#include "natten_jax/status.h"
 
 namespace natten_jax::sm90 {
 
-/// Launches the form for 16-bit elements of one type; `columns` and `head_dim` must be one of the compiled pairs.
-/// Fewer CTAs than tiles walk over them.
+/// Launches a form, by its number in kForwardForms, for 16-bit elements of one type. Fewer CTAs than tiles walk over
+/// them.
 template <bool kIsBFloat16>
-cudaError_t launch_forward(const ForwardParams& params, int head_dim, int columns, bool is_ping_pong, int ctas,
-                           cudaStream_t stream);
+Status launch_forward(const ForwardParams& params, int form, bool is_ping_pong, int ctas, cudaStream_t stream);
 
-extern template cudaError_t launch_forward<false>(const ForwardParams&, int, int, bool, int, cudaStream_t);
-extern template cudaError_t launch_forward<true>(const ForwardParams&, int, int, bool, int, cudaStream_t);
+extern template Status launch_forward<false>(const ForwardParams&, int, bool, int, cudaStream_t);
+extern template Status launch_forward<true>(const ForwardParams&, int, bool, int, cudaStream_t);
 
 }  // namespace natten_jax::sm90

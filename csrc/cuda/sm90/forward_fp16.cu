@@ -1,3 +1,3 @@
 #include "cuda/sm90/forward_instances.cuh"
 
-template cudaError_t natten_jax::sm90::launch_forward<false>(const ForwardParams&, int, int, bool, int, cudaStream_t);
+template natten_jax::Status natten_jax::sm90::launch_forward<false>(const ForwardParams&, int, bool, int, cudaStream_t);

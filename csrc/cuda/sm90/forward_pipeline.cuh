@@ -13,13 +13,13 @@ namespace natten_jax::sm90 {
 // How a key/value tile is masked for a warpgroup, two bits each.
 constexpr int kNoMask = 0;
 constexpr int kWindowMask = 1;
-constexpr int kColumnMask = 2;
-constexpr int kHidden = 3;  // none of its rows sees any of the tile
+constexpr int kEndMask = 2;  // additional tokens: columns past the last one
+constexpr int kHidden = 3;   // none of its rows sees any of the tile
 constexpr int kMaskBits = 2;
 constexpr int kEachWarpgroup = 0b010101;  // times a mask: the same for all
 
 // Named barriers; the first eight are CUTLASS's own.
-constexpr int kProductOrder = 8;                               // and the next one: whose turn it is to issue products
+constexpr int kProductOrder = 8;                               // one per warpgroup: it may issue its products
 constexpr int kOutputReady = kProductOrder + kMostWarpgroups;  // the warpgroups have written their rows
 constexpr int kMaskReady = kOutputReady + 1;
 
@@ -35,7 +35,7 @@ struct ForwardTraits {
   // What the 65536 registers of a multiprocessor give each thread.
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160;
   static constexpr int kServiceRegisters = kWarpgroups == 2 ? 40 : 32;
-  // Whether the warpgroups take turns in issuing products, or run unordered.
+  // Whether the warpgroups issue their products one after the other, or unordered.
   static constexpr bool kPingPong = kPingPong_;
   // Three warpgroups lack the registers, wide heads the shared memory for an output tile of its own, too.
   static constexpr bool kQueryInRegisters = kHeadDim <= 128 && kWarpgroups == 2;
@@ -69,7 +69,7 @@ struct ForwardTraits {
     alignas(1024) Element o[kSeparateOutput ? cosize_v<LayoutQ> : kChunk];
     TilePlan plan[2];
     int4 tile[kStages];  // of the tile in a key buffer: first key (x, y, z) and how it is masked
-    std::uint32_t mask_words[ColumnMask::capacity(kColumns)];
+    std::uint32_t mask_words[KeyColumnMask::capacity(kColumns)];
     alignas(8) std::uint64_t first_key_loaded, full_q, empty_q, empty_o, full_plan[2], full_windows[2], empty_plan[2];
     std::uint64_t full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
   };
@@ -213,7 +213,7 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
       walk.next(p.axis, hull_begin, hull_end);
     }
     for (int first = 0; first < p.additional_kv; first += Traits::kColumns) {
-      const int mask = p.additional_kv - first < Traits::kColumns ? kColumnMask : kNoMask;
+      const int mask = p.additional_kv - first < Traits::kColumns ? kEndMask : kNoMask;
       load(additional_map, Traits::kColumns, additional_slot, first, 0, 0, mask * kEachWarpgroup);
     }
     arrive(shared.empty_plan[slot]);

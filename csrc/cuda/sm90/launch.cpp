@@ -1,64 +1,16 @@
 #include "cuda/sm90/launch.h"
 
 #include <algorithm>
-#include <limits>
+#include <iterator>
 
+#include "cuda/common/cuda_status.h"
+#include "cuda/common/geometry.h"
+#include "cuda/sm90/forms.h"
 #include "cuda/sm90/forward.h"
 #include "cuda/sm90/launch_support.h"
 
 namespace natten_jax::sm90 {
 namespace {
-
-/// Rows of tensor maps lie at multiples of 16 bytes.
-constexpr std::int64_t kHeadDimStep = 8;
-/// Keys and values of the heads that run side by side should stay in the second-level cache.
-constexpr std::int64_t kCacheBytes = 8 << 20;
-/// Tiles per CTA from which on it pays to clear a counter first.
-constexpr std::int64_t kTilesWorthCounting = 4;
-
-int forward_head_dim(const Problem& problem) {
-  const std::int64_t wider = std::max(problem.head_dim, problem.head_dim_v);
-  return wider > 128 && wider <= 192 ? 192 : compiled_head_dim(problem);
-}
-
-/// Queries per tile that the kernel is compiled for.
-int compiled_rows(int head_dim, std::int64_t q_tile_tokens) {
-  return head_dim == 64 && q_tile_tokens > 128 ? 192 : 128;
-}
-
-/// Keys per tile that the kernel is compiled for.
-int compiled_columns(int head_dim, std::int64_t kv_tile_tokens) {
-  if (head_dim == 256) return 64;
-  return head_dim == 192 || (head_dim == 128 && kv_tile_tokens <= 96) ? 96 : 128;
-}
-
-std::string check(const Problem& problem, const TileShapes& tiles) {
-  if (std::string error = check_arrays(problem, kHeadDimStep); !error.empty()) return error;
-  const int rows = compiled_rows(forward_head_dim(problem), product(tiles.query));
-  if (product(tiles.query) > rows) {
-    return "q_tile_shape has " + std::to_string(product(tiles.query)) + " tokens, but must have at most " +
-           std::to_string(rows) + " at this head dimension";
-  }
-  const int columns = compiled_columns(forward_head_dim(problem), product(tiles.kv));
-  if (product(tiles.kv) > columns) {
-    return "kv_tile_shape has " + std::to_string(product(tiles.kv)) + " tokens, but must have at most " +
-           std::to_string(columns) + " at this head dimension";
-  }
-  return {};
-}
-
-/// Most heads whose keys and values fit into the cache together, if their tiles differ in length.
-int heads_per_block(const Problem& problem) {
-  const bool is_causal = problem.dims[0].is_causal || problem.dims[1].is_causal || problem.dims[2].is_causal;
-  if (!is_causal) return 1;
-  const std::int64_t bytes = problem.keys() * (problem.head_dim + problem.head_dim_v) * 2;
-  int best = 1;
-  for (std::int64_t heads = 1; heads <= problem.heads; ++heads) {
-    const std::int64_t kv_heads = (heads + problem.heads_per_kv() - 1) / problem.heads_per_kv();
-    if (problem.heads % heads == 0 && kv_heads * bytes <= kCacheBytes) best = static_cast<int>(heads);
-  }
-  return best;
-}
 
 /// The smallest boxes of the query tile that hold each warpgroup's rows.
 void bound_warpgroups(ForwardParams& p) {
@@ -82,35 +34,35 @@ void bound_warpgroups(ForwardParams& p) {
 
 }  // namespace
 
-std::string run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, Schedule schedule,
-                        cudaStream_t stream) {
-  if (std::string error = check(problem, tiles); !error.empty()) return error;
-  ForwardParams p{};
-  const int head_dim = forward_head_dim(problem);
-  const int columns = compiled_columns(head_dim, product(tiles.kv));
-  std::int64_t groups = 1, tiles_per_group = 1;
-  for (int d = 0; d < kRank; ++d) {
-    p.axis[d] = describe_axis(problem.dims[d], tiles.query[d], tiles.kv[d]);
-    groups = saturating_product(groups, p.axis[d].dilation);
-    tiles_per_group = saturating_product(tiles_per_group, p.axis[d].q_tiles);
+Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, Schedule schedule,
+                   cudaStream_t stream) {
+  if (Status status = check_arrays(problem, kForwardHeadDimStep); status.failed()) return status;
+  int number = 0;
+  if (Status status = choose_form(kForwardForms, std::size(kForwardForms), problem, tiles, "", number);
+      status.failed()) {
+    return status;
   }
+  const Form& form = kForwardForms[number];
+  const Geometry geometry = geometry_of(problem, tiles);
+  ForwardParams p{};
+  std::copy_n(geometry.axis, kRank, p.axis);
   const std::int64_t heads = saturating_product(problem.batch, problem.heads);
-  const std::int64_t all_tiles = saturating_product(heads, saturating_product(groups, tiles_per_group));
-  if (all_tiles > std::numeric_limits<std::int32_t>::max() / 2) return "the problem has more than 2^30 query tiles";
-  for (const std::string& error :
+  const std::int64_t all_tiles = saturating_product(heads, saturating_product(geometry.groups, geometry.q_tiles));
+  if (all_tiles > kMostTiles) return Status::invalid_argument("the problem has more than 2^30 query tiles");
+  for (const Status& status :
        {encode_classes(problem, Side::kQuery, {arrays.query, problem.head_dim}, tiles.query, p.query, encode_head_map),
         encode_classes(problem, Side::kQuery, {arrays.out, problem.head_dim_v}, tiles.query, p.out, encode_head_map),
         encode_classes(problem, Side::kKeyValue, {arrays.key, problem.head_dim}, tiles.kv, p.key, encode_head_map),
         encode_classes(problem, Side::kKeyValue, {arrays.value, problem.head_dim_v}, tiles.kv, p.value,
                        encode_head_map)}) {
-    if (!error.empty()) return error;
+    if (status.failed()) return status;
   }
   if (problem.additional_kv > 0) {
-    for (const std::string& error : {encode_additional(problem, {arrays.additional_keys, problem.head_dim}, columns,
-                                                       p.additional_keys, encode_head_map),
-                                     encode_additional(problem, {arrays.additional_values, problem.head_dim_v}, columns,
-                                                       p.additional_values, encode_head_map)}) {
-      if (!error.empty()) return error;
+    for (const Status& status : {encode_additional(problem, {arrays.additional_keys, problem.head_dim}, form.keys,
+                                                   p.additional_keys, encode_head_map),
+                                 encode_additional(problem, {arrays.additional_values, problem.head_dim_v}, form.keys,
+                                                   p.additional_values, encode_head_map)}) {
+      if (status.failed()) return status;
     }
   }
   p.origins = arrays.origins;
@@ -129,10 +81,10 @@ std::string run_forward(const Problem& problem, const TileShapes& tiles, const A
   p.kv_tile_tokens = static_cast<int>(product(tiles.kv));
   p.heads_per_block = heads_per_block(problem);
   bound_warpgroups(p);
-  p.clears_tiles = p.q_tile_tokens < compiled_rows(head_dim, p.q_tile_tokens) || p.kv_tile_tokens < columns ||
-                   p.head_dim < head_dim || p.head_dim_v < head_dim;
-  p.by_tiles_per_group = cutlass::FastDivmod(static_cast<int>(tiles_per_group));
-  p.by_groups = cutlass::FastDivmod(static_cast<int>(groups));
+  p.clears_tiles = p.q_tile_tokens < form.queries || p.kv_tile_tokens < form.keys || p.head_dim < form.head_dim ||
+                   p.head_dim_v < form.head_dim;
+  p.by_tiles_per_group = cutlass::FastDivmod(static_cast<int>(geometry.q_tiles));
+  p.by_groups = cutlass::FastDivmod(static_cast<int>(geometry.groups));
   p.by_heads_per_block = cutlass::FastDivmod(p.heads_per_block);
   p.by_head_blocks = cutlass::FastDivmod(p.heads / p.heads_per_block);
   p.by_heads_per_kv = cutlass::FastDivmod(static_cast<int>(problem.heads_per_kv()));
@@ -144,9 +96,9 @@ std::string run_forward(const Problem& problem, const TileShapes& tiles, const A
     p.next_tile = arrays.next_tile;
     error = cudaMemsetAsync(p.next_tile, 0, sizeof(*p.next_tile), stream);
   }
+  if (error != cudaSuccess) return status_of(error);
   const auto launch = problem.element_type == ElementType::kBFloat16 ? launch_forward<true> : launch_forward<false>;
-  if (error == cudaSuccess) error = launch(p, head_dim, columns, schedule.is_ping_pong, ctas, stream);
-  return error == cudaSuccess ? std::string() : std::string("CUDA: ") + cudaGetErrorString(error);
+  return launch(p, number, schedule.is_ping_pong, ctas, stream);
 }
 
 }  // namespace natten_jax::sm90

@@ -1,12 +1,12 @@
-// Launches the Hopper kernels; the interface between the FFI handlers and csrc/cuda/sm90.
+// Launches the Hopper forward kernels; the interface between the FFI handlers and csrc/cuda/sm90.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <string>
 
 #include "natten_jax/problem.h"
+#include "natten_jax/status.h"
 
 namespace natten_jax::sm90 {
 
@@ -25,13 +25,12 @@ struct Arrays {
 };
 
 struct Schedule {
-  bool is_ping_pong;   ///< The two warpgroups take turns in issuing products.
+  bool is_ping_pong;   ///< The warpgroups issue products one after the other.
   bool is_persistent;  ///< One CTA a multiprocessor walks over many query tiles.
 };
 
-/// Runs the forward pass on a stream; returns an empty string, or a sentence that says what is not supported or
-/// failed.
-std::string run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, Schedule schedule,
-                        cudaStream_t stream);
+/// Runs the forward pass on a stream.
+Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, Schedule schedule,
+                   cudaStream_t stream);
 
 }  // namespace natten_jax::sm90

@@ -2,11 +2,12 @@
 
 #include <algorithm>
 #include <limits>
+#include <string>
+
+#include "cuda/common/geometry.h"
 
 namespace natten_jax::sm90 {
 namespace {
-
-constexpr std::int64_t kLargestHeadDim = 256;
 
 /// Whether groups of a class hold a remainder token in a dimension.
 bool has_remainder(int group_class, int dimension) {
@@ -15,28 +16,42 @@ bool has_remainder(int group_class, int dimension) {
 
 }  // namespace
 
-int compiled_head_dim(const Problem& problem) {
-  const std::int64_t wider = std::max(problem.head_dim, problem.head_dim_v);
-  return wider <= 64 ? 64 : wider <= 128 ? 128 : 256;
-}
-
-cudaError_t count_multiprocessors(int& count) {
-  int device = 0;
-  if (const cudaError_t error = cudaGetDevice(&device)) return error;
-  return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-}
-
-std::string check_arrays(const Problem& problem, std::int64_t head_dim_step) {
-  if (problem.element_type == ElementType::kFloat32)
-    return "query has dtype float32, but must have float16 or bfloat16";
+Status check_arrays(const Problem& problem, std::int64_t head_dim_step) {
+  if (problem.element_type == ElementType::kFloat32) {
+    return Status::invalid_argument("query has dtype float32, but must have float16 or bfloat16");
+  }
   for (const std::int64_t head_dim : {problem.head_dim, problem.head_dim_v}) {
     if (head_dim % head_dim_step != 0 || head_dim > kLargestHeadDim) {
-      return "a head dimension is " + std::to_string(head_dim) + ", but must be a multiple of " +
-             std::to_string(head_dim_step) + " and at most " + std::to_string(kLargestHeadDim);
+      return Status::invalid_argument("a head dimension is " + std::to_string(head_dim) +
+                                      ", but must be a multiple of " + std::to_string(head_dim_step) + " and at most " +
+                                      std::to_string(kLargestHeadDim));
     }
   }
-  if (problem.queries() > std::numeric_limits<std::int32_t>::max()) return "a batch entry has more than 2^31 tokens";
+  if (problem.queries() > std::numeric_limits<std::int32_t>::max()) {
+    return Status::invalid_argument("a batch entry has more than 2^31 tokens");
+  }
   return {};
+}
+
+Status choose_form(const Form* forms, int count, const Problem& problem, const TileShapes& tiles, const char* pass,
+                   int& chosen) {
+  const std::int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
+  const std::int64_t queries = product(tiles.query), keys = product(tiles.kv);
+  Form largest{};
+  for (chosen = 0; chosen < count; ++chosen) {
+    const Form& form = forms[chosen];
+    const bool is_narrowest = largest.head_dim == 0 || form.head_dim == largest.head_dim;
+    if (head_dim > form.head_dim || !is_narrowest) continue;
+    if (queries <= form.queries && keys <= form.keys) return {};
+    largest = {form.head_dim, std::max(largest.queries, form.queries), std::max(largest.keys, form.keys)};
+  }
+  const auto exceeds = [&](const char* name, std::int64_t tokens, int limit) {
+    return Status::invalid_argument(std::string(pass) + name + " has " + std::to_string(tokens) +
+                                    " tokens, but must have at most " + std::to_string(limit) +
+                                    " at this head dimension");
+  };
+  return queries > largest.queries ? exceeds("q_tile_shape", queries, largest.queries)
+                                   : exceeds("kv_tile_shape", keys, largest.keys);
 }
 
 int group_classes(const Problem& problem, Side side) {
@@ -44,17 +59,18 @@ int group_classes(const Problem& problem, Side side) {
   for (int c = 0; c < kGroupClasses; ++c) {
     bool exists = true;
     for (int d = 0; d < kRank; ++d) {
-      const Dimension& dim = problem.dims[d];
-      const std::int64_t extent = side == Side::kQuery ? dim.query.extent : dim.kv.extent;
-      exists = exists && (has_remainder(c, d) ? extent % dim.dilation != 0 : extent >= dim.dilation);
+      const Axis& axis = problem.axes[d];
+      const std::int64_t extent = side == Side::kQuery ? axis.query.local_extent : axis.kv.local_extent;
+      const std::int64_t dilation = axis.window.dilation;
+      exists = exists && (has_remainder(c, d) ? extent % dilation != 0 : extent >= dilation);
     }
     classes |= exists << c;
   }
   return classes;
 }
 
-std::string encode_classes(const Problem& problem, Side side, Array array, const std::int64_t (&tile)[kRank],
-                           CUtensorMap (&maps)[kGroupClasses], Encode encode) {
+Status encode_classes(const Problem& problem, Side side, Array array, const std::int64_t (&tile)[kRank],
+                      CUtensorMap (&maps)[kGroupClasses], Encode encode) {
   const bool is_query = side == Side::kQuery;
   const std::int64_t heads = is_query ? problem.heads : problem.heads_kv;
   TokenGrid grid{array.data, problem.element_type, problem.batch, {}, {}, {}, heads, array.head_dim};
@@ -63,12 +79,12 @@ std::string encode_classes(const Problem& problem, Side side, Array array, const
   for (int c = 0; c < kGroupClasses; ++c) {
     if (!(classes >> c & 1)) continue;
     for (int d = 0; d < kRank; ++d) {
-      const Dimension& dim = problem.dims[d];
-      grid.extent[d] = is_query ? dim.query.extent : dim.kv.extent;
-      grid.dilation[d] = dim.dilation;
-      grid.tokens[d] = grid.extent[d] / dim.dilation + (has_remainder(c, d) ? 1 : 0);
+      const Axis& axis = problem.axes[d];
+      grid.extent[d] = is_query ? axis.query.local_extent : axis.kv.local_extent;
+      grid.dilation[d] = axis.window.dilation;
+      grid.tokens[d] = grid.extent[d] / grid.dilation[d] + (has_remainder(c, d) ? 1 : 0);
     }
-    if (std::string error = encode(grid, tile, maps[c]); !error.empty()) return error;
+    if (Status status = encode(grid, tile, maps[c]); status.failed()) return status;
     if (first == nullptr) first = &maps[c];
   }
   // A group of one side may have no token here on the other: a tile of nothing is loaded all the same, and a map that
@@ -79,7 +95,7 @@ std::string encode_classes(const Problem& problem, Side side, Array array, const
   return {};
 }
 
-std::string encode_additional(const Problem& problem, Array array, int tokens, CUtensorMap& map, Encode encode) {
+Status encode_additional(const Problem& problem, Array array, int tokens, CUtensorMap& map, Encode encode) {
   const TokenGrid grid{array.data, problem.element_type,          problem.batch,    {1, 1, problem.additional_kv},
                        {1, 1, 1},  {1, 1, problem.additional_kv}, problem.heads_kv, array.head_dim};
   return encode(grid, {1, 1, tokens}, map);

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "cuda/common/axis.h"
+#include "cuda/common/device_axis.h"
 
 namespace natten_jax::sm90 {
 
@@ -19,6 +19,7 @@ constexpr int kMostWarpgroups = 3;
 /// Coordinates that bound the rows of each warpgroup in three dimensions.
 constexpr int kCorners = kMostWarpgroups * 2 * 3;
 
+/// Larger than the 4096 bytes that kernels could once have; see kMostParameterBytes of cuda/common/launch.cuh.
 struct ForwardParams {
   CUtensorMap query[kGroupClasses];
   CUtensorMap key[kGroupClasses];
@@ -27,7 +28,7 @@ struct ForwardParams {
   CUtensorMap additional_keys;
   CUtensorMap additional_values;
   int query_classes, kv_classes;  // bit sets of the classes that have maps
-  Axis axis[3];
+  DeviceAxis axis[3];
   int corner[kCorners];         // coordinates in the query tile: [warpgroup][first row, last row][dimension]
   const std::int32_t* origins;  // [2, 3]: query origin, key/value origin; null: zeros
   std::int32_t* next_tile;      // counts the tiles that CTAs have taken; null: CTAs take them in a fixed order

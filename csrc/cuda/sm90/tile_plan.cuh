@@ -40,7 +40,7 @@ CUTE_DEVICE void plan_tile(const ForwardParams& p, const AxisPlan& own, int batc
     (is_last ? plan.seen_end : plan.inner_end)[corner / 6][of] = window.y;
   }
   const int d = planned_dimension();
-  const Axis& axis = p.axis[d];
+  const DeviceAxis& axis = p.axis[d];
   const int hull_begin = of_lane(window.x, d), hull_end = of_lane(window.y, kCorners - 3 + d);
   const int kv_tiles = axis.by_kv_tile.divide(max(hull_end - hull_begin, 0) + axis.kv_tile - 1);
   const int all_kv_tiles = of_lane(kv_tiles, 0) * of_lane(kv_tiles, 1) * of_lane(kv_tiles, 2);
@@ -51,8 +51,10 @@ CUTE_DEVICE void plan_tile(const ForwardParams& p, const AxisPlan& own, int batc
     const int x = batch * x_extent + of_lane(coordinate, 0);
     return (x * y_extent + of_lane(coordinate, 1)) * z_extent + of_lane(coordinate, 2);
   };
-  const int q_token = token(own.query_residue, p.axis[0].query_extent, p.axis[1].query_extent, p.axis[2].query_extent);
-  const int kv_token = token(own.kv_residue, p.axis[0].kv_extent, p.axis[1].kv_extent, p.axis[2].kv_extent);
+  const int q_token = token(own.query_residue, p.axis[0].query_local_extent, p.axis[1].query_local_extent,
+                            p.axis[2].query_local_extent);
+  const int kv_token =
+      token(own.kv_residue, p.axis[0].kv_local_extent, p.axis[1].kv_local_extent, p.axis[2].kv_local_extent);
   if (lane < 3) {
     plan.hull_begin[lane] = hull_begin;
     plan.hull_end[lane] = hull_end;

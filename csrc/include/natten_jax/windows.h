@@ -43,10 +43,28 @@ NATTEN_JAX_HOST_DEVICE constexpr Range<Int> intersection(Range<Int> a, Range<Int
   return {larger(a.begin, b.begin), smaller(a.end, b.end)};
 }
 
-/// Number of tokens in dilation group `group` of a dimension of `extent` tokens.
-template <typename Int>
-NATTEN_JAX_HOST_DEVICE constexpr Int group_length(Int extent, Int dilation, Int group) {
-  return (extent - group + dilation - 1) / dilation;
+/// The windows along one dimension. Kernels have a type of their own, with the same members, that divides by
+/// multiplication.
+struct Window {
+  std::int64_t kernel_size;
+  std::int64_t stride;
+  std::int64_t dilation;
+  bool is_causal;
+
+  /// The first of the queries that share the window of the one at `index`: its stride group.
+  NATTEN_JAX_HOST_DEVICE constexpr std::int64_t stride_group(std::int64_t index) const {
+    return index / stride * stride;
+  }
+
+  /// Dilation steps in an extent, rounded down.
+  NATTEN_JAX_HOST_DEVICE constexpr std::int64_t dilations(std::int64_t extent) const { return extent / dilation; }
+};
+
+/// Number of tokens in dilation group `group` of a dimension of `extent` tokens: those of the group that lie before a
+/// coordinate, too. No step exceeds the extent: in 32 bits, the sum of an extent and a dilation may not fit.
+template <class Windows, typename Int>
+NATTEN_JAX_HOST_DEVICE constexpr Int group_length(const Windows& windows, Int extent, Int group) {
+  return group < extent ? windows.dilations(extent - 1 - group) + 1 : 0;
 }
 
 /// Key indices that the query at `index` sees.
@@ -55,51 +73,46 @@ NATTEN_JAX_HOST_DEVICE constexpr Int group_length(Int extent, Int dilation, Int 
 /// attention between sequences of different lengths.
 ///
 /// Args:
+///   windows: as Window.
 ///   index: query index inside its dilation group.
 ///   length: keys in the dilation group; at least `kernel_size`.
-///   kernel_size: keys in a full window.
-///   stride: queries that share one window; at most `kernel_size`.
-///   is_causal: whether keys after the query are hidden.
-template <typename Int>
-NATTEN_JAX_HOST_DEVICE constexpr Range<Int> window_bounds(Int index, Int length, Int kernel_size, Int stride,
-                                                          bool is_causal) {
-  const Int group_start = (index / stride) * stride;
-  if (is_causal) {
-    const Int leader = smaller<Int>(group_start + stride - 1, length - 1);
-    return {larger<Int>(leader - kernel_size + 1, 0), smaller<Int>(index + 1, length)};
+template <class Windows, typename Int>
+NATTEN_JAX_HOST_DEVICE constexpr Range<Int> window_bounds(const Windows& windows, Int index, Int length) {
+  const Int group_start = windows.stride_group(index);
+  if (windows.is_causal) {
+    const Int leader = smaller<Int>(group_start + windows.stride - 1, length - 1);
+    return {larger<Int>(leader - windows.kernel_size + 1, 0), smaller<Int>(index + 1, length)};
   }
-  const Int leader = smaller<Int>(group_start + stride / 2, length - 1);
-  const Int start = smaller<Int>(larger<Int>(leader - kernel_size / 2, 0), length - kernel_size);
-  return {start, start + kernel_size};
+  const Int leader = smaller<Int>(group_start + windows.stride / 2, length - 1);
+  const Int start = smaller<Int>(larger<Int>(leader - windows.kernel_size / 2, 0), length - windows.kernel_size);
+  return {start, start + windows.kernel_size};
 }
 
 /// Query indices that see the key at `index`; exact and contiguous.
 ///
 /// Args:
+///   windows: as Window.
 ///   index: key index inside its dilation group.
 ///   query_length: queries in the dilation group. It differs from `key_length` only where
 ///     `kernel_size == key_length`.
 ///   key_length: keys in the dilation group.
-///   kernel_size: keys in a full window.
-///   stride: queries that share one window.
-///   is_causal: whether keys after the query are hidden.
-template <typename Int>
-NATTEN_JAX_HOST_DEVICE constexpr Range<Int> inverse_window_bounds(Int index, Int query_length, Int key_length,
-                                                                  Int kernel_size, Int stride, bool is_causal) {
-  const bool seen_to_the_end = index >= key_length - kernel_size;
+template <class Windows, typename Int>
+NATTEN_JAX_HOST_DEVICE constexpr Range<Int> inverse_window_bounds(const Windows& windows, Int index, Int query_length,
+                                                                  Int key_length) {
+  const bool seen_to_the_end = index >= key_length - windows.kernel_size;
   Int first = 0;
   Int last = query_length;
-  if (is_causal) {
+  if (windows.is_causal) {
     first = index;
-    if (!seen_to_the_end) last = ((index + kernel_size) / stride) * stride;
+    if (!seen_to_the_end) last = windows.stride_group(index + windows.kernel_size);
   } else {
-    const Int left = kernel_size / 2;
-    const Int right = kernel_size - 1 - left;
+    const Int left = windows.kernel_size / 2;
+    const Int right = windows.kernel_size - 1 - left;
     // The stride group whose leader lies `right` before the key is the first to see it, and the leader of group
     // `n` is `n * stride + stride / 2`: rounding up to it is adding `offset`.
-    const Int offset = stride - stride / 2 - 1;
-    if (index >= kernel_size) first = ((index - right + offset) / stride) * stride;
-    if (!seen_to_the_end) last = ((index + left + offset + 1) / stride) * stride;
+    const Int offset = windows.stride - windows.stride / 2 - 1;
+    if (index >= windows.kernel_size) first = windows.stride_group(index - right + offset);
+    if (!seen_to_the_end) last = windows.stride_group(index + left + offset + 1);
   }
   last = smaller<Int>(last, query_length);
   return {smaller<Int>(first, last), last};

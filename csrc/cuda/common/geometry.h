@@ -1,0 +1,39 @@
+// What the launches of all kernels work out from a problem: its axes in the kernels' numbers, and counts of tiles.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+#include "cuda/common/device_axis.h"
+#include "natten_jax/problem.h"
+
+namespace natten_jax {
+
+/// Most tiles, or CTAs, of a launch.
+inline constexpr std::int64_t kMostTiles = std::numeric_limits<std::int32_t>::max() / 2;
+
+/// A product of counts that does not wrap around: one of more than 2^31 is some number of more than 2^31. Checked
+/// problems can have more tiles than any integer counts.
+std::int64_t saturating_product(std::int64_t a, std::int64_t b);
+
+/// Tokens of a tile, or of a layout that is known to be small.
+std::int64_t product(const std::int64_t (&extents)[kRank]);
+
+/// The axes, and counts over all of them, which saturate.
+struct Geometry {
+  DeviceAxis axis[kRank];
+  std::int64_t groups;    ///< Dilation groups.
+  std::int64_t q_tiles;   ///< Query tiles of a dilation group.
+  std::int64_t kv_tiles;  ///< Key/value tiles of a dilation group.
+};
+
+Geometry geometry_of(const Problem& problem, const TileShapes& tiles);
+
+/// Heads whose query tiles are interleaved: the most whose keys and values stay in the second-level cache together, if
+/// their tiles differ in length.
+int heads_per_block(const Problem& problem);
+
+/// The current device's multiprocessors.
+cudaError_t count_multiprocessors(int& count);
+
+}  // namespace natten_jax

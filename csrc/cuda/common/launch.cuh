@@ -1,0 +1,63 @@
+// Launches kernels, and lets those of one stream overlap: one starts while the one before it still runs. That takes
+// compute capability 9.0; elsewhere kernels may call the functions for it, which then do nothing.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <utility>
+
+namespace natten_jax {
+
+/// Bytes of parameters that a kernel may have. More than 4096 take CUDA 12.1 and its driver (530), or newer ones.
+constexpr std::size_t kMostParameterBytes = 32764;
+
+/// How a kernel is launched.
+struct LaunchShape {
+  dim3 blocks;        ///< Of the grid.
+  int threads;        ///< Of a block.
+  int shared_memory;  ///< Dynamic, in bytes.
+  cudaStream_t stream;
+  /// Starts when the kernel before it allows that. Until the kernel has called `wait_for_previous_kernel` it must not
+  /// read what that one writes, nor write at all; it must call it before it is done.
+  bool overlaps = false;
+};
+
+/// Launches a kernel. The result is that of this launch: errors of other calls that nobody has asked for stay theirs.
+template <class... Parameters, class... Arguments>
+cudaError_t launch(void (*kernel)(Parameters...), const LaunchShape& shape, Arguments&&... arguments) {
+  static_assert((sizeof(Parameters) + ... + 0) <= kMostParameterBytes);
+  if (shape.shared_memory > 0) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_memory);
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = shape.blocks;
+  config.blockDim = dim3(shape.threads);
+  config.dynamicSmemBytes = shape.shared_memory;
+  config.stream = shape.stream;
+  config.attrs = &attribute;
+  config.numAttrs = shape.overlaps ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+}
+
+/// Lets the next kernel of the stream start, if it is launched to overlap, once all blocks have called
+/// this or are done.
+__device__ inline void allow_next_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/// Waits until the kernel before is done and what it wrote can be read.
+__device__ inline void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+}  // namespace natten_jax

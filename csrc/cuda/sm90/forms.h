@@ -1,0 +1,34 @@
+// The forms that the Hopper kernels are compiled in, and what they take. Plain numbers: the launches choose by them,
+// the kernels are instantiated from them, and Python reads them in every build.
+#pragma once
+
+#include <cstdint>
+
+namespace natten_jax::sm90 {
+
+/// Head dimensions are multiples of it. Rows of tensor maps lie at multiples of 16 bytes; the backward pass loads whole
+/// rows of 128 bytes.
+inline constexpr std::int64_t kForwardHeadDimStep = 8;
+inline constexpr std::int64_t kBackwardHeadDimStep = 64;
+inline constexpr std::int64_t kLargestHeadDim = 256;
+
+/// Bytes of shared memory that a CTA may have.
+inline constexpr int kSharedMemory = 227 << 10;
+
+/// Tiles per CTA from which on it pays to clear a counter first, so that whoever is done takes the next one.
+inline constexpr std::int64_t kTilesWorthCounting = 4;
+
+/// A form of a kernel: the widest heads that it takes, and the most tokens of its tiles.
+struct Form {
+  int head_dim;
+  int queries;
+  int keys;
+};
+
+/// By head dimension; of the forms for one, those that do less come first. Each 64 queries are a warpgroup's.
+inline constexpr Form kForwardForms[] = {
+    {64, 128, 128}, {64, 192, 128}, {128, 128, 96}, {128, 128, 128}, {192, 128, 96}, {256, 128, 64},
+};
+inline constexpr Form kBackwardForms[] = {{64, 64, 128}, {128, 64, 128}, {256, 64, 64}};
+
+}  // namespace natten_jax::sm90

@@ -1,0 +1,36 @@
+// How a call ended.
+#pragma once
+
+#include <string>
+#include <utility>
+
+namespace natten_jax {
+
+/// Nothing, or a kind of error and a sentence about it.
+class Status {
+ public:
+  enum class Code {
+    kDone,
+    kInvalidArgument,    ///< The call asks for what is not supported.
+    kResourceExhausted,  ///< The host lacks memory.
+    kInternal,           ///< Something outside the caller's power failed.
+  };
+
+  Status() = default;
+
+  static Status invalid_argument(std::string sentence) { return {Code::kInvalidArgument, std::move(sentence)}; }
+  static Status resource_exhausted(std::string sentence) { return {Code::kResourceExhausted, std::move(sentence)}; }
+  static Status internal(std::string sentence) { return {Code::kInternal, std::move(sentence)}; }
+
+  bool failed() const { return code_ != Code::kDone; }
+  Code code() const { return code_; }
+  const std::string& sentence() const { return sentence_; }
+
+ private:
+  Status(Code code, std::string sentence) : code_(code), sentence_(std::move(sentence)) {}
+
+  Code code_ = Code::kDone;
+  std::string sentence_;
+};
+
+}  // namespace natten_jax
