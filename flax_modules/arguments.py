@@ -6,14 +6,14 @@ import dataclasses
 import inspect
 import numbers
 from collections.abc import Mapping
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, Unpack, cast
 
 import jax
 from flax.core import FrozenDict
 
 from natten_jax import backends, functional
 from natten_jax.attention_arguments import checked_attention_kwargs
-from natten_jax.performance import performance_of
+from natten_jax.performance import PerformanceArguments, performance_of
 from natten_jax.problem import Shape, window_parameters
 from natten_jax.scale import checked_scale
 from natten_jax.static_arguments import Bools, Ints, hashable, shown
@@ -21,21 +21,11 @@ from natten_jax.static_arguments import Bools, Ints, hashable, shown
 _OPERATORS = {1: functional.na1d, 2: functional.na2d, 3: functional.na3d}
 
 
-class Performance(TypedDict, total=False):
+class Performance(PerformanceArguments, total=False):
     """Arguments of :func:`natten_jax.na1d` and its like that choose how, not what, is computed."""
 
     attention_kwargs: Mapping[str, Any] | None
     backend: str | None
-    q_tile_shape: Ints | None
-    kv_tile_shape: Ints | None
-    backward_q_tile_shape: Ints | None
-    backward_kv_tile_shape: Ints | None
-    backward_kv_splits: Ints | None
-    backward_use_xla_reduction: bool
-    backward_deterministic: bool
-    memory_usage_preference: str
-    run_persistent_kernel: bool
-    kernel_schedule: str | None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from natten_jax.problem import SUPPORTED_DTYPES, Problem, problem_of
-from natten_jax.static_arguments import Bools, Ints, one_bool
+from natten_jax.static_arguments import Bools, Ints, int_tuple, one_bool
 from natten_jax.symbolic_batch import planned_batch
 
 #: An array that becomes a JAX array as ``jnp.asarray`` makes it.
@@ -52,7 +52,7 @@ def neighborhood_problem(
             )
     return problem_of(
         layout,
-        kernel_size,
+        int_tuple("kernel_size", kernel_size, rank),
         stride,
         dilation,
         is_causal,

@@ -57,6 +57,14 @@ def build_info() -> Mapping[str, Any]:
     return {} if _module is None else _module.build_info()
 
 
+def limits(architecture: str) -> Mapping[str, Any]:
+    """What the kernels for ``"cpu"``, ``"sm80"`` or ``"sm90"`` take, whether this build has them or not.
+
+    Tables of ``csrc/cuda/*/forms.h``; empty where the native module could not be loaded.
+    """
+    return {} if _module is None else _module.limits()[architecture]
+
+
 def missing(target: str) -> str | None:
     """Why a target cannot be called; ``None`` where it can."""
     if _module is None or target in _module.registrations():

@@ -134,7 +134,7 @@ def _compute_gradients(
 ) -> Gradients:
     if resolve(request, device, "forward").backend != plan.backend:
         saved = saved._replace(remainder=None)
-    return backend.backward(plan, operands, saved, *cotangents)
+    return backend.backward(plan, operands, saved, cotangents)
 
 
 _FORWARD = _Step("forward", _output_types, _compute_forward)

@@ -26,7 +26,7 @@ def scratch_bytes(plan: Plan) -> int:
     def run(operands: Operands, output: Output) -> Any:
         if plan.pass_ == "forward":
             return backend.forward(plan, operands)
-        return backend.backward(plan, operands, Saved(*output, output.logsumexp), *output)
+        return backend.backward(plan, operands, Saved(*output, output.logsumexp), output)
 
     arguments = _operands(plan.problem), _output(plan.problem)
     traced = jax.make_jaxpr(run)(*arguments)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from plans import plans_of
 
-from natten_jax.backends.base import Operands, Saved
+from natten_jax.backends.base import Operands, Output, Saved
 from natten_jax.performance import KernelSchedule, Performance
 from natten_jax.problem import problem_of
 
@@ -99,7 +99,7 @@ def run(family: str, form: Form) -> None:
 
     @jax.jit
     def backward(operands: Operands, saved: Saved) -> Any:
-        return backend.backward(plans["backward"], operands, saved, cotangent, logsumexp_cotangent)
+        return backend.backward(plans["backward"], operands, saved, Output(cotangent, logsumexp_cotangent))
 
     with jax.default_matmul_precision(form.precision):
         for factor in (1.0, LARGE):

@@ -20,7 +20,7 @@ from programs import run_python
 import natten_jax
 from natten_jax import backends
 from natten_jax.array_arguments import attention_problem, neighborhood_problem
-from natten_jax.backends.base import Backend, Operands
+from natten_jax.backends.base import Backend, Operands, Output
 from natten_jax.devices import Device
 from natten_jax.performance import Performance
 from natten_jax.plan import BackendId
@@ -130,7 +130,7 @@ def test_every_backend_plans_without_the_batch_size(backend: Backend, operator: 
         name = str(BackendId(backend.family, problem.operator))
         _, plans = plans_of(name, problem, performance, device)
         saved = backend.forward_saving(plans["forward"], operands)
-        return saved, backend.backward(plans["backward"], operands, saved, saved.out, saved.logsumexp)
+        return saved, backend.backward(plans["backward"], operands, saved, Output(*saved[:2]))
 
     operands = Operands(array, array, array, None, None, None)
     for preference in ("default",) if backend.is_pure_jax else ("default", "strict", "unrestricted"):

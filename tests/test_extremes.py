@@ -17,7 +17,7 @@ from problems import Case, element_types, errors_of, expected_of, value_and_grad
 
 import natten_jax
 from natten_jax.array_arguments import neighborhood_problem
-from natten_jax.backends.base import Operands, Saved
+from natten_jax.backends.base import Operands, Output, Saved
 from natten_jax.passes import PASSES
 
 # Gradients at large logits ------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def test_large_logits_of_other_forward_passes(pure_family: Family) -> None:
         problem = neighborhood_problem(1, *operands[:3], **case.window_arguments, scale=None, **NO_ADDITIONAL_TOKENS)
         backend, plans = plans_of(pure_family.fna, problem)
         gradients = jax.jit(functools.partial(backend.backward, plans["backward"]))(
-            Operands(*operands, origins=None), saved, *cotangents
+            Operands(*operands, origins=None), saved, Output(*cotangents)
         )
         found = errors_of(expected_of(case, operands, cotangents), saved[:2], oracle.Tensors(*gradients))
         assert max(found.values()) <= 1e-5, (largest, found)

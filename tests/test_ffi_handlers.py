@@ -19,8 +19,8 @@ from plans import plans_of
 from programs import run_python
 
 import natten_jax
-from natten_jax.backends.base import Operands
-from natten_jax.backends.kernel_rank import attributes
+from natten_jax.backends.base import Operands, Output
+from natten_jax.backends.native_backend import attributes
 from natten_jax.devices import Device
 from natten_jax.performance import Performance
 from natten_jax.problem import problem_of
@@ -164,7 +164,7 @@ def test_real_calls_are_those_tested_here(target: Target) -> None:
 
     def both_passes(operands: Operands) -> Any:
         saved = backend.forward_saving(plans["forward"], operands)
-        return backend.backward(plans["backward"], operands, saved, saved.out, saved.logsumexp)
+        return backend.backward(plans["backward"], operands, saved, Output(*saved[:2]))
 
     operands = Operands(*(expected.operands[name] for name in PROBLEM_OPERANDS))
     (call,) = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import subprocess
@@ -33,6 +34,7 @@ from natten_jax.flax_modules import arguments, linen, nnx
 from natten_jax.flax_modules.attention_fn import neighborhood_attention_fn
 
 import natten_jax
+from natten_jax.performance import Performance, PerformanceArguments
 
 
 class TestArguments:
@@ -46,7 +48,7 @@ class TestArguments:
             return {name: each.default for name, each in inspect.signature(function).parameters.items()}
 
         of_nnx, of_linen = parameters(NNX[rank].__init__), parameters(LINEN[rank])
-        operator = parameters(getattr(natten_jax, f"na{rank}d"))
+        operator = {**parameters(getattr(natten_jax, f"na{rank}d")), **dataclasses.asdict(Performance())}
         performance = {name: operator[name] for name in arguments.Performance.__annotations__}
         in_features = of_linen.pop("in_features")
         assert in_features is None
@@ -63,8 +65,9 @@ class TestArguments:
     def test_are_given_by_keyword_after_the_features(self, rank):
         of_modules = (inspect.signature(module).parameters.values() for module in (NNX[rank].__init__, LINEN[rank]))
         orders = [[each.name for each in parameters if each.kind is each.KEYWORD_ONLY] for parameters in of_modules]
-        performance = list(arguments.Performance.__annotations__)
-        assert [name for name in orders[0] if name != "rngs"] + performance == orders[1]
+        performance = arguments.Performance.__annotations__.keys()
+        own = [name for name in orders[0] if name != "rngs"]
+        assert orders[1][: len(own)] == own and set(orders[1][len(own) :]) == performance
         for module in (functools.partial(NNX[rank], rngs=flax_nnx.Rngs(0)), LINEN[rank]):
             assert module(FEATURES, num_heads=HEADS, kernel_size=3).in_features == FEATURES
             for positional in ((HEADS, 3), (FEATURES, HEADS, 3)):
@@ -76,9 +79,8 @@ class TestArguments:
             "query", "key", "value", "kernel_size", "stride", "dilation", "is_causal", "scale", "additional_keys",
             "additional_values", "try_fuse_additional_kv", "return_lse",
         }  # fmt: skip
-        assert inspect.signature(natten_jax.na1d).parameters.keys() - others == set(
-            arguments.Performance.__annotations__
-        )
+        own = inspect.signature(natten_jax.na1d).parameters.keys() - others - {"performance"}
+        assert own | PerformanceArguments.__annotations__.keys() == arguments.Performance.__annotations__.keys()
 
     def test_are_documented(self):
         for modules in (NNX, LINEN):
@@ -103,7 +105,7 @@ class TestArguments:
             ({"stride": 4}, ValueError, "stride .* exceeds kernel_size"),
             ({"dilation": -1}, ValueError, "dilation must be at least 1"),
             ({"is_causal": 1}, TypeError, "is_causal must be a bool"),
-            ({"qk_scale": "1"}, TypeError, "scale must be None or a real"),
+            ({"qk_scale": "1"}, TypeError, "scale must be None, a real"),
             ({"proj_drop": 1.5}, ValueError, r"proj_drop must be in \[0, 1\], got 1.5"),
             ({"proj_drop": "half"}, TypeError, "proj_drop must be a real number, got 'half'"),
             ({"attn_drop": 0.1}, ValueError, "attn_drop must be 0, got 0.1: attention weights are never formed"),

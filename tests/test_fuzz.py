@@ -27,6 +27,7 @@ from problems import Case
 
 from natten_jax.backends import cpu
 from natten_jax.backends.base import Saved
+from natten_jax.plan import Plan
 
 ROOT = Path(__file__).parents[1]
 CPU = family_named("cpu")
@@ -88,10 +89,10 @@ def test_command_survives_and_names_a_problem_that_ends_the_process(tmp_path: Pa
 import os
 import natten_jax.backends.cpu as cpu
 forward = cpu.CpuBackend.forward_saving
-def fatal(self, problem, tiles, operands):
-    if any(problem.is_causal):
+def fatal(self, plan, operands):
+    if any(plan.problem.is_causal):
         os.kill(os.getpid(), {int(signal.SIGKILL)})
-    return forward(self, problem, tiles, operands)
+    return forward(self, plan, operands)
 cpu.CpuBackend.forward_saving = fatal
 """
     )
@@ -117,10 +118,10 @@ def test_planted_defect_is_found_made_simpler_and_written_down(
 ) -> None:
     forward = cpu.CpuBackend.forward_saving
 
-    def wrong(self: cpu.CpuBackend, problem: Any, tiles: Any, operands: Any) -> Saved:
-        saved = forward(self, problem, tiles, operands)
+    def wrong(self: cpu.CpuBackend, plan: Plan, operands: Any) -> Saved:
+        saved = forward(self, plan, operands)
         # Only where a dimension is dilated: the last query's output is its neighbor's.
-        return saved if max(problem.dilation) == 1 else saved._replace(out=jnp.roll(saved.out, 1, axis=1))
+        return saved if max(plan.problem.dilation) == 1 else saved._replace(out=jnp.roll(saved.out, 1, axis=1))
 
     options = options_of("--problems", "12", "--at-once", "12", *(["--direct"] if is_direct else []))
     numbered = problems_of(options, 0)

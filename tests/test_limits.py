@@ -1,4 +1,4 @@
-"""Limits of the native kernels: what the native module exports, and what the Python backends compute with."""
+"""What the native module says its kernels take, and that backends offer that and nothing else."""
 
 from __future__ import annotations
 
@@ -6,74 +6,76 @@ from typing import Any
 
 import pytest
 
-from natten_jax import native
-from natten_jax.backends import cpu, cutlass, hopper, hopper_backward
-from natten_jax.cost import calibration
+from natten_jax import backends, native, simulator
 from natten_jax.devices import Device
-from natten_jax.problem import problem_of
+from natten_jax.passes import PASSES, Pass
+
+HOPPER = Device("cuda", (9, 0), is_present=False)
 
 
-@pytest.fixture
-def limits() -> dict[str, Any]:
-    assert native.load_error is None, native.load_error
-    from natten_jax import _native
+def most_tokens(name: str, head_dim: int, pass_: Pass, dtype: str, device: Device) -> tuple[int, int]:
+    """Tokens of the largest query and key/value tiles that a backend offers."""
+    problem = simulator.problem_of((1024,), 8, head_dim=head_dim, dtype=dtype)
+    backend = backends.find(f"{name}-fna", "fna")
+    assert backend.rejection(problem, device, pass_) is None
 
-    exported: dict[str, Any] = _native.limits()
-    return exported
+    def offered(queries: int, keys: int) -> bool:
+        return backend.offers(problem, device, pass_, ((queries,), (keys,)))
 
-
-def test_every_build_has_all_limits(limits: dict[str, Any]) -> None:
-    assert limits.keys() == {"cpu", "sm80", "sm90"}
-
-
-def test_cpu_tiles(limits: dict[str, Any]) -> None:
-    assert limits["cpu"] == {"tile_tokens": cpu._LARGEST_TILE}
+    return (
+        max(tokens for tokens in range(1, 1025) if offered(tokens, 1)),
+        max(tokens for tokens in range(1, 1025) if offered(1, tokens)),
+    )
 
 
-def test_hopper_heads(limits: dict[str, Any]) -> None:
-    assert limits["sm90"]["forward_head_dim_step"] == hopper.HopperBackend.head_dim_step
-    assert limits["sm90"]["backward_head_dim_step"] == hopper._HEAD_DIM_CHUNK
-    assert limits["sm90"]["largest_head_dim"] == hopper.HopperBackend.largest_head_dim
+def test_every_build_has_all_limits() -> None:
+    assert native.load_error is None
+    for architecture in ("cpu", "sm80", "sm90"):
+        assert native.limits(architecture)
+    assert native.limits("cpu") == {"tile_tokens": 4096}
 
 
-def test_hopper_tiles(limits: dict[str, Any]) -> None:
-    forms: dict[int, set[tuple[int, int]]] = {}
-    for form in limits["sm90"]["forward"]:
-        forms.setdefault(form["head_dim"], set()).add((form["q_tile_tokens"], form["kv_tile_tokens"]))
-    assert forms == {head_dim: set(tiles) for head_dim, tiles in hopper._FORWARD_TILES.items()}
-    for form in limits["sm90"]["backward"]:
-        tiles = form["q_tile_tokens"], form["kv_tile_tokens"]
-        assert hopper_backward.tile_tokens(form["head_dim"]) == tiles
-
-
-def test_hopper_rounds(limits: dict[str, Any]) -> None:
-    assert limits["sm90"]["tiles_worth_counting"] == calibration._COUNTED_ROUNDS
-
-
-def test_cutlass_heads(limits: dict[str, Any]) -> None:
-    assert limits["sm80"]["head_dim_step"] == cutlass.CutlassBackend.head_dim_step
-    assert limits["sm80"]["largest_head_dim"] == cutlass.CutlassBackend.largest_head_dim
-    assert limits["sm80"]["wide_form_capabilities"] == list(cutlass._WIDE_FORM_CAPABILITIES)
+@pytest.mark.parametrize(
+    ("head_dim", "forward", "backward"),
+    [(8, (192, 128), (64, 128)), (64, (192, 128), (64, 128)), (72, (128, 128), (64, 128)), (128, (128, 128), (64, 128)),
+     (136, (128, 96), (64, 64)), (192, (128, 96), (64, 64)), (200, (128, 64), (64, 64)), (256, (128, 64), (64, 64))],
+)  # fmt: skip
+def test_hopper_tiles(head_dim: int, forward: tuple[int, int], backward: tuple[int, int]) -> None:
+    for pass_, expected in zip(PASSES, (forward, backward), strict=True):
+        assert most_tokens("hopper", head_dim, pass_, "bfloat16", HOPPER) == expected
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0), (12, 0)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_cutlass_tiles(limits: dict[str, Any], dtype: str, capability: tuple[int, int]) -> None:
-    table = limits["sm80"]
-    is_wide = capability[0] in table["wide_form_capabilities"]
-    for head_dim in (8, 64, 72, 128, 136, 256):
-        of_dtype = [form for form in table["forward"] if form["element_bytes"] == (4 if dtype == "float32" else 2)]
-        narrowest = min(form["head_dim"] for form in of_dtype if form["head_dim"] >= head_dim)
-        most_queries = max(
-            form["q_tile_tokens"]
-            for form in of_dtype
-            if form["head_dim"] == narrowest and (is_wide or form["shared_memory"] <= table["least_shared_memory"])
-        )
-        device = Device("cuda", capability, is_present=False)
-        assert cutlass._q_tile_tokens(problem_of((64,), 8, head_dim=head_dim, dtype=dtype), device) == most_queries
-    assert {form["kv_tile_tokens"] for form in table["forward"]} == {cutlass._LARGEST_TILE}
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "queries"),
+    [("bfloat16", 64, 128), ("bfloat16", 72, None), ("float16", 128, None), ("bfloat16", 136, 64), ("float32", 64, 128),
+     ("float32", 72, 64), ("float32", 256, 64)],
+)  # fmt: skip
+def test_portable_tiles(capability: tuple[int, int], dtype: str, head_dim: int, queries: int | None) -> None:
+    """``None``: 256 queries where a multiprocessor has the shared memory, 128 elsewhere."""
+    device = Device("cuda", capability, is_present=False)
+    queries = queries or (256 if capability[0] in (9, 10) else 128)
+    assert most_tokens("cutlass", head_dim, "forward", dtype, device) == (queries, 128)
+    assert most_tokens("cutlass", head_dim, "backward", dtype, device) == (128, 128)
 
 
-def test_cutlass_backward_tiles(limits: dict[str, Any]) -> None:
-    tiles = {(form["q_tile_tokens"], form["kv_tile_tokens"]) for form in limits["sm80"]["backward"]}
-    assert tiles == {(cutlass._LARGEST_TILE, cutlass._LARGEST_TILE)}
+@pytest.mark.parametrize("name", ["hopper", "cutlass"])
+@pytest.mark.parametrize("head_dim", [4, 12, 264])
+def test_heads_that_no_kernel_is_compiled_for(name: str, head_dim: int) -> None:
+    problem = simulator.problem_of((1024,), 8, head_dim=head_dim)
+    reason = backends.find(f"{name}-fna", "fna").rejection(problem, HOPPER, "forward")
+    assert reason == f"head_dim must be a multiple of 8 up to 256, not {head_dim}"
+
+
+def test_the_time_model_counts_rounds_as_the_kernel_does() -> None:
+    calibration: Any = simulator.calibration_for("hopper")
+    assert calibration.counted_rounds == native.limits("sm90")["tiles_worth_counting"]
+
+
+@pytest.mark.parametrize("name", ["hopper", "cutlass", "cpu"])
+def test_without_the_native_module_nobody_knows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "load_error", "the native module was eaten")
+    device = Device("cpu") if name == "cpu" else HOPPER
+    problem = simulator.problem_of((1024,), 8)
+    reason = backends.find(f"{name}-fna", "fna").rejection(problem, device, "forward")
+    assert reason == "the native module was eaten"

@@ -8,7 +8,7 @@ import pytest
 from families import Family
 from plans import plans_of
 
-from natten_jax.backends.base import Operands
+from natten_jax.backends.base import Operands, Output
 from natten_jax.problem import problem_of
 
 
@@ -32,7 +32,8 @@ def test_dilation_groups_without_a_key(native_family: Family, keys: tuple[int, i
     operands = Operands(array(4, 2), array(end - first, 1), array(end - first, 1), *extra, origins)
     saved = backend.forward_saving(plans["forward"], operands)
     cotangent = array(4, 2)
-    gradients = backend.backward(plans["backward"], operands, saved, cotangent, jnp.zeros((1, 4, 2), jnp.float32))
+    cotangents = Output(cotangent, jnp.zeros((1, 4, 2), jnp.float32))
+    gradients = backend.backward(plans["backward"], operands, saved, cotangents)
 
     # Queries 0 to 3 see keys 0 and 5, 1 and 6, and so on.
     is_seen = np.array([[first <= key < end and key % 5 == query for key in range(first, end)] for query in range(4)])

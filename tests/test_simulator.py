@@ -317,6 +317,7 @@ def a_calibration(**others: Any) -> Calibration:
     values: dict[str, Any] = {
         "family": "hopper", "device": "a device", "compute_capability": (9, 0), "multiprocessors": 100,
         "launch": 2e-6, "byte": 0.0, "slowdown": 0.0, "onset": 1e-3, "kernels": {"forward": kernels},
+        "counted_rounds": 4,
     }  # fmt: skip
     return Calibration(**{**values, **others})
 

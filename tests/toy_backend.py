@@ -8,7 +8,7 @@ from natten_jax.backends.base import Operands, Output, PureJaxBackend
 
 
 class ToyBackend(PureJaxBackend):
-    family, dtypes, fuses_additional_kv = "toy", ("float32",), False
+    family, dtypes = "toy", ("float32", "float16")
 
     def tile_pairs(self, problem, device, pass_):
         return [((1,) * problem.rank, (1,) * problem.rank)]
@@ -20,20 +20,21 @@ class ToyBackend(PureJaxBackend):
         problem, (batch, *queries, heads, _), keys = plan.problem, operands.query.shape, operands.key.shape[1:-2]
         origins = jnp.zeros((2, 3), int) if operands.origins is None else operands.origins
         mask = jnp.ones((1, 1), bool)
-        starts = origins[:, 3 - problem.rank :].T
-        for axis, start, own, others in zip(problem.axes, starts, queries, keys, strict=True):
+        for axis, start, own, others in zip(problem.axes, origins[:, 3 - problem.rank :].T, queries, keys, strict=True):
             query, key, d = (start[0] + jnp.arange(own))[:, None], start[1] + jnp.arange(others), axis.dilation
             length, window = windows.group_length(axis.kv_extent, d, query % d), (axis.kernel_size, axis.stride)
             first, end = windows.window_bounds(query // d, length, *window, axis.is_causal, xp=jnp)
             seen = (query % d == key % d) & (first <= key // d) & (key // d < end)
             mask = (mask[:, None, :, None] & seen[:, None]).reshape(len(mask) * own, -1)
-        query, key, value = (a.reshape(batch, -1, *a.shape[-2:]) for a in operands[:3])
-        key, value = (jnp.repeat(a, heads // problem.heads_kv, axis=2) for a in (key, value))
+        tokens = [a.reshape(batch, -1, *a.shape[-2:]).astype("float32") for a in operands[:3]]
+        if problem.additional_kv:
+            mask = jnp.pad(mask, ((0, 0), (0, problem.additional_kv)), constant_values=True)
+            tokens[1:] = (jnp.concatenate(pair, axis=1) for pair in zip(tokens[1:], operands[3:5], strict=True))
+        query, key, value = (jnp.repeat(a, heads // a.shape[2], axis=2) for a in tokens)
         logits = problem.scale * jnp.einsum("bqhd,bkhd->bqhk", query, key, precision="highest")
-        logits = jnp.where(mask[:, None], logits, -jnp.inf)
-        lse = jax.nn.logsumexp(logits, axis=-1)
-        weights = jnp.exp(logits - jnp.where(lse == -jnp.inf, 0, lse)[..., None])
-        out = jnp.einsum("bqhk,bkhd->bqhd", weights, value, precision="highest")
+        lse = jax.nn.logsumexp(jnp.where(mask[:, None], logits, -jnp.inf), axis=-1)
+        weights = jnp.where(mask[:, None], jnp.exp(logits - jnp.where(lse == -jnp.inf, 0, lse)[..., None]), 0)
+        out = jnp.einsum("bqhk,bkhd->bqhd", weights, value, precision="highest").astype(problem.dtype)
         return Output(out.reshape(batch, *queries, heads, -1), lse.reshape(batch, *queries, heads))
 
 

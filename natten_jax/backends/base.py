@@ -141,6 +141,8 @@ class Backend(abc.ABC):
             most = self.largest_head_dim
             if head_dim % self.head_dim_step or (most is not None and head_dim > most):
                 return f"{name} must be a multiple of {self.head_dim_step} up to {most}, not {head_dim}"
+        if not self.is_pure_jax and native.load_error is not None:
+            return native.load_error  # it would say what the kernels take, too
         if not device.is_present:
             return None
         return next(filter(None, map(native.missing, self.targets.get(pass_, ()))), None)
@@ -169,14 +171,7 @@ class Backend(abc.ABC):
         """Compute them for a backward pass."""
 
     @abc.abstractmethod
-    def backward(
-        self,
-        plan: Plan,
-        operands: Operands,
-        saved: Saved,
-        out_cotangent: jax.Array,
-        logsumexp_cotangent: jax.Array,
-    ) -> Gradients:
+    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
         """Compute the gradients of the differentiable operands."""
 
 
@@ -188,15 +183,8 @@ class PureJaxBackend(Backend):
         output = self.forward(plan, operands)
         return Saved(*output, jnp.zeros_like(output.logsumexp))
 
-    def backward(
-        self,
-        plan: Plan,
-        operands: Operands,
-        saved: Saved,
-        out_cotangent: jax.Array,
-        logsumexp_cotangent: jax.Array,
-    ) -> Gradients:
+    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
         """Compute the gradients by a second forward pass."""
         _, transpose = jax.vjp(lambda arrays: self.forward(plan, arrays), operands)
-        (gradients,) = transpose(Output(out_cotangent, logsumexp_cotangent))
+        (gradients,) = transpose(cotangents)
         return Gradients(*gradients[:5])

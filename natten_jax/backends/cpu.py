@@ -9,15 +9,13 @@ from typing import ClassVar
 import jax
 
 from natten_jax import native
-from natten_jax.backends.base import Backend, Gradients, Operands, Output, Platform, Saved
-from natten_jax.backends.kernel_rank import (
+from natten_jax.backends.base import Gradients, Operands, Output, Platform, Saved
+from natten_jax.backends.native_backend import (
+    NativeBackend,
     attributes,
     delta,
     gradients_of,
     kernel_operands,
-    output_of,
-    output_types,
-    saved_of,
     saved_remainder,
     with_kernel_rank,
 )
@@ -29,10 +27,10 @@ from natten_jax.problem import Problem, Shape
 
 _FORWARD = "natten_jax_cpu_forward"
 _BACKWARD = "natten_jax_cpu_backward"
-_LARGEST_TILE = 4096  # tokens; kMostTileTokens of csrc/include/natten_jax/problem.h
+_LARGEST_TILE = native.limits("cpu").get("tile_tokens", 0)
 
 
-class CpuBackend(Backend):
+class CpuBackend(NativeBackend):
     """Attention on the host, forward and backward, for every window."""
 
     family = "cpu"
@@ -50,22 +48,16 @@ class CpuBackend(Backend):
         """Most tokens of a tile."""
         return _LARGEST_TILE, _LARGEST_TILE
 
-    def forward(self, plan: Plan, operands: Operands) -> Output:
-        """Compute output and logsumexp."""
-        return output_of(operands, _forward(plan, operands, saves=False))
+    def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
+        """Call the kernel."""
+        return native.call(
+            _FORWARD,
+            types,
+            *kernel_operands(plan.problem, operands),
+            **attributes(plan),
+        )
 
-    def forward_saving(self, plan: Plan, operands: Operands) -> Saved:
-        """Compute them for a backward pass."""
-        return saved_of(operands, _forward(plan, operands, saves=True))
-
-    def backward(
-        self,
-        plan: Plan,
-        operands: Operands,
-        saved: Saved,
-        out_cotangent: jax.Array,
-        logsumexp_cotangent: jax.Array,
-    ) -> Gradients:
+    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
         """Compute the gradients of the differentiable operands."""
         problem = plan.problem
         arrays = kernel_operands(problem, operands)
@@ -75,20 +67,11 @@ class CpuBackend(Backend):
             *arrays,
             with_kernel_rank(saved.logsumexp, problem.rank),
             saved_remainder(problem, saved),
-            with_kernel_rank(out_cotangent, problem.rank),
-            with_kernel_rank(delta(saved.out, out_cotangent, logsumexp_cotangent), problem.rank),
+            with_kernel_rank(cotangents.out, problem.rank),
+            with_kernel_rank(delta(saved.out, *cotangents), problem.rank),
             **attributes(plan),
         )
         return gradients_of(operands, gradients)
-
-
-def _forward(plan: Plan, operands: Operands, *, saves: bool) -> list[jax.Array]:
-    return native.call(
-        _FORWARD,
-        output_types(plan.problem, operands, saves=saves),
-        *kernel_operands(plan.problem, operands),
-        **attributes(plan),
-    )
 
 
 #: Query and key/value tiles that tile_pairs lists after the default, by rank.

@@ -11,15 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax import native
-from natten_jax.backends.base import Backend, Gradients, Operands, Output, Platform, Saved
-from natten_jax.backends.kernel_rank import (
+from natten_jax.backends.base import Gradients, Operands, Output, Platform, Saved
+from natten_jax.backends.native_backend import (
+    NativeBackend,
     attributes,
     delta,
     gradients_of,
     kernel_operands,
-    output_of,
-    output_types,
-    saved_of,
     saved_remainder,
     with_kernel_rank,
 )
@@ -30,17 +28,13 @@ from natten_jax.native import ResultType
 from natten_jax.passes import Pass, TilePair
 from natten_jax.performance import MemoryUsagePreference, Performance
 from natten_jax.plan import Plan
-from natten_jax.problem import Problem
+from natten_jax.problem import ELEMENT_BYTES, Problem
 from natten_jax.symbolic_batch import least_batch
 
 _FORWARD = "natten_jax_sm80_forward"
 _BACKWARD = "natten_jax_sm80_backward"
 _DELTA = "natten_jax_sm80_delta"
-_LARGEST_HEAD_DIM = 256
-_LARGEST_TILE = 128  # tokens
-_WIDE_Q_TILE = 256  # tokens, forward, of some heads
-#: Major compute capabilities with the shared memory for that: kWideFormCapabilities of csrc/cuda/sm80/forms.h.
-_WIDE_FORM_CAPABILITIES = (9, 10)
+_LIMITS = native.limits("sm80")
 _MOST_SPLITS = 2**31 - 1
 
 #: Most bytes in which a backward pass sums up query gradients; one head's are the least.
@@ -64,14 +58,14 @@ _TF32_PRECISIONS = (
 )
 
 
-class CutlassBackend(Backend):
+class CutlassBackend(NativeBackend):
     """Attention on any NVIDIA GPU since Ampere."""
 
     family = "cutlass"
     platform = Platform("cuda", (8, 0))
     dtypes = ("float32", "float16", "bfloat16")
-    head_dim_step = 8
-    largest_head_dim = _LARGEST_HEAD_DIM
+    head_dim_step = _LIMITS.get("head_dim_step", 1)
+    largest_head_dim = _LIMITS.get("largest_head_dim")
     targets: ClassVar = {"forward": (_FORWARD,), "backward": (_BACKWARD, _DELTA)}
 
     def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
@@ -86,29 +80,24 @@ class CutlassBackend(Backend):
         return list(_ranked_pairs(problem, pass_, _tile_sizes(problem, device, pass_)))
 
     def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
-        """Most tokens of a tile: 128 queries and 128 keys; forward, 64 or 256 queries for some heads."""
-        return (_q_tile_tokens(problem, device) if pass_ == "forward" else _LARGEST_TILE), _LARGEST_TILE
+        """Most tokens of the tiles that the kernels for these heads are compiled for."""
+        return _largest_tiles(problem, device, pass_)
 
-    def forward(self, plan: Plan, operands: Operands) -> Output:
-        """Compute output and logsumexp."""
-        return output_of(operands, _forward(plan, operands, saves=False))
+    def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
+        """Call the kernel."""
+        return native.call(
+            _FORWARD,
+            types,
+            *kernel_operands(plan.problem, operands),
+            **attributes(plan),
+            is_accurate=int(not _allows_tf32()),
+        )
 
-    def forward_saving(self, plan: Plan, operands: Operands) -> Saved:
-        """Compute them for a backward pass."""
-        return saved_of(operands, _forward(plan, operands, saves=True))
-
-    def backward(
-        self,
-        plan: Plan,
-        operands: Operands,
-        saved: Saved,
-        out_cotangent: jax.Array,
-        logsumexp_cotangent: jax.Array,
-    ) -> Gradients:
+    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
         """Compute the gradients of the differentiable operands."""
         problem, performance = plan.problem, plan.performance
         rank = functools.partial(with_kernel_rank, rank=problem.rank)
-        out, out_cotangent, logsumexp_cotangent = map(rank, (saved.out, out_cotangent, logsumexp_cotangent))
+        out, out_cotangent, logsumexp_cotangent = map(rank, (saved.out, *cotangents))
         reduction = delta if performance.backward_use_xla_reduction else _kernel_delta
         logsumexp = rank(saved.logsumexp), saved_remainder(problem, saved)
         per_query = *logsumexp, out_cotangent, reduction(out, out_cotangent, logsumexp_cotangent)
@@ -130,16 +119,6 @@ class CutlassBackend(Backend):
             else min(math.prod(performance.backward_kv_splits or (0,)), _MOST_SPLITS),
         )
         return gradients_of(operands, gradients)
-
-
-def _forward(plan: Plan, operands: Operands, *, saves: bool) -> list[jax.Array]:
-    return native.call(
-        _FORWARD,
-        output_types(plan.problem, operands, saves=saves),
-        *kernel_operands(plan.problem, operands),
-        **attributes(plan),
-        is_accurate=int(not _allows_tf32()),
-    )
 
 
 def scratch_elements(problem: Problem, query: jax.Array, performance: Performance) -> int:
@@ -193,28 +172,27 @@ def _missing_code(capability: ComputeCapability) -> str | None:
     )
 
 
-def _width_bytes(problem: Problem) -> int:
-    """Bytes of a row of the narrowest kernel that takes the heads."""
-    widest = max(problem.head_dim, problem.head_dim_v)
-    width = 64 if widest <= 64 else 128 if widest <= 128 else 256
-    return width * (4 if problem.dtype == "float32" else 2)
-
-
-def _q_tile_tokens(problem: Problem, device: Device) -> int:
-    """Most queries of a tile that the forward kernel takes."""
-    row = _width_bytes(problem)
+def _largest_tiles(problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
+    """Most queries and keys of a tile that the narrowest kernel for these heads takes on a device."""
+    wider, size = max(problem.head_dim, problem.head_dim_v), ELEMENT_BYTES[problem.dtype]
+    forms = [form for form in _LIMITS[pass_] if form["element_bytes"] == size and form["head_dim"] >= wider]
+    narrowest = min(form["head_dim"] for form in forms)
     capability = device.compute_capability
-    if row == 256 and problem.dtype != "float32" and capability and capability[0] in _WIDE_FORM_CAPABILITIES:
-        return _WIDE_Q_TILE
-    return _LARGEST_TILE if row <= 256 else 64
+    is_wide = capability is not None and capability[0] in _LIMITS["wide_form_capabilities"]
+    able = [
+        (form["q_tile_tokens"], form["kv_tile_tokens"])
+        for form in forms
+        if form["head_dim"] == narrowest and (is_wide or form["shared_memory"] <= _LIMITS["least_shared_memory"])
+    ]
+    return max(queries for queries, _ in able), max(keys for _, keys in able)
 
 
 def _tile_sizes(problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[int, int], ...]:
     """Queries and keys of the tiles that are ranked."""
     if pass_ == "backward":
         return (64, 128), (64, 64), (128, 128), (128, 64)
-    most = _q_tile_tokens(problem, device)
-    rows = min(most, _LARGEST_TILE)
+    most, keys = _largest_tiles(problem, device, pass_)
+    rows = min(most, keys)
     # Smaller query tiles leave rows of the kernel idle, and pay off for few queries or narrow windows only.
     sizes = (rows, 64), (rows, 128), (64, 64), (64, 128), (32, 128)
     return (*sizes, (most, 64)) if most > rows else sizes
@@ -224,6 +202,8 @@ def _tile_sizes(problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[in
 def _ranked_pairs(problem: Problem, pass_: Pass, sizes: tuple[tuple[int, int], ...]) -> tuple[TilePair, ...]:
     if problem.dtype == "float32":
         # Times are of 16-bit elements. Kernels are compiled for rows of some number of bytes.
-        head_dim, head_dim_v = (min(2 * each, _LARGEST_HEAD_DIM) for each in (problem.head_dim, problem.head_dim_v))
+        head_dim, head_dim_v = (
+            min(2 * each, _LIMITS["largest_head_dim"]) for each in (problem.head_dim, problem.head_dim_v)
+        )
         problem = dataclasses.replace(problem, dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim_v)
     return rank_sizes(problem, pass_, sizes, calibration_for(CutlassBackend.family))

@@ -48,14 +48,7 @@ class FlexBackend(PureJaxBackend):
         output = _attend(plan.problem, plan.performance, operands).output
         return Output(output.out.astype(plan.problem.dtype), output.logsumexp)
 
-    def backward(
-        self,
-        plan: Plan,
-        operands: Operands,
-        saved: Saved,
-        out_cotangent: jax.Array,
-        logsumexp_cotangent: jax.Array,
-    ) -> Gradients:
+    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
         """Compute the gradients, from whatever computed the output."""
         problem, tiles = plan.problem, plan.performance
         primals = Gradients(*operands[:5])
@@ -65,7 +58,7 @@ class FlexBackend(PureJaxBackend):
         transpose = jax.linear_transpose(
             lambda tangents: tangents_of(problem, tiles, operands, output, rows_of(softmax), tangents), primals
         )
-        cotangents = Output(out_cotangent.astype(output.out.dtype), logsumexp_cotangent.astype(output.logsumexp.dtype))
+        cotangents = Output(*(each.astype(own.dtype) for each, own in zip(cotangents, output, strict=True)))
         gradients: Gradients
         (gradients,) = transpose(cotangents)
         return gradients

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from natten_jax import native
 from natten_jax.backends import hopper_backward
-from natten_jax.backends.base import Backend, Gradients, Operands, Output, Platform, Saved
-from natten_jax.backends.kernel_rank import attributes, kernel_operands, output_of, output_types, saved_of
+from natten_jax.backends.base import Gradients, Operands, Output, Platform, Saved
+from natten_jax.backends.native_backend import NativeBackend, attributes, kernel_operands
 from natten_jax.cost.calibration import calibration_for
 from natten_jax.cost.ranking import rank_sizes
 from natten_jax.devices import Device
@@ -23,26 +23,20 @@ from natten_jax.plan import Plan
 from natten_jax.problem import Problem
 
 _FORWARD = "natten_jax_sm90_forward"
+_LIMITS = native.limits("sm90")
 #: The backward pass loads head dimensions in rows of 128 bytes; others are padded with zeros.
-_HEAD_DIM_CHUNK = 64
-#: Queries and keys of the forward kernels' tiles, by the widest heads that they are compiled for.
-_FORWARD_TILES = {
-    64: [(192, 128), (128, 128)],
-    128: [(128, 128), (128, 96)],
-    192: [(128, 96)],
-    256: [(128, 64)],
-}
+_HEAD_DIM_CHUNK = _LIMITS.get("backward_head_dim_step", 1)
 
 
-class HopperBackend(Backend):
+class HopperBackend(NativeBackend):
     """Attention on Hopper GPUs."""
 
     family = "hopper"
     query_family = "cutlass_hopper"
     platform = Platform("cuda", (9, 0), is_exact=True)
     dtypes = ("float16", "bfloat16")
-    head_dim_step = 8
-    largest_head_dim = max(_FORWARD_TILES)
+    head_dim_step = _LIMITS.get("forward_head_dim_step", 1)
+    largest_head_dim = _LIMITS.get("largest_head_dim")
     targets: ClassVar = {"forward": (_FORWARD,), "backward": hopper_backward.TARGETS}
     schedules: ClassVar = {
         "forward": (KernelSchedule.PING_PONG, KernelSchedule.COOPERATIVE, KernelSchedule.NON_PERSISTENT)
@@ -57,50 +51,34 @@ class HopperBackend(Backend):
         query, key_value = (max(tokens) for tokens in zip(*_tile_tokens(problem, pass_), strict=True))
         return query, key_value
 
-    def forward(self, plan: Plan, operands: Operands) -> Output:
-        """Compute output and logsumexp."""
-        return output_of(operands, _forward(plan, operands, saves=False))
+    def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
+        """Call the kernel."""
+        schedule = plan.kernel_schedule
+        is_persistent = plan.performance.run_persistent_kernel and schedule is not KernelSchedule.NON_PERSISTENT
+        return native.call(
+            _FORWARD,
+            [
+                *types,
+                ResultType((1,), jnp.int32),  # scratch: counts query tiles
+            ],
+            *kernel_operands(plan.problem, operands),
+            **attributes(plan),
+            is_ping_pong=int(schedule is KernelSchedule.PING_PONG),
+            is_persistent=int(is_persistent),
+        )
 
-    def forward_saving(self, plan: Plan, operands: Operands) -> Saved:
-        """Compute them for a backward pass."""
-        return saved_of(operands, _forward(plan, operands, saves=True))
-
-    def backward(
-        self,
-        plan: Plan,
-        operands: Operands,
-        saved: Saved,
-        out_cotangent: jax.Array,
-        logsumexp_cotangent: jax.Array,
-    ) -> Gradients:
+    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
         """Compute the gradients of the differentiable operands."""
         padded = hopper_backward.gradients(
             plan,
             Operands._make([*map(_padded, operands[:5]), operands.origins]),
             saved._replace(out=_padded(saved.out)),
-            _padded(out_cotangent),
-            logsumexp_cotangent,
+            cotangents._replace(out=_padded(cotangents.out)),
         )
         return Gradients._make(
             None if operand is None or gradient is None else gradient[..., : operand.shape[-1]]
             for gradient, operand in zip(padded, operands[:5], strict=True)
         )
-
-
-def _forward(plan: Plan, operands: Operands, *, saves: bool) -> list[jax.Array]:
-    schedule = plan.kernel_schedule
-    is_persistent = plan.performance.run_persistent_kernel and schedule is not KernelSchedule.NON_PERSISTENT
-    return native.call(
-        _FORWARD,
-        [
-            *output_types(plan.problem, operands, saves=saves),
-            ResultType((1,), jnp.int32),  # scratch: counts query tiles
-        ],
-        *kernel_operands(plan.problem, operands),
-        **attributes(plan),
-        is_ping_pong=int(schedule is KernelSchedule.PING_PONG),
-        is_persistent=int(is_persistent),
-    )
 
 
 def _padded(array: OptionalArray) -> OptionalArray:
@@ -112,11 +90,11 @@ def _padded(array: OptionalArray) -> OptionalArray:
 
 
 def _tile_tokens(problem: Problem, pass_: Pass) -> list[tuple[int, int]]:
-    """Queries and keys of the tiles that the kernels for these heads are compiled for."""
+    """Queries and keys of the tiles that the narrowest kernels for these heads are compiled for."""
     wider = max(problem.head_dim, problem.head_dim_v)
-    if pass_ == "backward":
-        return [hopper_backward.tile_tokens(wider)]
-    return _FORWARD_TILES[min(width for width in _FORWARD_TILES if width >= wider)]
+    forms = [form for form in _LIMITS[pass_] if form["head_dim"] >= wider]
+    narrowest = min(form["head_dim"] for form in forms)
+    return [(form["q_tile_tokens"], form["kv_tile_tokens"]) for form in forms if form["head_dim"] == narrowest]
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""The backward pass of the ``hopper`` backend: which tiles its kernels take, and how they are called."""
+"""The backward pass of the ``hopper`` backend: how its kernels are called."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from natten_jax import native
-from natten_jax.backends.base import Gradients, Operands, Saved
-from natten_jax.backends.kernel_rank import (
+from natten_jax.backends.base import Gradients, Operands, Output, Saved
+from natten_jax.backends.native_backend import (
     attributes,
     delta,
     gradients_of,
@@ -26,23 +26,17 @@ from natten_jax.problem import Shape
 TARGETS = ("natten_jax_sm90_backward", "natten_jax_sm90_backward_statistics")
 
 
-def tile_tokens(head_dim: int) -> tuple[int, int]:
-    """Queries and keys of the tiles that the kernel for heads of this width is compiled for."""
-    return (64, 128) if head_dim <= 128 else (64, 64)
-
-
 def gradients(
     plan: Plan,
     operands: Operands,
     saved: Saved,
-    out_cotangent: jax.Array,
-    logsumexp_cotangent: jax.Array,
+    cotangents: Output,
 ) -> Gradients:
     """Call the kernels; head dimensions are multiples of what they load at once."""
     problem, performance = plan.problem, plan.performance
     arrays = kernel_operands(problem, operands)
     rank = functools.partial(with_kernel_rank, rank=problem.rank)
-    of_queries = [rank(array) for array in (saved.out, saved.logsumexp, out_cotangent, logsumexp_cotangent)]
+    of_queries = [rank(array) for array in (saved.out, saved.logsumexp, *cotangents)]
     reduction = _xla_statistics if performance.backward_use_xla_reduction else _kernel_statistics
     statistics = reduction(*of_queries)
     # Sums of the query gradient, a counter of tiles, and those of who may add to the sums.

@@ -19,9 +19,6 @@ from natten_jax.devices import ComputeCapability
 from natten_jax.passes import Pass, TilePair, outer_and_inner
 from natten_jax.problem import Problem
 
-#: Rounds from which on kernels take tiles from a counter: kTilesWorthCounting of csrc/cuda/sm90/forms.h.
-_COUNTED_ROUNDS = 4
-
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
@@ -74,6 +71,7 @@ class Calibration:
         backward_launch: As ``launch``, of a backward pass, which is several kernels; ``None`` is the same.
         tail: Rounds by which the last of many tiles of a forward pass outlast the others, as whoever is done takes the
             next one; ``None``: tiles are dealt out beforehand.
+        counted_rounds: Rounds from which on the kernels take the next tile from a counter; below, tiles are dealt out.
         dtypes: Element types that the times are of.
     """
 
@@ -88,6 +86,7 @@ class Calibration:
     kernels: dict[str, tuple[Kernel, ...]]
     backward_launch: float | None = None
     tail: float | None = None
+    counted_rounds: int = 0
     dtypes: Sequence[str] = ("float16", "bfloat16")
 
     def launch_of(self, pass_: Pass) -> float:
@@ -112,7 +111,7 @@ class Calibration:
         rounds = tiles / (self.multiprocessors * kernel.side_by_side)
         if self.tail is None or pass_ == "backward":
             return np.ceil(rounds)
-        return np.where(rounds < _COUNTED_ROUNDS, np.ceil(rounds), rounds + self.tail)
+        return np.where(rounds < self.counted_rounds, np.ceil(rounds), rounds + self.tail)
 
     def clocked(self, busy: Any, kernel: Kernel) -> Any:
         """Seconds that a kernel's work takes whose length is ``busy`` at the full clock."""

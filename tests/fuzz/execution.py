@@ -16,7 +16,7 @@ from jax.extend.core import jaxpr_as_fun
 from plans import plans_of
 from problems import QUICK_COMPILATION
 
-from natten_jax.backends.base import Operands
+from natten_jax.backends.base import Operands, Output
 from natten_jax.performance import Performance
 
 from .accuracy import excesses, expectation
@@ -109,5 +109,5 @@ def _direct(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: jax.Ar
     backend, plans = plans_of(problem.backend, problem.description(), Performance(**problem.tiles))
     operands = Operands(*tensors, origins=None if origins is None else jnp.asarray(origins))
     saved = backend.forward_saving(plans["forward"], operands)
-    gradients = backend.backward(plans["backward"], operands, saved, *cotangents)
+    gradients = backend.backward(plans["backward"], operands, saved, Output(*cotangents))
     return (saved.out, saved.logsumexp), oracle.Tensors(*gradients)

@@ -1,19 +1,44 @@
-"""How native kernels take a problem: with three token dimensions, whatever its rank."""
+"""Backends whose kernels take a problem with three token dimensions, whatever its rank."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
-from natten_jax.backends.base import Gradients, Operands, Output, Saved
+from natten_jax.backends.base import Backend, Gradients, Operands, Output, Saved
 from natten_jax.native import ResultType
 from natten_jax.plan import Plan
 from natten_jax.problem import Axis, Problem, Shape
 
 _KERNEL_RANK = 3
+
+
+class NativeBackend(Backend):
+    """A backend whose forward pass is one custom call, whose first results are output, logsumexp and remainder."""
+
+    @abc.abstractmethod
+    def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
+        """Call the kernel.
+
+        Args:
+            plan: What to run.
+            operands: Its arrays.
+            types: Of its first results.
+        """
+
+    def forward(self, plan: Plan, operands: Operands) -> Output:
+        """Compute output and logsumexp."""
+        return _output_of(operands, self.call_forward(plan, operands, _output_types(plan, operands, saves=False)))
+
+    def forward_saving(self, plan: Plan, operands: Operands) -> Saved:
+        """Compute them for a backward pass, with the remainder."""
+        results = self.call_forward(plan, operands, _output_types(plan, operands, saves=True))
+        output = _output_of(operands, results)
+        return Saved(*output, results[2].reshape(output.logsumexp.shape))
 
 
 def with_kernel_rank(array: jax.Array, rank: int) -> jax.Array:
@@ -33,10 +58,10 @@ def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
     return [query, key, value, additional_keys, additional_values, origins]
 
 
-def output_types(problem: Problem, operands: Operands, *, saves: bool) -> list[ResultType]:
+def _output_types(plan: Plan, operands: Operands, *, saves: bool) -> list[ResultType]:
     """The results that every forward target starts with; an array of nothing for a remainder that is not saved."""
     batch, *_, heads, _ = operands.query.shape
-    tokens = with_kernel_rank(operands.query, problem.rank).shape[1:-2]
+    tokens = with_kernel_rank(operands.query, plan.problem.rank).shape[1:-2]
     per_query = (batch, *tokens, heads)
     return [
         ResultType((*per_query, operands.value.shape[-1]), operands.query.dtype),
@@ -45,16 +70,10 @@ def output_types(problem: Problem, operands: Operands, *, saves: bool) -> list[R
     ]
 
 
-def output_of(operands: Operands, results: Sequence[jax.Array]) -> Output:
+def _output_of(operands: Operands, results: Sequence[jax.Array]) -> Output:
     """A forward target's output and logsumexp in the shapes of the operands."""
-    per_query = operands.query.shape[:-1]
-    return Output(results[0].reshape(*per_query, -1), results[1].reshape(per_query))
-
-
-def saved_of(operands: Operands, results: Sequence[jax.Array]) -> Saved:
-    """The same with the remainder."""
-    output = output_of(operands, results)
-    return Saved(*output, results[2].reshape(output.logsumexp.shape))
+    *per_query, _ = operands.query.shape
+    return Output(results[0].reshape(*per_query, operands.value.shape[-1]), results[1].reshape(per_query))
 
 
 def saved_remainder(problem: Problem, saved: Saved) -> jax.Array:
