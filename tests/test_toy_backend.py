@@ -45,7 +45,7 @@ except ValueError as error:
 @pytest.mark.parametrize(
     ("module", "arguments", "expected"),
     [
-        ("doctor", "", "toy-fmha       runs float32, float16"),
+        ("doctor", "", "toy-fmha       runs float16, float32"),
         ("profiler", "-i 12 -w 3 --dtype fp32 --dry-run", "Use case is compatible with backend toy-fna."),
         ("profiler", "-i 12 -w 3 --dtype fp32 --backend toy-fna --iterations 2", "toy-fna"),
     ],

@@ -32,8 +32,9 @@ class ToyBackend(PureJaxBackend):
             tokens[1:] = (jnp.concatenate(pair, axis=1) for pair in zip(tokens[1:], operands[3:5], strict=True))
         query, key, value = (jnp.repeat(a, heads // a.shape[2], axis=2) for a in tokens)
         logits = problem.scale * jnp.einsum("bqhd,bkhd->bqhk", query, key, precision="highest")
-        lse = jax.nn.logsumexp(jnp.where(mask[:, None], logits, -jnp.inf), axis=-1)
-        weights = jnp.where(mask[:, None], jnp.exp(logits - jnp.where(lse == -jnp.inf, 0, lse)[..., None]), 0)
+        logits = jnp.where(mask[:, None], logits, -jnp.inf)
+        lse = jax.nn.logsumexp(logits, axis=-1)
+        weights = jnp.exp(logits - jnp.where(lse == -jnp.inf, 0, lse)[..., None])
         out = jnp.einsum("bqhk,bkhd->bqhd", weights, value, precision="highest").astype(problem.dtype)
         return Output(out.reshape(batch, *queries, heads, -1), lse.reshape(batch, *queries, heads))
 
