@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from natten_jax.passes import Pass, TilePair
 from natten_jax.performance import KernelSchedule, Performance, tile_names
-from natten_jax.problem import Axis, Operator, Problem
+from natten_jax.problem import OPERATORS, Axis, Operator, Problem
 
 
 class BackendId(NamedTuple):
@@ -23,6 +23,18 @@ class BackendId(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.family}-{self.operator}"
+
+    @classmethod
+    def parse(cls, name: str) -> BackendId:
+        """What ``"cpu-fna"`` means, whether there is such a backend or not.
+
+        Raises:
+            ValueError: The name has no operator.
+        """
+        for operator in OPERATORS:
+            if name.endswith(f"-{operator}"):
+                return cls(name.removesuffix(f"-{operator}"), operator)
+        raise ValueError(f"{name!r} is no backend's name: those end with {' or '.join(OPERATORS)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,12 +96,13 @@ class Plan:
             content = json.loads(text)
             facts: dict[str, Any] = dict(content["problem"])
             facts["axes"] = tuple(Axis(*axis) for axis in facts["axes"])
-            family, _, operator = content["backend"].rpartition("-")
             performance: dict[str, Any] = {
                 name: tuple(value) if isinstance(value, list) else value
                 for name, value in content["performance"].items()
             }
-            return cls(Problem(**facts), content["pass"], BackendId(family, operator), Performance(**performance))
+            return cls(
+                Problem(**facts), content["pass"], BackendId.parse(content["backend"]), Performance(**performance)
+            )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"no plan of natten_jax: {error}") from None
 

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import jax
 
 from natten_jax.devices import Device, default_device
+from natten_jax.plan import BackendId
 from natten_jax.profiler import dry_run, report, simulate
 from natten_jax.profiler.arguments import parse
 from natten_jax.profiler.families import KNOWN_FAMILIES
@@ -157,7 +158,7 @@ def _search_lines(optimum: Optimum) -> list[str]:
 
 def _show_where_it_runs(options: Options) -> None:
     """A dry run for the GPUs that a backend is for, whatever is at hand."""
-    family = (options.backend or options.fmha_backend or "").rpartition("-")[0]
+    family = BackendId.parse(str(options.backend or options.fmha_backend)).family
     capability = KNOWN_FAMILIES[family].compute_capability
     assert capability is not None  # the CPU is always at hand
     print_lines([f"A dry run with --compute-capability {capability[0]}.{capability[1]} shows:"])

@@ -15,6 +15,7 @@ import jax
 
 from natten_jax import simulator
 from natten_jax.passes import PASSES, Pass
+from natten_jax.plan import BackendId
 from natten_jax.problem import Problem
 from natten_jax.profiler.measure import Comparison, Result, Row
 from natten_jax.profiler.options import Options
@@ -83,7 +84,7 @@ def _tile_lines(result: Result) -> Iterator[str]:
         if pass_ not in result.tiles:
             continue
         pair = result.tiles[pass_]
-        family = result.backends[pass_].rpartition("-")[0]
+        family = BackendId.parse(result.backends[pass_]).family
         calibration = simulator.calibration_for(family, result.device.compute_capability)
         simulation = simulator.simulate(
             parts_of(result.options)[0].request.problem, pair, pass_, calibration=calibration
@@ -151,7 +152,7 @@ def to_json(result: Result) -> dict[str, Any]:
 def _tile_json(result: Result, pass_: Pass) -> dict[str, Any]:
     """Tile shapes, their sizes, and how many thread blocks share a multiprocessor, where that is known."""
     pair = result.tiles[pass_]
-    model = simulator.calibration_for(result.backends[pass_].rpartition("-")[0], result.device.compute_capability)
+    model = simulator.calibration_for(BackendId.parse(result.backends[pass_]).family, result.device.compute_capability)
     kernel = None if model is None else model.kernel(parts_of(result.options)[0].request.problem, pair, pass_)
     return {
         "query": pair[0],

@@ -15,7 +15,7 @@ from natten_jax import backends, parts
 from natten_jax.devices import Device, default_device
 from natten_jax.parts import Kind, Part
 from natten_jax.passes import Pass, TilePair
-from natten_jax.plan import Plan
+from natten_jax.plan import BackendId, Plan
 from natten_jax.problem import Problem, problem_of
 from natten_jax.profiler import baselines
 from natten_jax.profiler.capture import Launch
@@ -127,8 +127,7 @@ def check_available(options: Options, device: Device) -> None:
     for name in (options.backend, options.fmha_backend):
         if name is None or name in baselines.BASELINES:
             continue
-        family, _, _ = name.rpartition("-")
-        platform = KNOWN_FAMILIES.get(family)
+        platform = KNOWN_FAMILIES.get(BackendId.parse(name).family)
         if platform is None:
             continue
         if name not in backends.names():

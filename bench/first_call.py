@@ -1,0 +1,71 @@
+"""What a first call costs on the host: tracing and compiling operators of new shapes on a CPU.
+
+    python bench/first_call.py
+
+prints medians of several processes as JSON. Every shape is new to its process, as in a model whose layers all differ.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PROCESSES = 5
+LAYOUTS = (16, 20, 24, 28, 32, 36)
+
+
+def measure() -> dict[str, float]:
+    """Seconds of each step in this process."""
+    start = time.perf_counter()
+    import jax
+    import jax.numpy as jnp
+
+    import natten_jax
+
+    found = {"import": time.perf_counter() - start}
+    array = jnp.zeros((1, 8, 8, 1, 8))
+    natten_jax.na2d(array, array, array, 3).block_until_ready()  # JAX's own start
+
+    def loss(array: jax.Array, window: int) -> jax.Array:
+        return natten_jax.na2d(array, array, array, window).sum()
+
+    start = time.perf_counter()
+    for extent in LAYOUTS:
+        shape = jax.ShapeDtypeStruct((1, extent, extent, 2, 16), jnp.float32)
+        jax.jit(loss, static_argnums=1).lower(shape, 7).compile()
+    found["six layouts"] = time.perf_counter() - start
+    start = time.perf_counter()
+    for extent in LAYOUTS:
+        shape = jax.ShapeDtypeStruct((1, extent + 1, extent + 1, 2, 16), jnp.float32)
+        jax.jit(jax.grad(loss), static_argnums=1).lower(shape, 7).compile()
+    found["six gradients"] = time.perf_counter() - start
+    shape = jax.ShapeDtypeStruct((1, 64, 64, 4, 32), jnp.float32)
+    start = time.perf_counter()
+    jax.jit(jax.grad(loss), static_argnums=1).trace(shape, 13)
+    found["trace of a gradient"] = time.perf_counter() - start
+    return found
+
+
+def main() -> None:
+    """Print the medians."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", "import first_call, json; print(json.dumps(first_call.measure()))"]
+    runs = [
+        json.loads(
+            subprocess.run(
+                command, cwd=Path(__file__).parent, env=environment, check=True, capture_output=True, text=True
+            ).stdout
+        )
+        for _ in range(PROCESSES)
+    ]
+    medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+    print(json.dumps({"seconds": medians, "processes": PROCESSES}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
