@@ -62,7 +62,7 @@ def attend_windows(
         rank, *operands[:3], kernel_size, stride, dilation, is_causal, static_scale, *operands[3:5]
     )
     performance = known_arguments(f"na{rank}d", how.performance, _PERFORMANCE)
-    request = Request(problem, performance_of(rank, **performance), how.backend)
+    request = Request(problem, performance_of(rank, **performance), how.backend, _precision())
     outputs = [_run(part, operands._replace(query=scaled)) for part in parts_of(request, how.attention_kwargs, fuse)]
     output = outputs[0] if len(outputs) == 1 else Output(*merge_attentions(*zip(*outputs, strict=True)))
     return tuple(output) if return_lse else output.out
@@ -87,8 +87,13 @@ def attend_all(
     asked = performance_of(1, tile_suffix="size", **{ATTENTION_NAMES[name]: each for name, each in known.items()})
     if backend is not None:
         backends.find(backend, "fmha")
-    output = _attend(Request(problem, asked, backend), arrays._replace(query=scaled))
+    output = _attend(Request(problem, asked, backend, _precision()), arrays._replace(query=scaled))
     return tuple(output) if return_lse else output.out
+
+
+def _precision() -> str | None:
+    precision = getattr(jax.config, "jax_default_matmul_precision", None)
+    return None if precision is None else str(precision)
 
 
 def _operands(*arrays: ArrayLike | None) -> Operands:

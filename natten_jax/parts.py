@@ -55,13 +55,20 @@ def parts_of(
     backend = own.pop("backend", backends.counterpart(request.backend))
     performance = _attention_performance({**inherited, **own})
     if problem.is_attention:
-        return (Part(Kind.WHOLE_LAYOUT, Request(flattened(problem), performance, backend)),)
+        return (
+            Part(
+                Kind.WHOLE_LAYOUT,
+                dataclasses.replace(request, problem=flattened(problem), performance=performance, backend=backend),
+            ),
+        )
     if try_fuse_additional_kv is None:
         try_fuse_additional_kv = not attention_kwargs
     if not problem.additional_kv or (try_fuse_additional_kv and run.fuses_additional_kv(request)):
         return (Part(Kind.WINDOWS, request),)
     windows = dataclasses.replace(request, problem=dataclasses.replace(problem, additional_kv=0))
-    additional = Request(of_additional_tokens(problem), performance, backend)
+    additional = dataclasses.replace(
+        request, problem=of_additional_tokens(problem), performance=performance, backend=backend
+    )
     return Part(Kind.WINDOWS, windows), Part(Kind.ADDITIONAL, additional)
 
 

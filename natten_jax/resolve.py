@@ -22,11 +22,14 @@ class Request:
         problem: What to compute.
         performance: How, as far as the caller said.
         backend: The name of the backend that was asked for; ``None`` leaves it open.
+        precision: ``jax.default_matmul_precision`` where the call stands. It holds for all passes, wherever they are
+            traced: logits have to be the same in each.
     """
 
     problem: Problem
     performance: Performance = dataclasses.field(default_factory=Performance)
     backend: str | None = None
+    precision: str | None = None
 
 
 def resolve(request: Request, device: Device, pass_: Pass) -> Plan:

@@ -7,6 +7,7 @@ costs nothing for the platform that it never runs on.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -36,7 +37,7 @@ class _Step:
     Attributes:
         pass_: The pass that it belongs to.
         types: Abstract types of its results, from the request and the abstract types of its arguments.
-        compute: Computes them, from a backend, its plan, the request, the device and the arguments.
+        compute: Computes them, from the plan, the request, the device and the arguments.
     """
 
     pass_: Pass
@@ -48,7 +49,8 @@ def forward(request: Request, operands: Operands) -> Output:
     """Output and logsumexp."""
     plan = _inline_plan(request)
     if plan is not None and operands.query.shape[0] != 0:
-        return _marked(_backend(plan), plan, lambda backend: backend.forward(plan, operands))
+        with _marked(plan):
+            return _backend(plan).forward(plan, operands)
     result: Output = _run(_FORWARD, request, operands)
     return result
 
@@ -96,10 +98,9 @@ def _backend(plan: Plan) -> Backend:
     return backends.find(plan.backend, plan.backend.operator)
 
 
-def _marked(backend: Backend, plan: Plan, compute: Callable[[Backend], Any]) -> Any:
-    """``compute`` with the plan in the metadata of its operations: the profiler reads there what ran."""
-    with set_xla_metadata(natten_jax=plan.payload()):
-        return compute(backend)
+def _marked(plan: Plan) -> contextlib.AbstractContextManager[None]:
+    """Writes the plan into the metadata of the operations traced inside: the profiler reads there what ran."""
+    return set_xla_metadata(natten_jax=plan.payload())
 
 
 def _output_types(request: Request, operands: Any) -> Output:
@@ -121,20 +122,20 @@ def _gradient_types(request: Request, operands: Any, saved: Any, cotangents: Any
     return Gradients._make(types)
 
 
-def _compute_forward(backend: Backend, plan: Plan, request: Request, device: Device, operands: Operands) -> Output:
-    return backend.forward(plan, operands)
+def _compute_forward(plan: Plan, request: Request, device: Device, operands: Operands) -> Output:
+    return _backend(plan).forward(plan, operands)
 
 
-def _compute_saved(backend: Backend, plan: Plan, request: Request, device: Device, operands: Operands) -> Saved:
-    return backend.forward_saving(plan, operands)
+def _compute_saved(plan: Plan, request: Request, device: Device, operands: Operands) -> Saved:
+    return _backend(plan).forward_saving(plan, operands)
 
 
 def _compute_gradients(
-    backend: Backend, plan: Plan, request: Request, device: Device, operands: Operands, saved: Saved, cotangents: Output
+    plan: Plan, request: Request, device: Device, operands: Operands, saved: Saved, cotangents: Output
 ) -> Gradients:
     if resolve(request, device, "forward").backend != plan.backend:
         saved = saved._replace(remainder=None)
-    return backend.backward(plan, operands, saved, cotangents)
+    return _backend(plan).backward(plan, operands, saved, cotangents)
 
 
 _FORWARD = _Step("forward", _output_types, _compute_forward)
@@ -145,11 +146,11 @@ _BACKWARD = _Step("backward", _gradient_types, _compute_gradients)
 def _run(step: _Step, request: Request, *arguments: Any) -> Any:
     leaves, structure = jax.tree.flatten(arguments)
     types = step.types(request, *jax.tree.unflatten(structure, map(jax.typeof, leaves)))
-    if arguments[0].query.shape[0] == 0:  # nothing to compute; kernels and counts are for something
-        empty = [mesh.vary_alike([jnp.zeros(each.shape, each.dtype), leaves[0]])[0] for each in jax.tree.leaves(types)]
+    if arguments[0].query.shape[0] == 0:  # kernels and counts are for something
+        arrays = [mesh.vary_alike([jnp.zeros(each.shape, each.dtype), leaves[0]])[0] for each in jax.tree.leaves(types)]
     else:
-        empty = _pass_p.bind(*leaves, step=step, request=request, structure=structure)
-    return jax.tree.unflatten(jax.tree.structure(types), empty)
+        arrays = _pass_p.bind(*leaves, step=step, request=request, structure=structure)
+    return jax.tree.unflatten(jax.tree.structure(types), arrays)
 
 
 _pass_p = Primitive("natten_jax_pass")
@@ -172,30 +173,27 @@ def _compiled(**parameters: Any) -> Callable[..., Any]:
 
 
 def _lower_for(device_at_hand: Callable[[], Device], platform: str | None) -> None:
-    def compute(*leaves: Any, step: _Step, request: Request, structure: Any) -> list[Any]:
-        device = device_at_hand()
-        return list(_function(step, request, device, structure)(*leaves))
+    def compute(*leaves: Any, **parameters: Any) -> list[Any]:
+        return list(_function(device=device_at_hand(), **parameters)(*leaves))
 
     mlir.register_lowering(_pass_p, mlir.lower_fun(compute, multiple_results=True), platform=platform)
 
 
 @functools.lru_cache(maxsize=4096)
-def _function(step: _Step, request: Request, device: Device, structure: Any) -> Callable[..., Any]:
+def _function(*, step: _Step, request: Request, structure: Any, device: Device) -> Callable[..., Any]:
     """One function for equal steps: a program with many equal layers holds it once."""
     plan = resolve(request, device, step.pass_)
 
     def run_pass(*leaves: Any) -> Any:
         arguments = jax.tree.unflatten(structure, leaves)
-        results = _marked(
-            _backend(plan), plan, lambda backend: step.compute(backend, plan, request, device, *arguments)
-        )
-        return jax.tree.leaves(results)
+        with _marked(plan), jax.default_matmul_precision(request.precision):
+            return jax.tree.leaves(step.compute(plan, request, device, *arguments))
 
     return jax.jit(run_pass)
 
 
 _lower_for(lambda: CPU, "cpu")
-_lower_for(cuda_device, "cuda")
+_lower_for(lambda: cuda_device(), "cuda")
 _lower_for(lambda: _OTHER_PLATFORMS, None)
 
 

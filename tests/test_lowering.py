@@ -1,0 +1,109 @@
+"""Programs for GPUs that are not here: lowered, not run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import pytest
+
+import natten_jax
+from natten_jax import op, run
+from natten_jax.devices import Device
+
+HOPPER, ADA = (9, 0), (8, 9)
+CALLS = {
+    HOPPER: ["natten_jax_sm90_forward", "natten_jax_sm90_backward_statistics", "natten_jax_sm90_backward"],
+    ADA: ["natten_jax_sm80_forward", "natten_jax_sm80_delta", "natten_jax_sm80_backward"],
+}
+
+
+@pytest.fixture
+def lowered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """A function's program for a GPU of a compute capability, as text."""
+
+    def lower(capability: tuple[int, int], function: Callable[..., Any], *arrays: Any) -> str:
+        gpu = Device("cuda", capability, is_present=False)
+        monkeypatch.setattr(run, "cuda_device", lambda: gpu)
+        monkeypatch.setattr(op, "local_devices", lambda: (gpu,))
+        jax.clear_caches()
+        exported = jax.export.export(
+            jax.jit(function), platforms=["cuda"], disabled_checks=natten_jax.EXPORT_CHECKS
+        )(*arrays)  # fmt: skip
+        return str(exported.mlir_module())
+
+    return lower
+
+
+def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def calls(text: str) -> list[str]:
+    """Names of the custom calls, those of functions that are called several times once."""
+    return re.findall(r"custom_call @(natten_jax\w+)", text)
+
+
+@pytest.mark.parametrize("capability", CALLS)
+def test_a_gradient_is_three_kernels_calls(capability: tuple[int, int], lowered: Callable[..., str]) -> None:
+    def loss(query: jax.Array, key: jax.Array) -> jax.Array:
+        return natten_jax.na2d(query, key, key, 9, stride=(1, 4), dilation=(2, 1)).astype("float32").sum()
+
+    text = lowered(capability, jax.grad(loss, (0, 1)), array(2, 32, 40, 4, 64), array(2, 32, 40, 2, 64))
+    assert calls(text) == CALLS[capability]
+    # One row for each dimension: tokens of queries and keys, window, stride, dilation, causal.
+    axes = [*[1, 1, 1, 1, 1, 0], *[32, 32, 9, 1, 2, 0], *[40, 40, 9, 4, 1, 0]]
+    assert text.count(f"axes = dense<{axes}>") == 2
+
+
+@pytest.mark.parametrize("capability", CALLS)
+def test_equal_layers_share_their_program(capability: tuple[int, int], lowered: Callable[..., str]) -> None:
+    def layers(x: jax.Array) -> jax.Array:
+        for _ in range(4):
+            x = natten_jax.na1d(x, x, x, 9)
+        return x.astype("float32").sum()
+
+    text = lowered(capability, jax.grad(layers), array(2, 64, 4, 64))
+    assert sorted(calls(text)) == sorted(CALLS[capability])
+
+
+@pytest.mark.parametrize("options", [{"backend": "cutlass-fna"}, {"backend": "flex-fna"}, {}])
+def test_elements_choose_the_backend(options: dict[str, str], lowered: Callable[..., str]) -> None:
+    def operator(x: jax.Array) -> jax.Array:
+        return natten_jax.na1d(x, x, x, 9, **options)  # type: ignore[arg-type]
+
+    text = lowered(HOPPER, operator, array(2, 64, 4, 64, dtype=jnp.float32))
+    assert calls(text) == ([] if options.get("backend") == "flex-fna" else ["natten_jax_sm80_forward"])
+
+
+def test_batches_are_folded_into_one_call(lowered: Callable[..., str]) -> None:
+    def operator(x: jax.Array) -> jax.Array:
+        return natten_jax.na3d(x, x, x, 3, is_causal=(True, False, False))
+
+    text = lowered(HOPPER, jax.vmap(jax.vmap(operator)), array(2, 3, 5, 4, 6, 8, 2, 128))
+    assert calls(text) == ["natten_jax_sm90_forward"]
+    assert "tensor<30x4x6x8x2x128xbf16>" in text
+
+
+def test_a_backend_that_cannot_run_there_says_why(lowered: Callable[..., str]) -> None:
+    def operator(x: jax.Array) -> jax.Array:
+        return natten_jax.na1d(x, x, x, 9, backend="hopper-fna")
+
+    with pytest.raises(ValueError, match=r"compute capability 9.0 only, not on cuda \(compute capability 8.9\)"):
+        lowered(ADA, operator, array(2, 64, 4, 64))
+
+
+@pytest.mark.parametrize(("precision", "is_accurate"), [(None, 1), ("highest", 1), ("tensorfloat32", 0)])
+def test_precision_is_that_of_the_call_not_of_the_compilation(
+    precision: str | None, is_accurate: int, lowered: Callable[..., str]
+) -> None:
+    def loss(x: jax.Array) -> jax.Array:
+        with jax.default_matmul_precision(precision):
+            return natten_jax.na1d(x, x, x, 9).sum()
+
+    text = lowered(HOPPER, jax.grad(loss), array(2, 64, 4, 64, dtype=jnp.float32))
+    assert text.count(f"is_accurate = {is_accurate} : i64") == 2  # forward and backward
