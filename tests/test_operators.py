@@ -244,8 +244,10 @@ def test_additional_tokens_are_fused_unless_their_attention_has_arguments(native
 
     assert calls() == 1
     assert calls(try_fuse_additional_kv=False) == 2
-    assert calls(attention_kwargs={}) == 2
-    assert calls(attention_kwargs={}, try_fuse_additional_kv=True) == 1
+    assert calls(attention_kwargs={}) == 1
+    own = {"backend": native_family.fmha}
+    assert calls(attention_kwargs=own) == 2
+    assert calls(attention_kwargs=own, try_fuse_additional_kv=True) == 1
 
 
 def test_tiles_of_a_whole_layout_reach_attention(family: Family) -> None:

@@ -56,7 +56,7 @@ def test_seeds_example(tmp_path: Path) -> None:
         "problem", "arguments", "platform", "versions", "device", "backends", "tiles",
         "rows", "iteration_times", "totals", "flops", "tflops",
     }  # fmt: skip
-    assert result["problem"]["kernel_size"] == [2, 4, 3]
+    assert [axis["kernel_size"] for axis in result["problem"]["axes"]] == [2, 4, 3]
     assert result["arguments"]["dtype"] == "fp16"
     assert result["arguments"]["iterations"] == 3
     assert set(result["versions"]) == {"natten_jax", "jax", "jaxlib", "python"}

@@ -11,12 +11,21 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from natten_jax.performance import Performance
+from natten_jax.plan import BackendId, Plan
+from natten_jax.problem import Axis, Operator, Problem
 from natten_jax.profiler import symbols
 from natten_jax.profiler.program import Instruction, Program
 
-ATTENTION = Instruction(
-    "custom-call", "jit(f)/ffi_call", "natten_jax_cuda_forward", "na2d 8x8 k=3x3 backend=hopper-fna"
-)
+
+def plan_of(operator: Operator) -> Plan:
+    """Of a forward pass of either operator; one and the same kernel runs both."""
+    axis = Axis(8, 8, 3 if operator == "fna" else 8, 1, 1, False)
+    problem = Problem(operator, 1, (axis,), 1, 1, 64, 64, "float16", 0.125)
+    return Plan(problem, "forward", BackendId("hopper", operator), Performance(q_tile_shape=(8,), kv_tile_shape=(8,)))
+
+
+ATTENTION = Instruction("custom-call", "jit(f)/ffi_call", "natten_jax_cuda_forward", plan_of("fna"))
 
 
 @pytest.mark.parametrize(
@@ -49,9 +58,7 @@ def test_names_of_symbols(symbol: str, expected: tuple[str, ...]) -> None:
 
 def test_operator_is_what_the_instruction_or_else_the_problem_says() -> None:
     unmarked = Instruction("custom-call", "", "natten_jax_cpu_forward")
-    marked = Instruction(
-        "custom-call", "", "natten_jax_cpu_forward", "attention 8 k=8 forward backend=cpu-fmha|flex-fmha"
-    )
+    marked = Instruction("custom-call", "", "natten_jax_cpu_forward", plan_of("fmha"))
     assert symbols.name(unmarked.target, unmarked, "fna").operation == "FnaForward"
     assert symbols.name(unmarked.target, unmarked, "fmha").operation == "FmhaForward"
     assert symbols.name(marked.target, marked, "fna").operation == "FmhaForward"
@@ -104,8 +111,9 @@ RECORDED = json.loads((Path(__file__).parent / "data" / "h200_symbols.json").rea
 
 @pytest.mark.parametrize("recorded", RECORDED, ids=lambda each: f"{each['program']}-{each['symbol'][:30]}")
 def test_names_of_symbols_recorded_on_a_gpu(recorded: dict[str, Any]) -> None:
+    plan = plan_of(recorded["operator"]) if recorded["operator"] else None
     instruction = Instruction(
-        recorded["opcode"], recorded["scope"], recorded["target"], recorded["description"], frozenset(recorded["fused"])
+        recorded["opcode"], recorded["scope"], recorded["target"], plan, frozenset(recorded["fused"])
     )
     named = symbols.name(recorded["symbol"], instruction, "fmha", recorded["scope"])
     assert list(dataclasses.astuple(named)) == recorded["named"]
@@ -170,16 +178,16 @@ def test_program_of_a_compiled_function() -> None:
 
 
 def test_program_of_custom_calls() -> None:
-    text = """HloModule jit_f, is_scheduled=true
+    plan = plan_of("fna")
+    text = f"""HloModule jit_f, is_scheduled=true
 
-ENTRY %main.8 (q.1: f16[8]) -> f16[8] {
-  %q.1 = f16[8]{0} parameter(0), metadata={op_name="q"}
-  %call.0 = (f16[8]{0}, /*index=1*/f32[2]{0:T(256)S(1)}) custom-call(%q.1), \
-custom_call_target="natten_jax_cpu_forward", frontend_attributes={natten_jax="na1d 8 k=3 forward backend=cpu-fna"}, \
-metadata={op_name="jit(f)/a;jit(f)/b"}
-  ROOT %get.1 = f16[8]{0} get-tuple-element(%call.0), index=0
-}
+ENTRY %main.8 (q.1: f16[8]) -> f16[8] {{
+  %q.1 = f16[8]{{0}} parameter(0), metadata={{op_name="q"}}
+  %call.0 = (f16[8]{{0}}, /*index=1*/f32[2]{{0:T(256)S(1)}}) custom-call(%q.1), \
+custom_call_target="natten_jax_cpu_forward", frontend_attributes={{natten_jax={plan.payload()}}}, \
+metadata={{op_name="jit(f)/a;jit(f)/b"}}
+  ROOT %get.1 = f16[8]{{0}} get-tuple-element(%call.0), index=0
+}}
 """
     instruction = Program.parse(text).instruction("call.0")
-    description = "na1d 8 k=3 forward backend=cpu-fna"
-    assert instruction == Instruction("custom-call", "jit(f)/a", "natten_jax_cpu_forward", description)
+    assert instruction == Instruction("custom-call", "jit(f)/a", "natten_jax_cpu_forward", plan)

@@ -53,12 +53,18 @@ def _run(options: Options) -> int:
     except UnavailableBackend as error:
         _complain(error)
         _show_where_it_runs(options)
-    except (ValueError, CaptureError, OSError, jax.errors.JaxRuntimeError) as error:
-        _complain(error)
     except (MemoryError, OverflowError) as error:
-        reason = f": {error}" if str(error) else ""
-        _complain(f"the problem is too large for this machine{reason}")
+        _complain(_too_large(error))
+    except jax.errors.JaxRuntimeError as error:
+        _complain(_too_large(error) if "out of memory" in str(error).lower() else error)
+    except (ValueError, CaptureError, OSError) as error:
+        _complain(error)
     return 1
+
+
+def _too_large(error: Exception) -> str:
+    reason = f": {error}" if str(error) else ""
+    return f"the problem is too large for this machine{reason}"
 
 
 def _complain(what: object) -> None:
