@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from natten_jax import mesh
+from natten_jax.mesh import types as mesh_types
 
 
 class ResultType(NamedTuple):
@@ -39,8 +39,8 @@ def call(
         *operands: Arrays, in the target's order.
         **attributes: Integers are passed as int64, sequences of them as int64 arrays, floats as float32.
     """
-    arrays = mesh.vary_alike(operands)
-    types = [mesh.type_like(arrays[0], *result) for result in results]
+    arrays = mesh_types.vary_alike(operands)
+    types = [mesh_types.type_like(arrays[0], *result) for result in results]
     values = {
         name: value
         if isinstance(value, int)

@@ -13,6 +13,7 @@ from natten_jax import backends, op
 from natten_jax.array_arguments import ArrayLike, as_jax_array, attention_problem, neighborhood_problem
 from natten_jax.backends.base import Operands, Output
 from natten_jax.merge import merge_attentions
+from natten_jax.mesh.explicit import with_whole_tokens
 from natten_jax.parts import Kind, Part, parts_of
 from natten_jax.performance import ATTENTION_NAMES, performance_of
 from natten_jax.resolve import Request
@@ -99,7 +100,7 @@ def _precision() -> str | None:
 def _operands(*arrays: ArrayLike | None) -> Operands:
     names = Operands._fields[:5]
     checked = [None if each is None else as_jax_array(name, each) for name, each in zip(names, arrays, strict=True)]
-    return Operands._make([*checked, None])
+    return with_whole_tokens(Operands._make([*checked, None]))
 
 
 def _run(part: Part, arrays: Operands) -> Output:

@@ -12,6 +12,7 @@ from natten_jax.passes import PASSES, Pass, TilePair
 from natten_jax.performance import Performance
 from natten_jax.plan import BackendId, Plan, tile_arguments
 from natten_jax.problem import Problem
+from natten_jax.symbolic_batch import planned_batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,11 @@ class Request:
     performance: Performance = dataclasses.field(default_factory=Performance)
     backend: str | None = None
     precision: str | None = None
+
+    def of_part(self, batch: int, heads: int, heads_kv: int) -> Request:
+        """The request for what one device has of the batch, of query heads and of key/value heads."""
+        problem = dataclasses.replace(self.problem, batch=planned_batch(batch), heads=heads, heads_kv=heads_kv)
+        return self if problem == self.problem else dataclasses.replace(self, problem=problem)
 
 
 def resolve(request: Request, device: Device, pass_: Pass) -> Plan:

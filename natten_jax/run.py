@@ -10,19 +10,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad, batching, mlir
 
-from natten_jax import backends, mesh
+from natten_jax import backends
 from natten_jax.backends.base import Backend, Gradients, Operands, Output, Saved
 from natten_jax.devices import CPU, Device, cuda_device
 from natten_jax.differentiation import refuse
+from natten_jax.mesh import partition
+from natten_jax.mesh.roles import Role, roles_of
+from natten_jax.mesh.types import type_like, vary_alike
 from natten_jax.passes import Pass
 from natten_jax.plan import Plan
 from natten_jax.resolve import Request, resolve
@@ -107,8 +110,8 @@ def _output_types(request: Request, operands: Any) -> Output:
     problem, query = request.problem, operands.query
     per_query = query.shape[:-1]
     return Output(
-        mesh.type_like(query, (*per_query, problem.head_dim_v), query.dtype),
-        mesh.type_like(query, per_query, problem.accumulator_dtype),
+        type_like(query, (*per_query, problem.head_dim_v), query.dtype),
+        type_like(query, per_query, problem.accumulator_dtype),
     )
 
 
@@ -118,7 +121,7 @@ def _saved_types(request: Request, operands: Any) -> Saved:
 
 
 def _gradient_types(request: Request, operands: Any, saved: Any, cotangents: Any) -> Gradients:
-    types = [None if each is None else mesh.type_like(operands.query, each.shape, each.dtype) for each in operands[:5]]
+    types = [None if each is None else type_like(operands.query, each.shape, each.dtype) for each in operands[:5]]
     return Gradients._make(types)
 
 
@@ -146,20 +149,27 @@ _BACKWARD = _Step("backward", _gradient_types, _compute_gradients)
 def _run(step: _Step, request: Request, *arguments: Any) -> Any:
     leaves, structure = jax.tree.flatten(arguments)
     types = step.types(request, *jax.tree.unflatten(structure, map(jax.typeof, leaves)))
-    if arguments[0].query.shape[0] == 0:  # kernels and counts are for something
-        arrays = [mesh.vary_alike([jnp.zeros(each.shape, each.dtype), leaves[0]])[0] for each in jax.tree.leaves(types)]
-    else:
-        arrays = _pass_p.bind(*leaves, step=step, request=request, structure=structure)
+    arrays = _bind(leaves, step=step, request=request, structure=structure, mapped=0)
     return jax.tree.unflatten(jax.tree.structure(types), arrays)
 
 
 _pass_p = Primitive("natten_jax_pass")
 _pass_p.multiple_results = True
+partition.is_lowered_for_devices(_pass_p)
+
+
+def _bind(leaves: Sequence[jax.Array], **parameters: Any) -> list[jax.Array]:
+    """Run a step on arrays that begin with axes which ``jax.vmap`` maps, and then the batch."""
+    if 0 in leaves[0].shape[: parameters["mapped"] + 1]:  # kernels and counts are for something
+        types = _types(*map(jax.typeof, leaves), **parameters)
+        return [vary_alike([jnp.zeros(each.shape, each.dtype), leaves[0]])[0] for each in types]
+    results: list[jax.Array] = _pass_p.bind(*leaves, **parameters)
+    return results
 
 
 @_pass_p.def_abstract_eval
-def _types(*arguments: Any, step: _Step, request: Request, structure: Any) -> list[Any]:
-    return jax.tree.leaves(step.types(request, *jax.tree.unflatten(structure, arguments)))
+def _types(*leaves: Any, step: _Step, request: Request, structure: Any, mapped: int) -> list[Any]:
+    return jax.tree.leaves(step.types(request, *jax.tree.unflatten(structure, leaves)))
 
 
 @_pass_p.def_impl
@@ -172,11 +182,60 @@ def _compiled(**parameters: Any) -> Callable[..., Any]:
     return jax.jit(functools.partial(_pass_p.bind, **parameters))
 
 
-def _lower_for(device_at_hand: Callable[[], Device], platform: str | None) -> None:
-    def compute(*leaves: Any, **parameters: Any) -> list[Any]:
-        return list(_function(device=device_at_hand(), **parameters)(*leaves))
+def _map(leaves: Sequence[jax.Array], axes: Sequence[int | None], *, mapped: int, **parameters: Any) -> Any:
+    """``jax.vmap``: the mapped axis joins those in front of the batch, where a mesh may split it."""
+    (size,) = {array.shape[axis] for array, axis in zip(leaves, axes, strict=True) if axis is not None}
 
-    mlir.register_lowering(_pass_p, mlir.lower_fun(compute, multiple_results=True), platform=platform)
+    def in_front(array: jax.Array, axis: int | None) -> jax.Array:
+        return jnp.broadcast_to(array, (size, *array.shape)) if axis is None else jnp.moveaxis(array, axis, 0)
+
+    roles = roles_of(*jax.tree.unflatten(parameters["structure"], leaves))
+    if any(role is Role.WHOLE and axis is not None for role, axis in zip(roles, axes, strict=True)):
+        every = [in_front(array, axis) for array, axis in zip(leaves, axes, strict=True)]
+        results = jax.lax.map(lambda each: _bind(each, mapped=mapped, **parameters), every)
+    else:
+        arrays = [
+            array if role is Role.WHOLE else in_front(array, axis)
+            for array, axis, role in zip(leaves, axes, roles, strict=True)
+        ]
+        results = _bind(arrays, mapped=mapped + 1, **parameters)
+    return results, [0] * len(results)
+
+
+def _lower_for(device_at_hand: Callable[[], Device], platform: str | None) -> None:
+    def lower(ctx: mlir.LoweringRuleContext, *values: Any, step: _Step, structure: Any, **parameters: Any) -> Any:
+        inputs = jax.tree.unflatten(structure, ctx.avals_in)
+        device = device_at_hand()
+
+        def local(*leaves: jax.Array) -> list[jax.Array]:
+            return _run_local(leaves, device=device, step=step, structure=structure, **parameters)
+
+        if partition.is_needed(ctx):
+            outputs = step.types(parameters["request"], *inputs)
+            batch_axes = parameters["mapped"] + 1
+            split = partition.Partitioned(ctx, local, roles_of(*inputs), roles_of(outputs), batch_axes)
+            with _marked(resolve(parameters["request"], device, step.pass_)):
+                return split.lower(values)
+        return mlir.lower_fun(local, multiple_results=True)(ctx, *values)
+
+    mlir.register_lowering(_pass_p, lower, platform=platform)
+
+
+def _run_local(
+    leaves: Sequence[jax.Array], *, step: _Step, request: Request, structure: Any, mapped: int, device: Device
+) -> list[jax.Array]:
+    """Run a step on all that one device has, mapped axes and batch as one."""
+    operands = jax.tree.unflatten(structure, leaves)[0]
+    outer = operands.query.shape[: mapped + 1]
+    batch = functools.reduce(lambda a, b: a * b, outer)
+    request = request.of_part(batch, operands.query.shape[-2], operands.key.shape[-2])
+    roles = roles_of(*jax.tree.unflatten(structure, leaves))
+    arrays = [
+        array if role is Role.WHOLE else array.reshape(batch, *array.shape[mapped + 1 :])
+        for array, role in zip(leaves, roles, strict=True)
+    ]
+    results = _function(step=step, request=request, structure=structure, device=device)(*arrays)
+    return [array.reshape(*outer, *array.shape[1:]) for array in results]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -198,3 +257,4 @@ _lower_for(lambda: _OTHER_PLATFORMS, None)
 
 
 ad.primitive_jvps[_pass_p] = refuse
+batching.primitive_batchers[_pass_p] = _map

@@ -25,7 +25,7 @@ from natten_jax.backends.flex_operands import (
     tile_additional,
 )
 from natten_jax.backends.flex_softmax import Products, Rows, Softmax, exponentials, highest
-from natten_jax.mesh import varying_like
+from natten_jax.mesh.types import varying_like
 from natten_jax.passes import Pass
 from natten_jax.performance import Performance
 from natten_jax.problem import Problem

@@ -24,7 +24,7 @@ from natten_jax.backends.flex_operands import (
 )
 from natten_jax.backends.flex_rows import rows_of_sweeps
 from natten_jax.backends.flex_softmax import Products, Rows, softmax_weights
-from natten_jax.mesh import varying_like
+from natten_jax.mesh.types import varying_like
 from natten_jax.performance import Performance
 from natten_jax.problem import Problem
 

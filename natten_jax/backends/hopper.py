@@ -15,7 +15,7 @@ from natten_jax.backends.native_backend import NativeBackend, attributes, kernel
 from natten_jax.cost.calibration import calibration_for
 from natten_jax.cost.ranking import rank_sizes
 from natten_jax.devices import Device
-from natten_jax.mesh import OptionalArray
+from natten_jax.mesh.types import OptionalArray
 from natten_jax.native import ResultType
 from natten_jax.passes import Pass, TilePair
 from natten_jax.performance import KernelSchedule

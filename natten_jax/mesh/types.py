@@ -1,7 +1,4 @@
-"""Everything about device meshes: what types arrays have on one, and which arrays the operators take.
-
-Inside ``jax.shard_map`` the operator sees local arrays and runs as it is. Without a mesh it runs on one device.
-"""
+"""Types of arrays on a mesh: what results have, and what JAX asks of arrays inside ``jax.shard_map``."""
 
 from __future__ import annotations
 
@@ -15,21 +12,6 @@ from jax.sharding import PartitionSpec
 
 OptionalArray = TypeVar("OptionalArray", jax.Array, jax.Array | None)
 _Tree = TypeVar("_Tree")
-
-
-def local_operands(arrays: Sequence[OptionalArray]) -> list[OptionalArray]:
-    """The operands of a call: one device's, or one shard's inside ``jax.shard_map``.
-
-    Raises:
-        NotImplementedError: One is sharded over explicit mesh axes.
-    """
-    for array in arrays:
-        if array is not None and _is_explicitly_sharded(array):
-            raise NotImplementedError(
-                f"array of type {jax.typeof(array)} is sharded over explicit mesh axes; call the operator inside "
-                "jax.shard_map over batch or heads"
-            )
-    return vary_alike(arrays)
 
 
 def vary_alike(arrays: Sequence[OptionalArray]) -> list[OptionalArray]:
@@ -67,8 +49,3 @@ def type_like(array: Any, shape: Sequence[int], dtype: Any) -> Any:
     like = array if isinstance(array, jax.core.ShapedArray) else jax.typeof(array)
     sharding = like.sharding.update(spec=PartitionSpec(*(None for _ in shape)))
     return like.update(shape=tuple(shape), dtype=np.dtype(dtype), sharding=sharding)
-
-
-def _is_explicitly_sharded(array: jax.Array) -> bool:
-    sharding = getattr(jax.typeof(array), "sharding", None)
-    return sharding is not None and any(axis is not None for axis in sharding.spec)

@@ -1,0 +1,131 @@
+"""Splits a call over the mesh axes that the types of its arrays name (``AxisType.Explicit``).
+
+Types say which axes split batch and heads: each device gets its part through ``jax.shard_map``. Without such axes the
+call runs as it is, inside ``jax.shard_map``, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from natten_jax.backends.base import Operands, Output
+from natten_jax.mesh.heads import HeadSplit
+from natten_jax.mesh.partition import warn_of_gather
+from natten_jax.mesh.roles import Role, roles_of
+from natten_jax.mesh.types import vary_alike
+from natten_jax.resolve import Request
+
+Run = Callable[[Request, Operands], Output]
+_Axes = tuple[str, ...]
+
+
+def over_explicit_axes(run: Run, request: Request, operands: Operands) -> Output:
+    """Run a call whose arrays may be split over explicit mesh axes."""
+    mesh = _mesh_of(operands)
+    if mesh is None:
+        return run(request, Operands._make(vary_alike(operands)))
+    leaves, structure = jax.tree.flatten(operands)
+    roles = roles_of(operands)
+    batch, heads = _split_axes(operands)
+    count = math.prod(mesh.shape[name] for name in heads)
+    is_kv_split = _names(_spec(operands.key)[-2]) == heads
+    split = HeadSplit.of(operands.query.shape[-2], operands.key.shape[-2], count, count if is_kv_split else 1)
+    heads_of = {Role.QUERY: heads, Role.PER_QUERY: heads, Role.KEY_VALUE: heads if is_kv_split else ()}
+
+    def spec(role: Role, ndim: int) -> PartitionSpec:
+        if role is Role.WHOLE:
+            return PartitionSpec()
+        axes: list[Any] = [None] * ndim
+        axes[0] = batch or None
+        axes[ndim + role.heads_axis] = heads_of[role] or None
+        return PartitionSpec(*axes)
+
+    def run_part(parts: list[jax.Array]) -> Output:
+        leaves = vary_alike(parts)
+        if not split.takes:
+            return run_local(*leaves)
+        part = jax.lax.axis_index(heads)
+        return Output(*split.run_on_taken(run_local, leaves, roles, [Role.QUERY, Role.PER_QUERY], part))
+
+    def run_local(*leaves: jax.Array) -> Any:
+        arrays: Operands = jax.tree.unflatten(structure, leaves)
+        return run(request.of_part(arrays.query.shape[0], arrays.query.shape[-2], arrays.key.shape[-2]), arrays)
+
+    specs = [spec(role, array.ndim) for role, array in zip(roles, leaves, strict=True)]
+    placed = [jax.sharding.reshard(array, NamedSharding(mesh, each)) for array, each in zip(leaves, specs, strict=True)]
+    ndim = operands.query.ndim
+    out_specs = Output._make([spec(Role.QUERY, ndim), spec(Role.PER_QUERY, ndim - 1)])
+    explicit = _explicit_axes(mesh)
+    result: Output = jax.shard_map(
+        run_part,
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=out_specs,
+        axis_names=set() if len(explicit) == len(mesh.axis_names) else explicit,
+    )(placed)
+    return result
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _placed(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    return jax.sharding.reshard(array, sharding)
+
+
+def with_whole_tokens(operands: Operands) -> Operands:
+    """The operands, gathered where explicit mesh axes split token dimensions or ``head_dim``; with a warning."""
+    mesh = _mesh_of(operands)
+    if mesh is None:
+        return operands
+    arrays: list[jax.Array | None] = []
+    for name, array in zip(Operands._fields, operands, strict=True):
+        if array is None:
+            arrays.append(None)
+            continue
+        axes = list(_spec(array))
+        for axis in range(1, array.ndim):
+            if axis != array.ndim - 2 and axes[axis] is not None:
+                warn_of_gather(name, axis, array.ndim, f"mesh axes {_names(axes[axis])}")
+                axes[axis] = None
+        is_whole = axes == list(_spec(array))
+        arrays.append(array if is_whole else _placed(array, NamedSharding(mesh, PartitionSpec(*axes))))
+    return Operands._make(arrays)
+
+
+def _mesh_of(operands: Operands) -> Any:
+    """The mesh of the arrays, where it has explicit axes that split anything."""
+    for array in operands:
+        if array is not None:
+            mesh = jax.typeof(array).sharding.mesh
+            if any(mesh.shape[name] > 1 for name in _explicit_axes(mesh)):
+                return mesh
+    return None
+
+
+def _explicit_axes(mesh: Any) -> set[str]:
+    return {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit}
+
+
+def _spec(array: jax.Array) -> tuple[Any, ...]:
+    spec = tuple(jax.typeof(array).sharding.spec)
+    return spec + (None,) * (array.ndim - len(spec))
+
+
+def _names(entry: Any) -> _Axes:
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def _split_axes(operands: Operands) -> tuple[_Axes, _Axes]:
+    """The mesh axes that split the batch, and those that split heads: the query's, or else the next array's."""
+    batch: _Axes = ()
+    heads: _Axes = ()
+    for array in operands[:3]:
+        spec = _spec(array)
+        batch = batch or tuple(name for name in _names(spec[0]) if name not in heads)
+        heads = heads or tuple(name for name in _names(spec[-2]) if name not in batch)
+    return batch, heads

@@ -1,0 +1,43 @@
+"""What the arrays of a pass are along their dimensions: which of them a mesh may split."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+from natten_jax.backends.base import Gradients, Operands, Output, Saved
+
+
+class Role(enum.Enum):
+    """A kind of array; the value is the dimension that heads lie along, counted from the end.
+
+    All but ``WHOLE`` begin with the batch, after the axes that ``jax.vmap`` maps.
+    """
+
+    QUERY = ("query", -2)
+    KEY_VALUE = ("key_value", -2)
+    PER_QUERY = ("per_query", -1)
+    WHOLE = ("whole", 0)
+
+    @property
+    def heads_axis(self) -> int:
+        """Where heads lie."""
+        return self.value[1]
+
+
+_FIELDS = {
+    Operands: (Role.QUERY, *(Role.KEY_VALUE,) * 4, Role.WHOLE),
+    Gradients: (Role.QUERY, *(Role.KEY_VALUE,) * 4),
+    Output: (Role.QUERY, Role.PER_QUERY),
+    Saved: (Role.QUERY, Role.PER_QUERY, Role.PER_QUERY),
+}
+
+
+def roles_of(*arguments: Any) -> list[Role]:
+    """One for each array in operands, results, gradients; in the order of ``jax.tree.leaves``."""
+    return [
+        role
+        for argument in arguments
+        for array, role in zip(argument, _FIELDS[type(argument)], strict=True)
+        if array is not None
+    ]
