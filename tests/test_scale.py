@@ -132,7 +132,7 @@ def test_flax_modules_refuse_what_no_problem_can_have(scale: Any) -> None:
         lambda: flax_layers.nnx_module(1, qk_scale=scale),
         lambda: flax_layers.LINEN[1](num_heads=flax_layers.HEADS, kernel_size=3, qk_scale=scale),
     ):
-        with pytest.raises((TypeError, ValueError), match=r"^scale must be"):
+        with pytest.raises((TypeError, ValueError), match=r"^qk_scale must be"):
             make()
 
 
