@@ -42,6 +42,7 @@ class Neighborhood:
     dilation: Shape
     is_causal: tuple[bool, ...]
     scale: float | None
+    scale_name: str
     performance: Mapping[str, Any]
 
     def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -56,8 +57,10 @@ class Neighborhood:
             ``[batch, *layout, heads, head_dim_v]``.
 
         Raises:
-            ValueError: The window does not fit the layout, or no backend can run the problem.
+            ValueError: The window does not fit the layout, the scale is too large for the arrays' type, or no backend
+                can run the problem.
         """
+        checked_scale(self.scale, query.dtype.name, name=self.scale_name)
         window = self.kernel_size, self.stride, self.dilation, self.is_causal, self.scale
         output = _OPERATORS[self.rank](query, key, value, *window, **self.performance)
         return cast(jax.Array, output)  # a tuple only with return_lse
@@ -70,16 +73,20 @@ def neighborhood(
     dilation: Ints,
     is_causal: Bools,
     scale: float | None,
+    *,
+    scale_name: str = "scale",
     **performance: Unpack[Performance],
 ) -> Neighborhood:
     """Check all that can be checked before there are tokens.
+
+    Messages call the scale ``scale_name``.
 
     Raises:
         ValueError: A value breaks a rule of the operator, or ``backend`` is unknown.
         TypeError: An argument is of the wrong type, or no performance argument has that name.
     """
     window = window_parameters(rank, kernel_size, stride, dilation, is_causal)
-    factor = checked_scale(scale)
+    factor = checked_scale(scale, name=scale_name)
     tiles = cast(dict[str, Any], dict(performance))
     backend, attention_kwargs = tiles.pop("backend", None), tiles.pop("attention_kwargs", None)
     if backend is not None:
@@ -94,6 +101,7 @@ def neighborhood(
         rank,
         *window,
         factor,
+        scale_name,
         frozen({**dataclasses.asdict(config), "backend": backend, "attention_kwargs": attention_kwargs}),
     )
 

@@ -73,7 +73,7 @@ class _NeighborhoodAttention(linen.Module):
     def _neighborhood(self) -> Neighborhood:
         performance: Any = {name: getattr(self, name) for name in Performance.__annotations__}
         window = self.kernel_size, self.stride, self.dilation, self.is_causal
-        return arguments.neighborhood(self.rank, *window, self.qk_scale, **performance)
+        return arguments.neighborhood(self.rank, *window, self.qk_scale, scale_name="qk_scale", **performance)
 
     @linen.compact
     def __call__(

@@ -51,7 +51,7 @@ class _NeighborhoodAttention(nnx.Module):
         self.num_heads, self.num_kv_heads = arguments.head_counts(num_heads, num_kv_heads)
         self.head_dim = arguments.head_dim(num_heads, in_features, qkv_features)
         self.neighborhood = arguments.neighborhood(
-            self.rank, kernel_size, stride, dilation, is_causal, qk_scale, **performance
+            self.rank, kernel_size, stride, dilation, is_causal, qk_scale, scale_name="qk_scale", **performance
         )
         project = functools.partial(
             nnx.LinearGeneral,

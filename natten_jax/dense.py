@@ -27,8 +27,6 @@ def attention(
     return_lse: Literal[False] = False,
     **performance: Unpack[AttentionPerformanceArguments],
 ) -> jax.Array: ...
-
-
 @overload
 def attention(
     query: ArrayLike,
@@ -41,8 +39,6 @@ def attention(
     return_lse: Literal[True],
     **performance: Unpack[AttentionPerformanceArguments],
 ) -> Pair: ...
-
-
 @overload
 def attention(
     query: ArrayLike,
@@ -55,8 +51,6 @@ def attention(
     return_lse: bool,
     **performance: Unpack[AttentionPerformanceArguments],
 ) -> jax.Array | Pair: ...
-
-
 def attention(
     query: ArrayLike,
     key: ArrayLike,

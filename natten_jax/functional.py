@@ -36,8 +36,6 @@ def na1d(
     return_lse: Literal[False] = False,
     **performance: Unpack[PerformanceArguments],
 ) -> jax.Array: ...
-
-
 @overload
 def na1d(
     query: ArrayLike,
@@ -57,8 +55,6 @@ def na1d(
     return_lse: Literal[True],
     **performance: Unpack[PerformanceArguments],
 ) -> Pair: ...
-
-
 @overload
 def na1d(
     query: ArrayLike,
@@ -78,8 +74,6 @@ def na1d(
     return_lse: bool,
     **performance: Unpack[PerformanceArguments],
 ) -> jax.Array | Pair: ...
-
-
 def na1d(
     query: ArrayLike,
     key: ArrayLike,
@@ -166,8 +160,6 @@ def na2d(
     return_lse: Literal[False] = False,
     **performance: Unpack[PerformanceArguments],
 ) -> jax.Array: ...
-
-
 @overload
 def na2d(
     query: ArrayLike,
@@ -187,8 +179,6 @@ def na2d(
     return_lse: Literal[True],
     **performance: Unpack[PerformanceArguments],
 ) -> Pair: ...
-
-
 @overload
 def na2d(
     query: ArrayLike,
@@ -208,8 +198,6 @@ def na2d(
     return_lse: bool,
     **performance: Unpack[PerformanceArguments],
 ) -> jax.Array | Pair: ...
-
-
 def na2d(
     query: ArrayLike,
     key: ArrayLike,
@@ -296,8 +284,6 @@ def na3d(
     return_lse: Literal[False] = False,
     **performance: Unpack[PerformanceArguments],
 ) -> jax.Array: ...
-
-
 @overload
 def na3d(
     query: ArrayLike,
@@ -317,8 +303,6 @@ def na3d(
     return_lse: Literal[True],
     **performance: Unpack[PerformanceArguments],
 ) -> Pair: ...
-
-
 @overload
 def na3d(
     query: ArrayLike,
@@ -338,8 +322,6 @@ def na3d(
     return_lse: bool,
     **performance: Unpack[PerformanceArguments],
 ) -> jax.Array | Pair: ...
-
-
 def na3d(
     query: ArrayLike,
     key: ArrayLike,

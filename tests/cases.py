@@ -79,11 +79,11 @@ def random_tiles(case: Case, family: Family, dtype: str, seed: int) -> dict[str,
     case = case.fitted(family)
     width_v = case.head_dim_v or case.head_dim
     shape = (case.batch, *case.layout)
-    arrays = [
+    arrays = (
         jax.ShapeDtypeStruct((*shape, case.heads, case.head_dim), dtype),
         jax.ShapeDtypeStruct((*shape, case.heads_kv, case.head_dim), dtype),
         jax.ShapeDtypeStruct((*shape, case.heads_kv, width_v), dtype),
-    ]
+    )
     problem = neighborhood_problem(
         case.rank, *arrays, **case.window_arguments, scale=None, additional_keys=None, additional_values=None
     )

@@ -186,7 +186,7 @@ def good_call(target: Target) -> Call:
             operands[name] += shift
     results = {
         name: (shapes[name.removeprefix("d") if name in GRADIENTS else name], dtype(name)) for name in target.results
-    } | target.scratch
+    } | dict(target.scratch)
     tokens = shapes["query"][1:4]
     fields = {
         "query_extent": tokens,

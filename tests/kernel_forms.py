@@ -90,7 +90,7 @@ def run(family: str, form: Form) -> None:
 
     query, cotangent = (array(*LAYOUT, 2, form.head_dim) for _ in range(2))
     key, value = (array(*LAYOUT, 1, form.head_dim) for _ in range(2))
-    additional = [array(5, 1, form.head_dim) for _ in range(2)]
+    keys, values = (array(5, 1, form.head_dim) for _ in range(2))
     logsumexp_cotangent = array(*LAYOUT, 2, dtype="float32")
 
     @jax.jit
@@ -104,7 +104,7 @@ def run(family: str, form: Form) -> None:
     with jax.default_matmul_precision(form.precision):
         for factor in (1.0, LARGE):
             large = (np.asarray(query, np.float32) * factor).astype(query.dtype)
-            operands = Operands(large, key, value, *additional, origins=None)
+            operands = Operands(large, key, value, keys, values, origins=None)
             # By way of the host: initcheck does not see what the copy engine writes, nor other kernels'.
             saved = jax.tree.map(np.asarray, forward(operands))
             results = jax.tree.leaves((saved, backward(operands, saved)))

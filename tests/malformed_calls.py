@@ -39,6 +39,10 @@ def set_attribute(name: str, value: Any) -> Callable[[Call], None]:
     return lambda call: call.attributes.__setitem__(name, value)
 
 
+def delete_attribute(name: str) -> Callable[[Call], None]:
+    return lambda call: call.attributes.__delitem__(name)
+
+
 def set_integers(**values: tuple[int, ...]) -> Callable[[Call], None]:
     return lambda call: call.attributes.update({k: np.asarray(v, np.int64) for k, v in values.items()})
 
@@ -54,6 +58,10 @@ def set_axes(**fields: tuple[int, ...]) -> Callable[[Call], None]:
 
 def set_result(name: str, shape: tuple[int, ...], dtype: Any) -> Callable[[Call], None]:
     return lambda call: call.results.__setitem__(name, jax.ShapeDtypeStruct(shape, dtype))
+
+
+def delete_result(name: str) -> Callable[[Call], None]:
+    return lambda call: call.results.__delitem__(name)
 
 
 def other_dtypes(dtype: np.dtype[Any]) -> list[Any]:
@@ -110,7 +118,7 @@ def attribute_cases() -> list[Case]:
     for name, length in LENGTHS.items():
         ones = np.ones(length)
         cases += [
-            Case(f"{name}-missing", lambda call, name=name: call.attributes.__delitem__(name), ("natten_jax", name)),
+            Case(f"{name}-missing", delete_attribute(name), ("natten_jax", name)),
             Case(f"{name}-scalar", set_attribute(name, np.int64(2)), ("natten_jax", name)),
             Case(f"{name}-float", set_attribute(name, ones.astype(np.float32)), ("natten_jax", name)),
             Case(f"{name}-int32", set_attribute(name, ones.astype(np.int32)), ("natten_jax", name)),
@@ -131,7 +139,7 @@ def attribute_cases() -> list[Case]:
     huge = (INT32_MAX,) * 3
     return [
         *cases,
-        Case("scale-missing", lambda call: call.attributes.__delitem__("scale"), ("natten_jax", "scale")),
+        Case("scale-missing", delete_attribute("scale"), ("natten_jax", "scale")),
         *(
             Case(f"scale-{name}", set_attribute("scale", value), ("natten_jax", "scale"))
             for name, value in (
@@ -164,7 +172,7 @@ def choice_cases(target: Target) -> list[Case]:
         cases += [
             Case(
                 f"{name}-missing",
-                lambda call, name=name: call.attributes.__delitem__(name),
+                delete_attribute(name),
                 ("natten_jax", "attributes"),
             ),
             Case(f"{name}-float", set_attribute(name, np.float32(1)), message),
@@ -294,7 +302,7 @@ def result_cases(target: Target) -> list[Case]:
             ),
             Case(
                 f"result-{name}-missing",
-                lambda call, name=name: call.results.__delitem__(name) or None,
+                delete_result(name),
                 None if is_only else (),
             ),
         ]

@@ -48,8 +48,8 @@ def test_dilated_problems_do_the_work_of_their_dense_partners() -> None:
 def test_implementations_of_attention_agree(is_causal: bool) -> None:
     benchmark = dataclasses.replace(WHOLE, is_causal=is_causal)
     _, *arrays = run.draw(benchmark)
-    results = [IMPLEMENTATIONS[name](benchmark)(*arrays) for name in ("natten_jax", "xla")]
-    np.testing.assert_allclose(*results, atol=2e-6)
+    ours, other = (IMPLEMENTATIONS[name](benchmark)(*arrays) for name in ("natten_jax", "xla"))
+    np.testing.assert_allclose(ours, other, atol=2e-6)
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])

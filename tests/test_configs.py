@@ -63,7 +63,12 @@ def test_attention_query_takes_different_lengths(family: Family) -> None:
 def test_query_is_usable_while_tracing(family: Family) -> None:
     function = family.query("fna", "forward")
     listed = []
-    jax.eval_shape(lambda x: listed.append(function(x)) or x, jax.ShapeDtypeStruct(SHAPES[1], family.dtype))
+
+    def traced(x: jax.Array) -> jax.Array:
+        listed.append(function(x))
+        return x
+
+    jax.eval_shape(traced, jax.ShapeDtypeStruct(SHAPES[1], family.dtype))
     assert listed == [function(jnp.zeros(SHAPES[1], family.dtype))]
 
 

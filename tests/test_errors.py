@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -359,7 +360,8 @@ class RefusingBackend(PureJaxBackend):
 def test_named_backend_that_cannot_run_lists_those_that_can(operator: str) -> None:
     with element_types("float64"):
         arrays = [jnp.zeros(S, jnp.float64)] * 3
-        call = natten_jax.attention if operator == "fmha" else lambda *a, **k: natten_jax.na1d(*a, 3, **k)
+        windowed = functools.partial(natten_jax.na1d, kernel_size=3)
+        call: Callable[..., Any] = natten_jax.attention if operator == "fmha" else windowed
         with pytest.raises(ValueError, match=f"backend='cpu-{operator}' cannot run") as caught:
             call(*arrays, backend=f"cpu-{operator}")
     message = str(caught.value)

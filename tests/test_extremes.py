@@ -35,8 +35,6 @@ CASES = {
     "attention": Case((33,), queries=70, is_causal=(True,), head_dim=48),
 }
 
-NO_ADDITIONAL_TOKENS = {"additional_keys": None, "additional_values": None}
-
 
 def with_largest_logit(case: Case, largest: float, dtype: str, seed: int = 0) -> oracle.Tensors:
     """Operands of ``case`` whose queries and keys are multiplied until the largest logit has this size."""
@@ -64,7 +62,7 @@ def dense(case: Case, operands: oracle.Tensors) -> tuple[Any, Any]:
     """The operator as a softmax of all logits in the operands' element type, for JAX to differentiate."""
     query, key, value = (flat(a) for a in operands[:3])
     mask = case.mask()
-    if operands.additional_keys is not None:
+    if operands.additional_keys is not None and operands.additional_values is not None:
         key = jnp.concatenate([key, operands.additional_keys], 1)
         value = jnp.concatenate([value, operands.additional_values], 1)
         mask = np.concatenate([mask, np.ones((len(mask), operands.additional_keys.shape[1]), bool)], 1)
@@ -118,8 +116,11 @@ def test_large_logits_of_other_forward_passes(pure_family: Family) -> None:
     for largest in LADDER:
         operands = with_largest_logit(case, largest, "float32")
         expected = oracle.forward(oracle.Tensors(*map(np.asarray, operands[:3])), case.mask(), case.actual_scale)
-        saved = Saved(*(jnp.asarray(a, jnp.float32) for a in expected), remainder=None)
-        problem = neighborhood_problem(1, *operands[:3], **case.window_arguments, scale=None, **NO_ADDITIONAL_TOKENS)
+        out, logsumexp = (jnp.asarray(array, jnp.float32) for array in expected)
+        saved = Saved(out, logsumexp, remainder=None)
+        problem = neighborhood_problem(
+            1, *operands[:3], **case.window_arguments, scale=None, additional_keys=None, additional_values=None
+        )
         backend, plans = plans_of(pure_family.fna, problem)
         gradients = jax.jit(functools.partial(backend.backward, plans["backward"]))(
             Operands(*operands, origins=None), saved, Output(*cotangents)
@@ -152,7 +153,7 @@ def test_second_derivatives_at_large_logits(pure_family: Family, largest: float)
                 return jax.grad(lambda o: sum(jnp.sum(jnp.sin(array)) for array in function(o)))(operands)
 
             def along(operands: oracle.Tensors) -> jax.Array:
-                return sum(jnp.vdot(*pair) for pair in zip(gradient(operands), direction, strict=True))
+                return sum((jnp.vdot(*pair) for pair in zip(gradient(operands), direction, strict=True)), jnp.zeros(()))
 
             return jax.jvp(gradient, (operands,), (direction,))[1], jax.grad(along)(operands)
 

@@ -120,11 +120,11 @@ def test_unchanged_call_runs(target: Target, origins: int) -> None:
     ]
     assert all(np.isfinite(result).all() for result in results)
     if "out" in target.results:
-        names = PROBLEM_OPERANDS[:5]
+        query, key, value, keys, values = (
+            jnp.asarray(call.operands[name], jnp.float32) for name in PROBLEM_OPERANDS[:5]
+        )
         expected = natten_jax.na3d(
-            *(jnp.asarray(call.operands[name], jnp.float32) for name in names[:3]),
-            *((2, 3, 3), (1, 2, 3), (2, 1, 2), (False, True, False), 0.3),
-            *(jnp.asarray(call.operands[name], jnp.float32) for name in names[3:]),
+            *(query, key, value, (2, 3, 3), (1, 2, 3), (2, 1, 2), (False, True, False), 0.3, keys, values),
             backend="flex-fna",
             return_lse=True,
         )
@@ -142,7 +142,9 @@ def test_real_calls_are_those_tested_here(target: Target) -> None:
     axes = axis_fields(expected.attributes["axes"])
     problem = problem_of(
         axes["query_extent"],
-        *(axes[name] for name in ("kernel_size", "stride", "dilation")),
+        axes["kernel_size"],
+        axes["stride"],
+        axes["dilation"],
         tuple(map(bool, axes["is_causal"])),
         kv_layout=axes["kv_extent"],
         batch=2,

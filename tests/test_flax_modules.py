@@ -105,7 +105,10 @@ class TestArguments:
             ({"stride": 4}, ValueError, "stride .* exceeds kernel_size"),
             ({"dilation": -1}, ValueError, "dilation must be at least 1"),
             ({"is_causal": 1}, TypeError, "is_causal must be a bool"),
-            ({"qk_scale": "1"}, TypeError, "scale must be None, a real"),
+            ({"qk_scale": "1"}, TypeError, "^qk_scale must be None or a real Python number, got '1'"),
+            ({"qk_scale": np.ones(())}, TypeError, "^qk_scale must be None or a real Python number, got array"),
+            ({"qk_scale": jnp.ones(())}, TypeError, "^qk_scale must be None or a real Python number, got Array"),
+            ({"qk_scale": np.nan}, ValueError, "^qk_scale must be finite"),
             ({"proj_drop": 1.5}, ValueError, r"proj_drop must be in \[0, 1\], got 1.5"),
             ({"proj_drop": "half"}, TypeError, "proj_drop must be a real number, got 'half'"),
             ({"attn_drop": 0.1}, ValueError, "attn_drop must be 0, got 0.1: attention weights are never formed"),
@@ -146,6 +149,15 @@ class TestArguments:
     def test_inputs_smaller_than_the_window(self):
         with pytest.raises(ValueError, match="exceeds the token layout"):
             nnx_module(2)(jnp.zeros((2, 3, 3, FEATURES)))
+
+    def test_scale_too_large_for_the_inputs(self):
+        inputs = inputs_of(2)
+        for call in (
+            lambda: nnx_module(2, qk_scale=1e39)(inputs),
+            lambda: LINEN[2](num_heads=HEADS, kernel_size=3, qk_scale=1e39).init(jax.random.key(0), inputs),
+        ):
+            with pytest.raises(ValueError, match=r"^qk_scale must be within .* float32 .*\(qk_scale \* log2\(e\)"):
+                call()
 
     def test_linen_infers_in_features(self):
         with pytest.raises(ValueError, match="in_features 18 is not a multiple"):

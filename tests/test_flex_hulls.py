@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 import oracle
@@ -68,7 +70,7 @@ def test_programs_for_the_longest_layouts_are_traced(is_causal: bool, monkeypatc
     arange = np.arange
     lengths = []
 
-    def recorded(*arguments: int, **options: object) -> np.ndarray:
+    def recorded(*arguments: int, **options: Any) -> np.ndarray:
         if len(range(*arguments)) > 1 << 20:
             raise MemoryError(f"np.arange{arguments}")
         lengths.append(len(range(*arguments)))

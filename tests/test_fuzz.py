@@ -111,6 +111,43 @@ cpu.CpuBackend.forward_saving = fatal
     assert len(list(output.iterdir())) == len(causal)
 
 
+@pytest.mark.parametrize(
+    ("loses", "what"), [("True", "the process ended with status 1"), ("plan.problem.heads == 1", "out: off by")]
+)
+def test_command_names_a_problem_after_which_the_process_computes_nothing(
+    loses: str, what: str, tmp_path: Path
+) -> None:
+    """As an illegal address does to CUDA: causal problems bring it about, or simpler forms of them, which are wrong."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"""
+import jax
+import natten_jax.backends.cpu as cpu
+forward, jit = cpu.CpuBackend.forward_saving, jax.jit
+is_lost = False
+def losing(self, plan, operands):
+    global is_lost
+    saved = forward(self, plan, operands)
+    if not any(plan.problem.is_causal):
+        return saved
+    is_lost = is_lost or {loses}
+    return saved._replace(out=saved.out + 1)
+def computing(*arguments, **options):
+    if is_lost:
+        raise jax.errors.JaxRuntimeError("an illegal memory access was encountered")
+    return jit(*arguments, **options)
+cpu.CpuBackend.forward_saving, jax.jit = losing, computing
+"""
+    )
+    arguments = ["--backend", "cpu-fna", "--problems", "4", "--at-once", "2", "--output-dir", str(tmp_path / "found")]
+    finished = run_command(*arguments, before=str(tmp_path))
+    numbered = [each for batch in range(2) for each in problems_of(parse(arguments), batch)]
+    causal = [number for number, problem in numbered if any(problem.case.causal)]
+    assert causal and causal[0] < 2  # others of its batch, and the other batch, follow
+    assert finished.returncode == 1, finished.stderr
+    assert finished.stdout.splitlines()[-1] == f"4 problems, {len(causal)} bad", finished.stdout
+    assert sorted(int(n) for n in re.findall(rf"BAD problem (\d+): {what}", finished.stdout)) == causal
+
+
 @only_on_cpu
 @pytest.mark.parametrize("is_direct", [False, True])
 def test_planted_defect_is_found_made_simpler_and_written_down(

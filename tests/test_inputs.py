@@ -15,7 +15,7 @@ from problems import Case
 import natten_jax
 from natten_jax.backends.flex import FlexBackend
 
-WINDOW = {"kernel_size": 3}
+WINDOW: dict[str, Any] = {"kernel_size": 3}
 
 
 def draw(seed: int, *shape: int, dtype: Any = "float32") -> jax.Array:
@@ -52,9 +52,11 @@ def test_a_mapped_axis_of_no_extent(family: Family) -> None:
 
 def test_numpy_float64_is_what_jax_makes_of_it() -> None:
     arrays = [np.random.default_rng(i).standard_normal((1, 12, 2, 8)) for i in range(3)]
-    found = natten_jax.na1d(*arrays, **WINDOW)
+    query, key, value = arrays
+    found = natten_jax.na1d(query, key, value, **WINDOW)
     assert found.dtype == jnp.float32
-    np.testing.assert_array_equal(found, natten_jax.na1d(*map(jnp.asarray, arrays), **WINDOW))
+    of_jax = [jnp.asarray(array) for array in arrays]
+    np.testing.assert_array_equal(found, natten_jax.na1d(of_jax[0], of_jax[1], of_jax[2], **WINDOW))
 
 
 @pytest.mark.parametrize("is_whole", [False, True])

@@ -72,9 +72,9 @@ def test_equal_layers_share_their_program(capability: tuple[int, int], lowered: 
 
 
 @pytest.mark.parametrize("options", [{"backend": "cutlass-fna"}, {"backend": "flex-fna"}, {}])
-def test_elements_choose_the_backend(options: dict[str, str], lowered: Callable[..., str]) -> None:
+def test_elements_choose_the_backend(options: dict[str, Any], lowered: Callable[..., str]) -> None:
     def operator(x: jax.Array) -> jax.Array:
-        return natten_jax.na1d(x, x, x, 9, **options)  # type: ignore[arg-type]
+        return natten_jax.na1d(x, x, x, 9, **options)
 
     text = lowered(HOPPER, operator, array(2, 64, 4, 64, dtype=jnp.float32))
     assert calls(text) == ([] if options.get("backend") == "flex-fna" else ["natten_jax_sm80_forward"])

@@ -18,6 +18,7 @@ import pytest
 import setuptools
 
 ROOT = Path(__file__).parents[1]
+CALIBRATIONS = {str(path.relative_to(ROOT)) for path in (ROOT / "natten_jax").rglob("*.json")}
 
 PROGRAM = """
 import pathlib, sys
@@ -47,13 +48,17 @@ def run(*command: str | Path, cwd: Path) -> str:
     return result.stdout
 
 
+def copy_of_sources(folder: Path) -> Path:
+    """The sources without what an earlier build left beside them, which must not get into a wheel."""
+    leftovers = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "*.so", "__pycache__")
+    return shutil.copytree(ROOT, folder / "sources", ignore=leftovers)
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel, built in an isolated environment."""
     folder = tmp_path_factory.mktemp("wheel")
-    # From a copy: what an earlier build left beside the sources must not get into the wheel.
-    leftovers = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "*.so", "__pycache__")
-    sources = shutil.copytree(ROOT, folder / "sources", ignore=leftovers)
+    sources = copy_of_sources(folder)
     run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", folder, sources, cwd=folder)
     (built,) = folder.glob("natten_jax-*.whl")
     return built
@@ -78,7 +83,19 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert "natten_jax/libnatten_jax.so" in libraries
     assert "natten_jax/py.typed" in names
     assert "natten_jax/flax_modules/__init__.py" in names
+    assert CALIBRATIONS and {name for name in names if name.endswith(".json")} == CALIBRATIONS
     assert not [name for name in names if "test" in name or name.endswith((".cpp", ".cu", ".h"))]
+
+
+def test_every_folder_of_data_is_a_package_to_the_build(tmp_path: Path) -> None:
+    """Or else the build warns that it would be ignored, as some day it will be."""
+    sources = copy_of_sources(tmp_path)
+    built = tmp_path / "built"
+    command = [sys.executable, "setup.py", "build_py", "--build-lib", str(built)]
+    environment = {**os.environ, "NATTEN_JAX_CUDA": "0"}
+    finished = subprocess.run(command, cwd=sources, env=environment, capture_output=True, text=True, check=True)
+    assert "`packages`" not in finished.stderr, finished.stderr
+    assert CALIBRATIONS and {str(path.relative_to(built)) for path in built.rglob("*.json")} == CALIBRATIONS
 
 
 @pytest.mark.slow

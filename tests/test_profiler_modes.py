@@ -344,13 +344,14 @@ def test_progress_is_shown_to_people_who_wait(
     pytest.importorskip("rich")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(progress, "_PATIENCE", patience)
-    monkeypatch.setattr(sys, "stderr", stream())
+    shown = stream()
+    monkeypatch.setattr(sys, "stderr", shown)
     with progress.Progress(2) as bar:
         bar.stage("trying backends")
         bar.advance()
         time.sleep(0.5)  # for the thread that starts it, and the one that draws it
         bar.expect(1)
-    assert ("trying backends" in sys.stderr.getvalue()) == is_shown  # type: ignore[attr-defined]
+    assert ("trying backends" in shown.getvalue()) == is_shown
 
 
 def test_lines_are_wrapped() -> None:

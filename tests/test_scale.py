@@ -24,12 +24,12 @@ LARGEST = float(np.finfo(np.float32).max) / math.log2(math.e)
 
 def operators(dtype: str = "float32") -> list[Callable[..., Any]]:
     """All public functions as functions of the scale."""
-    arrays = {rank: jnp.zeros((1, *(4, 5, 6)[:rank], 1, 8), dtype) for rank in (1, 2, 3)}
+    line, plane, space = (jnp.zeros((1, *(4, 5, 6)[:rank], 1, 8), dtype) for rank in (1, 2, 3))
     return [
-        lambda scale: natten_jax.na1d(*[arrays[1]] * 3, 3, scale=scale),
-        lambda scale: natten_jax.na2d(*[arrays[2]] * 3, 3, scale=scale),
-        lambda scale: natten_jax.na3d(*[arrays[3]] * 3, (4, 5, 6), scale=scale),
-        lambda scale: natten_jax.attention(*[arrays[1]] * 3, scale),
+        lambda scale: natten_jax.na1d(line, line, line, 3, scale=scale),
+        lambda scale: natten_jax.na2d(plane, plane, plane, 3, scale=scale),
+        lambda scale: natten_jax.na3d(space, space, space, (4, 5, 6), scale=scale),
+        lambda scale: natten_jax.attention(line, line, line, scale),
     ]
 
 
@@ -98,10 +98,11 @@ def test_the_largest_scales_are_used_as_given(backend: str, scale: float) -> Non
     # A normal number, as are its products with the keys and their differences: subnormal ones may count as 0.
     tiny = 2.0**-125
     query = jnp.array([tiny, 0.0]).reshape(1, 2, 1, 1)
-    key = np.array([1.0, 1.5, 2.0])
-    found = natten_jax.attention(query, *[jnp.asarray(key, "float32").reshape(1, 3, 1, 1)] * 2, scale, backend=backend)
-    weights = np.exp(np.outer([scale * tiny, 0.0], key))
-    np.testing.assert_allclose(found[0, :, 0, 0], weights @ key / weights.sum(axis=1), rtol=2e-6)
+    numbers = np.array([1.0, 1.5, 2.0])
+    key = jnp.asarray(numbers, "float32").reshape(1, 3, 1, 1)
+    found = natten_jax.attention(query, key, key, scale, backend=backend)
+    weights = np.exp(np.outer([scale * tiny, 0.0], numbers))
+    np.testing.assert_allclose(found[0, :, 0, 0], weights @ numbers / weights.sum(axis=1), rtol=2e-6)
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False), st.sampled_from(["float32", "float16", "bfloat16"]))
@@ -131,7 +132,7 @@ def test_flax_modules_refuse_what_no_problem_can_have(scale: Any) -> None:
         lambda: flax_layers.nnx_module(1, qk_scale=scale),
         lambda: flax_layers.LINEN[1](num_heads=flax_layers.HEADS, kernel_size=3, qk_scale=scale),
     ):
-        with pytest.raises((TypeError, ValueError), match=r"^scale must be"):
+        with pytest.raises((TypeError, ValueError), match=r"^qk_scale must be"):
             make()
 
 

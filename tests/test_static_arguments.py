@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -97,18 +98,22 @@ def test_one_tile_extent_is_no_tile_shape_in_two_dimensions() -> None:
         refused(
             TypeError,
             ("q_tile_shape must be a sequence of 2 ints", "16"),
-            lambda value=value: call(2, q_tile_shape=value, kv_tile_shape=(4, 4)),
+            functools.partial(call, 2, q_tile_shape=value, kv_tile_shape=(4, 4)),
         )
 
 
 def test_arrays_work_where_the_call_is_compiled_and_differentiated() -> None:
-    arguments = {"kernel_size": np.array([3, 4]), "stride": jnp.array([1, 2]), "is_causal": np.array([True, False])}
+    plain: dict[str, Any] = {"kernel_size": (3, 4), "stride": (1, 2), "is_causal": (True, False)}
+    arguments: dict[str, Any] = {
+        "kernel_size": np.array([3, 4]),
+        "stride": jnp.array([1, 2]),
+        "is_causal": np.array([True, False]),
+    }
     query = query_of(2)
 
     def loss(query: jax.Array) -> jax.Array:
         return jnp.sum(natten_jax.na2d(query, query, query, **arguments) ** 2)
 
-    plain = {"kernel_size": (3, 4), "stride": (1, 2), "is_causal": (True, False)}
     expected = jax.grad(lambda q: jnp.sum(natten_jax.na2d(q, q, q, **plain) ** 2))(query)
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(query), expected, rtol=1e-5, atol=1e-6)
 
@@ -257,7 +262,7 @@ def test_try_fuse_additional_kv_is_a_bool_or_none(rank: int, value: Any) -> None
         refused(
             TypeError,
             ("try_fuse_additional_kv must be None or a bool", repr(value)),
-            lambda others=others: call(rank, **others, try_fuse_additional_kv=value),
+            functools.partial(call, rank, **others, try_fuse_additional_kv=value),
         )
 
 
@@ -285,7 +290,7 @@ def test_arguments_that_are_names_refuse_what_is_no_name(name: str, value: Any) 
 @pytest.mark.parametrize("name", INTS)
 def test_huge_integers_are_refused_by_name(name: str, value: int) -> None:
     for given_value in (value, (3, value)):
-        refused(ValueError, (name,), lambda given_value=given_value: call(2, **{name: given_value}))
+        refused(ValueError, (name,), functools.partial(call, 2, **{name: given_value}))
 
 
 @pytest.mark.parametrize("name", [*TILES, "backward_q_tile_shape", "backward_kv_tile_shape", "backward_kv_splits"])

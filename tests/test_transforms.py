@@ -333,7 +333,12 @@ def test_equal_calls_are_traced_once(family: Family, monkeypatch: pytest.MonkeyP
     """However the arguments are written; another problem is traced anew."""
     traced: list[Any] = []
     attend = op.attend
-    monkeypatch.setattr(op, "attend", lambda request, operands: traced.append(request) or attend(request, operands))
+
+    def recorded(request: Any, operands: Any) -> Any:
+        traced.append(request)
+        return attend(request, operands)
+
+    monkeypatch.setattr(op, "attend", recorded)
     query, key, value, *_ = Case((6, 31), (3, 3)).operands(family.dtype, 0)
     for kernel_size in (3, (3, 3), [3, 3], np.int64(3), (np.int32(3), 3)):
         natten_jax.na2d(query, key, value, kernel_size, backend=family.fna)

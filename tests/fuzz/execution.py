@@ -26,10 +26,17 @@ Results = tuple[tuple[jax.Array, jax.Array], oracle.Tensors]
 
 
 def complaints(problems: Sequence[Fuzzed]) -> list[list[str]]:
-    """What is wrong with the results of each problem; they share a compiled program."""
+    """What is wrong with the results of each problem; they share a compiled program.
+
+    Raises:
+        Exception: Running them raised, and the device computes nothing since: what this process would say of any
+            problem is worth nothing.
+    """
     try:
         results = run(problems)
     except Exception as error:
+        if not device_computes():
+            raise
         if len(problems) == 1:
             return [[f"{type(error).__name__}: {error}"]]
         alone = [complaints([problem])[0] for problem in problems]
@@ -42,6 +49,14 @@ def complaints(problems: Sequence[Fuzzed]) -> list[list[str]]:
         [str(excess) for excess in excesses(problem, expected[inputs_of(problem)], *result)]
         for problem, result in zip(problems, results, strict=True)
     ]
+
+
+def device_computes() -> bool:
+    """Whether the device still computes: after an illegal address, CUDA refuses everything to the process."""
+    try:
+        return int(jax.jit(lambda number: number + 1)(1)) == 2
+    except Exception:
+        return False
 
 
 def run(problems: Sequence[Fuzzed]) -> list[Results]:

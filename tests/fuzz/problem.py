@@ -120,17 +120,17 @@ class Fuzzed:
         ]
         if case.additional:
             shapes += [(case.batch, case.additional, case.heads_kv, shape[-1]) for shape in shapes[1:]]
-        arrays: list[Any] = [jax.ShapeDtypeStruct(shape, self.dtype) for shape in shapes]
+        query, key, value, *more = (jax.ShapeDtypeStruct(shape, self.dtype) for shape in shapes)
         if case.queries is not None:
-            return attention_problem(*arrays, case.scale, case.causal[0])
-        more = arrays[3:] or [None, None]
+            return attention_problem(query, key, value, case.scale, case.causal[0])
+        keys, values = more or (None, None)
         return neighborhood_problem(
             case.rank,
-            *arrays[:3],
+            *(query, key, value),
             **case.window_arguments,
             scale=case.scale,
-            additional_keys=more[0],
-            additional_values=more[1],
+            additional_keys=keys,
+            additional_values=values,
         )
 
 

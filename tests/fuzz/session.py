@@ -12,7 +12,7 @@ from families import family_named
 from natten_jax import backends, devices
 from natten_jax.passes import PASSES
 
-from .execution import complaints
+from .execution import complaints, device_computes
 from .options import Options
 from .problem import Fuzzed, draw, variants
 from .reproducer import program_of, simplest
@@ -81,11 +81,17 @@ def batches(options: Options, first: int, step: int, end: float) -> Iterator[int
 
 
 def main(options: Options, first: int, step: int, seconds: float | None) -> None:
-    """Run batches ``first``, ``first + step``, ...; print a line of JSON before and after each."""
+    """Run batches ``first``, ``first + step``, ...; print a line of JSON before and after each.
+
+    Raises:
+        RuntimeError: The device computes nothing from the start, which no problem is to blame for.
+    """
     reason = rejection(options)
     if reason is not None:
         print(json.dumps({"rejection": reason}), flush=True)
         return
+    if not device_computes():
+        raise RuntimeError("the device computes nothing")
     end = float("inf") if seconds is None else time.monotonic() + seconds
     simplified = 0
     for batch in batches(options, first, step, end):
@@ -98,7 +104,10 @@ def main(options: Options, first: int, step: int, seconds: float | None) -> None
 
 
 def alone(options: Options, batch: int, position: int) -> None:
-    """Run one problem of a batch; print its number, and the failure if it is one."""
+    """Run one problem of a batch; print a line of JSON with its failure, and another when that is made simpler."""
     number, problem = problems_of(options, batch)[position]
     (what,) = complaints([problem])
+    if what:
+        # This is the report where a simpler problem takes the process down.
+        print(json.dumps({"failures": [failure(options, number, problem, what, may_simplify=False)]}), flush=True)
     print(json.dumps({"failures": [failure(options, number, problem, what)] if what else []}), flush=True)

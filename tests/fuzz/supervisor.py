@@ -153,7 +153,7 @@ class Supervisor:
     def _blame(self, worker: Worker, batch: int, what: str, tail: str) -> None:
         """Run each problem of a batch that took its process down in a process of its own."""
         self._totals.problems += len(worker.suspects)
-        found = []
+        found: list[dict[str, Any]] = []
         for position, suspect in enumerate(worker.suspects):
             process, errors = self._python(f"session.alone(options, {batch}, {position})")
             try:
@@ -162,10 +162,11 @@ class Supervisor:
             except subprocess.TimeoutExpired:
                 process.kill()
                 output, ending = process.communicate()[0], "the process did not end"
-            if process.returncode == 0:
-                found += json.loads(output.splitlines()[-1])["failures"]
-            else:
-                found.append({**suspect, "what": [ending, _tail(errors)]})
+            lines = [line for line in output.splitlines() if line.startswith("{")]
+            failures = json.loads(lines[-1])["failures"] if lines else []
+            if not failures and (process.returncode != 0 or not lines):
+                failures = [{**suspect, "what": [ending, _tail(errors)]}]
+            found += failures
         if not found:
             found = [{**worker.suspects[0], "what": [what, "each problem of the batch runs alone", tail]}]
         for failure in found:

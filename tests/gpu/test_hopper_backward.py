@@ -53,10 +53,10 @@ def assert_gradients(results: list[np.ndarray], arrays: list[jax.Array], windows
         value if isinstance(value, tuple) else (value,) * len(layout)
         for value in (filled[name] for name in ("kernel_size", "stride", "dilation", "is_causal"))
     ]
-    *operands, cotangent = (np.asarray(array, np.float64) for array in arrays)
+    query, key, value, cotangent = (np.asarray(array, np.float64) for array in arrays)
     mask = oracle.neighborhood_mask(layout, *per_axis)
     expected = oracle.reference(
-        oracle.Tensors(*operands, None, None), mask, head_dim**-0.5, cotangent, np.zeros(cotangent.shape[:-1])
+        oracle.Tensors(query, key, value, None, None), mask, head_dim**-0.5, cotangent, np.zeros(cotangent.shape[:-1])
     ).gradients
     for result, reference in zip(results, expected[:3], strict=True):
         assert np.linalg.norm(result - reference) <= BOUNDS["bfloat16"] * np.linalg.norm(reference)

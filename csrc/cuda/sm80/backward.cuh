@@ -8,6 +8,8 @@
 //
 // One CTA adds to a sum in an order that does not change, so that results are reproducible where it does all tiles.
 // Weights and dS pass from warp to warp through shared memory.
+//
+// One file, since nothing but this kernel uses its parts, which share one layout of shared memory and its barriers.
 #pragma once
 
 #include <cmath>
@@ -223,6 +225,7 @@ CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedSt
   commit_copies();
 }
 
+/// One function, since key and value gradients stay in registers from step to step, between barriers of the whole CTA.
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     natten_jax_sm80_fna_backward(const __grid_constant__ BackwardParams p) {

@@ -92,6 +92,7 @@ CUTE_DEVICE void load_step(const ForwardParams& p, const typename Traits::Shared
   commit_copies();
 }
 
+/// One function, since output and softmax stay in registers from step to step of one schedule of copies and barriers.
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
     natten_jax_sm80_fna_forward(const __grid_constant__ ForwardParams p) {

@@ -4,6 +4,8 @@
 // and their gradients are computed transposed, keys in rows, so that they are register operands of the products that
 // sum up the key and value gradients. The gradients of the logits also go to shared memory, whence both warpgroups
 // compute a part of the query gradient, which is added to float32 sums in global memory by the copy engine.
+//
+// One file, since nothing but this kernel uses its parts, and most of it is the one schedule of `differentiate`.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -40,6 +42,8 @@ CUTE_DEVICE void write_sums(const Accumulator& sums, std::uint32_t tile, int thr
 }
 
 /// One warpgroup: half of the logits and of each gradient.
+///
+/// One function, since five products of a tile share its registers, which suffice for one order of their waits.
 template <class Traits>
 CUTE_DEVICE void differentiate(const BackwardParams& p, typename Traits::SharedStorage& shared) {
   using Element = typename Traits::Element;

@@ -1,4 +1,6 @@
 // The backward kernel's shared memory and the warps that move tiles: those that load, plan, add and store.
+//
+// One file, since what fills each buffer and what empties it walk over the same tiles and wait for the same barriers.
 #pragma once
 
 #include "cuda/common/arithmetic.cuh"

@@ -4,6 +4,8 @@
 // output tiles. Two or three more warpgroups own 64 query rows each: logits, online softmax in base 2, output.
 // Key/value tiles start at the first key that the query tile's windows hold. A tile that every row sees whole is not
 // masked; the others take one bit per element.
+//
+// One file, since nothing but this kernel uses its parts, and most of it is the one schedule of `attend`.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -57,6 +59,8 @@ struct RowPlace {
 };
 
 /// One warpgroup: the products and the softmax of its 64 rows of every query tile.
+///
+/// One function, since its steps share registers: accumulators that products under way write, and places in the rings.
 template <class Traits>
 CUTE_DEVICE void attend(const ForwardParams& p, typename Traits::SharedStorage& shared) {
   using Element = typename Traits::Element;
