@@ -62,31 +62,39 @@ SPLITS = {
     "one key/value head": Split("y", "x", 4, 1),
     "nothing": Split(None, None, 4, 2),
 }
-#: Inside ``jax.shard_map`` callers split key/value heads as query heads.
-LOCAL_SPLITS = ("batch", "batch over both axes", "heads", "both", "both, axes exchanged", "groups", "nothing")
+#: What is differentiated, by query, key and value.
+GRADIENTS = ("gradient", "vmap", "remat")
 
 
-def operators(what: str) -> dict[str, Callable[..., Any]]:
-    """The functions of ``[batch, tokens, heads, head_dim]`` arrays to try; each returns output and logsumexp."""
+def splits_of(mode: str) -> list[str]:
+    """The splits that a mode has."""
+    if "Manual" in mode:  # callers split key/value heads as query heads
+        return [name for name, split in SPLITS.items() if split.heads in (None, split.heads_kv_axes)]
+    if mode == "Auto+Explicit":  # the types of arrays say how explicit axes split them, before automatic ones
+        return [name for name, split in SPLITS.items() if not isinstance(split.batch or split.heads, tuple)]
+    return list(SPLITS)
+
+
+def operator_of(what: str) -> Callable[..., Any]:
+    """A function of ``[batch, tokens, heads, head_dim]`` arrays that returns output and logsumexp."""
     if what == "merge":
-        return {"merge": lambda q, k, v: natten_jax.merge_attentions([q, 2 * q], [q[..., 0], q[..., 1]])}
-    if what.startswith("attention"):
-        backend = what.partition(" ")[2]
-        tiles = {"q_tile_size": 16, "kv_tile_size": 16} if backend.startswith("cpu") else {}
-        operator = functools.partial(natten_jax.attention, backend=backend, return_lse=True, **tiles)
-        return {"attention": operator}
-    tiles = {"q_tile_shape": (2, 4), "kv_tile_shape": (4, 6)} if what.startswith("cpu") else {}
+        return lambda q, k, v: natten_jax.merge_attentions([q, 2 * q], [q[..., 0], q[..., 1]])
+    tiles: dict[str, Any] = {}
+    if what.endswith("fmha"):
+        tiles = {"q_tile_size": 16, "kv_tile_size": 16} if what.startswith("cpu") else {}
+        return functools.partial(natten_jax.attention, backend=what, return_lse=True, **tiles)
+    if what.startswith("cpu"):  # elsewhere they are not chosen by the size of the batch
+        tiles = {"q_tile_shape": (2, 4), "kv_tile_shape": (4, 6)}
 
     def neighborhood(query: Any, key: Any, value: Any) -> Any:
-        arrays = [array.reshape(array.shape[0], 5, 6, *array.shape[2:]) for array in (query, key, value)]
-        extra = key[:, :3], value[:, :3]
+        q, k, v = (array.reshape(array.shape[0], 5, 6, *array.shape[2:]) for array in (query, key, value))
         out, lse = natten_jax.na2d(
-            *arrays, (3, 4), stride=(1, 2), is_causal=(True, False), additional_keys=extra[0],
-            additional_values=extra[1], backend=what, return_lse=True, **tiles,
+            q, k, v, (3, 4), stride=(1, 2), is_causal=(True, False), additional_keys=key[:, :3],
+            additional_values=value[:, :3], backend=what, return_lse=True, **tiles,
         )  # fmt: skip
-        return out.reshape((*query.shape[:-1], out.shape[-1])), lse.reshape(query.shape[:-1])
+        return out.reshape(*query.shape[:-1], -1), lse.reshape(query.shape[:-1])
 
-    return {"neighborhood": neighborhood}
+    return neighborhood
 
 
 def functions(operator: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
@@ -126,66 +134,67 @@ def collectives(compiled: jax.stages.Compiled) -> dict[str, int]:
     return {kind: count for kind, count in counts.items() if count}
 
 
-def wrapped(mode: str, mesh: Any, split: Split, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as users of the mode write it."""
-    if "Manual" not in mode:
-        return function
+def everything(operator: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    """All that is done with an operator, in one function."""
+    each = functions(operator)
+    return lambda *arrays: {name: function(*arrays) for name, function in each.items()}
+
+
+def within_shard_map(mode: str, mesh: Any, split: Split, operator: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as users write it who split arrays themselves."""
     names = {"x"} if mode == "Auto+Manual" else {"x", "y"}
 
-    def manual(spec: P) -> P:
-        kept = [tuple(name for name in axis if name in names) if isinstance(axis, tuple) else axis for axis in spec]
-        return P(*(axis if isinstance(axis, tuple) or axis in names else None for axis in kept))
+    def manual(axis: Any) -> Any:
+        kept = tuple(name for name in (axis if isinstance(axis, tuple) else (axis,)) if name in names)
+        return kept or None
 
-    query, key = manual(split.query()), manual(split.key())
-    shapes = jax.eval_shape(function, *arrays_of(split))
-    leaves = jax.tree.leaves(shapes)
-    mapped = leaves[0].ndim == 5
+    query, key = (P(*map(manual, spec)) for spec in (split.query(), split.key()))
+    shapes = jax.eval_shape(everything(operator), *arrays_of(split))
 
-    def out(shape: Any, position: int) -> P:
-        spec = (key if position else query) if len(shapes) == 3 else query
-        spec = P(*(None,) * mapped, *spec)
-        return P(*tuple(spec)[: shape.ndim])
+    def out(kind: str, position: int, shape: Any) -> P:
+        of_key = kind in GRADIENTS and position > 0
+        mapped = (None,) if kind == "vmap" else ()
+        return P(*(*mapped, *(key if of_key else query))[: shape.ndim])
 
-    specs = [out(leaf, position) for position, leaf in enumerate(leaves)]
-    out_specs = jax.tree.unflatten(jax.tree.structure(shapes), specs)
-    return jax.shard_map(function, mesh=mesh, in_specs=(query, key, key), out_specs=out_specs, axis_names=names)
+    specs = {
+        kind: jax.tree.unflatten(
+            jax.tree.structure(shape), [out(kind, i, each) for i, each in enumerate(jax.tree.leaves(shape))]
+        )
+        for kind, shape in shapes.items()
+    }
+    function = everything(operator)
+    return jax.shard_map(function, mesh=mesh, in_specs=(query, key, key), out_specs=specs, axis_names=names)
 
 
 def check(mode: str, mesh: Any, name: str, what: str) -> None:
     """Run everything on one split and print what was found."""
-    split = SPLITS[name]
+    split, operator = SPLITS[name], operator_of(what)
     arrays = arrays_of(split)
     specs = [split.query(), split.key(), split.key()]
     placed = [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, specs, strict=True)]
-    for operator in operators(what).values():
-        for kind, function in functions(operator).items():
-            expected = jax.jit(function, compiler_options=QUICK_COMPILATION)(*arrays)
-            compiled = (
-                jax.jit(wrapped(mode, mesh, split, function)).lower(*placed).compile(compiler_options=QUICK_COMPILATION)
-            )
-            found = compiled(*placed)
-            distances = [
-                float(np.max(np.abs(np.asarray(one) - np.asarray(other))))
-                for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-            ]
-            shards = [list(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(found)]
-            print(
-                json.dumps(
-                    {
-                        "split": name, "kind": kind, "distances": distances, "collectives": collectives(compiled),
-                        "shards": shards,
-                    }
-                ),
-                flush=True,
-            )  # fmt: skip
-            jax.clear_caches()
+    function = within_shard_map(mode, mesh, split, operator) if "Manual" in mode else everything(operator)
+    compiled = jax.jit(function).lower(*placed).compile(compiler_options=QUICK_COMPILATION)
+    found = compiled(*placed)
+    expected = jax.jit(everything(operator), compiler_options=QUICK_COMPILATION)(*arrays)
+    results = {
+        kind: [
+            {
+                "distance": float(np.max(np.abs(np.asarray(one) - np.asarray(other)))),
+                "shard": one.sharding.shard_shape(one.shape),
+                "shape": one.shape,
+            }
+            for one, other in zip(jax.tree.leaves(found[kind]), jax.tree.leaves(expected[kind]), strict=True)
+        ]
+        for kind in found
+    }
+    print(json.dumps({"split": name, "collectives": collectives(compiled), "results": results}), flush=True)
+    jax.clear_caches()
 
 
 def main() -> None:
     mode, what = sys.argv[1:3]
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=TYPES[mode])
-    names = LOCAL_SPLITS if "Manual" in mode else SPLITS
-    for name in names:
+    for name in splits_of(mode):
         if "Explicit" in mode or name == "nothing":
             with jax.set_mesh(mesh):
                 check(mode, mesh, name, what)
