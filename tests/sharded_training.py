@@ -24,7 +24,7 @@ from natten_jax.flax_modules import linen, nnx
 from problems import QUICK_COMPILATION
 
 FEATURES, HEADS, KV_HEADS = 16, 4, (2, 1)
-SHAPE = (8, 4, 6, FEATURES)  # [batch, height, width, features]
+SHAPE = (8, 12, FEATURES)  # [batch, seqlen, features]
 STEPS = 2
 
 #: Names of mesh axes of all annotated parameters.
@@ -108,7 +108,7 @@ class NnxBlock(flax_nnx.Module):
             return {"out_sharding": names} if sharded else {}
 
         whole: dict[str, Any] = {} if kv_heads == KV_HEADS[0] else {"kv_kernel_metadata": {}, "kv_bias_metadata": {}}
-        self.attention = nnx.NeighborhoodAttention2D(
+        self.attention = nnx.NeighborhoodAttention1D(
             FEATURES,
             num_heads=HEADS,
             num_kv_heads=kv_heads,
@@ -133,9 +133,9 @@ class NnxBlock(flax_nnx.Module):
 
 
 class NnxStack(flax_nnx.Module):
-    def __init__(self, sharded: bool, settings: dict[str, Any]) -> None:
+    def __init__(self, blocks: int, sharded: bool, settings: dict[str, Any]) -> None:
         rngs = flax_nnx.Rngs(0)
-        self.blocks = flax_nnx.List([NnxBlock(heads, sharded, rngs, settings) for heads in KV_HEADS])
+        self.blocks = flax_nnx.List([NnxBlock(heads, sharded, rngs, settings) for heads in KV_HEADS[:blocks]])
 
     def __call__(self, tokens: jax.Array, out_sharding: Any = None) -> jax.Array:
         for block in self.blocks:
@@ -143,14 +143,21 @@ class NnxStack(flax_nnx.Module):
         return tokens
 
 
-def train_nnx(mesh: Mesh | None = None, place: Place | None = None, **settings: Any) -> Trained:
+def train_nnx(
+    mesh: Mesh | None = None, place: Place | None = None, blocks: int = len(KV_HEADS), **settings: Any
+) -> Trained:
     """Train with ``flax.nnx``; without a mesh, on one device and with no annotation."""
     is_explicit = mesh is not None and mesh.are_all_axes_explicit
-    out_sharding = PartitionSpec("data", None, None, None) if is_explicit else None
+    out_sharding = PartitionSpec("data", None, None) if is_explicit else None
+
+    def create() -> tuple[NnxStack, flax_nnx.Optimizer[Any]]:
+        sharded = mesh is not None and "model" in mesh.axis_names
+        model = NnxStack(blocks, sharded, {"kernel_size": 5, **settings})
+        return model, flax_nnx.Optimizer(model, optimizer(), wrt=flax_nnx.Param)
 
     with on(mesh):
-        model = NnxStack(mesh is not None and "model" in mesh.axis_names, {"kernel_size": 3, **settings})
-        graph, state = flax_nnx.split((model, flax_nnx.Optimizer(model, optimizer(), wrt=flax_nnx.Param)))
+        graph = flax_nnx.graphdef(flax_nnx.eval_shape(create))
+        state = jax.jit(lambda: flax_nnx.state(create()), compiler_options=QUICK_COMPILATION)()
 
         def step(state: Any, inputs: jax.Array, targets: jax.Array) -> tuple[jax.Array, Any]:
             def loss_of(model: NnxStack) -> jax.Array:
@@ -180,7 +187,7 @@ class LinenBlock(flax_linen.Module):
             return flax_linen.with_partitioning(initializer, names) if self.sharded else initializer
 
         is_whole = self.kv_heads != KV_HEADS[0]
-        attention = linen.NeighborhoodAttention2D(
+        attention = linen.NeighborhoodAttention1D(
             num_heads=HEADS,
             num_kv_heads=self.kv_heads,
             kernel_init=named(kernel_init, *KERNEL),
@@ -216,7 +223,7 @@ class LinenStack(flax_linen.Module):
 
 def train_linen(mesh: Mesh | None = None, place: Place | None = None, **settings: Any) -> Trained:
     """Train with ``flax.linen``; without a mesh, on one device and with no annotation."""
-    model = LinenStack(mesh is not None, tuple({"kernel_size": 3, **settings}.items()))
+    model = LinenStack(mesh is not None, tuple({"kernel_size": 5, **settings}.items()))
 
     def initialize(key: jax.Array, inputs: jax.Array) -> tuple[Any, Any]:
         variables = model.init(key, inputs)
@@ -237,7 +244,7 @@ def train_linen(mesh: Mesh | None = None, place: Place | None = None, **settings
         if mesh is not None:
             specs = flax_linen.get_partition_spec(jax.eval_shape(initialize, *arguments))
             shardings = jax.tree.map(functools.partial(NamedSharding, mesh), specs)
-        state = jax.jit(initialize, out_shardings=shardings)(*arguments)
+        state = jax.jit(initialize, out_shardings=shardings, compiler_options=QUICK_COMPILATION)(*arguments)
         return train(step, state, place or placed_on(mesh), lambda state: by_name(flax_linen.unbox(state[0])))
 
 
