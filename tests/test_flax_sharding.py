@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("flax")
+pytest.importorskip("optax")
 
 from flax import linen as flax_linen
 from flax import nnx as flax_nnx
