@@ -201,7 +201,8 @@ _DOCUMENT = """Multi-head neighborhood attention over {tokens}, with projections
 {summary}
 
 The parameters are named and shaped like those of Flax's ``MultiHeadAttention``: ``query``, ``key`` and ``value``
-have kernels ``[in_features, heads, head_dim]``, ``out`` has ``[num_heads, head_dim, in_features]``.
+have kernels ``[in_features, heads, head_dim]`` and biases ``[heads, head_dim]``, ``out`` has
+``[num_heads, head_dim, in_features]`` and ``[in_features]``. {annotations}
 Window arguments take {per_dimension}.
 
 Args:
@@ -222,8 +223,12 @@ Args:
     dtype: Type to compute in; ``None`` takes what inputs and parameters promote to.
     param_dtype: Type of the parameters.
     precision: Precision of the projections.
-    kernel_init: Initializer of all kernels.
-    bias_init: Initializer of all biases.
+    kernel_init: Initializer of the kernels.
+    kv_kernel_init: Initializer of the kernels of key and value; ``None`` is ``kernel_init``.
+    out_kernel_init: Initializer of the output projection's kernel; ``None`` is ``kernel_init``.
+    bias_init: Initializer of the biases.
+    kv_bias_init: Initializer of the biases of key and value; ``None`` is ``bias_init``.
+    out_bias_init: Initializer of the output projection's bias; ``None`` is ``bias_init``.{metadata}
     attention_kwargs: As in :func:`natten_jax.na{rank}d`, and so are ``backend``, ``q_tile_shape``,
         ``kv_tile_shape``, ``backward_q_tile_shape``, ``backward_kv_tile_shape``, ``backward_kv_splits``,
         ``backward_use_xla_reduction``, ``backward_deterministic``, ``memory_usage_preference``,
@@ -234,6 +239,17 @@ Raises:
     TypeError: An argument is of the wrong type.
 """
 
+_METADATA = """
+    kernel_metadata: What is set beside the kernels, such as ``{"out_sharding": (None, "model", None)}``.
+    kv_kernel_metadata: That of the kernels of key and value; ``None`` is ``kernel_metadata``.
+    out_kernel_metadata: That of the output projection's kernel; ``None`` is ``kernel_metadata``.
+    bias_metadata: What is set beside the biases, such as ``{"out_sharding": ("model", None)}``.
+    kv_bias_metadata: That of the biases of key and value; ``None`` is ``bias_metadata``.
+    out_bias_metadata: That of the output projection's bias; ``None`` is ``bias_metadata``."""
+_ANNOTATIONS = {
+    "flax.nnx": "Metadata, or initializers made with\n``nnx.with_partitioning``, split them over a device mesh.",
+    "flax.linen": "Initializers made with\n``linen.with_partitioning`` split them over a device mesh.",
+}
 _RNGS = "\n    rngs: Random streams: ``params``, and ``dropout`` where ``proj_drop`` is above 0."
 _SUMMARY = "Maps ``[batch, {layout}, in_features]`` to an array of the same shape."
 
@@ -248,5 +264,7 @@ def document(rank: int, flavour: str) -> str:
         tokens=_TOKENS[rank],
         per_dimension="one value" if rank == 1 else f"{rank} values, or one for all dimensions",
         in_features="" if is_nnx else "; ``None`` takes what the inputs have",
+        annotations=_ANNOTATIONS[flavour],
+        metadata=_METADATA if is_nnx else "",
         rngs=_RNGS if is_nnx else "",
     )

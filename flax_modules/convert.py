@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from natten_jax.static_arguments import shown
 
@@ -92,7 +93,17 @@ def load_nnx(
                 )
             loads.append((variable, array))
     for variable, array in loads:
-        variable[...] = jnp.asarray(array, variable.dtype)
+        variable[...] = _placed_like(variable, array)
+
+
+def _placed_like(variable: nnx.Param[jax.Array], array: FloatArray) -> jax.Array:
+    """The array in the variable's type, split over a mesh as its value is."""
+    sharding = getattr(variable.get_value(), "sharding", None)
+    array = array.astype(variable.dtype)
+    # The sharding of a value that is being traced has no devices.
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return jax.device_put(array, sharding)
+    return jnp.asarray(array)
 
 
 def _split(state_dict: Mapping[str, Any], num_heads: int, prefix: str) -> dict[str, dict[str, FloatArray]]:

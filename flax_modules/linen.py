@@ -17,6 +17,7 @@ from natten_jax.static_arguments import Bools, Ints, hashable
 
 from . import arguments
 from .arguments import Neighborhood, Performance
+from .partitioning import annotating
 
 __all__ = ["NeighborhoodAttention1D", "NeighborhoodAttention2D", "NeighborhoodAttention3D"]
 
@@ -42,7 +43,11 @@ class _NeighborhoodAttention(linen.Module):
     param_dtype: Dtype = jnp.float32
     precision: PrecisionLike = None
     kernel_init: Initializer = default_kernel_init
+    kv_kernel_init: Initializer | None = None
+    out_kernel_init: Initializer | None = None
     bias_init: Initializer = linen.initializers.zeros_init()
+    kv_bias_init: Initializer | None = None
+    out_bias_init: Initializer | None = None
     attention_kwargs: Mapping[str, Any] | None = None
     backend: str | None = None
     q_tile_shape: Ints | None = None
@@ -97,19 +102,22 @@ class _NeighborhoodAttention(linen.Module):
         num_heads, num_kv_heads = arguments.head_counts(self.num_heads, self.num_kv_heads)
         head_dim = arguments.head_dim(num_heads, in_features, self.qkv_features)
         project = functools.partial(
-            linen.DenseGeneral,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            precision=self.precision,
-            kernel_init=self.kernel_init,
-            bias_init=self.bias_init,
+            linen.DenseGeneral, dtype=self.dtype, param_dtype=self.param_dtype, precision=self.precision
         )
+
+        def initializers(kernel_init: Initializer | None, bias_init: Initializer | None) -> dict[str, Any]:
+            kernel_init, bias_init = kernel_init or self.kernel_init, bias_init or self.bias_init
+            return {"kernel_init": annotating(kernel_init), "bias_init": annotating(bias_init)}
+
+        of_query = initializers(None, None) | {"use_bias": self.qkv_bias}
+        of_kv = initializers(self.kv_kernel_init, self.kv_bias_init) | {"use_bias": self.qkv_bias}
+        of_out = initializers(self.out_kernel_init, self.out_bias_init)
         outputs = self._neighborhood()(
-            project((num_heads, head_dim), use_bias=self.qkv_bias, name="query")(inputs),
-            project((num_kv_heads, head_dim), use_bias=self.qkv_bias, name="key")(inputs),
-            project((num_kv_heads, head_dim), use_bias=self.qkv_bias, name="value")(inputs),
+            project((num_heads, head_dim), name="query", **of_query)(inputs),
+            project((num_kv_heads, head_dim), name="key", **of_kv)(inputs),
+            project((num_kv_heads, head_dim), name="value", **of_kv)(inputs),
         )
-        outputs = project(in_features, axis=(-2, -1), name="out")(outputs)
+        outputs = project(in_features, axis=(-2, -1), name="out", **of_out)(outputs)
         if self.proj_drop > 0:
             # Given both flags, linen's Dropout refuses; as in nnx, the one in the call takes precedence.
             flag = self.deterministic if deterministic is None else deterministic

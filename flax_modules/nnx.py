@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import ClassVar, Unpack
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from natten_jax.static_arguments import Bools, Ints
 
 from . import arguments
 from .arguments import Performance
+from .partitioning import check_metadata
 
 __all__ = ["NeighborhoodAttention1D", "NeighborhoodAttention2D", "NeighborhoodAttention3D"]
 
@@ -42,7 +45,17 @@ class _NeighborhoodAttention(nnx.Module):
         param_dtype: Dtype = jnp.float32,
         precision: PrecisionLike = None,
         kernel_init: Initializer = default_kernel_init,
+        kv_kernel_init: Initializer | None = None,
+        out_kernel_init: Initializer | None = None,
         bias_init: Initializer = default_bias_init,
+        kv_bias_init: Initializer | None = None,
+        out_bias_init: Initializer | None = None,
+        kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
+        kv_kernel_metadata: Mapping[str, Any] | None = None,
+        out_kernel_metadata: Mapping[str, Any] | None = None,
+        bias_metadata: Mapping[str, Any] = MappingProxyType({}),
+        kv_bias_metadata: Mapping[str, Any] | None = None,
+        out_bias_metadata: Mapping[str, Any] | None = None,
         rngs: nnx.Rngs,
         **performance: Unpack[Performance],
     ) -> None:
@@ -54,18 +67,34 @@ class _NeighborhoodAttention(nnx.Module):
             self.rank, kernel_size, stride, dilation, is_causal, qk_scale, scale_name="qk_scale", **performance
         )
         project = functools.partial(
-            nnx.LinearGeneral,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            precision=precision,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            rngs=rngs,
+            nnx.LinearGeneral, dtype=dtype, param_dtype=param_dtype, precision=precision, rngs=rngs
         )
-        self.query = project(in_features, (self.num_heads, self.head_dim), use_bias=qkv_bias)
-        self.key = project(in_features, (self.num_kv_heads, self.head_dim), use_bias=qkv_bias)
-        self.value = project(in_features, (self.num_kv_heads, self.head_dim), use_bias=qkv_bias)
-        self.out = project((self.num_heads, self.head_dim), in_features, axis=(-2, -1))
+        of_query: dict[str, Any] = {
+            "kernel_init": kernel_init,
+            "bias_init": bias_init,
+            "kernel_metadata": kernel_metadata,
+            "bias_metadata": bias_metadata,
+        }
+        of_kv = of_query | _given(
+            kernel_init=kv_kernel_init,
+            bias_init=kv_bias_init,
+            kernel_metadata=kv_kernel_metadata,
+            bias_metadata=kv_bias_metadata,
+        )
+        of_out = of_query | _given(
+            kernel_init=out_kernel_init,
+            bias_init=out_bias_init,
+            kernel_metadata=out_kernel_metadata,
+            bias_metadata=out_bias_metadata,
+        )
+        for prefix, settings, bias_rank in (("", of_query, 2), ("kv_", of_kv, 2), ("out_", of_out, 1)):
+            check_metadata(f"{prefix}kernel_metadata", settings["kernel_metadata"], 3)
+            check_metadata(f"{prefix}bias_metadata", settings["bias_metadata"], bias_rank)
+        query_heads, kv_heads = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
+        self.query = project(in_features, query_heads, use_bias=qkv_bias, **of_query)
+        self.key = project(in_features, kv_heads, use_bias=qkv_bias, **of_kv)
+        self.value = project(in_features, kv_heads, use_bias=qkv_bias, **of_kv)
+        self.out = project(query_heads, in_features, axis=(-2, -1), **of_out)
         # Without dropout no random stream is kept, so that the state holds parameters only.
         self.dropout = nnx.Dropout(proj_drop, deterministic=deterministic, rngs=rngs) if proj_drop > 0 else None
 
@@ -75,6 +104,8 @@ class _NeighborhoodAttention(nnx.Module):
         *,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+        out_sharding: Any = None,
+        qkv_sharding: Any = None,
     ) -> jax.Array:
         """Attend.
 
@@ -83,6 +114,10 @@ class _NeighborhoodAttention(nnx.Module):
             deterministic: Whether dropout is off; ``None`` is as constructed, or as ``train()``, ``eval()`` and
                 ``nnx.view`` set it.
             rngs: Random streams, or a key, for the dropout; ``None`` takes the one kept at construction.
+            out_sharding: How the result is laid out over explicit mesh axes, such as ``P("data", None, None, None)``.
+                Where heads are split over one, the output's projection sums over it and has to be told.
+            qkv_sharding: The same for query, key and value ``[batch, *layout, heads, head_dim]``; ``None`` is as inputs
+                and kernels have it.
 
         Returns:
             ``[batch, *layout, in_features]``.
@@ -91,11 +126,16 @@ class _NeighborhoodAttention(nnx.Module):
             ValueError: ``inputs`` has another shape, or the window does not fit its layout.
         """
         arguments.check_input(inputs, self.rank, self.in_features)
-        outputs = self.neighborhood(self.query(inputs), self.key(inputs), self.value(inputs))
-        outputs = self.out(outputs)
+        projections = self.query, self.key, self.value
+        query, key, value = (project(inputs, out_sharding=qkv_sharding) for project in projections)
+        outputs = self.out(self.neighborhood(query, key, value), out_sharding=out_sharding)
         if self.dropout is not None:
             outputs = self.dropout(outputs, deterministic=deterministic, rngs=rngs)
         return outputs
+
+
+def _given(**settings: Any) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 class NeighborhoodAttention1D(_NeighborhoodAttention):

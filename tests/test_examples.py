@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -18,9 +19,13 @@ for package in ("flax", "matplotlib", "optax", "rich", "sklearn"):
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def output_of(name: str, *arguments: str) -> str:
+def run(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, EXAMPLES / name, *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **environment})
+
+
+def output_of(name: str, *arguments: str, **environment: str) -> str:
+    result = run(name, *arguments, **environment)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -59,6 +64,9 @@ def test_digits_compares_two_backends(tmp_path):
         ("video_denoising.py", ["--steps", "0"], "--steps must be at least 1"),
         ("video_denoising.py", ["--compare", "flex-fna:int8"], "'flex-fna:int8' is no backend and type"),
         ("video_denoising.py", ["--tokens", "4", "54", "8"], "--tokens 54 of --patch 8 do not fit"),
+        ("train_sharded.py", ["--steps", "0"], "--steps must be at least 1"),
+        ("train_sharded.py", ["--devices", "0"], "--devices must be at least 1"),
+        ("train_sharded.py", ["--model-parallel", "3"], "--heads 4 cannot be split over --model-parallel 3"),
     ],
 )
 def test_training_refuses_wrong_arguments(example, arguments, message, capsys):
@@ -94,6 +102,34 @@ def test_video_denoising_learns_alike_with_two_backends(tmp_path):
     runpy.run_path(str(EXAMPLES / "video_denoising.py"))["main"]([*problem, *model, "--json", str(alone)])
     (run,) = json.loads(alone.read_text())["runs"]
     assert run["losses"] == losses.tolist()
+
+
+def test_train_sharded_trains_as_one_device_does():
+    problem = ("--tokens", "2", "6", "6", "--window", "2", "3", "3", "--depth", "1", "--batch-size", "8")
+    devices = ("--devices", "8", "--model-parallel", "2", "--compare")
+    training = ("--steps", "6", "--learning-rate", "1e-2")
+    output = output_of("train_sharded.py", *problem, *devices, *training, JAX_PLATFORMS="cpu")
+    assert re.search(r"^ +step +4 data x 2 model +1 data x 1 model$", output, re.MULTILINE)
+    losses, expected = np.array(re.findall(r"^ +\d+ +(\d\.\d{6}) +(\d\.\d{6})$", output, re.MULTILINE), float).T
+    assert losses.shape == (6,)
+    assert losses[0] == 1  # the untrained model
+    assert (losses[1:] != 1).all()
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    (difference,) = re.findall(r"^Largest relative difference .*: (\S+)$", output, re.MULTILINE)
+    assert float(difference) < 1e-5
+    assert re.search(r"^s/step +\d+\.\d{4} +\d+\.\d{4}$", output, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--devices", "6", "--model-parallel", "4"), "--model-parallel 4 does not divide 6 devices"),
+        (("--devices", "3"), "--batch-size 8 cannot be split over 3 devices"),
+    ],
+)
+def test_train_sharded_refuses_meshes_that_do_not_fit(arguments, message):
+    result = run("train_sharded.py", *arguments, JAX_PLATFORMS="cpu")
+    assert (result.returncode, result.stderr) == (1, message + "\n")
 
 
 @pytest.mark.parametrize("arguments", [(), ("--backward", "--dtype", "bfloat16", "--backend", "flex-fna")])

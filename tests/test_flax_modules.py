@@ -52,7 +52,9 @@ class TestArguments:
         performance = {name: operator[name] for name in arguments.Performance.__annotations__}
         in_features = of_linen.pop("in_features")
         assert in_features is None
-        for name in ("self", "in_features", "rngs", "performance"):
+        metadata = {name for name in of_nnx if name.endswith("_metadata")}  # linen's initializers set it
+        assert metadata == {f"{prefix}{kind}_metadata" for prefix in ("", "kv_", "out_") for kind in ("kernel", "bias")}
+        for name in ("self", "in_features", "rngs", "performance", *metadata):
             of_nnx.pop(name)
         for name in ("parent", "name"):
             of_linen.pop(name)
@@ -66,7 +68,7 @@ class TestArguments:
         of_modules = (inspect.signature(module).parameters.values() for module in (NNX[rank].__init__, LINEN[rank]))
         orders = [[each.name for each in parameters if each.kind is each.KEYWORD_ONLY] for parameters in of_modules]
         performance = arguments.Performance.__annotations__.keys()
-        own = [name for name in orders[0] if name != "rngs"]
+        own = [name for name in orders[0] if name != "rngs" and not name.endswith("_metadata")]
         assert orders[1][: len(own)] == own and set(orders[1][len(own) :]) == performance
         for module in (functools.partial(NNX[rank], rngs=flax_nnx.Rngs(0)), LINEN[rank]):
             assert module(FEATURES, num_heads=HEADS, kernel_size=3).in_features == FEATURES
@@ -86,7 +88,10 @@ class TestArguments:
         for modules in (NNX, LINEN):
             for rank, module in modules.items():
                 assert f"na{rank}d" in module.__doc__
-                for name in inspect.signature(LINEN[rank]).parameters.keys() - {"parent", "name"}:
+                names = set(inspect.signature(LINEN[rank]).parameters) - {"parent", "name"}
+                if modules is NNX:
+                    names |= inspect.signature(module.__init__).parameters.keys() - {"self", "performance"}
+                for name in names:
                     assert f"{name}:" in module.__doc__ or f"``{name}``" in module.__doc__
 
     @pytest.mark.parametrize("make", ["nnx", "linen"])

@@ -1,0 +1,267 @@
+"""Train a video transformer with neighborhood attention on several devices: data and tensor parallel.
+
+Devices form a mesh of two axes. The clips of a batch are split over `data`; attention heads and the perceptron's hidden
+features are split over `model`. All that says so are the names of mesh axes beside the parameters and one placement of
+the batch: the compiler derives the rest, and the attention itself needs no communication.
+
+Clips pan over the two photographs that come with scikit-learn, so nothing is downloaded, and the model predicts each
+next frame: attention is causal along time. A machine without accelerators can act as several devices, which shows that
+results are those of one device, not that it is faster.
+
+    python examples/train_sharded.py --devices 8 --model-parallel 2 --compare
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from natten_jax.flax_modules.nnx import NeighborhoodAttention3D
+from sklearn.datasets import load_sample_images
+
+CHANNELS = 3
+LINES = 10  # of losses that are printed
+PICTURE_SIZE = 427, 640  # height and width
+
+
+def over(*axes: str | None) -> dict[str, Any]:
+    """Metadata of a parameter: the mesh axis that each of its dimensions is split over."""
+    return {"out_sharding": axes}
+
+
+class Block(nnx.Module):
+    """Neighborhood attention and a perceptron, both behind a normalization and beside a skip connection.
+
+    What each device computes of both is summed over `model` by the projection at its end, and nowhere else.
+    """
+
+    def __init__(self, features: int, options: argparse.Namespace, rngs: nnx.Rngs) -> None:
+        self.attention_norm = nnx.LayerNorm(features, rngs=rngs)
+        self.attention = NeighborhoodAttention3D(
+            features,
+            num_heads=options.heads,
+            kernel_size=tuple(options.window),
+            is_causal=(True, False, False),
+            kernel_metadata=over(None, "model", None),  # [features, heads, head_dim]
+            bias_metadata=over("model", None),
+            out_kernel_metadata=over("model", None, None),  # [heads, head_dim, features]
+            out_bias_metadata={},
+            backend=options.backend,
+            rngs=rngs,
+        )
+        self.perceptron_norm = nnx.LayerNorm(features, rngs=rngs)
+        self.expand = nnx.Linear(
+            features, 4 * features, kernel_metadata=over(None, "model"), bias_metadata=over("model"), rngs=rngs
+        )
+        self.contract = nnx.Linear(4 * features, features, kernel_metadata=over("model", None), rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        tokens = tokens + self.attention(self.attention_norm(tokens))
+        return tokens + self.contract(nnx.gelu(self.expand(self.perceptron_norm(tokens))))
+
+
+class Predictor(nnx.Module):
+    """Every patch of a frame is a token."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        rngs = nnx.Rngs(options.seed)
+        features, pixels = options.heads * options.head_dim, CHANNELS * options.patch**2
+        self.embed = nnx.Linear(pixels, features, rngs=rngs)
+        # One term per dimension: a token's frame, its row, its column.
+        self.frame, self.row, self.column = (
+            nnx.Param(0.02 * jax.random.normal(rngs.params(), (length, features))) for length in options.tokens
+        )
+        self.blocks = nnx.List([Block(features, options, rngs) for _ in range(options.depth)])
+        self.norm = nnx.LayerNorm(features, rngs=rngs)
+        # Zero, so that the untrained model predicts that nothing moves.
+        self.head = nnx.Linear(features, pixels, kernel_init=nnx.initializers.zeros_init(), rngs=rngs)
+
+    def __call__(self, frames: jax.Array) -> jax.Array:
+        """Patches ``[batch, *tokens, pixels]`` of the frames that follow."""
+        tokens = self.embed(frames) + (self.frame[:, None, None] + self.row[:, None] + self.column[...])
+        for block in self.blocks:
+            tokens = block(tokens)
+        return frames + self.head(self.norm(tokens))
+
+
+@nnx.jit
+def train_step(model: Predictor, optimizer: nnx.Optimizer[Any], frames: jax.Array, following: jax.Array) -> jax.Array:
+    """Update the model in place; returns the loss, a squared error that is 1 if nothing is taken to move."""
+
+    def loss_of(model: Predictor) -> jax.Array:
+        return jnp.square(model(frames) - following).mean() / jnp.square(frames - following).mean()
+
+    loss, gradients = nnx.value_and_grad(loss_of)(model)
+    optimizer.update(model, gradients)
+    return loss
+
+
+class Run:
+    """A model in training, on the devices of a mesh."""
+
+    def __init__(self, options: argparse.Namespace, mesh: Mesh) -> None:
+        @nnx.jit  # parameters are split from the start: no device ever holds the whole model
+        def create() -> tuple[Predictor, nnx.Optimizer[Any]]:
+            model = Predictor(options)
+            schedule = optax.warmup_cosine_decay_schedule(
+                0.0, options.learning_rate, options.steps // 10, options.steps
+            )
+            return model, nnx.Optimizer(model, optax.adamw(schedule), wrt=nnx.Param)
+
+        self.mesh = mesh
+        with jax.set_mesh(mesh):
+            self.model, self.optimizer = create()
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+
+    def __str__(self) -> str:
+        return " x ".join(f"{size} {name}" for name, size in self.mesh.shape.items())
+
+    def step(self, clips: np.ndarray) -> None:
+        """One step; its loss and its time are appended to those before."""
+        started = time.perf_counter()
+        batch = NamedSharding(self.mesh, PartitionSpec("data"))
+        frames, following = jax.device_put((clips[:, :-1], clips[:, 1:]), batch)
+        with jax.set_mesh(self.mesh):
+            self.losses.append(float(train_step(self.model, self.optimizer, frames, following)))
+        self.seconds.append(time.perf_counter() - started)
+
+    @property
+    def seconds_per_step(self) -> float:
+        """The median without the first step, which compiles."""
+        return float(np.median(self.seconds[1:] or self.seconds))
+
+
+class Data:
+    """Clips that are cut out of pictures."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.pictures = (np.stack(load_sample_images().images) / 127.5 - 1.0).astype(np.float32)
+        self.options = options
+
+    def batch(self, step: int) -> np.ndarray:
+        """Patches ``[batch, frames + 1, height, width, pixels]``; the same for a step whenever asked."""
+        random = np.random.default_rng((self.options.seed, step))
+        return np.stack([self._clip(random) for _ in range(self.options.batch_size)])
+
+    def _clip(self, random: np.random.Generator) -> np.ndarray:
+        patch, (frames, *tokens) = self.options.patch, self.options.tokens
+        size = np.array(tokens) * patch
+        last_corner = np.array(PICTURE_SIZE) - size
+        # In a straight line, at most a patch per frame.
+        pan = random.integers(-patch, patch, 2, endpoint=True) * np.arange(frames + 1)[:, None]
+        corners = np.clip(random.integers(0, last_corner, endpoint=True) + pan, 0, last_corner)
+        picture = random.choice(self.pictures)
+        clip = np.stack([picture[y : y + size[0], x : x + size[1]] for y, x in corners])
+        patches = clip.reshape(frames + 1, tokens[0], patch, tokens[1], patch, CHANNELS).swapaxes(2, 3)
+        return patches.reshape(frames + 1, *tokens, -1)
+
+
+def print_line(label: str, cells: Sequence[str]) -> None:
+    """One line with a cell per run."""
+    print(f"{label:>6}", *(f"{cell:>20}" for cell in cells), flush=True)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train a video transformer with neighborhood attention, data and tensor parallel.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--devices", type=int, help="devices to use; without accelerators, the machine acts as that many (default: all)"
+    )
+    parser.add_argument("--model-parallel", type=int, default=1, help="devices that share the heads; divides both")
+    parser.add_argument("--compare", action="store_true", help="train a second model, on one device")
+    parser.add_argument("--steps", type=int, default=100, help="steps of training")
+    parser.add_argument("--batch-size", type=int, default=8, help="clips per step, over all devices")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="highest learning rate")
+    parser.add_argument("--tokens", type=int, nargs=3, default=[4, 8, 8], help="of a clip: frames, height, width")
+    parser.add_argument("--patch", type=int, default=4, help="height and width of a token in pixels")
+    parser.add_argument("--depth", type=int, default=2, help="blocks")
+    parser.add_argument("--heads", type=int, default=4, help="attention heads")
+    parser.add_argument("--head-dim", type=int, default=16, help="features per head")
+    parser.add_argument("--window", type=int, nargs=3, default=[2, 5, 5], help="of the attention, in tokens")
+    parser.add_argument("--backend", default=None, help="such as cpu-fna or flex-fna; the best one if not given")
+    parser.add_argument("--seed", type=int, default=0, help="of the parameters and the clips")
+    options = parser.parse_args(arguments)
+    for name in ("model_parallel", "steps", "batch_size", "patch", "depth", "heads", "head_dim"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    if options.devices is not None and options.devices < 1:
+        parser.error(f"--devices must be at least 1, got {options.devices}")
+    if min(options.tokens) < 1:
+        parser.error(f"--tokens must be at least 1, got {options.tokens}")
+    for tokens, pixels in zip(options.tokens[1:], PICTURE_SIZE, strict=True):
+        if tokens * options.patch > pixels:
+            parser.error(f"--tokens {tokens} of --patch {options.patch} do not fit the pictures' {pixels} pixels")
+    if options.heads % options.model_parallel:
+        parser.error(f"--heads {options.heads} cannot be split over --model-parallel {options.model_parallel}")
+    return options
+
+
+def device_mesh(options: argparse.Namespace) -> Mesh:
+    """All devices, or as many as asked for, as `data` x `model`.
+
+    Raises:
+        SystemExit: There are too few, or they do not divide as asked.
+    """
+    if options.devices is not None:
+        # Has an effect only on the host's devices, and only before JAX first looks for any.
+        jax.config.update("jax_num_cpu_devices", options.devices)
+    devices = jax.devices()
+    count = options.devices or len(devices)
+    if count > len(devices):
+        raise SystemExit(f"--devices {count}, but there are {len(devices)} ({devices[0].device_kind})")
+    if count % options.model_parallel:
+        raise SystemExit(f"--model-parallel {options.model_parallel} does not divide {count} devices")
+    shape = count // options.model_parallel, options.model_parallel
+    if options.batch_size % shape[0]:
+        raise SystemExit(f"--batch-size {options.batch_size} cannot be split over {shape[0]} devices")
+    return mesh_of(devices[:count], shape)
+
+
+def mesh_of(devices: Sequence[jax.Device], shape: tuple[int, int]) -> Mesh:
+    """A mesh on which the compiler derives what no annotation says."""
+    return jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto), devices=devices)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train, print losses and seconds per step, and, if asked for, how far one device's losses are from them."""
+    options = parse(arguments)
+    mesh = device_mesh(options)
+    data = Data(options)
+    runs = [Run(options, mesh)]
+    if options.compare:
+        runs.append(Run(options, mesh_of(mesh.devices.flat[:1].tolist(), (1, 1))))
+
+    tokens, window = ("x".join(map(str, sizes)) for sizes in (options.tokens, options.window))
+    heads, kind = f"{options.heads} heads of {options.head_dim}", mesh.devices.flat[0].device_kind
+    print(
+        f"{tokens} tokens, window {window}, {heads}, {options.batch_size} clips per step, {mesh.size} devices ({kind})"
+    )
+    print("Mean loss since the line before; 1 if nothing is taken to move")
+    print_line("step", [str(run) for run in runs])
+    interval = -(-options.steps // LINES)
+    for step in range(1, options.steps + 1):
+        clips = data.batch(step)
+        for run in runs:
+            run.step(clips)
+        if step % interval == 0 or step == options.steps:
+            first = (step - 1) // interval * interval
+            print_line(str(step), [f"{np.mean(run.losses[first:]):.6f}" for run in runs])
+    print_line("s/step", [f"{run.seconds_per_step:.4f}" for run in runs])
+    if options.compare:
+        losses, expected = (np.array(run.losses) for run in runs)
+        print(f"Largest relative difference of a step's losses: {np.max(np.abs(losses - expected) / expected):.1e}")
+
+
+if __name__ == "__main__":
+    main()
