@@ -211,11 +211,12 @@ def _lower_for(device_at_hand: Callable[[], Device], platform: str | None) -> No
             return _run_local(leaves, device=device, step=step, structure=structure, **parameters)
 
         if partition.is_needed(ctx):
-            outputs = step.types(parameters["request"], *inputs)
-            batch_axes = parameters["mapped"] + 1
-            split = partition.Partitioned(ctx, local, roles_of(*inputs), roles_of(outputs), batch_axes)
-            with _marked(resolve(parameters["request"], device, step.pass_)):
-                return split.lower(values)
+            request, mapped = parameters["request"], parameters["mapped"]
+            plan = resolve(request, device, step.pass_)
+            identity = f"{plan.payload()} {step.compute.__name__} {structure} {request.precision} {mapped}"
+            roles = roles_of(*inputs), roles_of(step.types(request, *inputs))
+            with _marked(plan):
+                return partition.Partitioned(ctx, identity, local, *roles, mapped + 1).lower(values)
         return mlir.lower_fun(local, multiple_results=True)(ctx, *values)
 
     mlir.register_lowering(_pass_p, lower, platform=platform)

@@ -33,8 +33,6 @@ CASES = [
     Case((3, 4, 5), (2, 3, 3), batch=4),
     Case((9,), queries=12, batch=4),
 ]
-if len(jax.devices()) > 1:  # the others have been tried on one device
-    CASES = CASES[:1]
 
 def backend_of(case):
     return f"{family}-{'fna' if case.queries is None else 'fmha'}"
@@ -111,16 +109,14 @@ def run(program: str, family: Family, axis_type: str, devices: int) -> None:
     assert output_of(run_python(PREAMBLE + program, *arguments, devices=devices)).endswith("done\n")
 
 
-@pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
-def test_operators_on_unsharded_arrays(family: Family, axis_type: str, devices: int) -> None:
-    run(OPERATORS, family, axis_type, devices)
+def test_operators_on_unsharded_arrays(family: Family, axis_type: str) -> None:
+    run(OPERATORS, family, axis_type, 1)  # on several devices: test_sharding
 
 
-@pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
-def test_results_vary_over_manual_axes(family: Family, axis_type: str, devices: int) -> None:
-    run(SHARD_MAP, family, axis_type, devices)
+def test_results_vary_over_manual_axes(family: Family, axis_type: str) -> None:
+    run(SHARD_MAP, family, axis_type, 4)
 
 
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])

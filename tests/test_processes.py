@@ -31,7 +31,7 @@ assert jax.process_count() == int(processes) and jax.local_device_count() == int
 from sharded_training import placed_by_processes, train_nnx
 
 mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-trained = train_nnx(mesh, placed_by_processes(mesh), blocks=1, backend="flex-fna")
+trained = train_nnx(mesh, placed_by_processes(mesh), blocks=1)
 assert trained.collectives() == {"all-reduce"}, trained.collectives()
 params = {name: np.asarray(array) for name, array in trained.params.items()}  # all of each is on every device
 np.savez(path, losses=trained.losses, **params)
@@ -53,7 +53,7 @@ def test_a_batch_over_processes(tmp_path: Path) -> None:
         [(address, str(PROCESSES), str(i), str(DEVICES_EACH), str(path)) for i, path in enumerate(paths)],
         tmp_path,
     )
-    expected = train_nnx(blocks=1, backend="flex-fna")
+    expected = train_nnx(blocks=1)
     for path in paths:
         with np.load(path) as found:
             assert set(found) == {"losses", *expected.params}

@@ -435,28 +435,12 @@ def test_shard_map_over_batch_and_heads(family: Family) -> None:
     output_of(run_python(PREAMBLE + "\nif True:\n" + source, family.fna, family.dtype, devices=4))
 
 
-def test_arrays_that_the_compiler_shards(family: Family) -> None:
-    source = """
-    mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(AxisType.Auto,) * 2)
-    placed = jax.tree.map(lambda array, spec: jax.device_put(array, NamedSharding(mesh, spec)), operands, specs)
-    assert_close(jax.jit(both)(placed, cotangents), expected)
-    """
-    if family.needs_gpu:
-        pytest.skip("the devices of this test are parts of the host")
-    output_of(run_python(PREAMBLE + "\nif True:\n" + source, family.fna, family.dtype, devices=4))
-
-
-def test_explicitly_sharded_arrays_are_refused_with_advice(family: Family) -> None:
+def test_arrays_split_by_their_types_in_and_out_of_shard_map(family: Family) -> None:
     source = """
     mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
         placed = jax.tree.map(lambda array, spec: jax.device_put(array, NamedSharding(mesh, spec)), operands, specs)
-        try:
-            function(placed)
-        except NotImplementedError as error:
-            assert "jax.shard_map" in str(error) and "batch or heads" in str(error), error
-        else:
-            raise AssertionError("accepted")
+        assert_close(function(placed), expected[0])
         sharded = jax.shard_map(both, in_specs=(specs, (grid, grid)), out_specs=((grid, grid), specs))
         put = lambda a: jax.device_put(a, NamedSharding(mesh, grid))
         assert_close(jax.jit(sharded)(placed, jax.tree.map(put, cotangents)), expected)

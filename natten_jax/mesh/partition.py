@@ -16,14 +16,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import custom_partitioning as jax_partitioning
 from jax._src import dispatch
 from jax.experimental.custom_partitioning import CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh
+from jaxlib.mlir import ir
 
 from natten_jax.mesh.layout import Layout, device_tiles, sharding_like
 from natten_jax.mesh.roles import Role
+from natten_jax.version import __version__
 
 #: What each device computes: its parts of the arguments to its parts of the results.
 Local = Callable[..., list[jax.Array]]
@@ -53,6 +56,7 @@ class Partitioned:
 
     Args:
         ctx: Of the pass, where it is lowered.
+        identity: Says what each device computes, as text: equal for equal passes, in every process.
         local: What each device computes.
         inputs: Roles of the arguments.
         outputs: Roles of the results.
@@ -62,12 +66,14 @@ class Partitioned:
     def __init__(
         self,
         ctx: mlir.LoweringRuleContext,
+        identity: str,
         local: Local,
         inputs: Sequence[Role],
         outputs: Sequence[Role],
         batch_axes: int,
     ) -> None:
         self._ctx = ctx
+        self._identity = identity
         self._devices = _device_numbers(ctx)
         self._local = local
         self._inputs = inputs
@@ -84,8 +90,8 @@ class Partitioned:
         if ctx.module_context.lowering_parameters.for_export:
             raise NotImplementedError(NO_EXPORT)
         arguments: Sequence[Any] = ctx.avals_in
-        results: Sequence[Any] = ctx.avals_out
-        types = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in results]
+        outputs: Sequence[Any] = ctx.avals_out
+        types = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in outputs]
 
         @custom_partitioning
         def whole(*_: jax.Array) -> list[jax.Array]:
@@ -95,7 +101,22 @@ class Partitioned:
         whole.def_partition(partition=self._partition, sharding_rule=rule, decode_shardings=False)
         avals = [jax.core.ShapedArray(each.shape, each.dtype) for each in arguments]
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-            return mlir.lower_fun(whole, multiple_results=True)(ctx.replace(avals_in=avals), *values)
+            results = mlir.lower_fun(whole, multiple_results=True)(ctx.replace(avals_in=avals), *values)
+        self._name_callback(results[0].owner)
+        return results
+
+    def _name_callback(self, call: Any) -> None:
+        """Name the partitioner's callback after all that it depends on.
+
+        JAX names it by its address in memory, which keeps programs from being found in the persistent compilation cache
+        by the next process; without any name another pass's program would be found.
+        """
+        callbacks = jax_partitioning._sharding_callbacks
+        address = ir.StringAttr(call.attributes["backend_config"]).value
+        platforms = self._ctx.module_context.platforms
+        name = f"natten_jax {__version__} {self._identity} {platforms} {self._devices.tolist()}"
+        callbacks[name.encode()] = callbacks[address.encode()]
+        call.attributes["backend_config"] = ir.StringAttr.get(name)
 
     def _rule(self, arguments: Sequence[Any], results: Sequence[Any], parts: set[int]) -> SdyShardingRule:
         """Batch and heads of all arrays are split alike, other dimensions each on its own.

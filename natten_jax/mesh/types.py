@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -28,16 +27,16 @@ def vary_alike(arrays: Sequence[OptionalArray]) -> list[OptionalArray]:
 
 
 def varying_like(carry: _Tree, arrays: Any) -> _Tree:
-    """``carry``, varying over the manual mesh axes of ``arrays`` too, as ``jax.shard_map`` asks of a scan's carry.
+    """``carry``, varying over the manual mesh axes of ``arrays`` too, as ``jax.shard_map`` asks of a scan's carry."""
+    axes = [jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(arrays)]
+    every: frozenset[str] = frozenset().union(*axes)
 
-    Adding a zero computed from the arrays does it; XLA folds that away.
-    """
-    never = jnp.asarray(False)
-    for leaf in jax.tree.leaves(arrays):
-        element = leaf[(0,) * leaf.ndim]
-        never = never | ((element == element) & False)
-    varying: _Tree = jax.tree.map(lambda array: array + never.astype(array.dtype), carry)
-    return varying
+    def varying(leaf: jax.Array) -> jax.Array:
+        missing = every - jax.typeof(leaf).manual_axis_type.varying
+        return jax.lax.pcast(leaf, tuple(missing), to="varying") if missing else leaf
+
+    result: _Tree = jax.tree.map(varying, carry)
+    return result
 
 
 def type_like(array: Any, shape: Sequence[int], dtype: Any) -> Any:
