@@ -66,8 +66,10 @@ SPLITS = {
 GRADIENTS = ("gradient", "vmap", "remat")
 
 
-def splits_of(mode: str) -> list[str]:
+def splits_of(mode: str, what: str) -> list[str]:
     """The splits that a mode has."""
+    if what.startswith("flex"):  # plain JAX, which XLA splits by itself: it gathers what has more parts than heads_kv
+        return ["batch", "both", "groups", "nothing"]
     if "Manual" in mode:  # callers split key/value heads as query heads
         return [name for name, split in SPLITS.items() if split.heads in (None, split.heads_kv_axes)]
     if mode == "Auto+Explicit":  # the types of arrays say how explicit axes split them, before automatic ones
@@ -97,8 +99,8 @@ def operator_of(what: str) -> Callable[..., Any]:
     return neighborhood
 
 
-def functions(operator: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """What is done with an operator."""
+def functions(operator: Callable[..., Any], what: str) -> dict[str, Callable[..., Any]]:
+    """What is done with an operator; less where XLA compiles it slowly."""
 
     def loss(query: Any, key: Any, value: Any) -> Any:
         out, lse = operator(query, key, value)
@@ -112,6 +114,8 @@ def functions(operator: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     def mapped(*arrays: Any) -> Any:
         return jax.vmap(gradient)(*(jnp.stack([array, array + 1]) for array in arrays))
 
+    if what.startswith("flex"):
+        return {"forward": operator, "gradient": gradient}
     return {
         "forward": operator,
         "gradient": gradient,
@@ -134,13 +138,13 @@ def collectives(compiled: jax.stages.Compiled) -> dict[str, int]:
     return {kind: count for kind, count in counts.items() if count}
 
 
-def everything(operator: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+def everything(what: str) -> Callable[..., dict[str, Any]]:
     """All that is done with an operator, in one function."""
-    each = functions(operator)
+    each = functions(operator_of(what), what)
     return lambda *arrays: {name: function(*arrays) for name, function in each.items()}
 
 
-def within_shard_map(mode: str, mesh: Any, split: Split, operator: Callable[..., Any]) -> Callable[..., Any]:
+def within_shard_map(mode: str, mesh: Any, split: Split, what: str) -> Callable[..., Any]:
     """The function as users write it who split arrays themselves."""
     names = {"x"} if mode == "Auto+Manual" else {"x", "y"}
 
@@ -149,7 +153,7 @@ def within_shard_map(mode: str, mesh: Any, split: Split, operator: Callable[...,
         return kept or None
 
     query, key = (P(*map(manual, spec)) for spec in (split.query(), split.key()))
-    shapes = jax.eval_shape(everything(operator), *arrays_of(split))
+    shapes = jax.eval_shape(everything(what), *arrays_of(split))
 
     def out(kind: str, position: int, shape: Any) -> P:
         of_key = kind in GRADIENTS and position > 0
@@ -162,20 +166,20 @@ def within_shard_map(mode: str, mesh: Any, split: Split, operator: Callable[...,
         )
         for kind, shape in shapes.items()
     }
-    function = everything(operator)
+    function = everything(what)
     return jax.shard_map(function, mesh=mesh, in_specs=(query, key, key), out_specs=specs, axis_names=names)
 
 
 def check(mode: str, mesh: Any, name: str, what: str) -> None:
     """Run everything on one split and print what was found."""
-    split, operator = SPLITS[name], operator_of(what)
+    split = SPLITS[name]
     arrays = arrays_of(split)
     specs = [split.query(), split.key(), split.key()]
     placed = [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, specs, strict=True)]
-    function = within_shard_map(mode, mesh, split, operator) if "Manual" in mode else everything(operator)
+    function = within_shard_map(mode, mesh, split, what) if "Manual" in mode else everything(what)
     compiled = jax.jit(function).lower(*placed).compile(compiler_options=QUICK_COMPILATION)
     found = compiled(*placed)
-    expected = jax.jit(everything(operator), compiler_options=QUICK_COMPILATION)(*arrays)
+    expected = jax.jit(everything(what), compiler_options=QUICK_COMPILATION)(*arrays)
     results = {
         kind: [
             {
@@ -194,7 +198,7 @@ def check(mode: str, mesh: Any, name: str, what: str) -> None:
 def main() -> None:
     mode, what = sys.argv[1:3]
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=TYPES[mode])
-    for name in splits_of(mode):
+    for name in splits_of(mode, what):
         if "Explicit" in mode or name == "nothing":
             with jax.set_mesh(mesh):
                 check(mode, mesh, name, what)

@@ -231,7 +231,8 @@ def train_linen(mesh: Mesh | None = None, place: Place | None = None, **settings
 
     def step(state: Any, inputs: jax.Array, targets: jax.Array) -> tuple[jax.Array, Any]:
         def loss_of(variables: Any) -> jax.Array:
-            return jnp.square(model.apply(variables, inputs) - targets).mean()
+            outputs: Any = model.apply(variables, inputs)
+            return jnp.square(outputs - targets).mean()
 
         variables, momentum = state
         loss, gradients = jax.value_and_grad(loss_of)(variables)

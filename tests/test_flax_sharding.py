@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,7 +97,8 @@ class TestNnx:
         with jax.set_mesh(one_device_mesh()):
             module = nnx_module(2, **METADATA)
             other = {"kv_kernel_metadata": {"tag": 1}, "kv_bias_metadata": {}}
-            specs = [flax_nnx.get_partition_spec(flax_nnx.state(each)) for each in (module, nnx_module(2, **other))]
+            modules = module, nnx_module(2, **other)
+            specs: Any = [flax_nnx.get_partition_spec(flax_nnx.state(each)) for each in modules]
         for name in ("query", "key", "value"):
             assert specs[0][name]["kernel"].get_value() == PartitionSpec(*KERNEL)
             assert specs[0][name]["bias"].get_value() == PartitionSpec(*BIAS)
@@ -119,8 +122,8 @@ class TestNnx:
         inits = {"kernel_init": named(*KERNEL), "bias_init": named(*BIAS)}
         outs = {"out_kernel_init": named(*OUT_KERNEL), "out_bias_init": named(None)}
         with jax.set_mesh(one_device_mesh()):
-            state = flax_nnx.state(nnx_module(1, **inits, **outs, kv_bias_init=flax_nnx.initializers.ones))
-            specs = flax_nnx.get_partition_spec(state)
+            state: Any = flax_nnx.state(nnx_module(1, **inits, **outs, kv_bias_init=flax_nnx.initializers.ones))
+            specs: Any = flax_nnx.get_partition_spec(state)
         assert specs["value"]["kernel"].get_value() == PartitionSpec(*KERNEL)
         assert specs["query"]["bias"].get_value() == PartitionSpec(*BIAS)
         assert specs["key"]["bias"].get_value() == PartitionSpec()

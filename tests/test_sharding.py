@@ -6,10 +6,8 @@ import json
 
 import pytest
 import sharded
-from families import family_named
 from programs import output_of, run_python
 
-CPU = family_named("cpu")
 OPERATORS = ("cpu-fna", "cpu-fmha", "flex-fna", "flex-fmha", "merge")
 #: Whose heads are split further than key/value heads can be: gradients of copies are summed over devices.
 REDUCING = ("groups that are split", "groups across parts", "one key/value head")
@@ -21,10 +19,12 @@ def test_batch_and_heads_stay_split(mode: str, what: str) -> None:
     """Of forward pass, gradients, logsumexp's gradient, vmap, remat and scan."""
     output = output_of(run_python("import sharded; sharded.main()", mode, what, devices=8, timeout=600))
     found = {each["split"]: each for each in map(json.loads, output.splitlines())}
-    assert list(found) == sharded.splits_of(mode)
+    assert list(found) == sharded.splits_of(mode, what)
     for name, each in found.items():
         split = sharded.SPLITS[name]
         allowed = {"all-reduce"} if name in REDUCING and what != "merge" else set()
+        if what.startswith("flex") and "Auto" in mode:
+            allowed = {"all-reduce"}  # of a flag: whether any logit is large
         assert set(each["collectives"]) <= allowed, (name, each["collectives"])
         for kind, results in each["results"].items():
             for position, result in enumerate(results):
