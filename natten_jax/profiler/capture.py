@@ -21,6 +21,9 @@ from natten_jax.profiler.events import Event, Interval
 from natten_jax.profiler.program import Program
 from natten_jax.profiler.trace_files import CaptureError, keep, read, trace_file
 
+#: What one run of a program launched, by the number of the device.
+Iteration = dict[int, list[Event]]
+
 #: Traces come back empty now and then, for example while another profiler lets go of the GPU.
 _ATTEMPTS = 5
 
@@ -39,7 +42,7 @@ class Launch:
 
 
 def capture(run: Callable[[], Any], iterations: int, program: Program, platform: str) -> list[list[Event]]:
-    """Events of every iteration of ``run``, in order.
+    """Events of every iteration of ``run``, in order: of the device that was busy longest, where there are several.
 
     Args:
         run: Runs the compiled program once; its results are waited for here.
@@ -54,10 +57,20 @@ def capture(run: Callable[[], Any], iterations: int, program: Program, platform:
     return of_launch
 
 
-def capture_in_turns(
+def capture_in_turns(launches: Sequence[Launch], iterations: int, platform: str) -> list[list[list[Event]]]:
+    """Events of every iteration of every launch, as :func:`capture`; the launches take turns.
+
+    Raises:
+        CaptureError: The trace stayed empty or could not be attributed to iterations.
+    """
+    captured = capture_by_device(launches, iterations, platform)
+    return [[attribution.busiest(devices) for devices in of_launch] for of_launch in captured]
+
+
+def capture_by_device(
     launches: Sequence[Launch], iterations: int, platform: str, *, with_memory: bool = False, folder: Path | None = None
-) -> list[list[list[Event]]]:
-    """Events of every iteration of every launch, which take turns: one device, one clock, one trace.
+) -> list[list[Iteration]]:
+    """Events of every iteration of every launch, which take turns: the same devices, one clock, one trace.
 
     Args:
         launches: What to run.
@@ -81,18 +94,37 @@ def capture_in_turns(
                 for each in intervals
                 if (len(launches) == 1 if each.module is None else launch.program.is_module(each.module))
             ]
-            parts = attribution.split(of_launch, iterations) if of_launch else None
-            if parts is None:
-                found = f"{len(of_launch)} events cannot be attributed to {iterations} iterations"
-                problem = f"its {found}" if of_launch else "it recorded nothing that the program ran"
+            if not of_launch:
+                problem = "it recorded nothing that the program ran"
                 break
-            of_parts = [[interval.event for interval in part] for part in parts]
-            if platform == "cpu":
-                of_parts = [attribution.exclusive(part, launch.program) for part in of_parts]
-            captured.append(of_parts)
+            of_iterations = _iterations(of_launch, launch.program, iterations, platform)
+            if of_iterations is None:
+                problem = f"its {len(of_launch)} events cannot be attributed to {iterations} iterations"
+                if launch.program.devices > 1:
+                    problem += f" on {launch.program.devices} devices"
+                break
+            captured.append(of_iterations)
         else:
             return captured
     raise CaptureError(f"the JAX profiler's trace is of no use after {_ATTEMPTS} attempts: {problem}")
+
+
+def _iterations(
+    intervals: Sequence[Interval], program: Program, iterations: int, platform: str
+) -> list[Iteration] | None:
+    """The events of each iteration; ``None`` where that cannot be told of every device."""
+    devices = attribution.by_device(intervals)
+    if len(devices) != program.devices:
+        return None
+    found: list[Iteration] = [{} for _ in range(iterations)]
+    for device, of_device in devices.items():
+        parts = attribution.split(of_device, iterations)
+        if parts is None:
+            return None
+        for iteration, part in zip(found, parts, strict=True):
+            launched = [interval.event for interval in part]
+            iteration[device] = attribution.exclusive(launched, program) if platform == "cpu" else launched
+    return found
 
 
 def _intervals(profile: ProfileData, platform: str, with_memory: bool) -> list[Interval]:
