@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,9 +25,13 @@ def by_device(intervals: Iterable[Interval]) -> dict[int, list[Interval]]:
     return dict(sorted(devices.items()))
 
 
-def busiest(devices: Mapping[int, Sequence[Event]]) -> list[Event]:
-    """The events of the device that was busy for the longest time."""
-    return list(max(devices.values(), key=lambda events: sum(event.duration for event in events)))
+def busiest(devices: Mapping[int, Sequence[Sequence[Event]]]) -> int:
+    """The number of the device that was busy longest: by the median of its iterations."""
+
+    def time_of(device: int) -> float:
+        return statistics.median(sum(event.duration for event in events) for events in devices[device])
+
+    return max(devices, key=time_of)
 
 
 def split(intervals: Iterable[Interval], iterations: int) -> list[list[Interval]] | None:

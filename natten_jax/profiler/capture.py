@@ -21,8 +21,8 @@ from natten_jax.profiler.events import Event, Interval
 from natten_jax.profiler.program import Program
 from natten_jax.profiler.trace_files import CaptureError, keep, read, trace_file
 
-#: What one run of a program launched, by the number of the device.
-Iteration = dict[int, list[Event]]
+#: What a program launched, iteration by iteration, by the number of the device.
+Devices = dict[int, list[list[Event]]]
 
 #: Traces come back empty now and then, for example while another profiler lets go of the GPU.
 _ATTEMPTS = 5
@@ -64,12 +64,12 @@ def capture_in_turns(launches: Sequence[Launch], iterations: int, platform: str)
         CaptureError: The trace stayed empty or could not be attributed to iterations.
     """
     captured = capture_by_device(launches, iterations, platform)
-    return [[attribution.busiest(devices) for devices in of_launch] for of_launch in captured]
+    return [devices[attribution.busiest(devices)] for devices in captured]
 
 
 def capture_by_device(
     launches: Sequence[Launch], iterations: int, platform: str, *, with_memory: bool = False, folder: Path | None = None
-) -> list[list[Iteration]]:
+) -> list[Devices]:
     """Events of every iteration of every launch, which take turns: the same devices, one clock, one trace.
 
     Args:
@@ -97,34 +97,28 @@ def capture_by_device(
             if not of_launch:
                 problem = "it recorded nothing that the program ran"
                 break
-            of_iterations = _iterations(of_launch, launch.program, iterations, platform)
-            if of_iterations is None:
+            devices = _devices(of_launch, launch.program, iterations, platform)
+            if devices is None:
                 problem = f"its {len(of_launch)} events cannot be attributed to {iterations} iterations"
                 if launch.program.devices > 1:
                     problem += f" on {launch.program.devices} devices"
                 break
-            captured.append(of_iterations)
+            captured.append(devices)
         else:
             return captured
     raise CaptureError(f"the JAX profiler's trace is of no use after {_ATTEMPTS} attempts: {problem}")
 
 
-def _iterations(
-    intervals: Sequence[Interval], program: Program, iterations: int, platform: str
-) -> list[Iteration] | None:
-    """The events of each iteration; ``None`` where that cannot be told of every device."""
-    devices = attribution.by_device(intervals)
-    if len(devices) != program.devices:
-        return None
-    found: list[Iteration] = [{} for _ in range(iterations)]
-    for device, of_device in devices.items():
+def _devices(intervals: Sequence[Interval], program: Program, iterations: int, platform: str) -> Devices | None:
+    """The events of each device and iteration; ``None`` where that cannot be told of every device."""
+    found: Devices = {}
+    for device, of_device in attribution.by_device(intervals).items():
         parts = attribution.split(of_device, iterations)
         if parts is None:
             return None
-        for iteration, part in zip(found, parts, strict=True):
-            launched = [interval.event for interval in part]
-            iteration[device] = attribution.exclusive(launched, program) if platform == "cpu" else launched
-    return found
+        launched = [[interval.event for interval in part] for part in parts]
+        found[device] = [attribution.exclusive(part, program) for part in launched] if platform == "cpu" else launched
+    return found if len(found) == program.devices else None
 
 
 def _intervals(profile: ProfileData, platform: str, with_memory: bool) -> list[Interval]:

@@ -130,7 +130,9 @@ def check_split(parser: Parser, options: Options) -> None:
         return
     name, extent = ("--batch-size", options.batch_size) if options.split == "batch" else ("--heads", options.heads)
     if extent % count:
-        parser.error(f"{name} {extent} is not a multiple of --devices {count}: --split {options.split} shares it equally")
+        parser.error(
+            f"{name} {extent} is not a multiple of --devices {count}: --split {options.split} shares it equally"
+        )
     for each in ("dry_run", "simulate", "optimize"):
         if getattr(options, each):
             parser.error(

@@ -56,11 +56,11 @@ class Result:
             additional tokens.
         tiles: Query and key/value tile of each pass of a backend of this package.
         device: Where it ran.
-        rows: One per name of launches, in the order of the report; in each iteration those of the device that was busy
-            longest.
-        totals: Seconds of device time of that device per iteration, one value for each.
+        rows: One per name of launches on the busiest device, in the order of the report.
+        totals: Seconds of that device's time per iteration, one value for each.
         flops: Floating-point operations per iteration that the mask leaves, on all devices together.
         device_times: By number of the device, its seconds of device time per iteration.
+        busiest: Number of the device that was busy longest.
     """
 
     options: Options
@@ -72,6 +72,7 @@ class Result:
     totals: tuple[float, ...]
     flops: dict[str, int]
     device_times: dict[int, tuple[float, ...]] = dataclasses.field(default_factory=dict)
+    busiest: int = 0
 
     @property
     def rows_total(self) -> float:
@@ -167,19 +168,21 @@ def _profile(every: Sequence[Options]) -> list[Result]:
     return [summarize_workload(*each) for each in zip(workloads, captured, strict=True)]
 
 
-def summarize_workload(workload: Workload, captured: Sequence[capture.Iteration]) -> Result:
+def summarize_workload(workload: Workload, devices: capture.Devices) -> Result:
     """The result of a workload's captured iterations."""
-    iterations = [attribution.busiest(devices) for devices in captured]
+    times = {device: tuple(map(_seconds, iterations)) for device, iterations in devices.items()}
+    busiest = attribution.busiest(devices)
     return Result(
         workload.options,
         workload.problem,
         workload.backends,
         workload.tiles,
         workload.device,
-        summarize(iterations, workload.program, workload.operator, workload.device.platform),
-        tuple(map(_seconds, iterations)),
+        summarize(devices[busiest], workload.program, workload.operator, workload.device.platform),
+        times[busiest],
         {pass_: flops(workload.problem, pass_) for pass_ in passes(workload.options)},
-        {device: tuple(_seconds(devices[device]) for devices in captured) for device in captured[0]},
+        times,
+        busiest,
     )
 
 

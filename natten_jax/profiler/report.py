@@ -83,7 +83,8 @@ def problem_line(options: Options, problem: Problem) -> str:
 
 
 def _which_device(result: Result) -> str:
-    return "" if result.options.devices == 1 else f" of the busiest of {result.options.devices} devices"
+    count = result.options.devices
+    return "" if count == 1 else f" of device {result.busiest}, the busiest of {count}"
 
 
 def _devices(options: Options) -> str:
@@ -96,8 +97,8 @@ def _device_lines(result: Result) -> Iterator[str]:
     medians = [statistics.median(times) for times in result.device_times.values()]
     shared = ", which share the processor" if result.device.platform == "cpu" else ""
     yield (
-        f"Devices: each a median of {format_time(min(medians))} to {format_time(max(medians))}{shared}; the table and "
-        "the device time are of the one that was busy longest in each iteration"
+        f"Devices: medians of {format_time(min(medians))} to {format_time(max(medians))}{shared}; the table and the "
+        f"device time are of device {result.busiest}, which was busy longest"
     )
     collective = [row.runtime for row in result.rows if row.name.category == "collective"]
     if collective:
@@ -165,6 +166,7 @@ def to_json(result: Result) -> dict[str, Any]:
         "tiles": {pass_: _tile_json(result, pass_) for pass_ in passes(result.options) if pass_ in result.tiles},
         "rows": rows_json(result.rows),
         "iteration_times": result.totals,
+        "busiest_device": result.busiest,
         "device_iteration_times": {str(device): times for device, times in result.device_times.items()},
         "totals": {
             "rows": result.rows_total,

@@ -127,7 +127,8 @@ _COPYING = frozenset((
 
 # Parts of a scope that JAX's transformations add and that say nothing about the operation.
 _SILENT_SCOPES = re.compile(
-    r"(body|branch_\d+_fun|checkpoint|closed_call|cond|eval_jaxpr|rematted_computation|remat|while|\w+\(.*\)|\W.*|.*->.*)"
+    r"(body|branch_\d+_fun|checkpoint|closed_call|cond|custom_partitioning|eval_jaxpr|rematted_computation|remat|while|"
+    r"\w+\(.*\)|\W.*|.*->.*)"
 )
 
 

@@ -97,10 +97,11 @@ def rows_by_module(path: Path, *, with_memory: bool = False) -> dict[str, tuple[
     for (module, number), of_module in groups.items():
         program = _program_of([interval.event for interval in of_module], module, number, programs)
         devices = {
-            device: _events_of_device(of_device, program, platform)
+            device: [_events_of_device(of_device, program, platform)]
             for device, of_device in attribution.by_device(of_module).items()
         }
-        found[module].append(measure.summarize([attribution.busiest(devices)], program, "fna", platform))
+        busiest = devices[attribution.busiest(devices)]
+        found[module].append(measure.summarize(busiest, program, "fna", platform))
     return {module: merged(tables) for module, tables in found.items()}
 
 
