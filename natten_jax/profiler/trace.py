@@ -1,6 +1,7 @@
 """Readable names for a trace that JAX's profiler wrote: ``python -m natten_jax.profiler.trace PATH``.
 
-The trace may be of any program. Instructions are named after the compiled programs inside the trace, where JAX put
+The trace may be of any program; of one that ran on several devices, the rows are those of the device that was busy
+longest. Instructions are named after the compiled programs inside the trace, where JAX put
 them (it does by default), and kernels after their symbols.
 """
 
