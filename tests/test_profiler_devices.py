@@ -63,9 +63,9 @@ def test_a_problem_is_split_over_the_hosts_devices(tmp_path: Path) -> None:
         each = of_each_device(options)
         assert (each.batch_size, each.heads, each.heads_kv) == share
         found = json.loads((tmp_path / f"{i}.json").read_text())
-        assert (found["devices"], found["split"]) == (options.devices, options.split)
+        assert (found["devices"]["count"], found["devices"]["split"]) == (options.devices, options.split)
         assert f"{options.devices} devices, split over {options.split}" in output
-        assert f"device {found['busiest_device']}, the busiest of {options.devices}" in output
+        assert f"device {found['devices']['busiest']}, the busiest of {options.devices}" in output
         of_category = {row["operation"] for row in found["rows"] if row["category"] == "collective"}
         assert of_category == set(collectives), flags
         assert ("Collectives: none" in output) == (not collectives)
@@ -85,11 +85,11 @@ def test_a_problem_is_split_over_the_hosts_devices(tmp_path: Path) -> None:
 
 
 def check_times(found: dict[str, Any], devices: int) -> None:
-    times = found["device_iteration_times"]
+    times, busiest = found["devices"]["iteration_times"], str(found["devices"]["busiest"])
     assert len(times) == devices and all(len(each) == 3 for each in times.values())
     medians = {device: statistics.median(each) for device, each in times.items()}
-    assert medians[str(found["busiest_device"])] == max(medians.values()) == found["totals"]["median"]
-    assert found["iteration_times"] == times[str(found["busiest_device"])]
+    assert medians[busiest] == max(medians.values()) == found["totals"]["median"]
+    assert found["iteration_times"] == times[busiest]
     rows = [math.fsum(runtimes) for runtimes in zip(*(row["runtimes"] for row in found["rows"]), strict=True)]
     assert rows == pytest.approx(found["iteration_times"])
 

@@ -160,14 +160,14 @@ def rows_table(rows: tuple[Row, ...], title: str, *, cut: bool) -> Table:
 
 def to_json(result: Result) -> dict[str, Any]:
     """Everything that was measured, in seconds, as JSON values."""
+    devices = {"devices": _devices_json(result)} if result.options.devices > 1 else {}
     return {
         **context(result.options, result.problem),
+        **devices,
         "backends": result.backends,
         "tiles": {pass_: _tile_json(result, pass_) for pass_ in passes(result.options) if pass_ in result.tiles},
         "rows": rows_json(result.rows),
         "iteration_times": result.totals,
-        "busiest_device": result.busiest,
-        "device_iteration_times": {str(device): times for device, times in result.device_times.items()},
         "totals": {
             "rows": result.rows_total,
             "median": result.median,
@@ -176,6 +176,16 @@ def to_json(result: Result) -> dict[str, Any]:
         },
         "flops": {**result.flops, "total": sum(result.flops.values())},
         "tflops": result.tflops,
+    }
+
+
+def _devices_json(result: Result) -> dict[str, Any]:
+    """Over how many devices what is split, each one's times, and whose the rows and the other times are."""
+    return {
+        "count": result.options.devices,
+        "split": result.options.split,
+        "busiest": result.busiest,
+        "iteration_times": {str(device): times for device, times in result.device_times.items()},
     }
 
 
@@ -213,8 +223,6 @@ def context(options: Options, problem: Problem) -> dict[str, Any]:
         "problem": dataclasses.asdict(problem),
         "arguments": arguments,
         "platform": _platform(),
-        "devices": options.devices,
-        "split": options.split if options.devices > 1 else None,
         "versions": {
             "natten_jax": __version__,
             "jax": metadata.version("jax"),
