@@ -209,6 +209,7 @@ def test_the_busiest_device_is_that_of_the_longest_median() -> None:
 def test_programs_say_over_how_many_devices_they_run() -> None:
     header = "HloModule jit_f, is_scheduled=true, num_partitions=4\n"
     assert Program.parse(header).devices == 4
+    assert Program.parse("HloModule pmap_f, is_scheduled=true, replica_count=8\n").devices == 8
     assert Program.parse("HloModule jit_f, is_scheduled=true\n").devices == 1
 
 

@@ -57,13 +57,15 @@ def capture(run: Callable[[], Any], iterations: int, program: Program, platform:
     return of_launch
 
 
-def capture_in_turns(launches: Sequence[Launch], iterations: int, platform: str) -> list[list[list[Event]]]:
-    """Events of every iteration of every launch, as :func:`capture`; the launches take turns.
+def capture_in_turns(
+    launches: Sequence[Launch], iterations: int, platform: str, *, with_memory: bool = False, folder: Path | None = None
+) -> list[list[list[Event]]]:
+    """Events of every iteration of every launch, as :func:`capture_by_device`; of the device that was busy longest.
 
     Raises:
         CaptureError: The trace stayed empty or could not be attributed to iterations.
     """
-    captured = capture_by_device(launches, iterations, platform)
+    captured = capture_by_device(launches, iterations, platform, with_memory=with_memory, folder=folder)
     return [devices[attribution.busiest(devices)] for devices in captured]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterable
@@ -17,7 +18,7 @@ from natten_jax.plan import Plan
 # `  ROOT %name = f32[8,16]{1,0} fusion(%a, %b), kind=kLoop, ...`; tuple types hold no lower-case word before `(`.
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*?(?<![\w.-])([a-z][\w-]*)\(")
 _MODULE = re.compile(r"^HloModule ([^\s,]+)")
-_PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
+_DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")  # their product; each is left out where it is 1
 _SCOPE = re.compile(r'op_name="([^";]*)')  # merged instructions list several, with semicolons
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _CALLED = re.compile(r"calls=%?([\w.-]+)")
@@ -99,7 +100,7 @@ class Program:
             elif match := _COMPUTATION.match(line):
                 computation = match[1]
             elif match := _MODULE.match(line):
-                module, devices = match[1], int(_first(_PARTITIONS, line) or 1)
+                module, devices = match[1], math.prod(map(int, _DEVICES.findall(line)))
         for name, fused in called.items():
             instructions[name] = instructions[name].fusing(opcodes.get(fused, ()))
         return cls(module, instructions, devices)
