@@ -14,7 +14,7 @@ import pytest
 from programs import output_of, run_python
 
 from natten_jax import native
-from natten_jax.profiler import attribution, capture, events, parse, symbols
+from natten_jax.profiler import Row, attribution, capture, events, parse, report, symbols
 from natten_jax.profiler.__main__ import main
 from natten_jax.profiler.events import Event
 from natten_jax.profiler.program import Instruction, Program
@@ -231,6 +231,15 @@ def test_programs_say_over_how_many_devices_they_run() -> None:
 def test_collectives_have_a_category_of_their_own(symbol: str, opcode: str, framework: str, operation: str) -> None:
     named = symbols.name(symbol, Instruction(opcode), "fna")
     assert (named.framework, named.category, named.operation) == (framework, "collective", operation)
+
+
+def test_collectives_stay_in_tables_that_are_cut() -> None:
+    names = [symbols.Name("XLA", "elementwise", "-", f"step {i}") for i in range(30)]
+    names.append(symbols.Name("NCCL", "collective", "-", "all-reduce"))
+    rows = tuple(Row(name, 1, (1.0 / (i + 1),), ()) for i, name in enumerate(names))
+    table = report.rows_table(rows, "Trace", cut=True)
+    assert len(table.rows) == 20
+    assert "all-reduce" in {row[3] for row in table.rows}
 
 
 def test_wrapped_collectives_are_told_by_what_they_wrap() -> None:
