@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import platform
-from collections.abc import Iterable, Iterator
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 
 import jax
 
-from natten_jax import backends, native, scratch
+from natten_jax import backends, mesh_trial, native, scratch
 from natten_jax.backends import missing_kernels
 from natten_jax.backends.base import Backend
 from natten_jax.devices import Device, local_devices
@@ -60,12 +61,28 @@ def report() -> Iterator[str]:
         capability = getattr(device, "compute_capability", None)
         detail = f", compute capability {capability}" if capability else ""
         yield f"  {device.id}: {device.device_kind} ({device.platform}{detail})"
+    if len(jax.local_devices()) > 1:
+        yield _mesh_line(jax.local_devices())
     for device in local_devices():
         yield ""
         yield f"Backends on {device}"
         for id_ in backends.ids():
             yield f"  {id_!s:<14} {_verdict(backends.find(id_, id_.operator), id_.operator, device)}"
     yield from _missing_kernels_lines()
+
+
+def _mesh_line(devices: Sequence[jax.Device]) -> str:
+    """Over which kinds of mesh axes operators are split here: seen by splitting a small call over two devices."""
+    works, fails = [], []
+    for mode, run in mesh_trial.MODES.items():
+        try:
+            mesh_trial.check(run, devices[:2])
+            works.append(mode)
+        except Exception as error:  # whatever JAX, the partitioner or a device has to say
+            reason = textwrap.shorten(str(error), 100, placeholder=" ...") or type(error).__name__
+            fails.append(f"; not {mode}: {reason}")
+    split = f"operators are split over mesh axes of type {', '.join(works)}" if works else "no operator is split"
+    return f"  {len(devices)} devices: {split} with JAX {jax.__version__}{''.join(fails)}. See docs/scaling.md"
 
 
 def _missing_kernels_lines() -> Iterator[str]:

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from plans import plans_of
+from programs import output_of, run_python
 
 from natten_jax import scratch
 from natten_jax.devices import Device
@@ -59,3 +60,29 @@ def test_command_line() -> None:
     assert done.stdout.splitlines()[1:2] == ["  forward"]
     wrong = subprocess.run([*command, "-w", "13"], capture_output=True, text=True, timeout=120, check=False)
     assert wrong.returncode == 2 and "window" in wrong.stderr
+
+
+def test_several_devices_and_how_operators_are_split_over_them() -> None:
+    program = "from natten_jax import doctor; print(*doctor.report(), sep=chr(10))"
+    (line,) = (line for line in output_of(run_python(program, devices=8)).splitlines() if "scaling.md" in line)
+    assert "8 devices: operators are split over mesh axes of type Auto, Explicit, Manual with JAX" in line
+    assert "not" not in line
+    assert "scaling.md" not in output_of(run_python(program))
+
+
+def test_a_mode_that_fails_is_named_with_its_reason() -> None:
+    program = """
+        import jax
+        from natten_jax import doctor, mesh_trial
+
+        def fail(array, devices):
+            raise NotImplementedError("no such mode")
+
+        mesh_trial.MODES = {"Auto": lambda array, devices: jax.device_put(array, devices[0]), "Explicit": fail}
+        print(doctor._mesh_line(jax.devices()))
+    """
+    output = output_of(run_python(program, devices=2))
+    assert "2 devices: no operator is split" in output
+    assert (
+        "; not Auto: every device computes the whole batch; not Explicit: no such mode. See docs/scaling.md" in output
+    )

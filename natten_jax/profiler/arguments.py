@@ -41,6 +41,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     )
     options = Options(**values, performance=performance)
     checks.check_problem(parser, options)
+    checks.check_split(parser, options)
     checks.check_outputs(parser, given)
     return options
 

@@ -1,22 +1,41 @@
-"""Which run of a program an event belongs to, and which share of the time.
+"""Which device and which run of a program an event belongs to, and which share of the time.
 
-CPU events carry the number of the run that they belong to. GPU events do not: there the events, in order of time, are
-cut into as many equal parts as there were runs, and each part must consist of the same kernels.
+Every device of a program is looked at by itself: they all run the same steps, at the same time. CPU events carry the
+number of the run that they belong to. GPU events do not: there the events, in order of time, are cut into as many equal
+parts as there were runs, and each part must consist of the same kernels.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from natten_jax.profiler.events import Event, Interval
 from natten_jax.profiler.program import Program
 
 
+def by_device(intervals: Iterable[Interval]) -> dict[int, list[Interval]]:
+    """The intervals of each device, by its number."""
+    devices: dict[int, list[Interval]] = collections.defaultdict(list)
+    for interval in intervals:
+        devices[interval.device].append(interval)
+    return dict(sorted(devices.items()))
+
+
+def busiest(devices: Mapping[int, Sequence[Sequence[Event]]]) -> int:
+    """The number of the device that was busy longest: by the median of its iterations."""
+
+    def time_of(device: int) -> float:
+        return statistics.median(sum(event.duration for event in events) for events in devices[device])
+
+    return max(devices, key=time_of)
+
+
 def split(intervals: Iterable[Interval], iterations: int) -> list[list[Interval]] | None:
-    """The intervals of each iteration in order of time; ``None`` where that cannot be told."""
+    """The intervals of each iteration of one device in order of time; ``None`` where that cannot be told."""
     ordered = sorted(intervals, key=lambda interval: interval.event.start)
     runs: dict[Any, list[Interval]] = collections.defaultdict(list)
     for interval in ordered:

@@ -48,6 +48,17 @@ def check(name: str, problem: Problem, device: Device) -> None:
         raise ValueError("the xla baseline cannot run fp16 on the CPU: use --dtype bf16 or --dtype fp32")
 
 
+def refusal_to_split(name: str, devices: int, split: str, heads_kv: int) -> str | None:
+    """Why a baseline cannot be split over devices; ``None`` where it can be."""
+    if devices == 1 or name == "xla":
+        return None
+    if name == "cudnn":
+        if split == "batch" or heads_kv % devices == 0:
+            return None
+        return f"it takes key/value heads split as query heads, and {heads_kv} cannot be split over {devices} devices"
+    return "XLA cannot split its kernel, and every device would compute everything"
+
+
 def attend(name: str, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     """Self attention over all tokens of arrays ``[batch, *layout, heads, head_dim]``."""
 

@@ -21,6 +21,9 @@ from natten_jax.profiler.events import Event, Interval
 from natten_jax.profiler.program import Program
 from natten_jax.profiler.trace_files import CaptureError, keep, read, trace_file
 
+#: What a program launched, iteration by iteration, by the number of the device.
+Devices = dict[int, list[list[Event]]]
+
 #: Traces come back empty now and then, for example while another profiler lets go of the GPU.
 _ATTEMPTS = 5
 
@@ -39,7 +42,7 @@ class Launch:
 
 
 def capture(run: Callable[[], Any], iterations: int, program: Program, platform: str) -> list[list[Event]]:
-    """Events of every iteration of ``run``, in order.
+    """Events of every iteration of ``run``, in order: of the device that was busy longest, where there are several.
 
     Args:
         run: Runs the compiled program once; its results are waited for here.
@@ -57,7 +60,19 @@ def capture(run: Callable[[], Any], iterations: int, program: Program, platform:
 def capture_in_turns(
     launches: Sequence[Launch], iterations: int, platform: str, *, with_memory: bool = False, folder: Path | None = None
 ) -> list[list[list[Event]]]:
-    """Events of every iteration of every launch, which take turns: one device, one clock, one trace.
+    """Events of every iteration of every launch, as :func:`capture_by_device`; of the device that was busy longest.
+
+    Raises:
+        CaptureError: The trace stayed empty or could not be attributed to iterations.
+    """
+    captured = capture_by_device(launches, iterations, platform, with_memory=with_memory, folder=folder)
+    return [devices[attribution.busiest(devices)] for devices in captured]
+
+
+def capture_by_device(
+    launches: Sequence[Launch], iterations: int, platform: str, *, with_memory: bool = False, folder: Path | None = None
+) -> list[Devices]:
+    """Events of every iteration of every launch, which take turns: the same devices, one clock, one trace.
 
     Args:
         launches: What to run.
@@ -81,18 +96,31 @@ def capture_in_turns(
                 for each in intervals
                 if (len(launches) == 1 if each.module is None else launch.program.is_module(each.module))
             ]
-            parts = attribution.split(of_launch, iterations) if of_launch else None
-            if parts is None:
-                found = f"{len(of_launch)} events cannot be attributed to {iterations} iterations"
-                problem = f"its {found}" if of_launch else "it recorded nothing that the program ran"
+            if not of_launch:
+                problem = "it recorded nothing that the program ran"
                 break
-            of_parts = [[interval.event for interval in part] for part in parts]
-            if platform == "cpu":
-                of_parts = [attribution.exclusive(part, launch.program) for part in of_parts]
-            captured.append(of_parts)
+            devices = _devices(of_launch, launch.program, iterations, platform)
+            if devices is None:
+                problem = f"its {len(of_launch)} events cannot be attributed to {iterations} iterations"
+                if launch.program.devices > 1:
+                    problem += f" on {launch.program.devices} devices"
+                break
+            captured.append(devices)
         else:
             return captured
     raise CaptureError(f"the JAX profiler's trace is of no use after {_ATTEMPTS} attempts: {problem}")
+
+
+def _devices(intervals: Sequence[Interval], program: Program, iterations: int, platform: str) -> Devices | None:
+    """The events of each device and iteration; ``None`` where that cannot be told of every device."""
+    found: Devices = {}
+    for device, of_device in attribution.by_device(intervals).items():
+        parts = attribution.split(of_device, iterations)
+        if parts is None:
+            return None
+        launched = [[interval.event for interval in part] for part in parts]
+        found[device] = [attribution.exclusive(part, program) for part in launched] if platform == "cpu" else launched
+    return found if len(found) == program.devices else None
 
 
 def _intervals(profile: ProfileData, platform: str, with_memory: bool) -> list[Interval]:

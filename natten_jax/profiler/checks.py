@@ -10,12 +10,13 @@ from typing import Unpack
 from natten_jax import backends
 from natten_jax.performance import Performance, PerformanceArguments, performance_of
 from natten_jax.problem import Operator
-from natten_jax.profiler.baselines import BASELINES
+from natten_jax.profiler.baselines import BASELINES, refusal_to_split
 from natten_jax.profiler.families import KNOWN_FAMILIES
 from natten_jax.profiler.flags import PERFORMANCE_FLAGS, TILE_FLAGS
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.outputs import chart_problem, folder_problem
 from natten_jax.profiler.parser import Parser, flag
+from natten_jax.profiler.split import share
 from natten_jax.profiler.workload import request_of
 
 #: Baselines of NATTEN's profiler that do not exist in JAX.
@@ -120,6 +121,30 @@ def check_problem(parser: Parser, options: Options) -> None:
         for name, field in PERFORMANCE_FLAGS.items():
             if name.startswith("backward") and getattr(chosen, field) != getattr(default, field):
                 parser.error(f"{flag(name)} is for the backward pass, which runs with --backprop only")
+
+
+def check_split(parser: Parser, options: Options) -> None:
+    """Check that the problem can be split over as many devices; whether there are so many is seen when it runs."""
+    count = options.devices
+    if count == 1:
+        return
+    name, extent = ("--batch-size", options.batch_size) if options.split == "batch" else ("--heads", options.heads)
+    if extent % count:
+        parser.error(
+            f"{name} {extent} is not a multiple of --devices {count}: --split {options.split} shares it equally"
+        )
+    for each in ("dry_run", "simulate", "optimize"):
+        if getattr(options, each):
+            parser.error(
+                f"--devices {count} does not go with {flag(each)}, which is about one device: ask it about what each "
+                f"device gets here, {share(options)}"
+            )
+    for option, baseline in (("--backend", options.backend), ("--compare", options.compare)):
+        refusal = None
+        if baseline in BASELINES:
+            refusal = refusal_to_split(str(baseline), count, options.split, options.heads_kv)
+        if refusal is not None:
+            parser.error(f"{option} {baseline} does not go with --devices {count}: {refusal}; use {option} xla")
 
 
 def checked_performance(parser: Parser, rank: int, **arguments: Unpack[PerformanceArguments]) -> Performance:

@@ -11,12 +11,17 @@ Two kinds of traces are read, both in this process through :class:`jax.profiler.
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 from jax.profiler import ProfileData
 
+from natten_jax.profiler.collectives import kind_of_instruction
+
 #: Prefixes of events that are no kernels; the device's own names for filling and copying memory.
 _NO_KERNELS = ("memset", "memcpy")
+
+_GPU_PLANE = re.compile(r"/device:GPU:(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,36 +52,41 @@ class Interval:
         run: The run of the program that it belongs to; ``None`` where the trace does not say.
         module: The program; ``None`` where the trace does not say.
         number: Number of the program, likewise.
+        device: Number of the device that it ran on.
     """
 
     event: Event
     run: Any
     module: str | None = None
     number: int | None = None
+    device: int = 0
 
 
 def gpu_intervals(profile: ProfileData, with_memory: bool = False) -> list[Interval]:
     """What ran on the GPUs; ``with_memory`` includes filling and copying memory."""
     intervals = []
     for plane in profile.planes:
-        if not plane.name.startswith("/device:GPU"):
+        match = _GPU_PLANE.match(plane.name)
+        if match is None:
             continue
         for line in plane.lines:
             if not line.name.startswith("Stream"):
                 continue  # lines such as "XLA Ops" repeat the streams' events in other groupings
             done = 0.0
             for event in sorted(line.events, key=lambda each: each.start_ns):
-                if event.duration_ns <= 0 or (not with_memory and event.name.lower().startswith(_NO_KERNELS)):
+                stats = _stats(event)
+                instruction = str(stats.get("hlo_op") or "")
+                # Copies from one device to another may be how a collective is done.
+                is_kernel = not event.name.lower().startswith(_NO_KERNELS) or kind_of_instruction(instruction)
+                if event.duration_ns <= 0 or not (with_memory or is_kernel):
                     continue
                 # A kernel may start early, and wait for the one before it in its stream: that time is the latter's.
                 own, done = event.end_ns - max(event.start_ns, done), max(event.end_ns, done)
-                stats = _stats(event)
                 module = stats.get("hlo_module")
                 scope = str(stats.get("name") or "")
-                instruction = str(stats.get("hlo_op") or "")
                 launched = Event(event.name, instruction, scope, event.start_ns, max(own, 0.0))
                 name = None if module is None else str(module)
-                intervals.append(Interval(launched, stats.get("run_id"), name, _number(stats)))
+                intervals.append(Interval(launched, stats.get("run_id"), name, _number(stats), int(match[1])))
     return intervals
 
 
@@ -98,7 +108,8 @@ def host_intervals(profile: ProfileData) -> list[Interval]:
     for name, start, end, stats in intervals:
         end = ends.get(stats.get("_p"), end)
         event = Event(name, str(stats["hlo_op"]), "", start, end - start)
-        result.append(Interval(event, stats.get("run_id"), str(stats.get("hlo_module")), _number(stats)))
+        device = int(stats.get("device_ordinal", 0))
+        result.append(Interval(event, stats.get("run_id"), str(stats.get("hlo_module")), _number(stats), device))
     return result
 
 

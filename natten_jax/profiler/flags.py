@@ -27,6 +27,9 @@ PERFORMANCE_FLAGS = {
     "schedule": "kernel_schedule",
 }
 
+#: What --devices can split.
+SPLITS = ("batch", "heads")
+
 #: Flags of other versions of NATTEN's profiler that mean nothing here, and what to do instead.
 _FOREIGN_FLAGS = {
     "--no-compile": "every program is compiled by XLA",
@@ -76,6 +79,7 @@ def profiler_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"natten_jax {__version__}")
     _add_problem(parser.add_argument_group("problem"))
     _add_configuration(parser.add_argument_group("backend and configuration"))
+    _add_split(parser.add_argument_group("several devices"))
     _add_modes(parser.add_argument_group("configurations and prediction, without a measurement"))
     _add_search(parser.add_argument_group("search"))
     _add_measurement(parser.add_argument_group("measurement and output"))
@@ -195,6 +199,16 @@ def _add_configuration(group: Any) -> None:
 
     group.add_argument(
         "--compile", action=_Ignored, help="taken for NATTEN's sake: XLA compiles every program, this flag or not"
+    )
+
+
+def _add_split(group: Any) -> None:
+    group.add_argument(
+        "--devices", type=at_least(1), default=1, metavar="N",
+        help="split the problem over the first N devices, and report what they exchange (default: 1)",
+    )
+    group.add_argument(
+        "--split", choices=SPLITS, default=SPLITS[0], help=f"what each device gets a share of (default: {SPLITS[0]})"
     )
 
 

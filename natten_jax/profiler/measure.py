@@ -14,7 +14,7 @@ from natten_jax.cost.work import flops
 from natten_jax.devices import Device
 from natten_jax.passes import Pass, TilePair
 from natten_jax.problem import Problem
-from natten_jax.profiler import capture, symbols
+from natten_jax.profiler import attribution, capture, symbols
 from natten_jax.profiler.element_types import arrays_of
 from natten_jax.profiler.events import Event
 from natten_jax.profiler.options import Options
@@ -56,9 +56,11 @@ class Result:
             additional tokens.
         tiles: Query and key/value tile of each pass of a backend of this package.
         device: Where it ran.
-        rows: One per name of launches, in the order of the report.
-        totals: Seconds of device time per iteration, one value for each.
-        flops: Floating-point operations per iteration that the mask leaves.
+        rows: One per name of launches on the busiest device, in the order of the report.
+        totals: Seconds of that device's time per iteration, one value for each.
+        flops: Floating-point operations per iteration that the mask leaves, on all devices together.
+        device_times: By number of the device, its seconds of device time per iteration.
+        busiest: Number of the device that was busy longest.
     """
 
     options: Options
@@ -69,6 +71,8 @@ class Result:
     rows: tuple[Row, ...]
     totals: tuple[float, ...]
     flops: dict[str, int]
+    device_times: dict[int, tuple[float, ...]] = dataclasses.field(default_factory=dict)
+    busiest: int = 0
 
     @property
     def rows_total(self) -> float:
@@ -154,7 +158,7 @@ def _profile(every: Sequence[Options]) -> list[Result]:
             for launch in launches:
                 jax.block_until_ready(launch.run())  # type: ignore[no-untyped-call]
         progress.stage("measuring")
-        captured = capture.capture_in_turns(
+        captured = capture.capture_by_device(
             launches,
             first.iterations,
             workloads[0].device.platform,
@@ -164,18 +168,26 @@ def _profile(every: Sequence[Options]) -> list[Result]:
     return [summarize_workload(*each) for each in zip(workloads, captured, strict=True)]
 
 
-def summarize_workload(workload: Workload, iterations: Sequence[Sequence[Event]]) -> Result:
+def summarize_workload(workload: Workload, devices: capture.Devices) -> Result:
     """The result of a workload's captured iterations."""
+    times = {device: tuple(map(_seconds, iterations)) for device, iterations in devices.items()}
+    busiest = attribution.busiest(devices)
     return Result(
         workload.options,
         workload.problem,
         workload.backends,
         workload.tiles,
         workload.device,
-        summarize(iterations, workload.program, workload.operator, workload.device.platform),
-        tuple(sum(event.duration for event in events) / 1e9 for events in iterations),
+        summarize(devices[busiest], workload.program, workload.operator, workload.device.platform),
+        times[busiest],
         {pass_: flops(workload.problem, pass_) for pass_ in passes(workload.options)},
+        times,
+        busiest,
     )
+
+
+def _seconds(events: Sequence[Event]) -> float:
+    return sum(event.duration for event in events) / 1e9
 
 
 def summarize(iterations: Sequence[Sequence[Event]], program: Program, operator: str, platform: str) -> tuple[Row, ...]:

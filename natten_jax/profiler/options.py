@@ -31,6 +31,8 @@ class Options:
         add_kv: Additional key/value tokens.
         backend: Backend or baseline; ``None`` is the operator's own choice.
         fmha_backend: Backend of attention, where that runs; ``None`` is the operator's own choice.
+        devices: How many devices the problem is split over.
+        split: What is split over them, ``"batch"`` or ``"heads"``.
         performance: The performance arguments of the operators.
         warmup_steps: Runs before the measurement.
         iterations: Measured runs.
@@ -63,6 +65,8 @@ class Options:
     add_kv: int
     backend: str | None
     fmha_backend: str | None
+    devices: int
+    split: str
     performance: Performance
     warmup_steps: int
     iterations: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterable
@@ -17,6 +18,7 @@ from natten_jax.plan import Plan
 # `  ROOT %name = f32[8,16]{1,0} fusion(%a, %b), kind=kLoop, ...`; tuple types hold no lower-case word before `(`.
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*?(?<![\w.-])([a-z][\w-]*)\(")
 _MODULE = re.compile(r"^HloModule ([^\s,]+)")
+_DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")  # their product; each is left out where it is 1
 _SCOPE = re.compile(r'op_name="([^";]*)')  # merged instructions list several, with semicolons
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _CALLED = re.compile(r"calls=%?([\w.-]+)")
@@ -69,10 +71,12 @@ class Program:
     Attributes:
         module: Its name, which the events of a trace carry.
         instructions: By name.
+        devices: How many devices it runs on at the same time.
     """
 
     module: str
     instructions: dict[str, Instruction]
+    devices: int = 1
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> Program:
@@ -82,7 +86,7 @@ class Program:
     @classmethod
     def parse(cls, text: str) -> Program:
         """Read the text of a compiled program, as ``jax.stages.Compiled.as_text`` returns it."""
-        module, computation = "", ""
+        module, computation, devices = "", "", 1
         instructions: dict[str, Instruction] = {}
         called: dict[str, str] = {}
         opcodes: dict[str, set[str]] = {}
@@ -96,10 +100,10 @@ class Program:
             elif match := _COMPUTATION.match(line):
                 computation = match[1]
             elif match := _MODULE.match(line):
-                module = match[1]
+                module, devices = match[1], math.prod(map(int, _DEVICES.findall(line)))
         for name, fused in called.items():
             instructions[name] = instructions[name].fusing(opcodes.get(fused, ()))
-        return cls(module, instructions)
+        return cls(module, instructions, devices)
 
     def is_module(self, name: str) -> bool:
         """Whether an event's module is this program; traces may append the program's number in parentheses."""

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import math
 import platform
+import statistics
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -17,10 +18,11 @@ from natten_jax import simulator
 from natten_jax.passes import PASSES, Pass
 from natten_jax.plan import BackendId
 from natten_jax.problem import Problem
+from natten_jax.profiler import split
 from natten_jax.profiler.measure import Comparison, Result, Row
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.tables import Table, digits, format_time, print_lines, print_table
-from natten_jax.profiler.workload import parts_of, passes
+from natten_jax.profiler.workload import device_parts, passes
 from natten_jax.version import __version__
 
 COLUMNS = ("Framework", "Kernel category", "Arch", "Operation", "# calls", "Runtime")
@@ -29,7 +31,7 @@ _MOST_ROWS = 20
 
 def print_report(result: Result, file: TextIO | None = None) -> None:
     """Print the table and the lines below it."""
-    print_table(result_table(result), file)
+    print_table(result_table(result, f"Profiler results{_which_device(result)}"), file)
     print_lines(summary(result), file)
 
 
@@ -37,7 +39,7 @@ def print_comparison(comparison: Comparison, file: TextIO | None = None) -> None
     """Print the result, the baseline's table, and the speedup next to its bound."""
     print_report(comparison.result, file)
     baseline = comparison.baseline
-    print_table(result_table(baseline, f"Baseline: {baseline.options.backend}"), file)
+    print_table(result_table(baseline, f"Baseline: {baseline.options.backend}{_which_device(baseline)}"), file)
     print_lines(comparison_lines(comparison), file)
 
 
@@ -56,8 +58,9 @@ def comparison_lines(comparison: Comparison) -> Iterator[str]:
 def summary(result: Result) -> Iterator[str]:
     """The lines below the table."""
     yield problem_line(result.options, result.problem)
-    yield f"Backend: {_backends(result.backends)}, on {device_name()}"
+    yield f"Backend: {_backends(result.backends)}, on {_devices(result.options)}"
     yield from _tile_lines(result)
+    yield from _device_lines(result)
     iterations = len(result.totals)
     yield (
         f"Device time: median {format_time(result.median)}, min {format_time(min(result.totals))}, "
@@ -79,6 +82,31 @@ def problem_line(options: Options, problem: Problem) -> str:
     )
 
 
+def _which_device(result: Result) -> str:
+    count = result.options.devices
+    return "" if count == 1 else f" of device {result.busiest}, the busiest of {count}"
+
+
+def _devices(options: Options) -> str:
+    return device_name() if options.devices == 1 else f"{device_name()}: {split.describe(options)}"
+
+
+def _device_lines(result: Result) -> Iterator[str]:
+    if result.options.devices == 1:
+        return
+    medians = [statistics.median(times) for times in result.device_times.values()]
+    shared = ", which share the processor" if result.device.platform == "cpu" else ""
+    yield (
+        f"Devices: medians of {format_time(min(medians))} to {format_time(max(medians))}{shared}; the table and the "
+        f"device time are of device {result.busiest}, which was busy longest"
+    )
+    collective = [row.runtime for row in result.rows if row.name.category == "collective"]
+    if collective:
+        yield f"Collectives: {format_time(sum(collective))}, the wait for slower devices included"
+    else:
+        yield "Collectives: none"
+
+
 def _tile_lines(result: Result) -> Iterator[str]:
     for pass_ in PASSES:
         if pass_ not in result.tiles:
@@ -87,7 +115,7 @@ def _tile_lines(result: Result) -> Iterator[str]:
         family = BackendId.parse(result.backends[pass_]).family
         calibration = simulator.calibration_for(family, result.device.compute_capability)
         simulation = simulator.simulate(
-            parts_of(result.options)[0].request.problem, pair, pass_, calibration=calibration
+            device_parts(result.options)[0].request.problem, pair, pass_, calibration=calibration
         )
         counts = simulation.counts
         visits = "KV tiles per query tile" if pass_ == "forward" else "query tiles per KV tile"
@@ -114,8 +142,8 @@ def _table(every_row: tuple[Row, ...], title: str, most: int | None) -> Table:
     rows = list(every_row)
     rest: list[Row] = []
     if most is not None and len(rows) > most:
-        # Programs of many small steps: the table is for reading, and JSON has every row.
-        rest = sorted(rows, key=lambda row: row.runtime)[: len(rows) - most + 1]
+        # Programs of many small steps: the table is for reading, and JSON has every row. What devices exchange stays.
+        rest = sorted(rows, key=lambda row: (row.name.category == "collective", row.runtime))[: len(rows) - most + 1]
         rows = [row for row in rows if row not in rest]
     cells = [(*dataclasses.astuple(row.name), str(row.calls), format_time(row.runtime)) for row in rows]
     if rest:
@@ -132,8 +160,10 @@ def rows_table(rows: tuple[Row, ...], title: str, *, cut: bool) -> Table:
 
 def to_json(result: Result) -> dict[str, Any]:
     """Everything that was measured, in seconds, as JSON values."""
+    devices = {"devices": _devices_json(result)} if result.options.devices > 1 else {}
     return {
         **context(result.options, result.problem),
+        **devices,
         "backends": result.backends,
         "tiles": {pass_: _tile_json(result, pass_) for pass_ in passes(result.options) if pass_ in result.tiles},
         "rows": rows_json(result.rows),
@@ -149,11 +179,21 @@ def to_json(result: Result) -> dict[str, Any]:
     }
 
 
+def _devices_json(result: Result) -> dict[str, Any]:
+    """Over how many devices what is split, each one's times, and whose the rows and the other times are."""
+    return {
+        "count": result.options.devices,
+        "split": result.options.split,
+        "busiest": result.busiest,
+        "iteration_times": {str(device): times for device, times in result.device_times.items()},
+    }
+
+
 def _tile_json(result: Result, pass_: Pass) -> dict[str, Any]:
     """Tile shapes, their sizes, and how many thread blocks share a multiprocessor, where that is known."""
     pair = result.tiles[pass_]
     model = simulator.calibration_for(BackendId.parse(result.backends[pass_]).family, result.device.compute_capability)
-    kernel = None if model is None else model.kernel(parts_of(result.options)[0].request.problem, pair, pass_)
+    kernel = None if model is None else model.kernel(device_parts(result.options)[0].request.problem, pair, pass_)
     return {
         "query": pair[0],
         "key_value": pair[1],

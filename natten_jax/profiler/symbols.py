@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
+from natten_jax.profiler import collectives
 from natten_jax.profiler.program import Instruction
 
 #: Order of the rows of a report; other operations follow.
@@ -126,7 +127,8 @@ _COPYING = frozenset((
 
 # Parts of a scope that JAX's transformations add and that say nothing about the operation.
 _SILENT_SCOPES = re.compile(
-    r"(body|branch_\d+_fun|checkpoint|closed_call|cond|eval_jaxpr|rematted_computation|remat|while|\w+\(.*\)|\W.*|.*->.*)"
+    r"(body|branch_\d+_fun|checkpoint|closed_call|cond|custom_partitioning|eval_jaxpr|rematted_computation|remat|while|"
+    r"\w+\(.*\)|\W.*|.*->.*)"
 )
 
 
@@ -141,6 +143,8 @@ def name(symbol: str, instruction: Instruction, operator: str, scope: str = "") 
     """
     lowered = symbol.lower().replace("(anonymous namespace)::", "")
     target = instruction.target.lower()
+    if kind := collectives.kind_of(symbol, instruction):
+        return Name("NCCL" if collectives.is_of_nccl(symbol) else "XLA", "collective", "-", kind)
     for rule in _RULES:
         if re.search(rule.target, target) and re.search(rule.pattern, lowered):
             family = operator if instruction.plan is None else instruction.plan.backend.operator

@@ -1,6 +1,7 @@
 """Readable names for a trace that JAX's profiler wrote: ``python -m natten_jax.profiler.trace PATH``.
 
-The trace may be of any program. Instructions are named after the compiled programs inside the trace, where JAX put
+The trace may be of any program; of one that ran on several devices, the rows are those of the device that was busy
+longest. Instructions are named after the compiled programs inside the trace, where JAX put
 them (it does by default), and kernels after their symbols.
 """
 
@@ -69,6 +70,8 @@ def _run(program: str, options: argparse.Namespace) -> int:
 def rows_by_module(path: Path, *, with_memory: bool = False) -> dict[str, tuple[Row, ...]]:
     """What a trace recorded on the GPUs, or without any on the CPU: rows by the name of the program.
 
+    Of a program that ran on several devices, the rows are those of the device that was busy longest.
+
     Args:
         path: A ``*.xplane.pb`` file, or a folder that holds one.
         with_memory: Whether a GPU's filling and copying of memory counts.
@@ -93,15 +96,23 @@ def rows_by_module(path: Path, *, with_memory: bool = False) -> dict[str, tuple[
         groups[(interval.module or "-").partition("(")[0], interval.number].append(interval)
     found: dict[str, list[tuple[Row, ...]]] = defaultdict(list)
     for (module, number), of_module in groups.items():
-        of_program = [interval.event for interval in of_module]
-        program = _program_of(of_program, module, number, programs)
-        if platform == "cpu":
-            runs = defaultdict(list)
-            for interval in of_module:
-                runs[interval.run].append(interval.event)
-            of_program = [event for run in runs.values() for event in attribution.exclusive(run, program)]
-        found[module].append(measure.summarize([of_program], program, "fna", platform))
+        program = _program_of([interval.event for interval in of_module], module, number, programs)
+        devices = {
+            device: [_events_of_device(of_device, program, platform)]
+            for device, of_device in attribution.by_device(of_module).items()
+        }
+        busiest = devices[attribution.busiest(devices)]
+        found[module].append(measure.summarize(busiest, program, "fna", platform))
     return {module: merged(tables) for module, tables in found.items()}
+
+
+def _events_of_device(intervals: Sequence[Interval], program: Program, platform: str) -> list[Event]:
+    if platform != "cpu":
+        return [interval.event for interval in intervals]
+    runs = defaultdict(list)
+    for interval in intervals:
+        runs[interval.run].append(interval.event)
+    return [event for run in runs.values() for event in attribution.exclusive(run, program)]
 
 
 def _program_of(launched: Sequence[Event], module: str, number: int | None, programs: Mapping[int, Program]) -> Program:

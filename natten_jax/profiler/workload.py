@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import natten_jax
-from natten_jax import backends, parts
+from natten_jax import backends, parts, run
 from natten_jax.devices import Device, default_device
 from natten_jax.parts import Kind, Part
 from natten_jax.passes import Pass, TilePair
@@ -23,6 +23,7 @@ from natten_jax.profiler.element_types import ELEMENT_TYPES
 from natten_jax.profiler.families import KNOWN_FAMILIES
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.program import Program, compile_for_trace
+from natten_jax.profiler.split import of_each_device, sharding_of
 from natten_jax.resolve import Request, resolve
 
 _MOST_ELEMENTS = 2**63 - 1
@@ -98,7 +99,7 @@ def compile_workload(
     plans: dict[Pass, Plan] = {}
     if options.is_baseline:
         chosen.update(dict.fromkeys(passes(options), str(options.backend)))
-    for part in () if options.is_baseline else parts_of(options):
+    for part in () if options.is_baseline else device_parts(options):
         for pass_ in passes(options):
             plan = resolve(part.request, device, pass_)
             is_additional = part.kind is Kind.ADDITIONAL
@@ -173,6 +174,18 @@ def parts_of(options: Options) -> tuple[Part, ...]:
     return parts.parts_of(request_of(options), attention_kwargs(options))
 
 
+def device_parts(options: Options) -> tuple[Part, ...]:
+    """The attention calls as they run on each device: of its share, but for plain JAX, which XLA splits."""
+    one = request_of(of_each_device(options)).problem
+
+    def of_device(part: Part) -> Part:
+        if run.is_inline(part.request):
+            return part
+        return part._replace(request=part.request.of_part(one.batch, one.heads, one.heads_kv))
+
+    return tuple(map(of_device, parts_of(options))) if options.devices > 1 else parts_of(options)
+
+
 def shapes(options: Options) -> list[Any]:
     """Query, key, value and additional keys and values, as shapes and dtypes."""
 
@@ -191,8 +204,10 @@ def shapes(options: Options) -> list[Any]:
 def make_inputs(options: Options) -> tuple[jax.Array, ...]:
     """Random normal arrays, never zeros: easy data runs faster than real data, as it draws less power.
 
+    They lie on the devices that the options ask for, each with its share of them.
+
     Raises:
-        ValueError: An array would have too many elements.
+        ValueError: An array would have too many elements, or there are fewer devices.
     """
     wanted = shapes(options)
     if options.backprop:
@@ -202,7 +217,18 @@ def make_inputs(options: Options) -> tuple[jax.Array, ...]:
         if math.prod(each.shape) > _MOST_ELEMENTS:
             raise ValueError(f"an array of shape {each.shape} has more elements than XLA can count: 2**63 - 1")
     keys = jax.random.split(jax.random.key(0), len(wanted))
-    return tuple(jax.random.normal(key, each.shape, each.dtype) for key, each in zip(keys, wanted, strict=True))
+
+    def random(key: jax.Array, like: Any) -> jax.Array:
+        if options.devices == 1:
+            return jax.random.normal(key, like.shape, like.dtype)
+        sharding = sharding_of(options, like.shape)
+        # Made where they lie: all of an array may be more than one device holds.
+        array: jax.Array = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=sharding)(
+            key, like.shape, like.dtype
+        )
+        return array
+
+    return tuple(random(key, each) for key, each in zip(keys, wanted, strict=True))
 
 
 def _function(options: Options, problem: Problem, device: Device) -> Callable[..., Any]:

@@ -98,7 +98,7 @@ def _program(module: _Message) -> Program:
             scope = scopes[0].partition(";")[0] if scopes else ""
             plan = marked_plan(attributes.get("natten_jax", ""))
             instructions[name] = Instruction(opcode, scope, _text(proto, _TARGET), plan)
-            if opcode == "fusion":
+            if opcode in ("fusion", "async-start"):
                 calls[name] = _numbers(proto, _CALLED)
     for name, called in calls.items():
         instructions[name] = instructions[name].fusing(*(opcodes[number] for number in called))
