@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ needs_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="its messa
 PROBLEM = "-i 6 8 -w 3 5 -b 8 -n 8 -d 16 --dtype fp32 --warmup-steps 1 --iterations 3"
 
 #: Flags, the share of each device (batch, heads, key/value heads), and the collectives of an iteration.
-RUNS = (
+RUNS: tuple[tuple[str, tuple[int, int, int], Iterable[str]], ...] = (
     ("--devices 8 --backprop", (1, 8, 8), {}),
     ("--devices 4 --split heads --backprop", (8, 2, 2), {}),
     # Every device has the only key/value head, and their gradients for it are added up.
