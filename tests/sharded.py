@@ -69,7 +69,9 @@ GRADIENTS = ("gradient", "vmap", "remat")
 def splits_of(mode: str, what: str) -> list[str]:
     """The splits that a mode has."""
     if what.startswith("flex"):  # plain JAX, which XLA splits by itself: it gathers what has more parts than heads_kv
-        return ["batch", "both", "groups", "nothing"]
+        return ["both", "groups"]
+    if what == "merge":
+        return ["both", "one key/value head", "nothing"] if "Manual" not in mode else ["both", "nothing"]
     if "Manual" in mode:  # callers split key/value heads as query heads
         return [name for name, split in SPLITS.items() if split.heads in (None, split.heads_kv_axes)]
     if mode == "Auto+Explicit":  # the types of arrays say how explicit axes split them, before automatic ones
