@@ -43,7 +43,7 @@ class Family:
         # Half the bits are faster to test on GPUs that have faster kernels for them.
         first = "bfloat16" if "float32" not in backend.dtypes else "float32"
         dtypes = first, *(dtype for dtype in backend.dtypes if dtype != first)
-        return cls(backend, dtypes, *((24, 1) if backend.is_pure_jax else (100, 5)))
+        return cls(backend, dtypes, *((12, 1) if backend.is_pure_jax else (100, 5)))
 
     @property
     def name(self) -> str:
