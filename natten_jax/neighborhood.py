@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -124,4 +125,4 @@ def _run(part: Part, arrays: Operands) -> Output:
 
 def _flat(array: jax.Array) -> jax.Array:
     batch, *layout, heads, width = array.shape
-    return array.reshape(batch, functools.reduce(lambda a, b: a * b, layout), heads, width)
+    return array.reshape(batch, math.prod(layout), heads, width)

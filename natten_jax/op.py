@@ -32,9 +32,10 @@ def attend(request: Request, operands: Operands) -> Output:
     check_runs_somewhere(request)
 
     def run_local(request: Request, arrays: Operands) -> Output:
-        if run.is_inline(request):
-            # Plain JAX differentiates itself: forward mode and higher orders included.
-            return run.forward(request, arrays)
+        # Plain JAX differentiates itself: forward mode and higher orders included.
+        output = run.forward_inline(request, arrays)
+        if output is not None:
+            return output
         differentiable = [None if array is None else in_reverse_only(array) for array in arrays[:5]]
         return _attend(request, Operands._make([*differentiable, arrays.origins]))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,12 +51,19 @@ class _Step:
 
 def forward(request: Request, operands: Operands) -> Output:
     """Output and logsumexp."""
-    plan = _inline_plan(request)
-    if plan is not None and operands.query.shape[0] != 0:
-        with _marked(plan):
-            return _backend(plan).forward(plan, operands)
     result: Output = _run(_FORWARD, request, operands)
     return result
+
+
+def forward_inline(request: Request, operands: Operands) -> Output | None:
+    """Output and logsumexp, traced as plain JAX; ``None`` unless one backend runs the pass everywhere so."""
+    plan = _inline_plan(request)
+    if plan is None:
+        return None
+    if operands.query.shape[0] == 0:
+        return forward(request, operands)
+    with _marked(plan):
+        return _backend(plan).forward(plan, operands)
 
 
 def forward_saving(request: Request, operands: Operands) -> Saved:
@@ -228,7 +236,7 @@ def _run_local(
     """Run a step on all that one device has, mapped axes and batch as one."""
     operands = jax.tree.unflatten(structure, leaves)[0]
     outer = operands.query.shape[: mapped + 1]
-    batch = functools.reduce(lambda a, b: a * b, outer)
+    batch = math.prod(outer)
     request = request.of_part(batch, operands.query.shape[-2], operands.key.shape[-2])
     roles = roles_of(*jax.tree.unflatten(structure, leaves))
     arrays = [

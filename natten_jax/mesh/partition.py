@@ -7,7 +7,6 @@ each device computes. Queries, and with them outputs, stay split over batch and 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -45,10 +44,8 @@ def is_lowered_for_devices(primitive: Primitive) -> None:
 def is_needed(ctx: mlir.LoweringRuleContext) -> bool:
     """Whether XLA's partitioner splits the program that is being lowered."""
     context = ctx.module_context.axis_context
-    if isinstance(context, mlir.SPMDAxisContext):
-        sizes = dict(context.mesh.shape)
-        return math.prod(size for name, size in sizes.items() if name not in context.manual_axes) > 1
-    return isinstance(context, mlir.ShardingContext) and context.num_devices > 1
+    known = isinstance(context, (mlir.SPMDAxisContext, mlir.ShardingContext))
+    return known and _device_numbers(ctx).shape[1] > 1
 
 
 class Partitioned:
@@ -97,7 +94,7 @@ class Partitioned:
         def whole(*_: jax.Array) -> list[jax.Array]:
             return [jnp.zeros(each.shape, each.dtype) for each in types]  # only their types are looked at
 
-        rule = self._rule(arguments, types, _possible_parts(ctx))
+        rule = self._rule(arguments, types)
         whole.def_partition(partition=self._partition, sharding_rule=rule, decode_shardings=False)
         avals = [jax.core.ShapedArray(each.shape, each.dtype) for each in arguments]
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
@@ -118,13 +115,16 @@ class Partitioned:
         callbacks[name.encode()] = callbacks[address.encode()]
         call.attributes["backend_config"] = ir.StringAttr.get(name)
 
-    def _rule(self, arguments: Sequence[Any], results: Sequence[Any], parts: set[int]) -> SdyShardingRule:
+    def _rule(self, arguments: Sequence[Any], results: Sequence[Any]) -> SdyShardingRule:
         """Batch and heads of all arrays are split alike, other dimensions each on its own.
 
         Query heads come in groups that share a key/value head, which makes them a dimension of two factors. Where the
         mesh may split them into more parts than key/value heads can be, both are split on their own.
         """
         heads, heads_kv = arguments[0].shape[-2], arguments[1].shape[-2]
+        devices = self._devices.shape[1]
+        # The partitioner splits by parts of mesh axes, too: into any number that divides the devices.
+        parts = [n for n in range(1, devices + 1) if devices % n == 0]
         fresh = (f"other{i}" for i in range(10**6))
         sizes: dict[str, Any] = {}
         query_heads: Any = "heads"
@@ -210,16 +210,6 @@ def _device_numbers(ctx: mlir.LoweringRuleContext) -> np.ndarray:
     others = [axis for axis, name in enumerate(names) if name not in context.manual_axes]
     rows = math.prod(numbers.shape[axis] for axis in manual)
     return numbers.transpose(*manual, *others).reshape(rows, -1)
-
-
-def _possible_parts(ctx: mlir.LoweringRuleContext) -> set[int]:
-    """The numbers of parts that a dimension may be split into."""
-    context = ctx.module_context.axis_context
-    if isinstance(context, mlir.SPMDAxisContext):
-        sizes = [size for name, size in context.mesh.shape.items() if name not in context.manual_axes]
-        return {math.prod(some) for count in range(len(sizes)) for some in itertools.combinations(sizes, count + 1)}
-    assert isinstance(context, mlir.ShardingContext)
-    return {parts for parts in range(1, context.num_devices + 1) if context.num_devices % parts == 0}
 
 
 def warn_of_gather(name: str, axis: int, ndim: int, over: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -18,25 +19,26 @@ def vary_alike(arrays: Sequence[OptionalArray]) -> list[OptionalArray]:
 
     Where this is done outside a derivative rule, JAX knows its transpose: gradients are summed over those axes.
     """
-    axes = [frozenset() if array is None else jax.typeof(array).manual_axis_type.varying for array in arrays]
-    every: frozenset[str] = frozenset().union(*axes)
-    return [
-        array if array is None or own == every else jax.lax.pcast(array, tuple(every - own), to="varying")
-        for array, own in zip(arrays, axes, strict=True)
-    ]
+    axes = _varying(arrays)
+    return [None if array is None else _over(axes, array) for array in arrays]
 
 
 def varying_like(carry: _Tree, arrays: Any) -> _Tree:
     """``carry``, varying over the manual mesh axes of ``arrays`` too, as ``jax.shard_map`` asks of a scan's carry."""
-    axes = [jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(arrays)]
-    every: frozenset[str] = frozenset().union(*axes)
-
-    def varying(leaf: jax.Array) -> jax.Array:
-        missing = every - jax.typeof(leaf).manual_axis_type.varying
-        return jax.lax.pcast(leaf, tuple(missing), to="varying") if missing else leaf
-
-    result: _Tree = jax.tree.map(varying, carry)
+    result: _Tree = jax.tree.map(functools.partial(_over, _varying(arrays)), carry)
     return result
+
+
+def _varying(arrays: Any) -> frozenset[str]:
+    """The manual mesh axes that any of the arrays varies over."""
+    axes = (jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(arrays))
+    return frozenset().union(*axes)
+
+
+def _over(axes: frozenset[str], array: jax.Array) -> jax.Array:
+    """``array``, varying over these manual mesh axes, too."""
+    missing = axes - jax.typeof(array).manual_axis_type.varying
+    return jax.lax.pcast(array, tuple(missing), to="varying") if missing else array
 
 
 def type_like(array: Any, shape: Sequence[int], dtype: Any) -> Any:

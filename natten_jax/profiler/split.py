@@ -54,8 +54,7 @@ def of_each_device(options: Options) -> Options:
     one = dataclasses.replace(options, devices=1)
     if options.split == "batch":
         return dataclasses.replace(one, batch_size=options.batch_size // count)
-    heads = HeadSplit.of(options.heads, options.heads_kv, count, count if _splits_kv(options) else 1)
-    heads_kv = heads.needed.shape[1] if heads.takes else options.heads_kv // heads.kv_parts
+    heads_kv = HeadSplit.of(options.heads, options.heads_kv, count, 1).needed.shape[1]
     return dataclasses.replace(one, heads=options.heads // count, heads_kv=heads_kv)
 
 
