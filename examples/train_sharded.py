@@ -44,7 +44,8 @@ class Block(nnx.Module):
     """
 
     def __init__(self, features: int, options: argparse.Namespace, rngs: nnx.Rngs) -> None:
-        self.attention_norm = nnx.LayerNorm(features, rngs=rngs)
+        dtype = jnp.dtype(options.dtype)
+        self.attention_norm = nnx.LayerNorm(features, dtype=dtype, rngs=rngs)
         self.attention = NeighborhoodAttention3D(
             features,
             num_heads=options.heads,
@@ -55,13 +56,19 @@ class Block(nnx.Module):
             out_kernel_metadata=over("model", None, None),  # [heads, head_dim, features]
             out_bias_metadata={},
             backend=options.backend,
+            dtype=dtype,
             rngs=rngs,
         )
-        self.perceptron_norm = nnx.LayerNorm(features, rngs=rngs)
+        self.perceptron_norm = nnx.LayerNorm(features, dtype=dtype, rngs=rngs)
         self.expand = nnx.Linear(
-            features, 4 * features, kernel_metadata=over(None, "model"), bias_metadata=over("model"), rngs=rngs
+            features,
+            4 * features,
+            kernel_metadata=over(None, "model"),
+            bias_metadata=over("model"),
+            dtype=dtype,
+            rngs=rngs,
         )
-        self.contract = nnx.Linear(4 * features, features, kernel_metadata=over("model", None), rngs=rngs)
+        self.contract = nnx.Linear(4 * features, features, kernel_metadata=over("model", None), dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         tokens = tokens + self.attention(self.attention_norm(tokens))
@@ -125,11 +132,15 @@ class Run:
     def __str__(self) -> str:
         return " x ".join(f"{size} {name}" for name, size in self.mesh.shape.items())
 
+    def place(self, clips: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        """Frames and those that follow them, on the devices. Training at full speed does this a step ahead."""
+        batch = NamedSharding(self.mesh, PartitionSpec("data"))
+        return jax.block_until_ready(jax.device_put((clips[:, :-1], clips[:, 1:]), batch))
+
     def step(self, clips: np.ndarray) -> None:
         """One step; its loss and its time are appended to those before."""
+        frames, following = self.place(clips)
         started = time.perf_counter()
-        batch = NamedSharding(self.mesh, PartitionSpec("data"))
-        frames, following = jax.device_put((clips[:, :-1], clips[:, 1:]), batch)
         with jax.set_mesh(self.mesh):
             self.losses.append(float(train_step(self.model, self.optimizer, frames, following)))
         self.seconds.append(time.perf_counter() - started)
@@ -189,6 +200,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=4, help="attention heads")
     parser.add_argument("--head-dim", type=int, default=16, help="features per head")
     parser.add_argument("--window", type=int, nargs=3, default=[2, 5, 5], help="of the attention, in tokens")
+    parser.add_argument("--dtype", default="float32", help="that the blocks compute in; parameters are float32")
     parser.add_argument("--backend", default=None, help="such as cpu-fna or flex-fna; the best one if not given")
     parser.add_argument("--seed", type=int, default=0, help="of the parameters and the clips")
     options = parser.parse_args(arguments)

@@ -1,0 +1,192 @@
+"""Times operators and a training step on several devices against one, under the ways to split arrays over a mesh.
+
+Times are wall time per call of programs that are launched one after the other, so that communication counts and
+launching does not. One device and several take turns in one process; a speed-up is the median of the turns' ratios.
+
+Example:
+    python bench/several_devices.py --json results.json
+    python bench/several_devices.py --splits heads --families hopper --modes Explicit --passes forward
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import json
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from benchmarks import BENCHMARKS, Benchmark
+from environment import environment
+from implementations import ours
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from timing import ratio
+
+MODES = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
+PASSES = ("forward", "forward+backward")
+COLLECTIVES = re.compile(r"= \S+ (all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(")
+EXAMPLE = Path(__file__).parents[1] / "examples" / "train_sharded.py"
+
+#: What is split, and the dimension of ``[batch, *layout, heads, head_dim]`` that it is.
+SPLITS = {"batch": 0, "heads": -2}
+
+#: The training step that is timed: large enough that a device is busy with it.
+STEP = "--tokens 8 48 48 --patch 8 --depth 4 --heads 12 --head-dim 64 --window 4 16 16 --batch-size 8 --dtype bfloat16"
+
+
+def problem_of(split: str, devices: int) -> Benchmark:
+    """A video, which a device has as much work with as with 12 heads of it, times devices."""
+    video = BENCHMARKS["3d-s16x8x8"]
+    sizes = {"batch": (devices, 12), "heads": (1, 12 * devices)}
+    batch, heads = sizes[split]
+    return dataclasses.replace(video, batch=batch, heads=heads)
+
+
+def seconds(function: Callable[..., Any], arguments: Sequence[Any], calls: int) -> float:
+    """Of a call."""
+    jax.block_until_ready(function(*arguments))
+    started = time.perf_counter()
+    for _ in range(calls):
+        results = function(*arguments)
+    jax.block_until_ready(results)
+    return (time.perf_counter() - started) / calls
+
+
+def operator_of(benchmark: Benchmark, family: str, pass_: str) -> Callable[..., Any]:
+    """A function of output's cotangent, query, key and value."""
+    attend = ours(benchmark, family)
+    if pass_ == "forward":
+        return lambda cotangent, *arrays: attend(*arrays)
+
+    def gradients(cotangent: jax.Array, *arrays: jax.Array) -> Any:
+        output, vjp = jax.vjp(attend, *arrays)
+        return output, vjp(cotangent)
+
+    return gradients
+
+
+def difference(results: Any, expected: Any) -> float:
+    """Largest one between two results, over the largest magnitude of what is expected."""
+
+    def of_arrays(result: jax.Array, other: jax.Array) -> float:
+        wide, reference = (jax.device_get(array).astype("float32") for array in (result, other))
+        return float(abs(wide - reference).max() / abs(reference).max())
+
+    return max(map(of_arrays, jax.tree.leaves(results), jax.tree.leaves(expected)))
+
+
+def measure(split: str, mode: str, family: str, pass_: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Figures of one row."""
+    devices = jax.devices()[: options.devices]
+    benchmark = problem_of(split, len(devices))
+    mesh = jax.make_mesh((len(devices),), ("devices",), axis_types=(MODES[mode],), devices=devices)
+    spec: list[str | None] = [None] * len(benchmark.shape)
+    spec[SPLITS[split]] = "devices"
+    keys = jax.random.split(jax.random.key(0), 4)
+    whole = [jax.random.normal(key, benchmark.shape, benchmark.dtype) for key in keys]
+    parts = [jax.device_put(array, NamedSharding(mesh, P(*spec))) for array in whole]
+    function = operator_of(benchmark, family, pass_)
+    on_one = jax.jit(function).lower(*whole).compile()
+    on_several = jax.jit(function).lower(*parts).compile()
+    found = COLLECTIVES.findall(on_several.as_text() or "")
+    apart = difference(on_several(*parts), on_one(*whole))
+    times: dict[str, list[float]] = {"one": [], "several": []}
+    for _ in range(options.turns):
+        for name, program, arguments in (("one", on_one, whole), ("several", on_several, parts)):
+            time.sleep(options.pause)
+            times[name].append(seconds(program, arguments, options.calls))
+    return {
+        "problem": benchmark.problem.describe(),
+        "milliseconds": {name: 1e3 * statistics.median(values) for name, values in times.items()},
+        "speedup": ratio(times["one"], times["several"]),
+        "collectives": {kind: found.count(kind) for kind in sorted(set(found))},
+        "difference": apart,
+    }
+
+
+def example() -> ModuleType:
+    """The training example as a module."""
+    spec = importlib.util.spec_from_file_location(EXAMPLE.stem, EXAMPLE)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def measure_training(model_parallel: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of a step of the training example on one device and on several, data or tensor parallel."""
+    train = example()
+    steps = options.turns * options.calls
+    flags = [*STEP.split(), "--devices", str(options.devices), "--model-parallel", str(model_parallel)]
+    settings = train.parse([*flags, "--steps", str(steps)])
+    mesh = train.device_mesh(settings)
+    runs = {
+        "one": train.Run(settings, train.mesh_of(mesh.devices.flat[:1].tolist(), (1, 1))),
+        "several": train.Run(settings, mesh),
+    }
+    data = train.Data(settings)
+    for step in range(steps):
+        clips = data.batch(step)
+        for run in runs.values():
+            run.step(clips)
+    losses = [jnp.array(run.losses) for run in runs.values()]
+    return {
+        "problem": " ".join(flags),
+        "milliseconds": {name: 1e3 * run.seconds_per_step for name, run in runs.items()},
+        "speedup": ratio(runs["one"].seconds[1:], runs["several"].seconds[1:]),
+        "difference": float(jnp.max(jnp.abs(losses[1] - losses[0]) / losses[0])),
+    }
+
+
+def main() -> int:
+    """Measure, print a table, save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, default=len(jax.devices()))
+    parser.add_argument("--splits", nargs="+", choices=SPLITS, default=list(SPLITS))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="kinds of mesh axes")
+    parser.add_argument("--families", nargs="+", default=["hopper", "cutlass"], help="of backends")
+    parser.add_argument("--passes", nargs="*", choices=PASSES, default=list(PASSES))
+    parser.add_argument("--no-training", action="store_true", help="operators alone")
+    parser.add_argument("--turns", type=int, default=5, help="of one device and of several")
+    parser.add_argument("--calls", type=int, default=10, help="of a turn")
+    parser.add_argument("--pause", type=float, default=0.3, help="seconds before a turn")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    options = parser.parse_args()
+    rows: dict[str, Callable[[], dict[str, Any]]] = {}
+    for split, mode, family, pass_ in itertools.product(
+        options.splits, options.modes, options.families, options.passes
+    ):
+        rows[f"{family} {pass_}, {split}, {mode}"] = functools.partial(measure, split, mode, family, pass_, options)
+    if not options.no_training:
+        rows["training step, batch"] = lambda: measure_training(1, options)
+        rows["training step, heads"] = lambda: measure_training(options.devices, options)
+    results: dict[str, dict[str, Any]] = {}
+    print(f"{'':42}{'one: ms':>10}{f'{options.devices}: ms':>10}{'speed-up':>10}{'difference':>12}  collectives")
+    for name, row in rows.items():
+        figures = results[name] = row()
+        one, several = figures["milliseconds"].values()
+        print(
+            f"{name:42}{one:10.3f}{several:10.3f}{figures['speedup']:10.3f}{figures['difference']:12.1e}"
+            f"  {figures.get('collectives', '')}",
+            flush=True,
+        )
+        if options.json:  # at once: a run that is cut short keeps what it measured
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps({"environment": environment(), "results": results}, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
