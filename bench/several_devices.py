@@ -129,12 +129,13 @@ def measure_training(model_parallel: int, options: argparse.Namespace) -> dict[s
     """Seconds of a step of the training example on one device and on several, data or tensor parallel."""
     train = example()
     steps = options.turns * options.calls
-    flags = [*STEP.split(), "--devices", str(options.devices), "--model-parallel", str(model_parallel)]
+    devices = jax.devices()[: options.devices]
+    flags = [*STEP.split(), "--model-parallel", str(model_parallel)]
     settings = train.parse([*flags, "--steps", str(steps)])
-    mesh = train.device_mesh(settings)
+    shape = len(devices) // model_parallel, model_parallel
     runs = {
-        "one": train.Run(settings, train.mesh_of(mesh.devices.flat[:1].tolist(), (1, 1))),
-        "several": train.Run(settings, mesh),
+        "one": train.Run(settings, train.mesh_of(devices[:1], (1, 1))),
+        "several": train.Run(settings, train.mesh_of(devices, shape)),
     }
     data = train.Data(settings)
     for step in range(steps):

@@ -19,6 +19,7 @@ import plot
 import run
 from benchmarks import BENCHMARKS, Benchmark
 from implementations import IMPLEMENTATIONS
+from programs import output_of, run_python
 
 IMAGE = Benchmark((8, 8), 2, 16, kernel_size=(3, 3), dtype="float32")
 WHOLE = Benchmark((64,), 2, 16, dtype="float32")
@@ -114,3 +115,35 @@ def test_exit_status_tells_that_natten_jax_did_not_run(monkeypatch: pytest.Monke
         sys, "argv", ["run.py", "--problems", "small", "--implementations", "natten_jax", "--backend", "hopper"]
     )
     assert run.main() == 1
+
+
+SEVERAL_DEVICES = """
+import dataclasses, sys
+sys.path.append({bench!r})
+import several_devices
+from benchmarks import BENCHMARKS
+
+video = BENCHMARKS["3d-s16x8x8"]
+BENCHMARKS["3d-s16x8x8"] = dataclasses.replace(
+    video, layout=(2, 4, 4), head_dim=8, kernel_size=(2, 2, 2), stride=(1, 2, 2), dtype="float32"
+)
+several_devices.STEP = "--tokens 2 4 4 --depth 1 --heads 2 --head-dim 8 --window 2 3 3 --batch-size 4"
+sys.argv = "several_devices.py --families cpu --turns 1 --calls 2 --pause 0 --json".split() + [{file!r}]
+sys.exit(several_devices.main())
+"""
+
+
+def test_several_devices_do_what_one_does_without_collectives(tmp_path: Path) -> None:
+    pytest.importorskip("optax")
+    pytest.importorskip("sklearn")
+    file = tmp_path / "figures.json"
+    source = SEVERAL_DEVICES.format(bench=str(Path(run.__file__).parent), file=str(file))
+    output = output_of(run_python(source, devices=2))
+    saved = json.loads(file.read_text())
+    assert set(saved["environment"]) >= {"device", "versions", "commit", "command"}
+    assert len(saved["results"]) == 2 * 2 * 2 + 2  # splits, modes and passes; two ways to train
+    for name, figures in saved["results"].items():
+        assert name in output
+        assert all(value > 0 for value in (*figures["milliseconds"].values(), figures["speedup"]))
+        assert figures["difference"] < 1e-5
+        assert not figures.get("collectives")
