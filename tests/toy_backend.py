@@ -27,9 +27,9 @@ class ToyBackend(PureJaxBackend):
             seen = (query % d == key % d) & (first <= key // d) & (key // d < end)
             mask = (mask[:, None, :, None] & seen[:, None]).reshape(len(mask) * own, -1)
         tokens = [a.reshape(batch, -1, *a.shape[-2:]).astype("float32") for a in operands[:3]]
-        if problem.additional_kv:
+        if more := [array for array in operands[3:5] if array is not None]:
             mask = jnp.pad(mask, ((0, 0), (0, problem.additional_kv)), constant_values=True)
-            tokens[1:] = (jnp.concatenate(pair, axis=1) for pair in zip(tokens[1:], operands[3:5], strict=True))
+            tokens[1:] = (jnp.concatenate(pair, axis=1) for pair in zip(tokens[1:], more, strict=True))
         query, key, value = (jnp.repeat(a, heads // a.shape[2], axis=2) for a in tokens)
         logits = problem.scale * jnp.einsum("bqhd,bkhd->bqhk", query, key, precision="highest")
         logits = jnp.where(mask[:, None], logits, -jnp.inf)
