@@ -8,12 +8,14 @@ RUN := $(if $(VENV),$(BIN)/python,$(PYTHON))
 # More test processes than this mostly wait for each other's compilations.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 12 ? n : 12)))
 PYTEST := $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup
+# Written once what is installed is what lies in the tree.
+INSTALLED := $(if $(VENV),$(VENV)/.installed,build/.installed)
 INSTALL := $(RUN) -m pip install --quiet $(if $(VENV),--editable '.[test]',--no-index --no-build-isolation --no-deps --editable .)
 # What the installed build depends on: the native sources and the metadata, not the Python files (editable install).
 BUILD_INPUTS := pyproject.toml setup.py $(shell find csrc -type f)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-gpu sanitize-gpu lint setup gpu-wheel bench-scaling clean
+.PHONY: demo test test-gpu sanitize-gpu sanitize-host lint setup gpu-wheel bench-scaling clean
 
 demo: setup
 	$(RUN) -m natten_jax.profiler -i 8 16 24 -d 128 -w 2 4 3
@@ -37,6 +39,20 @@ sanitize/%:
 		--kernel-regex kns=natten_jax --error-exitcode 1 --print-limit 5 \
 		$(RUN) tests/kernel_forms.py $(word 2,$(subst /, ,$*)) --part $(word 3,$(subst /, ,$*)) 2
 
+# Host kernels and handlers under g++'s sanitizers: whatever they report ends its process, so that a test fails. This
+# builds in place, without CUDA, and the next target builds again what was there.
+UNDER_SANITIZERS = LD_PRELOAD="$(foreach name,asan ubsan,$(shell g++ -print-file-name=lib$(name).so))"
+sanitize-host: export ASAN_OPTIONS = detect_leaks=0,abort_on_error=1,log_path=$(CURDIR)/build/sanitizer
+sanitize-host: export UBSAN_OPTIONS = halt_on_error=1,print_stacktrace=1,log_path=$(CURDIR)/build/sanitizer
+sanitize-host: export JAX_PLATFORMS = cpu
+sanitize-host: setup
+	rm -f $(INSTALLED) build/sanitizer.*
+	NATTEN_JAX_SANITIZE=address,undefined NATTEN_JAX_CUDA=0 $(INSTALL)
+	$(UNDER_SANITIZERS) $(PYTEST) -k 'cpu or handlers or parts' \
+		tests/test_ffi_handlers.py tests/test_parts.py tests/test_limits.py tests/test_extremes.py tests/test_operators.py
+	$(UNDER_SANITIZERS) $(RUN) -m tests.fuzz --backend cpu --minutes 5 --workers $(WORKERS)
+	$(UNDER_SANITIZERS) $(RUN) -m tests.fuzz --backend cpu --direct --minutes 5 --workers $(WORKERS)
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -44,7 +60,7 @@ lint: setup
 	$(BIN)/mypy --config-file tests/mypy.ini
 	$(BIN)/clang-format --dry-run --Werror $(CLANG_FORMAT_FILES)
 
-setup: $(if $(VENV),$(VENV)/.installed,build/.installed)
+setup: $(INSTALLED)
 
 build/.installed: $(BUILD_INPUTS)
 	$(INSTALL)

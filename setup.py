@@ -4,6 +4,7 @@ Environment variables:
     NATTEN_JAX_CUDA: ``1`` builds the CUDA part and fails where that is impossible, ``0`` leaves it out.
         By default it is built where an NVIDIA GPU is visible.
     NATTEN_JAX_BENCH: ``1`` adds the kernels that only benchmarks use to the CUDA part.
+    NATTEN_JAX_SANITIZE: sanitizers of g++ to build host code with, as in ``address,undefined``.
     NATTEN_JAX_CUDA_ARCHS: CUDA architectures, separated by semicolons; ``80;90a`` by default.
     NATTEN_JAX_CUTLASS_INCLUDE_DIR: directory of CUTLASS's headers, the one that holds ``cutlass/`` and ``cute/``; by
         default they come from the Python package nvidia-cutlass.
@@ -162,6 +163,7 @@ class CMakeBuild(build_ext):
         cmake = find_program("cmake")
         if cmake is None:
             raise SystemExit("Building natten_jax needs cmake, which is not on the path.")
+        sanitizers = os.environ.get("NATTEN_JAX_SANITIZE", "")
         generator = ["-G", "Ninja"] if find_program("ninja") else []
         configure = [
             cmake,
@@ -173,6 +175,7 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={package_directory('pybind11') / 'share' / 'cmake' / 'pybind11'}",
             f"-DNATTEN_JAX_FFI_INCLUDE_DIR={package_directory('jaxlib') / 'include'}",
+            f"-DNATTEN_JAX_SANITIZE={sanitizers}",
             *launcher_options(),
             *cuda_options(),
         ]
@@ -181,7 +184,9 @@ class CMakeBuild(build_ext):
         subprocess.run(configure, check=True)
         parallel = [] if "CMAKE_BUILD_PARALLEL_LEVEL" in os.environ else ["--parallel", str(parallel_compilations())]
         subprocess.run([cmake, "--build", str(build_directory), *parallel], check=True)
-        subprocess.run([cmake, "--install", str(build_directory), "--strip"], check=True)
+        # A sanitizer's report names lines of code only where the symbols are left in.
+        strip = [] if sanitizers else ["--strip"]
+        subprocess.run([cmake, "--install", str(build_directory), *strip], check=True)
 
     def copy_extensions_to_source(self) -> None:
         """Editable installs: put the library beside the extension in the source tree, too."""

@@ -56,7 +56,7 @@ def dense_mask(benchmark: Benchmark) -> np.ndarray:
     """Which keys (columns) each query (row) sees, over flattened tokens."""
     mask = np.ones((1, 1), bool)
     for extent, kernel_size in zip(benchmark.layout, benchmark.kernel_size, strict=True):
-        start, end = windows.window_bounds(np.arange(extent)[:, None], extent, kernel_size, 1, False)
+        start, end = windows.window_bounds(windows.Window(kernel_size), np.arange(extent)[:, None], extent)
         keys = np.arange(extent)[None, :]
         mask = np.kron(mask, (start <= keys) & (keys < end))
     return mask

@@ -14,6 +14,8 @@ from natten_jax.symbolic_batch import planned_batch
 
 #: An array that becomes a JAX array as ``jnp.asarray`` makes it.
 ArrayLike = jax.Array | np.ndarray[Any, Any]
+#: An array, or what stands for one that is not there: a problem takes shapes and element types alone.
+Shaped = jax.Array | jax.ShapeDtypeStruct
 
 
 def as_jax_array(name: str, array: ArrayLike) -> jax.Array:
@@ -30,16 +32,16 @@ def as_jax_array(name: str, array: ArrayLike) -> jax.Array:
 
 def neighborhood_problem(
     rank: int,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Shaped,
+    key: Shaped,
+    value: Shaped,
     kernel_size: Ints,
     stride: Ints,
     dilation: Ints,
     is_causal: Bools,
     scale: float | None,
-    additional_keys: jax.Array | None,
-    additional_values: jax.Array | None,
+    additional_keys: Shaped | None,
+    additional_values: Shaped | None,
 ) -> Problem:
     """Check the arguments of ``na{rank}d`` and describe the problem."""
     _check_arrays(query, key, value, rank + 3, f"na{rank}d")
@@ -63,9 +65,9 @@ def neighborhood_problem(
 
 
 def attention_problem(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Shaped,
+    key: Shaped,
+    value: Shaped,
     scale: float | None,
     is_causal: bool | np.ndarray[Any, Any] | jax.Array,
 ) -> Problem:
@@ -96,7 +98,7 @@ def check_array(name: str, array: Any) -> None:
         raise TypeError(f"{name} must be an array, got {type(array).__name__}")
 
 
-def _sizes(query: jax.Array, key: jax.Array, value: jax.Array) -> dict[str, Any]:
+def _sizes(query: Shaped, key: Shaped, value: Shaped) -> dict[str, Any]:
     return {
         "batch": planned_batch(query.shape[0]),
         "heads": query.shape[-2],
@@ -107,7 +109,7 @@ def _sizes(query: jax.Array, key: jax.Array, value: jax.Array) -> dict[str, Any]
     }
 
 
-def _check_arrays(query: jax.Array, key: jax.Array, value: jax.Array, ndim: int, function: str) -> None:
+def _check_arrays(query: Shaped, key: Shaped, value: Shaped, ndim: int, function: str) -> None:
     arrays = {"query": query, "key": key, "value": value}
     for name, array in arrays.items():
         check_array(name, array)
@@ -136,9 +138,7 @@ def _check_arrays(query: jax.Array, key: jax.Array, value: jax.Array, ndim: int,
         raise ValueError(f"key has head_dim {key.shape[-1]}, but query has {query.shape[-1]}: they must be equal")
 
 
-def _check_additional_kv(
-    query: jax.Array, key: jax.Array, value: jax.Array, keys: jax.Array | None, values: jax.Array | None
-) -> int:
+def _check_additional_kv(query: Shaped, key: Shaped, value: Shaped, keys: Shaped | None, values: Shaped | None) -> int:
     if keys is None and values is None:
         return 0
     if keys is None or values is None:

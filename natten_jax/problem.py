@@ -14,13 +14,15 @@ from typing import Literal
 
 from natten_jax.scale import scale_or_default
 from natten_jax.static_arguments import Bools, Ints, bool_tuple, int_tuple
+from natten_jax.windows import Window
 
 Shape = tuple[int, ...]
 Operator = Literal["fna", "fmha"]
 
 OPERATORS: tuple[Operator, ...] = ("fna", "fmha")
-SUPPORTED_DTYPES = ("float16", "bfloat16", "float32", "float64")
+#: By the names of the element types that the operators take.
 ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+SUPPORTED_DTYPES = tuple(ELEMENT_BYTES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +46,11 @@ class Axis:
     stride: int = 1
     dilation: int = 1
     is_causal: bool = False
+
+    @property
+    def window(self) -> Window:
+        """What the window arithmetic knows of it."""
+        return Window(self.kernel_size, self.stride, self.is_causal)
 
 
 @dataclasses.dataclass(frozen=True)

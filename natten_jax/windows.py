@@ -10,11 +10,25 @@ The functions accept Python ints, NumPy arrays and (with ``xp=jax.numpy``) trace
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 Index = Any  # int, numpy.ndarray or jax.Array: the arithmetic below is the same for all three
+
+
+class Window(NamedTuple):
+    """The windows inside the dilation groups of one dimension.
+
+    Attributes:
+        kernel_size: Keys in a full window.
+        stride: Queries that share one window; at most ``kernel_size``.
+        is_causal: Whether keys after the query are hidden.
+    """
+
+    kernel_size: int
+    stride: int = 1
+    is_causal: bool = False
 
 
 def group_length(extent: Index, dilation: int, group: Index) -> Index:
@@ -22,27 +36,18 @@ def group_length(extent: Index, dilation: int, group: Index) -> Index:
     return (extent - group + dilation - 1) // dilation
 
 
-def window_bounds(
-    index: Index,
-    length: Index,
-    kernel_size: int,
-    stride: int,
-    is_causal: bool,
-    *,
-    xp: ModuleType = np,
-) -> tuple[Index, Index]:
+def window_bounds(window: Window, index: Index, length: Index, *, xp: ModuleType = np) -> tuple[Index, Index]:
     """Half-open range ``[start, end)`` of key indices that the query at ``index`` sees.
 
     Args:
+        window: The windows.
         index: Query index inside its dilation group. It may exceed ``length`` only where the window is
             the whole key sequence (``kernel_size == length``), as in attention between sequences of
             different lengths.
         length: Keys in the dilation group; at least ``kernel_size``.
-        kernel_size: Keys in a full window.
-        stride: Queries that share one window; at most ``kernel_size``.
-        is_causal: Whether keys after the query are hidden.
         xp: Array namespace, ``numpy`` or ``jax.numpy``.
     """
+    kernel_size, stride, is_causal = window
     group_start = (index // stride) * stride
     if is_causal:
         leader = xp.minimum(group_start + stride - 1, length - 1)
@@ -53,27 +58,19 @@ def window_bounds(
 
 
 def inverse_window_bounds(
-    index: Index,
-    query_length: Index,
-    key_length: Index,
-    kernel_size: int,
-    stride: int,
-    is_causal: bool,
-    *,
-    xp: ModuleType = np,
+    window: Window, index: Index, query_length: Index, key_length: Index, *, xp: ModuleType = np
 ) -> tuple[Index, Index]:
     """Half-open range ``[first, last)`` of query indices that see the key at ``index``; exact and contiguous.
 
     Args:
+        window: The windows.
         index: Key index inside its dilation group.
         query_length: Queries in the dilation group. It differs from ``key_length`` only where
             ``kernel_size == key_length``.
         key_length: Keys in the dilation group.
-        kernel_size: Keys in a full window.
-        stride: Queries that share one window.
-        is_causal: Whether keys after the query are hidden.
         xp: Array namespace, ``numpy`` or ``jax.numpy``.
     """
+    kernel_size, stride, is_causal = window
     seen_to_the_end = index >= key_length - kernel_size
     if is_causal:
         first = index

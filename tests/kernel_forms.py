@@ -103,7 +103,7 @@ def run(family: str, form: Form) -> None:
 
     with jax.default_matmul_precision(form.precision):
         for factor in (1.0, LARGE):
-            large = (np.asarray(query, np.float32) * factor).astype(query.dtype)
+            large = jnp.asarray((np.asarray(query, np.float32) * factor).astype(query.dtype))
             operands = Operands(large, key, value, keys, values, origins=None)
             # By way of the host: initcheck does not see what the copy engine writes, nor other kernels'.
             saved = jax.tree.map(np.asarray, forward(operands))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -246,7 +246,7 @@ def origin_cases(target: Target) -> list[Case]:
     # Their product is 2^64, and they leave tiles whose last tokens would have coordinates of more than 32 bits.
     dilated = {"kernel_size": ones, "stride": ones, "dilation": (2**22, 2**21, 2**21)}
 
-    def everywhere(values: dict[str, tuple[int, ...]], origins: np.ndarray) -> Callable[[Call], None]:
+    def everywhere(values: Mapping[str, tuple[int, ...]], origins: np.ndarray) -> Callable[[Call], None]:
         def change(call: Call) -> None:
             set_axes(**values)(call)
             call.operands["origins"] = origins

@@ -113,10 +113,11 @@ class Case:
         """The problem with head dimensions that the family has."""
         step = family.head_dim_step
 
-        def fit(width: int | None) -> int | None:
-            return None if width is None else -(-width // step) * step
+        def fit(width: int) -> int:
+            return -(-width // step) * step
 
-        return dataclasses.replace(self, head_dim=fit(self.head_dim), head_dim_v=fit(self.head_dim_v))
+        head_dim_v = None if self.head_dim_v is None else fit(self.head_dim_v)
+        return dataclasses.replace(self, head_dim=fit(self.head_dim), head_dim_v=head_dim_v)
 
     def mask(self) -> np.ndarray:
         """Visibility ``[query tokens, key tokens]`` by the oracle."""

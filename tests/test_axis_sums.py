@@ -10,6 +10,7 @@ import pytest
 
 from natten_jax import simulator
 from natten_jax.cost import axis_sums, axis_tiles, work
+from natten_jax.cost.axis_tiles import Placement
 from natten_jax.passes import PASSES
 from natten_jax.problem import Axis
 from natten_jax.profiler.__main__ import main
@@ -39,7 +40,8 @@ def figures(axis: Axis, outer: int, inner: int, rows: Any) -> list[Any]:
     """Everything that is counted in one dimension."""
     axis_tiles._judged_tiles.cache_clear()
     found: list[Any] = [work.visible_pairs_of_axis(axis)]
-    for pass_, placement in itertools.product(PASSES, ("anchored", "aligned")):
+    placements: tuple[Placement, ...] = ("anchored", "aligned")
+    for pass_, placement in itertools.product(PASSES, placements):
         found.append(axis_tiles.axis_counts.__wrapped__(axis, outer, inner, placement, pass_))
         found.append(axis_tiles.judged_tiles(axis, outer, (inner, 2 * inner), placement, pass_, rows).tolist())
     return found
@@ -72,7 +74,8 @@ def test_row_groups_that_share_rows_judge_alike() -> None:
     for _ in range(200):
         axis, outer, inner = random_axis(generator)
         first, second = (tuple(sorted(generator.integers(0, outer, 2).tolist())) for _ in range(2))
-        arguments = axis, outer, (inner, inner + 5), "anchored", str(generator.choice(PASSES)), (first, second, first)
+        pass_ = PASSES[generator.integers(2)]
+        arguments: Any = axis, outer, (inner, inner + 5), "anchored", pass_, (first, second, first)
         each_by_itself = axis_tiles._judged_tiles.__wrapped__(*arguments)
         assert axis_tiles.judged_tiles(*arguments).tolist() == each_by_itself.tolist(), arguments
 

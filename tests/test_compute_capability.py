@@ -114,7 +114,8 @@ def test_types_are_type_errors_and_values_value_errors() -> None:
 def test_all_spellings_are_equal(major: int, minor: int) -> None:
     text = f"{major}.{minor}"
     assert parse_compute_capability(text) == (major, minor)
-    for value in (text, float(text), np.float32(text), (major, minor), [major, minor], np.array([major, minor])):
+    values: tuple[Any, ...] = (text, float(text), np.float32(text), (major, minor), [major, minor])
+    for value in (*values, np.array([major, minor])):
         assert target_device(value).compute_capability == (major, minor)
 
 

@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def run(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, EXAMPLES / name, *arguments]
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **environment})
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from problems import OPERATORS
 
 from natten_jax.backends.flex_hulls import largest_hull
+from natten_jax.problem import Axis
 
 
 @st.composite
@@ -61,7 +62,7 @@ def test_largest_hull_equals_that_of_all_tiles(
     dimension: tuple[int, int, int, int, int, bool], tile: int, outer_is_query: bool, is_aligned: bool
 ) -> None:
     arguments = (*dimension, tile, outer_is_query, is_aligned)
-    assert largest_hull(*arguments) == walked(*arguments), arguments
+    assert largest_hull(Axis(*dimension), tile, outer_is_query, is_aligned) == walked(*arguments), arguments
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

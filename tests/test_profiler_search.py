@@ -16,6 +16,7 @@ import natten_jax
 from natten_jax import backends, native, simulator
 from natten_jax.devices import Device
 from natten_jax.passes import PASSES, Pass, TilePair
+from natten_jax.plan import BackendId
 from natten_jax.profiler import choices, configurations, parse, trials
 from natten_jax.profiler.__main__ import main
 from natten_jax.profiler.events import Event
@@ -190,9 +191,8 @@ def test_the_best_configuration_names_what_ran_by_default(backend: str, argument
     options = parse(f"-i 64 64 -w 8 8 --backprop --optimize {arguments}".split())
     tiles: dict[Pass, TilePair] = {"forward": ((16, 8), (8, 16)), "backward": ((8, 8), (16, 8))}
     request = request_of(options)
-    request = dataclasses.replace(
-        request, problem=dataclasses.replace(request.problem, operator=backend[-4:].strip("-"))
-    )
+    operator = BackendId.parse(backend).operator
+    request = dataclasses.replace(request, problem=dataclasses.replace(request.problem, operator=operator))
     plans = {
         pass_: plan_with(
             backends.find(backend, request.problem.operator),
@@ -205,7 +205,7 @@ def test_the_best_configuration_names_what_ran_by_default(backend: str, argument
     empty: Any = None
     ran = Workload(options, empty, {"forward": backend}, plans, HOPPER_GPU, empty, (), Program("ran", {}))
     table = best_table(Optimum(choices.spelled_out(options, ran), 1.0, 1.0, (), 1.0, 0.0))
-    rows: dict[str, str] = dict(table.rows)
+    rows = {row[0]: row[1] for row in table.rows}
     assert rows.get("kernel_schedule") == schedule
     assert rows["fmha_backend" if backend.endswith("fmha") else "backend"] == backend
     shapes = [rows[f"{prefix}{side}_tile_shape"] for prefix in ("", "backward_") for side in ("q", "kv")]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import pytest
 
 from natten_jax.devices import Device
+from natten_jax.passes import Pass, TilePair
 from natten_jax.profiler import (
     Result,
     Row,
@@ -164,7 +165,8 @@ def a_result(rows: int) -> Result:
     totals = tuple(sum(row.runtimes[i] for row in listed) for i in range(2))
     problem = workload.request_of(parse(["-i", "8", "-w", "3"])).problem
     options, pair = parse(["-i", "8", "-w", "3"]), ((4,), (6,))
-    chosen, tiles = {"forward": "cpu-fna"}, {"forward": pair}
+    chosen = {"forward": "cpu-fna"}
+    tiles: dict[Pass, TilePair] = {"forward": pair}
     return Result(options, problem, chosen, tiles, Device("cpu"), listed, totals, {"forward": 1000})
 
 
@@ -206,7 +208,7 @@ def test_long_tables_are_cut_but_add_up() -> None:
 def test_results_name_tile_sizes_and_occupancy_where_it_is_known(
     backend: str, device: Device, occupancy: int | None
 ) -> None:
-    tiles = {"forward": ((16, 8), (8, 8))}
+    tiles: dict[Pass, TilePair] = {"forward": ((16, 8), (8, 8))}
     problem = workload.request_of(parse(["-i", "64", "64", "-w", "9"])).problem
     options = parse(["-i", "64", "64", "-w", "9", "--backend", "flex-fna"])
     result = dataclasses.replace(

@@ -340,9 +340,11 @@ def test_equal_calls_are_traced_once(family: Family, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(op, "attend", recorded)
     query, key, value, *_ = Case((6, 31), (3, 3)).operands(family.dtype, 0)
-    for kernel_size in (3, (3, 3), [3, 3], np.int64(3), (np.int32(3), 3)):
+    spellings: tuple[Any, ...] = (3, (3, 3), [3, 3], np.int64(3), (np.int32(3), 3))
+    for kernel_size in spellings:
         natten_jax.na2d(query, key, value, kernel_size, backend=family.fna)
-    natten_jax.na2d(2 * query, key, value, 3, 1, 1, (False, np.False_), query.shape[-1] ** -0.5, backend=family.fna)
+    is_causal: Any = (False, np.False_)
+    natten_jax.na2d(2 * query, key, value, 3, 1, 1, is_causal, query.shape[-1] ** -0.5, backend=family.fna)
     assert len(traced) == 1
     natten_jax.na2d(query, key, value, 3, is_causal=True, backend=family.fna)
     assert len(traced) == 2

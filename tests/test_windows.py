@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from natten_jax import native, windows
+from natten_jax.windows import Window
 
 #: ``length, kernel_size, stride, is_causal`` and the windows ``[start, end)`` of all queries.
 EXAMPLES = [
@@ -32,10 +33,11 @@ EXAMPLES = [
 LARGEST = 24
 
 
-def parameters(length: int) -> Iterator[tuple[int, int, bool]]:
-    """Every ``kernel_size, stride, is_causal`` of a line."""
+def parameters(length: int) -> Iterator[Window]:
+    """Every window of a line."""
     for kernel_size in range(1, length + 1):
-        yield from itertools.product([kernel_size], range(1, kernel_size + 1), (False, True))
+        for stride, is_causal in itertools.product(range(1, kernel_size + 1), (False, True)):
+            yield Window(kernel_size, stride, is_causal)
 
 
 def mask_of_bounds(start: Any, end: Any, length: int) -> np.ndarray:
@@ -46,20 +48,21 @@ def mask_of_bounds(start: Any, end: Any, length: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("length", "kernel_size", "stride", "is_causal", "expected"), EXAMPLES)
 def test_written_out_examples(length: int, kernel_size: int, stride: int, is_causal: bool, expected: str) -> None:
-    bounds = [windows.window_bounds(i, length, kernel_size, stride, is_causal) for i in range(length)]
+    window = Window(kernel_size, stride, is_causal)
+    bounds = [windows.window_bounds(window, i, length) for i in range(length)]
     assert " ".join(f"{start}-{end}" for start, end in bounds) == expected
-    walked = [oracle.window(i, length, kernel_size, stride, is_causal) for i in range(length)]
+    walked = [oracle.window(i, length, *window) for i in range(length)]
     assert " ".join(f"{seen.start}-{seen.stop}" for seen in walked) == expected
 
 
 @pytest.mark.parametrize("length", range(1, LARGEST + 1))
 def test_windows_and_their_inverse_are_the_definition(length: int) -> None:
     index = np.arange(length)
-    for kernel_size, stride, is_causal in parameters(length):
-        mask = oracle.line_mask.__wrapped__(length, kernel_size, stride, 1, is_causal)
-        start, end = windows.window_bounds(index, length, kernel_size, stride, is_causal)
+    for window in parameters(length):
+        mask = oracle.line_mask.__wrapped__(length, window.kernel_size, window.stride, 1, window.is_causal)
+        start, end = windows.window_bounds(window, index, length)
         np.testing.assert_array_equal(mask_of_bounds(start, end, length), mask)
-        first, last = windows.inverse_window_bounds(index, length, length, kernel_size, stride, is_causal)
+        first, last = windows.inverse_window_bounds(window, index, length, length)
         np.testing.assert_array_equal(mask_of_bounds(first, last, length), mask.T)
 
 
@@ -67,12 +70,12 @@ def test_windows_and_their_inverse_are_the_definition(length: int) -> None:
 def test_what_kernels_rely_on(length: int) -> None:
     """Bounds never decrease, no query sees nothing, every key is seen, full windows have their size."""
     index = np.arange(length)
-    for kernel_size, stride, is_causal in parameters(length):
-        start, end = windows.window_bounds(index, length, kernel_size, stride, is_causal)
+    for window in parameters(length):
+        start, end = windows.window_bounds(window, index, length)
         assert (np.diff(start) >= 0).all() and (np.diff(end) >= 0).all()
         assert (start <= index).all() and (index < end).all()
-        assert is_causal or (end - start == kernel_size).all()
-        first, last = windows.inverse_window_bounds(index, length, length, kernel_size, stride, is_causal)
+        assert window.is_causal or (end - start == window.kernel_size).all()
+        first, last = windows.inverse_window_bounds(window, index, length, length)
         assert (first < last).all()
         assert (np.diff(first) >= 0).all() and (np.diff(last) >= 0).all()
 
@@ -82,9 +85,10 @@ def test_whole_windows_between_sequences_of_different_lengths(is_causal: bool) -
     for queries, keys in itertools.product(range(1, 13), repeat=2):
         mask = oracle.attention_mask(queries, keys, is_causal)
         for stride in range(1, keys + 1):
-            start, end = windows.window_bounds(np.arange(queries), keys, keys, stride, is_causal)
+            window = Window(keys, stride, is_causal)
+            start, end = windows.window_bounds(window, np.arange(queries), keys)
             np.testing.assert_array_equal(mask_of_bounds(start, end, keys), mask)
-            first, last = windows.inverse_window_bounds(np.arange(keys), queries, keys, keys, stride, is_causal)
+            first, last = windows.inverse_window_bounds(window, np.arange(keys), queries, keys)
             assert ((first >= 0) & (first <= last) & (last <= queries)).all()
             np.testing.assert_array_equal(mask_of_bounds(first, last, queries), mask.T)
 
@@ -96,42 +100,42 @@ def test_group_length_counts_the_tokens_of_a_dilation_group(extent: int, dilatio
 
 
 @st.composite
-def lines(draw: st.DrawFn, largest: int) -> tuple[int, int, int, int, bool]:
-    """``index, length, kernel_size, stride, is_causal`` of one dilation group."""
+def lines(draw: st.DrawFn, largest: int) -> tuple[Window, int, int]:
+    """Windows, index and length of one dilation group."""
     extent = draw(st.integers(1, largest))
     dilation = draw(st.one_of(st.just(1), st.integers(1, extent)))
     group = draw(st.integers(0, dilation - 1))
     length = windows.group_length(extent, dilation, group)
     kernel_size = draw(st.integers(1, extent // dilation))
     index = draw(st.integers(0, length - 1))
-    return index, length, kernel_size, draw(st.integers(1, kernel_size)), draw(st.booleans())
+    return Window(kernel_size, draw(st.integers(1, kernel_size)), draw(st.booleans())), index, length
 
 
 @given(lines(2**40))
-def test_a_long_line_agrees_with_its_inverse(line: tuple[int, int, int, int, bool]) -> None:
+def test_a_long_line_agrees_with_its_inverse(line: tuple[Window, int, int]) -> None:
     """Just inside and just outside both ends of a window, and of an inverse window."""
-    index, length, kernel_size, stride, is_causal = line
-    window = kernel_size, stride, is_causal
+    window, index, length = line
 
     def sees(query: int, key: int) -> bool:
-        start, end = windows.window_bounds(query, length, *window)
+        start, end = windows.window_bounds(window, query, length)
         return bool(start <= key < end)
 
     def is_seen(query: int, key: int) -> bool:
-        first, last = windows.inverse_window_bounds(key, length, length, *window)
+        first, last = windows.inverse_window_bounds(window, key, length, length)
         return bool(first <= query < last)
 
-    for key in {k + e for k in windows.window_bounds(index, length, *window) for e in (-1, 0)}:
+    for key in {k + e for k in windows.window_bounds(window, index, length) for e in (-1, 0)}:
         if 0 <= key < length:
             assert sees(index, int(key)) == is_seen(index, int(key))
-    for query in {q + e for q in windows.inverse_window_bounds(index, length, length, *window) for e in (-1, 0)}:
+    for query in {q + e for q in windows.inverse_window_bounds(window, index, length, length) for e in (-1, 0)}:
         if 0 <= query < length:
             assert sees(int(query), index) == is_seen(int(query), index)
 
 
 @given(lines(300))
-def test_a_query_of_a_long_line_sees_what_the_definition_says(line: tuple[int, int, int, int, bool]) -> None:
-    seen = oracle.window(*line)
+def test_a_query_of_a_long_line_sees_what_the_definition_says(line: tuple[Window, int, int]) -> None:
+    window, index, length = line
+    seen = oracle.window(index, length, *window)
     assert windows.window_bounds(*line) == (seen.start, seen.stop)
 
 
@@ -140,11 +144,11 @@ def test_jax_and_numpy_agree(length: int) -> None:
     index = np.arange(length, dtype=np.int32)
     for window in parameters(length):
         for function, arguments in (
-            (windows.window_bounds, (length, *window)),
-            (windows.inverse_window_bounds, (length, length, *window)),
+            (windows.window_bounds, (length,)),
+            (windows.inverse_window_bounds, (length, length)),
         ):
-            expected = function(index, *arguments)
-            found = function(jnp.asarray(index), *arguments, xp=jnp)
+            expected = function(window, index, *arguments)
+            found = function(window, jnp.asarray(index), *arguments, xp=jnp)
             assert all(isinstance(array, jnp.ndarray) for array in found)
             np.testing.assert_array_equal(found, expected)
 
@@ -161,43 +165,47 @@ def compiled() -> Any:
     return _native
 
 
-def same(function: Callable[..., Any], twin: Callable[..., Any], *arguments: Any) -> None:
-    """Compare the Python function with its native twin."""
-    expected = function(*arguments)
-    expected = tuple(map(int, expected)) if isinstance(expected, tuple) else int(expected)
-    found = twin(*arguments)
-    found = tuple(found) if isinstance(expected, tuple) else found
-    assert found == expected, (function.__name__, arguments)
+def same_window(compiled: Any, window: Window, index: int, length: int) -> None:
+    """Compare the window of a query with that of the native twin."""
+    expected = tuple(map(int, windows.window_bounds(window, index, length)))
+    assert tuple(compiled.window_bounds(index, length, *window)) == expected, (window, index, length)
+
+
+def same_inverse_window(compiled: Any, window: Window, index: int, queries: int, keys: int) -> None:
+    """Compare the queries that see a key with those of the native twin."""
+    expected = tuple(map(int, windows.inverse_window_bounds(window, index, queries, keys)))
+    found = tuple(compiled.inverse_window_bounds(index, queries, keys, *window))
+    assert found == expected, (window, index, queries, keys)
 
 
 @pytest.mark.parametrize("length", range(1, LARGEST + 1))
 def test_native_windows_equal_python(compiled: Any, length: int) -> None:
     index = np.arange(length)
     for window in parameters(length):
-        bounds = np.stack(windows.window_bounds(index, length, *window), axis=1).tolist()
+        bounds = np.stack(windows.window_bounds(window, index, length), axis=1).tolist()
         assert [list(compiled.window_bounds(i, length, *window)) for i in range(length)] == bounds
-        bounds = np.stack(windows.inverse_window_bounds(index, length, length, *window), axis=1).tolist()
+        bounds = np.stack(windows.inverse_window_bounds(window, index, length, length), axis=1).tolist()
         assert [list(compiled.inverse_window_bounds(i, length, length, *window)) for i in range(length)] == bounds
 
 
 def test_native_windows_of_different_lengths_equal_python(compiled: Any) -> None:
     for queries, keys, is_causal in itertools.product(range(1, 10), range(1, 10), (False, True)):
         for stride in range(1, keys + 1):
+            window = Window(keys, stride, is_causal)
             for i in range(queries):
-                same(windows.window_bounds, compiled.window_bounds, i, keys, keys, stride, is_causal)
+                same_window(compiled, window, i, keys)
             for j in range(keys):
-                arguments = (j, queries, keys, keys, stride, is_causal)
-                same(windows.inverse_window_bounds, compiled.inverse_window_bounds, *arguments)
+                same_inverse_window(compiled, window, j, queries, keys)
 
 
 @given(lines(2**40))
-def test_native_windows_of_long_lines_equal_python(line: tuple[int, int, int, int, bool]) -> None:
+def test_native_windows_of_long_lines_equal_python(line: tuple[Window, int, int]) -> None:
     assert native.load_error is None, native.load_error
     _native: Any = importlib.import_module("natten_jax._native")
 
-    index, length, *window = line
-    same(windows.window_bounds, _native.window_bounds, *line)
-    same(windows.inverse_window_bounds, _native.inverse_window_bounds, index, length, length, *window)
+    window, index, length = line
+    same_window(_native, window, index, length)
+    same_inverse_window(_native, window, index, length, length)
 
 
 @given(st.integers(1, 2**40), st.integers(1, 2**40), st.data())
@@ -206,4 +214,5 @@ def test_native_group_length_equals_python(extent: int, dilation: int, data: st.
     _native: Any = importlib.import_module("natten_jax._native")
 
     group = data.draw(st.integers(0, min(extent, dilation) - 1))
-    same(windows.group_length, _native.group_length, extent, dilation, group)
+    expected = windows.group_length(extent, dilation, group)
+    assert _native.group_length(extent, dilation, group) == expected, (extent, dilation, group)

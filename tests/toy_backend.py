@@ -22,14 +22,14 @@ class ToyBackend(PureJaxBackend):
         mask = jnp.ones((1, 1), bool)
         for axis, start, own, others in zip(problem.axes, origins[:, 3 - problem.rank :].T, queries, keys, strict=True):
             query, key, d = (start[0] + jnp.arange(own))[:, None], start[1] + jnp.arange(others), axis.dilation
-            length, window = windows.group_length(axis.kv_extent, d, query % d), (axis.kernel_size, axis.stride)
-            first, end = windows.window_bounds(query // d, length, *window, axis.is_causal, xp=jnp)
+            length = windows.group_length(axis.kv_extent, d, query % d)
+            first, end = windows.window_bounds(axis.window, query // d, length, xp=jnp)
             seen = (query % d == key % d) & (first <= key // d) & (key // d < end)
             mask = (mask[:, None, :, None] & seen[:, None]).reshape(len(mask) * own, -1)
         tokens = [a.reshape(batch, -1, *a.shape[-2:]).astype("float32") for a in operands[:3]]
-        if problem.additional_kv:
+        if more := [array for array in operands[3:5] if array is not None]:
             mask = jnp.pad(mask, ((0, 0), (0, problem.additional_kv)), constant_values=True)
-            tokens[1:] = (jnp.concatenate(pair, axis=1) for pair in zip(tokens[1:], operands[3:5], strict=True))
+            tokens[1:] = (jnp.concatenate(pair, axis=1) for pair in zip(tokens[1:], more, strict=True))
         query, key, value = (jnp.repeat(a, heads // a.shape[2], axis=2) for a in tokens)
         logits = problem.scale * jnp.einsum("bqhd,bkhd->bqhk", query, key, precision="highest")
         logits = jnp.where(mask[:, None], logits, -jnp.inf)

@@ -9,7 +9,6 @@ namespace natten_jax::cpu {
 
 using ItemKernel = void (*)(const Plan& plan, const Item& item, std::byte* scratch);
 
-inline constexpr int kElementTypes = 3;
 inline constexpr int kPasses = 3;
 
 struct KernelTable {

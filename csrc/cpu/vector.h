@@ -35,6 +35,7 @@ static_assert(kRowPadding >= kDotRows, "micro-kernels may touch whole groups of 
 
 typedef float NativeFloat __attribute__((vector_size(4 * kWidth), may_alias));
 typedef std::int32_t NativeInt __attribute__((vector_size(4 * kWidth), may_alias));
+typedef std::uint32_t NativeBits __attribute__((vector_size(4 * kWidth), may_alias));
 
 struct Float {
   NativeFloat v[kVectors];
@@ -126,7 +127,8 @@ NATTEN_JAX_INLINE Float exp2(const Float& x) {
     p = p * f + 0.24022647738456726f;
     p = p * f + 0.6931471824645996f;
     p = p * f + 1.0f;
-    const NativeInt scaled = reinterpret_cast<NativeInt>(p) + (reinterpret_cast<NativeInt>(shifted) << 23);
+    // Below the normal range the exponent's bits overflow; what they make is not taken.
+    const NativeBits scaled = reinterpret_cast<NativeBits>(p) + (reinterpret_cast<NativeBits>(shifted) << 23);
     y.v[i] = x.v[i] < -126.0f ? NativeFloat{} : reinterpret_cast<NativeFloat>(scaled);
   }
   return y;

@@ -9,12 +9,36 @@
 
 namespace natten_jax::ffi {
 
+using xffi::AnyBuffer;
 using xffi::Error;
 
 Error decode_device_call(const ProblemOperands& operands, const Attributes& attributes, Call& call,
                          const std::int32_t*& origins) {
   NATTEN_JAX_RETURN_IF_ERROR(decode_origins(operands.origins, origins));
   return decode_problem(operands, attributes, origins != nullptr ? nullptr : kNoOrigins, call);
+}
+
+Error check_outputs(const AnyBuffer& out, const AnyBuffer& out_cotangent, ElementType& type) {
+  constexpr std::int64_t kStep = 8, kLargestHeadDim = 256;  // as cuda/common/gradient_passes.h has it
+  NATTEN_JAX_RETURN_IF_ERROR(decode_element_type("out", out, type));
+  const auto shape = out.dimensions();
+  if (shape.size() != 6) {
+    return Error::InvalidArgument("natten_jax: out has " + std::to_string(shape.size()) +
+                                  " dimensions, but must have 6 [batch, x, y, z, heads, head_dim_v]");
+  }
+  if (shape[5] % kStep != 0 || shape[5] > kLargestHeadDim || shape[5] == 0) {
+    return Error::InvalidArgument("natten_jax: head_dim_v is " + std::to_string(shape[5]) +
+                                  ", but must be a multiple of " + std::to_string(kStep) + " and at most " +
+                                  std::to_string(kLargestHeadDim));
+  }
+  return check_array("out_cotangent", out_cotangent, data_type(type),
+                     {shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]}, "it looks like out");
+}
+
+Error check_statistic_of_outputs(const char* name, const AnyBuffer& array, const AnyBuffer& out) {
+  const auto shape = out.dimensions();
+  return check_array(name, array, xffi::DataType::F32, {shape[0], shape[1], shape[2], shape[3], shape[4]},
+                     "one value per query and head");
 }
 
 Error check_compute_capability(int major, int minor) {

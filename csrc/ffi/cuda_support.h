@@ -11,6 +11,13 @@ namespace natten_jax::ffi {
 xffi::Error decode_device_call(const ProblemOperands& operands, const Attributes& attributes, Call& call,
                                const std::int32_t*& origins);
 
+/// Checks the operands that every kernel of cuda/common/gradient_passes.h starts with: the output and its cotangent,
+/// [batch, x, y, z, heads, head_dim_v].
+xffi::Error check_outputs(const xffi::AnyBuffer& out, const xffi::AnyBuffer& out_cotangent, ElementType& type);
+
+/// Checks an array of one value for each of their queries and heads.
+xffi::Error check_statistic_of_outputs(const char* name, const xffi::AnyBuffer& array, const xffi::AnyBuffer& out);
+
 /// Checks that the current device is of the compute capability that a family of kernels is compiled for.
 xffi::Error check_compute_capability(int major, int minor);
 

@@ -64,6 +64,10 @@ const char* type_name(DataType type) {
   }
 }
 
+/// By ElementType.
+constexpr DataType kDataTypes[] = {DataType::F32, DataType::F16, DataType::BF16};
+static_assert(std::size(kDataTypes) == kElementTypes);
+
 /// A number that the attribute `axes` holds of each token dimension.
 struct AxisField {
   const char* name;
@@ -186,23 +190,6 @@ Error check_windows(const Axis (&axes)[kRank]) {
   return Error::Success();
 }
 
-Error decode_element_type(const AnyBuffer& query, ElementType& type) {
-  switch (query.element_type()) {
-    case DataType::F32:
-      type = ElementType::kFloat32;
-      return Error::Success();
-    case DataType::F16:
-      type = ElementType::kFloat16;
-      return Error::Success();
-    case DataType::BF16:
-      type = ElementType::kBFloat16;
-      return Error::Success();
-    default:
-      return invalid("query has dtype ", type_name(query.element_type()),
-                     ", but must have float32, float16 or bfloat16");
-  }
-}
-
 /// Adds what the operands say of the axes: local extents and origins.
 Error locate_axes(const AnyBuffer& query, const AnyBuffer& key, const std::int32_t* origins, Axis (&axes)[kRank]) {
   for (int i = 0; i < kRank; ++i) {
@@ -224,14 +211,19 @@ Error locate_axes(const AnyBuffer& query, const AnyBuffer& key, const std::int32
 }  // namespace
 
 DataType data_type(ElementType type) {
-  switch (type) {
-    case ElementType::kFloat16:
-      return DataType::F16;
-    case ElementType::kBFloat16:
-      return DataType::BF16;
-    default:
-      return DataType::F32;
+  return kDataTypes[static_cast<int>(type)];
+}
+
+Error decode_element_type(const char* name, const AnyBuffer& array, ElementType& type) {
+  std::string known;
+  for (int i = 0; i < kElementTypes; ++i) {
+    if (array.element_type() == kDataTypes[i]) {
+      type = static_cast<ElementType>(i);
+      return Error::Success();
+    }
+    known += std::string(i > 0 ? ", " : "") + type_name(kDataTypes[i]);
   }
+  return invalid(name, " has dtype ", type_name(array.element_type()), ", but must have one of ", known);
 }
 
 Error check_array(const char* name, const AnyBuffer& array, DataType type, std::initializer_list<std::int64_t> shape,
@@ -285,7 +277,7 @@ Error decode_problem(const ProblemOperands& operands, const Attributes& a, const
   Problem& p = call.problem;
   call.tiles = a.tiles;
   p.scale = a.scale;
-  NATTEN_JAX_RETURN_IF_ERROR(decode_element_type(query, p.element_type));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_element_type("query", query, p.element_type));
   NATTEN_JAX_RETURN_IF_ERROR(check_rank_and_extents("query", query, 6, "[batch, x, y, z, heads, head_dim]"));
   NATTEN_JAX_RETURN_IF_ERROR(check_rank_and_extents("key", key, 6, "[batch, x, y, z, heads_kv, head_dim]"));
   NATTEN_JAX_RETURN_IF_ERROR(check_rank_and_extents("value", value, 6, "[batch, x, y, z, heads_kv, head_dim_v]"));

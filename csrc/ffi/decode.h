@@ -62,6 +62,9 @@ xffi::Error decode_origins(const xffi::AnyBuffer& origins, const std::int32_t*& 
 /// Element type of the problem's arrays.
 xffi::DataType data_type(ElementType type);
 
+/// The element type of an array, or an error where the kernels know none such.
+xffi::Error decode_element_type(const char* name, const xffi::AnyBuffer& array, ElementType& type);
+
 /// Checks an array that must look exactly like this; `rule` says why.
 xffi::Error check_array(const char* name, const xffi::AnyBuffer& array, xffi::DataType type,
                         std::initializer_list<std::int64_t> shape, const char* rule);

@@ -143,34 +143,16 @@ XLA_FFI_DEFINE_HANDLER(kSm80Backward, sm80_backward,
 Error sm80_delta(AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumexp_cotangent, Result delta,
                  cudaStream_t stream) {
   return guarded([&]() -> Error {
-    constexpr std::int64_t kStep = 8, kLargestHeadDim = 256;
-    const auto shape = out.dimensions();
-    const xffi::DataType type = out.element_type();
-    const auto element_type = type == xffi::DataType::F32   ? ElementType::kFloat32
-                              : type == xffi::DataType::F16 ? ElementType::kFloat16
-                                                            : ElementType::kBFloat16;
-    if (shape.size() != 6 || data_type(element_type) != type) {
-      return Error::InvalidArgument(
-          "natten_jax: out must have dtype float32, float16 or bfloat16 and axes [batch, x, y, z, heads, head_dim_v]");
-    }
-    if (shape[5] % kStep != 0 || shape[5] > kLargestHeadDim || shape[5] == 0) {
-      return Error::InvalidArgument("natten_jax: head_dim_v is " + std::to_string(shape[5]) +
-                                    ", but must be a multiple of 8 and at most 256");
-    }
-    NATTEN_JAX_RETURN_IF_ERROR(check_array("out_cotangent", out_cotangent, type,
-                                           {shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]},
-                                           "it looks like out"));
-    NATTEN_JAX_RETURN_IF_ERROR(check_array("logsumexp_cotangent", logsumexp_cotangent, xffi::DataType::F32,
-                                           {shape[0], shape[1], shape[2], shape[3], shape[4]},
-                                           "one value per query and head"));
-    NATTEN_JAX_RETURN_IF_ERROR(check_array("result delta", *delta, xffi::DataType::F32,
-                                           {shape[0], shape[1], shape[2], shape[3], shape[4]},
-                                           "one value per query and head"));
+    ElementType type{};
+    NATTEN_JAX_RETURN_IF_ERROR(check_outputs(out, out_cotangent, type));
+    NATTEN_JAX_RETURN_IF_ERROR(check_statistic_of_outputs("logsumexp_cotangent", logsumexp_cotangent, out));
+    NATTEN_JAX_RETURN_IF_ERROR(check_statistic_of_outputs("result delta", *delta, out));
     const auto rows = static_cast<std::int64_t>(delta->element_count());
     if (rows == 0) return Error::Success();
-    return error_of(status_of(launch_delta(element_type, out.untyped_data(), out_cotangent.untyped_data(),
-                                           static_cast<const float*>(logsumexp_cotangent.untyped_data()),
-                                           static_cast<float*>(delta->untyped_data()), rows, shape[5], stream)));
+    return error_of(
+        status_of(launch_delta(type, out.untyped_data(), out_cotangent.untyped_data(),
+                               static_cast<const float*>(logsumexp_cotangent.untyped_data()),
+                               static_cast<float*>(delta->untyped_data()), rows, out.dimensions()[5], stream)));
   });
 }
 

@@ -73,32 +73,20 @@ Error sm90_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer a
 Error sm90_statistics(AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumexp, AnyBuffer logsumexp_cotangent,
                       Result statistics, cudaStream_t stream) {
   return guarded([&]() -> Error {
-    constexpr std::int64_t kStep = 8, kLargestHeadDim = 256;
+    ElementType type{};
+    NATTEN_JAX_RETURN_IF_ERROR(check_outputs(out, out_cotangent, type));
+    if (type == ElementType::kFloat32) {
+      return Error::InvalidArgument("natten_jax: out has dtype float32, but must have float16 or bfloat16");
+    }
+    NATTEN_JAX_RETURN_IF_ERROR(check_statistic_of_outputs("logsumexp", logsumexp, out));
+    NATTEN_JAX_RETURN_IF_ERROR(check_statistic_of_outputs("logsumexp_cotangent", logsumexp_cotangent, out));
     const auto shape = out.dimensions();
-    const DataType type = out.element_type();
-    if (shape.size() != 6 || (type != DataType::F16 && type != DataType::BF16)) {
-      return Error::InvalidArgument(
-          "natten_jax: out must have dtype float16 or bfloat16 and axes [batch, x, y, z, heads, head_dim_v]");
-    }
-    if (shape[5] % kStep != 0 || shape[5] > kLargestHeadDim || shape[5] == 0) {
-      return Error::InvalidArgument("natten_jax: head_dim_v is " + std::to_string(shape[5]) +
-                                    ", but must be a multiple of 8 and at most 256");
-    }
-    NATTEN_JAX_RETURN_IF_ERROR(check_array("out_cotangent", out_cotangent, type,
-                                           {shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]},
-                                           "it looks like out"));
-    for (const auto& [name, array] :
-         {std::pair{"logsumexp", &logsumexp}, std::pair{"logsumexp_cotangent", &logsumexp_cotangent}}) {
-      NATTEN_JAX_RETURN_IF_ERROR(check_array(name, *array, DataType::F32,
-                                             {shape[0], shape[1], shape[2], shape[3], shape[4]},
-                                             "one value per query and head"));
-    }
     NATTEN_JAX_RETURN_IF_ERROR(check_array("result statistics", *statistics, DataType::F32,
                                            {shape[0], shape[4], shape[1], shape[2], shape[3], 2},
                                            "two values per head and query"));
     if (statistics->element_count() == 0) return Error::Success();
     return error_of(status_of(launch_statistics(
-        type == DataType::BF16, out.untyped_data(), out_cotangent.untyped_data(),
+        type == ElementType::kBFloat16, out.untyped_data(), out_cotangent.untyped_data(),
         static_cast<const float*>(logsumexp.untyped_data()),
         static_cast<const float*>(logsumexp_cotangent.untyped_data()), static_cast<float*>(statistics->untyped_data()),
         shape[0], shape[1] * shape[2] * shape[3], shape[4], shape[5], stream)));

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from natten_jax.problem import Axis
 from natten_jax.windows import group_length, inverse_window_bounds, window_bounds
 
 
@@ -39,34 +40,31 @@ class AxisPosition(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Axis:
+class AxisSweep:
     """The static facts of one token dimension in a pass.
 
     Attributes:
+        axis: The dimension, with its global extents.
         outer_is_query: Whether outer tiles are query tiles.
         extents: Local query and key/value tokens.
-        global_extents: Query and key/value tokens of the whole layout.
-        kernel_size: Window extent.
-        stride: Queries that share a window.
-        dilation: Distance between neighbors.
-        is_causal: Whether later keys are hidden.
         outer_tile: Outer tokens of a tile.
-        inner_tile: Away tokens of a tile.
+        inner_tile: Inner tokens of a tile.
         inner_steps: Inner tiles that an outer tile visits.
         assumes_whole: Whether ``inner_steps`` holds only for arrays that start at the layout's first token.
     """
 
+    axis: Axis
     outer_is_query: bool
     extents: tuple[int, int]
-    global_extents: tuple[int, int]
-    kernel_size: int
-    stride: int
-    dilation: int
-    is_causal: bool
     outer_tile: int
     inner_tile: int
     inner_steps: int
     assumes_whole: bool
+
+    @property
+    def dilation(self) -> int:
+        """Distance between neighbors."""
+        return self.axis.dilation
 
     @property
     def outer_length(self) -> int:
@@ -99,16 +97,16 @@ class Axis:
         outer_shift = coordinate // d
         inner_residue = (coordinate - inner_origin) % d
         inner_shift = (inner_residue + inner_origin) // d
-        queries = group_length(self.global_extents[0], d, group)
-        keys = group_length(self.global_extents[1], d, group)
+        queries = group_length(self.axis.query_extent, d, group)
+        keys = group_length(self.axis.kv_extent, d, group)
         outer = (tile * self.outer_tile)[:, None] + jnp.arange(self.outer_tile, dtype=tile.dtype)[None]
         first = outer[:, 0] + outer_shift
-        window = (self.kernel_size, self.stride, self.is_causal)
+        window = self.axis.window
         if self.outer_is_query:
-            start = window_bounds(first, keys, *window, xp=jnp)[0]
+            start = window_bounds(window, first, keys, xp=jnp)[0]
         else:
             first = jnp.clip(first, 0, keys - 1)
-            start = inverse_window_bounds(first, queries, keys, *window, xp=jnp)[0]
+            start = inverse_window_bounds(window, first, queries, keys, xp=jnp)[0]
         inner_start = jnp.clip(start - inner_shift, 0, self.inner_length - self.inner_tile * self.inner_steps)
         return AxisPosition(outer, outer_shift, residue, inner_start, inner_shift, inner_residue, keys)
 
@@ -118,14 +116,8 @@ class Axis:
         outer_side = (position.outer, position.outer_shift, position.outer_residue)
         inner_side = (inner, position.inner_shift, position.inner_residue)
         query_side, key_side = (outer_side, inner_side) if self.outer_is_query else (inner_side, outer_side)
-        start, end = window_bounds(
-            query_side[0] + query_side[1][:, None],
-            position.keys_in_group[:, None],
-            self.kernel_size,
-            self.stride,
-            self.is_causal,
-            xp=jnp,
-        )
+        query = query_side[0] + query_side[1][:, None]
+        start, end = window_bounds(self.axis.window, query, position.keys_in_group[:, None], xp=jnp)
         local_key, shift, residue = key_side
         # A key that a window names may lie on another device; as an array's padding, it is not there.
         local_keys = (self.extents[1] - residue + self.dilation - 1) // self.dilation

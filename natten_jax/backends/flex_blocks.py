@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from natten_jax.backends.flex_axes import Axis, AxisPosition
+from natten_jax.backends.flex_axes import AxisPosition, AxisSweep
 from natten_jax.backends.flex_hulls import largest_hull
 from natten_jax.devices import default_device
 from natten_jax.problem import Problem, Shape
@@ -35,7 +35,7 @@ class Sweep:
         tiles_per_step: Outer tiles that one step of the scan processes at once.
     """
 
-    axes: tuple[Axis, ...]
+    axes: tuple[AxisSweep, ...]
     tiles_per_step: int
 
     @property
@@ -232,32 +232,25 @@ def make_sweep(
         outer_is_query: Whether outer tiles are query tiles.
     """
     axes = []
-    for i in range(problem.rank):
-        d = problem.dilation[i]
+    for i, axis in enumerate(problem.axes):
         extents = query_extents[i], key_extents[i]
-        global_extents = problem.query_layout[i], problem.kv_layout[i]
         outer_tile, inner_tile = (query_tile[i], key_tile[i]) if outer_is_query else (key_tile[i], query_tile[i])
-        outer_length, inner_length = (-(-x // d) for x in (extents if outer_is_query else extents[::-1]))
+        outer_length, inner_length = (-(-x // axis.dilation) for x in (extents if outer_is_query else extents[::-1]))
         outer_tile = min(outer_tile, outer_length)
-        window = (problem.kernel_size[i], problem.stride[i], d, problem.is_causal[i])
         hulls = [
-            min(inner_length, largest_hull(*global_extents, *window, outer_tile, outer_is_query, is_aligned))
+            min(inner_length, largest_hull(axis, outer_tile, outer_is_query, is_aligned))
             for is_aligned in (False, True)
         ]
         steps = [-(-hull // inner_tile) for hull in hulls]
         # An array as long as the whole layout starts where the layout does, and so do its tiles.
-        is_whole = extents == global_extents and hulls[True] < hulls[False]
+        is_whole = extents == (axis.query_extent, axis.kv_extent) and hulls[True] < hulls[False]
         # Equal tiles that just cover the hull waste less than the largest ones.
         inner_tile = -(-hulls[is_whole] // steps[is_whole])
         axes.append(
-            Axis(
+            AxisSweep(
+                axis=axis,
                 outer_is_query=outer_is_query,
                 extents=extents,
-                global_extents=global_extents,
-                kernel_size=window[0],
-                stride=window[1],
-                dilation=d,
-                is_causal=window[3],
                 outer_tile=outer_tile,
                 inner_tile=inner_tile,
                 inner_steps=steps[is_whole],

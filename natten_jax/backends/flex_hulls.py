@@ -8,17 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from natten_jax.problem import Axis
 from natten_jax.windows import group_length, inverse_window_bounds, window_bounds
 
 
 @functools.lru_cache(maxsize=1024)
 def largest_hull(
-    queries: int,
-    keys: int,
-    kernel_size: int,
-    stride: int,
-    dilation: int,
-    is_causal: bool,
+    axis: Axis,
     tile: int,
     outer_is_query: bool,
     is_aligned: bool,
@@ -28,28 +24,24 @@ def largest_hull(
     Its cost depends on the tile alone, not on how many tokens there are.
 
     Args:
-        queries: Global query tokens.
-        keys: Global key tokens.
-        kernel_size: Window extent.
-        stride: Queries that share a window.
-        dilation: Distance between neighbors.
-        is_causal: Whether later keys are hidden.
+        axis: The dimension.
         tile: Extent of the tiles.
         outer_is_query: Whether the tiles hold queries, which see keys, or keys, which are seen by queries.
         is_aligned: Whether tiles start at multiples of their extent only.
     """
     largest = 1
-    for group in {0, dilation - 1}:  # the longest groups and the shortest
-        lengths = group_length(queries, dilation, group), group_length(keys, dilation, group)
-        length = lengths[not outer_is_query]
-        first = _decisive_tiles(length, kernel_size, stride, tile, tile if is_aligned else 1)
+    window = axis.window
+    for group in {0, axis.dilation - 1}:  # the longest groups and the shortest
+        queries, keys = (group_length(extent, axis.dilation, group) for extent in (axis.query_extent, axis.kv_extent))
+        length = queries if outer_is_query else keys
+        first = _decisive_tiles(length, window.kernel_size, window.stride, tile, tile if is_aligned else 1)
         last = np.minimum(first + tile - 1, length - 1)
         if outer_is_query:
-            start = window_bounds(first, lengths[1], kernel_size, stride, is_causal)[0]
-            end = window_bounds(last, lengths[1], kernel_size, stride, is_causal)[1]
+            start = window_bounds(window, first, keys)[0]
+            end = window_bounds(window, last, keys)[1]
         else:
-            start = inverse_window_bounds(first, *lengths, kernel_size, stride, is_causal)[0]
-            end = inverse_window_bounds(last, *lengths, kernel_size, stride, is_causal)[1]
+            start = inverse_window_bounds(window, first, queries, keys)[0]
+            end = inverse_window_bounds(window, last, queries, keys)[1]
         largest = max(largest, int((end - start).max(initial=0)))
     return largest
 

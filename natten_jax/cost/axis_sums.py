@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from natten_jax.windows import Window
+
 #: Of tile numbers (int64) to the lengths that are to be summed: an int64 array, a row for every kind of length.
 Lengths = Callable[[Any], Any]
 
@@ -54,8 +56,9 @@ def check_extent(extent: int) -> None:
         raise ValueError(f"{extent} tokens in a dimension are too many to count tiles: at most 2**60 may be there")
 
 
-def window_changes(queries: int, keys: int, kernel_size: int, stride: int, is_causal: bool) -> list[int]:
+def window_changes(window: Window, queries: int, keys: int) -> list[int]:
     """Query indices at which :func:`natten_jax.windows.window_bounds` goes on in another way."""
+    kernel_size, stride, is_causal = window
 
     def group_at(index: int) -> int:
         return -(-index // stride) * stride  # first query whose stride group starts there or later
@@ -66,8 +69,9 @@ def window_changes(queries: int, keys: int, kernel_size: int, stride: int, is_ca
     return [group_at(keys - 1 - stride // 2), group_at(before), group_at(keys - kernel_size + before)]
 
 
-def inverse_window_changes(queries: int, keys: int, kernel_size: int, stride: int, is_causal: bool) -> list[int]:
+def inverse_window_changes(window: Window, queries: int, keys: int) -> list[int]:
     """Key indices at which :func:`natten_jax.windows.inverse_window_bounds` goes on in another way."""
+    kernel_size, stride, is_causal = window
     end = -(-queries // stride) * stride
     changes = [kernel_size, keys - kernel_size, queries]
     if is_causal:

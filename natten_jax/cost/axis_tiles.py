@@ -194,7 +194,7 @@ class _Walk:
 
     def __init__(self, axis: Axis, queries: int, keys: int, outer_tile: int, placement: Placement, pass_: Pass) -> None:
         check_extent(max(queries, keys))
-        self._window = axis.kernel_size, axis.stride, axis.is_causal
+        self._window = axis.window
         self._queries, self._keys = queries, keys
         self._is_forward = pass_ == "forward"
         self._is_anchored = placement == "anchored"
@@ -206,13 +206,12 @@ class _Walk:
     def totals(self, lengths: Lengths, rows: Sequence[Rows], *inner_tiles: int) -> Totals:
         """Sums over all outer tiles of lengths that are made of the bounds at the given rows."""
         tile = self.outer_tile
-        _, stride, is_causal = self._window
         # Where all windows move at one pace, what lies between their ends stays; else it changes by full tiles only.
-        moves_alike = self._is_forward and not is_causal and self._is_anchored
+        moves_alike = self._is_forward and not self._window.is_causal and self._is_anchored
         steps = () if moves_alike else map(self._within_reach, inner_tiles)
-        period = math.lcm(tile, stride, *steps) // tile
+        period = math.lcm(tile, self._window.stride, *steps) // tile
         of_tokens = (window_changes if self._is_forward else inverse_window_changes)(
-            self._queries, self._keys, *self._window
+            self._window, self._queries, self._keys
         )
         offsets = {0, tile - 1, *(min(row, tile - 1) for each in rows for row in each)}
         changes = (-(-(change - offset) // tile) for change in of_tokens for offset in offsets)
@@ -255,5 +254,5 @@ class _Walk:
 
     def _windows(self, index: Any) -> tuple[Any, Any]:
         if self._is_forward:
-            return windows.window_bounds(index, self._keys, *self._window)
-        return windows.inverse_window_bounds(index, self._queries, self._keys, *self._window)
+            return windows.window_bounds(self._window, index, self._keys)
+        return windows.inverse_window_bounds(self._window, index, self._queries, self._keys)

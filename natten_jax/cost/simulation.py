@@ -9,9 +9,9 @@ from natten_jax.cost.axis_tiles import Placement
 from natten_jax.cost.calibration import Calibration
 from natten_jax.cost.predict import predict
 from natten_jax.cost.tile_counts import TileCounts, count_tiles
-from natten_jax.cost.work import ELEMENT_BYTES, all_pairs, flops, least_bytes
+from natten_jax.cost.work import all_pairs, flops, least_bytes
 from natten_jax.passes import Pass, TilePair, outer_and_inner
-from natten_jax.problem import Problem
+from natten_jax.problem import ELEMENT_BYTES, Problem
 
 
 @dataclasses.dataclass(frozen=True)

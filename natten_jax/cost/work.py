@@ -14,10 +14,7 @@ from natten_jax import windows
 from natten_jax.cost.axes import dilation_groups
 from natten_jax.cost.axis_sums import check_extent, totals, window_changes
 from natten_jax.passes import Pass
-from natten_jax.problem import Axis, Problem
-
-#: Of an element, by the name of its type.
-ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+from natten_jax.problem import ELEMENT_BYTES, Axis, Problem
 
 
 def visible_pairs(problem: Problem) -> int:
@@ -39,15 +36,14 @@ def visible_pairs_of_axis(axis: Axis) -> int:
         ValueError: The dimension is too long to be counted.
     """
     pairs = 0
-    window = axis.kernel_size, axis.stride, axis.is_causal
     for groups, queries, keys in dilation_groups(axis):
         check_extent(max(queries, keys))
 
         def lengths(index: Any, keys: int = keys) -> Any:
-            start, end = windows.window_bounds(index, keys, *window)
+            start, end = windows.window_bounds(axis.window, index, keys)
             return (end - start)[np.newaxis]
 
-        changes = window_changes(queries, keys, *window)
+        changes = window_changes(axis.window, queries, keys)
         pairs += groups * totals(queries, axis.stride, changes, lengths).sums[0]
     return pairs
 

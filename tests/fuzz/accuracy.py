@@ -104,7 +104,7 @@ def _excess(
         tokens = max(operands.query[0, ..., 0, 0].size, operands.key[0, ..., 0, 0].size)
         allowed += SMALLEST_FLOAT16 * result.size**0.5 * (1 + largest * tokens**0.5)
     distance = float(np.linalg.norm(result - reference))
-    return None if distance <= allowed else Excess(name, size, distance, allowed)
+    return None if distance <= allowed else Excess(name, size, distance, float(allowed))
 
 
 def _steepest(operands: oracle.Tensors) -> float:

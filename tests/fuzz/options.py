@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 from families import FAMILIES, family_named
 
+from natten_jax.problem import OPERATORS, Operator
+
 DEFAULT_MINUTES = 1.0
-OPERATORS = ("fna", "fmha")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Options:
     """
 
     family: str
-    operators: tuple[str, ...]
+    operators: tuple[Operator, ...]
     seed: int
     problems: int | None
     minutes: float | None
@@ -61,7 +63,7 @@ def parse(arguments: list[str] | None = None) -> Options:
     parser.add_argument("--at-once", type=_positive(int), help="problems in one compiled program")
     parser.add_argument("--output-dir", type=Path, default=Path("build/fuzz"), help="for programs that show a failure")
     found = parser.parse_args(arguments)
-    name, _, operator = found.backend.partition("-")
+    name, _, chosen = found.backend.partition("-")
     family = family_named(name)
     if found.seed < 0:
         parser.error(f"--seed must not be negative, got {found.seed}")
@@ -70,7 +72,7 @@ def parse(arguments: list[str] | None = None) -> Options:
     minutes = DEFAULT_MINUTES if found.minutes is None and found.problems is None else found.minutes
     return Options(
         family=name,
-        operators=(operator,) if operator else OPERATORS,
+        operators=tuple(operator for operator in OPERATORS if chosen in ("", operator)),
         seed=found.seed,
         problems=found.problems,
         minutes=minutes,
@@ -83,7 +85,7 @@ def parse(arguments: list[str] | None = None) -> Options:
     )
 
 
-def _positive(kind: type[int] | type[float]) -> object:
+def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
     def convert(text: str) -> float:
         value = kind(text)
         if not value > 0:

@@ -146,7 +146,7 @@ def draw(family: Family, operators: tuple[str, ...], seed: int, number: int, is_
         case = dataclasses.replace(case, batch=1, heads=case.heads // case.heads_kv, heads_kv=1)
     if rng.choice(operators) == "fmha":
         queries, keys = (int(n) for n in rng.integers(1, rng.choice([20, 150, 400]), 2))
-        plain = {"kernel_size": None, "stride": None, "dilation": None, "additional": 0, "fused": False}
+        plain: dict[str, Any] = {"kernel_size": None, "stride": None, "dilation": None, "additional": 0, "fused": False}
         case = dataclasses.replace(
             case, layout=(keys,), queries=queries, is_causal=(bool(rng.random() < 0.5),), **plain
         )
@@ -213,7 +213,7 @@ def _tile(rng: np.random.Generator, rank: int) -> tuple[int, ...]:
     tile = [1] * rank
     order = rng.permutation(rank)
     for dimension in order[:-1]:
-        tile[dimension] = int(rng.choice([1, 2, 4, 8, 16, rng.integers(1, left + 1)]))
+        tile[dimension] = int(rng.choice([1, 2, 4, 8, 16, int(rng.integers(1, left + 1))]))
         tile[dimension] = min(tile[dimension], left)
         left //= tile[dimension]
     tile[order[-1]] = left if rng.random() < 0.6 else int(rng.integers(1, left + 1))

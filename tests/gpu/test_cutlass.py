@@ -127,7 +127,7 @@ def test_hopper_comes_first_where_it_can(element_type: str, first: str) -> None:
 
 
 def test_calls_in_command_buffers_follow_their_buffers() -> None:
-    options = {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1}
+    options: dict[str, Any] = {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1}
     run = functools.partial(gradients, backward_kv_splits=1)
     sets = [tuple(draw(3 * i + j, 1, 33, 47, 4, 64, dtype=jnp.bfloat16) for j in range(3)) for i in range(4)]
     plain = jax.jit(run).lower(*sets[0]).compile(compiler_options={"xla_gpu_enable_command_buffer": ""})

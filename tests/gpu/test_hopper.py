@@ -27,7 +27,10 @@ import natten_jax
 pytestmark = pytest.mark.gpu
 
 #: Turns every sequence of kernels into a CUDA graph, however short.
-COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1}
+COMMAND_BUFFERS: dict[str, Any] = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL",
+    "xla_gpu_graph_min_graph_size": 1,
+}
 
 
 def draw(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
@@ -103,7 +106,7 @@ def test_arrays_of_more_than_2_31_elements(
     for token in map(int, sample):
         entry, *position = np.unravel_index(token, (batch, *layout))
         lines = []
-        for at, extent, window, step in zip(position, layout, kernel_size, dilation, strict=True):
+        for at, extent, window, step in zip(map(int, position), layout, kernel_size, dilation, strict=True):
             length = len(range(at % step, extent, step))
             lines.append([at % step + step * j for j in oracle.window(at // step, length, window, 1, False)])
         seen = np.ravel_multi_index(np.meshgrid([entry], *lines, indexing="ij"), (batch, *layout)).ravel()

@@ -15,9 +15,17 @@ inline constexpr int kRank = 3;
 inline constexpr std::int64_t kMostTileTokens = 4096;
 
 enum class ElementType : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+inline constexpr int kElementTypes = 3;
 
 NATTEN_JAX_HOST_DEVICE constexpr int element_bytes(ElementType type) {
-  return type == ElementType::kFloat32 ? 4 : 2;
+  switch (type) {
+    case ElementType::kFloat32:
+      return 4;
+    case ElementType::kFloat16:
+    case ElementType::kBFloat16:
+      return 2;
+  }
+  return 0;
 }
 
 /// The tokens of one side (query or key/value) along one dimension.
