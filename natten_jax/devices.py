@@ -37,6 +37,9 @@ class Device:
 
 CPU = Device("cpu")
 
+#: Whatever has no kernels.
+OTHER = Device("other")
+
 
 def parse_compute_capability(text: str) -> ComputeCapability:
     """``"9.0"`` as ``(9, 0)``.

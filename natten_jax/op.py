@@ -33,7 +33,7 @@ def attend(request: Request, operands: Operands) -> Output:
 
     def run_local(request: Request, arrays: Operands) -> Output:
         # Plain JAX differentiates itself: forward mode and higher orders included.
-        output = run.forward_inline(request, arrays)
+        output = run.forward_plain(request, arrays)
         if output is not None:
             return output
         differentiable = [None if array is None else in_reverse_only(array) for array in arrays[:5]]

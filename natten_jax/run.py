@@ -1,42 +1,29 @@
-"""Runs one pass: a JAX primitive that becomes a backend's operations when the program is lowered.
-
-What is traced is one equation per pass, whatever backends and platforms there are. A backend's own operations are
-traced for the platforms that a program is lowered for, and for no other: one traced function serves CPU and GPU, and
-costs nothing for the platform that it never runs on.
-"""
+"""Runs the passes of an attention call: which steps they are, and how arrays become their arguments and results."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.experimental.xla_metadata import set_xla_metadata
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
-from natten_jax import backends
+from natten_jax import backends, pass_primitive
 from natten_jax.backends.base import Backend, Gradients, Operands, Output, Saved
-from natten_jax.devices import CPU, Device, cuda_device
+from natten_jax.devices import CPU, OTHER, Device, cuda_device
 from natten_jax.differentiation import refuse
-from natten_jax.mesh import partition
 from natten_jax.mesh.roles import Role, roles_of
-from natten_jax.mesh.types import type_like, vary_alike
+from natten_jax.mesh.types import type_like
 from natten_jax.passes import Pass
+from natten_jax.plain_steps import PlainForward
 from natten_jax.plan import Plan
 from natten_jax.resolve import Request, resolve
-
-_OTHER_PLATFORMS = Device("other")
+from natten_jax.steps import Derivative, Result, Step
 
 
 @dataclasses.dataclass(frozen=True)
-class _Step:
-    """Something to compute.
+class _Kind:
+    """What a step computes.
 
     Attributes:
         pass_: The pass that it belongs to.
@@ -48,6 +35,54 @@ class _Step:
     types: Callable[..., Any]
     compute: Callable[..., Any]
 
+    def __repr__(self) -> str:
+        return self.compute.__name__  # the same in every process
+
+
+@dataclasses.dataclass(frozen=True)
+class _PassStep(Step):
+    """A pass, on whatever backend a platform has for it.
+
+    Attributes:
+        kind: What is computed.
+        structure: Of the arguments that :class:`_Kind` speaks of.
+    """
+
+    kind: _Kind
+    structure: Any
+
+    @property
+    def roles(self) -> Sequence[Role]:
+        """Of the arguments."""
+        return roles_of(*self._arguments(range(self.structure.num_leaves)))
+
+    def plan(self, request: Request, device: Device) -> Plan:
+        """How it runs on a device."""
+        return resolve(request, device, self.kind.pass_)
+
+    def results(self, request: Request, arguments: Sequence[Any], outer: Sequence[int]) -> list[Result]:
+        """What it returns."""
+        types = self.kind.types(request, *self._arguments(arguments))
+        return [Result(*each) for each in zip(roles_of(types), jax.tree.leaves(types), strict=True)]
+
+    def compute(self, plan: Plan, request: Request, device: Device, *arguments: jax.Array) -> list[jax.Array]:
+        """The results on a device."""
+        found = self.kind.compute(plan, request, device, *self._arguments(arguments))
+        results: list[jax.Array] = jax.tree.leaves(found)
+        return results
+
+    def derivative(self, given: Sequence[int]) -> Derivative:
+        """None: it may be native kernels that run.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        refuse()
+        raise AssertionError
+
+    def _arguments(self, leaves: Any) -> Any:
+        return jax.tree.unflatten(self.structure, leaves)
+
 
 def forward(request: Request, operands: Operands) -> Output:
     """Output and logsumexp."""
@@ -55,15 +90,15 @@ def forward(request: Request, operands: Operands) -> Output:
     return result
 
 
-def forward_inline(request: Request, operands: Operands) -> Output | None:
-    """Output and logsumexp, traced as plain JAX; ``None`` unless one backend runs the pass everywhere so."""
-    plan = _inline_plan(request)
-    if plan is None:
+def forward_plain(request: Request, operands: Operands) -> Output | None:
+    """Output and logsumexp, differentiable to any order; ``None`` unless one backend runs everywhere in plain JAX."""
+    plans = set(_forward_plans(request))
+    plan = plans.pop()
+    if plans or plan is None or not _backend(plan).is_pure_jax:
         return None
-    if operands.query.shape[0] == 0:
-        return forward(request, operands)
-    with _marked(plan):
-        return _backend(plan).forward(plan, operands)
+    leaves, structure = jax.tree.flatten(operands)
+    out, logsumexp, *_ = pass_primitive.bind(PlainForward(plan.backend, structure), request, leaves)
+    return Output(out.astype(request.problem.dtype), logsumexp)
 
 
 def forward_saving(request: Request, operands: Operands) -> Saved:
@@ -78,26 +113,15 @@ def backward(request: Request, operands: Operands, saved: Saved, cotangents: Out
     return result
 
 
-def is_inline(request: Request) -> bool:
-    """Whether one backend runs the forward pass everywhere in plain JAX: then it is traced as it is."""
-    return _inline_plan(request) is not None
-
-
 def fuses_additional_kv(request: Request) -> bool:
     """Whether the forward pass takes additional key/value tokens on every platform that can run it."""
     return all(_backend(plan).fuses_additional_kv for plan in _forward_plans(request) if plan is not None)
 
 
-def _inline_plan(request: Request) -> Plan | None:
-    plans = set(_forward_plans(request))
-    plan = plans.pop()
-    return plan if plan is not None and not plans and _backend(plan).is_pure_jax else None
-
-
 def _forward_plans(request: Request) -> list[Plan | None]:
     """By platform, how the forward pass runs; ``None`` where it does not."""
     plans: list[Plan | None] = []
-    for device in (CPU, cuda_device(), _OTHER_PLATFORMS):
+    for device in (CPU, cuda_device(), OTHER):
         try:
             plans.append(resolve(request, device, "forward"))
         except ValueError:
@@ -107,11 +131,6 @@ def _forward_plans(request: Request) -> list[Plan | None]:
 
 def _backend(plan: Plan) -> Backend:
     return backends.find(plan.backend, plan.backend.operator)
-
-
-def _marked(plan: Plan) -> contextlib.AbstractContextManager[None]:
-    """Writes the plan into the metadata of the operations traced inside: the profiler reads there what ran."""
-    return set_xla_metadata(natten_jax=plan.payload())
 
 
 def _output_types(request: Request, operands: Any) -> Output:
@@ -149,121 +168,13 @@ def _compute_gradients(
     return _backend(plan).backward(plan, operands, saved, cotangents)
 
 
-_FORWARD = _Step("forward", _output_types, _compute_forward)
-_FORWARD_SAVING = _Step("forward", _saved_types, _compute_saved)
-_BACKWARD = _Step("backward", _gradient_types, _compute_gradients)
+_FORWARD = _Kind("forward", _output_types, _compute_forward)
+_FORWARD_SAVING = _Kind("forward", _saved_types, _compute_saved)
+_BACKWARD = _Kind("backward", _gradient_types, _compute_gradients)
 
 
-def _run(step: _Step, request: Request, *arguments: Any) -> Any:
+def _run(kind: _Kind, request: Request, *arguments: Any) -> Any:
     leaves, structure = jax.tree.flatten(arguments)
-    types = step.types(request, *jax.tree.unflatten(structure, map(jax.typeof, leaves)))
-    arrays = _bind(leaves, step=step, request=request, structure=structure, mapped=0)
+    types = kind.types(request, *jax.tree.unflatten(structure, map(jax.typeof, leaves)))
+    arrays = pass_primitive.bind(_PassStep(kind, structure), request, leaves)
     return jax.tree.unflatten(jax.tree.structure(types), arrays)
-
-
-_pass_p = Primitive("natten_jax_pass")
-_pass_p.multiple_results = True
-partition.is_lowered_for_devices(_pass_p)
-
-
-def _bind(leaves: Sequence[jax.Array], **parameters: Any) -> list[jax.Array]:
-    """Run a step on arrays that begin with axes which ``jax.vmap`` maps, and then the batch."""
-    if 0 in leaves[0].shape[: parameters["mapped"] + 1]:  # kernels and counts are for something
-        types = _types(*map(jax.typeof, leaves), **parameters)
-        return [vary_alike([jnp.zeros(each.shape, each.dtype), leaves[0]])[0] for each in types]
-    results: list[jax.Array] = _pass_p.bind(*leaves, **parameters)
-    return results
-
-
-@_pass_p.def_abstract_eval
-def _types(*leaves: Any, step: _Step, request: Request, structure: Any, mapped: int) -> list[Any]:
-    return jax.tree.leaves(step.types(request, *jax.tree.unflatten(structure, leaves)))
-
-
-@_pass_p.def_impl
-def _run_now(*arrays: Any, **parameters: Any) -> Any:
-    return _compiled(**parameters)(*arrays)
-
-
-@functools.lru_cache(maxsize=256)
-def _compiled(**parameters: Any) -> Callable[..., Any]:
-    return jax.jit(functools.partial(_pass_p.bind, **parameters))
-
-
-def _map(leaves: Sequence[jax.Array], axes: Sequence[int | None], *, mapped: int, **parameters: Any) -> Any:
-    """``jax.vmap``: the mapped axis joins those in front of the batch, where a mesh may split it."""
-    (size,) = {array.shape[axis] for array, axis in zip(leaves, axes, strict=True) if axis is not None}
-
-    def in_front(array: jax.Array, axis: int | None) -> jax.Array:
-        return jnp.broadcast_to(array, (size, *array.shape)) if axis is None else jnp.moveaxis(array, axis, 0)
-
-    roles = roles_of(*jax.tree.unflatten(parameters["structure"], leaves))
-    if any(role is Role.WHOLE and axis is not None for role, axis in zip(roles, axes, strict=True)):
-        every = [in_front(array, axis) for array, axis in zip(leaves, axes, strict=True)]
-        results = jax.lax.map(lambda each: _bind(each, mapped=mapped, **parameters), every)
-    else:
-        arrays = [
-            array if role is Role.WHOLE else in_front(array, axis)
-            for array, axis, role in zip(leaves, axes, roles, strict=True)
-        ]
-        results = _bind(arrays, mapped=mapped + 1, **parameters)
-    return results, [0] * len(results)
-
-
-def _lower_for(device_at_hand: Callable[[], Device], platform: str | None) -> None:
-    def lower(ctx: mlir.LoweringRuleContext, *values: Any, step: _Step, structure: Any, **parameters: Any) -> Any:
-        inputs = jax.tree.unflatten(structure, ctx.avals_in)
-        device = device_at_hand()
-
-        def local(*leaves: jax.Array) -> list[jax.Array]:
-            return _run_local(leaves, device=device, step=step, structure=structure, **parameters)
-
-        if partition.is_needed(ctx):
-            request, mapped = parameters["request"], parameters["mapped"]
-            plan = resolve(request, device, step.pass_)
-            identity = f"{plan.payload()} {step.compute.__name__} {structure} {request.precision} {mapped}"
-            roles = roles_of(*inputs), roles_of(step.types(request, *inputs))
-            with _marked(plan):
-                return partition.Partitioned(ctx, identity, local, *roles, mapped + 1).lower(values)
-        return mlir.lower_fun(local, multiple_results=True)(ctx, *values)
-
-    mlir.register_lowering(_pass_p, lower, platform=platform)
-
-
-def _run_local(
-    leaves: Sequence[jax.Array], *, step: _Step, request: Request, structure: Any, mapped: int, device: Device
-) -> list[jax.Array]:
-    """Run a step on all that one device has, mapped axes and batch as one."""
-    operands = jax.tree.unflatten(structure, leaves)[0]
-    outer = operands.query.shape[: mapped + 1]
-    batch = math.prod(outer)
-    request = request.of_part(batch, operands.query.shape[-2], operands.key.shape[-2])
-    roles = roles_of(*jax.tree.unflatten(structure, leaves))
-    arrays = [
-        array if role is Role.WHOLE else array.reshape(batch, *array.shape[mapped + 1 :])
-        for array, role in zip(leaves, roles, strict=True)
-    ]
-    results = _function(step=step, request=request, structure=structure, device=device)(*arrays)
-    return [array.reshape(*outer, *array.shape[1:]) for array in results]
-
-
-@functools.lru_cache(maxsize=4096)
-def _function(*, step: _Step, request: Request, structure: Any, device: Device) -> Callable[..., Any]:
-    """One function for equal steps: a program with many equal layers holds it once."""
-    plan = resolve(request, device, step.pass_)
-
-    def run_pass(*leaves: Any) -> Any:
-        arguments = jax.tree.unflatten(structure, leaves)
-        with _marked(plan), jax.default_matmul_precision(request.precision):
-            return jax.tree.leaves(step.compute(plan, request, device, *arguments))
-
-    return jax.jit(run_pass)
-
-
-_lower_for(lambda: CPU, "cpu")
-_lower_for(lambda: cuda_device(), "cuda")
-_lower_for(lambda: _OTHER_PLATFORMS, None)
-
-
-ad.primitive_jvps[_pass_p] = refuse
-batching.primitive_batchers[_pass_p] = _map

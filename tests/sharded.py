@@ -62,14 +62,18 @@ SPLITS = {
     "one key/value head": Split("y", "x", 4, 1),
     "nothing": Split(None, None, 4, 2),
 }
+#: Where XLA compiles an operator slowly, the splits of most modes, and those that everything is done with.
+FEW = ("both", "groups", "groups that are split")
+THOROUGH = ("both", "groups that are split")
+THOROUGH_MODES = ("Auto", "Explicit", "Manual", "Auto+Manual")
 #: What is differentiated, by query, key and value.
 GRADIENTS = ("gradient", "vmap", "remat")
 
 
 def splits_of(mode: str, what: str) -> list[str]:
     """The splits that a mode has."""
-    if what.startswith("flex"):  # plain JAX, which XLA splits by itself: it gathers what has more parts than heads_kv
-        return ["both", "groups"]
+    if what.startswith("flex") and (mode, what) != ("Auto", "flex-fna"):
+        return [name for name in splits_of(mode, what.replace("flex", "cpu")) if name in FEW]
     if what == "merge":
         return ["both", "one key/value head", "nothing"] if "Manual" not in mode else ["both", "nothing"]
     if "Manual" in mode:  # callers split key/value heads as query heads
@@ -79,30 +83,31 @@ def splits_of(mode: str, what: str) -> list[str]:
     return list(SPLITS)
 
 
-def operator_of(what: str) -> Callable[..., Any]:
+def operator_of(what: str, backend: str) -> Callable[..., Any]:
     """A function of ``[batch, tokens, heads, head_dim]`` arrays that returns output and logsumexp."""
     if what == "merge":
         return lambda q, k, v: natten_jax.merge_attentions([q, 2 * q], [q[..., 0], q[..., 1]])
-    tiles: dict[str, Any] = {}
     if what.endswith("fmha"):
+        # By default they are chosen by the size of the batch.
         tiles = {"q_tile_size": 16, "kv_tile_size": 16} if what.startswith("cpu") else {}
-        return functools.partial(natten_jax.attention, backend=what, return_lse=True, **tiles)
-    if what.startswith("cpu"):  # elsewhere they are not chosen by the size of the batch
-        tiles = {"q_tile_shape": (2, 4), "kv_tile_shape": (4, 6)}
+        return functools.partial(natten_jax.attention, backend=backend, return_lse=True, **tiles)
+    if what.startswith("flex"):
+        return lambda q, k, v: natten_jax.na1d(q, k, v, 5, stride=2, backend=backend, return_lse=True)
 
     def neighborhood(query: Any, key: Any, value: Any) -> Any:
         q, k, v = (array.reshape(array.shape[0], 5, 6, *array.shape[2:]) for array in (query, key, value))
         out, lse = natten_jax.na2d(
             q, k, v, (3, 4), stride=(1, 2), is_causal=(True, False), additional_keys=key[:, :3],
-            additional_values=value[:, :3], backend=what, return_lse=True, **tiles,
+            additional_values=value[:, :3], backend=backend, return_lse=True,
+            q_tile_shape=(2, 4), kv_tile_shape=(4, 6),
         )  # fmt: skip
         return out.reshape(*query.shape[:-1], -1), lse.reshape(query.shape[:-1])
 
     return neighborhood
 
 
-def functions(operator: Callable[..., Any], what: str) -> dict[str, Callable[..., Any]]:
-    """What is done with an operator; less where XLA compiles it slowly."""
+def functions(operator: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """What is done with an operator."""
 
     def loss(query: Any, key: Any, value: Any) -> Any:
         out, lse = operator(query, key, value)
@@ -116,8 +121,6 @@ def functions(operator: Callable[..., Any], what: str) -> dict[str, Callable[...
     def mapped(*arrays: Any) -> Any:
         return jax.vmap(gradient)(*(jnp.stack([array, array + 1]) for array in arrays))
 
-    if what.startswith("flex"):
-        return {"forward": operator, "gradient": gradient}
     return {
         "forward": operator,
         "gradient": gradient,
@@ -140,13 +143,24 @@ def collectives(compiled: jax.stages.Compiled) -> dict[str, int]:
     return {kind: count for kind, count in counts.items() if count}
 
 
-def everything(what: str) -> Callable[..., dict[str, Any]]:
-    """All that is done with an operator, in one function."""
-    each = functions(operator_of(what), what)
-    return lambda *arrays: {name: function(*arrays) for name, function in each.items()}
+class Done(NamedTuple):
+    """What is done in one program."""
+
+    what: str
+    kinds: tuple[str, ...]
+
+    @classmethod
+    def of(cls, mode: str, name: str, what: str) -> Done:
+        is_quick = not what.startswith("flex") or (name in THOROUGH and what == "flex-fna" and mode in THOROUGH_MODES)
+        return cls(what, ("forward", "gradient", "vmap", "remat", "scan") if is_quick else ("forward", "gradient"))
+
+    def by(self, backend: str) -> Callable[..., dict[str, Any]]:
+        """All of it, in one function."""
+        each = functions(operator_of(self.what, backend))
+        return lambda *arrays: {kind: each[kind](*arrays) for kind in self.kinds}
 
 
-def within_shard_map(mode: str, mesh: Any, split: Split, what: str) -> Callable[..., Any]:
+def within_shard_map(mode: str, mesh: Any, split: Split, done: Done) -> Callable[..., Any]:
     """The function as users write it who split arrays themselves."""
     names = {"x"} if mode == "Auto+Manual" else {"x", "y"}
 
@@ -155,7 +169,8 @@ def within_shard_map(mode: str, mesh: Any, split: Split, what: str) -> Callable[
         return kept or None
 
     query, key = (P(*map(manual, spec)) for spec in (split.query(), split.key()))
-    shapes = jax.eval_shape(everything(what), *arrays_of(split))
+    function = done.by(done.what)
+    shapes = jax.eval_shape(function, *arrays_of(split))
 
     def out(kind: str, position: int, shape: Any) -> P:
         of_key = kind in GRADIENTS and position > 0
@@ -168,7 +183,6 @@ def within_shard_map(mode: str, mesh: Any, split: Split, what: str) -> Callable[
         )
         for kind, shape in shapes.items()
     }
-    function = everything(what)
     return jax.shard_map(function, mesh=mesh, in_specs=(query, key, key), out_specs=specs, axis_names=names)
 
 
@@ -178,10 +192,11 @@ def check(mode: str, mesh: Any, name: str, what: str) -> None:
     arrays = arrays_of(split)
     specs = [split.query(), split.key(), split.key()]
     placed = [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, specs, strict=True)]
-    function = within_shard_map(mode, mesh, split, what) if "Manual" in mode else everything(what)
+    done = Done.of(mode, name, what)
+    function = within_shard_map(mode, mesh, split, done) if "Manual" in mode else done.by(what)
     compiled = jax.jit(function).lower(*placed).compile(compiler_options=QUICK_COMPILATION)
     found = compiled(*placed)
-    expected = jax.jit(everything(what), compiler_options=QUICK_COMPILATION)(*arrays)
+    expected = jax.jit(done.by(what.replace("flex", "cpu")), compiler_options=QUICK_COMPILATION)(*arrays)
     results = {
         kind: [
             {

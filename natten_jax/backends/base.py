@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +71,21 @@ class Saved(NamedTuple):
     out: jax.Array
     logsumexp: jax.Array
     remainder: jax.Array | None
+
+
+class Differentiable(NamedTuple):
+    """What plain JAX computes where it may be differentiated.
+
+    Attributes:
+        out: As in :class:`Output`, but in the accumulator's element type: derivatives are the more accurate for it.
+        logsumexp: As in :class:`Output`.
+        residuals: ``[batch, *query_layout, heads, width]`` in the accumulator's element type: what else the derivative
+            wants to know. ``None`` where that is nothing.
+    """
+
+    out: jax.Array
+    logsumexp: jax.Array
+    residuals: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +191,27 @@ class Backend(abc.ABC):
 
 
 class PureJaxBackend(Backend):
-    """A backend whose ``forward`` is all that there is to write: plain JAX, which JAX differentiates."""
+    """A backend whose ``forward`` is all that there is to write: plain JAX, which JAX differentiates.
+
+    One that knows its derivative better overrides ``forward_differentiable``, ``tangents`` and ``backward``.
+    """
+
+    #: Width of ``Differentiable.residuals``; 0 where there are none.
+    residual_width: ClassVar[int] = 0
+
+    def forward_differentiable(self, plan: Plan, operands: Operands) -> Differentiable:
+        """Compute output and logsumexp, and what their derivative reads besides."""
+        output = self.forward(plan, operands)
+        return Differentiable(output.out.astype(plan.problem.accumulator_dtype), output.logsumexp)
+
+    def tangents(self, plan: Plan, operands: Operands, result: Differentiable, tangents: Gradients) -> Output:
+        """Compute tangents of ``result``, linear in those of the operands; JAX derives all other derivatives."""
+
+        def output_of(*arrays: Any) -> Differentiable:
+            return self.forward_differentiable(plan, Operands._make([*arrays, operands.origins]))
+
+        _, changes = jax.jvp(output_of, operands[:5], tuple(tangents))
+        return Output(changes.out, changes.logsumexp)
 
     def forward_saving(self, plan: Plan, operands: Operands) -> Saved:
         """Compute output and logsumexp for a backward pass, which computes everything anew."""

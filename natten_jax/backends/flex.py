@@ -1,28 +1,23 @@
 """The ``flex`` backend: blockwise attention in plain JAX, for every device that XLA compiles for.
 
 The forward pass is an online softmax over the hull of each query tile's windows. Its derivative is given
-as a rule for *tangents* (``jax.custom_jvp``) that starts from output, logsumexp and what the softmax found of each row,
-so that nothing is kept per key/value tile. The rule (:mod:`natten_jax.backends.flex_tangents`) is linear in the
-tangents and plain JAX. Transposed by JAX it is the usual backward pass of attention, and differentiated again it gives
-derivatives of any order, forwards or backwards.
+as a rule for *tangents* that starts from output, logsumexp and what the softmax found of each row, so that nothing is
+kept per key/value tile. The rule (:mod:`natten_jax.backends.flex_tangents`) is linear in the tangents and plain JAX.
+Transposed by JAX it is the usual backward pass of attention.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
-from natten_jax.backends.base import Gradients, Operands, Output, PureJaxBackend, Saved
+from natten_jax.backends.base import Differentiable, Gradients, Operands, Output, PureJaxBackend, Saved
 from natten_jax.backends.flex_operands import TILE_PAIRS
 from natten_jax.backends.flex_rows import rows_of, softmax_of_rows
 from natten_jax.backends.flex_softmax import Products, Rows
 from natten_jax.backends.flex_tangents import tangents_of
 from natten_jax.devices import Device
 from natten_jax.passes import Pass, TilePair
-from natten_jax.performance import Performance
 from natten_jax.plan import Plan
 from natten_jax.problem import Problem
 
@@ -34,6 +29,7 @@ class FlexBackend(PureJaxBackend):
 
     family = "flex"
     dtypes = ("float32", "float16", "bfloat16", "float64")
+    residual_width = len(Rows._fields)
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Query and key/value tile shapes of a pass, the recommended pair first."""
@@ -44,9 +40,28 @@ class FlexBackend(PureJaxBackend):
         return _LARGEST_TILE, _LARGEST_TILE
 
     def forward(self, plan: Plan, operands: Operands) -> Output:
-        """Compute output and logsumexp; JAX differentiates this to any order, forwards and backwards."""
-        output = _attend(plan.problem, plan.performance, operands).output
-        return Output(output.out.astype(plan.problem.dtype), output.logsumexp)
+        """Compute output and logsumexp."""
+        out, logsumexp, _ = self.forward_differentiable(plan, operands)
+        return Output(out.astype(plan.problem.dtype), logsumexp)
+
+    def forward_differentiable(self, plan: Plan, operands: Operands) -> Differentiable:
+        """Compute output and logsumexp, and what the softmax found of each row."""
+        problem = plan.problem
+        _, softmax = softmax_of_rows(problem, plan.performance, operands, "forward", mixes=True)
+        assert softmax.mixed is not None
+        total, lse = softmax.total, Products(problem).steepness * softmax.maximum + jnp.log(softmax.total)
+        if operands.origins is not None:
+            # The keys that a row sees may all be another device's.
+            is_empty = softmax.total == 0
+            total, lse = jnp.where(is_empty, 1, total), jnp.where(is_empty, -jnp.inf, lse)
+        return Differentiable(softmax.mixed / total, lse[..., 0], jnp.concatenate(rows_of(softmax), axis=-1))
+
+    def tangents(self, plan: Plan, operands: Operands, result: Differentiable, tangents: Gradients) -> Output:
+        """Compute tangents of output and logsumexp."""
+        assert result.residuals is not None
+        rows = Rows(result.residuals[..., :1], result.residuals[..., 1:])
+        output = Output(result.out, result.logsumexp)
+        return tangents_of(plan.problem, plan.performance, operands, output, rows, tangents)
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
         """Compute the gradients, from whatever computed the output."""
@@ -62,33 +77,3 @@ class FlexBackend(PureJaxBackend):
         gradients: Gradients
         (gradients,) = transpose(cotangents)
         return gradients
-
-
-class _Result(NamedTuple):
-    """Output and logsumexp, and what their derivative wants to know of the softmax."""
-
-    output: Output
-    rows: Rows
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _attend(problem: Problem, tiles: Performance, operands: Operands) -> _Result:
-    """All in the accumulator's element type: the derivative is the more accurate for it."""
-    _, softmax = softmax_of_rows(problem, tiles, operands, "forward", mixes=True)
-    assert softmax.mixed is not None
-    total, lse = softmax.total, Products(problem).steepness * softmax.maximum + jnp.log(softmax.total)
-    if operands.origins is not None:
-        # The keys that a row sees may all be another device's.
-        is_empty = softmax.total == 0
-        total, lse = jnp.where(is_empty, 1, total), jnp.where(is_empty, -jnp.inf, lse)
-    return _Result(Output(softmax.mixed / total, lse[..., 0]), rows_of(softmax))
-
-
-@_attend.defjvp
-def _attend_jvp(
-    problem: Problem, tiles: Performance, primals: tuple[Operands], tangents: tuple[Operands]
-) -> tuple[_Result, _Result]:
-    (operands,), (operand_tangents,) = primals, tangents
-    result = _attend(problem, tiles, operands)
-    changes = tangents_of(problem, tiles, operands, *result, Gradients(*operand_tangents[:5]))
-    return result, _Result(changes, jax.tree.map(jnp.zeros_like, result.rows))

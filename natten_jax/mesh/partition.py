@@ -48,6 +48,18 @@ def is_needed(ctx: mlir.LoweringRuleContext) -> bool:
     return known and _device_numbers(ctx).shape[1] > 1
 
 
+def lower_for_one(function: Callable[..., Any], ctx: mlir.LoweringRuleContext, values: Sequence[Any]) -> Any:
+    """Lower what has several results, as one device sees it.
+
+    Types say nothing of meshes there: what JAX transposes would be summed over axes that others of its arguments vary
+    over.
+    """
+    arguments: Sequence[Any] = ctx.avals_in
+    avals = [jax.core.ShapedArray(each.shape, each.dtype) for each in arguments]
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        return mlir.lower_fun(function, multiple_results=True)(ctx.replace(avals_in=avals), *values)
+
+
 class Partitioned:
     """A pass that is split.
 
@@ -96,9 +108,7 @@ class Partitioned:
 
         rule = self._rule(arguments, types)
         whole.def_partition(partition=self._partition, sharding_rule=rule, decode_shardings=False)
-        avals = [jax.core.ShapedArray(each.shape, each.dtype) for each in arguments]
-        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-            results = mlir.lower_fun(whole, multiple_results=True)(ctx.replace(avals_in=avals), *values)
+        results = lower_for_one(whole, ctx, values)
         self._name_callback(results[0].owner)
         return results
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Any
 
-from natten_jax.backends.base import Gradients, Operands, Output, Saved
+from natten_jax.backends.base import Differentiable, Gradients, Operands, Output, Saved
 
 
 class Role(enum.Enum):
@@ -29,6 +29,7 @@ _FIELDS = {
     Operands: (Role.QUERY, *(Role.KEY_VALUE,) * 4, Role.WHOLE),
     Gradients: (Role.QUERY, *(Role.KEY_VALUE,) * 4),
     Output: (Role.QUERY, Role.PER_QUERY),
+    Differentiable: (Role.QUERY, Role.PER_QUERY, Role.QUERY),
     Saved: (Role.QUERY, Role.PER_QUERY, Role.PER_QUERY),
 }
 

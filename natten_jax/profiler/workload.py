@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import natten_jax
-from natten_jax import backends, parts, run
+from natten_jax import backends, parts
 from natten_jax.devices import Device, default_device
 from natten_jax.parts import Kind, Part
 from natten_jax.passes import Pass, TilePair
@@ -175,12 +175,10 @@ def parts_of(options: Options) -> tuple[Part, ...]:
 
 
 def device_parts(options: Options) -> tuple[Part, ...]:
-    """The attention calls as they run on each device: of its share, but for plain JAX, which XLA splits."""
+    """The attention calls as they run on each device: of its share."""
     one = request_of(of_each_device(options)).problem
 
     def of_device(part: Part) -> Part:
-        if run.is_inline(part.request):
-            return part
         return part._replace(request=part.request.of_part(one.batch, one.heads, one.heads_kv))
 
     return tuple(map(of_device, parts_of(options))) if options.devices > 1 else parts_of(options)

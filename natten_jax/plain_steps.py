@@ -1,0 +1,118 @@
+"""The forward pass in plain JAX and its derivative, as steps: JAX derives everything else from these two.
+
+The derivative is a rule for *tangents*, linear in them. Transposed by JAX it is the backward pass; differentiated
+again, forwards or backwards, it gives derivatives of any order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from natten_jax import backends
+from natten_jax.backends.base import Differentiable, Gradients, Operands, PureJaxBackend
+from natten_jax.devices import Device
+from natten_jax.mesh.roles import Role, roles_of
+from natten_jax.mesh.types import type_like
+from natten_jax.plan import BackendId, Plan
+from natten_jax.resolve import Request, plan_with
+from natten_jax.steps import Derivative, Result, Step
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainForward(Step):
+    """The forward pass.
+
+    Attributes:
+        backend: What computes it.
+        operands: The structure of the operands: which there are.
+    """
+
+    backend: BackendId
+    operands: Any
+
+    @property
+    def roles(self) -> Sequence[Role]:
+        """Of the arguments."""
+        return roles_of(jax.tree.unflatten(self.operands, range(self.operands.num_leaves)))
+
+    def plan(self, request: Request, device: Device) -> Plan:
+        """How it runs on a device."""
+        return plan_with(_backend(self.backend), request, device, "forward")
+
+    def results(self, request: Request, arguments: Sequence[Any], outer: Sequence[int]) -> list[Result]:
+        """What it returns: the leaves of :class:`Differentiable`."""
+        query, problem = arguments[0], request.problem
+        per_query = query.shape[:-1]
+        dtype, width = problem.accumulator_dtype, _backend(self.backend).residual_width
+        types = Differentiable(
+            type_like(query, (*per_query, problem.head_dim_v), dtype),
+            type_like(query, per_query, dtype),
+            type_like(query, (*per_query, width), dtype) if width else None,
+        )
+        return [Result(*each) for each in zip(roles_of(types), jax.tree.leaves(types), strict=True)]
+
+    def compute(self, plan: Plan, request: Request, device: Device, *arguments: jax.Array) -> list[jax.Array]:
+        """The results on a device."""
+        operands = jax.tree.unflatten(self.operands, arguments)
+        results: list[jax.Array] = jax.tree.leaves(_backend(self.backend).forward_differentiable(plan, operands))
+        return results
+
+    def derivative(self, given: Sequence[int]) -> Derivative:
+        """What computes tangents of output and logsumexp."""
+        return Derivative(PlainTangents(self, tuple(given)), reads_results=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainTangents(Step):
+    """Tangents of output and logsumexp.
+
+    Attributes:
+        forward: What computed these.
+        given: The operands that have tangents. Those of others are zero.
+    """
+
+    forward: PlainForward
+    given: tuple[int, ...]
+
+    @property
+    def roles(self) -> Sequence[Role]:
+        """Of the arguments: operands, what the forward pass returned, tangents."""
+        roles = self.forward.roles
+        returned = [Role.QUERY, Role.PER_QUERY, *(Role.QUERY,) * self._residuals]
+        return [*roles, *returned, *(roles[i] for i in self.given)]
+
+    @property
+    def _residuals(self) -> int:
+        """How many arrays the forward pass returned besides output and logsumexp."""
+        return int(_backend(self.forward.backend).residual_width > 0)
+
+    def plan(self, request: Request, device: Device) -> Plan:
+        """How it runs on a device: as the forward pass, whose logits it needs."""
+        return dataclasses.replace(self.forward.plan(request, device), pass_="backward")
+
+    def results(self, request: Request, arguments: Sequence[Any], outer: Sequence[int]) -> list[Result]:
+        """What it returns: the leaves of :class:`Output`."""
+        return self.forward.results(request, arguments, outer)[:2]
+
+    def compute(self, plan: Plan, request: Request, device: Device, *arguments: jax.Array) -> list[jax.Array]:
+        """The results on a device."""
+        count = self.forward.operands.num_leaves
+        primals, tangents = arguments[:count], arguments[count + 2 + self._residuals :]
+        operands: Operands = jax.tree.unflatten(self.forward.operands, primals)
+        returned = Differentiable(*arguments[count : count + 2 + self._residuals])
+        changes = dict(zip(self.given, tangents, strict=True))
+        every = [changes[i] if i in changes else jnp.zeros_like(array) for i, array in enumerate(primals)]
+        of_operands = Gradients(*jax.tree.unflatten(self.forward.operands, every)[:5])
+        output = _backend(self.forward.backend).tangents(plan, operands, returned, of_operands)
+        return list(output)
+
+
+def _backend(name: BackendId) -> PureJaxBackend:
+    backend = backends.find(name, name.operator)
+    assert isinstance(backend, PureJaxBackend)
+    return backend

@@ -1,0 +1,187 @@
+"""What one equation of a traced program computes: a pass, or what JAX derives of one.
+
+A step is hashable, and equal where the same is computed: equal ones share their compiled program. Derivatives of a step
+are steps again. So plain JAX can be differentiated to any order, and is split over a mesh like kernels are.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from natten_jax.devices import Device
+from natten_jax.mesh.roles import Role
+from natten_jax.mesh.types import type_like
+from natten_jax.plan import Plan
+from natten_jax.resolve import Request
+
+
+class Result(NamedTuple):
+    """What a result is, and its abstract type."""
+
+    role: Role
+    type: Any
+
+
+class Step(abc.ABC):
+    """A function of arrays, of which query and key are the first.
+
+    Where it is traced, arrays begin with axes that ``jax.vmap`` maps, and then the batch: the *outer* dimensions.
+    """
+
+    @property
+    @abc.abstractmethod
+    def roles(self) -> Sequence[Role]:
+        """Of the arguments."""
+
+    @abc.abstractmethod
+    def plan(self, request: Request, device: Device) -> Plan:
+        """How it runs on a device."""
+
+    @abc.abstractmethod
+    def results(self, request: Request, arguments: Sequence[Any], outer: Sequence[int]) -> list[Result]:
+        """What it returns for arguments (abstract types will do) with these outer dimensions."""
+
+    @abc.abstractmethod
+    def compute(self, plan: Plan, request: Request, device: Device, *arguments: jax.Array) -> list[jax.Array]:
+        """The results on a device, of arrays whose only outer dimension is the batch.
+
+        Args:
+            plan: That of the step, or of a step that is derived of it, which counts as another pass.
+            request: What is asked for, of the part that the device has.
+            device: The device.
+            *arguments: The arrays.
+        """
+
+    def derivative(self, given: Sequence[int]) -> Derivative:
+        """What computes tangents, from those of the arguments at the positions ``given``.
+
+        Raises:
+            NotImplementedError: It has no derivative.
+        """
+        return Derivative(Tangents(self, tuple(given)), reads_results=False)
+
+
+class Derivative(NamedTuple):
+    """A step that is linear in its last arguments.
+
+    Attributes:
+        step: Its arguments are those of the step that it is derived of, and their tangents. It returns tangents of that
+            one's results, or of the first of them: the others are constant.
+        reads_results: Whether the results of that step come in between.
+    """
+
+    step: Step
+    reads_results: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Tangents(Step):
+    """The tangents of a step's results.
+
+    Attributes:
+        of: The step.
+        given: The positions of the arguments that have tangents, which come behind all arguments of the step.
+    """
+
+    of: Step
+    given: tuple[int, ...]
+
+    @property
+    def roles(self) -> Sequence[Role]:
+        """Of the arguments."""
+        roles = self.of.roles
+        return [*roles, *(roles[i] for i in self.given)]
+
+    def plan(self, request: Request, device: Device) -> Plan:
+        """How it runs on a device."""
+        return dataclasses.replace(self.of.plan(request, device), pass_="backward")
+
+    def results(self, request: Request, arguments: Sequence[Any], outer: Sequence[int]) -> list[Result]:
+        """What it returns."""
+        return self.of.results(request, arguments[: len(self.of.roles)], outer)
+
+    def compute(self, plan: Plan, request: Request, device: Device, *arguments: jax.Array) -> list[jax.Array]:
+        """The tangents."""
+        count = len(self.of.roles)
+        primals, tangents = arguments[:count], arguments[count:]
+
+        def changed(*some: jax.Array) -> list[jax.Array]:
+            return self.of.compute(plan, request, device, *_merged(primals, self.given, some))
+
+        results: list[jax.Array] = jax.jvp(changed, [primals[i] for i in self.given], list(tangents))[1]
+        return results
+
+
+@dataclasses.dataclass(frozen=True)
+class Transposed(Step):
+    """The transpose of a step that is linear in some arguments.
+
+    Attributes:
+        of: The step.
+        linear: The positions of these arguments. All others are the first arguments of the transpose.
+        shapes: Their shapes, without outer dimensions, and the names of their element types.
+        read: The positions of the results whose cotangents are the other arguments of the transpose. Other cotangents
+            are zero.
+        read_roles: What these results are.
+    """
+
+    of: Step
+    linear: tuple[int, ...]
+    shapes: tuple[tuple[tuple[int, ...], str], ...]
+    read: tuple[int, ...]
+    read_roles: tuple[Role, ...]
+
+    @property
+    def roles(self) -> Sequence[Role]:
+        """Of the arguments."""
+        return [*(role for i, role in enumerate(self.of.roles) if i not in self.linear), *self.read_roles]
+
+    def plan(self, request: Request, device: Device) -> Plan:
+        """How it runs on a device."""
+        return dataclasses.replace(self.of.plan(request, device), pass_="backward")
+
+    def results(self, request: Request, arguments: Sequence[Any], outer: Sequence[int]) -> list[Result]:
+        """What it returns."""
+        return [
+            Result(role, type_like(arguments[0], (*outer, *shape), dtype))
+            for role, shape, dtype in self._linear_types(request)
+        ]
+
+    def compute(self, plan: Plan, request: Request, device: Device, *arguments: jax.Array) -> list[jax.Array]:
+        """The cotangents."""
+        count = len(self.of.roles) - len(self.linear)
+        known, cotangents = arguments[:count], arguments[count:]
+        rest = [i for i in range(len(self.of.roles)) if i not in self.linear]
+        batch = known[0].shape[0]
+        types = [
+            jax.ShapeDtypeStruct((batch, *shape), np.dtype(dtype)) for _, shape, dtype in self._linear_types(request)
+        ]
+
+        def linear(*some: jax.Array) -> list[jax.Array]:
+            every = _merged([None] * len(self.of.roles), (*rest, *self.linear), (*known, *some))
+            results = self.of.compute(plan, request, device, *every)
+            return [results[i] for i in self.read]
+
+        return list(jax.linear_transpose(linear, *types)(list(cotangents)))
+
+    def _linear_types(self, request: Request) -> Iterable[tuple[Role, tuple[int, ...], str]]:
+        """With as many heads as the request has: a device's may be fewer."""
+        heads = {Role.KEY_VALUE: request.problem.heads_kv}
+        for position, (shape, dtype) in zip(self.linear, self.shapes, strict=True):
+            role = self.of.roles[position]
+            axis = len(shape) + role.heads_axis
+            own = heads.get(role, request.problem.heads)
+            yield role, (*shape[:axis], own, *shape[axis + 1 :]), dtype
+
+
+def _merged(arrays: Sequence[Any], positions: Sequence[int], replaced: Sequence[Any]) -> list[Any]:
+    result = list(arrays)
+    for position, array in zip(positions, replaced, strict=True):
+        result[position] = array
+    return result
