@@ -306,6 +306,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
       if (Traits::kLogitWarps == Traits::kWarps || warp < Traits::kLogitWarps) {
         float s[kLogitRows / 16][kLogitColumns / 8][4] = {}, d_weight[kLogitRows / 16][kLogitColumns / 8][4] = {};
+        // Before the products, behind which the vote would wait for shared memory.
+        bool is_large = false;
+        CUTE_UNROLL
+        for (int first = 0; first < kLogitColumns; first += 32) {
+          is_large |= has_remainder<Element>(shared.logsumexp[stage][query0 + first + lane % min(kLogitColumns, 32)]);
+        }
+        const bool any_large = __any_sync(0xffffffffu, is_large);
         const auto multiply = [&](auto& c, std::uint32_t a_tile, std::uint32_t b_tile) __attribute__((always_inline)) {
           const typename Product::template ReadA<Tile> read_a(a_tile, key0);
           const typename Product::template ReadB<Tile> read_b(b_tile, query0);
@@ -318,12 +325,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         const bool is_whole =
             step.column + kQueries <= p.q_tile_tokens && at.is_inside(p.axis, shared.inner_begin, shared.inner_end);
         const float exponent_scale = p.scale * kLog2E;
-        bool has_large = false;
-        for (int column = query0 + lane; column < query0 + kLogitColumns; column += 32) {
-          has_large = has_large || has_remainder<Element>(shared.logsumexp[stage][column]);
-        }
         // A branch, since tiles that need no remainders would wait for those of others.
-        if (__any_sync(0xffffffffu, has_large)) {
+        if (any_large) {
           CUTE_UNROLL
           for (int n = 0; n < kLogitColumns / 8; ++n) {
             CUTE_UNROLL
