@@ -327,8 +327,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         const float exponent_scale = p.scale * kLog2E;
         // A branch, since tiles that need no remainders would wait for those of others.
         if (any_large) {
-          CUTE_UNROLL
+          // A loop in which logits take turns to be the first ones: code for all of them would keep registers from the
+          // rest.
+#pragma unroll 1
           for (int n = 0; n < kLogitColumns / 8; ++n) {
+            float weights_of_large[kLogitRows / 16][4];
             CUTE_UNROLL
             for (int i = 0; i < 2; ++i) {
               const int column = query0 + 8 * n + 2 * lane4 + i, row = step.column + column;
@@ -343,8 +346,18 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
               for (int m = 0; m < kLogitRows / 16; ++m) {
                 CUTE_UNROLL
                 for (int e = i; e < 4; e += 2) {
-                  s[m][n][e] = weight_of_large(s[m][n][e], exponent_scale, base2_logsumexp(logsumexp), remainder);
+                  weights_of_large[m][e] =
+                      weight_of_large(s[m][0][e], exponent_scale, base2_logsumexp(logsumexp), remainder);
                 }
+              }
+            }
+            CUTE_UNROLL
+            for (int m = 0; m < kLogitRows / 16; ++m) {
+              CUTE_UNROLL
+              for (int e = 0; e < 4; ++e) {
+                CUTE_UNROLL
+                for (int j = 1; j < kLogitColumns / 8; ++j) s[m][j - 1][e] = s[m][j][e];
+                s[m][kLogitColumns / 8 - 1][e] = weights_of_large[m][e];
               }
             }
           }
