@@ -383,15 +383,21 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
           }
         }
         if (!is_whole) {
+          // A loop, since the compiler would predicate instructions that it could jump over.
           const int4 first = make_int4(at.x, at.y, at.z, 0);
+          std::uint32_t visible[kLogitRows / 8];
+#pragma unroll 1
+          for (int i = kLogitRows / 8 - 1; i >= 0; --i) {
+            CUTE_UNROLL
+            for (int j = kLogitRows / 8 - 1; j > 0; --j) visible[j] = visible[j - 1];
+            const int4* seen = shared.row_windows[key0 + lane / 4 + 8 * i];
+            visible[0] = column_mask.row(p.axis, seen[0], seen[1], first, lane4) >> (step.column + query0) / 4;
+          }
           CUTE_UNROLL
           for (int i = 0; i < kLogitRows / 8; ++i) {
-            const int4* seen = shared.row_windows[key0 + lane / 4 + 8 * i];
-            const std::uint32_t visible =
-                column_mask.row(p.axis, seen[0], seen[1], first, lane4) >> (step.column + query0) / 4;
             CUTE_UNROLL
             for (int e = 0; e < kLogitColumns / 4; ++e) {
-              if (!(visible & 1u << e)) s[i / 2][e / 2][i % 2 * 2 + e % 2] = 0.f;
+              if (!(visible[i] & 1u << e)) s[i / 2][e / 2][i % 2 * 2 + e % 2] = 0.f;
             }
           }
         }
