@@ -291,10 +291,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     while (step.head < heads) {
       wait_copies<0>();
       __syncthreads();  // these queries are there; what the last step wrote has been used
-      QueryStep next = step;
-      next.next(p, box, kQueries);
-      if (kStages == 2 && next.head < heads) {
-        load_queries<Traits>(p, shared, next, batch, kv_head * heads + next.head, stage ^ 1);
+      if (kStages == 2) {
+        QueryStep next = step;
+        next.next(p, box, kQueries);
+        if (next.head < heads) load_queries<Traits>(p, shared, next, batch, kv_head * heads + next.head, stage ^ 1);
       }
       const std::uint32_t q = shared_address(shared.q[stage]), d_out = shared_address(shared.d_out[stage]);
       const QueryWalk& at = step.walk;
@@ -429,6 +429,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       multiply_by_key(d_key, d_logits, q);
       if (kStages == 1) {
         __syncthreads();  // the queries have been used
+        QueryStep next = step;
+        next.next(p, box, kQueries);
         if (next.head < heads) load_queries<Traits>(p, shared, next, batch, kv_head * heads + next.head, 0);
       }
       {
@@ -454,7 +456,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
           }
         }
       }
-      step = next;
+      step.next(p, box, kQueries);
       if (kStages == 2) stage ^= 1;
     }
 
