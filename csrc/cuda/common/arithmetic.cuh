@@ -45,12 +45,17 @@ CUTE_DEVICE bool has_remainder(float logsumexp) {
   return fabsf(logsumexp) > kLargestExact<Element> && fabsf(logsumexp) < INFINITY;
 }
 
-/// The weight of a logit relative to such a logsumexp, in base 2. Rounding must not make it larger than one; it stays
-/// NaN where the logit is.
-CUTE_DEVICE float weight_of_large(float logit, float exponent_scale, float logsumexp, float remainder) {
+/// The exponent of a logit's weight relative to such a logsumexp, in base 2. Rounding must not make the weight larger
+/// than one; the exponent stays NaN where the logit is.
+CUTE_DEVICE float exponent_of_large(float logit, float exponent_scale, float logsumexp, float remainder) {
   float exponent = fmaf(logit, exponent_scale, -logsumexp) - remainder;
   asm("min.NaN.f32 %0, %0, 0f00000000;" : "+f"(exponent));
-  return fast_exp2(exponent);
+  return exponent;
+}
+
+/// That weight.
+CUTE_DEVICE float weight_of_large(float logit, float exponent_scale, float logsumexp, float remainder) {
+  return fast_exp2(exponent_of_large(logit, exponent_scale, logsumexp, remainder));
 }
 
 /// The largest logit in base 2 that weights may be relative to after it was rounded: by 2^-12 at most.

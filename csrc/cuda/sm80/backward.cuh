@@ -321,17 +321,15 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
               [&](auto& b, int n, int i) __attribute__((always_inline)) { read_b(b, 16 * n, i); });
         };
         multiply(s, k, q);
-        multiply(d_weight, v, d_out);
-        const bool is_whole =
-            step.column + kQueries <= p.q_tile_tokens && at.is_inside(p.axis, shared.inner_begin, shared.inner_end);
-        const float exponent_scale = p.scale * kLog2E;
-        // A branch, since tiles that need no remainders would wait for those of others.
+        float exponent_scale = p.scale * kLog2E;
+        // Where logits are large, they become exponents here, and nothing is left to multiply or to add below. A
+        // branch, since tiles that need no remainders would wait for those of others.
         if (any_large) {
           // A loop in which logits take turns to be the first ones: code for all of them would keep registers from the
           // rest.
 #pragma unroll 1
           for (int n = 0; n < kLogitColumns / 8; ++n) {
-            float weights_of_large[kLogitRows / 16][4];
+            float exponents[kLogitRows / 16][4];
             CUTE_UNROLL
             for (int i = 0; i < 2; ++i) {
               const int column = query0 + 8 * n + 2 * lane4 + i, row = step.column + column;
@@ -346,8 +344,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
               for (int m = 0; m < kLogitRows / 16; ++m) {
                 CUTE_UNROLL
                 for (int e = i; e < 4; e += 2) {
-                  weights_of_large[m][e] =
-                      weight_of_large(s[m][0][e], exponent_scale, base2_logsumexp(logsumexp), remainder);
+                  exponents[m][e] =
+                      exponent_of_large(s[m][0][e], exponent_scale, base2_logsumexp(logsumexp), remainder);
                 }
               }
             }
@@ -357,22 +355,25 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
               for (int e = 0; e < 4; ++e) {
                 CUTE_UNROLL
                 for (int j = 1; j < kLogitColumns / 8; ++j) s[m][j - 1][e] = s[m][j][e];
-                s[m][kLogitColumns / 8 - 1][e] = weights_of_large[m][e];
+                s[m][kLogitColumns / 8 - 1][e] = exponents[m][e];
               }
             }
           }
-        } else {
+          exponent_scale = 1.f;
+        }
+        CUTE_UNROLL
+        for (int n = 0; n < kLogitColumns / 8; ++n) {
+          const float2 lse = *reinterpret_cast<const float2*>(&shared.logsumexp[stage][query0 + 8 * n + 2 * lane4]);
+          const float shift[2] = {any_large ? 0.f : base2_logsumexp(lse.x), any_large ? 0.f : base2_logsumexp(lse.y)};
           CUTE_UNROLL
-          for (int n = 0; n < kLogitColumns / 8; ++n) {
-            const float2 lse = *reinterpret_cast<const float2*>(&shared.logsumexp[stage][query0 + 8 * n + 2 * lane4]);
-            const float shift[2] = {base2_logsumexp(lse.x), base2_logsumexp(lse.y)};
+          for (int m = 0; m < kLogitRows / 16; ++m) {
             CUTE_UNROLL
-            for (int m = 0; m < kLogitRows / 16; ++m) {
-              CUTE_UNROLL
-              for (int e = 0; e < 4; ++e) s[m][n][e] = fast_exp2(s[m][n][e] * exponent_scale - shift[e % 2]);
-            }
+            for (int e = 0; e < 4; ++e) s[m][n][e] = fast_exp2(s[m][n][e] * exponent_scale - shift[e % 2]);
           }
         }
+        multiply(d_weight, v, d_out);  // the compiler puts exponential functions between its instructions
+        const bool is_whole =
+            step.column + kQueries <= p.q_tile_tokens && at.is_inside(p.axis, shared.inner_begin, shared.inner_end);
         CUTE_UNROLL
         for (int n = 0; n < kLogitColumns / 8; ++n) {
           const float2 delta = *reinterpret_cast<const float2*>(&shared.delta[stage][query0 + 8 * n + 2 * lane4]);
