@@ -98,8 +98,8 @@ Error sm90_statistics(AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumex
                                            "two values per head and query"));
     if (statistics->element_count() == 0) return Error::Success();
     return error_of(status_of(launch_statistics(
-        type == DataType::BF16, out.untyped_data(), out_cotangent.untyped_data(),
-        static_cast<const float*>(logsumexp.untyped_data()),
+        type == DataType::BF16 ? ElementType::kBFloat16 : ElementType::kFloat16, out.untyped_data(),
+        out_cotangent.untyped_data(), static_cast<const float*>(logsumexp.untyped_data()),
         static_cast<const float*>(logsumexp_cotangent.untyped_data()), static_cast<float*>(statistics->untyped_data()),
         shape[0], shape[1] * shape[2] * shape[3], shape[4], shape[5], stream)));
   });

@@ -156,11 +156,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
 
   if (p.scale <= 0.f) {
     // Negating the scale is negating the queries; a scale of zero makes them zero.
-    constexpr std::uint32_t kSigns = sizeof(Element) == 2 ? 0x80008000u : 0x80000000u;
     wait_copies<0>();
     __syncthreads();
     for (int i = threadIdx.x; i < kRows * Tile::kRowBytes / 4; i += kThreads) {
-      store_word(q + 4 * i, p.scale == 0.f ? 0 : load_word(q + 4 * i) ^ kSigns);
+      store_word(q + 4 * i, p.scale == 0.f ? 0 : load_word(q + 4 * i) ^ ElementTraits<Element>::kSigns);
     }
     __syncthreads();
   }
