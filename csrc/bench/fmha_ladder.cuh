@@ -250,9 +250,9 @@ cudaError_t launch_head_dim(Rung rung, TileSizes tiles, const FmhaParams& params
   }
 }
 
-template <bool kIsBFloat16>
+template <ElementType kType>
 cudaError_t launch_fmha(Rung rung, TileSizes tiles, int head_dim, const FmhaParams& params, cudaStream_t stream) {
-  using Element = std::conditional_t<kIsBFloat16, cutlass::bfloat16_t, cutlass::half_t>;
+  using Element = ElementOf<kType>;
   return head_dim == 64 ? launch_head_dim<Element, 64>(rung, tiles, params, stream)
                         : launch_head_dim<Element, 128>(rung, tiles, params, stream);
 }

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "natten_jax/problem.h"
+
 namespace natten_jax::bench {
 
 /// Rungs of the ladder; each has what the ones before it have.
@@ -31,7 +33,7 @@ struct FmhaParams {
 };
 
 /// Launches a rung; head_dim must be 64 or 128.
-template <bool kIsBFloat16>
+template <ElementType kType>
 cudaError_t launch_fmha(Rung rung, TileSizes tiles, int head_dim, const FmhaParams& params, cudaStream_t stream);
 
 }  // namespace natten_jax::bench

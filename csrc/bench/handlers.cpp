@@ -52,7 +52,8 @@ Error bench_fmha_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, xffi::
                                    static_cast<int>(shape[2]),
                                    *scale,
                                    is_causal == 1};
-    const auto launch = is_bfloat16 ? bench::launch_fmha<true> : bench::launch_fmha<false>;
+    const auto launch =
+        is_bfloat16 ? bench::launch_fmha<ElementType::kBFloat16> : bench::launch_fmha<ElementType::kFloat16>;
     return error_of(status_of(launch(static_cast<bench::Rung>(rung), static_cast<bench::TileSizes>(tiles),
                                      static_cast<int>(shape[3]), params, stream)));
   });

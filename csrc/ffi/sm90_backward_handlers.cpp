@@ -86,8 +86,7 @@ Error sm90_statistics(AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumex
                                            "two values per head and query"));
     if (statistics->element_count() == 0) return Error::Success();
     return error_of(status_of(launch_statistics(
-        type == ElementType::kBFloat16, out.untyped_data(), out_cotangent.untyped_data(),
-        static_cast<const float*>(logsumexp.untyped_data()),
+        type, out.untyped_data(), out_cotangent.untyped_data(), static_cast<const float*>(logsumexp.untyped_data()),
         static_cast<const float*>(logsumexp_cotangent.untyped_data()), static_cast<float*>(statistics->untyped_data()),
         shape[0], shape[1] * shape[2] * shape[3], shape[4], shape[5], stream)));
   });

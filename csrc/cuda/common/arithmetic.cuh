@@ -1,4 +1,4 @@
-// What the softmaxes of all kernels compute with: conversions and functions that are one instruction, and a bound.
+// What the softmaxes of all kernels compute with: element types, functions that are one instruction, and a bound.
 #pragma once
 
 #include <cutlass/numeric_types.h>
@@ -6,20 +6,64 @@
 #include <cmath>
 #include <cstdint>
 #include <cute/config.hpp>
-#include <type_traits>
+#include <tuple>
+
+#include "natten_jax/problem.h"
 
 namespace natten_jax {
 
-/// Two numbers in one register, the first in the low half.
+/// An element type as kernels compute with it. One that has no specialisation does not compile.
+///
+///   Pair           two neighboring elements, with CUDA's conversions
+///   kLargestExact  the largest logit or logsumexp, in base 2 or not, whose rounding would not show in weights relative
+///                  to it (natten_jax/logsumexp.h)
+///   kSigns         the sign bits of a word
+///   pack           two numbers in one word, the first in the low half
+template <class Element>
+struct ElementTraits;
+
+template <>
+struct ElementTraits<float> {
+  using Pair = float2;
+  static constexpr float kLargestExact = 16.f;
+  static constexpr std::uint32_t kSigns = 0x80000000u;
+};
+
+template <>
+struct ElementTraits<cutlass::half_t> {
+  using Pair = __half2;
+  static constexpr float kLargestExact = 256.f;
+  static constexpr std::uint32_t kSigns = 0x80008000u;
+
+  CUTE_DEVICE static std::uint32_t pack(float low, float high) {
+    std::uint32_t result;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+    return result;
+  }
+};
+
+template <>
+struct ElementTraits<cutlass::bfloat16_t> {
+  using Pair = __nv_bfloat162;
+  static constexpr float kLargestExact = 256.f;
+  static constexpr std::uint32_t kSigns = 0x80008000u;
+
+  CUTE_DEVICE static std::uint32_t pack(float low, float high) {
+    std::uint32_t result;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+    return result;
+  }
+};
+
+/// The element of a problem's type, by its number.
+template <ElementType kType>
+using ElementOf =
+    std::tuple_element_t<static_cast<int>(kType), std::tuple<float, cutlass::half_t, cutlass::bfloat16_t>>;
+
+/// Two numbers in one word, the first in the low half.
 template <class Element>
 CUTE_DEVICE std::uint32_t pack(float low, float high) {
-  std::uint32_t result;
-  if constexpr (std::is_same_v<Element, cutlass::bfloat16_t>) {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
-  }
-  return result;
+  return ElementTraits<Element>::pack(low, high);
 }
 
 /// 2**x to about 2 ulp; flushes denormal results to zero.
@@ -33,24 +77,24 @@ CUTE_DEVICE float fast_exp2(float x) {
 /// then rescale nothing, and half precision holds the weights (the bound is FlashAttention-4's).
 constexpr float kHeadroom = 8.f;
 
-/// The largest logit or logsumexp, in base 2 or not, whose rounding would not show in weights relative to it
-/// (natten_jax/logsumexp.h).
-template <class Element>
-constexpr float kLargestExact = sizeof(Element) == 4 ? 16.f : 256.f;
-
 /// Whether weights relative to a row's logsumexp need its remainder. Those of a row without keys do not, whose
 /// logsumexp is infinite.
 template <class Element>
 CUTE_DEVICE bool has_remainder(float logsumexp) {
-  return fabsf(logsumexp) > kLargestExact<Element> && fabsf(logsumexp) < INFINITY;
+  return fabsf(logsumexp) > ElementTraits<Element>::kLargestExact && fabsf(logsumexp) < INFINITY;
 }
 
-/// The weight of a logit relative to such a logsumexp, in base 2. Rounding must not make it larger than one; it stays
-/// NaN where the logit is.
-CUTE_DEVICE float weight_of_large(float logit, float exponent_scale, float logsumexp, float remainder) {
+/// The exponent of a logit's weight relative to such a logsumexp, in base 2. Rounding must not make the weight larger
+/// than one; the exponent stays NaN where the logit is.
+CUTE_DEVICE float exponent_of_large(float logit, float exponent_scale, float logsumexp, float remainder) {
   float exponent = fmaf(logit, exponent_scale, -logsumexp) - remainder;
   asm("min.NaN.f32 %0, %0, 0f00000000;" : "+f"(exponent));
-  return fast_exp2(exponent);
+  return exponent;
+}
+
+/// That weight.
+CUTE_DEVICE float weight_of_large(float logit, float exponent_scale, float logsumexp, float remainder) {
+  return fast_exp2(exponent_of_large(logit, exponent_scale, logsumexp, remainder));
 }
 
 /// The largest logit in base 2 that weights may be relative to after it was rounded: by 2^-12 at most.

@@ -1,10 +1,9 @@
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cutlass/fast_math.h>
 
 #include <algorithm>
-#include <type_traits>
 
+#include "cuda/common/arithmetic.cuh"
+#include "cuda/common/element_types.h"
 #include "cuda/common/gradient_passes.h"
 #include "cuda/common/launch.cuh"
 #include "natten_jax/logsumexp.h"
@@ -28,18 +27,11 @@ __device__ float2 to_floats(__nv_bfloat162 pair) {
 __device__ float2 to_floats(float2 pair) {
   return pair;
 }
-template <class Pair>
-__device__ Pair from_floats(float x, float y) {
-  if constexpr (std::is_same_v<Pair, __half2>) {
-    return __floats2half2_rn(x, y);
-  } else {
-    return __floats2bfloat162_rn(x, y);
-  }
-}
 
-/// The sum of the products of two chunks' elements; a `Pair` is two neighboring ones.
-template <class Pair>
+/// The sum of the products of two chunks' elements.
+template <class Element>
 __device__ float dot(uint4 a, uint4 b) {
+  using Pair = typename ElementTraits<Element>::Pair;
   const auto* of_a = reinterpret_cast<const Pair*>(&a);
   const auto* of_b = reinterpret_cast<const Pair*>(&b);
   float sum = 0.f;
@@ -77,7 +69,7 @@ struct Rows {
 };
 
 /// `kLanes` neighboring threads share a row, that is a query and head.
-template <class Pair, int kLanes>
+template <class Element, int kLanes>
 __global__ void __launch_bounds__(kThreads)
     natten_jax_delta_reduction(const uint4* out, const uint4* out_cotangent, const float* logsumexp,
                                const float* logsumexp_cotangent, float2* statistics, const __grid_constant__ Rows rows,
@@ -99,7 +91,7 @@ __global__ void __launch_bounds__(kThreads)
     float sum = 0.f;  // of the row that this thread writes
 #pragma unroll
     for (int i = 0; i < kUnrolled; ++i) {
-      const float of_row = sum_of_row<kLanes>(dot<Pair>(a[i], b[i]));
+      const float of_row = sum_of_row<kLanes>(dot<Element>(a[i], b[i]));
       if (lane == i) sum = of_row;
     }
     const std::int64_t row = own + lane * kBlockRows;
@@ -110,7 +102,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 /// As natten_jax_delta_reduction, with results in the order of the rows and without the logsumexp.
-template <class Pair, int kLanes>
+template <class Element, int kLanes>
 __global__ void __launch_bounds__(kThreads)
     natten_jax_row_delta_reduction(const uint4* out, const uint4* out_cotangent, const float* logsumexp_cotangent,
                                    float* delta, std::int64_t rows, int chunks) {
@@ -121,14 +113,14 @@ __global__ void __launch_bounds__(kThreads)
   for (std::int64_t row = first; row - threadIdx.x % 32 / kLanes < rows; row += step) {
     float sum = 0.f;
     for (int chunk = lane; row < rows && chunk < chunks; chunk += kLanes) {
-      sum += dot<Pair>(out[row * chunks + chunk], out_cotangent[row * chunks + chunk]);
+      sum += dot<Element>(out[row * chunks + chunk], out_cotangent[row * chunks + chunk]);
     }
     sum = sum_of_row<kLanes>(sum);
     if (row < rows && lane == 0) delta[row] = sum - logsumexp_cotangent[row];
   }
 }
 
-template <class Pair>
+template <class Element>
 __global__ void __launch_bounds__(kThreads)
     natten_jax_convert_gradient(const float4* sums, float scale, uint4* gradient, const __grid_constant__ Rows rows,
                                 std::int64_t all_chunks, std::int64_t all_heads, int chunks,
@@ -150,12 +142,9 @@ __global__ void __launch_bounds__(kThreads)
     }
 #pragma unroll
     for (int i = 0; i < kUnrolled; ++i) {
-      uint4 result;
-      auto* pairs = reinterpret_cast<Pair*>(&result);
-      pairs[0] = from_floats<Pair>(low[i].x * scale, low[i].y * scale);
-      pairs[1] = from_floats<Pair>(low[i].z * scale, low[i].w * scale);
-      pairs[2] = from_floats<Pair>(high[i].x * scale, high[i].y * scale);
-      pairs[3] = from_floats<Pair>(high[i].z * scale, high[i].w * scale);
+      const uint4 result = make_uint4(
+          pack<Element>(low[i].x * scale, low[i].y * scale), pack<Element>(low[i].z * scale, low[i].w * scale),
+          pack<Element>(high[i].x * scale, high[i].y * scale), pack<Element>(high[i].z * scale, high[i].w * scale));
       if (first + i * kThreads < all_chunks) gradient[to[i]] = result;
     }
   }
@@ -185,7 +174,7 @@ int unrolled_blocks_for(std::int64_t threads) {
 
 }  // namespace
 
-cudaError_t launch_statistics(bool is_bfloat16, const void* out, const void* out_cotangent, const float* logsumexp,
+cudaError_t launch_statistics(ElementType type, const void* out, const void* out_cotangent, const float* logsumexp,
                               const float* logsumexp_cotangent, float* statistics, std::int64_t batch,
                               std::int64_t tokens, std::int64_t heads, std::int64_t head_dim, cudaStream_t stream) {
   const int chunks = static_cast<int>(head_dim / kElements);
@@ -195,44 +184,42 @@ cudaError_t launch_statistics(bool is_bfloat16, const void* out, const void* out
                   static_cast<const uint4*>(out_cotangent), logsumexp, logsumexp_cotangent,
                   reinterpret_cast<float2*>(statistics), Rows(tokens, heads), rows, chunks);
   };
-  const auto launch_for = [&](auto pair) {
-    using Pair = decltype(pair);
-    if (chunks <= 8) return launch_kernel(natten_jax_delta_reduction<Pair, 8>, 8);
-    if (chunks <= 16) return launch_kernel(natten_jax_delta_reduction<Pair, 16>, 16);
-    return launch_kernel(natten_jax_delta_reduction<Pair, 32>, 32);
+  const auto launch_for = [&](auto element_type) {
+    using Element = ElementOf<element_type>;
+    if (chunks <= 8) return launch_kernel(natten_jax_delta_reduction<Element, 8>, 8);
+    if (chunks <= 16) return launch_kernel(natten_jax_delta_reduction<Element, 16>, 16);
+    return launch_kernel(natten_jax_delta_reduction<Element, 32>, 32);
   };
-  return is_bfloat16 ? launch_for(__nv_bfloat162{}) : launch_for(__half2{});
+  return with_half_type(type, cudaErrorInvalidValue, launch_for);
 }
 
 cudaError_t launch_delta(ElementType type, const void* out, const void* out_cotangent, const float* logsumexp_cotangent,
                          float* delta, std::int64_t rows, std::int64_t head_dim, cudaStream_t stream) {
-  const int chunks = static_cast<int>(head_dim * (type == ElementType::kFloat32 ? 4 : 2) / kChunkBytes);
+  const int chunks = static_cast<int>(head_dim * element_bytes(type) / kChunkBytes);
   const auto launch_kernel = [&](auto kernel, int lanes) {
     return launch(kernel, {blocks_for(rows * lanes), kThreads, 0, stream}, static_cast<const uint4*>(out),
                   static_cast<const uint4*>(out_cotangent), logsumexp_cotangent, delta, rows, chunks);
   };
-  const auto launch_for = [&](auto pair) {
-    using Pair = decltype(pair);
-    if (chunks <= 8) return launch_kernel(natten_jax_row_delta_reduction<Pair, 8>, 8);
-    return launch_kernel(natten_jax_row_delta_reduction<Pair, 16>, 16);
+  const auto launch_for = [&](auto element_type) {
+    using Element = ElementOf<element_type>;
+    if (chunks <= 8) return launch_kernel(natten_jax_row_delta_reduction<Element, 8>, 8);
+    return launch_kernel(natten_jax_row_delta_reduction<Element, 16>, 16);
   };
-  return type == ElementType::kFloat32    ? launch_for(float2{})
-         : type == ElementType::kBFloat16 ? launch_for(__nv_bfloat162{})
-                                          : launch_for(__half2{});
+  return with_element_type<ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16>(
+      type, cudaErrorInvalidValue, launch_for);
 }
 
-cudaError_t launch_convert_gradient(bool is_bfloat16, const float* sums, float scale, void* gradient,
+cudaError_t launch_convert_gradient(ElementType type, const float* sums, float scale, void* gradient,
                                     std::int64_t batch, std::int64_t tokens, std::int64_t heads, std::int64_t all_heads,
                                     std::int64_t head_dim, bool overlaps, cudaStream_t stream) {
   const int chunks = static_cast<int>(head_dim / kElements);
   const std::int64_t all_chunks = batch * tokens * heads * chunks;
-  const auto launch_kernel = [&](auto kernel) {
-    return launch(kernel, {unrolled_blocks_for(all_chunks), kThreads, 0, stream, overlaps},
+  return with_half_type(type, cudaErrorInvalidValue, [&](auto element_type) {
+    return launch(natten_jax_convert_gradient<ElementOf<element_type>>,
+                  {unrolled_blocks_for(all_chunks), kThreads, 0, stream, overlaps},
                   reinterpret_cast<const float4*>(sums), scale, static_cast<uint4*>(gradient), Rows(tokens, heads),
                   all_chunks, all_heads, chunks, cutlass::FastDivmodU64(chunks));
-  };
-  return is_bfloat16 ? launch_kernel(natten_jax_convert_gradient<__nv_bfloat162>)
-                     : launch_kernel(natten_jax_convert_gradient<__half2>);
+  });
 }
 
 cudaError_t launch_clear(float* elements, std::int64_t number, cudaStream_t stream) {

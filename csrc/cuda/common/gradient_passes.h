@@ -13,10 +13,10 @@ namespace natten_jax {
 /// delta = sum(out * out_cotangent) - logsumexp_cotangent.
 ///
 /// Args:
-///   is_bfloat16: element type of `out` and `out_cotangent`, [batch, tokens, heads, head_dim]; float16 otherwise.
+///   type: element type of `out` and `out_cotangent`, [batch, tokens, heads, head_dim]: of 16 bits.
 ///   logsumexp, logsumexp_cotangent: [batch, tokens, heads].
 ///   head_dim: a multiple of 8, at most 256.
-cudaError_t launch_statistics(bool is_bfloat16, const void* out, const void* out_cotangent, const float* logsumexp,
+cudaError_t launch_statistics(ElementType type, const void* out, const void* out_cotangent, const float* logsumexp,
                               const float* logsumexp_cotangent, float* statistics, std::int64_t batch,
                               std::int64_t tokens, std::int64_t heads, std::int64_t head_dim, cudaStream_t stream);
 
@@ -33,11 +33,11 @@ cudaError_t launch_delta(ElementType type, const void* out, const void* out_cota
 /// [batch, tokens, all_heads, head_dim].
 ///
 /// Args:
-///   is_bfloat16: element type of `gradient`; float16 otherwise.
+///   type: element type of `gradient`: of 16 bits.
 ///   gradient: the first of those heads.
 ///   head_dim: a multiple of 8.
 ///   overlaps: whether it may start before the kernel before it is done: compute capability 9.0.
-cudaError_t launch_convert_gradient(bool is_bfloat16, const float* sums, float scale, void* gradient,
+cudaError_t launch_convert_gradient(ElementType type, const float* sums, float scale, void* gradient,
                                     std::int64_t batch, std::int64_t tokens, std::int64_t heads, std::int64_t all_heads,
                                     std::int64_t head_dim, bool overlaps, cudaStream_t stream);
 

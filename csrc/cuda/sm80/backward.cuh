@@ -291,10 +291,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     while (step.head < heads) {
       wait_copies<0>();
       __syncthreads();  // these queries are there; what the last step wrote has been used
-      QueryStep next = step;
-      next.next(p, box, kQueries);
-      if (kStages == 2 && next.head < heads) {
-        load_queries<Traits>(p, shared, next, batch, kv_head * heads + next.head, stage ^ 1);
+      if (kStages == 2) {
+        QueryStep next = step;
+        next.next(p, box, kQueries);
+        if (next.head < heads) load_queries<Traits>(p, shared, next, batch, kv_head * heads + next.head, stage ^ 1);
       }
       const std::uint32_t q = shared_address(shared.q[stage]), d_out = shared_address(shared.d_out[stage]);
       const QueryWalk& at = step.walk;
@@ -306,6 +306,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
       if (Traits::kLogitWarps == Traits::kWarps || warp < Traits::kLogitWarps) {
         float s[kLogitRows / 16][kLogitColumns / 8][4] = {}, d_weight[kLogitRows / 16][kLogitColumns / 8][4] = {};
+        // Before the products, behind which the vote would wait for shared memory.
+        bool is_large = false;
+        CUTE_UNROLL
+        for (int first = 0; first < kLogitColumns; first += 32) {
+          is_large |= has_remainder<Element>(shared.logsumexp[stage][query0 + first + lane % min(kLogitColumns, 32)]);
+        }
+        const bool any_large = __any_sync(0xffffffffu, is_large);
         const auto multiply = [&](auto& c, std::uint32_t a_tile, std::uint32_t b_tile) __attribute__((always_inline)) {
           const typename Product::template ReadA<Tile> read_a(a_tile, key0);
           const typename Product::template ReadB<Tile> read_b(b_tile, query0);
@@ -314,18 +321,15 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
               [&](auto& b, int n, int i) __attribute__((always_inline)) { read_b(b, 16 * n, i); });
         };
         multiply(s, k, q);
-        multiply(d_weight, v, d_out);
-        const bool is_whole =
-            step.column + kQueries <= p.q_tile_tokens && at.is_inside(p.axis, shared.inner_begin, shared.inner_end);
-        const float exponent_scale = p.scale * kLog2E;
-        bool has_large = false;
-        for (int column = query0 + lane; column < query0 + kLogitColumns; column += 32) {
-          has_large = has_large || has_remainder<Element>(shared.logsumexp[stage][column]);
-        }
-        // A branch, since tiles that need no remainders would wait for those of others.
-        if (__any_sync(0xffffffffu, has_large)) {
-          CUTE_UNROLL
+        float exponent_scale = p.scale * kLog2E;
+        // Where logits are large, they become exponents here, and nothing is left to multiply or to add below. A
+        // branch, since tiles that need no remainders would wait for those of others.
+        if (any_large) {
+          // A loop in which logits take turns to be the first ones: code for all of them would keep registers from the
+          // rest.
+#pragma unroll 1
           for (int n = 0; n < kLogitColumns / 8; ++n) {
+            float exponents[kLogitRows / 16][4];
             CUTE_UNROLL
             for (int i = 0; i < 2; ++i) {
               const int column = query0 + 8 * n + 2 * lane4 + i, row = step.column + column;
@@ -340,23 +344,36 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
               for (int m = 0; m < kLogitRows / 16; ++m) {
                 CUTE_UNROLL
                 for (int e = i; e < 4; e += 2) {
-                  s[m][n][e] = weight_of_large(s[m][n][e], exponent_scale, base2_logsumexp(logsumexp), remainder);
+                  exponents[m][e] =
+                      exponent_of_large(s[m][0][e], exponent_scale, base2_logsumexp(logsumexp), remainder);
                 }
               }
             }
-          }
-        } else {
-          CUTE_UNROLL
-          for (int n = 0; n < kLogitColumns / 8; ++n) {
-            const float2 lse = *reinterpret_cast<const float2*>(&shared.logsumexp[stage][query0 + 8 * n + 2 * lane4]);
-            const float shift[2] = {base2_logsumexp(lse.x), base2_logsumexp(lse.y)};
             CUTE_UNROLL
             for (int m = 0; m < kLogitRows / 16; ++m) {
               CUTE_UNROLL
-              for (int e = 0; e < 4; ++e) s[m][n][e] = fast_exp2(s[m][n][e] * exponent_scale - shift[e % 2]);
+              for (int e = 0; e < 4; ++e) {
+                CUTE_UNROLL
+                for (int j = 1; j < kLogitColumns / 8; ++j) s[m][j - 1][e] = s[m][j][e];
+                s[m][kLogitColumns / 8 - 1][e] = exponents[m][e];
+              }
             }
           }
+          exponent_scale = 1.f;
         }
+        CUTE_UNROLL
+        for (int n = 0; n < kLogitColumns / 8; ++n) {
+          const float2 lse = *reinterpret_cast<const float2*>(&shared.logsumexp[stage][query0 + 8 * n + 2 * lane4]);
+          const float shift[2] = {any_large ? 0.f : base2_logsumexp(lse.x), any_large ? 0.f : base2_logsumexp(lse.y)};
+          CUTE_UNROLL
+          for (int m = 0; m < kLogitRows / 16; ++m) {
+            CUTE_UNROLL
+            for (int e = 0; e < 4; ++e) s[m][n][e] = fast_exp2(s[m][n][e] * exponent_scale - shift[e % 2]);
+          }
+        }
+        multiply(d_weight, v, d_out);  // the compiler puts exponential functions between its instructions
+        const bool is_whole =
+            step.column + kQueries <= p.q_tile_tokens && at.is_inside(p.axis, shared.inner_begin, shared.inner_end);
         CUTE_UNROLL
         for (int n = 0; n < kLogitColumns / 8; ++n) {
           const float2 delta = *reinterpret_cast<const float2*>(&shared.delta[stage][query0 + 8 * n + 2 * lane4]);
@@ -367,15 +384,21 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
           }
         }
         if (!is_whole) {
+          // A loop, since the compiler would predicate instructions that it could jump over.
           const int4 first = make_int4(at.x, at.y, at.z, 0);
+          std::uint32_t visible[kLogitRows / 8];
+#pragma unroll 1
+          for (int i = kLogitRows / 8 - 1; i >= 0; --i) {
+            CUTE_UNROLL
+            for (int j = kLogitRows / 8 - 1; j > 0; --j) visible[j] = visible[j - 1];
+            const int4* seen = shared.row_windows[key0 + lane / 4 + 8 * i];
+            visible[0] = column_mask.row(p.axis, seen[0], seen[1], first, lane4) >> (step.column + query0) / 4;
+          }
           CUTE_UNROLL
           for (int i = 0; i < kLogitRows / 8; ++i) {
-            const int4* seen = shared.row_windows[key0 + lane / 4 + 8 * i];
-            const std::uint32_t visible =
-                column_mask.row(p.axis, seen[0], seen[1], first, lane4) >> (step.column + query0) / 4;
             CUTE_UNROLL
             for (int e = 0; e < kLogitColumns / 4; ++e) {
-              if (!(visible & 1u << e)) s[i / 2][e / 2][i % 2 * 2 + e % 2] = 0.f;
+              if (!(visible[i] & 1u << e)) s[i / 2][e / 2][i % 2 * 2 + e % 2] = 0.f;
             }
           }
         }
@@ -407,6 +430,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       multiply_by_key(d_key, d_logits, q);
       if (kStages == 1) {
         __syncthreads();  // the queries have been used
+        QueryStep next = step;
+        next.next(p, box, kQueries);
         if (next.head < heads) load_queries<Traits>(p, shared, next, batch, kv_head * heads + next.head, 0);
       }
       {
@@ -432,7 +457,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
           }
         }
       }
-      step = next;
+      step.next(p, box, kQueries);
       if (kStages == 2) stage ^= 1;
     }
 

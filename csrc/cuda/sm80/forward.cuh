@@ -49,6 +49,7 @@ struct ForwardTraits {
     TileRows<KeyCopy> columns;             // of key/value tiles
     KeySteps<kThreads> steps;
     SeenBox warp_boxes[kWarps];
+    float subtracted[kRows];  // from a row's logits, where these are large
     std::uint32_t mask_words[KeyColumnMask::capacity(kMostColumns)];
   };
 };
@@ -150,15 +151,15 @@ __global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
   const typename Product::template ReadTransposedB<Tile> read_v(v, 0);
   typename Product::A query[Traits::kQueryInRegisters ? kRowBlocks : 1][kHeadSteps];
   float o[kRowBlocks][Traits::kHeadDim / 8][4] = {};
-  OnlineSoftmax<Element, kRowBlocks> softmax((p.scale == 0.f ? 1.f : fabsf(p.scale)) * kLog2E);
+  OnlineSoftmax<kRowBlocks> softmax((p.scale == 0.f ? 1.f : fabsf(p.scale)) * kLog2E);
+  const auto subtracted = [&](int i) -> float& { return shared.subtracted[row0 + 8 * i]; };
 
   if (p.scale <= 0.f) {
     // Negating the scale is negating the queries; a scale of zero makes them zero.
-    constexpr std::uint32_t kSigns = sizeof(Element) == 2 ? 0x80008000u : 0x80000000u;
     wait_copies<0>();
     __syncthreads();
     for (int i = threadIdx.x; i < kRows * Tile::kRowBytes / 4; i += kThreads) {
-      store_word(q + 4 * i, p.scale == 0.f ? 0 : load_word(q + 4 * i) ^ kSigns);
+      store_word(q + 4 * i, p.scale == 0.f ? 0 : load_word(q + 4 * i) ^ ElementTraits<Element>::kSigns);
     }
     __syncthreads();
   }
@@ -260,7 +261,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
           }
         }
       }
-      softmax.update(s, o);
+      softmax.update(s, o, subtracted);
       accumulate<Product, kRowBlocks, Traits::kHeadDim / 16, kColumns / Product::kStep>(
           o, [&](auto& a, int m, int step) __attribute__((always_inline)) { a = Product::operand(s[m], step); },
           [&](auto& b, int n, int step) __attribute__((always_inline)) { read_v(b, 16 * n, step, stage_bytes); });
@@ -292,7 +293,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
   {
     // A lane for each row that four of them share.
     const int token = lane4 < 2 * kRowBlocks ? shared.row_windows[row0 + 8 * lane4][0][3] : -1;
-    const float2 logsumexp = softmax.logsumexp(lane4);
+    const float2 logsumexp = softmax.logsumexp(lane4, subtracted);
     const std::int64_t at = first_row + static_cast<std::int64_t>(token) * p.heads;
     if (token >= 0) p.logsumexp[at] = logsumexp.x;
     if (token >= 0 && p.remainder != nullptr) p.remainder[at] = logsumexp.y;

@@ -124,11 +124,9 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   p.by_heads_per_block = cutlass::FastDivmod(p.heads_per_block);
   p.by_head_blocks = cutlass::FastDivmod(p.heads / p.heads_per_block);
   p.by_heads_per_kv = cutlass::FastDivmod(static_cast<int>(problem.heads_per_kv()));
-  const auto launch = problem.element_type == ElementType::kFloat16    ? launch_forward<Arithmetic::kFloat16>
-                      : problem.element_type == ElementType::kBFloat16 ? launch_forward<Arithmetic::kBFloat16>
-                      : is_accurate                                    ? launch_forward<Arithmetic::kFloat32>
-                                                                       : launch_forward<Arithmetic::kTensorFloat32>;
-  return launch(p, form, memory, static_cast<int>(all_tiles), stream);
+  return with_arithmetic(problem.element_type, is_accurate, [&](auto arithmetic) {
+    return launch_forward<arithmetic>(p, form, memory, static_cast<int>(all_tiles), stream);
+  });
 }
 
 HeadBlock head_block(const Problem& problem, std::int64_t scratch_elements) {
@@ -168,10 +166,6 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
   p.kv_tile_tokens = static_cast<int>(product(tiles.kv));
   p.parts = (p.kv_tile_tokens + form.keys - 1) / form.keys;
 
-  const auto launch = problem.element_type == ElementType::kFloat16    ? launch_backward<Arithmetic::kFloat16>
-                      : problem.element_type == ElementType::kBFloat16 ? launch_backward<Arithmetic::kBFloat16>
-                      : is_accurate                                    ? launch_backward<Arithmetic::kFloat32>
-                                                                       : launch_backward<Arithmetic::kTensorFloat32>;
   const auto run = [&](std::int64_t all_tiles, std::int64_t all_groups, std::int64_t heads) -> Status {
     const std::int64_t splits = kv_splits == 0 ? all_tiles : std::min(kv_splits, all_tiles);
     const std::int64_t ctas = saturating_product(heads, saturating_product(splits, all_groups));
@@ -182,7 +176,9 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
     p.splits = static_cast<int>(splits);
     p.by_splits = cutlass::FastDivmod(p.splits);
     p.by_groups = cutlass::FastDivmod(static_cast<int>(all_groups));
-    return launch(p, form, static_cast<int>(ctas), stream);
+    return with_arithmetic(problem.element_type, is_accurate, [&](auto arithmetic) {
+      return launch_backward<arithmetic>(p, form, static_cast<int>(ctas), stream);
+    });
   };
 
   // The heads of a block, from a head of a batch entry on: arrays start there, and their strides stay the same.
@@ -226,8 +222,8 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
     p.keys = problem.keys();
     Status status = run(saturating_product(geometry.kv_tiles, p.parts), geometry.groups, size.batch * size.heads_kv);
     if (status.failed() || is_float32) return status;
-    return status_of(launch_convert_gradient(problem.element_type == ElementType::kBFloat16, arrays.query_gradient_sums,
-                                             problem.scale, query_gradient, size.batch, p.queries, heads, problem.heads,
+    return status_of(launch_convert_gradient(problem.element_type, arrays.query_gradient_sums, problem.scale,
+                                             query_gradient, size.batch, p.queries, heads, problem.heads,
                                              problem.head_dim, false, stream));
   };
   for (std::int64_t batch = 0; batch < problem.batch; batch += block.batch) {

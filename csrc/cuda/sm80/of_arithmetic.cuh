@@ -14,8 +14,15 @@
 namespace natten_jax::sm80 {
 
 template <Arithmetic kArithmetic>
-struct OfArithmetic {
-  using Element = std::conditional_t<kArithmetic == Arithmetic::kBFloat16, cutlass::bfloat16_t, cutlass::half_t>;
+struct OfArithmetic;
+template <>
+struct OfArithmetic<Arithmetic::kFloat16> {
+  using Element = cutlass::half_t;
+  using Product = HalfProduct<Element>;
+};
+template <>
+struct OfArithmetic<Arithmetic::kBFloat16> {
+  using Element = cutlass::bfloat16_t;
   using Product = HalfProduct<Element>;
 };
 template <>

@@ -1,6 +1,7 @@
 // The running softmax of a warp's query rows, in base 2.
 #pragma once
 
+#include <cfloat>
 #include <cmath>
 
 #include "cuda/common/arithmetic.cuh"
@@ -10,28 +11,34 @@ namespace natten_jax::sm80 {
 
 /// `kRowBlocks` accumulator blocks of 16 rows; a lane holds two rows of each.
 ///
-/// Weights are relative to a row's reference, a logit that lags behind the largest one: earlier results are rescaled
-/// only where it would make weights larger than 2^kHeadroom, which hardly happens after a row's first keys.
-template <class Element, int kRowBlocks>
+/// A row's offset is what is added to its logits in base 2; it makes weights relative to a logit that lags behind the
+/// largest one. Earlier results are rescaled only where a weight would be larger than 2^kHeadroom, which hardly happens
+/// after a row's first keys.
+///
+/// Where an offset of the warp's rows is so large that its rounding would show, logits are subtracted before they are
+/// multiplied. Offsets are then zero, and the subtracted logits lie in shared memory: other tiles spend no registers on
+/// them. Functions take them as `subtracted(i)`, a reference to that of the lane's row `i`.
+template <int kRowBlocks>
 struct OnlineSoftmax {
-  float exponent_scale;  // of the logits, in base 2; positive
-  float reference[kRowBlocks][2], row_sum[kRowBlocks][2];
-  // Once a reference of the warp's rows is so large that the rounding of its product would show, references are taken
-  // from logits before these are multiplied: they lie here, and `reference` is zero.
-  bool has_large;
-  float subtracted[kRowBlocks][2];
+  /// The offset of a row that has seen nothing yet: every logit is too large for it, and the weight of -infinity zero.
+  static constexpr float kNothing = FLT_MAX;
 
-  CUTE_DEVICE explicit OnlineSoftmax(float exponent_scale) : exponent_scale(exponent_scale), has_large(false) {
+  float exponent_scale;  // of the logits, in base 2; positive
+  float headroom;        // -infinity where logits are subtracted, so that every tile's are
+  float offset[kRowBlocks][2], row_sum[kRowBlocks][2];
+
+  CUTE_DEVICE explicit OnlineSoftmax(float exponent_scale) : exponent_scale(exponent_scale), headroom(kHeadroom) {
     CUTE_UNROLL
     for (int i = 0; i < 2 * kRowBlocks; ++i) {
-      reference[i / 2][i % 2] = -INFINITY;
+      offset[i / 2][i % 2] = kNothing;
       row_sum[i / 2][i % 2] = 0.f;
     }
   }
 
   /// Turns logits into unnormalised weights.
-  template <int kColumns, int kOutputs>
-  CUTE_DEVICE void update(float (&s)[kRowBlocks][kColumns][4], float (&o)[kRowBlocks][kOutputs][4]) {
+  template <int kColumns, int kOutputs, class Subtracted>
+  CUTE_DEVICE void update(float (&s)[kRowBlocks][kColumns][4], float (&o)[kRowBlocks][kOutputs][4],
+                          const Subtracted& subtracted) {
     float highest_of_lane[kRowBlocks][2];
     bool exceeds = false;
     CUTE_UNROLL
@@ -46,20 +53,19 @@ struct OnlineSoftmax {
       }
       const float of_lane = fmaxf(highest[0], highest[1]);
       highest_of_lane[m][i % 2] = of_lane;
-      exceeds = exceeds || (of_lane - reference[m][i % 2]) * exponent_scale > kHeadroom;
+      exceeds = exceeds || fmaf(of_lane, exponent_scale, offset[m][i % 2]) > headroom;
     }
-    if (__any_sync(0xffffffffu, exceeds || has_large)) rescale(highest_of_lane, s, o);
+    if (__any_sync(0xffffffffu, exceeds)) rescale(highest_of_lane, s, o, subtracted);
     CUTE_UNROLL
     for (int i = 0; i < 2 * kRowBlocks; ++i) {
       const int m = i / 2, r = i % 2 * 2;
-      const float shift = shift_of(reference[m][i % 2]);
       float sum[2] = {};
       CUTE_UNROLL
       for (int n = 0; n < kColumns; ++n) {
         CUTE_UNROLL
         for (int e = 0; e < 2; ++e) {
           float& weight = s[m][n][r + e];
-          weight = fast_exp2(weight * exponent_scale - shift);
+          weight = fast_exp2(fmaf(weight, exponent_scale, offset[m][i % 2]));
           sum[e] += weight;
         }
       }
@@ -82,72 +88,88 @@ struct OnlineSoftmax {
   }
 
   /// The logsumexp of the lane's row `i` of all its blocks, and its remainder.
-  CUTE_DEVICE float2 logsumexp(int i) const {
-    float sum = row_sum[0][0], of_row = has_large ? subtracted[0][0] : reference[0][0];
+  template <class Subtracted>
+  CUTE_DEVICE float2 logsumexp(int i, const Subtracted& subtracted) const {
+    float sum = row_sum[0][0], of_row = -offset[0][0];
     CUTE_UNROLL
     for (int j = 1; j < 2 * kRowBlocks; ++j) {
-      const int m = j / 2, r = j % 2;
-      sum = i == j ? row_sum[m][r] : sum;
-      of_row = i == j ? (has_large ? subtracted[m][r] : reference[m][r]) : of_row;
+      sum = i == j ? row_sum[j / 2][j % 2] : sum;
+      of_row = i == j ? -offset[j / 2][j % 2] : of_row;
     }
     if (sum == 0.f) return make_float2(-INFINITY, 0.f);
-    const float shift = shift_of(of_row), result = shift * kLn2 + logf(sum);
-    if (!has_large) return make_float2(result, logsumexp_remainder(result, shift, log2f(sum)));
-    return make_float2(result, logsumexp_remainder(result, of_row, exponent_scale, log2f(sum)));
+    if (!subtracts()) {
+      const float result = of_row * kLn2 + logf(sum);
+      return make_float2(result, logsumexp_remainder(result, of_row, log2f(sum)));
+    }
+    const float logit = subtracted(i), result = __fmul_rn(logit, exponent_scale) * kLn2 + logf(sum);
+    return make_float2(result, logsumexp_remainder(result, logit, exponent_scale, log2f(sum)));
   }
 
  private:
-  /// What the weights of a row are relative to, in base 2. A row that has seen nothing yet keeps weights of zero.
-  CUTE_DEVICE float shift_of(float reference) const {
-    return reference == -INFINITY ? 0.f : __fmul_rn(reference, exponent_scale);
-  }
+  CUTE_DEVICE bool subtracts() const { return headroom < 0.f; }
 
-  /// Makes the largest logits the references; a lane holds those of its columns.
-  template <int kColumns, int kOutputs>
-  CUTE_DEVICE void rescale(const float (&highest_of_lane)[kRowBlocks][2], float (&s)[kRowBlocks][kColumns][4],
-                           float (&o)[kRowBlocks][kOutputs][4]) {
-    float before[kRowBlocks][2];
-    bool is_large = has_large;
+  /// Makes weights relative to the largest logits; a lane holds those of its columns.
+  template <int kColumns, int kOutputs, class Subtracted>
+  CUTE_DEVICE void rescale(float (&highest)[kRowBlocks][2], float (&s)[kRowBlocks][kColumns][4],
+                           float (&o)[kRowBlocks][kOutputs][4], const Subtracted& subtracted) {
+    float factor[kRowBlocks][2], next[kRowBlocks][2];
+    bool is_large = subtracts();
     CUTE_UNROLL
     for (int i = 0; i < 2 * kRowBlocks; ++i) {
       const int m = i / 2, r = i % 2;
-      float row_max = highest_of_lane[m][r];
-      row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 1));
-      row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 2));
-      before[m][r] = has_large ? subtracted[m][r] : reference[m][r];
-      reference[m][r] = fmaxf(before[m][r], row_max);
-      is_large = is_large || fabsf(shift_of(reference[m][r])) > kLargestRounded;
+      highest[m][r] = fmaxf(highest[m][r], __shfl_xor_sync(0xffffffffu, highest[m][r], 1));
+      highest[m][r] = fmaxf(highest[m][r], __shfl_xor_sync(0xffffffffu, highest[m][r], 2));
+      next[m][r] = fminf(offset[m][r], -__fmul_rn(highest[m][r], exponent_scale));
+      factor[m][r] = fast_exp2(next[m][r] - offset[m][r]);
+      // No short cuts: they would be branches.
+      is_large |= (fabsf(next[m][r]) > kLargestRounded) & (next[m][r] != kNothing);
     }
-    is_large = __any_sync(0xffffffffu, is_large);
+    if (__any_sync(0xffffffffu, is_large)) {
+      subtract(highest, s, factor, subtracted);
+    } else {
+      CUTE_UNROLL
+      for (int i = 0; i < 2 * kRowBlocks; ++i) offset[i / 2][i % 2] = next[i / 2][i % 2];
+    }
     CUTE_UNROLL
     for (int i = 0; i < 2 * kRowBlocks; ++i) {
       const int m = i / 2, r = i % 2;
-      const float next = reference[m][r], had = before[m][r];
-      const float fall = !is_large   ? shift_of(next) - shift_of(had)
-                         : has_large ? (next - had) * exponent_scale
-                                     : fmaf(next, exponent_scale, -shift_of(had));
-      const float factor = had == -INFINITY ? 1.f : fast_exp2(-fall);  // of nothing
-      row_sum[m][r] *= factor;
+      row_sum[m][r] *= factor[m][r];
       CUTE_UNROLL
       for (int n = 0; n < kOutputs; ++n) {
-        o[m][n][2 * r] *= factor;
-        o[m][n][2 * r + 1] *= factor;
+        o[m][n][2 * r] *= factor[m][r];
+        o[m][n][2 * r + 1] *= factor[m][r];
       }
     }
-    has_large = is_large;
-    if (!has_large) return;
+  }
+
+  /// Subtracts the largest logits of the rows, and says by what factors that changes earlier weights.
+  template <int kColumns, class Subtracted>
+  CUTE_DEVICE void subtract(const float (&highest)[kRowBlocks][2], float (&s)[kRowBlocks][kColumns][4],
+                            float (&factor)[kRowBlocks][2], const Subtracted& subtracted) {
+    float had[kRowBlocks][2];
     CUTE_UNROLL
     for (int i = 0; i < 2 * kRowBlocks; ++i) {
       const int m = i / 2, r = i % 2;
-      subtracted[m][r] = reference[m][r];
-      reference[m][r] = 0.f;
-      const float of_row = subtracted[m][r] == -INFINITY ? 0.f : subtracted[m][r];
+      const float by_offset = offset[m][r] == kNothing ? -kNothing : -offset[m][r] * fast_reciprocal(exponent_scale);
+      had[m][r] = subtracts() ? subtracted(i) : by_offset;
+    }
+    __syncwarp();  // all lanes of a row have read its number
+    CUTE_UNROLL
+    for (int i = 0; i < 2 * kRowBlocks; ++i) {
+      const int m = i / 2, r = i % 2;
+      const float next = fmaxf(had[m][r], highest[m][r]);
+      const float rise = subtracts() ? (next - had[m][r]) * exponent_scale : fmaf(next, exponent_scale, offset[m][r]);
+      factor[m][r] = had[m][r] == -kNothing ? 1.f : fast_exp2(-rise);  // of nothing
       CUTE_UNROLL
       for (int n = 0; n < kColumns; ++n) {
-        s[m][n][2 * r] -= of_row;
-        s[m][n][2 * r + 1] -= of_row;
+        s[m][n][2 * r] -= next;
+        s[m][n][2 * r + 1] -= next;
       }
+      offset[m][r] = 0.f;
+      subtracted(i) = next;
     }
+    __syncwarp();
+    headroom = -INFINITY;
   }
 };
 

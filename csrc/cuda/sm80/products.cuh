@@ -12,6 +12,14 @@
 
 namespace natten_jax::sm80 {
 
+/// The instruction of the matrix units for 16-bit elements.
+template <class Element>
+struct HalfInstruction;
+template <>
+struct HalfInstruction<cutlass::half_t> : cute::SM80_16x8x16_F32F16F16F32_TN {};
+template <>
+struct HalfInstruction<cutlass::bfloat16_t> : cute::SM80_16x8x16_F32BF16BF16F32_TN {};
+
 /// Products of 16-bit elements.
 template <class Element>
 struct HalfProduct {
@@ -77,10 +85,8 @@ struct HalfProduct {
 
   template <bool kIsTransposed>
   CUTE_DEVICE static void multiply(float (&c)[4], const A& a, const B& b, int block) {
-    using Instruction = std::conditional_t<std::is_same_v<Element, cutlass::bfloat16_t>,
-                                           cute::SM80_16x8x16_F32BF16BF16F32_TN, cute::SM80_16x8x16_F32F16F16F32_TN>;
-    Instruction::fma(c[0], c[1], c[2], c[3], a.r[0], a.r[1], a.r[2], a.r[3], b.r[block][0], b.r[block][1], c[0], c[1],
-                     c[2], c[3]);
+    HalfInstruction<Element>::fma(c[0], c[1], c[2], c[3], a.r[0], a.r[1], a.r[2], a.r[3], b.r[block][0], b.r[block][1],
+                                  c[0], c[1], c[2], c[3]);
   }
 };
 

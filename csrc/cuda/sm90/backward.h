@@ -4,15 +4,16 @@
 #include <cuda_runtime_api.h>
 
 #include "cuda/sm90/backward_params.h"
+#include "natten_jax/problem.h"
 #include "natten_jax/status.h"
 
 namespace natten_jax::sm90 {
 
 /// Launches a form, by its number in kBackwardForms, for 16-bit elements of one type.
-template <bool kIsBFloat16>
+template <ElementType kType>
 Status launch_backward(const BackwardParams& params, int form, cudaStream_t stream);
 
-extern template Status launch_backward<false>(const BackwardParams&, int, cudaStream_t);
-extern template Status launch_backward<true>(const BackwardParams&, int, cudaStream_t);
+extern template Status launch_backward<ElementType::kFloat16>(const BackwardParams&, int, cudaStream_t);
+extern template Status launch_backward<ElementType::kBFloat16>(const BackwardParams&, int, cudaStream_t);
 
 }  // namespace natten_jax::sm90

@@ -1,3 +1,4 @@
 #include "cuda/sm90/backward_instances.cuh"
 
-template natten_jax::Status natten_jax::sm90::launch_backward<true>(const BackwardParams&, int, cudaStream_t);
+template natten_jax::Status natten_jax::sm90::launch_backward<natten_jax::ElementType::kBFloat16>(const BackwardParams&,
+                                                                                                  int, cudaStream_t);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "cuda/common/arithmetic.cuh"
 #include "cuda/common/geometry.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/sm90/backward.cuh"
@@ -11,7 +12,7 @@
 
 namespace natten_jax::sm90 {
 
-template <bool kIsBFloat16>
+template <ElementType kType>
 Status launch_backward(const BackwardParams& params, int form, cudaStream_t stream) {
   int multiprocessors = 0;
   if (const auto error = count_multiprocessors(multiprocessors)) return status_of(error);
@@ -19,7 +20,7 @@ Status launch_backward(const BackwardParams& params, int form, cudaStream_t stre
   return with_form<kBackwardForms>(form, [&](auto number) {
     constexpr Form kForm = kBackwardForms[number];
     constexpr int kStages = kForm.head_dim == 256 ? 1 : 2;
-    using Traits = BackwardTraits<Element16<kIsBFloat16>, kForm.head_dim, kForm.keys, kForm.queries, kStages>;
+    using Traits = BackwardTraits<ElementOf<kType>, kForm.head_dim, kForm.keys, kForm.queries, kStages>;
     constexpr int kBytes = sizeof(typename Traits::SharedStorage);
     static_assert(kBytes <= kSharedMemory);
     return status_of(launch(natten_jax_sm90_backward<Traits>, {dim3(blocks), kThreads, kBytes, stream, true}, params));

@@ -4,6 +4,7 @@
 #include <iterator>
 
 #include "cuda/common/cuda_status.h"
+#include "cuda/common/element_types.h"
 #include "cuda/common/geometry.h"
 #include "cuda/common/gradient_passes.h"
 #include "cuda/common/tensor_map.h"
@@ -149,26 +150,28 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
   p.by_groups = cutlass::FastDivmod(static_cast<int>(geometry.groups));
   p.by_heads_kv = cutlass::FastDivmod(p.heads_kv);
 
-  const bool is_bfloat16 = problem.element_type == ElementType::kBFloat16;
   const std::int64_t first_counter = sums(problem), number_of_counters = counters(problem, tiles, is_deterministic);
   p.next_tile = reinterpret_cast<std::int32_t*>(arrays.scratch + first_counter);
   if (is_deterministic) p.turns = p.next_tile + 1;
   if (const auto error = launch_clear(arrays.scratch, first_counter + number_of_counters, stream)) {
     return status_of(error);
   }
-  const auto launch = is_bfloat16 ? launch_backward<true> : launch_backward<false>;
+  const auto launch = [&]() -> Status {
+    return with_half_type(problem.element_type, no_such_elements(problem.element_type),
+                          [&](auto type) { return launch_backward<type>(p, number, stream); });
+  };
   if (is_deterministic && p.additional_tiles > 0) {
     // Their query tiles are of the whole layout and those of dilation groups are not: they come before all others.
     p.tiles = p.additional_tiles;
-    if (Status status = launch(p, number, stream); status.failed()) return status;
+    if (Status status = launch(); status.failed()) return status;
     if (const auto error = launch_clear(arrays.scratch + first_counter, number_of_counters, stream)) {
       return status_of(error);
     }
     p.first_taken = p.additional_tiles;
     p.tiles = static_cast<int>(all_tiles);
   }
-  if (Status status = launch(p, number, stream); status.failed()) return status;
-  return status_of(launch_convert_gradient(is_bfloat16, arrays.scratch, problem.scale, arrays.query_gradient,
+  if (Status status = launch(); status.failed()) return status;
+  return status_of(launch_convert_gradient(problem.element_type, arrays.scratch, problem.scale, arrays.query_gradient,
                                            problem.batch, problem.queries(), problem.heads, problem.heads,
                                            problem.head_dim, true, stream));
 }

@@ -4,16 +4,17 @@
 #include <cuda_runtime_api.h>
 
 #include "cuda/sm90/params.h"
+#include "natten_jax/problem.h"
 #include "natten_jax/status.h"
 
 namespace natten_jax::sm90 {
 
 /// Launches a form, by its number in kForwardForms, for 16-bit elements of one type. Fewer CTAs than tiles walk over
 /// them.
-template <bool kIsBFloat16>
+template <ElementType kType>
 Status launch_forward(const ForwardParams& params, int form, bool is_ping_pong, int ctas, cudaStream_t stream);
 
-extern template Status launch_forward<false>(const ForwardParams&, int, bool, int, cudaStream_t);
-extern template Status launch_forward<true>(const ForwardParams&, int, bool, int, cudaStream_t);
+extern template Status launch_forward<ElementType::kFloat16>(const ForwardParams&, int, bool, int, cudaStream_t);
+extern template Status launch_forward<ElementType::kBFloat16>(const ForwardParams&, int, bool, int, cudaStream_t);
 
 }  // namespace natten_jax::sm90

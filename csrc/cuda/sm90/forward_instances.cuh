@@ -1,6 +1,7 @@
 // Instantiates the forward kernel for one element type.
 #pragma once
 
+#include "cuda/common/arithmetic.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/sm90/forward.cuh"
 #include "cuda/sm90/forward.h"
@@ -15,12 +16,12 @@ Status launch_traits(const ForwardParams& params, int ctas, cudaStream_t stream)
   return status_of(launch(natten_jax_sm90_fna_forward<Traits>, {dim3(ctas), Traits::kThreads, kBytes, stream}, params));
 }
 
-template <bool kIsBFloat16>
+template <ElementType kType>
 Status launch_forward(const ForwardParams& params, int form, bool is_ping_pong, int ctas, cudaStream_t stream) {
   return with_form<kForwardForms>(form, [&](auto number) {
     constexpr Form kForm = kForwardForms[number];
     constexpr int kWarpgroups = kForm.queries / 64;
-    using Element = Element16<kIsBFloat16>;
+    using Element = ElementOf<kType>;
     return is_ping_pong ? launch_traits<ForwardTraits<Element, kForm.head_dim, kForm.keys, kWarpgroups, true>>(
                               params, ctas, stream)
                         : launch_traits<ForwardTraits<Element, kForm.head_dim, kForm.keys, kWarpgroups, false>>(

@@ -1,7 +1,5 @@
-// What the instances of the Hopper kernels have in common: element types, and a kernel for each form of a table.
+// What the instances of the Hopper kernels have in common: a kernel for each form of a table.
 #pragma once
-
-#include <cutlass/numeric_types.h>
 
 #include <iterator>
 #include <string>
@@ -12,9 +10,6 @@
 #include "cuda/sm90/forms.h"
 
 namespace natten_jax::sm90 {
-
-template <bool kIsBFloat16>
-using Element16 = std::conditional_t<kIsBFloat16, cutlass::bfloat16_t, cutlass::half_t>;
 
 template <class Launch, int... kNumbers>
 Status with_number(int form, const Launch& launch, std::integer_sequence<int, kNumbers...>) {

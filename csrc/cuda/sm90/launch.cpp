@@ -4,6 +4,7 @@
 #include <iterator>
 
 #include "cuda/common/cuda_status.h"
+#include "cuda/common/element_types.h"
 #include "cuda/common/geometry.h"
 #include "cuda/sm90/forms.h"
 #include "cuda/sm90/forward.h"
@@ -97,8 +98,9 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
     error = cudaMemsetAsync(p.next_tile, 0, sizeof(*p.next_tile), stream);
   }
   if (error != cudaSuccess) return status_of(error);
-  const auto launch = problem.element_type == ElementType::kBFloat16 ? launch_forward<true> : launch_forward<false>;
-  return launch(p, number, schedule.is_ping_pong, ctas, stream);
+  return with_half_type(problem.element_type, no_such_elements(problem.element_type), [&](auto type) {
+    return launch_forward<type>(p, number, schedule.is_ping_pong, ctas, stream);
+  });
 }
 
 }  // namespace natten_jax::sm90
