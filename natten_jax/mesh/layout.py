@@ -78,7 +78,7 @@ class Layout:
         if role is Role.WHOLE:
             return self.tiles.reshape((1,) * ndim + (-1, manual))
         tiles = self.tiles
-        if role is Role.KEY_VALUE:
+        if role.is_key_value:
             # What parts of query heads share a part of key/value heads hold copies of it.
             heads, copies = self.heads.kv_parts, heads // self.heads.kv_parts * copies
         parts = [*batch, *(1,) * (ndim - len(batch))]

@@ -139,7 +139,7 @@ class Partitioned:
                 return tuple(next(fresh) for _ in shape)
             factors: list[Any] = [f"batch{i}" for i in range(self._batch_axes)]
             factors += [next(fresh) for _ in shape[self._batch_axes :]]
-            factors[len(shape) + role.heads_axis] = "heads" if role is Role.KEY_VALUE else query_heads
+            factors[len(shape) + role.heads_axis] = "heads" if role.is_key_value else query_heads
             return tuple(factors)
 
         return SdyShardingRule(
@@ -182,7 +182,7 @@ class Partitioned:
                 return results
             groups = layout.groups()
             return [
-                jax.lax.psum(result, _DEVICES, axis_index_groups=groups) if role is Role.KEY_VALUE else result
+                jax.lax.psum(result, _DEVICES, axis_index_groups=groups) if role.is_key_value else result
                 for role, result in zip(self._outputs, results, strict=True)
             ]
 
