@@ -24,7 +24,8 @@ from natten_jax import backends
 from natten_jax.backends.base import Backend, Gradients, Operands, Output, Saved
 from natten_jax.devices import CPU, Device, cuda_device
 from natten_jax.differentiation import refuse
-from natten_jax.mesh import partition
+from natten_jax.mesh import exchange, partition
+from natten_jax.mesh.exchange import Line
 from natten_jax.mesh.roles import Role, roles_of
 from natten_jax.mesh.types import type_like, vary_alike
 from natten_jax.passes import Pass
@@ -215,8 +216,8 @@ def _lower_for(device_at_hand: Callable[[], Device], platform: str | None) -> No
         inputs = jax.tree.unflatten(structure, ctx.avals_in)
         device = device_at_hand()
 
-        def local(*leaves: jax.Array) -> list[jax.Array]:
-            return _run_local(leaves, device=device, step=step, structure=structure, **parameters)
+        def local(*leaves: jax.Array, lines: Sequence[Line | None] = ()) -> list[jax.Array]:
+            return _run_local(leaves, lines, device=device, step=step, structure=structure, **parameters)
 
         if partition.is_needed(ctx):
             request, mapped = parameters["request"], parameters["mapped"]
@@ -224,16 +225,40 @@ def _lower_for(device_at_hand: Callable[[], Device], platform: str | None) -> No
             identity = f"{plan.payload()} {step.compute.__name__} {structure} {request.precision} {mapped}"
             roles = roles_of(*inputs), roles_of(step.types(request, *inputs))
             with _marked(plan):
-                return partition.Partitioned(ctx, identity, local, *roles, mapped + 1).lower(values)
+                return partition.Partitioned(
+                    ctx, identity, local, *roles, mapped + 1, splits_tokens=_splits_tokens(request, inputs[0])
+                ).lower(values)
         return mlir.lower_fun(local, multiple_results=True)(ctx, *values)
 
     mlir.register_lowering(_pass_p, lower, platform=platform)
 
 
+def _splits_tokens(request: Request, operands: Operands) -> bool:
+    """Whether a mesh may split token dimensions: those of whole layouts, which windows relate."""
+    return request.problem.operator == "fna" and operands.origins is None
+
+
 def _run_local(
-    leaves: Sequence[jax.Array], *, step: _Step, request: Request, structure: Any, mapped: int, device: Device
+    leaves: Sequence[jax.Array],
+    lines: Sequence[Line | None],
+    *,
+    step: _Step,
+    request: Request,
+    structure: Any,
+    mapped: int,
+    device: Device,
 ) -> list[jax.Array]:
-    """Run a step on all that one device has, mapped axes and batch as one."""
+    """Run a step on all that one device has, mapped axes and batch as one.
+
+    Args:
+        leaves: The arguments.
+        lines: The devices that share each token dimension with this one; nothing where none is split.
+        step: What to compute.
+        request: The whole call.
+        structure: Of the arguments.
+        mapped: How many axes ``jax.vmap`` maps.
+        device: What this runs on.
+    """
     operands = jax.tree.unflatten(structure, leaves)[0]
     outer = operands.query.shape[: mapped + 1]
     batch = math.prod(outer)
@@ -243,7 +268,14 @@ def _run_local(
         array if role is Role.WHOLE else array.reshape(batch, *array.shape[mapped + 1 :])
         for array, role in zip(leaves, roles, strict=True)
     ]
+    if lines:
+        own, *others = jax.tree.unflatten(structure, arrays)
+        arrays, structure = jax.tree.flatten((exchange.with_halos(request.problem, own, lines), *others))
     results = _function(step=step, request=request, structure=structure, device=device)(*arrays)
+    if lines and step.pass_ == "backward":
+        of_operands = jax.tree.structure(own._replace(origins=None))
+        gradients = Gradients._make(jax.tree.unflatten(of_operands, results)[:5])
+        results = jax.tree.leaves(exchange.returned(request.problem, own, gradients, lines))
     return [array.reshape(*outer, *array.shape[1:]) for array in results]
 
 

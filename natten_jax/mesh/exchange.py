@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from natten_jax.backends.base import Operands
-from natten_jax.halo import Halo, halo_of
+from natten_jax.backends.base import Gradients, Operands
+from natten_jax.halo import Halo, halos_of
 from natten_jax.problem import Problem
 
 _FIRST_TOKEN_AXIS = 1  # behind the batch
@@ -77,9 +77,27 @@ def with_halos(problem: Problem, operands: Operands, lines: Sequence[Line | None
         operands: What the device has, without origins.
         lines: One for each token dimension; ``None`` where it is not split.
     """
-    halos = [halo_of(axis, 1 if line is None else line.parts) for axis, line in zip(problem.axes, lines, strict=True)]
+    halos = _halos(problem, lines)
     key, value = (_extended(array, halos, lines) for array in (operands.key, operands.value))
     return operands._replace(key=key, value=value, origins=_origins(halos, lines))
+
+
+def returned(problem: Problem, operands: Operands, gradients: Gradients, lines: Sequence[Line | None]) -> Gradients:
+    """The gradients of what a device has, from those of all keys that its windows reach: the halos' go to their owners.
+
+    Args:
+        problem: The call.
+        operands: What the device has, as :func:`with_halos` takes it.
+        gradients: Of what that gives.
+        lines: One for each token dimension.
+    """
+    halos = _halos(problem, lines)
+
+    def own(array: jax.Array, gradient: jax.Array) -> jax.Array:
+        (result,) = jax.linear_transpose(lambda each: _extended(each, halos, lines), array)(gradient)
+        return result
+
+    return gradients._replace(key=own(operands.key, gradients.key), value=own(operands.value, gradients.value))
 
 
 def with_all_keys(operands: Operands, lines: Sequence[Line | None]) -> Operands:
@@ -100,6 +118,10 @@ def flat_origins(layout: Sequence[int], lines: Sequence[Line | None]) -> jax.Arr
     (line, *others) = lines
     first = 0 if line is None or others else line.place * layout[0]
     return jnp.zeros((2, 3), jnp.int32).at[0, 2].set(first)
+
+
+def _halos(problem: Problem, lines: Sequence[Line | None]) -> tuple[Halo, ...]:
+    return halos_of(problem, [1 if line is None else line.parts for line in lines])
 
 
 def _extended(array: jax.Array, halos: Sequence[Halo], lines: Sequence[Line | None]) -> jax.Array:
