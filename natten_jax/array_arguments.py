@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -42,8 +43,12 @@ def neighborhood_problem(
     scale: float | None,
     additional_keys: Shaped | None,
     additional_values: Shaped | None,
+    parts: Sequence[int] | None = None,
 ) -> Problem:
-    """Check the arguments of ``na{rank}d`` and describe the problem."""
+    """Check the arguments of ``na{rank}d`` and describe the problem.
+
+    Arrays are one of so many equal ``parts`` of each token dimension; ``None`` is one of each.
+    """
     _check_arrays(query, key, value, rank + 3, f"na{rank}d")
     layout = query.shape[1:-2]
     for name, array in (("key", key), ("value", value)):
@@ -53,7 +58,7 @@ def neighborhood_problem(
                 "query, key and value must share one token layout"
             )
     return problem_of(
-        layout,
+        [extent * each for extent, each in zip(layout, parts or (1,) * rank, strict=True)],
         int_tuple("kernel_size", kernel_size, rank),
         stride,
         dilation,

@@ -8,6 +8,7 @@ from typing import Any, Literal, Unpack, overload
 import jax
 
 from natten_jax.array_arguments import ArrayLike
+from natten_jax.mesh.token_axes import TokenAxes
 from natten_jax.neighborhood import How, Window, attend_windows
 from natten_jax.performance import PerformanceArguments
 from natten_jax.scale import Scale
@@ -34,6 +35,7 @@ def na1d(
     *,
     try_fuse_additional_kv: bool | None = None,
     return_lse: Literal[False] = False,
+    token_axes: TokenAxes | None = None,
     **performance: Unpack[PerformanceArguments],
 ) -> jax.Array: ...
 @overload
@@ -53,6 +55,7 @@ def na1d(
     *,
     try_fuse_additional_kv: bool | None = None,
     return_lse: Literal[True],
+    token_axes: TokenAxes | None = None,
     **performance: Unpack[PerformanceArguments],
 ) -> Pair: ...
 @overload
@@ -72,6 +75,7 @@ def na1d(
     *,
     try_fuse_additional_kv: bool | None = None,
     return_lse: bool,
+    token_axes: TokenAxes | None = None,
     **performance: Unpack[PerformanceArguments],
 ) -> jax.Array | Pair: ...
 def na1d(
@@ -90,6 +94,7 @@ def na1d(
     *,
     try_fuse_additional_kv: bool | None = None,
     return_lse: bool = False,
+    token_axes: TokenAxes | None = None,
     **performance: Unpack[PerformanceArguments],
 ) -> jax.Array | Pair:
     """Neighborhood attention over a sequence.
@@ -124,6 +129,9 @@ def na1d(
             in a second attention whose result is merged. ``None`` does so unless ``attention_kwargs`` speaks of
             that attention: one kernel was the faster way on every backend (``bench/``).
         return_lse: Return the logsumexp, too.
+        token_axes: Inside ``jax.shard_map``: for each token dimension the manual mesh axis that it is split over,
+            several, the first one slowest, or ``None``. Neighbors then exchange the keys that windows reach, and
+            the result is that of the whole layout (``docs/scaling.md``).
         **performance: :class:`natten_jax.performance.PerformanceArguments`: tiles, schedules, memory, determinism.
 
     Returns:
@@ -136,7 +144,7 @@ def na1d(
         TypeError: An argument is of the wrong type.
     """
     arrays = query, key, value, additional_keys, additional_values
-    window = Window(1, kernel_size, stride, dilation, is_causal)
+    window = Window(1, kernel_size, stride, dilation, is_causal, token_axes)
     how = How(backend, performance, attention_kwargs, try_fuse_additional_kv)
     return attend_windows(arrays, window, scale, how, return_lse)
 
@@ -158,6 +166,7 @@ def na2d(
     *,
     try_fuse_additional_kv: bool | None = None,
     return_lse: Literal[False] = False,
+    token_axes: TokenAxes | None = None,
     **performance: Unpack[PerformanceArguments],
 ) -> jax.Array: ...
 @overload
@@ -177,6 +186,7 @@ def na2d(
     *,
     try_fuse_additional_kv: bool | None = None,
     return_lse: Literal[True],
+    token_axes: TokenAxes | None = None,
     **performance: Unpack[PerformanceArguments],
 ) -> Pair: ...
 @overload
@@ -196,6 +206,7 @@ def na2d(
     *,
     try_fuse_additional_kv: bool | None = None,
     return_lse: bool,
+    token_axes: TokenAxes | None = None,
     **performance: Unpack[PerformanceArguments],
 ) -> jax.Array | Pair: ...
 def na2d(
@@ -214,6 +225,7 @@ def na2d(
     *,
     try_fuse_additional_kv: bool | None = None,
     return_lse: bool = False,
+    token_axes: TokenAxes | None = None,
     **performance: Unpack[PerformanceArguments],
 ) -> jax.Array | Pair:
     """Neighborhood attention over an image.
@@ -248,6 +260,9 @@ def na2d(
             in a second attention whose result is merged. ``None`` does so unless ``attention_kwargs`` speaks of
             that attention: one kernel was the faster way on every backend (``bench/``).
         return_lse: Return the logsumexp, too.
+        token_axes: Inside ``jax.shard_map``: for each token dimension the manual mesh axis that it is split over,
+            several, the first one slowest, or ``None``. Neighbors then exchange the keys that windows reach, and
+            the result is that of the whole layout (``docs/scaling.md``).
         **performance: :class:`natten_jax.performance.PerformanceArguments`: tiles, schedules, memory, determinism.
 
     Returns:
@@ -260,7 +275,7 @@ def na2d(
         TypeError: An argument is of the wrong type.
     """
     arrays = query, key, value, additional_keys, additional_values
-    window = Window(2, kernel_size, stride, dilation, is_causal)
+    window = Window(2, kernel_size, stride, dilation, is_causal, token_axes)
     how = How(backend, performance, attention_kwargs, try_fuse_additional_kv)
     return attend_windows(arrays, window, scale, how, return_lse)
 
@@ -282,6 +297,7 @@ def na3d(
     *,
     try_fuse_additional_kv: bool | None = None,
     return_lse: Literal[False] = False,
+    token_axes: TokenAxes | None = None,
     **performance: Unpack[PerformanceArguments],
 ) -> jax.Array: ...
 @overload
@@ -301,6 +317,7 @@ def na3d(
     *,
     try_fuse_additional_kv: bool | None = None,
     return_lse: Literal[True],
+    token_axes: TokenAxes | None = None,
     **performance: Unpack[PerformanceArguments],
 ) -> Pair: ...
 @overload
@@ -320,6 +337,7 @@ def na3d(
     *,
     try_fuse_additional_kv: bool | None = None,
     return_lse: bool,
+    token_axes: TokenAxes | None = None,
     **performance: Unpack[PerformanceArguments],
 ) -> jax.Array | Pair: ...
 def na3d(
@@ -338,6 +356,7 @@ def na3d(
     *,
     try_fuse_additional_kv: bool | None = None,
     return_lse: bool = False,
+    token_axes: TokenAxes | None = None,
     **performance: Unpack[PerformanceArguments],
 ) -> jax.Array | Pair:
     """Neighborhood attention over a video or a volume.
@@ -372,6 +391,9 @@ def na3d(
             in a second attention whose result is merged. ``None`` does so unless ``attention_kwargs`` speaks of
             that attention: one kernel was the faster way on every backend (``bench/``).
         return_lse: Return the logsumexp, too.
+        token_axes: Inside ``jax.shard_map``: for each token dimension the manual mesh axis that it is split over,
+            several, the first one slowest, or ``None``. Neighbors then exchange the keys that windows reach, and
+            the result is that of the whole layout (``docs/scaling.md``).
         **performance: :class:`natten_jax.performance.PerformanceArguments`: tiles, schedules, memory, determinism.
 
     Returns:
@@ -384,6 +406,6 @@ def na3d(
         TypeError: An argument is of the wrong type.
     """
     arrays = query, key, value, additional_keys, additional_values
-    window = Window(3, kernel_size, stride, dilation, is_causal)
+    window = Window(3, kernel_size, stride, dilation, is_causal, token_axes)
     how = How(backend, performance, attention_kwargs, try_fuse_additional_kv)
     return attend_windows(arrays, window, scale, how, return_lse)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,9 @@ from natten_jax import backends, op
 from natten_jax.array_arguments import ArrayLike, as_jax_array, attention_problem, neighborhood_problem
 from natten_jax.backends.base import Operands, Output
 from natten_jax.merge import merge_attentions
-from natten_jax.mesh.explicit import with_whole_tokens
+from natten_jax.mesh import exchange
+from natten_jax.mesh.explicit import with_whole_dimensions
+from natten_jax.mesh.token_axes import TokenAxes, checked_token_axes
 from natten_jax.parts import Kind, Part, parts_of
 from natten_jax.performance import ATTENTION_NAMES, performance_of
 from natten_jax.resolve import Request
@@ -38,6 +41,7 @@ class Window(NamedTuple):
     stride: Ints
     dilation: Ints
     is_causal: Bools
+    token_axes: TokenAxes | None = None
 
 
 class How(NamedTuple):
@@ -59,13 +63,24 @@ def attend_windows(
         fuse = flag("try_fuse_additional_kv", fuse, or_none=True)
     operands = _operands(*arrays)
     static_scale, scaled = fold(scale, operands.query)
-    rank, kernel_size, stride, dilation, is_causal = window
+    rank, kernel_size, stride, dilation, is_causal, token_axes = window
+    axes = checked_token_axes(token_axes, rank)
     problem = neighborhood_problem(
-        rank, *operands[:3], kernel_size, stride, dilation, is_causal, static_scale, *operands[3:5]
+        rank,
+        *operands[:3],
+        kernel_size,
+        stride,
+        dilation,
+        is_causal,
+        static_scale,
+        *operands[3:5],
+        parts=exchange.parts_of(axes) or None,
     )
     performance = known_arguments(f"na{rank}d", how.performance, _PERFORMANCE)
-    request = Request(problem, performance_of(rank, **performance), how.backend, _precision())
-    outputs = [_run(part, operands._replace(query=scaled)) for part in parts_of(request, how.attention_kwargs, fuse)]
+    request = Request(problem, performance_of(rank, **performance), how.backend, _precision(), axes)
+    parts = parts_of(request, how.attention_kwargs, fuse)
+    operands = with_whole_dimensions(operands._replace(query=scaled), keeps_tokens=parts[0].keeps_tokens)
+    outputs = [_run(part, operands) for part in parts]
     output = outputs[0] if len(outputs) == 1 else Output(*merge_attentions(*zip(*outputs, strict=True)))
     return tuple(output) if return_lse else output.out
 
@@ -82,7 +97,7 @@ def attend_all(
 ) -> Any:
     """``attention``; arguments as there."""
     return_lse = flag("return_lse", return_lse)
-    arrays = _operands(query, key, value, None, None)
+    arrays = with_whole_dimensions(_operands(query, key, value, None, None), keeps_tokens=False)
     static_scale, scaled = fold(scale, arrays.query)
     problem = attention_problem(*arrays[:3], static_scale, is_causal)
     known = known_arguments("attention", performance, ATTENTION_NAMES)
@@ -101,16 +116,20 @@ def _precision() -> str | None:
 def _operands(*arrays: ArrayLike | None) -> Operands:
     names = Operands._fields[:5]
     checked = [None if each is None else as_jax_array(name, each) for name, each in zip(names, arrays, strict=True)]
-    return with_whole_tokens(Operands._make([*checked, None]))
+    return Operands._make([*checked, None])
 
 
 def _run(part: Part, arrays: Operands) -> Output:
     """A part's output and logsumexp in the shapes of the call's."""
-    query, key, value, additional_keys, additional_values, _ = arrays
+    token_axes = part.request.token_axes
     if part.kind is Kind.WINDOWS:
         if not part.request.problem.additional_kv:
             arrays = arrays._replace(additional_keys=None, additional_values=None)
         return _attend(part.request, arrays)
+    lines = exchange.lines_of(token_axes)
+    if part.kind is Kind.WHOLE_LAYOUT:
+        arrays = exchange.with_all_keys(arrays, lines)
+    query, key, value, additional_keys, additional_values, _ = arrays
     if part.kind is Kind.ADDITIONAL:
         assert additional_keys is not None and additional_values is not None
         keys, values = additional_keys, additional_values
@@ -119,7 +138,10 @@ def _run(part: Part, arrays: Operands) -> Output:
         if additional_keys is not None and additional_values is not None:
             keys = jnp.concatenate([keys, additional_keys], axis=1)
             values = jnp.concatenate([values, additional_values], axis=1)
-    output = _attend(part.request, Operands(_flat(query), keys, values, None, None, origins=None))
+    # Where tokens are split, the layout of the queries is a part of the problem's.
+    origins = exchange.flat_origins(query.shape[1:-2], lines) if token_axes else None
+    request = dataclasses.replace(part.request, token_axes=())
+    output = _attend(request, Operands(_flat(query), keys, values, None, None, origins))
     return Output(*(array.reshape(*query.shape[:-2], *array.shape[2:]) for array in output))
 
 

@@ -6,6 +6,7 @@ and GPU, and nothing is traced for platforms that a program is not lowered for.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -15,7 +16,8 @@ from natten_jax import run
 from natten_jax.backends.base import Operands, Output, Saved
 from natten_jax.devices import local_devices
 from natten_jax.differentiation import in_reverse_only
-from natten_jax.mesh import explicit
+from natten_jax.mesh import exchange, explicit
+from natten_jax.mesh.types import vary_alike
 from natten_jax.resolve import Request, resolve
 
 #: Names of the saved residuals, for ``jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)``: a
@@ -32,6 +34,10 @@ def attend(request: Request, operands: Operands) -> Output:
     check_runs_somewhere(request)
 
     def run_local(request: Request, arrays: Operands) -> Output:
+        if request.token_axes:
+            arrays = exchange.with_halos(request.problem, arrays, exchange.lines_of(request.token_axes))
+            arrays = Operands._make(vary_alike(arrays))
+            request = dataclasses.replace(request, token_axes=())
         # Plain JAX differentiates itself: forward mode and higher orders included.
         output = run.forward_plain(request, arrays)
         if output is not None:

@@ -33,6 +33,11 @@ class Part(NamedTuple):
     kind: Kind
     request: Request
 
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether token dimensions can stay split over devices."""
+        return self.kind is Kind.WINDOWS
+
 
 def parts_of(
     request: Request, attention_kwargs: Mapping[str, Any] | None = None, try_fuse_additional_kv: bool | None = None

@@ -23,6 +23,7 @@ from natten_jax import backends
 from natten_jax.devices import CPU, OTHER, Device, cuda_device
 from natten_jax.differentiation import refuse
 from natten_jax.mesh import partition
+from natten_jax.mesh.exchange import Exchange, Line
 from natten_jax.mesh.roles import Role
 from natten_jax.mesh.types import vary_alike
 from natten_jax.plan import Plan
@@ -134,7 +135,9 @@ def _lower_for(device_at_hand: Callable[[], Device], platform: str | None) -> No
             results = step.results(request, arguments, arguments[0].shape[: mapped + 1])
             roles = step.roles, [each.role for each in results]
             with _marked(plan):
-                return partition.Partitioned(ctx, identity, local, *roles, mapped + 1).lower(values)
+                return partition.Partitioned(
+                    ctx, identity, local, *roles, mapped + 1, splits_tokens=_splits_tokens(step, request)
+                ).lower(values)
         return partition.lower_for_one(local, ctx, values)
 
     mlir.register_lowering(_pass_p, lower, platform=platform)
@@ -146,8 +149,29 @@ def _is_left_to_xla(ctx: mlir.LoweringRuleContext, plan: Plan) -> bool:
     return is_exported and backends.find(plan.backend, plan.backend.operator).is_pure_jax
 
 
-def _run_local(*arguments: jax.Array, step: Step, request: Request, mapped: int, device: Device) -> list[jax.Array]:
-    """Run a step on all that one device has, mapped axes and batch as one."""
+def _splits_tokens(step: Step, request: Request) -> bool:
+    """Whether a mesh may split token dimensions: those of whole layouts, which windows relate."""
+    return request.problem.operator == "fna" and Role.WHOLE not in step.roles
+
+
+def _run_local(
+    *arguments: jax.Array,
+    step: Step,
+    request: Request,
+    mapped: int,
+    device: Device,
+    lines: Sequence[Line | None] = (),
+) -> list[jax.Array]:
+    """Run a step on all that one device has, mapped axes and batch as one.
+
+    Args:
+        *arguments: What the device has.
+        step: What to compute.
+        request: The whole call.
+        mapped: How many axes ``jax.vmap`` maps.
+        device: What this runs on.
+        lines: The devices that share each token dimension with this one; nothing where none is split.
+    """
     outer = arguments[0].shape[: mapped + 1]
     batch = math.prod(outer)
     request = request.of_part(batch, arguments[0].shape[-2], arguments[1].shape[-2])
@@ -155,8 +179,34 @@ def _run_local(*arguments: jax.Array, step: Step, request: Request, mapped: int,
         array if role is Role.WHOLE else array.reshape(batch, *array.shape[mapped + 1 :])
         for array, role in zip(arguments, step.roles, strict=True)
     ]
-    results = _function(step=step, request=request, device=device)(*arrays)
+    run = functools.partial(_run_exchanging, lines=lines) if any(lines) else _run_step
+    results = run(arrays, step=step, request=request, device=device)
     return [array.reshape(*outer, *array.shape[1:]) for array in results]
+
+
+def _run_step(arrays: Sequence[jax.Array], *, step: Step, request: Request, device: Device) -> list[jax.Array]:
+    results: list[jax.Array] = _function(step=step, request=request, device=device)(*arrays)
+    return results
+
+
+def _run_exchanging(
+    arrays: Sequence[jax.Array], *, step: Step, request: Request, device: Device, lines: Sequence[Line | None]
+) -> list[jax.Array]:
+    """Run a step where token dimensions are split: its keys and values come from all devices that have them."""
+    layout = arrays[0].shape[1:-2]
+    exchange = Exchange.of(request.problem, lines)
+    placed, position = step.placed()
+    extended = [
+        exchange.extended(array) if role is Role.KEY_VALUE else array
+        for array, role in zip(arrays, step.roles, strict=True)
+    ]
+    extended.insert(position, exchange.origins())
+    roles = [each.role for each in placed.results(request, extended, extended[0].shape[:1])]
+    results = _run_step(extended, step=placed, request=request, device=device)
+    return [
+        exchange.returned(array, layout) if role is Role.KEY_VALUE else array
+        for array, role in zip(results, roles, strict=True)
+    ]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -62,6 +62,12 @@ class PlainForward(Step):
         results: list[jax.Array] = jax.tree.leaves(_backend(self.backend).forward_differentiable(plan, operands))
         return results
 
+    def placed(self) -> tuple[Step, int]:
+        """The same for a part of the layout, and which of its arguments says where that lies."""
+        position = self.operands.num_leaves
+        operands = jax.tree.unflatten(self.operands, range(position))._replace(origins=position)
+        return dataclasses.replace(self, operands=jax.tree.structure(operands)), position
+
     def derivative(self, given: Sequence[int]) -> Derivative:
         """What computes tangents of output and logsumexp."""
         return Derivative(PlainTangents(self, tuple(given)), reads_results=True)
@@ -98,6 +104,12 @@ class PlainTangents(Step):
     def results(self, request: Request, arguments: Sequence[Any], outer: Sequence[int]) -> list[Result]:
         """What it returns: the leaves of :class:`Output`."""
         return self.forward.results(request, arguments, outer)[:2]
+
+    def placed(self) -> tuple[Step, int]:
+        """The same for a part of the layout, and which of its arguments says where that lies."""
+        forward, position = self.forward.placed()
+        assert isinstance(forward, PlainForward)
+        return PlainTangents(forward, self.given), position
 
     def compute(self, plan: Plan, request: Request, device: Device, *arguments: jax.Array) -> list[jax.Array]:
         """The results on a device."""

@@ -25,12 +25,14 @@ class Request:
         backend: The name of the backend that was asked for; ``None`` leaves it open.
         precision: ``jax.default_matmul_precision`` where the call stands. It holds for all passes, wherever they are
             traced: logits have to be the same in each.
+        token_axes: The manual mesh axes that each token dimension is split over; nothing where none is.
     """
 
     problem: Problem
     performance: Performance = dataclasses.field(default_factory=Performance)
     backend: str | None = None
     precision: str | None = None
+    token_axes: tuple[tuple[str, ...], ...] = ()
 
     def of_part(self, batch: int, heads: int, heads_kv: int) -> Request:
         """The request for what one device has of the batch, of query heads and of key/value heads."""

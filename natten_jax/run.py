@@ -80,6 +80,13 @@ class _PassStep(Step):
         refuse()
         raise AssertionError
 
+    def placed(self) -> tuple[Step, int]:
+        """The same for a part of the layout, and which of its arguments says where that lies."""
+        operands, *others = self._arguments(range(self.structure.num_leaves))
+        position = len(jax.tree.leaves(operands))
+        structure = jax.tree.structure((operands._replace(origins=position), *others))
+        return dataclasses.replace(self, structure=structure), position
+
     def _arguments(self, leaves: Any) -> Any:
         return jax.tree.unflatten(self.structure, leaves)
 

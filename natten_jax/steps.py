@@ -58,6 +58,13 @@ class Step(abc.ABC):
             *arguments: The arrays.
         """
 
+    @abc.abstractmethod
+    def placed(self) -> tuple[Step, int]:
+        """The same for a part of the layout, and which of its arguments says where that lies (``Operands.origins``).
+
+        Only for a step that has no such argument yet. Its other arguments are the same, in the same order.
+        """
+
     def derivative(self, given: Sequence[int]) -> Derivative:
         """What computes tangents, from those of the arguments at the positions ``given``.
 
@@ -106,6 +113,11 @@ class Tangents(Step):
         """What it returns."""
         return self.of.results(request, arguments[: len(self.of.roles)], outer)
 
+    def placed(self) -> tuple[Step, int]:
+        """The same for a part of the layout, and which of its arguments says where that lies."""
+        of, position = self.of.placed()
+        return Tangents(of, tuple(i + (i >= position) for i in self.given)), position
+
     def compute(self, plan: Plan, request: Request, device: Device, *arguments: jax.Array) -> list[jax.Array]:
         """The tangents."""
         count = len(self.of.roles)
@@ -150,8 +162,14 @@ class Transposed(Step):
         """What it returns."""
         return [
             Result(role, type_like(arguments[0], (*outer, *shape), dtype))
-            for role, shape, dtype in self._linear_types(request)
+            for role, shape, dtype in self._linear_types(arguments)
         ]
+
+    def placed(self) -> tuple[Step, int]:
+        """The same for a part of the layout, and which of its arguments says where that lies."""
+        of, position = self.of.placed()
+        linear = tuple(i + (i >= position) for i in self.linear)
+        return dataclasses.replace(self, of=of, linear=linear), position - sum(i < position for i in linear)
 
     def compute(self, plan: Plan, request: Request, device: Device, *arguments: jax.Array) -> list[jax.Array]:
         """The cotangents."""
@@ -160,7 +178,7 @@ class Transposed(Step):
         rest = [i for i in range(len(self.of.roles)) if i not in self.linear]
         batch = known[0].shape[0]
         types = [
-            jax.ShapeDtypeStruct((batch, *shape), np.dtype(dtype)) for _, shape, dtype in self._linear_types(request)
+            jax.ShapeDtypeStruct((batch, *shape), np.dtype(dtype)) for _, shape, dtype in self._linear_types(arguments)
         ]
 
         def linear(*some: jax.Array) -> list[jax.Array]:
@@ -170,14 +188,15 @@ class Transposed(Step):
 
         return list(jax.linear_transpose(linear, *types)(list(cotangents)))
 
-    def _linear_types(self, request: Request) -> Iterable[tuple[Role, tuple[int, ...], str]]:
-        """With as many heads as the request has: a device's may be fewer."""
-        heads = {Role.KEY_VALUE: request.problem.heads_kv}
+    def _linear_types(self, arguments: Sequence[Any]) -> Iterable[tuple[Role, tuple[int, ...], str]]:
+        """With as many tokens and heads as query and key have: a device's may be fewer."""
+        query, key = arguments[:2]
         for position, (shape, dtype) in zip(self.linear, self.shapes, strict=True):
             role = self.of.roles[position]
+            like = key if role.is_key_value else query
             axis = len(shape) + role.heads_axis
-            own = heads.get(role, request.problem.heads)
-            yield role, (*shape[:axis], own, *shape[axis + 1 :]), dtype
+            layout = like.shape[like.ndim - 2 - axis : -2] if role.has_layout else shape[:axis]
+            yield role, (*layout, like.shape[-2], *shape[axis + 1 :]), dtype
 
 
 def _merged(arrays: Sequence[Any], positions: Sequence[int], replaced: Sequence[Any]) -> list[Any]:

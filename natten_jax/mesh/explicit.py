@@ -6,6 +6,7 @@ call runs as it is, inside ``jax.shard_map``, too.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -32,30 +33,32 @@ def over_explicit_axes(run: Run, request: Request, operands: Operands) -> Output
         return run(request, Operands._make(vary_alike(operands)))
     leaves, structure = jax.tree.flatten(operands)
     roles = roles_of(operands)
-    batch, heads = _split_axes(operands)
-    count = math.prod(mesh.shape[name] for name in heads)
-    is_kv_split = _names(_spec(operands.key)[-2]) == heads
+    batch, *tokens, heads_q = _split_axes(operands)
+    count = math.prod(mesh.shape[name] for name in heads_q)
+    is_kv_split = _names(_spec(operands.key)[-2]) == heads_q
+    heads_kv = heads_q if is_kv_split else ()
+    token_axes = tuple(tokens) if any(tokens) else ()
     split = HeadSplit.of(operands.query.shape[-2], operands.key.shape[-2], count, count if is_kv_split else 1)
-    heads_of = {Role.QUERY: heads, Role.PER_QUERY: heads, Role.KEY_VALUE: heads if is_kv_split else ()}
 
     def spec(role: Role, ndim: int) -> PartitionSpec:
         if role is Role.WHOLE:
             return PartitionSpec()
-        axes: list[Any] = [None] * ndim
-        axes[0] = batch or None
-        axes[ndim + role.heads_axis] = heads_of[role] or None
-        return PartitionSpec(*axes)
+        layout = tokens if role.has_layout else [()] * (ndim + role.heads_axis - 1)
+        heads = heads_kv if role.is_key_value else heads_q
+        trailing = [()] * (-role.heads_axis - 1)
+        return PartitionSpec(*(names or None for names in (batch, *layout, heads, *trailing)))
 
     def run_part(parts: list[jax.Array]) -> Output:
         leaves = vary_alike(parts)
         if not split.takes:
             return run_local(*leaves)
-        part = jax.lax.axis_index(heads)
+        part = jax.lax.axis_index(heads_q)
         return Output(*split.run_on_taken(run_local, leaves, roles, [Role.QUERY, Role.PER_QUERY], part))
 
     def run_local(*leaves: jax.Array) -> Any:
         arrays: Operands = jax.tree.unflatten(structure, leaves)
-        return run(request.of_part(arrays.query.shape[0], arrays.query.shape[-2], arrays.key.shape[-2]), arrays)
+        local = request.of_part(arrays.query.shape[0], arrays.query.shape[-2], arrays.key.shape[-2])
+        return run(dataclasses.replace(local, token_axes=token_axes) if token_axes else local, arrays)
 
     specs = [spec(role, array.ndim) for role, array in zip(roles, leaves, strict=True)]
     placed = [jax.sharding.reshard(array, NamedSharding(mesh, each)) for array, each in zip(leaves, specs, strict=True)]
@@ -77,8 +80,13 @@ def _placed(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     return jax.sharding.reshard(array, sharding)
 
 
-def with_whole_tokens(operands: Operands) -> Operands:
-    """The operands, gathered where explicit mesh axes split token dimensions or ``head_dim``; with a warning."""
+def with_whole_dimensions(operands: Operands, *, keeps_tokens: bool) -> Operands:
+    """The operands, gathered where explicit mesh axes split ``head_dim``; with a warning.
+
+    Args:
+        operands: Of a call.
+        keeps_tokens: Whether token dimensions can stay split. If not, they are gathered likewise.
+    """
     mesh = _mesh_of(operands)
     if mesh is None:
         return operands
@@ -88,8 +96,8 @@ def with_whole_tokens(operands: Operands) -> Operands:
             arrays.append(None)
             continue
         axes = list(_spec(array))
-        for axis in range(1, array.ndim):
-            if axis != array.ndim - 2 and axes[axis] is not None:
+        for axis in [array.ndim - 1] if keeps_tokens else [*range(1, array.ndim - 2), array.ndim - 1]:
+            if axes[axis] is not None:
                 warn_of_gather(name, axis, array.ndim, f"mesh axes {_names(axes[axis])}")
                 axes[axis] = None
         is_whole = axes == list(_spec(array))
@@ -120,12 +128,12 @@ def _names(entry: Any) -> _Axes:
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
-def _split_axes(operands: Operands) -> tuple[_Axes, _Axes]:
-    """The mesh axes that split the batch, and those that split heads: the query's, or else the next array's."""
-    batch: _Axes = ()
-    heads: _Axes = ()
-    for array in operands[:3]:
-        spec = _spec(array)
-        batch = batch or tuple(name for name in _names(spec[0]) if name not in heads)
-        heads = heads or tuple(name for name in _names(spec[-2]) if name not in batch)
-    return batch, heads
+def _split_axes(operands: Operands) -> list[_Axes]:
+    """The mesh axes that split batch, tokens and heads: the query's, or else the next array's."""
+    specs = [_spec(array)[:-1] for array in operands[:3]]
+    axes: list[_Axes] = [_names(entry) for entry in specs[0]]
+    for spec in specs[1:]:
+        for i, entry in enumerate(spec):
+            others = {name for own in axes for name in own}
+            axes[i] = axes[i] or tuple(name for name in _names(entry) if name not in others)
+    return axes

@@ -67,13 +67,13 @@ class HeadSplit:
         taken = jnp.asarray(self.needed)[part]
         results = run(
             *(
-                jnp.take(array, taken, axis=array.ndim - 2) if role is Role.KEY_VALUE else array
+                jnp.take(array, taken, axis=array.ndim - 2) if role.is_key_value else array
                 for array, role in zip(arrays, inputs, strict=True)
             )
         )
         return [
             jnp.zeros((*result.shape[:-2], self.heads_kv, result.shape[-1]), result.dtype).at[..., taken, :].add(result)
-            if role is Role.KEY_VALUE
+            if role.is_key_value
             else result
             for result, role in zip(results, outputs, strict=True)
         ]

@@ -37,22 +37,32 @@ def device_tiles(sharding: Any, ndim: int, devices: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a pass is split over devices: by batch entries, and by heads.
+    """How a pass is split over devices: by batch entries, by tokens and by heads.
 
     Attributes:
-        tiles: The partitioner's device numbers, ``[*batch parts, head parts, copies, manual]``.
+        tiles: The partitioner's device numbers, ``[*batch parts, *token parts, head parts, copies, manual]``.
+        batch_axes: How many leading dimensions are independent of each other.
         heads: How heads are split.
         devices: The program's device numbers by the partitioner's, ``[manual, devices]``: beside manual mesh axes it
             numbers the devices of the other axes alone.
     """
 
     tiles: np.ndarray
+    batch_axes: int
     heads: HeadSplit
     devices: np.ndarray
 
     @classmethod
     def of_query(
-        cls, tiles: np.ndarray, devices: np.ndarray, shape: Sequence[int], batch_axes: int, heads_kv: int, kv_parts: int
+        cls,
+        tiles: np.ndarray,
+        devices: np.ndarray,
+        shape: Sequence[int],
+        batch_axes: int,
+        heads_kv: int,
+        kv_parts: int,
+        *,
+        splits_tokens: bool,
     ) -> Layout:
         """The layout in which queries stay where they are, as far as that is possible.
 
@@ -63,41 +73,69 @@ class Layout:
             batch_axes: How many leading dimensions are independent of each other.
             heads_kv: Key/value heads.
             kv_parts: In how many parts they come.
+            splits_tokens: Whether token dimensions may be split.
         """
         ndim = len(shape)
-        split = [*range(batch_axes), ndim - 2]
-        kept = [axis for axis in split if shape[axis] % tiles.shape[axis] == 0]
-        parts = [tiles.shape[axis] if axis in kept else 1 for axis in split]
-        copied = [axis for axis in range(ndim + 1) if axis not in kept]
-        tiles = tiles.transpose(*kept, *copied, ndim + 1).reshape(*parts, -1, tiles.shape[-1])
-        return cls(tiles, HeadSplit.of(shape[-2], heads_kv, parts[-1], kv_parts), devices)
+        kept = [
+            shape[axis] % tiles.shape[axis] == 0 and (splits_tokens or not batch_axes <= axis < ndim - 2)
+            for axis in range(ndim - 1)
+        ]
+        parts = [count if keeps else 1 for count, keeps in zip(tiles.shape, kept, strict=False)]
+        order = [axis for axis in range(ndim - 1) if kept[axis]]
+        copied = [axis for axis in range(ndim + 1) if axis not in order]
+        tiles = tiles.transpose(*order, *copied, ndim + 1).reshape(*parts, -1, tiles.shape[-1])
+        return cls(tiles, batch_axes, HeadSplit.of(shape[-2], heads_kv, parts[-1], kv_parts), devices)
+
+    @property
+    def token_parts(self) -> tuple[int, ...]:
+        """Into how many parts each token dimension is split."""
+        return self.tiles.shape[self.batch_axes : -3]
 
     def tiles_of(self, role: Role, ndim: int) -> np.ndarray:
         """Device numbers by the parts of an array, ``[*parts, copies, manual]``."""
-        *batch, heads, copies, manual = self.tiles.shape
         if role is Role.WHOLE:
-            return self.tiles.reshape((1,) * ndim + (-1, manual))
-        tiles = self.tiles
-        if role is Role.KEY_VALUE:
-            # What parts of query heads share a part of key/value heads hold copies of it.
-            heads, copies = self.heads.kv_parts, heads // self.heads.kv_parts * copies
-        parts = [*batch, *(1,) * (ndim - len(batch))]
+            return self.tiles.reshape((1,) * ndim + (-1, self.tiles.shape[-1]))
+        tiles = self._contributing(role)
+        *leading, heads, contributions, copies, manual = tiles.shape
+        parts = [*leading, *(1,) * (ndim - len(leading))]
         parts[ndim + role.heads_axis] = heads
-        return tiles.reshape(*parts, copies, manual)
+        return tiles.reshape(*parts, contributions * copies, manual)
 
-    def groups(self) -> list[list[int]]:
-        """Devices that hold copies of the same key/value heads for different query heads."""
-        *batch, heads, copies, manual = self.tiles.shape
-        shared = heads // self.heads.kv_parts
-        tiles = self.tiles.reshape(*batch, self.heads.kv_parts, shared, copies, manual)
-        groups = np.moveaxis(tiles, -3, -1).reshape(-1, shared)
-        return self.devices[:, groups].reshape(-1, shared).tolist()
+    def line(self, dimension: int) -> np.ndarray:
+        """Devices along a token dimension in the order of their parts, ``[lines, parts]``."""
+        rows = np.moveaxis(self.tiles, self.batch_axes + dimension, -1)
+        return self._of_program(rows.reshape(-1, rows.shape[-1]))
+
+    def groups(self, role: Role) -> np.ndarray:
+        """Devices that hold copies of the same part of an array for different queries, ``[groups, devices]``."""
+        rows = np.moveaxis(self._contributing(role), -3, -1)
+        return self._of_program(rows.reshape(-1, rows.shape[-1]))
 
     def head_parts(self) -> np.ndarray:
         """By device, which part of the query heads it has."""
         parts = np.empty(self.devices.size, np.int32)
         parts[self.devices[:, self.tiles]] = np.arange(self.heads.parts, dtype=np.int32)[:, None, None]
         return parts
+
+    def _contributing(self, role: Role) -> np.ndarray:
+        """Device numbers by the parts of a kind of array, ``[*leading, heads, contributions, copies, manual]``.
+
+        Contributions are the parts of the queries that see the same keys and values: of the query heads that share
+        heads of theirs and, for additional ones, of all tokens.
+        """
+        if not role.is_key_value:
+            return np.expand_dims(self.tiles, -3)
+        *leading, heads, copies, manual = self.tiles.shape
+        kv_parts = self.heads.kv_parts
+        tiles = self.tiles.reshape(*leading, kv_parts, heads // kv_parts, copies, manual)
+        if role.has_layout:
+            return tiles
+        batch, tokens = leading[: self.batch_axes], range(self.batch_axes, len(leading))
+        tiles = np.moveaxis(tiles, tokens, range(-3 - len(tokens), -3))
+        return tiles.reshape(*batch, kv_parts, -1, copies, manual)
+
+    def _of_program(self, rows: np.ndarray) -> np.ndarray:
+        return self.devices[:, rows].reshape(-1, rows.shape[-1])
 
 
 def sharding_like(like: Any, tiles: np.ndarray) -> Any:

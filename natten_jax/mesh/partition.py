@@ -1,7 +1,8 @@
 """Splits a pass over a mesh whose axes JAX leaves to XLA's partitioner (``AxisType.Auto``).
 
 The pass becomes a custom call that says how shardings propagate through it, and that the partitioner replaces by what
-each device computes. Queries, and with them outputs, stay split over batch and heads; nothing else may be split.
+each device computes. Queries, and with them outputs, stay split over batch, heads and, where windows are attended to,
+tokens; nothing else may be split.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh
 from jaxlib.mlir import ir
 
+from natten_jax.mesh.exchange import Line, pairs
 from natten_jax.mesh.layout import Layout, device_tiles, sharding_like
 from natten_jax.mesh.roles import Role
 from natten_jax.version import __version__
@@ -70,6 +72,7 @@ class Partitioned:
         inputs: Roles of the arguments.
         outputs: Roles of the results.
         batch_axes: How many leading dimensions of all arrays are independent of each other.
+        splits_tokens: Whether token dimensions may be split, and are the same for queries and keys.
     """
 
     def __init__(
@@ -80,6 +83,8 @@ class Partitioned:
         inputs: Sequence[Role],
         outputs: Sequence[Role],
         batch_axes: int,
+        *,
+        splits_tokens: bool,
     ) -> None:
         self._ctx = ctx
         self._identity = identity
@@ -88,6 +93,7 @@ class Partitioned:
         self._inputs = inputs
         self._outputs = outputs
         self._batch_axes = batch_axes
+        self._splits_tokens = splits_tokens
 
     def lower(self, values: Sequence[Any]) -> Any:
         """The custom call, of these arguments.
@@ -126,7 +132,7 @@ class Partitioned:
         call.attributes["backend_config"] = ir.StringAttr.get(name)
 
     def _rule(self, arguments: Sequence[Any], results: Sequence[Any]) -> SdyShardingRule:
-        """Batch and heads of all arrays are split alike, other dimensions each on its own.
+        """Batch and heads of all arrays are split alike, and so may tokens be; other dimensions each on its own.
 
         Query heads come in groups that share a key/value head, which makes them a dimension of two factors. Where the
         mesh may split them into more parts than key/value heads can be, both are split on their own.
@@ -149,7 +155,10 @@ class Partitioned:
                 return tuple(next(fresh) for _ in shape)
             factors: list[Any] = [f"batch{i}" for i in range(self._batch_axes)]
             factors += [next(fresh) for _ in shape[self._batch_axes :]]
-            factors[len(shape) + role.heads_axis] = "heads" if role is Role.KEY_VALUE else query_heads
+            if role.has_layout and self._splits_tokens:
+                tokens = range(self._batch_axes, len(shape) + role.heads_axis)
+                factors[tokens.start : tokens.stop] = [f"tokens{axis}" for axis in tokens]
+            factors[len(shape) + role.heads_axis] = "heads" if role.is_key_value else query_heads
             return tuple(factors)
 
         return SdyShardingRule(
@@ -166,8 +175,16 @@ class Partitioned:
         kv_parts = self._tiles(key).shape[len(key.shape) - 2]
         tiles = self._tiles(query)
         numbers = self._devices if tiles.size == self._devices.shape[1] else self._devices.reshape(1, -1)
-        layout = Layout.of_query(tiles, numbers, query.shape, self._batch_axes, key.shape[-2], kv_parts)
-        self._warn_of_gathers(arguments)
+        layout = Layout.of_query(
+            tiles,
+            numbers,
+            query.shape,
+            self._batch_axes,
+            key.shape[-2],
+            kv_parts,
+            splits_tokens=self._splits_tokens,
+        )
+        self._warn_of_gathers(arguments, layout)
 
         def shardings(roles: Sequence[Role], arrays: Sequence[Any]) -> list[Any]:
             return [
@@ -183,29 +200,54 @@ class Partitioned:
         """What a device computes."""
         split = layout.heads
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            lines = [_line_of(layout, dimension) for dimension in range(len(layout.token_parts))]
+            local = functools.partial(self._local, lines=lines) if any(lines) else self._local
             if split.takes:
                 part = jnp.asarray(layout.head_parts())[jax.lax.axis_index(_DEVICES)]
-                results = split.run_on_taken(self._local, leaves, self._inputs, self._outputs, part)
+                results = split.run_on_taken(local, leaves, self._inputs, self._outputs, part)
             else:
-                results = self._local(*leaves)
-            if split.kv_parts == split.parts:
-                return results
-            groups = layout.groups()
-            return [
-                jax.lax.psum(result, _DEVICES, axis_index_groups=groups) if role is Role.KEY_VALUE else result
-                for role, result in zip(self._outputs, results, strict=True)
-            ]
+                results = local(*leaves)
+            return [_sum(result, layout.groups(role)) for role, result in zip(self._outputs, results, strict=True)]
 
     def _tiles(self, array: Any) -> np.ndarray:
         ndim = len(array.shape)
         return device_tiles(array.sharding._to_xla_hlo_sharding(ndim), ndim, self._devices.shape[1])
 
-    def _warn_of_gathers(self, arguments: Sequence[Any]) -> None:
+    def _warn_of_gathers(self, arguments: Sequence[Any], layout: Layout) -> None:
         for name, role, array in zip(("query", "key", "value"), self._inputs, arguments, strict=False):
             ndim, tiles = len(array.shape), self._tiles(array)
+            kept = layout.tiles_of(role, ndim).shape
             for axis in range(self._batch_axes, ndim):
-                if axis != ndim + role.heads_axis and tiles.shape[axis] > 1:
+                if axis != ndim + role.heads_axis and tiles.shape[axis] > kept[axis]:
                     warn_of_gather(name, axis, ndim, f"{tiles.shape[axis]} devices")
+
+
+def _line_of(layout: Layout, dimension: int) -> Line | None:
+    """The line of devices that this one exchanges tokens of a dimension with."""
+    rows = layout.line(dimension)
+    count, parts = rows.shape
+    if parts == 1:
+        return None
+    places = np.empty(layout.devices.size, np.int32)
+    places[rows] = np.arange(parts, dtype=np.int32)
+
+    def shifted(array: jax.Array, hops: int) -> jax.Array:
+        moves = [(int(row[start]), int(row[end])) for row in rows for start, end in pairs(parts, hops)]
+        return jax.lax.ppermute(array, _DEVICES, moves)
+
+    def gathered(array: jax.Array, axis: int) -> jax.Array:
+        groups = rows.tolist() if count > 1 else None
+        return jax.lax.all_gather(array, _DEVICES, axis=axis, tiled=True, axis_index_groups=groups)
+
+    return Line(parts, jnp.asarray(places)[jax.lax.axis_index(_DEVICES)], shifted, gathered)
+
+
+def _sum(array: jax.Array, groups: np.ndarray) -> jax.Array:
+    """The sum over each group of devices."""
+    if groups.shape[-1] == 1:
+        return array
+    result: jax.Array = jax.lax.psum(array, _DEVICES, axis_index_groups=groups.tolist())
+    return result
 
 
 def _device_numbers(ctx: mlir.LoweringRuleContext) -> np.ndarray:

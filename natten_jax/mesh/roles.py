@@ -16,6 +16,7 @@ class Role(enum.Enum):
 
     QUERY = ("query", -2)
     KEY_VALUE = ("key_value", -2)
+    ADDITIONAL = ("additional", -2)
     PER_QUERY = ("per_query", -1)
     WHOLE = ("whole", 0)
 
@@ -24,10 +25,20 @@ class Role(enum.Enum):
         """Where heads lie."""
         return self.value[1]
 
+    @property
+    def has_layout(self) -> bool:
+        """Whether the token dimensions follow the batch."""
+        return self in (Role.QUERY, Role.KEY_VALUE, Role.PER_QUERY)
+
+    @property
+    def is_key_value(self) -> bool:
+        """Whether heads are those of keys and values."""
+        return self in (Role.KEY_VALUE, Role.ADDITIONAL)
+
 
 _FIELDS = {
-    Operands: (Role.QUERY, *(Role.KEY_VALUE,) * 4, Role.WHOLE),
-    Gradients: (Role.QUERY, *(Role.KEY_VALUE,) * 4),
+    Operands: (Role.QUERY, *(Role.KEY_VALUE,) * 2, *(Role.ADDITIONAL,) * 2, Role.WHOLE),
+    Gradients: (Role.QUERY, *(Role.KEY_VALUE,) * 2, *(Role.ADDITIONAL,) * 2),
     Output: (Role.QUERY, Role.PER_QUERY),
     Differentiable: (Role.QUERY, Role.PER_QUERY, Role.QUERY),
     Saved: (Role.QUERY, Role.PER_QUERY, Role.PER_QUERY),

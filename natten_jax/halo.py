@@ -1,0 +1,151 @@
+"""Halos: the keys that a device needs of its neighbors where token dimensions are split over devices.
+
+A device that holds the tokens ``[first, last)`` of a dimension needs the keys from where its first query's window
+starts to where its last query's ends. How far that reaches beyond its own tokens follows exactly from the window
+arithmetic (:mod:`natten_jax.windows`), borders included, where windows shift inwards by up to their whole extent.
+All devices run one program, so every one of them receives as many tokens per side as any needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from natten_jax.problem import ELEMENT_BYTES, Axis, Problem, Shape
+from natten_jax.windows import group_length, window_bounds
+
+
+@dataclasses.dataclass(frozen=True)
+class Halo:
+    """What the parts of one token dimension need of each other.
+
+    Attributes:
+        extent: Tokens of the dimension.
+        parts: Equal parts that it is split into; they divide it.
+        before: Keys that a part needs in front of its own tokens.
+        after: Keys that it needs behind them.
+    """
+
+    extent: int
+    parts: int
+    before: int
+    after: int
+
+    @property
+    def part(self) -> int:
+        """Tokens of a part."""
+        return self.extent // self.parts
+
+    @property
+    def received(self) -> int:
+        """Keys that the part which receives most receives."""
+        lengths = np.arange(self.parts) * self.part
+        return int(np.max(np.minimum(self.before, lengths) + np.minimum(self.after, lengths[::-1])))
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether some part needs all keys: then every part gets them."""
+        return self.parts > 1 and self.received >= self.extent - self.part
+
+    @property
+    def held(self) -> int:
+        """Keys that a part holds for its queries: its own, and its halo on both sides."""
+        return self.extent if self.is_gathered else self.before + self.part + self.after
+
+    def slabs(self, tokens: int) -> tuple[int, ...]:
+        """Tokens of one side's halo by the part that they come from: the next one, the one behind it, and so on."""
+        whole, rest = divmod(tokens, self.part)
+        return (self.part,) * whole + ((rest,) if rest else ())
+
+    def interior(self, axis: Axis) -> tuple[int, int]:
+        """The queries ``[first, last)`` of a part, counted from its start, that need nobody else's keys in any part."""
+        if self.is_gathered:
+            return (0, 0)
+        queries = np.arange(self.extent).reshape(self.parts, self.part)
+        starts = queries[:, :1]
+        first, last = _reach(axis, queries)
+        needs_before = np.nonzero(np.any(first < starts, axis=0))[0]
+        needs_after = np.nonzero(np.any(last > starts + self.part, axis=0))[0]
+        # Windows move with their queries: what needs keys in front lies in front, but for other dilation groups.
+        begin = int(needs_before[-1]) + 1 if needs_before.size else 0
+        end = int(needs_after[0]) if needs_after.size else self.part
+        return (begin, end) if begin < end else (0, 0)
+
+
+def halo_of(axis: Axis, parts: int) -> Halo:
+    """The halo of a token dimension that is split into equal parts.
+
+    Example:
+        A window of 24 of 80 tokens, split in two, reaches 12 tokens to the front and 11 to the back::
+
+            halo_of(Axis(80, 80, 24), 2)  # Halo(extent=80, parts=2, before=12, after=11)
+
+    Args:
+        axis: The dimension, with as many query as key/value tokens.
+        parts: How many.
+
+    Raises:
+        ValueError: ``parts`` does not divide the extent.
+    """
+    extent = axis.kv_extent
+    if extent % parts:
+        raise ValueError(indivisible(extent, parts, "a token dimension"))
+    part = extent // parts
+    starts = np.arange(parts, dtype=np.int64)[:, None] * part
+    # The first and the last query of each dilation group in a part: windows move with their queries.
+    groups = np.arange(min(axis.dilation, part), dtype=np.int64)
+    first, _ = _reach(axis, starts + groups)
+    _, last = _reach(axis, starts + part - 1 - groups)
+    before = int(np.max(starts - first))
+    after = int(np.max(last - (starts + part)))
+    return Halo(extent, parts, max(before, 0), max(after, 0))
+
+
+def halos_of(problem: Problem, parts: Sequence[int]) -> tuple[Halo, ...]:
+    """One for each token dimension, from the number of parts that each is split into."""
+    return tuple(halo_of(axis, each) for axis, each in zip(problem.axes, parts, strict=True))
+
+
+def bytes_received(problem: Problem, parts: Sequence[int]) -> int:
+    """Bytes of keys and values that the device which receives most receives in a forward pass.
+
+    A backward pass sends gradients of as many elements back, and receives keys and values again where these were not
+    kept.
+
+    Args:
+        problem: The whole problem, of one device's share of batch and heads.
+        parts: Parts of each token dimension.
+    """
+    halos = halos_of(problem, parts)
+    own = math.prod(halo.part for halo in halos)
+    held = math.prod(halo.part + halo.received for halo in halos)
+    width = problem.head_dim + problem.head_dim_v
+    return problem.batch * (held - own) * problem.heads_kv * width * ELEMENT_BYTES[problem.dtype]
+
+
+def indivisible(extent: int, parts: int, what: str) -> str:
+    """Why tokens cannot be split, and what can be done."""
+    below = max(n for n in range(1, min(parts, extent) + 1) if extent % n == 0)
+    nearest = sorted({extent // parts * parts, -(-extent // parts) * parts} - {0})
+    sizes = " or ".join(map(str, nearest))
+    return (
+        f"{what} has {extent} tokens, which {parts} devices cannot share equally: split it over {below}, or make it "
+        f"{sizes} tokens"
+    )
+
+
+def part_layout(layout: Shape, parts: Sequence[int]) -> Shape:
+    """Tokens of a part."""
+    return tuple(extent // each for extent, each in zip(layout, parts, strict=True))
+
+
+def _reach(axis: Axis, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """First key, and the one behind the last, that each query sees; by coordinate."""
+    d = axis.dilation
+    group = queries % d
+    length = group_length(axis.kv_extent, d, group)
+    start, end = window_bounds(axis.window, queries // d, length)
+    return start * d + group, (end - 1) * d + group + 1

@@ -1,0 +1,171 @@
+"""Exchange of halos: the keys and values that neighbors hold, where token dimensions are split over devices.
+
+Queries stay where they are, and none is computed twice: a device takes the keys that its windows reach
+(:mod:`natten_jax.halo`) from the devices that have them, and attends at its place in the global layout. The transpose,
+which JAX derives, sends the gradients of these keys and values back and adds them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from natten_jax.backends.base import Operands
+from natten_jax.halo import Halo, halos_of
+from natten_jax.problem import Problem
+
+_FIRST_TOKEN_AXIS = 1  # behind the batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """The devices that share one token dimension, in the order of their parts.
+
+    Attributes:
+        parts: How many.
+        place: The part of this device.
+        shifted: What the device that is so many places further to the front has (or to the back, if negative); zeros
+            where there is none.
+        gathered: All parts of an array, joined along an axis.
+    """
+
+    parts: int
+    place: Any
+    shifted: Callable[[jax.Array, int], jax.Array]
+    gathered: Callable[[jax.Array, int], jax.Array]
+
+
+def lines_of(token_axes: Sequence[tuple[str, ...]]) -> list[Line | None]:
+    """The lines along manual mesh axes, from those that each token dimension is split over."""
+    return [
+        _line_of(names) if parts > 1 else None for names, parts in zip(token_axes, parts_of(token_axes), strict=True)
+    ]
+
+
+def parts_of(token_axes: Sequence[tuple[str, ...]]) -> tuple[int, ...]:
+    """Into how many parts manual mesh axes split each token dimension."""
+    return tuple(jax.lax.axis_size(names) if names else 1 for names in token_axes)
+
+
+def _line_of(names: tuple[str, ...]) -> Line:
+    """The line along manual mesh axes, the first one slowest."""
+    parts = jax.lax.axis_size(names)
+
+    def shifted(array: jax.Array, hops: int) -> jax.Array:
+        return jax.lax.ppermute(array, names, pairs(parts, hops))
+
+    def gathered(array: jax.Array, axis: int) -> jax.Array:
+        return jax.lax.all_gather(array, names, axis=axis, tiled=True)
+
+    return Line(parts, jax.lax.axis_index(names), shifted, gathered)
+
+
+def pairs(parts: int, hops: int) -> list[tuple[int, int]]:
+    """Places from and to which something moves by so many places."""
+    return [(place, place + hops) for place in range(parts) if 0 <= place + hops < parts]
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """What the devices of a call exchange.
+
+    Attributes:
+        halos: One for each token dimension.
+        lines: Likewise; ``None`` where it is not split.
+    """
+
+    halos: Sequence[Halo]
+    lines: Sequence[Line | None]
+
+    @classmethod
+    def of(cls, problem: Problem, lines: Sequence[Line | None]) -> Exchange:
+        """That of a call, whose layout is the global one."""
+        return cls(halos_of(problem, [1 if line is None else line.parts for line in lines]), lines)
+
+    def extended(self, array: jax.Array) -> jax.Array:
+        """Keys or values, with all that this device's windows reach.
+
+        Dimension by dimension; what is extended already goes along, so that corners arrive, too.
+        """
+        for i, (halo, line) in enumerate(zip(self.halos, self.lines, strict=True)):
+            if line is not None:
+                array = _extended(array, halo, line, _FIRST_TOKEN_AXIS + i)
+        return array
+
+    def returned(self, array: jax.Array, layout: Sequence[int]) -> jax.Array:
+        """The transpose: what belongs to others goes to them, and is added there.
+
+        Args:
+            array: Of the extended keys.
+            layout: Tokens that this device has itself.
+        """
+        batch, *_, heads, width = array.shape
+        own = jax.ShapeDtypeStruct((batch, *layout, heads, width), array.dtype)
+        (result,) = jax.linear_transpose(self.extended, own)(array)
+        return result  # type: ignore[no-any-return]
+
+    def origins(self) -> jax.Array:
+        """Where this device's queries, and the keys that it holds, begin."""
+        queries: list[Any] = []
+        keys: list[Any] = []
+        for halo, line in zip(self.halos, self.lines, strict=True):
+            first = 0 if line is None else jnp.asarray(line.place, jnp.int32) * halo.part
+            queries.append(first)
+            keys.append(0 if line is None or halo.is_gathered else first - halo.before)
+        pad = [0] * (3 - len(queries))
+        return jnp.stack([jnp.asarray(each, jnp.int32) for each in (*pad, *queries, *pad, *keys)]).reshape(2, 3)
+
+
+def with_halos(problem: Problem, operands: Operands, lines: Sequence[Line | None]) -> Operands:
+    """A device's operands, with all keys that its windows reach, and where they lie in the global layout.
+
+    Args:
+        problem: The call, whose layout is the global one.
+        operands: What the device has, without origins.
+        lines: One for each token dimension; ``None`` where it is not split.
+    """
+    exchange = Exchange.of(problem, lines)
+    key, value = exchange.extended(operands.key), exchange.extended(operands.value)
+    return operands._replace(key=key, value=value, origins=exchange.origins())
+
+
+def with_all_keys(operands: Operands, lines: Sequence[Line | None]) -> Operands:
+    """A device's queries and everyone's keys and values."""
+    arrays = [operands.key, operands.value]
+    for i, line in enumerate(lines):
+        if line is not None:
+            arrays = [line.gathered(array, _FIRST_TOKEN_AXIS + i) for array in arrays]
+    return operands._replace(key=arrays[0], value=arrays[1])
+
+
+def flat_origins(layout: Sequence[int], lines: Sequence[Line | None]) -> jax.Array:
+    """Where a device's queries begin among all, as a sequence; keys are everyone's.
+
+    In several dimensions the queries of a part are no contiguous part of the sequence, and the first stand for them:
+    such a call has no causal mask, so that it does not matter which queries these are.
+    """
+    (line, *others) = lines
+    first = 0 if line is None or others else line.place * layout[0]
+    return jnp.zeros((2, 3), jnp.int32).at[0, 2].set(first)
+
+
+def _extended(array: jax.Array, halo: Halo, line: Line, axis: int) -> jax.Array:
+    if halo.is_gathered:
+        return line.gathered(array, axis)
+    before, after = halo.slabs(halo.before), halo.slabs(halo.after)
+    slabs = [line.shifted(_last(array, tokens, axis), hops) for hops, tokens in enumerate(before, 1)]
+    slabs = [*slabs[::-1], array]
+    slabs += [line.shifted(_first(array, tokens, axis), -hops) for hops, tokens in enumerate(after, 1)]
+    return jnp.concatenate(slabs, axis) if len(slabs) > 1 else array
+
+
+def _first(array: jax.Array, tokens: int, axis: int) -> jax.Array:
+    return jax.lax.slice_in_dim(array, 0, tokens, axis=axis)
+
+
+def _last(array: jax.Array, tokens: int, axis: int) -> jax.Array:
+    return jax.lax.slice_in_dim(array, array.shape[axis] - tokens, array.shape[axis], axis=axis)
