@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import numbers
+import textwrap
 from collections.abc import Mapping
 from typing import Any, Unpack, cast
 
@@ -229,10 +230,8 @@ Args:
     bias_init: Initializer of the biases.
     kv_bias_init: Initializer of the biases of key and value; ``None`` is ``bias_init``.
     out_bias_init: Initializer of the output projection's bias; ``None`` is ``bias_init``.{metadata}
-    attention_kwargs: As in :func:`natten_jax.na{rank}d`, and so are ``backend``, ``q_tile_shape``,
-        ``kv_tile_shape``, ``backward_q_tile_shape``, ``backward_kv_tile_shape``, ``backward_kv_splits``,
-        ``backward_use_xla_reduction``, ``backward_deterministic``, ``memory_usage_preference``,
-        ``run_persistent_kernel`` and ``kernel_schedule``.{rngs}
+    attention_kwargs: As in :func:`natten_jax.na{rank}d`, and so are ``backend``,
+        {performance}.{rngs}
 
 Raises:
     ValueError: A value breaks a rule above, or ``backend`` is unknown.
@@ -257,8 +256,10 @@ _SUMMARY = "Maps ``[batch, {layout}, in_features]`` to an array of the same shap
 def document(rank: int, flavour: str) -> str:
     """The docstring of a module of this rank for ``"flax.nnx"`` or ``"flax.linen"``."""
     is_nnx = flavour == "flax.nnx"
+    *names, last = (f"``{name}``" for name in PerformanceArguments.__annotations__)
     return inspect.cleandoc(_DOCUMENT).format(
         rank=rank,
+        performance=textwrap.fill(f"{', '.join(names)} and {last}", 110, subsequent_indent=" " * 8),
         flavour=flavour,
         summary=_SUMMARY.format(layout=_LAYOUTS[rank]),
         tokens=_TOKENS[rank],

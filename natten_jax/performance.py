@@ -122,6 +122,8 @@ ATTENTION_NAMES = {
     field.name.replace("_tile_shape", "_tile_size"): field.name for field in dataclasses.fields(Performance)
 }
 
+_FLAGS = [field.name for field in dataclasses.fields(Performance) if isinstance(field.default, bool)]
+
 
 def performance_of(rank: int, *, tile_suffix: str = "shape", **arguments: Unpack[PerformanceArguments]) -> Performance:
     """Check the performance arguments.
@@ -136,24 +138,23 @@ def performance_of(rank: int, *, tile_suffix: str = "shape", **arguments: Unpack
         TypeError: A value is of the wrong type.
     """
     given = Performance(**arguments)  # type: ignore[arg-type]  # canonical below
+    checked: dict[str, Any] = {name: flag(name, getattr(given, name)) for name in _FLAGS}
     return Performance(
+        **checked,
         **_checked_tiles(rank, given, tile_suffix),
         backward_kv_splits=None
         if given.backward_kv_splits is None
         else int_tuple("backward_kv_splits", given.backward_kv_splits, rank),
-        backward_use_xla_reduction=flag("backward_use_xla_reduction", given.backward_use_xla_reduction),
-        backward_deterministic=flag("backward_deterministic", given.backward_deterministic),
         memory_usage_preference=_one_of(
             "memory_usage_preference", given.memory_usage_preference, MemoryUsagePreference
         ),
-        run_persistent_kernel=flag("run_persistent_kernel", given.run_persistent_kernel),
         kernel_schedule=None
         if given.kernel_schedule is None
         else _one_of("kernel_schedule", given.kernel_schedule, KernelSchedule, "None or "),
     )
 
 
-def _checked_tiles(rank: int, given: Any, tile_suffix: str) -> dict[str, Shape | None]:
+def _checked_tiles(rank: int, given: Any, tile_suffix: str) -> dict[str, Any]:
     tiles = {}
     for fields in map(tile_names, PASSES):
         names = [field.replace("shape", tile_suffix) for field in fields]

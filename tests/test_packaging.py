@@ -37,6 +37,11 @@ print(natten_jax.__version__)
 """
 
 
+def of_the_wheel(test: Any) -> Any:
+    """Marks a test as slow, and as one of those that one process runs: another would build a wheel of its own."""
+    return pytest.mark.slow(pytest.mark.xdist_group("wheel")(test))
+
+
 def run(*command: str | Path, cwd: Path) -> str:
     """Run a command that must succeed, without this checkout or this environment in its way."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
@@ -74,7 +79,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return interpreter
 
 
-@pytest.mark.slow
+@of_the_wheel
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"natten_jax"}
@@ -98,12 +103,12 @@ def test_every_folder_of_data_is_a_package_to_the_build(tmp_path: Path) -> None:
     assert CALIBRATIONS and {str(path.relative_to(built)) for path in built.rglob("*.json")} == CALIBRATIONS
 
 
-@pytest.mark.slow
+@of_the_wheel
 def test_installed_wheel_runs_every_host_backend(python: Path, tmp_path: Path) -> None:
     assert run(python, "-c", PROGRAM, cwd=tmp_path).strip()
 
 
-@pytest.mark.slow
+@of_the_wheel
 def test_installed_doctor_reports_the_backends(python: Path, tmp_path: Path) -> None:
     report = run(python, "-m", "natten_jax.doctor", cwd=tmp_path)
     for name in ("cpu-fna", "cpu-fmha", "flex-fna", "flex-fmha"):
@@ -111,7 +116,7 @@ def test_installed_doctor_reports_the_backends(python: Path, tmp_path: Path) -> 
     assert "not available" not in report
 
 
-@pytest.mark.slow
+@of_the_wheel
 def test_installed_profiler_shows_its_help(python: Path, tmp_path: Path) -> None:
     assert "usage" in run(python, "-m", "natten_jax.profiler", "--help", cwd=tmp_path).lower()
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import Any, NoReturn
 
 from natten_jax import backends
-from natten_jax.performance import KernelSchedule, MemoryUsagePreference
+from natten_jax.performance import KernelSchedule, MemoryUsagePreference, Performance
 from natten_jax.profiler.baselines import BASELINES
 from natten_jax.profiler.element_types import ELEMENT_TYPES, element_type
 from natten_jax.profiler.parser import Parser, at_least, boolean, compute_capability, flag
@@ -16,16 +17,13 @@ from natten_jax.version import __version__
 #: By their names among the parsed arguments.
 TILE_FLAGS = ("q_tile", "kv_tile", "backward_q_tile", "backward_kv_tile")
 
-#: The performance arguments of the operators, by their names among the parsed arguments.
-PERFORMANCE_FLAGS = {
-    **{name: f"{name}_shape" for name in TILE_FLAGS},
-    "backward_kv_splits": "backward_kv_splits",
-    "backward_use_xla_reduction": "backward_use_xla_reduction",
-    "backward_deterministic": "backward_deterministic",
-    "memory_usage_preference": "memory_usage_preference",
-    "persistent": "run_persistent_kernel",
-    "schedule": "kernel_schedule",
+_SHORT_NAMES = {
+    **{f"{name}_shape": name for name in TILE_FLAGS},
+    "run_persistent_kernel": "persistent",
+    "kernel_schedule": "schedule",
 }
+#: The performance arguments of the operators, by their names among the parsed arguments.
+PERFORMANCE_FLAGS = {_SHORT_NAMES.get(field.name, field.name): field.name for field in dataclasses.fields(Performance)}
 
 #: What --devices can split.
 SPLITS = ("batch", "heads")
