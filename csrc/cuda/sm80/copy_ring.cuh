@@ -9,6 +9,8 @@ namespace natten_jax::sm80 {
 
 /// Buffers that are filled one after the other; fills are numbered. All threads of a CTA fill one and read it. No warp
 /// waits for another one before it needs what that one copies, or the room of what that one reads.
+///
+/// CUTLASS's barriers are for Hopper alone, so these instructions are written out.
 template <int kBuffers, int kThreads>
 struct CopyRing {
   std::uint64_t full[kBuffers], free[kBuffers];  // barriers in shared memory

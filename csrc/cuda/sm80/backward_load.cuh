@@ -1,0 +1,160 @@
+// What a CTA of the backward kernel works out and copies before a key/value tile and before a step of queries.
+#pragma once
+
+#include "cuda/common/axis_plan.cuh"
+#include "cuda/sm80/backward_traits.cuh"
+
+namespace natten_jax::sm80 {
+
+/// Finds the queries that see the keys of a tile; false where the tile has no keys. All threads take part.
+template <class Traits>
+CUTE_DEVICE bool plan_keys(const BackwardParams& p, int tile, int group, typename Traits::SharedStorage& shared) {
+  int first_row = tile % p.parts * Traits::kKeys;
+  if (p.is_additional) {
+    const int first = tile * Traits::kKeys, tokens = static_cast<int>(p.keys);
+    const int4 begin = make_int4(0, 0, 0, 0);
+    const int4 end =
+        make_int4(p.axis[0].query_local_extent, p.axis[1].query_local_extent, p.axis[2].query_local_extent, 0);
+    for (int row = threadIdx.x; row < Traits::kKeys; row += Traits::kThreads) {
+      const bool exists = first + row < tokens;
+      shared.row_windows[row][0] = make_int4(0, 0, 0, exists ? first + row : -1);
+      shared.row_windows[row][1] = exists ? end : begin;
+    }
+    if (threadIdx.x == 0) {
+      shared.box = {begin, end, make_int4(end.y * end.z, end.z, 1, 0)};
+      shared.inner_begin = begin;
+      shared.inner_end = first + Traits::kKeys <= tokens ? end : begin;
+    }
+    return true;
+  }
+  int tile_index[3], residue[3];
+  p.axis[2].by_kv_tiles(tile_index[1], tile_index[2], tile / p.parts);
+  p.axis[1].by_kv_tiles(tile_index[0], tile_index[1], tile_index[1]);
+  p.axis[2].by_dilation(group, residue[2], group);
+  p.axis[1].by_dilation(residue[0], residue[1], group);
+  const auto axis_plan = [&](int d) {
+    return KeyAxisPlan(p.axis[d], residue[d], longest_first(p.axis[d], tile_index[d]),
+                       Origin::load(p.origins, d, p.axis[d].dilation),
+                       Origin::load(p.origins, 3 + d, p.axis[d].dilation));
+  };
+  const KeyAxisPlan axes[3] = {axis_plan(0), axis_plan(1), axis_plan(2)};
+  for (int d = 0; d < 3; ++d) {
+    if (axes[d].kv_begin >= axes[d].keys) return false;
+  }
+  for (int row = threadIdx.x; row < Traits::kKeys; row += Traits::kThreads) {
+    const int in_tile = first_row + row;
+    const int line = p.axis[2].by_kv_tile.divide(in_tile), x = p.axis[1].by_kv_tile.divide(line);
+    const int at[3] = {x, line - x * p.axis[1].kv_tile, in_tile - line * p.axis[2].kv_tile};
+    int token = 0;
+    bool exists = in_tile < p.kv_tile_tokens;
+    int2 seen[3];
+    CUTE_UNROLL
+    for (int d = 0; d < 3; ++d) {
+      const int index = axes[d].kv_begin + at[d];
+      exists = exists && index < axes[d].keys;
+      token = token * p.axis[d].kv_local_extent + index * p.axis[d].dilation + residue[d];
+      seen[d] = exists ? axes[d].seen_by(p.axis[d], index) : make_int2(0, 0);
+    }
+    shared.row_windows[row][0] = make_int4(seen[0].x, seen[1].x, seen[2].x, exists ? token : -1);
+    shared.row_windows[row][1] = exists ? make_int4(seen[0].y, seen[1].y, seen[2].y, 0) : make_int4(0, 0, 0, 0);
+  }
+  if (threadIdx.x == 0) {
+    int hull_begin[3], hull_end[3], inner_begin[3], inner_end[3], pitch[3], first_token = 0, tokens = 1;
+    CUTE_UNROLL
+    for (int d = 0; d < 3; ++d) {
+      const int2 of_first = axes[d].seen_by(p.axis[d], axes[d].first),
+                 of_last = axes[d].seen_by(p.axis[d], axes[d].last);
+      hull_begin[d] = of_first.x;
+      hull_end[d] = of_last.y;
+      inner_begin[d] = of_last.x;
+      inner_end[d] = axes[d].is_whole(p.axis[d]) && p.kv_tile_tokens % Traits::kKeys == 0 ? of_first.y : of_last.x;
+      first_token = first_token * p.axis[d].query_local_extent + axes[d].query_residue;
+    }
+    CUTE_UNROLL
+    for (int d = 2; d >= 0; --d) {
+      pitch[d] = tokens * p.axis[d].dilation;
+      tokens *= p.axis[d].query_local_extent;
+    }
+    shared.box = {make_int4(hull_begin[0], hull_begin[1], hull_begin[2], 0),
+                  make_int4(hull_end[0], hull_end[1], hull_end[2], 0),
+                  make_int4(pitch[0], pitch[1], pitch[2], first_token)};
+    shared.inner_begin = make_int4(inner_begin[0], inner_begin[1], inner_begin[2], 0);
+    shared.inner_end = make_int4(inner_end[0], inner_end[1], inner_end[2], 0);
+  }
+  return true;
+}
+
+/// Starts to copy the keys and values of a tile, and works out its tables.
+template <class Traits>
+CUTE_DEVICE void load_keys(const BackwardParams& p, typename Traits::SharedStorage& shared, const KeyHead& own) {
+  for (int row = threadIdx.x; row < kMostQueries; row += Traits::kThreads) {
+    shared.rows.fill(row, p.q_tile_tokens, p.axis[1].by_q_tile, p.axis[2].by_q_tile, shared.box.pitch);
+  }
+  const auto load = [&](char* tile, const void* data, int head_dim) {
+    const int head_bytes = head_dim * static_cast<int>(sizeof(typename Traits::Element));
+    Gather<typename Traits::Tile, Traits::kKeys, Traits::kThreads>().copy_tokens(
+        shared_address(tile),
+        static_cast<const char*>(data) + own.first(p, head_dim) * sizeof(typename Traits::Element),
+        p.heads_kv * head_bytes, head_bytes, [&](int row) { return shared.row_windows[row][0].w; });
+  };
+  load(shared.k, p.key, p.head_dim);
+  load(shared.v, p.value, p.head_dim_v);
+  commit_copies();
+  __syncthreads();
+  QueryColumnMask(shared.mask_words, p.axis).template build<kMostQueries>(p.axis, threadIdx.x / 32, Traits::kWarps);
+}
+
+/// Starts to copy 4 bytes, or to write zeros. CuTe's instruction fetches 128 bytes into the second-level cache, of
+/// which the rows of neighboring queries lie apart.
+CUTE_DEVICE void copy_word_async(std::uint32_t destination, const void* source, bool is_inside) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(source), "r"(is_inside ? 4 : 0)
+               : "memory");
+}
+
+/// Starts to copy the queries of a step, their output cotangents and what else belongs to them.
+template <class Traits>
+CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedStorage& shared, const QueryStep& step,
+                              const KeyHead& own, int stage) {
+  const int batch = own.batch, head = own.query_head(step);
+  using Element = typename Traits::Element;
+  using Copy = typename Traits::QueryCopy;
+  const Copy copy;
+  const TokenBox& box = shared.box;
+  const QueryWalk& at = step.walk;
+  const int first_token = box.token(at.x, at.y, at.z);
+  const bool is_whole = step.column + Traits::kQueries <= p.q_tile_tokens && at.is_inside(p.axis, box.begin, box.end);
+  int tokens[Copy::kPasses];
+  shared.rows.load(copy, tokens, step.column, first_token);
+  std::uint32_t visible = Copy::kAll;
+  if (!is_whole) visible = shared.rows.visible(copy, box.end, at.x, at.y, at.z, step.column, p.q_tile_tokens);
+  const auto copy_head = [&](char* tile, const void* data, int head_dim) {
+    const int head_bytes = head_dim * static_cast<int>(sizeof(Element)), token_bytes = p.heads * head_bytes;
+    const char* base =
+        static_cast<const char*>(data) + (batch * p.queries * p.heads + head) * static_cast<std::int64_t>(head_bytes);
+    copy.copy(shared_address(tile), base, token_bytes, head_bytes, tokens, visible);
+  };
+  copy_head(shared.q[stage], p.query, p.head_dim);
+  copy_head(shared.d_out[stage], p.out_cotangent, p.head_dim_v);
+  if (threadIdx.x < Traits::kQueries) {
+    const int row = step.column + threadIdx.x;
+    const bool exists = is_whole || shared.rows.is_visible(box.end, at.x, at.y, at.z, row, p.q_tile_tokens);
+    const std::int64_t token = exists ? first_token + shared.rows.token(row) : 0;
+    const std::int64_t i = (batch * p.queries + token) * p.heads + head;
+    copy_word_async(shared_address(&shared.logsumexp[stage][threadIdx.x]), p.logsumexp + i, exists);
+    copy_word_async(shared_address(&shared.delta[stage][threadIdx.x]), p.delta + i, exists);
+  }
+  commit_copies();
+}
+
+/// Notes which tokens a step's queries are.
+template <class Traits>
+CUTE_DEVICE void note_queries(const BackwardParams& p, typename Traits::SharedStorage& shared, const QueryStep& step) {
+  if (threadIdx.x >= Traits::kQueries) return;
+  const TokenBox& box = shared.box;
+  const QueryWalk& at = step.walk;
+  const int row = step.column + threadIdx.x;
+  const bool exists = shared.rows.is_visible(box.end, at.x, at.y, at.z, row, p.q_tile_tokens);
+  shared.query_tokens[threadIdx.x] = exists ? box.token(at.x, at.y, at.z) + shared.rows.token(row) : -1;
+}
+
+}  // namespace natten_jax::sm80

@@ -1,0 +1,175 @@
+// A step's logits, weights and their gradients, with a row per key and a column per query.
+#pragma once
+
+#include "cuda/common/arithmetic.cuh"
+#include "cuda/sm80/backward_traits.cuh"
+#include "cuda/sm80/products.cuh"
+#include "natten_jax/logsumexp.h"
+
+namespace natten_jax::sm80 {
+
+/// A warp's part of them. Logits and gradients are arguments, so that they stay in registers.
+template <class Traits>
+struct LogitTile {
+  using Element = typename Traits::Element;
+  using Product = typename Traits::Product;
+  using Tile = typename Traits::Tile;
+  using WeightTile = typename Traits::WeightTile;
+  static constexpr int kRows = Traits::kLogitRows, kColumns = Traits::kLogitColumns;
+  using Accumulator = float[kRows / 16][kColumns / 8][4];
+
+  const BackwardParams& p;
+  typename Traits::SharedStorage& shared;
+  const int lane, lane4, key0, query0;
+
+  CUTE_DEVICE LogitTile(const BackwardParams& p, typename Traits::SharedStorage& shared)
+      : p(p),
+        shared(shared),
+        lane(threadIdx.x % 32),
+        lane4(lane % 4),
+        key0(threadIdx.x / 32 / Traits::LogitWarps::kColumnWarps * kRows),
+        query0(threadIdx.x / 32 % Traits::LogitWarps::kColumnWarps * kColumns) {}
+
+  /// Writes a step's weights and gradients of logits to shared memory.
+  CUTE_DEVICE void compute(const QueryStep& step, const KeyHead& own, int stage) const {
+    Accumulator s = {}, d_weight = {};
+    const bool any_large = has_large(stage);  // before the products: behind them the vote would wait for shared memory
+    multiply(s, shared.k, shared.q[stage]);
+    // A branch, since steps that need no remainders would wait for those of others.
+    if (any_large) subtract_large(s, step, own, stage);
+    weigh(s, any_large, stage);
+    multiply(d_weight, shared.v, shared.d_out[stage]);  // the compiler puts weigh's instructions between these
+    const bool is_whole = step.column + Traits::kQueries <= p.q_tile_tokens &&
+                          step.walk.is_inside(p.axis, shared.inner_begin, shared.inner_end);
+    subtract_delta(d_weight, stage);
+    if (!is_whole) mask(s, step);
+    store(s, d_weight);
+  }
+
+ private:
+  /// Whether the warp's queries have logsumexps that need their remainders.
+  CUTE_DEVICE bool has_large(int stage) const {
+    bool result = false;
+    CUTE_UNROLL
+    for (int first = 0; first < kColumns; first += 32) {
+      result |= has_remainder<Element>(shared.logsumexp[stage][query0 + first + lane % min(kColumns, 32)]);
+    }
+    return __any_sync(0xffffffffu, result);
+  }
+
+  CUTE_DEVICE void multiply(Accumulator& c, const char* a_tile, const char* b_tile) const {
+    const typename Product::template ReadA<Tile> read_a(shared_address(a_tile), key0);
+    const typename Product::template ReadB<Tile> read_b(shared_address(b_tile), query0);
+    accumulate<Product, kRows / 16, kColumns / 16, Traits::kHeadDim / Product::kStep, true>(
+        c, [&](auto& a, int m, int i) __attribute__((always_inline)) { read_a(a, 16 * m, i); },
+        [&](auto& b, int n, int i) __attribute__((always_inline)) { read_b(b, 16 * n, i); });
+  }
+
+  /// Turns logits into exponents of weights, with remainders where logsumexps have them.
+  CUTE_DEVICE void subtract_large(Accumulator& s, const QueryStep& step, const KeyHead& own, int stage) const {
+    const TokenBox& box = shared.box;
+    const QueryWalk& at = step.walk;
+    const float exponent_scale = p.scale * kLog2E;
+    // A loop in which logits take turns to be the first ones: code for all of them would keep registers from the rest.
+#pragma unroll 1
+    for (int n = 0; n < kColumns / 8; ++n) {
+      float exponents[kRows / 16][4];
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        const int column = query0 + 8 * n + 2 * lane4 + i, row = step.column + column;
+        const float logsumexp = shared.logsumexp[stage][column];
+        float remainder = 0.f;
+        if (p.remainder != nullptr && has_remainder<Element>(logsumexp) &&
+            shared.rows.is_visible(box.end, at.x, at.y, at.z, row, p.q_tile_tokens)) {
+          const std::int64_t token = box.token(at.x, at.y, at.z) + shared.rows.token(row);
+          remainder = p.remainder[(own.batch * p.queries + token) * p.heads + own.query_head(step)];
+        }
+        CUTE_UNROLL
+        for (int m = 0; m < kRows / 16; ++m) {
+          CUTE_UNROLL
+          for (int e = i; e < 4; e += 2) {
+            exponents[m][e] = exponent_of_large(s[m][0][e], exponent_scale, base2_logsumexp(logsumexp), remainder);
+          }
+        }
+      }
+      CUTE_UNROLL
+      for (int m = 0; m < kRows / 16; ++m) {
+        CUTE_UNROLL
+        for (int e = 0; e < 4; ++e) {
+          CUTE_UNROLL
+          for (int j = 1; j < kColumns / 8; ++j) s[m][j - 1][e] = s[m][j][e];
+          s[m][kColumns / 8 - 1][e] = exponents[m][e];
+        }
+      }
+    }
+  }
+
+  /// Turns logits, or their exponents, into weights.
+  CUTE_DEVICE void weigh(Accumulator& s, bool are_exponents, int stage) const {
+    const float exponent_scale = are_exponents ? 1.f : p.scale * kLog2E;
+    CUTE_UNROLL
+    for (int n = 0; n < kColumns / 8; ++n) {
+      const float2 lse = *reinterpret_cast<const float2*>(&shared.logsumexp[stage][query0 + 8 * n + 2 * lane4]);
+      const float shift[2] = {are_exponents ? 0.f : base2_logsumexp(lse.x),
+                              are_exponents ? 0.f : base2_logsumexp(lse.y)};
+      CUTE_UNROLL
+      for (int m = 0; m < kRows / 16; ++m) {
+        CUTE_UNROLL
+        for (int e = 0; e < 4; ++e) s[m][n][e] = fast_exp2(s[m][n][e] * exponent_scale - shift[e % 2]);
+      }
+    }
+  }
+
+  CUTE_DEVICE void subtract_delta(Accumulator& d_weight, int stage) const {
+    CUTE_UNROLL
+    for (int n = 0; n < kColumns / 8; ++n) {
+      const float2 delta = *reinterpret_cast<const float2*>(&shared.delta[stage][query0 + 8 * n + 2 * lane4]);
+      CUTE_UNROLL
+      for (int m = 0; m < kRows / 16; ++m) {
+        CUTE_UNROLL
+        for (int e = 0; e < 4; ++e) d_weight[m][n][e] -= e % 2 == 0 ? delta.x : delta.y;
+      }
+    }
+  }
+
+  /// Makes the weights of queries that do not see a key zero.
+  CUTE_DEVICE void mask(Accumulator& s, const QueryStep& step) const {
+    const QueryColumnMask column_mask(shared.mask_words, p.axis);
+    const int4 first = make_int4(step.walk.x, step.walk.y, step.walk.z, 0);
+    std::uint32_t visible[kRows / 8];
+    // A loop, since the compiler would predicate instructions that it could jump over.
+#pragma unroll 1
+    for (int i = kRows / 8 - 1; i >= 0; --i) {
+      CUTE_UNROLL
+      for (int j = kRows / 8 - 1; j > 0; --j) visible[j] = visible[j - 1];
+      const int4* seen = shared.row_windows[key0 + lane / 4 + 8 * i];
+      visible[0] = column_mask.row(p.axis, seen[0], seen[1], first, lane4) >> (step.column + query0) / 4;
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < kRows / 8; ++i) {
+      CUTE_UNROLL
+      for (int e = 0; e < kColumns / 4; ++e) {
+        if (!(visible[i] & 1u << e)) s[i / 2][e / 2][i % 2 * 2 + e % 2] = 0.f;
+      }
+    }
+  }
+
+  CUTE_DEVICE void store(const Accumulator& s, const Accumulator& d_weight) const {
+    const std::uint32_t weights = shared_address(shared.weights), d_logits = shared_address(shared.d_logits);
+    CUTE_UNROLL
+    for (int i = 0; i < kRows / 8; ++i) {
+      const int row = key0 + lane / 4 + 8 * i;
+      CUTE_UNROLL
+      for (int n = 0; n < kColumns / 8; ++n) {
+        const int byte = (query0 + 8 * n + 2 * lane4) * static_cast<int>(sizeof(Element));
+        const std::uint32_t offset = WeightTile::offset(row, byte / 16) + byte % 16;
+        const float* w = &s[i / 2][n][i % 2 * 2];
+        const float* d = &d_weight[i / 2][n][i % 2 * 2];
+        Product::store_pair(weights + offset, w[0], w[1]);
+        Product::store_pair(d_logits + offset, w[0] * d[0], w[1] * d[1]);
+      }
+    }
+  }
+};
+
+}  // namespace natten_jax::sm80

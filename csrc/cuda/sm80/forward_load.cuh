@@ -1,0 +1,129 @@
+// Copies of keys and values into shared memory, and the barriers between those who copy and those who read.
+#pragma once
+
+#include "cuda/sm80/forward_traits.cuh"
+
+namespace natten_jax::sm80 {
+
+/// Starts to copy the keys and values of a step, or either.
+template <class Traits, bool kKeys, bool kValues>
+CUTE_DEVICE void load_step(const ForwardParams& p, const typename Traits::SharedStorage& shared, int step,
+                           std::uint32_t k, std::uint32_t v) {
+  using Steps = KeySteps<Traits::kThreads>;
+  using Copy = typename Traits::KeyCopy;
+  const Copy copy;
+  const TilePlan& plan = shared.plan;
+  const int place = shared.steps.places[step % Steps::kCapacity], column = place >> 3;
+  const int4 at = shared.steps.tiles[step % Steps::kCapacity];
+  const bool is_window = (place & Steps::kWindow) != 0;
+  int tokens[Copy::kPasses];
+  if (is_window) {
+    shared.columns.load(copy, tokens, column, at.w);
+  } else {
+    CUTE_UNROLL
+    for (int i = 0; i < Copy::kPasses; ++i) tokens[i] = at.w + copy.first + i * Copy::kStride;
+  }
+  const auto copy_both = [&](std::uint32_t visible) __attribute__((always_inline)) {
+    const auto copy_one = [&](std::uint32_t tile, const char* const(&bases)[2], int head_dim) {
+      const int head_bytes = head_dim * static_cast<int>(sizeof(typename Traits::Element));
+      copy.copy(tile, bases[is_window ? 0 : 1], head_bytes * p.heads_kv, head_bytes, tokens, visible);
+    };
+    if (kKeys) copy_one(k, plan.keys, p.head_dim);
+    if (kValues) copy_one(v, plan.values, p.head_dim_v);
+  };
+  if (place & Steps::kInside) {
+    copy_both(Copy::kAll);
+  } else if (is_window) {
+    copy_both(shared.columns.visible(copy, quad(plan.hull_end), at.x, at.y, at.z, column, p.kv_tile_tokens));
+  } else {
+    std::uint32_t visible = 0;
+    CUTE_UNROLL
+    for (int i = 0; i < Copy::kPasses; ++i) visible |= static_cast<std::uint32_t>(tokens[i] < p.additional_kv) << i;
+    copy_both(visible);
+  }
+  commit_copies();
+}
+
+/// The schedule of copies and barriers around the steps of a query tile; all threads of the CTA call its functions.
+///
+/// Two stages, or a ring of more, are filled while others are read. With one stage, a step's values are loaded while
+/// its keys are used, and the next step's keys while its values are; with none, keys and values share one buffer, and
+/// nothing overlaps.
+template <class Traits>
+struct StepCopies {
+  static constexpr int kStages = Traits::kStages, kAhead = Traits::kAhead;
+  static constexpr std::uint32_t kStageBytes = Traits::kStageBytes;
+
+  const ForwardParams& p;
+  typename Traits::SharedStorage& shared;
+  const int steps;
+  const std::uint32_t k, v;
+  int stage = 0;  // of the next step, where there are two
+
+  CUTE_DEVICE StepCopies(const ForwardParams& p, typename Traits::SharedStorage& shared)
+      : p(p),
+        shared(shared),
+        steps(shared.plan.steps),
+        k(shared_address(shared.keys_and_values)),
+        v(k + kStages * kStageBytes) {}
+
+  /// Starts the first copies.
+  CUTE_DEVICE void start() {
+    for (int step = 0; step < min(steps, kAhead); ++step) {
+      load_step<Traits, true, (kStages > 1)>(p, shared, step, k + step * kStageBytes, v + step * kStageBytes);
+      if constexpr (Traits::kIsRing) shared.ring.arrive_copies(step);
+    }
+  }
+
+  /// Before a step's keys are read, and the next steps' are loaded. Returns how far from the first stage's they lie.
+  CUTE_DEVICE std::uint32_t begin(int step) {
+    const int next = step + kAhead;
+    if constexpr (!Traits::kIsRing) {
+      wait_copies<0>();
+      __syncthreads();  // this step's keys are there; what is loaded next has been used
+    }
+    const std::uint32_t stage_bytes = kStages < 2 ? 0 : (Traits::kIsRing ? step % kStages : stage) * kStageBytes;
+    stage ^= 1;
+    if (next % Traits::kThreads == 0) {
+      shared.steps.fill(p, shared.plan, Traits::kColumns, next);
+      __syncthreads();
+    }
+    if constexpr (Traits::kIsRing) {
+      if (next < steps) {
+        shared.ring.wait_free(next);
+        const std::uint32_t next_bytes = next % kStages * kStageBytes;
+        load_step<Traits, true, true>(p, shared, next, k + next_bytes, v + next_bytes);
+        shared.ring.arrive_copies(next);
+      }
+      shared.ring.wait_full(step);
+    } else if (kStages == 1) {
+      load_step<Traits, false, true>(p, shared, step, k, v);
+    } else if (kStages == 2 && next < steps) {
+      load_step<Traits, true, true>(p, shared, next, k + stage * kStageBytes, v + stage * kStageBytes);
+    }
+    return stage_bytes;
+  }
+
+  /// Between the reads of a step's keys and of its values.
+  CUTE_DEVICE void between(int step) {
+    if (kStages >= 2) return;
+    if (kStages == 0) {
+      __syncthreads();  // these keys have been used
+      load_step<Traits, false, true>(p, shared, step, k, v);
+    }
+    wait_copies<0>();
+    __syncthreads();  // these values are there; these keys have been used
+    if (kStages == 1 && step + 1 < steps) load_step<Traits, true, false>(p, shared, step + 1, k, v);
+  }
+
+  /// After a step's values were read.
+  CUTE_DEVICE void end(int step) {
+    if (kStages == 0 && step + 1 < steps) {
+      __syncthreads();  // these values have been used
+      load_step<Traits, true, false>(p, shared, step + 1, k, v);
+    }
+    if constexpr (Traits::kIsRing) shared.ring.release(step);
+  }
+};
+
+}  // namespace natten_jax::sm80

@@ -1,0 +1,158 @@
+// The query rows of a warp: logits, mask, softmax and output.
+#pragma once
+
+#include "cuda/sm80/forward_traits.cuh"
+#include "cuda/sm80/online_softmax.cuh"
+#include "cuda/sm80/products.cuh"
+
+namespace natten_jax::sm80 {
+
+/// A lane holds two rows of every row block. Queries, logits, output and softmax are arguments, not members: as members
+/// they came to lie in local memory.
+template <class Traits>
+struct WarpRows {
+  using Element = typename Traits::Element;
+  using Product = typename Traits::Product;
+  using Tile = typename Traits::Tile;
+  using Steps = KeySteps<Traits::kThreads>;
+  static constexpr int kColumns = Traits::kColumns, kRowBlocks = Traits::kRowBlocks;
+  static constexpr int kHeadSteps = Traits::kHeadDim / Product::kStep;
+  using Logits = float[kRowBlocks][kColumns / 8][4];
+  using Output = float[kRowBlocks][Traits::kHeadDim / 8][4];
+  using Query = typename Product::A[Traits::kQueryInRegisters ? kRowBlocks : 1][kHeadSteps];
+  using Softmax = OnlineSoftmax<kRowBlocks>;
+
+  const ForwardParams& p;
+  typename Traits::SharedStorage& shared;
+  const int lane4, warp_row, row0;  // first row of the warp and of the lane
+  const std::uint32_t q;
+  const typename Product::template ReadA<Tile> read_q;
+  const typename Product::template ReadB<Tile> read_k;
+  const typename Product::template ReadTransposedB<Tile> read_v;
+
+  CUTE_DEVICE WarpRows(const ForwardParams& p, typename Traits::SharedStorage& shared, std::uint32_t k, std::uint32_t v)
+      : p(p),
+        shared(shared),
+        lane4(threadIdx.x % 4),
+        warp_row(threadIdx.x / 32 * 16 * kRowBlocks),
+        row0(warp_row + threadIdx.x % 32 / 4),
+        q(shared_address(shared.q)),
+        read_q(q, warp_row),
+        read_k(k, 0),
+        read_v(v, 0) {}
+
+  CUTE_DEVICE Softmax softmax() const { return Softmax((p.scale == 0.f ? 1.f : fabsf(p.scale)) * kLog2E); }
+
+  /// Loads the queries into registers.
+  CUTE_DEVICE void load_query(Query& query) const {
+    CUTE_UNROLL
+    for (int m = 0; m < kRowBlocks; ++m) {
+      CUTE_UNROLL
+      for (int step = 0; step < kHeadSteps; ++step) read_q(query[m][step], 16 * m, step);
+    }
+  }
+
+  /// Whether these rows see a step's keys: none (not any), all (whole) or some.
+  struct Sight {
+    bool any, whole;
+  };
+  CUTE_DEVICE Sight sight(int step) const {
+    const int place = shared.steps.places[step % Steps::kCapacity];
+    Sight result{true, (place & Steps::kWhole) != 0};
+    if ((place & (Steps::kWhole | Steps::kWindow)) == Steps::kWindow) {
+      const int4 at = shared.steps.tiles[step % Steps::kCapacity];
+      const auto& box = shared.warp_boxes[threadIdx.x / 32];
+      result.any = box.overlaps(p, at);
+      result.whole = (place >> 3) + kColumns <= p.kv_tile_tokens && box.contains(p, at);
+    }
+    return result;
+  }
+
+  /// s += the products with a step's keys, which lie `stage_bytes` behind the first ones.
+  CUTE_DEVICE void multiply_by_keys(Logits& s, const Query& query, std::uint32_t stage_bytes) const {
+    accumulate<Product, kRowBlocks, kColumns / 16, kHeadSteps>(
+        s,
+        [&](auto& a, int m, int step) __attribute__((always_inline)) {
+          if constexpr (Traits::kQueryInRegisters) {
+            a = query[m][step];
+          } else {
+            read_q(a, 16 * m, step);
+          }
+        },
+        [&](auto& b, int n, int step) __attribute__((always_inline)) { read_k(b, 16 * n, step, stage_bytes); });
+  }
+
+  /// Makes the logits of keys that a row does not see -infinity.
+  CUTE_DEVICE void mask(Logits& s, int step) const {
+    const int place = shared.steps.places[step % Steps::kCapacity];
+    const int4 at = shared.steps.tiles[step % Steps::kCapacity];
+    const KeyColumnMask column_mask(shared.mask_words, p.axis);
+    std::uint32_t visible[2 * kRowBlocks];
+    // A loop, since the compiler would predicate instructions that it could jump over, and they would take issue slots
+    // in every step.
+#pragma unroll 1
+    for (int i = 2 * kRowBlocks - 1; i >= 0; --i) {
+      CUTE_UNROLL
+      for (int j = 2 * kRowBlocks - 1; j > 0; --j) visible[j] = visible[j - 1];
+      if (place & Steps::kWindow) {
+        const auto& seen = shared.row_windows[row0 + 8 * i];
+        visible[0] = column_mask.row(p.axis, quad(seen[0]), quad(seen[1]), at, lane4) >> (place >> 3) / 4;
+      } else {
+        visible[0] = KeyColumnMask::first(p.additional_kv - at.w, lane4);
+      }
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < 2 * kRowBlocks; ++i) {
+      CUTE_UNROLL
+      for (int e = 0; e < kColumns / 4; ++e) {
+        if (!(visible[i] & 1u << e)) s[i / 2][e / 2][i % 2 * 2 + e % 2] = -INFINITY;
+      }
+    }
+  }
+
+  /// Adds a step's values to the output, by the weights of its logits.
+  CUTE_DEVICE void add_values(Output& o, Softmax& softmax, Logits& s, std::uint32_t stage_bytes) const {
+    softmax.update(s, o, [&](int i) -> float& { return shared.subtracted[row0 + 8 * i]; });
+    accumulate<Product, kRowBlocks, Traits::kHeadDim / 16, kColumns / Product::kStep>(
+        o, [&](auto& a, int m, int step) __attribute__((always_inline)) { a = Product::operand(s[m], step); },
+        [&](auto& b, int n, int step) __attribute__((always_inline)) { read_v(b, 16 * n, step, stage_bytes); });
+  }
+
+  /// Writes the output over the queries in shared memory, then whole rows to memory, and logsumexps; `first_row` is the
+  /// row of the arrays' token 0.
+  CUTE_DEVICE void write(const Output& o, const Softmax& softmax, std::int64_t first_row) const {
+    CUTE_UNROLL
+    for (int i = 0; i < 2 * kRowBlocks; ++i) {
+      const float normalisation = softmax.normalisation(i / 2, i % 2);
+      CUTE_UNROLL
+      for (int n = 0; n < Traits::kHeadDim / 8; ++n) {
+        const int byte = (8 * n + 2 * lane4) * sizeof(Element);
+        const float* pair = &o[i / 2][n][i % 2 * 2];
+        Product::store_pair(q + Tile::offset(row0 + 8 * i, byte / 16) + byte % 16, pair[0] * normalisation,
+                            pair[1] * normalisation);
+      }
+    }
+    __syncwarp();
+    {
+      // A lane for each row that four of them share.
+      const int token = lane4 < 2 * kRowBlocks ? shared.row_windows[row0 + 8 * lane4][0][3] : -1;
+      const float2 logsumexp =
+          softmax.logsumexp(lane4, [&](int i) -> float& { return shared.subtracted[row0 + 8 * i]; });
+      const std::int64_t at = first_row + static_cast<std::int64_t>(token) * p.heads;
+      if (token >= 0) p.logsumexp[at] = logsumexp.x;
+      if (token >= 0 && p.remainder != nullptr) p.remainder[at] = logsumexp.y;
+    }
+    const int out_bytes = p.head_dim_v * static_cast<int>(sizeof(Element));
+    char* out = static_cast<char*>(p.out) + first_row * out_bytes;
+#pragma unroll 4
+    for (int i = threadIdx.x % 32; i < 16 * kRowBlocks * Tile::kChunks; i += 32) {
+      const int row = warp_row + i / Tile::kChunks, chunk = i % Tile::kChunks;
+      const int token = shared.row_windows[row][0][3];
+      const uint4 data = load_chunk(q + Tile::offset(row, chunk));
+      if (token < 0 || chunk * 16 >= out_bytes) continue;
+      *reinterpret_cast<uint4*>(out + static_cast<std::int64_t>(token) * p.heads * out_bytes + chunk * 16) = data;
+    }
+  }
+};
+
+}  // namespace natten_jax::sm80

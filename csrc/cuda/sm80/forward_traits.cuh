@@ -1,0 +1,49 @@
+// The forms of the forward kernel: what is compiled in, and the layout of shared memory.
+#pragma once
+
+#include "cuda/common/column_mask.cuh"
+#include "cuda/sm80/copy_ring.cuh"
+#include "cuda/sm80/gather.cuh"
+#include "cuda/sm80/key_steps.cuh"
+#include "cuda/sm80/tile_plan.cuh"
+
+namespace natten_jax::sm80 {
+
+constexpr int kMostColumns = 128;  // of a key/value tile
+
+template <class Element_, class Product_, int kHeadDim_, int kColumns_, int kStages_, int kWarps_ = 4>
+struct ForwardTraits {
+  using Element = Element_;
+  using Product = Product_;
+  static constexpr int kHeadDim = kHeadDim_;  // at least head_dim and head_dim_v
+  static constexpr int kColumns = kColumns_;  // keys of a step
+  static constexpr int kWarps = kWarps_;
+  static constexpr int kThreads = 32 * kWarps;
+  using Tile = SharedTile<kHeadDim * sizeof(Element)>;
+  static constexpr int kRowBlocks = Tile::kRowBytes <= 256 ? 2 : 1;  // of 16 rows, in a warp
+  static constexpr int kStages = kStages_;  // steps in shared memory; 0: keys and values share one buffer
+  static constexpr bool kIsRing = kStages > 2;
+  static constexpr int kAhead = kIsRing ? kStages / 2 : 1;  // steps that are loaded ahead
+  static constexpr int kRows = 16 * kRowBlocks * kWarps;
+  static constexpr bool kQueryInRegisters = Tile::kRowBytes <= 128;
+
+  static constexpr std::uint32_t kStageBytes = kColumns * Tile::kRowBytes;  // of keys or of values
+
+  using KeyCopy = Gather<Tile, kColumns, kThreads>;
+
+  struct SharedStorage {
+    alignas(128) char q[kRows * Tile::kRowBytes];
+    alignas(128) char keys_and_values[kStages == 0 ? 1 : 2 * kStages][kStageBytes];
+    TilePlan plan;
+    CopyRing<kIsRing ? kStages : 1, kThreads> ring;  // of steps, where they are one
+    alignas(
+        16) int row_windows[kRows][2][4];  // first key seen (x, y, z) and the row's token, or -1; end of the keys seen
+    TileRows<KeyCopy> columns;             // of key/value tiles
+    KeySteps<kThreads> steps;
+    SeenBox warp_boxes[kWarps];
+    float subtracted[kRows];  // from a row's logits, where these are large
+    std::uint32_t mask_words[KeyColumnMask::capacity(kMostColumns)];
+  };
+};
+
+}  // namespace natten_jax::sm80
