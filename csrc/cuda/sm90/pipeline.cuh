@@ -21,14 +21,6 @@ CUTE_DEVICE void arrive(std::uint64_t& barrier) {
   ClusterBarrier::arrive(&barrier);
 }
 
-template <int kSize>
-CUTE_DEVICE void advance(int& index, int& phase) {
-  if (++index == kSize) {
-    index = 0;
-    phase ^= 1;
-  }
-}
-
 /// A place in a ring of buffers, each of which has a barrier for being full and one for being empty.
 template <int kSize>
 struct Ring {
