@@ -51,7 +51,7 @@ CUTE_DEVICE void prepare_backward(const BackwardParams& p, typename Traits::Shar
     ClusterBarrier::init(&shared.wants_plan, 1);
     ClusterBarrier::init(&shared.full_sums, Traits::kAlternates ? kConsumerWarps / 2 : kConsumerWarps);
     ClusterBarrier::init(&shared.empty_sums, 1);
-    const int storing = p.turns == nullptr ? 1 : 32;
+    const int storing = p.schedule.turns == nullptr ? 1 : 32;
     for (int i = 0; i < 2; ++i) {
       ClusterBarrier::init(&shared.full_plan[i], 32);
       ClusterBarrier::init(&shared.full_windows[i], 32);
@@ -86,8 +86,8 @@ __global__ void __launch_bounds__(kThreads, 1) natten_jax_sm90_backward(const __
     if (warp == 0) load_queries<Traits>(p, shared);
     if (warp == 1) plan_key_tiles<Traits>(p, shared, planned);
     if (threadIdx.x == 64) load_out_cotangents<Traits>(p, shared);
-    if (warp == 3 && p.turns != nullptr) store_gradients_in_turns<Traits>(p, shared);
-    if (threadIdx.x == 96 && p.turns == nullptr) store_gradients<Traits>(p, shared);
+    if (warp == 3 && p.schedule.turns != nullptr) store_gradients_in_turns<Traits>(p, shared);
+    if (threadIdx.x == 96 && p.schedule.turns == nullptr) store_gradients<Traits>(p, shared);
   } else {
     // While the other warpgroup still has its registers.
     const QueryColumnMask column_mask(shared.mask_words, p.axis);

@@ -23,14 +23,11 @@ CUTE_DEVICE void prefetch_key_tile(const BackwardParams& p, const KeyTilePlan<Tr
   prefetch(plan.is_additional ? &p.additional_values : &p.value[plan.kv_map], p.head_dim_v);
 }
 
-/// The next position in the order of key/value tiles. A tile waits only for others that were taken before it, so that
-/// every CTA goes on; where tiles do not wait, a CTA need not ask for its first one.
+/// The next position in the order of key/value tiles; all lanes of a warp take part.
 CUTE_DEVICE int take_position(const BackwardParams& p, bool is_first) {
-  if (is_first && p.turns == nullptr) return blockIdx.x;
-  int position = 0;
-  wait_for_previous_kernel();
-  if (threadIdx.x % 32 == 0) position = atomicAdd(p.next_tile, 1);
-  return of_lane(position, 0) + (p.turns == nullptr ? gridDim.x : p.first_taken);
+  if (is_first && p.schedule.starts_at_block()) return blockIdx.x;
+  wait_for_previous_kernel();  // which clears the counter
+  return p.schedule.take();
 }
 
 enum class Planned { kTile, kNothing, kEnd };
@@ -40,11 +37,11 @@ template <class Traits>
 CUTE_DEVICE Planned plan_position(const BackwardParams& p, typename Traits::SharedStorage& shared, int position,
                                   int slot) {
   auto& plan = shared.plan[slot];
-  const bool is_end = position >= p.tiles;
+  const bool is_end = position >= p.schedule.tiles;
   if (is_end) {
     allow_next_kernel();
     plan.q_tiles = -1;
-  } else if (!plan_key_tile(p, shared.origins, p.is_sorted ? p.order[position] : position, plan)) {
+  } else if (!plan_key_tile(p, shared.origins, p.schedule.tile_at(position), plan)) {
     return Planned::kNothing;
   }
   __syncwarp();
@@ -80,7 +77,7 @@ CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedSt
   constexpr int kRowBytes = kChunk * sizeof(Element);
   const int lane = threadIdx.x % 32, chunks = p.head_dim / kChunk;
   // Where tiles take turns, those that are taken early would keep others waiting.
-  const int planned_ahead = p.turns == nullptr ? kPlannedAhead : 0;
+  const int planned_ahead = p.schedule.turns == nullptr ? kPlannedAhead : 0;
   Ring<Traits::kStages> stage;
   SingleBuffer kv;
   Ring<2> slot;

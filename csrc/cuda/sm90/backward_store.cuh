@@ -99,7 +99,7 @@ CUTE_DEVICE void store_gradients_in_turns(const BackwardParams& p, typename Trai
     const int4 hull_begin = plan.hull_begin, hull_end = plan.hull_end;
     for (int i = 0; i < p.heads_per_kv; ++i) {
       const int row = plan.batch * p.heads + plan.kv_head * p.heads_per_kv + i;
-      std::int32_t* turns = p.turns + (static_cast<std::int64_t>(row) * p.groups + plan.group) * p.q_tiles;
+      std::int32_t* turns = p.schedule.turns_of(row, plan.group);
       QueryWalk walk(hull_begin);
       Turn turn = turn_of(p, plan, walk);
       std::int32_t count = -1;

@@ -6,19 +6,6 @@
 
 namespace natten_jax::sm90 {
 
-/// The tile that a CTA takes in a round, or one past the last.
-CUTE_DEVICE int take_tile(const ForwardParams& p, int round) {
-  const int first = round * static_cast<int>(gridDim.x);
-  if (p.next_tile == nullptr) {
-    // Every other round runs backwards, so that no CTA always gets the shorter tiles.
-    return first + static_cast<int>(round % 2 == 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-  }
-  if (round == 0) return blockIdx.x;
-  int taken = 0;
-  if (threadIdx.x % 32 == 0) taken = atomicAdd(p.next_tile, 1);
-  return gridDim.x + __shfl_sync(0xffffffffu, taken, 0);
-}
-
 /// One warp: plans tiles ahead of the loads and the products.
 template <class SharedStorage>
 CUTE_DEVICE void plan_tiles(const ForwardParams& p, SharedStorage& shared) {
@@ -28,21 +15,18 @@ CUTE_DEVICE void plan_tiles(const ForwardParams& p, SharedStorage& shared) {
   const Origin query_origin = Origin::load(p.origins, d, p.axis[d].dilation);
   const Origin kv_origin = Origin::load(p.origins, 3 + d, p.axis[d].dilation);
   for (int round = 0;; ++round) {
-    const int tile = take_tile(p, round);
-    // A fixed order's last round may lack this tile only; taken tiles count up.
-    const bool is_last = p.next_tile == nullptr ? round * static_cast<int>(gridDim.x) >= p.tiles : tile >= p.tiles;
-    if (!is_last && tile >= p.tiles) continue;
+    const int tile = p.supply.take(round);
     slot.wait_empty(shared.empty_plan);
     TilePlan& plan = shared.plan[slot.index];
-    if (is_last) {
+    if (tile >= p.supply.tiles) {
       plan.kv_tiles = -1;
       arrive(shared.full_plan[slot.index]);
       return;
     }
-    int batch, head;
-    const AxisPlan own = plan_axis(p, query_origin, kv_origin, tile, batch, head);
+    const TilePlace place = p.schedule.place(p.axis, tile);
+    const AxisPlan own = plan_axis(p.axis, place, query_origin, kv_origin);
     if (__any_sync(0xffffffffu, own.q_begin >= own.queries)) continue;  // past its dilation group's end
-    plan_tile(p, own, batch, head, plan);
+    plan_tile(p, own, place, plan);
     arrive(shared.full_plan[slot.index]);  // every lane wrote a part
     plan_windows(p, own, plan);
     arrive(shared.full_windows[slot.index]);
