@@ -88,7 +88,7 @@ class Attention {
 
   CUTE_DEVICE void start_output() {
     clear(products.o);
-    softmax.start((p.scale == 0.f ? 1.f : fabsf(p.scale)) * kLog2E);
+    softmax.start(p.scale * kLog2E);
   }
 
   /// Takes the next query tile; false after the last.
@@ -110,11 +110,6 @@ class Attention {
     const Tensor tile = products.rows_of_group(shared.q, warpgroup);
     copy(copy_q, thread_copy.partition_S(as_position_independent_swizzle_tensor(tile)),
          thread_copy.retile_D(products.query));
-    // Negating the scale is negating the query; a scale of zero is a query of zero.
-    const std::uint32_t flip = p.scale < 0.f ? 0x80008000u : 0u, keep = p.scale == 0.f ? 0u : 0xffffffffu;
-    Tensor pairs = recast<std::uint32_t>(products.query);
-    CUTE_UNROLL
-    for (int i = 0; i < size(pairs); ++i) pairs(i) = (pairs(i) ^ flip) & keep;
     arrive(shared.empty_q);
   }
 
@@ -183,11 +178,6 @@ class Attention {
     k.advance();
     --left;
     leave_query();
-    if (!Traits::kQueryInRegisters && p.scale <= 0.f) {
-      const float sign = p.scale < 0.f ? -1.f : 0.f;
-      CUTE_UNROLL
-      for (int e = 0; e < size(s); ++e) s(e) *= sign;
-    }
     if (mask != kNoMask) logits().hide(mask_of_rows.visible, -INFINITY);
     mask = next_mask;
     softmax.find_references(logits());
