@@ -6,18 +6,24 @@
 
 namespace natten_jax::sm90 {
 
-// What the copy engine adds never passes through the caches of a multiprocessor: reading and writing these counters
-// before and after it needs no fence, only that it is done. That is how GPUs of compute capability 9.0 work. The PTX
-// memory model promises less: by it, the sums of two CTAs are ordered where the one counts with red.release.gpu after
-// it has waited for its sums, and the other looks with ld.acquire.gpu and then, as the copy engine is another proxy,
-// executes fence.proxy.async before it adds.
+// The turns of CTAs that add to the same sums, by the PTX memory model: a CTA waits until its sums have been added,
+// which makes them visible to the waiting thread, and counts with release. The next one reads the count, at which a
+// fence makes the two synchronise, and adds after it. A second fence is for what adds, the copy engine, which is
+// another proxy.
 CUTE_DEVICE std::int32_t load_count(const std::int32_t* turns) {
   std::int32_t count;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(count) : "l"(turns) : "memory");
   return count;
 }
+/// Returns at a count, of which `count` is what was read last; what counted has then happened.
+CUTE_DEVICE void await_count(const std::int32_t* turns, std::int32_t expected, std::int32_t count) {
+  while (count != expected) count = load_count(turns);
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+/// Counts one more after the copies of this thread that it has waited for.
 CUTE_DEVICE void count_one(std::int32_t* turns) {
-  asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(turns) : "memory");
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turns) : "memory");
 }
 
 /// Adds the sums that lie in shared memory to a query tile's.
@@ -106,7 +112,7 @@ CUTE_DEVICE void store_gradients_in_turns(const BackwardParams& p, typename Trai
       for (int tile = 0; tile < plan.q_tiles; ++tile) {
         std::int32_t* const turns_here = turns + turn.q_tile;
         if (lane == 0) {
-          while (count != turn.before) count = load_count(turns_here);
+          await_count(turns_here, turn.before, count);
           sums.wait_full(shared.full_sums);
           add_sums<Traits>(p, shared, map, plan.q_token, row, walk);
         }
