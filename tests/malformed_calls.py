@@ -144,7 +144,9 @@ def attribute_cases() -> list[Case]:
             Case(f"scale-{name}", set_attribute("scale", value), ("natten_jax", "scale"))
             for name, value in (
                 ("nan", np.float32("nan")),
-                ("infinite", np.float32("-inf")),
+                ("infinite", np.float32("inf")),
+                ("zero", np.float32(0)),
+                ("negative", np.float32(-0.3)),
                 ("float64", np.float64(1)),
                 ("integer", np.int64(1)),
                 ("array", np.ones(1, np.float32)),

@@ -105,6 +105,23 @@ def test_the_largest_scales_are_used_as_given(backend: str, scale: float) -> Non
     np.testing.assert_allclose(found[0, :, 0, 0], weights @ numbers / weights.sum(axis=1), rtol=2e-6)
 
 
+@pytest.mark.parametrize("backend", ["cpu-fmha", "flex-fmha"])
+@pytest.mark.parametrize("scale", [0.0, -0.0, 1e-300, -1e-300])
+def test_scales_that_are_zero_in_float32_weigh_all_keys_alike(backend: str, scale: float) -> None:
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(rng.normal(size=(1, 6, 1, 8)), "float32") for _ in range(3))
+
+    def attend(query: jax.Array, key: jax.Array) -> jax.Array:
+        return natten_jax.attention(query, key, value, scale, backend=backend)
+
+    found, gradients_of = jax.vjp(attend, query, key)
+    np.testing.assert_allclose(found, np.broadcast_to(value.mean(1, keepdims=True), found.shape), rtol=1e-5, atol=1e-6)
+    for gradient in gradients_of(jnp.full_like(found, 1e30)):
+        np.testing.assert_array_equal(gradient, 0)
+    is_nan = np.isnan(attend(query.at[0, 2, 0, 3].set(jnp.nan), key)).all(-1).squeeze()
+    np.testing.assert_array_equal(is_nan, np.arange(6) == 2)
+
+
 @given(st.floats(allow_nan=False, allow_infinity=False), st.sampled_from(["float32", "float16", "bfloat16"]))
 def test_scales_are_accepted_where_their_product_with_log2_e_is_a_float32(scale: float, dtype: str) -> None:
     with np.errstate(over="ignore"):

@@ -12,7 +12,7 @@ import sys, warnings
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import natten_jax
-from natten_jax import na2d
+from natten_jax import attention, na2d
 
 mode = sys.argv[1] if len(sys.argv) > 1 else "Auto"
 mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(getattr(AxisType, mode),) * 2)
@@ -33,9 +33,17 @@ def close(found, expected):
 GATHERS = """
 if mode == "Explicit":
     jax.set_mesh(mesh)
-for spec, said in ((P("x", "y"), "token dimension 1"), (P(None, None, "y", "x"), "token dimension 2"),
-                   (P("x", None, None, None, "y"), "head_dim")):
-    placed = place(spec)
+windows = attend, arrays, expected, gradient
+flat = [array.reshape(8, 48, 4, 8) for array in arrays]
+attend_all = lambda q, k, v: attention(q, k, v, backend="cpu-fmha")
+gradient_of_all = jax.grad(lambda *a: jnp.sin(attend_all(*a)).sum(), argnums=(0, 1, 2))
+whole = attend_all, flat, jax.jit(attend_all)(*flat), gradient_of_all
+for (attend, arrays, expected, gradient), spec, said in (
+    (whole, P("x", "y"), "token dimension 1"),
+    (whole, P("y", None, None, "x"), "head_dim"),
+    (windows, P("x", None, None, None, "y"), "head_dim"),
+):
+    placed = place(spec, arrays)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = jax.jit(attend)(*placed)
@@ -47,7 +55,8 @@ for spec, said in ((P("x", "y"), "token dimension 1"), (P(None, None, "y", "x"),
         close(jax.jit(gradient)(*placed), jax.jit(gradient)(*arrays))
 with warnings.catch_warnings():
     warnings.simplefilter("error")
-    jax.jit(attend)(*place(P("x", None, None, "y")))
+    for spec in (P("x", None, None, "y"), P("x", "y"), P(None, None, "y", "x")):
+        close(jax.jit(attend)(*place(spec)), expected)
 # Keys and values follow the query.
 for specs in ((P("x"), P(None, None, None, "y"), P()), (P(), P("x"), P("y")), (P(None, None, None, "x"), P("y"), P())):
     placed = [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, specs)]

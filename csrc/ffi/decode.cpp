@@ -254,7 +254,9 @@ Error decode_attributes(const xffi::Dictionary& dictionary, Attributes& a, std::
   NATTEN_JAX_RETURN_IF_ERROR(decode_tile(dictionary, "kv_tile_shape", a.tiles.kv));
   const auto scale = dictionary.get<float>("scale");
   if (!scale.has_value()) return invalid("attribute scale must be a float32 (", scale.error().message(), ")");
-  if (!std::isfinite(*scale)) return invalid("attribute scale is ", *scale, ", but must be finite");
+  if (!std::isfinite(*scale) || *scale <= 0.0f) {
+    return invalid("attribute scale is ", *scale, ", but must be positive and finite");
+  }
   a.scale = *scale;
   if (static_cast<std::int64_t>(dictionary.size()) != kAttributes + further) {
     return invalid("the call has ", dictionary.size(), " attributes, but must have ", kAttributes + further);

@@ -71,7 +71,7 @@ class CpuBackend(NativeBackend):
             with_kernel_rank(delta(saved.out, *cotangents), problem.rank),
             **attributes(plan),
         )
-        return gradients_of(operands, gradients)
+        return gradients_of(problem, operands, gradients)
 
 
 #: Query and key/value tiles that tile_pairs lists after the default, by rank.

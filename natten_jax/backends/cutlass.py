@@ -118,7 +118,7 @@ class CutlassBackend(NativeBackend):
             if performance.backward_deterministic
             else min(math.prod(performance.backward_kv_splits or (0,)), _MOST_SPLITS),
         )
-        return gradients_of(operands, gradients)
+        return gradients_of(problem, operands, gradients)
 
 
 def scratch_elements(problem: Problem, query: jax.Array, performance: Performance) -> int:

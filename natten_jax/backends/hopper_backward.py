@@ -53,7 +53,7 @@ def gradients(
         **attributes(plan),
         is_deterministic=int(performance.backward_deterministic),
     )
-    return gradients_of(operands, results)
+    return gradients_of(problem, operands, results)
 
 
 def _query_tiles(query: jax.Array, dilation: Shape, q_tile: Shape) -> int:

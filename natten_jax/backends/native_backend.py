@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from natten_jax.backends.base import Backend, Gradients, Operands, Output, Saved
 from natten_jax.native import ResultType
@@ -15,6 +16,9 @@ from natten_jax.plan import Plan
 from natten_jax.problem import Axis, Problem, Shape
 
 _KERNEL_RANK = 3
+
+#: What kernels have for a scale of zero, whose queries are zero: so small that no sum of theirs overflows.
+_SCALE_OF_NOTHING = 2.0**-64
 
 
 class NativeBackend(Backend):
@@ -46,9 +50,21 @@ def with_kernel_rank(array: jax.Array, rank: int) -> jax.Array:
     return array.reshape(array.shape[0], *(1,) * (_KERNEL_RANK - rank), *array.shape[1:])
 
 
+def _query_factor(problem: Problem) -> int:
+    """The sign of the scale as kernels have it, in float32: they take positive ones, and the query this factor."""
+    return int(np.sign(np.float32(problem.scale)))
+
+
+def _with_query_factor(problem: Problem, array: jax.Array) -> jax.Array:
+    """A query, or its gradient, times the factor; zero keeps what is not finite, as a product of logits would."""
+    factor = _query_factor(problem)
+    return array if factor == 1 else array * jnp.asarray(factor, array.dtype)
+
+
 def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
     """The operands that every target starts with; arrays of nothing for those that the call lacks."""
     query, key, value = (with_kernel_rank(array, problem.rank) for array in operands[:3])
+    query = _with_query_factor(problem, query)
     additional_keys, additional_values = operands.additional_keys, operands.additional_values
     if additional_keys is None or additional_values is None:
         additional_keys = jnp.zeros((key.shape[0], 0, *key.shape[-2:]), key.dtype)
@@ -88,16 +104,17 @@ def delta(out: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent: jax.Arr
     return jnp.sum(out_cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - logsumexp_cotangent
 
 
-def gradients_of(operands: Operands, results: list[jax.Array]) -> Gradients:
+def gradients_of(problem: Problem, operands: Operands, results: list[jax.Array]) -> Gradients:
     """A target's gradients, the five first results, in the shapes of the operands."""
     query, key, value = (g.reshape(a.shape) for g, a in zip(results[:3], operands[:3], strict=True))
+    query = _with_query_factor(problem, query)
     if operands.additional_keys is None:
         return Gradients(query, key, value, None, None)
     return Gradients(query, key, value, *results[3:5])
 
 
 def attributes(plan: Plan) -> dict[str, Shape | float]:
-    """The attributes that every target takes."""
+    """The attributes that every target takes. The scale is positive: its sign is a factor of the query."""
     problem = plan.problem
     missing = (Axis(1, 1, 1),) * (_KERNEL_RANK - problem.rank)
     # A row for each token dimension: its facts in the order that csrc/ffi/decode.cpp names them in.
@@ -105,7 +122,7 @@ def attributes(plan: Plan) -> dict[str, Shape | float]:
     q_tile, kv_tile = ((*(1,) * len(missing), *tile) for tile in plan.tiles)
     return {
         "axes": tuple(int(fact) for row in rows for fact in row),
-        "scale": float(problem.scale),
+        "scale": abs(float(problem.scale)) if _query_factor(problem) else _SCALE_OF_NOTHING,
         "q_tile_shape": q_tile,
         "kv_tile_shape": kv_tile,
     }

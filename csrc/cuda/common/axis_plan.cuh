@@ -70,21 +70,6 @@ struct AxisPlan {
   }
 };
 
-/// Of a dimension's key/value tiles, the number of the `i`th by the queries that see them, the most first. Windows at
-/// an end of the layout do not shrink, so that keys from half a window to a window away from it are seen by more
-/// queries than all others, and those nearer by fewer; the causal ones of the last window are seen by the fewest.
-CUTE_DEVICE int longest_first(const DeviceAxis& axis, int i) {
-  if (axis.is_causal) return i;
-  const bool at_end = i % 2 != 0;  // from either end
-  const int place = i / 2, tiles = (axis.kv_tiles + !at_end) / 2;
-  const int nearest = axis.by_kv_tile.divide(axis.kernel_size / 2);
-  const int last = min(axis.by_kv_tile.divide(axis.kernel_size + axis.kv_tile - 1), tiles);
-  const int tile = place < last - nearest    ? last - 1 - place
-                   : place < tiles - nearest ? place + nearest
-                                             : tiles - 1 - place;
-  return at_end ? axis.kv_tiles - 1 - tile : tile;
-}
-
 /// One dimension of a key/value tile: a dilation group of local keys and the same group of local queries.
 struct KeyAxisPlan {
   int query_residue, kv_residue;  // as in AxisPlan

@@ -29,10 +29,6 @@ struct Geometry {
 
 Geometry geometry_of(const Problem& problem, const TileShapes& tiles);
 
-/// Heads whose query tiles are interleaved: the most whose keys and values stay in the second-level cache together, if
-/// their tiles differ in length.
-int heads_per_block(const Problem& problem);
-
 /// The current device's multiprocessors.
 cudaError_t count_multiprocessors(int& count);
 

@@ -4,6 +4,7 @@
 #include <cute/config.hpp>
 
 #include "cuda/common/axis_plan.cuh"
+#include "cuda/common/tile_scheduler.h"
 
 namespace natten_jax {
 
@@ -28,32 +29,28 @@ CUTE_DEVICE int planned_dimension() {
   return min(static_cast<int>(threadIdx.x % 32), 2);
 }
 
-/// The dimension's share of a tile.
+/// The dimension's share of a query tile.
 ///
 /// Args:
-///   p: the launch; its Params have the axes and the divisors that a tile's number is taken apart with.
+///   axis: of the launch.
+///   place: of the tile.
 ///   query_origin, kv_origin: of the dimension.
-///   tile: number of the tile; from the slowest: batch, block of heads, dilation group, query tile, head.
-///   batch, head: results.
+CUTE_DEVICE AxisPlan plan_axis(const DeviceAxis (&axis)[3], const TilePlace& place, Origin query_origin,
+                               Origin kv_origin) {
+  const int d = planned_dimension();
+  const int index = d == 0 ? place.index[0] : d == 1 ? place.index[1] : place.index[2];
+  const int residue = d == 0 ? place.residue[0] : d == 1 ? place.residue[1] : place.residue[2];
+  return AxisPlan(axis[d], residue, QueryTileSchedule::latest_first(axis[d], index), query_origin, kv_origin);
+}
+
+/// The same for the tile of a number, with its batch entry and head.
 template <class Params>
 CUTE_DEVICE AxisPlan plan_axis(const Params& p, Origin query_origin, Origin kv_origin, int tile, int& batch,
                                int& head) {
-  int outer, in_group, group, head_block, tile_x, tile_y, tile_z, residue_x, residue_y, residue_z;
-  p.by_heads_per_block(outer, head, tile);
-  p.by_tiles_per_group(outer, in_group, outer);
-  p.axis[2].by_q_tiles(in_group, tile_z, in_group);
-  p.axis[1].by_q_tiles(tile_x, tile_y, in_group);
-  p.by_groups(outer, group, outer);
-  p.by_head_blocks(batch, head_block, outer);
-  head += head_block * p.heads_per_block;
-  p.axis[2].by_dilation(group, residue_z, group);
-  p.axis[1].by_dilation(residue_x, residue_y, group);
-  const int d = planned_dimension();
-  const DeviceAxis& axis = p.axis[d];
-  int tile_index = d == 0 ? tile_x : d == 1 ? tile_y : tile_z;
-  // Late queries of a causal dimension see the most keys: the longest work comes first.
-  if (axis.is_causal) tile_index = axis.q_tiles - 1 - tile_index;
-  return AxisPlan(axis, d == 0 ? residue_x : d == 1 ? residue_y : residue_z, tile_index, query_origin, kv_origin);
+  const TilePlace place = p.schedule.place(p.axis, tile);
+  batch = place.batch;
+  head = place.head;
+  return plan_axis(p.axis, place, query_origin, kv_origin);
 }
 
 }  // namespace natten_jax

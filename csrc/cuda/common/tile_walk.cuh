@@ -14,6 +14,14 @@ struct TileWalk {
 
   CUTE_DEVICE explicit TileWalk(int4 begin) : x(begin.x), y(begin.y), z(begin.z) {}
 
+  /// Jumps to the `i`th tile of a box that has `tiles` per dimension, with divisions.
+  CUTE_DEVICE TileWalk(const DeviceAxis (&axis)[3], const int (&begin)[4], const int (&tiles)[4], int i) {
+    const int line = i / tiles[2], in_x = line / tiles[1];
+    x = begin[0] + in_x * axis[0].*kTile;
+    y = begin[1] + (line - in_x * tiles[1]) * axis[1].*kTile;
+    z = begin[2] + (i - line * tiles[2]) * axis[2].*kTile;
+  }
+
   CUTE_DEVICE void next(const DeviceAxis (&axis)[3], int4 begin, int4 end) {
     z += axis[2].*kTile;
     if (z >= end.z) {

@@ -1,6 +1,7 @@
 // The order in which the forward kernel reads a query tile's keys.
 #pragma once
 
+#include "cuda/common/tile_walk.cuh"
 #include "cuda/sm80/params.h"
 #include "cuda/sm80/tile_plan.cuh"
 
@@ -26,10 +27,8 @@ struct KeySteps {
     if (i < plan.window_steps) {
       const int per_tile = (p.kv_tile_tokens + columns - 1) / columns;
       const int tile = i / per_tile, column = (i - tile * per_tile) * columns;
-      const int line = tile / plan.tiles[2], x = line / plan.tiles[1];
-      at.x = plan.hull_begin[0] + x * p.axis[0].kv_tile;
-      at.y = plan.hull_begin[1] + (line - x * plan.tiles[1]) * p.axis[1].kv_tile;
-      at.z = plan.hull_begin[2] + (tile - line * plan.tiles[2]) * p.axis[2].kv_tile;
+      const KvWalk walk(p.axis, plan.hull_begin, plan.tiles, tile);
+      at = make_int4(walk.x, walk.y, walk.z, 0);
       const int4 pitch = key_pitch(p);
       at.w = at.x * pitch.x + at.y * pitch.y + at.z * pitch.z + plan.first_key;
       const int end_x = at.x + p.axis[0].kv_tile, end_y = at.y + p.axis[1].kv_tile, end_z = at.z + p.axis[2].kv_tile;

@@ -118,11 +118,7 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   p.scale = problem.scale;
   p.q_tile_tokens = static_cast<int>(product(tiles.query));
   p.kv_tile_tokens = static_cast<int>(product(tiles.kv));
-  p.heads_per_block = heads_per_block(problem);
-  p.by_tiles_per_group = cutlass::FastDivmod(static_cast<int>(geometry.q_tiles));
-  p.by_groups = cutlass::FastDivmod(static_cast<int>(geometry.groups));
-  p.by_heads_per_block = cutlass::FastDivmod(p.heads_per_block);
-  p.by_head_blocks = cutlass::FastDivmod(p.heads / p.heads_per_block);
+  p.schedule = schedule_query_tiles(problem, geometry);
   p.by_heads_per_kv = cutlass::FastDivmod(static_cast<int>(problem.heads_per_kv()));
   return with_arithmetic(problem.element_type, is_accurate, [&](auto arithmetic) {
     return launch_forward<arithmetic>(p, form, memory, static_cast<int>(all_tiles), stream);

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cuda/common/device_axis.h"
+#include "cuda/common/tile_scheduler.h"
 
 namespace natten_jax::sm80 {
 
@@ -28,10 +29,10 @@ struct ForwardParams {
   int head_dim_v;
   int additional_kv;
   float scale;
-  int q_tile_tokens;    // product of the query tile's extents
-  int kv_tile_tokens;   // product of the key/value tile's extents
-  int heads_per_block;  // heads whose tiles are interleaved
-  cutlass::FastDivmod by_tiles_per_group, by_groups, by_heads_per_block, by_head_blocks, by_heads_per_kv;
+  int q_tile_tokens;   // product of the query tile's extents
+  int kv_tile_tokens;  // product of the key/value tile's extents
+  QueryTileSchedule schedule;
+  cutlass::FastDivmod by_heads_per_kv;
 };
 
 struct BackwardParams {

@@ -16,7 +16,7 @@ template <ElementType kType>
 Status launch_backward(const BackwardParams& params, int form, cudaStream_t stream) {
   int multiprocessors = 0;
   if (const auto error = count_multiprocessors(multiprocessors)) return status_of(error);
-  const int blocks = std::min(params.tiles, multiprocessors);
+  const int blocks = std::min(params.schedule.tiles, multiprocessors);
   return with_form<kBackwardForms>(form, [&](auto number) {
     constexpr Form kForm = kBackwardForms[number];
     constexpr int kStages = kForm.head_dim == 256 ? 1 : 2;

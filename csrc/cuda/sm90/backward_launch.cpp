@@ -9,7 +9,6 @@
 #include "cuda/common/gradient_passes.h"
 #include "cuda/common/tensor_map.h"
 #include "cuda/sm90/backward.h"
-#include "cuda/sm90/backward_order.h"
 #include "cuda/sm90/forms.h"
 #include "cuda/sm90/launch_support.h"
 
@@ -86,12 +85,6 @@ std::int64_t counters(const Problem& problem, const TileShapes& tiles, bool is_d
   return 1 + saturating_product(heads, saturating_product(geometry.groups, geometry.q_tiles));
 }
 
-/// The key/value tile that comes first where tiles take turns, downwards: neighbors then come to their common queries
-/// one after the other by themselves. Keys a window from the start are seen by the most queries: the longest work.
-int first_tile(const DeviceAxis& axis) {
-  return axis.is_causal ? axis.kv_tiles - 1 : std::min((axis.kernel_size - 1) / axis.kv_tile, axis.kv_tiles - 1);
-}
-
 Status choose_backward_form(const Problem& problem, const TileShapes& tiles, int& form) {
   return choose_form(kBackwardForms, std::size(kBackwardForms), problem, tiles, "backward ", form);
 }
@@ -116,13 +109,13 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
   const Geometry geometry = geometry_of(problem, tiles);
   BackwardParams p{};
   std::copy_n(geometry.axis, kRank, p.axis);
-  std::transform(p.axis, p.axis + kRank, p.first_tile, first_tile);
-  const std::int64_t kv_heads = saturating_product(problem.batch, problem.heads_kv);
+  KeyTileSchedule& schedule = p.schedule;
   const std::int64_t additional_tiles_per_head = (problem.additional_kv + form.keys - 1) / form.keys;
-  const std::int64_t tiles_per_head =
-      additional_tiles_per_head + saturating_product(geometry.groups, geometry.kv_tiles);
-  const std::int64_t all_tiles = saturating_product(kv_heads, tiles_per_head);
-  if (all_tiles > kMostTiles) return Status::invalid_argument("the problem has more than 2^30 key/value tiles");
+  if (Status status =
+          schedule_key_tiles(problem, tiles, geometry, additional_tiles_per_head, is_deterministic, schedule);
+      status.failed()) {
+    return status;
+  }
   if (Status status = encode_maps(problem, tiles, arrays, form.keys, p); status.failed()) return status;
   p.origins = arrays.origins;
   p.statistics = reinterpret_cast<const float2*>(arrays.statistics);
@@ -135,24 +128,14 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
   p.head_dim_v = static_cast<int>(problem.head_dim_v);
   p.additional_kv = static_cast<int>(problem.additional_kv);
   p.scale = problem.scale;
-  p.additional_tiles = static_cast<int>(kv_heads * additional_tiles_per_head);
-  p.tiles = static_cast<int>(all_tiles);
-  p.groups = static_cast<int>(geometry.groups);
-  p.q_tiles = static_cast<int>(geometry.q_tiles);
-  if (all_tiles <= kMostSortedTiles && !is_deterministic) sort_tiles(problem, tiles, p);
   p.q_tile_tokens = static_cast<int>(product(tiles.query));
   p.kv_tile_tokens = static_cast<int>(product(tiles.kv));
   p.clears_tiles = p.q_tile_tokens < form.queries || p.kv_tile_tokens < form.keys || p.head_dim < form.head_dim ||
                    p.head_dim_v < form.head_dim;
-  p.by_additional_tiles_per_head =
-      cutlass::FastDivmod(static_cast<int>(std::max<std::int64_t>(additional_tiles_per_head, 1)));
-  p.by_tiles_per_group = cutlass::FastDivmod(static_cast<int>(geometry.kv_tiles));
-  p.by_groups = cutlass::FastDivmod(static_cast<int>(geometry.groups));
-  p.by_heads_kv = cutlass::FastDivmod(p.heads_kv);
 
   const std::int64_t first_counter = sums(problem), number_of_counters = counters(problem, tiles, is_deterministic);
-  p.next_tile = reinterpret_cast<std::int32_t*>(arrays.scratch + first_counter);
-  if (is_deterministic) p.turns = p.next_tile + 1;
+  schedule.next_tile = reinterpret_cast<std::int32_t*>(arrays.scratch + first_counter);
+  if (is_deterministic) schedule.turns = schedule.next_tile + 1;
   if (const auto error = launch_clear(arrays.scratch, first_counter + number_of_counters, stream)) {
     return status_of(error);
   }
@@ -160,15 +143,16 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
     return with_half_type(problem.element_type, no_such_elements(problem.element_type),
                           [&](auto type) { return launch_backward<type>(p, number, stream); });
   };
-  if (is_deterministic && p.additional_tiles > 0) {
+  if (is_deterministic && schedule.additional_tiles > 0) {
     // Their query tiles are of the whole layout and those of dilation groups are not: they come before all others.
-    p.tiles = p.additional_tiles;
+    const int all_tiles = schedule.tiles;
+    schedule.tiles = schedule.additional_tiles;
     if (Status status = launch(); status.failed()) return status;
     if (const auto error = launch_clear(arrays.scratch + first_counter, number_of_counters, stream)) {
       return status_of(error);
     }
-    p.first_taken = p.additional_tiles;
-    p.tiles = static_cast<int>(all_tiles);
+    schedule.first_taken = schedule.additional_tiles;
+    schedule.tiles = all_tiles;
   }
   if (Status status = launch(); status.failed()) return status;
   return status_of(launch_convert_gradient(problem.element_type, arrays.scratch, problem.scale, arrays.query_gradient,

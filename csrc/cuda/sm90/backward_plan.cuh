@@ -26,10 +26,8 @@ struct KeyTilePlan {
 /// Plans a tile of additional tokens, which every query sees.
 template <int kKeys>
 CUTE_DEVICE void plan_additional(const BackwardParams& p, int tile, KeyTilePlan<kKeys>& plan) {
-  int outer, index, batch, kv_head;
-  p.by_additional_tiles_per_head(outer, index, tile);
-  p.by_heads_kv(batch, kv_head, outer);
-  const int lane = threadIdx.x % 32, first = index * kKeys;
+  const TilePlace place = p.schedule.additional_place(tile);
+  const int lane = threadIdx.x % 32, first = place.index[2] * kKeys;
   const int4 begin = make_int4(0, 0, 0, 0);
   const int4 end =
       make_int4(p.axis[0].query_local_extent, p.axis[1].query_local_extent, p.axis[2].query_local_extent, 0);
@@ -44,8 +42,8 @@ CUTE_DEVICE void plan_additional(const BackwardParams& p, int tile, KeyTilePlan<
     plan.kv_begin = make_int4(0, 0, first, 0);
     plan.q_residue = begin;
     plan.q_step = make_int4(1, 1, 1, 0);
-    plan.batch = batch;
-    plan.kv_head = kv_head;
+    plan.batch = place.batch;
+    plan.kv_head = place.head;
     plan.group = 0;
     plan.q_tiles = p.axis[0].by_q_tile.divide(end.x + p.axis[0].q_tile - 1) *
                    p.axis[1].by_q_tile.divide(end.y + p.axis[1].q_tile - 1) *
@@ -63,36 +61,25 @@ CUTE_DEVICE void plan_additional(const BackwardParams& p, int tile, KeyTilePlan<
 /// Args:
 ///   p: the launch.
 ///   origins: of query and key/value tokens, three each.
-///   tile: number of the tile; from the slowest: batch, head, dilation group, tile.
+///   tile: number of the tile.
 ///   plan: the result.
 template <int kKeys>
 CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, int tile, KeyTilePlan<kKeys>& plan) {
-  if (tile < p.additional_tiles) {
+  if (tile < p.schedule.additional_tiles) {
     plan_additional(p, tile, plan);
     return true;
   }
   constexpr unsigned kAll = 0xffffffffu;
-  int outer, in_group, group, in_groups, batch, kv_head, tile_x, tile_y, tile_z, residue_x, residue_y, residue_z;
-  p.by_tiles_per_group(outer, in_group, tile - p.additional_tiles);
-  p.axis[2].by_kv_tiles(in_group, tile_z, in_group);
-  p.axis[1].by_kv_tiles(tile_x, tile_y, in_group);
-  p.by_groups(outer, group, outer);
-  p.by_heads_kv(batch, kv_head, outer);
-  p.axis[2].by_dilation(in_groups, residue_z, group);
-  p.axis[1].by_dilation(residue_x, residue_y, in_groups);
-
+  const TilePlace place = p.schedule.place(p.axis, tile);
   const int lane = threadIdx.x % 32, d = planned_dimension();
   const DeviceAxis& axis = p.axis[d];
-  int index = d == 0 ? tile_x : d == 1 ? tile_y : tile_z;
-  if (p.turns != nullptr) {
-    const int first_tile = p.first_tile[d];
-    index = first_tile - index + (index > first_tile ? axis.kv_tiles : 0);
-  }
-  const KeyAxisPlan own(axis, d == 0 ? residue_x : d == 1 ? residue_y : residue_z, index, origins[d], origins[3 + d]);
+  const int index = p.schedule.in_turn(axis, d, d == 0 ? place.index[0] : d == 1 ? place.index[1] : place.index[2]);
+  const int residue = d == 0 ? place.residue[0] : d == 1 ? place.residue[1] : place.residue[2];
+  const KeyAxisPlan own(axis, residue, index, origins[d], origins[3 + d]);
   if (__any_sync(kAll, own.kv_begin >= own.keys)) return false;
   const int2 of_first = own.seen_by(axis, own.first), of_last = own.seen_by(axis, own.last);
   // Turns are taken by the tile: those of different keys must be of the same queries, or have none in common.
-  const int hull_begin = p.turns == nullptr ? of_first.x : axis.by_q_tile.divide(of_first.x) * axis.q_tile;
+  const int hull_begin = p.schedule.turns == nullptr ? of_first.x : axis.by_q_tile.divide(of_first.x) * axis.q_tile;
   const int q_tiles = of_first.x < of_last.y ? axis.by_q_tile.divide(of_last.y - hull_begin + axis.q_tile - 1) : 0;
   const int all_q_tiles = of_lane(q_tiles, 0) * of_lane(q_tiles, 1) * of_lane(q_tiles, 2);
   const unsigned long_query_groups = __ballot_sync(kAll, own.queries > axis.query_group_tokens);
@@ -118,9 +105,9 @@ CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, i
     const auto class_of = [](unsigned long_groups) {
       return static_cast<int>((long_groups & 1) << 2 | (long_groups & 2) | (long_groups >> 2 & 1));
     };
-    plan.batch = batch;
-    plan.kv_head = kv_head;
-    plan.group = group;
+    plan.batch = place.batch;
+    plan.kv_head = place.head;
+    plan.group = place.group;
     plan.q_tiles = all_q_tiles;
     plan.is_additional = false;
     plan.query_map = class_of(long_query_groups);
@@ -204,9 +191,7 @@ CUTE_DEVICE Turn turn_of(const BackwardParams& p, const KeyTilePlan<kKeys>& plan
     const int end = window_bounds(axis, last_query, own.key_length).end - own.kv_shift;
     const int lowest = axis.by_kv_tile.divide(max(begin, 0));
     const int highest = axis.by_kv_tile.divide(min(end, own.keys) - 1);
-    const int index = axis.by_kv_tile.divide(own.kv_begin), first_tile = p.first_tile[d];
-    const int first_run = max(min(highest, first_tile) - lowest + 1, 0);
-    before = index <= first_tile ? min(highest, first_tile) - index : first_run + highest - index;
+    before = p.schedule.turn_order[d].before(axis.by_kv_tile.divide(own.kv_begin), lowest, highest);
     tiles = highest - lowest + 1;
   }
   return {(of_lane(q_tile, 0) * of_lane(q_tiles, 1) + of_lane(q_tile, 1)) * of_lane(q_tiles, 2) + of_lane(q_tile, 2),

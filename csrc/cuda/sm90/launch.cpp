@@ -77,25 +77,20 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   p.head_dim_v = static_cast<int>(problem.head_dim_v);
   p.additional_kv = static_cast<int>(problem.additional_kv);
   p.scale = problem.scale;
-  p.tiles = static_cast<int>(all_tiles);
+  p.supply.tiles = static_cast<int>(all_tiles);
   p.q_tile_tokens = static_cast<int>(product(tiles.query));
   p.kv_tile_tokens = static_cast<int>(product(tiles.kv));
-  p.heads_per_block = heads_per_block(problem);
+  p.schedule = schedule_query_tiles(problem, geometry);
   bound_warpgroups(p);
   p.clears_tiles = p.q_tile_tokens < form.queries || p.kv_tile_tokens < form.keys || p.head_dim < form.head_dim ||
                    p.head_dim_v < form.head_dim;
-  p.by_tiles_per_group = cutlass::FastDivmod(static_cast<int>(geometry.q_tiles));
-  p.by_groups = cutlass::FastDivmod(static_cast<int>(geometry.groups));
-  p.by_heads_per_block = cutlass::FastDivmod(p.heads_per_block);
-  p.by_head_blocks = cutlass::FastDivmod(p.heads / p.heads_per_block);
   p.by_heads_per_kv = cutlass::FastDivmod(static_cast<int>(problem.heads_per_kv()));
   int multiprocessors = 0;
   cudaError_t error = count_multiprocessors(multiprocessors);
-  const int ctas = schedule.is_persistent ? std::min(p.tiles, multiprocessors) : p.tiles;
+  const int ctas = schedule.is_persistent ? std::min(p.supply.tiles, multiprocessors) : p.supply.tiles;
   if (all_tiles >= kTilesWorthCounting * ctas && error == cudaSuccess) {
-    // Tiles differ in length, and multiprocessors in speed: whoever is done takes the next.
-    p.next_tile = arrays.next_tile;
-    error = cudaMemsetAsync(p.next_tile, 0, sizeof(*p.next_tile), stream);
+    p.supply.next_tile = arrays.next_tile;
+    error = cudaMemsetAsync(arrays.next_tile, 0, sizeof(*arrays.next_tile), stream);
   }
   if (error != cudaSuccess) return status_of(error);
   return with_half_type(problem.element_type, no_such_elements(problem.element_type), [&](auto type) {

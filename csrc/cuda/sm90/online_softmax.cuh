@@ -4,13 +4,14 @@
 #include <cute/tensor.hpp>
 
 #include "cuda/common/arithmetic.cuh"
+#include "cuda/sm90/accumulator.cuh"
 #include "natten_jax/logsumexp.h"
 
 namespace natten_jax::sm90 {
 
 using namespace cute;
 
-/// The accumulator of one warpgroup's 64 rows, of which a thread holds two, and their running softmax.
+/// The running softmax of the rows of accumulators that a thread holds.
 ///
 /// A row's weights are relative to an earlier maximum until that would make one larger than 2^kHeadroom.
 template <class Element>
@@ -32,15 +33,15 @@ struct OnlineSoftmax {
 
   /// Takes in a tile's largest logits; where `must_rescale`, earlier results shrink by `rescale`.
   template <class Logits>
-  CUTE_DEVICE void find_references(const Logits& s) {
+  CUTE_DEVICE void find_references(AccumulatorRows<Logits> s) {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
       // Two partial results a row halve the chains of dependent instructions.
-      float highest[2] = {reference[i], s(2 * i + 4)};
+      float highest[2] = {reference[i], s(i, 2)};
       CUTE_UNROLL
-      for (int n = 0; n < kOfRow<Logits>; ++n) {
+      for (int n = 0; n < s.kColumns; ++n) {
         float& partial = highest[n / 2 % 2];
-        partial = fmaxf(partial, s(element(i, n)));
+        partial = fmaxf(partial, s(i, n));
       }
       float of_row = fmaxf(highest[0], highest[1]);
       of_row = fmaxf(of_row, __shfl_xor_sync(0xffffffffu, of_row, 1));
@@ -56,18 +57,18 @@ struct OnlineSoftmax {
 
   /// Turns logits into unnormalised weights, in pairs.
   template <class Logits, class Pairs>
-  CUTE_DEVICE void weigh(Logits& s, Pairs& pairs) {
+  CUTE_DEVICE void weigh(AccumulatorRows<Logits> s, Pairs& pairs) {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
-      float sums[kOfRow<Logits>];
+      float sums[s.kColumns];
       CUTE_UNROLL
-      for (int n = 0; n < kOfRow<Logits>; ++n) {
-        float& weight = s(element(i, n));
+      for (int n = 0; n < s.kColumns; ++n) {
+        float& weight = s(i, n);
         weight = fast_exp2(weight * exponent_scale - shift[i]);
         sums[n] = n < 2 ? weight : sums[n - 2] + weight;
-        if (n % 2 == 1) pairs(element(i, n) / 2) = pack<Element>(s(element(i, n - 1)), weight);
+        if (n % 2 == 1) pairs(s.element(i, n) / 2) = pack<Element>(s(i, n - 1), weight);
       }
-      tile_sum[i] = sums[kOfRow<Logits> - 1] + sums[kOfRow<Logits> - 2];
+      tile_sum[i] = sums[s.kColumns - 1] + sums[s.kColumns - 2];
     }
   }
 
@@ -80,7 +81,7 @@ struct OnlineSoftmax {
   /// Makes the weights of large logits relative to the references themselves, not to their products as rounded (down,
   /// so that no weight of a row vanishes).
   template <class Logits, class Pairs>
-  CUTE_DEVICE void correct_weights(Logits& s, Pairs& pairs) {
+  CUTE_DEVICE void correct_weights(AccumulatorRows<Logits> s, Pairs& pairs) {
     is_large = __any_sync(0xffffffffu, fabsf(shift[0]) > kLargestRounded || fabsf(shift[1]) > kLargestRounded);
     if (!is_large) return;
     CUTE_UNROLL
@@ -91,11 +92,11 @@ struct OnlineSoftmax {
       const float factor = fast_exp2(-excess);
       float sum = 0.f;
       CUTE_UNROLL
-      for (int n = 0; n < kOfRow<Logits>; ++n) {
-        float& weight = s(element(i, n));
+      for (int n = 0; n < s.kColumns; ++n) {
+        float& weight = s(i, n);
         weight = !is_one_hot ? weight * factor : weight > 1.f ? 1.f : weight * 0.f;
         sum += weight;
-        if (n % 2 == 1) pairs(element(i, n) / 2) = pack<Element>(s(element(i, n - 1)), weight);
+        if (n % 2 == 1) pairs(s.element(i, n) / 2) = pack<Element>(s(i, n - 1), weight);
       }
       tile_sum[i] = sum;
       rescale[i] *= factor;
@@ -129,13 +130,6 @@ struct OnlineSoftmax {
     if (!is_large) return logsumexp_remainder(logsumexp, shift, log2_sum);
     return logsumexp_remainder(logsumexp, reference[row], exponent_scale, log2_sum);
   }
-
- private:
-  template <class Logits>
-  static constexpr int kOfRow = decltype(size(Logits{}))::value / 2;
-
-  /// The number in the accumulator of a row's n-th element.
-  static constexpr int element(int row, int n) { return n / 2 * 4 + 2 * row + n % 2; }
 };
 
 }  // namespace natten_jax::sm90

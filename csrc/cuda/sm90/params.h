@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "cuda/common/device_axis.h"
+#include "cuda/common/tile_scheduler.h"
 
 namespace natten_jax::sm90 {
 
@@ -31,7 +32,6 @@ struct ForwardParams {
   DeviceAxis axis[3];
   int corner[kCorners];         // coordinates in the query tile: [warpgroup][first row, last row][dimension]
   const std::int32_t* origins;  // [2, 3]: query origin, key/value origin; null: zeros
-  std::int32_t* next_tile;      // counts the tiles that CTAs have taken; null: CTAs take them in a fixed order
   float* logsumexp;
   float* remainder;  // of the logsumexp, or null
   int heads;
@@ -40,12 +40,12 @@ struct ForwardParams {
   int head_dim_v;
   int additional_kv;
   float scale;
-  int tiles;            // query tiles of the whole problem
-  int q_tile_tokens;    // product of the query tile's extents
-  int kv_tile_tokens;   // product of the key/value tile's extents
-  int heads_per_block;  // heads whose tiles are interleaved
-  bool clears_tiles;    // some rows or columns of a tile are never loaded
-  cutlass::FastDivmod by_tiles_per_group, by_groups, by_heads_per_block, by_head_blocks, by_heads_per_kv;
+  int q_tile_tokens;   // product of the query tile's extents
+  int kv_tile_tokens;  // product of the key/value tile's extents
+  bool clears_tiles;   // some rows or columns of a tile are never loaded
+  TileSupply supply;   // of query tiles
+  QueryTileSchedule schedule;
+  cutlass::FastDivmod by_heads_per_kv;
 };
 
 }  // namespace natten_jax::sm90

@@ -21,13 +21,36 @@ CUTE_DEVICE void arrive(std::uint64_t& barrier) {
   ClusterBarrier::arrive(&barrier);
 }
 
+/// A place in a ring of buffers, each of which has a barrier for being full and one for being empty.
 template <int kSize>
-CUTE_DEVICE void advance(int& index, int& phase) {
-  if (++index == kSize) {
-    index = 0;
-    phase ^= 1;
+struct Ring {
+  int index = 0;
+  int phase = 0;  // parity of the rounds: of a full barrier's phase, and the opposite of an empty one's
+
+  CUTE_DEVICE void wait_full(std::uint64_t (&full)[kSize]) const { wait(full[index], phase); }
+  CUTE_DEVICE void wait_empty(std::uint64_t (&empty)[kSize]) const { wait(empty[index], phase ^ 1); }
+
+  CUTE_DEVICE void advance() {
+    if (++index == kSize) {
+      index = 0;
+      phase ^= 1;
+    }
   }
-}
+  CUTE_DEVICE Ring next() const {
+    Ring result = *this;
+    result.advance();
+    return result;
+  }
+};
+
+/// The same for a single buffer.
+struct SingleBuffer {
+  int phase = 0;
+
+  CUTE_DEVICE void wait_full(std::uint64_t& full) const { wait(full, phase); }
+  CUTE_DEVICE void wait_empty(std::uint64_t& empty) const { wait(empty, phase ^ 1); }
+  CUTE_DEVICE void advance() { phase ^= 1; }
+};
 
 CUTE_DEVICE cutlass::arch::ReservedNamedBarriers named_barrier(int id) {
   return static_cast<cutlass::arch::ReservedNamedBarriers>(id);

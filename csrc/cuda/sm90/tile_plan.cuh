@@ -28,9 +28,9 @@ struct alignas(16) TilePlan {
 };
 
 /// Fills in all of a plan but its windows; all lanes of a warp take part.
-CUTE_DEVICE void plan_tile(const ForwardParams& p, const AxisPlan& own, int batch, int head, TilePlan& plan) {
+CUTE_DEVICE void plan_tile(const ForwardParams& p, const AxisPlan& own, const TilePlace& place, TilePlan& plan) {
   constexpr unsigned kAll = 0xffffffffu;
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, batch = place.batch, head = place.head;
   // The windows of the warpgroups' first and last rows, a lane each: 6 * warpgroup + 3 * is_last + dimension.
   const int corner = min(lane, kCorners - 1), of = corner % 3;
   const int2 window = of_lane(own, of).seen(p.axis[of], p.corner[corner]);

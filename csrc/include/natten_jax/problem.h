@@ -59,7 +59,7 @@ struct Problem {
   std::int64_t head_dim;
   std::int64_t head_dim_v;
   std::int64_t additional_kv;
-  float scale;
+  float scale;  ///< Of the logits; positive.
   Axis axes[kRank];
 
   NATTEN_JAX_HOST_DEVICE constexpr std::int64_t heads_per_kv() const { return heads / heads_kv; }

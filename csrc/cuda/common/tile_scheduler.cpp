@@ -1,0 +1,122 @@
+#include "cuda/common/tile_scheduler.h"
+
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "natten_jax/windows.h"
+
+namespace natten_jax {
+namespace {
+
+/// Of keys and values that should stay in the second-level cache.
+constexpr std::int64_t kCacheBytes = 8 << 20;
+
+/// Heads whose query tiles are interleaved: the most whose keys and values stay in the second-level cache together, if
+/// their tiles differ in length.
+int heads_per_block(const Problem& problem) {
+  const bool differ_in_length =
+      std::any_of(problem.axes, problem.axes + kRank, [](const Axis& axis) { return axis.window.is_causal; });
+  if (!differ_in_length) return 1;
+  const std::int64_t bytes =
+      problem.keys() * (problem.head_dim + problem.head_dim_v) * element_bytes(problem.element_type);
+  int best = 1;
+  for (std::int64_t heads = 1; heads <= problem.heads; ++heads) {
+    const std::int64_t kv_heads = (heads + problem.heads_per_kv() - 1) / problem.heads_per_kv();
+    if (problem.heads % heads == 0 && kv_heads * bytes <= kCacheBytes) best = static_cast<int>(heads);
+  }
+  return best;
+}
+
+/// Tiles of about the same length: eight classes between a power of two and the next.
+constexpr int kClasses = 256;
+
+int length_class(std::int64_t q_tiles) {
+  int octave = 0;
+  while (q_tiles >> octave >= 16) ++octave;
+  return 8 * octave + static_cast<int>(q_tiles >> octave);
+}
+
+/// Query tiles that see a key/value tile, per tile of the longest dilation group.
+std::vector<std::int64_t> count_q_tiles(const Axis& axis, std::int64_t q_tile, std::int64_t kv_tile) {
+  const Window& w = axis.window;
+  const auto of_group = [&](std::int64_t extent) { return group_length<Window, std::int64_t>(w, extent, 0); };
+  const std::int64_t keys = of_group(axis.kv.local_extent), queries = of_group(axis.query.local_extent);
+  const auto seen_by = [&](std::int64_t key) {
+    return inverse_window_bounds(w, key, of_group(axis.query.extent), of_group(axis.kv.extent));
+  };
+  std::vector<std::int64_t> q_tiles;
+  for (std::int64_t first = 0; first < keys; first += kv_tile) {
+    const std::int64_t last = std::min(first + kv_tile, keys) - 1;
+    const std::int64_t hull = std::min(seen_by(last).end, queries) - seen_by(first).begin;
+    q_tiles.push_back((std::max<std::int64_t>(hull, 0) + q_tile - 1) / q_tile);
+  }
+  return q_tiles;
+}
+
+/// Sorts tiles by length: those that the most query tiles see come first. Where a part of a layout lies is not known
+/// here: it is sorted as if it were at the start.
+void sort_tiles(const Problem& problem, const TileShapes& tiles, KeyTileSchedule& schedule) {
+  std::vector<std::int64_t> q_tiles[kRank];
+  for (int d = 0; d < kRank; ++d) q_tiles[d] = count_q_tiles(problem.axes[d], tiles.query[d], tiles.kv[d]);
+  std::vector<int> classes;  // of the tiles of a dilation group
+  for (const std::int64_t x : q_tiles[0]) {
+    for (const std::int64_t y : q_tiles[1]) {
+      for (const std::int64_t z : q_tiles[2]) classes.push_back(length_class(x * y * z));
+    }
+  }
+  // Those of all dilation groups and heads by class and, in a class, by number: neighbors share their queries.
+  const int tiles_per_group = static_cast<int>(classes.size()), additional = schedule.additional_tiles;
+  const int groups = (schedule.tiles - additional) / tiles_per_group;
+  int position[kClasses] = {};  // numbers of tiles, then where the next one goes
+  for (const int of_tile : classes) position[of_tile] += groups;
+  for (int of_tile = kClasses - 1, next = additional; of_tile >= 0; --of_tile) {
+    const int tiles_of_class = position[of_tile];
+    position[of_tile] = next;
+    next += tiles_of_class;
+  }
+  std::iota(schedule.by_length, schedule.by_length + additional, 0);
+  for (int tile = additional; tile < schedule.tiles; ++tile) {
+    schedule.by_length[position[classes[(tile - additional) % tiles_per_group]]++] = static_cast<std::uint16_t>(tile);
+  }
+  schedule.is_sorted = true;
+}
+
+/// Keys a window from the start are seen by the most queries: the longest work comes first.
+TurnOrder turn_order(const DeviceAxis& axis) {
+  const int last = axis.kv_tiles - 1;
+  return {axis.is_causal ? last : std::min((axis.kernel_size - 1) / axis.kv_tile, last)};
+}
+
+cutlass::FastDivmod divider(std::int64_t divisor) {
+  return cutlass::FastDivmod(static_cast<int>(divisor));
+}
+
+}  // namespace
+
+QueryTileSchedule schedule_query_tiles(const Problem& problem, const Geometry& geometry) {
+  const int heads = heads_per_block(problem);
+  return {heads, divider(geometry.q_tiles), divider(geometry.groups), divider(heads), divider(problem.heads / heads)};
+}
+
+Status schedule_key_tiles(const Problem& problem, const TileShapes& tiles, const Geometry& geometry,
+                          std::int64_t additional_tiles_per_head, bool takes_turns, KeyTileSchedule& schedule) {
+  const std::int64_t kv_heads = saturating_product(problem.batch, problem.heads_kv);
+  const std::int64_t tiles_per_head =
+      additional_tiles_per_head + saturating_product(geometry.groups, geometry.kv_tiles);
+  const std::int64_t all_tiles = saturating_product(kv_heads, tiles_per_head);
+  if (all_tiles > kMostTiles) return Status::invalid_argument("the problem has more than 2^30 key/value tiles");
+  std::transform(geometry.axis, geometry.axis + kRank, schedule.turn_order, turn_order);
+  schedule.additional_tiles = static_cast<int>(kv_heads * additional_tiles_per_head);
+  schedule.tiles = static_cast<int>(all_tiles);
+  schedule.groups = static_cast<int>(geometry.groups);
+  schedule.q_tiles = static_cast<int>(geometry.q_tiles);
+  schedule.by_additional_tiles_per_head = divider(std::max<std::int64_t>(additional_tiles_per_head, 1));
+  schedule.by_tiles_per_group = divider(geometry.kv_tiles);
+  schedule.by_groups = divider(geometry.groups);
+  schedule.by_heads_kv = divider(problem.heads_kv);
+  if (all_tiles <= kMostSortedTiles && !takes_turns) sort_tiles(problem, tiles, schedule);
+  return {};
+}
+
+}  // namespace natten_jax

@@ -1,0 +1,274 @@
+// The warpgroups of the backward kernel that compute gradients.
+#pragma once
+
+#include "cuda/common/arithmetic.cuh"
+#include "cuda/sm90/accumulator.cuh"
+#include "cuda/sm90/backward_products.cuh"
+#include "natten_jax/logsumexp.h"
+
+namespace natten_jax::sm90 {
+
+/// Writes a warpgroup's part of the query gradient, swizzled as the copy engine takes it.
+///
+/// Two lanes whose rows differ by one would write to the same banks: the odd rows write their columns in another order.
+template <int kRows, class Accumulator>
+CUTE_DEVICE void write_sums(const Accumulator& sums, std::uint32_t tile, int thread) {
+  const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;
+  const bool is_odd = row % 2 == 1;
+  const std::uint32_t unit = lane % 4 / 2 ^ lane / 4;
+  std::uint32_t first = tile + row * 128 + unit * 16 + lane % 2 * 8;
+  first ^= is_odd ? 64 : 0;
+  CUTE_UNROLL
+  for (int e = 0; e < size(sums); e += 4) {
+    // Blocks of eight columns: each of the first two of a chunk changes places with the one after next.
+    const int block = e / 4, chunk = block / 4, in_chunk = block % 4;
+    const int other = e + (in_chunk < 2 ? 8 : -8);
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const float x = is_odd ? sums(other + 2 * i) : sums(e + 2 * i);
+      const float y = is_odd ? sums(other + 2 * i + 1) : sums(e + 2 * i + 1);
+      asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"((first ^ in_chunk * 32) + (chunk * kRows + 8 * i) * 128),
+                   "f"(x), "f"(y)
+                   : "memory");
+    }
+  }
+}
+
+/// One warpgroup: half of the logits and of each gradient.
+///
+/// Its methods are the steps of `run`, of which five products are under way; registers suffice for one order of their
+/// waits. All are inlined, so that members are registers.
+template <class Traits>
+class Differentiation {
+ public:
+  using Element = typename Traits::Element;
+  using SharedStorage = typename Traits::SharedStorage;
+  using Plan = KeyTilePlan<Traits::kKeys>;
+  using Products = GradientProducts<Traits>;
+
+  CUTE_DEVICE Differentiation(const BackwardParams& p, SharedStorage& shared)
+      : p(p),
+        shared(shared),
+        part{cutlass::canonical_warp_group_idx() - 1, static_cast<int>(threadIdx.x % 128)},
+        products(shared, part),
+        row0(part.row_block() * 64 + part.thread / 32 * 16 + threadIdx.x % 32 / 4),
+        lane4(threadIdx.x % 4),
+        exponent_scale(p.scale * kLog2E) {}
+
+  CUTE_DEVICE void run() {
+    cutlass::arch::NamedBarrier::sync(kConsumers, named_barrier(kTablesReady));
+    while (true) {
+      slot.wait_full(shared.full_windows);
+      const Plan& plan = shared.plan[slot.index];
+      if (plan.q_tiles < 0) return;
+      const int tiles = plan.q_tiles * p.heads_per_kv;
+      clear(products.dk);
+      clear(products.dv);
+      kv.wait_full(shared.full_k);
+      kv.wait_full(shared.full_v);
+      for (int tile = 0; tile < tiles; ++tile, ++count) add_query_tile(plan, tile == 0);
+      if (threadIdx.x % 32 == 0) arrive(shared.empty_kv);
+      store_gradients();
+      kv.advance();
+      arrive(shared.empty_plan[slot.index]);
+      slot.advance();
+    }
+  }
+
+ private:
+  static constexpr int kStages = Traits::kStages;
+  static constexpr bool kSplitsKeys = Traits::kSplitsKeys;
+
+  /// The buffer of the query tile at hand, and the parity of its round.
+  CUTE_DEVICE int stage() const { return count % kStages; }
+  CUTE_DEVICE int phase() const { return count / kStages % 2; }
+  CUTE_DEVICE int score_buffer() const { return count % Traits::kScoreBuffers; }
+  /// Whether this warpgroup computes a query gradient of the query tile.
+  CUTE_DEVICE bool sums_up() const { return !Traits::kAlternates || count % 2 == part.warpgroup; }
+
+  /// Numbers of the tile's queries as the thread's columns pair them.
+  CUTE_DEVICE const float2* of_columns(const float (&of_queries)[Traits::kQueries]) const {
+    return reinterpret_cast<const float2*>(of_queries) + part.column_block() * (Products::kLogitColumns / 2) + lane4;
+  }
+
+  /// Parts of it may start anywhere: the swizzle follows the address.
+  template <class Layout>
+  CUTE_DEVICE static auto writable(Element* tile, Layout layout) {
+    return as_position_independent_swizzle_tensor(make_tensor(make_smem_ptr(tile), layout));
+  }
+
+  /// All that a query tile adds to the gradients.
+  CUTE_DEVICE void add_query_tile(const Plan& plan, bool is_first) {
+    wait(shared.full_q[stage()], phase());
+    products.start_s(stage());
+    wait(shared.full_out_cotangent[stage()], phase());
+    products.start_ds(stage());
+    // Which elements of the tile are hidden, worked out while the products are under way.
+    const int4 at = shared.tile[stage()];
+    const bool is_masked = (at.w & kIsMasked) != 0;
+    std::uint32_t visible[2];
+    if (is_masked) see(plan, at, visible);
+    warpgroup_wait<1>();
+    warpgroup_fence_operand(products.s);
+    to_weights((at.w & kIsLarge) != 0);
+    if (is_masked) AccumulatorRows(products.s).hide(visible, 0.f);
+    pack_weights();
+    if constexpr (kSplitsKeys) {
+      products.start_sum(products.weights, products.out_cotangents_t(_, _, _, stage()), products.dv);
+      warpgroup_wait<1>();
+    } else {
+      write_scores(products.weights, shared.weights, 0);
+      warpgroup_wait<0>();
+    }
+    warpgroup_fence_operand(products.ds);
+    differentiate_weights();
+    if (is_first) kv.wait_empty(shared.empty_gradients);
+    write_scores(products.score_gradients, shared.score_gradient[0], score_buffer());
+    cutlass::arch::fence_view_async_shared();
+    cutlass::arch::NamedBarrier::sync(kConsumers, named_barrier(kScoresReady));
+    sum_up();
+  }
+
+  /// The elements of the thread's rows that the windows hold.
+  CUTE_DEVICE void see(const Plan& plan, int4 at, std::uint32_t (&visible)[2]) const {
+    const QueryColumnMask column_mask(shared.mask_words, p.axis);
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const int4* seen_by = plan.row_windows[row0 + 8 * i];
+      visible[i] = column_mask.row(p.axis, seen_by[0], seen_by[1], at, lane4) >>
+                   part.column_block() * (Products::kLogitColumns / 4);
+    }
+  }
+
+  CUTE_DEVICE void to_weights(bool is_large) {
+    auto& s = products.s;
+    const float2* logsumexp = of_columns(shared.logsumexp[stage()]);
+    if (__builtin_expect(is_large, 0)) {
+      const float2* remainder = of_columns(shared.remainder[stage()]);
+      CUTE_UNROLL
+      for (int e = 0; e < size(s); e += 4) {
+        const float2 of_pair = logsumexp[e], less = remainder[e];
+        s(e) = weight_of_large(s(e), exponent_scale, of_pair.x, less.x);
+        s(e + 1) = weight_of_large(s(e + 1), exponent_scale, of_pair.y, less.y);
+        s(e + 2) = weight_of_large(s(e + 2), exponent_scale, of_pair.x, less.x);
+        s(e + 3) = weight_of_large(s(e + 3), exponent_scale, of_pair.y, less.y);
+      }
+    } else {
+      CUTE_UNROLL
+      for (int e = 0; e < size(s); e += 4) {
+        const float2 of_pair = logsumexp[e];
+        s(e) = fast_exp2(s(e) * exponent_scale - of_pair.x);
+        s(e + 1) = fast_exp2(s(e + 1) * exponent_scale - of_pair.y);
+        s(e + 2) = fast_exp2(s(e + 2) * exponent_scale - of_pair.x);
+        s(e + 3) = fast_exp2(s(e + 3) * exponent_scale - of_pair.y);
+      }
+    }
+  }
+
+  CUTE_DEVICE void pack_weights() {
+    const auto& s = products.s;
+    Tensor pairs = recast<std::uint32_t>(products.weights);
+    CUTE_UNROLL
+    for (int e = 0; e < size(pairs); ++e) pairs(e) = pack<Element>(s(2 * e), s(2 * e + 1));
+  }
+
+  /// Gradients of the logits, from the weights and the gradients of those.
+  CUTE_DEVICE void differentiate_weights() {
+    const auto& s = products.s;
+    const auto& ds = products.ds;
+    const float2* delta = of_columns(shared.delta[stage()]);
+    Tensor pairs = recast<std::uint32_t>(products.score_gradients);
+    CUTE_UNROLL
+    for (int e = 0; e < size(s); e += 4) {
+      const float2 of_pair = delta[e];
+      pairs(e / 2) = pack<Element>(s(e) * (ds(e) - of_pair.x), s(e + 1) * (ds(e + 1) - of_pair.y));
+      pairs(e / 2 + 1) = pack<Element>(s(e + 2) * (ds(e + 2) - of_pair.x), s(e + 3) * (ds(e + 3) - of_pair.y));
+    }
+  }
+
+  CUTE_DEVICE void write_scores(const typename Products::Operand& operand, Element* tile, int buffer) const {
+    using Copy = Copy_Atom<SM90_U32x4_STSM_N, Element>;
+    const auto copy_s = make_tiled_copy_C(Copy{}, typename Products::ProductS{}).get_thread_slice(part.thread);
+    const Tensor to =
+        copy_s.partition_D(local_tile(writable(tile, typename Products::ScoreRows{}),
+                                      Shape<_64, Int<Products::kLogitColumns>, Int<Traits::kScoreBuffers>>{},
+                                      make_coord(part.row_block(), part.column_block(), _0{})));
+    const Tensor as_accumulator = make_tensor(operand.data(), products.s.layout());
+    copy(Copy{}, copy_s.retile_S(as_accumulator), to(_, _, _, buffer));
+  }
+
+  /// The products that sum up gradients, once both warpgroups have written their scores.
+  CUTE_DEVICE void sum_up() {
+    if constexpr (kSplitsKeys) {
+      if (sums_up()) products.start_dq(score_buffer());
+      products.start_sum(products.score_gradients, products.queries_t(_, _, _, stage()), products.dk);
+    } else {
+      products.start_sum(products.in_shared(shared.weights, part), products.out_cotangents_t(_, _, _, stage()),
+                         products.dv);
+      products.start_dq(score_buffer());
+      products.start_sum(products.in_shared(shared.score_gradient[0], part), products.queries_t(_, _, _, stage()),
+                         products.dk);
+    }
+    warpgroup_wait<1>();
+    warpgroup_fence_operand(products.dv);
+    arrive(shared.empty_out_cotangent[stage()]);
+    if (sums_up()) {
+      warpgroup_fence_operand(products.dq);
+      wait(shared.empty_sums, count % 2 ^ 1);
+      write_sums<Traits::kQueries>(products.dq, sums(), part.thread);
+      cutlass::arch::fence_view_async_shared();
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) arrive(shared.full_sums);
+    }
+    // Left under way, this product would need more registers than there are.
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(products.dk);
+    arrive(shared.empty_q[stage()]);
+    if constexpr (Traits::kScoreBuffers == 1) {
+      cutlass::arch::NamedBarrier::sync(kConsumers, named_barrier(kScoresRead));
+    }
+  }
+
+  /// The warpgroup's part of the query gradient's tile.
+  CUTE_DEVICE std::uint32_t sums() const {
+    constexpr int kBytes = Products::kSumColumns * Traits::kQueries * sizeof(float);
+    return cast_smem_ptr_to_uint(shared.query_gradient) + part.sum_block() * kBytes;
+  }
+
+  /// The gradients leave from where those of logits and query were, while the next tile is on its way.
+  CUTE_DEVICE void store_gradients() {
+    kv.wait_empty(shared.empty_gradients);
+    wait(shared.empty_sums, count % 2 ^ 1);
+    cutlass::arch::NamedBarrier::sync(kConsumers, named_barrier(kGradientsDone));
+    store(products.dk, shared.key_gradient(), p.scale);
+    store(products.dv, shared.value_gradient(), 1.f);
+    cutlass::arch::fence_view_async_shared();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(shared.full_gradients);
+  }
+
+  CUTE_DEVICE void store(const typename Products::Gradient& sum, Element* tile, float factor) const {
+    using Copy = Copy_Atom<SM90_U32x4_STSM_N, Element>;
+    Tensor result = make_tensor<Element>(sum.layout());
+    Tensor pairs = recast<std::uint32_t>(result);
+    CUTE_UNROLL
+    for (int e = 0; e < size(pairs); ++e) pairs(e) = pack<Element>(sum(2 * e) * factor, sum(2 * e + 1) * factor);
+    const auto copy_kv = make_tiled_copy_C(Copy{}, Traits::kv_product()).get_thread_slice(part.thread);
+    const auto to =
+        local_tile(writable(tile, typename Products::KeyRows{}), Shape<_64, Int<Products::kGradientColumns>, _1>{},
+                   make_coord(part.row_block(), part.column_block(), _0{}));
+    copy(Copy{}, copy_kv.retile_S(result), copy_kv.partition_D(to)(_, _, _, _0{}));
+  }
+
+  const BackwardParams& p;
+  SharedStorage& shared;
+  typename Products::Part part;
+  Products products;
+  int row0, lane4;  // the thread's rows of the logits are row0 and row0 + 8
+  float exponent_scale;
+  int count = 0;  // query tiles so far, which say where in all rings of buffers this warpgroup is
+  SingleBuffer kv;
+  Ring<2> slot;
+};
+
+}  // namespace natten_jax::sm90

@@ -1,0 +1,144 @@
+// The warp of the backward kernel that adds up query gradients and stores key and value gradients.
+#pragma once
+
+#include "cuda/common/launch.cuh"
+#include "cuda/sm90/backward_traits.cuh"
+
+namespace natten_jax::sm90 {
+
+// The turns of CTAs that add to the same sums, by the PTX memory model: a CTA waits until its sums have been added,
+// which makes them visible to the waiting thread, and counts with release. The next one reads the count, at which a
+// fence makes the two synchronise, and adds after it. A second fence is for what adds, the copy engine, which is
+// another proxy.
+CUTE_DEVICE std::int32_t load_count(const std::int32_t* turns) {
+  std::int32_t count;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(count) : "l"(turns) : "memory");
+  return count;
+}
+/// Returns at a count, of which `count` is what was read last; what counted has then happened.
+CUTE_DEVICE void await_count(const std::int32_t* turns, std::int32_t expected, std::int32_t count) {
+  while (count != expected) count = load_count(turns);
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+/// Counts one more after the copies of this thread that it has waited for.
+CUTE_DEVICE void count_one(std::int32_t* turns) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turns) : "memory");
+}
+
+/// Adds the sums that lie in shared memory to a query tile's.
+template <class Traits>
+CUTE_DEVICE void add_sums(const BackwardParams& p, typename Traits::SharedStorage& shared, const CUtensorMap* map,
+                          int q_token, int row, const QueryWalk& at) {
+  for (int chunk = 0; chunk < p.head_dim / kSumChunk; ++chunk) {
+    SM90_TMA_REDUCE_ADD_5D::copy(map, shared.query_gradient + chunk * Traits::kQueries * kSumChunk,
+                                 q_token * p.head_dim + chunk * kSumChunk, at.z, at.y, at.x, row);
+  }
+  tma_store_arrive();
+}
+
+/// Stores a tile's key and value gradients from shared memory.
+template <class Traits>
+CUTE_DEVICE void store_key_tile(const BackwardParams& p, typename Traits::SharedStorage& shared,
+                                const KeyTilePlan<Traits::kKeys>& plan) {
+  const auto store = [&](const CUtensorMap* to, const typename Traits::Element* tile, int head_dim) {
+    const int column = (plan.kv_token * p.heads_kv + plan.kv_head) * head_dim;
+    for (int chunk = 0; chunk < head_dim / kChunk; ++chunk) {
+      SM90_TMA_STORE_5D::copy(to, tile + chunk * Traits::kKeys * kChunk, column + chunk * kChunk, plan.kv_begin.z,
+                              plan.kv_begin.y, plan.kv_begin.x, plan.batch);
+    }
+  };
+  store(plan.is_additional ? &p.additional_keys_gradient : &p.key_gradient[plan.kv_map], shared.key_gradient(),
+        p.head_dim);
+  store(plan.is_additional ? &p.additional_values_gradient : &p.value_gradient[plan.kv_map], shared.value_gradient(),
+        p.head_dim_v);
+  tma_store_arrive();
+  tma_store_wait<0>();
+  arrive(shared.empty_gradients);
+}
+
+/// One thread: adds query gradients to their sums and stores key and value gradients; what lies outside the layout is
+/// clipped.
+template <class Traits>
+CUTE_DEVICE void store_gradients(const BackwardParams& p, typename Traits::SharedStorage& shared) {
+  wait_for_previous_kernel();
+  SingleBuffer sums, gradients;
+  Ring<2> slot;
+  while (true) {
+    slot.wait_full(shared.full_plan);
+    const auto& plan = shared.plan[slot.index];
+    if (plan.q_tiles < 0) return;
+    const CUtensorMap* map = &p.query_gradient[plan.query_map];
+    const int4 hull_begin = plan.hull_begin, hull_end = plan.hull_end;
+    for (int i = 0; i < p.heads_per_kv; ++i) {
+      const int row = plan.batch * p.heads + plan.kv_head * p.heads_per_kv + i;
+      QueryWalk walk(hull_begin);
+      for (int tile = 0; tile < plan.q_tiles; ++tile) {
+        sums.wait_full(shared.full_sums);
+        sums.advance();
+        add_sums<Traits>(p, shared, map, plan.q_token, row, walk);
+        tma_store_wait<0>();
+        arrive(shared.empty_sums);
+        walk.next(p.axis, hull_begin, hull_end);
+      }
+    }
+    gradients.wait_full(shared.full_gradients);
+    gradients.advance();
+    store_key_tile<Traits>(p, shared, plan);
+    arrive(shared.empty_plan[slot.index]);
+    slot.advance();
+  }
+}
+
+/// One warp: the same, but key/value tiles take turns in adding to a query tile, so that every run rounds alike.
+template <class Traits>
+CUTE_DEVICE void store_gradients_in_turns(const BackwardParams& p, typename Traits::SharedStorage& shared) {
+  wait_for_previous_kernel();
+  const int lane = threadIdx.x % 32;
+  SingleBuffer sums, gradients;
+  Ring<2> slot;
+  while (true) {
+    slot.wait_full(shared.full_plan);
+    const auto& plan = shared.plan[slot.index];
+    if (plan.q_tiles < 0) return;
+    const CUtensorMap* map = &p.query_gradient[plan.query_map];
+    const int4 hull_begin = plan.hull_begin, hull_end = plan.hull_end;
+    for (int i = 0; i < p.heads_per_kv; ++i) {
+      const int row = plan.batch * p.heads + plan.kv_head * p.heads_per_kv + i;
+      std::int32_t* turns = p.schedule.turns_of(row, plan.group);
+      QueryWalk walk(hull_begin);
+      Turn turn = turn_of(p, plan, walk);
+      std::int32_t count = -1;
+      for (int tile = 0; tile < plan.q_tiles; ++tile) {
+        std::int32_t* const turns_here = turns + turn.q_tile;
+        if (lane == 0) {
+          await_count(turns_here, turn.before, count);
+          sums.wait_full(shared.full_sums);
+          add_sums<Traits>(p, shared, map, plan.q_token, row, walk);
+        }
+        __syncwarp();
+        sums.advance();
+        walk.next(p.axis, hull_begin, hull_end);
+        turn = turn_of(p, plan, walk);
+        if (lane == 0) {
+          tma_store_wait<0>();
+          arrive(shared.empty_sums);
+          // On its way while this tile's sums are.
+          count = tile + 1 < plan.q_tiles ? load_count(turns + turn.q_tile) : -1;
+          asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+          count_one(turns_here);
+        }
+      }
+    }
+    if (lane == 0) {
+      gradients.wait_full(shared.full_gradients);
+      store_key_tile<Traits>(p, shared, plan);
+    }
+    __syncwarp();
+    gradients.advance();
+    arrive(shared.empty_plan[slot.index]);
+    slot.advance();
+  }
+}
+
+}  // namespace natten_jax::sm90

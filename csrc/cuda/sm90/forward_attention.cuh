@@ -1,0 +1,267 @@
+// The warpgroups of the forward kernel that compute: logits, softmax, output.
+#pragma once
+
+#include "cuda/sm90/forward_mask.cuh"
+#include "cuda/sm90/forward_products.cuh"
+#include "cuda/sm90/online_softmax.cuh"
+
+namespace natten_jax::sm90 {
+
+/// One warpgroup: the products and the softmax of its 64 rows of every query tile.
+///
+/// Its methods are the steps of `run`. All are inlined, so that members are registers.
+template <class Traits>
+class Attention {
+ public:
+  using Element = typename Traits::Element;
+  using SharedStorage = typename Traits::SharedStorage;
+
+  CUTE_DEVICE Attention(const ForwardParams& p, SharedStorage& shared)
+      : p(p),
+        shared(shared),
+        thread(threadIdx.x % 128),
+        warpgroup(cutlass::canonical_warp_group_idx() - 1),
+        products(shared, warpgroup, thread),
+        mask_of_rows{{RowPlace(p, first_row()), RowPlace(p, first_row() + 8)}, build_mask(p, shared)},
+        order(warpgroup) {}
+
+  CUTE_DEVICE void run() {
+    order.start();
+    start_output();
+    if (!next_query_tile()) return;
+    find_seen();
+    start_s();
+    order.pass_turn();
+    warpgroup_wait<0>();  // entered and repeated, the loop keeps the logits in different registers
+    int finished;
+    while (true) {
+      plan_mask();
+      warpgroup_wait<0>();
+      finish_s();
+      to_weights();
+      // The logits of one tile are under way with the output of the one before.
+      while (mask != kHidden) {
+        start_s();
+        start_o();
+        order.pass_turn();
+        plan_mask();
+        warpgroup_wait<1>();
+        finish_s();
+        warpgroup_wait<0>();
+        finish_o();
+        to_weights();
+      }
+      start_o();
+      warpgroup_wait<0>();
+      finish_o();
+      if (find_seen()) {
+        start_s();
+        order.pass_turn();
+        continue;
+      }
+      finished = slot.index;
+      slot.advance();
+      if constexpr (!Traits::kSeparateOutput) finish_query_tile(finished);
+      if (!next_query_tile()) break;
+      find_seen();
+      start_s();
+      order.pass_turn();
+      // The next tile's first logits are under way meanwhile.
+      if constexpr (Traits::kSeparateOutput) finish_query_tile(finished);
+    }
+    if constexpr (Traits::kSeparateOutput) finish_query_tile(finished);
+  }
+
+ private:
+  static constexpr int kColumns = Traits::kColumns;
+
+  /// Of the two rows that the thread holds; the other is the eighth after it.
+  CUTE_DEVICE int first_row() const { return warpgroup * 64 + thread / 32 * 16 + threadIdx.x % 32 / 4; }
+
+  CUTE_DEVICE static LaneMask<KeyColumnMask> build_mask(const ForwardParams& p, SharedStorage& shared) {
+    const KeyColumnMask column_mask(shared.mask_words, p.axis);
+    column_mask.template build<kColumns>(p.axis, threadIdx.x / 32 - 4, Traits::kConsumers / 32);
+    cutlass::arch::NamedBarrier::sync(Traits::kConsumers, named_barrier(kMaskReady));
+    return {column_mask, static_cast<int>(threadIdx.x % 4)};
+  }
+  CUTE_DEVICE auto logits() { return AccumulatorRows(products.s); }
+
+  CUTE_DEVICE void start_output() {
+    clear(products.o);
+    softmax.start(p.scale * kLog2E);
+  }
+
+  /// Takes the next query tile; false after the last.
+  CUTE_DEVICE bool next_query_tile() {
+    slot.wait_full(shared.full_plan);
+    left = shared.plan[slot.index].kv_tiles;
+    if (left < 0) return false;
+    mask_of_rows.start();
+    left += (p.additional_kv + kColumns - 1) / kColumns;
+    query.wait_full(shared.full_q);
+    query.advance();
+    if constexpr (Traits::kQueryInRegisters) load_query();
+    return true;
+  }
+
+  CUTE_DEVICE void load_query() {
+    const auto copy_q = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, Traits::query_key_product());
+    const auto thread_copy = copy_q.get_thread_slice(thread);
+    const Tensor tile = products.rows_of_group(shared.q, warpgroup);
+    copy(copy_q, thread_copy.partition_S(as_position_independent_swizzle_tensor(tile)),
+         thread_copy.retile_D(products.query));
+    arrive(shared.empty_q);
+  }
+
+  /// After the last key tile, the query's buffer is free.
+  CUTE_DEVICE void leave_query() {
+    if constexpr (Traits::kSeparateOutput && !Traits::kQueryInRegisters) {
+      if (left == 0) arrive(shared.empty_q);
+    }
+  }
+
+  /// How the tile in a key buffer is masked for this warpgroup.
+  CUTE_DEVICE int mask_in(Ring<Traits::kStages> keys) const {
+    keys.wait_full(shared.full_k);
+    return shared.tile[keys.index].w >> kMaskBits * warpgroup & kHidden;
+  }
+
+  /// Passes over tiles that no row sees; false where no other is left.
+  CUTE_DEVICE bool find_seen() {
+    while (left > 0) {
+      mask = mask_in(k);
+      if (mask != kHidden) return true;
+      --left;
+      leave_query();
+      order.await_turn();
+      order.pass_turn();
+      arrive(shared.empty_k[k.index]);
+      k.advance();
+      v.wait_full(shared.full_v);
+      arrive(shared.empty_v[v.index]);
+      v.advance();
+    }
+    return false;
+  }
+
+  CUTE_DEVICE void start_s() {
+    order.await_turn();
+    products.start_s(k.index);
+  }
+
+  CUTE_DEVICE void start_o() {
+    v.wait_full(shared.full_v);
+    products.start_o(v.index);
+  }
+
+  /// Which elements of the tile are hidden and how the next tile is masked, worked out while the product is under way.
+  CUTE_DEVICE void plan_mask() {
+    const int4 tile = shared.tile[k.index];
+    if (mask == kWindowMask) {
+      const TilePlan& plan = shared.plan[slot.index];
+      if (mask_of_rows.is_new_line(tile)) {
+        slot.wait_full(shared.full_windows);
+        mask_of_rows.start_line(p, plan, tile);
+      }
+      mask_of_rows.see(p, plan, tile);
+    } else if (mask == kEndMask) {
+      mask_of_rows.see_first(p.additional_kv - tile.z, threadIdx.x % 4);
+    }
+    next_mask = kHidden;
+    if (left > 1) next_mask = mask_in(k.next());
+  }
+
+  CUTE_DEVICE void finish_s() {
+    auto& s = products.s;
+    warpgroup_fence_operand(s);
+    arrive(shared.empty_k[k.index]);
+    k.advance();
+    --left;
+    leave_query();
+    if (mask != kNoMask) logits().hide(mask_of_rows.visible, -INFINITY);
+    mask = next_mask;
+    softmax.find_references(logits());
+  }
+
+  CUTE_DEVICE void finish_o() {
+    warpgroup_fence_operand(products.o);
+    arrive(shared.empty_v[v.index]);
+    v.advance();
+  }
+
+  CUTE_DEVICE void to_weights() {
+    Tensor pairs = recast<std::uint32_t>(products.weights);
+    softmax.weigh(logits(), pairs);
+    if (softmax.is_special()) {
+      softmax.correct_weights(logits(), pairs);
+      auto& o = products.o;
+      CUTE_UNROLL
+      for (int e = 0; e < size(o); ++e) {
+        const int row = (e / 2) % 2;
+        o(e) *= softmax.must_rescale[row] ? softmax.rescale[row] : 1.f;
+      }
+    }
+    softmax.add_weights();
+  }
+
+  /// Hands over the output of the query tile in a slot and gets ready for the next.
+  CUTE_DEVICE void finish_query_tile(int finished) {
+    softmax.finish();
+    store_output();
+    store_logsumexp(shared.plan[finished]);
+    arrive(shared.empty_plan[finished]);
+    start_output();
+  }
+
+  CUTE_DEVICE void store_output() {
+    const auto& o = products.o;
+    const float normalisation[2] = {softmax.normalisation(0), softmax.normalisation(1)};
+    Tensor result = make_tensor<Element>(o.layout());
+    Tensor pairs = recast<std::uint32_t>(result);
+    CUTE_UNROLL
+    for (int e = 0; e < size(pairs); ++e) {
+      pairs(e) = pack<Element>(o(2 * e) * normalisation[e % 2], o(2 * e + 1) * normalisation[e % 2]);
+    }
+    // A tile of its own may still be on its way out; rows of the query are this warpgroup's to overwrite.
+    if constexpr (Traits::kSeparateOutput) {
+      output.wait_empty(shared.empty_o);
+      output.advance();
+    }
+    const Tensor tile = products.rows_of_group(Traits::kSeparateOutput ? shared.o : shared.q, warpgroup);
+    const auto copy_o = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, Traits::weight_value_product());
+    const auto thread_copy = copy_o.get_thread_slice(thread);
+    copy(copy_o, thread_copy.retile_S(result), thread_copy.partition_D(as_position_independent_swizzle_tensor(tile)));
+    cutlass::arch::fence_view_async_shared();
+    cutlass::arch::NamedBarrier::arrive(Traits::kConsumers + 32, named_barrier(kOutputReady));
+  }
+
+  CUTE_DEVICE void store_logsumexp(const TilePlan& plan) {
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const int token = mask_of_rows.row[i].token(p, plan);
+      if (threadIdx.x % 4 == 0 && token >= 0) {
+        const auto tokens = static_cast<std::int64_t>(p.axis[0].query_local_extent) * p.axis[1].query_local_extent *
+                            p.axis[2].query_local_extent;
+        const std::int64_t at = (plan.batch * tokens + token) * p.heads + plan.head;
+        const float logsumexp = softmax.logsumexp(i);
+        p.logsumexp[at] = logsumexp;
+        if (p.remainder != nullptr) p.remainder[at] = softmax.remainder(i, logsumexp);
+      }
+    }
+  }
+
+  const ForwardParams& p;
+  SharedStorage& shared;
+  int thread, warpgroup;
+  AttentionProducts<Traits> products;
+  WindowMask mask_of_rows;
+  ProductOrder<Traits> order;
+  OnlineSoftmax<Element> softmax;
+  Ring<Traits::kStages> k, v;
+  Ring<2> slot;  // of the query tile's plan
+  SingleBuffer query, output;
+  int left;             // key/value tiles of the query tile to go
+  int mask, next_mask;  // of the tile at hand and of the one after it
+};
+
+}  // namespace natten_jax::sm90

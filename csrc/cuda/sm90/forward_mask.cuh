@@ -1,0 +1,87 @@
+// The rows of the query tile that a thread holds: where they lie, and which keys of a tile they see.
+#pragma once
+
+#include "cuda/sm90/accumulator.cuh"
+#include "cuda/sm90/forward_traits.cuh"
+
+namespace natten_jax::sm90 {
+
+/// Where a row lies in the query tile.
+struct RowPlace {
+  // A byte per dimension: the index of its window in a plan; the last: whether the tile has such a row.
+  std::uint32_t window_indices;
+
+  /// Rows past the query tile stand for its first.
+  CUTE_DEVICE RowPlace(const ForwardParams& p, int row) {
+    const bool exists = row < p.q_tile_tokens;
+    int line, x, y, z;
+    p.axis[2].by_q_tile(line, z, exists ? row : 0);
+    p.axis[1].by_q_tile(x, y, line);
+    window_indices = x | (p.axis[0].q_tile + y) << 8 | (p.axis[0].q_tile + p.axis[1].q_tile + z) << 16 | exists << 24;
+  }
+
+  CUTE_DEVICE int2 window(const TilePlan& plan, int d) const { return plan.windows[byte(d)]; }
+
+  /// The row's token, or -1.
+  CUTE_DEVICE int token(const ForwardParams& p, const TilePlan& plan) const {
+    const int coordinate[3] = {byte(0), byte(1) - p.axis[0].q_tile, byte(2) - p.axis[0].q_tile - p.axis[1].q_tile};
+    int token = 0;
+    bool is_inside = byte(3) != 0;
+    CUTE_UNROLL
+    for (int d = 0; d < 3; ++d) {
+      // Past the dilation group, this may exceed 32 bits.
+      const auto at =
+          static_cast<std::int64_t>(plan.q_begin[d] + coordinate[d]) * p.axis[d].dilation + plan.query_residue[d];
+      is_inside = is_inside && at < p.axis[d].query_local_extent;
+      token = token * p.axis[d].query_local_extent + static_cast<int>(at);
+    }
+    return is_inside ? token : -1;
+  }
+
+ private:
+  CUTE_DEVICE int byte(int i) const {
+    std::uint32_t packed = window_indices;
+    // Opaque, so that no register holds a byte from tile to tile.
+    asm volatile("" : "+r"(packed));
+    return packed >> 8 * i & 0xff;
+  }
+};
+
+/// Which elements of a thread's two rows are hidden, tile by tile.
+struct WindowMask {
+  RowPlace row[2];
+  LaneMask<KeyColumnMask> lane_mask;
+  std::uint32_t visible[2];  // of the tile at hand
+  // What x and y leave visible in the tiles of a line along z, and the line's place.
+  std::uint32_t of_line[2];
+  int line_x, line_y;
+
+  /// A query tile begins: no line is known yet.
+  CUTE_DEVICE void start() { line_x = -1; }
+
+  /// Whether a key/value tile at `tile` lies on another line than the one before.
+  CUTE_DEVICE bool is_new_line(int4 tile) const { return tile.x != line_x || tile.y != line_y; }
+
+  CUTE_DEVICE void start_line(const ForwardParams& p, const TilePlan& plan, int4 tile) {
+    line_x = tile.x;
+    line_y = tile.y;
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      of_line[i] = lane_mask.between(0, p.axis[0].kv_tile, row[i].window(plan, 0), tile.x) &
+                   lane_mask.between(1, p.axis[1].kv_tile, row[i].window(plan, 1), tile.y);
+    }
+  }
+
+  /// Sees the tile at `tile` of the line.
+  CUTE_DEVICE void see(const ForwardParams& p, const TilePlan& plan, int4 tile) {
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      visible[i] = of_line[i] & lane_mask.between(2, p.axis[2].kv_tile, row[i].window(plan, 2), tile.z);
+    }
+  }
+
+  /// Sees the first `columns` columns of a tile of additional tokens.
+  CUTE_DEVICE void see_first(int columns, int lane4) { visible[0] = visible[1] = KeyColumnMask::first(columns, lane4); }
+};
+
+}  // namespace natten_jax::sm90

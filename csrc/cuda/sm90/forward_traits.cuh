@@ -1,0 +1,75 @@
+// The forms of the forward kernel: its products, its shared memory and its barriers.
+#pragma once
+
+#include "cuda/common/column_mask.cuh"
+#include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/tile_plan.cuh"
+
+namespace natten_jax::sm90 {
+
+// How a key/value tile is masked for a warpgroup, two bits each.
+constexpr int kNoMask = 0;
+constexpr int kWindowMask = 1;
+constexpr int kEndMask = 2;  // additional tokens: columns past the last one
+constexpr int kHidden = 3;   // none of its rows sees any of the tile
+constexpr int kMaskBits = 2;
+constexpr int kEachWarpgroup = 0b010101;  // times a mask: the same for all
+
+// Named barriers; the first eight are CUTLASS's own.
+constexpr int kProductOrder = 8;                               // one per warpgroup: it may issue its products
+constexpr int kOutputReady = kProductOrder + kMostWarpgroups;  // the warpgroups have written their rows
+constexpr int kMaskReady = kOutputReady + 1;
+
+template <class Element_, int kHeadDim_, int kColumns_, int kWarpgroups_, bool kPingPong_>
+struct ForwardTraits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;  // at least head_dim and head_dim_v
+  static constexpr int kColumns = kColumns_;  // keys of a tile
+  static constexpr int kStages = 2;
+  static constexpr int kWarpgroups = kWarpgroups_;  // that compute
+  static constexpr int kRows = 64 * kWarpgroups;    // queries of a tile
+  static constexpr int kConsumers = 128 * kWarpgroups, kThreads = 128 + kConsumers;
+  // What the 65536 registers of a multiprocessor give each thread.
+  static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160;
+  static constexpr int kServiceRegisters = kWarpgroups == 2 ? 40 : 32;
+  // Whether the warpgroups issue their products one after the other, or unordered.
+  static constexpr bool kPingPong = kPingPong_;
+  // Three warpgroups lack the registers, wide heads the shared memory for an output tile of its own, too.
+  static constexpr bool kQueryInRegisters = kHeadDim <= 128 && kWarpgroups == 2;
+  static constexpr bool kSeparateOutput = kHeadDim <= 128;
+
+  using LayoutQ = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<kRows>, Int<kHeadDim>>{}));
+  using LayoutK = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
+                                         Shape<Int<kColumns>, Int<kHeadDim>, Int<kStages>>{}));
+  // A value tile is loaded as [token][head_dim]; the second product reads it with head_dim as its row.
+  using LayoutVt = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
+                                          Shape<Int<kHeadDim>, Int<kColumns>, Int<kStages>>{}, Step<_2, _1, _3>{}));
+
+  static constexpr auto query_key_product() {
+    using Tile = Shape<_64, Int<kColumns>, Int<kHeadDim>>;
+    constexpr auto kMajor = GMMA::Major::K;
+    if constexpr (kQueryInRegisters) {
+      return make_tiled_mma(GMMA::rs_op_selector<Element, Element, float, Tile, kMajor, kMajor>());
+    } else {
+      return make_tiled_mma(GMMA::ss_op_selector<Element, Element, float, Tile, kMajor, kMajor>());
+    }
+  }
+  static constexpr auto weight_value_product() {
+    using Tile = Shape<_64, Int<kHeadDim>, Int<kColumns>>;
+    return make_tiled_mma(GMMA::rs_op_selector<Element, Element, float, Tile, GMMA::Major::K, GMMA::Major::MN>());
+  }
+
+  struct SharedStorage {
+    alignas(1024) Element q[cosize_v<LayoutQ>];
+    alignas(1024) Element k[cosize_v<LayoutK>];
+    alignas(1024) Element v[cosize_v<LayoutVt>];
+    alignas(1024) Element o[kSeparateOutput ? cosize_v<LayoutQ> : kChunk];
+    TilePlan plan[2];
+    int4 tile[kStages];  // of the tile in a key buffer: first key (x, y, z) and how it is masked
+    std::uint32_t mask_words[KeyColumnMask::capacity(kColumns)];
+    alignas(8) std::uint64_t first_key_loaded, full_q, empty_q, empty_o, full_plan[2], full_windows[2], empty_plan[2];
+    std::uint64_t full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
+  };
+};
+
+}  // namespace natten_jax::sm90
