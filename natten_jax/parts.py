@@ -54,10 +54,13 @@ def parts_of(
         TypeError: ``attention_kwargs`` holds a wrong type.
     """
     problem = request.problem
+    counterpart = backends.counterpart(request.backend)
+    if attention_kwargs is None and not problem.additional_kv and not problem.is_attention:
+        return (Part(Kind.WINDOWS, request),)
     # Whatever runs the whole layout is told the call's own performance arguments, too.
     inherited = request.performance.flattened() if problem.is_attention else {}
     own = checked_attention_kwargs(attention_kwargs, inherited)
-    backend = own.pop("backend", backends.counterpart(request.backend))
+    backend = own.pop("backend", counterpart)
     performance = _attention_performance({**inherited, **own})
     if problem.is_attention:
         return (
