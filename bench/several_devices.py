@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,19 +39,31 @@ PASSES = ("forward", "forward+backward")
 COLLECTIVES = re.compile(r"= \S+ (all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(")
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_sharded.py"
 
-#: What is split, and the dimension of ``[batch, *layout, heads, head_dim]`` that it is.
-SPLITS = {"batch": 0, "heads": -2}
 
 #: The training step that is timed: large enough that a device is busy with it.
 STEP = "--tokens 8 48 48 --patch 8 --depth 4 --heads 12 --head-dim 64 --window 4 16 16 --batch-size 8 --dtype bfloat16"
 
 
-def problem_of(split: str, devices: int) -> Benchmark:
-    """A video, which a device has as much work with as with 12 heads of it, times devices."""
+class Split(NamedTuple):
+    """A problem, and the dimension of ``[batch, *layout, heads, head_dim]`` that is split over devices."""
+
+    benchmark: Benchmark
+    axis: int
+
+
+def splits(devices: int) -> dict[str, Split]:
+    """By name. Batch and heads grow with the number of devices, token dimensions do not."""
     video = BENCHMARKS["3d-s16x8x8"]
-    sizes = {"batch": (devices, 12), "heads": (1, 12 * devices)}
-    batch, heads = sizes[split]
-    return dataclasses.replace(video, batch=batch, heads=heads)
+    found = {
+        "batch": Split(dataclasses.replace(video, batch=devices, heads=12), 0),
+        "heads": Split(dataclasses.replace(video, heads=12 * devices), -2),
+    }
+    for stride in ((1, 1, 1), (6, 8, 8), (16, 8, 8)):
+        for name, axis in (("time", 1), ("height", 2), ("width", 3)):
+            text = "x".join(map(str, stride))
+            found[f"{name}-s{text}"] = Split(dataclasses.replace(video, stride=stride), axis)
+    sequence = Benchmark((131072,), 8, 128, kernel_size=(4096,), is_causal=True)
+    return found | {"sequence": Split(sequence, 1)}
 
 
 def seconds(function: Callable[..., Any], arguments: Sequence[Any], calls: int) -> float:
@@ -90,10 +102,10 @@ def difference(results: Any, expected: Any) -> float:
 def measure(split: str, mode: str, family: str, pass_: str, options: argparse.Namespace) -> dict[str, Any]:
     """Figures of one row."""
     devices = jax.devices()[: options.devices]
-    benchmark = problem_of(split, len(devices))
+    benchmark, axis = splits(len(devices))[split]
     mesh = jax.make_mesh((len(devices),), ("devices",), axis_types=(MODES[mode],), devices=devices)
     spec: list[str | None] = [None] * len(benchmark.shape)
-    spec[SPLITS[split]] = "devices"
+    spec[axis] = "devices"
     keys = jax.random.split(jax.random.key(0), 4)
     whole = [jax.random.normal(key, benchmark.shape, benchmark.dtype) for key in keys]
     parts = [jax.device_put(array, NamedSharding(mesh, P(*spec))) for array in whole]
@@ -111,9 +123,18 @@ def measure(split: str, mode: str, family: str, pass_: str, options: argparse.Na
         "problem": benchmark.problem.describe(),
         "milliseconds": {name: 1e3 * statistics.median(values) for name, values in times.items()},
         "speedup": ratio(times["one"], times["several"]),
+        "bytes": {"one": memory(on_one), "several": memory(on_several)},
         "collectives": {kind: found.count(kind) for kind in sorted(set(found))},
         "difference": apart,
     }
+
+
+def memory(program: jax.stages.Compiled) -> int | None:
+    """Bytes that a device needs for a program, if it is known: arguments, results and what lies between."""
+    found = program.memory_analysis()
+    if found is None:
+        return None
+    return int(found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes)
 
 
 def example() -> ModuleType:
@@ -155,7 +176,7 @@ def main() -> int:
     """Measure, print a table, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=len(jax.devices()))
-    parser.add_argument("--splits", nargs="+", choices=SPLITS, default=list(SPLITS))
+    parser.add_argument("--splits", nargs="+", choices=splits(1), default=["batch", "heads"])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="kinds of mesh axes")
     parser.add_argument("--families", nargs="+", default=["hopper", "cutlass"], help="of backends")
     parser.add_argument("--passes", nargs="*", choices=PASSES, default=list(PASSES))
