@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import natten_jax
-from natten_jax import op, run
+from natten_jax import op, pass_primitive, run
 from natten_jax.devices import Device
 
 HOPPER, ADA = (9, 0), (8, 9)
@@ -28,7 +28,8 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 
     def lower(capability: tuple[int, int], function: Callable[..., Any], *arrays: Any) -> str:
         gpu = Device("cuda", capability, is_present=False)
-        monkeypatch.setattr(run, "cuda_device", lambda: gpu)
+        for module in (run, pass_primitive):
+            monkeypatch.setattr(module, "cuda_device", lambda: gpu)
         monkeypatch.setattr(op, "local_devices", lambda: (gpu,))
         jax.clear_caches()
         exported = jax.export.export(
