@@ -67,7 +67,7 @@ class Split(NamedTuple):
         causal = [source.random() < 0.3 for _ in kernel]
         heads, heads_kv = source.choice([(1, 1), (2, 2), (2, 1)])
         batch, additional = source.choice([1, 2]), source.choice([0, 0, 3])
-        return cls(
+        drawn = cls(
             parts,
             tuple(layout),
             tuple(kernel),
@@ -79,6 +79,8 @@ class Split(NamedTuple):
             heads_kv,
             additional,
         )
+        # Windows as large as the layout are attention, whose tokens are gathered.
+        return cls.draw(source) if drawn.problem.is_attention else drawn
 
     @property
     def problem(self) -> Any:
