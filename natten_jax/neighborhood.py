@@ -79,7 +79,9 @@ def attend_windows(
     performance = known_arguments(f"na{rank}d", how.performance, _PERFORMANCE)
     request = Request(problem, performance_of(rank, **performance), how.backend, _precision(), axes)
     parts = parts_of(request, how.attention_kwargs, fuse)
-    operands = with_whole_dimensions(operands._replace(query=scaled), keeps_tokens=parts[0].keeps_tokens)
+    operands = with_whole_dimensions(
+        operands._replace(query=scaled), keeps_tokens=all(part.keeps_tokens for part in parts)
+    )
     outputs = [_run(part, operands) for part in parts]
     output = outputs[0] if len(outputs) == 1 else Output(*merge_attentions(*zip(*outputs, strict=True)))
     return tuple(output) if return_lse else output.out

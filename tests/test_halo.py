@@ -140,3 +140,34 @@ def test_one_device_along_an_axis_exchanges_nothing() -> None:
     compiled = jax.jit(split).lower(tokens).compile()
     assert "collective" not in (compiled.as_text() or "")
     np.testing.assert_array_equal(compiled(tokens), jax.jit(lambda array: na1d(array, array, array, 5))(tokens))
+
+
+SEPARATE_ADDITIONAL = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from natten_jax import na1d
+
+generator = np.random.default_rng(0)
+tokens, more = (jnp.asarray(generator.standard_normal((1, extent, 2, 8)), "float32") for extent in (16, 3))
+
+def attend(tokens, more, token_axes=None):
+    return na1d(
+        tokens, tokens, tokens, 3, additional_keys=more, additional_values=more, backend="cpu-fna",
+        try_fuse_additional_kv=False, token_axes=token_axes,
+    )
+
+expected = attend(tokens, more)
+for kind in (AxisType.Auto, AxisType.Explicit):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,))
+    split = jax.device_put(tokens, NamedSharding(mesh, P(None, "x")))
+    np.testing.assert_allclose(jax.jit(attend)(split, more), expected, atol=1e-6)
+mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+manual = jax.shard_map(
+    lambda *arrays: attend(*arrays, token_axes=("x",)), mesh=mesh, in_specs=(P(None, "x"), P()), out_specs=P(None, "x")
+)
+np.testing.assert_allclose(jax.jit(manual)(tokens, more), expected, atol=1e-6)
+"""
+
+
+def test_additional_tokens_in_a_call_of_their_own() -> None:
+    output_of(run_python(SEPARATE_ADDITIONAL, devices=4))
