@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from natten_jax.problem import ELEMENT_BYTES, Axis, Problem, Shape
+from natten_jax.problem import ELEMENT_BYTES, Axis, Problem
 from natten_jax.windows import group_length, window_bounds
 
 
@@ -49,11 +49,6 @@ class Halo:
     def is_gathered(self) -> bool:
         """Whether some part needs all keys: then every part gets them."""
         return self.parts > 1 and self.received >= self.extent - self.part
-
-    @property
-    def held(self) -> int:
-        """Keys that a part holds for its queries: its own, and its halo on both sides."""
-        return self.extent if self.is_gathered else self.before + self.part + self.after
 
     def slabs(self, tokens: int) -> tuple[int, ...]:
         """Tokens of one side's halo by the part that they come from: the next one, the one behind it, and so on."""
@@ -92,7 +87,7 @@ def halo_of(axis: Axis, parts: int) -> Halo:
     """
     extent = axis.kv_extent
     if extent % parts:
-        raise ValueError(indivisible(extent, parts, "a token dimension"))
+        raise ValueError(_indivisible(extent, parts))
     part = extent // parts
     starts = np.arange(parts, dtype=np.int64)[:, None] * part
     # The first and the last query of each dilation group in a part: windows move with their queries.
@@ -126,20 +121,15 @@ def bytes_received(problem: Problem, parts: Sequence[int]) -> int:
     return problem.batch * (held - own) * problem.heads_kv * width * ELEMENT_BYTES[problem.dtype]
 
 
-def indivisible(extent: int, parts: int, what: str) -> str:
+def _indivisible(extent: int, parts: int) -> str:
     """Why tokens cannot be split, and what can be done."""
     below = max(n for n in range(1, min(parts, extent) + 1) if extent % n == 0)
     nearest = sorted({extent // parts * parts, -(-extent // parts) * parts} - {0})
     sizes = " or ".join(map(str, nearest))
     return (
-        f"{what} has {extent} tokens, which {parts} devices cannot share equally: split it over {below}, or make it "
-        f"{sizes} tokens"
+        f"a token dimension has {extent} tokens, which {parts} devices cannot share equally: split it over {below}, "
+        f"or make it {sizes} tokens"
     )
-
-
-def part_layout(layout: Shape, parts: Sequence[int]) -> Shape:
-    """Tokens of a part."""
-    return tuple(extent // each for extent, each in zip(layout, parts, strict=True))
 
 
 def _reach(axis: Axis, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -128,16 +128,17 @@ def _lower_for(device_at_hand: Callable[[], Device], platform: str | None) -> No
     def lower(ctx: mlir.LoweringRuleContext, *values: Any, step: Step, request: Request, mapped: int) -> Any:
         device = device_at_hand()
         local = functools.partial(_run_local, step=step, request=request, mapped=mapped, device=device)
-        plan = step.plan(request, device)
-        if partition.is_needed(ctx) and not _is_left_to_xla(ctx, plan):
-            identity = f"{plan.payload()} {step} {request.precision} {mapped}"
-            arguments: Sequence[Any] = ctx.avals_in
-            results = step.results(request, arguments, arguments[0].shape[: mapped + 1])
-            roles = step.roles, [each.role for each in results]
-            with _marked(plan):
-                return partition.Partitioned(
-                    ctx, identity, local, *roles, mapped + 1, splits_tokens=_splits_tokens(step, request)
-                ).lower(values)
+        if partition.is_needed(ctx):
+            plan = step.plan(request, device)
+            if not _is_left_to_xla(ctx, plan):
+                identity = f"{plan.payload()} {step} {request.precision} {mapped}"
+                arguments: Sequence[Any] = ctx.avals_in
+                results = step.results(request, arguments, arguments[0].shape[: mapped + 1])
+                roles = step.roles, [each.role for each in results]
+                with _marked(plan):
+                    return partition.Partitioned(
+                        ctx, identity, local, *roles, mapped + 1, splits_tokens=_splits_tokens(step, request)
+                    ).lower(values)
         return partition.lower_for_one(local, ctx, values)
 
     mlir.register_lowering(_pass_p, lower, platform=platform)

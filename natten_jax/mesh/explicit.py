@@ -19,6 +19,7 @@ from natten_jax.backends.base import Operands, Output
 from natten_jax.mesh.heads import HeadSplit
 from natten_jax.mesh.partition import warn_of_gather
 from natten_jax.mesh.roles import Role, roles_of
+from natten_jax.mesh.token_axes import axis_names
 from natten_jax.mesh.types import vary_alike
 from natten_jax.resolve import Request
 
@@ -35,7 +36,7 @@ def over_explicit_axes(run: Run, request: Request, operands: Operands) -> Output
     roles = roles_of(operands)
     batch, *tokens, heads_q = _split_axes(operands)
     count = math.prod(mesh.shape[name] for name in heads_q)
-    is_kv_split = _names(_spec(operands.key)[-2]) == heads_q
+    is_kv_split = axis_names(_spec(operands.key)[-2]) == heads_q
     heads_kv = heads_q if is_kv_split else ()
     token_axes = tuple(tokens) if any(tokens) else ()
     split = HeadSplit.of(operands.query.shape[-2], operands.key.shape[-2], count, count if is_kv_split else 1)
@@ -98,7 +99,7 @@ def with_whole_dimensions(operands: Operands, *, keeps_tokens: bool) -> Operands
         axes = list(_spec(array))
         for axis in [array.ndim - 1] if keeps_tokens else [*range(1, array.ndim - 2), array.ndim - 1]:
             if axes[axis] is not None:
-                warn_of_gather(name, axis, array.ndim, f"mesh axes {_names(axes[axis])}")
+                warn_of_gather(name, axis, array.ndim, f"mesh axes {axis_names(axes[axis])}")
                 axes[axis] = None
         is_whole = axes == list(_spec(array))
         arrays.append(array if is_whole else _placed(array, NamedSharding(mesh, PartitionSpec(*axes))))
@@ -124,16 +125,12 @@ def _spec(array: jax.Array) -> tuple[Any, ...]:
     return spec + (None,) * (array.ndim - len(spec))
 
 
-def _names(entry: Any) -> _Axes:
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-
-
 def _split_axes(operands: Operands) -> list[_Axes]:
     """The mesh axes that split batch, tokens and heads: the query's, or else the next array's."""
     specs = [_spec(array)[:-1] for array in operands[:3]]
-    axes: list[_Axes] = [_names(entry) for entry in specs[0]]
+    axes: list[_Axes] = [axis_names(entry) for entry in specs[0]]
     for spec in specs[1:]:
         for i, entry in enumerate(spec):
             others = {name for own in axes for name in own}
-            axes[i] = axes[i] or tuple(name for name in _names(entry) if name not in others)
+            axes[i] = axes[i] or tuple(name for name in axis_names(entry) if name not in others)
     return axes

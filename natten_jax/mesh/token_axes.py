@@ -13,6 +13,13 @@ from natten_jax.static_arguments import shown
 TokenAxes = Sequence[str | Sequence[str] | None]
 
 
+def axis_names(entry: Any) -> tuple[Any, ...]:
+    """The mesh axes of one dimension, as users and partition specs write them: one, several or ``None``."""
+    if entry is None:
+        return ()
+    return tuple(entry) if isinstance(entry, Sequence) and not isinstance(entry, str) else (entry,)
+
+
 def checked_token_axes(token_axes: Any, rank: int) -> tuple[tuple[str, ...], ...]:
     """The argument in canonical form: a tuple of names for each token dimension, or nothing at all.
 
@@ -27,16 +34,7 @@ def checked_token_axes(token_axes: Any, rank: int) -> tuple[tuple[str, ...], ...
         raise TypeError(f"{rule}; got {shown(token_axes)}")
     if len(token_axes) != rank:
         raise ValueError(f"{rule}; got {shown(token_axes)}")
-    axes = tuple(
-        ()
-        if entry is None
-        else (entry,)
-        if isinstance(entry, str)
-        else tuple(entry)
-        if isinstance(entry, Sequence)
-        else (entry,)
-        for entry in token_axes
-    )
+    axes = tuple(map(axis_names, token_axes))
     names = [name for entry in axes for name in entry]
     if not all(isinstance(name, str) for name in names):
         raise TypeError(f"{rule}; got {shown(token_axes)}")
