@@ -44,9 +44,15 @@ def accepted_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 #: Each problem is compiled for one run of microseconds, so optimisation would be most of the suite's time: of the code
-#: on a CPU, of the choice among kernels for a product of matrices on a GPU.
+#: on a CPU, of the choice among kernels for a product of matrices on a GPU. Both passes of plain JAX in two dimensions:
+#: 5.5 to 6.9 s of processor time with XLA's own choices, 4.3 to 4.8 without optimisation, 2.1 to 2.3 if XLA also emits
+#: a fusion of operations without MLIR, and 1.4 to 1.8 if all code is one module of LLVM's.
 QUICK_COMPILATION = accepted_options(
-    {"xla_backend_optimization_level": 0}
+    {
+        "xla_backend_optimization_level": 0,
+        "xla_cpu_use_fusion_emitters": False,
+        "xla_cpu_parallel_codegen_split_count": 1,
+    }
     if jax.default_backend() == "cpu"
     else {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 )
