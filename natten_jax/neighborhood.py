@@ -14,12 +14,14 @@ import jax.numpy as jnp
 from natten_jax import backends, op
 from natten_jax.array_arguments import ArrayLike, as_jax_array, attention_problem, neighborhood_problem
 from natten_jax.backends.base import Operands, Output
+from natten_jax.checked_once import checked_once
 from natten_jax.merge import merge_attentions
 from natten_jax.mesh import exchange
 from natten_jax.mesh.explicit import with_whole_dimensions
 from natten_jax.mesh.token_axes import TokenAxes, checked_token_axes
 from natten_jax.parts import Kind, Part, parts_of
-from natten_jax.performance import ATTENTION_NAMES, performance_of
+from natten_jax.performance import ATTENTION_NAMES, Performance, performance_of
+from natten_jax.problem import Problem
 from natten_jax.resolve import Request
 from natten_jax.scale import Scale, fold
 from natten_jax.spellings import known_arguments
@@ -63,21 +65,11 @@ def attend_windows(
         fuse = flag("try_fuse_additional_kv", fuse, or_none=True)
     operands = _operands(*arrays)
     static_scale, scaled = fold(scale, operands.query)
-    rank, kernel_size, stride, dilation, is_causal, token_axes = window
-    axes = checked_token_axes(token_axes, rank)
-    problem = neighborhood_problem(
-        rank,
-        *operands[:3],
-        kernel_size,
-        stride,
-        dilation,
-        is_causal,
-        static_scale,
-        *operands[3:5],
-        parts=exchange.parts_of(axes) or None,
+    axes = checked_token_axes(window.token_axes, window.rank)
+    problem, performance = _window_problem(
+        _described(operands), window[:5], static_scale, exchange.parts_of(axes) or None, (*how.performance.items(),)
     )
-    performance = known_arguments(f"na{rank}d", how.performance, _PERFORMANCE)
-    request = Request(problem, performance_of(rank, **performance), how.backend, _precision(), axes)
+    request = Request(problem, performance, how.backend, _precision(), axes)
     parts = parts_of(request, how.attention_kwargs, fuse)
     operands = with_whole_dimensions(
         operands._replace(query=scaled), keeps_tokens=all(part.keeps_tokens for part in parts)
@@ -101,13 +93,66 @@ def attend_all(
     return_lse = flag("return_lse", return_lse)
     arrays = with_whole_dimensions(_operands(query, key, value, None, None), keeps_tokens=False)
     static_scale, scaled = fold(scale, arrays.query)
-    problem = attention_problem(*arrays[:3], static_scale, is_causal)
-    known = known_arguments("attention", performance, ATTENTION_NAMES)
-    asked = performance_of(1, tile_suffix="size", **{ATTENTION_NAMES[name]: each for name, each in known.items()})
+    problem, asked = _attention_problem(_described(arrays), static_scale, is_causal, (*performance.items(),))
     if backend is not None:
         backends.find(backend, "fmha")
     output = _attend(Request(problem, asked, backend, _precision()), arrays._replace(query=scaled))
     return tuple(output) if return_lse else output.out
+
+
+#: What a problem is told of an array, or of one that is not there: its shape and element type.
+_Described = tuple[tuple[Any, ...], Any] | None
+
+
+def _described(operands: Operands) -> tuple[_Described, ...]:
+    return tuple([None if each is None else (each.shape, each.dtype) for each in operands[:5]])
+
+
+def _shaped(described: _Described) -> jax.ShapeDtypeStruct | None:
+    return None if described is None else jax.ShapeDtypeStruct(*described)
+
+
+@checked_once
+def _window_problem(
+    arrays: tuple[_Described, ...],
+    window: tuple[Any, ...],
+    scale: Any,
+    parts: Sequence[int] | None,
+    performance: tuple[tuple[str, Any], ...],
+) -> tuple[Problem, Performance]:
+    """What a call of ``na{rank}d`` describes; the last argument are the items of its performance arguments."""
+    query, key, value, additional_keys, additional_values = map(_shaped, arrays)
+    assert query is not None and key is not None and value is not None
+    rank, kernel_size, stride, dilation, is_causal = window
+    problem = neighborhood_problem(
+        rank,
+        query,
+        key,
+        value,
+        kernel_size,
+        stride,
+        dilation,
+        is_causal,
+        scale,
+        additional_keys,
+        additional_values,
+        parts=parts,
+    )
+    known = known_arguments(f"na{rank}d", dict(performance), _PERFORMANCE)
+    return problem, performance_of(rank, **known)
+
+
+@checked_once
+def _attention_problem(
+    arrays: tuple[_Described, ...], scale: Any, is_causal: Any, performance: tuple[tuple[str, Any], ...]
+) -> tuple[Problem, Performance]:
+    """What a call of ``attention`` describes; arguments as above."""
+    query, key, value, *_ = map(_shaped, arrays)
+    assert query is not None and key is not None and value is not None
+    problem = attention_problem(query, key, value, scale, is_causal)
+    known = known_arguments("attention", dict(performance), ATTENTION_NAMES)
+    asked = {ATTENTION_NAMES[name]: each for name, each in known.items()}
+    return problem, performance_of(1, tile_suffix="size", **asked)
 
 
 def _precision() -> str | None:

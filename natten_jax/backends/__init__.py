@@ -52,9 +52,11 @@ def find(name: str | BackendId, operator: Operator) -> Backend:
     Raises:
         ValueError: No backend of this operator has that name.
     """
-    for backend in _registered:
-        if isinstance(name, (str, BackendId)) and str(name) == str(BackendId(backend.family, operator)):
-            return backend
+    if isinstance(name, (str, BackendId)):
+        wanted = str(name)
+        for backend in _registered:
+            if wanted == str(BackendId(backend.family, operator)):
+                return backend
     raise ValueError(f"backend={shown(name)} is unknown; choose None or one of {', '.join(names(operator))}")
 
 
