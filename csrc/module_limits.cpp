@@ -47,11 +47,10 @@ py::dict limits() {
       "sm80"_a = py::dict("head_dim_step"_a = sm80::kHeadDimStep, "largest_head_dim"_a = sm80::kLargestHeadDim,
                           "forward"_a = described(sm80::kForwardForms), "backward"_a = described(sm80::kBackwardForms),
                           "least_shared_memory"_a = sm80::kLeastSharedMemory, "wide_form_capabilities"_a = wide),
-      "sm90"_a = py::dict("forward_head_dim_step"_a = sm90::kForwardHeadDimStep,
-                          "backward_head_dim_step"_a = sm90::kBackwardHeadDimStep,
-                          "largest_head_dim"_a = sm90::kLargestHeadDim, "forward"_a = described(sm90::kForwardForms),
-                          "backward"_a = described(sm90::kBackwardForms), "shared_memory"_a = sm90::kSharedMemory,
-                          "tiles_worth_counting"_a = sm90::kTilesWorthCounting));
+      "sm90"_a =
+          py::dict("head_dim_step"_a = sm90::kHeadDimStep, "largest_head_dim"_a = sm90::kLargestHeadDim,
+                   "forward"_a = described(sm90::kForwardForms), "backward"_a = described(sm90::kBackwardForms),
+                   "shared_memory"_a = sm90::kSharedMemory, "tiles_worth_counting"_a = sm90::kTilesWorthCounting));
 }
 
 }  // namespace natten_jax

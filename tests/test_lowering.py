@@ -62,6 +62,16 @@ def test_a_gradient_is_three_kernels_calls(capability: tuple[int, int], lowered:
 
 
 @pytest.mark.parametrize("capability", CALLS)
+def test_narrow_heads_are_not_widened(capability: tuple[int, int], lowered: Callable[..., str]) -> None:
+    def loss(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return natten_jax.na1d(query, key, value, 9).astype("float32").sum()
+
+    text = lowered(capability, jax.grad(loss, (0, 1, 2)), *(array(2, 64, 4, width) for width in (40, 40, 24)))
+    assert calls(text) == CALLS[capability]
+    assert "stablehlo.pad" not in text
+
+
+@pytest.mark.parametrize("capability", CALLS)
 def test_equal_layers_share_their_program(capability: tuple[int, int], lowered: Callable[..., str]) -> None:
     def layers(x: jax.Array) -> jax.Array:
         for _ in range(4):

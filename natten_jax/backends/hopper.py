@@ -15,7 +15,6 @@ from natten_jax.backends.native_backend import NativeBackend, attributes, kernel
 from natten_jax.cost.calibration import calibration_for
 from natten_jax.cost.ranking import rank_sizes
 from natten_jax.devices import Device
-from natten_jax.mesh.types import OptionalArray
 from natten_jax.native import ResultType
 from natten_jax.passes import Pass, TilePair
 from natten_jax.performance import KernelSchedule
@@ -24,8 +23,6 @@ from natten_jax.problem import Problem
 
 _FORWARD = "natten_jax_sm90_forward"
 _LIMITS = native.limits("sm90")
-#: The backward pass loads head dimensions in rows of 128 bytes; others are padded with zeros.
-_HEAD_DIM_CHUNK = _LIMITS.get("backward_head_dim_step", 1)
 
 
 class HopperBackend(NativeBackend):
@@ -35,7 +32,7 @@ class HopperBackend(NativeBackend):
     query_family = "cutlass_hopper"
     platform = Platform("cuda", (9, 0), is_exact=True)
     dtypes = ("float16", "bfloat16")
-    head_dim_step = _LIMITS.get("forward_head_dim_step", 1)
+    head_dim_step = _LIMITS.get("head_dim_step", 1)
     largest_head_dim = _LIMITS.get("largest_head_dim")
     targets: ClassVar = {"forward": (_FORWARD,), "backward": hopper_backward.TARGETS}
     schedules: ClassVar = {
@@ -69,24 +66,7 @@ class HopperBackend(NativeBackend):
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
         """Compute the gradients of the differentiable operands."""
-        padded = hopper_backward.gradients(
-            plan,
-            Operands._make([*map(_padded, operands[:5]), operands.origins]),
-            saved._replace(out=_padded(saved.out)),
-            cotangents._replace(out=_padded(cotangents.out)),
-        )
-        return Gradients._make(
-            None if operand is None or gradient is None else gradient[..., : operand.shape[-1]]
-            for gradient, operand in zip(padded, operands[:5], strict=True)
-        )
-
-
-def _padded(array: OptionalArray) -> OptionalArray:
-    """``array`` with zeros up to a whole number of head dimension chunks: they change no logit and no output."""
-    if array is None or array.shape[-1] % _HEAD_DIM_CHUNK == 0:
-        return array
-    missing = -array.shape[-1] % _HEAD_DIM_CHUNK
-    return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)])
+        return hopper_backward.gradients(plan, operands, saved, cotangents)
 
 
 def _tile_tokens(problem: Problem, pass_: Pass) -> list[tuple[int, int]]:

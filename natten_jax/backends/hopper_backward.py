@@ -32,7 +32,7 @@ def gradients(
     saved: Saved,
     cotangents: Output,
 ) -> Gradients:
-    """Call the kernels; head dimensions are multiples of what they load at once."""
+    """Call the kernels."""
     problem, performance = plan.problem, plan.performance
     arrays = kernel_operands(problem, operands)
     rank = functools.partial(with_kernel_rank, rank=problem.rank)

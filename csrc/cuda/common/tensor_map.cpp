@@ -79,29 +79,12 @@ Status encode_head_map(const TokenGrid& grid, const std::int64_t (&box)[3], CUte
   const std::int64_t heads = grid.batch * grid.extent[0] * grid.extent[1] * grid.extent[2] * grid.heads;
   if (heads > std::numeric_limits<std::int32_t>::max()) {
     return Status::invalid_argument("an array has " + std::to_string(heads) +
-                                    " heads of all its tokens, but must have at most 2^31");
+                                    " heads of all its tokens, but must have fewer than 2^31");
   }
   return encode_map(
-      grid.data, grid.element_type, {grid.head_dim, heads, grid.tokens[2], grid.tokens[1], grid.tokens[0]},
-      {grid.head_dim, pitch[2] * grid.dilation[2], pitch[1] * grid.dilation[1], pitch[0] * grid.dilation[0]},
-      {1, box[2], box[1], box[0]}, map);
-}
-
-Status encode_tensor_map(const TokenGrid& grid, const std::int64_t (&box)[3], CUtensorMap& map) {
-  const std::int64_t token = grid.heads * grid.head_dim;
-  const std::int64_t pitch[3] = {grid.extent[1] * grid.extent[2] * token, grid.extent[2] * token, token};
-  std::int64_t last_offset = 0;
-  for (int d = 0; d < 3; ++d) {
-    last_offset += (grid.dilation[d] - 1) * pitch[d];
-  }
-  if (token + last_offset > std::numeric_limits<std::int32_t>::max()) {
-    return Status::invalid_argument("the first tokens of the dilation groups lie more than 2^31 elements apart");
-  }
-  return encode_map(grid.data, grid.element_type,
-                    {token + last_offset, grid.tokens[2], grid.tokens[1], grid.tokens[0], grid.batch},
-                    {pitch[2] * grid.dilation[2], pitch[1] * grid.dilation[1], pitch[0] * grid.dilation[0],
-                     pitch[0] * grid.extent[0]},
-                    {box[2], box[1], box[0], 1}, map);
+      grid.data, grid.element_type, {grid.head_dim, grid.tokens[2], grid.tokens[1], grid.tokens[0], heads},
+      {pitch[2] * grid.dilation[2], pitch[1] * grid.dilation[1], pitch[0] * grid.dilation[0], grid.head_dim},
+      {box[2], box[1], box[0], 1}, map);
 }
 
 }  // namespace natten_jax

@@ -22,18 +22,12 @@ struct TokenGrid {
   std::int64_t head_dim;
 };
 
-/// Encodes a map of dimensions [head_dim, slot, z, y, x] whose boxes hold one swizzled row of 128 bytes of dimension 0
+/// Encodes a map of dimensions [head_dim, z, y, x, slot] whose boxes hold one swizzled row of 128 bytes of dimension 0
 /// and `box` tokens of one slot. A slot is a head of a token of a batch entry, counted as the array is laid out: it
 /// says where the token (0, 0, 0) of a dilation group starts. Rows end with head_dim: loads fill up with zeros, stores
 /// leave the next head alone.
 ///
 /// Fails where the hardware does not take it.
 Status encode_head_map(const TokenGrid& grid, const std::int64_t (&box)[3], CUtensorMap& map);
-
-/// Encodes a map of dimensions [heads * head_dim, z, y, x, batch] whose boxes hold one swizzled row of 128 bytes of
-/// dimension 0 and `box` tokens; where a group starts is added to coordinate 0.
-///
-/// Fails where the hardware does not take it.
-Status encode_tensor_map(const TokenGrid& grid, const std::int64_t (&box)[3], CUtensorMap& map);
 
 }  // namespace natten_jax

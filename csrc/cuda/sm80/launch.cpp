@@ -26,9 +26,9 @@ Status check_arrays(const Problem& problem) {
   }
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
   if (problem.queries() > kMost || problem.keys() > kMost) {
-    return Status::invalid_argument("a batch entry has more than 2^31 tokens");
+    return Status::invalid_argument("a batch entry has 2^31 tokens or more");
   }
-  if (problem.heads * kLargestHeadDim * 4 > kMost) return Status::invalid_argument("a token has more than 2^31 bytes");
+  if (problem.heads * kLargestHeadDim * 4 > kMost) return Status::invalid_argument("a token has 2^31 bytes or more");
   return {};
 }
 

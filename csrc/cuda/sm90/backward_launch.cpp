@@ -92,7 +92,7 @@ Status choose_backward_form(const Problem& problem, const TileShapes& tiles, int
 }  // namespace
 
 Status check_backward(const Problem& problem, const TileShapes& tiles) {
-  if (Status status = check_arrays(problem, kBackwardHeadDimStep); status.failed()) return status;
+  if (Status status = check_arrays(problem); status.failed()) return status;
   int form = 0;
   return choose_backward_form(problem, tiles, form);
 }
@@ -121,6 +121,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
   p.statistics = reinterpret_cast<const float2*>(arrays.statistics);
   p.remainder = arrays.remainder;
   p.queries = static_cast<int>(problem.queries());
+  p.keys = static_cast<int>(problem.keys());
   p.heads = static_cast<int>(problem.heads);
   p.heads_kv = static_cast<int>(problem.heads_kv);
   p.heads_per_kv = static_cast<int>(problem.heads_per_kv());

@@ -13,10 +13,9 @@ constexpr int kPlannedAhead = 6;  // query tiles that are still to be loaded whe
 template <class Traits>
 CUTE_DEVICE void prefetch_key_tile(const BackwardParams& p, const KeyTilePlan<Traits::kKeys>& plan) {
   const auto prefetch = [&](const CUtensorMap* map, int head_dim) {
-    const int column = (plan.kv_token * p.heads_kv + plan.kv_head) * head_dim;
-    for (int chunk = 0; chunk < head_dim / kChunk; ++chunk) {
-      SM90_TMA_LOAD_5D::PREFETCH::copy(map, column + chunk * kChunk, plan.kv_begin.z, plan.kv_begin.y, plan.kv_begin.x,
-                                       plan.batch);
+    for (int chunk = 0; chunk < rows_of_head<kChunk>(head_dim); ++chunk) {
+      SM90_TMA_LOAD_5D::PREFETCH::copy(map, chunk * kChunk, plan.kv_begin.z, plan.kv_begin.y, plan.kv_begin.x,
+                                       plan.kv_slot);
     }
   };
   prefetch(plan.is_additional ? &p.additional_keys : &p.key[plan.kv_map], p.head_dim);
@@ -75,7 +74,7 @@ template <class Traits>
 CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedStorage& shared) {
   using Element = typename Traits::Element;
   constexpr int kRowBytes = kChunk * sizeof(Element);
-  const int lane = threadIdx.x % 32, chunks = p.head_dim / kChunk;
+  const int lane = threadIdx.x % 32, chunks = rows_of_head<kChunk>(p.head_dim);
   // Where tiles take turns, those that are taken early would keep others waiting.
   const int planned_ahead = p.schedule.turns == nullptr ? kPlannedAhead : 0;
   Ring<Traits::kStages> stage;
@@ -91,8 +90,7 @@ CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedSt
       const int rows = plan.is_additional ? Traits::kKeys : p.kv_tile_tokens;
       ClusterTransactionBarrier::arrive_and_expect_tx(&shared.full_k, chunks * rows * kRowBytes);
       load_tile(plan.is_additional ? &p.additional_keys : &p.key[plan.kv_map], &shared.full_k, shared.k, chunks,
-                Traits::kKeys, (plan.kv_token * p.heads_kv + plan.kv_head) * p.head_dim, plan.kv_begin.z,
-                plan.kv_begin.y, plan.kv_begin.x, plan.batch);
+                Traits::kKeys, plan.kv_begin.z, plan.kv_begin.y, plan.kv_begin.x, plan.kv_slot);
     }
     const CUtensorMap* map = &p.query[plan.query_map];
     const bool is_whole = plan.is_additional || p.kv_tile_tokens == Traits::kKeys;
@@ -101,7 +99,7 @@ CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedSt
     if (remaining < planned_ahead && lane == 0) arrive(shared.wants_plan);
     for (int i = 0; i < p.heads_per_kv; ++i) {
       const int head = plan.kv_head * p.heads_per_kv + i;
-      const int column = (plan.q_token * p.heads + head) * p.head_dim;
+      const int query_slot = plan.query_slot + head;
       const float2* statistics = p.statistics + static_cast<std::int64_t>(plan.batch * p.heads + head) * p.queries;
       QueryWalk walk(hull_begin);
       for (int tile = 0; tile < plan.q_tiles; ++tile) {
@@ -119,8 +117,8 @@ CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedSt
         if (lane == 0) {
           ClusterTransactionBarrier::arrive_and_expect_tx(&shared.full_q[stage.index],
                                                           chunks * p.q_tile_tokens * kRowBytes);
-          load_tile(map, &shared.full_q[stage.index], shared.q[stage.index], chunks, Traits::kQueries, column, walk.z,
-                    walk.y, walk.x, plan.batch);
+          load_tile(map, &shared.full_q[stage.index], shared.q[stage.index], chunks, Traits::kQueries, walk.z, walk.y,
+                    walk.x, query_slot);
         }
         bool is_large = false;
         CUTE_UNROLL
@@ -161,7 +159,7 @@ CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedSt
 template <class Traits>
 CUTE_DEVICE void load_out_cotangents(const BackwardParams& p, typename Traits::SharedStorage& shared) {
   constexpr int kRowBytes = kChunk * sizeof(typename Traits::Element);
-  const int chunks = p.head_dim_v / kChunk;
+  const int chunks = rows_of_head<kChunk>(p.head_dim_v);
   Ring<Traits::kStages> stage;
   SingleBuffer kv;
   Ring<2> slot;
@@ -174,20 +172,19 @@ CUTE_DEVICE void load_out_cotangents(const BackwardParams& p, typename Traits::S
     const int rows = plan.is_additional ? Traits::kKeys : p.kv_tile_tokens;
     ClusterTransactionBarrier::arrive_and_expect_tx(&shared.full_v, chunks * rows * kRowBytes);
     load_tile(plan.is_additional ? &p.additional_values : &p.value[plan.kv_map], &shared.full_v, shared.v, chunks,
-              Traits::kKeys, (plan.kv_token * p.heads_kv + plan.kv_head) * p.head_dim_v, plan.kv_begin.z,
-              plan.kv_begin.y, plan.kv_begin.x, plan.batch);
+              Traits::kKeys, plan.kv_begin.z, plan.kv_begin.y, plan.kv_begin.x, plan.kv_slot);
     const CUtensorMap* map = &p.out_cotangent[plan.query_map];
     const int4 hull_begin = plan.hull_begin, hull_end = plan.hull_end;
     for (int i = 0; i < p.heads_per_kv; ++i) {
       const int head = plan.kv_head * p.heads_per_kv + i;
-      const int column = (plan.q_token * p.heads + head) * p.head_dim_v;
+      const int query_slot = plan.query_slot + head;
       QueryWalk walk(hull_begin);
       for (int tile = 0; tile < plan.q_tiles; ++tile) {
         stage.wait_empty(shared.empty_out_cotangent);
         ClusterTransactionBarrier::arrive_and_expect_tx(&shared.full_out_cotangent[stage.index],
                                                         chunks * p.q_tile_tokens * kRowBytes);
         load_tile(map, &shared.full_out_cotangent[stage.index], shared.out_cotangent[stage.index], chunks,
-                  Traits::kQueries, column, walk.z, walk.y, walk.x, plan.batch);
+                  Traits::kQueries, walk.z, walk.y, walk.x, query_slot);
         stage.advance();
         walk.next(p.axis, hull_begin, hull_end);
       }

@@ -27,6 +27,7 @@ struct BackwardParams {
   const float2* statistics;     // [batch, heads, x, y, z]: logsumexp in base 2, delta
   const float* remainder;       // of the logsumexp, [batch, x, y, z, heads]; null: zeros
   int queries;                  // per batch entry
+  int keys;                     // per batch entry
   int heads;
   int heads_kv;
   int heads_per_kv;

@@ -18,7 +18,8 @@ struct KeyTilePlan {
   int q_tiles;  // per query head; negative: there are no more key/value tiles
   bool is_additional;
   int query_map, kv_map;       // classes of the dilation group
-  int q_token, kv_token;       // first tokens of the dilation group
+  int q_token;                 // first query of the dilation group, in the batch entry
+  int query_slot, kv_slot;     // where the group's first token lies in its array, in heads: of head 0, of this head
   int2 windows[kKeys + 2];     // per coordinate inside the tile: first query and end of the queries that see it
   int4 row_windows[kKeys][2];  // per row: first query (x, y, z), end of the queries (x, y, z)
 };
@@ -51,7 +52,9 @@ CUTE_DEVICE void plan_additional(const BackwardParams& p, int tile, KeyTilePlan<
     plan.is_additional = true;
     plan.query_map = kWholeLayout;
     plan.kv_map = 0;
-    plan.q_token = plan.kv_token = 0;
+    plan.q_token = 0;
+    plan.query_slot = place.batch * p.queries * p.heads;
+    plan.kv_slot = place.batch * p.additional_kv * p.heads_kv + place.head;
   }
 }
 
@@ -112,9 +115,10 @@ CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, i
     plan.is_additional = false;
     plan.query_map = class_of(long_query_groups);
     plan.kv_map = class_of(long_kv_groups);
-    // Dilation is strided dimensions, with the group's first token folded into coordinate 0.
+    // Dilation is strided dimensions that begin at the group's first token.
     plan.q_token = q_token;
-    plan.kv_token = kv_token;
+    plan.query_slot = (place.batch * p.queries + q_token) * p.heads;
+    plan.kv_slot = (place.batch * p.keys + kv_token) * p.heads_kv + place.head;
   }
   return true;
 }

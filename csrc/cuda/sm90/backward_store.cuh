@@ -29,10 +29,10 @@ CUTE_DEVICE void count_one(std::int32_t* turns) {
 /// Adds the sums that lie in shared memory to a query tile's.
 template <class Traits>
 CUTE_DEVICE void add_sums(const BackwardParams& p, typename Traits::SharedStorage& shared, const CUtensorMap* map,
-                          int q_token, int row, const QueryWalk& at) {
-  for (int chunk = 0; chunk < p.head_dim / kSumChunk; ++chunk) {
-    SM90_TMA_REDUCE_ADD_5D::copy(map, shared.query_gradient + chunk * Traits::kQueries * kSumChunk,
-                                 q_token * p.head_dim + chunk * kSumChunk, at.z, at.y, at.x, row);
+                          int slot, const QueryWalk& at) {
+  for (int chunk = 0; chunk < rows_of_head<kSumChunk>(p.head_dim); ++chunk) {
+    SM90_TMA_REDUCE_ADD_5D::copy(map, shared.query_gradient + chunk * Traits::kQueries * kSumChunk, chunk * kSumChunk,
+                                 at.z, at.y, at.x, slot);
   }
   tma_store_arrive();
 }
@@ -42,10 +42,9 @@ template <class Traits>
 CUTE_DEVICE void store_key_tile(const BackwardParams& p, typename Traits::SharedStorage& shared,
                                 const KeyTilePlan<Traits::kKeys>& plan) {
   const auto store = [&](const CUtensorMap* to, const typename Traits::Element* tile, int head_dim) {
-    const int column = (plan.kv_token * p.heads_kv + plan.kv_head) * head_dim;
-    for (int chunk = 0; chunk < head_dim / kChunk; ++chunk) {
-      SM90_TMA_STORE_5D::copy(to, tile + chunk * Traits::kKeys * kChunk, column + chunk * kChunk, plan.kv_begin.z,
-                              plan.kv_begin.y, plan.kv_begin.x, plan.batch);
+    for (int chunk = 0; chunk < rows_of_head<kChunk>(head_dim); ++chunk) {
+      SM90_TMA_STORE_5D::copy(to, tile + chunk * Traits::kKeys * kChunk, chunk * kChunk, plan.kv_begin.z,
+                              plan.kv_begin.y, plan.kv_begin.x, plan.kv_slot);
     }
   };
   store(plan.is_additional ? &p.additional_keys_gradient : &p.key_gradient[plan.kv_map], shared.key_gradient(),
@@ -72,11 +71,12 @@ CUTE_DEVICE void store_gradients(const BackwardParams& p, typename Traits::Share
     const int4 hull_begin = plan.hull_begin, hull_end = plan.hull_end;
     for (int i = 0; i < p.heads_per_kv; ++i) {
       const int row = plan.batch * p.heads + plan.kv_head * p.heads_per_kv + i;
+      const int slot_of_sums = row * p.queries + plan.q_token;
       QueryWalk walk(hull_begin);
       for (int tile = 0; tile < plan.q_tiles; ++tile) {
         sums.wait_full(shared.full_sums);
         sums.advance();
-        add_sums<Traits>(p, shared, map, plan.q_token, row, walk);
+        add_sums<Traits>(p, shared, map, slot_of_sums, walk);
         tma_store_wait<0>();
         arrive(shared.empty_sums);
         walk.next(p.axis, hull_begin, hull_end);
@@ -105,6 +105,7 @@ CUTE_DEVICE void store_gradients_in_turns(const BackwardParams& p, typename Trai
     const int4 hull_begin = plan.hull_begin, hull_end = plan.hull_end;
     for (int i = 0; i < p.heads_per_kv; ++i) {
       const int row = plan.batch * p.heads + plan.kv_head * p.heads_per_kv + i;
+      const int slot_of_sums = row * p.queries + plan.q_token;
       std::int32_t* turns = p.schedule.turns_of(row, plan.group);
       QueryWalk walk(hull_begin);
       Turn turn = turn_of(p, plan, walk);
@@ -114,7 +115,7 @@ CUTE_DEVICE void store_gradients_in_turns(const BackwardParams& p, typename Trai
         if (lane == 0) {
           await_count(turns_here, turn.before, count);
           sums.wait_full(shared.full_sums);
-          add_sums<Traits>(p, shared, map, plan.q_token, row, walk);
+          add_sums<Traits>(p, shared, map, slot_of_sums, walk);
         }
         __syncwarp();
         sums.advance();

@@ -6,10 +6,8 @@
 
 namespace natten_jax::sm90 {
 
-/// Head dimensions are multiples of it. Rows of tensor maps lie at multiples of 16 bytes; the backward pass loads whole
-/// rows of 128 bytes.
-inline constexpr std::int64_t kForwardHeadDimStep = 8;
-inline constexpr std::int64_t kBackwardHeadDimStep = 64;
+/// Head dimensions are multiples of it: rows of tensor maps lie at multiples of 16 bytes.
+inline constexpr std::int64_t kHeadDimStep = 8;
 inline constexpr std::int64_t kLargestHeadDim = 256;
 
 /// Bytes of shared memory that a CTA may have.

@@ -85,7 +85,7 @@ struct TileLoader {
   bool is_first = true;
 
   CUTE_DEVICE TileLoader(const ForwardParams& p, SharedStorage& shared)
-      : shared(shared), chunks(((kIsKey ? p.head_dim : p.head_dim_v) + kChunk - 1) / kChunk) {}
+      : shared(shared), chunks(rows_of_head<kChunk>(kIsKey ? p.head_dim : p.head_dim_v)) {}
 
   /// Loads a tile of `rows` tokens, the first of them at x, y, z of the map's group that starts at `slot`.
   CUTE_DEVICE void load(const CUtensorMap* map, int rows, int slot, int z, int y, int x, int mask) {
@@ -96,7 +96,7 @@ struct TileLoader {
     ClusterTransactionBarrier::arrive_and_expect_tx(&full[stage.index], chunks * rows * kRowBytes);
     load_tile(map, &full[stage.index],
               (kIsKey ? shared.k : shared.v) + stage.index * Traits::kColumns * Traits::kHeadDim, chunks,
-              Traits::kColumns, 0, slot, z, y, x);
+              Traits::kColumns, z, y, x, slot);
     if (kIsKey && is_first) {
       // All that the first product needs is on its way alone.
       stage.wait_full(full);
@@ -123,8 +123,8 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
       query.advance();
       ClusterTransactionBarrier::arrive_and_expect_tx(&shared.full_q,
                                                       loader.chunks * p.q_tile_tokens * loader.kRowBytes);
-      load_tile(&p.query[plan.query_map], &shared.full_q, shared.q, loader.chunks, Traits::kRows, 0, plan.query_slot,
-                plan.q_begin[2], plan.q_begin[1], plan.q_begin[0]);
+      load_tile(&p.query[plan.query_map], &shared.full_q, shared.q, loader.chunks, Traits::kRows, plan.q_begin[2],
+                plan.q_begin[1], plan.q_begin[0], plan.query_slot);
     }
     const CUtensorMap* map = kIsKey ? &p.key[plan.kv_map] : &p.value[plan.kv_map];
     const CUtensorMap* additional_map = kIsKey ? &p.additional_keys : &p.additional_values;
@@ -163,9 +163,9 @@ CUTE_DEVICE void store_tiles(const ForwardParams& p, typename Traits::SharedStor
     if (plan.kv_tiles < 0) return;
     cutlass::arch::NamedBarrier::sync(Traits::kConsumers + 32, named_barrier(kOutputReady));
     if (threadIdx.x % 32 == 0) {
-      for (int chunk = 0; chunk < (p.head_dim_v + kChunk - 1) / kChunk; ++chunk) {
+      for (int chunk = 0; chunk < rows_of_head<kChunk>(p.head_dim_v); ++chunk) {
         SM90_TMA_STORE_5D::copy(&p.out[plan.query_map], tile + chunk * Traits::kRows * kChunk, chunk * kChunk,
-                                plan.query_slot, plan.q_begin[2], plan.q_begin[1], plan.q_begin[0]);
+                                plan.q_begin[2], plan.q_begin[1], plan.q_begin[0], plan.query_slot);
       }
       tma_store_arrive();
       tma_store_wait<0>();

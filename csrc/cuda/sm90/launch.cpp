@@ -37,7 +37,7 @@ void bound_warpgroups(ForwardParams& p) {
 
 Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, Schedule schedule,
                    cudaStream_t stream) {
-  if (Status status = check_arrays(problem, kForwardHeadDimStep); status.failed()) return status;
+  if (Status status = check_arrays(problem); status.failed()) return status;
   int number = 0;
   if (Status status = choose_form(kForwardForms, std::size(kForwardForms), problem, tiles, "", number);
       status.failed()) {
@@ -51,18 +51,16 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   const std::int64_t all_tiles = saturating_product(heads, saturating_product(geometry.groups, geometry.q_tiles));
   if (all_tiles > kMostTiles) return Status::invalid_argument("the problem has more than 2^30 query tiles");
   for (const Status& status :
-       {encode_classes(problem, Side::kQuery, {arrays.query, problem.head_dim}, tiles.query, p.query, encode_head_map),
-        encode_classes(problem, Side::kQuery, {arrays.out, problem.head_dim_v}, tiles.query, p.out, encode_head_map),
-        encode_classes(problem, Side::kKeyValue, {arrays.key, problem.head_dim}, tiles.kv, p.key, encode_head_map),
-        encode_classes(problem, Side::kKeyValue, {arrays.value, problem.head_dim_v}, tiles.kv, p.value,
-                       encode_head_map)}) {
+       {encode_classes(problem, Side::kQuery, {arrays.query, problem.head_dim}, tiles.query, p.query),
+        encode_classes(problem, Side::kQuery, {arrays.out, problem.head_dim_v}, tiles.query, p.out),
+        encode_classes(problem, Side::kKeyValue, {arrays.key, problem.head_dim}, tiles.kv, p.key),
+        encode_classes(problem, Side::kKeyValue, {arrays.value, problem.head_dim_v}, tiles.kv, p.value)}) {
     if (status.failed()) return status;
   }
   if (problem.additional_kv > 0) {
-    for (const Status& status : {encode_additional(problem, {arrays.additional_keys, problem.head_dim}, form.keys,
-                                                   p.additional_keys, encode_head_map),
-                                 encode_additional(problem, {arrays.additional_values, problem.head_dim_v}, form.keys,
-                                                   p.additional_values, encode_head_map)}) {
+    for (const Status& status :
+         {encode_additional(problem, {arrays.additional_keys, problem.head_dim}, form.keys, p.additional_keys),
+          encode_additional(problem, {arrays.additional_values, problem.head_dim_v}, form.keys, p.additional_values)}) {
       if (status.failed()) return status;
     }
   }

@@ -16,19 +16,19 @@ bool has_remainder(int group_class, int dimension) {
 
 }  // namespace
 
-Status check_arrays(const Problem& problem, std::int64_t head_dim_step) {
+Status check_arrays(const Problem& problem) {
   if (problem.element_type == ElementType::kFloat32) {
     return Status::invalid_argument("query has dtype float32, but must have float16 or bfloat16");
   }
   for (const std::int64_t head_dim : {problem.head_dim, problem.head_dim_v}) {
-    if (head_dim % head_dim_step != 0 || head_dim > kLargestHeadDim) {
+    if (head_dim % kHeadDimStep != 0 || head_dim > kLargestHeadDim) {
       return Status::invalid_argument("a head dimension is " + std::to_string(head_dim) +
-                                      ", but must be a multiple of " + std::to_string(head_dim_step) + " and at most " +
+                                      ", but must be a multiple of " + std::to_string(kHeadDimStep) + " and at most " +
                                       std::to_string(kLargestHeadDim));
     }
   }
   if (problem.queries() > std::numeric_limits<std::int32_t>::max()) {
-    return Status::invalid_argument("a batch entry has more than 2^31 tokens");
+    return Status::invalid_argument("a batch entry has 2^31 tokens or more");
   }
   return {};
 }
@@ -70,7 +70,7 @@ int group_classes(const Problem& problem, Side side) {
 }
 
 Status encode_classes(const Problem& problem, Side side, Array array, const std::int64_t (&tile)[kRank],
-                      CUtensorMap (&maps)[kGroupClasses], Encode encode) {
+                      CUtensorMap (&maps)[kGroupClasses]) {
   const bool is_query = side == Side::kQuery;
   const std::int64_t heads = is_query ? problem.heads : problem.heads_kv;
   TokenGrid grid{array.data, problem.element_type, problem.batch, {}, {}, {}, heads, array.head_dim};
@@ -84,7 +84,7 @@ Status encode_classes(const Problem& problem, Side side, Array array, const std:
       grid.dilation[d] = axis.window.dilation;
       grid.tokens[d] = grid.extent[d] / grid.dilation[d] + (has_remainder(c, d) ? 1 : 0);
     }
-    if (Status status = encode(grid, tile, maps[c]); status.failed()) return status;
+    if (Status status = encode_head_map(grid, tile, maps[c]); status.failed()) return status;
     if (first == nullptr) first = &maps[c];
   }
   // A group of one side may have no token here on the other: a tile of nothing is loaded all the same, and a map that
@@ -95,10 +95,10 @@ Status encode_classes(const Problem& problem, Side side, Array array, const std:
   return {};
 }
 
-Status encode_additional(const Problem& problem, Array array, int tokens, CUtensorMap& map, Encode encode) {
+Status encode_additional(const Problem& problem, Array array, int tokens, CUtensorMap& map) {
   const TokenGrid grid{array.data, problem.element_type,          problem.batch,    {1, 1, problem.additional_kv},
                        {1, 1, 1},  {1, 1, problem.additional_kv}, problem.heads_kv, array.head_dim};
-  return encode(grid, {1, 1, tokens}, map);
+  return encode_head_map(grid, {1, 1, tokens}, map);
 }
 
 }  // namespace natten_jax::sm90

@@ -21,11 +21,8 @@ struct Array {
   std::int64_t head_dim;
 };
 
-/// Encodes tiles of a token grid: encode_tensor_map or encode_head_map.
-using Encode = Status (*)(const TokenGrid&, const std::int64_t (&)[kRank], CUtensorMap&);
-
 /// Fails where the kernels do not take the problem's arrays.
-Status check_arrays(const Problem& problem, std::int64_t head_dim_step);
+Status check_arrays(const Problem& problem);
 
 /// Chooses the form of a kernel for the problem's heads and tiles, or says which tile is too large for all. `pass`
 /// comes before the tile's name: "backward ", or nothing.
@@ -34,13 +31,12 @@ Status choose_form(const Form* forms, int count, const Problem& problem, const T
 
 /// The maps of an array's dilation groups, by class; classes that no group belongs to have that of another.
 Status encode_classes(const Problem& problem, Side side, Array array, const std::int64_t (&tile)[kRank],
-                      CUtensorMap (&maps)[kGroupClasses], Encode encode = encode_tensor_map);
+                      CUtensorMap (&maps)[kGroupClasses]);
 
 /// The classes that a side's dilation groups belong to, as a bit set.
 int group_classes(const Problem& problem, Side side);
 
 /// The map of an array of additional keys or values, `tokens` of which make a tile.
-Status encode_additional(const Problem& problem, Array array, int tokens, CUtensorMap& map,
-                         Encode encode = encode_tensor_map);
+Status encode_additional(const Problem& problem, Array array, int tokens, CUtensorMap& map);
 
 }  // namespace natten_jax::sm90

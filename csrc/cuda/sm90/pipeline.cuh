@@ -56,15 +56,20 @@ CUTE_DEVICE cutlass::arch::ReservedNamedBarriers named_barrier(int id) {
   return static_cast<cutlass::arch::ReservedNamedBarriers>(id);
 }
 
-/// Loads a tile, chunk by chunk of its head dimension, which starts at `column` of the map's innermost dimension; the
-/// other coordinates come as the map has its dimensions.
+/// Rows of `kElements` elements that a head is loaded or stored in; of the last one, what lies past the head is zero,
+/// or is not stored.
+template <int kElements>
+CUTE_DEVICE int rows_of_head(int head_dim) {
+  return (head_dim + kElements - 1) / kElements;
+}
+
+/// Loads a tile, chunk by chunk of its head dimension; coordinates come as a head map has its dimensions.
 template <class Element>
 CUTE_DEVICE void load_tile(const CUtensorMap* map, std::uint64_t* barrier, Element* destination, int chunks,
-                           int tile_rows, int column, int second, int third, int fourth, int fifth) {
+                           int tile_rows, int z, int y, int x, int slot) {
   for (int chunk = 0; chunk < chunks; ++chunk) {
     SM90_TMA_LOAD_5D::copy(map, barrier, static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL),
-                           destination + chunk * tile_rows * kChunk, column + chunk * kChunk, second, third, fourth,
-                           fifth);
+                           destination + chunk * tile_rows * kChunk, chunk * kChunk, z, y, x, slot);
   }
 }
 
