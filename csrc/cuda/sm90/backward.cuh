@@ -86,8 +86,8 @@ __global__ void __launch_bounds__(kThreads, 1) natten_jax_sm90_backward(const __
     if (warp == 0) load_queries<Traits>(p, shared);
     if (warp == 1) plan_key_tiles<Traits>(p, shared, planned);
     if (threadIdx.x == 64) load_out_cotangents<Traits>(p, shared);
-    if (warp == 3 && p.schedule.turns != nullptr) store_gradients_in_turns<Traits>(p, shared);
-    if (threadIdx.x == 96 && p.schedule.turns == nullptr) store_gradients<Traits>(p, shared);
+    if (warp == 3 && p.schedule.turns != nullptr) store_gradients<Traits, true>(p, shared);
+    if (threadIdx.x == 96 && p.schedule.turns == nullptr) store_gradients<Traits, false>(p, shared);
   } else {
     // While the other warpgroup still has its registers.
     const QueryColumnMask column_mask(shared.mask_words, p.axis);

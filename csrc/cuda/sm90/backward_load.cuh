@@ -69,6 +69,29 @@ CUTE_DEVICE void plan_key_tiles(const BackwardParams& p, typename Traits::Shared
   }
 }
 
+/// Waits for the plan in `slot` and for the buffers that `kv` stands for, and loads the plan's key or value tile; false
+/// where there are no more tiles. A warp loads keys, one thread values.
+template <class Traits, bool kIsKey>
+CUTE_DEVICE bool start_key_tile(const BackwardParams& p, typename Traits::SharedStorage& shared, const Ring<2>& slot,
+                                SingleBuffer& kv) {
+  slot.wait_full(shared.full_plan);
+  const auto& plan = shared.plan[slot.index];
+  if (plan.q_tiles < 0) return false;
+  kv.wait_empty(shared.empty_kv);
+  kv.advance();
+  if (kIsKey && threadIdx.x % 32 != 0) return true;
+  auto& full = kIsKey ? shared.full_k : shared.full_v;
+  const CUtensorMap* map = kIsKey ? &p.key[plan.kv_map] : &p.value[plan.kv_map];
+  const CUtensorMap* additional_map = kIsKey ? &p.additional_keys : &p.additional_values;
+  const int chunks = rows_of_head<kChunk>(kIsKey ? p.head_dim : p.head_dim_v);
+  const int rows = plan.is_additional ? Traits::kKeys : p.kv_tile_tokens;
+  constexpr int kRowBytes = kChunk * sizeof(typename Traits::Element);
+  ClusterTransactionBarrier::arrive_and_expect_tx(&full, chunks * rows * kRowBytes);
+  load_tile(plan.is_additional ? additional_map : map, &full, kIsKey ? shared.k : shared.v, chunks, Traits::kKeys,
+            plan.kv_begin.z, plan.kv_begin.y, plan.kv_begin.x, plan.kv_slot);
+  return true;
+}
+
 /// One warp: loads the key tile and the query tiles of every query head, with their logsumexp and delta.
 template <class Traits>
 CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedStorage& shared) {
@@ -81,17 +104,8 @@ CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedSt
   SingleBuffer kv;
   Ring<2> slot;
   while (true) {
-    slot.wait_full(shared.full_plan);
+    if (!start_key_tile<Traits, true>(p, shared, slot, kv)) return;
     const auto& plan = shared.plan[slot.index];
-    if (plan.q_tiles < 0) return;
-    kv.wait_empty(shared.empty_kv);
-    kv.advance();
-    if (lane == 0) {
-      const int rows = plan.is_additional ? Traits::kKeys : p.kv_tile_tokens;
-      ClusterTransactionBarrier::arrive_and_expect_tx(&shared.full_k, chunks * rows * kRowBytes);
-      load_tile(plan.is_additional ? &p.additional_keys : &p.key[plan.kv_map], &shared.full_k, shared.k, chunks,
-                Traits::kKeys, plan.kv_begin.z, plan.kv_begin.y, plan.kv_begin.x, plan.kv_slot);
-    }
     const CUtensorMap* map = &p.query[plan.query_map];
     const bool is_whole = plan.is_additional || p.kv_tile_tokens == Traits::kKeys;
     const int4 hull_begin = plan.hull_begin, hull_end = plan.hull_end;
@@ -164,15 +178,8 @@ CUTE_DEVICE void load_out_cotangents(const BackwardParams& p, typename Traits::S
   SingleBuffer kv;
   Ring<2> slot;
   while (true) {
-    slot.wait_full(shared.full_plan);
+    if (!start_key_tile<Traits, false>(p, shared, slot, kv)) return;
     const auto& plan = shared.plan[slot.index];
-    if (plan.q_tiles < 0) return;
-    kv.wait_empty(shared.empty_kv);
-    kv.advance();
-    const int rows = plan.is_additional ? Traits::kKeys : p.kv_tile_tokens;
-    ClusterTransactionBarrier::arrive_and_expect_tx(&shared.full_v, chunks * rows * kRowBytes);
-    load_tile(plan.is_additional ? &p.additional_values : &p.value[plan.kv_map], &shared.full_v, shared.v, chunks,
-              Traits::kKeys, plan.kv_begin.z, plan.kv_begin.y, plan.kv_begin.x, plan.kv_slot);
     const CUtensorMap* map = &p.out_cotangent[plan.query_map];
     const int4 hull_begin = plan.hull_begin, hull_end = plan.hull_end;
     for (int i = 0; i < p.heads_per_kv; ++i) {

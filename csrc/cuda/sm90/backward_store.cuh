@@ -56,11 +56,14 @@ CUTE_DEVICE void store_key_tile(const BackwardParams& p, typename Traits::Shared
   arrive(shared.empty_gradients);
 }
 
-/// One thread: adds query gradients to their sums and stores key and value gradients; what lies outside the layout is
-/// clipped.
-template <class Traits>
+/// Adds query gradients to their sums and stores key and value gradients; what lies outside the layout is clipped.
+///
+/// One thread; or, where key/value tiles take turns in adding to a query tile, so that every run rounds alike, one
+/// warp, which works out the turns together.
+template <class Traits, bool kTakesTurns>
 CUTE_DEVICE void store_gradients(const BackwardParams& p, typename Traits::SharedStorage& shared) {
   wait_for_previous_kernel();
+  const bool stores = !kTakesTurns || threadIdx.x % 32 == 0;
   SingleBuffer sums, gradients;
   Ring<2> slot;
   while (true) {
@@ -73,69 +76,41 @@ CUTE_DEVICE void store_gradients(const BackwardParams& p, typename Traits::Share
       const int row = plan.batch * p.heads + plan.kv_head * p.heads_per_kv + i;
       const int slot_of_sums = row * p.queries + plan.q_token;
       QueryWalk walk(hull_begin);
-      for (int tile = 0; tile < plan.q_tiles; ++tile) {
-        sums.wait_full(shared.full_sums);
-        sums.advance();
-        add_sums<Traits>(p, shared, map, slot_of_sums, walk);
-        tma_store_wait<0>();
-        arrive(shared.empty_sums);
-        walk.next(p.axis, hull_begin, hull_end);
+      [[maybe_unused]] std::int32_t* turns = nullptr;
+      [[maybe_unused]] Turn turn{};
+      [[maybe_unused]] std::int32_t count = -1;
+      if constexpr (kTakesTurns) {
+        turns = p.schedule.turns_of(row, plan.group);
+        turn = turn_of(p, plan, walk);
       }
-    }
-    gradients.wait_full(shared.full_gradients);
-    gradients.advance();
-    store_key_tile<Traits>(p, shared, plan);
-    arrive(shared.empty_plan[slot.index]);
-    slot.advance();
-  }
-}
-
-/// One warp: the same, but key/value tiles take turns in adding to a query tile, so that every run rounds alike.
-template <class Traits>
-CUTE_DEVICE void store_gradients_in_turns(const BackwardParams& p, typename Traits::SharedStorage& shared) {
-  wait_for_previous_kernel();
-  const int lane = threadIdx.x % 32;
-  SingleBuffer sums, gradients;
-  Ring<2> slot;
-  while (true) {
-    slot.wait_full(shared.full_plan);
-    const auto& plan = shared.plan[slot.index];
-    if (plan.q_tiles < 0) return;
-    const CUtensorMap* map = &p.query_gradient[plan.query_map];
-    const int4 hull_begin = plan.hull_begin, hull_end = plan.hull_end;
-    for (int i = 0; i < p.heads_per_kv; ++i) {
-      const int row = plan.batch * p.heads + plan.kv_head * p.heads_per_kv + i;
-      const int slot_of_sums = row * p.queries + plan.q_token;
-      std::int32_t* turns = p.schedule.turns_of(row, plan.group);
-      QueryWalk walk(hull_begin);
-      Turn turn = turn_of(p, plan, walk);
-      std::int32_t count = -1;
       for (int tile = 0; tile < plan.q_tiles; ++tile) {
-        std::int32_t* const turns_here = turns + turn.q_tile;
-        if (lane == 0) {
-          await_count(turns_here, turn.before, count);
+        [[maybe_unused]] std::int32_t* const turns_here = turns + turn.q_tile;
+        if (stores) {
+          if constexpr (kTakesTurns) await_count(turns_here, turn.before, count);
           sums.wait_full(shared.full_sums);
           add_sums<Traits>(p, shared, map, slot_of_sums, walk);
         }
-        __syncwarp();
+        if constexpr (kTakesTurns) __syncwarp();
         sums.advance();
         walk.next(p.axis, hull_begin, hull_end);
-        turn = turn_of(p, plan, walk);
-        if (lane == 0) {
+        if constexpr (kTakesTurns) turn = turn_of(p, plan, walk);
+        if (stores) {
           tma_store_wait<0>();
           arrive(shared.empty_sums);
-          // On its way while this tile's sums are.
-          count = tile + 1 < plan.q_tiles ? load_count(turns + turn.q_tile) : -1;
-          asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-          count_one(turns_here);
+          if constexpr (kTakesTurns) {
+            // On its way while this tile's sums are.
+            count = tile + 1 < plan.q_tiles ? load_count(turns + turn.q_tile) : -1;
+            asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+            count_one(turns_here);
+          }
         }
       }
     }
-    if (lane == 0) {
+    if (stores) {
       gradients.wait_full(shared.full_gradients);
       store_key_tile<Traits>(p, shared, plan);
     }
-    __syncwarp();
+    if constexpr (kTakesTurns) __syncwarp();
     gradients.advance();
     arrive(shared.empty_plan[slot.index]);
     slot.advance();
