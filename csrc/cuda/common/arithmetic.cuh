@@ -17,7 +17,6 @@ namespace natten_jax {
 ///   Pair           two neighboring elements, with CUDA's conversions
 ///   kLargestExact  the largest logit or logsumexp, in base 2 or not, whose rounding would not show in weights relative
 ///                  to it (natten_jax/logsumexp.h)
-///   kSigns         the sign bits of a word
 ///   pack           two numbers in one word, the first in the low half
 template <class Element>
 struct ElementTraits;
@@ -26,14 +25,12 @@ template <>
 struct ElementTraits<float> {
   using Pair = float2;
   static constexpr float kLargestExact = 16.f;
-  static constexpr std::uint32_t kSigns = 0x80000000u;
 };
 
 template <>
 struct ElementTraits<cutlass::half_t> {
   using Pair = __half2;
   static constexpr float kLargestExact = 256.f;
-  static constexpr std::uint32_t kSigns = 0x80008000u;
 
   CUTE_DEVICE static std::uint32_t pack(float low, float high) {
     std::uint32_t result;
@@ -46,7 +43,6 @@ template <>
 struct ElementTraits<cutlass::bfloat16_t> {
   using Pair = __nv_bfloat162;
   static constexpr float kLargestExact = 256.f;
-  static constexpr std::uint32_t kSigns = 0x80008000u;
 
   CUTE_DEVICE static std::uint32_t pack(float low, float high) {
     std::uint32_t result;

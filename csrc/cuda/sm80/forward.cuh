@@ -44,19 +44,6 @@ CUTE_DEVICE void load_query(const ForwardParams& p, typename Traits::SharedStora
   commit_copies();
 }
 
-/// Negating the scale is negating the queries; a scale of zero makes them zero.
-template <class Traits>
-CUTE_DEVICE void negate_query(const ForwardParams& p, typename Traits::SharedStorage& shared) {
-  const std::uint32_t q = shared_address(shared.q);
-  wait_copies<0>();
-  __syncthreads();
-  for (int i = threadIdx.x; i < static_cast<int>(sizeof(shared.q)) / 4; i += Traits::kThreads) {
-    const std::uint32_t signs = ElementTraits<typename Traits::Element>::kSigns;
-    store_word(q + 4 * i, p.scale == 0.f ? 0 : load_word(q + 4 * i) ^ signs);
-  }
-  __syncthreads();
-}
-
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
     natten_jax_sm80_fna_forward(const __grid_constant__ ForwardParams p) {
@@ -78,7 +65,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
   __syncthreads();
   copies.start();
   typename WarpRows<Traits>::Query query;
-  if (p.scale <= 0.f) negate_query<Traits>(p, shared);
   if constexpr (Traits::kQueryInRegisters) {
     if (copies.steps > 0) {
       wait_copies<1>();

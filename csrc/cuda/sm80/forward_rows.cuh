@@ -41,7 +41,7 @@ struct WarpRows {
         read_k(k, 0),
         read_v(v, 0) {}
 
-  CUTE_DEVICE Softmax softmax() const { return Softmax((p.scale == 0.f ? 1.f : fabsf(p.scale)) * kLog2E); }
+  CUTE_DEVICE Softmax softmax() const { return Softmax(p.scale * kLog2E); }
 
   /// Loads the queries into registers.
   CUTE_DEVICE void load_query(Query& query) const {
