@@ -40,9 +40,10 @@ CUtensorMapDataType data_type(ElementType type) {
       return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     case ElementType::kBFloat16:
       return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    default:
-      return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    case ElementType::kFloat32:
+      break;
   }
+  return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
 }
 
 /// Encodes a map of five dimensions; `box` without the innermost one, of which boxes hold a swizzled row.
