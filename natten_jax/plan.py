@@ -45,12 +45,14 @@ class Plan:
         problem: What is computed.
         pass_: The pass.
         backend: What computes it.
+        platform: Of the devices that it is decided for, as :class:`natten_jax.devices.Device` has it.
         performance: How. The tiles of this pass and, where the backend has schedules, the schedule are given.
     """
 
     problem: Problem
     pass_: Pass
     backend: BackendId
+    platform: str
     performance: Performance
 
     @property
@@ -80,6 +82,7 @@ class Plan:
             "description": self.problem.describe(),
             "pass": self.pass_,
             "backend": str(self.backend),
+            "platform": self.platform,
             "problem": problem,
             "performance": performance,
         }
@@ -100,9 +103,8 @@ class Plan:
                 name: tuple(value) if isinstance(value, list) else value
                 for name, value in content["performance"].items()
             }
-            return cls(
-                Problem(**facts), content["pass"], BackendId.parse(content["backend"]), Performance(**performance)
-            )
+            backend = BackendId.parse(content["backend"])
+            return cls(Problem(**facts), content["pass"], backend, content["platform"], Performance(**performance))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"no plan of natten_jax: {error}") from None
 

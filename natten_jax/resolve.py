@@ -73,7 +73,7 @@ def plan_with(backend: Backend, request: Request, device: Device, pass_: Pass) -
     schedules = backend.schedules.get(pass_, ())
     schedule = (performance.kernel_schedule or str(schedules[0])) if schedules else None
     performance = dataclasses.replace(performance, kernel_schedule=schedule)
-    return Plan(problem, pass_, BackendId(backend.family, problem.operator), performance)
+    return Plan(problem, pass_, BackendId(backend.family, problem.operator), device.platform, performance)
 
 
 def rejections(problem: Problem, device: Device, pass_: Pass) -> dict[BackendId, str]:

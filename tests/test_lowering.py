@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -106,6 +107,25 @@ def test_a_backend_that_cannot_run_there_says_why(lowered: Callable[..., str]) -
 
     with pytest.raises(ValueError, match=r"compute capability 9.0 only, not on cuda \(compute capability 8.9\)"):
         lowered(ADA, operator, array(2, 64, 4, 64))
+
+
+@pytest.mark.parametrize("operator", ["forward", "backward"])
+def test_steps_of_plain_jax_are_as_large_as_the_platform_wants(operator: str) -> None:
+    """Whatever the process runs on: a CPU's logits stay in its caches, an accelerator's fill it."""
+
+    def forward(x: jax.Array) -> jax.Array:
+        return natten_jax.na1d(x, x, x, 9, backend="flex-fna")
+
+    function = forward if operator == "forward" else jax.grad(lambda x: forward(x).sum())
+
+    def largest_product(platform: str) -> int:
+        exported = jax.export.export(jax.jit(function), platforms=[platform], disabled_checks=natten_jax.EXPORT_CHECKS)
+        text = str(exported(array(4, 65_536, 8, 32, dtype=jnp.float32)).mlir_module())
+        shapes = re.findall(r"stablehlo.dot_general .* -> tensor<([0-9x]+)xf32>", text)
+        return max(math.prod(map(int, shape.split("x"))) for shape in shapes)
+
+    of_cpu, of_gpu, of_tpu = map(largest_product, ("cpu", "cuda", "tpu"))
+    assert of_cpu <= 2**20 < of_gpu <= 2**22 and of_tpu == of_gpu
 
 
 @pytest.mark.parametrize(("precision", "is_accurate"), [(None, 1), ("highest", 1), ("tensorfloat32", 0)])

@@ -49,6 +49,7 @@ plans = st.builds(
     ),
     pass_=st.sampled_from(PASSES),
     backend=st.builds(BackendId, st.sampled_from(["cpu", "hopper"]), st.sampled_from(["fna", "fmha"])),
+    platform=st.sampled_from(["cpu", "cuda", "other"]),
     performance=st.builds(
         Performance, q_tile_shape=shapes, backward_kv_splits=shapes, kernel_schedule=st.sampled_from([None, "pp"])
     ),

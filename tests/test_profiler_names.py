@@ -22,7 +22,9 @@ def plan_of(operator: Operator) -> Plan:
     """Of a forward pass of either operator; one and the same kernel runs both."""
     axis = Axis(8, 8, 3 if operator == "fna" else 8, 1, 1, False)
     problem = Problem(operator, 1, (axis,), 1, 1, 64, 64, "float16", 0.125)
-    return Plan(problem, "forward", BackendId("hopper", operator), Performance(q_tile_shape=(8,), kv_tile_shape=(8,)))
+    return Plan(
+        problem, "forward", BackendId("hopper", operator), "cuda", Performance(q_tile_shape=(8,), kv_tile_shape=(8,))
+    )
 
 
 ATTENTION = Instruction("custom-call", "jit(f)/ffi_call", "natten_jax_cuda_forward", plan_of("fna"))

@@ -47,7 +47,7 @@ class FlexBackend(PureJaxBackend):
     def forward_differentiable(self, plan: Plan, operands: Operands) -> Differentiable:
         """Compute output and logsumexp, and what the softmax found of each row."""
         problem = plan.problem
-        _, softmax = softmax_of_rows(problem, plan.performance, operands, "forward", mixes=True)
+        _, softmax = softmax_of_rows(plan, operands, "forward", mixes=True)
         assert softmax.mixed is not None
         total, lse = softmax.total, Products(problem).steepness * softmax.maximum + jnp.log(softmax.total)
         if operands.origins is not None:
@@ -61,17 +61,16 @@ class FlexBackend(PureJaxBackend):
         assert result.residuals is not None
         rows = Rows(result.residuals[..., :1], result.residuals[..., 1:])
         output = Output(result.out, result.logsumexp)
-        return tangents_of(plan.problem, plan.performance, operands, output, rows, tangents)
+        return tangents_of(plan, operands, output, rows, tangents)
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
         """Compute the gradients, from whatever computed the output."""
-        problem, tiles = plan.problem, plan.performance
         primals = Gradients(*operands[:5])
         output = Output(saved.out, saved.logsumexp)
         # Rows have to be the softmax of this backend's scores; the kernels that computed the output have their own.
-        _, softmax = softmax_of_rows(problem, tiles, operands, "backward", mixes=False)
+        _, softmax = softmax_of_rows(plan, operands, "backward", mixes=False)
         transpose = jax.linear_transpose(
-            lambda tangents: tangents_of(problem, tiles, operands, output, rows_of(softmax), tangents), primals
+            lambda tangents: tangents_of(plan, operands, output, rows_of(softmax), tangents), primals
         )
         cotangents = Output(*(each.astype(own.dtype) for each, own in zip(cotangents, output, strict=True)))
         gradients: Gradients

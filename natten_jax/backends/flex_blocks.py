@@ -19,11 +19,7 @@ from jax import lax
 
 from natten_jax.backends.flex_axes import AxisPosition, AxisSweep
 from natten_jax.backends.flex_hulls import largest_hull
-from natten_jax.devices import default_device
 from natten_jax.problem import Problem, Shape
-
-#: Logits that one step may compute: as many as fill an accelerator, or as stay in a CPU's caches.
-LOGITS_PER_STEP = {"cpu": 2**20, "accelerator": 2**22}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,6 +213,7 @@ def make_sweep(
     query_tile: Shape,
     key_tile: Shape,
     rows: int,
+    logits_per_step: int,
     *,
     outer_is_query: bool,
 ) -> Sweep:
@@ -229,6 +226,7 @@ def make_sweep(
         query_tile: Query tokens of a tile at most.
         key_tile: Key/value tokens of a tile at most.
         rows: Rows that share a token's place in the tiles: batch size times query heads.
+        logits_per_step: Logits that one step may compute, if that is enough for one outer tile.
         outer_is_query: Whether outer tiles are query tiles.
     """
     axes = []
@@ -259,8 +257,7 @@ def make_sweep(
         )
     logits = rows * math.prod(a.outer_tile * a.inner_tile for a in axes)
     tiles = math.prod(a.outer_tiles * a.dilation for a in axes)
-    budget = LOGITS_PER_STEP["cpu" if default_device().platform == "cpu" else "accelerator"]
-    steps_needed = -(-tiles // max(1, min(tiles, budget // logits)))
+    steps_needed = -(-tiles // max(1, min(tiles, logits_per_step // logits)))
     return Sweep(axes=tuple(axes), tiles_per_step=-(-tiles // steps_needed))
 
 

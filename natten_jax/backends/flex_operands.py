@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from natten_jax.backends.base import Operands
 from natten_jax.backends.flex_blocks import Sweep, make_sweep
 from natten_jax.passes import Pass, TilePair
-from natten_jax.performance import Performance
+from natten_jax.plan import Plan
 from natten_jax.problem import Problem
 
 _Tree = TypeVar("_Tree")
@@ -27,9 +27,12 @@ TILE_PAIRS: dict[int, list[TilePair]] = {
     ],
 }
 
+#: Logits that a step of a sweep may compute: as many as fill an accelerator, or as stay in a CPU's caches.
+_LOGITS_PER_STEP = {"accelerator": 2**22, "cpu": 2**20}
 
-def sweep_of(problem: Problem, tiles: Performance, operands: Operands, pass_: Pass, *, outer_is_query: bool) -> Sweep:
-    pair = tiles.tiles(pass_)
+
+def sweep_of(plan: Plan, operands: Operands, pass_: Pass, *, outer_is_query: bool) -> Sweep:
+    problem, pair = plan.problem, plan.performance.tiles(pass_)
     assert pair is not None, "plans of pure JAX backends have the tiles of both passes"
     return make_sweep(
         problem,
@@ -37,6 +40,7 @@ def sweep_of(problem: Problem, tiles: Performance, operands: Operands, pass_: Pa
         operands.key.shape[1:-2],
         *pair,
         rows=problem.batch * problem.heads,
+        logits_per_step=_LOGITS_PER_STEP["cpu" if plan.platform == "cpu" else "accelerator"],
         outer_is_query=outer_is_query,
     )
 

@@ -27,7 +27,7 @@ from natten_jax.backends.flex_operands import (
 from natten_jax.backends.flex_softmax import Products, Rows, Softmax, exponentials, highest
 from natten_jax.mesh.types import varying_like
 from natten_jax.passes import Pass
-from natten_jax.performance import Performance
+from natten_jax.plan import Plan
 from natten_jax.problem import Problem
 
 #: A product of two float32 numbers of this size is off by less than 2e-5, and so is a weight.
@@ -46,17 +46,16 @@ class RowsOfSweeps(NamedTuple):
     by_key: Rows
 
 
-def softmax_of_rows(
-    problem: Problem, tiles: Performance, operands: Operands, pass_: Pass, *, mixes: bool
-) -> tuple[Softmax, Softmax]:
+def softmax_of_rows(plan: Plan, operands: Operands, pass_: Pass, *, mixes: bool) -> tuple[Softmax, Softmax]:
     """Sweep over query tiles.
 
     Returns:
         The softmax over the additional tokens, without mixed values, and that over all tokens, whose values are mixed
         if ``mixes``; arrays are ``[batch, *query_layout, heads, width]``.
     """
+    problem = plan.problem
     products = Products(problem)
-    sweep = sweep_of(problem, tiles, operands, pass_, outer_is_query=True)
+    sweep = sweep_of(plan, operands, pass_, outer_is_query=True)
     origins = origins_of(problem, operands)
     keys, values = sweep.split_inner(operands.key), sweep.split_inner(operands.value)
     extra = tile_additional(problem, operands.additional_keys, operands.additional_values, sweep)
@@ -96,28 +95,28 @@ def rows_of(softmax: Softmax) -> Rows:
     return Rows(softmax.maximum, jnp.where(softmax.total == 0, 0, jnp.log(softmax.total)))
 
 
-def rows_of_sweeps(problem: Problem, tiles: Performance, operands: Operands, rows: Rows) -> RowsOfSweeps:
+def rows_of_sweeps(plan: Plan, operands: Operands, rows: Rows) -> RowsOfSweeps:
     """Rows for both sweeps of the backward pass, constants for every derivative.
 
     Args:
-        problem: The problem.
-        tiles: Its tiles.
-        operands: Its arrays.
+        plan: Of either pass.
+        operands: The arrays.
         rows: As another sweep found them: right unless logits are large.
     """
     operands, rows = lax.stop_gradient((operands, rows))
 
     def compute() -> RowsOfSweeps:
-        additional, every = softmax_of_rows(problem, tiles, operands, "backward", mixes=False)
-        return RowsOfSweeps(rows_of(every), _rows_by_key(problem, tiles, operands, additional))
+        additional, every = softmax_of_rows(plan, operands, "backward", mixes=False)
+        return RowsOfSweeps(rows_of(every), _rows_by_key(plan, operands, additional))
 
-    return _replaced_if(_may_be_large(problem, operands), compute, RowsOfSweeps(rows, rows))
+    return _replaced_if(_may_be_large(plan.problem, operands), compute, RowsOfSweeps(rows, rows))
 
 
-def _rows_by_key(problem: Problem, tiles: Performance, operands: Operands, additional: Softmax) -> Rows:
+def _rows_by_key(plan: Plan, operands: Operands, additional: Softmax) -> Rows:
     """Rows by the scores of the sweep over key/value tiles, and by given ones of additional tokens."""
+    problem = plan.problem
     products = Products(problem)
-    sweep = sweep_of(problem, tiles, operands, "backward", outer_is_query=False)
+    sweep = sweep_of(plan, operands, "backward", outer_is_query=False)
     origins = origins_of(problem, operands)
     queries = sweep.split_inner(operands.query)
     repeats = problem.heads // problem.heads_kv

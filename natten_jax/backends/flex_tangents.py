@@ -25,48 +25,43 @@ from natten_jax.backends.flex_operands import (
 from natten_jax.backends.flex_rows import rows_of_sweeps
 from natten_jax.backends.flex_softmax import Products, Rows, softmax_weights
 from natten_jax.mesh.types import varying_like
-from natten_jax.performance import Performance
-from natten_jax.problem import Problem
+from natten_jax.plan import Plan
 
 
-def tangents_of(
-    problem: Problem, tiles: Performance, operands: Operands, output: Output, rows: Rows, tangents: Gradients
-) -> Output:
+def tangents_of(plan: Plan, operands: Operands, output: Output, rows: Rows, tangents: Gradients) -> Output:
     """The rule in this module's description; linear in ``tangents``.
 
     The contributions of the query tangents are gathered per query tile, those of the key and value tangents
     are scattered per key/value tile: so the transposed rule, where that is the other way round, only gathers.
 
     Args:
-        problem: The problem.
-        tiles: Its tiles.
-        operands: Its arrays.
+        plan: Of either pass.
+        operands: The arrays.
         output: Output and logsumexp, from whatever computed them.
         rows: What a sweep over these operands found.
         tangents: Of the operands.
     """
-    products = Products(problem)
+    products = Products(plan.problem)
     # Zeros with the logsumexp's derivative: rows are constants.
     change = output.logsumexp - lax.stop_gradient(output.logsumexp)
     if operands.origins is not None:
         # A row that sees no local key has no weights, whatever is subtracted from its (masked) logits.
         change = jnp.where(output.logsumexp == -jnp.inf, 0, change)
     change = products.cast(change)[..., None]
-    of_sweeps = rows_of_sweeps(problem, tiles, operands, rows)
+    of_sweeps = rows_of_sweeps(plan, operands, rows)
     by_query, by_key = (Rows(each.maximum, each.log_total + change) for each in of_sweeps)
-    query_mixed, query_total = _query_tangents(problem, tiles, operands, by_query, tangents)
-    key_mixed, key_total = _key_tangents(problem, tiles, operands, by_key, tangents)
+    query_mixed, query_total = _query_tangents(plan, operands, by_query, tangents)
+    key_mixed, key_total = _key_tangents(plan, operands, by_key, tangents)
     mixed, total = query_mixed + key_mixed, query_total + key_total
     out = mixed - products.cast(output.out) * total
     return Output(out.astype(output.out.dtype), total[..., 0].astype(output.logsumexp.dtype))
 
 
-def _query_tangents(
-    problem: Problem, tiles: Performance, operands: Operands, rows: Rows, tangents: Gradients
-) -> tuple[jax.Array, jax.Array]:
+def _query_tangents(plan: Plan, operands: Operands, rows: Rows, tangents: Gradients) -> tuple[jax.Array, jax.Array]:
     """Contributions to ``ds V + P V'`` and ``rowsum(ds)`` of the queries and the additional keys and values."""
+    problem = plan.problem
     products = Products(problem)
-    sweep = sweep_of(problem, tiles, operands, "backward", outer_is_query=True)
+    sweep = sweep_of(plan, operands, "backward", outer_is_query=True)
     origins = origins_of(problem, operands)
     keys, values = sweep.split_inner(operands.key), sweep.split_inner(operands.value)
     extra = tile_additional(problem, operands.additional_keys, operands.additional_values, sweep)
@@ -132,12 +127,11 @@ def _query_tangents(
     )
 
 
-def _key_tangents(
-    problem: Problem, tiles: Performance, operands: Operands, rows: Rows, tangents: Gradients
-) -> tuple[jax.Array, jax.Array]:
+def _key_tangents(plan: Plan, operands: Operands, rows: Rows, tangents: Gradients) -> tuple[jax.Array, jax.Array]:
     """Contributions to ``ds V + P V'`` and ``rowsum(ds)`` of the keys and values."""
+    problem = plan.problem
     products = Products(problem)
-    sweep = sweep_of(problem, tiles, operands, "backward", outer_is_query=False)
+    sweep = sweep_of(plan, operands, "backward", outer_is_query=False)
     origins = origins_of(problem, operands)
     queries = sweep.split_inner(operands.query)
     row_terms = sweep.split_inner(jnp.concatenate(rows, axis=-1))
