@@ -28,70 +28,67 @@ struct Origin {
   }
 };
 
-/// A dilation group in one dimension, named by a local token of the side that owns a tile.
-struct GroupPair {
-  int group;
-  int own_residue, other_residue;  // local coordinate of the group's first token, modulo the dilation
-  int own_shift, other_shift;      // index of the group's first local token
+/// The dilation group that local tokens belong to whose coordinates are `residue` modulo the dilation.
+CUTE_DEVICE int group_of(const DeviceAxis& axis, int residue, Origin origin) {
+  const int group = origin.group + residue;
+  return group - (group >= axis.dilation ? axis.dilation : 0);
+}
 
-  CUTE_DEVICE GroupPair(const DeviceAxis& axis, int residue, Origin own, Origin other)
-      : group(own.group + residue), own_residue(residue) {
-    own_shift = own.index + (group >= axis.dilation);
-    group -= group >= axis.dilation ? axis.dilation : 0;
-    other_residue = group - other.group + (group < other.group ? axis.dilation : 0);
-    other_shift = other.index + (group < other.group);
+/// A dilation group's tokens on one side of a dimension.
+struct GroupTokens {
+  int residue;       // local coordinate of the first local one, modulo the dilation
+  int shift;         // its index
+  int local_length;  // local tokens
+  int length;        // global tokens
+
+  CUTE_DEVICE static GroupTokens of_queries(const DeviceAxis& axis, int group, Origin origin) {
+    return of_side(axis, group, origin, axis.query_local_extent, axis.query_extent);
+  }
+  CUTE_DEVICE static GroupTokens of_keys(const DeviceAxis& axis, int group, Origin origin) {
+    return of_side(axis, group, origin, axis.kv_local_extent, axis.kv_extent);
+  }
+
+ private:
+  CUTE_DEVICE static GroupTokens of_side(const DeviceAxis& axis, int group, Origin origin, int local_extent,
+                                         int extent) {
+    const bool is_before = group < origin.group;
+    const int residue = group - origin.group + (is_before ? axis.dilation : 0);
+    return {residue, origin.index + is_before, group_length(axis, local_extent, residue),
+            group_length(axis, extent, group)};
   }
 };
 
-/// One dimension of a query tile: a dilation group of local queries and the same group of local keys.
-struct AxisPlan {
-  int query_residue, kv_residue;  // local coordinate of the group's first token, modulo the dilation
-  int query_shift, kv_shift;      // index of the group's first local token
-  int queries, keys;              // local tokens of the group
-  int length;                     // global keys of the group
+/// One dimension of a query tile.
+struct QueryAxisPlan {
+  GroupTokens query, kv;
   int q_begin;
 
-  CUTE_DEVICE AxisPlan(const DeviceAxis& axis, int residue, int tile_index, Origin query, Origin kv)
-      : query_residue(residue), q_begin(tile_index * axis.q_tile) {
-    const GroupPair pair(axis, residue, query, kv);
-    kv_residue = pair.other_residue;
-    query_shift = pair.own_shift;
-    kv_shift = pair.other_shift;
-    queries = group_length(axis, axis.query_local_extent, residue);
-    keys = group_length(axis, axis.kv_local_extent, kv_residue);
-    length = group_length(axis, axis.kv_extent, pair.group);
-  }
+  CUTE_DEVICE QueryAxisPlan(const DeviceAxis& axis, int residue, int tile_index, Origin query_origin, Origin kv_origin)
+      : query(GroupTokens::of_queries(axis, group_of(axis, residue, query_origin), query_origin)),
+        kv(GroupTokens::of_keys(axis, group_of(axis, residue, query_origin), kv_origin)),
+        q_begin(tile_index * axis.q_tile) {}
 
   /// Local keys that the query at `coordinate` of the tile sees; past the layout, those of the last query. Both ends
   /// are clamped: an origin that places queries far outside the layout must not make ranges that overflow.
   CUTE_DEVICE int2 seen(const DeviceAxis& axis, int coordinate) const {
-    const auto window = window_bounds(axis, min(q_begin + coordinate, queries - 1) + query_shift, length);
-    return make_int2(max(window.begin - kv_shift, 0), min(max(window.end - kv_shift, 0), keys));
+    const int index = min(q_begin + coordinate, query.local_length - 1) + query.shift;
+    const auto window = window_bounds(axis, index, kv.length);
+    return make_int2(max(window.begin - kv.shift, 0), min(max(window.end - kv.shift, 0), kv.local_length));
   }
 };
 
-/// One dimension of a key/value tile: a dilation group of local keys and the same group of local queries.
+/// One dimension of a key/value tile.
 struct KeyAxisPlan {
-  int query_residue, kv_residue;  // as in AxisPlan
-  int query_shift, kv_shift;
-  int queries, keys;
-  int query_length, key_length;  // global tokens of the group
+  GroupTokens query, kv;
   int kv_begin;
   int first, last;  // keys of the tile that lie in the local and the global layout; none where last < first
 
-  CUTE_DEVICE KeyAxisPlan(const DeviceAxis& axis, int residue, int tile_index, Origin query, Origin kv)
-      : kv_residue(residue), kv_begin(tile_index * axis.kv_tile) {
-    const GroupPair pair(axis, residue, kv, query);
-    query_residue = pair.other_residue;
-    query_shift = pair.other_shift;
-    kv_shift = pair.own_shift;
-    queries = group_length(axis, axis.query_local_extent, query_residue);
-    keys = group_length(axis, axis.kv_local_extent, residue);
-    query_length = group_length(axis, axis.query_extent, pair.group);
-    key_length = group_length(axis, axis.kv_extent, pair.group);
-    first = max(kv_begin, -kv_shift);
-    last = min(min(kv_begin + axis.kv_tile, keys), key_length - kv_shift) - 1;
-  }
+  CUTE_DEVICE KeyAxisPlan(const DeviceAxis& axis, int residue, int tile_index, Origin query_origin, Origin kv_origin)
+      : query(GroupTokens::of_queries(axis, group_of(axis, residue, kv_origin), query_origin)),
+        kv(GroupTokens::of_keys(axis, group_of(axis, residue, kv_origin), kv_origin)),
+        kv_begin(tile_index * axis.kv_tile),
+        first(max(kv_begin, -kv.shift)),
+        last(min(min(kv_begin + axis.kv_tile, kv.local_length), kv.length - kv.shift) - 1) {}
 
   /// Whether every key of the tile lies in the layouts.
   CUTE_DEVICE bool is_whole(const DeviceAxis& axis) const {
@@ -101,8 +98,8 @@ struct KeyAxisPlan {
   /// Local queries that see a local key; none where the key lies outside the layouts.
   CUTE_DEVICE int2 seen_by(const DeviceAxis& axis, int key) const {
     if (key < first || key > last) return make_int2(0, 0);
-    const auto window = inverse_window_bounds(axis, key + kv_shift, query_length, key_length);
-    return make_int2(max(window.begin - query_shift, 0), min(max(window.end - query_shift, 0), queries));
+    const auto window = inverse_window_bounds(axis, key + kv.shift, query.length, kv.length);
+    return make_int2(max(window.begin - query.shift, 0), min(max(window.end - query.shift, 0), query.local_length));
   }
 };
 

@@ -12,15 +12,14 @@ namespace natten_jax {
 CUTE_DEVICE int of_lane(int value, int lane) {
   return __shfl_sync(0xffffffffu, value, lane);
 }
-/// Without kv_residue.
-CUTE_DEVICE AxisPlan of_lane(AxisPlan plan, int lane) {
-  plan.query_residue = of_lane(plan.query_residue, lane);
+CUTE_DEVICE GroupTokens of_lane(GroupTokens tokens, int lane) {
+  return {of_lane(tokens.residue, lane), of_lane(tokens.shift, lane), of_lane(tokens.local_length, lane),
+          of_lane(tokens.length, lane)};
+}
+CUTE_DEVICE QueryAxisPlan of_lane(QueryAxisPlan plan, int lane) {
+  plan.query = of_lane(plan.query, lane);
+  plan.kv = of_lane(plan.kv, lane);
   plan.q_begin = of_lane(plan.q_begin, lane);
-  plan.queries = of_lane(plan.queries, lane);
-  plan.query_shift = of_lane(plan.query_shift, lane);
-  plan.kv_shift = of_lane(plan.kv_shift, lane);
-  plan.keys = of_lane(plan.keys, lane);
-  plan.length = of_lane(plan.length, lane);
   return plan;
 }
 
@@ -35,18 +34,18 @@ CUTE_DEVICE int planned_dimension() {
 ///   axis: of the launch.
 ///   place: of the tile.
 ///   query_origin, kv_origin: of the dimension.
-CUTE_DEVICE AxisPlan plan_axis(const DeviceAxis (&axis)[3], const TilePlace& place, Origin query_origin,
-                               Origin kv_origin) {
+CUTE_DEVICE QueryAxisPlan plan_axis(const DeviceAxis (&axis)[3], const TilePlace& place, Origin query_origin,
+                                    Origin kv_origin) {
   const int d = planned_dimension();
   const int index = d == 0 ? place.index[0] : d == 1 ? place.index[1] : place.index[2];
   const int residue = d == 0 ? place.residue[0] : d == 1 ? place.residue[1] : place.residue[2];
-  return AxisPlan(axis[d], residue, QueryTileSchedule::latest_first(axis[d], index), query_origin, kv_origin);
+  return QueryAxisPlan(axis[d], residue, QueryTileSchedule::latest_first(axis[d], index), query_origin, kv_origin);
 }
 
 /// The same for the tile of a number, with its batch entry and head.
 template <class Params>
-CUTE_DEVICE AxisPlan plan_axis(const Params& p, Origin query_origin, Origin kv_origin, int tile, int& batch,
-                               int& head) {
+CUTE_DEVICE QueryAxisPlan plan_axis(const Params& p, Origin query_origin, Origin kv_origin, int tile, int& batch,
+                                    int& head) {
   const TilePlace place = p.schedule.place(p.axis, tile);
   batch = place.batch;
   head = place.head;

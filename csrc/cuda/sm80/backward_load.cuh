@@ -39,7 +39,7 @@ CUTE_DEVICE bool plan_keys(const BackwardParams& p, int tile, int group, typenam
   };
   const KeyAxisPlan axes[3] = {axis_plan(0), axis_plan(1), axis_plan(2)};
   for (int d = 0; d < 3; ++d) {
-    if (axes[d].kv_begin >= axes[d].keys) return false;
+    if (axes[d].kv_begin >= axes[d].kv.local_length) return false;
   }
   for (int row = threadIdx.x; row < Traits::kKeys; row += Traits::kThreads) {
     const int in_tile = first_row + row;
@@ -51,7 +51,7 @@ CUTE_DEVICE bool plan_keys(const BackwardParams& p, int tile, int group, typenam
     CUTE_UNROLL
     for (int d = 0; d < 3; ++d) {
       const int index = axes[d].kv_begin + at[d];
-      exists = exists && index < axes[d].keys;
+      exists = exists && index < axes[d].kv.local_length;
       token = token * p.axis[d].kv_local_extent + index * p.axis[d].dilation + residue[d];
       seen[d] = exists ? axes[d].seen_by(p.axis[d], index) : make_int2(0, 0);
     }
@@ -68,7 +68,7 @@ CUTE_DEVICE bool plan_keys(const BackwardParams& p, int tile, int group, typenam
       hull_end[d] = of_last.y;
       inner_begin[d] = of_last.x;
       inner_end[d] = axes[d].is_whole(p.axis[d]) && p.kv_tile_tokens % Traits::kKeys == 0 ? of_first.y : of_last.x;
-      first_token = first_token * p.axis[d].query_local_extent + axes[d].query_residue;
+      first_token = first_token * p.axis[d].query_local_extent + axes[d].query.residue;
     }
     CUTE_UNROLL
     for (int d = 2; d >= 0; --d) {

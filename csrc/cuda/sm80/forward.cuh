@@ -20,9 +20,9 @@ namespace natten_jax::sm80 {
 template <class Traits>
 CUTE_DEVICE bool plan_tile(const ForwardParams& p, typename Traits::SharedStorage& shared, int& batch, int& head) {
   const int d = planned_dimension(), dilation = p.axis[d].dilation;
-  const AxisPlan own = plan_axis(p, Origin::load(p.origins, d, dilation), Origin::load(p.origins, 3 + d, dilation),
-                                 blockIdx.x, batch, head);
-  if (__any_sync(0xffffffffu, own.q_begin >= own.queries)) return false;
+  const QueryAxisPlan own = plan_axis(p, Origin::load(p.origins, d, dilation), Origin::load(p.origins, 3 + d, dilation),
+                                      blockIdx.x, batch, head);
+  if (__any_sync(0xffffffffu, own.q_begin >= own.query.local_length)) return false;
   if (threadIdx.x >= Traits::kThreads - 32) {
     share_plan<typename Traits::Element, Traits::kColumns>(p, own, batch, head, shared.plan);
   }

@@ -32,7 +32,7 @@ CUTE_DEVICE int4 key_pitch(const ForwardParams& p) {
 /// Fills in a plan; all lanes of a warp take part, and `own` are their dimensions. Tiles are read in steps of
 /// `kColumns` keys.
 template <class Element, int kColumns>
-CUTE_DEVICE void share_plan(const ForwardParams& p, const AxisPlan& own, int batch, int head, TilePlan& plan) {
+CUTE_DEVICE void share_plan(const ForwardParams& p, const QueryAxisPlan& own, int batch, int head, TilePlan& plan) {
   const int lane = threadIdx.x % 32, d = planned_dimension();
   // The windows of the first and the last row, a lane each: 3 * is_last + dimension.
   const int of = min(lane, 5) % 3;
@@ -50,7 +50,7 @@ CUTE_DEVICE void share_plan(const ForwardParams& p, const AxisPlan& own, int bat
   const int tiles = p.axis[d].by_kv_tile.divide(max(hull_end - hull_begin, 0) + p.axis[d].kv_tile - 1);
   const int all_tiles = of_lane(tiles, 0) * of_lane(tiles, 1) * of_lane(tiles, 2);
   if (lane < 3) plan.tiles[lane] = tiles;
-  const int residue[3] = {of_lane(own.kv_residue, 0), of_lane(own.kv_residue, 1), of_lane(own.kv_residue, 2)};
+  const int residue[3] = {of_lane(own.kv.residue, 0), of_lane(own.kv.residue, 1), of_lane(own.kv.residue, 2)};
   if (lane != 0) return;
   plan.needs_mask = needs_mask;
   plan.window_steps = all_tiles * ((p.kv_tile_tokens + kColumns - 1) / kColumns);
@@ -89,7 +89,7 @@ struct SeenBox {
 
 /// Fills in a row's window: first key seen (x, y, z) and the row's token, or -1; end of the keys seen. All lanes of a
 /// warp take part, and `box` becomes what their rows see. Rows past the query tile stand for its first.
-CUTE_DEVICE void plan_row(const ForwardParams& p, const AxisPlan& own, int row, int (&begin)[4], int (&end)[4],
+CUTE_DEVICE void plan_row(const ForwardParams& p, const QueryAxisPlan& own, int row, int (&begin)[4], int (&end)[4],
                           SeenBox& box) {
   constexpr unsigned kAll = 0xffffffffu;
   constexpr int kMost = 0x7fffffff;
@@ -101,7 +101,7 @@ CUTE_DEVICE void plan_row(const ForwardParams& p, const AxisPlan& own, int row, 
 #pragma unroll 1
   for (int d = 0; d < 3; ++d) {
     const DeviceAxis& axis = p.axis[d];
-    const AxisPlan plan = of_lane(own, d);
+    const QueryAxisPlan plan = of_lane(own, d);
     const int coordinate = d == 0 ? x : d == 1 ? y : z, index = plan.q_begin + coordinate;
     const int2 seen = plan.seen(axis, coordinate);
     begin[d] = seen.x;
@@ -110,8 +110,8 @@ CUTE_DEVICE void plan_row(const ForwardParams& p, const AxisPlan& own, int row, 
     box.hull_end[d] = __reduce_max_sync(kAll, exists ? seen.y : -kMost);
     box.inner_begin[d] = __reduce_max_sync(kAll, exists ? seen.x : -kMost);
     box.inner_end[d] = __reduce_min_sync(kAll, exists ? seen.y : kMost);
-    is_inside = is_inside && index < plan.queries;
-    token = token * axis.query_local_extent + index * axis.dilation + plan.query_residue;
+    is_inside = is_inside && index < plan.query.local_length;
+    token = token * axis.query_local_extent + index * axis.dilation + plan.query.residue;
   }
   begin[3] = is_inside ? token : -1;
 }

@@ -79,20 +79,20 @@ CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, i
   const int index = p.schedule.in_turn(axis, d, d == 0 ? place.index[0] : d == 1 ? place.index[1] : place.index[2]);
   const int residue = d == 0 ? place.residue[0] : d == 1 ? place.residue[1] : place.residue[2];
   const KeyAxisPlan own(axis, residue, index, origins[d], origins[3 + d]);
-  if (__any_sync(kAll, own.kv_begin >= own.keys)) return false;
+  if (__any_sync(kAll, own.kv_begin >= own.kv.local_length)) return false;
   const int2 of_first = own.seen_by(axis, own.first), of_last = own.seen_by(axis, own.last);
   // Turns are taken by the tile: those of different keys must be of the same queries, or have none in common.
   const int hull_begin = p.schedule.turns == nullptr ? of_first.x : axis.by_q_tile.divide(of_first.x) * axis.q_tile;
   const int q_tiles = of_first.x < of_last.y ? axis.by_q_tile.divide(of_last.y - hull_begin + axis.q_tile - 1) : 0;
   const int all_q_tiles = of_lane(q_tiles, 0) * of_lane(q_tiles, 1) * of_lane(q_tiles, 2);
-  const unsigned long_query_groups = __ballot_sync(kAll, own.queries > axis.query_group_tokens);
-  const unsigned long_kv_groups = __ballot_sync(kAll, own.keys > axis.kv_group_tokens);
+  const unsigned long_query_groups = __ballot_sync(kAll, own.query.local_length > axis.query_group_tokens);
+  const unsigned long_kv_groups = __ballot_sync(kAll, own.kv.local_length > axis.kv_group_tokens);
   // A token's number from its coordinates, a dimension each.
   const auto token = [](int coordinate, int y_extent, int z_extent) {
     return (of_lane(coordinate, 0) * y_extent + of_lane(coordinate, 1)) * z_extent + of_lane(coordinate, 2);
   };
-  const int q_token = token(own.query_residue, p.axis[1].query_local_extent, p.axis[2].query_local_extent);
-  const int kv_token = token(own.kv_residue, p.axis[1].kv_local_extent, p.axis[2].kv_local_extent);
+  const int q_token = token(own.query.residue, p.axis[1].query_local_extent, p.axis[2].query_local_extent);
+  const int kv_token = token(own.kv.residue, p.axis[1].kv_local_extent, p.axis[2].kv_local_extent);
   if (lane < 3) {
     const auto set = [&](int4& of_axes, int value) { reinterpret_cast<int*>(&of_axes)[lane] = value; };
     set(plan.hull_begin, hull_begin);
@@ -100,7 +100,7 @@ CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, i
     set(plan.inner_begin, of_last.x);
     set(plan.inner_end, own.is_whole(axis) ? of_first.y : of_last.x);
     set(plan.kv_begin, own.kv_begin);
-    set(plan.q_residue, own.query_residue);
+    set(plan.q_residue, own.query.residue);
     set(plan.q_step, axis.dilation);
     plan.axis[lane] = own;
   }
@@ -189,12 +189,13 @@ CUTE_DEVICE Turn turn_of(const BackwardParams& p, const KeyTilePlan<kKeys>& plan
     q_tiles = axis.by_q_tile.divide(axis.query_local_extent + axis.q_tile - 1);
   } else {
     const KeyAxisPlan& own = plan.axis[d];
-    const int first_query = max(q_begin + own.query_shift, 0);
-    const int last_query = min(min(q_begin + axis.q_tile, own.queries) + own.query_shift, own.query_length) - 1;
-    const int begin = window_bounds(axis, first_query, own.key_length).begin - own.kv_shift;
-    const int end = window_bounds(axis, last_query, own.key_length).end - own.kv_shift;
+    const int first_query = max(q_begin + own.query.shift, 0);
+    const int last_query =
+        min(min(q_begin + axis.q_tile, own.query.local_length) + own.query.shift, own.query.length) - 1;
+    const int begin = window_bounds(axis, first_query, own.kv.length).begin - own.kv.shift;
+    const int end = window_bounds(axis, last_query, own.kv.length).end - own.kv.shift;
     const int lowest = axis.by_kv_tile.divide(max(begin, 0));
-    const int highest = axis.by_kv_tile.divide(min(end, own.keys) - 1);
+    const int highest = axis.by_kv_tile.divide(min(end, own.kv.local_length) - 1);
     before = p.schedule.turn_order[d].before(axis.by_kv_tile.divide(own.kv_begin), lowest, highest);
     tiles = highest - lowest + 1;
   }

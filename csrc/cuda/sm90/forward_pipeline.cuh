@@ -24,8 +24,8 @@ CUTE_DEVICE void plan_tiles(const ForwardParams& p, SharedStorage& shared) {
       return;
     }
     const TilePlace place = p.schedule.place(p.axis, tile);
-    const AxisPlan own = plan_axis(p.axis, place, query_origin, kv_origin);
-    if (__any_sync(0xffffffffu, own.q_begin >= own.queries)) continue;  // past its dilation group's end
+    const QueryAxisPlan own = plan_axis(p.axis, place, query_origin, kv_origin);
+    if (__any_sync(0xffffffffu, own.q_begin >= own.query.local_length)) continue;  // past its dilation group's end
     plan_tile(p, own, place, plan);
     arrive(shared.full_plan[slot.index]);  // every lane wrote a part
     plan_windows(p, own, plan);

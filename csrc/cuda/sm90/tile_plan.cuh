@@ -28,7 +28,7 @@ struct alignas(16) TilePlan {
 };
 
 /// Fills in all of a plan but its windows; all lanes of a warp take part.
-CUTE_DEVICE void plan_tile(const ForwardParams& p, const AxisPlan& own, const TilePlace& place, TilePlan& plan) {
+CUTE_DEVICE void plan_tile(const ForwardParams& p, const QueryAxisPlan& own, const TilePlace& place, TilePlan& plan) {
   constexpr unsigned kAll = 0xffffffffu;
   const int lane = threadIdx.x % 32, batch = place.batch, head = place.head;
   // The windows of the warpgroups' first and last rows, a lane each: 6 * warpgroup + 3 * is_last + dimension.
@@ -44,22 +44,22 @@ CUTE_DEVICE void plan_tile(const ForwardParams& p, const AxisPlan& own, const Ti
   const int hull_begin = of_lane(window.x, d), hull_end = of_lane(window.y, kCorners - 3 + d);
   const int kv_tiles = axis.by_kv_tile.divide(max(hull_end - hull_begin, 0) + axis.kv_tile - 1);
   const int all_kv_tiles = of_lane(kv_tiles, 0) * of_lane(kv_tiles, 1) * of_lane(kv_tiles, 2);
-  const unsigned long_query_groups = __ballot_sync(kAll, own.queries > axis.query_group_tokens);
-  const unsigned long_kv_groups = __ballot_sync(kAll, own.keys > axis.kv_group_tokens);
+  const unsigned long_query_groups = __ballot_sync(kAll, own.query.local_length > axis.query_group_tokens);
+  const unsigned long_kv_groups = __ballot_sync(kAll, own.kv.local_length > axis.kv_group_tokens);
   // A token's number in its array, from its coordinates, a dimension each.
   const auto token = [&](int coordinate, int x_extent, int y_extent, int z_extent) {
     const int x = batch * x_extent + of_lane(coordinate, 0);
     return (x * y_extent + of_lane(coordinate, 1)) * z_extent + of_lane(coordinate, 2);
   };
-  const int q_token = token(own.query_residue, p.axis[0].query_local_extent, p.axis[1].query_local_extent,
+  const int q_token = token(own.query.residue, p.axis[0].query_local_extent, p.axis[1].query_local_extent,
                             p.axis[2].query_local_extent);
   const int kv_token =
-      token(own.kv_residue, p.axis[0].kv_local_extent, p.axis[1].kv_local_extent, p.axis[2].kv_local_extent);
+      token(own.kv.residue, p.axis[0].kv_local_extent, p.axis[1].kv_local_extent, p.axis[2].kv_local_extent);
   if (lane < 3) {
     plan.hull_begin[lane] = hull_begin;
     plan.hull_end[lane] = hull_end;
     plan.q_begin[lane] = own.q_begin;
-    plan.query_residue[lane] = own.query_residue;
+    plan.query_residue[lane] = own.query.residue;
   }
   if (lane == 0) {
     const auto class_of = [](unsigned long_groups) {
@@ -79,7 +79,7 @@ CUTE_DEVICE void plan_tile(const ForwardParams& p, const AxisPlan& own, const Ti
 }
 
 /// Fills in a plan's windows; all lanes of a warp take part.
-CUTE_DEVICE void plan_windows(const ForwardParams& p, const AxisPlan& own, TilePlan& plan) {
+CUTE_DEVICE void plan_windows(const ForwardParams& p, const QueryAxisPlan& own, TilePlan& plan) {
   const int y_first = p.axis[0].q_tile, z_first = y_first + p.axis[1].q_tile, end = z_first + p.axis[2].q_tile;
   for (int first = 0; first < end; first += 32) {
     const int i = min(first + static_cast<int>(threadIdx.x % 32), end - 1), d = (i >= y_first) + (i >= z_first);
