@@ -30,12 +30,10 @@ struct BoxMask {
     // Each lane stands for an element of the rows that threads with this number modulo 4 hold.
     const int lane = threadIdx.x % 32, lane4 = warp % 4;
     const int column = 8 * (lane / 2) + 2 * lane4 + lane % 2;
-    int line, x, y, z;
-    (axis[2].*kByTile)(line, z, column);
-    (axis[1].*kByTile)(x, y, line);
+    const int3 at = place_in_tile<kByTile>(axis, column);
 #pragma unroll 1
     for (int d = 0; d < 3; ++d) {
-      const int coordinate = d == 0 ? x : d == 1 ? y : z;
+      const int coordinate = d == 0 ? at.x : d == 1 ? at.y : at.z;
       // A lane keeps one of the words of 32 cuts.
       for (int first = 32 * (warp / 4); first <= axis[d].*kTile; first += 32 * (warps / 4)) {
         std::uint32_t word = 0;

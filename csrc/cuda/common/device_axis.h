@@ -33,6 +33,16 @@ struct DeviceAxis {
   CUTLASS_HOST_DEVICE int dilations(int extent) const { return by_dilation.divide(extent); }
 };
 
+/// Where the `i`th token of a tile lies in it, last dimension fastest; `kByTile` divides by the tile's extents.
+template <cutlass::FastDivmod DeviceAxis::* kByTile>
+CUTLASS_HOST_DEVICE int3 place_in_tile(const DeviceAxis (&axis)[3], int i) {
+  int3 at;
+  int line;
+  (axis[2].*kByTile)(line, at.z, i);
+  (axis[1].*kByTile)(at.x, at.y, line);
+  return at;
+}
+
 /// Checked problems fit into 32 bits.
 inline DeviceAxis device_axis(const Axis& axis, std::int64_t q_tile, std::int64_t kv_tile) {
   DeviceAxis result{};

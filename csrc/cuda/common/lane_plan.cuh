@@ -28,6 +28,11 @@ CUTE_DEVICE int planned_dimension() {
   return min(static_cast<int>(threadIdx.x % 32), 2);
 }
 
+/// A token's number in a batch entry from its coordinates, of which each lane has that of the dimension it plans.
+CUTE_DEVICE int token_number(int coordinate, int y_extent, int z_extent) {
+  return (of_lane(coordinate, 0) * y_extent + of_lane(coordinate, 1)) * z_extent + of_lane(coordinate, 2);
+}
+
 /// The dimension's share of a query tile.
 ///
 /// Args:

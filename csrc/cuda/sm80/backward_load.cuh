@@ -43,8 +43,8 @@ CUTE_DEVICE bool plan_keys(const BackwardParams& p, int tile, int group, typenam
   }
   for (int row = threadIdx.x; row < Traits::kKeys; row += Traits::kThreads) {
     const int in_tile = first_row + row;
-    const int line = p.axis[2].by_kv_tile.divide(in_tile), x = p.axis[1].by_kv_tile.divide(line);
-    const int at[3] = {x, line - x * p.axis[1].kv_tile, in_tile - line * p.axis[2].kv_tile};
+    const int3 place = place_in_tile<&DeviceAxis::by_kv_tile>(p.axis, in_tile);
+    const int at[3] = {place.x, place.y, place.z};
     int token = 0;
     bool exists = in_tile < p.kv_tile_tokens;
     int2 seen[3];
@@ -88,7 +88,7 @@ CUTE_DEVICE bool plan_keys(const BackwardParams& p, int tile, int group, typenam
 template <class Traits>
 CUTE_DEVICE void load_keys(const BackwardParams& p, typename Traits::SharedStorage& shared, const KeyHead& own) {
   for (int row = threadIdx.x; row < kMostQueries; row += Traits::kThreads) {
-    shared.rows.fill(row, p.q_tile_tokens, p.axis[1].by_q_tile, p.axis[2].by_q_tile, shared.box.pitch);
+    shared.rows.template fill<&DeviceAxis::by_q_tile>(p.axis, row, p.q_tile_tokens, shared.box.pitch);
   }
   const auto load = [&](char* tile, const void* data, int head_dim) {
     const int head_bytes = head_dim * static_cast<int>(sizeof(typename Traits::Element));

@@ -29,7 +29,7 @@ CUTE_DEVICE bool plan_tile(const ForwardParams& p, typename Traits::SharedStorag
   const int warp = threadIdx.x / 32, row = 16 * Traits::kRowBlocks * warp + threadIdx.x % (16 * Traits::kRowBlocks);
   plan_row(p, own, row, shared.row_windows[row][0], shared.row_windows[row][1], shared.warp_boxes[warp]);
   for (int column = threadIdx.x; column < kMostColumns; column += Traits::kThreads) {
-    shared.columns.fill(column, p.kv_tile_tokens, p.axis[1].by_kv_tile, p.axis[2].by_kv_tile, key_pitch(p));
+    shared.columns.template fill<&DeviceAxis::by_kv_tile>(p.axis, column, p.kv_tile_tokens, key_pitch(p));
   }
   return true;
 }

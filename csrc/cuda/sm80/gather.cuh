@@ -76,13 +76,11 @@ struct TileRows {
   }
 
   /// Works out the row that a thread is responsible for.
-  CUTE_DEVICE void fill(int row, int tile_tokens, const cutlass::FastDivmod& by_y_extent,
-                        const cutlass::FastDivmod& by_z_extent, int4 pitch) {
-    int line, x, y, z;
-    by_z_extent(line, z, row);
-    by_y_extent(x, y, line);
+  template <cutlass::FastDivmod DeviceAxis::* kByTile>
+  CUTE_DEVICE void fill(const DeviceAxis (&axis)[3], int row, int tile_tokens, int4 pitch) {
+    const int3 in_tile = place_in_tile<kByTile>(axis, row);
     // Rows past the tile lie in no window.
-    const uchar4 at = row < tile_tokens ? make_uchar4(x, y, z, 0) : make_uchar4(255, 0, 0, 0);
+    const uchar4 at = row < tile_tokens ? make_uchar4(in_tile.x, in_tile.y, in_tile.z, 0) : make_uchar4(255, 0, 0, 0);
     coordinates[place(row)] = at;
     tokens[place(row)] = at.x * pitch.x + at.y * pitch.y + at.z * pitch.z;
   }

@@ -31,15 +31,9 @@ struct KeySteps {
       at = make_int4(walk.x, walk.y, walk.z, 0);
       const int4 pitch = key_pitch(p);
       at.w = at.x * pitch.x + at.y * pitch.y + at.z * pitch.z + plan.first_key;
-      const int end_x = at.x + p.axis[0].kv_tile, end_y = at.y + p.axis[1].kv_tile, end_z = at.z + p.axis[2].kv_tile;
       const bool is_full = column + columns <= p.kv_tile_tokens;
-      if (is_full && end_x <= plan.hull_end[0] && end_y <= plan.hull_end[1] && end_z <= plan.hull_end[2]) {
-        place |= kInside;
-      }
-      if (is_full && at.x >= plan.inner_begin[0] && at.y >= plan.inner_begin[1] && at.z >= plan.inner_begin[2] &&
-          end_x <= plan.inner_end[0] && end_y <= plan.inner_end[1] && end_z <= plan.inner_end[2]) {
-        place |= kWhole;
-      }
+      if (is_full && walk.is_inside(p.axis, quad(plan.hull_begin), quad(plan.hull_end))) place |= kInside;
+      if (is_full && walk.is_inside(p.axis, quad(plan.inner_begin), quad(plan.inner_end))) place |= kWhole;
       place |= kWindow | column << 3;
     } else {
       at.w = (i - plan.window_steps) * columns;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/common/lane_plan.cuh"
+#include "cuda/common/tile_walk.cuh"
 #include "cuda/sm80/params.h"
 
 namespace natten_jax::sm80 {
@@ -74,16 +75,12 @@ struct SeenBox {
 
   /// Whether some row sees keys of the key/value tile at `at`.
   CUTE_DEVICE bool overlaps(const ForwardParams& p, int4 at) const {
-    const int4 begin = quad(hull_begin), end = quad(hull_end);
-    return at.x < end.x && at.y < end.y && at.z < end.z && at.x + p.axis[0].kv_tile > begin.x &&
-           at.y + p.axis[1].kv_tile > begin.y && at.z + p.axis[2].kv_tile > begin.z;
+    return !KvWalk(at).is_outside(p.axis, quad(hull_begin), quad(hull_end));
   }
 
   /// Whether every row sees all keys of the tile.
   CUTE_DEVICE bool contains(const ForwardParams& p, int4 at) const {
-    const int4 begin = quad(inner_begin), end = quad(inner_end);
-    return at.x >= begin.x && at.y >= begin.y && at.z >= begin.z && at.x + p.axis[0].kv_tile <= end.x &&
-           at.y + p.axis[1].kv_tile <= end.y && at.z + p.axis[2].kv_tile <= end.z;
+    return KvWalk(at).is_inside(p.axis, quad(inner_begin), quad(inner_end));
   }
 };
 
@@ -94,15 +91,14 @@ CUTE_DEVICE void plan_row(const ForwardParams& p, const QueryAxisPlan& own, int 
   constexpr unsigned kAll = 0xffffffffu;
   constexpr int kMost = 0x7fffffff;
   const bool exists = row < p.q_tile_tokens;
-  int line, x, y, z, token = 0;
+  const int3 at = place_in_tile<&DeviceAxis::by_q_tile>(p.axis, exists ? row : 0);
+  int token = 0;
   bool is_inside = exists;
-  p.axis[2].by_q_tile(line, z, exists ? row : 0);
-  p.axis[1].by_q_tile(x, y, line);
 #pragma unroll 1
   for (int d = 0; d < 3; ++d) {
     const DeviceAxis& axis = p.axis[d];
     const QueryAxisPlan plan = of_lane(own, d);
-    const int coordinate = d == 0 ? x : d == 1 ? y : z, index = plan.q_begin + coordinate;
+    const int coordinate = d == 0 ? at.x : d == 1 ? at.y : at.z, index = plan.q_begin + coordinate;
     const int2 seen = plan.seen(axis, coordinate);
     begin[d] = seen.x;
     end[d] = seen.y;

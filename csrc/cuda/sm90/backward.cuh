@@ -28,16 +28,15 @@ CUTE_DEVICE void prepare_backward(const BackwardParams& p, typename Traits::Shar
     cutlass::arch::fence_view_async_shared();
   }
   // Rows past the key/value tile stand for its first; columns past the query tile are in no window.
-  const auto place = [&](int i, int tokens, int y_extent, int z_extent, int x_past) {
-    const int line = i / z_extent, x = line / y_extent;
-    return make_uchar4(i < tokens ? x : x_past, i < tokens ? line - x * y_extent : 0,
-                       i < tokens ? i - line * z_extent : 0, 0);
-  };
+  const auto bytes = [](int3 at) { return make_uchar4(at.x, at.y, at.z, 0); };
   if (threadIdx.x < Traits::kKeys) {
-    shared.row_coordinates[threadIdx.x] = place(threadIdx.x, p.kv_tile_tokens, p.axis[1].kv_tile, p.axis[2].kv_tile, 0);
+    const int row = threadIdx.x < p.kv_tile_tokens ? threadIdx.x : 0;
+    shared.row_coordinates[threadIdx.x] = bytes(place_in_tile<&DeviceAxis::by_kv_tile>(p.axis, row));
   } else if (threadIdx.x - Traits::kKeys < Traits::kQueries) {
-    shared.column_coordinates[threadIdx.x - Traits::kKeys] =
-        place(threadIdx.x - Traits::kKeys, p.q_tile_tokens, p.axis[1].q_tile, p.axis[2].q_tile, 255);
+    const int column = threadIdx.x - Traits::kKeys;
+    shared.column_coordinates[column] = column < p.q_tile_tokens
+                                            ? bytes(place_in_tile<&DeviceAxis::by_q_tile>(p.axis, column))
+                                            : make_uchar4(255, 0, 0, 0);
   }
   if (threadIdx.x < 6) {
     shared.origins[threadIdx.x] = Origin::load(p.origins, threadIdx.x, p.axis[threadIdx.x % 3].dilation);

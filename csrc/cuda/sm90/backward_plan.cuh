@@ -72,27 +72,22 @@ CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, i
     plan_additional(p, tile, plan);
     return true;
   }
-  constexpr unsigned kAll = 0xffffffffu;
   const TilePlace place = p.schedule.place(p.axis, tile);
   const int lane = threadIdx.x % 32, d = planned_dimension();
   const DeviceAxis& axis = p.axis[d];
   const int index = p.schedule.in_turn(axis, d, d == 0 ? place.index[0] : d == 1 ? place.index[1] : place.index[2]);
   const int residue = d == 0 ? place.residue[0] : d == 1 ? place.residue[1] : place.residue[2];
   const KeyAxisPlan own(axis, residue, index, origins[d], origins[3 + d]);
-  if (__any_sync(kAll, own.kv_begin >= own.kv.local_length)) return false;
+  if (__any_sync(0xffffffffu, own.kv_begin >= own.kv.local_length)) return false;
   const int2 of_first = own.seen_by(axis, own.first), of_last = own.seen_by(axis, own.last);
   // Turns are taken by the tile: those of different keys must be of the same queries, or have none in common.
   const int hull_begin = p.schedule.turns == nullptr ? of_first.x : axis.by_q_tile.divide(of_first.x) * axis.q_tile;
   const int q_tiles = of_first.x < of_last.y ? axis.by_q_tile.divide(of_last.y - hull_begin + axis.q_tile - 1) : 0;
   const int all_q_tiles = of_lane(q_tiles, 0) * of_lane(q_tiles, 1) * of_lane(q_tiles, 2);
-  const unsigned long_query_groups = __ballot_sync(kAll, own.query.local_length > axis.query_group_tokens);
-  const unsigned long_kv_groups = __ballot_sync(kAll, own.kv.local_length > axis.kv_group_tokens);
-  // A token's number from its coordinates, a dimension each.
-  const auto token = [](int coordinate, int y_extent, int z_extent) {
-    return (of_lane(coordinate, 0) * y_extent + of_lane(coordinate, 1)) * z_extent + of_lane(coordinate, 2);
-  };
-  const int q_token = token(own.query.residue, p.axis[1].query_local_extent, p.axis[2].query_local_extent);
-  const int kv_token = token(own.kv.residue, p.axis[1].kv_local_extent, p.axis[2].kv_local_extent);
+  const int query_map = group_class(own.query.local_length, axis.query_group_tokens);
+  const int kv_map = group_class(own.kv.local_length, axis.kv_group_tokens);
+  const int q_token = token_number(own.query.residue, p.axis[1].query_local_extent, p.axis[2].query_local_extent);
+  const int kv_token = token_number(own.kv.residue, p.axis[1].kv_local_extent, p.axis[2].kv_local_extent);
   if (lane < 3) {
     const auto set = [&](int4& of_axes, int value) { reinterpret_cast<int*>(&of_axes)[lane] = value; };
     set(plan.hull_begin, hull_begin);
@@ -105,16 +100,13 @@ CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, i
     plan.axis[lane] = own;
   }
   if (lane == 0) {
-    const auto class_of = [](unsigned long_groups) {
-      return static_cast<int>((long_groups & 1) << 2 | (long_groups & 2) | (long_groups >> 2 & 1));
-    };
     plan.batch = place.batch;
     plan.kv_head = place.head;
     plan.group = place.group;
     plan.q_tiles = all_q_tiles;
     plan.is_additional = false;
-    plan.query_map = class_of(long_query_groups);
-    plan.kv_map = class_of(long_kv_groups);
+    plan.query_map = query_map;
+    plan.kv_map = kv_map;
     // Dilation is strided dimensions that begin at the group's first token.
     plan.q_token = q_token;
     plan.query_slot = (place.batch * p.queries + q_token) * p.heads;

@@ -14,10 +14,9 @@ struct RowPlace {
   /// Rows past the query tile stand for its first.
   CUTE_DEVICE RowPlace(const ForwardParams& p, int row) {
     const bool exists = row < p.q_tile_tokens;
-    int line, x, y, z;
-    p.axis[2].by_q_tile(line, z, exists ? row : 0);
-    p.axis[1].by_q_tile(x, y, line);
-    window_indices = x | (p.axis[0].q_tile + y) << 8 | (p.axis[0].q_tile + p.axis[1].q_tile + z) << 16 | exists << 24;
+    const int3 at = place_in_tile<&DeviceAxis::by_q_tile>(p.axis, exists ? row : 0);
+    const int y_first = p.axis[0].q_tile, z_first = y_first + p.axis[1].q_tile;
+    window_indices = at.x | (y_first + at.y) << 8 | (z_first + at.z) << 16 | exists << 24;
   }
 
   CUTE_DEVICE int2 window(const TilePlan& plan, int d) const { return plan.windows[byte(d)]; }

@@ -69,6 +69,8 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   p.remainder = arrays.remainder;
   p.query_classes = group_classes(problem, Side::kQuery);
   p.kv_classes = group_classes(problem, Side::kKeyValue);
+  p.queries = static_cast<int>(problem.queries());
+  p.keys = static_cast<int>(problem.keys());
   p.heads = static_cast<int>(problem.heads);
   p.heads_kv = static_cast<int>(problem.heads_kv);
   p.head_dim = static_cast<int>(problem.head_dim);

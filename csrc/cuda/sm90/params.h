@@ -34,6 +34,8 @@ struct ForwardParams {
   const std::int32_t* origins;  // [2, 3]: query origin, key/value origin; null: zeros
   float* logsumexp;
   float* remainder;  // of the logsumexp, or null
+  int queries;       // per batch entry
+  int keys;          // per batch entry
   int heads;
   int heads_kv;
   int head_dim;

@@ -27,9 +27,14 @@ struct alignas(16) TilePlan {
   int2 windows[kMostRows + 2];
 };
 
+/// The class of a dilation group on one side, from its length in the dimension that a lane plans; all lanes of a warp.
+CUTE_DEVICE int group_class(int local_length, int tokens_without_remainder) {
+  const unsigned is_longer = __ballot_sync(0xffffffffu, local_length > tokens_without_remainder);
+  return static_cast<int>((is_longer & 1) << 2 | (is_longer & 2) | (is_longer >> 2 & 1));
+}
+
 /// Fills in all of a plan but its windows; all lanes of a warp take part.
 CUTE_DEVICE void plan_tile(const ForwardParams& p, const QueryAxisPlan& own, const TilePlace& place, TilePlan& plan) {
-  constexpr unsigned kAll = 0xffffffffu;
   const int lane = threadIdx.x % 32, batch = place.batch, head = place.head;
   // The windows of the warpgroups' first and last rows, a lane each: 6 * warpgroup + 3 * is_last + dimension.
   const int corner = min(lane, kCorners - 1), of = corner % 3;
@@ -44,17 +49,10 @@ CUTE_DEVICE void plan_tile(const ForwardParams& p, const QueryAxisPlan& own, con
   const int hull_begin = of_lane(window.x, d), hull_end = of_lane(window.y, kCorners - 3 + d);
   const int kv_tiles = axis.by_kv_tile.divide(max(hull_end - hull_begin, 0) + axis.kv_tile - 1);
   const int all_kv_tiles = of_lane(kv_tiles, 0) * of_lane(kv_tiles, 1) * of_lane(kv_tiles, 2);
-  const unsigned long_query_groups = __ballot_sync(kAll, own.query.local_length > axis.query_group_tokens);
-  const unsigned long_kv_groups = __ballot_sync(kAll, own.kv.local_length > axis.kv_group_tokens);
-  // A token's number in its array, from its coordinates, a dimension each.
-  const auto token = [&](int coordinate, int x_extent, int y_extent, int z_extent) {
-    const int x = batch * x_extent + of_lane(coordinate, 0);
-    return (x * y_extent + of_lane(coordinate, 1)) * z_extent + of_lane(coordinate, 2);
-  };
-  const int q_token = token(own.query.residue, p.axis[0].query_local_extent, p.axis[1].query_local_extent,
-                            p.axis[2].query_local_extent);
-  const int kv_token =
-      token(own.kv.residue, p.axis[0].kv_local_extent, p.axis[1].kv_local_extent, p.axis[2].kv_local_extent);
+  const int query_map = group_class(own.query.local_length, axis.query_group_tokens);
+  const int kv_map = group_class(own.kv.local_length, axis.kv_group_tokens);
+  const int q_token = token_number(own.query.residue, p.axis[1].query_local_extent, p.axis[2].query_local_extent);
+  const int kv_token = token_number(own.kv.residue, p.axis[1].kv_local_extent, p.axis[2].kv_local_extent);
   if (lane < 3) {
     plan.hull_begin[lane] = hull_begin;
     plan.hull_end[lane] = hull_end;
@@ -62,18 +60,15 @@ CUTE_DEVICE void plan_tile(const ForwardParams& p, const QueryAxisPlan& own, con
     plan.query_residue[lane] = own.query.residue;
   }
   if (lane == 0) {
-    const auto class_of = [](unsigned long_groups) {
-      return static_cast<int>((long_groups & 1) << 2 | (long_groups & 2) | (long_groups >> 2 & 1));
-    };
     const int kv_head = p.by_heads_per_kv.divide(head);
     plan.batch = batch;
     plan.head = head;
     plan.kv_tiles = max(all_kv_tiles, 1);
-    plan.query_map = class_of(long_query_groups);
-    plan.kv_map = class_of(long_kv_groups);
+    plan.query_map = query_map;
+    plan.kv_map = kv_map;
     // Dilation is strided dimensions that begin at the group's first token.
-    plan.query_slot = q_token * p.heads + head;
-    plan.kv_slot = kv_token * p.heads_kv + kv_head;
+    plan.query_slot = (batch * p.queries + q_token) * p.heads + head;
+    plan.kv_slot = (batch * p.keys + kv_token) * p.heads_kv + kv_head;
     plan.additional_slot = batch * p.additional_kv * p.heads_kv + kv_head;
   }
 }
