@@ -55,19 +55,89 @@ class Halo:
         whole, rest = divmod(tokens, self.part)
         return (self.part,) * whole + ((rest,) if rest else ())
 
-    def interior(self, axis: Axis) -> tuple[int, int]:
-        """The queries ``[first, last)`` of a part, counted from its start, that need nobody else's keys in any part."""
+    def borders(self, axis: Axis) -> tuple[int, int]:
+        """The end of the queries that need keys in front in any part, and the first that needs keys behind.
+
+        Counted from the part's start; ``(0, part)`` where no query needs anybody's keys.
+        """
+        first, last = self._reach(axis)
+        needs_before, needs_after = np.nonzero(first < 0)[0], np.nonzero(last > self.part)[0]
+        # Windows move with their queries: what needs keys in front lies in front, but for other dilation groups.
+        return (
+            int(needs_before[-1]) + 1 if needs_before.size else 0,
+            int(needs_after[0]) if needs_after.size else self.part,
+        )
+
+    def interior(self, axis: Axis, multiple: int = 1) -> tuple[int, int]:
+        """The queries ``[first, last)`` of a part, counted from its start, that need nobody else's keys in any part.
+
+        Args:
+            axis: The dimension.
+            multiple: Of how many queries the borders in front and behind are to be multiples; those of a part that has
+                no such border end where it does.
+        """
         if self.is_gathered:
             return (0, 0)
-        queries = np.arange(self.extent).reshape(self.parts, self.part)
-        starts = queries[:, :1]
-        first, last = _reach(axis, queries)
-        needs_before = np.nonzero(np.any(first < starts, axis=0))[0]
-        needs_after = np.nonzero(np.any(last > starts + self.part, axis=0))[0]
-        # Windows move with their queries: what needs keys in front lies in front, but for other dilation groups.
-        begin = int(needs_before[-1]) + 1 if needs_before.size else 0
-        end = int(needs_after[0]) if needs_after.size else self.part
+        begin, end = self.borders(axis)
+        begin = -(-begin // multiple) * multiple
+        end = end if end == self.part else end // multiple * multiple
         return (begin, end) if begin < end else (0, 0)
+
+    def keys_of(self, axis: Axis, queries: tuple[int, int]) -> tuple[int, int]:
+        """The keys ``[first, last)`` that queries of a part see in any part, all counted from the part's start."""
+        first, last = (each[slice(*queries)] for each in self._reach(axis))
+        return max(int(first.min()), -self.before), min(int(last.max()), self.part + self.after)
+
+    def _reach(self, axis: Axis) -> tuple[np.ndarray, np.ndarray]:
+        """For each query of a part: the first key, and the one behind the last, that it sees in any part."""
+        queries = np.arange(self.extent).reshape(self.parts, self.part)
+        first, last = _reach(axis, queries)
+        return np.min(first - queries[:, :1], axis=0), np.max(last - queries[:, :1], axis=0)
+
+
+#: Queries or keys ``[first, last)`` of a part along each token dimension, counted from the part's start.
+Box = tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """The queries of a part, as boxes that have none in common.
+
+    Attributes:
+        interior: Those that need nobody else's keys.
+        borders: By token dimension, those in front of the interior and those behind; ``None`` where there are none.
+            They have the interior's queries along the dimensions before and all along those after.
+    """
+
+    interior: Box
+    borders: tuple[tuple[Box | None, Box | None], ...]
+
+
+def division_of(problem: Problem, halos: Sequence[Halo], q_tile: Sequence[int]) -> Division | None:
+    """Divide a part's queries into an interior and its borders, along the edges of query tiles.
+
+    Tiles of the boxes are then those that the part as a whole has: no query is computed in a tile more than before.
+
+    Args:
+        problem: The whole problem.
+        halos: One for each token dimension.
+        q_tile: The query tile.
+
+    Returns:
+        The division; ``None`` where there is no interior, or nothing else.
+    """
+    axes = list(zip(problem.axes, halos, q_tile, strict=True))
+    interior = tuple(halo.interior(axis, tile * axis.dilation) for axis, halo, tile in axes)
+    whole: list[tuple[int, int]] = [(0, halo.part) for halo in halos]
+    if any(first == last for first, last in interior) or list(interior) == whole:
+        return None
+    borders: list[tuple[Box | None, Box | None]] = []
+    for i, (begin, end) in enumerate(interior):
+        last = halos[i].part
+        sides = [(0, begin) if begin else None, (end, last) if end < last else None]
+        before, after = (None if side is None else (*interior[:i], side, *whole[i + 1 :]) for side in sides)
+        borders.append((before, after))
+    return Division(interior, tuple(borders))
 
 
 def halo_of(axis: Axis, parts: int) -> Halo:

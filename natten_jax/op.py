@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from natten_jax import run
+from natten_jax import backends, run
 from natten_jax.backends.base import Operands, Output, Saved
+from natten_jax.cost.communication import dividing_keys_pays, division_that_pays
 from natten_jax.devices import local_devices
 from natten_jax.differentiation import in_reverse_only
-from natten_jax.mesh import exchange, explicit
+from natten_jax.halo import Division
+from natten_jax.mesh import exchange, explicit, overlap
+from natten_jax.mesh.exchange import Exchange
 from natten_jax.mesh.types import vary_alike
+from natten_jax.passes import PASSES
 from natten_jax.resolve import Request, resolve
+
+_Result = TypeVar("_Result", Output, Saved)
 
 #: Names of the saved residuals, for ``jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)``: a
 #: rematerialised function that keeps them does not run the forward kernel a second time.
@@ -34,12 +42,12 @@ def attend(request: Request, operands: Operands) -> Output:
     check_runs_somewhere(request)
 
     def run_local(request: Request, arrays: Operands) -> Output:
-        if request.token_axes:
-            arrays = exchange.with_halos(request.problem, arrays, exchange.lines_of(request.token_axes))
+        if request.token_axes and _travel_of(request) is None:
+            arrays = Exchange.of(request.problem, exchange.lines_of(request.token_axes)).brought(arrays)
             arrays = Operands._make(vary_alike(arrays))
             request = dataclasses.replace(request, token_axes=())
         # Plain JAX differentiates itself: forward mode and higher orders included.
-        output = run.forward_plain(request, arrays)
+        output = None if request.token_axes else run.forward_plain(request, arrays)
         if output is not None:
             return output
         differentiable = [None if array is None else in_reverse_only(array) for array in arrays[:5]]
@@ -67,13 +75,56 @@ def check_runs_somewhere(request: Request) -> None:
     raise errors[0]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Travel:
+    """How the halos of a device's part travel, where ``token_axes`` says what the part is.
+
+    Attributes:
+        exchange: What brings them.
+        division: Of the queries, for a forward pass meanwhile.
+    """
+
+    exchange: Exchange
+    division: Division | None
+
+
+def _travel_of(request: Request) -> _Travel | None:
+    """How halos travel while passes compute; ``None`` where they had better come first.
+
+    Which backend runs is decided later: this is for the one that would run here. Where another does, results are the
+    same.
+    """
+    if not request.token_axes:
+        return None
+    for device in local_devices():
+        try:
+            plans = [resolve(request, device, pass_) for pass_ in PASSES]
+        except ValueError:
+            continue
+        if any(backends.find(plan.backend, plan.backend.operator).is_pure_jax for plan in plans):
+            return None  # JAX differentiates it, exchange and all
+        travel = Exchange.of(request.problem, exchange.lines_of(request.token_axes))
+        halos = tuple(travel.halos)
+        division = division_that_pays(plans[0], halos)
+        return _Travel(travel, division) if division or dividing_keys_pays(plans[1], halos) else None
+    return None
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(request: Request, operands: Operands) -> Output:
-    return run.forward(request, operands)
+    return _run_forward(run.forward, request, operands)
+
+
+def _run_forward(function: Callable[[Request, Operands], _Result], request: Request, operands: Operands) -> _Result:
+    travel = _travel_of(request)
+    if travel is None:
+        return function(request, operands)
+    whole = dataclasses.replace(request, token_axes=())
+    return overlap.forward(function, whole, travel.exchange, travel.division, operands)
 
 
 def _attend_forward(request: Request, operands: Operands) -> tuple[Output, tuple[Operands, Saved]]:
-    result = run.forward_saving(request, operands)
+    result = _run_forward(run.forward_saving, request, operands)
     of_output, of_logsumexp = CHECKPOINT_NAMES
     names = of_output, of_logsumexp, of_logsumexp  # the last for the remainder
     saved = Saved(*(checkpoint_name(array, name) for array, name in zip(result, names, strict=True)))
@@ -81,7 +132,12 @@ def _attend_forward(request: Request, operands: Operands) -> tuple[Output, tuple
 
 
 def _attend_backward(request: Request, residuals: tuple[Operands, Saved], cotangents: Output) -> tuple[Operands]:
-    gradients = run.backward(request, *residuals, cotangents)
+    travel = _travel_of(request)
+    if travel is None:
+        gradients = run.backward(request, *residuals, cotangents)
+    else:
+        whole = dataclasses.replace(request, token_axes=())
+        gradients = overlap.backward(run.backward, whole, travel.exchange, *residuals, cotangents)
     return (Operands._make([*gradients, None]),)  # origins are integers and have no gradient
 
 

@@ -180,34 +180,18 @@ def _run_local(
         array if role is Role.WHOLE else array.reshape(batch, *array.shape[mapped + 1 :])
         for array, role in zip(arguments, step.roles, strict=True)
     ]
-    run = functools.partial(_run_exchanging, lines=lines) if any(lines) else _run_step
-    results = run(arrays, step=step, request=request, device=device)
+    run = functools.partial(_run_step, device=device)
+    if any(lines):
+        exchange = Exchange.of(request.problem, lines)
+        results = step.compute_exchanging(run, step.plan(request, device), request, exchange, *arrays)
+    else:
+        results = run(step, request, arrays)
     return [array.reshape(*outer, *array.shape[1:]) for array in results]
 
 
-def _run_step(arrays: Sequence[jax.Array], *, step: Step, request: Request, device: Device) -> list[jax.Array]:
+def _run_step(step: Step, request: Request, arrays: Sequence[jax.Array], *, device: Device) -> list[jax.Array]:
     results: list[jax.Array] = _function(step=step, request=request, device=device)(*arrays)
     return results
-
-
-def _run_exchanging(
-    arrays: Sequence[jax.Array], *, step: Step, request: Request, device: Device, lines: Sequence[Line | None]
-) -> list[jax.Array]:
-    """Run a step where token dimensions are split: its keys and values come from all devices that have them."""
-    layout = arrays[0].shape[1:-2]
-    exchange = Exchange.of(request.problem, lines)
-    placed, position = step.placed()
-    extended = [
-        exchange.extended(array) if role is Role.KEY_VALUE else array
-        for array, role in zip(arrays, step.roles, strict=True)
-    ]
-    extended.insert(position, exchange.origins())
-    roles = [each.role for each in placed.results(request, extended, extended[0].shape[:1])]
-    results = _run_step(extended, step=placed, request=request, device=device)
-    return [
-        exchange.returned(array, layout) if role is Role.KEY_VALUE else array
-        for array, role in zip(results, roles, strict=True)
-    ]
 
 
 @functools.lru_cache(maxsize=4096)

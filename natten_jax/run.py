@@ -10,15 +10,18 @@ import jax
 
 from natten_jax import backends, pass_primitive
 from natten_jax.backends.base import Backend, Gradients, Operands, Output, Saved
+from natten_jax.cost.communication import dividing_keys_pays, division_that_pays
 from natten_jax.devices import CPU, OTHER, Device, cuda_device
 from natten_jax.differentiation import refuse
+from natten_jax.mesh import overlap
+from natten_jax.mesh.exchange import Exchange
 from natten_jax.mesh.roles import Role, roles_of
 from natten_jax.mesh.types import type_like
 from natten_jax.passes import Pass
 from natten_jax.plain_steps import PlainForward
 from natten_jax.plan import Plan
 from natten_jax.resolve import Request, resolve
-from natten_jax.steps import Derivative, Result, Step
+from natten_jax.steps import Derivative, Result, Run, Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +72,27 @@ class _PassStep(Step):
         """The results on a device."""
         found = self.kind.compute(plan, request, device, *self._arguments(arguments))
         results: list[jax.Array] = jax.tree.leaves(found)
+        return results
+
+    def compute_exchanging(
+        self, run: Run, plan: Plan, request: Request, exchange: Exchange, *arguments: Any
+    ) -> list[Any]:
+        """The results where token dimensions are split; if it pays, most of them while keys and values travel."""
+
+        def run_part(request: Request, *of_part: Any) -> Any:
+            leaves, structure = jax.tree.flatten(of_part)
+            types = self.kind.types(request, *of_part)
+            return jax.tree.unflatten(jax.tree.structure(types), run(_PassStep(self.kind, structure), request, leaves))
+
+        halos = tuple(exchange.halos)
+        of_device = self._arguments(arguments)
+        if self.kind.pass_ == "forward" and (division := division_that_pays(plan, halos)):
+            found = overlap.forward(run_part, request, exchange, division, *of_device)
+        elif self.kind.pass_ == "backward" and dividing_keys_pays(plan, halos):
+            found = overlap.backward(run_part, request, exchange, *of_device)
+        else:
+            return super().compute_exchanging(run, plan, request, exchange, *arguments)
+        results: list[Any] = jax.tree.leaves(found)
         return results
 
     def derivative(self, given: Sequence[int]) -> Derivative:

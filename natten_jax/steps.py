@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from natten_jax.devices import Device
+from natten_jax.mesh.exchange import Exchange
 from natten_jax.mesh.roles import Role
 from natten_jax.mesh.types import type_like
 from natten_jax.plan import Plan
@@ -26,6 +27,10 @@ class Result(NamedTuple):
 
     role: Role
     type: Any
+
+
+#: Computes a step on one device.
+Run = Callable[["Step", Request, Sequence[jax.Array]], list[jax.Array]]
 
 
 class Step(abc.ABC):
@@ -64,6 +69,31 @@ class Step(abc.ABC):
 
         Only for a step that has no such argument yet. Its other arguments are the same, in the same order.
         """
+
+    def compute_exchanging(
+        self, run: Run, plan: Plan, request: Request, exchange: Exchange, *arguments: Any
+    ) -> list[Any]:
+        """The results where token dimensions are split: keys and values come from all devices that have them.
+
+        Args:
+            run: Computes a step on one device, of its arguments.
+            plan: That of the step.
+            request: What is asked for, of the part that the device has.
+            exchange: What brings the halos.
+            *arguments: What the device has.
+        """
+        layout = arguments[0].shape[1:-2]
+        placed, position = self.placed()
+        extended = [
+            exchange.extended(array) if role is Role.KEY_VALUE else array
+            for array, role in zip(arguments, self.roles, strict=True)
+        ]
+        extended.insert(position, exchange.origins())
+        roles = [each.role for each in placed.results(request, extended, extended[0].shape[:1])]
+        return [
+            exchange.returned(array, layout) if role is Role.KEY_VALUE else array
+            for array, role in zip(run(placed, request, extended), roles, strict=True)
+        ]
 
     def derivative(self, given: Sequence[int]) -> Derivative:
         """What computes tangents, from those of the arguments at the positions ``given``.

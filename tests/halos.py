@@ -1,8 +1,9 @@
 """Random problems whose tokens are split over up to eight devices, in a process of its own.
 
 ``python -c "import halos; halos.main()" MODE FAMILY SEED COUNT`` prints a line of JSON for each: what is split how, the
-collectives of the compiled program and the elements that a device sends, and how far results and gradients are from
-those of one device.
+collectives of the compiled program and the elements that a device sends, the kernels that it calls, and how far results
+and gradients are from those of one device. Whether it pays to compute while halos travel is not asked: it is done where
+a part has queries that need no halo.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from problems import OPERATORS, QUICK_COMPILATION
 
-from natten_jax.halo import halos_of
+from natten_jax.cost import communication
+from natten_jax.halo import division_of, halos_of
 from natten_jax.problem import problem_of
 
 NAMES = ("x", "y", "z")
@@ -53,9 +55,21 @@ class Split(NamedTuple):
     heads: int
     heads_kv: int
     additional: int
+    tile: tuple[int, ...]
 
     @classmethod
     def draw(cls, source: random.Random) -> Split:
+        """Three of four have queries that need no halo; windows as large as the layout are attention, whose tokens are
+        gathered.
+        """
+        has_interior = source.random() < 0.75
+        while True:
+            drawn = cls._draw(source)
+            if not drawn.problem.is_attention and (drawn.calls > 1 or not has_interior):
+                return drawn
+
+    @classmethod
+    def _draw(cls, source: random.Random) -> Split:
         rank = source.choice([1, 1, 2, 2, 3])
         parts = source.choice(PARTS[rank])
         layout = [source.randint(1, MOST_TOKENS[rank]) * each for each in parts]
@@ -67,7 +81,7 @@ class Split(NamedTuple):
         causal = [source.random() < 0.3 for _ in kernel]
         heads, heads_kv = source.choice([(1, 1), (2, 2), (2, 1)])
         batch, additional = source.choice([1, 2]), source.choice([0, 0, 3])
-        drawn = cls(
+        return cls(
             parts,
             tuple(layout),
             tuple(kernel),
@@ -78,9 +92,8 @@ class Split(NamedTuple):
             heads,
             heads_kv,
             additional,
+            tuple(source.choice([1, 1, 2]) for _ in kernel),
         )
-        # Windows as large as the layout are attention, whose tokens are gathered.
-        return cls.draw(source) if drawn.problem.is_attention else drawn
 
     @property
     def problem(self) -> Any:
@@ -90,6 +103,12 @@ class Split(NamedTuple):
     def is_gathered(self) -> bool:
         """Whether some dimension's parts need all keys."""
         return any(halo.is_gathered for halo in halos_of(self.problem, self.parts))
+
+    @property
+    def calls(self) -> int:
+        """Kernels of a forward pass of which none waits for more halos than it needs."""
+        division = division_of(self.problem, halos_of(self.problem, self.parts), self.tile)
+        return 1 if division is None else 1 + sum(box is not None for sides in division.borders for box in sides)
 
     def elements_sent(self) -> int:
         """Elements of keys and values that the slabs of exact halos hold, dimension after dimension."""
@@ -117,7 +136,8 @@ class Split(NamedTuple):
             return OPERATORS[len(self.layout)](
                 query, key, value, self.kernel_size, self.stride, self.dilation, self.is_causal,
                 additional_keys=keys, additional_values=values, backend=backend, return_lse=True,
-                token_axes=token_axes,
+                q_tile_shape=self.tile, kv_tile_shape=self.tile, token_axes=token_axes,
+                backward_q_tile_shape=self.tile, backward_kv_tile_shape=self.tile,
             )  # fmt: skip
 
         return attend
@@ -157,6 +177,8 @@ def check(mode: str, backend: str, split: Split) -> dict[str, Any]:
         "expected to be sent": split.elements_sent(),
         "forward": sorted({kind for kind, _ in moved}),
         "all": sorted({kind for _, kind in _MOVED.findall(compiled.as_text() or "")}),
+        "calls": (forward.as_text() or "").count('custom_call_target="natten_jax'),
+        "expected calls": split.calls,
         "is split": all(
             found[i].sharding.is_equivalent_to(placed[j].sharding, found[i].ndim) for i, j in enumerate((2, 1, 2, 3, 4))
         ),
@@ -174,5 +196,6 @@ def main() -> None:
     """Print what was found."""
     mode, backend, seed, count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     source = random.Random(seed)
+    communication.gains = lambda *_: True  # type: ignore[assignment]
     for split in map(Split.draw, [source] * count):
         print(json.dumps(check(mode, backend, split)), flush=True)

@@ -9,6 +9,7 @@
 - ``calibration``: coefficients of the time model, measured on a device.
 - ``predict``: the time model's formula.
 - ``simulation``: counts and time of one pass with one pair of tiles.
+- ``communication``: time of exchanging halos, and whether computing meanwhile pays.
 - ``ranking``: pairs of tiles by predicted time.
 - ``advice``: strides with which no tile needs a mask.
 

@@ -13,12 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from natten_jax.backends.base import Operands
 from natten_jax.halo import Halo, halos_of
 from natten_jax.problem import Problem
 
-_FIRST_TOKEN_AXIS = 1  # behind the batch
+FIRST_TOKEN_AXIS = 1  # behind the batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +87,17 @@ class Exchange:
         """That of a call, whose layout is the global one."""
         return cls(halos_of(problem, [1 if line is None else line.parts for line in lines]), lines)
 
+    @property
+    def travelling(self) -> list[int]:
+        """The token dimensions that have halos, the one of whose tokens most travel first."""
+        dimensions = [i for i, line in enumerate(self.lines) if line is not None and self.halos[i].received]
+        return sorted(dimensions, key=lambda i: -self.halos[i].received / self.halos[i].part)
+
+    def brought(self, operands: Operands) -> Operands:
+        """A device's operands, with all keys that its windows reach, and where they lie in the global layout."""
+        key, value = self.extended(operands.key), self.extended(operands.value)
+        return operands._replace(key=key, value=value, origins=self.origins())
+
     def extended(self, array: jax.Array) -> jax.Array:
         """Keys or values, with all that this device's windows reach.
 
@@ -93,7 +105,7 @@ class Exchange:
         """
         for i, (halo, line) in enumerate(zip(self.halos, self.lines, strict=True)):
             if line is not None:
-                array = _extended(array, halo, line, _FIRST_TOKEN_AXIS + i)
+                array = _extended(array, halo, line, FIRST_TOKEN_AXIS + i)
         return array
 
     def returned(self, array: jax.Array, layout: Sequence[int]) -> jax.Array:
@@ -109,28 +121,24 @@ class Exchange:
         return result  # type: ignore[no-any-return]
 
     def origins(self) -> jax.Array:
-        """Where this device's queries, and the keys that it holds, begin."""
-        queries: list[Any] = []
-        keys: list[Any] = []
-        for halo, line in zip(self.halos, self.lines, strict=True):
-            first = 0 if line is None else jnp.asarray(line.place, jnp.int32) * halo.part
-            queries.append(first)
-            keys.append(0 if line is None or halo.is_gathered else first - halo.before)
-        pad = [0] * (3 - len(queries))
-        return jnp.stack([jnp.asarray(each, jnp.int32) for each in (*pad, *queries, *pad, *keys)]).reshape(2, 3)
+        """Where this device's queries, and the keys that it holds with halos, begin."""
+        first_keys = [-halo.before for halo in self.halos]
+        found = self.origins_of([0] * len(self.halos), first_keys)
+        gathered = [line is not None and halo.is_gathered for halo, line in zip(self.halos, self.lines, strict=True)]
+        pad = [False] * (3 - len(gathered))
+        return jnp.where(np.array([[False] * 3, [*pad, *gathered]]), 0, found) if any(gathered) else found
 
-
-def with_halos(problem: Problem, operands: Operands, lines: Sequence[Line | None]) -> Operands:
-    """A device's operands, with all keys that its windows reach, and where they lie in the global layout.
-
-    Args:
-        problem: The call, whose layout is the global one.
-        operands: What the device has, without origins.
-        lines: One for each token dimension; ``None`` where it is not split.
-    """
-    exchange = Exchange.of(problem, lines)
-    key, value = exchange.extended(operands.key), exchange.extended(operands.value)
-    return operands._replace(key=key, value=value, origins=exchange.origins())
+    def origins_of(self, queries: Sequence[int], keys: Sequence[int]) -> jax.Array:
+        """Where queries and keys begin in the global layout that begin there in this device's part."""
+        starts = [
+            jnp.zeros((), jnp.int32) if line is None else jnp.asarray(line.place, jnp.int32) * halo.part
+            for halo, line in zip(self.halos, self.lines, strict=True)
+        ]
+        pad = [jnp.zeros((), jnp.int32)] * (3 - len(starts))
+        places = [*pad, *starts, *pad, *starts]
+        zeros = [0] * len(pad)
+        offsets = np.array([*zeros, *queries, *zeros, *keys], np.int32)
+        return (jnp.stack(places) + offsets).reshape(2, 3)
 
 
 def with_all_keys(operands: Operands, lines: Sequence[Line | None]) -> Operands:
@@ -138,7 +146,7 @@ def with_all_keys(operands: Operands, lines: Sequence[Line | None]) -> Operands:
     arrays = [operands.key, operands.value]
     for i, line in enumerate(lines):
         if line is not None:
-            arrays = [line.gathered(array, _FIRST_TOKEN_AXIS + i) for array in arrays]
+            arrays = [line.gathered(array, FIRST_TOKEN_AXIS + i) for array in arrays]
     return operands._replace(key=arrays[0], value=arrays[1])
 
 
@@ -156,16 +164,22 @@ def flat_origins(layout: Sequence[int], lines: Sequence[Line | None]) -> jax.Arr
 def _extended(array: jax.Array, halo: Halo, line: Line, axis: int) -> jax.Array:
     if halo.is_gathered:
         return line.gathered(array, axis)
+    sent = [jax.lax.slice_in_dim(array, *each, axis=axis) for each in sent_to_neighbors(halo)]
+    before, after = received_from_neighbors(sent, halo, line)
+    pieces = [*before, array, *after]
+    return jnp.concatenate(pieces, axis) if len(pieces) > 1 else array
+
+
+def sent_to_neighbors(halo: Halo) -> list[tuple[int, int]]:
+    """The tokens ``[first, last)`` of a part that others need: by hops to the back, then by hops to the front."""
     before, after = halo.slabs(halo.before), halo.slabs(halo.after)
-    slabs = [line.shifted(_last(array, tokens, axis), hops) for hops, tokens in enumerate(before, 1)]
-    slabs = [*slabs[::-1], array]
-    slabs += [line.shifted(_first(array, tokens, axis), -hops) for hops, tokens in enumerate(after, 1)]
-    return jnp.concatenate(slabs, axis) if len(slabs) > 1 else array
+    return [(halo.part - tokens, halo.part) for tokens in before] + [(0, tokens) for tokens in after]
 
 
-def _first(array: jax.Array, tokens: int, axis: int) -> jax.Array:
-    return jax.lax.slice_in_dim(array, 0, tokens, axis=axis)
-
-
-def _last(array: jax.Array, tokens: int, axis: int) -> jax.Array:
-    return jax.lax.slice_in_dim(array, array.shape[axis] - tokens, array.shape[axis], axis=axis)
+def received_from_neighbors(
+    sent: Sequence[jax.Array], halo: Halo, line: Line
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """What neighbors send, of :func:`sent_to_neighbors`: in front of a part and behind it, in the order of tokens."""
+    count = len(halo.slabs(halo.before))
+    before = [line.shifted(array, hops) for hops, array in enumerate(sent[:count], 1)]
+    return before[::-1], [line.shifted(array, -hops) for hops, array in enumerate(sent[count:], 1)]

@@ -1,0 +1,148 @@
+"""Passes that compute while halos travel: what is decided, and that nothing waits for a halo that can do without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from test_halo import seen, split_axes
+
+from natten_jax import na2d
+from natten_jax.cost import communication
+from natten_jax.cost.communication import NVLINK, dividing_keys_pays, division_that_pays
+from natten_jax.devices import Device
+from natten_jax.halo import division_of, halo_of, halos_of
+from natten_jax.plan import Plan
+from natten_jax.problem import Axis, Problem, problem_of
+from natten_jax.resolve import Request, resolve
+
+H200 = Device("cuda", (9, 0), is_present=False)
+
+
+def plans(problem: Problem) -> tuple[Plan, Plan]:
+    request = Request(problem, backend="hopper-fna")
+    return resolve(request, H200, "forward"), resolve(request, H200, "backward")
+
+
+@hypothesis.given(split_axes(), hypothesis.strategies.integers(1, 4))
+def test_boxes_end_with_tiles_and_have_the_keys_that_their_queries_see(split: tuple[Axis, int], tile: int) -> None:
+    axis, parts = split
+    halo = halo_of(axis, parts)
+    begin, end = halo.interior(axis, tile * axis.dilation)
+    if begin == end:
+        return
+    assert begin % (tile * axis.dilation) == 0 and (end % (tile * axis.dilation) == 0 or end == halo.part)
+    for box in ((0, begin), (begin, end), (end, halo.part)):
+        if box[0] == box[1]:
+            continue
+        first, last = halo.keys_of(axis, box)
+        for start in range(0, axis.kv_extent, halo.part):
+            for query in range(*box):
+                keys = seen(axis, start + query)
+                assert first <= min(keys) - start and max(keys) - start < last
+    assert halo.keys_of(axis, (begin, end))[0] >= 0 and halo.keys_of(axis, (begin, end))[1] <= halo.part
+
+
+def test_boxes_of_two_dimensions_have_no_query_in_common() -> None:
+    problem = problem_of((24, 32), (5, 7))
+    division = division_of(problem, halos_of(problem, (2, 2)), (2, 4))
+    assert division is not None
+    counts = np.zeros((12, 16), int)
+    for box in (division.interior, *(box for sides in division.borders for box in sides if box is not None)):
+        counts[tuple(slice(*ends) for ends in box)] += 1
+    assert (counts == 1).all()
+
+
+def test_what_pays_on_a_gpu() -> None:
+    video = problem_of((30, 48, 80), (18, 24, 24), (6, 8, 8), heads=24, head_dim=128, dtype="bfloat16")
+    forward, backward = plans(video)
+    halos = halos_of(video, (1, 1, 2))
+    division = division_that_pays(forward, halos)
+    assert division is not None and division.interior == ((0, 30), (0, 48), (8, 32))
+    assert dividing_keys_pays(backward, halos)
+    # Split over time, every query needs somebody's keys in some part; own keys can be taken first all the same.
+    halos = halos_of(video, (2, 1, 1))
+    assert division_that_pays(forward, halos) is None
+    assert dividing_keys_pays(backward, halos)
+
+
+def test_what_does_not_pay() -> None:
+    small = problem_of((64, 64), 7, heads=1, head_dim=64, dtype="bfloat16")
+    forward, backward = plans(small)
+    for parts in ((2, 1), (1, 1)):
+        halos = halos_of(small, parts)
+        assert division_that_pays(forward, halos) is None
+        assert not dividing_keys_pays(backward, halos)
+
+
+def test_the_link_is_what_was_measured() -> None:
+    for received, seconds in ((1e6, 0.12e-3), (16e6, 0.25e-3), (64e6, 0.44e-3), (212e6, 1.03e-3), (425e6, 1.59e-3)):
+        assert NVLINK.seconds(int(received)) == pytest.approx(seconds, rel=0.22)
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compute while halos travel wherever that is possible."""
+    cached = division_that_pays, dividing_keys_pays
+    monkeypatch.setattr(communication, "gains", lambda *_: True)
+    for each in cached:
+        each.cache_clear()
+    yield
+    for each in cached:
+        each.cache_clear()
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Of a traced function and of those that it calls; not of kernels."""
+    for equation in jaxpr.eqns:
+        parameters = jax.tree.leaves(list(equation.params.values()))
+        inner = [getattr(each, "jaxpr", each) for each in parameters if hasattr(each, "eqns")]
+        if not inner:
+            yield equation
+        for each in inner:
+            yield from equations(each)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_halos_travel_while_the_first_kernel_runs(pass_: str) -> None:
+    mesh = jax.sharding.AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,))
+
+    def attend(*arrays: jax.Array) -> jax.Array:
+        query, key, value = arrays
+        tile = (1, 1)
+        return na2d(
+            query, key, value, 3, backend="cpu-fna", q_tile_shape=tile, kv_tile_shape=tile, token_axes=("x", None)
+        )
+
+    def gradients(*arrays: jax.Array) -> Any:
+        return jax.vjp(attend, *arrays)[1](arrays[0])
+
+    spec = P(None, "x")
+    local = attend if pass_ == "forward" else gradients
+    split = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec if pass_ == "forward" else (spec,) * 3)
+    tokens = jax.ShapeDtypeStruct((1, 16, 4, 1, 8), jnp.float32)
+    program = list(equations(jax.make_jaxpr(split)(tokens, tokens, tokens).jaxpr))
+    names = [each.primitive.name for each in program]
+    passes = [i for i, name in enumerate(names) if name == "natten_jax_pass"]
+    assert len(passes) == (3 if pass_ == "forward" else 6)
+    passes = passes[-3:]
+    barriers = [i for i, name in enumerate(names) if name == "optimization_barrier"][-2:]
+    sent, received = (program[i] for i in barriers)
+    permutes = [each for each in program[barriers[0] : barriers[1]] if each.primitive.name == "ppermute"]
+    assert len(permutes) == 4 and barriers[0] < passes[0] < barriers[1] < passes[1]
+    # Slabs are cut before the first kernel's queries are there, and are not looked at before it is done.
+    cut = set(map(id, sent.outvars))
+    assert all(id(each.invars[0]) in cut for each in permutes)
+    awaited = set(map(id, received.invars))
+    assert all(id(each.outvars[0]) in awaited for each in permutes)
+    assert any(id(each) in awaited for each in program[passes[0]].outvars)
+    read_early = {id(each) for equation in program[: barriers[1]] for each in equation.invars}
+    assert not any(id(each.outvars[0]) in read_early for each in permutes)
