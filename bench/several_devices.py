@@ -2,10 +2,14 @@
 
 Times are wall time per call of programs that are launched one after the other, so that communication counts and
 launching does not. One device and several take turns in one process; a speed-up is the median of the turns' ratios.
+Where tokens are split, so does a program that has all halos before it computes anything, and a trace says how long
+halos travel and how much of that is hidden behind kernels.
 
 Example:
     python bench/several_devices.py --json results.json
     python bench/several_devices.py --splits heads --families hopper --modes Explicit --passes forward
+    python bench/several_devices.py --splits width-s1x1x1 height-s6x8x8 sequence --families hopper --modes Auto \
+        --no-training
 """
 
 from __future__ import annotations
@@ -29,10 +33,15 @@ import jax
 import jax.numpy as jnp
 from benchmarks import BENCHMARKS, Benchmark
 from environment import environment
+from exchanges import exchange_milliseconds, halos_first
 from implementations import ours
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from timing import ratio
+
+from natten_jax.devices import default_device
+from natten_jax.profiler.capture import Launch, capture_by_device
+from natten_jax.profiler.program import Program, compile_for_trace
 
 MODES = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
 PASSES = ("forward", "forward+backward")
@@ -112,14 +121,27 @@ def measure(split: str, mode: str, family: str, pass_: str, options: argparse.Na
     function = operator_of(benchmark, family, pass_)
     on_one = jax.jit(function).lower(*whole).compile()
     on_several = jax.jit(function).lower(*parts).compile()
+    programs = {"one": (on_one, whole), "several": (on_several, parts)}
+    is_exchanging = axis not in (0, -2)
+    if is_exchanging:
+        with halos_first():
+            # A function of its own: JAX would find the program that it compiled before.
+            apart_first = jax.jit(lambda *arrays: function(*arrays)).lower(*parts).compile()
+        programs["halos first"] = apart_first, parts
     found = COLLECTIVES.findall(on_several.as_text() or "")
     apart = difference(on_several(*parts), on_one(*whole))
-    times: dict[str, list[float]] = {"one": [], "several": []}
+    times: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(options.turns):
-        for name, program, arguments in (("one", on_one, whole), ("several", on_several, parts)):
+        for name, (program, arguments) in programs.items():
             time.sleep(options.pause)
             times[name].append(seconds(program, arguments, options.calls))
-    return {
+    further: dict[str, Any] = {}
+    if is_exchanging:
+        to_trace = compile_for_trace(lambda *arrays: function(*arrays), *parts)
+        traced = Launch(lambda: to_trace(*parts), Program.of(to_trace))
+        (captured,) = capture_by_device([traced], options.calls, default_device().platform, with_memory=True)
+        further["exchange milliseconds"] = exchange_milliseconds(captured, traced.program)
+    return further | {
         "problem": benchmark.problem.describe(),
         "milliseconds": {name: 1e3 * statistics.median(values) for name, values in times.items()},
         "speedup": ratio(times["one"], times["several"]),
@@ -198,12 +220,14 @@ def main() -> int:
     print(f"{'':42}{'one: ms':>10}{f'{options.devices}: ms':>10}{'speed-up':>10}{'difference':>12}  collectives")
     for name, row in rows.items():
         figures = results[name] = row()
-        one, several = figures["milliseconds"].values()
-        print(
-            f"{name:42}{one:10.3f}{several:10.3f}{figures['speedup']:10.3f}{figures['difference']:12.1e}"
-            f"  {figures.get('collectives', '')}",
-            flush=True,
-        )
+        one, several, *first = figures["milliseconds"].values()
+        line = f"{name:42}{one:10.3f}{several:10.3f}{figures['speedup']:10.3f}{figures['difference']:12.1e}"
+        line += f"  {figures.get('collectives', '')}"
+        if first:
+            of_exchange = figures["exchange milliseconds"]
+            line += f"; halos first: {first[0]:.3f} ms; halos travel {of_exchange['exchange']:.3f} ms"
+            line += f", {of_exchange['hidden']:.3f} of them hidden"
+        print(line, flush=True)
         if options.json:  # at once: a run that is cut short keeps what it measured
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps({"environment": environment(), "results": results}, indent=2) + "\n")

@@ -148,4 +148,7 @@ def test_several_devices_do_what_one_does_without_collectives(tmp_path: Path) ->
         assert name in output
         assert all(value > 0 for value in (*figures["milliseconds"].values(), figures["speedup"]))
         assert figures["difference"] < 1e-5
+        if "width" in name:
+            assert "halos first" in figures["milliseconds"]
+            assert figures["exchange milliseconds"]["exchange"] > 0
         assert set(figures.get("collectives", {})) == ({"collective-permute"} if "width" in name else set())

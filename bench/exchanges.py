@@ -1,0 +1,69 @@
+"""How long devices exchange data, how much of that is hidden behind kernels, and programs that hide none of it."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+
+from natten_jax.cost import communication
+from natten_jax.profiler.capture import Devices
+from natten_jax.profiler.collectives import kind_of
+from natten_jax.profiler.events import Event
+from natten_jax.profiler.program import Program
+
+Span = tuple[float, float]
+
+
+@contextlib.contextmanager
+def halos_first() -> Iterator[None]:
+    """Programs that are compiled inside have all halos before anything is computed."""
+    decide = communication.gains
+    decisions = communication.division_that_pays, communication.dividing_keys_pays
+    communication.gains = lambda *_: False
+    for each in decisions:
+        each.cache_clear()
+    try:
+        yield
+    finally:
+        communication.gains = decide
+        for each in decisions:
+            each.cache_clear()
+
+
+def exchange_milliseconds(devices: Devices, program: Program) -> dict[str, float]:
+    """Of an iteration, in the median, on the device that exchanges longest: the exchange, and what kernels hide of it.
+
+    An exchange lasts from its first kernel or copy to its end, with the time that it waits for other devices.
+    """
+
+    def times(events: Sequence[Event]) -> tuple[float, float]:
+        spans: tuple[list[Span], list[Span]] = ([], [])
+        for event in events:
+            is_exchange = kind_of(event.symbol, program.instruction(event.instruction)) is not None
+            spans[is_exchange].append((event.start, event.start + event.duration))
+        return _length(spans[True]), _shared(*spans)
+
+    found = [[times(events) for events in iterations] for iterations in devices.values()]
+    medians = [tuple(map(statistics.median, zip(*each, strict=True))) for each in found]
+    exchange, hidden = max(medians)
+    return {"exchange": exchange / 1e6, "hidden": hidden / 1e6}
+
+
+def _union(spans: Iterable[Span]) -> list[Span]:
+    joined: list[Span] = []
+    for start, end in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _length(spans: Iterable[Span]) -> float:
+    return sum(end - start for start, end in _union(spans))
+
+
+def _shared(spans: Sequence[Span], others: Sequence[Span]) -> float:
+    """The length of what is in both."""
+    return _length(spans) + _length(others) - _length([*spans, *others])
