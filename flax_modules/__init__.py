@@ -1,6 +1,6 @@
 """Neighborhood attention for Flax (``pip install "natten_jax[flax]"``).
 
-Importing this package imports nothing; Flax is imported with the submodule that is used:
+Importing this package looks whether Flax is there and imports nothing; it is imported with the submodule that is used:
 
 - :mod:`natten_jax.flax_modules.nnx`: ``NeighborhoodAttention1D``, ``2D`` and ``3D`` for :mod:`flax.nnx`.
 - :mod:`natten_jax.flax_modules.linen`: the same for :mod:`flax.linen`, with the same arguments and parameters.
@@ -16,3 +16,8 @@ Example::
     layer = NeighborhoodAttention2D(64, num_heads=4, kernel_size=7, rngs=nnx.Rngs(0))
     output = layer(images)  # [batch, height, width, 64]
 """
+
+import importlib.util
+
+if importlib.util.find_spec("flax") is None:
+    raise ModuleNotFoundError("natten_jax.flax_modules needs Flax: pip install 'natten_jax[flax]'", name="flax")

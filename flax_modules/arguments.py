@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import numbers
 import textwrap
 from collections.abc import Mapping
@@ -50,12 +51,12 @@ class Neighborhood:
         """Attend.
 
         Args:
-            query: ``[batch, *layout, heads, head_dim]``.
-            key: ``[batch, *layout, heads_kv, head_dim]``.
-            value: ``[batch, *layout, heads_kv, head_dim_v]``.
+            query: ``[*batch, *layout, heads, head_dim]``, with any number of batch dimensions.
+            key: ``[*batch, *layout, heads_kv, head_dim]``.
+            value: ``[*batch, *layout, heads_kv, head_dim_v]``.
 
         Returns:
-            ``[batch, *layout, heads, head_dim_v]``.
+            ``[*batch, *layout, heads, head_dim_v]``.
 
         Raises:
             ValueError: The window does not fit the layout, the scale is too large for the arrays' type, or no backend
@@ -63,8 +64,14 @@ class Neighborhood:
         """
         checked_scale(self.scale, query.dtype.name, name=self.scale_name)
         window = self.kernel_size, self.stride, self.dilation, self.is_causal, self.scale
-        output = _OPERATORS[self.rank](query, key, value, *window, **self.performance)
-        return cast(jax.Array, output)  # a tuple only with return_lse
+        batch = query.shape[: query.ndim - self.rank - 2]
+        arrays = (query, key, value)
+        if len(batch) != 1:  # operators have one batch dimension
+            query, key, value = (array.reshape(math.prod(batch), *array.shape[len(batch) :]) for array in arrays)
+        output = cast(  # a tuple only with return_lse
+            jax.Array, _OPERATORS[self.rank](query, key, value, *window, **self.performance)
+        )
+        return output if len(batch) == 1 else output.reshape(*batch, *output.shape[1:])
 
 
 def neighborhood(
@@ -180,12 +187,12 @@ def check_input(inputs: jax.Array, rank: int, in_features: int | None) -> None:
     """Check the array that a module is called with.
 
     Raises:
-        ValueError: It is not ``[batch, *layout, in_features]``.
+        ValueError: It is not ``[*batch, *layout, in_features]``.
     """
-    if inputs.ndim != rank + 2:
+    if inputs.ndim < rank + 1:
         raise ValueError(
-            f"inputs has shape {inputs.shape}, but NeighborhoodAttention{rank}D takes {rank + 2}-dimensional arrays "
-            f"[batch, {_LAYOUTS[rank]}, in_features]"
+            f"inputs has shape {inputs.shape}, but NeighborhoodAttention{rank}D takes arrays of at least {rank + 1} "
+            f"dimensions [*batch, {_LAYOUTS[rank]}, in_features]"
         )
     if in_features is not None and inputs.shape[-1] != in_features:
         raise ValueError(
@@ -203,11 +210,20 @@ _DOCUMENT = """Multi-head neighborhood attention over {tokens}, with projections
 
 The parameters are named and shaped like those of Flax's ``MultiHeadAttention``: ``query``, ``key`` and ``value``
 have kernels ``[in_features, heads, head_dim]`` and biases ``[heads, head_dim]``, ``out`` has
-``[num_heads, head_dim, in_features]`` and ``[in_features]``. {annotations}
+``[num_heads, head_dim, out_features]`` and ``[out_features]``; with ``normalize_qk``, ``query_ln`` and ``key_ln`` have
+scales ``[head_dim]``. {annotations}
 Window arguments take {per_dimension}.
 
+Example:
+    >>> {imports}
+    >>> from natten_jax.flax_modules.{module} import NeighborhoodAttention{rank}D
+    >>> inputs = jnp.ones({shape})  # [batch, {layout}, in_features]
+    >>> {make}
+    >>> {call}
+    {shape}
+
 Args:
-    in_features: Features per token of input and output{in_features}.
+    in_features: Features per token of the input{in_features}.
     num_heads: Query heads.
     kernel_size: Window extent in tokens.
     stride: Queries that share a window; at most ``kernel_size``.
@@ -219,6 +235,8 @@ Args:
     proj_drop: Rate of the dropout after the output projection.
     num_kv_heads: Key and value heads, a divisor of ``num_heads`` (GQA, MQA); ``None`` is ``num_heads``.
     qkv_features: Features of all query heads together; ``None`` is ``in_features``.
+    out_features: Features per token of the output; ``None`` is ``in_features``.
+    normalize_qk: Whether the features of each query and key head are normalized, with a learned scale.
     deterministic: Whether dropout is off; the argument of the same name in a call takes precedence. With a
         ``proj_drop`` above 0 one of the two has to be given.
     dtype: Type to compute in; ``None`` takes what inputs and parameters promote to.
@@ -249,16 +267,39 @@ _ANNOTATIONS = {
     "flax.nnx": "Metadata, or initializers made with\n``nnx.with_partitioning``, split them over a device mesh.",
     "flax.linen": "Initializers made with\n``linen.with_partitioning`` split them over a device mesh.",
 }
+#: For each flavour: imports, how a module is made, and how it is called.
+_EXAMPLES = {
+    "flax.nnx": (
+        "import jax.numpy as jnp; from flax import nnx",
+        "layer = NeighborhoodAttention{rank}D(32, num_heads=2, kernel_size=3, rngs=nnx.Rngs(0))",
+        "layer(inputs).shape",
+    ),
+    "flax.linen": (
+        "import jax, jax.numpy as jnp",
+        "module = NeighborhoodAttention{rank}D(num_heads=2, kernel_size=3)",
+        "module.init_with_output(jax.random.key(0), inputs)[0].shape",
+    ),
+}
 _RNGS = "\n    rngs: Random streams: ``params``, and ``dropout`` where ``proj_drop`` is above 0."
-_SUMMARY = "Maps ``[batch, {layout}, in_features]`` to an array of the same shape."
+_SUMMARY = (
+    "Maps ``[*batch, {layout}, in_features]`` to ``[*batch, {layout}, out_features]``, with any number of batch\n"
+    "dimensions, none included."
+)
 
 
 def document(rank: int, flavour: str) -> str:
     """The docstring of a module of this rank for ``"flax.nnx"`` or ``"flax.linen"``."""
     is_nnx = flavour == "flax.nnx"
     *names, last = (f"``{name}``" for name in PerformanceArguments.__annotations__)
+    imports, make, call = _EXAMPLES[flavour]
     return inspect.cleandoc(_DOCUMENT).format(
         rank=rank,
+        module=flavour.removeprefix("flax."),
+        imports=imports,
+        make=make.format(rank=rank),
+        call=call,
+        shape=(1, *(4,) * rank, 32),
+        layout=_LAYOUTS[rank],
         performance=textwrap.fill(f"{', '.join(names)} and {last}", 110, subsequent_indent=" " * 8),
         flavour=flavour,
         summary=_SUMMARY.format(layout=_LAYOUTS[rank]),

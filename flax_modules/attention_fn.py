@@ -31,11 +31,14 @@ def neighborhood_attention_fn(
     ``[batch, height, width, features]`` attends in two dimensions. Window arguments take one value per
     dimension, or one for all.
 
-    Example::
-
-        nnx.MultiHeadAttention(
-            num_heads=4, in_features=64, attention_fn=neighborhood_attention_fn((7, 7)), decode=False, rngs=rngs
-        )
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from natten_jax.flax_modules.attention_fn import neighborhood_attention_fn
+        >>> over_windows = neighborhood_attention_fn(kernel_size=(3, 3))
+        >>> layer = nnx.MultiHeadAttention(2, 32, attention_fn=over_windows, decode=False, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((1, 4, 4, 32))).shape
+        (1, 4, 4, 32)
 
     Args:
         kernel_size: Window extent in tokens.

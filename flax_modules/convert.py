@@ -32,6 +32,14 @@ def linen_params(
 ) -> dict[str, dict[str, jax.Array]]:
     """The parameters of a module for ``flax.linen`` from those of a NATTEN module.
 
+    Example:
+        >>> import numpy as np
+        >>> from natten_jax.flax_modules import convert
+        >>> shapes = {"qkv.weight": (96, 32), "qkv.bias": 96, "proj.weight": (32, 32), "proj.bias": 32}
+        >>> weights = {f"attn.{name}": np.ones(shape, np.float32) for name, shape in shapes.items()}
+        >>> convert.linen_params(weights, num_heads=2, prefix="attn.")["query"]["kernel"].shape
+        (32, 2, 16)
+
     Args:
         state_dict: The NATTEN module's, or a whole model's, ``state_dict()``.
         num_heads: Heads of the module, which its weights do not tell.
@@ -62,6 +70,16 @@ def load_nnx(
 ) -> None:
     """Load the weights of a NATTEN module into a module for ``flax.nnx``, in place and in its ``param_dtype``.
 
+    Example:
+        >>> import numpy as np
+        >>> from flax import nnx
+        >>> from natten_jax.flax_modules import convert
+        >>> from natten_jax.flax_modules.nnx import NeighborhoodAttention2D
+        >>> shapes = {"qkv.weight": (96, 32), "qkv.bias": 96, "proj.weight": (32, 32), "proj.bias": 32}
+        >>> weights = {f"attn.{name}": np.ones(shape, np.float32) for name, shape in shapes.items()}
+        >>> layer = NeighborhoodAttention2D(32, num_heads=2, kernel_size=3, rngs=nnx.Rngs(0))
+        >>> convert.load_nnx(layer, weights, prefix="attn.")
+
     Args:
         module: The module; it must have as many key/value heads as heads.
         state_dict: The NATTEN module's, or a whole model's, ``state_dict()``.
@@ -76,6 +94,8 @@ def load_nnx(
             f"module has num_kv_heads {module.num_kv_heads} and num_heads {module.num_heads}: NATTEN has as many "
             "key/value heads as query heads"
         )
+    if module.query_ln is not None:
+        raise ValueError("module has normalize_qk=True: NATTEN's modules do not normalize queries and keys")
     params = _split(state_dict, module.num_heads, prefix)
     loads: list[tuple[nnx.Param[jax.Array], FloatArray]] = []
     for name, group in params.items():

@@ -38,6 +38,8 @@ class _NeighborhoodAttention(linen.Module):
     proj_drop: float = 0.0
     num_kv_heads: int | None = None
     qkv_features: int | None = None
+    out_features: int | None = None
+    normalize_qk: bool = False
     deterministic: bool | None = None
     dtype: Dtype | None = None
     param_dtype: Dtype = jnp.float32
@@ -72,6 +74,8 @@ class _NeighborhoodAttention(linen.Module):
         num_heads, _ = arguments.head_counts(self.num_heads, self.num_kv_heads)
         if self.in_features is not None:
             arguments.head_dim(num_heads, self.in_features, self.qkv_features)
+        if self.out_features is not None:
+            arguments.check_positive(out_features=self.out_features)
         super().__post_init__()
 
     @linen.nowrap  # computes nothing: not a call for Flax to name, to count or to show
@@ -87,12 +91,12 @@ class _NeighborhoodAttention(linen.Module):
         """Attend.
 
         Args:
-            inputs: ``[batch, *layout, in_features]``.
+            inputs: ``[*batch, *layout, in_features]``, with any number of batch dimensions.
             deterministic: Whether dropout is off; ``None`` is as constructed.
             dropout_rng: Random key for the dropout; ``None`` takes the ``dropout`` stream.
 
         Returns:
-            ``[batch, *layout, in_features]``.
+            ``[*batch, *layout, out_features]``.
 
         Raises:
             ValueError: ``inputs`` has another shape, or the window does not fit its layout.
@@ -112,12 +116,17 @@ class _NeighborhoodAttention(linen.Module):
         of_query = initializers(None, None) | {"use_bias": self.qkv_bias}
         of_kv = initializers(self.kv_kernel_init, self.kv_bias_init) | {"use_bias": self.qkv_bias}
         of_out = initializers(self.out_kernel_init, self.out_bias_init)
-        outputs = self._neighborhood()(
-            project((num_heads, head_dim), name="query", **of_query)(inputs),
-            project((num_kv_heads, head_dim), name="key", **of_kv)(inputs),
-            project((num_kv_heads, head_dim), name="value", **of_kv)(inputs),
-        )
-        outputs = project(in_features, axis=(-2, -1), name="out", **of_out)(outputs)
+        query = project((num_heads, head_dim), name="query", **of_query)(inputs)
+        key = project((num_kv_heads, head_dim), name="key", **of_kv)(inputs)
+        value = project((num_kv_heads, head_dim), name="value", **of_kv)(inputs)
+        if self.normalize_qk:
+            normalize = functools.partial(
+                linen.LayerNorm, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype
+            )
+            query, key = normalize(name="query_ln")(query), normalize(name="key_ln")(key)
+        out_features = in_features if self.out_features is None else self.out_features
+        outputs = self._neighborhood()(query, key, value)
+        outputs = project(out_features, axis=(-2, -1), name="out", **of_out)(outputs)
         if self.proj_drop > 0:
             # Given both flags, linen's Dropout refuses; as in nnx, the one in the call takes precedence.
             flag = self.deterministic if deterministic is None else deterministic

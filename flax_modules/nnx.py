@@ -40,6 +40,8 @@ class _NeighborhoodAttention(nnx.Module):
         proj_drop: float = 0.0,
         num_kv_heads: int | None = None,
         qkv_features: int | None = None,
+        out_features: int | None = None,
+        normalize_qk: bool = False,
         deterministic: bool | None = None,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
@@ -61,8 +63,10 @@ class _NeighborhoodAttention(nnx.Module):
     ) -> None:
         arguments.check_dropout(attn_drop, proj_drop)
         self.in_features = in_features
+        self.out_features = in_features if out_features is None else out_features
         self.num_heads, self.num_kv_heads = arguments.head_counts(num_heads, num_kv_heads)
         self.head_dim = arguments.head_dim(num_heads, in_features, qkv_features)
+        arguments.check_positive(out_features=self.out_features)
         self.neighborhood = arguments.neighborhood(
             self.rank, kernel_size, stride, dilation, is_causal, qk_scale, scale_name="qk_scale", **performance
         )
@@ -94,7 +98,12 @@ class _NeighborhoodAttention(nnx.Module):
         self.query = project(in_features, query_heads, use_bias=qkv_bias, **of_query)
         self.key = project(in_features, kv_heads, use_bias=qkv_bias, **of_kv)
         self.value = project(in_features, kv_heads, use_bias=qkv_bias, **of_kv)
-        self.out = project(query_heads, in_features, axis=(-2, -1), **of_out)
+        self.out = project(query_heads, self.out_features, axis=(-2, -1), **of_out)
+        normalize = functools.partial(
+            nnx.LayerNorm, self.head_dim, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        self.query_ln = normalize() if normalize_qk else None
+        self.key_ln = normalize() if normalize_qk else None
         # Without dropout no random stream is kept, so that the state holds parameters only.
         self.dropout = nnx.Dropout(proj_drop, deterministic=deterministic, rngs=rngs) if proj_drop > 0 else None
 
@@ -110,17 +119,17 @@ class _NeighborhoodAttention(nnx.Module):
         """Attend.
 
         Args:
-            inputs: ``[batch, *layout, in_features]``.
+            inputs: ``[*batch, *layout, in_features]``, with any number of batch dimensions.
             deterministic: Whether dropout is off; ``None`` is as constructed, or as ``train()``, ``eval()`` and
                 ``nnx.view`` set it.
             rngs: Random streams, or a key, for the dropout; ``None`` takes the one kept at construction.
             out_sharding: How the result is laid out over explicit mesh axes, such as ``P("data", None, None, None)``.
                 Where heads are split over one, the output's projection sums over it and has to be told.
-            qkv_sharding: The same for query, key and value ``[batch, *layout, heads, head_dim]``; ``None`` is as inputs
-                and kernels have it.
+            qkv_sharding: The same for query, key and value ``[*batch, *layout, heads, head_dim]``; ``None`` is as
+                inputs and kernels have it.
 
         Returns:
-            ``[batch, *layout, in_features]``.
+            ``[*batch, *layout, out_features]``.
 
         Raises:
             ValueError: ``inputs`` has another shape, or the window does not fit its layout.
@@ -128,6 +137,8 @@ class _NeighborhoodAttention(nnx.Module):
         arguments.check_input(inputs, self.rank, self.in_features)
         projections = self.query, self.key, self.value
         query, key, value = (project(inputs, out_sharding=qkv_sharding) for project in projections)
+        if self.query_ln is not None and self.key_ln is not None:
+            query, key = self.query_ln(query), self.key_ln(key)
         outputs = self.out(self.neighborhood(query, key, value), out_sharding=out_sharding)
         if self.dropout is not None:
             outputs = self.dropout(outputs, deterministic=deterministic, rngs=rngs)

@@ -127,6 +127,8 @@ class TestConvert:
             convert.load_nnx(nnx_module(1, qkv_features=32), weights)
         with pytest.raises(ValueError, match="has a bias for query and the module has none: qkv_bias must agree"):
             convert.load_nnx(nnx_module(1, qkv_bias=False), weights)
+        with pytest.raises(ValueError, match="module has normalize_qk=True"):
+            convert.load_nnx(nnx_module(1, normalize_qk=True), weights)
         with pytest.raises(ValueError, match="the module has a bias for query"):
             convert.load_nnx(nnx_module(1), natten_weights(qkv_bias=False))
 

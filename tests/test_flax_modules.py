@@ -7,6 +7,7 @@ import functools
 import inspect
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ from flax_layers import (
 )
 from natten_jax.flax_modules import arguments, linen, nnx
 from natten_jax.flax_modules.attention_fn import neighborhood_attention_fn
+from programs import run_python
 
 import natten_jax
 from natten_jax.performance import Performance, PerformanceArguments
@@ -101,6 +103,8 @@ class TestArguments:
             ({"in_features": 18}, ValueError, "in_features 18 is not a multiple of num_heads 4"),
             ({"qkv_features": 18}, ValueError, "qkv_features 18 is not a multiple of num_heads 4"),
             ({"in_features": 0}, ValueError, "in_features must be at least 1"),
+            ({"out_features": 0}, ValueError, "out_features must be at least 1"),
+            ({"out_features": 2.0}, TypeError, "out_features must be an int"),
             ({"num_kv_heads": 3}, ValueError, "num_heads 4 is not a multiple of num_kv_heads 3"),
             ({"num_kv_heads": 0}, ValueError, "num_kv_heads must be at least 1"),
             ({"num_kv_heads": 2.0}, TypeError, "num_kv_heads must be an int"),
@@ -132,14 +136,24 @@ class TestArguments:
             else:
                 linen.NeighborhoodAttention2D(**settings)
 
-    @pytest.mark.parametrize("shape", [(2, 6, 16), (6, 8, 16), (2, 3, 6, 8, 16)])
-    def test_inputs_of_another_rank(self, shape):
+    def test_absent_flax_is_named_with_what_to_install(self):
+        code = """
+            import importlib.util
+            importlib.util.find_spec = lambda name, package=None: None
+            import natten_jax.flax_modules.nnx
+        """
+        result = run_python(code)
+        assert result.returncode != 0
+        assert "natten_jax.flax_modules needs Flax: pip install 'natten_jax[flax]'" in result.stderr
+
+    @pytest.mark.parametrize("shape", [(16,), (8, 16)])
+    def test_inputs_of_too_few_dimensions(self, shape):
         inputs = jnp.zeros(shape)
         for call in (
             lambda: nnx_module(2)(inputs),
             lambda: LINEN[2](num_heads=HEADS, kernel_size=3).init(jax.random.key(0), inputs),
         ):
-            with pytest.raises(ValueError, match=r"inputs has shape .* NeighborhoodAttention2D takes 4-dimensional"):
+            with pytest.raises(ValueError, match=r"inputs has shape .* NeighborhoodAttention2D takes arrays of"):
                 call()
 
     def test_inputs_of_other_features(self):
@@ -172,13 +186,16 @@ class TestArguments:
 class TestModules:
     @pytest.mark.parametrize("rank", RANKS)
     @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-    @pytest.mark.parametrize("settings", [{}, {"num_kv_heads": 2, "qkv_features": 32, "qkv_bias": False}])
+    @pytest.mark.parametrize(
+        "settings",
+        [{}, {"num_kv_heads": 2, "qkv_features": 32, "qkv_bias": False, "out_features": 8, "normalize_qk": True}],
+    )
     def test_nnx_and_linen_agree_bit_for_bit(self, rank, dtype, settings):
         module = nnx_module(rank, dtype=dtype, proj_drop=0.5, deterministic=True, **settings)
         twin = LINEN[rank](num_heads=HEADS, **WINDOWS[rank], dtype=dtype, proj_drop=0.5, deterministic=True, **settings)
         inputs, params = inputs_of(rank), params_of(module)
         outputs = module(inputs)
-        assert outputs.shape == inputs.shape
+        assert outputs.shape == (*inputs.shape[:-1], settings.get("out_features", FEATURES))
         assert outputs.dtype == (dtype or "float32")
         np.testing.assert_array_equal(outputs, twin.apply({"params": params}, inputs))
         assert shapes_of(twin.init(jax.random.key(0), inputs)["params"]) == shapes_of(params)
@@ -226,6 +243,32 @@ class TestModules:
         for name in ("query", "out"):
             setattr(full, name, getattr(module, name))
         np.testing.assert_allclose(module(inputs_of(2)), full(inputs_of(2)), rtol=1e-5, atol=1e-5)
+
+    def test_window_of_the_whole_sequence_is_flax_attention(self):
+        """With other parameters than those that initializers give: scales of ones are hard to see."""
+        settings: dict[str, Any] = {"qkv_features": 32, "out_features": 24, "normalize_qk": True}
+        ours = nnx_module(1, kernel_size=12, stride=1, dilation=1, is_causal=False, **settings)
+        flax = flax_nnx.MultiHeadAttention(HEADS, FEATURES, decode=False, rngs=flax_nnx.Rngs(0), **settings)
+        state = flax_nnx.state(ours, flax_nnx.Param)
+        leaves, tree = jax.tree.flatten(state)
+        keys = jax.random.split(jax.random.key(1), len(leaves))
+        state = jax.tree.unflatten(tree, [jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)])
+        flax_nnx.update(ours, state)
+        flax_nnx.update(flax, state)
+        np.testing.assert_allclose(ours(inputs_of(1)), flax(inputs_of(1)), rtol=2e-4, atol=2e-4)
+
+    @pytest.mark.parametrize("flavour", ["nnx", "linen"])
+    def test_any_number_of_batch_dimensions(self, flavour):
+        module = nnx_module(2)
+        if flavour == "nnx":
+            layer = module
+        else:
+            params = params_of(module)
+            layer = functools.partial(LINEN[2](num_heads=HEADS, **WINDOWS[2]).apply, {"params": params})
+        inputs = inputs_of(2)
+        expected = layer(inputs)
+        np.testing.assert_allclose(layer(inputs[0]), expected[0], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(layer(inputs[None, :, None]), expected[None, :, None], rtol=1e-5, atol=1e-6)
 
     def test_scale_and_backend_are_passed_on(self):
         inputs = inputs_of(2)
