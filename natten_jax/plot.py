@@ -1,0 +1,247 @@
+"""Pictures of windows: ``pip install 'natten_jax[plot]'``.
+
+The masks need no Matplotlib, and come from the same arithmetic as the operators (:mod:`natten_jax.windows`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from natten_jax.problem import Axis, problem_of
+from natten_jax.static_arguments import Bools, Ints, python_int, shown
+from natten_jax.windows import group_length, window_bounds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["plot_window", "plot_windows", "window_mask"]
+
+_UNSEEN, _SEEN, _EDGE = "#eef1f5", "#7fb2d9", "white"
+_QUERY, _SHARED = "#12324f", "#1f5f99"
+
+
+def window_mask(
+    layout: Sequence[int],
+    query: Sequence[int],
+    kernel_size: Ints,
+    stride: Ints = 1,
+    dilation: Ints = 1,
+    is_causal: Bools = False,
+) -> np.ndarray:
+    """The keys that one query sees.
+
+    Example:
+        >>> from natten_jax.plot import window_mask
+        >>> window_mask((3, 8), query=(0, 4), kernel_size=(1, 3)).astype(int)
+        array([[0, 0, 0, 1, 1, 1, 0, 0],
+               [0, 0, 0, 0, 0, 0, 0, 0],
+               [0, 0, 0, 0, 0, 0, 0, 0]])
+
+    Args:
+        layout: Tokens per dimension, one to three or more of them.
+        query: The query's coordinates.
+        kernel_size: Window extent, and so on for the next three as in :func:`natten_jax.na1d` and its like.
+        stride: Queries that share a window.
+        dilation: Distance between neighboring tokens of a window.
+        is_causal: Whether later keys are hidden.
+
+    Returns:
+        Booleans of the layout's shape.
+
+    Raises:
+        ValueError: A value breaks a rule of the operators, or the query is outside of the layout.
+        TypeError: An argument is of the wrong type.
+    """
+    axes = _axes(layout, kernel_size, stride, dilation, is_causal)
+    lines = [_line_masks(axis)[each] for axis, each in zip(axes, _coordinates(query, axes), strict=True)]
+    return functools.reduce(np.logical_and.outer, lines)
+
+
+def plot_window(
+    layout: Sequence[int],
+    query: Sequence[int],
+    kernel_size: Ints,
+    stride: Ints = 1,
+    dilation: Ints = 1,
+    is_causal: Bools = False,
+    *,
+    ax: Axes | None = None,
+    title: str | None = None,
+) -> Axes:
+    """Draw the keys that one query sees, and the queries that share its window.
+
+    A cell is a token: the query is dark, what it sees blue, and dots mark queries with the very same window. The
+    slices of a video stand side by side.
+
+    Example:
+        >>> from natten_jax.plot import plot_window
+        >>> axes = plot_window((12, 12), query=(4, 7), kernel_size=5, dilation=2)  # then plt.show()
+
+    Args:
+        layout: Tokens per dimension, one to three of them.
+        query: The query's coordinates.
+        kernel_size: Window extent, and so on for the next three as in :func:`natten_jax.na1d` and its like.
+        stride: Queries that share a window.
+        dilation: Distance between neighboring tokens of a window.
+        is_causal: Whether later keys are hidden.
+        ax: Matplotlib axes to draw on; ``None`` makes a figure.
+        title: Text above; ``None`` says what the window is.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ValueError: A value breaks a rule of the operators, or the query is outside of the layout.
+        TypeError: An argument is of the wrong type.
+        ImportError: Matplotlib is not installed.
+    """
+    axes = _axes(layout, kernel_size, stride, dilation, is_causal)
+    if len(axes) > 3:
+        raise ValueError(f"layout must have one to three dimensions to be drawn, got {shown(layout)}")
+    at = _coordinates(query, axes)
+    sharing = functools.reduce(
+        np.logical_and.outer,
+        [(masks == masks[each]).all(1) for masks, each in zip(map(_line_masks, axes), at, strict=True)],
+    )
+    seen = _slices(window_mask(layout, at, kernel_size, stride, dilation, is_causal))
+    ax = _draw_cells(ax, seen)
+    is_query = np.zeros(sharing.shape, bool)
+    is_query[at] = True
+    _mark(ax, _slices(sharing & ~is_query))
+    ax.add_patch(_cells(np.argwhere(_slices(is_query)[0]), _QUERY))
+    ax.set_title(_described(axes) if title is None else title, fontsize="medium")
+    return ax
+
+
+def plot_windows(
+    extent: int,
+    kernel_size: int,
+    stride: int = 1,
+    dilation: int = 1,
+    is_causal: bool = False,
+    *,
+    ax: Axes | None = None,
+    title: str | None = None,
+) -> Axes:
+    """Draw all windows of one dimension: a row for every query, a column for every key.
+
+    Example:
+        >>> from natten_jax.plot import plot_windows
+        >>> axes = plot_windows(16, kernel_size=5, stride=3)  # then plt.show()
+
+    Args:
+        extent: Tokens.
+        kernel_size: Window extent in tokens.
+        stride: Queries that share a window.
+        dilation: Distance between neighboring tokens of a window.
+        is_causal: Whether later keys are hidden.
+        ax: Matplotlib axes to draw on; ``None`` makes a figure.
+        title: Text above; ``None`` says what the windows are.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ValueError: A value breaks a rule of the operators.
+        TypeError: An argument is of the wrong type.
+        ImportError: Matplotlib is not installed.
+    """
+    (axis,) = _axes((extent,), kernel_size, stride, dilation, is_causal)
+    seen = _line_masks(axis)
+    ax = _draw_cells(ax, (seen, np.ones_like(seen)))
+    itself = np.arange(extent)
+    ax.add_patch(_cells(np.stack([itself, itself], axis=1), "none", edge=_QUERY))
+    ax.set_xlabel("keys", fontsize="small")
+    ax.set_ylabel("queries", fontsize="small")
+    ax.set_title(_described((axis,)) if title is None else title, fontsize="medium")
+    return ax
+
+
+def _axes(layout: Sequence[int], kernel_size: Ints, stride: Ints, dilation: Ints, is_causal: Bools) -> tuple[Axis, ...]:
+    return problem_of(layout, kernel_size, stride, dilation, is_causal).axes
+
+
+def _coordinates(query: Sequence[int], axes: Sequence[Axis]) -> tuple[int, ...]:
+    given = tuple(map(python_int, query)) if isinstance(query, Sequence) else (None,)
+    found = tuple(each for each in given if each is not None)
+    if len(found) < len(given):
+        raise TypeError(f"query must be a sequence of ints, got {shown(query)}")
+    extents = tuple(axis.query_extent for axis in axes)
+    if len(found) != len(extents) or any(not 0 <= x < extent for x, extent in zip(found, extents, strict=True)):
+        raise ValueError(f"query must be coordinates inside of the layout {extents}, got {shown(query)}")
+    return found
+
+
+def _line_masks(axis: Axis) -> np.ndarray:
+    """Visibility ``[queries, keys]`` in one dimension."""
+    tokens = np.arange(axis.kv_extent)
+    group, index = tokens % axis.dilation, tokens // axis.dilation
+    start, end = window_bounds(axis.window, index, group_length(axis.kv_extent, axis.dilation, group))
+    is_inside = (start[:, None] <= index) & (index < end[:, None])
+    return is_inside & (group[:, None] == group)
+
+
+def _slices(cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Cells as rows and columns, the slices of a video side by side, and where there are any."""
+    cells = cells.reshape((1,) * (3 - cells.ndim) + cells.shape)
+    depth, height, width = cells.shape
+    gap = np.zeros((depth, height, 1), bool)
+
+    def side_by_side(each: np.ndarray) -> np.ndarray:
+        return np.concatenate([each, gap], axis=-1).swapaxes(0, 1).reshape(height, depth * (width + 1))[:, :-1]
+
+    return side_by_side(cells), side_by_side(np.ones_like(cells))
+
+
+def _cells(places: np.ndarray, color: str, *, edge: str = _EDGE) -> Any:
+    """The cells at ``[(y, x), ...]`` as one shape, which keeps pictures small."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
+
+    corners = np.array([(-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5), (-0.5, -0.5)])
+    codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY]
+    vertices = (places[:, None, ::-1] + corners).reshape(-1, 2)
+    return PathPatch(Path(vertices, codes * len(places)), facecolor=color, edgecolor=edge, linewidth=0.8)
+
+
+def _draw_cells(ax: Axes | None, cells: tuple[np.ndarray, np.ndarray]) -> Axes:
+    seen, is_there = cells
+    height, width = seen.shape
+    if ax is None:
+        try:
+            from matplotlib import pyplot as plt
+        except ImportError:
+            raise ImportError("pictures need Matplotlib: pip install 'natten_jax[plot]'") from None
+        _, ax = plt.subplots(figsize=(max(2.0, 0.25 * width), max(1.0, 0.25 * height) + 0.4), layout="constrained")
+    for color, places in ((_UNSEEN, is_there & ~seen), (_SEEN, seen)):
+        ax.add_patch(_cells(np.argwhere(places), color))
+    ax.set_xlim(-0.6, width - 0.4)
+    ax.set_ylim(height - 0.4, -0.6)
+    ax.set_aspect("equal")
+    ax.set_xticks([])
+    ax.set_yticks([])
+    ax.spines[:].set_visible(False)
+    return ax
+
+
+def _mark(ax: Axes, cells: tuple[np.ndarray, np.ndarray]) -> None:
+    y, x = np.nonzero(cells[0])
+    if x.size:
+        ax.plot(x, y, ".", color=_SHARED, markersize=4)
+
+
+def _described(axes: Sequence[Axis]) -> str:
+    """The facts of a window that are not their default."""
+
+    def text(values: Sequence[Any]) -> str:
+        return str(values[0]) if len(set(values)) == 1 else "(" + ", ".join(map(str, values)) + ")"
+
+    facts = [("kernel_size", [axis.kernel_size for axis in axes])]
+    facts += [("stride", [axis.stride for axis in axes]), ("dilation", [axis.dilation for axis in axes])]
+    causal = [axis.is_causal for axis in axes]
+    parts = [f"{name}={text(values)}" for name, values in facts if name == "kernel_size" or set(values) != {1}]
+    return ", ".join(parts + [f"is_causal={text(causal)}"] * any(causal))
