@@ -34,7 +34,6 @@ _FLAGS_IN_ERRORS = (
     (r"\bis_causal\b", "--causal"),
     (r"\bkernel_schedule\b", "--schedule"),
     (r"\bthe token layout\b", "--input-size"),
-    (r"\bdtype must be one of\b", "--dtype must be one of"),
     (r"\bquery has (\d+) heads, which is\b", r"--heads \1 is"),
     (r"\bthe (\d+) heads of key and value\b", r"--heads-kv \1"),
     *((rf"\b{name}_(shape|size)\b", flag(name)) for name in TILE_FLAGS),

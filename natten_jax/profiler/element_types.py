@@ -13,8 +13,6 @@ ELEMENT_TYPES = {
     "fp32": "float32",
     "bf16": "bfloat16",
     "fp16": "float16",
-    "e4m3": "float8_e4m3fn",
-    "e5m2": "float8_e5m2",
 }
 
 _SHORT_NAMES = {name: short for short, name in ELEMENT_TYPES.items()}
