@@ -139,7 +139,15 @@ def _document(backend: Backend, operator: Operator, pass_: Pass) -> str:
     window = "``kernel_size``, ``stride``, ``dilation`` and ``is_causal``" if operator == "fna" else "``is_causal``"
     whole = " Without a ``kernel_size``, tiles are ranked for windows as large as the layout." * (operator == "fna")
     name = BackendId(backend.family, operator)
+    shape = "(1, 256, 256, 24, 128)" if operator == "fna" else "(1, 4096, 24, 128)"
+    kernel_size = ", kernel_size=80" if operator == "fna" else ""
+    query = _query_name(backend, operator, pass_)
     return f"""Query and key/value tile {tiles} of the {pass_} pass of {name}, best first.
+
+Example:
+    >>> import jax, natten_jax
+    >>> tokens = jax.ShapeDtypeStruct({shape}, "bfloat16")
+    >>> configurations = natten_jax.{query}(tokens{kernel_size})
 
 Args:
     query: An array of the operator's query, key or value, or a ``jax.ShapeDtypeStruct``.

@@ -65,8 +65,12 @@ def attention(
     """Attention of every query to every key.
 
     Example:
-        ``attention(query, key, value, is_causal=True, return_lse=True)`` with ``query``, ``key`` and ``value`` of shape
-        ``[2, 1024, 8, 64]`` returns arrays of shapes ``[2, 1024, 8, 64]`` and ``[2, 1024, 8]``.
+        >>> import jax.numpy as jnp
+        >>> from natten_jax import attention
+        >>> query, key = jnp.ones((2, 16, 4, 8)), jnp.ones((2, 24, 2, 8))
+        >>> out, logsumexp = attention(query, key, key, is_causal=True, return_lse=True)
+        >>> out.shape, logsumexp.shape
+        ((2, 16, 4, 8), (2, 16, 4))
 
     Args:
         query: ``[batch, seqlen, heads, head_dim]``, float16, bfloat16, float32 or float64.

@@ -105,9 +105,13 @@ def na1d(
     sequences may be NumPy's arrays, or JAX's where they are not traced.
 
     Example:
-        A causal window of 256 tokens over ``query``, ``key`` and ``value`` of shape ``[2, 4096, 8, 64]``::
+        A causal window of 8 tokens.
 
-            na1d(query, key, value, kernel_size=256, is_causal=True)
+        >>> import jax.numpy as jnp
+        >>> from natten_jax import na1d
+        >>> tokens = jnp.ones((2, 32, 4, 16))
+        >>> na1d(tokens, tokens, tokens, kernel_size=8, is_causal=True).shape
+        (2, 32, 4, 16)
 
     Args:
         query: ``[batch, seqlen, heads, head_dim]``, float16, bfloat16, float32 or float64.
@@ -236,9 +240,13 @@ def na2d(
     all dimensions; sequences may be NumPy's arrays, or JAX's where they are not traced.
 
     Example:
-        A 7 x 7 window around every pixel of ``[batch, 64, 64, heads, head_dim]``, spread to every second pixel::
+        A 3 x 5 window around every pixel, spread to every second pixel.
 
-            na2d(query, key, value, kernel_size=7, dilation=2)
+        >>> import jax.numpy as jnp
+        >>> from natten_jax import na2d
+        >>> pixels = jnp.ones((1, 8, 12, 4, 16))
+        >>> na2d(pixels, pixels, pixels, kernel_size=(3, 5), dilation=2).shape
+        (1, 8, 12, 4, 16)
 
     Args:
         query: ``[batch, height, width, heads, head_dim]``, float16, bfloat16, float32 or float64.
@@ -367,9 +375,13 @@ def na3d(
     all dimensions; sequences may be NumPy's arrays, or JAX's where they are not traced.
 
     Example:
-        Windows that 4 x 4 x 8 queries share, over ``[batch, 30, 48, 80, heads, head_dim]``::
+        Windows that 2 x 2 x 2 queries share.
 
-            na3d(query, key, value, kernel_size=(18, 24, 24), stride=(4, 4, 8))
+        >>> import jax.numpy as jnp
+        >>> from natten_jax import na3d
+        >>> voxels = jnp.ones((1, 4, 6, 8, 2, 16))
+        >>> na3d(voxels, voxels, voxels, kernel_size=(2, 3, 4), stride=2).shape
+        (1, 4, 6, 8, 2, 16)
 
     Args:
         query: ``[batch, depth, height, width, heads, head_dim]``, float16, bfloat16, float32 or float64.

@@ -144,9 +144,12 @@ def halo_of(axis: Axis, parts: int) -> Halo:
     """The halo of a token dimension that is split into equal parts.
 
     Example:
-        A window of 24 of 80 tokens, split in two, reaches 12 tokens to the front and 11 to the back::
+        A window of 24 of 80 tokens, split in two, reaches 12 tokens to the front and 11 to the back.
 
-            halo_of(Axis(80, 80, 24), 2)  # Halo(extent=80, parts=2, before=12, after=11)
+        >>> from natten_jax.halo import halo_of
+        >>> from natten_jax.problem import Axis
+        >>> halo_of(Axis(80, 80, 24), 2)
+        Halo(extent=80, parts=2, before=12, after=11)
 
     Args:
         axis: The dimension, with as many query as key/value tokens.
@@ -170,12 +173,25 @@ def halo_of(axis: Axis, parts: int) -> Halo:
 
 
 def halos_of(problem: Problem, parts: Sequence[int]) -> tuple[Halo, ...]:
-    """One for each token dimension, from the number of parts that each is split into."""
+    """One for each token dimension, from the number of parts that each is split into.
+
+    Example:
+        >>> from natten_jax import simulator
+        >>> from natten_jax.halo import halos_of
+        >>> [halo.before for halo in halos_of(simulator.problem_of((64, 80), 24), (1, 2))]
+        [0, 12]
+    """
     return tuple(halo_of(axis, each) for axis, each in zip(problem.axes, parts, strict=True))
 
 
 def bytes_received(problem: Problem, parts: Sequence[int]) -> int:
     """Bytes of keys and values that the device which receives most receives in a forward pass.
+
+    Example:
+        >>> from natten_jax import simulator
+        >>> from natten_jax.halo import bytes_received
+        >>> bytes_received(simulator.problem_of((64, 80), 24, heads=2, head_dim=32), (1, 2))
+        196608
 
     A backward pass sends gradients of as many elements back, and receives keys and values again where these were not
     kept.

@@ -19,6 +19,15 @@ def merge_attentions(outputs: Sequence[jax.Array], lse_tensors: Sequence[jax.Arr
 
     Plain JAX: its gradient, through the logsumexp too, is that of attention over the concatenated keys.
 
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from natten_jax import attention, merge_attentions
+        >>> query, key = jnp.ones((2, 16, 4, 8)), jnp.ones((2, 24, 4, 8))
+        >>> parts = [attention(query, each, each, return_lse=True) for each in (key[:, :10], key[:, 10:])]
+        >>> out, logsumexp = merge_attentions(*zip(*parts))
+        >>> bool(jnp.allclose(out, attention(query, key, key)))
+        True
+
     Args:
         outputs: Two or more outputs ``[..., heads, head_dim_v]`` of one shape, in a list, say.
         lse_tensors: Their logsumexp ``[..., heads]``, as many.

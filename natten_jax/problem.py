@@ -177,7 +177,9 @@ def problem_of(
     """Describe a problem without arrays; arguments as in :func:`natten_jax.na1d` and its like.
 
     Example:
-        ``problem_of((30, 48, 80), (18, 24, 24), heads=24, head_dim=128)``
+        >>> from natten_jax.problem import problem_of
+        >>> problem_of((30, 48, 80), (18, 24, 24), heads=24, head_dim=128).describe()
+        'na3d 30x48x80 k=18x24x24'
 
     Args:
         layout: Tokens per dimension.

@@ -1,7 +1,7 @@
 """What a tile configuration makes of a problem, and how long that takes: counted and predicted without a device.
 
-Counts are exact (:mod:`natten_jax.cost.tile_counts`). The time is that of a model (:mod:`natten_jax.cost.predict`) that
-was fitted to measurements on one kind of device (:mod:`natten_jax.cost.calibration`).
+Counts are exact (:func:`count_tiles`). The time is that of a model (:func:`predict`) that was fitted to measurements on
+one kind of device (:func:`calibration_for`).
 
 Example:
     >>> from natten_jax import simulator

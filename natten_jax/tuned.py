@@ -22,8 +22,15 @@ def load_tuned(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The best configuration in a result file, as keyword arguments.
 
     Example:
-        ``na3d(query, key, value, kernel_size=(18, 24, 24), **natten_jax.load_tuned("tuned.json"))``. The modules in
-        ``natten_jax.flax_modules`` take them, too.
+        The modules in ``natten_jax.flax_modules`` take them, too.
+
+        >>> import json, pathlib, tempfile
+        >>> import natten_jax
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "tuned.json")  # the profiler writes it
+        >>> tiles = {"q_tile_shape": [2, 8, 8], "kv_tile_shape": [2, 8, 8]}
+        >>> _ = path.write_text(json.dumps({"best_configuration": tiles}))
+        >>> natten_jax.load_tuned(path)
+        {'q_tile_shape': (2, 8, 8), 'kv_tile_shape': (2, 8, 8)}
 
     Args:
         path: File that the profiler wrote with ``--optimize --json``.

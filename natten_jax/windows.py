@@ -32,12 +32,24 @@ class Window(NamedTuple):
 
 
 def group_length(extent: Index, dilation: int, group: Index) -> Index:
-    """Number of tokens in dilation group ``group`` of a dimension of ``extent`` tokens."""
+    """Number of tokens in dilation group ``group`` of a dimension of ``extent`` tokens.
+
+    Example:
+        >>> from natten_jax.windows import group_length
+        >>> group_length(7, 2, 0), group_length(7, 2, 1)
+        (4, 3)
+    """
     return (extent - group + dilation - 1) // dilation
 
 
 def window_bounds(window: Window, index: Index, length: Index, *, xp: ModuleType = np) -> tuple[Index, Index]:
     """Half-open range ``[start, end)`` of key indices that the query at ``index`` sees.
+
+    Example:
+        >>> from natten_jax.windows import Window, window_bounds
+        >>> start, end = window_bounds(Window(kernel_size=3), 0, 8)  # shifted at the edge
+        >>> int(start), int(end)
+        (0, 3)
 
     Args:
         window: The windows.
@@ -61,6 +73,12 @@ def inverse_window_bounds(
     window: Window, index: Index, query_length: Index, key_length: Index, *, xp: ModuleType = np
 ) -> tuple[Index, Index]:
     """Half-open range ``[first, last)`` of query indices that see the key at ``index``; exact and contiguous.
+
+    Example:
+        >>> from natten_jax.windows import Window, inverse_window_bounds
+        >>> first, last = inverse_window_bounds(Window(kernel_size=3), 1, 8, 8)
+        >>> int(first), int(last)
+        (0, 3)
 
     Args:
         window: The windows.

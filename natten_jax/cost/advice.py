@@ -36,6 +36,12 @@ def least_block_sparse_stride(problem: Problem, pair: TilePair, *, placement: Pl
     ``None`` where no stride is: a window that is no multiple of the key/value tile, or a causal dimension, has tiles
     that need a mask in every case.
 
+    Example:
+        >>> from natten_jax import simulator
+        >>> problem = simulator.problem_of((256, 256), kernel_size=80)
+        >>> simulator.least_block_sparse_stride(problem, ((16, 8), (16, 8)))
+        (16, 8)
+
     Raises:
         ValueError: As :func:`count_tiles`, or there are too many strides to try.
     """
@@ -76,6 +82,18 @@ def recommend_stride(
 
     Among the pairs that have such a stride, those within 2% of the fewest executed operations (or of the shortest
     predicted time) count; the one with the smallest stride is taken.
+
+    Example:
+        >>> from natten_jax import simulator
+        >>> problem = simulator.problem_of((256, 256), kernel_size=80)
+        >>> simulator.recommend_stride(problem, [((16, 8), (16, 8)), ((8, 16), (8, 16))]).stride
+        (16, 8)
+
+    Args:
+        problem: The problem; its own stride does not count.
+        pairs: Query and key/value tile shapes.
+        calibration: The time model, of :func:`calibration_for`; without one, executed operations are compared.
+        placement: Where inner tiles start; see :func:`count_tiles`.
 
     Returns:
         The recommendation, or ``None`` where no pair has such a stride.

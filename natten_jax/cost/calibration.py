@@ -122,6 +122,11 @@ class Calibration:
 def calibration_for(family: str, compute_capability: ComputeCapability | None = None) -> Calibration | None:
     """The time model of a backend family.
 
+    Example:
+        >>> from natten_jax import simulator
+        >>> simulator.calibration_for("hopper", compute_capability=(9, 0)).compute_capability
+        (9, 0)
+
     Args:
         family: ``"hopper"``, ...
         compute_capability: Of the device to predict for; ``None`` takes whichever was calibrated, which is good enough

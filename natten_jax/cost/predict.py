@@ -28,6 +28,15 @@ from natten_jax.problem import Problem
 def predict(problem: Problem, tiles: TimedTiles, pass_: Pass, kernel: Kernel, calibration: Calibration) -> Any:
     """Predicted seconds of a pass.
 
+    Example:
+        >>> from natten_jax import simulator
+        >>> problem, pair = simulator.problem_of((256, 256), 80, heads=24, head_dim=128), ((16, 8), (16, 8))
+        >>> model = simulator.calibration_for("hopper")
+        >>> kernel = model.kernel(problem, pair, "forward")
+        >>> counts = simulator.count_tiles(problem, pair, kernel=kernel)
+        >>> bool(0 < simulator.predict(problem, counts.tiles, "forward", kernel, model) < 0.1)
+        True
+
     Args:
         problem: The problem.
         tiles: What is executed with one pair of tiles, or with many.

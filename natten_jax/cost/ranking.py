@@ -43,7 +43,22 @@ def rank_sizes(
 def rank(
     problem: Problem, pairs: Iterable[TilePair], pass_: Pass, calibration: Calibration | None
 ) -> list[tuple[TilePair, float]]:
-    """Pairs that anchored kernels take, with predicted seconds, fastest first; without a model, none."""
+    """Pairs that anchored kernels take, with predicted seconds, fastest first; without a model, none.
+
+    Example:
+        >>> from natten_jax import simulator
+        >>> problem = simulator.problem_of((256, 256), kernel_size=80, stride=16, heads=24, head_dim=128)
+        >>> model = simulator.calibration_for("hopper")
+        >>> pairs = [((16, 8), (16, 8)), ((128, 1), (128, 1))]
+        >>> [pair for pair, seconds in simulator.rank(problem, pairs, "forward", model)]
+        [((16, 8), (16, 8)), ((128, 1), (128, 1))]
+
+    Args:
+        problem: The problem.
+        pairs: Query and key/value tile shapes.
+        pass_: The pass.
+        calibration: The time model, of :func:`calibration_for`.
+    """
     if calibration is None:
         return []
     # Tiles of one size are executed by one kernel.

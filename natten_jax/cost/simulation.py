@@ -79,6 +79,13 @@ def simulate(
 ) -> Simulation:
     """Count a pass and, with a calibration, predict its time.
 
+    Example:
+        >>> from natten_jax import simulator
+        >>> problem = simulator.problem_of((256, 256), kernel_size=80, heads=24, head_dim=128)
+        >>> model = simulator.calibration_for("hopper", compute_capability=(9, 0))
+        >>> 0 < simulator.simulate(problem, ((16, 8), (16, 8)), calibration=model).seconds < 0.1
+        True
+
     Args:
         problem: The problem.
         pair: Query and key/value tile shape.

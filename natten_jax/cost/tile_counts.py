@@ -131,6 +131,13 @@ def count_tiles(
 ) -> TileCounts:
     """Count the tiles of a pass exactly, for one batch element and one head.
 
+    Example:
+        >>> from natten_jax import simulator
+        >>> problem = simulator.problem_of((256, 256), kernel_size=80, stride=16)
+        >>> counts = simulator.count_tiles(problem, ((16, 8), (16, 8)))
+        >>> counts.inner_per_outer, counts.is_fully_block_sparse
+        (50.0, True)
+
     Args:
         problem: The problem.
         pair: Query and key/value tile shape, with one extent per token dimension.

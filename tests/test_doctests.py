@@ -1,0 +1,75 @@
+"""Public names: each has a page of the documentation, and each function an example in its docstring, which runs."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import inspect
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import natten_jax
+
+ROOT = Path(__file__).parents[1]
+_FLAX = "natten_jax.flax_modules."
+#: Where the public names are, but for :mod:`natten_jax` itself.
+MODULES = {
+    "natten_jax.halo": ("Halo", "bytes_received", "halo_of", "halos_of"),
+    "natten_jax.performance": ("AttentionPerformanceArguments", "PerformanceArguments"),
+    "natten_jax.plot": None,
+    "natten_jax.problem": ("Axis", "Problem"),
+    "natten_jax.rotary": None,
+    "natten_jax.simulator": None,
+    "natten_jax.windows": ("Window", "group_length", "inverse_window_bounds", "window_bounds"),
+    f"{_FLAX}attention_fn": None,
+    f"{_FLAX}convert": None,
+    f"{_FLAX}linen": None,
+    f"{_FLAX}nnx": None,
+}
+
+
+def public_names() -> dict[str, Any]:
+    """Every public object, by its full name."""
+    objects = {f"natten_jax.{name}": getattr(natten_jax, name) for name in natten_jax.__all__}
+    for name, members in MODULES.items():
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError:
+            pytest.importorskip("flax")
+            raise
+        objects |= {f"{name}.{member}": getattr(module, member) for member in members or module.__all__}
+    return objects
+
+
+def test_every_public_name_has_a_page() -> None:
+    pages = set()
+    prefix = "natten_jax"
+    for line in (ROOT / "docs" / "api.md").read_text().splitlines():
+        if found := re.fullmatch(r"\.\. currentmodule:: (\S+)", line):
+            prefix = found[1]
+        elif found := re.fullmatch(r"   ([\w.]+)", line):
+            pages.add(f"{prefix}.{found[1]}")
+    assert public_names().keys() - pages == set()
+
+
+def test_examples() -> None:
+    """All in one test, and so in one process: it is JAX's start that costs."""
+    pytest.importorskip("matplotlib").use("Agg")
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    report = io.StringIO()
+    lacking = []
+    for name, each in public_names().items():
+        text = getattr(each, "__doc__", None) or ""
+        test = doctest.DocTestParser().get_doctest(text, {}, name, None, 0)
+        is_module = "NeighborhoodAttention" in name and name.endswith("D")
+        if (inspect.isfunction(each) or is_module) and not test.examples:
+            lacking.append(name)
+        with contextlib.redirect_stdout(report):
+            runner.run(test, out=report.write)
+    assert not runner.failures, report.getvalue()
+    assert not lacking
