@@ -15,7 +15,7 @@ INSTALL := $(RUN) -m pip install --quiet $(if $(VENV),--editable '.[test]',--no-
 BUILD_INPUTS := pyproject.toml setup.py $(shell find csrc -type f)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-gpu sanitize-gpu sanitize-host lint setup gpu-wheel bench-scaling clean
+.PHONY: demo test test-gpu sanitize-gpu sanitize-host lint setup gpu-wheel bench-scaling docs pictures clean
 
 demo: setup
 	$(RUN) -m natten_jax.profiler -i 8 16 24 -d 128 -w 2 4 3
@@ -82,6 +82,16 @@ bench-scaling: export NATTEN_JAX_BENCH = 1
 bench-scaling: setup
 	@$(RUN) bench/fmha_ladder.py || $(INSTALL)
 	$(RUN) bench/fmha_scaling.py --output-dir build/fmha_scaling
+
+# The documentation site; warnings are errors. The second command installs what Sphinx needs, and leaves natten_jax as it is.
+docs: setup
+	$(if $(VENV),$(RUN) -m pip install --quiet 'natten_jax[docs]')
+	JAX_PLATFORMS=cpu $(RUN) -m sphinx --fail-on-warning --keep-going --quiet --jobs auto docs build/docs
+
+# The pictures of windows and the chart of speeds in README and documentation, from natten_jax.windows and bench/results.
+pictures: setup
+	$(RUN) docs/pictures.py
+	$(RUN) bench/plot_peers.py bench/results/h200/peers.json docs/images/speed.svg
 
 clean:
 	rm -rf build dist *.egg-info natten_jax/*.so
