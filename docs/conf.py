@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 from sphinx.application import Sphinx
 
@@ -59,6 +61,26 @@ def _name_files_of_the_repository(_: Sphinx, page: str, text: list[str]) -> None
     text[0] = _LINK_OUT_OF_PAGES.sub(path, text[0])
 
 
+def _sign_flax_modules(
+    _: Sphinx, kind: str, name: str, obj: Any, options: Any, signature: str | None, returned: str | None
+) -> tuple[str, str | None] | None:
+    """The arguments of a Flax module, which its metaclass hides; defaults that are functions are not spelled out."""
+    if kind != "class" or not name.startswith(("natten_jax.flax_modules.nnx.", "natten_jax.flax_modules.linen.")):
+        return None
+    _, *parameters = inspect.signature(obj.__init__).parameters.values()
+    plain = str, int, float, bool, type(None)
+    shown = [
+        each.replace(
+            annotation=each.empty,
+            default=each.default if each.default is each.empty or isinstance(each.default, plain) else ...,
+        )
+        for each in parameters
+        if each.name not in ("parent", "name")  # Flax's own
+    ]
+    return str(inspect.Signature(shown)).replace("Ellipsis", "..."), returned
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
+    app.connect("autodoc-process-signature", _sign_flax_modules)
     app.connect("source-read", _name_files_of_the_repository)

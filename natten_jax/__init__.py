@@ -4,14 +4,21 @@ import jax.export as _export
 
 from natten_jax import backends as _backends
 from natten_jax import configs as _configs
+from natten_jax import op as _op
+from natten_jax import version as _version
 from natten_jax.backends.missing_kernels import MissingKernelsWarning
 from natten_jax.dense import attention
 from natten_jax.functional import na1d, na2d, na3d
 from natten_jax.merge import merge_attentions
-from natten_jax.op import CHECKPOINT_NAMES
 from natten_jax.performance import KernelSchedule
 from natten_jax.tuned import load_tuned
-from natten_jax.version import __version__
+
+#: The version of this package.
+__version__ = _version.__version__
+
+#: Names of the saved residuals. With ``jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)`` a
+#: rematerialised function keeps them, and does not run the forward kernel a second time.
+CHECKPOINT_NAMES = _op.CHECKPOINT_NAMES
 
 #: Pass these to ``jax.export.export(..., disabled_checks=...)`` to export programs that use native kernels.
 EXPORT_CHECKS = tuple(map(_export.DisabledSafetyCheck.custom_call, _backends.export_targets()))

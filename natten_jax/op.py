@@ -28,8 +28,7 @@ from natten_jax.resolve import Request, resolve
 
 _Result = TypeVar("_Result", Output, Saved)
 
-#: Names of the saved residuals, for ``jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)``: a
-#: rematerialised function that keeps them does not run the forward kernel a second time.
+#: Of the saved output, and of the logsumexp and its remainder.
 CHECKPOINT_NAMES = ("natten_jax_output", "natten_jax_logsumexp")
 
 

@@ -20,9 +20,9 @@ Shape = tuple[int, ...]
 class KernelSchedule(enum.StrEnum):
     """How a Hopper kernel distributes its work; members are the strings that ``kernel_schedule`` takes."""
 
-    NON_PERSISTENT = "non"  # a thread block for every query tile
-    COOPERATIVE = "coop"  # a thread block per multiprocessor; its warpgroups run unordered
-    PING_PONG = "pp"  # its warpgroups take turns: one computes logits while the other takes exponentials
+    NON_PERSISTENT = "non"  #: a thread block for every query tile
+    COOPERATIVE = "coop"  #: a thread block per multiprocessor; its warpgroups run unordered
+    PING_PONG = "pp"  #: its warpgroups take turns, one computes logits while the other takes exponentials
 
 
 class MemoryUsagePreference(enum.StrEnum):

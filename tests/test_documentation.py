@@ -42,6 +42,25 @@ def test_no_page_is_missed() -> None:
     assert {page.stem for page in PAGES} >= {"README", "index", "numerics"} | guides
 
 
+def anchors_of(page: Path) -> set[str]:
+    """What links to headings of a page are called, as on the sites that show Markdown."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_somewhere() -> None:
+    wrong = []
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")):
+        for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)):
+            path, _, anchor = target.partition("#")
+            if "://" in target:
+                continue
+            file = page if not path else page.parent / path
+            if not file.exists() or (anchor and anchor not in anchors_of(file)):
+                wrong.append(f"{page.name}: {target}")
+    assert not wrong
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("flatbuffers", "flax", "matplotlib", "optax", "sklearn"):
