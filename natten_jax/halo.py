@@ -207,6 +207,26 @@ def bytes_received(problem: Problem, parts: Sequence[int]) -> int:
     return problem.batch * (held - own) * problem.heads_kv * width * ELEMENT_BYTES[problem.dtype]
 
 
+def bytes_by_direction(problem: Problem, parts: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Bytes of keys and values that a device in the middle receives: by token dimension, from in front and from behind.
+
+    Halos of one dimension take along those of the dimensions before, which is how corners arrive.
+
+    Args:
+        problem: The whole problem, of one device's share of batch and heads.
+        parts: Parts of each token dimension.
+    """
+    halos = halos_of(problem, parts)
+    extents = [halo.part for halo in halos]
+    token = problem.batch * problem.heads_kv * (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES[problem.dtype]
+    found: list[tuple[int, int]] = []
+    for i, halo in enumerate(halos):
+        across = token * math.prod(extents[:i] + extents[i + 1 :])
+        found.append((halo.before * across, halo.after * across))
+        extents[i] += halo.before + halo.after
+    return tuple(found)
+
+
 def _indivisible(extent: int, parts: int) -> str:
     """Why tokens cannot be split, and what can be done."""
     below = max(n for n in range(1, min(parts, extent) + 1) if extent % n == 0)

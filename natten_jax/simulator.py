@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from natten_jax.cost.advice import Recommendation, least_block_sparse_stride, recommend_stride
 from natten_jax.cost.calibration import Calibration, Kernel, calibration_for
+from natten_jax.cost.communication import Link, SplitTime, link_between, predict_split
 from natten_jax.cost.predict import predict
 from natten_jax.cost.ranking import rank
 from natten_jax.cost.simulation import Simulation, simulate
@@ -26,13 +27,17 @@ from natten_jax.problem import problem_of
 __all__ = [
     "Calibration",
     "Kernel",
+    "Link",
     "Recommendation",
     "Simulation",
+    "SplitTime",
     "TileCounts",
     "calibration_for",
     "count_tiles",
     "least_block_sparse_stride",
+    "link_between",
     "predict",
+    "predict_split",
     "problem_of",
     "rank",
     "recommend_stride",

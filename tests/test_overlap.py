@@ -18,10 +18,11 @@ from natten_jax import na2d
 from natten_jax.cost import communication
 from natten_jax.cost.communication import NVLINK, dividing_keys_pays, division_that_pays
 from natten_jax.devices import Device
-from natten_jax.halo import division_of, halo_of, halos_of
+from natten_jax.halo import bytes_by_direction, bytes_received, division_of, halo_of, halos_of
 from natten_jax.plan import Plan
 from natten_jax.problem import Axis, Problem, problem_of
 from natten_jax.resolve import Request, resolve
+from natten_jax.simulator import calibration_for, predict_split, simulate
 
 H200 = Device("cuda", (9, 0), is_present=False)
 
@@ -146,3 +147,32 @@ def test_halos_travel_while_the_first_kernel_runs(pass_: str) -> None:
     assert any(id(each) in awaited for each in program[passes[0]].outvars)
     read_early = {id(each) for equation in program[: barriers[1]] for each in equation.invars}
     assert not any(id(each.outvars[0]) in read_early for each in permutes)
+
+
+def test_what_a_split_takes_is_predicted() -> None:
+    video = problem_of((32, 48, 80), (18, 24, 24), (16, 8, 8), heads=24, head_dim=128, dtype="bfloat16")
+    model = calibration_for("hopper")
+    assert model is not None
+    for plan in plans(video):
+        one = simulate(video, plan.tiles, plan.pass_, calibration=model).seconds
+        assert one is not None
+        alone, two, eight, many = (predict_split(plan, (1, 1, parts), model) for parts in (1, 2, 8, 40))
+        assert alone and two and eight and many
+        assert (alone.received, alone.exchange, alone.exposed) == (0, 0.0, 0.0)
+        assert alone.seconds == pytest.approx(one, rel=0.03)
+        assert one / 2.1 < two.seconds < one / 1.9
+        assert 0.5 * two.seconds > eight.seconds > two.seconds / 4
+        # Beyond a host, and with parts of two columns, halos cost more than there is to compute.
+        assert many.exposed > many.compute
+    forward, _ = plans(video)
+    hidden = predict_split(forward, (1, 1, 2), model)
+    assert hidden and hidden.exposed == 0.0 < hidden.exchange
+
+
+def test_bytes_by_direction() -> None:
+    video = problem_of((30, 48, 80), (6, 12, 12), heads=24, head_dim=128)
+    columns = 30 * 48 * 24 * 2 * 128 * 2
+    assert bytes_by_direction(video, (1, 1, 2))[:2] == ((0, 0), (0, 0))
+    assert bytes_by_direction(video, (1, 1, 2))[2] == (6 * columns, 5 * columns)
+    both = bytes_by_direction(video, (1, 4, 4))
+    assert sum(map(sum, both)) == bytes_received(video, (1, 4, 4))

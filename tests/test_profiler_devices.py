@@ -37,6 +37,7 @@ RUNS: tuple[tuple[str, tuple[int, int, int], Iterable[str]], ...] = (
     ("--devices 2 --split heads --heads-kv 1", (8, 4, 1), {}),
     ("--devices 4 --backend flex-fna", (2, 8, 8), {}),
     ("--devices 8 --split heads --compare xla", (8, 1, 1), {}),
+    ("--devices 6 --split H,W --backprop", (8, 8, 8), {"collective-permute"}),
 )
 #: Number of the one whose trace is kept.
 TRACED = 2
@@ -100,12 +101,14 @@ def check_times(found: dict[str, Any], devices: int) -> None:
     [
         ("--devices 0", "must be at least 1, got 0"),
         ("--devices two", "'two' is not an integer"),
-        ("--split tokens", "invalid choice: 'tokens'"),
+        ("--split tokens", "--split takes batch, heads, H, W, or token dimensions with commas, as H,W; got tokens"),
+        ("--split H,H --devices 2", "got H,H"),
+        ("--split W --devices 16", "cannot share the tokens equally that --split W names: the input size is 6 8"),
         ("--devices 3", "--batch-size 8 is not a multiple of --devices 3"),
         ("--devices 3 --split heads", "--heads 8 is not a multiple of --devices 3"),
         ("--devices 2 --optimize", "--optimize, which is about one device: ask it about what each device gets here, "
          "--batch-size 4"),
-        ("--devices 4 --split heads --heads-kv 2 --simulate", "gets here, --heads 2 --heads-kv 1"),
+        ("--devices 4 --split heads --heads-kv 2 --optimize", "gets here, --heads 2 --heads-kv 1"),
         ("--devices 8 --split heads --dry-run", "gets here, --heads 1 ("),
         ("--devices 2 --compare pallas", "--compare pallas does not go with --devices 2: XLA cannot split its kernel"),
         ("--devices 2 --backend pallas", "--backend pallas does not go with --devices 2: XLA cannot split its kernel"),
@@ -247,3 +250,23 @@ def test_wrapped_collectives_are_told_by_what_they_wrap() -> None:
     wrapped = Instruction("async-start", fused=frozenset({"reduce-scatter"}))
     assert symbols.name("ncclDevKernel_SendRecv", wrapped, "fna").operation == "reduce-scatter"
     assert symbols.name("all_reduce_like_fusion", Instruction("fusion"), "fna").category != "collective"
+
+
+@pytest.mark.parametrize(
+    ("split", "described"),
+    [("heads", "8 devices, split over heads"), ("T,W", "8 devices, split over T,W (T in ")],
+)
+def test_simulates_several_devices(
+    split: str, described: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "simulated.json"
+    video = "-i 32 48 80 -n 24 -d 128 -w 6 24 8 --simulate --compute-capability 9.0 --backprop"
+    assert main(f"{video} --devices 8 --split {split} --json {path}".split()) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert described in output and "an efficiency of" in output
+    saved = json.loads(path.read_text())
+    assert (saved["devices"]["count"], saved["devices"]["split"]) == (8, split)
+    for pass_, figures in saved["devices"]["passes"].items():
+        one = saved["passes"][pass_]["predicted_seconds"]
+        assert one / 9 < figures["predicted_seconds"] < one / 2
+        assert (figures["received"] > 0) == (split != "heads")

@@ -1,4 +1,4 @@
-"""What the exchange of halos takes, and how much of it passes can hide behind what they compute."""
+"""What the exchange of halos takes, how much of it passes hide behind what they compute, and what they take in all."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import functools
 import math
 from collections.abc import Sequence
 
-from natten_jax.cost.calibration import calibration_for
+from natten_jax.cost.calibration import Calibration, calibration_for
+from natten_jax.cost.predict import predict
 from natten_jax.cost.simulation import simulate
-from natten_jax.halo import Division, Halo, bytes_received, division_of
+from natten_jax.cost.tile_counts import TimedTiles, count_tiles
+from natten_jax.halo import Division, Halo, bytes_received, division_of, halos_of
 from natten_jax.plan import Plan
-from natten_jax.problem import ELEMENT_BYTES
+from natten_jax.problem import ELEMENT_BYTES, Axis, Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,107 @@ class Link:
 #: Two H200 on NVLink, both directions at once: 0.12 ms for 1 MB, 0.25 for 16, 0.44 for 64, 1.03 for 212, 1.59 for 425.
 #: This line is within 21% of each.
 NVLINK = Link("NVLink", 1.4e-4, 1 / 280e9)
+
+#: Between hosts; an assumption, which nothing was measured for: 80% of 400 Gbit/s for each device.
+NETWORK = Link("network of 400 Gbit/s per device (assumed)", 2e-4, 1 / 40e9)
+
+_DEVICES_OF_HOST = 8
+
+
+def link_between(devices: int) -> Link:
+    """The slowest link between so many devices, eight of which a host has."""
+    return NVLINK if devices <= _DEVICES_OF_HOST else NETWORK
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitTime:
+    """What a pass takes that is split over devices.
+
+    Attributes:
+        devices: How many.
+        received: Bytes of keys and values that the device which receives most receives.
+        compute: Seconds that it computes and copies.
+        exchange: Seconds that keys, values and their gradients travel.
+        exposed: How much of these nothing is computed in.
+    """
+
+    devices: int
+    received: int
+    compute: float
+    exchange: float
+    exposed: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the pass."""
+        return self.compute + self.exposed
+
+
+def predict_split(plan: Plan, parts: Sequence[int], calibration: Calibration) -> SplitTime | None:
+    """Predict a pass whose token dimensions are split over devices.
+
+    Example:
+        With eight devices along the width of a video::
+
+            plan = resolve(Request(problem), device, "forward")
+            predict_split(plan, (1, 1, 8), calibration_for("hopper")).seconds
+
+    Args:
+        plan: Of the pass on one device; its problem has the global layout, and a device's share of batch and heads.
+        parts: Into how many parts each token dimension is split.
+        calibration: The time model of its kernels.
+
+    Returns:
+        The prediction; ``None`` where these kernels were not calibrated for the problem.
+
+    Raises:
+        ValueError: A dimension does not consist of as many equal parts.
+    """
+    problem, pass_ = plan.problem, plan.pass_
+    halos = halos_of(problem, parts)
+    kernel = calibration.kernel(problem, plan.tiles, pass_)
+    if kernel is None:
+        return None
+    whole = count_tiles(problem, plan.tiles, pass_, placement="anchored", kernel=kernel).tiles
+    outer_share = inner_share = 1.0
+    for axis, halo, *tile in zip(problem.axes, halos, *plan.tiles, strict=True):
+        tiles = functools.partial(_tiles, dilation=axis.dilation)
+        of_queries = tiles(halo.part, tile=tile[0]) / tiles(halo.extent, tile=tile[0])
+        of_keys = tiles(halo.part + halo.received, tile=tile[1]) / tiles(halo.extent, tile=tile[1])
+        # A device has few queries, and visits as many fewer tiles. Backwards it does so from all keys that it gets.
+        inner_share *= of_queries
+        outer_share *= of_queries if pass_ == "forward" else of_keys
+    # Of the layout nothing but its size counts here.
+    local = dataclasses.replace(problem, axes=tuple(Axis(halo.part, halo.part, 1) for halo in halos))
+    of_part = TimedTiles(whole.outer * outer_share, *(each * inner_share for each in whole[1:]))
+    compute = float(predict(local, of_part, pass_, kernel, calibration))
+
+    devices, received = math.prod(parts), bytes_received(problem, parts)
+    once = link_between(devices).seconds(received)
+    exchange = once if pass_ == "forward" else 2 * once
+    part = math.prod(halo.part for halo in halos)
+    division = division_that_pays(plan, halos) if pass_ == "forward" else None
+    if division is not None:
+        meanwhile = math.prod(last - first for first, last in division.interior) / part * compute
+        compute += 4 * part * _token_bytes(problem) * calibration.byte
+    elif pass_ == "backward" and dividing_keys_pays(plan, halos):
+        meanwhile = compute * math.prod(halo.part / (halo.part + halo.received) for halo in halos)
+    else:
+        meanwhile = 0.0  # and keys and values are joined with their halos
+        own = part * problem.batch * problem.heads_kv * (problem.head_dim + problem.head_dim_v)
+        compute += 2 * (own * ELEMENT_BYTES[problem.dtype] + received) * calibration.byte if received else 0.0
+    return SplitTime(devices, received, compute, exchange, exchange - min(once, meanwhile))
+
+
+def _tiles(tokens: int, dilation: int, tile: int) -> int:
+    """Tiles of all dilation groups of so many tokens."""
+    length, longer = divmod(tokens, dilation)
+    return longer * -(-(length + 1) // tile) + (dilation - longer) * -(-length // tile)
+
+
+def _token_bytes(problem: Problem) -> int:
+    """Of a query, or its output if that is wider, over batch and heads."""
+    return problem.batch * problem.heads * max(problem.head_dim, problem.head_dim_v) * ELEMENT_BYTES[problem.dtype]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -99,6 +202,4 @@ def gains(plan: Plan, halos: Sequence[Halo], share: float, calls: int, copied: i
     if calibration is None or seconds is None:
         return False
     hidden = min(NVLINK.seconds(bytes_received(problem, parts)), share * seconds / math.prod(parts))
-    width = max(problem.head_dim, problem.head_dim_v)
-    bytes_copied = copied * problem.batch * problem.heads * width * ELEMENT_BYTES[problem.dtype]
-    return hidden > calls * calibration.launch_of(plan.pass_) + bytes_copied * calibration.byte
+    return hidden > calls * calibration.launch_of(plan.pass_) + copied * _token_bytes(problem) * calibration.byte

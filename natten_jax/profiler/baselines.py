@@ -53,8 +53,10 @@ def refusal_to_split(name: str, devices: int, split: str, heads_kv: int) -> str 
     if devices == 1 or name == "xla":
         return None
     if name == "cudnn":
-        if split == "batch" or heads_kv % devices == 0:
+        if split == "batch" or (split == "heads" and heads_kv % devices == 0):
             return None
+        if split != "heads":
+            return "its kernel wants all tokens, which every device would gather"
         return f"it takes key/value heads split as query heads, and {heads_kv} cannot be split over {devices} devices"
     return "XLA cannot split its kernel, and every device would compute everything"
 

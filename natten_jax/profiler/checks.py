@@ -16,7 +16,7 @@ from natten_jax.profiler.flags import PERFORMANCE_FLAGS, TILE_FLAGS
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.outputs import chart_problem, folder_problem
 from natten_jax.profiler.parser import Parser, flag
-from natten_jax.profiler.split import share
+from natten_jax.profiler.split import share, splits_tokens, token_parts
 from natten_jax.profiler.workload import request_of
 
 #: Baselines of NATTEN's profiler that do not exist in JAX.
@@ -125,14 +125,20 @@ def check_problem(parser: Parser, options: Options) -> None:
 def check_split(parser: Parser, options: Options) -> None:
     """Check that the problem can be split over as many devices; whether there are so many is seen when it runs."""
     count = options.devices
+    if count == 1 and not splits_tokens(options):
+        return
+    try:
+        token_parts(options)
+    except ValueError as error:
+        parser.error(str(error))
     if count == 1:
         return
     name, extent = ("--batch-size", options.batch_size) if options.split == "batch" else ("--heads", options.heads)
-    if extent % count:
+    if extent % count and not splits_tokens(options):
         parser.error(
             f"{name} {extent} is not a multiple of --devices {count}: --split {options.split} shares it equally"
         )
-    for each in ("dry_run", "simulate", "optimize"):
+    for each in ("dry_run", "optimize"):
         if getattr(options, each):
             parser.error(
                 f"--devices {count} does not go with {flag(each)}, which is about one device: ask it about what each "

@@ -25,9 +25,6 @@ _SHORT_NAMES = {
 #: The performance arguments of the operators, by their names among the parsed arguments.
 PERFORMANCE_FLAGS = {_SHORT_NAMES.get(field.name, field.name): field.name for field in dataclasses.fields(Performance)}
 
-#: What --devices can split.
-SPLITS = ("batch", "heads")
-
 #: Flags of other versions of NATTEN's profiler that mean nothing here, and what to do instead.
 _FOREIGN_FLAGS = {
     "--no-compile": "every program is compiled by XLA",
@@ -55,6 +52,9 @@ examples:
 
   # How fast would it be there, and which stride would make it faster?
   %(prog)s -i 30 48 80 -n 24 -d 128 -w 18 24 24 --simulate --compute-capability 9.0
+
+  # And on 64 of them, if its tokens are split over time and width?
+  %(prog)s -i 32 48 80 -n 24 -d 128 -w 18 24 24 --simulate --compute-capability 9.0 --devices 64 --split T,W
 
   # Search for the best tiles, schedules and backend, and save them for natten_jax.load_tuned
   %(prog)s -i 30 48 80 -n 24 -d 128 -w 18 24 24 --backprop --optimize --json tuned.json
@@ -206,7 +206,9 @@ def _add_split(group: Any) -> None:
         help="split the problem over the first N devices, and report what they exchange (default: 1)",
     )
     group.add_argument(
-        "--split", choices=SPLITS, default=SPLITS[0], help=f"what each device gets a share of (default: {SPLITS[0]})"
+        "--split", default="batch", metavar="WHAT",
+        help="what each device gets a share of: batch, heads, or the tokens of T, H, W or of several, as in T,W; a "
+        "sequence is T, an image H and W (default: batch)",
     )
 
 

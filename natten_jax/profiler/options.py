@@ -32,7 +32,7 @@ class Options:
         backend: Backend or baseline; ``None`` is the operator's own choice.
         fmha_backend: Backend of attention, where that runs; ``None`` is the operator's own choice.
         devices: How many devices the problem is split over.
-        split: What is split over them, ``"batch"`` or ``"heads"``.
+        split: What is split over them: ``"batch"``, ``"heads"`` or token dimensions, ``"W"`` or ``"T,W"``.
         performance: The performance arguments of the operators.
         warmup_steps: Runs before the measurement.
         iterations: Measured runs.

@@ -9,13 +9,16 @@ from typing import Any, TextIO
 from natten_jax import backends, simulator
 from natten_jax.devices import Device
 from natten_jax.passes import Pass
+from natten_jax.plan import Plan
+from natten_jax.profiler import split
 from natten_jax.profiler.configurations import Listing, listing, main_part, tile_text
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.report import context, problem_line
+from natten_jax.profiler.split import splits_tokens, token_parts
 from natten_jax.profiler.tables import Table, digits, format_time, print_lines, print_table
-from natten_jax.profiler.workload import passes, request_of
+from natten_jax.profiler.workload import device_parts, passes, request_of
 from natten_jax.resolve import resolve
-from natten_jax.simulator import Recommendation, Simulation
+from natten_jax.simulator import Recommendation, Simulation, SplitTime
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +29,15 @@ class Simulated:
         options: What was asked for.
         device: The device that was predicted for.
         passes: By name of the pass: the backend, and the simulation of its tiles.
+        split: By name of the pass, what it takes on the devices that the options ask for; ``None`` where that was not
+            calibrated.
         recommendation: A stride that needs no masks; ``None`` where there is none, or none is needed.
     """
 
     options: Options
     device: Device
     passes: dict[Pass, tuple[str, Simulation]]
+    split: dict[Pass, SplitTime | None]
     recommendation: Recommendation | None
 
 
@@ -43,12 +49,16 @@ def simulate(options: Options, device: Device) -> Simulated:
     """
     request = main_part(options).request
     simulated: dict[Pass, tuple[str, Simulation]] = {}
+    times: dict[Pass, SplitTime | None] = {}
+    of_device = device_parts(options)[0].request
     first: Listing | None = None
     for pass_ in passes(options):
         plan = resolve(request, device, pass_)
         offered = listing(backends.find(plan.backend, plan.backend.operator), plan.problem, device, pass_)
         simulated[pass_] = str(plan.backend), offered.simulate(plan.tiles, device)
         first = first or offered
+        if options.devices > 1:
+            times[pass_] = _split_time(options, resolve(of_device, device, pass_), device)
     assert first is not None
     recommendation = None
     forward = simulated["forward"][1]
@@ -59,14 +69,26 @@ def simulate(options: Options, device: Device) -> Simulated:
             [requested] if requested else first.pairs,
             calibration=simulator.calibration_for(first.backend.family, device.compute_capability),
         )
-    return Simulated(options, device, simulated, recommendation)
+    return Simulated(options, device, simulated, times, recommendation)
+
+
+def _split_time(options: Options, plan: Plan, device: Device) -> SplitTime | None:
+    """What a pass takes on several devices, from how it runs on one with its share of batch and heads."""
+    calibration = simulator.calibration_for(plan.backend.family, device.compute_capability)
+    if calibration is None:
+        return None
+    if splits_tokens(options):
+        return simulator.predict_split(plan, token_parts(options), calibration)
+    seconds = simulator.simulate(plan.problem, plan.tiles, plan.pass_, calibration=calibration).seconds
+    return None if seconds is None else SplitTime(options.devices, 0, seconds, 0.0, 0.0)
 
 
 def print_simulation(simulated: Simulated, file: TextIO | None = None) -> None:
     """Print the table and the recommendation."""
     problem = request_of(simulated.options).problem
     print_table(_table(simulated), file)
-    print_lines([problem_line(simulated.options, problem), f"Device: {simulated.device}", *_advice(simulated)], file)
+    lines = [problem_line(simulated.options, problem), f"Device: {simulated.device}", *_split_lines(simulated)]
+    print_lines([*lines, *_advice(simulated)], file)
 
 
 def to_json(simulated: Simulated) -> dict[str, Any]:
@@ -77,6 +99,14 @@ def to_json(simulated: Simulated) -> dict[str, Any]:
         "simulated_device": dataclasses.asdict(simulated.device),
         "passes": {
             pass_: {"backend": name, **_values(simulation)} for pass_, (name, simulation) in simulated.passes.items()
+        },
+        "devices": {
+            "count": simulated.options.devices,
+            "split": simulated.options.split,
+            "passes": {
+                pass_: None if time is None else {**dataclasses.asdict(time), "predicted_seconds": time.seconds}
+                for pass_, time in simulated.split.items()
+            },
         },
         "recommendation": None
         if simulated.recommendation is None
@@ -123,6 +153,26 @@ def _quantities(backend: str, simulation: Simulation) -> Iterator[tuple[str, str
     else:
         yield "predicted time", format_time(simulation.seconds)
         yield "predicted TFLOP/s", digits(simulation.flops / simulation.seconds / 1e12)
+
+
+def _split_lines(simulated: Simulated) -> Iterator[str]:
+    """A sentence for each pass on several devices."""
+    for pass_, time in simulated.split.items():
+        one = simulated.passes[pass_][1].seconds
+        line = f"On {split.describe(simulated.options)}: the {pass_} pass"
+        if time is None or one is None:
+            yield f"{line} was not calibrated."
+            continue
+        yield (
+            f"{line} takes {format_time(time.seconds)}, {digits(one / time.seconds)}X as fast: an efficiency of "
+            f"{one / time.seconds / time.devices:.0%}, as predicted."
+        )
+        if time.received:
+            link = simulator.link_between(time.devices).name
+            yield (
+                f"  A device receives {digits(time.received / 1e6)} MB of keys and values. Halos travel for "
+                f"{format_time(time.exchange)} over {link}, {format_time(time.exposed)} of which nothing hides."
+            )
 
 
 def _advice(simulated: Simulated) -> Iterator[str]:
