@@ -46,6 +46,12 @@ def public_names() -> dict[str, Any]:
     return objects
 
 
+def test_all_names_everything_public() -> None:
+    names = {name for name in dir(natten_jax) if not name.startswith("_")}
+    modules = {name for name in names if inspect.ismodule(getattr(natten_jax, name))}
+    assert names - modules == set(natten_jax.__all__) - {"__version__"}
+
+
 def test_every_public_name_has_a_page() -> None:
     pages = set()
     prefix = "natten_jax"
