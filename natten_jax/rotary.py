@@ -88,7 +88,7 @@ def apply_rotary(tokens: ArrayLike, angles: ArrayLike, *, interleaved: bool = Tr
         tokens: ``[..., *layout, heads, head_dim]``, queries or keys.
         angles: ``[*layout, pairs]`` of :func:`rotary_angles`; features behind the first ``2 * pairs`` are not turned.
         interleaved: Whether a pair is two neighboring features (as in FLUX or Wan), or feature ``i`` and ``pairs + i``
-            (as in Llama).
+            (as in GPT-NeoX).
 
     Returns:
         An array of the shape and type of ``tokens``; computed in float32 or better.
