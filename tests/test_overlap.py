@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from programs import output_of, run_python
 from test_halo import seen, split_axes
 
 from natten_jax import na2d
@@ -176,3 +178,41 @@ def test_bytes_by_direction() -> None:
     assert bytes_by_direction(video, (1, 1, 2))[2] == (6 * columns, 5 * columns)
     both = bytes_by_direction(video, (1, 4, 4))
     assert sum(map(sum, both)) == bytes_received(video, (1, 4, 4))
+
+
+MEMORY = """
+import json
+import jax, jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from natten_jax import na2d
+from natten_jax.cost import communication
+
+mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+sharding = NamedSharding(mesh, P(None, "x"))
+tokens = jax.ShapeDtypeStruct((1, 256, 64, 2, 32), jnp.float32, sharding=sharding)
+tiles = {f"{name}_tile_shape": (8, 8) for name in ("q", "kv", "backward_q", "backward_kv")}
+
+def gradients(query, key, value, cotangent):
+    return jax.vjp(lambda *arrays: na2d(*arrays, 13, backend="cpu-fna", **tiles), query, key, value)[1](cotangent)
+
+for overlaps in (False, True):
+    communication.gains = lambda *_: overlaps
+    communication.division_that_pays.cache_clear()
+    communication.dividing_keys_pays.cache_clear()
+    jax.clear_caches()
+    found = jax.jit(gradients).lower(*[tokens] * 4).compile().memory_analysis()
+    print(json.dumps([found.argument_size_in_bytes, found.output_size_in_bytes, found.temp_size_in_bytes]))
+"""
+
+
+def test_memory_is_that_of_a_part_and_its_halos() -> None:
+    together, apart = map(json.loads, output_of(run_python(MEMORY, devices=4)).splitlines())
+    own = 256 * 64 * 2 * 32 * 4 // 4  # bytes of a part of one array
+    problem = problem_of((256, 64), 13, heads=2, head_dim=32, dtype="float32")
+    halos = bytes_received(problem, (4, 1))
+    arguments, results, between = apart
+    assert arguments == 4 * own and own * 3 <= results < own * 3.01
+    # Output and logsumexp of the forward pass, the output of the interior or the query gradient, and halos.
+    assert between <= (2 * own + halos) * 1.1
+    # Keys and values are never joined with their halos, nor are gradients.
+    assert between < 0.6 * together[2]

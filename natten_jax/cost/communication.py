@@ -127,7 +127,10 @@ def predict_split(plan: Plan, parts: Sequence[int], calibration: Calibration) ->
         meanwhile = 0.0  # and keys and values are joined with their halos
         own = part * problem.batch * problem.heads_kv * (problem.head_dim + problem.head_dim_v)
         compute += 2 * (own * ELEMENT_BYTES[problem.dtype] + received) * calibration.byte if received else 0.0
-    return SplitTime(devices, received, compute, exchange, exchange - min(once, meanwhile))
+    # The halos of one dimension travel meanwhile: those of others take along what it brought.
+    widths = [halo.received / halo.part for halo in halos]
+    first = min(max(widths) / (math.prod(1 + width for width in widths) - 1), 1.0) if received else 0.0
+    return SplitTime(devices, received, compute, exchange, exchange - min(once * first, meanwhile))
 
 
 def _tiles(tokens: int, dilation: int, tile: int) -> int:
@@ -201,5 +204,6 @@ def gains(plan: Plan, halos: Sequence[Halo], share: float, calls: int, copied: i
         seconds = simulate(problem, plan.tiles, plan.pass_, calibration=calibration).seconds
     if calibration is None or seconds is None:
         return False
-    hidden = min(NVLINK.seconds(bytes_received(problem, parts)), share * seconds / math.prod(parts))
+    devices = math.prod(parts)
+    hidden = min(link_between(devices).seconds(bytes_received(problem, parts)), share * seconds / devices)
     return hidden > calls * calibration.launch_of(plan.pass_) + copied * _token_bytes(problem) * calibration.byte
