@@ -19,7 +19,7 @@ ArrayLike = jax.Array | np.ndarray[Any, Any]
 Shaped = jax.Array | jax.ShapeDtypeStruct
 
 
-def as_jax_array(name: str, array: ArrayLike) -> jax.Array:
+def as_jax_array(name: str, array: ArrayLike | None) -> jax.Array:
     """``array`` as a JAX array; a NumPy one in the element type that JAX's settings allow.
 
     Raises:

@@ -160,9 +160,16 @@ def _precision() -> str | None:
     return None if precision is None else str(precision)
 
 
+#: Operands that a call need not have.
+_OPTIONAL = frozenset(("additional_keys", "additional_values"))
+
+
 def _operands(*arrays: ArrayLike | None) -> Operands:
     names = Operands._fields[:5]
-    checked = [None if each is None else as_jax_array(name, each) for name, each in zip(names, arrays, strict=True)]
+    checked = [
+        None if each is None and name in _OPTIONAL else as_jax_array(name, each)
+        for name, each in zip(names, arrays, strict=True)
+    ]
     return Operands._make([*checked, None])
 
 
