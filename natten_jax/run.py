@@ -123,12 +123,12 @@ def forward(request: Request, operands: Operands) -> Output:
 
 def forward_plain(request: Request, operands: Operands) -> Output | None:
     """Output and logsumexp, differentiable to any order; ``None`` unless one backend runs everywhere in plain JAX."""
-    plans = set(_forward_plans(request))
-    plan = plans.pop()
-    if plans or plan is None or not _backend(plan).is_pure_jax:
+    used = {None if plan is None else plan.backend for plan in _forward_plans(request)}
+    backend = used.pop()
+    if used or backend is None or not backends.find(backend, backend.operator).is_pure_jax:
         return None
     leaves, structure = jax.tree.flatten(operands)
-    out, logsumexp, *_ = pass_primitive.bind(PlainForward(plan.backend, structure), request, leaves)
+    out, logsumexp, *_ = pass_primitive.bind(PlainForward(backend, structure), request, leaves)
     return Output(out.astype(request.problem.dtype), logsumexp)
 
 
