@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     natten_jax_sm80_fna_backward(const __grid_constant__ BackwardParams p) {
   constexpr int kStages = Traits::kStages;
   extern __shared__ __align__(128) char raw[];
-  auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(raw);
+  auto& shared = shared_storage<typename Traits::SharedStorage, true>(raw);
   int outer, split, group;
   p.by_splits(outer, split, blockIdx.x);
   p.by_groups(outer, group, outer);

