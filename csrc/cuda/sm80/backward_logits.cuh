@@ -80,7 +80,7 @@ struct LogitTile {
         const float logsumexp = shared.logsumexp[stage][column];
         float remainder = 0.f;
         if (p.remainder != nullptr && has_remainder<Element>(logsumexp) &&
-            shared.rows.is_visible(box.end, at.x, at.y, at.z, row, p.q_tile_tokens)) {
+            shared.rows.is_visible(PackedPlace::ends(box.end, at.x, at.y, at.z), row)) {
           const std::int64_t token = box.token(at.x, at.y, at.z) + shared.rows.token(row);
           remainder = p.remainder[(own.batch * p.queries + token) * p.heads + own.query_head(step)];
         }

@@ -34,7 +34,7 @@ CUTE_DEVICE void load_step(const ForwardParams& p, const typename Traits::Shared
   if (place & Steps::kInside) {
     copy_both(Copy::kAll);
   } else if (is_window) {
-    copy_both(shared.columns.visible(copy, quad(plan.hull_end), at.x, at.y, at.z, column, p.kv_tile_tokens));
+    copy_both(shared.columns.visible(copy, PackedPlace::ends(quad(plan.hull_end), at.x, at.y, at.z), column));
   } else {
     std::uint32_t visible = 0;
     CUTE_UNROLL
