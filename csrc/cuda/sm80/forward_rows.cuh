@@ -93,26 +93,28 @@ struct WarpRows {
   CUTE_DEVICE void mask(Logits& s, int step) const {
     const int place = shared.steps.places[step % Steps::kCapacity];
     const int4 at = shared.steps.tiles[step % Steps::kCapacity];
-    const KeyColumnMask column_mask(shared.mask_words, p.axis);
-    std::uint32_t visible[2 * kRowBlocks];
+    const LaneMask<KeyColumnMask> lane_mask(KeyColumnMask(shared.mask_words, p.axis), lane4);
+    std::uint32_t visible[2][kRowBlocks] = {};  // zeros, since without them the loop would keep registers in every step
     // A loop, since the compiler would predicate instructions that it could jump over, and they would take issue slots
     // in every step.
 #pragma unroll 1
-    for (int i = 2 * kRowBlocks - 1; i >= 0; --i) {
+    for (int half = 1; half >= 0; --half) {
       CUTE_UNROLL
-      for (int j = 2 * kRowBlocks - 1; j > 0; --j) visible[j] = visible[j - 1];
-      if (place & Steps::kWindow) {
-        const auto& seen = shared.row_windows[row0 + 8 * i];
-        visible[0] = column_mask.row(p.axis, quad(seen[0]), quad(seen[1]), at, lane4) >> (place >> 3) / 4;
-      } else {
-        visible[0] = KeyColumnMask::first(p.additional_kv - at.w, lane4);
+      for (int i = 0; i < kRowBlocks; ++i) {
+        visible[1][i] = visible[0][i];
+        if (place & Steps::kWindow) {
+          const auto& seen = shared.row_windows[row0 + 8 * (half * kRowBlocks + i)];
+          visible[0][i] = lane_mask.row(p.axis, quad(seen[0]), quad(seen[1]), at) >> (place >> 3) / 4;
+        } else {
+          visible[0][i] = KeyColumnMask::first(p.additional_kv - at.w, lane4);
+        }
       }
     }
     CUTE_UNROLL
     for (int i = 0; i < 2 * kRowBlocks; ++i) {
       CUTE_UNROLL
       for (int e = 0; e < kColumns / 4; ++e) {
-        if (!(visible[i] & 1u << e)) s[i / 2][e / 2][i % 2 * 2 + e % 2] = -INFINITY;
+        if (!(visible[i / kRowBlocks][i % kRowBlocks] & 1u << e)) s[i / 2][e / 2][i % 2 * 2 + e % 2] = -INFINITY;
       }
     }
   }
