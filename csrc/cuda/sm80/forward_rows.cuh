@@ -41,8 +41,9 @@ struct WarpRows {
         read_k(k, 0),
         read_v(v, 0) {
     // Where steps begin with a barrier, these addresses are what they would wait for next: heads of 128, 3-D with
-    // stride 16 x 8 x 8, 4% faster. In a ring, where warps need not keep step, registers are worth more.
-    if constexpr (!Traits::kIsRing) {
+    // stride 16 x 8 x 8, 4% faster. In a ring, where warps need not keep step, and for float32, registers are worth
+    // more.
+    if constexpr (!Traits::kIsRing && sizeof(Element) == 2) {
       read_q.lane.base = kept(read_q.lane.base);
       read_k.lane.base = kept(read_k.lane.base);
     }
