@@ -71,7 +71,12 @@ struct BoxMask {
 
 /// A BoxMask's tables as one of the four threads that share a row reads them, by addresses that it keeps.
 template <class Mask>
-struct LaneMask {
+struct LaneMask;
+
+template <int DeviceAxis::* kTile, cutlass::FastDivmod DeviceAxis::* kByTile>
+struct LaneMask<BoxMask<kTile, kByTile>> {
+  using Mask = BoxMask<kTile, kByTile>;
+
   std::uint32_t address[3];  // in shared memory: of a dimension's cut 0
 
   CUTE_DEVICE LaneMask(const Mask& mask, int lane4) {
@@ -81,6 +86,13 @@ struct LaneMask {
       // Opaque: where registers are few, the compiler would rather work it out anew for every tile.
       asm volatile("" : "+r"(address[d]));
     }
+  }
+
+  /// The elements of a row whose tokens lie in [begin, end) in every dimension; `tile` is the tile's first token.
+  CUTE_DEVICE std::uint32_t row(const DeviceAxis (&axis)[3], int4 begin, int4 end, int4 tile) const {
+    return between(0, axis[0].*kTile, make_int2(begin.x, end.x), tile.x) &
+           between(1, axis[1].*kTile, make_int2(begin.y, end.y), tile.y) &
+           between(2, axis[2].*kTile, make_int2(begin.z, end.z), tile.z);
   }
 
   /// The elements of a row with coordinates in [range.x, range.y) of a dimension, whose tile of `extent` tokens starts

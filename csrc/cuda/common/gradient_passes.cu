@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kThreads)
 
 /// As natten_jax_delta_reduction, with results in the order of the rows and without the logsumexp.
 template <class Element, int kLanes>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 8)
     natten_jax_row_delta_reduction(const uint4* out, const uint4* out_cotangent, const float* logsumexp_cotangent,
                                    float* delta, std::int64_t rows, int chunks) {
   const int lane = threadIdx.x % kLanes;
@@ -112,6 +112,8 @@ __global__ void __launch_bounds__(kThreads)
   // All threads of a warp take part in its shuffles.
   for (std::int64_t row = first; row - threadIdx.x % 32 / kLanes < rows; row += step) {
     float sum = 0.f;
+    // Mostly one chunk. Code for more at once takes 40 registers where 32 leave room for all threads.
+#pragma unroll 1
     for (int chunk = lane; row < rows && chunk < chunks; chunk += kLanes) {
       sum += dot<Element>(out[row * chunks + chunk], out_cotangent[row * chunks + chunk]);
     }

@@ -93,6 +93,9 @@ CUTE_DEVICE void add_query_gradient(const BackwardParams& p, const typename Trai
   accumulate<Product, kRows / 16, kColumns / 16, Traits::kKeys / Product::kStep>(
       d_query, [&](auto& a, int m, int i) __attribute__((always_inline)) { read_a(a, 16 * m, i); },
       [&](auto& b, int n, int i) __attribute__((always_inline)) { read_b(b, 16 * n, i); });
+  // Sums for 16-bit elements are scaled when they are converted.
+  const float scale = sizeof(typename Traits::Element) == 4 ? p.scale : 1.f;
+  const bool is_whole = element0 + kColumns <= p.head_dim;  // one test for all pairs: each would be a branch of its own
   float* sums = p.query_gradient + own.batch * p.query_gradient_batch + own.query_head(step) * p.query_gradient_head +
                 element0 + 2 * lane4;
   CUTE_UNROLL
@@ -100,11 +103,17 @@ CUTE_DEVICE void add_query_gradient(const BackwardParams& p, const typename Trai
     const int token = shared.query_tokens[query0 + lane / 4 + 8 * i];
     if (token < 0) continue;
     float* of_token = sums + token * p.query_gradient_token;
-    CUTE_UNROLL
-    for (int n = 0; n < kColumns / 8; ++n) {
+    const auto add = [&](int n) __attribute__((always_inline)) {
       const float* pair = &d_query[i / 2][n][i % 2 * 2];
-      if (element0 + 8 * n < p.head_dim) {
-        add_pair(of_token + 8 * n, pair[0] * p.query_gradient_scale, pair[1] * p.query_gradient_scale);
+      add_pair(of_token + 8 * n, pair[0] * scale, pair[1] * scale);
+    };
+    if (is_whole) {
+      CUTE_UNROLL
+      for (int n = 0; n < kColumns / 8; ++n) add(n);
+    } else {
+      CUTE_UNROLL
+      for (int n = 0; n < kColumns / 8; ++n) {
+        if (element0 + 8 * n < p.head_dim) add(n);
       }
     }
   }
@@ -124,7 +133,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     natten_jax_sm80_fna_backward(const __grid_constant__ BackwardParams p) {
   constexpr int kStages = Traits::kStages;
   extern __shared__ __align__(128) char raw[];
-  auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(raw);
+  auto& shared = shared_storage<typename Traits::SharedStorage, true>(raw);
   int outer, split, group;
   p.by_splits(outer, split, blockIdx.x);
   p.by_groups(outer, group, outer);

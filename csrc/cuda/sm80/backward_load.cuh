@@ -126,7 +126,8 @@ CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedSt
   int tokens[Copy::kPasses];
   shared.rows.load(copy, tokens, step.column, first_token);
   std::uint32_t visible = Copy::kAll;
-  if (!is_whole) visible = shared.rows.visible(copy, box.end, at.x, at.y, at.z, step.column, p.q_tile_tokens);
+  const std::uint32_t ends = PackedPlace::ends(box.end, at.x, at.y, at.z);
+  if (!is_whole) visible = shared.rows.visible(copy, ends, step.column);
   const auto copy_head = [&](char* tile, const void* data, int head_dim) {
     const int head_bytes = head_dim * static_cast<int>(sizeof(Element)), token_bytes = p.heads * head_bytes;
     const char* base =
@@ -137,7 +138,7 @@ CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedSt
   copy_head(shared.d_out[stage], p.out_cotangent, p.head_dim_v);
   if (threadIdx.x < Traits::kQueries) {
     const int row = step.column + threadIdx.x;
-    const bool exists = is_whole || shared.rows.is_visible(box.end, at.x, at.y, at.z, row, p.q_tile_tokens);
+    const bool exists = is_whole || shared.rows.is_visible(ends, row);
     const std::int64_t token = exists ? first_token + shared.rows.token(row) : 0;
     const std::int64_t i = (batch * p.queries + token) * p.heads + head;
     copy_word_async(shared_address(&shared.logsumexp[stage][threadIdx.x]), p.logsumexp + i, exists);
@@ -153,7 +154,7 @@ CUTE_DEVICE void note_queries(const BackwardParams& p, typename Traits::SharedSt
   const TokenBox& box = shared.box;
   const QueryWalk& at = step.walk;
   const int row = step.column + threadIdx.x;
-  const bool exists = shared.rows.is_visible(box.end, at.x, at.y, at.z, row, p.q_tile_tokens);
+  const bool exists = shared.rows.is_visible(PackedPlace::ends(box.end, at.x, at.y, at.z), row);
   shared.query_tokens[threadIdx.x] = exists ? box.token(at.x, at.y, at.z) + shared.rows.token(row) : -1;
 }
 

@@ -80,7 +80,7 @@ struct LogitTile {
         const float logsumexp = shared.logsumexp[stage][column];
         float remainder = 0.f;
         if (p.remainder != nullptr && has_remainder<Element>(logsumexp) &&
-            shared.rows.is_visible(box.end, at.x, at.y, at.z, row, p.q_tile_tokens)) {
+            shared.rows.is_visible(PackedPlace::ends(box.end, at.x, at.y, at.z), row)) {
           const std::int64_t token = box.token(at.x, at.y, at.z) + shared.rows.token(row);
           remainder = p.remainder[(own.batch * p.queries + token) * p.heads + own.query_head(step)];
         }
@@ -134,22 +134,25 @@ struct LogitTile {
 
   /// Makes the weights of queries that do not see a key zero.
   CUTE_DEVICE void mask(Accumulator& s, const QueryStep& step) const {
-    const QueryColumnMask column_mask(shared.mask_words, p.axis);
+    const LaneMask<QueryColumnMask> lane_mask(QueryColumnMask(shared.mask_words, p.axis), lane4);
     const int4 first = make_int4(step.walk.x, step.walk.y, step.walk.z, 0);
-    std::uint32_t visible[kRows / 8];
+    constexpr int kHalf = kRows / 16;
+    std::uint32_t visible[2][kHalf] = {};  // zeros, since without them the loop would keep registers in every step
     // A loop, since the compiler would predicate instructions that it could jump over.
 #pragma unroll 1
-    for (int i = kRows / 8 - 1; i >= 0; --i) {
+    for (int half = 1; half >= 0; --half) {
       CUTE_UNROLL
-      for (int j = kRows / 8 - 1; j > 0; --j) visible[j] = visible[j - 1];
-      const int4* seen = shared.row_windows[key0 + lane / 4 + 8 * i];
-      visible[0] = column_mask.row(p.axis, seen[0], seen[1], first, lane4) >> (step.column + query0) / 4;
+      for (int i = 0; i < kHalf; ++i) {
+        const int4* seen = shared.row_windows[key0 + lane / 4 + 8 * (half * kHalf + i)];
+        visible[1][i] = visible[0][i];
+        visible[0][i] = lane_mask.row(p.axis, seen[0], seen[1], first) >> (step.column + query0) / 4;
+      }
     }
     CUTE_UNROLL
     for (int i = 0; i < kRows / 8; ++i) {
       CUTE_UNROLL
       for (int e = 0; e < kColumns / 4; ++e) {
-        if (!(visible[i] & 1u << e)) s[i / 2][e / 2][i % 2 * 2 + e % 2] = 0.f;
+        if (!(visible[i / kHalf][i % kHalf] & 1u << e)) s[i / 2][e / 2][i % 2 * 2 + e % 2] = 0.f;
       }
     }
   }

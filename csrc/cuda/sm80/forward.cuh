@@ -48,7 +48,7 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
     natten_jax_sm80_fna_forward(const __grid_constant__ ForwardParams p) {
   extern __shared__ __align__(128) char raw[];
-  auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(raw);
+  auto& shared = shared_storage<typename Traits::SharedStorage, Traits::kFewRegisters>(raw);
 
   if constexpr (Traits::kIsRing) shared.ring.initialise();
   int batch, head;

@@ -24,17 +24,22 @@ CUTE_DEVICE void load_step(const ForwardParams& p, const typename Traits::Shared
     for (int i = 0; i < Copy::kPasses; ++i) tokens[i] = at.w + copy.first + i * Copy::kStride;
   }
   const auto copy_both = [&](std::uint32_t visible) __attribute__((always_inline)) {
-    const auto copy_one = [&](std::uint32_t tile, const char* const(&bases)[2], int head_dim) {
+    const auto copy_one = [&](std::uint32_t tile, const char* base, int head_dim) {
       const int head_bytes = head_dim * static_cast<int>(sizeof(typename Traits::Element));
-      copy.copy(tile, bases[is_window ? 0 : 1], head_bytes * p.heads_kv, head_bytes, tokens, visible);
+      copy.copy(tile, base, head_bytes * p.heads_kv, head_bytes, tokens, visible);
     };
-    if (kKeys) copy_one(k, plan.keys, p.head_dim);
-    if (kValues) copy_one(v, plan.values, p.head_dim_v);
+    // Behind copies an address waits until they have left. With registers to spare, the compiler would then work out
+    // the addresses of all tokens before it copies any.
+    const char* values;
+    if constexpr (Traits::kFewRegisters) values = plan.values[is_window ? 0 : 1];
+    if (kKeys) copy_one(k, plan.keys[is_window ? 0 : 1], p.head_dim);
+    if constexpr (!Traits::kFewRegisters) values = plan.values[is_window ? 0 : 1];
+    if (kValues) copy_one(v, values, p.head_dim_v);
   };
   if (place & Steps::kInside) {
     copy_both(Copy::kAll);
   } else if (is_window) {
-    copy_both(shared.columns.visible(copy, quad(plan.hull_end), at.x, at.y, at.z, column, p.kv_tile_tokens));
+    copy_both(shared.columns.visible(copy, PackedPlace::ends(quad(plan.hull_end), at.x, at.y, at.z), column));
   } else {
     std::uint32_t visible = 0;
     CUTE_UNROLL

@@ -26,6 +26,7 @@ struct ForwardTraits {
   static constexpr int kAhead = kIsRing ? kStages / 2 : 1;  // steps that are loaded ahead
   static constexpr int kRows = 16 * kRowBlocks * kWarps;
   static constexpr bool kQueryInRegisters = Tile::kRowBytes <= 128;
+  static constexpr bool kFewRegisters = kRowBlocks == 2;  // are left beside logits and output
 
   static constexpr std::uint32_t kStageBytes = kColumns * Tile::kRowBytes;  // of keys or of values
 

@@ -61,13 +61,31 @@ struct TokenBox {
   CUTE_DEVICE int token(int x, int y, int z) const { return x * pitch.x + y * pitch.y + z * pitch.z + pitch.w; }
 };
 
+/// Coordinates x, y, z of a tile's token in a byte each, and one byte that is zero if the token exists. All are below
+/// 128, so that one subtraction compares them with four ends.
+struct PackedPlace {
+  /// Ends as `is_before` takes them, for a tile that starts at (x, y, z).
+  CUTE_DEVICE static std::uint32_t ends(int4 end, int x, int y, int z) {
+    const auto in_tile = [](int distance) { return static_cast<std::uint32_t>(min(max(distance, 0), 128)); };
+    return (in_tile(end.x - x) | in_tile(end.y - y) << 8 | in_tile(end.z - z) << 16 | 1u << 24) + 0x7f7f7f7fu;
+  }
+
+  CUTE_DEVICE static std::uint32_t pack(int3 at, bool exists) {
+    return exists ? at.x | at.y << 8 | at.z << 16 : 1u << 24;
+  }
+
+  CUTE_DEVICE static bool is_before(std::uint32_t place, std::uint32_t ends) {
+    return ((ends - place) & 0x80808080u) == 0x80808080u;
+  }
+};
+
 /// Where the rows of a tile of tokens lie: in the tile, and relative to its first token. They are in the order in which
 /// the threads of a `Copy` take them.
 template <class Copy>
 struct TileRows {
   static constexpr int kMost = 128;
 
-  alignas(16) uchar4 coordinates[kMost];  // x, y, z
+  alignas(16) std::uint32_t places[kMost];  // PackedPlace
   alignas(16) int tokens[kMost];
 
   /// Where a row is.
@@ -78,26 +96,24 @@ struct TileRows {
   /// Works out the row that a thread is responsible for.
   template <cutlass::FastDivmod DeviceAxis::* kByTile>
   CUTE_DEVICE void fill(const DeviceAxis (&axis)[3], int row, int tile_tokens, int4 pitch) {
-    const int3 in_tile = place_in_tile<kByTile>(axis, row);
-    // Rows past the tile lie in no window.
-    const uchar4 at = row < tile_tokens ? make_uchar4(in_tile.x, in_tile.y, in_tile.z, 0) : make_uchar4(255, 0, 0, 0);
-    coordinates[place(row)] = at;
-    tokens[place(row)] = at.x * pitch.x + at.y * pitch.y + at.z * pitch.z;
+    const int3 at = place_in_tile<kByTile>(axis, row);
+    const bool exists = row < tile_tokens;
+    places[place(row)] = PackedPlace::pack(at, exists);
+    tokens[place(row)] = exists ? at.x * pitch.x + at.y * pitch.y + at.z * pitch.z : 0;
   }
 
-  /// Whether a row lies before `end`, for a tile that starts at (x, y, z).
-  CUTE_DEVICE bool is_visible(int4 end, int x, int y, int z, int row, int tile_tokens) const {
-    const uchar4 at = coordinates[place(row)];
-    return row < tile_tokens && x + at.x < end.x && y + at.y < end.y && z + at.z < end.z;
+  /// Whether a row lies before PackedPlace's `ends`.
+  CUTE_DEVICE bool is_visible(std::uint32_t ends, int row) const {
+    return PackedPlace::is_before(places[place(row)], ends);
   }
 
   /// The same for a thread's rows, a bit each; `row` is the first that all threads copy.
-  CUTE_DEVICE std::uint32_t visible(const Copy& copy, int4 end, int x, int y, int z, int row, int tile_tokens) const {
-    std::uint32_t bits = 0;
+  CUTE_DEVICE std::uint32_t visible(const Copy& copy, std::uint32_t ends, int row) const {
+    std::uint32_t of_thread[Copy::kPasses], bits = 0;
+    load_words(of_thread, places + row + copy.first * Copy::kPasses);
     CUTE_UNROLL
     for (int i = 0; i < Copy::kPasses; ++i) {
-      bits |= static_cast<std::uint32_t>(is_visible(end, x, y, z, row + copy.first + i * Copy::kStride, tile_tokens))
-              << i;
+      bits |= static_cast<std::uint32_t>(PackedPlace::is_before(of_thread[i], ends)) << i;
     }
     return bits;
   }
@@ -106,19 +122,23 @@ struct TileRows {
 
   /// The tokens of a thread's rows of a tile whose first token is `first`.
   CUTE_DEVICE void load(const Copy& copy, int (&result)[Copy::kPasses], int row, int first) const {
-    const int* of_thread = tokens + row + copy.first * Copy::kPasses;
-    if constexpr (Copy::kPasses % 4 != 0) {
+    load_words(result, tokens + row + copy.first * Copy::kPasses);
+    CUTE_UNROLL
+    for (int i = 0; i < Copy::kPasses; ++i) result[i] += first;
+  }
+
+ private:
+  template <class Word>
+  CUTE_DEVICE static void load_words(Word (&result)[Copy::kPasses], const Word* words) {
+    constexpr int kAtOnce = Copy::kPasses % 4 == 0 ? 4 : 1;
+    struct alignas(kAtOnce * sizeof(Word)) Words {
+      Word word[kAtOnce];
+    };
+    CUTE_UNROLL
+    for (int i = 0; i < Copy::kPasses; i += kAtOnce) {
+      const Words some = *reinterpret_cast<const Words*>(words + i);
       CUTE_UNROLL
-      for (int i = 0; i < Copy::kPasses; ++i) result[i] = first + of_thread[i];
-    } else {
-      CUTE_UNROLL
-      for (int i = 0; i < Copy::kPasses; i += 4) {
-        const int4 four = *reinterpret_cast<const int4*>(of_thread + i);
-        result[i] = first + four.x;
-        result[i + 1] = first + four.y;
-        result[i + 2] = first + four.z;
-        result[i + 3] = first + four.w;
-      }
+      for (int j = 0; j < kAtOnce; ++j) result[i + j] = some.word[j];
     }
   }
 };

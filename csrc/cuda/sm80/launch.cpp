@@ -157,7 +157,6 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
   p.head_dim = static_cast<int>(problem.head_dim);
   p.head_dim_v = static_cast<int>(problem.head_dim_v);
   p.scale = problem.scale;
-  p.query_gradient_scale = is_float32 ? problem.scale : 1.f;
   p.q_tile_tokens = static_cast<int>(product(tiles.query));
   p.kv_tile_tokens = static_cast<int>(product(tiles.kv));
   p.parts = (p.kv_tile_tokens + form.keys - 1) / form.keys;

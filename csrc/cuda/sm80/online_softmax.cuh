@@ -59,17 +59,17 @@ struct OnlineSoftmax {
     CUTE_UNROLL
     for (int i = 0; i < 2 * kRowBlocks; ++i) {
       const int m = i / 2, r = i % 2 * 2;
-      float sum[2] = {};
+      float sum = 0.f;
       CUTE_UNROLL
       for (int n = 0; n < kColumns; ++n) {
         CUTE_UNROLL
         for (int e = 0; e < 2; ++e) {
           float& weight = s[m][n][r + e];
           weight = fast_exp2(fmaf(weight, exponent_scale, offset[m][i % 2]));
-          sum[e] += weight;
+          sum = n == 0 && e == 0 ? weight : sum + weight;
         }
       }
-      row_sum[m][i % 2] += sum[0] + sum[1];
+      row_sum[m][i % 2] += sum;
     }
   }
 

@@ -59,7 +59,6 @@ struct BackwardParams {
   int head_dim_v;
   bool is_additional;  // keys and values are the additional ones, which every query sees
   float scale;
-  float query_gradient_scale;
   int q_tile_tokens;
   int kv_tile_tokens;
   int tiles;   // key/value tiles of a dilation group, in parts that a CTA takes at once
