@@ -67,7 +67,6 @@ CUTE_DEVICE int rows_of_head(int head_dim) {
 template <class Element>
 CUTE_DEVICE void load_tile(const CUtensorMap* map, std::uint64_t* barrier, Element* destination, int chunks,
                            int tile_rows, int z, int y, int x, int slot) {
-#pragma unroll 1  // the warps that load have few registers
   for (int chunk = 0; chunk < chunks; ++chunk) {
     SM90_TMA_LOAD_5D::copy(map, barrier, static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL),
                            destination + chunk * tile_rows * kChunk, chunk * kChunk, z, y, x, slot);
