@@ -56,8 +56,12 @@ CUTE_DEVICE void prepare_backward(const BackwardParams& p, typename Traits::Shar
       ClusterBarrier::init(&shared.full_windows[i], 32);
       ClusterBarrier::init(&shared.empty_plan[i], kConsumers + 1 + 32 + storing);  // and those that load
     }
+    for (int i = 0; i < kStatisticsStages; ++i) {
+      ClusterBarrier::init(&shared.full_statistics[i], 32);
+      ClusterBarrier::init(&shared.empty_statistics[i], kConsumers);
+    }
     for (int i = 0; i < Traits::kStages; ++i) {
-      ClusterBarrier::init(&shared.full_q[i], 1 + 32);  // one thread expects bytes, a warp writes
+      ClusterBarrier::init(&shared.full_q[i], 1);
       ClusterBarrier::init(&shared.full_out_cotangent[i], 1);
       ClusterBarrier::init(&shared.empty_q[i], kConsumers);
       ClusterBarrier::init(&shared.empty_out_cotangent[i], kConsumers);

@@ -59,7 +59,8 @@ CUTE_DEVICE void load_key_tile(const BackwardParams& p, typename Traits::SharedS
     const int chunks = rows_of_head<kChunk>(head_dim);
     constexpr int kRowBytes = kChunk * sizeof(typename Traits::Element);
     ClusterTransactionBarrier::arrive_and_expect_tx(&full, chunks * rows * kRowBytes);
-    load_tile(map, &full, tile, chunks, Traits::kKeys, plan.kv_begin.z, plan.kv_begin.y, plan.kv_begin.x, plan.kv_slot);
+    load_tile<1>(map, &full, tile, chunks, Traits::kKeys, plan.kv_begin.z, plan.kv_begin.y, plan.kv_begin.x,
+                 plan.kv_slot);
   };
   load(plan.is_additional ? &p.additional_keys : &p.key[plan.kv_map], shared.full_k, shared.k, p.head_dim);
   load(plan.is_additional ? &p.additional_values : &p.value[plan.kv_map], shared.full_v, shared.v, p.head_dim_v);
@@ -132,8 +133,8 @@ CUTE_DEVICE void load_query_tiles(const BackwardParams& p, typename Traits::Shar
           constexpr int kRowBytes = kChunk * sizeof(typename Traits::Element);
           const int chunks = rows_of_head<kChunk>(head_dim), head = plan.kv_head * p.heads_per_kv + i;
           ClusterTransactionBarrier::arrive_and_expect_tx(&full, chunks * p.q_tile_tokens * kRowBytes);
-          load_tile(&maps[plan.query_map], &full, to, chunks, Traits::kQueries, walk.z, walk.y, walk.x,
-                    plan.query_slot + head);
+          load_tile<1>(&maps[plan.query_map], &full, to, chunks, Traits::kQueries, walk.z, walk.y, walk.x,
+                       plan.query_slot + head);
         };
         // In the order in which their buffers fall free.
         stage.wait_empty(shared.empty_out_cotangent);
@@ -153,7 +154,7 @@ CUTE_DEVICE void load_query_tiles(const BackwardParams& p, typename Traits::Shar
 template <class Traits>
 CUTE_DEVICE void load_statistics(const BackwardParams& p, typename Traits::SharedStorage& shared) {
   const int lane = threadIdx.x % 32;
-  Ring<Traits::kStages> stage;
+  Ring<kStatisticsStages> stage;
   for (Ring<2> slot; next_key_tile<Traits>(shared, slot); slot.advance()) {
     const auto& plan = shared.plan[slot.index];
     for (int i = 0; i < p.heads_per_kv; ++i) {
@@ -170,7 +171,7 @@ CUTE_DEVICE void load_statistics(const BackwardParams& p, typename Traits::Share
           const std::int64_t at = static_cast<std::int64_t>(plan.batch * p.heads + head) * p.queries + token;
           of_rows[r] = exists ? p.statistics[at] : make_float2(INFINITY, 0.f);
         }
-        stage.wait_empty(shared.empty_q);
+        stage.wait_empty(shared.empty_statistics);
         bool is_large = false;
         CUTE_UNROLL
         for (int r = 0; r < Traits::kQueries / 32; ++r) {
@@ -186,7 +187,7 @@ CUTE_DEVICE void load_statistics(const BackwardParams& p, typename Traits::Share
           shared.tile[stage.index] =
               make_int4(walk.x, walk.y, walk.z, (is_masked ? kIsMasked : 0) | (is_large ? kIsLarge : 0));
         }
-        arrive(shared.full_q[stage.index]);  // every lane wrote a part
+        arrive(shared.full_statistics[stage.index]);  // every lane wrote a part
         stage.advance();
         walk.next(p.axis, plan.hull_begin, plan.hull_end);
       }
