@@ -22,8 +22,8 @@ CUTE_DEVICE void plan_tiles(const ForwardParams& p, typename Traits::SharedStora
   const Origin query_origin = Origin::load(p.origins, d, p.axis[d].dilation);
   const Origin kv_origin = Origin::load(p.origins, 3 + d, p.axis[d].dilation);
   for (int round = 0;; ++round) {
-    const int tile = p.supply.take(round);
     if (is_prepared) slot.wait_empty(shared.empty_plan);
+    const int tile = p.supply.take(round);  // not earlier, so that whoever is done first takes it
     TilePlan& plan = shared.plan[slot.index];
     if (tile >= p.supply.tiles) {
       plan.kv_tiles = -1;

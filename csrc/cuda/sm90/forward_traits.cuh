@@ -27,7 +27,7 @@ struct ForwardTraits {
   static constexpr int kHeadDim = kHeadDim_;  // at least head_dim and head_dim_v
   static constexpr int kColumns = kColumns_;  // keys of a tile
   static constexpr int kStages = 2;
-  static constexpr int kPlans = 4;                  // query tiles that are planned, under way or on their way out
+  static constexpr int kPlans = 3;                  // query tiles that are planned, under way or on their way out
   static constexpr int kWarpgroups = kWarpgroups_;  // that compute
   static constexpr int kRows = 64 * kWarpgroups;    // queries of a tile
   static constexpr int kConsumers = 128 * kWarpgroups, kThreads = 128 + kConsumers;
