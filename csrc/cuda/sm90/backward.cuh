@@ -54,10 +54,14 @@ CUTE_DEVICE void prepare_backward(const BackwardParams& p, typename Traits::Shar
     for (int i = 0; i < 2; ++i) {
       ClusterBarrier::init(&shared.full_plan[i], 32);
       ClusterBarrier::init(&shared.full_windows[i], 32);
-      ClusterBarrier::init(&shared.empty_plan[i], kConsumers + 32 + 1 + storing);  // and those that load
+      ClusterBarrier::init(&shared.empty_plan[i], kConsumers + 1 + 32 + storing);  // and those that load
+    }
+    for (int i = 0; i < kStatisticsStages; ++i) {
+      ClusterBarrier::init(&shared.full_statistics[i], 32);
+      ClusterBarrier::init(&shared.empty_statistics[i], kConsumers);
     }
     for (int i = 0; i < Traits::kStages; ++i) {
-      ClusterBarrier::init(&shared.full_q[i], 1 + 32);  // one thread expects bytes, its warp writes
+      ClusterBarrier::init(&shared.full_q[i], 1);
       ClusterBarrier::init(&shared.full_out_cotangent[i], 1);
       ClusterBarrier::init(&shared.empty_q[i], kConsumers);
       ClusterBarrier::init(&shared.empty_out_cotangent[i], kConsumers);
@@ -82,9 +86,9 @@ __global__ void __launch_bounds__(kThreads, 1) natten_jax_sm90_backward(const __
     Planned planned{};
     if (warp == 1) planned = plan_position<Traits>(p, shared, take_position(p, true), 0);
     cutlass::arch::warpgroup_reg_dealloc<Traits::kMoverRegisters>();
-    if (warp == 0) load_queries<Traits>(p, shared);
+    if (threadIdx.x == 0) load_query_tiles<Traits>(p, shared);
     if (warp == 1) plan_key_tiles<Traits>(p, shared, planned);
-    if (threadIdx.x == 64) load_out_cotangents<Traits>(p, shared);
+    if (warp == 2) load_statistics<Traits>(p, shared);
     if (warp == 3 && p.schedule.turns != nullptr) store_gradients<Traits, true>(p, shared);
     if (threadIdx.x == 96 && p.schedule.turns == nullptr) store_gradients<Traits, false>(p, shared);
   } else {

@@ -82,6 +82,7 @@ class Differentiation {
   /// The buffer of the query tile at hand, and the parity of its round.
   CUTE_DEVICE int stage() const { return count % kStages; }
   CUTE_DEVICE int phase() const { return count / kStages % 2; }
+  CUTE_DEVICE int statistics() const { return count % kStatisticsStages; }
   CUTE_DEVICE int score_buffer() const { return count % Traits::kScoreBuffers; }
   /// Whether this warpgroup computes a query gradient of the query tile.
   CUTE_DEVICE bool sums_up() const { return !Traits::kAlternates || count % 2 == part.warpgroup; }
@@ -104,7 +105,8 @@ class Differentiation {
     wait(shared.full_out_cotangent[stage()], phase());
     products.start_ds(stage());
     // Which elements of the tile are hidden, worked out while the products are under way.
-    const int4 at = shared.tile[stage()];
+    wait(shared.full_statistics[statistics()], count / kStatisticsStages % 2);
+    const int4 at = shared.tile[statistics()];
     const bool is_masked = (at.w & kIsMasked) != 0;
     std::uint32_t visible[2];
     if (is_masked) see(plan, at, visible);
@@ -122,6 +124,7 @@ class Differentiation {
     }
     warpgroup_fence_operand(products.ds);
     differentiate_weights();
+    arrive(shared.empty_statistics[statistics()]);
     if (is_first) kv.wait_empty(shared.empty_gradients);
     write_scores(products.score_gradients, shared.score_gradient[0], score_buffer());
     cutlass::arch::fence_view_async_shared();
@@ -142,9 +145,9 @@ class Differentiation {
 
   CUTE_DEVICE void to_weights(bool is_large) {
     auto& s = products.s;
-    const float2* logsumexp = of_columns(shared.logsumexp[stage()]);
+    const float2* logsumexp = of_columns(shared.logsumexp[statistics()]);
     if (__builtin_expect(is_large, 0)) {
-      const float2* remainder = of_columns(shared.remainder[stage()]);
+      const float2* remainder = of_columns(shared.remainder[statistics()]);
       CUTE_UNROLL
       for (int e = 0; e < size(s); e += 4) {
         const float2 of_pair = logsumexp[e], less = remainder[e];
@@ -176,7 +179,7 @@ class Differentiation {
   CUTE_DEVICE void differentiate_weights() {
     const auto& s = products.s;
     const auto& ds = products.ds;
-    const float2* delta = of_columns(shared.delta[stage()]);
+    const float2* delta = of_columns(shared.delta[statistics()]);
     Tensor pairs = recast<std::uint32_t>(products.score_gradients);
     CUTE_UNROLL
     for (int e = 0; e < size(s); e += 4) {

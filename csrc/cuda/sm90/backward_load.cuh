@@ -50,13 +50,37 @@ CUTE_DEVICE Planned plan_position(const BackwardParams& p, typename Traits::Shar
   return is_end ? Planned::kEnd : Planned::kTile;
 }
 
-/// One warp: plans tiles ahead of the loads and the products; `planned` says what the first one was.
+/// Loads a planned tile's keys and values.
+template <class Traits>
+CUTE_DEVICE void load_key_tile(const BackwardParams& p, typename Traits::SharedStorage& shared,
+                               const KeyTilePlan<Traits::kKeys>& plan) {
+  const int rows = plan.is_additional ? Traits::kKeys : p.kv_tile_tokens;
+  const auto load = [&](const CUtensorMap* map, std::uint64_t& full, typename Traits::Element* tile, int head_dim) {
+    const int chunks = rows_of_head<kChunk>(head_dim);
+    constexpr int kRowBytes = kChunk * sizeof(typename Traits::Element);
+    ClusterTransactionBarrier::arrive_and_expect_tx(&full, chunks * rows * kRowBytes);
+    load_tile<1>(map, &full, tile, chunks, Traits::kKeys, plan.kv_begin.z, plan.kv_begin.y, plan.kv_begin.x,
+                 plan.kv_slot);
+  };
+  load(plan.is_additional ? &p.additional_keys : &p.key[plan.kv_map], shared.full_k, shared.k, p.head_dim);
+  load(plan.is_additional ? &p.additional_values : &p.value[plan.kv_map], shared.full_v, shared.v, p.head_dim_v);
+}
+
+/// One warp: plans tiles ahead of the loads and the products and loads their keys and values; `planned` says what the
+/// first one was.
 template <class Traits>
 CUTE_DEVICE void plan_key_tiles(const BackwardParams& p, typename Traits::SharedStorage& shared, Planned planned) {
   Ring<2> slot;
-  SingleBuffer wanted;
+  SingleBuffer wanted, kv;
   while (planned != Planned::kEnd) {
     if (planned == Planned::kTile) {
+      const auto& plan = shared.plan[slot.index];
+      if (threadIdx.x % 32 == 0) {
+        prefetch_key_tile<Traits>(p, plan);
+        kv.wait_empty(shared.empty_kv);
+        load_key_tile<Traits>(p, shared, plan);
+      }
+      kv.advance();
       slot.advance();
       // Taking the next tile early would leave it to whichever CTA started first, not to the one done first.
       wanted.wait_full(shared.wants_plan);
@@ -65,139 +89,110 @@ CUTE_DEVICE void plan_key_tiles(const BackwardParams& p, typename Traits::Shared
     const int position = take_position(p, false);
     slot.wait_empty(shared.empty_plan);
     planned = plan_position<Traits>(p, shared, position, slot.index);
-    if (planned == Planned::kTile && threadIdx.x % 32 == 0) prefetch_key_tile<Traits>(p, shared.plan[slot.index]);
   }
 }
 
-/// Waits for the plan in `slot` and for the buffers that `kv` stands for, and loads the plan's key or value tile; false
-/// where there are no more tiles. A warp loads keys, one thread values.
-template <class Traits, bool kIsKey>
-CUTE_DEVICE bool start_key_tile(const BackwardParams& p, typename Traits::SharedStorage& shared, const Ring<2>& slot,
-                                SingleBuffer& kv) {
+/// Waits for the plan in `slot`; false where there are no more tiles.
+template <class Traits>
+CUTE_DEVICE bool next_key_tile(typename Traits::SharedStorage& shared, const Ring<2>& slot) {
   slot.wait_full(shared.full_plan);
-  const auto& plan = shared.plan[slot.index];
-  if (plan.q_tiles < 0) return false;
-  kv.wait_empty(shared.empty_kv);
-  kv.advance();
-  if (kIsKey && threadIdx.x % 32 != 0) return true;
-  auto& full = kIsKey ? shared.full_k : shared.full_v;
-  const CUtensorMap* map = kIsKey ? &p.key[plan.kv_map] : &p.value[plan.kv_map];
-  const CUtensorMap* additional_map = kIsKey ? &p.additional_keys : &p.additional_values;
-  const int chunks = rows_of_head<kChunk>(kIsKey ? p.head_dim : p.head_dim_v);
-  const int rows = plan.is_additional ? Traits::kKeys : p.kv_tile_tokens;
-  constexpr int kRowBytes = kChunk * sizeof(typename Traits::Element);
-  ClusterTransactionBarrier::arrive_and_expect_tx(&full, chunks * rows * kRowBytes);
-  load_tile(plan.is_additional ? additional_map : map, &full, kIsKey ? shared.k : shared.v, chunks, Traits::kKeys,
-            plan.kv_begin.z, plan.kv_begin.y, plan.kv_begin.x, plan.kv_slot);
-  return true;
+  return shared.plan[slot.index].q_tiles >= 0;
 }
 
-/// One warp: loads the key tile and the query tiles of every query head, with their logsumexp and delta.
+/// Sets the remainders of a query tile's logsumexps, some of which are large; all lanes of a warp.
 template <class Traits>
-CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedStorage& shared) {
-  using Element = typename Traits::Element;
-  constexpr int kRowBytes = kChunk * sizeof(Element);
-  const int lane = threadIdx.x % 32, chunks = rows_of_head<kChunk>(p.head_dim);
+CUTE_DEVICE void load_remainders(const BackwardParams& p, typename Traits::SharedStorage& shared, int stage,
+                                 const KeyTilePlan<Traits::kKeys>& plan, int head, int4 at) {
+#pragma unroll 1
+  for (int row = threadIdx.x % 32; row < Traits::kQueries; row += 32) {
+    float remainder = 0.f;  // rows without one are as they would be in another tile
+    if (p.remainder != nullptr && has_remainder<typename Traits::Element>(shared.logsumexp[stage][row])) {
+      const int token = query_token(plan, at, shared.column_coordinates[row]);
+      remainder = p.remainder[(static_cast<std::int64_t>(plan.batch) * p.queries + token) * p.heads + head];
+    }
+    shared.remainder[stage][row] = remainder;
+  }
+}
+
+/// One thread: loads the tiles of query and output cotangent of every query head.
+template <class Traits>
+CUTE_DEVICE void load_query_tiles(const BackwardParams& p, typename Traits::SharedStorage& shared) {
   // Where tiles take turns, those that are taken early would keep others waiting.
   const int planned_ahead = p.schedule.turns == nullptr ? kPlannedAhead : 0;
   Ring<Traits::kStages> stage;
-  SingleBuffer kv;
-  Ring<2> slot;
-  while (true) {
-    if (!start_key_tile<Traits, true>(p, shared, slot, kv)) return;
+  for (Ring<2> slot; next_key_tile<Traits>(shared, slot); slot.advance()) {
     const auto& plan = shared.plan[slot.index];
-    const CUtensorMap* map = &p.query[plan.query_map];
-    const bool is_whole = plan.is_additional || p.kv_tile_tokens == Traits::kKeys;
-    const int4 hull_begin = plan.hull_begin, hull_end = plan.hull_end;
     int remaining = plan.q_tiles * p.heads_per_kv;
-    if (remaining < planned_ahead && lane == 0) arrive(shared.wants_plan);
+    if (remaining < planned_ahead) arrive(shared.wants_plan);
     for (int i = 0; i < p.heads_per_kv; ++i) {
-      const int head = plan.kv_head * p.heads_per_kv + i;
-      const int query_slot = plan.query_slot + head;
-      const float2* statistics = p.statistics + static_cast<std::int64_t>(plan.batch * p.heads + head) * p.queries;
-      QueryWalk walk(hull_begin);
+      QueryWalk walk(plan.hull_begin);
       for (int tile = 0; tile < plan.q_tiles; ++tile) {
-        if (remaining-- == planned_ahead && lane == 0) arrive(shared.wants_plan);
+        if (remaining-- == planned_ahead) arrive(shared.wants_plan);
+        const auto load = [&](const CUtensorMap* maps, std::uint64_t& full, typename Traits::Element* to,
+                              int head_dim) {
+          constexpr int kRowBytes = kChunk * sizeof(typename Traits::Element);
+          const int chunks = rows_of_head<kChunk>(head_dim), head = plan.kv_head * p.heads_per_kv + i;
+          ClusterTransactionBarrier::arrive_and_expect_tx(&full, chunks * p.q_tile_tokens * kRowBytes);
+          load_tile<1>(&maps[plan.query_map], &full, to, chunks, Traits::kQueries, walk.z, walk.y, walk.x,
+                       plan.query_slot + head);
+        };
+        // In the order in which their buffers fall free.
+        stage.wait_empty(shared.empty_out_cotangent);
+        load(p.out_cotangent, shared.full_out_cotangent[stage.index], shared.out_cotangent[stage.index], p.head_dim_v);
+        stage.wait_empty(shared.empty_q);
+        load(p.query, shared.full_q[stage.index], shared.q[stage.index], p.head_dim);
+        stage.advance();
+        walk.next(p.axis, plan.hull_begin, plan.hull_end);
+      }
+    }
+    if (planned_ahead == 0) arrive(shared.wants_plan);
+    arrive(shared.empty_plan[slot.index]);
+  }
+}
+
+/// One warp: loads the logsumexps and deltas of the query tiles, and says what is special about each.
+template <class Traits>
+CUTE_DEVICE void load_statistics(const BackwardParams& p, typename Traits::SharedStorage& shared) {
+  const int lane = threadIdx.x % 32;
+  Ring<kStatisticsStages> stage;
+  for (Ring<2> slot; next_key_tile<Traits>(shared, slot); slot.advance()) {
+    const auto& plan = shared.plan[slot.index];
+    for (int i = 0; i < p.heads_per_kv; ++i) {
+      QueryWalk walk(plan.hull_begin);
+      for (int tile = 0; tile < plan.q_tiles; ++tile) {
+        const int head = plan.kv_head * p.heads_per_kv + i;
         // On their way while the buffers are still in use.
         float2 of_rows[Traits::kQueries / 32];
         CUTE_UNROLL
-        for (int i = 0; i < Traits::kQueries / 32; ++i) {
-          const int row = lane + 32 * i;
-          const int token = query_token(p, plan, make_int4(walk.x, walk.y, walk.z, 0), shared.column_coordinates[row]);
+        for (int r = 0; r < Traits::kQueries / 32; ++r) {
+          const int row = lane + 32 * r;
+          const int token = query_token(plan, walk.begin(), shared.column_coordinates[row]);
           const bool exists = row < p.q_tile_tokens && token >= 0;
-          of_rows[i] = exists ? statistics[token] : make_float2(INFINITY, 0.f);
+          const std::int64_t at = static_cast<std::int64_t>(plan.batch * p.heads + head) * p.queries + token;
+          of_rows[r] = exists ? p.statistics[at] : make_float2(INFINITY, 0.f);
         }
-        stage.wait_empty(shared.empty_q);
-        if (lane == 0) {
-          ClusterTransactionBarrier::arrive_and_expect_tx(&shared.full_q[stage.index],
-                                                          chunks * p.q_tile_tokens * kRowBytes);
-          load_tile(map, &shared.full_q[stage.index], shared.q[stage.index], chunks, Traits::kQueries, walk.z, walk.y,
-                    walk.x, query_slot);
-        }
+        stage.wait_empty(shared.empty_statistics);
         bool is_large = false;
         CUTE_UNROLL
-        for (int i = 0; i < Traits::kQueries / 32; ++i) {
-          shared.logsumexp[stage.index][lane + 32 * i] = of_rows[i].x;
-          shared.delta[stage.index][lane + 32 * i] = of_rows[i].y;
-          is_large = is_large || has_remainder<Element>(of_rows[i].x);
+        for (int r = 0; r < Traits::kQueries / 32; ++r) {
+          shared.logsumexp[stage.index][lane + 32 * r] = of_rows[r].x;
+          shared.delta[stage.index][lane + 32 * r] = of_rows[r].y;
+          is_large = is_large || has_remainder<typename Traits::Element>(of_rows[r].x);
         }
         is_large = __any_sync(0xffffffffu, is_large);
-        if (is_large) {
-          for (int row = lane; row < Traits::kQueries; row += 32) {
-            float remainder = 0.f;  // rows without one are as they would be in another tile
-            if (p.remainder != nullptr && has_remainder<Element>(shared.logsumexp[stage.index][row])) {
-              const int4 at = make_int4(walk.x, walk.y, walk.z, 0);
-              const int token = query_token(p, plan, at, shared.column_coordinates[row]);
-              remainder = p.remainder[(static_cast<std::int64_t>(plan.batch) * p.queries + token) * p.heads + head];
-            }
-            shared.remainder[stage.index][row] = remainder;
-          }
-        }
+        if (is_large) load_remainders<Traits>(p, shared, stage.index, plan, head, walk.begin());
         if (lane == 0) {
+          const bool is_whole = plan.is_additional || p.kv_tile_tokens == Traits::kKeys;
           const bool is_masked = !(is_whole && walk.is_inside(p.axis, plan.inner_begin, plan.inner_end));
           shared.tile[stage.index] =
               make_int4(walk.x, walk.y, walk.z, (is_masked ? kIsMasked : 0) | (is_large ? kIsLarge : 0));
         }
-        arrive(shared.full_q[stage.index]);  // every lane wrote a part
+        arrive(shared.full_statistics[stage.index]);  // every lane wrote a part
         stage.advance();
-        walk.next(p.axis, hull_begin, hull_end);
-      }
-    }
-    if (planned_ahead == 0 && lane == 0) arrive(shared.wants_plan);
-    arrive(shared.empty_plan[slot.index]);
-    slot.advance();
-  }
-}
-
-/// One thread: loads the value tile and the output cotangent's tiles of every query head.
-template <class Traits>
-CUTE_DEVICE void load_out_cotangents(const BackwardParams& p, typename Traits::SharedStorage& shared) {
-  constexpr int kRowBytes = kChunk * sizeof(typename Traits::Element);
-  const int chunks = rows_of_head<kChunk>(p.head_dim_v);
-  Ring<Traits::kStages> stage;
-  SingleBuffer kv;
-  Ring<2> slot;
-  while (true) {
-    if (!start_key_tile<Traits, false>(p, shared, slot, kv)) return;
-    const auto& plan = shared.plan[slot.index];
-    const CUtensorMap* map = &p.out_cotangent[plan.query_map];
-    const int4 hull_begin = plan.hull_begin, hull_end = plan.hull_end;
-    for (int i = 0; i < p.heads_per_kv; ++i) {
-      const int head = plan.kv_head * p.heads_per_kv + i;
-      const int query_slot = plan.query_slot + head;
-      QueryWalk walk(hull_begin);
-      for (int tile = 0; tile < plan.q_tiles; ++tile) {
-        stage.wait_empty(shared.empty_out_cotangent);
-        ClusterTransactionBarrier::arrive_and_expect_tx(&shared.full_out_cotangent[stage.index],
-                                                        chunks * p.q_tile_tokens * kRowBytes);
-        load_tile(map, &shared.full_out_cotangent[stage.index], shared.out_cotangent[stage.index], chunks,
-                  Traits::kQueries, walk.z, walk.y, walk.x, query_slot);
-        stage.advance();
-        walk.next(p.axis, hull_begin, hull_end);
+        walk.next(p.axis, plan.hull_begin, plan.hull_end);
       }
     }
     arrive(shared.empty_plan[slot.index]);
-    slot.advance();
   }
 }
 

@@ -12,7 +12,7 @@ struct KeyTilePlan {
   int4 hull_begin, hull_end;    // local queries that see some key: x, y, z; of whole query tiles, if they take turns
   int4 inner_begin, inner_end;  // local queries that see every key
   int4 kv_begin;                // first key index
-  int4 q_residue, q_step;       // local coordinate of the dilation group's first query, distance of its queries
+  int4 q_stride;                // tokens from one query of the dilation group to the next
   KeyAxisPlan axis[3];          // not of additional tokens
   int batch, kv_head, group;
   int q_tiles;  // per query head; negative: there are no more key/value tiles
@@ -41,8 +41,7 @@ CUTE_DEVICE void plan_additional(const BackwardParams& p, int tile, KeyTilePlan<
     plan.hull_end = end;
     plan.inner_end = first + kKeys <= p.additional_kv ? end : begin;
     plan.kv_begin = make_int4(0, 0, first, 0);
-    plan.q_residue = begin;
-    plan.q_step = make_int4(1, 1, 1, 0);
+    plan.q_stride = make_int4(end.y * end.z, end.z, 1, 0);
     plan.batch = place.batch;
     plan.kv_head = place.head;
     plan.group = 0;
@@ -95,8 +94,8 @@ CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, i
     set(plan.inner_begin, of_last.x);
     set(plan.inner_end, own.is_whole(axis) ? of_first.y : of_last.x);
     set(plan.kv_begin, own.kv_begin);
-    set(plan.q_residue, own.query.residue);
-    set(plan.q_step, axis.dilation);
+    const int z_extent = p.axis[2].query_local_extent, line = p.axis[1].query_local_extent * z_extent;
+    set(plan.q_stride, axis.dilation * (lane == 0 ? line : lane == 1 ? z_extent : 1));
     plan.axis[lane] = own;
   }
   if (lane == 0) {
@@ -147,14 +146,11 @@ CUTE_DEVICE void plan_windows(const BackwardParams& p, const uchar4* row_coordin
 /// Args:
 ///   in_tile: the row's coordinates in the query tile.
 template <int kKeys>
-CUTE_DEVICE int query_token(const BackwardParams& p, const KeyTilePlan<kKeys>& plan, int4 at, uchar4 in_tile) {
+CUTE_DEVICE int query_token(const KeyTilePlan<kKeys>& plan, int4 at, uchar4 in_tile) {
   const int x = at.x + in_tile.x, y = at.y + in_tile.y, z = at.z + in_tile.z;
   // Indices, since coordinates past the layout may exceed 32 bits.
   if (x >= plan.hull_end.x || y >= plan.hull_end.y || z >= plan.hull_end.z) return -1;
-  return ((x * plan.q_step.x + plan.q_residue.x) * p.axis[1].query_local_extent + y * plan.q_step.y +
-          plan.q_residue.y) *
-             p.axis[2].query_local_extent +
-         z * plan.q_step.z + plan.q_residue.z;
+  return plan.q_token + x * plan.q_stride.x + y * plan.q_stride.y + z * plan.q_stride.z;
 }
 
 /// When a key/value tile may add to the gradient of a query tile: after `before` others that do.

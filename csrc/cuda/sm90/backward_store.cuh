@@ -71,11 +71,10 @@ CUTE_DEVICE void store_gradients(const BackwardParams& p, typename Traits::Share
     const auto& plan = shared.plan[slot.index];
     if (plan.q_tiles < 0) return;
     const CUtensorMap* map = &p.query_gradient[plan.query_map];
-    const int4 hull_begin = plan.hull_begin, hull_end = plan.hull_end;
     for (int i = 0; i < p.heads_per_kv; ++i) {
       const int row = plan.batch * p.heads + plan.kv_head * p.heads_per_kv + i;
       const int slot_of_sums = row * p.queries + plan.q_token;
-      QueryWalk walk(hull_begin);
+      QueryWalk walk(plan.hull_begin);
       [[maybe_unused]] std::int32_t* turns = nullptr;
       [[maybe_unused]] Turn turn{};
       [[maybe_unused]] std::int32_t count = -1;
@@ -92,7 +91,7 @@ CUTE_DEVICE void store_gradients(const BackwardParams& p, typename Traits::Share
         }
         if constexpr (kTakesTurns) __syncwarp();
         sums.advance();
-        walk.next(p.axis, hull_begin, hull_end);
+        walk.next(p.axis, plan.hull_begin, plan.hull_end);
         if constexpr (kTakesTurns) turn = turn_of(p, plan, walk);
         if (stores) {
           tma_store_wait<0>();

@@ -11,9 +11,10 @@ constexpr int kConsumers = 256;  // threads of the two warpgroups that compute
 constexpr int kThreads = 128 + kConsumers;
 constexpr int kConsumerWarps = kConsumers / 32;
 // What is special about a query tile.
-constexpr int kIsMasked = 1;   // some key is hidden from some query
-constexpr int kIsLarge = 2;    // weights of some query need the remainder of its logsumexp
-constexpr int kSumChunk = 32;  // elements of a 128-byte swizzled row of the query gradient's sums
+constexpr int kIsMasked = 1;          // some key is hidden from some query
+constexpr int kIsLarge = 2;           // weights of some query need the remainder of its logsumexp
+constexpr int kStatisticsStages = 2;  // query tiles whose statistics are at hand
+constexpr int kSumChunk = 32;         // elements of a 128-byte swizzled row of the query gradient's sums
 
 // Named barriers; the first eight are CUTLASS's own.
 constexpr int kTablesReady = 8;
@@ -67,10 +68,11 @@ struct BackwardTraits {
     alignas(1024) Element score_gradient[kScoreBuffers][kKeys * kQueries];
     alignas(1024) float query_gradient[kQueries * kHeadDim];
     KeyTilePlan<kKeys> plan[2];
-    int4 tile[kStages];  // of the tile in a query buffer: first query (x, y, z), and bits of what is special about it
-    alignas(16) float logsumexp[kStages][kQueries];  // in base 2; infinite where there is no query
-    alignas(16) float remainder[kStages][kQueries];  // of the logsumexp, where the tile is large
-    alignas(16) float delta[kStages][kQueries];
+    // Of a query tile: first query (x, y, z), and bits of what is special about it.
+    int4 tile[kStatisticsStages];
+    alignas(16) float logsumexp[kStatisticsStages][kQueries];  // in base 2; infinite where there is no query
+    alignas(16) float remainder[kStatisticsStages][kQueries];  // of the logsumexp, where the tile is large
+    alignas(16) float delta[kStatisticsStages][kQueries];
     uchar4 row_coordinates[kKeys];        // of a row in the key/value tile: x, y, z
     uchar4 column_coordinates[kQueries];  // of a column in the query tile
     Origin origins[6];
@@ -78,6 +80,7 @@ struct BackwardTraits {
     alignas(8) std::uint64_t full_k, full_v, empty_kv, full_gradients, empty_gradients;
     std::uint64_t full_sums, empty_sums, wants_plan;
     std::uint64_t full_plan[2], full_windows[2], empty_plan[2];
+    std::uint64_t full_statistics[kStatisticsStages], empty_statistics[kStatisticsStages];
     std::uint64_t full_q[kStages], empty_q[kStages], full_out_cotangent[kStages], empty_out_cotangent[kStages];
 
     // Once a key/value tile is done, its gradients take the place of those of logits and query.

@@ -13,6 +13,7 @@
 
 namespace natten_jax::sm90 {
 
+/// Makes barriers, buffers and maps ready; `sync_prepared` says when all threads have.
 template <class Traits>
 CUTE_DEVICE void prepare(const ForwardParams& p, typename Traits::SharedStorage& shared) {
   if (p.clears_tiles) {
@@ -23,9 +24,9 @@ CUTE_DEVICE void prepare(const ForwardParams& p, typename Traits::SharedStorage&
     }
     cutlass::arch::fence_view_async_shared();
   }
-  if (threadIdx.x >= 32 && threadIdx.x < 32 + kGroupClasses) {
+  if (threadIdx.x >= 96 && threadIdx.x < 96 + kGroupClasses) {
     // The first loads need not wait for their maps.
-    const int c = threadIdx.x - 32;
+    const int c = threadIdx.x - 96;
     if (p.query_classes >> c & 1) {
       cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&p.query[c]));
       cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&p.out[c]));
@@ -40,7 +41,7 @@ CUTE_DEVICE void prepare(const ForwardParams& p, typename Traits::SharedStorage&
     ClusterBarrier::init(&shared.full_q, 1);
     ClusterBarrier::init(&shared.empty_q, Traits::kSeparateOutput ? Traits::kConsumers : 1);
     ClusterBarrier::init(&shared.empty_o, 1);
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < Traits::kPlans; ++i) {
       ClusterBarrier::init(&shared.full_plan[i], 32);
       ClusterBarrier::init(&shared.full_windows[i], 32);
       ClusterBarrier::init(&shared.empty_plan[i],
@@ -54,7 +55,6 @@ CUTE_DEVICE void prepare(const ForwardParams& p, typename Traits::SharedStorage&
     }
     cutlass::arch::fence_barrier_init();
   }
-  __syncthreads();
 }
 
 template <class Traits>
@@ -64,11 +64,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   extern __shared__ __align__(1024) char raw[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(raw);
   prepare<Traits>(p, shared);
+  // The warp that plans is the last to come: its first plan needs none of this.
+  const bool plans = threadIdx.x / 32 == 1;
+  if (!plans) sync_prepared<Traits>();
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kServiceRegisters>();
     const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) load_tiles<Traits, true>(p, shared);
-    if (warp == 1) plan_tiles(p, shared);
+    if (plans) plan_tiles<Traits>(p, shared);
     if (threadIdx.x == 64) load_tiles<Traits, false>(p, shared);
     if (warp == 3) store_tiles<Traits>(p, shared);
   } else {

@@ -258,7 +258,7 @@ class Attention {
   ProductOrder<Traits> order;
   OnlineSoftmax<Element> softmax;
   Ring<Traits::kStages> k, v;
-  Ring<2> slot;  // of the query tile's plan
+  Ring<Traits::kPlans> slot;  // of the query tile's plan
   SingleBuffer query, output;
   int left;             // key/value tiles of the query tile to go
   int mask, next_mask;  // of the tile at hand and of the one after it

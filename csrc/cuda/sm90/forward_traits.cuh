@@ -19,6 +19,7 @@ constexpr int kEachWarpgroup = 0b010101;  // times a mask: the same for all
 constexpr int kProductOrder = 8;                               // one per warpgroup: it may issue its products
 constexpr int kOutputReady = kProductOrder + kMostWarpgroups;  // the warpgroups have written their rows
 constexpr int kMaskReady = kOutputReady + 1;
+constexpr int kPrepared = kMaskReady + 1;  // barriers and buffers are ready for use
 
 template <class Element_, int kHeadDim_, int kColumns_, int kWarpgroups_, bool kPingPong_>
 struct ForwardTraits {
@@ -26,6 +27,7 @@ struct ForwardTraits {
   static constexpr int kHeadDim = kHeadDim_;  // at least head_dim and head_dim_v
   static constexpr int kColumns = kColumns_;  // keys of a tile
   static constexpr int kStages = 2;
+  static constexpr int kPlans = 3;                  // query tiles that are planned, under way or on their way out
   static constexpr int kWarpgroups = kWarpgroups_;  // that compute
   static constexpr int kRows = 64 * kWarpgroups;    // queries of a tile
   static constexpr int kConsumers = 128 * kWarpgroups, kThreads = 128 + kConsumers;
@@ -64,10 +66,11 @@ struct ForwardTraits {
     alignas(1024) Element k[cosize_v<LayoutK>];
     alignas(1024) Element v[cosize_v<LayoutVt>];
     alignas(1024) Element o[kSeparateOutput ? cosize_v<LayoutQ> : kChunk];
-    TilePlan plan[2];
+    TilePlan plan[kPlans];
     int4 tile[kStages];  // of the tile in a key buffer: first key (x, y, z) and how it is masked
     std::uint32_t mask_words[KeyColumnMask::capacity(kColumns)];
-    alignas(8) std::uint64_t first_key_loaded, full_q, empty_q, empty_o, full_plan[2], full_windows[2], empty_plan[2];
+    alignas(8) std::uint64_t first_key_loaded, full_q, empty_q, empty_o;
+    std::uint64_t full_plan[kPlans], full_windows[kPlans], empty_plan[kPlans];
     std::uint64_t full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
   };
 };

@@ -63,10 +63,12 @@ CUTE_DEVICE int rows_of_head(int head_dim) {
   return (head_dim + kElements - 1) / kElements;
 }
 
-/// Loads a tile, chunk by chunk of its head dimension; coordinates come as a head map has its dimensions.
-template <class Element>
+/// Loads a tile, chunk by chunk of its head dimension; coordinates come as a head map has its dimensions. Threads that
+/// have few registers unroll less.
+template <int kUnroll = 4, class Element>
 CUTE_DEVICE void load_tile(const CUtensorMap* map, std::uint64_t* barrier, Element* destination, int chunks,
                            int tile_rows, int z, int y, int x, int slot) {
+#pragma unroll kUnroll
   for (int chunk = 0; chunk < chunks; ++chunk) {
     SM90_TMA_LOAD_5D::copy(map, barrier, static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL),
                            destination + chunk * tile_rows * kChunk, chunk * kChunk, z, y, x, slot);
