@@ -61,7 +61,9 @@ def test_arithmetic_that_fails_is_a_sentence(
 
 def interrupted(code: str, marker: Path, arguments: str) -> subprocess.CompletedProcess[str]:
     """The profiler after a SIGINT, which it gets as soon as what ``code`` changed in it has made ``marker``."""
-    command = f"import pathlib, time; marker = pathlib.Path({str(marker)!r})\n{code}\n"
+    # A shell's background jobs, and what they start, would ignore the signal.
+    command = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    command += f"import pathlib, time; marker = pathlib.Path({str(marker)!r})\n{code}\n"
     command += f"import runpy, sys; sys.argv[1:] = {arguments.split()!r}; "
     command += "runpy.run_module('natten_jax.profiler', run_name='__main__', alter_sys=True)"
     process = subprocess.Popen(
