@@ -7,8 +7,7 @@ Environment variables:
     NATTEN_JAX_SANITIZE: sanitizers of g++ to build host code with, as in ``address,undefined``.
     NATTEN_JAX_CUDA_ARCHS: CUDA architectures, separated by semicolons. By default those of DEFAULT_CUDA_ARCHITECTURES,
         or of RELEASE_CUDA_ARCHITECTURES in a release, that nvcc can compile for.
-    NATTEN_JAX_RELEASE: ``1`` builds for other machines than this one: the version says which CUDA the kernels were
-        compiled with (``+cu12``, ``+cu13``).
+    NATTEN_JAX_RELEASE: ``1`` builds for other machines than this one, which has a say in architectures alone.
     NATTEN_JAX_CUTLASS_INCLUDE_DIR: directory of CUTLASS's headers, the one that holds ``cutlass/`` and ``cute/``; by
         default they come from the Python package nvidia-cutlass.
     CUDA_HOME: where a CUDA toolkit is installed, if ``nvcc`` is not on the path, or is of another version.
@@ -207,15 +206,6 @@ def cuda_options() -> list[str]:
     ]
 
 
-def version_options() -> dict[str, dict[str, str]]:
-    """What makes the version of a release say which CUDA its kernels were compiled with; setuptools appends it."""
-    if not is_release() or not wants_cuda():
-        return {}
-    nvcc = find_installed_nvcc()
-    cuda = PACKAGED_CUDA if nvcc is None else cuda_of(nvcc)
-    return {"egg_info": {"tag_build": f"+cu{cuda}"}}
-
-
 def launcher_options() -> list[str]:
     """CMake's options that let ccache reuse earlier compilations, where it is installed."""
     ccache = find_program("ccache")
@@ -300,6 +290,5 @@ class CMakeBuild(build_ext):
 setup(
     ext_modules=[Extension("natten_jax._native", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
-    options=version_options(),
     setup_requires=setup_requirements(),
 )

@@ -120,15 +120,23 @@ def source_distribution(common: Path, python: Path, out: Path) -> Path:
     return WORK / archive.name.removesuffix(".tar.gz")
 
 
+def build_settings(cuda: str, folder: Path) -> str:
+    """The settings of a build: its directories, and that the version says its CUDA.
+
+    Setuptools reads them last. A source distribution has settings of its own, which overrule what setup.py says.
+    """
+    directories = {"build_base": folder, "build_temp": folder / "cmake", "build_lib": folder / "lib"}
+    lines = ["[build]", *(f"{name} = {directory}" for name, directory in directories.items())]
+    return "\n".join([*lines, "[egg_info]", f"tag_build = {'' if cuda == '0' else f'+cu{cuda}'}", ""])
+
+
 def build(cuda: str, environment: dict[str, str], python: Path, sources: Path) -> Path:
     """Build one wheel; interpreters share compilations."""
     folder = WORK / f"build-{cuda}"
     shutil.rmtree(folder / "lib", ignore_errors=True)
-    settings = folder / "setup.cfg"
     folder.mkdir(exist_ok=True)
-    settings.write_text(
-        f"[build]\nbuild_base = {folder}\nbuild_temp = {folder / 'cmake'}\nbuild_lib = {folder / 'lib'}\n"
-    )
+    settings = folder / "settings.cfg"
+    settings.write_text(build_settings(cuda, folder))
     variables = {**environment, "DIST_EXTRA_CONFIG": str(settings)}
     return folder / call_backend(python, sources, variables, "build_wheel", str(folder))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import shutil
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any
 
 import pytest
 import setuptools
+
+from natten_jax import __version__
 
 ROOT = Path(__file__).parents[1]
 
@@ -179,17 +183,19 @@ def test_wrong_choices_are_refused(
 ) -> None:
     monkeypatch.setenv(variable, "yes")
     with pytest.raises(SystemExit, match=f"{variable} must be .* got 'yes'"):
-        build_script["version_options"]() if variable.endswith("RELEASE") else build_script["wants_cuda"]()
+        build_script["is_release" if variable.endswith("RELEASE") else "wants_cuda"]()
 
 
-def test_only_a_release_says_its_cuda_in_the_version(
-    build_script: dict[str, Any], toolkits: dict[int, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NATTEN_JAX_CUDA", "1")
-    assert build_script["version_options"]() == {}
-    monkeypatch.setenv("NATTEN_JAX_RELEASE", "1")
-    assert build_script["version_options"]() == {"egg_info": {"tag_build": "+cu13"}}  # from packages
-    put_on_path(monkeypatch, toolkits[12])
-    assert build_script["version_options"]() == {"egg_info": {"tag_build": "+cu12"}}
-    monkeypatch.setenv("NATTEN_JAX_CUDA", "0")
-    assert build_script["version_options"]() == {}
+@pytest.mark.parametrize(("cuda", "suffix"), [("0", ""), ("12", "+cu12"), ("13", "+cu13")])
+def test_the_version_of_a_wheel_says_its_cuda(cuda: str, suffix: str, tmp_path: Path) -> None:
+    leftovers = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "*.so", "__pycache__")
+    sources = shutil.copytree(ROOT, tmp_path / "sources", ignore=leftovers)
+    # What source distributions hold, which is where wheels are built from.
+    (sources / "setup.cfg").write_text("[egg_info]\ntag_build = \ntag_date = 0\n")
+    settings = tmp_path / "settings.cfg"
+    settings.write_text(runpy.run_path(str(ROOT / "release" / "wheels.py"))["build_settings"](cuda, tmp_path / "build"))
+    environment = {**os.environ, "DIST_EXTRA_CONFIG": str(settings), "NATTEN_JAX_CUDA": "0"}
+    command = [sys.executable, "setup.py", "egg_info"]
+    subprocess.run(command, cwd=sources, env=environment, capture_output=True, check=True)
+    metadata = sources / "natten_jax.egg-info" / "PKG-INFO"
+    assert f"\nVersion: {__version__}{suffix}\n" in metadata.read_text()
