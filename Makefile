@@ -8,14 +8,16 @@ RUN := $(if $(VENV),$(BIN)/python,$(PYTHON))
 # More test processes than this mostly wait for each other's compilations.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 12 ? n : 12)))
 PYTEST := $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup
+# A version of JAX, in place of the newest one.
+JAX ?=
 # Written once what is installed is what lies in the tree.
 INSTALLED := $(if $(VENV),$(VENV)/.installed,build/.installed)
-INSTALL := $(RUN) -m pip install --quiet $(if $(VENV),--editable '.[test]',--no-index --no-build-isolation --no-deps --editable .)
+INSTALL := $(RUN) -m pip install --quiet $(if $(VENV),--editable '.[test]' $(if $(JAX),'jax==$(JAX)'),--no-index --no-build-isolation --no-deps --editable .)
 # What the installed build depends on: the native sources and the metadata, not the Python files (editable install).
 BUILD_INPUTS := pyproject.toml setup.py $(shell find csrc -type f)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-gpu sanitize-gpu sanitize-host lint setup gpu-wheel bench-scaling docs pictures clean
+.PHONY: demo test test-gpu fuzz sanitize-gpu sanitize-host lint setup wheels bench-scaling docs pictures clean
 
 demo: setup
 	$(RUN) -m natten_jax.profiler -i 8 16 24 -d 128 -w 2 4 3
@@ -27,6 +29,11 @@ test: setup
 test-gpu: setup
 	@$(RUN) -c "import jax; jax.devices('cuda')" >/dev/null || { echo "make test-gpu: JAX sees no NVIDIA GPU" >&2; exit 1; }
 	$(PYTEST) -m gpu
+
+# Random problems on each of the host's backends.
+fuzz: setup
+	$(RUN) -m tests.fuzz --backend cpu --minutes 1 --workers 2
+	$(RUN) -m tests.fuzz --backend flex --minutes 1 --workers 2
 
 # Every form of every GPU kernel under each tool of compute-sanitizer, whose parts run side by side.
 SANITIZERS := memcheck racecheck initcheck synccheck
@@ -72,9 +79,12 @@ $(VENV)/.installed: $(BUILD_INPUTS)
 	$(INSTALL)
 	touch $@
 
-# A wheel with the CUDA part, also on a machine without a GPU.
-gpu-wheel: setup
-	NATTEN_JAX_CUDA=1 $(RUN) -m pip wheel --no-deps --wheel-dir dist .
+# Wheels to hand out, in dist, for every interpreter of PYTHONS; CUDAS: without kernels for GPUs (0), and with those of a
+# version of CUDA. NATTEN_JAX_CUDA_ARCHS in the environment names other architectures than a release has.
+PYTHONS ?= python3.11 python3.12 python3.13
+CUDAS ?= 0 12 13
+wheels:
+	$(PYTHON) release/wheels.py --pythons $(PYTHONS) --cudas $(CUDAS)
 
 # What each optimisation of attention pays at growing lengths. The kernels that only this needs are built with it, where
 # there is an NVIDIA GPU.

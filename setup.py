@@ -1,14 +1,16 @@
 """Builds the native library with CMake; everything else is in pyproject.toml.
 
 Environment variables:
-    NATTEN_JAX_CUDA: ``1`` builds the CUDA part and fails where that is impossible, ``0`` leaves it out.
-        By default it is built where an NVIDIA GPU is visible.
+    NATTEN_JAX_CUDA: ``1`` builds the CUDA part and fails where that is impossible, ``12`` and ``13`` do so with nvcc of
+        that major version of CUDA, ``0`` leaves it out. By default it is built where an NVIDIA GPU is visible.
     NATTEN_JAX_BENCH: ``1`` adds the kernels that only benchmarks use to the CUDA part.
     NATTEN_JAX_SANITIZE: sanitizers of g++ to build host code with, as in ``address,undefined``.
-    NATTEN_JAX_CUDA_ARCHS: CUDA architectures, separated by semicolons; ``80;90a`` by default.
+    NATTEN_JAX_CUDA_ARCHS: CUDA architectures, separated by semicolons. By default those of DEFAULT_CUDA_ARCHITECTURES,
+        or of RELEASE_CUDA_ARCHITECTURES in a release, that nvcc can compile for.
+    NATTEN_JAX_RELEASE: ``1`` builds for other machines than this one, which has a say in architectures alone.
     NATTEN_JAX_CUTLASS_INCLUDE_DIR: directory of CUTLASS's headers, the one that holds ``cutlass/`` and ``cute/``; by
         default they come from the Python package nvidia-cutlass.
-    CUDA_HOME: where a CUDA toolkit is installed, if ``nvcc`` is not on the path.
+    CUDA_HOME: where a CUDA toolkit is installed, if ``nvcc`` is not on the path, or is of another version.
     CMAKE_BUILD_PARALLEL_LEVEL: compilations at a time.
 """
 
@@ -16,9 +18,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -27,7 +31,10 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).parent.resolve()
 LIBRARY = "libnatten_jax.so"
 DEFAULT_CUDA_ARCHITECTURES = "80;90a"
-#: Together a whole nvcc, for machines with a GPU but without a CUDA toolkit.
+#: Blackwell's two have machine code of their own: what the driver makes for one of them is no use to the other.
+RELEASE_CUDA_ARCHITECTURES = "80;90a;100;120"
+#: Together a whole nvcc, for machines without a CUDA toolkit.
+PACKAGED_CUDA = 13
 CUDA_TOOLKIT_REQUIREMENTS = [
     f"nvidia-{part}==13.0.*" for part in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-cccl", "cuda-runtime")
 ]
@@ -36,10 +43,14 @@ CUTLASS_VARIABLE = "NATTEN_JAX_CUTLASS_INCLUDE_DIR"
 BYTES_PER_COMPILATION = 3 << 30
 
 
+def path_entries() -> list[str]:
+    """Directories of programs; an empty or relative entry would run whatever lies in the current directory."""
+    return list(filter(os.path.isabs, os.environ.get("PATH", os.defpath).split(os.pathsep)))
+
+
 def find_program(name: str) -> str | None:
-    """A program on the path; an empty or relative entry would run whatever lies in the current directory."""
-    entries = os.environ.get("PATH", os.defpath).split(os.pathsep)
-    return shutil.which(name, path=os.pathsep.join(filter(os.path.isabs, entries)))
+    """A program on the path."""
+    return shutil.which(name, path=os.pathsep.join(path_entries()))
 
 
 def is_gpu_visible() -> bool:
@@ -55,18 +66,51 @@ def is_gpu_visible() -> bool:
 def wants_cuda() -> bool:
     """Whether the CUDA part is to be built."""
     choice = os.environ.get("NATTEN_JAX_CUDA", "")
+    if choice not in ("", "0", "1", "12", "13"):
+        raise SystemExit(f"NATTEN_JAX_CUDA must be 0, 1, 12 or 13, got {choice!r}.")
+    return choice in ("1", "12", "13") or (choice == "" and is_gpu_visible())
+
+
+def chosen_cuda() -> int | None:
+    """The major version of CUDA that was asked for; ``None`` where any will do."""
+    choice = os.environ.get("NATTEN_JAX_CUDA", "")
+    return int(choice) if choice in ("12", "13") else None
+
+
+def is_release() -> bool:
+    """Whether this is a build to hand out."""
+    choice = os.environ.get("NATTEN_JAX_RELEASE", "")
     if choice not in ("", "0", "1"):
-        raise SystemExit(f"NATTEN_JAX_CUDA must be 0 or 1, got {choice!r}.")
-    return choice == "1" or (choice == "" and is_gpu_visible())
+        raise SystemExit(f"NATTEN_JAX_RELEASE must be 0 or 1, got {choice!r}.")
+    return choice == "1"
+
+
+def ask_nvcc(nvcc: Path, question: str) -> str:
+    """What nvcc answers; nothing where it fails."""
+    return subprocess.run([nvcc, question], capture_output=True, text=True, check=False).stdout
+
+
+def cuda_of(nvcc: Path) -> int | None:
+    """The major version of CUDA that an nvcc belongs to."""
+    release = re.search(r"release (\d+)\.", ask_nvcc(nvcc, "--version"))
+    return int(release[1]) if release else None
+
+
+def installed_nvccs() -> Iterator[Path]:
+    """The nvcc of every installed CUDA toolkit that is found, the preferred one first."""
+    home = os.environ.get("CUDA_HOME")
+    if home and (Path(home) / "bin" / "nvcc").exists():
+        yield Path(home) / "bin" / "nvcc"
+    for entry in path_entries():
+        nvcc = shutil.which("nvcc", path=entry)
+        if nvcc:
+            yield Path(nvcc)
 
 
 def find_installed_nvcc() -> Path | None:
-    """The nvcc of an installed CUDA toolkit."""
-    home = os.environ.get("CUDA_HOME")
-    if home and (Path(home) / "bin" / "nvcc").exists():
-        return Path(home) / "bin" / "nvcc"
-    nvcc = find_program("nvcc")
-    return Path(nvcc) if nvcc else None
+    """The nvcc of an installed CUDA toolkit, of the version that was asked for."""
+    chosen = chosen_cuda()
+    return next((nvcc for nvcc in installed_nvccs() if chosen is None or cuda_of(nvcc) == chosen), None)
 
 
 def find_packaged_nvcc() -> Path | None:
@@ -74,9 +118,11 @@ def find_packaged_nvcc() -> Path | None:
 
     No package is installed in the current directory, which Python itself puts on ``sys.path``.
     """
+    if chosen_cuda() not in (None, PACKAGED_CUDA):
+        return None
     here = Path.cwd().resolve()
     for directory in map(Path, sys.path):
-        nvcc = directory / "nvidia" / "cu13" / "bin" / "nvcc"
+        nvcc = directory / "nvidia" / f"cu{PACKAGED_CUDA}" / "bin" / "nvcc"
         if directory.is_absolute() and directory.resolve() != here and nvcc.exists():
             return nvcc.resolve()
     return None
@@ -87,7 +133,45 @@ def setup_requirements() -> list[str]:
     if not wants_cuda():
         return []
     cutlass = [] if os.environ.get(CUTLASS_VARIABLE) else [CUTLASS_REQUIREMENT]
-    return [*cutlass, *(CUDA_TOOLKIT_REQUIREMENTS if find_installed_nvcc() is None else [])]
+    if find_installed_nvcc() is not None:
+        return cutlass
+    if chosen_cuda() not in (None, PACKAGED_CUDA):
+        raise SystemExit(no_nvcc())
+    return [*cutlass, *CUDA_TOOLKIT_REQUIREMENTS]
+
+
+def no_nvcc() -> str:
+    """What is said where there is no compiler for kernels."""
+    chosen = chosen_cuda()
+    if chosen not in (None, PACKAGED_CUDA):
+        found = ", ".join(f"{nvcc} (CUDA {cuda_of(nvcc)})" for nvcc in installed_nvccs()) or "none"
+        return (
+            f"NATTEN_JAX_CUDA={chosen} needs nvcc of CUDA {chosen} in CUDA_HOME or on the path; found: {found}. PyPI "
+            f"has none, for nvidia-cuda-nvcc-cu{chosen} lacks the compiler: install a toolkit of CUDA {chosen}."
+        )
+    return (
+        "The CUDA part of natten_jax needs nvcc, which is neither on the path, nor in CUDA_HOME, nor installed as "
+        f"Python packages ({' '.join(CUDA_TOOLKIT_REQUIREMENTS)}). Install one of these, or set NATTEN_JAX_CUDA=0 to "
+        "build without CUDA kernels."
+    )
+
+
+def cuda_architectures(nvcc: Path) -> str:
+    """What to compile for, as CMake is told: what was asked for, or of the default what nvcc can compile for."""
+    chosen = os.environ.get("NATTEN_JAX_CUDA_ARCHS")
+    wanted = (chosen or (RELEASE_CUDA_ARCHITECTURES if is_release() else DEFAULT_CUDA_ARCHITECTURES)).split(";")
+    wrong = [name for name in wanted if not re.fullmatch(r"\d{2,3}[af]?", name)]
+    if wrong:
+        raise SystemExit(f"NATTEN_JAX_CUDA_ARCHS must be architectures as in '80;90a', got {chosen!r}.")
+    # The list has no letters: nvcc has an architecture's own features since it has the architecture.
+    known = re.findall(r"^sm_(\d+)", ask_nvcc(nvcc, "--list-gpu-code"), re.MULTILINE)
+    missing = [name for name in wanted if name.rstrip("af") not in known]
+    if missing:
+        lack = f"{nvcc} (CUDA {cuda_of(nvcc)}) cannot compile for the CUDA architectures {', '.join(missing)}"
+        if chosen or len(missing) == len(wanted):
+            raise SystemExit(f"{lack}; it can for {', '.join(known)}.")
+        print(f"natten_jax: WARNING: {lack}: this build has no machine code for them.", file=sys.stderr, flush=True)
+    return ";".join(name for name in wanted if name not in missing)
 
 
 def cutlass_include_directory() -> Path:
@@ -109,18 +193,13 @@ def cuda_options() -> list[str]:
     if nvcc is None:
         nvcc = find_packaged_nvcc()
         if nvcc is None:
-            raise SystemExit(
-                "The CUDA part of natten_jax needs nvcc, which is neither on the path, nor in CUDA_HOME, nor installed "
-                f"as Python packages ({' '.join(CUDA_TOOLKIT_REQUIREMENTS)}). Install one of these, or set "
-                "NATTEN_JAX_CUDA=0 to build without CUDA kernels."
-            )
+            raise SystemExit(no_nvcc())
         # The packages keep libraries in lib, where this nvcc does not look by itself.
         options = [f"-DCMAKE_CUDA_FLAGS=-L{nvcc.parent.parent / 'lib'}"]
-    architectures = os.environ.get("NATTEN_JAX_CUDA_ARCHS", DEFAULT_CUDA_ARCHITECTURES)
     return [
         "-DNATTEN_JAX_CUDA=ON",
         f"-DCMAKE_CUDA_COMPILER={nvcc}",
-        f"-DNATTEN_JAX_CUDA_ARCHS={architectures}",
+        f"-DNATTEN_JAX_CUDA_ARCHS={cuda_architectures(nvcc)}",
         f"-DNATTEN_JAX_BENCH={'ON' if os.environ.get('NATTEN_JAX_BENCH') == '1' else 'OFF'}",
         f"-DNATTEN_JAX_CUTLASS_INCLUDE_DIR={cutlass_include_directory()}",
         *options,

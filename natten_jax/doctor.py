@@ -14,7 +14,7 @@ from importlib import metadata
 
 import jax
 
-from natten_jax import backends, mesh_trial, native, scratch
+from natten_jax import backends, cuda_version, mesh_trial, native, scratch
 from natten_jax.backends import missing_kernels
 from natten_jax.backends.base import Backend
 from natten_jax.devices import Device, local_devices
@@ -138,6 +138,9 @@ def _native_lines() -> Iterator[str]:
     yield f"Native module: {native.path()}"
     for name, value in native.build_info().items():
         yield f"  {name}: {value}"
+    mismatch = cuda_version.mismatch()
+    if mismatch is not None:
+        yield f"  Another CUDA: {mismatch}"
 
 
 def _verdict(backend: Backend, operator: Operator, device: Device) -> str:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import natten_jax
-from natten_jax import MissingKernelsWarning, backends, native
+from natten_jax import MissingKernelsWarning, backends, cuda_version, native
 from natten_jax.backends import missing_kernels
 from natten_jax.devices import Device
 from natten_jax.doctor import report
@@ -86,11 +86,20 @@ def test_whoever_asks_for_the_portable_backend_is_not_warned(no_native_module: N
 @pytest.mark.parametrize(
     ("device", "architectures"), [(HOPPER, "80;90a"), (AMPERE, "86"), (Device("cuda", (12, 0)), "120")]
 )
-def test_a_gpu_that_the_build_has_no_kernels_for(device: Device, architectures: str, host_only_build: None) -> None:
+@pytest.mark.parametrize(("plugins", "cuda"), [((), 1), ((12,), 12), ((12, 13), 13)])
+def test_a_gpu_that_the_build_has_no_kernels_for(
+    plugins: tuple[int, ...],
+    cuda: int,
+    device: Device,
+    architectures: str,
+    host_only_build: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda_version, "plugins", lambda: plugins)
     family, (message,) = choose(device)
     assert family == "flex"
     assert "CUDA architectures: none" in message
-    assert f"NATTEN_JAX_CUDA=1 NATTEN_JAX_CUDA_ARCHS='{architectures}'" in message
+    assert f"NATTEN_JAX_CUDA={cuda} NATTEN_JAX_CUDA_ARCHS='{architectures}'" in message
     assert "python -m natten_jax.doctor" in message
     assert choose(device) == ("flex", [])
 

@@ -23,8 +23,12 @@ Status find_encoder(PFN_cuTensorMapEncodeTiled_v12000& result) {
   if (result != nullptr) return {};
   void* address = nullptr;
   cudaDriverEntryPointQueryResult answer;
+#if CUDART_VERSION >= 12050
   const cudaError_t error =
       cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &address, 12000, cudaEnableDefault, &answer);
+#else  // The function for any version, which CUDA 13 lacks, has the only one that there was.
+  const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &address, cudaEnableDefault, &answer);
+#endif
   if (error != cudaSuccess) return status_of(error);
   if (answer != cudaDriverEntryPointSuccess) {
     return Status::internal("the CUDA driver has no tensor maps (cuTensorMapEncodeTiled)");
