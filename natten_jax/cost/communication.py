@@ -46,7 +46,13 @@ _DEVICES_OF_HOST = 8
 
 
 def link_between(devices: int) -> Link:
-    """The slowest link between so many devices, eight of which a host has."""
+    """The slowest link between so many devices, eight of which a host has.
+
+    Example:
+        >>> from natten_jax.simulator import link_between
+        >>> link_between(8).name
+        'NVLink'
+    """
     return NVLINK if devices <= _DEVICES_OF_HOST else NETWORK
 
 
@@ -78,10 +84,16 @@ def predict_split(plan: Plan, parts: Sequence[int], calibration: Calibration) ->
     """Predict a pass whose token dimensions are split over devices.
 
     Example:
-        With eight devices along the width of a video::
+        A video, split along its width over eight Hopper GPUs of a host:
 
-            plan = resolve(Request(problem), device, "forward")
-            predict_split(plan, (1, 1, 8), calibration_for("hopper")).seconds
+        >>> from natten_jax.devices import Device
+        >>> from natten_jax.resolve import Request, resolve
+        >>> from natten_jax.simulator import calibration_for, predict_split, problem_of
+        >>> video = problem_of((32, 48, 80), 24, 8, heads=24, head_dim=128, dtype="bfloat16")
+        >>> plan = resolve(Request(video), Device("cuda", (9, 0), is_present=False), "forward")
+        >>> split = predict_split(plan, (1, 1, 8), calibration_for("hopper"))
+        >>> split.received // 10**6, split.exposed <= split.exchange  # megabytes; seconds
+        (528, True)
 
     Args:
         plan: Of the pass on one device; its problem has the global layout, and a device's share of batch and heads.
