@@ -203,8 +203,7 @@ def bytes_received(problem: Problem, parts: Sequence[int]) -> int:
     halos = halos_of(problem, parts)
     own = math.prod(halo.part for halo in halos)
     held = math.prod(halo.part + halo.received for halo in halos)
-    width = problem.head_dim + problem.head_dim_v
-    return problem.batch * (held - own) * problem.heads_kv * width * ELEMENT_BYTES[problem.dtype]
+    return (held - own) * _bytes_per_token(problem)
 
 
 def bytes_by_direction(problem: Problem, parts: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -218,13 +217,18 @@ def bytes_by_direction(problem: Problem, parts: Sequence[int]) -> tuple[tuple[in
     """
     halos = halos_of(problem, parts)
     extents = [halo.part for halo in halos]
-    token = problem.batch * problem.heads_kv * (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES[problem.dtype]
+    token = _bytes_per_token(problem)
     found: list[tuple[int, int]] = []
     for i, halo in enumerate(halos):
         across = token * math.prod(extents[:i] + extents[i + 1 :])
         found.append((halo.before * across, halo.after * across))
         extents[i] += halo.before + halo.after
     return tuple(found)
+
+
+def _bytes_per_token(problem: Problem) -> int:
+    """Of its key and value, over batch and heads."""
+    return problem.batch * problem.heads_kv * (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES[problem.dtype]
 
 
 def _indivisible(extent: int, parts: int) -> str:

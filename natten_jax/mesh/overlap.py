@@ -80,7 +80,7 @@ class _Patchwork:
                 within = self._within_slab(depth - 1, box)
                 pieces.append(_cut(slab, _with(within, layer.dimension, (begin - start, stop - start))))
             start = end
-        return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis)
+        return _joined(pieces, axis)
 
     def _within_slab(self, depth: int, box: Box) -> Box:
         """A box, counted from the start of slabs that reach over the halos of the layers before them."""

@@ -53,7 +53,7 @@ examples:
   # How fast would it be there, and which stride would make it faster?
   %(prog)s -i 30 48 80 -n 24 -d 128 -w 18 24 24 --simulate --compute-capability 9.0
 
-  # And on 64 of them, if its tokens are split over time and width?
+  # And an image on 64 of them, if its tokens are split over height and width?
   %(prog)s -i 512 512 -w 64 --simulate --compute-capability 9.0 --devices 64 --split H,W
 
   # Search for the best tiles, schedules and backend, and save them for natten_jax.load_tuned
