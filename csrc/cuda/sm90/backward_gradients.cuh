@@ -67,10 +67,10 @@ class Differentiation {
       kv.wait_full(shared.full_k);
       kv.wait_full(shared.full_v);
       for (int tile = 0; tile < tiles; ++tile, ++count) add_query_tile(plan, tile == 0);
-      if (threadIdx.x % 32 == 0) arrive(shared.empty_kv);
+      arrive_as_warp(shared.empty_kv);
       store_gradients();
       kv.advance();
-      arrive(shared.empty_plan[slot.index]);
+      arrive_as_warp(shared.empty_plan[slot.index]);
       slot.advance();
     }
   }
@@ -82,7 +82,6 @@ class Differentiation {
   /// The buffer of the query tile at hand, and the parity of its round.
   CUTE_DEVICE int stage() const { return count % kStages; }
   CUTE_DEVICE int phase() const { return count / kStages % 2; }
-  CUTE_DEVICE int statistics() const { return count % kStatisticsStages; }
   CUTE_DEVICE int score_buffer() const { return count % Traits::kScoreBuffers; }
   /// Whether this warpgroup computes a query gradient of the query tile.
   CUTE_DEVICE bool sums_up() const { return !Traits::kAlternates || count % 2 == part.warpgroup; }
@@ -105,8 +104,7 @@ class Differentiation {
     wait(shared.full_out_cotangent[stage()], phase());
     products.start_ds(stage());
     // Which elements of the tile are hidden, worked out while the products are under way.
-    wait(shared.full_statistics[statistics()], count / kStatisticsStages % 2);
-    const int4 at = shared.tile[statistics()];
+    const int4 at = shared.tile[stage()];
     const bool is_masked = (at.w & kIsMasked) != 0;
     std::uint32_t visible[2];
     if (is_masked) see(plan, at, visible);
@@ -124,7 +122,6 @@ class Differentiation {
     }
     warpgroup_fence_operand(products.ds);
     differentiate_weights();
-    arrive(shared.empty_statistics[statistics()]);
     if (is_first) kv.wait_empty(shared.empty_gradients);
     write_scores(products.score_gradients, shared.score_gradient[0], score_buffer());
     cutlass::arch::fence_view_async_shared();
@@ -145,9 +142,9 @@ class Differentiation {
 
   CUTE_DEVICE void to_weights(bool is_large) {
     auto& s = products.s;
-    const float2* logsumexp = of_columns(shared.logsumexp[statistics()]);
+    const float2* logsumexp = of_columns(shared.logsumexp[stage()]);
     if (__builtin_expect(is_large, 0)) {
-      const float2* remainder = of_columns(shared.remainder[statistics()]);
+      const float2* remainder = of_columns(shared.remainder[stage()]);
       CUTE_UNROLL
       for (int e = 0; e < size(s); e += 4) {
         const float2 of_pair = logsumexp[e], less = remainder[e];
@@ -179,7 +176,7 @@ class Differentiation {
   CUTE_DEVICE void differentiate_weights() {
     const auto& s = products.s;
     const auto& ds = products.ds;
-    const float2* delta = of_columns(shared.delta[statistics()]);
+    const float2* delta = of_columns(shared.delta[stage()]);
     Tensor pairs = recast<std::uint32_t>(products.score_gradients);
     CUTE_UNROLL
     for (int e = 0; e < size(s); e += 4) {
@@ -214,19 +211,18 @@ class Differentiation {
     }
     warpgroup_wait<1>();
     warpgroup_fence_operand(products.dv);
-    arrive(shared.empty_out_cotangent[stage()]);
+    arrive_as_warp(shared.empty_out_cotangent[stage()]);
     if (sums_up()) {
       warpgroup_fence_operand(products.dq);
       wait(shared.empty_sums, count % 2 ^ 1);
       write_sums<Traits::kQueries>(products.dq, sums(), part.thread);
       cutlass::arch::fence_view_async_shared();
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) arrive(shared.full_sums);
+      arrive_as_warp(shared.full_sums);
     }
     // Left under way, this product would need more registers than there are.
     warpgroup_wait<0>();
     warpgroup_fence_operand(products.dk);
-    arrive(shared.empty_q[stage()]);
+    arrive_as_warp(shared.empty_q[stage()]);
     if constexpr (Traits::kScoreBuffers == 1) {
       cutlass::arch::NamedBarrier::sync(kConsumers, named_barrier(kScoresRead));
     }
@@ -246,8 +242,7 @@ class Differentiation {
     store(products.dk, shared.key_gradient(), p.scale);
     store(products.dv, shared.value_gradient(), 1.f);
     cutlass::arch::fence_view_async_shared();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(shared.full_gradients);
+    arrive_as_warp(shared.full_gradients);
   }
 
   CUTE_DEVICE void store(const typename Products::Gradient& sum, Element* tile, float factor) const {

@@ -111,7 +111,7 @@ CUTE_DEVICE void store_gradients(const BackwardParams& p, typename Traits::Share
     }
     if constexpr (kTakesTurns) __syncwarp();
     gradients.advance();
-    arrive(shared.empty_plan[slot.index]);
+    if (stores) arrive(shared.empty_plan[slot.index]);
     slot.advance();
   }
 }

@@ -21,6 +21,12 @@ CUTE_DEVICE void arrive(std::uint64_t& barrier) {
   ClusterBarrier::arrive(&barrier);
 }
 
+/// One arrival for a warp, once all of its lanes have come.
+CUTE_DEVICE void arrive_as_warp(std::uint64_t& barrier) {
+  __syncwarp();
+  if (elect_one_sync()) arrive(barrier);
+}
+
 /// A place in a ring of buffers, each of which has a barrier for being full and one for being empty.
 template <int kSize>
 struct Ring {
