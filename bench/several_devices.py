@@ -171,26 +171,33 @@ def example() -> ModuleType:
 def measure_training(model_parallel: int, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of a step of the training example on one device and on several, data or tensor parallel."""
     train = example()
-    steps = options.turns * options.calls
     devices = jax.devices()[: options.devices]
     flags = [*STEP.split(), "--model-parallel", str(model_parallel)]
-    settings = train.parse([*flags, "--steps", str(steps)])
+    settings = train.parse([*flags, "--steps", str((1 + options.turns) * options.calls)])
     shape = len(devices) // model_parallel, model_parallel
     runs = {
         "one": train.Run(settings, train.mesh_of(devices[:1], (1, 1))),
         "several": train.Run(settings, train.mesh_of(devices, shape)),
     }
     data = train.Data(settings)
-    for step in range(steps):
-        clips = data.batch(step)
-        for run in runs.values():
-            run.step(clips)
-    losses = [jnp.array(run.losses) for run in runs.values()]
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    losses: dict[str, list[jax.Array]] = {name: [] for name in runs}
+    for turn in range(1 + options.turns):  # the first one compiles
+        batches = [data.batch(turn * options.calls + call) for call in range(options.calls)]
+        for name, run in runs.items():
+            placed = [run.place(clips) for clips in batches]
+            time.sleep(options.pause)
+            started = time.perf_counter()
+            launched = jax.block_until_ready([run.launch(*frames) for frames in placed])
+            times[name].append((time.perf_counter() - started) / options.calls)
+            losses[name] += launched
+    one, several = (jnp.array([float(loss) for loss in of_run]) for of_run in losses.values())
+    measured = {name: of_run[1:] for name, of_run in times.items()}
     return {
         "problem": " ".join(flags),
-        "milliseconds": {name: 1e3 * run.seconds_per_step for name, run in runs.items()},
-        "speedup": ratio(runs["one"].seconds[1:], runs["several"].seconds[1:]),
-        "difference": float(jnp.max(jnp.abs(losses[1] - losses[0]) / losses[0])),
+        "milliseconds": {name: 1e3 * statistics.median(of_run) for name, of_run in measured.items()},
+        "speedup": ratio(measured["one"], measured["several"]),
+        "difference": float(jnp.max(jnp.abs(several - one) / one)),
     }
 
 
