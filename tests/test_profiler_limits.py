@@ -94,7 +94,6 @@ Trials.measure = dawdle
 SEARCH = "-i 8 12 -n 2 -d 16 -w 4 6 --dtype fp32 --optimize --warmup-steps 1 --iterations 2"
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="runs on the CPU")
 @pytest.mark.parametrize("more", ["", "--backprop", "--backprop --backend cpu-fna"])
 def test_an_interrupted_search_keeps_the_best_so_far(more: str, tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
@@ -120,7 +119,6 @@ def test_an_interrupted_search_keeps_the_best_so_far(more: str, tmp_path: Path) 
     assert natten_jax.na2d(x, x, x, (4, 6), **tuned).shape == x.shape
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="runs on the CPU")
 def test_a_search_that_is_interrupted_while_the_best_is_profiled_keeps_it(tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
     code = (
@@ -137,7 +135,6 @@ def test_a_search_that_is_interrupted_while_the_best_is_profiled_keeps_it(tmp_pa
     assert natten_jax.load_tuned(path)["backend"] == "flex-fna"
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="runs on the CPU")
 def test_a_search_that_is_interrupted_before_anything_was_measured_says_so(tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
     finished = interrupted(DAWDLING_SEARCH.format(trials=0), tmp_path / "marker", f"{SEARCH} --json {path}")
@@ -157,7 +154,6 @@ jax.stages.Lowered.compile = mark
 """
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="runs on the CPU")
 def test_a_search_that_is_interrupted_while_it_compiles_ends_as_any_other(tmp_path: Path) -> None:
     problem = "-i 96 96 -n 4 -w 24 24 --dtype fp32 --backprop --backend flex-fna --optimize"
     finished = interrupted(MARKED_COMPILATION, tmp_path / "marker", problem)
