@@ -53,6 +53,7 @@ def _is_of_gpu(config: pytest.Config) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the platform; limit what this process and the workers that it is about to start take of the machine."""
+    os.environ["PYTHONFAULTHANDLER"] = "1"  # a program that a test starts says where it crashed
     if not _is_of_gpu(config):
         os.environ["JAX_PLATFORMS"] = "cpu"  # for workers, and for programs that tests start
         jax.config.update("jax_platforms", "cpu")  # JAX has read the environment by now
