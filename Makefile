@@ -1,6 +1,7 @@
 # Two commands for a new user: `make demo` and `make test`. Both need Python 3.11 or newer, g++ and make.
-# `make test-host` and `make test-gpu` are the halves of the latter. `VENV=` uses PYTHON's own packages instead of a virtual environment, and
-# installs nothing but natten_jax, without a network: the packages that pyproject.toml names have to be there.
+# `make test-host` and `make test-gpu` are the halves of the latter. `VENV=` uses PYTHON's own packages instead of a
+# virtual environment, and installs nothing but natten_jax, without a network: the packages that pyproject.toml names
+# have to be there.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(if $(VENV),$(VENV)/bin,)
@@ -25,13 +26,14 @@ demo: setup
 # A run of pytest is of one platform: of the host, or of the GPU.
 SEES_GPU = $(RUN) -c "import jax; jax.devices('cuda')" >/dev/null
 test: test-host
-	@if $(SEES_GPU) 2>&1; then $(MAKE) --no-print-directory test-gpu; else echo "JAX sees no NVIDIA GPU: no test of its kernels ran"; fi
+	@if $(SEES_GPU) 2>&1; then $(MAKE) --no-print-directory test-gpu; \
+	else echo "JAX sees no NVIDIA GPU: no test of its kernels ran"; fi
 
 # What runs on the host, whatever else there is: slow tests, too.
 test-host: setup
 	$(PYTEST) --slow -m 'not gpu'
 
-# What needs an NVIDIA GPU: every kernel, feature, element type and error path of its backends.
+# What needs an NVIDIA GPU: every kernel, feature, element type and error path of its backends, and some of plain JAX.
 test-gpu: setup
 	@$(SEES_GPU) || { echo "make test-gpu: JAX sees no NVIDIA GPU" >&2; exit 1; }
 	$(PYTEST) -m gpu
