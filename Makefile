@@ -1,6 +1,7 @@
 # Two commands for a new user: `make demo` and `make test`. Both need Python 3.11 or newer, g++ and make.
-# `make test-gpu` tests the GPU kernels alone. `VENV=` uses PYTHON's own packages instead of a virtual environment, and
-# installs nothing but natten_jax, without a network: the packages that pyproject.toml names have to be there.
+# `make test-host` and `make test-gpu` are the halves of the latter. `VENV=` uses PYTHON's own packages instead of a
+# virtual environment, and installs nothing but natten_jax, without a network: the packages that pyproject.toml names
+# have to be there.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(if $(VENV),$(VENV)/bin,)
@@ -17,17 +18,24 @@ INSTALL := $(RUN) -m pip install --quiet $(if $(VENV),--editable '.[test]' $(if 
 BUILD_INPUTS := pyproject.toml setup.py $(shell find csrc -type f)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-gpu fuzz sanitize-gpu sanitize-host lint setup wheels bench-scaling docs pictures clean
+.PHONY: demo test test-host test-gpu fuzz sanitize-gpu sanitize-host lint setup wheels bench-scaling docs pictures clean
 
 demo: setup
 	$(RUN) -m natten_jax.profiler -i 8 16 24 -d 128 -w 2 4 3
 
-test: setup
-	$(PYTEST) --slow
+# A run of pytest is of one platform: of the host, or of the GPU.
+SEES_GPU = $(RUN) -c "import jax; jax.devices('cuda')" >/dev/null
+test: test-host
+	@if $(SEES_GPU) 2>&1; then $(MAKE) --no-print-directory test-gpu; \
+	else echo "JAX sees no NVIDIA GPU: no test of its kernels ran"; fi
 
-# What needs an NVIDIA GPU: every kernel, feature, element type and error path of its backends.
+# What runs on the host, whatever else there is: slow tests, too.
+test-host: setup
+	$(PYTEST) --slow -m 'not gpu'
+
+# What needs an NVIDIA GPU: every kernel, feature, element type and error path of its backends, and some of plain JAX.
 test-gpu: setup
-	@$(RUN) -c "import jax; jax.devices('cuda')" >/dev/null || { echo "make test-gpu: JAX sees no NVIDIA GPU" >&2; exit 1; }
+	@$(SEES_GPU) || { echo "make test-gpu: JAX sees no NVIDIA GPU" >&2; exit 1; }
 	$(PYTEST) -m gpu
 
 # Random problems on each of the host's backends.

@@ -74,9 +74,9 @@ class Ladder:
 
 def _rung(rung: int) -> Callable[[Benchmark], Function]:
     def make(benchmark: Benchmark) -> Function:
+        tiles = LADDER_TILES.index(target_of(default_device().compute_capability or (0, 0)).tiles)
         if reason := native.missing(_BENCH_TARGET):
             raise ValueError(f"{reason}; builds with NATTEN_JAX_BENCH=1 have it")
-        tiles = LADDER_TILES.index(target_of(default_device().compute_capability or (0, 0)).tiles)
 
         def function(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
             (out,) = native.call(

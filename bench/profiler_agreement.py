@@ -30,9 +30,9 @@ from natten_jax.devices import default_device
 from natten_jax.profiler import baselines, capture, parse
 from natten_jax.profiler.capture import Launch
 from natten_jax.profiler.events import Event
+from natten_jax.profiler.inputs import make_inputs
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.program import Program, compile_for_trace
-from natten_jax.profiler.workload import make_inputs
 
 PROBLEMS = (
     "-i 32768 -d 128 -w 2048",

@@ -83,10 +83,19 @@ def _refusal(argument: Any) -> str:
     )
 
 
-@functools.cache
+def default_jax_device() -> jax.Device:
+    """JAX's object for the device that this thread computes on by default, which ``jax.default_device`` chooses."""
+    chosen: jax.Device | str | None = jax.default_device.value
+    return jax.local_devices(backend=chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
+
+
 def default_device() -> Device:
-    """The device that this process computes on by default."""
-    platform = jax.default_backend()
+    """The device that this thread computes on by default."""
+    return _of_platform(default_jax_device().platform)
+
+
+@functools.cache
+def _of_platform(platform: str) -> Device:
     return cuda_device() if platform == "gpu" and _cuda_devices() else Device(platform)
 
 
@@ -100,7 +109,7 @@ def cuda_device() -> Device:
 
 def local_devices() -> tuple[Device, ...]:
     """The kinds of devices that this process can run programs on, the default one first."""
-    return tuple(dict.fromkeys((default_device(), CPU)))
+    return tuple(dict.fromkeys((default_device(), _of_platform(jax.default_backend()), CPU)))
 
 
 @functools.cache

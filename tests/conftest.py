@@ -5,6 +5,9 @@ of their own, and one that takes ``pure_family`` for those in plain JAX. One tha
 element type of each, one that takes ``other_dtype`` for all but the first. A test that takes ``problem_indices`` runs
 for ``--problems`` problems of each family, a few at once, one that takes ``other_problem_indices`` for a quarter of
 them.
+
+A run is of the host, or with ``-m gpu`` of a GPU, never of both: what JAX computes by default, the modules that are
+collected, fixtures and the programs that tests start then agree on the platform.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import collections
 import functools
 import itertools
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -42,8 +46,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run tests marked slow: they build and install a wheel")
 
 
+def _is_of_gpu(config: pytest.Config) -> bool:
+    """Whether ``-m`` selects tests that are marked ``gpu``."""
+    return re.search(r"(?<!\bnot )\bgpu\b", config.option.markexpr) is not None
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Limit what this process and the workers that it is about to start take of the machine."""
+    """Choose the platform; limit what this process and the workers that it is about to start take of the machine."""
+    os.environ["PYTHONFAULTHANDLER"] = "1"  # a program that a test starts says where it crashed
+    if not _is_of_gpu(config):
+        os.environ["JAX_PLATFORMS"] = "cpu"  # for workers, and for programs that tests start
+        jax.config.update("jax_platforms", "cpu")  # JAX has read the environment by now
     if not hasattr(config, "workerinput"):
         processes = getattr(config.option, "numprocesses", None) or 1
         os.environ.update(limits(os.environ, len(os.sched_getaffinity(0)), processes))
@@ -58,13 +71,16 @@ def _has_gpu() -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` where there is no NVIDIA GPU, and ``slow`` ones unless they are asked for.
+    """Skip tests of the platform that the run is not of, or that is not there, and ``slow`` ones unless asked for.
 
     Slow ones come first, or else the last worker would still be at one when all others are done.
     """
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:
-        if item.get_closest_marker("gpu") and not _has_gpu():
+        is_of_gpu = item.get_closest_marker("gpu") is not None
+        if is_of_gpu != _is_of_gpu(config):
+            item.add_marker(pytest.mark.skip(reason="needs -m gpu" if is_of_gpu else "is of the host: needs no -m gpu"))
+        elif is_of_gpu and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="there is no NVIDIA GPU"))
         if item.get_closest_marker("slow") and not config.getoption("slow"):
             item.add_marker(pytest.mark.skip(reason="needs --slow"))
@@ -91,8 +107,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         marks = []
         if family.needs_gpu:
             marks.append(pytest.mark.gpu)
-        elif not family.is_pure_jax and jax.default_backend() != "cpu":
-            marks.append(pytest.mark.skip(reason="kernels for the host: run with JAX_PLATFORMS=cpu"))
         for combination in itertools.product(*(choices[name] for name in names)):
             identifier = "-".join(map(_identifier, combination))
             values.append(pytest.param(*combination, marks=marks, id=identifier))

@@ -107,13 +107,15 @@ def test_video_denoising_learns_alike_with_two_backends(tmp_path):
 def test_train_sharded_trains_as_one_device_does():
     problem = ("--tokens", "2", "6", "6", "--window", "2", "3", "3", "--depth", "1", "--batch-size", "8")
     devices = ("--devices", "8", "--model-parallel", "2", "--compare")
-    training = ("--steps", "6", "--learning-rate", "1e-2")
+    # A loss that falls, and is a mean of 7 thousand numbers. Means of 28 thousand, of patches of 4 by 4, differ by 5e-5
+    # between the two runs with JAX 0.10.0, which rounds long sums more, at any learning rate; these by 3e-6.
+    training = ("--steps", "6", "--learning-rate", "1e-3", "--patch", "2")
     output = output_of("train_sharded.py", *problem, *devices, *training, JAX_PLATFORMS="cpu")
     assert re.search(r"^ +step +4 data x 2 model +1 data x 1 model$", output, re.MULTILINE)
     losses, expected = np.array(re.findall(r"^ +\d+ +(\d\.\d{6}) +(\d\.\d{6})$", output, re.MULTILINE), float).T
     assert losses.shape == (6,)
     assert losses[0] == 1  # the untrained model
-    assert (losses[1:] != 1).all()
+    assert (losses[1:] < 1).all()
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     (difference,) = re.findall(r"^Largest relative difference .*: (\S+)$", output, re.MULTILINE)
     assert float(difference) < 1e-5

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -20,6 +19,7 @@ pytest.importorskip("matplotlib")
 BENCH = Path(__file__).parents[1] / "bench"
 sys.path.append(str(BENCH))
 
+import fmha_ladder  # noqa: E402
 import fmha_scaling  # noqa: E402
 from benchmarks import Benchmark  # noqa: E402
 from fmha_insights import gains, insights, priorities  # noqa: E402
@@ -144,12 +144,17 @@ def test_the_check_sees_a_single_wrong_head() -> None:
 
 
 def test_steps_of_the_gpu_ladder_fail_on_the_host_with_reasons() -> None:
-    if jax.default_backend() != "cpu":
-        pytest.skip("there is a GPU")
     benchmark = dataclasses.replace(SMALL, head_dim=64, dtype="float16")
     result = fmha_scaling.measure(benchmark, GPU_LADDER, 1)
     assert {"0", "1", "2", "3"} <= set(result.failures)
-    assert "NATTEN_JAX_BENCH=1" in result.failures["1"]
+    assert "needs an NVIDIA GPU" in result.failures["1"]
+
+
+def test_a_build_without_the_kernels_of_the_ladder_says_which_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fmha_ladder, "default_device", lambda: Device("cuda", (9, 0), False))
+    monkeypatch.setattr(native, "missing", lambda target: f"there is no {target}")
+    with pytest.raises(ValueError, match=r"natten_jax_bench_fmha_forward.*NATTEN_JAX_BENCH=1"):
+        GPU_LADDER.rungs[0].make(SMALL)
 
 
 def test_insights_follow_the_figures() -> None:

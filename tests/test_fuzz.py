@@ -33,8 +33,6 @@ from natten_jax.plan import Plan
 ROOT = Path(__file__).parents[1]
 CPU = family_named("cpu")
 
-only_on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="kernels for the host")
-
 
 def run_command(*arguments: str, before: str = "", timeout: float = 400) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own; ``before`` is a module that every process of Python imports first."""
@@ -149,7 +147,6 @@ cpu.CpuBackend.forward_saving, jax.jit = losing, computing
     assert sorted(int(n) for n in re.findall(rf"BAD problem (\d+): {what}", finished.stdout)) == causal
 
 
-@only_on_cpu
 @pytest.mark.parametrize("is_direct", [False, True])
 def test_planted_defect_is_found_made_simpler_and_written_down(
     is_direct: bool, monkeypatch: pytest.MonkeyPatch
@@ -184,7 +181,6 @@ def _ours(problem: Any) -> Fuzzed:
     return Fuzzed(**{**vars(problem), "case": case})
 
 
-@only_on_cpu
 def test_results_lie_where_their_memory_was_full_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or else elements that a kernel forgets could be right by chance."""
     donated: list[int] = []
@@ -202,7 +198,6 @@ def test_results_lie_where_their_memory_was_full_of_nan(monkeypatch: pytest.Monk
     assert len(pointers) == 5 and set(pointers) == set(donated)
 
 
-@only_on_cpu
 def test_every_result_is_compared() -> None:
     problem = Fuzzed("cpu", Case((4, 5), (3, 2), heads=2, additional=3, fused=True), "float32", 7)
     expected = expectation(problem)

@@ -25,8 +25,6 @@ AMPERE = Device("cuda", (8, 6))
 BROKEN = "the native module natten_jax._native cannot be loaded (ImportError: broken)"
 BLOCKED = "import sys; sys.modules['natten_jax._native'] = None\n"
 
-needs_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="runs on the CPU")
-
 
 @pytest.fixture(autouse=True)
 def _nobody_was_warned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +61,6 @@ def choose(device: Device, requested: str | None = None, **problem: Any) -> tupl
     return plan.backend.family, [str(each.message) for each in caught]
 
 
-@needs_cpu
 def test_an_operator_warns_once_without_the_native_module(no_native_module: None) -> None:
     x = jnp.ones((1, 64, 1, 8))
     with pytest.warns(MissingKernelsWarning, match="cannot be loaded .*broken.*Reinstall natten_jax"):
@@ -74,7 +71,6 @@ def test_an_operator_warns_once_without_the_native_module(no_native_module: None
         natten_jax.attention(x, x, x)
 
 
-@needs_cpu
 def test_whoever_asks_for_the_portable_backend_is_not_warned(no_native_module: None) -> None:
     x = jnp.ones((1, 64, 1, 8))
     with warnings.catch_warnings():
@@ -142,7 +138,6 @@ def test_the_host_does_not_need_kernels_for_gpus(host_only_build: None) -> None:
     assert choose(Device("cpu")) == ("cpu", [])
 
 
-@needs_cpu
 def test_the_doctor_says_it_under_a_heading(no_native_module: None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -152,7 +147,6 @@ def test_the_doctor_says_it_under_a_heading(no_native_module: None) -> None:
 
 
 @pytest.mark.skipif(native.path() is None, reason="the native module is not built")
-@needs_cpu
 def test_the_doctor_has_no_such_heading_where_nothing_is_missing() -> None:
     assert "Missing kernels" not in list(report())
 

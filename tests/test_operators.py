@@ -266,7 +266,6 @@ def lowered(function: Callable[..., Any], case: Case, dtype: str) -> str:
     return jax.jit(function).lower(case.operands(dtype, 0)).as_text()
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the default on a GPU is another backend")
 @pytest.mark.parametrize(("dtype", "name"), [("float32", "cpu"), ("bfloat16", "cpu"), ("float64", "flex")])
 @pytest.mark.parametrize("case", [Case((20,), (5,)), Case((20,), queries=10)], ids=["fna", "fmha"])
 def test_default_backend_is_the_first_that_runs_the_problem(case: Case, dtype: str, name: str) -> None:

@@ -54,6 +54,15 @@ def run(*command: str | Path, cwd: Path) -> str:
     return result.stdout
 
 
+def require_package_index() -> None:
+    """Skip where pip finds no version at all of what a wheel is built with: whatever else fails is a failure."""
+    options = "--dry-run", "--ignore-installed", "--no-deps", "--retries", "0", "--timeout", "10"
+    command = [sys.executable, "-m", "pip", "install", *options, "auditwheel"]
+    asked = subprocess.run(command, capture_output=True, text=True, check=False)
+    if asked.returncode:
+        pytest.skip(f"pip finds no auditwheel in a package index: {' '.join(asked.stderr.split())[-300:]}")
+
+
 def copy_of_sources(folder: Path) -> Path:
     """The sources without what an earlier build left beside them, which must not get into a wheel."""
     leftovers = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "*.so", "__pycache__")
@@ -63,6 +72,7 @@ def copy_of_sources(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What is handed out for this interpreter: a source distribution, and the wheel that was built from it."""
+    require_package_index()
     folder = tmp_path_factory.mktemp("distributions")
     program = copy_of_sources(folder) / "release" / "wheels.py"
     run(sys.executable, program, "--pythons", sys.executable, "--cudas", "0", "--out", folder, cwd=folder)

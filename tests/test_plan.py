@@ -71,8 +71,6 @@ def test_what_is_no_payload_is_refused(text: str) -> None:
 
 
 def test_a_program_tells_what_runs(native_family: Any) -> None:
-    if native_family.needs_gpu and jax.default_backend() != "gpu":
-        pytest.skip("there is no NVIDIA GPU")
     array = jax.ShapeDtypeStruct((1, 12, 14, 2, 16), native_family.dtype)
 
     def both(array: jax.Array) -> Any:

@@ -18,7 +18,7 @@ from natten_jax import native
 from natten_jax.cost import work
 from natten_jax.devices import Device
 from natten_jax.problem import Problem
-from natten_jax.profiler import element_types, parse, workload
+from natten_jax.profiler import element_types, inputs, parse, workload
 from natten_jax.profiler.__main__ import main
 
 SEEDS_EXAMPLE = "-i 8 16 24 -d 128 -w 2 4 3"
@@ -157,7 +157,7 @@ def test_float64_is_computed_in_float64(tmp_path: Path) -> None:
 
 def test_inputs_are_random() -> None:
     options = parse(["-i", "8", "8", "--backprop", "--add-kv", "3", "--dim-value", "32", "--dtype", "bf16"])
-    cotangent, query, key, value, keys, values = workload.make_inputs(options)
+    cotangent, query, key, value, keys, values = inputs.make_inputs(options)
     assert cotangent.shape == (1, 8, 8, 1, 32)
     assert (query.shape, value.shape) == ((1, 8, 8, 1, 64), (1, 8, 8, 1, 32))
     assert (keys.shape, values.shape) == ((1, 3, 1, 64), (1, 3, 1, 32))

@@ -18,7 +18,6 @@ from natten_jax.profiler.program import Program
 from natten_jax.profiler.trace_files import DamagedTrace
 
 needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
-needs_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="runs on the CPU")
 
 
 def run_python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -32,7 +31,6 @@ def run_python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@needs_cpu
 def test_programs_are_read_from_any_trace(tmp_path: Path) -> None:
     @jax.jit
     def step(x: jax.Array) -> jax.Array:
@@ -87,7 +85,6 @@ with jax.profiler.trace(sys.argv[1]):
 
 
 @needs_native
-@needs_cpu
 def test_programs_of_a_trace_are_told_apart_by_name(tmp_path: Path) -> None:
     finished = run_python("-c", _PROGRAMS, tmp_path)
     assert finished.returncode == 0, finished.stderr

@@ -22,8 +22,6 @@ from natten_jax.profiler.capture import Launch
 from natten_jax.profiler.program import Program
 from natten_jax.profiler.trace_files import CaptureError, DamagedTrace
 
-needs_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads a trace of the CPU")
-
 
 @pytest.fixture(scope="module")
 def trace_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
@@ -123,7 +121,6 @@ def test_bytes_that_are_no_program_are_left_alone(tmp_path: Path) -> None:
     assert xspace.programs(path) == {}
 
 
-@needs_cpu
 def test_a_trace_cut_at_any_byte_is_read_or_damage(trace_bytes: bytes, tmp_path: Path) -> None:
     path = tmp_path / "a.xplane.pb"
     path.write_bytes(trace_bytes)
@@ -137,7 +134,6 @@ def test_a_trace_cut_at_any_byte_is_read_or_damage(trace_bytes: bytes, tmp_path:
     assert were_read < 10  # those that end with a plane
 
 
-@needs_cpu
 def test_flipped_bytes_are_read_or_damage(trace_bytes: bytes, tmp_path: Path) -> None:
     path = tmp_path / "a.xplane.pb"
     generator = random.Random(5)
@@ -249,7 +245,6 @@ def test_looking_into_the_root_walks_through_nothing() -> None:
     assert scanned <= {"/", "/plugins", "/plugins/profile"}  # releases of Python differ in how they look for the latter
 
 
-@needs_cpu
 def test_a_capture_reads_its_own_trace_whatever_else_its_folder_holds(tmp_path: Path) -> None:
     step = jax.jit(lambda x: jnp.tanh(x) @ x).lower(jnp.ones((16, 16))).compile()
     launch = Launch(lambda: step(jnp.ones((16, 16))), Program.of(step))

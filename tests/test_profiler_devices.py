@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import pytest
 from programs import output_of, run_python
 
@@ -24,7 +23,6 @@ from natten_jax.profiler.trace import rows_by_module
 from natten_jax.profiler.trace_files import CaptureError
 
 needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
-needs_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="its message is about the CPU")
 PROBLEM = "-i 6 8 -w 3 5 -b 8 -n 8 -d 16 --dtype fp32 --warmup-steps 1 --iterations 3"
 
 #: Flags, the share of each device (batch, heads, key/value heads), and the collectives of an iteration.
@@ -123,7 +121,6 @@ def test_usage_errors(arguments: str, message: str, capsys: pytest.CaptureFixtur
     assert message in error.splitlines()[-1]
 
 
-@needs_cpu
 def test_more_devices_than_there_are_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"{PROBLEM} -b 99 --devices 99".split()) == 1
     error = capsys.readouterr().err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -9,25 +11,28 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import pytest
 
 import natten_jax
-from natten_jax.profiler import dry_run
+from natten_jax.profiler import dry_run, inputs, parse, workload
 from natten_jax.profiler.__main__ import main
+
+TOO_LARGE = "the problem is too large for this machine: its operands and results take 524,288.0 GiB, and cpu has "
 
 
 @pytest.mark.parametrize(
     ("problem", "message"),
     [
-        (f"-i {2**40} -w 3", "the problem is too large for this machine: "),
-        (f"-i {2**40} -w 3 --backend flex-fna", ""),
+        (f"-i {2**40} -w 3", TOO_LARGE),
+        (f"-i {2**40} -w 3 --backend flex-fna", TOO_LARGE),
+        (f"-i {2**40} -w 3 --compare xla", TOO_LARGE),
         (f"-i {2**62} -w 3", "of shape (1, 4611686018427387904, 1, 64) has more elements than XLA can count"),
         (f"-i 8 -n {2**62} --dtype fp32 --compare xla", "has more elements than XLA can count"),
         (f"-i 8 --add-kv {2**62}", "has more elements than XLA can count"),
-        (f"-i {2**40} -w 3 --optimize", "no configuration runs: "),
+        (f"-i {2**40} -w 3 --optimize", TOO_LARGE),
         (f"-i {2**62} -w 3 --optimize", "has more elements than XLA can count"),
     ],
 )
@@ -40,6 +45,70 @@ def test_problems_that_no_memory_holds_are_one_sentence(problem: str, message: s
     assert complaint.startswith("natten-jax-profiler: error: ")
     assert message in complaint
     assert "Traceback" not in finished.stderr
+
+
+class FakeDevice(NamedTuple):
+    """A GPU with so much memory, and what else is asked of it."""
+
+    bytes_limit: int
+    platform: str = "gpu"
+
+    def memory_stats(self) -> dict[str, int]:
+        return {"bytes_in_use": 0, "bytes_limit": self.bytes_limit}
+
+
+@pytest.mark.parametrize(
+    ("problem", "elements"),
+    [
+        ("-i 8 12 -n 6 --heads-kv 2 -d 32 --dim-value 64", 96 * (6 * 32 + 2 * (32 + 64) + 6 * 64)),
+        ("-i 96 -n 2 -d 16 --add-kv 5", 2 * 16 * (4 * 96 + 2 * 5)),
+        ("-i 96 -n 2 -d 16 --add-kv 5 --backprop", 2 * 2 * 16 * (4 * 96 + 2 * 5)),
+    ],
+)
+def test_operands_and_results_fit_the_memory_of_the_device(
+    problem: str, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for dtype, width in (("bf16", 2), ("fp32", 4)):
+        options = parse([*problem.split(), "--dtype", dtype])
+        needed = elements * width
+        monkeypatch.setattr(inputs, "default_jax_device", lambda needed=needed: FakeDevice(needed))
+        inputs.check_fits(options)
+        monkeypatch.setattr(inputs, "default_jax_device", lambda needed=needed: FakeDevice(needed - 1))
+        with pytest.raises(MemoryError, match="its operands and results take"):
+            inputs.check_fits(options)
+
+
+def test_devices_hold_their_share_and_parts_of_the_host_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = dataclasses.replace(parse(["-i", "64", "--batch-size", "4", "--dtype", "fp32"]), devices=4)
+    of_each = 4 * 64 * 64 * 4
+    mesh = jax.sharding.AbstractMesh((4,), ("devices",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices"))
+    monkeypatch.setattr(inputs, "sharding_of", lambda options, shape: sharding)
+    with monkeypatch.context() as on_gpus:
+        on_gpus.setattr(inputs, "default_jax_device", lambda: FakeDevice(of_each))
+        inputs.check_fits(options)
+    for pages, expected in ((4 * of_each, contextlib.nullcontext()), (4 * of_each - 1, pytest.raises(MemoryError))):
+        monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": pages}.__getitem__)
+        with expected:
+            inputs.check_fits(options)
+
+
+@pytest.mark.parametrize("mode", ["", "--optimize", "--compare xla", "--backprop"])
+def test_what_does_not_fit_is_refused_before_anything_is_made(
+    mode: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("XLA was asked")
+
+    monkeypatch.setattr(workload, "make_inputs", fail)
+    monkeypatch.setattr(jax, "jit", fail)
+    monkeypatch.setattr(inputs, "default_jax_device", lambda: FakeDevice(1 << 10))
+    assert main(["-i", "8", "-w", "3", *mode.split()]) == 1
+    complaint = capsys.readouterr().err.splitlines()[-1]
+    assert complaint == (
+        "natten-jax-profiler: error: the problem is too large for this machine: "
+        "its operands and results take 0.0 GiB, and cpu has 0.0 GiB"
+    )
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OverflowError("too large to convert")])
@@ -94,7 +163,6 @@ Trials.measure = dawdle
 SEARCH = "-i 8 12 -n 2 -d 16 -w 4 6 --dtype fp32 --optimize --warmup-steps 1 --iterations 2"
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="runs on the CPU")
 @pytest.mark.parametrize("more", ["", "--backprop", "--backprop --backend cpu-fna"])
 def test_an_interrupted_search_keeps_the_best_so_far(more: str, tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
@@ -120,7 +188,6 @@ def test_an_interrupted_search_keeps_the_best_so_far(more: str, tmp_path: Path) 
     assert natten_jax.na2d(x, x, x, (4, 6), **tuned).shape == x.shape
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="runs on the CPU")
 def test_a_search_that_is_interrupted_while_the_best_is_profiled_keeps_it(tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
     code = (
@@ -137,7 +204,6 @@ def test_a_search_that_is_interrupted_while_the_best_is_profiled_keeps_it(tmp_pa
     assert natten_jax.load_tuned(path)["backend"] == "flex-fna"
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="runs on the CPU")
 def test_a_search_that_is_interrupted_before_anything_was_measured_says_so(tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
     finished = interrupted(DAWDLING_SEARCH.format(trials=0), tmp_path / "marker", f"{SEARCH} --json {path}")
@@ -157,7 +223,6 @@ jax.stages.Lowered.compile = mark
 """
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="runs on the CPU")
 def test_a_search_that_is_interrupted_while_it_compiles_ends_as_any_other(tmp_path: Path) -> None:
     problem = "-i 96 96 -n 4 -w 24 24 --dtype fp32 --backprop --backend flex-fna --optimize"
     finished = interrupted(MARKED_COMPILATION, tmp_path / "marker", problem)

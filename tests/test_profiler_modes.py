@@ -12,7 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -24,7 +23,6 @@ from natten_jax.profiler.capture import capture_in_turns
 from natten_jax.profiler.measure import Comparison, profile
 
 needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
-needs_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="runs on the CPU")
 FEW = "--warmup-steps 1 --iterations 2"
 HOPPER = "--compute-capability 9.0"
 VIDEO = "-i 30 48 80 -n 24 -d 128 -w 18 24 24"
@@ -91,7 +89,6 @@ def test_documented_command_lines() -> None:
         assert ("Best configuration" in output) == ("--optimize" in line)
 
 
-@needs_cpu
 @pytest.mark.parametrize(
     ("backend", "capability"), [("blackwell-fna", "10.0"), ("hopper-fna", "9.0"), ("cutlass-fna", "8.0")]
 )
@@ -226,7 +223,6 @@ def test_simulation_with_tiles_of_both_passes_without_a_calibration(capsys: pyte
 
 
 @needs_native
-@needs_cpu
 def test_comparison_and_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     files = {flag: tmp_path / f"result.{flag}" for flag in ("json", "csv")}
@@ -259,7 +255,6 @@ def test_comparison_and_every_file(tmp_path: Path, capsys: pytest.CaptureFixture
     assert total == pytest.approx(sum(found["iteration_times"]), rel=1e-6)
 
 
-@needs_cpu
 def test_turns_are_told_apart() -> None:
     options = parse(["-i", "64", "-d", "8", "-w", "8", "--backend", "flex-fna", "--dtype", "fp32"])
     loads = [workload.compile_workload(options, f"turn_{i}") for i in range(3)]

@@ -28,13 +28,11 @@ from natten_jax.profiler.workload import Workload, request_of
 from natten_jax.resolve import plan_with
 
 needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
-needs_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="runs on the CPU")
 FEW = "--warmup-steps 1 --iterations 2"
 HOPPER_GPU = Device("cuda", (9, 0), is_present=False)
 
 
 @needs_native
-@needs_cpu
 def test_search_result_is_accepted_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from natten_jax.flax_modules import linen, nnx
 
@@ -123,7 +121,6 @@ def fake_search(monkeypatch: pytest.MonkeyPatch, line: str, seconds: Any) -> tup
 
 
 @needs_native
-@needs_cpu
 def test_search_finds_the_best_pair_of_each_pass_and_survives_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds(options: Any) -> Any:
         if options.backend == "flex-fna":
@@ -146,7 +143,6 @@ def test_search_finds_the_best_pair_of_each_pass_and_survives_failures(monkeypat
 
 
 @needs_native
-@needs_cpu
 def test_without_a_calibration_the_backends_own_order_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     line = "-i 48 64 -w 8 9 --backprop --backend cpu-fna --optimize"
     assert simulator.calibration_for("cpu", None) is None
@@ -161,7 +157,6 @@ def test_without_a_calibration_the_backends_own_order_is_searched(monkeypatch: p
 
 
 @needs_native
-@needs_cpu
 def test_search_does_not_wait_for_plain_jax_where_kernels_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     optimum, compiled = fake_search(monkeypatch, "-i 64 -w 8 --optimize", lambda options: 0.03)
     assert optimum.options.backend == "cpu-fna"
@@ -169,7 +164,6 @@ def test_search_does_not_wait_for_plain_jax_where_kernels_take_long(monkeypatch:
 
 
 @needs_native
-@needs_cpu
 def test_search_keeps_what_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
     line = "-i 64 -w 8 --backend cpu-fna --q-tile 32 --kv-tile 16 --backprop --optimize"
     optimum, compiled = fake_search(monkeypatch, line, lambda options: 1e-3)
@@ -212,7 +206,6 @@ def test_the_best_configuration_names_what_ran_by_default(backend: str, argument
     assert shapes == ["(16, 8)", "(8, 16)", "(8, 8)", "(16, 8)"]
 
 
-@needs_cpu
 def test_search_without_anything_that_runs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="no configuration runs: broken"):
         fake_search(monkeypatch, "-i 64 -w 8 --optimize", lambda options: RuntimeError("broken"))

@@ -86,7 +86,6 @@ def compiled_attention() -> tuple[Callable[[], Any], Program]:
     return lambda: compiled(query, key, value), Program.parse(compiled.as_text() or "")
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads a trace of the CPU")
 def test_device_time_is_most_of_the_wall_clock() -> None:
     run, program = compiled_attention()
     other = jax.jit(lambda x: jnp.tanh(x) @ x)
@@ -108,7 +107,6 @@ def test_device_time_is_most_of_the_wall_clock() -> None:
     assert 0.5 < ratio < 1.1
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads a trace of the CPU")
 def test_a_trace_without_events_is_retried_then_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture.time, "sleep", lambda _: None)
     run, program = compiled_attention()

@@ -119,6 +119,7 @@ def profile(options: Options) -> Result:
 
     Raises:
         ValueError: The problem cannot run as the options ask.
+        MemoryError: It is too large for the device.
         natten_jax.profiler.trace_files.CaptureError: The trace could not be read.
     """
     (result,) = _profile([options])
@@ -130,6 +131,7 @@ def compare(options: Options, baseline: str) -> Comparison:
 
     Raises:
         ValueError: One of the two cannot run.
+        MemoryError: The problem is too large for the device.
         natten_jax.profiler.trace_files.CaptureError: The trace could not be read.
     """
     return Comparison(*_profile([options, options.of_baseline(baseline)]))

@@ -18,6 +18,7 @@ from natten_jax.plan import BackendId
 from natten_jax.profiler.choices import spelled_out, with_backend, with_schedule, with_tiles
 from natten_jax.profiler.configurations import Listing, candidates, listing, main_part
 from natten_jax.profiler.element_types import arrays_of
+from natten_jax.profiler.inputs import check_fits
 from natten_jax.profiler.optimum import Optimum, Trial
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.progress import Progress
@@ -46,10 +47,12 @@ def optimize(options: Options) -> Optimum:
 
     Raises:
         ValueError: No configuration runs.
+        MemoryError: The problem is too large for the device.
         KeyboardInterrupt: It was interrupted before anything was measured.
     """
     device = default_device()
     check_available(options, device)
+    check_fits(options)
     with arrays_of(options.dtype), Progress(0) as progress:
         return _Search(options, device, progress).run()
 

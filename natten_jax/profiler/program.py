@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from natten_jax.devices import default_jax_device
 from natten_jax.plan import Plan
 
 # `  ROOT %name = f32[8,16]{1,0} fusion(%a, %b), kind=kLoop, ...`; tuple types hold no lower-case word before `(`.
@@ -58,7 +59,8 @@ def compile_for_trace(function: Callable[..., Any], *arguments: Any) -> jax.stag
 
     A command buffer (CUDA graph) is one launch to the profiler: its kernels would lose their instructions' names.
     """
-    options: dict[str, Any] | None = {"xla_gpu_enable_command_buffer": ""} if jax.default_backend() == "gpu" else None
+    is_gpu = default_jax_device().platform == "gpu"
+    options: dict[str, Any] | None = {"xla_gpu_enable_command_buffer": ""} if is_gpu else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of modules that a baseline imports
         return jax.jit(function).lower(*arguments).compile(compiler_options=options)

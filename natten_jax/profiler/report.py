@@ -12,9 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
-import jax
-
 from natten_jax import simulator
+from natten_jax.devices import default_jax_device
 from natten_jax.passes import PASSES, Pass
 from natten_jax.plan import BackendId
 from natten_jax.problem import Problem
@@ -218,7 +217,7 @@ def context(options: Options, problem: Problem) -> dict[str, Any]:
     arguments = {
         name: str(value) if isinstance(value, Path) else value for name, value in dataclasses.asdict(options).items()
     }
-    device = jax.devices()[0]
+    device = default_jax_device()
     return {
         "problem": dataclasses.asdict(problem),
         "arguments": arguments,
@@ -275,12 +274,12 @@ def _backends(chosen: dict[str, str]) -> str:
 
 def _platform() -> str:
     """The default device with its architecture, such as ``NVIDIA H200 (sm90)``."""
-    device = jax.devices()[0]
+    device = default_jax_device()
     capability = getattr(device, "compute_capability", None)
     return device.device_kind if capability is None else f"{device.device_kind} (sm{capability.replace('.', '')})"
 
 
 def device_name() -> str:
     """The default device, as its vendor calls it."""
-    device = jax.devices()[0]
+    device = default_jax_device()
     return device.device_kind if device.platform == "cpu" else f"{device.device_kind} ({device.platform})"

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from natten_jax.devices import default_jax_device
 from natten_jax.halo import bytes_received
 from natten_jax.mesh.heads import HeadSplit
 from natten_jax.problem import Shape, problem_of
@@ -58,12 +59,12 @@ def token_parts(options: Options) -> Shape:
 
 
 def devices_of(options: Options) -> list[jax.Device]:
-    """The devices of this process that the problem is split over: the first ones.
+    """The devices of this process that the problem is split over: the first ones of the default device's platform.
 
     Raises:
         ValueError: There are not so many.
     """
-    devices, wanted = jax.local_devices(), options.devices
+    devices, wanted = jax.local_devices(backend=default_jax_device().platform), options.devices
     if wanted > len(devices):
         kind = devices[0].device_kind
         advice = ""

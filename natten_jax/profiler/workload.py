@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 import natten_jax
 from natten_jax import backends, parts
@@ -21,12 +19,11 @@ from natten_jax.profiler import baselines
 from natten_jax.profiler.capture import Launch
 from natten_jax.profiler.element_types import ELEMENT_TYPES
 from natten_jax.profiler.families import KNOWN_FAMILIES
+from natten_jax.profiler.inputs import check_fits, make_inputs, shapes
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.program import Program, compile_for_trace
-from natten_jax.profiler.split import of_each_device, sharding_of
+from natten_jax.profiler.split import of_each_device
 from natten_jax.resolve import Request, resolve
-
-_MOST_ELEMENTS = 2**63 - 1
 
 
 class UnavailableBackend(ValueError):
@@ -91,9 +88,11 @@ def compile_workload(
     Raises:
         UnavailableBackend: A backend that was named does not run on this device.
         ValueError: The problem cannot run as the options ask.
+        MemoryError: It is too large for the device.
     """
     device = default_device()
     check_available(options, device)
+    check_fits(options)
     problem = request_of(options).problem
     chosen: dict[str, str] = {}
     plans: dict[Pass, Plan] = {}
@@ -182,51 +181,6 @@ def device_parts(options: Options) -> tuple[Part, ...]:
         return part._replace(request=part.request.of_part(one.batch, one.heads, one.heads_kv))
 
     return tuple(map(of_device, parts_of(options))) if options.devices > 1 else parts_of(options)
-
-
-def shapes(options: Options) -> list[Any]:
-    """Query, key, value and additional keys and values, as shapes and dtypes."""
-
-    def array(layout: tuple[int, ...], heads: int, dim: int) -> jax.ShapeDtypeStruct:
-        shape = options.batch_size, *layout, heads, dim
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(ELEMENT_TYPES[options.dtype]))  # type: ignore[no-untyped-call]
-
-    dims = options.dim, options.dim_value
-    arrays = [array(options.input_size, options.heads, options.dim)]
-    arrays += [array(options.input_size, options.heads_kv, dim) for dim in dims]
-    if options.add_kv:
-        arrays += [array((options.add_kv,), options.heads_kv, dim) for dim in dims]
-    return arrays
-
-
-def make_inputs(options: Options) -> tuple[jax.Array, ...]:
-    """Random normal arrays, never zeros: easy data runs faster than real data, as it draws less power.
-
-    They lie on the devices that the options ask for, each with its share of them.
-
-    Raises:
-        ValueError: An array would have too many elements, or there are fewer devices.
-    """
-    wanted = shapes(options)
-    if options.backprop:
-        query = wanted[0]
-        wanted.insert(0, query.update(shape=(*query.shape[:-1], options.dim_value)))
-    for each in wanted:
-        if math.prod(each.shape) > _MOST_ELEMENTS:
-            raise ValueError(f"an array of shape {each.shape} has more elements than XLA can count: 2**63 - 1")
-    keys = jax.random.split(jax.random.key(0), len(wanted))
-
-    def random(key: jax.Array, like: Any) -> jax.Array:
-        if options.devices == 1:
-            return jax.random.normal(key, like.shape, like.dtype)
-        sharding = sharding_of(options, like.shape)
-        # Made where they lie: all of an array may be more than one device holds.
-        array: jax.Array = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=sharding)(
-            key, like.shape, like.dtype
-        )
-        return array
-
-    return tuple(random(key, each) for key, each in zip(keys, wanted, strict=True))
 
 
 def _function(options: Options, problem: Problem, device: Device) -> Callable[..., Any]:
