@@ -43,7 +43,8 @@ fuzz: setup
 	$(RUN) -m tests.fuzz --backend cpu --minutes 1 --workers 2
 	$(RUN) -m tests.fuzz --backend flex --minutes 1 --workers 2
 
-# Every form of every GPU kernel under each tool of compute-sanitizer, whose parts run side by side.
+# Every form of every GPU kernel under each tool of compute-sanitizer, whose parts run side by side. initcheck does not
+# see what the copy engine writes, and must not look at copies of it to the host.
 SANITIZERS := memcheck racecheck initcheck synccheck
 SANITIZED := $(foreach tool,$(SANITIZERS),$(foreach family,hopper cutlass,$(foreach part,0 1,$(tool)/$(family)/$(part))))
 sanitize-gpu: setup
@@ -51,7 +52,7 @@ sanitize-gpu: setup
 
 sanitize/%:
 	XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=$(CURDIR) compute-sanitizer --tool $(word 1,$(subst /, ,$*)) \
-		--kernel-regex kns=natten_jax --error-exitcode 1 --print-limit 5 \
+		$(if $(filter initcheck/%,$*),--check-api-memory-access no) --kernel-name kns=natten_jax --error-exitcode 1 --print-limit 5 \
 		$(RUN) tests/kernel_forms.py $(word 2,$(subst /, ,$*)) --part $(word 3,$(subst /, ,$*)) 2
 
 # Host kernels and handlers under g++'s sanitizers: whatever they report ends its process, so that a test fails. This

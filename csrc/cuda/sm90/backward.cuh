@@ -50,15 +50,16 @@ CUTE_DEVICE void prepare_backward(const BackwardParams& p, typename Traits::Shar
     ClusterBarrier::init(&shared.wants_plan, 1);
     ClusterBarrier::init(&shared.full_sums, Traits::kAlternates ? kConsumerWarps / 2 : kConsumerWarps);
     ClusterBarrier::init(&shared.empty_sums, 1);
+    const int storing = p.schedule.turns == nullptr ? 1 : 32;
     for (int i = 0; i < 2; ++i) {
-      ClusterBarrier::init(&shared.full_plan[i], 1);
-      ClusterBarrier::init(&shared.full_windows[i], 1);
-      ClusterBarrier::init(&shared.empty_plan[i], kConsumerWarps + 1 + 1 + 1);  // and those that load and store
+      ClusterBarrier::init(&shared.full_plan[i], 32);
+      ClusterBarrier::init(&shared.full_windows[i], 32);
+      ClusterBarrier::init(&shared.empty_plan[i], kConsumers + 1 + 32 + storing);  // and those that load
     }
     for (int i = 0; i < Traits::kStages; ++i) {
-      ClusterBarrier::init(&shared.full_q[i], 1 + 1);  // one thread expects bytes, a warp writes
+      ClusterBarrier::init(&shared.full_q[i], 1 + 32);  // one thread expects bytes, a warp writes
       ClusterBarrier::init(&shared.full_out_cotangent[i], 1);
-      ClusterBarrier::init(&shared.empty_q[i], kConsumerWarps);
+      ClusterBarrier::init(&shared.empty_q[i], kConsumers);
       ClusterBarrier::init(&shared.empty_out_cotangent[i], kConsumerWarps);
     }
     cutlass::arch::fence_barrier_init();

@@ -70,7 +70,7 @@ class Differentiation {
       arrive_as_warp(shared.empty_kv);
       store_gradients();
       kv.advance();
-      arrive_as_warp(shared.empty_plan[slot.index]);
+      arrive(shared.empty_plan[slot.index]);
       slot.advance();
     }
   }
@@ -222,7 +222,7 @@ class Differentiation {
     // Left under way, this product would need more registers than there are.
     warpgroup_wait<0>();
     warpgroup_fence_operand(products.dk);
-    arrive_as_warp(shared.empty_q[stage()]);
+    arrive(shared.empty_q[stage()]);
     if constexpr (Traits::kScoreBuffers == 1) {
       cutlass::arch::NamedBarrier::sync(kConsumers, named_barrier(kScoresRead));
     }

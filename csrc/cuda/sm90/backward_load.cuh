@@ -43,9 +43,10 @@ CUTE_DEVICE Planned plan_position(const BackwardParams& p, typename Traits::Shar
   } else if (!plan_key_tile(p, shared.origins, p.schedule.tile_at(position), plan)) {
     return Planned::kNothing;
   }
-  arrive_as_warp(shared.full_plan[slot]);
+  __syncwarp();
+  arrive(shared.full_plan[slot]);  // every lane wrote a part
   if (!is_end && !plan.is_additional) plan_windows(p, shared.row_coordinates, plan);
-  arrive_as_warp(shared.full_windows[slot]);
+  arrive(shared.full_windows[slot]);
   return is_end ? Planned::kEnd : Planned::kTile;
 }
 
@@ -203,12 +204,12 @@ CUTE_DEVICE void load_statistics(const BackwardParams& p, typename Traits::Share
           shared.tile[stage.index] =
               make_int4(walk.x, walk.y, walk.z, (is_masked ? kIsMasked : 0) | (is_large ? kIsLarge : 0));
         }
-        arrive_as_warp(shared.full_q[stage.index]);
+        arrive(shared.full_q[stage.index]);  // every lane wrote a part
         stage.advance();
         walk.next(p.axis, plan.hull_begin, plan.hull_end);
       }
     }
-    arrive_as_warp(shared.empty_plan[slot.index]);
+    arrive(shared.empty_plan[slot.index]);
   }
 }
 

@@ -111,7 +111,7 @@ CUTE_DEVICE void store_gradients(const BackwardParams& p, typename Traits::Share
     }
     if constexpr (kTakesTurns) __syncwarp();
     gradients.advance();
-    if (stores) arrive(shared.empty_plan[slot.index]);
+    arrive(shared.empty_plan[slot.index]);
     slot.advance();
   }
 }

@@ -13,7 +13,7 @@
 
 namespace natten_jax::sm90 {
 
-/// Makes barriers, buffers and maps ready; `sync_prepared` says when all threads have.
+/// Makes barriers, buffers and maps ready.
 template <class Traits>
 CUTE_DEVICE void prepare(const ForwardParams& p, typename Traits::SharedStorage& shared) {
   if (p.clears_tiles) {
@@ -55,6 +55,7 @@ CUTE_DEVICE void prepare(const ForwardParams& p, typename Traits::SharedStorage&
     }
     cutlass::arch::fence_barrier_init();
   }
+  __syncthreads();
 }
 
 template <class Traits>
@@ -64,14 +65,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   extern __shared__ __align__(1024) char raw[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(raw);
   prepare<Traits>(p, shared);
-  // The warp that plans is the last to come: its first plan needs none of this.
-  const bool plans = threadIdx.x / 32 == 1;
-  if (!plans) sync_prepared<Traits>();
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kServiceRegisters>();
     const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) load_tiles<Traits, true>(p, shared);
-    if (plans) plan_tiles<Traits>(p, shared);
+    if (warp == 1) plan_tiles<Traits>(p, shared);
     if (threadIdx.x == 64) load_tiles<Traits, false>(p, shared);
     if (warp == 3) store_tiles<Traits>(p, shared);
   } else {

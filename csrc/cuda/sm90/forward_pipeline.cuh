@@ -6,28 +6,20 @@
 
 namespace natten_jax::sm90 {
 
-/// Waits until all threads of the CTA have made ready what is theirs.
-template <class Traits>
-CUTE_DEVICE void sync_prepared() {
-  cutlass::arch::NamedBarrier::sync(Traits::kThreads, named_barrier(kPrepared));
-}
-
 /// One warp: plans tiles ahead of the loads and the products.
 template <class Traits>
 CUTE_DEVICE void plan_tiles(const ForwardParams& p, typename Traits::SharedStorage& shared) {
   Ring<Traits::kPlans> slot;
-  bool is_prepared = false;
   // A lane splits the origins of the dimension that it plans.
   const int d = planned_dimension();
   const Origin query_origin = Origin::load(p.origins, d, p.axis[d].dilation);
   const Origin kv_origin = Origin::load(p.origins, 3 + d, p.axis[d].dilation);
   for (int round = 0;; ++round) {
-    if (is_prepared) slot.wait_empty(shared.empty_plan);
+    slot.wait_empty(shared.empty_plan);
     const int tile = p.supply.take(round);  // not earlier, so that whoever is done first takes it
     TilePlan& plan = shared.plan[slot.index];
     if (tile >= p.supply.tiles) {
       plan.kv_tiles = -1;
-      if (!is_prepared) sync_prepared<Traits>();
       arrive(shared.full_plan[slot.index]);
       return;
     }
@@ -35,8 +27,6 @@ CUTE_DEVICE void plan_tiles(const ForwardParams& p, typename Traits::SharedStora
     const QueryAxisPlan own = plan_axis(p.axis, place, query_origin, kv_origin);
     if (__any_sync(0xffffffffu, own.q_begin >= own.query.local_length)) continue;  // past its dilation group's end
     plan_tile(p, own, place, plan);
-    if (!is_prepared) sync_prepared<Traits>();
-    is_prepared = true;
     arrive(shared.full_plan[slot.index]);  // every lane wrote a part
     plan_windows(p, own, plan);
     arrive(shared.full_windows[slot.index]);

@@ -19,7 +19,6 @@ constexpr int kEachWarpgroup = 0b010101;  // times a mask: the same for all
 constexpr int kProductOrder = 8;                               // one per warpgroup: it may issue its products
 constexpr int kOutputReady = kProductOrder + kMostWarpgroups;  // the warpgroups have written their rows
 constexpr int kMaskReady = kOutputReady + 1;
-constexpr int kPrepared = kMaskReady + 1;  // barriers and buffers are ready for use
 
 template <class Element_, int kHeadDim_, int kColumns_, int kWarpgroups_, bool kPingPong_>
 struct ForwardTraits {

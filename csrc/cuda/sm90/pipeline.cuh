@@ -21,7 +21,8 @@ CUTE_DEVICE void arrive(std::uint64_t& barrier) {
   ClusterBarrier::arrive(&barrier);
 }
 
-/// One arrival for a warp, once all of its lanes have come.
+/// One arrival for a warp, once all of its lanes have come, at a barrier of what the copy engine alone reads or writes
+/// besides. Where threads do, each arrives for itself: racecheck does not see that a lane stands for others.
 CUTE_DEVICE void arrive_as_warp(std::uint64_t& barrier) {
   __syncwarp();
   if (elect_one_sync()) arrive(barrier);
