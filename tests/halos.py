@@ -166,7 +166,8 @@ def check(mode: str, backend: str, split: Split) -> dict[str, Any]:
         local = split.function(backend, names)
         function = jax.shard_map(local, mesh=mesh, in_specs=tuple(specs[2:]), out_specs=(tokens, tokens))
     with jax.set_mesh(mesh) if mode == "Explicit" else contextlib.nullcontext():
-        compiled = jax.jit(with_gradients(function)).lower(*placed).compile(compiler_options=QUICK_COMPILATION)
+        lowered = jax.jit(with_gradients(function)).lower(*placed)
+        compiled = lowered.compile(compiler_options=QUICK_COMPILATION)
         forward = jax.jit(function).lower(*placed[2:]).compile(compiler_options=QUICK_COMPILATION)
         found = compiled(*placed)
     moved = [(kind, math.prod(map(int, shape.split(",")))) for shape, kind in _MOVED.findall(forward.as_text() or "")]
@@ -177,6 +178,7 @@ def check(mode: str, backend: str, split: Split) -> dict[str, Any]:
         "expected to be sent": split.elements_sent(),
         "forward": sorted({kind for kind, _ in moved}),
         "all": sorted({kind for _, kind in _MOVED.findall(compiled.as_text() or "")}),
+        "scatters": lowered.as_text().count("stablehlo.scatter"),
         "calls": (forward.as_text() or "").count('custom_call_target="natten_jax'),
         "expected calls": split.calls,
         "is split": all(

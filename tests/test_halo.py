@@ -105,6 +105,7 @@ def check_row(row: dict[str, Any]) -> None:
     assert row["error"] <= 2e-6, row
     if row["calls"]:  # plain JAX has none
         assert row["calls"] == row["expected calls"], row
+        assert not row["scatters"], row  # XLA of JAX 0.11 ends the process where their indices are empty
     assert row["is split"], row
     allowed = {"collective-permute", "all-gather"} if row["is_gathered"] else {"collective-permute"}
     assert set(row["forward"]) <= allowed, row

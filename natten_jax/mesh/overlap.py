@@ -195,7 +195,7 @@ def backward(
             queries, *others = jax.tree.map(functools.partial(_cut, box=box), of_queries)
             halo_operands = Operands(queries, key, value, None, None, exchange.origins_of(_starts(box), starts))
             found = run(of_halos, halo_operands, *others)
-            of_query = of_query.at[_index(box)].add(found.query)
+            of_query = _added(of_query, found.query, box)
             for list_, gradient in zip(gradients, (found.key, found.value), strict=True):
                 list_ += _split(gradient, [slab.shape[axis] for slab in slabs[0]], axis)
         held = _with(held, i, (-halo.before, halo.part + halo.after))
@@ -262,6 +262,17 @@ def _cut(array: jax.Array, box: Box) -> jax.Array:
     layout = array.shape[FIRST_TOKEN_AXIS:][: len(box)]
     is_all = all(ends == (0, tokens) for ends, tokens in zip(box, layout, strict=True))
     return array if is_all else array[_index(box)]
+
+
+def _added(array: jax.Array, part: jax.Array, box: Box) -> jax.Array:
+    """The array, with a part added in a box.
+
+    By slices: ``array.at[...]`` is a scatter whose indices are an empty constant where they are all static, and XLA of
+    JAX 0.11 ends the process on such a constant in a ``jax.shard_map`` over explicit axes.
+    """
+    starts = [0, *_starts(box)]
+    starts += [0] * (array.ndim - len(starts))
+    return jax.lax.dynamic_update_slice(array, _cut(array, box) + part, starts)
 
 
 def _index(box: Box) -> tuple[slice, ...]:
