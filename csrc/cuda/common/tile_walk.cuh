@@ -25,7 +25,7 @@ struct TileWalk {
   /// The first token of the tile here.
   CUTE_DEVICE int4 begin() const { return make_int4(x, y, z, 0); }
 
-  CUTE_DEVICE void next(const DeviceAxis (&axis)[3], const int4& begin, const int4& end) {
+  CUTE_DEVICE void next(const DeviceAxis (&axis)[3], int4 begin, int4 end) {
     z += axis[2].*kTile;
     if (z >= end.z) {
       z = begin.z;
@@ -44,7 +44,7 @@ struct TileWalk {
   }
 
   /// Whether the tile here lies between `begin` and `end` whole.
-  CUTE_DEVICE bool is_inside(const DeviceAxis (&axis)[3], const int4& begin, const int4& end) const {
+  CUTE_DEVICE bool is_inside(const DeviceAxis (&axis)[3], int4 begin, int4 end) const {
     return x >= begin.x && y >= begin.y && z >= begin.z && x + axis[0].*kTile <= end.x && y + axis[1].*kTile <= end.y &&
            z + axis[2].*kTile <= end.z;
   }

@@ -42,8 +42,8 @@ struct WarpRows {
         read_v(v, 0) {
     // Where steps begin with a barrier, these addresses are what they would wait for next: heads of 128, 3-D with
     // stride 16 x 8 x 8, 4% faster. In a ring, where warps need not keep step, and for float32, registers are worth
-    // more.
-    if constexpr (!Traits::kIsRing && sizeof(Element) == 2) {
+    // more; with registers to spare the compiler keeps what it needs: heads of 256, 1% slower.
+    if constexpr (!Traits::kIsRing && Traits::kFewRegisters && sizeof(Element) == 2) {
       read_q.lane.base = kept(read_q.lane.base);
       read_k.lane.base = kept(read_k.lane.base);
     }
