@@ -89,17 +89,18 @@ struct OnlineSoftmax {
       const float excess = reference[i] == -INFINITY ? 0.f : fmaf(reference[i], exponent_scale, -shift[i]);
       // Other logits than the largest are at least as much smaller as this is large, and weigh nothing.
       const bool is_one_hot = excess > 64.f;
-      const float factor = fast_exp2(-excess);
+      const float factor = is_one_hot ? 0.f : fast_exp2(-excess);
+      const float is_one_above = is_one_hot ? 1.f : INFINITY;
       float sum = 0.f;
       CUTE_UNROLL
       for (int n = 0; n < s.kColumns; ++n) {
         float& weight = s(i, n);
-        weight = !is_one_hot ? weight * factor : weight > 1.f ? 1.f : weight * 0.f;
+        weight = weight > is_one_above ? 1.f : weight * factor;
         sum += weight;
         if (n % 2 == 1) pairs(s.element(i, n) / 2) = pack<Element>(s(i, n - 1), weight);
       }
       tile_sum[i] = sum;
-      rescale[i] *= factor;
+      rescale[i] = is_one_hot ? 0.f : rescale[i] * factor;
     }
   }
 
