@@ -19,6 +19,7 @@ from plans import plans_of
 from programs import run_python
 
 import natten_jax
+from natten_jax import native
 from natten_jax.backends.base import Operands, Output
 from natten_jax.backends.native_backend import attributes
 from natten_jax.devices import Device
@@ -85,6 +86,13 @@ def test_malformed_calls(group: str) -> None:
     found = outcomes(target.platform, names)
     complaints = [complaint(name, found[name]) for name in names]
     assert not any(complaints), "\n".join(filter(None, complaints))
+
+
+def test_every_target_of_the_build_is_tested_here() -> None:
+    assert native._module is not None
+    known = {target.name for target in TARGETS}
+    targets = {name for name in native._module.registrations() if not name.startswith("natten_jax_bench")}
+    assert targets <= known, targets - known
 
 
 def test_every_malformed_call_is_in_one_group() -> None:
