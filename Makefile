@@ -38,10 +38,12 @@ test-gpu: setup
 	@$(SEES_GPU) || { echo "make test-gpu: JAX sees no NVIDIA GPU" >&2; exit 1; }
 	$(PYTEST) -m gpu
 
-# Random problems on each of the host's backends.
+# Random problems on each of the host's backends, side by side.
 fuzz: setup
-	$(RUN) -m tests.fuzz --backend cpu --minutes 1 --workers 2
-	$(RUN) -m tests.fuzz --backend flex --minutes 1 --workers 2
+	$(MAKE) --no-print-directory --jobs 2 --output-sync fuzz/cpu fuzz/flex
+
+fuzz/%:
+	$(RUN) -m tests.fuzz --backend $* --minutes 1 --workers 1
 
 # Every form of every GPU kernel under each tool of compute-sanitizer, whose parts run side by side. initcheck does not
 # see what the copy engine writes, and must not look at copies of it to the host.

@@ -141,9 +141,10 @@ def test_large_logits_in_a_part_of_a_mapped_axis(pure_family: Family) -> None:
         assert max(found.values()) <= 1e-5, (i, found)
 
 
-def test_largest_logits_one_unit_apart(family: Family, dtype: str) -> None:
+@pytest.mark.parametrize(("unit", "tokens"), [(32, (5, 290)), (2, (5, 6))], ids=["far", "near"])
+def test_largest_logits_one_unit_apart(family: Family, dtype: str, unit: int, tokens: tuple[int, int]) -> None:
     """A later key outweighs an earlier one by the least that float32 tells apart, after products that round far."""
-    scale, unit, q = 32.0, 2.0**5, 2.0**14
+    scale, q = 32.0, 2.0**14
     in_base_2 = float(np.float32(scale) * np.float32(np.log2(np.e)))
 
     def stays_above(mantissa: int) -> float:
@@ -152,14 +153,14 @@ def test_largest_logits_one_unit_apart(family: Family, dtype: str) -> None:
         rounded = np.float32(larger)
         return smaller - float(rounded if float(rounded) <= larger else np.nextafter(rounded, np.float32(0)))
 
-    # Powers of two of such a number exceed float32.
-    mantissa = next(m for m in range(2**24 - 2, 0, -1) if stays_above(m) > 150)
+    # Powers of two of the first of these numbers exceed float32.
+    mantissa = next(m for m in range(2**24 - 2, 0, -1) if stays_above(m) > 5 * unit)
     case = Case((300,), queries=70, scale=scale, head_dim=16)
     with element_types(dtype):
         operands, cotangents = case.operands(dtype, 0), case.cotangents(dtype, 0)
         query, key = np.zeros(operands.query.shape), np.zeros(operands.key.shape)
         query[..., :3] = q
-        for token, number in ((5, mantissa), (290, mantissa + 1)):
+        for token, number in zip(tokens, (mantissa, mantissa + 1), strict=True):
             key[:, token, :, :3] = np.array([number & 0xFF0000, number & 0xFF00, number & 0xFF]) * unit / q
         operands = operands._replace(query=jnp.asarray(query, dtype), key=jnp.asarray(key, dtype))
         results = jax.jit(lambda: with_gradients(case.operator(family.fmha), operands, cotangents))()

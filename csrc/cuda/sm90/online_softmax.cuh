@@ -79,7 +79,8 @@ struct OnlineSoftmax {
   }
 
   /// Makes the weights of large logits relative to the references themselves, not to their products as rounded (down,
-  /// so that no weight of a row vanishes).
+  /// so that no weight of a row vanishes). This is rare and in the middle of the loop: branches would make the kernel's
+  /// code an eighth longer, and forward passes of 60 microseconds 1% slower.
   template <class Logits, class Pairs>
   CUTE_DEVICE void correct_weights(AccumulatorRows<Logits> s, Pairs& pairs) {
     is_large = __any_sync(0xffffffffu, fabsf(shift[0]) > kLargestRounded || fabsf(shift[1]) > kLargestRounded);
@@ -87,10 +88,11 @@ struct OnlineSoftmax {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
       const float excess = reference[i] == -INFINITY ? 0.f : fmaf(reference[i], exponent_scale, -shift[i]);
-      // Other logits than the largest are at least as much smaller as this is large, and weigh nothing.
-      const bool is_one_hot = excess > 64.f;
+      // Beyond what float32 can hold, logits smaller than the largest, by half of this excess or more, weigh nothing;
+      // neither do earlier results where they are rescaled, by what may be infinite.
+      const bool is_one_hot = excess > 126.f;
       const float factor = is_one_hot ? 0.f : fast_exp2(-excess);
-      const float is_one_above = is_one_hot ? 1.f : INFINITY;
+      const float is_one_above = is_one_hot ? fast_exp2(fminf(0.75f * excess, 127.f)) : INFINITY;
       float sum = 0.f;
       CUTE_UNROLL
       for (int n = 0; n < s.kColumns; ++n) {
