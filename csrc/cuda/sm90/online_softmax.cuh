@@ -88,8 +88,8 @@ struct OnlineSoftmax {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
       const float excess = reference[i] == -INFINITY ? 0.f : fmaf(reference[i], exponent_scale, -shift[i]);
-      // Beyond what float32 can hold, logits smaller than the largest, by half of this excess or more, weigh nothing;
-      // neither do earlier results where they are rescaled, by what may be infinite.
+      // Where float32 cannot hold the largest logit's weight, the others, smaller by half of this excess or more, weigh
+      // nothing. So do earlier results that are rescaled, by what may be infinite.
       const bool is_one_hot = excess > 126.f;
       const float factor = is_one_hot ? 0.f : fast_exp2(-excess);
       const float is_one_above = is_one_hot ? fast_exp2(fminf(0.75f * excess, 127.f)) : INFINITY;
