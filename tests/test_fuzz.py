@@ -222,6 +222,12 @@ def test_every_result_is_compared() -> None:
     assert "type float16" in excesses(problem, expected, other, gradients)[0].name
 
 
+def test_merged_parts_whose_terms_cancel_are_right() -> None:
+    """A gradient is a fortieth of its terms here, and each of them was rounded to half precision."""
+    case = Case((14,), (3,), stride=(1,), dilation=(1,), is_causal=(False,), heads=2, head_dim=1, additional=4)
+    assert complaints([Fuzzed("cpu", case, "float16", 262525313)]) == [[]]
+
+
 def test_problems_are_those_of_the_seed_and_all_features_are_drawn() -> None:
     problems = [draw(CPU, ("fna", "fmha"), 3, number, is_direct=True) for number in range(300)]
     assert problems[:20] == [draw(CPU, ("fna", "fmha"), 3, number, is_direct=True) for number in range(20)]

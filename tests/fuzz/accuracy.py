@@ -16,6 +16,9 @@ SLACK = 2.0
 #: Where terms cancel, results are compared with this share of their terms: large logits leave little of gradients, and
 #: kernels round the output before they take its product with its cotangent from them.
 CANCELLATION, CANCELLATION_OF_SCALED_INPUTS = 0.05, 0.5
+#: The same where two parts are merged, whose outputs and cotangents are rounded to the operands' type: by half a unit
+#: in the last place of each term at most.
+CANCELLATION_OF_MERGED_PARTS = 0.25
 #: Roundings of a logit, relative to the sum of its terms' magnitudes.
 LOGIT_ROUNDINGS = 8
 SMALLEST_FLOAT16, LARGEST_FLOAT16 = 2.0**-24, 6e4
@@ -93,8 +96,10 @@ def _excess(
     if not is_same.all() and name == "lse":
         return Excess(name, np.inf, np.inf, 0)
     result, reference, magnitude = (np.where(comparable, a, 0) for a in (result, reference, magnitude))
-    is_scaled = problem.query_factor != 1 or problem.value_factor != 1
-    share = CANCELLATION_OF_SCALED_INPUTS if is_scaled else CANCELLATION
+    if problem.query_factor != 1 or problem.value_factor != 1:
+        share = CANCELLATION_OF_SCALED_INPUTS
+    else:
+        share = CANCELLATION_OF_MERGED_PARTS if problem.is_merged else CANCELLATION
     size, terms = float(np.linalg.norm(reference)), float(np.linalg.norm(magnitude))
     epsilon = np.finfo(np.float64 if problem.dtype == "float64" else np.float32).eps
     allowed = SLACK * BOUNDS[problem.dtype] * max(size, share * terms) + LOGIT_ROUNDINGS * epsilon * steepness * terms

@@ -66,6 +66,11 @@ class Fuzzed:
         """Name of the backend."""
         return f"{self.family}-{self.operator}"
 
+    @property
+    def is_merged(self) -> bool:
+        """Whether attention to additional tokens is computed apart and merged."""
+        return self.case.additional > 0 and not self.case.fused
+
     def inputs(self) -> tuple[oracle.Tensors, tuple[np.ndarray, np.ndarray]]:
         """Operands, and cotangents of output and logsumexp; of a part, if only that is run."""
         query, key, value, keys, values = self.case.host_operands(self.dtype, self.seed)
