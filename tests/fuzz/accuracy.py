@@ -16,9 +16,9 @@ SLACK = 2.0
 #: Where terms cancel, results are compared with this share of their terms: large logits leave little of gradients, and
 #: kernels round the output before they take its product with its cotangent from them.
 CANCELLATION, CANCELLATION_OF_SCALED_INPUTS = 0.05, 0.5
-#: The same where two parts are merged, whose outputs and cotangents are rounded to the operands' type: by half a unit
-#: in the last place of each term at most.
-CANCELLATION_OF_MERGED_PARTS = 0.25
+#: The same where two parts in half precision are merged, whose outputs and cotangents are rounded once more: with
+#: SLACK and the bound of float16 this comes to half a unit in the last place of every term.
+CANCELLATION_OF_MERGED_HALVES = 0.25
 #: Roundings of a logit, relative to the sum of its terms' magnitudes.
 LOGIT_ROUNDINGS = 8
 SMALLEST_FLOAT16, LARGEST_FLOAT16 = 2.0**-24, 6e4
@@ -98,8 +98,10 @@ def _excess(
     result, reference, magnitude = (np.where(comparable, a, 0) for a in (result, reference, magnitude))
     if problem.query_factor != 1 or problem.value_factor != 1:
         share = CANCELLATION_OF_SCALED_INPUTS
+    elif problem.is_merged and problem.dtype in ("float16", "bfloat16"):
+        share = CANCELLATION_OF_MERGED_HALVES
     else:
-        share = CANCELLATION_OF_MERGED_PARTS if problem.is_merged else CANCELLATION
+        share = CANCELLATION
     size, terms = float(np.linalg.norm(reference)), float(np.linalg.norm(magnitude))
     epsilon = np.finfo(np.float64 if problem.dtype == "float64" else np.float32).eps
     allowed = SLACK * BOUNDS[problem.dtype] * max(size, share * terms) + LOGIT_ROUNDINGS * epsilon * steepness * terms
