@@ -225,7 +225,8 @@ def turns(sample: Sample) -> tuple[Any, ...]:
 
 def costs_of(kernel: Kernel) -> tuple[str, ...]:
     """The coefficients of a kernel that are fitted."""
-    return "outer_tile", "inner_tile", "masking", "power", *(("skipping",) if kernel.row_groups > 1 else ())
+    own = [("skipping", kernel.row_groups > 1), ("launch", kernel.launch is not None)]
+    return "outer_tile", "inner_tile", "masking", "power", *(name for name, is_fitted in own if is_fitted)
 
 
 def predicted(every: list[Sample], model: Calibration) -> list[float]:

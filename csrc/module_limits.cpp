@@ -2,11 +2,13 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <iterator>
 #include <vector>
 
 #include "cuda/sm80/forms.h"
 #include "cuda/sm90/forms.h"
+#include "cuda/small/region.h"
 #include "natten_jax/problem.h"
 
 namespace py = pybind11;
@@ -47,10 +49,30 @@ py::dict limits() {
       "sm80"_a = py::dict("head_dim_step"_a = sm80::kHeadDimStep, "largest_head_dim"_a = sm80::kLargestHeadDim,
                           "forward"_a = described(sm80::kForwardForms), "backward"_a = described(sm80::kBackwardForms),
                           "least_shared_memory"_a = sm80::kLeastSharedMemory, "wide_form_capabilities"_a = wide),
+      "small"_a = py::dict("row_tokens"_a = small::kRows, "column_tokens"_a = small::kColumns,
+                           "head_dims"_a = std::vector<int>(std::begin(small::kHeadDims), std::end(small::kHeadDims))),
       "sm90"_a =
           py::dict("head_dim_step"_a = sm90::kHeadDimStep, "largest_head_dim"_a = sm90::kLargestHeadDim,
                    "forward"_a = described(sm90::kForwardForms), "backward"_a = described(sm90::kBackwardForms),
                    "shared_memory"_a = sm90::kSharedMemory, "tiles_worth_counting"_a = sm90::kTilesWorthCounting));
+}
+
+double occupancy_of_small_windows(const std::array<std::int64_t, 6 * kRank>& axes,
+                                  const std::array<std::int64_t, 6>& sizes,
+                                  const std::array<std::int64_t, kRank>& q_tile,
+                                  const std::array<std::int64_t, kRank>& kv_tile, bool is_backward, int shared_memory) {
+  Problem problem{ElementType::kBFloat16, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], 1.f, {}};
+  for (int i = 0; i < kRank; ++i) {
+    const std::int64_t* fact = axes.data() + 6 * i;
+    problem.axes[i] = {{fact[0], fact[0], 0}, {fact[1], fact[1], 0}, {fact[2], fact[3], fact[4], fact[5] != 0}};
+  }
+  TileShapes tiles{};
+  std::copy(q_tile.begin(), q_tile.end(), tiles.query);
+  std::copy(kv_tile.begin(), kv_tile.end(), tiles.kv);
+  // Arrays may be parts of the layout: their regions need the most memory.
+  const small::Device device{shared_memory, shared_memory, 0, 1};
+  double occupancy = 0;
+  return small::check_pass(problem, tiles, is_backward, true, device, occupancy).failed() ? 0 : occupancy;
 }
 
 }  // namespace natten_jax

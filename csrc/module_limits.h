@@ -3,10 +3,29 @@
 
 #include <pybind11/pybind11.h>
 
+#include <array>
+#include <cstdint>
+
+#include "natten_jax/problem.h"
+
 namespace natten_jax {
 
-/// By folder of kernels (cpu, sm80, sm90), limits by name; forms of kernels are lists of such dictionaries, in the
-/// order of the tables that they come from.
+/// By folder of kernels (cpu, sm80, small, sm90), limits by name; forms of kernels are lists of such dictionaries, in
+/// the order of the tables that they come from.
 pybind11::dict limits();
+
+/// How the kernels for small windows take a pass with tiles: what part of the warps that there are registers for also
+/// have the shared memory; 0 where they do not take it.
+///
+/// Args:
+///   axes: as the attribute of that name of every target.
+///   sizes: batch, heads, heads_kv, head_dim, head_dim_v and additional_kv.
+///   q_tile, kv_tile: shapes of tiles.
+///   is_backward: which pass.
+///   shared_memory: bytes that a CTA may have.
+double occupancy_of_small_windows(const std::array<std::int64_t, 6 * kRank>& axes,
+                                  const std::array<std::int64_t, 6>& sizes,
+                                  const std::array<std::int64_t, kRank>& q_tile,
+                                  const std::array<std::int64_t, kRank>& kv_tile, bool is_backward, int shared_memory);
 
 }  // namespace natten_jax

@@ -58,11 +58,41 @@ def build_info() -> Mapping[str, Any]:
 
 
 def limits(architecture: str) -> Mapping[str, Any]:
-    """What the kernels for ``"cpu"``, ``"sm80"`` or ``"sm90"`` take, whether this build has them or not.
+    """What the kernels for ``"cpu"``, ``"sm80"``, ``"small"`` or ``"sm90"`` take, whether this build has them or not.
 
     Tables of ``csrc/cuda/*/forms.h``; empty where the native module could not be loaded.
     """
     return {} if _module is None else _module.limits()[architecture]
+
+
+def occupancy_of_small_windows(
+    axes: Sequence[int],
+    sizes: Sequence[int],
+    q_tile: Sequence[int],
+    kv_tile: Sequence[int],
+    *,
+    is_backward: bool,
+    shared_memory: int,
+) -> float:
+    """How the kernels for small windows take a pass with tiles.
+
+    Args:
+        axes: As the attribute of that name of every target.
+        sizes: Batch, heads, heads_kv, head_dim, head_dim_v and additional_kv.
+        q_tile: Query tile, three extents.
+        kv_tile: Key/value tile.
+        is_backward: Which pass.
+        shared_memory: Bytes that a block may have.
+
+    Returns:
+        What part of the warps that there are registers for also have the shared memory; 0 where the kernels do not take
+        the pass.
+    """
+    return (
+        0.0
+        if _module is None
+        else _module.occupancy_of_small_windows(axes, sizes, q_tile, kv_tile, is_backward, shared_memory)
+    )
 
 
 def missing(target: str) -> str | None:

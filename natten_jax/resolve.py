@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from natten_jax import backends
 from natten_jax.backends import missing_kernels
@@ -13,6 +14,9 @@ from natten_jax.performance import Performance
 from natten_jax.plan import BackendId, Plan, tile_arguments
 from natten_jax.problem import Problem
 from natten_jax.symbolic_batch import planned_batch
+
+#: What part of the preferred backend's predicted time another's has to be, for it to run: predictions are not exact.
+_CLEARLY_FASTER = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +58,8 @@ def resolve(request: Request, device: Device, pass_: Pass) -> Plan:
         requested = requested if reason is None else None
     candidates = _candidates(problem, device, pass_, requested)
     pair = request.performance.tiles(pass_)
+    if requested is None and pair is None:
+        candidates = _fastest_first(candidates, problem, device, pass_)
     for backend in candidates:
         if pair is None or backend.offers(problem, device, pass_, pair):
             if requested is None and backend.is_pure_jax:
@@ -61,6 +67,22 @@ def resolve(request: Request, device: Device, pass_: Pass) -> Plan:
             return plan_with(backend, request, device, pass_)
     assert pair is not None
     raise ValueError(_unknown_tiles(problem, pair, device, pass_, candidates[0]))
+
+
+def _fastest_first(candidates: list[Backend], problem: Problem, device: Device, pass_: Pass) -> list[Backend]:
+    """The candidates in their order, behind the one that is clearly faster than the first by the cost model."""
+    first = candidates[0].predicted_seconds(problem, device, pass_)
+    if first is None:
+        return candidates
+    times = {each.family: each.predicted_seconds(problem, device, pass_) for each in candidates[1:]}
+    fastest, seconds = min(
+        ((family, time) for family, time in times.items() if time is not None),
+        key=lambda item: item[1],
+        default=(None, math.inf),
+    )
+    if seconds > _CLEARLY_FASTER * first:
+        return candidates
+    return sorted(candidates, key=lambda each: each.family != fastest)
 
 
 def plan_with(backend: Backend, request: Request, device: Device, pass_: Pass) -> Plan:

@@ -25,6 +25,9 @@ std::vector<Registration> sm90_backward_registrations();
 
 /// The targets for any NVIDIA GPU since compute capability 8.0.
 std::vector<Registration> sm80_registrations();
+
+/// The targets for small windows on the same GPUs.
+std::vector<Registration> small_registrations();
 #endif
 
 #if defined(NATTEN_JAX_BENCH)

@@ -177,6 +177,10 @@ class Backend(abc.ABC):
             for tile, largest in zip(pair, self.largest_tiles(problem, device, pass_), strict=True)
         )
 
+    def predicted_seconds(self, problem: Problem, device: Device, pass_: Pass) -> float | None:
+        """How long the pass takes with the recommended tiles, by the cost model; ``None`` where there is none."""
+        return None
+
     @abc.abstractmethod
     def forward(self, plan: Plan, operands: Operands) -> Output:
         """Compute output and logsumexp."""

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax import native
+from natten_jax.backends import cutlass_small
 from natten_jax.backends.base import Gradients, Operands, Output, Platform, Saved
 from natten_jax.backends.native_backend import (
     NativeBackend,
@@ -66,7 +67,10 @@ class CutlassBackend(NativeBackend):
     dtypes = ("float32", "float16", "bfloat16")
     head_dim_step = _LIMITS.get("head_dim_step", 1)
     largest_head_dim = _LIMITS.get("largest_head_dim")
-    targets: ClassVar = {"forward": (_FORWARD,), "backward": (_BACKWARD, _DELTA)}
+    targets: ClassVar = {
+        "forward": (_FORWARD, cutlass_small.FORWARD),
+        "backward": (_BACKWARD, _DELTA, cutlass_small.BACKWARD),
+    }
 
     def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
         """Why the kernels cannot run a pass; this build may have no code for the GPU."""
@@ -77,7 +81,23 @@ class CutlassBackend(NativeBackend):
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Query and key/value tiles by estimated time, the fastest first."""
-        return list(_ranked_pairs(problem, pass_, _tile_sizes(problem, device, pass_)))
+        return [pair for pair, _ in self._ranked(problem, device, pass_)]
+
+    def predicted_seconds(self, problem: Problem, device: Device, pass_: Pass) -> float | None:
+        """Of the tiles that are recommended."""
+        ranked = self._ranked(problem, device, pass_)
+        return ranked[0][1] if ranked and problem.dtype != "float32" else None
+
+    def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
+        """Whether there are kernels for a pair of tile shapes; those for small windows may lack the memory."""
+        if not super().offers(problem, device, pass_, pair):
+            return False
+        if not cutlass_small.is_chosen(problem, pass_, pair):
+            return True
+        return cutlass_small.occupancy(problem, pass_, pair, _shared_memory(device)) > 0
+
+    def _ranked(self, problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[TilePair, float], ...]:
+        return _ranked_pairs(problem, pass_, _tile_sizes(problem, device, pass_), _shared_memory(device))
 
     def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
         """Most tokens of the tiles that the kernels for these heads are compiled for."""
@@ -85,6 +105,8 @@ class CutlassBackend(NativeBackend):
 
     def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
         """Call the kernel."""
+        if cutlass_small.is_chosen(plan.problem, "forward", plan.tiles):
+            return cutlass_small.call_forward(plan, operands, types)
         return native.call(
             _FORWARD,
             types,
@@ -96,6 +118,8 @@ class CutlassBackend(NativeBackend):
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
         """Compute the gradients of the differentiable operands."""
         problem, performance = plan.problem, plan.performance
+        if cutlass_small.is_chosen(problem, "backward", plan.tiles):
+            return cutlass_small.gradients(plan, operands, saved, cotangents)
         rank = functools.partial(with_kernel_rank, rank=problem.rank)
         out, out_cotangent, logsumexp_cotangent = map(rank, (saved.out, *cotangents))
         reduction = delta if performance.backward_use_xla_reduction else _kernel_delta
@@ -172,23 +196,34 @@ def _missing_code(capability: ComputeCapability) -> str | None:
     )
 
 
+def _shared_memory(device: Device) -> int:
+    """Bytes that a block may have on a device, as far as kernels count on it."""
+    capability = device.compute_capability
+    if capability is None or capability[0] not in _LIMITS["wide_form_capabilities"]:
+        return _LIMITS["least_shared_memory"]
+    return max(form["shared_memory"] for form in (*_LIMITS["forward"], *_LIMITS["backward"]))
+
+
 def _largest_tiles(problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
     """Most queries and keys of a tile that the narrowest kernel for these heads takes on a device."""
     wider, size = max(problem.head_dim, problem.head_dim_v), ELEMENT_BYTES[problem.dtype]
     forms = [form for form in _LIMITS[pass_] if form["element_bytes"] == size and form["head_dim"] >= wider]
     narrowest = min(form["head_dim"] for form in forms)
-    capability = device.compute_capability
-    is_wide = capability is not None and capability[0] in _LIMITS["wide_form_capabilities"]
     able = [
         (form["q_tile_tokens"], form["kv_tile_tokens"])
         for form in forms
-        if form["head_dim"] == narrowest and (is_wide or form["shared_memory"] <= _LIMITS["least_shared_memory"])
+        if form["head_dim"] == narrowest and form["shared_memory"] <= _shared_memory(device)
     ]
     return max(queries for queries, _ in able), max(keys for _, keys in able)
 
 
 def _tile_sizes(problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[int, int], ...]:
     """Queries and keys of the tiles that are ranked."""
+    small = cutlass_small.tile_tokens(problem, pass_)
+    return (*_large_tile_sizes(problem, device, pass_), *([] if small is None else [small]))
+
+
+def _large_tile_sizes(problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[int, int], ...]:
     if pass_ == "backward":
         return (64, 128), (64, 64), (128, 128), (128, 64)
     most, keys = _largest_tiles(problem, device, pass_)
@@ -199,11 +234,21 @@ def _tile_sizes(problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[in
 
 
 @functools.lru_cache(maxsize=256)
-def _ranked_pairs(problem: Problem, pass_: Pass, sizes: tuple[tuple[int, int], ...]) -> tuple[TilePair, ...]:
+def _ranked_pairs(
+    problem: Problem, pass_: Pass, sizes: tuple[tuple[int, int], ...], shared_memory: int
+) -> tuple[tuple[TilePair, float], ...]:
     if problem.dtype == "float32":
         # Times are of 16-bit elements. Kernels are compiled for rows of some number of bytes.
         head_dim, head_dim_v = (
             min(2 * each, _LIMITS["largest_head_dim"]) for each in (problem.head_dim, problem.head_dim_v)
         )
         problem = dataclasses.replace(problem, dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim_v)
-    return rank_sizes(problem, pass_, sizes, calibration_for(CutlassBackend.family))
+    found = []
+    for pair, seconds in rank_sizes(problem, pass_, sizes, calibration_for(CutlassBackend.family)):
+        if cutlass_small.is_chosen(problem, pass_, pair):
+            occupied = cutlass_small.occupancy(problem, pass_, pair, shared_memory)
+            if occupied > 0:
+                found.append((pair, seconds * cutlass_small.slowdown(occupied)))
+        else:
+            found.append((pair, seconds))
+    return tuple(sorted(found, key=lambda item: item[1]))

@@ -41,7 +41,12 @@ class HopperBackend(NativeBackend):
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Query and key/value tiles by estimated time, the fastest first."""
-        return list(_ranked_pairs(problem, pass_))
+        return [pair for pair, _ in _ranked_pairs(problem, pass_)]
+
+    def predicted_seconds(self, problem: Problem, device: Device, pass_: Pass) -> float | None:
+        """Of the tiles that are recommended."""
+        ranked = _ranked_pairs(problem, pass_)
+        return ranked[0][1] if ranked else None
 
     def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
         """Most tokens of the tiles that the kernels for these heads are compiled for."""
@@ -78,6 +83,6 @@ def _tile_tokens(problem: Problem, pass_: Pass) -> list[tuple[int, int]]:
 
 
 @functools.lru_cache(maxsize=256)
-def _ranked_pairs(problem: Problem, pass_: Pass) -> tuple[TilePair, ...]:
+def _ranked_pairs(problem: Problem, pass_: Pass) -> tuple[tuple[TilePair, float], ...]:
     times = calibration_for(HopperBackend.family)
     return rank_sizes(problem, pass_, _tile_tokens(problem, pass_), times)

@@ -12,6 +12,7 @@ import numpy as np
 
 from natten_jax.backends.base import Backend, Gradients, Operands, Output, Saved
 from natten_jax.native import ResultType
+from natten_jax.passes import TilePair
 from natten_jax.plan import Plan
 from natten_jax.problem import Axis, Problem, Shape
 
@@ -113,15 +114,25 @@ def gradients_of(problem: Problem, operands: Operands, results: list[jax.Array])
     return Gradients(query, key, value, *results[3:5])
 
 
+def axis_rows(problem: Problem) -> Shape:
+    """A row for each token dimension: its facts in the order that csrc/ffi/decode.cpp names them in."""
+    missing = (Axis(1, 1, 1),) * (_KERNEL_RANK - problem.rank)
+    rows = map(dataclasses.astuple, (*missing, *problem.axes))
+    return tuple(int(fact) for row in rows for fact in row)
+
+
+def with_kernel_tiles(problem: Problem, pair: TilePair) -> TilePair:
+    """Tiles of three token dimensions: leading ones have extent 1."""
+    q_tile, kv_tile = ((*(1,) * (_KERNEL_RANK - problem.rank), *tile) for tile in pair)
+    return q_tile, kv_tile
+
+
 def attributes(plan: Plan) -> dict[str, Shape | float]:
     """The attributes that every target takes. The scale is positive: its sign is a factor of the query."""
     problem = plan.problem
-    missing = (Axis(1, 1, 1),) * (_KERNEL_RANK - problem.rank)
-    # A row for each token dimension: its facts in the order that csrc/ffi/decode.cpp names them in.
-    rows = map(dataclasses.astuple, (*missing, *problem.axes))
-    q_tile, kv_tile = ((*(1,) * len(missing), *tile) for tile in plan.tiles)
+    q_tile, kv_tile = with_kernel_tiles(problem, plan.tiles)
     return {
-        "axes": tuple(int(fact) for row in rows for fact in row),
+        "axes": axis_rows(problem),
         "scale": abs(float(problem.scale)) if _query_factor(problem) else _SCALE_OF_NOTHING,
         "q_tile_shape": q_tile,
         "kv_tile_shape": kv_tile,

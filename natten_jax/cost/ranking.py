@@ -24,8 +24,8 @@ from natten_jax.problem import Axis, Problem, Shape
 
 def rank_sizes(
     problem: Problem, pass_: Pass, sizes: Iterable[tuple[int, int]], calibration: Calibration | None
-) -> tuple[TilePair, ...]:
-    """Every query and key/value tile of the given numbers of tokens, the fastest first.
+) -> tuple[tuple[TilePair, float], ...]:
+    """Every query and key/value tile of the given numbers of tokens, with predicted seconds, the fastest first.
 
     Args:
         problem: What the tiles are for.
@@ -37,7 +37,7 @@ def rank_sizes(
         itertools.product(_factorisations(q_size, problem.rank), _factorisations(kv_size, problem.rank))
         for q_size, kv_size in dict.fromkeys(sizes)
     )
-    return tuple(pair for pair, _ in rank(problem, pairs, pass_, calibration))
+    return tuple(rank(problem, pairs, pass_, calibration))
 
 
 def rank(

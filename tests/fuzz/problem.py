@@ -200,7 +200,7 @@ def with_tiles(problem: Fuzzed, rng: np.random.Generator) -> Fuzzed:
 def _tile_pair(problem: Problem, backend: Backend, pass_: Pass, rng: np.random.Generator) -> Any:
     """Tiles of a pass: the backend's own choice, one of its list, or any that it takes."""
     device = devices.default_device()
-    kind = rng.choice(["none", "listed", "any"], p=[0.1, 0.2, 0.7])  # kernels rank their tiles slowly
+    kind = rng.choice(["none", "listed", "any"], p=[0.1, 0.3, 0.6])  # kernels rank their tiles slowly
     if kind == "none":
         return None
     if kind == "any":
@@ -208,8 +208,14 @@ def _tile_pair(problem: Problem, backend: Backend, pass_: Pass, rng: np.random.G
             pair = _tile(rng, problem.rank), _tile(rng, problem.rank)
             if backend.offers(problem, device, pass_, pair):
                 return pair
-    listed = backend.tile_pairs(problem, device, pass_)
-    return listed[int(rng.integers(len(listed)))] if listed else None
+    # Sizes of tiles select kernels: each is as likely, however many shapes it has.
+    by_size: dict[tuple[int, ...], list[Any]] = {}
+    for pair in backend.tile_pairs(problem, device, pass_):
+        by_size.setdefault(tuple(map(math.prod, pair)), []).append(pair)
+    if not by_size:
+        return None
+    listed = list(by_size.values())[int(rng.integers(len(by_size)))]
+    return listed[int(rng.integers(len(listed)))]
 
 
 def _tile(rng: np.random.Generator, rank: int) -> tuple[int, ...]:

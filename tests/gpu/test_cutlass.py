@@ -121,8 +121,8 @@ def test_hopper_comes_first_where_it_can(element_type: str, first: str) -> None:
     device = devices.default_device()
     if device.compute_capability != (9, 0):
         pytest.skip("it is not a Hopper GPU")
-    array = jax.ShapeDtypeStruct((1, 40, 4, 64), element_type)
-    problem = neighborhood_problem(1, array, array, array, 9, 1, 1, False, None, None, None)
+    array = jax.ShapeDtypeStruct((1, 8192, 4, 64), element_type)
+    problem = neighborhood_problem(1, array, array, array, 1024, 1, 1, False, None, None, None)
     assert resolve(Request(problem), device, "forward").backend.family == first
 
 

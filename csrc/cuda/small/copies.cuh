@@ -1,0 +1,188 @@
+// Copies of a region's columns and rows into shared memory, and the order in which a CTA goes over batch entries and
+// heads.
+#pragma once
+
+#include "cuda/sm80/gather.cuh"
+#include "cuda/sm80/shared_tile.cuh"
+#include "cuda/small/plan.cuh"
+
+namespace natten_jax::small {
+
+using sm80::advance;
+using sm80::commit_copies;
+using sm80::copy_async;
+using sm80::shared_address;
+using sm80::wait_copies;
+
+/// A batch entry and one of its query heads.
+struct Item {
+  int head;
+  int of_query;  // batch * queries * heads + head: the item's first row in arrays of a row for each query and head
+  int of_batch;  // batch * keys
+
+  CUTE_DEVICE Item(const CommonParams& p, int number) {
+    int batch;
+    p.by_heads(batch, head, number);
+    of_query = batch * p.queries * p.heads + head;
+    of_batch = batch * p.keys;
+    additional = batch * p.additional_kv;
+  }
+
+  CUTE_DEVICE void next(const CommonParams& p) {
+    ++of_query;
+    if (++head == p.heads) {
+      head = 0;
+      of_query += (p.queries - 1) * p.heads;
+      of_batch += p.keys;
+      additional += p.additional_kv;
+    }
+  }
+
+  CUTE_DEVICE int head_kv(const CommonParams& p) const { return p.by_heads_per_kv.divide(head); }
+
+  /// The first row in arrays of a row for each key and key/value head.
+  CUTE_DEVICE int of_key(const CommonParams& p) const { return of_batch * p.heads_kv + head_kv(p); }
+  CUTE_DEVICE int of_additional(const CommonParams& p) const { return additional * p.heads_kv + head_kv(p); }
+
+ private:
+  int additional;  // batch * additional_kv
+};
+
+/// A row of an array whose rows have `width` elements of 16 bits.
+template <class Byte>
+CUTE_DEVICE Byte* row_of(Byte* array, int row, int width) {
+  using Char = std::conditional_t<std::is_const_v<Byte>, const char, char>;
+  return const_cast<Char*>(advance(static_cast<const char*>(array), row, 2 * width));
+}
+
+/// Starts to copy 16 bytes.
+CUTE_DEVICE void copy_chunk(std::uint32_t destination, const char* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : "r"(destination), "l"(source) : "memory");
+}
+
+/// A thread's part of copying the columns of a region: a chunk of every few of them, out of one of two arrays. A
+/// column's chunks of both lie in a row of shared memory: one address serves all reads.
+template <int kHeadDim>
+struct ColumnCopy {
+  static constexpr int kChunks = kHeadDim / 4, kOfArray = kHeadDim / 8;
+  int chunk, token_bytes;
+  bool is_second, is_active;
+
+  CUTE_DEVICE ColumnCopy(int heads, int first_width, int second_width)
+      : chunk(threadIdx.x % kChunks), is_second(chunk >= kOfArray) {
+    const int width = is_second ? second_width : first_width;
+    token_bytes = heads * 2 * width;
+    is_active = chunk % kOfArray * 8 < width;
+  }
+
+  /// Of two arrays, the thread's.
+  CUTE_DEVICE const char* source(const void* first, const void* second) const {
+    return static_cast<const char*>(is_second ? second : first) + chunk % kOfArray * 16;
+  }
+
+  CUTE_DEVICE void box(const Tables& tables, const char* source, std::uint32_t stage) const {
+    if (!is_active) return;
+    const std::uint32_t flip = (chunk & 7) << 4;
+    stage += (chunk >> 3) * 128;
+    const int step = blockDim.x / kChunks;
+    const int2 *place = tables.places + threadIdx.x / kChunks, *end = tables.places + tables.columns;
+#pragma unroll 4
+    for (; place < end; place += step) {
+      const int2 each = *place;
+      copy_chunk((stage + each.y) ^ flip, advance(source, each.x, token_bytes));
+    }
+  }
+
+  /// Columns that follow each other in both.
+  CUTE_DEVICE void sequence(int columns, const char* source, std::uint32_t additional) const {
+    if (!is_active) return;
+    for (int i = threadIdx.x / kChunks; i < columns; i += blockDim.x / kChunks) {
+      const std::uint32_t row = additional + i * (4 * kHeadDim) + (chunk >> 3) * 128;
+      copy_chunk(row + (((chunk ^ i) & 7) << 4), advance(source, i, token_bytes));
+    }
+  }
+};
+
+/// The rows of a warp's tile, in a buffer for each array.
+template <int kHeadDim>
+struct RowTile {
+  using Tile = sm80::SharedTile<2 * kHeadDim>;
+  static constexpr int kBytes = kRows * Tile::kRowBytes;
+  static constexpr int kPasses = kRows * Tile::kChunks / 32, kStep = 32 / Tile::kChunks;  // rows of a pass
+
+  /// Starts to copy them; `source` is the first row of the item.
+  CUTE_DEVICE static void copy(const int* tokens, const void* source, int heads, int head_dim, std::uint32_t buffer) {
+    const int lane = threadIdx.x % 32, chunk = lane % Tile::kChunks, row = lane / Tile::kChunks;
+    if (chunk * 8 >= head_dim) return;
+    const char* from = static_cast<const char*>(source) + chunk * 16;
+    CUTE_UNROLL
+    for (int i = 0; i < kPasses; ++i) {
+      const int token = tokens[row + i * kStep];
+      if (token >= 0)
+        copy_chunk(buffer + Tile::offset(row + i * kStep, chunk), advance(from, token, heads * head_dim * 2));
+    }
+  }
+
+  /// Rounds a warp's accumulators times a factor for each of a lane's two rows, and writes them by way of a buffer.
+  template <class Element>
+  CUTE_DEVICE static void store(const float (&o)[kHeadDim / 8][4], float low, float high, const int* tokens,
+                                void* destination, int heads, int head_dim, std::uint32_t buffer) {
+    const int lane = threadIdx.x % 32, chunk = lane % Tile::kChunks, row = lane / Tile::kChunks;
+    const typename Tile::Lane own(buffer, lane / 4, 0);
+    __syncwarp();
+    CUTE_UNROLL
+    for (int i = 0; i < kHeadDim / 8; ++i) {
+      const std::uint32_t at = own.at(0, i) + lane % 4 * 4;
+      sm80::store_word(at, pack<Element>(o[i][0] * low, o[i][1] * low));
+      sm80::store_word(at + 8 * Tile::kRowBytes, pack<Element>(o[i][2] * high, o[i][3] * high));
+    }
+    __syncwarp();
+    if (chunk * 8 >= head_dim) return;
+    const char* to = static_cast<const char*>(destination) + chunk * 16;
+    CUTE_UNROLL
+    for (int i = 0; i < kPasses; ++i) {
+      const int token = tokens[row + i * kStep];
+      const uint4 words = sm80::load_chunk(buffer + Tile::offset(row + i * kStep, chunk));
+      if (token >= 0) *reinterpret_cast<uint4*>(const_cast<char*>(advance(to, token, heads * head_dim * 2))) = words;
+    }
+  }
+};
+
+/// Fills the stages with zeros: what no copy writes is read, and counts as nothing.
+CUTE_DEVICE void clear_stages(const Region& region, char* stages) {
+#pragma unroll 4
+  for (int i = threadIdx.x * 16; i < region.stages * region.shared.stage_bytes; i += blockDim.x * 16) {
+    *reinterpret_cast<uint4*>(stages + i) = make_uint4(0, 0, 0, 0);
+  }
+}
+
+/// Goes over a CTA's batch entries and heads: `load(item, stage)` starts copies, `compute(item, stage)` uses them. With
+/// two stages the next item is loaded while this one is computed.
+template <class Load, class Compute>
+CUTE_DEVICE void for_items(const CommonParams& p, std::uint32_t stages, const Load& load, const Compute& compute) {
+  const int first = blockIdx.y * p.items_of_cta, count = min(p.items_of_cta, p.items - first);
+  const std::uint32_t step = p.region.stages > 1 ? p.region.shared.stage_bytes : 0;
+  Item item(p, first), loaded = item;
+  load(loaded, stages);
+  commit_copies();
+  for (int i = 0; i < count; ++i) {
+    const std::uint32_t stage = stages + (i & 1) * step;
+    const bool is_more = i + 1 < count;
+    const auto load_next = [&] {
+      loaded.next(p);
+      load(loaded, stages + (~i & 1) * step);
+      commit_copies();
+    };
+    wait_copies<0>();
+    __syncthreads();
+    if (step > 0 && is_more) load_next();
+    compute(item, stage);
+    item.next(p);
+    if (step == 0 && is_more) {
+      __syncthreads();
+      load_next();
+    }
+  }
+}
+
+}  // namespace natten_jax::small

@@ -1,0 +1,37 @@
+// The form of the portable kernels for small windows, and what it takes. Plain numbers: launches choose by them, and
+// Python reads them in every build.
+#pragma once
+
+namespace natten_jax::small {
+
+/// Rows of a warp's tile: queries, or keys where the kernel owns keys.
+inline constexpr int kRows = 16;
+
+/// Columns of a group, which the matrix units take at a time: tokens of the other side.
+inline constexpr int kColumns = 8;
+
+/// Widths that kernels are compiled for; narrower heads are padded with zeros in shared memory.
+inline constexpr int kHeadDims[] = {32, 64, 128};
+inline constexpr int kLargestHeadDim = 128;
+
+/// What the kernels are for.
+enum class Kernel { kForward, kQueryGradient, kKeyValueGradient };
+
+/// Most warps of a CTA, and the warps of a multiprocessor that there are registers for.
+struct Warps {
+  int of_cta, resident;
+};
+
+constexpr Warps warps_of(Kernel kernel, int head_dim) {
+  switch (kernel) {
+    case Kernel::kForward:
+      return head_dim == 32 ? Warps{12, 24} : head_dim == 64 ? Warps{8, 16} : Warps{12, 12};
+    case Kernel::kQueryGradient:
+      return head_dim == 32 ? Warps{10, 20} : Warps{12, 12};
+    case Kernel::kKeyValueGradient:
+      return head_dim == 32 ? Warps{8, 16} : Warps{8, 8};
+  }
+  return {0, 0};
+}
+
+}  // namespace natten_jax::small

@@ -1,0 +1,196 @@
+// Forward neighborhood attention for small windows: a warp owns 16 queries, a CTA a region of them, whose keys and
+// values it loads once for each batch entry and head.
+//
+// Weights are relative to no logit at all (bfloat16), or to one in the middle of the window (float16), so that nothing
+// is rescaled. Where the sum of a row's weights then comes out so large or so small that digits may have been lost, its
+// tile is computed once more, relative to the largest logits.
+#pragma once
+
+#include <cmath>
+
+#include "cuda/common/arithmetic.cuh"
+#include "cuda/small/products.cuh"
+#include "natten_jax/logsumexp.h"
+
+namespace natten_jax::small {
+
+/// Between which sums of weights none of them has lost digits, given what an element type can hold.
+template <class Element>
+struct TrustedSums {
+  static constexpr bool kHasReference = false;
+  static constexpr float kLeast = 0x1p-60f, kMost = 0x1p60f;
+};
+template <>
+struct TrustedSums<cutlass::half_t> {
+  static constexpr bool kHasReference = true;
+  static constexpr float kLeast = 0x1p-6f, kMost = 0x1p15f;
+};
+
+/// A warp's results: sums of weighted values, and of weights, of the lane's columns until they are finished; what the
+/// weights of a lane's two rows are relative to.
+template <int kHeadDim>
+struct TileOutput {
+  float o[kHeadDim / 8][4] = {};
+  float sum[4] = {};
+  float shift[2] = {};
+
+  CUTE_DEVICE float row_sum(int r) const {
+    float result = sum[2 * r] + sum[2 * r + 1];
+    result += __shfl_xor_sync(0xffffffffu, result, 1);
+    return result + __shfl_xor_sync(0xffffffffu, result, 2);
+  }
+};
+
+/// Adds a pair of groups, given its weights.
+template <class Element, int kHeadDim>
+CUTE_DEVICE void add_pair(TileOutput<kHeadDim>& result, const PairLogits& weights, const PairPlace& pair) {
+  std::uint32_t a[4];
+  CUTE_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const float low = weights[i / 2][i % 2 * 2], high = weights[i / 2][i % 2 * 2 + 1];
+    a[i] = pack<Element>(low, high);
+    result.sum[i % 2 * 2] += low;
+    result.sum[i % 2 * 2 + 1] += high;
+  }
+  add_columns<Element, kHeadDim, true>(result.o, a, pair);
+}
+
+/// log2(x) to about 2^-22; -infinity of zero.
+CUTE_DEVICE float log2_approximately(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// The largest of a row's numbers in the four lanes that share it.
+CUTE_DEVICE float largest_of_row(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+/// Results relative to the largest logits, whatever these are.
+template <class Element, int kHeadDim, class Queries>
+CUTE_DEVICE void compute_exactly(TileOutput<kHeadDim>& result, const Queries& queries, const TilePlan& tile,
+                                 const Tables& tables, int additional_pairs, std::uint32_t stage, float factor) {
+  float largest[2] = {-INFINITY, -INFINITY};
+  for_pairs<1>(tile, tables, additional_pairs, stage, [&](const PairPlace& pair, std::uint32_t masks) {
+    PairLogits x;
+    multiply_columns<Element, kHeadDim, false>(x, queries, pair);
+    CUTE_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      const int e = i % 4;
+      if (hiding(masks << (i / 4 * 4), e) == 0.f) largest[e / 2] = fmaxf(largest[e / 2], x[i / 4][e]);
+    }
+  });
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    largest[r] = largest_of_row(largest[r]);
+    if (largest[r] == -INFINITY) largest[r] = 0.f;
+  }
+  result = {};
+  for_pairs<1>(tile, tables, additional_pairs, stage, [&](const PairPlace& pair, std::uint32_t masks) {
+    PairLogits x;
+    multiply_columns<Element, kHeadDim, false>(x, queries, pair);
+    CUTE_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      float& each = x[i / 4][i % 4];
+      // Not by a sum with something large: what is hidden may be infinite, or no number at all.
+      const bool is_hidden = hiding(masks << (i / 4 * 4), i % 4) != 0.f;
+      each = is_hidden ? 0.f : fast_exp2((each - largest[i % 4 / 2]) * factor);
+    }
+    add_pair<Element, kHeadDim>(result, x, pair);
+  });
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) result.shift[r] = largest[r];
+}
+
+template <class Element, int kHeadDim>
+__global__ void __launch_bounds__(32 * warps_of(Kernel::kForward, kHeadDim).of_cta,
+                                  warps_of(Kernel::kForward, kHeadDim).resident /
+                                      warps_of(Kernel::kForward, kHeadDim).of_cta)
+    natten_jax_small_forward(const __grid_constant__ ForwardParams p) {
+  using Sums = TrustedSums<Element>;
+  using Rows = RowTile<kHeadDim>;
+  extern __shared__ __align__(128) char raw[];
+  Tables tables;
+  TilePlan tile;
+  if (!make_plan<kHeadDim, false>(p, raw, tables, tile)) return;
+  clear_stages(p.region, tables.stages);
+  __syncthreads();
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, additional_pairs = (p.additional_kv + 15) / 16;
+  const std::uint32_t rows = p.region.shared.rows + warp * Rows::kBytes;
+  const ColumnCopy<kHeadDim> copy(p.heads_kv, p.head_dim, p.head_dim_v);
+  const float factor = p.scale * kLog2E;
+
+  const auto load = [&](const Item& item, std::uint32_t stage) {
+    Rows::copy(tables.row_tokens, row_of(p.query, item.of_query, p.head_dim), p.heads, p.head_dim, stage + rows);
+    const int of_key = item.of_key(p);
+    copy.box(tables, copy.source(row_of(p.key, of_key, p.head_dim), row_of(p.value, of_key, p.head_dim_v)), stage);
+    if (p.additional_kv > 0) {
+      const int of_additional = item.of_additional(p);
+      copy.sequence(p.additional_kv,
+                    copy.source(row_of(p.additional_keys, of_additional, p.head_dim),
+                                row_of(p.additional_values, of_additional, p.head_dim_v)),
+                    stage + p.region.shared.additional);
+    }
+  };
+  const auto compute = [&](const Item& item, std::uint32_t stage) {
+    if (!tile.has_rows) return;
+    const RowOperand<Element, kHeadDim> queries(stage + rows);
+    TileOutput<kHeadDim> result;
+    if constexpr (Sums::kHasReference) {
+      if (tile.pairs > 0) {
+        PairLogits x;
+        const std::uint32_t middle = tables.offsets[tile.pairs / 2];
+        multiply_columns<Element, kHeadDim, false>(x, queries, {stage + tile.lanes.across + middle, 0, middle});
+        CUTE_UNROLL
+        for (int r = 0; r < 2; ++r) {
+          result.shift[r] =
+              largest_of_row(fmaxf(fmaxf(x[0][2 * r], x[0][2 * r + 1]), fmaxf(x[1][2 * r], x[1][2 * r + 1])));
+        }
+      }
+    }
+    for_pairs<kHeadDim <= 64 ? 2 : 1>(tile, tables, additional_pairs, stage,
+                                      [&](const PairPlace& pair, std::uint32_t masks) {
+                                        PairLogits x;
+                                        multiply_columns<Element, kHeadDim, false>(x, queries, pair);
+                                        CUTE_UNROLL
+                                        for (int i = 0; i < 8; ++i) {
+                                          float& each = x[i / 4][i % 4];
+                                          if constexpr (Sums::kHasReference) each -= result.shift[i % 4 / 2];
+                                          each = fast_exp2(fmaf(each, factor, hiding(masks << (i / 4 * 4), i % 4)));
+                                        }
+                                        add_pair<Element, kHeadDim>(result, x, pair);
+                                      });
+    const int tokens[2] = {tables.row_tokens[lane / 4], tables.row_tokens[lane / 4 + 8]};
+    float sums[2] = {result.row_sum(0), result.row_sum(1)};
+    bool is_trusted = true;
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) is_trusted &= tokens[r] < 0 || (sums[r] >= Sums::kLeast && sums[r] <= Sums::kMost);
+    if (__any_sync(0xffffffffu, !is_trusted)) {
+      compute_exactly<Element, kHeadDim>(result, queries, tile, tables, additional_pairs, stage, factor);
+      sums[0] = result.row_sum(0);
+      sums[1] = result.row_sum(1);
+    }
+    // One lane writes what is known of its first row, its neighbor what is known of the second.
+    const bool is_second = lane % 2 != 0;
+    const int token = is_second ? tokens[1] : tokens[0];
+    if (lane % 4 < 2 && token >= 0) {
+      const float sum = is_second ? sums[1] : sums[0], shift = is_second ? result.shift[1] : result.shift[0],
+                  log2_sum = log2_approximately(sum);
+      const float logsumexp = sum == 0.f ? -INFINITY : fmaf(__fmul_rn(shift, factor), kLn2, log2_sum * kLn2);
+      const int at = item.of_query + token * p.heads;
+      p.logsumexp[at] = logsumexp;
+      if (p.remainder != nullptr) {
+        p.remainder[at] = sum == 0.f ? 0.f : logsumexp_remainder(logsumexp, shift, factor, log2_sum);
+      }
+    }
+    const auto normalisation = [](float sum) { return sum == 0.f ? 0.f : fast_reciprocal(sum); };
+    Rows::template store<Element>(result.o, normalisation(sums[0]), normalisation(sums[1]), tables.row_tokens,
+                                  row_of(p.out, item.of_query, p.head_dim_v), p.heads, p.head_dim_v, stage + rows);
+  };
+  for_items(p, shared_address(tables.stages), load, compute);
+}
+
+}  // namespace natten_jax::small

@@ -1,0 +1,14 @@
+// Instantiates the kernel for one element type.
+#pragma once
+
+#include "cuda/small/forward.cuh"
+#include "cuda/small/kernels.h"
+
+namespace natten_jax::small {
+
+template <class Element, int kHeadDim>
+cudaError_t launch_forward(const ForwardParams& params, const LaunchShape& shape) {
+  return launch(natten_jax_small_forward<Element, kHeadDim>, shape, params);
+}
+
+}  // namespace natten_jax::small

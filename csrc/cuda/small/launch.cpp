@@ -1,0 +1,184 @@
+#include "cuda/small/launch.h"
+
+#include <algorithm>
+#include <limits>
+#include <string>
+#include <utility>
+
+#include "cuda/common/arithmetic.cuh"
+#include "cuda/common/cuda_status.h"
+#include "cuda/common/element_types.h"
+#include "cuda/common/geometry.h"
+#include "cuda/small/kernels.h"
+#include "cuda/small/region.h"
+
+namespace natten_jax::small {
+namespace {
+
+cudaError_t read_device(Device& result) {
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  for (const auto& [value, attribute] :
+       {std::pair{&result.shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin},
+        std::pair{&result.shared_memory_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor},
+        std::pair{&result.shared_memory_reserved, cudaDevAttrReservedSharedMemoryPerBlock},
+        std::pair{&result.multiprocessors, cudaDevAttrMultiProcessorCount}}) {
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, device);
+  }
+  return error;
+}
+
+/// Tokens between neighbors of a dimension of an array.
+std::int64_t pitch_of(const Problem& problem, int dimension, bool is_query) {
+  std::int64_t pitch = 1;
+  for (int d = dimension + 1; d < kRank; ++d) {
+    const Axis& axis = problem.axes[d];
+    pitch *= is_query ? axis.query.local_extent : axis.kv.local_extent;
+  }
+  return pitch;
+}
+
+/// Splits the items among CTAs: so many for each region that all are done at about the same time. Each CTA plans its
+/// region, which takes about as long as half an item.
+int items_of_cta(std::int64_t items, std::int64_t regions, std::int64_t slots) {
+  double least = std::numeric_limits<double>::max();
+  std::int64_t best = items;
+  const std::int64_t most = std::min<std::int64_t>(items, 65535);
+  for (std::int64_t chunks = 1; chunks <= most; ++chunks) {
+    const std::int64_t each = (items + chunks - 1) / chunks;
+    const std::int64_t ctas = regions * ((items + each - 1) / each);
+    const double rounds = ctas <= slots ? 1. : std::max(1. * ctas / slots + .25, 1.);
+    const double time = rounds * (static_cast<double>(each) + .5);
+    if (time < least) {
+      least = time;
+      best = each;
+    }
+    if (ctas > 4 * slots) break;
+  }
+  return static_cast<int>(best);
+}
+
+/// Fills in what all kernels have, and how they are launched.
+Status prepare(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
+               Kernel kernel, const std::int32_t* origins, cudaStream_t stream, CommonParams& p, LaunchShape& shape) {
+  Device device{};
+  if (const auto error = read_device(device)) return status_of(error);
+  if (Status status = choose_region(problem, rows, columns, kernel, origins != nullptr, device, p.region);
+      status.failed()) {
+    return status;
+  }
+  const std::int64_t items = problem.batch * problem.heads;
+  std::int64_t regions = 1;
+  for (int i = 0; i < kRank; ++i) {
+    const int d = p.region.dimension[i];
+    p.axis[i] = device_axis(problem.axes[d], rows[d], columns[d]);
+    p.query_pitch[i] = static_cast<int>(pitch_of(problem, d, true));
+    p.kv_pitch[i] = static_cast<int>(pitch_of(problem, d, false));
+    regions = saturating_product(regions, saturating_product(p.axis[i].dilation, p.region.regions[i]));
+  }
+  if (regions > kMostTiles) return Status::invalid_argument("the problem has more than 2^30 regions");
+  p.origins = origins;
+  p.queries = static_cast<int>(problem.queries());
+  p.keys = static_cast<int>(problem.keys());
+  p.heads = static_cast<int>(problem.heads);
+  p.heads_kv = static_cast<int>(problem.heads_kv);
+  p.head_dim = static_cast<int>(problem.head_dim);
+  p.head_dim_v = static_cast<int>(problem.head_dim_v);
+  p.additional_kv = static_cast<int>(problem.additional_kv);
+  p.scale = problem.scale;
+  p.by_heads = cutlass::FastDivmod(p.heads);
+  p.by_heads_per_kv = cutlass::FastDivmod(static_cast<int>(problem.heads_per_kv()));
+  p.items = static_cast<int>(items);
+  // The query heads that share a key/value head are one item where their gradients are added up.
+  const std::int64_t together = kernel == Kernel::kKeyValueGradient ? problem.heads_per_kv() : 1;
+  const std::int64_t slots = std::int64_t{device.multiprocessors} * std::max(p.region.ctas, 1);
+  p.items_of_cta = static_cast<int>(items_of_cta(items / together, regions, slots) * together);
+  const std::int64_t chunks = (items + p.items_of_cta - 1) / p.items_of_cta;
+  shape = {dim3(static_cast<unsigned>(regions), static_cast<unsigned>(chunks)), 32 * p.region.warps,
+           p.region.shared.bytes, stream};
+  return {};
+}
+
+/// Calls `call` with an element and the compiled width of heads.
+template <class Call>
+Status with_form(const Problem& problem, const Call& call) {
+  const cudaError_t error = with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
+    using Element = ElementOf<type>;
+    switch (compiled_head_dim(problem)) {
+      case 32:
+        return call(Element{}, std::integral_constant<int, 32>{});
+      case 64:
+        return call(Element{}, std::integral_constant<int, 64>{});
+      default:
+        return call(Element{}, std::integral_constant<int, 128>{});
+    }
+  });
+  return status_of(error);
+}
+
+Status check_elements(const Problem& problem) {
+  if (element_bytes(problem.element_type) == 2) return {};
+  return Status::invalid_argument("the form for small windows takes elements of 16 bits");
+}
+
+}  // namespace
+
+Status run_forward(const Problem& problem, const TileShapes& tiles, const ForwardArrays& arrays, cudaStream_t stream) {
+  if (Status status = check_elements(problem); status.failed()) return status;
+  ForwardParams p{};
+  LaunchShape shape{};
+  if (Status status = prepare(problem, tiles.query, tiles.kv, Kernel::kForward, arrays.origins, stream, p, shape);
+      status.failed()) {
+    return status;
+  }
+  p.query = arrays.query;
+  p.key = arrays.key;
+  p.value = arrays.value;
+  p.additional_keys = arrays.additional_keys;
+  p.additional_values = arrays.additional_values;
+  p.out = arrays.out;
+  p.logsumexp = arrays.logsumexp;
+  p.remainder = arrays.remainder;
+  return with_form(problem,
+                   [&](auto element, auto head_dim) { return launch_forward<decltype(element), head_dim>(p, shape); });
+}
+
+Status run_backward(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays,
+                    cudaStream_t stream) {
+  if (Status status = check_elements(problem); status.failed()) return status;
+  if (problem.additional_kv > 0) {
+    return Status::invalid_argument(kNoAdditionalKeys);
+  }
+  BackwardParams p{};
+  p.query = arrays.query;
+  p.key = arrays.key;
+  p.value = arrays.value;
+  p.out = arrays.out;
+  p.out_cotangent = arrays.out_cotangent;
+  p.logsumexp = arrays.logsumexp;
+  p.remainder = arrays.remainder;
+  p.logsumexp_cotangent = arrays.logsumexp_cotangent;
+  p.statistics = reinterpret_cast<float2*>(arrays.statistics);
+  p.query_gradient = arrays.query_gradient;
+  p.key_gradient = arrays.key_gradient;
+  p.value_gradient = arrays.value_gradient;
+  BackwardParams of_keys = p;
+  LaunchShape shape{}, shape_of_keys{};
+  // Windows of queries and those of keys are alike: queries take the shapes of tiles that keys have.
+  if (Status status = prepare(problem, tiles.kv, tiles.query, Kernel::kQueryGradient, arrays.origins, stream, p, shape);
+      status.failed()) {
+    return status;
+  }
+  if (Status status = prepare(problem, tiles.kv, tiles.query, Kernel::kKeyValueGradient, arrays.origins, stream,
+                              of_keys, shape_of_keys);
+      status.failed()) {
+    return status;
+  }
+  return with_form(problem, [&](auto element, auto head_dim) {
+    const cudaError_t error = launch_query_gradient<decltype(element), head_dim>(p, shape);
+    return error != cudaSuccess ? error
+                                : launch_key_value_gradient<decltype(element), head_dim>(of_keys, shape_of_keys);
+  });
+}
+
+}  // namespace natten_jax::small

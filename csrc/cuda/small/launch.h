@@ -1,0 +1,50 @@
+// Launches the kernels for small windows; the interface between the FFI handlers and csrc/cuda/small.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "natten_jax/problem.h"
+#include "natten_jax/status.h"
+
+namespace natten_jax::small {
+
+/// Device pointers of one call.
+struct ForwardArrays {
+  const void* query;
+  const void* key;
+  const void* value;
+  const void* additional_keys;
+  const void* additional_values;
+  const std::int32_t* origins;
+  void* out;
+  float* logsumexp;
+  float* remainder;  ///< Of the logsumexp (natten_jax/logsumexp.h); null where nobody wants it.
+};
+
+/// Device pointers of one backward call.
+struct BackwardArrays {
+  const void* query;
+  const void* key;
+  const void* value;
+  const std::int32_t* origins;
+  const float* logsumexp;
+  const float* remainder;  ///< Null: zeros.
+  const void* out;
+  const void* out_cotangent;
+  const float* logsumexp_cotangent;
+  void* query_gradient;
+  void* key_gradient;
+  void* value_gradient;
+  float* statistics;  ///< Scratch: [batch, tokens, heads, 2].
+};
+
+/// Runs the forward pass on a stream. Query tiles have 16 tokens, key/value tiles 8.
+Status run_forward(const Problem& problem, const TileShapes& tiles, const ForwardArrays& arrays, cudaStream_t stream);
+
+/// Runs the backward pass likewise. Key/value tiles have 16 tokens, query tiles 8. Results are reproducible. There are
+/// no additional keys.
+Status run_backward(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays, cudaStream_t stream);
+
+}  // namespace natten_jax::small

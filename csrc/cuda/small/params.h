@@ -1,0 +1,59 @@
+// What the kernels for small windows are launched with, passed by value.
+#pragma once
+
+#include <cutlass/fast_math.h>
+
+#include <cstdint>
+
+#include "cuda/common/device_axis.h"
+#include "cuda/small/region.h"
+
+namespace natten_jax::small {
+
+/// A region's numbers and the problem's, for all kernels.
+struct CommonParams {
+  Region region;
+  DeviceAxis axis[kRank];  // in the order of the region's dimensions
+  int query_pitch[kRank];  // tokens between neighbors of a dimension
+  int kv_pitch[kRank];
+  const std::int32_t* origins;  // [2, 3]: query origin, key/value origin; null: zeros
+  int queries;                  // per batch entry
+  int keys;
+  int heads;
+  int heads_kv;
+  int head_dim;
+  int head_dim_v;
+  int additional_kv;
+  int items;         // batch entries times query heads
+  int items_of_cta;  // that follow each other
+  float scale;
+  cutlass::FastDivmod by_heads, by_heads_per_kv;
+};
+
+struct ForwardParams : CommonParams {
+  const void* query;
+  const void* key;
+  const void* value;
+  const void* additional_keys;
+  const void* additional_values;
+  void* out;
+  float* logsumexp;
+  float* remainder;  // of the logsumexp, or null
+};
+
+struct BackwardParams : CommonParams {
+  const void* query;
+  const void* key;
+  const void* value;
+  const void* out;
+  const void* out_cotangent;
+  const float* logsumexp;
+  const float* remainder;            // null: zeros
+  const float* logsumexp_cotangent;  // null: zeros
+  float2* statistics;  // of each query and head: the logsumexp in base 2, NaN where its remainder counts; and delta
+  void* query_gradient;
+  void* key_gradient;
+  void* value_gradient;
+};
+
+}  // namespace natten_jax::small

@@ -1,0 +1,132 @@
+// A warp's products of its 16 rows with pairs of groups of columns.
+#pragma once
+
+#include "cuda/sm80/products.cuh"
+#include "cuda/small/copies.cuh"
+
+namespace natten_jax::small {
+
+/// A warp's rows as the first operand of products.
+template <class Element, int kHeadDim>
+struct RowOperand {
+  using Product = sm80::HalfProduct<Element>;
+  using Tile = typename RowTile<kHeadDim>::Tile;
+  static constexpr int kSteps = kHeadDim / 16;
+  static constexpr bool kInRegisters = kHeadDim <= 64;
+
+  typename Product::A a[kInRegisters ? kSteps : 1];
+  std::uint32_t buffer;
+
+  CUTE_DEVICE explicit RowOperand(std::uint32_t buffer) : buffer(buffer) {
+    if constexpr (kInRegisters) {
+      const typename Product::template ReadA<Tile> read(buffer, 0);
+      CUTE_UNROLL
+      for (int step = 0; step < kSteps; ++step) read(a[step], 0, step);
+    }
+  }
+
+  CUTE_DEVICE typename Product::A operator()(int step) const {
+    if constexpr (kInRegisters) return a[step];
+    typename Product::A result;
+    const typename Product::template ReadA<Tile> read(buffer, 0);
+    read(result, 0, step);
+    return result;
+  }
+};
+
+/// The accumulators of a pair of groups.
+using PairLogits = float[2][4];
+
+/// Where a lane reads a pair's columns.
+struct PairPlace {
+  std::uint32_t across, along;  // as in Lanes
+  std::uint32_t offset;         // in a stage
+};
+
+/// Where a lane reads chunks 2 * step and 2 * step + 1 of a pair's columns.
+CUTE_DEVICE std::uint32_t step_address(std::uint32_t address, int step) {
+  return (address ^ (step % 4 * 32)) + step / 4 * 128;
+}
+
+/// Products of the rows with one array of a pair's columns: the first one, or the second.
+template <class Element, int kHeadDim, bool kIsSecond>
+CUTE_DEVICE void multiply_columns(PairLogits& x, const RowOperand<Element, kHeadDim>& rows, const PairPlace& pair) {
+  using Instruction = sm80::HalfInstruction<Element>;
+  constexpr int kSteps = kHeadDim / 16;
+  CUTE_UNROLL
+  for (int step = 0; step < kSteps; ++step) {
+    std::uint32_t r[4];
+    sm80::load_matrices(r, step_address(pair.across, step + (kIsSecond ? kSteps : 0)));
+    const auto a = rows(step);
+    CUTE_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      Instruction::fma(x[h][0], x[h][1], x[h][2], x[h][3], a.r[0], a.r[1], a.r[2], a.r[3], r[2 * h], r[2 * h + 1],
+                       step == 0 ? 0.f : x[h][0], step == 0 ? 0.f : x[h][1], step == 0 ? 0.f : x[h][2],
+                       step == 0 ? 0.f : x[h][3]);
+    }
+  }
+}
+
+/// o += weights * one array of a pair's columns.
+template <class Element, int kHeadDim, bool kIsSecond>
+CUTE_DEVICE void add_columns(float (&o)[kHeadDim / 8][4], const std::uint32_t (&a)[4], const PairPlace& pair) {
+  using Instruction = sm80::HalfInstruction<Element>;
+  constexpr int kSteps = kHeadDim / 16;
+  CUTE_UNROLL
+  for (int step = 0; step < kSteps; ++step) {
+    std::uint32_t r[4];
+    sm80::load_matrices_transposed(r, step_address(pair.along, step + (kIsSecond ? kSteps : 0)));
+    CUTE_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      float (&c)[4] = o[2 * step + h];
+      Instruction::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], r[2 * h], r[2 * h + 1], c[0], c[1], c[2], c[3]);
+    }
+  }
+}
+
+/// What is added to an exponent, for the element of a group's four that a lane holds: nothing where it is seen, and
+/// -2^127 where a mask's top bit says that it is not.
+CUTE_DEVICE float hiding(std::uint32_t masks, int element) {
+  // A selector's top bit replicates the sign of a byte, which __byte_perm cannot.
+  std::uint32_t result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(masks), "r"(0), "r"(0x8444 + 0x1000 * element));
+  return __uint_as_float(result);
+}
+
+/// Two elements of a lane's first row of a group, or of its second, that are hidden: ones in their halves.
+CUTE_DEVICE std::uint32_t hidden_halves(std::uint32_t masks, int row) {
+  std::uint32_t result;
+  asm("prmt.b32 %0, %1, %1, %2;" : "=r"(result) : "r"(masks), "r"(row == 0 ? 0x9988 : 0xbbaa));
+  return result;
+}
+
+/// A lane's byte of masks for a pair of groups as a word: the bits of the first group's four elements are the top ones
+/// of its bytes, and those of the second group follow four bits below.
+CUTE_DEVICE std::uint32_t spread_bits(std::uint8_t bits) {
+  return bits * (1u | 1u << 9 | 1u << 18 | 1u << 27);
+}
+
+/// Calls `call(pair, masks)` for each pair of groups of a tile: where it lies in a stage, and which of its elements are
+/// hidden, as `hiding` and `hidden_halves` take it for the first group and, four bits higher, for the second.
+template <int kUnrolled, class Call>
+CUTE_DEVICE void for_pairs(const TilePlan& tile, const Tables& tables, int additional_pairs, std::uint32_t stage,
+                           const Call& call) {
+  const std::uint32_t* offset = tables.offsets;
+  const std::uint8_t* bits = tables.masks;
+  // Additional columns lie elsewhere: one loop serves both.
+  CUTE_NO_UNROLL
+  for (int part = 0; part < 2; ++part) {
+    const int pairs = part == 0 ? tile.pairs : additional_pairs;
+    const Lanes& lanes = part == 0 ? tile.lanes : tile.lanes_additional;
+    const std::uint32_t across = stage + lanes.across, along = stage + lanes.along;
+#pragma unroll kUnrolled
+    for (int i = 0; i < pairs; ++i) {
+      const std::uint32_t at = offset[i];
+      call(PairPlace{across + at, along + at, at}, spread_bits(bits[32 * i]));
+    }
+    offset += pairs;
+    bits += 32 * pairs;
+  }
+}
+
+}  // namespace natten_jax::small

@@ -1,0 +1,118 @@
+// Query gradients for small windows: as the forward pass, a warp owns 16 queries. It also works out what the kernel of
+// key and value gradients needs to know of them.
+#pragma once
+
+#include <cmath>
+
+#include "cuda/common/arithmetic.cuh"
+#include "cuda/small/products.cuh"
+#include "natten_jax/logsumexp.h"
+
+namespace natten_jax::small {
+
+/// Sums of products of two rows of each lane, as RowOperand has them, over the four lanes that share a row.
+template <class Element, int kHeadDim>
+CUTE_DEVICE void multiply_rows(float (&sum)[2], const RowOperand<Element, kHeadDim>& a,
+                               const RowOperand<Element, kHeadDim>& b) {
+  using Pair = typename ElementTraits<Element>::Pair;
+  CUTE_UNROLL
+  for (int step = 0; step < kHeadDim / 16; ++step) {
+    const auto of_a = a(step), of_b = b(step);
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      float2 u, v;
+      if constexpr (std::is_same_v<Element, cutlass::half_t>) {
+        u = __half22float2(reinterpret_cast<const Pair&>(of_a.r[i]));
+        v = __half22float2(reinterpret_cast<const Pair&>(of_b.r[i]));
+      } else {
+        u = __bfloat1622float2(reinterpret_cast<const Pair&>(of_a.r[i]));
+        v = __bfloat1622float2(reinterpret_cast<const Pair&>(of_b.r[i]));
+      }
+      sum[i % 2] = fmaf(u.x, v.x, fmaf(u.y, v.y, sum[i % 2]));
+    }
+  }
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
+    sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
+  }
+}
+
+template <class Element, int kHeadDim>
+__global__ void __launch_bounds__(32 * warps_of(Kernel::kQueryGradient, kHeadDim).of_cta,
+                                  warps_of(Kernel::kQueryGradient, kHeadDim).resident /
+                                      warps_of(Kernel::kQueryGradient, kHeadDim).of_cta)
+    natten_jax_small_query_gradient(const __grid_constant__ BackwardParams p) {
+  using Rows = RowTile<kHeadDim>;
+  using Operand = RowOperand<Element, kHeadDim>;
+  extern __shared__ __align__(128) char raw[];
+  Tables tables;
+  TilePlan tile;
+  if (!make_plan<kHeadDim, false>(p, raw, tables, tile)) return;
+  clear_stages(p.region, tables.stages);
+  __syncthreads();
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const std::uint32_t buffer = p.region.warps * Rows::kBytes, rows = p.region.shared.rows + warp * Rows::kBytes;
+  const ColumnCopy<kHeadDim> copy(p.heads_kv, p.head_dim, p.head_dim_v);
+  const float factor = p.scale * kLog2E;
+
+  const auto load = [&](const Item& item, std::uint32_t stage) {
+    const auto copy_rows = [&](const void* array, int width, int number) {
+      Rows::copy(tables.row_tokens, row_of(array, item.of_query, width), p.heads, width,
+                 stage + rows + number * buffer);
+    };
+    copy_rows(p.query, p.head_dim, 0);
+    copy_rows(p.out_cotangent, p.head_dim_v, 1);
+    copy_rows(p.out, p.head_dim_v, 2);
+    const int of_key = item.of_key(p);
+    copy.box(tables, copy.source(row_of(p.key, of_key, p.head_dim), row_of(p.value, of_key, p.head_dim_v)), stage);
+  };
+  const auto compute = [&](const Item& item, std::uint32_t stage) {
+    if (!tile.has_rows) return;
+    const Operand queries(stage + rows), cotangents(stage + rows + buffer);
+    float logsumexp[2] = {}, remainder[2] = {}, delta[2] = {};
+    multiply_rows(delta, cotangents, Operand(stage + rows + 2 * buffer));
+    bool is_large = false;
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const int token = tables.row_tokens[lane / 4 + 8 * r];
+      if (token < 0) continue;
+      const int at = item.of_query + token * p.heads;
+      logsumexp[r] = base2_logsumexp(p.logsumexp[at]);
+      if (p.logsumexp_cotangent != nullptr) delta[r] -= p.logsumexp_cotangent[at];
+      const bool is_row_large = has_remainder<Element>(logsumexp[r]);
+      if (is_row_large && p.remainder != nullptr) remainder[r] = p.remainder[at];
+      is_large |= is_row_large;
+      if (lane % 4 == 0) p.statistics[at] = make_float2(is_row_large ? NAN : logsumexp[r], delta[r]);
+    }
+    float gradient[kHeadDim / 8][4] = {};
+    const auto differentiate = [&](auto weight) {
+      for_pairs<1>(tile, tables, 0, stage, [&](const PairPlace& pair, std::uint32_t masks) {
+        PairLogits x, y;
+        multiply_columns<Element, kHeadDim, false>(x, queries, pair);
+        multiply_columns<Element, kHeadDim, true>(y, cotangents, pair);
+        std::uint32_t a[4];
+        CUTE_UNROLL
+        for (int i = 0; i < 4; ++i) {
+          const int h = i / 2, r = i % 2;
+          a[i] = pack<Element>(weight(x[h][2 * r], r) * (y[h][2 * r] - delta[r]),
+                               weight(x[h][2 * r + 1], r) * (y[h][2 * r + 1] - delta[r])) &
+                 ~hidden_halves(masks << (4 * h), r);
+        }
+        add_columns<Element, kHeadDim, false>(gradient, a, pair);
+      });
+    };
+    if (__any_sync(0xffffffffu, is_large)) {
+      differentiate([&](float x, int r) { return weight_of_large(x, factor, logsumexp[r], remainder[r]); });
+    } else {
+      differentiate([&](float x, int r) { return fast_exp2(fmaf(x, factor, -logsumexp[r])); });
+    }
+    Rows::template store<Element>(gradient, p.scale, p.scale, tables.row_tokens,
+                                  row_of(p.query_gradient, item.of_query, p.head_dim), p.heads, p.head_dim,
+                                  stage + rows);
+  };
+  for_items(p, shared_address(tables.stages), load, compute);
+}
+
+}  // namespace natten_jax::small

@@ -1,0 +1,266 @@
+#include "cuda/small/region.h"
+
+#include <algorithm>
+#include <array>
+#include <string>
+
+namespace natten_jax::small {
+namespace {
+
+/// Bytes of tables and stages start at multiples of this.
+constexpr std::int64_t kAlignment = 128;
+
+/// Ends of a layout are looked at closely up to this window.
+constexpr std::int64_t kMostLookedAt = 1024;
+
+constexpr std::int64_t kMostRows = std::int64_t{1} << 31;
+
+/// A product that does not wrap around: one that is too large is some number that is too large.
+std::int64_t counted(std::int64_t a, std::int64_t b, std::int64_t c) {
+  if (a == 0 || b == 0 || c == 0) return 0;
+  return a >= kMostRows || b >= kMostRows || c >= kMostRows || a * b >= kMostRows ? kMostRows : a * b * c;
+}
+
+std::int64_t divide_up(std::int64_t a, std::int64_t b) {
+  return (a + b - 1) / b;
+}
+
+std::int64_t align(std::int64_t bytes) {
+  return divide_up(bytes, kAlignment) * kAlignment;
+}
+
+/// One dimension, seen from the rows of a kernel.
+struct Side {
+  const Axis& axis;
+  bool rows_are_keys;
+  bool has_origins;
+
+  /// Local rows and columns of the longest dilation group.
+  std::int64_t rows() const { return of_group((rows_are_keys ? axis.kv : axis.query).local_extent); }
+  std::int64_t columns() const { return of_group((rows_are_keys ? axis.query : axis.kv).local_extent); }
+
+  /// Most columns that `count` rows see which follow each other and start at a multiple of `count`.
+  std::int64_t seen(std::int64_t count) const {
+    const Window& window = axis.window;
+    if (axis.query.extent != axis.kv.extent) return columns();  // windows are the whole sequence
+    count = std::min(count, rows());
+    const std::int64_t steps = divide_up(count - 1, window.stride) * window.stride;
+    std::int64_t most = window.kernel_size + (rows_are_keys ? count - 1 + window.stride - 1 : steps);
+    if (rows_are_keys) {
+      // Keys near an end of the layout are seen by more queries, whose windows the end shifts.
+      if (has_origins || window.kernel_size + window.stride > kMostLookedAt) {
+        most += window.kernel_size / 2 + window.stride;
+      } else {
+        const std::int64_t longest = of_group(axis.kv.extent);
+        for (std::int64_t length = std::max<std::int64_t>(longest - 1, 1); length <= longest; ++length) {
+          most = std::max(most, seen_near_ends(count, length));
+        }
+      }
+    }
+    return std::min(most, columns());
+  }
+
+ private:
+  std::int64_t of_group(std::int64_t extent) const { return divide_up(extent, axis.window.dilation); }
+
+  std::int64_t seen_near_ends(std::int64_t count, std::int64_t length) const {
+    const Window& window = axis.window;
+    if (length < window.kernel_size) return length;
+    const std::int64_t blocks = divide_up(length, count);
+    const std::int64_t near = std::min(divide_up(window.kernel_size + window.stride, count) + 1, blocks);
+    std::int64_t most = 0;
+    const auto look = [&](std::int64_t block) {
+      const std::int64_t begin = block * count, last = std::min(begin + count, length) - 1;
+      const auto first_seen = inverse_window_bounds(window, begin, length, length);
+      const auto last_seen = inverse_window_bounds(window, last, length, length);
+      most = std::max(most, last_seen.end - first_seen.begin);
+    };
+    for (std::int64_t block = 0; block < near; ++block) look(block);
+    for (std::int64_t block = blocks - near; block < blocks; ++block) look(block);
+    return most;
+  }
+};
+
+/// Which dimension of the problem is which of a region's; none where a group does not lie in two dimensions.
+bool choose_dimensions(const Side (&sides)[kRank], const std::int64_t (&rows)[kRank],
+                       const std::int64_t (&columns)[kRank], int (&dimension)[kRank]) {
+  std::array<int, kRank> order{2, 1, 0};
+  // Those of the group first, then by how many groups follow each other in a dimension.
+  const auto groups = [&](int d) { return divide_up(sides[d].seen(rows[d]), columns[d]); };
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
+    if ((columns[a] > 1) != (columns[b] > 1)) return columns[a] > 1;
+    return groups(a) > groups(b);
+  });
+  if (columns[order[2]] > 1) return false;
+  // In a sequence, or where there is but one token in the others, a line follows the group itself.
+  if (columns[order[1]] == 1 && groups(order[1]) == 1) std::swap(order[0], order[1]);
+  // The line is the longer one of two dimensions of a group.
+  if (columns[order[1]] > 1 && groups(order[0]) > groups(order[1])) std::swap(order[0], order[1]);
+  std::copy(order.begin(), order.end(), dimension);
+  return true;
+}
+
+/// Buffers of 16 rows that a warp has in each stage.
+int row_buffers(Kernel kernel) {
+  return kernel == Kernel::kForward ? 1 : kernel == Kernel::kQueryGradient ? 3 : 2;
+}
+
+/// Works out what follows from the number of tiles in each dimension; false where a CTA lacks the memory for it.
+bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel, int head_dim, int stages,
+              const Device& device, Region& region) {
+  std::int64_t box[kRank], groups[kRank];
+  region.warps = 1;
+  for (int i = 0; i < kRank; ++i) {
+    const Side& side = sides[region.dimension[i]];
+    const std::int64_t rows = std::int64_t{region.tile[i]} * region.tiles[i];
+    region.warps *= region.tiles[i];
+    region.regions[i] = static_cast<int>(divide_up(side.rows(), rows));
+    box[i] = side.seen(rows);
+    groups[i] = divide_up(side.seen(region.tile[i]), region.group[i]);
+  }
+  const std::int64_t lines = groups[0] * groups[2], line_pairs = divide_up(groups[1], 2);
+  const std::int64_t additional_pairs = divide_up(problem.additional_kv, 2 * kColumns);
+  const std::int64_t pairs = lines * line_pairs + additional_pairs;
+  const std::int64_t plane = box[0] * box[1];
+  // The last pair of a line may end past the box, in what belongs to no column.
+  const std::int64_t memory_rows = plane * box[2] + box[0] * 2 * region.group[1] + region.group[0];
+  constexpr std::int64_t kEnough = 1 << 20;
+  if (memory_rows > kEnough || pairs > kEnough) return false;
+
+  SharedLayout& shared = region.shared;
+  const bool has_statistics = kernel == Kernel::kKeyValueGradient;
+  std::int64_t at = 0;
+  const auto take = [&](int& offset, std::int64_t bytes) {
+    offset = static_cast<int>(at);
+    at = align(at + bytes);
+  };
+  take(shared.places, 8 * plane * box[2]);
+  take(shared.offsets, 4 * region.warps * pairs);
+  take(shared.masks, 32 * region.warps * pairs);
+  take(shared.row_tokens, 4 * kRows * region.warps);
+  shared.stages = static_cast<int>(at);
+  at = memory_rows * 4 * head_dim;
+  take(shared.additional, 2 * kColumns * additional_pairs * 4 * head_dim);
+  take(shared.rows, row_buffers(kernel) * region.warps * kRows * 2 * head_dim);
+  take(shared.statistics, has_statistics ? 8 * memory_rows : 0);
+  take(shared.remainders, has_statistics ? 4 * memory_rows : 0);
+  shared.stage_bytes = static_cast<int>(at);
+  const std::int64_t bytes = shared.stages + stages * at;
+  if (bytes > device.shared_memory) return false;
+  shared.bytes = static_cast<int>(bytes);
+
+  region.pitch[0] = 1;
+  region.pitch[1] = static_cast<int>(box[0]);
+  region.pitch[2] = static_cast<int>(plane);
+  region.box = static_cast<int>(plane * box[2]);
+  region.pairs = static_cast<int>(pairs);
+  region.stages = stages;
+  region.ctas = std::min(device.shared_memory_multiprocessor / (region.shared.bytes + device.shared_memory_reserved),
+                         warps_of(kernel, head_dim).resident / region.warps);
+  return true;
+}
+
+/// Clock cycles of a multiprocessor for the whole problem, by and large: enough to compare regions.
+double estimate(const Problem& problem, const Side (&sides)[kRank], Kernel kernel, int head_dim, const Region& region) {
+  const double width = head_dim / 32.0, products = kernel == Kernel::kForward         ? 1
+                                                   : kernel == Kernel::kQueryGradient ? 1.6
+                                                                                      : 2;
+  double tiles = region.warps;
+  for (int i = 0; i < kRank; ++i) {
+    tiles *= static_cast<double>(sides[region.dimension[i]].axis.window.dilation) * region.regions[i];
+  }
+  const double warps = region.ctas * region.warps;
+  // A tile's products and weights; the less well they overlap, the fewer warps there are.
+  const double computing = (16 * region.pairs * width * products + 40) * (1 + 6 / warps);
+  // The columns of a region come from the second-level cache, by and large 32 bytes a cycle.
+  const double loading = region.box * 4.0 * head_dim / 32 / region.warps / (region.stages * region.ctas > 1 ? 1.5 : 1);
+  return tiles * (computing + loading);
+}
+
+}  // namespace
+
+int compiled_head_dim(const Problem& problem) {
+  const std::int64_t wider = std::max(problem.head_dim, problem.head_dim_v);
+  for (const int head_dim : kHeadDims) {
+    if (wider <= head_dim) return head_dim;
+  }
+  return 0;
+}
+
+Status choose_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
+                     Kernel kernel, bool has_origins, const Device& device, Region& region) {
+  if (rows[0] * rows[1] * rows[2] != kRows || columns[0] * columns[1] * columns[2] != kColumns) {
+    return Status::invalid_argument("tiles of small windows have " + std::to_string(kRows) + " and " +
+                                    std::to_string(kColumns) + " tokens");
+  }
+  const int head_dim = compiled_head_dim(problem);
+  if (head_dim == 0) {
+    return Status::invalid_argument("heads for small windows have at most " + std::to_string(kLargestHeadDim) +
+                                    " dimensions");
+  }
+  // Rows of arrays are counted in 32 bits.
+  for (const std::int64_t rows_of_array : {counted(problem.batch, problem.queries(), problem.heads),
+                                           counted(problem.batch, problem.keys(), problem.heads_kv),
+                                           counted(problem.batch, problem.additional_kv, problem.heads_kv)}) {
+    if (rows_of_array >= kMostRows) {
+      return Status::invalid_argument("the form for small windows takes arrays of less than 2^31 tokens and heads");
+    }
+  }
+  const bool rows_are_keys = kernel == Kernel::kKeyValueGradient;
+  const Side sides[kRank] = {{problem.axes[0], rows_are_keys, has_origins},
+                             {problem.axes[1], rows_are_keys, has_origins},
+                             {problem.axes[2], rows_are_keys, has_origins}};
+  Region candidate{};
+  if (!choose_dimensions(sides, rows, columns, candidate.dimension)) {
+    return Status::invalid_argument("a group of 8 columns must lie in two dimensions");
+  }
+  int most_tiles[kRank];
+  for (int i = 0; i < kRank; ++i) {
+    const int d = candidate.dimension[i];
+    candidate.tile[i] = static_cast<int>(rows[d]);
+    candidate.group[i] = static_cast<int>(columns[d]);
+    most_tiles[i] = static_cast<int>(std::min<std::int64_t>(divide_up(sides[d].rows(), rows[d]), 16));
+  }
+  const int warps = warps_of(kernel, head_dim).of_cta;
+  double least = 0;
+  bool found = false;
+  for (candidate.tiles[0] = 1; candidate.tiles[0] <= std::min(warps, most_tiles[0]); ++candidate.tiles[0]) {
+    for (candidate.tiles[1] = 1; candidate.tiles[1] <= std::min(warps / candidate.tiles[0], most_tiles[1]);
+         ++candidate.tiles[1]) {
+      const int rest = warps / candidate.tiles[0] / candidate.tiles[1];
+      for (candidate.tiles[2] = 1; candidate.tiles[2] <= std::min(rest, most_tiles[2]); ++candidate.tiles[2]) {
+        for (const int stages : {1, 2}) {
+          if (!complete(problem, sides, kernel, head_dim, stages, device, candidate)) continue;
+          const double cycles = estimate(problem, sides, kernel, head_dim, candidate);
+          if (found && cycles >= least) continue;
+          found = true;
+          least = cycles;
+          region = candidate;
+        }
+      }
+    }
+  }
+  if (found) return {};
+  return Status::invalid_argument("the windows of a tile are too large for the form for small windows");
+}
+
+Status check_pass(const Problem& problem, const TileShapes& tiles, bool is_backward, bool has_origins,
+                  const Device& device, double& occupancy) {
+  if (is_backward && problem.additional_kv > 0) {
+    return Status::invalid_argument(kNoAdditionalKeys);
+  }
+  const auto& rows = is_backward ? tiles.kv : tiles.query;
+  const auto& columns = is_backward ? tiles.query : tiles.kv;
+  occupancy = 1;
+  for (const Kernel kernel : {Kernel::kForward, Kernel::kQueryGradient, Kernel::kKeyValueGradient}) {
+    if ((kernel != Kernel::kForward) != is_backward) continue;
+    Region region{};
+    Status status = choose_region(problem, rows, columns, kernel, has_origins, device, region);
+    if (status.failed()) return status;
+    const double resident = warps_of(kernel, compiled_head_dim(problem)).resident;
+    occupancy = std::min(occupancy, region.ctas * region.warps / resident);
+  }
+  return {};
+}
+
+}  // namespace natten_jax::small

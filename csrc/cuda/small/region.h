@@ -1,0 +1,82 @@
+// Which rows a CTA owns, which columns it keeps in shared memory for them, and where.
+//
+// A warp owns a tile of 16 rows: queries, or keys in the kernel of their gradients. A CTA owns a region of tiles, and
+// holds the box of columns that the region's rows see. A tile's columns are groups of 8, and groups that follow each
+// other in one dimension are a line.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/small/forms.h"
+#include "natten_jax/problem.h"
+#include "natten_jax/status.h"
+
+namespace natten_jax::small {
+
+/// What a backward pass says that has additional keys.
+inline constexpr char kNoAdditionalKeys[] = "the backward pass for small windows takes no additional keys";
+
+/// What a device has.
+struct Device {
+  int shared_memory;  ///< Bytes that a CTA may have.
+  int shared_memory_multiprocessor;
+  int shared_memory_reserved;  ///< That each CTA takes besides its own.
+  int multiprocessors;
+};
+
+/// Offsets in a CTA's shared memory, in bytes.
+struct SharedLayout {
+  int places;      ///< int2 for each column of the box: its token, and where it lies in a stage.
+  int offsets;     ///< uint32 for each warp and pair of groups: where it lies in a stage.
+  int masks;       ///< A byte for each warp, pair and lane.
+  int row_tokens;  ///< int for each row.
+  int stages;
+  int stage_bytes;
+  int additional;  ///< Of a stage: additional columns.
+  int rows;        ///< Of a stage: the warps' rows of each array that they need.
+  int statistics;  ///< Of a stage: float2 for each column.
+  int remainders;  ///< Of a stage: a float for each column.
+  int bytes;       ///< Of everything.
+};
+
+/// Dimensions are numbered by what they are for: 0 and 1 are those of a group, 1 is that of a line.
+struct Region {
+  int dimension[kRank];  ///< Of the problem.
+  int tile[kRank];       ///< Rows of a tile.
+  int tiles[kRank];      ///< Tiles of a region.
+  int group[kRank];      ///< Columns of a group, powers of two; that of dimension 2 is 1.
+  int regions[kRank];    ///< Of a dilation group.
+  int pitch[kRank];      ///< Rows of shared memory between neighboring columns.
+  int box;               ///< Most columns that a region sees.
+  int pairs;             ///< Most pairs of groups that a tile sees, additional ones among them.
+  int warps;
+  int stages;
+  int ctas;  ///< That a multiprocessor has the shared memory for.
+  SharedLayout shared;
+};
+
+/// Tiles of a region, pitches and so on for a kernel: those for which it is estimated to be fastest.
+///
+/// Args:
+///   problem: what is computed.
+///   rows, columns: shapes of a warp's tile and of a group, with kRows and kColumns tokens.
+///   kernel: which one.
+///   has_origins: whether the arrays are parts of a layout, which may begin anywhere in it.
+///   device: what it has.
+///   region: the result.
+///
+/// Returns:
+///   An error where tiles are not of that many tokens, or where the box of one tile is too large for shared memory.
+Status choose_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
+                     Kernel kernel, bool has_origins, const Device& device, Region& region);
+
+/// Whether the kernels take a pass with tiles, and what part of the warps that there are registers for also have the
+/// shared memory. Windows of queries and those of keys are alike: in the backward pass, the kernel that owns queries
+/// takes the shape of key/value tiles for theirs.
+Status check_pass(const Problem& problem, const TileShapes& tiles, bool is_backward, bool has_origins,
+                  const Device& device, double& occupancy);
+
+/// The width that heads of a problem are compiled for; 0 where they are too wide.
+int compiled_head_dim(const Problem& problem);
+
+}  // namespace natten_jax::small

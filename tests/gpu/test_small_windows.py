@@ -1,0 +1,124 @@
+"""The kernels for small windows: what chooses them, extremes that make them compute anew, and what is promised of bits.
+
+Random problems with their tiles are part of ``test_operators.py`` and of ``python -m tests.fuzz --backend cutlass``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import natten_jax
+from natten_jax import devices
+from natten_jax.array_arguments import neighborhood_problem
+from natten_jax.resolve import Request, resolve
+
+pytestmark = pytest.mark.gpu
+
+TILES = {
+    "q_tile_shape": (8, 2),
+    "kv_tile_shape": (1, 8),
+    "backward_q_tile_shape": (2, 4),
+    "backward_kv_tile_shape": (4, 4),
+}
+
+
+def draw(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def attend(query: jax.Array, key: jax.Array, value: jax.Array, **arguments: Any) -> tuple[jax.Array, ...]:
+    """Output, logsumexp and gradients."""
+    function = functools.partial(natten_jax.na2d, kernel_size=7, return_lse=True, **arguments)
+    results, pullback = jax.vjp(function, query, key, value)
+    out, logsumexp = results
+    cotangents = draw(9, *out.shape, dtype=out.dtype), draw(10, *logsumexp.shape, dtype=logsumexp.dtype)
+    return (*results, *pullback(cotangents))
+
+
+def small(*arrays: jax.Array, **arguments: Any) -> Any:
+    return jax.jit(functools.partial(attend, backend="cutlass-fna", **TILES, **arguments))(*arrays)
+
+
+def expected(*arrays: jax.Array, **arguments: Any) -> Any:
+    arrays = tuple(array.astype(jnp.float64) for array in arrays)
+    return jax.jit(functools.partial(attend, backend="flex-fna", **arguments))(*arrays)
+
+
+def error(found: jax.Array, reference: jax.Array) -> float:
+    found, reference = np.asarray(found, np.float64), np.asarray(reference, np.float64)
+    return float(np.linalg.norm(found - reference) / np.linalg.norm(reference))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("amplitude", "offset"), [(1.0, 0.0), (40.0, 0.0), (1000.0, 0.0), (1.0, 30.0), (1.0, -30.0)])
+def test_large_logits_lose_no_digits(dtype: Any, amplitude: float, offset: float) -> None:
+    """Of either sign, whose weights neither element type could hold if they were relative to nothing."""
+    shape = 1, 11, 19, 2, 32
+    query = (draw(0, *shape, dtype=jnp.float32) * amplitude + offset).astype(dtype)
+    key = (draw(1, *shape, dtype=jnp.float32) + (1.0 if offset else 0.0)).astype(dtype)
+    value = draw(2, *shape, dtype=dtype)
+    with jax.enable_x64(True):
+        reference = expected(query, key, value)
+    found = small(query, key, value)
+    bound = 6e-3 if dtype == jnp.bfloat16 else 1e-3
+    assert error(found[1], reference[1]) <= 2e-6
+    # Gradients of queries and keys are differences of what large logits leave of the softmax.
+    for number, name in ((0, "out"), (4, "value gradient")):
+        assert error(found[number], reference[number]) <= bound, name
+    for number, name in ((2, "query gradient"), (3, "key gradient")):
+        assert error(found[number], reference[number]) <= 3 * bound, name
+
+
+def test_results_are_reproducible_and_a_batch_entry_does_not_depend_on_others() -> None:
+    arrays = [draw(i, 6, 17, 23, 3, 32) for i in range(3)]
+    first = small(*arrays)
+    for _ in range(20):
+        jax.tree.map(np.testing.assert_array_equal, small(*arrays), first)
+    # Cotangents are drawn for the whole batch: those of the entries have to be the same ones.
+    out, pullback = jax.vjp(functools.partial(natten_jax.na2d, kernel_size=7, backend="cutlass-fna", **TILES), *arrays)
+    cotangent = draw(9, *out.shape)
+    together = (out, *pullback(cotangent))
+    for entries in (slice(0, 1), slice(2, 5)):
+        parts = [array[entries] for array in arrays]
+        out, pullback = jax.vjp(
+            functools.partial(natten_jax.na2d, kernel_size=7, backend="cutlass-fna", **TILES), *parts
+        )
+        alone = (out, *pullback(cotangent[entries]))
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[entries]), alone, together)  # noqa: B023
+
+
+def test_what_is_not_finite_stays_with_the_queries_that_see_it() -> None:
+    query, key, value = (np.array(draw(i, 1, 16, 16, 1, 32), np.float32) for i in range(3))
+    query[0, 3, 4], key[0, 12, 12] = np.nan, np.inf
+    arrays = [jnp.asarray(array, jnp.bfloat16) for array in (query, key, value)]
+    out = np.asarray(
+        natten_jax.na2d(
+            *arrays, kernel_size=3, backend="cutlass-fna", **{k: v for k, v in TILES.items() if "backward" not in k}
+        ),
+        np.float32,
+    )
+    is_finite = np.isfinite(out).all(-1)[0, :, :, 0]
+    sees = np.zeros((16, 16), bool)
+    sees[3, 4] = sees[11:14, 11:14] = True
+    assert not is_finite[3, 4]
+    np.testing.assert_array_equal(is_finite[~sees], True)
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_the_cost_model_prefers_them_where_windows_are_small(pass_: Any) -> None:
+    device = devices.default_device()
+
+    def plan(layout: tuple[int, ...], kernel_size: Any, batch: int) -> Any:
+        array = jax.ShapeDtypeStruct((batch, *layout, 4, 32), jnp.bfloat16)
+        window = 1, 1, False
+        problem = neighborhood_problem(len(layout), array, array, array, kernel_size, *window, None, None, None)
+        return resolve(Request(problem), device, pass_)
+
+    assert sorted(map(np.prod, plan((56, 56), 7, 16).tiles)) == [8, 16]
+    assert sorted(map(np.prod, plan((96, 96), 33, 1).tiles)) != [8, 16]
