@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from calibration_problems import EXAMPLES, FITTED, HELD_BACK
+from calibration_problems import EXAMPLES, FITTED, HELD_BACK, SMALL, SMALL_HELD_BACK
 from environment import environment
 
 from natten_jax import simulator
@@ -38,7 +38,13 @@ from natten_jax.profiler.program import Program
 from natten_jax.profiler.workload import Workload, compile_workload
 from natten_jax.simulator import Calibration, Kernel
 
-SETS = {"examples": EXAMPLES, "fitted": FITTED, "held back": HELD_BACK}
+SETS = {
+    "examples": EXAMPLES,
+    "fitted": FITTED,
+    "held back": HELD_BACK,
+    "small": SMALL,
+    "small, held back": SMALL_HELD_BACK,
+}
 #: Ranks, in the order of the model so far, of the pairs that are measured beside the first one for the fit.
 OTHER_RANKS = (1, 4, 12, 40, 150)
 
@@ -56,22 +62,26 @@ _BRIEF = 2e-3
 
 
 def measure(
-    family: str, pass_: Pass, other_ranks: Sequence[int], warmup_steps: int, iterations: int
+    family: str, pass_: Pass, sets: Sequence[str], other_ranks: Sequence[int], warmup_steps: int, iterations: int
 ) -> list[dict[str, Any]]:
     """Device times of every problem, with the recommended tiles and, for the fit, a few others in turns with them."""
     model = simulator.calibration_for(family)
     device = default_device()
     prefix, flags = ("", []) if pass_ == "forward" else ("backward_", ["--backprop"])
     records: list[dict[str, Any]] = []
-    for name, lines in SETS.items():
-        for line in lines:
+    for name in sets:
+        for line in SETS[name]:
             options = parse([*line.split(), "--dtype", "bf16", "--backend", f"{family}-fna", *flags])
             found = [each for each in listings(options, device) if each.pass_ == pass_]
             if not found:
                 print(f"{line:60} no {pass_} pass")
                 continue
             (offered,) = found
-            chosen_pairs = offered.pairs[:1] if name == "held back" else chosen(offered, other_ranks, model)
+            if is_held_back(name):
+                chosen_pairs = offered.pairs[:1]
+            else:
+                # Small windows are not for the other kernels.
+                chosen_pairs = chosen(offered, other_ranks, None if name == "small" else model)
             pairs = [[(1,) * (options.rank - len(tile)) + tile for tile in pair] for pair in chosen_pairs]
             workloads: list[Workload] = []
             for q_tile, kv_tile in pairs:
@@ -99,6 +109,11 @@ def measure(
                 )
                 print(f"{line:60} {q_tile!s:14} {kv_tile!s:14} {1e3 * seconds:10.4f} ms", flush=True)
     return records
+
+
+def is_held_back(name: str) -> bool:
+    """Whether a set of problems is not for the fit."""
+    return name.endswith("held back")
 
 
 def chosen(offered: Listing, other_ranks: Sequence[int], model: Calibration | None) -> list[TilePair]:
@@ -168,7 +183,7 @@ def fit(every: list[Sample], model: Calibration) -> Calibration:
     from scipy.optimize import least_squares
 
     kernels = [(pass_, kernel) for pass_, of_pass in model.kernels.items() for kernel in of_pass]
-    used = [sample for sample in every if sample.record["set"] != "held back"]
+    used = [sample for sample in every if not is_held_back(sample.record["set"])]
     measured = np.log([sample.record["seconds"] for sample in used])
     weights = np.array([weight(sample.record) for sample in used])
     groups: dict[Any, list[int]] = collections.defaultdict(list)
@@ -274,6 +289,7 @@ def main() -> None:
     measuring = steps.add_parser("measure", help="on the GPU")
     measuring.add_argument("--family", default="hopper")
     measuring.add_argument("--passes", nargs="+", choices=PASSES, default=["forward"])
+    measuring.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     measuring.add_argument("--other-ranks", nargs="*", type=int, default=OTHER_RANKS, help="of tiles for the fit")
     measuring.add_argument("--warmup-steps", type=int, default=10)
     measuring.add_argument("--iterations", type=int, default=20)
@@ -287,7 +303,9 @@ def main() -> None:
     if options.step == "measure":
         records = []
         for pass_ in options.passes:
-            records += measure(options.family, pass_, options.other_ranks, options.warmup_steps, options.iterations)
+            records += measure(
+                options.family, pass_, options.sets, options.other_ranks, options.warmup_steps, options.iterations
+            )
         write_json(options.json, {"environment": environment(), "records": records})
         return
     files = [json.loads(file.read_text()) for file in options.records]

@@ -44,6 +44,34 @@ FITTED = (
     "-i 32 32 32 -n 8 -d 256 -w 8 8 8",
 )
 
+#: Small windows, for the fit of the kernels that are for them.
+SMALL = (
+    "-i 56 56 -b 64 -n 2 -d 32 -w 7 7",
+    "-i 14 14 -b 64 -n 8 -d 32 -w 7 7",
+    "-i 49 -b 64 -n 16 -d 32",
+    "-i 56 56 -b 64 -n 2 -d 32 -w 7 7 --dilation 8 8",
+    "-i 64 64 -b 32 -n 2 -d 64 -w 7 7",
+    "-i 256 256 -b 4 -n 2 -d 64 -w 7 7",
+    "-i 56 56 -b 64 -n 4 -d 32 -w 3 3",
+    "-i 128 128 -b 8 -n 8 -d 64 -w 13 13",
+    "-i 160 160 -b 4 -n 8 -d 32 -w 13 13",
+    "-i 8 56 56 -b 4 -n 3 -d 32 -w 8 7 7",
+    "-i 64 64 64 -n 4 -d 32 -w 5 5 5",
+    "-i 16384 -b 2 -n 16 -d 64 -w 128 -c 1",
+    "-i 256 -d 32 -w 32",
+    "-i 56 56 -b 16 -n 4 -d 128 -w 7 7",
+    "-i 4096 -b 8 -n 8 -d 128 -w 64",
+)
+
+#: Never fitted to, of small windows.
+SMALL_HELD_BACK = (
+    "-i 28 28 -b 64 -n 4 -d 32 -w 7 7",
+    "-i 16 16 -d 32 -w 5 5",
+    "-i 32 32 -b 8 -n 4 -d 64 -w 9 9 --dilation 2 2",
+    "-i 12 24 24 -b 2 -n 4 -d 64 -w 3 5 5",
+    "-i 112 112 -b 8 -n 3 -d 32 -w 11 11",
+)
+
 #: Never fitted to.
 HELD_BACK = (
     "-i 8192 -n 16 -d 64 -w 1024",

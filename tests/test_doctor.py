@@ -12,6 +12,7 @@ from programs import output_of, run_python
 from natten_jax import scratch
 from natten_jax.devices import Device
 from natten_jax.doctor import report_problem
+from natten_jax.performance import Performance
 from natten_jax.problem import problem_of
 from natten_jax.profiler import arguments
 
@@ -45,12 +46,20 @@ def test_backward_scratch_is_one_float32_query_gradient_and_little_more(
     problem = problem_of(
         (12, 10), (3, 5), batch=2, heads=4, heads_kv=2, head_dim_v=128, scale=0.1, additional_kv=additional_kv
     )
-    _, plans = plans_of(f"{backend_family}-fna", problem, device=Device("cuda", (9, 0), is_present=False))
+    performance = Performance(backward_q_tile_shape=(8, 8), backward_kv_tile_shape=(8, 8))
+    device = Device("cuda", (9, 0), is_present=False)
+    _, plans = plans_of(f"{backend_family}-fna", problem, performance, device)
     rows = 2 * 12 * 10 * 4
     held = scratch.scratch_bytes(plans["backward"])
     # Beside it at most two numbers a row, and results of no additional tokens.
     assert rows * 64 * 4 <= held <= rows * (64 + 2) * 4 + 64
     assert scratch.scratch_bytes(plans["forward"]) <= 64
+
+
+def test_small_windows_keep_two_numbers_for_each_query() -> None:
+    problem = problem_of((12, 10), (3, 5), batch=2, heads=4, heads_kv=2)
+    _, plans = plans_of("cutlass-fna", problem, device=Device("cuda", (9, 0), is_present=False))
+    assert scratch.scratch_bytes(plans["backward"]) <= 2 * 12 * 10 * 4 * 2 * 4 + 64
 
 
 def test_command_line() -> None:

@@ -50,10 +50,26 @@ def calls(text: str) -> list[str]:
     return re.findall(r"custom_call @(natten_jax\w+)", text)
 
 
+def tiles(shape: tuple[int, ...]) -> dict[str, Any]:
+    """Tiles of kernels for windows of any size."""
+    names = "q_tile_shape", "kv_tile_shape", "backward_q_tile_shape", "backward_kv_tile_shape"
+    return dict.fromkeys(names, shape)
+
+
+@pytest.mark.parametrize("capability", CALLS)
+def test_small_windows_take_one_call_for_each_pass(capability: tuple[int, int], lowered: Callable[..., str]) -> None:
+    def loss(query: jax.Array, key: jax.Array) -> jax.Array:
+        return natten_jax.na2d(query, key, key, 7, dilation=2).astype("float32").sum()
+
+    text = lowered(capability, jax.grad(loss, (0, 1)), array(8, 28, 28, 4, 32), array(8, 28, 28, 2, 32))
+    assert calls(text) == ["natten_jax_sm80_small_forward", "natten_jax_sm80_small_backward"]
+
+
 @pytest.mark.parametrize("capability", CALLS)
 def test_a_gradient_is_three_kernels_calls(capability: tuple[int, int], lowered: Callable[..., str]) -> None:
     def loss(query: jax.Array, key: jax.Array) -> jax.Array:
-        return natten_jax.na2d(query, key, key, 9, stride=(1, 4), dilation=(2, 1)).astype("float32").sum()
+        out = natten_jax.na2d(query, key, key, 9, stride=(1, 4), dilation=(2, 1), **tiles((8, 8)))
+        return out.astype("float32").sum()
 
     text = lowered(capability, jax.grad(loss, (0, 1)), array(2, 32, 40, 4, 64), array(2, 32, 40, 2, 64))
     assert calls(text) == CALLS[capability]
@@ -65,7 +81,7 @@ def test_a_gradient_is_three_kernels_calls(capability: tuple[int, int], lowered:
 @pytest.mark.parametrize("capability", CALLS)
 def test_narrow_heads_are_not_widened(capability: tuple[int, int], lowered: Callable[..., str]) -> None:
     def loss(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        return natten_jax.na1d(query, key, value, 9).astype("float32").sum()
+        return natten_jax.na1d(query, key, value, 9, **tiles((64,))).astype("float32").sum()
 
     text = lowered(capability, jax.grad(loss, (0, 1, 2)), *(array(2, 64, 4, width) for width in (40, 40, 24)))
     assert calls(text) == CALLS[capability]
@@ -76,7 +92,7 @@ def test_narrow_heads_are_not_widened(capability: tuple[int, int], lowered: Call
 def test_equal_layers_share_their_program(capability: tuple[int, int], lowered: Callable[..., str]) -> None:
     def layers(x: jax.Array) -> jax.Array:
         for _ in range(4):
-            x = natten_jax.na1d(x, x, x, 9)
+            x = natten_jax.na1d(x, x, x, 9, **tiles((64,)))
         return x.astype("float32").sum()
 
     text = lowered(capability, jax.grad(layers), array(2, 64, 4, 64))

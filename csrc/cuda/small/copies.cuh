@@ -55,50 +55,64 @@ CUTE_DEVICE Byte* row_of(Byte* array, int row, int width) {
   return const_cast<Char*>(advance(static_cast<const char*>(array), row, 2 * width));
 }
 
-/// Starts to copy 16 bytes.
-CUTE_DEVICE void copy_chunk(std::uint32_t destination, const char* source) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : "r"(destination), "l"(source) : "memory");
+/// Starts to copy the first `bytes` of a chunk, all 16 or none; what is left of it becomes zeros.
+///
+/// Copies should follow each other: before one that follows a load from shared memory, the compiler puts three
+/// instructions that do nothing.
+CUTE_DEVICE void copy_chunk(std::uint32_t destination, const char* source, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :
+               : "r"(destination), "l"(source), "r"(bytes)
+               : "memory");
 }
 
 /// A thread's part of copying the columns of a region: a chunk of every few of them, out of one of two arrays. A
 /// column's chunks of both lie in a row of shared memory: one address serves all reads.
 template <int kHeadDim>
 struct ColumnCopy {
-  static constexpr int kChunks = kHeadDim / 4, kOfArray = kHeadDim / 8;
-  int chunk, token_bytes;
-  bool is_second, is_active;
+  static constexpr int kChunks = kHeadDim / 4, kOfArray = kHeadDim / 8, kAtOnce = 4;
+  int chunk, token_bytes, chunk_bytes;
+  bool is_second;
 
   CUTE_DEVICE ColumnCopy(int heads, int first_width, int second_width)
       : chunk(threadIdx.x % kChunks), is_second(chunk >= kOfArray) {
     const int width = is_second ? second_width : first_width;
     token_bytes = heads * 2 * width;
-    is_active = chunk % kOfArray * 8 < width;
+    chunk_bytes = chunk % kOfArray * 8 < width ? 16 : 0;
   }
 
-  /// Of two arrays, the thread's.
+  /// Of two arrays, the thread's; any part of them where its chunk lies past the heads.
   CUTE_DEVICE const char* source(const void* first, const void* second) const {
-    return static_cast<const char*>(is_second ? second : first) + chunk % kOfArray * 16;
+    return static_cast<const char*>(is_second ? second : first) + (chunk_bytes == 0 ? 0 : chunk % kOfArray * 16);
   }
 
   CUTE_DEVICE void box(const Tables& tables, const char* source, std::uint32_t stage) const {
-    if (!is_active) return;
     const std::uint32_t flip = (chunk & 7) << 4;
     stage += (chunk >> 3) * 128;
     const int step = blockDim.x / kChunks;
-    const int2 *place = tables.places + threadIdx.x / kChunks, *end = tables.places + tables.columns;
-#pragma unroll 4
-    for (; place < end; place += step) {
-      const int2 each = *place;
-      copy_chunk((stage + each.y) ^ flip, advance(source, each.x, token_bytes));
-    }
+    const int2* place = tables.places + threadIdx.x / kChunks;
+    const auto some = [&](auto count) {
+      int2 each[count];
+      CUTE_UNROLL
+      for (int i = 0; i < count; ++i) each[i] = place[i * step];
+      CUTE_UNROLL
+      for (int i = 0; i < count; ++i) {
+        copy_chunk((stage + each[i].y) ^ flip, advance(source, each[i].x, token_bytes), chunk_bytes);
+      }
+      place += count * step;
+    };
+    int passes = tables.passes;
+    CUTE_NO_UNROLL
+    for (; passes >= kAtOnce; passes -= kAtOnce) some(std::integral_constant<int, kAtOnce>{});
+    CUTE_NO_UNROLL
+    for (; passes > 0; --passes) some(std::integral_constant<int, 1>{});
   }
 
   /// Columns that follow each other in both.
   CUTE_DEVICE void sequence(int columns, const char* source, std::uint32_t additional) const {
-    if (!is_active) return;
     for (int i = threadIdx.x / kChunks; i < columns; i += blockDim.x / kChunks) {
       const std::uint32_t row = additional + i * (4 * kHeadDim) + (chunk >> 3) * 128;
-      copy_chunk(row + (((chunk ^ i) & 7) << 4), advance(source, i, token_bytes));
+      copy_chunk(row + (((chunk ^ i) & 7) << 4), advance(source, i, token_bytes), chunk_bytes);
     }
   }
 };
@@ -113,13 +127,16 @@ struct RowTile {
   /// Starts to copy them; `source` is the first row of the item.
   CUTE_DEVICE static void copy(const int* tokens, const void* source, int heads, int head_dim, std::uint32_t buffer) {
     const int lane = threadIdx.x % 32, chunk = lane % Tile::kChunks, row = lane / Tile::kChunks;
-    if (chunk * 8 >= head_dim) return;
-    const char* from = static_cast<const char*>(source) + chunk * 16;
+    const bool is_inside = chunk * 8 < head_dim;
+    const char* from = static_cast<const char*>(source) + (is_inside ? chunk * 16 : 0);
+    const std::uint32_t to = buffer + Tile::offset(row, chunk);
+    int token[kPasses];
+    CUTE_UNROLL
+    for (int i = 0; i < kPasses; ++i) token[i] = tokens[row + i * kStep];
     CUTE_UNROLL
     for (int i = 0; i < kPasses; ++i) {
-      const int token = tokens[row + i * kStep];
-      if (token >= 0)
-        copy_chunk(buffer + Tile::offset(row + i * kStep, chunk), advance(from, token, heads * head_dim * 2));
+      copy_chunk(Tile::later_row(to, i * kStep), advance(from, max(token[i], 0), heads * head_dim * 2),
+                 is_inside && token[i] >= 0 ? 16 : 0);
     }
   }
 

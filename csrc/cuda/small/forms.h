@@ -17,21 +17,17 @@ inline constexpr int kLargestHeadDim = 128;
 /// What the kernels are for.
 enum class Kernel { kForward, kQueryGradient, kKeyValueGradient };
 
-/// Most warps of a CTA, and the warps of a multiprocessor that there are registers for.
-struct Warps {
-  int of_cta, resident;
-};
-
-constexpr Warps warps_of(Kernel kernel, int head_dim) {
+/// The warps of a multiprocessor that there are registers for, all of which may be of one CTA.
+constexpr int resident_warps(Kernel kernel, int head_dim) {
   switch (kernel) {
     case Kernel::kForward:
-      return head_dim == 32 ? Warps{12, 24} : head_dim == 64 ? Warps{8, 16} : Warps{12, 12};
+      return head_dim == 32 ? 24 : head_dim == 64 ? 16 : 12;
     case Kernel::kQueryGradient:
-      return head_dim == 32 ? Warps{10, 20} : Warps{12, 12};
+      return head_dim == 32 ? 20 : 12;
     case Kernel::kKeyValueGradient:
-      return head_dim == 32 ? Warps{8, 16} : Warps{8, 8};
+      return head_dim == 32 ? 16 : 8;
   }
-  return {0, 0};
+  return 0;
 }
 
 }  // namespace natten_jax::small

@@ -105,9 +105,7 @@ CUTE_DEVICE void compute_exactly(TileOutput<kHeadDim>& result, const Queries& qu
 }
 
 template <class Element, int kHeadDim>
-__global__ void __launch_bounds__(32 * warps_of(Kernel::kForward, kHeadDim).of_cta,
-                                  warps_of(Kernel::kForward, kHeadDim).resident /
-                                      warps_of(Kernel::kForward, kHeadDim).of_cta)
+__global__ void __launch_bounds__(32 * resident_warps(Kernel::kForward, kHeadDim))
     natten_jax_small_forward(const __grid_constant__ ForwardParams p) {
   using Sums = TrustedSums<Element>;
   using Rows = RowTile<kHeadDim>;

@@ -30,9 +30,7 @@ CUTE_DEVICE float2 load_statistic(std::uint32_t address) {
 }
 
 template <class Element, int kHeadDim>
-__global__ void __launch_bounds__(32 * warps_of(Kernel::kKeyValueGradient, kHeadDim).of_cta,
-                                  warps_of(Kernel::kKeyValueGradient, kHeadDim).resident /
-                                      warps_of(Kernel::kKeyValueGradient, kHeadDim).of_cta)
+__global__ void __launch_bounds__(32 * resident_warps(Kernel::kKeyValueGradient, kHeadDim))
     natten_jax_small_key_value_gradient(const __grid_constant__ BackwardParams p) {
   using Rows = RowTile<kHeadDim>;
   using Operand = RowOperand<Element, kHeadDim>;

@@ -69,6 +69,7 @@ struct Tables {
   const int* row_tokens;
   char* stages;
   int columns;  // of the box
+  int passes;   // in which all threads copy them, each a chunk of a column
 };
 
 /// Of a power of two, in base 2.
@@ -157,6 +158,12 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
   const int wide = region.group[0], high = region.group[1], wide_shift = logarithm(wide), shift = logarithm(high);
   const auto swizzle = [&](int x, int y) { return (x & (wide - 1)) | (y & (high - 1)) * wide; };
   tables.columns = extent[0] * extent[1] * extent[2];
+  const int of_pass = blockDim.x / (kColumnBytes / 16);
+  tables.passes = (tables.columns + of_pass - 1) / of_pass;
+  // The last pass copies some column to where nobody looks.
+  for (int i = tables.columns + threadIdx.x; i < tables.passes * of_pass; i += blockDim.x) {
+    tables.places[i] = make_int2(first_token, region.shared.nowhere);
+  }
   for (int i = threadIdx.x; i < tables.columns; i += blockDim.x) {
     const int line = i / extent[0], x = i - line * extent[0], z = line / extent[1], y = line - z * extent[1];
     const int place = x + y * region.pitch[1] + z * region.pitch[2];

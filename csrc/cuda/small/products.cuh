@@ -111,22 +111,18 @@ CUTE_DEVICE std::uint32_t spread_bits(std::uint8_t bits) {
 template <int kUnrolled, class Call>
 CUTE_DEVICE void for_pairs(const TilePlan& tile, const Tables& tables, int additional_pairs, std::uint32_t stage,
                            const Call& call) {
-  const std::uint32_t* offset = tables.offsets;
-  const std::uint8_t* bits = tables.masks;
-  // Additional columns lie elsewhere: one loop serves both.
-  CUTE_NO_UNROLL
-  for (int part = 0; part < 2; ++part) {
-    const int pairs = part == 0 ? tile.pairs : additional_pairs;
-    const Lanes& lanes = part == 0 ? tile.lanes : tile.lanes_additional;
+  const auto go = [&](const Lanes& lanes, int first, int pairs) {
+    const std::uint32_t* offset = tables.offsets + first;
+    const std::uint8_t* bits = tables.masks + 32 * first;
     const std::uint32_t across = stage + lanes.across, along = stage + lanes.along;
 #pragma unroll kUnrolled
     for (int i = 0; i < pairs; ++i) {
       const std::uint32_t at = offset[i];
       call(PairPlace{across + at, along + at, at}, spread_bits(bits[32 * i]));
     }
-    offset += pairs;
-    bits += 32 * pairs;
-  }
+  };
+  go(tile.lanes, 0, tile.pairs);
+  if (additional_pairs > 0) go(tile.lanes_additional, tile.pairs, additional_pairs);
 }
 
 }  // namespace natten_jax::small

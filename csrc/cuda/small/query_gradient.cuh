@@ -39,9 +39,7 @@ CUTE_DEVICE void multiply_rows(float (&sum)[2], const RowOperand<Element, kHeadD
 }
 
 template <class Element, int kHeadDim>
-__global__ void __launch_bounds__(32 * warps_of(Kernel::kQueryGradient, kHeadDim).of_cta,
-                                  warps_of(Kernel::kQueryGradient, kHeadDim).resident /
-                                      warps_of(Kernel::kQueryGradient, kHeadDim).of_cta)
+__global__ void __launch_bounds__(32 * resident_warps(Kernel::kQueryGradient, kHeadDim))
     natten_jax_small_query_gradient(const __grid_constant__ BackwardParams p) {
   using Rows = RowTile<kHeadDim>;
   using Operand = RowOperand<Element, kHeadDim>;

@@ -32,6 +32,7 @@ struct SharedLayout {
   int row_tokens;  ///< int for each row.
   int stages;
   int stage_bytes;
+  int nowhere;     ///< Of a stage: a column that none is.
   int additional;  ///< Of a stage: additional columns.
   int rows;        ///< Of a stage: the warps' rows of each array that they need.
   int statistics;  ///< Of a stage: float2 for each column.

@@ -1,0 +1,185 @@
+"""Times problems with small windows beside a copy of the bytes that they read and write, on an NVIDIA GPU.
+
+A pass can take no less time than its arrays take to be read and written once. All sides of a problem run in turns in
+one process, each after the second-level cache was filled with something else; times are the device time of everything
+that a side launches, from profiler traces.
+
+Example:
+    python bench/small.py --json bench/results/h200/small.json
+    python bench/small.py --only "NAT s[34]" --passes forward --families none cutlass
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from environment import environment
+from timing import Runner, compile_backward, compile_runner
+
+import natten_jax
+from natten_jax.devices import default_device
+from natten_jax.passes import PASSES, Pass
+from natten_jax.profiler import baselines
+from natten_jax.profiler.capture import Launch, capture_in_turns
+
+#: What fills the second-level cache of every GPU so far.
+CACHE_BYTES = 256 << 20
+
+FAMILIES = ("none", "cutlass", "hopper")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One problem.
+
+    Attributes:
+        name: What it is known as.
+        batch: Batch size.
+        layout: Tokens.
+        heads: Heads.
+        head_dim: Their width.
+        kernel_size: Window; ``None`` is attention.
+        dilation: Of the window.
+        is_causal: Whether later keys are hidden.
+        peers: Implementations of attention over the whole layout that are measured beside it.
+    """
+
+    name: str
+    batch: int
+    layout: tuple[int, ...]
+    heads: int
+    head_dim: int
+    kernel_size: int | tuple[int, ...] | None
+    dilation: int = 1
+    is_causal: bool = False
+    peers: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of each array."""
+        return (self.batch, *self.layout, self.heads, self.head_dim)
+
+    def bytes_moved(self, pass_: Pass) -> int:
+        """Of query, key, value and output; in the backward pass, of their gradients, too."""
+        return 2 * math.prod(self.shape) * (4 if pass_ == "forward" else 8)
+
+    def function(self, family: str) -> Callable[..., jax.Array]:
+        """The operator, by the best backend or by that of a family."""
+        if self.kernel_size is None:
+            backend = None if family == "none" else f"{family}-fmha"
+            return lambda q, k, v: natten_jax.attention(q, k, v, backend=backend)
+        operator = getattr(natten_jax, f"na{len(self.layout)}d")
+        backend = None if family == "none" else f"{family}-fna"
+        window = {"kernel_size": self.kernel_size, "dilation": self.dilation, "is_causal": self.is_causal}
+        return lambda q, k, v: operator(q, k, v, **window, backend=backend)
+
+
+DENSE = ("cudnn", "xla")
+ROWS = (
+    Row("NAT s1", 64, (56, 56), 2, 32, 7),
+    Row("NAT s2", 64, (28, 28), 4, 32, 7),
+    Row("NAT s3", 64, (14, 14), 8, 32, 7, peers=DENSE),
+    Row("NAT s4", 64, (7, 7), 16, 32, 7, peers=DENSE),
+    Row("DiNAT s1", 64, (56, 56), 2, 32, 7, dilation=8),
+    Row("HDiT 64", 32, (64, 64), 2, 64, 7),
+    Row("HDiT 256", 4, (256, 256), 2, 64, 7),
+    Row("k3", 64, (56, 56), 4, 32, 3),
+    Row("k13 D64", 8, (128, 128), 8, 64, 13),
+    Row("k13 D32", 4, (160, 160), 8, 32, 13),
+    Row("clips", 4, (8, 56, 56), 3, 32, (8, 7, 7)),
+    Row("volume", 1, (64, 64, 64), 4, 32, 5),
+    Row("1-D causal", 2, (16384,), 16, 64, 128, is_causal=True),
+    Row("tiny 1-D", 1, (256,), 1, 32, 32),
+    Row("tiny 2-D", 1, (16, 16), 1, 32, 5),
+)
+
+
+def copy_runner(moved: int) -> Runner:
+    """A program that reads half of so many bytes and writes the other half."""
+    return compile_runner(lambda x: ~x, jnp.zeros((moved // 8,), jnp.uint32))
+
+
+def sides_of(row: Row, pass_: Pass, families: list[str]) -> dict[str, Runner | str]:
+    """Each side's program, or why there is none."""
+    arrays = [jax.random.normal(jax.random.key(i), row.shape, jnp.bfloat16) for i in range(4)]
+    cotangent, *inputs = arrays
+    functions = {family.replace("none", "natten_jax"): row.function(family) for family in families}
+    functions |= {peer: lambda q, k, v, peer=peer: baselines.attend(peer, q, k, v) for peer in row.peers}
+    sides: dict[str, Runner | str] = {"copy": copy_runner(row.bytes_moved(pass_))}
+    for name, function in functions.items():
+        try:
+            if pass_ == "forward":
+                sides[name] = compile_runner(function, *inputs)
+            else:
+                sides[name] = compile_backward(function, cotangent, *inputs)
+        except Exception as error:
+            sides[name] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    return sides
+
+
+def measure(row: Row, pass_: Pass, families: list[str], turns: int) -> dict[str, Any]:
+    """Microseconds of each side, the median and the range, and how many times those of the copy they are."""
+    sides = sides_of(row, pass_, families)
+    filler = jnp.zeros((CACHE_BYTES // 4,), jnp.uint32)
+    fill = jax.jit(lambda x: ~x)
+
+    def launch(runner: Runner) -> Launch:
+        def run() -> Any:
+            jax.block_until_ready(fill(filler))
+            return runner.compiled(*runner.arguments)
+
+        return Launch(run, runner.program)
+
+    runners = {name: side for name, side in sides.items() if isinstance(side, Runner)}
+    found = capture_in_turns([launch(runner) for runner in runners.values()], turns, default_device().platform)
+    figures: dict[str, Any] = {name: side for name, side in sides.items() if isinstance(side, str)}
+    for name, iterations in zip(runners, found, strict=True):
+        times = [sum(event.duration for event in events) / 1e3 for events in iterations]
+        figures[name] = {"us": statistics.median(times), "range": [min(times), max(times)]}
+    copied = figures["copy"]["us"]
+    for name in runners:
+        figures[name]["times copy"] = figures[name]["us"] / copied
+    return {"row": row.name, "pass": pass_, "bytes": row.bytes_moved(pass_), "sides": figures}
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="REGEX", help="rows whose names it matches")
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="none is the best one")
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    records = []
+    for row in ROWS:
+        if not re.search(options.only, row.name):
+            continue
+        for pass_ in options.passes:
+            record = measure(row, pass_, options.families, options.turns)
+            records.append(record)
+            shown = [
+                f"{name} {side['us']:.1f} us ({side['times copy']:.2f})"
+                if isinstance(side, dict)
+                else f"{name}: {side}"
+                for name, side in record["sides"].items()
+            ]
+            print(f"{row.name:12} {pass_:8} " + ", ".join(shown), flush=True)
+            if options.json is not None:
+                # After each row: what was measured stays when a run is cut off.
+                content = {"environment": environment(), "records": records}
+                options.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
