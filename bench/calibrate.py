@@ -30,7 +30,7 @@ from natten_jax import simulator
 from natten_jax.devices import default_device
 from natten_jax.passes import PASSES, Pass, TilePair
 from natten_jax.problem import Problem
-from natten_jax.profiler import capture
+from natten_jax.profiler import capture, choices
 from natten_jax.profiler.arguments import parse
 from natten_jax.profiler.configurations import Listing, listings, main_part
 from natten_jax.profiler.events import Event
@@ -67,7 +67,7 @@ def measure(
     """Device times of every problem, with the recommended tiles and, for the fit, a few others in turns with them."""
     model = simulator.calibration_for(family)
     device = default_device()
-    prefix, flags = ("", []) if pass_ == "forward" else ("backward_", ["--backprop"])
+    flags = [] if pass_ == "forward" else ["--backprop"]
     records: list[dict[str, Any]] = []
     for name in sets:
         for line in SETS[name]:
@@ -78,16 +78,15 @@ def measure(
                 continue
             (offered,) = found
             if is_held_back(name):
-                chosen_pairs = offered.pairs[:1]
+                chosen_pairs = list(offered.pairs[:1])
             else:
                 # Small windows are not for the other kernels.
                 chosen_pairs = chosen(offered, other_ranks, None if name == "small" else model)
             pairs = [[(1,) * (options.rank - len(tile)) + tile for tile in pair] for pair in chosen_pairs]
             workloads: list[Workload] = []
             for q_tile, kv_tile in pairs:
-                tiles: dict[str, Any] = {f"{prefix}q_tile": q_tile, f"{prefix}kv_tile": kv_tile}
                 arguments = workloads[0].arguments if workloads else None
-                with_tiles = dataclasses.replace(options, **tiles)
+                with_tiles = choices.with_tiles(options, (q_tile, kv_tile), pass_)
                 workloads.append(compile_workload(with_tiles, f"measured_{len(records) + len(workloads)}", arguments))
             # The recommended tiles as the profiler measures them; then all, in turns.
             times = pass_times(workloads[:1], pass_, warmup_steps, iterations)

@@ -106,7 +106,7 @@ ROWS = (
 
 def copy_runner(moved: int) -> Runner:
     """A program that reads half of so many bytes and writes the other half."""
-    return compile_runner(lambda x: ~x, jnp.zeros((moved // 8,), jnp.uint32))
+    return compile_runner(lambda x: ~x, jnp.zeros((moved // 8,), jnp.uint32), name="copy")
 
 
 def sides_of(row: Row, pass_: Pass, families: list[str]) -> dict[str, Runner | str]:
@@ -119,9 +119,9 @@ def sides_of(row: Row, pass_: Pass, families: list[str]) -> dict[str, Runner | s
     for name, function in functions.items():
         try:
             if pass_ == "forward":
-                sides[name] = compile_runner(function, *inputs)
+                sides[name] = compile_runner(function, *inputs, name=f"{name}_side")
             else:
-                sides[name] = compile_backward(function, cotangent, *inputs)
+                sides[name] = compile_backward(function, cotangent, *inputs, name=f"{name}_side")
         except Exception as error:
             sides[name] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     return sides
@@ -131,7 +131,10 @@ def measure(row: Row, pass_: Pass, families: list[str], turns: int) -> dict[str,
     """Microseconds of each side, the median and the range, and how many times those of the copy they are."""
     sides = sides_of(row, pass_, families)
     filler = jnp.zeros((CACHE_BYTES // 4,), jnp.uint32)
-    fill = jax.jit(lambda x: ~x)
+
+    @jax.jit
+    def fill(x: jax.Array) -> jax.Array:
+        return ~x
 
     def launch(runner: Runner) -> Launch:
         def run() -> Any:

@@ -42,17 +42,30 @@ class Runner(NamedTuple):
             jax.block_until_ready([self.compiled(*self.arguments) for _ in range(4)])
 
 
-def compile_runner(function: Callable[..., Any], *arguments: Any) -> Runner:
-    """Compile a function of arrays, or of trees of them, and run it once."""
-    compiled = compile_for_trace(function, *arguments)
+def compile_runner(function: Callable[..., Any], *arguments: Any, name: str | None = None) -> Runner:
+    """Compile a function of arrays, or of trees of them, and run it once.
+
+    Args:
+        function: What to compile.
+        arguments: Its arguments.
+        name: Of the program; those that take turns within one capture need different names.
+    """
+
+    def named(*inputs: Any) -> Any:
+        return function(*inputs)
+
+    named.__name__ = name or function.__name__
+    compiled = compile_for_trace(named, *arguments)
     jax.block_until_ready(compiled(*arguments))
     return Runner(compiled, Program.of(compiled), arguments)
 
 
-def compile_backward(function: Callable[..., Any], cotangent: jax.Array, *arrays: jax.Array) -> Runner:
+def compile_backward(
+    function: Callable[..., Any], cotangent: jax.Array, *arrays: jax.Array, name: str | None = None
+) -> Runner:
     """The backward pass of a function alone: what the forward pass leaves behind are arguments."""
     _, vjp = jax.jit(lambda *inputs: jax.vjp(function, *inputs))(*arrays)
-    return compile_runner(lambda residuals, upstream: residuals(upstream), vjp, cotangent)
+    return compile_runner(lambda residuals, upstream: residuals(upstream), vjp, cotangent, name=name)
 
 
 def take_turns(runners: Mapping[_Name, Runner], turns: int, mode: str) -> dict[_Name, list[float]]:

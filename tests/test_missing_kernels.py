@@ -48,6 +48,10 @@ def host_only_build(monkeypatch: pytest.MonkeyPatch) -> None:
         def build_info() -> dict[str, Any]:
             return {"cuda_architectures": []}
 
+        @staticmethod
+        def occupancy_of_small_windows(*_: Any) -> float:
+            return 0.0
+
     monkeypatch.setattr(native, "_module", Module)
     monkeypatch.setattr(native, "load_error", None)
 
