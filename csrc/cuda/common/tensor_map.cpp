@@ -50,27 +50,38 @@ CUtensorMapDataType data_type(ElementType type) {
   return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
 }
 
-/// Encodes a map of five dimensions; `box` without the innermost one, of which boxes hold a swizzled row.
-Status encode_map(const void* data, ElementType type, const std::int64_t (&sizes)[5], const std::int64_t (&strides)[4],
-                  const std::int64_t (&box)[4], CUtensorMap& map) {
+/// What a map of five dimensions says of each; of the innermost one, boxes hold a swizzled row.
+struct MapDimensions {
+  std::int64_t sizes[5];
+  std::int64_t strides[4];  // elements, but for the innermost one
+  std::int64_t box[4];      // tokens, likewise
+  std::int64_t steps[4];    // between a box's tokens, likewise
+};
+
+Status encode_map(const void* data, ElementType type, std::int64_t row_bytes, const MapDimensions& dimensions,
+                  CUtensorMap& map) {
   PFN_cuTensorMapEncodeTiled_v12000 encode = nullptr;
   if (Status status = find_encoder(encode); status.failed()) return status;
   const std::int64_t bytes = element_bytes(type);
   cuuint64_t extents[5], pitches[4];
-  cuuint32_t boxes[5] = {static_cast<cuuint32_t>(kRowBytes / bytes)};
-  for (int i = 0; i < 5; ++i) extents[i] = static_cast<cuuint64_t>(sizes[i]);
+  cuuint32_t boxes[5] = {static_cast<cuuint32_t>(row_bytes / bytes)}, steps[5] = {1};
+  for (int i = 0; i < 5; ++i) extents[i] = static_cast<cuuint64_t>(dimensions.sizes[i]);
   for (int i = 0; i < 4; ++i) {
-    if (box[i] > kLargestBox) {
-      return Status::invalid_argument("a tile extent of " + std::to_string(box[i]) + " exceeds the " +
+    const std::int64_t span = dimensions.box[i] * dimensions.steps[i];
+    if (span > kLargestBox) {
+      return Status::invalid_argument("a tile extent of " + std::to_string(span) + " exceeds the " +
                                       std::to_string(kLargestBox) + " tokens that a tensor copy takes");
     }
-    pitches[i] = static_cast<cuuint64_t>(strides[i] * bytes);
-    boxes[i + 1] = static_cast<cuuint32_t>(box[i]);
+    pitches[i] = static_cast<cuuint64_t>(dimensions.strides[i] * bytes);
+    boxes[i + 1] = static_cast<cuuint32_t>(span);
+    steps[i + 1] = static_cast<cuuint32_t>(dimensions.steps[i]);
   }
-  const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
-  const CUresult result = encode(&map, data_type(type), 5, const_cast<void*>(data), extents, pitches, boxes,
-                                 element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUtensorMapSwizzle swizzle = row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                     : row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                       : CU_TENSOR_MAP_SWIZZLE_NONE;
+  const CUresult result = encode(&map, data_type(type), 5, const_cast<void*>(data), extents, pitches, boxes, steps,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return {};
   return Status::internal("the CUDA driver refused a tensor map (error " + std::to_string(static_cast<int>(result)) +
                           ")");
@@ -87,9 +98,31 @@ Status encode_head_map(const TokenGrid& grid, const std::int64_t (&box)[3], CUte
                                     " heads of all its tokens, but must have fewer than 2^31");
   }
   return encode_map(
-      grid.data, grid.element_type, {grid.head_dim, grid.tokens[2], grid.tokens[1], grid.tokens[0], heads},
-      {pitch[2] * grid.dilation[2], pitch[1] * grid.dilation[1], pitch[0] * grid.dilation[0], grid.head_dim},
-      {box[2], box[1], box[0], 1}, map);
+      grid.data, grid.element_type, kRowBytes,
+      {{grid.head_dim, grid.tokens[2], grid.tokens[1], grid.tokens[0], heads},
+       {pitch[2] * grid.dilation[2], pitch[1] * grid.dilation[1], pitch[0] * grid.dilation[0], grid.head_dim},
+       {box[2], box[1], box[0], 1},
+       {1, 1, 1, 1}},
+      map);
+}
+
+Status encode_box_map(const TokenBoxes& tokens, const int (&box)[3], CUtensorMap& map) {
+  const std::int64_t token = tokens.heads * tokens.head_dim;
+  MapDimensions dimensions{};
+  dimensions.sizes[0] = token;
+  std::int64_t of_batch = token;
+  for (int i = 0; i < 3; ++i) {
+    dimensions.sizes[i + 1] = tokens.extent[i];
+    dimensions.strides[i] = token * tokens.pitch[i];
+    dimensions.box[i] = box[i];
+    dimensions.steps[i] = tokens.dilation[i];
+    of_batch *= tokens.extent[i];
+  }
+  dimensions.sizes[4] = tokens.batch;
+  dimensions.strides[3] = of_batch;
+  dimensions.box[3] = dimensions.steps[3] = 1;
+  return encode_map(tokens.data, tokens.element_type, tokens.head_dim * element_bytes(tokens.element_type), dimensions,
+                    map);
 }
 
 }  // namespace natten_jax

@@ -30,4 +30,22 @@ struct TokenGrid {
 /// Fails where the hardware does not take it.
 Status encode_head_map(const TokenGrid& grid, const std::int64_t (&box)[3], CUtensorMap& map);
 
+/// Tokens of an array in an order of dimensions of one's own, of which boxes take every few.
+struct TokenBoxes {
+  const void* data;
+  ElementType element_type;
+  std::int64_t batch;
+  std::int64_t extent[3];    ///< Local tokens.
+  std::int64_t pitch[3];     ///< Tokens between neighbors.
+  std::int64_t dilation[3];  ///< Of a box's tokens; at most 8.
+  std::int64_t heads;
+  std::int64_t head_dim;     ///< A head is a row of a box, which is swizzled where it has 64 or 128 bytes.
+};
+
+/// Encodes a map of dimensions [heads and their elements, the three of tokens, batch] whose boxes hold one head of `box`
+/// tokens.
+///
+/// Fails where the hardware does not take it.
+Status encode_box_map(const TokenBoxes& tokens, const int (&box)[3], CUtensorMap& map);
+
 }  // namespace natten_jax

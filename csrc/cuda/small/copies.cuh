@@ -16,12 +16,12 @@ using sm80::wait_copies;
 
 /// A batch entry and one of its query heads.
 struct Item {
+  int batch;
   int head;
   int of_query;  // batch * queries * heads + head: the item's first row in arrays of a row for each query and head
   int of_batch;  // batch * keys
 
   CUTE_DEVICE Item(const CommonParams& p, int number) {
-    int batch;
     p.by_heads(batch, head, number);
     of_query = batch * p.queries * p.heads + head;
     of_batch = batch * p.keys;
@@ -32,6 +32,7 @@ struct Item {
     ++of_query;
     if (++head == p.heads) {
       head = 0;
+      ++batch;
       of_query += (p.queries - 1) * p.heads;
       of_batch += p.keys;
       additional += p.additional_kv;
@@ -165,41 +166,76 @@ struct RowTile {
   }
 };
 
-/// Fills the stages with zeros: what no copy writes is read, and counts as nothing.
-CUTE_DEVICE void clear_stages(const Region& region, char* stages) {
+/// Fills with zeros, from one multiple of 16 bytes to another.
+CUTE_DEVICE void clear(char* begin, char* end) {
 #pragma unroll 4
-  for (int i = threadIdx.x * 16; i < region.stages * region.shared.stage_bytes; i += blockDim.x * 16) {
-    *reinterpret_cast<uint4*>(stages + i) = make_uint4(0, 0, 0, 0);
+  for (char* at = begin + threadIdx.x * 16; at < end; at += blockDim.x * 16) {
+    *reinterpret_cast<uint4*>(at) = make_uint4(0, 0, 0, 0);
   }
 }
 
-/// Goes over a CTA's batch entries and heads: `load(item, stage)` starts copies, `compute(item, stage)` uses them. With
-/// two stages the next item is loaded while this one is computed.
-template <class Load, class Compute>
-CUTE_DEVICE void for_items(const CommonParams& p, std::uint32_t stages, const Load& load, const Compute& compute) {
-  const int first = blockIdx.y * p.items_of_cta, count = min(p.items_of_cta, p.items - first);
-  const std::uint32_t step = p.region.stages > 1 ? p.region.shared.stage_bytes : 0;
-  Item item(p, first), loaded = item;
-  load(loaded, stages);
-  commit_copies();
-  for (int i = 0; i < count; ++i) {
-    const std::uint32_t stage = stages + (i & 1) * step;
-    const bool is_more = i + 1 < count;
-    const auto load_next = [&] {
-      loaded.next(p);
-      load(loaded, stages + (~i & 1) * step);
+/// The items of a CTA, which follow each other.
+struct CtaItems {
+  int first, count;
+
+  CUTE_DEVICE explicit CtaItems(const CommonParams& p)
+      : first(blockIdx.y * p.items_of_cta), count(min(p.items_of_cta, p.items - first)) {}
+};
+
+/// How the columns of a region come into shared memory on any architecture: all threads copy chunks of them. A CTA's
+/// items take turns in one stage, or in two, so that the next item is loaded while one is computed. A stage has the
+/// warps' rows, too.
+class ChunkLoads {
+ public:
+  /// While an item is computed, nothing else happens.
+  struct Phases {
+    CUTE_DEVICE void rows_are_read() const {}
+    CUTE_DEVICE void columns_are_read() const {}
+  };
+
+  CUTE_DEVICE ChunkLoads(const CommonParams& p, char*) : p_(p) {}
+
+  CUTE_DEVICE void start(const int (&)[kRank]) const {}
+
+  /// Goes over the items: `load_rows(item, rows)` and `load_columns(item, stage)` start copies of a warp's rows and of
+  /// all threads' columns, `compute(item, stage, rows, phases)` uses them. All warps have to call it.
+  template <class LoadRows, class LoadColumns, class Compute>
+  CUTE_DEVICE void for_items(const Tables& tables, const TilePlan&, std::uint32_t rows_of_warp,
+                             const LoadRows& load_rows, const LoadColumns& load_columns, const Compute& compute) const {
+    // What no copy writes is read, and counts as nothing.
+    clear(tables.stages, tables.stages + p_.region.stages * p_.region.shared.stage_bytes);
+    __syncthreads();
+    const CtaItems items(p_);
+    const std::uint32_t stages = shared_address(tables.stages), rows = p_.region.shared.rows + rows_of_warp,
+                        step = p_.region.stages > 1 ? p_.region.shared.stage_bytes : 0;
+    Item item(p_, items.first), loaded = item;
+    const auto load = [&](std::uint32_t stage) {
+      load_rows(loaded, stage + rows);
+      load_columns(loaded, stage);
       commit_copies();
     };
-    wait_copies<0>();
-    __syncthreads();
-    if (step > 0 && is_more) load_next();
-    compute(item, stage);
-    item.next(p);
-    if (step == 0 && is_more) {
+    load(stages);
+    for (int i = 0; i < items.count; ++i) {
+      const std::uint32_t stage = stages + (i & 1) * step;
+      const bool is_more = i + 1 < items.count;
+      const auto load_next = [&] {
+        loaded.next(p_);
+        load(stages + (~i & 1) * step);
+      };
+      wait_copies<0>();
       __syncthreads();
-      load_next();
+      if (step > 0 && is_more) load_next();
+      compute(item, stage, stage + rows, Phases{});
+      item.next(p_);
+      if (step == 0 && is_more) {
+        __syncthreads();
+        load_next();
+      }
     }
   }
-}
+
+ private:
+  const CommonParams& p_;
+};
 
 }  // namespace natten_jax::small

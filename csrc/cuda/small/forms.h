@@ -14,6 +14,12 @@ inline constexpr int kColumns = 8;
 inline constexpr int kHeadDims[] = {32, 64, 128};
 inline constexpr int kLargestHeadDim = 128;
 
+/// The widest heads whose columns the copy engine loads: a row that it swizzles has at most 128 bytes.
+inline constexpr int kLargestBoxHeadDim = 64;
+
+/// What the backward kernels know of a query and head: four floats.
+inline constexpr int kStatisticsBytes = 16;
+
 /// What the kernels are for.
 enum class Kernel { kForward, kQueryGradient, kKeyValueGradient };
 

@@ -69,11 +69,11 @@ CUTE_DEVICE float largest_of_row(float x) {
 }
 
 /// Results relative to the largest logits, whatever these are.
-template <class Element, int kHeadDim, class Queries>
+template <class Element, int kHeadDim, class Columns, class Queries>
 CUTE_DEVICE void compute_exactly(TileOutput<kHeadDim>& result, const Queries& queries, const TilePlan& tile,
                                  const Tables& tables, int additional_pairs, std::uint32_t stage, float factor) {
   float largest[2] = {-INFINITY, -INFINITY};
-  for_pairs<1>(tile, tables, additional_pairs, stage, [&](const PairPlace& pair, std::uint32_t masks) {
+  for_pairs<Columns, 1>(tile, tables, additional_pairs, stage, [&](const PairPlace& pair, std::uint32_t masks) {
     PairLogits x;
     multiply_columns<Element, kHeadDim, false>(x, queries, pair);
     CUTE_UNROLL
@@ -88,7 +88,7 @@ CUTE_DEVICE void compute_exactly(TileOutput<kHeadDim>& result, const Queries& qu
     if (largest[r] == -INFINITY) largest[r] = 0.f;
   }
   result = {};
-  for_pairs<1>(tile, tables, additional_pairs, stage, [&](const PairPlace& pair, std::uint32_t masks) {
+  for_pairs<Columns, 1>(tile, tables, additional_pairs, stage, [&](const PairPlace& pair, std::uint32_t masks) {
     PairLogits x;
     multiply_columns<Element, kHeadDim, false>(x, queries, pair);
     CUTE_UNROLL
@@ -104,25 +104,26 @@ CUTE_DEVICE void compute_exactly(TileOutput<kHeadDim>& result, const Queries& qu
   for (int r = 0; r < 2; ++r) result.shift[r] = largest[r];
 }
 
-template <class Element, int kHeadDim>
-__global__ void __launch_bounds__(32 * resident_warps(Kernel::kForward, kHeadDim))
-    natten_jax_small_forward(const __grid_constant__ ForwardParams p) {
+template <class Element, int kHeadDim, bool kHasBoxes>
+CUTE_DEVICE void attend(const ForwardParams& p) {
   using Sums = TrustedSums<Element>;
   using Rows = RowTile<kHeadDim>;
-  extern __shared__ __align__(128) char raw[];
+  using Columns = ColumnRows<kHeadDim, kHasBoxes>;
+  extern __shared__ __align__(1024) char raw[];
   Tables tables;
   TilePlan tile;
-  if (!make_plan<kHeadDim, false>(p, raw, tables, tile)) return;
-  clear_stages(p.region, tables.stages);
-  __syncthreads();
+  Loads<kHeadDim, false, kHasBoxes> loads(p, raw);
+  if (!make_plan<kHeadDim, false, kHasBoxes>(p, raw, tables, tile, loads)) return;
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, additional_pairs = (p.additional_kv + 15) / 16;
-  const std::uint32_t rows = p.region.shared.rows + warp * Rows::kBytes;
-  const ColumnCopy<kHeadDim> copy(p.heads_kv, p.head_dim, p.head_dim_v);
+  const std::uint32_t staging = kHasBoxes ? p.region.warps * Rows::kBytes : 0;
   const float factor = p.scale * kLog2E;
 
-  const auto load = [&](const Item& item, std::uint32_t stage) {
-    Rows::copy(tables.row_tokens, row_of(p.query, item.of_query, p.head_dim), p.heads, p.head_dim, stage + rows);
+  const auto load_rows = [&](const Item& item, std::uint32_t rows) {
+    Rows::copy(tables.row_tokens, row_of(p.query, item.of_query, p.head_dim), p.heads, p.head_dim, rows);
+  };
+  const ColumnCopy<kHeadDim> copy(p.heads_kv, p.head_dim, p.head_dim_v);
+  const auto load_columns = [&](const Item& item, std::uint32_t stage) {
     const int of_key = item.of_key(p);
     copy.box(tables, copy.source(row_of(p.key, of_key, p.head_dim), row_of(p.value, of_key, p.head_dim_v)), stage);
     if (p.additional_kv > 0) {
@@ -133,15 +134,16 @@ __global__ void __launch_bounds__(32 * resident_warps(Kernel::kForward, kHeadDim
                     stage + p.region.shared.additional);
     }
   };
-  const auto compute = [&](const Item& item, std::uint32_t stage) {
+  const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
     if (!tile.has_rows) return;
-    const RowOperand<Element, kHeadDim> queries(stage + rows);
+    const RowOperand<Element, kHeadDim> queries(rows);
+    phases.rows_are_read();
     TileOutput<kHeadDim> result;
     if constexpr (Sums::kHasReference) {
       if (tile.pairs > 0) {
         PairLogits x;
         const std::uint32_t middle = tables.offsets[tile.pairs / 2];
-        multiply_columns<Element, kHeadDim, false>(x, queries, {stage + tile.lanes.across + middle, 0, middle});
+        multiply_columns<Element, kHeadDim, false>(x, queries, {{stage + tile.lanes.across + middle}, {}, middle});
         CUTE_UNROLL
         for (int r = 0; r < 2; ++r) {
           result.shift[r] =
@@ -149,7 +151,7 @@ __global__ void __launch_bounds__(32 * resident_warps(Kernel::kForward, kHeadDim
         }
       }
     }
-    for_pairs<kHeadDim <= 64 ? 2 : 1>(tile, tables, additional_pairs, stage,
+    for_pairs<Columns, kHeadDim <= 64 ? 2 : 1>(tile, tables, additional_pairs, stage,
                                       [&](const PairPlace& pair, std::uint32_t masks) {
                                         PairLogits x;
                                         multiply_columns<Element, kHeadDim, false>(x, queries, pair);
@@ -167,10 +169,11 @@ __global__ void __launch_bounds__(32 * resident_warps(Kernel::kForward, kHeadDim
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) is_trusted &= tokens[r] < 0 || (sums[r] >= Sums::kLeast && sums[r] <= Sums::kMost);
     if (__any_sync(0xffffffffu, !is_trusted)) {
-      compute_exactly<Element, kHeadDim>(result, queries, tile, tables, additional_pairs, stage, factor);
+      compute_exactly<Element, kHeadDim, Columns>(result, queries, tile, tables, additional_pairs, stage, factor);
       sums[0] = result.row_sum(0);
       sums[1] = result.row_sum(1);
     }
+    phases.columns_are_read();
     // One lane writes what is known of its first row, its neighbor what is known of the second.
     const bool is_second = lane % 2 != 0;
     const int token = is_second ? tokens[1] : tokens[0];
@@ -186,9 +189,15 @@ __global__ void __launch_bounds__(32 * resident_warps(Kernel::kForward, kHeadDim
     }
     const auto normalisation = [](float sum) { return sum == 0.f ? 0.f : fast_reciprocal(sum); };
     Rows::template store<Element>(result.o, normalisation(sums[0]), normalisation(sums[1]), tables.row_tokens,
-                                  row_of(p.out, item.of_query, p.head_dim_v), p.heads, p.head_dim_v, stage + rows);
+                                  row_of(p.out, item.of_query, p.head_dim_v), p.heads, p.head_dim_v, rows + staging);
   };
-  for_items(p, shared_address(tables.stages), load, compute);
+  loads.for_items(tables, tile, warp * Rows::kBytes, load_rows, load_columns, compute);
+}
+
+template <class Element, int kHeadDim, bool kHasBoxes>
+__global__ void __launch_bounds__(32 * resident_warps(Kernel::kForward, kHeadDim))
+    natten_jax_small_forward(const __grid_constant__ ForwardParams p) {
+  if constexpr (is_compiled(kHasBoxes)) attend<Element, kHeadDim, kHasBoxes>(p);
 }
 
 }  // namespace natten_jax::small

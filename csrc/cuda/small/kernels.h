@@ -3,10 +3,25 @@
 
 #include <cuda_runtime_api.h>
 
+#include <type_traits>
+
 #include "cuda/common/launch.cuh"
 #include "cuda/small/params.h"
 
 namespace natten_jax::small {
+
+/// Whether the current device runs code of the kernels that was compiled for an architecture with the engine that copies
+/// boxes: code for older ones, which the driver translates, has none.
+cudaError_t find_box_kernels(bool& result);
+
+/// Launches the kernel that `kernel_of(has_boxes)` is for the region's way of loading columns.
+template <int kHeadDim, class Params, class KernelOf>
+cudaError_t launch_form(const Params& params, const LaunchShape& shape, const KernelOf& kernel_of) {
+  if constexpr (kHeadDim <= kLargestBoxHeadDim) {
+    if (params.region.has_boxes) return launch(kernel_of(std::true_type{}), shape, params);
+  }
+  return launch(kernel_of(std::false_type{}), shape, params);
+}
 
 /// Launches the forward kernel for an element type (ElementOf) and compiled width of heads.
 template <class Element, int kHeadDim>

@@ -9,6 +9,7 @@
 #include "cuda/common/cuda_status.h"
 #include "cuda/common/element_types.h"
 #include "cuda/common/geometry.h"
+#include "cuda/common/tensor_map.h"
 #include "cuda/small/kernels.h"
 #include "cuda/small/region.h"
 
@@ -25,7 +26,7 @@ cudaError_t read_device(Device& result) {
         std::pair{&result.multiprocessors, cudaDevAttrMultiProcessorCount}}) {
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, device);
   }
-  return error;
+  return error != cudaSuccess ? error : find_box_kernels(result.has_boxes);
 }
 
 /// Tokens between neighbors of a dimension of an array.
@@ -88,6 +89,10 @@ Status prepare(const Problem& problem, const std::int64_t (&rows)[kRank], const 
   p.scale = problem.scale;
   p.by_heads = cutlass::FastDivmod(p.heads);
   p.by_heads_per_kv = cutlass::FastDivmod(static_cast<int>(problem.heads_per_kv()));
+  for (int i = 0; i < kRank; ++i) {
+    p.by_regions[i] = cutlass::FastDivmod(p.region.regions[i]);
+    p.by_tiles[i] = cutlass::FastDivmod(p.region.tiles[i]);
+  }
   p.items = static_cast<int>(items);
   // The query heads that share a key/value head are one item where their gradients are added up.
   const std::int64_t together = kernel == Kernel::kKeyValueGradient ? problem.heads_per_kv() : 1;
@@ -97,6 +102,47 @@ Status prepare(const Problem& problem, const std::int64_t (&rows)[kRank], const 
   shape = {dim3(static_cast<unsigned>(regions), static_cast<unsigned>(chunks)), 32 * p.region.warps,
            p.region.shared.bytes, stream};
   return {};
+}
+
+/// Encodes the map of an array of columns, where the copy engine loads them.
+Status encode_columns(const Problem& problem, const void* array, ElementType element_type, std::int64_t head_dim,
+                      bool are_queries, CommonParams& p, CUtensorMap& map) {
+  if (!p.region.has_boxes) return {};
+  TokenBoxes tokens{};
+  tokens.data = array;
+  tokens.element_type = element_type;
+  tokens.batch = problem.batch;
+  tokens.heads = are_queries ? problem.heads : problem.heads_kv;
+  tokens.head_dim = head_dim;
+  for (int i = 0; i < kRank; ++i) {
+    const Axis& axis = problem.axes[p.region.dimension[i]];
+    tokens.extent[i] = (are_queries ? axis.query : axis.kv).local_extent;
+    tokens.pitch[i] = (are_queries ? p.query_pitch : p.kv_pitch)[i];
+    tokens.dilation[i] = axis.window.dilation;
+  }
+  return encode_box_map(tokens, p.region.extent, map);
+}
+
+/// The same for the keys and values that queries see.
+Status encode_keys(const Problem& problem, const void* key, const void* value, CommonParams& p) {
+  const auto encode = [&](const void* array, CUtensorMap& map) {
+    return encode_columns(problem, array, problem.element_type, problem.head_dim, false, p, map);
+  };
+  Status status = encode(key, p.columns[0]);
+  return status.failed() ? status : encode(value, p.columns[1]);
+}
+
+/// The same for the queries that see keys, and what is known of them.
+Status encode_queries(const Problem& problem, const BackwardParams& arrays, CommonParams& p) {
+  const auto encode = [&](const void* array, CUtensorMap& map, ElementType type, std::int64_t head_dim) {
+    return encode_columns(problem, array, type, head_dim, true, p, map);
+  };
+  Status status = encode(arrays.query, p.columns[0], problem.element_type, problem.head_dim);
+  if (!status.failed()) {
+    status = encode(arrays.out_cotangent, p.columns[1], problem.element_type, problem.head_dim);
+  }
+  constexpr std::int64_t kFloats = kStatisticsBytes / sizeof(float);
+  return status.failed() ? status : encode(arrays.statistics, p.columns[2], ElementType::kFloat32, kFloats);
 }
 
 /// Calls `call` with an element and the compiled width of heads.
@@ -139,6 +185,7 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Forwar
   p.out = arrays.out;
   p.logsumexp = arrays.logsumexp;
   p.remainder = arrays.remainder;
+  if (Status status = encode_keys(problem, p.key, p.value, p); status.failed()) return status;
   return with_form(problem,
                    [&](auto element, auto head_dim) { return launch_forward<decltype(element), head_dim>(p, shape); });
 }
@@ -158,7 +205,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
   p.logsumexp = arrays.logsumexp;
   p.remainder = arrays.remainder;
   p.logsumexp_cotangent = arrays.logsumexp_cotangent;
-  p.statistics = reinterpret_cast<float2*>(arrays.statistics);
+  p.statistics = reinterpret_cast<float4*>(arrays.statistics);
   p.query_gradient = arrays.query_gradient;
   p.key_gradient = arrays.key_gradient;
   p.value_gradient = arrays.value_gradient;
@@ -174,6 +221,8 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
       status.failed()) {
     return status;
   }
+  if (Status status = encode_keys(problem, p.key, p.value, p); status.failed()) return status;
+  if (Status status = encode_queries(problem, p, of_keys); status.failed()) return status;
   return with_form(problem, [&](auto element, auto head_dim) {
     const cudaError_t error = launch_query_gradient<decltype(element), head_dim>(p, shape);
     return error != cudaSuccess ? error

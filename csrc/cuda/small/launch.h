@@ -37,7 +37,7 @@ struct BackwardArrays {
   void* query_gradient;
   void* key_gradient;
   void* value_gradient;
-  float* statistics;  ///< Scratch: [batch, tokens, heads, 2].
+  float* statistics;  ///< Scratch: [batch, tokens, heads, 4].
 };
 
 /// Runs the forward pass on a stream. Query tiles have 16 tokens, key/value tiles 8.

@@ -1,6 +1,7 @@
 // What the kernels for small windows are launched with, passed by value.
 #pragma once
 
+#include <cuda.h>
 #include <cutlass/fast_math.h>
 
 #include <cstdint>
@@ -28,6 +29,11 @@ struct CommonParams {
   int items_of_cta;  // that follow each other
   float scale;
   cutlass::FastDivmod by_heads, by_heads_per_kv;
+  cutlass::FastDivmod by_regions[kRank];  // of a dilation group
+  cutlass::FastDivmod by_tiles[kRank];    // of a region
+  // For the copy engine, of the two arrays of columns and, where these are queries, of their statistics: dimensions
+  // [head and its elements, those of the region, batch].
+  CUtensorMap columns[3];
 };
 
 struct ForwardParams : CommonParams {
@@ -50,7 +56,9 @@ struct BackwardParams : CommonParams {
   const float* logsumexp;
   const float* remainder;            // null: zeros
   const float* logsumexp_cotangent;  // null: zeros
-  float2* statistics;  // of each query and head: the logsumexp in base 2, NaN where its remainder counts; and delta
+  // Of each query and head: the logsumexp in base 2, or NaN where its remainder counts; delta; the logsumexp in any
+  // case; and its remainder.
+  float4* statistics;
   void* query_gradient;
   void* key_gradient;
   void* value_gradient;

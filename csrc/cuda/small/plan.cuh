@@ -45,8 +45,23 @@ struct RegionAxis {
   }
 };
 
+/// How the columns of two arrays lie in a stage: a column's chunks of both in one row, which all threads copy, or a box
+/// of each, which the copy engine swizzles.
+template <int kHeadDim, bool kHasBoxes>
+struct ColumnRows {
+  static constexpr int kBytes = (kHasBoxes ? 2 : 4) * kHeadDim;
+
+  /// What the numbers of a row's chunks are permuted by, in boxes.
+  CUTE_DEVICE static int permutation(int row) { return kHeadDim == 32 ? row >> 1 & 3 : row & 7; }
+
+  /// Where a chunk of the first array has its counterpart in the second, whose box lies `distance` further.
+  CUTE_DEVICE static std::uint32_t in_second(std::uint32_t address, int distance) {
+    return kHasBoxes ? address + distance : kHeadDim == 32 ? address ^ 64 : address + 2 * kHeadDim;
+  }
+};
+
 /// What a lane adds to where a pair of groups lies, for operands whose columns are rows of shared memory, as in
-/// products with logits for results, and for those whose columns are summed over.
+/// products with logits for results, and for those whose columns are summed over; of the first array.
 struct Lanes {
   std::uint32_t across, along;
 };
@@ -58,17 +73,19 @@ struct TilePlan {
   std::uint32_t statistic;       // the same for the statistics of its first column, and how far that of the second and
   std::uint32_t next_statistic;  // those of the next group are
   std::uint32_t next_group;
+  std::uint32_t statistic_of_column;  // the same for those of column lane % 16
   bool has_rows;
 };
 
-/// The tables of a CTA in shared memory.
+/// The tables of a CTA in shared memory; there are places where there are no boxes.
 struct Tables {
   int2* places;
   std::uint32_t* offsets;
   const std::uint8_t* masks;
   const int* row_tokens;
   char* stages;
-  int columns;  // of the box
+  int second;   // bytes between the boxes of the two arrays
+  int columns;  // of the region
   int passes;   // in which all threads copy them, each a chunk of a column
 };
 
@@ -88,10 +105,12 @@ CUTE_DEVICE std::uint8_t hidden_bits(const IsHidden& is_hidden) {
 }
 
 /// Fills the tables; false where the region has no rows. All threads have to call it, and to meet before they use the
-/// tables; a lane's own warp has to meet before it uses its part.
-template <int kHeadDim, bool kRowsAreKeys>
-CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, TilePlan& tile) {
-  constexpr int kColumnBytes = 4 * kHeadDim;
+/// tables; a lane's own warp has to meet before it uses its part. `loads` starts as soon as the first column of
+/// the region's box is known, by its local token in each dimension.
+template <int kHeadDim, bool kRowsAreKeys, bool kHasBoxes, class Loads>
+CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, TilePlan& tile, Loads& loads) {
+  using Columns = ColumnRows<kHeadDim, kHasBoxes>;
+  constexpr int kColumnBytes = Columns::kBytes;
   const Region& region = p.region;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   tables.places = reinterpret_cast<int2*>(raw + region.shared.places);
@@ -101,81 +120,99 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
   tables.masks = masks;
   tables.row_tokens = row_tokens;
   tables.stages = raw + region.shared.stages;
+  tables.second = region.shared.second;
 
-  // The columns of the region: where they begin, how many there are, and how far they are apart.
-  int extent[kRank], first_token = 0, token_pitch[kRank];
-  // The columns of the tile, in the region's; and for the lane's two rows, in the tile's.
-  int tile_begin[kRank], groups[kRank], window_begin[2][kRank], window_end[2][kRank];
-  int row_token = 0, row_shift = 0, id = blockIdx.x, tile_id = warp;
-  bool has_row = true, is_row[2] = {true, true};
+  // Rows of the tile and where they begin. A lane looks at one of them, three at the last one of the tile and the ends
+  // of the region.
+  int tile_rows[kRank], first_row[kRank];
+  int2 seen[kRank], of_tile[kRank];
+  // The columns of the region: where they begin, how many there are.
+  int first[kRank], extent[kRank], first_column[kRank];
+  int id = blockIdx.x, tile_id = warp;
   tile.has_rows = true;
   CUTE_UNROLL
   for (int d = 0; d < kRank; ++d) {
     const DeviceAxis& axis = p.axis[d];
-    const int of_dimension = axis.dilation * region.regions[d], here = id % of_dimension,
-              most = region.tile[d] * region.tiles[d];
-    id /= of_dimension;
-    const int residue = here % axis.dilation, number = region.dimension[d];
-    const RegionAxis<kRowsAreKeys> rows(axis, residue, here / axis.dilation * most, most,
-                                        Origin::load(p.origins, number, axis.dilation),
-                                        Origin::load(p.origins, kRank + number, axis.dilation));
+    int residue, number, of_region;
+    axis.by_dilation(id, residue, id);
+    p.by_regions[d](id, number, id);
+    p.by_tiles[d](tile_id, of_region, tile_id);
+    const int dimension = region.dimension[d], most = region.tile[d] * region.tiles[d];
+    const RegionAxis<kRowsAreKeys> rows(axis, residue, number * most, most,
+                                        Origin::load(p.origins, dimension, axis.dilation),
+                                        Origin::load(p.origins, kRank + dimension, axis.dilation));
     if (rows.count <= 0) return false;
+    const int begin = of_region * region.tile[d];
+    tile_rows[d] = min(region.tile[d], rows.count - begin);
+    tile.has_rows &= tile_rows[d] > 0;
+    const int looked_at = begin + (lane < kRows ? min(lane, tile_rows[d] - 1)
+                                   : lane == 16 ? tile_rows[d] - 1
+                                   : lane == 17 ? -begin
+                                                : rows.count - 1 - begin);
+    seen[d] = rows.seen(axis, looked_at);
+    first[d] = __shfl_sync(0xffffffffu, seen[d].x, 17);
+    extent[d] = max(__shfl_sync(0xffffffffu, seen[d].y, 18) - first[d], 0);
+    first_column[d] = rows.columns().residue + first[d] * axis.dilation;
+    first_row[d] = rows.rows().residue + (rows.begin + begin) * axis.dilation;
+    // The others see nothing.
+    const bool is_row = lane < tile_rows[d] && rows.is_inside(looked_at);
+    of_tile[d] = make_int2(__shfl_sync(0xffffffffu, seen[d].x, 0), __shfl_sync(0xffffffffu, seen[d].y, 16));
+    if (!is_row) seen[d].y = seen[d].x;
+  }
+  loads.start(first_column);
+
+  // The columns of the tile, in the region's; and for the lane's two rows, in the tile's.
+  int tile_begin[kRank], groups[kRank], window_begin[2][kRank], window_end[2][kRank];
+  int row_token = 0, row_shift = 0, first_token = 0, token_pitch[kRank];
+  bool has_row = true;
+  CUTE_UNROLL
+  for (int d = 0; d < kRank; ++d) {
+    const int dilation = p.axis[d].dilation, first_of_tile = of_tile[d].x;
     token_pitch[d] = (kRowsAreKeys ? p.query_pitch : p.kv_pitch)[d];
-    const int row_pitch = (kRowsAreKeys ? p.kv_pitch : p.query_pitch)[d];
-    const int begin = tile_id % region.tiles[d] * region.tile[d], end = min(begin + region.tile[d], rows.count);
-    tile_id /= region.tiles[d];
-    tile.has_rows &= begin < end;
-    // A lane looks at a row of the tile, three at the last one of the tile and the ends of the region.
-    const int looked_at = lane < kRows ? min(begin + lane, end - 1)
-                          : lane == 16 ? end - 1
-                          : lane == 17 ? 0
-                                       : rows.count - 1;
-    const int2 seen = rows.seen(axis, looked_at);
-    const auto begin_of = [&](int of_lane) { return __shfl_sync(0xffffffffu, seen.x, of_lane); };
-    const auto end_of = [&](int of_lane) { return __shfl_sync(0xffffffffu, seen.y, of_lane); };
-    const int first = begin_of(17), first_of_tile = begin_of(0);
-    extent[d] = max(end_of(18) - first, 0);
-    first_token += (rows.columns().residue + first * axis.dilation) * token_pitch[d];
-    token_pitch[d] *= axis.dilation;
-    tile_begin[d] = first_of_tile - first;
-    groups[d] = (max(end_of(16) - first_of_tile, 0) + region.group[d] - 1) / region.group[d];
+    first_token += first_column[d] * token_pitch[d];
+    token_pitch[d] *= dilation;
+    tile_begin[d] = first_of_tile - first[d];
+    groups[d] = (max(of_tile[d].y - first_of_tile, 0) + region.group[d] - 1) >> logarithm(region.group[d]);
     // Extents that divide 16 are powers of two.
     const auto place_of = [&](int row) { return row >> row_shift & (region.tile[d] - 1); };
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       const int place = place_of(lane / 4 + 8 * r);
-      is_row[r] &= begin + place < end && rows.is_inside(begin + place);
-      window_begin[r][d] = begin_of(place) - first_of_tile;
-      window_end[r][d] = end_of(place) - first_of_tile;
+      window_begin[r][d] = __shfl_sync(0xffffffffu, seen[d].x, place) - first_of_tile;
+      window_end[r][d] = __shfl_sync(0xffffffffu, seen[d].y, place) - first_of_tile;
     }
-    const int row = begin + place_of(lane % kRows);
+    const int place = place_of(lane % kRows);
     row_shift += logarithm(region.tile[d]);
-    has_row &= row < end;
-    row_token += (rows.rows().residue + (rows.begin + row) * axis.dilation) * row_pitch;
+    has_row &= place < tile_rows[d];
+    row_token += (first_row[d] + place * dilation) * (kRowsAreKeys ? p.kv_pitch : p.query_pitch)[d];
   }
   if (lane < kRows) row_tokens[lane] = has_row ? row_token : -1;
 
   const int wide = region.group[0], high = region.group[1], wide_shift = logarithm(wide), shift = logarithm(high);
   const auto swizzle = [&](int x, int y) { return (x & (wide - 1)) | (y & (high - 1)) * wide; };
   tables.columns = extent[0] * extent[1] * extent[2];
-  const int of_pass = blockDim.x / (kColumnBytes / 16);
-  tables.passes = (tables.columns + of_pass - 1) / of_pass;
-  // The last pass copies some column to where nobody looks.
-  for (int i = tables.columns + threadIdx.x; i < tables.passes * of_pass; i += blockDim.x) {
-    tables.places[i] = make_int2(first_token, region.shared.nowhere);
-  }
-  for (int i = threadIdx.x; i < tables.columns; i += blockDim.x) {
-    const int line = i / extent[0], x = i - line * extent[0], z = line / extent[1], y = line - z * extent[1];
-    const int place = x + y * region.pitch[1] + z * region.pitch[2];
-    tables.places[i] = make_int2(first_token + x * token_pitch[0] + y * token_pitch[1] + z * token_pitch[2],
-                                 place * kColumnBytes | swizzle(x, y) << 4);
+  if constexpr (!kHasBoxes) {
+    const int of_pass = blockDim.x / (kColumnBytes / 16);
+    tables.passes = (tables.columns + of_pass - 1) / of_pass;
+    // The last pass copies some column to where nobody looks.
+    for (int i = tables.columns + threadIdx.x; i < tables.passes * of_pass; i += blockDim.x) {
+      tables.places[i] = make_int2(first_token, region.shared.nowhere);
+    }
+    for (int i = threadIdx.x; i < tables.columns; i += blockDim.x) {
+      const int line = i / extent[0], x = i - line * extent[0], z = line / extent[1], y = line - z * extent[1];
+      const int place = x + y * region.pitch[1] + z * region.pitch[2];
+      tables.places[i] = make_int2(first_token + x * token_pitch[0] + y * token_pitch[1] + z * token_pitch[2],
+                                   place * kColumnBytes | swizzle(x, y) << 4);
+    }
   }
 
   const int pair_rows = high * region.pitch[1], in_group = lane & (kColumns - 1);
   const int x = in_group & (wide - 1), y = in_group >> wide_shift;
+  const int base = tile_begin[0] + tile_begin[1] * region.pitch[1] + tile_begin[2] * region.pitch[2];
   const auto lane_of = [&](int group, int chunk) {
-    return static_cast<std::uint32_t>((x + y * region.pitch[1] + group * pair_rows) * kColumnBytes |
-                                      (chunk ^ swizzle(x + tile_begin[0], y + tile_begin[1])) << 4);
+    const int row = base + x + y * region.pitch[1] + group * pair_rows;
+    const int permuted = chunk ^ (kHasBoxes ? Columns::permutation(row) : swizzle(x + tile_begin[0], y + tile_begin[1]));
+    return static_cast<std::uint32_t>(row * kColumnBytes | permuted << 4);
   };
   const auto lane_of_sequence = [&](int group, int chunk) {
     return region.shared.additional +
@@ -186,18 +223,22 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
   tile.lanes = {lane_of(slow, fast), lane_of(fast, slow)};
   tile.lanes_additional = {lane_of_sequence(slow, fast), lane_of_sequence(fast, slow)};
   const int column = lane % 4 * 2;
-  tile.statistic = region.shared.statistics + 8 * ((column & (wide - 1)) + (column >> wide_shift) * region.pitch[1]);
-  tile.next_statistic = 8 * (wide > 1 ? 1 : region.pitch[1]);
-  tile.next_group = 8 * pair_rows;
+  const auto statistic_of = [&](int at, int group) {
+    const int row = base + (at & (wide - 1)) + (at >> wide_shift) * region.pitch[1] + group * pair_rows;
+    return region.shared.statistics + kStatisticsBytes * static_cast<std::uint32_t>(row);
+  };
+  tile.statistic = statistic_of(column, 0);
+  tile.next_statistic = kStatisticsBytes * (wide > 1 ? 1 : region.pitch[1]);
+  tile.next_group = kStatisticsBytes * pair_rows;
+  tile.statistic_of_column = statistic_of(in_group, lane / 8 % 2);
 
   const int line_pairs = (groups[1] + 1) / 2;
   tile.pairs = tile.has_rows ? groups[0] * groups[2] * line_pairs : 0;
   int written = 0;
   if (tile.pairs > 0) {
-    const int base = tile_begin[0] + tile_begin[1] * region.pitch[1] + tile_begin[2] * region.pitch[2];
     for (int gz = 0; gz < groups[2]; ++gz) {
       for (int gx = 0; gx < groups[0]; ++gx) {
-        const int line = base + gx * wide + gz * region.pitch[2];
+        const int line = gx * wide + gz * region.pitch[2];
         for (int i = lane; i < line_pairs; i += 32) {
           tables.offsets[written + i] = (line + 2 * i * pair_rows) * kColumnBytes;
         }
@@ -206,7 +247,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
         CUTE_UNROLL
         for (int e = 0; e < 4; ++e) {
           const int r = e / 2, at = column + e % 2, ex = gx * wide + (at & (wide - 1)), ey = at >> wide_shift;
-          const bool is_seen = is_row[r] && ex >= window_begin[r][0] && ex < window_end[r][0] &&
+          const bool is_seen = ex >= window_begin[r][0] && ex < window_end[r][0] &&
                                gz >= window_begin[r][2] && gz < window_end[r][2];
           begin[e] = (window_begin[r][1] - ey + high - 1) >> shift;
           end[e] = is_seen ? (window_end[r][1] - ey + high - 1) >> shift : 0;
@@ -217,13 +258,14 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
       }
     }
   }
+  __syncwarp();
   const int additional_pairs = (p.additional_kv + 15) / 16;
   for (int i = lane; i < additional_pairs; i += 32) {
     tables.offsets[written + i] = i * 16 * kColumnBytes;
   }
   for (int i = 0; i < additional_pairs; ++i, masks += 32) {
     *masks = hidden_bits([&](int group, int e) {
-      return !is_row[e / 2] || (2 * i + group) * kColumns + column + e % 2 >= p.additional_kv;
+      return row_tokens[lane / 4 + e / 2 * 8] < 0 || (2 * i + group) * kColumns + column + e % 2 >= p.additional_kv;
     });
   }
   __syncwarp();

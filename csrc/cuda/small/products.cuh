@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/sm80/products.cuh"
-#include "cuda/small/copies.cuh"
+#include "cuda/small/boxes.cuh"
 
 namespace natten_jax::small {
 
@@ -39,8 +39,8 @@ using PairLogits = float[2][4];
 
 /// Where a lane reads a pair's columns.
 struct PairPlace {
-  std::uint32_t across, along;  // as in Lanes
-  std::uint32_t offset;         // in a stage
+  std::uint32_t across[2], along[2];  // as in Lanes, of each array
+  std::uint32_t offset;               // in a stage
 };
 
 /// Where a lane reads chunks 2 * step and 2 * step + 1 of a pair's columns.
@@ -56,7 +56,7 @@ CUTE_DEVICE void multiply_columns(PairLogits& x, const RowOperand<Element, kHead
   CUTE_UNROLL
   for (int step = 0; step < kSteps; ++step) {
     std::uint32_t r[4];
-    sm80::load_matrices(r, step_address(pair.across, step + (kIsSecond ? kSteps : 0)));
+    sm80::load_matrices(r, step_address(pair.across[kIsSecond], step));
     const auto a = rows(step);
     CUTE_UNROLL
     for (int h = 0; h < 2; ++h) {
@@ -75,7 +75,7 @@ CUTE_DEVICE void add_columns(float (&o)[kHeadDim / 8][4], const std::uint32_t (&
   CUTE_UNROLL
   for (int step = 0; step < kSteps; ++step) {
     std::uint32_t r[4];
-    sm80::load_matrices_transposed(r, step_address(pair.along, step + (kIsSecond ? kSteps : 0)));
+    sm80::load_matrices_transposed(r, step_address(pair.along[kIsSecond], step));
     CUTE_UNROLL
     for (int h = 0; h < 2; ++h) {
       float (&c)[4] = o[2 * step + h];
@@ -108,17 +108,19 @@ CUTE_DEVICE std::uint32_t spread_bits(std::uint8_t bits) {
 
 /// Calls `call(pair, masks)` for each pair of groups of a tile: where it lies in a stage, and which of its elements are
 /// hidden, as `hiding` and `hidden_halves` take it for the first group and, four bits higher, for the second.
-template <int kUnrolled, class Call>
+template <class Columns, int kUnrolled, class Call>
 CUTE_DEVICE void for_pairs(const TilePlan& tile, const Tables& tables, int additional_pairs, std::uint32_t stage,
                            const Call& call) {
   const auto go = [&](const Lanes& lanes, int first, int pairs) {
     const std::uint32_t* offset = tables.offsets + first;
     const std::uint8_t* bits = tables.masks + 32 * first;
-    const std::uint32_t across = stage + lanes.across, along = stage + lanes.along;
+    const std::uint32_t across = stage + lanes.across, along = stage + lanes.along,
+                        across_second = Columns::in_second(across, tables.second),
+                        along_second = Columns::in_second(along, tables.second);
 #pragma unroll kUnrolled
     for (int i = 0; i < pairs; ++i) {
       const std::uint32_t at = offset[i];
-      call(PairPlace{across + at, along + at, at}, spread_bits(bits[32 * i]));
+      call(PairPlace{{across + at, across_second + at}, {along + at, along_second + at}, at}, spread_bits(bits[32 * i]));
     }
   };
   go(tile.lanes, 0, tile.pairs);

@@ -38,39 +38,40 @@ CUTE_DEVICE void multiply_rows(float (&sum)[2], const RowOperand<Element, kHeadD
   }
 }
 
-template <class Element, int kHeadDim>
-__global__ void __launch_bounds__(32 * resident_warps(Kernel::kQueryGradient, kHeadDim))
-    natten_jax_small_query_gradient(const __grid_constant__ BackwardParams p) {
+template <class Element, int kHeadDim, bool kHasBoxes>
+CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
   using Rows = RowTile<kHeadDim>;
   using Operand = RowOperand<Element, kHeadDim>;
-  extern __shared__ __align__(128) char raw[];
+  using Columns = ColumnRows<kHeadDim, kHasBoxes>;
+  extern __shared__ __align__(1024) char raw[];
   Tables tables;
   TilePlan tile;
-  if (!make_plan<kHeadDim, false>(p, raw, tables, tile)) return;
-  clear_stages(p.region, tables.stages);
-  __syncthreads();
+  Loads<kHeadDim, false, kHasBoxes> loads(p, raw);
+  if (!make_plan<kHeadDim, false, kHasBoxes>(p, raw, tables, tile, loads)) return;
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const std::uint32_t buffer = p.region.warps * Rows::kBytes, rows = p.region.shared.rows + warp * Rows::kBytes;
-  const ColumnCopy<kHeadDim> copy(p.heads_kv, p.head_dim, p.head_dim_v);
+  const std::uint32_t buffer = p.region.warps * Rows::kBytes, staging = kHasBoxes ? 3 * buffer : 0;
   const float factor = p.scale * kLog2E;
 
-  const auto load = [&](const Item& item, std::uint32_t stage) {
+  const auto load_rows = [&](const Item& item, std::uint32_t rows) {
     const auto copy_rows = [&](const void* array, int width, int number) {
-      Rows::copy(tables.row_tokens, row_of(array, item.of_query, width), p.heads, width,
-                 stage + rows + number * buffer);
+      Rows::copy(tables.row_tokens, row_of(array, item.of_query, width), p.heads, width, rows + number * buffer);
     };
     copy_rows(p.query, p.head_dim, 0);
     copy_rows(p.out_cotangent, p.head_dim_v, 1);
     copy_rows(p.out, p.head_dim_v, 2);
+  };
+  const ColumnCopy<kHeadDim> copy(p.heads_kv, p.head_dim, p.head_dim_v);
+  const auto load_columns = [&](const Item& item, std::uint32_t stage) {
     const int of_key = item.of_key(p);
     copy.box(tables, copy.source(row_of(p.key, of_key, p.head_dim), row_of(p.value, of_key, p.head_dim_v)), stage);
   };
-  const auto compute = [&](const Item& item, std::uint32_t stage) {
+  const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
     if (!tile.has_rows) return;
-    const Operand queries(stage + rows), cotangents(stage + rows + buffer);
+    const Operand queries(rows), cotangents(rows + buffer);
     float logsumexp[2] = {}, remainder[2] = {}, delta[2] = {};
-    multiply_rows(delta, cotangents, Operand(stage + rows + 2 * buffer));
+    multiply_rows(delta, cotangents, Operand(rows + 2 * buffer));
+    phases.rows_are_read();
     bool is_large = false;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
@@ -82,11 +83,13 @@ __global__ void __launch_bounds__(32 * resident_warps(Kernel::kQueryGradient, kH
       const bool is_row_large = has_remainder<Element>(logsumexp[r]);
       if (is_row_large && p.remainder != nullptr) remainder[r] = p.remainder[at];
       is_large |= is_row_large;
-      if (lane % 4 == 0) p.statistics[at] = make_float2(is_row_large ? NAN : logsumexp[r], delta[r]);
+      if (lane % 4 == 0) {
+        p.statistics[at] = make_float4(is_row_large ? NAN : logsumexp[r], delta[r], logsumexp[r], remainder[r]);
+      }
     }
     float gradient[kHeadDim / 8][4] = {};
     const auto differentiate = [&](auto weight) {
-      for_pairs<1>(tile, tables, 0, stage, [&](const PairPlace& pair, std::uint32_t masks) {
+      for_pairs<Columns, 1>(tile, tables, 0, stage, [&](const PairPlace& pair, std::uint32_t masks) {
         PairLogits x, y;
         multiply_columns<Element, kHeadDim, false>(x, queries, pair);
         multiply_columns<Element, kHeadDim, true>(y, cotangents, pair);
@@ -106,11 +109,18 @@ __global__ void __launch_bounds__(32 * resident_warps(Kernel::kQueryGradient, kH
     } else {
       differentiate([&](float x, int r) { return fast_exp2(fmaf(x, factor, -logsumexp[r])); });
     }
+    phases.columns_are_read();
     Rows::template store<Element>(gradient, p.scale, p.scale, tables.row_tokens,
                                   row_of(p.query_gradient, item.of_query, p.head_dim), p.heads, p.head_dim,
-                                  stage + rows);
+                                  rows + staging);
   };
-  for_items(p, shared_address(tables.stages), load, compute);
+  loads.for_items(tables, tile, warp * Rows::kBytes, load_rows, load_columns, compute);
+}
+
+template <class Element, int kHeadDim, bool kHasBoxes>
+__global__ void __launch_bounds__(32 * resident_warps(Kernel::kQueryGradient, kHeadDim))
+    natten_jax_small_query_gradient(const __grid_constant__ BackwardParams p) {
+  if constexpr (is_compiled(kHasBoxes)) differentiate_queries<Element, kHeadDim, kHasBoxes>(p);
 }
 
 }  // namespace natten_jax::small

@@ -7,8 +7,13 @@
 namespace natten_jax::small {
 namespace {
 
-/// Bytes of tables and stages start at multiples of this.
+/// Bytes of tables and stages start at multiples of this, and boxes at those of the other, as their swizzle has it.
 constexpr std::int64_t kAlignment = 128;
+constexpr std::int64_t kBoxAlignment = 1024;
+
+/// Most tokens of a dimension that a box spans, and most that neighbors may be apart.
+constexpr std::int64_t kLargestBox = 256;
+constexpr std::int64_t kLargestBoxDilation = 8;
 
 /// Ends of a layout are looked at closely up to this window.
 constexpr std::int64_t kMostLookedAt = 1024;
@@ -25,8 +30,8 @@ std::int64_t divide_up(std::int64_t a, std::int64_t b) {
   return (a + b - 1) / b;
 }
 
-std::int64_t align(std::int64_t bytes) {
-  return divide_up(bytes, kAlignment) * kAlignment;
+std::int64_t align(std::int64_t bytes, std::int64_t alignment = kAlignment) {
+  return divide_up(bytes, alignment) * alignment;
 }
 
 /// One dimension, seen from the rows of a kernel.
@@ -105,6 +110,31 @@ int row_buffers(Kernel kernel) {
   return kernel == Kernel::kForward ? 1 : kernel == Kernel::kQueryGradient ? 3 : 2;
 }
 
+/// Whether the copy engine can load a problem's columns: heads fill the rows that it swizzles, and there is nothing but
+/// one box for each array.
+bool can_have_boxes(const Problem& problem, int head_dim) {
+  if (head_dim > kLargestBoxHeadDim || problem.head_dim != head_dim || problem.head_dim_v != head_dim) return false;
+  if (problem.additional_kv > 0) return false;
+  return std::all_of(std::begin(problem.axes), std::end(problem.axes),
+                     [](const Axis& axis) { return axis.window.dilation <= kLargestBoxDilation; });
+}
+
+/// Widens a box so that pairs of groups of a tile lie multiples of 8 rows apart, and the rows of a group in different
+/// banks: rows are permuted by their number modulo 8. False where that cannot be, or where it is too large.
+bool widen_box(const Side (&sides)[kRank], const Region& region, const std::int64_t (&groups)[kRank],
+               std::int64_t (&box)[kRank]) {
+  const int wide = region.group[0], high = region.group[1];
+  if (groups[0] > 1 && wide < kColumns) return false;
+  // The group's rows: of `wide` that follow each other, `high` times; all eight differ modulo 8.
+  const std::int64_t step = wide == 1 ? 2 : 2 * wide;
+  box[0] = wide == kColumns ? align(box[0], kColumns) : align(box[0] - wide, step) + wide;
+  if (groups[2] > 1) box[1] = align(box[1], high);
+  for (int i = 0; i < kRank; ++i) {
+    if (box[i] * sides[region.dimension[i]].axis.window.dilation > kLargestBox) return false;
+  }
+  return true;
+}
+
 /// Works out what follows from the number of tiles in each dimension; false where a CTA lacks the memory for it.
 bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel, int head_dim, int stages,
               const Device& device, Region& region) {
@@ -121,6 +151,7 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
   const std::int64_t lines = groups[0] * groups[2], line_pairs = divide_up(groups[1], 2);
   const std::int64_t additional_pairs = divide_up(problem.additional_kv, 2 * kColumns);
   const std::int64_t pairs = lines * line_pairs + additional_pairs;
+  if (region.has_boxes && !widen_box(sides, region, groups, box)) return false;
   const std::int64_t plane = box[0] * box[1];
   // The last pair of a line may end past the box, in what belongs to no column.
   const std::int64_t memory_rows = plane * box[2] + box[0] * 2 * region.group[1] + region.group[0];
@@ -135,17 +166,32 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
     at = align(at + bytes);
   };
   const std::int64_t of_pass = 32 * region.warps / (head_dim / 4);
-  take(shared.places, 8 * divide_up(plane * box[2], of_pass) * of_pass);
+  take(shared.barriers, region.has_boxes ? kAlignment : 0);
+  take(shared.places, region.has_boxes ? 0 : 8 * divide_up(plane * box[2], of_pass) * of_pass);
   take(shared.offsets, 4 * region.warps * pairs);
   take(shared.masks, 32 * region.warps * pairs);
   take(shared.row_tokens, 4 * kRows * region.warps);
+  // Boxes leave rows to the warps, which load some while they write others.
+  const std::int64_t row_bytes = (row_buffers(kernel) + region.has_boxes) * region.warps * kRows * 2 * head_dim;
+  if (region.has_boxes) {
+    take(shared.rows, row_bytes);
+    at = align(at, kBoxAlignment);
+  }
   shared.stages = static_cast<int>(at);
-  at = memory_rows * 4 * head_dim;
-  take(shared.nowhere, 4 * head_dim);
-  take(shared.additional, 2 * kColumns * additional_pairs * 4 * head_dim);
-  take(shared.rows, row_buffers(kernel) * region.warps * kRows * 2 * head_dim);
-  take(shared.statistics, has_statistics ? 8 * memory_rows : 0);
-  take(shared.remainders, has_statistics ? 4 * memory_rows : 0);
+  if (region.has_boxes) {
+    const std::int64_t row = 2 * head_dim;
+    shared.box_end = static_cast<int>(plane * box[2] * row);
+    shared.second = static_cast<int>(align(shared.box_end, kBoxAlignment));
+    at = align(shared.second + memory_rows * row);
+    shared.nowhere = static_cast<int>(at);
+  } else {
+    at = memory_rows * 4 * head_dim;
+    take(shared.nowhere, 4 * head_dim);
+    take(shared.additional, 2 * kColumns * additional_pairs * 4 * head_dim);
+    take(shared.rows, row_bytes);
+  }
+  take(shared.statistics, has_statistics ? kStatisticsBytes * memory_rows : 0);
+  if (region.has_boxes) at = align(at, kBoxAlignment);
   shared.stage_bytes = static_cast<int>(at);
   const std::int64_t bytes = shared.stages + stages * at;
   if (bytes > device.shared_memory) return false;
@@ -154,6 +200,7 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
   region.pitch[0] = 1;
   region.pitch[1] = static_cast<int>(box[0]);
   region.pitch[2] = static_cast<int>(plane);
+  for (int i = 0; i < kRank; ++i) region.extent[i] = static_cast<int>(box[i]);
   region.box = static_cast<int>(plane * box[2]);
   region.pairs = static_cast<int>(pairs);
   region.stages = stages;
@@ -170,8 +217,8 @@ struct Costs {
   double waiting;  ///< By how much more all else costs of one warp alone.
 };
 
-/// Fitted to times of 2,600 regions of small-window problems on an H200; the regions that they choose took 2% (backward)
-/// and 4% (forward) more time than the best ones, and at most 13%.
+/// Fitted to times of 2,600 regions of small-window problems on an H200; the regions that they choose took 2%
+/// (backward) and 4% (forward) more time than the best ones, and at most 13%.
 constexpr Costs costs_of(Kernel kernel) {
   switch (kernel) {
     case Kernel::kForward:
@@ -192,7 +239,8 @@ double estimate(const Side (&sides)[kRank], Kernel kernel, int head_dim, const R
   for (int i = 0; i < kRank; ++i) {
     tiles *= static_cast<double>(sides[region.dimension[i]].axis.window.dilation) * region.regions[i];
   }
-  const double computing = region.pairs * width + costs.tile, loading = costs.column * region.box * width / region.warps;
+  const double computing = region.pairs * width + costs.tile,
+               loading = costs.column * region.box * width / region.warps;
   return tiles * (computing * (1 + costs.waiting / (region.warps * region.ctas)) +
                   loading * (1 + costs.exposed / (region.ctas * region.stages)));
 }
@@ -244,21 +292,29 @@ Status choose_region(const Problem& problem, const std::int64_t (&rows)[kRank], 
   const int warps = resident_warps(kernel, head_dim);
   double least = 0;
   bool found = false;
-  for (candidate.tiles[0] = 1; candidate.tiles[0] <= std::min(warps, most_tiles[0]); ++candidate.tiles[0]) {
-    for (candidate.tiles[1] = 1; candidate.tiles[1] <= std::min(warps / candidate.tiles[0], most_tiles[1]);
-         ++candidate.tiles[1]) {
-      const int rest = warps / candidate.tiles[0] / candidate.tiles[1];
-      for (candidate.tiles[2] = 1; candidate.tiles[2] <= std::min(rest, most_tiles[2]); ++candidate.tiles[2]) {
-        for (const int stages : {1, 2}) {
-          if (!complete(problem, sides, kernel, head_dim, stages, device, candidate)) continue;
-          const double time = estimate(sides, kernel, head_dim, candidate);
-          if (found && time >= least) continue;
-          found = true;
-          least = time;
-          region = candidate;
+  const auto search = [&] {
+    for (candidate.tiles[0] = 1; candidate.tiles[0] <= std::min(warps, most_tiles[0]); ++candidate.tiles[0]) {
+      for (candidate.tiles[1] = 1; candidate.tiles[1] <= std::min(warps / candidate.tiles[0], most_tiles[1]);
+           ++candidate.tiles[1]) {
+        const int rest = warps / candidate.tiles[0] / candidate.tiles[1];
+        for (candidate.tiles[2] = 1; candidate.tiles[2] <= std::min(rest, most_tiles[2]); ++candidate.tiles[2]) {
+          for (const int stages : {1, 2}) {
+            if (!complete(problem, sides, kernel, head_dim, stages, device, candidate)) continue;
+            const double time = estimate(sides, kernel, head_dim, candidate);
+            if (found && time >= least) continue;
+            found = true;
+            least = time;
+            region = candidate;
+          }
         }
       }
     }
+  };
+  candidate.has_boxes = device.has_boxes && can_have_boxes(problem, head_dim);
+  search();
+  if (!found && candidate.has_boxes) {
+    candidate.has_boxes = false;
+    search();
   }
   if (found) return {};
   return Status::invalid_argument("the windows of a tile are too large for the form for small windows");

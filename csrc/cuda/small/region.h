@@ -22,6 +22,7 @@ struct Device {
   int shared_memory_multiprocessor;
   int shared_memory_reserved;  ///< That each CTA takes besides its own.
   int multiprocessors;
+  bool has_boxes;  ///< The engine that copies boxes of tokens, and kernels that use it.
 };
 
 /// Offsets in a CTA's shared memory, in bytes.
@@ -30,13 +31,15 @@ struct SharedLayout {
   int offsets;     ///< uint32 for each warp and pair of groups: where it lies in a stage.
   int masks;       ///< A byte for each warp, pair and lane.
   int row_tokens;  ///< int for each row.
+  int barriers;    ///< Barriers, for boxes: which stages are full, and how many warps have left them.
   int stages;
   int stage_bytes;
-  int nowhere;     ///< Of a stage: a column that none is.
+  int second;      ///< Of a stage, for boxes: the second array's columns.
+  int box_end;     ///< Of a stage, for boxes: where those of the first array end.
+  int nowhere;     ///< Of a stage: a column that none is; for boxes, the end of all.
   int additional;  ///< Of a stage: additional columns.
-  int rows;        ///< Of a stage: the warps' rows of each array that they need.
-  int statistics;  ///< Of a stage: float2 for each column.
-  int remainders;  ///< Of a stage: a float for each column.
+  int rows;        ///< Of a stage, or for boxes of the CTA: the warps' rows of each array that they need.
+  int statistics;  ///< Of a stage: kStatisticsBytes for each column.
   int bytes;       ///< Of everything.
 };
 
@@ -48,6 +51,8 @@ struct Region {
   int group[kRank];      ///< Columns of a group, powers of two; that of dimension 2 is 1.
   int regions[kRank];    ///< Of a dilation group.
   int pitch[kRank];      ///< Rows of shared memory between neighboring columns.
+  int extent[kRank];     ///< Of the box in shared memory.
+  bool has_boxes;        ///< Whether the copy engine loads a region's columns, or all threads do, in chunks.
   int box;               ///< Most columns that a region sees.
   int pairs;             ///< Most pairs of groups that a tile sees, additional ones among them.
   int warps;

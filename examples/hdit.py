@@ -1,0 +1,370 @@
+"""Train an hourglass diffusion transformer (HDiT, Crowson et al. 2024) on generated pictures, and sample from it.
+
+Patches of an image are tokens. Each level of the hourglass merges 2 x 2 tokens of the level around it into one, and
+splits them again on the way out, where a learned share of the result replaces what was there before. Outer levels have
+neighborhood attention, the innermost one global attention, so that the cost of a step grows with the number of pixels
+and not with its square. Queries and keys have a learned length per head (cosine similarity) and are rotated by their
+position; normalizations and perceptrons are told the level of noise by a scale.
+
+The objective is rectified flow: an image and noise are mixed in proportion, and the model estimates the velocity from
+the one to the other. Sampling follows it from noise to an image, in Euler's steps.
+
+    python examples/hdit.py --output samples.png
+    python examples/hdit.py --widths 128 256 512 --depths 2 2 4 --image-size 256 --batch 16 --dtype bf16 --profile
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+from flax import nnx
+from timed_steps import TimedSteps
+
+from natten_jax import attention, backends, na2d
+from natten_jax.rotary import apply_rotary, rotary_angles
+
+matplotlib.use("Agg")  # there may be no display
+import matplotlib.pyplot as plt  # only now is the choice of a display made
+
+BLOBS = 3  # in a generated picture
+CONDITION = 256  # features that describe the level of noise
+DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+EPSILON = 1e-6  # what the squares of features are at least, where something is divided by their root
+HEAD_DIM = 64
+MLP_RATIO = 3
+MAPPING_DEPTH = 2
+
+
+class Settings(NamedTuple):
+    """What all blocks of a model have in common."""
+
+    kernel_size: int
+    dtype: Any
+    backend: str | None
+
+
+def linear(in_features: int, features: int, dtype: Any, rngs: nnx.Rngs, *, is_zero: bool = False) -> nnx.Linear:
+    """A projection without bias; one that starts from zero at the end of a branch makes the branch start as nothing."""
+    initializer = nnx.initializers.zeros_init() if is_zero else nnx.initializers.lecun_normal()
+    return nnx.Linear(in_features, features, use_bias=False, kernel_init=initializer, dtype=dtype, rngs=rngs)
+
+
+class GatedPerceptron(nnx.Module):
+    """GEGLU: one half of the hidden features gates the other."""
+
+    def __init__(self, features: int, dtype: Any, rngs: nnx.Rngs) -> None:
+        self.expand = linear(features, 2 * MLP_RATIO * features, dtype, rngs)
+        self.contract = linear(MLP_RATIO * features, features, dtype, rngs, is_zero=True)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        hidden, gate = jnp.split(self.expand(tokens), 2, axis=-1)
+        return self.contract(hidden * nnx.gelu(gate))
+
+
+class AdaptiveNorm(nnx.Module):
+    """Root mean square normalization whose scale depends on the level of noise."""
+
+    def __init__(self, features: int, dtype: Any, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.RMSNorm(features, epsilon=EPSILON, use_scale=False, dtype=jnp.float32, rngs=rngs)
+        self.scale = linear(CONDITION, features, dtype, rngs, is_zero=True)
+
+    def __call__(self, tokens: jax.Array, condition: jax.Array) -> jax.Array:
+        # Eight bits are too few for a small change of a scale of 1.
+        scale = 1 + self.scale(condition).astype(jnp.float32)
+        return (self.norm(tokens) * scale[:, None, None]).astype(tokens.dtype)
+
+
+class Attention(nnx.Module):
+    """Cosine-similarity attention of tokens ``[batch, height, width, features]``: to windows, or to all of them."""
+
+    def __init__(self, features: int, is_global: bool, settings: Settings, rngs: nnx.Rngs) -> None:
+        self.settings, self.is_global = settings, is_global
+        heads = features // HEAD_DIM
+        self.project = linear(features, 3 * features, settings.dtype, rngs)
+        self.scale = nnx.Param(jnp.full((heads, 1), 10.0))
+        self.out = linear(features, features, settings.dtype, rngs, is_zero=True)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        split = self.project(tokens).reshape(*tokens.shape[:-1], 3, -1, HEAD_DIM)
+        query, key, value = (split[..., number, :, :] for number in range(3))
+        angles = axial_angles(tokens.shape[1:3])
+        # The operators take one scale for all heads. Each has its own here, which the queries therefore carry.
+        query = apply_rotary(normalized(query) * self.scale[...], angles).astype(value.dtype)
+        key = apply_rotary(normalized(key), angles).astype(value.dtype)
+        attended = self._all(query, key, value) if self.is_global else self._windows(query, key, value)
+        return self.out(attended.reshape(tokens.shape))
+
+    def _windows(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        kernel_size = [min(self.settings.kernel_size, extent) for extent in query.shape[1:3]]
+        return na2d(query, key, value, kernel_size, scale=1.0, backend=self.settings.backend)
+
+    def _all(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        query, key, value = (array.reshape(len(array), -1, *array.shape[3:]) for array in (query, key, value))
+        return attention(query, key, value, scale=1.0, backend=backends.counterpart(self.settings.backend))
+
+
+def normalized(heads: jax.Array) -> jax.Array:
+    """Queries or keys of length 1, float32."""
+    wide = heads.astype(jnp.float32)
+    return wide * jax.lax.rsqrt(jnp.square(wide).sum(-1, keepdims=True) + EPSILON)
+
+
+def axial_angles(layout: tuple[int, ...]) -> jax.Array:
+    """Rotary angles ``[height, width, pairs]`` of half of a head's features, a quarter by row and one by column.
+
+    Positions go from -1 to 1, whatever the number of tokens, so that levels agree about them; frequencies go from half
+    a turn over that way to almost ten times as many.
+    """
+    positions = [np.pi * (2 * np.arange(extent) + 1 - extent) / extent for extent in layout]
+    return rotary_angles(layout, HEAD_DIM, features=2 * [HEAD_DIM // 4], positions=positions, theta=0.1)
+
+
+class Block(nnx.Module):
+    """Attention and a perceptron, both behind a normalization and beside a skip connection."""
+
+    def __init__(self, features: int, is_global: bool, settings: Settings, rngs: nnx.Rngs) -> None:
+        self.attention_norm = AdaptiveNorm(features, settings.dtype, rngs)
+        self.attention = Attention(features, is_global, settings, rngs)
+        self.perceptron_norm = AdaptiveNorm(features, settings.dtype, rngs)
+        self.perceptron = GatedPerceptron(features, settings.dtype, rngs)
+
+    def __call__(self, tokens: jax.Array, condition: jax.Array) -> jax.Array:
+        tokens = tokens + self.attention(self.attention_norm(tokens, condition))
+        return tokens + self.perceptron(self.perceptron_norm(tokens, condition))
+
+
+def merged(pixels: jax.Array, size: int) -> jax.Array:
+    """``[batch, height, width, features]`` with squares of tokens side by side in one token's features."""
+    batch, height, width, features = pixels.shape
+    squares = pixels.reshape(batch, height // size, size, width // size, size, features)
+    return squares.swapaxes(2, 3).reshape(batch, height // size, width // size, size * size * features)
+
+
+def split(tokens: jax.Array, size: int) -> jax.Array:
+    """The inverse of :func:`merged`."""
+    batch, height, width, features = tokens.shape
+    squares = tokens.reshape(batch, height, width, size, size, features // size**2)
+    return squares.swapaxes(2, 3).reshape(batch, height * size, width * size, features // size**2)
+
+
+class Level(nnx.Module):
+    """Blocks before and after the next level, which has a quarter of the tokens; the last one is blocks alone."""
+
+    def __init__(self, widths: Sequence[int], depths: Sequence[int], settings: Settings, rngs: nnx.Rngs) -> None:
+        features, *inner = widths
+
+        def blocks() -> nnx.List[Block]:
+            return nnx.List([Block(features, not inner, settings, rngs) for _ in range(depths[0])])
+
+        self.before = blocks()
+        self.inner = Level(inner, depths[1:], settings, rngs) if inner else None
+        if inner:
+            self.merge = linear(4 * features, inner[0], settings.dtype, rngs)
+            self.split = linear(inner[0], 4 * features, settings.dtype, rngs)
+            self.share = nnx.Param(jnp.array(0.5))
+            self.after = blocks()
+
+    def __call__(self, tokens: jax.Array, condition: jax.Array) -> jax.Array:
+        for block in self.before:
+            tokens = block(tokens, condition)
+        if self.inner is None:
+            return tokens
+        found = split(self.split(self.inner(self.merge(merged(tokens, 2)), condition)), 2)
+        tokens = tokens + (found - tokens) * self.share[...].astype(tokens.dtype)
+        for block in self.after:
+            tokens = block(tokens, condition)
+        return tokens
+
+
+class Mapping(nnx.Module):
+    """What normalizations are told of levels of noise ``[batch]``, which go from 0 to 1."""
+
+    def __init__(self, dtype: Any, rngs: nnx.Rngs) -> None:
+        self.dtype = dtype
+        self.embed = linear(CONDITION, CONDITION, dtype, rngs)
+        self.norms = nnx.List([nnx.RMSNorm(CONDITION, dtype=dtype, rngs=rngs) for _ in range(MAPPING_DEPTH + 1)])
+        self.perceptrons = nnx.List([GatedPerceptron(CONDITION, dtype, rngs) for _ in range(MAPPING_DEPTH)])
+
+    def __call__(self, noise_levels: jax.Array) -> jax.Array:
+        angles = noise_levels[:, None] * np.geomspace(1.0, 1000.0, CONDITION // 2, dtype=np.float32)
+        condition = self.embed(jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1).astype(self.dtype))
+        for norm, perceptron in zip(self.norms[:-1], self.perceptrons, strict=True):
+            condition = condition + perceptron(norm(condition))
+        return self.norms[-1](condition)
+
+
+class Hourglass(nnx.Module):
+    """The model. Parameters are float32, whatever the type that is computed in."""
+
+    def __init__(
+        self, widths: Sequence[int], depths: Sequence[int], patch: int, settings: Settings, *, rngs: nnx.Rngs
+    ) -> None:
+        self.patch, self.dtype = patch, settings.dtype
+        self.mapping = Mapping(settings.dtype, rngs)
+        self.embed = linear(3 * patch**2, widths[0], settings.dtype, rngs)
+        self.levels = Level(widths, depths, settings, rngs)
+        self.norm = nnx.RMSNorm(widths[0], epsilon=EPSILON, dtype=settings.dtype, rngs=rngs)
+        self.head = linear(widths[0], 3 * patch**2, settings.dtype, rngs, is_zero=True)
+
+    def __call__(self, images: jax.Array, noise_levels: jax.Array) -> jax.Array:
+        """Velocities, float32, of noisy images ``[batch, size, size, 3]`` whose levels of noise are ``[batch]``."""
+        tokens = self.embed(merged(images.astype(self.dtype), self.patch))
+        tokens = self.levels(tokens, self.mapping(noise_levels))
+        return split(self.head(self.norm(tokens)), self.patch).astype(jnp.float32)
+
+
+class Pictures:
+    """Generated pictures with values in [-1, 1]: round blobs of any color before a background of another one."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.key = jax.random.key(options.seed)
+        self.size = options.image_size
+        self._draw = jax.jit(jax.vmap(self._picture))
+        self._batch_size = options.batch
+
+    def batch(self, step: int) -> tuple[jax.Array, jax.Array]:
+        """Pictures ``[batch, size, size, 3]``, and a key for their noise; the same for a step whenever asked."""
+        at_pictures, at_noise = jax.random.split(jax.random.fold_in(self.key, step))
+        return self._draw(jax.random.split(at_pictures, self._batch_size)), at_noise
+
+    def _picture(self, key: jax.Array) -> jax.Array:
+        at_colors, at_centers, at_radii = jax.random.split(key, 3)
+        background, *colors = jax.random.uniform(at_colors, (BLOBS + 1, 3), minval=-1.0)
+        centers = jax.random.uniform(at_centers, (BLOBS, 2))
+        radii = jax.random.uniform(at_radii, (BLOBS,), minval=0.1, maxval=0.25)
+        position = jnp.stack(jnp.meshgrid(*2 * [(jnp.arange(self.size) + 0.5) / self.size], indexing="ij"), axis=-1)
+        picture = jnp.broadcast_to(background, (self.size, self.size, 3))
+        for color, center, radius in zip(colors, centers, radii, strict=True):
+            distance = jnp.sqrt(jnp.square(position - center).sum(-1, keepdims=True))
+            cover = jax.nn.sigmoid((radius - distance) * 50)  # soft edges, a fiftieth of the picture wide
+            picture = picture + cover * (color - picture)
+        return picture
+
+
+def step_of(graph: nnx.GraphDef[Hourglass], optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+    """A step of training: takes parameters and the optimizer's state, images, a key; returns state and loss."""
+
+    def step(state: Any, images: jax.Array, key: jax.Array) -> tuple[Any, jax.Array]:
+        parameters, optimizer_state = state
+        at_levels, at_noise = jax.random.split(key)
+        levels = jax.random.uniform(at_levels, (len(images),))
+        noise = jax.random.normal(at_noise, images.shape)
+        mixed = images + levels[:, None, None, None] * (noise - images)
+
+        def loss_of(parameters: Any) -> jax.Array:
+            return jnp.square(nnx.merge(graph, parameters)(mixed, levels) - (noise - images)).mean()
+
+        loss, gradients = jax.value_and_grad(loss_of)(parameters)
+        updates, optimizer_state = optimizer.update(gradients, optimizer_state, parameters)
+        return (optax.apply_updates(parameters, updates), optimizer_state), loss
+
+    return step
+
+
+def sample(graph: nnx.GraphDef[Hourglass], parameters: Any, noise: jax.Array, steps: int) -> jax.Array:
+    """Images that noise of their shape leads to."""
+
+    @jax.jit
+    def follow(parameters: Any, noise: jax.Array) -> jax.Array:
+        def euler(step: int | jax.Array, images: jax.Array) -> jax.Array:
+            level = jnp.full(len(images), 1 - step / steps)
+            return images - nnx.merge(graph, parameters)(images, level) / steps
+
+        return jax.lax.fori_loop(0, steps, euler, noise)
+
+    return follow(parameters, noise)
+
+
+def save_pictures(path: Path, rows: Sequence[jax.Array]) -> None:
+    """Write images with values in [-1, 1], each ``[n, size, size, 3]`` as one row, as a PNG."""
+    tiles = np.concatenate([np.concatenate(list(np.asarray(row)), axis=1) for row in rows])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plt.imsave(path, np.clip(tiles / 2 + 0.5, 0, 1), format="png")
+
+
+def statistics_of(images: jax.Array) -> str:
+    return f"mean {float(images.mean()):.3f}, standard deviation {float(images.std()):.3f}"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train an hourglass diffusion transformer on generated pictures, and sample from it.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--widths", type=int, nargs="+", default=[64, 128, 256], help="features per level, multiples of 64"
+    )
+    parser.add_argument(
+        "--depths", type=int, nargs="+", default=[1, 1, 2], help="blocks per level; outer ones have them twice"
+    )
+    parser.add_argument("--patch", type=int, default=4, help="height and width of an outermost token in pixels")
+    parser.add_argument("--image-size", type=int, default=64, help="height and width of an image in pixels")
+    parser.add_argument("--batch", type=int, default=16, help="images per step")
+    parser.add_argument("--steps", type=int, default=200, help="steps of training")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="highest learning rate")
+    parser.add_argument("--kernel-size", type=int, default=7, help="height and width of windows in tokens")
+    parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="type that the blocks compute in")
+    parser.add_argument("--backend", default=None, help="such as cpu-fna or flex-fna; the best one if not given")
+    parser.add_argument("--seed", type=int, default=0, help="of the parameters, the pictures and the noise")
+    parser.add_argument("--sampling-steps", type=int, default=20, help="Euler's steps from noise to an image")
+    parser.add_argument("--samples", type=int, default=8, help="images to sample")
+    parser.add_argument("--output", type=Path, help="file for a picture of pictures (first row) and samples (second)")
+    parser.add_argument("--profile", action="store_true", help="tell how much of a step is attention")
+    options = parser.parse_args(arguments)
+    for name in ("patch", "image_size", "batch", "steps", "sampling_steps", "samples"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    if options.kernel_size < 2:
+        parser.error(f"--kernel-size must be at least 2, got {options.kernel_size}")
+    if len(options.widths) != len(options.depths):
+        parser.error(f"--widths {options.widths} and --depths {options.depths} must be of as many levels")
+    for name, least in (("widths", HEAD_DIM), ("depths", 1)):
+        for each in getattr(options, name):
+            if each < least or each % least:
+                parser.error(f"--{name} must be multiples of {least}, got {each}")
+    coarsest = options.patch * 2 ** (len(options.widths) - 1)
+    if options.image_size % coarsest:
+        parser.error(f"--image-size must be a multiple of {coarsest}, an innermost token, got {options.image_size}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train and sample; print losses and the time of a step, and, if asked for, how much of a step is attention."""
+    options = parse(arguments)
+    settings = Settings(options.kernel_size, DTYPES[options.dtype], options.backend)
+    pictures = Pictures(options)
+    model = Hourglass(options.widths, options.depths, options.patch, settings, rngs=nnx.Rngs(options.seed))
+    graph, parameters = nnx.split(model)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, options.learning_rate, options.steps // 10, options.steps)
+    optimizer = optax.adamw(schedule, b2=0.95)
+
+    count = sum(leaf.size for leaf in jax.tree.leaves(parameters))
+    tokens = ", ".join(f"{options.image_size // options.patch >> level}²" for level in range(len(options.widths)))
+    size, device = f"{options.image_size} x {options.image_size}", jax.devices()[0].device_kind
+    print(f"{count / 1e6:.2f} M parameters, {options.batch} images of {size} per step, {options.dtype}, {device}")
+    print(f"Tokens per level: {tokens}")
+
+    steps = TimedSteps(step_of(graph, optimizer), (parameters, optimizer.init(parameters)))
+    steps.train(pictures.batch, options.steps)
+    if options.profile:
+        print(steps.profile(*pictures.batch(options.steps)))
+
+    real, key = pictures.batch(0)
+    noise = jax.random.normal(key, (options.samples, *real.shape[1:]))
+    samples = sample(graph, steps.state[0], noise, options.sampling_steps)
+    print(f"Samples after {options.sampling_steps} steps: {statistics_of(samples)}")
+    print(f"Pictures: {statistics_of(real)}")
+    if options.output is not None:
+        save_pictures(options.output, [real[: options.samples], samples])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""What the examples of whole models share: steps of training that are timed, and how much of one is attention."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from natten_jax.devices import default_device
+from natten_jax.profiler import capture
+from natten_jax.profiler.program import Program, compile_for_trace
+from natten_jax.profiler.tables import format_time
+
+LINES = 10  # of losses that are printed
+
+
+class AttentionTime(NamedTuple):
+    """Device time of a step in seconds: of natten_jax's forward and backward passes, and of everything."""
+
+    forward: float
+    backward: float
+    total: float
+
+    @property
+    def share(self) -> float:
+        """The part of the step that is attention."""
+        return (self.forward + self.backward) / self.total
+
+    def __str__(self) -> str:
+        forward, backward, total = map(format_time, self)
+        return (
+            f"Attention: {self.share:.1%} of a step's {total} of device time (forward {forward}, backward {backward})"
+        )
+
+
+class TimedSteps:
+    """A model in training.
+
+    Args:
+        step: Takes the state and a batch, and returns the next state and the loss; has no side effects.
+        state: What the first step takes. It is used up.
+
+    Attributes:
+        state: What a step takes and returns: parameters, and the optimizer's state.
+        losses: Of all steps so far.
+        seconds: By the wall clock, of all steps so far; the first one compiles.
+    """
+
+    def __init__(self, step: Callable[..., tuple[Any, jax.Array]], state: Any) -> None:
+        self._step = step
+        self._run = jax.jit(step, donate_argnums=0)
+        self.state = state
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+
+    def train(self, batch: Callable[[int], tuple[Any, ...]], count: int) -> None:
+        """Train, and print losses on the way and the median time of a step.
+
+        Args:
+            batch: What a step takes beside the state, by the step's number, which starts at 1.
+            count: Steps.
+        """
+        print(f"{'step':>6} {'mean loss since the line before':>36}")
+        interval = -(-count // LINES)
+        for number in range(1, count + 1):
+            self._train_once(*batch(number))
+            if number % interval == 0 or number == count:
+                first = (number - 1) // interval * interval
+                print(f"{number:>6} {statistics.mean(self.losses[first:]):>36.4f}", flush=True)
+        print(f"Median step: {format_time(self.median_seconds)}")
+
+    def _train_once(self, *batch: Any) -> None:
+        jax.block_until_ready(batch)  # type: ignore[no-untyped-call]  # making it is no part of the step
+        started = time.perf_counter()
+        self.state, loss = jax.block_until_ready(self._run(self.state, *batch))  # type: ignore[no-untyped-call]
+        self.seconds.append(time.perf_counter() - started)
+        self.losses.append(float(loss))
+
+    @property
+    def median_seconds(self) -> float:
+        """Of a step, without the first one, which compiles."""
+        return statistics.median(self.seconds[1:] or self.seconds)
+
+    def profile(self, *batch: Any, iterations: int = 3) -> AttentionTime:
+        """Where the time of a step goes, by JAX's profiler: the median over a few steps that change nothing.
+
+        The program is compiled once more, so that the trace tells which of its instructions launched what; those of
+        natten_jax's passes are marked.
+
+        Args:
+            batch: What the step takes beside the state.
+            iterations: Steps.
+        """
+        compiled = compile_for_trace(self._step, self.state, *batch)
+        program = Program.of(compiled)
+
+        def run() -> Any:
+            return compiled(self.state, *batch)
+
+        jax.block_until_ready(run())  # type: ignore[no-untyped-call]
+        times = []
+        for events in capture.capture(run, iterations, program, default_device().platform):
+            seconds = {"forward": 0.0, "backward": 0.0, "rest": 0.0}
+            for event in events:
+                plan = program.instruction(event.instruction).plan
+                seconds["rest" if plan is None else plan.pass_] += event.duration / 1e9
+            times.append(AttentionTime(seconds["forward"], seconds["backward"], sum(seconds.values())))
+        return sorted(times, key=lambda each: each.total)[len(times) // 2]
