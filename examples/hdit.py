@@ -10,7 +10,7 @@ The objective is rectified flow: an image and noise are mixed in proportion, and
 the one to the other. Sampling follows it from noise to an image, in Euler's steps.
 
     python examples/hdit.py --output samples.png
-    python examples/hdit.py --widths 128 256 512 --depths 2 2 4 --image-size 256 --batch 16 --dtype bf16 --profile
+    python examples/hdit.py --widths 128 256 512 --depths 2 2 4 --image-size 128 --learning-rate 5e-4 --dtype bf16
 """
 
 from __future__ import annotations
@@ -305,11 +305,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--depths", type=int, nargs="+", default=[1, 1, 2], help="blocks per level; outer ones have them twice"
     )
-    parser.add_argument("--patch", type=int, default=4, help="height and width of an outermost token in pixels")
-    parser.add_argument("--image-size", type=int, default=64, help="height and width of an image in pixels")
+    parser.add_argument("--patch", type=int, default=2, help="height and width of an outermost token in pixels")
+    parser.add_argument("--image-size", type=int, default=32, help="height and width of an image in pixels")
     parser.add_argument("--batch", type=int, default=16, help="images per step")
-    parser.add_argument("--steps", type=int, default=200, help="steps of training")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="highest learning rate")
+    parser.add_argument("--steps", type=int, default=300, help="steps of training")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="highest learning rate")
     parser.add_argument("--kernel-size", type=int, default=7, help="height and width of windows in tokens")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="type that the blocks compute in")
     parser.add_argument("--backend", default=None, help="such as cpu-fna or flex-fna; the best one if not given")
@@ -347,10 +347,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     optimizer = optax.adamw(schedule, b2=0.95)
 
     count = sum(leaf.size for leaf in jax.tree.leaves(parameters))
-    tokens = ", ".join(f"{options.image_size // options.patch >> level}²" for level in range(len(options.widths)))
+    extents = [options.image_size // options.patch >> level for level in range(len(options.widths))]
     size, device = f"{options.image_size} x {options.image_size}", jax.devices()[0].device_kind
     print(f"{count / 1e6:.2f} M parameters, {options.batch} images of {size} per step, {options.dtype}, {device}")
-    print(f"Tokens per level: {tokens}")
+    print(f"Tokens per level: {', '.join(f'{extent}x{extent}' for extent in extents)}")
 
     steps = TimedSteps(step_of(graph, optimizer), (parameters, optimizer.init(parameters)))
     steps.train(pictures.batch, options.steps)

@@ -88,7 +88,7 @@ class TimedSteps:
         """Where the time of a step goes, by JAX's profiler: the median over a few steps that change nothing.
 
         The program is compiled once more, so that the trace tells which of its instructions launched what; those of
-        natten_jax's passes are marked.
+        natten_jax's passes are marked. What XLA fuses counts as what it ends with.
 
         Args:
             batch: What the step takes beside the state.

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-for package in ("flax", "matplotlib", "optax", "rich", "sklearn"):
+nnx = pytest.importorskip("flax.nnx")
+for package in ("matplotlib", "optax", "rich", "sklearn"):
     pytest.importorskip(package)
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -58,9 +59,15 @@ def test_digits_compares_two_backends(tmp_path):
 @pytest.mark.parametrize(
     ("example", "arguments", "message"),
     [
+        ("dinat.py", ["--steps", "0"], "--steps must be at least 1"),
+        ("dinat.py", ["--image-size", "24"], "--image-size must be at least 32"),
         ("digits.py", ["--epochs", "0"], "--epochs must be at least 1"),
         ("digits.py", ["--features", "24"], "--features must be a multiple of 16"),
         ("digits.py", ["--compare", "float32"], "'float32' is no backend and type"),
+        ("hdit.py", ["--batch", "0"], "--batch must be at least 1"),
+        ("hdit.py", ["--widths", "64", "96", "128"], "--widths must be multiples of 64, got 96"),
+        ("hdit.py", ["--depths", "1", "1"], "[1, 1] must be of as many levels"),
+        ("hdit.py", ["--image-size", "36"], "--image-size must be a multiple of 8, an innermost token, got 36"),
         ("video_denoising.py", ["--steps", "0"], "--steps must be at least 1"),
         ("video_denoising.py", ["--compare", "flex-fna:int8"], "'flex-fna:int8' is no backend and type"),
         ("video_denoising.py", ["--tokens", "4", "54", "8"], "--tokens 54 of --patch 8 do not fit"),
@@ -69,7 +76,8 @@ def test_digits_compares_two_backends(tmp_path):
         ("train_sharded.py", ["--model-parallel", "3"], "--heads 4 cannot be split over --model-parallel 3"),
     ],
 )
-def test_training_refuses_wrong_arguments(example, arguments, message, capsys):
+def test_training_refuses_wrong_arguments(example, arguments, message, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
     main = runpy.run_path(str(EXAMPLES / example))["main"]
     with pytest.raises(SystemExit):
         main(arguments)
@@ -132,6 +140,67 @@ def test_train_sharded_trains_as_one_device_does():
 def test_train_sharded_refuses_meshes_that_do_not_fit(arguments, message):
     result = run("train_sharded.py", *arguments, JAX_PLATFORMS="cpu")
     assert (result.returncode, result.stderr) == (1, message + "\n")
+
+
+def losses_of(output: str) -> np.ndarray:
+    """The losses of an example whose steps are timed."""
+    assert re.search(r"^Median step: \d+\.\d+(us|ms|s)$", output, re.MULTILINE)
+    return np.array(re.findall(r"^ +\d+ +(\d+\.\d{4})$", output, re.MULTILINE), float)
+
+
+def attention_share_of(output: str) -> float:
+    """What such an example says of a step's device time, in percent."""
+    (share,) = re.findall(r"^Attention: ([\d.]+)% of a step's \S+ of device time \(forward", output, re.MULTILINE)
+    return float(share)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--image-size", "64", "--profile"),
+        ("--image-size", "32", "--data", "digits", "--no-dilated", "--dtype", "bf16"),
+    ],
+)
+def test_dinat_learns(arguments):
+    output = output_of("dinat.py", "--steps", "40", "--batch", "16", *arguments)
+    assert ("DiNAT" in output) == ("--no-dilated" not in arguments)
+    losses = losses_of(output)
+    assert losses.shape == (10,)
+    assert losses[-1] < 0.4 * losses[0]
+    assert "--profile" not in arguments or 0 < attention_share_of(output) < 100
+    (accuracy,) = re.findall(r"^Test accuracy: ([\d.]+)%$", output, re.MULTILINE)
+    assert float(accuracy) > 75
+
+
+@pytest.mark.parametrize(("preset", "millions"), [("mini", "20"), ("tiny", "28"), ("small", "51"), ("base", "90")])
+def test_dinat_has_the_published_sizes(preset, millions, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    dinat = runpy.run_path(str(EXAMPLES / "dinat.py"))
+    size = dinat["PRESETS"][preset]
+    settings = dinat["Settings"](7, True, size.mlp_ratio, np.float32, None)
+    model = nnx.eval_shape(lambda: dinat["Classifier"](size, 224, 1000, settings, rngs=nnx.Rngs(0)))
+    assert f"{dinat['count_parameters'](nnx.state(model)) / 1e6:.0f}" == millions
+    windows = [[block.attention.neighborhood for block in stage] for stage in model.stages]
+    assert {each.kernel_size for stage in windows for each in stage} == {(7, 7)}
+    assert [max(each.dilation[0] for each in stage) for stage in windows] == [8, 4, 2, 1]
+    assert [[each.dilation[0] for each in stage[::2]] for stage in windows] == [
+        [1] * len(stage[::2]) for stage in windows
+    ]
+
+
+def test_hdit_learns_and_samples(tmp_path):
+    picture = tmp_path / "pictures" / "samples.png"
+    model = ("--widths", "64", "64", "128", "--depths", "1", "1", "1", "--image-size", "32", "--patch", "2")
+    sampling = ("--samples", "4", "--sampling-steps", "4", "--output", str(picture))
+    output = output_of("hdit.py", *model, "--steps", "40", "--batch", "8", "--profile", *sampling)
+    losses = losses_of(output)
+    assert losses.shape == (10,)
+    assert losses[-1] < 0.7 * losses[0]
+    assert 0 < attention_share_of(output) < 100
+    # Noise has a standard deviation of 1, and so have the samples of a model that has learned nothing.
+    (deviation,) = re.findall(r"^Samples after 4 steps: .*standard deviation ([\d.]+)$", output, re.MULTILINE)
+    assert float(deviation) < 0.9
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
 @pytest.mark.parametrize("arguments", [(), ("--backward", "--dtype", "bfloat16", "--backend", "flex-fna")])

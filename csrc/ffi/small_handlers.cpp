@@ -74,8 +74,8 @@ Error small_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer 
     NATTEN_JAX_RETURN_IF_ERROR(check_gradients(operands, {&*query_gradient, &*key_gradient, &*value_gradient,
                                                           &*additional_keys_gradient, &*additional_values_gradient}));
     NATTEN_JAX_RETURN_IF_ERROR(check_array("result statistics", *statistics, xffi::DataType::F32,
-                                           {problem.batch, problem.queries(), problem.heads, 2},
-                                           "it is two numbers for each query and head"));
+                                           {problem.batch, problem.queries(), problem.heads, 4},
+                                           "it is four numbers for each query and head"));
     small::BackwardArrays arrays{};
     arrays.query = query.untyped_data();
     arrays.key = key.untyped_data();

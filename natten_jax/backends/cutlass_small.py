@@ -95,7 +95,7 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Output) 
         BACKWARD,
         [
             *(ResultType(array.shape, array.dtype) for array in arrays[:5]),
-            ResultType((batch, math.prod(tokens), heads, 2), jnp.float32),
+            ResultType((batch, math.prod(tokens), heads, 4), jnp.float32),
         ],
         *arrays,
         logsumexp,

@@ -39,11 +39,11 @@ struct TokenBoxes {
   std::int64_t pitch[3];     ///< Tokens between neighbors.
   std::int64_t dilation[3];  ///< Of a box's tokens; at most 8.
   std::int64_t heads;
-  std::int64_t head_dim;     ///< A head is a row of a box, which is swizzled where it has 64 or 128 bytes.
+  std::int64_t head_dim;  ///< A head is a row of a box, which is swizzled where it has 64 or 128 bytes.
 };
 
-/// Encodes a map of dimensions [heads and their elements, the three of tokens, batch] whose boxes hold one head of `box`
-/// tokens.
+/// Encodes a map of dimensions [heads and their elements, the three of tokens, batch] whose boxes hold one head of
+/// `box` tokens.
 ///
 /// Fails where the hardware does not take it.
 Status encode_box_map(const TokenBoxes& tokens, const int (&box)[3], CUtensorMap& map);

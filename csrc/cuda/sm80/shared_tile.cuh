@@ -97,6 +97,20 @@ CUTE_DEVICE void load_matrices_transposed(std::uint32_t (&r)[4], std::uint32_t a
   cute::SM75_U16x8_LDSM_T::copy(chunk_at(address), r[0], r[1], r[2], r[3]);
 }
 
+/// The other way round, which takes compute capability 9.0.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+inline constexpr bool kStoresMatrices = true;
+CUTE_DEVICE void store_matrices(std::uint32_t address, const std::uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               :
+               : "r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+#else
+inline constexpr bool kStoresMatrices = false;
+CUTE_DEVICE void store_matrices(std::uint32_t, const std::uint32_t (&)[4]) {}
+#endif
+
 CUTE_DEVICE std::uint32_t load_word(std::uint32_t address) {
   std::uint32_t word;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");

@@ -17,10 +17,11 @@ constexpr bool is_compiled(bool has_boxes) {
 #endif
 }
 
-/// Of the stages, in shared memory.
-struct BoxBarriers {
-  std::uint64_t full[2];
-  unsigned left[2];  // warps that have read it
+/// Of a CTA, in shared memory: what few threads need seldom has no registers.
+struct BoxState {
+  std::uint64_t full[2];  // barriers of the stages
+  std::uint64_t left[2];  // barriers of the warps that have read a stage
+  int first[kRank];       // column of the box
 };
 
 /// As ChunkLoads; a warp's rows are in buffers of their own, which it fills for itself.
@@ -29,19 +30,19 @@ class BoxLoads {
  public:
   CUTE_DEVICE BoxLoads(const CommonParams& p, char* raw)
       : p_(p),
-        barriers_(*reinterpret_cast<BoxBarriers*>(raw + p.region.shared.barriers)),
+        state_(*reinterpret_cast<BoxState*>(raw + p.region.shared.box_state)),
         stages_(shared_address(raw + p.region.shared.stages)),
         items_(p) {}
 
-  /// Has the first stages filled, before the CTA meets. `first` is the box's first column.
-  CUTE_DEVICE void start(const int (&first)[kRank]) {
-    CUTE_UNROLL
-    for (int d = 0; d < kRank; ++d) first_[d] = first[d];
+  /// Has the first stages filled, before the CTA meets. `first` is the box's first column, `warps` have rows.
+  CUTE_DEVICE void start(const int (&first)[kRank], int warps) {
     if (threadIdx.x > 0) return;
     CUTE_UNROLL
+    for (int d = 0; d < kRank; ++d) state_.first[d] = first[d];
+    CUTE_UNROLL
     for (int stage = 0; stage < 2; ++stage) {
-      cutlass::arch::ClusterBarrier::init(&barriers_.full[stage], 1);
-      barriers_.left[stage] = 0;
+      cutlass::arch::ClusterBarrier::init(&state_.full[stage], 1);
+      cutlass::arch::ClusterBarrier::init(&state_.left[stage], warps);
     }
     cutlass::arch::fence_barrier_init();
     for (int i = 0; i < min(p_.region.stages, items_.count); ++i) fill(i, i);
@@ -56,21 +57,21 @@ class BoxLoads {
     load_rows(item, rows);
     commit_copies();
     clear_past_boxes(tables.stages);
-    warps_ = __syncthreads_count(tile.has_rows && threadIdx.x % 32 == 0);
+    __syncthreads();
     if (!tile.has_rows) return;
     int stage = 0, phase = 0;
     for (int i = 0; i < items_.count; ++i) {
-      Item next = item;
-      next.next(p_);
       wait_copies<0>();
       __syncwarp();
       const auto load_next = [&] {
+        Item next = item;
+        next.next(p_);
         if (i + 1 < items_.count) load_rows(next, rows);
         commit_copies();
       };
       compute(item, stages_ + stage * p_.region.shared.stage_bytes, rows,
               Phases<decltype(load_next)>{*this, load_next, i, stage, phase});
-      item = next;
+      item.next(p_);
       if (++stage == p_.region.stages) {
         stage = 0;
         phase ^= 1;
@@ -91,7 +92,7 @@ class BoxLoads {
     CUTE_DEVICE void rows_are_read() const {
       __syncwarp();
       load_next();
-      cutlass::arch::ClusterBarrier::wait(&loads.barriers_.full[stage], phase);
+      cutlass::arch::ClusterBarrier::wait(&loads.state_.full[stage], phase);
     }
 
     CUTE_DEVICE void columns_are_read() const { loads.leave(i, stage); }
@@ -100,21 +101,34 @@ class BoxLoads {
   CUTE_DEVICE void leave(int i, int stage) const {
     __syncwarp();
     if (threadIdx.x % 32 > 0) return;
-    unsigned before;
-    asm volatile("atom.acq_rel.cta.shared::cta.inc.u32 %0, [%1], %2;"
-                 : "=r"(before)
-                 : "r"(shared_address(&barriers_.left[stage])), "r"(warps_ - 1)
-                 : "memory");
+    // How many were missing before this one.
+    std::uint64_t before;
+    unsigned missing;
+    const std::uint32_t barrier = shared_address(&state_.left[stage]);
+    asm volatile("mbarrier.arrive.shared::cta.b64 %0, [%1];" : "=l"(before) : "r"(barrier) : "memory");
+    asm volatile("mbarrier.pending_count.b64 %0, %1;" : "=r"(missing) : "l"(before));
     i += p_.region.stages;
-    if (before == warps_ - 1 && i < items_.count) fill(i, stage);
+    if (missing > 1 || i >= items_.count) return;
+    // What the others have read is ordered before what comes.
+    unsigned is_complete;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.test_wait.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}"
+        : "=r"(is_complete)
+        : "r"(barrier), "l"(before)
+        : "memory");
+    fill(i, stage);
   }
 
   CUTE_DEVICE void fill(int i, int stage) const {
     const Item item(p_, items_.first + i);
-    const std::uint32_t barrier = shared_address(&barriers_.full[stage]),
+    const std::uint32_t barrier = shared_address(&state_.full[stage]),
                         to = stages_ + stage * p_.region.shared.stage_bytes;
     const int statistics = kRowsAreKeys ? statistics_end() : 0;
-    cutlass::arch::ClusterTransactionBarrier::arrive_and_expect_tx(&barriers_.full[stage],
+    cutlass::arch::ClusterTransactionBarrier::arrive_and_expect_tx(&state_.full[stage],
                                                                    2 * p_.region.shared.box_end + statistics);
     const int head = (kRowsAreKeys ? item.head : item.head_kv(p_)) * kHeadDim;
     load(p_.columns[0], to, barrier, head, item.batch);
@@ -133,7 +147,8 @@ class BoxLoads {
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], "
         "[%7];"
         :
-        : "r"(to), "l"(&map), "r"(head), "r"(first_[0]), "r"(first_[1]), "r"(first_[2]), "r"(batch), "r"(barrier)
+        : "r"(to), "l"(&map), "r"(head), "r"(state_.first[0]), "r"(state_.first[1]), "r"(state_.first[2]), "r"(batch),
+          "r"(barrier)
         : "memory");
   }
 
@@ -152,7 +167,7 @@ class BoxLoads {
   }
 
   const CommonParams& p_;
-  BoxBarriers& barriers_;
+  BoxState& state_;
   std::uint32_t stages_;
   CtaItems items_;
   int first_[kRank];

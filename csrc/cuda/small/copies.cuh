@@ -146,13 +146,24 @@ struct RowTile {
   CUTE_DEVICE static void store(const float (&o)[kHeadDim / 8][4], float low, float high, const int* tokens,
                                 void* destination, int heads, int head_dim, std::uint32_t buffer) {
     const int lane = threadIdx.x % 32, chunk = lane % Tile::kChunks, row = lane / Tile::kChunks;
-    const typename Tile::Lane own(buffer, lane / 4, 0);
     __syncwarp();
-    CUTE_UNROLL
-    for (int i = 0; i < kHeadDim / 8; ++i) {
-      const std::uint32_t at = own.at(0, i) + lane % 4 * 4;
-      sm80::store_word(at, pack<Element>(o[i][0] * low, o[i][1] * low));
-      sm80::store_word(at + 8 * Tile::kRowBytes, pack<Element>(o[i][2] * high, o[i][3] * high));
+    if constexpr (sm80::kStoresMatrices) {
+      const typename Tile::Lane own(buffer, lane % 16, lane / 16);
+      CUTE_UNROLL
+      for (int i = 0; i < kHeadDim / 8; i += 2) {
+        sm80::store_matrices(
+            own.at(0, i), {pack<Element>(o[i][0] * low, o[i][1] * low), pack<Element>(o[i][2] * high, o[i][3] * high),
+                           pack<Element>(o[i + 1][0] * low, o[i + 1][1] * low),
+                           pack<Element>(o[i + 1][2] * high, o[i + 1][3] * high)});
+      }
+    } else {
+      const typename Tile::Lane own(buffer, lane / 4, 0);
+      CUTE_UNROLL
+      for (int i = 0; i < kHeadDim / 8; ++i) {
+        const std::uint32_t at = own.at(0, i) + lane % 4 * 4;
+        sm80::store_word(at, pack<Element>(o[i][0] * low, o[i][1] * low));
+        sm80::store_word(at + 8 * Tile::kRowBytes, pack<Element>(o[i][2] * high, o[i][3] * high));
+      }
     }
     __syncwarp();
     if (chunk * 8 >= head_dim) return;
@@ -179,7 +190,7 @@ struct CtaItems {
   int first, count;
 
   CUTE_DEVICE explicit CtaItems(const CommonParams& p)
-      : first(blockIdx.y * p.items_of_cta), count(min(p.items_of_cta, p.items - first)) {}
+      : first(blockIdx.y * p.region.items_of_cta), count(min(p.region.items_of_cta, p.items - first)) {}
 };
 
 /// How the columns of a region come into shared memory on any architecture: all threads copy chunks of them. A CTA's
@@ -195,7 +206,7 @@ class ChunkLoads {
 
   CUTE_DEVICE ChunkLoads(const CommonParams& p, char*) : p_(p) {}
 
-  CUTE_DEVICE void start(const int (&)[kRank]) const {}
+  CUTE_DEVICE void start(const int (&)[kRank], int) const {}
 
   /// Goes over the items: `load_rows(item, rows)` and `load_columns(item, stage)` start copies of a warp's rows and of
   /// all threads' columns, `compute(item, stage, rows, phases)` uses them. All warps have to call it.

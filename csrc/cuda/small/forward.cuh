@@ -31,11 +31,11 @@ struct TrustedSums<cutlass::half_t> {
 template <int kHeadDim>
 struct TileOutput {
   float o[kHeadDim / 8][4] = {};
-  float sum[4] = {};
+  float sum[2] = {};
   float shift[2] = {};
 
   CUTE_DEVICE float row_sum(int r) const {
-    float result = sum[2 * r] + sum[2 * r + 1];
+    float result = sum[r];
     result += __shfl_xor_sync(0xffffffffu, result, 1);
     return result + __shfl_xor_sync(0xffffffffu, result, 2);
   }
@@ -49,8 +49,7 @@ CUTE_DEVICE void add_pair(TileOutput<kHeadDim>& result, const PairLogits& weight
   for (int i = 0; i < 4; ++i) {
     const float low = weights[i / 2][i % 2 * 2], high = weights[i / 2][i % 2 * 2 + 1];
     a[i] = pack<Element>(low, high);
-    result.sum[i % 2 * 2] += low;
-    result.sum[i % 2 * 2 + 1] += high;
+    result.sum[i % 2] += low + high;
   }
   add_columns<Element, kHeadDim, true>(result.o, a, pair);
 }
@@ -151,18 +150,18 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
         }
       }
     }
-    for_pairs<Columns, kHeadDim <= 64 ? 2 : 1>(tile, tables, additional_pairs, stage,
-                                      [&](const PairPlace& pair, std::uint32_t masks) {
-                                        PairLogits x;
-                                        multiply_columns<Element, kHeadDim, false>(x, queries, pair);
-                                        CUTE_UNROLL
-                                        for (int i = 0; i < 8; ++i) {
-                                          float& each = x[i / 4][i % 4];
-                                          if constexpr (Sums::kHasReference) each -= result.shift[i % 4 / 2];
-                                          each = fast_exp2(fmaf(each, factor, hiding(masks << (i / 4 * 4), i % 4)));
-                                        }
-                                        add_pair<Element, kHeadDim>(result, x, pair);
-                                      });
+    for_pairs<Columns, kHeadDim <= 64 ? 2 : 1>(
+        tile, tables, additional_pairs, stage, [&](const PairPlace& pair, std::uint32_t masks) {
+          PairLogits x;
+          multiply_columns<Element, kHeadDim, false>(x, queries, pair);
+          CUTE_UNROLL
+          for (int i = 0; i < 8; ++i) {
+            float& each = x[i / 4][i % 4];
+            if constexpr (Sums::kHasReference) each -= result.shift[i % 4 / 2];
+            each = fast_exp2(fmaf(each, factor, hiding(masks << (i / 4 * 4), i % 4)));
+          }
+          add_pair<Element, kHeadDim>(result, x, pair);
+        });
     const int tokens[2] = {tables.row_tokens[lane / 4], tables.row_tokens[lane / 4 + 8]};
     float sums[2] = {result.row_sum(0), result.row_sum(1)};
     bool is_trusted = true;

@@ -10,8 +10,8 @@
 
 namespace natten_jax::small {
 
-/// Whether the current device runs code of the kernels that was compiled for an architecture with the engine that copies
-/// boxes: code for older ones, which the driver translates, has none.
+/// Whether the current device runs code of the kernels that was compiled for an architecture with the engine that
+/// copies boxes: code for older ones, which the driver translates, has none.
 cudaError_t find_box_kernels(bool& result);
 
 /// Launches the kernel that `kernel_of(has_boxes)` is for the region's way of loading columns.

@@ -81,7 +81,8 @@ CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
         std::uint32_t a[4], b[4];
         CUTE_UNROLL
         for (int h = 0; h < 2; ++h) {
-          const std::uint32_t at = stage + tile.statistic + pair.offset / (Columns::kBytes / kStatisticsBytes) + h * tile.next_group;
+          const std::uint32_t at =
+              stage + tile.statistic + pair.offset / (Columns::kBytes / kStatisticsBytes) + h * tile.next_group;
           const float2 first = load_statistic(at), second = load_statistic(at + tile.next_statistic);
           weights(x[h], first, second, at);
           CUTE_UNROLL

@@ -1,7 +1,5 @@
 #include "cuda/small/launch.h"
 
-#include <algorithm>
-#include <limits>
 #include <string>
 #include <utility>
 
@@ -11,7 +9,7 @@
 #include "cuda/common/geometry.h"
 #include "cuda/common/tensor_map.h"
 #include "cuda/small/kernels.h"
-#include "cuda/small/region.h"
+#include "cuda/small/region_cache.h"
 
 namespace natten_jax::small {
 namespace {
@@ -39,45 +37,25 @@ std::int64_t pitch_of(const Problem& problem, int dimension, bool is_query) {
   return pitch;
 }
 
-/// Splits the items among CTAs: so many for each region that all are done at about the same time. Each CTA plans its
-/// region, which takes about as long as half an item.
-int items_of_cta(std::int64_t items, std::int64_t regions, std::int64_t slots) {
-  double least = std::numeric_limits<double>::max();
-  std::int64_t best = items;
-  const std::int64_t most = std::min<std::int64_t>(items, 65535);
-  for (std::int64_t chunks = 1; chunks <= most; ++chunks) {
-    const std::int64_t each = (items + chunks - 1) / chunks;
-    const std::int64_t ctas = regions * ((items + each - 1) / each);
-    const double rounds = ctas <= slots ? 1. : std::max(1. * ctas / slots + .25, 1.);
-    const double time = rounds * (static_cast<double>(each) + .5);
-    if (time < least) {
-      least = time;
-      best = each;
-    }
-    if (ctas > 4 * slots) break;
-  }
-  return static_cast<int>(best);
-}
-
 /// Fills in what all kernels have, and how they are launched.
 Status prepare(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                Kernel kernel, const std::int32_t* origins, cudaStream_t stream, CommonParams& p, LaunchShape& shape) {
   Device device{};
   if (const auto error = read_device(device)) return status_of(error);
-  if (Status status = choose_region(problem, rows, columns, kernel, origins != nullptr, device, p.region);
+  if (Status status = find_region(problem, rows, columns, kernel, origins != nullptr, device, p.region);
       status.failed()) {
     return status;
   }
   const std::int64_t items = problem.batch * problem.heads;
-  std::int64_t regions = 1;
+  p.is_plain = origins == nullptr;
   for (int i = 0; i < kRank; ++i) {
     const int d = p.region.dimension[i];
     p.axis[i] = device_axis(problem.axes[d], rows[d], columns[d]);
     p.query_pitch[i] = static_cast<int>(pitch_of(problem, d, true));
     p.kv_pitch[i] = static_cast<int>(pitch_of(problem, d, false));
-    regions = saturating_product(regions, saturating_product(p.axis[i].dilation, p.region.regions[i]));
+    p.is_plain &= problem.axes[d].query.extent == problem.axes[d].kv.extent;
   }
-  if (regions > kMostTiles) return Status::invalid_argument("the problem has more than 2^30 regions");
+  if (p.region.count > kMostTiles) return Status::invalid_argument("the problem has more than 2^30 regions");
   p.origins = origins;
   p.queries = static_cast<int>(problem.queries());
   p.keys = static_cast<int>(problem.keys());
@@ -90,16 +68,13 @@ Status prepare(const Problem& problem, const std::int64_t (&rows)[kRank], const 
   p.by_heads = cutlass::FastDivmod(p.heads);
   p.by_heads_per_kv = cutlass::FastDivmod(static_cast<int>(problem.heads_per_kv()));
   for (int i = 0; i < kRank; ++i) {
+    p.is_single[i] = p.is_plain && p.axis[i].query_extent == 1;
     p.by_regions[i] = cutlass::FastDivmod(p.region.regions[i]);
     p.by_tiles[i] = cutlass::FastDivmod(p.region.tiles[i]);
   }
   p.items = static_cast<int>(items);
-  // The query heads that share a key/value head are one item where their gradients are added up.
-  const std::int64_t together = kernel == Kernel::kKeyValueGradient ? problem.heads_per_kv() : 1;
-  const std::int64_t slots = std::int64_t{device.multiprocessors} * std::max(p.region.ctas, 1);
-  p.items_of_cta = static_cast<int>(items_of_cta(items / together, regions, slots) * together);
-  const std::int64_t chunks = (items + p.items_of_cta - 1) / p.items_of_cta;
-  shape = {dim3(static_cast<unsigned>(regions), static_cast<unsigned>(chunks)), 32 * p.region.warps,
+  const std::int64_t chunks = (items + p.region.items_of_cta - 1) / p.region.items_of_cta;
+  shape = {dim3(static_cast<unsigned>(p.region.count), static_cast<unsigned>(chunks)), 32 * p.region.warps,
            p.region.shared.bytes, stream};
   return {};
 }

@@ -25,9 +25,10 @@ struct CommonParams {
   int head_dim;
   int head_dim_v;
   int additional_kv;
-  int items;         // batch entries times query heads
-  int items_of_cta;  // that follow each other
+  int items;  // batch entries times query heads
   float scale;
+  bool is_plain;          // arrays are the whole layout, and queries and keys lie in the same one
+  bool is_single[kRank];  // dimensions of one token of a plain problem
   cutlass::FastDivmod by_heads, by_heads_per_kv;
   cutlass::FastDivmod by_regions[kRank];  // of a dilation group
   cutlass::FastDivmod by_tiles[kRank];    // of a region

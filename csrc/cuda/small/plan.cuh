@@ -21,6 +21,21 @@ struct RegionAxis {
         begin(begin),
         count(min(most, rows().local_length - begin)) {}
 
+  /// Of a plain problem.
+  CUTE_DEVICE RegionAxis(const DeviceAxis& axis, int residue, int begin, int most) : begin(begin) {
+    const int length = group_length(axis, axis.query_extent, residue);
+    query = kv = {residue, 0, length, length};
+    count = min(most, length - begin);
+  }
+
+  CUTE_DEVICE static RegionAxis of(const CommonParams& p, int d, int residue, int begin, int most) {
+    const DeviceAxis& axis = p.axis[d];
+    if (p.is_plain) return RegionAxis(axis, residue, begin, most);
+    const int dimension = p.region.dimension[d];
+    return RegionAxis(axis, residue, begin, most, Origin::load(p.origins, dimension, axis.dilation),
+                      Origin::load(p.origins, kRank + dimension, axis.dilation));
+  }
+
   CUTE_DEVICE const GroupTokens& rows() const { return kRowsAreKeys ? kv : query; }
   CUTE_DEVICE const GroupTokens& columns() const { return kRowsAreKeys ? query : kv; }
 
@@ -128,23 +143,28 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
   int2 seen[kRank], of_tile[kRank];
   // The columns of the region: where they begin, how many there are.
   int first[kRank], extent[kRank], first_column[kRank];
-  int id = blockIdx.x, tile_id = warp;
+  int id = blockIdx.x, tile_id = warp, warps_with_rows = 1;
   tile.has_rows = true;
   CUTE_UNROLL
   for (int d = 0; d < kRank; ++d) {
+    if (p.is_single[d]) {
+      tile_rows[d] = extent[d] = 1;
+      first_row[d] = first[d] = first_column[d] = 0;
+      seen[d] = of_tile[d] = make_int2(0, 1);
+      continue;
+    }
     const DeviceAxis& axis = p.axis[d];
     int residue, number, of_region;
     axis.by_dilation(id, residue, id);
     p.by_regions[d](id, number, id);
     p.by_tiles[d](tile_id, of_region, tile_id);
-    const int dimension = region.dimension[d], most = region.tile[d] * region.tiles[d];
-    const RegionAxis<kRowsAreKeys> rows(axis, residue, number * most, most,
-                                        Origin::load(p.origins, dimension, axis.dilation),
-                                        Origin::load(p.origins, kRank + dimension, axis.dilation));
+    const int most = region.tile[d] * region.tiles[d];
+    const auto rows = RegionAxis<kRowsAreKeys>::of(p, d, residue, number * most, most);
     if (rows.count <= 0) return false;
     const int begin = of_region * region.tile[d];
     tile_rows[d] = min(region.tile[d], rows.count - begin);
     tile.has_rows &= tile_rows[d] > 0;
+    warps_with_rows *= (rows.count + region.tile[d] - 1) >> logarithm(region.tile[d]);
     const int looked_at = begin + (lane < kRows ? min(lane, tile_rows[d] - 1)
                                    : lane == 16 ? tile_rows[d] - 1
                                    : lane == 17 ? -begin
@@ -159,7 +179,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     of_tile[d] = make_int2(__shfl_sync(0xffffffffu, seen[d].x, 0), __shfl_sync(0xffffffffu, seen[d].y, 16));
     if (!is_row) seen[d].y = seen[d].x;
   }
-  loads.start(first_column);
+  loads.start(first_column, warps_with_rows);
 
   // The columns of the tile, in the region's; and for the lane's two rows, in the tile's.
   int tile_begin[kRank], groups[kRank], window_begin[2][kRank], window_end[2][kRank];
@@ -177,6 +197,9 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     const auto place_of = [&](int row) { return row >> row_shift & (region.tile[d] - 1); };
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
+      window_begin[r][d] = 0;
+      window_end[r][d] = 1;
+      if (p.is_single[d]) continue;
       const int place = place_of(lane / 4 + 8 * r);
       window_begin[r][d] = __shfl_sync(0xffffffffu, seen[d].x, place) - first_of_tile;
       window_end[r][d] = __shfl_sync(0xffffffffu, seen[d].y, place) - first_of_tile;
@@ -211,7 +234,8 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
   const int base = tile_begin[0] + tile_begin[1] * region.pitch[1] + tile_begin[2] * region.pitch[2];
   const auto lane_of = [&](int group, int chunk) {
     const int row = base + x + y * region.pitch[1] + group * pair_rows;
-    const int permuted = chunk ^ (kHasBoxes ? Columns::permutation(row) : swizzle(x + tile_begin[0], y + tile_begin[1]));
+    const int permuted =
+        chunk ^ (kHasBoxes ? Columns::permutation(row) : swizzle(x + tile_begin[0], y + tile_begin[1]));
     return static_cast<std::uint32_t>(row * kColumnBytes | permuted << 4);
   };
   const auto lane_of_sequence = [&](int group, int chunk) {
@@ -247,13 +271,20 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
         CUTE_UNROLL
         for (int e = 0; e < 4; ++e) {
           const int r = e / 2, at = column + e % 2, ex = gx * wide + (at & (wide - 1)), ey = at >> wide_shift;
-          const bool is_seen = ex >= window_begin[r][0] && ex < window_end[r][0] &&
-                               gz >= window_begin[r][2] && gz < window_end[r][2];
+          const bool is_seen =
+              ex >= window_begin[r][0] && ex < window_end[r][0] && gz >= window_begin[r][2] && gz < window_end[r][2];
           begin[e] = (window_begin[r][1] - ey + high - 1) >> shift;
           end[e] = is_seen ? (window_end[r][1] - ey + high - 1) >> shift : 0;
         }
         for (int i = 0; i < line_pairs; ++i, masks += 32) {
-          *masks = hidden_bits([&](int group, int e) { return 2 * i + group < begin[e] || 2 * i + group >= end[e]; });
+          // A difference's sign says which of two numbers is the smaller one.
+          std::uint32_t bits = 0;
+          CUTE_UNROLL
+          for (int e = 0; e < 8; ++e) {
+            const int group = 2 * i + e / 4;
+            bits = __funnelshift_l((group - begin[e % 4]) | (end[e % 4] - 1 - group), bits, 1);
+          }
+          *masks = static_cast<std::uint8_t>(bits);
         }
       }
     }

@@ -102,7 +102,7 @@ CUTE_DEVICE std::uint32_t hidden_halves(std::uint32_t masks, int row) {
 
 /// A lane's byte of masks for a pair of groups as a word: the bits of the first group's four elements are the top ones
 /// of its bytes, and those of the second group follow four bits below.
-CUTE_DEVICE std::uint32_t spread_bits(std::uint8_t bits) {
+CUTE_DEVICE std::uint32_t spread_bits(std::uint32_t bits) {
   return bits * (1u | 1u << 9 | 1u << 18 | 1u << 27);
 }
 
@@ -117,10 +117,15 @@ CUTE_DEVICE void for_pairs(const TilePlan& tile, const Tables& tables, int addit
     const std::uint32_t across = stage + lanes.across, along = stage + lanes.along,
                         across_second = Columns::in_second(across, tables.second),
                         along_second = Columns::in_second(along, tables.second);
+    // What the next pair needs is read while this one is computed, after the last one what nobody looks at.
+    std::uint32_t at = *offset, masks = *bits;
 #pragma unroll kUnrolled
     for (int i = 0; i < pairs; ++i) {
-      const std::uint32_t at = offset[i];
-      call(PairPlace{{across + at, across_second + at}, {along + at, along_second + at}, at}, spread_bits(bits[32 * i]));
+      const std::uint32_t now = at, masks_now = masks;
+      at = *++offset;
+      masks = *(bits += 32);
+      call(PairPlace{{across + now, across_second + now}, {along + now, along_second + now}, now},
+           spread_bits(masks_now));
     }
   };
   go(tile.lanes, 0, tile.pairs);

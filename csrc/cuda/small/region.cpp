@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
+#include <limits>
 #include <string>
 
 namespace natten_jax::small {
@@ -19,6 +21,12 @@ constexpr std::int64_t kLargestBoxDilation = 8;
 constexpr std::int64_t kMostLookedAt = 1024;
 
 constexpr std::int64_t kMostRows = std::int64_t{1} << 31;
+
+/// Of a region's items: the second dimension of a grid.
+constexpr std::int64_t kMostChunks = 65535;
+
+/// How often CTAs take turns on a multiprocessor; more often, each one's plan counts too much.
+constexpr int kMostRounds = 4;
 
 /// A product that does not wrap around: one that is too large is some number that is too large.
 std::int64_t counted(std::int64_t a, std::int64_t b, std::int64_t c) {
@@ -140,11 +148,13 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
               const Device& device, Region& region) {
   std::int64_t box[kRank], groups[kRank];
   region.warps = 1;
+  region.count = 1;
   for (int i = 0; i < kRank; ++i) {
     const Side& side = sides[region.dimension[i]];
     const std::int64_t rows = std::int64_t{region.tile[i]} * region.tiles[i];
     region.warps *= region.tiles[i];
     region.regions[i] = static_cast<int>(divide_up(side.rows(), rows));
+    region.count = counted(region.count, side.axis.window.dilation, region.regions[i]);
     box[i] = side.seen(rows);
     groups[i] = divide_up(side.seen(region.tile[i]), region.group[i]);
   }
@@ -166,7 +176,7 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
     at = align(at + bytes);
   };
   const std::int64_t of_pass = 32 * region.warps / (head_dim / 4);
-  take(shared.barriers, region.has_boxes ? kAlignment : 0);
+  take(shared.box_state, region.has_boxes ? kAlignment : 0);
   take(shared.places, region.has_boxes ? 0 : 8 * divide_up(plane * box[2], of_pass) * of_pass);
   take(shared.offsets, 4 * region.warps * pairs);
   take(shared.masks, 32 * region.warps * pairs);
@@ -215,34 +225,73 @@ struct Costs {
   double column;   ///< A column that the region loads, of heads of 32.
   double exposed;  ///< By how much more loads cost where a multiprocessor does nothing beside them.
   double waiting;  ///< By how much more all else costs of one warp alone.
+  double uneven;   ///< How much of what a multiprocessor's parts have unequally many warps costs.
+  double staged;   ///< How much a second stage does beside another CTA.
 };
 
-/// Fitted to times of 2,600 regions of small-window problems on an H200; the regions that they choose took 2%
-/// (backward) and 4% (forward) more time than the best ones, and at most 13%.
-constexpr Costs costs_of(Kernel kernel) {
+/// Fitted to times of 2,600 regions of small-window problems on an H200, and as many with boxes, where the regions that
+/// they choose took 3% more time than the best ones, and at most 14%.
+constexpr Costs costs_of(Kernel kernel, bool has_boxes) {
   switch (kernel) {
     case Kernel::kForward:
-      return {4.9, 0.06, 2.6, 2.9};
+      return has_boxes ? Costs{4.3, 0.0445, 12.5, 5.5, 0.82, 2.5} : Costs{4.9, 0.06, 2.6, 2.9, 0., 1.};
     case Kernel::kQueryGradient:
-      return {1.1, 0.054, 5.2, 1.0};
+      return has_boxes ? Costs{0.71, 0.0174, 6.2, 0.77, 0.385, 1.} : Costs{1.1, 0.054, 5.2, 1.0, 0., 1.};
     case Kernel::kKeyValueGradient:
-      return {6.3, 0.14, 15., 9.0};
+      return has_boxes ? Costs{9., 0.187, 1.07, 2.6, 0.264, 1.} : Costs{6.3, 0.14, 15., 9.0, 0., 1.};
   }
   return {};
 }
 
-/// A measure of a multiprocessor's time for the whole problem: enough to compare regions.
-double estimate(const Side (&sides)[kRank], Kernel kernel, int head_dim, const Region& region) {
-  const Costs costs = costs_of(kernel);
-  const double width = head_dim / 32.;
-  double tiles = region.warps;
-  for (int i = 0; i < kRank; ++i) {
-    tiles *= static_cast<double>(sides[region.dimension[i]].axis.window.dilation) * region.regions[i];
+/// How the CTAs of a launch share its items.
+struct Shares {
+  std::int64_t items_of_cta;
+  double ctas;    ///< Of a multiprocessor, at the same time.
+  double excess;  ///< How many times its share a multiprocessor has at most.
+};
+
+/// Splits the items among CTAs: so many for each region that all are done at about the same time. Each CTA plans its
+/// region, which takes about as long as half an item.
+Shares share_items(std::int64_t items, const Region& region, const Device& device) {
+  const auto regions = static_cast<double>(region.count);
+  const double slots = static_cast<double>(device.multiprocessors) * std::max(region.ctas, 1);
+  double least = std::numeric_limits<double>::max();
+  std::int64_t best = items;
+  const auto ctas_of = [&](std::int64_t each) { return regions * static_cast<double>(divide_up(items, each)); };
+  const auto rounds_of = [&](double ctas) { return ctas <= slots ? 1. : std::max(ctas / slots + .25, 1.); };
+  // As many as fill the slots once, twice and so on, or a little more.
+  for (int rounds = 1; rounds <= kMostRounds; ++rounds) {
+    const double fitting = std::min(rounds * slots / regions, static_cast<double>(std::min(items, kMostChunks)));
+    for (const double chunks : {std::floor(fitting), std::ceil(fitting)}) {
+      const std::int64_t each = divide_up(items, std::max<std::int64_t>(static_cast<std::int64_t>(chunks), 1));
+      const double time = rounds_of(ctas_of(each)) * (static_cast<double>(each) + .5);
+      if (time < least) {
+        least = time;
+        best = each;
+      }
+    }
   }
-  const double computing = region.pairs * width + costs.tile,
+  const auto ctas = static_cast<double>(ctas_of(best)),
+             work = static_cast<double>(items) * static_cast<double>(regions);
+  if (ctas > slots) {
+    const double all = ctas * static_cast<double>(best);
+    return {best, 1. * region.ctas, rounds_of(ctas) * slots / ctas * all / work};
+  }
+  const double of_multiprocessor = std::ceil(ctas / device.multiprocessors);
+  return {best, std::max(of_multiprocessor, 1.),
+          of_multiprocessor * static_cast<double>(best) * device.multiprocessors / work};
+}
+
+/// A measure of a multiprocessor's time for the whole problem: enough to compare regions.
+double estimate(Kernel kernel, int head_dim, const Region& region, const Shares& shares) {
+  const Costs costs = costs_of(kernel, region.has_boxes);
+  const double width = head_dim / 32., warps = region.warps * shares.ctas;
+  const double unevenness = std::ceil(warps / 4) * 4 / warps - 1;
+  const double computing = (region.pairs * width + costs.tile) * (1 + costs.uneven * unevenness),
                loading = costs.column * region.box * width / region.warps;
-  return tiles * (computing * (1 + costs.waiting / (region.warps * region.ctas)) +
-                  loading * (1 + costs.exposed / (region.ctas * region.stages)));
+  const double overlap = shares.ctas * (1 + costs.staged * (region.stages - 1));
+  return shares.excess * static_cast<double>(region.count) * region.warps *
+         (computing * (1 + costs.waiting / warps) + loading * (1 + costs.exposed / overlap));
 }
 
 }  // namespace
@@ -290,6 +339,9 @@ Status choose_region(const Problem& problem, const std::int64_t (&rows)[kRank], 
     most_tiles[i] = static_cast<int>(std::min<std::int64_t>(divide_up(sides[d].rows(), rows[d]), 16));
   }
   const int warps = resident_warps(kernel, head_dim);
+  // The query heads that share a key/value head are one item where their gradients are added up.
+  const std::int64_t together = rows_are_keys ? problem.heads_per_kv() : 1;
+  const std::int64_t items = problem.batch * problem.heads / together;
   double least = 0;
   bool found = false;
   const auto search = [&] {
@@ -300,8 +352,10 @@ Status choose_region(const Problem& problem, const std::int64_t (&rows)[kRank], 
         for (candidate.tiles[2] = 1; candidate.tiles[2] <= std::min(rest, most_tiles[2]); ++candidate.tiles[2]) {
           for (const int stages : {1, 2}) {
             if (!complete(problem, sides, kernel, head_dim, stages, device, candidate)) continue;
-            const double time = estimate(sides, kernel, head_dim, candidate);
+            const Shares shares = share_items(items, candidate, device);
+            const double time = estimate(kernel, head_dim, candidate, shares);
             if (found && time >= least) continue;
+            candidate.items_of_cta = static_cast<int>(shares.items_of_cta * together);
             found = true;
             least = time;
             region = candidate;

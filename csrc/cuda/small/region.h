@@ -31,7 +31,7 @@ struct SharedLayout {
   int offsets;     ///< uint32 for each warp and pair of groups: where it lies in a stage.
   int masks;       ///< A byte for each warp, pair and lane.
   int row_tokens;  ///< int for each row.
-  int barriers;    ///< Barriers, for boxes: which stages are full, and how many warps have left them.
+  int box_state;   ///< BoxState, for boxes.
   int stages;
   int stage_bytes;
   int second;      ///< Of a stage, for boxes: the second array's columns.
@@ -50,6 +50,7 @@ struct Region {
   int tiles[kRank];      ///< Tiles of a region.
   int group[kRank];      ///< Columns of a group, powers of two; that of dimension 2 is 1.
   int regions[kRank];    ///< Of a dilation group.
+  std::int64_t count;    ///< Of them all; 2^31 are some number of that and more.
   int pitch[kRank];      ///< Rows of shared memory between neighboring columns.
   int extent[kRank];     ///< Of the box in shared memory.
   bool has_boxes;        ///< Whether the copy engine loads a region's columns, or all threads do, in chunks.
@@ -57,7 +58,8 @@ struct Region {
   int pairs;             ///< Most pairs of groups that a tile sees, additional ones among them.
   int warps;
   int stages;
-  int ctas;  ///< That a multiprocessor has the shared memory for.
+  int ctas;          ///< That a multiprocessor has the shared memory for.
+  int items_of_cta;  ///< Batch entries and query heads that a CTA goes over.
   SharedLayout shared;
 };
 

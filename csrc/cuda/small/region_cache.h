@@ -1,0 +1,12 @@
+// Regions that were chosen before: choosing one takes the host longer than all else that a launch does.
+#pragma once
+
+#include "cuda/small/region.h"
+
+namespace natten_jax::small {
+
+/// As choose_region, which is asked once for each kind of launch: 16 to 32 microseconds, against a fraction of one.
+Status find_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
+                   Kernel kernel, bool has_origins, const Device& device, Region& region);
+
+}  // namespace natten_jax::small
