@@ -65,10 +65,12 @@ def cutlass_forms() -> Iterator[Form]:
     for dtype in ("bfloat16", "float16"):
         yield Form(dtype, 128, Performance((16, 16), (8, 8), (8, 16), (8, 8), backward_deterministic=True))
     # Those for small windows; their backward pass takes no additional tokens.
-    small = Performance((8, 2), (1, 8), (2, 4), (4, 4))
+    # The copy engine loads the columns of the first, as far as heads fill its rows and there are no additional tokens.
+    boxes, chunks = Performance((8, 2), (1, 8), (1, 8), (8, 2)), Performance((8, 2), (2, 4), (2, 4), (4, 4))
     for dtype, width in itertools.product(("bfloat16", "float16"), (32, 64, 128)):
-        yield Form(dtype, width, small, additional_kv=0)
-        yield Form(dtype, width, small, passes=("forward",))
+        yield Form(dtype, width, boxes, additional_kv=0)
+        yield Form(dtype, width, chunks, additional_kv=0)
+        yield Form(dtype, width, boxes, passes=("forward",))
     for precision, width in itertools.product((None, "tensorfloat32"), (64, 128, 256)):
         yield Form("float32", width, Performance((8, 8), (8, 16), (8, 8), (8, 16)), precision)
 

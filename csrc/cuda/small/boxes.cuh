@@ -4,6 +4,7 @@
 
 #include <cutlass/arch/barrier.h>
 
+#include "cuda/common/launch.cuh"
 #include "cuda/small/copies.cuh"
 
 namespace natten_jax::small {
@@ -34,7 +35,8 @@ class BoxLoads {
         stages_(shared_address(raw + p.region.shared.stages)),
         items_(p) {}
 
-  /// Has the first stages filled, before the CTA meets. `first` is the box's first column, `warps` have rows.
+  /// Gets ready to have stages filled, and has the first ones filled where no other kernel writes what they hold.
+  /// `first` is the box's first column, `warps` have rows.
   CUTE_DEVICE void start(const int (&first)[kRank], int warps) {
     if (threadIdx.x > 0) return;
     CUTE_UNROLL
@@ -45,7 +47,7 @@ class BoxLoads {
       cutlass::arch::ClusterBarrier::init(&state_.left[stage], warps);
     }
     cutlass::arch::fence_barrier_init();
-    for (int i = 0; i < min(p_.region.stages, items_.count); ++i) fill(i, i);
+    if (!kRowsAreKeys) fill_first();
   }
 
   /// Goes over the items, as ChunkLoads does.
@@ -53,6 +55,10 @@ class BoxLoads {
   CUTE_DEVICE void for_items(const Tables& tables, const TilePlan& tile, std::uint32_t rows_of_warp,
                              const LoadRows& load_rows, const LoadColumns&, const Compute& compute) {
     const std::uint32_t rows = stages_ - p_.region.shared.stages + p_.region.shared.rows + rows_of_warp;
+    if (kRowsAreKeys) {
+      wait_for_previous_kernel();
+      if (threadIdx.x == 0) fill_first();
+    }
     Item item(p_, items_.first);
     load_rows(item, rows);
     commit_copies();
@@ -121,6 +127,10 @@ class BoxLoads {
         : "r"(barrier), "l"(before)
         : "memory");
     fill(i, stage);
+  }
+
+  CUTE_DEVICE void fill_first() const {
+    for (int i = 0; i < min(p_.region.stages, items_.count); ++i) fill(i, i);
   }
 
   CUTE_DEVICE void fill(int i, int stage) const {

@@ -2,6 +2,7 @@
 // heads.
 #pragma once
 
+#include "cuda/common/launch.cuh"
 #include "cuda/sm80/gather.cuh"
 #include "cuda/sm80/shared_tile.cuh"
 #include "cuda/small/plan.cuh"
@@ -213,6 +214,7 @@ class ChunkLoads {
   template <class LoadRows, class LoadColumns, class Compute>
   CUTE_DEVICE void for_items(const Tables& tables, const TilePlan&, std::uint32_t rows_of_warp,
                              const LoadRows& load_rows, const LoadColumns& load_columns, const Compute& compute) const {
+    wait_for_previous_kernel();
     // What no copy writes is read, and counts as nothing.
     clear(tables.stages, tables.stages + p_.region.stages * p_.region.shared.stage_bytes);
     __syncthreads();

@@ -76,6 +76,8 @@ Status prepare(const Problem& problem, const std::int64_t (&rows)[kRank], const 
   const std::int64_t chunks = (items + p.region.items_of_cta - 1) / p.region.items_of_cta;
   shape = {dim3(static_cast<unsigned>(p.region.count), static_cast<unsigned>(chunks)), 32 * p.region.warps,
            p.region.shared.bytes, stream};
+  // It plans while the kernel of query gradients runs; code for older architectures would not wait for that.
+  shape.overlaps = kernel == Kernel::kKeyValueGradient && device.has_boxes;
   return {};
 }
 

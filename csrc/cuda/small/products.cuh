@@ -48,9 +48,15 @@ CUTE_DEVICE std::uint32_t step_address(std::uint32_t address, int step) {
   return (address ^ (step % 4 * 32)) + step / 4 * 128;
 }
 
+/// What is added to products of a group.
+struct Added {
+  float e[4];
+};
+
 /// Products of the rows with one array of a pair's columns: the first one, or the second.
 template <class Element, int kHeadDim, bool kIsSecond>
-CUTE_DEVICE void multiply_columns(PairLogits& x, const RowOperand<Element, kHeadDim>& rows, const PairPlace& pair) {
+CUTE_DEVICE void multiply_columns(PairLogits& x, const RowOperand<Element, kHeadDim>& rows, const PairPlace& pair,
+                                  const Added& first = {}, const Added& second = {}) {
   using Instruction = sm80::HalfInstruction<Element>;
   constexpr int kSteps = kHeadDim / 16;
   CUTE_UNROLL
@@ -60,9 +66,10 @@ CUTE_DEVICE void multiply_columns(PairLogits& x, const RowOperand<Element, kHead
     const auto a = rows(step);
     CUTE_UNROLL
     for (int h = 0; h < 2; ++h) {
-      Instruction::fma(x[h][0], x[h][1], x[h][2], x[h][3], a.r[0], a.r[1], a.r[2], a.r[3], r[2 * h], r[2 * h + 1],
-                       step == 0 ? 0.f : x[h][0], step == 0 ? 0.f : x[h][1], step == 0 ? 0.f : x[h][2],
-                       step == 0 ? 0.f : x[h][3]);
+      float (&d)[4] = x[h];
+      const float* c = step > 0 ? d : (h == 0 ? first : second).e;
+      Instruction::fma(d[0], d[1], d[2], d[3], a.r[0], a.r[1], a.r[2], a.r[3], r[2 * h], r[2 * h + 1], c[0], c[1], c[2],
+                       c[3]);
     }
   }
 }

@@ -10,10 +10,12 @@
 
 namespace natten_jax::small {
 
-/// Sums of products of two rows of each lane, as RowOperand has them, over the four lanes that share a row.
+/// Sums of products of a lane's two rows, as RowOperand has them, over the four lanes that share a row: each twice, as
+/// accumulators have their rows.
 template <class Element, int kHeadDim>
-CUTE_DEVICE void multiply_rows(float (&sum)[2], const RowOperand<Element, kHeadDim>& a,
+CUTE_DEVICE void multiply_rows(float (&result)[4], const RowOperand<Element, kHeadDim>& a,
                                const RowOperand<Element, kHeadDim>& b) {
+  float sum[2] = {};
   using Pair = typename ElementTraits<Element>::Pair;
   CUTE_UNROLL
   for (int step = 0; step < kHeadDim / 16; ++step) {
@@ -34,7 +36,10 @@ CUTE_DEVICE void multiply_rows(float (&sum)[2], const RowOperand<Element, kHeadD
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
-    sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
+    // Two lanes have the same number. To the compiler they are different ones, which stay in registers side by side as
+    // the matrix units take them: else it would move them there for each group.
+    result[2 * r] = sum[r] + __shfl_xor_sync(0xffffffffu, sum[r], 2);
+    result[2 * r + 1] = sum[r] + __shfl_xor_sync(0xffffffffu, sum[r], 3);
   }
 }
 
@@ -44,6 +49,7 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
   using Operand = RowOperand<Element, kHeadDim>;
   using Columns = ColumnRows<kHeadDim, kHasBoxes>;
   extern __shared__ __align__(1024) char raw[];
+  allow_next_kernel();  // which plans meanwhile
   Tables tables;
   TilePlan tile;
   Loads<kHeadDim, false, kHasBoxes> loads(p, raw);
@@ -68,37 +74,46 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
   };
   const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
     if (!tile.has_rows) return;
+    // First, what takes longest to come; the lane's two rows.
+    int at[2];
+    float logsumexp[2] = {}, remainder[2] = {}, delta[4] = {}, logsumexp_cotangent[2] = {};
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const int token = tables.row_tokens[lane / 4 + 8 * r];
+      at[r] = token < 0 ? -1 : item.of_query + token * p.heads;
+      if (token < 0) continue;
+      logsumexp[r] = p.logsumexp[at[r]];
+      if (p.logsumexp_cotangent != nullptr) logsumexp_cotangent[r] = p.logsumexp_cotangent[at[r]];
+    }
     const Operand queries(rows), cotangents(rows + buffer);
-    float logsumexp[2] = {}, remainder[2] = {}, delta[2] = {};
     multiply_rows(delta, cotangents, Operand(rows + 2 * buffer));
     phases.rows_are_read();
     bool is_large = false;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      const int token = tables.row_tokens[lane / 4 + 8 * r];
-      if (token < 0) continue;
-      const int at = item.of_query + token * p.heads;
-      logsumexp[r] = base2_logsumexp(p.logsumexp[at]);
-      if (p.logsumexp_cotangent != nullptr) delta[r] -= p.logsumexp_cotangent[at];
+      if (at[r] < 0) continue;
+      logsumexp[r] = base2_logsumexp(logsumexp[r]);
+      delta[2 * r] -= logsumexp_cotangent[r];
+      delta[2 * r + 1] -= logsumexp_cotangent[r];
       const bool is_row_large = has_remainder<Element>(logsumexp[r]);
-      if (is_row_large && p.remainder != nullptr) remainder[r] = p.remainder[at];
+      if (is_row_large && p.remainder != nullptr) remainder[r] = p.remainder[at[r]];
       is_large |= is_row_large;
       if (lane % 4 == 0) {
-        p.statistics[at] = make_float4(is_row_large ? NAN : logsumexp[r], delta[r], logsumexp[r], remainder[r]);
+        p.statistics[at[r]] = make_float4(is_row_large ? NAN : logsumexp[r], delta[2 * r], logsumexp[r], remainder[r]);
       }
     }
+    const Added of_rows{-delta[0], -delta[1], -delta[2], -delta[3]};
     float gradient[kHeadDim / 8][4] = {};
     const auto differentiate = [&](auto weight) {
       for_pairs<Columns, 1>(tile, tables, 0, stage, [&](const PairPlace& pair, std::uint32_t masks) {
         PairLogits x, y;
         multiply_columns<Element, kHeadDim, false>(x, queries, pair);
-        multiply_columns<Element, kHeadDim, true>(y, cotangents, pair);
+        multiply_columns<Element, kHeadDim, true>(y, cotangents, pair, of_rows, of_rows);
         std::uint32_t a[4];
         CUTE_UNROLL
         for (int i = 0; i < 4; ++i) {
           const int h = i / 2, r = i % 2;
-          a[i] = pack<Element>(weight(x[h][2 * r], r) * (y[h][2 * r] - delta[r]),
-                               weight(x[h][2 * r + 1], r) * (y[h][2 * r + 1] - delta[r])) &
+          a[i] = pack<Element>(weight(x[h][2 * r], r) * y[h][2 * r], weight(x[h][2 * r + 1], r) * y[h][2 * r + 1]) &
                  ~hidden_halves(masks << (4 * h), r);
         }
         add_columns<Element, kHeadDim, false>(gradient, a, pair);
