@@ -14,10 +14,11 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import itertools
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +64,15 @@ _BRIEF = 2e-3
 
 def measure(
     family: str, pass_: Pass, sets: Sequence[str], other_ranks: Sequence[int], warmup_steps: int, iterations: int
-) -> list[dict[str, Any]]:
-    """Device times of every problem, with the recommended tiles and, for the fit, a few others in turns with them."""
+) -> Iterator[list[dict[str, Any]]]:
+    """Device times of each problem, with the recommended tiles and, for the fit, a few others in turns with them."""
     model = simulator.calibration_for(family)
     device = default_device()
     flags = [] if pass_ == "forward" else ["--backprop"]
-    records: list[dict[str, Any]] = []
+    programs = itertools.count()
     for name in sets:
         for line in SETS[name]:
+            records: list[dict[str, Any]] = []
             options = parse([*line.split(), "--dtype", "bf16", "--backend", f"{family}-fna", *flags])
             found = [each for each in listings(options, device) if each.pass_ == pass_]
             if not found:
@@ -87,7 +89,7 @@ def measure(
             for q_tile, kv_tile in pairs:
                 arguments = workloads[0].arguments if workloads else None
                 with_tiles = choices.with_tiles(options, (q_tile, kv_tile), pass_)
-                workloads.append(compile_workload(with_tiles, f"measured_{len(records) + len(workloads)}", arguments))
+                workloads.append(compile_workload(with_tiles, f"measured_{next(programs)}", arguments))
             # The recommended tiles as the profiler measures them; then all, in turns.
             times = pass_times(workloads[:1], pass_, warmup_steps, iterations)
             measured = pairs[:1]
@@ -107,7 +109,7 @@ def measure(
                     }
                 )
                 print(f"{line:60} {q_tile!s:14} {kv_tile!s:14} {1e3 * seconds:10.4f} ms", flush=True)
-    return records
+            yield records
 
 
 def is_held_back(name: str) -> bool:
@@ -300,12 +302,14 @@ def main() -> None:
     fitting.add_argument("--records-out", type=Path, help="all records together, as one file of measurements")
     options = parser.parse_args()
     if options.step == "measure":
-        records = []
+        records, of_run = [], environment()
         for pass_ in options.passes:
-            records += measure(
+            for of_problem in measure(
                 options.family, pass_, options.sets, options.other_ranks, options.warmup_steps, options.iterations
-            )
-        write_json(options.json, {"environment": environment(), "records": records})
+            ):
+                records += of_problem
+                # After each problem: what was measured stays when a run is cut off.
+                write_json(options.json, {"environment": of_run, "records": records})
         return
     files = [json.loads(file.read_text()) for file in options.records]
     model = simulator.calibration_for(options.family)
