@@ -48,7 +48,7 @@ class Row:
         layout: Tokens.
         heads: Heads.
         head_dim: Their width.
-        kernel_size: Window; ``None`` is attention.
+        kernel_size: Window.
         dilation: Of the window.
         is_causal: Whether later keys are hidden.
         peers: Implementations of attention over the whole layout that are measured beside it.
@@ -59,7 +59,7 @@ class Row:
     layout: tuple[int, ...]
     heads: int
     head_dim: int
-    kernel_size: int | tuple[int, ...] | None
+    kernel_size: int | tuple[int, ...]
     dilation: int = 1
     is_causal: bool = False
     peers: tuple[str, ...] = ()
@@ -75,9 +75,6 @@ class Row:
 
     def function(self, family: str) -> Callable[..., jax.Array]:
         """The operator, by the best backend or by that of a family."""
-        if self.kernel_size is None:
-            backend = None if family == "none" else f"{family}-fmha"
-            return lambda q, k, v: natten_jax.attention(q, k, v, backend=backend)
         operator = getattr(natten_jax, f"na{len(self.layout)}d")
         backend = None if family == "none" else f"{family}-fna"
         window = {"kernel_size": self.kernel_size, "dilation": self.dilation, "is_causal": self.is_causal}
@@ -164,7 +161,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    records = []
+    records, of_run = [], environment()
     for row in ROWS:
         if not re.search(options.only, row.name):
             continue
@@ -180,7 +177,7 @@ def main() -> None:
             print(f"{row.name:12} {pass_:8} " + ", ".join(shown), flush=True)
             if options.json is not None:
                 # After each row: what was measured stays when a run is cut off.
-                content = {"environment": environment(), "records": records}
+                content = {"environment": of_run, "records": records}
                 options.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
