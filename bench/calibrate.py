@@ -46,6 +46,9 @@ SETS = {
     "small": SMALL,
     "small, held back": SMALL_HELD_BACK,
 }
+#: Of the form for small windows, whose times are not fitted here: how well they are predicted is shown.
+FORM_SETS = "small", "small, held back"
+
 #: Ranks, in the order of the model so far, of the pairs that are measured beside the first one for the fit.
 OTHER_RANKS = (1, 4, 12, 40, 150)
 
@@ -83,7 +86,7 @@ def measure(
                 chosen_pairs = list(offered.pairs[:1])
             else:
                 # Small windows are not for the other kernels.
-                chosen_pairs = chosen(offered, other_ranks, None if name == "small" else model)
+                chosen_pairs = chosen(offered, other_ranks, None if name in FORM_SETS else model)
             pairs = [[(1,) * (options.rank - len(tile)) + tile for tile in pair] for pair in chosen_pairs]
             workloads: list[Workload] = []
             for q_tile, kv_tile in pairs:
@@ -241,8 +244,7 @@ def turns(sample: Sample) -> tuple[Any, ...]:
 
 def costs_of(kernel: Kernel) -> tuple[str, ...]:
     """The coefficients of a kernel that are fitted."""
-    own = [("skipping", kernel.row_groups > 1), ("launch", kernel.launch is not None)]
-    return "outer_tile", "inner_tile", "masking", "power", *(name for name, is_fitted in own if is_fitted)
+    return "outer_tile", "inner_tile", "masking", "power", *(("skipping",) if kernel.row_groups > 1 else ())
 
 
 def predicted(every: list[Sample], model: Calibration) -> list[float]:

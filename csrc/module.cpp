@@ -45,9 +45,10 @@ PYBIND11_MODULE(_native, module) {
   module.def("registrations", &registrations, "XLA FFI targets: name -> (platform, handler capsule).");
   module.def("build_info", &build_info, "How this library was built and what it runs on this host.");
   module.def("limits", &natten_jax::limits, "What the kernels of every backend take, in builds without them, too.");
-  module.def("occupancy_of_small_windows", &natten_jax::occupancy_of_small_windows, py::arg("axes"), py::arg("sizes"),
+  module.def("seconds_of_small_windows", &natten_jax::seconds_of_small_windows, py::arg("axes"), py::arg("sizes"),
              py::arg("q_tile"), py::arg("kv_tile"), py::arg("is_backward"), py::arg("shared_memory"),
-             "How the kernels for small windows take a pass with tiles; see natten_jax.native.");
+             py::arg("multiprocessors"), py::arg("has_boxes"),
+             "How long the kernels for small windows take for a pass with tiles; see natten_jax.native.");
   module.def(
       "window_bounds",
       [](std::int64_t index, std::int64_t length, std::int64_t kernel_size, std::int64_t stride, bool is_causal) {

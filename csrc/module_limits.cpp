@@ -57,10 +57,10 @@ py::dict limits() {
                    "shared_memory"_a = sm90::kSharedMemory, "tiles_worth_counting"_a = sm90::kTilesWorthCounting));
 }
 
-double occupancy_of_small_windows(const std::array<std::int64_t, 6 * kRank>& axes,
-                                  const std::array<std::int64_t, 6>& sizes,
-                                  const std::array<std::int64_t, kRank>& q_tile,
-                                  const std::array<std::int64_t, kRank>& kv_tile, bool is_backward, int shared_memory) {
+double seconds_of_small_windows(const std::array<std::int64_t, 6 * kRank>& axes,
+                                const std::array<std::int64_t, 6>& sizes, const std::array<std::int64_t, kRank>& q_tile,
+                                const std::array<std::int64_t, kRank>& kv_tile, bool is_backward, int shared_memory,
+                                int multiprocessors, bool has_boxes) {
   Problem problem{ElementType::kBFloat16, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], 1.f, {}};
   for (int i = 0; i < kRank; ++i) {
     const std::int64_t* fact = axes.data() + 6 * i;
@@ -69,10 +69,11 @@ double occupancy_of_small_windows(const std::array<std::int64_t, 6 * kRank>& axe
   TileShapes tiles{};
   std::copy(q_tile.begin(), q_tile.end(), tiles.query);
   std::copy(kv_tile.begin(), kv_tile.end(), tiles.kv);
-  // Arrays may be parts of the layout: their regions need the most memory.
-  const small::Device device{shared_memory, shared_memory, 0, 1};
-  double occupancy = 0;
-  return small::check_pass(problem, tiles, is_backward, true, device, occupancy).failed() ? 0 : occupancy;
+  // A multiprocessor has a kilobyte more than a CTA may have, which it takes besides.
+  constexpr int kReserved = 1024;
+  const small::Device device{shared_memory, shared_memory + kReserved, kReserved, multiprocessors, has_boxes};
+  double seconds = 0;
+  return small::estimate_pass(problem, tiles, is_backward, device, seconds).failed() ? 0 : seconds;
 }
 
 }  // namespace natten_jax

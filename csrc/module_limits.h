@@ -14,8 +14,7 @@ namespace natten_jax {
 /// the order of the tables that they come from.
 pybind11::dict limits();
 
-/// How the kernels for small windows take a pass with tiles: what part of the warps that there are registers for also
-/// have the shared memory; 0 where they do not take it.
+/// How many seconds the kernels for small windows take for a pass with tiles, by a model; 0 where they do not take it.
 ///
 /// Args:
 ///   axes: as the attribute of that name of every target.
@@ -23,9 +22,11 @@ pybind11::dict limits();
 ///   q_tile, kv_tile: shapes of tiles.
 ///   is_backward: which pass.
 ///   shared_memory: bytes that a CTA may have.
-double occupancy_of_small_windows(const std::array<std::int64_t, 6 * kRank>& axes,
-                                  const std::array<std::int64_t, 6>& sizes,
-                                  const std::array<std::int64_t, kRank>& q_tile,
-                                  const std::array<std::int64_t, kRank>& kv_tile, bool is_backward, int shared_memory);
+///   multiprocessors: of the device.
+///   has_boxes: whether it has the engine that copies boxes.
+double seconds_of_small_windows(const std::array<std::int64_t, 6 * kRank>& axes,
+                                const std::array<std::int64_t, 6>& sizes, const std::array<std::int64_t, kRank>& q_tile,
+                                const std::array<std::int64_t, kRank>& kv_tile, bool is_backward, int shared_memory,
+                                int multiprocessors, bool has_boxes);
 
 }  // namespace natten_jax

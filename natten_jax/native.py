@@ -65,7 +65,7 @@ def limits(architecture: str) -> Mapping[str, Any]:
     return {} if _module is None else _module.limits()[architecture]
 
 
-def occupancy_of_small_windows(
+def seconds_of_small_windows(
     axes: Sequence[int],
     sizes: Sequence[int],
     q_tile: Sequence[int],
@@ -73,8 +73,10 @@ def occupancy_of_small_windows(
     *,
     is_backward: bool,
     shared_memory: int,
+    multiprocessors: int,
+    has_boxes: bool,
 ) -> float:
-    """How the kernels for small windows take a pass with tiles.
+    """How long the kernels for small windows take for a pass with tiles, by a model.
 
     Args:
         axes: As the attribute of that name of every target.
@@ -83,15 +85,16 @@ def occupancy_of_small_windows(
         kv_tile: Key/value tile.
         is_backward: Which pass.
         shared_memory: Bytes that a block may have.
+        multiprocessors: Of the device.
+        has_boxes: Whether it has the engine that copies boxes of tokens.
 
     Returns:
-        What part of the warps that there are registers for also have the shared memory; 0 where the kernels do not take
-        the pass.
+        Seconds; 0 where the kernels do not take the pass.
     """
-    return (
-        0.0
-        if _module is None
-        else _module.occupancy_of_small_windows(axes, sizes, q_tile, kv_tile, is_backward, shared_memory)
+    if _module is None:
+        return 0.0
+    return _module.seconds_of_small_windows(
+        axes, sizes, q_tile, kv_tile, is_backward, shared_memory, multiprocessors, has_boxes
     )
 
 

@@ -22,6 +22,7 @@ from natten_jax.backends.native_backend import (
     saved_remainder,
     with_kernel_rank,
 )
+from natten_jax.cost import small_windows
 from natten_jax.cost.calibration import calibration_for
 from natten_jax.cost.ranking import rank_sizes
 from natten_jax.devices import ComputeCapability, Device
@@ -92,12 +93,12 @@ class CutlassBackend(NativeBackend):
         """Whether there are kernels for a pair of tile shapes; those for small windows may lack the memory."""
         if not super().offers(problem, device, pass_, pair):
             return False
-        if not cutlass_small.is_chosen(problem, pass_, pair):
+        if not small_windows.is_chosen(problem, pass_, pair):
             return True
-        return cutlass_small.occupancy(problem, pass_, pair, _shared_memory(device)) > 0
+        return small_windows.seconds(problem, pass_, pair, device.compute_capability) is not None
 
     def _ranked(self, problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[TilePair, float], ...]:
-        return _ranked_pairs(problem, pass_, _tile_sizes(problem, device, pass_), _shared_memory(device))
+        return _ranked_pairs(problem, pass_, _large_tile_sizes(problem, device, pass_), device.compute_capability)
 
     def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
         """Most tokens of the tiles that the kernels for these heads are compiled for."""
@@ -105,7 +106,7 @@ class CutlassBackend(NativeBackend):
 
     def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
         """Call the kernel."""
-        if cutlass_small.is_chosen(plan.problem, "forward", plan.tiles):
+        if small_windows.is_chosen(plan.problem, "forward", plan.tiles):
             return cutlass_small.call_forward(plan, operands, types)
         return native.call(
             _FORWARD,
@@ -118,7 +119,7 @@ class CutlassBackend(NativeBackend):
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
         """Compute the gradients of the differentiable operands."""
         problem, performance = plan.problem, plan.performance
-        if cutlass_small.is_chosen(problem, "backward", plan.tiles):
+        if small_windows.is_chosen(problem, "backward", plan.tiles):
             return cutlass_small.gradients(plan, operands, saved, cotangents)
         rank = functools.partial(with_kernel_rank, rank=problem.rank)
         out, out_cotangent, logsumexp_cotangent = map(rank, (saved.out, *cotangents))
@@ -217,13 +218,8 @@ def _largest_tiles(problem: Problem, device: Device, pass_: Pass) -> tuple[int, 
     return max(queries for queries, _ in able), max(keys for _, keys in able)
 
 
-def _tile_sizes(problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[int, int], ...]:
-    """Queries and keys of the tiles that are ranked."""
-    small = cutlass_small.tile_tokens(problem, pass_)
-    return (*_large_tile_sizes(problem, device, pass_), *([] if small is None else [small]))
-
-
 def _large_tile_sizes(problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[int, int], ...]:
+    """Queries and keys of the tiles that are ranked, of kernels for large windows."""
     if pass_ == "backward":
         return (64, 128), (64, 64), (128, 128), (128, 64)
     most, keys = _largest_tiles(problem, device, pass_)
@@ -235,20 +231,14 @@ def _large_tile_sizes(problem: Problem, device: Device, pass_: Pass) -> tuple[tu
 
 @functools.lru_cache(maxsize=256)
 def _ranked_pairs(
-    problem: Problem, pass_: Pass, sizes: tuple[tuple[int, int], ...], shared_memory: int
+    problem: Problem, pass_: Pass, sizes: tuple[tuple[int, int], ...], capability: ComputeCapability | None
 ) -> tuple[tuple[TilePair, float], ...]:
+    found = list(small_windows.ranked(problem, pass_, capability))
     if problem.dtype == "float32":
         # Times are of 16-bit elements. Kernels are compiled for rows of some number of bytes.
         head_dim, head_dim_v = (
             min(2 * each, _LIMITS["largest_head_dim"]) for each in (problem.head_dim, problem.head_dim_v)
         )
         problem = dataclasses.replace(problem, dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim_v)
-    found = []
-    for pair, seconds in rank_sizes(problem, pass_, sizes, calibration_for(CutlassBackend.family)):
-        if cutlass_small.is_chosen(problem, pass_, pair):
-            occupied = cutlass_small.occupancy(problem, pass_, pair, shared_memory)
-            if occupied > 0:
-                found.append((pair, seconds * cutlass_small.slowdown(occupied)))
-        else:
-            found.append((pair, seconds))
+    found += rank_sizes(problem, pass_, sizes, calibration_for(CutlassBackend.family))
     return tuple(sorted(found, key=lambda item: item[1]))

@@ -11,12 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from natten_jax.backends.base import Backend, Gradients, Operands, Output, Saved
+from natten_jax.kernel_rank import KERNEL_RANK, axis_rows, with_kernel_tiles
 from natten_jax.native import ResultType
-from natten_jax.passes import TilePair
 from natten_jax.plan import Plan
-from natten_jax.problem import Axis, Problem, Shape
-
-_KERNEL_RANK = 3
+from natten_jax.problem import Problem, Shape
 
 #: What kernels have for a scale of zero, whose queries are zero: so small that no sum of theirs overflows.
 _SCALE_OF_NOTHING = 2.0**-64
@@ -48,7 +46,7 @@ class NativeBackend(Backend):
 
 def with_kernel_rank(array: jax.Array, rank: int) -> jax.Array:
     """``array`` with three token dimensions after the batch: leading ones have extent 1."""
-    return array.reshape(array.shape[0], *(1,) * (_KERNEL_RANK - rank), *array.shape[1:])
+    return array.reshape(array.shape[0], *(1,) * (KERNEL_RANK - rank), *array.shape[1:])
 
 
 def _query_factor(problem: Problem) -> int:
@@ -71,7 +69,7 @@ def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
         additional_keys = jnp.zeros((key.shape[0], 0, *key.shape[-2:]), key.dtype)
         additional_values = jnp.zeros((value.shape[0], 0, *value.shape[-2:]), value.dtype)
     # Zeros would be a kernel of their own in front of each call.
-    origins = jnp.zeros((0, _KERNEL_RANK), jnp.int32) if operands.origins is None else operands.origins
+    origins = jnp.zeros((0, KERNEL_RANK), jnp.int32) if operands.origins is None else operands.origins
     return [query, key, value, additional_keys, additional_values, origins]
 
 
@@ -112,19 +110,6 @@ def gradients_of(problem: Problem, operands: Operands, results: list[jax.Array])
     if operands.additional_keys is None:
         return Gradients(query, key, value, None, None)
     return Gradients(query, key, value, *results[3:5])
-
-
-def axis_rows(problem: Problem) -> Shape:
-    """A row for each token dimension: its facts in the order that csrc/ffi/decode.cpp names them in."""
-    missing = (Axis(1, 1, 1),) * (_KERNEL_RANK - problem.rank)
-    rows = map(dataclasses.astuple, (*missing, *problem.axes))
-    return tuple(int(fact) for row in rows for fact in row)
-
-
-def with_kernel_tiles(problem: Problem, pair: TilePair) -> TilePair:
-    """Tiles of three token dimensions: leading ones have extent 1."""
-    q_tile, kv_tile = ((*(1,) * (_KERNEL_RANK - problem.rank), *tile) for tile in pair)
-    return q_tile, kv_tile
 
 
 def attributes(plan: Plan) -> dict[str, Shape | float]:

@@ -11,6 +11,7 @@
 - ``simulation``: counts and time of one pass with one pair of tiles.
 - ``communication``: time of exchanging halos, and whether computing meanwhile pays.
 - ``ranking``: pairs of tiles by predicted time.
+- ``small_windows``: the form for small windows, whose time native code predicts.
 - ``advice``: strides with which no tile needs a mask.
 
 :mod:`natten_jax.simulator` is their public face.

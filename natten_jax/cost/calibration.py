@@ -35,7 +35,6 @@ class Kernel:
         row_groups: Groups of an outer tile's rows that skip and mask inner tiles on their own.
         power: How much of the device's slowdown it suffers: less where it draws less power.
         side_by_side: Outer tiles that a multiprocessor works on at the same time.
-        launch: Seconds that a pass takes, whatever its size; ``None`` is what the calibration says of all kernels.
     """
 
     head_dim: int
@@ -48,7 +47,6 @@ class Kernel:
     row_groups: int = 1
     power: float = 1.0
     side_by_side: int = 1
-    launch: float | None = None
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -91,10 +89,8 @@ class Calibration:
     counted_rounds: int = 0
     dtypes: Sequence[str] = ("float16", "bfloat16")
 
-    def launch_of(self, pass_: Pass, kernel: Kernel | None = None) -> float:
-        """Seconds that a pass takes, whatever its size, with a kernel."""
-        if kernel is not None and kernel.launch is not None:
-            return kernel.launch
+    def launch_of(self, pass_: Pass) -> float:
+        """Seconds that a pass takes, whatever its size."""
         return self.launch if pass_ == "forward" or self.backward_launch is None else self.backward_launch
 
     def kernel(self, problem: Problem, pair: TilePair, pass_: Pass) -> Kernel | None:

@@ -54,4 +54,4 @@ def predict(problem: Problem, tiles: TimedTiles, pass_: Pass, kernel: Kernel, ca
     rounds = calibration.rounds(problem.batch * heads * outer, pass_, kernel)
     tile = kernel.outer_tile + repeats * visiting / outer
     moving = calibration.byte * least_bytes(problem, pass_)
-    return calibration.clocked(calibration.launch_of(pass_, kernel) + np.maximum(rounds * tile, moving), kernel)
+    return calibration.clocked(calibration.launch_of(pass_) + np.maximum(rounds * tile, moving), kernel)

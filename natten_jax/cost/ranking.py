@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -33,11 +33,13 @@ def rank_sizes(
         sizes: Tokens of query and key/value tiles.
         calibration: The time model; without one there are no pairs.
     """
-    pairs = itertools.chain.from_iterable(
-        itertools.product(_factorisations(q_size, problem.rank), _factorisations(kv_size, problem.rank))
-        for q_size, kv_size in dict.fromkeys(sizes)
-    )
-    return tuple(rank(problem, pairs, pass_, calibration))
+    pairs = itertools.chain.from_iterable(pairs_of(q_size, kv_size, problem.rank) for q_size, kv_size in sizes)
+    return tuple(rank(problem, dict.fromkeys(pairs), pass_, calibration))
+
+
+def pairs_of(q_size: int, kv_size: int, rank: int) -> Iterator[TilePair]:
+    """Every query and key/value tile of so many tokens."""
+    return itertools.product(_factorisations(q_size, rank), _factorisations(kv_size, rank))
 
 
 def rank(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from natten_jax.cost import small_windows
 from natten_jax.cost.axis_tiles import Placement
 from natten_jax.cost.calibration import Calibration
 from natten_jax.cost.predict import predict
@@ -99,6 +100,8 @@ def simulate(
     kernel = None if calibration is None else calibration.kernel(problem, pair, pass_)
     counts = count_tiles(problem, pair, pass_, placement=placement, kernel=kernel)
     seconds = None
-    if calibration is not None and kernel is not None:
+    if calibration is not None and calibration.family == small_windows.FAMILY:
+        seconds = small_windows.seconds(problem, pass_, pair, calibration.compute_capability)
+    if seconds is None and calibration is not None and kernel is not None:
         seconds = float(predict(problem, counts.tiles, pass_, kernel, calibration))
     return Simulation(problem, pass_, pair, placement, counts, seconds)

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
-#include <limits>
 #include <string>
+
+#include "cuda/small/region_time.h"
 
 namespace natten_jax::small {
 namespace {
@@ -21,12 +21,6 @@ constexpr std::int64_t kLargestBoxDilation = 8;
 constexpr std::int64_t kMostLookedAt = 1024;
 
 constexpr std::int64_t kMostRows = std::int64_t{1} << 31;
-
-/// Of a region's items: the second dimension of a grid.
-constexpr std::int64_t kMostChunks = 65535;
-
-/// How often CTAs take turns on a multiprocessor; more often, each one's plan counts too much.
-constexpr int kMostRounds = 4;
 
 /// A product that does not wrap around: one that is too large is some number that is too large.
 std::int64_t counted(std::int64_t a, std::int64_t b, std::int64_t c) {
@@ -219,81 +213,6 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
   return true;
 }
 
-/// What parts of a tile's work cost beside a pair of groups of heads of 32.
-struct Costs {
-  double tile;     ///< A tile, whatever it sees.
-  double column;   ///< A column that the region loads, of heads of 32.
-  double exposed;  ///< By how much more loads cost where a multiprocessor does nothing beside them.
-  double waiting;  ///< By how much more all else costs of one warp alone.
-  double uneven;   ///< How much of what a multiprocessor's parts have unequally many warps costs.
-  double staged;   ///< How much a second stage does beside another CTA.
-};
-
-/// Fitted to times of 2,600 regions of small-window problems on an H200, and as many with boxes, where the regions that
-/// they choose took 3% more time than the best ones, and at most 14%.
-constexpr Costs costs_of(Kernel kernel, bool has_boxes) {
-  switch (kernel) {
-    case Kernel::kForward:
-      return has_boxes ? Costs{4.3, 0.0445, 12.5, 5.5, 0.82, 2.5} : Costs{4.9, 0.06, 2.6, 2.9, 0., 1.};
-    case Kernel::kQueryGradient:
-      return has_boxes ? Costs{0.71, 0.0174, 6.2, 0.77, 0.385, 1.} : Costs{1.1, 0.054, 5.2, 1.0, 0., 1.};
-    case Kernel::kKeyValueGradient:
-      return has_boxes ? Costs{9., 0.187, 1.07, 2.6, 0.264, 1.} : Costs{6.3, 0.14, 15., 9.0, 0., 1.};
-  }
-  return {};
-}
-
-/// How the CTAs of a launch share its items.
-struct Shares {
-  std::int64_t items_of_cta;
-  double ctas;    ///< Of a multiprocessor, at the same time.
-  double excess;  ///< How many times its share a multiprocessor has at most.
-};
-
-/// Splits the items among CTAs: so many for each region that all are done at about the same time. Each CTA plans its
-/// region, which takes about as long as half an item.
-Shares share_items(std::int64_t items, const Region& region, const Device& device) {
-  const auto regions = static_cast<double>(region.count);
-  const double slots = static_cast<double>(device.multiprocessors) * std::max(region.ctas, 1);
-  double least = std::numeric_limits<double>::max();
-  std::int64_t best = items;
-  const auto ctas_of = [&](std::int64_t each) { return regions * static_cast<double>(divide_up(items, each)); };
-  const auto rounds_of = [&](double ctas) { return ctas <= slots ? 1. : std::max(ctas / slots + .25, 1.); };
-  // As many as fill the slots once, twice and so on, or a little more.
-  for (int rounds = 1; rounds <= kMostRounds; ++rounds) {
-    const double fitting = std::min(rounds * slots / regions, static_cast<double>(std::min(items, kMostChunks)));
-    for (const double chunks : {std::floor(fitting), std::ceil(fitting)}) {
-      const std::int64_t each = divide_up(items, std::max<std::int64_t>(static_cast<std::int64_t>(chunks), 1));
-      const double time = rounds_of(ctas_of(each)) * (static_cast<double>(each) + .5);
-      if (time < least) {
-        least = time;
-        best = each;
-      }
-    }
-  }
-  const auto ctas = static_cast<double>(ctas_of(best)),
-             work = static_cast<double>(items) * static_cast<double>(regions);
-  if (ctas > slots) {
-    const double all = ctas * static_cast<double>(best);
-    return {best, 1. * region.ctas, rounds_of(ctas) * slots / ctas * all / work};
-  }
-  const double of_multiprocessor = std::ceil(ctas / device.multiprocessors);
-  return {best, std::max(of_multiprocessor, 1.),
-          of_multiprocessor * static_cast<double>(best) * device.multiprocessors / work};
-}
-
-/// A measure of a multiprocessor's time for the whole problem: enough to compare regions.
-double estimate(Kernel kernel, int head_dim, const Region& region, const Shares& shares) {
-  const Costs costs = costs_of(kernel, region.has_boxes);
-  const double width = head_dim / 32., warps = region.warps * shares.ctas;
-  const double unevenness = std::ceil(warps / 4) * 4 / warps - 1;
-  const double computing = (region.pairs * width + costs.tile) * (1 + costs.uneven * unevenness),
-               loading = costs.column * region.box * width / region.warps;
-  const double overlap = shares.ctas * (1 + costs.staged * (region.stages - 1));
-  return shares.excess * static_cast<double>(region.count) * region.warps *
-         (computing * (1 + costs.waiting / warps) + loading * (1 + costs.exposed / overlap));
-}
-
 }  // namespace
 
 int compiled_head_dim(const Problem& problem) {
@@ -304,14 +223,26 @@ int compiled_head_dim(const Problem& problem) {
   return 0;
 }
 
-Status choose_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                     Kernel kernel, bool has_origins, const Device& device, Region& region) {
+namespace {
+
+/// The dimensions of a problem, seen from a kernel.
+struct Sides {
+  Side of[kRank];
+
+  Sides(const Problem& problem, Kernel kernel, bool has_origins)
+      : of{{problem.axes[0], kernel == Kernel::kKeyValueGradient, has_origins},
+           {problem.axes[1], kernel == Kernel::kKeyValueGradient, has_origins},
+           {problem.axes[2], kernel == Kernel::kKeyValueGradient, has_origins}} {}
+};
+
+/// Fills in what all regions of a problem with these tiles have in common.
+Status begin_region(const Problem& problem, const Side (&sides)[kRank], const std::int64_t (&rows)[kRank],
+                    const std::int64_t (&columns)[kRank], Region& region) {
   if (rows[0] * rows[1] * rows[2] != kRows || columns[0] * columns[1] * columns[2] != kColumns) {
     return Status::invalid_argument("tiles of small windows have " + std::to_string(kRows) + " and " +
                                     std::to_string(kColumns) + " tokens");
   }
-  const int head_dim = compiled_head_dim(problem);
-  if (head_dim == 0) {
+  if (compiled_head_dim(problem) == 0) {
     return Status::invalid_argument("heads for small windows have at most " + std::to_string(kLargestHeadDim) +
                                     " dimensions");
   }
@@ -323,28 +254,43 @@ Status choose_region(const Problem& problem, const std::int64_t (&rows)[kRank], 
       return Status::invalid_argument("the form for small windows takes arrays of less than 2^31 tokens and heads");
     }
   }
-  const bool rows_are_keys = kernel == Kernel::kKeyValueGradient;
-  const Side sides[kRank] = {{problem.axes[0], rows_are_keys, has_origins},
-                             {problem.axes[1], rows_are_keys, has_origins},
-                             {problem.axes[2], rows_are_keys, has_origins}};
-  Region candidate{};
-  if (!choose_dimensions(sides, rows, columns, candidate.dimension)) {
+  region = {};
+  if (!choose_dimensions(sides, rows, columns, region.dimension)) {
     return Status::invalid_argument("a group of 8 columns must lie in two dimensions");
   }
+  for (int i = 0; i < kRank; ++i) {
+    region.tile[i] = static_cast<int>(rows[region.dimension[i]]);
+    region.group[i] = static_cast<int>(columns[region.dimension[i]]);
+    region.tiles[i] = 1;
+  }
+  return {};
+}
+
+Status too_large() {
+  return Status::invalid_argument("the windows of a tile are too large for the form for small windows");
+}
+
+}  // namespace
+
+Status choose_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
+                     Kernel kernel, bool has_origins, const Device& device, Region& region, double& nanoseconds) {
+  const Sides all(problem, kernel, has_origins);
+  const auto& sides = all.of;
+  Region candidate{};
+  if (Status status = begin_region(problem, sides, rows, columns, candidate); status.failed()) return status;
+  const int head_dim = compiled_head_dim(problem), warps = resident_warps(kernel, head_dim);
   int most_tiles[kRank];
   for (int i = 0; i < kRank; ++i) {
-    const int d = candidate.dimension[i];
-    candidate.tile[i] = static_cast<int>(rows[d]);
-    candidate.group[i] = static_cast<int>(columns[d]);
-    most_tiles[i] = static_cast<int>(std::min<std::int64_t>(divide_up(sides[d].rows(), rows[d]), 16));
+    const std::int64_t tiles = divide_up(sides[candidate.dimension[i]].rows(), candidate.tile[i]);
+    most_tiles[i] = static_cast<int>(std::min<std::int64_t>(tiles, 16));
   }
-  const int warps = resident_warps(kernel, head_dim);
   // The query heads that share a key/value head are one item where their gradients are added up.
-  const std::int64_t together = rows_are_keys ? problem.heads_per_kv() : 1;
+  const std::int64_t together = kernel == Kernel::kKeyValueGradient ? problem.heads_per_kv() : 1;
   const std::int64_t items = problem.batch * problem.heads / together;
-  double least = 0;
   bool found = false;
-  const auto search = [&] {
+  for (const bool has_boxes : {true, false}) {
+    if (has_boxes && !(device.has_boxes && can_have_boxes(problem, head_dim))) continue;
+    candidate.has_boxes = has_boxes;
     for (candidate.tiles[0] = 1; candidate.tiles[0] <= std::min(warps, most_tiles[0]); ++candidate.tiles[0]) {
       for (candidate.tiles[1] = 1; candidate.tiles[1] <= std::min(warps / candidate.tiles[0], most_tiles[1]);
            ++candidate.tiles[1]) {
@@ -354,41 +300,40 @@ Status choose_region(const Problem& problem, const std::int64_t (&rows)[kRank], 
             if (!complete(problem, sides, kernel, head_dim, stages, device, candidate)) continue;
             const Shares shares = share_items(items, candidate, device);
             const double time = estimate(kernel, head_dim, candidate, shares);
-            if (found && time >= least) continue;
-            candidate.items_of_cta = static_cast<int>(shares.items_of_cta * together);
+            if (found && time >= nanoseconds) continue;
             found = true;
-            least = time;
+            nanoseconds = time;
+            candidate.items_of_cta = static_cast<int>(shares.items_of_cta * together);
             region = candidate;
           }
         }
       }
     }
-  };
-  candidate.has_boxes = device.has_boxes && can_have_boxes(problem, head_dim);
-  search();
-  if (!found && candidate.has_boxes) {
-    candidate.has_boxes = false;
-    search();
   }
   if (found) return {};
-  return Status::invalid_argument("the windows of a tile are too large for the form for small windows");
+  return too_large();
 }
 
-Status check_pass(const Problem& problem, const TileShapes& tiles, bool is_backward, bool has_origins,
-                  const Device& device, double& occupancy) {
+Status estimate_pass(const Problem& problem, const TileShapes& tiles, bool is_backward, const Device& device,
+                     double& seconds) {
   if (is_backward && problem.additional_kv > 0) {
     return Status::invalid_argument(kNoAdditionalKeys);
   }
   const auto& rows = is_backward ? tiles.kv : tiles.query;
   const auto& columns = is_backward ? tiles.query : tiles.kv;
-  occupancy = 1;
+  seconds = 0;
   for (const Kernel kernel : {Kernel::kForward, Kernel::kQueryGradient, Kernel::kKeyValueGradient}) {
     if ((kernel != Kernel::kForward) != is_backward) continue;
     Region region{};
-    Status status = choose_region(problem, rows, columns, kernel, has_origins, device, region);
+    double nanoseconds = 0;
+    Status status = choose_region(problem, rows, columns, kernel, false, device, region, nanoseconds);
     if (status.failed()) return status;
-    const double resident = resident_warps(kernel, compiled_head_dim(problem));
-    occupancy = std::min(occupancy, region.ctas * region.warps / resident);
+    // A part of the layout may begin anywhere in it, which can take more memory.
+    const Sides of_part(problem, kernel, true);
+    status = begin_region(problem, of_part.of, rows, columns, region);
+    if (status.failed()) return status;
+    if (!complete(problem, of_part.of, kernel, compiled_head_dim(problem), 1, device, region)) return too_large();
+    seconds += nanoseconds / 1e9;
   }
   return {};
 }

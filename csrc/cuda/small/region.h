@@ -71,18 +71,20 @@ struct Region {
 ///   kernel: which one.
 ///   has_origins: whether the arrays are parts of a layout, which may begin anywhere in it.
 ///   device: what it has.
-///   region: the result.
+///   region, nanoseconds: the results; the time is of the launch.
 ///
 /// Returns:
 ///   An error where tiles are not of that many tokens, or where the box of one tile is too large for shared memory.
 Status choose_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                     Kernel kernel, bool has_origins, const Device& device, Region& region);
+                     Kernel kernel, bool has_origins, const Device& device, Region& region, double& nanoseconds);
 
-/// Whether the kernels take a pass with tiles, and what part of the warps that there are registers for also have the
-/// shared memory. Windows of queries and those of keys are alike: in the backward pass, the kernel that owns queries
-/// takes the shape of key/value tiles for theirs.
-Status check_pass(const Problem& problem, const TileShapes& tiles, bool is_backward, bool has_origins,
-                  const Device& device, double& occupancy);
+/// How long the kernels of a pass take with tiles. Windows of queries and those of keys are alike: in the backward
+/// pass, the kernel that owns queries takes the shape of key/value tiles for theirs.
+///
+/// Returns:
+///   An error where the kernels do not take them.
+Status estimate_pass(const Problem& problem, const TileShapes& tiles, bool is_backward, const Device& device,
+                     double& seconds);
 
 /// The width that heads of a problem are compiled for; 0 where they are too wide.
 int compiled_head_dim(const Problem& problem);

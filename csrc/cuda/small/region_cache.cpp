@@ -51,7 +51,9 @@ Status find_region(const Problem& problem, const std::int64_t (&rows)[kRank], co
       return {};
     }
   }
-  if (Status status = choose_region(problem, rows, columns, kernel, has_origins, device, region); status.failed()) {
+  double nanoseconds = 0;
+  if (Status status = choose_region(problem, rows, columns, kernel, has_origins, device, region, nanoseconds);
+      status.failed()) {
     return status;
   }
   const std::lock_guard<std::mutex> lock(mutex);

@@ -1,0 +1,21 @@
+// How long a launch with a region takes: a model, by which regions and tiles are chosen.
+#pragma once
+
+#include "cuda/small/region.h"
+
+namespace natten_jax::small {
+
+/// How the CTAs of a launch share its items.
+struct Shares {
+  std::int64_t items_of_cta;
+  double ctas;  ///< Of a multiprocessor, one after another, at most.
+};
+
+/// Splits the items among CTAs: so many for each region that all multiprocessors are done at about the same time. A
+/// CTA's plan takes about as long as half an item.
+Shares share_items(std::int64_t items, const Region& region, const Device& device);
+
+/// Nanoseconds of a launch.
+double estimate(Kernel kernel, int head_dim, const Region& region, const Shares& shares);
+
+}  // namespace natten_jax::small
