@@ -156,10 +156,10 @@ def pass_seconds(events: list[Event], program: Program, pass_: Pass) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A measurement, and what the model sees of it."""
+    """A measurement, and what the model sees of it; without a kernel, it is of the form for small windows."""
 
     record: dict[str, Any]
-    kernel: Kernel
+    kernel: Kernel | None
     counts: simulator.TileCounts
     problem: Problem
     pass_: Pass
@@ -173,8 +173,9 @@ def samples(records: list[dict[str, Any]], model: Calibration) -> list[Sample]:
         options = parse([*record["arguments"].split(), "--dtype", "bf16", "--backend", f"{model.family}-fna"])
         problem = main_part(options).request.problem
         pair = tuple(record["q_tile"][-problem.rank :]), tuple(record["kv_tile"][-problem.rank :])
-        kernel = model.kernel(problem, pair, pass_)
-        if kernel is None:
+        is_small = record["set"] in FORM_SETS
+        kernel = None if is_small else model.kernel(problem, pair, pass_)
+        if kernel is None and not is_small:
             print(f"left out, no kernel takes its tiles any more: {record['arguments']} {pair} {pass_}")
             continue
         counts = simulator.count_tiles(problem, pair, pass_, kernel=kernel)
@@ -187,7 +188,7 @@ def fit(every: list[Sample], model: Calibration) -> Calibration:
     from scipy.optimize import least_squares
 
     kernels = [(pass_, kernel) for pass_, of_pass in model.kernels.items() for kernel in of_pass]
-    used = [sample for sample in every if not is_held_back(sample.record["set"])]
+    used = [sample for sample in every if sample.kernel is not None and not is_held_back(sample.record["set"])]
     measured = np.log([sample.record["seconds"] for sample in used])
     weights = np.array([weight(sample.record) for sample in used])
     groups: dict[Any, list[int]] = collections.defaultdict(list)
@@ -251,6 +252,12 @@ def predicted(every: list[Sample], model: Calibration) -> list[float]:
     """Seconds that a model predicts for samples, whose kernels are found again by their size."""
     seconds = []
     for sample in every:
+        if sample.kernel is None:
+            q_tile, kv_tile = (tuple(sample.record[name][-sample.problem.rank :]) for name in ("q_tile", "kv_tile"))
+            simulation = simulator.simulate(sample.problem, (q_tile, kv_tile), sample.pass_, calibration=model)
+            assert simulation.seconds is not None
+            seconds.append(simulation.seconds)
+            continue
         (kernel,) = (each for each in model.kernels[sample.pass_] if each.size == sample.kernel.size)
         seconds.append(float(simulator.predict(sample.problem, sample.counts.tiles, sample.pass_, kernel, model)))
     return seconds

@@ -49,7 +49,7 @@ def host_only_build(monkeypatch: pytest.MonkeyPatch) -> None:
             return {"cuda_architectures": []}
 
         @staticmethod
-        def occupancy_of_small_windows(*_: Any) -> float:
+        def seconds_of_small_windows(*_: Any) -> float:
             return 0.0
 
     monkeypatch.setattr(native, "_module", Module)

@@ -1,4 +1,4 @@
-"""Calls of the form of the ``cutlass`` kernels for small windows, which :mod:`natten_jax.cost.small_windows` chooses."""
+"""Calls of the ``cutlass`` kernels' form for small windows, which :mod:`natten_jax.cost.small_windows` is about."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from natten_jax.plan import Plan
 
 FORWARD = "natten_jax_sm80_small_forward"
 BACKWARD = "natten_jax_sm80_small_backward"
+
 
 def call_forward(plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
     """Call the kernel."""
@@ -50,4 +51,3 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Output) 
         **attributes(plan),
     )
     return gradients_of(problem, operands, results)
-

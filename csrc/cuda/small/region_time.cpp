@@ -26,8 +26,11 @@ struct Costs {
 };
 constexpr double kWidthExponent = 0.75;
 
-/// Fitted to times of 2,700 regions of small-window problems on an H200: they predict the best ones' within 10%, and
-/// the regions that they choose took 3% longer than these, and at most 17%.
+/// Of a launch with next to nothing to do.
+constexpr double kLaunch = 1500;
+
+/// Fitted to times of 2,700 regions of small-window problems on an H200: they predict most of the best ones' within
+/// 15%, and the regions that they choose took 3% longer than these, and at most 17%.
 constexpr Costs costs_of(Kernel kernel, bool has_boxes) {
   switch (kernel) {
     case Kernel::kForward:
@@ -83,7 +86,7 @@ double estimate(Kernel kernel, int head_dim, const Region& region, const Shares&
       costs.column * (region.box + row_tokens(kernel) * region.warps) * width * (1 + costs.exposed / overlap);
   const double of_cta =
       static_cast<double>(shares.items_of_cta) * (region.warps * tile + loading) + region.warps * costs.plan;
-  return shares.ctas * of_cta;
+  return kLaunch + shares.ctas * of_cta;
 }
 
 }  // namespace natten_jax::small
