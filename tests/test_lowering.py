@@ -110,7 +110,7 @@ def test_elements_choose_the_backend(options: dict[str, Any], lowered: Callable[
 
 def test_batches_are_folded_into_one_call(lowered: Callable[..., str]) -> None:
     def operator(x: jax.Array) -> jax.Array:
-        return natten_jax.na3d(x, x, x, 3, is_causal=(True, False, False))
+        return natten_jax.na3d(x, x, x, 3, is_causal=(True, False, False), backend="hopper-fna")
 
     text = lowered(HOPPER, jax.vmap(jax.vmap(operator)), array(2, 3, 5, 4, 6, 8, 2, 128))
     assert calls(text) == ["natten_jax_sm90_forward"]
