@@ -119,25 +119,24 @@ struct ColumnCopy {
   }
 };
 
-/// The rows of a tile, in a buffer for each array.
+/// The rows of a warp's tile, in a buffer for each array.
 template <int kHeadDim>
 struct RowTile {
   using Tile = sm80::SharedTile<2 * kHeadDim>;
   static constexpr int kBytes = kRows * Tile::kRowBytes;
   static constexpr int kPasses = kRows * Tile::kChunks / 32, kStep = 32 / Tile::kChunks;  // rows of a pass
 
-  /// Starts to copy those of tiles whose buffers follow each other; `source` is the first row of the item.
-  template <int kTiles>
+  /// Starts to copy them; `source` is the first row of the item.
   CUTE_DEVICE static void copy(const int* tokens, const void* source, int heads, int head_dim, std::uint32_t buffer) {
     const int lane = threadIdx.x % 32, chunk = lane % Tile::kChunks, row = lane / Tile::kChunks;
     const bool is_inside = chunk * 8 < head_dim;
     const char* from = static_cast<const char*>(source) + (is_inside ? chunk * 16 : 0);
     const std::uint32_t to = buffer + Tile::offset(row, chunk);
-    int token[kTiles * kPasses];
+    int token[kPasses];
     CUTE_UNROLL
-    for (int i = 0; i < kTiles * kPasses; ++i) token[i] = tokens[row + i * kStep];
+    for (int i = 0; i < kPasses; ++i) token[i] = tokens[row + i * kStep];
     CUTE_UNROLL
-    for (int i = 0; i < kTiles * kPasses; ++i) {
+    for (int i = 0; i < kPasses; ++i) {
       copy_chunk(Tile::later_row(to, i * kStep), advance(from, max(token[i], 0), heads * head_dim * 2),
                  is_inside && token[i] >= 0 ? 16 : 0);
     }

@@ -23,20 +23,15 @@ inline constexpr int kStatisticsBytes = 16;
 /// What the kernels are for.
 enum class Kernel { kForward, kQueryGradient, kKeyValueGradient };
 
-/// Most tiles of a warp: two read the columns that both see once, as far as there are registers for their operands.
-constexpr int most_tiles_of_warp(Kernel kernel, int head_dim) {
-  return head_dim == 32 || (head_dim == 64 && kernel != Kernel::kKeyValueGradient) ? 2 : 1;
-}
-
 /// The warps of a multiprocessor that there are registers for, all of which may be of one CTA.
-constexpr int resident_warps(Kernel kernel, int head_dim, int tiles_of_warp) {
+constexpr int resident_warps(Kernel kernel, int head_dim) {
   switch (kernel) {
     case Kernel::kForward:
-      return tiles_of_warp == 1 ? (head_dim == 32 ? 20 : head_dim == 64 ? 16 : 12) : head_dim == 32 ? 16 : 12;
+      return head_dim == 32 ? 24 : head_dim == 64 ? 16 : 12;
     case Kernel::kQueryGradient:
-      return tiles_of_warp == 1 ? (head_dim == 32 ? 16 : 12) : head_dim == 32 ? 12 : 8;
+      return head_dim == 32 ? 16 : 12;
     case Kernel::kKeyValueGradient:
-      return tiles_of_warp == 1 ? (head_dim == 32 ? 16 : 8) : 12;
+      return head_dim == 32 ? 16 : head_dim == 64 ? 12 : 8;
   }
   return 0;
 }

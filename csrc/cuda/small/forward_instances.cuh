@@ -8,9 +8,8 @@ namespace natten_jax::small {
 
 template <class Element, int kHeadDim>
 cudaError_t launch_forward(const ForwardParams& params, const LaunchShape& shape) {
-  return launch_form<Kernel::kForward, kHeadDim>(params, shape, [](auto has_boxes, auto tiles) {
-    return natten_jax_small_forward<Element, kHeadDim, has_boxes, tiles>;
-  });
+  return launch_form<kHeadDim>(params, shape,
+                               [](auto has_boxes) { return natten_jax_small_forward<Element, kHeadDim, has_boxes>; });
 }
 
 }  // namespace natten_jax::small

@@ -14,22 +14,13 @@ namespace natten_jax::small {
 /// copies boxes: code for older ones, which the driver translates, has none.
 cudaError_t find_box_kernels(bool& result);
 
-/// Launches the kernel that `kernel_of(has_boxes, tiles)` is for the region's way of loading columns, and for how many
-/// tiles a warp has.
-template <Kernel kKernel, int kHeadDim, class Params, class KernelOf>
+/// Launches the kernel that `kernel_of(has_boxes)` is for the region's way of loading columns.
+template <int kHeadDim, class Params, class KernelOf>
 cudaError_t launch_form(const Params& params, const LaunchShape& shape, const KernelOf& kernel_of) {
-  const auto with_tiles = [&](auto has_boxes) {
-    if constexpr (most_tiles_of_warp(kKernel, kHeadDim) > 1) {
-      if (params.region.tiles_of_warp > 1) {
-        return launch(kernel_of(has_boxes, std::integral_constant<int, 2>{}), shape, params);
-      }
-    }
-    return launch(kernel_of(has_boxes, std::integral_constant<int, 1>{}), shape, params);
-  };
   if constexpr (kHeadDim <= kLargestBoxHeadDim) {
-    if (params.region.has_boxes) return with_tiles(std::true_type{});
+    if (params.region.has_boxes) return launch(kernel_of(std::true_type{}), shape, params);
   }
-  return with_tiles(std::false_type{});
+  return launch(kernel_of(std::false_type{}), shape, params);
 }
 
 /// Launches the forward kernel for an element type (ElementOf) and compiled width of heads.

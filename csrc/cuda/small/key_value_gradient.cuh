@@ -26,42 +26,36 @@ CUTE_DEVICE float2 load_statistic(std::uint32_t address) {
   return result;
 }
 
-/// Whether the logsumexp of any of a warp's columns needs its remainder: it is no number.
+/// Whether the logsumexp of any of a tile's columns needs its remainder: it is no number.
 CUTE_DEVICE bool are_large(const TilePlan& tile, const Tables& tables, std::uint32_t stage, int column_bytes) {
   const int lane = threadIdx.x % 32;
   bool result = false;
-  const auto look = [&](std::uint32_t offset) {
-    const std::uint32_t at = stage + tile.statistic_of_column + offset / column_bytes * kStatisticsBytes;
+  for (int i = lane / 16; i < tile.pairs; i += 2) {
+    const std::uint32_t at = stage + tile.statistic_of_column + tables.offsets[i] / column_bytes * kStatisticsBytes;
     result |= isnan(load_statistic(at).x);
-  };
-  for (int i = lane / 16; i < tile.all_entries() - tile.is_odd; i += 2) {
-    look(tables.offsets[i].x);
-    look(tables.offsets[i].y);
   }
-  if (tile.is_odd) look(tables.offsets[tile.all_entries() - 1].x);
   return __any_sync(0xffffffffu, result);
 }
 
-template <class Element, int kHeadDim, bool kHasBoxes, int kTiles>
+template <class Element, int kHeadDim, bool kHasBoxes>
 CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
   using Rows = RowTile<kHeadDim>;
-  using Operands = RowOperands<Element, kHeadDim, kTiles>;
+  using Operand = RowOperand<Element, kHeadDim>;
   using Columns = ColumnRows<kHeadDim, kHasBoxes>;
   extern __shared__ __align__(1024) char raw[];
   Tables tables;
   TilePlan tile;
   Loads<kHeadDim, true, kHasBoxes> loads(p, raw);
-  if (!make_plan<kHeadDim, true, kHasBoxes, kTiles>(p, raw, tables, tile, loads)) return;
+  if (!make_plan<kHeadDim, true, kHasBoxes>(p, raw, tables, tile, loads)) return;
 
   const int warp = threadIdx.x / 32, heads_per_kv = p.heads / p.heads_kv;
-  const std::uint32_t buffer = p.region.warps * kTiles * Rows::kBytes, staging = kHasBoxes ? 2 * buffer : 0;
+  const std::uint32_t buffer = p.region.warps * Rows::kBytes, staging = kHasBoxes ? 2 * buffer : 0;
   const float factor = p.scale * kLog2E;
 
   const auto load_rows = [&](const Item& item, std::uint32_t rows) {
     const int of_key = item.of_key(p);
-    Rows::template copy<kTiles>(tables.row_tokens, row_of(p.key, of_key, p.head_dim), p.heads_kv, p.head_dim, rows);
-    Rows::template copy<kTiles>(tables.row_tokens, row_of(p.value, of_key, p.head_dim_v), p.heads_kv, p.head_dim_v,
-                                rows + buffer);
+    Rows::copy(tables.row_tokens, row_of(p.key, of_key, p.head_dim), p.heads_kv, p.head_dim, rows);
+    Rows::copy(tables.row_tokens, row_of(p.value, of_key, p.head_dim_v), p.heads_kv, p.head_dim_v, rows + buffer);
   };
   const ColumnCopy<kHeadDim> copy(p.heads, p.head_dim, p.head_dim_v);
   const auto load_columns = [&](const Item& item, std::uint32_t stage) {
@@ -73,52 +67,39 @@ CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
   };
 
   // Of a key/value head: sums over the query heads that share it, which follow each other.
-  float of_keys[kTiles][kHeadDim / 8][4] = {}, of_values[kTiles][kHeadDim / 8][4] = {};
+  float of_keys[kHeadDim / 8][4] = {}, of_values[kHeadDim / 8][4] = {};
   const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
     if (!tile.has_rows) return;
-    const Operands keys(rows), values(rows + buffer);
+    const Operand keys(rows), values(rows + buffer);
     phases.rows_are_read();
     const bool is_large = are_large(tile, tables, stage, Columns::kBytes);
     const auto differentiate = [&](auto weights) {
-      for_entries<Columns, kTiles>(
-          tile, tables, 0, stage, [&](auto parts, const PairPlace(&pairs)[2], const std::uint32_t(&masks)[2]) {
-            using Parts = decltype(parts);
-            PairLogits x[Parts::kParts], y[Parts::kParts];
-            multiply_columns<Element, kHeadDim, false, Parts>(x, keys, pairs);
-            multiply_columns<Element, kHeadDim, true, Parts>(y, values, pairs);
-            std::uint32_t a[Parts::kParts][4], b[Parts::kParts][4];
-            CUTE_UNROLL
-            for (int h = 0; h < 2; ++h) {
-              std::uint32_t at[Parts::kParts];
-              float2 first[Parts::kParts], second[Parts::kParts];
-              CUTE_UNROLL
-              for (int part = 0; part < Parts::kParts; ++part) {
-                const int pair = is_first_of_pair<Parts>(part) ? part : 0;
-                if (pair == part) {
-                  at[part] = stage + tile.statistic + pairs[part].offset / (Columns::kBytes / kStatisticsBytes) +
-                             h * tile.next_group;
-                  first[part] = load_statistic(at[part]);
-                  second[part] = load_statistic(at[part] + tile.next_statistic);
-                }
-                weights(x[part][h], first[pair], second[pair], at[pair]);
-              }
-              CUTE_UNROLL
-              for (int r = 0; r < 2; ++r) {
-                CUTE_UNROLL
-                for (int part = 0; part < Parts::kParts; ++part) {
-                  const int pair = is_first_of_pair<Parts>(part) ? part : 0;
-                  const std::uint32_t hidden = hidden_halves(masks[part] << (4 * h), r);
-                  const float low = x[part][h][2 * r], high = x[part][h][2 * r + 1];
-                  a[part][2 * h + r] = pack<Element>(low, high) & ~hidden;
-                  b[part][2 * h + r] = pack<Element>(low * (y[part][h][2 * r] - first[pair].y),
-                                                     high * (y[part][h][2 * r + 1] - second[pair].y)) &
-                                       ~hidden;
-                }
-              }
-            }
-            add_columns<Element, kHeadDim, true, Parts>(of_values, a, pairs);
-            add_columns<Element, kHeadDim, false, Parts>(of_keys, b, pairs);
-          });
+      for_pairs<Columns, 2>(tile, tables, 0, stage, [&](const auto& pairs) {
+        constexpr int kPairs = std::decay_t<decltype(pairs)>::kCount;
+        PairLogits x[kPairs], y[kPairs];
+        multiply_columns<Element, kHeadDim, false>(x, keys, pairs);
+        multiply_columns<Element, kHeadDim, true>(y, values, pairs);
+        std::uint32_t a[kPairs][4], b[kPairs][4];
+        CUTE_UNROLL
+        for (int i = 0; i < 2 * kPairs; ++i) {
+          const int pair = i / 2, h = i % 2;
+          const std::uint32_t at = stage + tile.statistic +
+                                   pairs.at[pair].offset / (Columns::kBytes / kStatisticsBytes) + h * tile.next_group;
+          const float2 first = load_statistic(at), second = load_statistic(at + tile.next_statistic);
+          float(&of_x)[4] = x[pair][h], (&of_y)[4] = y[pair][h];
+          weights(of_x, first, second, at);
+          CUTE_UNROLL
+          for (int r = 0; r < 2; ++r) {
+            const std::uint32_t hidden = hidden_halves(masks_of_group(pairs.masks[pair], h), r);
+            const float low = of_x[2 * r], high = of_x[2 * r + 1];
+            a[pair][2 * h + r] = pack<Element>(low, high) & ~hidden;
+            b[pair][2 * h + r] =
+                pack<Element>(low * (of_y[2 * r] - first.y), high * (of_y[2 * r + 1] - second.y)) & ~hidden;
+          }
+        }
+        add_columns<Element, kHeadDim, true>(of_values, a, pairs);
+        add_columns<Element, kHeadDim, false>(of_keys, b, pairs);
+      });
     };
     if (is_large) {
       differentiate([&](float (&x)[4], float2, float2, std::uint32_t at) {
@@ -141,25 +122,21 @@ CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
     phases.columns_are_read();
     if (item.head - item.head_kv(p) * heads_per_kv != heads_per_kv - 1) return;
     const int of_key = item.of_key(p);
+    Rows::template store<Element>(of_keys, p.scale, p.scale, tables.row_tokens,
+                                  row_of(p.key_gradient, of_key, p.head_dim), p.heads_kv, p.head_dim, rows + staging);
+    Rows::template store<Element>(of_values, 1.f, 1.f, tables.row_tokens,
+                                  row_of(p.value_gradient, of_key, p.head_dim_v), p.heads_kv, p.head_dim_v,
+                                  rows + (kHasBoxes ? staging : buffer));
     CUTE_UNROLL
-    for (int t = 0; t < kTiles; ++t) {
-      const int* tokens = tables.row_tokens + kRows * t;
-      const std::uint32_t to = rows + staging + t * Rows::kBytes;
-      Rows::template store<Element>(of_keys[t], p.scale, p.scale, tokens, row_of(p.key_gradient, of_key, p.head_dim),
-                                    p.heads_kv, p.head_dim, to);
-      Rows::template store<Element>(of_values[t], 1.f, 1.f, tokens, row_of(p.value_gradient, of_key, p.head_dim_v),
-                                    p.heads_kv, p.head_dim_v, kHasBoxes ? to : to + buffer);
-      CUTE_UNROLL
-      for (int i = 0; i < kHeadDim / 2; ++i) of_keys[t][i / 4][i % 4] = of_values[t][i / 4][i % 4] = 0.f;
-    }
+    for (int i = 0; i < kHeadDim / 2; ++i) of_keys[i / 4][i % 4] = of_values[i / 4][i % 4] = 0.f;
   };
-  loads.for_items(tables, tile, warp * kTiles * Rows::kBytes, load_rows, load_columns, compute);
+  loads.for_items(tables, tile, warp * Rows::kBytes, load_rows, load_columns, compute);
 }
 
-template <class Element, int kHeadDim, bool kHasBoxes, int kTiles>
-__global__ void __launch_bounds__(32 * resident_warps(Kernel::kKeyValueGradient, kHeadDim, kTiles))
+template <class Element, int kHeadDim, bool kHasBoxes>
+__global__ void __launch_bounds__(32 * resident_warps(Kernel::kKeyValueGradient, kHeadDim))
     natten_jax_small_key_value_gradient(const __grid_constant__ BackwardParams p) {
-  if constexpr (is_compiled(kHasBoxes)) differentiate_keys<Element, kHeadDim, kHasBoxes, kTiles>(p);
+  if constexpr (is_compiled(kHasBoxes)) differentiate_keys<Element, kHeadDim, kHasBoxes>(p);
 }
 
 }  // namespace natten_jax::small

@@ -70,7 +70,7 @@ Status prepare(const Problem& problem, const std::int64_t (&rows)[kRank], const 
   for (int i = 0; i < kRank; ++i) {
     p.is_single[i] = p.is_plain && p.axis[i].query_extent == 1;
     p.by_regions[i] = cutlass::FastDivmod(p.region.regions[i]);
-    p.by_blocks[i] = cutlass::FastDivmod(p.region.blocks[i]);
+    p.by_tiles[i] = cutlass::FastDivmod(p.region.tiles[i]);
   }
   p.items = static_cast<int>(items);
   const std::int64_t chunks = (items + p.region.items_of_cta - 1) / p.region.items_of_cta;

@@ -31,7 +31,7 @@ struct CommonParams {
   bool is_single[kRank];  // dimensions of one token of a plain problem
   cutlass::FastDivmod by_heads, by_heads_per_kv;
   cutlass::FastDivmod by_regions[kRank];  // of a dilation group
-  cutlass::FastDivmod by_blocks[kRank];   // of a region
+  cutlass::FastDivmod by_tiles[kRank];    // of a region
   // For the copy engine, of the two arrays of columns and, where these are queries, of their statistics: dimensions
   // [head and its elements, those of the region, batch].
   CUtensorMap columns[3];

@@ -43,26 +43,25 @@ CUTE_DEVICE void multiply_rows(float (&result)[4], const RowOperand<Element, kHe
   }
 }
 
-template <class Element, int kHeadDim, bool kHasBoxes, int kTiles>
+template <class Element, int kHeadDim, bool kHasBoxes>
 CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
   using Rows = RowTile<kHeadDim>;
-  using Operands = RowOperands<Element, kHeadDim, kTiles>;
+  using Operand = RowOperand<Element, kHeadDim>;
   using Columns = ColumnRows<kHeadDim, kHasBoxes>;
   extern __shared__ __align__(1024) char raw[];
   allow_next_kernel();  // which plans meanwhile
   Tables tables;
   TilePlan tile;
   Loads<kHeadDim, false, kHasBoxes> loads(p, raw);
-  if (!make_plan<kHeadDim, false, kHasBoxes, kTiles>(p, raw, tables, tile, loads)) return;
+  if (!make_plan<kHeadDim, false, kHasBoxes>(p, raw, tables, tile, loads)) return;
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const std::uint32_t buffer = p.region.warps * kTiles * Rows::kBytes, staging = kHasBoxes ? 3 * buffer : 0;
+  const std::uint32_t buffer = p.region.warps * Rows::kBytes, staging = kHasBoxes ? 3 * buffer : 0;
   const float factor = p.scale * kLog2E;
 
   const auto load_rows = [&](const Item& item, std::uint32_t rows) {
     const auto copy_rows = [&](const void* array, int width, int number) {
-      Rows::template copy<kTiles>(tables.row_tokens, row_of(array, item.of_query, width), p.heads, width,
-                                  rows + number * buffer);
+      Rows::copy(tables.row_tokens, row_of(array, item.of_query, width), p.heads, width, rows + number * buffer);
     };
     copy_rows(p.query, p.head_dim, 0);
     copy_rows(p.out_cotangent, p.head_dim_v, 1);
@@ -75,87 +74,70 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
   };
   const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
     if (!tile.has_rows) return;
-    // First, what takes longest to come; the lane's two rows of each tile.
-    int at[kTiles][2];
-    float logsumexp[kTiles][2] = {}, remainder[kTiles][2] = {}, logsumexp_cotangent[kTiles][2] = {};
-    float delta[kTiles][4] = {};
+    // First, what takes longest to come; the lane's two rows.
+    int at[2];
+    float logsumexp[2] = {}, remainder[2] = {}, delta[4] = {}, logsumexp_cotangent[2] = {};
     CUTE_UNROLL
-    for (int i = 0; i < 2 * kTiles; ++i) {
-      const int t = i / 2, r = i % 2, token = tables.row_tokens[lane / 4 + 8 * i];
-      at[t][r] = token < 0 ? -1 : item.of_query + token * p.heads;
+    for (int r = 0; r < 2; ++r) {
+      const int token = tables.row_tokens[lane / 4 + 8 * r];
+      at[r] = token < 0 ? -1 : item.of_query + token * p.heads;
       if (token < 0) continue;
-      logsumexp[t][r] = p.logsumexp[at[t][r]];
-      if (p.logsumexp_cotangent != nullptr) logsumexp_cotangent[t][r] = p.logsumexp_cotangent[at[t][r]];
+      logsumexp[r] = p.logsumexp[at[r]];
+      if (p.logsumexp_cotangent != nullptr) logsumexp_cotangent[r] = p.logsumexp_cotangent[at[r]];
     }
-    const Operands queries(rows), cotangents(rows + buffer);
-    CUTE_UNROLL
-    for (int t = 0; t < kTiles; ++t) {
-      multiply_rows(delta[t], cotangents.of[t],
-                    RowOperand<Element, kHeadDim>(rows + 2 * buffer + t * Rows::kBytes));
-    }
+    const Operand queries(rows), cotangents(rows + buffer);
+    multiply_rows(delta, cotangents, Operand(rows + 2 * buffer));
     phases.rows_are_read();
     bool is_large = false;
     CUTE_UNROLL
-    for (int i = 0; i < 2 * kTiles; ++i) {
-      const int t = i / 2, r = i % 2;
-      if (at[t][r] < 0) continue;
-      const float lse = logsumexp[t][r] = base2_logsumexp(logsumexp[t][r]);
-      delta[t][2 * r] -= logsumexp_cotangent[t][r];
-      delta[t][2 * r + 1] -= logsumexp_cotangent[t][r];
-      const bool is_row_large = has_remainder<Element>(lse);
-      if (is_row_large && p.remainder != nullptr) remainder[t][r] = p.remainder[at[t][r]];
+    for (int r = 0; r < 2; ++r) {
+      if (at[r] < 0) continue;
+      logsumexp[r] = base2_logsumexp(logsumexp[r]);
+      delta[2 * r] -= logsumexp_cotangent[r];
+      delta[2 * r + 1] -= logsumexp_cotangent[r];
+      const bool is_row_large = has_remainder<Element>(logsumexp[r]);
+      if (is_row_large && p.remainder != nullptr) remainder[r] = p.remainder[at[r]];
       is_large |= is_row_large;
       if (lane % 4 == 0) {
-        p.statistics[at[t][r]] = make_float4(is_row_large ? NAN : lse, delta[t][2 * r], lse, remainder[t][r]);
+        p.statistics[at[r]] = make_float4(is_row_large ? NAN : logsumexp[r], delta[2 * r], logsumexp[r], remainder[r]);
       }
     }
-    CUTE_UNROLL
-    for (int i = 0; i < 4 * kTiles; ++i) delta[i / 4][i % 4] = -delta[i / 4][i % 4];
-    float gradient[kTiles][kHeadDim / 8][4] = {};
+    const float initial[4] = {-delta[0], -delta[1], -delta[2], -delta[3]};
+    float gradient[kHeadDim / 8][4] = {};
     const auto differentiate = [&](auto weight) {
-      for_entries<Columns, kTiles>(
-          tile, tables, 0, stage, [&](auto parts, const PairPlace(&pairs)[2], const std::uint32_t(&masks)[2]) {
-            using Parts = decltype(parts);
-            PairLogits x[Parts::kParts], y[Parts::kParts];
-            multiply_columns<Element, kHeadDim, false, Parts>(x, queries, pairs);
-            multiply_columns<Element, kHeadDim, true, Parts>(
-                y, cotangents, pairs, [&](int part) { return delta[Parts::tile(part)]; });
-            std::uint32_t a[Parts::kParts][4];
-            CUTE_UNROLL
-            for (int i = 0; i < 4; ++i) {
-              const int h = i / 2, r = i % 2;
-              CUTE_UNROLL
-              for (int part = 0; part < Parts::kParts; ++part) {
-                const int t = Parts::tile(part);
-                const float low = weight(x[part][h][2 * r], t, r), high = weight(x[part][h][2 * r + 1], t, r);
-                a[part][i] = pack<Element>(low * y[part][h][2 * r], high * y[part][h][2 * r + 1]) &
-                             ~hidden_halves(masks[part] << (4 * h), r);
-              }
-            }
-            add_columns<Element, kHeadDim, false, Parts>(gradient, a, pairs);
-          });
+      for_pairs<Columns, 2>(tile, tables, 0, stage, [&](const auto& pairs) {
+        constexpr int kPairs = std::decay_t<decltype(pairs)>::kCount;
+        PairLogits x[kPairs], y[kPairs];
+        multiply_columns<Element, kHeadDim, false>(x, queries, pairs);
+        multiply_columns<Element, kHeadDim, true>(y, cotangents, pairs, initial);
+        std::uint32_t a[kPairs][4];
+        CUTE_UNROLL
+        for (int i = 0; i < 4 * kPairs; ++i) {
+          const int pair = i / 4, h = i / 2 % 2, r = i % 2;
+          const float *of_x = &x[pair][h][2 * r], *of_y = &y[pair][h][2 * r];
+          a[pair][i % 4] = pack<Element>(weight(of_x[0], r) * of_y[0], weight(of_x[1], r) * of_y[1]) &
+                           ~hidden_halves(masks_of_group(pairs.masks[pair], h), r);
+        }
+        add_columns<Element, kHeadDim, false>(gradient, a, pairs);
+      });
     };
     if (__any_sync(0xffffffffu, is_large)) {
-      differentiate(
-          [&](float x, int t, int r) { return weight_of_large(x, factor, logsumexp[t][r], remainder[t][r]); });
+      differentiate([&](float x, int r) { return weight_of_large(x, factor, logsumexp[r], remainder[r]); });
     } else {
-      differentiate([&](float x, int t, int r) { return fast_exp2(fmaf(x, factor, -logsumexp[t][r])); });
+      differentiate([&](float x, int r) { return fast_exp2(fmaf(x, factor, -logsumexp[r])); });
     }
     phases.columns_are_read();
-    CUTE_UNROLL
-    for (int t = 0; t < kTiles; ++t) {
-      Rows::template store<Element>(gradient[t], p.scale, p.scale, tables.row_tokens + kRows * t,
-                                    row_of(p.query_gradient, item.of_query, p.head_dim), p.heads, p.head_dim,
-                                    rows + staging + t * Rows::kBytes);
-    }
+    Rows::template store<Element>(gradient, p.scale, p.scale, tables.row_tokens,
+                                  row_of(p.query_gradient, item.of_query, p.head_dim), p.heads, p.head_dim,
+                                  rows + staging);
   };
-  loads.for_items(tables, tile, warp * kTiles * Rows::kBytes, load_rows, load_columns, compute);
+  loads.for_items(tables, tile, warp * Rows::kBytes, load_rows, load_columns, compute);
 }
 
-template <class Element, int kHeadDim, bool kHasBoxes, int kTiles>
-__global__ void __launch_bounds__(32 * resident_warps(Kernel::kQueryGradient, kHeadDim, kTiles))
+template <class Element, int kHeadDim, bool kHasBoxes>
+__global__ void __launch_bounds__(32 * resident_warps(Kernel::kQueryGradient, kHeadDim))
     natten_jax_small_query_gradient(const __grid_constant__ BackwardParams p) {
-  if constexpr (is_compiled(kHasBoxes)) differentiate_queries<Element, kHeadDim, kHasBoxes, kTiles>(p);
+  if constexpr (is_compiled(kHasBoxes)) differentiate_queries<Element, kHeadDim, kHasBoxes>(p);
 }
 
 }  // namespace natten_jax::small

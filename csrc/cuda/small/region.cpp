@@ -146,27 +146,24 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
   region.count = 1;
   for (int i = 0; i < kRank; ++i) {
     const Side& side = sides[region.dimension[i]];
-    const std::int64_t rows = std::int64_t{region.block[i]} * region.blocks[i];
-    region.warps *= region.blocks[i];
+    const std::int64_t rows = std::int64_t{region.tile[i]} * region.tiles[i];
+    region.warps *= region.tiles[i];
     region.regions[i] = static_cast<int>(divide_up(side.rows(), rows));
     region.count = counted(region.count, side.axis.window.dilation, region.regions[i]);
     box[i] = side.seen(rows);
-    groups[i] = divide_up(side.seen(region.block[i]), region.group[i]);
+    groups[i] = divide_up(side.seen(region.tile[i]), region.group[i]);
   }
-  const int tiles = region.tiles_of_warp;
   const std::int64_t lines = groups[0] * groups[2], line_pairs = divide_up(groups[1], 2);
-  const std::int64_t of_tile = divide_up(sides[region.dimension[1]].seen(region.tile[1]), region.group[1]);
   const std::int64_t additional_pairs = divide_up(problem.additional_kv, 2 * kColumns);
-  const std::int64_t loads = lines * line_pairs + additional_pairs;
-  const std::int64_t pairs = tiles * (lines * std::min(divide_up(of_tile, 2), line_pairs) + additional_pairs);
-  // What two tiles see both is an entry each, else two pairs are; one more is read ahead.
-  const std::int64_t entries = (tiles == 1 ? divide_up(loads - additional_pairs, 2) + divide_up(additional_pairs, 2) : loads) + 1;
+  const std::int64_t pairs = lines * line_pairs + additional_pairs;
+  // Two are computed at once, of the window or of additional ones, and two more are read ahead.
+  const std::int64_t entries = 2 * (divide_up(lines * line_pairs, 2) + divide_up(additional_pairs, 2) + 1);
   if (region.has_boxes && !widen_box(sides, region, groups, box)) return false;
   const std::int64_t plane = box[0] * box[1];
   // The last pair of a line may end past the box, in what belongs to no column.
   const std::int64_t memory_rows = plane * box[2] + box[0] * 2 * region.group[1] + region.group[0];
   constexpr std::int64_t kEnough = 1 << 20;
-  if (memory_rows > kEnough || loads > kEnough) return false;
+  if (memory_rows > kEnough || pairs > kEnough) return false;
 
   SharedLayout& shared = region.shared;
   const bool has_statistics = kernel == Kernel::kKeyValueGradient;
@@ -178,11 +175,11 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
   const std::int64_t of_pass = 32 * region.warps / (head_dim / 4);
   take(shared.box_state, region.has_boxes ? kAlignment : 0);
   take(shared.places, region.has_boxes ? 0 : 8 * divide_up(plane * box[2], of_pass) * of_pass);
-  take(shared.offsets, 8 * region.warps * entries);
-  take(shared.masks, 64 * region.warps * entries);
-  take(shared.row_tokens, 4 * kRows * tiles * region.warps);
+  take(shared.offsets, 4 * region.warps * entries);
+  take(shared.masks, 32 * region.warps * entries);
+  take(shared.row_tokens, 4 * kRows * region.warps);
   // Boxes leave rows to the warps, which load some while they write others.
-  const std::int64_t row_bytes = (row_buffers(kernel) + region.has_boxes) * region.warps * tiles * kRows * 2 * head_dim;
+  const std::int64_t row_bytes = (row_buffers(kernel) + region.has_boxes) * region.warps * kRows * 2 * head_dim;
   if (region.has_boxes) {
     take(shared.rows, row_bytes);
     at = align(at, kBoxAlignment);
@@ -212,12 +209,11 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
   region.pitch[2] = static_cast<int>(plane);
   for (int i = 0; i < kRank; ++i) region.extent[i] = static_cast<int>(box[i]);
   region.box = static_cast<int>(plane * box[2]);
-  region.entries = static_cast<int>(entries);
   region.pairs = static_cast<int>(pairs);
-  region.loads = static_cast<int>(loads);
+  region.table = static_cast<int>(entries);
   region.stages = stages;
   region.ctas = std::min(device.shared_memory_multiprocessor / (region.shared.bytes + device.shared_memory_reserved),
-                         resident_warps(kernel, head_dim, tiles) / region.warps);
+                         resident_warps(kernel, head_dim) / region.warps);
   return true;
 }
 
@@ -263,31 +259,29 @@ Status begin_region(const Problem& problem, const Side (&sides)[kRank], const st
     }
   }
   region = {};
-  region.tiles_of_warp = 1;
   if (!choose_dimensions(sides, rows, columns, region.dimension)) {
     return Status::invalid_argument("a group of 8 columns must lie in two dimensions");
   }
   for (int i = 0; i < kRank; ++i) {
     region.tile[i] = static_cast<int>(rows[region.dimension[i]]);
     region.group[i] = static_cast<int>(columns[region.dimension[i]]);
-    region.block[i] = region.tile[i];
-    region.blocks[i] = 1;
+    region.tiles[i] = 1;
   }
   return {};
 }
 
-/// Calls `call` for all numbers of blocks that a CTA may have in each dimension.
+/// Calls `call` for all numbers of tiles that a CTA may have in each dimension.
 template <class Call>
 void for_each_shape(const Side (&sides)[kRank], int warps, Region& region, const Call& call) {
   int most[kRank];
   for (int i = 0; i < kRank; ++i) {
-    const std::int64_t blocks = divide_up(sides[region.dimension[i]].rows(), region.block[i]);
-    most[i] = static_cast<int>(std::min<std::int64_t>(blocks, 16));
+    const std::int64_t tiles = divide_up(sides[region.dimension[i]].rows(), region.tile[i]);
+    most[i] = static_cast<int>(std::min<std::int64_t>(tiles, 16));
   }
-  auto& blocks = region.blocks;
-  for (blocks[0] = 1; blocks[0] <= std::min(warps, most[0]); ++blocks[0]) {
-    for (blocks[1] = 1; blocks[1] <= std::min(warps / blocks[0], most[1]); ++blocks[1]) {
-      for (blocks[2] = 1; blocks[2] <= std::min(warps / blocks[0] / blocks[1], most[2]); ++blocks[2]) call();
+  auto& tiles = region.tiles;
+  for (tiles[0] = 1; tiles[0] <= std::min(warps, most[0]); ++tiles[0]) {
+    for (tiles[1] = 1; tiles[1] <= std::min(warps / tiles[0], most[1]); ++tiles[1]) {
+      for (tiles[2] = 1; tiles[2] <= std::min(warps / tiles[0] / tiles[1], most[2]); ++tiles[2]) call();
     }
   }
 }
@@ -312,20 +306,14 @@ Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank]
   for (const bool has_boxes : {true, false}) {
     if (has_boxes && !(device.has_boxes && can_have_boxes(problem, head_dim))) continue;
     candidate.has_boxes = has_boxes;
-    for (int tiles = 1; tiles <= most_tiles_of_warp(kernel, head_dim); ++tiles) {
-      // A second tile that lies outside would do nothing.
-      if (tiles > 1 && sides[candidate.dimension[1]].rows() <= candidate.tile[1]) continue;
-      candidate.tiles_of_warp = tiles;
-      candidate.block[1] = tiles * candidate.tile[1];
-      for_each_shape(sides, resident_warps(kernel, head_dim, tiles), candidate, [&] {
-        for (const int stages : {1, 2}) {
-          if (!complete(problem, sides, kernel, head_dim, stages, device, candidate)) continue;
-          const Shares shares = share_items(items, candidate, device);
-          candidate.items_of_cta = static_cast<int>(shares.items_of_cta * together);
-          call(candidate, estimate(kernel, head_dim, candidate, shares));
-        }
-      });
-    }
+    for_each_shape(sides, resident_warps(kernel, head_dim), candidate, [&] {
+      for (const int stages : {1, 2}) {
+        if (!complete(problem, sides, kernel, head_dim, stages, device, candidate)) continue;
+        const Shares shares = share_items(items, candidate, device);
+        candidate.items_of_cta = static_cast<int>(shares.items_of_cta * together);
+        call(candidate, estimate(kernel, head_dim, candidate, shares));
+      }
+    });
   }
   return {};
 }

@@ -1,8 +1,8 @@
 // Which rows a CTA owns, which columns it keeps in shared memory for them, and where.
 //
-// A warp owns a tile of 16 rows, queries, or keys in the kernel of their gradients; or two tiles, which see most columns
-// both. A CTA owns a region of such blocks, and holds the box of columns that the region's rows see. A tile's columns
-// are groups of 8, and groups that follow each other in one dimension are a line.
+// A warp owns a tile of 16 rows: queries, or keys in the kernel of their gradients. A CTA owns a region of tiles, and
+// holds the box of columns that the region's rows see. A tile's columns are groups of 8, and groups that follow each
+// other in one dimension are a line.
 #pragma once
 
 #include <cstdint>
@@ -29,8 +29,8 @@ struct Device {
 /// Offsets in a CTA's shared memory, in bytes.
 struct SharedLayout {
   int places;      ///< int2 for each column of the box: its token, and where it lies in a stage.
-  int offsets;     ///< uint2 for each warp and entry: where its pairs of groups lie in a stage.
-  int masks;       ///< A byte for each warp, entry, lane and tile's pair.
+  int offsets;     ///< uint32 for each warp and pair of groups: where it lies in a stage.
+  int masks;       ///< A byte for each warp, pair and lane, those of two pairs that are computed at once side by side.
   int row_tokens;  ///< int for each row.
   int box_state;   ///< BoxState, for boxes.
   int stages;
@@ -48,9 +48,7 @@ struct SharedLayout {
 struct Region {
   int dimension[kRank];  ///< Of the problem.
   int tile[kRank];       ///< Rows of a tile.
-  int tiles_of_warp;     ///< One, or two that follow each other in dimension 1.
-  int block[kRank];      ///< Rows of a warp.
-  int blocks[kRank];     ///< Warps of a region.
+  int tiles[kRank];      ///< Tiles of a region.
   int group[kRank];      ///< Columns of a group, powers of two; that of dimension 2 is 1.
   int regions[kRank];    ///< Of a dilation group.
   std::int64_t count;    ///< Of them all; 2^31 are some number of that and more.
@@ -58,9 +56,8 @@ struct Region {
   int extent[kRank];     ///< Of the box in shared memory.
   bool has_boxes;        ///< Whether the copy engine loads a region's columns, or all threads do, in chunks.
   int box;               ///< Most columns that a region sees.
-  int entries;           ///< Most that a warp computes: of each, two tiles and a pair of groups, or a tile and two pairs.
-  int pairs;             ///< Most pairs of groups that the tiles of a warp see, counted for each.
-  int loads;             ///< The same without those that both see counted twice.
+  int pairs;             ///< Most pairs of groups that a tile sees, additional ones among them.
+  int table;             ///< Pairs of groups that a warp's tables have room for.
   int warps;
   int stages;
   int ctas;          ///< That a multiprocessor has the shared memory for.

@@ -79,11 +79,11 @@ double estimate(Kernel kernel, int head_dim, const Region& region, const Shares&
   const Costs costs = costs_of(kernel, region.has_boxes);
   const double width = head_dim / 32., resident = std::min(shares.ctas, 1. * std::max(region.ctas, 1));
   const double warps = region.warps * resident, unevenness = std::ceil(warps / 4) * 4 / warps - 1;
-  const double tile = (costs.pair * region.pairs * std::pow(width, kWidthExponent) + costs.tile * region.tiles_of_warp) *
+  const double tile = (costs.pair * region.pairs * std::pow(width, kWidthExponent) + costs.tile) *
                       (1 + costs.uneven * unevenness) * (1 + costs.waiting / warps);
   const double overlap = resident * (1 + costs.staged * (region.stages - 1));
   const double loading =
-      costs.column * (region.box + row_tokens(kernel) * region.warps * region.tiles_of_warp) * width * (1 + costs.exposed / overlap);
+      costs.column * (region.box + row_tokens(kernel) * region.warps) * width * (1 + costs.exposed / overlap);
   const double of_cta =
       static_cast<double>(shares.items_of_cta) * (region.warps * tile + loading) + region.warps * costs.plan;
   return kLaunch + shares.ctas * of_cta;
