@@ -23,12 +23,17 @@ struct BoxState {
   std::uint64_t full[2];  // barriers of the stages
   std::uint64_t left[2];  // barriers of the warps that have read a stage
   int first[kRank];       // column of the box
+  int warps;              // that have rows
 };
 
 /// As ChunkLoads; a warp's rows are in buffers of their own, which it fills for itself.
-template <int kHeadDim, bool kRowsAreKeys>
+template <int kHeadDim, Kernel kKernel>
 class BoxLoads {
  public:
+  static constexpr bool kRowsAreKeys = kKernel == Kernel::kKeyValueGradient;
+  static constexpr bool kIsWhole = kKernel == Kernel::kWholeGradient;
+  static constexpr int kBoxes = kIsWhole ? 5 : 2;
+
   CUTE_DEVICE BoxLoads(const CommonParams& p, char* raw)
       : p_(p),
         state_(*reinterpret_cast<BoxState*>(raw + p.region.shared.box_state)),
@@ -46,8 +51,15 @@ class BoxLoads {
       cutlass::arch::ClusterBarrier::init(&state_.full[stage], 1);
       cutlass::arch::ClusterBarrier::init(&state_.left[stage], warps);
     }
+    state_.warps = warps;
     cutlass::arch::fence_barrier_init();
     if (!kRowsAreKeys) fill_first();
+  }
+
+  /// To be called by all threads, before any of them goes over the items.
+  CUTE_DEVICE int warps_with_rows() const {
+    __syncthreads();
+    return state_.warps;
   }
 
   /// Goes over the items, as ChunkLoads does.
@@ -139,10 +151,13 @@ class BoxLoads {
                         to = stages_ + stage * p_.region.shared.stage_bytes;
     const int statistics = kRowsAreKeys ? statistics_end() : 0;
     cutlass::arch::ClusterTransactionBarrier::arrive_and_expect_tx(&state_.full[stage],
-                                                                   2 * p_.region.shared.box_end + statistics);
-    const int head = (kRowsAreKeys ? item.head : item.head_kv(p_)) * kHeadDim;
-    load(p_.columns[0], to, barrier, head, item.batch);
-    load(p_.columns[1], to + p_.region.shared.second, barrier, head, item.batch);
+                                                                   kBoxes * p_.region.shared.box_end + statistics);
+    CUTE_UNROLL
+    for (int box = 0; box < kBoxes; ++box) {
+      const bool are_queries = kRowsAreKeys || box >= 2;
+      load(p_.columns[box], to + box * p_.region.shared.second, barrier,
+           (are_queries ? item.head : item.head_kv(p_)) * kHeadDim, item.batch);
+    }
     if constexpr (kRowsAreKeys) {
       constexpr int kFloats = kStatisticsBytes / sizeof(float);
       load(p_.columns[2], to + p_.region.shared.statistics, barrier, item.head * kFloats, item.batch);
@@ -166,12 +181,15 @@ class BoxLoads {
   CUTE_DEVICE void clear_past_boxes(char* stage) const {
     const SharedLayout& shared = p_.region.shared;
     for (int i = 0; i < p_.region.stages; ++i, stage += shared.stage_bytes) {
-      clear(stage + shared.box_end, stage + shared.second);
-      clear(stage + shared.second + shared.box_end, stage + shared.nowhere);
-      if constexpr (kRowsAreKeys) {
+      CUTE_UNROLL
+      for (int box = 0; box < kBoxes; ++box) {
+        char* begin = stage + box * shared.second;
+        clear(begin + shared.box_end, box + 1 < kBoxes ? begin + shared.second : stage + shared.nowhere);
+      }
+      if constexpr (kRowsAreKeys || kIsWhole) {
         char* statistics = stage + shared.statistics;
-        clear(statistics + statistics_end(),
-              statistics + (shared.nowhere - shared.second) / kRowBytes * kStatisticsBytes);
+        clear(statistics + (kIsWhole ? 0 : statistics_end()),
+              statistics + (shared.nowhere - (kBoxes - 1) * shared.second) / kRowBytes * kStatisticsBytes);
       }
     }
   }
@@ -180,11 +198,14 @@ class BoxLoads {
   BoxState& state_;
   std::uint32_t stages_;
   CtaItems items_;
-  int first_[kRank];
-  unsigned warps_;  // that have rows
 };
 
-template <int kHeadDim, bool kRowsAreKeys, bool kHasBoxes>
-using Loads = std::conditional_t<kHasBoxes, BoxLoads<kHeadDim, kRowsAreKeys>, ChunkLoads>;
+/// Of a second plan, for which the first one's loads are all there are.
+struct NoLoads {
+  CUTE_DEVICE void start(const int (&)[kRank], int) const {}
+};
+
+template <int kHeadDim, Kernel kKernel, bool kHasBoxes>
+using Loads = std::conditional_t<kHasBoxes, BoxLoads<kHeadDim, kKernel>, ChunkLoads>;
 
 }  // namespace natten_jax::small

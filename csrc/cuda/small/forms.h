@@ -21,7 +21,7 @@ inline constexpr int kLargestBoxHeadDim = 64;
 inline constexpr int kStatisticsBytes = 16;
 
 /// What the kernels are for.
-enum class Kernel { kForward, kQueryGradient, kKeyValueGradient };
+enum class Kernel { kForward, kQueryGradient, kKeyValueGradient, kWholeGradient };
 
 /// The warps of a multiprocessor that there are registers for, all of which may be of one CTA.
 constexpr int resident_warps(Kernel kernel, int head_dim) {
@@ -31,6 +31,7 @@ constexpr int resident_warps(Kernel kernel, int head_dim) {
     case Kernel::kQueryGradient:
       return head_dim == 32 ? 16 : 12;
     case Kernel::kKeyValueGradient:
+    case Kernel::kWholeGradient:
       return head_dim == 32 ? 16 : head_dim == 64 ? 12 : 8;
   }
   return 0;

@@ -118,7 +118,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
   extern __shared__ __align__(1024) char raw[];
   Tables tables;
   TilePlan tile;
-  Loads<kHeadDim, false, kHasBoxes> loads(p, raw);
+  Loads<kHeadDim, Kernel::kForward, kHasBoxes> loads(p, raw);
   if (!make_plan<kHeadDim, false, kHasBoxes>(p, raw, tables, tile, loads)) return;
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, additional_pairs = (p.additional_kv + 15) / 16;

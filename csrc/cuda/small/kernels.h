@@ -31,6 +31,10 @@ cudaError_t launch_forward(const ForwardParams& params, const LaunchShape& shape
 template <class Element, int kHeadDim>
 cudaError_t launch_query_gradient(const BackwardParams& params, const LaunchShape& shape);
 
+/// The same for the kernel of all gradients of whole layouts, whose heads the copy engine can load.
+template <class Element, int kHeadDim>
+cudaError_t launch_whole_gradient(const BackwardParams& params, const LaunchShape& shape);
+
 /// The same for the kernel of key and value gradients.
 template <class Element, int kHeadDim>
 cudaError_t launch_key_value_gradient(const BackwardParams& params, const LaunchShape& shape);

@@ -37,6 +37,82 @@ CUTE_DEVICE bool are_large(const TilePlan& tile, const Tables& tables, std::uint
   return __any_sync(0xffffffffu, result);
 }
 
+/// Adds a tile's key and value gradients, those of keys but for the scale.
+template <class Columns, class Element, int kHeadDim>
+CUTE_DEVICE void add_key_value_gradients(float (&of_keys)[kHeadDim / 8][4], float (&of_values)[kHeadDim / 8][4],
+                                         const RowOperand<Element, kHeadDim>& keys,
+                                         const RowOperand<Element, kHeadDim>& values, float factor,
+                                         const TilePlan& tile, const Tables& tables, std::uint32_t stage) {
+  const bool is_large = are_large(tile, tables, stage, Columns::kBytes);
+  const auto differentiate = [&](auto weights) {
+    for_pairs<Columns, 2>(tile, tables, 0, stage, [&](const auto& pairs) {
+      constexpr int kPairs = std::decay_t<decltype(pairs)>::kCount;
+      PairLogits x[kPairs], y[kPairs];
+      multiply_columns<Element, kHeadDim, false>(x, keys, pairs);
+      multiply_columns<Element, kHeadDim, true>(y, values, pairs);
+      std::uint32_t a[kPairs][4], b[kPairs][4];
+      CUTE_UNROLL
+      for (int i = 0; i < 2 * kPairs; ++i) {
+        const int pair = i / 2, h = i % 2;
+        const std::uint32_t at = stage + tile.statistic +
+                                 pairs.at[pair].offset / (Columns::kBytes / kStatisticsBytes) + h * tile.next_group;
+        const float2 first = load_statistic(at), second = load_statistic(at + tile.next_statistic);
+        float(&of_x)[4] = x[pair][h], (&of_y)[4] = y[pair][h];
+        weights(of_x, first, second, at);
+        CUTE_UNROLL
+        for (int r = 0; r < 2; ++r) {
+          const std::uint32_t hidden = hidden_halves(masks_of_group(pairs.masks[pair], h), r);
+          const float low = of_x[2 * r], high = of_x[2 * r + 1];
+          a[pair][2 * h + r] = pack<Element>(low, high) & ~hidden;
+          b[pair][2 * h + r] =
+              pack<Element>(low * (of_y[2 * r] - first.y), high * (of_y[2 * r + 1] - second.y)) & ~hidden;
+        }
+      }
+      add_columns<Element, kHeadDim, true>(of_values, a, pairs);
+      add_columns<Element, kHeadDim, false>(of_keys, b, pairs);
+    });
+  };
+  if (is_large) {
+    differentiate([&](float(&x)[4], float2, float2, std::uint32_t at) {
+      const float2 first = load_statistic(at + 8), second = load_statistic(at + 8 + tile.next_statistic);
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        x[2 * r] = weight_of_large(x[2 * r], factor, first.x, first.y);
+        x[2 * r + 1] = weight_of_large(x[2 * r + 1], factor, second.x, second.y);
+      }
+    });
+  } else {
+    differentiate([&](float(&x)[4], float2 first, float2 second, std::uint32_t) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        x[2 * r] = fast_exp2(fmaf(x[2 * r], factor, -first.x));
+        x[2 * r + 1] = fast_exp2(fmaf(x[2 * r + 1], factor, -second.x));
+      }
+    });
+  }
+}
+
+/// Sums over the query heads that share a key/value head, which follow each other, of a tile.
+template <class Element, int kHeadDim>
+struct KeyValueSums {
+  float of_keys[kHeadDim / 8][4] = {}, of_values[kHeadDim / 8][4] = {};
+
+  /// After the last of these heads, writes the sums by way of two buffers, which may be the same one, and starts anew.
+  CUTE_DEVICE void store_last(const BackwardParams& p, const Item& item, const int* row_tokens,
+                              std::uint32_t first_buffer, std::uint32_t second_buffer) {
+    using Rows = RowTile<kHeadDim>;
+    const int heads_per_kv = p.heads / p.heads_kv;
+    if (item.head - item.head_kv(p) * heads_per_kv != heads_per_kv - 1) return;
+    const int of_key = item.of_key(p);
+    Rows::template store<Element>(of_keys, p.scale, p.scale, row_tokens, row_of(p.key_gradient, of_key, p.head_dim),
+                                  p.heads_kv, p.head_dim, first_buffer);
+    Rows::template store<Element>(of_values, 1.f, 1.f, row_tokens, row_of(p.value_gradient, of_key, p.head_dim_v),
+                                  p.heads_kv, p.head_dim_v, second_buffer);
+    CUTE_UNROLL
+    for (int i = 0; i < kHeadDim / 2; ++i) of_keys[i / 4][i % 4] = of_values[i / 4][i % 4] = 0.f;
+  }
+};
+
 template <class Element, int kHeadDim, bool kHasBoxes>
 CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
   using Rows = RowTile<kHeadDim>;
@@ -45,10 +121,10 @@ CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
   extern __shared__ __align__(1024) char raw[];
   Tables tables;
   TilePlan tile;
-  Loads<kHeadDim, true, kHasBoxes> loads(p, raw);
+  Loads<kHeadDim, Kernel::kKeyValueGradient, kHasBoxes> loads(p, raw);
   if (!make_plan<kHeadDim, true, kHasBoxes>(p, raw, tables, tile, loads)) return;
 
-  const int warp = threadIdx.x / 32, heads_per_kv = p.heads / p.heads_kv;
+  const int warp = threadIdx.x / 32;
   const std::uint32_t buffer = p.region.warps * Rows::kBytes, staging = kHasBoxes ? 2 * buffer : 0;
   const float factor = p.scale * kLog2E;
 
@@ -66,69 +142,14 @@ CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
     copy_statistics(p, tables, p.statistics + item.of_query, stage, Columns::kBytes);
   };
 
-  // Of a key/value head: sums over the query heads that share it, which follow each other.
-  float of_keys[kHeadDim / 8][4] = {}, of_values[kHeadDim / 8][4] = {};
+  KeyValueSums<Element, kHeadDim> sums;
   const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
     if (!tile.has_rows) return;
     const Operand keys(rows), values(rows + buffer);
     phases.rows_are_read();
-    const bool is_large = are_large(tile, tables, stage, Columns::kBytes);
-    const auto differentiate = [&](auto weights) {
-      for_pairs<Columns, 2>(tile, tables, 0, stage, [&](const auto& pairs) {
-        constexpr int kPairs = std::decay_t<decltype(pairs)>::kCount;
-        PairLogits x[kPairs], y[kPairs];
-        multiply_columns<Element, kHeadDim, false>(x, keys, pairs);
-        multiply_columns<Element, kHeadDim, true>(y, values, pairs);
-        std::uint32_t a[kPairs][4], b[kPairs][4];
-        CUTE_UNROLL
-        for (int i = 0; i < 2 * kPairs; ++i) {
-          const int pair = i / 2, h = i % 2;
-          const std::uint32_t at = stage + tile.statistic +
-                                   pairs.at[pair].offset / (Columns::kBytes / kStatisticsBytes) + h * tile.next_group;
-          const float2 first = load_statistic(at), second = load_statistic(at + tile.next_statistic);
-          float(&of_x)[4] = x[pair][h], (&of_y)[4] = y[pair][h];
-          weights(of_x, first, second, at);
-          CUTE_UNROLL
-          for (int r = 0; r < 2; ++r) {
-            const std::uint32_t hidden = hidden_halves(masks_of_group(pairs.masks[pair], h), r);
-            const float low = of_x[2 * r], high = of_x[2 * r + 1];
-            a[pair][2 * h + r] = pack<Element>(low, high) & ~hidden;
-            b[pair][2 * h + r] =
-                pack<Element>(low * (of_y[2 * r] - first.y), high * (of_y[2 * r + 1] - second.y)) & ~hidden;
-          }
-        }
-        add_columns<Element, kHeadDim, true>(of_values, a, pairs);
-        add_columns<Element, kHeadDim, false>(of_keys, b, pairs);
-      });
-    };
-    if (is_large) {
-      differentiate([&](float (&x)[4], float2, float2, std::uint32_t at) {
-        const float2 first = load_statistic(at + 8), second = load_statistic(at + 8 + tile.next_statistic);
-        CUTE_UNROLL
-        for (int r = 0; r < 2; ++r) {
-          x[2 * r] = weight_of_large(x[2 * r], factor, first.x, first.y);
-          x[2 * r + 1] = weight_of_large(x[2 * r + 1], factor, second.x, second.y);
-        }
-      });
-    } else {
-      differentiate([&](float (&x)[4], float2 first, float2 second, std::uint32_t) {
-        CUTE_UNROLL
-        for (int r = 0; r < 2; ++r) {
-          x[2 * r] = fast_exp2(fmaf(x[2 * r], factor, -first.x));
-          x[2 * r + 1] = fast_exp2(fmaf(x[2 * r + 1], factor, -second.x));
-        }
-      });
-    }
+    add_key_value_gradients<Columns>(sums.of_keys, sums.of_values, keys, values, factor, tile, tables, stage);
     phases.columns_are_read();
-    if (item.head - item.head_kv(p) * heads_per_kv != heads_per_kv - 1) return;
-    const int of_key = item.of_key(p);
-    Rows::template store<Element>(of_keys, p.scale, p.scale, tables.row_tokens,
-                                  row_of(p.key_gradient, of_key, p.head_dim), p.heads_kv, p.head_dim, rows + staging);
-    Rows::template store<Element>(of_values, 1.f, 1.f, tables.row_tokens,
-                                  row_of(p.value_gradient, of_key, p.head_dim_v), p.heads_kv, p.head_dim_v,
-                                  rows + (kHasBoxes ? staging : buffer));
-    CUTE_UNROLL
-    for (int i = 0; i < kHeadDim / 2; ++i) of_keys[i / 4][i % 4] = of_values[i / 4][i % 4] = 0.f;
+    sums.store_last(p, item, tables.row_tokens, rows + staging, rows + (kHasBoxes ? staging : buffer));
   };
   loads.for_items(tables, tile, warp * Rows::kBytes, load_rows, load_columns, compute);
 }

@@ -72,6 +72,7 @@ Status prepare(const Problem& problem, const std::int64_t (&rows)[kRank], const 
     p.by_regions[i] = cutlass::FastDivmod(p.region.regions[i]);
     p.by_tiles[i] = cutlass::FastDivmod(p.region.tiles[i]);
   }
+  p.is_whole = kernel == Kernel::kWholeGradient;
   p.items = static_cast<int>(items);
   const std::int64_t chunks = (items + p.region.items_of_cta - 1) / p.region.items_of_cta;
   shape = {dim3(static_cast<unsigned>(p.region.count), static_cast<unsigned>(chunks)), 32 * p.region.warps,
@@ -120,6 +121,18 @@ Status encode_queries(const Problem& problem, const BackwardParams& arrays, Comm
   }
   constexpr std::int64_t kFloats = kStatisticsBytes / sizeof(float);
   return status.failed() ? status : encode(arrays.statistics, p.columns[2], ElementType::kFloat32, kFloats);
+}
+
+/// The same for the kernel of whole layouts, in the order of WholeBox.
+Status encode_whole(const Problem& problem, BackwardParams& p) {
+  int number = 0;
+  for (const void* array : {p.key, p.value, p.query, p.out_cotangent, p.out}) {
+    // Heads are as wide and as many on both sides.
+    Status status = encode_columns(problem, array, problem.element_type, problem.head_dim, true, p, p.columns[number]);
+    if (status.failed()) return status;
+    ++number;
+  }
+  return {};
 }
 
 /// Calls `call` with an element and the compiled width of heads.
@@ -186,8 +199,8 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
   p.query_gradient = arrays.query_gradient;
   p.key_gradient = arrays.key_gradient;
   p.value_gradient = arrays.value_gradient;
-  BackwardParams of_keys = p;
-  LaunchShape shape{}, shape_of_keys{};
+  BackwardParams of_keys = p, whole = p;
+  LaunchShape shape{}, shape_of_keys{}, shape_of_whole{};
   // Windows of queries and those of keys are alike: queries take the shapes of tiles that keys have.
   if (Status status = prepare(problem, tiles.kv, tiles.query, Kernel::kQueryGradient, arrays.origins, stream, p, shape);
       status.failed()) {
@@ -197,6 +210,17 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
                               of_keys, shape_of_keys);
       status.failed()) {
     return status;
+  }
+  const bool can_be_whole = !prepare(problem, tiles.kv, tiles.query, Kernel::kWholeGradient, arrays.origins, stream,
+                                     whole, shape_of_whole)
+                                 .failed();
+  if (can_be_whole &&
+      whole.region.nanoseconds <= p.region.nanoseconds + of_keys.region.nanoseconds) {
+    if (Status status = encode_whole(problem, whole); status.failed()) return status;
+    return with_form(problem, [&](auto element, auto head_dim) {
+      if constexpr (head_dim > kLargestBoxHeadDim) return cudaErrorInvalidValue;
+      else return launch_whole_gradient<decltype(element), head_dim>(whole, shape_of_whole);
+    });
   }
   if (Status status = encode_keys(problem, p.key, p.value, p); status.failed()) return status;
   if (Status status = encode_queries(problem, p, of_keys); status.failed()) return status;

@@ -29,12 +29,13 @@ struct CommonParams {
   float scale;
   bool is_plain;          // arrays are the whole layout, and queries and keys lie in the same one
   bool is_single[kRank];  // dimensions of one token of a plain problem
+  bool is_whole;          // a region is a whole dilation group, of a plain problem
   cutlass::FastDivmod by_heads, by_heads_per_kv;
   cutlass::FastDivmod by_regions[kRank];  // of a dilation group
   cutlass::FastDivmod by_tiles[kRank];    // of a region
-  // For the copy engine, of the two arrays of columns and, where these are queries, of their statistics: dimensions
-  // [head and its elements, those of the region, batch].
-  CUtensorMap columns[3];
+  // For the copy engine, of the two arrays of columns and, where these are queries, of their statistics; or of the
+  // boxes that WholeBox names: dimensions [head and its elements, those of the region, batch].
+  CUtensorMap columns[5];
 };
 
 struct ForwardParams : CommonParams {

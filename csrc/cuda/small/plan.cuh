@@ -89,6 +89,8 @@ struct TilePlan {
   std::uint32_t next_statistic;  // those of the next group are
   std::uint32_t next_group;
   std::uint32_t statistic_of_column;  // the same for those of column lane % 16
+  int column_of_row;  // where rows are columns of the box, too: which one row lane % 16 is, or some one,
+  std::uint32_t row;  // and where the lane reads the rows as an operand
   bool has_rows;
 };
 
@@ -131,16 +133,18 @@ CUTE_DEVICE std::uint32_t range_of_groups(int begin, int end) {
 /// Fills the tables; false where the region has no rows. All threads have to call it, and to meet before they use the
 /// tables; a lane's own warp has to meet before it uses its part. `loads` starts as soon as the first column of
 /// the region's box is known, by its local token in each dimension.
+///
+/// Where a kernel has two plans, `number` says which one this is.
 template <int kHeadDim, bool kRowsAreKeys, bool kHasBoxes, class Loads>
-CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, TilePlan& tile, Loads& loads) {
+CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, TilePlan& tile, Loads& loads,
+                           int number = 0) {
   using Columns = ColumnRows<kHeadDim, kHasBoxes>;
   constexpr int kColumnBytes = Columns::kBytes;
   const Region& region = p.region;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, of_warp = (number * region.warps + warp) * region.table;
   tables.places = reinterpret_cast<int2*>(raw + region.shared.places);
-  tables.offsets = reinterpret_cast<std::uint32_t*>(raw + region.shared.offsets) + warp * region.table;
-  const MaskBytes masks{reinterpret_cast<std::uint8_t*>(raw + region.shared.masks) + warp * region.table * 32 +
-                        2 * lane};
+  tables.offsets = reinterpret_cast<std::uint32_t*>(raw + region.shared.offsets) + of_warp;
+  const MaskBytes masks{reinterpret_cast<std::uint8_t*>(raw + region.shared.masks) + of_warp * 32 + 2 * lane};
   int* row_tokens = reinterpret_cast<int*>(raw + region.shared.row_tokens) + warp * kRows;
   tables.masks = reinterpret_cast<const std::uint16_t*>(masks.of_lane);
   tables.row_tokens = row_tokens;
@@ -149,7 +153,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
 
   // Rows of the tile and where they begin. A lane looks at one of them, three at the last one of the tile and the ends
   // of the region.
-  int tile_rows[kRank], first_row[kRank];
+  int tile_rows[kRank], begin_of_tile[kRank], first_row[kRank];
   int2 seen[kRank], of_tile[kRank];
   // The columns of the region: where they begin, how many there are.
   int first[kRank], extent[kRank], first_column[kRank];
@@ -159,19 +163,20 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
   for (int d = 0; d < kRank; ++d) {
     if (p.is_single[d]) {
       tile_rows[d] = extent[d] = 1;
-      first_row[d] = first[d] = first_column[d] = 0;
+      begin_of_tile[d] = first_row[d] = first[d] = first_column[d] = 0;
       seen[d] = of_tile[d] = make_int2(0, 1);
       continue;
     }
     const DeviceAxis& axis = p.axis[d];
-    int residue, number, of_region;
+    int residue, region_number, of_region;
     axis.by_dilation(id, residue, id);
-    p.by_regions[d](id, number, id);
+    p.by_regions[d](id, region_number, id);
     p.by_tiles[d](tile_id, of_region, tile_id);
     const int most = region.tile[d] * region.tiles[d];
-    const auto rows = RegionAxis<kRowsAreKeys>::of(p, d, residue, number * most, most);
+    const auto rows = RegionAxis<kRowsAreKeys>::of(p, d, residue, region_number * most, most);
     if (rows.count <= 0) return false;
     const int begin = of_region * region.tile[d];
+    begin_of_tile[d] = begin;
     tile_rows[d] = min(region.tile[d], rows.count - begin);
     tile.has_rows &= tile_rows[d] > 0;
     warps_with_rows *= (rows.count + region.tile[d] - 1) >> logarithm(region.tile[d]);
@@ -180,7 +185,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
                                    : lane == 17 ? -begin
                                                 : rows.count - 1 - begin);
     seen[d] = rows.seen(axis, looked_at);
-    first[d] = __shfl_sync(0xffffffffu, seen[d].x, 17);
+    first[d] = p.is_whole ? 0 : __shfl_sync(0xffffffffu, seen[d].x, 17);
     extent[d] = max(__shfl_sync(0xffffffffu, seen[d].y, 18) - first[d], 0);
     first_column[d] = rows.columns().residue + first[d] * axis.dilation;
     first_row[d] = rows.rows().residue + (rows.begin + begin) * axis.dilation;
@@ -194,6 +199,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
   // The columns of the tile, in the region's; and for the lane's two rows, in the tile's.
   int tile_begin[kRank], groups[kRank], window_begin[2][kRank], window_end[2][kRank];
   int row_token = 0, row_shift = 0, first_token = 0, token_pitch[kRank];
+  tile.column_of_row = 0;
   bool has_row = true;
   CUTE_UNROLL
   for (int d = 0; d < kRank; ++d) {
@@ -217,6 +223,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     const int place = place_of(lane % kRows);
     row_shift += logarithm(region.tile[d]);
     has_row &= place < tile_rows[d];
+    tile.column_of_row += (begin_of_tile[d] + min(place, max(tile_rows[d] - 1, 0))) * region.pitch[d];
     row_token += (first_row[d] + place * dilation) * (kRowsAreKeys ? p.kv_pitch : p.query_pitch)[d];
   }
   if (lane < kRows) row_tokens[lane] = has_row ? row_token : -1;
@@ -256,6 +263,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
   const int slow = lane / 16, fast = lane / 8 % 2;
   tile.lanes = {lane_of(slow, fast), lane_of(fast, slow)};
   tile.lanes_additional = {lane_of_sequence(slow, fast), lane_of_sequence(fast, slow)};
+  tile.row = tile.column_of_row * kColumnBytes | (slow ^ Columns::permutation(tile.column_of_row)) << 4;
   const int column = lane % 4 * 2;
   const auto statistic_of = [&](int at, int group) {
     const int row = base + (at & (wide - 1)) + (at >> wide_shift) * region.pitch[1] + group * pair_rows;

@@ -6,6 +6,11 @@
 
 namespace natten_jax::small {
 
+/// Where a lane reads chunks 2 * step and 2 * step + 1 of a pair's columns.
+CUTE_DEVICE std::uint32_t step_address(std::uint32_t address, int step) {
+  return (address ^ (step % 4 * 32)) + step / 4 * 128;
+}
+
 /// A tile's rows as the first operand of products.
 template <class Element, int kHeadDim>
 struct RowOperand {
@@ -24,6 +29,15 @@ struct RowOperand {
       CUTE_UNROLL
       for (int step = 0; step < kSteps; ++step) read(a[step], 0, step);
     }
+  }
+
+  /// Rows that are columns of a box, too: `address` is where the lane reads.
+  CUTE_DEVICE static RowOperand of_box(std::uint32_t address) {
+    static_assert(kInRegisters);
+    RowOperand result;
+    CUTE_UNROLL
+    for (int step = 0; step < kSteps; ++step) sm80::load_matrices(result.a[step].r, step_address(address, step));
+    return result;
   }
 
   CUTE_DEVICE typename Product::A operator()(int step) const {
@@ -53,11 +67,6 @@ struct Pairs {
   PairPlace at[kCount];
   std::uint32_t masks[kCount];
 };
-
-/// Where a lane reads chunks 2 * step and 2 * step + 1 of a pair's columns.
-CUTE_DEVICE std::uint32_t step_address(std::uint32_t address, int step) {
-  return (address ^ (step % 4 * 32)) + step / 4 * 128;
-}
 
 /// Products of the rows with one array of each pair's columns, the first one or the second; x starts as `initial`, four
 /// numbers for each group.

@@ -43,19 +43,94 @@ CUTE_DEVICE void multiply_rows(float (&result)[4], const RowOperand<Element, kHe
   }
 }
 
+/// What the gradients need to know of a lane's two rows besides the operands.
+template <class Element>
+struct RowStatistics {
+  int at[2];  // where they stand in arrays of a number for each query and head; negative: outside
+  float logsumexp[2] = {}, remainder[2] = {}, logsumexp_cotangent[2] = {};
+  float delta[4] = {};  // of each row twice, as accumulators have their rows
+  bool is_large[2] = {};
+
+  /// Starts to load, first what takes longest to come.
+  CUTE_DEVICE RowStatistics(const BackwardParams& p, const Item& item, const int* row_tokens) {
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const int token = row_tokens[threadIdx.x % 32 / 4 + 8 * r];
+      at[r] = token < 0 ? -1 : item.of_query + token * p.heads;
+      if (token < 0) continue;
+      logsumexp[r] = p.logsumexp[at[r]];
+      if (p.logsumexp_cotangent != nullptr) logsumexp_cotangent[r] = p.logsumexp_cotangent[at[r]];
+    }
+  }
+
+  template <int kHeadDim>
+  CUTE_DEVICE void find_delta(const RowOperand<Element, kHeadDim>& cotangents,
+                              const RowOperand<Element, kHeadDim>& outs) {
+    multiply_rows(delta, cotangents, outs);
+  }
+
+  /// Completes them; `write(r, numbers)` is called for each row, in one of the four lanes that share it, with what the
+  /// gradients of keys and values need.
+  template <class Write>
+  CUTE_DEVICE void finish(const BackwardParams& p, const Write& write) {
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      if (at[r] < 0) continue;
+      logsumexp[r] = base2_logsumexp(logsumexp[r]);
+      delta[2 * r] -= logsumexp_cotangent[r];
+      delta[2 * r + 1] -= logsumexp_cotangent[r];
+      is_large[r] = has_remainder<Element>(logsumexp[r]);
+      if (is_large[r] && p.remainder != nullptr) remainder[r] = p.remainder[at[r]];
+      if (threadIdx.x % 4 == 0) {
+        write(r, make_float4(is_large[r] ? NAN : logsumexp[r], delta[2 * r], logsumexp[r], remainder[r]));
+      }
+    }
+  }
+};
+
+/// Adds a tile's query gradients, but for the scale.
+template <class Columns, class Element, int kHeadDim>
+CUTE_DEVICE void add_query_gradient(float (&gradient)[kHeadDim / 8][4], const RowStatistics<Element>& rows,
+                                    const RowOperand<Element, kHeadDim>& queries,
+                                    const RowOperand<Element, kHeadDim>& cotangents, float factor, const TilePlan& tile,
+                                    const Tables& tables, std::uint32_t stage) {
+  const float initial[4] = {-rows.delta[0], -rows.delta[1], -rows.delta[2], -rows.delta[3]};
+  const auto differentiate = [&](auto weight) {
+    for_pairs<Columns, 2>(tile, tables, 0, stage, [&](const auto& pairs) {
+      constexpr int kPairs = std::decay_t<decltype(pairs)>::kCount;
+      PairLogits x[kPairs], y[kPairs];
+      multiply_columns<Element, kHeadDim, false>(x, queries, pairs);
+      multiply_columns<Element, kHeadDim, true>(y, cotangents, pairs, initial);
+      std::uint32_t a[kPairs][4];
+      CUTE_UNROLL
+      for (int i = 0; i < 4 * kPairs; ++i) {
+        const int pair = i / 4, h = i / 2 % 2, r = i % 2;
+        const float *of_x = &x[pair][h][2 * r], *of_y = &y[pair][h][2 * r];
+        a[pair][i % 4] = pack<Element>(weight(of_x[0], r) * of_y[0], weight(of_x[1], r) * of_y[1]) &
+                         ~hidden_halves(masks_of_group(pairs.masks[pair], h), r);
+      }
+      add_columns<Element, kHeadDim, false>(gradient, a, pairs);
+    });
+  };
+  if (__any_sync(0xffffffffu, rows.is_large[0] || rows.is_large[1])) {
+    differentiate([&](float x, int r) { return weight_of_large(x, factor, rows.logsumexp[r], rows.remainder[r]); });
+  } else {
+    differentiate([&](float x, int r) { return fast_exp2(fmaf(x, factor, -rows.logsumexp[r])); });
+  }
+}
+
 template <class Element, int kHeadDim, bool kHasBoxes>
 CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
   using Rows = RowTile<kHeadDim>;
   using Operand = RowOperand<Element, kHeadDim>;
-  using Columns = ColumnRows<kHeadDim, kHasBoxes>;
   extern __shared__ __align__(1024) char raw[];
   allow_next_kernel();  // which plans meanwhile
   Tables tables;
   TilePlan tile;
-  Loads<kHeadDim, false, kHasBoxes> loads(p, raw);
+  Loads<kHeadDim, Kernel::kQueryGradient, kHasBoxes> loads(p, raw);
   if (!make_plan<kHeadDim, false, kHasBoxes>(p, raw, tables, tile, loads)) return;
 
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int warp = threadIdx.x / 32;
   const std::uint32_t buffer = p.region.warps * Rows::kBytes, staging = kHasBoxes ? 3 * buffer : 0;
   const float factor = p.scale * kLog2E;
 
@@ -74,58 +149,14 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
   };
   const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
     if (!tile.has_rows) return;
-    // First, what takes longest to come; the lane's two rows.
-    int at[2];
-    float logsumexp[2] = {}, remainder[2] = {}, delta[4] = {}, logsumexp_cotangent[2] = {};
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      const int token = tables.row_tokens[lane / 4 + 8 * r];
-      at[r] = token < 0 ? -1 : item.of_query + token * p.heads;
-      if (token < 0) continue;
-      logsumexp[r] = p.logsumexp[at[r]];
-      if (p.logsumexp_cotangent != nullptr) logsumexp_cotangent[r] = p.logsumexp_cotangent[at[r]];
-    }
+    RowStatistics<Element> statistics(p, item, tables.row_tokens);
     const Operand queries(rows), cotangents(rows + buffer);
-    multiply_rows(delta, cotangents, Operand(rows + 2 * buffer));
+    statistics.find_delta(cotangents, Operand(rows + 2 * buffer));
     phases.rows_are_read();
-    bool is_large = false;
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      if (at[r] < 0) continue;
-      logsumexp[r] = base2_logsumexp(logsumexp[r]);
-      delta[2 * r] -= logsumexp_cotangent[r];
-      delta[2 * r + 1] -= logsumexp_cotangent[r];
-      const bool is_row_large = has_remainder<Element>(logsumexp[r]);
-      if (is_row_large && p.remainder != nullptr) remainder[r] = p.remainder[at[r]];
-      is_large |= is_row_large;
-      if (lane % 4 == 0) {
-        p.statistics[at[r]] = make_float4(is_row_large ? NAN : logsumexp[r], delta[2 * r], logsumexp[r], remainder[r]);
-      }
-    }
-    const float initial[4] = {-delta[0], -delta[1], -delta[2], -delta[3]};
+    statistics.finish(p, [&](int r, float4 numbers) { p.statistics[statistics.at[r]] = numbers; });
     float gradient[kHeadDim / 8][4] = {};
-    const auto differentiate = [&](auto weight) {
-      for_pairs<Columns, 2>(tile, tables, 0, stage, [&](const auto& pairs) {
-        constexpr int kPairs = std::decay_t<decltype(pairs)>::kCount;
-        PairLogits x[kPairs], y[kPairs];
-        multiply_columns<Element, kHeadDim, false>(x, queries, pairs);
-        multiply_columns<Element, kHeadDim, true>(y, cotangents, pairs, initial);
-        std::uint32_t a[kPairs][4];
-        CUTE_UNROLL
-        for (int i = 0; i < 4 * kPairs; ++i) {
-          const int pair = i / 4, h = i / 2 % 2, r = i % 2;
-          const float *of_x = &x[pair][h][2 * r], *of_y = &y[pair][h][2 * r];
-          a[pair][i % 4] = pack<Element>(weight(of_x[0], r) * of_y[0], weight(of_x[1], r) * of_y[1]) &
-                           ~hidden_halves(masks_of_group(pairs.masks[pair], h), r);
-        }
-        add_columns<Element, kHeadDim, false>(gradient, a, pairs);
-      });
-    };
-    if (__any_sync(0xffffffffu, is_large)) {
-      differentiate([&](float x, int r) { return weight_of_large(x, factor, logsumexp[r], remainder[r]); });
-    } else {
-      differentiate([&](float x, int r) { return fast_exp2(fmaf(x, factor, -logsumexp[r])); });
-    }
+    add_query_gradient<ColumnRows<kHeadDim, kHasBoxes>>(gradient, statistics, queries, cotangents, factor, tile, tables,
+                                                        stage);
     phases.columns_are_read();
     Rows::template store<Element>(gradient, p.scale, p.scale, tables.row_tokens,
                                   row_of(p.query_gradient, item.of_query, p.head_dim), p.heads, p.head_dim,

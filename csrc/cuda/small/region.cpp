@@ -110,7 +110,17 @@ bool choose_dimensions(const Side (&sides)[kRank], const std::int64_t (&rows)[kR
 
 /// Buffers of 16 rows that a warp has in each stage.
 int row_buffers(Kernel kernel) {
-  return kernel == Kernel::kForward ? 1 : kernel == Kernel::kQueryGradient ? 3 : 2;
+  switch (kernel) {
+    case Kernel::kForward:
+      return 1;
+    case Kernel::kQueryGradient:
+      return 3;
+    case Kernel::kKeyValueGradient:
+      return 2;
+    case Kernel::kWholeGradient:
+      return 0;
+  }
+  return 0;
 }
 
 /// Whether the copy engine can load a problem's columns: heads fill the rows that it swizzles, and there is nothing but
@@ -120,6 +130,13 @@ bool can_have_boxes(const Problem& problem, int head_dim) {
   if (problem.additional_kv > 0) return false;
   return std::all_of(std::begin(problem.axes), std::end(problem.axes),
                      [](const Axis& axis) { return axis.window.dilation <= kLargestBoxDilation; });
+}
+
+/// Whether dilation groups can be computed whole: queries and keys are the same tokens, and have heads of their own.
+bool can_be_whole(const Problem& problem, bool has_origins) {
+  if (has_origins || problem.heads != problem.heads_kv) return false;
+  return std::all_of(std::begin(problem.axes), std::end(problem.axes),
+                     [](const Axis& axis) { return axis.query.extent == axis.kv.extent; });
 }
 
 /// Widens a box so that pairs of groups of a tile lie multiples of 8 rows apart, and the rows of a group in different
@@ -142,6 +159,7 @@ bool widen_box(const Side (&sides)[kRank], const Region& region, const std::int6
 bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel, int head_dim, int stages,
               const Device& device, Region& region) {
   std::int64_t box[kRank], groups[kRank];
+  const bool is_whole = kernel == Kernel::kWholeGradient;
   region.warps = 1;
   region.count = 1;
   for (int i = 0; i < kRank; ++i) {
@@ -151,7 +169,11 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
     region.regions[i] = static_cast<int>(divide_up(side.rows(), rows));
     region.count = counted(region.count, side.axis.window.dilation, region.regions[i]);
     box[i] = side.seen(rows);
-    groups[i] = divide_up(side.seen(region.tile[i]), region.group[i]);
+    const std::int64_t seen = side.seen(region.tile[i]);
+    // There, a warp's rows are keys, too.
+    const Side keys{side.axis, true, false};
+    groups[i] = divide_up(is_whole ? std::max(seen, keys.seen(region.tile[i])) : seen, region.group[i]);
+    if (is_whole && region.regions[i] > 1) return false;
   }
   const std::int64_t lines = groups[0] * groups[2], line_pairs = divide_up(groups[1], 2);
   const std::int64_t additional_pairs = divide_up(problem.additional_kv, 2 * kColumns);
@@ -166,7 +188,8 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
   if (memory_rows > kEnough || pairs > kEnough) return false;
 
   SharedLayout& shared = region.shared;
-  const bool has_statistics = kernel == Kernel::kKeyValueGradient;
+  const bool has_statistics = is_whole || kernel == Kernel::kKeyValueGradient;
+  const int plans = is_whole ? 2 : 1, boxes = is_whole ? 5 : 2;
   std::int64_t at = 0;
   const auto take = [&](int& offset, std::int64_t bytes) {
     offset = static_cast<int>(at);
@@ -175,8 +198,8 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
   const std::int64_t of_pass = 32 * region.warps / (head_dim / 4);
   take(shared.box_state, region.has_boxes ? kAlignment : 0);
   take(shared.places, region.has_boxes ? 0 : 8 * divide_up(plane * box[2], of_pass) * of_pass);
-  take(shared.offsets, 4 * region.warps * entries);
-  take(shared.masks, 32 * region.warps * entries);
+  take(shared.offsets, 4 * plans * region.warps * entries);
+  take(shared.masks, 32 * plans * region.warps * entries);
   take(shared.row_tokens, 4 * kRows * region.warps);
   // Boxes leave rows to the warps, which load some while they write others.
   const std::int64_t row_bytes = (row_buffers(kernel) + region.has_boxes) * region.warps * kRows * 2 * head_dim;
@@ -189,7 +212,7 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
     const std::int64_t row = 2 * head_dim;
     shared.box_end = static_cast<int>(plane * box[2] * row);
     shared.second = static_cast<int>(align(shared.box_end, kBoxAlignment));
-    at = align(shared.second + memory_rows * row);
+    at = align((boxes - 1) * shared.second + memory_rows * row);
     shared.nowhere = static_cast<int>(at);
   } else {
     at = memory_rows * 4 * head_dim;
@@ -294,7 +317,7 @@ Status too_large() {
 
 Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                        Kernel kernel, bool has_origins, const Device& device,
-                       const std::function<void(const Region&, double nanoseconds)>& call) {
+                       const std::function<void(const Region&)>& call) {
   const Sides all(problem, kernel, has_origins);
   const auto& sides = all.of;
   Region candidate{};
@@ -303,15 +326,18 @@ Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank]
   // The query heads that share a key/value head are one item where their gradients are added up.
   const std::int64_t together = kernel == Kernel::kKeyValueGradient ? problem.heads_per_kv() : 1;
   const std::int64_t items = problem.batch * problem.heads / together;
+  const bool is_whole = kernel == Kernel::kWholeGradient;
+  if (is_whole && !can_be_whole(problem, has_origins)) return {};
   for (const bool has_boxes : {true, false}) {
-    if (has_boxes && !(device.has_boxes && can_have_boxes(problem, head_dim))) continue;
+    if (has_boxes ? !(device.has_boxes && can_have_boxes(problem, head_dim)) : is_whole) continue;
     candidate.has_boxes = has_boxes;
     for_each_shape(sides, resident_warps(kernel, head_dim), candidate, [&] {
       for (const int stages : {1, 2}) {
         if (!complete(problem, sides, kernel, head_dim, stages, device, candidate)) continue;
         const Shares shares = share_items(items, candidate, device);
         candidate.items_of_cta = static_cast<int>(shares.items_of_cta * together);
-        call(candidate, estimate(kernel, head_dim, candidate, shares));
+        candidate.nanoseconds = estimate(kernel, head_dim, candidate, shares);
+        call(candidate);
       }
     });
   }
@@ -319,15 +345,14 @@ Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank]
 }
 
 Status choose_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                     Kernel kernel, bool has_origins, const Device& device, Region& region, double& nanoseconds) {
+                     Kernel kernel, bool has_origins, const Device& device, Region& region) {
   bool found = false;
-  Status status = for_each_region(problem, rows, columns, kernel, has_origins, device,
-                                  [&](const Region& candidate, double time) {
-                                    if (found && time >= nanoseconds) return;
-                                    found = true;
-                                    nanoseconds = time;
-                                    region = candidate;
-                                  });
+  Status status =
+      for_each_region(problem, rows, columns, kernel, has_origins, device, [&](const Region& candidate) {
+        if (found && candidate.nanoseconds >= region.nanoseconds) return;
+        found = true;
+        region = candidate;
+      });
   if (status.failed()) return status;
   return found ? Status() : too_large();
 }
@@ -343,15 +368,18 @@ Status estimate_pass(const Problem& problem, const TileShapes& tiles, bool is_ba
   for (const Kernel kernel : {Kernel::kForward, Kernel::kQueryGradient, Kernel::kKeyValueGradient}) {
     if ((kernel != Kernel::kForward) != is_backward) continue;
     Region region{};
-    double nanoseconds = 0;
-    Status status = choose_region(problem, rows, columns, kernel, false, device, region, nanoseconds);
+    Status status = choose_region(problem, rows, columns, kernel, false, device, region);
     if (status.failed()) return status;
+    seconds += region.nanoseconds / 1e9;
     // A part of the layout may begin anywhere in it, which can take more memory.
     const Sides of_part(problem, kernel, true);
     status = begin_region(problem, of_part.of, rows, columns, region);
     if (status.failed()) return status;
     if (!complete(problem, of_part.of, kernel, compiled_head_dim(problem), 1, device, region)) return too_large();
-    seconds += nanoseconds / 1e9;
+  }
+  Region whole{};
+  if (is_backward && !choose_region(problem, rows, columns, Kernel::kWholeGradient, false, device, whole).failed()) {
+    seconds = std::min(seconds, whole.nanoseconds / 1e9);
   }
   return {};
 }

@@ -35,7 +35,7 @@ struct SharedLayout {
   int box_state;   ///< BoxState, for boxes.
   int stages;
   int stage_bytes;
-  int second;      ///< Of a stage, for boxes: the second array's columns.
+  int second;      ///< Of a stage, for boxes: the second array's columns, and how far others are apart.
   int box_end;     ///< Of a stage, for boxes: where those of the first array end.
   int nowhere;     ///< Of a stage: a column that none is; for boxes, the end of all.
   int additional;  ///< Of a stage: additional columns.
@@ -62,16 +62,17 @@ struct Region {
   int stages;
   int ctas;          ///< That a multiprocessor has the shared memory for.
   int items_of_cta;  ///< Batch entries and query heads that a CTA goes over.
+  double nanoseconds;  ///< That the launch is estimated to take.
   SharedLayout shared;
 };
 
-/// Calls `call` with every region that a kernel can take for tiles, and how long its launch is estimated to take.
+/// Calls `call` with every region that a kernel can take for tiles.
 ///
 /// Returns:
 ///   An error where tiles are not of the size that the kernels take.
 Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                        Kernel kernel, bool has_origins, const Device& device,
-                       const std::function<void(const Region&, double nanoseconds)>& call);
+                       const std::function<void(const Region&)>& call);
 
 /// That one of these for which the launch is estimated to be fastest.
 ///
@@ -81,12 +82,13 @@ Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank]
 ///   kernel: which one.
 ///   has_origins: whether the arrays are parts of a layout, which may begin anywhere in it.
 ///   device: what it has.
-///   region, nanoseconds: the results; the time is of the launch.
+///   region: the result.
 ///
 /// Returns:
-///   An error where tiles are not of that many tokens, or where the box of one tile is too large for shared memory.
+///   An error where tiles are not of that many tokens, or where there is no region: the box of one tile is too large for
+///   shared memory, or, for the kernel of whole layouts, that of all tiles.
 Status choose_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                     Kernel kernel, bool has_origins, const Device& device, Region& region, double& nanoseconds);
+                     Kernel kernel, bool has_origins, const Device& device, Region& region);
 
 /// How long the kernels of a pass take with tiles. Windows of queries and those of keys are alike: in the backward
 /// pass, the kernel that owns queries takes the shape of key/value tiles for theirs.

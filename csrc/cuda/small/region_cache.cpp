@@ -34,6 +34,12 @@ Key key_of(const Problem& problem, const std::int64_t (&rows)[kRank], const std:
   return key;
 }
 
+/// What is known of a kind of launch.
+struct Found {
+  Status status;
+  Region region;
+};
+
 /// More kinds than any program launches; then the cache starts anew.
 constexpr std::size_t kMostKinds = 4096;
 
@@ -42,24 +48,20 @@ constexpr std::size_t kMostKinds = 4096;
 Status find_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                    Kernel kernel, bool has_origins, const Device& device, Region& region) {
   static std::mutex mutex;
-  static auto& found = *new std::map<Key, Region>;  // never destroyed: launches may outlive static objects
+  static auto& found = *new std::map<Key, Found>;  // never destroyed: launches may outlive static objects
   const Key key = key_of(problem, rows, columns, kernel, has_origins, device);
   {
     const std::lock_guard<std::mutex> lock(mutex);
     if (const auto known = found.find(key); known != found.end()) {
-      region = known->second;
-      return {};
+      region = known->second.region;
+      return known->second.status;
     }
   }
-  double nanoseconds = 0;
-  if (Status status = choose_region(problem, rows, columns, kernel, has_origins, device, region, nanoseconds);
-      status.failed()) {
-    return status;
-  }
+  const Status status = choose_region(problem, rows, columns, kernel, has_origins, device, region);
   const std::lock_guard<std::mutex> lock(mutex);
   if (found.size() >= kMostKinds) found.clear();
-  found.emplace(key, region);
-  return {};
+  found.emplace(key, Found{status, region});
+  return status;
 }
 
 }  // namespace natten_jax::small

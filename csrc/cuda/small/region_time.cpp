@@ -42,6 +42,8 @@ constexpr Costs costs_of(Kernel kernel, bool has_boxes) {
     case Kernel::kKeyValueGradient:
       return has_boxes ? Costs{38.5, 0.185, 0.179, 8.80, 63.1, 0.305, 0.898, 478}
                        : Costs{119, 1.16, 0.456, 2.28, 15.1, 0.417, 2.99, 301};
+    case Kernel::kWholeGradient:
+      return Costs{.1, .1, 0.01, 3.6, 3.2, .12, .64, 1};
   }
   return {};
 }
