@@ -40,8 +40,8 @@ class BoxLoads {
         stages_(shared_address(raw + p.region.shared.stages)),
         items_(p) {}
 
-  /// Gets ready to have stages filled, and has the first ones filled where no other kernel writes what they hold.
-  /// `first` is the box's first column, `warps` have rows.
+  /// Has the first stages filled, but for what the kernel before writes. `first` is the box's first column, `warps` have
+  /// rows.
   CUTE_DEVICE void start(const int (&first)[kRank], int warps) {
     if (threadIdx.x > 0) return;
     CUTE_UNROLL
@@ -53,7 +53,14 @@ class BoxLoads {
     }
     state_.warps = warps;
     cutlass::arch::fence_barrier_init();
-    if (!kRowsAreKeys) fill_first();
+    for_first([&](int i) { fill(i, i); });
+  }
+
+  /// Has a warp's rows of the first item loaded, while it plans.
+  template <class LoadRows>
+  CUTE_DEVICE void load_first_rows(std::uint32_t rows_of_warp, const LoadRows& load_rows) const {
+    load_rows(Item(p_, items_.first), rows(rows_of_warp));
+    commit_copies();
   }
 
   /// To be called by all threads, before any of them goes over the items.
@@ -66,14 +73,12 @@ class BoxLoads {
   template <class LoadRows, class LoadColumns, class Compute>
   CUTE_DEVICE void for_items(const Tables& tables, const TilePlan& tile, std::uint32_t rows_of_warp,
                              const LoadRows& load_rows, const LoadColumns&, const Compute& compute) {
-    const std::uint32_t rows = stages_ - p_.region.shared.stages + p_.region.shared.rows + rows_of_warp;
+    const std::uint32_t rows = this->rows(rows_of_warp);
     if (kRowsAreKeys) {
       wait_for_previous_kernel();
-      if (threadIdx.x == 0) fill_first();
+      if (threadIdx.x == 0) for_first([&](int i) { fill_statistics(i, i); });
     }
     Item item(p_, items_.first);
-    load_rows(item, rows);
-    commit_copies();
     clear_past_boxes(tables.stages);
     __syncthreads();
     if (!tile.has_rows) return;
@@ -139,12 +144,19 @@ class BoxLoads {
         : "r"(barrier), "l"(before)
         : "memory");
     fill(i, stage);
+    fill_statistics(i, stage);
   }
 
-  CUTE_DEVICE void fill_first() const {
-    for (int i = 0; i < min(p_.region.stages, items_.count); ++i) fill(i, i);
+  template <class Call>
+  CUTE_DEVICE void for_first(const Call& call) const {
+    for (int i = 0; i < min(p_.region.stages, items_.count); ++i) call(i);
   }
 
+  CUTE_DEVICE std::uint32_t rows(std::uint32_t of_warp) const {
+    return stages_ - p_.region.shared.stages + p_.region.shared.rows + of_warp;
+  }
+
+  /// Of a stage for an item, all but the statistics.
   CUTE_DEVICE void fill(int i, int stage) const {
     const Item item(p_, items_.first + i);
     const std::uint32_t barrier = shared_address(&state_.full[stage]),
@@ -158,9 +170,15 @@ class BoxLoads {
       load(p_.columns[box], to + box * p_.region.shared.second, barrier,
            (are_queries ? item.head : item.head_kv(p_)) * kHeadDim, item.batch);
     }
+  }
+
+  /// What a stage has that the kernel before writes, if anything.
+  CUTE_DEVICE void fill_statistics(int i, int stage) const {
     if constexpr (kRowsAreKeys) {
+      const Item item(p_, items_.first + i);
       constexpr int kFloats = kStatisticsBytes / sizeof(float);
-      load(p_.columns[2], to + p_.region.shared.statistics, barrier, item.head * kFloats, item.batch);
+      load(p_.columns[2], stages_ + stage * p_.region.shared.stage_bytes + p_.region.shared.statistics,
+           shared_address(&state_.full[stage]), item.head * kFloats, item.batch);
     }
   }
 

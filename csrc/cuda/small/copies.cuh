@@ -209,6 +209,9 @@ class ChunkLoads {
 
   CUTE_DEVICE void start(const int (&)[kRank], int) const {}
 
+  template <class LoadRows>
+  CUTE_DEVICE void load_first_rows(std::uint32_t, const LoadRows&) const {}
+
   /// Goes over the items: `load_rows(item, rows)` and `load_columns(item, stage)` start copies of a warp's rows and of
   /// all threads' columns, `compute(item, stage, rows, phases)` uses them. All warps have to call it.
   template <class LoadRows, class LoadColumns, class Compute>

@@ -31,8 +31,9 @@ constexpr int resident_warps(Kernel kernel, int head_dim) {
     case Kernel::kQueryGradient:
       return head_dim == 32 ? 16 : 12;
     case Kernel::kKeyValueGradient:
+      return head_dim == 32 ? 16 : 8;
     case Kernel::kWholeGradient:
-      return head_dim == 32 ? 16 : head_dim == 64 ? 12 : 8;
+      return head_dim == 32 ? 16 : 12;
   }
   return 0;
 }

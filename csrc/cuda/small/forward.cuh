@@ -119,8 +119,6 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
   Tables tables;
   TilePlan tile;
   Loads<kHeadDim, Kernel::kForward, kHasBoxes> loads(p, raw);
-  if (!make_plan<kHeadDim, false, kHasBoxes>(p, raw, tables, tile, loads)) return;
-
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, additional_pairs = (p.additional_kv + 15) / 16;
   const std::uint32_t staging = kHasBoxes ? p.region.warps * Rows::kBytes : 0;
   const float factor = p.scale * kLog2E;
@@ -128,6 +126,9 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
   const auto load_rows = [&](const Item& item, std::uint32_t rows) {
     Rows::copy(tables.row_tokens, row_of(p.query, item.of_query, p.head_dim), p.heads, p.head_dim, rows);
   };
+  const auto load_first_rows = [&] { loads.load_first_rows(warp * Rows::kBytes, load_rows); };
+  if (!make_plan<kHeadDim, false, kHasBoxes>(p, raw, tables, tile, loads, load_first_rows)) return;
+
   const ColumnCopy<kHeadDim> copy(p.heads_kv, p.head_dim, p.head_dim_v);
   const auto load_columns = [&](const Item& item, std::uint32_t stage) {
     const int of_key = item.of_key(p);

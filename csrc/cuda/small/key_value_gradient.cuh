@@ -122,8 +122,6 @@ CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
   Tables tables;
   TilePlan tile;
   Loads<kHeadDim, Kernel::kKeyValueGradient, kHasBoxes> loads(p, raw);
-  if (!make_plan<kHeadDim, true, kHasBoxes>(p, raw, tables, tile, loads)) return;
-
   const int warp = threadIdx.x / 32;
   const std::uint32_t buffer = p.region.warps * Rows::kBytes, staging = kHasBoxes ? 2 * buffer : 0;
   const float factor = p.scale * kLog2E;
@@ -133,6 +131,9 @@ CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
     Rows::copy(tables.row_tokens, row_of(p.key, of_key, p.head_dim), p.heads_kv, p.head_dim, rows);
     Rows::copy(tables.row_tokens, row_of(p.value, of_key, p.head_dim_v), p.heads_kv, p.head_dim_v, rows + buffer);
   };
+  const auto load_first_rows = [&] { loads.load_first_rows(warp * Rows::kBytes, load_rows); };
+  if (!make_plan<kHeadDim, true, kHasBoxes>(p, raw, tables, tile, loads, load_first_rows)) return;
+
   const ColumnCopy<kHeadDim> copy(p.heads, p.head_dim, p.head_dim_v);
   const auto load_columns = [&](const Item& item, std::uint32_t stage) {
     copy.box(

@@ -134,10 +134,11 @@ CUTE_DEVICE std::uint32_t range_of_groups(int begin, int end) {
 /// tables; a lane's own warp has to meet before it uses its part. `loads` starts as soon as the first column of
 /// the region's box is known, by its local token in each dimension.
 ///
-/// Where a kernel has two plans, `number` says which one this is.
-template <int kHeadDim, bool kRowsAreKeys, bool kHasBoxes, class Loads>
+/// `load_first_rows` is called as soon as the rows' tokens are known. Where a kernel has two plans, `number` says which
+/// one this is.
+template <int kHeadDim, bool kRowsAreKeys, bool kHasBoxes, class Loads, class LoadFirstRows>
 CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, TilePlan& tile, Loads& loads,
-                           int number = 0) {
+                           const LoadFirstRows& load_first_rows, int number = 0) {
   using Columns = ColumnRows<kHeadDim, kHasBoxes>;
   constexpr int kColumnBytes = Columns::kBytes;
   const Region& region = p.region;
@@ -227,6 +228,8 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     row_token += (first_row[d] + place * dilation) * (kRowsAreKeys ? p.kv_pitch : p.query_pitch)[d];
   }
   if (lane < kRows) row_tokens[lane] = has_row ? row_token : -1;
+  __syncwarp();
+  load_first_rows();
 
   const int wide = region.group[0], high = region.group[1], wide_shift = logarithm(wide), shift = logarithm(high);
   const auto swizzle = [&](int x, int y) { return (x & (wide - 1)) | (y & (high - 1)) * wide; };

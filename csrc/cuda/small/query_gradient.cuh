@@ -128,8 +128,6 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
   Tables tables;
   TilePlan tile;
   Loads<kHeadDim, Kernel::kQueryGradient, kHasBoxes> loads(p, raw);
-  if (!make_plan<kHeadDim, false, kHasBoxes>(p, raw, tables, tile, loads)) return;
-
   const int warp = threadIdx.x / 32;
   const std::uint32_t buffer = p.region.warps * Rows::kBytes, staging = kHasBoxes ? 3 * buffer : 0;
   const float factor = p.scale * kLog2E;
@@ -142,6 +140,9 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
     copy_rows(p.out_cotangent, p.head_dim_v, 1);
     copy_rows(p.out, p.head_dim_v, 2);
   };
+  const auto load_first_rows = [&] { loads.load_first_rows(warp * Rows::kBytes, load_rows); };
+  if (!make_plan<kHeadDim, false, kHasBoxes>(p, raw, tables, tile, loads, load_first_rows)) return;
+
   const ColumnCopy<kHeadDim> copy(p.heads_kv, p.head_dim, p.head_dim_v);
   const auto load_columns = [&](const Item& item, std::uint32_t stage) {
     const int of_key = item.of_key(p);

@@ -49,43 +49,73 @@ struct Side {
 
   /// Most columns that `count` rows see which follow each other and start at a multiple of `count`.
   std::int64_t seen(std::int64_t count) const {
-    const Window& window = axis.window;
-    if (axis.query.extent != axis.kv.extent) return columns();  // windows are the whole sequence
-    count = std::min(count, rows());
-    const std::int64_t steps = divide_up(count - 1, window.stride) * window.stride;
-    std::int64_t most = window.kernel_size + (rows_are_keys ? count - 1 + window.stride - 1 : steps);
+    if (are_whole()) return columns();
+    std::int64_t most = seen_inside(count);
     if (rows_are_keys) {
       // Keys near an end of the layout are seen by more queries, whose windows the end shifts.
-      if (has_origins || window.kernel_size + window.stride > kMostLookedAt) {
-        most += window.kernel_size / 2 + window.stride;
+      if (!looks_at_ends()) {
+        most += axis.window.kernel_size / 2 + axis.window.stride;
       } else {
         const std::int64_t longest = of_group(axis.kv.extent);
         for (std::int64_t length = std::max<std::int64_t>(longest - 1, 1); length <= longest; ++length) {
-          most = std::max(most, seen_near_ends(count, length));
+          for_ends(count, length, [&](std::int64_t seen) { most = std::max(most, seen); });
         }
       }
     }
     return std::min(most, columns());
   }
 
+  /// Of groups of columns, how many `count` rows see on average.
+  double mean_groups(std::int64_t count, std::int64_t group) const {
+    if (are_whole()) return static_cast<double>(divide_up(columns(), group));
+    const double inside = static_cast<double>(divide_up(std::min(seen_inside(count), columns()), group));
+    if (!rows_are_keys || !looks_at_ends()) return inside;
+    const std::int64_t longest = of_group(axis.kv.extent), blocks = divide_up(longest, count);
+    double sum = 0;
+    std::int64_t looked_at = 0;
+    for_ends(count, longest, [&](std::int64_t seen) {
+      sum += static_cast<double>(divide_up(std::max<std::int64_t>(seen, 0), group));
+      ++looked_at;
+    });
+    return (sum + inside * static_cast<double>(blocks - looked_at)) / static_cast<double>(blocks);
+  }
+
  private:
+  /// Whether windows are the whole sequence.
+  bool are_whole() const { return axis.query.extent != axis.kv.extent; }
+
+  bool looks_at_ends() const {
+    return !has_origins && axis.window.kernel_size + axis.window.stride <= kMostLookedAt;
+  }
+
   std::int64_t of_group(std::int64_t extent) const { return divide_up(extent, axis.window.dilation); }
 
-  std::int64_t seen_near_ends(std::int64_t count, std::int64_t length) const {
+  /// The same as `seen`, away from the ends of the layout.
+  std::int64_t seen_inside(std::int64_t count) const {
     const Window& window = axis.window;
-    if (length < window.kernel_size) return length;
+    count = std::min(count, rows());
+    const std::int64_t steps = divide_up(count - 1, window.stride) * window.stride;
+    return window.kernel_size + (rows_are_keys ? count - 1 + window.stride - 1 : steps);
+  }
+
+  /// Calls `call` with the columns that blocks of `count` keys near the ends of a layout of `length` are seen by.
+  template <class Call>
+  void for_ends(std::int64_t count, std::int64_t length, const Call& call) const {
+    const Window& window = axis.window;
+    if (length < window.kernel_size) {
+      for (std::int64_t block = 0; block * count < length; ++block) call(length);
+      return;
+    }
     const std::int64_t blocks = divide_up(length, count);
     const std::int64_t near = std::min(divide_up(window.kernel_size + window.stride, count) + 1, blocks);
-    std::int64_t most = 0;
     const auto look = [&](std::int64_t block) {
       const std::int64_t begin = block * count, last = std::min(begin + count, length) - 1;
       const auto first_seen = inverse_window_bounds(window, begin, length, length);
       const auto last_seen = inverse_window_bounds(window, last, length, length);
-      most = std::max(most, last_seen.end - first_seen.begin);
+      call(last_seen.end - first_seen.begin);
     };
     for (std::int64_t block = 0; block < near; ++block) look(block);
-    for (std::int64_t block = blocks - near; block < blocks; ++block) look(block);
-    return most;
+    for (std::int64_t block = std::max(near, blocks - near); block < blocks; ++block) look(block);
   }
 };
 
@@ -159,6 +189,7 @@ bool widen_box(const Side (&sides)[kRank], const Region& region, const std::int6
 bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel, int head_dim, int stages,
               const Device& device, Region& region) {
   std::int64_t box[kRank], groups[kRank];
+  double mean_groups[kRank];
   const bool is_whole = kernel == Kernel::kWholeGradient;
   region.warps = 1;
   region.count = 1;
@@ -173,6 +204,7 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
     // There, a warp's rows are keys, too.
     const Side keys{side.axis, true, false};
     groups[i] = divide_up(is_whole ? std::max(seen, keys.seen(region.tile[i])) : seen, region.group[i]);
+    mean_groups[i] = side.mean_groups(region.tile[i], region.group[i]);
     if (is_whole && region.regions[i] > 1) return false;
   }
   const std::int64_t lines = groups[0] * groups[2], line_pairs = divide_up(groups[1], 2);
@@ -232,7 +264,9 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
   region.pitch[2] = static_cast<int>(plane);
   for (int i = 0; i < kRank; ++i) region.extent[i] = static_cast<int>(box[i]);
   region.box = static_cast<int>(plane * box[2]);
-  region.pairs = static_cast<int>(pairs);
+  const double mean_pairs = mean_groups[0] * mean_groups[2] * (mean_groups[1] + .5) / 2;
+  // The warps of a CTA wait for the one that sees the most.
+  region.pairs = (mean_pairs + static_cast<double>(lines * line_pairs)) / 2 + static_cast<double>(additional_pairs);
   region.table = static_cast<int>(entries);
   region.stages = stages;
   region.ctas = std::min(device.shared_memory_multiprocessor / (region.shared.bytes + device.shared_memory_reserved),

@@ -56,7 +56,7 @@ struct Region {
   int extent[kRank];     ///< Of the box in shared memory.
   bool has_boxes;        ///< Whether the copy engine loads a region's columns, or all threads do, in chunks.
   int box;               ///< Most columns that a region sees.
-  int pairs;             ///< Most pairs of groups that a tile sees, additional ones among them.
+  double pairs;          ///< Pairs of groups that tiles take time for, additional ones among them.
   int table;             ///< Pairs of groups that a warp's tables have room for.
   int warps;
   int stages;

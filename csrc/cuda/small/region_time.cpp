@@ -16,42 +16,44 @@ constexpr int kMostRounds = 4;
 /// Nanoseconds that parts of a multiprocessor's work take, and factors of them.
 struct Costs {
   double tile;     ///< Of a tile, whatever it sees.
-  double pair;     ///< Of a pair of groups of heads of 32; wider ones take less than in proportion.
+  double pair;     ///< Of a pair of groups of heads of 32.
   double column;   ///< Of a token of heads of 32 that comes from memory, or goes there.
   double exposed;  ///< By how much longer those take where a multiprocessor does nothing beside them.
   double waiting;  ///< By how much longer all else takes of one warp alone.
   double uneven;   ///< How much of what a multiprocessor's parts have unequally many warps counts.
   double staged;   ///< How much a second stage counts beside another CTA.
   double plan;     ///< Of a warp's plan.
+  double width;    ///< The power of heads' width that a pair grows with.
+  double item;     ///< Of an item of a CTA.
+  double stage;    ///< Of a second stage's start.
 };
-constexpr double kWidthExponent = 0.75;
 
 /// Of a launch with next to nothing to do.
-constexpr double kLaunch = 1500;
+constexpr double kLaunch = 2300;
 
-/// Fitted to times of 2,700 regions of small-window problems on an H200: they predict most of the best ones' within
-/// 15%, and the regions that they choose took 3% longer than these, and at most 17%.
+/// Fitted to times of 7,600 regions of 15 small-window problems on an H200: they predict most of the best ones' within
+/// 15%, and the regions that they choose took 2% longer than these on average, and at most 13%.
 constexpr Costs costs_of(Kernel kernel, bool has_boxes) {
   switch (kernel) {
     case Kernel::kForward:
-      return has_boxes ? Costs{68.7, 9.44, 0.139, 6.33, 7.56, 0.207, 7.82, 257}
-                       : Costs{63.0, 6.03, 0.131, 6.44, 14.0, 0.442, 11.4, 647};
+      return has_boxes ? Costs{57.9, 14.4, 0.0275, 15, 2.54, 0.507, 2.81, 82.1, 0.648, 38.4, 353}
+                       : Costs{39.1, 15.1, 0.0353, 15, 3.84, 0.837, 0.525, 168, 0.648, 61, 375};
     case Kernel::kQueryGradient:
-      return has_boxes ? Costs{38.2, 33.0, 0.423, 3.58, 3.20, 0.119, 0.640, 342}
-                       : Costs{24.1, 32.6, 0.180, 3.85, 6.19, 0.104, 3.97, 947};
+      return has_boxes ? Costs{84.2, 17.1, 0.0273, 15, 1.67, 0.468, 0.768, 103, 0.65, 49.8, 476}
+                       : Costs{76, 19.9, 0.0217, 15, 3.05, 0.527, 0.718, 191, 0.729, 65.7, 703};
     case Kernel::kKeyValueGradient:
-      return has_boxes ? Costs{38.5, 0.185, 0.179, 8.80, 63.1, 0.305, 0.898, 478}
-                       : Costs{119, 1.16, 0.456, 2.28, 15.1, 0.417, 2.99, 301};
+      return has_boxes ? Costs{90.7, 24, 0.02, 12.7, 1.74, 0.364, 0.174, 98.3, 0.647, 88.9, 694}
+                       : Costs{78.7, 24.1, 0.0364, 15, 1.84, 0.435, 0.247, 143, 0.649, 117, 742};
     case Kernel::kWholeGradient:
-      return Costs{.1, .1, 0.01, 3.6, 3.2, .12, .64, 1};
+      return {1, 76.3, 0.0223, 0.519, 0.5, 0.02, 12, 201, 1, 575, 1140};
   }
   return {};
 }
 
 /// Tokens of a tile's rows that are loaded or stored: of the arrays that a kernel reads or writes by rows.
 constexpr double row_tokens(Kernel kernel) {
-  // In the forward pass a query and its output, which count as one column; else four arrays.
-  return kernel == Kernel::kForward ? kRows : 2 * kRows;
+  // Two arrays count as one: a query and its output in the forward pass, else four arrays or three.
+  return kernel == Kernel::kForward ? kRows : kernel == Kernel::kWholeGradient ? 1.5 * kRows : 2 * kRows;
 }
 
 }  // namespace
@@ -81,13 +83,15 @@ double estimate(Kernel kernel, int head_dim, const Region& region, const Shares&
   const Costs costs = costs_of(kernel, region.has_boxes);
   const double width = head_dim / 32., resident = std::min(shares.ctas, 1. * std::max(region.ctas, 1));
   const double warps = region.warps * resident, unevenness = std::ceil(warps / 4) * 4 / warps - 1;
-  const double tile = (costs.pair * region.pairs * std::pow(width, kWidthExponent) + costs.tile) *
+  const double tile = (costs.pair * region.pairs * std::pow(width, costs.width) + costs.tile) *
                       (1 + costs.uneven * unevenness) * (1 + costs.waiting / warps);
   const double overlap = resident * (1 + costs.staged * (region.stages - 1));
-  const double loading =
-      costs.column * (region.box + row_tokens(kernel) * region.warps) * width * (1 + costs.exposed / overlap);
-  const double of_cta =
-      static_cast<double>(shares.items_of_cta) * (region.warps * tile + loading) + region.warps * costs.plan;
+  // Of the boxes of a stage, two count as one column.
+  const double columns = region.box * (kernel == Kernel::kWholeGradient ? 2.5 : 1);
+  const double loading = (costs.column * (columns + row_tokens(kernel) * region.warps) * width + costs.item) *
+                         (1 + costs.exposed / overlap);
+  const double of_cta = static_cast<double>(shares.items_of_cta) * (region.warps * tile + loading) +
+                        region.warps * costs.plan + costs.stage * (region.stages - 1);
   return kLaunch + shares.ctas * of_cta;
 }
 

@@ -21,8 +21,9 @@ CUTE_DEVICE void differentiate_whole(const BackwardParams& p) {
   TilePlan queries_plan, keys_plan;
   BoxLoads<kHeadDim, Kernel::kWholeGradient> loads(p, raw);
   NoLoads none;
-  if (!make_plan<kHeadDim, false, true>(p, raw, of_queries, queries_plan, loads)) return;
-  make_plan<kHeadDim, true, true>(p, raw, of_keys, keys_plan, none, 1);
+  const auto no_rows = [] {};
+  if (!make_plan<kHeadDim, false, true>(p, raw, of_queries, queries_plan, loads, no_rows)) return;
+  make_plan<kHeadDim, true, true>(p, raw, of_keys, keys_plan, none, no_rows, 1);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const std::uint32_t second = p.region.shared.second;
