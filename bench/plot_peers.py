@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rc_context
 from matplotlib.figure import Figure
+from pictures import save
 
 BASELINE = "cuDNN"
 _COLORS = {"natten_jax": "#1f5f99", "NATTEN": "#7fb2d9", "FlexAttention": "#c9d3df"}
@@ -40,11 +39,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     about = f"{record['device']}, {record['dtype']}, head dimension {record['head_dim']}, {record['date']}"
     figure.supxlabel(f"speed-up over {BASELINE}'s self attention of the same layout ({about})", fontsize="small")
     figure.legend(loc="outside upper center", ncols=len(_COLORS), frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with rc_context({"svg.hashsalt": "natten_jax", "svg.fonttype": "none", "font.family": "sans-serif"}):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    if path.suffix == ".svg":
-        path.write_text(re.sub(r"(\.\d\d)\d+", r"\1", path.read_text()))
+    save(figure, path)
 
 
 def main() -> None:

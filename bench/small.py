@@ -7,12 +7,14 @@ that a side launches, from profiler traces.
 Example:
     python bench/small.py --json bench/results/h200/small.json
     python bench/small.py --only "NAT s[34]" --passes forward --families none cutlass
+    python bench/plot_small.py bench/results/h200/small.json docs/images/small_windows.svg
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -35,7 +37,11 @@ from natten_jax.profiler.capture import Launch, capture_in_turns
 #: What fills the second-level cache of every GPU so far.
 CACHE_BYTES = 256 << 20
 
-FAMILIES = ("none", "cutlass", "hopper")
+#: Most tokens of a tile of the kernels for small windows.
+SMALL_TILE = 16
+
+#: Backends: the best one; the portable kernels, and these without their form for small windows; those for Hopper.
+FAMILIES = ("none", "cutlass", "cutlass-large", "hopper")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +82,30 @@ class Row:
     def function(self, family: str) -> Callable[..., jax.Array]:
         """The operator, by the best backend or by that of a family."""
         operator = getattr(natten_jax, f"na{len(self.layout)}d")
-        backend = None if family == "none" else f"{family}-fna"
         window = {"kernel_size": self.kernel_size, "dilation": self.dilation, "is_causal": self.is_causal}
-        return lambda q, k, v: operator(q, k, v, **window, backend=backend)
+        if family == "cutlass-large":
+            family = "cutlass"
+            tiles = self._large_tiles(window)
+        else:
+            tiles = {}
+        backend = None if family == "none" else f"{family}-fna"
+        return lambda q, k, v: operator(q, k, v, **window, **tiles, backend=backend)
+
+    def _large_tiles(self, window: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        """The recommended tiles of the portable kernels, but for those of small windows, which have fewer tokens."""
+        array = jax.ShapeDtypeStruct(self.shape, jnp.bfloat16)
+        result: dict[str, tuple[int, ...]] = {}
+        for prefix, query in (
+            ("", natten_jax.get_configs_for_cutlass_fna),
+            ("backward_", natten_jax.get_bwd_configs_for_cutlass_fna),
+        ):
+            pairs = query(array, array, array, **window)
+            large = [pair for pair in pairs if min(map(math.prod, pair)) > SMALL_TILE]
+            if not large:
+                raise ValueError("the portable kernels do not run on this device")
+            q_tile, kv_tile = large[0]
+            result |= {f"{prefix}q_tile_shape": q_tile, f"{prefix}kv_tile_shape": kv_tile}
+        return result
 
 
 DENSE = ("cudnn", "xla")
@@ -110,11 +137,11 @@ def sides_of(row: Row, pass_: Pass, families: list[str]) -> dict[str, Runner | s
     """Each side's program, or why there is none."""
     arrays = [jax.random.normal(jax.random.key(i), row.shape, jnp.bfloat16) for i in range(4)]
     cotangent, *inputs = arrays
-    functions = {family.replace("none", "natten_jax"): row.function(family) for family in families}
-    functions |= {peer: lambda q, k, v, peer=peer: baselines.attend(peer, q, k, v) for peer in row.peers}
+    names = {family.replace("none", "natten_jax"): family for family in families}
     sides: dict[str, Runner | str] = {"copy": copy_runner(row.bytes_moved(pass_))}
-    for name, function in functions.items():
+    for name in (*names, *row.peers):
         try:
+            function = row.function(names[name]) if name in names else functools.partial(baselines.attend, name)
             if pass_ == "forward":
                 sides[name] = compile_runner(function, *inputs, name=f"{name}_side")
             else:

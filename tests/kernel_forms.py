@@ -25,6 +25,7 @@ from natten_jax.performance import KernelSchedule, Performance
 from natten_jax.problem import problem_of
 
 LAYOUT = (24, 28)
+WHOLE_LAYOUT = (14, 18)
 LARGE = 300.0  # times the ordinary queries: logits of several thousands
 
 
@@ -37,6 +38,8 @@ class Form(NamedTuple):
     precision: str | None = None  # of float32 products
     additional_kv: int = 5
     passes: tuple[Pass, ...] = PASSES
+    layout: tuple[int, int] = LAYOUT
+    heads_kv: int = 1
 
 
 def hopper_forms() -> Iterator[Form]:
@@ -71,6 +74,8 @@ def cutlass_forms() -> Iterator[Form]:
         yield Form(dtype, width, boxes, additional_kv=0)
         yield Form(dtype, width, chunks, additional_kv=0)
         yield Form(dtype, width, boxes, passes=("forward",))
+        # Dilation groups that a CTA holds whole.
+        yield Form(dtype, width, boxes, additional_kv=0, layout=WHOLE_LAYOUT, heads_kv=2)
     for precision, width in itertools.product((None, "tensorfloat32"), (64, 128, 256)):
         yield Form("float32", width, Performance((8, 8), (8, 16), (8, 8), (8, 16)), precision)
 
@@ -81,13 +86,13 @@ FORMS = {"hopper": hopper_forms, "cutlass": cutlass_forms}
 def run(family: str, form: Form) -> None:
     """Run both passes of a form."""
     problem = problem_of(
-        LAYOUT,
+        form.layout,
         (7, 9),
         (2, 1),
         (1, 2),
         (True, False),
         heads=2,
-        heads_kv=1,
+        heads_kv=form.heads_kv,
         head_dim=form.head_dim,
         dtype=form.dtype,
         additional_kv=form.additional_kv,
@@ -98,10 +103,12 @@ def run(family: str, form: Form) -> None:
     def array(*shape: int, dtype: str = form.dtype) -> Any:
         return jnp.asarray(rng.standard_normal((1, *shape)), dtype)
 
-    query, cotangent = (array(*LAYOUT, 2, form.head_dim) for _ in range(2))
-    key, value = (array(*LAYOUT, 1, form.head_dim) for _ in range(2))
-    keys, values = (array(form.additional_kv, 1, form.head_dim) if form.additional_kv else None for _ in range(2))
-    logsumexp_cotangent = array(*LAYOUT, 2, dtype="float32")
+    query, cotangent = (array(*form.layout, 2, form.head_dim) for _ in range(2))
+    key, value = (array(*form.layout, form.heads_kv, form.head_dim) for _ in range(2))
+    keys, values = (
+        array(form.additional_kv, form.heads_kv, form.head_dim) if form.additional_kv else None for _ in range(2)
+    )
+    logsumexp_cotangent = array(*form.layout, 2, dtype="float32")
 
     @jax.jit
     def forward(operands: Operands) -> Saved:

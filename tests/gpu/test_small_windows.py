@@ -16,6 +16,8 @@ import pytest
 import natten_jax
 from natten_jax import devices
 from natten_jax.array_arguments import neighborhood_problem
+from natten_jax.profiler.capture import capture
+from natten_jax.profiler.program import Program, compile_for_trace
 from natten_jax.resolve import Request, resolve
 
 pytestmark = pytest.mark.gpu
@@ -91,6 +93,50 @@ def test_results_are_reproducible_and_a_batch_entry_does_not_depend_on_others() 
         )
         alone = (out, *pullback(cotangent[entries]))
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, np.asarray(b)[entries]), alone, together)  # noqa: B023
+
+
+def symbols(function: Any, *arrays: jax.Array) -> set[str]:
+    """Kernels that a function launches."""
+    compiled = compile_for_trace(function, *arrays)
+    jax.block_until_ready(compiled(*arrays))
+    (events,) = capture(lambda: compiled(*arrays), 1, Program.of(compiled), "cuda")
+    return {event.symbol for event in events}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("layout", "window"),
+    [
+        ((7, 7), {"kernel_size": 7}),
+        ((14, 13), {"kernel_size": (5, 4), "stride": (3, 1), "is_causal": (True, False)}),
+        ((15, 27), {"kernel_size": (5, 7), "dilation": (2, 3), "stride": (1, 2)}),
+        ((5, 4, 9), {"kernel_size": (2, 3, 5), "is_causal": (False, False, True)}),
+        ((61,), {"kernel_size": 16, "stride": 5}),
+    ],
+)
+@pytest.mark.parametrize("head_dim", [32, 64])
+def test_gradients_of_layouts_that_a_block_holds_whole(
+    layout: tuple[int, ...], window: dict[str, Any], head_dim: int, dtype: Any
+) -> None:
+    """One launch for all of them, as far as there are many heads and batch entries."""
+    if (devices.default_device().compute_capability or (0, 0)) < (9, 0):
+        pytest.skip("needs the engine that copies boxes")
+    shape = 48, *layout, 3, head_dim
+    arrays = [draw(i, *shape, dtype=dtype) for i in range(3)]
+    operator = functools.partial(getattr(natten_jax, f"na{len(layout)}d"), return_lse=True, **window)
+    cotangents = draw(9, *shape, dtype=dtype), draw(10, *shape[:-1], dtype=jnp.float32)
+
+    def gradients(operator: Any, cotangents: Any, *arrays: jax.Array) -> Any:
+        return jax.vjp(operator, *arrays)[1](cotangents)
+
+    found = jax.jit(functools.partial(gradients, functools.partial(operator, backend="cutlass-fna"), cotangents))
+    assert any("whole_gradient" in symbol for symbol in symbols(found, *arrays))
+    with jax.enable_x64(True):
+        exact = functools.partial(operator, backend="flex-fna")
+        wide = [array.astype(jnp.float64) for array in (*arrays, *cotangents)]
+        reference = jax.jit(functools.partial(gradients, exact))(tuple(wide[3:]), *wide[:3])
+    for number, (result, expected) in enumerate(zip(found(*arrays), reference, strict=True)):
+        assert error(result, expected) <= (6e-3 if dtype == jnp.bfloat16 else 1e-3), number
 
 
 def test_what_is_not_finite_stays_with_the_queries_that_see_it() -> None:

@@ -40,8 +40,8 @@ class BoxLoads {
         stages_(shared_address(raw + p.region.shared.stages)),
         items_(p) {}
 
-  /// Has the first stages filled, but for what the kernel before writes. `first` is the box's first column, `warps` have
-  /// rows.
+  /// Has the first stages filled, but for what the kernel before writes. `first` is the box's first column, `warps`
+  /// have rows.
   CUTE_DEVICE void start(const int (&first)[kRank], int warps) {
     if (threadIdx.x > 0) return;
     CUTE_UNROLL

@@ -87,7 +87,8 @@ CUTE_DEVICE void compute_exactly(TileOutput<kHeadDim>& result, const Queries& qu
     CUTE_UNROLL
     for (int i = 0; i < 8; ++i) {
       const int e = i % 4;
-      if (hiding(masks_of_group(pair.masks[0], i / 4), e) == 0.f) largest[e / 2] = fmaxf(largest[e / 2], x[0][i / 4][e]);
+      if (hiding(masks_of_group(pair.masks[0], i / 4), e) == 0.f)
+        largest[e / 2] = fmaxf(largest[e / 2], x[0][i / 4][e]);
     }
   });
   CUTE_UNROLL

@@ -54,10 +54,10 @@ CUTE_DEVICE void add_key_value_gradients(float (&of_keys)[kHeadDim / 8][4], floa
       CUTE_UNROLL
       for (int i = 0; i < 2 * kPairs; ++i) {
         const int pair = i / 2, h = i % 2;
-        const std::uint32_t at = stage + tile.statistic +
-                                 pairs.at[pair].offset / (Columns::kBytes / kStatisticsBytes) + h * tile.next_group;
+        const std::uint32_t at =
+            stage + tile.statistic + pairs.at[pair].offset / (Columns::kBytes / kStatisticsBytes) + h * tile.next_group;
         const float2 first = load_statistic(at), second = load_statistic(at + tile.next_statistic);
-        float(&of_x)[4] = x[pair][h], (&of_y)[4] = y[pair][h];
+        float (&of_x)[4] = x[pair][h], (&of_y)[4] = y[pair][h];
         weights(of_x, first, second, at);
         CUTE_UNROLL
         for (int r = 0; r < 2; ++r) {
@@ -73,7 +73,7 @@ CUTE_DEVICE void add_key_value_gradients(float (&of_keys)[kHeadDim / 8][4], floa
     });
   };
   if (is_large) {
-    differentiate([&](float(&x)[4], float2, float2, std::uint32_t at) {
+    differentiate([&](float (&x)[4], float2, float2, std::uint32_t at) {
       const float2 first = load_statistic(at + 8), second = load_statistic(at + 8 + tile.next_statistic);
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
@@ -82,7 +82,7 @@ CUTE_DEVICE void add_key_value_gradients(float (&of_keys)[kHeadDim / 8][4], floa
       }
     });
   } else {
-    differentiate([&](float(&x)[4], float2 first, float2 second, std::uint32_t) {
+    differentiate([&](float (&x)[4], float2 first, float2 second, std::uint32_t) {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
         x[2 * r] = fast_exp2(fmaf(x[2 * r], factor, -first.x));

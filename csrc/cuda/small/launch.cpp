@@ -211,15 +211,16 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
       status.failed()) {
     return status;
   }
-  const bool can_be_whole = !prepare(problem, tiles.kv, tiles.query, Kernel::kWholeGradient, arrays.origins, stream,
-                                     whole, shape_of_whole)
-                                 .failed();
-  if (can_be_whole &&
-      whole.region.nanoseconds <= p.region.nanoseconds + of_keys.region.nanoseconds) {
+  const bool can_be_whole =
+      !prepare(problem, tiles.kv, tiles.query, Kernel::kWholeGradient, arrays.origins, stream, whole, shape_of_whole)
+           .failed();
+  if (can_be_whole && whole.region.nanoseconds <= p.region.nanoseconds + of_keys.region.nanoseconds) {
     if (Status status = encode_whole(problem, whole); status.failed()) return status;
     return with_form(problem, [&](auto element, auto head_dim) {
-      if constexpr (head_dim > kLargestBoxHeadDim) return cudaErrorInvalidValue;
-      else return launch_whole_gradient<decltype(element), head_dim>(whole, shape_of_whole);
+      if constexpr (head_dim > kLargestBoxHeadDim)
+        return cudaErrorInvalidValue;
+      else
+        return launch_whole_gradient<decltype(element), head_dim>(whole, shape_of_whole);
     });
   }
   if (Status status = encode_keys(problem, p.key, p.value, p); status.failed()) return status;

@@ -84,9 +84,7 @@ struct Side {
   /// Whether windows are the whole sequence.
   bool are_whole() const { return axis.query.extent != axis.kv.extent; }
 
-  bool looks_at_ends() const {
-    return !has_origins && axis.window.kernel_size + axis.window.stride <= kMostLookedAt;
-  }
+  bool looks_at_ends() const { return !has_origins && axis.window.kernel_size + axis.window.stride <= kMostLookedAt; }
 
   std::int64_t of_group(std::int64_t extent) const { return divide_up(extent, axis.window.dilation); }
 
@@ -381,12 +379,11 @@ Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank]
 Status choose_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                      Kernel kernel, bool has_origins, const Device& device, Region& region) {
   bool found = false;
-  Status status =
-      for_each_region(problem, rows, columns, kernel, has_origins, device, [&](const Region& candidate) {
-        if (found && candidate.nanoseconds >= region.nanoseconds) return;
-        found = true;
-        region = candidate;
-      });
+  Status status = for_each_region(problem, rows, columns, kernel, has_origins, device, [&](const Region& candidate) {
+    if (found && candidate.nanoseconds >= region.nanoseconds) return;
+    found = true;
+    region = candidate;
+  });
   if (status.failed()) return status;
   return found ? Status() : too_large();
 }

@@ -60,8 +60,8 @@ struct Region {
   int table;             ///< Pairs of groups that a warp's tables have room for.
   int warps;
   int stages;
-  int ctas;          ///< That a multiprocessor has the shared memory for.
-  int items_of_cta;  ///< Batch entries and query heads that a CTA goes over.
+  int ctas;            ///< That a multiprocessor has the shared memory for.
+  int items_of_cta;    ///< Batch entries and query heads that a CTA goes over.
   double nanoseconds;  ///< That the launch is estimated to take.
   SharedLayout shared;
 };
@@ -85,8 +85,8 @@ Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank]
 ///   region: the result.
 ///
 /// Returns:
-///   An error where tiles are not of that many tokens, or where there is no region: the box of one tile is too large for
-///   shared memory, or, for the kernel of whole layouts, that of all tiles.
+///   An error where tiles are not of that many tokens, or where there is no region: the box of one tile is too large
+///   for shared memory, or, for the kernel of whole layouts, that of all tiles.
 Status choose_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                      Kernel kernel, bool has_origins, const Device& device, Region& region);
 
