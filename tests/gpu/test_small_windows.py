@@ -105,16 +105,20 @@ def symbols(function: Any, *arrays: jax.Array) -> set[str]:
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
-    ("layout", "window"),
+    ("layout", "window", "head_dim"),
     [
-        ((7, 7), {"kernel_size": 7}),
-        ((14, 13), {"kernel_size": (5, 4), "stride": (3, 1), "is_causal": (True, False)}),
-        ((15, 27), {"kernel_size": (5, 7), "dilation": (2, 3), "stride": (1, 2)}),
-        ((5, 4, 9), {"kernel_size": (2, 3, 5), "is_causal": (False, False, True)}),
-        ((61,), {"kernel_size": 16, "stride": 5}),
+        ((7, 7), {"kernel_size": 7}, 32),
+        ((7, 7), {"kernel_size": 7}, 64),
+        ((13, 11), {"kernel_size": (5, 4), "stride": (3, 1), "is_causal": (True, False)}, 32),
+        ((8, 7), {"kernel_size": (5, 4), "stride": (3, 1), "is_causal": (True, False)}, 64),
+        ((15, 27), {"kernel_size": (5, 7), "dilation": (2, 3), "stride": (1, 2)}, 32),
+        ((15, 27), {"kernel_size": (5, 7), "dilation": (2, 3), "stride": (1, 2)}, 64),
+        ((3, 4, 9), {"kernel_size": (2, 3, 5), "is_causal": (False, False, True)}, 32),
+        ((2, 4, 8), {"kernel_size": (2, 3, 5), "is_causal": (False, False, True)}, 64),
+        ((61,), {"kernel_size": 16, "stride": 5}, 32),
+        ((61,), {"kernel_size": 16, "stride": 5}, 64),
     ],
 )
-@pytest.mark.parametrize("head_dim", [32, 64])
 def test_gradients_of_layouts_that_a_block_holds_whole(
     layout: tuple[int, ...], window: dict[str, Any], head_dim: int, dtype: Any
 ) -> None:
