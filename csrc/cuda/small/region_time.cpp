@@ -23,7 +23,8 @@ struct Costs {
   double uneven;   ///< How much of what a multiprocessor's parts have unequally many warps counts.
   double staged;   ///< How much a second stage counts beside another CTA.
   double plan;     ///< Of a warp's plan.
-  double width;    ///< The power of heads' width that these two grow with.
+  double of_64;    ///< How many times as long these two take for heads of 64,
+  double of_128;   ///< and for those of 128.
   double item;     ///< Of an item of a CTA.
   double stage;    ///< Of a second stage's start.
 };
@@ -31,23 +32,22 @@ struct Costs {
 /// Of a launch with next to nothing to do.
 constexpr double kLaunch = 2300;
 
-/// Fitted to times of 9,300 regions of 26 problems on an H200: they predict the best ones' of 20 within 15%, those of
-/// tiny ones 20% too short. The regions that they choose took 2% longer than these on average, and at most 13%. A pair of
-/// the first kind is 6% dearer than fitted: windows of 30 tokens a side, which the kernels for Hopper compute faster, took
-/// more than was predicted.
+/// Fitted to times of 9,300 regions of 26 problems on an H200: they predict the best ones' within 10% for most
+/// problems, and within 25% for all. The regions that they choose took 2% longer than these on average, and at most
+/// 13%.
 constexpr Costs costs_of(Kernel kernel, bool has_boxes) {
   switch (kernel) {
     case Kernel::kForward:
-      return has_boxes ? Costs{57, 19.5, 0.0658, 5.89, 5.32, 0.149, 12, 114, 0.499, 52.2, 331}
-                       : Costs{73.9, 14.9, 0.0615, 15, 7.4, 0.264, 1.85, 185, 0.535, 50.3, 313};
+      return has_boxes ? Costs{50.6, 16.6, 0.0346, 13, 6.57, 0.187, 12, 228, 1.4, 1.97, 31.9, 438}
+                       : Costs{86, 13.1, 0.0545, 15, 8.38, 0.658, 12, 204, 1.32, 1.97, 62.4, 474};
     case Kernel::kQueryGradient:
-      return has_boxes ? Costs{126, 20.9, 0.0285, 9.01, 4.24, 0.142, 1.93, 163, 0.538, 17, 394}
-                       : Costs{151, 22, 0.13, 2.48, 5.01, 0.148, 0.995, 222, 0.742, 38.3, 299};
+      return has_boxes ? Costs{107, 18.2, 0.0238, 15, 4.98, 0.214, 0.765, 306, 1.4, 1.97, 23.2, 268}
+                       : Costs{134, 17.7, 0.0692, 4.22, 6.42, 0.255, 1.25, 458, 1.7, 2.9, 41.5, 170};
     case Kernel::kKeyValueGradient:
-      return has_boxes ? Costs{66, 24.4, 0.0268, 15, 2.44, 0.244, 0.246, 80.9, 0.499, 111, 637}
-                       : Costs{143, 18.9, 0.108, 15, 4.32, 0.122, 0.602, 69.6, 0.5, 99.3, 913};
+      return has_boxes ? Costs{42.4, 22.4, 0.0279, 15, 1.8, 0.759, 0.189, 235, 1.4, 1.97, 125, 311}
+                       : Costs{133, 16.6, 0.132, 15, 5.3, 0.134, 0.516, 121, 1.4, 1.97, 93.4, 1260};
     case Kernel::kWholeGradient:
-      return {240, 48, 0.0201, 0.95, 0.5, 0.163, 12, 150, 1, 223, 845};
+      return {240, 48, 0.0201, 0.95, 0.5, 0.163, 12, 150, 2, 4, 223, 845};
   }
   return {};
 }
@@ -85,9 +85,10 @@ double estimate(Kernel kernel, int head_dim, const Region& region, const Shares&
   const Costs costs = costs_of(kernel, region.has_boxes);
   const double width = head_dim / 32., resident = std::min(shares.ctas, 1. * std::max(region.ctas, 1));
   const double warps = region.warps * resident, unevenness = std::ceil(warps / 4) * 4 / warps - 1;
+  const double wider = head_dim == 32 ? 1 : head_dim == 64 ? costs.of_64 : costs.of_128;
   // A warp alone takes `waiting` times as long for a tile as many side by side take for each.
-  const double tile = (costs.pair * region.pairs + costs.tile) * std::pow(width, costs.width) *
-                      (1 + costs.uneven * unevenness) * std::hypot(1., costs.waiting / warps);
+  const double tile = (costs.pair * region.pairs + costs.tile) * wider * (1 + costs.uneven * unevenness) *
+                      std::hypot(1., costs.waiting / warps);
   const double overlap = resident * (1 + costs.staged * (region.stages - 1));
   // Of the boxes of a stage, two count as one column.
   const double columns = region.box * (kernel == Kernel::kWholeGradient ? 2.5 : 1);
