@@ -113,6 +113,7 @@ docs: setup
 pictures: setup
 	$(RUN) docs/pictures.py
 	$(RUN) bench/plot_peers.py bench/results/h200/peers.json docs/images/speed.svg
+	$(RUN) bench/plot_small.py bench/results/h200/small.json docs/images/small_windows.svg
 
 clean:
 	rm -rf build dist *.egg-info natten_jax/*.so

@@ -11,34 +11,27 @@ import json
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-from pictures import save
+from charts import passes_side_by_side, save
+
+from natten_jax.passes import PASSES
 
 BASELINE = "cuDNN"
-_COLORS = {"natten_jax": "#1f5f99", "NATTEN": "#7fb2d9", "FlexAttention": "#c9d3df"}
-_PASSES = "forward", "backward"
+_IMPLEMENTATIONS = "natten_jax", "NATTEN", "FlexAttention"
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
     """One bar for each implementation, problem and pass: how much faster it is than the baseline."""
     problems = record["problems"]
-    figure = Figure(figsize=(10, 4.6), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    height = 0.8 / len(_COLORS)
-    for axes, pass_ in zip(panels, _PASSES, strict=True):
-        for i, (name, color) in enumerate(_COLORS.items()):
-            speedups = [each[pass_][BASELINE] / each[pass_][name] for each in problems.values()]
-            rows = [row + (i - 1) * height for row in range(len(problems))]
-            bars = axes.barh(rows, speedups, height, color=color, label=name if pass_ == "forward" else None)
-            axes.bar_label(bars, [f"{speedup:.1f}x" for speedup in speedups], padding=2, fontsize=7)
-        axes.set_title(f"{pass_} pass", fontsize="medium")
-        axes.margins(x=0.1)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_yticks(range(len(problems)), list(problems))
-    panels[0].invert_yaxis()
+    speedups = {
+        pass_: {
+            name: {row: each[pass_][BASELINE] / each[pass_][name] for row, each in enumerate(problems.values())}
+            for name in _IMPLEMENTATIONS
+        }
+        for pass_ in PASSES
+    }
     about = f"{record['device']}, {record['dtype']}, head dimension {record['head_dim']}, {record['date']}"
-    figure.supxlabel(f"speed-up over {BASELINE}'s self attention of the same layout ({about})", fontsize="small")
-    figure.legend(loc="outside upper center", ncols=len(_COLORS), frameon=False)
+    about = f"speed-up over {BASELINE}'s self attention of the same layout ({about})"
+    figure, _ = passes_side_by_side(list(problems), speedups, about, "x", 4.6)
     save(figure, path)
 
 

@@ -29,6 +29,7 @@ from environment import environment
 from timing import Runner, compile_backward, compile_runner
 
 import natten_jax
+from natten_jax import native
 from natten_jax.devices import default_device
 from natten_jax.passes import PASSES, Pass
 from natten_jax.profiler import baselines
@@ -36,9 +37,6 @@ from natten_jax.profiler.capture import Launch, capture_in_turns
 
 #: What fills the second-level cache of every GPU so far.
 CACHE_BYTES = 256 << 20
-
-#: Most tokens of a tile of the kernels for small windows.
-SMALL_TILE = 16
 
 #: Backends: the best one; the portable kernels, and these without their form for small windows; those for Hopper.
 FAMILIES = ("none", "cutlass", "cutlass-large", "hopper")
@@ -94,13 +92,14 @@ class Row:
     def _large_tiles(self, window: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         """The recommended tiles of the portable kernels, but for those of small windows, which have fewer tokens."""
         array = jax.ShapeDtypeStruct(self.shape, jnp.bfloat16)
+        small = native.limits("small")["row_tokens"]
         result: dict[str, tuple[int, ...]] = {}
         for prefix, query in (
             ("", natten_jax.get_configs_for_cutlass_fna),
             ("backward_", natten_jax.get_bwd_configs_for_cutlass_fna),
         ):
             pairs = query(array, array, array, **window)
-            large = [pair for pair in pairs if min(map(math.prod, pair)) > SMALL_TILE]
+            large = [pair for pair in pairs if min(map(math.prod, pair)) > small]
             if not large:
                 raise ValueError("the portable kernels do not run on this device")
             q_tile, kv_tile = large[0]

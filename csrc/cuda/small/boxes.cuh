@@ -32,7 +32,7 @@ class BoxLoads {
  public:
   static constexpr bool kRowsAreKeys = kKernel == Kernel::kKeyValueGradient;
   static constexpr bool kIsWhole = kKernel == Kernel::kWholeGradient;
-  static constexpr int kBoxes = kIsWhole ? 5 : 2;
+  static constexpr int kBoxes = boxes_of(kKernel);
 
   CUTE_DEVICE BoxLoads(const CommonParams& p, char* raw)
       : p_(p),

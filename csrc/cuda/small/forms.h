@@ -23,6 +23,11 @@ inline constexpr int kStatisticsBytes = 16;
 /// What the kernels are for.
 enum class Kernel { kForward, kQueryGradient, kKeyValueGradient, kWholeGradient };
 
+/// Arrays that a stage has boxes of, but for statistics: the two arrays of columns, or what WholeBox names.
+constexpr int boxes_of(Kernel kernel) {
+  return kernel == Kernel::kWholeGradient ? 5 : 2;
+}
+
 /// The warps of a multiprocessor that there are registers for, all of which may be of one CTA.
 constexpr int resident_warps(Kernel kernel, int head_dim) {
   switch (kernel) {

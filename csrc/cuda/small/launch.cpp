@@ -39,9 +39,8 @@ std::int64_t pitch_of(const Problem& problem, int dimension, bool is_query) {
 
 /// Fills in what all kernels have, and how they are launched.
 Status prepare(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-               Kernel kernel, const std::int32_t* origins, cudaStream_t stream, CommonParams& p, LaunchShape& shape) {
-  Device device{};
-  if (const auto error = read_device(device)) return status_of(error);
+               Kernel kernel, const std::int32_t* origins, const Device& device, cudaStream_t stream, CommonParams& p,
+               LaunchShape& shape) {
   if (Status status = find_region(problem, rows, columns, kernel, origins != nullptr, device, p.region);
       status.failed()) {
     return status;
@@ -161,9 +160,12 @@ Status check_elements(const Problem& problem) {
 
 Status run_forward(const Problem& problem, const TileShapes& tiles, const ForwardArrays& arrays, cudaStream_t stream) {
   if (Status status = check_elements(problem); status.failed()) return status;
+  Device device{};
+  if (const auto error = read_device(device)) return status_of(error);
   ForwardParams p{};
   LaunchShape shape{};
-  if (Status status = prepare(problem, tiles.query, tiles.kv, Kernel::kForward, arrays.origins, stream, p, shape);
+  if (Status status =
+          prepare(problem, tiles.query, tiles.kv, Kernel::kForward, arrays.origins, device, stream, p, shape);
       status.failed()) {
     return status;
   }
@@ -186,6 +188,8 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
   if (problem.additional_kv > 0) {
     return Status::invalid_argument(kNoAdditionalKeys);
   }
+  Device device{};
+  if (const auto error = read_device(device)) return status_of(error);
   BackwardParams p{};
   p.query = arrays.query;
   p.key = arrays.key;
@@ -202,18 +206,19 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
   BackwardParams of_keys = p, whole = p;
   LaunchShape shape{}, shape_of_keys{}, shape_of_whole{};
   // Windows of queries and those of keys are alike: queries take the shapes of tiles that keys have.
-  if (Status status = prepare(problem, tiles.kv, tiles.query, Kernel::kQueryGradient, arrays.origins, stream, p, shape);
+  if (Status status =
+          prepare(problem, tiles.kv, tiles.query, Kernel::kQueryGradient, arrays.origins, device, stream, p, shape);
       status.failed()) {
     return status;
   }
-  if (Status status = prepare(problem, tiles.kv, tiles.query, Kernel::kKeyValueGradient, arrays.origins, stream,
+  if (Status status = prepare(problem, tiles.kv, tiles.query, Kernel::kKeyValueGradient, arrays.origins, device, stream,
                               of_keys, shape_of_keys);
       status.failed()) {
     return status;
   }
-  const bool can_be_whole =
-      !prepare(problem, tiles.kv, tiles.query, Kernel::kWholeGradient, arrays.origins, stream, whole, shape_of_whole)
-           .failed();
+  const bool can_be_whole = !prepare(problem, tiles.kv, tiles.query, Kernel::kWholeGradient, arrays.origins, device,
+                                     stream, whole, shape_of_whole)
+                                 .failed();
   if (can_be_whole && whole.region.nanoseconds <= p.region.nanoseconds + of_keys.region.nanoseconds) {
     if (Status status = encode_whole(problem, whole); status.failed()) return status;
     return with_form(problem, [&](auto element, auto head_dim) {

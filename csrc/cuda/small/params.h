@@ -35,7 +35,7 @@ struct CommonParams {
   cutlass::FastDivmod by_tiles[kRank];    // of a region
   // For the copy engine, of the two arrays of columns and, where these are queries, of their statistics; or of the
   // boxes that WholeBox names: dimensions [head and its elements, those of the region, batch].
-  CUtensorMap columns[5];
+  CUtensorMap columns[boxes_of(Kernel::kWholeGradient)];
 };
 
 struct ForwardParams : CommonParams {

@@ -219,7 +219,7 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
 
   SharedLayout& shared = region.shared;
   const bool has_statistics = is_whole || kernel == Kernel::kKeyValueGradient;
-  const int plans = is_whole ? 2 : 1, boxes = is_whole ? 5 : 2;
+  const int plans = is_whole ? 2 : 1;
   std::int64_t at = 0;
   const auto take = [&](int& offset, std::int64_t bytes) {
     offset = static_cast<int>(at);
@@ -242,7 +242,7 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
     const std::int64_t row = 2 * head_dim;
     shared.box_end = static_cast<int>(plane * box[2] * row);
     shared.second = static_cast<int>(align(shared.box_end, kBoxAlignment));
-    at = align((boxes - 1) * shared.second + memory_rows * row);
+    at = align((boxes_of(kernel) - 1) * shared.second + memory_rows * row);
     shared.nowhere = static_cast<int>(at);
   } else {
     at = memory_rows * 4 * head_dim;

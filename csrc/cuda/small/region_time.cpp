@@ -33,7 +33,7 @@ struct Costs {
 constexpr double kLaunch = 2300;
 
 /// Fitted to times of 9,300 regions of 26 problems on an H200: they predict the best ones' within 10% for most
-/// problems, and within 25% for all. The regions that they choose took 2% longer than these on average, and at most
+/// problems, and within 30% for all. The regions that they choose took 2% longer than these on average, and at most
 /// 13%.
 constexpr Costs costs_of(Kernel kernel, bool has_boxes) {
   switch (kernel) {
@@ -91,7 +91,7 @@ double estimate(Kernel kernel, int head_dim, const Region& region, const Shares&
                       std::hypot(1., costs.waiting / warps);
   const double overlap = resident * (1 + costs.staged * (region.stages - 1));
   // Of the boxes of a stage, two count as one column.
-  const double columns = region.box * (kernel == Kernel::kWholeGradient ? 2.5 : 1);
+  const double columns = region.box * (boxes_of(kernel) / 2.);
   const double loading = (costs.column * (columns + row_tokens(kernel) * region.warps) * width + costs.item) *
                          (1 + costs.exposed / overlap);
   const double of_cta = static_cast<double>(shares.items_of_cta) * (region.warps * tile + loading) +
