@@ -118,12 +118,15 @@ class BoxLoads {
       cutlass::arch::ClusterBarrier::wait(&loads.state_.full[stage], phase);
     }
 
-    CUTE_DEVICE void columns_are_read() const { loads.leave(i, stage); }
+    CUTE_DEVICE void columns_are_read() const { loads.leave(i, stage, phase); }
   };
 
-  CUTE_DEVICE void leave(int i, int stage) const {
+  CUTE_DEVICE void leave(int i, int stage, int phase) const {
     __syncwarp();
     if (threadIdx.x % 32 > 0) return;
+    // All have left what the stage had before, or it would not have been filled again: this never waits, and orders
+    // the barrier's uses for those who look at it alone.
+    cutlass::arch::ClusterBarrier::wait(&state_.left[stage], phase ^ 1);
     // How many were missing before this one.
     std::uint64_t before;
     unsigned missing;
@@ -202,12 +205,12 @@ class BoxLoads {
       CUTE_UNROLL
       for (int box = 0; box < kBoxes; ++box) {
         char* begin = stage + box * shared.second;
-        clear(begin + shared.box_end, box + 1 < kBoxes ? begin + shared.second : stage + shared.nowhere);
+        clear(begin + shared.box_end, box + 1 < kBoxes ? begin + shared.second : stage + shared.boxes_end);
       }
       if constexpr (kRowsAreKeys || kIsWhole) {
         char* statistics = stage + shared.statistics;
         clear(statistics + (kIsWhole ? 0 : statistics_end()),
-              statistics + (shared.nowhere - (kBoxes - 1) * shared.second) / kRowBytes * kStatisticsBytes);
+              statistics + (shared.boxes_end - (kBoxes - 1) * shared.second) / kRowBytes * kStatisticsBytes);
       }
     }
   }

@@ -103,11 +103,12 @@ struct ColumnCopy {
       }
       place += count * step;
     };
-    int passes = tables.passes;
+    int passes = tables.full_passes;
     CUTE_NO_UNROLL
     for (; passes >= kAtOnce; passes -= kAtOnce) some(std::integral_constant<int, kAtOnce>{});
     CUTE_NO_UNROLL
     for (; passes > 0; --passes) some(std::integral_constant<int, 1>{});
+    if (place < tables.places + tables.columns) some(std::integral_constant<int, 1>{});
   }
 
   /// Columns that follow each other in both.

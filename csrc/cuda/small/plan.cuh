@@ -101,9 +101,9 @@ struct Tables {
   const std::uint16_t* masks;  // of a lane: two pairs' bytes
   const int* row_tokens;
   char* stages;
-  int second;   // bytes between the boxes of the two arrays
-  int columns;  // of the region
-  int passes;   // in which all threads copy them, each a chunk of a column
+  int second;       // bytes between the boxes of the two arrays
+  int columns;      // of the region
+  int full_passes;  // in which all threads copy them, each a chunk of a column; some threads copy the rest
 };
 
 /// Of a power of two, in base 2.
@@ -236,11 +236,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
   tables.columns = extent[0] * extent[1] * extent[2];
   if constexpr (!kHasBoxes) {
     const int of_pass = blockDim.x / (kColumnBytes / 16);
-    tables.passes = (tables.columns + of_pass - 1) / of_pass;
-    // The last pass copies some column to where nobody looks.
-    for (int i = tables.columns + threadIdx.x; i < tables.passes * of_pass; i += blockDim.x) {
-      tables.places[i] = make_int2(first_token, region.shared.nowhere);
-    }
+    tables.full_passes = tables.columns / of_pass;
     for (int i = threadIdx.x; i < tables.columns; i += blockDim.x) {
       const int line = i / extent[0], x = i - line * extent[0], z = line / extent[1], y = line - z * extent[1];
       const int place = x + y * region.pitch[1] + z * region.pitch[2];

@@ -225,9 +225,8 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
     offset = static_cast<int>(at);
     at = align(at + bytes);
   };
-  const std::int64_t of_pass = 32 * region.warps / (head_dim / 4);
   take(shared.box_state, region.has_boxes ? kAlignment : 0);
-  take(shared.places, region.has_boxes ? 0 : 8 * divide_up(plane * box[2], of_pass) * of_pass);
+  take(shared.places, region.has_boxes ? 0 : 8 * plane * box[2]);
   take(shared.offsets, 4 * plans * region.warps * entries);
   take(shared.masks, 32 * plans * region.warps * entries);
   take(shared.row_tokens, 4 * kRows * region.warps);
@@ -243,10 +242,9 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
     shared.box_end = static_cast<int>(plane * box[2] * row);
     shared.second = static_cast<int>(align(shared.box_end, kBoxAlignment));
     at = align((boxes_of(kernel) - 1) * shared.second + memory_rows * row);
-    shared.nowhere = static_cast<int>(at);
+    shared.boxes_end = static_cast<int>(at);
   } else {
     at = memory_rows * 4 * head_dim;
-    take(shared.nowhere, 4 * head_dim);
     take(shared.additional, 2 * kColumns * additional_pairs * 4 * head_dim);
     take(shared.rows, row_bytes);
   }

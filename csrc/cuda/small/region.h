@@ -37,7 +37,7 @@ struct SharedLayout {
   int stage_bytes;
   int second;      ///< Of a stage, for boxes: the second array's columns, and how far others are apart.
   int box_end;     ///< Of a stage, for boxes: where those of the first array end.
-  int nowhere;     ///< Of a stage: a column that none is; for boxes, the end of all.
+  int boxes_end;   ///< Of a stage, for boxes: where those of all arrays end.
   int additional;  ///< Of a stage: additional columns.
   int rows;        ///< Of a stage, or for boxes of the CTA: the warps' rows of each array that they need.
   int statistics;  ///< Of a stage: kStatisticsBytes for each column.
