@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "cuda/small/forms.h"
 #include "library.h"
 #include "module_limits.h"
 #include "natten_jax/windows.h"
@@ -49,6 +50,8 @@ PYBIND11_MODULE(_native, module) {
              py::arg("q_tile"), py::arg("kv_tile"), py::arg("is_backward"), py::arg("shared_memory"),
              py::arg("multiprocessors"), py::arg("has_boxes"),
              "How long the kernels for small windows take for a pass with tiles; see natten_jax.native.");
+  module.def("additional_parts", &natten_jax::small::additional_parts, py::arg("columns"), py::arg("additional_kv"),
+             "In how many parts gradients of additional tokens are added up; see natten_jax.native.");
   module.def(
       "window_bounds",
       [](std::int64_t index, std::int64_t length, std::int64_t kernel_size, std::int64_t stride, bool is_causal) {

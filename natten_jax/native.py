@@ -98,6 +98,16 @@ def seconds_of_small_windows(
     )
 
 
+def additional_parts(columns: int, additional_kv: int) -> int:
+    """In how many parts the kernels for small windows add gradients of additional tokens up.
+
+    Args:
+        columns: Queries and heads that share a key/value head, of a batch entry.
+        additional_kv: Additional tokens.
+    """
+    return 1 if _module is None else _module.additional_parts(columns, additional_kv)
+
+
 def missing(target: str) -> str | None:
     """Why a target cannot be called; ``None`` where it can."""
     if _module is None or target in _module.registrations():

@@ -32,6 +32,8 @@ class Target:
         head_dims: Legal ``head_dim`` and ``head_dim_v``.
         choices: Attributes of its own that select a variant, and their largest values.
         tile_tokens: The most tokens of a tile, query and key/value; ``None`` is the limit of all targets.
+        tiles: Tokens of the call's tiles, query and key/value.
+        is_small: Whether it is of the form for small windows, which takes tiles of just as many tokens.
         scratch: Results of its own that hold nothing of use: shapes and element types.
         reads_origins: Whether the handler can check the values of the origins: those of a GPU lie in its memory.
     """
@@ -45,6 +47,8 @@ class Target:
     head_dims: tuple[int, int] = (8, 12)
     choices: Mapping[str, int] = dataclasses.field(default_factory=dict)
     tile_tokens: tuple[int, int] | None = None
+    tiles: tuple[tuple[int, int, int], tuple[int, int, int]] = ((2, 2, 4), (2, 4, 4))
+    is_small: bool = False
     scratch: Mapping[str, tuple[tuple[int, ...], Any]] = dataclasses.field(default_factory=dict)
     reads_origins: bool = True
 
@@ -129,6 +133,33 @@ TARGETS = (
         platform="cuda",
         head_dims=(8, 16),
     ),
+    Target(
+        "natten_jax_sm80_small_forward",
+        "cutlass-fna",
+        platform="cuda",
+        dtype=np.float16,
+        head_dims=(64, 128),
+        tiles=((2, 2, 4), (1, 2, 4)),
+        is_small=True,
+        reads_origins=False,
+    ),
+    Target(
+        "natten_jax_sm80_small_backward",
+        "cutlass-fna",
+        (*PROBLEM_OPERANDS, "logsumexp", "remainder", "out", "out_cotangent", "logsumexp_cotangent"),
+        GRADIENTS,
+        platform="cuda",
+        dtype=np.float16,
+        head_dims=(64, 128),
+        tiles=((1, 2, 4), (2, 2, 4)),
+        is_small=True,
+        # Four numbers for each query and head, and sums of the queries' parts, 128 of them and of two heads each.
+        scratch={
+            "statistics": ((2, 4 * 5 * 6, 2, 4), np.float32),
+            "additional_sums": ((2, 2, 3, 1, 64 + 128), np.float32),
+        },
+        reads_origins=False,
+    ),
 )
 
 
@@ -198,8 +229,8 @@ def good_call(target: Target) -> Call:
     }
     of_problem = {
         "axes": axes_of(fields),
-        "q_tile_shape": np.array((2, 2, 4), np.int64),
-        "kv_tile_shape": np.array((2, 4, 4), np.int64),
+        "q_tile_shape": np.array(target.tiles[0], np.int64),
+        "kv_tile_shape": np.array(target.tiles[1], np.int64),
         "scale": np.float32(0.3),
     }
     return Call(

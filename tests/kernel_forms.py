@@ -20,7 +20,6 @@ import numpy as np
 from plans import plans_of
 
 from natten_jax.backends.base import Operands, Output, Saved
-from natten_jax.passes import PASSES, Pass
 from natten_jax.performance import KernelSchedule, Performance
 from natten_jax.problem import problem_of
 
@@ -37,7 +36,6 @@ class Form(NamedTuple):
     performance: Performance
     precision: str | None = None  # of float32 products
     additional_kv: int = 5
-    passes: tuple[Pass, ...] = PASSES
     layout: tuple[int, int] = LAYOUT
     heads_kv: int = 1
 
@@ -67,13 +65,13 @@ def cutlass_forms() -> Iterator[Form]:
         yield Form(dtype, width, Performance((8, 8), (8, 16), (8, 8), (8, 16), backward_kv_splits=(1, 2)))
     for dtype in ("bfloat16", "float16"):
         yield Form(dtype, 128, Performance((16, 16), (8, 8), (8, 16), (8, 8), backward_deterministic=True))
-    # Those for small windows; their backward pass takes no additional tokens.
-    # The copy engine loads the columns of the first, as far as heads fill its rows and there are no additional tokens.
+    # Those for small windows. The copy engine loads the columns of the first, as far as heads fill its rows and there
+    # are no additional tokens.
     boxes, chunks = Performance((8, 2), (1, 8), (1, 8), (8, 2)), Performance((8, 2), (2, 4), (2, 4), (4, 4))
     for dtype, width in itertools.product(("bfloat16", "float16"), (32, 64, 128)):
         yield Form(dtype, width, boxes, additional_kv=0)
         yield Form(dtype, width, chunks, additional_kv=0)
-        yield Form(dtype, width, boxes, passes=("forward",))
+        yield Form(dtype, width, boxes)
         # Dilation groups that a CTA holds whole.
         yield Form(dtype, width, boxes, additional_kv=0, layout=WHOLE_LAYOUT, heads_kv=2)
     for precision, width in itertools.product((None, "tensorfloat32"), (64, 128, 256)):
@@ -124,7 +122,7 @@ def run(family: str, form: Form) -> None:
             operands = Operands(large, key, value, keys, values, origins=None)
             # By way of the host: initcheck does not see what the copy engine writes, nor other kernels'.
             saved = jax.tree.map(np.asarray, forward(operands))
-            results = jax.tree.leaves((saved, backward(operands, saved) if "backward" in form.passes else None))
+            results = jax.tree.leaves((saved, backward(operands, saved)))
             assert all(np.isfinite(np.asarray(result, np.float32)).all() for result in results), (form, factor)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -186,6 +187,15 @@ def choice_cases(target: Target) -> list[Case]:
             for tile in ((1, 1, most + 1), (most + 1, 1, 1), (1, 3, most // 2), (8, 8, 8)):
                 too_large = set_integers(**{name: tile})
                 cases.append(Case(f"{name}-{tile}-too-large", too_large, ("natten_jax", name, "at most")))
+    if target.is_small:
+        for name in TILES:
+            for tile in ((1, 1, 4), (1, 1, 15), (4, 4, 2), (1, 32, 1)):
+                wrong = set_integers(**{name: tile})
+                cases.append(Case(f"{name}-{tile}-of-small-windows", wrong, ("natten_jax", "16 and 8 tokens")))
+        cube = set_integers(
+            **{name: tile if math.prod(tile) > 8 else (2, 2, 2) for name, tile in zip(TILES, target.tiles, strict=True)}
+        )
+        cases.append(Case("group-of-three-dimensions", cube, ("natten_jax", "8 columns", "two dimensions")))
     if target.dtype == np.float16:
 
         def float32_everywhere(call: Call) -> None:

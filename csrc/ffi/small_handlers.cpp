@@ -1,6 +1,7 @@
 // The handlers of the CUDA kernels for small windows, a form of the portable ones.
 #include <cuda_runtime_api.h>
 
+#include "cuda/small/forms.h"
 #include "cuda/small/launch.h"
 #include "ffi/cuda_support.h"
 #include "ffi/decode.h"
@@ -55,7 +56,7 @@ Error small_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer 
                      AnyBuffer additional_values, AnyBuffer origins, AnyBuffer logsumexp, AnyBuffer remainder,
                      AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumexp_cotangent, Result query_gradient,
                      Result key_gradient, Result value_gradient, Result additional_keys_gradient,
-                     Result additional_values_gradient, Result statistics, cudaStream_t stream,
+                     Result additional_values_gradient, Result statistics, Result additional_sums, cudaStream_t stream,
                      xffi::Dictionary dictionary) {
   return guarded([&]() -> Error {
     const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins};
@@ -76,10 +77,18 @@ Error small_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer 
     NATTEN_JAX_RETURN_IF_ERROR(check_array("result statistics", *statistics, xffi::DataType::F32,
                                            {problem.batch, problem.queries(), problem.heads, 4},
                                            "it is four numbers for each query and head"));
+    const std::int64_t parts =
+        small::additional_parts(problem.queries() * problem.heads_per_kv(), problem.additional_kv);
+    NATTEN_JAX_RETURN_IF_ERROR(check_array(
+        "result additional_sums", *additional_sums, xffi::DataType::F32,
+        {parts, problem.batch, problem.additional_kv, problem.heads_kv, problem.head_dim + problem.head_dim_v},
+        "it is what each part of the queries adds to gradients"));
     small::BackwardArrays arrays{};
     arrays.query = query.untyped_data();
     arrays.key = key.untyped_data();
     arrays.value = value.untyped_data();
+    arrays.additional_keys = additional_keys.untyped_data();
+    arrays.additional_values = additional_values.untyped_data();
     arrays.origins = origin_values;
     arrays.logsumexp = static_cast<const float*>(logsumexp.untyped_data());
     arrays.remainder = remainder_values;
@@ -89,7 +98,10 @@ Error small_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer 
     arrays.query_gradient = query_gradient->untyped_data();
     arrays.key_gradient = key_gradient->untyped_data();
     arrays.value_gradient = value_gradient->untyped_data();
+    arrays.additional_keys_gradient = additional_keys_gradient->untyped_data();
+    arrays.additional_values_gradient = additional_values_gradient->untyped_data();
     arrays.statistics = static_cast<float*>(statistics->untyped_data());
+    arrays.additional_sums = static_cast<float*>(additional_sums->untyped_data());
     return error_of(small::run_backward(problem, call.tiles, arrays, stream));
   });
 }
@@ -107,6 +119,7 @@ XLA_FFI_DEFINE_HANDLER(kSmallBackward, small_backward,
                            .Ret<AnyBuffer>()  // dadditional_keys
                            .Ret<AnyBuffer>()  // dadditional_values
                            .Ret<AnyBuffer>()  // statistics
+                           .Ret<AnyBuffer>()  // additional_sums
                            .Ctx<xffi::PlatformStream<cudaStream_t>>()
                            .Attrs(),
                        {xffi::Traits::kCmdBufferCompatible});

@@ -18,6 +18,7 @@ from natten_jax.backends.native_backend import (
 )
 from natten_jax.native import ResultType
 from natten_jax.plan import Plan
+from natten_jax.problem import Problem
 
 FORWARD = "natten_jax_sm80_small_forward"
 BACKWARD = "natten_jax_sm80_small_backward"
@@ -28,6 +29,12 @@ def call_forward(plan: Plan, operands: Operands, types: list[ResultType]) -> lis
     return native.call(FORWARD, types, *kernel_operands(plan.problem, operands), **attributes(plan))
 
 
+def _additional_sums(problem: Problem, batch: int, queries: int) -> tuple[int, ...]:
+    """The shape of what parts of the queries add to gradients of additional tokens."""
+    parts = native.additional_parts(queries * problem.heads // problem.heads_kv, problem.additional_kv)
+    return (parts, batch, problem.additional_kv, problem.heads_kv, problem.head_dim + problem.head_dim_v)
+
+
 def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
     """Call the kernels: one for queries, which also works out what the other, for keys and values, reads of them."""
     problem = plan.problem
@@ -36,11 +43,12 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Output) 
     )
     arrays = kernel_operands(problem, operands)
     batch, *tokens, heads = logsumexp.shape
-    *results, _ = native.call(
+    *results, _, _ = native.call(
         BACKWARD,
         [
             *(ResultType(array.shape, array.dtype) for array in arrays[:5]),
             ResultType((batch, math.prod(tokens), heads, 4), jnp.float32),
+            ResultType(_additional_sums(problem, batch, math.prod(tokens)), jnp.float32),
         ],
         *arrays,
         logsumexp,

@@ -64,7 +64,7 @@ def seconds(
 
     Returns:
         Seconds; ``None`` where the form does not take the tiles: the keys that a warp's queries see do not fit into
-        shared memory, or the backward pass has additional tokens.
+        shared memory.
     """
     calibration = calibration_for(FAMILY)
     if calibration is None or not is_chosen(problem, pass_, pair):

@@ -143,6 +143,63 @@ def test_gradients_of_layouts_that_a_block_holds_whole(
         assert error(result, expected) <= (6e-3 if dtype == jnp.bfloat16 else 1e-3), number
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("amplitude", [1.0, 40.0])
+@pytest.mark.parametrize(
+    ("layout", "heads", "head_dims", "count"),
+    [
+        ((19, 21), (2, 2), (32, 32), 1),
+        ((40, 52), (6, 2), (32, 24), 17),
+        ((9, 7), (4, 1), (64, 64), 5),
+        ((33, 31), (1, 1), (40, 64), 40),
+        ((18, 30), (2, 1), (128, 96), 16),
+    ],
+)
+def test_gradients_of_additional_tokens(
+    layout: tuple[int, ...],
+    heads: tuple[int, int],
+    head_dims: tuple[int, int],
+    count: int,
+    amplitude: float,
+    dtype: Any,
+) -> None:
+    """Reproducible ones, of few queries and of many."""
+    (heads_q, heads_kv), (head_dim, head_dim_v) = heads, head_dims
+    arrays = [
+        (amplitude * draw(0, 2, *layout, heads_q, head_dim, dtype=jnp.float32)).astype(dtype),
+        draw(1, 2, *layout, heads_kv, head_dim, dtype=dtype),
+        draw(2, 2, *layout, heads_kv, head_dim_v, dtype=dtype),
+        draw(3, 2, count, heads_kv, head_dim, dtype=dtype),
+        draw(4, 2, count, heads_kv, head_dim_v, dtype=dtype),
+    ]
+    shape = 2, *layout, heads_q
+    cotangents = draw(9, *shape, head_dim_v, dtype=dtype), draw(10, *shape, dtype=jnp.float32)
+
+    def gradients(backend: str, tiles: dict[str, Any], cotangents: Any, *arrays: jax.Array) -> Any:
+        def operator(query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array) -> Any:
+            return natten_jax.na2d(
+                *(query, key, value, 5),
+                additional_keys=more[0],
+                additional_values=more[1],
+                return_lse=True,
+                backend=backend,
+                **tiles,
+            )
+
+        return jax.vjp(operator, *arrays)[1](cotangents)
+
+    compiled = jax.jit(functools.partial(gradients, "cutlass-fna", TILES))
+    found = compiled(cotangents, *arrays)
+    for _ in range(5):
+        jax.tree.map(np.testing.assert_array_equal, compiled(cotangents, *arrays), found)
+    with jax.enable_x64(True):
+        wide = [array.astype(jnp.float64) for array in (*arrays, *cotangents)]
+        reference = jax.jit(functools.partial(gradients, "flex-fna", {}))(tuple(wide[5:]), *wide[:5])
+    bound = (6e-3 if dtype == jnp.bfloat16 else 1e-3) * (1 if amplitude == 1 else 3)
+    for number, (result, expected) in enumerate(zip(found, reference, strict=True)):
+        assert error(result, expected) <= bound, number
+
+
 def test_what_is_not_finite_stays_with_the_queries_that_see_it() -> None:
     query, key, value = (np.array(draw(i, 1, 16, 16, 1, 32), np.float32) for i in range(3))
     query[0, 3, 4], key[0, 12, 12] = np.nan, np.inf

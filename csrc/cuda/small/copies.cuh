@@ -111,6 +111,19 @@ struct ColumnCopy {
     if (place < tables.places + tables.columns) some(std::integral_constant<int, 1>{});
   }
 
+  /// The keys and values that a region's queries see, additional ones among them.
+  template <class Params>
+  CUTE_DEVICE void keys(const Params& p, const Tables& tables, const Item& item, std::uint32_t stage) const {
+    const int of_key = item.of_key(p);
+    box(tables, source(row_of(p.key, of_key, p.head_dim), row_of(p.value, of_key, p.head_dim_v)), stage);
+    if (p.additional_kv == 0) return;
+    const int of_additional = item.of_additional(p);
+    sequence(p.additional_kv,
+             source(row_of(p.additional_keys, of_additional, p.head_dim),
+                    row_of(p.additional_values, of_additional, p.head_dim_v)),
+             stage + p.region.shared.additional);
+  }
+
   /// Columns that follow each other in both.
   CUTE_DEVICE void sequence(int columns, const char* source, std::uint32_t additional) const {
     for (int i = threadIdx.x / kChunks; i < columns; i += blockDim.x / kChunks) {

@@ -2,6 +2,8 @@
 // Python reads them in every build.
 #pragma once
 
+#include <cstdint>
+
 namespace natten_jax::small {
 
 /// Rows of a warp's tile: queries, or keys where the kernel owns keys.
@@ -14,11 +16,32 @@ inline constexpr int kColumns = 8;
 inline constexpr int kHeadDims[] = {32, 64, 128};
 inline constexpr int kLargestHeadDim = 128;
 
+/// What the widths of heads are multiples of: 16 bytes are copied at a time.
+inline constexpr int kHeadDimStep = 8;
+
 /// The widest heads whose columns the copy engine loads: a row that it swizzles has at most 128 bytes.
 inline constexpr int kLargestBoxHeadDim = 64;
 
 /// What the backward kernels know of a query and head: four floats.
 inline constexpr int kStatisticsBytes = 16;
+
+/// Warps of a CTA for gradients of additional tokens, and threads of one that adds up their sums.
+inline constexpr int kAdditionalWarps = 4;
+inline constexpr int kAdditionalSumThreads = 128;
+
+/// In how many parts the queries of a batch entry are added up for such a gradient. It depends on nothing else, so that
+/// results do not depend on other batch entries.
+///
+/// Args:
+///   columns: queries and heads that share a key/value head.
+///   additional_kv: additional tokens.
+constexpr std::int64_t additional_parts(std::int64_t columns, std::int64_t additional_kv) {
+  constexpr std::int64_t kColumnsOfPart = 128, kMostTileParts = 256;
+  const std::int64_t tiles = (additional_kv + kRows - 1) / kRows,
+                     wanted = (columns + kColumnsOfPart - 1) / kColumnsOfPart;
+  const std::int64_t most = tiles > kMostTileParts ? 1 : kMostTileParts / (tiles > 1 ? tiles : 1);
+  return wanted < 1 ? 1 : wanted < most ? wanted : most;
+}
 
 /// What the kernels are for.
 enum class Kernel { kForward, kQueryGradient, kKeyValueGradient, kWholeGradient };

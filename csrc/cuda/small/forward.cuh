@@ -131,17 +131,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
   if (!make_plan<kHeadDim, false, kHasBoxes>(p, raw, tables, tile, loads, load_first_rows)) return;
 
   const ColumnCopy<kHeadDim> copy(p.heads_kv, p.head_dim, p.head_dim_v);
-  const auto load_columns = [&](const Item& item, std::uint32_t stage) {
-    const int of_key = item.of_key(p);
-    copy.box(tables, copy.source(row_of(p.key, of_key, p.head_dim), row_of(p.value, of_key, p.head_dim_v)), stage);
-    if (p.additional_kv > 0) {
-      const int of_additional = item.of_additional(p);
-      copy.sequence(p.additional_kv,
-                    copy.source(row_of(p.additional_keys, of_additional, p.head_dim),
-                                row_of(p.additional_values, of_additional, p.head_dim_v)),
-                    stage + p.region.shared.additional);
-    }
-  };
+  const auto load_columns = [&](const Item& item, std::uint32_t stage) { copy.keys(p, tables, item, stage); };
   const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
     if (!tile.has_rows) return;
     const RowOperand<Element, kHeadDim> queries(rows);

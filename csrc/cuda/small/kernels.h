@@ -31,6 +31,10 @@ cudaError_t launch_forward(const ForwardParams& params, const LaunchShape& shape
 template <class Element, int kHeadDim>
 cudaError_t launch_query_gradient(const BackwardParams& params, const LaunchShape& shape);
 
+/// Launches both kernels of the gradients of additional keys and values: `ctas` of the first one.
+template <class Element, int kHeadDim>
+cudaError_t launch_additional_gradient(const AdditionalParams& params, int ctas, cudaStream_t stream);
+
 /// The same for the kernel of all gradients of whole layouts, whose heads the copy engine can load.
 template <class Element, int kHeadDim>
 cudaError_t launch_whole_gradient(const BackwardParams& params, const LaunchShape& shape);

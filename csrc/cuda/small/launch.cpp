@@ -134,6 +134,45 @@ Status encode_whole(const Problem& problem, BackwardParams& p) {
   return {};
 }
 
+std::int64_t divide_up(std::int64_t a, std::int64_t b) {
+  return (a + b - 1) / b;
+}
+
+/// Fills in what the kernels of additional tokens' gradients have; there are no CTAs where there are no such tokens.
+Status prepare_additional(const Problem& problem, const BackwardArrays& arrays, AdditionalParams& p, int& ctas) {
+  ctas = 0;
+  if (problem.additional_kv == 0) return {};
+  p.query = arrays.query;
+  p.keys = arrays.additional_keys;
+  p.values = arrays.additional_values;
+  p.out_cotangent = arrays.out_cotangent;
+  p.statistics = reinterpret_cast<const float4*>(arrays.statistics);
+  p.sums = arrays.additional_sums;
+  p.keys_gradient = arrays.additional_keys_gradient;
+  p.values_gradient = arrays.additional_values_gradient;
+  p.batch = static_cast<int>(problem.batch);
+  p.queries = static_cast<int>(problem.queries());
+  p.heads = static_cast<int>(problem.heads);
+  p.heads_kv = static_cast<int>(problem.heads_kv);
+  p.head_dim = static_cast<int>(problem.head_dim);
+  p.head_dim_v = static_cast<int>(problem.head_dim_v);
+  p.additional_kv = static_cast<int>(problem.additional_kv);
+  p.scale = problem.scale;
+  const std::int64_t columns = problem.queries() * problem.heads_per_kv(),
+                     parts = additional_parts(columns, problem.additional_kv);
+  p.parts = static_cast<int>(parts);
+  p.columns_of_part = static_cast<int>(divide_up(divide_up(columns, parts), 2 * kColumns) * 2 * kColumns);
+  const std::int64_t splits = divide_up(parts, kAdditionalWarps), tiles = divide_up(problem.additional_kv, kRows);
+  const std::int64_t all = splits * tiles * problem.batch * problem.heads_kv;
+  if (all > kMostTiles) return Status::invalid_argument("there are more than 2^30 tiles of additional tokens");
+  p.by_splits = cutlass::FastDivmod(static_cast<int>(splits));
+  p.by_tiles = cutlass::FastDivmod(static_cast<int>(tiles));
+  p.by_heads_kv = cutlass::FastDivmod(p.heads_kv);
+  p.by_heads_per_kv = cutlass::FastDivmod(static_cast<int>(problem.heads_per_kv()));
+  ctas = static_cast<int>(all);
+  return {};
+}
+
 /// Calls `call` with an element and the compiled width of heads.
 template <class Call>
 Status with_form(const Problem& problem, const Call& call) {
@@ -151,15 +190,24 @@ Status with_form(const Problem& problem, const Call& call) {
   return status_of(error);
 }
 
-Status check_elements(const Problem& problem) {
-  if (element_bytes(problem.element_type) == 2) return {};
-  return Status::invalid_argument("the form for small windows takes elements of 16 bits");
+Status check_arrays(const Problem& problem) {
+  if (element_bytes(problem.element_type) != 2) {
+    return Status::invalid_argument("query has dtype float32, but must have float16 or bfloat16");
+  }
+  for (const std::int64_t head_dim : {problem.head_dim, problem.head_dim_v}) {
+    if (head_dim % kHeadDimStep != 0 || head_dim > kLargestHeadDim) {
+      return Status::invalid_argument("a head dimension is " + std::to_string(head_dim) +
+                                      ", but must be a multiple of " + std::to_string(kHeadDimStep) + " and at most " +
+                                      std::to_string(kLargestHeadDim));
+    }
+  }
+  return {};
 }
 
 }  // namespace
 
 Status run_forward(const Problem& problem, const TileShapes& tiles, const ForwardArrays& arrays, cudaStream_t stream) {
-  if (Status status = check_elements(problem); status.failed()) return status;
+  if (Status status = check_arrays(problem); status.failed()) return status;
   Device device{};
   if (const auto error = read_device(device)) return status_of(error);
   ForwardParams p{};
@@ -184,16 +232,15 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Forwar
 
 Status run_backward(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays,
                     cudaStream_t stream) {
-  if (Status status = check_elements(problem); status.failed()) return status;
-  if (problem.additional_kv > 0) {
-    return Status::invalid_argument(kNoAdditionalKeys);
-  }
+  if (Status status = check_arrays(problem); status.failed()) return status;
   Device device{};
   if (const auto error = read_device(device)) return status_of(error);
   BackwardParams p{};
   p.query = arrays.query;
   p.key = arrays.key;
   p.value = arrays.value;
+  p.additional_keys = arrays.additional_keys;
+  p.additional_values = arrays.additional_values;
   p.out = arrays.out;
   p.out_cotangent = arrays.out_cotangent;
   p.logsumexp = arrays.logsumexp;
@@ -211,8 +258,8 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
       status.failed()) {
     return status;
   }
-  if (Status status = prepare(problem, tiles.kv, tiles.query, Kernel::kKeyValueGradient, arrays.origins, device, stream,
-                              of_keys, shape_of_keys);
+  if (Status status = prepare(without_additional(problem), tiles.kv, tiles.query, Kernel::kKeyValueGradient,
+                              arrays.origins, device, stream, of_keys, shape_of_keys);
       status.failed()) {
     return status;
   }
@@ -230,10 +277,15 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
   }
   if (Status status = encode_keys(problem, p.key, p.value, p); status.failed()) return status;
   if (Status status = encode_queries(problem, p, of_keys); status.failed()) return status;
+  AdditionalParams additional{};
+  int additional_ctas = 0;
+  if (Status status = prepare_additional(problem, arrays, additional, additional_ctas); status.failed()) return status;
   return with_form(problem, [&](auto element, auto head_dim) {
-    const cudaError_t error = launch_query_gradient<decltype(element), head_dim>(p, shape);
-    return error != cudaSuccess ? error
-                                : launch_key_value_gradient<decltype(element), head_dim>(of_keys, shape_of_keys);
+    using Element = decltype(element);
+    cudaError_t error = launch_query_gradient<Element, head_dim>(p, shape);
+    if (error == cudaSuccess) error = launch_key_value_gradient<Element, head_dim>(of_keys, shape_of_keys);
+    if (error != cudaSuccess || additional_ctas == 0) return error;
+    return launch_additional_gradient<Element, head_dim>(additional, additional_ctas, stream);
   });
 }
 

@@ -28,6 +28,8 @@ struct BackwardArrays {
   const void* query;
   const void* key;
   const void* value;
+  const void* additional_keys;
+  const void* additional_values;
   const std::int32_t* origins;
   const float* logsumexp;
   const float* remainder;  ///< Null: zeros.
@@ -37,14 +39,16 @@ struct BackwardArrays {
   void* query_gradient;
   void* key_gradient;
   void* value_gradient;
-  float* statistics;  ///< Scratch: [batch, tokens, heads, 4].
+  void* additional_keys_gradient;
+  void* additional_values_gradient;
+  float* statistics;       ///< Scratch: [batch, tokens, heads, 4].
+  float* additional_sums;  ///< Scratch: [additional_parts(), batch, additional_kv, heads_kv, head_dim + head_dim_v].
 };
 
 /// Runs the forward pass on a stream. Query tiles have 16 tokens, key/value tiles 8.
 Status run_forward(const Problem& problem, const TileShapes& tiles, const ForwardArrays& arrays, cudaStream_t stream);
 
-/// Runs the backward pass likewise. Key/value tiles have 16 tokens, query tiles 8. Results are reproducible. There are
-/// no additional keys.
+/// Runs the backward pass likewise. Key/value tiles have 16 tokens, query tiles 8. Results are reproducible.
 Status run_backward(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays, cudaStream_t stream);
 
 }  // namespace natten_jax::small

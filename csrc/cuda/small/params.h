@@ -53,6 +53,8 @@ struct BackwardParams : CommonParams {
   const void* query;
   const void* key;
   const void* value;
+  const void* additional_keys;
+  const void* additional_values;
   const void* out;
   const void* out_cotangent;
   const float* logsumexp;
@@ -64,6 +66,32 @@ struct BackwardParams : CommonParams {
   void* query_gradient;
   void* key_gradient;
   void* value_gradient;
+};
+
+/// For gradients of additional keys and values.
+struct AdditionalParams {
+  const void* query;
+  const void* keys;
+  const void* values;
+  const void* out_cotangent;
+  const float4* statistics;
+  // [parts, batch, keys, heads_kv, head_dim + head_dim_v]: gradients of keys, but for the scale, and those of values,
+  // as the queries of a part have them.
+  float* sums;
+  void* keys_gradient;
+  void* values_gradient;
+  int batch;
+  int queries;  // per batch entry
+  int heads;
+  int heads_kv;
+  int head_dim;
+  int head_dim_v;
+  int additional_kv;
+  float scale;
+  int parts;
+  int columns_of_part;  // queries and heads that share a key/value head
+  // CTAs for the parts of a tile of keys, tiles of a head, and so on.
+  cutlass::FastDivmod by_splits, by_tiles, by_heads_kv, by_heads_per_kv;
 };
 
 }  // namespace natten_jax::small

@@ -93,10 +93,10 @@ template <class Columns, class Element, int kHeadDim>
 CUTE_DEVICE void add_query_gradient(float (&gradient)[kHeadDim / 8][4], const RowStatistics<Element>& rows,
                                     const RowOperand<Element, kHeadDim>& queries,
                                     const RowOperand<Element, kHeadDim>& cotangents, float factor, const TilePlan& tile,
-                                    const Tables& tables, std::uint32_t stage) {
+                                    const Tables& tables, int additional_pairs, std::uint32_t stage) {
   const float initial[4] = {-rows.delta[0], -rows.delta[1], -rows.delta[2], -rows.delta[3]};
   const auto differentiate = [&](auto weight) {
-    for_pairs<Columns, 2>(tile, tables, 0, stage, [&](const auto& pairs) {
+    for_pairs<Columns, 2>(tile, tables, additional_pairs, stage, [&](const auto& pairs) {
       constexpr int kPairs = std::decay_t<decltype(pairs)>::kCount;
       PairLogits x[kPairs], y[kPairs];
       multiply_columns<Element, kHeadDim, false>(x, queries, pairs);
@@ -128,7 +128,7 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
   Tables tables;
   TilePlan tile;
   Loads<kHeadDim, Kernel::kQueryGradient, kHasBoxes> loads(p, raw);
-  const int warp = threadIdx.x / 32;
+  const int warp = threadIdx.x / 32, additional_pairs = (p.additional_kv + 15) / 16;
   const std::uint32_t buffer = p.region.warps * Rows::kBytes, staging = kHasBoxes ? 3 * buffer : 0;
   const float factor = p.scale * kLog2E;
 
@@ -144,10 +144,7 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
   if (!make_plan<kHeadDim, false, kHasBoxes>(p, raw, tables, tile, loads, load_first_rows)) return;
 
   const ColumnCopy<kHeadDim> copy(p.heads_kv, p.head_dim, p.head_dim_v);
-  const auto load_columns = [&](const Item& item, std::uint32_t stage) {
-    const int of_key = item.of_key(p);
-    copy.box(tables, copy.source(row_of(p.key, of_key, p.head_dim), row_of(p.value, of_key, p.head_dim_v)), stage);
-  };
+  const auto load_columns = [&](const Item& item, std::uint32_t stage) { copy.keys(p, tables, item, stage); };
   const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
     if (!tile.has_rows) return;
     RowStatistics<Element> statistics(p, item, tables.row_tokens);
@@ -157,7 +154,7 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
     statistics.finish(p, [&](int r, float4 numbers) { p.statistics[statistics.at[r]] = numbers; });
     float gradient[kHeadDim / 8][4] = {};
     add_query_gradient<ColumnRows<kHeadDim, kHasBoxes>>(gradient, statistics, queries, cotangents, factor, tile, tables,
-                                                        stage);
+                                                        additional_pairs, stage);
     phases.columns_are_read();
     Rows::template store<Element>(gradient, p.scale, p.scale, tables.row_tokens,
                                   row_of(p.query_gradient, item.of_query, p.head_dim), p.heads, p.head_dim,

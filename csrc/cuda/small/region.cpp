@@ -272,6 +272,11 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
 
 }  // namespace
 
+Problem without_additional(Problem problem) {
+  problem.additional_kv = 0;
+  return problem;
+}
+
 int compiled_head_dim(const Problem& problem) {
   const std::int64_t wider = std::max(problem.head_dim, problem.head_dim_v);
   for (const int head_dim : kHeadDims) {
@@ -388,24 +393,23 @@ Status choose_region(const Problem& problem, const std::int64_t (&rows)[kRank], 
 
 Status estimate_pass(const Problem& problem, const TileShapes& tiles, bool is_backward, const Device& device,
                      double& seconds) {
-  if (is_backward && problem.additional_kv > 0) {
-    return Status::invalid_argument(kNoAdditionalKeys);
-  }
   const auto& rows = is_backward ? tiles.kv : tiles.query;
   const auto& columns = is_backward ? tiles.query : tiles.kv;
   seconds = 0;
   for (const Kernel kernel : {Kernel::kForward, Kernel::kQueryGradient, Kernel::kKeyValueGradient}) {
     if ((kernel != Kernel::kForward) != is_backward) continue;
+    const Problem of_kernel = kernel == Kernel::kKeyValueGradient ? without_additional(problem) : problem;
     Region region{};
-    Status status = choose_region(problem, rows, columns, kernel, false, device, region);
+    Status status = choose_region(of_kernel, rows, columns, kernel, false, device, region);
     if (status.failed()) return status;
     seconds += region.nanoseconds / 1e9;
     // A part of the layout may begin anywhere in it, which can take more memory.
-    const Sides of_part(problem, kernel, true);
-    status = begin_region(problem, of_part.of, rows, columns, region);
+    const Sides of_part(of_kernel, kernel, true);
+    status = begin_region(of_kernel, of_part.of, rows, columns, region);
     if (status.failed()) return status;
-    if (!complete(problem, of_part.of, kernel, compiled_head_dim(problem), 1, device, region)) return too_large();
+    if (!complete(of_kernel, of_part.of, kernel, compiled_head_dim(problem), 1, device, region)) return too_large();
   }
+  if (is_backward && problem.additional_kv > 0) seconds += estimate_additional(problem, device) / 1e9;
   Region whole{};
   if (is_backward && !choose_region(problem, rows, columns, Kernel::kWholeGradient, false, device, whole).failed()) {
     seconds = std::min(seconds, whole.nanoseconds / 1e9);

@@ -14,9 +14,6 @@
 
 namespace natten_jax::small {
 
-/// What a backward pass says that has additional keys.
-inline constexpr char kNoAdditionalKeys[] = "the backward pass for small windows takes no additional keys";
-
 /// What a device has.
 struct Device {
   int shared_memory;  ///< Bytes that a CTA may have.
@@ -65,6 +62,9 @@ struct Region {
   double nanoseconds;  ///< That the launch is estimated to take.
   SharedLayout shared;
 };
+
+/// A problem as the kernel of key and value gradients sees it: those of additional tokens are not its own.
+Problem without_additional(Problem problem);
 
 /// Calls `call` with every region that a kernel can take for tiles.
 ///

@@ -18,4 +18,7 @@ Shares share_items(std::int64_t items, const Region& region, const Device& devic
 /// Nanoseconds of a launch.
 double estimate(Kernel kernel, int head_dim, const Region& region, const Shares& shares);
 
+/// Those of the launches for gradients of additional tokens.
+double estimate_additional(const Problem& problem, const Device& device);
+
 }  // namespace natten_jax::small

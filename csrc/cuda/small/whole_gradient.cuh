@@ -50,7 +50,8 @@ CUTE_DEVICE void differentiate_whole(const BackwardParams& p) {
         *static_cast<float4*>(__cvta_shared_to_generic(at)) = numbers;
       });
       float gradient[kHeadDim / 8][4] = {};
-      add_query_gradient<Columns>(gradient, statistics, queries, cotangents, factor, queries_plan, of_queries, stage);
+      add_query_gradient<Columns>(gradient, statistics, queries, cotangents, factor, queries_plan, of_queries, 0,
+                                  stage);
       Rows::template store<Element>(gradient, p.scale, p.scale, of_queries.row_tokens,
                                     row_of(p.query_gradient, item.of_query, p.head_dim), p.heads, p.head_dim, rows);
     }

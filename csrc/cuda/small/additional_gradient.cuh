@@ -1,0 +1,174 @@
+// Gradients of additional keys and values, which all queries see: a warp owns 16 of them and some of the queries, whose
+// sums are then added up in a fixed order. Nothing is added up through memory by several at once: results do not depend
+// on any order, nor on other batch entries.
+#pragma once
+
+#include "cuda/small/key_value_gradient.cuh"
+
+namespace natten_jax::small {
+
+/// The queries that a warp's lanes load at once, in pairs of groups, and how they lie in shared memory: as boxes would.
+template <int kHeadDim>
+struct QueryStage {
+  using Rows = RowTile<kHeadDim>;
+  using Tile = typename Rows::Tile;
+  static constexpr int kPairs = kHeadDim > 64 ? 1 : 2, kQueries = kPairs * 2 * kColumns;
+  static_assert(2 * kColumns == kRows && kQueries <= 32);
+  static constexpr int kSecond = kPairs * Rows::kBytes;  // bytes from queries to output cotangents
+  static constexpr int kStatistics = 2 * kSecond, kBytes = kStatistics + kQueries * kStatisticsBytes;
+
+  /// The plan that every stage has: all of its queries are seen.
+  CUTE_DEVICE static TilePlan plan() {
+    const int lane = threadIdx.x % 32, in_group = lane % kColumns, slow = lane / 16, fast = lane / 8 % 2;
+    TilePlan result{};
+    result.pairs = kPairs;
+    result.lanes = {Tile::offset(slow * kColumns + in_group, fast), Tile::offset(fast * kColumns + in_group, slow)};
+    result.statistic = kStatistics + lane % 4 * 2 * kStatisticsBytes;
+    result.next_statistic = kStatisticsBytes;
+    result.next_group = kColumns * kStatisticsBytes;
+    result.statistic_of_column = kStatistics + lane % 16 * kStatisticsBytes;
+    result.has_rows = true;
+    return result;
+  }
+};
+
+/// A CTA's shared memory.
+template <int kHeadDim>
+struct AdditionalShared {
+  using Stage = QueryStage<kHeadDim>;
+  // Two stages, so that queries are loaded while others are computed.
+  alignas(128) char stages[kAdditionalWarps][2][(Stage::kBytes + 127) / 128 * 128];
+  alignas(128) char keys[Stage::Rows::kBytes];
+  alignas(128) char values[Stage::Rows::kBytes];
+  // As for_pairs reads them, with two pairs more than there are.
+  alignas(8) std::uint32_t offsets[Stage::kPairs + 2];
+  std::uint16_t masks[2 * 32];
+  int keys_of_rows[kRows];
+  int rows_of_queries[kAdditionalWarps][32];
+};
+
+template <class Element, int kHeadDim>
+__global__ void __launch_bounds__(32 * kAdditionalWarps)
+    natten_jax_small_additional_gradient(const __grid_constant__ AdditionalParams p) {
+  using Stage = QueryStage<kHeadDim>;
+  using Rows = typename Stage::Rows;
+  using Operand = RowOperand<Element, kHeadDim>;
+  extern __shared__ __align__(1024) char raw[];
+  auto& shared = *reinterpret_cast<AdditionalShared<kHeadDim>*>(raw);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int id, split, tile_number, batch, head_kv;
+  p.by_splits(id, split, blockIdx.x);
+  p.by_tiles(id, tile_number, id);
+  p.by_heads_kv(batch, head_kv, id);
+
+  for (int i = threadIdx.x; i < Stage::kPairs + 2; i += blockDim.x) shared.offsets[i] = i * Rows::kBytes;
+  for (int i = threadIdx.x; i < 2 * 32; i += blockDim.x) shared.masks[i] = 0;
+  if (threadIdx.x < kRows) {
+    const int key = tile_number * kRows + threadIdx.x;
+    shared.keys_of_rows[threadIdx.x] = key < p.additional_kv ? key : -1;
+  }
+  __syncthreads();
+  const int of_additional = batch * p.additional_kv * p.heads_kv + head_kv;
+  if (warp == 0) {
+    Rows::copy(shared.keys_of_rows, row_of(p.keys, of_additional, p.head_dim), p.heads_kv, p.head_dim,
+               shared_address(shared.keys));
+  } else if (warp == 1) {
+    Rows::copy(shared.keys_of_rows, row_of(p.values, of_additional, p.head_dim_v), p.heads_kv, p.head_dim_v,
+               shared_address(shared.values));
+  }
+  commit_copies();
+  wait_copies<0>();
+  __syncthreads();
+  const int part = split * kAdditionalWarps + warp;
+  if (part >= p.parts) return;
+
+  // Query heads that share a key/value head follow each other in a token.
+  const int heads_per_kv = p.heads / p.heads_kv, first_row = batch * p.queries * p.heads + head_kv * heads_per_kv;
+  const int begin = part * p.columns_of_part, end = min(begin + p.columns_of_part, p.queries * heads_per_kv);
+  int* rows = shared.rows_of_queries[warp];
+  const auto load = [&](int column, std::uint32_t stage) {
+    column += lane;
+    int token, head;
+    p.by_heads_per_kv(token, head, column);
+    __syncwarp();
+    rows[lane] = column < end ? token * p.heads + head : -1;
+    __syncwarp();
+    CUTE_UNROLL
+    for (int pair = 0; pair < Stage::kPairs; ++pair) {
+      const int* rows_of_pair = rows + pair * kRows;
+      Rows::copy(rows_of_pair, row_of(p.query, first_row, p.head_dim), 1, p.head_dim, stage + pair * Rows::kBytes);
+      Rows::copy(rows_of_pair, row_of(p.out_cotangent, first_row, p.head_dim_v), 1, p.head_dim_v,
+                 stage + Stage::kSecond + pair * Rows::kBytes);
+    }
+    // What is no query is zeros, and adds nothing.
+    if (lane < Stage::kQueries) {
+      copy_chunk(stage + Stage::kStatistics + lane * kStatisticsBytes,
+                 reinterpret_cast<const char*>(p.statistics + first_row + max(rows[lane], 0)), rows[lane] < 0 ? 0 : 16);
+    }
+  };
+
+  TilePlan tile = Stage::plan();
+  Tables tables{};
+  tables.offsets = shared.offsets;
+  tables.masks = shared.masks + lane;
+  tables.second = Stage::kSecond;
+  KeyValueSums<Element, kHeadDim> sums;
+  const Operand keys(shared_address(shared.keys)), values(shared_address(shared.values));
+  std::uint32_t stage = shared_address(shared.stages[warp][0]), other = shared_address(shared.stages[warp][1]);
+  if (begin < end) load(begin, stage);
+  commit_copies();
+  CUTE_NO_UNROLL
+  for (int column = begin; column < end; column += Stage::kQueries) {
+    __syncwarp();
+    if (column + Stage::kQueries < end) load(column + Stage::kQueries, other);
+    commit_copies();
+    wait_copies<1>();
+    __syncwarp();
+    add_key_value_gradients<ColumnRows<kHeadDim, true>>(sums.of_keys, sums.of_values, keys, values, p.scale * kLog2E,
+                                                        tile, tables, stage);
+    const std::uint32_t done = stage;
+    stage = other;
+    other = done;
+  }
+
+  const int width = p.head_dim + p.head_dim_v;
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    const int key = tile_number * kRows + lane / 4 + 8 * r;
+    if (key >= p.additional_kv) continue;
+    const std::int64_t row = ((std::int64_t{part} * p.batch + batch) * p.additional_kv + key) * p.heads_kv + head_kv;
+    float* at = p.sums + row * width + lane % 4 * 2;
+    CUTE_UNROLL
+    for (int i = 0; i < kHeadDim / 8; ++i) {
+      const auto two = [&](const float (&of_four)[4]) { return make_float2(of_four[2 * r], of_four[2 * r + 1]); };
+      if (8 * i < p.head_dim) *reinterpret_cast<float2*>(at + 8 * i) = two(sums.of_keys[i]);
+      if (8 * i < p.head_dim_v) *reinterpret_cast<float2*>(at + p.head_dim + 8 * i) = two(sums.of_values[i]);
+    }
+  }
+}
+
+/// Adds up the parts' sums; a thread has two elements of a key's or value's gradient.
+template <class Element>
+__global__ void __launch_bounds__(kAdditionalSumThreads)
+    natten_jax_small_additional_gradient_sum(const __grid_constant__ AdditionalParams p) {
+  const int width = p.head_dim + p.head_dim_v;
+  const std::int64_t rows = std::int64_t{p.batch} * p.additional_kv * p.heads_kv, pairs = rows * width / 2;
+  const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i >= pairs) return;
+  float2 sum = {};
+#pragma unroll 8
+  for (int part = 0; part < p.parts; ++part) {
+    const float2 each = reinterpret_cast<const float2*>(p.sums)[part * pairs + i];
+    sum.x += each.x;
+    sum.y += each.y;
+  }
+  const std::int64_t row = 2 * i / width;
+  const int element = static_cast<int>(2 * i - row * width);
+  const bool is_key = element < p.head_dim;
+  const float factor = is_key ? p.scale : 1.f;
+  void* gradient = is_key ? p.keys_gradient : p.values_gradient;
+  const std::int64_t at = is_key ? row * p.head_dim + element : row * p.head_dim_v + element - p.head_dim;
+  static_cast<std::uint32_t*>(gradient)[at / 2] = pack<Element>(sum.x * factor, sum.y * factor);
+}
+
+}  // namespace natten_jax::small
