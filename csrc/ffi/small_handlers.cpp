@@ -66,6 +66,7 @@ Error small_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer 
     const std::int32_t* origin_values = nullptr;
     NATTEN_JAX_RETURN_IF_ERROR(decode_device_call(operands, attributes, call, origin_values));
     const Problem& problem = call.problem;
+    if (const Status status = small::check_arrays(problem); status.failed()) return error_of(status);
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("logsumexp", logsumexp, problem, true));
     float* remainder_values = nullptr;
     NATTEN_JAX_RETURN_IF_ERROR(check_remainder("remainder", remainder, problem, remainder_values));

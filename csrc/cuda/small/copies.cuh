@@ -68,6 +68,14 @@ CUTE_DEVICE void copy_chunk(std::uint32_t destination, const char* source, int b
                : "memory");
 }
 
+/// Writes a chunk to global memory: the compiler does not know that an address of `advance` lies there.
+CUTE_DEVICE void store_chunk(const char* destination, uint4 words) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
+               :
+               : "l"(destination), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w)
+               : "memory");
+}
+
 /// A thread's part of copying the columns of a region: a chunk of every few of them, out of one of two arrays. A
 /// column's chunks of both lie in a row of shared memory: one address serves all reads.
 template <int kHeadDim>
@@ -187,7 +195,7 @@ struct RowTile {
     for (int i = 0; i < kPasses; ++i) {
       const int token = tokens[row + i * kStep];
       const uint4 words = sm80::load_chunk(buffer + Tile::offset(row + i * kStep, chunk));
-      if (token >= 0) *reinterpret_cast<uint4*>(const_cast<char*>(advance(to, token, heads * head_dim * 2))) = words;
+      if (token >= 0) store_chunk(advance(to, token, heads * head_dim * 2), words);
     }
   }
 };

@@ -36,7 +36,7 @@ inline constexpr int kAdditionalSumThreads = 128;
 ///   columns: queries and heads that share a key/value head.
 ///   additional_kv: additional tokens.
 constexpr std::int64_t additional_parts(std::int64_t columns, std::int64_t additional_kv) {
-  constexpr std::int64_t kColumnsOfPart = 128, kMostTileParts = 256;
+  constexpr std::int64_t kColumnsOfPart = 256, kMostTileParts = 256;
   const std::int64_t tiles = (additional_kv + kRows - 1) / kRows,
                      wanted = (columns + kColumnsOfPart - 1) / kColumnsOfPart;
   const std::int64_t most = tiles > kMostTileParts ? 1 : kMostTileParts / (tiles > 1 ? tiles : 1);

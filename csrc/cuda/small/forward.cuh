@@ -14,16 +14,17 @@
 
 namespace natten_jax::small {
 
-/// Between which sums of weights none of them has lost digits, given what an element type can hold.
+/// Between which sums of weights none of them has lost digits, given what an element type can hold. Nor must a sum be
+/// so close to 1 that its logarithm is but what was rounded: as where a query sees one key, whose logit is next to 0.
 template <class Element>
 struct TrustedSums {
   static constexpr bool kHasReference = false;
-  static constexpr float kLeast = 0x1p-60f, kMost = 0x1p60f;
+  static constexpr float kLeast = 0x1p-60f, kMost = 0x1p60f, kLeastFromOne = 0x1p-10f;
 };
 template <>
 struct TrustedSums<cutlass::half_t> {
   static constexpr bool kHasReference = true;
-  static constexpr float kLeast = 0x1p-6f, kMost = 0x1p15f;
+  static constexpr float kLeast = 0x1p-6f, kMost = 0x1p15f, kLeastFromOne = 0.f;
 };
 
 /// A warp's results: sums of weighted values, and of weights, of the lane's columns until they are finished; what the
@@ -168,7 +169,12 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
     float sums[2] = {result.row_sum(0), result.row_sum(1)};
     bool is_trusted = true;
     CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) is_trusted &= tokens[r] < 0 || (sums[r] >= Sums::kLeast && sums[r] <= Sums::kMost);
+    for (int r = 0; r < 2; ++r) {
+      // Without a branch, as && and || would be.
+      const int is_in_range = static_cast<int>(sums[r] >= Sums::kLeast) & static_cast<int>(sums[r] <= Sums::kMost) &
+                              static_cast<int>(fabsf(sums[r] - 1.f) >= Sums::kLeastFromOne);
+      is_trusted &= (is_in_range | static_cast<int>(tokens[r] < 0)) != 0;
+    }
     if (__any_sync(0xffffffffu, !is_trusted)) {
       compute_exactly<Element, kHeadDim, Columns>(result, queries, tile, tables, additional_pairs, stage, factor);
       sums[0] = result.row_sum(0);

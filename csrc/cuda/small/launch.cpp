@@ -190,6 +190,8 @@ Status with_form(const Problem& problem, const Call& call) {
   return status_of(error);
 }
 
+}  // namespace
+
 Status check_arrays(const Problem& problem) {
   if (element_bytes(problem.element_type) != 2) {
     return Status::invalid_argument("query has dtype float32, but must have float16 or bfloat16");
@@ -203,8 +205,6 @@ Status check_arrays(const Problem& problem) {
   }
   return {};
 }
-
-}  // namespace
 
 Status run_forward(const Problem& problem, const TileShapes& tiles, const ForwardArrays& arrays, cudaStream_t stream) {
   if (Status status = check_arrays(problem); status.failed()) return status;
@@ -232,7 +232,6 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Forwar
 
 Status run_backward(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays,
                     cudaStream_t stream) {
-  if (Status status = check_arrays(problem); status.failed()) return status;
   Device device{};
   if (const auto error = read_device(device)) return status_of(error);
   BackwardParams p{};

@@ -45,10 +45,14 @@ struct BackwardArrays {
   float* additional_sums;  ///< Scratch: [additional_parts(), batch, additional_kv, heads_kv, head_dim + head_dim_v].
 };
 
+/// Whether the form takes elements and heads such as a problem's, or an error.
+Status check_arrays(const Problem& problem);
+
 /// Runs the forward pass on a stream. Query tiles have 16 tokens, key/value tiles 8.
 Status run_forward(const Problem& problem, const TileShapes& tiles, const ForwardArrays& arrays, cudaStream_t stream);
 
-/// Runs the backward pass likewise. Key/value tiles have 16 tokens, query tiles 8. Results are reproducible.
+/// Runs the backward pass of a checked problem likewise. Key/value tiles have 16 tokens, query tiles 8. Results are
+/// reproducible.
 Status run_backward(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays, cudaStream_t stream);
 
 }  // namespace natten_jax::small

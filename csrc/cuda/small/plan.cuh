@@ -32,8 +32,14 @@ struct RegionAxis {
     const DeviceAxis& axis = p.axis[d];
     if (p.is_plain) return RegionAxis(axis, residue, begin, most);
     const int dimension = p.region.dimension[d];
-    return RegionAxis(axis, residue, begin, most, Origin::load(p.origins, dimension, axis.dilation),
-                      Origin::load(p.origins, kRank + dimension, axis.dilation));
+    // Further out lies nothing else: sums must not overflow.
+    const auto origin = [&](int index, int least, int largest) {
+      return p.origins == nullptr ? Origin{0, 0}
+                                  : Origin::split(min(max(p.origins[index], least), largest), axis.dilation);
+    };
+    return RegionAxis(axis, residue, begin, most,
+                      origin(dimension, 0, max(axis.query_extent - axis.query_local_extent, 0)),
+                      origin(kRank + dimension, -axis.kv_local_extent, axis.kv_extent));
   }
 
   CUTE_DEVICE const GroupTokens& rows() const { return kRowsAreKeys ? kv : query; }
@@ -45,7 +51,7 @@ struct RegionAxis {
     row += begin;
     Range<int> window;
     if constexpr (kRowsAreKeys) {
-      const int index = min(max(row + kv.shift, 0), kv.length - 1);
+      const int index = min(max(row, -kv.shift), kv.length - 1 - kv.shift) + kv.shift;
       window = inverse_window_bounds(axis, index, query.length, kv.length);
     } else {
       window = window_bounds(axis, row + query.shift, kv.length);
@@ -56,7 +62,7 @@ struct RegionAxis {
 
   /// Whether a row's token lies in the global layout; queries do.
   CUTE_DEVICE bool is_inside(int row) const {
-    return !kRowsAreKeys || (row + begin + kv.shift >= 0 && row + begin + kv.shift < kv.length);
+    return !kRowsAreKeys || (row + begin >= -kv.shift && row + begin < kv.length - kv.shift);
   }
 };
 

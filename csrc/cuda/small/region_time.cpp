@@ -52,10 +52,6 @@ constexpr Costs costs_of(Kernel kernel, bool has_boxes) {
   return {};
 }
 
-double wider_of(const Costs& costs, int head_dim) {
-  return head_dim == 32 ? 1 : head_dim == 64 ? costs.of_64 : costs.of_128;
-}
-
 /// Tokens of a tile's rows that are loaded or stored: of the arrays that a kernel reads or writes by rows.
 constexpr double row_tokens(Kernel kernel) {
   // Two arrays count as one: a query and its output in the forward pass, else four arrays or three.
@@ -89,9 +85,10 @@ double estimate(Kernel kernel, int head_dim, const Region& region, const Shares&
   const Costs costs = costs_of(kernel, region.has_boxes);
   const double width = head_dim / 32., resident = std::min(shares.ctas, 1. * std::max(region.ctas, 1));
   const double warps = region.warps * resident, unevenness = std::ceil(warps / 4) * 4 / warps - 1;
+  const double wider = head_dim == 32 ? 1 : head_dim == 64 ? costs.of_64 : costs.of_128;
   // A warp alone takes `waiting` times as long for a tile as many side by side take for each.
-  const double tile = (costs.pair * region.pairs + costs.tile) * wider_of(costs, head_dim) *
-                      (1 + costs.uneven * unevenness) * std::hypot(1., costs.waiting / warps);
+  const double tile = (costs.pair * region.pairs + costs.tile) * wider * (1 + costs.uneven * unevenness) *
+                      std::hypot(1., costs.waiting / warps);
   const double overlap = resident * (1 + costs.staged * (region.stages - 1));
   // Of the boxes of a stage, two count as one column.
   const double columns = region.box * (boxes_of(kernel) / 2.);
@@ -103,11 +100,19 @@ double estimate(Kernel kernel, int head_dim, const Region& region, const Shares&
 }
 
 double estimate_additional(const Problem& problem, const Device& device) {
-  const Costs costs = costs_of(Kernel::kKeyValueGradient, false);
-  const auto divide_up = [](std::int64_t a, std::int64_t b) { return static_cast<double>((a + b - 1) / b); };
-  const double pairs = static_cast<double>(problem.batch * problem.heads) * divide_up(problem.additional_kv, kRows) *
-                       divide_up(problem.queries(), 2 * kColumns);
-  return 2 * kLaunch + pairs * costs.pair * wider_of(costs, compiled_head_dim(problem)) / device.multiprocessors;
+  // Measured on an H200: what a CTA takes to start, and to wait for the queries that its warps load at once; how many
+  // bytes of sums are written and read again in a nanosecond.
+  constexpr double kStart = 4000, kStep = 1300, kBytes = 1600;
+  const int head_dim = compiled_head_dim(problem), columns_at_once = (head_dim > 64 ? 2 : 4) * kColumns;
+  const std::int64_t columns = problem.queries() * problem.heads_per_kv(),
+                     parts = additional_parts(columns, problem.additional_kv), heads = problem.batch * problem.heads_kv;
+  const auto quotient = [](std::int64_t a, std::int64_t b) { return static_cast<double>((a + b - 1) / b); };
+  const double ctas =
+      static_cast<double>(heads) * quotient(parts, kAdditionalWarps) * quotient(problem.additional_kv, kRows);
+  const double rounds = std::max(ctas / (device.multiprocessors * (head_dim > 32 ? 2. : 3.)), 1.);
+  const double sums = 4. * static_cast<double>(parts * heads * problem.additional_kv) *
+                      static_cast<double>(problem.head_dim + problem.head_dim_v);
+  return 2 * kLaunch + rounds * (kStart + kStep * quotient(columns, parts * columns_at_once)) + sums / kBytes;
 }
 
 }  // namespace natten_jax::small
