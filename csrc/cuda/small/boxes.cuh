@@ -4,6 +4,8 @@
 
 #include <cutlass/arch/barrier.h>
 
+#include <cute/arch/copy_sm90_desc.hpp>
+
 #include "cuda/common/launch.cuh"
 #include "cuda/small/copies.cuh"
 
@@ -38,7 +40,13 @@ class BoxLoads {
       : p_(p),
         state_(*reinterpret_cast<BoxState*>(raw + p.region.shared.box_state)),
         stages_(shared_address(raw + p.region.shared.stages)),
-        items_(p) {}
+        items_(p) {
+    if (threadIdx.x > 0) return;
+    CUTE_UNROLL
+    for (int box = 0; box < kBoxes + kRowsAreKeys; ++box) {
+      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&p.columns[box]));
+    }
+  }
 
   /// Has the first stages filled, but for what the kernel before writes. `first` is the box's first column, `warps`
   /// have rows.
