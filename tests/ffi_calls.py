@@ -153,10 +153,10 @@ TARGETS = (
         head_dims=(64, 128),
         tiles=((1, 2, 4), (2, 2, 4)),
         is_small=True,
-        # Four numbers for each query and head, and sums of the queries' parts, 128 of them and of two heads each.
+        # Four numbers for each query and head, and sums of all queries together.
         scratch={
             "statistics": ((2, 4 * 5 * 6, 2, 4), np.float32),
-            "additional_sums": ((2, 2, 3, 1, 64 + 128), np.float32),
+            "additional_sums": ((1, 2, 3, 1, 64 + 128), np.float32),
         },
         reads_origins=False,
     ),

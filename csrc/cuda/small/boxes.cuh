@@ -41,10 +41,14 @@ class BoxLoads {
         state_(*reinterpret_cast<BoxState*>(raw + p.region.shared.box_state)),
         stages_(shared_address(raw + p.region.shared.stages)),
         items_(p) {
-    if (threadIdx.x > 0) return;
-    CUTE_UNROLL
-    for (int box = 0; box < kBoxes + kRowsAreKeys; ++box) {
-      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&p.columns[box]));
+    // With it, dilation 8 took 116.5 instead of 121 microseconds, and 7 x 7 tokens 21.2 instead of 22.4; the other
+    // kernels of gradients took 4% longer.
+    if constexpr (kIsWhole) {
+      if (threadIdx.x > 0) return;
+      CUTE_UNROLL
+      for (int box = 0; box < kBoxes; ++box) {
+        cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&p.columns[box]));
+      }
     }
   }
 
