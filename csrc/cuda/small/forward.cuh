@@ -14,18 +14,21 @@
 
 namespace natten_jax::small {
 
-/// Between which sums of weights none of them has lost digits, given what an element type can hold. Nor must a sum be
-/// so close to 1 that its logarithm is but what was rounded: as where a query sees one key, whose logit is next to 0.
+/// Between which sums of weights none of them has lost digits, given what an element type can hold.
 template <class Element>
 struct TrustedSums {
   static constexpr bool kHasReference = false;
-  static constexpr float kLeast = 0x1p-60f, kMost = 0x1p60f, kLeastFromOne = 0x1p-10f;
+  static constexpr float kLeast = 0x1p-60f, kMost = 0x1p60f;
 };
 template <>
 struct TrustedSums<cutlass::half_t> {
   static constexpr bool kHasReference = true;
-  static constexpr float kLeast = 0x1p-6f, kMost = 0x1p15f, kLeastFromOne = 0.f;
+  static constexpr float kLeast = 0x1p-6f, kMost = 0x1p15f;
 };
+
+/// The logarithm of a sum that is closer to 1 than this is but what was rounded, and all that there is of a logsumexp
+/// whose shift, in base 2, is below the other: as where a query sees one key, whose logit is next to 0.
+constexpr float kLeastFromOne = 0x1p-10f, kLeastShift = 0x1p-6f;
 
 /// A warp's results: sums of weighted values, and of weights, of the lane's columns until they are finished; what the
 /// weights of a lane's two rows are relative to.
@@ -171,9 +174,12 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       // Without a branch, as && and || would be.
-      const int is_in_range = static_cast<int>(sums[r] >= Sums::kLeast) & static_cast<int>(sums[r] <= Sums::kMost) &
-                              static_cast<int>(fabsf(sums[r] - 1.f) >= Sums::kLeastFromOne);
-      is_trusted &= (is_in_range | static_cast<int>(tokens[r] < 0)) != 0;
+      int has_logarithm = static_cast<int>(fabsf(sums[r] - 1.f) >= kLeastFromOne);
+      if constexpr (Sums::kHasReference) {
+        has_logarithm |= static_cast<int>(fabsf(result.shift[r] * factor) >= kLeastShift);
+      }
+      const int is_in_range = static_cast<int>(sums[r] >= Sums::kLeast) & static_cast<int>(sums[r] <= Sums::kMost);
+      is_trusted &= ((is_in_range & has_logarithm) | static_cast<int>(tokens[r] < 0)) != 0;
     }
     if (__any_sync(0xffffffffu, !is_trusted)) {
       compute_exactly<Element, kHeadDim, Columns>(result, queries, tile, tables, additional_pairs, stage, factor);
