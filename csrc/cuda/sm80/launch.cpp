@@ -9,6 +9,7 @@
 #include "cuda/common/cuda_status.h"
 #include "cuda/common/geometry.h"
 #include "cuda/common/gradient_passes.h"
+#include "cuda/common/problem_checks.h"
 #include "cuda/sm80/backward.h"
 #include "cuda/sm80/forms.h"
 #include "cuda/sm80/forward.h"
@@ -17,13 +18,7 @@ namespace natten_jax::sm80 {
 namespace {
 
 Status check_arrays(const Problem& problem) {
-  for (const std::int64_t head_dim : {problem.head_dim, problem.head_dim_v}) {
-    if (head_dim % kHeadDimStep != 0 || head_dim > kLargestHeadDim) {
-      return Status::invalid_argument("a head dimension is " + std::to_string(head_dim) +
-                                      ", but must be a multiple of " + std::to_string(kHeadDimStep) + " and at most " +
-                                      std::to_string(kLargestHeadDim));
-    }
-  }
+  if (Status status = check_head_dims(problem, kHeadDimStep, kLargestHeadDim); status.failed()) return status;
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
   if (problem.queries() > kMost || problem.keys() > kMost) {
     return Status::invalid_argument("a batch entry has 2^31 tokens or more");

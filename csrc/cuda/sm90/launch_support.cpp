@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cuda/common/geometry.h"
+#include "cuda/common/problem_checks.h"
 
 namespace natten_jax::sm90 {
 namespace {
@@ -17,16 +18,8 @@ bool has_remainder(int group_class, int dimension) {
 }  // namespace
 
 Status check_arrays(const Problem& problem) {
-  if (problem.element_type == ElementType::kFloat32) {
-    return Status::invalid_argument("query has dtype float32, but must have float16 or bfloat16");
-  }
-  for (const std::int64_t head_dim : {problem.head_dim, problem.head_dim_v}) {
-    if (head_dim % kHeadDimStep != 0 || head_dim > kLargestHeadDim) {
-      return Status::invalid_argument("a head dimension is " + std::to_string(head_dim) +
-                                      ", but must be a multiple of " + std::to_string(kHeadDimStep) + " and at most " +
-                                      std::to_string(kLargestHeadDim));
-    }
-  }
+  if (Status status = check_half_elements(problem); status.failed()) return status;
+  if (Status status = check_head_dims(problem, kHeadDimStep, kLargestHeadDim); status.failed()) return status;
   if (problem.queries() > std::numeric_limits<std::int32_t>::max()) {
     return Status::invalid_argument("a batch entry has 2^31 tokens or more");
   }

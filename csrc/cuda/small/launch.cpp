@@ -1,12 +1,12 @@
 #include "cuda/small/launch.h"
 
-#include <string>
 #include <utility>
 
 #include "cuda/common/arithmetic.cuh"
 #include "cuda/common/cuda_status.h"
 #include "cuda/common/element_types.h"
 #include "cuda/common/geometry.h"
+#include "cuda/common/problem_checks.h"
 #include "cuda/common/tensor_map.h"
 #include "cuda/small/kernels.h"
 #include "cuda/small/region_cache.h"
@@ -193,17 +193,8 @@ Status with_form(const Problem& problem, const Call& call) {
 }  // namespace
 
 Status check_arrays(const Problem& problem) {
-  if (element_bytes(problem.element_type) != 2) {
-    return Status::invalid_argument("query has dtype float32, but must have float16 or bfloat16");
-  }
-  for (const std::int64_t head_dim : {problem.head_dim, problem.head_dim_v}) {
-    if (head_dim % kHeadDimStep != 0 || head_dim > kLargestHeadDim) {
-      return Status::invalid_argument("a head dimension is " + std::to_string(head_dim) +
-                                      ", but must be a multiple of " + std::to_string(kHeadDimStep) + " and at most " +
-                                      std::to_string(kLargestHeadDim));
-    }
-  }
-  return {};
+  if (Status status = check_half_elements(problem); status.failed()) return status;
+  return check_head_dims(problem, kHeadDimStep, kLargestHeadDim);
 }
 
 Status run_forward(const Problem& problem, const TileShapes& tiles, const ForwardArrays& arrays, cudaStream_t stream) {
