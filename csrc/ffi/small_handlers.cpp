@@ -25,6 +25,7 @@ Error small_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer a
     Call call;
     const std::int32_t* origin_values = nullptr;
     NATTEN_JAX_RETURN_IF_ERROR(decode_device_call(operands, attributes, call, origin_values));
+    if (const Status status = small::check_arrays(call.problem); status.failed()) return error_of(status);
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result out", *out, call.problem, false));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result logsumexp", *logsumexp, call.problem, true));
     float* remainder_values = nullptr;

@@ -12,7 +12,7 @@ template <int kHeadDim>
 struct QueryStage {
   using Rows = RowTile<kHeadDim>;
   using Tile = typename Rows::Tile;
-  static constexpr int kPairs = kHeadDim > 64 ? 1 : 2, kQueries = kPairs * 2 * kColumns;
+  static constexpr int kPairs = additional_pairs_at_once(kHeadDim), kQueries = kPairs * 2 * kColumns;
   static_assert(2 * kColumns == kRows && kQueries <= 32);
   static constexpr int kSecond = kPairs * Rows::kBytes;  // bytes from queries to output cotangents
   static constexpr int kStatistics = 2 * kSecond, kBytes = kStatistics + kQueries * kStatisticsBytes;

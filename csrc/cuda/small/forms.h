@@ -2,9 +2,14 @@
 // Python reads them in every build.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 namespace natten_jax::small {
+
+constexpr std::int64_t divide_up(std::int64_t a, std::int64_t b) {
+  return (a + b - 1) / b;
+}
 
 /// Rows of a warp's tile: queries, or keys where the kernel owns keys.
 inline constexpr int kRows = 16;
@@ -29,6 +34,11 @@ inline constexpr int kStatisticsBytes = 16;
 inline constexpr int kAdditionalWarps = 4;
 inline constexpr int kAdditionalSumThreads = 128;
 
+/// Pairs of groups of queries that a warp loads at once for such a gradient.
+constexpr int additional_pairs_at_once(int head_dim) {
+  return head_dim > 64 ? 1 : 2;
+}
+
 /// In how many parts the queries of a batch entry are added up for such a gradient. It depends on nothing else, so that
 /// results do not depend on other batch entries.
 ///
@@ -37,10 +47,9 @@ inline constexpr int kAdditionalSumThreads = 128;
 ///   additional_kv: additional tokens.
 constexpr std::int64_t additional_parts(std::int64_t columns, std::int64_t additional_kv) {
   constexpr std::int64_t kColumnsOfPart = 256, kMostTileParts = 256;
-  const std::int64_t tiles = (additional_kv + kRows - 1) / kRows,
-                     wanted = (columns + kColumnsOfPart - 1) / kColumnsOfPart;
-  const std::int64_t most = tiles > kMostTileParts ? 1 : kMostTileParts / (tiles > 1 ? tiles : 1);
-  return wanted < 1 ? 1 : wanted < most ? wanted : most;
+  const std::int64_t tiles = divide_up(additional_kv, kRows),
+                     most = std::max<std::int64_t>(kMostTileParts / std::max<std::int64_t>(tiles, 1), 1);
+  return std::clamp<std::int64_t>(divide_up(columns, kColumnsOfPart), 1, most);
 }
 
 /// What the kernels are for.

@@ -124,7 +124,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
   Tables tables;
   TilePlan tile;
   Loads<kHeadDim, Kernel::kForward, kHasBoxes> loads(p, raw);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, additional_pairs = (p.additional_kv + 15) / 16;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, additional_pairs = p.additional_pairs();
   const std::uint32_t staging = kHasBoxes ? p.region.warps * Rows::kBytes : 0;
   const float factor = p.scale * kLog2E;
 

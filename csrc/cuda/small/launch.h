@@ -48,10 +48,10 @@ struct BackwardArrays {
 /// Whether the form takes elements and heads such as a problem's, or an error.
 Status check_arrays(const Problem& problem);
 
-/// Runs the forward pass on a stream. Query tiles have 16 tokens, key/value tiles 8.
+/// Runs the forward pass of a checked problem on a stream. Query tiles have 16 tokens, key/value tiles 8.
 Status run_forward(const Problem& problem, const TileShapes& tiles, const ForwardArrays& arrays, cudaStream_t stream);
 
-/// Runs the backward pass of a checked problem likewise. Key/value tiles have 16 tokens, query tiles 8. Results are
+/// Runs the backward pass likewise. Key/value tiles have 16 tokens, query tiles 8. Results are
 /// reproducible.
 Status run_backward(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays, cudaStream_t stream);
 

@@ -36,6 +36,9 @@ struct CommonParams {
   // For the copy engine, of the two arrays of columns and, where these are queries, of their statistics; or of the
   // boxes that WholeBox names: dimensions [head and its elements, those of the region, batch].
   CUtensorMap columns[boxes_of(Kernel::kWholeGradient)];
+
+  /// Of groups of additional columns.
+  CUTLASS_HOST_DEVICE int additional_pairs() const { return (additional_kv + 2 * kColumns - 1) / (2 * kColumns); }
 };
 
 struct ForwardParams : CommonParams {

@@ -313,7 +313,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     }
   }
   __syncwarp();
-  const int additional_pairs = (p.additional_kv + 15) / 16;
+  const int additional_pairs = p.additional_pairs();
   written += written & 1;
   for (int i = lane; i < additional_pairs; i += 32) {
     tables.offsets[written + i] = i * 16 * kColumnBytes;

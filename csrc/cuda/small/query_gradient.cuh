@@ -128,7 +128,7 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
   Tables tables;
   TilePlan tile;
   Loads<kHeadDim, Kernel::kQueryGradient, kHasBoxes> loads(p, raw);
-  const int warp = threadIdx.x / 32, additional_pairs = (p.additional_kv + 15) / 16;
+  const int warp = threadIdx.x / 32, additional_pairs = p.additional_pairs();
   const std::uint32_t buffer = p.region.warps * Rows::kBytes, staging = kHasBoxes ? 3 * buffer : 0;
   const float factor = p.scale * kLog2E;
 

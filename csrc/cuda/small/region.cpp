@@ -29,10 +29,6 @@ std::int64_t counted(std::int64_t a, std::int64_t b, std::int64_t c) {
   return a >= kMostRows || b >= kMostRows || c >= kMostRows || a * b >= kMostRows ? kMostRows : a * b * c;
 }
 
-std::int64_t divide_up(std::int64_t a, std::int64_t b) {
-  return (a + b - 1) / b;
-}
-
 std::int64_t align(std::int64_t bytes, std::int64_t alignment = kAlignment) {
   return divide_up(bytes, alignment) * alignment;
 }

@@ -61,7 +61,7 @@ constexpr double row_tokens(Kernel kernel) {
 }  // namespace
 
 Shares share_items(std::int64_t items, const Region& region, const Device& device) {
-  const auto chunks_of = [&](std::int64_t each) { return (items + each - 1) / each; };
+  const auto chunks_of = [&](std::int64_t each) { return divide_up(items, each); };
   const auto regions = static_cast<double>(region.count);
   const double slots = static_cast<double>(device.multiprocessors) * std::max(region.ctas, 1);
   double least = std::numeric_limits<double>::max();
@@ -103,10 +103,10 @@ double estimate_additional(const Problem& problem, const Device& device) {
   // Measured on an H200: what a CTA takes to start, and to wait for the queries that its warps load at once; how many
   // bytes of sums are written and read again in a nanosecond.
   constexpr double kStart = 4000, kStep = 1300, kBytes = 1600;
-  const int head_dim = compiled_head_dim(problem), columns_at_once = (head_dim > 64 ? 2 : 4) * kColumns;
+  const int head_dim = compiled_head_dim(problem), columns_at_once = additional_pairs_at_once(head_dim) * 2 * kColumns;
   const std::int64_t columns = problem.queries() * problem.heads_per_kv(),
                      parts = additional_parts(columns, problem.additional_kv), heads = problem.batch * problem.heads_kv;
-  const auto quotient = [](std::int64_t a, std::int64_t b) { return static_cast<double>((a + b - 1) / b); };
+  const auto quotient = [](std::int64_t a, std::int64_t b) { return static_cast<double>(divide_up(a, b)); };
   const double ctas =
       static_cast<double>(heads) * quotient(parts, kAdditionalWarps) * quotient(problem.additional_kv, kRows);
   const double rounds = std::max(ctas / (device.multiprocessors * (head_dim > 32 ? 2. : 3.)), 1.);
