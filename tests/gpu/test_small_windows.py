@@ -6,11 +6,13 @@ Random problems with their tiles are part of ``test_operators.py`` and of ``pyth
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 
 import natten_jax
@@ -34,26 +36,42 @@ def draw(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
 
 
-def attend(query: jax.Array, key: jax.Array, value: jax.Array, **arguments: Any) -> tuple[jax.Array, ...]:
+def cotangents_of(query: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What the output and the logsumexp are differentiated with."""
+    shape = query.shape[:-1]
+    return draw(9, *shape, value.shape[-1], dtype=query.dtype), draw(10, *shape, dtype=jnp.float32)
+
+
+@jax.jit
+def small(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, ...]:
     """Output, logsumexp and gradients."""
-    function = functools.partial(natten_jax.na2d, kernel_size=7, return_lse=True, **arguments)
+    function = functools.partial(natten_jax.na2d, kernel_size=7, return_lse=True, backend="cutlass-fna", **TILES)
     results, pullback = jax.vjp(function, query, key, value)
-    out, logsumexp = results
-    cotangents = draw(9, *out.shape, dtype=out.dtype), draw(10, *logsumexp.shape, dtype=logsumexp.dtype)
-    return (*results, *pullback(cotangents))
+    return (*results, *pullback(cotangents_of(query, value)))
 
 
-def small(*arrays: jax.Array, **arguments: Any) -> Any:
-    return jax.jit(functools.partial(attend, backend="cutlass-fna", **TILES, **arguments))(*arrays)
+def expected(arrays: Sequence[jax.Array], window: dict[str, Any], cotangents: Sequence[jax.Array]) -> oracle.Reference:
+    """Both passes in float64; ``arrays`` may end with additional keys and values."""
+    layout = arrays[0].shape[1:-2]
+    defaults: dict[str, Any] = {"stride": 1, "dilation": 1, "is_causal": False}
+    per_dimension = {
+        name: value if isinstance(value, tuple) else (value,) * len(layout)
+        for name, value in (defaults | window).items()
+    }
+    mask = oracle.neighborhood_mask(layout, **per_dimension)
+    scale = arrays[0].shape[-1] ** -0.5
+    entries = [
+        oracle.reference(oracle.Tensors(*entry[:-2]), mask, scale, *entry[-2:])
+        for entry in (
+            [np.asarray(array[number : number + 1]) for array in (*arrays, *cotangents)]
+            for number in range(arrays[0].shape[0])
+        )
+    ]
+    together: oracle.Reference = jax.tree.map(lambda *parts: np.concatenate(parts), *entries)
+    return together
 
 
-def expected(*arrays: jax.Array, **arguments: Any) -> Any:
-    arrays = tuple(array.astype(jnp.float64) for array in arrays)
-    return jax.jit(functools.partial(attend, backend="flex-fna", **arguments))(*arrays)
-
-
-def error(found: jax.Array, reference: jax.Array) -> float:
-    exact = np.asarray(reference, np.float64)
+def error(found: jax.Array, exact: np.ndarray) -> float:
     return float(np.linalg.norm(np.asarray(found, np.float64) - exact) / np.linalg.norm(exact))
 
 
@@ -65,16 +83,15 @@ def test_large_logits_lose_no_digits(dtype: Any, amplitude: float, offset: float
     query = (draw(0, *shape, dtype=jnp.float32) * amplitude + offset).astype(dtype)
     key = (draw(1, *shape, dtype=jnp.float32) + (1.0 if offset else 0.0)).astype(dtype)
     value = draw(2, *shape, dtype=dtype)
-    with jax.enable_x64(True):
-        reference = expected(query, key, value)
-    found = small(query, key, value)
+    reference = expected((query, key, value), {"kernel_size": 7}, cotangents_of(query, value))
+    out, logsumexp, d_query, d_key, d_value = small(query, key, value)
     bound = 6e-3 if dtype == jnp.bfloat16 else 1e-3
-    assert error(found[1], reference[1]) <= 2e-6
+    assert error(logsumexp, reference.forward.lse) <= 2e-6
+    assert error(out, reference.forward.out) <= bound
+    assert error(d_value, reference.gradients.value) <= bound
     # Gradients of queries and keys are differences of what large logits leave of the softmax.
-    for number, name in ((0, "out"), (4, "value gradient")):
-        assert error(found[number], reference[number]) <= bound, name
-    for number, name in ((2, "query gradient"), (3, "key gradient")):
-        assert error(found[number], reference[number]) <= 3 * bound, name
+    assert error(d_query, reference.gradients.query) <= 3 * bound
+    assert error(d_key, reference.gradients.key) <= 3 * bound
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -83,7 +100,7 @@ def test_the_logsumexp_of_one_key_is_its_logit(dtype: Any) -> None:
     query, key, value = draw(0, 2, 12, 3, 32), draw(1, 2, 1, 3, 32), draw(2, 2, 1, 3, 32)
     query = (query * 1e-3).astype(dtype)
     key, value = key.astype(dtype), value.astype(dtype)
-    tiles: dict[str, Any] = {"q_tile_shape": (16,), "kv_tile_shape": (8,)}
+    tiles: dict[str, Any] = {"q_tile_size": 16, "kv_tile_size": 8}
     _, found = natten_jax.attention(query, key, value, backend="cutlass-fmha", return_lse=True, **tiles)
     logits = np.einsum("bqhd,bkhd->bqh", *(np.asarray(array, np.float64) for array in (query, key))) / 32**0.5
     np.testing.assert_allclose(found, logits, rtol=1e-5, atol=1e-9)
@@ -140,19 +157,16 @@ def test_gradients_of_layouts_that_a_block_holds_whole(
     shape = 48, *layout, 3, head_dim
     arrays = [draw(i, *shape, dtype=dtype) for i in range(3)]
     operator = functools.partial(getattr(natten_jax, f"na{len(layout)}d"), return_lse=True, **window)
-    cotangents = draw(9, *shape, dtype=dtype), draw(10, *shape[:-1], dtype=jnp.float32)
+    cotangents = cotangents_of(arrays[0], arrays[2])
 
     def gradients(operator: Any, cotangents: Any, *arrays: jax.Array) -> Any:
         return jax.vjp(operator, *arrays)[1](cotangents)
 
     found = jax.jit(functools.partial(gradients, functools.partial(operator, backend="cutlass-fna"), cotangents))
     assert any("whole_gradient" in symbol for symbol in symbols(found, *arrays))
-    with jax.enable_x64(True):
-        exact = functools.partial(operator, backend="flex-fna")
-        wide = [array.astype(jnp.float64) for array in (*arrays, *cotangents)]
-        reference = jax.jit(functools.partial(gradients, exact))(tuple(wide[3:]), *wide[:3])
-    for number, (result, expected) in enumerate(zip(found(*arrays), reference, strict=True)):
-        assert error(result, expected) <= (6e-3 if dtype == jnp.bfloat16 else 1e-3), number
+    reference = expected(arrays, window, cotangents).gradients[:3]
+    for number, (result, exact) in enumerate(zip(found(*arrays), reference, strict=True)):
+        assert error(result, exact) <= (6e-3 if dtype == jnp.bfloat16 else 1e-3), number
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -184,32 +198,29 @@ def test_gradients_of_additional_tokens(
         draw(3, 2, count, heads_kv, head_dim, dtype=dtype),
         draw(4, 2, count, heads_kv, head_dim_v, dtype=dtype),
     ]
-    shape = 2, *layout, heads_q
-    cotangents = draw(9, *shape, head_dim_v, dtype=dtype), draw(10, *shape, dtype=jnp.float32)
+    cotangents = cotangents_of(arrays[0], arrays[2])
 
-    def gradients(backend: str, tiles: dict[str, Any], cotangents: Any, *arrays: jax.Array) -> Any:
+    @jax.jit
+    def gradients(*arrays: jax.Array) -> Any:
         def operator(query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array) -> Any:
             return natten_jax.na2d(
                 *(query, key, value, 5),
                 additional_keys=more[0],
                 additional_values=more[1],
                 return_lse=True,
-                backend=backend,
-                **tiles,
+                backend="cutlass-fna",
+                **TILES,
             )
 
         return jax.vjp(operator, *arrays)[1](cotangents)
 
-    compiled = jax.jit(functools.partial(gradients, "cutlass-fna", TILES))
-    found = compiled(cotangents, *arrays)
+    found = gradients(*arrays)
     for _ in range(5):
-        jax.tree.map(np.testing.assert_array_equal, compiled(cotangents, *arrays), found)
-    with jax.enable_x64(True):
-        wide = [array.astype(jnp.float64) for array in (*arrays, *cotangents)]
-        reference = jax.jit(functools.partial(gradients, "flex-fna", {}))(tuple(wide[5:]), *wide[:5])
+        jax.tree.map(np.testing.assert_array_equal, gradients(*arrays), found)
+    reference = expected(arrays, {"kernel_size": 5}, cotangents).gradients
     bound = (6e-3 if dtype == jnp.bfloat16 else 1e-3) * (1 if amplitude == 1 else 3)
-    for number, (result, expected) in enumerate(zip(found, reference, strict=True)):
-        assert error(result, expected) <= bound, number
+    for number, (result, exact) in enumerate(zip(found, reference, strict=True)):
+        assert error(result, exact) <= bound, number
 
 
 def test_what_is_not_finite_stays_with_the_queries_that_see_it() -> None:
