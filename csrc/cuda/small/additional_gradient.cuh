@@ -43,8 +43,9 @@ struct AdditionalShared {
   // As for_pairs reads them, with two pairs more than there are.
   alignas(8) std::uint32_t offsets[Stage::kPairs + 2];
   std::uint16_t masks[2 * 32];
-  int keys_of_rows[kRows];
-  int rows_of_queries[kAdditionalWarps][32];
+  // As Tables has them.
+  alignas(8) int places_of_keys[kRows];
+  alignas(8) int places_of_queries[kAdditionalWarps][32];
 };
 
 template <class Element, int kHeadDim>
@@ -65,16 +66,17 @@ __global__ void __launch_bounds__(32 * kAdditionalWarps)
   for (int i = threadIdx.x; i < 2 * 32; i += blockDim.x) shared.masks[i] = 0;
   if (threadIdx.x < kRows) {
     const int key = tile_number * kRows + threadIdx.x;
-    shared.keys_of_rows[threadIdx.x] = key < p.additional_kv ? key : -1;
+    shared.places_of_keys[index_of_row(threadIdx.x)] = key < p.additional_kv ? key * p.heads_kv : -1;
   }
   __syncthreads();
   const int of_additional = batch * p.additional_kv * p.heads_kv + head_kv;
+  const auto copy_rows = [](const int* places, const void* array, int first, int width, std::uint32_t to) {
+    Rows::copy(reinterpret_cast<const int2*>(places), row_of(array, first, width), width, to);
+  };
   if (warp == 0) {
-    Rows::copy(shared.keys_of_rows, row_of(p.keys, of_additional, p.head_dim), p.heads_kv, p.head_dim,
-               shared_address(shared.keys));
+    copy_rows(shared.places_of_keys, p.keys, of_additional, p.head_dim, shared_address(shared.keys));
   } else if (warp == 1) {
-    Rows::copy(shared.keys_of_rows, row_of(p.values, of_additional, p.head_dim_v), p.heads_kv, p.head_dim_v,
-               shared_address(shared.values));
+    copy_rows(shared.places_of_keys, p.values, of_additional, p.head_dim_v, shared_address(shared.values));
   }
   commit_copies();
   wait_copies<0>();
@@ -85,25 +87,27 @@ __global__ void __launch_bounds__(32 * kAdditionalWarps)
   // Query heads that share a key/value head follow each other in a token.
   const int heads_per_kv = p.heads / p.heads_kv, first_row = batch * p.queries * p.heads + head_kv * heads_per_kv;
   const int begin = part * p.columns_of_part, end = min(begin + p.columns_of_part, p.queries * heads_per_kv);
-  int* rows = shared.rows_of_queries[warp];
+  int* places = shared.places_of_queries[warp];
   const auto load = [&](int column, std::uint32_t stage) {
     column += lane;
     int token, head;
     p.by_heads_per_kv(token, head, column);
     __syncwarp();
-    rows[lane] = column < end ? token * p.heads + head : -1;
+    const int place = column < end ? token * p.heads + head : -1;
+    places[lane / kRows * kRows + index_of_row(lane % kRows)] = place;
     __syncwarp();
     CUTE_UNROLL
     for (int pair = 0; pair < Stage::kPairs; ++pair) {
-      const int* rows_of_pair = rows + pair * kRows;
-      Rows::copy(rows_of_pair, row_of(p.query, first_row, p.head_dim), 1, p.head_dim, stage + pair * Rows::kBytes);
-      Rows::copy(rows_of_pair, row_of(p.out_cotangent, first_row, p.head_dim_v), 1, p.head_dim_v,
-                 stage + Stage::kSecond + pair * Rows::kBytes);
+      const auto copy_pair = [&](const void* array, int width, std::uint32_t to) {
+        copy_rows(places + pair * kRows, array, first_row, width, to + pair * Rows::kBytes);
+      };
+      copy_pair(p.query, p.head_dim, stage);
+      copy_pair(p.out_cotangent, p.head_dim_v, stage + Stage::kSecond);
     }
     // What is no query is zeros, and adds nothing.
     if (lane < Stage::kQueries) {
       copy_chunk(stage + Stage::kStatistics + lane * kStatisticsBytes,
-                 reinterpret_cast<const char*>(p.statistics + first_row + max(rows[lane], 0)), rows[lane] < 0 ? 0 : 16);
+                 reinterpret_cast<const char*>(p.statistics + first_row + max(place, 0)), place < 0 ? 0 : 16);
     }
   };
 
@@ -112,7 +116,7 @@ __global__ void __launch_bounds__(32 * kAdditionalWarps)
   tables.offsets = shared.offsets;
   tables.masks = shared.masks + lane;
   tables.second = Stage::kSecond;
-  KeyValueSums<Element, kHeadDim> sums;
+  KeyValueSums<Element, kHeadDim, false> sums;
   const Operand keys(shared_address(shared.keys)), values(shared_address(shared.values));
   std::uint32_t stage = shared_address(shared.stages[warp][0]), other = shared_address(shared.stages[warp][1]);
   if (begin < end) load(begin, stage);
@@ -124,8 +128,7 @@ __global__ void __launch_bounds__(32 * kAdditionalWarps)
     commit_copies();
     wait_copies<1>();
     __syncwarp();
-    add_key_value_gradients<ColumnRows<kHeadDim, true>>(sums.of_keys, sums.of_values, keys, values, p.scale * kLog2E,
-                                                        tile, tables, stage);
+    sums.template add<ColumnRows<kHeadDim, true>>(keys, values, p.exponent_scale, tile, tables, stage);
     const std::uint32_t done = stage;
     stage = other;
     other = done;

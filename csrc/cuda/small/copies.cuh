@@ -148,26 +148,25 @@ struct RowTile {
   static constexpr int kBytes = kRows * Tile::kRowBytes;
   static constexpr int kPasses = kRows * Tile::kChunks / 32, kStep = 32 / Tile::kChunks;  // rows of a pass
 
-  /// Starts to copy them; `source` is the first row of the item.
-  CUTE_DEVICE static void copy(const int* tokens, const void* source, int heads, int head_dim, std::uint32_t buffer) {
+  /// Starts to copy them; `source` is the first row of the item, `places` are as Tables has them.
+  CUTE_DEVICE static void copy(const int2* places, const void* source, int head_dim, std::uint32_t buffer) {
     const int lane = threadIdx.x % 32, chunk = lane % Tile::kChunks, row = lane / Tile::kChunks;
     const bool is_inside = chunk * 8 < head_dim;
     const char* from = static_cast<const char*>(source) + (is_inside ? chunk * 16 : 0);
     const std::uint32_t to = buffer + Tile::offset(row, chunk);
-    int token[kPasses];
-    CUTE_UNROLL
-    for (int i = 0; i < kPasses; ++i) token[i] = tokens[row + i * kStep];
+    const Places of_passes(places, row);
     CUTE_UNROLL
     for (int i = 0; i < kPasses; ++i) {
-      copy_chunk(Tile::later_row(to, i * kStep), advance(from, max(token[i], 0), heads * head_dim * 2),
-                 is_inside && token[i] >= 0 ? 16 : 0);
+      const int place = of_passes(i);
+      copy_chunk(Tile::later_row(to, i * kStep), advance(from, max(place, 0), head_dim * 2),
+                 is_inside && place >= 0 ? 16 : 0);
     }
   }
 
   /// Rounds a warp's accumulators times a factor for each of a lane's two rows, and writes them by way of a buffer.
   template <class Element>
-  CUTE_DEVICE static void store(const float (&o)[kHeadDim / 8][4], float low, float high, const int* tokens,
-                                void* destination, int heads, int head_dim, std::uint32_t buffer) {
+  CUTE_DEVICE static void store(const float (&o)[kHeadDim / 8][4], float low, float high, const int2* places,
+                                void* destination, int head_dim, std::uint32_t buffer) {
     const int lane = threadIdx.x % 32, chunk = lane % Tile::kChunks, row = lane / Tile::kChunks;
     __syncwarp();
     if constexpr (sm80::kStoresMatrices) {
@@ -191,13 +190,30 @@ struct RowTile {
     __syncwarp();
     if (chunk * 8 >= head_dim) return;
     const char* to = static_cast<const char*>(destination) + chunk * 16;
+    const Places of_passes(places, row);
+    const std::uint32_t from = buffer + Tile::offset(row, chunk);
     CUTE_UNROLL
     for (int i = 0; i < kPasses; ++i) {
-      const int token = tokens[row + i * kStep];
-      const uint4 words = sm80::load_chunk(buffer + Tile::offset(row + i * kStep, chunk));
-      if (token >= 0) store_chunk(advance(to, token, heads * head_dim * 2), words);
+      const int place = of_passes(i);
+      const uint4 words = sm80::load_chunk(Tile::later_row(from, i * kStep));
+      if (place >= 0) store_chunk(advance(to, place, head_dim * 2), words);
     }
   }
+
+ private:
+  /// The places of a lane's rows: `row`, and one of each later pass.
+  struct Places {
+    int2 each[kPasses / 2];
+
+    CUTE_DEVICE Places(const int2* places, int row) {
+      CUTE_UNROLL
+      for (int i = 0; i < kPasses / 2; ++i) each[i] = places[row + i * kStep];
+    }
+    CUTE_DEVICE int operator()(int pass) const {
+      const int2 both = each[pass % (kPasses / 2)];
+      return pass < kPasses / 2 ? both.x : both.y;
+    }
+  };
 };
 
 /// Fills with zeros, from one multiple of 16 bytes to another.

@@ -124,12 +124,14 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
   Tables tables;
   TilePlan tile;
   Loads<kHeadDim, Kernel::kForward, kHasBoxes> loads(p, raw);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, additional_pairs = p.additional_pairs();
+  const HeadDims<kHeadDim, kHasBoxes> head_dims(p);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, additional_pairs = kHasBoxes ? 0 : p.additional_pairs();
   const std::uint32_t staging = kHasBoxes ? p.region.warps * Rows::kBytes : 0;
-  const float factor = p.scale * kLog2E;
+
+  const float factor = p.exponent_scale;
 
   const auto load_rows = [&](const Item& item, std::uint32_t rows) {
-    Rows::copy(tables.row_tokens, row_of(p.query, item.of_query, p.head_dim), p.heads, p.head_dim, rows);
+    Rows::copy(tables.row_places, row_of(p.query, item.of_query, head_dims.of_keys), head_dims.of_keys, rows);
   };
   const auto load_first_rows = [&] { loads.load_first_rows(warp * Rows::kBytes, load_rows); };
   if (!make_plan<kHeadDim, false, kHasBoxes>(p, raw, tables, tile, loads, load_first_rows)) return;
@@ -168,7 +170,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
       }
       add_pairs<Element, kHeadDim>(result, x, pairs);
     });
-    const int tokens[2] = {tables.row_tokens[lane / 4], tables.row_tokens[lane / 4 + 8]};
+    const int2 places = tables.row_places[lane / 4];
     float sums[2] = {result.row_sum(0), result.row_sum(1)};
     bool is_trusted = true;
     CUTE_UNROLL
@@ -179,7 +181,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
         has_logarithm |= static_cast<int>(fabsf(result.shift[r] * factor) >= kLeastShift);
       }
       const int is_in_range = static_cast<int>(sums[r] >= Sums::kLeast) & static_cast<int>(sums[r] <= Sums::kMost);
-      is_trusted &= ((is_in_range & has_logarithm) | static_cast<int>(tokens[r] < 0)) != 0;
+      is_trusted &= ((is_in_range & has_logarithm) | static_cast<int>((r == 0 ? places.x : places.y) < 0)) != 0;
     }
     if (__any_sync(0xffffffffu, !is_trusted)) {
       compute_exactly<Element, kHeadDim, Columns>(result, queries, tile, tables, additional_pairs, stage, factor);
@@ -189,20 +191,21 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
     phases.columns_are_read();
     // One lane writes what is known of its first row, its neighbor what is known of the second.
     const bool is_second = lane % 2 != 0;
-    const int token = is_second ? tokens[1] : tokens[0];
-    if (lane % 4 < 2 && token >= 0) {
+    const int place = is_second ? places.y : places.x;
+    if (lane % 4 < 2 && place >= 0) {
       const float sum = is_second ? sums[1] : sums[0], shift = is_second ? result.shift[1] : result.shift[0],
                   log2_sum = log2_approximately(sum);
       const float logsumexp = sum == 0.f ? -INFINITY : fmaf(__fmul_rn(shift, factor), kLn2, log2_sum * kLn2);
-      const int at = item.of_query + token * p.heads;
+      const int at = item.of_query + place;
       p.logsumexp[at] = logsumexp;
       if (p.remainder != nullptr) {
         p.remainder[at] = sum == 0.f ? 0.f : logsumexp_remainder(logsumexp, shift, factor, log2_sum);
       }
     }
     const auto normalisation = [](float sum) { return sum == 0.f ? 0.f : fast_reciprocal(sum); };
-    Rows::template store<Element>(result.o, normalisation(sums[0]), normalisation(sums[1]), tables.row_tokens,
-                                  row_of(p.out, item.of_query, p.head_dim_v), p.heads, p.head_dim_v, rows + staging);
+    Rows::template store<Element>(result.o, normalisation(sums[0]), normalisation(sums[1]), tables.row_places,
+                                  row_of(p.out, item.of_query, head_dims.of_values), head_dims.of_values,
+                                  rows + staging);
   };
   loads.for_items(tables, tile, warp * Rows::kBytes, load_rows, load_columns, compute);
 }

@@ -30,6 +30,7 @@ CUTE_DEVICE float2 load_statistic(std::uint32_t address) {
 CUTE_DEVICE bool are_large(const TilePlan& tile, const Tables& tables, std::uint32_t stage, int column_bytes) {
   const int lane = threadIdx.x % 32;
   bool result = false;
+  CUTE_NO_UNROLL
   for (int i = lane / 16; i < tile.pairs; i += 2) {
     const std::uint32_t at = stage + tile.statistic_of_column + tables.offsets[i] / column_bytes * kStatisticsBytes;
     result |= isnan(load_statistic(at).x);
@@ -37,83 +38,101 @@ CUTE_DEVICE bool are_large(const TilePlan& tile, const Tables& tables, std::uint
   return __any_sync(0xffffffffu, result);
 }
 
-/// Adds a tile's key and value gradients, those of keys but for the scale.
-template <class Columns, class Element, int kHeadDim>
+/// Adds a tile's key and value gradients, those of keys but for the scale; `weights` says how weights of two columns
+/// come from products, in place.
+template <class Columns, class Element, int kHeadDim, class Weights>
 CUTE_DEVICE void add_key_value_gradients(float (&of_keys)[kHeadDim / 8][4], float (&of_values)[kHeadDim / 8][4],
                                          const RowOperand<Element, kHeadDim>& keys,
-                                         const RowOperand<Element, kHeadDim>& values, float factor,
-                                         const TilePlan& tile, const Tables& tables, std::uint32_t stage) {
-  const bool is_large = are_large(tile, tables, stage, Columns::kBytes);
-  const auto differentiate = [&](auto weights) {
-    for_pairs<Columns, 2>(tile, tables, 0, stage, [&](const auto& pairs) {
-      constexpr int kPairs = std::decay_t<decltype(pairs)>::kCount;
-      PairLogits x[kPairs], y[kPairs];
-      multiply_columns<Element, kHeadDim, false>(x, keys, pairs);
-      multiply_columns<Element, kHeadDim, true>(y, values, pairs);
-      std::uint32_t a[kPairs][4], b[kPairs][4];
-      CUTE_UNROLL
-      for (int i = 0; i < 2 * kPairs; ++i) {
-        const int pair = i / 2, h = i % 2;
-        const std::uint32_t at =
-            stage + tile.statistic + pairs.at[pair].offset / (Columns::kBytes / kStatisticsBytes) + h * tile.next_group;
-        const float2 first = load_statistic(at), second = load_statistic(at + tile.next_statistic);
-        float (&of_x)[4] = x[pair][h], (&of_y)[4] = y[pair][h];
-        weights(of_x, first, second, at);
-        CUTE_UNROLL
-        for (int r = 0; r < 2; ++r) {
-          const std::uint32_t hidden = hidden_halves(masks_of_group(pairs.masks[pair], h), r);
-          const float low = of_x[2 * r], high = of_x[2 * r + 1];
-          a[pair][2 * h + r] = pack<Element>(low, high) & ~hidden;
-          b[pair][2 * h + r] =
-              pack<Element>(low * (of_y[2 * r] - first.y), high * (of_y[2 * r + 1] - second.y)) & ~hidden;
-        }
-      }
-      add_columns<Element, kHeadDim, true>(of_values, a, pairs);
-      add_columns<Element, kHeadDim, false>(of_keys, b, pairs);
-    });
-  };
-  if (is_large) {
-    differentiate([&](float (&x)[4], float2, float2, std::uint32_t at) {
-      const float2 first = load_statistic(at + 8), second = load_statistic(at + 8 + tile.next_statistic);
+                                         const RowOperand<Element, kHeadDim>& values, const TilePlan& tile,
+                                         const Tables& tables, std::uint32_t stage, const Weights& weights) {
+  for_pairs<Columns, 2>(tile, tables, 0, stage, [&](const auto& pairs) {
+    constexpr int kPairs = std::decay_t<decltype(pairs)>::kCount;
+    PairLogits x[kPairs], y[kPairs];
+    multiply_columns<Element, kHeadDim, false>(x, keys, pairs);
+    multiply_columns<Element, kHeadDim, true>(y, values, pairs);
+    std::uint32_t a[kPairs][4], b[kPairs][4];
+    CUTE_UNROLL
+    for (int i = 0; i < 2 * kPairs; ++i) {
+      const int pair = i / 2, h = i % 2;
+      const std::uint32_t at =
+          stage + tile.statistic + pairs.at[pair].offset / (Columns::kBytes / kStatisticsBytes) + h * tile.next_group;
+      const float2 first = load_statistic(at), second = load_statistic(at + tile.next_statistic);
+      float (&of_x)[4] = x[pair][h], (&of_y)[4] = y[pair][h];
+      weights(of_x, first, second, at);
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        x[2 * r] = weight_of_large(x[2 * r], factor, first.x, first.y);
-        x[2 * r + 1] = weight_of_large(x[2 * r + 1], factor, second.x, second.y);
+        const std::uint32_t hidden = hidden_halves(masks_of_group(pairs.masks[pair], h), r);
+        const float low = of_x[2 * r], high = of_x[2 * r + 1];
+        a[pair][2 * h + r] = pack<Element>(low, high) & ~hidden;
+        b[pair][2 * h + r] =
+            pack<Element>(low * (of_y[2 * r] - first.y), high * (of_y[2 * r + 1] - second.y)) & ~hidden;
       }
-    });
-  } else {
-    differentiate([&](float (&x)[4], float2 first, float2 second, std::uint32_t) {
-      CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) {
-        x[2 * r] = fast_exp2(fmaf(x[2 * r], factor, -first.x));
-        x[2 * r + 1] = fast_exp2(fmaf(x[2 * r + 1], factor, -second.x));
-      }
-    });
-  }
+    }
+    add_columns<Element, kHeadDim, true>(of_values, a, pairs);
+    add_columns<Element, kHeadDim, false>(of_keys, b, pairs);
+  });
 }
 
-/// Sums over the query heads that share a key/value head, which follow each other, of a tile.
-template <class Element, int kHeadDim>
+/// A tile's sums over sets of columns, such as those of the query heads that share a key/value head; over one of them
+/// where `kIsOfOne`.
+template <class Element, int kHeadDim, bool kIsOfOne>
 struct KeyValueSums {
   float of_keys[kHeadDim / 8][4] = {}, of_values[kHeadDim / 8][4] = {};
 
-  /// After the last of these heads, writes the sums by way of two buffers, which may be the same one, and starts anew.
-  CUTE_DEVICE void store_last(const BackwardParams& p, const Item& item, const int* row_tokens,
-                              std::uint32_t first_buffer, std::uint32_t second_buffer) {
+  /// Adds those of a set.
+  template <class Columns>
+  CUTE_DEVICE void add(const RowOperand<Element, kHeadDim>& keys, const RowOperand<Element, kHeadDim>& values,
+                       float factor, const TilePlan& tile, const Tables& tables, std::uint32_t stage) {
+    const auto differentiate = [&](const auto& weights) {
+      add_key_value_gradients<Columns>(of_keys, of_values, keys, values, tile, tables, stage, weights);
+    };
+    const auto differentiate_small = [&] {
+      differentiate([&](float (&x)[4], float2 first, float2 second, std::uint32_t) {
+        CUTE_UNROLL
+        for (int r = 0; r < 2; ++r) {
+          x[2 * r] = fast_exp2(fmaf(x[2 * r], factor, -first.x));
+          x[2 * r + 1] = fast_exp2(fmaf(x[2 * r + 1], factor, -second.x));
+        }
+      });
+    };
+    const auto differentiate_large = [&] {
+      differentiate([&](float (&x)[4], float2, float2, std::uint32_t at) {
+        const float2 first = load_statistic(at + 8), second = load_statistic(at + 8 + tile.next_statistic);
+        CUTE_UNROLL
+        for (int r = 0; r < 2; ++r) {
+          x[2 * r] = weight_of_large(x[2 * r], factor, first.x, first.y);
+          x[2 * r + 1] = weight_of_large(x[2 * r + 1], factor, second.x, second.y);
+        }
+      });
+    };
+    if constexpr (kIsOfOne) {
+      // To look through the columns takes 110 instructions. The sums are no numbers where a logsumexp was none.
+      differentiate_small();
+      if (!__any_sync(0xffffffffu, isnan(of_values[0][0]) || isnan(of_values[0][2]))) return;
+      *this = {};
+      differentiate_large();
+    } else if (are_large(tile, tables, stage, Columns::kBytes)) {
+      differentiate_large();
+    } else {
+      differentiate_small();
+    }
+  }
+
+  /// Writes them by way of two buffers, which may be the same one.
+  template <class HeadDims>
+  CUTE_DEVICE void store(const BackwardParams& p, int of_key, const int2* row_places, const HeadDims& head_dims,
+                         std::uint32_t first_buffer, std::uint32_t second_buffer) const {
     using Rows = RowTile<kHeadDim>;
-    const int heads_per_kv = p.heads / p.heads_kv;
-    if (item.head - item.head_kv(p) * heads_per_kv != heads_per_kv - 1) return;
-    const int of_key = item.of_key(p);
-    Rows::template store<Element>(of_keys, p.scale, p.scale, row_tokens, row_of(p.key_gradient, of_key, p.head_dim),
-                                  p.heads_kv, p.head_dim, first_buffer);
-    Rows::template store<Element>(of_values, 1.f, 1.f, row_tokens, row_of(p.value_gradient, of_key, p.head_dim_v),
-                                  p.heads_kv, p.head_dim_v, second_buffer);
-    CUTE_UNROLL
-    for (int i = 0; i < kHeadDim / 2; ++i) of_keys[i / 4][i % 4] = of_values[i / 4][i % 4] = 0.f;
+    Rows::template store<Element>(of_keys, p.scale, p.scale, row_places,
+                                  row_of(p.key_gradient, of_key, head_dims.of_keys), head_dims.of_keys, first_buffer);
+    Rows::template store<Element>(of_values, 1.f, 1.f, row_places,
+                                  row_of(p.value_gradient, of_key, head_dims.of_values), head_dims.of_values,
+                                  second_buffer);
   }
 };
 
-template <class Element, int kHeadDim, bool kHasBoxes>
+/// `kIsOfOne`: query heads have key/value heads of their own.
+template <class Element, int kHeadDim, bool kHasBoxes, bool kIsOfOne>
 CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
   using Rows = RowTile<kHeadDim>;
   using Operand = RowOperand<Element, kHeadDim>;
@@ -124,12 +143,15 @@ CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
   Loads<kHeadDim, Kernel::kKeyValueGradient, kHasBoxes> loads(p, raw);
   const int warp = threadIdx.x / 32;
   const std::uint32_t buffer = p.region.warps * Rows::kBytes, staging = kHasBoxes ? 2 * buffer : 0;
-  const float factor = p.scale * kLog2E;
+  const HeadDims<kHeadDim, kHasBoxes> head_dims(p);
 
   const auto load_rows = [&](const Item& item, std::uint32_t rows) {
     const int of_key = item.of_key(p);
-    Rows::copy(tables.row_tokens, row_of(p.key, of_key, p.head_dim), p.heads_kv, p.head_dim, rows);
-    Rows::copy(tables.row_tokens, row_of(p.value, of_key, p.head_dim_v), p.heads_kv, p.head_dim_v, rows + buffer);
+    const auto copy_rows = [&](const void* array, int width, std::uint32_t to) {
+      Rows::copy(tables.row_places, row_of(array, of_key, width), width, to);
+    };
+    copy_rows(p.key, head_dims.of_keys, rows);
+    copy_rows(p.value, head_dims.of_values, rows + buffer);
   };
   const auto load_first_rows = [&] { loads.load_first_rows(warp * Rows::kBytes, load_rows); };
   if (!make_plan<kHeadDim, true, kHasBoxes>(p, raw, tables, tile, loads, load_first_rows)) return;
@@ -143,22 +165,31 @@ CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
     copy_statistics(p, tables, p.statistics + item.of_query, stage, Columns::kBytes);
   };
 
-  KeyValueSums<Element, kHeadDim> sums;
+  using Sums = KeyValueSums<Element, kHeadDim, kIsOfOne>;
+  Sums of_several;
   const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
     if (!tile.has_rows) return;
+    Sums of_one;
+    Sums& sums = kIsOfOne ? of_one : of_several;
     const Operand keys(rows), values(rows + buffer);
     phases.rows_are_read();
-    add_key_value_gradients<Columns>(sums.of_keys, sums.of_values, keys, values, factor, tile, tables, stage);
+    sums.template add<Columns>(keys, values, p.exponent_scale, tile, tables, stage);
     phases.columns_are_read();
-    sums.store_last(p, item, tables.row_tokens, rows + staging, rows + (kHasBoxes ? staging : buffer));
+    if constexpr (!kIsOfOne) {
+      // Query heads that share a key/value head follow each other.
+      const int heads_per_kv = p.by_heads_per_kv.divisor;
+      if (item.head - item.head_kv(p) * heads_per_kv != heads_per_kv - 1) return;
+    }
+    sums.store(p, item.of_key(p), tables.row_places, head_dims, rows + staging, rows + (kHasBoxes ? staging : buffer));
+    if constexpr (!kIsOfOne) sums = {};
   };
   loads.for_items(tables, tile, warp * Rows::kBytes, load_rows, load_columns, compute);
 }
 
-template <class Element, int kHeadDim, bool kHasBoxes>
+template <class Element, int kHeadDim, bool kHasBoxes, bool kIsOfOne>
 __global__ void __launch_bounds__(32 * resident_warps(Kernel::kKeyValueGradient, kHeadDim))
     natten_jax_small_key_value_gradient(const __grid_constant__ BackwardParams p) {
-  if constexpr (is_compiled(kHasBoxes)) differentiate_keys<Element, kHeadDim, kHasBoxes>(p);
+  if constexpr (is_compiled(kHasBoxes)) differentiate_keys<Element, kHeadDim, kHasBoxes, kIsOfOne>(p);
 }
 
 }  // namespace natten_jax::small

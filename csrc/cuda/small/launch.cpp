@@ -10,6 +10,7 @@
 #include "cuda/common/tensor_map.h"
 #include "cuda/small/kernels.h"
 #include "cuda/small/region_cache.h"
+#include "natten_jax/logsumexp.h"
 
 namespace natten_jax::small {
 namespace {
@@ -47,6 +48,7 @@ void fill_sizes(const Problem& problem, Params& p) {
   p.head_dim_v = static_cast<int>(problem.head_dim_v);
   p.additional_kv = static_cast<int>(problem.additional_kv);
   p.scale = problem.scale;
+  p.exponent_scale = problem.scale * kLog2E;
   p.by_heads_per_kv = cutlass::FastDivmod(static_cast<int>(problem.heads_per_kv()));
 }
 

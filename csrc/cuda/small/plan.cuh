@@ -81,6 +81,15 @@ struct ColumnRows {
   }
 };
 
+/// Widths of heads, which no padding follows where the copy engine loads them.
+template <int kHeadDim, bool kHasBoxes>
+struct HeadDims {
+  int of_keys, of_values;
+
+  CUTE_DEVICE explicit HeadDims(const CommonParams& p)
+      : of_keys(kHasBoxes ? kHeadDim : p.head_dim), of_values(kHasBoxes ? kHeadDim : p.head_dim_v) {}
+};
+
 /// What a lane adds to where a pair of groups lies, for operands whose columns are rows of shared memory, as in
 /// products with logits for results, and for those whose columns are summed over; of the first array.
 struct Lanes {
@@ -100,12 +109,19 @@ struct TilePlan {
   bool has_rows;
 };
 
+/// Where a row's place is in the tables.
+CUTE_DEVICE constexpr int index_of_row(int row) {
+  return row % 8 * 2 + row / 8;
+}
+
 /// The tables of a CTA in shared memory; there are places where there are no boxes.
 struct Tables {
   int2* places;
   std::uint32_t* offsets;
   const std::uint16_t* masks;  // of a lane: two pairs' bytes
-  const int* row_tokens;
+  // Of rows i and i + 8 of the warp's tile: where they stand in an array of a row for each token and head, counted from
+  // its batch entry and head; negative: outside.
+  const int2* row_places;
   char* stages;
   int second;       // bytes between the boxes of the two arrays
   int columns;      // of the region
@@ -152,9 +168,9 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
   tables.places = reinterpret_cast<int2*>(raw + region.shared.places);
   tables.offsets = reinterpret_cast<std::uint32_t*>(raw + region.shared.offsets) + of_warp;
   const MaskBytes masks{reinterpret_cast<std::uint8_t*>(raw + region.shared.masks) + of_warp * 32 + 2 * lane};
-  int* row_tokens = reinterpret_cast<int*>(raw + region.shared.row_tokens) + warp * kRows;
+  int* row_places = reinterpret_cast<int*>(raw + region.shared.row_places) + warp * kRows;
   tables.masks = reinterpret_cast<const std::uint16_t*>(masks.of_lane);
-  tables.row_tokens = row_tokens;
+  tables.row_places = reinterpret_cast<const int2*>(row_places);
   tables.stages = raw + region.shared.stages;
   tables.second = region.shared.second;
 
@@ -233,7 +249,9 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     tile.column_of_row += (begin_of_tile[d] + min(place, max(tile_rows[d] - 1, 0))) * region.pitch[d];
     row_token += (first_row[d] + place * dilation) * (kRowsAreKeys ? p.kv_pitch : p.query_pitch)[d];
   }
-  if (lane < kRows) row_tokens[lane] = has_row ? row_token : -1;
+  if (lane < kRows) {
+    row_places[index_of_row(lane)] = has_row ? row_token * (kRowsAreKeys ? p.heads_kv : p.heads) : -1;
+  }
   __syncwarp();
   load_first_rows();
 
@@ -275,8 +293,8 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     return region.shared.statistics + kStatisticsBytes * static_cast<std::uint32_t>(row);
   };
   tile.statistic = statistic_of(column, 0);
-  tile.next_statistic = kStatisticsBytes * (wide > 1 ? 1 : region.pitch[1]);
-  tile.next_group = kStatisticsBytes * pair_rows;
+  tile.next_statistic = region.next_statistic;
+  tile.next_group = region.next_group;
   tile.statistic_of_column = statistic_of(in_group, lane / 8 % 2);
 
   const int line_pairs = (groups[1] + 1) / 2;
@@ -319,12 +337,13 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     tables.offsets[written + i] = i * 16 * kColumnBytes;
   }
   for (int i = 0; i < additional_pairs; ++i) {
+    const int2 places = tables.row_places[lane / 4];
     std::uint32_t bits = 0;
     CUTE_UNROLL
     for (int j = 0; j < 8; ++j) {
       const int group = j / 4, e = j % 4;
       const bool is_hidden =
-          row_tokens[lane / 4 + e / 2 * 8] < 0 || (2 * i + group) * kColumns + column + e % 2 >= p.additional_kv;
+          (e / 2 == 0 ? places.x : places.y) < 0 || (2 * i + group) * kColumns + column + e % 2 >= p.additional_kv;
       bits |= is_hidden ? 8u << (4 * group) >> e : 0u;
     }
     masks[written + i] = static_cast<std::uint8_t>(bits);

@@ -15,31 +15,29 @@ namespace natten_jax::small {
 template <class Element, int kHeadDim>
 CUTE_DEVICE void multiply_rows(float (&result)[4], const RowOperand<Element, kHeadDim>& a,
                                const RowOperand<Element, kHeadDim>& b) {
-  float sum[2] = {};
-  using Pair = typename ElementTraits<Element>::Pair;
+  using Instruction = sm80::HalfInstruction<Element>;
+  // Of all rows of a with rows 0 to 7 of b, and with rows 8 to 15: 8 instructions where sums of a lane's elements take
+  // 70.
+  float x[2][4] = {};
   CUTE_UNROLL
   for (int step = 0; step < kHeadDim / 16; ++step) {
     const auto of_a = a(step), of_b = b(step);
     CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      float2 u, v;
-      if constexpr (std::is_same_v<Element, cutlass::half_t>) {
-        u = __half22float2(reinterpret_cast<const Pair&>(of_a.r[i]));
-        v = __half22float2(reinterpret_cast<const Pair&>(of_b.r[i]));
-      } else {
-        u = __bfloat1622float2(reinterpret_cast<const Pair&>(of_a.r[i]));
-        v = __bfloat1622float2(reinterpret_cast<const Pair&>(of_b.r[i]));
-      }
-      sum[i % 2] = fmaf(u.x, v.x, fmaf(u.y, v.y, sum[i % 2]));
+    for (int h = 0; h < 2; ++h) {
+      float (&d)[4] = x[h];
+      Instruction::fma(d[0], d[1], d[2], d[3], of_a.r[0], of_a.r[1], of_a.r[2], of_a.r[3], of_b.r[h], of_b.r[2 + h],
+                       d[0], d[1], d[2], d[3]);
     }
   }
+  // A row's product with itself is in that one of its four lanes that has the row's column.
+  const int lane = threadIdx.x % 32, source = lane / 4 * 4 + lane / 8;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
-    sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
-    // Two lanes have the same number. To the compiler they are different ones, which stay in registers side by side as
-    // the matrix units take them: else it would move them there for each group.
-    result[2 * r] = sum[r] + __shfl_xor_sync(0xffffffffu, sum[r], 2);
-    result[2 * r + 1] = sum[r] + __shfl_xor_sync(0xffffffffu, sum[r], 3);
+    const float own = lane / 4 % 2 == 0 ? x[r][2 * r] : x[r][2 * r + 1];
+    // Both are the same. To the compiler they are different ones, which stay in registers side by side as the matrix
+    // units take them: else it would move them there for each group.
+    result[2 * r] = __shfl_sync(0xffffffffu, own, source);
+    result[2 * r + 1] = __shfl_sync(0xffffffffu, own, source + 32);
   }
 }
 
@@ -52,14 +50,15 @@ struct RowStatistics {
   bool is_large[2] = {};
 
   /// Starts to load, first what takes longest to come.
-  CUTE_DEVICE RowStatistics(const BackwardParams& p, const Item& item, const int* row_tokens) {
+  CUTE_DEVICE RowStatistics(const BackwardParams& p, const Item& item, const int2* row_places) {
+    const int2 places = row_places[threadIdx.x % 32 / 4];
+    const bool has_cotangent = p.logsumexp_cotangent != nullptr;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      const int token = row_tokens[threadIdx.x % 32 / 4 + 8 * r];
-      at[r] = token < 0 ? -1 : item.of_query + token * p.heads;
-      if (token < 0) continue;
-      logsumexp[r] = p.logsumexp[at[r]];
-      if (p.logsumexp_cotangent != nullptr) logsumexp_cotangent[r] = p.logsumexp_cotangent[at[r]];
+      const int place = r == 0 ? places.x : places.y;
+      at[r] = place < 0 ? -1 : item.of_query + place;
+      if (place >= 0) logsumexp[r] = p.logsumexp[at[r]];
+      if (place >= 0 && has_cotangent) logsumexp_cotangent[r] = p.logsumexp_cotangent[at[r]];
     }
   }
 
@@ -75,13 +74,12 @@ struct RowStatistics {
   CUTE_DEVICE void finish(const BackwardParams& p, const Write& write) {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      if (at[r] < 0) continue;
       logsumexp[r] = base2_logsumexp(logsumexp[r]);
       delta[2 * r] -= logsumexp_cotangent[r];
       delta[2 * r + 1] -= logsumexp_cotangent[r];
       is_large[r] = has_remainder<Element>(logsumexp[r]);
       if (is_large[r] && p.remainder != nullptr) remainder[r] = p.remainder[at[r]];
-      if (threadIdx.x % 4 == 0) {
+      if (threadIdx.x % 4 == 0 && at[r] >= 0) {
         write(r, make_float4(is_large[r] ? NAN : logsumexp[r], delta[2 * r], logsumexp[r], remainder[r]));
       }
     }
@@ -128,17 +126,17 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
   Tables tables;
   TilePlan tile;
   Loads<kHeadDim, Kernel::kQueryGradient, kHasBoxes> loads(p, raw);
-  const int warp = threadIdx.x / 32, additional_pairs = p.additional_pairs();
+  const int warp = threadIdx.x / 32, additional_pairs = kHasBoxes ? 0 : p.additional_pairs();
+  const HeadDims<kHeadDim, kHasBoxes> head_dims(p);
   const std::uint32_t buffer = p.region.warps * Rows::kBytes, staging = kHasBoxes ? 3 * buffer : 0;
-  const float factor = p.scale * kLog2E;
 
   const auto load_rows = [&](const Item& item, std::uint32_t rows) {
     const auto copy_rows = [&](const void* array, int width, int number) {
-      Rows::copy(tables.row_tokens, row_of(array, item.of_query, width), p.heads, width, rows + number * buffer);
+      Rows::copy(tables.row_places, row_of(array, item.of_query, width), width, rows + number * buffer);
     };
-    copy_rows(p.query, p.head_dim, 0);
-    copy_rows(p.out_cotangent, p.head_dim_v, 1);
-    copy_rows(p.out, p.head_dim_v, 2);
+    copy_rows(p.query, head_dims.of_keys, 0);
+    copy_rows(p.out_cotangent, head_dims.of_values, 1);
+    copy_rows(p.out, head_dims.of_values, 2);
   };
   const auto load_first_rows = [&] { loads.load_first_rows(warp * Rows::kBytes, load_rows); };
   if (!make_plan<kHeadDim, false, kHasBoxes>(p, raw, tables, tile, loads, load_first_rows)) return;
@@ -147,17 +145,17 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
   const auto load_columns = [&](const Item& item, std::uint32_t stage) { copy.keys(p, tables, item, stage); };
   const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
     if (!tile.has_rows) return;
-    RowStatistics<Element> statistics(p, item, tables.row_tokens);
+    RowStatistics<Element> statistics(p, item, tables.row_places);
     const Operand queries(rows), cotangents(rows + buffer);
     statistics.find_delta(cotangents, Operand(rows + 2 * buffer));
     phases.rows_are_read();
     statistics.finish(p, [&](int r, float4 numbers) { p.statistics[statistics.at[r]] = numbers; });
     float gradient[kHeadDim / 8][4] = {};
-    add_query_gradient<ColumnRows<kHeadDim, kHasBoxes>>(gradient, statistics, queries, cotangents, factor, tile, tables,
-                                                        additional_pairs, stage);
+    add_query_gradient<ColumnRows<kHeadDim, kHasBoxes>>(gradient, statistics, queries, cotangents, p.exponent_scale,
+                                                        tile, tables, additional_pairs, stage);
     phases.columns_are_read();
-    Rows::template store<Element>(gradient, p.scale, p.scale, tables.row_tokens,
-                                  row_of(p.query_gradient, item.of_query, p.head_dim), p.heads, p.head_dim,
+    Rows::template store<Element>(gradient, p.scale, p.scale, tables.row_places,
+                                  row_of(p.query_gradient, item.of_query, head_dims.of_keys), head_dims.of_keys,
                                   rows + staging);
   };
   loads.for_items(tables, tile, warp * Rows::kBytes, load_rows, load_columns, compute);

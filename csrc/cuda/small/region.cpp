@@ -225,7 +225,7 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
   take(shared.places, region.has_boxes ? 0 : 8 * plane * box[2]);
   take(shared.offsets, 4 * plans * region.warps * entries);
   take(shared.masks, 32 * plans * region.warps * entries);
-  take(shared.row_tokens, 4 * kRows * region.warps);
+  take(shared.row_places, 4 * kRows * region.warps);
   // Boxes leave rows to the warps, which load some while they write others.
   const std::int64_t row_bytes = (row_buffers(kernel) + region.has_boxes) * region.warps * kRows * 2 * head_dim;
   if (region.has_boxes) {
@@ -256,6 +256,8 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
   region.pitch[2] = static_cast<int>(plane);
   for (int i = 0; i < kRank; ++i) region.extent[i] = static_cast<int>(box[i]);
   region.box = static_cast<int>(plane * box[2]);
+  region.next_statistic = kStatisticsBytes * (region.group[0] > 1 ? 1 : region.pitch[1]);
+  region.next_group = kStatisticsBytes * region.group[1] * region.pitch[1];
   const double mean_pairs = mean_groups[0] * mean_groups[2] * (mean_groups[1] + .5) / 2;
   // The warps of a CTA wait for the one that sees the most.
   region.pairs = (mean_pairs + static_cast<double>(lines * line_pairs)) / 2 + static_cast<double>(additional_pairs);

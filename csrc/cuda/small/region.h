@@ -28,7 +28,7 @@ struct SharedLayout {
   int places;      ///< int2 for each column of the box: its token, and where it lies in a stage.
   int offsets;     ///< uint32 for each warp and pair of groups: where it lies in a stage.
   int masks;       ///< A byte for each warp, pair and lane, those of two pairs that are computed at once side by side.
-  int row_tokens;  ///< int for each row.
+  int row_places;  ///< int for each row.
   int box_state;   ///< BoxState, for boxes.
   int stages;
   int stage_bytes;
@@ -51,6 +51,8 @@ struct Region {
   std::int64_t count;    ///< Of them all; 2^31 are some number of that and more.
   int pitch[kRank];      ///< Rows of shared memory between neighboring columns.
   int extent[kRank];     ///< Of the box in shared memory.
+  int next_statistic;    ///< Bytes between statistics of two columns that follow each other in a group,
+  int next_group;        ///< and between those of two groups of a pair.
   bool has_boxes;        ///< Whether the copy engine loads a region's columns, or all threads do, in chunks.
   int box;               ///< Most columns that a region sees.
   double pairs;          ///< Pairs of groups that tiles take time for, additional ones among them.

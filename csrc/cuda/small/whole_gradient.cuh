@@ -27,7 +27,6 @@ CUTE_DEVICE void differentiate_whole(const BackwardParams& p) {
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const std::uint32_t second = p.region.shared.second;
-  const float factor = p.scale * kLog2E;
   // Columns of keys are two boxes further than those of queries; what is known of them is not.
   keys_plan.statistic -= kWholeQueries * second;
   keys_plan.statistic_of_column -= kWholeQueries * second;
@@ -39,7 +38,7 @@ CUTE_DEVICE void differentiate_whole(const BackwardParams& p) {
   }
   const int warps = loads.warps_with_rows();
   const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
-    RowStatistics<Element> statistics(p, item, of_queries.row_tokens);
+    RowStatistics<Element> statistics(p, item, of_queries.row_places);
     phases.rows_are_read();
     const auto rows_of = [&](WholeBox box) { return Operand::of_box(stage + box * second + queries_plan.row); };
     {
@@ -50,20 +49,19 @@ CUTE_DEVICE void differentiate_whole(const BackwardParams& p) {
         *static_cast<float4*>(__cvta_shared_to_generic(at)) = numbers;
       });
       float gradient[kHeadDim / 8][4] = {};
-      add_query_gradient<Columns>(gradient, statistics, queries, cotangents, factor, queries_plan, of_queries, 0,
-                                  stage);
-      Rows::template store<Element>(gradient, p.scale, p.scale, of_queries.row_tokens,
-                                    row_of(p.query_gradient, item.of_query, p.head_dim), p.heads, p.head_dim, rows);
+      add_query_gradient<Columns>(gradient, statistics, queries, cotangents, p.exponent_scale, queries_plan, of_queries,
+                                  0, stage);
+      Rows::template store<Element>(gradient, p.scale, p.scale, of_queries.row_places,
+                                    row_of(p.query_gradient, item.of_query, kHeadDim), kHeadDim, rows);
     }
     // All statistics are there.
     asm volatile("bar.sync 1, %0;" : : "r"(32 * warps) : "memory");
     // Query heads that share a key/value head would need their sums here all the time: there are no registers for that.
-    KeyValueSums<Element, kHeadDim> sums;
+    KeyValueSums<Element, kHeadDim, true> sums;
     const Operand keys = rows_of(kWholeKeys), values = rows_of(kWholeValues);
-    add_key_value_gradients<Columns>(sums.of_keys, sums.of_values, keys, values, factor, keys_plan, of_keys,
-                                     stage + kWholeQueries * second);
+    sums.template add<Columns>(keys, values, p.exponent_scale, keys_plan, of_keys, stage + kWholeQueries * second);
     phases.columns_are_read();
-    sums.store_last(p, item, of_keys.row_tokens, rows, rows);
+    sums.store(p, item.of_key(p), of_keys.row_places, HeadDims<kHeadDim, true>(p), rows, rows);
   };
   const auto nothing = [](const Item&, std::uint32_t) {};
   loads.for_items(of_queries, queries_plan, warp * Rows::kBytes, nothing, nothing, compute);
