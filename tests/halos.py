@@ -116,9 +116,10 @@ class Split(NamedTuple):
         total = 0
         for i, halo in enumerate(halos_of(self.problem, self.parts)):
             if halo.parts > 1:
-                slab = halo.before + halo.after
+                # Of two devices each sends in one direction only, in one exchange.
+                slab = max(halo.before, halo.after) if halo.parts == 2 else halo.before + halo.after
                 total += slab * math.prod(extents[:i] + extents[i + 1 :])
-                extents[i] += slab
+                extents[i] += halo.before + halo.after
         return total * self.batch * self.heads_kv * 2 * HEAD_DIM
 
     def arrays(self) -> list[jax.Array]:

@@ -29,15 +29,20 @@ class Line:
     Attributes:
         parts: How many.
         place: The part of this device.
-        shifted: What the device that is so many places further to the front has (or to the back, if negative); zeros
-            where there is none.
+        permuted: What the device has from which an array moves here, of moves from one place to another; zeros where
+            there is none.
         gathered: All parts of an array, joined along an axis.
     """
 
     parts: int
     place: Any
-    shifted: Callable[[jax.Array, int], jax.Array]
+    permuted: Callable[[jax.Array, Sequence[tuple[int, int]]], jax.Array]
     gathered: Callable[[jax.Array, int], jax.Array]
+
+    def shifted(self, array: jax.Array, hops: int) -> jax.Array:
+        """What the device that is so many places further to the front has, or to the back, if negative."""
+        places = range(self.parts)
+        return self.permuted(array, [(place, place + hops) for place in places if place + hops in places])
 
 
 def lines_of(token_axes: Sequence[tuple[str, ...]]) -> list[Line | None]:
@@ -56,18 +61,13 @@ def _line_of(names: tuple[str, ...]) -> Line:
     """The line along manual mesh axes, the first one slowest."""
     parts = jax.lax.axis_size(names)
 
-    def shifted(array: jax.Array, hops: int) -> jax.Array:
-        return jax.lax.ppermute(array, names, pairs(parts, hops))
+    def permuted(array: jax.Array, moves: Sequence[tuple[int, int]]) -> jax.Array:
+        return jax.lax.ppermute(array, names, moves)
 
     def gathered(array: jax.Array, axis: int) -> jax.Array:
         return jax.lax.all_gather(array, names, axis=axis, tiled=True)
 
-    return Line(parts, jax.lax.axis_index(names), shifted, gathered)
-
-
-def pairs(parts: int, hops: int) -> list[tuple[int, int]]:
-    """Places from and to which something moves by so many places."""
-    return [(place, place + hops) for place in range(parts) if 0 <= place + hops < parts]
+    return Line(parts, jax.lax.axis_index(names), permuted, gathered)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +165,7 @@ def _extended(array: jax.Array, halo: Halo, line: Line, axis: int) -> jax.Array:
     if halo.is_gathered:
         return line.gathered(array, axis)
     sent = [jax.lax.slice_in_dim(array, *each, axis=axis) for each in sent_to_neighbors(halo)]
-    before, after = received_from_neighbors(sent, halo, line)
+    before, after = received_from_neighbors(sent, halo, line, axis)
     pieces = [*before, array, *after]
     return jnp.concatenate(pieces, axis) if len(pieces) > 1 else array
 
@@ -177,9 +177,38 @@ def sent_to_neighbors(halo: Halo) -> list[tuple[int, int]]:
 
 
 def received_from_neighbors(
-    sent: Sequence[jax.Array], halo: Halo, line: Line
+    sent: Sequence[jax.Array], halo: Halo, line: Line, axis: int
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """What neighbors send, of :func:`sent_to_neighbors`: in front of a part and behind it, in the order of tokens."""
+    """What neighbors send, of :func:`sent_to_neighbors`: in front of a part and behind it, in the order of tokens.
+
+    Args:
+        sent: What this device sends.
+        halo: Along the dimension.
+        line: The devices that share it.
+        axis: The dimension.
+    """
     count = len(halo.slabs(halo.before))
+    if line.parts == 2 and count == len(sent) - count == 1:
+        from_behind, from_front = _swapped(sent, line, axis)
+        return [from_behind], [from_front]
     before = [line.shifted(array, hops) for hops, array in enumerate(sent[:count], 1)]
     return before[::-1], [line.shifted(array, -hops) for hops, array in enumerate(sent[count:], 1)]
+
+
+def _swapped(sent: Sequence[jax.Array], line: Line, axis: int) -> list[jax.Array]:
+    """What two devices send to the back and to the front, in one exchange.
+
+    Each sends in one direction only: as two exchanges, one after the other, they would use half of what connects them.
+    """
+    lengths = [array.shape[axis] for array in sent]
+    of_front, of_back = (
+        jax.lax.pad(array, jnp.zeros((), array.dtype), [(0, more if i == axis else 0, 0) for i in range(array.ndim)])
+        for array, more in zip(sent, (max(lengths) - each for each in lengths), strict=True)
+    )
+    is_front = line.place == 0
+    other = line.permuted(jnp.where(is_front, of_front, of_back), [(0, 1), (1, 0)])
+    arrived = (jax.lax.slice_in_dim(other, 0, length, axis=axis) for length in lengths)
+    return [
+        jnp.where(is_there, array, jnp.zeros_like(array))
+        for is_there, array in zip((~is_front, is_front), arrived, strict=True)
+    ]

@@ -110,7 +110,8 @@ class _Patchwork:
         """With the halos along a dimension, from what all devices of the line send."""
         line = exchange.lines[dimension]
         assert line is not None
-        received = received_from_neighbors(sent, exchange.halos[dimension], line)
+        axis = FIRST_TOKEN_AXIS + dimension
+        received = received_from_neighbors(sent, exchange.halos[dimension], line, axis)
         return dataclasses.replace(self, layers=(*self.layers, _Slabs(dimension, *received)))
 
 

@@ -24,7 +24,7 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh
 from jaxlib.mlir import ir
 
-from natten_jax.mesh.exchange import Line, pairs
+from natten_jax.mesh.exchange import Line
 from natten_jax.mesh.layout import Layout, device_tiles, sharding_like
 from natten_jax.mesh.roles import Role
 from natten_jax.version import __version__
@@ -231,15 +231,15 @@ def _line_of(layout: Layout, dimension: int) -> Line | None:
     places = np.empty(layout.devices.size, np.int32)
     places[rows] = np.arange(parts, dtype=np.int32)
 
-    def shifted(array: jax.Array, hops: int) -> jax.Array:
-        moves = [(int(row[start]), int(row[end])) for row in rows for start, end in pairs(parts, hops)]
-        return jax.lax.ppermute(array, _DEVICES, moves)
+    def permuted(array: jax.Array, moves: Sequence[tuple[int, int]]) -> jax.Array:
+        of_devices = [(int(row[start]), int(row[end])) for row in rows for start, end in moves]
+        return jax.lax.ppermute(array, _DEVICES, of_devices)
 
     def gathered(array: jax.Array, axis: int) -> jax.Array:
         groups = rows.tolist() if count > 1 else None
         return jax.lax.all_gather(array, _DEVICES, axis=axis, tiled=True, axis_index_groups=groups)
 
-    return Line(parts, jnp.asarray(places)[jax.lax.axis_index(_DEVICES)], shifted, gathered)
+    return Line(parts, jnp.asarray(places)[jax.lax.axis_index(_DEVICES)], permuted, gathered)
 
 
 def _sum(array: jax.Array, groups: np.ndarray) -> jax.Array:
