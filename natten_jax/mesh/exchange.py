@@ -14,9 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import linear_call
 
 from natten_jax.backends.base import Operands
 from natten_jax.halo import Halo, halos_of
+from natten_jax.mesh.types import type_like
 from natten_jax.problem import Problem
 
 FIRST_TOKEN_AXIS = 1  # behind the batch
@@ -95,18 +97,24 @@ class Exchange:
 
     def brought(self, operands: Operands) -> Operands:
         """A device's operands, with all keys that its windows reach, and where they lie in the global layout."""
-        key, value = self.extended(operands.key), self.extended(operands.value)
+        key, value = self.extended([operands.key, operands.value])
         return operands._replace(key=key, value=value, origins=self.origins())
 
-    def extended(self, array: jax.Array) -> jax.Array:
-        """Keys or values, with all that this device's windows reach.
+    def extended(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """Keys and values, with all that this device's windows reach.
 
         Dimension by dimension; what is extended already goes along, so that corners arrive, too.
         """
-        for i, (halo, line) in enumerate(zip(self.halos, self.lines, strict=True)):
-            if line is not None:
-                array = _extended(array, halo, line, FIRST_TOKEN_AXIS + i)
-        return array
+        layout = arrays[0].shape[FIRST_TOKEN_AXIS:-2]
+
+        def extend(_: Any, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+            return self._extended(arrays, _extended_meanwhile)
+
+        def reduce(_: Any, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+            return [self.returned(array, layout) for array in arrays]
+
+        result: list[jax.Array] = linear_call(extend, reduce, (), list(arrays))
+        return result
 
     def returned(self, array: jax.Array, layout: Sequence[int]) -> jax.Array:
         """The transpose: what belongs to others goes to them, and is added there.
@@ -116,9 +124,19 @@ class Exchange:
             layout: Tokens that this device has itself.
         """
         batch, *_, heads, width = array.shape
-        own = jax.ShapeDtypeStruct((batch, *layout, heads, width), array.dtype)
-        (result,) = jax.linear_transpose(self.extended, own)(array)
+        own = type_like(array, (batch, *layout, heads, width), array.dtype)
+        (result,) = jax.linear_transpose(lambda own: self._extended([own], _extended_at_once), own)([array])
         return result  # type: ignore[no-any-return]
+
+    def _extended(self, arrays: Sequence[jax.Array], extend: _Extend) -> list[jax.Array]:
+        result = list(arrays)
+        for i, (halo, line) in enumerate(zip(self.halos, self.lines, strict=True)):
+            axis = FIRST_TOKEN_AXIS + i
+            if line is not None and halo.is_gathered:
+                result = [line.gathered(array, axis) for array in result]
+            elif line is not None and halo.received:
+                result = extend(result, halo, line, axis)
+        return result
 
     def origins(self) -> jax.Array:
         """Where this device's queries, and the keys that it holds with halos, begin."""
@@ -161,13 +179,40 @@ def flat_origins(layout: Sequence[int], lines: Sequence[Line | None]) -> jax.Arr
     return jnp.zeros((2, 3), jnp.int32).at[0, 2].set(first)
 
 
-def _extended(array: jax.Array, halo: Halo, line: Line, axis: int) -> jax.Array:
-    if halo.is_gathered:
-        return line.gathered(array, axis)
-    sent = [jax.lax.slice_in_dim(array, *each, axis=axis) for each in sent_to_neighbors(halo)]
-    before, after = received_from_neighbors(sent, halo, line, axis)
-    pieces = [*before, array, *after]
-    return jnp.concatenate(pieces, axis) if len(pieces) > 1 else array
+#: Arrays with their halos along a dimension.
+_Extend = Callable[[Sequence[jax.Array], Halo, Line, int], list[jax.Array]]
+
+
+def _slabs(array: jax.Array, halo: Halo, axis: int) -> list[jax.Array]:
+    return [jax.lax.slice_in_dim(array, *each, axis=axis) for each in sent_to_neighbors(halo)]
+
+
+def _extended_at_once(arrays: Sequence[jax.Array], halo: Halo, line: Line, axis: int) -> list[jax.Array]:
+    result = []
+    for array in arrays:
+        before, after = received_from_neighbors(_slabs(array, halo, axis), halo, line, axis)
+        result.append(jnp.concatenate([*before, array, *after], axis))
+    return result
+
+
+def _extended_meanwhile(arrays: Sequence[jax.Array], halo: Halo, line: Line, axis: int) -> list[jax.Array]:
+    """What a device has is copied to where it has room for halos while these travel."""
+    sent = [_slabs(array, halo, axis) for array in arrays]
+    sent, arrays = jax.lax.optimization_barrier((sent, list(arrays)))
+    slabs = [sum(received_from_neighbors(each, halo, line, axis), []) for each in sent]
+    room = [(halo.before, halo.after, 0) if i == axis else (0, 0, 0) for i in range(arrays[0].ndim)]
+    roomy = [jax.lax.pad(array, jnp.zeros((), array.dtype), room) for array in arrays]
+    slabs, roomy = jax.lax.optimization_barrier((slabs, roomy))
+    result = []
+    for array, each in zip(roomy, slabs, strict=True):
+        start = 0
+        for number, slab in enumerate(each):
+            if number == len(halo.slabs(halo.before)):
+                start += halo.part
+            array = jax.lax.dynamic_update_slice_in_dim(array, slab, start, axis)
+            start += slab.shape[axis]
+        result.append(array)
+    return result
 
 
 def sent_to_neighbors(halo: Halo) -> list[tuple[int, int]]:
