@@ -19,16 +19,13 @@ Span = tuple[float, float]
 def halos_first() -> Iterator[None]:
     """Programs that are compiled inside have all halos before anything is computed."""
     decide = communication.gains
-    decisions = communication.division_that_pays, communication.dividing_keys_pays
     communication.gains = lambda *_: False
-    for each in decisions:
-        each.cache_clear()
+    communication.overlap_that_pays.cache_clear()
     try:
         yield
     finally:
         communication.gains = decide
-        for each in decisions:
-            each.cache_clear()
+        communication.overlap_that_pays.cache_clear()
 
 
 def exchange_milliseconds(devices: Devices, program: Program) -> dict[str, float]:

@@ -116,10 +116,13 @@ class Split(NamedTuple):
         total = 0
         for i, halo in enumerate(halos_of(self.problem, self.parts)):
             if halo.parts > 1:
-                # Of two devices each sends in one direction only, in one exchange.
-                slab = max(halo.before, halo.after) if halo.parts == 2 else halo.before + halo.after
-                total += slab * math.prod(extents[:i] + extents[i + 1 :])
-                extents[i] += halo.before + halo.after
+                slabs = [halo.before, halo.after]
+                sent, received = sum(slabs), sum(slabs)
+                if halo.parts == 2 and all(slabs):
+                    # Each of two devices sends in one direction only, and they change places.
+                    sent, received = max(slabs), 2 * max(slabs)
+                total += sent * math.prod(extents[:i] + extents[i + 1 :])
+                extents[i] += received
         return total * self.batch * self.heads_kv * 2 * HEAD_DIM
 
     def arrays(self) -> list[jax.Array]:

@@ -93,13 +93,10 @@ def test_the_link_is_what_was_measured() -> None:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compute while halos travel wherever that is possible."""
-    cached = division_that_pays, dividing_keys_pays
     monkeypatch.setattr(communication, "gains", lambda *_: True)
-    for each in cached:
-        each.cache_clear()
+    communication.overlap_that_pays.cache_clear()
     yield
-    for each in cached:
-        each.cache_clear()
+    communication.overlap_that_pays.cache_clear()
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -197,8 +194,7 @@ def gradients(query, key, value, cotangent):
 
 for overlaps in (False, True):
     communication.gains = lambda *_: overlaps
-    communication.division_that_pays.cache_clear()
-    communication.dividing_keys_pays.cache_clear()
+    communication.overlap_that_pays.cache_clear()
     jax.clear_caches()
     found = jax.jit(gradients).lower(*[tokens] * 4).compile().memory_analysis()
     print(json.dumps([found.argument_size_in_bytes, found.output_size_in_bytes, found.temp_size_in_bytes]))

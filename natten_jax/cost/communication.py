@@ -128,17 +128,13 @@ def predict_split(plan: Plan, parts: Sequence[int], calibration: Calibration) ->
     devices, received = math.prod(parts), bytes_received(problem, parts)
     once = link_between(devices).seconds(received)
     exchange = once if pass_ == "forward" else 2 * once
-    part = math.prod(halo.part for halo in halos)
-    division = division_that_pays(plan, halos) if pass_ == "forward" else None
-    if division is not None:
-        meanwhile = math.prod(last - first for first, last in division.interior) / part * compute
-        compute += 4 * part * _token_bytes(problem) * calibration.byte
-    elif pass_ == "backward" and dividing_keys_pays(plan, halos):
-        meanwhile = compute * math.prod(halo.part / (halo.part + halo.received) for halo in halos)
-    else:
-        meanwhile = 0.0  # and keys and values are joined with their halos
-        own = part * problem.batch * problem.heads_kv * (problem.head_dim + problem.head_dim_v)
-        compute += 2 * (own * ELEMENT_BYTES[problem.dtype] + received) * calibration.byte if received else 0.0
+    byte = calibration.byte
+    compute += _joined_bytes(problem, halos) * byte
+    overlap = overlap_that_pays(plan, halos)
+    meanwhile = 0.0
+    if overlap is not None:
+        compute += overlap.lost * compute + overlap.moved * byte + overlap.calls * calibration.launch_of(pass_)
+        meanwhile = min(overlap.share * compute, once * _HIDDEN_BY[pass_])
     # The halos of one dimension travel meanwhile: those of others take along what it brought.
     widths = [halo.received / halo.part for halo in halos]
     first = min(max(widths) / (math.prod(1 + width for width in widths) - 1), 1.0) if received else 0.0
@@ -156,48 +152,95 @@ def _token_bytes(problem: Problem) -> int:
     return problem.batch * problem.heads * max(problem.head_dim, problem.head_dim_v) * ELEMENT_BYTES[problem.dtype]
 
 
+@dataclasses.dataclass(frozen=True)
+class Overlap:
+    """What it takes to compute while halos travel, beside a pass that has them before it computes anything.
+
+    Attributes:
+        share: How much of the pass is computed meanwhile.
+        calls: How many more calls there are.
+        moved: Bytes that are read or written more often.
+        lost: How much longer the kernels take, of the pass.
+    """
+
+    share: float
+    calls: int
+    moved: int
+    lost: float = 0.0
+
+
+#: How much longer a pass takes for a halo's pairs of queries and keys that it has in a call of their own: tiles at their
+#: edges are halves. On two H200, backward passes of a video of 30x48x80 tokens took 2 to 4% longer in all.
+_LOST_IN_CALLS = 0.35
+
+#: How much of an exchange is over before kernels end that are launched after it: the kernels of both want all registers
+#: of a multiprocessor. Traces on two H200 showed 26 to 41% forwards, and 13 to 68% backwards, where more kernels come.
+_HIDDEN_BY = {"forward": 0.3, "backward": 0.65}
+
+
 @functools.lru_cache(maxsize=1024)
+def overlap_that_pays(plan: Plan, halos: tuple[Halo, ...]) -> Overlap | None:
+    """How a pass gains by computing while halos travel; ``None`` where it does not.
+
+    Args:
+        plan: Of the pass, whose problem has the global layout.
+        halos: One for each token dimension.
+    """
+    if plan.pass_ == "forward":
+        division = division_of(plan.problem, halos, plan.tiles[0])
+        overlap = None if division is None else _by_queries(plan.problem, halos, division)
+    else:
+        overlap = _by_keys(plan.problem, halos)
+    return overlap if overlap is not None and gains(plan, halos, overlap) else None
+
+
 def division_that_pays(plan: Plan, halos: tuple[Halo, ...]) -> Division | None:
-    """How a forward pass divides its queries to compute while halos travel; ``None`` where it gains nothing by that.
-
-    Args:
-        plan: Of the pass, whose problem has the global layout.
-        halos: One for each token dimension.
-    """
-    division = division_of(plan.problem, halos, plan.tiles[0])
-    if division is None:
-        return None
-    calls = sum(box is not None for sides in division.borders for box in sides)
-    part = math.prod(halo.part for halo in halos)
-    share = math.prod(last - first for first, last in division.interior) / part
-    # Queries are cut and outputs joined: each is read and written.
-    return division if gains(plan, halos, share, calls, 4 * part) else None
+    """How a forward pass divides its queries to compute while halos travel; ``None`` where it gains nothing by that."""
+    pays = overlap_that_pays(plan, halos) is not None
+    return division_of(plan.problem, halos, plan.tiles[0]) if pays else None
 
 
-@functools.lru_cache(maxsize=1024)
 def dividing_keys_pays(plan: Plan, halos: tuple[Halo, ...]) -> bool:
-    """Whether a backward pass gains by taking a device's own keys while the others travel.
+    """Whether a backward pass gains by taking a device's own keys while the others travel."""
+    return overlap_that_pays(plan, halos) is not None
 
-    Args:
-        plan: Of the pass, whose problem has the global layout.
-        halos: One for each token dimension.
-    """
-    if any(halo.is_gathered for halo in halos) or not any(halo.received for halo in halos):
-        return False
+
+def _by_queries(problem: Problem, halos: Sequence[Halo], division: Division) -> Overlap:
+    """Of a forward pass that takes the queries first that need nobody else's keys."""
     part = math.prod(halo.part for halo in halos)
-    calls, copied = 0, 0
-    for axis, halo in zip(plan.problem.axes, halos, strict=True):
+    borders = [box for sides in division.borders for box in sides if box is not None]
+    keys = 0
+    for box in borders:
+        ranges = zip(halos, problem.axes, box, strict=True)
+        keys += math.prod(last - first for first, last in (halo.keys_of(axis, each) for halo, axis, each in ranges))
+    # Queries are cut and outputs joined, each read and written; so are the borders' keys, in place of all keys.
+    moved = 4 * part * _token_bytes(problem) + 2 * keys * _key_bytes(problem) - _joined_bytes(problem, halos)
+    return Overlap(math.prod(last - first for first, last in division.interior) / part, len(borders), moved)
+
+
+def _by_keys(problem: Problem, halos: Sequence[Halo]) -> Overlap | None:
+    """Of a backward pass that takes a device's own keys first, and then each halo; ``None`` where that cannot be."""
+    if any(halo.is_gathered for halo in halos) or not any(halo.received for halo in halos):
+        return None
+    part = math.prod(halo.part for halo in halos)
+    calls, copied, lost = 0, 0, 0.0
+    for axis, halo in zip(problem.axes, halos, strict=True):
         begin, end = halo.borders(axis)
-        for seeing in filter(None, (begin, halo.part - end)):
+        for seeing, keys in ((begin, halo.before), (halo.part - end, halo.after)):
+            if not seeing:
+                continue
             calls += 1
             # Where only some queries see a halo, these, their outputs and gradients of these are cut. Gradients of
-            # theirs are added.
-            copied += part // halo.part * seeing * (3 + (6 if seeing < halo.part else 0))
+            # theirs are cleared, added up, converted and added, and outputs are multiplied with their gradients again.
+            copied += part // halo.part * seeing * (10 + (6 if seeing < halo.part else 0))
+            # Of these queries' windows, on average half as much as the halo is long.
+            lost += _LOST_IN_CALLS * seeing / halo.part * min(keys / (2 * axis.kernel_size), 1.0)
     own = math.prod(halo.part / (halo.part + halo.received) for halo in halos)
-    return gains(plan, halos, own, calls, copied)
+    moved = copied * _token_bytes(problem) - _joined_bytes(problem, halos)
+    return Overlap(own, calls, moved, lost)
 
 
-def gains(plan: Plan, halos: Sequence[Halo], share: float, calls: int, copied: int) -> bool:
+def gains(plan: Plan, halos: Sequence[Halo], overlap: Overlap) -> bool:
     """Whether computing while halos travel hides more of their time than it costs.
 
     The one place where that is decided, for kernels whose times are known; others gain nothing.
@@ -205,17 +248,27 @@ def gains(plan: Plan, halos: Sequence[Halo], share: float, calls: int, copied: i
     Args:
         plan: Of the pass, whose problem has the global layout.
         halos: One for each token dimension.
-        share: How much of the pass can be computed meanwhile.
-        calls: How many more calls there are.
-        copied: Queries, or their outputs, that are read or written more often.
+        overlap: What it takes.
     """
     calibration = calibration_for(plan.backend.family)
-    problem, parts = plan.problem, [halo.parts for halo in halos]
+    problem, devices = plan.problem, math.prod(halo.parts for halo in halos)
     seconds = None
     if calibration is not None:
         seconds = simulate(problem, plan.tiles, plan.pass_, calibration=calibration).seconds
     if calibration is None or seconds is None:
         return False
-    devices = math.prod(parts)
-    hidden = min(link_between(devices).seconds(bytes_received(problem, parts)), share * seconds / devices)
-    return hidden > calls * calibration.launch_of(plan.pass_) + copied * _token_bytes(problem) * calibration.byte
+    exchange = link_between(devices).seconds(bytes_received(problem, [halo.parts for halo in halos]))
+    alone = seconds / devices
+    cost = overlap.calls * calibration.launch_of(plan.pass_) + overlap.moved * calibration.byte + overlap.lost * alone
+    return min(exchange * _HIDDEN_BY[plan.pass_], overlap.share * alone) > cost
+
+
+def _key_bytes(problem: Problem) -> int:
+    """Of a token's key and value, over batch and heads."""
+    return problem.batch * problem.heads_kv * (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES[problem.dtype]
+
+
+def _joined_bytes(problem: Problem, halos: Sequence[Halo]) -> int:
+    """Read and written where keys and values are joined with their halos."""
+    held = math.prod(halo.part + halo.received for halo in halos)
+    return 2 * held * _key_bytes(problem) if any(halo.received for halo in halos) else 0

@@ -86,8 +86,12 @@ class Exchange:
 
     @classmethod
     def of(cls, problem: Problem, lines: Sequence[Line | None]) -> Exchange:
-        """That of a call, whose layout is the global one."""
-        return cls(halos_of(problem, [1 if line is None else line.parts for line in lines]), lines)
+        """That of a call, whose layout is the global one.
+
+        Of two devices both get halos of one length, so that these change places in one exchange.
+        """
+        halos = halos_of(problem, [1 if line is None else line.parts for line in lines])
+        return cls([_even(halo) if halo.parts == 2 else halo for halo in halos], lines)
 
     @property
     def travelling(self) -> list[int]:
@@ -97,24 +101,35 @@ class Exchange:
 
     def brought(self, operands: Operands) -> Operands:
         """A device's operands, with all keys that its windows reach, and where they lie in the global layout."""
-        key, value = self.extended([operands.key, operands.value])
+        key, value = self.extended(operands.key), self.extended(operands.value)
         return operands._replace(key=key, value=value, origins=self.origins())
 
-    def extended(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """Keys and values, with all that this device's windows reach.
+    def extended(self, array: jax.Array) -> jax.Array:
+        """Keys or values, with all that this device's windows reach.
 
         Dimension by dimension; what is extended already goes along, so that corners arrive, too.
         """
-        layout = arrays[0].shape[FIRST_TOKEN_AXIS:-2]
+        layout = array.shape[FIRST_TOKEN_AXIS:-2]
 
-        def extend(_: Any, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-            return self._extended(arrays, _extended_meanwhile)
+        def extend(places: Sequence[Any], array: jax.Array) -> jax.Array:
+            for axis, halo, line in self._at(places)._split_axes():
+                array = _extended(array, halo, line, axis)
+            return array
 
-        def reduce(_: Any, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-            return [self.returned(array, layout) for array in arrays]
+        def reduce(places: Sequence[Any], array: jax.Array) -> jax.Array:
+            return self._at(places).returned(array, layout)
 
-        result: list[jax.Array] = linear_call(extend, reduce, (), list(arrays))
+        places = [None if line is None else line.place for line in self.lines]
+        result: jax.Array = linear_call(extend, reduce, places, array)
         return result
+
+    def _at(self, places: Sequence[Any]) -> Exchange:
+        """The same for a device at these places, as traced functions need it."""
+        lines = [
+            None if line is None else dataclasses.replace(line, place=place)
+            for line, place in zip(self.lines, places, strict=True)
+        ]
+        return dataclasses.replace(self, lines=lines)
 
     def returned(self, array: jax.Array, layout: Sequence[int]) -> jax.Array:
         """The transpose: what belongs to others goes to them, and is added there.
@@ -123,20 +138,16 @@ class Exchange:
             array: Of the extended keys.
             layout: Tokens that this device has itself.
         """
-        batch, *_, heads, width = array.shape
-        own = type_like(array, (batch, *layout, heads, width), array.dtype)
-        (result,) = jax.linear_transpose(lambda own: self._extended([own], _extended_at_once), own)([array])
-        return result  # type: ignore[no-any-return]
+        for axis, halo, line in reversed(self._split_axes()):
+            array = _returned(array, halo, line, axis, layout[axis - FIRST_TOKEN_AXIS])
+        return array
 
-    def _extended(self, arrays: Sequence[jax.Array], extend: _Extend) -> list[jax.Array]:
-        result = list(arrays)
-        for i, (halo, line) in enumerate(zip(self.halos, self.lines, strict=True)):
-            axis = FIRST_TOKEN_AXIS + i
-            if line is not None and halo.is_gathered:
-                result = [line.gathered(array, axis) for array in result]
-            elif line is not None and halo.received:
-                result = extend(result, halo, line, axis)
-        return result
+    def _split_axes(self) -> list[tuple[int, Halo, Line]]:
+        return [
+            (FIRST_TOKEN_AXIS + i, halo, line)
+            for i, (halo, line) in enumerate(zip(self.halos, self.lines, strict=True))
+            if line is not None and (halo.is_gathered or halo.received)
+        ]
 
     def origins(self) -> jax.Array:
         """Where this device's queries, and the keys that it holds with halos, begin."""
@@ -179,40 +190,60 @@ def flat_origins(layout: Sequence[int], lines: Sequence[Line | None]) -> jax.Arr
     return jnp.zeros((2, 3), jnp.int32).at[0, 2].set(first)
 
 
-#: Arrays with their halos along a dimension.
-_Extend = Callable[[Sequence[jax.Array], Halo, Line, int], list[jax.Array]]
+def _even(halo: Halo) -> Halo:
+    longer = max(halo.before, halo.after)
+    return dataclasses.replace(halo, before=longer, after=longer) if halo.before and halo.after else halo
 
 
-def _slabs(array: jax.Array, halo: Halo, axis: int) -> list[jax.Array]:
-    return [jax.lax.slice_in_dim(array, *each, axis=axis) for each in sent_to_neighbors(halo)]
+def _extended(array: jax.Array, halo: Halo, line: Line, axis: int) -> jax.Array:
+    if halo.is_gathered:
+        return line.gathered(array, axis)
+    if _changes_places(halo):
+        # Own tokens are copied to where there is room for halos while these travel: neither waits for the other.
+        room = [(halo.before, halo.after, 0) if i == axis else (0, 0, 0) for i in range(array.ndim)]
+        roomy = jax.lax.pad(array, jnp.zeros((), array.dtype), room)
+        slab = _swapped(_sent_to_other(array, halo, line, axis), line)
+        start = jnp.where(line.place == 0, halo.before + halo.part, 0)
+        return jax.lax.dynamic_update_slice_in_dim(roomy, slab, start, axis)
+    sent = [jax.lax.slice_in_dim(array, *each, axis=axis) for each in sent_to_neighbors(halo)]
+    before, after = received_from_neighbors(sent, halo, line)
+    return jnp.concatenate([*before, array, *after], axis)
 
 
-def _extended_at_once(arrays: Sequence[jax.Array], halo: Halo, line: Line, axis: int) -> list[jax.Array]:
-    result = []
-    for array in arrays:
-        before, after = received_from_neighbors(_slabs(array, halo, axis), halo, line, axis)
-        result.append(jnp.concatenate([*before, array, *after], axis))
-    return result
+def _returned(array: jax.Array, halo: Halo, line: Line, axis: int, tokens: int) -> jax.Array:
+    """The transpose of :func:`_extended`."""
+    if _changes_places(halo):
+        start = jnp.where(line.place == 0, halo.before + halo.part, 0)
+        slab = _swapped(jax.lax.dynamic_slice_in_dim(array, start, halo.before, axis), line)
+        own = jax.lax.slice_in_dim(array, halo.before, halo.before + halo.part, axis=axis)
+        edge = _edge(halo, line)
+        seen = jax.lax.dynamic_slice_in_dim(own, edge, halo.before, axis)
+        return jax.lax.dynamic_update_slice_in_dim(own, seen + slab, edge, axis)
+    own = type_like(array, (*array.shape[:axis], tokens, *array.shape[axis + 1 :]), array.dtype)
+    (result,) = jax.linear_transpose(lambda own: _extended(own, halo, line, axis), own)(array)
+    return result  # type: ignore[no-any-return]
 
 
-def _extended_meanwhile(arrays: Sequence[jax.Array], halo: Halo, line: Line, axis: int) -> list[jax.Array]:
-    """What a device has is copied to where it has room for halos while these travel."""
-    sent = [_slabs(array, halo, axis) for array in arrays]
-    sent, arrays = jax.lax.optimization_barrier((sent, list(arrays)))
-    slabs = [sum(received_from_neighbors(each, halo, line, axis), []) for each in sent]
-    room = [(halo.before, halo.after, 0) if i == axis else (0, 0, 0) for i in range(arrays[0].ndim)]
-    roomy = [jax.lax.pad(array, jnp.zeros((), array.dtype), room) for array in arrays]
-    slabs, roomy = jax.lax.optimization_barrier((slabs, roomy))
-    result = []
-    for array, each in zip(roomy, slabs, strict=True):
-        start = 0
-        for number, slab in enumerate(each):
-            if number == len(halo.slabs(halo.before)):
-                start += halo.part
-            array = jax.lax.dynamic_update_slice_in_dim(array, slab, start, axis)
-            start += slab.shape[axis]
-        result.append(array)
-    return result
+def _changes_places(halo: Halo) -> bool:
+    """Whether two devices send each other halos."""
+    return halo.parts == 2 and halo.before == halo.after and not halo.is_gathered
+
+
+def _edge(halo: Halo, line: Line) -> jax.Array:
+    """Where the tokens begin that the other one of two devices needs."""
+    return jnp.where(line.place == 0, halo.part - halo.before, 0)
+
+
+def _sent_to_other(array: jax.Array, halo: Halo, line: Line, axis: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(array, _edge(halo, line), halo.before, axis)
+
+
+def _swapped(array: jax.Array, line: Line) -> jax.Array:
+    """What the other one of two devices has.
+
+    Each sends in one direction only: as two exchanges, one after the other, they would use half of what connects them.
+    """
+    return line.permuted(array, [(0, 1), (1, 0)])
 
 
 def sent_to_neighbors(halo: Halo) -> list[tuple[int, int]]:
@@ -222,38 +253,15 @@ def sent_to_neighbors(halo: Halo) -> list[tuple[int, int]]:
 
 
 def received_from_neighbors(
-    sent: Sequence[jax.Array], halo: Halo, line: Line, axis: int
+    sent: Sequence[jax.Array], halo: Halo, line: Line
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """What neighbors send, of :func:`sent_to_neighbors`: in front of a part and behind it, in the order of tokens.
-
-    Args:
-        sent: What this device sends.
-        halo: Along the dimension.
-        line: The devices that share it.
-        axis: The dimension.
-    """
+    """What neighbors send, of :func:`sent_to_neighbors`: in front of a part and behind it, in the order of tokens."""
+    if _changes_places(halo):
+        is_front = line.place == 0
+        to_back, to_front = sent
+        other = _swapped(jnp.where(is_front, to_back, to_front), line)
+        nothing = jnp.zeros_like(other)
+        return [jnp.where(is_front, nothing, other)], [jnp.where(is_front, other, nothing)]
     count = len(halo.slabs(halo.before))
-    if line.parts == 2 and count == len(sent) - count == 1:
-        from_behind, from_front = _swapped(sent, line, axis)
-        return [from_behind], [from_front]
     before = [line.shifted(array, hops) for hops, array in enumerate(sent[:count], 1)]
     return before[::-1], [line.shifted(array, -hops) for hops, array in enumerate(sent[count:], 1)]
-
-
-def _swapped(sent: Sequence[jax.Array], line: Line, axis: int) -> list[jax.Array]:
-    """What two devices send to the back and to the front, in one exchange.
-
-    Each sends in one direction only: as two exchanges, one after the other, they would use half of what connects them.
-    """
-    lengths = [array.shape[axis] for array in sent]
-    of_front, of_back = (
-        jax.lax.pad(array, jnp.zeros((), array.dtype), [(0, more if i == axis else 0, 0) for i in range(array.ndim)])
-        for array, more in zip(sent, (max(lengths) - each for each in lengths), strict=True)
-    )
-    is_front = line.place == 0
-    other = line.permuted(jnp.where(is_front, of_front, of_back), [(0, 1), (1, 0)])
-    arrived = (jax.lax.slice_in_dim(other, 0, length, axis=axis) for length in lengths)
-    return [
-        jnp.where(is_there, array, jnp.zeros_like(array))
-        for is_there, array in zip((~is_front, is_front), arrived, strict=True)
-    ]

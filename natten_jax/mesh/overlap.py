@@ -110,8 +110,7 @@ class _Patchwork:
         """With the halos along a dimension, from what all devices of the line send."""
         line = exchange.lines[dimension]
         assert line is not None
-        axis = FIRST_TOKEN_AXIS + dimension
-        received = received_from_neighbors(sent, exchange.halos[dimension], line, axis)
+        received = received_from_neighbors(sent, exchange.halos[dimension], line)
         return dataclasses.replace(self, layers=(*self.layers, _Slabs(dimension, *received)))
 
 
