@@ -16,7 +16,7 @@ from natten_jax.array_arguments import ArrayLike, as_jax_array, attention_proble
 from natten_jax.backends.base import Operands, Output
 from natten_jax.checked_once import checked_once
 from natten_jax.merge import merge_attentions
-from natten_jax.mesh import exchange
+from natten_jax.mesh import exchange, line
 from natten_jax.mesh.explicit import with_whole_dimensions
 from natten_jax.mesh.token_axes import TokenAxes, checked_token_axes
 from natten_jax.parts import Kind, Part, parts_of
@@ -67,7 +67,7 @@ def attend_windows(
     static_scale, scaled = fold(scale, operands.query)
     axes = checked_token_axes(window.token_axes, window.rank)
     problem, performance = _window_problem(
-        _described(operands), window[:5], static_scale, exchange.parts_of(axes) or None, (*how.performance.items(),)
+        _described(operands), window[:5], static_scale, line.parts_of(axes) or None, (*how.performance.items(),)
     )
     request = Request(problem, performance, how.backend, _precision(), axes)
     parts = parts_of(request, how.attention_kwargs, fuse)
@@ -180,7 +180,7 @@ def _run(part: Part, arrays: Operands) -> Output:
         if not part.request.problem.additional_kv:
             arrays = arrays._replace(additional_keys=None, additional_values=None)
         return _attend(part.request, arrays)
-    lines = exchange.lines_of(token_axes)
+    lines = line.lines_of(token_axes)
     if part.kind is Kind.WHOLE_LAYOUT:
         arrays = exchange.with_all_keys(arrays, lines)
     query, key, value, additional_keys, additional_values, _ = arrays

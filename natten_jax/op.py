@@ -20,7 +20,7 @@ from natten_jax.cost.communication import dividing_keys_pays, division_that_pays
 from natten_jax.devices import local_devices
 from natten_jax.differentiation import in_reverse_only
 from natten_jax.halo import Division
-from natten_jax.mesh import exchange, explicit, overlap
+from natten_jax.mesh import explicit, line, overlap
 from natten_jax.mesh.exchange import Exchange
 from natten_jax.mesh.types import vary_alike
 from natten_jax.passes import PASSES
@@ -42,7 +42,7 @@ def attend(request: Request, operands: Operands) -> Output:
 
     def run_local(request: Request, arrays: Operands) -> Output:
         if request.token_axes and _travel_of(request) is None:
-            arrays = Exchange.of(request.problem, exchange.lines_of(request.token_axes)).brought(arrays)
+            arrays = Exchange.of(request.problem, line.lines_of(request.token_axes)).brought(arrays)
             arrays = Operands._make(vary_alike(arrays))
             request = dataclasses.replace(request, token_axes=())
         # Plain JAX differentiates itself: forward mode and higher orders included.
@@ -102,7 +102,7 @@ def _travel_of(request: Request) -> _Travel | None:
             continue
         if any(backends.find(plan.backend, plan.backend.operator).is_pure_jax for plan in plans):
             return None  # JAX differentiates it, exchange and all
-        travel = Exchange.of(request.problem, exchange.lines_of(request.token_axes))
+        travel = Exchange.of(request.problem, line.lines_of(request.token_axes))
         halos = tuple(travel.halos)
         division = division_that_pays(plans[0], halos)
         return _Travel(travel, division) if division or dividing_keys_pays(plans[1], halos) else None

@@ -23,7 +23,8 @@ from natten_jax import backends
 from natten_jax.devices import CPU, OTHER, Device, cuda_device
 from natten_jax.differentiation import refuse
 from natten_jax.mesh import partition
-from natten_jax.mesh.exchange import Exchange, Line
+from natten_jax.mesh.exchange import Exchange
+from natten_jax.mesh.line import Line
 from natten_jax.mesh.roles import Role
 from natten_jax.mesh.types import vary_alike
 from natten_jax.plan import Plan

@@ -84,10 +84,10 @@ class Step(abc.ABC):
         """
         layout = arguments[0].shape[1:-2]
         placed, position = self.placed()
-        extended = [
-            exchange.extended(array) if role is Role.KEY_VALUE else array
-            for array, role in zip(arguments, self.roles, strict=True)
-        ]
+        extended = list(arguments)
+        with_halos = [i for i, role in enumerate(self.roles) if role is Role.KEY_VALUE]
+        for i, array in zip(with_halos, exchange.extended([arguments[i] for i in with_halos]), strict=True):
+            extended[i] = array
         extended.insert(position, exchange.origins())
         roles = [each.role for each in placed.results(request, extended, extended[0].shape[:1])]
         return [

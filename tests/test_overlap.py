@@ -64,16 +64,22 @@ def test_boxes_of_two_dimensions_have_no_query_in_common() -> None:
 
 
 def test_what_pays_on_a_gpu() -> None:
+    sequence = problem_of((131072,), 4096, is_causal=True, heads=8, head_dim=128, dtype="bfloat16")
+    forward, backward = plans(sequence)
+    halos = halos_of(sequence, (2,))
+    division = division_that_pays(forward, halos)
+    assert division is not None and division.interior == ((4096, 65536),)
+    assert dividing_keys_pays(backward, halos)
+
+
+@pytest.mark.parametrize("parts", [(1, 1, 2), (1, 2, 1), (2, 1, 1)])
+def test_halos_come_first_where_copies_would_cost_more(parts: tuple[int, ...]) -> None:
+    """As two H200 did: 12.0 instead of 12.7 milliseconds forwards for the first of these."""
     video = problem_of((30, 48, 80), (18, 24, 24), (6, 8, 8), heads=24, head_dim=128, dtype="bfloat16")
     forward, backward = plans(video)
-    halos = halos_of(video, (1, 1, 2))
-    division = division_that_pays(forward, halos)
-    assert division is not None and division.interior == ((0, 30), (0, 48), (8, 32))
-    assert dividing_keys_pays(backward, halos)
-    # Split over time, every query needs somebody's keys in some part; own keys can be taken first all the same.
-    halos = halos_of(video, (2, 1, 1))
+    halos = halos_of(video, parts)
     assert division_that_pays(forward, halos) is None
-    assert dividing_keys_pays(backward, halos)
+    assert not dividing_keys_pays(backward, halos)
 
 
 def test_what_does_not_pay() -> None:
@@ -110,10 +116,9 @@ def equations(jaxpr: Any) -> Iterator[Any]:
             yield from equations(each)
 
 
-@pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("pass_", ["forward", "backward"])
-def test_halos_travel_while_the_first_kernel_runs(pass_: str) -> None:
-    mesh = jax.sharding.AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,))
+def traced(pass_: str, devices: int, rows: int = 16) -> list[Any]:
+    """What a pass does whose rows are split. What was traced before is not traced again, whatever pays now."""
+    mesh = jax.sharding.AbstractMesh((devices,), ("x",), axis_types=(AxisType.Auto,))
 
     def attend(*arrays: jax.Array) -> jax.Array:
         query, key, value = arrays
@@ -128,8 +133,14 @@ def test_halos_travel_while_the_first_kernel_runs(pass_: str) -> None:
     spec = P(None, "x")
     local = attend if pass_ == "forward" else gradients
     split = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec if pass_ == "forward" else (spec,) * 3)
-    tokens = jax.ShapeDtypeStruct((1, 16, 4, 1, 8), jnp.float32)
-    program = list(equations(jax.make_jaxpr(split)(tokens, tokens, tokens).jaxpr))
+    tokens = jax.ShapeDtypeStruct((1, rows, 4, 1, 8), jnp.float32)
+    return list(equations(jax.make_jaxpr(split)(tokens, tokens, tokens).jaxpr))
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_halos_travel_while_the_first_kernel_runs(pass_: str) -> None:
+    program = traced(pass_, 4)
     names = [each.primitive.name for each in program]
     passes = [i for i, name in enumerate(names) if name == "natten_jax_pass"]
     assert len(passes) == (3 if pass_ == "forward" else 6)
@@ -148,6 +159,20 @@ def test_halos_travel_while_the_first_kernel_runs(pass_: str) -> None:
     assert not any(id(each.outvars[0]) in read_early for each in permutes)
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_two_devices_change_places(pass_: str, overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One exchange for what each sends the other: an exchange in each direction would leave half of a link idle."""
+    monkeypatch.setattr(communication, "gains", lambda *_: overlaps)
+    communication.overlap_that_pays.cache_clear()
+    program = traced(pass_, 2, rows=24 if overlaps else 32)
+    moves = [each.params["perm"] for each in program if each.primitive.name == "ppermute"]
+    communication.overlap_that_pays.cache_clear()
+    # Of keys and values; backwards of their gradients, and again where they were not kept with their halos.
+    assert len(moves) == (2 if pass_ == "forward" else 6 if overlaps else 4)
+    assert all(sorted(each) == [(0, 1), (1, 0)] for each in moves)
+
+
 def test_what_a_split_takes_is_predicted() -> None:
     video = problem_of((32, 48, 80), (18, 24, 24), (16, 8, 8), heads=24, head_dim=128, dtype="bfloat16")
     model = calibration_for("hopper")
@@ -159,13 +184,14 @@ def test_what_a_split_takes_is_predicted() -> None:
         assert alone and two and eight and many
         assert (alone.received, alone.exchange, alone.exposed) == (0, 0.0, 0.0)
         assert alone.seconds == pytest.approx(one, rel=0.03)
-        assert one / 2.1 < two.seconds < one / 1.9
+        assert one / 2.1 < two.seconds < one / 1.85
         assert 0.5 * two.seconds > eight.seconds > two.seconds / 4
         # Beyond a host, and with parts of two columns, halos cost more than there is to compute.
         assert many.exposed > many.compute
+    # Own keys are copied meanwhile.
     forward, _ = plans(video)
-    hidden = predict_split(forward, (1, 1, 2), model)
-    assert hidden and hidden.exposed == 0.0 < hidden.exchange
+    partly = predict_split(forward, (1, 1, 2), model)
+    assert partly and 0 < partly.exposed < partly.exchange
 
 
 def test_bytes_by_direction() -> None:

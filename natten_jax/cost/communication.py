@@ -131,10 +131,11 @@ def predict_split(plan: Plan, parts: Sequence[int], calibration: Calibration) ->
     byte = calibration.byte
     compute += _joined_bytes(problem, halos) * byte
     overlap = overlap_that_pays(plan, halos)
-    meanwhile = 0.0
     if overlap is not None:
         compute += overlap.lost * compute + overlap.moved * byte + overlap.calls * calibration.launch_of(pass_)
         meanwhile = min(overlap.share * compute, once * _HIDDEN_BY[pass_])
+    else:  # own keys and values are copied to where their halos go
+        meanwhile = 2 * math.prod(halo.part for halo in halos) * _key_bytes(problem) * byte
     # The halos of one dimension travel meanwhile: those of others take along what it brought.
     widths = [halo.received / halo.part for halo in halos]
     first = min(max(widths) / (math.prod(1 + width for width in widths) - 1), 1.0) if received else 0.0
@@ -169,8 +170,8 @@ class Overlap:
     lost: float = 0.0
 
 
-#: How much longer a pass takes for a halo's pairs of queries and keys that it has in a call of their own: tiles at their
-#: edges are halves. On two H200, backward passes of a video of 30x48x80 tokens took 2 to 4% longer in all.
+#: How much longer a halo's pairs of queries and keys take in a call of their own: tiles at their edges are halves. On
+#: two H200, backward passes of a video of 30x48x80 tokens took 2 to 4% longer in all.
 _LOST_IN_CALLS = 0.35
 
 #: How much of an exchange is over before kernels end that are launched after it: the kernels of both want all registers

@@ -22,7 +22,8 @@ import numpy as np
 
 from natten_jax.backends.base import Gradients, Operands, Output, Saved
 from natten_jax.halo import Box, Division
-from natten_jax.mesh.exchange import FIRST_TOKEN_AXIS, Exchange, received_from_neighbors, sent_to_neighbors
+from natten_jax.mesh.exchange import FIRST_TOKEN_AXIS, Exchange
+from natten_jax.mesh.moves import received_from_neighbors, returned_to_neighbors, sent_to_neighbors
 from natten_jax.resolve import Request
 
 #: Run a forward pass, or a backward pass, on some of a device's queries and keys.
@@ -200,7 +201,7 @@ def backward(
                 list_ += _split(gradient, [slab.shape[axis] for slab in slabs[0]], axis)
         held = _with(held, i, (-halo.before, halo.part + halo.after))
     key, value = (
-        _returned(exchange, array, (of_own, of_slabs))
+        _returned(exchange, array, of_own, of_slabs)
         for array, of_own, of_slabs in zip(operands[1:3], own[1:3], gradients, strict=True)
     )
     return own._replace(query=of_query, key=key, value=value)
@@ -245,8 +246,13 @@ class _Travel:
         ]
 
 
-def _returned(exchange: Exchange, array: jax.Array, gradients: Any) -> jax.Array:
+def _returned(exchange: Exchange, array: jax.Array, of_own: jax.Array, of_slabs: Sequence[jax.Array]) -> jax.Array:
     """Gradients of a device's own keys or values and of its halos, added where these come from."""
+    (dimension, *others) = exchange.travelling
+    if not others:
+        line = exchange.lines[dimension]
+        assert line is not None
+        return returned_to_neighbors(of_own, of_slabs, exchange.halos[dimension], line, FIRST_TOKEN_AXIS + dimension)
 
     def exchanged(own: jax.Array) -> Any:
         patchwork = _Patchwork(own)
@@ -254,7 +260,7 @@ def _returned(exchange: Exchange, array: jax.Array, gradients: Any) -> jax.Array
             patchwork = patchwork.with_slabs_of(patchwork.sent(exchange, dimension), exchange, dimension)
         return own, [slab for layer in patchwork.layers for slab in (*layer.before, *layer.after)]
 
-    (result,) = jax.vjp(exchanged, array)[1](gradients)
+    (result,) = jax.vjp(exchanged, array)[1]((of_own, list(of_slabs)))
     return result  # type: ignore[no-any-return]
 
 
@@ -267,12 +273,13 @@ def _cut(array: jax.Array, box: Box) -> jax.Array:
 def _added(array: jax.Array, part: jax.Array, box: Box) -> jax.Array:
     """The array, with a part added in a box.
 
-    By slices: ``array.at[...]`` is a scatter whose indices are an empty constant where they are all static, and XLA of
-    JAX 0.11 ends the process on such a constant in a ``jax.shard_map`` over explicit axes.
+    By slices, which XLA updates in place: ``array.at[...]`` is a scatter whose indices are an empty constant where they
+    are all static, and XLA of JAX 0.11 ends the process on such a constant in a ``jax.shard_map`` over explicit axes.
     """
     starts = [0, *_starts(box)]
     starts += [0] * (array.ndim - len(starts))
-    return jax.lax.dynamic_update_slice(array, _cut(array, box) + part, starts)
+    own = jax.lax.dynamic_slice(array, starts, part.shape)
+    return jax.lax.dynamic_update_slice(array, own + part, starts)
 
 
 def _index(box: Box) -> tuple[slice, ...]:
@@ -280,7 +287,21 @@ def _index(box: Box) -> tuple[slice, ...]:
 
 
 def _joined(arrays: Sequence[jax.Array], axis: int) -> jax.Array:
-    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis)
+    """One after the other.
+
+    The longest is copied to where there is room for the others, and these are written there: XLA's concatenation of 134
+    MB with 8 MB took 317 microseconds on an H200, which is three times as long.
+    """
+    lengths = [array.shape[axis] for array in arrays]
+    longest = int(np.argmax(lengths))
+    starts = np.cumsum([0, *lengths]).tolist()
+    room = (starts[longest], starts[-1] - starts[longest + 1], 0)
+    zero = jnp.zeros((), arrays[0].dtype)
+    result = jax.lax.pad(arrays[longest], zero, [room if i == axis else (0, 0, 0) for i in range(arrays[0].ndim)])
+    for number, (start, array) in enumerate(zip(starts[:-1], arrays, strict=True)):
+        if number != longest:
+            result = jax.lax.dynamic_update_slice_in_dim(result, array, start, axis)
+    return result
 
 
 def _split(array: jax.Array, lengths: Sequence[int], axis: int) -> list[jax.Array]:

@@ -24,8 +24,8 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh
 from jaxlib.mlir import ir
 
-from natten_jax.mesh.exchange import Line
 from natten_jax.mesh.layout import Layout, device_tiles, sharding_like
+from natten_jax.mesh.line import Line
 from natten_jax.mesh.roles import Role
 from natten_jax.version import __version__
 

@@ -1,0 +1,154 @@
+"""How tokens of a device's part become its neighbors' halos along a dimension, and how gradients of these come back."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from natten_jax.halo import Halo
+from natten_jax.mesh.line import Line
+from natten_jax.mesh.types import type_like
+
+
+def even(halo: Halo) -> Halo:
+    """Of two devices: halos of one length, so that they change places in one exchange."""
+    longer = max(halo.before, halo.after)
+    return dataclasses.replace(halo, before=longer, after=longer) if halo.before and halo.after else halo
+
+
+class _Move(NamedTuple):
+    """How tokens become a halo.
+
+    Attributes:
+        edge: Where they begin in the part that has them.
+        start: Where they begin in a part with its halos, one after the other.
+        tokens: How many.
+        there: Brings an array there.
+        back: Brings it back.
+    """
+
+    edge: Any
+    start: Any
+    tokens: int
+    there: Callable[[jax.Array], jax.Array]
+    back: Callable[[jax.Array], jax.Array]
+
+
+def _moves(halo: Halo, line: Line) -> list[_Move]:
+    if _changes_places(halo):
+        is_front = line.place == 0
+        edge = jnp.where(is_front, halo.part - halo.before, 0)
+        behind = jnp.where(is_front, halo.before + halo.part, 0)
+        swapped = functools.partial(_swapped, line=line)
+        return [_Move(edge, behind, halo.before, swapped, swapped)]
+    moves: list[_Move] = []
+
+    def add(edge: int, start: int, tokens: int, hops: int) -> None:
+        there, back = (functools.partial(line.shifted, hops=each) for each in (hops, -hops))
+        moves.append(_Move(edge, start, tokens, there, back))
+
+    start = halo.before
+    for hops, tokens in enumerate(halo.slabs(halo.before), 1):
+        start -= tokens
+        add(halo.part - tokens, start, tokens, hops)
+    start = halo.before + halo.part
+    for hops, tokens in enumerate(halo.slabs(halo.after), 1):
+        add(0, start, tokens, -hops)
+        start += tokens
+    return moves
+
+
+def extended(arrays: Sequence[jax.Array], halo: Halo, line: Line, axis: int) -> list[jax.Array]:
+    """Arrays of a part with their halos along a dimension, or with all that there is where that is gathered."""
+    if halo.is_gathered:
+        return [line.gathered(array, axis) for array in arrays]
+    # Own tokens are copied to where there is room for halos while these travel. Those of an array set out when the one
+    # before is copied: that takes about as long, and exchanges take turns.
+    room = [(halo.before, halo.after, 0) if i == axis else (0, 0, 0) for i in range(arrays[0].ndim)]
+    moves = _moves(halo, line)
+    copied: list[jax.Array] = []
+    arrived: list[list[jax.Array]] = []
+    for array in arrays:
+        sent = [jax.lax.dynamic_slice_in_dim(array, each.edge, each.tokens, axis) for each in moves]
+        sent, copied = jax.lax.optimization_barrier((sent, copied))
+        arrived.append([each.there(slab) for each, slab in zip(moves, sent, strict=True)])
+        copied.append(jax.lax.pad(array, jnp.zeros((), array.dtype), room))
+    for i, slabs in enumerate(arrived):
+        for each, slab in zip(moves, slabs, strict=True):
+            copied[i] = jax.lax.dynamic_update_slice_in_dim(copied[i], slab, each.start, axis)
+    return copied
+
+
+def returned(array: jax.Array, halo: Halo, line: Line, axis: int, tokens: int) -> jax.Array:
+    """The transpose of :func:`extended`, of one array."""
+    if halo.is_gathered:
+        own = type_like(array, (*array.shape[:axis], tokens, *array.shape[axis + 1 :]), array.dtype)
+        (gathered,) = jax.linear_transpose(lambda own: line.gathered(own, axis), own)(array)
+        return gathered  # type: ignore[no-any-return]
+    own = jax.lax.slice_in_dim(array, halo.before, halo.before + tokens, axis=axis)
+    moves = _moves(halo, line)
+    slabs = [jax.lax.dynamic_slice_in_dim(array, each.start, each.tokens, axis) for each in moves]
+    return _with_edges(own, slabs, moves, axis)
+
+
+def returned_to_neighbors(own: jax.Array, slabs: Sequence[jax.Array], halo: Halo, line: Line, axis: int) -> jax.Array:
+    """A part's own tokens, with what all devices have of them in their halos added.
+
+    Args:
+        own: Of a part.
+        slabs: Of its halos, as :func:`received_from_neighbors` has them: those in front, then those behind.
+        halo: Along the dimension.
+        line: The devices that share it.
+        axis: The dimension.
+    """
+    count = len(halo.slabs(halo.before))
+    before, after = slabs[:count], slabs[count:]
+    changed = _changes_places(halo)
+    back = [jnp.where(line.place == 0, after[0], before[0])] if changed else [*before[::-1], *after]
+    return _with_edges(own, back, _moves(halo, line), axis)
+
+
+def _with_edges(own: jax.Array, slabs: Sequence[jax.Array], moves: Sequence[_Move], axis: int) -> jax.Array:
+    for move, slab in zip(moves, slabs, strict=True):
+        sum_ = move.back(slab) + jax.lax.dynamic_slice_in_dim(own, move.edge, move.tokens, axis)
+        own = jax.lax.dynamic_update_slice_in_dim(own, sum_, move.edge, axis)
+    return own
+
+
+def _changes_places(halo: Halo) -> bool:
+    """Whether two devices send each other halos."""
+    return halo.parts == 2 and halo.before == halo.after and not halo.is_gathered
+
+
+def _swapped(array: jax.Array, line: Line) -> jax.Array:
+    """What the other one of two devices has.
+
+    Each sends in one direction only: as two exchanges, one after the other, they would use half of what connects them.
+    """
+    return line.permuted(array, [(0, 1), (1, 0)])
+
+
+def sent_to_neighbors(halo: Halo) -> list[tuple[int, int]]:
+    """The tokens ``[first, last)`` of a part that others need: by hops to the back, then by hops to the front."""
+    before, after = halo.slabs(halo.before), halo.slabs(halo.after)
+    return [(halo.part - tokens, halo.part) for tokens in before] + [(0, tokens) for tokens in after]
+
+
+def received_from_neighbors(
+    sent: Sequence[jax.Array], halo: Halo, line: Line
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """What neighbors send, of :func:`sent_to_neighbors`: in front of a part and behind it, in the order of tokens."""
+    if _changes_places(halo):
+        is_front = line.place == 0
+        to_back, to_front = sent
+        other = _swapped(jnp.where(is_front, to_back, to_front), line)
+        nothing = jnp.zeros_like(other)
+        return [jnp.where(is_front, nothing, other)], [jnp.where(is_front, other, nothing)]
+    count = len(halo.slabs(halo.before))
+    before = [line.shifted(array, hops) for hops, array in enumerate(sent[:count], 1)]
+    return before[::-1], [line.shifted(array, -hops) for hops, array in enumerate(sent[count:], 1)]
