@@ -24,7 +24,7 @@ from natten_jax.performance import KernelSchedule, Performance
 from natten_jax.problem import problem_of
 
 LAYOUT = (24, 28)
-WHOLE_LAYOUT = (14, 18)
+WHOLE_LAYOUT, LARGE_LAYOUT = (14, 18), (40, 28)
 LARGE = 300.0  # times the ordinary queries: logits of several thousands
 
 
@@ -72,7 +72,8 @@ def cutlass_forms() -> Iterator[Form]:
         yield Form(dtype, width, boxes, additional_kv=0)
         yield Form(dtype, width, chunks, additional_kv=0)
         yield Form(dtype, width, boxes)
-        # Dilation groups that a CTA holds whole.
+        # Query heads with key/value heads of their own, and with them dilation groups that a CTA holds whole.
+        yield Form(dtype, width, boxes, additional_kv=0, layout=LARGE_LAYOUT, heads_kv=2)
         yield Form(dtype, width, boxes, additional_kv=0, layout=WHOLE_LAYOUT, heads_kv=2)
     for precision, width in itertools.product((None, "tensorfloat32"), (64, 128, 256)):
         yield Form("float32", width, Performance((8, 8), (8, 16), (8, 8), (8, 16)), precision)
