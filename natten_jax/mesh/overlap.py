@@ -287,21 +287,7 @@ def _index(box: Box) -> tuple[slice, ...]:
 
 
 def _joined(arrays: Sequence[jax.Array], axis: int) -> jax.Array:
-    """One after the other.
-
-    The longest is copied to where there is room for the others, and these are written there: XLA's concatenation of 134
-    MB with 8 MB took 317 microseconds on an H200, which is three times as long.
-    """
-    lengths = [array.shape[axis] for array in arrays]
-    longest = int(np.argmax(lengths))
-    starts = np.cumsum([0, *lengths]).tolist()
-    room = (starts[longest], starts[-1] - starts[longest + 1], 0)
-    zero = jnp.zeros((), arrays[0].dtype)
-    result = jax.lax.pad(arrays[longest], zero, [room if i == axis else (0, 0, 0) for i in range(arrays[0].ndim)])
-    for number, (start, array) in enumerate(zip(starts[:-1], arrays, strict=True)):
-        if number != longest:
-            result = jax.lax.dynamic_update_slice_in_dim(result, array, start, axis)
-    return result
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis)
 
 
 def _split(array: jax.Array, lengths: Sequence[int], axis: int) -> list[jax.Array]:
