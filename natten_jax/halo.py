@@ -203,7 +203,7 @@ def bytes_received(problem: Problem, parts: Sequence[int]) -> int:
     halos = halos_of(problem, parts)
     own = math.prod(halo.part for halo in halos)
     held = math.prod(halo.part + halo.received for halo in halos)
-    return (held - own) * _bytes_per_token(problem)
+    return (held - own) * key_value_bytes(problem)
 
 
 def bytes_by_direction(problem: Problem, parts: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -217,7 +217,7 @@ def bytes_by_direction(problem: Problem, parts: Sequence[int]) -> tuple[tuple[in
     """
     halos = halos_of(problem, parts)
     extents = [halo.part for halo in halos]
-    token = _bytes_per_token(problem)
+    token = key_value_bytes(problem)
     found: list[tuple[int, int]] = []
     for i, halo in enumerate(halos):
         across = token * math.prod(extents[:i] + extents[i + 1 :])
@@ -226,8 +226,8 @@ def bytes_by_direction(problem: Problem, parts: Sequence[int]) -> tuple[tuple[in
     return tuple(found)
 
 
-def _bytes_per_token(problem: Problem) -> int:
-    """Of its key and value, over batch and heads."""
+def key_value_bytes(problem: Problem) -> int:
+    """Bytes of a token's key and value, over batch and heads."""
     return problem.batch * problem.heads_kv * (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES[problem.dtype]
 
 

@@ -11,7 +11,7 @@ from natten_jax.cost.calibration import Calibration, calibration_for
 from natten_jax.cost.predict import predict
 from natten_jax.cost.simulation import simulate
 from natten_jax.cost.tile_counts import TimedTiles, count_tiles
-from natten_jax.halo import Division, Halo, bytes_received, division_of, halos_of
+from natten_jax.halo import Division, Halo, bytes_received, division_of, halos_of, key_value_bytes
 from natten_jax.plan import Plan
 from natten_jax.problem import ELEMENT_BYTES, Axis, Problem
 
@@ -135,7 +135,7 @@ def predict_split(plan: Plan, parts: Sequence[int], calibration: Calibration) ->
         compute += overlap.lost * compute + overlap.moved * byte + overlap.calls * calibration.launch_of(pass_)
         meanwhile = min(overlap.share * compute, once * _HIDDEN_BY[pass_])
     else:  # own keys and values are copied to where their halos go
-        meanwhile = 2 * math.prod(halo.part for halo in halos) * _key_bytes(problem) * byte
+        meanwhile = 2 * math.prod(halo.part for halo in halos) * key_value_bytes(problem) * byte
     # The halos of one dimension travel meanwhile: those of others take along what it brought.
     widths = [halo.received / halo.part for halo in halos]
     first = min(max(widths) / (math.prod(1 + width for width in widths) - 1), 1.0) if received else 0.0
@@ -162,12 +162,14 @@ class Overlap:
         calls: How many more calls there are.
         moved: Bytes that are read or written more often.
         lost: How much longer the kernels take, of the pass.
+        division: Of the queries, in a forward pass.
     """
 
     share: float
     calls: int
     moved: int
     lost: float = 0.0
+    division: Division | None = None
 
 
 #: How much longer a halo's pairs of queries and keys take in a call of their own: tiles at their edges are halves. On
@@ -197,8 +199,8 @@ def overlap_that_pays(plan: Plan, halos: tuple[Halo, ...]) -> Overlap | None:
 
 def division_that_pays(plan: Plan, halos: tuple[Halo, ...]) -> Division | None:
     """How a forward pass divides its queries to compute while halos travel; ``None`` where it gains nothing by that."""
-    pays = overlap_that_pays(plan, halos) is not None
-    return division_of(plan.problem, halos, plan.tiles[0]) if pays else None
+    overlap = overlap_that_pays(plan, halos)
+    return None if overlap is None else overlap.division
 
 
 def dividing_keys_pays(plan: Plan, halos: tuple[Halo, ...]) -> bool:
@@ -215,8 +217,9 @@ def _by_queries(problem: Problem, halos: Sequence[Halo], division: Division) -> 
         ranges = zip(halos, problem.axes, box, strict=True)
         keys += math.prod(last - first for first, last in (halo.keys_of(axis, each) for halo, axis, each in ranges))
     # Queries are cut and outputs joined, each read and written; so are the borders' keys, in place of all keys.
-    moved = 4 * part * _token_bytes(problem) + 2 * keys * _key_bytes(problem) - _joined_bytes(problem, halos)
-    return Overlap(math.prod(last - first for first, last in division.interior) / part, len(borders), moved)
+    moved = 4 * part * _token_bytes(problem) + 2 * keys * key_value_bytes(problem) - _joined_bytes(problem, halos)
+    share = math.prod(last - first for first, last in division.interior) / part
+    return Overlap(share, len(borders), moved, division=division)
 
 
 def _by_keys(problem: Problem, halos: Sequence[Halo]) -> Overlap | None:
@@ -264,12 +267,7 @@ def gains(plan: Plan, halos: Sequence[Halo], overlap: Overlap) -> bool:
     return min(exchange * _HIDDEN_BY[plan.pass_], overlap.share * alone) > cost
 
 
-def _key_bytes(problem: Problem) -> int:
-    """Of a token's key and value, over batch and heads."""
-    return problem.batch * problem.heads_kv * (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES[problem.dtype]
-
-
 def _joined_bytes(problem: Problem, halos: Sequence[Halo]) -> int:
     """Read and written where keys and values are joined with their halos."""
     held = math.prod(halo.part + halo.received for halo in halos)
-    return 2 * held * _key_bytes(problem) if any(halo.received for halo in halos) else 0
+    return 2 * held * key_value_bytes(problem) if any(halo.received for halo in halos) else 0

@@ -44,7 +44,7 @@ class Exchange:
         Of two devices both get halos of one length, so that these change places in one exchange.
         """
         halos = halos_of(problem, [1 if line is None else line.parts for line in lines])
-        return cls([moves.even(halo) if halo.parts == 2 else halo for halo in halos], lines)
+        return cls([moves.even(halo) for halo in halos], lines)
 
     @property
     def travelling(self) -> list[int]:

@@ -17,16 +17,48 @@ from natten_jax.mesh.types import type_like
 
 def even(halo: Halo) -> Halo:
     """Of two devices: halos of one length, so that they change places in one exchange."""
+    if halo.parts != 2 or not (halo.before and halo.after):
+        return halo
     longer = max(halo.before, halo.after)
-    return dataclasses.replace(halo, before=longer, after=longer) if halo.before and halo.after else halo
+    return dataclasses.replace(halo, before=longer, after=longer)
+
+
+class _Shift(NamedTuple):
+    """What becomes a halo of the part so many places further to the back, or to the front, if negative.
+
+    Attributes:
+        hops: How many places.
+        edge: Where its tokens begin in the part that has them.
+        start: Where they begin in a part with its halos, one after the other.
+        tokens: How many.
+    """
+
+    hops: int
+    edge: int
+    start: int
+    tokens: int
+
+
+def _shifts(halo: Halo) -> list[_Shift]:
+    """By hops to the back, then by hops to the front."""
+    shifts: list[_Shift] = []
+    start = halo.before
+    for hops, tokens in enumerate(halo.slabs(halo.before), 1):
+        start -= tokens
+        shifts.append(_Shift(hops, halo.part - tokens, start, tokens))
+    start = halo.before + halo.part
+    for hops, tokens in enumerate(halo.slabs(halo.after), 1):
+        shifts.append(_Shift(-hops, 0, start, tokens))
+        start += tokens
+    return shifts
 
 
 class _Move(NamedTuple):
     """How tokens become a halo.
 
     Attributes:
-        edge: Where they begin in the part that has them.
-        start: Where they begin in a part with its halos, one after the other.
+        edge: As of a shift; which of two depends on the device where two change places.
+        start: Likewise.
         tokens: How many.
         there: Brings an array there.
         back: Brings it back.
@@ -46,21 +78,16 @@ def _moves(halo: Halo, line: Line) -> list[_Move]:
         behind = jnp.where(is_front, halo.before + halo.part, 0)
         swapped = functools.partial(_swapped, line=line)
         return [_Move(edge, behind, halo.before, swapped, swapped)]
-    moves: list[_Move] = []
-
-    def add(edge: int, start: int, tokens: int, hops: int) -> None:
-        there, back = (functools.partial(line.shifted, hops=each) for each in (hops, -hops))
-        moves.append(_Move(edge, start, tokens, there, back))
-
-    start = halo.before
-    for hops, tokens in enumerate(halo.slabs(halo.before), 1):
-        start -= tokens
-        add(halo.part - tokens, start, tokens, hops)
-    start = halo.before + halo.part
-    for hops, tokens in enumerate(halo.slabs(halo.after), 1):
-        add(0, start, tokens, -hops)
-        start += tokens
-    return moves
+    return [
+        _Move(
+            shift.edge,
+            shift.start,
+            shift.tokens,
+            functools.partial(line.shifted, hops=shift.hops),
+            functools.partial(line.shifted, hops=-shift.hops),
+        )
+        for shift in _shifts(halo)
+    ]
 
 
 def extended(arrays: Sequence[jax.Array], halo: Halo, line: Line, axis: int) -> list[jax.Array]:
@@ -135,8 +162,7 @@ def _swapped(array: jax.Array, line: Line) -> jax.Array:
 
 def sent_to_neighbors(halo: Halo) -> list[tuple[int, int]]:
     """The tokens ``[first, last)`` of a part that others need: by hops to the back, then by hops to the front."""
-    before, after = halo.slabs(halo.before), halo.slabs(halo.after)
-    return [(halo.part - tokens, halo.part) for tokens in before] + [(0, tokens) for tokens in after]
+    return [(shift.edge, shift.edge + shift.tokens) for shift in _shifts(halo)]
 
 
 def received_from_neighbors(
@@ -149,6 +175,6 @@ def received_from_neighbors(
         other = _swapped(jnp.where(is_front, to_back, to_front), line)
         nothing = jnp.zeros_like(other)
         return [jnp.where(is_front, nothing, other)], [jnp.where(is_front, other, nothing)]
+    arrived = [line.shifted(array, shift.hops) for array, shift in zip(sent, _shifts(halo), strict=True)]
     count = len(halo.slabs(halo.before))
-    before = [line.shifted(array, hops) for hops, array in enumerate(sent[:count], 1)]
-    return before[::-1], [line.shifted(array, -hops) for hops, array in enumerate(sent[count:], 1)]
+    return arrived[:count][::-1], arrived[count:]

@@ -32,4 +32,14 @@ Geometry geometry_of(const Problem& problem, const TileShapes& tiles);
 /// The current device's multiprocessors.
 cudaError_t count_multiprocessors(int& count);
 
+/// Fills in what parameters of all kernels have of a problem's heads.
+template <class Params>
+void fill_heads(const Problem& problem, Params& p) {
+  p.heads = static_cast<int>(problem.heads);
+  p.heads_kv = static_cast<int>(problem.heads_kv);
+  p.head_dim = static_cast<int>(problem.head_dim);
+  p.head_dim_v = static_cast<int>(problem.head_dim_v);
+  p.scale = problem.scale;
+}
+
 }  // namespace natten_jax

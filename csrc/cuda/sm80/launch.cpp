@@ -105,12 +105,8 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   p.remainder = arrays.remainder;
   p.queries = problem.queries();
   p.keys = problem.keys();
-  p.heads = static_cast<int>(problem.heads);
-  p.heads_kv = static_cast<int>(problem.heads_kv);
-  p.head_dim = static_cast<int>(problem.head_dim);
-  p.head_dim_v = static_cast<int>(problem.head_dim_v);
+  fill_heads(problem, p);
   p.additional_kv = static_cast<int>(problem.additional_kv);
-  p.scale = problem.scale;
   p.q_tile_tokens = static_cast<int>(product(tiles.query));
   p.kv_tile_tokens = static_cast<int>(product(tiles.kv));
   p.schedule = schedule_query_tiles(problem, geometry);
@@ -147,11 +143,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
   p.queries = problem.queries();
   p.query_gradient_token = is_float32 ? problem.heads * problem.head_dim : problem.head_dim;
   p.query_gradient_head = is_float32 ? problem.head_dim : p.queries * problem.head_dim;
-  p.heads = static_cast<int>(problem.heads);
-  p.heads_kv = static_cast<int>(problem.heads_kv);
-  p.head_dim = static_cast<int>(problem.head_dim);
-  p.head_dim_v = static_cast<int>(problem.head_dim_v);
-  p.scale = problem.scale;
+  fill_heads(problem, p);
   p.q_tile_tokens = static_cast<int>(product(tiles.query));
   p.kv_tile_tokens = static_cast<int>(product(tiles.kv));
   p.parts = (p.kv_tile_tokens + form.keys - 1) / form.keys;

@@ -122,13 +122,9 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
   p.remainder = arrays.remainder;
   p.queries = static_cast<int>(problem.queries());
   p.keys = static_cast<int>(problem.keys());
-  p.heads = static_cast<int>(problem.heads);
-  p.heads_kv = static_cast<int>(problem.heads_kv);
+  fill_heads(problem, p);
   p.heads_per_kv = static_cast<int>(problem.heads_per_kv());
-  p.head_dim = static_cast<int>(problem.head_dim);
-  p.head_dim_v = static_cast<int>(problem.head_dim_v);
   p.additional_kv = static_cast<int>(problem.additional_kv);
-  p.scale = problem.scale;
   p.q_tile_tokens = static_cast<int>(product(tiles.query));
   p.kv_tile_tokens = static_cast<int>(product(tiles.kv));
   p.clears_tiles = p.q_tile_tokens < form.queries || p.kv_tile_tokens < form.keys || p.head_dim < form.head_dim ||

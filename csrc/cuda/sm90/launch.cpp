@@ -71,12 +71,8 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   p.kv_classes = group_classes(problem, Side::kKeyValue);
   p.queries = static_cast<int>(problem.queries());
   p.keys = static_cast<int>(problem.keys());
-  p.heads = static_cast<int>(problem.heads);
-  p.heads_kv = static_cast<int>(problem.heads_kv);
-  p.head_dim = static_cast<int>(problem.head_dim);
-  p.head_dim_v = static_cast<int>(problem.head_dim_v);
+  fill_heads(problem, p);
   p.additional_kv = static_cast<int>(problem.additional_kv);
-  p.scale = problem.scale;
   p.supply.tiles = static_cast<int>(all_tiles);
   p.q_tile_tokens = static_cast<int>(product(tiles.query));
   p.kv_tile_tokens = static_cast<int>(product(tiles.kv));

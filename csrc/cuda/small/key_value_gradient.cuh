@@ -119,9 +119,10 @@ struct KeyValueSums {
   }
 
   /// Writes them by way of two buffers, which may be the same one.
-  template <class HeadDims>
-  CUTE_DEVICE void store(const BackwardParams& p, int of_key, const int2* row_places, const HeadDims& head_dims,
-                         std::uint32_t first_buffer, std::uint32_t second_buffer) const {
+  template <bool kHasBoxes>
+  CUTE_DEVICE void store(const BackwardParams& p, int of_key, const int2* row_places,
+                         const HeadDims<kHeadDim, kHasBoxes>& head_dims, std::uint32_t first_buffer,
+                         std::uint32_t second_buffer) const {
     using Rows = RowTile<kHeadDim>;
     Rows::template store<Element>(of_keys, p.scale, p.scale, row_places,
                                   row_of(p.key_gradient, of_key, head_dims.of_keys), head_dims.of_keys, first_buffer);

@@ -42,12 +42,8 @@ std::int64_t pitch_of(const Problem& problem, int dimension, bool is_query) {
 template <class Params>
 void fill_sizes(const Problem& problem, Params& p) {
   p.queries = static_cast<int>(problem.queries());
-  p.heads = static_cast<int>(problem.heads);
-  p.heads_kv = static_cast<int>(problem.heads_kv);
-  p.head_dim = static_cast<int>(problem.head_dim);
-  p.head_dim_v = static_cast<int>(problem.head_dim_v);
+  fill_heads(problem, p);
   p.additional_kv = static_cast<int>(problem.additional_kv);
-  p.scale = problem.scale;
   p.exponent_scale = problem.scale * kLog2E;
   p.by_heads_per_kv = cutlass::FastDivmod(static_cast<int>(problem.heads_per_kv()));
 }

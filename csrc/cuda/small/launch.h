@@ -51,8 +51,7 @@ Status check_arrays(const Problem& problem);
 /// Runs the forward pass of a checked problem on a stream. Query tiles have 16 tokens, key/value tiles 8.
 Status run_forward(const Problem& problem, const TileShapes& tiles, const ForwardArrays& arrays, cudaStream_t stream);
 
-/// Runs the backward pass likewise. Key/value tiles have 16 tokens, query tiles 8. Results are
-/// reproducible.
+/// Runs the backward pass likewise. Key/value tiles have 16 tokens, query tiles 8. Results are reproducible.
 Status run_backward(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays, cudaStream_t stream);
 
 }  // namespace natten_jax::small
