@@ -2,6 +2,7 @@
 
 Times are wall time per call of programs that are launched one after the other, so that communication counts and
 launching does not. One device and several take turns in one process; a speed-up is the median of the turns' ratios.
+The one is the first; how long each of the others takes alone is told, too: several are as fast as the slowest of them.
 Where tokens are split, so does a program that has all halos before it computes anything, and a trace says how long
 halos travel and how much of that is hidden behind kernels.
 
@@ -45,6 +46,7 @@ from natten_jax.profiler.program import Program, compile_for_trace
 
 MODES = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
 PASSES = ("forward", "forward+backward")
+EXCHANGE = "exchange milliseconds"
 COLLECTIVES = re.compile(r"= \S+ (all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(")
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_sharded.py"
 
@@ -122,6 +124,9 @@ def measure(split: str, mode: str, family: str, pass_: str, options: argparse.Na
     on_one = jax.jit(function).lower(*whole).compile()
     on_several = jax.jit(function).lower(*parts).compile()
     programs = {"one": (on_one, whole), "several": (on_several, parts)}
+    for number, device in enumerate(devices[1:], 1):
+        there = jax.device_put(whole, device)
+        programs[f"one: {number}"] = jax.jit(function).lower(*there).compile(), there
     is_exchanging = axis not in (0, -2)
     if is_exchanging:
         with halos_first():
@@ -140,7 +145,7 @@ def measure(split: str, mode: str, family: str, pass_: str, options: argparse.Na
         to_trace = compile_for_trace(lambda *arrays: function(*arrays), *parts)
         traced = Launch(lambda: to_trace(*parts), Program.of(to_trace))
         (captured,) = capture_by_device([traced], options.calls, default_device().platform, with_memory=True)
-        further["exchange milliseconds"] = exchange_milliseconds(captured, traced.program)
+        further[EXCHANGE] = exchange_milliseconds(captured, traced.program)
     return further | {
         "problem": benchmark.problem.describe(),
         "milliseconds": {name: 1e3 * statistics.median(values) for name, values in times.items()},
@@ -227,13 +232,16 @@ def main() -> int:
     print(f"{'':42}{'one: ms':>10}{f'{options.devices}: ms':>10}{'speed-up':>10}{'difference':>12}  collectives")
     for name, row in rows.items():
         figures = results[name] = row()
-        one, several, *first = figures["milliseconds"].values()
+        milliseconds = figures["milliseconds"]
+        one, several = (milliseconds[device] for device in ("one", "several"))
         line = f"{name:42}{one:10.3f}{several:10.3f}{figures['speedup']:10.3f}{figures['difference']:12.1e}"
         line += f"  {figures.get('collectives', '')}"
-        if first:
-            of_exchange = figures["exchange milliseconds"]
-            line += f"; halos first: {first[0]:.3f} ms; halos travel {of_exchange['exchange']:.3f} ms"
-            line += f", {of_exchange['hidden']:.3f} of them hidden"
+        if "halos first" in milliseconds:
+            line += f"; halos first: {milliseconds['halos first']:.3f} ms"
+            line += "; halos travel {exchange:.3f} ms, {hidden:.3f} of them hidden".format(**figures[EXCHANGE])
+        others = [each for name, each in milliseconds.items() if name.startswith("one: ")]
+        if others:
+            line += f"; others alone: {', '.join(f'{each:.3f}' for each in others)} ms"
         print(line, flush=True)
         if options.json:  # at once: a run that is cut short keeps what it measured
             options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -55,6 +56,18 @@ class Halo:
         whole, rest = divmod(tokens, self.part)
         return (self.part,) * whole + ((rest,) if rest else ())
 
+    @property
+    def changes_places(self) -> bool:
+        """Whether two devices send each other halos of one length: each has one side's, which depends on the device."""
+        return self.parts == 2 and self.before == self.after and not self.is_gathered
+
+    def evened(self) -> Halo:
+        """Of two devices that send each other halos: of one length, so that they change places in one exchange."""
+        if self.parts != 2 or not (self.before and self.after):
+            return self
+        longer = max(self.before, self.after)
+        return dataclasses.replace(self, before=longer, after=longer)
+
     def borders(self, axis: Axis) -> tuple[int, int]:
         """The end of the queries that need keys in front in any part, and the first that needs keys behind.
 
@@ -68,25 +81,13 @@ class Halo:
             int(needs_after[0]) if needs_after.size else self.part,
         )
 
-    def interior(self, axis: Axis, multiple: int = 1) -> tuple[int, int]:
-        """The queries ``[first, last)`` of a part, counted from its start, that need nobody else's keys in any part.
-
-        Args:
-            axis: The dimension.
-            multiple: Of how many queries the borders in front and behind are to be multiples; those of a part that has
-                no such border end where it does.
-        """
-        if self.is_gathered:
-            return (0, 0)
+    def sides(self, axis: Axis) -> tuple[Side, ...]:
+        """The sides of a part on which it has halos."""
         begin, end = self.borders(axis)
-        begin = -(-begin // multiple) * multiple
-        end = end if end == self.part else end // multiple * multiple
-        return (begin, end) if begin < end else (0, 0)
-
-    def keys_of(self, axis: Axis, queries: tuple[int, int]) -> tuple[int, int]:
-        """The keys ``[first, last)`` that queries of a part see in any part, all counted from the part's start."""
-        first, last = (each[slice(*queries)] for each in self._reach(axis))
-        return max(int(first.min()), -self.before), min(int(last.max()), self.part + self.after)
+        front, back = Side(True, begin, self.before), Side(False, self.part - end, self.after)
+        if self.changes_places and self.before:
+            return (Side(None, max(front.queries, back.queries), self.before),)
+        return tuple(side for side in (front, back) if side.keys)
 
     def _reach(self, axis: Axis) -> tuple[np.ndarray, np.ndarray]:
         """For each query of a part: the first key, and the one behind the last, that it sees in any part."""
@@ -95,49 +96,18 @@ class Halo:
         return np.min(first - queries[:, :1], axis=0), np.max(last - queries[:, :1], axis=0)
 
 
-#: Queries or keys ``[first, last)`` of a part along each token dimension, counted from the part's start.
-Box = tuple[tuple[int, int], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Division:
-    """The queries of a part, as boxes that have none in common.
+class Side(NamedTuple):
+    """What is on one side of a part.
 
     Attributes:
-        interior: Those that need nobody else's keys.
-        borders: By token dimension, those in front of the interior and those behind; ``None`` where there are none.
-            They have the interior's queries along the dimensions before and all along those after.
+        is_front: Whether it is in front of the part; ``None`` where that depends on the device.
+        queries: How many of the part's queries, at its end on this side, see keys of other parts there.
+        keys: How many keys these are.
     """
 
-    interior: Box
-    borders: tuple[tuple[Box | None, Box | None], ...]
-
-
-def division_of(problem: Problem, halos: Sequence[Halo], q_tile: Sequence[int]) -> Division | None:
-    """Divide a part's queries into an interior and its borders, along the edges of query tiles.
-
-    Tiles of the boxes are then those that the part as a whole has: no query is computed in a tile more than before.
-
-    Args:
-        problem: The whole problem.
-        halos: One for each token dimension.
-        q_tile: The query tile.
-
-    Returns:
-        The division; ``None`` where there is no interior, or nothing else.
-    """
-    axes = list(zip(problem.axes, halos, q_tile, strict=True))
-    interior = tuple(halo.interior(axis, tile * axis.dilation) for axis, halo, tile in axes)
-    whole: list[tuple[int, int]] = [(0, halo.part) for halo in halos]
-    if any(first == last for first, last in interior) or list(interior) == whole:
-        return None
-    borders: list[tuple[Box | None, Box | None]] = []
-    for i, (begin, end) in enumerate(interior):
-        last = halos[i].part
-        sides = [(0, begin) if begin else None, (end, last) if end < last else None]
-        before, after = (None if side is None else (*interior[:i], side, *whole[i + 1 :]) for side in sides)
-        borders.append((before, after))
-    return Division(interior, tuple(borders))
+    is_front: bool | None
+    queries: int
+    keys: int
 
 
 def halo_of(axis: Axis, parts: int) -> Halo:

@@ -8,25 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Sequence
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from natten_jax import backends, run
 from natten_jax.backends.base import Operands, Output, Saved
-from natten_jax.cost.communication import dividing_keys_pays, division_that_pays
+from natten_jax.cost.communication import overlap_that_pays
 from natten_jax.devices import local_devices
 from natten_jax.differentiation import in_reverse_only
-from natten_jax.halo import Division
 from natten_jax.mesh import explicit, line, overlap
 from natten_jax.mesh.exchange import Exchange
 from natten_jax.mesh.types import vary_alike
-from natten_jax.passes import PASSES
+from natten_jax.passes import PASSES, Pass
 from natten_jax.resolve import Request, resolve
-
-_Result = TypeVar("_Result", Output, Saved)
 
 #: Of the saved output, and of the logsumexp and its remainder.
 CHECKPOINT_NAMES = ("natten_jax_output", "natten_jax_logsumexp")
@@ -80,11 +76,11 @@ class _Travel:
 
     Attributes:
         exchange: What brings them.
-        division: Of the queries, for a forward pass meanwhile.
+        passes: Those that compute meanwhile.
     """
 
     exchange: Exchange
-    division: Division | None
+    passes: Sequence[Pass]
 
 
 def _travel_of(request: Request) -> _Travel | None:
@@ -102,28 +98,30 @@ def _travel_of(request: Request) -> _Travel | None:
             continue
         if any(backends.find(plan.backend, plan.backend.operator).is_pure_jax for plan in plans):
             return None  # JAX differentiates it, exchange and all
-        travel = Exchange.of(request.problem, line.lines_of(request.token_axes))
-        halos = tuple(travel.halos)
-        division = division_that_pays(plans[0], halos)
-        return _Travel(travel, division) if division or dividing_keys_pays(plans[1], halos) else None
+        exchange = Exchange.of(request.problem, line.lines_of(request.token_axes))
+        passes = [plan.pass_ for plan in plans if overlap_that_pays(plan, tuple(exchange.halos)) is not None]
+        return _Travel(exchange, passes) if passes else None
     return None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(request: Request, operands: Operands) -> Output:
-    return _run_forward(run.forward, request, operands)
-
-
-def _run_forward(function: Callable[[Request, Operands], _Result], request: Request, operands: Operands) -> _Result:
     travel = _travel_of(request)
     if travel is None:
-        return function(request, operands)
+        return run.forward(request, operands)
+    return Output(*_forward_exchanging(request, travel, operands)[:2])
+
+
+def _forward_exchanging(request: Request, travel: _Travel, operands: Operands) -> Saved:
     whole = dataclasses.replace(request, token_axes=())
-    return overlap.forward(function, whole, travel.exchange, travel.division, operands)
+    if "forward" in travel.passes:
+        return overlap.forward(run.forward_saving, whole, travel.exchange, operands)
+    return run.forward_saving(whole, travel.exchange.brought(operands))
 
 
 def _attend_forward(request: Request, operands: Operands) -> tuple[Output, tuple[Operands, Saved]]:
-    result = _run_forward(run.forward_saving, request, operands)
+    travel = _travel_of(request)
+    result = run.forward_saving(request, operands) if travel is None else _forward_exchanging(request, travel, operands)
     of_output, of_logsumexp = CHECKPOINT_NAMES
     names = of_output, of_logsumexp, of_logsumexp  # the last for the remainder
     saved = Saved(*(checkpoint_name(array, name) for array, name in zip(result, names, strict=True)))

@@ -10,7 +10,7 @@ import jax
 
 from natten_jax import backends, pass_primitive
 from natten_jax.backends.base import Backend, Gradients, Operands, Output, Saved
-from natten_jax.cost.communication import dividing_keys_pays, division_that_pays
+from natten_jax.cost.communication import overlap_that_pays
 from natten_jax.devices import CPU, OTHER, Device, cuda_device
 from natten_jax.differentiation import refuse
 from natten_jax.mesh import overlap
@@ -79,20 +79,19 @@ class _PassStep(Step):
     ) -> list[Any]:
         """The results where token dimensions are split; if it pays, most of them while keys and values travel."""
 
-        def run_part(request: Request, *of_part: Any) -> Any:
-            leaves, structure = jax.tree.flatten(of_part)
-            types = self.kind.types(request, *of_part)
-            return jax.tree.unflatten(jax.tree.structure(types), run(_PassStep(self.kind, structure), request, leaves))
-
-        halos = tuple(exchange.halos)
-        of_device = self._arguments(arguments)
-        if self.kind.pass_ == "forward" and (division := division_that_pays(plan, halos)):
-            found = overlap.forward(run_part, request, exchange, division, *of_device)
-        elif self.kind.pass_ == "backward" and dividing_keys_pays(plan, halos):
-            found = overlap.backward(run_part, request, exchange, *of_device)
-        else:
+        if overlap_that_pays(plan, tuple(exchange.halos)) is None:
             return super().compute_exchanging(run, plan, request, exchange, *arguments)
-        results: list[Any] = jax.tree.leaves(found)
+        # What a forward pass saves is what its parts are merged by.
+        of_part = _FORWARD_SAVING if self.kind.pass_ == "forward" else self.kind
+
+        def run_part(request: Request, *arguments: Any) -> Any:
+            leaves, structure = jax.tree.flatten(arguments)
+            types = of_part.types(request, *arguments)
+            return jax.tree.unflatten(jax.tree.structure(types), run(_PassStep(of_part, structure), request, leaves))
+
+        compute = overlap.forward if self.kind.pass_ == "forward" else overlap.backward
+        found = compute(run_part, request, exchange, *self._arguments(arguments))
+        results: list[Any] = jax.tree.leaves(Output(*found[:2]) if self.kind is _FORWARD else found)
         return results
 
     def derivative(self, given: Sequence[int]) -> Derivative:

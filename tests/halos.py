@@ -3,7 +3,7 @@
 ``python -c "import halos; halos.main()" MODE FAMILY SEED COUNT`` prints a line of JSON for each: what is split how, the
 collectives of the compiled program and the elements that a device sends, the kernels that it calls, and how far results
 and gradients are from those of one device. Whether it pays to compute while halos travel is not asked: two of three do,
-where a part has queries that need no halo.
+where no tokens are gathered.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from problems import OPERATORS, QUICK_COMPILATION
 
 from natten_jax.cost import communication
-from natten_jax.halo import division_of, halos_of
+from natten_jax.halo import halos_of
 from natten_jax.problem import problem_of
 
 NAMES = ("x", "y", "z")
@@ -59,13 +59,11 @@ class Split(NamedTuple):
 
     @classmethod
     def draw(cls, source: random.Random) -> Split:
-        """Three of four have queries that need no halo; windows as large as the layout are attention, whose tokens are
-        gathered.
-        """
-        has_interior = source.random() < 0.75
+        """Three of four have halos; windows as large as the layout are attention, whose tokens are gathered."""
+        has_halos = source.random() < 0.75
         while True:
             drawn = cls._draw(source)
-            if not drawn.problem.is_attention and (drawn.calls > 1 or not has_interior):
+            if not drawn.problem.is_attention and (drawn.calls > 1 or not has_halos):
                 return drawn
 
     @classmethod
@@ -106,9 +104,14 @@ class Split(NamedTuple):
 
     @property
     def calls(self) -> int:
-        """Kernels of a forward pass of which none waits for more halos than it needs."""
-        division = division_of(self.problem, halos_of(self.problem, self.parts), self.tile)
-        return 1 if division is None else 1 + sum(box is not None for sides in division.borders for box in sides)
+        """Kernels of a forward pass that computes while halos travel: with a device's own keys, then with each halo."""
+        halos = halos_of(self.problem, self.parts)
+        if self.is_gathered:
+            return 1
+        # Of two devices each has one halo, though the program is the same for both.
+        return 1 + sum(
+            1 if halo.parts == 2 else bool(halo.before) + bool(halo.after) for halo in halos if halo.received
+        )
 
     def elements_sent(self) -> int:
         """Elements of keys and values that the slabs of exact halos hold, dimension after dimension."""

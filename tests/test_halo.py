@@ -54,22 +54,26 @@ def test_halos_are_exact(split: tuple[Axis, int]) -> None:
 
 
 @hypothesis.given(split_axes())
-def test_interior_queries_need_no_halo_and_their_neighbors_do(split: tuple[Axis, int]) -> None:
+def test_queries_that_see_no_side_need_no_halo_and_their_neighbors_do(split: tuple[Axis, int]) -> None:
     axis, parts = split
     halo = halo_of(axis, parts)
-    first, last = halo.interior(axis)
     part = halo.part
+    queries = {side.is_front: side.queries for side in halo.sides(axis)}
 
-    def is_alone(query: int) -> bool:
-        return all(
-            start <= min(seen(axis, start + query)) and max(seen(axis, start + query)) < start + part
-            for start in range(0, axis.kv_extent, part)
-        )
+    def sees(query: int, is_front: bool) -> bool:
+        """In any part."""
+        rows = [(start, seen(axis, start + query)) for start in range(0, axis.kv_extent, part)]
+        return any(min(keys) < start if is_front else max(keys) >= start + part for start, keys in rows)
 
-    assert all(map(is_alone, range(first, last)))
-    if first < last:
-        assert first == 0 or not is_alone(first - 1)
-        assert last == part or not is_alone(last)
+    for is_front in (True, False):
+        # From the part's end on this side.
+        ordered = range(part) if is_front else range(part - 1, -1, -1)
+        others = queries.get(is_front, queries.get(None, 0))
+        assert not any(sees(query, is_front) for query in ordered[others:])
+        if None not in queries and others:
+            assert sees(ordered[others - 1], is_front)
+    for side in halo.sides(axis):
+        assert side.keys == (halo.after if side.is_front is False else halo.before)
 
 
 def test_halos_of_a_video() -> None:

@@ -6,23 +6,20 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import hypothesis
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from programs import output_of, run_python
-from test_halo import seen, split_axes
 
 from natten_jax import na2d
 from natten_jax.cost import communication
-from natten_jax.cost.communication import NVLINK, dividing_keys_pays, division_that_pays
+from natten_jax.cost.communication import NVLINK, overlap_that_pays
 from natten_jax.devices import Device
-from natten_jax.halo import bytes_by_direction, bytes_received, division_of, halo_of, halos_of
+from natten_jax.halo import bytes_by_direction, bytes_received, halos_of
 from natten_jax.plan import Plan
-from natten_jax.problem import Axis, Problem, problem_of
+from natten_jax.problem import Problem, problem_of
 from natten_jax.resolve import Request, resolve
 from natten_jax.simulator import calibration_for, predict_split, simulate
 
@@ -34,61 +31,27 @@ def plans(problem: Problem) -> tuple[Plan, Plan]:
     return resolve(request, H200, "forward"), resolve(request, H200, "backward")
 
 
-@hypothesis.given(split_axes(), hypothesis.strategies.integers(1, 4))
-def test_boxes_end_with_tiles_and_have_the_keys_that_their_queries_see(split: tuple[Axis, int], tile: int) -> None:
-    axis, parts = split
-    halo = halo_of(axis, parts)
-    begin, end = halo.interior(axis, tile * axis.dilation)
-    if begin == end:
-        return
-    assert begin % (tile * axis.dilation) == 0 and (end % (tile * axis.dilation) == 0 or end == halo.part)
-    for box in ((0, begin), (begin, end), (end, halo.part)):
-        if box[0] == box[1]:
-            continue
-        first, last = halo.keys_of(axis, box)
-        for start in range(0, axis.kv_extent, halo.part):
-            for query in range(*box):
-                keys = seen(axis, start + query)
-                assert first <= min(keys) - start and max(keys) - start < last
-    assert halo.keys_of(axis, (begin, end))[0] >= 0 and halo.keys_of(axis, (begin, end))[1] <= halo.part
+VIDEO = problem_of((30, 48, 80), (18, 24, 24), heads=24, head_dim=128, dtype="bfloat16")
+STRIDED_VIDEO = problem_of((30, 48, 80), (18, 24, 24), (16, 8, 8), heads=24, head_dim=128, dtype="bfloat16")
 
 
-def test_boxes_of_two_dimensions_have_no_query_in_common() -> None:
-    problem = problem_of((24, 32), (5, 7))
-    division = division_of(problem, halos_of(problem, (2, 2)), (2, 4))
-    assert division is not None
-    counts = np.zeros((12, 16), int)
-    for box in (division.interior, *(box for sides in division.borders for box in sides if box is not None)):
-        counts[tuple(slice(*ends) for ends in box)] += 1
-    assert (counts == 1).all()
-
-
-def test_what_pays_on_a_gpu() -> None:
-    sequence = problem_of((131072,), 4096, is_causal=True, heads=8, head_dim=128, dtype="bfloat16")
-    forward, backward = plans(sequence)
-    halos = halos_of(sequence, (2,))
-    division = division_that_pays(forward, halos)
-    assert division is not None and division.interior == ((4096, 65536),)
-    assert dividing_keys_pays(backward, halos)
-
-
-@pytest.mark.parametrize("parts", [(1, 1, 2), (1, 2, 1), (2, 1, 1)])
-def test_halos_come_first_where_copies_would_cost_more(parts: tuple[int, ...]) -> None:
-    """As two H200 did: 12.0 instead of 12.7 milliseconds forwards for the first of these."""
-    video = problem_of((30, 48, 80), (18, 24, 24), (6, 8, 8), heads=24, head_dim=128, dtype="bfloat16")
-    forward, backward = plans(video)
-    halos = halos_of(video, parts)
-    assert division_that_pays(forward, halos) is None
-    assert not dividing_keys_pays(backward, halos)
+@pytest.mark.parametrize(
+    ("problem", "parts"),
+    [
+        (problem_of((131072,), 4096, is_causal=True, heads=8, head_dim=128, dtype="bfloat16"), (2,)),
+        *((video, parts) for video in (VIDEO, STRIDED_VIDEO) for parts in ((1, 1, 2), (1, 2, 1))),
+    ],
+)
+def test_what_pays_on_a_gpu(problem: Problem, parts: tuple[int, ...]) -> None:
+    """As on two H200: 11.5 instead of 11.9 milliseconds for one of these."""
+    halos = halos_of(problem, parts)
+    assert all(overlap_that_pays(plan, halos) is not None for plan in plans(problem))
 
 
 def test_what_does_not_pay() -> None:
     small = problem_of((64, 64), 7, heads=1, head_dim=64, dtype="bfloat16")
-    forward, backward = plans(small)
     for parts in ((2, 1), (1, 1)):
-        halos = halos_of(small, parts)
-        assert division_that_pays(forward, halos) is None
-        assert not dividing_keys_pays(backward, halos)
+        assert all(overlap_that_pays(plan, halos_of(small, parts)) is None for plan in plans(small))
 
 
 def test_the_link_is_what_was_measured() -> None:
@@ -145,18 +108,25 @@ def test_halos_travel_while_the_first_kernel_runs(pass_: str) -> None:
     passes = [i for i, name in enumerate(names) if name == "natten_jax_pass"]
     assert len(passes) == (3 if pass_ == "forward" else 6)
     passes = passes[-3:]
-    barriers = [i for i, name in enumerate(names) if name == "optimization_barrier"][-2:]
-    sent, received = (program[i] for i in barriers)
-    permutes = [each for each in program[barriers[0] : barriers[1]] if each.primitive.name == "ppermute"]
-    assert len(permutes) == 4 and barriers[0] < passes[0] < barriers[1] < passes[1]
-    # Slabs are cut before the first kernel's queries are there, and are not looked at before it is done.
-    cut = set(map(id, sent.outvars))
-    assert all(id(each.invars[0]) in cut for each in permutes)
-    awaited = set(map(id, received.invars))
-    assert all(id(each.outvars[0]) in awaited for each in permutes)
-    assert any(id(each) in awaited for each in program[passes[0]].outvars)
-    read_early = {id(each) for equation in program[: barriers[1]] for each in equation.invars}
-    assert not any(id(each.outvars[0]) in read_early for each in permutes)
+    permutes = [i for i, name in enumerate(names) if name == "ppermute"]
+    permutes = permutes[:4] if pass_ == "forward" else permutes[4:8]
+    barriers = [i for i, name in enumerate(names) if name == "optimization_barrier"]
+
+    def read_by(i: int) -> set[Any]:
+        return {each for each in program[i].invars if not hasattr(each, "val")}  # literals are no variables
+
+    # Slabs are cut before the first kernel's queries are there.
+    (sent,) = {i for i in barriers for j in permutes if program[j].invars[0] in program[i].outvars}
+    query = program[passes[0]].invars[0]
+    (cut,) = (i for i in barriers if query in program[i].outvars)
+    assert read_by(cut) & set(program[sent].outvars)
+    # And halos are not looked at before it is done.
+    arrived = [program[i].outvars[0] for i in permutes]
+    (received,) = (i for i in barriers if set(arrived) <= read_by(i))
+    assert read_by(received) & set(program[passes[0]].outvars)
+    readers = {i for i in range(len(program)) if read_by(i) & set(arrived)}
+    assert readers == {received}
+    assert sent < min(permutes) < cut < passes[0] < received < passes[1]
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -188,9 +158,9 @@ def test_what_a_split_takes_is_predicted() -> None:
         assert 0.5 * two.seconds > eight.seconds > two.seconds / 4
         # Beyond a host, and with parts of two columns, halos cost more than there is to compute.
         assert many.exposed > many.compute
-    # Own keys are copied meanwhile.
-    forward, _ = plans(video)
-    partly = predict_split(forward, (1, 1, 2), model)
+    # Gradients of halos return when all is computed.
+    _, backward = plans(video)
+    partly = predict_split(backward, (1, 1, 2), model)
     assert partly and 0 < partly.exposed < partly.exchange
 
 

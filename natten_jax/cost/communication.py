@@ -6,12 +6,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from natten_jax.cost.calibration import Calibration, calibration_for
+from natten_jax.cost.part_tiles import Visits, visits
 from natten_jax.cost.predict import predict
-from natten_jax.cost.simulation import simulate
 from natten_jax.cost.tile_counts import TimedTiles, count_tiles
-from natten_jax.halo import Division, Halo, bytes_received, division_of, halos_of, key_value_bytes
+from natten_jax.halo import Halo, bytes_received, halos_of
 from natten_jax.plan import Plan
 from natten_jax.problem import ELEMENT_BYTES, Axis, Problem
 
@@ -106,46 +107,30 @@ def predict_split(plan: Plan, parts: Sequence[int], calibration: Calibration) ->
     Raises:
         ValueError: A dimension does not consist of as many equal parts.
     """
+    halos = tuple(halo.evened() for halo in halos_of(plan.problem, parts))
+    way = overlap_that_pays(plan, halos) or _halos_first(plan, halos)
+    return _split_time(plan, halos, way, calibration)
+
+
+def _split_time(plan: Plan, halos: Sequence[Halo], way: Way, calibration: Calibration) -> SplitTime | None:
     problem, pass_ = plan.problem, plan.pass_
-    halos = halos_of(problem, parts)
     kernel = calibration.kernel(problem, plan.tiles, pass_)
     if kernel is None:
         return None
     whole = count_tiles(problem, plan.tiles, pass_, placement="anchored", kernel=kernel).tiles
-    outer_share = inner_share = 1.0
-    for axis, halo, *tile in zip(problem.axes, halos, *plan.tiles, strict=True):
-        tiles = functools.partial(_tiles, dilation=axis.dilation)
-        of_queries = tiles(halo.part, tile=tile[0]) / tiles(halo.extent, tile=tile[0])
-        of_keys = tiles(halo.part + halo.received, tile=tile[1]) / tiles(halo.extent, tile=tile[1])
-        # A device has few queries, and visits as many fewer tiles. Backwards it does so from all keys that it gets.
-        inner_share *= of_queries
-        outer_share *= of_queries if pass_ == "forward" else of_keys
+    one, of_part = _visits_of_one(plan), way.visits
+    outer_share, inner_share = of_part.outer / one.outer, of_part.inner / one.inner
     # Of the layout nothing but its size counts here.
     local = dataclasses.replace(problem, axes=tuple(Axis(halo.part, halo.part, 1) for halo in halos))
-    of_part = TimedTiles(whole.outer * outer_share, *(each * inner_share for each in whole[1:]))
-    compute = float(predict(local, of_part, pass_, kernel, calibration))
+    tiles = TimedTiles(whole.outer * outer_share, *(each * inner_share for each in whole[1:]))
+    kernels = float(predict(local, tiles, pass_, kernel, calibration))
+    compute = kernels + way.calls * (calibration.launch_of(pass_) + _MERGING) + way.moved * calibration.byte
 
-    devices, received = math.prod(parts), bytes_received(problem, parts)
+    received = _slab_bytes(problem, halos)
+    devices = math.prod(halo.parts for halo in halos)
     once = link_between(devices).seconds(received)
     exchange = once if pass_ == "forward" else 2 * once
-    byte = calibration.byte
-    compute += _joined_bytes(problem, halos) * byte
-    overlap = overlap_that_pays(plan, halos)
-    if overlap is not None:
-        compute += overlap.lost * compute + overlap.moved * byte + overlap.calls * calibration.launch_of(pass_)
-        meanwhile = min(overlap.share * compute, once * _HIDDEN_BY[pass_])
-    else:  # own keys and values are copied to where their halos go
-        meanwhile = 2 * math.prod(halo.part for halo in halos) * key_value_bytes(problem) * byte
-    # The halos of one dimension travel meanwhile: those of others take along what it brought.
-    widths = [halo.received / halo.part for halo in halos]
-    first = min(max(widths) / (math.prod(1 + width for width in widths) - 1), 1.0) if received else 0.0
-    return SplitTime(devices, received, compute, exchange, exchange - min(once * first, meanwhile))
-
-
-def _tiles(tokens: int, dilation: int, tile: int) -> int:
-    """Tiles of all dilation groups of so many tokens."""
-    length, longer = divmod(tokens, dilation)
-    return longer * -(-(length + 1) // tile) + (dilation - longer) * -(-length // tile)
+    return SplitTime(devices, received, compute, exchange, exchange - min(way.hiding * once, kernels))
 
 
 def _token_bytes(problem: Problem) -> int:
@@ -154,98 +139,46 @@ def _token_bytes(problem: Problem) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Overlap:
-    """What it takes to compute while halos travel, beside a pass that has them before it computes anything.
+class Way:
+    """What it takes to get halos to where a pass reads them.
 
     Attributes:
-        share: How much of the pass is computed meanwhile.
+        visits: The tiles of the device that visits most.
+        moved: Bytes that are read or written for it.
+        hiding: How much of an exchange has something computed meanwhile.
         calls: How many more calls there are.
-        moved: Bytes that are read or written more often.
-        lost: How much longer the kernels take, of the pass.
-        division: Of the queries, in a forward pass.
     """
 
-    share: float
-    calls: int
+    visits: Visits
     moved: int
-    lost: float = 0.0
-    division: Division | None = None
+    hiding: float = 0.0
+    calls: int = 0
 
 
-#: How much longer a halo's pairs of queries and keys take in a call of their own: tiles at their edges are halves. On
-#: two H200, backward passes of a video of 30x48x80 tokens took 2 to 4% longer in all.
-_LOST_IN_CALLS = 0.35
+#: Seconds that the kernels take, whatever they copy, which cut queries for a call and merge its results: six or more.
+_MERGING = 2e-5
 
-#: How much of an exchange is over before kernels end that are launched after it: the kernels of both want all registers
-#: of a multiprocessor. Traces on two H200 showed 26 to 41% forwards, and 13 to 68% backwards, where more kernels come.
-_HIDDEN_BY = {"forward": 0.3, "backward": 0.65}
+#: How often a query that sees a halo, or its output, is read or written more: it is cut. Forwards, the halo's output
+#: is merged with the other one, in its place. Backwards, saved outputs and gradients of these are cut, too; gradients
+#: of queries are cleared, added up, converted and added, and outputs are multiplied with their gradients again.
+_COPIES = {"forward": 5, "backward": 16}
 
 
 @functools.lru_cache(maxsize=1024)
-def overlap_that_pays(plan: Plan, halos: tuple[Halo, ...]) -> Overlap | None:
-    """How a pass gains by computing while halos travel; ``None`` where it does not.
+def overlap_that_pays(plan: Plan, halos: tuple[Halo, ...]) -> Way | None:
+    """How a pass computes while halos travel; ``None`` where it had better have them first.
 
     Args:
         plan: Of the pass, whose problem has the global layout.
         halos: One for each token dimension.
     """
-    if plan.pass_ == "forward":
-        division = division_of(plan.problem, halos, plan.tiles[0])
-        overlap = None if division is None else _by_queries(plan.problem, halos, division)
-    else:
-        overlap = _by_keys(plan.problem, halos)
+    halos = tuple(halo.evened() for halo in halos)
+    overlap = _by_keys(plan, halos)
     return overlap if overlap is not None and gains(plan, halos, overlap) else None
 
 
-def division_that_pays(plan: Plan, halos: tuple[Halo, ...]) -> Division | None:
-    """How a forward pass divides its queries to compute while halos travel; ``None`` where it gains nothing by that."""
-    overlap = overlap_that_pays(plan, halos)
-    return None if overlap is None else overlap.division
-
-
-def dividing_keys_pays(plan: Plan, halos: tuple[Halo, ...]) -> bool:
-    """Whether a backward pass gains by taking a device's own keys while the others travel."""
-    return overlap_that_pays(plan, halos) is not None
-
-
-def _by_queries(problem: Problem, halos: Sequence[Halo], division: Division) -> Overlap:
-    """Of a forward pass that takes the queries first that need nobody else's keys."""
-    part = math.prod(halo.part for halo in halos)
-    borders = [box for sides in division.borders for box in sides if box is not None]
-    keys = 0
-    for box in borders:
-        ranges = zip(halos, problem.axes, box, strict=True)
-        keys += math.prod(last - first for first, last in (halo.keys_of(axis, each) for halo, axis, each in ranges))
-    # Queries are cut and outputs joined, each read and written; so are the borders' keys, in place of all keys.
-    moved = 4 * part * _token_bytes(problem) + 2 * keys * key_value_bytes(problem) - _joined_bytes(problem, halos)
-    share = math.prod(last - first for first, last in division.interior) / part
-    return Overlap(share, len(borders), moved, division=division)
-
-
-def _by_keys(problem: Problem, halos: Sequence[Halo]) -> Overlap | None:
-    """Of a backward pass that takes a device's own keys first, and then each halo; ``None`` where that cannot be."""
-    if any(halo.is_gathered for halo in halos) or not any(halo.received for halo in halos):
-        return None
-    part = math.prod(halo.part for halo in halos)
-    calls, copied, lost = 0, 0, 0.0
-    for axis, halo in zip(problem.axes, halos, strict=True):
-        begin, end = halo.borders(axis)
-        for seeing, keys in ((begin, halo.before), (halo.part - end, halo.after)):
-            if not seeing:
-                continue
-            calls += 1
-            # Where only some queries see a halo, these, their outputs and gradients of these are cut. Gradients of
-            # theirs are cleared, added up, converted and added, and outputs are multiplied with their gradients again.
-            copied += part // halo.part * seeing * (10 + (6 if seeing < halo.part else 0))
-            # Of these queries' windows, on average half as much as the halo is long.
-            lost += _LOST_IN_CALLS * seeing / halo.part * min(keys / (2 * axis.kernel_size), 1.0)
-    own = math.prod(halo.part / (halo.part + halo.received) for halo in halos)
-    moved = copied * _token_bytes(problem) - _joined_bytes(problem, halos)
-    return Overlap(own, calls, moved, lost)
-
-
-def gains(plan: Plan, halos: Sequence[Halo], overlap: Overlap) -> bool:
-    """Whether computing while halos travel hides more of their time than it costs.
+def gains(plan: Plan, halos: Sequence[Halo], overlap: Way) -> bool:
+    """Whether computing while halos travel takes less time than to have them first.
 
     The one place where that is decided, for kernels whose times are known; others gain nothing.
 
@@ -255,19 +188,105 @@ def gains(plan: Plan, halos: Sequence[Halo], overlap: Overlap) -> bool:
         overlap: What it takes.
     """
     calibration = calibration_for(plan.backend.family)
-    problem, devices = plan.problem, math.prod(halo.parts for halo in halos)
-    seconds = None
-    if calibration is not None:
-        seconds = simulate(problem, plan.tiles, plan.pass_, calibration=calibration).seconds
-    if calibration is None or seconds is None:
+    if calibration is None:
         return False
-    exchange = link_between(devices).seconds(bytes_received(problem, [halo.parts for halo in halos]))
-    alone = seconds / devices
-    cost = overlap.calls * calibration.launch_of(plan.pass_) + overlap.moved * calibration.byte + overlap.lost * alone
-    return min(exchange * _HIDDEN_BY[plan.pass_], overlap.share * alone) > cost
+    ways = overlap, _halos_first(plan, halos)
+    meanwhile, first = (_split_time(plan, halos, way, calibration) for way in ways)
+    return meanwhile is not None and first is not None and meanwhile.seconds < first.seconds
 
 
-def _joined_bytes(problem: Problem, halos: Sequence[Halo]) -> int:
-    """Read and written where keys and values are joined with their halos."""
-    held = math.prod(halo.part + halo.received for halo in halos)
-    return 2 * held * key_value_bytes(problem) if any(halo.received for halo in halos) else 0
+def _halos_first(plan: Plan, halos: Sequence[Halo]) -> Way:
+    """A pass that has all halos before it computes anything.
+
+    Slabs are cut, and put beside a device's own keys and values, which are copied there while they travel.
+    """
+
+    def of_dimension(axis: Axis, halo: Halo, tile: tuple[int, int]) -> Visits:
+        found = []
+        for first in _starts_of_some_parts(halo):
+            # There is room on both sides, whichever one a device needs.
+            keys = (0, halo.extent) if halo.is_gathered else (first - halo.before, first + halo.part + halo.after)
+            found.append(visits(axis, plan.pass_, tile, (first, first + halo.part), keys))
+        return max(found, key=lambda each: each.inner)
+
+    of_all = map(of_dimension, plan.problem.axes, halos, zip(*plan.tiles, strict=True))
+    return Way(math.prod(of_all, start=Visits(1, 1)), 4 * _slab_bytes(plan.problem, halos))
+
+
+def _by_keys(plan: Plan, halos: Sequence[Halo]) -> Way | None:
+    """A pass that takes a device's own keys first, and then each halo; ``None`` where that cannot be."""
+    if any(halo.is_gathered for halo in halos) or not any(halo.received for halo in halos):
+        return None
+    problem = plan.problem
+    part = math.prod(halo.part for halo in halos)
+    calls, copied = 0, 0
+    for axis, halo in zip(problem.axes, halos, strict=True):
+        for side in halo.sides(axis):
+            calls += 1
+            copied += part // halo.part * side.queries * _COPIES[plan.pass_]
+    # The halos of one dimension travel meanwhile: those of others take along what it brought. And of one dimension, the
+    # last of its exchanges.
+    widths = [halo.received / halo.part for halo in halos]
+    longest = halos[widths.index(max(widths))]
+    of_longest = max(widths) / (math.prod(1 + width for width in widths) - 1)
+    hops = 1 if longest.changes_places else sum(len(longest.slabs(side)) for side in (longest.before, longest.after))
+    # Keys and values are cut and put together, and taken apart where they arrive.
+    moved = copied * _token_bytes(problem) + 5 * _slab_bytes(problem, halos)
+    return Way(_visits_by_keys(plan, halos), moved, min(of_longest, 1.0) / hops, calls)
+
+
+class _Dimension(NamedTuple):
+    """What a device visits along a split dimension: with its own keys, with each halo, and with all of these joined."""
+
+    own: Visits
+    of_halos: list[Visits]
+    joined: Visits
+
+
+def _visits_by_keys(plan: Plan, halos: Sequence[Halo]) -> Visits:
+    """Of all its calls: of own keys, and of each halo with the queries that see it."""
+
+    def of_dimension(axis: Axis, halo: Halo, tile: tuple[int, int]) -> _Dimension:
+        found = []
+        for first in _starts_of_some_parts(halo):
+            last = first + halo.part
+            of = functools.partial(visits, axis, plan.pass_, tile)
+            of_halos = []
+            for side in halo.sides(axis):
+                is_front = first > 0 if side.is_front is None else side.is_front
+                seeing = (first, first + side.queries) if is_front else (last - side.queries, last)
+                of_halos.append(of(seeing, (first - side.keys, first) if is_front else (last, last + side.keys)))
+            own, joined = (
+                of((first, last), keys) for keys in ((first, last), (first - halo.before, last + halo.after))
+            )
+            found.append(_Dimension(own, of_halos, joined))
+        return max(found, key=lambda each: each.own.inner + sum(halo.inner for halo in each.of_halos))
+
+    dimensions = list(map(of_dimension, plan.problem.axes, halos, zip(*plan.tiles, strict=True)))
+    calls = [[each.own for each in dimensions]]
+    for i, each in enumerate(dimensions):
+        # Halos of a dimension reach over those of the dimensions before.
+        others = [other.joined for other in dimensions[:i]], [other.own for other in dimensions[i + 1 :]]
+        calls += [[*others[0], of_halo, *others[1]] for of_halo in each.of_halos]
+    of_calls = [math.prod(call, start=Visits(1, 1)) for call in calls]
+    return Visits(sum(call.outer for call in of_calls), sum(call.inner for call in of_calls))
+
+
+def _visits_of_one(plan: Plan) -> Visits:
+    """Of one device."""
+    tiles = zip(*plan.tiles, strict=True)
+    of_all = [
+        visits(axis, plan.pass_, tile, (0, axis.kv_extent), (0, axis.kv_extent))
+        for axis, tile in zip(plan.problem.axes, tiles, strict=True)
+    ]
+    return math.prod(of_all, start=Visits(1, 1))
+
+
+def _starts_of_some_parts(halo: Halo) -> list[int]:
+    """The first tokens of parts at both ends and in the middle, one of which visits the most tiles."""
+    return [halo.part * i for i in sorted({0, min(1, halo.parts - 1), halo.parts // 2, halo.parts - 1})]
+
+
+def _slab_bytes(problem: Problem, halos: Sequence[Halo]) -> int:
+    """Of keys and values."""
+    return bytes_received(problem, [halo.parts for halo in halos])

@@ -44,7 +44,7 @@ class Exchange:
         Of two devices both get halos of one length, so that these change places in one exchange.
         """
         halos = halos_of(problem, [1 if line is None else line.parts for line in lines])
-        return cls([moves.even(halo) for halo in halos], lines)
+        return cls([halo.evened() for halo in halos], lines)
 
     @property
     def travelling(self) -> list[int]:
@@ -110,17 +110,15 @@ class Exchange:
         pad = [False] * (3 - len(gathered))
         return jnp.where(np.array([[False] * 3, [*pad, *gathered]]), 0, found) if any(gathered) else found
 
-    def origins_of(self, queries: Sequence[int], keys: Sequence[int]) -> jax.Array:
+    def origins_of(self, queries: Sequence[Any], keys: Sequence[Any]) -> jax.Array:
         """Where queries and keys begin in the global layout that begin there in this device's part."""
-        starts = [
+        parts = [
             jnp.zeros((), jnp.int32) if line is None else jnp.asarray(line.place, jnp.int32) * halo.part
             for halo, line in zip(self.halos, self.lines, strict=True)
         ]
-        pad = [jnp.zeros((), jnp.int32)] * (3 - len(starts))
-        places = [*pad, *starts, *pad, *starts]
-        zeros = [0] * len(pad)
-        offsets = np.array([*zeros, *queries, *zeros, *keys], np.int32)
-        return (jnp.stack(places) + offsets).reshape(2, 3)
+        pad = [jnp.zeros((), jnp.int32)] * (3 - len(parts))
+        rows = [[part + start for part, start in zip(parts, starts, strict=True)] for starts in (queries, keys)]
+        return jnp.stack([*pad, *rows[0], *pad, *rows[1]]).reshape(2, 3)
 
 
 def with_all_keys(operands: Operands, lines: Sequence[Line | None]) -> Operands:

@@ -1,155 +1,124 @@
 """Passes that compute while halos travel, where token dimensions are split over devices.
 
-Forwards, queries that need nobody else's keys (the interior) run while the halos are on their way, and the others (the
-borders) once these are there. Backwards, where the logsumexp is known, keys are divided instead: those that a device
-has run with all of its queries while the others travel, and each halo with the queries that see it.
+Keys are divided: a device runs those that it has with all of its queries while the others travel, and then each halo
+with the queries that see it. Forwards the outputs are merged by their logsumexp, where queries see both; backwards,
+where the logsumexp is that of all keys, gradients add up.
 
 XLA starts an exchange as soon as its operands are there and waits for it where the first result is read. So all that
-has to be said is that slabs are cut before the interior runs, and read after it: optimization barriers say so, which
-on GPUs last until the program is scheduled.
+has to be said is that slabs are cut before a device's own keys run, and read after it: optimization barriers say so,
+which on GPUs last until the program is scheduled.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from natten_jax.backends.base import Gradients, Operands, Output, Saved
-from natten_jax.halo import Box, Division
+from natten_jax.halo import Halo
 from natten_jax.mesh.exchange import FIRST_TOKEN_AXIS, Exchange
-from natten_jax.mesh.moves import received_from_neighbors, returned_to_neighbors, sent_to_neighbors
+from natten_jax.mesh.line import Line
+from natten_jax.mesh.moves import received_from_neighbors, returned_to_neighbors, sent_to_neighbors, unknown
+from natten_jax.partial_outputs import merged
 from natten_jax.resolve import Request
 
 #: Run a forward pass, or a backward pass, on some of a device's queries and keys.
-RunForward = Callable[[Request, Operands], Any]
+RunForward = Callable[[Request, Operands], Saved]
 RunBackward = Callable[[Request, Operands, Saved, Output], Gradients]
 _Tree = TypeVar("_Tree")
+
+#: XLA makes one exchange of several that have no more bytes than this together. It has one on its way at a time: of
+#: two, only the second hides behind a device's own keys.
+_COMBINED_BYTES = 30 << 20
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Slabs:
+class _Layer:
     """Halos of an array along one token dimension.
 
     Attributes:
         dimension: Which.
-        before: Those in front of a device's own tokens, in their order.
-        after: Those behind.
+        slabs: In the order of tokens.
     """
 
     dimension: int = dataclasses.field(metadata={"static": True})
-    before: list[jax.Array]
-    after: list[jax.Array]
+    slabs: list[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Patchwork:
-    """Keys or values and their halos, which are joined only where something is taken of them.
+    """Keys or values and their halos, which are never joined but for what travels on.
 
     Attributes:
         own: What the device has.
-        layers: Slabs by dimension, in the order in which they travel: they reach over the halos of all layers before.
+        layers: By dimension, in the order in which they travel: they reach over the halos of all layers before.
     """
 
     own: jax.Array
-    layers: tuple[_Slabs, ...] = ()
-
-    def take(self, box: Box) -> jax.Array:
-        """The tokens of a box, counted from the device's own first ones."""
-        return self._take(len(self.layers), box)
-
-    def _take(self, depth: int, box: Box) -> jax.Array:
-        if not depth:
-            return _cut(self.own, box)
-        layer = self.layers[depth - 1]
-        axis = FIRST_TOKEN_AXIS + layer.dimension
-        (first, last), own = box[layer.dimension], self.own.shape[axis]
-        start = -_tokens(layer.before, axis)
-        pieces: list[jax.Array] = []
-        for slab in (*layer.before, None, *layer.after):
-            end = start + (own if slab is None else slab.shape[axis])
-            begin, stop = max(first, start), min(last, end)
-            if begin < stop and slab is None:
-                pieces.append(self._take(depth - 1, _with(box, layer.dimension, (begin, stop))))
-            elif begin < stop and slab is not None:
-                within = self._within_slab(depth - 1, box)
-                pieces.append(_cut(slab, _with(within, layer.dimension, (begin - start, stop - start))))
-            start = end
-        return _joined(pieces, axis)
-
-    def _within_slab(self, depth: int, box: Box) -> Box:
-        """A box, counted from the start of slabs that reach over the halos of the layers before them."""
-        result = box
-        for layer in self.layers[:depth]:
-            shift = _tokens(layer.before, FIRST_TOKEN_AXIS + layer.dimension)
-            first, last = result[layer.dimension]
-            result = _with(result, layer.dimension, (first + shift, last + shift))
-        return result
-
-    def whole(self) -> Box:
-        """All tokens that there are."""
-        layout = self.own.shape[FIRST_TOKEN_AXIS:-2]
-        box: Box = tuple((0, tokens) for tokens in layout)
-        for layer in self.layers:
-            axis = FIRST_TOKEN_AXIS + layer.dimension
-            ends = -_tokens(layer.before, axis), layout[layer.dimension] + _tokens(layer.after, axis)
-            box = _with(box, layer.dimension, ends)
-        return box
+    layers: tuple[_Layer, ...] = ()
 
     def sent(self, exchange: Exchange, dimension: int) -> list[jax.Array]:
         """What neighbors along a dimension need, halos that are there included."""
-        edges = sent_to_neighbors(exchange.halos[dimension])
-        return [self.take(_with(self.whole(), dimension, edge)) for edge in edges]
+        halo, line = _along(exchange, dimension)
+        axis = FIRST_TOKEN_AXIS + dimension
+        result = sent_to_neighbors(self.own, halo, line, axis)
+        for layer in self.layers:
+            around = _around(layer.slabs, *_along(exchange, layer.dimension))
+            before, after = ([sent_to_neighbors(slab, halo, line, axis) for slab in side] for side in around)
+            rows = [*before, result, *after]
+            result = [jnp.concatenate(each, FIRST_TOKEN_AXIS + layer.dimension) for each in zip(*rows, strict=True)]
+        return result
 
-    def with_slabs_of(self, sent: Sequence[jax.Array], exchange: Exchange, dimension: int) -> _Patchwork:
-        """With the halos along a dimension, from what all devices of the line send."""
-        line = exchange.lines[dimension]
-        assert line is not None
-        received = received_from_neighbors(sent, exchange.halos[dimension], line)
-        return dataclasses.replace(self, layers=(*self.layers, _Slabs(dimension, *received)))
+    def with_halos(self, layer: _Layer) -> _Patchwork:
+        """With those along another dimension."""
+        return dataclasses.replace(self, layers=(*self.layers, layer))
 
 
-def forward(
-    run: RunForward, request: Request, exchange: Exchange, division: Division | None, operands: Operands
-) -> Any:
-    """A forward pass of all queries that a device has: the interior while halos travel, then the borders.
+class _Place(NamedTuple):
+    """Where a halo lies, and the queries that see it.
+
+    Attributes:
+        dimension: Along which it lies beside the device's tokens.
+        queries: How many see it, along that dimension.
+        first_query: Where these begin among the device's, by token dimension.
+        first_key: Where the halo begins, counted likewise.
+    """
+
+    dimension: int
+    queries: int
+    first_query: Sequence[Any]
+    first_key: Sequence[Any]
+
+    def cut(self, array: jax.Array) -> jax.Array:
+        """These queries of an array."""
+        axis = FIRST_TOKEN_AXIS + self.dimension
+        return _cut(array, self.first_query, (*array.shape[:axis], self.queries, *array.shape[axis + 1 :]))
+
+
+def forward(run: RunForward, request: Request, exchange: Exchange, operands: Operands) -> Saved:
+    """A forward pass of all queries that a device has: with its own keys while halos travel, then with these.
+
+    Additional keys go with the device's own.
 
     Args:
-        run: Runs the pass on some of them; it returns a tree of arrays per query.
+        run: Runs the pass on some of the keys.
         request: The whole call, with the device's batch and heads.
-        exchange: What brings the halos.
-        division: Of the device's queries; ``None`` leaves them together, and nothing is computed while halos travel.
+        exchange: What brings the halos, none of which are gathered.
         operands: What the device has, without origins.
     """
-    if division is None:
-        return run(request, exchange.brought(operands))
-    axes = request.problem.axes
-    interior = division.interior
-    travel = _Travel(exchange, operands)
-    query = travel.started_before(operands.query)
-
-    def run_on(box: Box, key: jax.Array, value: jax.Array, first_keys: Sequence[int]) -> Any:
-        origins = exchange.origins_of(_starts(box), first_keys)
-        return run(request, operands._replace(query=_cut(query, box), key=key, value=value, origins=origins))
-
-    result = travel.finished_after(run_on(interior, operands.key, operands.value, [0] * len(axes)))
-    for i in reversed(range(len(axes))):
-        pieces = [result]
-        for side, box in enumerate(division.borders[i]):
-            if box is not None:
-                ranges = zip(exchange.halos, axes, box, strict=True)
-                keys = tuple(halo.keys_of(axis, queries) for halo, axis, queries in ranges)
-                key, value = (each.take(keys) for each in travel.patchworks)
-                found = run_on(box, key, value, _starts(keys))
-                pieces.insert(side * len(pieces), found)
-        join = functools.partial(_joined, axis=FIRST_TOKEN_AXIS + i)
-        result = jax.tree.map(lambda *arrays, join=join: join(arrays), *pieces)
+    places, travel = _places(request, exchange), _Travel(exchange, operands)
+    query, seeing = travel.started_before(operands.query, places)
+    result = travel.finished_after(run(request, _of_own(exchange, operands, query)))
+    for place, of_place, (key, value) in zip(places, seeing, travel.halos(), strict=True):
+        found = run(_of_halos(request), _of_halo(exchange, place, of_place, key, value))
+        both = merged(jax.tree.map(place.cut, result), found)
+        result = jax.tree.map(lambda array, part, place=place: _put(array, part, place.first_query), result, both)
     return result
 
 
@@ -169,37 +138,18 @@ def backward(
         saved: Of the forward pass.
         cotangents: Of output and logsumexp.
     """
-    problem = request.problem
-    of_halos = dataclasses.replace(request, problem=dataclasses.replace(problem, additional_kv=0))
-    travel = _Travel(exchange, operands)
-    query, saved, cotangents = of_queries = travel.started_before((operands.query, saved, cotangents))
-    nothing = [0] * problem.rank
-    own_operands = operands._replace(query=query, origins=exchange.origins_of(nothing, nothing))
-    own = travel.finished_after(run(request, own_operands, saved, cotangents))
+    places, travel = _places(request, exchange), _Travel(exchange, operands)
+    (query, saved, cotangents), seeing = travel.started_before((operands.query, saved, cotangents), places)
+    own = travel.finished_after(run(request, _of_own(exchange, operands, query), saved, cotangents))
     of_query = own.query
     gradients: tuple[list[Any], list[Any]] = ([], [])
-    all_queries: Box = tuple((0, halo.part) for halo in exchange.halos)
-    held = all_queries  # keys, with the halos of the layers so far
-    for layers in zip(*(each.layers for each in travel.patchworks), strict=True):
-        i = layers[0].dimension
-        halo, axis = exchange.halos[i], FIRST_TOKEN_AXIS + i
-        begin, end = halo.borders(problem.axes[i])
-        for seeing, start, slabs in (
-            ((0, begin), -halo.before, [layer.before for layer in layers]),
-            ((end, halo.part), halo.part, [layer.after for layer in layers]),
-        ):
-            if not slabs[0]:
-                continue
-            box = _with(all_queries, i, seeing)
-            starts = _starts(_with(held, i, (start, start)))
-            key, value = (_joined(each, axis) for each in slabs)
-            queries, *others = jax.tree.map(functools.partial(_cut, box=box), of_queries)
-            halo_operands = Operands(queries, key, value, None, None, exchange.origins_of(_starts(box), starts))
-            found = run(of_halos, halo_operands, *others)
-            of_query = _added(of_query, found.query, box)
-            for list_, gradient in zip(gradients, (found.key, found.value), strict=True):
-                list_ += _split(gradient, [slab.shape[axis] for slab in slabs[0]], axis)
-        held = _with(held, i, (-halo.before, halo.part + halo.after))
+    for place, (query, saved, cotangents), slabs in zip(places, seeing, travel.halos(), strict=True):
+        found = run(_of_halos(request), _of_halo(exchange, place, query, *slabs), saved, cotangents)
+        of_query = _put(of_query, place.cut(of_query) + found.query, place.first_query)
+        axis = FIRST_TOKEN_AXIS + place.dimension
+        for of_slabs, of_side, gradient in zip(gradients, slabs, (found.key, found.value), strict=True):
+            ends = np.cumsum([slab.shape[axis] for slab in of_side])
+            of_slabs += jnp.split(gradient, ends[:-1], axis)
     key, value = (
         _returned(exchange, array, of_own, of_slabs)
         for array, of_own, of_slabs in zip(operands[1:3], own[1:3], gradients, strict=True)
@@ -216,91 +166,166 @@ class _Travel:
     def __init__(self, exchange: Exchange, operands: Operands) -> None:
         self._exchange = exchange
         self._first, *self._others = exchange.travelling
-        self.patchworks = [_Patchwork(operands.key), _Patchwork(operands.value)]
+        self._patchworks = [_Patchwork(operands.key), _Patchwork(operands.value)]
 
-    def started_before(self, arrays: _Tree) -> _Tree:
-        """Start; what is computed of the returned arrays comes after that.
+    def started_before(self, arrays: _Tree, places: Sequence[_Place]) -> tuple[_Tree, list[_Tree]]:
+        """Start, and cut the queries that see halos; what is computed of the returned arrays comes after that.
 
-        These should be all queries and what belongs to them, which a pass first cuts or reduces: that leaves
-        multiprocessors to the kernels of the exchange, before one that keeps all of them to its end.
+        An exchange between GPUs is a kernel that waits for the others, and wants multiprocessors of which kernels of
+        passes leave none. So it must start before these on every device: else it keeps some of another device's busy
+        until they are done here, which made a pass of 19 milliseconds last 21. Queries are cut meanwhile.
         """
-        sent = [each.sent(self._exchange, self._first) for each in self.patchworks]
-        sent, arrays = jax.lax.optimization_barrier((sent, arrays))
-        self._exchange_along(self._first, sent)
-        return arrays
+        sent, arrays = jax.lax.optimization_barrier((self._sent(self._first), arrays))
+        self._receive(self._first, sent)
+        seeing = [jax.tree.map(place.cut, arrays) for place in places]
+        arrays, seeing = jax.lax.optimization_barrier((arrays, seeing))
+        return arrays, seeing
 
     def finished_after(self, result: _Tree) -> _Tree:
         """Wait until something is computed, which is returned, and then for all halos."""
-        slabs = [each.layers for each in self.patchworks]
-        slabs, result = jax.lax.optimization_barrier((slabs, result))
-        pairs = zip(self.patchworks, slabs, strict=True)
-        self.patchworks = [dataclasses.replace(each, layers=layers) for each, layers in pairs]
+        layers = [each.layers for each in self._patchworks]
+        layers, result = jax.lax.optimization_barrier((layers, result))
+        pairs = zip(self._patchworks, layers, strict=True)
+        self._patchworks = [dataclasses.replace(each, layers=of_each) for each, of_each in pairs]
         for dimension in self._others:
-            self._exchange_along(dimension, [each.sent(self._exchange, dimension) for each in self.patchworks])
+            self._receive(dimension, self._sent(dimension))
         return result
 
-    def _exchange_along(self, dimension: int, sent: Sequence[Sequence[jax.Array]]) -> None:
-        self.patchworks = [
-            each.with_slabs_of(slabs, self._exchange, dimension)
-            for each, slabs in zip(self.patchworks, sent, strict=True)
+    def _sent(self, dimension: int) -> list[list[jax.Array]]:
+        """What neighbors need: of keys and of values, or of both together."""
+        slabs = [each.sent(self._exchange, dimension) for each in self._patchworks]
+        (first, *_), (other, *_) = slabs
+        if first.shape != other.shape or first.nbytes + other.nbytes <= _COMBINED_BYTES:
+            return slabs
+        return [[_stacked(*each) for each in zip(*slabs, strict=True)]]
+
+    def _receive(self, dimension: int, sent: Sequence[Sequence[jax.Array]]) -> None:
+        arrived = [received_from_neighbors(slabs, *_along(self._exchange, dimension)) for slabs in sent]
+        if len(arrived) == 1:
+            arrived = [[slab[i] for slab in arrived[0]] for i in range(2)]
+        self._patchworks = [
+            each.with_halos(_Layer(dimension, slabs)) for each, slabs in zip(self._patchworks, arrived, strict=True)
         ]
+
+    def halos(self) -> list[tuple[Sequence[jax.Array], ...]]:
+        """The slabs of keys and of values of each place, in the order of :func:`_places`."""
+        keys, values = (
+            [
+                side
+                for layer in each.layers
+                for side in _by_side(layer.slabs, _along(self._exchange, layer.dimension)[0])
+            ]
+            for each in self._patchworks
+        )
+        return list(zip(keys, values, strict=True))
+
+
+def _places(request: Request, exchange: Exchange) -> list[_Place]:
+    places: list[_Place] = []
+    first_keys: list[Any] = [0] * len(exchange.halos)  # that the device has, with the halos of the dimensions so far
+    for i in exchange.travelling:
+        halo, line = _along(exchange, i)
+        for side in halo.sides(request.problem.axes[i]):
+            is_front = line.place != 0 if side.is_front is None else side.is_front
+            first = jnp.where(is_front, 0, halo.part - side.queries)
+            first_query = _with([0] * len(first_keys), i, unknown(first))
+            first_key = _with(first_keys, i, jnp.where(is_front, -halo.before, halo.part))
+            places.append(_Place(i, side.queries, first_query, first_key))
+        first_keys[i] = -halo.before
+    return places
+
+
+def _of_own(exchange: Exchange, operands: Operands, query: jax.Array) -> Operands:
+    nothing = [0] * len(exchange.halos)
+    return operands._replace(query=query, origins=exchange.origins_of(nothing, nothing))
+
+
+def _of_halo(
+    exchange: Exchange, place: _Place, query: jax.Array, keys: Sequence[jax.Array], values: Sequence[jax.Array]
+) -> Operands:
+    key, value = (_joined(each, FIRST_TOKEN_AXIS + place.dimension) for each in (keys, values))
+    return Operands(query, key, value, None, None, exchange.origins_of(place.first_query, place.first_key))
+
+
+def _of_halos(request: Request) -> Request:
+    return dataclasses.replace(request, problem=dataclasses.replace(request.problem, additional_kv=0))
 
 
 def _returned(exchange: Exchange, array: jax.Array, of_own: jax.Array, of_slabs: Sequence[jax.Array]) -> jax.Array:
     """Gradients of a device's own keys or values and of its halos, added where these come from."""
     (dimension, *others) = exchange.travelling
     if not others:
-        line = exchange.lines[dimension]
-        assert line is not None
-        return returned_to_neighbors(of_own, of_slabs, exchange.halos[dimension], line, FIRST_TOKEN_AXIS + dimension)
+        return returned_to_neighbors(of_own, of_slabs, *_along(exchange, dimension), FIRST_TOKEN_AXIS + dimension)
 
     def exchanged(own: jax.Array) -> Any:
         patchwork = _Patchwork(own)
         for dimension in exchange.travelling:
-            patchwork = patchwork.with_slabs_of(patchwork.sent(exchange, dimension), exchange, dimension)
-        return own, [slab for layer in patchwork.layers for slab in (*layer.before, *layer.after)]
+            slabs = received_from_neighbors(patchwork.sent(exchange, dimension), *_along(exchange, dimension))
+            patchwork = patchwork.with_halos(_Layer(dimension, slabs))
+        return own, [slab for layer in patchwork.layers for slab in layer.slabs]
 
     (result,) = jax.vjp(exchanged, array)[1]((of_own, list(of_slabs)))
     return result  # type: ignore[no-any-return]
 
 
-def _cut(array: jax.Array, box: Box) -> jax.Array:
-    layout = array.shape[FIRST_TOKEN_AXIS:][: len(box)]
-    is_all = all(ends == (0, tokens) for ends, tokens in zip(box, layout, strict=True))
-    return array if is_all else array[_index(box)]
+def _along(exchange: Exchange, dimension: int) -> tuple[Halo, Line]:
+    line = exchange.lines[dimension]
+    assert line is not None
+    return exchange.halos[dimension], line
 
 
-def _added(array: jax.Array, part: jax.Array, box: Box) -> jax.Array:
-    """The array, with a part added in a box.
+def _stacked(one: jax.Array, other: jax.Array) -> jax.Array:
+    """Two arrays of one shape as one.
+
+    As one that has room for the other, which is put there: 0.26 milliseconds for 2 x 177 MB on an H200, and 0.42 where
+    XLA sees that it joins arrays.
+    """
+    room = jax.lax.pad(one[None], jnp.zeros((), one.dtype), [(0, 1, 0), *[(0, 0, 0)] * one.ndim])
+    return jax.lax.dynamic_update_slice_in_dim(room, other[None], unknown(1), 0)
+
+
+def _by_side(slabs: Sequence[jax.Array], halo: Halo) -> list[Sequence[jax.Array]]:
+    """Those of each side on which a part has halos."""
+    in_front = 0 if halo.changes_places else len(halo.slabs(halo.before))
+    return [side for side in (slabs[:in_front], slabs[in_front:]) if side]
+
+
+def _around(slabs: Sequence[jax.Array], halo: Halo, line: Line) -> list[Sequence[jax.Array]]:
+    """Those in front of a part, and those behind it."""
+    if halo.changes_places:
+        (other,), is_front = slabs, line.place == 0
+        nothing = jnp.zeros_like(other)
+        return [[jnp.where(is_front, nothing, other)], [jnp.where(is_front, other, nothing)]]
+    in_front = len(halo.slabs(halo.before))
+    return [slabs[:in_front], slabs[in_front:]]
+
+
+def _cut(array: jax.Array, starts: Sequence[Any], shape: Sequence[int]) -> jax.Array:
+    """A box of an array, or all of it, where it is as large."""
+    if array.shape == tuple(shape):
+        return array
+    return jax.lax.dynamic_slice(array, _from(array, starts), shape)
+
+
+def _put(array: jax.Array, part: jax.Array, starts: Sequence[Any]) -> jax.Array:
+    """The array, with a box of it replaced.
 
     By slices, which XLA updates in place: ``array.at[...]`` is a scatter whose indices are an empty constant where they
     are all static, and XLA of JAX 0.11 ends the process on such a constant in a ``jax.shard_map`` over explicit axes.
     """
-    starts = [0, *_starts(box)]
-    starts += [0] * (array.ndim - len(starts))
-    own = jax.lax.dynamic_slice(array, starts, part.shape)
-    return jax.lax.dynamic_update_slice(array, own + part, starts)
+    if array.shape == part.shape:
+        return part
+    return jax.lax.dynamic_update_slice(array, part, _from(array, starts))
 
 
-def _index(box: Box) -> tuple[slice, ...]:
-    return (slice(None), *(slice(first, last) for first, last in box))
+def _from(array: jax.Array, starts: Sequence[Any]) -> list[Any]:
+    """The first element, of a box whose tokens begin there."""
+    return [0, *starts, *[0] * (array.ndim - 1 - len(starts))]
+
+
+def _with(starts: Sequence[Any], dimension: int, start: Any) -> list[Any]:
+    return [*starts[:dimension], start, *starts[dimension + 1 :]]
 
 
 def _joined(arrays: Sequence[jax.Array], axis: int) -> jax.Array:
     return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis)
-
-
-def _split(array: jax.Array, lengths: Sequence[int], axis: int) -> list[jax.Array]:
-    return jnp.split(array, np.cumsum(lengths)[:-1], axis)
-
-
-def _starts(box: Box) -> list[int]:
-    return [first for first, _ in box]
-
-
-def _tokens(slabs: Sequence[jax.Array], axis: int) -> int:
-    return sum(slab.shape[axis] for slab in slabs)
-
-
-def _with(box: Box, dimension: int, ends: tuple[int, int]) -> Box:
-    return (*box[:dimension], ends, *box[dimension + 1 :])
