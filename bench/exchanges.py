@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from natten_jax.cost import communication
 from natten_jax.profiler.capture import Devices
@@ -45,6 +46,22 @@ def exchange_milliseconds(devices: Devices, program: Program) -> dict[str, float
     medians = [tuple(map(statistics.median, zip(*each, strict=True))) for each in found]
     exchange, hidden = max(medians)
     return {"exchange": exchange / 1e6, "hidden": hidden / 1e6}
+
+
+def timeline(devices: Devices, program: Program) -> list[dict[str, Any]]:
+    """Kernels and copies of the first iteration: on which device, when, in milliseconds since the first, and what."""
+    started = min(event.start for iterations in devices.values() for event in iterations[0])
+    return [
+        {
+            "device": device,
+            "start": (event.start - started) / 1e6,
+            "milliseconds": event.duration / 1e6,
+            "is exchange": kind_of(event.symbol, program.instruction(event.instruction)) is not None,
+            "symbol": event.symbol[:80],
+        }
+        for device, iterations in devices.items()
+        for event in iterations[0]
+    ]
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:

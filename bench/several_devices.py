@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 from benchmarks import BENCHMARKS, Benchmark
 from environment import environment
-from exchanges import exchange_milliseconds, halos_first
+from exchanges import exchange_milliseconds, halos_first, timeline
 from implementations import ours
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -146,6 +146,7 @@ def measure(split: str, mode: str, family: str, pass_: str, options: argparse.Na
         traced = Launch(lambda: to_trace(*parts), Program.of(to_trace))
         (captured,) = capture_by_device([traced], options.calls, default_device().platform, with_memory=True)
         further[EXCHANGE] = exchange_milliseconds(captured, traced.program)
+        further["timeline"] = timeline(captured, traced.program)
     return further | {
         "problem": benchmark.problem.describe(),
         "milliseconds": {name: 1e3 * statistics.median(values) for name, values in times.items()},

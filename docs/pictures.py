@@ -1,4 +1,4 @@
-"""Draws the pictures of windows in the documentation: ``make pictures``."""
+"""Draws the pictures of windows and halos in the documentation: ``make pictures``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib import rc_context
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
+from natten_jax.halo import halos_of
 from natten_jax.plot import plot_window, plot_windows
+from natten_jax.problem import problem_of
 
 IMAGES = Path(__file__).parent / "images"
+#: Tokens of other devices, a device's own, those of them whose windows reach beyond them, and halos.
+PART_COLORS = ListedColormap(["#eef1f5", "#7fb2d9", "#1f5f99", "#f2b56b"])
 Draw = Callable[[Any], Any]
 
 
@@ -39,8 +45,46 @@ def windows(title: str, **facts: Any) -> Draw:
     return lambda ax: plot_windows(14, ax=ax, title=title, **facts)
 
 
+def part(title: str, parts: tuple[int, int], place: tuple[int, int], **facts: Any) -> Draw:
+    """What the device at a place of a split image has, and what it receives."""
+
+    def draw(ax: Any) -> None:
+        problem = problem_of((12, 32), **facts)
+        owns, sees, holds = [], [], []
+        for axis, halo, at in zip(problem.axes, halos_of(problem, parts), place, strict=True):
+            tokens, first = np.arange(halo.extent), at * halo.part
+            last = first + halo.part
+            owns.append((first <= tokens) & (tokens < last))
+            holds.append((first - halo.before <= tokens) & (tokens < last + halo.after))
+            begin, end = halo.borders(axis)
+            has_front, has_back = at > 0, at < halo.parts - 1
+            sees.append((has_front & (tokens < first + begin)) | (has_back & (tokens >= first + end)))
+        own, held = (np.ix_(*rows) for rows in (owns, holds))
+        kinds = np.zeros((12, 32), int)
+        kinds[held] = 3
+        seeing = sees[0][:, None] | sees[1]
+        kinds[own] = np.where(seeing[own], 2, 1)
+        ax.pcolormesh(kinds, cmap=PART_COLORS, vmin=0, vmax=3, edgecolors="white", linewidth=0.8)
+        for dimension, extent in ((0, 12), (1, 32)):
+            for i in range(1, parts[dimension]):
+                line = ax.axhline if dimension == 0 else ax.axvline
+                line(i * extent / parts[dimension], color="#12324f", linewidth=1)
+        ax.invert_yaxis()
+        ax.set(aspect="equal", title=title, xticks=[], yticks=[])
+        ax.spines[:].set_visible(False)
+
+    return draw
+
+
 def main() -> None:
     """Draw all pictures."""
+    picture(
+        *("halos", 13, 1.6),
+        part("4 devices, kernel_size=5", (1, 4), (0, 1), kernel_size=5),
+        part("the first of them", (1, 4), (0, 0), kernel_size=5),
+        part("kernel_size=8, stride=4", (1, 4), (0, 1), kernel_size=8, stride=4),
+        part("2x2 devices, kernel_size=5", (2, 2), (0, 1), kernel_size=5),
+    )
     picture(
         *("windows", 13, 2.9),
         window("kernel_size=5", kernel_size=5),
