@@ -63,9 +63,9 @@ class Saved(NamedTuple):
     Attributes:
         out: As in :class:`Output`.
         logsumexp: As in :class:`Output`.
-        remainder: ``[batch, *query_layout, heads]``, float32, in whatever unit the backend computes logits. Where these
-            are large the rounding of the logsumexp alone would change weights by any factor. ``None`` where another
-            backend computed the output: logits differ from backend to backend, by as much as this corrects.
+        remainder: ``[batch, *query_layout, heads]``, float32, in base 2 (csrc/include/natten_jax/logsumexp.h). Where
+            logits are large the rounding of the logsumexp alone would change weights by any factor. ``None`` where
+            another backend computed the output: logits differ from backend to backend, by as much as this corrects.
     """
 
     out: jax.Array
