@@ -69,10 +69,11 @@ class _Patchwork:
         axis = FIRST_TOKEN_AXIS + dimension
         result = sent_to_neighbors(self.own, halo, line, axis)
         for layer in self.layers:
-            around = _around(layer.slabs, *_along(exchange, layer.dimension))
-            before, after = ([sent_to_neighbors(slab, halo, line, axis) for slab in side] for side in around)
-            rows = [*before, result, *after]
-            result = [jnp.concatenate(each, FIRST_TOKEN_AXIS + layer.dimension) for each in zip(*rows, strict=True)]
+            of_slabs = zip(*(sent_to_neighbors(slab, halo, line, axis) for slab in layer.slabs), strict=True)
+            result = [
+                _surrounded(own, slabs, FIRST_TOKEN_AXIS + layer.dimension, *_along(exchange, layer.dimension))
+                for own, slabs in zip(result, of_slabs, strict=True)
+            ]
         return result
 
     def with_halos(self, layer: _Layer) -> _Patchwork:
@@ -197,7 +198,7 @@ class _Travel:
         (first, *_), (other, *_) = slabs
         if first.shape != other.shape or first.nbytes + other.nbytes <= _COMBINED_BYTES:
             return slabs
-        return [[_stacked(*each) for each in zip(*slabs, strict=True)]]
+        return [[_stacked(each) for each in zip(*slabs, strict=True)]]
 
     def _receive(self, dimension: int, sent: Sequence[Sequence[jax.Array]]) -> None:
         arrived = [received_from_neighbors(slabs, *_along(self._exchange, dimension)) for slabs in sent]
@@ -231,7 +232,7 @@ def _places(request: Request, exchange: Exchange) -> list[_Place]:
             first_query = _with([0] * len(first_keys), i, unknown(first))
             first_key = _with(first_keys, i, jnp.where(is_front, -halo.before, halo.part))
             places.append(_Place(i, side.queries, first_query, first_key))
-        first_keys[i] = -halo.before
+        first_keys[i] = jnp.where(line.place == 0, 0, -halo.before) if halo.changes_places else -halo.before
     return places
 
 
@@ -274,14 +275,16 @@ def _along(exchange: Exchange, dimension: int) -> tuple[Halo, Line]:
     return exchange.halos[dimension], line
 
 
-def _stacked(one: jax.Array, other: jax.Array) -> jax.Array:
-    """Two arrays of one shape as one.
+def _stacked(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Arrays of one shape as one.
 
-    As one that has room for the other, which is put there: 0.26 milliseconds for 2 x 177 MB on an H200, and 0.42 where
-    XLA sees that it joins arrays.
+    Each is put where it belongs: 0.21 milliseconds for 2 x 177 MB on an H200, and 0.42 where XLA sees that they are
+    joined.
     """
-    room = jax.lax.pad(one[None], jnp.zeros((), one.dtype), [(0, 1, 0), *[(0, 0, 0)] * one.ndim])
-    return jax.lax.dynamic_update_slice_in_dim(room, other[None], unknown(1), 0)
+    room = jax.lax.empty((len(arrays), *arrays[0].shape), arrays[0].dtype)
+    for i, array in enumerate(arrays):
+        room = jax.lax.dynamic_update_slice_in_dim(room, array[None], unknown(i), 0)
+    return room
 
 
 def _by_side(slabs: Sequence[jax.Array], halo: Halo) -> list[Sequence[jax.Array]]:
@@ -290,14 +293,13 @@ def _by_side(slabs: Sequence[jax.Array], halo: Halo) -> list[Sequence[jax.Array]
     return [side for side in (slabs[:in_front], slabs[in_front:]) if side]
 
 
-def _around(slabs: Sequence[jax.Array], halo: Halo, line: Line) -> list[Sequence[jax.Array]]:
-    """Those in front of a part, and those behind it."""
+def _surrounded(own: jax.Array, slabs: Sequence[jax.Array], axis: int, halo: Halo, line: Line) -> jax.Array:
+    """Tokens between their halos along an axis."""
     if halo.changes_places:
-        (other,), is_front = slabs, line.place == 0
-        nothing = jnp.zeros_like(other)
-        return [[jnp.where(is_front, nothing, other)], [jnp.where(is_front, other, nothing)]]
-    in_front = len(halo.slabs(halo.before))
-    return [slabs[:in_front], slabs[in_front:]]
+        in_front, behind = (jnp.concatenate(order, axis) for order in ([*slabs, own], [own, *slabs]))
+        return jnp.where(line.place == 0, behind, in_front)
+    count = len(halo.slabs(halo.before))
+    return jnp.concatenate([*slabs[:count], own, *slabs[count:]], axis)
 
 
 def _cut(array: jax.Array, starts: Sequence[Any], shape: Sequence[int]) -> jax.Array:
