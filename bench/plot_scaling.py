@@ -1,0 +1,134 @@
+"""Draws speed-ups over one device against the number of devices, measured and predicted, from a record of scaling.py.
+
+Example:
+    python bench/plot_scaling.py bench/results/h100x8/scaling.json docs/images/scaling.svg
+    python bench/plot_scaling.py scaling.json scaling.svg --splits heads width-s16x8x8 height-s16x8x8 sequence
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from charts import save
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+_COLUMNS = 2
+_BLACK = "black"
+
+#: Of what is split, which the name of a split begins with, and of the stride that it may end with.
+COLORS = {
+    "time": "#c0504d",
+    "height": "#7fb2d9",
+    "width": "#1f5f99",
+    "heads": "#6aa84f",
+    "sequence": "#e69138",
+    "batch": "#666666",
+}
+MARKERS = "os^Dv"
+
+
+def draw(record: dict[str, Any], path: Path, splits: Sequence[str] | None = None) -> None:
+    """A panel for each kind of scaling, family and pass; a curve for each split, or for those of the given names.
+
+    Raises:
+        ValueError: The record has none of them.
+    """
+    rows = [row for row in record["results"].values() if splits is None or row["split"] in splits]
+    rows = [row for row in rows if _speedups(row, "measured") or _speedups(row, "predicted")]
+    if not rows:
+        raise ValueError("the record has no such figures")
+    panels = list(dict.fromkeys(map(_title, rows)))
+    strides = list(dict.fromkeys(_stride(row) for row in rows))
+    markers = {stride: MARKERS[i % len(MARKERS)] for i, stride in enumerate(strides)}
+    height = -(-len(panels) // _COLUMNS)
+    figure = Figure(figsize=(10, 1.2 + 3.8 * height), layout="constrained")
+    places: list[Axes] = list(figure.subplots(height, _COLUMNS, squeeze=False).flat)
+    for axes, title in zip(places, panels, strict=False):
+        _draw_panel(axes, [row for row in rows if _title(row) == title], markers)
+        axes.set_title(title, fontsize="medium")
+    for axes in places[len(panels) :]:
+        axes.set_visible(False)
+    is_measured = any(_speedups(row, "measured") for row in rows)
+    about = f"devices ({record['environment']['device']})" if is_measured else "devices (nothing was measured)"
+    figure.supxlabel(about, fontsize="small")
+    figure.supylabel("speed-up over one device (weak scaling: how many times its work in its time)", fontsize="small")
+    figure.legend(handles=_legend(rows, markers), loc="outside upper center", ncols=6, frameon=False)
+    save(figure, path)
+
+
+def _draw_panel(axes: Axes, rows: Sequence[dict[str, Any]], markers: Mapping[str, str]) -> None:
+    counts = sorted({point["devices"] for row in rows for point in row["points"]})
+    axes.plot(counts, counts, color="#c9d3df", linewidth=0.8)
+    for row in rows:
+        color = COLORS[_dimension(row)]
+        for side, style, face in (("measured", "-", color), ("predicted", "--", "none")):
+            speedups = _speedups(row, side)
+            axes.plot(
+                list(speedups),
+                list(speedups.values()),
+                style,
+                color=color,
+                marker=markers[_stride(row)],
+                markerfacecolor=face,
+                markersize=4,
+                linewidth=1.2,
+            )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(counts, list(map(str, counts)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _legend(rows: Sequence[dict[str, Any]], markers: Mapping[str, str]) -> list[Line2D]:
+    dimensions = dict.fromkeys(_dimension(row) for row in rows)
+    handles = [Line2D([], [], color=COLORS[each], label=each) for each in dimensions]
+    for stride, marker in markers.items():
+        if stride:
+            handles.append(Line2D([], [], color=_BLACK, linestyle="", marker=marker, label=f"stride {stride}"))
+    return [
+        *handles,
+        Line2D([], [], color=_BLACK, marker="o", markersize=4, label="measured"),
+        Line2D(
+            [], [], color=_BLACK, linestyle="--", marker="o", markersize=4, markerfacecolor="none", label="predicted"
+        ),
+    ]
+
+
+def _speedups(row: dict[str, Any], side: str) -> dict[int, float]:
+    """By number of devices, as far as there are any."""
+    return {point["devices"]: point[side]["speedup"] for point in row["points"] if point.get(side)}
+
+
+def _title(row: dict[str, Any]) -> str:
+    """Of the panel that shows a row."""
+    return f"{row['scaling']} scaling, {' '.join(filter(None, (row['family'], row['pass'])))}"
+
+
+def _dimension(row: dict[str, Any]) -> str:
+    return str(row["split"]).partition("-")[0]
+
+
+def _stride(row: dict[str, Any]) -> str:
+    return str(row["split"]).partition("-s")[2]
+
+
+def main() -> None:
+    """Draw one record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", type=Path)
+    parser.add_argument("picture", type=Path)
+    parser.add_argument("--splits", nargs="+", help="that are drawn; all if none are named")
+    options = parser.parse_args()
+    draw(json.loads(options.record.read_text()), options.picture, options.splits)
+
+
+if __name__ == "__main__":
+    main()

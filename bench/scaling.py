@@ -1,0 +1,231 @@
+"""Times operators and a training step on 1, 2, 4, ... devices, beside what the time model predicted for them.
+
+Strong scaling: devices share one problem. Weak scaling: what is split grows with the number of devices, so that each
+has as much of it as one device alone. Times are wall time per call of programs that are launched one after the other.
+All numbers of devices take turns in one process; a speed-up is the median of the turns' ratios. All predictions are
+made, and saved, before anything is measured.
+
+Example:
+    python bench/scaling.py --devices 8 --json scaling.json
+    python bench/scaling.py --devices 2 --rows strong --splits width-s1x1x1 sequence --json scaling.json
+    python bench/scaling.py --devices 256 --predict-only --json predicted.json
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python bench/scaling.py --devices 8 --small --families cpu \
+        --turns 1 --calls 1 --pause 0 --splits width-s6x8x8 heads
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import several_devices
+from benchmarks import Benchmark
+from environment import environment
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+from scaling_predictions import figures, predictions, relative_errors
+from scaling_problems import SCALINGS, Curve, curves
+from several_devices import COLLECTIVES, MODES, PASSES, difference, measure_training, memory, operator_of, seconds
+
+TRAINING = "training"
+
+#: Of the training example, if problems are small.
+SMALL_STEP = "--tokens 2 4 4 --depth 1 --heads 2 --head-dim 8 --window 2 3 3 --batch-size 8"
+
+
+class Row(NamedTuple):
+    """A curve as one family of backends computes one of the passes."""
+
+    curve: Curve
+    family: str
+    pass_: str
+
+    def __str__(self) -> str:
+        return f"{self.family} {self.pass_}, {self.curve.scaling} {self.curve.name}"
+
+
+def predict(row: Row, counts: Sequence[int]) -> dict[str, Any]:
+    """What is recorded of a row before it is measured: of each number of devices a point."""
+    curve = row.curve
+    obstacles = {devices: curve.obstacle(devices) for devices in counts}
+    able = [devices for devices, obstacle in obstacles.items() if obstacle is None]
+    predicted = predictions(curve, row.family, row.pass_, able)
+    points: list[dict[str, Any]] = []
+    for devices, obstacle in obstacles.items():
+        point = {"devices": devices, "problem": describe(curve.benchmark(devices))}
+        points.append(point | ({"predicted": predicted.get(devices)} if obstacle is None else {"skipped": obstacle}))
+    return {
+        "scaling": curve.scaling,
+        "split": curve.name,
+        "family": row.family,
+        "pass": row.pass_,
+        "points": points,
+    }
+
+
+def describe(benchmark: Benchmark) -> str:
+    """The problem of a point."""
+    return f"{benchmark.problem.describe()}, {benchmark.heads} heads of {benchmark.head_dim}, {benchmark.dtype}"
+
+
+def measure(row: Row, counts: Sequence[int], options: argparse.Namespace) -> dict[int, dict[str, Any]]:
+    """Figures of a row by number of devices."""
+    function = operator_of(row.curve.on_one.benchmark, row.family, row.pass_)
+    programs: dict[int, tuple[jax.stages.Compiled, list[jax.Array]]] = {}
+    for devices in counts:
+        arrays = draw(row.curve.benchmark(devices), row.curve.on_one.axis, jax.devices()[:devices])
+        programs[devices] = jax.jit(function).lower(*arrays).compile(), arrays
+    apart = {devices: distance(row.curve, function, *program) for devices, program in programs.items()}
+    times: dict[int, list[float]] = {devices: [] for devices in counts}
+    for _ in range(options.turns):
+        for devices, (program, arrays) in programs.items():
+            time.sleep(options.pause)
+            times[devices].append(seconds(program, arrays, options.calls))
+    measured: dict[int, dict[str, Any]] = {}
+    for devices, (program, _) in programs.items():
+        found = COLLECTIVES.findall(program.as_text() or "")
+        measured[devices] = {
+            **figures(row.curve, devices, times[1], times[devices]),
+            "bytes": memory(program),
+            "collectives": {kind: found.count(kind) for kind in sorted(set(found))},
+            "difference": apart[devices],
+        }
+    return measured
+
+
+def draw(benchmark: Benchmark, axis: int, devices: Sequence[jax.Device]) -> list[jax.Array]:
+    """An output's cotangent, query, key and value; no device ever holds more than its own part."""
+    sharding: jax.sharding.Sharding = SingleDeviceSharding(devices[0])
+    if len(devices) > 1:
+        mesh = jax.make_mesh((len(devices),), ("devices",), axis_types=(MODES["Auto"],), devices=devices)
+        spec: list[str | None] = [None] * len(benchmark.shape)
+        spec[axis] = "devices"
+        sharding = NamedSharding(mesh, P(*spec))
+
+    def arrays(keys: jax.Array) -> list[jax.Array]:
+        return [jax.random.normal(key, benchmark.shape, benchmark.dtype) for key in keys]
+
+    return jax.jit(arrays, out_shardings=sharding)(jax.random.split(jax.random.key(0), 4))
+
+
+def distance(
+    curve: Curve, function: Callable[..., Any], program: jax.stages.Compiled, arrays: Sequence[jax.Array]
+) -> float:
+    """How far results are from those of one device, which computes some heads alone: a grown problem may not fit it."""
+    devices, heads = len(arrays[0].devices()), arrays[0].shape[-2]
+    step = heads // devices if curve.is_over_heads else heads  # one head, or one of each device
+
+    def some(array: jax.Array) -> jax.Array:
+        return jax.device_put(jax.lax.slice_in_dim(array, 0, heads, step, axis=-2), jax.devices()[0])
+
+    return difference(jax.tree.map(some, program(*arrays)), jax.jit(function)(*map(some, arrays)))
+
+
+def train(counts: Sequence[int], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Points of a training step whose clips are split over devices: one takes turns with each larger number of them."""
+    clips = several_devices.example().parse(several_devices.STEP.split()).batch_size
+    for devices in counts[1:]:
+        if clips % devices:
+            yield {"devices": devices, "skipped": f"{devices} devices cannot share {clips} clips equally"}
+            continue
+        settings = argparse.Namespace(**{**vars(options), "devices": devices})
+        step = measure_training(1, settings)
+        times = step["milliseconds"]
+        if devices == 2:
+            measured = {"milliseconds": times["one"], "speedup": 1.0, "efficiency": 1.0, "difference": 0.0}
+            yield {"devices": 1, "problem": step["problem"], "predicted": None, "measured": measured}
+        measured = {"milliseconds": times["several"], "speedup": step["speedup"]}
+        measured |= {"efficiency": step["speedup"] / devices, "difference": step["difference"]}
+        yield {"devices": devices, "problem": step["problem"], "predicted": None, "measured": measured}
+
+
+def print_points(name: str, points: Sequence[dict[str, Any]]) -> None:
+    """Lines of the table."""
+    for point in points:
+        line = f"{name:48}{point['devices']:8}"
+        if "skipped" in point:
+            print(f"{line}  skipped: {point['skipped']}", flush=True)
+            continue
+        sides = point.get("measured"), point["predicted"]
+        for figure, form in (("milliseconds", ".3f"), ("speedup", ".3f"), ("efficiency", ".1%")):
+            line += "".join(f"{format(side[figure], form) if side else '-':>11}" for side in sides)
+        if measured := point.get("measured"):
+            line += f"{measured['difference']:12.1e}  {measured.get('collectives', '')}"
+        print(line, flush=True)
+
+
+def save(results: dict[str, dict[str, Any]], path: Path | None) -> None:
+    """Write what there is so far, if it is asked for."""
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"environment": environment(), "results": results}, indent=2) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [curve.name for curve in curves("strong", is_small=False)]
+    parser.add_argument("--devices", type=int, default=len(jax.devices()), help="the powers of two up to this number")
+    parser.add_argument("--rows", nargs="+", choices=(*SCALINGS, TRAINING), default=[*SCALINGS, TRAINING])
+    parser.add_argument("--splits", nargs="+", choices=names, default=names, help="of operators")
+    parser.add_argument("--families", nargs="+", default=["hopper"], help="of backends")
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
+    parser.add_argument("--small", action="store_true", help="a few tokens of float32, to try this out anywhere")
+    parser.add_argument("--predict-only", action="store_true", help="measure nothing; any number of devices")
+    parser.add_argument("--turns", type=int, default=5, help="of each number of devices")
+    parser.add_argument("--calls", type=int, default=10, help="of a turn")
+    parser.add_argument("--pause", type=float, default=0.3, help="seconds before a turn")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Predict, measure, print a table, save."""
+    options = parse()
+    if options.small:
+        several_devices.STEP = SMALL_STEP
+    limit = options.devices if options.predict_only else min(options.devices, len(jax.devices()))
+    counts = [2**i for i in range(limit.bit_length())]
+    chosen = [
+        curve
+        for scaling in SCALINGS
+        if scaling in options.rows
+        for curve in curves(scaling, options.small)
+        if curve.name in options.splits
+    ]
+    rows = [Row(*each) for each in itertools.product(chosen, options.families, options.passes)]
+    results = {str(row): predict(row, counts) for row in rows}
+    save(results, options.json)
+    columns = "".join(f"{name:>11}{'predicted':>11}" for name in ("ms", "speed-up", "efficiency"))
+    print(f"{'':48}{'devices':>8}{columns}{'difference':>12}  collectives")
+    for row in rows:
+        points = results[str(row)]["points"]
+        if not options.predict_only:
+            able = [point for point in points if "skipped" not in point]
+            measured = measure(row, [point["devices"] for point in able], options)
+            for point in able:
+                point["measured"] = measured[point["devices"]]
+                if point["predicted"]:
+                    point["relative error"] = relative_errors(point["predicted"], point["measured"])
+            save(results, options.json)  # at once: a run that is cut short keeps what it measured
+        print_points(str(row), points)
+    if TRAINING in options.rows and not options.predict_only:
+        name, of_step = "training step, strong batch", list[dict[str, Any]]()
+        for point in train(counts, options):
+            of_step.append(point)
+            kind = {"scaling": "strong", "split": "batch", "family": None, "pass": "training step"}
+            results[name] = {**kind, "points": of_step}
+            print_points(name, [point])
+            save(results, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

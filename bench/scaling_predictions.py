@@ -1,0 +1,82 @@
+"""What bench/scaling.py expects to measure, from the time model of the kernels and of what connects devices."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from scaling_problems import Curve
+from timing import ratio
+
+from natten_jax.devices import Device
+from natten_jax.passes import PASSES, Pass
+from natten_jax.plan import BackendId
+from natten_jax.resolve import Request, resolve
+from natten_jax.simulator import SplitTime, calibration_for, predict_split
+
+#: What the time models were fitted on; none needs to be here.
+_GPU = Device("cuda", (9, 0), is_present=False)
+
+EXPOSED = "exposed milliseconds"
+
+
+def figures(curve: Curve, devices: int, on_one: list[float], on_several: list[float]) -> dict[str, float]:
+    """How long a problem takes, and how that scales; of predicted seconds as of measured ones, those of each turn.
+
+    A speed-up is how many times the work of one device is done in the same time, also where the problem grows.
+    """
+    faster = ratio(on_one, on_several) * curve.work(devices)
+    return {
+        "milliseconds": 1e3 * statistics.median(on_several),
+        "speedup": faster,
+        "efficiency": faster / devices,
+    }
+
+
+def predictions(curve: Curve, family: str, pass_: str, counts: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """By number of devices: times, speed-ups, and how long no kernel runs because halos travel.
+
+    Args:
+        curve: What is split.
+        family: Of the backend.
+        pass_: ``"forward"`` or ``"forward+backward"``.
+        counts: Numbers of devices that can share the problem.
+
+    Returns:
+        Nothing where the kernels were not calibrated for the problem.
+    """
+    times = {devices: _split_times(curve, family, pass_, devices) for devices in (1, *counts)}
+    seconds = {devices: sum(each.seconds for each in found) for devices, found in times.items() if found}
+    return {
+        devices: {
+            **figures(curve, devices, [seconds[1]], [seconds[devices]]),
+            EXPOSED: 1e3 * sum(each.exposed for each in times[devices]),
+        }
+        for devices in counts
+        if devices in seconds and 1 in seconds
+    }
+
+
+def relative_errors(predicted: dict[str, Any], measured: dict[str, Any]) -> dict[str, float]:
+    """Of a prediction; positive where it is larger than what was measured."""
+    return {name: predicted[name] / measured[name] - 1 for name in ("milliseconds", "efficiency")}
+
+
+def _split_times(curve: Curve, family: str, pass_: str, devices: int) -> list[SplitTime]:
+    """Of each pass; none if one cannot be predicted."""
+    if calibration_for(family) is None:
+        return []
+    wanted: Sequence[Pass] = ("forward",) if pass_ == "forward" else PASSES
+    times = [_split_time(curve, family, each, devices) for each in wanted]
+    return [each for each in times if each is not None] if None not in times else []
+
+
+def _split_time(curve: Curve, family: str, pass_: Pass, devices: int) -> SplitTime | None:
+    problem = curve.share(devices)
+    try:
+        plan = resolve(Request(problem, backend=str(BackendId(family, problem.operator))), _GPU, pass_)
+    except ValueError:  # not what these kernels compute
+        return None
+    calibration = calibration_for(plan.backend.family)
+    return None if calibration is None else predict_split(plan, curve.parts(devices), calibration)

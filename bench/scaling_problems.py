@@ -1,0 +1,113 @@
+"""What bench/scaling.py measures: problems on one device and on more, and what of them is split."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from benchmarks import BENCHMARKS, Benchmark
+from several_devices import Split, splits
+
+from natten_jax.halo import halos_of
+from natten_jax.problem import Problem
+
+Scaling = Literal["strong", "weak"]
+
+#: Strong: devices share one problem. Weak: each has a part of the same size, whatever their number.
+SCALINGS: tuple[Scaling, ...] = ("strong", "weak")
+
+_HEADS = -2
+
+#: By rank: sizes for which nothing is fast or slow.
+_SMALL: dict[int, dict[str, Any]] = {
+    1: {"layout": (256,), "kernel_size": (16,), "heads": 8},
+    3: {"layout": (2, 8, 16), "kernel_size": (2, 4, 4), "heads": 8},
+}
+
+#: The splits whose problems grow, too.
+_WEAK = "width-s6x8x8", "height-s6x8x8", "time-s6x8x8", "heads", "sequence"
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """A problem that is split over more and more devices.
+
+    Attributes:
+        scaling: Whether the problem grows with the number of devices.
+        name: Of the split.
+        on_one: The problem of one device, and what of it is split.
+    """
+
+    scaling: Scaling
+    name: str
+    on_one: Split
+
+    @property
+    def is_over_heads(self) -> bool:
+        """Whether heads are split, and not tokens."""
+        return self.on_one.axis == _HEADS
+
+    def work(self, devices: int) -> int:
+        """How many times the work of one device so many have."""
+        return devices if self.scaling == "weak" else 1
+
+    def benchmark(self, devices: int) -> Benchmark:
+        """The whole problem of so many devices."""
+        benchmark, work = self.on_one.benchmark, self.work(devices)
+        if self.is_over_heads:
+            return dataclasses.replace(benchmark, heads=benchmark.heads * work)
+        layout = tuple(extent * (work if i == self._dimension else 1) for i, extent in enumerate(benchmark.layout))
+        return dataclasses.replace(benchmark, layout=layout)
+
+    def share(self, devices: int) -> Problem:
+        """The layout of the whole problem, and a device's share of heads."""
+        problem = self.benchmark(devices).problem
+        if not self.is_over_heads:
+            return problem
+        heads = problem.heads // devices
+        return dataclasses.replace(problem, heads=heads, heads_kv=heads)
+
+    def parts(self, devices: int) -> tuple[int, ...]:
+        """Of each token dimension."""
+        return tuple(devices if i == self._dimension else 1 for i in range(len(self.on_one.benchmark.layout)))
+
+    def obstacle(self, devices: int) -> str | None:
+        """Why so many devices cannot share the problem; ``None`` if they can."""
+        problem = self.benchmark(devices).problem
+        if self.is_over_heads:
+            is_shared = problem.heads % devices == 0
+            return None if is_shared else f"{devices} devices cannot share {problem.heads} heads equally"
+        try:
+            halos_of(problem, self.parts(devices))
+        except ValueError as error:
+            return str(error)
+        return None
+
+    @property
+    def _dimension(self) -> int | None:
+        """Of the layout: the one that is split."""
+        return None if self.is_over_heads else self.on_one.axis - 1
+
+
+def curves(scaling: Scaling, is_small: bool) -> Iterator[Curve]:
+    """All of one kind.
+
+    Args:
+        scaling: The kind.
+        is_small: Whether problems have few tokens of float32.
+    """
+    # All heads of the video are split here; tokens as on several devices of which none has a problem of its own.
+    found = {name: split for name, split in splits(1).items() if name != "batch"}
+    found["heads"] = Split(BENCHMARKS["3d-s16x8x8"], _HEADS)
+    for name in found if scaling == "strong" else _WEAK:
+        benchmark, axis = found[name]
+        yield Curve(scaling, name, Split(_small(benchmark) if is_small else benchmark, axis))
+
+
+def _small(benchmark: Benchmark) -> Benchmark:
+    sizes = _SMALL[len(benchmark.layout)]
+    # Strides of no more than half a window: parts need keys of others.
+    halves = (extent // 2 for extent in sizes["kernel_size"])
+    stride = benchmark.stride and tuple(map(min, benchmark.stride, halves))
+    return dataclasses.replace(benchmark, **sizes, stride=stride, head_dim=8, dtype="float32")

@@ -1,0 +1,104 @@
+"""The benchmark of 1, 2, 4, ... devices: what it records of the host's, what it predicts of GPUs, and its picture."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+BENCH = Path(__file__).parents[1] / "bench"
+sys.path.append(str(BENCH))
+
+import plot_scaling  # noqa: E402
+from programs import output_of, run_python  # noqa: E402
+from scaling_predictions import relative_errors  # noqa: E402
+
+SCALING = """
+import sys
+sys.path.append({bench!r})
+import scaling
+sys.exit(scaling.main())
+"""
+MEASURE = "--devices 16 --small --families cpu --turns 1 --calls 1 --pause 0 --passes forward+backward"
+
+
+def record_of(file: Path, *arguments: str, devices: int) -> tuple[dict[str, Any], str]:
+    """What the benchmark saves and prints on some of the host's devices."""
+    result = run_python(SCALING.format(bench=str(BENCH)), *arguments, "--json", str(file), devices=devices)
+    return json.loads(file.read_text()), output_of(result)
+
+
+def points(record: dict[str, Any], row: str) -> dict[int, dict[str, Any]]:
+    return {point["devices"]: point for point in record["results"][row]["points"]}
+
+
+def test_measures_every_number_of_devices_and_says_which_cannot_share(tmp_path: Path) -> None:
+    splits = "--rows", "strong", "weak", "--splits", "width-s6x8x8", "time-s1x1x1", "heads"
+    record, output = record_of(tmp_path / "figures.json", *MEASURE.split(), *splits, devices=8)
+    assert set(record["environment"]) >= {"device", "versions", "commit", "command"}
+    prefix = "cpu forward+backward, "
+    rows = "strong heads", "strong time-s1x1x1", "strong width-s6x8x8", "weak width-s6x8x8", "weak heads"
+    assert list(record["results"]) == [prefix + row for row in rows]
+    for row in record["results"]:
+        assert row in output
+        by_devices = points(record, row)
+        assert list(by_devices) == [1, 2, 4, 8]  # sixteen there are not
+        for devices, point in by_devices.items():
+            if "time" in row and devices > 2:
+                assert f"{devices} devices cannot share" in point["skipped"] and "measured" not in point
+                continue
+            measured = point["measured"]
+            assert point["predicted"] is None and "relative error" not in point
+            assert measured["milliseconds"] > 0
+            assert measured["efficiency"] == pytest.approx(measured["speedup"] / devices)
+            assert measured["difference"] < 1e-5
+            exchanges = devices > 1 and "heads" not in row
+            assert bool(measured["collectives"]) == exchanges
+        assert by_devices[1]["measured"]["speedup"] == 1
+    weak = points(record, f"{prefix}weak width-s6x8x8")
+    assert [weak[devices]["problem"].split()[1] for devices in weak] == ["2x8x16", "2x8x32", "2x8x64", "2x8x128"]
+
+    picture = tmp_path / "pictures" / "scaling.svg"
+    plot_scaling.draw(record, picture)
+    content = picture.read_text()
+    assert all(text in content for text in ("strong scaling", "weak scaling", "width", "stride 6x8x8"))
+    with pytest.raises(ValueError, match="no such figures"):
+        plot_scaling.draw(record, picture, ["sequence"])
+
+
+def test_measures_a_training_step(tmp_path: Path) -> None:
+    pytest.importorskip("optax")
+    pytest.importorskip("sklearn")
+    record, _ = record_of(tmp_path / "figures.json", *MEASURE.split(), "--rows", "training", devices=2)
+    by_devices = points(record, "training step, strong batch")
+    assert list(by_devices) == [1, 2]
+    assert all(point["measured"]["difference"] < 1e-5 for point in by_devices.values())
+
+
+def test_predicts_without_measuring(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    record, _ = record_of(file, "--devices", "16", "--predict-only", devices=1)
+    assert len(record["results"]) == 2 * (11 + 5)  # passes, and splits of both kinds
+    for row in record["results"]:
+        for devices, point in points(record, row).items():
+            assert "measured" not in point
+            if "skipped" not in point:
+                predicted = point["predicted"]
+                assert predicted["milliseconds"] > 0
+                assert 0 < predicted["speedup"] < 1.2 * devices
+                assert 0 <= predicted["exposed milliseconds"] < predicted["milliseconds"]
+    heads = points(record, "hopper forward, strong heads")
+    assert "skipped" in heads[16] and heads[8]["predicted"]["exposed milliseconds"] == 0
+    assert points(record, "hopper forward, weak sequence")[8]["predicted"]["efficiency"] > 0.8
+    picture = tmp_path / "scaling.svg"
+    plot_scaling.draw(record, picture)
+    assert "nothing was measured" in picture.read_text()
+
+
+def test_errors_of_predictions() -> None:
+    predicted, measured = {"milliseconds": 12.0, "efficiency": 0.9}, {"milliseconds": 10.0, "efficiency": 1.0}
+    assert relative_errors(predicted, measured) == pytest.approx({"milliseconds": 0.2, "efficiency": -0.1})
