@@ -64,13 +64,15 @@ def part(title: str, parts: tuple[int, int], place: tuple[int, int], **facts: An
         kinds[held] = 3
         seeing = sees[0][:, None] | sees[1]
         kinds[own] = np.where(seeing[own], 2, 1)
-        ax.pcolormesh(kinds, cmap=PART_COLORS, vmin=0, vmax=3, edgecolors="white", linewidth=0.8)
+        rows, columns = kinds.shape
+        ax.imshow(kinds, cmap=PART_COLORS, vmin=0, vmax=3, extent=(0, columns, rows, 0), interpolation="nearest")
+        ax.hlines(range(1, rows), 0, columns, color="white", linewidth=0.8)
+        ax.vlines(range(1, columns), 0, rows, color="white", linewidth=0.8)
         for dimension, extent in ((0, 12), (1, 32)):
             for i in range(1, parts[dimension]):
                 line = ax.axhline if dimension == 0 else ax.axvline
                 line(i * extent / parts[dimension], color="#12324f", linewidth=1)
-        ax.invert_yaxis()
-        ax.set(aspect="equal", title=title, xticks=[], yticks=[])
+        ax.set(title=title, xticks=[], yticks=[])
         ax.spines[:].set_visible(False)
 
     return draw
