@@ -56,14 +56,17 @@ def part(title: str, parts: tuple[int, int], place: tuple[int, int], **facts: An
             last = first + halo.part
             owns.append((first <= tokens) & (tokens < last))
             holds.append((first - halo.before <= tokens) & (tokens < last + halo.after))
-            begin, end = halo.borders(axis)
-            has_front, has_back = at > 0, at < halo.parts - 1
-            sees.append((has_front & (tokens < first + begin)) | (has_back & (tokens >= first + end)))
+            seeing = np.zeros(halo.extent, bool)
+            for slab in halo.seen_slabs(axis):
+                if slab.is_front and at > 0:
+                    seeing |= tokens < first + slab.queries
+                elif not slab.is_front and at < halo.parts - 1:
+                    seeing |= tokens >= last - slab.queries
+            sees.append(seeing)
         own, held = (np.ix_(*rows) for rows in (owns, holds))
         kinds = np.zeros((12, 32), int)
         kinds[held] = 3
-        seeing = sees[0][:, None] | sees[1]
-        kinds[own] = np.where(seeing[own], 2, 1)
+        kinds[own] = np.where((sees[0][:, None] | sees[1])[own], 2, 1)
         rows, columns = kinds.shape
         ax.imshow(kinds, cmap=PART_COLORS, vmin=0, vmax=3, extent=(0, columns, rows, 0), interpolation="nearest")
         ax.hlines(range(1, rows), 0, columns, color="white", linewidth=0.8)

@@ -176,7 +176,7 @@ class Data:
         # In a straight line, at most a patch per frame.
         pan = random.integers(-patch, patch, 2, endpoint=True) * np.arange(frames + 1)[:, None]
         corners = np.clip(random.integers(0, last_corner, endpoint=True) + pan, 0, last_corner)
-        picture = random.choice(self.pictures)
+        picture = self.pictures[random.integers(len(self.pictures))]
         clip = np.stack([picture[y : y + size[0], x : x + size[1]] for y, x in corners])
         patches = clip.reshape(frames + 1, tokens[0], patch, tokens[1], patch, CHANNELS).swapaxes(2, 3)
         return patches.reshape(frames + 1, *tokens, -1)

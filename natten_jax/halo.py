@@ -68,26 +68,26 @@ class Halo:
         longer = max(self.before, self.after)
         return dataclasses.replace(self, before=longer, after=longer)
 
-    def borders(self, axis: Axis) -> tuple[int, int]:
-        """The end of the queries that need keys in front in any part, and the first that needs keys behind.
-
-        Counted from the part's start; ``(0, part)`` where no query needs anybody's keys.
-        """
-        first, last = self._reach(axis)
-        needs_before, needs_after = np.nonzero(first < 0)[0], np.nonzero(last > self.part)[0]
-        # Windows move with their queries: what needs keys in front lies in front, but for other dilation groups.
-        return (
-            int(needs_before[-1]) + 1 if needs_before.size else 0,
-            int(needs_after[0]) if needs_after.size else self.part,
-        )
-
-    def sides(self, axis: Axis) -> tuple[Side, ...]:
-        """The sides of a part on which it has halos."""
-        begin, end = self.borders(axis)
-        front, back = Side(True, begin, self.before), Side(False, self.part - end, self.after)
+    def seen_slabs(self, axis: Axis) -> tuple[SeenSlab, ...]:
+        """The halos of a part by the part that they come from: those in front, the nearest first, then those behind."""
         if self.changes_places and self.before:
-            return (Side(None, max(front.queries, back.queries), self.before),)
-        return tuple(side for side in (front, back) if side.keys)
+            queries = max(self._seeing(axis, is_front, 0) for is_front in (True, False))
+            return (SeenSlab(None, queries, self.before, 0),)
+        found: list[SeenSlab] = []
+        for is_front, halo in ((True, self.before), (False, self.after)):
+            distance = 0
+            for keys in self.slabs(halo):
+                found.append(SeenSlab(is_front, self._seeing(axis, is_front, distance), keys, distance))
+                distance += keys
+        return tuple(found)
+
+    def _seeing(self, axis: Axis, is_front: bool, distance: int) -> int:
+        """How many queries of a part, from that end, see keys so far away or farther, in any part."""
+        first, last = self._reach(axis)
+        # Windows move with their queries: what needs keys in front lies in front, but for other dilation groups.
+        sees = first < -distance if is_front else last[::-1] > self.part + distance
+        found = np.nonzero(sees)[0]
+        return int(found[-1]) + 1 if found.size else 0
 
     def _reach(self, axis: Axis) -> tuple[np.ndarray, np.ndarray]:
         """For each query of a part: the first key, and the one behind the last, that it sees in any part."""
@@ -96,18 +96,20 @@ class Halo:
         return np.min(first - queries[:, :1], axis=0), np.max(last - queries[:, :1], axis=0)
 
 
-class Side(NamedTuple):
-    """What is on one side of a part.
+class SeenSlab(NamedTuple):
+    """The halo of a part that comes from one other part, and the part's queries that see it.
 
     Attributes:
         is_front: Whether it is in front of the part; ``None`` where that depends on the device.
-        queries: How many of the part's queries, at its end on this side, see keys of other parts there.
-        keys: How many keys these are.
+        queries: How many of the part's queries, at its end on this side, see it.
+        keys: How many keys it has.
+        distance: How many keys lie between it and the part.
     """
 
     is_front: bool | None
     queries: int
     keys: int
+    distance: int
 
 
 def halo_of(axis: Axis, parts: int) -> Halo:

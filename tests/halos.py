@@ -26,7 +26,7 @@ from problems import OPERATORS, QUICK_COMPILATION
 
 from natten_jax.cost import communication
 from natten_jax.halo import halos_of
-from natten_jax.mesh import overlap
+from natten_jax.mesh import travel
 from natten_jax.problem import problem_of
 
 NAMES = ("x", "y", "z")
@@ -105,13 +105,15 @@ class Split(NamedTuple):
 
     @property
     def calls(self) -> int:
-        """Kernels of a forward pass that computes while halos travel: with a device's own keys, then with each halo."""
+        """Kernels of a forward pass that computes while halos travel: with a device's own keys, then with each slab."""
         halos = halos_of(self.problem, self.parts)
         if self.is_gathered:
             return 1
         # Of two devices each has one halo, though the program is the same for both.
         return 1 + sum(
-            1 if halo.parts == 2 else bool(halo.before) + bool(halo.after) for halo in halos if halo.received
+            1 if halo.parts == 2 else len(halo.slabs(halo.before)) + len(halo.slabs(halo.after))
+            for halo in halos
+            if halo.received
         )
 
     def elements_sent(self) -> int:
@@ -169,7 +171,7 @@ def check(mode: str, backend: str, split: Split, overlaps: bool, together: bool)
         overlaps: Passes compute while halos travel.
         together: Keys and values travel as one then.
     """
-    overlap._COMBINED_BYTES = 0 if together else 1 << 40
+    travel._COMBINED_BYTES = 0 if together else 1 << 40
     communication.gains = lambda *_: overlaps  # type: ignore[assignment]
     communication.overlap_that_pays.cache_clear()
     arrays = split.arrays()

@@ -54,26 +54,31 @@ def test_halos_are_exact(split: tuple[Axis, int]) -> None:
 
 
 @hypothesis.given(split_axes())
-def test_queries_that_see_no_side_need_no_halo_and_their_neighbors_do(split: tuple[Axis, int]) -> None:
+def test_queries_that_see_a_slab(split: tuple[Axis, int]) -> None:
     axis, parts = split
     halo = halo_of(axis, parts)
-    part = halo.part
-    queries = {side.is_front: side.queries for side in halo.sides(axis)}
+    part, slabs = halo.part, halo.seen_slabs(axis)
 
-    def sees(query: int, is_front: bool) -> bool:
-        """In any part."""
+    def sees(query: int, is_front: bool, distance: int) -> bool:
+        """Keys so far away or farther, in any part."""
         rows = [(start, seen(axis, start + query)) for start in range(0, axis.kv_extent, part)]
-        return any(min(keys) < start if is_front else max(keys) >= start + part for start, keys in rows)
+        return any(
+            min(keys) < start - distance if is_front else max(keys) >= start + part + distance for start, keys in rows
+        )
 
-    for is_front in (True, False):
-        # From the part's end on this side.
-        ordered = range(part) if is_front else range(part - 1, -1, -1)
-        others = queries.get(is_front, queries.get(None, 0))
-        assert not any(sees(query, is_front) for query in ordered[others:])
-        if None not in queries and others:
-            assert sees(ordered[others - 1], is_front)
-    for side in halo.sides(axis):
-        assert side.keys == (halo.after if side.is_front is False else halo.before)
+    for slab in slabs:
+        sides = [True, False] if slab.is_front is None else [slab.is_front]
+        most = 0
+        for is_front in sides:
+            ordered = range(part) if is_front else range(part - 1, -1, -1)  # from the part's end on this side
+            assert not any(sees(query, is_front, slab.distance) for query in ordered[slab.queries :])
+            most = max(most, *(i + 1 for i, query in enumerate(ordered) if sees(query, is_front, slab.distance)))
+        assert slab.queries == most
+    front, back = ([slab.keys for slab in slabs if slab.is_front is is_front] for is_front in (True, False))
+    if halo.changes_places:
+        assert [slab.keys for slab in slabs] == [halo.before] * bool(halo.before)
+    else:
+        assert (sum(front), sum(back)) == (halo.before, halo.after)
 
 
 def test_halos_of_a_video() -> None:

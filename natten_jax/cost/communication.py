@@ -118,19 +118,24 @@ def _split_time(plan: Plan, halos: Sequence[Halo], way: Way, calibration: Calibr
     if kernel is None:
         return None
     whole = count_tiles(problem, plan.tiles, pass_, placement="anchored", kernel=kernel).tiles
-    one, of_part = _visits_of_one(plan), way.visits
-    outer_share, inner_share = of_part.outer / one.outer, of_part.inner / one.inner
+    one, inner = _visits_of_one(plan), sum(call.inner for call in way.calls)
+    outer_share, inner_share = sum(call.outer for call in way.calls) / one.outer, inner / one.inner
     # Of the layout nothing but its size counts here.
     local = dataclasses.replace(problem, axes=tuple(Axis(halo.part, halo.part, 1) for halo in halos))
     tiles = TimedTiles(whole.outer * outer_share, *(each * inner_share for each in whole[1:]))
     kernels = float(predict(local, tiles, pass_, kernel, calibration))
-    compute = kernels + way.calls * (calibration.launch_of(pass_) + _MERGING) + way.moved * calibration.byte
+    more_calls = len(way.calls) - 1
+    compute = kernels + more_calls * (calibration.launch_of(pass_) + _MERGING) + way.moved * calibration.byte
 
     received = _slab_bytes(problem, halos)
     devices = math.prod(halo.parts for halo in halos)
     once = link_between(devices).seconds(received)
     exchange = once if pass_ == "forward" else 2 * once
-    return SplitTime(devices, received, compute, exchange, exchange - min(way.hiding * once, kernels))
+    # A slab travels while the call before its own runs.
+    hidden = (
+        min(share * once, kernels * call.inner / inner) for share, call in zip(way.travel, way.calls, strict=False)
+    )
+    return SplitTime(devices, received, compute, exchange, exchange - sum(hidden))
 
 
 def _token_bytes(problem: Problem) -> int:
@@ -143,16 +148,14 @@ class Way:
     """What it takes to get halos to where a pass reads them.
 
     Attributes:
-        visits: The tiles of the device that visits most.
+        calls: Tiles that its calls visit, on the device that visits most.
         moved: Bytes that are read or written for it.
-        hiding: How much of an exchange has something computed meanwhile.
-        calls: How many more calls there are.
+        travel: Of what travels while one of the calls runs, the share that travels with each.
     """
 
-    visits: Visits
+    calls: Sequence[Visits]
     moved: int
-    hiding: float = 0.0
-    calls: int = 0
+    travel: Sequence[float] = ()
 
 
 #: Seconds that the kernels take, whatever they copy, which cut queries for a call and merge its results: six or more.
@@ -210,7 +213,7 @@ def _halos_first(plan: Plan, halos: Sequence[Halo]) -> Way:
         return max(found, key=lambda each: each.inner)
 
     of_all = map(of_dimension, plan.problem.axes, halos, zip(*plan.tiles, strict=True))
-    return Way(math.prod(of_all, start=Visits(1, 1)), 4 * _slab_bytes(plan.problem, halos))
+    return Way([math.prod(of_all, start=Visits(1, 1))], 4 * _slab_bytes(plan.problem, halos))
 
 
 def _by_keys(plan: Plan, halos: Sequence[Halo]) -> Way | None:
@@ -218,58 +221,60 @@ def _by_keys(plan: Plan, halos: Sequence[Halo]) -> Way | None:
     if any(halo.is_gathered for halo in halos) or not any(halo.received for halo in halos):
         return None
     problem = plan.problem
-    part = math.prod(halo.part for halo in halos)
-    calls, copied = 0, 0
-    for axis, halo in zip(problem.axes, halos, strict=True):
-        for side in halo.sides(axis):
-            calls += 1
-            copied += part // halo.part * side.queries * _COPIES[plan.pass_]
-    # The halos of one dimension travel meanwhile: those of others take along what it brought. And of one dimension, the
-    # last of its exchanges.
-    widths = [halo.received / halo.part for halo in halos]
-    longest = halos[widths.index(max(widths))]
-    of_longest = max(widths) / (math.prod(1 + width for width in widths) - 1)
-    hops = 1 if longest.changes_places else sum(len(longest.slabs(side)) for side in (longest.before, longest.after))
+    copied, slabs = 0, []
+    held = [halo.part for halo in halos]
+    part = math.prod(held)
+    # Halos of a dimension reach over those of the dimensions before.
+    for i in sorted(range(len(halos)), key=lambda i: -halos[i].received / halos[i].part):
+        across = math.prod(held) // held[i]
+        for slab in halos[i].seen_slabs(problem.axes[i]):
+            copied += part // halos[i].part * slab.queries * _COPIES[plan.pass_]
+            slabs.append(slab.keys * across)
+        held[i] += halos[i].received
     # Keys and values are cut and put together, and taken apart where they arrive.
     moved = copied * _token_bytes(problem) + 5 * _slab_bytes(problem, halos)
-    return Way(_visits_by_keys(plan, halos), moved, min(of_longest, 1.0) / hops, calls)
+    return Way(_visits_by_keys(plan, halos), moved, [slab / sum(slabs) for slab in slabs])
 
 
 class _Dimension(NamedTuple):
-    """What a device visits along a split dimension: with its own keys, with each halo, and with all of these joined."""
+    """What a device visits along a split dimension: with its own keys, with each slab, and with all of these joined."""
 
     own: Visits
-    of_halos: list[Visits]
+    of_slabs: list[Visits]
     joined: Visits
 
 
-def _visits_by_keys(plan: Plan, halos: Sequence[Halo]) -> Visits:
-    """Of all its calls: of own keys, and of each halo with the queries that see it."""
+def _visits_by_keys(plan: Plan, halos: Sequence[Halo]) -> list[Visits]:
+    """Of its calls: of own keys, and of each slab with the queries that see it."""
 
     def of_dimension(axis: Axis, halo: Halo, tile: tuple[int, int]) -> _Dimension:
         found = []
         for first in _starts_of_some_parts(halo):
             last = first + halo.part
             of = functools.partial(visits, axis, plan.pass_, tile)
-            of_halos = []
-            for side in halo.sides(axis):
-                is_front = first > 0 if side.is_front is None else side.is_front
-                seeing = (first, first + side.queries) if is_front else (last - side.queries, last)
-                of_halos.append(of(seeing, (first - side.keys, first) if is_front else (last, last + side.keys)))
-            own, joined = (
-                of((first, last), keys) for keys in ((first, last), (first - halo.before, last + halo.after))
-            )
-            found.append(_Dimension(own, of_halos, joined))
-        return max(found, key=lambda each: each.own.inner + sum(halo.inner for halo in each.of_halos))
+            of_slabs = []
+            for slab in halo.seen_slabs(axis):
+                if first > 0 if slab.is_front is None else slab.is_front:
+                    end = first - slab.distance
+                    of_slabs.append(of((first, first + slab.queries), (end - slab.keys, end)))
+                else:
+                    start = last + slab.distance
+                    of_slabs.append(of((last - slab.queries, last), (start, start + slab.keys)))
+            before, after = halo.before, halo.after
+            if halo.changes_places:
+                before, after = (before, 0) if first > 0 else (0, after)
+            joined = of((first, last), (first - before, last + after))
+            found.append(_Dimension(of((first, last), (first, last)), of_slabs, joined))
+        return max(found, key=lambda each: each.own.inner + sum(slab.inner for slab in each.of_slabs))
 
     dimensions = list(map(of_dimension, plan.problem.axes, halos, zip(*plan.tiles, strict=True)))
-    calls = [[each.own for each in dimensions]]
-    for i, each in enumerate(dimensions):
-        # Halos of a dimension reach over those of the dimensions before.
-        others = [other.joined for other in dimensions[:i]], [other.own for other in dimensions[i + 1 :]]
-        calls += [[*others[0], of_halo, *others[1]] for of_halo in each.of_halos]
-    of_calls = [math.prod(call, start=Visits(1, 1)) for call in calls]
-    return Visits(sum(call.outer for call in of_calls), sum(call.inner for call in of_calls))
+    across = [each.own for each in dimensions]
+    calls = [math.prod(across, start=Visits(1, 1))]
+    for i in sorted(range(len(halos)), key=lambda i: -halos[i].received / halos[i].part):
+        others = math.prod(across[:i] + across[i + 1 :], start=Visits(1, 1))
+        calls += [slab * others for slab in dimensions[i].of_slabs]
+        across[i] = dimensions[i].joined
+    return calls
 
 
 def _visits_of_one(plan: Plan) -> Visits:

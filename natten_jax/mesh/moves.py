@@ -119,13 +119,12 @@ def returned_to_neighbors(own: jax.Array, slabs: Sequence[jax.Array], halo: Halo
 
     Args:
         own: Of a part.
-        slabs: Of its halos, as :func:`received_from_neighbors` has them.
+        slabs: Of its halos, in the order of :meth:`natten_jax.halo.Halo.seen_slabs`.
         halo: Along the dimension.
         line: The devices that share it.
         axis: The dimension.
     """
-    in_front = 0 if halo.changes_places else len(halo.slabs(halo.before))
-    return _with_edges(own, [*slabs[:in_front][::-1], *slabs[in_front:]], _moves(halo, line), axis)
+    return _with_edges(own, slabs, _moves(halo, line), axis)
 
 
 def _with_edges(own: jax.Array, slabs: Sequence[jax.Array], moves: Sequence[_Move], axis: int) -> jax.Array:
@@ -153,13 +152,11 @@ def _swapped(array: jax.Array, line: Line) -> jax.Array:
     return line.permuted(array, [(0, 1), (1, 0)])
 
 
-def sent_to_neighbors(array: jax.Array, halo: Halo, line: Line, axis: int) -> list[jax.Array]:
-    """What others need of a part."""
-    return [jax.lax.dynamic_slice_in_dim(array, each.edge, each.tokens, axis) for each in _moves(halo, line)]
+def edge_for_neighbor(number: int, halo: Halo, line: Line) -> jax.Array:
+    """Where a slab begins in the part that sends it, of those that :meth:`natten_jax.halo.Halo.seen_slabs` has."""
+    return jnp.asarray(_moves(halo, line)[number].edge, jnp.int32)
 
 
-def received_from_neighbors(sent: Sequence[jax.Array], halo: Halo, line: Line) -> list[jax.Array]:
-    """A part's halos, of what :func:`sent_to_neighbors` has on all devices: in the order of tokens."""
-    arrived = [each.there(slab) for each, slab in zip(_moves(halo, line), sent, strict=True)]
-    in_front = 0 if halo.changes_places else len(halo.slabs(halo.before))
-    return [*arrived[:in_front][::-1], *arrived[in_front:]]
+def received_from_neighbor(sent: jax.Array, number: int, halo: Halo, line: Line) -> jax.Array:
+    """That slab of this part's halos."""
+    return _moves(halo, line)[number].there(sent)
