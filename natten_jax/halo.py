@@ -156,6 +156,15 @@ def halos_of(problem: Problem, parts: Sequence[int]) -> tuple[Halo, ...]:
     return tuple(halo_of(axis, each) for axis, each in zip(problem.axes, parts, strict=True))
 
 
+def travel_order(halos: Sequence[Halo]) -> list[int]:
+    """The token dimensions that have halos, the one of whose tokens most travel first.
+
+    Halos of a dimension reach over those of the dimensions before.
+    """
+    dimensions = [i for i, halo in enumerate(halos) if halo.received]
+    return sorted(dimensions, key=lambda i: -halos[i].received / halos[i].part)
+
+
 def bytes_received(problem: Problem, parts: Sequence[int]) -> int:
     """Bytes of keys and values that the device which receives most receives in a forward pass.
 

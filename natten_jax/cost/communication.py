@@ -6,13 +6,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from natten_jax.cost.calibration import Calibration, calibration_for
-from natten_jax.cost.part_tiles import Visits, visits
+from natten_jax.cost.part_tiles import Visits, visits_at_once, visits_by_keys, visits_of_one
 from natten_jax.cost.predict import predict
 from natten_jax.cost.tile_counts import TimedTiles, count_tiles
-from natten_jax.halo import Halo, bytes_received, halos_of
+from natten_jax.halo import Halo, bytes_received, halos_of, travel_order
 from natten_jax.plan import Plan
 from natten_jax.problem import ELEMENT_BYTES, Axis, Problem
 
@@ -118,7 +117,7 @@ def _split_time(plan: Plan, halos: Sequence[Halo], way: Way, calibration: Calibr
     if kernel is None:
         return None
     whole = count_tiles(problem, plan.tiles, pass_, placement="anchored", kernel=kernel).tiles
-    one, inner = _visits_of_one(plan), sum(call.inner for call in way.calls)
+    one, inner = visits_of_one(plan), sum(call.inner for call in way.calls)
     outer_share, inner_share = sum(call.outer for call in way.calls) / one.outer, inner / one.inner
     # Of the layout nothing but its size counts here.
     local = dataclasses.replace(problem, axes=tuple(Axis(halo.part, halo.part, 1) for halo in halos))
@@ -204,16 +203,7 @@ def _halos_first(plan: Plan, halos: Sequence[Halo]) -> Way:
     Slabs are cut, and put beside a device's own keys and values, which are copied there while they travel.
     """
 
-    def of_dimension(axis: Axis, halo: Halo, tile: tuple[int, int]) -> Visits:
-        found = []
-        for first in _starts_of_some_parts(halo):
-            # There is room on both sides, whichever one a device needs.
-            keys = (0, halo.extent) if halo.is_gathered else (first - halo.before, first + halo.part + halo.after)
-            found.append(visits(axis, plan.pass_, tile, (first, first + halo.part), keys))
-        return max(found, key=lambda each: each.inner)
-
-    of_all = map(of_dimension, plan.problem.axes, halos, zip(*plan.tiles, strict=True))
-    return Way([math.prod(of_all, start=Visits(1, 1))], 4 * _slab_bytes(plan.problem, halos))
+    return Way([visits_at_once(plan, halos)], 4 * _slab_bytes(plan.problem, halos))
 
 
 def _by_keys(plan: Plan, halos: Sequence[Halo]) -> Way | None:
@@ -224,8 +214,7 @@ def _by_keys(plan: Plan, halos: Sequence[Halo]) -> Way | None:
     copied, slabs = 0, []
     held = [halo.part for halo in halos]
     part = math.prod(held)
-    # Halos of a dimension reach over those of the dimensions before.
-    for i in sorted(range(len(halos)), key=lambda i: -halos[i].received / halos[i].part):
+    for i in travel_order(halos):
         across = math.prod(held) // held[i]
         for slab in halos[i].seen_slabs(problem.axes[i]):
             copied += part // halos[i].part * slab.queries * _COPIES[plan.pass_]
@@ -233,63 +222,7 @@ def _by_keys(plan: Plan, halos: Sequence[Halo]) -> Way | None:
         held[i] += halos[i].received
     # Keys and values are cut and put together, and taken apart where they arrive.
     moved = copied * _token_bytes(problem) + 5 * _slab_bytes(problem, halos)
-    return Way(_visits_by_keys(plan, halos), moved, [slab / sum(slabs) for slab in slabs])
-
-
-class _Dimension(NamedTuple):
-    """What a device visits along a split dimension: with its own keys, with each slab, and with all of these joined."""
-
-    own: Visits
-    of_slabs: list[Visits]
-    joined: Visits
-
-
-def _visits_by_keys(plan: Plan, halos: Sequence[Halo]) -> list[Visits]:
-    """Of its calls: of own keys, and of each slab with the queries that see it."""
-
-    def of_dimension(axis: Axis, halo: Halo, tile: tuple[int, int]) -> _Dimension:
-        found = []
-        for first in _starts_of_some_parts(halo):
-            last = first + halo.part
-            of = functools.partial(visits, axis, plan.pass_, tile)
-            of_slabs = []
-            for slab in halo.seen_slabs(axis):
-                if first > 0 if slab.is_front is None else slab.is_front:
-                    end = first - slab.distance
-                    of_slabs.append(of((first, first + slab.queries), (end - slab.keys, end)))
-                else:
-                    start = last + slab.distance
-                    of_slabs.append(of((last - slab.queries, last), (start, start + slab.keys)))
-            before, after = halo.before, halo.after
-            if halo.changes_places:
-                before, after = (before, 0) if first > 0 else (0, after)
-            joined = of((first, last), (first - before, last + after))
-            found.append(_Dimension(of((first, last), (first, last)), of_slabs, joined))
-        return max(found, key=lambda each: each.own.inner + sum(slab.inner for slab in each.of_slabs))
-
-    dimensions = list(map(of_dimension, plan.problem.axes, halos, zip(*plan.tiles, strict=True)))
-    across = [each.own for each in dimensions]
-    calls = [math.prod(across, start=Visits(1, 1))]
-    for i in sorted(range(len(halos)), key=lambda i: -halos[i].received / halos[i].part):
-        others = math.prod(across[:i] + across[i + 1 :], start=Visits(1, 1))
-        calls += [slab * others for slab in dimensions[i].of_slabs]
-        across[i] = dimensions[i].joined
-    return calls
-
-
-def _visits_of_one(plan: Plan) -> Visits:
-    """Of one device."""
-    tiles = zip(*plan.tiles, strict=True)
-    of_all = [
-        visits(axis, plan.pass_, tile, (0, axis.kv_extent), (0, axis.kv_extent))
-        for axis, tile in zip(plan.problem.axes, tiles, strict=True)
-    ]
-    return math.prod(of_all, start=Visits(1, 1))
-
-
-def _starts_of_some_parts(halo: Halo) -> list[int]:
-    """The first tokens of parts at both ends and in the middle, one of which visits the most tiles."""
-    return [halo.part * i for i in sorted({0, min(1, halo.parts - 1), halo.parts // 2, halo.parts - 1})]
+    return Way(visits_by_keys(plan, halos), moved, [slab / sum(slabs) for slab in slabs])
 
 
 def _slab_bytes(problem: Problem, halos: Sequence[Halo]) -> int:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from natten_jax.halo import Halo, travel_order
 from natten_jax.passes import Pass
+from natten_jax.plan import Plan
 from natten_jax.problem import Axis
 from natten_jax.windows import window_bounds
 
@@ -51,3 +56,74 @@ def visits(axis: Axis, pass_: Pass, tile: tuple[int, int], queries: Range, keys:
         stop = np.minimum(np.searchsorted(start, np.minimum(outer + tile[1], last_key) - 1, side="right"), last)
     inner = np.maximum(-(-(stop - begin) // tile[0 if pass_ == "backward" else 1]), 0)
     return Visits(d * len(outer), d * int(inner.sum()))
+
+
+def visits_at_once(plan: Plan, halos: Sequence[Halo]) -> Visits:
+    """Of a call with own keys and all halos, on the device that visits most."""
+
+    def of_dimension(axis: Axis, halo: Halo, tile: tuple[int, int]) -> Visits:
+        found = []
+        for first in _starts_of_some_parts(halo):
+            # There is room on both sides, whichever one a device needs.
+            keys = (0, halo.extent) if halo.is_gathered else (first - halo.before, first + halo.part + halo.after)
+            found.append(visits(axis, plan.pass_, tile, (first, first + halo.part), keys))
+        return max(found, key=lambda each: each.inner)
+
+    of_all = map(of_dimension, plan.problem.axes, halos, zip(*plan.tiles, strict=True))
+    return math.prod(of_all, start=Visits(1, 1))
+
+
+class _Dimension(NamedTuple):
+    """What a device visits along a split dimension: with its own keys, with each slab, and with all of these joined."""
+
+    own: Visits
+    of_slabs: list[Visits]
+    joined: Visits
+
+
+def visits_by_keys(plan: Plan, halos: Sequence[Halo]) -> list[Visits]:
+    """Of calls with own keys, and with each slab and the queries that see it, on the device that visits most."""
+
+    def of_dimension(axis: Axis, halo: Halo, tile: tuple[int, int]) -> _Dimension:
+        found = []
+        for first in _starts_of_some_parts(halo):
+            last = first + halo.part
+            of = functools.partial(visits, axis, plan.pass_, tile)
+            of_slabs = []
+            for slab in halo.seen_slabs(axis):
+                if first > 0 if slab.is_front is None else slab.is_front:
+                    end = first - slab.distance
+                    of_slabs.append(of((first, first + slab.queries), (end - slab.keys, end)))
+                else:
+                    start = last + slab.distance
+                    of_slabs.append(of((last - slab.queries, last), (start, start + slab.keys)))
+            before, after = halo.before, halo.after
+            if halo.changes_places:
+                before, after = (before, 0) if first > 0 else (0, after)
+            joined = of((first, last), (first - before, last + after))
+            found.append(_Dimension(of((first, last), (first, last)), of_slabs, joined))
+        return max(found, key=lambda each: each.own.inner + sum(slab.inner for slab in each.of_slabs))
+
+    dimensions = list(map(of_dimension, plan.problem.axes, halos, zip(*plan.tiles, strict=True)))
+    across = [each.own for each in dimensions]
+    calls = [math.prod(across, start=Visits(1, 1))]
+    for i in travel_order(halos):
+        others = math.prod(across[:i] + across[i + 1 :], start=Visits(1, 1))
+        calls += [slab * others for slab in dimensions[i].of_slabs]
+        across[i] = dimensions[i].joined
+    return calls
+
+
+def visits_of_one(plan: Plan) -> Visits:
+    """Of one device that has all tokens."""
+    tiles = zip(*plan.tiles, strict=True)
+    of_all = [
+        visits(axis, plan.pass_, tile, (0, axis.kv_extent), (0, axis.kv_extent))
+        for axis, tile in zip(plan.problem.axes, tiles, strict=True)
+    ]
+    return math.prod(of_all, start=Visits(1, 1))
+
+
+def _starts_of_some_parts(halo: Halo) -> list[int]:
+    """The first tokens of parts at both ends and in the middle, one of which visits the most tiles."""
+    return [halo.part * i for i in sorted({0, min(1, halo.parts - 1), halo.parts // 2, halo.parts - 1})]

@@ -46,12 +46,6 @@ class Exchange:
         halos = halos_of(problem, [1 if line is None else line.parts for line in lines])
         return cls([halo.evened() for halo in halos], lines)
 
-    @property
-    def travelling(self) -> list[int]:
-        """The token dimensions that have halos, the one of whose tokens most travel first."""
-        dimensions = [i for i, line in enumerate(self.lines) if line is not None and self.halos[i].received]
-        return sorted(dimensions, key=lambda i: -self.halos[i].received / self.halos[i].part)
-
     def brought(self, operands: Operands) -> Operands:
         """A device's operands, with all keys that its windows reach, and where they lie in the global layout."""
         key, value = self.extended([operands.key, operands.value])

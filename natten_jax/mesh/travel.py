@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax.backends.base import Operands
-from natten_jax.halo import Halo
+from natten_jax.halo import Halo, travel_order
 from natten_jax.mesh.exchange import FIRST_TOKEN_AXIS, Exchange
 from natten_jax.mesh.line import Line
 from natten_jax.mesh.moves import edge_for_neighbor, received_from_neighbor, returned_to_neighbors, unknown
@@ -74,7 +74,7 @@ def places_of(problem: Problem, exchange: Exchange) -> list[Place]:
     """All slabs, in the order in which they travel."""
     places: list[Place] = []
     first_keys: list[Any] = [0] * len(exchange.halos)  # that the device has, with the halos of the dimensions so far
-    for i in exchange.travelling:
+    for i in travel_order(exchange.halos):
         halo, line = _along(exchange, i)
         for number, slab in enumerate(halo.seen_slabs(problem.axes[i])):
             is_front = line.place != 0 if slab.is_front is None else slab.is_front
@@ -197,7 +197,7 @@ def returned(
         array: The device's own keys or values.
         gradients: Of these, and of each halo.
     """
-    (dimension, *others) = exchange.travelling
+    (dimension, *others) = travel_order(exchange.halos)
     if not others:
         own, *slabs = gradients
         return returned_to_neighbors(own, slabs, *_along(exchange, dimension), FIRST_TOKEN_AXIS + dimension)
