@@ -19,7 +19,6 @@ import argparse
 import itertools
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from scaling_predictions import figures, predictions, relative_errors
 from scaling_problems import SCALINGS, Curve, curves
-from several_devices import COLLECTIVES, MODES, PASSES, difference, measure_training, memory, operator_of, seconds
+from several_devices import MODES, PASSES, collectives, difference, measure_training, memory, operator_of, take_turns
 
 TRAINING = "training"
 
@@ -83,21 +82,16 @@ def measure(row: Row, counts: Sequence[int], options: argparse.Namespace) -> dic
         arrays = draw(row.curve.benchmark(devices), row.curve.on_one.axis, jax.devices()[:devices])
         programs[devices] = jax.jit(function).lower(*arrays).compile(), arrays
     apart = {devices: distance(row.curve, function, *program) for devices, program in programs.items()}
-    times: dict[int, list[float]] = {devices: [] for devices in counts}
-    for _ in range(options.turns):
-        for devices, (program, arrays) in programs.items():
-            time.sleep(options.pause)
-            times[devices].append(seconds(program, arrays, options.calls))
-    measured: dict[int, dict[str, Any]] = {}
-    for devices, (program, _) in programs.items():
-        found = COLLECTIVES.findall(program.as_text() or "")
-        measured[devices] = {
+    times = take_turns(programs, options)
+    return {
+        devices: {
             **figures(row.curve, devices, times[1], times[devices]),
             "bytes": memory(program),
-            "collectives": {kind: found.count(kind) for kind in sorted(set(found))},
+            "collectives": collectives(program),
             "difference": apart[devices],
         }
-    return measured
+        for devices, (program, _) in programs.items()
+    }
 
 
 def draw(benchmark: Benchmark, axis: int, devices: Sequence[jax.Device]) -> list[jax.Array]:

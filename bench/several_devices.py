@@ -25,10 +25,10 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,7 @@ from natten_jax.profiler.program import Program, compile_for_trace
 MODES = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
 PASSES = ("forward", "forward+backward")
 EXCHANGE = "exchange milliseconds"
+Name = TypeVar("Name")
 COLLECTIVES = re.compile(r"= \S+ (all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(")
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_sharded.py"
 
@@ -133,13 +134,8 @@ def measure(split: str, mode: str, family: str, pass_: str, options: argparse.Na
             # A function of its own: JAX would find the program that it compiled before.
             apart_first = jax.jit(lambda *arrays: function(*arrays)).lower(*parts).compile()
         programs["halos first"] = apart_first, parts
-    found = COLLECTIVES.findall(on_several.as_text() or "")
     apart = difference(on_several(*parts), on_one(*whole))
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(options.turns):
-        for name, (program, arguments) in programs.items():
-            time.sleep(options.pause)
-            times[name].append(seconds(program, arguments, options.calls))
+    times = take_turns(programs, options)
     further: dict[str, Any] = {}
     if is_exchanging:
         to_trace = compile_for_trace(lambda *arrays: function(*arrays), *parts)
@@ -152,9 +148,27 @@ def measure(split: str, mode: str, family: str, pass_: str, options: argparse.Na
         "milliseconds": {name: 1e3 * statistics.median(values) for name, values in times.items()},
         "speedup": ratio(times["one"], times["several"]),
         "bytes": {"one": memory(on_one), "several": memory(on_several)},
-        "collectives": {kind: found.count(kind) for kind in sorted(set(found))},
+        "collectives": collectives(on_several),
         "difference": apart,
     }
+
+
+def take_turns(
+    programs: Mapping[Name, tuple[jax.stages.Compiled, Sequence[jax.Array]]], options: argparse.Namespace
+) -> dict[Name, list[float]]:
+    """Seconds of a call of each program, which have arguments, turn by turn."""
+    times: dict[Name, list[float]] = {name: [] for name in programs}
+    for _ in range(options.turns):
+        for name, (program, arguments) in programs.items():
+            time.sleep(options.pause)
+            times[name].append(seconds(program, arguments, options.calls))
+    return times
+
+
+def collectives(program: jax.stages.Compiled) -> dict[str, int]:
+    """How many of each kind a program has."""
+    found = COLLECTIVES.findall(program.as_text() or "")
+    return {kind: found.count(kind) for kind in sorted(set(found))}
 
 
 def memory(program: jax.stages.Compiled) -> int | None:

@@ -111,6 +111,12 @@ class SeenSlab(NamedTuple):
     keys: int
     distance: int
 
+    def starts(self, part: int, is_front: bool) -> tuple[int, int]:
+        """The first query that sees it and its first key, counted from the start of a part with so many tokens."""
+        if is_front:
+            return 0, -self.distance - self.keys
+        return part - self.queries, part + self.distance
+
 
 def halo_of(axis: Axis, parts: int) -> Halo:
     """The halo of a token dimension that is split into equal parts.

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -23,6 +24,8 @@ from natten_jax.mesh.exchange import Exchange
 from natten_jax.mesh.types import vary_alike
 from natten_jax.passes import PASSES, Pass
 from natten_jax.resolve import Request, resolve
+
+_Result = TypeVar("_Result", Output, Saved)
 
 #: Of the saved output, and of the logsumexp and its remainder.
 CHECKPOINT_NAMES = ("natten_jax_output", "natten_jax_logsumexp")
@@ -106,22 +109,23 @@ def _travel_of(request: Request) -> _Travel | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(request: Request, operands: Operands) -> Output:
+    return Output(*_run_forward(run.forward, request, operands)[:2])
+
+
+def _run_forward(
+    function: Callable[[Request, Operands], _Result], request: Request, operands: Operands
+) -> _Result | Saved:
     travel = _travel_of(request)
     if travel is None:
-        return run.forward(request, operands)
-    return Output(*_forward_exchanging(request, travel, operands)[:2])
-
-
-def _forward_exchanging(request: Request, travel: _Travel, operands: Operands) -> Saved:
+        return function(request, operands)
     whole = dataclasses.replace(request, token_axes=())
     if "forward" in travel.passes:
         return overlap.forward(run.forward_saving, whole, travel.exchange, operands)
-    return run.forward_saving(whole, travel.exchange.brought(operands))
+    return function(whole, travel.exchange.brought(operands))
 
 
 def _attend_forward(request: Request, operands: Operands) -> tuple[Output, tuple[Operands, Saved]]:
-    travel = _travel_of(request)
-    result = run.forward_saving(request, operands) if travel is None else _forward_exchanging(request, travel, operands)
+    result = _run_forward(run.forward_saving, request, operands)
     of_output, of_logsumexp = CHECKPOINT_NAMES
     names = of_output, of_logsumexp, of_logsumexp  # the last for the remainder
     saved = Saved(*(checkpoint_name(array, name) for array, name in zip(result, names, strict=True)))

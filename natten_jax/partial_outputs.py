@@ -30,8 +30,7 @@ def merged(one: Saved, other: Saved) -> Saved:
     logsumexp = (highest + log2_total) * np.asarray(math.log(2), total.dtype)
     remainder = jnp.where(total == 0, 0, (highest - _base2(logsumexp)) + log2_total)
     share = jnp.where(total == 0, 0, weights[1] / total)[..., None]
-    outs = (each.out.astype(total.dtype) for each in (one, other))
-    out = next(outs) * (1 - share) + next(outs) * share
+    out = one.out.astype(total.dtype) * (1 - share) + other.out.astype(total.dtype) * share
     return Saved(out.astype(one.out.dtype), logsumexp, remainder)
 
 

@@ -91,12 +91,9 @@ def visits_by_keys(plan: Plan, halos: Sequence[Halo]) -> list[Visits]:
             of = functools.partial(visits, axis, plan.pass_, tile)
             of_slabs = []
             for slab in halo.seen_slabs(axis):
-                if first > 0 if slab.is_front is None else slab.is_front:
-                    end = first - slab.distance
-                    of_slabs.append(of((first, first + slab.queries), (end - slab.keys, end)))
-                else:
-                    start = last + slab.distance
-                    of_slabs.append(of((last - slab.queries, last), (start, start + slab.keys)))
+                is_front = first > 0 if slab.is_front is None else slab.is_front
+                query, key = (first + start for start in slab.starts(halo.part, is_front))
+                of_slabs.append(of((query, query + slab.queries), (key, key + slab.keys)))
             before, after = halo.before, halo.after
             if halo.changes_places:
                 before, after = (before, 0) if first > 0 else (0, after)

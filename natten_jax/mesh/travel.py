@@ -8,7 +8,7 @@ GPUs last until the program is scheduled.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -78,9 +78,9 @@ def places_of(problem: Problem, exchange: Exchange) -> list[Place]:
         halo, line = _along(exchange, i)
         for number, slab in enumerate(halo.seen_slabs(problem.axes[i])):
             is_front = line.place != 0 if slab.is_front is None else slab.is_front
-            first_query = unknown(jnp.where(is_front, 0, halo.part - slab.queries))
-            first_key = jnp.where(is_front, -slab.distance - slab.keys, halo.part + slab.distance)
-            starts = _with([0] * len(first_keys), i, first_query), _with(first_keys, i, first_key)
+            sides = (slab.starts(halo.part, side) for side in (True, False))
+            first_query, first_key = (jnp.where(is_front, *each) for each in zip(*sides, strict=True))
+            starts = _with([0] * len(first_keys), i, unknown(first_query)), _with(first_keys, i, first_key)
             places.append(Place(i, number, slab.keys, slab.queries, *starts))
         first_keys[i] = jnp.where(line.place == 0, 0, -halo.before) if halo.changes_places else -halo.before
     return places
@@ -163,7 +163,7 @@ class _Patchwork:
     """
 
     own: jax.Array
-    layers: tuple[tuple[int, tuple[jax.Array, ...]], ...] = ()
+    layers: Mapping[int, tuple[jax.Array, ...]] = dataclasses.field(default_factory=dict)
 
     def sent(self, place: Place, edge: jax.Array, exchange: Exchange) -> jax.Array:
         """What another device needs as this slab, from an edge on, halos of the dimensions before included."""
@@ -173,7 +173,7 @@ class _Patchwork:
             return jax.lax.dynamic_slice_in_dim(array, edge, place.keys, axis)
 
         result = cut(self.own)
-        for dimension, slabs in self.layers:
+        for dimension, slabs in self.layers.items():
             if dimension != place.dimension:
                 across = FIRST_TOKEN_AXIS + dimension
                 result = _surrounded(result, list(map(cut, slabs)), across, *_along(exchange, dimension))
@@ -181,9 +181,8 @@ class _Patchwork:
 
     def with_slab(self, dimension: int, slab: jax.Array) -> _Patchwork:
         """With one more."""
-        *before, (last, slabs) = self.layers or ((dimension, ()),)
-        layers = [*before, (last, (*slabs, slab))] if last == dimension else [*self.layers, (dimension, (slab,))]
-        return dataclasses.replace(self, layers=tuple(layers))
+        slabs = *self.layers.get(dimension, ()), slab
+        return dataclasses.replace(self, layers={**self.layers, dimension: slabs})
 
 
 def returned(
