@@ -100,4 +100,9 @@ BENCHMARKS: dict[str, Benchmark] = {
         f"causal-{tokens}": Benchmark((tokens,), 32, 128, is_causal=True, batch=4, dtype="float16")
         for tokens in (1024, 2048, 4096, 8192, 16384)
     },
+    # One sequence, of whose heads a device has some.
+    **{
+        f"causal-{tokens}-h{heads}": Benchmark((tokens,), heads, 128, is_causal=True)
+        for tokens, heads in ((8192, 16), (16384, 4), (32768, 8))
+    },
 }

@@ -31,7 +31,17 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from scaling_predictions import figures, predictions, relative_errors
 from scaling_problems import SCALINGS, Curve, curves
-from several_devices import MODES, PASSES, collectives, difference, measure_training, memory, operator_of, take_turns
+from several_devices import (
+    MODES,
+    PASSES,
+    add_turns,
+    collectives,
+    difference,
+    measure_training,
+    memory,
+    operator_of,
+    take_turns,
+)
 
 TRAINING = "training"
 
@@ -173,9 +183,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
     parser.add_argument("--small", action="store_true", help="a few tokens of float32, to try this out anywhere")
     parser.add_argument("--predict-only", action="store_true", help="measure nothing; any number of devices")
-    parser.add_argument("--turns", type=int, default=5, help="of each number of devices")
-    parser.add_argument("--calls", type=int, default=10, help="of a turn")
-    parser.add_argument("--pause", type=float, default=0.3, help="seconds before a turn")
+    add_turns(parser)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser.parse_args()
 

@@ -1,10 +1,12 @@
 """Times operators and a training step on several devices against one, under the ways to split arrays over a mesh.
 
 Times are wall time per call of programs that are launched one after the other, so that communication counts and
-launching does not. One device and several take turns in one process; a speed-up is the median of the turns' ratios.
-The one is the first; how long each of the others takes alone is told, too: several are as fast as the slowest of them.
-Where tokens are split, so does a program that has all halos before it computes anything, and a trace says how long
-halos travel and how much of that is hidden behind kernels.
+launching does not. One device and several take turns in one process, each for the same time: a GPU that has just
+rested runs faster than one at its limit of power, and shorter work would end before that. A speed-up is the median of
+the turns' ratios. The one is the first; how long each of the others takes alone is told, too: several are as fast as
+the slowest of them. Where tokens are split, a program that has all halos before it computes anything takes turns, too,
+and on GPUs one whose halos are copied from memory to memory; a trace says how long halos travel and how much of that
+is hidden behind kernels.
 
 Example:
     python bench/several_devices.py --json results.json
@@ -21,6 +23,7 @@ import functools
 import importlib.util
 import itertools
 import json
+import math
 import re
 import statistics
 import sys
@@ -47,6 +50,9 @@ from natten_jax.profiler.program import Program, compile_for_trace
 MODES = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
 PASSES = ("forward", "forward+backward")
 EXCHANGE = "exchange milliseconds"
+HALOS_FIRST, COPIED = "halos first", "halos copied"
+#: Of XLA for GPUs: permutes between devices of one process are copies and not kernels.
+COPIES_HALOS = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
 Name = TypeVar("Name")
 COLLECTIVES = re.compile(r"= \S+ (all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(")
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_sharded.py"
@@ -133,7 +139,10 @@ def measure(split: str, mode: str, family: str, pass_: str, options: argparse.Na
         with halos_first():
             # A function of its own: JAX would find the program that it compiled before.
             apart_first = jax.jit(lambda *arrays: function(*arrays)).lower(*parts).compile()
-        programs["halos first"] = apart_first, parts
+        programs[HALOS_FIRST] = apart_first, parts
+        if devices[0].platform == "gpu":
+            copied = jax.jit(lambda *arrays: function(*arrays)).lower(*parts)
+            programs[COPIED] = copied.compile(compiler_options=COPIES_HALOS), parts
     apart = difference(on_several(*parts), on_one(*whole))
     times = take_turns(programs, options)
     further: dict[str, Any] = {}
@@ -158,11 +167,23 @@ def take_turns(
 ) -> dict[Name, list[float]]:
     """Seconds of a call of each program, which have arguments, turn by turn."""
     times: dict[Name, list[float]] = {name: [] for name in programs}
+    calls = {
+        name: max(options.calls, math.ceil(options.seconds / seconds(program, arguments, options.calls)))
+        for name, (program, arguments) in programs.items()
+    }
     for _ in range(options.turns):
         for name, (program, arguments) in programs.items():
             time.sleep(options.pause)
-            times[name].append(seconds(program, arguments, options.calls))
+            times[name].append(seconds(program, arguments, calls[name]))
     return times
+
+
+def add_turns(parser: argparse.ArgumentParser) -> None:
+    """Command-line options of turns."""
+    parser.add_argument("--turns", type=int, default=5, help="of each program")
+    parser.add_argument("--calls", type=int, default=10, help="of a turn, at least")
+    parser.add_argument("--seconds", type=float, default=0.5, help="that a turn lasts, at least")
+    parser.add_argument("--pause", type=float, default=0.3, help="seconds before a turn")
 
 
 def collectives(program: jax.stages.Compiled) -> dict[str, int]:
@@ -230,9 +251,7 @@ def main() -> int:
     parser.add_argument("--families", nargs="+", default=["hopper", "cutlass"], help="of backends")
     parser.add_argument("--passes", nargs="*", choices=PASSES, default=list(PASSES))
     parser.add_argument("--no-training", action="store_true", help="operators alone")
-    parser.add_argument("--turns", type=int, default=5, help="of one device and of several")
-    parser.add_argument("--calls", type=int, default=10, help="of a turn")
-    parser.add_argument("--pause", type=float, default=0.3, help="seconds before a turn")
+    add_turns(parser)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     rows: dict[str, Callable[[], dict[str, Any]]] = {}
@@ -251,8 +270,8 @@ def main() -> int:
         one, several = (milliseconds[device] for device in ("one", "several"))
         line = f"{name:42}{one:10.3f}{several:10.3f}{figures['speedup']:10.3f}{figures['difference']:12.1e}"
         line += f"  {figures.get('collectives', '')}"
-        if "halos first" in milliseconds:
-            line += f"; halos first: {milliseconds['halos first']:.3f} ms"
+        line += "".join(f"; {way}: {milliseconds[way]:.3f} ms" for way in (HALOS_FIRST, COPIED) if way in milliseconds)
+        if EXCHANGE in figures:
             line += "; halos travel {exchange:.3f} ms, {hidden:.3f} of them hidden".format(**figures[EXCHANGE])
         others = [each for name, each in milliseconds.items() if name.startswith("one: ")]
         if others:

@@ -141,7 +141,7 @@ BENCHMARKS["3d-s16x8x8"] = dataclasses.replace(
     video, layout=(2, 4, 4), head_dim=8, kernel_size=(2, 2, 2), stride=(1, 2, 2), dtype="float32"
 )
 several_devices.STEP = "--tokens 2 4 4 --depth 1 --heads 2 --head-dim 8 --window 2 3 3 --batch-size 4"
-flags = "--families cpu --turns 1 --calls 2 --pause 0 --modes Auto --splits batch width-s1x1x1 --json"
+flags = "--families cpu --turns 1 --calls 2 --seconds 0 --pause 0 --modes Auto --splits batch width-s1x1x1 --json"
 sys.argv = ["several_devices.py", *flags.split(), {file!r}]
 sys.exit(several_devices.main())
 """

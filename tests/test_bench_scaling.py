@@ -23,7 +23,7 @@ sys.path.append({bench!r})
 import scaling
 sys.exit(scaling.main())
 """
-MEASURE = "--devices 16 --small --families cpu --turns 1 --calls 1 --pause 0 --passes forward+backward"
+MEASURE = "--devices 16 --small --families cpu --turns 1 --calls 1 --seconds 0 --pause 0 --passes forward+backward"
 
 
 def record_of(file: Path, *arguments: str, devices: int) -> tuple[dict[str, Any], str]:

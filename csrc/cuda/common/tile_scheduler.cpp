@@ -9,15 +9,19 @@
 namespace natten_jax {
 namespace {
 
-/// Of keys and values that should stay in the second-level cache.
-constexpr std::int64_t kCacheBytes = 8 << 20;
+/// Of keys and values that should stay in the second-level cache: about as many as a Hopper GPU's holds.
+constexpr std::int64_t kCacheBytes = 64 << 20;
 
-/// Heads whose query tiles are interleaved: the most whose keys and values stay in the second-level cache together, if
-/// their tiles differ in length.
-int heads_per_block(const Problem& problem) {
-  const bool differ_in_length =
-      std::any_of(problem.axes, problem.axes + kRank, [](const Axis& axis) { return axis.window.is_causal; });
-  if (!differ_in_length) return 1;
+bool is_causal(const Problem& problem) {
+  return std::any_of(problem.axes, problem.axes + kRank, [](const Axis& axis) { return axis.window.is_causal; });
+}
+
+/// Heads whose query tiles are interleaved. Those of causal problems differ in length: the more heads end with their
+/// shortest, the less the last ones to finish outlast the others. So, the most whose keys and values stay in the
+/// second-level cache together: 17% faster than one head after the other for 16 heads of 8192 tokens, and 45% for 4
+/// of 16384. Other problems are up to 16% slower so.
+int heads_per_query_block(const Problem& problem) {
+  if (!is_causal(problem)) return 1;
   const std::int64_t bytes =
       problem.keys() * (problem.head_dim + problem.head_dim_v) * element_bytes(problem.element_type);
   int best = 1;
@@ -26,6 +30,12 @@ int heads_per_block(const Problem& problem) {
     if (problem.heads % heads == 0 && kv_heads * bytes <= kCacheBytes) best = static_cast<int>(heads);
   }
   return best;
+}
+
+/// Heads whose key/value tiles are interleaved: two, where tiles take turns, so that half as many wait for one another
+/// (2 to 12% faster). Causal tiles, the longest of which come first, gain nothing and fall out of the cache.
+int heads_per_key_block(const Problem& problem, bool takes_turns) {
+  return takes_turns && !is_causal(problem) && problem.heads_kv % 2 == 0 ? 2 : 1;
 }
 
 /// Tiles of about the same length: eight classes between a power of two and the next.
@@ -92,11 +102,16 @@ cutlass::FastDivmod divider(std::int64_t divisor) {
   return cutlass::FastDivmod(static_cast<int>(divisor));
 }
 
+TileNumbers number_tiles(std::int64_t heads, int heads_per_block, const Geometry& geometry,
+                         std::int64_t tiles_per_group) {
+  return {heads_per_block, divider(tiles_per_group), divider(geometry.groups), divider(heads_per_block),
+          divider(heads / heads_per_block)};
+}
+
 }  // namespace
 
 QueryTileSchedule schedule_query_tiles(const Problem& problem, const Geometry& geometry) {
-  const int heads = heads_per_block(problem);
-  return {heads, divider(geometry.q_tiles), divider(geometry.groups), divider(heads), divider(problem.heads / heads)};
+  return {number_tiles(problem.heads, heads_per_query_block(problem), geometry, geometry.q_tiles)};
 }
 
 Status schedule_key_tiles(const Problem& problem, const TileShapes& tiles, const Geometry& geometry,
@@ -112,9 +127,9 @@ Status schedule_key_tiles(const Problem& problem, const TileShapes& tiles, const
   schedule.groups = static_cast<int>(geometry.groups);
   schedule.q_tiles = static_cast<int>(geometry.q_tiles);
   schedule.by_additional_tiles_per_head = divider(std::max<std::int64_t>(additional_tiles_per_head, 1));
-  schedule.by_tiles_per_group = divider(geometry.kv_tiles);
-  schedule.by_groups = divider(geometry.groups);
   schedule.by_heads_kv = divider(problem.heads_kv);
+  schedule.numbers =
+      number_tiles(problem.heads_kv, heads_per_key_block(problem, takes_turns), geometry, geometry.kv_tiles);
   if (all_tiles <= kMostSortedTiles && !takes_turns) sort_tiles(problem, tiles, schedule);
   return {};
 }

@@ -35,24 +35,34 @@ struct TilePlace {
   int index[3];    // in the dilation group
 };
 
-/// The order of query tiles by number; from the slowest: batch, block of heads, dilation group, tile, head.
-struct QueryTileSchedule {
+/// What tiles' numbers stand for; from the slowest: batch, block of heads, dilation group, tile, head.
+struct TileNumbers {
   int heads_per_block;  // heads whose tiles are interleaved
   cutlass::FastDivmod by_tiles_per_group, by_groups, by_heads_per_block, by_head_blocks;
 
+  template <cutlass::FastDivmod DeviceAxis::* kByTiles>
   CUTLASS_HOST_DEVICE TilePlace place(const DeviceAxis (&axis)[3], int tile) const {
     TilePlace result;
     int outer, in_group, in_groups, head_block;
     by_heads_per_block(outer, result.head, tile);
     by_tiles_per_group(outer, in_group, outer);
-    axis[2].by_q_tiles(in_group, result.index[2], in_group);
-    axis[1].by_q_tiles(result.index[0], result.index[1], in_group);
+    (axis[2].*kByTiles)(in_group, result.index[2], in_group);
+    (axis[1].*kByTiles)(result.index[0], result.index[1], in_group);
     by_groups(outer, result.group, outer);
     by_head_blocks(result.batch, head_block, outer);
     result.head += head_block * heads_per_block;
     axis[2].by_dilation(in_groups, result.residue[2], result.group);
     axis[1].by_dilation(result.residue[0], result.residue[1], in_groups);
     return result;
+  }
+};
+
+/// The order of query tiles.
+struct QueryTileSchedule {
+  TileNumbers numbers;
+
+  CUTLASS_HOST_DEVICE TilePlace place(const DeviceAxis (&axis)[3], int tile) const {
+    return numbers.place<&DeviceAxis::by_q_tiles>(axis, tile);
   }
 
   /// Late queries of a causal dimension see the most keys: the longest work comes first.
@@ -137,7 +147,8 @@ struct KeyTileSchedule {
   int groups;            // dilation groups
   int q_tiles;           // query tiles per dilation group
   bool is_sorted;        // tiles are taken as `by_length` has them
-  cutlass::FastDivmod by_additional_tiles_per_head, by_tiles_per_group, by_groups, by_heads_kv;
+  TileNumbers numbers;   // of tiles of the layout
+  cutlass::FastDivmod by_additional_tiles_per_head, by_heads_kv;
   std::uint16_t by_length[kMostSortedTiles];
 
   /// The number of the tile at a position.
@@ -152,18 +163,9 @@ struct KeyTileSchedule {
     return result;
   }
 
-  /// Of a tile of the layout; from the slowest: batch, head, dilation group, tile.
+  /// Of a tile of the layout.
   CUTLASS_HOST_DEVICE TilePlace place(const DeviceAxis (&axis)[3], int tile) const {
-    TilePlace result;
-    int outer, in_group, in_groups;
-    by_tiles_per_group(outer, in_group, tile - additional_tiles);
-    axis[2].by_kv_tiles(in_group, result.index[2], in_group);
-    axis[1].by_kv_tiles(result.index[0], result.index[1], in_group);
-    by_groups(outer, result.group, outer);
-    by_heads_kv(result.batch, result.head, outer);
-    axis[2].by_dilation(in_groups, result.residue[2], result.group);
-    axis[1].by_dilation(result.residue[0], result.residue[1], in_groups);
-    return result;
+    return numbers.place<&DeviceAxis::by_kv_tiles>(axis, tile - additional_tiles);
   }
 
   /// The tile of a dimension that an index stands for.
