@@ -73,10 +73,11 @@ def _split_times(curve: Curve, family: str, pass_: str, devices: int) -> list[Sp
 
 
 def _split_time(curve: Curve, family: str, pass_: Pass, devices: int) -> SplitTime | None:
-    problem = curve.share(devices)
+    problem, parts = curve.share(devices), tuple(curve.parts(devices))
+    request = Request(problem, backend=str(BackendId(family, problem.operator)), parts=parts)
     try:
-        plan = resolve(Request(problem, backend=str(BackendId(family, problem.operator))), _GPU, pass_)
+        plan = resolve(request, _GPU, pass_)
     except ValueError:  # not what these kernels compute
         return None
     calibration = calibration_for(plan.backend.family)
-    return None if calibration is None else predict_split(plan, curve.parts(devices), calibration)
+    return None if calibration is None else predict_split(plan, parts, calibration)

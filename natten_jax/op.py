@@ -43,7 +43,7 @@ def attend(request: Request, operands: Operands) -> Output:
         if request.token_axes and _travel_of(request) is None:
             arrays = Exchange.of(request.problem, line.lines_of(request.token_axes)).brought(arrays)
             arrays = Operands._make(vary_alike(arrays))
-            request = dataclasses.replace(request, token_axes=())
+            request = _of_part(request)
         # Plain JAX differentiates itself: forward mode and higher orders included.
         output = None if request.token_axes else run.forward_plain(request, arrays)
         if output is not None:
@@ -73,6 +73,11 @@ def check_runs_somewhere(request: Request) -> None:
     raise errors[0]
 
 
+def _of_part(request: Request) -> Request:
+    """What one of the devices runs that ``token_axes`` speaks of."""
+    return dataclasses.replace(request, token_axes=(), parts=line.parts_of(request.token_axes))
+
+
 @dataclasses.dataclass(frozen=True)
 class _Travel:
     """How the halos of a device's part travel, where ``token_axes`` says what the part is.
@@ -96,7 +101,7 @@ def _travel_of(request: Request) -> _Travel | None:
         return None
     for device in local_devices():
         try:
-            plans = [resolve(request, device, pass_) for pass_ in PASSES]
+            plans = [resolve(_of_part(request), device, pass_) for pass_ in PASSES]
         except ValueError:
             continue
         if any(backends.find(plan.backend, plan.backend.operator).is_pure_jax for plan in plans):
@@ -118,10 +123,10 @@ def _run_forward(
     travel = _travel_of(request)
     if travel is None:
         return function(request, operands)
-    whole = dataclasses.replace(request, token_axes=())
+    part = _of_part(request)
     if "forward" in travel.passes:
-        return overlap.forward(run.forward_saving, whole, travel.exchange, operands)
-    return function(whole, travel.exchange.brought(operands))
+        return overlap.forward(run.forward_saving, part, travel.exchange, operands)
+    return function(part, travel.exchange.brought(operands))
 
 
 def _attend_forward(request: Request, operands: Operands) -> tuple[Output, tuple[Operands, Saved]]:
@@ -137,8 +142,7 @@ def _attend_backward(request: Request, residuals: tuple[Operands, Saved], cotang
     if travel is None:
         gradients = run.backward(request, *residuals, cotangents)
     else:
-        whole = dataclasses.replace(request, token_axes=())
-        gradients = overlap.backward(run.backward, whole, travel.exchange, *residuals, cotangents)
+        gradients = overlap.backward(run.backward, _of_part(request), travel.exchange, *residuals, cotangents)
     return (Operands._make([*gradients, None]),)  # origins are integers and have no gradient
 
 

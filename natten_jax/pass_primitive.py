@@ -8,6 +8,7 @@ costs nothing for the platform that it never runs on.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -184,6 +185,7 @@ def _run_local(
     run = functools.partial(_run_step, device=device)
     if any(lines):
         exchange = Exchange.of(request.problem, lines)
+        request = dataclasses.replace(request, parts=exchange.parts)
         results = step.compute_exchanging(run, step.plan(request, device), request, exchange, *arrays)
     else:
         results = run(step, request, arrays)

@@ -8,6 +8,7 @@ import math
 from natten_jax import backends
 from natten_jax.backends import missing_kernels
 from natten_jax.backends.base import Backend
+from natten_jax.cost.part_pairs import tiled_for_part
 from natten_jax.devices import Device
 from natten_jax.passes import PASSES, Pass, TilePair
 from natten_jax.performance import Performance
@@ -30,6 +31,8 @@ class Request:
         precision: ``jax.default_matmul_precision`` where the call stands. It holds for all passes, wherever they are
             traced: logits have to be the same in each.
         token_axes: The manual mesh axes that each token dimension is split over; nothing where none is.
+        parts: Into how many parts each token dimension is split, one of which a device runs at its place in the layout;
+            nothing where none is.
     """
 
     problem: Problem
@@ -37,6 +40,7 @@ class Request:
     backend: str | None = None
     precision: str | None = None
     token_axes: tuple[tuple[str, ...], ...] = ()
+    parts: tuple[int, ...] = ()
 
     def of_part(self, batch: int, heads: int, heads_kv: int) -> Request:
         """The request for what one device has of the batch, of query heads and of key/value heads."""
@@ -95,7 +99,10 @@ def plan_with(backend: Backend, request: Request, device: Device, pass_: Pass) -
     schedules = backend.schedules.get(pass_, ())
     schedule = (performance.kernel_schedule or str(schedules[0])) if schedules else None
     performance = dataclasses.replace(performance, kernel_schedule=schedule)
-    return Plan(problem, pass_, BackendId(backend.family, problem.operator), device.platform, performance)
+    plan = Plan(problem, pass_, BackendId(backend.family, problem.operator), device.platform, performance)
+    if request.performance.tiles(pass_) is not None or math.prod(request.parts) == 1:
+        return plan
+    return tiled_for_part(plan, request.parts, tuple(backend.tile_pairs(problem, device, pass_)))
 
 
 def rejections(problem: Problem, device: Device, pass_: Pass) -> dict[BackendId, str]:

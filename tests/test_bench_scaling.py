@@ -7,15 +7,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 pytest.importorskip("matplotlib")
 BENCH = Path(__file__).parents[1] / "bench"
 sys.path.append(str(BENCH))
 
+import part_tiles  # noqa: E402
 import plot_scaling  # noqa: E402
+from implementations import ours  # noqa: E402
 from programs import output_of, run_python  # noqa: E402
 from scaling_predictions import relative_errors  # noqa: E402
+from scaling_problems import curves  # noqa: E402
+
+from natten_jax import run  # noqa: E402
+from natten_jax.halo import halos_of  # noqa: E402
+from natten_jax.passes import PASSES  # noqa: E402
+from natten_jax.resolve import Request  # noqa: E402
 
 SCALING = """
 import sys
@@ -102,3 +111,35 @@ def test_predicts_without_measuring(tmp_path: Path) -> None:
 def test_errors_of_predictions() -> None:
     predicted, measured = {"milliseconds": 12.0, "efficiency": 0.9}, {"milliseconds": 10.0, "efficiency": 1.0}
     assert relative_errors(predicted, measured) == pytest.approx({"milliseconds": 0.2, "efficiency": -0.1})
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("name", ["width-s1x1x1", "width-s6x8x8", "height-s16x8x8", "sequence"])
+def test_a_part_alone_computes_what_it_would_among_others(name: str, devices: int) -> None:
+    (curve,) = (each for each in curves("strong", is_small=True) if each.name == name)
+    benchmark = curve.on_one.benchmark
+    problem, parts = curve.share(devices), curve.parts(devices)
+    halos = [halo.evened() for halo in halos_of(problem, parts)]
+    operands, cotangent = part_tiles.draw(curve, halos)
+    found = run.forward(Request(problem, backend="cpu-fna", parts=parts), operands)
+    keys = jax.random.split(jax.random.key(0), 4)
+    arrays = [jax.random.normal(key, benchmark.shape, benchmark.dtype) for key in keys]
+    starts = [halo.parts // 2 * halo.part for halo in halos]
+    lengths = [halo.part for halo in halos]
+    expected = part_tiles.cut(ours(benchmark, "cpu")(*arrays[1:]), starts, lengths)
+    assert part_tiles.difference(found.out, expected) < 1e-6
+    assert (cotangent == part_tiles.cut(arrays[0], starts, lengths)).all()
+
+
+def test_a_part_with_the_tiles_of_the_whole_is_not_timed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "tiles.json"
+    flags = ["--family", "cpu", "--splits", "width-s6x8x8", "--devices", "4", "--json", str(file)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["part_tiles.py", *flags])
+        assert part_tiles.main() == 0
+    rows = json.loads(file.read_text())["results"]
+    assert list(rows) == [f"cpu {pass_}, width-s6x8x8 over 4" for pass_ in PASSES]
+    output = capsys.readouterr().out
+    for name, row in rows.items():
+        assert name in output
+        assert len({json.dumps(tiles) for tiles in row["tiles"].values()}) == 1 and "speedup" not in row

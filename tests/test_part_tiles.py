@@ -1,14 +1,24 @@
-"""Tiles that a device visits of a split dimension, counted one by one."""
+"""Tiles that a device visits of a split dimension, counted one by one, and which tiles it takes."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from typing import Any
+
 import hypothesis
 import hypothesis.strategies as st
+import pytest
 from test_halo import seen
 
 from natten_jax.cost.part_tiles import Range, Visits, visits
+from natten_jax.devices import CPU, Device
 from natten_jax.passes import PASSES, Pass
+from natten_jax.performance import Performance
+from natten_jax.plan import Plan
 from natten_jax.problem import Axis
+from natten_jax.resolve import Request, resolve
+from natten_jax.simulator import calibration_for, predict_split, problem_of
 
 
 def counted(axis: Axis, pass_: Pass, tile: tuple[int, int], queries: Range, keys: Range) -> Visits:
@@ -46,3 +56,43 @@ def test_visits_are_those_that_one_counts(data: st.DataObject) -> None:
             if keys[0] < keys[1]:
                 expected = counted(axis, pass_, tile, (first, last), keys)
                 assert visits(axis, pass_, tile, (first, last), keys) == expected
+
+
+GPU = Device("cuda", (9, 0), is_present=False)
+VIDEO = problem_of((30, 48, 80), (18, 24, 24), (6, 8, 8), heads=24, head_dim=128, dtype="bfloat16")
+
+
+def planned(parts: tuple[int, ...], pass_: Pass, **asked: Any) -> Plan:
+    performance = Performance(**asked)
+    return resolve(Request(VIDEO, performance, backend="hopper-fna", parts=parts), GPU, pass_)
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("parts", [(1, 1, 4), (1, 4, 1), (1, 1, 8)])
+def test_a_part_has_tiles_of_its_own_where_they_are_clearly_faster(parts: tuple[int, ...], pass_: Pass) -> None:
+    model = calibration_for("hopper")
+    assert model is not None
+    whole, part = planned((), pass_), planned(parts, pass_)
+    assert part == dataclasses.replace(whole, performance=part.performance)
+    times = [predict_split(plan, parts, model) for plan in (whole, part)]
+    assert times[0] is not None and times[1] is not None
+    assert times[1].seconds < 0.95 * times[0].seconds
+    assert times[1].tiles == part.tiles != whole.tiles
+    assert math.prod(part.tiles[0]) == math.prod(whole.tiles[0])
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("parts", [(1, 1, 1), (1, 1, 2), (1, 2, 2)])
+def test_tiles_stay_where_others_are_hardly_faster(parts: tuple[int, ...], pass_: Pass) -> None:
+    assert planned(parts, pass_) == planned((), pass_)
+
+
+def test_tiles_that_were_asked_for_are_those_of_parts_too() -> None:
+    asked: dict[str, Any] = {"q_tile_shape": (2, 8, 8), "kv_tile_shape": (2, 8, 8)}
+    assert planned((1, 1, 4), "forward", **asked).tiles == tuple(asked.values())
+
+
+def test_kernels_without_a_time_model_keep_their_tiles() -> None:
+    requests = (Request(VIDEO, backend="flex-fna", parts=parts) for parts in ((), (1, 1, 4)))
+    whole, part = (resolve(request, CPU, "forward") for request in requests)
+    assert part == whole

@@ -12,6 +12,7 @@ from natten_jax.cost.part_tiles import Visits, visits_at_once, visits_by_keys, v
 from natten_jax.cost.predict import predict
 from natten_jax.cost.tile_counts import TimedTiles, count_tiles
 from natten_jax.halo import Halo, bytes_received, halos_of, travel_order
+from natten_jax.passes import TilePair
 from natten_jax.plan import Plan
 from natten_jax.problem import ELEMENT_BYTES, Axis, Problem
 
@@ -62,6 +63,7 @@ class SplitTime:
 
     Attributes:
         devices: How many.
+        tiles: Query and key/value tile.
         received: Bytes of keys and values that the device which receives most receives.
         compute: Seconds that it computes and copies.
         exchange: Seconds that keys, values and their gradients travel.
@@ -69,6 +71,7 @@ class SplitTime:
     """
 
     devices: int
+    tiles: TilePair
     received: int
     compute: float
     exchange: float
@@ -90,13 +93,15 @@ def predict_split(plan: Plan, parts: Sequence[int], calibration: Calibration) ->
         >>> from natten_jax.resolve import Request, resolve
         >>> from natten_jax.simulator import calibration_for, predict_split, problem_of
         >>> video = problem_of((32, 48, 80), 24, 8, heads=24, head_dim=128, dtype="bfloat16")
-        >>> plan = resolve(Request(video), Device("cuda", (9, 0), is_present=False), "forward")
-        >>> split = predict_split(plan, (1, 1, 8), calibration_for("hopper"))
+        >>> parts = 1, 1, 8
+        >>> plan = resolve(Request(video, parts=parts), Device("cuda", (9, 0), is_present=False), "forward")
+        >>> split = predict_split(plan, parts, calibration_for("hopper"))
         >>> split.received // 10**6, split.exposed <= split.exchange  # megabytes; seconds
         (528, True)
 
     Args:
-        plan: Of the pass on one device; its problem has the global layout, and a device's share of batch and heads.
+        plan: Of the pass on one of the devices; its problem has the global layout, and the device's share of batch and
+            heads.
         parts: Into how many parts each token dimension is split.
         calibration: The time model of its kernels.
 
@@ -134,7 +139,7 @@ def _split_time(plan: Plan, halos: Sequence[Halo], way: Way, calibration: Calibr
     hidden = (
         min(share * once, kernels * call.inner / inner) for share, call in zip(way.travel, way.calls, strict=False)
     )
-    return SplitTime(devices, received, compute, exchange, exchange - sum(hidden))
+    return SplitTime(devices, plan.tiles, received, compute, exchange, exchange - sum(hidden))
 
 
 def _token_bytes(problem: Problem) -> int:

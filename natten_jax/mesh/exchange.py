@@ -46,6 +46,11 @@ class Exchange:
         halos = halos_of(problem, [1 if line is None else line.parts for line in lines])
         return cls([halo.evened() for halo in halos], lines)
 
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Into how many parts each token dimension is split."""
+        return tuple(halo.parts for halo in self.halos)
+
     def brought(self, operands: Operands) -> Operands:
         """A device's operands, with all keys that its windows reach, and where they lie in the global layout."""
         key, value = self.extended([operands.key, operands.value])

@@ -51,6 +51,8 @@ def simulate(options: Options, device: Device) -> Simulated:
     simulated: dict[Pass, tuple[str, Simulation]] = {}
     times: dict[Pass, SplitTime | None] = {}
     of_device = device_parts(options)[0].request
+    if splits_tokens(options):
+        of_device = dataclasses.replace(of_device, parts=tuple(token_parts(options)))
     first: Listing | None = None
     for pass_ in passes(options):
         plan = resolve(request, device, pass_)
@@ -80,7 +82,7 @@ def _split_time(options: Options, plan: Plan, device: Device) -> SplitTime | Non
     if splits_tokens(options):
         return simulator.predict_split(plan, token_parts(options), calibration)
     seconds = simulator.simulate(plan.problem, plan.tiles, plan.pass_, calibration=calibration).seconds
-    return None if seconds is None else SplitTime(options.devices, 0, seconds, 0.0, 0.0)
+    return None if seconds is None else SplitTime(options.devices, plan.tiles, 0, seconds, 0.0, 0.0)
 
 
 def print_simulation(simulated: Simulated, file: TextIO | None = None) -> None:
@@ -158,7 +160,8 @@ def _quantities(backend: str, simulation: Simulation) -> Iterator[tuple[str, str
 def _split_lines(simulated: Simulated) -> Iterator[str]:
     """A sentence for each pass on several devices."""
     for pass_, time in simulated.split.items():
-        one = simulated.passes[pass_][1].seconds
+        on_one = simulated.passes[pass_][1]
+        one = on_one.seconds
         line = f"On {split.describe(simulated.options)}: the {pass_} pass"
         if time is None or one is None:
             yield f"{line} was not calibrated."
@@ -167,6 +170,8 @@ def _split_lines(simulated: Simulated) -> Iterator[str]:
             f"{line} takes {format_time(time.seconds)}, {digits(one / time.seconds)}X as fast: an efficiency of "
             f"{one / time.seconds / time.devices:.0%}, as predicted."
         )
+        if time.tiles != on_one.pair:
+            yield f"  Of a device's part, {' and '.join(map(tile_text, time.tiles))} are the fastest tiles."
         if time.received:
             link = simulator.link_between(time.devices).name
             yield (

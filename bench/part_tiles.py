@@ -1,0 +1,129 @@
+"""Times what one of many devices computes of a problem that is split over them, on one device: with the tiles that are
+the fastest for the whole layout, and with those for a part.
+
+The device has a part in the middle, and its halos already; nothing is exchanged. Both choices of tiles take turns.
+
+Example:
+    python bench/part_tiles.py --json bench/results/h200/part_tiles.json
+    python bench/part_tiles.py --devices 8 --splits width-s6x8x8
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from environment import environment
+from scaling_problems import Curve, curves
+from several_devices import add_turns, difference, take_turns
+from timing import ratio
+
+from natten_jax import run
+from natten_jax.backends.base import Operands, Output
+from natten_jax.devices import default_device
+from natten_jax.halo import Halo, halos_of
+from natten_jax.passes import PASSES, Pass
+from natten_jax.plan import BackendId
+from natten_jax.resolve import Request, resolve
+
+WHOLE, PART = "tiles for the whole layout", "tiles for the part"
+
+
+def measure(curve: Curve, devices: int, pass_: Pass, options: argparse.Namespace) -> dict[str, Any]:
+    """Figures of a row; of tiles alone where both choices are the same."""
+    problem, parts = curve.share(devices), curve.parts(devices)
+    whole = Request(problem, backend=str(BackendId(options.family, problem.operator)))
+    requests = {WHOLE: whole, PART: dataclasses.replace(whole, parts=parts)}
+    tiles = {name: resolve(request, default_device(), pass_).tiles for name, request in requests.items()}
+    row: dict[str, Any] = {"problem": problem.describe(), "parts": parts, "tiles": tiles}
+    if tiles[WHOLE] == tiles[PART]:
+        return row
+    operands, cotangent = draw(curve, [halo.evened() for halo in halos_of(problem, parts)])
+    saved = jax.jit(lambda operands: run.forward_saving(whole, operands))(operands)
+    cotangents = Output(cotangent, jnp.zeros_like(saved.logsumexp))
+
+    def compiled(request: Request) -> tuple[jax.stages.Compiled, Sequence[Any]]:
+        if pass_ == "forward":
+            return jax.jit(lambda operands: run.forward(request, operands)).lower(operands).compile(), [operands]
+        arguments = operands, saved, cotangents
+        return jax.jit(lambda *each: run.backward(request, *each)).lower(*arguments).compile(), arguments
+
+    programs = {name: compiled(request) for name, request in requests.items()}
+    results = [program(*arguments) for program, arguments in programs.values()]
+    times = take_turns(programs, options)
+    return row | {
+        "milliseconds": {name: 1e3 * statistics.median(found) for name, found in times.items()},
+        "speedup": ratio(times[WHOLE], times[PART]),
+        "difference": difference(results[1], results[0]),
+    }
+
+
+def draw(curve: Curve, halos: Sequence[Halo]) -> tuple[Operands, jax.Array]:
+    """What the device in the middle has, halos included, and the cotangent of its output."""
+    benchmark = curve.on_one.benchmark
+    starts = [halo.parts // 2 * halo.part for halo in halos]
+    first_keys = [0 if halo.is_gathered else start - halo.before for halo, start in zip(halos, starts, strict=True)]
+
+    def of_part(array: jax.Array) -> jax.Array:
+        return cut(array, starts, [halo.part for halo in halos])
+
+    def with_halos(array: jax.Array) -> jax.Array:
+        room = [(0, 0) if halo.is_gathered else (halo.before, halo.after) for halo in halos]
+        padded = jnp.pad(array, [(0, 0), *room, (0, 0), (0, 0)])
+        firsts = [first + before for first, (before, _) in zip(first_keys, room, strict=True)]
+        lengths = [halo.extent if halo.is_gathered else halo.before + halo.part + halo.after for halo in halos]
+        return cut(padded, firsts, lengths)
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    cotangent, query, key, value = (jax.random.normal(each, benchmark.shape, benchmark.dtype) for each in keys)
+    pad = [0] * (3 - len(halos))
+    origins = jnp.array([[*pad, *starts], [*pad, *first_keys]], jnp.int32)
+    return Operands(of_part(query), with_halos(key), with_halos(value), None, None, origins), of_part(cotangent)
+
+
+def cut(array: jax.Array, starts: Sequence[int], lengths: Sequence[int]) -> jax.Array:
+    """Some tokens of ``[batch, *layout, heads, head_dim]``."""
+    ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+    return array[(slice(None), *map(slice, starts, ends))]
+
+
+def main() -> int:
+    """Measure, print a table, save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [curve.name for curve in curves("strong", is_small=False) if not curve.is_over_heads]
+    parser.add_argument("--devices", type=int, nargs="+", default=[4, 8], help="over which a problem is split")
+    parser.add_argument("--splits", nargs="+", choices=names, default=names)
+    parser.add_argument("--family", default="hopper", help="of the backend")
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
+    add_turns(parser)
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    options = parser.parse_args()
+    chosen = [curve for curve in curves("strong", is_small=False) if curve.name in options.splits]
+    results: dict[str, dict[str, Any]] = {}
+    for curve, devices, pass_ in itertools.product(chosen, options.devices, options.passes):
+        if curve.obstacle(devices) is not None:
+            continue
+        name = f"{options.family} {pass_}, {curve.name} over {devices}"
+        row = results[name] = measure(curve, devices, pass_, options)
+        line = f"{name:46}{row['tiles'][WHOLE]!s:24} {row['tiles'][PART]!s:24}"
+        if "speedup" in row:
+            line += "".join(f"{time:10.3f}" for time in row["milliseconds"].values())
+            line += f"{row['speedup']:8.3f}{row['difference']:10.1e}"
+        print(line, flush=True)
+        if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps({"environment": environment(), "results": results}, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
