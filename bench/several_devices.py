@@ -51,7 +51,7 @@ MODES = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
 PASSES = ("forward", "forward+backward")
 EXCHANGE = "exchange milliseconds"
 HALOS_FIRST, COPIED = "halos first", "halos copied"
-#: Of XLA for GPUs: permutes between devices of one process are copies and not kernels.
+#: Of XLA for GPUs, since JAX 0.11: permutes between devices of one process are copies and not kernels.
 COPIES_HALOS = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
 Name = TypeVar("Name")
 COLLECTIVES = re.compile(r"= \S+ (all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(")
@@ -140,7 +140,7 @@ def measure(split: str, mode: str, family: str, pass_: str, options: argparse.Na
             # A function of its own: JAX would find the program that it compiled before.
             apart_first = jax.jit(lambda *arrays: function(*arrays)).lower(*parts).compile()
         programs[HALOS_FIRST] = apart_first, parts
-        if devices[0].platform == "gpu":
+        if devices[0].platform == "gpu" and jax.__version_info__ >= (0, 11):
             copied = jax.jit(lambda *arrays: function(*arrays)).lower(*parts)
             programs[COPIED] = copied.compile(compiler_options=COPIES_HALOS), parts
     apart = difference(on_several(*parts), on_one(*whole))
