@@ -19,6 +19,7 @@ from natten_jax.halo import Halo, travel_order
 from natten_jax.mesh.exchange import FIRST_TOKEN_AXIS, Exchange
 from natten_jax.mesh.line import Line
 from natten_jax.mesh.moves import edge_for_neighbor, received_from_neighbor, returned_to_neighbors, unknown
+from natten_jax.mesh.words import elements_of, words_of
 from natten_jax.problem import Problem
 
 _Tree = TypeVar("_Tree")
@@ -90,7 +91,7 @@ class Travel:
     """The exchange of keys and values, a slab while the one before is attended to.
 
     XLA has one exchange on its way at a time. So the first one travels while a device's own keys run, the second while
-    the first slab does, and so on; and a slab of keys goes with that of values.
+    the first slab does, and so on; and a slab of keys goes with that of values. What is cut is cut in words.
     """
 
     def __init__(self, places: Sequence[Place], exchange: Exchange, operands: Operands) -> None:
@@ -98,7 +99,8 @@ class Travel:
         self._exchange = exchange
         self._next = 0
         self._edge = self._next_edge()
-        self._patchworks = [_Patchwork(operands.key), _Patchwork(operands.value)]
+        self._dtypes = operands.key.dtype, operands.value.dtype
+        self._patchworks = [_Patchwork(words_of(operands.key)), _Patchwork(words_of(operands.value))]
         self._arriving: list[jax.Array] = []
 
     def started_before(self, arrays: _Tree, of_queries: _Other) -> tuple[_Tree, _Other]:
@@ -123,7 +125,8 @@ class Travel:
         first_query = place.first_query[place.dimension]
         sent, first_query, arrays = jax.lax.optimization_barrier((self._sent(place), first_query, arrays))
         self._arriving = [received_from_neighbor(slab, place.number, *route) for slab in sent]
-        seeing = jax.tree.map(place.starting(first_query).cut, of_queries)
+        place = place.starting(first_query)
+        seeing = jax.tree.map(lambda array: elements_of(place.cut(words_of(array)), array.dtype), of_queries)
         arrays, seeing = jax.lax.optimization_barrier((arrays, seeing))
         return arrays, seeing
 
@@ -136,7 +139,7 @@ class Travel:
         slabs = list(arrived) if len(arrived) == 2 else [arrived[0][i] for i in range(2)]
         pairs = zip(self._patchworks, slabs, strict=True)
         self._patchworks = [each.with_slab(dimension, slab) for each, slab in pairs]
-        return slabs, result
+        return list(map(elements_of, slabs, self._dtypes)), result
 
     def _next_edge(self) -> jax.Array | None:
         if self._next == len(self.places):
@@ -148,7 +151,8 @@ class Travel:
         """What another device needs: of keys and of values, or of both together."""
         assert self._edge is not None
         first, other = slabs = [each.sent(place, self._edge, self._exchange) for each in self._patchworks]
-        if first.shape != other.shape or first.nbytes + other.nbytes <= _COMBINED_BYTES:
+        are_alike = first.shape == other.shape and first.dtype == other.dtype
+        if not are_alike or first.nbytes + other.nbytes <= _COMBINED_BYTES:
             return slabs
         return [_stacked(slabs)]
 
