@@ -52,7 +52,7 @@ PASSES = ("forward", "forward+backward")
 EXCHANGE = "exchange milliseconds"
 HALOS_FIRST, COPIED = "halos first", "halos copied"
 #: Of XLA for GPUs, since JAX 0.11: permutes between devices of one process are copies and not kernels.
-COPIES_HALOS = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
+COPIES_HALOS: dict[str, str | bool] = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
 Name = TypeVar("Name")
 COLLECTIVES = re.compile(r"= \S+ (all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(")
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_sharded.py"
