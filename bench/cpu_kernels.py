@@ -7,7 +7,6 @@ Example:
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from environment import environment
+from record import save
 
 import natten_jax
 from natten_jax import windows
@@ -167,8 +166,7 @@ def main() -> None:
     for name in arguments.problems:
         rows += measure(BENCHMARKS[name], arguments.dtype, arguments.repeats, arguments.implementations)
     print_table(rows)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"environment": environment(), "results": rows}, indent=2) + "\n")
+    save(rows, arguments.json)
 
 
 if __name__ == "__main__":

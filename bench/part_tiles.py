@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from environment import environment
+from record import save
 from scaling_problems import Curve, curves
 from several_devices import add_turns, difference, take_turns
 from timing import ratio
@@ -119,9 +118,7 @@ def main() -> int:
             line += "".join(f"{time:10.3f}" for time in row["milliseconds"].values())
             line += f"{row['speedup']:8.3f}{row['difference']:10.1e}"
         print(line, flush=True)
-        if options.json:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps({"environment": environment(), "results": results}, indent=2) + "\n")
+        save(results, options.json)
     return 0
 
 

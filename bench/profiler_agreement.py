@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import collections
 import functools
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from environment import environment
+from record import save
 
 import natten_jax
 from natten_jax.devices import default_device
@@ -144,9 +143,7 @@ def main() -> None:
         results.append(found)
         texts = (f"{found[name]:{width}.{3 if '/' in name else 2}f}" for name, width in widths.items())
         print(f"{line:46}" + "".join(texts), flush=True)
-    if options.json is not None:
-        data = {"environment": environment(), "results": results}
-        options.json.write_text(json.dumps(data, indent=2) + "\n")
+    save(results, options.json)
 
 
 if __name__ == "__main__":

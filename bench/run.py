@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -22,8 +21,8 @@ from typing import Any
 
 import jax
 from benchmarks import BENCHMARKS, Benchmark
-from environment import environment
 from implementations import ELEMENT_TYPES, IMPLEMENTATIONS, default_names, ours
+from record import save
 from timing import MODES, Runner, compile_backward, compile_runner, ratio, take_turns
 
 from natten_jax.cost.work import flops
@@ -147,9 +146,7 @@ def main() -> int:
         for row in rows:
             results[name if len(rows) == 1 else f"{name}/{row['dtype']}"] = row
             print_row(name, row)
-        if options.json:  # at once: a run that is cut short keeps what it measured
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps({"environment": environment(), "results": results}, indent=2) + "\n")
+        save(results, options.json)
     if options.plot:
         from plot import draw_speedups
 

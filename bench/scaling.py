@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,9 +25,9 @@ from typing import Any, NamedTuple
 import jax
 import several_devices
 from benchmarks import Benchmark
-from environment import environment
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from record import save
 from scaling_predictions import figures, predictions, relative_errors
 from scaling_problems import SCALINGS, Curve, curves
 from several_devices import (
@@ -163,13 +162,6 @@ def print_points(name: str, points: Sequence[dict[str, Any]]) -> None:
         if measured := point.get("measured"):
             line += f"{measured['difference']:12.1e}  {measured.get('collectives', '')}"
         print(line, flush=True)
-
-
-def save(results: dict[str, dict[str, Any]], path: Path | None) -> None:
-    """Write what there is so far, if it is asked for."""
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"environment": environment(), "results": results}, indent=2) + "\n")
 
 
 def parse() -> argparse.Namespace:

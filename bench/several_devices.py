@@ -22,7 +22,6 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
-import json
 import math
 import re
 import statistics
@@ -36,11 +35,11 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from benchmarks import BENCHMARKS, Benchmark
-from environment import environment
 from exchanges import exchange_milliseconds, halos_first, timeline
 from implementations import ours
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from record import save
 from timing import ratio
 
 from natten_jax.devices import default_device
@@ -277,9 +276,7 @@ def main() -> int:
         if others:
             line += f"; others alone: {', '.join(f'{each:.3f}' for each in others)} ms"
         print(line, flush=True)
-        if options.json:  # at once: a run that is cut short keeps what it measured
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps({"environment": environment(), "results": results}, indent=2) + "\n")
+        save(results, options.json)
     return 0
 
 
