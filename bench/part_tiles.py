@@ -70,22 +70,20 @@ def draw(curve: Curve, halos: Sequence[Halo]) -> tuple[Operands, jax.Array]:
     """What the device in the middle has, halos included, and the cotangent of its output."""
     benchmark = curve.on_one.benchmark
     starts = [halo.parts // 2 * halo.part for halo in halos]
-    first_keys = [0 if halo.is_gathered else start - halo.before for halo, start in zip(halos, starts, strict=True)]
+    held = [halo.held(start) for halo, start in zip(halos, starts, strict=True)]
 
     def of_part(array: jax.Array) -> jax.Array:
         return cut(array, starts, [halo.part for halo in halos])
 
     def with_halos(array: jax.Array) -> jax.Array:
-        room = [(0, 0) if halo.is_gathered else (halo.before, halo.after) for halo in halos]
+        room = [(max(-begin, 0), max(end - halo.extent, 0)) for halo, (begin, end) in zip(halos, held, strict=True)]
         padded = jnp.pad(array, [(0, 0), *room, (0, 0), (0, 0)])
-        firsts = [first + before for first, (before, _) in zip(first_keys, room, strict=True)]
-        lengths = [halo.extent if halo.is_gathered else halo.before + halo.part + halo.after for halo in halos]
-        return cut(padded, firsts, lengths)
+        return cut(padded, [max(begin, 0) for begin, _ in held], [end - begin for begin, end in held])
 
     keys = jax.random.split(jax.random.key(0), 4)
     cotangent, query, key, value = (jax.random.normal(each, benchmark.shape, benchmark.dtype) for each in keys)
     pad = [0] * (3 - len(halos))
-    origins = jnp.array([[*pad, *starts], [*pad, *first_keys]], jnp.int32)
+    origins = jnp.array([[*pad, *starts], [*pad, *(begin for begin, _ in held)]], jnp.int32)
     return Operands(of_part(query), with_halos(key), with_halos(value), None, None, origins), of_part(cotangent)
 
 

@@ -73,7 +73,7 @@ def _split_times(curve: Curve, family: str, pass_: str, devices: int) -> list[Sp
 
 
 def _split_time(curve: Curve, family: str, pass_: Pass, devices: int) -> SplitTime | None:
-    problem, parts = curve.share(devices), tuple(curve.parts(devices))
+    problem, parts = curve.share(devices), curve.parts(devices)
     request = Request(problem, backend=str(BackendId(family, problem.operator)), parts=parts)
     try:
         plan = resolve(request, _GPU, pass_)

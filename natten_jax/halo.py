@@ -51,6 +51,13 @@ class Halo:
         """Whether some part needs all keys: then every part gets them."""
         return self.parts > 1 and self.received >= self.extent - self.part
 
+    def held(self, first: int) -> tuple[int, int]:
+        """The keys, first and behind the last, that a part which begins there has with its halos.
+
+        There is room on both sides, whichever one a device needs: some may lie outside of the layout.
+        """
+        return (0, self.extent) if self.is_gathered else (first - self.before, first + self.part + self.after)
+
     def slabs(self, tokens: int) -> tuple[int, ...]:
         """Tokens of one side's halo by the part that they come from: the next one, the one behind it, and so on."""
         whole, rest = divmod(tokens, self.part)

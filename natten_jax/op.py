@@ -83,10 +83,12 @@ class _Travel:
     """How the halos of a device's part travel, where ``token_axes`` says what the part is.
 
     Attributes:
+        request: What the device runs.
         exchange: What brings them.
         passes: Those that compute meanwhile.
     """
 
+    request: Request
     exchange: Exchange
     passes: Sequence[Pass]
 
@@ -99,16 +101,17 @@ def _travel_of(request: Request) -> _Travel | None:
     """
     if not request.token_axes:
         return None
+    part = _of_part(request)
     for device in local_devices():
         try:
-            plans = [resolve(_of_part(request), device, pass_) for pass_ in PASSES]
+            plans = [resolve(part, device, pass_) for pass_ in PASSES]
         except ValueError:
             continue
         if any(backends.find(plan.backend, plan.backend.operator).is_pure_jax for plan in plans):
             return None  # JAX differentiates it, exchange and all
         exchange = Exchange.of(request.problem, line.lines_of(request.token_axes))
         passes = [plan.pass_ for plan in plans if overlap_that_pays(plan, tuple(exchange.halos)) is not None]
-        return _Travel(exchange, passes) if passes else None
+        return _Travel(part, exchange, passes) if passes else None
     return None
 
 
@@ -123,10 +126,9 @@ def _run_forward(
     travel = _travel_of(request)
     if travel is None:
         return function(request, operands)
-    part = _of_part(request)
     if "forward" in travel.passes:
-        return overlap.forward(run.forward_saving, part, travel.exchange, operands)
-    return function(part, travel.exchange.brought(operands))
+        return overlap.forward(run.forward_saving, travel.request, travel.exchange, operands)
+    return function(travel.request, travel.exchange.brought(operands))
 
 
 def _attend_forward(request: Request, operands: Operands) -> tuple[Output, tuple[Operands, Saved]]:
@@ -142,7 +144,7 @@ def _attend_backward(request: Request, residuals: tuple[Operands, Saved], cotang
     if travel is None:
         gradients = run.backward(request, *residuals, cotangents)
     else:
-        gradients = overlap.backward(run.backward, _of_part(request), travel.exchange, *residuals, cotangents)
+        gradients = overlap.backward(run.backward, travel.request, travel.exchange, *residuals, cotangents)
     return (Operands._make([*gradients, None]),)  # origins are integers and have no gradient
 
 

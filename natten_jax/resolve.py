@@ -102,7 +102,7 @@ def plan_with(backend: Backend, request: Request, device: Device, pass_: Pass) -
     plan = Plan(problem, pass_, BackendId(backend.family, problem.operator), device.platform, performance)
     if request.performance.tiles(pass_) is not None or math.prod(request.parts) == 1:
         return plan
-    return tiled_for_part(plan, request.parts, tuple(backend.tile_pairs(problem, device, pass_)))
+    return tiled_for_part(plan, request.parts, backend.tile_pairs(problem, device, pass_))
 
 
 def rejections(problem: Problem, device: Device, pass_: Pass) -> dict[BackendId, str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 from natten_jax.cost.calibration import calibration_for
 from natten_jax.cost.communication import predict_split
@@ -21,8 +22,7 @@ _PAIRS = 64
 _CLEARLY_FASTER = 0.95
 
 
-@functools.lru_cache(maxsize=1024)
-def tiled_for_part(plan: Plan, parts: tuple[int, ...], pairs: tuple[TilePair, ...]) -> Plan:
+def tiled_for_part(plan: Plan, parts: tuple[int, ...], pairs: Sequence[TilePair]) -> Plan:
     """The plan with the tiles that a device's part takes the least time with, halos and all.
 
     Args:
@@ -33,7 +33,11 @@ def tiled_for_part(plan: Plan, parts: tuple[int, ...], pairs: tuple[TilePair, ..
     Returns:
         The plan as it is where other tiles are not clearly faster, or the kernels were not calibrated.
     """
+    return _fastest(plan, parts, tuple(pairs[:_PAIRS]))
 
+
+@functools.lru_cache(maxsize=1024)
+def _fastest(plan: Plan, parts: tuple[int, ...], pairs: tuple[TilePair, ...]) -> Plan:
     def seconds(plan: Plan) -> float | None:
         calibration = calibration_for(plan.backend.family)
         split = None if calibration is None else predict_split(plan, parts, calibration)
@@ -43,7 +47,7 @@ def tiled_for_part(plan: Plan, parts: tuple[int, ...], pairs: tuple[TilePair, ..
     if as_it_is is None:
         return plan
     best, limit = plan, _CLEARLY_FASTER * as_it_is
-    for pair in pairs[:_PAIRS]:
+    for pair in pairs:
         other = dataclasses.replace(plan, performance=plan.performance.with_tiles(plan.pass_, pair))
         time = seconds(other)
         if time is not None and time < limit:

@@ -62,11 +62,10 @@ def visits_at_once(plan: Plan, halos: Sequence[Halo]) -> Visits:
     """Of a call with own keys and all halos, on the device that visits most."""
 
     def of_dimension(axis: Axis, halo: Halo, tile: tuple[int, int]) -> Visits:
-        found = []
-        for first in _starts_of_some_parts(halo):
-            # There is room on both sides, whichever one a device needs.
-            keys = (0, halo.extent) if halo.is_gathered else (first - halo.before, first + halo.part + halo.after)
-            found.append(visits(axis, plan.pass_, tile, (first, first + halo.part), keys))
+        found = (
+            visits(axis, plan.pass_, tile, (first, first + halo.part), halo.held(first))
+            for first in _starts_of_some_parts(halo)
+        )
         return max(found, key=lambda each: each.inner)
 
     of_all = map(of_dimension, plan.problem.axes, halos, zip(*plan.tiles, strict=True))

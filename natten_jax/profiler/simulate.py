@@ -9,7 +9,6 @@ from typing import Any, TextIO
 from natten_jax import backends, simulator
 from natten_jax.devices import Device
 from natten_jax.passes import Pass
-from natten_jax.plan import Plan
 from natten_jax.profiler import split
 from natten_jax.profiler.configurations import Listing, listing, main_part, tile_text
 from natten_jax.profiler.options import Options
@@ -17,7 +16,7 @@ from natten_jax.profiler.report import context, problem_line
 from natten_jax.profiler.split import splits_tokens, token_parts
 from natten_jax.profiler.tables import Table, digits, format_time, print_lines, print_table
 from natten_jax.profiler.workload import device_parts, passes, request_of
-from natten_jax.resolve import resolve
+from natten_jax.resolve import Request, resolve
 from natten_jax.simulator import Recommendation, Simulation, SplitTime
 
 
@@ -50,9 +49,7 @@ def simulate(options: Options, device: Device) -> Simulated:
     request = main_part(options).request
     simulated: dict[Pass, tuple[str, Simulation]] = {}
     times: dict[Pass, SplitTime | None] = {}
-    of_device = device_parts(options)[0].request
-    if splits_tokens(options):
-        of_device = dataclasses.replace(of_device, parts=tuple(token_parts(options)))
+    of_device = dataclasses.replace(device_parts(options)[0].request, parts=token_parts(options))
     first: Listing | None = None
     for pass_ in passes(options):
         plan = resolve(request, device, pass_)
@@ -60,7 +57,7 @@ def simulate(options: Options, device: Device) -> Simulated:
         simulated[pass_] = str(plan.backend), offered.simulate(plan.tiles, device)
         first = first or offered
         if options.devices > 1:
-            times[pass_] = _split_time(options, resolve(of_device, device, pass_), device)
+            times[pass_] = _split_time(options, of_device, device, pass_)
     assert first is not None
     recommendation = None
     forward = simulated["forward"][1]
@@ -74,13 +71,14 @@ def simulate(options: Options, device: Device) -> Simulated:
     return Simulated(options, device, simulated, times, recommendation)
 
 
-def _split_time(options: Options, plan: Plan, device: Device) -> SplitTime | None:
+def _split_time(options: Options, request: Request, device: Device, pass_: Pass) -> SplitTime | None:
     """What a pass takes on several devices, from how it runs on one with its share of batch and heads."""
+    plan = resolve(request, device, pass_)
     calibration = simulator.calibration_for(plan.backend.family, device.compute_capability)
     if calibration is None:
         return None
     if splits_tokens(options):
-        return simulator.predict_split(plan, token_parts(options), calibration)
+        return simulator.predict_split(plan, request.parts, calibration)
     seconds = simulator.simulate(plan.problem, plan.tiles, plan.pass_, calibration=calibration).seconds
     return None if seconds is None else SplitTime(options.devices, plan.tiles, 0, seconds, 0.0, 0.0)
 
