@@ -54,6 +54,7 @@ py::dict limits() {
       "sm90"_a =
           py::dict("head_dim_step"_a = sm90::kHeadDimStep, "largest_head_dim"_a = sm90::kLargestHeadDim,
                    "forward"_a = described(sm90::kForwardForms), "backward"_a = described(sm90::kBackwardForms),
+                   "largest_continued_head_dim"_a = sm90::kLargestContinuedHeadDim,
                    "shared_memory"_a = sm90::kSharedMemory, "tiles_worth_counting"_a = sm90::kTilesWorthCounting));
 }
 

@@ -22,10 +22,17 @@ from natten_jax.mesh import types as mesh_types
 
 
 class ResultType(NamedTuple):
-    """Shape and element type of a target's result."""
+    """What a target's result is.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its element type.
+        replaces: The number of the operand whose place in memory it takes, if it does.
+    """
 
     shape: tuple[int, ...]
     dtype: Any
+    replaces: int | None = None
 
 
 def call(
@@ -40,7 +47,8 @@ def call(
         **attributes: Integers are passed as int64, sequences of them as int64 arrays, floats as float32.
     """
     arrays = mesh_types.vary_alike(operands)
-    types = [mesh_types.type_like(arrays[0], *result) for result in results]
+    types = [mesh_types.type_like(arrays[0], result.shape, result.dtype) for result in results]
+    in_place = {result.replaces: i for i, result in enumerate(results) if result.replaces is not None}
     values = {
         name: value
         if isinstance(value, int)
@@ -49,7 +57,7 @@ def call(
         else np.asarray(value, np.int64)
         for name, value in attributes.items()
     }
-    return list(jax.ffi.ffi_call(target, types)(*arrays, **values))
+    return list(jax.ffi.ffi_call(target, types, input_output_aliases=in_place)(*arrays, **values))
 
 
 def build_info() -> Mapping[str, Any]:

@@ -127,7 +127,7 @@ def _run_forward(
     if travel is None:
         return function(request, operands)
     if "forward" in travel.passes:
-        return overlap.forward(run.forward_saving, travel.request, travel.exchange, operands)
+        return overlap.forward(run.forward_saving, run.forward_continued, travel.request, travel.exchange, operands)
     return function(travel.request, travel.exchange.brought(operands))
 
 

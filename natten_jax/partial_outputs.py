@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.backends.base import Saved
+from natten_jax.backends.base import Operands, Saved
+from natten_jax.query_box import QueryBox
 
 _LOG2_E = 1 / math.log(2)
 
@@ -32,6 +34,24 @@ def merged(one: Saved, other: Saved) -> Saved:
     share = jnp.where(total == 0, 0, weights[1] / total)[..., None]
     out = one.out.astype(total.dtype) * (1 - share) + other.out.astype(total.dtype) * share
     return Saved(out.astype(one.out.dtype), logsumexp, remainder)
+
+
+def continued(forward_saving: Callable[[Operands], Saved], operands: Operands, saved: Saved, seeing: QueryBox) -> Saved:
+    """What is saved of attention to more keys, after a pass on others.
+
+    Args:
+        forward_saving: A forward pass.
+        operands: Of all queries, and of keys that only queries of the box see; with origins.
+        saved: What earlier passes saved.
+        seeing: The box.
+    """
+    assert operands.origins is not None
+    start = jnp.pad(seeing.first, (operands.origins.shape[1] - seeing.first.size, 0))
+    origins = operands.origins + jnp.stack([start, jnp.zeros_like(start)])
+    found = forward_saving(operands._replace(query=seeing.copied(operands.query), origins=origins))
+    both = merged(jax.tree.map(seeing.cut, saved), found)
+    result: Saved = jax.tree.map(seeing.put, saved, both)
+    return result
 
 
 def _base2(logsumexp: jax.Array) -> jax.Array:

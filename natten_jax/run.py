@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,9 +18,11 @@ from natten_jax.mesh import overlap
 from natten_jax.mesh.exchange import Exchange
 from natten_jax.mesh.roles import Role, roles_of
 from natten_jax.mesh.types import type_like
+from natten_jax.partial_outputs import continued
 from natten_jax.passes import Pass
 from natten_jax.plain_steps import PlainForward
 from natten_jax.plan import Plan
+from natten_jax.query_box import QueryBox
 from natten_jax.resolve import Request, resolve
 from natten_jax.steps import Derivative, Result, Run, Step
 
@@ -81,16 +84,20 @@ class _PassStep(Step):
 
         if overlap_that_pays(plan, tuple(exchange.halos)) is None:
             return super().compute_exchanging(run, plan, request, exchange, *arguments)
-        # What a forward pass saves is what its parts are merged by.
-        of_part = _FORWARD_SAVING if self.kind.pass_ == "forward" else self.kind
 
-        def run_part(request: Request, *arguments: Any) -> Any:
+        def run_part(kind: _Kind, request: Request, *arguments: Any) -> Any:
             leaves, structure = jax.tree.flatten(arguments)
-            types = of_part.types(request, *arguments)
-            return jax.tree.unflatten(jax.tree.structure(types), run(_PassStep(of_part, structure), request, leaves))
+            types = kind.types(request, *arguments)
+            return jax.tree.unflatten(jax.tree.structure(types), run(_PassStep(kind, structure), request, leaves))
 
-        compute = overlap.forward if self.kind.pass_ == "forward" else overlap.backward
-        found = compute(run_part, request, exchange, *self._arguments(arguments))
+        every = self._arguments(arguments)
+        found: Any
+        if self.kind.pass_ == "forward":
+            # What a forward pass saves is what its parts are merged by.
+            run_first, run_on = (functools.partial(run_part, each) for each in (_FORWARD_SAVING, _FORWARD_CONTINUED))
+            found = overlap.forward(run_first, run_on, request, exchange, *every)
+        else:
+            found = overlap.backward(functools.partial(run_part, self.kind), request, exchange, *every)
         results: list[Any] = jax.tree.leaves(Output(*found[:2]) if self.kind is _FORWARD else found)
         return results
 
@@ -137,6 +144,19 @@ def forward_saving(request: Request, operands: Operands) -> Saved:
     return result
 
 
+def forward_continued(request: Request, operands: Operands, saved: Saved, seeing: QueryBox) -> Saved:
+    """What is saved of attention to these keys, too, after a pass on others.
+
+    Args:
+        request: The call.
+        operands: Of all queries, and of keys that only queries of the box see.
+        saved: What earlier passes saved.
+        seeing: The box.
+    """
+    result: Saved = _run(_FORWARD_CONTINUED, request, operands, saved, seeing)
+    return result
+
+
 def backward(request: Request, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
     """The gradients of the differentiable operands."""
     result: Gradients = _run(_BACKWARD, request, operands, saved, cotangents)
@@ -172,7 +192,7 @@ def _output_types(request: Request, operands: Any) -> Output:
     )
 
 
-def _saved_types(request: Request, operands: Any) -> Saved:
+def _saved_types(request: Request, operands: Any, *_: Any) -> Saved:
     output = _output_types(request, operands)
     return Saved(*output, output.logsumexp)
 
@@ -190,6 +210,16 @@ def _compute_saved(plan: Plan, request: Request, device: Device, operands: Opera
     return _backend(plan).forward_saving(plan, operands)
 
 
+def _compute_continued(
+    plan: Plan, request: Request, device: Device, operands: Operands, saved: Saved, seeing: QueryBox
+) -> Saved:
+    backend = _backend(plan)
+    found = backend.forward_continued(plan, operands, saved, seeing)
+    if found is not None:
+        return found
+    return continued(functools.partial(backend.forward_saving, plan), operands, saved, seeing)
+
+
 def _compute_gradients(
     plan: Plan, request: Request, device: Device, operands: Operands, saved: Saved, cotangents: Output
 ) -> Gradients:
@@ -200,6 +230,7 @@ def _compute_gradients(
 
 _FORWARD = _Kind("forward", _output_types, _compute_forward)
 _FORWARD_SAVING = _Kind("forward", _saved_types, _compute_saved)
+_FORWARD_CONTINUED = _Kind("forward", _saved_types, _compute_continued)
 _BACKWARD = _Kind("backward", _gradient_types, _compute_gradients)
 
 

@@ -16,6 +16,11 @@ PROBLEM_OPERANDS = ("query", "key", "value", "additional_keys", "additional_valu
 #: What the attribute ``axes`` holds of each of three token dimensions, in this order.
 AXIS_FIELDS = ("query_extent", "kv_extent", "kernel_size", "stride", "dilation", "is_causal")
 GRADIENTS = tuple(f"d{name}" for name in PROBLEM_OPERANDS[:5])
+#: Arrays of float32, whatever the others have.
+FLOAT32 = {
+    *("logsumexp", "remainder", "logsumexp_cotangent", "delta", "statistics"),
+    *("earlier_logsumexp", "earlier_remainder"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +40,8 @@ class Target:
         tiles: Tokens of the call's tiles, query and key/value.
         is_small: Whether it is of the form for small windows, which takes tiles of just as many tokens.
         scratch: Results of its own that hold nothing of use: shapes and element types.
+        replaces: By result, the operand whose place in memory it takes. Such a target continues calls of another one,
+            and has an attribute for how many queries it looks at.
         reads_origins: Whether the handler can check the values of the origins: those of a GPU lie in its memory.
     """
 
@@ -50,6 +57,7 @@ class Target:
     tiles: tuple[tuple[int, int, int], tuple[int, int, int]] = ((2, 2, 4), (2, 4, 4))
     is_small: bool = False
     scratch: Mapping[str, tuple[tuple[int, ...], Any]] = dataclasses.field(default_factory=dict)
+    replaces: Mapping[str, str] = dataclasses.field(default_factory=dict)
     reads_origins: bool = True
 
     @property
@@ -80,6 +88,19 @@ TARGETS = (
         choices={"is_ping_pong": 1, "is_persistent": 1},
         tile_tokens=(128, 128),
         scratch={"next_tile": ((1,), np.int32)},
+        reads_origins=False,
+    ),
+    Target(
+        "natten_jax_sm90_forward_continued",
+        "hopper-fna",
+        (*PROBLEM_OPERANDS, "first_query", *(f"earlier_{name}" for name in ("out", "logsumexp", "remainder"))),
+        platform="cuda",
+        dtype=np.float16,
+        head_dims=(64, 128),
+        choices={"is_ping_pong": 1, "is_persistent": 1},
+        tile_tokens=(128, 128),
+        scratch={"next_tile": ((1,), np.int32)},
+        replaces={name: f"earlier_{name}" for name in ("out", "logsumexp", "remainder")},
         reads_origins=False,
     ),
     Target(
@@ -193,8 +214,9 @@ def shapes_of(target: Target) -> dict[str, tuple[int, ...]]:
         "additional_keys": (2, 3, 1, head_dim),
         "additional_values": (2, 3, 1, head_dim_v),
         "origins": (2, 3),
-        **dict.fromkeys(("out", "out_cotangent"), (2, *tokens, 2, head_dim_v)),
-        **dict.fromkeys(("logsumexp", "remainder", "logsumexp_cotangent", "delta"), (2, *tokens, 2)),
+        "first_query": (3,),
+        **dict.fromkeys(("out", "out_cotangent", "earlier_out"), (2, *tokens, 2, head_dim_v)),
+        **dict.fromkeys(FLOAT32 - {"statistics"}, (2, *tokens, 2)),
         "statistics": (2, 2, *tokens, 2),
     }
 
@@ -203,14 +225,18 @@ def good_call(target: Target) -> Call:
     """A call of the small problem in which nothing is wrong."""
     rng = np.random.default_rng(0)
     shapes = shapes_of(target)
-    float32 = {"logsumexp", "remainder", "logsumexp_cotangent", "delta", "statistics"}
 
     def dtype(name: str) -> Any:
-        return np.float32 if name in float32 else target.dtype
+        return np.float32 if name in FLOAT32 else target.dtype
 
     operands = {name: rng.standard_normal(shapes[name]).astype(dtype(name)) for name in target.operands}
     if "origins" in operands:
         operands["origins"] = np.zeros((2, 3), np.int32)
+    if target.replaces:
+        # Nothing was found earlier.
+        operands["first_query"] = np.zeros(3, np.int32)
+        for name, value in (("out", 0), ("logsumexp", -np.inf), ("remainder", 0)):
+            operands[f"earlier_{name}"][...] = value
     # Weights and their gradients stay in the range of float16; the statistics' logarithms are to base 2.
     for name, shift in (("logsumexp", 3), ("statistics", 12)):
         if name in operands:
@@ -237,6 +263,7 @@ def good_call(target: Target) -> Call:
         operands,
         {
             **(of_problem if target.has_problem else {}),
+            **({"queries": np.array(tokens, np.int64)} if target.replaces else {}),
             **{name: np.int64(value) for name, value in target.choices.items()},
         },
         {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in results.items()},
@@ -248,6 +275,17 @@ def run_call(target: Target, call: Call) -> list[np.ndarray]:
 
     @jax.jit
     def run(*operands: jax.Array) -> Any:
-        return jax.ffi.ffi_call(target.name, list(call.results.values()))(*operands, **call.attributes)
+        in_place = {
+            list(call.operands).index(operand): list(call.results).index(result)
+            for result, operand in target.replaces.items()
+            if result in call.results and operand in call.operands and _are_alike(call, result, operand)
+        }
+        function = jax.ffi.ffi_call(target.name, list(call.results.values()), input_output_aliases=in_place)
+        return function(*operands, **call.attributes)
 
     return [np.asarray(result) for result in run(*call.operands.values())]
+
+
+def _are_alike(call: Call, result: str, operand: str) -> bool:
+    of_result, of_operand = call.results[result], call.operands[operand]
+    return bool(of_result.shape == of_operand.shape and of_result.dtype == of_operand.dtype)

@@ -22,6 +22,7 @@ from plans import plans_of
 from natten_jax.backends.base import Operands, Output, Saved
 from natten_jax.performance import KernelSchedule, Performance
 from natten_jax.problem import problem_of
+from natten_jax.query_box import QueryBox
 
 LAYOUT = (24, 28)
 WHOLE_LAYOUT, LARGE_LAYOUT = (14, 18), (40, 28)
@@ -114,6 +115,11 @@ def run(family: str, form: Form) -> None:
         return backend.forward_saving(plans["forward"], operands)
 
     @jax.jit
+    def continued(operands: Operands, saved: Saved) -> Saved | None:
+        seeing = QueryBox(jnp.zeros(2, jnp.int32), form.layout)
+        return backend.forward_continued(plans["forward"], operands, saved, seeing)
+
+    @jax.jit
     def backward(operands: Operands, saved: Saved) -> Any:
         return backend.backward(plans["backward"], operands, saved, Output(cotangent, logsumexp_cotangent))
 
@@ -125,6 +131,9 @@ def run(family: str, form: Form) -> None:
             saved = jax.tree.map(np.asarray, forward(operands))
             results = jax.tree.leaves((saved, backward(operands, saved)))
             assert all(np.isfinite(np.asarray(result, np.float32)).all() for result in results), (form, factor)
+            twice = continued(operands._replace(origins=jnp.zeros((2, 3), jnp.int32)), saved)
+            if twice is not None:  # attended to the same keys again
+                np.testing.assert_allclose(twice.logsumexp, saved.logsumexp + np.log(2), rtol=1e-6, atol=1e-5)
 
 
 def main() -> int:

@@ -14,8 +14,6 @@ import numpy as np
 from ffi_calls import AXIS_FIELDS, TARGETS, Call, Target, axes_of, axis_fields, good_call, run_call
 
 TILES = ("q_tile_shape", "kv_tile_shape")
-#: Values per attribute.
-LENGTHS = {"axes": 18, **dict.fromkeys(TILES, 3)}
 DTYPES = (np.float32, np.float16, np.int32, np.int8, np.bool_)
 INT64_MAX, INT64_MIN = 2**63 - 1, -(2**63)
 INT32_MAX, INT32_MIN = 2**31 - 1, -(2**31)
@@ -87,6 +85,8 @@ def operand_cases(target: Target) -> list[Case]:
             del shapes["empty-0"]  # nothing is sharded
         if name == "remainder":
             shapes["nearly-empty"] = (0, 1)
+        if array.ndim == 1:
+            del shapes["flat"]  # it is
         for kind, shape in shapes.items():
             cases.append(Case(f"{name}-{kind}", set_operand(name, np.zeros(shape, array.dtype)), ("natten_jax",)))
         for dtype in other_dtypes(array.dtype):
@@ -113,10 +113,11 @@ def operand_cases(target: Target) -> list[Case]:
     ]
 
 
-def attribute_cases() -> list[Case]:
+def attribute_cases(target: Target) -> list[Case]:
     """Wrong type, length and values of each attribute."""
     cases = []
-    for name, length in LENGTHS.items():
+    extents = (*TILES, "queries") if target.replaces else TILES
+    for name, length in {"axes": 18, **dict.fromkeys(extents, 3)}.items():
         ones = np.ones(length)
         cases += [
             Case(f"{name}-missing", delete_attribute(name), ("natten_jax", name)),
@@ -129,8 +130,8 @@ def attribute_cases() -> list[Case]:
                 for n in (0, 1, 2, length - 1, length + 1, 1000)
             ),
         ]
-    for name in (*AXIS_FIELDS, *TILES):
-        set_values = set_integers if name in TILES else set_axes
+    for name in (*AXIS_FIELDS, *extents):
+        set_values = set_integers if name in extents else set_axes
         bad: tuple[int, ...] = (-1, 2, INT32_MAX, INT64_MAX, INT64_MIN)
         if name != "is_causal":
             bad = (0, -1, INT32_MIN, INT32_MAX + 1, 2**62, INT64_MAX, INT64_MIN)
@@ -214,6 +215,22 @@ def choice_cases(target: Target) -> list[Case]:
         cases.append(Case("float32-everywhere", float32_everywhere, ("natten_jax", "float32", "float16 or bfloat16")))
         cases.append(Case("head-dim-60", narrow_heads, ("natten_jax", "head dimension", "60", "multiple of")))
     return cases
+
+
+def box_cases() -> list[Case]:
+    """Boxes of queries that are larger than the layout, or lie outside of it, where there is nothing to do."""
+    far = [(i, value) for i in range(3) for value in (-1, 3, 1000, INT32_MAX, INT32_MIN)]
+    return [
+        Case("queries-exceed-layout", set_integers(queries=(4, 6, 6)), ("natten_jax", "queries", "5 tokens")),
+        *(
+            Case(
+                f"first-query-{i}-{value}",
+                set_operand("first_query", np.array([value if i == j else 0 for j in range(3)], np.int32)),
+                None,
+            )
+            for i, value in far
+        ),
+    ]
 
 
 def reduction_cases() -> list[Case]:
@@ -325,7 +342,9 @@ def all_cases() -> dict[str, tuple[Target, Case]]:
     """By name, the target and the case."""
     cases = {}
     for target in TARGETS:
-        of_problem = [*attribute_cases(), *choice_cases(target), *origin_cases(target)]
+        of_problem = [*attribute_cases(target), *choice_cases(target), *origin_cases(target)]
+        if target.replaces:
+            of_problem += box_cases()
         own = of_problem if target.has_problem else reduction_cases()
         for case in (*operand_cases(target), *own, *result_cases(target)):
             cases[f"{target.name.removeprefix('natten_jax_')}-{case.name}"] = target, case

@@ -128,7 +128,8 @@ Error decode_axes(const xffi::Dictionary& dictionary, Axis (&axes)[kRank]) {
   return Error::Success();
 }
 
-Error decode_tile(const xffi::Dictionary& dictionary, const char* name, std::int64_t (&values)[kRank]) {
+/// Three positive numbers.
+Error decode_extents(const xffi::Dictionary& dictionary, const char* name, std::int64_t (&values)[kRank]) {
   const auto span = dictionary.get<xffi::Span<const std::int64_t>>(name);
   if (!span.has_value()) {
     return invalid("attribute ", name, " must be an int64 array of ", kRank, " values (", span.error().message(), ")");
@@ -144,6 +145,11 @@ Error decode_tile(const xffi::Dictionary& dictionary, const char* name, std::int
                      kLargestExtent);
     }
   }
+  return Error::Success();
+}
+
+Error decode_tile(const xffi::Dictionary& dictionary, const char* name, std::int64_t (&values)[kRank]) {
+  NATTEN_JAX_RETURN_IF_ERROR(decode_extents(dictionary, name, values));
   std::int64_t tokens = 1;
   for (const std::int64_t value : values) {
     // Both factors fit into 31 bits, so the product cannot overflow.
@@ -270,6 +276,16 @@ Error decode_choice(const xffi::Dictionary& dictionary, const char* name, std::i
   value = *number;
   if (value >= 0 && value <= largest) return Error::Success();
   return invalid("attribute ", name, " is ", value, ", but must lie between 0 and ", largest);
+}
+
+Error decode_queries(const xffi::Dictionary& dictionary, const Problem& p, std::int64_t (&queries)[kRank]) {
+  NATTEN_JAX_RETURN_IF_ERROR(decode_extents(dictionary, "queries", queries));
+  for (int i = 0; i < kRank; ++i) {
+    if (queries[i] <= p.axes[i].query.local_extent) continue;
+    return invalid("attribute queries is ", list(queries), ", but dimension ", i, " of query has ",
+                   p.axes[i].query.local_extent, " tokens");
+  }
+  return Error::Success();
 }
 
 Error decode_problem(const ProblemOperands& operands, const Attributes& a, const std::int32_t* origins, Call& call) {

@@ -42,6 +42,9 @@ xffi::Error decode_attributes(const xffi::Dictionary& dictionary, Attributes& at
 xffi::Error decode_choice(const xffi::Dictionary& dictionary, const char* name, std::int64_t largest,
                           std::int64_t& value);
 
+/// Decodes the attribute `queries`: how many of the local ones a call looks at, in each dimension.
+xffi::Error decode_queries(const xffi::Dictionary& dictionary, const Problem& problem, std::int64_t (&queries)[kRank]);
+
 /// Checks the operands against each other and the attributes, and describes the problem.
 ///
 /// Args:

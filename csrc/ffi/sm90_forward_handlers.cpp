@@ -1,5 +1,7 @@
-// The handler of the Hopper forward pass. Operands lie in device memory: their contents are the kernels' to read.
+// The handlers of the Hopper forward pass. Operands lie in device memory: their contents are the kernels' to read.
 #include <cuda_runtime_api.h>
+
+#include <string>
 
 #include "cuda/sm90/launch.h"
 #include "ffi/cuda_support.h"
@@ -14,38 +16,91 @@ using xffi::AnyBuffer;
 using xffi::Error;
 using Result = xffi::Result<AnyBuffer>;
 
+/// The results of both handlers.
+struct Results {
+  Result out, logsumexp, remainder, next_tile;
+};
+
+/// What a call continues: where its queries begin, and what earlier ones found, whose place the results take.
+struct Earlier {
+  AnyBuffer first_query, out, logsumexp, remainder;
+};
+
+Error check_in_place(const char* name, const AnyBuffer& operand, Result result) {
+  if (operand.untyped_data() == result->untyped_data()) return Error::Success();
+  return Error::InvalidArgument("natten_jax: the result " + std::string(name) + " must take the place of the operand");
+}
+
+Error decode_continuation(const Earlier& earlier, Results results, const xffi::Dictionary& dictionary,
+                          const Problem& problem, sm90::Continuation& continuation) {
+  NATTEN_JAX_RETURN_IF_ERROR(decode_queries(dictionary, problem, continuation.queries));
+  NATTEN_JAX_RETURN_IF_ERROR(check_array("first_query", earlier.first_query, xffi::DataType::S32, {kRank},
+                                         "it says where the queries begin that are looked at"));
+  NATTEN_JAX_RETURN_IF_ERROR(check_query_array("earlier_out", earlier.out, problem, false));
+  NATTEN_JAX_RETURN_IF_ERROR(check_query_array("earlier_logsumexp", earlier.logsumexp, problem, true));
+  NATTEN_JAX_RETURN_IF_ERROR(check_query_array("earlier_remainder", earlier.remainder, problem, true));
+  NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result remainder", *results.remainder, problem, true));
+  NATTEN_JAX_RETURN_IF_ERROR(check_in_place("out", earlier.out, results.out));
+  NATTEN_JAX_RETURN_IF_ERROR(check_in_place("logsumexp", earlier.logsumexp, results.logsumexp));
+  NATTEN_JAX_RETURN_IF_ERROR(check_in_place("remainder", earlier.remainder, results.remainder));
+  continuation.first_query = static_cast<const std::int32_t*>(earlier.first_query.untyped_data());
+  return Error::Success();
+}
+
+/// Runs a call; `earlier` is null where it continues nothing.
+Error run(const ProblemOperands& operands, const Earlier* earlier, Results results, cudaStream_t stream,
+          const xffi::Dictionary& dictionary) {
+  Attributes attributes;
+  std::int64_t is_ping_pong = 0, is_persistent = 0;
+  NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes, earlier == nullptr ? 2 : 3));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_ping_pong", 1, is_ping_pong));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_persistent", 1, is_persistent));
+  Call call;
+  const std::int32_t* origin_values = nullptr;
+  NATTEN_JAX_RETURN_IF_ERROR(decode_device_call(operands, attributes, call, origin_values));
+  NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result out", *results.out, call.problem, false));
+  NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result logsumexp", *results.logsumexp, call.problem, true));
+  float* remainder_values = nullptr;
+  NATTEN_JAX_RETURN_IF_ERROR(check_remainder("result remainder", *results.remainder, call.problem, remainder_values));
+  NATTEN_JAX_RETURN_IF_ERROR(
+      check_array("result next_tile", *results.next_tile, xffi::DataType::S32, {1}, "it is scratch for one number"));
+  sm90::Continuation continuation{};
+  if (earlier != nullptr) {
+    NATTEN_JAX_RETURN_IF_ERROR(decode_continuation(*earlier, results, dictionary, call.problem, continuation));
+  }
+  NATTEN_JAX_RETURN_IF_ERROR(check_compute_capability(9, 0));
+  const sm90::Arrays arrays{operands.query.untyped_data(),
+                            operands.key.untyped_data(),
+                            operands.value.untyped_data(),
+                            operands.additional_keys.untyped_data(),
+                            operands.additional_values.untyped_data(),
+                            origin_values,
+                            results.out->untyped_data(),
+                            static_cast<float*>(results.logsumexp->untyped_data()),
+                            remainder_values,
+                            static_cast<std::int32_t*>(results.next_tile->untyped_data())};
+  return error_of(sm90::run_forward(call.problem, call.tiles, arrays, earlier == nullptr ? nullptr : &continuation,
+                                    {is_ping_pong == 1, is_persistent == 1}, stream));
+}
+
 Error sm90_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
                    AnyBuffer additional_values, AnyBuffer origins, Result out, Result logsumexp, Result remainder,
                    Result next_tile, cudaStream_t stream, xffi::Dictionary dictionary) {
-  return guarded([&]() -> Error {
-    const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins};
-    Attributes attributes;
-    std::int64_t is_ping_pong = 0, is_persistent = 0;
-    NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes, 2));
-    NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_ping_pong", 1, is_ping_pong));
-    NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_persistent", 1, is_persistent));
-    Call call;
-    const std::int32_t* origin_values = nullptr;
-    NATTEN_JAX_RETURN_IF_ERROR(decode_device_call(operands, attributes, call, origin_values));
-    NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result out", *out, call.problem, false));
-    NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result logsumexp", *logsumexp, call.problem, true));
-    float* remainder_values = nullptr;
-    NATTEN_JAX_RETURN_IF_ERROR(check_remainder("result remainder", *remainder, call.problem, remainder_values));
-    NATTEN_JAX_RETURN_IF_ERROR(
-        check_array("result next_tile", *next_tile, xffi::DataType::S32, {1}, "it is scratch for one number"));
-    NATTEN_JAX_RETURN_IF_ERROR(check_compute_capability(9, 0));
-    const sm90::Arrays arrays{query.untyped_data(),
-                              key.untyped_data(),
-                              value.untyped_data(),
-                              additional_keys.untyped_data(),
-                              additional_values.untyped_data(),
-                              origin_values,
-                              out->untyped_data(),
-                              static_cast<float*>(logsumexp->untyped_data()),
-                              remainder_values,
-                              static_cast<std::int32_t*>(next_tile->untyped_data())};
-    return error_of(
-        sm90::run_forward(call.problem, call.tiles, arrays, {is_ping_pong == 1, is_persistent == 1}, stream));
+  return guarded([&] {
+    return run({query, key, value, additional_keys, additional_values, origins}, nullptr,
+               {out, logsumexp, remainder, next_tile}, stream, dictionary);
+  });
+}
+
+Error sm90_forward_continued(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
+                             AnyBuffer additional_values, AnyBuffer origins, AnyBuffer first_query,
+                             AnyBuffer earlier_out, AnyBuffer earlier_logsumexp, AnyBuffer earlier_remainder,
+                             Result out, Result logsumexp, Result remainder, Result next_tile, cudaStream_t stream,
+                             xffi::Dictionary dictionary) {
+  return guarded([&] {
+    const Earlier earlier{first_query, earlier_out, earlier_logsumexp, earlier_remainder};
+    return run({query, key, value, additional_keys, additional_values, origins}, &earlier,
+               {out, logsumexp, remainder, next_tile}, stream, dictionary);
   });
 }
 
@@ -59,10 +114,25 @@ XLA_FFI_DEFINE_HANDLER(kSm90Forward, sm90_forward,
                            .Attrs(),
                        {xffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(kSm90ForwardContinued, sm90_forward_continued,
+                       bind_problem()
+                           .Arg<AnyBuffer>()  // first_query
+                           .Arg<AnyBuffer>()  // earlier_out
+                           .Arg<AnyBuffer>()  // earlier_logsumexp
+                           .Arg<AnyBuffer>()  // earlier_remainder
+                           .Ret<AnyBuffer>()  // out
+                           .Ret<AnyBuffer>()  // logsumexp
+                           .Ret<AnyBuffer>()  // remainder
+                           .Ret<AnyBuffer>()  // next_tile
+                           .Ctx<xffi::PlatformStream<cudaStream_t>>()
+                           .Attrs(),
+                       {xffi::Traits::kCmdBufferCompatible});
+
 }  // namespace
 
 std::vector<Registration> sm90_forward_registrations() {
-  return {{"natten_jax_sm90_forward", "CUDA", kSm90Forward}};
+  return {{"natten_jax_sm90_forward", "CUDA", kSm90Forward},
+          {"natten_jax_sm90_forward_continued", "CUDA", kSm90ForwardContinued}};
 }
 
 }  // namespace natten_jax::ffi

@@ -17,6 +17,7 @@ from natten_jax.passes import Pass, TilePair
 from natten_jax.performance import KernelSchedule
 from natten_jax.plan import Plan
 from natten_jax.problem import Problem
+from natten_jax.query_box import QueryBox
 
 
 class Operands(NamedTuple):
@@ -188,6 +189,20 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def forward_saving(self, plan: Plan, operands: Operands) -> Saved:
         """Compute them for a backward pass."""
+
+    def forward_continued(self, plan: Plan, operands: Operands, saved: Saved, seeing: QueryBox) -> Saved | None:
+        """Compute them for a backward pass, of the keys of earlier forward passes, too.
+
+        Args:
+            plan: Of the pass on these keys.
+            operands: Of all queries, and of keys that only queries of the box see; with origins.
+            saved: What the earlier passes saved.
+            seeing: The box.
+
+        Returns:
+            What is saved; ``None`` where no kernel does this: passes are merged then.
+        """
+        return None
 
     @abc.abstractmethod
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:

@@ -11,17 +11,21 @@ import jax.numpy as jnp
 from natten_jax import native
 from natten_jax.backends import hopper_backward
 from natten_jax.backends.base import Gradients, Operands, Output, Platform, Saved
-from natten_jax.backends.native_backend import NativeBackend, attributes, kernel_operands
+from natten_jax.backends.native_backend import NativeBackend, attributes, kernel_operands, with_kernel_rank
+from natten_jax.continued import continues
 from natten_jax.cost.calibration import calibration_for
 from natten_jax.cost.ranking import rank_sizes
 from natten_jax.devices import Device
+from natten_jax.kernel_rank import KERNEL_RANK
 from natten_jax.native import ResultType
 from natten_jax.passes import Pass, TilePair
 from natten_jax.performance import KernelSchedule
 from natten_jax.plan import Plan
-from natten_jax.problem import Problem
+from natten_jax.problem import Problem, Shape
+from natten_jax.query_box import QueryBox
 
 _FORWARD = "natten_jax_sm90_forward"
+_FORWARD_CONTINUED = "natten_jax_sm90_forward_continued"
 _LIMITS = native.limits("sm90")
 
 
@@ -34,7 +38,7 @@ class HopperBackend(NativeBackend):
     dtypes = ("float16", "bfloat16")
     head_dim_step = _LIMITS.get("head_dim_step", 1)
     largest_head_dim = _LIMITS.get("largest_head_dim")
-    targets: ClassVar = {"forward": (_FORWARD,), "backward": hopper_backward.TARGETS}
+    targets: ClassVar = {"forward": (_FORWARD, _FORWARD_CONTINUED), "backward": hopper_backward.TARGETS}
     schedules: ClassVar = {
         "forward": (KernelSchedule.PING_PONG, KernelSchedule.COOPERATIVE, KernelSchedule.NON_PERSISTENT)
     }
@@ -55,23 +59,45 @@ class HopperBackend(NativeBackend):
 
     def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
         """Call the kernel."""
-        schedule = plan.kernel_schedule
-        is_persistent = plan.performance.run_persistent_kernel and schedule is not KernelSchedule.NON_PERSISTENT
         return native.call(
-            _FORWARD,
-            [
-                *types,
-                ResultType((1,), jnp.int32),  # scratch: counts query tiles
-            ],
-            *kernel_operands(plan.problem, operands),
-            **attributes(plan),
-            is_ping_pong=int(schedule is KernelSchedule.PING_PONG),
-            is_persistent=int(is_persistent),
+            _FORWARD, [*types, _SCRATCH], *kernel_operands(plan.problem, operands), **_forward_attributes(plan)
         )
+
+    def forward_continued(self, plan: Plan, operands: Operands, saved: Saved, seeing: QueryBox) -> Saved | None:
+        """Compute what is saved of more keys, in the place of what was saved of others."""
+        problem = plan.problem
+        if not continues(self.family, problem):
+            return None
+        missing = KERNEL_RANK - problem.rank
+        earlier = [with_kernel_rank(array, problem.rank) for array in saved if array is not None]
+        arrays = [*kernel_operands(problem, operands), jnp.pad(seeing.first, (missing, 0))]
+        results = native.call(
+            _FORWARD_CONTINUED,
+            [*(ResultType(each.shape, each.dtype, len(arrays) + i) for i, each in enumerate(earlier)), _SCRATCH],
+            *arrays,
+            *earlier,
+            queries=(*(1,) * missing, *seeing.extents),
+            **_forward_attributes(plan),
+        )
+        return jax.tree.map(lambda old, new: new.reshape(old.shape), saved, Saved(*results[:3]))
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
         """Compute the gradients of the differentiable operands."""
         return hopper_backward.gradients(plan, operands, saved, cotangents)
+
+
+#: Counts query tiles.
+_SCRATCH = ResultType((1,), jnp.int32)
+
+
+def _forward_attributes(plan: Plan) -> dict[str, Shape | float]:
+    schedule = plan.kernel_schedule
+    is_persistent = plan.performance.run_persistent_kernel and schedule is not KernelSchedule.NON_PERSISTENT
+    return {
+        **attributes(plan),
+        "is_ping_pong": int(schedule is KernelSchedule.PING_PONG),
+        "is_persistent": int(is_persistent),
+    }
 
 
 def _tile_tokens(problem: Problem, pass_: Pass) -> list[tuple[int, int]]:

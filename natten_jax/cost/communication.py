@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Sequence
 
+from natten_jax.continued import continues
 from natten_jax.cost.calibration import Calibration, calibration_for
 from natten_jax.cost.part_tiles import Visits, visits_at_once, visits_by_keys, visits_of_one
 from natten_jax.cost.predict import predict
@@ -129,7 +130,7 @@ def _split_time(plan: Plan, halos: Sequence[Halo], way: Way, calibration: Calibr
     tiles = TimedTiles(whole.outer * outer_share, *(each * inner_share for each in whole[1:]))
     kernels = float(predict(local, tiles, pass_, kernel, calibration))
     more_calls = len(way.calls) - 1
-    compute = kernels + more_calls * (calibration.launch_of(pass_) + _MERGING) + way.moved * calibration.byte
+    compute = kernels + more_calls * (calibration.launch_of(pass_) + _between(plan)) + way.moved * calibration.byte
 
     received = _slab_bytes(problem, halos)
     devices = math.prod(halo.parts for halo in halos)
@@ -162,13 +163,26 @@ class Way:
     travel: Sequence[float] = ()
 
 
-#: Seconds that the kernels take, whatever they copy, which cut queries for a call and merge its results: six or more.
-_MERGING = 2e-5
+def _between(plan: Plan) -> float:
+    """Seconds that small kernels in front of a further call, and behind it, take, whatever they copy.
 
-#: How often a query that sees a halo, or its output, is read or written more: it is cut. Forwards, the halo's output
-#: is merged with the other one, in its place. Backwards, saved outputs and gradients of these are cut, too; gradients
-#: of queries are cleared, added up, converted and added, and outputs are multiplied with their gradients again.
-_COPIES = {"forward": 5, "backward": 16}
+    They work out where it is, which are two or three; others, six or more, cut queries and merge results.
+    """
+    return 5e-6 if _is_continued(plan) else 2e-5
+
+
+def _copies(plan: Plan) -> int:
+    """How often a query that sees a halo, or its output, is read or written more.
+
+    Forwards, a kernel that continues another reads earlier output. Else queries are cut, and the halo's output is
+    merged with the other one, in its place. Backwards, saved outputs and gradients of these are cut, too; gradients of
+    queries are cleared, added up, converted and added, and outputs are multiplied with their gradients again.
+    """
+    return 16 if plan.pass_ == "backward" else 1 if _is_continued(plan) else 5
+
+
+def _is_continued(plan: Plan) -> bool:
+    return plan.pass_ == "forward" and continues(plan.backend.family, plan.problem)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -222,7 +236,7 @@ def _by_keys(plan: Plan, halos: Sequence[Halo]) -> Way | None:
     for i in travel_order(halos):
         across = math.prod(held) // held[i]
         for slab in halos[i].seen_slabs(problem.axes[i]):
-            copied += part // halos[i].part * slab.queries * _COPIES[plan.pass_]
+            copied += part // halos[i].part * slab.queries * _copies(plan)
             slabs.append(slab.keys * across)
         held[i] += halos[i].received
     # Keys and values are cut and put together, and taken apart where they arrive.

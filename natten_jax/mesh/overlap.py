@@ -1,53 +1,59 @@
 """Passes that compute while halos travel, where token dimensions are split over devices.
 
 Keys are divided: a device runs those that it has with all of its queries while the others travel, and then each slab of
-halos with the queries that see it, while the next one travels. Forwards the outputs are merged by their logsumexp,
-where queries see both; backwards, where the logsumexp is that of all keys, gradients add up.
+halos with the queries that see it, while the next one travels. Forwards each pass continues the one before: outputs are
+merged by their logsumexp, where queries see both. Backwards, where the logsumexp is that of all keys, gradients add up.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from natten_jax.backends.base import Gradients, Operands, Output, Saved
 from natten_jax.mesh.exchange import Exchange
-from natten_jax.mesh.travel import Place, Travel, places_of, returned
-from natten_jax.partial_outputs import merged
+from natten_jax.mesh.travel import Travel, places_of, returned
+from natten_jax.query_box import QueryBox
 from natten_jax.resolve import Request
+
+_Tree = TypeVar("_Tree")
 
 #: Run a forward pass, or a backward pass, on some of a device's queries and keys.
 RunForward = Callable[[Request, Operands], Saved]
 RunBackward = Callable[[Request, Operands, Saved, Output], Gradients]
+#: Run a forward pass on more keys, for some of the queries, after one that saved what is given.
+ContinueForward = Callable[[Request, Operands, Saved, QueryBox], Saved]
 
 
-def forward(run: RunForward, request: Request, exchange: Exchange, operands: Operands) -> Saved:
+def forward(
+    run: RunForward, run_on: ContinueForward, request: Request, exchange: Exchange, operands: Operands
+) -> Saved:
     """A forward pass of all queries that a device has: with its own keys while halos travel, then with these.
 
     Additional keys go with the device's own.
 
     Args:
         run: Runs the pass on some of the keys.
+        run_on: Runs it on others, and merges the results.
         request: The whole call, with the device's batch and heads.
         exchange: What brings the halos, none of which are gathered.
         operands: What the device has, without origins.
     """
     travel = Travel(places_of(request.problem, exchange), exchange, operands)
-    query, seeing = travel.started_before(operands.query, operands.query)
-    found = run(request, operands._replace(query=query, origins=_own_origins(exchange)))
-    results: list[Saved] = []
+    (query, nothing), seeing = travel.started_before((operands.query, jnp.zeros((), jnp.int32)))
+    found = run(request, operands._replace(query=query, origins=_own_origins(exchange, nothing)))
     for place in travel.places:
         (key, value), found = travel.finished_after(found)
-        results.append(found)
-        query, seeing = travel.started_before(seeing, operands.query)
-        found = run(_of_halos(request), Operands(query, key, value, None, None, _origins(exchange, place)))
-    result, *of_halos = [*results, found]
-    for place, of_halo in zip(travel.places, of_halos, strict=True):
-        both = merged(jax.tree.map(place.cut, result), of_halo)
-        result = jax.tree.map(place.put, result, both)
-    return result
+        assert seeing is not None
+        (found, nothing), seeing_next = travel.started_before((found, nothing))
+        origins = exchange.origins_of([nothing] * len(exchange.halos), place.first_key)
+        found = run_on(_of_halos(request), Operands(query, key, value, None, None, origins), found, seeing)
+        seeing = seeing_next
+    return found
 
 
 def backward(
@@ -68,32 +74,41 @@ def backward(
     """
     travel = Travel(places_of(request.problem, exchange), exchange, operands)
     of_queries = operands.query, saved, cotangents
-    (query, saved, cotangents), seeing = travel.started_before(of_queries, of_queries)
-    own_operands = operands._replace(query=query, origins=_own_origins(exchange))
+    (query, saved, cotangents), seen_next = _started_and_cut(travel, of_queries, of_queries)
+    own_operands = operands._replace(query=query, origins=_own_origins(exchange, 0))
     found = run(request, own_operands, saved, cotangents)
     results: list[Gradients] = []
     for place in travel.places:
         (key, value), found = travel.finished_after(found)
         results.append(found)
-        (query, saved, cotangents), seeing = travel.started_before(seeing, of_queries)
-        halo_operands = Operands(query, key, value, None, None, _origins(exchange, place))
-        found = run(_of_halos(request), halo_operands, saved, cotangents)
+        assert seen_next is not None
+        (query, saved, cotangents), seen_next = _started_and_cut(travel, seen_next, of_queries)
+        first_query = [place.seeing.first[i] for i in range(len(exchange.halos))]
+        origins = exchange.origins_of(first_query, place.first_key)
+        found = run(_of_halos(request), Operands(query, key, value, None, None, origins), saved, cotangents)
     own, *of_halos = [*results, found]
     of_query = own.query
     for place, gradients in zip(travel.places, of_halos, strict=True):
-        of_query = place.put(of_query, place.cut(of_query) + gradients.query)
+        of_query = place.seeing.put(of_query, place.seeing.cut(of_query) + gradients.query)
     key = returned(exchange, travel.places, operands.key, [own.key, *(each.key for each in of_halos)])
     value = returned(exchange, travel.places, operands.value, [own.value, *(each.value for each in of_halos)])
     return own._replace(query=of_query, key=key, value=value)
 
 
-def _own_origins(exchange: Exchange) -> jax.Array:
-    nothing = [0] * len(exchange.halos)
-    return exchange.origins_of(nothing, nothing)
+def _started_and_cut(travel: Travel, arrays: _Tree, of_queries: _Tree) -> tuple[_Tree, _Tree | None]:
+    """Start to bring the next slab, and cut the queries that see it before anything is computed of ``arrays``."""
+    arrays, seeing = travel.started_before(arrays)
+    if seeing is None:
+        return arrays, None
+    cut: _Tree = jax.tree.map(seeing.copied, of_queries)
+    arrays, cut = jax.lax.optimization_barrier((arrays, cut))
+    return arrays, cut
 
 
-def _origins(exchange: Exchange, place: Place) -> jax.Array:
-    return exchange.origins_of(place.first_query, place.first_key)
+def _own_origins(exchange: Exchange, nothing: Any) -> jax.Array:
+    """Of a device's own queries and keys; ``nothing`` is zero."""
+    zeros = [nothing] * len(exchange.halos)
+    return exchange.origins_of(zeros, zeros)
 
 
 def _of_halos(request: Request) -> Request:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import enum
 from typing import Any
 
+import jax
+
 from natten_jax.backends.base import Differentiable, Gradients, Operands, Output, Saved
+from natten_jax.query_box import QueryBox
 
 
 class Role(enum.Enum):
@@ -42,14 +45,19 @@ _FIELDS = {
     Output: (Role.QUERY, Role.PER_QUERY),
     Differentiable: (Role.QUERY, Role.PER_QUERY, Role.QUERY),
     Saved: (Role.QUERY, Role.PER_QUERY, Role.PER_QUERY),
+    QueryBox: (Role.WHOLE,),
 }
 
 
 def roles_of(*arguments: Any) -> list[Role]:
-    """One for each array in operands, results, gradients; in the order of ``jax.tree.leaves``."""
+    """One for each array in operands, results, gradients, boxes; in the order of ``jax.tree.leaves``."""
     return [
         role
         for argument in arguments
-        for array, role in zip(argument, _FIELDS[type(argument)], strict=True)
+        for array, role in zip(_fields(argument), _FIELDS[type(argument)], strict=True)
         if array is not None
     ]
+
+
+def _fields(argument: Any) -> list[Any]:
+    return jax.tree.leaves(argument, is_leaf=lambda field: field is None)

@@ -21,9 +21,9 @@ from natten_jax.mesh.line import Line
 from natten_jax.mesh.moves import edge_for_neighbor, received_from_neighbor, returned_to_neighbors, unknown
 from natten_jax.mesh.words import elements_of, words_of
 from natten_jax.problem import Problem
+from natten_jax.query_box import QueryBox
 
 _Tree = TypeVar("_Tree")
-_Other = TypeVar("_Other")
 
 #: XLA makes one exchange of several that have no more bytes than this together.
 _COMBINED_BYTES = 30 << 20
@@ -36,53 +36,31 @@ class Place(NamedTuple):
         dimension: Along which it lies beside the device's tokens.
         number: Of the dimension's slabs.
         keys: How many it has, along that dimension.
-        queries: How many see it, likewise.
-        first_query: Where these begin among the device's, by token dimension.
-        first_key: Where the slab begins, counted likewise.
+        first_key: Where it begins, by token dimension, counted from the device's first token.
+        seeing: The queries that see it.
     """
 
     dimension: int
     number: int
     keys: int
-    queries: int
-    first_query: Sequence[Any]
     first_key: Sequence[Any]
-
-    def starting(self, first_query: jax.Array) -> Place:
-        """The same, where another number says where the queries begin along the dimension."""
-        return self._replace(first_query=_with(self.first_query, self.dimension, first_query))
-
-    def cut(self, array: jax.Array) -> jax.Array:
-        """These queries of an array."""
-        axis = FIRST_TOKEN_AXIS + self.dimension
-        shape = *array.shape[:axis], self.queries, *array.shape[axis + 1 :]
-        return array if array.shape == shape else jax.lax.dynamic_slice(array, self._start(array), shape)
-
-    def put(self, array: jax.Array, part: jax.Array) -> jax.Array:
-        """The array, with these queries replaced.
-
-        By slices, which XLA updates in place: ``array.at[...]`` is a scatter whose indices are an empty constant where
-        they are all static, and XLA of JAX 0.11 ends the process on such a constant in a ``jax.shard_map`` over
-        explicit axes.
-        """
-        return part if array.shape == part.shape else jax.lax.dynamic_update_slice(array, part, self._start(array))
-
-    def _start(self, array: jax.Array) -> list[Any]:
-        return [0, *self.first_query, *[0] * (array.ndim - 1 - len(self.first_query))]
+    seeing: QueryBox
 
 
 def places_of(problem: Problem, exchange: Exchange) -> list[Place]:
     """All slabs, in the order in which they travel."""
     places: list[Place] = []
     first_keys: list[Any] = [0] * len(exchange.halos)  # that the device has, with the halos of the dimensions so far
+    layout = [halo.part for halo in exchange.halos]
     for i in travel_order(exchange.halos):
         halo, line = _along(exchange, i)
         for number, slab in enumerate(halo.seen_slabs(problem.axes[i])):
             is_front = line.place != 0 if slab.is_front is None else slab.is_front
             sides = (slab.starts(halo.part, side) for side in (True, False))
             first_query, first_key = (jnp.where(is_front, *each) for each in zip(*sides, strict=True))
-            starts = _with([0] * len(first_keys), i, unknown(first_query)), _with(first_keys, i, first_key)
-            places.append(Place(i, number, slab.keys, slab.queries, *starts))
+            first = jnp.stack(_with([jnp.zeros((), jnp.int32)] * len(layout), i, unknown(first_query)))
+            seeing = QueryBox(first, tuple(_with(layout, i, slab.queries)))
+            places.append(Place(i, number, slab.keys, _with(first_keys, i, first_key), seeing))
         first_keys[i] = jnp.where(line.place == 0, 0, -halo.before) if halo.changes_places else -halo.before
     return places
 
@@ -103,31 +81,27 @@ class Travel:
         self._patchworks = [_Patchwork(words_of(operands.key)), _Patchwork(words_of(operands.value))]
         self._arriving: list[jax.Array] = []
 
-    def started_before(self, arrays: _Tree, of_queries: _Other) -> tuple[_Tree, _Other]:
-        """Start to bring the next slab, if there is one, and cut the queries that see it.
+    def started_before(self, arrays: _Tree) -> tuple[_Tree, QueryBox | None]:
+        """Start to bring the next slab, if there is one.
 
-        What is computed of the returned arrays comes after that. An exchange between GPUs is a kernel that waits for
+        What is computed of the returned values comes after that. An exchange between GPUs is a kernel that waits for
         the others, and wants multiprocessors of which kernels of passes leave none. So it must start before these on
         every device: else it keeps some of another device's busy until they are done here, which made a pass of 19
-        milliseconds last 21. Queries are cut meanwhile.
+        milliseconds last 21. It starts 2 to 3 microseconds after what it sends is there: something small that a pass
+        needs should be computed of these values first.
 
         Args:
-            arrays: Of those queries that something is computed with meanwhile.
-            of_queries: Of all queries.
+            arrays: What something is computed with meanwhile.
 
         Returns:
-            Those of the first, and of the queries that see the slab.
+            The same, and the queries that see the slab.
         """
         if self._next == len(self.places):
-            return arrays, of_queries
+            return arrays, None
         place = self.places[self._next]
         route = _along(self._exchange, place.dimension)
-        first_query = place.first_query[place.dimension]
-        sent, first_query, arrays = jax.lax.optimization_barrier((self._sent(place), first_query, arrays))
+        sent, seeing, arrays = jax.lax.optimization_barrier((self._sent(place), place.seeing, arrays))
         self._arriving = [received_from_neighbor(slab, place.number, *route) for slab in sent]
-        place = place.starting(first_query)
-        seeing = jax.tree.map(lambda array: elements_of(place.cut(words_of(array)), array.dtype), of_queries)
-        arrays, seeing = jax.lax.optimization_barrier((arrays, seeing))
         return arrays, seeing
 
     def finished_after(self, result: _Tree) -> tuple[list[jax.Array], _Tree]:
@@ -245,5 +219,5 @@ def _surrounded(own: jax.Array, slabs: Sequence[jax.Array], axis: int, halo: Hal
     return jnp.concatenate([*slabs[:count][::-1], own, *slabs[count:]], axis)
 
 
-def _with(starts: Sequence[Any], dimension: int, start: Any) -> list[Any]:
-    return [*starts[:dimension], start, *starts[dimension + 1 :]]
+def _with(numbers: Sequence[Any], dimension: int, number: Any) -> list[Any]:
+    return [*numbers[:dimension], number, *numbers[dimension + 1 :]]

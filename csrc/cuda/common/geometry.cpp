@@ -1,5 +1,7 @@
 #include "cuda/common/geometry.h"
 
+#include <algorithm>
+
 namespace natten_jax {
 std::int64_t saturating_product(std::int64_t a, std::int64_t b) {
   constexpr std::int64_t kEnough = std::int64_t{1} << 31;
@@ -19,6 +21,18 @@ Geometry geometry_of(const Problem& problem, const TileShapes& tiles) {
     result.kv_tiles = saturating_product(result.kv_tiles, axis.kv_tiles);
   }
   return result;
+}
+
+void keep_queries(Geometry& geometry, const std::int64_t (&queries)[kRank]) {
+  geometry.q_tiles = 1;
+  for (int d = 0; d < kRank; ++d) {
+    DeviceAxis& axis = geometry.axis[d];
+    // Of a dilation group, from the first query that may be in the box to the last.
+    const std::int64_t tokens = (queries[d] + axis.dilation - 2) / axis.dilation + 1;
+    axis.q_tiles = static_cast<int>(std::min<std::int64_t>((tokens + axis.q_tile - 1) / axis.q_tile, axis.q_tiles));
+    axis.by_q_tiles = cutlass::FastDivmod(axis.q_tiles);
+    geometry.q_tiles = saturating_product(geometry.q_tiles, axis.q_tiles);
+  }
 }
 
 cudaError_t count_multiprocessors(int& count) {

@@ -29,6 +29,9 @@ struct Geometry {
 
 Geometry geometry_of(const Problem& problem, const TileShapes& tiles);
 
+/// Keeps only as many query tiles as hold a box of queries, wherever it lies.
+void keep_queries(Geometry& geometry, const std::int64_t (&queries)[kRank]);
+
 /// The current device's multiprocessors.
 cudaError_t count_multiprocessors(int& count);
 

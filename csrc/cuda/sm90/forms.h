@@ -13,6 +13,10 @@ inline constexpr std::int64_t kLargestHeadDim = 256;
 /// Bytes of shared memory that a CTA may have.
 inline constexpr int kSharedMemory = 227 << 10;
 
+/// The widest heads for which an output tile has room beside a query tile. Forward launches of these can continue
+/// others, whose output they fetch to there.
+inline constexpr std::int64_t kLargestContinuedHeadDim = 128;
+
 /// Tiles per CTA from which on it pays to clear a counter first, so that whoever is done takes the next one.
 inline constexpr std::int64_t kTilesWorthCounting = 4;
 

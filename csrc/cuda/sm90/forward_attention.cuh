@@ -23,7 +23,9 @@ class Attention {
         warpgroup(cutlass::canonical_warp_group_idx() - 1),
         products(shared, warpgroup, thread),
         mask_of_rows{{RowPlace(p, first_row()), RowPlace(p, first_row() + 8)}, build_mask(p, shared)},
-        order(warpgroup) {}
+        order(warpgroup) {
+    if (p.continues) output.advance();  // earlier output fills the buffer first
+  }
 
   CUTE_DEVICE void run() {
     order.start();
@@ -207,15 +209,39 @@ class Attention {
   /// Hands over the output of the query tile in a slot and gets ready for the next.
   CUTE_DEVICE void finish_query_tile(int finished) {
     softmax.finish();
-    store_output();
-    store_logsumexp(shared.plan[finished]);
+    RowSums row[2] = {softmax.sums(0), softmax.sums(1)};
+    if constexpr (Traits::kSeparateOutput) {
+      if (p.continues) merge_earlier(row);
+    }
+    store_output(row);
+    store_statistics(row, shared.plan[finished]);
     arrive(shared.empty_plan[finished]);
     start_output();
   }
 
-  CUTE_DEVICE void store_output() {
+  /// Merges the output with what earlier launches found, which the copy engine has put where it goes.
+  CUTE_DEVICE void merge_earlier(RowSums (&row)[2]) {
+    output.wait_empty(shared.empty_o);
+    float kept[2];
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) kept[i] = row[i].merge(shared.earlier[first_row() + 8 * i]);
+    auto& o = products.o;
+    Tensor earlier = make_tensor<Element>(o.layout());
+    const Tensor tile = products.rows_of_group(shared.o, warpgroup);
+    const auto copy_o = make_tiled_copy_C(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, Traits::weight_value_product());
+    const auto thread_copy = copy_o.get_thread_slice(thread);
+    copy(copy_o, thread_copy.partition_S(as_position_independent_swizzle_tensor(tile)), thread_copy.retile_D(earlier));
+    CUTE_UNROLL
+    for (int e = 0; e < size(o); ++e) {
+      const int i = e / 2 % 2;
+      o(e) = o(e) * row[i].normalisation + static_cast<float>(earlier(e)) * kept[i];
+    }
+    row[0].normalisation = row[1].normalisation = 1.f;
+  }
+
+  CUTE_DEVICE void store_output(const RowSums (&row)[2]) {
     const auto& o = products.o;
-    const float normalisation[2] = {softmax.normalisation(0), softmax.normalisation(1)};
+    const float normalisation[2] = {row[0].normalisation, row[1].normalisation};
     Tensor result = make_tensor<Element>(o.layout());
     Tensor pairs = recast<std::uint32_t>(result);
     CUTE_UNROLL
@@ -235,17 +261,14 @@ class Attention {
     cutlass::arch::NamedBarrier::arrive(Traits::kConsumers + 32, named_barrier(kOutputReady));
   }
 
-  CUTE_DEVICE void store_logsumexp(const TilePlan& plan) {
+  CUTE_DEVICE void store_statistics(const RowSums (&row)[2], const TilePlan& plan) {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
       const int token = mask_of_rows.row[i].token(p, plan);
       if (threadIdx.x % 4 == 0 && token >= 0) {
-        const auto tokens = static_cast<std::int64_t>(p.axis[0].query_local_extent) * p.axis[1].query_local_extent *
-                            p.axis[2].query_local_extent;
-        const std::int64_t at = (plan.batch * tokens + token) * p.heads + plan.head;
-        const float logsumexp = softmax.logsumexp(i);
-        p.logsumexp[at] = logsumexp;
-        if (p.remainder != nullptr) p.remainder[at] = softmax.remainder(i, logsumexp);
+        const std::int64_t at = statistic_of(p, plan, token);
+        p.logsumexp[at] = row[i].logsumexp;
+        if (p.remainder != nullptr) p.remainder[at] = row[i].remainder;
       }
     }
   }

@@ -46,6 +46,11 @@ struct RowPlace {
   }
 };
 
+/// Where the statistics of a plan's head have those of a token.
+CUTE_DEVICE std::int64_t statistic_of(const ForwardParams& p, const TilePlan& plan, int token) {
+  return (static_cast<std::int64_t>(plan.batch) * p.queries + token) * p.heads + plan.head;
+}
+
 /// Which elements of a thread's two rows are hidden, tile by tile.
 struct WindowMask {
   RowPlace row[2];

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/common/tile_walk.cuh"
-#include "cuda/sm90/forward_traits.cuh"
+#include "cuda/sm90/forward_mask.cuh"
 
 namespace natten_jax::sm90 {
 
@@ -14,6 +14,9 @@ CUTE_DEVICE void plan_tiles(const ForwardParams& p, typename Traits::SharedStora
   const int d = planned_dimension();
   const Origin query_origin = Origin::load(p.origins, d, p.axis[d].dilation);
   const Origin kv_origin = Origin::load(p.origins, 3 + d, p.axis[d].dilation);
+  // Of a dilation group, the first query at or behind this one may be the next.
+  const int first_query =
+      p.continues ? p.axis[d].dilations(min(max(p.first_query[d], 0), p.axis[d].query_local_extent)) : 0;
   for (int round = 0;; ++round) {
     slot.wait_empty(shared.empty_plan);
     const int tile = p.supply.take(round);  // not earlier, so that whoever is done first takes it
@@ -24,7 +27,8 @@ CUTE_DEVICE void plan_tiles(const ForwardParams& p, typename Traits::SharedStora
       return;
     }
     const TilePlace place = p.schedule.place(p.axis, tile);
-    const QueryAxisPlan own = plan_axis(p.axis, place, query_origin, kv_origin);
+    QueryAxisPlan own = plan_axis(p.axis, place, query_origin, kv_origin);
+    own.q_begin += first_query;
     if (__any_sync(0xffffffffu, own.q_begin >= own.query.local_length)) continue;  // past its dilation group's end
     plan_tile(p, own, place, plan);
     arrive(shared.full_plan[slot.index]);  // every lane wrote a part
@@ -152,6 +156,26 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
   }
 }
 
+/// Fetches what earlier launches found for a query tile; all lanes of a warp take part.
+template <class Traits>
+CUTE_DEVICE void fetch_earlier(const ForwardParams& p, const TilePlan& plan, typename Traits::SharedStorage& shared) {
+  const int lane = threadIdx.x % 32;
+  for (int row = lane; row < p.q_tile_tokens; row += 32) {
+    const int token = RowPlace(p, row).token(p, plan);
+    const std::int64_t at = statistic_of(p, plan, max(token, 0));
+    shared.earlier[row] = token < 0 ? make_float2(-INFINITY, 0.f) : make_float2(p.logsumexp[at], p.remainder[at]);
+  }
+  if (lane == 0) {
+    const int chunks = rows_of_head<kChunk>(p.head_dim_v);
+    ClusterTransactionBarrier::arrive_and_expect_tx(
+        &shared.empty_o, chunks * p.q_tile_tokens * kChunk * static_cast<int>(sizeof(typename Traits::Element)));
+    load_tile(&p.out[plan.query_map], &shared.empty_o, shared.o, chunks, Traits::kRows, plan.q_begin[2],
+              plan.q_begin[1], plan.q_begin[0], plan.query_slot);
+  } else {
+    arrive(shared.empty_o);
+  }
+}
+
 /// One warp: stores the output tiles; what lies outside the layout is clipped.
 template <class Traits>
 CUTE_DEVICE void store_tiles(const ForwardParams& p, typename Traits::SharedStorage& shared) {
@@ -161,6 +185,9 @@ CUTE_DEVICE void store_tiles(const ForwardParams& p, typename Traits::SharedStor
     slot.wait_full(shared.full_plan);
     const TilePlan& plan = shared.plan[slot.index];
     if (plan.kv_tiles < 0) return;
+    if constexpr (Traits::kSeparateOutput) {
+      if (p.continues) fetch_earlier<Traits>(p, plan, shared);
+    }
     cutlass::arch::NamedBarrier::sync(Traits::kConsumers + 32, named_barrier(kOutputReady));
     if (threadIdx.x % 32 == 0) {
       for (int chunk = 0; chunk < rows_of_head<kChunk>(p.head_dim_v); ++chunk) {
@@ -169,7 +196,7 @@ CUTE_DEVICE void store_tiles(const ForwardParams& p, typename Traits::SharedStor
       }
       tma_store_arrive();
       tma_store_wait<0>();
-      arrive(Traits::kSeparateOutput ? shared.empty_o : shared.empty_q);
+      if (!p.continues) arrive(Traits::kSeparateOutput ? shared.empty_o : shared.empty_q);
     }
     __syncwarp();
     arrive(shared.empty_plan[slot.index]);  // every lane read it

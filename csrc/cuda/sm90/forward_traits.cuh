@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/common/column_mask.cuh"
+#include "cuda/sm90/forms.h"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/tile_plan.cuh"
 
@@ -37,7 +38,7 @@ struct ForwardTraits {
   static constexpr bool kPingPong = kPingPong_;
   // Three warpgroups lack the registers, wide heads the shared memory for an output tile of its own, too.
   static constexpr bool kQueryInRegisters = kHeadDim <= 128 && kWarpgroups == 2;
-  static constexpr bool kSeparateOutput = kHeadDim <= 128;
+  static constexpr bool kSeparateOutput = kHeadDim <= kLargestContinuedHeadDim;
 
   using LayoutQ = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<kRows>, Int<kHeadDim>>{}));
   using LayoutK = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
@@ -65,6 +66,7 @@ struct ForwardTraits {
     alignas(1024) Element k[cosize_v<LayoutK>];
     alignas(1024) Element v[cosize_v<LayoutVt>];
     alignas(1024) Element o[kSeparateOutput ? cosize_v<LayoutQ> : kChunk];
+    float2 earlier[kSeparateOutput ? kRows : 1];  // where a launch continues another: logsumexp and remainder of a row
     TilePlan plan[kPlans];
     int4 tile[kStages];  // of the tile in a key buffer: first key (x, y, z) and how it is masked
     std::uint32_t mask_words[KeyColumnMask::capacity(kColumns)];

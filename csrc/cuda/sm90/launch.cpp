@@ -35,8 +35,8 @@ void bound_warpgroups(ForwardParams& p) {
 
 }  // namespace
 
-Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, Schedule schedule,
-                   cudaStream_t stream) {
+Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays,
+                   const Continuation* continuation, Schedule schedule, cudaStream_t stream) {
   if (Status status = check_arrays(problem); status.failed()) return status;
   int number = 0;
   if (Status status = choose_form(kForwardForms, std::size(kForwardForms), problem, tiles, "", number);
@@ -44,8 +44,16 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
     return status;
   }
   const Form& form = kForwardForms[number];
-  const Geometry geometry = geometry_of(problem, tiles);
+  Geometry geometry = geometry_of(problem, tiles);
   ForwardParams p{};
+  if (continuation != nullptr) {
+    if (form.head_dim > kLargestContinuedHeadDim) {
+      return Status::invalid_argument("a launch continues another only for heads of at most 128 elements");
+    }
+    keep_queries(geometry, continuation->queries);
+    p.continues = true;
+    p.first_query = continuation->first_query;
+  }
   std::copy_n(geometry.axis, kRank, p.axis);
   const std::int64_t heads = saturating_product(problem.batch, problem.heads);
   const std::int64_t all_tiles = saturating_product(heads, saturating_product(geometry.groups, geometry.q_tiles));

@@ -24,13 +24,20 @@ struct Arrays {
   std::int32_t* next_tile;  ///< Scratch, one number.
 };
 
+/// What a launch continues: its arrays hold what earlier ones found on other keys, for all queries. It merges this with
+/// what it finds, for the queries of a box; all that see one of its keys must be among them. Others may be looked at.
+struct Continuation {
+  const std::int32_t* first_query;  ///< Device pointer, [3]: where the box begins among the local queries.
+  std::int64_t queries[kRank];      ///< Its extents.
+};
+
 struct Schedule {
   bool is_ping_pong;   ///< The warpgroups issue products one after the other.
   bool is_persistent;  ///< One CTA a multiprocessor walks over many query tiles.
 };
 
-/// Runs the forward pass on a stream.
-Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, Schedule schedule,
-                   cudaStream_t stream);
+/// Runs the forward pass on a stream; `continuation` is null where it continues nothing.
+Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays,
+                   const Continuation* continuation, Schedule schedule, cudaStream_t stream);
 
 }  // namespace natten_jax::sm90

@@ -11,6 +11,27 @@ namespace natten_jax::sm90 {
 
 using namespace cute;
 
+/// What a row of a query tile comes to.
+struct RowSums {
+  float normalisation;  // what its output is multiplied with
+  float logsumexp, remainder;
+
+  /// Makes this that of the row's keys and those of earlier launches, from the logsumexp and remainder of these, and
+  /// gives what their output is multiplied with.
+  CUTE_DEVICE float merge(float2 earlier) {
+    const float own = base2_logsumexp(logsumexp), other = base2_logsumexp(earlier.x);
+    const float highest = fmaxf(own, other), reference = highest == -INFINITY ? 0.f : highest;
+    const float own_weight = fast_exp2((own - reference) + remainder);
+    const float other_weight = fast_exp2((other - reference) + earlier.y);
+    const float total = own_weight + other_weight, log2_total = __log2f(total);
+    if (total == 0.f) return 0.f;
+    logsumexp = (reference + log2_total) * kLn2;
+    remainder = logsumexp_remainder(logsumexp, reference, log2_total);
+    normalisation *= own_weight / total;
+    return other_weight / total;
+  }
+};
+
 /// The running softmax of the rows of accumulators that a thread holds.
 ///
 /// A row's weights are relative to an earlier maximum until that would make one larger than 2^kHeadroom.
@@ -120,18 +141,14 @@ struct OnlineSoftmax {
     }
   }
 
-  CUTE_DEVICE float normalisation(int row) const { return row_sum[row] == 0.f ? 0.f : 1.f / row_sum[row]; }
-
-  CUTE_DEVICE float logsumexp(int row) const {
-    return row_sum[row] == 0.f ? -INFINITY : (reference[row] * exponent_scale + __log2f(row_sum[row])) * kLn2;
-  }
-
-  /// What that number leaves out of the logsumexp.
-  CUTE_DEVICE float remainder(int row, float logsumexp) const {
-    if (row_sum[row] == 0.f) return 0.f;
+  /// Once these are complete.
+  CUTE_DEVICE RowSums sums(int row) const {
+    if (row_sum[row] == 0.f) return {0.f, -INFINITY, 0.f};
     const float shift = __fmul_rd(reference[row], exponent_scale), log2_sum = __log2f(row_sum[row]);
-    if (!is_large) return logsumexp_remainder(logsumexp, shift, log2_sum);
-    return logsumexp_remainder(logsumexp, reference[row], exponent_scale, log2_sum);
+    const float logsumexp = (reference[row] * exponent_scale + log2_sum) * kLn2;
+    const float remainder = is_large ? logsumexp_remainder(logsumexp, reference[row], exponent_scale, log2_sum)
+                                     : logsumexp_remainder(logsumexp, shift, log2_sum);
+    return {1.f / row_sum[row], logsumexp, remainder};
   }
 };
 

@@ -32,6 +32,10 @@ struct ForwardParams {
   DeviceAxis axis[3];
   int corner[kCorners];         // coordinates in the query tile: [warpgroup][first row, last row][dimension]
   const std::int32_t* origins;  // [2, 3]: query origin, key/value origin; null: zeros
+  // Whether out, logsumexp and remainder hold what earlier launches found on other keys, with which results are merged;
+  // and then [3], the first local query: tiles before it do not exist.
+  bool continues;
+  const std::int32_t* first_query;
   float* logsumexp;
   float* remainder;  // of the logsumexp, or null
   int queries;       // per batch entry
