@@ -69,6 +69,11 @@ struct QueryTileSchedule {
   CUTLASS_HOST_DEVICE static int latest_first(const DeviceAxis& axis, int index) {
     return axis.is_causal ? axis.q_tiles - 1 - index : index;
   }
+
+  /// Where keys begin at a distance from the queries, in front of them or behind them, those next to them see the most.
+  CUTLASS_HOST_DEVICE static int nearest_first(const DeviceAxis& axis, int index, int distance) {
+    return distance < 0 ? index : distance > 0 ? axis.q_tiles - 1 - index : latest_first(axis, index);
+  }
 };
 
 #if defined(__CUDACC__)
@@ -168,9 +173,11 @@ struct KeyTileSchedule {
     return numbers.place<&DeviceAxis::by_kv_tiles>(axis, tile - additional_tiles);
   }
 
-  /// The tile of a dimension that an index stands for.
-  CUTLASS_HOST_DEVICE int in_turn(const DeviceAxis& axis, int dimension, int index) const {
-    return turns == nullptr ? index : turn_order[dimension].tile(axis, index);
+  /// The tile of a dimension that an index stands for, of keys that begin at a distance from the queries. Those of a
+  /// halo, which is in front of all queries where windows are causal, are seen by the more of them the nearer they are.
+  CUTLASS_HOST_DEVICE int tile_of(const DeviceAxis& axis, int dimension, int index, int distance) const {
+    if (turns != nullptr) return turn_order[dimension].tile(axis, index);
+    return axis.is_causal && distance <= -axis.kv_group_tokens ? axis.kv_tiles - 1 - index : index;
   }
 
   /// The counters of turns of a dilation group's query tiles, for a row of [batch, heads].

@@ -6,6 +6,18 @@
 
 namespace natten_jax::sm90 {
 
+/// Where a query tile of a launch begins that continues another, in the dimension that a lane plans.
+CUTE_DEVICE int begin_of_continued(const ForwardParams& p, const TilePlace& place, Origin query_origin,
+                                   Origin kv_origin) {
+  const int d = planned_dimension();
+  const DeviceAxis& axis = p.axis[d];
+  const int index = d == 0 ? place.index[0] : d == 1 ? place.index[1] : place.index[2];
+  // Of a dilation group, the first query at or behind this one may be the next.
+  const int first = axis.dilations(min(max(p.first_query[d], 0), axis.query_local_extent));
+  const int distance = kv_origin.index - (query_origin.index + first);
+  return first + QueryTileSchedule::nearest_first(axis, index, distance) * axis.q_tile;
+}
+
 /// One warp: plans tiles ahead of the loads and the products.
 template <class Traits>
 CUTE_DEVICE void plan_tiles(const ForwardParams& p, typename Traits::SharedStorage& shared) {
@@ -14,9 +26,6 @@ CUTE_DEVICE void plan_tiles(const ForwardParams& p, typename Traits::SharedStora
   const int d = planned_dimension();
   const Origin query_origin = Origin::load(p.origins, d, p.axis[d].dilation);
   const Origin kv_origin = Origin::load(p.origins, 3 + d, p.axis[d].dilation);
-  // Of a dilation group, the first query at or behind this one may be the next.
-  const int first_query =
-      p.continues ? p.axis[d].dilations(min(max(p.first_query[d], 0), p.axis[d].query_local_extent)) : 0;
   for (int round = 0;; ++round) {
     slot.wait_empty(shared.empty_plan);
     const int tile = p.supply.take(round);  // not earlier, so that whoever is done first takes it
@@ -28,7 +37,7 @@ CUTE_DEVICE void plan_tiles(const ForwardParams& p, typename Traits::SharedStora
     }
     const TilePlace place = p.schedule.place(p.axis, tile);
     QueryAxisPlan own = plan_axis(p.axis, place, query_origin, kv_origin);
-    own.q_begin += first_query;
+    if (p.continues) own.q_begin = begin_of_continued(p, place, query_origin, kv_origin);
     if (__any_sync(0xffffffffu, own.q_begin >= own.query.local_length)) continue;  // past its dilation group's end
     plan_tile(p, own, place, plan);
     arrive(shared.full_plan[slot.index]);  // every lane wrote a part
