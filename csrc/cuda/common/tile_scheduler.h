@@ -6,6 +6,7 @@
 //   forward pass          QueryTileSchedule says what a tile's number stands for. CTAs of the portable kernel have a
 //                         tile each, by number. Those of the Hopper kernel, which are persistent, get theirs from
 //                         TileSupply: in fixed rounds or, where there are many, from a counter, as they are done.
+//                         Launches that continue others, with halos, begin with the queries next to these.
 //   backward, Hopper      KeyTileSchedule: CTAs take positions from a counter. A position is a tile's number; or, where
 //                         tiles are few, that of the next longest tile; or, where tiles take turns in adding to the
 //                         query gradient, the tile that comes next in everybody's TurnOrder.

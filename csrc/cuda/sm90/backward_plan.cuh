@@ -74,11 +74,8 @@ CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, i
   const TilePlace place = p.schedule.place(p.axis, tile);
   const int lane = threadIdx.x % 32, d = planned_dimension();
   const DeviceAxis& axis = p.axis[d];
-  const int index = p.schedule.tile_of(axis, d,
-                                       d == 0   ? place.index[0]
-                                       : d == 1 ? place.index[1]
-                                                : place.index[2],
-                                       origins[3 + d].index - origins[d].index);
+  const int number = d == 0 ? place.index[0] : d == 1 ? place.index[1] : place.index[2];
+  const int index = p.schedule.tile_of(axis, d, number, origins[3 + d].index - origins[d].index);
   const int residue = d == 0 ? place.residue[0] : d == 1 ? place.residue[1] : place.residue[2];
   const KeyAxisPlan own(axis, residue, index, origins[d], origins[3 + d]);
   if (__any_sync(0xffffffffu, own.kv_begin >= own.kv.local_length)) return false;
