@@ -46,7 +46,7 @@ def continued(forward_saving: Callable[[Operands], Saved], operands: Operands, s
         seeing: The box.
     """
     assert operands.origins is not None
-    start = jnp.pad(seeing.first, (operands.origins.shape[1] - seeing.first.size, 0))
+    start = seeing.kernel_first
     origins = operands.origins + jnp.stack([start, jnp.zeros_like(start)])
     found = forward_saving(operands._replace(query=seeing.copied(operands.query), origins=origins))
     both = merged(jax.tree.map(seeing.cut, saved), found)

@@ -6,7 +6,9 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 
+from natten_jax.kernel_rank import KERNEL_RANK
 from natten_jax.mesh.words import elements_of, words_of
 
 
@@ -22,6 +24,16 @@ class QueryBox:
 
     first: jax.Array
     extents: tuple[int, ...]
+
+    @property
+    def starts(self) -> list[jax.Array]:
+        """Where they begin, by token dimension."""
+        return [self.first[i] for i in range(len(self.extents))]
+
+    @property
+    def kernel_first(self) -> jax.Array:
+        """Where they begin as kernels have it, with three token dimensions."""
+        return jnp.pad(self.first, (KERNEL_RANK - len(self.extents), 0))
 
     def cut(self, array: jax.Array) -> jax.Array:
         """These queries of an array ``[batch, *query_layout, ...]``."""
@@ -45,5 +57,4 @@ class QueryBox:
         return array.shape[0], *self.extents, *array.shape[1 + len(self.extents) :]
 
     def _start(self, array: jax.Array) -> list[jax.Array | int]:
-        rank = len(self.extents)
-        return [0, *(self.first[i] for i in range(rank)), *[0] * (array.ndim - 1 - rank)]
+        return [0, *self.starts, *[0] * (array.ndim - 1 - len(self.extents))]

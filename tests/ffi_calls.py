@@ -71,6 +71,17 @@ class Target:
         return [pytest.mark.gpu] if self.platform == "cuda" else []
 
 
+_SM90_FORWARD = Target(
+    "natten_jax_sm90_forward",
+    "hopper-fna",
+    platform="cuda",
+    dtype=np.float16,
+    head_dims=(64, 128),
+    choices={"is_ping_pong": 1, "is_persistent": 1},
+    tile_tokens=(128, 128),
+    scratch={"next_tile": ((1,), np.int32)},
+    reads_origins=False,
+)
 TARGETS = (
     Target("natten_jax_cpu_forward", "cpu-fna"),
     Target(
@@ -79,29 +90,12 @@ TARGETS = (
         (*PROBLEM_OPERANDS, "logsumexp", "remainder", "out_cotangent", "delta"),
         GRADIENTS,
     ),
-    Target(
-        "natten_jax_sm90_forward",
-        "hopper-fna",
-        platform="cuda",
-        dtype=np.float16,
-        head_dims=(64, 128),
-        choices={"is_ping_pong": 1, "is_persistent": 1},
-        tile_tokens=(128, 128),
-        scratch={"next_tile": ((1,), np.int32)},
-        reads_origins=False,
-    ),
-    Target(
-        "natten_jax_sm90_forward_continued",
-        "hopper-fna",
-        (*PROBLEM_OPERANDS, "first_query", *(f"earlier_{name}" for name in ("out", "logsumexp", "remainder"))),
-        platform="cuda",
-        dtype=np.float16,
-        head_dims=(64, 128),
-        choices={"is_ping_pong": 1, "is_persistent": 1},
-        tile_tokens=(128, 128),
-        scratch={"next_tile": ((1,), np.int32)},
-        replaces={name: f"earlier_{name}" for name in ("out", "logsumexp", "remainder")},
-        reads_origins=False,
+    _SM90_FORWARD,
+    dataclasses.replace(
+        _SM90_FORWARD,
+        name="natten_jax_sm90_forward_continued",
+        operands=(*PROBLEM_OPERANDS, "first_query", *(f"earlier_{name}" for name in _SM90_FORWARD.results)),
+        replaces={name: f"earlier_{name}" for name in _SM90_FORWARD.results},
     ),
     Target(
         "natten_jax_sm90_backward",

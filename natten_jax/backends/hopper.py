@@ -68,15 +68,14 @@ class HopperBackend(NativeBackend):
         problem = plan.problem
         if not continues(self.family, problem):
             return None
-        missing = KERNEL_RANK - problem.rank
         earlier = [with_kernel_rank(array, problem.rank) for array in saved if array is not None]
-        arrays = [*kernel_operands(problem, operands), jnp.pad(seeing.first, (missing, 0))]
+        arrays = [*kernel_operands(problem, operands), seeing.kernel_first]
         results = native.call(
             _FORWARD_CONTINUED,
             [*(ResultType(each.shape, each.dtype, len(arrays) + i) for i, each in enumerate(earlier)), _SCRATCH],
             *arrays,
             *earlier,
-            queries=(*(1,) * missing, *seeing.extents),
+            queries=(*(1,) * (KERNEL_RANK - problem.rank), *seeing.extents),
             **_forward_attributes(plan),
         )
         return jax.tree.map(lambda old, new: new.reshape(old.shape), saved, Saved(*results[:3]))

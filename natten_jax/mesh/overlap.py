@@ -83,8 +83,7 @@ def backward(
         results.append(found)
         assert seen_next is not None
         (query, saved, cotangents), seen_next = _started_and_cut(travel, seen_next, of_queries)
-        first_query = [place.seeing.first[i] for i in range(len(exchange.halos))]
-        origins = exchange.origins_of(first_query, place.first_key)
+        origins = exchange.origins_of(place.seeing.starts, place.first_key)
         found = run(_of_halos(request), Operands(query, key, value, None, None, origins), saved, cotangents)
     own, *of_halos = [*results, found]
     of_query = own.query

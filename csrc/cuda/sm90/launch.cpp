@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <string>
 
 #include "cuda/common/cuda_status.h"
 #include "cuda/common/element_types.h"
@@ -48,7 +49,8 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   ForwardParams p{};
   if (continuation != nullptr) {
     if (form.head_dim > kLargestContinuedHeadDim) {
-      return Status::invalid_argument("a launch continues another only for heads of at most 128 elements");
+      return Status::invalid_argument("a launch continues another only for heads of at most " +
+                                      std::to_string(kLargestContinuedHeadDim) + " elements");
     }
     keep_queries(geometry, continuation->queries);
     p.continues = true;
