@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -139,6 +139,9 @@ class Backend(abc.ABC):
     targets: ClassVar[Mapping[Pass, Sequence[str]]] = {}
     #: The kernel schedules of each pass, the default one first.
     schedules: ClassVar[Mapping[Pass, Sequence[KernelSchedule]]] = {}
+    #: The performance arguments that make a difference to it, or whose promise it keeps; without tiles, which make one
+    #: to every backend, and ``kernel_schedule``, which ``schedules`` tells.
+    heeds: ClassVar[Collection[str]] = ()
     #: Whether it takes additional key/value tokens.
     fuses_additional_kv: ClassVar[bool] = True
 
@@ -181,6 +184,13 @@ class Backend(abc.ABC):
     def predicted_seconds(self, problem: Problem, device: Device, pass_: Pass) -> float | None:
         """How long the pass takes with the recommended tiles, by the cost model; ``None`` where there is none."""
         return None
+
+    def unused_in(self, plan: Plan) -> Mapping[str, str]:
+        """The performance arguments among those that it ``heeds`` that make no difference to this plan, and why.
+
+        Each reason goes on a sentence that begins with the backend's name.
+        """
+        return {}
 
     @abc.abstractmethod
     def forward(self, plan: Plan, operands: Operands) -> Output:

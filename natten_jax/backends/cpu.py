@@ -37,6 +37,7 @@ class CpuBackend(NativeBackend):
     platform = Platform("cpu")
     dtypes = ("float32", "float16", "bfloat16")
     targets: ClassVar = {"forward": (_FORWARD,), "backward": (_BACKWARD,)}
+    heeds = ("backward_deterministic",)  # in every run
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Tile shapes worth trying, the default first."""

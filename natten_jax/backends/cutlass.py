@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -72,6 +73,12 @@ class CutlassBackend(NativeBackend):
         "forward": (_FORWARD, cutlass_small.FORWARD),
         "backward": (_BACKWARD, _DELTA, cutlass_small.BACKWARD),
     }
+    heeds = (
+        "backward_kv_splits",
+        "backward_use_xla_reduction",
+        "backward_deterministic",
+        "memory_usage_preference",
+    )
 
     def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
         """Why the kernels cannot run a pass; this build may have no code for the GPU."""
@@ -103,6 +110,17 @@ class CutlassBackend(NativeBackend):
     def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
         """Most tokens of the tiles that the kernels for these heads are compiled for."""
         return _largest_tiles(problem, device, pass_)
+
+    def unused_in(self, plan: Plan) -> Mapping[str, str]:
+        """What the plan's form of the kernels has no use for."""
+        if plan.pass_ == "backward" and small_windows.is_chosen(plan.problem, plan.pass_, plan.tiles):
+            return cutlass_small.UNUSED
+        unused = {}
+        if plan.performance.backward_deterministic:
+            unused["backward_kv_splits"] = "has one split with backward_deterministic=True"
+        if plan.problem.dtype == "float32":
+            unused["memory_usage_preference"] = "sums up float32 gradients in place, without scratch memory"
+        return unused
 
     def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
         """Call the kernel."""

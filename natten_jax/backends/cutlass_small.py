@@ -23,6 +23,13 @@ from natten_jax.problem import Problem
 FORWARD = "natten_jax_sm80_small_forward"
 BACKWARD = "natten_jax_sm80_small_backward"
 
+#: The performance arguments of the backend that the form has no use for, and what it does.
+UNUSED = {
+    "backward_kv_splits": "does not split keys and values with the tiles for small windows",
+    "backward_use_xla_reduction": "computes row sums on the way with the tiles for small windows",
+    "memory_usage_preference": "takes next to no scratch memory with the tiles for small windows",
+}
+
 
 def call_forward(plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
     """Call the kernel."""

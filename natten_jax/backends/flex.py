@@ -30,6 +30,7 @@ class FlexBackend(PureJaxBackend):
     family = "flex"
     dtypes = ("float32", "float16", "bfloat16", "float64")
     residual_width = len(Rows._fields)
+    heeds = ("backward_deterministic",)  # in every run
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Query and key/value tile shapes of a pass, the recommended pair first."""

@@ -42,6 +42,7 @@ class HopperBackend(NativeBackend):
     schedules: ClassVar = {
         "forward": (KernelSchedule.PING_PONG, KernelSchedule.COOPERATIVE, KernelSchedule.NON_PERSISTENT)
     }
+    heeds = ("run_persistent_kernel", "backward_use_xla_reduction", "backward_deterministic")
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Query and key/value tiles by estimated time, the fastest first."""
