@@ -19,6 +19,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -222,6 +223,12 @@ def package_directory(name: str) -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
+def native_sources() -> str:
+    """What a clone knows a library by that was built from its ``csrc``."""
+    fingerprint: str = runpy.run_path(str(ROOT / "natten_jax" / "source_tree.py"))["fingerprint"](ROOT / "csrc")
+    return fingerprint
+
+
 def parallel_compilations() -> int:
     """How many compilations this machine can run at a time."""
     try:
@@ -254,6 +261,7 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={package_directory('pybind11') / 'share' / 'cmake' / 'pybind11'}",
             f"-DNATTEN_JAX_FFI_INCLUDE_DIR={package_directory('jaxlib') / 'include'}",
+            f"-DNATTEN_JAX_SOURCES={native_sources()}",
             f"-DNATTEN_JAX_SANITIZE={sanitizers}",
             *launcher_options(),
             *cuda_options(),

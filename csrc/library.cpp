@@ -56,6 +56,7 @@ BuildInfo build_info() {
   BuildInfo info{};
   info.ffi_api_major = XLA_FFI_API_MAJOR;
   info.ffi_api_minor = XLA_FFI_API_MINOR;
+  info.sources = NATTEN_JAX_SOURCES;
   info.compiler = compiler();
   info.host_isa = cpu::host_kernels().isa;
   info.host_isas = cpu::built_isas();

@@ -22,6 +22,7 @@ struct Target {
 struct BuildInfo {
   int ffi_api_major;
   int ffi_api_minor;
+  std::string sources;  ///< A fingerprint of this folder (natten_jax/source_tree.py).
   std::string compiler;
   std::string host_isa;
   std::vector<std::string> host_isas;

@@ -27,6 +27,7 @@ py::dict build_info() {
   const natten_jax::BuildInfo info = natten_jax::build_info();
   py::dict dict;
   dict["ffi_api_version"] = py::make_tuple(info.ffi_api_major, info.ffi_api_minor);
+  dict["sources"] = info.sources;
   dict["compiler"] = info.compiler;
   dict["host_isa"] = info.host_isa;
   dict["host_isas"] = info.host_isas;

@@ -5,6 +5,7 @@ import jax.export as _export
 from natten_jax import backends as _backends
 from natten_jax import configs as _configs
 from natten_jax import op as _op
+from natten_jax import source_tree as _source_tree
 from natten_jax import version as _version
 from natten_jax.backends.missing_kernels import MissingKernelsWarning
 from natten_jax.dense import attention
@@ -12,6 +13,8 @@ from natten_jax.functional import na1d, na2d, na3d
 from natten_jax.merge import merge_attentions
 from natten_jax.performance import KernelSchedule
 from natten_jax.tuned import load_tuned
+
+_source_tree.serve_flax_modules()
 
 #: The version of this package.
 __version__ = _version.__version__

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from importlib import metadata
 
-from natten_jax import native
+from natten_jax import native, source_tree
 
 
 def plugins() -> tuple[int, ...]:
@@ -29,5 +29,5 @@ def mismatch() -> str | None:
     consequence = ", and its driver may be too old for them" if int(built.partition(".")[0]) > wanted else ""
     return (
         f"kernels were compiled with CUDA {built}, but the installed plugin of JAX is for CUDA {wanted}{consequence}: "
-        f"reinstall natten_jax with NATTEN_JAX_CUDA={wanted}"
+        f"{source_tree.remedy(f'NATTEN_JAX_CUDA={wanted}')}"
     )

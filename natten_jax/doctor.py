@@ -14,7 +14,7 @@ from importlib import metadata
 
 import jax
 
-from natten_jax import backends, cuda_version, mesh_trial, native, scratch
+from natten_jax import backends, cuda_version, mesh_trial, native, scratch, source_tree
 from natten_jax.backends import missing_kernels
 from natten_jax.backends.base import Backend
 from natten_jax.devices import Device, local_devices
@@ -135,7 +135,8 @@ def _native_lines() -> Iterator[str]:
     if native.load_error is not None:
         yield f"Native module: not available: {native.load_error}"
         return
-    yield f"Native module: {native.path()}"
+    lender = " (of the installed natten_jax, built from the same csrc)" if source_tree.is_unbuilt() else ""
+    yield f"Native module: {native.path()}{lender}"
     for name, value in native.build_info().items():
         yield f"  {name}: {value}"
     mismatch = cuda_version.mismatch()

@@ -6,11 +6,12 @@ backends that need it reject every problem with that reason.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import re
 import struct
+import sys
 from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from natten_jax import source_tree
 from natten_jax.mesh import types as mesh_types
 
 
@@ -151,10 +153,9 @@ def _check_ffi_version(module: ModuleType) -> None:
         )
 
 
-def _check_files() -> None:
+def _check_files(spec: ModuleSpec) -> None:
     """Check that the libraries are whole: loading a truncated one would kill the process."""
-    spec = importlib.util.find_spec("natten_jax._native")
-    if spec is None or spec.origin is None:
+    if spec.origin is None:
         return  # importing says it better
     for file in (Path(spec.origin), Path(spec.origin).with_name("libnatten_jax.so")):
         if not file.exists():
@@ -170,11 +171,23 @@ def _check_files() -> None:
             raise ImportError(f"{file} is truncated")
 
 
+def _import(spec: ModuleSpec) -> ModuleType:
+    module = importlib.util.module_from_spec(spec)
+    if spec.loader is None:
+        raise ImportError(f"{spec.origin} is no module")
+    spec.loader.exec_module(module)
+    sys.modules[spec.name] = module
+    return module
+
+
 def _load() -> tuple[ModuleType | None, str | None]:
     """The native module with its targets registered, or the reason why there is none."""
     try:
-        _check_files()
-        module = importlib.import_module("natten_jax._native")
+        spec = source_tree.find_library()
+        _check_files(spec)
+        module = _import(spec)
+        if spec.origin is not None:
+            source_tree.check_library(spec.origin, module.build_info().get("sources"))
         _check_ffi_version(module)
         for name, (platform, handler) in module.registrations().items():
             jax.ffi.register_ffi_target(name, handler, platform=platform)

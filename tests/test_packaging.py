@@ -183,5 +183,13 @@ def test_installed_doctor_reports_the_backends(python: Path, tmp_path: Path) -> 
 
 
 @of_the_wheel
+def test_installed_library_serves_the_clone_that_it_was_built_from(python: Path, tmp_path: Path) -> None:
+    clone = copy_of_sources(tmp_path)
+    report = run(python, "-m", "natten_jax.doctor", cwd=clone)
+    assert "of the installed natten_jax, built from the same csrc" in report
+    assert "Missing kernels" not in report and "not available" not in report
+
+
+@of_the_wheel
 def test_installed_profiler_shows_its_help(python: Path, tmp_path: Path) -> None:
     assert "usage" in run(python, "-m", "natten_jax.profiler", "--help", cwd=tmp_path).lower()

@@ -6,7 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Iterable
 
-from natten_jax import cuda_version, native
+from natten_jax import cuda_version, native, source_tree
 from natten_jax.backends.base import Backend
 from natten_jax.devices import Device
 from natten_jax.passes import Pass
@@ -66,8 +66,9 @@ def warn_once(reason: str) -> None:
 
 
 def _remedy(device: Device) -> str:
-    capability = device.compute_capability
-    if device.platform != "cuda" or capability is None:
-        return "Reinstall natten_jax"
-    architectures = "80;90a" if capability == (9, 0) else f"{capability[0]}{capability[1]}"
-    return f"Reinstall natten_jax with NATTEN_JAX_CUDA={cuda_version.choice()} NATTEN_JAX_CUDA_ARCHS='{architectures}'"
+    variables, capability = "", device.compute_capability
+    if device.platform == "cuda" and capability is not None:
+        architectures = "80;90a" if capability == (9, 0) else f"{capability[0]}{capability[1]}"
+        variables = f"NATTEN_JAX_CUDA={cuda_version.choice()} NATTEN_JAX_CUDA_ARCHS='{architectures}'"
+    sentence = source_tree.remedy(variables)
+    return sentence[0].upper() + sentence[1:]
