@@ -37,7 +37,7 @@ from natten_jax.profiler.__main__ import main
         ("-i 8 8 -w 4 4 --q-tile 8 --kv-tile 8 8", "--q-tile takes 2 value(s)"),
         ("-i 8 --backend nothing", "--backend nothing is unknown; choose one of"),
         ("-i 8 --backend cpu-fmha", "name it with --fmha-backend"),
-        ("-i 8 --fmha-backend cpu", "--fmha-backend cpu is unknown; choose one of"),
+        ("-i 8 --fmha-backend cpu", "--fmha-backend cpu is unknown (did you mean cpu-fmha?); choose one of"),
         ("-i 8 --fmha-backend flex-fna", "name it with --backend, or the attention backend flex-fmha here"),
         ("-i 8 --backend xformers", "baseline of PyTorch; JAX's are cudnn"),
         ("-i 8 --backend fav2", "use --backend cudnn"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from natten_jax.backends import cpu, cutlass, flex, hopper
 from natten_jax.backends.base import Backend
+from natten_jax.backends.names import unknown
 from natten_jax.plan import BackendId
 from natten_jax.problem import OPERATORS, Operator
-from natten_jax.static_arguments import shown
 
 _registered: list[Backend] = [hopper.HopperBackend(), cutlass.CutlassBackend(), cpu.CpuBackend(), flex.FlexBackend()]
 
@@ -57,7 +57,7 @@ def find(name: str | BackendId, operator: Operator) -> Backend:
         for backend in _registered:
             if wanted == str(BackendId(backend.family, operator)):
                 return backend
-    raise ValueError(f"backend={shown(name)} is unknown; choose None or one of {', '.join(names(operator))}")
+    raise ValueError(unknown(name, operator, registered()))
 
 
 def counterpart(name: str | None) -> str | None:

@@ -8,6 +8,7 @@ import sys
 from typing import Unpack
 
 from natten_jax import backends
+from natten_jax.backends.names import closest
 from natten_jax.performance import Performance, PerformanceArguments, performance_of
 from natten_jax.problem import Operator
 from natten_jax.profiler.baselines import BASELINES, refusal_to_split
@@ -71,7 +72,9 @@ def check_backends(parser: Parser, given: argparse.Namespace) -> None:
             f"--fmha-backend {name} is a backend of neighborhood attention: name it with --backend, or the attention "
             f"backend {name.removesuffix('-fna')}-fmha here"
         )
-    parser.error(f"--fmha-backend {name} is unknown; choose one of {', '.join(backends.names('fmha'))}")
+    parser.error(
+        f"--fmha-backend {name} is unknown{_meant(name, 'fmha')}; choose one of {', '.join(backends.names('fmha'))}"
+    )
 
 
 def _check_backend(parser: Parser, option: str, name: str) -> None:
@@ -84,9 +87,14 @@ def _check_backend(parser: Parser, option: str, name: str) -> None:
         parser.error(f"{option} {name} is an attention backend: name it with --fmha-backend")
     if name not in (*_known_backends("fna"), *BASELINES):
         parser.error(
-            f"{option} {name} is unknown; choose one of {', '.join(backends.names('fna'))}, "
+            f"{option} {name} is unknown{_meant(name, 'fna')}; choose one of {', '.join(backends.names('fna'))}, "
             f"or a baseline: {', '.join(BASELINES)}"
         )
+
+
+def _meant(name: str, operator: Operator) -> str:
+    meant = closest(name, operator, backends.registered())
+    return "" if meant is None else f" (did you mean {meant}?)"
 
 
 def _known_backends(operator: Operator) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import jax
 
 import natten_jax
 from natten_jax import backends, parts
+from natten_jax.backends.names import absence
 from natten_jax.devices import Device, default_device
 from natten_jax.parts import Kind, Part
 from natten_jax.passes import Pass, TilePair
@@ -130,11 +131,9 @@ def check_available(options: Options, device: Device) -> None:
         platform = KNOWN_FAMILIES.get(BackendId.parse(name).family)
         if platform is None:
             continue
-        if name not in backends.names():
-            raise UnavailableBackend(
-                f"{name} is for {platform}, for which this version has no kernels of its own"
-                + ("" if platform.has(device) else f", and this is {device}")
-            )
+        reason = absence(name, backends.registered())
+        if reason is not None:
+            raise UnavailableBackend(f"{name} {reason}" + ("" if platform.has(device) else f", and this is {device}"))
         if not platform.has(device):
             raise UnavailableBackend(f"{name} runs on {platform}, and this is {device}")
 

@@ -1,0 +1,77 @@
+"""A name that no backend has: the message says what was meant, or what there is instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+import natten_jax
+from natten_jax import backends
+from natten_jax.backends.names import WITHOUT_KERNELS
+
+ARRAY = jnp.zeros((1, 16, 2, 8))
+
+
+def messages(name: Any) -> list[str]:
+    """What ``na1d``, ``attention`` and the attention of ``na1d`` say."""
+    found = []
+    for call in (
+        lambda: natten_jax.na1d(ARRAY, ARRAY, ARRAY, 3, backend=name),
+        lambda: natten_jax.attention(ARRAY, ARRAY, ARRAY, backend=name),
+        lambda: natten_jax.na1d(ARRAY, ARRAY, ARRAY, 3, attention_kwargs={"backend": name}),
+    ):
+        with pytest.raises(ValueError, match="backend") as caught:
+            call()
+        found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("hoper-fna", "hopper"),
+        ("Hopper_FNA", "hopper"),
+        ("cutlas", "cutlass"),
+        (" cutlass fmha", "cutlass"),
+        ("flex", "flex"),
+        ("flexx-fmha", "flex"),
+        ("CPU", "cpu"),
+    ],
+)
+def test_a_misspelt_name_finds_the_backend_of_the_operator(name: str, meant: str) -> None:
+    for message, operator in zip(messages(name), ("fna", "fmha", "fmha"), strict=True):
+        assert f"{name!r} is unknown: did you mean '{meant}-{operator}'? Choose None or one of" in message
+
+
+@pytest.mark.parametrize("name", ["", "-", "torch-fna", "none", "gpu", "x" * 10**6, 3, ["cpu-fna"], None.__class__])
+def test_other_names_have_no_suggestion(name: Any) -> None:
+    for message in messages(name):
+        assert "is unknown; choose None or one of" in message
+        assert all(each in message for each in backends.names("fna" if "cpu-fna," in message else "fmha"))
+
+
+@pytest.mark.parametrize("name", ["blackwell-fna", "blackwell-fmha", "Blackwell", "blackwell_fna"])
+def test_families_of_natten_without_kernels_are_explained(name: str) -> None:
+    for message, operator in zip(messages(name), ("fna", "fmha", "fmha"), strict=True):
+        assert f"{name!r} is for NVIDIA GPUs of compute capability 10.0 only" in message
+        assert f"no kernels of its own: there cutlass-{operator} runs; choose None or one of" in message
+
+
+def test_families_without_kernels_are_not_registered() -> None:
+    assert not WITHOUT_KERNELS.keys() & {backend.family for backend in backends.registered()}
+
+
+@pytest.mark.parametrize(("name", "whose"), [("cudnn", "JAX"), ("xformers", "PyTorch"), ("fav2", "PyTorch")])
+def test_other_implementations_are_explained(name: str, whose: str) -> None:
+    for message in messages(name):
+        assert f"{name} is an implementation of" in message
+        assert whose in message
+
+
+def test_a_backend_of_the_other_operator_names_its_counterpart() -> None:
+    with pytest.raises(ValueError, match=r"'cpu-fmha' is a backend of attention, and this is .*did you mean 'cpu-fna'"):
+        natten_jax.na1d(ARRAY, ARRAY, ARRAY, 3, backend="cpu-fmha")
+    with pytest.raises(ValueError, match=r"'cpu-fna' is a backend of neighborhood attention, .* mean 'cpu-fmha'"):
+        natten_jax.attention(ARRAY, ARRAY, ARRAY, backend="cpu-fna")
