@@ -40,17 +40,36 @@ py::list described(const Form (&forms)[kForms]) {
   return result;
 }
 
+const char* name_of(small::Kernel kernel) {
+  switch (kernel) {
+    case small::Kernel::kForward:
+      return "forward";
+    case small::Kernel::kQueryGradient:
+      return "query gradient";
+    case small::Kernel::kKeyValueGradient:
+      return "key/value gradient";
+    case small::Kernel::kWholeGradient:
+      return "whole gradient";
+  }
+  return "";
+}
+
 }  // namespace
 
 py::dict limits() {
   const std::vector<int> wide(std::begin(sm80::kWideFormCapabilities), std::end(sm80::kWideFormCapabilities));
+  std::vector<int> additional_queries_at_once;
+  for (const int head_dim : small::kHeadDims) {
+    additional_queries_at_once.push_back(small::additional_pairs_at_once(head_dim) * 2 * small::kColumns);
+  }
   return py::dict(
       "cpu"_a = py::dict("tile_tokens"_a = kMostTileTokens),
       "sm80"_a = py::dict("head_dim_step"_a = sm80::kHeadDimStep, "largest_head_dim"_a = sm80::kLargestHeadDim,
                           "forward"_a = described(sm80::kForwardForms), "backward"_a = described(sm80::kBackwardForms),
                           "least_shared_memory"_a = sm80::kLeastSharedMemory, "wide_form_capabilities"_a = wide),
       "small"_a = py::dict("row_tokens"_a = small::kRows, "column_tokens"_a = small::kColumns,
-                           "head_dims"_a = std::vector<int>(std::begin(small::kHeadDims), std::end(small::kHeadDims))),
+                           "head_dims"_a = std::vector<int>(std::begin(small::kHeadDims), std::end(small::kHeadDims)),
+                           "additional_queries_at_once"_a = additional_queries_at_once),
       "sm90"_a =
           py::dict("head_dim_step"_a = sm90::kHeadDimStep, "largest_head_dim"_a = sm90::kLargestHeadDim,
                    "forward"_a = described(sm90::kForwardForms), "backward"_a = described(sm90::kBackwardForms),
@@ -58,10 +77,11 @@ py::dict limits() {
                    "shared_memory"_a = sm90::kSharedMemory, "tiles_worth_counting"_a = sm90::kTilesWorthCounting));
 }
 
-double seconds_of_small_windows(const std::array<std::int64_t, 6 * kRank>& axes,
-                                const std::array<std::int64_t, 6>& sizes, const std::array<std::int64_t, kRank>& q_tile,
-                                const std::array<std::int64_t, kRank>& kv_tile, bool is_backward, int shared_memory,
-                                int multiprocessors, bool has_boxes) {
+py::object estimate_of_small_windows(const std::array<std::int64_t, 6 * kRank>& axes,
+                                     const std::array<std::int64_t, 6>& sizes,
+                                     const std::array<std::int64_t, kRank>& q_tile,
+                                     const std::array<std::int64_t, kRank>& kv_tile, bool is_backward,
+                                     int shared_memory, int multiprocessors, bool has_boxes) {
   Problem problem{ElementType::kBFloat16, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], 1.f, {}};
   for (int i = 0; i < kRank; ++i) {
     const std::int64_t* fact = axes.data() + 6 * i;
@@ -73,8 +93,14 @@ double seconds_of_small_windows(const std::array<std::int64_t, 6 * kRank>& axes,
   // A multiprocessor has a kilobyte more than a CTA may have, which it takes besides.
   constexpr int kReserved = 1024;
   const small::Device device{shared_memory, shared_memory + kReserved, kReserved, multiprocessors, has_boxes};
-  double seconds = 0;
-  return small::estimate_pass(problem, tiles, is_backward, device, seconds).failed() ? 0 : seconds;
+  small::PassEstimate estimate{};
+  if (small::estimate_pass(problem, tiles, is_backward, device, estimate).failed()) return py::none();
+  py::list launches;
+  for (const auto& [kernel, region] : estimate.launches) {
+    launches.append(py::dict("kernel"_a = name_of(kernel), "line_dimension"_a = region.dimension[1],
+                             "regions"_a = region.count, "columns"_a = region.box, "tiles"_a = region.warps));
+  }
+  return py::dict("seconds"_a = estimate.seconds, "launches"_a = launches);
 }
 
 }  // namespace natten_jax

@@ -14,7 +14,9 @@ namespace natten_jax {
 /// the order of the tables that they come from.
 pybind11::dict limits();
 
-/// How many seconds the kernels for small windows take for a pass with tiles, by a model; 0 where they do not take it.
+/// What the kernels for small windows launch for a pass with tiles, by a model: "seconds" and "launches", each with the
+/// "kernel", the "line_dimension" of three, and of a batch entry and head the "regions", and each one's "columns" and
+/// "tiles"; None where they do not take it.
 ///
 /// Args:
 ///   axes: as the attribute of that name of every target.
@@ -24,9 +26,10 @@ pybind11::dict limits();
 ///   shared_memory: bytes that a CTA may have.
 ///   multiprocessors: of the device.
 ///   has_boxes: whether it has the engine that copies boxes.
-double seconds_of_small_windows(const std::array<std::int64_t, 6 * kRank>& axes,
-                                const std::array<std::int64_t, 6>& sizes, const std::array<std::int64_t, kRank>& q_tile,
-                                const std::array<std::int64_t, kRank>& kv_tile, bool is_backward, int shared_memory,
-                                int multiprocessors, bool has_boxes);
+pybind11::object estimate_of_small_windows(const std::array<std::int64_t, 6 * kRank>& axes,
+                                           const std::array<std::int64_t, 6>& sizes,
+                                           const std::array<std::int64_t, kRank>& q_tile,
+                                           const std::array<std::int64_t, kRank>& kv_tile, bool is_backward,
+                                           int shared_memory, int multiprocessors, bool has_boxes);
 
 }  // namespace natten_jax

@@ -75,7 +75,7 @@ def limits(architecture: str) -> Mapping[str, Any]:
     return {} if _module is None else _module.limits()[architecture]
 
 
-def seconds_of_small_windows(
+def estimate_of_small_windows(
     axes: Sequence[int],
     sizes: Sequence[int],
     q_tile: Sequence[int],
@@ -85,8 +85,8 @@ def seconds_of_small_windows(
     shared_memory: int,
     multiprocessors: int,
     has_boxes: bool,
-) -> float:
-    """How long the kernels for small windows take for a pass with tiles, by a model.
+) -> Mapping[str, Any] | None:
+    """What the kernels for small windows launch for a pass with tiles, and how long that takes, by a model.
 
     Args:
         axes: As the attribute of that name of every target.
@@ -99,11 +99,13 @@ def seconds_of_small_windows(
         has_boxes: Whether it has the engine that copies boxes of tokens.
 
     Returns:
-        Seconds; 0 where the kernels do not take the pass.
+        ``"seconds"`` and ``"launches"``, each with its ``"kernel"``, its ``"line_dimension"`` (of three), and for
+        each batch entry and head ``"regions"``, which have ``"columns"`` and ``"tiles"``. ``None`` where the kernels
+        do not take the pass.
     """
     if _module is None:
-        return 0.0
-    return _module.seconds_of_small_windows(
+        return None
+    return _module.estimate_of_small_windows(
         axes, sizes, q_tile, kv_tile, is_backward, shared_memory, multiprocessors, has_boxes
     )
 

@@ -49,8 +49,8 @@ def host_only_build(monkeypatch: pytest.MonkeyPatch) -> None:
             return {"cuda_architectures": []}
 
         @staticmethod
-        def seconds_of_small_windows(*_: Any) -> float:
-            return 0.0
+        def estimate_of_small_windows(*_: Any) -> None:
+            return None
 
     monkeypatch.setattr(native, "_module", Module)
     monkeypatch.setattr(native, "load_error", None)

@@ -11,7 +11,9 @@
 - ``simulation``: counts and time of one pass with one pair of tiles.
 - ``communication``: time of exchanging halos, and whether computing meanwhile pays.
 - ``ranking``: pairs of tiles by predicted time.
+- ``tile_shapes``: shapes of tiles of so many tokens.
 - ``small_windows``: the form for small windows, whose time native code predicts.
+- ``small_window_counts``: what that form executes and loads.
 - ``advice``: strides with which no tile needs a mask.
 
 :mod:`natten_jax.simulator` is their public face.

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 
 from natten_jax.continued import continues
+from natten_jax.cost import small_windows
 from natten_jax.cost.calibration import Calibration, calibration_for
 from natten_jax.cost.part_tiles import Visits, visits_at_once, visits_by_keys, visits_of_one
 from natten_jax.cost.predict import predict
@@ -128,22 +129,16 @@ def predict_split(plan: Plan, parts: Sequence[int], calibration: Calibration) ->
 
 def _split_time(plan: Plan, halos: Sequence[Halo], way: Way, calibration: Calibration) -> SplitTime | None:
     problem, pass_ = plan.problem, plan.pass_
-    kernel = calibration.kernel(problem, plan.tiles, pass_)
-    if kernel is None:
+    kernels = _kernel_seconds(plan, halos, way, calibration)
+    if kernels is None:
         return None
-    whole = count_tiles(problem, plan.tiles, pass_, placement="anchored", kernel=kernel).tiles
-    one, inner = visits_of_one(plan), sum(call.inner for call in way.calls)
-    outer_share, inner_share = sum(call.outer for call in way.calls) / one.outer, inner / one.inner
-    # Of the layout nothing but its size counts here.
-    local = dataclasses.replace(problem, axes=tuple(Axis(halo.part, halo.part, 1) for halo in halos))
-    tiles = TimedTiles(whole.outer * outer_share, *(each * inner_share for each in whole[1:]))
-    kernels = float(predict(local, tiles, pass_, kernel, calibration))
     more_calls = len(way.calls) - 1
     compute = kernels + more_calls * (calibration.launch_of(pass_) + _between(plan)) + way.moved * calibration.byte
 
     received = _slab_bytes(problem, halos)
     devices = math.prod(halo.parts for halo in halos)
     once = link_between(devices).seconds(received)
+    inner = sum(call.inner for call in way.calls)
     exchange = once if pass_ == "forward" else 2 * once
     # A slab travels while the call before its own runs.
     hidden = sum(
@@ -152,6 +147,25 @@ def _split_time(plan: Plan, halos: Sequence[Halo], way: Way, calibration: Calibr
     if received:
         compute = compute * _OF_LINKS_AWAKE + hidden * _TAKEN
     return SplitTime(devices, plan.tiles, received, compute, exchange, exchange - hidden)
+
+
+def _kernel_seconds(plan: Plan, halos: Sequence[Halo], way: Way, calibration: Calibration) -> float | None:
+    """Seconds that the kernels of all calls compute; ``None`` where they were not calibrated for the problem."""
+    problem, pass_ = plan.problem, plan.pass_
+    one, inner = visits_of_one(plan), sum(call.inner for call in way.calls)
+    inner_share = inner / one.inner
+    if small_windows.is_for(calibration, problem, pass_, plan.tiles):
+        whole_seconds = small_windows.seconds(problem, pass_, plan.tiles, calibration.compute_capability)
+        return None if whole_seconds is None else whole_seconds * inner_share
+    kernel = calibration.kernel(problem, plan.tiles, pass_)
+    if kernel is None:
+        return None
+    whole = count_tiles(problem, plan.tiles, pass_, placement="anchored", kernel=kernel).tiles
+    outer_share = sum(call.outer for call in way.calls) / one.outer
+    # Of the layout nothing but its size counts here.
+    local = dataclasses.replace(problem, axes=tuple(Axis(halo.part, halo.part, 1) for halo in halos))
+    tiles = TimedTiles(whole.outer * outer_share, *(each * inner_share for each in whole[1:]))
+    return float(predict(local, tiles, pass_, kernel, calibration))
 
 
 def _token_bytes(problem: Problem) -> int:

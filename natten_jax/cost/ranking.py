@@ -9,15 +9,17 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from natten_jax.cost import small_windows
 from natten_jax.cost.axis_tiles import outer_tiles
 from natten_jax.cost.calibration import Calibration, Kernel
 from natten_jax.cost.predict import predict
 from natten_jax.cost.row_groups import Parts, part_counts
 from natten_jax.cost.tile_counts import TimedTiles, additional_counts
+from natten_jax.cost.tile_shapes import pairs_of
 from natten_jax.passes import Pass, TilePair, outer_and_inner
 from natten_jax.problem import Axis, Problem, Shape
 
@@ -35,11 +37,6 @@ def rank_sizes(
     """
     pairs = itertools.chain.from_iterable(pairs_of(q_size, kv_size, problem.rank) for q_size, kv_size in sizes)
     return tuple(rank(problem, dict.fromkeys(pairs), pass_, calibration))
-
-
-def pairs_of(q_size: int, kv_size: int, rank: int) -> Iterator[TilePair]:
-    """Every query and key/value tile of so many tokens."""
-    return itertools.product(_factorisations(q_size, rank), _factorisations(kv_size, rank))
 
 
 def rank(
@@ -65,11 +62,15 @@ def rank(
         return []
     # Tiles of one size are executed by one kernel.
     visits: dict[tuple[Shape, int], list[Shape]] = collections.defaultdict(list)
+    timed: list[tuple[TilePair, float]] = []
     for pair in pairs:
+        if small_windows.is_for(calibration, problem, pass_, pair):
+            seconds = small_windows.seconds(problem, pass_, pair, calibration.compute_capability)
+            timed += [] if seconds is None else [(pair, seconds)]
+            continue
         outer_tile, inner_tile = outer_and_inner(pair, pass_)
         visits[outer_tile, math.prod(inner_tile)].append(inner_tile)
     kernels: dict[tuple[int, int], Kernel | None] = {}
-    timed: list[tuple[TilePair, float]] = []
     axes = problem.axes
     for (outer_tile, inner_tokens), inner_tiles in visits.items():
         found = [outer_and_inner((outer_tile, inner_tile), pass_) for inner_tile in inner_tiles]
@@ -79,8 +80,7 @@ def rank(
         kernel = kernels[tokens]
         if kernel is not None:
             tiles = _timed_tiles(problem, axes, outer_tile, tuple(inner_tiles), pass_, kernel)
-            seconds = predict(problem, tiles, pass_, kernel, calibration)
-            timed += zip(found, seconds.tolist(), strict=True)
+            timed += zip(found, predict(problem, tiles, pass_, kernel, calibration).tolist(), strict=True)
     # Among equals, tiles that are long in the leading dimensions: on an H200 (16, 8) took 5% less time than (8, 16).
     timed.sort(reverse=True)
     timed.sort(key=lambda item: item[1])
@@ -109,14 +109,3 @@ def _timed_tiles(
         )
         outer += extra[0].outer
     return TimedTiles(outer, parts.inner, parts.seen / kernel.row_groups, parts.partial)
-
-
-def _factorisations(size: int, rank: int) -> list[Shape]:
-    if rank == 1:
-        return [(size,)]
-    return [
-        (first, *rest)
-        for first in range(1, size + 1)
-        if size % first == 0
-        for rest in _factorisations(size // first, rank - 1)
-    ]

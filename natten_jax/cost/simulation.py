@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from natten_jax.cost import small_windows
+from natten_jax.cost import small_window_counts, small_windows
 from natten_jax.cost.axis_tiles import Placement
 from natten_jax.cost.calibration import Calibration
 from natten_jax.cost.predict import predict
@@ -24,7 +24,10 @@ class Simulation:
         pass_: The pass.
         pair: Query and key/value tile.
         placement: Where inner tiles start.
-        counts: Tiles and pairs per batch element and head.
+        counts: Tiles and pairs per batch element and head. Of kernels that compute gradients of queries apart, those of
+            keys and values.
+        executed_flops: Floating-point operations that are computed, on masked pairs and padding, and again, too.
+        tile_bytes: Bytes of all outer and inner tiles: what is loaded, mostly from the device's cache.
         seconds: Predicted device time; ``None`` where nothing was calibrated.
     """
 
@@ -33,17 +36,14 @@ class Simulation:
     pair: TilePair
     placement: Placement
     counts: TileCounts
+    executed_flops: int
+    tile_bytes: int
     seconds: float | None
 
     @property
     def flops(self) -> int:
         """Floating-point operations that the mask leaves."""
         return flops(self.problem, self.pass_)
-
-    @property
-    def executed_flops(self) -> int:
-        """Floating-point operations that are computed, on masked pairs and padding, too."""
-        return self.flops * self.counts.executed_pairs // self.counts.visible_pairs
 
     @property
     def flop_bound(self) -> float:
@@ -53,21 +53,12 @@ class Simulation:
     @property
     def tile_bound(self) -> float:
         """Speedup over self attention if time were the operations that the tiles execute."""
-        return all_pairs(self.problem) / self.counts.executed_pairs
+        return self.flop_bound * self.flops / self.executed_flops
 
     @property
     def least_bytes(self) -> int:
         """Bytes that inputs and results take: each is moved from or to memory at least once."""
         return least_bytes(self.problem, self.pass_)
-
-    @property
-    def tile_bytes(self) -> int:
-        """Bytes of all outer and inner tiles: what is loaded, mostly from the device's cache."""
-        problem = self.problem
-        outer, inner = (math.prod(tile) for tile in outer_and_inner(self.pair, self.pass_))
-        tokens = self.counts.outer * outer + self.counts.inner * inner
-        width = problem.head_dim + problem.head_dim_v
-        return problem.batch * problem.heads * tokens * width * ELEMENT_BYTES[problem.dtype]
 
 
 def simulate(
@@ -97,11 +88,26 @@ def simulate(
     Raises:
         ValueError: A tile or the placement is not valid.
     """
-    kernel = None if calibration is None else calibration.kernel(problem, pair, pass_)
+    kernel = None
+    if calibration is not None and small_windows.is_for(calibration, problem, pass_, pair):
+        # No other kernel takes such tiles.
+        estimate = small_windows.estimate(problem, pass_, pair, calibration.compute_capability)
+        if estimate is not None and placement == "anchored":
+            found = small_window_counts.executed(problem, pass_, pair, estimate.launches)
+            return Simulation(problem, pass_, pair, placement, *found, estimate.seconds)
+    elif calibration is not None:
+        kernel = calibration.kernel(problem, pair, pass_)
     counts = count_tiles(problem, pair, pass_, placement=placement, kernel=kernel)
     seconds = None
-    if calibration is not None and calibration.family == small_windows.FAMILY:
-        seconds = small_windows.seconds(problem, pass_, pair, calibration.compute_capability)
-    if seconds is None and calibration is not None and kernel is not None:
+    if calibration is not None and kernel is not None:
         seconds = float(predict(problem, counts.tiles, pass_, kernel, calibration))
-    return Simulation(problem, pass_, pair, placement, counts, seconds)
+    executed = flops(problem, pass_) * counts.executed_pairs // counts.visible_pairs
+    loaded = _tile_bytes(problem, pair, pass_, counts)
+    return Simulation(problem, pass_, pair, placement, counts, executed, loaded, seconds)
+
+
+def _tile_bytes(problem: Problem, pair: TilePair, pass_: Pass, counts: TileCounts) -> int:
+    outer, inner = (math.prod(tile) for tile in outer_and_inner(pair, pass_))
+    tokens = counts.outer * outer + counts.inner * inner
+    width = problem.head_dim + problem.head_dim_v
+    return problem.batch * problem.heads * tokens * width * ELEMENT_BYTES[problem.dtype]

@@ -13,12 +13,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from natten_jax import native
-from natten_jax.cost.calibration import calibration_for
-from natten_jax.cost.ranking import pairs_of
+from natten_jax.cost.calibration import Calibration, calibration_for
+from natten_jax.cost.tile_shapes import pairs_of
+from natten_jax.cost.work import least_bytes
 from natten_jax.devices import ComputeCapability
-from natten_jax.kernel_rank import axis_rows, with_kernel_tiles
+from natten_jax.kernel_rank import KERNEL_RANK, axis_rows, with_kernel_tiles
 from natten_jax.passes import Pass, TilePair, outer_and_inner
 from natten_jax.problem import ELEMENT_BYTES, Problem
 
@@ -45,16 +47,68 @@ def tile_tokens(problem: Problem, pass_: Pass) -> tuple[int, int] | None:
     return tokens if pass_ == "forward" else tokens[::-1]
 
 
+def additional_queries_at_once(problem: Problem) -> int:
+    """Of the launch for gradients of additional tokens: how many a warp computes with at a time."""
+    wider = max(problem.head_dim, problem.head_dim_v)
+    widths = zip(_LIMITS["head_dims"], _LIMITS["additional_queries_at_once"], strict=True)
+    return next(queries for head_dim, queries in widths if wider <= head_dim)
+
+
 def is_chosen(problem: Problem, pass_: Pass, pair: TilePair) -> bool:
     """Whether tiles are the form's."""
     return tuple(map(math.prod, pair)) == tile_tokens(problem, pass_)
 
 
-@functools.lru_cache(maxsize=4096)
+def is_for(calibration: Calibration, problem: Problem, pass_: Pass, pair: TilePair) -> bool:
+    """Whether tiles are the form's where a calibration's backend runs them."""
+    return calibration.family == FAMILY and is_chosen(problem, pass_, pair)
+
+
+class Launch(NamedTuple):
+    """A kernel of a pass.
+
+    Attributes:
+        kernel: ``"forward"``, ``"query gradient"``, ``"key/value gradient"``, or ``"whole gradient"``, which is both.
+        line: The token dimension in which a warp computes groups of columns in pairs; negative in a missing one.
+        regions: Of a batch entry and head: what its blocks own.
+        columns: That a region loads, at most.
+        tiles: Of rows, in a region.
+    """
+
+    kernel: str
+    line: int
+    regions: int
+    columns: int
+    tiles: int
+
+
+class Estimate(NamedTuple):
+    """What a pass launches, and how long that takes.
+
+    Attributes:
+        launches: All but those for gradients of additional tokens.
+        work: Seconds of all launches if memory were no limit.
+        seconds: Of the pass.
+    """
+
+    launches: tuple[Launch, ...]
+    work: float
+    seconds: float
+
+
 def seconds(
     problem: Problem, pass_: Pass, pair: TilePair, compute_capability: ComputeCapability | None
 ) -> float | None:
-    """How long a pass takes with tiles of the form's size.
+    """How long a pass takes with tiles of the form's size; ``None`` as :func:`estimate`."""
+    found = estimate(problem, pass_, pair, compute_capability)
+    return None if found is None else found.seconds
+
+
+@functools.lru_cache(maxsize=4096)
+def estimate(
+    problem: Problem, pass_: Pass, pair: TilePair, compute_capability: ComputeCapability | None
+) -> Estimate | None:
+    """What a pass launches with tiles of the form's size, and how long that takes.
 
     Args:
         problem: What is computed.
@@ -63,15 +117,15 @@ def seconds(
         compute_capability: Of the device; one that is not known has as little as any.
 
     Returns:
-        Seconds; ``None`` where the form does not take the tiles: the keys that a warp's queries see do not fit into
-        shared memory.
+        The estimate; ``None`` where the form does not take the tiles: the keys that a warp's queries see do not fit
+        into shared memory.
     """
     calibration = calibration_for(FAMILY)
     if calibration is None or not is_chosen(problem, pass_, pair):
         return None
     kib = _LEAST_SHARED_KIB if compute_capability is None else _SHARED_KIB.get(compute_capability, _LEAST_SHARED_KIB)
     sizes = problem.heads, problem.heads_kv, problem.head_dim, problem.head_dim_v, problem.additional_kv
-    found = native.seconds_of_small_windows(
+    found = native.estimate_of_small_windows(
         axis_rows(problem),
         (problem.batch, *sizes),
         *with_kernel_tiles(problem, pair),
@@ -80,13 +134,28 @@ def seconds(
         multiprocessors=calibration.multiprocessors,
         has_boxes=compute_capability is not None and compute_capability >= _HAS_BOXES,
     )
-    return found or None
+    if found is None:
+        return None
+    launches = tuple(
+        Launch(
+            each["kernel"],
+            each["line_dimension"] - KERNEL_RANK + problem.rank,
+            each["regions"],
+            each["columns"],
+            each["tiles"],
+        )
+        for each in found["launches"]
+    )
+    moving = calibration.byte * least_bytes(problem, pass_)
+    return Estimate(launches, found["seconds"], max(found["seconds"], moving))
 
 
 def ranked(
     problem: Problem, pass_: Pass, compute_capability: ComputeCapability | None
 ) -> Iterator[tuple[TilePair, float]]:
-    """Every pair of tiles of the form's size that it takes, with seconds; among equals, the most compact rows first.
+    """Every pair of tiles of the form's size that it takes, with seconds, the fastest first.
+
+    Where memory is the limit, those with the least work come first; among equals, the most compact rows.
 
     Args:
         problem: What the tiles are for.
@@ -95,8 +164,8 @@ def ranked(
     """
     tokens = tile_tokens(problem, pass_)
     pairs = [] if tokens is None else pairs_of(*tokens, problem.rank)
+    estimates = ((pair, estimate(problem, pass_, pair, compute_capability)) for pair in pairs)
+    taken = [(pair, found) for pair, found in estimates if found is not None]
     # 14 x 14 tokens of 512 heads: gradients took 52 microseconds with 8 x 2 keys, and 59 with 16 x 1.
-    for pair in sorted(pairs, key=lambda pair: max(outer_and_inner(pair, pass_)[0])):
-        taken = seconds(problem, pass_, pair, compute_capability)
-        if taken is not None:
-            yield pair, taken
+    taken.sort(key=lambda each: (each[1].work, max(outer_and_inner(each[0], pass_)[0])))
+    yield from ((pair, found.seconds) for pair, found in taken)

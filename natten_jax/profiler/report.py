@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from natten_jax import simulator
+from natten_jax.cost import small_windows
 from natten_jax.devices import default_jax_device
 from natten_jax.passes import PASSES, Pass
 from natten_jax.plan import BackendId
@@ -190,9 +191,10 @@ def _devices_json(result: Result) -> dict[str, Any]:
 
 def _tile_json(result: Result, pass_: Pass) -> dict[str, Any]:
     """Tile shapes, their sizes, and how many thread blocks share a multiprocessor, where that is known."""
-    pair = result.tiles[pass_]
+    pair, problem = result.tiles[pass_], device_parts(result.options)[0].request.problem
     model = simulator.calibration_for(BackendId.parse(result.backends[pass_]).family, result.device.compute_capability)
-    kernel = None if model is None else model.kernel(device_parts(result.options)[0].request.problem, pair, pass_)
+    is_known = model is not None and not small_windows.is_for(model, problem, pass_, pair)
+    kernel = model.kernel(problem, pair, pass_) if model is not None and is_known else None
     return {
         "query": pair[0],
         "key_value": pair[1],

@@ -390,27 +390,29 @@ Status choose_region(const Problem& problem, const std::int64_t (&rows)[kRank], 
 }
 
 Status estimate_pass(const Problem& problem, const TileShapes& tiles, bool is_backward, const Device& device,
-                     double& seconds) {
+                     PassEstimate& estimate) {
   const auto& rows = is_backward ? tiles.kv : tiles.query;
   const auto& columns = is_backward ? tiles.query : tiles.kv;
-  seconds = 0;
+  estimate = {};
   for (const Kernel kernel : {Kernel::kForward, Kernel::kQueryGradient, Kernel::kKeyValueGradient}) {
     if ((kernel != Kernel::kForward) != is_backward) continue;
     const Problem of_kernel = kernel == Kernel::kKeyValueGradient ? without_additional(problem) : problem;
     Region region{};
     Status status = choose_region(of_kernel, rows, columns, kernel, false, device, region);
     if (status.failed()) return status;
-    seconds += region.nanoseconds / 1e9;
+    estimate.seconds += region.nanoseconds / 1e9;
+    estimate.launches.push_back({kernel, region});
     // A part of the layout may begin anywhere in it, which can take more memory.
     const Sides of_part(of_kernel, kernel, true);
     status = begin_region(of_kernel, of_part.of, rows, columns, region);
     if (status.failed()) return status;
     if (!complete(of_kernel, of_part.of, kernel, compiled_head_dim(problem), 1, device, region)) return too_large();
   }
-  if (is_backward && problem.additional_kv > 0) seconds += estimate_additional(problem, device) / 1e9;
+  if (is_backward && problem.additional_kv > 0) estimate.seconds += estimate_additional(problem, device) / 1e9;
   Region whole{};
-  if (is_backward && !choose_region(problem, rows, columns, Kernel::kWholeGradient, false, device, whole).failed()) {
-    seconds = std::min(seconds, whole.nanoseconds / 1e9);
+  if (is_backward && !choose_region(problem, rows, columns, Kernel::kWholeGradient, false, device, whole).failed() &&
+      whole.nanoseconds / 1e9 <= estimate.seconds) {
+    estimate = {{{Kernel::kWholeGradient, whole}}, whole.nanoseconds / 1e9};
   }
   return {};
 }

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <vector>
 
 #include "cuda/small/forms.h"
 #include "natten_jax/problem.h"
@@ -92,13 +93,25 @@ Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank]
 Status choose_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                      Kernel kernel, bool has_origins, const Device& device, Region& region);
 
-/// How long the kernels of a pass take with tiles. Windows of queries and those of keys are alike: in the backward
-/// pass, the kernel that owns queries takes the shape of key/value tiles for theirs.
+/// A kernel of a pass, and the region that it is launched with.
+struct Launch {
+  Kernel kernel;
+  Region region;
+};
+
+/// What a pass launches with tiles, but for the gradients of additional tokens, and how long all of it takes.
+struct PassEstimate {
+  std::vector<Launch> launches;
+  double seconds;
+};
+
+/// Estimates a pass. Windows of queries and those of keys are alike: in the backward pass, the kernel that owns queries
+/// takes the shape of key/value tiles for theirs.
 ///
 /// Returns:
 ///   An error where the kernels do not take them.
 Status estimate_pass(const Problem& problem, const TileShapes& tiles, bool is_backward, const Device& device,
-                     double& seconds);
+                     PassEstimate& estimate);
 
 /// The width that heads of a problem are compiled for; 0 where they are too wide.
 int compiled_head_dim(const Problem& problem);
