@@ -65,7 +65,9 @@ def insights(ladder: Ladder, results: Sequence[LengthResult], matrix_tflops: flo
             f"{matrix_tflops:.3g} TFLOP/s that a matrix product runs at here, it has {shares}."
         )
     speedups = [
-        (own.speedup_vs_baseline, result.seq_len) for result in results if (own := result.find(ladder.production))
+        (own.speedup_vs_baseline, result.seq_len)
+        for result in results
+        if (own := result.find(ladder.production)) and own.speedup_vs_baseline is not None
     ]
     if speedups:
         (low, low_length), (high, high_length) = min(speedups), max(speedups)

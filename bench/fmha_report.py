@@ -24,7 +24,12 @@ def configuration_lines(configuration: dict[str, Any]) -> list[str]:
     """What was run, on what."""
     values = {key: value for key, value in configuration.items() if value is not None}
     if "production" in values:
-        values["production"] = "{backend}, tiles of {tile_m} x {tile_n}".format(**values["production"])
+        production = values["production"]
+        facts = [production["backend"], "tiles of {tile_m} x {tile_n}".format(**production)]
+        facts += [
+            f"{name} {production[name]}" for name in ("schedule", "occupancy") if production.get(name) is not None
+        ]
+        values["production"] = ", ".join(facts)
     return [f"- {key.replace('_', ' ')}: {value}" for key, value in values.items()]
 
 

@@ -1,4 +1,8 @@
-"""The figures of :mod:`fmha_scaling`, and reading those of earlier runs."""
+"""The figures of :mod:`fmha_scaling`, and reading those of earlier runs.
+
+Operations are counted in two ways. *Exact* are those of the pairs of a query and a key that the mask leaves: of causal
+attention over N tokens N * (N + 1) / 2. *Nominal* are those that most benchmarks count: half of N * N.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +11,54 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks import Benchmark
+
+from natten_jax.cost.work import flops
+
+
+def exact_flops(benchmark: Benchmark) -> int:
+    """Operations of the matrix products on what the mask leaves."""
+    return flops(benchmark.problem, "forward")
+
+
+def nominal_flops(benchmark: Benchmark) -> int:
+    """Operations of the matrix products on all pairs, or half of them where attention is causal."""
+    pairs = benchmark.tokens**2 // (2 if benchmark.is_causal else 1)
+    return 4 * benchmark.batch * benchmark.heads * benchmark.head_dim * pairs
+
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """Figures of one step at one length."""
+    """Figures of one step at one length.
+
+    Attributes:
+        step: Its label.
+        name: What it is called.
+        latency_ms: Median device time of a launch.
+        tflops: Rate of exact operations.
+        speedup_vs_baseline: Median of the turns' ratios; ``None`` where the baseline failed.
+        relative_error: From float64 attention.
+        tflops_nominal: Rate of nominal operations; ``None`` in records that have none.
+    """
 
     step: str
     name: str
     latency_ms: float
     tflops: float
-    speedup_vs_baseline: float
+    speedup_vs_baseline: float | None
     relative_error: float
+    tflops_nominal: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class LengthResult:
-    """Figures of one length, and why steps are missing."""
+    """Figures of one length.
+
+    Attributes:
+        seq_len: Tokens.
+        steps: Those that ran.
+        failures: Why others did not, by label.
+    """
 
     seq_len: int
     steps: tuple[StepResult, ...]

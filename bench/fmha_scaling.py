@@ -1,11 +1,13 @@
 """How attention scales with the length of the sequence, and what each optimisation pays there.
 
 A ladder of kernels, each with one more optimisation, runs over growing sequences. Every step is checked against
-float64 attention before it is timed; a step that fails is reported and left out. Times are device times; the steps
-take turns, and a speed-up is the median of the turns' ratios. On an NVIDIA GPU the ladder goes from a basic kernel on
+float64 attention before it is timed; a step that fails is reported and left out, and without the baseline there are no
+speed-ups. Times are device times, the median of ``--iterations`` launches after 10 that are not timed; the steps take
+turns, and a speed-up is the median of the turns' ratios. On an NVIDIA GPU the ladder goes from a basic kernel on
 matrix units to the production kernel, between cuDNN and JAX's Pallas kernel; steps 1 to 3 take the tiles that suit
 the GPU, and need a build with ``NATTEN_JAX_BENCH=1``, which ``make bench-scaling`` makes. Elsewhere it has what
-exists there: dense XLA, flex-fmha, cpu-fmha.
+exists there: dense XLA, flex-fmha, cpu-fmha. Without arguments the problem is what the device is large enough for:
+on a GPU 4 batch entries, 32 heads, head_dim 128, float16, 1024 to 16384 tokens, causal.
 
 Example:
     python bench/fmha_scaling.py --seq-lens 256 512 --output-dir results
@@ -29,15 +31,16 @@ from fmha_insights import insights, priorities
 from fmha_ladder import BOUNDS, Ladder, error_of, ladder_of, tiles_of
 from fmha_platforms import target_table
 from fmha_report import configuration_lines, draw, markdown, platform_lines
-from fmha_results import LengthResult, StepResult
-from fmha_tables import impact_table, length_table, summary_table
+from fmha_results import LengthResult, StepResult, exact_flops, nominal_flops
+from fmha_tables import impact_table, length_table, speedup_text, summary_table
 from fmha_targets import TARGETS
 from timing import Runner, compile_runner, ratio
 
-from natten_jax.cost.work import flops
 from natten_jax.devices import Device, default_device
 
 TURNS = 3
+WARM_UP_LAUNCHES = 10
+ITERATIONS = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +52,11 @@ class Defaults:
     dim: int
     dtype: str
     seq_lens: tuple[int, ...]
-    iterations: int
     matrix_extent: int
 
 
-GPU_DEFAULTS = Defaults(4, 32, 128, "float16", (1024, 2048, 4096, 8192, 16384), 60, 8192)
-CPU_DEFAULTS = Defaults(1, 4, 64, "float32", (256, 512, 1024, 2048), 9, 2048)
+GPU_DEFAULTS = Defaults(4, 32, 128, "float16", (1024, 2048, 4096, 8192, 16384), 8192)
+CPU_DEFAULTS = Defaults(1, 4, 64, "float32", (256, 512, 1024, 2048), 1024)
 
 
 class Log:
@@ -92,9 +94,16 @@ def matrix_tflops(dtype: str, extent: int, iterations: int) -> float:
     return 2 * extent**3 / statistics.median(seconds) / 1e12
 
 
+def launches_of_turns(iterations: int) -> list[int]:
+    """How many of a step's launches each of its turns has."""
+    turns = min(TURNS, iterations)
+    return [iterations // turns + (turn < iterations % turns) for turn in range(turns)]
+
+
 def measure(benchmark: Benchmark, ladder: Ladder, iterations: int) -> LengthResult:
     """Check and time the ladder at one length."""
     arrays = draw_arrays(benchmark)
+    exact, nominal = exact_flops(benchmark), nominal_flops(benchmark)
     runners: dict[str, Runner] = {}
     errors: dict[str, float] = {}
     failures: dict[str, str] = {}
@@ -109,9 +118,11 @@ def measure(benchmark: Benchmark, ladder: Ladder, iterations: int) -> LengthResu
         except Exception as error:
             failures[step.label] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     times: dict[str, list[list[float]]] = {label: [] for label in runners}
-    for _ in range(TURNS):
+    for runner in runners.values():
+        runner.launch(WARM_UP_LAUNCHES)
+    for launches in launches_of_turns(iterations):
         for label, runner in runners.items():
-            times[label].append(runner.seconds(max(1, iterations // TURNS)))
+            times[label].append(runner.seconds(launches))
     turns = {label: [statistics.median(turn) for turn in each] for label, each in times.items()}
     results = []
     for step in ladder.steps:
@@ -123,9 +134,10 @@ def measure(benchmark: Benchmark, ladder: Ladder, iterations: int) -> LengthResu
                     step.label,
                     step.name,
                     1e3 * seconds,
-                    flops(benchmark.problem, "forward") / seconds / 1e12,
-                    ratio(baseline, turns[step.label]) if baseline else float("nan"),
+                    exact / seconds / 1e12,
+                    ratio(baseline, turns[step.label]) if baseline else None,
                     errors[step.label],
+                    nominal / seconds / 1e12,
                 )
             )
     return LengthResult(benchmark.tokens, tuple(results), failures)
@@ -169,6 +181,7 @@ def run(options: argparse.Namespace) -> int:
         "causal": options.causal,
         "seq_lens": list(options.seq_lens),
         "iterations": options.iterations,
+        "warm_up": WARM_UP_LAUNCHES,
     }
     log = Log()
     introduce(log, device, ladder, configuration)
@@ -179,13 +192,15 @@ def run(options: argparse.Namespace) -> int:
     for tokens in options.seq_lens:
         benchmark = _benchmark(options, tokens)
         log.subsection(f"Sequence length: {tokens}")
+        exact, nominal = exact_flops(benchmark) / 1e9, nominal_flops(benchmark) / 1e9
+        log.add("", f"Operations: {exact:.5g} GFLOP exact (what the mask leaves), {nominal:.5g} nominal")
         result = measure(benchmark, ladder, options.iterations)
         results.append(result)
         log.add("", *length_table(result))
         log.add(*(f"[ERROR] Step {label} failed: {reason}" for label, reason in result.failures.items()))
         if result.best is not None:
             best = result.best
-            log.add("", f"Best: step {best.step} ({best.name}), {best.speedup_vs_baseline:.2f}x the baseline")
+            log.add("", f"Best: step {best.step} ({best.name}), {speedup_text(best.speedup_vs_baseline)} the baseline")
 
     log.section("SCALING SUMMARY")
     log.add("", "## Performance by sequence length", "", *summary_table(ladder, results))
@@ -228,7 +243,7 @@ def save(
         "insights": list(lines),
         "priorities": priorities(ladder, results),
     }
-    (folder / "fmha_scaling_results.json").write_text(json.dumps(data, indent=2) + "\n")
+    (folder / "fmha_scaling_results.json").write_text(json.dumps(data, indent=2, allow_nan=False) + "\n")
     (folder / "fmha_scaling_results.md").write_text(markdown(configuration, ladder, results, rate))
     title = "{device}: batch {batch}, {heads} heads, D {head_dim}, {dtype}{causal}".format(
         **{**configuration, "causal": ", causal" if configuration["causal"] else ""}
@@ -247,17 +262,33 @@ def positive(text: str) -> int:
     return value
 
 
+def _defaults(field: str) -> str:
+    gpu, cpu = (
+        " ".join(map(str, value)) if isinstance(value := getattr(defaults, field), tuple) else value
+        for defaults in (GPU_DEFAULTS, CPU_DEFAULTS)
+    )
+    return f"(default: {gpu} on a GPU, {cpu} elsewhere)"
+
+
 def main() -> int:
     """Read the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=positive)
-    parser.add_argument("--heads", type=positive)
-    parser.add_argument("--dim", type=positive, help="head_dim")
-    parser.add_argument("--dtype", choices=BOUNDS)
-    parser.add_argument("--no-causal", dest="causal", action="store_false")
-    parser.add_argument("--seq-lens", nargs="+", type=positive, metavar="TOKENS")
-    parser.add_argument("--iterations", type=positive, help="launches of each step at each length")
-    parser.add_argument("--output-dir", type=Path, default=Path())
+    parser.add_argument("--batch", type=positive, metavar="N", help=f"batch entries {_defaults('batch')}")
+    parser.add_argument("--heads", type=positive, metavar="N", help=f"heads {_defaults('heads')}")
+    parser.add_argument("--dim", type=positive, metavar="N", help=f"head_dim {_defaults('dim')}")
+    parser.add_argument("--dtype", choices=BOUNDS, help=f"element type {_defaults('dtype')}")
+    parser.add_argument("--no-causal", dest="causal", action="store_false", help="attention to all tokens")
+    parser.add_argument(
+        "--seq-lens", nargs="+", type=positive, metavar="TOKENS", help=f"lengths {_defaults('seq_lens')}"
+    )
+    parser.add_argument(
+        "--iterations",
+        type=positive,
+        default=ITERATIONS,
+        metavar="N",
+        help=f"timed launches of each step at each length (default: {ITERATIONS})",
+    )
+    parser.add_argument("--output-dir", type=Path, default=Path(), help="for the results (default: this folder)")
     return run(parser.parse_args())
 
 

@@ -19,13 +19,25 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [line(cells[0]), "|" + "|".join("-" * (width + 2) for width in widths) + "|", *map(line, cells[1:])]
 
 
+def speedup_text(speedup: float | None) -> str:
+    """A speed-up as text, also one that is not known."""
+    return "N/A" if speedup is None else f"{speedup:.2f}x"
+
+
 def length_table(result: LengthResult) -> list[str]:
     """The steps of one length."""
     rows = (
-        (step.step, step.name, f"{step.latency_ms:.3f}", f"{step.tflops:.2f}", f"{step.speedup_vs_baseline:.2f}x")
+        (
+            step.step,
+            step.name,
+            f"{step.latency_ms:.3f}",
+            f"{step.tflops:.2f}",
+            "N/A" if step.tflops_nominal is None else f"{step.tflops_nominal:.2f}",
+            speedup_text(step.speedup_vs_baseline),
+        )
         for step in result.steps
     )
-    return table(("Step", "Name", "Latency (ms)", "TFLOPS", "Speedup"), rows)
+    return table(("Step", "Name", "Latency (ms)", "TFLOPS (exact)", "TFLOPS (nominal)", "Speedup"), rows)
 
 
 def summary_table(ladder: Ladder, results: Sequence[LengthResult]) -> list[str]:
@@ -40,7 +52,7 @@ def summary_table(ladder: Ladder, results: Sequence[LengthResult]) -> list[str]:
         row = [str(result.seq_len), f"{baseline.latency_ms:.3f}" if baseline else "N/A"]
         for step in others:
             found = result.find(step.label)
-            row += [f"{found.latency_ms:.3f}", f"{found.speedup_vs_baseline:.2f}x"] if found else ["N/A", "N/A"]
+            row += [f"{found.latency_ms:.3f}", speedup_text(found.speedup_vs_baseline)] if found else ["N/A", "N/A"]
         rows.append(row)
     return table(header, rows)
 
@@ -50,7 +62,9 @@ def impact_table(ladder: Ladder, results: Sequence[LengthResult]) -> list[str]:
     rows = []
     for result in results:
         speedups = [result.find(step.label) for step in ladder.rungs]
-        cells = [f"{found.speedup_vs_baseline:.2f}x" if found else "N/A" for found in speedups]
+        cells = [speedup_text(found.speedup_vs_baseline) if found else "N/A" for found in speedups]
         best = result.best
-        rows.append((str(result.seq_len), *cells, f"{best.name} {best.speedup_vs_baseline:.2f}x" if best else "N/A"))
+        rows.append(
+            (str(result.seq_len), *cells, f"{best.name} {speedup_text(best.speedup_vs_baseline)}" if best else "N/A")
+        )
     return table(("Seq Len", *(step.name for step in ladder.rungs), "Best"), rows)

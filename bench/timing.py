@@ -35,6 +35,11 @@ class Runner(NamedTuple):
         iterations = capture(lambda: self.compiled(*self.arguments), launches, self.program, platform)
         return [sum(event.duration for event in events) / 1e9 for events in iterations]
 
+    def launch(self, launches: int) -> None:
+        """Run it a number of times."""
+        for _ in range(launches):
+            jax.block_until_ready(self.compiled(*self.arguments))
+
     def load(self, seconds: float) -> None:
         """Keep the device busy."""
         end = time.monotonic() + seconds

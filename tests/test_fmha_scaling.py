@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -49,7 +51,9 @@ def figures(latencies: dict[int, dict[str, float]], ladder: Ladder = GPU_LADDER)
         LengthResult(
             length,
             tuple(
-                StepResult(label, names[label], latency, 100 / latency, steps.get("0", latency) / latency, 1e-4)
+                StepResult(
+                    label, names[label], latency, 100 / latency, steps["0"] / latency if "0" in steps else None, 1e-4
+                )
                 for label, latency in steps.items()
             ),
             {},
@@ -72,7 +76,9 @@ def test_command_line_writes_every_output(tmp_path: Path) -> None:
     for text in (
         "Step | ",
         "Latency (ms)",
-        "TFLOPS",
+        "TFLOPS (exact)",
+        "TFLOPS (nominal)",
+        "GFLOP exact",
         "Speedup",
         "SCALING SUMMARY",
         "KEY INSIGHTS",
@@ -90,6 +96,9 @@ def test_command_line_writes_every_output(tmp_path: Path) -> None:
     assert config["platform"] == "cpu"
     assert config["tile_m"] == config["production"]["tile_m"] > 0 and config["tile_n"] > 0
     assert (config["num_ctas"], config["occupancy"]) == (None, None)
+    assert config["production"]["backend"] == "cpu-fmha" and config["production"]["occupancy"] is None
+    assert (config["iterations"], config["warm_up"]) == (3, 10)
+    assert keys_of(data) == documented_keys()
     assert [line.split()[0] for line in data["priorities"]] == ["Small"]
     assert data["matrix_tflops"] > 0
     for result in data["results"]:
@@ -109,6 +118,85 @@ def test_command_line_writes_every_output(tmp_path: Path) -> None:
     assert (folder / "fmha_scaling.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+def keys_of(data: dict[str, Any]) -> dict[str, set[str]]:
+    """Keys of a run's JSON, by where they stand."""
+    return {
+        "": set(data),
+        "config": set(data["config"]),
+        "results": {key for each in data["results"] for key in each},
+        "steps": {key for each in data["results"] for step in each["steps"] for key in step},
+    }
+
+
+def documented_keys() -> dict[str, set[str]]:
+    """Those that the page of benchmarks lists."""
+    found: dict[str, set[str]] = {"": set(), "config": set(), "results": set(), "steps": set()}
+    page = (BENCH.parent / "docs" / "benchmarks.md").read_text()
+    table = page[page.index("| in | key |") :].partition("\n\n")[0]
+    for row in table.splitlines()[2:]:
+        _, place, names, *_ = row.split("|")
+        found[place.strip(" `")] |= set(re.findall(r"`(\w+)`", names))
+    return found
+
+
+def strictly(text: str) -> Any:
+    """JSON without the numbers that Python adds to it."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_a_baseline_that_fails_leaves_no_speed_ups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(benchmark: Benchmark) -> Any:
+        if benchmark.tokens > 64:
+            raise ValueError("too long for it")
+        return CPU_LADDER.baseline.make(benchmark)
+
+    baseline = dataclasses.replace(CPU_LADDER.baseline, make=refuse)
+    ladder = Ladder((baseline, *CPU_LADDER.steps[1:]), CPU_LADDER.production, True)
+    monkeypatch.setattr(fmha_scaling, "ladder_of", lambda device: ladder)
+    command = ["fmha_scaling.py", "--heads", "1", "--dim", "16", "--iterations", "2", "--output-dir", str(tmp_path)]
+    for lengths in (["64", "96"], ["96"]):
+        monkeypatch.setattr(sys, "argv", [*command, "--seq-lens", *lengths])
+        assert fmha_scaling.main() == 0
+        printed = capsys.readouterr().out
+        data = strictly((tmp_path / "fmha_scaling_results.json").read_text())
+        last = data["results"][-1]
+        assert last["failures"]["0"] == "ValueError: too long for it"
+        assert {step["step"] for step in last["steps"]} == {"1", "2"}
+        assert all(step["speedup_vs_baseline"] is None for step in last["steps"])
+        assert last["best_step"] and last["best_speedup"] is None
+        report = (tmp_path / "fmha_scaling_results.md").read_text()
+        for text in (printed, report):
+            assert "N/A" in text and not re.search(r"\bnan|None", text)
+        if len(lengths) == 2:
+            assert data["results"][0]["best_speedup"] > 0 and data["results"][0]["failures"] == {}
+
+
+def test_every_element_type_runs_on_the_host() -> None:
+    for dtype in BOUNDS:
+        result = fmha_scaling.measure(dataclasses.replace(SMALL, dtype=dtype), CPU_LADDER, 1)
+        assert [step.step for step in result.steps] == ["0", "1", "2"], result.failures
+
+
+def test_iterations_are_all_launched() -> None:
+    for iterations in (1, 2, 3, 4, 5, 60, 100):
+        turns = fmha_scaling.launches_of_turns(iterations)
+        assert sum(turns) == iterations and min(turns) >= 1 and max(turns) - min(turns) <= 1
+
+
+def test_help_says_the_defaults() -> None:
+    command = [sys.executable, str(BENCH / "fmha_scaling.py"), "--help"]
+    shown = " ".join(subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout.split())
+    assert "launches of each step at each length (default: 100)" in shown
+    assert "(default: float16 on a GPU, float32 elsewhere)" in shown
+    assert "1024 2048 4096 8192 16384" in shown
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_every_step_computes_attention(is_causal: bool) -> None:
     benchmark = dataclasses.replace(SMALL, is_causal=is_causal)
@@ -119,6 +207,9 @@ def test_every_step_computes_attention(is_causal: bool) -> None:
         # The FLOPs of a causal problem are those of its mask, about half.
         pairs = 96 * 97 // 2 if is_causal else 96**2
         assert step.tflops * step.latency_ms == pytest.approx(4 * 2 * 16 * pairs / 1e9)
+        half = 0.5 if is_causal else 1.0
+        assert step.tflops_nominal is not None
+        assert step.tflops_nominal * step.latency_ms == pytest.approx(4 * 2 * 16 * 96**2 * half / 1e9)
 
 
 def test_a_step_that_is_wrong_or_fails_is_left_out() -> None:
@@ -218,7 +309,11 @@ def test_the_gpu_selects_the_tiles_of_the_ladder(capability: tuple[int, int], ti
     found = tiles_of(Benchmark((1024,), 2, 128, is_causal=True, dtype="float16"), Device("cuda", capability, False))
     assert (found["tile_m"], found["tile_n"], found["occupancy"]) == (*tiles, target.occupancy)
     assert found["platform"] == target.name
-    assert found["production"]["backend"].endswith("-fmha")
+    production = found["production"]
+    assert production["backend"].endswith("-fmha")
+    # What is not known of a device is left open.
+    is_known = capability == (9, 0)
+    assert (production["occupancy"], production["schedule"]) == ((1, "pp") if is_known else (None, None))
 
 
 def test_gpus_older_than_the_ladder_are_refused() -> None:
@@ -238,7 +333,7 @@ def test_tables_show_missing_steps() -> None:
     results = figures({512: {"1": 2.0}, 1024: {"0": 1.0, "4": 0.5, "P": 0.8}})
     summary, impact = summary_table(GPU_LADDER, results), impact_table(GPU_LADDER, results)
     assert "N/A" in summary[2] and "2.00x" in summary[3] and "1.25x" in summary[3]
-    assert "1.00x" in impact[2] and impact[3].count("N/A") == 3
+    assert "Basic N/A" in impact[2] and "2.00x" in impact[3] and impact[3].count("N/A") == 3
     assert len({len(line) for line in summary}) == 1
 
 
