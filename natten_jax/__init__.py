@@ -10,6 +10,7 @@ from natten_jax import version as _version
 from natten_jax.backends.missing_kernels import MissingKernelsWarning
 from natten_jax.dense import attention
 from natten_jax.functional import na1d, na2d, na3d
+from natten_jax.ignored_arguments import IgnoredArgumentWarning
 from natten_jax.merge import merge_attentions
 from natten_jax.performance import KernelSchedule
 from natten_jax.tuned import load_tuned
@@ -29,6 +30,7 @@ EXPORT_CHECKS = tuple(map(_export.DisabledSafetyCheck.custom_call, _backends.exp
 __all__ = [
     "CHECKPOINT_NAMES",
     "EXPORT_CHECKS",
+    "IgnoredArgumentWarning",
     "KernelSchedule",
     "MissingKernelsWarning",
     "__version__",

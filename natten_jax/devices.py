@@ -94,6 +94,13 @@ def default_device() -> Device:
     return _of_platform(default_jax_device().platform)
 
 
+def device_of(array: jax.Array) -> Device:
+    """The kind of device that an array is on; the default one where it is traced, or not JAX's."""
+    if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
+        return default_device()
+    return _of_platform(next(iter(array.devices())).platform)
+
+
 @functools.cache
 def _of_platform(platform: str) -> Device:
     return cuda_device() if platform == "gpu" and _cuda_devices() else Device(platform)

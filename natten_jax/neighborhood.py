@@ -15,6 +15,7 @@ from natten_jax import backends, op
 from natten_jax.array_arguments import ArrayLike, as_jax_array, attention_problem, neighborhood_problem
 from natten_jax.backends.base import Operands, Output
 from natten_jax.checked_once import checked_once
+from natten_jax.ignored_arguments import warn_of_ignored
 from natten_jax.merge import merge_attentions
 from natten_jax.mesh import exchange, line
 from natten_jax.mesh.explicit import with_whole_dimensions
@@ -71,6 +72,10 @@ def attend_windows(
     )
     request = Request(problem, performance, how.backend, _precision(), axes)
     parts = parts_of(request, how.attention_kwargs, fuse)
+    if how.performance or how.attention_kwargs:
+        for part in parts:
+            of_attention = () if part.kind is Kind.WINDOWS else how.attention_kwargs or ()
+            warn_of_ignored(part.request, operands.query, of_attention)
     operands = with_whole_dimensions(
         operands._replace(query=scaled), keeps_tokens=all(part.keeps_tokens for part in parts)
     )
@@ -96,7 +101,10 @@ def attend_all(
     problem, asked = _attention_problem(_described(arrays), static_scale, is_causal, (*performance.items(),))
     if backend is not None:
         backends.find(backend, "fmha")
-    output = _attend(Request(problem, asked, backend, _precision()), arrays._replace(query=scaled))
+    request = Request(problem, asked, backend, _precision())
+    if performance:
+        warn_of_ignored(request, arrays.query)
+    output = _attend(request, arrays._replace(query=scaled))
     return tuple(output) if return_lse else output.out
 
 

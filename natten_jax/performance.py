@@ -45,6 +45,8 @@ class _CommonArguments(TypedDict, total=False):
 class PerformanceArguments(_CommonArguments, total=False):
     """The performance arguments of ``na1d``, ``na2d`` and ``na3d``; all are optional, ``None`` is the backend's choice.
 
+    One that changes nothing where a call runs is warned of (:class:`natten_jax.IgnoredArgumentWarning`).
+
     Attributes:
         q_tile_shape: Query tile of the forward pass; ``natten_jax.get_configs_for_*`` list the choices.
         kv_tile_shape: Key/value tile of the forward pass.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -60,6 +62,14 @@ def program(plan: Plan) -> str:
 
 def test_every_argument_but_tiles_has_an_entry() -> None:
     assert set(CHOICES) == {name for name in ATTENTION_NAMES if "tile" not in name} == set(ASKED)
+
+
+def test_the_guide_says_the_same() -> None:
+    guide = (Path(__file__).parents[1] / "docs" / "performance.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)(?:=False)?` \| (?:forward|backward) \| (.*) \|$", guide, re.MULTILINE))
+    assert {name: re.findall(r"`(\w+)`", families) for name, families in rows.items()} == {
+        name: [family for family, backend in BACKENDS.items() if name in heeded(backend)] for name in CHOICES
+    }
 
 
 @pytest.mark.parametrize("name", ASKED)

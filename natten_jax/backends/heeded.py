@@ -67,12 +67,19 @@ def _ignored(plan: Plan, asked: Performance) -> Iterator[tuple[str, str]]:
         if choice.pass_ != plan.pass_ or getattr(asked, name) == getattr(_DEFAULTS, name):
             continue
         if name not in known:
-            having = [BackendId(each.family, plan.backend.operator) for each in backends.registered()
-                      if name in heeded(each)]  # fmt: skip
-            others = f" ({', '.join(map(str, having))} has)" if having else ""
-            yield name, f"{plan.backend} has {choice.lacking}{others}"
+            yield name, f"{plan.backend} has {choice.lacking}{_others(name, plan.backend)}"
         elif name in unused:
             yield name, f"{plan.backend} {unused[name]}"
+
+
+def _others(name: str, here: BackendId) -> str:
+    """Which backends heed an argument, in brackets."""
+    *others, last = [
+        str(BackendId(backend.family, here.operator)) for backend in backends.registered() if name in heeded(backend)
+    ] or [""]
+    if not last:
+        return ""
+    return f" ({', '.join(others)} and {last} have)" if others else f" ({last} has)"
 
 
 _DEFAULTS = Performance()
