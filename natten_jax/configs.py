@@ -4,18 +4,23 @@ There is one for each pass and operator of every registered backend. Each takes 
 three, in the layout that the operator takes, as arrays or as ``jax.ShapeDtypeStruct``. The first configuration is the
 recommended one; the list is empty where the backend cannot run the arrays. Neighborhood attention queries also take the
 window arguments, which the recommendation depends on; without them the window is the whole layout.
+
+NATTEN's queries for families that have no kernels here are there, too: they list nothing, and warn with what to ask
+instead.
 """
 
 from __future__ import annotations
 
 import functools
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from natten_jax import backends
 from natten_jax.array_arguments import attention_problem, neighborhood_problem
 from natten_jax.backends.base import Backend
+from natten_jax.backends.names import WITHOUT_KERNELS, absence, substitute
 from natten_jax.devices import Device, compute_capability_of, default_device
 from natten_jax.passes import PASSES, Pass
 from natten_jax.plan import BackendId
@@ -49,12 +54,8 @@ def target_device(compute_capability: CapabilityLike | None) -> Device:
 
 def query_names() -> list[str]:
     """The names of all queries."""
-    return [
-        _query_name(backend, operator, pass_)
-        for backend in backends.registered()
-        for pass_ in PASSES
-        for operator in OPERATORS
-    ]
+    prefixes = [_prefix(backend) for backend in backends.registered()] + list(_foreign_prefixes())
+    return [_query_name(prefix, operator, pass_) for prefix in prefixes for pass_ in PASSES for operator in OPERATORS]
 
 
 def query_named(name: str) -> ConfigQuery:
@@ -64,21 +65,37 @@ def query_named(name: str) -> ConfigQuery:
         LookupError: There is none.
     """
     match = _NAME.fullmatch(name)
-    for backend in backends.registered() if match else ():
-        operator: Operator = "fna" if name.endswith("_fna") else "fmha"
-        pass_: Pass = "backward" if name.startswith("get_bwd_") else "forward"
-        if name == _query_name(backend, operator, pass_):
-            return _query(backend, operator, pass_)
+    if match is not None:
+        infix, prefix, suffix = match.groups()
+        operator: Operator = "fna" if suffix == "fna" else "fmha"
+        pass_: Pass = "backward" if infix else "forward"
+        for backend in backends.registered():
+            if prefix == _prefix(backend):
+                return _query(backend, operator, pass_)
+        if prefix in _foreign_prefixes():
+            return _empty_query(_foreign_prefixes()[prefix], operator, pass_)
     raise LookupError(f"no configuration query is called {name!r}; there are {', '.join(query_names())}")
 
 
-def _query_name(backend: Backend, operator: Operator, pass_: Pass) -> str:
+def _prefix(backend: Backend) -> str:
+    return backend.query_family or backend.family
+
+
+def _foreign_prefixes() -> dict[str, str]:
+    """NATTEN's families without kernels here, by what NATTEN's queries call them."""
+    registered = {backend.family for backend in backends.registered()}
+    return {f"cutlass_{family}": family for family in WITHOUT_KERNELS if family not in registered}
+
+
+def _query_name(prefix: str, operator: Operator, pass_: Pass) -> str:
     infix = "" if pass_ == "forward" else "bwd_"
-    return f"get_{infix}configs_for_{backend.query_family or backend.family}_{operator}"
+    return f"get_{infix}configs_for_{prefix}_{operator}"
 
 
 @functools.cache
 def _query(backend: Backend, operator: Operator, pass_: Pass) -> ConfigQuery:
+    name = _query_name(_prefix(backend), operator, pass_)
+
     def get_configs(
         query: Any = None,
         key: Any = None,
@@ -88,12 +105,7 @@ def _query(backend: Backend, operator: Operator, pass_: Pass) -> ConfigQuery:
         compute_capability: CapabilityLike | None = None,
         **window: Any,
     ) -> list[tuple[Any, Any]]:
-        if input_tensor is not None and query is not None:
-            raise TypeError("input_tensor is NATTEN's word for query: give one of them")
-        query = input_tensor if query is None else query
-        device = target_device(compute_capability)
-        key, value = query if key is None else key, query if value is None else value
-        problem = _problem(operator, query, key, value, window, f"{name}()")
+        problem, device = _asked(name, operator, (query, key, value), input_tensor, compute_capability, window)
         if backend.rejection(problem, device, pass_) is not None:
             return []
         pairs: Iterable[Any] = backend.tile_pairs(problem, device, pass_)
@@ -102,10 +114,54 @@ def _query(backend: Backend, operator: Operator, pass_: Pass) -> ConfigQuery:
         schedules = backend.schedules.get(pass_, ())
         return [(pair, schedule) for pair in pairs for schedule in schedules] if schedules else list(pairs)
 
-    name = _query_name(backend, operator, pass_)
     get_configs.__name__ = get_configs.__qualname__ = name
     get_configs.__doc__ = _document(backend, operator, pass_)
     return get_configs
+
+
+@functools.cache
+def _empty_query(family: str, operator: Operator, pass_: Pass) -> ConfigQuery:
+    name = _query_name(f"cutlass_{family}", operator, pass_)
+
+    def get_configs(
+        query: Any = None,
+        key: Any = None,
+        value: Any = None,
+        *,
+        input_tensor: Any = None,
+        compute_capability: CapabilityLike | None = None,
+        **window: Any,
+    ) -> list[tuple[Any, Any]]:
+        _asked(name, operator, (query, key, value), input_tensor, compute_capability, window)
+        id_, registered = str(BackendId(family, operator)), backends.registered()
+        instead = _query_name(_prefix(substitute(family, registered)), operator, pass_)
+        warnings.warn(
+            f"{name}() lists nothing: {id_} {absence(id_, registered)}, and {instead}() lists its configurations",
+            stacklevel=2,
+        )
+        return []
+
+    get_configs.__name__ = get_configs.__qualname__ = name
+    get_configs.__doc__ = _document_absence(family, operator, pass_)
+    return get_configs
+
+
+def _asked(
+    name: str,
+    operator: Operator,
+    arrays: tuple[Any, Any, Any],
+    input_tensor: Any,
+    compute_capability: CapabilityLike | None,
+    window: dict[str, Any],
+) -> tuple[Problem, Device]:
+    """What a query is about, and for which device."""
+    query, key, value = arrays
+    if input_tensor is not None and query is not None:
+        raise TypeError("input_tensor is NATTEN's word for query: give one of them")
+    query = input_tensor if query is None else query
+    device = target_device(compute_capability)
+    key, value = query if key is None else key, query if value is None else value
+    return _problem(operator, query, key, value, window, f"{name}()"), device
 
 
 def _problem(operator: Operator, query: Any, key: Any, value: Any, window: dict[str, Any], function: str) -> Problem:
@@ -133,15 +189,18 @@ def _problem(operator: Operator, query: Any, key: Any, value: Any, window: dict[
     )
 
 
+_EXAMPLE_SHAPES = {"fna": "(1, 256, 256, 24, 128)", "fmha": "(1, 4096, 24, 128)"}
+
+
 def _document(backend: Backend, operator: Operator, pass_: Pass) -> str:
     tiles = "shapes" if operator == "fna" else "sizes"
     schedules = ", each with a kernel schedule" if backend.schedules.get(pass_) else ""
     window = "``kernel_size``, ``stride``, ``dilation`` and ``is_causal``" if operator == "fna" else "``is_causal``"
     whole = " Without a ``kernel_size``, tiles are ranked for windows as large as the layout." * (operator == "fna")
     name = BackendId(backend.family, operator)
-    shape = "(1, 256, 256, 24, 128)" if operator == "fna" else "(1, 4096, 24, 128)"
+    shape = _EXAMPLE_SHAPES[operator]
     kernel_size = ", kernel_size=80" if operator == "fna" else ""
-    query = _query_name(backend, operator, pass_)
+    query = _query_name(_prefix(backend), operator, pass_)
     return f"""Query and key/value tile {tiles} of the {pass_} pass of {name}, best first.
 
 Example:
@@ -160,6 +219,38 @@ Args:
 
 Returns:
     Pairs of query and key/value tile {tiles}{schedules}; empty where the backend cannot run the arrays.
+
+Raises:
+    ValueError: The arrays and arguments describe no problem of the operator, or no compute capability.
+    TypeError: An argument is of the wrong type.
+"""
+
+
+def _document_absence(family: str, operator: Operator, pass_: Pass) -> str:
+    id_ = BackendId(family, operator)
+    query = _query_name(f"cutlass_{family}", operator, pass_)
+    instead = _query_name(_prefix(substitute(family, backends.registered())), operator, pass_)
+    return f"""Nothing, with a warning: NATTEN's query for the {pass_} pass of {id_}, which has no kernels here.
+
+:func:`natten_jax.{instead}` lists what runs on those GPUs.
+
+Example:
+    >>> import jax, natten_jax, warnings
+    >>> tokens = jax.ShapeDtypeStruct({_EXAMPLE_SHAPES[operator]}, "bfloat16")
+    >>> with warnings.catch_warnings(action="ignore"):
+    ...     natten_jax.{query}(tokens)
+    []
+
+Args:
+    query: As in the other query; so are all arguments.
+    key: As there.
+    value: As there.
+    input_tensor: As there.
+    compute_capability: As there.
+    **window: As there.
+
+Returns:
+    An empty list.
 
 Raises:
     ValueError: The arrays and arguments describe no problem of the operator, or no compute capability.

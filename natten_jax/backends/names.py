@@ -44,13 +44,22 @@ def absence(name: str, registered: Iterable[Backend]) -> str | None:
     family, operator = _parts(name)
     if family not in WITHOUT_KERNELS:
         return None
+    return (
+        f"is for {WITHOUT_KERNELS[family]}, for which this version has no kernels of its own: "
+        f"there {BackendId(substitute(family, registered).family, operator or 'fna')} runs"
+    )
+
+
+def substitute(family: str, registered: Iterable[Backend]) -> Backend:
+    """The backend that runs on the devices of a family of :data:`WITHOUT_KERNELS`.
+
+    Args:
+        family: The family.
+        registered: Every backend, best first.
+    """
     platform = WITHOUT_KERNELS[family]
     device = Device(platform.name, platform.compute_capability, is_present=False)
-    able = (each.family for each in registered if each.platform is None or each.platform.has(device))
-    return (
-        f"is for {platform}, for which this version has no kernels of its own: "
-        f"there {BackendId(next(able), operator or 'fna')} runs"
-    )
+    return next(each for each in registered if each.platform is None or each.platform.has(device))
 
 
 def unknown(name: Any, operator: Operator, registered: Iterable[Backend]) -> str:
