@@ -5,6 +5,7 @@ They have the first derivative in reverse mode: JAX would blame ``custom_vjp`` o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,21 +27,31 @@ def refuse(*_: Any, **__: Any) -> Any:
     raise NotImplementedError(REASON)
 
 
-@jax.custom_jvp
 def in_reverse_only(array: jax.Array) -> jax.Array:
     """``array``, whose tangents may be transposed but not computed."""
-    return array
+    result: jax.Array = _in_reverse_only_p.bind(array)
+    return result
 
 
-@in_reverse_only.defjvp
-def _in_reverse_only_jvp(primals: Any, tangents: Any) -> Any:
-    return primals[0], _tangent_p.bind(tangents[0])
+def _in_reverse_only_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    (primal,), (tangent,) = primals, tangents
+    return in_reverse_only(primal), tangent if isinstance(tangent, ad.Zero) else _tangent_p.bind(tangent)
 
 
-# A linear function that has a transpose (the identity) and no value.
+# The identity. A primitive of its own, not a custom_jvp, whose rule JAX would trace first and batch afterwards:
+# so a gradient through jax.vmap has tangents of whole batches, and only forward mode batches tangents.
+_in_reverse_only_p = Primitive("natten_jax_in_reverse_only")
+_in_reverse_only_p.def_impl(lambda array: array)
+_in_reverse_only_p.def_abstract_eval(lambda array: array)
+ad.primitive_jvps[_in_reverse_only_p] = _in_reverse_only_jvp
+batching.defvectorized(_in_reverse_only_p)
+mlir.register_lowering(_in_reverse_only_p, lambda _, array: [array])
+
+# A linear function that has a transpose (the identity) and no value. Whatever comes of its value is refused here, in
+# front of the custom_vjp that takes it: what runs it, what compiles it, what maps it.
 _tangent_p = Primitive("natten_jax_tangent")
 _tangent_p.def_impl(refuse)
 _tangent_p.def_abstract_eval(lambda tangent: tangent)
 ad.deflinear2(_tangent_p, lambda cotangent, _: [cotangent])
-batching.defvectorized(_tangent_p)
+batching.primitive_batchers[_tangent_p] = refuse
 mlir.register_lowering(_tangent_p, refuse)
