@@ -81,7 +81,8 @@ def load_nnx(
         >>> convert.load_nnx(layer, weights, prefix="attn.")
 
     Args:
-        module: The module; it must have as many key/value heads as heads.
+        module: The module; it must have as many key/value heads as heads. One that ``nnx.eval_shape`` made, whose
+            parameters are abstract, gets parameters that are arrays; its random streams stay as they are.
         state_dict: The NATTEN module's, or a whole model's, ``state_dict()``.
         prefix: What stands before ``qkv.weight``, such as ``"blocks.0.attn."``.
 
@@ -113,7 +114,11 @@ def load_nnx(
                 )
             loads.append((variable, array))
     for variable, array in loads:
-        variable[...] = _placed_like(variable, array)
+        placed = _placed_like(variable, array)
+        if isinstance(variable.get_value(), jax.ShapeDtypeStruct):
+            variable.set_value(placed)
+        else:
+            variable[...] = placed
 
 
 def _placed_like(variable: nnx.Param[jax.Array], array: FloatArray) -> jax.Array:
@@ -185,7 +190,7 @@ def _float_array(name: str, tensor: Any) -> FloatArray:
         raise TypeError(f"{rule}, got {type(tensor).__name__}: {error}") from None
     if not _is_float(array.dtype):
         raise TypeError(f"{rule}, got {type(tensor).__name__} of dtype {array.dtype}")
-    return array
+    return array.astype(array.dtype.newbyteorder("="), copy=False)  # files may have the other order
 
 
 def _is_float(dtype: Any) -> bool:

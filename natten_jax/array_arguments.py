@@ -11,7 +11,7 @@ import numpy as np
 
 from natten_jax.problem import SUPPORTED_DTYPES, Problem, problem_of
 from natten_jax.static_arguments import Bools, Ints, int_tuple, one_bool
-from natten_jax.symbolic_batch import planned_batch
+from natten_jax.symbolic_batch import check_extents, planned_batch
 
 #: An array that becomes a JAX array as ``jnp.asarray`` makes it.
 ArrayLike = jax.Array | np.ndarray[Any, Any]
@@ -97,10 +97,16 @@ def check_array(name: str, array: Any) -> None:
     """Check that an argument is an array.
 
     Raises:
-        TypeError: It is none.
+        TypeError: It is none, or one in another byte order than this machine's, which JAX does not take.
     """
-    if not isinstance(getattr(array, "dtype", None), np.dtype):
+    dtype = getattr(array, "dtype", None)
+    if not isinstance(dtype, np.dtype):
         raise TypeError(f"{name} must be an array, got {type(array).__name__}")
+    if not dtype.isnative:
+        raise TypeError(
+            f"{name} has dtype {dtype.str!r}, whose bytes are in another order than this machine's, and JAX takes no "
+            f"such arrays: {name}.astype({dtype.name!r}) puts them in order"
+        )
 
 
 def _sizes(query: Shaped, key: Shaped, value: Shaped) -> dict[str, Any]:
@@ -123,6 +129,7 @@ def _check_arrays(query: Shaped, key: Shaped, value: Shaped, ndim: int, function
                 f"{name} has shape {array.shape}, but {function} takes {ndim}-dimensional arrays "
                 "[batch, *token layout, heads, head_dim]"
             )
+        check_extents(name, array.shape, ("batch", *("a token extent",) * (ndim - 3), "heads", "head_dim"))
         if 0 in array.shape[1:]:
             raise ValueError(f"{name} has shape {array.shape}: every extent but the batch must be at least 1")
     if query.dtype.name not in SUPPORTED_DTYPES:
@@ -155,6 +162,8 @@ def _check_additional_kv(query: Shaped, key: Shaped, value: Shaped, keys: Shaped
         ("additional_values", values, value, "value"),
     ):
         check_array(name, array)
+        if array.ndim == 4:
+            check_extents(name, array.shape, ("batch", "the number of tokens", "heads", "head_dim"))
         expected = (query.shape[0], keys.shape[1] if keys.ndim == 4 else "n", *source.shape[-2:])
         if array.ndim != 4 or array.shape != expected or array.shape[1] < 1:
             raise ValueError(

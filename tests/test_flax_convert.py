@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("flax")
 
+from flax import nnx
 from flax_layers import FEATURES, HEADS, LINEN, RANKS, WINDOWS, inputs_of, nnx_module, params_of
 from natten_jax.flax_modules import convert
 
@@ -71,6 +72,34 @@ class TestConvert:
         convert.load_nnx(module, weights)
         for params in (convert.linen_params(weights, HEADS, param_dtype="bfloat16"), params_of(module)):
             assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(params))
+
+    @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+    def test_weights_in_another_byte_order(self, param_dtype):
+        weights = natten_weights()
+        swapped = {name: array.astype(array.dtype.newbyteorder("S")) for name, array in weights.items()}
+        expected = convert.linen_params(weights, HEADS, param_dtype=param_dtype)
+        module = nnx_module(1, param_dtype=param_dtype)
+        convert.load_nnx(module, swapped)
+        for params in (convert.linen_params(swapped, HEADS, param_dtype=param_dtype), params_of(module)):
+            jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+    @pytest.mark.parametrize("qkv_bias", [True, False])
+    @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+    def test_an_abstract_module_is_loaded(self, qkv_bias, param_dtype):
+        weights, inputs = natten_weights(qkv_bias=qkv_bias), inputs_of(1)
+        make = lambda: nnx_module(1, qkv_bias=qkv_bias, param_dtype=param_dtype)  # noqa: E731
+        module, expected = nnx.eval_shape(make), make()
+        for each in (module, expected):
+            convert.load_nnx(each, weights)
+        assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(nnx.state(module)))
+        jax.tree.map(np.testing.assert_array_equal, params_of(module), params_of(expected))
+        np.testing.assert_array_equal(module(inputs), expected(inputs))
+
+    def test_an_abstract_module_that_does_not_fit_stays_abstract(self):
+        module = nnx.eval_shape(lambda: nnx_module(1))
+        with pytest.raises(ValueError, match="has no 'proj"):
+            convert.load_nnx(module, {k: v for k, v in natten_weights().items() if not k.startswith("proj")})
+        assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(module)))
 
     def test_pytorch_tensors(self):
         class Tensor:
