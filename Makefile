@@ -18,7 +18,7 @@ INSTALL := $(RUN) -m pip install --quiet $(if $(VENV),--editable '.[test]' $(if 
 BUILD_INPUTS := pyproject.toml setup.py $(shell find csrc -type f)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-host test-gpu fuzz sanitize-gpu sanitize-host lint setup wheels bench-scaling docs pictures clean
+.PHONY: demo test test-host test-gpu fuzz sanitize-gpu sanitize-host lint setup wheels bench-scaling docs pictures tables clean
 
 demo: setup
 	$(RUN) -m natten_jax.profiler -i 8 16 24 -d 128 -w 2 4 3
@@ -114,6 +114,10 @@ pictures: setup
 	$(RUN) docs/pictures.py
 	$(RUN) bench/plot_peers.py bench/results/h200/peers.json docs/images/speed.svg
 	$(RUN) bench/plot_small.py bench/results/h200/small.json docs/images/small_windows.svg
+
+# What pages say of flags and backends, and what commands print in them, from the program itself.
+tables:
+	$(RUN) docs/generated.py
 
 clean:
 	rm -rf build dist *.egg-info natten_jax/*.so

@@ -82,7 +82,7 @@ def profiler_parser() -> Parser:
     _add_search(parser.add_argument_group("search"))
     _add_measurement(parser.add_argument_group("measurement and output"))
     for name, advice in _FOREIGN_FLAGS.items():
-        parser.add_argument(name, action=_Refused, help=argparse.SUPPRESS, advice=advice)
+        parser.add_argument(name, action=RefusedFlag, help=argparse.SUPPRESS, advice=advice)
     return parser
 
 
@@ -96,18 +96,18 @@ class _Ignored(argparse.Action):
         """Take the flag."""
 
 
-class _Refused(_Ignored):
-    """A flag that does not exist here, which is said with what there is instead."""
+class RefusedFlag(_Ignored):
+    """A flag that does not exist here, which is said with what there is instead: its ``advice``."""
 
     def __init__(self, option_strings: list[str], dest: str, advice: str, **options: Any) -> None:
         super().__init__(option_strings, dest, **options)
-        self._advice = advice
+        self.advice = advice
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None
     ) -> NoReturn:
         """Refuse the flag."""
-        parser.error(f"{option_string} does not exist here: {self._advice}")
+        parser.error(f"{option_string} does not exist here: {self.advice}")
 
 
 # fmt: off
@@ -163,7 +163,8 @@ def _add_configuration(group: Any) -> None:
     )
     group.add_argument(
         "--fmha-backend", metavar="NAME",
-        help=f"{', '.join(backends.names('fmha'))}: runs self attention and additional key/value tokens",
+        help=f"{', '.join(backends.names('fmha'))}: runs self attention and additional key/value tokens (default: the "
+        "best that runs the problem)",
     )
     for name, what in zip(TILE_FLAGS, ("query", "key/value") * 2, strict=True):
         pass_ = "backward" if name.startswith("backward") else "forward"
@@ -173,7 +174,7 @@ def _add_configuration(group: Any) -> None:
         )
     group.add_argument(
         "--schedule", choices=[str(schedule) for schedule in KernelSchedule],
-        help="kernel schedule, where the backend has several",
+        help="kernel schedule, where the backend has several (default: the backend's choice)",
     )
     group.add_argument(
         "--persistent", action=argparse.BooleanOptionalAction, default=True,

@@ -1,0 +1,252 @@
+"""Writes what follows from the program into the pages: tables of flags and backends, and what commands print.
+
+``make tables`` runs it. A table stands between two comments, the first of which names it. Output stands in the block
+after a command that prints the same on every machine: one that asks about a GPU which need not be there, or, after a
+``$``, one that fails. Where the output that is shown ends with ``...``, it goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from natten_jax import backends
+from natten_jax.backends.base import Backend, Platform
+from natten_jax.backends.heeded import CHOICES, heeded
+from natten_jax.backends.names import WITHOUT_KERNELS, substitute
+from natten_jax.devices import Device
+from natten_jax.passes import PASSES, Pass
+from natten_jax.plan import BackendId
+from natten_jax.problem import OPERATORS, problem_of
+from natten_jax.profiler.element_types import ELEMENT_TYPES
+from natten_jax.profiler.flags import RefusedFlag, profiler_parser
+
+DOCS = Path(__file__).parent
+PAGES = tuple(sorted(DOCS.glob("*.md")))
+WIDTH = 100  # columns of what commands print
+
+_TABLE = re.compile(r"(<!-- table: ([^>\n]+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+_PROFILER = r"python -m natten_jax\.profiler [^\n`]*"
+_SAMPLE = re.compile(
+    rf"```sh\n(?P<asked>{_PROFILER}--compute-capability[^\n`]*)\n```\n```\n(?P<output>.*?)```"
+    rf"|```\n\$ (?P<failing>{_PROFILER})\n(?P<message>.*?)```",
+    re.DOTALL,
+)
+_MORE = "...\n"
+
+
+def generated(text: str) -> str:
+    """A page with its tables and samples as they have to be."""
+    text = _TABLE.sub(lambda match: f"{match[1]}\n{table(match[2])}\n\n{match[3]}", text)
+    return _SAMPLE.sub(_sample, text)
+
+
+def table(name: str) -> str:
+    """One of the tables, in Markdown."""
+    if name.startswith("flags "):
+        return _flags(name.removeprefix("flags "))
+    return _TABLES[name]()
+
+
+def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _code(*names: object) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+# The profiler's flags ------------------------------------------------------------------------------------------------
+
+
+def flag_groups() -> dict[str, list[argparse.Action]]:
+    """The flags that the profiler's help shows, by the titles of their groups."""
+    return {
+        str(group.title): [action for action in group._group_actions if action.help != argparse.SUPPRESS]
+        for group in profiler_parser()._action_groups
+    }
+
+
+def _flags(title: str) -> str:
+    rows = ((_code(*_spellings(each)), _value(each), *_default_and_help(each)) for each in flag_groups()[title])
+    return _markdown(("option", "value", "default", "what it does"), rows)
+
+
+def _spellings(action: argparse.Action) -> list[str]:
+    return sorted(action.option_strings, key=len)
+
+
+def _value(action: argparse.Action) -> str:
+    if action.nargs == 0:
+        return ""
+    if action.choices is not None:
+        return _code(*action.choices)
+    return f"`{action.metavar}{' ...' if action.nargs == '+' else ''}`"
+
+
+def _default_and_help(action: argparse.Action) -> tuple[str, str]:
+    """The default, which the help says where it is not plain, and the rest of the help."""
+    text = _with_code(action.help or "")
+    if action.required:
+        return "required", text.replace(" (required)", "")
+    said = re.search(r" \(default: ([^()]*)\)", text)
+    if said is not None:
+        return said[1], text.replace(said[0], "")
+    default = {None: "none", False: "off", argparse.SUPPRESS: ""}.get(action.default, action.default)
+    return str(default), text
+
+
+def _with_code(text: str) -> str:
+    """Flags in a text as code: a pair of hyphens would become a dash."""
+    return re.sub(r"(?<![\w-])(--?[a-z][\w-]*)", r"`\1`", text)
+
+
+def _element_types() -> str:
+    return _markdown(("short", "or in full"), ((_code(short), _code(name)) for short, name in ELEMENT_TYPES.items()))
+
+
+def _foreign_flags() -> str:
+    refused = (action for action in profiler_parser()._actions if isinstance(action, RefusedFlag))
+    return _markdown(
+        ("option", "what is said"), ((_code(*each.option_strings), _with_code(each.advice)) for each in refused)
+    )
+
+
+# The backends --------------------------------------------------------------------------------------------------------
+
+
+def _names(backend: Backend) -> str:
+    return _code(f"{backend.family}-*")
+
+
+def _devices() -> str:
+    def row(backend: Backend) -> Sequence[str]:
+        devices = "every device of XLA" if backend.platform is None else str(backend.platform)
+        devices = "CPUs" if devices == "platform cpu only" else devices
+        step, most = backend.head_dim_step, backend.largest_head_dim
+        widths = "any" if most is None else f"multiples of {step} up to {most}"
+        passes = "any derivative, forward mode included" if backend.is_pure_jax else ", ".join(PASSES)
+        return _names(backend), devices, ", ".join(backend.dtypes), widths, passes, _schedules(backend)
+
+    header = ("backend", "devices", "element types", "`head_dim`, `head_dim_v`", "passes", "`kernel_schedule`")
+    return _markdown(header, map(row, backends.registered()))
+
+
+def _schedules(backend: Backend) -> str:
+    return ", ".join(f"`{schedule}`" for schedule in backend.schedules.get("forward", ())) or "none"
+
+
+_CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+_HEAD_DIMS = (64, 128, 256)
+
+
+def _tiles() -> str:
+    rows = []
+    for backend in backends.registered():
+        alike: dict[tuple[tuple[str, ...], ...], list[Device]] = {}
+        for device in _devices_of(backend):
+            cells = tuple(tuple(_largest(backend, device, pass_, width) for width in _HEAD_DIMS) for pass_ in PASSES)
+            alike.setdefault(cells, []).append(device)
+        for cells, devices in alike.items():
+            capabilities = (".".join(map(str, device.compute_capability or ())) for device in devices)
+            name = _names(backend) + (f" on {', '.join(capabilities)}" if len(alike) > 1 else "")
+            rows += [(name, pass_, *of_pass) for pass_, of_pass in zip(PASSES, cells, strict=True)]
+    return _markdown(("backend", "pass", *(f"heads of {width}" for width in _HEAD_DIMS)), rows)
+
+
+def _devices_of(backend: Backend) -> list[Device]:
+    gpus = [Device("cuda", capability, is_present=False) for capability in _CAPABILITIES]
+    platform = backend.platform
+    return [gpu for gpu in gpus if platform is not None and platform.has(gpu)] or [Device("cpu")]
+
+
+def _largest(backend: Backend, device: Device, pass_: Pass, head_dim: int) -> str:
+    problem = problem_of((64, 64), 33, head_dim=head_dim, dtype="bfloat16")
+    return " and ".join(map(str, backend.largest_tiles(problem, device, pass_)))
+
+
+def _heeded() -> str:
+    def row(name: str) -> Sequence[str]:
+        parts: dict[bool, list[Backend]] = {True: [], False: []}
+        for backend in backends.registered():
+            parts[name in heeded(backend)].append(backend)
+        having, others = (", ".join(map(_names, part)) for part in parts.values())
+        reason = f"{others}: {CHOICES[name].lacking}" if others else "none"
+        return _code(name), CHOICES[name].pass_, having, reason
+
+    return _markdown(("argument", "pass", "heeded by", "ignored by, for they have"), map(row, CHOICES))
+
+
+def _queries() -> str:
+    def row(backend: Backend) -> Sequence[str]:
+        names = (f"get_{infix}configs_for_{backend.query_family or backend.family}" for infix in ("", "bwd_"))
+        return _code(*(BackendId(backend.family, each) for each in OPERATORS)), _code(*(f"{name}_*" for name in names))
+
+    return _markdown(("backends", "queries, `fna` or `fmha` for `*`"), map(row, backends.registered()))
+
+
+def _absent() -> str:
+    def row(family: str, platform: Platform) -> Sequence[str]:
+        instead = substitute(family, backends.registered())
+        return _code(f"{family}-fna", f"{family}-fmha"), str(platform), _names(instead)
+
+    return _markdown(("backends of NATTEN", "devices", "there runs"), itertools.starmap(row, WITHOUT_KERNELS.items()))
+
+
+_TABLES: dict[str, Callable[[], str]] = {
+    "element types": _element_types,
+    "foreign flags": _foreign_flags,
+    "backends": _devices,
+    "largest tiles": _tiles,
+    "heeded arguments": _heeded,
+    "queries": _queries,
+    "absent backends": _absent,
+}
+
+
+# What commands print -------------------------------------------------------------------------------------------------
+
+
+def _sample(match: re.Match[str]) -> str:
+    kind = "output" if match["asked"] else "message"
+    command, shown = match["asked"] or match["failing"], match[kind]
+    printed = run(command, fails=kind == "message")
+    if shown.endswith(_MORE):
+        lines = shown.count("\n") - 1
+        printed = "".join(printed.splitlines(keepends=True)[:lines]) + _MORE
+    return match[0].removesuffix(f"{shown}```") + f"{printed}```"
+
+
+def run(command: str, *, fails: bool) -> str:
+    """What a command prints on a host without GPUs: its result, or its message and what follows."""
+    arguments = [sys.executable, *shlex.split(command)[1:]]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "COLUMNS": str(WIDTH), "PYTHONUTF8": "1"}
+    finished = subprocess.run(
+        arguments, env=environment, capture_output=True, encoding="utf-8", cwd=DOCS.parent, timeout=300, check=False
+    )
+    if (finished.returncode != 0) != fails:
+        raise RuntimeError(f"{command}: exit status {finished.returncode}\n{finished.stderr}")
+    lines = (finished.stderr + finished.stdout if fails else finished.stdout).splitlines()
+    return textwrap.dedent("\n".join(line.rstrip() for line in lines)) + "\n"
+
+
+def main() -> None:
+    """Write every page that is not as it has to be."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if (new := generated(text)) != text:
+            page.write_text(new, encoding="utf-8")
+            print(f"wrote {page.relative_to(DOCS.parent)}")
+
+
+if __name__ == "__main__":
+    main()
