@@ -8,7 +8,8 @@ import pytest
 
 import natten_jax
 
-WINDOWS = "query key value kernel_size stride dilation is_causal scale additional_keys additional_values attention_kwargs backend"
+OPERANDS = "query key value"
+WINDOWS = f"{OPERANDS} kernel_size stride dilation is_causal scale additional_keys additional_values"
 
 
 def positional(name: str) -> list[str]:
@@ -20,8 +21,8 @@ def positional(name: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "order"),
     [
-        *((f"na{rank}d", WINDOWS) for rank in (1, 2, 3)),
-        ("attention", "query key value scale"),
+        *((f"na{rank}d", f"{WINDOWS} attention_kwargs backend") for rank in (1, 2, 3)),
+        ("attention", f"{OPERANDS} scale"),
     ],
 )
 def test_positional_order(name: str, order: str) -> None:
