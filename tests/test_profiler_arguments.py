@@ -43,7 +43,14 @@ from natten_jax.profiler.__main__ import main
         ("-i 8 --backend fav2", "use --backend cudnn"),
         ("-i 8 --backend xla --add-kv 4", "--add-kv does not go with --backend xla"),
         ("-i 8 --dtype fp17", "argument --dtype: 'fp17' is unknown; choose one of fp64 (float64), fp32"),
-        ("-i 8 --dtype e4m3", "argument --dtype: 'e4m3' is unknown; choose one of fp64 (float64), fp32"),
+        (
+            "-i 8 --dtype e4m3",
+            "argument --dtype: 'e4m3' has 8 bits, and no backend computes in fewer than 16; choose one",
+        ),
+        (
+            "-i 8 --dtype e5m2",
+            "argument --dtype: 'e5m2' has 8 bits, and no backend computes in fewer than 16; choose one",
+        ),
         ("-i 8 --no-compile", "--no-compile does not exist here: every program is compiled by XLA"),
         ("-i 8 --add-kv 4 --fuse-additional-kv", "--fuse-additional-kv does not exist here: additional tokens go into"),
         ("-i 8 --schedule fast", "invalid choice: 'fast'"),

@@ -15,6 +15,9 @@ ELEMENT_TYPES = {
     "fp16": "float16",
 }
 
+#: Names of NATTEN's profiler.
+_EIGHT_BITS = ("e4m3", "e5m2")
+
 _SHORT_NAMES = {name: short for short, name in ELEMENT_TYPES.items()}
 
 
@@ -23,7 +26,8 @@ def element_type(text: str) -> str:
     short = _SHORT_NAMES.get(text, text)
     if short not in ELEMENT_TYPES:
         names = ", ".join(f"{short} ({name})" for short, name in ELEMENT_TYPES.items())
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is unknown; choose one of {names}")
+        problem = "has 8 bits, and no backend computes in fewer than 16" if text in _EIGHT_BITS else "is unknown"
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} {problem}; choose one of {names}")
     return short
 
 
