@@ -88,7 +88,9 @@ def is_release() -> bool:
 
 def ask_nvcc(nvcc: Path, question: str) -> str:
     """What nvcc answers; nothing where it fails."""
-    return subprocess.run([nvcc, question], capture_output=True, text=True, check=False).stdout
+    return subprocess.run(
+        [nvcc, question], capture_output=True, encoding="utf-8", errors="backslashreplace", check=False
+    ).stdout
 
 
 def cuda_of(nvcc: Path) -> int | None:

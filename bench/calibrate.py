@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import command
 import jax
 import numpy as np
 from calibration_problems import EXAMPLES, FITTED, HELD_BACK, SMALL, SMALL_HELD_BACK
@@ -38,6 +39,7 @@ from natten_jax.profiler.events import Event
 from natten_jax.profiler.program import Program
 from natten_jax.profiler.workload import Workload, compile_workload
 from natten_jax.simulator import Calibration, Kernel
+from natten_jax.whole_files import write_text
 
 SETS = {
     "examples": EXAMPLES,
@@ -320,7 +322,7 @@ def main() -> None:
                 # After each problem: what was measured stays when a run is cut off.
                 write_json(options.json, {"environment": of_run, "records": records})
         return
-    files = [json.loads(file.read_text()) for file in options.records]
+    files = [json.loads(file.read_text(encoding="utf-8")) for file in options.records]
     model = simulator.calibration_for(options.family)
     assert model is not None
     records = [record for found in files for record in found["records"]]
@@ -335,8 +337,8 @@ def main() -> None:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a model or measurements."""
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from natten_jax.passes import PASSES, Pass
+from natten_jax.whole_files import write_bytes
 
 COLORS = "#1f5f99", "#7fb2d9", "#c9d3df"
 
@@ -59,7 +61,9 @@ def passes_side_by_side(
 def save(figure: Figure, path: Path) -> None:
     """Write a figure; an SVG is the same whenever the same figure is written, and its text stays text."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    picture = io.BytesIO()
     with rc_context({"svg.hashsalt": "natten_jax", "svg.fonttype": "none", "font.family": "sans-serif"}):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    if path.suffix == ".svg":
-        path.write_text(re.sub(r"(\.\d\d)\d+", r"\1", path.read_text()))
+        metadata = {"Date": None} if path.suffix == ".svg" else None
+        figure.savefig(picture, format=path.suffix.lstrip(".") or "png", metadata=metadata)
+    content = picture.getvalue()
+    write_bytes(path, re.sub(rb"(\.\d\d)\d+", rb"\1", content) if path.suffix == ".svg" else content)

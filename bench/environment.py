@@ -13,6 +13,17 @@ import jax
 
 import natten_jax
 from natten_jax import native
+from natten_jax.devices import default_jax_device
+
+
+def present_devices() -> list[jax.Device]:
+    """JAX's devices.
+
+    Raises:
+        natten_jax.devices.NoDeviceError: There are none.
+    """
+    default_jax_device()
+    return jax.devices()
 
 
 def environment() -> dict[str, Any]:
@@ -21,13 +32,14 @@ def environment() -> dict[str, Any]:
         ["git", "describe", "--always", "--abbrev=40", "--dirty"],
         cwd=Path(__file__).parent,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
+        errors="backslashreplace",
         check=False,
     )
     return {
         "machine": platform.machine(),
         "processor": _processor(),
-        "device": jax.devices()[0].device_kind,
+        "device": default_jax_device().device_kind,
         "versions": {
             "python": platform.python_version(),
             "jax": jax.__version__,
@@ -43,7 +55,7 @@ def environment() -> dict[str, Any]:
 def _processor() -> str:
     cpu_info = Path("/proc/cpuinfo")
     if cpu_info.exists():
-        for line in cpu_info.read_text().splitlines():
+        for line in cpu_info.read_text(encoding="utf-8", errors="backslashreplace").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor()

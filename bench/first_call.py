@@ -15,6 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+import command
+
 PROCESSES = 5
 LAYOUTS = (16, 20, 24, 28, 32, 36)
 
@@ -58,7 +60,7 @@ def main() -> None:
     runs = [
         json.loads(
             subprocess.run(
-                command, cwd=Path(__file__).parent, env=environment, check=True, capture_output=True, text=True
+                command, cwd=Path(__file__).parent, env=environment, check=True, capture_output=True, encoding="utf-8"
             ).stdout
         )
         for _ in range(PROCESSES)
@@ -68,4 +70,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

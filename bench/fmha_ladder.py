@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import command
 import jax
 import numpy as np
 import psutil
@@ -233,4 +233,4 @@ def error_of(result: Any, arrays: tuple[jax.Array, ...], is_causal: bool, rows: 
 
 if __name__ == "__main__":
     # For the Makefile: status 1 where the kernels have yet to be built.
-    sys.exit(lacks_kernels(default_device()))
+    command.run(lambda: lacks_kernels(default_device()))

@@ -7,17 +7,20 @@ Example:
 from __future__ import annotations
 
 import argparse
+import io
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import command
 from fmha_insights import insights, priorities
 from fmha_ladder import CPU_LADDER, GPU_LADDER, Ladder
 from fmha_platforms import measured_table, target_table, work_table
 from fmha_results import LengthResult, read
 from fmha_tables import impact_table, length_table, summary_table
+
+from natten_jax.whole_files import write_bytes
 
 
 def configuration_lines(configuration: dict[str, Any]) -> list[str]:
@@ -107,7 +110,9 @@ def draw(title: str, ladder: Ladder, results: Sequence[LengthResult], rate: floa
     axes.set_title(title)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=4, fontsize=8)
-    figure.savefig(path, dpi=150)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=150, format="png")
+    write_bytes(path, picture.getvalue())
     plt.close(figure)
 
 
@@ -123,4 +128,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run(main)

@@ -76,7 +76,7 @@ class LengthResult:
 
 def read(path: Path) -> tuple[dict[str, Any], list[LengthResult], float]:
     """Configuration, figures and rate of the matrix product of a run that was saved as JSON."""
-    data = json.loads(path.read_text())
+    data = json.loads(path.read_text(encoding="utf-8"))
     results = [
         LengthResult(each["seq_len"], tuple(StepResult(**step) for step in each["steps"]), each["failures"])
         for each in data["results"]

@@ -19,11 +19,11 @@ import argparse
 import dataclasses
 import json
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import command
 import jax
 from benchmarks import Benchmark
 from environment import environment
@@ -36,7 +36,8 @@ from fmha_tables import impact_table, length_table, speedup_text, summary_table
 from fmha_targets import TARGETS
 from timing import Runner, compile_runner, ratio
 
-from natten_jax.devices import Device, default_device
+from natten_jax.devices import Device, default_device, default_jax_device
+from natten_jax.whole_files import write_text
 
 TURNS = 3
 WARM_UP_LAUNCHES = 10
@@ -172,7 +173,7 @@ def run(options: argparse.Namespace) -> int:
             setattr(options, field.name, getattr(defaults, field.name))
     longest = _benchmark(options, max(options.seq_lens))
     configuration = {
-        "device": jax.devices()[0].device_kind,
+        "device": default_jax_device().device_kind,
         **tiles_of(longest, device),
         "batch": options.batch,
         "heads": options.heads,
@@ -243,15 +244,15 @@ def save(
         "insights": list(lines),
         "priorities": priorities(ladder, results),
     }
-    (folder / "fmha_scaling_results.json").write_text(json.dumps(data, indent=2, allow_nan=False) + "\n")
-    (folder / "fmha_scaling_results.md").write_text(markdown(configuration, ladder, results, rate))
+    write_text(folder / "fmha_scaling_results.json", json.dumps(data, indent=2, allow_nan=False) + "\n")
+    write_text(folder / "fmha_scaling_results.md", markdown(configuration, ladder, results, rate))
     title = "{device}: batch {batch}, {heads} heads, D {head_dim}, {dtype}{causal}".format(
         **{**configuration, "causal": ", causal" if configuration["causal"] else ""}
     )
     draw(title, ladder, results, rate, folder / "fmha_scaling.png")
     files = [folder / f"fmha_scaling{suffix}" for suffix in ("_results.json", "_results.md", "_log.txt", ".png")]
     log.add("", "Results:", *(f"  {file}" for file in files))
-    (folder / "fmha_scaling_log.txt").write_text("\n".join(log.lines) + "\n")
+    write_text(folder / "fmha_scaling_log.txt", "\n".join(log.lines) + "\n")
 
 
 def positive(text: str) -> int:
@@ -293,4 +294,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run(main)

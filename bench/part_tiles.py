@@ -14,11 +14,11 @@ import argparse
 import dataclasses
 import itertools
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import command
 import jax
 import jax.numpy as jnp
 from record import save
@@ -121,4 +121,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run(main)

@@ -7,12 +7,16 @@ Example:
 from __future__ import annotations
 
 import argparse
+import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import command
 import matplotlib
+
+from natten_jax.whole_files import write_bytes
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -56,7 +60,9 @@ def draw_speedups(results: Mapping[str, Mapping[str, Any]], baseline: str, path:
     axes.set_xlabel(f"speed-up over {baseline} self attention of the same layout")
     figure.legend(loc="outside upper right", ncols=len(modes))
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=150, format=path.suffix.lstrip(".") or "png")
+    write_bytes(path, picture.getvalue())
     plt.close(figure)
 
 
@@ -67,8 +73,8 @@ def main() -> None:
     parser.add_argument("picture", type=Path)
     parser.add_argument("--baseline", default="cudnn")
     options = parser.parse_args()
-    draw_speedups(json.loads(options.results.read_text())["results"], options.baseline, options.picture)
+    draw_speedups(json.loads(options.results.read_text(encoding="utf-8"))["results"], options.baseline, options.picture)
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import command
 from charts import COLORS, save
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -47,7 +48,7 @@ def main() -> None:
     parser.add_argument("picture", type=Path)
     parser.add_argument("--row", help="of the record; the first one, unless named")
     options = parser.parse_args()
-    results = json.loads(options.record.read_text())["results"]
+    results = json.loads(options.record.read_text(encoding="utf-8"))["results"]
     name = options.row or next(iter(results))
     events = results[name]["timeline"]
     end = max(event["start"] + event["milliseconds"] for event in events)
@@ -70,4 +71,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import command
 from charts import passes_side_by_side, save
 
 from natten_jax.passes import PASSES
@@ -41,8 +42,8 @@ def main() -> None:
     parser.add_argument("record", type=Path)
     parser.add_argument("picture", type=Path)
     options = parser.parse_args()
-    draw(json.loads(options.record.read_text()), options.picture)
+    draw(json.loads(options.record.read_text(encoding="utf-8")), options.picture)
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import command
 from charts import save
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -127,8 +128,8 @@ def main() -> None:
     parser.add_argument("picture", type=Path)
     parser.add_argument("--splits", nargs="+", help="that are drawn; all if none are named")
     options = parser.parse_args()
-    draw(json.loads(options.record.read_text()), options.picture, options.splits)
+    draw(json.loads(options.record.read_text(encoding="utf-8")), options.picture, options.splits)
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

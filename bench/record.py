@@ -8,6 +8,8 @@ from typing import Any
 
 from environment import environment
 
+from natten_jax.whole_files import write_text
+
 
 def save(results: Any, path: Path | None) -> None:
     """Write what there is so far with what it depends on, if it is asked for.
@@ -16,4 +18,4 @@ def save(results: Any, path: Path | None) -> None:
     """
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"environment": environment(), "results": results}, indent=2) + "\n")
+        write_text(path, json.dumps({"environment": environment(), "results": results}, indent=2) + "\n")

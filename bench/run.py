@@ -14,11 +14,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import command
 import jax
 from benchmarks import BENCHMARKS, Benchmark
 from implementations import ELEMENT_TYPES, IMPLEMENTATIONS, default_names, ours
@@ -155,4 +155,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run(main)

@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import command
 import jax
 import several_devices
 from benchmarks import Benchmark
+from environment import present_devices
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from record import save
@@ -168,7 +169,7 @@ def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [curve.name for curve in curves("strong", is_small=False)]
-    parser.add_argument("--devices", type=int, default=len(jax.devices()), help="the powers of two up to this number")
+    parser.add_argument("--devices", type=int, help="the powers of two up to this number (default: all)")
     parser.add_argument("--rows", nargs="+", choices=(*SCALINGS, TRAINING), default=[*SCALINGS, TRAINING])
     parser.add_argument("--splits", nargs="+", choices=names, default=names, help="of operators")
     parser.add_argument("--families", nargs="+", default=["hopper"], help="of backends")
@@ -185,7 +186,8 @@ def main() -> int:
     options = parse()
     if options.small:
         several_devices.STEP = SMALL_STEP
-    limit = options.devices if options.predict_only else min(options.devices, len(jax.devices()))
+    wanted = options.devices or len(present_devices())
+    limit = wanted if options.predict_only else min(wanted, len(present_devices()))
     counts = [2**i for i in range(limit.bit_length())]
     chosen = [
         curve
@@ -222,4 +224,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run(main)

@@ -25,16 +25,17 @@ import itertools
 import math
 import re
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
+import command
 import jax
 import jax.numpy as jnp
 from benchmarks import BENCHMARKS, Benchmark
+from environment import present_devices
 from exchanges import exchange_milliseconds, halos_first, timeline
 from implementations import ours
 from jax.sharding import AxisType, NamedSharding
@@ -244,7 +245,7 @@ def measure_training(model_parallel: int, options: argparse.Namespace) -> dict[s
 def main() -> int:
     """Measure, print a table, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=len(jax.devices()))
+    parser.add_argument("--devices", type=int, help="(default: all)")
     parser.add_argument("--splits", nargs="+", choices=splits(1), default=["batch", "heads"])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="kinds of mesh axes")
     parser.add_argument("--families", nargs="+", default=["hopper", "cutlass"], help="of backends")
@@ -253,6 +254,7 @@ def main() -> int:
     add_turns(parser)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
+    options.devices = options.devices or len(present_devices())
     rows: dict[str, Callable[[], dict[str, Any]]] = {}
     for split, mode, family, pass_ in itertools.product(
         options.splits, options.modes, options.families, options.passes
@@ -281,4 +283,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run(main)

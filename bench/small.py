@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import command
 import jax
 import jax.numpy as jnp
 from environment import environment
@@ -34,6 +35,7 @@ from natten_jax.devices import default_device
 from natten_jax.passes import PASSES, Pass
 from natten_jax.profiler import baselines
 from natten_jax.profiler.capture import Launch, capture_in_turns
+from natten_jax.whole_files import write_text
 
 #: What fills the second-level cache of every GPU so far.
 CACHE_BYTES = 256 << 20
@@ -204,8 +206,8 @@ def main() -> None:
             if options.json is not None:
                 # After each row: what was measured stays when a run is cut off.
                 content = {"environment": of_run, "records": records}
-                options.json.write_text(json.dumps(content, indent=1) + "\n")
+                write_text(options.json, json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -32,7 +32,7 @@ def picture(name: str, width: float, height: float, *panels: Draw) -> None:
     with rc_context({"svg.hashsalt": "natten_jax", "svg.fonttype": "none", "font.family": "sans-serif"}):
         figure.savefig(path, metadata={"Date": None})  # the same bytes each time, and text that a browser sets
     # A hundredth of a point is enough, and half of the file.
-    path.write_text(re.sub(r"(\.\d\d)\d+", r"\1", path.read_text()))
+    path.write_text(re.sub(r"(\.\d\d)\d+", r"\1", path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def window(title: str, query: tuple[int, ...] = (6, 6), layout: tuple[int, ...] = (13, 13), **facts: Any) -> Draw:

@@ -183,7 +183,7 @@ def save_curves(path: Path, options: argparse.Namespace, runs: Sequence[Run]) ->
         "runs": [{**run.arithmetic._asdict(), "seconds": run.seconds, "losses": run.losses} for run in runs],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(curves, indent=1) + "\n")
+    path.write_text(json.dumps(curves, indent=1) + "\n", encoding="utf-8")
 
 
 def parse_arithmetic(text: str) -> Arithmetic:

@@ -21,7 +21,7 @@ from natten_jax import backends
 from natten_jax.array_arguments import attention_problem, neighborhood_problem
 from natten_jax.backends.base import Backend
 from natten_jax.backends.names import WITHOUT_KERNELS, absence, substitute
-from natten_jax.devices import Device, compute_capability_of, default_device
+from natten_jax.devices import Device, NoDeviceError, compute_capability_of, default_device
 from natten_jax.passes import PASSES, Pass
 from natten_jax.plan import BackendId
 from natten_jax.problem import OPERATORS, Operator, Problem
@@ -46,9 +46,16 @@ class ConfigQuery(Protocol):
 
 
 def target_device(compute_capability: CapabilityLike | None) -> Device:
-    """The device to answer for: a GPU of the given compute capability, or this process's default device."""
+    """The device to answer for: a GPU of the given compute capability, or this process's default device.
+
+    Raises:
+        NoDeviceError: JAX has no device.
+    """
     if compute_capability is None:
-        return default_device()
+        try:
+            return default_device()
+        except NoDeviceError as error:
+            raise NoDeviceError(f"{error}. compute_capability names an NVIDIA GPU that need not be there") from error
     return Device("cuda", compute_capability_of(compute_capability), is_present=False)
 
 

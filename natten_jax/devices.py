@@ -35,6 +35,10 @@ class Device:
         return f"{self.platform} (compute capability {self.compute_capability[0]}.{self.compute_capability[1]})"
 
 
+class NoDeviceError(RuntimeError):
+    """JAX has no device to compute on; the message says what JAX says."""
+
+
 CPU = Device("cpu")
 
 #: Whatever has no kernels.
@@ -84,13 +88,32 @@ def _refusal(argument: Any) -> str:
 
 
 def default_jax_device() -> jax.Device:
-    """JAX's object for the device that this thread computes on by default, which ``jax.default_device`` chooses."""
+    """JAX's object for the device that this thread computes on by default, which ``jax.default_device`` chooses.
+
+    Raises:
+        NoDeviceError: JAX cannot start the platforms that it was told to use.
+    """
     chosen: jax.Device | str | None = jax.default_device.value
-    return jax.local_devices(backend=chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
+    return _started(chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
+
+
+def _started(platform: str | None) -> list[jax.Device]:
+    """A platform's devices of this process; ``None`` is the first platform."""
+    try:
+        return jax.local_devices(backend=platform)
+    except (RuntimeError, AssertionError) as error:  # the latter without a word, where there is no GPU to be seen
+        told = getattr(jax.config, "jax_platforms", None)
+        platforms = f"JAX_PLATFORMS={told}" if told else "its platforms"
+        said = " ".join(str(error).split()) or f"it finds nothing of {platforms} on this machine"
+        raise NoDeviceError(f"JAX has no device: {said}") from error
 
 
 def default_device() -> Device:
-    """The device that this thread computes on by default."""
+    """The device that this thread computes on by default.
+
+    Raises:
+        NoDeviceError: There is none.
+    """
     return _of_platform(default_jax_device().platform)
 
 
@@ -106,21 +129,36 @@ def _of_platform(platform: str) -> Device:
     return cuda_device() if platform == "gpu" and _cuda_devices() else Device(platform)
 
 
-@functools.cache
 def cuda_device() -> Device:
     """This process's first CUDA device, or one of unknown compute capability where there is none."""
+    try:
+        return _cuda_device()
+    except NoDeviceError:
+        return Device("cuda")  # not for good: JAX may be told to use another platform
+
+
+@functools.cache
+def _cuda_device() -> Device:
     devices = _cuda_devices()
     capability = getattr(devices[0], "compute_capability", None) if devices else None
     return Device("cuda", parse_compute_capability(str(capability)) if capability else None)
 
 
 def local_devices() -> tuple[Device, ...]:
-    """The kinds of devices that this process can run programs on, the default one first."""
-    return tuple(dict.fromkeys((default_device(), _of_platform(jax.default_backend()), CPU)))
+    """The kinds of devices that this process can run programs on, the default one first.
+
+    Where JAX has none, the host's: programs may still be traced, and lowered for other machines.
+    """
+    try:
+        found = default_device(), _of_platform(jax.default_backend())
+    except NoDeviceError:
+        return (CPU,)
+    return tuple(dict.fromkeys((*found, CPU)))
 
 
 @functools.cache
 def _cuda_devices() -> tuple[jax.Device, ...]:
+    _started(None)  # where nothing starts, that is no answer to keep
     try:
         return tuple(jax.devices("cuda"))
     except RuntimeError:

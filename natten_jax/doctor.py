@@ -17,7 +17,7 @@ import jax
 from natten_jax import backends, cuda_version, mesh_trial, native, scratch, source_tree
 from natten_jax.backends import missing_kernels
 from natten_jax.backends.base import Backend
-from natten_jax.devices import Device, local_devices
+from natten_jax.devices import Device, NoDeviceError, default_jax_device, local_devices
 from natten_jax.passes import PASSES, Pass
 from natten_jax.plan import BackendId
 from natten_jax.problem import SUPPORTED_DTYPES, Operator, Problem, problem_of
@@ -57,18 +57,27 @@ def report() -> Iterator[str]:
     yield from _native_lines()
     yield ""
     yield "Devices"
-    for device in jax.devices():
-        capability = getattr(device, "compute_capability", None)
-        detail = f", compute capability {capability}" if capability else ""
-        yield f"  {device.id}: {device.device_kind} ({device.platform}{detail})"
-    if len(jax.local_devices()) > 1:
-        yield _mesh_line(jax.local_devices())
+    yield from _device_lines()
     for device in local_devices():
         yield ""
         yield f"Backends on {device}"
         for id_ in backends.ids():
             yield f"  {id_!s:<14} {_verdict(backends.find(id_, id_.operator), id_.operator, device)}"
     yield from _missing_kernels_lines()
+
+
+def _device_lines() -> Iterator[str]:
+    try:
+        default_jax_device()
+    except NoDeviceError as error:
+        yield f"  none: {error}. What follows is of the host, whether JAX may use it or not"
+        return
+    for device in jax.devices():
+        capability = getattr(device, "compute_capability", None)
+        detail = f", compute capability {capability}" if capability else ""
+        yield f"  {device.id}: {device.device_kind} ({device.platform}{detail})"
+    if len(jax.local_devices()) > 1:
+        yield _mesh_line(jax.local_devices())
 
 
 def _mesh_line(devices: Sequence[jax.Device]) -> str:
@@ -102,8 +111,9 @@ def _missing_kernels_lines() -> Iterator[str]:
 def report_problem(options: Options) -> Iterator[str]:
     """The lines about one problem, on every device of this process or a GPU of the compute capability asked for."""
     capability = options.compute_capability
-    devices = local_devices() if capability is None else [Device("cuda", capability, is_present=False)]
-    for device in devices:
+    if capability is None:
+        yield from _no_device_lines()
+    for device in local_devices() if capability is None else [Device("cuda", capability, is_present=False)]:
         for part in parts_of(options):
             problem = part.request.problem
             yield f"{problem.describe()}, {problem.dtype}, on {device}"
@@ -112,6 +122,13 @@ def report_problem(options: Options) -> Iterator[str]:
                 for backend in backends.registered():
                     name = str(BackendId(backend.family, problem.operator))
                     yield f"    {name:<14} {_plan(backend, part.request, device, pass_)}"
+
+
+def _no_device_lines() -> Iterator[str]:
+    try:
+        default_jax_device()
+    except NoDeviceError as error:
+        yield f"{error}. This is about the host; --compute-capability X.Y asks about an NVIDIA GPU"
 
 
 def _plan(backend: Backend, request: Request, device: Device, pass_: Pass) -> str:

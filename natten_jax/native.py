@@ -138,7 +138,7 @@ def _runtime_ffi_version() -> tuple[int, int] | None:
     header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     if not header.exists():
         return None
-    text = header.read_text()
+    text = header.read_text(encoding="utf-8", errors="replace")
     numbers = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
     major, minor = (int(number[1]) if number else None for number in numbers)
     return None if major is None or minor is None else (major, minor)

@@ -8,20 +8,27 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from natten_jax.devices import NoDeviceError
+from natten_jax.printable import escape_what_cannot_be_printed
+
 #: Exit status of a program that Ctrl-C ended, as shells have it: 128 and the number of the signal.
 INTERRUPTED = 130
 
 
-def run_quietly(program: str, run: Callable[[], int]) -> int:
-    """The exit status of ``run``; 1 where whoever read its output left early, 130 after Ctrl-C.
+def run_quietly(program: str, run: Callable[[], int | None]) -> int:
+    """The exit status of ``run``; 1 where JAX has no device or whoever read its output left early, 130 after Ctrl-C.
 
     Args:
         program: Its name in messages.
-        run: Does the work and returns the exit status.
+        run: Does the work and returns the exit status; ``None`` is 0.
     """
+    escape_what_cannot_be_printed()
     try:
-        status = run()
+        status = run() or 0
         sys.stdout.flush()
+    except NoDeviceError as error:
+        print(f"{program}: error: {error}", file=sys.stderr)
+        return 1
     except BrokenPipeError:
         # Whoever read the output has seen enough; Python would complain once more when it closes the stream.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

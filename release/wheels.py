@@ -30,7 +30,7 @@ _CALL_HOOK = """
 import json, pathlib, sys
 from setuptools import build_meta
 answer, hook, *arguments = sys.argv[1:]
-pathlib.Path(answer).write_text(json.dumps(getattr(build_meta, hook)(*arguments)))
+pathlib.Path(answer).write_text(json.dumps(getattr(build_meta, hook)(*arguments)), encoding="utf-8")
 """
 
 
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(WORK, ignore_errors=True)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     tools = install("tools", project["project"]["optional-dependencies"]["release"])
     # Of these a build takes headers and programs, which serve every interpreter: what imports need may be missing.
     common = install("common", project["build-system"]["requires"], "--no-deps")
@@ -64,7 +64,7 @@ def find_python(name: str) -> Path:
     """The interpreter that a command starts, which may be a launcher of several."""
     question = [name, "-c", "import sys; print(sys.executable)"]
     try:
-        return Path(subprocess.run(question, capture_output=True, text=True, check=True).stdout.strip())
+        return Path(os.fsdecode(subprocess.run(question, capture_output=True, check=True).stdout.strip()))
     except (OSError, subprocess.CalledProcessError) as error:
         raise SystemExit(f"--pythons: {name} does not run ({error}).") from None
 
@@ -97,7 +97,7 @@ def call_backend(python: Path, sources: Path, environment: dict[str, str], hook:
     command = [str(python), "-c", _CALL_HOOK, str(answer), hook, *arguments]
     if subprocess.run(command, cwd=sources, env=environment, check=False).returncode:
         raise SystemExit(f"{hook} failed with {python}.")
-    return json.loads(answer.read_text())
+    return json.loads(answer.read_text(encoding="utf-8"))
 
 
 def build_environment(cuda: str, common: Path, python: Path) -> dict[str, str]:
@@ -136,7 +136,7 @@ def build(cuda: str, environment: dict[str, str], python: Path, sources: Path) -
     shutil.rmtree(folder / "lib", ignore_errors=True)
     folder.mkdir(exist_ok=True)
     settings = folder / "settings.cfg"
-    settings.write_text(build_settings(cuda, folder))
+    settings.write_bytes(os.fsencode(build_settings(cuda, folder)))
     variables = {**environment, "DIST_EXTRA_CONFIG": str(settings)}
     return folder / call_backend(python, sources, variables, "build_wheel", str(folder))
 

@@ -31,7 +31,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda backend=None: by_platform.get(backend, [host]))
     monkeypatch.setattr(jax, "devices", jax.local_devices)
-    cached = devices._of_platform, devices.cuda_device, devices._cuda_devices
+    cached = devices._of_platform, devices._cuda_device, devices._cuda_devices
     for each in cached:
         each.cache_clear()
     yield

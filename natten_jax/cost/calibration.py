@@ -140,7 +140,7 @@ def calibration_for(family: str, compute_capability: ComputeCapability | None = 
     ):
         if not file.name.endswith(".json"):
             continue
-        model = json.loads(file.read_text())
+        model = json.loads(file.read_text(encoding="utf-8"))
         major, minor = model["compute_capability"]
         found = (major, minor)
         if model["family"] == family and compute_capability in (None, found):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +11,11 @@ from typing import Any, NoReturn
 
 import jax
 
-from natten_jax.devices import Device, default_device
+from natten_jax.devices import CPU, Device, NoDeviceError, default_device
 from natten_jax.plan import BackendId
 from natten_jax.profiler import dry_run, report, simulate
 from natten_jax.profiler.arguments import parse
+from natten_jax.profiler.complaints import PROGRAM, complain, warn
 from natten_jax.profiler.families import KNOWN_FAMILIES
 from natten_jax.profiler.measure import compare, profile
 from natten_jax.profiler.optimize import optimize
@@ -35,41 +35,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     interrupted.
     """
     options = parse(argv)
-    return run_quietly("natten-jax-profiler", lambda: _run(options))
+    return run_quietly(PROGRAM, lambda: _run(options))
 
 
 def _run(options: Options) -> int:
-    device = default_device()
-    if options.compute_capability is not None:
-        device = Device("cuda", options.compute_capability, is_present=False)
     try:
         if options.dry_run:
-            return _dry_run(options, device)
+            return _dry_run(options, _device_asked_about(options))
         if options.simulate:
-            return _simulate(options, device)
+            return _simulate(options, _device_asked_about(options))
         return _measure(options)
     except BrokenPipeError:
         raise
     except UnavailableBackend as error:
-        _complain(error)
+        complain(error)
         _show_where_it_runs(options)
     except (MemoryError, OverflowError) as error:
-        _complain(_too_large(error))
+        complain(_too_large(error))
     except jax.errors.JaxRuntimeError as error:
-        _complain(_too_large(error) if "out of memory" in str(error).lower() else error)
-    except (ValueError, CaptureError, OSError) as error:
-        _complain(error)
+        complain(_too_large(error) if "out of memory" in str(error).lower() else error)
+    except (ValueError, CaptureError, OSError, NoDeviceError) as error:
+        complain(error)
     return 1
+
+
+def _device_asked_about(options: Options) -> Device:
+    """What nothing is to run on: the device at hand, or a GPU that need not be."""
+    if options.compute_capability is not None:
+        return Device("cuda", options.compute_capability, is_present=False)
+    try:
+        return default_device()
+    except NoDeviceError as error:
+        warn(f"{error}. This is about the host; --compute-capability X.Y asks about an NVIDIA GPU")
+        return dataclasses.replace(CPU, is_present=False)
 
 
 def _too_large(error: Exception) -> str:
     reason = f": {error}" if str(error) else ""
     return f"the problem is too large for this machine{reason}"
-
-
-def _complain(what: object) -> None:
-    # What cannot run here is the user's to change: one sentence, not a traceback.
-    print(f"natten-jax-profiler: error: {' '.join(str(what).split())}", file=sys.stderr)
 
 
 def _dry_run(options: Options, device: Device) -> int:
@@ -103,7 +106,7 @@ def _measure(options: Options) -> int:
 
 def _keep_so_far(options: Options, optimum: Optimum) -> int:
     """What is left of a search after Ctrl-C: no profile, but the best configuration and every trial."""
-    print("natten-jax-profiler: interrupted; this is the best so far", file=sys.stderr)
+    print(f"{PROGRAM}: interrupted; this is the best so far", file=sys.stderr)
     results = {**report.context(options, request_of(options).problem), **_search_results(options, optimum)}
     _write(options.json, lambda: results)
     print_table(best_table(optimum))
@@ -174,7 +177,7 @@ def _show_where_it_runs(options: Options) -> None:
 
 def _write(path: Path | None, results: Any) -> None:
     if path is not None:
-        path.write_text(json.dumps(results(), indent=2) + "\n")
+        report.write_json(path, results())
 
 
 def program() -> NoReturn:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from typing import Unpack
 
 from natten_jax import backends
@@ -12,6 +11,7 @@ from natten_jax.backends.names import closest
 from natten_jax.performance import Performance, PerformanceArguments, performance_of
 from natten_jax.problem import Operator
 from natten_jax.profiler.baselines import BASELINES, refusal_to_split
+from natten_jax.profiler.complaints import warn
 from natten_jax.profiler.families import KNOWN_FAMILIES
 from natten_jax.profiler.flags import PERFORMANCE_FLAGS, TILE_FLAGS
 from natten_jax.profiler.options import Options
@@ -108,11 +108,7 @@ def check_baseline(parser: Parser, given: argparse.Namespace) -> None:
     ignored = ["window_size", "stride", "dilation", "causal", "fmha_backend", *TILE_FLAGS, "schedule"]
     flags = [flag(name) for name in ignored if getattr(given, name) is not None]
     if flags:
-        print(
-            f"{parser.prog}: warning: --backend {given.backend} computes self attention only: "
-            f"{', '.join(flags)} ignored",
-            file=sys.stderr,
-        )
+        warn(f"--backend {given.backend} computes self attention only: {', '.join(flags)} ignored")
     for name in ignored:
         setattr(given, name, None)
 

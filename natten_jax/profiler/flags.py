@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from natten_jax import backends
 from natten_jax.performance import KernelSchedule, MemoryUsagePreference, Performance
 from natten_jax.profiler.baselines import BASELINES
+from natten_jax.profiler.complaints import PROGRAM
 from natten_jax.profiler.element_types import ELEMENT_TYPES, element_type
 from natten_jax.profiler.parser import Parser, at_least, boolean, compute_capability, flag
 from natten_jax.version import __version__
@@ -67,7 +68,7 @@ a trace that JAX's profiler wrote is read by
 def profiler_parser() -> Parser:
     """The parser of the profiler's command line."""
     parser = Parser(
-        prog="natten-jax-profiler",
+        prog=PROGRAM,
         description="Measure what neighborhood attention launches on this machine's default JAX device, list and\n"
         "search its configurations, or predict its time for a GPU that is not there.",
         epilog=_EXAMPLES,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 from natten_jax.profiler.measure import Row
 from natten_jax.profiler.tables import format_time
+from natten_jax.whole_files import write_bytes
 
 #: Rows that take less of the whole share one colour.
 _SMALL = 0.01
@@ -23,6 +25,7 @@ def plot_rows(path: Path, tables: dict[str, tuple[Row, ...]], title: str) -> Non
         ValueError: matplotlib is not installed, or does not know the format.
     """
     try:
+        from matplotlib import rcParams
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
@@ -37,15 +40,26 @@ def plot_rows(path: Path, tables: dict[str, tuple[Row, ...]], title: str) -> Non
         for label, runtime in shown:
             is_new = label not in colors and runtime > 0
             color = colors.setdefault(label, f"C{len(colors) % 10}") if runtime > 0 else "none"
+            label = _drawable(label)
             axes.barh(position, 1e3 * runtime, left=1e3 * left, color=color, label=label if is_new else None)
             left += runtime
-        axes.text(1e3 * left, position, f" {name}: {format_time(left)}", va="center")
+        axes.text(1e3 * left, position, f" {_drawable(name)}: {format_time(left)}", va="center")
     axes.set_yticks([])
     axes.set_xlabel("milliseconds")
-    axes.set_title(title, fontsize="medium")
+    axes.set_title(_drawable(title), fontsize="medium")
     axes.margins(x=0.25)
     figure.legend(fontsize="small", loc="outside lower center", ncols=3)
+    format_ = path.suffix.lstrip(".") or rcParams["savefig.format"]
+    if not path.suffix.lstrip("."):
+        path = path.with_name(f"{path.name.rstrip('.')}.{format_}")  # as Matplotlib names it
+    picture = io.BytesIO()
     try:
-        figure.savefig(path)
+        figure.savefig(picture, format=format_)
     except ValueError as error:
-        raise ValueError(f"--plot {path}: {error}") from None
+        raise ValueError(f"--plot {str(path)!r}: {error}") from None
+    write_bytes(path, picture.getvalue())
+
+
+def _drawable(text: str) -> str:
+    """Text that Matplotlib takes: halves of characters, as in names that are not in UTF-8, are escaped; no formulas."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8").replace("$", r"\$")

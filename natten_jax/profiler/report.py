@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import io
+import json
 import math
 import platform
 import statistics
@@ -14,7 +16,7 @@ from typing import Any, TextIO
 
 from natten_jax import simulator
 from natten_jax.cost import small_windows
-from natten_jax.devices import default_jax_device
+from natten_jax.devices import NoDeviceError, default_jax_device
 from natten_jax.passes import PASSES, Pass
 from natten_jax.plan import BackendId
 from natten_jax.problem import Problem
@@ -24,6 +26,7 @@ from natten_jax.profiler.options import Options
 from natten_jax.profiler.tables import Table, digits, format_time, print_lines, print_table
 from natten_jax.profiler.workload import device_parts, passes
 from natten_jax.version import __version__
+from natten_jax.whole_files import write_text
 
 COLUMNS = ("Framework", "Kernel category", "Arch", "Operation", "# calls", "Runtime")
 _MOST_ROWS = 20
@@ -219,7 +222,6 @@ def context(options: Options, problem: Problem) -> dict[str, Any]:
     arguments = {
         name: str(value) if isinstance(value, Path) else value for name, value in dataclasses.asdict(options).items()
     }
-    device = default_jax_device()
     return {
         "problem": dataclasses.asdict(problem),
         "arguments": arguments,
@@ -230,11 +232,20 @@ def context(options: Options, problem: Problem) -> dict[str, Any]:
             "jaxlib": metadata.version("jaxlib"),
             "python": platform.python_version(),
         },
-        "device": {
-            "platform": "cuda" if device.platform == "gpu" else device.platform,
-            "name": device_name(),
-            "compute_capability": getattr(device, "compute_capability", None),
-        },
+        "device": _device_json(),
+    }
+
+
+def _device_json() -> dict[str, Any] | None:
+    """The default device; ``None`` where JAX has none, and nothing was measured."""
+    try:
+        device = default_jax_device()
+    except NoDeviceError:
+        return None
+    return {
+        "platform": "cuda" if device.platform == "gpu" else device.platform,
+        "name": device_name(),
+        "compute_capability": getattr(device, "compute_capability", None),
     }
 
 
@@ -254,13 +265,19 @@ def rows_json(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
 
 def write_csv(path: Path, tables: dict[str, tuple[Row, ...]]) -> None:
     """Write rows, with seconds, as comma-separated values; ``tables`` maps a name to its rows."""
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["table", "framework", "category", "arch", "operation", "calls", "median", "min", "max"])
-        for name, rows in tables.items():
-            for row in rows:
-                times = row.runtime, min(row.runtimes), max(row.runtimes)
-                writer.writerow([name, *dataclasses.astuple(row.name), row.calls, *times])
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["table", "framework", "category", "arch", "operation", "calls", "median", "min", "max"])
+    for name, rows in tables.items():
+        for row in rows:
+            times = row.runtime, min(row.runtimes), max(row.runtimes)
+            writer.writerow([name, *dataclasses.astuple(row.name), row.calls, *times])
+    write_text(path, text.getvalue())
+
+
+def write_json(path: Path, results: Any) -> None:
+    """Write results as JSON, in ASCII."""
+    write_text(path, json.dumps(results, indent=2) + "\n")
 
 
 def _backends(chosen: dict[str, str]) -> str:
@@ -274,9 +291,12 @@ def _backends(chosen: dict[str, str]) -> str:
     return ", ".join(texts)
 
 
-def _platform() -> str:
-    """The default device with its architecture, such as ``NVIDIA H200 (sm90)``."""
-    device = default_jax_device()
+def _platform() -> str | None:
+    """The default device with its architecture, such as ``NVIDIA H200 (sm90)``; ``None`` where JAX has none."""
+    try:
+        device = default_jax_device()
+    except NoDeviceError:
+        return None
     capability = getattr(device, "compute_capability", None)
     return device.device_kind if capability is None else f"{device.device_kind} (sm{capability.replace('.', '')})"
 

@@ -6,7 +6,9 @@ import dataclasses
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TextIO
+from typing import Literal, TextIO
+
+from natten_jax.printable import encoding_of, printable
 
 WIDTH = 100
 
@@ -49,6 +51,7 @@ def digits(value: float) -> str:
 def print_table(table: Table, file: TextIO | None = None) -> None:
     """Print a table, without colours where the output is not a terminal."""
     file = sys.stdout if file is None else file
+    table = _printable(table, file)
     try:
         _print_rich(table, file)
     except ImportError:
@@ -57,9 +60,24 @@ def print_table(table: Table, file: TextIO | None = None) -> None:
 
 def print_lines(lines: Iterable[str], file: TextIO | None = None) -> None:
     """Print lines, those that are too long in parts."""
+    file = sys.stdout if file is None else file
     for line in lines:
-        for part in textwrap.wrap(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False) or [""]:
-            print(part, file=sys.stdout if file is None else file)
+        text = printable(line, file)
+        for part in textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False) or [""]:
+            print(part, file=file)
+
+
+def _printable(table: Table, file: TextIO) -> Table:
+    def row(cells: Row) -> Row:
+        return tuple(printable(cell, file) for cell in cells)
+
+    return dataclasses.replace(
+        table,
+        title=printable(table.title, file),
+        columns=row(table.columns),
+        rows=tuple(map(row, table.rows)),
+        footer=row(table.footer),
+    )
 
 
 def plain(table: Table) -> str:
@@ -90,10 +108,13 @@ def _print_rich(table: Table, file: TextIO) -> None:
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    rich_table = RichTable(title=table.title)
+    rich_table = RichTable(title=Text(table.title))
+    # Of borders, rich has some in ASCII.
+    is_unicode = encoding_of(file).lower().startswith("utf")
     for i, column in enumerate(table.columns):
         is_folded = i == table.folded
-        rich_table.add_column(column, justify="center", overflow="fold" if is_folded else "ellipsis")
+        overflow: Literal["fold", "ellipsis", "crop"] = "fold" if is_folded else "ellipsis" if is_unicode else "crop"
+        rich_table.add_column(column, justify="center", overflow=overflow)
         rich_table.columns[-1].no_wrap = not is_folded
     for row in table.rows:
         rich_table.add_row(*map(Text, row))  # plain text: symbols may hold what rich takes for markup

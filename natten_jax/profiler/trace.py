@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 import warnings
 from collections import defaultdict
@@ -53,7 +52,7 @@ def _run(program: str, options: argparse.Namespace) -> int:
         rows = merged(modules.values())
         if options.json is not None:
             of_modules = {name: report.rows_json(each) for name, each in modules.items()}
-            options.json.write_text(json.dumps({"modules": of_modules}, indent=2) + "\n")
+            report.write_json(options.json, {"modules": of_modules})
         if options.csv is not None:
             report.write_csv(options.csv, modules)
     except BrokenPipeError:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from jax.profiler import ProfileData
@@ -46,12 +49,29 @@ def read(path: Path) -> ProfileData:
     Raises:
         CaptureError: There is none.
         DamagedTrace: It is truncated, or something else.
+        OSError: It cannot be read.
     """
     file = trace_file(path)
+    content = file.read_bytes()  # JAX opens no file whose name is not in UTF-8
     try:
-        return ProfileData.from_file(str(file))
+        return ProfileData.from_serialized_xspace(content)
     except Exception as error:
         raise DamagedTrace(file, str(error)) from error
+
+
+@contextlib.contextmanager
+def named_in_ascii(folder: Path) -> Iterator[str]:
+    """A name of a folder that any library opens: JAX takes no path that is not in UTF-8, or that the locale cannot
+    tell it.
+    """
+    if os.fsencode(folder).isascii():
+        yield str(folder)
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
 
 
 def keep(run: Path, folder: Path) -> None:

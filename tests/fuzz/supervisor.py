@@ -115,7 +115,8 @@ class Supervisor:
             env=self._environment,
             stdout=subprocess.PIPE,
             stderr=errors,
-            text=True,
+            encoding="utf-8",
+            errors="backslashreplace",
         )
         return process, errors
 
@@ -183,7 +184,7 @@ class Supervisor:
         folder.mkdir(parents=True, exist_ok=True)
         direct = "-direct" if self._options.is_direct else ""
         path = folder / f"{self._options.family}{direct}-{self._options.seed}-{failure['number']}.py"
-        path.write_text(failure["program"])
+        path.write_text(failure["program"], encoding="utf-8")
         self._say(f"BAD problem {failure['number']}: {'; '.join(failure['what'])}")
         self._say(f"  {failure['problem']}")
         self._say(f"--- {path}\n{failure['program']}---")

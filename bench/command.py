@@ -1,0 +1,24 @@
+"""How the programs of this folder start and end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from natten_jax.devices import default_jax_device
+from natten_jax.quiet_exit import end, run_quietly
+
+
+def run(main: Callable[[], int | None]) -> NoReturn:
+    """End the process with the exit status of a program: 1, with a sentence, where JAX has no device."""
+
+    def with_reason() -> int | None:
+        try:
+            return main()
+        except Exception:
+            default_jax_device()  # where there is none, that is why, whatever JAX made of it
+            raise
+
+    end(run_quietly(f"bench/{Path(sys.argv[0]).name}", with_reason))
