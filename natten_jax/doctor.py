@@ -156,6 +156,9 @@ def _native_lines() -> Iterator[str]:
     yield f"Native module: {native.path()}{lender}"
     for name, value in native.build_info().items():
         yield f"  {name}: {value}"
+    staleness = source_tree.staleness(native.build_info().get("sources"))
+    if staleness is not None:
+        yield f"  Another csrc: {staleness}"
     mismatch = cuda_version.mismatch()
     if mismatch is not None:
         yield f"  Another CUDA: {mismatch}"

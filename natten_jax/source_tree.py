@@ -77,11 +77,24 @@ def check_library(file: str, sources: str | None) -> None:
         )
 
 
+def staleness(sources: str | None) -> str | None:
+    """A sentence about a library in a clone that was built from another state of the clone's native sources.
+
+    Args:
+        sources: As above.
+    """
+    if ROOT is None or sources == fingerprint(ROOT / "csrc"):
+        return None
+    return f"this library was built from another state of {ROOT / 'csrc'}: {remedy()}"
+
+
 def remedy(variables: str = "") -> str:
     """How to have a library built with these environment variables: the end of a sentence."""
-    if is_unbuilt():
-        return f"run `{variables}{' ' * bool(variables)}pip install .` in {ROOT}"
-    return f"reinstall natten_jax{' with ' * bool(variables)}{variables}"
+    if ROOT is None:
+        return f"reinstall natten_jax{' with ' * bool(variables)}{variables}"
+    # A library that lies in the clone comes before an installed one: it is the one to build again.
+    editable = "" if is_unbuilt() else "--editable "
+    return f"run `{variables}{' ' * bool(variables)}pip install {editable}.` in {ROOT}"
 
 
 class _FlaxModulesFinder(MetaPathFinder):
