@@ -7,14 +7,14 @@ again, forwards or backwards, it gives derivatives of any order.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from natten_jax import backends
-from natten_jax.backends.base import Differentiable, Gradients, Operands, PureJaxBackend
+from natten_jax.backends.base import Differentiable, Gradients, Operands, Output, PureJaxBackend
 from natten_jax.devices import Device
 from natten_jax.mesh.roles import Role, roles_of
 from natten_jax.mesh.types import type_like
@@ -113,15 +113,39 @@ class PlainTangents(Step):
 
     def compute(self, plan: Plan, request: Request, device: Device, *arguments: jax.Array) -> list[jax.Array]:
         """The results on a device."""
-        count = self.forward.operands.num_leaves
-        primals, tangents = arguments[:count], arguments[count + 2 + self._residuals :]
-        operands: Operands = jax.tree.unflatten(self.forward.operands, primals)
-        returned = Differentiable(*arguments[count : count + 2 + self._residuals])
+        operands, returned, tangents = self._parted(arguments)
         changes = dict(zip(self.given, tangents, strict=True))
+        primals = jax.tree.leaves(operands)
         every = [changes[i] if i in changes else jnp.zeros_like(array) for i, array in enumerate(primals)]
         of_operands = Gradients(*jax.tree.unflatten(self.forward.operands, every)[:5])
-        output = _backend(self.forward.backend).tangents(plan, operands, returned, of_operands)
-        return list(output)
+        return list(_backend(self.forward.backend).tangents(plan, operands, returned, of_operands))
+
+    def compute_transposed(
+        self,
+        plan: Plan,
+        request: Request,
+        device: Device,
+        known: Sequence[jax.Array],
+        cotangents: Mapping[int, jax.Array],
+        linear: Mapping[int, jax.ShapeDtypeStruct],
+    ) -> list[jax.Array]:
+        """Cotangents of the tangents: the backward pass."""
+        first_tangent = len(self.roles) - len(self.given)
+        if min(linear) < first_tangent:  # of a derivative's derivative
+            return super().compute_transposed(plan, request, device, known, cotangents, linear)
+        operands, returned, _ = self._parted(known)
+        output = Output(returned.out, returned.logsumexp)
+        given = Output(*(cotangents[i] if i in cotangents else jnp.zeros_like(own) for i, own in enumerate(output)))
+        found = _backend(self.forward.backend).gradients(plan, operands, returned, given)
+        by_operand = jax.tree.leaves(Operands(*found, operands.origins))
+        return [by_operand[self.given[i - first_tangent]].astype(type_.dtype) for i, type_ in linear.items()]
+
+    def _parted(self, arguments: Sequence[jax.Array]) -> tuple[Operands, Differentiable, Sequence[jax.Array]]:
+        """Operands, what the forward pass returned, tangents."""
+        count = self.forward.operands.num_leaves
+        first_tangent = count + 2 + self._residuals
+        operands: Operands = jax.tree.unflatten(self.forward.operands, arguments[:count])
+        return operands, Differentiable(*arguments[count:first_tangent]), arguments[first_tangent:]
 
 
 def _backend(name: BackendId) -> PureJaxBackend:

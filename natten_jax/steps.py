@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -62,6 +62,34 @@ class Step(abc.ABC):
             device: The device.
             *arguments: The arrays.
         """
+
+    def compute_transposed(
+        self,
+        plan: Plan,
+        request: Request,
+        device: Device,
+        known: Sequence[jax.Array],
+        cotangents: Mapping[int, jax.Array],
+        linear: Mapping[int, jax.ShapeDtypeStruct],
+    ) -> list[jax.Array]:
+        """The cotangents of the arguments that the step is linear in.
+
+        Args:
+            plan: As for :meth:`compute`.
+            request: Likewise.
+            device: Likewise.
+            known: All other arguments.
+            cotangents: Of the results, by position; others are zero.
+            linear: Types of the arguments, by position.
+        """
+        rest = [i for i in range(len(self.roles)) if i not in linear]
+
+        def results_of(*some: jax.Array) -> list[jax.Array]:
+            every = _merged([None] * len(self.roles), (*rest, *linear), (*known, *some))
+            results = self.compute(plan, request, device, *every)
+            return [results[i] for i in cotangents]
+
+        return list(jax.linear_transpose(results_of, *linear.values())(list(cotangents.values())))
 
     @abc.abstractmethod
     def placed(self) -> tuple[Step, int]:
@@ -205,18 +233,13 @@ class Transposed(Step):
         """The cotangents."""
         count = len(self.of.roles) - len(self.linear)
         known, cotangents = arguments[:count], arguments[count:]
-        rest = [i for i in range(len(self.of.roles)) if i not in self.linear]
         batch = known[0].shape[0]
         types = [
             jax.ShapeDtypeStruct((batch, *shape), np.dtype(dtype)) for _, shape, dtype in self._linear_types(arguments)
         ]
-
-        def linear(*some: jax.Array) -> list[jax.Array]:
-            every = _merged([None] * len(self.of.roles), (*rest, *self.linear), (*known, *some))
-            results = self.of.compute(plan, request, device, *every)
-            return [results[i] for i in self.read]
-
-        return list(jax.linear_transpose(linear, *types)(list(cotangents)))
+        by_result = dict(zip(self.read, cotangents, strict=True))
+        by_argument = dict(zip(self.linear, types, strict=True))
+        return self.of.compute_transposed(plan, request, device, known, by_result, by_argument)
 
     def _linear_types(self, arguments: Sequence[Any]) -> Iterable[tuple[Role, tuple[int, ...], str]]:
         """With as many tokens and heads as query and key have: a device's may be fewer."""

@@ -39,7 +39,7 @@ def group_length(extent: Index, dilation: int, group: Index) -> Index:
         >>> group_length(7, 2, 0), group_length(7, 2, 1)
         (4, 3)
     """
-    return (extent - group + dilation - 1) // dilation
+    return extent - group if dilation == 1 else (extent - group + dilation - 1) // dilation
 
 
 def window_bounds(window: Window, index: Index, length: Index, *, xp: ModuleType = np) -> tuple[Index, Index]:
@@ -60,7 +60,7 @@ def window_bounds(window: Window, index: Index, length: Index, *, xp: ModuleType
         xp: Array namespace, ``numpy`` or ``jax.numpy``.
     """
     kernel_size, stride, is_causal = window
-    group_start = (index // stride) * stride
+    group_start = _rounded_down(index, stride)
     if is_causal:
         leader = xp.minimum(group_start + stride - 1, length - 1)
         return xp.maximum(leader - kernel_size + 1, 0), xp.minimum(index + 1, length)
@@ -92,14 +92,19 @@ def inverse_window_bounds(
     seen_to_the_end = index >= key_length - kernel_size
     if is_causal:
         first = index
-        last = xp.where(seen_to_the_end, query_length, ((index + kernel_size) // stride) * stride)
+        last = xp.where(seen_to_the_end, query_length, _rounded_down(index + kernel_size, stride))
     else:
         left = kernel_size // 2
         right = kernel_size - 1 - left
         # The stride group whose leader lies `right` before the key is the first to see it, and the
         # leader of group `n` is `n * stride + stride // 2`: rounding up to it is adding `offset`.
         offset = stride - stride // 2 - 1
-        first = xp.where(index < kernel_size, 0, ((index - right + offset) // stride) * stride)
-        last = xp.where(seen_to_the_end, query_length, ((index + left + offset + 1) // stride) * stride)
+        first = xp.where(index < kernel_size, 0, _rounded_down(index - right + offset, stride))
+        last = xp.where(seen_to_the_end, query_length, _rounded_down(index + left + offset + 1, stride))
     last = xp.minimum(last, query_length)
     return xp.minimum(first, last), last
+
+
+def _rounded_down(index: Index, step: int) -> Index:
+    """The largest multiple of ``step`` that is not greater; without a division, where there is nothing to do."""
+    return index if step == 1 else (index // step) * step

@@ -222,7 +222,8 @@ class Backend(abc.ABC):
 class PureJaxBackend(Backend):
     """A backend whose ``forward`` is all that there is to write: plain JAX, which JAX differentiates.
 
-    One that knows its derivative better overrides ``forward_differentiable``, ``tangents`` and ``backward``.
+    One that knows its derivative better overrides ``forward_differentiable``, ``tangents``, ``gradients`` and
+    ``backward``.
     """
 
     #: Width of ``Differentiable.residuals``; 0 where there are none.
@@ -241,6 +242,13 @@ class PureJaxBackend(Backend):
 
         _, changes = jax.jvp(output_of, operands[:5], tuple(tangents))
         return Output(changes.out, changes.logsumexp)
+
+    def gradients(self, plan: Plan, operands: Operands, result: Differentiable, cotangents: Output) -> Gradients:
+        """Compute the transpose of :meth:`tangents`: cotangents of the operands from those of output and logsumexp."""
+        primals = Gradients(*operands[:5])
+        transpose = jax.linear_transpose(lambda changes: self.tangents(plan, operands, result, changes), primals)
+        (gradients,) = transpose(cotangents)
+        return Gradients(*gradients)
 
     def forward_saving(self, plan: Plan, operands: Operands) -> Saved:
         """Compute output and logsumexp for a backward pass, which computes everything anew."""

@@ -1,19 +1,21 @@
 """The ``flex`` backend: blockwise attention in plain JAX, for every device that XLA compiles for.
 
-The forward pass is an online softmax over the hull of each query tile's windows. Its derivative is given
-as a rule for *tangents* that starts from output, logsumexp and what the softmax found of each row, so that nothing is
-kept per key/value tile. The rule (:mod:`natten_jax.backends.flex_tangents`) is linear in the tangents and plain JAX.
-Transposed by JAX it is the usual backward pass of attention.
+The forward pass (:mod:`natten_jax.backends.flex_forward`) is an online softmax over the hull of each query tile's
+windows. Its derivative is given as a rule for *tangents* (:mod:`natten_jax.backends.flex_tangents`), and as the
+transpose of that rule, the usual backward pass of attention (:mod:`natten_jax.backends.flex_gradients`). Both start
+from output, logsumexp and what the softmax found of each row, so that nothing is kept per key/value tile, and are plain
+JAX: derivatives of any order go through.
 """
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 
 from natten_jax.backends.base import Differentiable, Gradients, Operands, Output, PureJaxBackend, Saved
+from natten_jax.backends.flex_forward import softmax_of
+from natten_jax.backends.flex_gradients import gradients_of
 from natten_jax.backends.flex_operands import TILE_PAIRS
-from natten_jax.backends.flex_rows import rows_of, softmax_of_rows
+from natten_jax.backends.flex_rows import rows_of
 from natten_jax.backends.flex_softmax import Products, Rows
 from natten_jax.backends.flex_tangents import tangents_of
 from natten_jax.devices import Device
@@ -48,7 +50,7 @@ class FlexBackend(PureJaxBackend):
     def forward_differentiable(self, plan: Plan, operands: Operands) -> Differentiable:
         """Compute output and logsumexp, and what the softmax found of each row."""
         problem = plan.problem
-        _, softmax = softmax_of_rows(plan, operands, "forward", mixes=True)
+        softmax = softmax_of(plan, operands)
         assert softmax.mixed is not None
         total, lse = softmax.total, Products(problem).steepness * softmax.maximum + jnp.log(softmax.total)
         if operands.origins is not None:
@@ -64,16 +66,13 @@ class FlexBackend(PureJaxBackend):
         output = Output(result.out, result.logsumexp)
         return tangents_of(plan, operands, output, rows, tangents)
 
+    def gradients(self, plan: Plan, operands: Operands, result: Differentiable, cotangents: Output) -> Gradients:
+        """Compute cotangents of the operands from those of output and logsumexp."""
+        assert result.residuals is not None
+        rows = Rows(result.residuals[..., :1], result.residuals[..., 1:])
+        return gradients_of(plan, operands, Output(result.out, result.logsumexp), rows, cotangents)
+
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
         """Compute the gradients, from whatever computed the output."""
-        primals = Gradients(*operands[:5])
-        output = Output(saved.out, saved.logsumexp)
         # Rows have to be the softmax of this backend's scores; the kernels that computed the output have their own.
-        _, softmax = softmax_of_rows(plan, operands, "backward", mixes=False)
-        transpose = jax.linear_transpose(
-            lambda tangents: tangents_of(plan, operands, output, rows_of(softmax), tangents), primals
-        )
-        cotangents = Output(*(each.astype(own.dtype) for each, own in zip(cotangents, output, strict=True)))
-        gradients: Gradients
-        (gradients,) = transpose(cotangents)
-        return gradients
+        return gradients_of(plan, operands, Output(saved.out, saved.logsumexp), None, cotangents)

@@ -8,7 +8,8 @@ ordinary dense dimension. Windows are evaluated in global indices; where the loc
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,25 +19,20 @@ from natten_jax.windows import group_length, inverse_window_bounds, window_bound
 
 
 class AxisPosition(NamedTuple):
-    """Where the outer tiles of one step lie in one dimension; every array starts with a tile dimension.
+    """Where outer tiles lie in one dimension; arrays of NumPy or JAX.
 
     Attributes:
-        outer: Local indices of the outer tokens, ``[tiles, outer_tile]``.
-        outer_shift: Global index of the outer side's local index 0 in the tile's dilation group.
-        outer_residue: The tile's local coordinates modulo the dilation.
-        inner_start: Local index at which the visited inner tokens start.
-        inner_shift: As ``outer_shift``.
-        inner_residue: As ``outer_residue``.
-        keys_in_group: Global number of keys in the tile's dilation group.
+        inner_start: Local index at which the visited inner tokens start, ``[..., tiles, 1]``.
+        inner_residue: Local coordinates of the inner tokens modulo the dilation, likewise.
+        seen_start: First inner token that is related to an outer token, counted from ``inner_start``,
+            ``[..., tiles, outer_tile]``.
+        seen_end: One past the last, likewise.
     """
 
-    outer: jax.Array
-    outer_shift: jax.Array
-    outer_residue: jax.Array
-    inner_start: jax.Array
-    inner_shift: jax.Array
-    inner_residue: jax.Array
-    keys_in_group: jax.Array
+    inner_start: Any
+    inner_residue: Any
+    seen_start: Any
+    seen_end: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,51 +78,48 @@ class AxisSweep:
         """Outer tiles in one dilation group."""
         return -(-self.outer_length // self.outer_tile)
 
-    def position(self, tile: jax.Array, residue: jax.Array, origins: jax.Array) -> AxisPosition:
+    def position(self, tile: Any, residue: Any, origins: jax.Array | None, xp: ModuleType) -> AxisPosition:
         """Where outer tiles lie, given their numbers inside their residue classes.
+
+        The keys that a query sees are a range, and so are the queries that see a key: the bounds of these ranges are
+        all that a mask needs.
 
         Args:
             tile: Tile numbers, ``[tiles]``.
             residue: Local coordinates modulo the dilation, ``[tiles]``.
-            origins: Global coordinates of the first local query and key/value, ``[2]``.
+            origins: Global coordinates of the first local query and key/value, ``[2]``; ``None`` where both are 0.
+            xp: Array namespace, ``numpy`` or ``jax.numpy``.
         """
         d = self.dilation
-        outer_origin, inner_origin = (origins[0], origins[1]) if self.outer_is_query else (origins[1], origins[0])
-        coordinate = residue + outer_origin
-        group = coordinate % d
-        outer_shift = coordinate // d
+        query_origin, key_origin = (0, 0) if origins is None else (origins[0], origins[1])
+        outer_origin, inner_origin = (query_origin, key_origin) if self.outer_is_query else (key_origin, query_origin)
+        tile, coordinate = tile[:, None], (residue + outer_origin)[:, None]
         inner_residue = (coordinate - inner_origin) % d
         inner_shift = (inner_residue + inner_origin) // d
-        queries = group_length(self.axis.query_extent, d, group)
-        keys = group_length(self.axis.kv_extent, d, group)
-        outer = (tile * self.outer_tile)[:, None] + jnp.arange(self.outer_tile, dtype=tile.dtype)[None]
-        first = outer[:, 0] + outer_shift
+        group = coordinate % d
+        queries, keys = (group_length(extent, d, group) for extent in (self.axis.query_extent, self.axis.kv_extent))
+        index = tile * self.outer_tile + xp.arange(self.outer_tile, dtype=xp.int32) + coordinate // d
         window = self.axis.window
         if self.outer_is_query:
-            start = window_bounds(window, first, keys, xp=jnp)[0]
+            start, end = window_bounds(window, index, keys, xp=xp)
         else:
-            first = jnp.clip(first, 0, keys - 1)
-            start = inverse_window_bounds(window, first, queries, keys, xp=jnp)[0]
-        inner_start = jnp.clip(start - inner_shift, 0, self.inner_length - self.inner_tile * self.inner_steps)
-        return AxisPosition(outer, outer_shift, residue, inner_start, inner_shift, inner_residue, keys)
+            start, end = inverse_window_bounds(window, index, queries, keys, xp=xp)
+            # Halos reach beyond the layout at its edges, where no key is.
+            end = xp.where((index >= 0) & (index < keys), end, start)
+        # What a window names may lie on another device; as an array's padding, it is not there.
+        local = group_length(self.extents[self.outer_is_query], d, inner_residue)
+        start, end = (xp.minimum(xp.maximum(bound - inner_shift, 0), local) for bound in (start, end))
+        inner_start = xp.minimum(start[:, :1], self.inner_length - self.inner_tile * self.inner_steps)
+        return AxisPosition(inner_start, inner_residue, start - inner_start, end - inner_start)
 
-    def mask(self, position: AxisPosition, step: jax.Array) -> jax.Array:
-        """Which keys of a tile the queries of a tile see in this dimension, ``[tiles, queries, keys]``."""
-        inner = self.inner_indices(position, step)
-        outer_side = (position.outer, position.outer_shift, position.outer_residue)
-        inner_side = (inner, position.inner_shift, position.inner_residue)
-        query_side, key_side = (outer_side, inner_side) if self.outer_is_query else (inner_side, outer_side)
-        query = query_side[0] + query_side[1][:, None]
-        start, end = window_bounds(self.axis.window, query, position.keys_in_group[:, None], xp=jnp)
-        local_key, shift, residue = key_side
-        # A key that a window names may lie on another device; as an array's padding, it is not there.
-        local_keys = (self.extents[1] - residue + self.dilation - 1) // self.dilation
-        key = local_key + shift[:, None]
-        is_local = local_key < local_keys[:, None]
-        is_seen: jax.Array = (key[:, None] >= start[..., None]) & (key[:, None] < end[..., None])
-        return is_seen & is_local[:, None]
+    def mask(self, position: AxisPosition, first: jax.Array | int) -> jax.Array:
+        """Which keys the queries of a tile see in this dimension, ``[tiles, queries, keys]``.
 
-    def inner_indices(self, position: AxisPosition, step: jax.Array) -> jax.Array:
-        """Local indices of the inner tokens that are visited in a step, ``[tiles, inner_tile]``."""
-        offsets = step * self.inner_tile + jnp.arange(self.inner_tile, dtype=position.outer.dtype)
-        return position.inner_start[:, None] + offsets[None]
+        Args:
+            position: Of the outer tiles.
+            first: The first token of the inner tiles, counted from ``position.inner_start``.
+        """
+        inner = first + jnp.arange(self.inner_tile, dtype=jnp.int32)
+        start, end = position.seen_start[..., None], position.seen_end[..., None]
+        is_seen: jax.Array = (inner >= start) & (inner < end)
+        return is_seen if self.outer_is_query else is_seen.swapaxes(1, 2)

@@ -12,14 +12,32 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from natten_jax.backends.flex_axes import AxisPosition, AxisSweep
 from natten_jax.backends.flex_hulls import largest_hull
 from natten_jax.problem import Problem, Shape
+
+#: Where the tiles of a sweep lie is a constant of the program up to so many numbers, and computed beyond.
+_MOST_CONSTANTS = 1 << 14
+
+
+class TilePositions(NamedTuple):
+    """Where the outer tiles of one step lie.
+
+    Attributes:
+        corners: Index and residue of the first inner token that each tile visits, ``[tiles, 2 * rank]``.
+        axes: By dimension.
+    """
+
+    corners: jax.Array
+    axes: tuple[AxisPosition, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,23 +72,47 @@ class Sweep:
         """Tokens in an inner tile."""
         return math.prod(a.inner_tile for a in self.axes)
 
-    def position(self, step: jax.Array, origins: jax.Array) -> tuple[AxisPosition, ...]:
-        """Where the outer tiles of a step lie, per dimension; ``origins`` are ``[2, rank]``."""
-        tile = step * self.tiles_per_step + jnp.arange(self.tiles_per_step, dtype=jnp.int32)
-        positions = []
-        for i, axis in reversed(list(enumerate(self.axes))):
-            residue, tile = tile % axis.dilation, tile // axis.dilation
-            # Surplus tiles of the last step end up beyond the first dimension, where no token is.
-            number, tile = (tile % axis.outer_tiles, tile // axis.outer_tiles) if i else (tile, tile)
-            positions.append(axis.position(number, residue, origins[:, i]))
-        return tuple(reversed(positions))
+    def positions(self, origins: jax.Array | None) -> jax.Array:
+        """Where the outer tiles of all steps lie, int32 ``[steps, tiles, width]``; :meth:`at` reads what a step gets.
 
-    def mask(self, positions: Sequence[AxisPosition], inner_step: jax.Array, repeats: int) -> jax.Array:
+        Args:
+            origins: Where local queries and keys begin in the layout, ``[2, rank]``; ``None`` for the whole layout.
+        """
+        count = self.steps * self.tiles_per_step
+        width = sum(2 + 2 * axis.outer_tile for axis in self.axes)
+        is_constant = origins is None and count * width <= _MOST_CONSTANTS
+        xp: ModuleType = np if is_constant else jnp
+        tile = xp.arange(count, dtype=xp.int32)
+        found: list[AxisPosition] = []
+        for i, axis in reversed(list(enumerate(self.axes))):
+            tile, residue = tile // axis.dilation, tile % axis.dilation
+            # Surplus tiles of the last step end up beyond the first dimension, where no token is.
+            tile, number = (tile // axis.outer_tiles, tile % axis.outer_tiles) if i else (tile, tile)
+            found.insert(0, axis.position(number, residue, None if origins is None else origins[:, i], xp))
+        corners = [each for position in found for each in (position.inner_start, position.inner_residue)]
+        seen = [each for position in found for each in (position.seen_start, position.seen_end)]
+        packed = xp.concatenate([*corners, *seen], axis=-1, dtype=xp.int32)
+        packed = packed.reshape(self.steps, self.tiles_per_step, width)
+        return jnp.asarray(packed) if is_constant else materialize(packed)
+
+    def at(self, packed: jax.Array) -> TilePositions:
+        """Where the outer tiles of a step lie, from its part ``[tiles, width]`` of :meth:`positions`."""
+        corners = packed[:, : 2 * len(self.axes)]
+        axes, begin = [], 2 * len(self.axes)
+        for i, axis in enumerate(self.axes):
+            middle, end = begin + axis.outer_tile, begin + 2 * axis.outer_tile
+            bounds = packed[:, begin:middle], packed[:, middle:end]
+            axes.append(AxisPosition(corners[:, 2 * i : 2 * i + 1], corners[:, 2 * i + 1 : 2 * i + 2], *bounds))
+            begin = end
+        return TilePositions(corners, tuple(axes))
+
+    def mask(self, positions: TilePositions, inner_step: jax.Array, repeats: int) -> jax.Array:
         """Visibility ``[tiles, 1, 1, repeats * queries, keys]``: broadcast over batch and KV heads."""
         rank = len(self.axes)
         visible: jax.Array | None = None
-        for i, (axis, position, step) in enumerate(zip(self.axes, positions, self._unravel(inner_step), strict=True)):
-            part = axis.mask(position, step)
+        firsts = self._first_inner(inner_step)
+        for i, (axis, position, first) in enumerate(zip(self.axes, positions.axes, firsts, strict=True)):
+            part = axis.mask(position, first)
             shape = [1] * (2 * rank)
             shape[i], shape[rank + i] = part.shape[1:]
             part = part.reshape(part.shape[0], *shape)
@@ -130,9 +172,7 @@ class Sweep:
         array = array[(slice(None), slice(None), *(slice(a.extents[a.outer_is_query]) for a in self.axes))]
         return jnp.moveaxis(array, 1, -2)
 
-    def load(
-        self, array: jax.Array, positions: Sequence[AxisPosition], inner_step: jax.Array, heads_kv: int
-    ) -> jax.Array:
+    def load(self, array: jax.Array, positions: TilePositions, inner_step: jax.Array, heads_kv: int) -> jax.Array:
         """Load inner tiles from :meth:`split_inner`'s form: ``[tiles, batch, heads_kv, repeats * tokens, width]``."""
         rank = len(self.axes)
         batch, heads, *_, width = array.shape
@@ -150,14 +190,12 @@ class Sweep:
         )
         return loaded.reshape(-1, batch, heads_kv, heads // heads_kv * self.inner_tokens, width)
 
-    def add(
-        self, array: jax.Array, positions: Sequence[AxisPosition], inner_step: jax.Array, update: jax.Array
-    ) -> jax.Array:
+    def add(self, array: jax.Array, positions: TilePositions, inner_step: jax.Array, update: jax.Array) -> jax.Array:
         """Add tiles, as :meth:`load` returns them, where they belong; the transpose of :meth:`load`."""
         return self._scatter(lax.scatter_add, array, positions, inner_step, update)
 
     def raise_to(
-        self, array: jax.Array, positions: Sequence[AxisPosition], inner_step: jax.Array, update: jax.Array
+        self, array: jax.Array, positions: TilePositions, inner_step: jax.Array, update: jax.Array
     ) -> jax.Array:
         """Raise what is smaller to tiles, as :meth:`load` returns them."""
         return self._scatter(lax.scatter_max, array, positions, inner_step, update)
@@ -166,7 +204,7 @@ class Sweep:
         self,
         combine: Callable[..., jax.Array],
         array: jax.Array,
-        positions: Sequence[AxisPosition],
+        positions: TilePositions,
         inner_step: jax.Array,
         update: jax.Array,
     ) -> jax.Array:
@@ -184,18 +222,28 @@ class Sweep:
             mode="promise_in_bounds",
         )
 
-    def _inner_corners(self, positions: Sequence[AxisPosition], inner_step: jax.Array) -> jax.Array:
-        corners = []
-        for axis, position, step in zip(self.axes, positions, self._unravel(inner_step), strict=True):
-            corners += [position.inner_start + step * axis.inner_tile, position.inner_residue]
-        return jnp.stack(corners, axis=-1)
+    def _inner_corners(self, positions: TilePositions, inner_step: jax.Array) -> jax.Array:
+        firsts = self._first_inner(inner_step)
+        if not any(isinstance(first, jax.Array) for first in firsts):
+            return positions.corners
+        zero = jnp.zeros((), jnp.int32)
+        return positions.corners + jnp.stack([each for first in firsts for each in (zero + first, zero)])
 
-    def _unravel(self, inner_step: jax.Array) -> list[jax.Array]:
-        steps = []
+    def _first_inner(self, inner_step: jax.Array) -> list[jax.Array | int]:
+        """The first token of the inner tiles that a step visits, counted from the first that any step does."""
+        firsts: list[jax.Array | int] = []
+        left = self.inner_steps
         for axis in reversed(self.axes):
-            steps.append(inner_step % axis.inner_steps)
-            inner_step = inner_step // axis.inner_steps
-        return steps[::-1]
+            left //= axis.inner_steps
+            if axis.inner_steps == 1:
+                firsts.append(0)
+                continue
+            # What is not negative is divided by one operation; what rounds down would take ten.
+            steps = jnp.full_like(inner_step, axis.inner_steps)
+            own = inner_step if left == 1 else lax.rem(inner_step, steps)
+            firsts.append(own * axis.inner_tile)
+            inner_step = inner_step if left == 1 else lax.div(inner_step, steps)
+        return firsts[::-1]
 
     def _split(self, array: jax.Array, lengths: Sequence[int]) -> jax.Array:
         """``[batch, *layout, heads, width]`` as ``[batch, heads, *(index, residue), width]``, padded with zeros."""

@@ -1,14 +1,14 @@
-"""Sweeps of the ``flex`` backend that find the softmax of every query row.
+"""What the ``flex`` backend knows of the softmax of every query row, and how sweeps of the backward pass find it anew.
 
 Weights are recomputed from what the forward pass says about the rows. That is accurate as long as the recomputed
 scores are the forward pass's: a matrix product of another shape may be rounded otherwise, by a unit in the last place,
 and a unit of a logit of 1e7 is a factor of e. So where logits may be large, each sweep of the backward pass first finds
-the rows anew, by products of the shapes that it is going to use.
+the rows anew, by the products that it is going to use. That takes loops of as many rounds as are needed, which may be
+none: unlike ``lax.cond``, they are not run for nothing where ``jax.vmap`` maps the condition.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,78 +16,42 @@ import jax.numpy as jnp
 from jax import lax
 
 from natten_jax.backends.base import Operands
-from natten_jax.backends.flex_axes import AxisPosition
-from natten_jax.backends.flex_operands import (
-    for_tiles,
-    or_nan_for_parts,
-    origins_of,
-    sweep_of,
-    tile_additional,
-)
-from natten_jax.backends.flex_softmax import Products, Rows, Softmax, exponentials, highest
+from natten_jax.backends.flex_blocks import TilePositions
+from natten_jax.backends.flex_loops import repeated
+from natten_jax.backends.flex_operands import AdditionalTiles, PlacedSweep
+from natten_jax.backends.flex_softmax import Products, Rows, Softmax, exponentials, highest, reference
 from natten_jax.mesh.types import varying_like
-from natten_jax.passes import Pass
-from natten_jax.plan import Plan
 from natten_jax.problem import Problem
 
 #: A product of two float32 numbers of this size is off by less than 2e-5, and so is a weight.
 LARGEST_RELIABLE_LOGIT = 256.0
 
 
-class RowsOfSweeps(NamedTuple):
-    """Rows as the scores of either sweep of the backward pass want them.
+class KnownRows(NamedTuple):
+    """What is known of the rows before a sweep.
 
     Attributes:
-        by_query: For the sweep over query tiles.
-        by_key: For the sweep over key/value tiles.
+        rows: As another sweep found them.
+        is_unreliable: Whether they have to be found anew.
     """
 
-    by_query: Rows
-    by_key: Rows
+    rows: Rows
+    is_unreliable: jax.Array
+
+    @classmethod
+    def of(cls, problem: Problem, operands: Operands, rows: Rows | None) -> KnownRows:
+        """Of rows as another sweep found them; ``None`` where none did. Constants for every derivative."""
+        if rows is None:
+            per_row = (*operands.query.shape[:-1], 1)
+            nothing = varying_like(jnp.zeros(per_row, problem.accumulator_dtype), operands)
+            return cls(Rows(nothing, nothing), varying_like(jnp.array(True), operands))
+        constants: tuple[Operands, Rows] = lax.stop_gradient((operands, rows))
+        return cls(constants[1], _may_be_large(problem, constants[0]))
 
 
-def softmax_of_rows(plan: Plan, operands: Operands, pass_: Pass, *, mixes: bool) -> tuple[Softmax, Softmax]:
-    """Sweep over query tiles.
-
-    Returns:
-        The softmax over the additional tokens, without mixed values, and that over all tokens, whose values are mixed
-        if ``mixes``; arrays are ``[batch, *query_layout, heads, width]``.
-    """
-    problem = plan.problem
-    products = Products(problem)
-    sweep = sweep_of(plan, operands, pass_, outer_is_query=True)
-    origins = origins_of(problem, operands)
-    keys, values = sweep.split_inner(operands.key), sweep.split_inner(operands.value)
-    extra = tile_additional(problem, operands.additional_keys, operands.additional_values, sweep)
-    repeats = problem.heads // problem.heads_kv
-
-    def step(_: None, inputs: tuple[jax.Array, jax.Array]) -> tuple[None, tuple[Softmax, Softmax]]:
-        index, query = inputs
-        query = products.cast(query)
-        positions = sweep.position(index, origins)
-        head_dim_v = problem.head_dim_v if mixes else None
-        state = varying_like(Softmax.of_no_key(query.shape[:-1], head_dim_v, products.dtype), operands)
-
-        def visit(state: Softmax, inner_step: jax.Array) -> tuple[Softmax, None]:
-            key = sweep.load(keys, positions, inner_step, problem.heads_kv)
-            value = sweep.load(values, positions, inner_step, problem.heads_kv) if mixes else None
-            mask = sweep.mask(positions, inner_step, repeats)
-            return state.over(products, query, key, value, mask), None
-
-        def visit_extra(state: Softmax, tile: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Softmax, None]:
-            key, value, mask = tile
-            value_tiles = for_tiles(value, query) if mixes else None
-            return state.over(products, query, for_tiles(key, query), value_tiles, mask), None
-
-        if extra is not None:
-            state, _ = lax.scan(visit_extra, state, extra)
-        every, _ = lax.scan(visit, state, jnp.arange(sweep.inner_steps, dtype=jnp.int32))
-        return None, (state._replace(mixed=None), every)
-
-    queries = sweep.cut_outer(operands.query, problem.heads_kv)
-    _, states = lax.scan(step, None, (jnp.arange(sweep.steps, dtype=jnp.int32), queries))
-    joined: tuple[Softmax, Softmax] = jax.tree.map(lambda array: sweep.join_outer(array, problem.heads), states)
-    return or_nan_for_parts(sweep, origins, joined)
+def rows_rounds(known: KnownRows, rounds: int) -> jax.Array:
+    """How many of so many rounds of a loop are needed to find the rows."""
+    return jnp.where(known.is_unreliable, rounds, 0).astype(jnp.int32)
 
 
 def rows_of(softmax: Softmax) -> Rows:
@@ -95,71 +59,106 @@ def rows_of(softmax: Softmax) -> Rows:
     return Rows(softmax.maximum, jnp.where(softmax.total == 0, 0, jnp.log(softmax.total)))
 
 
-def rows_of_sweeps(plan: Plan, operands: Operands, rows: Rows) -> RowsOfSweeps:
-    """Rows for both sweeps of the backward pass, constants for every derivative.
+def rows_of_tile(
+    products: Products,
+    placed: PlacedSweep,
+    positions: TilePositions,
+    query: jax.Array,
+    keys: jax.Array,
+    additional: AdditionalTiles | None,
+    given: KnownRows,
+) -> tuple[Rows, Softmax]:
+    """The rows of a step's query tiles, by the products of the sweep over query tiles.
 
     Args:
-        plan: Of either pass.
-        operands: The arrays.
-        rows: As another sweep found them: right unless logits are large.
+        products: The problem's.
+        placed: The sweep.
+        positions: Of the tiles.
+        query: Query tiles.
+        keys: All keys, as the sweep loads them.
+        additional: Additional tokens.
+        given: Of the tiles.
+
+    Returns:
+        The rows, and the softmax over the additional tokens alone, which is right where rows are found anew.
     """
-    operands, rows = lax.stop_gradient((operands, rows))
+    query, keys, additional = lax.stop_gradient((query, keys, additional))
+    sweep, problem = placed.sweep, placed.problem
+    softmax = varying_like(Softmax.of_no_key(query.shape[:-1], None, products.dtype), (query, keys, given))
 
-    def compute() -> RowsOfSweeps:
-        additional, every = softmax_of_rows(plan, operands, "backward", mixes=False)
-        return RowsOfSweeps(rows_of(every), _rows_by_key(plan, operands, additional))
+    def visit(inner_step: jax.Array, softmax: Softmax) -> Softmax:
+        key = sweep.load(keys, positions, inner_step, problem.heads_kv)
+        mask = sweep.mask(positions, inner_step, problem.heads // problem.heads_kv)
+        return softmax.over(products, query, key, None, mask)
 
-    return _replaced_if(_may_be_large(plan.problem, operands), compute, RowsOfSweeps(rows, rows))
+    def visit_additional(number: jax.Array, softmax: Softmax) -> Softmax:
+        assert additional is not None
+        key, _, mask = additional.tile(number, query)
+        return softmax.over(products, query, key, None, mask)
+
+    of_additional = softmax
+    if additional is not None:
+        of_additional = lax.fori_loop(0, rows_rounds(given, additional.tiles), visit_additional, softmax)
+    softmax = lax.fori_loop(0, rows_rounds(given, sweep.inner_steps), visit, of_additional)
+    rows = Rows(*(jnp.where(given.is_unreliable, *pair) for pair in zip(rows_of(softmax), given.rows, strict=True)))
+    return rows, of_additional
 
 
-def _rows_by_key(plan: Plan, operands: Operands, additional: Softmax) -> Rows:
-    """Rows by the scores of the sweep over key/value tiles, and by given ones of additional tokens."""
-    problem = plan.problem
+def rows_by_key(
+    placed: PlacedSweep,
+    operands: Operands,
+    queries: jax.Array,
+    keys: jax.Array,
+    additional: Softmax | None,
+    known: KnownRows,
+) -> jax.Array:
+    """The rows by the products of the sweep over key/value tiles, as that sweep loads them, ``[..., 2]``.
+
+    Args:
+        placed: The sweep.
+        operands: The arrays.
+        queries: All queries, as the sweep loads them.
+        keys: Key tiles.
+        additional: Over the additional tokens alone, ``[batch, *query_layout, heads, 1]``; ``None`` without any.
+        known: All rows.
+    """
+    sweep, problem = placed.sweep, placed.problem
     products = Products(problem)
-    sweep = sweep_of(plan, operands, "backward", outer_is_query=False)
-    origins = origins_of(problem, operands)
-    queries = sweep.split_inner(operands.query)
-    repeats = problem.heads // problem.heads_kv
-    steps = jnp.arange(sweep.steps, dtype=jnp.int32), sweep.cut_outer(operands.key, problem.heads_kv)
-    Positions = Sequence[AxisPosition]
+    queries, keys, additional = lax.stop_gradient((queries, keys, additional))
+    given = sweep.split_inner(jnp.concatenate(known.rows, axis=-1))
+    shape = given[..., :1]
+    no_key: tuple[jax.Array, jax.Array] = (jnp.full_like(shape, -jnp.inf), jnp.zeros_like(shape))
+    start = no_key[0]
+    of_additional: Softmax | None = jax.tree.map(sweep.split_inner, additional)
+    if of_additional is not None:
+        start = jnp.where(of_additional.total == 0, -jnp.inf, of_additional.maximum)
 
-    def swept(
-        start: jax.Array, update: Callable[[jax.Array, Positions, jax.Array, jax.Array, jax.Array], jax.Array]
-    ) -> jax.Array:
-        def step(carry: jax.Array, inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-            index, key = inputs
-            positions = sweep.position(index, origins)
+    def step(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Rounds of the first half find the largest scores, those of the second half add exponentials."""
+        is_second = number >= sweep.steps
+        outer = jnp.where(is_second, number - sweep.steps, number)
+        key = lax.dynamic_index_in_dim(keys, outer, keepdims=False)
+        positions = sweep.at(lax.dynamic_index_in_dim(placed.positions, outer, keepdims=False))
 
-            def visit(carry: jax.Array, inner_step: jax.Array) -> tuple[jax.Array, None]:
-                query = sweep.load(queries, positions, inner_step, problem.heads_kv)
-                mask = sweep.mask(positions, inner_step, repeats)
-                return update(carry, positions, inner_step, products.scores(query, key), mask), None
+        def visit(inner_step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            maxima, totals = carry
+            query = sweep.load(queries, positions, inner_step, problem.heads_kv)
+            mask = sweep.mask(positions, inner_step, problem.heads // problem.heads_kv)
+            scores = products.scores(query, key)
+            largest = jnp.where(is_second, -jnp.inf, highest(scores, mask))
+            maxima = sweep.raise_to(maxima, positions, inner_step, largest)
+            maximum = sweep.load(maxima, positions, inner_step, problem.heads_kv)
+            added = exponentials(products, scores, maximum, mask).sum(axis=-1, keepdims=True)
+            return maxima, sweep.add(totals, positions, inner_step, jnp.where(is_second, added, 0))
 
-            carry, _ = lax.scan(visit, carry, jnp.arange(sweep.inner_steps, dtype=jnp.int32))
-            return carry, None
+        return repeated(sweep.inner_steps, visit, carry)
 
-        carry, _ = lax.scan(step, varying_like(start, operands), steps)
-        return carry
-
-    def raised(
-        carry: jax.Array, positions: Positions, inner_step: jax.Array, scores: jax.Array, mask: jax.Array
-    ) -> jax.Array:
-        return sweep.raise_to(carry, positions, inner_step, highest(scores, mask))
-
-    maxima = swept(sweep.split_inner(additional.maximum), raised)
-
-    def added(
-        carry: jax.Array, positions: Positions, inner_step: jax.Array, scores: jax.Array, mask: jax.Array
-    ) -> jax.Array:
-        maximum = sweep.load(maxima, positions, inner_step, problem.heads_kv)
-        update = exponentials(products, scores, maximum, mask).sum(axis=-1, keepdims=True)
-        return sweep.add(carry, positions, inner_step, update)
-
-    maximum = sweep.join_inner(maxima)
-    decay = jnp.exp(products.steepness * (additional.maximum - jnp.where(maximum == -jnp.inf, 0, maximum)))
-    start = jnp.where(additional.maximum == -jnp.inf, 0, additional.total * decay)
-    total = sweep.join_inner(swept(sweep.split_inner(start), added))
-    return or_nan_for_parts(sweep, origins, rows_of(Softmax(maximum, total, None)))
+    carry = varying_like((start, no_key[1]), (operands, known))
+    maximum, total = lax.fori_loop(0, rows_rounds(known, 2 * sweep.steps), step, carry)
+    if of_additional is not None:
+        total += of_additional.total * jnp.exp(products.steepness * (start - reference(maximum)))
+    found = jnp.concatenate(rows_of(Softmax(maximum, total, None)), axis=-1)
+    return jnp.where(known.is_unreliable, found, given)
 
 
 def _may_be_large(problem: Problem, operands: Operands) -> jax.Array:
@@ -174,15 +173,3 @@ def _may_be_large(problem: Problem, operands: Operands) -> jax.Array:
     if operands.additional_keys is not None:
         key = jnp.maximum(key, longest(operands.additional_keys))
     return ~(products.steepness * longest(operands.query) * key <= LARGEST_RELIABLE_LOGIT)
-
-
-def _replaced_if(needed: jax.Array, compute: Callable[[], RowsOfSweeps], given: RowsOfSweeps) -> RowsOfSweeps:
-    """``compute()`` if ``needed``, else ``given``.
-
-    A loop of one round or none: unlike ``lax.cond``, it is not run for nothing where ``jax.vmap`` maps ``needed``.
-    """
-
-    def round_(carry: tuple[jax.Array, RowsOfSweeps]) -> tuple[jax.Array, RowsOfSweeps]:
-        return carry[0] & False, compute()
-
-    return lax.while_loop(lambda carry: carry[0], round_, (needed, given))[1]

@@ -25,7 +25,7 @@ class Products:
         self.dtype = jnp.dtype(problem.accumulator_dtype)
         #: Factor from scores to logits, never negative.
         self.steepness = abs(problem.scale)
-        self._scale = problem.scale
+        self.scale = problem.scale
         # Half-precision values are exact in TF32 and bfloat16 passes; float32 is not, so it takes full
         # precision unless the user chose one.
         is_half = problem.dtype in ("float16", "bfloat16")
@@ -38,7 +38,11 @@ class Products:
 
     def scores(self, query: jax.Array, key: jax.Array) -> jax.Array:
         """``query key^T``, in the order of the logits."""
-        return self._product("cbhqd,cbhkd->cbhqk", query if self._scale >= 0 else -query, key)
+        return self.inner(query if self.scale >= 0 else -query, key)
+
+    def inner(self, rows: jax.Array, tokens: jax.Array) -> jax.Array:
+        """``rows tokens^T``: a number for each row and token."""
+        return self._product("cbhqd,cbhkd->cbhqk", rows, tokens)
 
     def logits(self, query: jax.Array, key: jax.Array) -> jax.Array:
         """``scale * query key^T``."""
@@ -47,6 +51,10 @@ class Products:
     def mix(self, weights: jax.Array, value: jax.Array) -> jax.Array:
         """``weights value``."""
         return self._product("cbhqk,cbhkd->cbhqd", weights, value)
+
+    def mix_rows(self, weights: jax.Array, rows: jax.Array) -> jax.Array:
+        """``weights^T rows``: a sum over rows for each token."""
+        return self._product("cbhqk,cbhqd->cbhkd", weights, rows)
 
     def _product(self, subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.einsum(
@@ -84,7 +92,7 @@ class Softmax(NamedTuple):
         scores = products.scores(query, key)
         maximum = jnp.maximum(self.maximum, highest(scores, mask))
         decay = jnp.where(
-            self.maximum == -jnp.inf, 0, jnp.exp(products.steepness * (self.maximum - _reference(maximum)))
+            self.maximum == -jnp.inf, 0, jnp.exp(products.steepness * (self.maximum - reference(maximum)))
         )
         weights = exponentials(products, scores, maximum, mask)
         total = self.total * decay + weights.sum(axis=-1, keepdims=True)
@@ -114,17 +122,17 @@ def highest(scores: jax.Array, mask: jax.Array) -> jax.Array:
 def exponentials(products: Products, scores: jax.Array, maximum: jax.Array, mask: jax.Array) -> jax.Array:
     """Exponentials of the logits less those of ``maximum``; 0 where a key is not seen."""
     # Masked before the exponential: it could overflow, and infinity times zero is no derivative.
-    return jnp.exp(jnp.where(mask, products.steepness * (scores - _reference(maximum)), -jnp.inf))
+    return jnp.exp(jnp.where(mask, products.steepness * (scores - reference(maximum)), -jnp.inf))
 
 
 def softmax_weights(products: Products, query: jax.Array, key: jax.Array, rows: Rows, mask: jax.Array) -> jax.Array:
     """Softmax weights ``[..., queries, keys]``; 0 where a key is not seen."""
-    below = products.steepness * (products.scores(query, key) - _reference(rows.maximum))
+    below = products.steepness * (products.scores(query, key) - reference(rows.maximum))
     # Scores that are computed twice may differ in the last place, which counts where they are large.
     below = below - lax.stop_gradient(jnp.maximum(below, 0))
     return jnp.exp(jnp.where(mask, below - rows.log_total, -jnp.inf))
 
 
-def _reference(maximum: jax.Array) -> jax.Array:
+def reference(maximum: jax.Array) -> jax.Array:
     """What to subtract from scores: a row that has seen no key has no maximum."""
     return jnp.where(maximum == -jnp.inf, 0, maximum)

@@ -15,15 +15,10 @@ from jax import lax
 
 from natten_jax.backends.base import Gradients, Operands, Output
 from natten_jax.backends.flex_blocks import materialize
-from natten_jax.backends.flex_operands import (
-    for_tiles,
-    or_nan_for_parts,
-    origins_of,
-    sweep_of,
-    tile_additional,
-)
-from natten_jax.backends.flex_rows import rows_of_sweeps
-from natten_jax.backends.flex_softmax import Products, Rows, softmax_weights
+from natten_jax.backends.flex_loops import swept
+from natten_jax.backends.flex_operands import AdditionalTiles, PlacedSweep, for_tiles
+from natten_jax.backends.flex_rows import KnownRows, rows_by_key, rows_of_tile
+from natten_jax.backends.flex_softmax import Products, Rows, Softmax, softmax_weights
 from natten_jax.mesh.types import varying_like
 from natten_jax.plan import Plan
 
@@ -42,32 +37,39 @@ def tangents_of(plan: Plan, operands: Operands, output: Output, rows: Rows, tang
         tangents: Of the operands.
     """
     products = Products(plan.problem)
-    # Zeros with the logsumexp's derivative: rows are constants.
-    change = output.logsumexp - lax.stop_gradient(output.logsumexp)
-    if operands.origins is not None:
-        # A row that sees no local key has no weights, whatever is subtracted from its (masked) logits.
-        change = jnp.where(output.logsumexp == -jnp.inf, 0, change)
-    change = products.cast(change)[..., None]
-    of_sweeps = rows_of_sweeps(plan, operands, rows)
-    by_query, by_key = (Rows(each.maximum, each.log_total + change) for each in of_sweeps)
-    query_mixed, query_total = _query_tangents(plan, operands, by_query, tangents)
-    key_mixed, key_total = _key_tangents(plan, operands, by_key, tangents)
+    change = logsumexp_change(products, operands, output)
+    known = KnownRows.of(plan.problem, operands, rows)
+    query_mixed, query_total, additional = _query_tangents(plan, operands, known, change, tangents)
+    key_mixed, key_total = _key_tangents(plan, operands, known, change, additional, tangents)
     mixed, total = query_mixed + key_mixed, query_total + key_total
     out = mixed - products.cast(output.out) * total
     return Output(out.astype(output.out.dtype), total[..., 0].astype(output.logsumexp.dtype))
 
 
-def _query_tangents(plan: Plan, operands: Operands, rows: Rows, tangents: Gradients) -> tuple[jax.Array, jax.Array]:
-    """Contributions to ``ds V + P V'`` and ``rowsum(ds)`` of the queries and the additional keys and values."""
+def logsumexp_change(products: Products, operands: Operands, output: Output) -> jax.Array:
+    """Zeros ``[batch, *query_layout, heads, 1]`` that have the logsumexp's derivative: rows are constants."""
+    change = output.logsumexp - lax.stop_gradient(output.logsumexp)
+    if operands.origins is not None:
+        # A row that sees no local key has no weights, whatever is subtracted from its (masked) logits.
+        change = jnp.where(output.logsumexp == -jnp.inf, 0, change)
+    return products.cast(change)[..., None]
+
+
+def _query_tangents(
+    plan: Plan, operands: Operands, known: KnownRows, change: jax.Array, tangents: Gradients
+) -> tuple[jax.Array, jax.Array, Softmax | None]:
+    """Contributions to ``ds V + P V'`` and ``rowsum(ds)`` of the queries and the additional keys and values.
+
+    And the softmax over the latter alone.
+    """
     problem = plan.problem
     products = Products(problem)
-    sweep = sweep_of(plan, operands, "backward", outer_is_query=True)
-    origins = origins_of(problem, operands)
+    placed = PlacedSweep.of(plan, operands, "backward", outer_is_query=True)
+    sweep = placed.sweep
     keys, values = sweep.split_inner(operands.key), sweep.split_inner(operands.value)
-    extra = tile_additional(problem, operands.additional_keys, operands.additional_values, sweep)
+    additional = AdditionalTiles.of(operands.additional_keys, operands.additional_values, sweep)
     # Cast here, so that the transposed rule sums over query tiles in the accumulator's element type.
-    extra_tangents = tile_additional(
-        problem,
+    additional_tangents = AdditionalTiles.of(
         None if tangents.additional_keys is None else products.cast(tangents.additional_keys),
         None if tangents.additional_values is None else products.cast(tangents.additional_values),
         sweep,
@@ -75,10 +77,11 @@ def _query_tangents(plan: Plan, operands: Operands, rows: Rows, tangents: Gradie
     repeats = problem.heads // problem.heads_kv
     Sums = tuple[jax.Array, jax.Array]
 
-    def step(_: None, inputs: tuple[jax.Array, jax.Array, Rows, jax.Array]) -> tuple[None, Sums]:
-        index, query, tile_rows, query_tangent = inputs
-        query, query_tangent = products.cast(query), products.cast(query_tangent)
-        positions = sweep.position(index, origins)
+    def step(_: None, inputs: tuple[jax.Array, ...]) -> tuple[None, tuple[Sums, Softmax | None]]:
+        positions, query, query_tangent = sweep.at(inputs[0]), products.cast(inputs[1]), products.cast(inputs[2])
+        given = known._replace(rows=Rows(inputs[3][..., :1], inputs[3][..., 1:]))
+        tile_rows, of_additional = rows_of_tile(products, placed, positions, query, keys, additional, given)
+        tile_rows = tile_rows._replace(log_total=tile_rows.log_total + inputs[4])
         mixed = jnp.zeros((*query.shape[:-1], problem.head_dim_v), products.dtype)
         sums = varying_like((mixed, jnp.zeros((*query.shape[:-1], 1), products.dtype)), operands)
 
@@ -91,12 +94,12 @@ def _query_tangents(plan: Plan, operands: Operands, rows: Rows, tangents: Gradie
             return products.mix(ds, value), ds.sum(axis=-1, keepdims=True)
 
         @jax.checkpoint
-        def extra_contribution(
-            query_tangent: jax.Array, tile: tuple[jax.Array, ...], tile_tangent: tuple[jax.Array, ...]
+        def additional_contribution(
+            query_tangent: jax.Array, tile: AdditionalTiles, tile_tangent: tuple[jax.Array, jax.Array]
         ) -> Sums:
-            key, value, mask = for_tiles(tile[0], query), for_tiles(tile[1], query), tile[2]
+            key, value = for_tiles(tile.keys, query), for_tiles(tile.values, query)
             key_tangent, value_tangent = for_tiles(tile_tangent[0], query), for_tiles(tile_tangent[1], query)
-            weights = softmax_weights(products, query, key, tile_rows, mask)
+            weights = softmax_weights(products, query, key, tile_rows, tile.exists)
             ds = weights * (products.logits(query_tangent, key) + products.logits(query, key_tangent))
             mixed = products.mix(ds, value) + products.mix(weights, value_tangent)
             return mixed, ds.sum(axis=-1, keepdims=True)
@@ -105,50 +108,56 @@ def _query_tangents(plan: Plan, operands: Operands, rows: Rows, tangents: Gradie
             mixed, total = contribution(query_tangent, inner_step)
             return (sums[0] + mixed, sums[1] + total), None
 
-        def visit_extra(sums: Sums, tile: tuple[tuple[jax.Array, ...], ...]) -> tuple[Sums, None]:
-            mixed, total = extra_contribution(query_tangent, *tile)
+        def visit_additional(
+            sums: Sums, tiles: tuple[AdditionalTiles, tuple[jax.Array, jax.Array]]
+        ) -> tuple[Sums, None]:
+            mixed, total = additional_contribution(query_tangent, *tiles)
             return (sums[0] + mixed, sums[1] + total), None
 
-        if extra is not None and extra_tangents is not None:
-            sums, _ = lax.scan(visit_extra, sums, (extra, extra_tangents[:2]))
+        if additional is not None and additional_tangents is not None:
+            sums, _ = swept(visit_additional, sums, (additional, additional_tangents[:2]))
         sums, _ = lax.scan(visit, sums, jnp.arange(sweep.inner_steps, dtype=jnp.int32))
-        return None, sums
+        return None, (sums, None if additional is None else of_additional)
 
-    cut = functools.partial(sweep.cut_outer, heads_kv=problem.heads_kv)
-    inputs = (
-        jnp.arange(sweep.steps, dtype=jnp.int32),
-        cut(operands.query),
-        Rows(*map(cut, rows)),
-        cut(tangents.query),
-    )
-    _, (mixed, total) = lax.scan(jax.checkpoint(step), None, inputs)
-    return or_nan_for_parts(
-        sweep, origins, (sweep.join_outer(mixed, problem.heads), sweep.join_outer(total, problem.heads))
-    )
+    arrays = operands.query, tangents.query, jnp.concatenate(known.rows, axis=-1), change
+    cut = [sweep.cut_outer(array, problem.heads_kv) for array in arrays]
+    _, found = swept(step, None, (placed.positions, *cut))
+    joined: tuple[Sums, Softmax | None] = jax.tree.map(lambda array: sweep.join_outer(array, problem.heads), found)
+    return *placed.or_nan_for_parts(joined[0]), joined[1]
 
 
-def _key_tangents(plan: Plan, operands: Operands, rows: Rows, tangents: Gradients) -> tuple[jax.Array, jax.Array]:
+def _key_tangents(
+    plan: Plan,
+    operands: Operands,
+    known: KnownRows,
+    change: jax.Array,
+    additional: Softmax | None,
+    tangents: Gradients,
+) -> tuple[jax.Array, jax.Array]:
     """Contributions to ``ds V + P V'`` and ``rowsum(ds)`` of the keys and values."""
     problem = plan.problem
     products = Products(problem)
-    sweep = sweep_of(plan, operands, "backward", outer_is_query=False)
-    origins = origins_of(problem, operands)
+    placed = PlacedSweep.of(plan, operands, "backward", outer_is_query=False)
+    sweep = placed.sweep
     queries = sweep.split_inner(operands.query)
-    row_terms = sweep.split_inner(jnp.concatenate(rows, axis=-1))
+    cut = functools.partial(sweep.cut_outer, heads_kv=problem.heads_kv)
+    keys = cut(operands.key)
+    rows = rows_by_key(placed, operands, queries, keys, additional, known)
+    row_terms = jnp.concatenate([rows, sweep.split_inner(change)], axis=-1)
     repeats = problem.heads // problem.heads_kv
     Sums = tuple[jax.Array, jax.Array]
 
     def step(sums: Sums, inputs: tuple[jax.Array, ...]) -> tuple[Sums, None]:
-        index, key, value, key_tangent, value_tangent = inputs
+        packed, key, value, key_tangent, value_tangent = inputs
         key_tangent, value_tangent = products.cast(key_tangent), products.cast(value_tangent)
-        positions = sweep.position(index, origins)
+        positions = sweep.at(packed)
 
         @jax.checkpoint
         def contribution(key_tangent: jax.Array, value_tangent: jax.Array, inner_step: jax.Array) -> Sums:
             query = sweep.load(queries, positions, inner_step, problem.heads_kv)
             # Fused into the exponential, it would be loaded once per logit.
             terms = materialize(sweep.load(row_terms, positions, inner_step, problem.heads_kv))
-            tile_rows = Rows(terms[..., :1], terms[..., 1:])
+            tile_rows = Rows(terms[..., :1], terms[..., 1:2] + terms[..., 2:])
             mask = sweep.mask(positions, inner_step, repeats)
             weights = softmax_weights(products, query, key, tile_rows, mask)
             ds = weights * products.logits(query, key_tangent)
@@ -165,18 +174,11 @@ def _key_tangents(plan: Plan, operands: Operands, rows: Rows, tangents: Gradient
         sums, _ = lax.scan(visit, sums, jnp.arange(sweep.inner_steps, dtype=jnp.int32))
         return sums, None
 
-    cut = functools.partial(sweep.cut_outer, heads_kv=problem.heads_kv)
-    inputs = (
-        jnp.arange(sweep.steps, dtype=jnp.int32),
-        cut(operands.key),
-        cut(operands.value),
-        cut(tangents.key),
-        cut(tangents.value),
-    )
+    inputs = placed.positions, keys, cut(operands.value), cut(tangents.key), cut(tangents.value)
     batch = operands.query.shape[0]
     sums = (
         sweep.empty_inner(batch, problem.heads, problem.head_dim_v, products.dtype),
         sweep.empty_inner(batch, problem.heads, 1, products.dtype),
     )
-    (mixed, total), _ = lax.scan(jax.checkpoint(step), varying_like(sums, operands), inputs)
-    return or_nan_for_parts(sweep, origins, (sweep.join_inner(mixed), sweep.join_inner(total)))
+    (mixed, total), _ = swept(step, varying_like(sums, operands), inputs)
+    return placed.or_nan_for_parts((sweep.join_inner(mixed), sweep.join_inner(total)))
