@@ -3,8 +3,8 @@
 import jax.export as _export
 
 from natten_jax import backends as _backends
+from natten_jax import checkpoint_names as _checkpoint_names
 from natten_jax import configs as _configs
-from natten_jax import op as _op
 from natten_jax import source_tree as _source_tree
 from natten_jax import version as _version
 from natten_jax.backends.missing_kernels import MissingKernelsWarning
@@ -22,7 +22,7 @@ __version__ = _version.__version__
 
 #: Names of the saved residuals. With ``jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)`` a
 #: rematerialised function keeps them, and does not run the forward kernel a second time.
-CHECKPOINT_NAMES = _op.CHECKPOINT_NAMES
+CHECKPOINT_NAMES = _checkpoint_names.CHECKPOINT_NAMES
 
 #: Pass these to ``jax.export.export(..., disabled_checks=...)`` to export programs that use native kernels.
 EXPORT_CHECKS = tuple(map(_export.DisabledSafetyCheck.custom_call, _backends.export_targets()))

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from natten_jax import source_tree
+from natten_jax import plan_marks, source_tree
 from natten_jax.mesh import types as mesh_types
 
 
@@ -59,7 +59,8 @@ def call(
         else np.asarray(value, np.int64)
         for name, value in attributes.items()
     }
-    return list(jax.ffi.ffi_call(target, types, input_output_aliases=in_place)(*arrays, **values))
+    with plan_marks.carrying_plan():
+        return list(jax.ffi.ffi_call(target, types, input_output_aliases=in_place)(*arrays, **values))
 
 
 def build_info() -> Mapping[str, Any]:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 
 from natten_jax import backends, run
 from natten_jax.backends.base import Operands, Output, Saved
+from natten_jax.checkpoint_names import named
 from natten_jax.cost.communication import overlap_that_pays
 from natten_jax.devices import local_devices
 from natten_jax.differentiation import in_reverse_only
@@ -26,9 +26,6 @@ from natten_jax.passes import PASSES, Pass
 from natten_jax.resolve import Request, resolve
 
 _Result = TypeVar("_Result", Output, Saved)
-
-#: Of the saved output, and of the logsumexp and its remainder.
-CHECKPOINT_NAMES = ("natten_jax_output", "natten_jax_logsumexp")
 
 
 def attend(request: Request, operands: Operands) -> Output:
@@ -133,9 +130,7 @@ def _run_forward(
 
 def _attend_forward(request: Request, operands: Operands) -> tuple[Output, tuple[Operands, Saved]]:
     result = _run_forward(run.forward_saving, request, operands)
-    of_output, of_logsumexp = CHECKPOINT_NAMES
-    names = of_output, of_logsumexp, of_logsumexp  # the last for the remainder
-    saved = Saved(*(checkpoint_name(array, name) for array, name in zip(result, names, strict=True)))
+    saved = Saved(*named(result))
     return Output(saved.out, saved.logsumexp), (operands, saved)
 
 

@@ -7,7 +7,6 @@ costs nothing for the platform that it never runs on.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -16,11 +15,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from natten_jax import backends
+from natten_jax import backends, invalid_values, plan_marks
+from natten_jax.checkpoint_names import named
 from natten_jax.devices import CPU, OTHER, Device, cuda_device
 from natten_jax.differentiation import refuse
 from natten_jax.mesh import partition
@@ -59,8 +58,13 @@ def _types(*arguments: Any, step: Step, request: Request, mapped: int) -> list[A
 
 
 @_pass_p.def_impl
-def _run_now(*arguments: Any, **parameters: Any) -> Any:
-    return _compiled(**parameters)(*arguments)
+def _run_now(*arguments: Any, step: Step, request: Request, **parameters: Any) -> Any:
+    """Run a step whose arguments are known: as a program of its own, even where JAX compiles nothing else."""
+    # What is not compiled here would come back to where it is called from.
+    with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
+        results = _compiled(step=step, request=request, **parameters)(*arguments)
+    invalid_values.check(results, f"{request.problem.describe()} of natten_jax")
+    return results
 
 
 @functools.lru_cache(maxsize=256)
@@ -97,6 +101,8 @@ def _differentiate(
     given = [i for i, each in enumerate(tangents) if not isinstance(each, ad.Zero)]
     derivative = step.derivative(given)
     results = bind(step, arguments=primals, **parameters)
+    if derivative.reads_results:
+        results = named(results)
     known = [*primals, *results] if derivative.reads_results else primals
     changes = bind(derivative.step, arguments=[*known, *(tangents[i] for i in given)], **parameters)
     constant = [ad.Zero(jax.typeof(each)) for each in results[len(changes) :]]
@@ -137,7 +143,7 @@ def _lower_for(device_at_hand: Callable[[], Device], platform: str | None) -> No
                 arguments: Sequence[Any] = ctx.avals_in
                 results = step.results(request, arguments, arguments[0].shape[: mapped + 1])
                 roles = step.roles, [each.role for each in results]
-                with _marked(plan):
+                with plan_marks.of_plan(plan):
                     return partition.Partitioned(
                         ctx, identity, local, *roles, mapped + 1, splits_tokens=_splits_tokens(step, request)
                     ).lower(values)
@@ -203,15 +209,12 @@ def _function(*, step: Step, request: Request, device: Device) -> Callable[..., 
     plan = step.plan(request, device)
 
     def run_pass(*arguments: Any) -> Any:
-        with _marked(plan), jax.default_matmul_precision(request.precision):
+        backend = backends.find(plan.backend, plan.backend.operator)
+        marks = plan_marks.of_plan(plan, on_all=not backend.carries_plan)
+        with marks, jax.default_matmul_precision(request.precision):
             return step.compute(plan, request, device, *arguments)
 
     return jax.jit(run_pass)
-
-
-def _marked(plan: Plan) -> contextlib.AbstractContextManager[None]:
-    """Writes the plan into the metadata of the operations traced inside: the profiler reads there what ran."""
-    return set_xla_metadata(natten_jax=plan.payload())
 
 
 _lower_for(lambda: CPU, "cpu")

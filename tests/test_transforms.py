@@ -298,6 +298,22 @@ def test_saved_results_spare_the_second_forward_kernel(
     assert sorted(kernels) == ["backward", *["forward"] * forwards]
 
 
+@pytest.mark.parametrize(("keeps_results", "forwards"), [(True, 1), (False, 2)])
+def test_saved_results_spare_the_second_forward_pass_in_plain_jax(
+    pure_family: Family, keeps_results: bool, forwards: int
+) -> None:
+    case = Case((12,), (5,), head_dim=8)
+    policy = jax.checkpoint_policies.save_only_these_names(*(natten_jax.CHECKPOINT_NAMES if keeps_results else ()))
+    operands = case.operands(pure_family.dtype, 0)
+
+    def layer(query: jax.Array) -> jax.Array:
+        return jnp.sin(case.operator(pure_family.fna)(operands._replace(query=query))[0]).sum()
+
+    jaxpr = str(jax.make_jaxpr(jax.grad(jax.checkpoint(layer, policy=policy)))(operands.query))
+    assert jaxpr.count("step=PlainForward") == forwards
+    assert jaxpr.count("step=Transposed") == 1
+
+
 def test_eval_shape(family: Family) -> None:
     case = Case((5, 6), (3, 3), batch=2, heads=4, heads_kv=2, head_dim=8, head_dim_v=16)
     operands = jax.eval_shape(lambda: case.operands("bfloat16", 0))

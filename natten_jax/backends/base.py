@@ -142,6 +142,9 @@ class Backend(abc.ABC):
     #: The performance arguments that make a difference to it, or whose promise it keeps; without tiles, which make one
     #: to every backend, and ``kernel_schedule``, which ``schedules`` tells.
     heeds: ClassVar[Collection[str]] = ()
+    #: Whether one of its operations has the plan of the pass (:func:`natten_jax.plan_marks.carrying_plan`), as every
+    #: custom call does; if not, all of them have.
+    carries_plan: ClassVar[bool] = True
     #: Whether it takes additional key/value tokens.
     fuses_additional_kv: ClassVar[bool] = True
 
@@ -226,6 +229,7 @@ class PureJaxBackend(Backend):
     ``backward``.
     """
 
+    carries_plan = False
     #: Width of ``Differentiable.residuals``; 0 where there are none.
     residual_width: ClassVar[int] = 0
 

@@ -21,6 +21,7 @@ from natten_jax.backends.flex_tangents import tangents_of
 from natten_jax.devices import Device
 from natten_jax.passes import Pass, TilePair
 from natten_jax.plan import Plan
+from natten_jax.plan_marks import carrying_plan
 from natten_jax.problem import Problem
 
 _LARGEST_TILE = 1024  # tokens
@@ -31,6 +32,7 @@ class FlexBackend(PureJaxBackend):
 
     family = "flex"
     dtypes = ("float32", "float16", "bfloat16", "float64")
+    carries_plan = True
     residual_width = len(Rows._fields)
     heeds = ("backward_deterministic",)  # in every run
 
@@ -52,7 +54,9 @@ class FlexBackend(PureJaxBackend):
         problem = plan.problem
         softmax = softmax_of(plan, operands)
         assert softmax.mixed is not None
-        total, lse = softmax.total, Products(problem).steepness * softmax.maximum + jnp.log(softmax.total)
+        with carrying_plan():
+            log_total = jnp.log(softmax.total)
+        total, lse = softmax.total, Products(problem).steepness * softmax.maximum + log_total
         if operands.origins is not None:
             # The keys that a row sees may all be another device's.
             is_empty = softmax.total == 0

@@ -138,7 +138,7 @@ def _by_key(
             tile_rows = Rows(loaded[..., :1], loaded[..., 1:2] + loaded[..., 2:3])
             delta, out_cotangent = loaded[..., 3:4], loaded[..., 4:]
             mask = sweep.mask(positions, inner_step, repeats)
-            weights = softmax_weights(products, query, key, tile_rows, mask)
+            weights = softmax_weights(products, query, key, tile_rows, mask, carries_plan=True)
             gradients = weights * (products.inner(out_cotangent, value) - delta)
             return sums[0] + products.mix_rows(gradients, query), sums[1] + products.mix_rows(weights, out_cotangent)
 

@@ -7,12 +7,14 @@ where a compiler contracts the product and the difference to one rounding.
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from natten_jax.plan_marks import carrying_plan
 from natten_jax.problem import Problem
 
 _PRECISION_OPTION = "jax_default_matmul_precision"  # JAX's stubs know it in some releases only
@@ -125,12 +127,19 @@ def exponentials(products: Products, scores: jax.Array, maximum: jax.Array, mask
     return jnp.exp(jnp.where(mask, products.steepness * (scores - reference(maximum)), -jnp.inf))
 
 
-def softmax_weights(products: Products, query: jax.Array, key: jax.Array, rows: Rows, mask: jax.Array) -> jax.Array:
-    """Softmax weights ``[..., queries, keys]``; 0 where a key is not seen."""
+def softmax_weights(
+    products: Products, query: jax.Array, key: jax.Array, rows: Rows, mask: jax.Array, *, carries_plan: bool = False
+) -> jax.Array:
+    """Softmax weights ``[..., queries, keys]``; 0 where a key is not seen.
+
+    ``carries_plan`` is for one sweep of a pass, whose exponential the plan is put onto: XLA leaves those alone.
+    """
     below = products.steepness * (products.scores(query, key) - reference(rows.maximum))
     # Scores that are computed twice may differ in the last place, which counts where they are large.
     below = below - lax.stop_gradient(jnp.maximum(below, 0))
-    return jnp.exp(jnp.where(mask, below - rows.log_total, -jnp.inf))
+    logits = jnp.where(mask, below - rows.log_total, -jnp.inf)
+    with carrying_plan() if carries_plan else contextlib.nullcontext():
+        return jnp.exp(logits)
 
 
 def reference(maximum: jax.Array) -> jax.Array:

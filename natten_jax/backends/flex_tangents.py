@@ -159,7 +159,7 @@ def _key_tangents(
             terms = materialize(sweep.load(row_terms, positions, inner_step, problem.heads_kv))
             tile_rows = Rows(terms[..., :1], terms[..., 1:2] + terms[..., 2:])
             mask = sweep.mask(positions, inner_step, repeats)
-            weights = softmax_weights(products, query, key, tile_rows, mask)
+            weights = softmax_weights(products, query, key, tile_rows, mask, carries_plan=True)
             ds = weights * products.logits(query, key_tangent)
             mixed = products.mix(ds, value) + products.mix(weights, value_tangent)
             return mixed, ds.sum(axis=-1, keepdims=True)

@@ -15,6 +15,7 @@ import jax
 
 from natten_jax.devices import default_jax_device
 from natten_jax.plan import Plan
+from natten_jax.plan_marks import NAME_ATTRIBUTE, PLAN_ATTRIBUTE
 
 # `  ROOT %name = f32[8,16]{1,0} fusion(%a, %b), kind=kLoop, ...`; tuple types hold no lower-case word before `(`.
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*?(?<![\w.-])([a-z][\w-]*)\(")
@@ -24,8 +25,9 @@ _SCOPE = re.compile(r'op_name="([^";]*)')  # merged instructions list several, w
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _CALLED = re.compile(r"calls=%?([\w.-]+)")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) .*\{$")
-# What the operator marks its instructions with (natten_jax.run), in front of a JSON object.
-_MARK = "natten_jax={"
+# What instructions of a pass are marked with (natten_jax.plan_marks): the name of a plan, and on one of them the plan.
+_PLAN_NAME = re.compile(rf"\b{NAME_ATTRIBUTE}=([0-9a-f]+)\b")
+_PLAN = f"{PLAN_ATTRIBUTE}={{"
 
 # Instructions that do nothing but run others.
 _CONTAINERS = ("while", "conditional", "call", "async-start", "async-done")
@@ -92,11 +94,14 @@ class Program:
         instructions: dict[str, Instruction] = {}
         called: dict[str, str] = {}
         opcodes: dict[str, set[str]] = {}
+        marks = PlanMarks()
         for line in text.splitlines():
             if match := _INSTRUCTION.match(line):
                 name, opcode = match.groups()
                 opcodes.setdefault(computation, set()).add(opcode)
-                instructions[name] = Instruction(opcode, _first(_SCOPE, line), _first(_TARGET, line), _plan(line))
+                instructions[name] = Instruction(opcode, _first(_SCOPE, line), _first(_TARGET, line))
+                start = line.find(_PLAN)
+                marks.add(name, _first(_PLAN_NAME, line), "" if start < 0 else line[start + len(_PLAN) - 1 :])
                 if opcode == "fusion":
                     called[name] = _first(_CALLED, line)
             elif match := _COMPUTATION.match(line):
@@ -105,7 +110,7 @@ class Program:
                 module, devices = match[1], math.prod(map(int, _DEVICES.findall(line)))
         for name, fused in called.items():
             instructions[name] = instructions[name].fusing(opcodes.get(fused, ()))
-        return cls(module, instructions, devices)
+        return cls(module, marks.applied(instructions), devices)
 
     def is_module(self, name: str) -> bool:
         """Whether an event's module is this program; traces may append the program's number in parentheses."""
@@ -125,12 +130,32 @@ def _first(pattern: re.Pattern[str], line: str) -> str:
     return match[1] if match else ""
 
 
-def _plan(line: str) -> Plan | None:
-    start = line.find(_MARK)
-    return None if start < 0 else marked_plan(line[start + len(_MARK) - 1 :])
+class PlanMarks:
+    """What the instructions of a program say of plans."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+        self._plans: dict[str, Plan] = {}
+
+    def add(self, instruction: str, name: str, payload: str) -> None:
+        """What an instruction is marked with: the name of a plan, and a text that starts with the plan, or nothing."""
+        if not name:
+            return
+        self._names[instruction] = name
+        plan = _marked_plan(payload) if payload and name not in self._plans else None
+        if plan is not None:
+            self._plans[name] = plan
+
+    def applied(self, instructions: dict[str, Instruction]) -> dict[str, Instruction]:
+        """The instructions with their plans."""
+        found = {key: self._plans[name] for key, name in self._names.items() if name in self._plans}
+        return {
+            key: dataclasses.replace(each, plan=found[key]) if key in found else each
+            for key, each in instructions.items()
+        }
 
 
-def marked_plan(text: str) -> Plan | None:
+def _marked_plan(text: str) -> Plan | None:
     """The plan that a text starts with; ``None`` of what another version of the package wrote."""
     try:
         _, end = json.JSONDecoder().raw_decode(text)

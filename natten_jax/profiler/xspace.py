@@ -11,7 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from natten_jax.profiler.program import Instruction, Program, marked_plan
+from natten_jax.plan_marks import NAME_ATTRIBUTE, PLAN_ATTRIBUTE
+from natten_jax.profiler.program import Instruction, PlanMarks, Program
 from natten_jax.profiler.trace_files import DamagedTrace
 
 # XSpace, XPlane, an entry of a map, XEventMetadata, XStatMetadata, XStat.
@@ -84,6 +85,7 @@ def _program(module: _Message) -> Program:
     instructions: dict[str, Instruction] = {}
     opcodes: dict[int, set[str]] = defaultdict(set)
     calls: dict[str, list[int]] = {}
+    marks = PlanMarks()
     for computation in _messages(module, _MODULE_COMPUTATIONS):
         number = _number(computation, _COMPUTATION_ID)
         for proto in _messages(computation, _COMPUTATION_INSTRUCTIONS):
@@ -96,13 +98,13 @@ def _program(module: _Message) -> Program:
                 for entry in _messages(each, _ATTRIBUTE_MAP)
             }
             scope = scopes[0].partition(";")[0] if scopes else ""
-            plan = marked_plan(attributes.get("natten_jax", ""))
-            instructions[name] = Instruction(opcode, scope, _text(proto, _TARGET), plan)
+            marks.add(name, attributes.get(NAME_ATTRIBUTE, ""), attributes.get(PLAN_ATTRIBUTE, ""))
+            instructions[name] = Instruction(opcode, scope, _text(proto, _TARGET))
             if opcode in ("fusion", "async-start"):
                 calls[name] = _numbers(proto, _CALLED)
     for name, called in calls.items():
         instructions[name] = instructions[name].fusing(*(opcodes[number] for number in called))
-    return Program(_text(module, _MODULE_NAME), instructions)
+    return Program(_text(module, _MODULE_NAME), marks.applied(instructions))
 
 
 def _messages(message: _Message, field: int) -> Iterator[_Message]:
