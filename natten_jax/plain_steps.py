@@ -136,9 +136,12 @@ class PlainTangents(Step):
         operands, returned, _ = self._parted(known)
         output = Output(returned.out, returned.logsumexp)
         given = Output(*(cotangents[i] if i in cotangents else jnp.zeros_like(own) for i, own in enumerate(output)))
-        found = _backend(self.forward.backend).gradients(plan, operands, returned, given)
-        by_operand = jax.tree.leaves(Operands(*found, operands.origins))
-        return [by_operand[self.given[i - first_tangent]].astype(type_.dtype) for i, type_ in linear.items()]
+        leaves = [self.given[i - first_tangent] for i in linear]
+        numbers: Operands = jax.tree.unflatten(self.forward.operands, range(self.forward.operands.num_leaves))
+        wanted = [number in leaves for number in numbers[:5]]
+        found = _backend(self.forward.backend).gradients(plan, operands, returned, given, wanted)
+        by_leaf: dict[Any, Any] = dict(zip(numbers[:5], found, strict=True))
+        return [by_leaf[leaf].astype(type_.dtype) for leaf, type_ in zip(leaves, linear.values(), strict=True)]
 
     def _parted(self, arguments: Sequence[jax.Array]) -> tuple[Operands, Differentiable, Sequence[jax.Array]]:
         """Operands, what the forward pass returned, tangents."""

@@ -188,7 +188,7 @@ ENTRY %main.8 (q.1: f16[8]) -> f16[8] {{
   %q.1 = f16[8]{{0}} parameter(0), metadata={{op_name="q"}}
   %call.0 = (f16[8]{{0}}, /*index=1*/f32[2]{{0:T(256)S(1)}}) custom-call(%q.1), \
 custom_call_target="natten_jax_cpu_forward", \
-frontend_attributes={{natten_jax={name_of(plan)},natten_jax_plan={plan.payload()}}}, \
+frontend_attributes={{natten_jax="{name_of(plan)}",natten_jax_plan={plan.payload()}}}, \
 metadata={{op_name="jit(f)/a;jit(f)/b"}}
   ROOT %get.1 = f16[8]{{0}} get-tuple-element(%call.0), index=0
 }}

@@ -247,8 +247,18 @@ class PureJaxBackend(Backend):
         _, changes = jax.jvp(output_of, operands[:5], tuple(tangents))
         return Output(changes.out, changes.logsumexp)
 
-    def gradients(self, plan: Plan, operands: Operands, result: Differentiable, cotangents: Output) -> Gradients:
-        """Compute the transpose of :meth:`tangents`: cotangents of the operands from those of output and logsumexp."""
+    def gradients(
+        self, plan: Plan, operands: Operands, result: Differentiable, cotangents: Output, wanted: Sequence[bool]
+    ) -> Sequence[jax.Array | None]:
+        """Compute the transpose of :meth:`tangents`: cotangents of the operands from those of output and logsumexp.
+
+        Args:
+            plan: Of the pass.
+            operands: The arrays.
+            result: What the forward pass returned.
+            cotangents: Of output and logsumexp.
+            wanted: Which of the five differentiable operands' cotangents are asked for; others may be ``None``.
+        """
         primals = Gradients(*operands[:5])
         transpose = jax.linear_transpose(lambda changes: self.tangents(plan, operands, result, changes), primals)
         (gradients,) = transpose(cotangents)

@@ -9,6 +9,9 @@ JAX: derivatives of any order go through.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import jax
 import jax.numpy as jnp
 
 from natten_jax.backends.base import Differentiable, Gradients, Operands, Output, PureJaxBackend, Saved
@@ -21,7 +24,6 @@ from natten_jax.backends.flex_tangents import tangents_of
 from natten_jax.devices import Device
 from natten_jax.passes import Pass, TilePair
 from natten_jax.plan import Plan
-from natten_jax.plan_marks import carrying_plan
 from natten_jax.problem import Problem
 
 _LARGEST_TILE = 1024  # tokens
@@ -54,9 +56,7 @@ class FlexBackend(PureJaxBackend):
         problem = plan.problem
         softmax = softmax_of(plan, operands)
         assert softmax.mixed is not None
-        with carrying_plan():
-            log_total = jnp.log(softmax.total)
-        total, lse = softmax.total, Products(problem).steepness * softmax.maximum + log_total
+        total, lse = softmax.total, Products(problem).steepness * softmax.maximum + jnp.log(softmax.total)
         if operands.origins is not None:
             # The keys that a row sees may all be another device's.
             is_empty = softmax.total == 0
@@ -70,13 +70,17 @@ class FlexBackend(PureJaxBackend):
         output = Output(result.out, result.logsumexp)
         return tangents_of(plan, operands, output, rows, tangents)
 
-    def gradients(self, plan: Plan, operands: Operands, result: Differentiable, cotangents: Output) -> Gradients:
+    def gradients(
+        self, plan: Plan, operands: Operands, result: Differentiable, cotangents: Output, wanted: Sequence[bool]
+    ) -> Sequence[jax.Array | None]:
         """Compute cotangents of the operands from those of output and logsumexp."""
         assert result.residuals is not None
         rows = Rows(result.residuals[..., :1], result.residuals[..., 1:])
-        return gradients_of(plan, operands, Output(result.out, result.logsumexp), rows, cotangents)
+        return gradients_of(plan, operands, Output(result.out, result.logsumexp), rows, cotangents, wanted)
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
         """Compute the gradients, from whatever computed the output."""
         # Rows have to be the softmax of this backend's scores; the kernels that computed the output have their own.
-        return gradients_of(plan, operands, Output(saved.out, saved.logsumexp), None, cotangents)
+        wanted = [array is not None for array in operands[:5]]
+        found = gradients_of(plan, operands, Output(saved.out, saved.logsumexp), None, cotangents, wanted)
+        return Gradients._make(found)

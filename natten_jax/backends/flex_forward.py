@@ -31,7 +31,8 @@ def softmax_of(plan: Plan, operands: Operands) -> Softmax:
         def visit(inner_step: jax.Array, softmax: Softmax) -> Softmax:
             key = sweep.load(keys, positions, inner_step, problem.heads_kv)
             value = sweep.load(values, positions, inner_step, problem.heads_kv)
-            return softmax.over(products, query, key, value, sweep.mask(positions, inner_step, repeats))
+            mask = sweep.mask(positions, inner_step, repeats)
+            return softmax.over(products, query, key, value, mask, carries_plan=True)
 
         def visit_additional(softmax: Softmax, tile: AdditionalTiles) -> tuple[Softmax, None]:
             key, value = for_tiles(tile.keys, query), for_tiles(tile.values, query)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from natten_jax.backends.base import Gradients, Operands, Output
+from natten_jax.backends.base import Operands, Output
 from natten_jax.backends.flex_blocks import materialize
 from natten_jax.backends.flex_loops import repeated, swept
 from natten_jax.backends.flex_operands import AdditionalTiles, PlacedSweep, for_tiles, untiled
@@ -31,7 +31,9 @@ from natten_jax.plan import Plan
 _AdditionalSums = tuple[jax.Array, jax.Array]
 
 
-def gradients_of(plan: Plan, operands: Operands, output: Output, rows: Rows | None, cotangents: Output) -> Gradients:
+def gradients_of(
+    plan: Plan, operands: Operands, output: Output, rows: Rows | None, cotangents: Output, wanted: Sequence[bool]
+) -> list[jax.Array | None]:
     """The rule in this module's description.
 
     Args:
@@ -40,6 +42,10 @@ def gradients_of(plan: Plan, operands: Operands, output: Output, rows: Rows | No
         output: Output and logsumexp, from whatever computed them.
         rows: What a sweep over these operands found; ``None`` where that was another backend's.
         cotangents: Of the output and the logsumexp.
+        wanted: Which of the five differentiable operands' gradients are asked for.
+
+    Returns:
+        The gradients in the operands' element types, those that are wanted at least.
     """
     products = Products(plan.problem)
     out_cotangent = products.cast(cotangents.out)
@@ -47,16 +53,24 @@ def gradients_of(plan: Plan, operands: Operands, output: Output, rows: Rows | No
     # All that is loaded of a row, in one array: the logsumexp's change, delta, and the output's cotangent.
     terms = jnp.concatenate([logsumexp_change(products, operands, output), delta[..., None], out_cotangent], axis=-1)
     known = KnownRows.of(plan.problem, operands, rows)
-    query, additional, additional_softmax = _by_query(plan, operands, known, terms)
-    key, value = _by_key(plan, operands, known, additional_softmax, terms)
-    found = Gradients(query, key, value, *additional)
-    result: Gradients = jax.tree.map(lambda own, new: new.astype(own.dtype), Gradients(*operands[:5]), found)
-    return result
+    is_by_key = wanted[1] or wanted[2]
+    of_queries: Sequence[jax.Array | None] = (None, None, None)
+    additional: Softmax | None = None
+    if wanted[0] or wanted[3] or wanted[4] or operands.additional_keys is not None:
+        of_queries, additional = _by_query(plan, operands, known, terms, carries_plan=not is_by_key)
+    of_keys: Sequence[jax.Array | None] = (None, None)
+    if is_by_key:
+        of_keys = _by_key(plan, operands, known, additional, terms)
+    found = [of_queries[0], *of_keys, *of_queries[1:]]
+    return [
+        None if new is None or own is None else new.astype(own.dtype)
+        for new, own in zip(found, operands[:5], strict=True)
+    ]
 
 
 def _by_query(
-    plan: Plan, operands: Operands, known: KnownRows, terms: jax.Array
-) -> tuple[jax.Array, Sequence[jax.Array | None], Softmax | None]:
+    plan: Plan, operands: Operands, known: KnownRows, terms: jax.Array, *, carries_plan: bool
+) -> tuple[Sequence[jax.Array | None], Softmax | None]:
     """Gradients of the queries, and of additional keys and values; and the softmax over these alone."""
     problem = plan.problem
     products = Products(problem)
@@ -83,7 +97,7 @@ def _by_query(
             key = sweep.load(keys, positions, inner_step, problem.heads_kv)
             value = sweep.load(values, positions, inner_step, problem.heads_kv)
             mask = sweep.mask(positions, inner_step, repeats)
-            weights = softmax_weights(products, query, key, rows, mask)
+            weights = softmax_weights(products, query, key, rows, mask, carries_plan=carries_plan)
             return sum_ + products.mix(weights * (products.inner(out_cotangent, value) - delta), key)
 
         def visit_additional(sum_: jax.Array, tile: AdditionalTiles) -> tuple[jax.Array, _AdditionalSums]:
@@ -105,12 +119,12 @@ def _by_query(
     sums, (query, of_additional) = swept(step, sums, (placed.positions, *cut))
     query = placed.or_nan_for_parts(products.scale * sweep.join_outer(query, problem.heads))
     if sums is None:
-        return query, (None, None), None
+        return (query, None, None), None
     assert operands.additional_keys is not None
     count = operands.additional_keys.shape[1]
     joined: Softmax = jax.tree.map(lambda array: sweep.join_outer(array, problem.heads), of_additional)
     sums = placed.or_nan_for_parts((products.scale * sums[0], sums[1]))
-    return query, [untiled(each, count) for each in sums], joined
+    return (query, *(untiled(each, count) for each in sums)), joined
 
 
 def _by_key(

@@ -165,11 +165,12 @@ def _may_be_large(problem: Problem, operands: Operands) -> jax.Array:
     """Whether some logit may exceed LARGEST_RELIABLE_LOGIT; also where some number is NaN."""
     products = Products(problem)
 
-    def longest(array: jax.Array) -> jax.Array:
+    def square(array: jax.Array) -> jax.Array:
         array = products.cast(array)
-        return jnp.sqrt(jnp.max(jnp.sum(array * array, axis=-1)))
+        return jnp.max(jnp.sum(array * array, axis=-1))
 
-    key = longest(operands.key)
+    keys = square(operands.key)
     if operands.additional_keys is not None:
-        key = jnp.maximum(key, longest(operands.additional_keys))
-    return ~(products.steepness * longest(operands.query) * key <= LARGEST_RELIABLE_LOGIT)
+        keys = jnp.maximum(keys, square(operands.additional_keys))
+    # Where the product overflows, it is not below the bound.
+    return ~(products.steepness**2 * square(operands.query) * keys <= LARGEST_RELIABLE_LOGIT**2)

@@ -88,15 +88,22 @@ class Softmax(NamedTuple):
         return cls(jnp.full((*rows, 1), -jnp.inf, dtype), jnp.zeros((*rows, 1), dtype), mixed)
 
     def over(
-        self, products: Products, query: jax.Array, key: jax.Array, value: jax.Array | None, mask: jax.Array
+        self,
+        products: Products,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array | None,
+        mask: jax.Array,
+        *,
+        carries_plan: bool = False,
     ) -> Softmax:
-        """Over more keys."""
+        """Over more keys; ``carries_plan`` as in :func:`softmax_weights`."""
         scores = products.scores(query, key)
         maximum = jnp.maximum(self.maximum, highest(scores, mask))
         decay = jnp.where(
             self.maximum == -jnp.inf, 0, jnp.exp(products.steepness * (self.maximum - reference(maximum)))
         )
-        weights = exponentials(products, scores, maximum, mask)
+        weights = exponentials(products, scores, maximum, mask, carries_plan=carries_plan)
         total = self.total * decay + weights.sum(axis=-1, keepdims=True)
         mixed = self.mixed
         if mixed is not None and value is not None:
@@ -121,10 +128,14 @@ def highest(scores: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.where(mask, scores, -jnp.inf).max(axis=-1, keepdims=True)
 
 
-def exponentials(products: Products, scores: jax.Array, maximum: jax.Array, mask: jax.Array) -> jax.Array:
+def exponentials(
+    products: Products, scores: jax.Array, maximum: jax.Array, mask: jax.Array, *, carries_plan: bool = False
+) -> jax.Array:
     """Exponentials of the logits less those of ``maximum``; 0 where a key is not seen."""
     # Masked before the exponential: it could overflow, and infinity times zero is no derivative.
-    return jnp.exp(jnp.where(mask, products.steepness * (scores - reference(maximum)), -jnp.inf))
+    logits = jnp.where(mask, products.steepness * (scores - reference(maximum)), -jnp.inf)
+    with carrying_plan() if carries_plan else contextlib.nullcontext():
+        return jnp.exp(logits)
 
 
 def softmax_weights(

@@ -26,7 +26,7 @@ _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _CALLED = re.compile(r"calls=%?([\w.-]+)")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) .*\{$")
 # What instructions of a pass are marked with (natten_jax.plan_marks): the name of a plan, and on one of them the plan.
-_PLAN_NAME = re.compile(rf"\b{NAME_ATTRIBUTE}=([0-9a-f]+)\b")
+_PLAN_NAME = re.compile(rf'\b{NAME_ATTRIBUTE}="?([0-9a-f]+)\b')
 _PLAN = f"{PLAN_ATTRIBUTE}={{"
 
 # Instructions that do nothing but run others.
