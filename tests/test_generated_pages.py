@@ -21,7 +21,7 @@ from natten_jax.profiler.flags import profiler_parser  # noqa: E402
 
 pytestmark = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
 
-PAGES = [page for page in generated.PAGES if generated._TABLE.search(page.read_text())]
+PAGES = [page for page in generated.PAGES if generated._TABLE.search(page.read_text(encoding="utf-8"))]
 SAMPLES = [
     (page.name, match)
     for page in generated.PAGES
@@ -50,7 +50,7 @@ def test_no_kind_of_sample_is_missed() -> None:
 
 
 def test_every_option_has_a_row_with_its_default() -> None:
-    page = (DOCS / "profiler-options.md").read_text()
+    page = (DOCS / "profiler-options.md").read_text(encoding="utf-8")
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `-")]
     listed = {option: row for row in rows for option in re.findall(r"`(-[-\w]+)`", row[0])}
     parser = profiler_parser()
@@ -64,7 +64,7 @@ def test_every_option_has_a_row_with_its_default() -> None:
 
 
 def test_the_page_of_backends_names_each_and_all_that_it_may_ignore() -> None:
-    page = (DOCS / "backends.md").read_text()
+    page = (DOCS / "backends.md").read_text(encoding="utf-8")
     for family in (*(backend.family for backend in backends.registered()), *WITHOUT_KERNELS):
         assert f"`{family}-" in page
     for argument in CHOICES:
