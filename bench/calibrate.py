@@ -79,7 +79,8 @@ def measure(
         for line in SETS[name]:
             records: list[dict[str, Any]] = []
             options = parse([*line.split(), "--dtype", "bf16", "--backend", f"{family}-fna", *flags])
-            found = [each for each in listings(options, device) if each.pass_ == pass_]
+            problem = main_part(options).request.problem
+            found = [each for each in listings(options, problem, device) if each.pass_ == pass_]
             if not found:
                 print(f"{line:60} no {pass_} pass")
                 continue

@@ -38,7 +38,7 @@ from natten_jax.profiler.__main__ import main
         ("-i 8 --backend nothing", "--backend nothing is unknown; choose one of"),
         ("-i 8 --backend cpu-fmha", "name it with --fmha-backend"),
         ("-i 8 --fmha-backend cpu", "--fmha-backend cpu is unknown (did you mean cpu-fmha?); choose one of"),
-        ("-i 8 --fmha-backend flex-fna", "name it with --backend, or the attention backend flex-fmha here"),
+        ("-i 8 --fmha-backend cpu-fna", "name it with --backend, or the attention backend cpu-fmha here"),
         ("-i 8 --backend xformers", "baseline of PyTorch; JAX's are cudnn"),
         ("-i 8 --backend fav2", "use --backend cudnn"),
         ("-i 8 --backend xla --add-kv 4", "--add-kv does not go with --backend xla"),

@@ -188,6 +188,33 @@ def test_dry_run_of_self_attention_lists_sizes(capsys: pytest.CaptureFixture[str
     assert "..." not in output
 
 
+@pytest.mark.parametrize("layout", ["4096", "64 64", "16 16 16"])
+@pytest.mark.parametrize("backend", ["hopper-fna", "cutlass-fna", "flex-fna", None])
+def test_dry_run_of_self_attention_lists_tiles_of_windows_too(
+    layout: str, backend: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "dry.json"
+    chosen = "" if backend is None else f"--backend {backend}"
+    assert main(f"-i {layout} -d 128 --dtype bf16 --dry-run {chosen} {HOPPER} --json {path}".split()) == 0
+    output = capsys.readouterr().out
+    for family in [backend.removesuffix("-fna")] if backend else ["hopper", "cutlass", "flex"]:
+        assert f"Use case is compatible with backend {family}-fmha." in output
+        assert f"Use case is compatible with backend {family}-fna." in output
+    assert "q_tile_size" in output and "q_tile_shape" in output and "(-w)" in output
+    ranks = {
+        each["backend"].partition("-")[2]: len(each["q_tile_shape"])
+        for each in json.loads(path.read_text(encoding="utf-8"))["configurations"]
+    }
+    assert ranks == {"fmha": 1, "fna": len(layout.split())}
+
+
+def test_dry_run_of_an_attention_backend_lists_its_tiles_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("flex-fmha", "flex-fna"):  # as NATTEN's documents call it
+        assert main(f"-i 16 16 --dry-run --fmha-backend {name}".split()) == 0
+        output = capsys.readouterr().out
+        assert "compatible with backend flex-fmha." in output and "-fna" not in output
+
+
 def test_dry_run_without_any_backend_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"-i 64 -w 8 -d 36 --backend hopper-fna --dry-run {HOPPER}".split()) == 1
     assert "not compatible with backend hopper-fna: head_dim must be a multiple of 8" in capsys.readouterr().out

@@ -23,6 +23,9 @@ from natten_jax.profiler.workload import request_of
 #: Baselines of NATTEN's profiler that do not exist in JAX.
 _FOREIGN_BASELINES = ("xformers", "fav2")
 
+#: What NATTEN's documents call backends of --fmha-backend beside their names.
+_SPELLINGS = {"flex-fna": "flex-fmha"}
+
 _OUTPUT_FILES = ("json", "csv", "plot")
 #: What only a measurement can produce or use.
 _MEASUREMENT_ONLY = ("compare", "csv", "plot", "trace_dir", "verbose")
@@ -64,7 +67,7 @@ def check_backends(parser: Parser, given: argparse.Namespace) -> None:
             _check_backend(parser, option, name)
     if given.compare is not None and given.compare == given.backend:
         parser.error(f"--compare {given.compare} is what --backend runs already")
-    name = given.fmha_backend
+    name = given.fmha_backend = _SPELLINGS.get(given.fmha_backend, given.fmha_backend)
     if name is None or name in _known_backends("fmha"):
         return
     if name in _known_backends("fna"):

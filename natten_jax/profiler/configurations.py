@@ -13,7 +13,7 @@ from natten_jax.passes import PASSES, Pass, TilePair
 from natten_jax.plan import BackendId
 from natten_jax.problem import Problem
 from natten_jax.profiler.options import Options
-from natten_jax.profiler.workload import parts_of
+from natten_jax.profiler.workload import parts_of, request_of
 from natten_jax.simulator import Simulation
 
 
@@ -54,18 +54,26 @@ def candidates(options: Options) -> tuple[Backend, ...]:
     return (backends.find(request.backend, request.problem.operator),)
 
 
-def rejections(options: Options, device: Device, pass_: Pass = "forward") -> dict[str, str]:
-    """Why the candidates that cannot run a pass cannot, by name."""
-    problem = main_part(options).request.problem
+def windows_problem(options: Options) -> Problem | None:
+    """Of self attention, what neighborhood attention would be with windows as large; ``None`` where it is not asked for.
+
+    The attention backends run self attention. Its users may be about to choose a window: tiles of windows have shapes.
+    """
+    problem = request_of(options).problem
+    is_about_attention = options.fmha_backend is not None and options.backend is None
+    return problem if problem.is_attention and not is_about_attention else None
+
+
+def rejections(options: Options, problem: Problem, device: Device, pass_: Pass = "forward") -> dict[str, str]:
+    """Why the candidates that cannot run a pass of a problem cannot, by name."""
     families = {backend.family for backend in candidates(options)}
     return {
         str(id_): reason for id_, reason in resolve.rejections(problem, device, pass_).items() if id_.family in families
     }
 
 
-def listings(options: Options, device: Device) -> Iterator[Listing]:
-    """The configurations of every candidate that can run the problem on the device, pass by pass."""
-    problem = main_part(options).request.problem
+def listings(options: Options, problem: Problem, device: Device) -> Iterator[Listing]:
+    """The configurations of every candidate that can run a problem on the device, pass by pass."""
     for backend in candidates(options):
         if backend.rejection(problem, device, "forward") is not None:
             continue

@@ -6,7 +6,15 @@ import dataclasses
 from typing import Any, TextIO
 
 from natten_jax.devices import Device
-from natten_jax.profiler.configurations import Listing, listings, rejections, tile_text
+from natten_jax.problem import Problem
+from natten_jax.profiler.configurations import (
+    Listing,
+    listings,
+    main_part,
+    rejections,
+    tile_text,
+    windows_problem,
+)
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.report import context, problem_line
 from natten_jax.profiler.tables import Table, digits, format_time, print_lines, print_table
@@ -16,17 +24,26 @@ from natten_jax.simulator import Simulation
 
 def print_dry_run(options: Options, device: Device, file: TextIO | None = None) -> bool:
     """Print the tables; return whether any backend can run the problem."""
-    problem = request_of(options).problem
-    print_lines([problem_line(options, problem), f"Device: {device}"], file)
-    found = list(listings(options, device))
-    names = list(dict.fromkeys(each.backend for each in found))
-    for name in names:
+    print_lines([problem_line(options, request_of(options).problem), f"Device: {device}"], file)
+    runs = _print_tables(options, main_part(options).request.problem, device, file)
+    windows = windows_problem(options)
+    if windows is not None:
+        line = "Windows (-w) smaller than the input have tiles with shapes, here in their order for windows as large:"
+        print_lines(["", line], file)
+        _print_tables(options, windows, device, file)
+    return runs
+
+
+def _print_tables(options: Options, problem: Problem, device: Device, file: TextIO | None) -> bool:
+    found = list(listings(options, problem, device))
+    for name in dict.fromkeys(each.backend for each in found):
         print_lines(["", f"Use case is compatible with backend {name}."], file)
         for each in found:
             if each.backend == name:
                 print_table(_table(each, options, device), file)
     lines = [
-        f"Use case is not compatible with backend {name}: {why}." for name, why in rejections(options, device).items()
+        f"Use case is not compatible with backend {name}: {why}."
+        for name, why in rejections(options, problem, device).items()
     ]
     print_lines(["", *lines] if lines else [], file)
     return bool(found)
@@ -34,9 +51,10 @@ def print_dry_run(options: Options, device: Device, file: TextIO | None = None) 
 
 def to_json(options: Options, device: Device) -> dict[str, Any]:
     """Every configuration, with what the simulator says about it."""
-    problem = request_of(options).problem
+    windows = windows_problem(options)
+    problems = [main_part(options).request.problem, *([] if windows is None else [windows])]
     return {
-        **context(options, problem),
+        **context(options, request_of(options).problem),
         "dry_run_device": dataclasses.asdict(device),
         "configurations": [
             {
@@ -47,10 +65,13 @@ def to_json(options: Options, device: Device) -> dict[str, Any]:
                 "kernel_schedules": each.schedules,
                 **_figures(each.simulate(pair, device)),
             }
-            for each in listings(options, device)
+            for problem in problems
+            for each in listings(options, problem, device)
             for pair in each.pairs
         ],
-        "rejections": {str(name): why for name, why in rejections(options, device).items()},
+        "rejections": {
+            str(name): why for problem in problems for name, why in rejections(options, problem, device).items()
+        },
     }
 
 
