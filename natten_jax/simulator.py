@@ -18,6 +18,7 @@ from __future__ import annotations
 from natten_jax.cost.advice import Recommendation, least_block_sparse_stride, recommend_stride
 from natten_jax.cost.calibration import Calibration, Kernel, calibration_for
 from natten_jax.cost.communication import Link, SplitTime, link_between, predict_split
+from natten_jax.cost.dilation_advice import DilationRecommendation, recommend_dilation
 from natten_jax.cost.predict import predict
 from natten_jax.cost.ranking import rank
 from natten_jax.cost.simulation import Simulation, simulate
@@ -26,6 +27,7 @@ from natten_jax.problem import problem_of
 
 __all__ = [
     "Calibration",
+    "DilationRecommendation",
     "Kernel",
     "Link",
     "Recommendation",
@@ -40,6 +42,7 @@ __all__ = [
     "predict_split",
     "problem_of",
     "rank",
+    "recommend_dilation",
     "recommend_stride",
     "simulate",
 ]

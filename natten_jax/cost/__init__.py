@@ -15,6 +15,7 @@
 - ``small_windows``: the form for small windows, whose time native code predicts.
 - ``small_window_counts``: what that form executes and loads.
 - ``advice``: strides with which no tile needs a mask.
+- ``dilation_advice``: dilations that are faster.
 
 :mod:`natten_jax.simulator` is their public face.
 

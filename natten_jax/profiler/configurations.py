@@ -55,7 +55,7 @@ def candidates(options: Options) -> tuple[Backend, ...]:
 
 
 def windows_problem(options: Options) -> Problem | None:
-    """Of self attention, what neighborhood attention would be with windows as large; ``None`` where it is not asked for.
+    """Of self attention, what neighborhood attention is with windows as large; ``None`` where it is not asked for.
 
     The attention backends run self attention. Its users may be about to choose a window: tiles of windows have shapes.
     """

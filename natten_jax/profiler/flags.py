@@ -222,7 +222,7 @@ def _add_modes(group: Any) -> None:
         "--max-configs", type=at_least(0), default=10, metavar="N", help="rows of each list; 0: all (default: 10)"
     )
     group.add_argument(
-        "--simulate", action="store_true", help="predict the time, explain it, and recommend a stride"
+        "--simulate", action="store_true", help="predict the time, explain it, and recommend a stride and a dilation"
     )
     group.add_argument(
         "--compute-capability", type=compute_capability, metavar="X.Y",

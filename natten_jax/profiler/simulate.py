@@ -1,4 +1,4 @@
-"""``--simulate``: what a problem comes to on a device, predicted and explained, and a stride that suits it better."""
+"""``--simulate``: what a problem comes to on a device, predicted and explained, and which windows suit it better."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from natten_jax.profiler.split import splits_tokens, token_parts
 from natten_jax.profiler.tables import Table, digits, format_time, print_lines, print_table
 from natten_jax.profiler.workload import device_parts, passes, request_of
 from natten_jax.resolve import Request, resolve
-from natten_jax.simulator import Recommendation, Simulation, SplitTime
+from natten_jax.simulator import DilationRecommendation, Recommendation, Simulation, SplitTime
+
+#: Of the fastest pairs of tiles, those that dilations are tried with.
+_PAIRS_TO_DILATE = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Simulated:
         split: By name of the pass, what it takes on the devices that the options ask for; ``None`` where that was not
             calibrated.
         recommendation: A stride that needs no masks; ``None`` where there is none, or none is needed.
+        dilation: A dilation that is faster; ``None`` where none is.
     """
 
     options: Options
@@ -38,6 +42,7 @@ class Simulated:
     passes: dict[Pass, tuple[str, Simulation]]
     split: dict[Pass, SplitTime | None]
     recommendation: Recommendation | None
+    dilation: DilationRecommendation | None
 
 
 def simulate(options: Options, device: Device) -> Simulated:
@@ -59,16 +64,17 @@ def simulate(options: Options, device: Device) -> Simulated:
         if options.devices > 1:
             times[pass_] = _split_time(options, of_device, device, pass_)
     assert first is not None
-    recommendation = None
+    recommendation, dilation = None, None
     forward = simulated["forward"][1]
-    if not forward.counts.is_fully_block_sparse and not request.problem.is_attention:
+    if not request.problem.is_attention:
         requested = request.performance.tiles("forward")
-        recommendation = simulator.recommend_stride(
-            request.problem,
-            [requested] if requested else first.pairs,
-            calibration=simulator.calibration_for(first.backend.family, device.compute_capability),
-        )
-    return Simulated(options, device, simulated, times, recommendation)
+        pairs = [requested] if requested else first.pairs
+        calibration = simulator.calibration_for(first.backend.family, device.compute_capability)
+        if not forward.counts.is_fully_block_sparse:
+            recommendation = simulator.recommend_stride(request.problem, pairs, calibration=calibration)
+        fastest = pairs[:_PAIRS_TO_DILATE]
+        dilation = simulator.recommend_dilation(request.problem, fastest, calibration=calibration)
+    return Simulated(options, device, simulated, times, recommendation, dilation)
 
 
 def _split_time(options: Options, request: Request, device: Device, pass_: Pass) -> SplitTime | None:
@@ -111,6 +117,9 @@ def to_json(simulated: Simulated) -> dict[str, Any]:
         "recommendation": None
         if simulated.recommendation is None
         else {"stride": simulated.recommendation.stride, **_values(simulated.recommendation.simulation)},
+        "dilation_recommendation": None
+        if simulated.dilation is None
+        else {"dilation": simulated.dilation.dilation, **_values(simulated.dilation.simulation)},
     }
 
 
@@ -179,6 +188,11 @@ def _split_lines(simulated: Simulated) -> Iterator[str]:
 
 
 def _advice(simulated: Simulated) -> Iterator[str]:
+    yield from _stride_advice(simulated)
+    yield from _dilation_advice(simulated)
+
+
+def _stride_advice(simulated: Simulated) -> Iterator[str]:
     forward = simulated.passes["forward"][1]
     if forward.counts.is_fully_block_sparse:
         yield "No tile of the forward pass needs a mask: the mask is fully block-sparse."
@@ -188,12 +202,33 @@ def _advice(simulated: Simulated) -> Iterator[str]:
         if not forward.problem.is_attention:
             yield "No stride makes the mask fully block-sparse for tiles that this backend offers."
         return
-    tiles = " and ".join(map(tile_text, found.simulation.pair))
-    line = (
+    yield (
         f"Stride {tile_text(found.stride)} is the smallest that makes the mask fully block-sparse at nearly the best "
-        f"speed, with tiles {tiles}"
+        f"speed, with tiles {_gain(found.simulation, forward)}. (-s {' '.join(map(str, found.stride))}; another stride "
+        "is another model.)"
     )
-    if found.simulation.seconds is not None and forward.seconds is not None:
-        gain = forward.seconds / found.simulation.seconds
-        line += f": {format_time(found.simulation.seconds)} predicted, {digits(gain)}X as fast"
-    yield f"{line}. (-s {' '.join(map(str, found.stride))}; another stride is another model.)"
+
+
+def _dilation_advice(simulated: Simulated) -> Iterator[str]:
+    forward, found = simulated.passes["forward"][1], simulated.dilation
+    if forward.problem.is_attention:
+        return
+    if found is None:
+        yield "No dilation that was tried makes the forward pass faster."
+        return
+    mask = ", without any mask" if found.simulation.counts.is_fully_block_sparse else ""
+    yield (
+        f"Dilation {tile_text(found.dilation)} is the smallest at nearly the best speed{mask}, with tiles "
+        f"{_gain(found.simulation, forward)}. (--dilation {' '.join(map(str, found.dilation))}; another dilation is "
+        "another model.)"
+    )
+
+
+def _gain(simulation: Simulation, forward: Simulation) -> str:
+    """The tiles of a recommendation, and what it gains."""
+    line = " and ".join(map(tile_text, simulation.pair))
+    if simulation.seconds is None or forward.seconds is None:
+        saved = 1 - simulation.executed_flops / forward.executed_flops
+        return f"{line}: {saved:.0%} fewer operations"
+    gain = forward.seconds / simulation.seconds
+    return f"{line}: {format_time(simulation.seconds)} predicted, {digits(gain)}X as fast"
