@@ -79,3 +79,20 @@ def test_without_the_native_module_nobody_knows(name: str, monkeypatch: pytest.M
     problem = simulator.problem_of((1024,), 8)
     reason = backends.find(f"{name}-fna", "fna").rejection(problem, device, "forward")
     assert reason == "the native module was eaten"
+
+
+@pytest.mark.parametrize("name", ["hopper", "cutlass"])
+@pytest.mark.parametrize("head_dims", [(512, 64), (64, 264)])
+def test_heads_without_kernels_have_no_tiles(name: str, head_dims: tuple[int, int]) -> None:
+    problem = simulator.problem_of((64,), 8, head_dim=head_dims[0], head_dim_v=head_dims[1], dtype="bfloat16")
+    backend = backends.find(f"{name}-fna", "fna")
+    rule = (
+        rf"{name} has no tiles for these heads: head_dim(_v)? must be a multiple of 8 up to 256, not {max(head_dims)}"
+    )
+    for pass_ in PASSES:
+        with pytest.raises(ValueError, match=rule):
+            backend.largest_tiles(problem, HOPPER, pass_)
+        with pytest.raises(ValueError, match=rule):
+            backend.tile_pairs(problem, HOPPER, pass_)
+        with pytest.raises(ValueError, match=rule):
+            backend.offers(problem, HOPPER, pass_, ((8,), (8,)))

@@ -83,12 +83,11 @@ void forward(const Plan& plan, const Item& item, std::byte* scratch) {
       inverse[lane] = sum == 0.0f ? 0.0f : 1.0f / sum;
     }
     for (int lane = 0; lane < block.active; ++lane) {
-      const float shift = softmax(i).maximum[lane], sum = softmax(i).sum[lane];
-      const float logsumexp = shift * kLn2 + __builtin_logf(sum);
+      const float shift = softmax(i).maximum[lane], sum = softmax(i).sum[lane], log2_sum = __builtin_log2f(sum);
+      const float logsumexp = shift * kLn2 + log2_sum * kLn2;
       plan.arrays.logsumexp[block.row[lane]] = logsumexp;
       if (plan.arrays.remainder != nullptr) {
-        plan.arrays.remainder[block.row[lane]] =
-            sum == 0.0f ? 0.0f : logsumexp_remainder(logsumexp, shift, __builtin_log2f(sum));
+        plan.arrays.remainder[block.row[lane]] = sum == 0.0f ? 0.0f : logsumexp_remainder(logsumexp, shift, log2_sum);
       }
     }
     store_lanes(block, w.sums_b + i * p.head_dim_v * kLanes, p.head_dim_v, inverse, w.lines,

@@ -3,11 +3,12 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
-#include <limits>
 #include <string>
 #include <string_view>
 #include <type_traits>
 #include <utility>
+
+#include "natten_jax/axis_fields.h"
 
 namespace natten_jax::ffi {
 namespace {
@@ -16,7 +17,6 @@ using xffi::AnyBuffer;
 using xffi::DataType;
 using xffi::Error;
 
-constexpr std::int64_t kLargestExtent = std::numeric_limits<std::int32_t>::max();
 constexpr std::int64_t kAttributes = 4;  // axes, q_tile_shape, kv_tile_shape, scale
 
 template <typename Part>
@@ -67,30 +67,6 @@ const char* type_name(DataType type) {
 /// By ElementType.
 constexpr DataType kDataTypes[] = {DataType::F32, DataType::F16, DataType::BF16};
 static_assert(std::size(kDataTypes) == kElementTypes);
-
-/// A number that the attribute `axes` holds of each token dimension.
-struct AxisField {
-  const char* name;
-  std::int64_t smallest, largest;
-  std::int64_t (*get)(const Axis&);
-  void (*set)(Axis&, std::int64_t);
-};
-
-/// In the order of a row of `axes`.
-constexpr AxisField kAxisFields[] = {
-    {"query_extent", 1, kLargestExtent, [](const Axis& a) { return a.query.extent; },
-     [](Axis& a, std::int64_t value) { a.query.extent = value; }},
-    {"kv_extent", 1, kLargestExtent, [](const Axis& a) { return a.kv.extent; },
-     [](Axis& a, std::int64_t value) { a.kv.extent = value; }},
-    {"kernel_size", 1, kLargestExtent, [](const Axis& a) { return a.window.kernel_size; },
-     [](Axis& a, std::int64_t value) { a.window.kernel_size = value; }},
-    {"stride", 1, kLargestExtent, [](const Axis& a) { return a.window.stride; },
-     [](Axis& a, std::int64_t value) { a.window.stride = value; }},
-    {"dilation", 1, kLargestExtent, [](const Axis& a) { return a.window.dilation; },
-     [](Axis& a, std::int64_t value) { a.window.dilation = value; }},
-    {"is_causal", 0, 1, [](const Axis& a) { return std::int64_t{a.window.is_causal}; },
-     [](Axis& a, std::int64_t value) { a.window.is_causal = value == 1; }},
-};
 
 /// "name is [x, y, z]".
 std::string described(const char* name, const Axis (&axes)[kRank]) {
@@ -162,6 +138,9 @@ Error decode_tile(const xffi::Dictionary& dictionary, const char* name, std::int
   return Error::Success();
 }
 
+/// What kernels copy at a time, and what XLA gives whole buffers several times over.
+constexpr std::uintptr_t kAlignment = 16;
+
 Error check_rank_and_extents(const char* name, const AnyBuffer& array, std::size_t rank, const char* axes) {
   const auto shape = array.dimensions();
   if (shape.size() != rank) {
@@ -220,7 +199,15 @@ DataType data_type(ElementType type) {
   return kDataTypes[static_cast<int>(type)];
 }
 
+Error check_alignment(const char* name, const AnyBuffer& array) {
+  const std::uintptr_t excess = reinterpret_cast<std::uintptr_t>(array.untyped_data()) % kAlignment;
+  if (excess == 0) return Error::Success();
+  return invalid(name, " begins ", excess, " bytes past a multiple of ", kAlignment,
+                 " bytes, but must begin at such a multiple");
+}
+
 Error decode_element_type(const char* name, const AnyBuffer& array, ElementType& type) {
+  NATTEN_JAX_RETURN_IF_ERROR(check_alignment(name, array));
   std::string known;
   for (int i = 0; i < kElementTypes; ++i) {
     if (array.element_type() == kDataTypes[i]) {
@@ -234,6 +221,7 @@ Error decode_element_type(const char* name, const AnyBuffer& array, ElementType&
 
 Error check_array(const char* name, const AnyBuffer& array, DataType type, std::initializer_list<std::int64_t> shape,
                   const char* rule) {
+  NATTEN_JAX_RETURN_IF_ERROR(check_alignment(name, array));
   if (array.element_type() != type) {
     return invalid(name, " has dtype ", type_name(array.element_type()), ", but must have ", type_name(type), ": ",
                    rule);

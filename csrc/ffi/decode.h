@@ -65,6 +65,9 @@ xffi::Error decode_origins(const xffi::AnyBuffer& origins, const std::int32_t*& 
 /// Element type of the problem's arrays.
 xffi::DataType data_type(ElementType type);
 
+/// Checks that an array begins where kernels can load from.
+xffi::Error check_alignment(const char* name, const xffi::AnyBuffer& array);
+
 /// The element type of an array, or an error where the kernels know none such.
 xffi::Error decode_element_type(const char* name, const xffi::AnyBuffer& array, ElementType& type);
 

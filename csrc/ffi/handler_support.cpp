@@ -45,6 +45,7 @@ xffi::Error check_gradients(const ProblemOperands& operands, const std::array<co
   const xffi::AnyBuffer* of[] = {&operands.query, &operands.key, &operands.value, &operands.additional_keys,
                                  &operands.additional_values};
   for (std::size_t i = 0; i < gradients.size(); ++i) {
+    NATTEN_JAX_RETURN_IF_ERROR(check_alignment((std::string("result ") + kNames[i]).c_str(), *gradients[i]));
     const auto actual = gradients[i]->dimensions(), expected = of[i]->dimensions();
     if (gradients[i]->element_type() != of[i]->element_type() ||
         !std::equal(actual.begin(), actual.end(), expected.begin(), expected.end())) {

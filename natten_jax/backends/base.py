@@ -159,15 +159,34 @@ class Backend(abc.ABC):
             return f"it runs on {self.platform}, not on {device}"
         if problem.dtype not in self.dtypes:
             return f"it supports {', '.join(self.dtypes)}, not {problem.dtype}"
-        for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-            most = self.largest_head_dim
-            if head_dim % self.head_dim_step or (most is not None and head_dim > most):
-                return f"{name} must be a multiple of {self.head_dim_step} up to {most}, not {head_dim}"
+        reason = self.heads_rejection(problem)
+        if reason is not None:
+            return reason
         if not self.is_pure_jax and native.load_error is not None:
             return native.load_error  # it would say what the kernels take, too
         if not device.is_present:
             return None
         return next(filter(None, map(native.missing, self.targets.get(pass_, ()))), None)
+
+    @classmethod
+    def heads_rejection(cls, problem: Problem) -> str | None:
+        """Why this backend has no kernels for the problem's heads; ``None`` where it has."""
+        for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+            most = cls.largest_head_dim
+            if head_dim % cls.head_dim_step or (most is not None and head_dim > most):
+                return f"{name} must be a multiple of {cls.head_dim_step} up to {most}, not {head_dim}"
+        return None
+
+    @classmethod
+    def check_heads(cls, problem: Problem) -> None:
+        """Refuse heads that there are no kernels for, and so no tiles.
+
+        Raises:
+            ValueError: There are none.
+        """
+        reason = cls.heads_rejection(problem)
+        if reason is not None:
+            raise ValueError(f"{cls.family} has no tiles for these heads: {reason}")
 
     @abc.abstractmethod
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:

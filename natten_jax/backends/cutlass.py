@@ -225,6 +225,7 @@ def _shared_memory(device: Device) -> int:
 
 def _largest_tiles(problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
     """Most queries and keys of a tile that the narrowest kernel for these heads takes on a device."""
+    CutlassBackend.check_heads(problem)
     wider, size = max(problem.head_dim, problem.head_dim_v), ELEMENT_BYTES[problem.dtype]
     forms = [form for form in _LIMITS[pass_] if form["element_bytes"] == size and form["head_dim"] >= wider]
     narrowest = min(form["head_dim"] for form in forms)
@@ -238,6 +239,7 @@ def _largest_tiles(problem: Problem, device: Device, pass_: Pass) -> tuple[int, 
 
 def _large_tile_sizes(problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[int, int], ...]:
     """Queries and keys of the tiles that are ranked, of kernels for large windows."""
+    CutlassBackend.check_heads(problem)
     if pass_ == "backward":
         return (64, 128), (64, 64), (128, 128), (128, 64)
     most, keys = _largest_tiles(problem, device, pass_)

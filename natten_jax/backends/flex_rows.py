@@ -162,11 +162,16 @@ def rows_by_key(
 
 
 def _may_be_large(problem: Problem, operands: Operands) -> jax.Array:
-    """Whether some logit may exceed LARGEST_RELIABLE_LOGIT; also where some number is NaN."""
+    """Whether some logit of numbers that are finite may exceed LARGEST_RELIABLE_LOGIT.
+
+    Rows are found anew for the whole batch or not at all, and round otherwise then. Numbers that are not finite make
+    their rows' weights NaN either way, and must not change those of other batch entries.
+    """
     products = Products(problem)
 
     def square(array: jax.Array) -> jax.Array:
         array = products.cast(array)
+        array = jnp.where(jnp.isfinite(array), array, 0)
         return jnp.max(jnp.sum(array * array, axis=-1))
 
     keys = square(operands.key)

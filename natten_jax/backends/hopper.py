@@ -102,6 +102,7 @@ def _forward_attributes(plan: Plan) -> dict[str, Shape | float]:
 
 def _tile_tokens(problem: Problem, pass_: Pass) -> list[tuple[int, int]]:
     """Queries and keys of the tiles that the narrowest kernels for these heads are compiled for."""
+    HopperBackend.check_heads(problem)
     wider = max(problem.head_dim, problem.head_dim_v)
     forms = [form for form in _LIMITS[pass_] if form["head_dim"] >= wider]
     narrowest = min(form["head_dim"] for form in forms)

@@ -21,6 +21,7 @@ from natten_jax.performance import Performance
 
 from .accuracy import excesses, expectation
 from .problem import Fuzzed
+from .spoiled import Inputs
 
 Results = tuple[tuple[jax.Array, jax.Array], oracle.Tensors]
 
@@ -33,7 +34,7 @@ def complaints(problems: Sequence[Fuzzed]) -> list[list[str]]:
             problem is worth nothing.
     """
     try:
-        results = run(problems)
+        results, spoiled = run_both(problems)
     except Exception as error:
         if not device_computes():
             raise
@@ -43,11 +44,13 @@ def complaints(problems: Sequence[Fuzzed]) -> list[list[str]]:
         if not any(alone):
             alone[0] = [f"fails in one program with {len(problems) - 1} others, but not alone: {error}"]
         return alone
-    different = {inputs_of(problem): problem for problem in problems}
+    different = {inputs_of(problem): problem for problem in problems if problem.spoiled is None}
     expected = {inputs: expectation(problem) for inputs, problem in different.items()}
     return [
         [str(excess) for excess in excesses(problem, expected[inputs_of(problem)], *result)]
-        for problem, result in zip(problems, results, strict=True)
+        if problem.spoiled is None
+        else problem.spoiled.leaks(result, with_spoiled, problem.is_reproducible)
+        for problem, result, with_spoiled in zip(problems, results, spoiled, strict=True)
     ]
 
 
@@ -60,37 +63,53 @@ def device_computes() -> bool:
 
 
 def run(problems: Sequence[Fuzzed]) -> list[Results]:
-    """Both passes of each problem, as NumPy arrays.
+    """Both passes of each problem, as NumPy arrays."""
+    return run_both(problems)[0]
+
+
+def run_both(problems: Sequence[Fuzzed]) -> tuple[list[Results], list[Results]]:
+    """Both passes of each problem, as NumPy arrays: with finite inputs, and with all that they may have.
 
     The memory of the results is given to the program full of NaN, so that elements which a kernel forgets are seen.
     """
     is_double = any(problem.dtype == "float64" for problem in problems)
     with jax.enable_x64(is_double):
-        shared: dict[Any, Any] = {}
-        for problem in problems:
-            if inputs_of(problem) not in shared:
-                arrays = problem.inputs(), problem.origins()
-                shared[inputs_of(problem)] = jax.tree.map(jax.device_put, arrays)
-        arguments = [shared[inputs_of(problem)] for problem in problems]
+        arguments = _arguments(problems, Fuzzed.inputs)
         functions = [both_passes(problem) for problem in problems]
 
         def program(arguments: Any) -> list[Results]:
             return [function(*each) for function, each in zip(functions, arguments, strict=True)]
 
         jaxpr, types = jax.make_jaxpr(program, return_shape=True)(arguments)
-        poison = jax.tree.map(not_a_number, types)
         poisoned = jax.jit(
             lambda arrays, _: jaxpr_as_fun(jaxpr)(*arrays),
             donate_argnums=1,
             keep_unused=True,
             compiler_options=QUICK_COMPILATION,
         )
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            flat = poisoned(jax.tree.leaves(arguments), jax.tree.leaves(poison))
-        results = jax.tree.map(np.asarray, jax.tree.unflatten(jax.tree.structure(types), flat))
+
+        def results_of(arguments: Any) -> list[Results]:
+            poison = jax.tree.map(not_a_number, types)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+                flat = poisoned(jax.tree.leaves(arguments), jax.tree.leaves(poison))
+            found: list[Results] = jax.tree.map(np.asarray, jax.tree.unflatten(jax.tree.structure(types), flat))
+            return found
+
+        results = spoiled = results_of(arguments)
+        if any(problem.spoiled is not None for problem in problems):
+            spoiled = results_of(_arguments(problems, Fuzzed.spoiled_inputs))
         jax.clear_caches()
-        return results
+        return results, spoiled
+
+
+def _arguments(problems: Sequence[Fuzzed], inputs: Callable[[Fuzzed], Inputs]) -> list[Any]:
+    """Inputs and origins of each problem on the device; problems share theirs."""
+    shared: dict[Any, Any] = {}
+    for problem in problems:
+        if inputs_of(problem) not in shared:
+            shared[inputs_of(problem)] = jax.tree.map(jax.device_put, (inputs(problem), problem.origins()))
+    return [shared[inputs_of(problem)] for problem in problems]
 
 
 def not_a_number(like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -104,7 +123,7 @@ def inputs_of(problem: Fuzzed) -> tuple[Any, ...]:
     """What the inputs of a problem depend on: variants share them."""
     return (
         problem.case, problem.dtype, problem.seed, problem.query_factor, problem.value_factor,
-        problem.queries, problem.keys,
+        problem.queries, problem.keys, problem.spoiled,
     )  # fmt: skip
 
 

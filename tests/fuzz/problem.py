@@ -20,12 +20,17 @@ from natten_jax.passes import PASSES, Pass
 from natten_jax.performance import Performance, tile_names
 from natten_jax.problem import Operator, Problem
 
+from .spoiled import Inputs, Spoiled
+
 Ranges = tuple[tuple[int, int], ...]
 
 #: Head dimensions beyond those of ``random_case``: where kernels for wider heads take over, and just above.
 WIDE_HEADS = (64, 72, 96, 128, 136, 192, 256)
 #: Most tokens of the few large problems, and of a tile.
 LARGE, LARGEST_TILE = 1600, 256
+#: Batch entries and heads of keys of problems with numbers that are not finite: of GPUs, so many that each processor
+#: has several tiles, one after the other.
+SPOILED_BATCHES, SPOILED_BATCHES_OF_GPUS, SPOILED_HEADS = (2, 3, 5), (3, 12, 40, 96), (1, 2, 3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +48,8 @@ class Fuzzed:
         is_direct: Whether the backend's own two passes are called, without the public operator.
         queries: The range of queries in each dimension that is computed, where that is only a part; direct calls only.
         keys: The range of keys that takes part.
+        spoiled: Numbers of the inputs that are not finite: what does not depend on them is compared with that of a run
+            with zeros in their place.
     """
 
     family: str
@@ -55,6 +62,7 @@ class Fuzzed:
     is_direct: bool = False
     queries: Ranges | None = None
     keys: Ranges | None = None
+    spoiled: Spoiled | None = None
 
     @property
     def operator(self) -> Operator:
@@ -67,12 +75,26 @@ class Fuzzed:
         return f"{self.family}-{self.operator}"
 
     @property
+    def is_reproducible(self) -> bool:
+        """Whether query gradients are the same to the last bit in every run."""
+        return self.family in ("cpu", "flex") or bool(self.tiles.get("backward_deterministic", False))
+
+    @property
     def is_merged(self) -> bool:
         """Whether attention to additional tokens is computed apart and merged."""
         return self.case.additional > 0 and not self.case.fused
 
-    def inputs(self) -> tuple[oracle.Tensors, tuple[np.ndarray, np.ndarray]]:
+    def inputs(self) -> Inputs:
         """Operands, and cotangents of output and logsumexp; of a part, if only that is run."""
+        inputs = self._finite_inputs()
+        return inputs if self.spoiled is None else self.spoiled.apply(inputs, 0)
+
+    def spoiled_inputs(self) -> Inputs:
+        """The same with the numbers that are not finite."""
+        inputs = self._finite_inputs()
+        return inputs if self.spoiled is None else self.spoiled.apply(inputs, float(self.spoiled.number))
+
+    def _finite_inputs(self) -> Inputs:
         query, key, value, keys, values = self.case.host_operands(self.dtype, self.seed)
         d_out, d_lse = self.case.host_cotangents(self.dtype, self.seed)
         own, halo = _slices(self.queries), _slices(self.keys)
@@ -157,6 +179,9 @@ def draw(family: Family, operators: tuple[str, ...], seed: int, number: int, is_
         )
     if is_direct and case.additional:
         case = dataclasses.replace(case, fused=True)
+    spoiled = None
+    if rng.random() < 0.2:
+        case, spoiled = _spoiled(rng, case, family.needs_gpu)
     problem = Fuzzed(
         family=family.name,
         case=case.fitted(family),
@@ -165,11 +190,27 @@ def draw(family: Family, operators: tuple[str, ...], seed: int, number: int, is_
         query_factor=_factor(rng),
         value_factor=_factor(rng),
         is_direct=is_direct,
+        spoiled=spoiled,
     )
     if is_direct and case.queries is None and rng.random() < 0.25:
         of_queries, of_keys = (tuple(_range(rng, extent) for extent in case.layout) for _ in range(2))
         problem = dataclasses.replace(problem, queries=of_queries, keys=of_keys)
     return with_tiles(problem, rng)
+
+
+def _spoiled(rng: np.random.Generator, case: Case, needs_gpu: bool) -> tuple[Case, Spoiled]:
+    """The problem with several entries, and numbers of one of them. No oracle has to compute it: it may be larger."""
+    heads_kv = int(rng.choice(SPOILED_HEADS))
+    case = dataclasses.replace(
+        case,
+        batch=int(rng.choice(SPOILED_BATCHES_OF_GPUS if needs_gpu else SPOILED_BATCHES)),
+        heads=heads_kv * int(rng.integers(1, 3)),
+        heads_kv=heads_kv,
+    )
+    if rng.random() < 0.5:
+        head_dim, head_dim_v = (int(n) for n in rng.choice((8, 32, *WIDE_HEADS), 2))
+        case = dataclasses.replace(case, head_dim=head_dim, head_dim_v=head_dim_v)
+    return case, Spoiled.draw(rng, case.additional > 0)
 
 
 def variants(problem: Fuzzed, count: int) -> list[Fuzzed]:

@@ -17,6 +17,7 @@ Problem {number} of seed {seed}, made simpler where it still failed. Run it in t
 
 from tests.fuzz.execution import complaints
 from tests.fuzz.problem import Case, Fuzzed
+from tests.fuzz.spoiled import Spoiled
 
 problem = {problem}
 print("\\n".join(complaints([problem])[0]) or "nothing is wrong")
@@ -51,6 +52,9 @@ def _simpler(problem: Fuzzed) -> Iterator[Fuzzed]:
     changes: dict[str, Any]
     for changes in ({"queries": None, "keys": None}, {"query_factor": 1.0}, {"value_factor": 1.0}, {"tiles": {}}):
         yield from _changed(problem, changes)
+    if problem.spoiled is not None:
+        for changes in ({"extent": "number"}, {"batch": 0}, {"head": 0}, {"place": (0, 0)}):
+            yield from _changed(problem, {"spoiled": dataclasses.replace(problem.spoiled, **changes)})
     for name in problem.tiles:
         partner = name.replace("kv_tile", "q_tile") if "kv_tile" in name else name.replace("q_tile", "kv_tile")
         fewer = {key: value for key, value in problem.tiles.items() if key not in (name, partner)}
@@ -61,7 +65,7 @@ def _simpler(problem: Fuzzed) -> Iterator[Fuzzed]:
     rank = case.rank
     steps: list[dict[str, Any]] = [
         {"additional": 0, "fused": False},
-        {"batch": 1},
+        *({"batch": batch} for batch in (1, 2, case.batch // 2) if 0 < batch < case.batch),
         {"heads": case.heads_kv},
         {"heads": case.heads // case.heads_kv, "heads_kv": 1},
         {"heads": 1, "heads_kv": 1},

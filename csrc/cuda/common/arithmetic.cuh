@@ -69,6 +69,14 @@ CUTE_DEVICE float fast_exp2(float x) {
   return y;
 }
 
+/// log2(x) to about 2^-22, or 3 ulp where that is more; -infinity of denormal numbers and of zero. What rows' sums of
+/// weights come to: never denormal, and all that is computed from a sum uses the same logarithm of it.
+CUTE_DEVICE float fast_log2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 /// How large the weights of an online softmax may become, in base 2, before earlier results are rescaled: most tiles
 /// then rescale nothing, and half precision holds the weights (the bound is FlashAttention-4's).
 constexpr float kHeadroom = 8.f;

@@ -4,6 +4,7 @@
 #include <cute/config.hpp>
 
 #include "cuda/common/device_axis.h"
+#include "cuda/common/launch.cuh"
 #include "natten_jax/windows.h"
 
 namespace natten_jax {
@@ -14,7 +15,7 @@ struct Origin {
 
   /// The origin at `index`, or zero where there are no origins.
   CUTE_DEVICE static Origin load(const std::int32_t* origins, int index, int dilation) {
-    return origins == nullptr ? Origin{0, 0} : split(origins[index], dilation);
+    return origins == nullptr ? Origin{0, 0} : split(load_written(origins + index), dilation);
   }
 
   CUTE_DEVICE static Origin split(int origin, int dilation) {

@@ -23,13 +23,18 @@ struct LaunchShape {
   bool overlaps = false;
 };
 
+/// Lets launches of a kernel on the device at hand have all the shared memory that it can give them.
+///
+/// What a kernel may have is one number for a device, which all threads of the host share: set to what a launch needs,
+/// it could be lowered by another thread's before the launch. It is set once, to the most.
+cudaError_t allow_all_shared_memory(const void* kernel);
+
 /// Launches a kernel. The result is that of this launch: errors of other calls that nobody has asked for stay theirs.
 template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), const LaunchShape& shape, Arguments&&... arguments) {
   static_assert((sizeof(Parameters) + ... + 0) <= kMostParameterBytes);
   if (shape.shared_memory > 0) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_memory);
+    const cudaError_t error = allow_all_shared_memory(reinterpret_cast<const void*>(kernel));
     if (error != cudaSuccess) return error;
   }
   cudaLaunchAttribute attribute{};
@@ -51,6 +56,14 @@ __device__ inline void allow_next_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+/// Loads what a kernel before the one before wrote. That one is done where the one before has waited for it, but only
+/// threads that wait themselves are promised to see all that it wrote: this is read from the second-level cache, past
+/// the first, which may hold what was there earlier.
+template <class Number>
+__device__ __forceinline__ Number load_written(const Number* number) {
+  return __ldcg(number);
 }
 
 /// Waits until the kernel before is done and what it wrote can be read.

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <string>
+#include <tuple>
 
 #include "natten_jax/problem.h"
 #include "natten_jax/status.h"
@@ -22,6 +24,28 @@ inline Status check_head_dims(const Problem& problem, std::int64_t step, std::in
       return Status::invalid_argument("a head dimension is " + std::to_string(head_dim) +
                                       ", but must be a multiple of " + std::to_string(step) + " and at most " +
                                       std::to_string(largest));
+    }
+  }
+  return {};
+}
+
+/// An error where 32 bits do not hold the bytes from a token to the next, whose heads are at most as wide.
+inline Status check_token_bytes(const Problem& problem, std::int64_t largest_head_dim, std::int64_t largest_element) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+  if (problem.heads <= kMost / (largest_head_dim * largest_element)) return {};
+  return Status::invalid_argument("query has " + std::to_string(problem.heads) +
+                                  " heads, with which a token has 2^31 bytes or more");
+}
+
+/// An error where 32 bits do not number the heads of all tokens of an array.
+inline Status check_rows(const Problem& problem) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+  for (const auto& [name, tokens, heads] :
+       {std::tuple{"query", problem.queries(), problem.heads}, std::tuple{"key", problem.keys(), problem.heads_kv},
+        std::tuple{"additional_keys", problem.additional_kv, problem.heads_kv}}) {
+    // Extents have 31 bits, and so have the numbers of heads; products of more than two are not taken before a check.
+    if (tokens > kMost || tokens * heads > kMost || tokens * heads * problem.batch > kMost) {
+      return Status::invalid_argument(std::string(name) + " has 2^31 heads of all its tokens or more");
     }
   }
   return {};

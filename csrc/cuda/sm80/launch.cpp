@@ -23,8 +23,7 @@ Status check_arrays(const Problem& problem) {
   if (problem.queries() > kMost || problem.keys() > kMost) {
     return Status::invalid_argument("a batch entry has 2^31 tokens or more");
   }
-  if (problem.heads * kLargestHeadDim * 4 > kMost) return Status::invalid_argument("a token has 2^31 bytes or more");
-  return {};
+  return check_token_bytes(problem, kLargestHeadDim, sizeof(float));
 }
 
 Status check_tile(const char* name, const std::int64_t (&tile)[kRank], std::int64_t largest) {

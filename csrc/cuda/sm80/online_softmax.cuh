@@ -97,12 +97,13 @@ struct OnlineSoftmax {
       of_row = i == j ? -offset[j / 2][j % 2] : of_row;
     }
     if (sum == 0.f) return make_float2(-INFINITY, 0.f);
+    const float log2_sum = fast_log2(sum);
     if (!subtracts()) {
-      const float result = of_row * kLn2 + logf(sum);
-      return make_float2(result, logsumexp_remainder(result, of_row, log2f(sum)));
+      const float result = of_row * kLn2 + log2_sum * kLn2;
+      return make_float2(result, logsumexp_remainder(result, of_row, log2_sum));
     }
-    const float logit = subtracted(i), result = __fmul_rn(logit, exponent_scale) * kLn2 + logf(sum);
-    return make_float2(result, logsumexp_remainder(result, logit, exponent_scale, log2f(sum)));
+    const float logit = subtracted(i), result = __fmul_rn(logit, exponent_scale) * kLn2 + log2_sum * kLn2;
+    return make_float2(result, logsumexp_remainder(result, logit, exponent_scale, log2_sum));
   }
 
  private:

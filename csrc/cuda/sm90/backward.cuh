@@ -20,7 +20,7 @@ namespace natten_jax::sm90 {
 template <class Traits>
 CUTE_DEVICE void prepare_backward(const BackwardParams& p, typename Traits::SharedStorage& shared) {
   if (p.clears_tiles) {
-    // Rows and columns that no load reaches must be finite: their weights are zero.
+    // Rows that no load reaches must be finite: their weights are zero.
     constexpr int kWords = offsetof(typename Traits::SharedStorage, weights) / sizeof(uint4);
     for (int i = threadIdx.x; i < kWords; i += kThreads) {
       reinterpret_cast<uint4*>(&shared)[i] = make_uint4(0, 0, 0, 0);

@@ -100,9 +100,9 @@ class Differentiation {
   /// All that a query tile adds to the gradients.
   CUTE_DEVICE void add_query_tile(const Plan& plan, bool is_first) {
     wait(shared.full_q[stage()], phase());
-    products.start_s(stage());
+    products.start_s(stage(), p.head_dim);
     wait(shared.full_out_cotangent[stage()], phase());
-    products.start_ds(stage());
+    products.start_ds(stage(), p.head_dim_v);
     // Which elements of the tile are hidden, worked out while the products are under way.
     const int4 at = shared.tile[stage()];
     const bool is_masked = (at.w & kIsMasked) != 0;

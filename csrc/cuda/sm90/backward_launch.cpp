@@ -46,8 +46,7 @@ Status encode_query_maps(const Problem& problem, Array array, const std::int64_t
   return {};
 }
 
-Status encode_maps(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays, int keys,
-                   BackwardParams& p) {
+Status encode_maps(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays, BackwardParams& p) {
   for (const Status& status :
        {encode_query_maps(problem, {arrays.query, problem.head_dim}, tiles.query, p.query),
         encode_query_maps(problem, {arrays.out_cotangent, problem.head_dim_v}, tiles.query, p.out_cotangent),
@@ -60,6 +59,7 @@ Status encode_maps(const Problem& problem, const TileShapes& tiles, const Backwa
     if (status.failed()) return status;
   }
   if (problem.additional_kv == 0) return {};
+  const int keys = static_cast<int>(product(tiles.kv));
   for (const Status& status :
        {encode_additional(problem, {arrays.additional_keys, problem.head_dim}, keys, p.additional_keys),
         encode_additional(problem, {arrays.additional_values, problem.head_dim_v}, keys, p.additional_values),
@@ -110,13 +110,15 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
   BackwardParams p{};
   std::copy_n(geometry.axis, kRank, p.axis);
   KeyTileSchedule& schedule = p.schedule;
-  const std::int64_t additional_tiles_per_head = (problem.additional_kv + form.keys - 1) / form.keys;
+  // Of as many tokens as the others: no load reaches what lies behind, where keys and values must stay finite.
+  const std::int64_t kv_tile_tokens = product(tiles.kv);
+  const std::int64_t additional_tiles_per_head = (problem.additional_kv + kv_tile_tokens - 1) / kv_tile_tokens;
   if (Status status =
           schedule_key_tiles(problem, tiles, geometry, additional_tiles_per_head, is_deterministic, schedule);
       status.failed()) {
     return status;
   }
-  if (Status status = encode_maps(problem, tiles, arrays, form.keys, p); status.failed()) return status;
+  if (Status status = encode_maps(problem, tiles, arrays, p); status.failed()) return status;
   p.origins = arrays.origins;
   p.statistics = reinterpret_cast<const float2*>(arrays.statistics);
   p.remainder = arrays.remainder;
@@ -126,9 +128,8 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
   p.heads_per_kv = static_cast<int>(problem.heads_per_kv());
   p.additional_kv = static_cast<int>(problem.additional_kv);
   p.q_tile_tokens = static_cast<int>(product(tiles.query));
-  p.kv_tile_tokens = static_cast<int>(product(tiles.kv));
-  p.clears_tiles = p.q_tile_tokens < form.queries || p.kv_tile_tokens < form.keys || p.head_dim < form.head_dim ||
-                   p.head_dim_v < form.head_dim;
+  p.kv_tile_tokens = static_cast<int>(kv_tile_tokens);
+  p.clears_tiles = p.q_tile_tokens < form.queries || p.kv_tile_tokens < form.keys;
 
   const std::int64_t first_counter = sums(problem), number_of_counters = counters(problem, tiles, is_deterministic);
   schedule.next_tile = reinterpret_cast<std::int32_t*>(arrays.scratch + first_counter);

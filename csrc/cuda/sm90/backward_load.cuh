@@ -54,11 +54,10 @@ CUTE_DEVICE Planned plan_position(const BackwardParams& p, typename Traits::Shar
 template <class Traits>
 CUTE_DEVICE void load_key_tile(const BackwardParams& p, typename Traits::SharedStorage& shared,
                                const KeyTilePlan<Traits::kKeys>& plan) {
-  const int rows = plan.is_additional ? Traits::kKeys : p.kv_tile_tokens;
   const auto load = [&](const CUtensorMap* map, std::uint64_t& full, typename Traits::Element* tile, int head_dim) {
     const int chunks = rows_of_head<kChunk>(head_dim);
     constexpr int kRowBytes = kChunk * sizeof(typename Traits::Element);
-    ClusterTransactionBarrier::arrive_and_expect_tx(&full, chunks * rows * kRowBytes);
+    ClusterTransactionBarrier::arrive_and_expect_tx(&full, chunks * p.kv_tile_tokens * kRowBytes);
     load_tile<1>(map, &full, tile, chunks, Traits::kKeys, plan.kv_begin.z, plan.kv_begin.y, plan.kv_begin.x,
                  plan.kv_slot);
   };
@@ -108,7 +107,8 @@ CUTE_DEVICE void load_remainders(const BackwardParams& p, typename Traits::Share
     float remainder = 0.f;  // rows without one are as they would be in another tile
     if (p.remainder != nullptr && has_remainder<typename Traits::Element>(shared.logsumexp[stage][row])) {
       const int token = query_token(plan, at, shared.column_coordinates[row]);
-      remainder = p.remainder[(static_cast<std::int64_t>(plan.batch) * p.queries + token) * p.heads + head];
+      const std::int64_t at = (static_cast<std::int64_t>(plan.batch) * p.queries + token) * p.heads + head;
+      remainder = load_written(p.remainder + at);
     }
     shared.remainder[stage][row] = remainder;
   }
@@ -179,7 +179,7 @@ CUTE_DEVICE void load_statistics(const BackwardParams& p, typename Traits::Share
           const int token = query_token(plan, walk.begin(), shared.column_coordinates[row]);
           const bool exists = row < p.q_tile_tokens && token >= 0;
           const std::int64_t at = static_cast<std::int64_t>(plan.batch * p.heads + head) * p.queries + token;
-          of_rows[r] = exists ? p.statistics[at] : make_float2(INFINITY, 0.f);
+          of_rows[r] = exists ? load_written(p.statistics + at) : make_float2(INFINITY, 0.f);
         }
         stage.wait_empty(shared.empty_q);
         if constexpr (Traits::kLoadsApart) {
@@ -199,8 +199,8 @@ CUTE_DEVICE void load_statistics(const BackwardParams& p, typename Traits::Share
         is_large = __any_sync(0xffffffffu, is_large);
         if (is_large) load_remainders<Traits>(p, shared, stage.index, plan, head, walk.begin());
         if (lane == 0) {
-          const bool is_whole = plan.is_additional || p.kv_tile_tokens == Traits::kKeys;
-          const bool is_masked = !(is_whole && walk.is_inside(p.axis, plan.inner_begin, plan.inner_end));
+          const bool is_masked =
+              !(p.kv_tile_tokens == Traits::kKeys && walk.is_inside(p.axis, plan.inner_begin, plan.inner_end));
           shared.tile[stage.index] =
               make_int4(walk.x, walk.y, walk.z, (is_masked ? kIsMasked : 0) | (is_large ? kIsLarge : 0));
         }

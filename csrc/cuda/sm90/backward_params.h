@@ -37,7 +37,7 @@ struct BackwardParams {
   float scale;
   int q_tile_tokens;   // product of the query tile's extents
   int kv_tile_tokens;  // product of the key/value tile's extents
-  bool clears_tiles;   // some rows or columns of a tile are never loaded
+  bool clears_tiles;   // some rows of a tile are never loaded
   KeyTileSchedule schedule;
 };
 

@@ -28,18 +28,18 @@ struct KeyTilePlan {
 template <int kKeys>
 CUTE_DEVICE void plan_additional(const BackwardParams& p, int tile, KeyTilePlan<kKeys>& plan) {
   const TilePlace place = p.schedule.additional_place(tile);
-  const int lane = threadIdx.x % 32, first = place.index[2] * kKeys;
+  const int lane = threadIdx.x % 32, first = place.index[2] * p.kv_tile_tokens;
   const int4 begin = make_int4(0, 0, 0, 0);
   const int4 end =
       make_int4(p.axis[0].query_local_extent, p.axis[1].query_local_extent, p.axis[2].query_local_extent, 0);
   for (int row = lane; row < kKeys; row += 32) {
     plan.row_windows[row][0] = begin;
-    plan.row_windows[row][1] = first + row < p.additional_kv ? end : begin;
+    plan.row_windows[row][1] = row < p.kv_tile_tokens && first + row < p.additional_kv ? end : begin;
   }
   if (lane == 0) {
     plan.hull_begin = plan.inner_begin = begin;
     plan.hull_end = end;
-    plan.inner_end = first + kKeys <= p.additional_kv ? end : begin;
+    plan.inner_end = first + p.kv_tile_tokens <= p.additional_kv ? end : begin;
     plan.kv_begin = make_int4(0, 0, first, 0);
     plan.q_stride = make_int4(end.y * end.z, end.z, 1, 0);
     plan.batch = place.batch;
@@ -173,7 +173,7 @@ CUTE_DEVICE Turn turn_of(const BackwardParams& p, const KeyTilePlan<kKeys>& plan
   int before, tiles, q_tiles = axis.q_tiles;
   if (plan.is_additional) {
     // A launch of their own: all see all of the layout, as if it were not dilated.
-    before = d < 2 ? 0 : plan.kv_begin.z / kKeys;
+    before = d < 2 ? 0 : plan.kv_begin.z / p.kv_tile_tokens;
     tiles = 1;
     q_tiles = axis.by_q_tile.divide(axis.query_local_extent + axis.q_tile - 1);
   } else {

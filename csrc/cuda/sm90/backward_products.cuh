@@ -96,11 +96,17 @@ struct GradientProducts {
         keys_t(part.key_columns(shared.k)) {}
 
   /// Logits of the queries in a buffer.
-  CUTE_DEVICE void start_s(int stage) { start(ProductS{}, keys(_, _, _, _0{}), queries(_, _, _, stage), s); }
+  CUTE_DEVICE void start_s(int stage, int head_dim) {
+    start_of_heads(keys(_, _, _, _0{}), queries(_, _, _, stage), head_dim, s);
+  }
   /// Gradient of their weights.
-  CUTE_DEVICE void start_ds(int stage) { start(ProductS{}, values(_, _, _, _0{}), out_cotangents(_, _, _, stage), ds); }
+  CUTE_DEVICE void start_ds(int stage, int head_dim_v) {
+    start_of_heads(values(_, _, _, _0{}), out_cotangents(_, _, _, stage), head_dim_v, ds);
+  }
   /// Query gradient of the scores in a buffer.
-  CUTE_DEVICE void start_dq(int buffer) { start(ProductQ{}, scores_t(_, _, _, buffer), keys_t(_, _, _, _0{}), dq); }
+  CUTE_DEVICE void start_dq(int buffer) {
+    start(ProductQ{}, scores_t(_, _, _, buffer), keys_t(_, _, _, _0{}), dq, [](int) { return false; });
+  }
 
   /// Adds the product of weights or their gradients, in registers or shared memory, to a sum.
   template <class Rows, class Columns>
@@ -122,13 +128,21 @@ struct GradientProducts {
   }
 
  private:
-  template <class Product, class Rows, class Columns, class Result>
-  CUTE_DEVICE static void start(Product product, const Rows& rows, const Columns& columns, Result& result) {
+  /// Products of rows that are heads.
+  template <class Rows, class Columns>
+  CUTE_DEVICE static void start_of_heads(const Rows& rows, const Columns& columns, int head_dim, Accumulator& result) {
+    start(ProductS{}, rows, columns, result, [&](int step) { return end_before<kHeadDim / kStep>(step, head_dim); });
+  }
+
+  template <class Product, class Rows, class Columns, class Result, class EndBefore>
+  CUTE_DEVICE static void start(Product product, const Rows& rows, const Columns& columns, Result& result,
+                                const EndBefore& ends) {
     warpgroup_fence_operand(result);
     warpgroup_arrive();
     product.accumulate_ = GMMA::ScaleOut::Zero;
     CUTE_UNROLL
     for (int k = 0; k < size<2>(rows); ++k) {
+      if (ends(k)) break;
       gemm(product, rows(_, _, k), columns(_, _, k), result);
       product.accumulate_ = GMMA::ScaleOut::One;
     }

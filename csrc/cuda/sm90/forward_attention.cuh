@@ -99,7 +99,7 @@ class Attention {
     left = shared.plan[slot.index].kv_tiles;
     if (left < 0) return false;
     mask_of_rows.start();
-    left += (p.additional_kv + kColumns - 1) / kColumns;
+    left += p.additional_tiles;
     query.wait_full(shared.full_q);
     query.advance();
     if constexpr (Traits::kQueryInRegisters) load_query();
@@ -148,7 +148,7 @@ class Attention {
 
   CUTE_DEVICE void start_s() {
     order.await_turn();
-    products.start_s(k.index);
+    products.start_s(k.index, p.head_dim);
   }
 
   CUTE_DEVICE void start_o() {
@@ -167,7 +167,7 @@ class Attention {
       }
       mask_of_rows.see(p, plan, tile);
     } else if (mask == kEndMask) {
-      mask_of_rows.see_first(p.additional_kv - tile.z, threadIdx.x % 4);
+      mask_of_rows.see_first(min(p.additional_kv - tile.z, p.kv_tile_tokens), threadIdx.x % 4);
     }
     next_mask = kHidden;
     if (left > 1) next_mask = mask_in(k.next());
@@ -247,6 +247,8 @@ class Attention {
     CUTE_UNROLL
     for (int e = 0; e < size(pairs); ++e) {
       pairs(e) = pack<Element>(o(2 * e) * normalisation[e % 2], o(2 * e + 1) * normalisation[e % 2]);
+      // Rows that no query is loaded to stay zeros: they share warps with others, which would look at their logits.
+      if (!Traits::kSeparateOutput && !mask_of_rows.row[e % 2].exists()) pairs(e) = 0;
     }
     // A tile of its own may still be on its way out; rows of the query are this warpgroup's to overwrite.
     if constexpr (Traits::kSeparateOutput) {

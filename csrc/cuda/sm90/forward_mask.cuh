@@ -19,13 +19,15 @@ struct RowPlace {
     window_indices = at.x | (y_first + at.y) << 8 | (z_first + at.z) << 16 | exists << 24;
   }
 
+  CUTE_DEVICE bool exists() const { return byte(3) != 0; }
+
   CUTE_DEVICE int2 window(const TilePlan& plan, int d) const { return plan.windows[byte(d)]; }
 
   /// The row's token, or -1.
   CUTE_DEVICE int token(const ForwardParams& p, const TilePlan& plan) const {
     const int coordinate[3] = {byte(0), byte(1) - p.axis[0].q_tile, byte(2) - p.axis[0].q_tile - p.axis[1].q_tile};
     int token = 0;
-    bool is_inside = byte(3) != 0;
+    bool is_inside = exists();
     CUTE_UNROLL
     for (int d = 0; d < 3; ++d) {
       // Past the dilation group, this may exceed 32 bits.

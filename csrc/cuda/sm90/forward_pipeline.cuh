@@ -156,9 +156,10 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
       loader.load(map, p.kv_tile_tokens, kv_slot, walk.z, walk.y, walk.x, masks);
       walk.next(p.axis, hull_begin, hull_end);
     }
-    for (int first = 0; first < p.additional_kv; first += Traits::kColumns) {
-      const int mask = p.additional_kv - first < Traits::kColumns ? kEndMask : kNoMask;
-      loader.load(additional_map, Traits::kColumns, additional_slot, first, 0, 0, mask * kEachWarpgroup);
+    // Tiles of as many tokens as the others: no load reaches what lies behind, where values must stay finite.
+    for (int first = 0; first < p.additional_kv; first += p.kv_tile_tokens) {
+      const int mask = p.additional_kv - first < Traits::kColumns || !is_whole ? kEndMask : kNoMask;
+      loader.load(additional_map, p.kv_tile_tokens, additional_slot, first, 0, 0, mask * kEachWarpgroup);
     }
     arrive(shared.empty_plan[slot.index]);
     slot.advance();

@@ -67,13 +67,14 @@ struct AttentionProducts {
       : keys(keys_of(shared, thread)), values(values_of(shared, thread)), query(query_of(shared, warpgroup, thread)) {}
 
   /// Logits of the keys in a buffer.
-  CUTE_DEVICE void start_s(int stage) {
+  CUTE_DEVICE void start_s(int stage, int head_dim) {
     ProductS product;
     warpgroup_fence_operand(s);
     warpgroup_arrive();
     product.accumulate_ = GMMA::ScaleOut::Zero;
     CUTE_UNROLL
     for (int k = 0; k < size<2>(query); ++k) {
+      if (end_before<Traits::kHeadDim / kStep>(k, head_dim)) break;
       gemm(product, query(_, _, k), keys(_, _, k, stage), s);
       product.accumulate_ = GMMA::ScaleOut::One;
     }

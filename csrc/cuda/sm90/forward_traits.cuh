@@ -11,7 +11,7 @@ namespace natten_jax::sm90 {
 // How a key/value tile is masked for a warpgroup, two bits each.
 constexpr int kNoMask = 0;
 constexpr int kWindowMask = 1;
-constexpr int kEndMask = 2;  // additional tokens: columns past the last one
+constexpr int kEndMask = 2;  // additional tokens: columns past the tile or the last one
 constexpr int kHidden = 3;   // none of its rows sees any of the tile
 constexpr int kMaskBits = 2;
 constexpr int kEachWarpgroup = 0b010101;  // times a mask: the same for all

@@ -67,10 +67,12 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
         encode_classes(problem, Side::kKeyValue, {arrays.value, problem.head_dim_v}, tiles.kv, p.value)}) {
     if (status.failed()) return status;
   }
+  const int kv_tile_tokens = static_cast<int>(product(tiles.kv));
   if (problem.additional_kv > 0) {
     for (const Status& status :
-         {encode_additional(problem, {arrays.additional_keys, problem.head_dim}, form.keys, p.additional_keys),
-          encode_additional(problem, {arrays.additional_values, problem.head_dim_v}, form.keys, p.additional_values)}) {
+         {encode_additional(problem, {arrays.additional_keys, problem.head_dim}, kv_tile_tokens, p.additional_keys),
+          encode_additional(problem, {arrays.additional_values, problem.head_dim_v}, kv_tile_tokens,
+                            p.additional_values)}) {
       if (status.failed()) return status;
     }
   }
@@ -83,13 +85,13 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   p.keys = static_cast<int>(problem.keys());
   fill_heads(problem, p);
   p.additional_kv = static_cast<int>(problem.additional_kv);
+  p.additional_tiles = (p.additional_kv + kv_tile_tokens - 1) / kv_tile_tokens;
   p.supply.tiles = static_cast<int>(all_tiles);
   p.q_tile_tokens = static_cast<int>(product(tiles.query));
-  p.kv_tile_tokens = static_cast<int>(product(tiles.kv));
+  p.kv_tile_tokens = kv_tile_tokens;
   p.schedule = schedule_query_tiles(problem, geometry);
   bound_warpgroups(p);
-  p.clears_tiles = p.q_tile_tokens < form.queries || p.kv_tile_tokens < form.keys || p.head_dim < form.head_dim ||
-                   p.head_dim_v < form.head_dim;
+  p.clears_tiles = p.q_tile_tokens < form.queries || p.kv_tile_tokens < form.keys;
   p.by_heads_per_kv = cutlass::FastDivmod(static_cast<int>(problem.heads_per_kv()));
   int multiprocessors = 0;
   cudaError_t error = count_multiprocessors(multiprocessors);

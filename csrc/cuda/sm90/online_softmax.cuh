@@ -23,7 +23,7 @@ struct RowSums {
     const float highest = fmaxf(own, other), reference = highest == -INFINITY ? 0.f : highest;
     const float own_weight = fast_exp2((own - reference) + remainder);
     const float other_weight = fast_exp2((other - reference) + earlier.y);
-    const float total = own_weight + other_weight, log2_total = __log2f(total);
+    const float total = own_weight + other_weight, log2_total = fast_log2(total);
     if (total == 0.f) return 0.f;
     logsumexp = (reference + log2_total) * kLn2;
     remainder = logsumexp_remainder(logsumexp, reference, log2_total);
@@ -144,7 +144,7 @@ struct OnlineSoftmax {
   /// Once these are complete.
   CUTE_DEVICE RowSums sums(int row) const {
     if (row_sum[row] == 0.f) return {0.f, -INFINITY, 0.f};
-    const float shift = __fmul_rd(reference[row], exponent_scale), log2_sum = __log2f(row_sum[row]);
+    const float shift = __fmul_rd(reference[row], exponent_scale), log2_sum = fast_log2(row_sum[row]);
     const float logsumexp = (reference[row] * exponent_scale + log2_sum) * kLn2;
     const float remainder = is_large ? logsumexp_remainder(logsumexp, reference[row], exponent_scale, log2_sum)
                                      : logsumexp_remainder(logsumexp, shift, log2_sum);

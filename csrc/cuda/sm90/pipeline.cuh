@@ -70,6 +70,19 @@ CUTE_DEVICE int rows_of_head(int head_dim) {
   return (head_dim + kElements - 1) / kElements;
 }
 
+constexpr int kStep = 16;  // elements of a head that products sum over at a time
+
+/// Whether products of heads, in a form for those of `kSteps` steps, end before a step: what lies behind the chunks of
+/// a head is not loaded, and holds whatever was there before. Each question is a branch, at which ptxas orders
+/// registers anew, so it is asked at the end of each chunk and, as most heads end there, at every step of the form's
+/// last one.
+template <int kSteps>
+CUTE_DEVICE bool end_before(int step, int head_dim) {
+  constexpr int kOfChunk = kChunk / kStep;
+  const bool is_asked = step > 0 && (step % kOfChunk == 0 || step > kSteps - kOfChunk);
+  return is_asked && step * kStep >= head_dim;
+}
+
 /// Loads a tile, chunk by chunk of its head dimension; coordinates come as a head map has its dimensions. Threads that
 /// have few registers unroll less.
 template <int kUnroll = 4, class Element>

@@ -62,13 +62,6 @@ CUTE_DEVICE void add_pairs(TileOutput<kHeadDim>& result, const PairLogits (&weig
   add_columns<Element, kHeadDim, true>(result.o, a, pairs);
 }
 
-/// log2(x) to about 2^-22; -infinity of zero.
-CUTE_DEVICE float log2_approximately(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 /// The largest of a row's numbers in the four lanes that share it.
 CUTE_DEVICE float largest_of_row(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
@@ -194,7 +187,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
     const int place = is_second ? places.y : places.x;
     if (lane % 4 < 2 && place >= 0) {
       const float sum = is_second ? sums[1] : sums[0], shift = is_second ? result.shift[1] : result.shift[0],
-                  log2_sum = log2_approximately(sum);
+                  log2_sum = fast_log2(sum);
       const float logsumexp = sum == 0.f ? -INFINITY : fmaf(__fmul_rn(shift, factor), kLn2, log2_sum * kLn2);
       const int at = item.of_query + place;
       p.logsumexp[at] = logsumexp;

@@ -187,7 +187,10 @@ Status with_form(const Problem& problem, const Call& call) {
 
 Status check_arrays(const Problem& problem) {
   if (Status status = check_half_elements(problem); status.failed()) return status;
-  return check_head_dims(problem, kHeadDimStep, kLargestHeadDim);
+  if (Status status = check_head_dims(problem, kHeadDimStep, kLargestHeadDim); status.failed()) return status;
+  if (Status status = check_token_bytes(problem, kLargestHeadDim, sizeof(std::uint16_t)); status.failed())
+    return status;
+  return check_rows(problem);
 }
 
 Status run_forward(const Problem& problem, const TileShapes& tiles, const ForwardArrays& arrays, cudaStream_t stream) {

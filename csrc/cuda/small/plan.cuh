@@ -34,8 +34,9 @@ struct RegionAxis {
     const int dimension = p.region.dimension[d];
     // Further out lies nothing else: sums must not overflow.
     const auto origin = [&](int index, int least, int largest) {
-      return p.origins == nullptr ? Origin{0, 0}
-                                  : Origin::split(min(max(p.origins[index], least), largest), axis.dilation);
+      return p.origins == nullptr
+                 ? Origin{0, 0}
+                 : Origin::split(min(max(load_written(p.origins + index), least), largest), axis.dilation);
     };
     return RegionAxis(axis, residue, begin, most,
                       origin(dimension, 0, max(axis.query_extent - axis.query_local_extent, 0)),

@@ -1,35 +1,43 @@
 #include "cuda/small/region_cache.h"
 
-#include <algorithm>
-#include <array>
+#include <iterator>
 #include <map>
 #include <mutex>
+#include <utility>
+#include <vector>
+
+#include "natten_jax/axis_fields.h"
 
 namespace natten_jax::small {
 namespace {
 
 /// All that a region depends on.
-using Key = std::array<std::int64_t, 9 * kRank + 13>;
+using Key = std::vector<std::int64_t>;
 
+/// Structs are taken apart here: one that gets another field does not compile until it is said whether regions depend
+/// on that.
 Key key_of(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
            Kernel kernel, bool has_origins, const Device& device) {
-  Key key{};
-  auto* at = key.data();
-  for (const std::int64_t each :
-       {problem.batch, problem.heads, problem.heads_kv, problem.head_dim, problem.head_dim_v, problem.additional_kv,
-        static_cast<std::int64_t>(kernel), std::int64_t{has_origins}, std::int64_t{device.shared_memory},
-        std::int64_t{device.shared_memory_multiprocessor}, std::int64_t{device.shared_memory_reserved},
-        std::int64_t{device.multiprocessors}, std::int64_t{device.has_boxes}}) {
-    *at++ = each;
-  }
+  const auto& [element_type, batch, heads, heads_kv, head_dim, head_dim_v, additional_kv, scale, axes] = problem;
+  const auto& [shared_memory, of_multiprocessor, reserved, multiprocessors, has_boxes] = device;
+  static_cast<void>(element_type);  // all have 16 bits
+  static_cast<void>(scale);
+  Key key;
+  key.reserve(13 + kRank * (std::size(kAxisFields) + 4));
+  key.insert(key.end(),
+             {batch, heads, heads_kv, head_dim, head_dim_v, additional_kv, std::int64_t{has_origins},
+              static_cast<std::int64_t>(kernel), std::int64_t{shared_memory}, std::int64_t{of_multiprocessor},
+              std::int64_t{reserved}, std::int64_t{multiprocessors}, std::int64_t{has_boxes}});
   for (int d = 0; d < kRank; ++d) {
-    const Axis& axis = problem.axes[d];
-    const Window& window = axis.window;
-    for (const std::int64_t each :
-         {axis.query.local_extent, axis.kv.local_extent, axis.query.extent, axis.kv.extent, window.kernel_size,
-          window.stride, 2 * window.dilation + window.is_causal, rows[d], columns[d]}) {
-      *at++ = each;
+    for (const AxisField& field : kAxisFields) key.push_back(field.get(axes[d]));
+    for (const Tokens& tokens : {axes[d].query, axes[d].kv}) {
+      const auto& [extent, local_extent, origin] = tokens;
+      static_cast<void>(extent);  // in the table
+      static_cast<void>(origin);  // read on the device: regions are for any
+      key.push_back(local_extent);
     }
+    key.push_back(rows[d]);
+    key.push_back(columns[d]);
   }
   return key;
 }

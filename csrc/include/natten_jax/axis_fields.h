@@ -1,0 +1,54 @@
+// The numbers that describe a token dimension, in one table: what calls hand over, and what is kept of calls by.
+//
+// A field that is added to a struct here does not compile until it stands in the table or is said not to belong there.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
+#include <limits>
+
+#include "natten_jax/problem.h"
+
+namespace natten_jax {
+
+/// A number that a call says of each token dimension.
+struct AxisField {
+  const char* name;
+  std::int64_t smallest, largest;
+  std::int64_t (*get)(const Axis&);
+  void (*set)(Axis&, std::int64_t);
+};
+
+inline constexpr std::int64_t kLargestExtent = std::numeric_limits<std::int32_t>::max();
+
+/// In the order of a row of the attribute `axes`.
+inline constexpr AxisField kAxisFields[] = {
+    {"query_extent", 1, kLargestExtent, [](const Axis& a) { return a.query.extent; },
+     [](Axis& a, std::int64_t value) { a.query.extent = value; }},
+    {"kv_extent", 1, kLargestExtent, [](const Axis& a) { return a.kv.extent; },
+     [](Axis& a, std::int64_t value) { a.kv.extent = value; }},
+    {"kernel_size", 1, kLargestExtent, [](const Axis& a) { return a.window.kernel_size; },
+     [](Axis& a, std::int64_t value) { a.window.kernel_size = value; }},
+    {"stride", 1, kLargestExtent, [](const Axis& a) { return a.window.stride; },
+     [](Axis& a, std::int64_t value) { a.window.stride = value; }},
+    {"dilation", 1, kLargestExtent, [](const Axis& a) { return a.window.dilation; },
+     [](Axis& a, std::int64_t value) { a.window.dilation = value; }},
+    {"is_causal", 0, 1, [](const Axis& a) { return std::int64_t{a.window.is_causal}; },
+     [](Axis& a, std::int64_t value) { a.window.is_causal = value == 1; }},
+};
+
+/// How many of an axis's numbers stand in the table: both extents and all that a window consists of. The others, where
+/// the local tokens lie, follow from the operands.
+constexpr std::size_t tabulated_fields(const Axis& axis) {
+  const auto& [query, kv, window] = axis;
+  const auto& [extent, local_extent, origin] = query;
+  const auto& [kernel_size, stride, dilation, is_causal] = window;
+  const std::int64_t of_window[] = {kernel_size, stride, dilation, is_causal}, of_sides[] = {extent, kv.extent};
+  static_cast<void>(local_extent);
+  static_cast<void>(origin);
+  return std::size(of_window) + std::size(of_sides);
+}
+static_assert(std::size(kAxisFields) == tabulated_fields(Axis{}), "a field of Window is missing from the table");
+
+}  // namespace natten_jax
