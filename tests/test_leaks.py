@@ -37,6 +37,8 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
         {"q_tile_shape": (21,), "kv_tile_shape": (13,), "backward_q_tile_shape": (11,)}
         | {"backward_kv_tile_shape": (19,)},
     ),
+    # Some dilation groups of the part have no keys, where those of the next entry lie.
+    "groups-without-keys": (Case((2, 15), (2, 1), dilation=(1, 13), head_dim=136, heads=3, heads_kv=3, batch=3), {}),
     "small-windows": (Case((14, 14), (5, 5), head_dim=32, heads=4, heads_kv=2, batch=2), {}),
     "dilated": (Case((20, 9), (4, 3), dilation=(3, 2), head_dim=32, heads=2, heads_kv=2, batch=2), {}),
 }
@@ -48,8 +50,10 @@ def problems_of(family: Family, dtype: str, names: list[str], is_direct: bool) -
     for name in names:
         case, tiles = CASES[name]
         if family.needs_gpu:
-            layout = (case.layout[0] * (6 if len(case.layout) == 1 else 2), *case.layout[1:])
-            case = dataclasses.replace(case, layout=layout, batch=24 * case.batch)
+            layout = case.layout
+            if name != "groups-without-keys":
+                layout = (case.layout[0] * (6 if len(case.layout) == 1 else 2), *case.layout[1:])
+            case = dataclasses.replace(case, layout=layout, batch=80 * case.batch)
         for i, array in enumerate(array for array in NAMES if case.additional or not array.startswith("additional")):
             found.append(
                 Fuzzed(
@@ -60,15 +64,23 @@ def problems_of(family: Family, dtype: str, names: list[str], is_direct: bool) -
                     query_factor=(1.0, 8.0)[i % 2],
                     tiles={**tiles, "backward_deterministic": True},
                     is_direct=is_direct,
+                    queries=((0, 2), (2, 13)) if name == "groups-without-keys" else None,
+                    keys=((1, 2), (1, 11)) if name == "groups-without-keys" else None,
                     spoiled=Spoiled(array, NUMBERS[i % 3], EXTENTS[i % 2], i, i, (7 * i, 5 * i)),
                 )
             )
     return found
 
 
-@pytest.mark.parametrize(
-    "names", [("wide-values", "narrow-heads", "small-windows"), ("wider-values", "narrow-values"), tuple(CASES)[4:7]]
+#: Problems of one program.
+TOGETHER = (
+    ("wide-values", "narrow-heads", "small-windows"),
+    ("wider-values", "narrow-values", "groups-without-keys"),
+    ("short-query-tiles", "additional-and-short-key-tiles", "additional-and-wide-short-tiles"),
 )
+
+
+@pytest.mark.parametrize("names", TOGETHER, ids=("wide", "narrow", "short"))
 def test_what_is_not_finite_stays_in_its_entry(native_family: Family, dtype: str, names: tuple[str, ...]) -> None:
     problems = problems_of(native_family, dtype, list(names), is_direct=True)
     found = [complaint for complaint in complaints(problems) if complaint]

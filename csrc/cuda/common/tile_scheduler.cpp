@@ -64,8 +64,14 @@ std::vector<std::int64_t> count_q_tiles(const Axis& axis, std::int64_t q_tile, s
   return q_tiles;
 }
 
-/// Sorts tiles by length: those that the most query tiles see come first. Where a part of a layout lies is not known
-/// here: it is sorted as if it were at the start.
+/// Rounds of tiles, one for each multiprocessor, that are sorted, counted from the last one. Among more, the last ones
+/// to finish matter little, and tiles of a length lie all over a layout and in all heads, so that their queries fall
+/// out of the second-level cache: 4 heads of 256 x 256 tokens, windows of 80 x 80, took 26% longer where all were
+/// sorted, 8 heads 34% and 128 causal ones of 4096 tokens 65%.
+constexpr int kSortedRounds = 4;
+
+/// Sorts the last tiles by length: those that the most query tiles see come first. Where a part of a layout lies is not
+/// known here: it is sorted as if it were at the start.
 void sort_tiles(const Problem& problem, const TileShapes& tiles, KeyTileSchedule& schedule) {
   std::vector<std::int64_t> q_tiles[kRank];
   for (int d = 0; d < kRank; ++d) q_tiles[d] = count_q_tiles(problem.axes[d], tiles.query[d], tiles.kv[d]);
@@ -75,21 +81,21 @@ void sort_tiles(const Problem& problem, const TileShapes& tiles, KeyTileSchedule
       for (const std::int64_t z : q_tiles[2]) classes.push_back(length_class(x * y * z));
     }
   }
-  // Those of all dilation groups and heads by class and, in a class, by number: neighbors share their queries.
+  // By class and, in a class, by number: neighbors share their queries. Additional tokens' stay first.
   const int tiles_per_group = static_cast<int>(classes.size()), additional = schedule.additional_tiles;
-  const int groups = (schedule.tiles - additional) / tiles_per_group;
+  const int first = std::max(schedule.first_sorted, additional);
+  const auto class_of = [&](int tile) { return classes[(tile - additional) % tiles_per_group]; };
   int position[kClasses] = {};  // numbers of tiles, then where the next one goes
-  for (const int of_tile : classes) position[of_tile] += groups;
-  for (int of_tile = kClasses - 1, next = additional; of_tile >= 0; --of_tile) {
+  for (int tile = first; tile < schedule.tiles; ++tile) ++position[class_of(tile)];
+  for (int of_tile = kClasses - 1, next = first - schedule.first_sorted; of_tile >= 0; --of_tile) {
     const int tiles_of_class = position[of_tile];
     position[of_tile] = next;
     next += tiles_of_class;
   }
-  std::iota(schedule.by_length, schedule.by_length + additional, 0);
-  for (int tile = additional; tile < schedule.tiles; ++tile) {
-    schedule.by_length[position[classes[(tile - additional) % tiles_per_group]]++] = static_cast<std::uint16_t>(tile);
+  std::iota(schedule.by_length, schedule.by_length + (first - schedule.first_sorted), 0);
+  for (int tile = first; tile < schedule.tiles; ++tile) {
+    schedule.by_length[position[class_of(tile)]++] = static_cast<std::uint16_t>(tile - schedule.first_sorted);
   }
-  schedule.is_sorted = true;
 }
 
 /// Keys a window from the start are seen by the most queries: the longest work comes first.
@@ -115,7 +121,8 @@ QueryTileSchedule schedule_query_tiles(const Problem& problem, const Geometry& g
 }
 
 Status schedule_key_tiles(const Problem& problem, const TileShapes& tiles, const Geometry& geometry,
-                          std::int64_t additional_tiles_per_head, bool takes_turns, KeyTileSchedule& schedule) {
+                          std::int64_t additional_tiles_per_head, bool takes_turns, int multiprocessors,
+                          KeyTileSchedule& schedule) {
   const std::int64_t kv_heads = saturating_product(problem.batch, problem.heads_kv);
   const std::int64_t tiles_per_head =
       additional_tiles_per_head + saturating_product(geometry.groups, geometry.kv_tiles);
@@ -130,7 +137,9 @@ Status schedule_key_tiles(const Problem& problem, const TileShapes& tiles, const
   schedule.by_heads_kv = divider(problem.heads_kv);
   schedule.numbers =
       number_tiles(problem.heads_kv, heads_per_key_block(problem, takes_turns), geometry, geometry.kv_tiles);
-  if (all_tiles <= kMostSortedTiles && !takes_turns) sort_tiles(problem, tiles, schedule);
+  const int sorted = takes_turns ? 0 : std::min({schedule.tiles, kSortedRounds * multiprocessors, kMostSortedTiles});
+  schedule.first_sorted = schedule.tiles - sorted;
+  if (sorted > 0) sort_tiles(problem, tiles, schedule);
   return {};
 }
 

@@ -137,8 +137,8 @@ struct TurnOrder {
   }
 };
 
-/// Most key/value tiles that are sorted by length: among many, the last ones to finish matter little.
-inline constexpr int kMostSortedTiles = 4096;
+/// Most key/value tiles that are sorted by length.
+inline constexpr int kMostSortedTiles = 1024;
 
 /// The order of key/value tiles on Hopper. Tiles of additional tokens come first, which all queries see.
 struct KeyTileSchedule {
@@ -152,13 +152,15 @@ struct KeyTileSchedule {
   int tiles;             // of the whole problem, those of additional tokens among them
   int groups;            // dilation groups
   int q_tiles;           // query tiles per dilation group
-  bool is_sorted;        // tiles are taken as `by_length` has them
+  int first_sorted;      // from this position on, tiles are taken as `by_length` has them
   TileNumbers numbers;   // of tiles of the layout
   cutlass::FastDivmod by_additional_tiles_per_head, by_heads_kv;
-  std::uint16_t by_length[kMostSortedTiles];
+  std::uint16_t by_length[kMostSortedTiles];  // counted from `first_sorted`
 
   /// The number of the tile at a position.
-  CUTLASS_HOST_DEVICE int tile_at(int position) const { return is_sorted ? by_length[position] : position; }
+  CUTLASS_HOST_DEVICE int tile_at(int position) const {
+    return position < first_sorted ? position : first_sorted + by_length[position - first_sorted];
+  }
 
   /// Of a tile of additional tokens: its batch entry, head and, as all of `index`, its number among those of the head.
   CUTLASS_HOST_DEVICE TilePlace additional_place(int tile) const {
@@ -207,10 +209,12 @@ QueryTileSchedule schedule_query_tiles(const Problem& problem, const Geometry& g
 /// Args:
 ///   additional_tiles_per_head: of additional tokens.
 ///   takes_turns: whether tiles add to the query gradient in a fixed order.
+///   multiprocessors: of the device.
 ///   schedule: the result.
 ///
 /// Fails where there are more tiles than a launch can have.
 Status schedule_key_tiles(const Problem& problem, const TileShapes& tiles, const Geometry& geometry,
-                          std::int64_t additional_tiles_per_head, bool takes_turns, KeyTileSchedule& schedule);
+                          std::int64_t additional_tiles_per_head, bool takes_turns, int multiprocessors,
+                          KeyTileSchedule& schedule);
 
 }  // namespace natten_jax

@@ -113,8 +113,10 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
   // Of as many tokens as the others: no load reaches what lies behind, where keys and values must stay finite.
   const std::int64_t kv_tile_tokens = product(tiles.kv);
   const std::int64_t additional_tiles_per_head = (problem.additional_kv + kv_tile_tokens - 1) / kv_tile_tokens;
-  if (Status status =
-          schedule_key_tiles(problem, tiles, geometry, additional_tiles_per_head, is_deterministic, schedule);
+  int multiprocessors = 0;
+  if (const auto error = count_multiprocessors(multiprocessors)) return status_of(error);
+  if (Status status = schedule_key_tiles(problem, tiles, geometry, additional_tiles_per_head, is_deterministic,
+                                         multiprocessors, schedule);
       status.failed()) {
     return status;
   }

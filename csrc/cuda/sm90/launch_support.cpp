@@ -80,8 +80,8 @@ Status encode_classes(const Problem& problem, Side side, Array array, const std:
     if (Status status = encode_head_map(grid, tile, maps[c]); status.failed()) return status;
     if (first == nullptr) first = &maps[c];
   }
-  // A group of one side may have no token here on the other: a tile of nothing is loaded all the same, and a map that
-  // was never encoded is an illegal instruction.
+  // A group of one side may have no token here on the other: a tile of zeros is loaded all the same, and a map that was
+  // never encoded is an illegal instruction.
   for (int c = 0; c < kGroupClasses; ++c) {
     if (!(classes >> c & 1)) maps[c] = *first;
   }

@@ -54,7 +54,9 @@ CUTE_DEVICE void plan_tile(const ForwardParams& p, const QueryAxisPlan& own, con
   const int q_token = token_number(own.query.residue, p.axis[1].query_local_extent, p.axis[2].query_local_extent);
   const int kv_token = token_number(own.kv.residue, p.axis[1].kv_local_extent, p.axis[2].kv_local_extent);
   if (lane < 3) {
-    plan.hull_begin[lane] = hull_begin;
+    // A query tile that sees no keys has a tile of zeros, past the layout: its dilation group may have no keys here at
+    // all, and those of another head or batch entry may lie where its first would be.
+    plan.hull_begin[lane] = all_kv_tiles == 0 ? axis.kv_local_extent : hull_begin;
     plan.hull_end[lane] = hull_end;
     plan.q_begin[lane] = own.q_begin;
     plan.query_residue[lane] = own.query.residue;
