@@ -14,10 +14,12 @@ import jax
 from flax.core import FrozenDict
 
 from natten_jax import backends, functional
+from natten_jax.array_arguments import check_array
 from natten_jax.attention_arguments import checked_attention_kwargs
-from natten_jax.performance import PerformanceArguments, performance_of
+from natten_jax.performance import PERFORMANCE_NAMES, PerformanceArguments, performance_of
 from natten_jax.problem import Shape, window_parameters
 from natten_jax.scale import checked_scale
+from natten_jax.spellings import known_arguments
 from natten_jax.static_arguments import Bools, Ints, hashable, shown
 
 _OPERATORS = {1: functional.na1d, 2: functional.na2d, 3: functional.na3d}
@@ -68,13 +70,18 @@ class Neighborhood:
         arrays = (query, key, value)
         if len(batch) != 1:  # operators have one batch dimension
             query, key, value = (array.reshape(math.prod(batch), *array.shape[len(batch) :]) for array in arrays)
-        output = cast(  # a tuple only with return_lse
-            jax.Array, _OPERATORS[self.rank](query, key, value, *window, **self.performance)
-        )
+        try:
+            found = _OPERATORS[self.rank](query, key, value, *window, **self.performance)
+        except ValueError as error:
+            if batch or self.rank == 1:
+                raise
+            raise ValueError(f"{error} (without a batch dimension, {_FLATTENED.format(rank=self.rank)})") from None
+        output = cast(jax.Array, found)  # a tuple only with return_lse
         return output if len(batch) == 1 else output.reshape(*batch, *output.shape[1:])
 
 
 def neighborhood(
+    module: str,
     rank: int,
     kernel_size: Ints,
     stride: Ints,
@@ -87,7 +94,7 @@ def neighborhood(
 ) -> Neighborhood:
     """Check all that can be checked before there are tokens.
 
-    Messages call the scale ``scale_name``.
+    Messages speak of the ``module`` and call the scale ``scale_name``.
 
     Raises:
         ValueError: A value breaks a rule of the operator, or ``backend`` is unknown.
@@ -99,12 +106,10 @@ def neighborhood(
     backend, attention_kwargs = tiles.pop("backend", None), tiles.pop("attention_kwargs", None)
     if backend is not None:
         backends.find(backend, "fna")
-    unknown = tiles.keys() - Performance.__annotations__
-    if unknown:
-        raise TypeError(f"unknown argument(s) {', '.join(sorted(unknown))}")
-    config = performance_of(rank, **tiles)
+    config = performance_of(rank, **known_arguments(module, tiles, PERFORMANCE_NAMES))
     if attention_kwargs is not None:
-        attention_kwargs = frozen(checked_attention_kwargs(attention_kwargs, config.flattened()))
+        checked_attention_kwargs(attention_kwargs, config.flattened())
+        attention_kwargs = frozen(attention_kwargs)
     return Neighborhood(
         rank,
         *window,
@@ -188,11 +193,14 @@ def check_input(inputs: jax.Array, rank: int, in_features: int | None) -> None:
 
     Raises:
         ValueError: It is not ``[*batch, *layout, in_features]``.
+        TypeError: It is no array.
     """
+    check_array("inputs", inputs)
     if inputs.ndim < rank + 1:
         raise ValueError(
             f"inputs has shape {inputs.shape}, but NeighborhoodAttention{rank}D takes arrays of at least {rank + 1} "
             f"dimensions [*batch, {_LAYOUTS[rank]}, in_features]"
+            + (f": {_FLATTENED.format(rank=rank)}" if rank > 1 else "")
         )
     if in_features is not None and inputs.shape[-1] != in_features:
         raise ValueError(
@@ -201,6 +209,11 @@ def check_input(inputs: jax.Array, rank: int, in_features: int | None) -> None:
         )
 
 
+#: Of inputs that may be ``[batch, tokens, features]``.
+_FLATTENED = (
+    "the last dimensions are the token layout and the features, so that tokens which are flattened to "
+    "[batch, tokens, features] need their layout of {rank} dimensions back"
+)
 _TOKENS = {1: "a sequence", 2: "an image", 3: "a video or a volume"}
 _LAYOUTS = {1: "seqlen", 2: "height, width", 3: "depth, height, width"}
 
@@ -283,7 +296,7 @@ _EXAMPLES = {
 _RNGS = "\n    rngs: Random streams: ``params``, and ``dropout`` where ``proj_drop`` is above 0."
 _SUMMARY = (
     "Maps ``[*batch, {layout}, in_features]`` to ``[*batch, {layout}, out_features]``, with any number of batch\n"
-    "dimensions, none included."
+    "dimensions, none included{flattened}."
 )
 
 
@@ -302,7 +315,10 @@ def document(rank: int, flavour: str) -> str:
         layout=_LAYOUTS[rank],
         performance=textwrap.fill(f"{', '.join(names)} and {last}", 110, subsequent_indent=" " * 8),
         flavour=flavour,
-        summary=_SUMMARY.format(layout=_LAYOUTS[rank]),
+        summary=_SUMMARY.format(
+            layout=_LAYOUTS[rank],
+            flattened=": flattened tokens ``[batch, tokens, in_features]`` need their layout back" if rank > 1 else "",
+        ),
         tokens=_TOKENS[rank],
         per_dimension="one value" if rank == 1 else f"{rank} values, or one for all dimensions",
         in_features="" if is_nnx else "; ``None`` takes what the inputs have",

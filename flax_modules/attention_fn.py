@@ -9,6 +9,7 @@ from typing import Any, Unpack
 import jax
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 
+from natten_jax.spellings import explained
 from natten_jax.static_arguments import Bools, Ints
 
 from . import arguments
@@ -17,6 +18,7 @@ from .arguments import Neighborhood, Performance
 __all__ = ["NeighborhoodAttentionFn", "neighborhood_attention_fn"]
 
 
+@explained(Performance.__annotations__)
 def neighborhood_attention_fn(
     kernel_size: Ints,
     stride: Ints = 1,
@@ -75,7 +77,7 @@ class NeighborhoodAttentionFn:
 
     def of_rank(self, rank: int) -> Neighborhood:
         """The operator for this many token dimensions."""
-        return arguments.neighborhood(rank, **self.settings)
+        return arguments.neighborhood("neighborhood_attention_fn", rank, **self.settings)
 
     def __call__(
         self,

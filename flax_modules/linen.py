@@ -13,6 +13,7 @@ from flax import linen
 from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
+from natten_jax.spellings import explained
 from natten_jax.static_arguments import Bools, Ints, hashable
 
 from . import arguments
@@ -22,7 +23,9 @@ from .partitioning import annotating
 __all__ = ["NeighborhoodAttention1D", "NeighborhoodAttention2D", "NeighborhoodAttention3D"]
 
 
-class _NeighborhoodAttention(linen.Module):
+class NeighborhoodAttention(linen.Module):
+    """What the modules of all ranks have in common."""
+
     rank: ClassVar[int]
 
     in_features: int | None = None
@@ -63,6 +66,11 @@ class _NeighborhoodAttention(linen.Module):
     run_persistent_kernel: bool = True
     kernel_schedule: str | None = None
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Make a class of fields, whose constructor explains names that it does not know."""
+        super().__init_subclass__(**options)
+        cls.__init__ = explained()(cls.__init__)  # type: ignore[method-assign]  # made of the fields
+
     def __post_init__(self) -> None:
         # Flax hashes a module by its fields.
         for name in ("kernel_size", "stride", "dilation", "is_causal", *Performance.__annotations__):
@@ -82,9 +90,12 @@ class _NeighborhoodAttention(linen.Module):
     def _neighborhood(self) -> Neighborhood:
         performance: Any = {name: getattr(self, name) for name in Performance.__annotations__}
         window = self.kernel_size, self.stride, self.dilation, self.is_causal
-        return arguments.neighborhood(self.rank, *window, self.qk_scale, scale_name="qk_scale", **performance)
+        return arguments.neighborhood(
+            type(self).__name__, self.rank, *window, self.qk_scale, scale_name="qk_scale", **performance
+        )
 
     @linen.compact
+    @explained()
     def __call__(
         self, inputs: jax.Array, *, deterministic: bool | None = None, dropout_rng: jax.Array | None = None
     ) -> jax.Array:
@@ -134,16 +145,16 @@ class _NeighborhoodAttention(linen.Module):
         return outputs
 
 
-class NeighborhoodAttention1D(_NeighborhoodAttention):
+class NeighborhoodAttention1D(NeighborhoodAttention):
     __doc__ = arguments.document(1, "flax.linen")
     rank = 1
 
 
-class NeighborhoodAttention2D(_NeighborhoodAttention):
+class NeighborhoodAttention2D(NeighborhoodAttention):
     __doc__ = arguments.document(2, "flax.linen")
     rank = 2
 
 
-class NeighborhoodAttention3D(_NeighborhoodAttention):
+class NeighborhoodAttention3D(NeighborhoodAttention):
     __doc__ = arguments.document(3, "flax.linen")
     rank = 3

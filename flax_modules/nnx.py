@@ -13,6 +13,7 @@ from flax import nnx
 from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
+from natten_jax.spellings import explained
 from natten_jax.static_arguments import Bools, Ints
 
 from . import arguments
@@ -22,9 +23,12 @@ from .partitioning import check_metadata
 __all__ = ["NeighborhoodAttention1D", "NeighborhoodAttention2D", "NeighborhoodAttention3D"]
 
 
-class _NeighborhoodAttention(nnx.Module):
+class NeighborhoodAttention(nnx.Module):
+    """What the modules of all ranks have in common."""
+
     rank: ClassVar[int]
 
+    @explained(Performance.__annotations__)
     def __init__(
         self,
         in_features: int,
@@ -67,8 +71,9 @@ class _NeighborhoodAttention(nnx.Module):
         self.num_heads, self.num_kv_heads = arguments.head_counts(num_heads, num_kv_heads)
         self.head_dim = arguments.head_dim(num_heads, in_features, qkv_features)
         arguments.check_positive(out_features=self.out_features)
+        window = kernel_size, stride, dilation, is_causal
         self.neighborhood = arguments.neighborhood(
-            self.rank, kernel_size, stride, dilation, is_causal, qk_scale, scale_name="qk_scale", **performance
+            type(self).__name__, self.rank, *window, qk_scale, scale_name="qk_scale", **performance
         )
         project = functools.partial(
             nnx.LinearGeneral, dtype=dtype, param_dtype=param_dtype, precision=precision, rngs=rngs
@@ -107,6 +112,7 @@ class _NeighborhoodAttention(nnx.Module):
         # Without dropout no random stream is kept, so that the state holds parameters only.
         self.dropout = nnx.Dropout(proj_drop, deterministic=deterministic, rngs=rngs) if proj_drop > 0 else None
 
+    @explained()
     def __call__(
         self,
         inputs: jax.Array,
@@ -149,16 +155,16 @@ def _given(**settings: Any) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-class NeighborhoodAttention1D(_NeighborhoodAttention):
+class NeighborhoodAttention1D(NeighborhoodAttention):
     __doc__ = arguments.document(1, "flax.nnx")
     rank = 1
 
 
-class NeighborhoodAttention2D(_NeighborhoodAttention):
+class NeighborhoodAttention2D(NeighborhoodAttention):
     __doc__ = arguments.document(2, "flax.nnx")
     rank = 2
 
 
-class NeighborhoodAttention3D(_NeighborhoodAttention):
+class NeighborhoodAttention3D(NeighborhoodAttention):
     __doc__ = arguments.document(3, "flax.nnx")
     rank = 3

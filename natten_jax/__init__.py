@@ -1,5 +1,10 @@
 """Neighborhood attention for JAX."""
 
+import importlib as _importlib
+import importlib.util as _importlib_util
+import sys as _sys
+from typing import Any as _Any
+
 import jax.export as _export
 
 from natten_jax import backends as _backends
@@ -44,13 +49,24 @@ __all__ = [
 __all__ += _configs.query_names()
 
 
-def __getattr__(name: str) -> _configs.ConfigQuery:
-    """The configuration queries, one for every backend: ``get_[bwd_]configs_for_<family>_<fna|fmha>``."""
+def _public_modules() -> tuple[str, ...]:
+    """Modules of which docs/api.md has names: they are imported when they are used."""
+    modules = ("halo", "performance", "plot", "problem", "rotary", "simulator", "windows")
+    return modules if _importlib_util.find_spec("flax") is None else (*modules, "flax_modules")
+
+
+def __getattr__(name: str) -> _Any:
+    """The configuration queries, one for every backend: ``get_[bwd_]configs_for_<family>_<fna|fmha>``; modules."""
+    if not name.startswith("_") and name in _public_modules():
+        return _importlib.import_module(f"{__name__}.{name}")
     try:
         return _configs.query_named(name)
     except LookupError:
-        raise AttributeError(f"module 'natten_jax' has no attribute {name!r}") from None
+        module = _sys.modules[__name__]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=module) from None
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_configs.query_names()})
+    """What is public: functions, constants, modules, and what every module has."""
+    of_modules = (name for name in globals() if name.startswith("__") and name.endswith("__"))
+    return sorted({*__all__, *_configs.query_names(), *_public_modules(), *of_modules})

@@ -25,6 +25,7 @@ from natten_jax.devices import Device, NoDeviceError, compute_capability_of, def
 from natten_jax.passes import PASSES, Pass
 from natten_jax.plan import BackendId
 from natten_jax.problem import OPERATORS, Operator, Problem
+from natten_jax.spellings import unexpected
 
 CapabilityLike = str | float | Sequence[int]
 
@@ -168,14 +169,14 @@ def _asked(
     query = input_tensor if query is None else query
     device = target_device(compute_capability)
     key, value = query if key is None else key, query if value is None else value
-    return _problem(operator, query, key, value, window, f"{name}()"), device
+    return _problem(operator, query, key, value, window, name), device
 
 
 def _problem(operator: Operator, query: Any, key: Any, value: Any, window: dict[str, Any], function: str) -> Problem:
     allowed = ("is_causal",) if operator == "fmha" else ("kernel_size", "stride", "dilation", "is_causal")
     for name in window:
         if name not in allowed:
-            raise TypeError(f"{function} got an unexpected keyword argument {name!r}")
+            raise TypeError(unexpected(function, name, allowed))
     if operator == "fmha":
         return attention_problem(query, key, value, None, window.get("is_causal", False))
     shape = getattr(query, "shape", ())  # what is no array is refused below

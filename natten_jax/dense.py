@@ -8,8 +8,9 @@ import jax
 
 from natten_jax.array_arguments import ArrayLike
 from natten_jax.neighborhood import attend_all
-from natten_jax.performance import AttentionPerformanceArguments
+from natten_jax.performance import ATTENTION_NAMES, AttentionPerformanceArguments
 from natten_jax.scale import Scale
+from natten_jax.spellings import explained
 
 #: Output and logsumexp.
 Pair = tuple[jax.Array, jax.Array]
@@ -51,6 +52,7 @@ def attention(
     return_lse: bool,
     **performance: Unpack[AttentionPerformanceArguments],
 ) -> jax.Array | Pair: ...
+@explained(ATTENTION_NAMES)
 def attention(
     query: ArrayLike,
     key: ArrayLike,

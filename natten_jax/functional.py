@@ -10,8 +10,9 @@ import jax
 from natten_jax.array_arguments import ArrayLike
 from natten_jax.mesh.token_axes import TokenAxes
 from natten_jax.neighborhood import How, Window, attend_windows
-from natten_jax.performance import PerformanceArguments
+from natten_jax.performance import PERFORMANCE_NAMES, PerformanceArguments
 from natten_jax.scale import Scale
+from natten_jax.spellings import explained
 from natten_jax.static_arguments import Bools, Ints
 
 #: Output and logsumexp.
@@ -78,6 +79,7 @@ def na1d(
     token_axes: TokenAxes | None = None,
     **performance: Unpack[PerformanceArguments],
 ) -> jax.Array | Pair: ...
+@explained(PERFORMANCE_NAMES)
 def na1d(
     query: ArrayLike,
     key: ArrayLike,
@@ -213,6 +215,7 @@ def na2d(
     token_axes: TokenAxes | None = None,
     **performance: Unpack[PerformanceArguments],
 ) -> jax.Array | Pair: ...
+@explained(PERFORMANCE_NAMES)
 def na2d(
     query: ArrayLike,
     key: ArrayLike,
@@ -348,6 +351,7 @@ def na3d(
     token_axes: TokenAxes | None = None,
     **performance: Unpack[PerformanceArguments],
 ) -> jax.Array | Pair: ...
+@explained(PERFORMANCE_NAMES)
 def na3d(
     query: ArrayLike,
     key: ArrayLike,

@@ -11,10 +11,14 @@ import numpy as np
 
 from natten_jax.array_arguments import check_array
 from natten_jax.problem import SUPPORTED_DTYPES
+from natten_jax.spellings import OF_MERGE, explained, known_arguments
 from natten_jax.static_arguments import shown
 
 
-def merge_attentions(outputs: Sequence[jax.Array], lse_tensors: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+@explained(of_natten=OF_MERGE)
+def merge_attentions(
+    outputs: Sequence[jax.Array], lse_tensors: Sequence[jax.Array], **natten_arguments: bool
+) -> tuple[jax.Array, jax.Array]:
     """Merge attention over disjoint sets of keys into attention over their union.
 
     Plain JAX: its gradient, through the logsumexp too, is that of attention over the concatenated keys.
@@ -31,6 +35,8 @@ def merge_attentions(outputs: Sequence[jax.Array], lse_tensors: Sequence[jax.Arr
     Args:
         outputs: Two or more outputs ``[..., heads, head_dim_v]`` of one shape, in a list, say.
         lse_tensors: Their logsumexp ``[..., heads]``, as many.
+        **natten_arguments: NATTEN's ``torch_compile``, and ``use_autograd_fix=True``, which change nothing: every merge
+            is compiled, and its gradient is right.
 
     Returns:
         The merged output in the first output's dtype, and its logsumexp. Where every part is empty
@@ -40,6 +46,7 @@ def merge_attentions(outputs: Sequence[jax.Array], lse_tensors: Sequence[jax.Arr
         ValueError: Fewer than two parts, shapes that disagree, or element types that are no supported floats.
         TypeError: An argument is no sequence of arrays.
     """
+    known_arguments("merge_attentions", natten_arguments, (), OF_MERGE)
     outputs, lse_tensors = _parts("outputs", outputs), _parts("lse_tensors", lse_tensors)
     if len(outputs) < 2:
         raise ValueError(f"outputs has {len(outputs)} part(s): merge_attentions takes at least two")

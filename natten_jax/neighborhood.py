@@ -13,22 +13,22 @@ import jax.numpy as jnp
 
 from natten_jax import backends, op
 from natten_jax.array_arguments import ArrayLike, as_jax_array, attention_problem, neighborhood_problem
+from natten_jax.attention_arguments import check_agreement
 from natten_jax.backends.base import Operands, Output
 from natten_jax.checked_once import checked_once
+from natten_jax.heads_first import described
 from natten_jax.ignored_arguments import warn_of_ignored
 from natten_jax.merge import merge_attentions
 from natten_jax.mesh import exchange, line
 from natten_jax.mesh.explicit import with_whole_dimensions
 from natten_jax.mesh.token_axes import TokenAxes, checked_token_axes
 from natten_jax.parts import Kind, Part, parts_of
-from natten_jax.performance import ATTENTION_NAMES, Performance, performance_of
+from natten_jax.performance import ATTENTION_NAMES, PERFORMANCE_NAMES, Performance, performance_of
 from natten_jax.problem import Problem
 from natten_jax.resolve import Request
 from natten_jax.scale import Scale, fold
 from natten_jax.spellings import known_arguments
 from natten_jax.static_arguments import Bools, Ints, flag
-
-_PERFORMANCE = tuple(ATTENTION_NAMES.values())
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -72,6 +72,8 @@ def attend_windows(
     )
     request = Request(problem, performance, how.backend, _precision(), axes)
     parts = parts_of(request, how.attention_kwargs, fuse)
+    if how.attention_kwargs:
+        check_agreement(how.attention_kwargs, problem, scale, return_lse)
     if how.performance or how.attention_kwargs:
         for part in parts:
             of_attention = () if part.kind is Kind.WINDOWS else how.attention_kwargs or ()
@@ -129,24 +131,14 @@ def _window_problem(
     performance: tuple[tuple[str, Any], ...],
 ) -> tuple[Problem, Performance]:
     """What a call of ``na{rank}d`` describes; the last argument are the items of its performance arguments."""
-    query, key, value, additional_keys, additional_values = map(_shaped, arrays)
-    assert query is not None and key is not None and value is not None
     rank, kernel_size, stride, dilation, is_causal = window
-    problem = neighborhood_problem(
-        rank,
-        query,
-        key,
-        value,
-        kernel_size,
-        stride,
-        dilation,
-        is_causal,
-        scale,
-        additional_keys,
-        additional_values,
-        parts=parts,
-    )
-    known = known_arguments(f"na{rank}d", dict(performance), _PERFORMANCE)
+
+    def describe(query: Any, key: Any, value: Any, additional_keys: Any, additional_values: Any) -> Problem:
+        facts = kernel_size, stride, dilation, is_causal, scale
+        return neighborhood_problem(rank, query, key, value, *facts, additional_keys, additional_values, parts)
+
+    problem = described(describe, [*map(_shaped, arrays)])
+    known = known_arguments(f"na{rank}d", dict(performance), PERFORMANCE_NAMES)
     return problem, performance_of(rank, **known)
 
 
@@ -155,9 +147,9 @@ def _attention_problem(
     arrays: tuple[_Described, ...], scale: Any, is_causal: Any, performance: tuple[tuple[str, Any], ...]
 ) -> tuple[Problem, Performance]:
     """What a call of ``attention`` describes; arguments as above."""
-    query, key, value, *_ = map(_shaped, arrays)
-    assert query is not None and key is not None and value is not None
-    problem = attention_problem(query, key, value, scale, is_causal)
+    problem = described(
+        lambda query, key, value: attention_problem(query, key, value, scale, is_causal), [*map(_shaped, arrays[:3])]
+    )
     known = known_arguments("attention", dict(performance), ATTENTION_NAMES)
     asked = {ATTENTION_NAMES[name]: each for name, each in known.items()}
     return problem, performance_of(1, tile_suffix="size", **asked)

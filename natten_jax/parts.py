@@ -60,6 +60,7 @@ def parts_of(
     # Whatever runs the whole layout is told the call's own performance arguments, too.
     inherited = request.performance.flattened() if problem.is_attention else {}
     own = checked_attention_kwargs(attention_kwargs, inherited)
+    speaks_of_it = bool(own)
     backend = own.pop("backend", counterpart)
     performance = _attention_performance({**inherited, **own})
     if problem.is_attention:
@@ -70,7 +71,7 @@ def parts_of(
             ),
         )
     if try_fuse_additional_kv is None:
-        try_fuse_additional_kv = not attention_kwargs
+        try_fuse_additional_kv = not speaks_of_it
     if not problem.additional_kv or (try_fuse_additional_kv and run.fuses_additional_kv(request)):
         return (Part(Kind.WINDOWS, request),)
     windows = dataclasses.replace(request, problem=dataclasses.replace(problem, additional_kv=0))

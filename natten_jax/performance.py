@@ -18,11 +18,23 @@ Shape = tuple[int, ...]
 
 
 class KernelSchedule(enum.StrEnum):
-    """How a Hopper kernel distributes its work; members are the strings that ``kernel_schedule`` takes."""
+    """How a Hopper kernel distributes its work; members are the strings that ``kernel_schedule`` takes.
+
+    They have NATTEN's names, too: ``KernelSchedule.WarpSpecializedPingpong`` is ``KernelSchedule.PING_PONG``.
+    """
 
     NON_PERSISTENT = "non"  #: a thread block for every query tile
     COOPERATIVE = "coop"  #: a thread block per multiprocessor; its warpgroups run unordered
     PING_PONG = "pp"  #: its warpgroups take turns, one computes logits while the other takes exponentials
+    NonPersistent = NON_PERSISTENT
+    WarpSpecializedCooperative = COOPERATIVE
+    WarpSpecializedPingpong = PING_PONG
+
+    @property
+    def natten_name(self) -> str:
+        """What NATTEN calls it."""
+        *_, alias = (name for name, member in KernelSchedule.__members__.items() if member is self)
+        return alias
 
 
 class MemoryUsagePreference(enum.StrEnum):
@@ -124,6 +136,9 @@ ATTENTION_NAMES = {
     field.name.replace("_tile_shape", "_tile_size"): field.name for field in dataclasses.fields(Performance)
 }
 
+#: The names that ``na1d``, ``na2d`` and ``na3d`` have for them.
+PERFORMANCE_NAMES = tuple(ATTENTION_NAMES.values())
+
 _FLAGS = [field.name for field in dataclasses.fields(Performance) if isinstance(field.default, bool)]
 
 
@@ -174,5 +189,6 @@ def _checked_tiles(rank: int, given: Any, tile_suffix: str) -> dict[str, Any]:
 def _one_of(name: str, value: Any, choices: type[enum.StrEnum], or_none: str = "") -> str:
     allowed = tuple(map(str, choices))
     if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name} must be {or_none}one of {allowed}, got {shown(value)}")
+        meant = f": did you mean {choices[value].value!r}?" if value in choices.__members__ else ""
+        raise ValueError(f"{name} must be {or_none}one of {allowed}, got {shown(value)}{meant}")
     return str(value)

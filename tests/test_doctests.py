@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import doctest
 import importlib
+import importlib.util
 import inspect
 import io
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import run_python
 
 import natten_jax
 
@@ -50,6 +52,23 @@ def test_all_names_everything_public() -> None:
     names = {name for name in dir(natten_jax) if not name.startswith("_")}
     modules = {name for name in names if inspect.ismodule(getattr(natten_jax, name))}
     assert names - modules == set(natten_jax.__all__) - {"__version__"}
+    documented = {name.split(".")[1] for name in MODULES}
+    assert modules == documented - ({"flax_modules"} if importlib.util.find_spec("flax") is None else set())
+
+
+def test_modules_are_imported_when_they_are_used() -> None:
+    program = """
+import natten_jax
+assert natten_jax.plot.__name__ == "natten_jax.plot"
+assert natten_jax.rotary.rotary_angles
+for name in dir(natten_jax):
+    getattr(natten_jax, name)
+natten_jax.merge_attention
+"""
+    found = run_python(program)
+    assert found.stderr.endswith("has no attribute 'merge_attention'. Did you mean: 'merge_attentions'?\n"), (
+        found.stderr
+    )
 
 
 def test_every_public_name_has_a_page() -> None:

@@ -138,6 +138,17 @@ def test_a_dry_run_for_any_gpu(capability: str, capsys: pytest.CaptureFixture[st
     assert all(len(line) <= 100 for line in output.splitlines())
 
 
+def test_a_dry_run_says_which_schedule_is_which(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-d", "128", "-i", "4096", "-w", "256", "--dry-run", "--compute-capability", "9.0"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    for value, name in (
+        ("pp", "WarpSpecializedPingpong"),
+        ("coop", "WarpSpecializedCooperative"),
+        ("non", "NonPersistent"),
+    ):
+        assert f"{value} is KernelSchedule.{name}" in words
+
+
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     command = f"{sys.executable} -m natten_jax.profiler -i 8 16 24 -w 2 4 4 --dry-run --max-configs 0 | head -n 1"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, TextIO
 
 from natten_jax.devices import Device
+from natten_jax.performance import KernelSchedule
 from natten_jax.problem import Problem
 from natten_jax.profiler.configurations import (
     Listing,
@@ -41,6 +42,7 @@ def _print_tables(options: Options, problem: Problem, device: Device, file: Text
         for each in found:
             if each.backend == name:
                 print_table(_table(each, options, device), file)
+                print_lines(_schedule_lines(each), file)
     lines = [
         f"Use case is not compatible with backend {name}: {why}."
         for name, why in rejections(options, problem, device).items()
@@ -73,6 +75,14 @@ def to_json(options: Options, device: Device) -> dict[str, Any]:
             str(name): why for problem in problems for name, why in rejections(options, problem, device).items()
         },
     }
+
+
+def _schedule_lines(listing: Listing) -> list[str]:
+    """What the words in the column of schedules are."""
+    if not listing.schedules:
+        return []
+    names = (f"{each} is {KernelSchedule.__name__}.{KernelSchedule(each).natten_name}" for each in listing.schedules)
+    return [f"kernel_schedule: {', '.join(names)}"]
 
 
 def _figures(simulation: Simulation) -> dict[str, Any]:
