@@ -189,6 +189,10 @@ def _checked_tiles(rank: int, given: Any, tile_suffix: str) -> dict[str, Any]:
 def _one_of(name: str, value: Any, choices: type[enum.StrEnum], or_none: str = "") -> str:
     allowed = tuple(map(str, choices))
     if not isinstance(value, str) or value not in allowed:
-        meant = f": did you mean {choices[value].value!r}?" if value in choices.__members__ else ""
+        meant = (
+            f": did you mean {choices[value].value!r}?"
+            if isinstance(value, str) and value in choices.__members__
+            else ""
+        )
         raise ValueError(f"{name} must be {or_none}one of {allowed}, got {shown(value)}{meant}")
     return str(value)

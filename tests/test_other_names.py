@@ -208,3 +208,13 @@ def test_schedules_have_natten_s_names() -> None:
     assert len(KernelSchedule) == 3
     with pytest.raises(ValueError, match="got 'WarpSpecializedPingpong': did you mean 'pp'"):
         natten_jax.na1d(ARRAY, ARRAY, ARRAY, 3, kernel_schedule="WarpSpecializedPingpong")
+
+
+@pytest.mark.parametrize(
+    "value", [[], {}, jnp.ones(3), np.ones(3), object(), 3, "fast"], ids=lambda value: type(value).__name__
+)
+@pytest.mark.parametrize("name", ["kernel_schedule", "memory_usage_preference"])
+def test_values_that_are_no_choice(name: str, value: Any) -> None:
+    operator: Any = natten_jax.na1d
+    with pytest.raises(ValueError, match=rf"^{name} must be .*one of \(.*, got "):
+        operator(ARRAY, ARRAY, ARRAY, 3, **{name: value})
