@@ -372,7 +372,8 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("stream", "patience", "is_shown"), [(Terminal, 0.0, True), (Terminal, 60.0, False), (io.StringIO, 0.0, False)]
+    ("stream", "patience", "is_shown"),
+    [(Terminal, 0.0, True), (Terminal, 60.0, False), (io.StringIO, 0.1, True), (io.StringIO, 60.0, False)],
 )
 def test_progress_is_shown_to_people_who_wait(
     stream: type[io.StringIO], patience: float, is_shown: bool, monkeypatch: pytest.MonkeyPatch
@@ -380,6 +381,7 @@ def test_progress_is_shown_to_people_who_wait(
     pytest.importorskip("rich")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(progress, "_PATIENCE", patience)
+    monkeypatch.setattr(progress, "_LINES", patience)
     shown = stream()
     monkeypatch.setattr(sys, "stderr", shown)
     with progress.Progress(2) as bar:
@@ -388,6 +390,8 @@ def test_progress_is_shown_to_people_who_wait(
         time.sleep(0.5)  # for the thread that starts it, and the one that draws it
         bar.expect(1)
     assert ("trying backends" in shown.getvalue()) == is_shown
+    if is_shown and stream is io.StringIO:
+        assert "natten-jax-profiler: trying backends: 1 of 2 runs are done after" in shown.getvalue()
 
 
 def test_lines_are_wrapped() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,11 +13,13 @@ from typing import Any, NoReturn
 import jax
 
 from natten_jax.devices import CPU, Device, NoDeviceError, default_device
+from natten_jax.ignored_arguments import IgnoredArgumentWarning
 from natten_jax.plan import BackendId
 from natten_jax.profiler import dry_run, report, simulate
 from natten_jax.profiler.arguments import parse
 from natten_jax.profiler.complaints import PROGRAM, complain, warn
 from natten_jax.profiler.families import KNOWN_FAMILIES
+from natten_jax.profiler.ignored_flags import warn_of_ignored
 from natten_jax.profiler.measure import compare, profile
 from natten_jax.profiler.optimize import optimize
 from natten_jax.profiler.optimum import Optimum, best_table, configuration, search_json
@@ -35,7 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     interrupted.
     """
     options = parse(argv)
-    return run_quietly(PROGRAM, lambda: _run(options))
+    with warnings.catch_warnings():
+        # Said of the flags instead, before anything runs.
+        warnings.simplefilter("ignore", IgnoredArgumentWarning)
+        return run_quietly(PROGRAM, lambda: _run(options))
 
 
 def _run(options: Options) -> int:
@@ -77,6 +83,7 @@ def _too_large(error: Exception) -> str:
 
 def _dry_run(options: Options, device: Device) -> int:
     check_available(options, device)
+    warn_of_ignored(options, device)
     runs = dry_run.print_dry_run(options, device)
     _write(options.json, lambda: dry_run.to_json(options, device))
     return 0 if runs else 1
@@ -84,6 +91,7 @@ def _dry_run(options: Options, device: Device) -> int:
 
 def _simulate(options: Options, device: Device) -> int:
     check_available(options, device)
+    warn_of_ignored(options, device)
     simulated = simulate.simulate(options, device)
     simulate.print_simulation(simulated)
     _write(options.json, lambda: simulate.to_json(simulated))
@@ -92,12 +100,15 @@ def _simulate(options: Options, device: Device) -> int:
 
 def _measure(options: Options) -> int:
     if not options.optimize:
+        check_available(options, device := default_device())
+        warn_of_ignored(options, device)
         return _profile(options, None)
     optimum = optimize(options)
     options = dataclasses.replace(optimum.options, optimize=True)
     if not optimum.is_complete:
         return _keep_so_far(options, optimum)
     print_table(best_table(optimum))
+    warn_of_ignored(options, default_device())
     try:
         return _profile(options, optimum)
     except KeyboardInterrupt:

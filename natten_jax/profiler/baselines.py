@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import jax
 
+from natten_jax.cost.work import all_pairs
 from natten_jax.devices import Device
 from natten_jax.problem import Problem
 
@@ -35,17 +36,48 @@ BASELINES: dict[str, Attention] = {
 }
 
 
-def check(name: str, problem: Problem, device: Device) -> None:
+def check(name: str, flag: str, problem: Problem, device: Device, is_room: Callable[[int], bool]) -> None:
     """Check that a baseline can run on the device.
+
+    Args:
+        name: Of the baseline.
+        flag: That named it.
+        problem: What it would compute.
+        device: Where.
+        is_room: Whether the device has memory for as many bytes.
 
     Raises:
         ValueError: It cannot; the message says what can.
+        MemoryError: It has no room for the logits.
     """
     if name != "xla" and device.platform != "cuda":
-        raise ValueError(f"the {name} baseline needs an NVIDIA GPU, and this is {device}: use --backend xla")
-    if name == "xla" and device.platform == "cpu" and problem.dtype == "float16":
+        raise ValueError(
+            f"the {name} baseline needs an NVIDIA GPU, and this is {device}: {_instead(flag, problem, is_room)}"
+        )
+    if name != "xla":
+        return
+    if device.platform == "cpu" and problem.dtype == "float16":
         # jax.nn.dot_product_attention asks for a dot product algorithm that XLA has on GPUs only.
-        raise ValueError("the xla baseline cannot run fp16 on the CPU: use --dtype bf16 or --dtype fp32")
+        types = "use --dtype bf16 or --dtype fp32" if is_room(_logits_bytes(problem)) else _NOTHING
+        raise ValueError(f"the xla baseline cannot run fp16 on the CPU: {types}")
+    if not is_room(_logits_bytes(problem)):
+        raise MemoryError(f"the xla baseline's logits take {_logits_bytes(problem) / 2**30:,.1f} GiB: {_NOTHING}")
+
+
+#: Said where no baseline runs.
+_NOTHING = "leave it out, compare with flex-fna, or take fewer tokens or heads"
+
+
+def _instead(flag: str, problem: Problem, is_room: Callable[[int], bool]) -> str:
+    """What to compare with on the host."""
+    if not is_room(2 * _logits_bytes(problem)):  # twice: gradients, or weights beside logits
+        return _NOTHING
+    return f"use {flag} xla" + (" --dtype bf16" if problem.dtype == "float16" else "")
+
+
+def _logits_bytes(problem: Problem) -> int:
+    """Of all logits in float32, which XLA keeps."""
+    return 4 * problem.batch * problem.heads * all_pairs(problem)
 
 
 def refusal_to_split(name: str, devices: int, split: str, heads_kv: int) -> str | None:

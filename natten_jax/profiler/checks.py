@@ -108,12 +108,16 @@ def check_baseline(parser: Parser, given: argparse.Namespace) -> None:
     """Take away what a baseline cannot do, with a warning; additional tokens are refused."""
     if given.add_kv:
         parser.error(f"--add-kv does not go with --backend {given.backend}, which computes self attention only")
-    ignored = ["window_size", "stride", "dilation", "causal", "fmha_backend", *TILE_FLAGS, "schedule"]
-    flags = [flag(name) for name in ignored if getattr(given, name) is not None]
+    ignored = ["window_size", "stride", "dilation", "causal", "fmha_backend", *PERFORMANCE_FLAGS]
+    flags = [
+        f"--no-{name}" if getattr(given, name) is False else flag(name)
+        for name in ignored
+        if getattr(given, name) != parser.get_default(name)
+    ]
     if flags:
         warn(f"--backend {given.backend} computes self attention only: {', '.join(flags)} ignored")
     for name in ignored:
-        setattr(given, name, None)
+        setattr(given, name, parser.get_default(name))
 
 
 def check_problem(parser: Parser, options: Options) -> None:

@@ -18,5 +18,10 @@ def warn(what: object) -> None:
     _say("warning", what)
 
 
+def tell(what: object) -> None:
+    """Say what is going on, for whoever waits."""
+    print(f"{PROGRAM}: {what}", file=sys.stderr, flush=True)
+
+
 def _say(kind: str, what: object) -> None:
     print(f"{PROGRAM}: {kind}: {' '.join(str(what).split())}", file=sys.stderr)

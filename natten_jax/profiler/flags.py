@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -85,6 +86,12 @@ def profiler_parser() -> Parser:
     for name, advice in _FOREIGN_FLAGS.items():
         parser.add_argument(name, action=RefusedFlag, help=argparse.SUPPRESS, advice=advice)
     return parser
+
+
+@functools.cache
+def default_of(name: str) -> Any:
+    """What an argument is where its flag is left out."""
+    return profiler_parser().get_default(name)
 
 
 class _Ignored(argparse.Action):

@@ -51,14 +51,26 @@ def check_fits(options: Options) -> None:
     needed = sum(_bytes_on_a_device(options, each) for each in arrays)
     if options.backprop:
         needed *= 2  # the output's cotangent, and the gradient of every operand
+    if not is_room(options, needed):
+        raise MemoryError(f"its operands and results take {gibibytes(needed)}, and {_room()}")
+
+
+def is_room(options: Options, needed: int) -> bool:
+    """Whether a device has memory for as many bytes, when each of those that the options ask for needs them."""
+    available, is_host = _memory()
+    return needed * (options.devices if is_host else 1) <= available
+
+
+def _room() -> str:
+    return f"{default_device()} has {gibibytes(_memory()[0])}"
+
+
+def _memory() -> tuple[int, bool]:
+    """Bytes of the default device's memory, and whether it is the host's: such devices do not say what they have."""
     available = (default_jax_device().memory_stats() or {}).get("bytes_limit")
-    if available is None:
-        # Devices that do not say what they have are parts of the host.
-        needed, available = needed * options.devices, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > available:
-        raise MemoryError(
-            f"its operands and results take {_gibibytes(needed)}, and {default_device()} has {_gibibytes(available)}"
-        )
+    if available is not None:
+        return available, False
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), True
 
 
 def _bytes_on_a_device(options: Options, array: Any) -> int:
@@ -66,7 +78,7 @@ def _bytes_on_a_device(options: Options, array: Any) -> int:
     return int(math.prod(shape) * array.dtype.itemsize)
 
 
-def _gibibytes(count: int) -> str:
+def gibibytes(count: int) -> str:
     return f"{count / 2**30:,.1f} GiB"
 
 

@@ -11,16 +11,17 @@ from typing import Any
 import jax
 
 from natten_jax.cost.work import flops
-from natten_jax.devices import Device
+from natten_jax.devices import Device, default_device
 from natten_jax.passes import Pass, TilePair
 from natten_jax.problem import Problem
 from natten_jax.profiler import attribution, capture, symbols
+from natten_jax.profiler.duration import say_of_measurement
 from natten_jax.profiler.element_types import arrays_of
 from natten_jax.profiler.events import Event
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.program import Program
 from natten_jax.profiler.progress import Progress
-from natten_jax.profiler.workload import Workload, compile_workload, passes
+from natten_jax.profiler.workload import Workload, check_runs, compile_workload, passes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +139,10 @@ def compare(options: Options, baseline: str) -> Comparison:
 
 
 def _profile(every: Sequence[Options]) -> list[Result]:
-    first = every[0]
+    first, device = every[0], default_device()
+    for options in every:
+        check_runs(options, device)
+    say_of_measurement(every, device)
     with arrays_of(first.dtype), Progress(len(every) * (first.warmup_steps + first.iterations)) as progress:
         progress.stage("compiling")
         arguments: tuple[jax.Array, ...] | None = None

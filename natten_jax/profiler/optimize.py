@@ -17,6 +17,7 @@ from natten_jax.passes import Pass
 from natten_jax.plan import BackendId
 from natten_jax.profiler.choices import spelled_out, with_backend, with_schedule, with_tiles
 from natten_jax.profiler.configurations import Listing, candidates, listing, main_part
+from natten_jax.profiler.duration import say_of_search
 from natten_jax.profiler.element_types import arrays_of
 from natten_jax.profiler.inputs import check_fits
 from natten_jax.profiler.optimum import Optimum, Trial
@@ -53,6 +54,8 @@ def optimize(options: Options) -> Optimum:
     device = default_device()
     check_available(options, device)
     check_fits(options)
+    finals = (_FINALISTS + 2) * (_FINAL_RUNS + options.optimize_warmup_steps)
+    say_of_search(options, device, _BATCH * (1 + _SCREENING_RUNS) + finals)
     with arrays_of(options.dtype), Progress(0) as progress:
         return _Search(options, device, progress).run()
 

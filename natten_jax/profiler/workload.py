@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from natten_jax.profiler import baselines
 from natten_jax.profiler.capture import Launch
 from natten_jax.profiler.element_types import ELEMENT_TYPES
 from natten_jax.profiler.families import KNOWN_FAMILIES
-from natten_jax.profiler.inputs import check_fits, make_inputs, shapes
+from natten_jax.profiler.inputs import check_fits, is_room, make_inputs, shapes
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.program import Program, compile_for_trace
 from natten_jax.profiler.split import of_each_device
@@ -92,8 +93,7 @@ def compile_workload(
         MemoryError: It is too large for the device.
     """
     device = default_device()
-    check_available(options, device)
-    check_fits(options)
+    check_runs(options, device)
     problem = request_of(options).problem
     chosen: dict[str, str] = {}
     plans: dict[Pass, Plan] = {}
@@ -106,7 +106,7 @@ def compile_workload(
             chosen[f"additional_kv_{pass_}" if is_additional else pass_] = str(plan.backend)
             if not is_additional:
                 plans[pass_] = plan
-    function = _function(options, problem, device)
+    function = _function(options)
     function.__name__ = name
     # Of another problem's inputs, the additional tokens at the end may be too many.
     arguments = make_inputs(options) if arguments is None else arguments[: len(shapes(options)) + options.backprop]
@@ -117,6 +117,23 @@ def compile_workload(
 def passes(options: Options) -> tuple[Pass, ...]:
     """The passes that are profiled."""
     return ("forward", "backward") if options.backprop else ("forward",)
+
+
+def check_runs(options: Options, device: Device) -> None:
+    """Check what can be known before anything is compiled: devices, memory, and what baselines need.
+
+    Raises:
+        UnavailableBackend: A backend that was named does not run on this device.
+        ValueError: The baseline does not, or an array has too many elements.
+        MemoryError: The problem is too large for the device.
+    """
+    check_available(options, device)
+    check_fits(options)
+    if options.is_baseline:
+        problem = request_of(options).problem
+        name = str(options.backend)
+        flag = "--compare" if name == options.compare else "--backend"
+        baselines.check(name, flag, problem, device, functools.partial(is_room, options))
 
 
 def check_available(options: Options, device: Device) -> None:
@@ -182,11 +199,10 @@ def device_parts(options: Options) -> tuple[Part, ...]:
     return tuple(map(of_device, parts_of(options))) if options.devices > 1 else parts_of(options)
 
 
-def _function(options: Options, problem: Problem, device: Device) -> Callable[..., Any]:
+def _function(options: Options) -> Callable[..., Any]:
     """The function to profile: of query, key, value, ...; with ``--backprop``, of the output's cotangent first."""
     if options.is_baseline:
         name = str(options.backend)
-        baselines.check(name, problem, device)
 
         def forward(*arrays: jax.Array) -> Any:
             return baselines.attend(name, *arrays[:3])
