@@ -23,9 +23,11 @@ def as_jax_array(name: str, array: ArrayLike | None) -> jax.Array:
     """``array`` as a JAX array; a NumPy one in the element type that JAX's settings allow.
 
     Raises:
-        TypeError: It is no array.
+        TypeError: It is none that :func:`check_array` takes.
     """
-    check_array(name, array)
+    dtype = getattr(array, "dtype", None)
+    if not isinstance(dtype, np.dtype) or not dtype.isnative:  # a call less for each array that is right
+        check_array(name, array)
     if isinstance(array, np.ndarray) and jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
         array = jnp.asarray(array)
     return array  # type: ignore[return-value]  # JAX's functions take NumPy's arrays as they are
