@@ -84,7 +84,7 @@ def draw(curve: Curve, halos: Sequence[Halo]) -> tuple[Operands, jax.Array]:
     cotangent, query, key, value = (jax.random.normal(each, benchmark.shape, benchmark.dtype) for each in keys)
     pad = [0] * (3 - len(halos))
     origins = jnp.array([[*pad, *starts], [*pad, *(begin for begin, _ in held)]], jnp.int32)
-    return Operands(of_part(query), with_halos(key), with_halos(value), None, None, origins), of_part(cotangent)
+    return Operands(of_part(query), with_halos(key), with_halos(value), None, None, origins=origins), of_part(cotangent)
 
 
 def cut(array: jax.Array, starts: Sequence[int], lengths: Sequence[int]) -> jax.Array:

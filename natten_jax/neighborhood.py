@@ -26,7 +26,7 @@ from natten_jax.parts import Kind, Part, parts_of
 from natten_jax.performance import ATTENTION_NAMES, PERFORMANCE_NAMES, Performance, performance_of
 from natten_jax.problem import Problem
 from natten_jax.resolve import Request
-from natten_jax.scale import Scale, fold
+from natten_jax.scale import Scale, number_or_array, per_head
 from natten_jax.spellings import known_arguments
 from natten_jax.static_arguments import Bools, Ints, flag
 
@@ -65,7 +65,8 @@ def attend_windows(
     if fuse is not None:
         fuse = flag("try_fuse_additional_kv", fuse, or_none=True)
     operands = _operands(*arrays)
-    static_scale, scaled = fold(scale, operands.query)
+    number, factors = number_or_array(scale)
+    static_scale = 1.0 if factors is not None else number
     axes = checked_token_axes(window.token_axes, window.rank)
     problem, performance = _window_problem(
         _described(operands), window[:5], static_scale, line.parts_of(axes) or None, (*how.performance.items(),)
@@ -79,7 +80,7 @@ def attend_windows(
             of_attention = () if part.kind is Kind.WINDOWS else how.attention_kwargs or ()
             warn_of_ignored(part.request, operands.query, of_attention)
     operands = with_whole_dimensions(
-        operands._replace(query=scaled), keeps_tokens=all(part.keeps_tokens for part in parts)
+        _with_scale(operands, factors, problem), keeps_tokens=all(part.keeps_tokens for part in parts)
     )
     outputs = [_run(part, operands) for part in parts]
     output = outputs[0] if len(outputs) == 1 else Output(*merge_attentions(*zip(*outputs, strict=True)))
@@ -99,14 +100,15 @@ def attend_all(
     """``attention``; arguments as there."""
     return_lse = flag("return_lse", return_lse)
     arrays = with_whole_dimensions(_operands(query, key, value, None, None), keeps_tokens=False)
-    static_scale, scaled = fold(scale, arrays.query)
+    number, factors = number_or_array(scale)
+    static_scale = 1.0 if factors is not None else number
     problem, asked = _attention_problem(_described(arrays), static_scale, is_causal, (*performance.items(),))
     if backend is not None:
         backends.find(backend, "fmha")
     request = Request(problem, asked, backend, _precision())
     if performance:
         warn_of_ignored(request, arrays.query)
-    output = _attend(request, arrays._replace(query=scaled))
+    output = _attend(request, _with_scale(arrays, factors, problem))
     return tuple(output) if return_lse else output.out
 
 
@@ -170,7 +172,14 @@ def _operands(*arrays: ArrayLike | None) -> Operands:
         None if each is None and name in _OPTIONAL else as_jax_array(name, each)
         for name, each in zip(names, arrays, strict=True)
     ]
-    return Operands._make([*checked, None])
+    return Operands._make([*checked, None, None])
+
+
+def _with_scale(operands: Operands, factors: Any, problem: Problem) -> Operands:
+    if factors is None:
+        return operands
+    batch, *_, heads, _ = operands.query.shape
+    return operands._replace(scale=per_head(factors, batch, heads, problem.dtype))
 
 
 def _run(part: Part, arrays: Operands) -> Output:
@@ -183,7 +192,7 @@ def _run(part: Part, arrays: Operands) -> Output:
     lines = line.lines_of(token_axes)
     if part.kind is Kind.WHOLE_LAYOUT:
         arrays = exchange.with_all_keys(arrays, lines)
-    query, key, value, additional_keys, additional_values, _ = arrays
+    query, key, value, additional_keys, additional_values, *_ = arrays
     if part.kind is Kind.ADDITIONAL:
         assert additional_keys is not None and additional_values is not None
         keys, values = additional_keys, additional_values
@@ -195,7 +204,7 @@ def _run(part: Part, arrays: Operands) -> Output:
     # Where tokens are split, the layout of the queries is a part of the problem's.
     origins = exchange.flat_origins(query.shape[1:-2], lines) if token_axes else None
     request = dataclasses.replace(part.request, token_axes=())
-    output = _attend(request, Operands(_flat(query), keys, values, None, None, origins))
+    output = _attend(request, Operands(_flat(query), keys, values, None, None, arrays.scale, origins))
     return Output(*(array.reshape(*query.shape[:-2], *array.shape[2:]) for array in output))
 
 

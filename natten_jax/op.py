@@ -45,7 +45,7 @@ def attend(request: Request, operands: Operands) -> Output:
         output = None if request.token_axes else run.forward_plain(request, arrays)
         if output is not None:
             return output
-        differentiable = [None if array is None else in_reverse_only(array) for array in arrays[:5]]
+        differentiable = [None if array is None else in_reverse_only(array) for array in arrays.differentiable]
         return _attend(request, Operands._make([*differentiable, arrays.origins]))
 
     return explicit.over_explicit_axes(run_local, request, operands)

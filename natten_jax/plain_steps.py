@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax import backends
-from natten_jax.backends.base import Differentiable, Gradients, Operands, Output, PureJaxBackend
+from natten_jax.backends.base import Differentiable, Operands, Output, PureJaxBackend
 from natten_jax.devices import Device
 from natten_jax.mesh.roles import Role, roles_of
 from natten_jax.mesh.types import type_like
@@ -117,7 +117,7 @@ class PlainTangents(Step):
         changes = dict(zip(self.given, tangents, strict=True))
         primals = jax.tree.leaves(operands)
         every = [changes[i] if i in changes else jnp.zeros_like(array) for i, array in enumerate(primals)]
-        of_operands = Gradients(*jax.tree.unflatten(self.forward.operands, every)[:5])
+        of_operands = jax.tree.unflatten(self.forward.operands, every).differentiable
         return list(_backend(self.forward.backend).tangents(plan, operands, returned, of_operands))
 
     def compute_transposed(
@@ -138,9 +138,9 @@ class PlainTangents(Step):
         given = Output(*(cotangents[i] if i in cotangents else jnp.zeros_like(own) for i, own in enumerate(output)))
         leaves = [self.given[i - first_tangent] for i in linear]
         numbers: Operands = jax.tree.unflatten(self.forward.operands, range(self.forward.operands.num_leaves))
-        wanted = [number in leaves for number in numbers[:5]]
+        wanted = [number in leaves for number in numbers.differentiable]
         found = _backend(self.forward.backend).gradients(plan, operands, returned, given, wanted)
-        by_leaf: dict[Any, Any] = dict(zip(numbers[:5], found, strict=True))
+        by_leaf: dict[Any, Any] = dict(zip(numbers.differentiable, found, strict=True))
         return [by_leaf[leaf].astype(type_.dtype) for leaf, type_ in zip(leaves, linear.values(), strict=True)]
 
     def _parted(self, arguments: Sequence[jax.Array]) -> tuple[Operands, Differentiable, Sequence[jax.Array]]:

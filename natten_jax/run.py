@@ -198,7 +198,9 @@ def _saved_types(request: Request, operands: Any, *_: Any) -> Saved:
 
 
 def _gradient_types(request: Request, operands: Any, saved: Any, cotangents: Any) -> Gradients:
-    types = [None if each is None else type_like(operands.query, each.shape, each.dtype) for each in operands[:5]]
+    types = [
+        None if each is None else type_like(operands.query, each.shape, each.dtype) for each in operands.differentiable
+    ]
     return Gradients._make(types)
 
 

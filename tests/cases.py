@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -33,7 +34,7 @@ def random_case(seed: int, *, rank: int | None = None, tokens: int | None = None
     scale_factor = rng.choice([math.nan, 0.0, -1.0, 0.5], p=[0.7, 0.1, 0.1, 0.1])
     head_dim = int(rng.choice([1, 3, 8, 16, 17, 24, 32, 40, 64]))
     additional = int(rng.integers(1, 20)) if rng.random() < 0.3 else 0
-    return Case(
+    case = Case(
         layout=layout,
         kernel_size=kernel_size,
         stride=stride,
@@ -48,6 +49,13 @@ def random_case(seed: int, *, rank: int | None = None, tokens: int | None = None
         additional=additional,
         fused=bool(rng.random() < 0.5),
     )
+    return dataclasses.replace(case, scales=_random_scales(rng, case)) if rng.random() < 0.25 else case
+
+
+def _random_scales(rng: np.random.Generator, case: Case) -> tuple[float, ...]:
+    """One for each head, or one for all."""
+    factors = rng.choice([0.0, -1.0, 0.5, 1.0, 1.7], case.heads if rng.random() < 0.5 else 1)
+    return tuple(float(factor) * case.head_dim**-0.5 for factor in factors)
 
 
 def _random_window(rng: np.random.Generator, extent: int) -> tuple[int, int, int, bool]:
@@ -152,6 +160,17 @@ def feature_cases() -> dict[str, Case]:
         "additional-whole-layout": Case((4, 5), (4, 5), additional=3),
         "additional-whole-layout-causal": Case((17,), (17,), additional=3, is_causal=(True,)),
         "additional-whole-layout-causal-fused": Case((17,), (17,), additional=3, is_causal=(True,), fused=True),
+        "scale-operand": Case((20,), (6,), scales=(-0.35,), additional=2, heads=2),
+        "scales-of-heads": Case(
+            (7, 9), (3, 4), is_causal=(True, False), scales=(0.3, -0.5, 0.0, 1.7), heads=4, heads_kv=4, batch=2
+        ),
+        "scales-of-grouped-heads": Case(
+            (24,), (5,), additional=7, fused=True, scales=(0.3, -0.5, 0.0, 1.7), heads=4, heads_kv=2, batch=2
+        ),
+        "scales-of-wide-heads": Case((40,), (30,), stride=(3,), scales=(0.09, 0.05), heads=2, heads_kv=2, head_dim=128),
+        "scales-additional": Case((4, 5), (3, 2), additional=50, fused=True, scales=(0.2, 0.4), heads=2, heads_kv=2),
+        "scales-merged": Case((24,), (5,), additional=7, scales=(0.2, 0.4), heads=2, heads_kv=1),
+        "scales-whole-layout": Case((4, 5), (4, 5), additional=3, scales=(0.2, 0.4), heads=2, heads_kv=1),
         "scale-zero": Case((20,), (6,), scale=0.0, additional=2),
         "scale-negative": Case((20,), (6,), scale=-0.35, additional=2, fused=True),
     }
@@ -169,5 +188,6 @@ def attention_cases() -> dict[str, Case]:
     cases["many-tiles"] = Case((600,), queries=1100, head_dim=16)
     cases["gqa"] = Case((40,), queries=25, batch=2, heads=6, heads_kv=2, head_dim=24, head_dim_v=40)
     cases["mqa-causal"] = Case((40,), queries=65, heads=4, is_causal=(True,), head_dim=17, head_dim_v=3)
+    cases["scales"] = Case((40,), queries=25, batch=2, heads=4, heads_kv=2, scales=(0.3, -0.5, 0.0, 1.7), head_dim=24)
     cases["scale"] = Case((20,), queries=20, scale=-0.2, batch=3)
     return cases

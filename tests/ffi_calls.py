@@ -12,14 +12,15 @@ import pytest
 
 import natten_jax  # noqa: F401  # registers the targets
 
-PROBLEM_OPERANDS = ("query", "key", "value", "additional_keys", "additional_values", "origins")
+PROBLEM_OPERANDS = ("query", "key", "value", "additional_keys", "additional_values", "origins", "scales")
 #: What the attribute ``axes`` holds of each of three token dimensions, in this order.
 AXIS_FIELDS = ("query_extent", "kv_extent", "kernel_size", "stride", "dilation", "is_causal")
 GRADIENTS = tuple(f"d{name}" for name in PROBLEM_OPERANDS[:5])
+SCALE = 0.3
 #: Arrays of float32, whatever the others have.
 FLOAT32 = {
     *("logsumexp", "remainder", "logsumexp_cotangent", "delta", "statistics"),
-    *("earlier_logsumexp", "earlier_remainder"),
+    *("earlier_logsumexp", "earlier_remainder", "scales"),
 }
 
 
@@ -210,8 +211,10 @@ def shapes_of(target: Target) -> dict[str, tuple[int, ...]]:
         "origins": (2, 3),
         "first_query": (3,),
         **dict.fromkeys(("out", "out_cotangent", "earlier_out"), (2, *tokens, 2, head_dim_v)),
-        **dict.fromkeys(FLOAT32 - {"statistics"}, (2, *tokens, 2)),
+        **dict.fromkeys(FLOAT32 - {"statistics", "scales"}, (2, *tokens, 2)),
         "statistics": (2, 2, *tokens, 2),
+        # In a backward pass only heads that share no keys have scales of their own.
+        "scales": (0,) if target.results == GRADIENTS else (2, 2, 2),
     }
 
 
@@ -226,6 +229,7 @@ def good_call(target: Target) -> Call:
     operands = {name: rng.standard_normal(shapes[name]).astype(dtype(name)) for name in target.operands}
     if "origins" in operands:
         operands["origins"] = np.zeros((2, 3), np.int32)
+        operands["scales"][...] = SCALE
     if target.replaces:
         # Nothing was found earlier.
         operands["first_query"] = np.zeros(3, np.int32)
@@ -251,7 +255,7 @@ def good_call(target: Target) -> Call:
         "axes": axes_of(fields),
         "q_tile_shape": np.array(target.tiles[0], np.int64),
         "kv_tile_shape": np.array(target.tiles[1], np.int64),
-        "scale": np.float32(0.3),
+        "scale": np.float32(SCALE),
     }
     return Call(
         operands,

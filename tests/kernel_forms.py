@@ -1,6 +1,7 @@
 """One small problem for each form of each GPU kernel, for tools that watch kernels: ``make sanitize-gpu``.
 
-Both passes of every form run on ordinary inputs and on such large ones that weights need the logsumexp's remainder.
+Both passes of every form run on ordinary inputs, on such large ones that weights need the logsumexp's remainder, and
+with scales of heads.
 
 Example:
     compute-sanitizer --tool racecheck python tests/kernel_forms.py hopper
@@ -26,6 +27,7 @@ from natten_jax.query_box import QueryBox
 
 LAYOUT = (24, 28)
 WHOLE_LAYOUT, LARGE_LAYOUT = (14, 18), (40, 28)
+SCALES = 0.1, -0.2  # of the heads
 LARGE = 300.0  # times the ordinary queries: logits of several thousands
 
 
@@ -124,9 +126,9 @@ def run(family: str, form: Form) -> None:
         return backend.backward(plans["backward"], operands, saved, Output(cotangent, logsumexp_cotangent))
 
     with jax.default_matmul_precision(form.precision):
-        for factor in (1.0, LARGE):
+        for factor, scale in ((1.0, None), (LARGE, None), (1.0, SCALES)):
             large = jnp.asarray((np.asarray(query, np.float32) * factor).astype(query.dtype))
-            operands = Operands(large, key, value, keys, values, origins=None)
+            operands = Operands(large, key, value, keys, values, None if scale is None else jnp.asarray([scale]), None)
             # By way of the host: initcheck does not see what the copy engine writes, nor other kernels'.
             saved = jax.tree.map(np.asarray, forward(operands))
             results = jax.tree.leaves((saved, backward(operands, saved)))

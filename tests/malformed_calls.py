@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from ffi_calls import AXIS_FIELDS, TARGETS, Call, Target, axes_of, axis_fields, good_call, run_call
+from ffi_calls import AXIS_FIELDS, GRADIENTS, TARGETS, Call, Target, axes_of, axis_fields, good_call, run_call
 
 TILES = ("q_tile_shape", "kv_tile_shape")
 DTYPES = (np.float32, np.float16, np.int32, np.int8, np.bool_)
@@ -83,6 +83,8 @@ def operand_cases(target: Target) -> list[Case]:
         }
         if name == "origins":
             del shapes["empty-0"]  # nothing is sharded
+        if name == "scales" and array.size == 0:
+            del shapes["empty-0"]  # all heads have the same
         if name == "remainder":
             shapes["nearly-empty"] = (0, 1)
         if array.ndim == 1:
@@ -105,6 +107,9 @@ def operand_cases(target: Target) -> list[Case]:
     def surplus_operand(call: Call) -> None:
         call.operands["more"] = np.zeros(3, np.float32)
 
+    if target.results == GRADIENTS:
+        scales = np.ones((2, 2, 2), np.float32)
+        cases.append(Case("scales-of-shared-heads", set_operand("scales", scales), ("natten_jax", "2 heads", "scales")))
     if target.has_problem:
         cases.append(Case("heads-not-a-multiple", three_heads_over_two, ("query has 3 heads", "multiple")))
     return [

@@ -74,6 +74,7 @@ class Tensors(NamedTuple):
     value: Operand
     additional_keys: Operand | None = None
     additional_values: Operand | None = None
+    scale: Operand | None = None  # of the logits, in place of the number: of every head, or one for each
 
 
 class Forward(NamedTuple):
@@ -106,14 +107,14 @@ class _Flat(NamedTuple):
 def forward(operands: Tensors, mask: Array, scale: float) -> Forward:
     """Output ``[batch, *layout, heads, head_dim_v]`` and logsumexp ``[batch, *layout, heads]``."""
     flat = _flatten(operands, mask)
-    weights, lse = _softmax(flat, scale)
+    weights, lse = _softmax(flat, _factors(operands, scale))
     return Forward(_heads_last(weights @ flat.value, operands), _heads_last(lse[..., None], operands)[..., 0])
 
 
 def reference(operands: Tensors, mask: Array, scale: float, out_cotangent: Array, lse_cotangent: Array) -> Reference:
     """Forward and backward pass."""
-    flat = _flatten(operands, mask)
-    weights, lse = _softmax(flat, scale)
+    flat, factors = _flatten(operands, mask), _factors(operands, scale)
+    weights, lse = _softmax(flat, factors)
     out = weights @ flat.value
     d_out = _heads_first(out_cotangent)
     d_lse = _heads_first(lse_cotangent[..., None])
@@ -122,18 +123,20 @@ def reference(operands: Tensors, mask: Array, scale: float, out_cotangent: Array
     d_weights = d_out @ flat.value.swapaxes(-1, -2)
     delta = (d_out * out).sum(-1, keepdims=True) - d_lse
     d_logits = weights * (d_weights - delta)
-    d_query = scale * d_logits @ flat.key
-    d_key = scale * d_logits.swapaxes(-1, -2) @ flat.query
+    d_query = factors * d_logits @ flat.key
+    d_key = (factors * d_logits).swapaxes(-1, -2) @ flat.query
+    products = flat.query @ flat.key.swapaxes(-1, -2)
 
     size = np.abs
-    steep = abs(scale) * (size(flat.query) @ size(flat.key).swapaxes(-1, -2))
+    products_size = size(flat.query) @ size(flat.key).swapaxes(-1, -2)
+    steep = size(factors) * products_size
     out_size = weights @ size(flat.value)
     d_weights_size = size(d_out) @ size(flat.value).swapaxes(-1, -2)
     delta_size = (size(d_out) * out_size).sum(-1, keepdims=True) + size(d_lse)
     d_logits_size = weights * (d_weights_size + delta_size)
     return Reference(
         Forward(_heads_last(out, operands), _heads_last(lse[..., None], operands)[..., 0]),
-        _unflatten(Tensors(d_query, d_key, d_value), operands),
+        _unflatten(Tensors(d_query, d_key, d_value, scale=d_logits * products), operands),
         Forward(
             _heads_last(out_size, operands),
             _heads_last(
@@ -142,16 +145,23 @@ def reference(operands: Tensors, mask: Array, scale: float, out_cotangent: Array
         ),
         _unflatten(
             Tensors(
-                abs(scale) * d_logits_size @ size(flat.key),
-                abs(scale) * d_logits_size.swapaxes(-1, -2) @ size(flat.query),
+                size(factors) * d_logits_size @ size(flat.key),
+                (size(factors) * d_logits_size).swapaxes(-1, -2) @ size(flat.query),
                 weights.swapaxes(-1, -2) @ size(d_out),
+                scale=d_logits_size * products_size,
             ),
             operands,
         ),
     )
 
 
-def _softmax(flat: _Flat, scale: float) -> tuple[Array, Array]:
+def _factors(operands: Tensors, scale: float) -> Array:
+    """Of the logits ``[batch, heads, queries, keys]``."""
+    factors = scale if operands.scale is None else np.asarray(operands.scale).astype(np.float64)
+    return np.reshape(factors, (-1, 1, 1))
+
+
+def _softmax(flat: _Flat, scale: Array) -> tuple[Array, Array]:
     logits = np.where(flat.mask, scale * (flat.query @ flat.key.swapaxes(-1, -2)), -np.inf)
     highest = logits.max(-1, keepdims=True)
     # A query of a part of a layout may see no key of another part: it has no weights, and a logsumexp of -inf.
@@ -184,7 +194,10 @@ def _flatten(operands: Tensors, mask: Array) -> _Flat:
 
 
 def _unflatten(gradients: Tensors, operands: Tensors) -> Tensors:
-    """Sum over the query heads that share a key/value head, and part tokens from additional ones."""
+    """Sum over the query heads that share a key/value head, and part tokens from additional ones.
+
+    The gradient of the scale comes as one for each logit.
+    """
     heads_kv = operands.key.shape[-2]
 
     def of_source(gradient: Array, source: Array, additional: Array | None) -> tuple[Array, Array | None]:
@@ -195,4 +208,8 @@ def _unflatten(gradients: Tensors, operands: Tensors) -> Tensors:
 
     key, additional_keys = of_source(gradients.key, operands.key, operands.additional_keys)
     value, additional_values = of_source(gradients.value, operands.value, operands.additional_values)
-    return Tensors(_heads_last(gradients.query, operands), key, value, additional_keys, additional_values)
+    scale = None
+    if operands.scale is not None and gradients.scale is not None:
+        of_heads = gradients.scale.sum((0, 2, 3))
+        scale = of_heads if np.ndim(operands.scale) else of_heads.sum()
+    return Tensors(_heads_last(gradients.query, operands), key, value, additional_keys, additional_values, scale)

@@ -74,6 +74,7 @@ class Case:
         head_dim: Width of query and key.
         head_dim_v: Width of value; ``None`` is ``head_dim``.
         scale: Scale; ``None`` is the default.
+        scales: An operand in its place: an array of one scale for each query head, or of one without dimensions.
         additional: Additional key/value tokens.
         fused: Whether they are to be processed by the same kernel.
         queries: Query tokens of plain attention, whose layout is that of the keys.
@@ -90,6 +91,7 @@ class Case:
     head_dim: int = 8
     head_dim_v: int | None = None
     scale: float | None = None
+    scales: tuple[float, ...] | None = None
     additional: int = 0
     fused: bool = False
     queries: int | None = None
@@ -155,6 +157,9 @@ class Case:
             draw(self.batch, *self.layout, self.heads_kv, width_v),
             draw(self.batch, self.additional, self.heads_kv, self.head_dim) if self.additional else None,
             draw(self.batch, self.additional, self.heads_kv, width_v) if self.additional else None,
+            None
+            if self.scales is None
+            else np.asarray(self.scales if self.scales[1:] else self.scales[0], lse_dtype(dtype)),
         )
 
     def cotangents(self, dtype: str, seed: int) -> tuple[jax.Array, jax.Array]:
@@ -175,8 +180,13 @@ class Case:
         """The public function on this problem: operands to output and logsumexp."""
 
         def run(operands: oracle.Tensors) -> tuple[Any, Any]:
-            query, key, value, additional_keys, additional_values = operands
-            common = {"scale": self.scale, "backend": backend, "return_lse": True, **arguments}
+            query, key, value, additional_keys, additional_values, scale = operands
+            common = {
+                "scale": self.scale if scale is None else scale,
+                "backend": backend,
+                "return_lse": True,
+                **arguments,
+            }
             if self.queries is not None:
                 return natten_jax.attention(query, key, value, is_causal=self.causal[0], **common)
             return OPERATORS[self.rank](
@@ -270,7 +280,7 @@ def errors_of(
             reference = getattr(expected.gradients, name)
             assert (gradient is None) == (reference is None), name
             if gradient is not None:
-                assert gradient.dtype == outputs[0].dtype, name
+                assert gradient.dtype == outputs[name == "scale"].dtype, name
                 found[f"d_{name}"] = gradient
                 pairs[f"d_{name}"] = reference, getattr(expected.gradient_magnitude, name)
     return {name: relative_error(found[name], *pairs[name]) for name in found}

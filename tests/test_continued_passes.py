@@ -101,7 +101,7 @@ class Part:
             origins = np.zeros((2, 3), np.int32)
             origins[:, 3 - len(layout) + self.dimension] = first, first_key
             held = tokens(key, first_key, keys), tokens(value, first_key, keys)
-            return Operands(tokens(query, first, halo.part), *held, None, None, jnp.asarray(origins))
+            return Operands(tokens(query, first, halo.part), *held, None, None, origins=jnp.asarray(origins))
 
         saved = run.forward_saving(request, operands(first, halo.part))
         for slab in halo.seen_slabs(self.problem.axes[self.dimension]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import oracle
 import pytest
@@ -27,11 +29,14 @@ def test_mask_is_the_conjunction_over_dimensions() -> None:
 
 
 @pytest.mark.parametrize("additional", [0, 2])
-def test_gradients_equal_finite_differences(additional: int) -> None:
+@pytest.mark.parametrize("scales", [None, 0.4, [0.4, -0.6, 0.0, 1.1]])
+def test_gradients_equal_finite_differences(additional: int, scales: Any) -> None:
     rng = np.random.default_rng(0)
     draw = rng.standard_normal
     extra = (draw((2, additional, 2, 3)), draw((2, additional, 2, 4))) if additional else ()
     operands = oracle.Tensors(draw((2, 3, 4, 4, 3)), draw((2, 3, 4, 2, 3)), draw((2, 3, 4, 2, 4)), *extra)
+    if scales is not None:
+        operands = operands._replace(scale=np.asarray(scales))
     mask = oracle.neighborhood_mask((3, 4), (2, 3), (1, 2), (1, 1), (True, False))
     d_out, d_lse = draw((2, 3, 4, 4, 4)), draw((2, 3, 4, 4))
     scale = -0.7

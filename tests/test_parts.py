@@ -29,7 +29,9 @@ def test_dilation_groups_without_a_key(native_family: Family, keys: tuple[int, i
 
     more_keys, more_values = (array(additional, 1), array(additional, 1)) if additional else (None, None)
     origins = jnp.array([[0, 0, 0], [0, 0, first]], jnp.int32)
-    operands = Operands(array(4, 2), array(end - first, 1), array(end - first, 1), more_keys, more_values, origins)
+    operands = Operands(
+        array(4, 2), array(end - first, 1), array(end - first, 1), more_keys, more_values, origins=origins
+    )
     saved = backend.forward_saving(plans["forward"], operands)
     cotangent = array(4, 2)
     cotangents = Output(cotangent, jnp.zeros((1, 4, 2), jnp.float32))

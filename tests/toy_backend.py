@@ -31,7 +31,8 @@ class ToyBackend(PureJaxBackend):
             mask = jnp.pad(mask, ((0, 0), (0, problem.additional_kv)), constant_values=True)
             tokens[1:] = (jnp.concatenate(pair, axis=1) for pair in zip(tokens[1:], more, strict=True))
         query, key, value = (jnp.repeat(a, heads // a.shape[2], axis=2) for a in tokens)
-        logits = problem.scale * jnp.einsum("bqhd,bkhd->bqhk", query, key, precision="highest")
+        scale = problem.scale if operands.scale is None else operands.scale[:, None, :, None]
+        logits = scale * jnp.einsum("bqhd,bkhd->bqhk", query, key, precision="highest")
         logits = jnp.where(mask[:, None], logits, -jnp.inf)
         lse = jax.nn.logsumexp(logits, axis=-1)
         weights = jnp.exp(logits - jnp.where(lse == -jnp.inf, 0, lse)[..., None])

@@ -3,6 +3,7 @@
 // Part of the kernels: compiled once per instruction set, in a namespace of its own.
 #pragma once
 
+#include "cpu/head_scales.h"
 #include "cpu/key_value_stream.h"
 #include "cpu/microkernels.h"
 #include "cpu/transpose.h"
@@ -41,6 +42,7 @@ void query_gradient(const Plan& plan, const Item& item, std::byte* scratch) {
   const Workspace w(plan.scratch, scratch);
   const std::int64_t blocks = make_lane_blocks(plan, item, w.blocks);
   const auto values_of = [&w](std::int64_t i) { return QueryValues(w.statistics + i * kStatistics * kLanes, kLanes); };
+  const auto exponent_scales = [&w](std::int64_t i) { return w.statistics + (i * kStatistics + 3) * kLanes; };
   for (std::int64_t i = 0; i < blocks; ++i) {
     const LaneBlock& block = w.blocks[i];
     load_lanes(block, static_cast<const T*>(plan.arrays.query), p.head_dim, 1.0f, w.lines,
@@ -48,13 +50,14 @@ void query_gradient(const Plan& plan, const Item& item, std::byte* scratch) {
     load_lanes(block, static_cast<const T*>(plan.arrays.out_cotangent), p.head_dim_v, 1.0f, w.lines,
                w.lanes_b + i * p.head_dim_v * kLanes);
     clear(w.sums_a + i * p.head_dim * kLanes, p.head_dim * kLanes);
+    list_exponent_scales(p, item, block, exponent_scales(i));
     for (int lane = 0; lane < kLanes; ++lane) values_of(i).set(lane, plan.arrays, block.row[lane]);
   }
 
   stream_keys_and_values<T>(
       plan, item, blocks, w, [&](std::int64_t i, const Box& box, bool is_masked, std::int64_t rows) {
-        dot(w.lanes_a + i * p.head_dim * kLanes, w.rows_a, rows, p.head_dim, p.scale * kLog2E, w.logits);
-        dot(w.lanes_b + i * p.head_dim_v * kLanes, w.rows_b, rows, p.head_dim_v, 1.0f, w.products);
+        dot(w.lanes_a + i * p.head_dim * kLanes, w.rows_a, rows, p.head_dim, load(exponent_scales(i)), w.logits);
+        dot(w.lanes_b + i * p.head_dim_v * kLanes, w.rows_b, rows, p.head_dim_v, broadcast(1.0f), w.products);
         const QueryValues values = values_of(i);
         const Float logsumexp = load(values.logsumexp), remainder = load(values.remainder), delta = load(values.delta);
         const auto gradient = [&](std::int64_t row) {
@@ -72,9 +75,11 @@ void query_gradient(const Plan& plan, const Item& item, std::byte* scratch) {
         accumulate<false>(w.logits, w.rows_a, rows, p.head_dim, logsumexp, w.sums_a + i * p.head_dim * kLanes);
       });
 
-  alignas(64) float scale[kLanes];
-  store(scale, broadcast(p.scale));
   for (std::int64_t i = 0; i < blocks; ++i) {
+    alignas(64) float scale[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) {
+      scale[lane] = scale_of_lane(p, item, w.blocks[i], lane).query_gradient;
+    }
     store_lanes(w.blocks[i], w.sums_a + i * p.head_dim * kLanes, p.head_dim, scale, w.lines,
                 static_cast<T*>(plan.arrays.query_gradient));
   }
@@ -134,6 +139,8 @@ void key_value_gradient(const Plan& plan, const Item& item, std::byte* scratch) 
 
   const TokenMap tokens = stream_tokens(plan, item);
   const QueryValues query_values(w.row_values, plan.stream_tokens + kRowPadding);
+  // That of all query heads which share the keys: heads with scales of their own share none.
+  const HeadScale head_scale = p.scale.of(item.batch * p.heads + item.kv_head * p.heads_per_kv());
   // The gradients of a group of query heads add up in the same sums.
   for (std::int64_t head = 0; head < p.heads_per_kv(); ++head) {
     const std::int64_t first = item.batch * p.queries() * p.heads + item.kv_head * p.heads_per_kv() + head;
@@ -150,8 +157,9 @@ void key_value_gradient(const Plan& plan, const Item& item, std::byte* scratch) 
           list_rows(pair.a, box, w.rows_a);
           list_rows(pair.b, box, w.rows_b);
           list_query_values(arrays, tokens, first, p.heads, box, query_values);
-          dot(w.lanes_a + i * p.head_dim * kLanes, w.rows_a, rows, p.head_dim, p.scale * kLog2E, w.logits);
-          dot(w.lanes_b + i * p.head_dim_v * kLanes, w.rows_b, rows, p.head_dim_v, 1.0f, w.products);
+          dot(w.lanes_a + i * p.head_dim * kLanes, w.rows_a, rows, p.head_dim, broadcast(exponent_scale(head_scale)),
+              w.logits);
+          dot(w.lanes_b + i * p.head_dim_v * kLanes, w.rows_b, rows, p.head_dim_v, broadcast(1.0f), w.products);
           differentiate(w.blocks[i], box, !contains(w.blocks[i].core, box), rows, query_values, w.logits, w.products);
           const Float unused = broadcast(0.0f);
           accumulate<false>(w.products, w.rows_a, rows, p.head_dim, unused, w.sums_a + i * p.head_dim * kLanes);
@@ -161,7 +169,7 @@ void key_value_gradient(const Plan& plan, const Item& item, std::byte* scratch) 
 
   alignas(64) float scale[kLanes];
   alignas(64) float one[kLanes];
-  store(scale, broadcast(p.scale));
+  store(scale, broadcast(head_scale.logits));
   store(one, broadcast(1.0f));
   T* key_gradient = static_cast<T*>(item.owns_additional ? arrays.additional_keys_gradient : arrays.key_gradient);
   T* value_gradient = static_cast<T*>(item.owns_additional ? arrays.additional_values_gradient : arrays.value_gradient);

@@ -3,6 +3,7 @@
 // Part of the kernels: compiled once per instruction set, in a namespace of its own.
 #pragma once
 
+#include "cpu/head_scales.h"
 #include "cpu/key_value_stream.h"
 #include "cpu/microkernels.h"
 #include "cpu/transpose.h"
@@ -59,7 +60,9 @@ void forward(const Plan& plan, const Item& item, std::byte* scratch) {
   const auto softmax = [&w](std::int64_t i) {
     return Softmax{w.statistics + i * kStatistics * kLanes, w.statistics + (i * kStatistics + 1) * kLanes};
   };
+  const auto exponent_scales = [&w](std::int64_t i) { return w.statistics + (i * kStatistics + 2) * kLanes; };
   for (std::int64_t i = 0; i < blocks; ++i) {
+    list_exponent_scales(p, item, w.blocks[i], exponent_scales(i));
     load_lanes(w.blocks[i], static_cast<const T*>(plan.arrays.query), p.head_dim, 1.0f, w.lines,
                w.lanes_a + i * p.head_dim * kLanes);
     store(softmax(i).maximum, broadcast(-kInfinity));
@@ -69,7 +72,7 @@ void forward(const Plan& plan, const Item& item, std::byte* scratch) {
 
   stream_keys_and_values<T>(
       plan, item, blocks, w, [&](std::int64_t i, const Box& box, bool is_masked, std::int64_t rows) {
-        dot(w.lanes_a + i * p.head_dim * kLanes, w.rows_a, rows, p.head_dim, p.scale * kLog2E, w.logits);
+        dot(w.lanes_a + i * p.head_dim * kLanes, w.rows_a, rows, p.head_dim, load(exponent_scales(i)), w.logits);
         const Float keep = exponentiate(w.blocks[i], box, is_masked, rows, softmax(i), w.logits);
         accumulate<true>(w.logits, w.rows_b, rows, p.head_dim_v, keep, w.sums_b + i * p.head_dim_v * kLanes);
       });

@@ -11,9 +11,9 @@
 namespace natten_jax::cpu::NATTEN_JAX_ISA {
 namespace {
 
-/// out[r][lane] = factor * (sum over d of rows[r][d] * lanes[d][lane]), for kDotRows rows. The sum is the same to the
-/// last bit whichever of two tokens is the row and which the lane, and so are the logits of all passes.
-NATTEN_JAX_INLINE void dot_group(const float* lanes, const float* const* rows, std::int64_t depth, float factor,
+/// out[r][lane] = factor[lane] * (sum over d of rows[r][d] * lanes[d][lane]), for kDotRows rows. The sum is the same to
+/// the last bit whichever of two tokens is the row and which the lane, and so are the logits of all passes.
+NATTEN_JAX_INLINE void dot_group(const float* lanes, const float* const* rows, std::int64_t depth, const Float& factor,
                                  float* out) {
   const float* row[kDotRows];
   NativeFloat sum[kDotRows][kVectors] = {};
@@ -32,14 +32,14 @@ NATTEN_JAX_INLINE void dot_group(const float* lanes, const float* const* rows, s
   for (int r = 0; r < kDotRows; ++r) {
     NATTEN_JAX_UNROLL
     for (int i = 0; i < kVectors; ++i) {
-      *reinterpret_cast<NativeFloat*>(out + r * kLanes + i * kWidth) = sum[r][i] * factor;
+      *reinterpret_cast<NativeFloat*>(out + r * kLanes + i * kWidth) = sum[r][i] * factor.v[i];
     }
   }
 }
 
 /// The same for any number of rows. `rows` and `out` have kRowPadding entries to spare; the former are overwritten.
-NATTEN_JAX_INLINE void dot(const float* lanes, const float** rows, std::int64_t count, std::int64_t depth, float factor,
-                           float* out) {
+NATTEN_JAX_INLINE void dot(const float* lanes, const float** rows, std::int64_t count, std::int64_t depth,
+                           const Float& factor, float* out) {
   for (int r = 0; r < kDotRows; ++r) rows[count + r] = rows[count - 1];
   for (std::int64_t r = 0; r < count; r += kDotRows) dot_group(lanes, rows + r, depth, factor, out + r * kLanes);
 }

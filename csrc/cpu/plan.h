@@ -19,8 +19,9 @@ namespace natten_jax::cpu {
 
 inline constexpr int kLanes = 16;
 
-/// Numbers that a query has beside its vectors: maximum and sum of its softmax, or QueryValues of the backward passes.
-inline constexpr int kStatistics = 3;
+/// Numbers that a query has beside its vectors: maximum and sum of its softmax and the factor of its
+/// logits, or QueryValues of the backward passes.
+inline constexpr int kStatistics = 4;
 
 /// Room behind the rows of a stream tile, so that micro-kernels may work on whole groups of rows.
 inline constexpr std::int64_t kRowPadding = 16;

@@ -175,6 +175,15 @@ Error check_windows(const Axis (&axes)[kRank]) {
   return Error::Success();
 }
 
+/// Decodes the factors of the logits: one for all heads, unless there is an array of them.
+Error decode_scales(const AnyBuffer& scales, Problem& p, float of_all) {
+  const char* const rule = "it holds the factors of the logits and of the query gradient for each head, or nothing";
+  p.scale = {of_all, nullptr};
+  if (scales.element_count() == 0) return check_array("scales", scales, DataType::F32, {0}, rule);
+  p.scale.heads = static_cast<const HeadScale*>(scales.untyped_data());
+  return check_array("scales", scales, DataType::F32, {p.batch, p.heads, 2}, rule);
+}
+
 /// Adds what the operands say of the axes: local extents and origins.
 Error locate_axes(const AnyBuffer& query, const AnyBuffer& key, const std::int32_t* origins, Axis (&axes)[kRank]) {
   for (int i = 0; i < kRank; ++i) {
@@ -282,7 +291,6 @@ Error decode_problem(const ProblemOperands& operands, const Attributes& a, const
   const AnyBuffer& value = operands.value;
   Problem& p = call.problem;
   call.tiles = a.tiles;
-  p.scale = a.scale;
   NATTEN_JAX_RETURN_IF_ERROR(decode_element_type("query", query, p.element_type));
   NATTEN_JAX_RETURN_IF_ERROR(check_rank_and_extents("query", query, 6, "[batch, x, y, z, heads, head_dim]"));
   NATTEN_JAX_RETURN_IF_ERROR(check_rank_and_extents("key", key, 6, "[batch, x, y, z, heads_kv, head_dim]"));
@@ -315,6 +323,7 @@ Error decode_problem(const ProblemOperands& operands, const Attributes& a, const
   NATTEN_JAX_RETURN_IF_ERROR(check_array("additional_values", operands.additional_values, type,
                                          {p.batch, p.additional_kv, p.heads_kv, p.head_dim_v},
                                          "it has as many tokens as additional_keys and otherwise looks like value"));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_scales(operands.scales, p, a.scale));
   std::copy_n(a.axes, kRank, p.axes);
   return locate_axes(query, key, origins, p.axes);
 }

@@ -15,7 +15,7 @@ namespace xffi = ::xla::ffi;
 /// The attributes that every attention target takes, as one value.
 struct Attributes {
   Axis axes[kRank];  ///< Local extents and origins are those of the operands: decode_problem fills them in.
-  float scale;
+  float scale;       ///< Of all heads.
   TileShapes tiles;
 };
 
@@ -27,6 +27,7 @@ struct ProblemOperands {
   xffi::AnyBuffer additional_keys;
   xffi::AnyBuffer additional_values;
   xffi::AnyBuffer origins;
+  xffi::AnyBuffer scales;
 };
 
 /// A call whose arguments obey every rule.

@@ -40,6 +40,13 @@ xffi::Error check_remainder(const char* name, const xffi::AnyBuffer& array, cons
   return xffi::Error::Success();
 }
 
+xffi::Error check_heads_of_gradients(const Problem& p) {
+  if (p.scale.heads == nullptr || p.heads == p.heads_kv) return xffi::Error::Success();
+  return xffi::Error::InvalidArgument("natten_jax: query has " + std::to_string(p.heads) + " heads and key has " +
+                                      std::to_string(p.heads_kv) +
+                                      ", but a backward pass with scales must have as many of both");
+}
+
 xffi::Error check_gradients(const ProblemOperands& operands, const std::array<const xffi::AnyBuffer*, 5>& gradients) {
   constexpr const char* kNames[] = {"dquery", "dkey", "dvalue", "dadditional_keys", "dadditional_values"};
   const xffi::AnyBuffer* of[] = {&operands.query, &operands.key, &operands.value, &operands.additional_keys,

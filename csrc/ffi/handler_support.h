@@ -32,6 +32,9 @@ xffi::Error check_query_array(const char* name, const xffi::AnyBuffer& array, co
 /// empty, which gives a null pointer.
 xffi::Error check_remainder(const char* name, const xffi::AnyBuffer& array, const Problem& p, float*& values);
 
+/// Checks that a backward pass takes the heads: where they have scales of their own, no two share keys and values.
+xffi::Error check_heads_of_gradients(const Problem& p);
+
 /// Checks the results that are the gradients of query, key, value and additional keys and values.
 xffi::Error check_gradients(const ProblemOperands& operands, const std::array<const xffi::AnyBuffer*, 5>& gradients);
 
@@ -43,7 +46,8 @@ inline auto bind_problem() {
       .Arg<xffi::AnyBuffer>()   // value
       .Arg<xffi::AnyBuffer>()   // additional_keys
       .Arg<xffi::AnyBuffer>()   // additional_values
-      .Arg<xffi::AnyBuffer>();  // origins
+      .Arg<xffi::AnyBuffer>()   // origins
+      .Arg<xffi::AnyBuffer>();  // scales
 }
 
 }  // namespace natten_jax::ffi

@@ -38,10 +38,10 @@ cpu::Executor executor_of(xffi::ThreadPool& pool) {
 }
 
 Error cpu_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
-                  AnyBuffer additional_values, AnyBuffer origins, Result out, Result logsumexp, Result remainder,
-                  xffi::ThreadPool pool, xffi::Dictionary dictionary) {
+                  AnyBuffer additional_values, AnyBuffer origins, AnyBuffer scales, Result out, Result logsumexp,
+                  Result remainder, xffi::ThreadPool pool, xffi::Dictionary dictionary) {
   return guarded([&]() -> Error {
-    const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins};
+    const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins, scales};
     Call call;
     NATTEN_JAX_RETURN_IF_ERROR(decode_host_call(operands, dictionary, call));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result out", *out, call.problem, false));
@@ -55,12 +55,12 @@ Error cpu_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer add
 }
 
 Error cpu_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
-                   AnyBuffer additional_values, AnyBuffer origins, AnyBuffer logsumexp, AnyBuffer remainder,
-                   AnyBuffer out_cotangent, AnyBuffer delta, Result query_gradient, Result key_gradient,
-                   Result value_gradient, Result additional_keys_gradient, Result additional_values_gradient,
-                   xffi::ThreadPool pool, xffi::Dictionary dictionary) {
+                   AnyBuffer additional_values, AnyBuffer origins, AnyBuffer scales, AnyBuffer logsumexp,
+                   AnyBuffer remainder, AnyBuffer out_cotangent, AnyBuffer delta, Result query_gradient,
+                   Result key_gradient, Result value_gradient, Result additional_keys_gradient,
+                   Result additional_values_gradient, xffi::ThreadPool pool, xffi::Dictionary dictionary) {
   return guarded([&]() -> Error {
-    const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins};
+    const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins, scales};
     Call call;
     NATTEN_JAX_RETURN_IF_ERROR(decode_host_call(operands, dictionary, call));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("logsumexp", logsumexp, call.problem, true));
@@ -68,6 +68,7 @@ Error cpu_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer ad
     NATTEN_JAX_RETURN_IF_ERROR(check_remainder("remainder", remainder, call.problem, saved_remainder));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("out_cotangent", out_cotangent, call.problem, false));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("delta", delta, call.problem, true));
+    NATTEN_JAX_RETURN_IF_ERROR(check_heads_of_gradients(call.problem));
     NATTEN_JAX_RETURN_IF_ERROR(check_gradients(operands, {&*query_gradient, &*key_gradient, &*value_gradient,
                                                           &*additional_keys_gradient, &*additional_values_gradient}));
     cpu::Arrays arrays = operand_arrays(operands);

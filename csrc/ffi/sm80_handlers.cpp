@@ -21,10 +21,10 @@ using xffi::Error;
 using Result = xffi::Result<AnyBuffer>;
 
 Error sm80_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
-                   AnyBuffer additional_values, AnyBuffer origins, Result out, Result logsumexp, Result remainder,
-                   cudaStream_t stream, xffi::Dictionary dictionary) {
+                   AnyBuffer additional_values, AnyBuffer origins, AnyBuffer scales, Result out, Result logsumexp,
+                   Result remainder, cudaStream_t stream, xffi::Dictionary dictionary) {
   return guarded([&]() -> Error {
-    const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins};
+    const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins, scales};
     Attributes attributes;
     std::int64_t is_accurate = 0;
     NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes, 1));
@@ -59,12 +59,13 @@ XLA_FFI_DEFINE_HANDLER(kSm80Forward, sm80_forward,
                        {xffi::Traits::kCmdBufferCompatible});
 
 Error sm80_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
-                    AnyBuffer additional_values, AnyBuffer origins, AnyBuffer logsumexp, AnyBuffer remainder,
-                    AnyBuffer out_cotangent, AnyBuffer delta, Result query_gradient, Result key_gradient,
-                    Result value_gradient, Result additional_keys_gradient, Result additional_values_gradient,
-                    xffi::RemainingRets scratch, cudaStream_t stream, xffi::Dictionary dictionary) {
+                    AnyBuffer additional_values, AnyBuffer origins, AnyBuffer scales, AnyBuffer logsumexp,
+                    AnyBuffer remainder, AnyBuffer out_cotangent, AnyBuffer delta, Result query_gradient,
+                    Result key_gradient, Result value_gradient, Result additional_keys_gradient,
+                    Result additional_values_gradient, xffi::RemainingRets scratch, cudaStream_t stream,
+                    xffi::Dictionary dictionary) {
   return guarded([&]() -> Error {
-    const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins};
+    const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins, scales};
     Attributes attributes;
     std::int64_t is_accurate = 0, kv_splits = 0;
     NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes, 2));
@@ -80,6 +81,7 @@ Error sm80_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer a
     NATTEN_JAX_RETURN_IF_ERROR(check_remainder("remainder", remainder, problem, remainder_values));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("out_cotangent", out_cotangent, problem, false));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("delta", delta, problem, true));
+    NATTEN_JAX_RETURN_IF_ERROR(check_heads_of_gradients(problem));
     NATTEN_JAX_RETURN_IF_ERROR(check_gradients(operands, {&*query_gradient, &*key_gradient, &*value_gradient,
                                                           &*additional_keys_gradient, &*additional_values_gradient}));
     // Sums of the query gradient; those of float32 arrays are the result itself.

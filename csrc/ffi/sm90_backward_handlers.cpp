@@ -25,12 +25,12 @@ Error check_statistics(const char* name, const AnyBuffer& array, const Problem& 
 }
 
 Error sm90_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
-                    AnyBuffer additional_values, AnyBuffer origins, AnyBuffer out_cotangent, AnyBuffer statistics,
-                    AnyBuffer remainder, Result query_gradient, Result key_gradient, Result value_gradient,
-                    Result additional_keys_gradient, Result additional_values_gradient, Result scratch,
-                    cudaStream_t stream, xffi::Dictionary dictionary) {
+                    AnyBuffer additional_values, AnyBuffer origins, AnyBuffer scales, AnyBuffer out_cotangent,
+                    AnyBuffer statistics, AnyBuffer remainder, Result query_gradient, Result key_gradient,
+                    Result value_gradient, Result additional_keys_gradient, Result additional_values_gradient,
+                    Result scratch, cudaStream_t stream, xffi::Dictionary dictionary) {
   return guarded([&]() -> Error {
-    const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins};
+    const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins, scales};
     Attributes attributes;
     std::int64_t is_deterministic = 0;
     NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes, 1));
@@ -43,6 +43,7 @@ Error sm90_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer a
     NATTEN_JAX_RETURN_IF_ERROR(check_statistics("statistics", statistics, call.problem));
     float* remainder_values = nullptr;
     NATTEN_JAX_RETURN_IF_ERROR(check_remainder("remainder", remainder, call.problem, remainder_values));
+    NATTEN_JAX_RETURN_IF_ERROR(check_heads_of_gradients(call.problem));
     NATTEN_JAX_RETURN_IF_ERROR(check_gradients(operands, {&*query_gradient, &*key_gradient, &*value_gradient,
                                                           &*additional_keys_gradient, &*additional_values_gradient}));
     NATTEN_JAX_RETURN_IF_ERROR(

@@ -84,22 +84,22 @@ Error run(const ProblemOperands& operands, const Earlier* earlier, Results resul
 }
 
 Error sm90_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
-                   AnyBuffer additional_values, AnyBuffer origins, Result out, Result logsumexp, Result remainder,
-                   Result next_tile, cudaStream_t stream, xffi::Dictionary dictionary) {
+                   AnyBuffer additional_values, AnyBuffer origins, AnyBuffer scales, Result out, Result logsumexp,
+                   Result remainder, Result next_tile, cudaStream_t stream, xffi::Dictionary dictionary) {
   return guarded([&] {
-    return run({query, key, value, additional_keys, additional_values, origins}, nullptr,
+    return run({query, key, value, additional_keys, additional_values, origins, scales}, nullptr,
                {out, logsumexp, remainder, next_tile}, stream, dictionary);
   });
 }
 
 Error sm90_forward_continued(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
-                             AnyBuffer additional_values, AnyBuffer origins, AnyBuffer first_query,
+                             AnyBuffer additional_values, AnyBuffer origins, AnyBuffer scales, AnyBuffer first_query,
                              AnyBuffer earlier_out, AnyBuffer earlier_logsumexp, AnyBuffer earlier_remainder,
                              Result out, Result logsumexp, Result remainder, Result next_tile, cudaStream_t stream,
                              xffi::Dictionary dictionary) {
   return guarded([&] {
     const Earlier earlier{first_query, earlier_out, earlier_logsumexp, earlier_remainder};
-    return run({query, key, value, additional_keys, additional_values, origins}, &earlier,
+    return run({query, key, value, additional_keys, additional_values, origins, scales}, &earlier,
                {out, logsumexp, remainder, next_tile}, stream, dictionary);
   });
 }

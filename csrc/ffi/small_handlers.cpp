@@ -16,10 +16,10 @@ using xffi::Error;
 using Result = xffi::Result<AnyBuffer>;
 
 Error small_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
-                    AnyBuffer additional_values, AnyBuffer origins, Result out, Result logsumexp, Result remainder,
-                    cudaStream_t stream, xffi::Dictionary dictionary) {
+                    AnyBuffer additional_values, AnyBuffer origins, AnyBuffer scales, Result out, Result logsumexp,
+                    Result remainder, cudaStream_t stream, xffi::Dictionary dictionary) {
   return guarded([&]() -> Error {
-    const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins};
+    const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins, scales};
     Attributes attributes;
     NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes));
     Call call;
@@ -54,13 +54,13 @@ XLA_FFI_DEFINE_HANDLER(kSmallForward, small_forward,
                        {xffi::Traits::kCmdBufferCompatible});
 
 Error small_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
-                     AnyBuffer additional_values, AnyBuffer origins, AnyBuffer logsumexp, AnyBuffer remainder,
-                     AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumexp_cotangent, Result query_gradient,
-                     Result key_gradient, Result value_gradient, Result additional_keys_gradient,
+                     AnyBuffer additional_values, AnyBuffer origins, AnyBuffer scales, AnyBuffer logsumexp,
+                     AnyBuffer remainder, AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumexp_cotangent,
+                     Result query_gradient, Result key_gradient, Result value_gradient, Result additional_keys_gradient,
                      Result additional_values_gradient, Result statistics, Result additional_sums, cudaStream_t stream,
                      xffi::Dictionary dictionary) {
   return guarded([&]() -> Error {
-    const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins};
+    const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins, scales};
     Attributes attributes;
     NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes));
     Call call;
@@ -74,6 +74,7 @@ Error small_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer 
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("out", out, problem, false));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("out_cotangent", out_cotangent, problem, false));
     NATTEN_JAX_RETURN_IF_ERROR(check_query_array("logsumexp_cotangent", logsumexp_cotangent, problem, true));
+    NATTEN_JAX_RETURN_IF_ERROR(check_heads_of_gradients(problem));
     NATTEN_JAX_RETURN_IF_ERROR(check_gradients(operands, {&*query_gradient, &*key_gradient, &*value_gradient,
                                                           &*additional_keys_gradient, &*additional_values_gradient}));
     NATTEN_JAX_RETURN_IF_ERROR(check_array("result statistics", *statistics, xffi::DataType::F32,

@@ -29,6 +29,8 @@ class Operands(NamedTuple):
         value: ``[batch, *kv_layout, heads_kv, head_dim_v]``.
         additional_keys: ``[batch, additional_kv, heads_kv, head_dim]``, or ``None``.
         additional_values: ``[batch, additional_kv, heads_kv, head_dim_v]``, or ``None``.
+        scale: ``[batch, heads]`` in the accumulator's element type: factors of the logits, in place of the problem's;
+            ``None`` where that is the scale.
         origins: int32 ``[2, 3]``: where the local query and key/value tokens start in the global layout,
             last dimension last; ``None`` where nothing is sharded.
     """
@@ -38,7 +40,13 @@ class Operands(NamedTuple):
     value: jax.Array
     additional_keys: jax.Array | None
     additional_values: jax.Array | None
-    origins: jax.Array | None
+    scale: jax.Array | None = None
+    origins: jax.Array | None = None
+
+    @property
+    def differentiable(self) -> Gradients:
+        """Those that have gradients."""
+        return Gradients(*self[:-1])
 
 
 class Gradients(NamedTuple):
@@ -49,6 +57,7 @@ class Gradients(NamedTuple):
     value: jax.Array
     additional_keys: jax.Array | None
     additional_values: jax.Array | None
+    scale: jax.Array | None = None
 
 
 class Output(NamedTuple):
@@ -263,7 +272,7 @@ class PureJaxBackend(Backend):
         def output_of(*arrays: Any) -> Differentiable:
             return self.forward_differentiable(plan, Operands._make([*arrays, operands.origins]))
 
-        _, changes = jax.jvp(output_of, operands[:5], tuple(tangents))
+        _, changes = jax.jvp(output_of, operands.differentiable, tuple(tangents))
         return Output(changes.out, changes.logsumexp)
 
     def gradients(
@@ -276,9 +285,9 @@ class PureJaxBackend(Backend):
             operands: The arrays.
             result: What the forward pass returned.
             cotangents: Of output and logsumexp.
-            wanted: Which of the five differentiable operands' cotangents are asked for; others may be ``None``.
+            wanted: Which of the differentiable operands' cotangents are asked for; others may be ``None``.
         """
-        primals = Gradients(*operands[:5])
+        primals = operands.differentiable
         transpose = jax.linear_transpose(lambda changes: self.tangents(plan, operands, result, changes), primals)
         (gradients,) = transpose(cotangents)
         return Gradients(*gradients)
@@ -292,4 +301,5 @@ class PureJaxBackend(Backend):
         """Compute the gradients by a second forward pass."""
         _, transpose = jax.vjp(lambda arrays: self.forward(plan, arrays), operands)
         (gradients,) = transpose(cotangents)
-        return Gradients(*gradients[:5])
+        result: Gradients = gradients.differentiable
+        return result

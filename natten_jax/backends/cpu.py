@@ -58,8 +58,8 @@ class CpuBackend(NativeBackend):
             **attributes(plan),
         )
 
-    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
-        """Compute the gradients of the differentiable operands."""
+    def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
+        """Call the kernels."""
         problem = plan.problem
         arrays = kernel_operands(problem, operands)
         gradients = native.call(

@@ -134,8 +134,8 @@ class CutlassBackend(NativeBackend):
             is_accurate=int(not _allows_tf32()),
         )
 
-    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
-        """Compute the gradients of the differentiable operands."""
+    def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
+        """Call the kernels."""
         problem, performance = plan.problem, plan.performance
         if small_windows.is_chosen(problem, "backward", plan.tiles):
             return cutlass_small.gradients(plan, operands, saved, cotangents)

@@ -56,7 +56,8 @@ class FlexBackend(PureJaxBackend):
         problem = plan.problem
         softmax = softmax_of(plan, operands)
         assert softmax.mixed is not None
-        total, lse = softmax.total, Products(problem).steepness * softmax.maximum + jnp.log(softmax.total)
+        steepness = Products(problem, operands.scale).steepness_of_tokens(problem.rank)
+        total, lse = softmax.total, steepness * softmax.maximum + jnp.log(softmax.total)
         if operands.origins is not None:
             # The keys that a row sees may all be another device's.
             is_empty = softmax.total == 0
@@ -81,6 +82,6 @@ class FlexBackend(PureJaxBackend):
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
         """Compute the gradients, from whatever computed the output."""
         # Rows have to be the softmax of this backend's scores; the kernels that computed the output have their own.
-        wanted = [array is not None for array in operands[:5]]
+        wanted = [array is not None for array in operands.differentiable]
         found = gradients_of(plan, operands, Output(saved.out, saved.logsumexp), None, cotangents, wanted)
         return Gradients._make(found)

@@ -83,6 +83,7 @@ def rows_of_tile(
         The rows, and the softmax over the additional tokens alone, which is right where rows are found anew.
     """
     query, keys, additional = lax.stop_gradient((query, keys, additional))
+    products = products.constant()
     sweep, problem = placed.sweep, placed.problem
     softmax = varying_like(Softmax.of_no_key(query.shape[:-1], None, products.dtype), (query, keys, given))
 
@@ -123,7 +124,7 @@ def rows_by_key(
         known: All rows.
     """
     sweep, problem = placed.sweep, placed.problem
-    products = Products(problem)
+    products = Products(problem, operands.scale).constant()
     queries, keys, additional = lax.stop_gradient((queries, keys, additional))
     given = sweep.split_inner(jnp.concatenate(known.rows, axis=-1))
     shape = given[..., :1]
@@ -156,7 +157,8 @@ def rows_by_key(
     carry = varying_like((start, no_key[1]), (operands, known))
     maximum, total = lax.fori_loop(0, rows_rounds(known, 2 * sweep.steps), step, carry)
     if of_additional is not None:
-        total += of_additional.total * jnp.exp(products.steepness * (start - reference(maximum)))
+        steepness = products.steepness_of_heads(start.ndim)
+        total += of_additional.total * jnp.exp(steepness * (start - reference(maximum)))
     found = jnp.concatenate(rows_of(Softmax(maximum, total, None)), axis=-1)
     return jnp.where(known.is_unreliable, found, given)
 
@@ -167,7 +169,7 @@ def _may_be_large(problem: Problem, operands: Operands) -> jax.Array:
     Rows are found anew for the whole batch or not at all, and round otherwise then. Numbers that are not finite make
     their rows' weights NaN either way, and must not change those of other batch entries.
     """
-    products = Products(problem)
+    products = Products(problem, operands.scale)
 
     def square(array: jax.Array) -> jax.Array:
         array = products.cast(array)
@@ -178,4 +180,6 @@ def _may_be_large(problem: Problem, operands: Operands) -> jax.Array:
     if operands.additional_keys is not None:
         keys = jnp.maximum(keys, square(operands.additional_keys))
     # Where the product overflows, it is not below the bound.
-    return ~(products.steepness**2 * square(operands.query) * keys <= LARGEST_RELIABLE_LOGIT**2)
+    steepness = jnp.asarray(products.steepness_of_tokens(problem.rank), products.dtype)
+    steepness = jnp.max(jnp.where(jnp.isfinite(steepness), steepness, 0))
+    return ~(steepness**2 * square(operands.query) * keys <= LARGEST_RELIABLE_LOGIT**2)

@@ -8,6 +8,7 @@ where a compiler contracts the product and the difference to one rounding.
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import NamedTuple
 
 import jax
@@ -21,13 +22,20 @@ _PRECISION_OPTION = "jax_default_matmul_precision"  # JAX's stubs know it in som
 
 
 class Products:
-    """The matrix products of a problem: operands and results in the accumulator's element type."""
+    """The matrix products of a problem: operands and results in the accumulator's element type.
 
-    def __init__(self, problem: Problem):
+    Args:
+        problem: The problem.
+        scale: ``[batch, heads]``: the factors of the logits, in place of the problem's; or ``None``.
+    """
+
+    def __init__(self, problem: Problem, scale: jax.Array | None = None):
         self.dtype = jnp.dtype(problem.accumulator_dtype)
-        #: Factor from scores to logits, never negative.
-        self.steepness = abs(problem.scale)
-        self.scale = problem.scale
+        self._heads = problem.heads_kv, problem.heads // problem.heads_kv
+        #: The factor of all logits; 1 where heads have scales of their own.
+        self.scale = problem.scale if scale is None else 1.0
+        self._scales = scale
+        self._sign = None if scale is None else jnp.where(scale < 0, -1, 1).astype(self.dtype)
         # Half-precision values are exact in TF32 and bfloat16 passes; float32 is not, so it takes full
         # precision unless the user chose one.
         is_half = problem.dtype in ("float16", "bfloat16")
@@ -38,8 +46,50 @@ class Products:
         """``array`` in the element type of the computation."""
         return array.astype(self.dtype)
 
+    def steepness(self, rows: int) -> float | jax.Array:
+        """Factors from scores to logits, never negative, for ``[tiles, batch, heads_kv, rows, ...]``."""
+        steepness = self._steepness
+        return abs(self.scale) if steepness is None else self._of_rows(steepness, rows)
+
+    def steepness_of_tokens(self, rank: int) -> float | jax.Array:
+        """The same for ``[batch, *layout, heads, width]``."""
+        steepness = self._steepness
+        return abs(self.scale) if steepness is None else self._of_tokens(steepness, rank)
+
+    def steepness_of_heads(self, ndim: int) -> float | jax.Array:
+        """The same for arrays of so many dimensions, ``[batch, heads, ...]``."""
+        steepness = self._steepness
+        return abs(self.scale) if steepness is None else steepness.reshape(*steepness.shape, *(1,) * (ndim - 2))
+
+    def scale_of_tokens(self, rank: int) -> float | jax.Array:
+        """The factors of logits for ``[batch, *layout, heads, width]``."""
+        return self.scale if self._scales is None else self._of_tokens(self._scales, rank)
+
+    def scaled(self, rows: jax.Array) -> jax.Array:
+        """``[tiles, batch, heads_kv, rows, ...]`` times the scales of heads, where these have their own."""
+        return rows if self._scales is None else self._of_rows(self._scales, rows.shape[-2]) * rows
+
+    def constant(self) -> Products:
+        """The same, without derivatives with respect to the scales."""
+        result = copy.copy(self)
+        result._scales = lax.stop_gradient(self._scales)
+        return result
+
+    def with_constant_maximum(self, rows: Rows) -> Rows:
+        """Rows of tiles whose maximum times the scale is a constant for derivatives, as it is without scales of heads.
+
+        What is added to the logarithm of the total is zero, and has the derivative of that product.
+        """
+        if self._scales is None:
+            return rows
+        steepness = self.steepness(rows.maximum.shape[-2])
+        change = (steepness - lax.stop_gradient(steepness)) * reference(rows.maximum)
+        return Rows(rows.maximum, rows.log_total - change)
+
     def scores(self, query: jax.Array, key: jax.Array) -> jax.Array:
         """``query key^T``, in the order of the logits."""
+        if self._sign is not None:
+            return self.inner(self.cast(query) * self._of_rows(self._sign, query.shape[-2]), key)
         return self.inner(query if self.scale >= 0 else -query, key)
 
     def inner(self, rows: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -48,7 +98,12 @@ class Products:
 
     def logits(self, query: jax.Array, key: jax.Array) -> jax.Array:
         """``scale * query key^T``."""
-        return self.steepness * self.scores(query, key)
+        return self.steepness(query.shape[-2]) * self.scores(query, key)
+
+    def logit_tangents(self, scale_tangent: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
+        """``scale_tangent * query key^T``, where heads have scales of their own; the tangent is ``[batch, heads]``."""
+        assert self._sign is not None
+        return self._of_rows(scale_tangent * self._sign, query.shape[-2]) * self.scores(query, key)
 
     def mix(self, weights: jax.Array, value: jax.Array) -> jax.Array:
         """``weights value``."""
@@ -57,6 +112,23 @@ class Products:
     def mix_rows(self, weights: jax.Array, rows: jax.Array) -> jax.Array:
         """``weights^T rows``: a sum over rows for each token."""
         return self._product("cbhqk,cbhqd->cbhkd", weights, rows)
+
+    @property
+    def _steepness(self) -> jax.Array | None:
+        """Of heads that have scales of their own. Not an absolute value, which has no derivative at zero."""
+        return None if self._scales is None or self._sign is None else self._scales * self._sign
+
+    def _of_rows(self, factors: jax.Array, rows: int) -> jax.Array:
+        """``[batch, heads]`` as ``[batch, heads_kv, rows, 1]``: rows are tokens, head by head."""
+        heads_kv, repeats = self._heads
+        per_head = factors.reshape(-1, heads_kv, repeats, 1)
+        per_row = jnp.broadcast_to(per_head, (*per_head.shape[:-1], rows // repeats))
+        return per_row.reshape(-1, heads_kv, rows, 1)
+
+    @staticmethod
+    def _of_tokens(factors: jax.Array, rank: int) -> jax.Array:
+        batch, heads = factors.shape
+        return factors.reshape(batch, *(1,) * rank, heads, 1)
 
     def _product(self, subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.einsum(
@@ -101,7 +173,9 @@ class Softmax(NamedTuple):
         scores = products.scores(query, key)
         maximum = jnp.maximum(self.maximum, highest(scores, mask))
         decay = jnp.where(
-            self.maximum == -jnp.inf, 0, jnp.exp(products.steepness * (self.maximum - reference(maximum)))
+            self.maximum == -jnp.inf,
+            0,
+            jnp.exp(products.steepness(scores.shape[-2]) * (self.maximum - reference(maximum))),
         )
         weights = exponentials(products, scores, maximum, mask, carries_plan=carries_plan)
         total = self.total * decay + weights.sum(axis=-1, keepdims=True)
@@ -133,7 +207,7 @@ def exponentials(
 ) -> jax.Array:
     """Exponentials of the logits less those of ``maximum``; 0 where a key is not seen."""
     # Masked before the exponential: it could overflow, and infinity times zero is no derivative.
-    logits = jnp.where(mask, products.steepness * (scores - reference(maximum)), -jnp.inf)
+    logits = jnp.where(mask, products.steepness(scores.shape[-2]) * (scores - reference(maximum)), -jnp.inf)
     with carrying_plan() if carries_plan else contextlib.nullcontext():
         return jnp.exp(logits)
 
@@ -145,7 +219,7 @@ def softmax_weights(
 
     ``carries_plan`` is for one sweep of a pass, whose exponential the plan is put onto: XLA leaves those alone.
     """
-    below = products.steepness * (products.scores(query, key) - reference(rows.maximum))
+    below = products.steepness(query.shape[-2]) * (products.scores(query, key) - reference(rows.maximum))
     # Scores that are computed twice may differ in the last place, which counts where they are large.
     below = below - lax.stop_gradient(jnp.maximum(below, 0))
     logits = jnp.where(mask, below - rows.log_total, -jnp.inf)

@@ -36,7 +36,7 @@ def tangents_of(plan: Plan, operands: Operands, output: Output, rows: Rows, tang
         rows: What a sweep over these operands found.
         tangents: Of the operands.
     """
-    products = Products(plan.problem)
+    products = Products(plan.problem, operands.scale)
     change = logsumexp_change(products, operands, output)
     known = KnownRows.of(plan.problem, operands, rows)
     query_mixed, query_total, additional = _query_tangents(plan, operands, known, change, tangents)
@@ -63,7 +63,7 @@ def _query_tangents(
     And the softmax over the latter alone.
     """
     problem = plan.problem
-    products = Products(problem)
+    products = Products(problem, operands.scale)
     placed = PlacedSweep.of(plan, operands, "backward", outer_is_query=True)
     sweep = placed.sweep
     keys, values = sweep.split_inner(operands.key), sweep.split_inner(operands.value)
@@ -81,37 +81,46 @@ def _query_tangents(
         positions, query, query_tangent = sweep.at(inputs[0]), products.cast(inputs[1]), products.cast(inputs[2])
         given = known._replace(rows=Rows(inputs[3][..., :1], inputs[3][..., 1:]))
         tile_rows, of_additional = rows_of_tile(products, placed, positions, query, keys, additional, given)
-        tile_rows = tile_rows._replace(log_total=tile_rows.log_total + inputs[4])
+        tile_rows = products.with_constant_maximum(tile_rows._replace(log_total=tile_rows.log_total + inputs[4]))
         mixed = jnp.zeros((*query.shape[:-1], problem.head_dim_v), products.dtype)
         sums = varying_like((mixed, jnp.zeros((*query.shape[:-1], 1), products.dtype)), operands)
 
         @jax.checkpoint
-        def contribution(query_tangent: jax.Array, inner_step: jax.Array) -> Sums:
+        def contribution(query_tangent: jax.Array, scale_tangent: jax.Array | None, inner_step: jax.Array) -> Sums:
             key = sweep.load(keys, positions, inner_step, problem.heads_kv)
             value = sweep.load(values, positions, inner_step, problem.heads_kv)
             mask = sweep.mask(positions, inner_step, repeats)
-            ds = softmax_weights(products, query, key, tile_rows, mask) * products.logits(query_tangent, key)
+            change = products.logits(query_tangent, key)
+            if scale_tangent is not None:
+                change = change + products.logit_tangents(scale_tangent, query, key)
+            ds = softmax_weights(products, query, key, tile_rows, mask) * change
             return products.mix(ds, value), ds.sum(axis=-1, keepdims=True)
 
         @jax.checkpoint
         def additional_contribution(
-            query_tangent: jax.Array, tile: AdditionalTiles, tile_tangent: tuple[jax.Array, jax.Array]
+            query_tangent: jax.Array,
+            scale_tangent: jax.Array | None,
+            tile: AdditionalTiles,
+            tile_tangent: tuple[jax.Array, jax.Array],
         ) -> Sums:
             key, value = for_tiles(tile.keys, query), for_tiles(tile.values, query)
             key_tangent, value_tangent = for_tiles(tile_tangent[0], query), for_tiles(tile_tangent[1], query)
             weights = softmax_weights(products, query, key, tile_rows, tile.exists)
-            ds = weights * (products.logits(query_tangent, key) + products.logits(query, key_tangent))
+            change = products.logits(query_tangent, key) + products.logits(query, key_tangent)
+            if scale_tangent is not None:
+                change = change + products.logit_tangents(scale_tangent, query, key)
+            ds = weights * change
             mixed = products.mix(ds, value) + products.mix(weights, value_tangent)
             return mixed, ds.sum(axis=-1, keepdims=True)
 
         def visit(sums: Sums, inner_step: jax.Array) -> tuple[Sums, None]:
-            mixed, total = contribution(query_tangent, inner_step)
+            mixed, total = contribution(query_tangent, tangents.scale, inner_step)
             return (sums[0] + mixed, sums[1] + total), None
 
         def visit_additional(
             sums: Sums, tiles: tuple[AdditionalTiles, tuple[jax.Array, jax.Array]]
         ) -> tuple[Sums, None]:
-            mixed, total = additional_contribution(query_tangent, *tiles)
+            mixed, total = additional_contribution(query_tangent, tangents.scale, *tiles)
             return (sums[0] + mixed, sums[1] + total), None
 
         if additional is not None and additional_tangents is not None:
@@ -136,7 +145,7 @@ def _key_tangents(
 ) -> tuple[jax.Array, jax.Array]:
     """Contributions to ``ds V + P V'`` and ``rowsum(ds)`` of the keys and values."""
     problem = plan.problem
-    products = Products(problem)
+    products = Products(problem, operands.scale)
     placed = PlacedSweep.of(plan, operands, "backward", outer_is_query=False)
     sweep = placed.sweep
     queries = sweep.split_inner(operands.query)
@@ -157,7 +166,7 @@ def _key_tangents(
             query = sweep.load(queries, positions, inner_step, problem.heads_kv)
             # Fused into the exponential, it would be loaded once per logit.
             terms = materialize(sweep.load(row_terms, positions, inner_step, problem.heads_kv))
-            tile_rows = Rows(terms[..., :1], terms[..., 1:2] + terms[..., 2:])
+            tile_rows = products.with_constant_maximum(Rows(terms[..., :1], terms[..., 1:2] + terms[..., 2:]))
             mask = sweep.mask(positions, inner_step, repeats)
             weights = softmax_weights(products, query, key, tile_rows, mask, carries_plan=True)
             ds = weights * products.logits(query, key_tangent)

@@ -81,8 +81,8 @@ class HopperBackend(NativeBackend):
         )
         return jax.tree.map(lambda old, new: new.reshape(old.shape), saved, Saved(*results[:3]))
 
-    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
-        """Compute the gradients of the differentiable operands."""
+    def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
+        """Call the kernels."""
         return hopper_backward.gradients(plan, operands, saved, cotangents)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from natten_jax.backends.base import Backend, Gradients, Operands, Output, Saved
+from natten_jax.backends.head_scales import HeadScales, of_shared_heads, with_heads_of_queries
 from natten_jax.kernel_rank import KERNEL_RANK, axis_rows, with_kernel_tiles
 from natten_jax.native import ResultType
 from natten_jax.plan import Plan
@@ -42,6 +44,27 @@ class NativeBackend(Backend):
         output = _output_of(operands, results)
         return Saved(*output, results[2].reshape(output.logsumexp.shape))
 
+    @abc.abstractmethod
+    def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
+        """Call the kernels, whose query heads share keys and values only where they share a scale.
+
+        Args:
+            plan: What to run.
+            operands: Its arrays.
+            saved: Of the forward pass.
+            cotangents: Of output and logsumexp.
+        """
+
+    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
+        """Compute the gradients of the differentiable operands."""
+        problem = plan.problem
+        if operands.scale is None or problem.heads == problem.heads_kv:
+            return self.call_backward(plan, operands, saved, cotangents)
+        # Kernels sum the gradients of a key up over the queries, and scale the sum.
+        plan = dataclasses.replace(plan, problem=dataclasses.replace(problem, heads_kv=problem.heads))
+        gradients = self.call_backward(plan, with_heads_of_queries(operands), saved, cotangents)
+        return of_shared_heads(gradients, operands)
+
 
 def with_kernel_rank(array: jax.Array, rank: int) -> jax.Array:
     """``array`` with three token dimensions after the batch: leading ones have extent 1."""
@@ -62,14 +85,18 @@ def _with_query_factor(problem: Problem, array: jax.Array) -> jax.Array:
 def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
     """The operands that every target starts with; arrays of nothing for those that the call lacks."""
     query, key, value = (with_kernel_rank(array, problem.rank) for array in operands[:3])
-    query = _with_query_factor(problem, query)
+    if operands.scale is None:
+        query, scales = _with_query_factor(problem, query), jnp.zeros((0,), jnp.float32)
+    else:
+        of_heads = HeadScales.of(problem, operands.scale)
+        query, scales = of_heads.signed(query), of_heads.operand()
     additional_keys, additional_values = operands.additional_keys, operands.additional_values
     if additional_keys is None or additional_values is None:
         additional_keys = jnp.zeros((key.shape[0], 0, *key.shape[-2:]), key.dtype)
         additional_values = jnp.zeros((value.shape[0], 0, *value.shape[-2:]), value.dtype)
     # Zeros would be a kernel of their own in front of each call.
     origins = jnp.zeros((0, KERNEL_RANK), jnp.int32) if operands.origins is None else operands.origins
-    return [query, key, value, additional_keys, additional_values, origins]
+    return [query, key, value, additional_keys, additional_values, origins, scales]
 
 
 def _output_types(plan: Plan, operands: Operands, *, saves: bool) -> list[ResultType]:
@@ -105,10 +132,11 @@ def delta(out: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent: jax.Arr
 def gradients_of(problem: Problem, operands: Operands, results: list[jax.Array]) -> Gradients:
     """A target's gradients, the five first results, in the shapes of the operands."""
     query, key, value = (g.reshape(a.shape) for g, a in zip(results[:3], operands[:3], strict=True))
-    query = _with_query_factor(problem, query)
-    if operands.additional_keys is None:
-        return Gradients(query, key, value, None, None)
-    return Gradients(query, key, value, *results[3:5])
+    additional = (None, None) if operands.additional_keys is None else results[3:5]
+    gradients = Gradients(query, key, value, *additional)
+    if operands.scale is None:
+        return gradients._replace(query=_with_query_factor(problem, query))
+    return HeadScales.of(problem, operands.scale).of_gradients(gradients, operands.query)
 
 
 def attributes(plan: Plan) -> dict[str, Shape | float]:

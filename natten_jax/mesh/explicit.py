@@ -93,8 +93,8 @@ def with_whole_dimensions(operands: Operands, *, keeps_tokens: bool) -> Operands
         return operands
     arrays: list[jax.Array | None] = []
     for name, array in zip(Operands._fields, operands, strict=True):
-        if array is None:
-            arrays.append(None)
+        if array is None or name == "scale":
+            arrays.append(array)
             continue
         axes = list(_spec(array))
         for axis in [array.ndim - 1] if keeps_tokens else [*range(1, array.ndim - 2), array.ndim - 1]:

@@ -120,19 +120,17 @@ class Layout:
     def _contributing(self, role: Role) -> np.ndarray:
         """Device numbers by the parts of a kind of array, ``[*leading, heads, contributions, copies, manual]``.
 
-        Contributions are the parts of the queries that see the same keys and values: of the query heads that share
-        heads of theirs and, for additional ones, of all tokens.
+        Contributions are the parts of the queries that an array is the same for: of the query heads that share heads of
+        keys and values, and of all tokens, for what has none of its own.
         """
-        if not role.is_key_value:
-            return np.expand_dims(self.tiles, -3)
         *leading, heads, copies, manual = self.tiles.shape
-        kv_parts = self.heads.kv_parts
-        tiles = self.tiles.reshape(*leading, kv_parts, heads // kv_parts, copies, manual)
+        parts = self.heads.kv_parts if role.is_key_value else heads
+        tiles = self.tiles.reshape(*leading, parts, heads // parts, copies, manual)
         if role.has_layout:
             return tiles
         batch, tokens = leading[: self.batch_axes], range(self.batch_axes, len(leading))
         tiles = np.moveaxis(tiles, tokens, range(-3 - len(tokens), -3))
-        return tiles.reshape(*batch, kv_parts, -1, copies, manual)
+        return tiles.reshape(*batch, parts, -1, copies, manual)
 
     def _of_program(self, rows: np.ndarray) -> np.ndarray:
         return self.devices[:, rows].reshape(-1, rows.shape[-1])

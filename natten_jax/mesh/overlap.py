@@ -8,6 +8,7 @@ merged by their logsumexp, where queries see both. Backwards, where the logsumex
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -51,7 +52,10 @@ def forward(
         assert seeing is not None
         (found, nothing), seeing_next = travel.started_before((found, nothing))
         origins = exchange.origins_of([nothing] * len(exchange.halos), place.first_key)
-        found = run_on(_of_halos(request), Operands(query, key, value, None, None, origins), found, seeing)
+        of_halo = operands._replace(
+            query=query, key=key, value=value, additional_keys=None, additional_values=None, origins=origins
+        )
+        found = run_on(_of_halos(request), of_halo, found, seeing)
         seeing = seeing_next
     return found
 
@@ -84,14 +88,19 @@ def backward(
         assert seen_next is not None
         (query, saved, cotangents), seen_next = _started_and_cut(travel, seen_next, of_queries)
         origins = exchange.origins_of(place.seeing.starts, place.first_key)
-        found = run(_of_halos(request), Operands(query, key, value, None, None, origins), saved, cotangents)
+        of_halo = operands._replace(
+            query=query, key=key, value=value, additional_keys=None, additional_values=None, origins=origins
+        )
+        found = run(_of_halos(request), of_halo, saved, cotangents)
     own, *of_halos = [*results, found]
     of_query = own.query
     for place, gradients in zip(travel.places, of_halos, strict=True):
         of_query = place.seeing.put(of_query, place.seeing.cut(of_query) + gradients.query)
     key = returned(exchange, travel.places, operands.key, [own.key, *(each.key for each in of_halos)])
     value = returned(exchange, travel.places, operands.value, [own.value, *(each.value for each in of_halos)])
-    return own._replace(query=of_query, key=key, value=value)
+    scales = [each.scale for each in (own, *of_halos) if each.scale is not None]
+    scale = functools.reduce(jnp.add, scales) if scales else None
+    return own._replace(query=of_query, key=key, value=value, scale=scale)
 
 
 def _started_and_cut(travel: Travel, arrays: _Tree, of_queries: _Tree) -> tuple[_Tree, _Tree | None]:

@@ -21,6 +21,7 @@ class Role(enum.Enum):
     KEY_VALUE = ("key_value", -2)
     ADDITIONAL = ("additional", -2)
     PER_QUERY = ("per_query", -1)
+    PER_HEAD = ("per_head", -1)
     WHOLE = ("whole", 0)
 
     @property
@@ -40,8 +41,8 @@ class Role(enum.Enum):
 
 
 _FIELDS = {
-    Operands: (Role.QUERY, *(Role.KEY_VALUE,) * 2, *(Role.ADDITIONAL,) * 2, Role.WHOLE),
-    Gradients: (Role.QUERY, *(Role.KEY_VALUE,) * 2, *(Role.ADDITIONAL,) * 2),
+    Operands: (Role.QUERY, *(Role.KEY_VALUE,) * 2, *(Role.ADDITIONAL,) * 2, Role.PER_HEAD, Role.WHOLE),
+    Gradients: (Role.QUERY, *(Role.KEY_VALUE,) * 2, *(Role.ADDITIONAL,) * 2, Role.PER_HEAD),
     Output: (Role.QUERY, Role.PER_QUERY),
     Differentiable: (Role.QUERY, Role.PER_QUERY, Role.QUERY),
     Saved: (Role.QUERY, Role.PER_QUERY, Role.PER_QUERY),

@@ -55,7 +55,8 @@ def excesses(
 ) -> list[Excess]:
     """The results that are too far from the oracle's, or not numbers."""
     operands, expected = expectation
-    steepness = float(np.abs(problem.case.actual_scale)) * _steepest(operands)
+    scale = problem.case.actual_scale if operands.scale is None else operands.scale
+    steepness = float(np.abs(scale).max()) * _steepest(operands)
     found = []
     for name, result, reference, magnitude in (
         ("out", outputs[0], expected.forward.out, expected.forward_magnitude.out),
@@ -85,7 +86,7 @@ def _excess(
 ) -> Excess | None:
     if result.shape != reference.shape:
         return Excess(f"{name} of shape {result.shape} instead of {reference.shape}", 0, np.inf, 0)
-    if result.dtype.name != (lse_dtype(problem.dtype) if name == "lse" else problem.dtype):
+    if result.dtype.name != (lse_dtype(problem.dtype) if name in ("lse", "d_scale") else problem.dtype):
         return Excess(f"{name} of type {result.dtype}", 0, np.inf, 0)
     result = result.astype(np.float64)
     comparable = np.isfinite(reference)

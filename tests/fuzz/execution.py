@@ -141,7 +141,12 @@ def _public(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: None) 
 def _direct(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: jax.Array | None) -> Results:
     tensors, cotangents = inputs
     backend, plans = plans_of(problem.backend, problem.description(), Performance(**problem.tiles))
+    factors = tensors.scale
+    if factors is not None:
+        tensors = tensors._replace(scale=jnp.broadcast_to(factors, (problem.case.batch, problem.case.heads)))
     operands = Operands(*tensors, origins=None if origins is None else jnp.asarray(origins))
     saved = backend.forward_saving(plans["forward"], operands)
     gradients = backend.backward(plans["backward"], operands, saved, Output(*cotangents))
+    if factors is not None and gradients.scale is not None:
+        gradients = gradients._replace(scale=gradients.scale.sum(axis=tuple(range(2 - factors.ndim))))
     return (saved.out, saved.logsumexp), oracle.Tensors(*gradients)

@@ -95,7 +95,7 @@ class Fuzzed:
         return inputs if self.spoiled is None else self.spoiled.apply(inputs, float(self.spoiled.number))
 
     def _finite_inputs(self) -> Inputs:
-        query, key, value, keys, values = self.case.host_operands(self.dtype, self.seed)
+        query, key, value, keys, values, scale = self.case.host_operands(self.dtype, self.seed)
         d_out, d_lse = self.case.host_cotangents(self.dtype, self.seed)
         own, halo = _slices(self.queries), _slices(self.keys)
 
@@ -108,6 +108,7 @@ class Fuzzed:
             scaled(value[halo], self.value_factor),
             scaled(keys, self.query_factor),
             scaled(values, self.value_factor),
+            scale,
         )
         return operands, (d_out[own], d_lse[own])
 
@@ -170,7 +171,8 @@ def draw(family: Family, operators: tuple[str, ...], seed: int, number: int, is_
         if rng.random() < 0.5:
             case = dataclasses.replace(case, head_dim_v=int(rng.choice(WIDE_HEADS)))
     if math.prod(case.layout) > 480:
-        case = dataclasses.replace(case, batch=1, heads=case.heads // case.heads_kv, heads_kv=1)
+        heads = case.heads // case.heads_kv
+        case = dataclasses.replace(case, batch=1, heads=heads, heads_kv=1, scales=case.scales and case.scales[:heads])
     if rng.choice(operators) == "fmha":
         queries, keys = (int(n) for n in rng.integers(1, rng.choice([20, 150, 400]), 2))
         plain: dict[str, Any] = {"kernel_size": None, "stride": None, "dilation": None, "additional": 0, "fused": False}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .execution import complaints
-from .problem import Fuzzed
+from .problem import Case, Fuzzed
 
 PROGRAM = '''"""{what}
 
@@ -66,9 +66,10 @@ def _simpler(problem: Fuzzed) -> Iterator[Fuzzed]:
     steps: list[dict[str, Any]] = [
         {"additional": 0, "fused": False},
         *({"batch": batch} for batch in (1, 2, case.batch // 2) if 0 < batch < case.batch),
-        {"heads": case.heads_kv},
-        {"heads": case.heads // case.heads_kv, "heads_kv": 1},
-        {"heads": 1, "heads_kv": 1},
+        _with_heads(case, case.heads_kv, case.heads_kv),
+        _with_heads(case, case.heads // case.heads_kv, 1),
+        _with_heads(case, 1, 1),
+        {"scales": None},
         {"scale": None},
         {"head_dim_v": None},
         {"head_dim": min(case.head_dim, 8)},
@@ -86,6 +87,10 @@ def _simpler(problem: Fuzzed) -> Iterator[Fuzzed]:
         steps += [{"layout": (case.layout[0] // 2,)}] if case.layout[0] > 1 else []
     for step in steps:
         yield from _changed(problem, {"case": dataclasses.replace(case, **step)})
+
+
+def _with_heads(case: Case, heads: int, heads_kv: int) -> dict[str, Any]:
+    return {"heads": heads, "heads_kv": heads_kv, "scales": None if case.scales is None else case.scales[:heads]}
 
 
 def _changed(problem: Fuzzed, changes: dict[str, Any]) -> Iterator[Fuzzed]:

@@ -60,11 +60,18 @@ struct Rows {
 
   Rows(std::int64_t tokens, std::int64_t heads) : tokens(tokens), heads(heads), by_tokens(tokens), by_heads(heads) {}
 
-  /// Where a row lies in an array [batch, heads, tokens, head_dim].
-  __device__ std::int64_t heads_first(std::int64_t row) const {
+  struct Place {
+    std::int64_t batch, head, token;
+  };
+  __device__ Place place(std::int64_t row) const {
     const std::int64_t in_batch = by_heads.divide(row), head = row - in_batch * heads;
     const std::int64_t batch = by_tokens.divide(in_batch), token = in_batch - batch * tokens;
-    return (batch * heads + head) * tokens + token;
+    return {batch, head, token};
+  }
+
+  /// Where a row lies in an array [batch, heads, tokens, head_dim].
+  __device__ std::int64_t heads_first(const Place& at) const {
+    return (at.batch * heads + at.head) * tokens + at.token;
   }
 };
 
@@ -96,7 +103,8 @@ __global__ void __launch_bounds__(kThreads)
     }
     const std::int64_t row = own + lane * kBlockRows;
     if (lane < kUnrolled && row < all_rows) {
-      statistics[rows.heads_first(row)] = make_float2(base2_logsumexp(logsumexp[row]), sum - logsumexp_cotangent[row]);
+      statistics[rows.heads_first(rows.place(row))] =
+          make_float2(base2_logsumexp(logsumexp[row]), sum - logsumexp_cotangent[row]);
     }
   }
 }
@@ -124,29 +132,33 @@ __global__ void __launch_bounds__(kThreads, 8)
 
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
-    natten_jax_convert_gradient(const float4* sums, float scale, uint4* gradient, const __grid_constant__ Rows rows,
-                                std::int64_t all_chunks, std::int64_t all_heads, int chunks,
-                                const __grid_constant__ cutlass::FastDivmodU64 by_chunks) {
+    natten_jax_convert_gradient(const float4* sums, const __grid_constant__ Scale scales, uint4* gradient,
+                                const __grid_constant__ Rows rows, std::int64_t all_chunks, std::int64_t all_heads,
+                                int chunks, const __grid_constant__ cutlass::FastDivmodU64 by_chunks) {
   wait_for_previous_kernel();
   const std::int64_t of_block = kThreads * kUnrolled;
   for (std::int64_t first = blockIdx.x * of_block + threadIdx.x; first < all_chunks; first += gridDim.x * of_block) {
     float4 low[kUnrolled], high[kUnrolled];
     std::int64_t to[kUnrolled];
+    float scale[kUnrolled];
 #pragma unroll
     for (int i = 0; i < kUnrolled; ++i) {
       const std::int64_t at = first + i * kThreads, row = by_chunks.divide(at), chunk = at - row * chunks;
-      const std::int64_t from = rows.heads_first(row) * chunks + chunk;
+      const auto place = rows.place(row);
+      const std::int64_t from = rows.heads_first(place) * chunks + chunk;
       to[i] = (row + rows.by_heads.divide(row) * (all_heads - rows.heads)) * chunks + chunk;
       if (at < all_chunks) {
         low[i] = sums[2 * from];
         high[i] = sums[2 * from + 1];
+        scale[i] = scales.of(place.batch * all_heads + place.head).query_gradient;
       }
     }
 #pragma unroll
     for (int i = 0; i < kUnrolled; ++i) {
-      const uint4 result = make_uint4(
-          pack<Element>(low[i].x * scale, low[i].y * scale), pack<Element>(low[i].z * scale, low[i].w * scale),
-          pack<Element>(high[i].x * scale, high[i].y * scale), pack<Element>(high[i].z * scale, high[i].w * scale));
+      const uint4 result = make_uint4(pack<Element>(low[i].x * scale[i], low[i].y * scale[i]),
+                                      pack<Element>(low[i].z * scale[i], low[i].w * scale[i]),
+                                      pack<Element>(high[i].x * scale[i], high[i].y * scale[i]),
+                                      pack<Element>(high[i].z * scale[i], high[i].w * scale[i]));
       if (first + i * kThreads < all_chunks) gradient[to[i]] = result;
     }
   }
@@ -211,7 +223,7 @@ cudaError_t launch_delta(ElementType type, const void* out, const void* out_cota
       type, cudaErrorInvalidValue, launch_for);
 }
 
-cudaError_t launch_convert_gradient(ElementType type, const float* sums, float scale, void* gradient,
+cudaError_t launch_convert_gradient(ElementType type, const float* sums, const Scale& scale, void* gradient,
                                     std::int64_t batch, std::int64_t tokens, std::int64_t heads, std::int64_t all_heads,
                                     std::int64_t head_dim, bool overlaps, cudaStream_t stream) {
   const int chunks = static_cast<int>(head_dim / kElements);

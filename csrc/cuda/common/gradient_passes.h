@@ -37,7 +37,7 @@ cudaError_t launch_delta(ElementType type, const void* out, const void* out_cota
 ///   gradient: the first of those heads.
 ///   head_dim: a multiple of 8.
 ///   overlaps: whether it may start before the kernel before it is done: compute capability 9.0.
-cudaError_t launch_convert_gradient(ElementType type, const float* sums, float scale, void* gradient,
+cudaError_t launch_convert_gradient(ElementType type, const float* sums, const Scale& scale, void* gradient,
                                     std::int64_t batch, std::int64_t tokens, std::int64_t heads, std::int64_t all_heads,
                                     std::int64_t head_dim, bool overlaps, cudaStream_t stream);
 

@@ -94,7 +94,7 @@ CUTE_DEVICE void add_query_gradient(const BackwardParams& p, const typename Trai
       d_query, [&](auto& a, int m, int i) __attribute__((always_inline)) { read_a(a, 16 * m, i); },
       [&](auto& b, int n, int i) __attribute__((always_inline)) { read_b(b, 16 * n, i); });
   // Sums for 16-bit elements are scaled when they are converted.
-  const float scale = sizeof(typename Traits::Element) == 4 ? p.scale : 1.f;
+  const float scale = sizeof(typename Traits::Element) == 4 ? own.scale(p).query_gradient : 1.f;
   const bool is_whole = element0 + kColumns <= p.head_dim;  // one test for all pairs: each would be a branch of its own
   float* sums = p.query_gradient + own.batch * p.query_gradient_batch + own.query_head(step) * p.query_gradient_head +
                 element0 + 2 * lane4;
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       if (kStages == 2) stage ^= 1;
     }
 
-    gradients.write(p, shared, p.key_gradient, own.first(p, p.head_dim), d_key, p.head_dim, p.scale);
+    gradients.write(p, shared, p.key_gradient, own.first(p, p.head_dim), d_key, p.head_dim, own.scale(p).logits);
     gradients.write(p, shared, p.value_gradient, own.first(p, p.head_dim_v), d_value, p.head_dim_v, 1.f);
   }
   wait_copies<0>();

@@ -37,7 +37,7 @@ struct LogitTile {
     multiply(s, shared.k, shared.q[stage]);
     // A branch, since steps that need no remainders would wait for those of others.
     if (any_large) subtract_large(s, step, own, stage);
-    weigh(s, any_large, stage);
+    weigh(s, any_large, own, stage);
     multiply(d_weight, shared.v, shared.d_out[stage]);  // the compiler puts weigh's instructions between these
     const bool is_whole = step.column + Traits::kQueries <= p.q_tile_tokens &&
                           step.walk.is_inside(p.axis, shared.inner_begin, shared.inner_end);
@@ -69,7 +69,7 @@ struct LogitTile {
   CUTE_DEVICE void subtract_large(Accumulator& s, const QueryStep& step, const KeyHead& own, int stage) const {
     const TokenBox& box = shared.box;
     const QueryWalk& at = step.walk;
-    const float exponent_scale = p.scale * kLog2E;
+    const float exponent_scale = own.scale(p).logits * kLog2E;
     // A loop in which logits take turns to be the first ones: code for all of them would keep registers from the rest.
 #pragma unroll 1
     for (int n = 0; n < kColumns / 8; ++n) {
@@ -105,8 +105,8 @@ struct LogitTile {
   }
 
   /// Turns logits, or their exponents, into weights.
-  CUTE_DEVICE void weigh(Accumulator& s, bool are_exponents, int stage) const {
-    const float exponent_scale = are_exponents ? 1.f : p.scale * kLog2E;
+  CUTE_DEVICE void weigh(Accumulator& s, bool are_exponents, const KeyHead& own, int stage) const {
+    const float exponent_scale = are_exponents ? 1.f : own.scale(p).logits * kLog2E;
     CUTE_UNROLL
     for (int n = 0; n < kColumns / 8; ++n) {
       const float2 lse = *reinterpret_cast<const float2*>(&shared.logsumexp[stage][query0 + 8 * n + 2 * lane4]);

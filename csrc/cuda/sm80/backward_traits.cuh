@@ -87,6 +87,11 @@ struct KeyHead {
     p.by_heads_kv(batch, head, outer);
   }
 
+  /// Read anew where it is used: there are no registers for it. Query heads with scales of their own share no key head.
+  CUTE_DEVICE HeadScale scale(const BackwardParams& p) const {
+    return p.scale.of((batch * p.heads_kv + head) * queries);
+  }
+
   /// Of the arrays' heads.
   CUTE_DEVICE int query_head(const QueryStep& step) const { return head * queries + step.head; }
 

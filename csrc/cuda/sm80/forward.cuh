@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
   }
 
   typename WarpRows<Traits>::Output o = {};
-  auto softmax = rows.softmax();
+  auto softmax = rows.softmax(batch * p.heads + head);
   for (int step = 0; step < copies.steps; ++step) {
     const std::uint32_t stage_bytes = copies.begin(step);
     const auto sight = rows.sight(step);

@@ -68,6 +68,12 @@ Status choose_forward_form(const Problem& problem, const TileShapes& tiles, cons
   return check_tile("kv_tile_shape", tiles.kv, chosen.keys);
 }
 
+/// The scales from one head on.
+Scale from_head(Scale scale, std::int64_t head) {
+  if (scale.heads != nullptr) scale.heads += head;
+  return scale;
+}
+
 /// The form with the most keys.
 Status choose_backward_form(const Problem& problem, const SharedMemory& memory, BackwardForm& chosen) {
   for (const BackwardForm& form : kBackwardForms) {
@@ -178,6 +184,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
     p.logsumexp = arrays.logsumexp + of_query;
     p.remainder = arrays.remainder == nullptr ? nullptr : arrays.remainder + of_query;
     p.delta = arrays.delta + of_query;
+    p.scale = from_head(problem.scale, batch * problem.heads + head_kv * problem.heads_per_kv());
     p.query_gradient = is_float32 ? reinterpret_cast<float*>(query_gradient) : arrays.query_gradient_sums;
     p.query_gradient_batch = p.queries * (is_float32 ? problem.heads : heads) * problem.head_dim;
     p.by_heads_kv = cutlass::FastDivmod(static_cast<int>(size.heads_kv));
@@ -203,9 +210,9 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
     p.keys = problem.keys();
     Status status = run(saturating_product(geometry.kv_tiles, p.parts), geometry.groups, size.batch * size.heads_kv);
     if (status.failed() || is_float32) return status;
-    return status_of(launch_convert_gradient(problem.element_type, arrays.query_gradient_sums, problem.scale,
-                                             query_gradient, size.batch, p.queries, heads, problem.heads,
-                                             problem.head_dim, false, stream));
+    return status_of(launch_convert_gradient(problem.element_type, arrays.query_gradient_sums, p.scale, query_gradient,
+                                             size.batch, p.queries, heads, problem.heads, problem.head_dim, false,
+                                             stream));
   };
   for (std::int64_t batch = 0; batch < problem.batch; batch += block.batch) {
     for (std::int64_t head_kv = 0; head_kv < problem.heads_kv; head_kv += block.heads_kv) {

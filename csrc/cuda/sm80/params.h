@@ -28,7 +28,7 @@ struct ForwardParams {
   int head_dim;
   int head_dim_v;
   int additional_kv;
-  float scale;
+  Scale scale;
   int q_tile_tokens;   // product of the query tile's extents
   int kv_tile_tokens;  // product of the key/value tile's extents
   QueryTileSchedule schedule;
@@ -58,7 +58,7 @@ struct BackwardParams {
   int head_dim;
   int head_dim_v;
   bool is_additional;  // keys and values are the additional ones, which every query sees
-  float scale;
+  Scale scale;
   int q_tile_tokens;
   int kv_tile_tokens;
   int tiles;   // key/value tiles of a dilation group, in parts that a CTA takes at once

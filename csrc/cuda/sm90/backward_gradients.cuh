@@ -52,8 +52,7 @@ class Differentiation {
         part{cutlass::canonical_warp_group_idx() - 1, static_cast<int>(threadIdx.x % 128)},
         products(shared, part),
         row0(part.row_block() * 64 + part.thread / 32 * 16 + threadIdx.x % 32 / 4),
-        lane4(threadIdx.x % 4),
-        exponent_scale(p.scale * kLog2E) {}
+        lane4(threadIdx.x % 4) {}
 
   CUTE_DEVICE void run() {
     cutlass::arch::NamedBarrier::sync(kConsumers, named_barrier(kTablesReady));
@@ -61,6 +60,7 @@ class Differentiation {
       slot.wait_full(shared.full_windows);
       const Plan& plan = shared.plan[slot.index];
       if (plan.q_tiles < 0) return;
+      exponent_scale = plan.scale * kLog2E;
       const int tiles = plan.q_tiles * p.heads_per_kv;
       clear(products.dk);
       clear(products.dv);
@@ -68,7 +68,7 @@ class Differentiation {
       kv.wait_full(shared.full_v);
       for (int tile = 0; tile < tiles; ++tile, ++count) add_query_tile(plan, tile == 0);
       arrive_as_warp(shared.empty_kv);
-      store_gradients();
+      store_gradients(plan.scale);
       kv.advance();
       arrive(shared.empty_plan[slot.index]);
       slot.advance();
@@ -235,11 +235,11 @@ class Differentiation {
   }
 
   /// The gradients leave from where those of logits and query were, while the next tile is on its way.
-  CUTE_DEVICE void store_gradients() {
+  CUTE_DEVICE void store_gradients(float scale) {
     kv.wait_empty(shared.empty_gradients);
     wait(shared.empty_sums, count % 2 ^ 1);
     cutlass::arch::NamedBarrier::sync(kConsumers, named_barrier(kGradientsDone));
-    store(products.dk, shared.key_gradient(), p.scale);
+    store(products.dk, shared.key_gradient(), scale);
     store(products.dv, shared.value_gradient(), 1.f);
     cutlass::arch::fence_view_async_shared();
     arrive_as_warp(shared.full_gradients);

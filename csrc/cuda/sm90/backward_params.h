@@ -34,7 +34,7 @@ struct BackwardParams {
   int head_dim;
   int head_dim_v;
   int additional_kv;
-  float scale;
+  Scale scale;
   int q_tile_tokens;   // product of the query tile's extents
   int kv_tile_tokens;  // product of the key/value tile's extents
   bool clears_tiles;   // some rows of a tile are never loaded

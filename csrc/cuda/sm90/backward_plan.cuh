@@ -15,6 +15,7 @@ struct KeyTilePlan {
   int4 q_stride;                // tokens from one query of the dilation group to the next
   KeyAxisPlan axis[3];          // not of additional tokens
   int batch, kv_head, group;
+  float scale;  // of the logits
   int q_tiles;  // per query head; negative: there are no more key/value tiles
   bool is_additional;
   int query_map, kv_map;       // classes of the dilation group
@@ -44,6 +45,7 @@ CUTE_DEVICE void plan_additional(const BackwardParams& p, int tile, KeyTilePlan<
     plan.q_stride = make_int4(end.y * end.z, end.z, 1, 0);
     plan.batch = place.batch;
     plan.kv_head = place.head;
+    plan.scale = p.scale.of((place.batch * p.heads_kv + place.head) * p.heads_per_kv).logits;
     plan.group = 0;
     plan.q_tiles = p.axis[0].by_q_tile.divide(end.x + p.axis[0].q_tile - 1) *
                    p.axis[1].by_q_tile.divide(end.y + p.axis[1].q_tile - 1) *
@@ -102,6 +104,7 @@ CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, i
   if (lane == 0) {
     plan.batch = place.batch;
     plan.kv_head = place.head;
+    plan.scale = p.scale.of((place.batch * p.heads_kv + place.head) * p.heads_per_kv).logits;
     plan.group = place.group;
     plan.q_tiles = all_q_tiles;
     plan.is_additional = false;

@@ -31,6 +31,7 @@ class Attention {
     order.start();
     start_output();
     if (!next_query_tile()) return;
+    scale_logits();
     find_seen();
     start_s();
     order.pass_turn();
@@ -70,6 +71,7 @@ class Attention {
       order.pass_turn();
       // The next tile's first logits are under way meanwhile.
       if constexpr (Traits::kSeparateOutput) finish_query_tile(finished);
+      scale_logits();
     }
     if constexpr (Traits::kSeparateOutput) finish_query_tile(finished);
   }
@@ -90,7 +92,7 @@ class Attention {
 
   CUTE_DEVICE void start_output() {
     clear(products.o);
-    softmax.start(p.scale * kLog2E);
+    softmax.start();
   }
 
   /// Takes the next query tile; false after the last.
@@ -105,6 +107,9 @@ class Attention {
     if constexpr (Traits::kQueryInRegisters) load_query();
     return true;
   }
+
+  /// Takes the scale of the query tile's head, once the sums of the one before are complete.
+  CUTE_DEVICE void scale_logits() { softmax.exponent_scale = shared.plan[slot.index].exponent_scale; }
 
   CUTE_DEVICE void load_query() {
     const auto copy_q = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, Traits::query_key_product());

@@ -45,8 +45,7 @@ struct OnlineSoftmax {
   bool must_rescale[2];
   bool is_large;  // whether the product of a reference of the warp's rows is rounded by more than weights may be
 
-  CUTE_DEVICE void start(float scale) {
-    exponent_scale = scale;
+  CUTE_DEVICE void start() {
     reference[0] = reference[1] = -INFINITY;
     row_sum[0] = row_sum[1] = 0.f;
     is_large = false;

@@ -46,7 +46,7 @@ struct ForwardParams {
   int head_dim_v;
   int additional_kv;
   int additional_tiles;  // of additional keys and values
-  float scale;
+  Scale scale;
   int q_tile_tokens;   // product of the query tile's extents
   int kv_tile_tokens;  // product of the key/value tile's extents
   bool clears_tiles;   // some rows of a tile are never loaded

@@ -5,6 +5,7 @@
 
 #include "cuda/common/lane_plan.cuh"
 #include "cuda/sm90/params.h"
+#include "natten_jax/logsumexp.h"
 
 namespace natten_jax::sm90 {
 
@@ -23,6 +24,7 @@ struct alignas(16) TilePlan {
   int query_map, kv_map;    // classes of the dilation group
   int query_slot, kv_slot;  // where the group's first token of this head lies in its array, in heads
   int additional_slot;
+  float exponent_scale;  // of the head's logits, in base 2
   // Per coordinate inside the query tile: first key seen and end of the keys seen; those of x, of y, of z.
   int2 windows[kMostRows + 2];
 };
@@ -65,6 +67,7 @@ CUTE_DEVICE void plan_tile(const ForwardParams& p, const QueryAxisPlan& own, con
     const int kv_head = p.by_heads_per_kv.divide(head);
     plan.batch = batch;
     plan.head = head;
+    plan.exponent_scale = p.scale.of(batch * p.heads + head).logits * kLog2E;
     plan.kv_tiles = max(all_kv_tiles, 1);
     plan.query_map = query_map;
     plan.kv_map = kv_map;

@@ -111,6 +111,8 @@ __global__ void __launch_bounds__(32 * kAdditionalWarps)
     }
   };
 
+  // Query heads with scales of their own share no key/value head.
+  const float exponent_scale = p.scale.of(batch * p.heads + head_kv * heads_per_kv).logits * kLog2E;
   TilePlan tile = Stage::plan();
   Tables tables{};
   tables.offsets = shared.offsets;
@@ -128,7 +130,7 @@ __global__ void __launch_bounds__(32 * kAdditionalWarps)
     commit_copies();
     wait_copies<1>();
     __syncwarp();
-    sums.template add<ColumnRows<kHeadDim, true>>(keys, values, p.exponent_scale, tile, tables, stage);
+    sums.template add<ColumnRows<kHeadDim, true>>(keys, values, exponent_scale, tile, tables, stage);
     const std::uint32_t done = stage;
     stage = other;
     other = done;
@@ -168,7 +170,9 @@ __global__ void __launch_bounds__(kAdditionalSumThreads)
   const std::int64_t row = 2 * i / width;
   const int element = static_cast<int>(2 * i - row * width);
   const bool is_key = element < p.head_dim;
-  const float factor = is_key ? p.scale : 1.f;
+  const std::int64_t of_token = std::int64_t{p.additional_kv} * p.heads_kv, batch = row / of_token,
+                     head = row % p.heads_kv;
+  const float factor = is_key ? p.scale.of(batch * p.heads + head * (p.heads / p.heads_kv)).logits : 1.f;
   void* gradient = is_key ? p.keys_gradient : p.values_gradient;
   const std::int64_t at = is_key ? row * p.head_dim + element : row * p.head_dim_v + element - p.head_dim;
   static_cast<std::uint32_t*>(gradient)[at / 2] = pack<Element>(sum.x * factor, sum.y * factor);

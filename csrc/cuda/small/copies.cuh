@@ -6,6 +6,7 @@
 #include "cuda/sm80/gather.cuh"
 #include "cuda/sm80/shared_tile.cuh"
 #include "cuda/small/plan.cuh"
+#include "natten_jax/logsumexp.h"
 
 namespace natten_jax::small {
 
@@ -39,6 +40,10 @@ struct Item {
       additional += p.additional_kv;
     }
   }
+
+  CUTE_DEVICE HeadScale scale(const CommonParams& p) const { return p.scale.of(batch * p.heads + head); }
+  /// Of logits as powers of two.
+  CUTE_DEVICE float exponent_scale(const CommonParams& p) const { return scale(p).logits * kLog2E; }
 
   CUTE_DEVICE int head_kv(const CommonParams& p) const { return p.by_heads_per_kv.divide(head); }
 

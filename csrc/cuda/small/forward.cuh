@@ -121,8 +121,6 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, additional_pairs = kHasBoxes ? 0 : p.additional_pairs();
   const std::uint32_t staging = kHasBoxes ? p.region.warps * Rows::kBytes : 0;
 
-  const float factor = p.exponent_scale;
-
   const auto load_rows = [&](const Item& item, std::uint32_t rows) {
     Rows::copy(tables.row_places, row_of(p.query, item.of_query, head_dims.of_keys), head_dims.of_keys, rows);
   };
@@ -133,6 +131,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
   const auto load_columns = [&](const Item& item, std::uint32_t stage) { copy.keys(p, tables, item, stage); };
   const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
     if (!tile.has_rows) return;
+    const float factor = item.exponent_scale(p);
     const RowOperand<Element, kHeadDim> queries(rows);
     phases.rows_are_read();
     TileOutput<kHeadDim> result;

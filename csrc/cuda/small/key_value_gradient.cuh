@@ -120,12 +120,12 @@ struct KeyValueSums {
 
   /// Writes them by way of two buffers, which may be the same one.
   template <bool kHasBoxes>
-  CUTE_DEVICE void store(const BackwardParams& p, int of_key, const int2* row_places,
+  CUTE_DEVICE void store(const BackwardParams& p, float scale, int of_key, const int2* row_places,
                          const HeadDims<kHeadDim, kHasBoxes>& head_dims, std::uint32_t first_buffer,
                          std::uint32_t second_buffer) const {
     using Rows = RowTile<kHeadDim>;
-    Rows::template store<Element>(of_keys, p.scale, p.scale, row_places,
-                                  row_of(p.key_gradient, of_key, head_dims.of_keys), head_dims.of_keys, first_buffer);
+    Rows::template store<Element>(of_keys, scale, scale, row_places, row_of(p.key_gradient, of_key, head_dims.of_keys),
+                                  head_dims.of_keys, first_buffer);
     Rows::template store<Element>(of_values, 1.f, 1.f, row_places,
                                   row_of(p.value_gradient, of_key, head_dims.of_values), head_dims.of_values,
                                   second_buffer);
@@ -174,14 +174,15 @@ CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
     Sums& sums = kIsOfOne ? of_one : of_several;
     const Operand keys(rows), values(rows + buffer);
     phases.rows_are_read();
-    sums.template add<Columns>(keys, values, p.exponent_scale, tile, tables, stage);
+    sums.template add<Columns>(keys, values, item.exponent_scale(p), tile, tables, stage);
     phases.columns_are_read();
     if constexpr (!kIsOfOne) {
       // Query heads that share a key/value head follow each other.
       const int heads_per_kv = p.by_heads_per_kv.divisor;
       if (item.head - item.head_kv(p) * heads_per_kv != heads_per_kv - 1) return;
     }
-    sums.store(p, item.of_key(p), tables.row_places, head_dims, rows + staging, rows + (kHasBoxes ? staging : buffer));
+    sums.store(p, item.scale(p).logits, item.of_key(p), tables.row_places, head_dims, rows + staging,
+               rows + (kHasBoxes ? staging : buffer));
     if constexpr (!kIsOfOne) sums = {};
   };
   loads.for_items(tables, tile, warp * Rows::kBytes, load_rows, load_columns, compute);

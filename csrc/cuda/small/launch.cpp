@@ -44,7 +44,6 @@ void fill_sizes(const Problem& problem, Params& p) {
   p.queries = static_cast<int>(problem.queries());
   fill_heads(problem, p);
   p.additional_kv = static_cast<int>(problem.additional_kv);
-  p.exponent_scale = problem.scale * kLog2E;
   p.by_heads_per_kv = cutlass::FastDivmod(static_cast<int>(problem.heads_per_kv()));
 }
 

@@ -26,8 +26,7 @@ struct CommonParams {
   int head_dim_v;
   int additional_kv;
   int items;  // batch entries times query heads
-  float scale;
-  float exponent_scale;   // of weights as powers of two
+  Scale scale;
   bool is_plain;          // arrays are the whole layout, and queries and keys lie in the same one
   bool is_single[kRank];  // dimensions of one token of a plain problem
   bool is_whole;          // a region is a whole dilation group, of a plain problem
@@ -91,8 +90,7 @@ struct AdditionalParams {
   int head_dim;
   int head_dim_v;
   int additional_kv;
-  float scale;
-  float exponent_scale;
+  Scale scale;
   int parts;
   int columns_of_part;  // queries and heads that share a key/value head
   // CTAs for the parts of a tile of keys, tiles of a head, and so on.

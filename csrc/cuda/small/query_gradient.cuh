@@ -151,10 +151,11 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
     phases.rows_are_read();
     statistics.finish(p, [&](int r, float4 numbers) { p.statistics[statistics.at[r]] = numbers; });
     float gradient[kHeadDim / 8][4] = {};
-    add_query_gradient<ColumnRows<kHeadDim, kHasBoxes>>(gradient, statistics, queries, cotangents, p.exponent_scale,
-                                                        tile, tables, additional_pairs, stage);
+    add_query_gradient<ColumnRows<kHeadDim, kHasBoxes>>(gradient, statistics, queries, cotangents,
+                                                        item.exponent_scale(p), tile, tables, additional_pairs, stage);
     phases.columns_are_read();
-    Rows::template store<Element>(gradient, p.scale, p.scale, tables.row_places,
+    const float scale = item.scale(p).query_gradient;
+    Rows::template store<Element>(gradient, scale, scale, tables.row_places,
                                   row_of(p.query_gradient, item.of_query, head_dims.of_keys), head_dims.of_keys,
                                   rows + staging);
   };

@@ -49,9 +49,10 @@ CUTE_DEVICE void differentiate_whole(const BackwardParams& p) {
         *static_cast<float4*>(__cvta_shared_to_generic(at)) = numbers;
       });
       float gradient[kHeadDim / 8][4] = {};
-      add_query_gradient<Columns>(gradient, statistics, queries, cotangents, p.exponent_scale, queries_plan, of_queries,
-                                  0, stage);
-      Rows::template store<Element>(gradient, p.scale, p.scale, of_queries.row_places,
+      add_query_gradient<Columns>(gradient, statistics, queries, cotangents, item.exponent_scale(p), queries_plan,
+                                  of_queries, 0, stage);
+      const float scale = item.scale(p).query_gradient;
+      Rows::template store<Element>(gradient, scale, scale, of_queries.row_places,
                                     row_of(p.query_gradient, item.of_query, kHeadDim), kHeadDim, rows);
     }
     // All statistics are there.
@@ -59,9 +60,10 @@ CUTE_DEVICE void differentiate_whole(const BackwardParams& p) {
     // Query heads that share a key/value head would need their sums here all the time: there are no registers for that.
     KeyValueSums<Element, kHeadDim, true> sums;
     const Operand keys = rows_of(kWholeKeys), values = rows_of(kWholeValues);
-    sums.template add<Columns>(keys, values, p.exponent_scale, keys_plan, of_keys, stage + kWholeQueries * second);
+    sums.template add<Columns>(keys, values, item.exponent_scale(p), keys_plan, of_keys,
+                               stage + kWholeQueries * second);
     phases.columns_are_read();
-    sums.store(p, item.of_key(p), of_keys.row_places, HeadDims<kHeadDim, true>(p), rows, rows);
+    sums.store(p, item.scale(p).logits, item.of_key(p), of_keys.row_places, HeadDims<kHeadDim, true>(p), rows, rows);
   };
   const auto nothing = [](const Item&, std::uint32_t) {};
   loads.for_items(of_queries, queries_plan, warp * Rows::kBytes, nothing, nothing, compute);

@@ -50,6 +50,30 @@ struct Axis {
   Window window;
 };
 
+/// Factors of a query head of a batch entry.
+struct alignas(8) HeadScale {
+  float logits;          ///< Positive.
+  float query_gradient;  ///< Positive, and the same unless the product would be too small a number.
+};
+
+/// Factors of the logits.
+struct Scale {
+  float of_all;            ///< Of every head, where heads have none of their own; positive.
+  const HeadScale* heads;  ///< [batch, heads], where the arrays are; or null.
+
+  /// Those of a head, given its number among those of all batch entries.
+  NATTEN_JAX_HOST_DEVICE HeadScale of(std::int64_t head) const {
+    if (heads == nullptr) return {of_all, of_all};
+#if defined(__CUDA_ARCH__)
+    // Past the first-level cache: a kernel may have started before the one that wrote them ended.
+    const float2 both = __ldcg(reinterpret_cast<const float2*>(heads + head));
+    return {both.x, both.y};
+#else
+    return heads[head];
+#endif
+  }
+};
+
 /// What is computed, without how.
 struct Problem {
   ElementType element_type;
@@ -59,7 +83,7 @@ struct Problem {
   std::int64_t head_dim;
   std::int64_t head_dim_v;
   std::int64_t additional_kv;
-  float scale;  ///< Of the logits; positive.
+  Scale scale;
   Axis axes[kRank];
 
   NATTEN_JAX_HOST_DEVICE constexpr std::int64_t heads_per_kv() const { return heads / heads_kv; }

@@ -1,0 +1,29 @@
+// The scales of the query heads that lie in vector lanes.
+//
+// Part of the kernels: compiled once per instruction set, in a namespace of its own.
+#pragma once
+
+#include "cpu/lane_block.h"
+#include "cpu/vector.h"
+#include "natten_jax/logsumexp.h"
+
+namespace natten_jax::cpu::NATTEN_JAX_ISA {
+namespace {
+
+/// What turns products of queries and keys into logits in base 2.
+NATTEN_JAX_INLINE float exponent_scale(const HeadScale& scale) {
+  return scale.logits * kLog2E;
+}
+
+/// The scale of a lane's query head.
+NATTEN_JAX_INLINE HeadScale scale_of_lane(const Problem& p, const Item& item, const LaneBlock& block, int lane) {
+  return p.scale.of(item.batch * p.heads + block.row[lane] % p.heads);
+}
+
+/// Writes the exponent scales of the lanes' query heads.
+NATTEN_JAX_INLINE void list_exponent_scales(const Problem& p, const Item& item, const LaneBlock& block, float* scales) {
+  for (int lane = 0; lane < kLanes; ++lane) scales[lane] = exponent_scale(scale_of_lane(p, item, block, lane));
+}
+
+}  // namespace
+}  // namespace natten_jax::cpu::NATTEN_JAX_ISA
