@@ -117,6 +117,11 @@ class Case:
             "is_causal": self.causal,
         }
 
+    def with_heads(self, heads: int, heads_kv: int) -> Case:
+        """The problem with other heads, whose scales are these in turn."""
+        scales = self.scales if self.scales is None or len(self.scales) == 1 else (self.scales * heads)[:heads]
+        return dataclasses.replace(self, heads=heads, heads_kv=heads_kv, scales=scales)
+
     def fitted(self, family: Family) -> Case:
         """The problem with head dimensions that the family has."""
         step = family.head_dim_step

@@ -171,8 +171,7 @@ def draw(family: Family, operators: tuple[str, ...], seed: int, number: int, is_
         if rng.random() < 0.5:
             case = dataclasses.replace(case, head_dim_v=int(rng.choice(WIDE_HEADS)))
     if math.prod(case.layout) > 480:
-        heads = case.heads // case.heads_kv
-        case = dataclasses.replace(case, batch=1, heads=heads, heads_kv=1, scales=case.scales and case.scales[:heads])
+        case = dataclasses.replace(case.with_heads(case.heads // case.heads_kv, 1), batch=1)
     if rng.choice(operators) == "fmha":
         queries, keys = (int(n) for n in rng.integers(1, rng.choice([20, 150, 400]), 2))
         plain: dict[str, Any] = {"kernel_size": None, "stride": None, "dilation": None, "additional": 0, "fused": False}
@@ -203,12 +202,8 @@ def draw(family: Family, operators: tuple[str, ...], seed: int, number: int, is_
 def _spoiled(rng: np.random.Generator, case: Case, needs_gpu: bool) -> tuple[Case, Spoiled]:
     """The problem with several entries, and numbers of one of them. No oracle has to compute it: it may be larger."""
     heads_kv = int(rng.choice(SPOILED_HEADS))
-    case = dataclasses.replace(
-        case,
-        batch=int(rng.choice(SPOILED_BATCHES_OF_GPUS if needs_gpu else SPOILED_BATCHES)),
-        heads=heads_kv * int(rng.integers(1, 3)),
-        heads_kv=heads_kv,
-    )
+    batch = int(rng.choice(SPOILED_BATCHES_OF_GPUS if needs_gpu else SPOILED_BATCHES))
+    case = dataclasses.replace(case.with_heads(heads_kv * int(rng.integers(1, 3)), heads_kv), batch=batch)
     if rng.random() < 0.5:
         head_dim, head_dim_v = (int(n) for n in rng.choice((8, 32, *WIDE_HEADS), 2))
         case = dataclasses.replace(case, head_dim=head_dim, head_dim_v=head_dim_v)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .execution import complaints
-from .problem import Case, Fuzzed
+from .problem import Fuzzed
 
 PROGRAM = '''"""{what}
 
@@ -66,9 +66,6 @@ def _simpler(problem: Fuzzed) -> Iterator[Fuzzed]:
     steps: list[dict[str, Any]] = [
         {"additional": 0, "fused": False},
         *({"batch": batch} for batch in (1, 2, case.batch // 2) if 0 < batch < case.batch),
-        _with_heads(case, case.heads_kv, case.heads_kv),
-        _with_heads(case, case.heads // case.heads_kv, 1),
-        _with_heads(case, 1, 1),
         {"scales": None},
         {"scale": None},
         {"head_dim_v": None},
@@ -85,12 +82,10 @@ def _simpler(problem: Fuzzed) -> Iterator[Fuzzed]:
     else:
         steps += [{"queries": case.queries // 2}] if case.queries > 1 else []
         steps += [{"layout": (case.layout[0] // 2,)}] if case.layout[0] > 1 else []
+    for heads, heads_kv in ((case.heads_kv, case.heads_kv), (case.heads // case.heads_kv, 1), (1, 1)):
+        yield from _changed(problem, {"case": case.with_heads(heads, heads_kv)})
     for step in steps:
         yield from _changed(problem, {"case": dataclasses.replace(case, **step)})
-
-
-def _with_heads(case: Case, heads: int, heads_kv: int) -> dict[str, Any]:
-    return {"heads": heads, "heads_kv": heads_kv, "scales": None if case.scales is None else case.scales[:heads]}
 
 
 def _changed(problem: Fuzzed, changes: dict[str, Any]) -> Iterator[Fuzzed]:
