@@ -199,7 +199,7 @@ def test_results_lie_where_their_memory_was_full_of_nan(monkeypatch: pytest.Monk
 
 
 def test_every_result_is_compared() -> None:
-    problem = Fuzzed("cpu", Case((4, 5), (3, 2), heads=2, additional=3, fused=True), "float32", 7)
+    problem = Fuzzed("cpu", Case((4, 5), (3, 2), heads=2, scales=(0.3, -0.4), additional=3, fused=True), "float32", 7)
     expected = expectation(problem)
     ((outputs, gradients),) = run([problem])
     assert excesses(problem, expected, outputs, gradients) == []
