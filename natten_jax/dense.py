@@ -79,8 +79,9 @@ def attention(
         key: ``[batch, seqlen_kv, heads_kv, head_dim]``; ``heads`` is a multiple of ``heads_kv`` (GQA, MQA).
         value: ``[batch, seqlen_kv, heads_kv, head_dim_v]``.
         scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``. A number is finite, and so is its product with
-            ``log2(e)`` in float32 (for float64 inputs only the factor itself, in float64). A JAX scalar, traced or
-            not, is multiplied into the query: it can be learned.
+            ``log2(e)`` in float32 (for float64 inputs only the factor itself, in float64). Or an array, without
+            dimensions or ``[heads]``, that kernels read in float32, so that it can be learned: a traced value that a
+            number could not be gives NaN. An array without dimensions whose value is known is a number.
         is_causal: Whether query ``i`` sees only keys ``j <= i`` (top-left aligned, also for unequal lengths).
         backend: ``"cpu-fmha"``, ``"flex-fmha"``, ... or ``None`` for the best that can run the problem.
         return_lse: Return the logsumexp, too.

@@ -124,8 +124,9 @@ def na1d(
         dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` fits the layout.
         is_causal: Whether later keys are hidden.
         scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``. A number is finite, and so is its product with
-            ``log2(e)`` in float32 (for float64 inputs only the factor itself, in float64). A JAX scalar, traced or
-            not, is multiplied into the query: it can be learned.
+            ``log2(e)`` in float32 (for float64 inputs only the factor itself, in float64). Or an array, without
+            dimensions or ``[heads]``, that kernels read in float32, so that it can be learned: a traced value that a
+            number could not be gives NaN. An array without dimensions whose value is known is a number.
         additional_keys: ``[batch, n, heads_kv, head_dim]``, tokens that every query sees.
         additional_values: ``[batch, n, heads_kv, head_dim_v]``.
         attention_kwargs: Performance arguments of :func:`attention`, where that runs: for windows as large as
@@ -260,8 +261,9 @@ def na2d(
         dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` fits the layout.
         is_causal: Whether later keys are hidden.
         scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``. A number is finite, and so is its product with
-            ``log2(e)`` in float32 (for float64 inputs only the factor itself, in float64). A JAX scalar, traced or
-            not, is multiplied into the query: it can be learned.
+            ``log2(e)`` in float32 (for float64 inputs only the factor itself, in float64). Or an array, without
+            dimensions or ``[heads]``, that kernels read in float32, so that it can be learned: a traced value that a
+            number could not be gives NaN. An array without dimensions whose value is known is a number.
         additional_keys: ``[batch, n, heads_kv, head_dim]``, tokens that every query sees.
         additional_values: ``[batch, n, heads_kv, head_dim_v]``.
         attention_kwargs: Performance arguments of :func:`attention`, where that runs: for windows as large as
@@ -396,8 +398,9 @@ def na3d(
         dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` fits the layout.
         is_causal: Whether later keys are hidden.
         scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``. A number is finite, and so is its product with
-            ``log2(e)`` in float32 (for float64 inputs only the factor itself, in float64). A JAX scalar, traced or
-            not, is multiplied into the query: it can be learned.
+            ``log2(e)`` in float32 (for float64 inputs only the factor itself, in float64). Or an array, without
+            dimensions or ``[heads]``, that kernels read in float32, so that it can be learned: a traced value that a
+            number could not be gives NaN. An array without dimensions whose value is known is a number.
         additional_keys: ``[batch, n, heads_kv, head_dim]``, tokens that every query sees.
         additional_values: ``[batch, n, heads_kv, head_dim_v]``.
         attention_kwargs: Performance arguments of :func:`attention`, where that runs: for windows as large as
