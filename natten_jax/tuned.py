@@ -90,4 +90,8 @@ def _check(arguments: dict[str, Any]) -> None:
     performance = performance_of(rank, **{name: value for name, value in arguments.items() if name not in others})
     if "backend" in arguments:
         backends.find(arguments["backend"], "fna")
-    checked_attention_kwargs(arguments.get("attention_kwargs"), performance.flattened())
+    own = arguments.get("attention_kwargs")
+    checked_attention_kwargs(own, performance.flattened())
+    for name in own or {}:
+        if name not in (*ATTENTION_NAMES, "backend"):  # what a call says of its result was not tuned
+            raise TypeError(f"attention_kwargs has {shown(name)}, which is no performance argument")

@@ -191,7 +191,10 @@ ROWS = [
     Row("persistent-type", {"run_persistent_kernel": None}, TypeError, ("run_persistent_kernel", "None")),
     Row("attention-arguments-type", {"attention_kwargs": [1]}, TypeError, ("attention_kwargs", "[1]")),
     Row("attention-arguments-key", {"attention_kwargs": {"causal": 1}}, TypeError, ("attention_kwargs", "'causal'")),
-    Row("attention-arguments-result", {"attention_kwargs": {"scale": 1.0}}, TypeError, ("attention_kwargs", "'scale'")),
+    Row(
+        "attention-arguments-scale", {"attention_kwargs": {"scale": 1.0}}, ValueError, ("attention_kwargs", "scale=1.0")
+    ),
+    Row("attention-arguments-result", {"attention_kwargs": {"mask": 1.0}}, TypeError, ("attention_kwargs", "'mask'")),
     Row("backend-unknown", {"backend": "turbo-fna"}, ValueError, ("backend", "'turbo-fna'", "cpu-fna", "flex-fna")),
     Row("backend-of-attention", {"backend": "flex-fmha"}, ValueError, ("backend", "'flex-fmha'", "flex-fna")),
     Row("backend-type", {"backend": 3}, ValueError, ("backend", "3", "flex-fna")),
