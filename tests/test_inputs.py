@@ -86,10 +86,18 @@ def test_a_learned_scale(family: Family, is_whole: bool) -> None:
     np.testing.assert_allclose(results[1][0], slope, rtol=0.1, atol=0.1)
 
 
-@pytest.mark.parametrize("scale", [jnp.ones(3), jnp.ones((1,)), jnp.int32(1), jnp.bool_(True)])
-def test_an_array_that_is_no_scale(scale: jax.Array) -> None:
+@pytest.mark.parametrize(
+    ("scale", "error", "message"),
+    [
+        (jnp.ones(3), ValueError, r"^scale has shape \(3,\), but .* the 2 query heads"),
+        (jnp.ones((1,)), ValueError, r"^scale has shape \(1,\), but .* the 2 query heads"),
+        (jnp.bool_(True), TypeError, r"^scale must be None, a real number or an array of real numbers"),
+        (jnp.ones(2, bool), TypeError, r"^scale must be None, a real number or an array of real numbers"),
+    ],
+)
+def test_an_array_that_is_no_scale(scale: jax.Array, error: type[Exception], message: str) -> None:
     x = draw(0, 1, 12, 2, 8)
-    with pytest.raises(TypeError, match=r"^scale must be None, a real Python number or a floating-point JAX array"):
+    with pytest.raises(error, match=message):
         natten_jax.na1d(x, x, x, 3, scale=scale)
 
 
