@@ -10,6 +10,7 @@ import jax
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 
 from natten_jax.spellings import explained
+from natten_jax.stand_ins import array_of
 from natten_jax.static_arguments import Bools, Ints
 
 from . import arguments
@@ -150,6 +151,7 @@ class NeighborhoodAttentionFn:
                 f"dropout_rate must be 0 unless deterministic, got {dropout_rate}: neighborhood attention has no "
                 "dropout of attention weights"
             )
+        query, key, value = map(array_of, (query, key, value))
         rank = query.ndim - 3
         if rank not in (1, 2, 3) or self.rank not in (None, rank):
             asked = "1, 2 or 3" if self.rank is None else self.rank

@@ -14,6 +14,7 @@ from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from natten_jax.spellings import explained
+from natten_jax.stand_ins import array_of
 from natten_jax.static_arguments import Bools, Ints, hashable
 
 from . import arguments
@@ -112,6 +113,7 @@ class NeighborhoodAttention(linen.Module):
         Raises:
             ValueError: ``inputs`` has another shape, or the window does not fit its layout.
         """
+        inputs = array_of(inputs)
         arguments.check_input(inputs, self.rank, self.in_features)
         in_features = inputs.shape[-1]
         num_heads, num_kv_heads = arguments.head_counts(self.num_heads, self.num_kv_heads)
@@ -134,7 +136,8 @@ class NeighborhoodAttention(linen.Module):
             normalize = functools.partial(
                 linen.LayerNorm, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype
             )
-            query, key = normalize(name="query_ln")(query), normalize(name="key_ln")(key)
+            with jax.numpy_dtype_promotion("standard"):  # which Flax's own module takes for granted
+                query, key = normalize(name="query_ln")(query), normalize(name="key_ln")(key)
         out_features = in_features if self.out_features is None else self.out_features
         outputs = self._neighborhood()(query, key, value)
         outputs = project(out_features, axis=(-2, -1), name="out", **of_out)(outputs)

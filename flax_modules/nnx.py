@@ -14,6 +14,7 @@ from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from natten_jax.spellings import explained
+from natten_jax.stand_ins import array_of
 from natten_jax.static_arguments import Bools, Ints
 
 from . import arguments
@@ -140,11 +141,13 @@ class NeighborhoodAttention(nnx.Module):
         Raises:
             ValueError: ``inputs`` has another shape, or the window does not fit its layout.
         """
+        inputs = array_of(inputs)
         arguments.check_input(inputs, self.rank, self.in_features)
         projections = self.query, self.key, self.value
         query, key, value = (project(inputs, out_sharding=qkv_sharding) for project in projections)
         if self.query_ln is not None and self.key_ln is not None:
-            query, key = self.query_ln(query), self.key_ln(key)
+            with jax.numpy_dtype_promotion("standard"):  # which Flax's own module takes for granted
+                query, key = self.query_ln(query), self.key_ln(key)
         outputs = self.out(self.neighborhood(query, key, value), out_sharding=out_sharding)
         if self.dropout is not None:
             outputs = self.dropout(outputs, deterministic=deterministic, rngs=rngs)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from natten_jax.problem import SUPPORTED_DTYPES, Problem, problem_of
+from natten_jax.stand_ins import array_of
 from natten_jax.static_arguments import Bools, Ints, int_tuple, one_bool
 from natten_jax.symbolic_batch import check_extents, planned_batch
 
@@ -20,11 +21,12 @@ Shaped = jax.Array | jax.ShapeDtypeStruct
 
 
 def as_jax_array(name: str, array: ArrayLike | None) -> jax.Array:
-    """``array`` as a JAX array; a NumPy one in the element type that JAX's settings allow.
+    """``array``, or what it stands for, as a JAX array; a NumPy one in the element type that JAX's settings allow.
 
     Raises:
         TypeError: It is none that :func:`check_array` takes.
     """
+    array = array_of(array)
     dtype = getattr(array, "dtype", None)
     if not isinstance(dtype, np.dtype) or not dtype.isnative:  # a call less for each array that is right
         check_array(name, array)

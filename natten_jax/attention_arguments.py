@@ -14,6 +14,7 @@ from natten_jax.performance import ATTENTION_NAMES, performance_of
 from natten_jax.problem import Problem
 from natten_jax.scale import checked_scale
 from natten_jax.spellings import OF_OPERATORS, check_neutral
+from natten_jax.stand_ins import array_of
 from natten_jax.static_arguments import flag, hashable, one_bool, shown
 
 #: What neighborhood attention itself says: it may be said again, but not otherwise.
@@ -87,6 +88,7 @@ def _is_same(own: Any, scale: Any) -> bool:
     """Whether two scales are known to be equal."""
     if own is scale:
         return True
+    own, scale = array_of(own), array_of(scale)
     arrays = [None if isinstance(each, jax.core.Tracer) else np.asarray(each, np.float64) for each in (own, scale)]
     return arrays[0] is not None and arrays[1] is not None and np.array_equal(arrays[0], arrays[1])
 
@@ -105,6 +107,6 @@ def _check_types(arguments: Mapping[str, Any]) -> None:
         one_bool("is_causal", arguments["is_causal"])
     if "return_lse" in arguments:
         flag("return_lse", arguments["return_lse"])
-    scale = arguments.get("scale")
+    scale = array_of(arguments.get("scale"))
     if not isinstance(scale, (jax.Array, np.ndarray)):
         checked_scale(scale)

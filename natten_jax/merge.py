@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from natten_jax.array_arguments import check_array
-from natten_jax.problem import SUPPORTED_DTYPES
+from natten_jax.problem import SUPPORTED_DTYPES, accumulator_dtype
 from natten_jax.spellings import OF_MERGE, explained, known_arguments
+from natten_jax.stand_ins import array_of
 from natten_jax.static_arguments import shown
 
 
@@ -68,11 +69,13 @@ def merge_attentions(
 
 def _parts(name: str, argument: Iterable[jax.Array]) -> list[jax.Array]:
     """The arrays of ``outputs`` or ``lse_tensors``."""
+    argument = array_of(argument)
     is_one = isinstance(argument, (jax.Array, np.ndarray, str, bytes, bytearray, memoryview))
     if is_one or isinstance(argument, (Mapping, Set)) or not isinstance(argument, Iterable):
         raise TypeError(f"{name} must be a sequence of arrays, one for each part, got {_kind(argument)}")
     parts = []
     for i, part in enumerate(argument):
+        part = array_of(part)
         if isinstance(part, jax.ShapeDtypeStruct):
             raise TypeError(f"{name}[{i}] must be an array, got {type(part).__name__}")
         check_array(f"{name}[{i}]", part)
@@ -91,7 +94,7 @@ def _kind(argument: Any) -> str:
 
 @jax.jit
 def _merge(outputs: tuple[jax.Array, ...], lse_tensors: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-    accumulator = jnp.promote_types(jnp.float32, outputs[0].dtype)
+    accumulator = accumulator_dtype(outputs[0].dtype.name)
     lses = jnp.stack([lse.astype(accumulator) for lse in lse_tensors])
     highest = jax.lax.stop_gradient(jnp.max(lses, axis=0))
     highest = jnp.where(jnp.isneginf(highest), 0.0, highest)

@@ -138,7 +138,7 @@ class Problem:
     @property
     def accumulator_dtype(self) -> str:
         """Element type of the logsumexp and of all accumulation."""
-        return "float64" if self.dtype == "float64" else "float32"
+        return accumulator_dtype(self.dtype)
 
     def describe(self) -> str:
         """One line for traces and messages."""
@@ -154,6 +154,11 @@ class Problem:
         if self.additional_kv:
             parts.append(f"add_kv={self.additional_kv}")
         return " ".join(parts)
+
+
+def accumulator_dtype(dtype: str) -> str:
+    """The element type in which numbers of another are added up."""
+    return "float64" if dtype == "float64" else "float32"
 
 
 def problem_of(

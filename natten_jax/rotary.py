@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from natten_jax.array_arguments import ArrayLike, as_jax_array
+from natten_jax.problem import accumulator_dtype
 from natten_jax.static_arguments import int_tuple, shown
 
 __all__ = ["apply_rotary", "rotary_angles"]
@@ -67,7 +68,7 @@ def rotary_angles(
         if at.shape != (extent,):
             raise ValueError(f"positions[{dimension}] has shape {at.shape}, but layout {extents} asks for ({extent},)")
         frequencies = theta ** (-np.arange(0, share, 2) / max(share, 1))
-        line = at.astype(jnp.float32)[:, None] * jnp.asarray(frequencies, jnp.float32)
+        line = at.astype(jnp.float32)[:, None] * jnp.asarray(frequencies, jnp.float32)[None]
         shape = [1] * len(extents)
         shape[dimension] = extent
         angles.append(jnp.broadcast_to(line.reshape(*shape, share // 2), (*extents, share // 2)))
@@ -107,7 +108,7 @@ def apply_rotary(tokens: ArrayLike, angles: ArrayLike, *, interleaved: bool = Tr
         )
     if turned > tokens.shape[-1]:
         raise ValueError(f"angles turn {turned} features (shape {angles.shape}), but tokens have {tokens.shape[-1]}")
-    wide = jnp.promote_types(jnp.float32, tokens.dtype)
+    wide = accumulator_dtype(tokens.dtype.name)
     pairs = (
         tokens[..., :turned]
         .astype(wide)
@@ -115,7 +116,8 @@ def apply_rotary(tokens: ArrayLike, angles: ArrayLike, *, interleaved: bool = Tr
     )
     at = -1 if interleaved else -2
     first, second = jnp.take(pairs, 0, axis=at), jnp.take(pairs, 1, axis=at)
-    cosine, sine = (f(angles.astype(wide))[..., None, :] for f in (jnp.cos, jnp.sin))
+    per_token = (*(1,) * (tokens.ndim - rank - 2), *angles.shape[:-1], 1, angles.shape[-1])
+    cosine, sine = (f(angles.astype(wide)).reshape(per_token) for f in (jnp.cos, jnp.sin))
     rotated = jnp.stack([first * cosine - second * sine, first * sine + second * cosine], axis=at)
     rotated = rotated.reshape(*tokens.shape[:-1], turned).astype(tokens.dtype)
     return jnp.concatenate([rotated, tokens[..., turned:]], axis=-1)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from natten_jax.stand_ins import array_of
 from natten_jax.static_arguments import shown
 
 #: A number, or an array of them: without dimensions, or one for each query head.
@@ -70,6 +71,7 @@ def number_or_array(scale: Any) -> tuple[Any, jax.Array | np.ndarray[Any, Any] |
 
     An array without dimensions whose value is known is a number, whatever library it is of; one that JAX traces is not.
     """
+    scale = array_of(scale)
     if not isinstance(scale, (jax.Array, np.ndarray)):
         return scale, None
     if scale.ndim == 0 and not isinstance(scale, jax.core.Tracer):

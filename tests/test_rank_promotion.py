@@ -24,6 +24,8 @@ CASES = {
     "merged": dataclasses.replace(PLAIN, additional=3),
     "whole": dataclasses.replace(PLAIN, kernel_size=None, additional=3, stride=None),
     "attention": Case((9,), queries=7, heads=4, heads_kv=2),
+    "scales": dataclasses.replace(PLAIN, additional=3, fused=True, scales=(0.3, -0.4)),
+    "scale": dataclasses.replace(PLAIN, scales=(0.3,)),
 }
 
 

@@ -119,7 +119,7 @@ class AxisSweep:
             position: Of the outer tiles.
             first: The first token of the inner tiles, counted from ``position.inner_start``.
         """
-        inner = first + jnp.arange(self.inner_tile, dtype=jnp.int32)
+        inner = first + jnp.arange(self.inner_tile, dtype=jnp.int32).reshape(1, 1, -1)
         start, end = position.seen_start[..., None], position.seen_end[..., None]
         is_seen: jax.Array = (inner >= start) & (inner < end)
         return is_seen if self.outer_is_query else is_seen.swapaxes(1, 2)
