@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("matplotlib")
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
+import landscape
 import plot
 import plot_peers
 import run
@@ -164,3 +165,22 @@ def test_several_devices_do_what_one_does_without_collectives(tmp_path: Path) ->
             assert "halos first" in figures["milliseconds"]
             assert figures["exchange milliseconds"]["exchange"] > 0
         assert set(figures.get("collectives", {})) == ({"collective-permute"} if "width" in name else set())
+
+
+def test_landscape_finds_the_point_that_stands_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flat = {landscape.Point(i, j): 2.0 for i in range(3) for j in range(4)}
+    assert set(landscape.excesses(flat).values()) == {1.0}
+    found = landscape.excesses({**flat, landscape.Point(1, 2): 2.5})
+    assert [point for point, excess in found.items() if excess > landscape.MOST_EXCESS] == [landscape.Point(1, 2)]
+    assert found[landscape.Point(1, 2)] == 1.25 and found[landscape.Point(0, 2)] < 1
+
+    monkeypatch.setattr(landscape, "WINDOWS", {1: (5,)})
+    layouts = [(16,), (24,)]
+    problems = landscape.landscape(layouts, (1, 2), 8, "float32")
+    rows = landscape.measure(problems, "cpu", "backward", turns=1)
+    assert [(row["layout"], row["heads"]) for row in rows.values()] == [((16,), 1), ((16,), 2), ((24,), 1), ((24,), 2)]
+    assert all(row["nanoseconds"] > 0 and row["excess"] > 0 for row in rows.values())
+    landscape.print_landscape(rows, layouts, (1, 2))
+    assert re.search(r"^16 +\d+\.\d\d", capsys.readouterr().out, re.MULTILINE)

@@ -1,0 +1,164 @@
+"""Times passes over a landscape of layouts and heads, and finds points that stand out from their neighbours.
+
+Windows and heads' widths are the same all over a rank's landscape, so that a token and head is as much work
+everywhere. What stands out is compared with what the time model says of the same points: where it expects as much, the
+reason is how many rounds of tiles the device takes; where it does not, there is something to find.
+
+Example:
+    python bench/landscape.py --json bench/results/h100/landscape.json
+    python bench/landscape.py --ranks 2 --heads 4 8 --passes backward
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import command
+from benchmarks import Benchmark
+from implementations import ours
+from record import save
+from run import draw
+from timing import Runner, compile_backward, compile_runner
+
+from natten_jax import backends
+from natten_jax.devices import default_device
+from natten_jax.passes import PASSES, Pass
+
+#: By rank, the window and the layouts, each of which is about half as large again as the one before.
+WINDOWS = {1: (2048,), 2: (80, 80), 3: (8, 16, 16)}
+LAYOUTS: Mapping[int, Sequence[tuple[int, ...]]] = {
+    1: [(n,) for n in (3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152, 65536)],
+    2: [(n, n) for n in (96, 128, 160, 192, 224, 256, 320, 384, 448, 512)],
+    3: [(16, 24, 24), (16, 32, 32), (16, 40, 40), (16, 48, 48), (24, 48, 48), (32, 48, 48), (32, 56, 56), (32, 64, 64),
+        (48, 64, 64), (64, 64, 64)],
+}  # fmt: skip
+HEADS = tuple(range(1, 9))
+#: How far a point may lie above the mean of its neighbours.
+MOST_EXCESS = 1.12
+#: Programs that are compiled at once, each of which keeps its arrays on the device until it is timed.
+AT_ONCE = 8
+
+
+class Point(NamedTuple):
+    """A place in the landscape: numbers of a layout and of heads in the lists of a run."""
+
+    layout: int
+    heads: int
+
+    def neighbors(self) -> list[Point]:
+        """Those with the layout before or after it, or with fewer or more heads."""
+        steps = ((-1, 0), (1, 0), (0, -1), (0, 1))
+        return [Point(self.layout + by_layout, self.heads + by_heads) for by_layout, by_heads in steps]
+
+
+def landscape(
+    layouts: Sequence[tuple[int, ...]], heads: Sequence[int], head_dim: int, dtype: str
+) -> dict[Point, Benchmark]:
+    """The problems of a rank."""
+    window = WINDOWS[len(layouts[0])]
+    return {
+        Point(i, j): Benchmark(layout, of_layout, head_dim, tuple(map(min, window, layout)), dtype=dtype)
+        for (i, layout), (j, of_layout) in itertools.product(enumerate(layouts), enumerate(heads))
+    }
+
+
+def excesses(figures: Mapping[Point, float]) -> dict[Point, float]:
+    """Each point's figure over the mean of its neighbours'."""
+    found = {}
+    for point, figure in figures.items():
+        near = [figures[each] for each in point.neighbors() if each in figures]
+        found[point] = figure * len(near) / sum(near) if near else 1.0
+    return found
+
+
+def compiled(benchmark: Benchmark, family: str, pass_: Pass) -> Runner:
+    """A pass of the problem."""
+    cotangent, *arrays = draw(benchmark)
+    function = ours(benchmark, family)
+    return compile_runner(function, *arrays) if pass_ == "forward" else compile_backward(function, cotangent, *arrays)
+
+
+def measure(problems: Mapping[Point, Benchmark], family: str, pass_: Pass, turns: int) -> dict[Point, dict[str, Any]]:
+    """What each problem takes, in nanoseconds for each token and head, and what the time model says of it."""
+    device = default_device()
+    rows: dict[Point, dict[str, Any]] = {}
+    backend = backends.find(f"{family}-fna", "fna")
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for some in _groups(problems, AT_ONCE):
+            runners = dict(
+                zip(some, pool.map(lambda point: compiled(problems[point], family, pass_), some), strict=True)
+            )
+            seconds: dict[Point, float] = dict.fromkeys(some, math.inf)
+            for turn in range(turns):
+                for point in random.Random(turn).sample(some, len(some)):
+                    seconds[point] = min(seconds[point], *runners[point].seconds())
+            for point in some:
+                benchmark = problems[point]
+                predicted = backend.predicted_seconds(benchmark.problem, device, pass_)
+                work = 1e9 / (benchmark.tokens * benchmark.heads)
+                rows[point] = {
+                    "layout": benchmark.layout,
+                    "heads": benchmark.heads,
+                    "nanoseconds": seconds[point] * work,
+                    "predicted": None if predicted is None else predicted * work,
+                }
+    for name, excess in (("nanoseconds", "excess"), ("predicted", "predicted_excess")):
+        if all(row[name] is not None for row in rows.values()):
+            for point, value in excesses({point: row[name] for point, row in rows.items()}).items():
+                rows[point][excess] = value
+    return rows
+
+
+def _groups(points: Iterable[Point], size: int) -> list[list[Point]]:
+    points = list(points)
+    return [points[first : first + size] for first in range(0, len(points), size)]
+
+
+def print_landscape(rows: Mapping[Point, Mapping[str, Any]], layouts: Sequence[Any], heads: Sequence[int]) -> None:
+    """A line for each layout, then one for each point that stands out."""
+    print(f"{'ns a token and head':22}" + "".join(f"{f'{n} heads':>9}" for n in heads))
+    for i, layout in enumerate(layouts):
+        figures = (rows[Point(i, j)] for j in range(len(heads)))
+        cells = (f"{row['nanoseconds']:8.2f}{'!' if row['excess'] > MOST_EXCESS else ' '}" for row in figures)
+        print(f"{'x'.join(map(str, layout)):22}" + "".join(cells))
+    for row in rows.values():
+        if row["excess"] > MOST_EXCESS:
+            expected = row.get("predicted_excess")
+            model = "" if expected is None else f", the time model expects {expected:.2f} times"
+            print(f"  {row['layout']}, {row['heads']} heads: {row['excess']:.2f} times its neighbours{model}")
+
+
+def main() -> int:
+    """Measure, print tables, save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--layouts", type=int, default=10, help="of each rank, the smallest first")
+    parser.add_argument("--heads", type=int, nargs="+", default=list(HEADS))
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--family", default="hopper", help="of the backend")
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
+    parser.add_argument("--turns", type=int, default=3, help="of each point, of which the fastest launch counts")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    options = parser.parse_args()
+    results: dict[str, list[dict[str, Any]]] = {}
+    for rank, pass_ in itertools.product(options.ranks, options.passes):
+        layouts = LAYOUTS[rank][: options.layouts]
+        problems = landscape(layouts, options.heads, options.head_dim, options.dtype)
+        rows = measure(problems, options.family, pass_, options.turns)
+        print(f"\n{options.family} {pass_}, {rank}-D, window {WINDOWS[rank]}, heads of {options.head_dim}", flush=True)
+        print_landscape(rows, layouts, options.heads)
+        results[f"{rank}-D {pass_}"] = list(rows.values())
+        save(results, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    command.run(main)
