@@ -20,10 +20,15 @@ Status launch_backward(const BackwardParams& params, int form, cudaStream_t stre
   return with_form<kBackwardForms>(form, [&](auto number) {
     constexpr Form kForm = kBackwardForms[number];
     constexpr int kStages = kForm.head_dim == 256 ? 1 : 2;
-    using Traits = BackwardTraits<ElementOf<kType>, kForm.head_dim, kForm.keys, kForm.queries, kStages>;
-    constexpr int kBytes = sizeof(typename Traits::SharedStorage);
-    static_assert(kBytes <= kSharedMemory);
-    return status_of(launch(natten_jax_sm90_backward<Traits>, {dim3(blocks), kThreads, kBytes, stream, true}, params));
+    const auto launch_traits = [&](auto narrow) {
+      using Traits = BackwardTraits<ElementOf<kType>, kForm.head_dim, kForm.keys, kForm.queries, kStages, narrow>;
+      constexpr int kBytes = sizeof(typename Traits::SharedStorage);
+      static_assert(kBytes <= kSharedMemory);
+      return status_of(
+          launch(natten_jax_sm90_backward<Traits>, {dim3(blocks), kThreads, kBytes, stream, true}, params));
+    };
+    return is_narrow(std::min(params.head_dim, params.head_dim_v), kForm.head_dim) ? launch_traits(std::true_type{})
+                                                                                   : launch_traits(std::false_type{});
   });
 }
 

@@ -131,7 +131,8 @@ struct GradientProducts {
   /// Products of rows that are heads.
   template <class Rows, class Columns>
   CUTE_DEVICE static void start_of_heads(const Rows& rows, const Columns& columns, int head_dim, Accumulator& result) {
-    start(ProductS{}, rows, columns, result, [&](int step) { return end_before<kHeadDim / kStep>(step, head_dim); });
+    start(ProductS{}, rows, columns, result,
+          [&](int step) { return Traits::kIsNarrow && end_before<kHeadDim / kStep>(step, head_dim); });
   }
 
   template <class Product, class Rows, class Columns, class Result, class EndBefore>

@@ -21,13 +21,15 @@ constexpr int kScoresReady = 9;     // both warpgroups have written the gradient
 constexpr int kScoresRead = 10;     // neither warpgroup reads them any more
 constexpr int kGradientsDone = 11;  // both warpgroups have read what the gradients take the place of
 
-template <class Element_, int kHeadDim_, int kKeys_, int kQueries_, int kStages_>
+template <class Element_, int kHeadDim_, int kKeys_, int kQueries_, int kStages_, bool kIsNarrow_>
 struct BackwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;  // at least head_dim and head_dim_v
   static constexpr int kKeys = kKeys_;        // keys of a tile
   static constexpr int kQueries = kQueries_;  // queries of a tile
   static constexpr int kStages = kStages_;
+  // Whether heads of queries and keys, or those of values, take fewer steps than the form's.
+  static constexpr bool kIsNarrow = kIsNarrow_;
   // Whether the warpgroups own different keys, so that registers hold the operands of key and value gradients.
   static constexpr bool kSplitsKeys = kKeys == 128;
   // Whether one warpgroup computes a tile's query gradient and the other the next one's.

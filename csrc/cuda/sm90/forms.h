@@ -27,6 +27,15 @@ struct Form {
   int keys;
 };
 
+/// Elements of a head that products sum over at a time.
+inline constexpr int kStep = 16;
+
+/// Whether products over heads take fewer steps than those over a form's. Kernels for such heads are compiled apart:
+/// questions where products end would make others up to 5% slower.
+constexpr bool is_narrow(std::int64_t head_dim, int form_head_dim) {
+  return head_dim <= form_head_dim - kStep;
+}
+
 /// By head dimension; of the forms for one, those that do less come first. Each 64 queries are a warpgroup's.
 inline constexpr Form kForwardForms[] = {
     {64, 128, 128}, {64, 192, 128}, {128, 128, 96}, {128, 128, 128}, {192, 128, 96}, {256, 128, 64},

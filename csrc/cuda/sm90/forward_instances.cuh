@@ -16,16 +16,24 @@ Status launch_traits(const ForwardParams& params, int ctas, cudaStream_t stream)
   return status_of(launch(natten_jax_sm90_fna_forward<Traits>, {dim3(ctas), Traits::kThreads, kBytes, stream}, params));
 }
 
+/// By the width of heads.
+template <class Element, int kNumber, bool kPingPong>
+Status launch_width(const ForwardParams& params, int ctas, cudaStream_t stream) {
+  constexpr Form kForm = kForwardForms[kNumber];
+  constexpr int kWarpgroups = kForm.queries / 64;
+  return is_narrow(params.head_dim, kForm.head_dim)
+             ? launch_traits<ForwardTraits<Element, kForm.head_dim, kForm.keys, kWarpgroups, kPingPong, true>>(
+                   params, ctas, stream)
+             : launch_traits<ForwardTraits<Element, kForm.head_dim, kForm.keys, kWarpgroups, kPingPong, false>>(
+                   params, ctas, stream);
+}
+
 template <ElementType kType>
 Status launch_forward(const ForwardParams& params, int form, bool is_ping_pong, int ctas, cudaStream_t stream) {
   return with_form<kForwardForms>(form, [&](auto number) {
-    constexpr Form kForm = kForwardForms[number];
-    constexpr int kWarpgroups = kForm.queries / 64;
     using Element = ElementOf<kType>;
-    return is_ping_pong ? launch_traits<ForwardTraits<Element, kForm.head_dim, kForm.keys, kWarpgroups, true>>(
-                              params, ctas, stream)
-                        : launch_traits<ForwardTraits<Element, kForm.head_dim, kForm.keys, kWarpgroups, false>>(
-                              params, ctas, stream);
+    return is_ping_pong ? launch_width<Element, number, true>(params, ctas, stream)
+                        : launch_width<Element, number, false>(params, ctas, stream);
   });
 }
 

@@ -74,7 +74,7 @@ struct AttentionProducts {
     product.accumulate_ = GMMA::ScaleOut::Zero;
     CUTE_UNROLL
     for (int k = 0; k < size<2>(query); ++k) {
-      if (end_before<Traits::kHeadDim / kStep>(k, head_dim)) break;
+      if (Traits::kIsNarrow && end_before<Traits::kHeadDim / kStep>(k, head_dim)) break;
       gemm(product, query(_, _, k), keys(_, _, k, stage), s);
       product.accumulate_ = GMMA::ScaleOut::One;
     }

@@ -21,7 +21,7 @@ constexpr int kProductOrder = 8;                               // one per warpgr
 constexpr int kOutputReady = kProductOrder + kMostWarpgroups;  // the warpgroups have written their rows
 constexpr int kMaskReady = kOutputReady + 1;
 
-template <class Element_, int kHeadDim_, int kColumns_, int kWarpgroups_, bool kPingPong_>
+template <class Element_, int kHeadDim_, int kColumns_, int kWarpgroups_, bool kPingPong_, bool kIsNarrow_>
 struct ForwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;  // at least head_dim and head_dim_v
@@ -36,6 +36,8 @@ struct ForwardTraits {
   static constexpr int kServiceRegisters = kWarpgroups == 2 ? 40 : 32;
   // Whether the warpgroups issue their products one after the other, or unordered.
   static constexpr bool kPingPong = kPingPong_;
+  // Whether heads of queries and keys take fewer steps than the form's.
+  static constexpr bool kIsNarrow = kIsNarrow_;
   // Three warpgroups lack the registers, wide heads the shared memory for an output tile of its own, too.
   static constexpr bool kQueryInRegisters = kHeadDim <= 128 && kWarpgroups == 2;
   static constexpr bool kSeparateOutput = kHeadDim <= kLargestContinuedHeadDim;

@@ -6,6 +6,8 @@
 
 #include <cute/tensor.hpp>
 
+#include "cuda/sm90/forms.h"
+
 namespace natten_jax::sm90 {
 
 using namespace cute;
@@ -69,8 +71,6 @@ template <int kElements>
 CUTE_DEVICE int rows_of_head(int head_dim) {
   return (head_dim + kElements - 1) / kElements;
 }
-
-constexpr int kStep = 16;  // elements of a head that products sum over at a time
 
 /// Whether products of heads, in a form for those of `kSteps` steps, end before a step: what lies behind the chunks of
 /// a head is not loaded, and holds whatever was there before. Each question is a branch, at which ptxas orders
