@@ -15,8 +15,8 @@ from fuzz.problem import Fuzzed, draw
 from fuzz.spoiled import EXTENTS, NAMES, NUMBERS, Spoiled
 from problems import Case
 
-#: By name, problems whose tiles hold more than is loaded, and how they are run. Entries and, of layouts, first extents
-#: are multiplied for GPUs: each of their processors then computes several tiles, one after the other.
+#: By name, problems whose tiles hold more than is loaded, and how they are run. For GPUs there are many more entries:
+#: each of their processors then computes several, one after the other.
 CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "wide-values": (Case((48,), (16,), head_dim=64, head_dim_v=192, batch=3), {}),
     "wider-values": (Case((48,), (16,), head_dim=72, head_dim_v=200, batch=3), {}),
@@ -50,10 +50,7 @@ def problems_of(family: Family, dtype: str, names: list[str], is_direct: bool) -
     for name in names:
         case, tiles = CASES[name]
         if family.needs_gpu:
-            layout = case.layout
-            if name != "groups-without-keys":
-                layout = (case.layout[0] * (6 if len(case.layout) == 1 else 2), *case.layout[1:])
-            case = dataclasses.replace(case, layout=layout, batch=80 * case.batch)
+            case = dataclasses.replace(case, batch=150 * case.batch)
         for i, array in enumerate(array for array in NAMES if case.additional or not array.startswith("additional")):
             found.append(
                 Fuzzed(

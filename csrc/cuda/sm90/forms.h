@@ -31,7 +31,7 @@ struct Form {
 inline constexpr int kStep = 16;
 
 /// Whether products over heads take fewer steps than those over a form's. Kernels for such heads are compiled apart:
-/// questions where products end would make others up to 5% slower.
+/// to ask where products end would make forward passes with heads of 128 from 2 to 7% slower (H100).
 constexpr bool is_narrow(std::int64_t head_dim, int form_head_dim) {
   return head_dim <= form_head_dim - kStep;
 }
