@@ -1,5 +1,5 @@
-// Calls the checks of the native handlers as XLA would, with what XLA never hands over. Prints a line for each: what the
-// check says, or "accepted".
+// Calls the checks of the native handlers as XLA would, with what XLA never hands over. Prints a line for each: what
+// the check says, or "accepted".
 #include <cstdint>
 #include <cstdio>
 #include <string>
@@ -40,7 +40,8 @@ struct Array {
 
 void decode(int query, int key, int value) {
   Array arrays[3] = {Array(query), Array(key), Array(value)}, additional(0, XLA_FFI_DataType_F16, 4),
-        origins(0, XLA_FFI_DataType_S32, 2);
+        origins(0, XLA_FFI_DataType_S32, 2), scales(0, XLA_FFI_DataType_F32, 1);
+  scales.extents[0] = 0;
   const std::int64_t none[4] = {1, 0, 1, 8};
   std::copy_n(none, 4, additional.extents);
   ffi::Attributes attributes{};
@@ -51,14 +52,14 @@ void decode(int query, int key, int value) {
   attributes.scale = 1;
   ffi::Call call{};
   say(ffi::decode_problem({arrays[0].any(), arrays[1].any(), arrays[2].any(), additional.any(), additional.any(),
-                           origins.any()},
+                           origins.any(), scales.any()},
                           attributes, nullptr, call));
 }
 
 void check_gradients(int offset) {
   Array of(0), gradient(offset);
   const xffi::AnyBuffer operand = of.any(), result = gradient.any(), good = of.any();
-  say(ffi::check_gradients({operand, operand, operand, operand, operand, operand},
+  say(ffi::check_gradients({operand, operand, operand, operand, operand, operand, operand},
                            {&good, &result, &good, &good, &good}));
 }
 
