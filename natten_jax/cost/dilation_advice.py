@@ -6,6 +6,7 @@ large as before, in groups that are smaller: where a window fills its group, not
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -77,8 +78,9 @@ def recommend_dilation(
         tiles = zip(problem.axes, *pair, strict=True)
         dilation = tuple(_with_fewest_tiles(*each, placement) for each in tiles)
         dilated = problem.with_axes(dilation=dilation)
-        simulation = simulate(dilated, pair, calibration=calibration, placement=placement)
-        found.append(DilationRecommendation(dilation, simulation))
+        with contextlib.suppress(ValueError):  # groups may be too uneven to be counted where the layout is not
+            simulation = simulate(dilated, pair, calibration=calibration, placement=placement)
+            found.append(DilationRecommendation(dilation, simulation))
     least = min((cost(each.simulation) for each in found), default=math.inf)
     if not own or least * _WORTH_IT > min(map(cost, own)):
         return None
@@ -88,12 +90,12 @@ def recommend_dilation(
 
 def _with_fewest_tiles(axis: Axis, q_tile: int, kv_tile: int, placement: Placement) -> int:
     """The smallest dilation at which query tiles visit the fewest key/value tiles of a dimension."""
-
-    def visited(dilation: int) -> tuple[int, int, int]:
-        counts = axis_counts(dataclasses.replace(axis, dilation=dilation), q_tile, kv_tile, placement, "forward")
-        return counts.inner, counts.inner - counts.full, dilation
-
-    return min(_dilations_to_try(axis), key=visited)
+    visited = {}
+    for dilation in _dilations_to_try(axis):
+        with contextlib.suppress(ValueError):  # as above
+            counts = axis_counts(dataclasses.replace(axis, dilation=dilation), q_tile, kv_tile, placement, "forward")
+            visited[dilation] = counts.inner, counts.inner - counts.full, dilation
+    return min(visited, key=visited.__getitem__)
 
 
 def _dilations_to_try(axis: Axis) -> list[int]:
