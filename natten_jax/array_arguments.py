@@ -26,7 +26,8 @@ def as_jax_array(name: str, array: ArrayLike | None) -> jax.Array:
     Raises:
         TypeError: It is none that :func:`check_array` takes.
     """
-    array = array_of(array)
+    if getattr(array, "__jax_array__", None) is not None:  # a call less for each array that is one
+        array = array_of(array)
     dtype = getattr(array, "dtype", None)
     if not isinstance(dtype, np.dtype) or not dtype.isnative:  # a call less for each array that is right
         check_array(name, array)

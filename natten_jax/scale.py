@@ -71,6 +71,8 @@ def number_or_array(scale: Any) -> tuple[Any, jax.Array | np.ndarray[Any, Any] |
 
     An array without dimensions whose value is known is a number, whatever library it is of; one that JAX traces is not.
     """
+    if scale is None or type(scale) is float:
+        return scale, None
     scale = array_of(scale)
     if not isinstance(scale, (jax.Array, np.ndarray)):
         return scale, None
