@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import jax
@@ -16,13 +16,12 @@ import jax
 from natten_jax import backends, run
 from natten_jax.backends.base import Operands, Output, Saved
 from natten_jax.checkpoint_names import named
-from natten_jax.cost.communication import overlap_that_pays
 from natten_jax.devices import local_devices
 from natten_jax.differentiation import in_reverse_only
-from natten_jax.mesh import explicit, line, overlap
+from natten_jax.mesh import explicit, halo_passes, line, manual_exchange
 from natten_jax.mesh.exchange import Exchange
 from natten_jax.mesh.types import vary_alike
-from natten_jax.passes import PASSES, Pass
+from natten_jax.plan import Plan
 from natten_jax.resolve import Request, resolve
 
 _Result = TypeVar("_Result", Output, Saved)
@@ -38,7 +37,7 @@ def attend(request: Request, operands: Operands) -> Output:
 
     def run_local(request: Request, arrays: Operands) -> Output:
         if request.token_axes and _travel_of(request) is None:
-            arrays = Exchange.of(request.problem, line.lines_of(request.token_axes)).brought(arrays)
+            arrays = manual_exchange.brought(request.problem, request.token_axes, arrays)
             arrays = Operands._make(vary_alike(arrays))
             request = _of_part(request)
         # Plain JAX differentiates itself: forward mode and higher orders included.
@@ -82,16 +81,16 @@ class _Travel:
     Attributes:
         request: What the device runs.
         exchange: What brings them.
-        passes: Those that compute meanwhile.
+        plans: Of the forward and the backward pass, which get them each on its own.
     """
 
     request: Request
     exchange: Exchange
-    passes: Sequence[Pass]
+    plans: tuple[Plan, Plan]
 
 
 def _travel_of(request: Request) -> _Travel | None:
-    """How halos travel while passes compute; ``None`` where they had better come first.
+    """How halos travel where a pass computes meanwhile; ``None`` where both passes have them first, and keep them.
 
     Which backend runs is decided later: this is for the one that would run here. Where another does, results are the
     same.
@@ -101,14 +100,15 @@ def _travel_of(request: Request) -> _Travel | None:
     part = _of_part(request)
     for device in local_devices():
         try:
-            plans = [resolve(part, device, pass_) for pass_ in PASSES]
+            plans = resolve(part, device, "forward"), resolve(part, device, "backward")
         except ValueError:
             continue
         if any(backends.find(plan.backend, plan.backend.operator).is_pure_jax for plan in plans):
             return None  # JAX differentiates it, exchange and all
         exchange = Exchange.of(request.problem, line.lines_of(request.token_axes))
-        passes = [plan.pass_ for plan in plans if overlap_that_pays(plan, tuple(exchange.halos)) is not None]
-        return _Travel(part, exchange, passes) if passes else None
+        if not any(halo_passes.computes_meanwhile(plan, exchange) for plan in plans):
+            return None
+        return _Travel(part, exchange, plans)
     return None
 
 
@@ -123,9 +123,9 @@ def _run_forward(
     travel = _travel_of(request)
     if travel is None:
         return function(request, operands)
-    if "forward" in travel.passes:
-        return overlap.forward(run.forward_saving, run.forward_continued, travel.request, travel.exchange, operands)
-    return function(travel.request, travel.exchange.brought(operands))
+    return halo_passes.forward(
+        function, run.forward_saving, run.forward_continued, travel.plans[0], travel.request, travel.exchange, operands
+    )
 
 
 def _attend_forward(request: Request, operands: Operands) -> tuple[Output, tuple[Operands, Saved]]:
@@ -139,7 +139,9 @@ def _attend_backward(request: Request, residuals: tuple[Operands, Saved], cotang
     if travel is None:
         gradients = run.backward(request, *residuals, cotangents)
     else:
-        gradients = overlap.backward(run.backward, travel.request, travel.exchange, *residuals, cotangents)
+        gradients = halo_passes.backward(
+            run.backward, travel.plans[1], travel.request, travel.exchange, *residuals, cotangents
+        )
     return (Operands._make([*gradients, None]),)  # origins are integers and have no gradient
 
 

@@ -11,10 +11,9 @@ import jax
 
 from natten_jax import backends, pass_primitive
 from natten_jax.backends.base import Backend, Gradients, Operands, Output, Saved
-from natten_jax.cost.communication import overlap_that_pays
 from natten_jax.devices import CPU, OTHER, Device, cuda_device
 from natten_jax.differentiation import refuse
-from natten_jax.mesh import overlap
+from natten_jax.mesh import halo_passes
 from natten_jax.mesh.exchange import Exchange
 from natten_jax.mesh.roles import Role, roles_of
 from natten_jax.mesh.types import type_like
@@ -82,9 +81,6 @@ class _PassStep(Step):
     ) -> list[Any]:
         """The results where token dimensions are split; if it pays, most of them while keys and values travel."""
 
-        if overlap_that_pays(plan, tuple(exchange.halos)) is None:
-            return super().compute_exchanging(run, plan, request, exchange, *arguments)
-
         def run_part(kind: _Kind, request: Request, *arguments: Any) -> Any:
             leaves, structure = jax.tree.flatten(arguments)
             types = kind.types(request, *arguments)
@@ -93,11 +89,12 @@ class _PassStep(Step):
         every = self._arguments(arguments)
         found: Any
         if self.kind.pass_ == "forward":
-            # What a forward pass saves is what its parts are merged by.
-            run_first, run_on = (functools.partial(run_part, each) for each in (_FORWARD_SAVING, _FORWARD_CONTINUED))
-            found = overlap.forward(run_first, run_on, request, exchange, *every)
+            run_this, run_saving, run_continued = (
+                functools.partial(run_part, kind) for kind in (self.kind, _FORWARD_SAVING, _FORWARD_CONTINUED)
+            )
+            found = halo_passes.forward(run_this, run_saving, run_continued, plan, request, exchange, *every)
         else:
-            found = overlap.backward(functools.partial(run_part, self.kind), request, exchange, *every)
+            found = halo_passes.backward(functools.partial(run_part, self.kind), plan, request, exchange, *every)
         results: list[Any] = jax.tree.leaves(Output(*found[:2]) if self.kind is _FORWARD else found)
         return results
 

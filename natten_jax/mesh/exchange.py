@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import linear_call
 
 from natten_jax.backends.base import Operands
 from natten_jax.halo import Halo, halos_of
@@ -61,27 +60,9 @@ class Exchange:
 
         Dimension by dimension; what is extended already goes along, so that corners arrive, too.
         """
-        layout = arrays[0].shape[FIRST_TOKEN_AXIS:-2]
-
-        def extend(places: Sequence[Any], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-            for axis, halo, line in self._at(places)._split_axes():
-                arrays = moves.extended(arrays, halo, line, axis)
-            return list(arrays)
-
-        def reduce(places: Sequence[Any], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-            return [self._at(places).returned(array, layout) for array in arrays]
-
-        places = [None if line is None else line.place for line in self.lines]
-        result: list[jax.Array] = linear_call(extend, reduce, places, list(arrays))
-        return result
-
-    def _at(self, places: Sequence[Any]) -> Exchange:
-        """The same for a device at these places, as traced functions need it."""
-        lines = [
-            None if line is None else dataclasses.replace(line, place=place)
-            for line, place in zip(self.lines, places, strict=True)
-        ]
-        return dataclasses.replace(self, lines=lines)
+        for axis, halo, line in self._split_axes():
+            arrays = moves.extended(arrays, halo, line, axis)
+        return list(arrays)
 
     def returned(self, array: jax.Array, layout: Sequence[int]) -> jax.Array:
         """The transpose: what belongs to others goes to them, and is added there.
