@@ -182,7 +182,8 @@ def test_second_derivatives_at_large_logits(pure_family: Family, largest: float)
                 return jax.grad(lambda o: sum(jnp.sum(jnp.sin(array)) for array in function(o)))(operands)
 
             def along(operands: oracle.Tensors) -> jax.Array:
-                return sum((jnp.vdot(*pair) for pair in zip(gradient(operands), direction, strict=True)), jnp.zeros(()))
+                pairs = zip(jax.tree.leaves(gradient(operands)), jax.tree.leaves(direction), strict=True)
+                return sum((jnp.vdot(*pair) for pair in pairs), jnp.zeros(()))
 
             return jax.jvp(gradient, (operands,), (direction,))[1], jax.grad(along)(operands)
 

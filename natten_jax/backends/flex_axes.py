@@ -112,14 +112,9 @@ class AxisSweep:
         inner_start = xp.minimum(start[:, :1], self.inner_length - self.inner_tile * self.inner_steps)
         return AxisPosition(inner_start, inner_residue, start - inner_start, end - inner_start)
 
-    def mask(self, position: AxisPosition, first: jax.Array | int) -> jax.Array:
-        """Which keys the queries of a tile see in this dimension, ``[tiles, queries, keys]``.
-
-        Args:
-            position: Of the outer tiles.
-            first: The first token of the inner tiles, counted from ``position.inner_start``.
-        """
-        inner = first + jnp.arange(self.inner_tile, dtype=jnp.int32).reshape(1, 1, -1)
+    def hull_mask(self, position: AxisPosition) -> jax.Array:
+        """Which inner tokens that are visited are related to which outer ones, ``[tiles, queries, keys]``."""
+        inner = jnp.arange(self.inner_tile * self.inner_steps, dtype=jnp.int32).reshape(1, 1, -1)
         start, end = position.seen_start[..., None], position.seen_end[..., None]
         is_seen: jax.Array = (inner >= start) & (inner < end)
         return is_seen if self.outer_is_query else is_seen.swapaxes(1, 2)

@@ -29,15 +29,16 @@ _MOST_CONSTANTS = 1 << 14
 
 
 class TilePositions(NamedTuple):
-    """Where the outer tiles of one step lie.
+    """Where the outer tiles of one step lie, and what they see.
 
     Attributes:
         corners: Index and residue of the first inner token that each tile visits, ``[tiles, 2 * rank]``.
-        axes: By dimension.
+        masks: By dimension, which of all inner tokens that are visited the outer ones see, or are seen by,
+            ``[tiles, queries, keys]``. Worked out here, it is not again for every logit that XLA fuses a mask with.
     """
 
     corners: jax.Array
-    axes: tuple[AxisPosition, ...]
+    masks: tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,29 +98,31 @@ class Sweep:
 
     def at(self, packed: jax.Array) -> TilePositions:
         """Where the outer tiles of a step lie, from its part ``[tiles, width]`` of :meth:`positions`."""
-        corners = packed[:, : 2 * len(self.axes)]
-        axes, begin = [], 2 * len(self.axes)
+        rank = len(self.axes)
+        masks, begin = [], 2 * rank
         for i, axis in enumerate(self.axes):
             middle, end = begin + axis.outer_tile, begin + 2 * axis.outer_tile
-            bounds = packed[:, begin:middle], packed[:, middle:end]
-            axes.append(AxisPosition(corners[:, 2 * i : 2 * i + 1], corners[:, 2 * i + 1 : 2 * i + 2], *bounds))
+            corner = packed[:, 2 * i : 2 * i + 1], packed[:, 2 * i + 1 : 2 * i + 2]
+            masks.append(axis.hull_mask(AxisPosition(*corner, packed[:, begin:middle], packed[:, middle:end])))
             begin = end
-        return TilePositions(corners, tuple(axes))
+        return TilePositions(packed[:, : 2 * rank], tuple(masks))
 
     def mask(self, positions: TilePositions, inner_step: jax.Array, repeats: int) -> jax.Array:
         """Visibility ``[tiles, 1, 1, repeats * queries, keys]``: broadcast over batch and KV heads."""
         rank = len(self.axes)
         visible: jax.Array | None = None
-        firsts = self._first_inner(inner_step)
-        for i, (axis, position, first) in enumerate(zip(self.axes, positions.axes, firsts, strict=True)):
-            part = axis.mask(position, first)
+        firsts = self._first_inner(inner_step) if self.inner_steps > 1 else None
+        for i, (axis, part) in enumerate(zip(self.axes, positions.masks, strict=True)):
+            if firsts is not None and axis.inner_steps > 1:
+                along = 2 if axis.outer_is_query else 1
+                part = lax.dynamic_slice_in_dim(
+                    part, firsts[0, 2 * i], axis.inner_tile, along, allow_negative_indices=False
+                )
             shape = [1] * (2 * rank)
             shape[i], shape[rank + i] = part.shape[1:]
             part = part.reshape(part.shape[0], *shape)
             visible = part if visible is None else visible & part
         assert visible is not None
-        # Computed once for all heads, and not again for every logit that it is fused with.
-        visible = materialize(visible)
         queries, keys = self.outer_tokens, self.inner_tokens
         if not self.axes[0].outer_is_query:
             queries, keys = keys, queries
@@ -223,27 +226,24 @@ class Sweep:
         )
 
     def _inner_corners(self, positions: TilePositions, inner_step: jax.Array) -> jax.Array:
-        firsts = self._first_inner(inner_step)
-        if not any(isinstance(first, jax.Array) for first in firsts):
-            return positions.corners
-        zero = jnp.zeros((), jnp.int32)
-        return positions.corners + jnp.stack([each for first in firsts for each in (zero + first, zero)])
+        return positions.corners if self.inner_steps == 1 else positions.corners + self._first_inner(inner_step)
 
-    def _first_inner(self, inner_step: jax.Array) -> list[jax.Array | int]:
-        """The first token of the inner tiles that a step visits, counted from the first that any step does."""
-        firsts: list[jax.Array | int] = []
-        left = self.inner_steps
-        for axis in reversed(self.axes):
-            left //= axis.inner_steps
-            if axis.inner_steps == 1:
-                firsts.append(0)
-                continue
-            # What is not negative is divided by one operation; what rounds down would take ten.
-            steps = jnp.full_like(inner_step, axis.inner_steps)
-            own = inner_step if left == 1 else lax.rem(inner_step, steps)
-            firsts.append(own * axis.inner_tile)
-            inner_step = inner_step if left == 1 else lax.div(inner_step, steps)
-        return firsts[::-1]
+    def _first_inner(self, inner_step: jax.Array) -> jax.Array:
+        """The first token of the inner tiles that a step visits, counted from the first that any step does.
+
+        ``[1, 2 * rank]``: index and residue, which is 0, in each dimension.
+        """
+        steps = [axis.inner_steps for axis in self.axes]
+        count = math.prod(steps)
+        # Looked up: XLA compiles a division of what may be negative as ten operations, once for each use.
+        is_constant = count <= _MOST_CONSTANTS
+        numbers = np.arange(count) if is_constant else inner_step[None]
+        found = (np if is_constant else jnp).unravel_index(numbers, steps)
+        firsts = [step * axis.inner_tile for step, axis in zip(found, self.axes, strict=True)]
+        if not is_constant:
+            return jnp.stack([each for first in firsts for each in (first, jnp.zeros_like(first))], axis=-1)
+        table = np.stack([each for first in firsts for each in (first, np.zeros_like(first))], axis=-1)
+        return lax.dynamic_slice_in_dim(jnp.asarray(table, jnp.int32), inner_step, 1, allow_negative_indices=False)
 
     def _split(self, array: jax.Array, lengths: Sequence[int]) -> jax.Array:
         """``[batch, *layout, heads, width]`` as ``[batch, heads, *(index, residue), width]``, padded with zeros."""

@@ -19,7 +19,7 @@ from natten_jax.backends.base import Operands
 from natten_jax.backends.flex_blocks import TilePositions
 from natten_jax.backends.flex_loops import repeated
 from natten_jax.backends.flex_operands import AdditionalTiles, PlacedSweep
-from natten_jax.backends.flex_softmax import Products, Rows, Softmax, exponentials, highest, reference
+from natten_jax.backends.flex_softmax import Products, Rows, Softmax, exponentials, highest, masked, reference
 from natten_jax.mesh.types import varying_like
 from natten_jax.problem import Problem
 
@@ -145,11 +145,11 @@ def rows_by_key(
             maxima, totals = carry
             query = sweep.load(queries, positions, inner_step, problem.heads_kv)
             mask = sweep.mask(positions, inner_step, problem.heads // problem.heads_kv)
-            scores = products.scores(query, key)
-            largest = jnp.where(is_second, -jnp.inf, highest(scores, mask))
+            scores = masked(products.scores(query, key), mask)
+            largest = jnp.where(is_second, -jnp.inf, highest(scores))
             maxima = sweep.raise_to(maxima, positions, inner_step, largest)
             maximum = sweep.load(maxima, positions, inner_step, problem.heads_kv)
-            added = exponentials(products, scores, maximum, mask).sum(axis=-1, keepdims=True)
+            added = exponentials(products, scores, maximum).sum(axis=-1, keepdims=True)
             return maxima, sweep.add(totals, positions, inner_step, jnp.where(is_second, added, 0))
 
         return repeated(sweep.inner_steps, visit, carry)

@@ -170,14 +170,14 @@ class Softmax(NamedTuple):
         carries_plan: bool = False,
     ) -> Softmax:
         """Over more keys; ``carries_plan`` as in :func:`softmax_weights`."""
-        scores = products.scores(query, key)
-        maximum = jnp.maximum(self.maximum, highest(scores, mask))
+        scores = masked(products.scores(query, key), mask)
+        maximum = jnp.maximum(self.maximum, highest(scores))
         decay = jnp.where(
             self.maximum == -jnp.inf,
             0,
             jnp.exp(products.steepness(scores.shape[-2]) * (self.maximum - reference(maximum))),
         )
-        weights = exponentials(products, scores, maximum, mask, carries_plan=carries_plan)
+        weights = exponentials(products, scores, maximum, carries_plan=carries_plan)
         total = self.total * decay + weights.sum(axis=-1, keepdims=True)
         mixed = self.mixed
         if mixed is not None and value is not None:
@@ -197,17 +197,20 @@ class Rows(NamedTuple):
     log_total: jax.Array
 
 
-def highest(scores: jax.Array, mask: jax.Array) -> jax.Array:
-    """The largest score of each row, ``[..., rows, 1]``."""
-    return jnp.where(mask, scores, -jnp.inf).max(axis=-1, keepdims=True)
+def masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
+    """The scores, ``-inf`` where a key is not seen."""
+    return jnp.where(mask, scores, -jnp.inf)
 
 
-def exponentials(
-    products: Products, scores: jax.Array, maximum: jax.Array, mask: jax.Array, *, carries_plan: bool = False
-) -> jax.Array:
-    """Exponentials of the logits less those of ``maximum``; 0 where a key is not seen."""
-    # Masked before the exponential: it could overflow, and infinity times zero is no derivative.
-    logits = jnp.where(mask, products.steepness(scores.shape[-2]) * (scores - reference(maximum)), -jnp.inf)
+def highest(scores: jax.Array) -> jax.Array:
+    """The largest of each row's masked scores, ``[..., rows, 1]``."""
+    return scores.max(axis=-1, keepdims=True)
+
+
+def exponentials(products: Products, scores: jax.Array, maximum: jax.Array, *, carries_plan: bool = False) -> jax.Array:
+    """Exponentials of the logits of masked scores less those of ``maximum``; 0 where a key is not seen."""
+    # A mask again: where the scale is 0, so is every other logit.
+    logits = masked(products.steepness(scores.shape[-2]) * (scores - reference(maximum)), scores != -jnp.inf)
     with carrying_plan() if carries_plan else contextlib.nullcontext():
         return jnp.exp(logits)
 
