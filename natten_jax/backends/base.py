@@ -272,7 +272,7 @@ class PureJaxBackend(Backend):
         def output_of(*arrays: Any) -> Differentiable:
             return self.forward_differentiable(plan, Operands._make([*arrays, operands.origins]))
 
-        _, changes = jax.jvp(output_of, operands.differentiable, tuple(tangents))
+        _, changes = jax.jvp(output_of, tuple(operands.differentiable), tuple(tangents))
         return Output(changes.out, changes.logsumexp)
 
     def gradients(
