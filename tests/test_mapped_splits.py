@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from families import Family
 from programs import output_of, run_python
 
 PROGRAM = """
@@ -74,10 +73,9 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_mapped_calls_whose_tokens_are_split(family: Family, overlaps: bool) -> None:
-    if overlaps and family.is_pure_jax:
-        pytest.skip("plain JAX has its halos first")
-    errors = json.loads(output_of(run_python(PROGRAM, family.fna, str(overlaps), devices=4)))
-    assert len(errors) == 7 + family.is_pure_jax
+@pytest.mark.parametrize(("backend", "overlaps"), [("cpu-fna", False), ("cpu-fna", True), ("flex-fna", False)])
+def test_mapped_calls_whose_tokens_are_split(backend: str, overlaps: bool) -> None:
+    """Plain JAX has its halos first."""
+    errors = json.loads(output_of(run_python(PROGRAM, backend, str(overlaps), devices=4)))
+    assert len(errors) == 7 + backend.startswith("flex")
     assert all(error < 2e-5 for error in errors.values()), errors

@@ -14,14 +14,14 @@ from natten_jax.plan_marks import NAME_ATTRIBUTE, PLAN_ATTRIBUTE
 from natten_jax.profiler.program import Program
 
 
-def layers(count: int, backend: str, layout: tuple[int, int] = (16, 24)) -> jax.stages.Lowered:
+def layers(count: int, backend: str, layout: tuple[int, int] = (16, 24), dtype: str = "float32") -> jax.stages.Lowered:
     """A program of equal layers and their gradients."""
-    tokens = jax.ShapeDtypeStruct((1, *layout, 2, 16), "float32")
+    tokens = jax.ShapeDtypeStruct((1, *layout, 2, 16), dtype)
 
     def run(query: jax.Array, key: jax.Array) -> jax.Array:
         for _ in range(count):
             query = na2d(query, key, key, kernel_size=5, backend=backend)
-        return jnp.sum(query)
+        return jnp.sum(query.astype("float32"))
 
     return jax.jit(jax.grad(run, argnums=(0, 1))).lower(tokens, tokens)
 
@@ -32,7 +32,7 @@ def instructions(text: str) -> int:
 
 def test_a_plan_stands_once_in_each_pass(family: Family) -> None:
     """Equal layers share their passes in what is traced; what is compiled has a pass for each."""
-    lowered = layers(3, family.fna)
+    lowered = layers(3, family.fna, dtype=family.dtype)
     assert lowered.as_text().count(f"{PLAN_ATTRIBUTE} =") == 2
     text = lowered.compile().as_text()
     assert text is not None
