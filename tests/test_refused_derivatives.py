@@ -31,7 +31,9 @@ REFUSED: dict[str, Callable[[Any, jax.Array], Any]] = {
     "jvp of vmap": lambda f, x: jax.jvp(jax.vmap(f), (x[None],), (x[None],)),
     "jvp in scan": lambda f, x: jax.lax.scan(lambda c, x: (c, jax.jvp(f, (x,), (x,))), 0, x[None]),
     "jvp of scan": lambda f, x: jax.jvp(lambda x: jax.lax.scan(lambda c, x: (c, f(x)), 0, x[None])[1], (x,), (x,)),
-    "jvp of a loop": lambda f, x: jax.jvp(lambda x: jax.lax.fori_loop(0, 2, lambda _, x: x + f(x), x), (x,), (x,)),
+    "jvp of a loop": lambda f, x: jax.jvp(
+        lambda x: jax.lax.fori_loop(0, 2, lambda _, x: (x + f(x)).astype(x.dtype), x), (x,), (x,)
+    ),
     "jvp of cond": lambda f, x: jax.jvp(lambda x: jax.lax.cond(True, f, f, x), (x,), (x,)),
     "jvp of checkpoint": lambda f, x: jax.jvp(jax.checkpoint(f), (x,), (x,)),
     "jvp in map": lambda f, x: jax.lax.map(lambda x: jax.jvp(f, (x,), (x,)), x[None], batch_size=1),
@@ -59,7 +61,7 @@ TAKEN: dict[str, Callable[[Any, jax.Array], Any]] = {
         jax.grad(lambda x: jax.lax.scan(lambda c, x: (c + f(x), None), 0.0, x[None])[0])
     )(x[None])[0],
     "grad of checkpoint of vmap": lambda f, x: jax.grad(lambda x: jax.checkpoint(jax.vmap(f))(x[None]).sum())(x),
-    "grad of cond": lambda f, x: jax.grad(lambda x: jax.lax.cond(True, f, lambda x: x.sum(), x))(x),
+    "grad of cond": lambda f, x: jax.grad(lambda x: jax.lax.cond(True, f, lambda x: x.sum(dtype="f4"), x))(x),
 }
 
 
