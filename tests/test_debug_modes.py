@@ -81,8 +81,12 @@ def test_infinite_values_are_found(family: Family, mode: Callable[[Any], Any]) -
     operands = case.operands(family.dtype, 0)
     # Every logit is finite, and so are the weights.
     spoiled = operands._replace(value=operands.value.at[0, 0, 0, 0, 0].set(jnp.inf))
-    with jax.debug_infs(True):
+    function = mode(case.operator(family.fna))
+    # Products of float32 on TF32 matrix units take infinity for NaN: its lower part is inf - inf.
+    becomes_nan = not jnp.isinf(function(spoiled)[0]).any()
+    assert not becomes_nan or (family.name, family.dtype) == ("cutlass", "float32")
+    with jax.debug_nans(becomes_nan), jax.debug_infs(not becomes_nan):
         function = mode(case.operator(family.fna))
         jax.block_until_ready(function(operands))
-        with pytest.raises(FloatingPointError, match="inf"):
+        with pytest.raises(FloatingPointError, match="nan" if becomes_nan else "inf"):
             jax.block_until_ready(function(spoiled))
