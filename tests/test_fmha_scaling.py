@@ -281,7 +281,8 @@ def test_priorities_are_the_steps_by_what_they_paid_at_a_size() -> None:
 
 
 def test_the_recorded_run_has_every_section() -> None:
-    configuration, results, rate = read(BENCH / "results" / "h200" / "fmha_scaling" / "fmha_scaling_results.json")
+    configuration, results, rate = read(BENCH / "results" / "h100" / "fmha_scaling" / "fmha_scaling_results.json")
+    assert configuration["platform"] == "Hopper (sm90)" and configuration["production"]["occupancy"] == 1
     text = markdown(configuration, GPU_LADDER, results, rate)
     for section in ("Configuration", "Targets", "Platforms", "Steps", "Insights", "What to optimise at which size"):
         assert f"\n## {section}\n" in text
@@ -290,10 +291,11 @@ def test_the_recorded_run_has_every_section() -> None:
     assert [int(cell) for cell in rows["Hopper (sm90)"]] == [1024, 16384, 8, 128]
     assert [int(cell) for cell in rows["Blackwell (sm120, sm121)"]] == [2048, 32768, 16, 256]
     best = max(step.tflops for result in results if (step := result.find("4")))
-    (measured,) = measured_table(GPU_LADDER, configuration, results, rate)[2:]
+    measured, of_another_device = measured_table(GPU_LADDER, configuration, results, rate)[2:]
     assert f" {best:.3g} " in measured and f" {best / rate:.0%} " in measured
+    assert "H200" in of_another_device
     # Runs of another device with the same problem stand beside it, those of another problem do not.
-    assert len(measured_table(GPU_LADDER, {**configuration, "device": "other"}, results, rate)) == 4
+    assert len(measured_table(GPU_LADDER, {**configuration, "device": "other"}, results, rate)) == 5
     assert len(measured_table(GPU_LADDER, {**configuration, "device": "other", "batch": 1}, results, rate)) == 3
 
 
