@@ -55,11 +55,10 @@ def hopper_forms() -> Iterator[Form]:
     for dtype, (width, pairs) in itertools.product(("bfloat16", "float16"), tiles.items()):
         for (q_tile, kv_tile), is_ping_pong in itertools.product(pairs, (True, False)):
             schedule = KernelSchedule.PING_PONG if is_ping_pong else next(schedules)
-            yield Form(
-                dtype,
-                width,
-                Performance(q_tile, kv_tile, kernel_schedule=schedule, backward_deterministic=is_ping_pong),
-            )
+            performance = Performance(q_tile, kv_tile, kernel_schedule=schedule, backward_deterministic=is_ping_pong)
+            yield Form(dtype, width, performance)
+            # Narrow heads have kernels of their own.
+            yield Form(dtype, width - 24, performance)
 
 
 def cutlass_forms() -> Iterator[Form]:

@@ -7,6 +7,14 @@
 
 namespace natten_jax::sm80 {
 
+/// Launches a variant of a form.
+template <class Traits>
+Status launch_variant(const ForwardParams& params, int ctas, cudaStream_t stream) {
+  return launch_form<Traits>(params.scale.heads == nullptr ? natten_jax_sm80_fna_forward<Traits, false>
+                                                           : natten_jax_sm80_fna_forward<Traits, true>,
+                             params, ctas, stream);
+}
+
 /// Launches the first of some variants of a form of which two CTAs fit on a multiprocessor, or else the first of which
 /// one does.
 template <class... Variants>
@@ -23,7 +31,7 @@ Status launch_fitting(const ForwardParams& params, const SharedMemory& memory, i
         return;
       }
       is_launched = true;
-      result = launch_form<Traits>(natten_jax_sm80_fna_forward<Traits>, params, ctas, stream);
+      result = launch_variant<Traits>(params, ctas, stream);
     };
     (try_variant(Variants{}), ...);
   }
@@ -45,9 +53,7 @@ Status launch_forward(const ForwardParams& params, const ForwardForm& form, cons
         using Wide = ForwardTraits<Element, Product, kWideForm.head_dim, kColumns, 4, 8>;
         static_assert(Wide::kRows == kWideForm.queries &&
                       sizeof(typename Wide::SharedStorage) <= kWideForm.shared_memory);
-        if (form.queries == kWideForm.queries) {
-          return launch_form<Wide>(natten_jax_sm80_fna_forward<Wide>, params, ctas, stream);
-        }
+        if (form.queries == kWideForm.queries) return launch_variant<Wide>(params, ctas, stream);
       }
       return launch_fitting<ForwardTraits<Element, Product, 128, kColumns, 2>,
                             ForwardTraits<Element, Product, 128, kColumns, 1>>(params, memory, ctas, stream);

@@ -49,9 +49,6 @@ struct WarpRows {
     }
   }
 
-  /// Of a head, given its number among those of all batch entries.
-  CUTE_DEVICE Softmax softmax(int head) const { return Softmax(p.scale.of(head).logits * kLog2E); }
-
   /// Loads the queries into registers.
   CUTE_DEVICE void load_query(Query& query) const {
     CUTE_UNROLL

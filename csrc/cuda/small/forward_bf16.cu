@@ -8,7 +8,8 @@ template cudaError_t launch_forward<cutlass::bfloat16_t, 128>(const ForwardParam
 
 cudaError_t find_box_kernels(bool& result) {
   cudaFuncAttributes attributes{};
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, natten_jax_small_forward<cutlass::bfloat16_t, 32, true>);
+  const cudaError_t error =
+      cudaFuncGetAttributes(&attributes, natten_jax_small_forward<cutlass::bfloat16_t, 32, true, false>);
   result = attributes.ptxVersion >= 90;
   return error;
 }

@@ -8,8 +8,10 @@ namespace natten_jax::small {
 
 template <class Element, int kHeadDim>
 cudaError_t launch_forward(const ForwardParams& params, const LaunchShape& shape) {
-  return launch_form<kHeadDim>(params, shape,
-                               [](auto has_boxes) { return natten_jax_small_forward<Element, kHeadDim, has_boxes>; });
+  return launch_form<kHeadDim>(params, shape, [&](auto has_boxes) {
+    return params.scale.heads == nullptr ? natten_jax_small_forward<Element, kHeadDim, has_boxes, false>
+                                         : natten_jax_small_forward<Element, kHeadDim, has_boxes, true>;
+  });
 }
 
 }  // namespace natten_jax::small

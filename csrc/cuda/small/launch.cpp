@@ -56,6 +56,7 @@ Status prepare(const Problem& problem, const std::int64_t (&rows)[kRank], const 
     return status;
   }
   const std::int64_t items = problem.batch * problem.heads;
+  p.exponent_scale = problem.scale.of_all * kLog2E;
   p.is_plain = origins == nullptr;
   for (int i = 0; i < kRank; ++i) {
     const int d = p.region.dimension[i];

@@ -27,6 +27,7 @@ struct CommonParams {
   int additional_kv;
   int items;  // batch entries times query heads
   Scale scale;
+  float exponent_scale;   // of weights as powers of two, where heads have no scales of their own
   bool is_plain;          // arrays are the whole layout, and queries and keys lie in the same one
   bool is_single[kRank];  // dimensions of one token of a plain problem
   bool is_whole;          // a region is a whole dilation group, of a plain problem
