@@ -114,9 +114,11 @@ docs: setup
 	$(if $(VENV),$(RUN) -m pip install --quiet 'natten_jax[docs]')
 	JAX_PLATFORMS=cpu $(RUN) -m sphinx --fail-on-warning --keep-going --quiet --jobs auto docs build/docs
 
-# The pictures of windows and the chart of speeds in README and documentation, from natten_jax.windows and bench/results.
+# The pictures of windows and kernels and the charts of speeds in README and documentation, from natten_jax.windows and
+# bench/results.
 pictures: setup
 	$(RUN) docs/pictures.py
+	$(RUN) docs/kernel_pictures.py
 	$(RUN) bench/plot_peers.py bench/results/h200/peers.json docs/images/speed.svg
 	$(RUN) bench/plot_small.py bench/results/h200/small.json docs/images/small_windows.svg
 
