@@ -30,7 +30,7 @@ from environment import environment
 
 from natten_jax import simulator
 from natten_jax.devices import default_device
-from natten_jax.passes import PASSES, Pass, TilePair
+from natten_jax.performance import PASSES, Pass, TilePair
 from natten_jax.problem import Problem
 from natten_jax.profiler import capture, choices
 from natten_jax.profiler.arguments import parse

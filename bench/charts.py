@@ -11,7 +11,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from natten_jax.passes import PASSES, Pass
+from natten_jax.performance import PASSES, Pass
 from natten_jax.whole_files import write_bytes
 
 COLORS = "#1f5f99", "#7fb2d9", "#c9d3df"

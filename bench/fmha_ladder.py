@@ -17,7 +17,8 @@ from implementations import Function, dot_product_attention, mosaic, ours
 
 from natten_jax import native
 from natten_jax.devices import Device, default_device
-from natten_jax.resolve import Request, resolve
+from natten_jax.request import Request
+from natten_jax.resolve import resolve
 from natten_jax.simulator import calibration_for
 
 _BENCH_TARGET = "natten_jax_bench_fmha_forward"

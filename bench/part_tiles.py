@@ -27,12 +27,13 @@ from several_devices import add_turns, difference, take_turns
 from timing import ratio
 
 from natten_jax import run
-from natten_jax.backends.base import Operands, Output
 from natten_jax.devices import default_device
 from natten_jax.halo import Halo, halos_of
-from natten_jax.passes import PASSES, Pass
+from natten_jax.operands import Operands, Output
+from natten_jax.performance import PASSES, Pass
 from natten_jax.plan import BackendId
-from natten_jax.resolve import Request, resolve
+from natten_jax.request import Request
+from natten_jax.resolve import resolve
 
 WHOLE, PART = "tiles for the whole layout", "tiles for the part"
 

@@ -14,7 +14,7 @@ from typing import Any
 import command
 from charts import passes_side_by_side, save
 
-from natten_jax.passes import PASSES
+from natten_jax.performance import PASSES
 
 BASELINE = "cuDNN"
 _IMPLEMENTATIONS = "natten_jax", "NATTEN", "FlexAttention"

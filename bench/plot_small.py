@@ -14,7 +14,7 @@ from typing import Any
 import command
 from charts import passes_side_by_side, save
 
-from natten_jax.passes import PASSES
+from natten_jax.performance import PASSES
 
 #: Sides that are drawn, under the names that the picture has for them.
 SIDES = {"natten_jax": "natten_jax", "cutlass-large": "its portable kernels for large windows", "cudnn": "cuDNN, dense"}

@@ -26,7 +26,7 @@ from record import save
 from timing import MODES, Runner, compile_backward, compile_runner, ratio, take_turns
 
 from natten_jax.cost.work import flops
-from natten_jax.passes import PASSES, Pass
+from natten_jax.performance import PASSES, Pass
 
 OURS = "natten_jax"
 

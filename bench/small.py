@@ -32,7 +32,7 @@ from timing import Runner, compile_backward, compile_runner
 import natten_jax
 from natten_jax import native
 from natten_jax.devices import default_device
-from natten_jax.passes import PASSES, Pass
+from natten_jax.performance import PASSES, Pass
 from natten_jax.profiler import baselines
 from natten_jax.profiler.capture import Launch, capture_in_turns
 from natten_jax.whole_files import write_text

@@ -23,7 +23,7 @@ from natten_jax.backends.base import Backend, Platform
 from natten_jax.backends.heeded import CHOICES, heeded
 from natten_jax.backends.names import WITHOUT_KERNELS, substitute
 from natten_jax.devices import Device
-from natten_jax.passes import PASSES, Pass
+from natten_jax.performance import PASSES, Pass
 from natten_jax.plan import BackendId
 from natten_jax.problem import OPERATORS, problem_of
 from natten_jax.profiler.element_types import ELEMENT_TYPES

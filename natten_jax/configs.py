@@ -22,7 +22,7 @@ from natten_jax.array_arguments import attention_problem, neighborhood_problem
 from natten_jax.backends.base import Backend
 from natten_jax.backends.names import WITHOUT_KERNELS, absence, substitute
 from natten_jax.devices import Device, NoDeviceError, compute_capability_of, default_device
-from natten_jax.passes import PASSES, Pass
+from natten_jax.performance import PASSES, Pass
 from natten_jax.plan import BackendId
 from natten_jax.problem import OPERATORS, Operator, Problem
 from natten_jax.spellings import unexpected

@@ -18,14 +18,15 @@ from natten_jax import backends, cuda_version, mesh_trial, native, scratch, sour
 from natten_jax.backends import missing_kernels
 from natten_jax.backends.base import Backend
 from natten_jax.devices import Device, NoDeviceError, default_jax_device, local_devices
-from natten_jax.passes import PASSES, Pass
+from natten_jax.performance import PASSES, Pass
 from natten_jax.plan import BackendId
 from natten_jax.problem import SUPPORTED_DTYPES, Operator, Problem, problem_of
 from natten_jax.profiler import arguments
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.workload import parts_of, passes
 from natten_jax.quiet_exit import end, run_quietly
-from natten_jax.resolve import Request, plan_with, resolve
+from natten_jax.request import Request
+from natten_jax.resolve import plan_with, resolve
 from natten_jax.version import __version__
 
 

@@ -13,9 +13,9 @@ from natten_jax import backends
 from natten_jax.backends.base import Backend
 from natten_jax.backends.heeded import CHOICES, ignored
 from natten_jax.devices import Device, device_of, local_devices
-from natten_jax.passes import PASSES
-from natten_jax.performance import Performance
-from natten_jax.resolve import Request, resolve
+from natten_jax.performance import PASSES, Performance
+from natten_jax.request import Request
+from natten_jax.resolve import resolve
 from natten_jax.static_arguments import shown
 
 #: The packages whose frames stand between a user's line and the operators.

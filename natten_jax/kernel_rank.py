@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from natten_jax.passes import TilePair
+import jax
+import jax.numpy as jnp
+
+from natten_jax.performance import TilePair
 from natten_jax.problem import Axis, Problem, Shape
+from natten_jax.query_box import QueryBox
 
 KERNEL_RANK = 3
 
@@ -21,3 +25,8 @@ def with_kernel_tiles(problem: Problem, pair: TilePair) -> TilePair:
     """Tiles of three token dimensions: leading ones have extent 1."""
     q_tile, kv_tile = ((*(1,) * (KERNEL_RANK - problem.rank), *tile) for tile in pair)
     return q_tile, kv_tile
+
+
+def box_start(box: QueryBox) -> jax.Array:
+    """Where a box of queries begins."""
+    return jnp.pad(box.first, (KERNEL_RANK - len(box.extents), 0))

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from natten_jax import backends, op
 from natten_jax.array_arguments import ArrayLike, as_jax_array, attention_problem, neighborhood_problem
 from natten_jax.attention_arguments import check_agreement
-from natten_jax.backends.base import Operands, Output
 from natten_jax.checked_once import checked_once
 from natten_jax.heads_first import described
 from natten_jax.ignored_arguments import warn_of_ignored
@@ -22,10 +21,11 @@ from natten_jax.merge import merge_attentions
 from natten_jax.mesh import exchange, line
 from natten_jax.mesh.explicit import with_whole_dimensions
 from natten_jax.mesh.token_axes import TokenAxes, checked_token_axes
+from natten_jax.operands import Operands, Output
 from natten_jax.parts import Kind, Part, parts_of
 from natten_jax.performance import ATTENTION_NAMES, PERFORMANCE_NAMES, Performance, performance_of
 from natten_jax.problem import Problem
-from natten_jax.resolve import Request
+from natten_jax.request import Request
 from natten_jax.scale import Scale, number_or_array, per_head
 from natten_jax.spellings import known_arguments
 from natten_jax.static_arguments import Bools, Ints, flag

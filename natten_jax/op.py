@@ -14,15 +14,16 @@ from typing import TypeVar
 import jax
 
 from natten_jax import backends, run
-from natten_jax.backends.base import Operands, Output, Saved
 from natten_jax.checkpoint_names import named
 from natten_jax.devices import local_devices
 from natten_jax.differentiation import in_reverse_only
 from natten_jax.mesh import explicit, halo_passes, line, manual_exchange
 from natten_jax.mesh.exchange import Exchange
 from natten_jax.mesh.types import vary_alike
+from natten_jax.operands import Operands, Output, Saved
 from natten_jax.plan import Plan
-from natten_jax.resolve import Request, resolve
+from natten_jax.request import Request
+from natten_jax.resolve import resolve
 
 _Result = TypeVar("_Result", Output, Saved)
 

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.backends.base import Operands, Saved
+from natten_jax.kernel_rank import box_start
+from natten_jax.operands import Operands, Saved
 from natten_jax.query_box import QueryBox
 
 _LOG2_E = 1 / math.log(2)
@@ -46,7 +47,7 @@ def continued(forward_saving: Callable[[Operands], Saved], operands: Operands, s
         seeing: The box.
     """
     assert operands.origins is not None
-    start = seeing.kernel_first
+    start = box_start(seeing)
     origins = operands.origins + jnp.stack([start, jnp.zeros_like(start)])
     found = forward_saving(operands._replace(query=seeing.copied(operands.query), origins=origins))
     both = merged(jax.tree.map(seeing.cut, saved), found)

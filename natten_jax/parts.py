@@ -11,7 +11,7 @@ from natten_jax import backends, run
 from natten_jax.attention_arguments import checked_attention_kwargs
 from natten_jax.performance import ATTENTION_NAMES, Performance, performance_of
 from natten_jax.problem import flattened, of_additional_tokens
-from natten_jax.resolve import Request
+from natten_jax.request import Request
 
 
 class Kind(enum.Enum):

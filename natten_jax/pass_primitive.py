@@ -28,7 +28,7 @@ from natten_jax.mesh.line import Line
 from natten_jax.mesh.roles import Role
 from natten_jax.mesh.types import vary_alike
 from natten_jax.plan import Plan
-from natten_jax.resolve import Request
+from natten_jax.request import Request
 from natten_jax.steps import Step, Transposed
 
 _pass_p = Primitive("natten_jax_pass")

@@ -1,4 +1,4 @@
-"""The performance arguments: how a problem is run, none of which changes what is computed.
+"""The performance arguments: how a problem is run, none of which changes what is computed; passes and tiles.
 
 A new one is a line in :class:`PerformanceArguments`, as users give it, and one in :class:`Performance`, as everything
 else reads it.
@@ -9,12 +9,28 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
-from natten_jax.passes import PASSES, Pass, TilePair
 from natten_jax.static_arguments import LARGEST_INT, Ints, flag, int_tuple, shown
 
 Shape = tuple[int, ...]
+
+Pass = Literal["forward", "backward"]
+
+#: The forward pass is the first.
+PASSES: tuple[Pass, ...] = ("forward", "backward")
+
+#: Tokens of a query and of a key/value tile, per token dimension.
+TilePair = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def outer_and_inner(pair: TilePair, pass_: Pass) -> TilePair:
+    """A query and a key/value tile, in the order in which a kernel's loops go over them in a pass.
+
+    A thread block owns an *outer* tile, of queries in the forward pass and of keys and values in the backward pass, and
+    goes over *inner* tiles of the other side.
+    """
+    return pair if pass_ == "forward" else pair[::-1]
 
 
 class KernelSchedule(enum.StrEnum):

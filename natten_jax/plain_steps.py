@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax import backends
-from natten_jax.backends.base import Differentiable, Operands, Output, PureJaxBackend
+from natten_jax.backends.base import PureJaxBackend
 from natten_jax.devices import Device
 from natten_jax.mesh.roles import Role, roles_of
 from natten_jax.mesh.types import type_like
+from natten_jax.operands import Differentiable, Operands, Output
 from natten_jax.plan import BackendId, Plan
-from natten_jax.resolve import Request, plan_with
+from natten_jax.request import Request
+from natten_jax.resolve import plan_with
 from natten_jax.steps import Derivative, Result, Step
 
 

@@ -10,8 +10,7 @@ import dataclasses
 import json
 from typing import Any, NamedTuple
 
-from natten_jax.passes import Pass, TilePair
-from natten_jax.performance import KernelSchedule, Performance, tile_names
+from natten_jax.performance import KernelSchedule, Pass, Performance, TilePair, tile_names
 from natten_jax.problem import OPERATORS, Axis, Operator, Problem
 
 

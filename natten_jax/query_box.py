@@ -6,9 +6,7 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 
-from natten_jax.kernel_rank import KERNEL_RANK
 from natten_jax.mesh.words import elements_of, words_of
 
 
@@ -29,11 +27,6 @@ class QueryBox:
     def starts(self) -> list[jax.Array]:
         """Where they begin, by token dimension."""
         return [self.first[i] for i in range(len(self.extents))]
-
-    @property
-    def kernel_first(self) -> jax.Array:
-        """Where they begin as kernels have it, with three token dimensions."""
-        return jnp.pad(self.first, (KERNEL_RANK - len(self.extents), 0))
 
     def cut(self, array: jax.Array) -> jax.Array:
         """These queries of an array ``[batch, *query_layout, ...]``."""

@@ -10,42 +10,13 @@ from natten_jax.backends import missing_kernels
 from natten_jax.backends.base import Backend
 from natten_jax.cost.part_pairs import tiled_for_part
 from natten_jax.devices import Device
-from natten_jax.passes import PASSES, Pass, TilePair
-from natten_jax.performance import Performance
+from natten_jax.performance import PASSES, Pass, TilePair
 from natten_jax.plan import BackendId, Plan, tile_arguments
 from natten_jax.problem import Problem
-from natten_jax.symbolic_batch import planned_batch
+from natten_jax.request import Request
 
 #: What part of the preferred backend's predicted time another's has to be, for it to run: predictions are not exact.
 _CLEARLY_FASTER = 0.9
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """One attention call as it was asked for.
-
-    Attributes:
-        problem: What to compute.
-        performance: How, as far as the caller said.
-        backend: The name of the backend that was asked for; ``None`` leaves it open.
-        precision: ``jax.default_matmul_precision`` where the call stands. It holds for all passes, wherever they are
-            traced: logits have to be the same in each.
-        token_axes: The manual mesh axes that each token dimension is split over; nothing where none is.
-        parts: Into how many parts each token dimension is split, one of which a device runs at its place in the layout;
-            nothing where none is.
-    """
-
-    problem: Problem
-    performance: Performance = dataclasses.field(default_factory=Performance)
-    backend: str | None = None
-    precision: str | None = None
-    token_axes: tuple[tuple[str, ...], ...] = ()
-    parts: tuple[int, ...] = ()
-
-    def of_part(self, batch: int, heads: int, heads_kv: int) -> Request:
-        """The request for what one device has of the batch, of query heads and of key/value heads."""
-        problem = dataclasses.replace(self.problem, batch=planned_batch(batch), heads=heads, heads_kv=heads_kv)
-        return self if problem == self.problem else dataclasses.replace(self, problem=problem)
 
 
 def resolve(request: Request, device: Device, pass_: Pass) -> Plan:

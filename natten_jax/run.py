@@ -10,19 +10,21 @@ from typing import Any
 import jax
 
 from natten_jax import backends, pass_primitive
-from natten_jax.backends.base import Backend, Gradients, Operands, Output, Saved
+from natten_jax.backends.base import Backend
 from natten_jax.devices import CPU, OTHER, Device, cuda_device
 from natten_jax.differentiation import refuse
 from natten_jax.mesh import halo_passes
 from natten_jax.mesh.exchange import Exchange
 from natten_jax.mesh.roles import Role, roles_of
 from natten_jax.mesh.types import type_like
+from natten_jax.operands import Gradients, Operands, Output, Saved
 from natten_jax.partial_outputs import continued
-from natten_jax.passes import Pass
+from natten_jax.performance import Pass
 from natten_jax.plain_steps import PlainForward
 from natten_jax.plan import Plan
 from natten_jax.query_box import QueryBox
-from natten_jax.resolve import Request, resolve
+from natten_jax.request import Request
+from natten_jax.resolve import resolve
 from natten_jax.steps import Derivative, Result, Run, Step
 
 

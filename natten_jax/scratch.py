@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax import backends
-from natten_jax.backends.base import Operands, Output, Saved
+from natten_jax.operands import Operands, Output, Saved
 from natten_jax.plan import Plan
 from natten_jax.problem import Problem
 

@@ -19,7 +19,7 @@ from natten_jax.mesh.exchange import Exchange
 from natten_jax.mesh.roles import Role
 from natten_jax.mesh.types import type_like
 from natten_jax.plan import Plan
-from natten_jax.resolve import Request
+from natten_jax.request import Request
 
 
 class Result(NamedTuple):

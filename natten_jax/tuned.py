@@ -9,8 +9,7 @@ from typing import Any
 
 from natten_jax import backends
 from natten_jax.attention_arguments import checked_attention_kwargs
-from natten_jax.passes import PASSES
-from natten_jax.performance import ATTENTION_NAMES, performance_of, tile_names
+from natten_jax.performance import ATTENTION_NAMES, PASSES, performance_of, tile_names
 from natten_jax.static_arguments import shown
 
 _TILES = tuple(name for pass_ in PASSES for name in tile_names(pass_))

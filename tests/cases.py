@@ -14,7 +14,7 @@ from problems import Case
 
 from natten_jax import backends, devices
 from natten_jax.array_arguments import neighborhood_problem
-from natten_jax.passes import PASSES
+from natten_jax.performance import PASSES
 
 
 def random_case(seed: int, *, rank: int | None = None, tokens: int | None = None) -> Case:

@@ -27,7 +27,7 @@ import pytest
 from families import FAMILIES, Family
 from resources import limits
 
-from natten_jax.passes import PASSES
+from natten_jax.performance import PASSES
 
 hypothesis.settings.register_profile(
     "deterministic", derandomize=True, deadline=None, database=None, print_blob=True, max_examples=200

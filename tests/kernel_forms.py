@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from plans import plans_of
 
-from natten_jax.backends.base import Operands, Output, Saved
+from natten_jax.operands import Operands, Output, Saved
 from natten_jax.performance import KernelSchedule, Performance
 from natten_jax.problem import problem_of
 from natten_jax.query_box import QueryBox

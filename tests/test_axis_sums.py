@@ -11,7 +11,7 @@ import pytest
 from natten_jax import simulator
 from natten_jax.cost import axis_sums, axis_tiles, work
 from natten_jax.cost.axis_tiles import Placement
-from natten_jax.passes import PASSES
+from natten_jax.performance import PASSES
 from natten_jax.problem import Axis
 from natten_jax.profiler.__main__ import main
 

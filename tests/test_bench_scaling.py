@@ -23,8 +23,8 @@ from scaling_problems import curves  # noqa: E402
 
 from natten_jax import run  # noqa: E402
 from natten_jax.halo import halos_of  # noqa: E402
-from natten_jax.passes import PASSES  # noqa: E402
-from natten_jax.resolve import Request  # noqa: E402
+from natten_jax.performance import PASSES  # noqa: E402
+from natten_jax.request import Request  # noqa: E402
 
 SCALING = """
 import sys

@@ -12,12 +12,12 @@ import oracle
 import pytest
 
 from natten_jax import run
-from natten_jax.backends.base import Operands, Saved
 from natten_jax.halo import halo_of
+from natten_jax.operands import Operands, Saved
 from natten_jax.performance import Performance
 from natten_jax.problem import Problem, problem_of
 from natten_jax.query_box import QueryBox
-from natten_jax.resolve import Request
+from natten_jax.request import Request
 
 BACKENDS = [
     ("cpu-fna", "float32"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from natten_jax import simulator
-from natten_jax.passes import TilePair
+from natten_jax.performance import TilePair
 from natten_jax.problem import Problem
 from natten_jax.profiler.__main__ import main
 

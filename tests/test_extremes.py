@@ -17,8 +17,8 @@ from problems import Case, element_types, errors_of, expected_of, value_and_grad
 
 import natten_jax
 from natten_jax.array_arguments import neighborhood_problem
-from natten_jax.backends.base import Operands, Output, Saved
-from natten_jax.passes import PASSES
+from natten_jax.operands import Operands, Output, Saved
+from natten_jax.performance import PASSES
 
 # Gradients at large logits ------------------------------------------------------------------------------------------
 

@@ -20,9 +20,9 @@ from programs import run_python
 
 import natten_jax
 from natten_jax import native
-from natten_jax.backends.base import Operands, Output
 from natten_jax.backends.native_backend import attributes
 from natten_jax.devices import Device
+from natten_jax.operands import Operands, Output
 from natten_jax.performance import Performance
 from natten_jax.problem import problem_of
 from natten_jax.query_box import QueryBox

@@ -27,7 +27,7 @@ from fuzz.session import problems_of, run_batch
 from problems import Case
 
 from natten_jax.backends import cpu
-from natten_jax.backends.base import Saved
+from natten_jax.operands import Saved
 from natten_jax.plan import Plan
 
 ROOT = Path(__file__).parents[1]

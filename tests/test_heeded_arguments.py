@@ -11,14 +11,15 @@ import jax
 import pytest
 
 from natten_jax import backends
-from natten_jax.backends.base import Backend, Operands, Output, Saved
+from natten_jax.backends.base import Backend
 from natten_jax.backends.heeded import CHOICES, heeded, ignored
 from natten_jax.devices import CPU, Device
-from natten_jax.passes import PASSES, Pass
-from natten_jax.performance import ATTENTION_NAMES, Performance
+from natten_jax.operands import Operands, Output, Saved
+from natten_jax.performance import ATTENTION_NAMES, PASSES, Pass, Performance
 from natten_jax.plan import Plan
 from natten_jax.problem import Problem, problem_of
-from natten_jax.resolve import Request, plan_with
+from natten_jax.request import Request
+from natten_jax.resolve import plan_with
 
 #: A value of each argument that asks for something.
 ASKED: dict[str, Any] = {

@@ -8,7 +8,7 @@ import pytest
 
 from natten_jax import backends, native, simulator
 from natten_jax.devices import Device
-from natten_jax.passes import PASSES, Pass
+from natten_jax.performance import PASSES, Pass
 
 HOPPER = Device("cuda", (9, 0), is_present=False)
 

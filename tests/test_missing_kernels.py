@@ -20,7 +20,8 @@ from natten_jax.backends import missing_kernels
 from natten_jax.devices import Device
 from natten_jax.doctor import report
 from natten_jax.problem import problem_of
-from natten_jax.resolve import Request, resolve
+from natten_jax.request import Request
+from natten_jax.resolve import resolve
 
 HOPPER = Device("cuda", (9, 0))
 AMPERE = Device("cuda", (8, 6))

@@ -30,9 +30,9 @@ from problems import (
 import natten_jax
 from natten_jax import op
 from natten_jax.array_arguments import neighborhood_problem
-from natten_jax.backends.base import Operands
+from natten_jax.operands import Operands
 from natten_jax.problem import Problem
-from natten_jax.resolve import Request
+from natten_jax.request import Request
 
 Record = Callable[[str, object], None]
 

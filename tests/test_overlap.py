@@ -21,7 +21,8 @@ from natten_jax.devices import Device
 from natten_jax.halo import bytes_by_direction, bytes_received, halos_of
 from natten_jax.plan import Plan
 from natten_jax.problem import Problem, problem_of
-from natten_jax.resolve import Request, resolve
+from natten_jax.request import Request
+from natten_jax.resolve import resolve
 from natten_jax.simulator import calibration_for, predict_split, simulate
 
 H200 = Device("cuda", (9, 0), is_present=False)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from natten_jax import run
-from natten_jax.backends.base import Operands, Saved
+from natten_jax.operands import Operands, Saved
 from natten_jax.partial_outputs import merged
 from natten_jax.problem import Axis, problem_of
-from natten_jax.resolve import Request
+from natten_jax.request import Request
 
 TOKENS, HEADS, WIDTH = 24, 2, 8
 

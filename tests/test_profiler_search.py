@@ -15,7 +15,7 @@ import pytest
 import natten_jax
 from natten_jax import backends, native, simulator
 from natten_jax.devices import Device
-from natten_jax.passes import PASSES, Pass, TilePair
+from natten_jax.performance import PASSES, Pass, TilePair
 from natten_jax.plan import BackendId
 from natten_jax.profiler import choices, configurations, parse, trials
 from natten_jax.profiler.__main__ import main

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import pytest
 
 from natten_jax.devices import Device
-from natten_jax.passes import Pass, TilePair
+from natten_jax.performance import Pass, TilePair
 from natten_jax.profiler import (
     Result,
     Row,

@@ -21,7 +21,7 @@ from tile_walks import boxes, groups_of, walk
 from natten_jax import backends, simulator
 from natten_jax.array_arguments import neighborhood_problem
 from natten_jax.devices import Device
-from natten_jax.passes import TilePair
+from natten_jax.performance import TilePair
 from natten_jax.problem import Problem, problem_of
 from natten_jax.profiler.arguments import parse
 from natten_jax.profiler.configurations import main_part

@@ -20,8 +20,8 @@ from programs import output_of, run_python
 import natten_jax
 from natten_jax import op
 from natten_jax.array_arguments import neighborhood_problem
-from natten_jax.backends.base import Operands
-from natten_jax.resolve import Request
+from natten_jax.operands import Operands
+from natten_jax.request import Request
 
 CASE = Case((5, 6), (3, 4), stride=(2, 1), is_causal=(False, True), heads=2, additional=2, fused=True, head_dim=8)
 CASE = dataclasses.replace(CASE, scales=(0.4, -0.7))  # of the heads

@@ -6,96 +6,18 @@ import abc
 import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from natten_jax import native
 from natten_jax.devices import ComputeCapability, Device
-from natten_jax.passes import Pass, TilePair
-from natten_jax.performance import KernelSchedule
+from natten_jax.operands import Differentiable, Gradients, Operands, Output, Saved
+from natten_jax.performance import KernelSchedule, Pass, TilePair
 from natten_jax.plan import Plan
 from natten_jax.problem import Problem
 from natten_jax.query_box import QueryBox
-
-
-class Operands(NamedTuple):
-    """The arrays of one call, heads last, in the caller's rank.
-
-    Attributes:
-        query: ``[batch, *query_layout, heads, head_dim]``.
-        key: ``[batch, *kv_layout, heads_kv, head_dim]``.
-        value: ``[batch, *kv_layout, heads_kv, head_dim_v]``.
-        additional_keys: ``[batch, additional_kv, heads_kv, head_dim]``, or ``None``.
-        additional_values: ``[batch, additional_kv, heads_kv, head_dim_v]``, or ``None``.
-        scale: ``[batch, heads]`` in the accumulator's element type: factors of the logits, in place of the problem's;
-            ``None`` where that is the scale.
-        origins: int32 ``[2, 3]``: where the local query and key/value tokens start in the global layout,
-            last dimension last; ``None`` where nothing is sharded.
-    """
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    additional_keys: jax.Array | None
-    additional_values: jax.Array | None
-    scale: jax.Array | None = None
-    origins: jax.Array | None = None
-
-    @property
-    def differentiable(self) -> Gradients:
-        """Those that have gradients."""
-        return Gradients(*self[:-1])
-
-
-class Gradients(NamedTuple):
-    """Cotangents of the differentiable operands, in their shapes and dtypes."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    additional_keys: jax.Array | None
-    additional_values: jax.Array | None
-    scale: jax.Array | None = None
-
-
-class Output(NamedTuple):
-    """Output ``[batch, *query_layout, heads, head_dim_v]`` and logsumexp ``[batch, *query_layout, heads]``."""
-
-    out: jax.Array
-    logsumexp: jax.Array
-
-
-class Saved(NamedTuple):
-    """What the backward pass reads of the forward pass: its output, and what float32 leaves out of the logsumexp.
-
-    Attributes:
-        out: As in :class:`Output`.
-        logsumexp: As in :class:`Output`.
-        remainder: ``[batch, *query_layout, heads]``, float32, in base 2 (csrc/include/natten_jax/logsumexp.h). Where
-            logits are large the rounding of the logsumexp alone would change weights by any factor. ``None`` where
-            another backend computed the output: logits differ from backend to backend, by as much as this corrects.
-    """
-
-    out: jax.Array
-    logsumexp: jax.Array
-    remainder: jax.Array | None
-
-
-class Differentiable(NamedTuple):
-    """What plain JAX computes where it may be differentiated.
-
-    Attributes:
-        out: As in :class:`Output`, but in the accumulator's element type: derivatives are the more accurate for it.
-        logsumexp: As in :class:`Output`.
-        residuals: ``[batch, *query_layout, heads, width]`` in the accumulator's element type: what else the derivative
-            wants to know. ``None`` where that is nothing.
-    """
-
-    out: jax.Array
-    logsumexp: jax.Array
-    residuals: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import jax
 
 from natten_jax import native
-from natten_jax.backends.base import Gradients, Operands, Output, Platform, Saved
+from natten_jax.backends.base import Platform
 from natten_jax.backends.native_backend import (
     NativeBackend,
     attributes,
@@ -21,7 +21,8 @@ from natten_jax.backends.native_backend import (
 )
 from natten_jax.devices import Device
 from natten_jax.native import ResultType
-from natten_jax.passes import Pass, TilePair
+from natten_jax.operands import Gradients, Operands, Output, Saved
+from natten_jax.performance import Pass, TilePair
 from natten_jax.plan import Plan
 from natten_jax.problem import Problem, Shape
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from natten_jax import native
 from natten_jax.backends import cutlass_small
-from natten_jax.backends.base import Gradients, Operands, Output, Platform, Saved
+from natten_jax.backends.base import Platform
 from natten_jax.backends.native_backend import (
     NativeBackend,
     attributes,
@@ -28,8 +28,8 @@ from natten_jax.cost.calibration import calibration_for
 from natten_jax.cost.ranking import rank_sizes
 from natten_jax.devices import ComputeCapability, Device
 from natten_jax.native import ResultType
-from natten_jax.passes import Pass, TilePair
-from natten_jax.performance import MemoryUsagePreference, Performance
+from natten_jax.operands import Gradients, Operands, Output, Saved
+from natten_jax.performance import MemoryUsagePreference, Pass, Performance, TilePair
 from natten_jax.plan import Plan
 from natten_jax.problem import ELEMENT_BYTES, Problem
 from natten_jax.symbolic_batch import least_batch

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax import native
-from natten_jax.backends.base import Gradients, Operands, Output, Saved
 from natten_jax.backends.native_backend import (
     attributes,
     gradients_of,
@@ -17,6 +16,7 @@ from natten_jax.backends.native_backend import (
     with_kernel_rank,
 )
 from natten_jax.native import ResultType
+from natten_jax.operands import Gradients, Operands, Output, Saved
 from natten_jax.plan import Plan
 from natten_jax.problem import Problem
 

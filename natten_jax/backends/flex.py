@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from natten_jax.backends.base import Differentiable, Gradients, Operands, Output, PureJaxBackend, Saved
+from natten_jax.backends.base import PureJaxBackend
 from natten_jax.backends.flex_forward import softmax_of
 from natten_jax.backends.flex_gradients import gradients_of
 from natten_jax.backends.flex_operands import TILE_PAIRS
@@ -22,7 +22,8 @@ from natten_jax.backends.flex_rows import rows_of
 from natten_jax.backends.flex_softmax import Products, Rows
 from natten_jax.backends.flex_tangents import tangents_of
 from natten_jax.devices import Device
-from natten_jax.passes import Pass, TilePair
+from natten_jax.operands import Differentiable, Gradients, Operands, Output, Saved
+from natten_jax.performance import Pass, TilePair
 from natten_jax.plan import Plan
 from natten_jax.problem import Problem
 

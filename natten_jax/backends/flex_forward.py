@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from natten_jax.backends.base import Operands
 from natten_jax.backends.flex_loops import repeated, swept
 from natten_jax.backends.flex_operands import AdditionalTiles, PlacedSweep, for_tiles
 from natten_jax.backends.flex_softmax import Products, Softmax
 from natten_jax.mesh.types import varying_like
+from natten_jax.operands import Operands
 from natten_jax.plan import Plan
 
 

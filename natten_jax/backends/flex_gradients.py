@@ -17,7 +17,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from natten_jax.backends.base import Operands, Output
 from natten_jax.backends.flex_blocks import materialize
 from natten_jax.backends.flex_loops import repeated, swept
 from natten_jax.backends.flex_operands import AdditionalTiles, PlacedSweep, for_tiles, untiled
@@ -25,6 +24,7 @@ from natten_jax.backends.flex_rows import KnownRows, rows_by_key, rows_of_tile
 from natten_jax.backends.flex_softmax import Products, Rows, Softmax, softmax_weights
 from natten_jax.backends.flex_tangents import logsumexp_change
 from natten_jax.mesh.types import varying_like
+from natten_jax.operands import Operands, Output
 from natten_jax.plan import Plan
 
 #: Sums of gradients of additional keys and values, tiled.

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from natten_jax.backends.base import Operands
 from natten_jax.backends.flex_blocks import Sweep, make_sweep
-from natten_jax.passes import Pass, TilePair
+from natten_jax.operands import Operands
+from natten_jax.performance import Pass, TilePair
 from natten_jax.plan import Plan
 from natten_jax.problem import Problem
 

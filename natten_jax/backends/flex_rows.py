@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from natten_jax.backends.base import Operands
 from natten_jax.backends.flex_blocks import TilePositions
 from natten_jax.backends.flex_loops import repeated
 from natten_jax.backends.flex_operands import AdditionalTiles, PlacedSweep
 from natten_jax.backends.flex_softmax import Products, Rows, Softmax, exponentials, highest, masked, reference
 from natten_jax.mesh.types import varying_like
+from natten_jax.operands import Operands
 from natten_jax.problem import Problem
 
 #: A product of two float32 numbers of this size is off by less than 2e-5, and so is a weight.

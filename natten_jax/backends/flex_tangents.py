@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from natten_jax.backends.base import Gradients, Operands, Output
 from natten_jax.backends.flex_blocks import materialize
 from natten_jax.backends.flex_loops import swept
 from natten_jax.backends.flex_operands import AdditionalTiles, PlacedSweep, for_tiles
 from natten_jax.backends.flex_rows import KnownRows, rows_by_key, rows_of_tile
 from natten_jax.backends.flex_softmax import Products, Rows, Softmax, softmax_weights
 from natten_jax.mesh.types import varying_like
+from natten_jax.operands import Gradients, Operands, Output
 from natten_jax.plan import Plan
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.backends.base import Gradients, Operands
+from natten_jax.operands import Gradients, Operands
 from natten_jax.problem import Problem
 from natten_jax.scale import LARGEST
 

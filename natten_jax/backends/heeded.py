@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from natten_jax import backends
 from natten_jax.backends.base import Backend
-from natten_jax.passes import Pass
-from natten_jax.performance import Performance
+from natten_jax.performance import Pass, Performance
 from natten_jax.plan import BackendId, Plan
 
 

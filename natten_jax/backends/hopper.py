@@ -10,16 +10,16 @@ import jax.numpy as jnp
 
 from natten_jax import native
 from natten_jax.backends import hopper_backward
-from natten_jax.backends.base import Gradients, Operands, Output, Platform, Saved
+from natten_jax.backends.base import Platform
 from natten_jax.backends.native_backend import NativeBackend, attributes, kernel_operands, with_kernel_rank
 from natten_jax.continued import continues
 from natten_jax.cost.calibration import calibration_for
 from natten_jax.cost.ranking import rank_sizes
 from natten_jax.devices import Device
-from natten_jax.kernel_rank import KERNEL_RANK
+from natten_jax.kernel_rank import KERNEL_RANK, box_start
 from natten_jax.native import ResultType
-from natten_jax.passes import Pass, TilePair
-from natten_jax.performance import KernelSchedule
+from natten_jax.operands import Gradients, Operands, Output, Saved
+from natten_jax.performance import KernelSchedule, Pass, TilePair
 from natten_jax.plan import Plan
 from natten_jax.problem import Problem, Shape
 from natten_jax.query_box import QueryBox
@@ -70,7 +70,7 @@ class HopperBackend(NativeBackend):
         if not continues(self.family, problem):
             return None
         earlier = [with_kernel_rank(array, problem.rank) for array in saved if array is not None]
-        arrays = [*kernel_operands(problem, operands), seeing.kernel_first]
+        arrays = [*kernel_operands(problem, operands), box_start(seeing)]
         results = native.call(
             _FORWARD_CONTINUED,
             [*(ResultType(each.shape, each.dtype, len(arrays) + i) for i, each in enumerate(earlier)), _SCRATCH],

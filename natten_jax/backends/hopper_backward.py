@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from natten_jax import native
-from natten_jax.backends.base import Gradients, Operands, Output, Saved
 from natten_jax.backends.native_backend import (
     attributes,
     delta,
@@ -20,6 +19,7 @@ from natten_jax.backends.native_backend import (
     with_kernel_rank,
 )
 from natten_jax.native import ResultType
+from natten_jax.operands import Gradients, Operands, Output, Saved
 from natten_jax.plan import Plan
 from natten_jax.problem import Shape
 

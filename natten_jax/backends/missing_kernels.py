@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from natten_jax import cuda_version, native, source_tree
 from natten_jax.backends.base import Backend
 from natten_jax.devices import Device
-from natten_jax.passes import Pass
+from natten_jax.performance import Pass
 from natten_jax.problem import Problem
 
 _was_warned = False

@@ -11,7 +11,7 @@ from natten_jax.cost.axis_tiles import Placement, axis_counts
 from natten_jax.cost.calibration import Calibration
 from natten_jax.cost.simulation import Simulation, simulate
 from natten_jax.cost.tile_counts import check_tiles
-from natten_jax.passes import TilePair
+from natten_jax.performance import TilePair
 from natten_jax.problem import Axis, Problem, Shape
 
 #: Strides that are tried for aligned tiles, which are no backend's.

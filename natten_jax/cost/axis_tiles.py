@@ -22,7 +22,7 @@ from natten_jax.cost.axis_sums import (
     totals,
     window_changes,
 )
-from natten_jax.passes import Pass
+from natten_jax.performance import Pass
 from natten_jax.problem import Axis
 
 Placement = Literal["anchored", "aligned"]

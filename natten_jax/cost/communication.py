@@ -14,7 +14,7 @@ from natten_jax.cost.part_tiles import Visits, visits_at_once, visits_by_keys, v
 from natten_jax.cost.predict import predict
 from natten_jax.cost.tile_counts import TimedTiles, count_tiles
 from natten_jax.halo import Halo, bytes_received, halos_of, travel_order
-from natten_jax.passes import TilePair
+from natten_jax.performance import TilePair
 from natten_jax.plan import Plan
 from natten_jax.problem import ELEMENT_BYTES, Axis, Problem
 
@@ -101,7 +101,8 @@ def predict_split(plan: Plan, parts: Sequence[int], calibration: Calibration) ->
         A video, split along its width over eight Hopper GPUs of a host:
 
         >>> from natten_jax.devices import Device
-        >>> from natten_jax.resolve import Request, resolve
+        >>> from natten_jax.request import Request
+        >>> from natten_jax.resolve import resolve
         >>> from natten_jax.simulator import calibration_for, predict_split, problem_of
         >>> video = problem_of((32, 48, 80), 24, 8, heads=24, head_dim=128, dtype="bfloat16")
         >>> parts = 1, 1, 8

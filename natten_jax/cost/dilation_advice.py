@@ -15,7 +15,7 @@ from typing import NamedTuple
 from natten_jax.cost.axis_tiles import Placement, axis_counts
 from natten_jax.cost.calibration import Calibration
 from natten_jax.cost.simulation import Simulation, simulate
-from natten_jax.passes import TilePair
+from natten_jax.performance import TilePair
 from natten_jax.problem import Axis, Problem, Shape
 
 #: Dilations of a dimension that are tried: the smallest ones, and beyond these as many that divide it, the largest one

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from natten_jax.cost.calibration import calibration_for
 from natten_jax.cost.communication import predict_split
-from natten_jax.passes import TilePair
+from natten_jax.performance import TilePair
 from natten_jax.plan import Plan
 
 #: Of the fastest pairs for the whole layout, how many are looked at; a part's fastest one was among 64 of them for a

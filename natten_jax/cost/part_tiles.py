@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from natten_jax.halo import Halo, travel_order
-from natten_jax.passes import Pass
+from natten_jax.performance import Pass
 from natten_jax.plan import Plan
 from natten_jax.problem import Axis
 from natten_jax.windows import window_bounds

@@ -21,7 +21,7 @@ import numpy as np
 from natten_jax.cost.calibration import Calibration, Kernel
 from natten_jax.cost.tile_counts import TimedTiles
 from natten_jax.cost.work import least_bytes
-from natten_jax.passes import Pass
+from natten_jax.performance import Pass
 from natten_jax.problem import Problem
 
 

@@ -20,7 +20,7 @@ from natten_jax.cost.predict import predict
 from natten_jax.cost.row_groups import Parts, part_counts
 from natten_jax.cost.tile_counts import TimedTiles, additional_counts
 from natten_jax.cost.tile_shapes import pairs_of
-from natten_jax.passes import Pass, TilePair, outer_and_inner
+from natten_jax.performance import Pass, TilePair, outer_and_inner
 from natten_jax.problem import Axis, Problem, Shape
 
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from natten_jax.cost.axis_tiles import Judgement, Placement, Rows, judged_tiles
 from natten_jax.cost.calibration import Kernel
-from natten_jax.passes import Pass
+from natten_jax.performance import Pass
 from natten_jax.problem import Axis, Shape
 
 

@@ -11,7 +11,7 @@ from natten_jax.cost.calibration import Calibration
 from natten_jax.cost.predict import predict
 from natten_jax.cost.tile_counts import TileCounts, count_tiles
 from natten_jax.cost.work import all_pairs, flops, least_bytes
-from natten_jax.passes import Pass, TilePair, outer_and_inner
+from natten_jax.performance import Pass, TilePair, outer_and_inner
 from natten_jax.problem import ELEMENT_BYTES, Problem
 
 

@@ -16,7 +16,7 @@ from natten_jax.cost.axis_tiles import axis_counts
 from natten_jax.cost.small_windows import Launch
 from natten_jax.cost.tile_counts import TileCounts
 from natten_jax.cost.work import visible_pairs
-from natten_jax.passes import Pass, TilePair, outer_and_inner
+from natten_jax.performance import Pass, TilePair, outer_and_inner
 from natten_jax.problem import ELEMENT_BYTES, Problem
 
 #: Groups of columns that are computed at a time.

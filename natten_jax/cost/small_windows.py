@@ -21,7 +21,7 @@ from natten_jax.cost.tile_shapes import pairs_of
 from natten_jax.cost.work import least_bytes
 from natten_jax.devices import ComputeCapability
 from natten_jax.kernel_rank import KERNEL_RANK, axis_rows, with_kernel_tiles
-from natten_jax.passes import Pass, TilePair, outer_and_inner
+from natten_jax.performance import Pass, TilePair, outer_and_inner
 from natten_jax.problem import ELEMENT_BYTES, Problem
 
 #: The backend family whose form it is.

@@ -24,7 +24,7 @@ from natten_jax.cost.axis_tiles import AxisCounts, Placement, axis_counts
 from natten_jax.cost.calibration import Kernel
 from natten_jax.cost.row_groups import Parts, part_counts
 from natten_jax.cost.work import visible_pairs
-from natten_jax.passes import Pass, TilePair, outer_and_inner
+from natten_jax.performance import Pass, TilePair, outer_and_inner
 from natten_jax.problem import Problem, Shape
 
 _PLACEMENTS = ("anchored", "aligned")

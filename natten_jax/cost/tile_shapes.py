@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from natten_jax.passes import TilePair
+from natten_jax.performance import TilePair
 from natten_jax.problem import Shape
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from natten_jax import windows
 from natten_jax.cost.axes import dilation_groups
 from natten_jax.cost.axis_sums import check_extent, totals, window_changes
-from natten_jax.passes import Pass
+from natten_jax.performance import Pass
 from natten_jax.problem import ELEMENT_BYTES, Axis, Problem
 
 

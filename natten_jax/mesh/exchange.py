@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.backends.base import Operands
 from natten_jax.halo import Halo, halos_of
 from natten_jax.mesh import moves
 from natten_jax.mesh.line import Line
+from natten_jax.operands import Operands
 from natten_jax.problem import Problem
 
 FIRST_TOKEN_AXIS = 1  # behind the batch

@@ -15,13 +15,13 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from natten_jax.backends.base import Operands, Output
 from natten_jax.mesh.heads import HeadSplit
 from natten_jax.mesh.partition import warn_of_gather
 from natten_jax.mesh.roles import Role, roles_of
 from natten_jax.mesh.token_axes import axis_names
 from natten_jax.mesh.types import vary_alike
-from natten_jax.resolve import Request
+from natten_jax.operands import Operands, Output
+from natten_jax.request import Request
 
 Run = Callable[[Request, Operands], Output]
 _Axes = tuple[str, ...]

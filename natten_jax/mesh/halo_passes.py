@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from natten_jax.backends.base import Gradients, Operands, Output, Saved
 from natten_jax.cost.communication import overlap_that_pays
 from natten_jax.mesh import overlap
 from natten_jax.mesh.exchange import FIRST_TOKEN_AXIS, Exchange
 from natten_jax.mesh.overlap import ContinueForward, RunBackward, RunForward
+from natten_jax.operands import Gradients, Operands, Output, Saved
 from natten_jax.plan import Plan
-from natten_jax.resolve import Request
+from natten_jax.request import Request
 
 _Result = TypeVar("_Result", Output, Saved)
 

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from natten_jax.backends.base import Operands
 from natten_jax.halo import Halo, halos_of
 from natten_jax.mesh.exchange import FIRST_TOKEN_AXIS, Exchange
 from natten_jax.mesh.line import lines_of, parts_of
 from natten_jax.mesh.types import type_like, vary_alike
+from natten_jax.operands import Operands
 from natten_jax.problem import Problem
 
 TokenAxes = tuple[tuple[str, ...], ...]

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from natten_jax.backends.base import Gradients, Operands, Output, Saved
 from natten_jax.mesh.exchange import Exchange
 from natten_jax.mesh.travel import Travel, places_of, returned
+from natten_jax.operands import Gradients, Operands, Output, Saved
 from natten_jax.query_box import QueryBox
-from natten_jax.resolve import Request
+from natten_jax.request import Request
 
 _Tree = TypeVar("_Tree")
 

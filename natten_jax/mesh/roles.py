@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from natten_jax.backends.base import Differentiable, Gradients, Operands, Output, Saved
+from natten_jax.operands import Differentiable, Gradients, Operands, Output, Saved
 from natten_jax.query_box import QueryBox
 
 

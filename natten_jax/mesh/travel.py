@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from natten_jax.backends.base import Operands
 from natten_jax.halo import Halo, travel_order
 from natten_jax.mesh.exchange import FIRST_TOKEN_AXIS, Exchange
 from natten_jax.mesh.line import Line
 from natten_jax.mesh.moves import edge_for_neighbor, received_from_neighbor, returned_to_neighbors, unknown
 from natten_jax.mesh.words import elements_of, words_of
+from natten_jax.operands import Operands
 from natten_jax.problem import Problem
 from natten_jax.query_box import QueryBox
 

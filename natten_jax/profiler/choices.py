@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from natten_jax import backends
-from natten_jax.passes import Pass, TilePair
+from natten_jax.performance import Pass, TilePair
 from natten_jax.plan import BackendId
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.workload import Workload

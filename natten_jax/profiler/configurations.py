@@ -9,7 +9,7 @@ from natten_jax import backends, resolve, simulator
 from natten_jax.backends.base import Backend
 from natten_jax.devices import Device
 from natten_jax.parts import Part
-from natten_jax.passes import PASSES, Pass, TilePair
+from natten_jax.performance import PASSES, Pass, TilePair
 from natten_jax.plan import BackendId
 from natten_jax.problem import Problem
 from natten_jax.profiler.options import Options

@@ -12,7 +12,7 @@ import jax
 
 from natten_jax.cost.work import flops
 from natten_jax.devices import Device, default_device
-from natten_jax.passes import Pass, TilePair
+from natten_jax.performance import Pass, TilePair
 from natten_jax.problem import Problem
 from natten_jax.profiler import attribution, capture, symbols
 from natten_jax.profiler.duration import say_of_measurement

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from natten_jax import backends
 from natten_jax.devices import Device, default_device
-from natten_jax.passes import Pass
+from natten_jax.performance import Pass
 from natten_jax.plan import BackendId
 from natten_jax.profiler.choices import spelled_out, with_backend, with_schedule, with_tiles
 from natten_jax.profiler.configurations import Listing, candidates, listing, main_part

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from natten_jax import simulator
 from natten_jax.cost import small_windows
 from natten_jax.devices import NoDeviceError, default_jax_device
-from natten_jax.passes import PASSES, Pass
+from natten_jax.performance import PASSES, Pass
 from natten_jax.plan import BackendId
 from natten_jax.problem import Problem
 from natten_jax.profiler import split

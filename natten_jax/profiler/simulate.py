@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from natten_jax import backends, simulator
 from natten_jax.devices import Device
-from natten_jax.passes import Pass
+from natten_jax.performance import Pass
 from natten_jax.profiler import split
 from natten_jax.profiler.configurations import Listing, listing, main_part, tile_text
 from natten_jax.profiler.options import Options
@@ -16,7 +16,8 @@ from natten_jax.profiler.report import context, problem_line
 from natten_jax.profiler.split import splits_tokens, token_parts
 from natten_jax.profiler.tables import Table, digits, format_time, print_lines, print_table
 from natten_jax.profiler.workload import device_parts, passes, request_of
-from natten_jax.resolve import Request, resolve
+from natten_jax.request import Request
+from natten_jax.resolve import resolve
 from natten_jax.simulator import DilationRecommendation, Recommendation, Simulation, SplitTime
 
 #: Of the fastest pairs of tiles, those that dilations are tried with.

@@ -14,7 +14,7 @@ from natten_jax import backends, parts
 from natten_jax.backends.names import absence
 from natten_jax.devices import Device, default_device
 from natten_jax.parts import Kind, Part
-from natten_jax.passes import Pass, TilePair
+from natten_jax.performance import Pass, TilePair
 from natten_jax.plan import BackendId, Plan
 from natten_jax.problem import Problem, problem_of
 from natten_jax.profiler import baselines
@@ -25,7 +25,8 @@ from natten_jax.profiler.inputs import check_fits, is_room, make_inputs, shapes
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.program import Program, compile_for_trace
 from natten_jax.profiler.split import of_each_device
-from natten_jax.resolve import Request, resolve
+from natten_jax.request import Request
+from natten_jax.resolve import resolve
 
 
 class UnavailableBackend(ValueError):

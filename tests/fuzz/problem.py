@@ -16,8 +16,7 @@ from problems import Case
 from natten_jax import backends, devices
 from natten_jax.array_arguments import attention_problem, neighborhood_problem
 from natten_jax.backends.base import Backend
-from natten_jax.passes import PASSES, Pass
-from natten_jax.performance import Performance, tile_names
+from natten_jax.performance import PASSES, Pass, Performance, tile_names
 from natten_jax.problem import Operator, Problem
 
 from .spoiled import Inputs, Spoiled

@@ -10,7 +10,7 @@ from typing import Any
 from families import family_named
 
 from natten_jax import backends, devices
-from natten_jax.passes import PASSES
+from natten_jax.performance import PASSES
 
 from .execution import complaints, device_computes
 from .options import Options

@@ -18,7 +18,8 @@ from natten_jax import devices, native
 from natten_jax.array_arguments import neighborhood_problem
 from natten_jax.backends import cutlass
 from natten_jax.performance import MemoryUsagePreference
-from natten_jax.resolve import Request, resolve
+from natten_jax.request import Request
+from natten_jax.resolve import resolve
 
 pytestmark = pytest.mark.gpu
 

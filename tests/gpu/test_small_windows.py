@@ -20,7 +20,8 @@ from natten_jax import devices
 from natten_jax.array_arguments import neighborhood_problem
 from natten_jax.profiler.capture import capture
 from natten_jax.profiler.program import Program, compile_for_trace
-from natten_jax.resolve import Request, resolve
+from natten_jax.request import Request
+from natten_jax.resolve import resolve
 
 pytestmark = pytest.mark.gpu
 
