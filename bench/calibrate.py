@@ -29,17 +29,18 @@ from calibration_problems import EXAMPLES, FITTED, HELD_BACK, SMALL, SMALL_HELD_
 from environment import environment
 
 from natten_jax import simulator
-from natten_jax.devices import default_device
 from natten_jax.performance import PASSES, Pass, TilePair
+from natten_jax.plan.devices import default_device
 from natten_jax.problem import Problem
-from natten_jax.profiler import capture, choices
-from natten_jax.profiler.arguments import parse
-from natten_jax.profiler.configurations import Listing, listings, main_part
-from natten_jax.profiler.events import Event
-from natten_jax.profiler.program import Program
-from natten_jax.profiler.workload import Workload, compile_workload
+from natten_jax.profiler.cli.arguments import parse
+from natten_jax.profiler.cli.whole_files import write_text
+from natten_jax.profiler.run.workload import Workload, compile_workload
+from natten_jax.profiler.search import choices
+from natten_jax.profiler.search.configurations import Listing, listings, main_part
+from natten_jax.profiler.traces import capture
+from natten_jax.profiler.traces.events import Event
+from natten_jax.profiler.traces.program import Program
 from natten_jax.simulator import Calibration, Kernel
-from natten_jax.whole_files import write_text
 
 SETS = {
     "examples": EXAMPLES,

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from natten_jax.performance import PASSES, Pass
-from natten_jax.whole_files import write_bytes
+from natten_jax.profiler.cli.whole_files import write_bytes
 
 COLORS = "#1f5f99", "#7fb2d9", "#c9d3df"
 

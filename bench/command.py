@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from natten_jax.devices import default_jax_device
-from natten_jax.quiet_exit import end, run_quietly
+from natten_jax.plan.devices import default_jax_device
+from natten_jax.profiler.cli.quiet_exit import end, run_quietly
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:

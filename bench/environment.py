@@ -12,15 +12,15 @@ from typing import Any
 import jax
 
 import natten_jax
-from natten_jax import native
-from natten_jax.devices import default_jax_device
+from natten_jax.native import module as native
+from natten_jax.plan.devices import default_jax_device
 
 
 def present_devices() -> list[jax.Device]:
     """JAX's devices.
 
     Raises:
-        natten_jax.devices.NoDeviceError: There are none.
+        natten_jax.plan.devices.NoDeviceError: There are none.
     """
     default_jax_device()
     return jax.devices()

@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from natten_jax.cost import communication
-from natten_jax.profiler.capture import Devices
-from natten_jax.profiler.collectives import kind_of
-from natten_jax.profiler.events import Event
-from natten_jax.profiler.program import Program
+from natten_jax.cost import halo_time
+from natten_jax.profiler.traces.capture import Devices
+from natten_jax.profiler.traces.collectives import kind_of
+from natten_jax.profiler.traces.events import Event
+from natten_jax.profiler.traces.program import Program
 
 Span = tuple[float, float]
 
@@ -19,14 +19,14 @@ Span = tuple[float, float]
 @contextlib.contextmanager
 def halos_first() -> Iterator[None]:
     """Programs that are compiled inside have all halos before anything is computed."""
-    decide = communication.gains
-    communication.gains = lambda *_: False
-    communication.overlap_that_pays.cache_clear()
+    decide = halo_time.gains
+    halo_time.gains = lambda *_: False
+    halo_time.overlap_that_pays.cache_clear()
     try:
         yield
     finally:
-        communication.gains = decide
-        communication.overlap_that_pays.cache_clear()
+        halo_time.gains = decide
+        halo_time.overlap_that_pays.cache_clear()
 
 
 def exchange_milliseconds(devices: Devices, program: Program) -> dict[str, float]:

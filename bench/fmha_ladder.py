@@ -15,10 +15,10 @@ from benchmarks import Benchmark
 from fmha_targets import LADDER_TILES, target_of
 from implementations import Function, dot_product_attention, mosaic, ours
 
-from natten_jax import native
-from natten_jax.devices import Device, default_device
-from natten_jax.request import Request
-from natten_jax.resolve import resolve
+from natten_jax.backends.select import resolve
+from natten_jax.native import module as native
+from natten_jax.plan.devices import Device, default_device
+from natten_jax.plan.request import Request
 from natten_jax.simulator import calibration_for
 
 _BENCH_TARGET = "natten_jax_bench_fmha_forward"

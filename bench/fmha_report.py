@@ -20,7 +20,7 @@ from fmha_platforms import measured_table, target_table, work_table
 from fmha_results import LengthResult, read
 from fmha_tables import impact_table, length_table, summary_table
 
-from natten_jax.whole_files import write_bytes
+from natten_jax.profiler.cli.whole_files import write_bytes
 
 
 def configuration_lines(configuration: dict[str, Any]) -> list[str]:

@@ -36,8 +36,8 @@ from fmha_tables import impact_table, length_table, speedup_text, summary_table
 from fmha_targets import TARGETS
 from timing import Runner, compile_runner, ratio
 
-from natten_jax.devices import Device, default_device, default_jax_device
-from natten_jax.whole_files import write_text
+from natten_jax.plan.devices import Device, default_device, default_jax_device
+from natten_jax.profiler.cli.whole_files import write_text
 
 TURNS = 3
 WARM_UP_LAUNCHES = 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from natten_jax.devices import ComputeCapability
+from natten_jax.plan.devices import ComputeCapability
 
 #: Queries and keys of the tiles that the ladder's kernels have, in the order of ``TileSizes`` in csrc/bench.
 LADDER_TILES = ((64, 64), (128, 64), (128, 128))

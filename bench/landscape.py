@@ -28,8 +28,8 @@ from run import draw
 from timing import Runner, compile_backward, compile_runner
 
 from natten_jax import backends
-from natten_jax.devices import default_device
 from natten_jax.performance import PASSES, Pass
+from natten_jax.plan.devices import default_device
 
 #: By rank, the window and the layouts, each of which is about half as large again as the one before.
 WINDOWS = {1: (2048,), 2: (80, 80), 3: (8, 16, 16)}

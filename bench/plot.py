@@ -16,7 +16,7 @@ from typing import Any
 import command
 import matplotlib
 
-from natten_jax.whole_files import write_bytes
+from natten_jax.profiler.cli.whole_files import write_bytes
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

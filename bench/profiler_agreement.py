@@ -26,13 +26,14 @@ import jax
 from record import save
 
 import natten_jax
-from natten_jax.devices import default_device
-from natten_jax.profiler import baselines, capture, parse
-from natten_jax.profiler.capture import Launch
-from natten_jax.profiler.events import Event
-from natten_jax.profiler.inputs import make_inputs
+from natten_jax.plan.devices import default_device
+from natten_jax.profiler import baselines, parse
 from natten_jax.profiler.options import Options
-from natten_jax.profiler.program import Program, compile_for_trace
+from natten_jax.profiler.run.inputs import make_inputs
+from natten_jax.profiler.traces import capture
+from natten_jax.profiler.traces.capture import Launch
+from natten_jax.profiler.traces.events import Event
+from natten_jax.profiler.traces.program import Program, compile_for_trace
 
 PROBLEMS = (
     "-i 32768 -d 128 -w 2048",

@@ -8,7 +8,7 @@ from typing import Any
 
 from environment import environment
 
-from natten_jax.whole_files import write_text
+from natten_jax.profiler.cli.whole_files import write_text
 
 
 def save(results: Any, path: Path | None) -> None:

@@ -43,9 +43,9 @@ from jax.sharding import PartitionSpec as P
 from record import save
 from timing import ratio
 
-from natten_jax.devices import default_device
-from natten_jax.profiler.capture import Launch, capture_by_device
-from natten_jax.profiler.program import Program, compile_for_trace
+from natten_jax.plan.devices import default_device
+from natten_jax.profiler.traces.capture import Launch, capture_by_device
+from natten_jax.profiler.traces.program import Program, compile_for_trace
 
 MODES = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
 PASSES = ("forward", "forward+backward")

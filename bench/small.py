@@ -30,12 +30,12 @@ from environment import environment
 from timing import Runner, compile_backward, compile_runner
 
 import natten_jax
-from natten_jax import native
-from natten_jax.devices import default_device
+from natten_jax.native import module as native
 from natten_jax.performance import PASSES, Pass
+from natten_jax.plan.devices import default_device
 from natten_jax.profiler import baselines
-from natten_jax.profiler.capture import Launch, capture_in_turns
-from natten_jax.whole_files import write_text
+from natten_jax.profiler.cli.whole_files import write_text
+from natten_jax.profiler.traces.capture import Launch, capture_in_turns
 
 #: What fills the second-level cache of every GPU so far.
 CACHE_BYTES = 256 << 20

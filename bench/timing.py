@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from natten_jax.devices import default_device
-from natten_jax.profiler.capture import capture
-from natten_jax.profiler.program import Program, compile_for_trace
+from natten_jax.plan.devices import default_device
+from natten_jax.profiler.traces.capture import capture
+from natten_jax.profiler.traces.program import Program, compile_for_trace
 
 PAUSE = 1.0  # seconds, for the device to cool down
 WARM_UP = 0.5  # seconds of load before sustained figures

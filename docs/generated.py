@@ -22,12 +22,12 @@ from natten_jax import backends
 from natten_jax.backends.base import Backend, Platform
 from natten_jax.backends.heeded import CHOICES, heeded
 from natten_jax.backends.names import WITHOUT_KERNELS, substitute
-from natten_jax.devices import Device
 from natten_jax.performance import PASSES, Pass
-from natten_jax.plan import BackendId
+from natten_jax.plan.devices import Device
+from natten_jax.plan.plan import BackendId
 from natten_jax.problem import OPERATORS, problem_of
+from natten_jax.profiler.cli.flags import RefusedFlag, profiler_parser
 from natten_jax.profiler.element_types import ELEMENT_TYPES
-from natten_jax.profiler.flags import RefusedFlag, profiler_parser
 
 DOCS = Path(__file__).parent
 PAGES = tuple(sorted(DOCS.glob("*.md")))

@@ -13,16 +13,17 @@ from typing import Any, Unpack, cast
 import jax
 from flax.core import FrozenDict
 
-from natten_jax import backends, functional
-from natten_jax.array_arguments import check_array
-from natten_jax.attention_arguments import checked_attention_kwargs
+from natten_jax import backends
+from natten_jax.arguments.natten_names import known_arguments
+from natten_jax.arguments.scale import checked_scale
+from natten_jax.arguments.static import Bools, Ints, hashable, shown
+from natten_jax.ops.arrays import check_array
+from natten_jax.ops.attention_kwargs import checked_attention_kwargs
+from natten_jax.ops.neighborhood import na1d, na2d, na3d
 from natten_jax.performance import PERFORMANCE_NAMES, PerformanceArguments, performance_of
 from natten_jax.problem import Shape, window_parameters
-from natten_jax.scale import checked_scale
-from natten_jax.spellings import known_arguments
-from natten_jax.static_arguments import Bools, Ints, hashable, shown
 
-_OPERATORS = {1: functional.na1d, 2: functional.na2d, 3: functional.na3d}
+_OPERATORS = {1: na1d, 2: na2d, 3: na3d}
 
 
 class Performance(PerformanceArguments, total=False):

@@ -9,9 +9,9 @@ from typing import Any, Unpack
 import jax
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 
-from natten_jax.spellings import explained
-from natten_jax.stand_ins import array_of
-from natten_jax.static_arguments import Bools, Ints
+from natten_jax.arguments.natten_names import explained
+from natten_jax.arguments.stand_ins import array_of
+from natten_jax.arguments.static import Bools, Ints
 
 from . import arguments
 from .arguments import Neighborhood, Performance

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from natten_jax.static_arguments import shown
+from natten_jax.arguments.static import shown
 
 from .arguments import check_positive
 from .nnx import NeighborhoodAttention1D, NeighborhoodAttention2D, NeighborhoodAttention3D

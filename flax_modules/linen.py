@@ -13,9 +13,9 @@ from flax import linen
 from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from natten_jax.spellings import explained
-from natten_jax.stand_ins import array_of
-from natten_jax.static_arguments import Bools, Ints, hashable
+from natten_jax.arguments.natten_names import explained
+from natten_jax.arguments.stand_ins import array_of
+from natten_jax.arguments.static import Bools, Ints, hashable
 
 from . import arguments
 from .arguments import Neighborhood, Performance

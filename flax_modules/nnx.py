@@ -13,9 +13,9 @@ from flax import nnx
 from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from natten_jax.spellings import explained
-from natten_jax.stand_ins import array_of
-from natten_jax.static_arguments import Bools, Ints
+from natten_jax.arguments.natten_names import explained
+from natten_jax.arguments.stand_ins import array_of
+from natten_jax.arguments.static import Bools, Ints
 
 from . import arguments
 from .arguments import Performance

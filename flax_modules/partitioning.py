@@ -16,7 +16,7 @@ from flax.core import meta
 from flax.typing import Initializer
 from jax.sharding import PartitionSpec
 
-from natten_jax.static_arguments import shown
+from natten_jax.arguments.static import shown
 
 
 def check_metadata(name: str, metadata: Mapping[str, Any], rank: int) -> None:

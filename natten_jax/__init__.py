@@ -8,17 +8,17 @@ from typing import Any as _Any
 import jax.export as _export
 
 from natten_jax import backends as _backends
-from natten_jax import checkpoint_names as _checkpoint_names
-from natten_jax import configs as _configs
 from natten_jax import source_tree as _source_tree
 from natten_jax import version as _version
 from natten_jax.backends.missing_kernels import MissingKernelsWarning
-from natten_jax.dense import attention
-from natten_jax.functional import na1d, na2d, na3d
-from natten_jax.ignored_arguments import IgnoredArgumentWarning
-from natten_jax.merge import merge_attentions
+from natten_jax.execution import checkpoint_names as _checkpoint_names
+from natten_jax.ops import config_queries as _config_queries
+from natten_jax.ops.attention import attention
+from natten_jax.ops.ignored_arguments import IgnoredArgumentWarning
+from natten_jax.ops.merge import merge_attentions
+from natten_jax.ops.neighborhood import na1d, na2d, na3d
+from natten_jax.ops.tuned import load_tuned
 from natten_jax.performance import KernelSchedule
-from natten_jax.tuned import load_tuned
 
 _source_tree.serve_flax_modules()
 
@@ -46,7 +46,7 @@ __all__ = [
     "na2d",
     "na3d",
 ]
-__all__ += _configs.query_names()
+__all__ += _config_queries.query_names()
 
 
 def _public_modules() -> tuple[str, ...]:
@@ -60,7 +60,7 @@ def __getattr__(name: str) -> _Any:
     if not name.startswith("_") and name in _public_modules():
         return _importlib.import_module(f"{__name__}.{name}")
     try:
-        return _configs.query_named(name)
+        return _config_queries.query_named(name)
     except LookupError:
         module = _sys.modules[__name__]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=module) from None
@@ -69,4 +69,4 @@ def __getattr__(name: str) -> _Any:
 def __dir__() -> list[str]:
     """What is public: functions, constants, modules, and what every module has."""
     of_modules = (name for name in globals() if name.startswith("__") and name.endswith("__"))
-    return sorted({*__all__, *_configs.query_names(), *_public_modules(), *of_modules})
+    return sorted({*__all__, *_config_queries.query_names(), *_public_modules(), *of_modules})

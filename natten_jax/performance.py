@@ -11,7 +11,7 @@ import enum
 import math
 from typing import Any, Literal, TypedDict, Unpack
 
-from natten_jax.static_arguments import LARGEST_INT, Ints, flag, int_tuple, shown
+from natten_jax.arguments.static import LARGEST_INT, Ints, flag, int_tuple, shown
 
 Shape = tuple[int, ...]
 

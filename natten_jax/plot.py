@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from natten_jax.arguments.static import Bools, Ints, python_int, shown
 from natten_jax.problem import Axis, problem_of
-from natten_jax.static_arguments import Bools, Ints, python_int, shown
 from natten_jax.windows import group_length, window_bounds
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """The description of one attention problem: everything static about what is computed, and nothing about how.
 
 A problem is frozen, hashable and canonical; everything below the public functions works on it. It is made of numbers
-(:func:`problem_of`), whose rules are checked here and nowhere else. :mod:`natten_jax.array_arguments` makes one of
+(:func:`problem_of`), whose rules are checked here and nowhere else. :mod:`natten_jax.ops.arrays` makes one of
 arrays.
 """
 
@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from natten_jax.scale import scale_or_default
-from natten_jax.static_arguments import Bools, Ints, bool_tuple, int_tuple
+from natten_jax.arguments.scale import scale_or_default
+from natten_jax.arguments.static import Bools, Ints, bool_tuple, int_tuple
 from natten_jax.windows import Window
 
 Shape = tuple[int, ...]

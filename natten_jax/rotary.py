@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.array_arguments import ArrayLike, as_jax_array
+from natten_jax.arguments.static import int_tuple, shown
+from natten_jax.ops.arrays import ArrayLike, as_jax_array
 from natten_jax.problem import accumulator_dtype
-from natten_jax.static_arguments import int_tuple, shown
 
 __all__ = ["apply_rotary", "rotary_angles"]
 

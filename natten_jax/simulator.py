@@ -15,13 +15,13 @@ Example:
 
 from __future__ import annotations
 
-from natten_jax.cost.advice import Recommendation, least_block_sparse_stride, recommend_stride
 from natten_jax.cost.calibration import Calibration, Kernel, calibration_for
-from natten_jax.cost.communication import Link, SplitTime, link_between, predict_split
 from natten_jax.cost.dilation_advice import DilationRecommendation, recommend_dilation
+from natten_jax.cost.halo_time import Link, SplitTime, link_between, predict_split
 from natten_jax.cost.predict import predict
 from natten_jax.cost.ranking import rank
 from natten_jax.cost.simulation import Simulation, simulate
+from natten_jax.cost.stride_advice import Recommendation, least_block_sparse_stride, recommend_stride
 from natten_jax.cost.tile_counts import TileCounts, count_tiles
 from natten_jax.problem import problem_of
 

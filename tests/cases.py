@@ -12,9 +12,10 @@ import numpy as np
 from families import Family, tile_pair
 from problems import Case
 
-from natten_jax import backends, devices
-from natten_jax.array_arguments import neighborhood_problem
+from natten_jax import backends
+from natten_jax.ops.arrays import neighborhood_problem
 from natten_jax.performance import PASSES
+from natten_jax.plan import devices
 
 
 def random_case(seed: int, *, rank: int | None = None, tokens: int | None = None) -> Case:

@@ -24,10 +24,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from problems import OPERATORS, QUICK_COMPILATION
 
-from natten_jax.cost import communication
+from natten_jax.cost import halo_time
 from natten_jax.halo import halos_of
-from natten_jax.mesh import travel
 from natten_jax.problem import problem_of
+from natten_jax.sharding.halos import pipeline
 
 NAMES = ("x", "y", "z")
 PARTS: dict[int, list[tuple[int, ...]]] = {
@@ -171,9 +171,9 @@ def check(mode: str, backend: str, split: Split, overlaps: bool, together: bool)
         overlaps: Passes compute while halos travel.
         together: Keys and values travel as one then.
     """
-    travel._COMBINED_BYTES = 0 if together else 1 << 40
-    communication.gains = lambda *_: overlaps  # type: ignore[assignment]
-    communication.overlap_that_pays.cache_clear()
+    pipeline._COMBINED_BYTES = 0 if together else 1 << 40
+    halo_time.gains = lambda *_: overlaps  # type: ignore[assignment]
+    halo_time.overlap_that_pays.cache_clear()
     arrays = split.arrays()
     names = NAMES[: len(split.parts)]
     devices = jax.devices()[: math.prod(split.parts)]

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from plans import plans_of
 
-from natten_jax.operands import Operands, Output, Saved
+from natten_jax.arrays.operands import Operands, Output, Saved
+from natten_jax.arrays.query_box import QueryBox
 from natten_jax.performance import KernelSchedule, Performance
 from natten_jax.problem import problem_of
-from natten_jax.query_box import QueryBox
 
 LAYOUT = (24, 28)
 WHOLE_LAYOUT, LARGE_LAYOUT = (14, 18), (40, 28)

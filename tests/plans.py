@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from natten_jax import backends
 from natten_jax.backends.base import Backend
-from natten_jax.devices import Device, default_device
+from natten_jax.backends.select import plan_with
 from natten_jax.performance import PASSES, Pass, Performance
-from natten_jax.plan import Plan
+from natten_jax.plan.devices import Device, default_device
+from natten_jax.plan.plan import Plan
+from natten_jax.plan.request import Request
 from natten_jax.problem import Problem
-from natten_jax.request import Request
-from natten_jax.resolve import plan_with
 
 
 def plans_of(

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import natten_jax
-from natten_jax.configs import target_device
-from natten_jax.devices import Device, default_device, parse_compute_capability
+from natten_jax.ops.config_queries import target_device
+from natten_jax.plan.devices import Device, default_device, parse_compute_capability
 
 ACCEPTED = {
     "text": ("9.0", (9, 0)),

@@ -15,8 +15,8 @@ from problems import Case, Trial, check, check_all, element_types
 
 import natten_jax
 from natten_jax import backends, simulator
-from natten_jax.devices import Device, default_device
 from natten_jax.performance import PASSES
+from natten_jax.plan.devices import Device, default_device
 
 SHAPES = {1: (2, 40, 4, 16), 2: (2, 9, 10, 4, 16), 3: (2, 4, 5, 6, 4, 16)}
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from natten_jax import cuda_version, doctor, native
+from natten_jax.doctor import __main__ as doctor
+from natten_jax.native import cuda_version
+from natten_jax.native import module as native
 
 
 def install(monkeypatch: pytest.MonkeyPatch, built: str | None, plugins: Sequence[str]) -> None:

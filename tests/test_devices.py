@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 import natten_jax
-from natten_jax import devices
-from natten_jax.devices import CPU, Device, default_device, default_jax_device, local_devices
+from natten_jax.plan import devices
+from natten_jax.plan.devices import CPU, Device, default_device, default_jax_device, local_devices
 
 HOPPER = Device("cuda", (9, 0))
 

@@ -9,12 +9,12 @@ import pytest
 from plans import plans_of
 from programs import output_of, run_python
 
-from natten_jax import scratch
-from natten_jax.devices import Device
-from natten_jax.doctor import report_problem
+from natten_jax.doctor import scratch_memory
+from natten_jax.doctor.__main__ import report_problem
 from natten_jax.performance import Performance
+from natten_jax.plan.devices import Device
 from natten_jax.problem import problem_of
-from natten_jax.profiler import arguments
+from natten_jax.profiler.cli import arguments
 
 FLAGS = ["-i", "12", "10", "-n", "4", "--heads-kv", "2", "-d", "64", "-w", "3", "5", "--backprop"]
 
@@ -50,16 +50,16 @@ def test_backward_scratch_is_one_float32_query_gradient_and_little_more(
     device = Device("cuda", (9, 0), is_present=False)
     _, plans = plans_of(f"{backend_family}-fna", problem, performance, device)
     rows = 2 * 12 * 10 * 4
-    held = scratch.scratch_bytes(plans["backward"])
+    held = scratch_memory.scratch_bytes(plans["backward"])
     # Beside it at most two numbers a row, and results of no additional tokens.
     assert rows * 64 * 4 <= held <= rows * (64 + 2) * 4 + 64
-    assert scratch.scratch_bytes(plans["forward"]) <= 64
+    assert scratch_memory.scratch_bytes(plans["forward"]) <= 64
 
 
 def test_small_windows_keep_four_numbers_for_each_query() -> None:
     problem = problem_of((12, 10), (3, 5), batch=2, heads=4, heads_kv=2)
     _, plans = plans_of("cutlass-fna", problem, device=Device("cuda", (9, 0), is_present=False))
-    assert scratch.scratch_bytes(plans["backward"]) <= 2 * 12 * 10 * 4 * 4 * 4 + 64
+    assert scratch_memory.scratch_bytes(plans["backward"]) <= 2 * 12 * 10 * 4 * 4 * 4 + 64
 
 
 def test_command_line() -> None:
@@ -72,7 +72,7 @@ def test_command_line() -> None:
 
 
 def test_several_devices_and_how_operators_are_split_over_them() -> None:
-    program = "from natten_jax import doctor; print(*doctor.report(), sep=chr(10))"
+    program = "from natten_jax.doctor import __main__ as doctor; print(*doctor.report(), sep=chr(10))"
     (line,) = (line for line in output_of(run_python(program, devices=8)).splitlines() if "scaling.md" in line)
     assert "8 devices: operators are split over mesh axes of type Auto, Explicit, Manual with JAX" in line
     assert "not" not in line
@@ -82,12 +82,12 @@ def test_several_devices_and_how_operators_are_split_over_them() -> None:
 def test_a_mode_that_fails_is_named_with_its_reason() -> None:
     program = """
         import jax
-        from natten_jax import doctor, mesh_trial
+        from natten_jax.doctor import __main__ as doctor, mesh_check
 
         def fail(array, devices):
             raise NotImplementedError("no such mode")
 
-        mesh_trial.MODES = {"Auto": lambda array, devices: jax.device_put(array, devices[0]), "Explicit": fail}
+        mesh_check.MODES = {"Auto": lambda array, devices: jax.device_put(array, devices[0]), "Explicit": fail}
         print(doctor._mesh_line(jax.devices()))
     """
     output = output_of(run_python(program, devices=2))

@@ -17,8 +17,10 @@ from problems import OPERATORS, Case, element_types
 from programs import output_of, run_python
 
 import natten_jax
-from natten_jax import backends, devices, native
+from natten_jax import backends
 from natten_jax.backends.base import PureJaxBackend
+from natten_jax.native import module as native
+from natten_jax.plan import devices
 
 
 def array(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
@@ -455,7 +457,7 @@ def test_package_works_without_its_native_module(kind: str) -> None:
     sys.meta_path.insert(0, Finder())
     import jax.numpy as jnp
     import natten_jax
-    from natten_jax import native
+    from natten_jax.native import module as native
     assert "_native" in native.load_error, native.load_error
     x = jnp.ones((1, 9, 1, 8))
     print(natten_jax.na1d(x, x, x, 3).sum())

@@ -19,12 +19,12 @@ from programs import run_python
 
 import natten_jax
 from natten_jax import backends
-from natten_jax.array_arguments import attention_problem, neighborhood_problem
+from natten_jax.arrays.operands import Operands, Output
 from natten_jax.backends.base import Backend
-from natten_jax.devices import Device
-from natten_jax.operands import Operands, Output
+from natten_jax.ops.arrays import attention_problem, neighborhood_problem
 from natten_jax.performance import Performance
-from natten_jax.plan import BackendId
+from natten_jax.plan.devices import Device
+from natten_jax.plan.plan import BackendId
 from natten_jax.problem import Problem
 
 pytest.importorskip("flatbuffers", reason="jax.export serialises with flatbuffers")

@@ -16,8 +16,8 @@ from plans import plans_of
 from problems import Case, element_types, errors_of, expected_of, value_and_gradients
 
 import natten_jax
-from natten_jax.array_arguments import neighborhood_problem
-from natten_jax.operands import Operands, Output, Saved
+from natten_jax.arrays.operands import Operands, Output, Saved
+from natten_jax.ops.arrays import neighborhood_problem
 from natten_jax.performance import PASSES
 
 # Gradients at large logits ------------------------------------------------------------------------------------------

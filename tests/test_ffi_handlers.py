@@ -19,13 +19,13 @@ from plans import plans_of
 from programs import run_python
 
 import natten_jax
-from natten_jax import native
+from natten_jax.arrays.operands import Operands, Output
+from natten_jax.arrays.query_box import QueryBox
 from natten_jax.backends.native_backend import attributes
-from natten_jax.devices import Device
-from natten_jax.operands import Operands, Output
+from natten_jax.native import module as native
 from natten_jax.performance import Performance
+from natten_jax.plan.devices import Device
 from natten_jax.problem import problem_of
-from natten_jax.query_box import QueryBox
 
 TARGET_PARAMETERS = [pytest.param(target, id=target.name, marks=target.marks) for target in TARGETS]
 

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from problems import OPERATORS
 
-from natten_jax.backends.flex_hulls import largest_hull
+from natten_jax.backends.flex.hulls import largest_hull
 from natten_jax.problem import Axis
 
 

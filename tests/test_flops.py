@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import oracle
 import pytest
 
-from natten_jax.array_arguments import attention_problem, neighborhood_problem
 from natten_jax.cost import work
+from natten_jax.ops.arrays import attention_problem, neighborhood_problem
 
 
 @pytest.mark.parametrize(

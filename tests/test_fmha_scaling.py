@@ -14,8 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from natten_jax import native
-from natten_jax.devices import Device
+from natten_jax.native import module as native
+from natten_jax.plan.devices import Device
 
 pytest.importorskip("matplotlib")
 BENCH = Path(__file__).parents[1] / "bench"

@@ -26,9 +26,9 @@ from fuzz.reproducer import program_of, simplest
 from fuzz.session import problems_of, run_batch
 from problems import Case
 
+from natten_jax.arrays.operands import Saved
 from natten_jax.backends import cpu
-from natten_jax.operands import Saved
-from natten_jax.plan import Plan
+from natten_jax.plan.plan import Plan
 
 ROOT = Path(__file__).parents[1]
 CPU = family_named("cpu")

@@ -11,15 +11,15 @@ import jax
 import pytest
 
 from natten_jax import backends
+from natten_jax.arrays.operands import Operands, Output, Saved
 from natten_jax.backends.base import Backend
 from natten_jax.backends.heeded import CHOICES, heeded, ignored
-from natten_jax.devices import CPU, Device
-from natten_jax.operands import Operands, Output, Saved
+from natten_jax.backends.select import plan_with
 from natten_jax.performance import ATTENTION_NAMES, PASSES, Pass, Performance
-from natten_jax.plan import Plan
+from natten_jax.plan.devices import CPU, Device
+from natten_jax.plan.plan import Plan
+from natten_jax.plan.request import Request
 from natten_jax.problem import Problem, problem_of
-from natten_jax.request import Request
-from natten_jax.resolve import plan_with
 
 #: A value of each argument that asks for something.
 ASKED: dict[str, Any] = {

@@ -14,9 +14,10 @@ from problems import OPERATORS
 from test_heeded_arguments import ASKED
 
 import natten_jax
-from natten_jax import IgnoredArgumentWarning, backends, ignored_arguments
+from natten_jax import IgnoredArgumentWarning, backends
 from natten_jax.backends.heeded import heeded
-from natten_jax.devices import Device
+from natten_jax.ops import ignored_arguments
+from natten_jax.plan.devices import Device
 
 LAYOUT = (4, 5, 6)
 EXPLICIT_DEFAULTS = {

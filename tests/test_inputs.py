@@ -13,7 +13,7 @@ from families import BOUNDS, Family
 from problems import Case
 
 import natten_jax
-from natten_jax.backends.flex import FlexBackend
+from natten_jax.backends.flex.backend import FlexBackend
 
 WINDOW: dict[str, Any] = {"kernel_size": 3}
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from natten_jax import backends, native, simulator
-from natten_jax.devices import Device
+from natten_jax import backends, simulator
+from natten_jax.native import module as native
 from natten_jax.performance import PASSES, Pass
+from natten_jax.plan.devices import Device
 
 HOPPER = Device("cuda", (9, 0), is_present=False)
 

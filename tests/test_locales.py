@@ -131,7 +131,7 @@ def test_everything_is_printed_in_ascii(command: list[str]) -> None:
 
 def test_the_package_runs_from_any_folder(folder: Path) -> None:
     (folder / "natten_jax").symlink_to(PACKAGE)
-    program = "import sys; sys.path.insert(0, ''); import natten_jax.doctor; sys.exit(natten_jax.doctor.main())"
+    program = "import sys; sys.path.insert(0, ''); from natten_jax.doctor.__main__ import main; sys.exit(main())"
     status, shown, said = run("ascii", "-c", program, folder=folder)
     assert (status, said) == (0, "")
     assert "cpu-fna        runs float16" in shown

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 import natten_jax
-from natten_jax import op, pass_primitive, run
-from natten_jax.devices import Device
+from natten_jax.execution import custom_vjp, passes, primitive
+from natten_jax.plan.devices import Device
 
 HOPPER, ADA = (9, 0), (8, 9)
 CALLS = {
@@ -29,9 +29,9 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 
     def lower(capability: tuple[int, int], function: Callable[..., Any], *arrays: Any) -> str:
         gpu = Device("cuda", capability, is_present=False)
-        for module in (run, pass_primitive):
+        for module in (passes, primitive):
             monkeypatch.setattr(module, "cuda_device", lambda: gpu)
-        monkeypatch.setattr(op, "local_devices", lambda: (gpu,))
+        monkeypatch.setattr(custom_vjp, "local_devices", lambda: (gpu,))
         jax.clear_caches()
         exported = jax.export.export(
             jax.jit(function), platforms=["cuda"], disabled_checks=natten_jax.EXPORT_CHECKS

@@ -8,7 +8,7 @@ import pytest
 from families import Family
 from programs import output_of, run_python
 
-from natten_jax.mesh.types import type_like
+from natten_jax.arrays.avals import type_like
 
 PREAMBLE = """
 import sys

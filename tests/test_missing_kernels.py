@@ -15,13 +15,15 @@ import jax.numpy as jnp
 import pytest
 
 import natten_jax
-from natten_jax import MissingKernelsWarning, backends, cuda_version, native
+from natten_jax import MissingKernelsWarning, backends
 from natten_jax.backends import missing_kernels
-from natten_jax.devices import Device
-from natten_jax.doctor import report
+from natten_jax.backends.select import resolve
+from natten_jax.doctor.__main__ import report
+from natten_jax.native import cuda_version
+from natten_jax.native import module as native
+from natten_jax.plan.devices import Device
+from natten_jax.plan.request import Request
 from natten_jax.problem import problem_of
-from natten_jax.request import Request
-from natten_jax.resolve import resolve
 
 HOPPER = Device("cuda", (9, 0))
 AMPERE = Device("cuda", (8, 6))

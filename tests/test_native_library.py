@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from natten_jax import native
+from natten_jax.native import module as native
 
 LIBRARIES = ("_native", "libnatten_jax")
 

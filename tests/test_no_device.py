@@ -86,7 +86,7 @@ def test_questions_and_traces_need_none() -> None:
     program = """
     import jax
     import natten_jax
-    from natten_jax.devices import CPU, Device, NoDeviceError, cuda_device, default_device, local_devices
+    from natten_jax.plan.devices import CPU, Device, NoDeviceError, cuda_device, default_device, local_devices
 
     query = jax.ShapeDtypeStruct((1, 64, 2, 64), "float16")
     assert natten_jax.get_configs_for_cutlass_fna(query, compute_capability="9.0")

@@ -14,7 +14,7 @@ import pytest
 from problems import OPERATORS
 
 import natten_jax
-from natten_jax.other_names import explanation
+from natten_jax.arguments.other_names import explanation
 from natten_jax.performance import ATTENTION_NAMES, KernelSchedule
 
 ARRAY = jnp.zeros((1, 8, 2, 8))

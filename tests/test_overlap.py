@@ -15,14 +15,14 @@ from jax.sharding import PartitionSpec as P
 from programs import output_of, run_python
 
 from natten_jax import na2d
-from natten_jax.cost import communication
-from natten_jax.cost.communication import NVLINK, overlap_that_pays
-from natten_jax.devices import Device
+from natten_jax.backends.select import resolve
+from natten_jax.cost import halo_time
+from natten_jax.cost.halo_time import NVLINK, overlap_that_pays
 from natten_jax.halo import bytes_by_direction, bytes_received, halos_of
-from natten_jax.plan import Plan
+from natten_jax.plan.devices import Device
+from natten_jax.plan.plan import Plan
+from natten_jax.plan.request import Request
 from natten_jax.problem import Problem, problem_of
-from natten_jax.request import Request
-from natten_jax.resolve import resolve
 from natten_jax.simulator import calibration_for, predict_split, simulate
 
 H200 = Device("cuda", (9, 0), is_present=False)
@@ -64,10 +64,10 @@ def test_the_link_is_what_was_measured() -> None:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compute while halos travel wherever that is possible."""
-    monkeypatch.setattr(communication, "gains", lambda *_: True)
-    communication.overlap_that_pays.cache_clear()
+    monkeypatch.setattr(halo_time, "gains", lambda *_: True)
+    halo_time.overlap_that_pays.cache_clear()
     yield
-    communication.overlap_that_pays.cache_clear()
+    halo_time.overlap_that_pays.cache_clear()
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -144,11 +144,11 @@ def test_halos_travel_while_kernels_run(pass_: str) -> None:
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 def test_two_devices_change_places(pass_: str, overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One exchange for what each sends the other: an exchange in each direction would leave half of a link idle."""
-    monkeypatch.setattr(communication, "gains", lambda *_: overlaps)
-    communication.overlap_that_pays.cache_clear()
+    monkeypatch.setattr(halo_time, "gains", lambda *_: overlaps)
+    halo_time.overlap_that_pays.cache_clear()
     program = traced(pass_, 2, rows=24 if overlaps else 32).lower(lowering_platforms=("cpu",)).as_text()
     moves = re.findall(r"collective_permute.*?source_target_pairs = dense<(.*?)> :", program)
-    communication.overlap_that_pays.cache_clear()
+    halo_time.overlap_that_pays.cache_clear()
     # Of keys and values; backwards of their gradients, and again where they were not kept with their halos.
     assert len(moves) == (2 if pass_ == "forward" else 6 if overlaps else 4)
     assert set(moves) == {"[[0, 1], [1, 0]]"}
@@ -189,7 +189,7 @@ import json
 import jax, jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from natten_jax import na2d
-from natten_jax.cost import communication
+from natten_jax.cost import halo_time
 
 mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
 sharding = NamedSharding(mesh, P(None, "x"))
@@ -200,8 +200,8 @@ def gradients(query, key, value, cotangent):
     return jax.vjp(lambda *arrays: na2d(*arrays, 13, backend="cpu-fna", **tiles), query, key, value)[1](cotangent)
 
 for overlaps in (False, True):
-    communication.gains = lambda *_: overlaps
-    communication.overlap_that_pays.cache_clear()
+    halo_time.gains = lambda *_: overlaps
+    halo_time.overlap_that_pays.cache_clear()
     jax.clear_caches()
     found = jax.jit(gradients).lower(*[tokens] * 4).compile().memory_analysis()
     print(json.dumps([found.argument_size_in_bytes, found.output_size_in_bytes, found.temp_size_in_bytes]))
@@ -226,7 +226,7 @@ import json, re
 import jax, jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from natten_jax import na2d
-from natten_jax.cost import communication
+from natten_jax.cost import halo_time
 
 mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
 tokens = jax.ShapeDtypeStruct((1, 16, 4, 1, 8), jnp.float32, sharding=NamedSharding(mesh, P(None, "x")))
@@ -242,8 +242,8 @@ def manual(arrays):
 
 found = []
 for overlapping in ("forward", "backward"):
-    communication.gains = lambda plan, *_: plan.pass_ == overlapping
-    communication.overlap_that_pays.cache_clear()
+    halo_time.gains = lambda plan, *_: plan.pass_ == overlapping
+    halo_time.overlap_that_pays.cache_clear()
     for route in (gradients, manual):
         jax.clear_caches()
         text = jax.jit(route).lower([tokens] * 3).compile().as_text()

@@ -25,7 +25,7 @@ PROGRAM = """
 import pathlib, sys
 import jax.numpy as jnp
 import natten_jax
-from natten_jax import native
+from natten_jax.native import module as native
 assert pathlib.Path(natten_jax.__file__).is_relative_to(sys.prefix), natten_jax.__file__
 assert native.load_error is None, native.load_error
 x = jnp.ones((1, 6, 7, 2, 8))

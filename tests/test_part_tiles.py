@@ -11,13 +11,13 @@ import hypothesis.strategies as st
 import pytest
 from test_halo import seen
 
-from natten_jax.cost.part_tiles import Range, Visits, visits
-from natten_jax.devices import CPU, Device
+from natten_jax.backends.select import resolve
+from natten_jax.cost.local_tiles import Range, Visits, visits
 from natten_jax.performance import PASSES, Pass, Performance
-from natten_jax.plan import Plan
+from natten_jax.plan.devices import CPU, Device
+from natten_jax.plan.plan import Plan
+from natten_jax.plan.request import Request
 from natten_jax.problem import Axis
-from natten_jax.request import Request
-from natten_jax.resolve import resolve
 from natten_jax.simulator import calibration_for, predict_split, problem_of
 
 

@@ -8,7 +8,7 @@ import pytest
 from families import Family
 from plans import plans_of
 
-from natten_jax.operands import Operands, Output
+from natten_jax.arrays.operands import Operands, Output
 from natten_jax.problem import problem_of
 
 

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import natten_jax
-from natten_jax.devices import CPU, Device
+from natten_jax.backends.select import resolve
 from natten_jax.performance import PASSES, KernelSchedule, Pass, Performance
-from natten_jax.plan import BackendId, Plan
+from natten_jax.plan.devices import CPU, Device
+from natten_jax.plan.plan import BackendId, Plan
+from natten_jax.plan.request import Request
 from natten_jax.problem import Axis, Problem, problem_of
-from natten_jax.profiler.program import Program
-from natten_jax.request import Request
-from natten_jax.resolve import resolve
+from natten_jax.profiler.traces.program import Program
 
 HOPPER = Device("cuda", (9, 0), is_present=False)
 

@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from natten_jax import native
 from natten_jax.cost import work
-from natten_jax.devices import Device
+from natten_jax.native import module as native
+from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem
-from natten_jax.profiler import element_types, inputs, parse, workload
+from natten_jax.profiler import element_types, parse
 from natten_jax.profiler.__main__ import main
+from natten_jax.profiler.run import inputs, workload
 
 SEEDS_EXAMPLE = "-i 8 16 24 -d 128 -w 2 4 3"
 FEW = "--warmup-steps 1 --iterations 3"

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from natten_jax import native
+from natten_jax.native import module as native
 from natten_jax.profiler import trace as trace_program
-from natten_jax.profiler import xspace
-from natten_jax.profiler.program import Program
-from natten_jax.profiler.trace_files import DamagedTrace
+from natten_jax.profiler.traces import xspace
+from natten_jax.profiler.traces.program import Program
+from natten_jax.profiler.traces.trace_files import DamagedTrace
 
 needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from natten_jax.performance import Performance
-from natten_jax.profiler import checks, parse
+from natten_jax.profiler import parse
 from natten_jax.profiler.__main__ import main
+from natten_jax.profiler.cli import checks
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import strategies
 
-from natten_jax.profiler import capture, trace_files, xspace
 from natten_jax.profiler import trace as trace_program
-from natten_jax.profiler.capture import Launch
-from natten_jax.profiler.program import Program
-from natten_jax.profiler.trace_files import CaptureError, DamagedTrace
+from natten_jax.profiler.traces import capture, trace_files, xspace
+from natten_jax.profiler.traces.capture import Launch
+from natten_jax.profiler.traces.program import Program
+from natten_jax.profiler.traces.trace_files import CaptureError, DamagedTrace
 
 
 @pytest.fixture(scope="module")

@@ -13,14 +13,16 @@ from typing import Any
 import pytest
 from programs import output_of, run_python
 
-from natten_jax import native
-from natten_jax.profiler import Row, attribution, capture, events, parse, report, symbols
+from natten_jax.native import module as native
+from natten_jax.profiler import Row, parse
 from natten_jax.profiler.__main__ import main
-from natten_jax.profiler.events import Event
-from natten_jax.profiler.program import Instruction, Program
-from natten_jax.profiler.split import of_each_device
+from natten_jax.profiler.report import measurements
+from natten_jax.profiler.run.split import of_each_device
 from natten_jax.profiler.trace import rows_by_module
-from natten_jax.profiler.trace_files import CaptureError
+from natten_jax.profiler.traces import attribution, capture, events, symbols
+from natten_jax.profiler.traces.events import Event
+from natten_jax.profiler.traces.program import Instruction, Program
+from natten_jax.profiler.traces.trace_files import CaptureError
 
 needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
 PROBLEM = "-i 6 8 -w 3 5 -b 8 -n 8 -d 16 --dtype fp32 --warmup-steps 1 --iterations 3"
@@ -238,7 +240,7 @@ def test_collectives_stay_in_tables_that_are_cut() -> None:
     names = [symbols.Name("XLA", "elementwise", "-", f"step {i}") for i in range(30)]
     names.append(symbols.Name("NCCL", "collective", "-", "all-reduce"))
     rows = tuple(Row(name, 1, (1.0 / (i + 1),), ()) for i, name in enumerate(names))
-    table = report.rows_table(rows, "Trace", cut=True)
+    table = measurements.rows_table(rows, "Trace", cut=True)
     assert len(table.rows) == 20
     assert "all-reduce" in {row[3] for row in table.rows}
 

@@ -17,8 +17,10 @@ import jax
 import pytest
 
 import natten_jax
-from natten_jax.profiler import dry_run, inputs, parse, workload
+from natten_jax.profiler import parse
 from natten_jax.profiler.__main__ import main
+from natten_jax.profiler.report import dry_run
+from natten_jax.profiler.run import inputs, workload
 
 TOO_LARGE = "the problem is too large for this machine: its operands and results take 524,288.0 GiB, and cpu has "
 
@@ -151,7 +153,7 @@ def interrupted(code: str, marker: Path, arguments: str) -> subprocess.Completed
 
 #: Makes the marker once so many measurements are over, and then dawdles in the next one.
 DAWDLING_SEARCH = """
-from natten_jax.profiler.trials import Trials
+from natten_jax.profiler.search.trials import Trials
 measure = Trials.measure
 def dawdle(self, *arguments):
     if len(self.done) >= {trials}:
@@ -191,7 +193,7 @@ def test_an_interrupted_search_keeps_the_best_so_far(more: str, tmp_path: Path) 
 def test_a_search_that_is_interrupted_while_the_best_is_profiled_keeps_it(tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
     code = (
-        "from natten_jax.profiler import measure\n"
+        "from natten_jax.profiler.run import measure\n"
         "def dawdle(*_):\n"
         "    marker.touch()\n"
         "    for _ in range(3000): time.sleep(0.1)\n"

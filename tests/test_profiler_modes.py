@@ -15,12 +15,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from natten_jax import native
-from natten_jax.profiler import parse, progress, tables, workload
+from natten_jax.native import module as native
+from natten_jax.profiler import parse
 from natten_jax.profiler import trace as trace_program
 from natten_jax.profiler.__main__ import main
-from natten_jax.profiler.capture import capture_in_turns
-from natten_jax.profiler.measure import Comparison, profile
+from natten_jax.profiler.cli import progress
+from natten_jax.profiler.report import tables
+from natten_jax.profiler.run import workload
+from natten_jax.profiler.run.measure import Comparison, profile
+from natten_jax.profiler.traces.capture import capture_in_turns
 
 needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
 FEW = "--warmup-steps 1 --iterations 2"

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import pytest
 
 from natten_jax.performance import Performance
-from natten_jax.plan import BackendId, Plan
-from natten_jax.plan_marks import name_of
+from natten_jax.plan.marks import name_of
+from natten_jax.plan.plan import BackendId, Plan
 from natten_jax.problem import Axis, Operator, Problem
-from natten_jax.profiler import symbols
-from natten_jax.profiler.program import Instruction, Program
+from natten_jax.profiler.traces import symbols
+from natten_jax.profiler.traces.program import Instruction, Program
 
 
 def plan_of(operator: Operator) -> Plan:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from natten_jax.profiler import __main__ as profiler
-from natten_jax.profiler import outputs
 from natten_jax.profiler import trace as trace_program
+from natten_jax.profiler.cli import outputs
 
 PROGRAMS: dict[str, tuple[Callable[[Sequence[str]], int], list[str], list[str]]] = {
     "profiler": (profiler.main, ["-i", "8"], ["--json", "--csv", "--plot"]),

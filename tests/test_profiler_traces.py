@@ -15,24 +15,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from natten_jax.devices import Device
 from natten_jax.performance import Pass, TilePair
-from natten_jax.profiler import (
-    Result,
-    Row,
-    attribution,
-    capture,
-    events,
-    measure,
-    parse,
-    report,
-    symbols,
-    tables,
-    workload,
-)
-from natten_jax.profiler.events import Event
-from natten_jax.profiler.program import Instruction, Program
-from natten_jax.profiler.trace_files import CaptureError
+from natten_jax.plan.devices import Device
+from natten_jax.profiler import Result, Row, parse
+from natten_jax.profiler.report import measurements, tables
+from natten_jax.profiler.run import measure, workload
+from natten_jax.profiler.traces import attribution, capture, events, symbols
+from natten_jax.profiler.traces.events import Event
+from natten_jax.profiler.traces.program import Instruction, Program
+from natten_jax.profiler.traces.trace_files import CaptureError
 
 
 def test_overlapping_steps_share_the_time_and_containers_get_the_rest() -> None:
@@ -175,7 +166,7 @@ def test_table_fits_and_adds_up(has_rich: bool, monkeypatch: pytest.MonkeyPatch)
     else:
         monkeypatch.setitem(sys.modules, "rich.console", None)
     file = io.StringIO()
-    report.print_report(a_result(3), file)
+    measurements.print_report(a_result(3), file)
     text = file.getvalue()
     assert "\x1b" not in text
     assert text.isascii() or has_rich
@@ -187,11 +178,11 @@ def test_table_fits_and_adds_up(has_rich: bool, monkeypatch: pytest.MonkeyPatch)
 
 def test_long_tables_are_cut_but_add_up() -> None:
     result = a_result(30)
-    table = report.result_table(result)
+    table = measurements.result_table(result)
     assert len(table.rows) == 20
     assert table.rows[-1][3:5] == ("11 other operations", "11")
     assert table.footer[-1] == tables.format_time(result.rows_total)
-    assert len(report.to_json(result)["rows"]) == 30
+    assert len(measurements.to_json(result)["rows"]) == 30
 
 
 @pytest.mark.parametrize(
@@ -212,5 +203,5 @@ def test_results_name_tile_sizes_and_occupancy_where_it_is_known(
     result = dataclasses.replace(
         a_result(1), options=options, problem=problem, backends={"forward": backend}, tiles=tiles, device=device
     )
-    found = report.to_json(result)["tiles"]["forward"]
+    found = measurements.to_json(result)["tiles"]["forward"]
     assert found == {"query": (16, 8), "key_value": (8, 8), "tile_m": 128, "tile_n": 64, "occupancy": occupancy}

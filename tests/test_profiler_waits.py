@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from programs import PACKAGE
 
-from natten_jax.devices import CPU, Device
-from natten_jax.profiler import duration, optimize, parse
+from natten_jax.plan.devices import CPU, Device
+from natten_jax.profiler import parse
 from natten_jax.profiler.__main__ import main
+from natten_jax.profiler.run import duration
+from natten_jax.profiler.search import optimize
 
 README = (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
 FEW = "--iterations 1 --warmup-steps 0"

@@ -10,8 +10,8 @@ import pytest
 from families import Family
 
 from natten_jax import na2d
-from natten_jax.plan_marks import NAME_ATTRIBUTE, PLAN_ATTRIBUTE
-from natten_jax.profiler.program import Program
+from natten_jax.plan.marks import NAME_ATTRIBUTE, PLAN_ATTRIBUTE
+from natten_jax.profiler.traces.program import Program
 
 
 def layers(count: int, backend: str, layout: tuple[int, int] = (16, 24), dtype: str = "float32") -> jax.stages.Lowered:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from problems import element_types
 
 import natten_jax
-from natten_jax.array_arguments import attention_problem
+from natten_jax.ops.arrays import attention_problem
 
 LARGEST = float(np.finfo(np.float32).max) / math.log2(math.e)
 

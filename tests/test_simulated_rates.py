@@ -17,13 +17,13 @@ from tile_walks import boxes, groups_of
 
 from natten_jax import backends, simulator
 from natten_jax.backends.base import Backend
+from natten_jax.backends.select import resolve
 from natten_jax.cost import small_windows
-from natten_jax.devices import Device
 from natten_jax.performance import PASSES, Pass, TilePair, outer_and_inner
+from natten_jax.plan.devices import Device
+from natten_jax.plan.request import Request
 from natten_jax.problem import Problem
 from natten_jax.profiler.__main__ import main
-from natten_jax.request import Request
-from natten_jax.resolve import resolve
 
 PROBLEMS = 120
 HOPPER = Device("cuda", (9, 0), is_present=False)

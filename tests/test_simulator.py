@@ -19,12 +19,12 @@ import pytest
 from tile_walks import boxes, groups_of, walk
 
 from natten_jax import backends, simulator
-from natten_jax.array_arguments import neighborhood_problem
-from natten_jax.devices import Device
+from natten_jax.ops.arrays import neighborhood_problem
 from natten_jax.performance import TilePair
+from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem, problem_of
-from natten_jax.profiler.arguments import parse
-from natten_jax.profiler.configurations import main_part
+from natten_jax.profiler.cli.arguments import parse
+from natten_jax.profiler.search.configurations import main_part
 from natten_jax.simulator import Calibration, Kernel
 
 PROBLEMS = 320

@@ -85,7 +85,7 @@ def run(python: str | Path, folder: Path, *arguments: str) -> str:
 
 STATE = textwrap.dedent("""
     import natten_jax, natten_jax.flax_modules
-    from natten_jax import native
+    from natten_jax.native import module as native
     print(natten_jax.__file__, natten_jax.flax_modules.__file__, native.path(), native.load_error, sep="\\n")
 """)
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from problems import OPERATORS
 
 import natten_jax
-from natten_jax.array_arguments import neighborhood_problem
+from natten_jax.ops.arrays import neighborhood_problem
 from natten_jax.performance import Performance, performance_of
 from natten_jax.problem import window_parameters
 
@@ -122,7 +122,7 @@ def test_arrays_and_tuples_of_equal_values_share_one_compiled_program() -> None:
     jax.clear_caches()
     call(1, kernel_size=(5,))
     with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(natten_jax.op, "attend", lambda *_: pytest.fail("traced again"))
+        patch.setattr(natten_jax.execution.custom_vjp, "attend", lambda *_: pytest.fail("traced again"))
         call(1, kernel_size=np.array([5]))
         call(1, kernel_size=jnp.array(5))
 

@@ -18,10 +18,10 @@ from problems import QUICK_COMPILATION, Case, element_types, errors, relative_er
 from programs import output_of, run_python
 
 import natten_jax
-from natten_jax import op
-from natten_jax.array_arguments import neighborhood_problem
-from natten_jax.operands import Operands
-from natten_jax.request import Request
+from natten_jax.arrays.operands import Operands
+from natten_jax.execution import custom_vjp
+from natten_jax.ops.arrays import neighborhood_problem
+from natten_jax.plan.request import Request
 
 CASE = Case((5, 6), (3, 4), stride=(2, 1), is_causal=(False, True), heads=2, additional=2, fused=True, head_dim=8)
 CASE = dataclasses.replace(CASE, scales=(0.4, -0.7))  # of the heads
@@ -233,7 +233,7 @@ def test_vmap_over_parts_of_a_layout(family: Family) -> None:
         origins = jnp.zeros((2, 3), jnp.int32).at[:, 2].set(jnp.stack([start, start - 4]))
         own = jax.lax.dynamic_slice_in_dim(query, start, 8, 1)
         keys, values = (jax.lax.dynamic_slice_in_dim(a, start - 4, 16, 1) for a in (key, value))
-        return op.attend(request, Operands(own, keys, values, None, None, origins=origins)).out
+        return custom_vjp.attend(request, Operands(own, keys, values, None, None, origins=origins)).out
 
     whole = quick(case.operator(family.fna))(oracle.Tensors(query, key, value))[0]
     parts = quick(jax.vmap(part))(starts)
@@ -351,13 +351,13 @@ def test_static_arguments_of_jit(family: Family) -> None:
 def test_equal_calls_are_traced_once(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the arguments are written; another problem is traced anew."""
     traced: list[Any] = []
-    attend = op.attend
+    attend = custom_vjp.attend
 
     def recorded(request: Any, operands: Any) -> Any:
         traced.append(request)
         return attend(request, operands)
 
-    monkeypatch.setattr(op, "attend", recorded)
+    monkeypatch.setattr(custom_vjp, "attend", recorded)
     query, key, value, *_ = Case((6, 31), (3, 3)).operands(family.dtype, 0)
     spellings: tuple[Any, ...] = (3, (3, 3), [3, 3], np.int64(3), (np.int32(3), 3))
     for kernel_size in spellings:

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from programs import output_of, run_python
 
-from natten_jax.whole_files import write_bytes, write_text
+from natten_jax.profiler.cli.whole_files import write_bytes, write_text
 
 #: Fails in the midst of a file, as on a full disk.
 INTERRUPTED = """
 import resource, sys
 from pathlib import Path
-from natten_jax.whole_files import write_text
+from natten_jax.profiler.cli.whole_files import write_text
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 try:
@@ -70,7 +70,9 @@ def test_streams_take_what_they_get(tmp_path: Path) -> None:
     os.close(reader)
     with pytest.raises(OSError, match="No space left"):
         write_bytes(Path("/dev/full"), b"content" * 10000)
-    shown = output_of(run_python("from natten_jax.whole_files import *; write_text(Path('/dev/stdout'), 'here')"))
+    shown = output_of(
+        run_python("from natten_jax.profiler.cli.whole_files import *; write_text(Path('/dev/stdout'), 'here')")
+    )
     assert shown == "here"
 
 

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from natten_jax import native, windows
+from natten_jax import windows
+from natten_jax.native import module as native
 from natten_jax.windows import Window
 
 #: ``length, kernel_size, stride, is_causal`` and the windows ``[start, end)`` of all queries.

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax import backends, windows
+from natten_jax.arrays.operands import Operands, Output
 from natten_jax.backends.base import PureJaxBackend
-from natten_jax.operands import Operands, Output
 
 
 class ToyBackend(PureJaxBackend):

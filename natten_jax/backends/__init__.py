@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from natten_jax.backends import cpu, cutlass, flex, hopper
 from natten_jax.backends.base import Backend
+from natten_jax.backends.cpu import CpuBackend
+from natten_jax.backends.cutlass.backend import CutlassBackend
+from natten_jax.backends.flex.backend import FlexBackend
+from natten_jax.backends.hopper.backend import HopperBackend
 from natten_jax.backends.names import unknown
-from natten_jax.plan import BackendId
+from natten_jax.plan.plan import BackendId
 from natten_jax.problem import OPERATORS, Operator
 
-_registered: list[Backend] = [hopper.HopperBackend(), cutlass.CutlassBackend(), cpu.CpuBackend(), flex.FlexBackend()]
+_registered: list[Backend] = [HopperBackend(), CutlassBackend(), CpuBackend(), FlexBackend()]
 
 
 def registered() -> tuple[Backend, ...]:

@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from natten_jax import native
-from natten_jax.devices import ComputeCapability, Device
-from natten_jax.operands import Differentiable, Gradients, Operands, Output, Saved
+from natten_jax.arrays.operands import Differentiable, Gradients, Operands, Output, Saved
+from natten_jax.arrays.query_box import QueryBox
+from natten_jax.native import module as native
 from natten_jax.performance import KernelSchedule, Pass, TilePair
-from natten_jax.plan import Plan
+from natten_jax.plan.devices import ComputeCapability, Device
+from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem
-from natten_jax.query_box import QueryBox
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Backend(abc.ABC):
     #: The performance arguments that make a difference to it, or whose promise it keeps; without tiles, which make one
     #: to every backend, and ``kernel_schedule``, which ``schedules`` tells.
     heeds: ClassVar[Collection[str]] = ()
-    #: Whether one of its operations has the plan of the pass (:func:`natten_jax.plan_marks.carrying_plan`), as every
+    #: Whether one of its operations has the plan of the pass (:func:`natten_jax.plan.marks.carrying_plan`), as every
     #: custom call does; if not, all of them have.
     carries_plan: ClassVar[bool] = True
     #: Whether it takes additional key/value tokens.

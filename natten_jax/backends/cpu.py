@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import jax
 
-from natten_jax import native
+from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
 from natten_jax.backends.base import Platform
 from natten_jax.backends.native_backend import (
     NativeBackend,
@@ -19,11 +19,11 @@ from natten_jax.backends.native_backend import (
     saved_remainder,
     with_kernel_rank,
 )
-from natten_jax.devices import Device
-from natten_jax.native import ResultType
-from natten_jax.operands import Gradients, Operands, Output, Saved
+from natten_jax.native import module as native
+from natten_jax.native.module import ResultType
 from natten_jax.performance import Pass, TilePair
-from natten_jax.plan import Plan
+from natten_jax.plan.devices import Device
+from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem, Shape
 
 _FORWARD = "natten_jax_cpu_forward"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from natten_jax import backends
 from natten_jax.backends.base import Backend
 from natten_jax.performance import Pass, Performance
-from natten_jax.plan import BackendId, Plan
+from natten_jax.plan.plan import BackendId, Plan
 
 
 class Choice(NamedTuple):

@@ -6,10 +6,12 @@ import dataclasses
 import warnings
 from collections.abc import Iterable
 
-from natten_jax import cuda_version, native, source_tree
+from natten_jax import source_tree
 from natten_jax.backends.base import Backend
-from natten_jax.devices import Device
+from natten_jax.native import cuda_version
+from natten_jax.native import module as native
 from natten_jax.performance import Pass
+from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem
 
 _was_warned = False

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from natten_jax.arguments.static import shown
 from natten_jax.backends.base import Backend, Platform
-from natten_jax.devices import Device
-from natten_jax.plan import BackendId
+from natten_jax.plan.devices import Device
+from natten_jax.plan.plan import BackendId
 from natten_jax.problem import OPERATORS, Operator
-from natten_jax.static_arguments import shown
 
 #: NATTEN's families that this version has no kernels for, with the devices that those are for.
 WITHOUT_KERNELS: Mapping[str, Platform] = MappingProxyType({"blackwell": Platform("cuda", (10, 0), is_exact=True)})

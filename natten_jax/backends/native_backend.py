@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
 from natten_jax.backends.base import Backend
-from natten_jax.backends.head_scales import HeadScales, of_shared_heads, with_heads_of_queries
-from natten_jax.kernel_rank import KERNEL_RANK, axis_rows, with_kernel_tiles
-from natten_jax.native import ResultType
-from natten_jax.operands import Gradients, Operands, Output, Saved
-from natten_jax.plan import Plan
+from natten_jax.native.abi import KERNEL_RANK, axis_rows, with_kernel_tiles
+from natten_jax.native.head_scales import HeadScales, of_shared_heads, with_heads_of_queries
+from natten_jax.native.module import ResultType
+from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem, Shape
 
 #: What kernels have for a scale of zero, whose queries are zero: so small that no sum of theirs overflows.

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from natten_jax import native
 from natten_jax.cost import small_windows
 from natten_jax.cost.axis_tiles import axis_counts
 from natten_jax.cost.small_windows import Launch
 from natten_jax.cost.tile_counts import TileCounts
 from natten_jax.cost.work import visible_pairs
+from natten_jax.native import module as native
 from natten_jax.performance import Pass, TilePair, outer_and_inner
 from natten_jax.problem import ELEMENT_BYTES, Problem
 

@@ -15,13 +15,13 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from natten_jax import native
 from natten_jax.cost.calibration import Calibration, calibration_for
 from natten_jax.cost.tile_shapes import pairs_of
 from natten_jax.cost.work import least_bytes
-from natten_jax.devices import ComputeCapability
-from natten_jax.kernel_rank import KERNEL_RANK, axis_rows, with_kernel_tiles
+from natten_jax.native import module as native
+from natten_jax.native.abi import KERNEL_RANK, axis_rows, with_kernel_tiles
 from natten_jax.performance import Pass, TilePair, outer_and_inner
+from natten_jax.plan.devices import ComputeCapability
 from natten_jax.problem import ELEMENT_BYTES, Problem
 
 #: The backend family whose form it is.

@@ -12,23 +12,23 @@ from typing import Any, NoReturn
 
 import jax
 
-from natten_jax.devices import CPU, Device, NoDeviceError, default_device
-from natten_jax.ignored_arguments import IgnoredArgumentWarning
-from natten_jax.plan import BackendId
-from natten_jax.profiler import dry_run, report, simulate
-from natten_jax.profiler.arguments import parse
-from natten_jax.profiler.complaints import PROGRAM, complain, warn
-from natten_jax.profiler.families import KNOWN_FAMILIES
-from natten_jax.profiler.ignored_flags import warn_of_ignored
-from natten_jax.profiler.measure import compare, profile
-from natten_jax.profiler.optimize import optimize
-from natten_jax.profiler.optimum import Optimum, best_table, configuration, search_json
+from natten_jax.ops.ignored_arguments import IgnoredArgumentWarning
+from natten_jax.plan.devices import CPU, Device, NoDeviceError, default_device
+from natten_jax.plan.plan import BackendId
+from natten_jax.profiler.cli.arguments import parse
+from natten_jax.profiler.cli.complaints import PROGRAM, complain, warn
+from natten_jax.profiler.cli.families import KNOWN_FAMILIES
+from natten_jax.profiler.cli.ignored_flags import warn_of_ignored
+from natten_jax.profiler.cli.quiet_exit import INTERRUPTED, end, run_quietly
 from natten_jax.profiler.options import Options
-from natten_jax.profiler.plot import plot_rows
-from natten_jax.profiler.tables import digits, format_time, print_lines, print_table
-from natten_jax.profiler.trace_files import CaptureError
-from natten_jax.profiler.workload import UnavailableBackend, check_available, request_of
-from natten_jax.quiet_exit import INTERRUPTED, end, run_quietly
+from natten_jax.profiler.report import dry_run, measurements, simulate
+from natten_jax.profiler.report.plot import plot_rows
+from natten_jax.profiler.report.tables import digits, format_time, print_lines, print_table
+from natten_jax.profiler.run.measure import compare, profile
+from natten_jax.profiler.run.workload import UnavailableBackend, check_available, request_of
+from natten_jax.profiler.search.optimize import optimize
+from natten_jax.profiler.search.optimum import Optimum, best_table, configuration, search_json
+from natten_jax.profiler.traces.trace_files import CaptureError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,7 +118,7 @@ def _measure(options: Options) -> int:
 def _keep_so_far(options: Options, optimum: Optimum) -> int:
     """What is left of a search after Ctrl-C: no profile, but the best configuration and every trial."""
     print(f"{PROGRAM}: interrupted; this is the best so far", file=sys.stderr)
-    results = {**report.context(options, request_of(options).problem), **_search_results(options, optimum)}
+    results = {**measurements.context(options, request_of(options).problem), **_search_results(options, optimum)}
     _write(options.json, lambda: results)
     print_table(best_table(optimum))
     print_lines([*_search_lines(optimum), *_usage_lines(options)])
@@ -135,17 +135,20 @@ def _profile(options: Options, optimum: Optimum | None) -> int:
         comparison = compare(options, options.compare)
         result = comparison.result
         tables = {"result": result.rows, options.compare: comparison.baseline.rows}
-        results, show = report.comparison_json(comparison), functools.partial(report.print_comparison, comparison)
+        results, show = (
+            measurements.comparison_json(comparison),
+            functools.partial(measurements.print_comparison, comparison),
+        )
     else:
         result = profile(options)
         tables = {"result": result.rows}
-        results, show = report.to_json(result), functools.partial(report.print_report, result)
+        results, show = measurements.to_json(result), functools.partial(measurements.print_report, result)
     if optimum is not None:
         results |= _search_results(options, optimum)
     # Files first: whoever reads the output may leave early.
     _write(options.json, lambda: results)
     if options.csv is not None:
-        report.write_csv(options.csv, tables)
+        measurements.write_csv(options.csv, tables)
     show()
     if optimum is not None:
         print_lines([*_search_lines(optimum), *_usage_lines(options)])
@@ -188,7 +191,7 @@ def _show_where_it_runs(options: Options) -> None:
 
 def _write(path: Path | None, results: Any) -> None:
     if path is not None:
-        report.write_json(path, results())
+        measurements.write_json(path, results())
 
 
 def program() -> NoReturn:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 
 from natten_jax.cost.work import all_pairs
-from natten_jax.devices import Device
+from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]

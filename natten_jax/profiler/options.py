@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from natten_jax.devices import ComputeCapability
 from natten_jax.performance import Performance
+from natten_jax.plan.devices import ComputeCapability
 from natten_jax.problem import Shape
 from natten_jax.profiler.baselines import BASELINES
 

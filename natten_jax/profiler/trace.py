@@ -15,15 +15,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from natten_jax.profiler import attribution, events, measure, report, trace_files, xspace
-from natten_jax.profiler.events import Event, Interval
-from natten_jax.profiler.measure import Row
-from natten_jax.profiler.parser import Parser
-from natten_jax.profiler.program import Program
-from natten_jax.profiler.symbols import Name, order
-from natten_jax.profiler.tables import format_time, print_lines, print_table
-from natten_jax.profiler.trace_files import CaptureError, DamagedTrace
-from natten_jax.quiet_exit import end, run_quietly
+from natten_jax.profiler.cli.parser import Parser
+from natten_jax.profiler.cli.quiet_exit import end, run_quietly
+from natten_jax.profiler.report import measurements
+from natten_jax.profiler.report.tables import format_time, print_lines, print_table
+from natten_jax.profiler.run import measure
+from natten_jax.profiler.run.measure import Row
+from natten_jax.profiler.traces import attribution, events, trace_files, xspace
+from natten_jax.profiler.traces.events import Event, Interval
+from natten_jax.profiler.traces.program import Program
+from natten_jax.profiler.traces.symbols import Name, order
+from natten_jax.profiler.traces.trace_files import CaptureError, DamagedTrace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,16 +53,16 @@ def _run(program: str, options: argparse.Namespace) -> int:
             )
         rows = merged(modules.values())
         if options.json is not None:
-            of_modules = {name: report.rows_json(each) for name, each in modules.items()}
-            report.write_json(options.json, {"modules": of_modules})
+            of_modules = {name: measurements.rows_json(each) for name, each in modules.items()}
+            measurements.write_json(options.json, {"modules": of_modules})
         if options.csv is not None:
-            report.write_csv(options.csv, modules)
+            measurements.write_csv(options.csv, modules)
     except BrokenPipeError:
         raise
     except (CaptureError, OSError) as error:
         print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    print_table(report.rows_table(rows, "Trace", cut=not options.all))
+    print_table(measurements.rows_table(rows, "Trace", cut=not options.all))
     times = {name: sum(row.runtime for row in each) for name, each in modules.items()}
     print_lines(f"{name}: {format_time(time)}" for name, time in sorted(times.items(), key=lambda item: -item[1])[:10])
     return 0

@@ -16,7 +16,7 @@ from jax.extend.core import jaxpr_as_fun
 from plans import plans_of
 from problems import QUICK_COMPILATION
 
-from natten_jax.operands import Operands, Output
+from natten_jax.arrays.operands import Operands, Output
 from natten_jax.performance import Performance
 
 from .accuracy import excesses, expectation

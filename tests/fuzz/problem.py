@@ -13,10 +13,11 @@ from cases import random_case
 from families import Family
 from problems import Case
 
-from natten_jax import backends, devices
-from natten_jax.array_arguments import attention_problem, neighborhood_problem
+from natten_jax import backends
 from natten_jax.backends.base import Backend
+from natten_jax.ops.arrays import attention_problem, neighborhood_problem
 from natten_jax.performance import PASSES, Pass, Performance, tile_names
+from natten_jax.plan import devices
 from natten_jax.problem import Operator, Problem
 
 from .spoiled import Inputs, Spoiled

@@ -9,8 +9,9 @@ from typing import Any
 
 from families import family_named
 
-from natten_jax import backends, devices
+from natten_jax import backends
 from natten_jax.performance import PASSES
+from natten_jax.plan import devices
 
 from .execution import complaints, device_computes
 from .options import Options

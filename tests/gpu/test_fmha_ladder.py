@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from natten_jax import native
+from natten_jax.native import module as native
 
 pytest.importorskip("matplotlib")
 sys.path.append(str(Path(__file__).parents[2] / "bench"))

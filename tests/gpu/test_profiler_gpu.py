@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from natten_jax.devices import default_device
+from natten_jax.plan.devices import default_device
 from natten_jax.profiler import parse, profile
 from natten_jax.profiler import trace as trace_program
 from natten_jax.profiler.__main__ import main

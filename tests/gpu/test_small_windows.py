@@ -16,12 +16,12 @@ import oracle
 import pytest
 
 import natten_jax
-from natten_jax import devices
-from natten_jax.array_arguments import neighborhood_problem
-from natten_jax.profiler.capture import capture
-from natten_jax.profiler.program import Program, compile_for_trace
-from natten_jax.request import Request
-from natten_jax.resolve import resolve
+from natten_jax.backends.select import resolve
+from natten_jax.ops.arrays import neighborhood_problem
+from natten_jax.plan import devices
+from natten_jax.plan.request import Request
+from natten_jax.profiler.traces.capture import capture
+from natten_jax.profiler.traces.program import Program, compile_for_trace
 
 pytestmark = pytest.mark.gpu
 

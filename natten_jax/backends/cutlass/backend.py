@@ -1,0 +1,264 @@
+"""The ``cutlass`` backend: cp.async and mma.sync kernels for NVIDIA GPUs of compute capability 8.0 and higher."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from natten_jax.arguments.symbolic_batch import least_batch
+from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
+from natten_jax.backends.base import Platform
+from natten_jax.backends.cutlass import small_windows as small_window_kernels
+from natten_jax.backends.native_backend import (
+    NativeBackend,
+    attributes,
+    delta,
+    gradients_of,
+    kernel_operands,
+    saved_remainder,
+    with_kernel_rank,
+)
+from natten_jax.cost import small_windows
+from natten_jax.cost.calibration import calibration_for
+from natten_jax.cost.ranking import rank_sizes
+from natten_jax.native import module as native
+from natten_jax.native.module import ResultType
+from natten_jax.performance import MemoryUsagePreference, Pass, Performance, TilePair
+from natten_jax.plan.devices import ComputeCapability, Device
+from natten_jax.plan.plan import Plan
+from natten_jax.problem import ELEMENT_BYTES, Problem
+
+_FORWARD = "natten_jax_sm80_forward"
+_BACKWARD = "natten_jax_sm80_backward"
+_DELTA = "natten_jax_sm80_delta"
+_LIMITS = native.limits("sm80")
+_MOST_SPLITS = 2**31 - 1
+
+#: Most bytes in which a backward pass sums up query gradients; one head's are the least.
+_SCRATCH_BYTES = {
+    MemoryUsagePreference.STRICT: 64 << 20,
+    MemoryUsagePreference.DEFAULT: 1 << 30,
+    MemoryUsagePreference.UNRESTRICTED: None,
+}
+
+#: Values of ``jax.default_matmul_precision`` under which XLA multiplies float32 matrices in TF32, too. Without one the
+#: kernels are accurate to float32.
+_TF32_PRECISIONS = (
+    "default",
+    "fastest",
+    "bfloat16",
+    "high",
+    "bfloat16_3x",
+    "tensorfloat32",
+    "TF32_TF32_F32",
+    "BF16_BF16_F32",
+)
+
+
+class CutlassBackend(NativeBackend):
+    """Attention on any NVIDIA GPU since Ampere."""
+
+    family = "cutlass"
+    platform = Platform("cuda", (8, 0))
+    dtypes = ("float32", "float16", "bfloat16")
+    head_dim_step = _LIMITS.get("head_dim_step", 1)
+    largest_head_dim = _LIMITS.get("largest_head_dim")
+    targets: ClassVar = {
+        "forward": (_FORWARD, small_window_kernels.FORWARD),
+        "backward": (_BACKWARD, _DELTA, small_window_kernels.BACKWARD),
+    }
+    heeds = (
+        "backward_kv_splits",
+        "backward_use_xla_reduction",
+        "backward_deterministic",
+        "memory_usage_preference",
+    )
+
+    def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
+        """Why the kernels cannot run a pass; this build may have no code for the GPU."""
+        reason = super().rejection(problem, device, pass_)
+        if reason is not None or not device.is_present or device.compute_capability is None:
+            return reason
+        return _missing_code(device.compute_capability)
+
+    def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
+        """Query and key/value tiles by estimated time, the fastest first."""
+        return [pair for pair, _ in self._ranked(problem, device, pass_)]
+
+    def predicted_seconds(self, problem: Problem, device: Device, pass_: Pass) -> float | None:
+        """Of the tiles that are recommended."""
+        ranked = self._ranked(problem, device, pass_)
+        return ranked[0][1] if ranked and problem.dtype != "float32" else None
+
+    def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
+        """Whether there are kernels for a pair of tile shapes; those for small windows may lack the memory."""
+        if not super().offers(problem, device, pass_, pair):
+            return False
+        if not small_windows.is_chosen(problem, pass_, pair):
+            return True
+        return small_windows.seconds(problem, pass_, pair, device.compute_capability) is not None
+
+    def _ranked(self, problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[TilePair, float], ...]:
+        return _ranked_pairs(problem, pass_, _large_tile_sizes(problem, device, pass_), device.compute_capability)
+
+    def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
+        """Most tokens of the tiles that the kernels for these heads are compiled for."""
+        return _largest_tiles(problem, device, pass_)
+
+    def unused_in(self, plan: Plan) -> Mapping[str, str]:
+        """What the plan's form of the kernels has no use for."""
+        if plan.pass_ == "backward" and small_windows.is_chosen(plan.problem, plan.pass_, plan.tiles):
+            return small_window_kernels.UNUSED
+        unused = {}
+        if plan.performance.backward_deterministic:
+            unused["backward_kv_splits"] = "has one split with backward_deterministic=True"
+        if plan.problem.dtype == "float32":
+            unused["memory_usage_preference"] = "sums up float32 gradients in place, without scratch memory"
+        return unused
+
+    def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
+        """Call the kernel."""
+        if small_windows.is_chosen(plan.problem, "forward", plan.tiles):
+            return small_window_kernels.call_forward(plan, operands, types)
+        return native.call(
+            _FORWARD,
+            types,
+            *kernel_operands(plan.problem, operands),
+            **attributes(plan),
+            is_accurate=int(not _allows_tf32()),
+        )
+
+    def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
+        """Call the kernels."""
+        problem, performance = plan.problem, plan.performance
+        if small_windows.is_chosen(problem, "backward", plan.tiles):
+            return small_window_kernels.gradients(plan, operands, saved, cotangents)
+        rank = functools.partial(with_kernel_rank, rank=problem.rank)
+        out, out_cotangent, logsumexp_cotangent = map(rank, (saved.out, *cotangents))
+        reduction = delta if performance.backward_use_xla_reduction else _kernel_delta
+        logsumexp = rank(saved.logsumexp), saved_remainder(problem, saved)
+        per_query = *logsumexp, out_cotangent, reduction(out, out_cotangent, logsumexp_cotangent)
+        arrays = kernel_operands(problem, operands)
+        results = [ResultType(array.shape, array.dtype) for array in arrays[:5]]
+        if problem.dtype != "float32":
+            results.append(ResultType((scratch_elements(problem, arrays[0], performance),), jnp.float32))
+        gradients = native.call(
+            _BACKWARD,
+            results,
+            *arrays,
+            *per_query,
+            **attributes(plan),
+            is_accurate=int(not _allows_tf32()),
+            # Blocks that share the key/value tiles of a head. One makes gradients reproducible. Memory does not depend
+            # on their number, so that by default there are as many as tiles.
+            kv_splits=1
+            if performance.backward_deterministic
+            else min(math.prod(performance.backward_kv_splits or (0,)), _MOST_SPLITS),
+        )
+        return gradients_of(problem, operands, gradients)
+
+
+def scratch_elements(problem: Problem, query: jax.Array, performance: Performance) -> int:
+    """Sums of the query gradient, float32, that fit into the memory which a backward pass may take.
+
+    Where those of all heads do not, some batch entries, or else some heads of one entry, take turns; turns are alike.
+
+    Args:
+        problem: The problem.
+        query: ``[batch, *tokens, heads, head_dim]``, maybe a part of the problem's.
+        performance: The memory preference.
+    """
+    limit = _SCRATCH_BYTES[MemoryUsagePreference(performance.memory_usage_preference)]
+    batch, heads = least_batch(query.shape[0]), query.shape[-2]
+    heads_kv = heads * problem.heads_kv // problem.heads
+    of_head = 4 * math.prod(query.shape[1:]) // heads_kv  # a key/value head's, with all query heads that share it
+
+    def at_once(count: int, each: int) -> int:
+        turns = 1 if limit is None else math.ceil(count / max(limit // each, 1))
+        return math.ceil(count / turns)
+
+    entries = at_once(batch, heads_kv * of_head)
+    return entries * (heads_kv if entries > 1 else at_once(heads_kv, of_head)) * of_head // 4
+
+
+def _kernel_delta(out: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent: jax.Array) -> jax.Array:
+    """As :func:`delta`, by a kernel that reads each array once."""
+    (result,) = native.call(
+        _DELTA, [ResultType(logsumexp_cotangent.shape, jnp.float32)], out, out_cotangent, logsumexp_cotangent
+    )
+    return result
+
+
+def _allows_tf32() -> bool:
+    """Whether the caller asked for products of TF32 precision, or less."""
+    precision = getattr(jax.config, "jax_default_matmul_precision", None)
+    return precision is not None and str(precision) in _TF32_PRECISIONS
+
+
+def _missing_code(capability: ComputeCapability) -> str | None:
+    """Why this build has no machine code for a compute capability; ``None`` where it has."""
+    architectures = native.build_info()["cuda_architectures"]
+    # The last digit of an architecture is the minor version. Code runs on later minor versions of its major one, and
+    # the newest architecture's can be compiled for later ones by the driver.
+    built = sorted(divmod(int(name.rstrip("af")), 10) for name in architectures)
+    if built[-1] <= capability or any(major == capability[0] and minor <= capability[1] for major, minor in built):
+        return None
+    return (
+        f"this build of natten_jax has no code for compute capability {capability[0]}.{capability[1]} "
+        f"(CUDA architectures: {', '.join(architectures)})"
+    )
+
+
+def _shared_memory(device: Device) -> int:
+    """Bytes that a block may have on a device, as far as kernels count on it."""
+    capability = device.compute_capability
+    if capability is None or capability[0] not in _LIMITS["wide_form_capabilities"]:
+        return _LIMITS["least_shared_memory"]
+    return max(form["shared_memory"] for form in (*_LIMITS["forward"], *_LIMITS["backward"]))
+
+
+def _largest_tiles(problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
+    """Most queries and keys of a tile that the narrowest kernel for these heads takes on a device."""
+    CutlassBackend.check_heads(problem)
+    wider, size = max(problem.head_dim, problem.head_dim_v), ELEMENT_BYTES[problem.dtype]
+    forms = [form for form in _LIMITS[pass_] if form["element_bytes"] == size and form["head_dim"] >= wider]
+    narrowest = min(form["head_dim"] for form in forms)
+    able = [
+        (form["q_tile_tokens"], form["kv_tile_tokens"])
+        for form in forms
+        if form["head_dim"] == narrowest and form["shared_memory"] <= _shared_memory(device)
+    ]
+    return max(queries for queries, _ in able), max(keys for _, keys in able)
+
+
+def _large_tile_sizes(problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[int, int], ...]:
+    """Queries and keys of the tiles that are ranked, of kernels for large windows."""
+    CutlassBackend.check_heads(problem)
+    if pass_ == "backward":
+        return (64, 128), (64, 64), (128, 128), (128, 64)
+    most, keys = _largest_tiles(problem, device, pass_)
+    rows = min(most, keys)
+    # Smaller query tiles leave rows of the kernel idle, and pay off for few queries or narrow windows only.
+    sizes = (rows, 64), (rows, 128), (64, 64), (64, 128), (32, 128)
+    return (*sizes, (most, 64)) if most > rows else sizes
+
+
+@functools.lru_cache(maxsize=256)
+def _ranked_pairs(
+    problem: Problem, pass_: Pass, sizes: tuple[tuple[int, int], ...], capability: ComputeCapability | None
+) -> tuple[tuple[TilePair, float], ...]:
+    found = list(small_windows.ranked(problem, pass_, capability))
+    if problem.dtype == "float32":
+        # Times are of 16-bit elements. Kernels are compiled for rows of some number of bytes.
+        head_dim, head_dim_v = (
+            min(2 * each, _LIMITS["largest_head_dim"]) for each in (problem.head_dim, problem.head_dim_v)
+        )
+        problem = dataclasses.replace(problem, dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim_v)
+    found += rank_sizes(problem, pass_, sizes, calibration_for(CutlassBackend.family))
+    return tuple(sorted(found, key=lambda item: item[1]))

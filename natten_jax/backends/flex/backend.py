@@ -1,0 +1,88 @@
+"""The ``flex`` backend: blockwise attention in plain JAX, for every device that XLA compiles for.
+
+The forward pass (:mod:`natten_jax.backends.flex.forward`) is an online softmax over the hull of each query tile's
+windows. Its derivative is given as a rule for *tangents* (:mod:`natten_jax.backends.flex.tangents`), and as the
+transpose of that rule, the usual backward pass of attention (:mod:`natten_jax.backends.flex.gradients`). Both start
+from output, logsumexp and what the softmax found of each row, so that nothing is kept per key/value tile, and are plain
+JAX: derivatives of any order go through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from natten_jax.arrays.operands import Differentiable, Gradients, Operands, Output, Saved
+from natten_jax.backends.base import PureJaxBackend
+from natten_jax.backends.flex.forward import softmax_of
+from natten_jax.backends.flex.gradients import gradients_of
+from natten_jax.backends.flex.operands import TILE_PAIRS
+from natten_jax.backends.flex.rows import rows_of
+from natten_jax.backends.flex.softmax import Products, Rows
+from natten_jax.backends.flex.tangents import tangents_of
+from natten_jax.performance import Pass, TilePair
+from natten_jax.plan.devices import Device
+from natten_jax.plan.plan import Plan
+from natten_jax.problem import Problem
+
+_LARGEST_TILE = 1024  # tokens
+
+
+class FlexBackend(PureJaxBackend):
+    """Blockwise attention in plain JAX; see :class:`natten_jax.backends.base.Backend`."""
+
+    family = "flex"
+    dtypes = ("float32", "float16", "bfloat16", "float64")
+    carries_plan = True
+    residual_width = len(Rows._fields)
+    heeds = ("backward_deterministic",)  # in every run
+
+    def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
+        """Query and key/value tile shapes of a pass, the recommended pair first."""
+        return list(TILE_PAIRS[problem.rank])
+
+    def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
+        """A bound on a tile's tokens, within which any is accepted."""
+        return _LARGEST_TILE, _LARGEST_TILE
+
+    def forward(self, plan: Plan, operands: Operands) -> Output:
+        """Compute output and logsumexp."""
+        out, logsumexp, _ = self.forward_differentiable(plan, operands)
+        return Output(out.astype(plan.problem.dtype), logsumexp)
+
+    def forward_differentiable(self, plan: Plan, operands: Operands) -> Differentiable:
+        """Compute output and logsumexp, and what the softmax found of each row."""
+        problem = plan.problem
+        softmax = softmax_of(plan, operands)
+        assert softmax.mixed is not None
+        steepness = Products(problem, operands.scale).steepness_of_tokens(problem.rank)
+        total, lse = softmax.total, steepness * softmax.maximum + jnp.log(softmax.total)
+        if operands.origins is not None:
+            # The keys that a row sees may all be another device's.
+            is_empty = softmax.total == 0
+            total, lse = jnp.where(is_empty, 1, total), jnp.where(is_empty, -jnp.inf, lse)
+        return Differentiable(softmax.mixed / total, lse[..., 0], jnp.concatenate(rows_of(softmax), axis=-1))
+
+    def tangents(self, plan: Plan, operands: Operands, result: Differentiable, tangents: Gradients) -> Output:
+        """Compute tangents of output and logsumexp."""
+        assert result.residuals is not None
+        rows = Rows(result.residuals[..., :1], result.residuals[..., 1:])
+        output = Output(result.out, result.logsumexp)
+        return tangents_of(plan, operands, output, rows, tangents)
+
+    def gradients(
+        self, plan: Plan, operands: Operands, result: Differentiable, cotangents: Output, wanted: Sequence[bool]
+    ) -> Sequence[jax.Array | None]:
+        """Compute cotangents of the operands from those of output and logsumexp."""
+        assert result.residuals is not None
+        rows = Rows(result.residuals[..., :1], result.residuals[..., 1:])
+        return gradients_of(plan, operands, Output(result.out, result.logsumexp), rows, cotangents, wanted)
+
+    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
+        """Compute the gradients, from whatever computed the output."""
+        # Rows have to be the softmax of this backend's scores; the kernels that computed the output have their own.
+        wanted = [array is not None for array in operands.differentiable]
+        found = gradients_of(plan, operands, Output(saved.out, saved.logsumexp), None, cotangents, wanted)
+        return Gradients._make(found)

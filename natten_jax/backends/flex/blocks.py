@@ -1,0 +1,315 @@
+"""Tiles of a token layout as arrays: how the ``flex`` backend cuts, loads and masks them.
+
+A pass over a problem has an *outer* side, whose tiles are enumerated (several of them per step of a scan),
+and an *inner* side, of which each outer tile visits only the hull of what its tokens see. Outer is the
+queries in the forward pass; the derivative with respect to keys and values is enumerated by their tiles.
+
+Dimensions are independent of each other: :mod:`natten_jax.backends.flex.axes` has what concerns one of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from natten_jax.backends.flex.axes import AxisPosition, AxisSweep
+from natten_jax.backends.flex.hulls import largest_hull
+from natten_jax.problem import Problem, Shape
+
+#: Where the tiles of a sweep lie is a constant of the program up to so many numbers, and computed beyond.
+_MOST_CONSTANTS = 1 << 14
+
+
+class TilePositions(NamedTuple):
+    """Where the outer tiles of one step lie, and what they see.
+
+    Attributes:
+        corners: Index and residue of the first inner token that each tile visits, ``[tiles, 2 * rank]``.
+        masks: By dimension, which of all inner tokens that are visited the outer ones see, or are seen by,
+            ``[tiles, queries, keys]``. Worked out here, it is not again for every logit that XLA fuses a mask with.
+    """
+
+    corners: jax.Array
+    masks: tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """A pass over all outer tiles: what is static about cutting, loading and masking them.
+
+    Attributes:
+        axes: The token dimensions.
+        tiles_per_step: Outer tiles that one step of the scan processes at once.
+    """
+
+    axes: tuple[AxisSweep, ...]
+    tiles_per_step: int
+
+    @property
+    def steps(self) -> int:
+        """Steps of the scan over outer tiles."""
+        return -(-math.prod(a.outer_tiles * a.dilation for a in self.axes) // self.tiles_per_step)
+
+    @property
+    def inner_steps(self) -> int:
+        """Inner tiles that an outer tile visits."""
+        return math.prod(a.inner_steps for a in self.axes)
+
+    @property
+    def outer_tokens(self) -> int:
+        """Tokens in an outer tile."""
+        return math.prod(a.outer_tile for a in self.axes)
+
+    @property
+    def inner_tokens(self) -> int:
+        """Tokens in an inner tile."""
+        return math.prod(a.inner_tile for a in self.axes)
+
+    def positions(self, origins: jax.Array | None) -> jax.Array:
+        """Where the outer tiles of all steps lie, int32 ``[steps, tiles, width]``; :meth:`at` reads what a step gets.
+
+        Args:
+            origins: Where local queries and keys begin in the layout, ``[2, rank]``; ``None`` for the whole layout.
+        """
+        count = self.steps * self.tiles_per_step
+        width = sum(2 + 2 * axis.outer_tile for axis in self.axes)
+        is_constant = origins is None and count * width <= _MOST_CONSTANTS
+        xp: ModuleType = np if is_constant else jnp
+        tile = xp.arange(count, dtype=xp.int32)
+        found: list[AxisPosition] = []
+        for i, axis in reversed(list(enumerate(self.axes))):
+            tile, residue = tile // axis.dilation, tile % axis.dilation
+            # Surplus tiles of the last step end up beyond the first dimension, where no token is.
+            tile, number = (tile // axis.outer_tiles, tile % axis.outer_tiles) if i else (tile, tile)
+            found.insert(0, axis.position(number, residue, None if origins is None else origins[:, i], xp))
+        corners = [each for position in found for each in (position.inner_start, position.inner_residue)]
+        seen = [each for position in found for each in (position.seen_start, position.seen_end)]
+        packed = xp.concatenate([*corners, *seen], axis=-1, dtype=xp.int32)
+        packed = packed.reshape(self.steps, self.tiles_per_step, width)
+        return jnp.asarray(packed) if is_constant else materialize(packed)
+
+    def at(self, packed: jax.Array) -> TilePositions:
+        """Where the outer tiles of a step lie, from its part ``[tiles, width]`` of :meth:`positions`."""
+        rank = len(self.axes)
+        masks, begin = [], 2 * rank
+        for i, axis in enumerate(self.axes):
+            middle, end = begin + axis.outer_tile, begin + 2 * axis.outer_tile
+            corner = packed[:, 2 * i : 2 * i + 1], packed[:, 2 * i + 1 : 2 * i + 2]
+            masks.append(axis.hull_mask(AxisPosition(*corner, packed[:, begin:middle], packed[:, middle:end])))
+            begin = end
+        return TilePositions(packed[:, : 2 * rank], tuple(masks))
+
+    def mask(self, positions: TilePositions, inner_step: jax.Array, repeats: int) -> jax.Array:
+        """Visibility ``[tiles, 1, 1, repeats * queries, keys]``: broadcast over batch and KV heads."""
+        rank = len(self.axes)
+        visible: jax.Array | None = None
+        firsts = self._first_inner(inner_step) if self.inner_steps > 1 else None
+        for i, (axis, part) in enumerate(zip(self.axes, positions.masks, strict=True)):
+            if firsts is not None and axis.inner_steps > 1:
+                along = 2 if axis.outer_is_query else 1
+                part = lax.dynamic_slice_in_dim(
+                    part, firsts[0, 2 * i], axis.inner_tile, along, allow_negative_indices=False
+                )
+            shape = [1] * (2 * rank)
+            shape[i], shape[rank + i] = part.shape[1:]
+            part = part.reshape(part.shape[0], *shape)
+            visible = part if visible is None else visible & part
+        assert visible is not None
+        queries, keys = self.outer_tokens, self.inner_tokens
+        if not self.axes[0].outer_is_query:
+            queries, keys = keys, queries
+        visible = visible.reshape(visible.shape[0], 1, 1, 1, queries, keys)
+        visible = jnp.broadcast_to(visible, (visible.shape[0], 1, 1, repeats, queries, keys))
+        return visible.reshape(visible.shape[0], 1, 1, repeats * queries, keys)
+
+    def cut_outer(self, array: jax.Array, heads_kv: int) -> jax.Array:
+        """Cut ``[batch, *layout, heads, width]`` into ``[steps, tiles, batch, heads_kv, repeats * tokens, width]``."""
+        array = self._split(array, [a.outer_tiles * a.outer_tile for a in self.axes])
+        batch, heads, *_, width = array.shape
+        rank = len(self.axes)
+        shape = [n for a in self.axes for n in (a.outer_tiles, a.outer_tile, a.dilation)]
+        tile_axes = [n for i in range(rank) for n in (2 + 3 * i, 4 + 3 * i)]
+        token_axes = [3 + 3 * i for i in range(rank)]
+        array = array.reshape(batch, heads, *shape, width)
+        array = array.transpose(*tile_axes, 0, 1, *token_axes, 2 + 3 * rank)
+        array = array.reshape(-1, batch, heads, self.outer_tokens, width)
+        surplus = self.steps * self.tiles_per_step - array.shape[0]
+        array = jnp.pad(array, [(0, surplus)] + [(0, 0)] * 4)
+        repeats = heads // heads_kv
+        return array.reshape(self.steps, self.tiles_per_step, batch, heads_kv, repeats * self.outer_tokens, width)
+
+    def join_outer(self, array: jax.Array, heads: int) -> jax.Array:
+        """Undo :meth:`cut_outer`."""
+        batch, width = array.shape[2], array.shape[-1]
+        tiles = [n for a in self.axes for n in (a.outer_tiles, a.dilation)]
+        array = array.reshape(-1, *array.shape[2:])[: math.prod(tiles)]
+        array = array.reshape(*tiles, batch, heads, *(a.outer_tile for a in self.axes), width)
+        rank = len(self.axes)
+        order = [n for i in range(rank) for n in (2 * i, 2 * rank + 2 + i, 2 * i + 1)]
+        array = array.transpose(2 * rank, *order, 2 * rank + 1, 3 * rank + 2)
+        coordinates = [a.outer_tiles * a.outer_tile * a.dilation for a in self.axes]
+        array = array.reshape(batch, *coordinates, heads, width)
+        return array[(slice(None), *(slice(a.extents[not a.outer_is_query]) for a in self.axes))]
+
+    def split_inner(self, array: jax.Array) -> jax.Array:
+        """View ``[batch, *layout, heads, width]`` so that :meth:`load` can cut tiles anywhere."""
+        return self._split(array, [a.inner_length for a in self.axes])
+
+    def empty_inner(self, batch: int, heads: int, width: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+        """Zeros in the form of :meth:`split_inner`."""
+        shape = [n for a in self.axes for n in (a.inner_length, a.dilation)]
+        return jnp.zeros((batch, heads, *shape, width), dtype)
+
+    def join_inner(self, array: jax.Array) -> jax.Array:
+        """Undo :meth:`split_inner`."""
+        batch, heads, *_, width = array.shape
+        array = array.reshape(batch, heads, *(a.inner_length * a.dilation for a in self.axes), width)
+        array = array[(slice(None), slice(None), *(slice(a.extents[a.outer_is_query]) for a in self.axes))]
+        return jnp.moveaxis(array, 1, -2)
+
+    def load(self, array: jax.Array, positions: TilePositions, inner_step: jax.Array, heads_kv: int) -> jax.Array:
+        """Load inner tiles from :meth:`split_inner`'s form: ``[tiles, batch, heads_kv, repeats * tokens, width]``."""
+        rank = len(self.axes)
+        batch, heads, *_, width = array.shape
+        tile = [n for a in self.axes for n in (a.inner_tile, 1)]
+        loaded = lax.gather(
+            array,
+            self._inner_corners(positions, inner_step),
+            lax.GatherDimensionNumbers(
+                offset_dims=tuple(range(1, rank + 4)),
+                collapsed_slice_dims=tuple(range(3, 2 * rank + 2, 2)),
+                start_index_map=tuple(range(2, 2 * rank + 2)),
+            ),
+            slice_sizes=(batch, heads, *tile, width),
+            mode="promise_in_bounds",
+        )
+        return loaded.reshape(-1, batch, heads_kv, heads // heads_kv * self.inner_tokens, width)
+
+    def add(self, array: jax.Array, positions: TilePositions, inner_step: jax.Array, update: jax.Array) -> jax.Array:
+        """Add tiles, as :meth:`load` returns them, where they belong; the transpose of :meth:`load`."""
+        return self._scatter(lax.scatter_add, array, positions, inner_step, update)
+
+    def raise_to(
+        self, array: jax.Array, positions: TilePositions, inner_step: jax.Array, update: jax.Array
+    ) -> jax.Array:
+        """Raise what is smaller to tiles, as :meth:`load` returns them."""
+        return self._scatter(lax.scatter_max, array, positions, inner_step, update)
+
+    def _scatter(
+        self,
+        combine: Callable[..., jax.Array],
+        array: jax.Array,
+        positions: TilePositions,
+        inner_step: jax.Array,
+        update: jax.Array,
+    ) -> jax.Array:
+        rank = len(self.axes)
+        batch, heads, *_, width = array.shape
+        return combine(
+            array,
+            self._inner_corners(positions, inner_step),
+            update.reshape(-1, batch, heads, *(a.inner_tile for a in self.axes), width),
+            lax.ScatterDimensionNumbers(
+                update_window_dims=tuple(range(1, rank + 4)),
+                inserted_window_dims=tuple(range(3, 2 * rank + 2, 2)),
+                scatter_dims_to_operand_dims=tuple(range(2, 2 * rank + 2)),
+            ),
+            mode="promise_in_bounds",
+        )
+
+    def _inner_corners(self, positions: TilePositions, inner_step: jax.Array) -> jax.Array:
+        return positions.corners if self.inner_steps == 1 else positions.corners + self._first_inner(inner_step)
+
+    def _first_inner(self, inner_step: jax.Array) -> jax.Array:
+        """The first token of the inner tiles that a step visits, counted from the first that any step does.
+
+        ``[1, 2 * rank]``: index and residue, which is 0, in each dimension.
+        """
+        steps = [axis.inner_steps for axis in self.axes]
+        count = math.prod(steps)
+        # Looked up: XLA compiles a division of what may be negative as ten operations, once for each use.
+        is_constant = count <= _MOST_CONSTANTS
+        numbers = np.arange(count) if is_constant else inner_step[None]
+        found = (np if is_constant else jnp).unravel_index(numbers, steps)
+        firsts = [step * axis.inner_tile for step, axis in zip(found, self.axes, strict=True)]
+        if not is_constant:
+            return jnp.stack([each for first in firsts for each in (first, jnp.zeros_like(first))], axis=-1)
+        table = np.stack([each for first in firsts for each in (first, np.zeros_like(first))], axis=-1)
+        return lax.dynamic_slice_in_dim(jnp.asarray(table, jnp.int32), inner_step, 1, allow_negative_indices=False)
+
+    def _split(self, array: jax.Array, lengths: Sequence[int]) -> jax.Array:
+        """``[batch, *layout, heads, width]`` as ``[batch, heads, *(index, residue), width]``, padded with zeros."""
+        layout = array.shape[1:-2]
+        padding = [(0, n * a.dilation - x) for n, a, x in zip(lengths, self.axes, layout, strict=True)]
+        array = jnp.pad(jnp.moveaxis(array, -2, 1), [(0, 0), (0, 0), *padding, (0, 0)])
+        shape = [n for length, a in zip(lengths, self.axes, strict=True) for n in (length, a.dilation)]
+        return array.reshape(*array.shape[:2], *shape, array.shape[-1])
+
+
+def make_sweep(
+    problem: Problem,
+    query_extents: Shape,
+    key_extents: Shape,
+    query_tile: Shape,
+    key_tile: Shape,
+    rows: int,
+    logits_per_step: int,
+    *,
+    outer_is_query: bool,
+) -> Sweep:
+    """Plan a pass.
+
+    Args:
+        problem: The problem, with its global extents.
+        query_extents: Local query tokens.
+        key_extents: Local key/value tokens.
+        query_tile: Query tokens of a tile at most.
+        key_tile: Key/value tokens of a tile at most.
+        rows: Rows that share a token's place in the tiles: batch size times query heads.
+        logits_per_step: Logits that one step may compute, if that is enough for one outer tile.
+        outer_is_query: Whether outer tiles are query tiles.
+    """
+    axes = []
+    for i, axis in enumerate(problem.axes):
+        extents = query_extents[i], key_extents[i]
+        outer_tile, inner_tile = (query_tile[i], key_tile[i]) if outer_is_query else (key_tile[i], query_tile[i])
+        outer_length, inner_length = (-(-x // axis.dilation) for x in (extents if outer_is_query else extents[::-1]))
+        outer_tile = min(outer_tile, outer_length)
+        hulls = [
+            min(inner_length, largest_hull(axis, outer_tile, outer_is_query, is_aligned))
+            for is_aligned in (False, True)
+        ]
+        steps = [-(-hull // inner_tile) for hull in hulls]
+        # An array as long as the whole layout starts where the layout does, and so do its tiles.
+        is_whole = extents == (axis.query_extent, axis.kv_extent) and hulls[True] < hulls[False]
+        # Equal tiles that just cover the hull waste less than the largest ones.
+        inner_tile = -(-hulls[is_whole] // steps[is_whole])
+        axes.append(
+            AxisSweep(
+                axis=axis,
+                outer_is_query=outer_is_query,
+                extents=extents,
+                outer_tile=outer_tile,
+                inner_tile=inner_tile,
+                inner_steps=steps[is_whole],
+                assumes_whole=is_whole,
+            )
+        )
+    logits = rows * math.prod(a.outer_tile * a.inner_tile for a in axes)
+    tiles = math.prod(a.outer_tiles * a.dilation for a in axes)
+    steps_needed = -(-tiles // max(1, min(tiles, logits_per_step // logits)))
+    return Sweep(axes=tuple(axes), tiles_per_step=-(-tiles // steps_needed))
+
+
+def materialize(array: jax.Array) -> jax.Array:
+    """``array``, which XLA shall compute once instead of fusing it into whatever uses it."""
+    materialized: jax.Array = lax.optimization_barrier(array)  # type: ignore[no-untyped-call]
+    return materialized

@@ -1,0 +1,185 @@
+"""What the ``flex`` backend knows of the softmax of every query row, and how sweeps of the backward pass find it anew.
+
+Weights are recomputed from what the forward pass says about the rows. That is accurate as long as the recomputed
+scores are the forward pass's: a matrix product of another shape may be rounded otherwise, by a unit in the last place,
+and a unit of a logit of 1e7 is a factor of e. So where logits may be large, each sweep of the backward pass first finds
+the rows anew, by the products that it is going to use. That takes loops of as many rounds as are needed, which may be
+none: unlike ``lax.cond``, they are not run for nothing where ``jax.vmap`` maps the condition.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from natten_jax.arrays.avals import varying_like
+from natten_jax.arrays.operands import Operands
+from natten_jax.backends.flex.blocks import TilePositions
+from natten_jax.backends.flex.loops import repeated
+from natten_jax.backends.flex.operands import AdditionalTiles, PlacedSweep
+from natten_jax.backends.flex.softmax import Products, Rows, Softmax, exponentials, highest, masked, reference
+from natten_jax.problem import Problem
+
+#: A product of two float32 numbers of this size is off by less than 2e-5, and so is a weight.
+LARGEST_RELIABLE_LOGIT = 256.0
+
+
+class KnownRows(NamedTuple):
+    """What is known of the rows before a sweep.
+
+    Attributes:
+        rows: As another sweep found them.
+        is_unreliable: Whether they have to be found anew.
+    """
+
+    rows: Rows
+    is_unreliable: jax.Array
+
+    @classmethod
+    def of(cls, problem: Problem, operands: Operands, rows: Rows | None) -> KnownRows:
+        """Of rows as another sweep found them; ``None`` where none did. Constants for every derivative."""
+        if rows is None:
+            per_row = (*operands.query.shape[:-1], 1)
+            nothing = varying_like(jnp.zeros(per_row, problem.accumulator_dtype), operands)
+            return cls(Rows(nothing, nothing), varying_like(jnp.array(True), operands))
+        constants: tuple[Operands, Rows] = lax.stop_gradient((operands, rows))
+        return cls(constants[1], _may_be_large(problem, constants[0]))
+
+
+def rows_rounds(known: KnownRows, rounds: int) -> jax.Array:
+    """How many of so many rounds of a loop are needed to find the rows."""
+    return jnp.where(known.is_unreliable, rounds, 0).astype(jnp.int32)
+
+
+def rows_of(softmax: Softmax) -> Rows:
+    """What the weights of a sweep need to know of its rows."""
+    return Rows(softmax.maximum, jnp.where(softmax.total == 0, 0, jnp.log(softmax.total)))
+
+
+def rows_of_tile(
+    products: Products,
+    placed: PlacedSweep,
+    positions: TilePositions,
+    query: jax.Array,
+    keys: jax.Array,
+    additional: AdditionalTiles | None,
+    given: KnownRows,
+) -> tuple[Rows, Softmax]:
+    """The rows of a step's query tiles, by the products of the sweep over query tiles.
+
+    Args:
+        products: The problem's.
+        placed: The sweep.
+        positions: Of the tiles.
+        query: Query tiles.
+        keys: All keys, as the sweep loads them.
+        additional: Additional tokens.
+        given: Of the tiles.
+
+    Returns:
+        The rows, and the softmax over the additional tokens alone, which is right where rows are found anew.
+    """
+    query, keys, additional = lax.stop_gradient((query, keys, additional))
+    products = products.constant()
+    sweep, problem = placed.sweep, placed.problem
+    softmax = varying_like(Softmax.of_no_key(query.shape[:-1], None, products.dtype), (query, keys, given))
+
+    def visit(inner_step: jax.Array, softmax: Softmax) -> Softmax:
+        key = sweep.load(keys, positions, inner_step, problem.heads_kv)
+        mask = sweep.mask(positions, inner_step, problem.heads // problem.heads_kv)
+        return softmax.over(products, query, key, None, mask)
+
+    def visit_additional(number: jax.Array, softmax: Softmax) -> Softmax:
+        assert additional is not None
+        key, _, mask = additional.tile(number, query)
+        return softmax.over(products, query, key, None, mask)
+
+    of_additional = softmax
+    if additional is not None:
+        of_additional = lax.fori_loop(0, rows_rounds(given, additional.tiles), visit_additional, softmax)
+    softmax = lax.fori_loop(0, rows_rounds(given, sweep.inner_steps), visit, of_additional)
+    rows = Rows(*(jnp.where(given.is_unreliable, *pair) for pair in zip(rows_of(softmax), given.rows, strict=True)))
+    return rows, of_additional
+
+
+def rows_by_key(
+    placed: PlacedSweep,
+    operands: Operands,
+    queries: jax.Array,
+    keys: jax.Array,
+    additional: Softmax | None,
+    known: KnownRows,
+) -> jax.Array:
+    """The rows by the products of the sweep over key/value tiles, as that sweep loads them, ``[..., 2]``.
+
+    Args:
+        placed: The sweep.
+        operands: The arrays.
+        queries: All queries, as the sweep loads them.
+        keys: Key tiles.
+        additional: Over the additional tokens alone, ``[batch, *query_layout, heads, 1]``; ``None`` without any.
+        known: All rows.
+    """
+    sweep, problem = placed.sweep, placed.problem
+    products = Products(problem, operands.scale).constant()
+    queries, keys, additional = lax.stop_gradient((queries, keys, additional))
+    given = sweep.split_inner(jnp.concatenate(known.rows, axis=-1))
+    shape = given[..., :1]
+    no_key: tuple[jax.Array, jax.Array] = (jnp.full_like(shape, -jnp.inf), jnp.zeros_like(shape))
+    start = no_key[0]
+    of_additional: Softmax | None = jax.tree.map(sweep.split_inner, additional)
+    if of_additional is not None:
+        start = jnp.where(of_additional.total == 0, -jnp.inf, of_additional.maximum)
+
+    def step(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Rounds of the first half find the largest scores, those of the second half add exponentials."""
+        is_second = number >= sweep.steps
+        outer = jnp.where(is_second, number - sweep.steps, number)
+        key = lax.dynamic_index_in_dim(keys, outer, keepdims=False)
+        positions = sweep.at(lax.dynamic_index_in_dim(placed.positions, outer, keepdims=False))
+
+        def visit(inner_step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            maxima, totals = carry
+            query = sweep.load(queries, positions, inner_step, problem.heads_kv)
+            mask = sweep.mask(positions, inner_step, problem.heads // problem.heads_kv)
+            scores = masked(products.scores(query, key), mask)
+            largest = jnp.where(is_second, -jnp.inf, highest(scores))
+            maxima = sweep.raise_to(maxima, positions, inner_step, largest)
+            maximum = sweep.load(maxima, positions, inner_step, problem.heads_kv)
+            added = exponentials(products, scores, maximum).sum(axis=-1, keepdims=True)
+            return maxima, sweep.add(totals, positions, inner_step, jnp.where(is_second, added, 0))
+
+        return repeated(sweep.inner_steps, visit, carry)
+
+    carry = varying_like((start, no_key[1]), (operands, known))
+    maximum, total = lax.fori_loop(0, rows_rounds(known, 2 * sweep.steps), step, carry)
+    if of_additional is not None:
+        steepness = products.steepness_of_heads(start.ndim)
+        total += of_additional.total * jnp.exp(steepness * (start - reference(maximum)))
+    found = jnp.concatenate(rows_of(Softmax(maximum, total, None)), axis=-1)
+    return jnp.where(known.is_unreliable, found, given)
+
+
+def _may_be_large(problem: Problem, operands: Operands) -> jax.Array:
+    """Whether some logit of numbers that are finite may exceed LARGEST_RELIABLE_LOGIT.
+
+    Rows are found anew for the whole batch or not at all, and round otherwise then. Numbers that are not finite make
+    their rows' weights NaN either way, and must not change those of other batch entries.
+    """
+    products = Products(problem, operands.scale)
+
+    def square(array: jax.Array) -> jax.Array:
+        array = products.cast(array)
+        array = jnp.where(jnp.isfinite(array), array, 0)
+        return jnp.max(jnp.sum(array * array, axis=-1))
+
+    keys = square(operands.key)
+    if operands.additional_keys is not None:
+        keys = jnp.maximum(keys, square(operands.additional_keys))
+    # Where the product overflows, it is not below the bound.
+    steepness = jnp.asarray(products.steepness_of_tokens(problem.rank), products.dtype)
+    steepness = jnp.max(jnp.where(jnp.isfinite(steepness), steepness, 0))
+    return ~(steepness**2 * square(operands.query) * keys <= LARGEST_RELIABLE_LOGIT**2)

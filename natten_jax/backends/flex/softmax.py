@@ -1,0 +1,235 @@
+"""Softmax as the ``flex`` backend computes it: scores, running sums over keys, and the weights that follow from them.
+
+A *score* is ``query key^T`` before it is scaled, negated where the scale is negative. Rows are described by scores, not
+by logits: ``|scale| * (score - maximum)`` is exact near the maximum, however large the logits are, and stays the same
+where a compiler contracts the product and the difference to one rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from natten_jax.plan.marks import carrying_plan
+from natten_jax.problem import Problem
+
+_PRECISION_OPTION = "jax_default_matmul_precision"  # JAX's stubs know it in some releases only
+
+
+class Products:
+    """The matrix products of a problem: operands and results in the accumulator's element type.
+
+    Args:
+        problem: The problem.
+        scale: ``[batch, heads]``: the factors of the logits, in place of the problem's; or ``None``.
+    """
+
+    def __init__(self, problem: Problem, scale: jax.Array | None = None):
+        self.dtype = jnp.dtype(problem.accumulator_dtype)
+        self._heads = problem.heads_kv, problem.heads // problem.heads_kv
+        #: The factor of all logits; 1 where heads have scales of their own.
+        self.scale = problem.scale if scale is None else 1.0
+        self._scales = scale
+        self._sign = None if scale is None else jnp.where(scale < 0, -1, 1).astype(self.dtype)
+        # Half-precision values are exact in TF32 and bfloat16 passes; float32 is not, so it takes full
+        # precision unless the user chose one.
+        is_half = problem.dtype in ("float16", "bfloat16")
+        is_chosen = is_half or getattr(jax.config, _PRECISION_OPTION) is not None
+        self._precision = None if is_chosen else lax.Precision.HIGHEST
+
+    def cast(self, array: jax.Array) -> jax.Array:
+        """``array`` in the element type of the computation."""
+        return array.astype(self.dtype)
+
+    def steepness(self, rows: int) -> float | jax.Array:
+        """Factors from scores to logits, never negative, for ``[tiles, batch, heads_kv, rows, ...]``."""
+        steepness = self._steepness
+        return abs(self.scale) if steepness is None else self._of_rows(steepness, rows)
+
+    def steepness_of_tokens(self, rank: int) -> float | jax.Array:
+        """The same for ``[batch, *layout, heads, width]``."""
+        steepness = self._steepness
+        return abs(self.scale) if steepness is None else self._of_tokens(steepness, rank)
+
+    def steepness_of_heads(self, ndim: int) -> float | jax.Array:
+        """The same for arrays of so many dimensions, ``[batch, heads, ...]``."""
+        steepness = self._steepness
+        return abs(self.scale) if steepness is None else steepness.reshape(*steepness.shape, *(1,) * (ndim - 2))
+
+    def scale_of_tokens(self, rank: int) -> float | jax.Array:
+        """The factors of logits for ``[batch, *layout, heads, width]``."""
+        return self.scale if self._scales is None else self._of_tokens(self._scales, rank)
+
+    def scaled(self, rows: jax.Array) -> jax.Array:
+        """``[tiles, batch, heads_kv, rows, ...]`` times the scales of heads, where these have their own."""
+        return rows if self._scales is None else self._of_rows(self._scales, rows.shape[-2]) * rows
+
+    def constant(self) -> Products:
+        """The same, without derivatives with respect to the scales."""
+        result = copy.copy(self)
+        result._scales = lax.stop_gradient(self._scales)
+        return result
+
+    def with_constant_maximum(self, rows: Rows) -> Rows:
+        """Rows of tiles whose maximum times the scale is a constant for derivatives, as it is without scales of heads.
+
+        What is added to the logarithm of the total is zero, and has the derivative of that product.
+        """
+        if self._scales is None:
+            return rows
+        steepness = self.steepness(rows.maximum.shape[-2])
+        change = (steepness - lax.stop_gradient(steepness)) * reference(rows.maximum)
+        return Rows(rows.maximum, rows.log_total - change)
+
+    def scores(self, query: jax.Array, key: jax.Array) -> jax.Array:
+        """``query key^T``, in the order of the logits."""
+        if self._sign is not None:
+            return self.inner(self.cast(query) * self._of_rows(self._sign, query.shape[-2]), key)
+        return self.inner(query if self.scale >= 0 else -query, key)
+
+    def inner(self, rows: jax.Array, tokens: jax.Array) -> jax.Array:
+        """``rows tokens^T``: a number for each row and token."""
+        return self._product("cbhqd,cbhkd->cbhqk", rows, tokens)
+
+    def logits(self, query: jax.Array, key: jax.Array) -> jax.Array:
+        """``scale * query key^T``."""
+        return self.steepness(query.shape[-2]) * self.scores(query, key)
+
+    def logit_tangents(self, scale_tangent: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
+        """``scale_tangent * query key^T``, where heads have scales of their own; the tangent is ``[batch, heads]``."""
+        assert self._sign is not None
+        return self._of_rows(scale_tangent * self._sign, query.shape[-2]) * self.scores(query, key)
+
+    def mix(self, weights: jax.Array, value: jax.Array) -> jax.Array:
+        """``weights value``."""
+        return self._product("cbhqk,cbhkd->cbhqd", weights, value)
+
+    def mix_rows(self, weights: jax.Array, rows: jax.Array) -> jax.Array:
+        """``weights^T rows``: a sum over rows for each token."""
+        return self._product("cbhqk,cbhqd->cbhkd", weights, rows)
+
+    @property
+    def _steepness(self) -> jax.Array | None:
+        """Of heads that have scales of their own. Not an absolute value, which has no derivative at zero."""
+        return None if self._scales is None or self._sign is None else self._scales * self._sign
+
+    def _of_rows(self, factors: jax.Array, rows: int) -> jax.Array:
+        """``[batch, heads]`` as ``[batch, heads_kv, rows, 1]``: rows are tokens, head by head."""
+        heads_kv, repeats = self._heads
+        per_head = factors.reshape(-1, heads_kv, repeats, 1)
+        per_row = jnp.broadcast_to(per_head, (*per_head.shape[:-1], rows // repeats))
+        return per_row.reshape(-1, heads_kv, rows, 1)
+
+    @staticmethod
+    def _of_tokens(factors: jax.Array, rank: int) -> jax.Array:
+        batch, heads = factors.shape
+        return factors.reshape(batch, *(1,) * rank, heads, 1)
+
+    def _product(self, subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.einsum(
+            subscripts,
+            self.cast(a),
+            self.cast(b),
+            precision=self._precision,
+            preferred_element_type=self.dtype,
+        )
+
+
+class Softmax(NamedTuple):
+    """Softmax of rows over the keys seen so far.
+
+    Attributes:
+        maximum: Largest score, ``[..., rows, 1]``; ``-inf`` where no key was seen.
+        total: Sum of the exponentials of the logits less the largest, ``[..., rows, 1]``.
+        mixed: Values mixed with these exponentials, ``[..., rows, head_dim_v]``; ``None`` where nobody asks for them.
+    """
+
+    maximum: jax.Array
+    total: jax.Array
+    mixed: jax.Array | None
+
+    @classmethod
+    def of_no_key(cls, rows: tuple[int, ...], head_dim_v: int | None, dtype: jnp.dtype) -> Softmax:
+        """Of rows that have seen no key yet."""
+        mixed = None if head_dim_v is None else jnp.zeros((*rows, head_dim_v), dtype)
+        return cls(jnp.full((*rows, 1), -jnp.inf, dtype), jnp.zeros((*rows, 1), dtype), mixed)
+
+    def over(
+        self,
+        products: Products,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array | None,
+        mask: jax.Array,
+        *,
+        carries_plan: bool = False,
+    ) -> Softmax:
+        """Over more keys; ``carries_plan`` as in :func:`softmax_weights`."""
+        scores = masked(products.scores(query, key), mask)
+        maximum = jnp.maximum(self.maximum, highest(scores))
+        decay = jnp.where(
+            self.maximum == -jnp.inf,
+            0,
+            jnp.exp(products.steepness(scores.shape[-2]) * (self.maximum - reference(maximum))),
+        )
+        weights = exponentials(products, scores, maximum, carries_plan=carries_plan)
+        total = self.total * decay + weights.sum(axis=-1, keepdims=True)
+        mixed = self.mixed
+        if mixed is not None and value is not None:
+            mixed = mixed * decay + products.mix(weights, value)
+        return Softmax(maximum, total, mixed)
+
+
+class Rows(NamedTuple):
+    """What turns the scores of rows into weights.
+
+    Attributes:
+        maximum: Largest score, ``[..., 1]``.
+        log_total: Logarithm of the sum of the exponentials of the logits less the largest, ``[..., 1]``.
+    """
+
+    maximum: jax.Array
+    log_total: jax.Array
+
+
+def masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
+    """The scores, ``-inf`` where a key is not seen."""
+    return jnp.where(mask, scores, -jnp.inf)
+
+
+def highest(scores: jax.Array) -> jax.Array:
+    """The largest of each row's masked scores, ``[..., rows, 1]``."""
+    return scores.max(axis=-1, keepdims=True)
+
+
+def exponentials(products: Products, scores: jax.Array, maximum: jax.Array, *, carries_plan: bool = False) -> jax.Array:
+    """Exponentials of the logits of masked scores less those of ``maximum``; 0 where a key is not seen."""
+    # A mask again: where the scale is 0, so is every other logit.
+    logits = masked(products.steepness(scores.shape[-2]) * (scores - reference(maximum)), scores != -jnp.inf)
+    with carrying_plan() if carries_plan else contextlib.nullcontext():
+        return jnp.exp(logits)
+
+
+def softmax_weights(
+    products: Products, query: jax.Array, key: jax.Array, rows: Rows, mask: jax.Array, *, carries_plan: bool = False
+) -> jax.Array:
+    """Softmax weights ``[..., queries, keys]``; 0 where a key is not seen.
+
+    ``carries_plan`` is for one sweep of a pass, whose exponential the plan is put onto: XLA leaves those alone.
+    """
+    below = products.steepness(query.shape[-2]) * (products.scores(query, key) - reference(rows.maximum))
+    # Scores that are computed twice may differ in the last place, which counts where they are large.
+    below = below - lax.stop_gradient(jnp.maximum(below, 0))
+    logits = jnp.where(mask, below - rows.log_total, -jnp.inf)
+    with carrying_plan() if carries_plan else contextlib.nullcontext():
+        return jnp.exp(logits)
+
+
+def reference(maximum: jax.Array) -> jax.Array:
+    """What to subtract from scores: a row that has seen no key has no maximum."""
+    return jnp.where(maximum == -jnp.inf, 0, maximum)

@@ -1,0 +1,115 @@
+"""The ``hopper`` backend: TMA and wgmma kernels for NVIDIA GPUs of compute capability 9.0."""
+
+from __future__ import annotations
+
+import functools
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
+from natten_jax.arrays.query_box import QueryBox
+from natten_jax.backends.base import Platform
+from natten_jax.backends.hopper import backward
+from natten_jax.backends.native_backend import NativeBackend, attributes, kernel_operands, with_kernel_rank
+from natten_jax.cost.calibration import calibration_for
+from natten_jax.cost.ranking import rank_sizes
+from natten_jax.native import module as native
+from natten_jax.native.abi import KERNEL_RANK, box_start
+from natten_jax.native.continued import continues
+from natten_jax.native.module import ResultType
+from natten_jax.performance import KernelSchedule, Pass, TilePair
+from natten_jax.plan.devices import Device
+from natten_jax.plan.plan import Plan
+from natten_jax.problem import Problem, Shape
+
+_FORWARD = "natten_jax_sm90_forward"
+_FORWARD_CONTINUED = "natten_jax_sm90_forward_continued"
+_LIMITS = native.limits("sm90")
+
+
+class HopperBackend(NativeBackend):
+    """Attention on Hopper GPUs."""
+
+    family = "hopper"
+    query_family = "cutlass_hopper"
+    platform = Platform("cuda", (9, 0), is_exact=True)
+    dtypes = ("float16", "bfloat16")
+    head_dim_step = _LIMITS.get("head_dim_step", 1)
+    largest_head_dim = _LIMITS.get("largest_head_dim")
+    targets: ClassVar = {"forward": (_FORWARD, _FORWARD_CONTINUED), "backward": backward.TARGETS}
+    schedules: ClassVar = {
+        "forward": (KernelSchedule.PING_PONG, KernelSchedule.COOPERATIVE, KernelSchedule.NON_PERSISTENT)
+    }
+    heeds = ("run_persistent_kernel", "backward_use_xla_reduction", "backward_deterministic")
+
+    def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
+        """Query and key/value tiles by estimated time, the fastest first."""
+        return [pair for pair, _ in _ranked_pairs(problem, pass_)]
+
+    def predicted_seconds(self, problem: Problem, device: Device, pass_: Pass) -> float | None:
+        """Of the tiles that are recommended."""
+        ranked = _ranked_pairs(problem, pass_)
+        return ranked[0][1] if ranked else None
+
+    def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
+        """Most tokens of the tiles that the kernels for these heads are compiled for."""
+        query, key_value = (max(tokens) for tokens in zip(*_tile_tokens(problem, pass_), strict=True))
+        return query, key_value
+
+    def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
+        """Call the kernel."""
+        return native.call(
+            _FORWARD, [*types, _SCRATCH], *kernel_operands(plan.problem, operands), **_forward_attributes(plan)
+        )
+
+    def forward_continued(self, plan: Plan, operands: Operands, saved: Saved, seeing: QueryBox) -> Saved | None:
+        """Compute what is saved of more keys, in the place of what was saved of others."""
+        problem = plan.problem
+        if not continues(self.family, problem):
+            return None
+        earlier = [with_kernel_rank(array, problem.rank) for array in saved if array is not None]
+        arrays = [*kernel_operands(problem, operands), box_start(seeing)]
+        results = native.call(
+            _FORWARD_CONTINUED,
+            [*(ResultType(each.shape, each.dtype, len(arrays) + i) for i, each in enumerate(earlier)), _SCRATCH],
+            *arrays,
+            *earlier,
+            queries=(*(1,) * (KERNEL_RANK - problem.rank), *seeing.extents),
+            **_forward_attributes(plan),
+        )
+        return jax.tree.map(lambda old, new: new.reshape(old.shape), saved, Saved(*results[:3]))
+
+    def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
+        """Call the kernels."""
+        return backward.gradients(plan, operands, saved, cotangents)
+
+
+#: Counts query tiles.
+_SCRATCH = ResultType((1,), jnp.int32)
+
+
+def _forward_attributes(plan: Plan) -> dict[str, Shape | float]:
+    schedule = plan.kernel_schedule
+    is_persistent = plan.performance.run_persistent_kernel and schedule is not KernelSchedule.NON_PERSISTENT
+    return {
+        **attributes(plan),
+        "is_ping_pong": int(schedule is KernelSchedule.PING_PONG),
+        "is_persistent": int(is_persistent),
+    }
+
+
+def _tile_tokens(problem: Problem, pass_: Pass) -> list[tuple[int, int]]:
+    """Queries and keys of the tiles that the narrowest kernels for these heads are compiled for."""
+    HopperBackend.check_heads(problem)
+    wider = max(problem.head_dim, problem.head_dim_v)
+    forms = [form for form in _LIMITS[pass_] if form["head_dim"] >= wider]
+    narrowest = min(form["head_dim"] for form in forms)
+    return [(form["q_tile_tokens"], form["kv_tile_tokens"]) for form in forms if form["head_dim"] == narrowest]
+
+
+@functools.lru_cache(maxsize=256)
+def _ranked_pairs(problem: Problem, pass_: Pass) -> tuple[tuple[TilePair, float], ...]:
+    times = calibration_for(HopperBackend.family)
+    return rank_sizes(problem, pass_, _tile_tokens(problem, pass_), times)

@@ -1,0 +1,87 @@
+"""The backward pass of the ``hopper`` backend: how its kernels are called."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
+from natten_jax.backends.native_backend import (
+    attributes,
+    delta,
+    gradients_of,
+    kernel_operands,
+    saved_remainder,
+    with_kernel_rank,
+)
+from natten_jax.native import module as native
+from natten_jax.native.module import ResultType
+from natten_jax.plan.plan import Plan
+from natten_jax.problem import Shape
+
+TARGETS = ("natten_jax_sm90_backward", "natten_jax_sm90_backward_statistics")
+
+
+def gradients(
+    plan: Plan,
+    operands: Operands,
+    saved: Saved,
+    cotangents: Output,
+) -> Gradients:
+    """Call the kernels."""
+    problem, performance = plan.problem, plan.performance
+    arrays = kernel_operands(problem, operands)
+    rank = functools.partial(with_kernel_rank, rank=problem.rank)
+    of_queries = [rank(array) for array in (saved.out, saved.logsumexp, *cotangents)]
+    reduction = _xla_statistics if performance.backward_use_xla_reduction else _kernel_statistics
+    statistics = reduction(*of_queries)
+    # Sums of the query gradient, a counter of tiles, and those of who may add to the sums.
+    scratch = arrays[0].size + 1
+    if performance.backward_deterministic:
+        scratch += _query_tiles(operands.query, problem.dilation, plan.tiles[0])
+    *results, _ = native.call(
+        TARGETS[0],
+        [*(ResultType(array.shape, array.dtype) for array in arrays[:5]), ResultType((scratch,), jnp.float32)],
+        *arrays,
+        of_queries[2],
+        statistics,
+        saved_remainder(problem, saved),
+        **attributes(plan),
+        is_deterministic=int(performance.backward_deterministic),
+    )
+    return gradients_of(problem, operands, results)
+
+
+def _query_tiles(query: jax.Array, dilation: Shape, q_tile: Shape) -> int:
+    """Tiles of all dilation groups, heads and batch entries."""
+    batch, *extents, heads, _ = query.shape
+    tiles = [d * -(-extent // (d * tile)) for extent, d, tile in zip(extents, dilation, q_tile, strict=True)]
+    return batch * heads * math.prod(tiles)
+
+
+def _kernel_statistics(
+    out: jax.Array, logsumexp: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent: jax.Array
+) -> jax.Array:
+    """float32 ``[batch, heads, x, y, z, 2]``: logsumexp in base 2, ``sum(out * out_cotangent)`` less its cotangent."""
+    batch, *tokens, heads, _ = out.shape
+    (statistics,) = native.call(
+        TARGETS[1],
+        [ResultType((batch, heads, *tokens, 2), jnp.float32)],
+        out,
+        out_cotangent,
+        logsumexp,
+        logsumexp_cotangent,
+    )
+    return statistics
+
+
+def _xla_statistics(
+    out: jax.Array, logsumexp: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent: jax.Array
+) -> jax.Array:
+    """The same, left to XLA. The logsumexp is rounded as in the kernels, whose remainders it has to go with."""
+    per_query = logsumexp * np.float32(1 / math.log(2)), delta(out, out_cotangent, logsumexp_cotangent)
+    return jnp.stack([jnp.moveaxis(array, -1, 1) for array in per_query], axis=-1)

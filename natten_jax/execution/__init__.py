@@ -1,0 +1,1 @@
+"""The passes of a call as JAX runs and differentiates them."""

@@ -1,0 +1,157 @@
+"""One differentiable operator over every backend: ``custom_vjp`` of the two passes.
+
+Which backend runs a pass is decided when the program is lowered, per pass and platform: one traced function serves CPU
+and GPU, and nothing is traced for platforms that a program is not lowered for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+
+from natten_jax import backends
+from natten_jax.arrays.avals import vary_alike
+from natten_jax.arrays.operands import Operands, Output, Saved
+from natten_jax.backends.select import resolve
+from natten_jax.execution import passes
+from natten_jax.execution.checkpoint_names import named
+from natten_jax.execution.refused_derivatives import in_reverse_only
+from natten_jax.plan.devices import local_devices
+from natten_jax.plan.plan import Plan
+from natten_jax.plan.request import Request
+from natten_jax.sharding import explicit
+from natten_jax.sharding.halos import device_line, halo_passes, manual_exchange
+from natten_jax.sharding.halos.exchange import Exchange
+
+_Result = TypeVar("_Result", Output, Saved)
+
+
+def attend(request: Request, operands: Operands) -> Output:
+    """Run the operator; differentiable in every floating-point operand.
+
+    Raises:
+        ValueError: No backend can run the request on any device of this process.
+    """
+    check_runs_somewhere(request)
+
+    def run_local(request: Request, arrays: Operands) -> Output:
+        if request.token_axes and _travel_of(request) is None:
+            arrays = manual_exchange.brought(request.problem, request.token_axes, arrays)
+            arrays = Operands._make(vary_alike(arrays))
+            request = _of_part(request)
+        # Plain JAX differentiates itself: forward mode and higher orders included.
+        output = None if request.token_axes else passes.forward_plain(request, arrays)
+        if output is not None:
+            return output
+        differentiable = [None if array is None else in_reverse_only(array) for array in arrays.differentiable]
+        return _attend(request, Operands._make([*differentiable, arrays.origins]))
+
+    return explicit.over_explicit_axes(run_local, request, operands)
+
+
+def check_runs_somewhere(request: Request) -> None:
+    """Check that some device of this process can run the request.
+
+    Raises:
+        ValueError: None can; the message speaks of the default device.
+    """
+    errors = []
+    for device in local_devices():
+        try:
+            resolve(request, device, "forward")
+            if request.performance.tiles("backward") is not None:
+                resolve(request, device, "backward")
+        except ValueError as error:
+            errors.append(error)
+        else:
+            return
+    raise errors[0]
+
+
+def _of_part(request: Request) -> Request:
+    """What one of the devices runs that ``token_axes`` speaks of."""
+    return dataclasses.replace(request, token_axes=(), parts=device_line.parts_of(request.token_axes))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Travel:
+    """How the halos of a device's part travel, where ``token_axes`` says what the part is.
+
+    Attributes:
+        request: What the device runs.
+        exchange: What brings them.
+        plans: Of the forward and the backward pass, which get them each on its own.
+    """
+
+    request: Request
+    exchange: Exchange
+    plans: tuple[Plan, Plan]
+
+
+def _travel_of(request: Request) -> _Travel | None:
+    """How halos travel where a pass computes meanwhile; ``None`` where both passes have them first, and keep them.
+
+    Which backend runs is decided later: this is for the one that would run here. Where another does, results are the
+    same.
+    """
+    if not request.token_axes:
+        return None
+    part = _of_part(request)
+    for device in local_devices():
+        try:
+            plans = resolve(part, device, "forward"), resolve(part, device, "backward")
+        except ValueError:
+            continue
+        if any(backends.find(plan.backend, plan.backend.operator).is_pure_jax for plan in plans):
+            return None  # JAX differentiates it, exchange and all
+        exchange = Exchange.of(request.problem, device_line.lines_of(request.token_axes))
+        if not any(halo_passes.computes_meanwhile(plan, exchange) for plan in plans):
+            return None
+        return _Travel(part, exchange, plans)
+    return None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(request: Request, operands: Operands) -> Output:
+    return Output(*_run_forward(passes.forward, request, operands)[:2])
+
+
+def _run_forward(
+    function: Callable[[Request, Operands], _Result], request: Request, operands: Operands
+) -> _Result | Saved:
+    travel = _travel_of(request)
+    if travel is None:
+        return function(request, operands)
+    return halo_passes.forward(
+        function,
+        passes.forward_saving,
+        passes.forward_continued,
+        travel.plans[0],
+        travel.request,
+        travel.exchange,
+        operands,
+    )
+
+
+def _attend_forward(request: Request, operands: Operands) -> tuple[Output, tuple[Operands, Saved]]:
+    result = _run_forward(passes.forward_saving, request, operands)
+    saved = Saved(*named(result))
+    return Output(saved.out, saved.logsumexp), (operands, saved)
+
+
+def _attend_backward(request: Request, residuals: tuple[Operands, Saved], cotangents: Output) -> tuple[Operands]:
+    travel = _travel_of(request)
+    if travel is None:
+        gradients = passes.backward(request, *residuals, cotangents)
+    else:
+        gradients = halo_passes.backward(
+            passes.backward, travel.plans[1], travel.request, travel.exchange, *residuals, cotangents
+        )
+    return (Operands._make([*gradients, None]),)  # origins are integers and have no gradient
+
+
+_attend.defvjp(_attend_forward, _attend_backward)

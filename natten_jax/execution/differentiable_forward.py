@@ -1,0 +1,159 @@
+"""The forward pass in plain JAX and its derivative, as steps: JAX derives everything else from these two.
+
+The derivative is a rule for *tangents*, linear in them. Transposed by JAX it is the backward pass; differentiated
+again, forwards or backwards, it gives derivatives of any order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from natten_jax import backends
+from natten_jax.arrays.avals import type_like
+from natten_jax.arrays.operands import Differentiable, Operands, Output
+from natten_jax.arrays.roles import Role, roles_of
+from natten_jax.backends.base import PureJaxBackend
+from natten_jax.backends.select import plan_with
+from natten_jax.execution.steps import Derivative, Result, Step
+from natten_jax.plan.devices import Device
+from natten_jax.plan.plan import BackendId, Plan
+from natten_jax.plan.request import Request
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainForward(Step):
+    """The forward pass.
+
+    Attributes:
+        backend: What computes it.
+        operands: The structure of the operands: which there are.
+    """
+
+    backend: BackendId
+    operands: Any
+
+    @property
+    def roles(self) -> Sequence[Role]:
+        """Of the arguments."""
+        return roles_of(jax.tree.unflatten(self.operands, range(self.operands.num_leaves)))
+
+    def plan(self, request: Request, device: Device) -> Plan:
+        """How it runs on a device."""
+        return plan_with(_backend(self.backend), request, device, "forward")
+
+    def results(self, request: Request, arguments: Sequence[Any], outer: Sequence[int]) -> list[Result]:
+        """What it returns: the leaves of :class:`Differentiable`."""
+        query, problem = arguments[0], request.problem
+        per_query = query.shape[:-1]
+        dtype, width = problem.accumulator_dtype, _backend(self.backend).residual_width
+        types = Differentiable(
+            type_like(query, (*per_query, problem.head_dim_v), dtype),
+            type_like(query, per_query, dtype),
+            type_like(query, (*per_query, width), dtype) if width else None,
+        )
+        return [Result(*each) for each in zip(roles_of(types), jax.tree.leaves(types), strict=True)]
+
+    def compute(self, plan: Plan, request: Request, device: Device, *arguments: jax.Array) -> list[jax.Array]:
+        """The results on a device."""
+        operands = jax.tree.unflatten(self.operands, arguments)
+        results: list[jax.Array] = jax.tree.leaves(_backend(self.backend).forward_differentiable(plan, operands))
+        return results
+
+    def placed(self) -> tuple[Step, int]:
+        """The same for a part of the layout, and which of its arguments says where that lies."""
+        position = self.operands.num_leaves
+        operands = jax.tree.unflatten(self.operands, range(position))._replace(origins=position)
+        return dataclasses.replace(self, operands=jax.tree.structure(operands)), position
+
+    def derivative(self, given: Sequence[int]) -> Derivative:
+        """What computes tangents of output and logsumexp."""
+        return Derivative(PlainTangents(self, tuple(given)), reads_results=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainTangents(Step):
+    """Tangents of output and logsumexp.
+
+    Attributes:
+        forward: What computed these.
+        given: The operands that have tangents. Those of others are zero.
+    """
+
+    forward: PlainForward
+    given: tuple[int, ...]
+
+    @property
+    def roles(self) -> Sequence[Role]:
+        """Of the arguments: operands, what the forward pass returned, tangents."""
+        roles = self.forward.roles
+        returned = [Role.QUERY, Role.PER_QUERY, *(Role.QUERY,) * self._residuals]
+        return [*roles, *returned, *(roles[i] for i in self.given)]
+
+    @property
+    def _residuals(self) -> int:
+        """How many arrays the forward pass returned besides output and logsumexp."""
+        return int(_backend(self.forward.backend).residual_width > 0)
+
+    def plan(self, request: Request, device: Device) -> Plan:
+        """How it runs on a device: as the forward pass, whose logits it needs."""
+        return dataclasses.replace(self.forward.plan(request, device), pass_="backward")
+
+    def results(self, request: Request, arguments: Sequence[Any], outer: Sequence[int]) -> list[Result]:
+        """What it returns: the leaves of :class:`Output`."""
+        return self.forward.results(request, arguments, outer)[:2]
+
+    def placed(self) -> tuple[Step, int]:
+        """The same for a part of the layout, and which of its arguments says where that lies."""
+        forward, position = self.forward.placed()
+        assert isinstance(forward, PlainForward)
+        return PlainTangents(forward, self.given), position
+
+    def compute(self, plan: Plan, request: Request, device: Device, *arguments: jax.Array) -> list[jax.Array]:
+        """The results on a device."""
+        operands, returned, tangents = self._parted(arguments)
+        changes = dict(zip(self.given, tangents, strict=True))
+        primals = jax.tree.leaves(operands)
+        every = [changes[i] if i in changes else jnp.zeros_like(array) for i, array in enumerate(primals)]
+        of_operands = jax.tree.unflatten(self.forward.operands, every).differentiable
+        return list(_backend(self.forward.backend).tangents(plan, operands, returned, of_operands))
+
+    def compute_transposed(
+        self,
+        plan: Plan,
+        request: Request,
+        device: Device,
+        known: Sequence[jax.Array],
+        cotangents: Mapping[int, jax.Array],
+        linear: Mapping[int, jax.ShapeDtypeStruct],
+    ) -> list[jax.Array]:
+        """Cotangents of the tangents: the backward pass."""
+        first_tangent = len(self.roles) - len(self.given)
+        if min(linear) < first_tangent:  # of a derivative's derivative
+            return super().compute_transposed(plan, request, device, known, cotangents, linear)
+        operands, returned, _ = self._parted(known)
+        output = Output(returned.out, returned.logsumexp)
+        given = Output(*(cotangents[i] if i in cotangents else jnp.zeros_like(own) for i, own in enumerate(output)))
+        leaves = [self.given[i - first_tangent] for i in linear]
+        numbers: Operands = jax.tree.unflatten(self.forward.operands, range(self.forward.operands.num_leaves))
+        wanted = [number in leaves for number in numbers.differentiable]
+        found = _backend(self.forward.backend).gradients(plan, operands, returned, given, wanted)
+        by_leaf: dict[Any, Any] = dict(zip(numbers.differentiable, found, strict=True))
+        return [by_leaf[leaf].astype(type_.dtype) for leaf, type_ in zip(leaves, linear.values(), strict=True)]
+
+    def _parted(self, arguments: Sequence[jax.Array]) -> tuple[Operands, Differentiable, Sequence[jax.Array]]:
+        """Operands, what the forward pass returned, tangents."""
+        count = self.forward.operands.num_leaves
+        first_tangent = count + 2 + self._residuals
+        operands: Operands = jax.tree.unflatten(self.forward.operands, arguments[:count])
+        return operands, Differentiable(*arguments[count:first_tangent]), arguments[first_tangent:]
+
+
+def _backend(name: BackendId) -> PureJaxBackend:
+    backend = backends.find(name, name.operator)
+    assert isinstance(backend, PureJaxBackend)
+    return backend

@@ -1,0 +1,60 @@
+"""The merge of a forward pass on some keys with that on others, to the digits that backward passes need."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from natten_jax.arrays.operands import Operands, Saved
+from natten_jax.arrays.query_box import QueryBox
+from natten_jax.native.abi import box_start
+
+_LOG2_E = 1 / math.log(2)
+
+
+def merged(one: Saved, other: Saved) -> Saved:
+    """What a forward pass on the keys of both saves.
+
+    Relative to the larger logsumexp, and in base 2, where a logsumexp is that number times :data:`_LOG2_E`, rounded,
+    and the remainder (csrc/include/natten_jax/logsumexp.h). A query that sees no key has an output of zeros and a
+    logsumexp of ``-inf``.
+    """
+    assert one.remainder is not None and other.remainder is not None
+    first, second = _base2(one.logsumexp), _base2(other.logsumexp)
+    highest = jnp.maximum(first, second)
+    highest = jnp.where(jnp.isneginf(highest), 0, highest)
+    weights = jnp.exp2((first - highest) + one.remainder), jnp.exp2((second - highest) + other.remainder)
+    total = weights[0] + weights[1]
+    log2_total = jnp.log2(total)
+    logsumexp = (highest + log2_total) * np.asarray(math.log(2), total.dtype)
+    remainder = jnp.where(total == 0, 0, (highest - _base2(logsumexp)) + log2_total)
+    share = jnp.where(total == 0, 0, weights[1] / total)[..., None]
+    out = one.out.astype(total.dtype) * (1 - share) + other.out.astype(total.dtype) * share
+    return Saved(out.astype(one.out.dtype), logsumexp, remainder)
+
+
+def continued(forward_saving: Callable[[Operands], Saved], operands: Operands, saved: Saved, seeing: QueryBox) -> Saved:
+    """What is saved of attention to more keys, after a pass on others.
+
+    Args:
+        forward_saving: A forward pass.
+        operands: Of all queries, and of keys that only queries of the box see; with origins.
+        saved: What earlier passes saved.
+        seeing: The box.
+    """
+    assert operands.origins is not None
+    start = box_start(seeing)
+    origins = operands.origins + jnp.stack([start, jnp.zeros_like(start)])
+    found = forward_saving(operands._replace(query=seeing.copied(operands.query), origins=origins))
+    both = merged(jax.tree.map(seeing.cut, saved), found)
+    result: Saved = jax.tree.map(seeing.put, saved, both)
+    return result
+
+
+def _base2(logsumexp: jax.Array) -> jax.Array:
+    """In base 2, rounded. A barrier, since compilers must not fuse the product into what it is subtracted from."""
+    return jax.lax.optimization_barrier(logsumexp * np.asarray(_LOG2_E, logsumexp.dtype))

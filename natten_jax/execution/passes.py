@@ -1,0 +1,243 @@
+"""Runs the passes of an attention call: which steps they are, and how arrays become their arguments and results."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from natten_jax import backends
+from natten_jax.arrays.avals import type_like
+from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
+from natten_jax.arrays.query_box import QueryBox
+from natten_jax.arrays.roles import Role, roles_of
+from natten_jax.backends.base import Backend
+from natten_jax.backends.select import resolve
+from natten_jax.execution import primitive
+from natten_jax.execution.differentiable_forward import PlainForward
+from natten_jax.execution.merge_saved import continued
+from natten_jax.execution.refused_derivatives import refuse
+from natten_jax.execution.steps import Derivative, Result, Run, Step
+from natten_jax.performance import Pass
+from natten_jax.plan.devices import CPU, OTHER, Device, cuda_device
+from natten_jax.plan.plan import Plan
+from natten_jax.plan.request import Request
+from natten_jax.sharding.halos import halo_passes
+from natten_jax.sharding.halos.exchange import Exchange
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """What a step computes.
+
+    Attributes:
+        pass_: The pass that it belongs to.
+        types: Abstract types of its results, from the request and the abstract types of its arguments.
+        compute: Computes them, from the plan, the request, the device and the arguments.
+    """
+
+    pass_: Pass
+    types: Callable[..., Any]
+    compute: Callable[..., Any]
+
+    def __repr__(self) -> str:
+        return self.compute.__name__  # the same in every process
+
+
+@dataclasses.dataclass(frozen=True)
+class _PassStep(Step):
+    """A pass, on whatever backend a platform has for it.
+
+    Attributes:
+        kind: What is computed.
+        structure: Of the arguments that :class:`_Kind` speaks of.
+    """
+
+    kind: _Kind
+    structure: Any
+
+    @property
+    def roles(self) -> Sequence[Role]:
+        """Of the arguments."""
+        return roles_of(*self._arguments(range(self.structure.num_leaves)))
+
+    def plan(self, request: Request, device: Device) -> Plan:
+        """How it runs on a device."""
+        return resolve(request, device, self.kind.pass_)
+
+    def results(self, request: Request, arguments: Sequence[Any], outer: Sequence[int]) -> list[Result]:
+        """What it returns."""
+        types = self.kind.types(request, *self._arguments(arguments))
+        return [Result(*each) for each in zip(roles_of(types), jax.tree.leaves(types), strict=True)]
+
+    def compute(self, plan: Plan, request: Request, device: Device, *arguments: jax.Array) -> list[jax.Array]:
+        """The results on a device."""
+        found = self.kind.compute(plan, request, device, *self._arguments(arguments))
+        results: list[jax.Array] = jax.tree.leaves(found)
+        return results
+
+    def compute_exchanging(
+        self, run: Run, plan: Plan, request: Request, exchange: Exchange, *arguments: Any
+    ) -> list[Any]:
+        """The results where token dimensions are split; if it pays, most of them while keys and values travel."""
+
+        def run_part(kind: _Kind, request: Request, *arguments: Any) -> Any:
+            leaves, structure = jax.tree.flatten(arguments)
+            types = kind.types(request, *arguments)
+            return jax.tree.unflatten(jax.tree.structure(types), run(_PassStep(kind, structure), request, leaves))
+
+        every = self._arguments(arguments)
+        found: Any
+        if self.kind.pass_ == "forward":
+            run_this, run_saving, run_continued = (
+                functools.partial(run_part, kind) for kind in (self.kind, _FORWARD_SAVING, _FORWARD_CONTINUED)
+            )
+            found = halo_passes.forward(run_this, run_saving, run_continued, plan, request, exchange, *every)
+        else:
+            found = halo_passes.backward(functools.partial(run_part, self.kind), plan, request, exchange, *every)
+        results: list[Any] = jax.tree.leaves(Output(*found[:2]) if self.kind is _FORWARD else found)
+        return results
+
+    def derivative(self, given: Sequence[int]) -> Derivative:
+        """None: it may be native kernels that run.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        refuse()
+        raise AssertionError
+
+    def placed(self) -> tuple[Step, int]:
+        """The same for a part of the layout, and which of its arguments says where that lies."""
+        operands, *others = self._arguments(range(self.structure.num_leaves))
+        position = len(jax.tree.leaves(operands))
+        structure = jax.tree.structure((operands._replace(origins=position), *others))
+        return dataclasses.replace(self, structure=structure), position
+
+    def _arguments(self, leaves: Any) -> Any:
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+def forward(request: Request, operands: Operands) -> Output:
+    """Output and logsumexp."""
+    result: Output = _run(_FORWARD, request, operands)
+    return result
+
+
+def forward_plain(request: Request, operands: Operands) -> Output | None:
+    """Output and logsumexp, differentiable to any order; ``None`` unless one backend runs everywhere in plain JAX."""
+    used = {None if plan is None else plan.backend for plan in _forward_plans(request)}
+    backend = used.pop()
+    if used or backend is None or not backends.find(backend, backend.operator).is_pure_jax:
+        return None
+    leaves, structure = jax.tree.flatten(operands)
+    out, logsumexp, *_ = primitive.bind(PlainForward(backend, structure), request, leaves)
+    return Output(out.astype(request.problem.dtype), logsumexp)
+
+
+def forward_saving(request: Request, operands: Operands) -> Saved:
+    """Output and logsumexp, and what the backward pass wants to know besides."""
+    result: Saved = _run(_FORWARD_SAVING, request, operands)
+    return result
+
+
+def forward_continued(request: Request, operands: Operands, saved: Saved, seeing: QueryBox) -> Saved:
+    """What is saved of attention to these keys, too, after a pass on others.
+
+    Args:
+        request: The call.
+        operands: Of all queries, and of keys that only queries of the box see.
+        saved: What earlier passes saved.
+        seeing: The box.
+    """
+    result: Saved = _run(_FORWARD_CONTINUED, request, operands, saved, seeing)
+    return result
+
+
+def backward(request: Request, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
+    """The gradients of the differentiable operands."""
+    result: Gradients = _run(_BACKWARD, request, operands, saved, cotangents)
+    return result
+
+
+def fuses_additional_kv(request: Request) -> bool:
+    """Whether the forward pass takes additional key/value tokens on every platform that can run it."""
+    return all(_backend(plan).fuses_additional_kv for plan in _forward_plans(request) if plan is not None)
+
+
+def _forward_plans(request: Request) -> list[Plan | None]:
+    """By platform, how the forward pass runs; ``None`` where it does not."""
+    plans: list[Plan | None] = []
+    for device in (CPU, cuda_device(), OTHER):
+        try:
+            plans.append(resolve(request, device, "forward"))
+        except ValueError:
+            plans.append(None)
+    return plans
+
+
+def _backend(plan: Plan) -> Backend:
+    return backends.find(plan.backend, plan.backend.operator)
+
+
+def _output_types(request: Request, operands: Any) -> Output:
+    problem, query = request.problem, operands.query
+    per_query = query.shape[:-1]
+    return Output(
+        type_like(query, (*per_query, problem.head_dim_v), query.dtype),
+        type_like(query, per_query, problem.accumulator_dtype),
+    )
+
+
+def _saved_types(request: Request, operands: Any, *_: Any) -> Saved:
+    output = _output_types(request, operands)
+    return Saved(*output, output.logsumexp)
+
+
+def _gradient_types(request: Request, operands: Any, saved: Any, cotangents: Any) -> Gradients:
+    types = [
+        None if each is None else type_like(operands.query, each.shape, each.dtype) for each in operands.differentiable
+    ]
+    return Gradients._make(types)
+
+
+def _compute_forward(plan: Plan, request: Request, device: Device, operands: Operands) -> Output:
+    return _backend(plan).forward(plan, operands)
+
+
+def _compute_saved(plan: Plan, request: Request, device: Device, operands: Operands) -> Saved:
+    return _backend(plan).forward_saving(plan, operands)
+
+
+def _compute_continued(
+    plan: Plan, request: Request, device: Device, operands: Operands, saved: Saved, seeing: QueryBox
+) -> Saved:
+    backend = _backend(plan)
+    found = backend.forward_continued(plan, operands, saved, seeing)
+    if found is not None:
+        return found
+    return continued(functools.partial(backend.forward_saving, plan), operands, saved, seeing)
+
+
+def _compute_gradients(
+    plan: Plan, request: Request, device: Device, operands: Operands, saved: Saved, cotangents: Output
+) -> Gradients:
+    if resolve(request, device, "forward").backend != plan.backend:
+        saved = saved._replace(remainder=None)
+    return _backend(plan).backward(plan, operands, saved, cotangents)
+
+
+_FORWARD = _Kind("forward", _output_types, _compute_forward)
+_FORWARD_SAVING = _Kind("forward", _saved_types, _compute_saved)
+_FORWARD_CONTINUED = _Kind("forward", _saved_types, _compute_continued)
+_BACKWARD = _Kind("backward", _gradient_types, _compute_gradients)
+
+
+def _run(kind: _Kind, request: Request, *arguments: Any) -> Any:
+    leaves, structure = jax.tree.flatten(arguments)
+    types = kind.types(request, *jax.tree.unflatten(structure, map(jax.typeof, leaves)))
+    arrays = primitive.bind(_PassStep(kind, structure), request, leaves)
+    return jax.tree.unflatten(jax.tree.structure(types), arrays)

@@ -1,0 +1,259 @@
+"""What one equation of a traced program computes: a pass, or what JAX derives of one.
+
+A step is hashable, and equal where the same is computed: equal ones share their compiled program. Derivatives of a step
+are steps again. So plain JAX can be differentiated to any order, and is split over a mesh like kernels are.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from natten_jax.arrays.avals import type_like
+from natten_jax.arrays.roles import Role
+from natten_jax.plan.devices import Device
+from natten_jax.plan.plan import Plan
+from natten_jax.plan.request import Request
+from natten_jax.sharding.halos.exchange import Exchange
+
+
+class Result(NamedTuple):
+    """What a result is, and its abstract type."""
+
+    role: Role
+    type: Any
+
+
+#: Computes a step on one device.
+Run = Callable[["Step", Request, Sequence[jax.Array]], list[jax.Array]]
+
+
+class Step(abc.ABC):
+    """A function of arrays, of which query and key are the first.
+
+    Where it is traced, arrays begin with axes that ``jax.vmap`` maps, and then the batch: the *outer* dimensions.
+    """
+
+    @property
+    @abc.abstractmethod
+    def roles(self) -> Sequence[Role]:
+        """Of the arguments."""
+
+    @abc.abstractmethod
+    def plan(self, request: Request, device: Device) -> Plan:
+        """How it runs on a device."""
+
+    @abc.abstractmethod
+    def results(self, request: Request, arguments: Sequence[Any], outer: Sequence[int]) -> list[Result]:
+        """What it returns for arguments (abstract types will do) with these outer dimensions."""
+
+    @abc.abstractmethod
+    def compute(self, plan: Plan, request: Request, device: Device, *arguments: jax.Array) -> list[jax.Array]:
+        """The results on a device, of arrays whose only outer dimension is the batch.
+
+        Args:
+            plan: That of the step, or of a step that is derived of it, which counts as another pass.
+            request: What is asked for, of the part that the device has.
+            device: The device.
+            *arguments: The arrays.
+        """
+
+    def compute_transposed(
+        self,
+        plan: Plan,
+        request: Request,
+        device: Device,
+        known: Sequence[jax.Array],
+        cotangents: Mapping[int, jax.Array],
+        linear: Mapping[int, jax.ShapeDtypeStruct],
+    ) -> list[jax.Array]:
+        """The cotangents of the arguments that the step is linear in.
+
+        Args:
+            plan: As for :meth:`compute`.
+            request: Likewise.
+            device: Likewise.
+            known: All other arguments.
+            cotangents: Of the results, by position; others are zero.
+            linear: Types of the arguments, by position.
+        """
+        rest = [i for i in range(len(self.roles)) if i not in linear]
+
+        def results_of(*some: jax.Array) -> list[jax.Array]:
+            every = _merged([None] * len(self.roles), (*rest, *linear), (*known, *some))
+            results = self.compute(plan, request, device, *every)
+            return [results[i] for i in cotangents]
+
+        return list(jax.linear_transpose(results_of, *linear.values())(list(cotangents.values())))
+
+    @abc.abstractmethod
+    def placed(self) -> tuple[Step, int]:
+        """The same for a part of the layout, and which of its arguments says where that lies (``Operands.origins``).
+
+        Only for a step that has no such argument yet. Its other arguments are the same, in the same order.
+        """
+
+    def compute_exchanging(
+        self, run: Run, plan: Plan, request: Request, exchange: Exchange, *arguments: Any
+    ) -> list[Any]:
+        """The results where token dimensions are split: keys and values come from all devices that have them.
+
+        Args:
+            run: Computes a step on one device, of its arguments.
+            plan: That of the step.
+            request: What is asked for, of the part that the device has.
+            exchange: What brings the halos.
+            *arguments: What the device has.
+        """
+        layout = arguments[0].shape[1:-2]
+        placed, position = self.placed()
+        extended = list(arguments)
+        with_halos = [i for i, role in enumerate(self.roles) if role is Role.KEY_VALUE]
+        for i, array in zip(with_halos, exchange.extended([arguments[i] for i in with_halos]), strict=True):
+            extended[i] = array
+        extended.insert(position, exchange.origins())
+        roles = [each.role for each in placed.results(request, extended, extended[0].shape[:1])]
+        return [
+            exchange.returned(array, layout) if role is Role.KEY_VALUE else array
+            for array, role in zip(run(placed, request, extended), roles, strict=True)
+        ]
+
+    def derivative(self, given: Sequence[int]) -> Derivative:
+        """What computes tangents, from those of the arguments at the positions ``given``.
+
+        Raises:
+            NotImplementedError: It has no derivative.
+        """
+        return Derivative(Tangents(self, tuple(given)), reads_results=False)
+
+
+class Derivative(NamedTuple):
+    """A step that is linear in its last arguments.
+
+    Attributes:
+        step: Its arguments are those of the step that it is derived of, and their tangents. It returns tangents of that
+            one's results, or of the first of them: the others are constant.
+        reads_results: Whether the results of that step come in between.
+    """
+
+    step: Step
+    reads_results: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Tangents(Step):
+    """The tangents of a step's results.
+
+    Attributes:
+        of: The step.
+        given: The positions of the arguments that have tangents, which come behind all arguments of the step.
+    """
+
+    of: Step
+    given: tuple[int, ...]
+
+    @property
+    def roles(self) -> Sequence[Role]:
+        """Of the arguments."""
+        roles = self.of.roles
+        return [*roles, *(roles[i] for i in self.given)]
+
+    def plan(self, request: Request, device: Device) -> Plan:
+        """How it runs on a device."""
+        return dataclasses.replace(self.of.plan(request, device), pass_="backward")
+
+    def results(self, request: Request, arguments: Sequence[Any], outer: Sequence[int]) -> list[Result]:
+        """What it returns."""
+        return self.of.results(request, arguments[: len(self.of.roles)], outer)
+
+    def placed(self) -> tuple[Step, int]:
+        """The same for a part of the layout, and which of its arguments says where that lies."""
+        of, position = self.of.placed()
+        return Tangents(of, tuple(i + (i >= position) for i in self.given)), position
+
+    def compute(self, plan: Plan, request: Request, device: Device, *arguments: jax.Array) -> list[jax.Array]:
+        """The tangents."""
+        count = len(self.of.roles)
+        primals, tangents = arguments[:count], arguments[count:]
+
+        def changed(*some: jax.Array) -> list[jax.Array]:
+            return self.of.compute(plan, request, device, *_merged(primals, self.given, some))
+
+        results: list[jax.Array] = jax.jvp(changed, [primals[i] for i in self.given], list(tangents))[1]
+        return results
+
+
+@dataclasses.dataclass(frozen=True)
+class Transposed(Step):
+    """The transpose of a step that is linear in some arguments.
+
+    Attributes:
+        of: The step.
+        linear: The positions of these arguments. All others are the first arguments of the transpose.
+        shapes: Their shapes, without outer dimensions, and the names of their element types.
+        read: The positions of the results whose cotangents are the other arguments of the transpose. Other cotangents
+            are zero.
+        read_roles: What these results are.
+    """
+
+    of: Step
+    linear: tuple[int, ...]
+    shapes: tuple[tuple[tuple[int, ...], str], ...]
+    read: tuple[int, ...]
+    read_roles: tuple[Role, ...]
+
+    @property
+    def roles(self) -> Sequence[Role]:
+        """Of the arguments."""
+        return [*(role for i, role in enumerate(self.of.roles) if i not in self.linear), *self.read_roles]
+
+    def plan(self, request: Request, device: Device) -> Plan:
+        """How it runs on a device."""
+        return dataclasses.replace(self.of.plan(request, device), pass_="backward")
+
+    def results(self, request: Request, arguments: Sequence[Any], outer: Sequence[int]) -> list[Result]:
+        """What it returns."""
+        return [
+            Result(role, type_like(arguments[0], (*outer, *shape), dtype))
+            for role, shape, dtype in self._linear_types(arguments)
+        ]
+
+    def placed(self) -> tuple[Step, int]:
+        """The same for a part of the layout, and which of its arguments says where that lies."""
+        of, position = self.of.placed()
+        linear = tuple(i + (i >= position) for i in self.linear)
+        return dataclasses.replace(self, of=of, linear=linear), position - sum(i < position for i in linear)
+
+    def compute(self, plan: Plan, request: Request, device: Device, *arguments: jax.Array) -> list[jax.Array]:
+        """The cotangents."""
+        count = len(self.of.roles) - len(self.linear)
+        known, cotangents = arguments[:count], arguments[count:]
+        batch = known[0].shape[0]
+        types = [
+            jax.ShapeDtypeStruct((batch, *shape), np.dtype(dtype)) for _, shape, dtype in self._linear_types(arguments)
+        ]
+        by_result = dict(zip(self.read, cotangents, strict=True))
+        by_argument = dict(zip(self.linear, types, strict=True))
+        return self.of.compute_transposed(plan, request, device, known, by_result, by_argument)
+
+    def _linear_types(self, arguments: Sequence[Any]) -> Iterable[tuple[Role, tuple[int, ...], str]]:
+        """With as many tokens and heads as query and key have: a device's may be fewer."""
+        query, key = arguments[:2]
+        for position, (shape, dtype) in zip(self.linear, self.shapes, strict=True):
+            role = self.of.roles[position]
+            like = key if role.is_key_value else query
+            axis = len(shape) + role.heads_axis
+            layout = like.shape[like.ndim - 2 - axis : -2] if role.has_layout else shape[:axis]
+            yield role, (*layout, like.shape[-2], *shape[axis + 1 :]), dtype
+
+
+def _merged(arrays: Sequence[Any], positions: Sequence[int], replaced: Sequence[Any]) -> list[Any]:
+    result = list(arrays)
+    for position, array in zip(positions, replaced, strict=True):
+        result[position] = array
+    return result

@@ -1,0 +1,205 @@
+"""The native module: loads it, registers its XLA FFI targets, and calls them.
+
+Importing this module never fails. Where the native module cannot be used, ``load_error`` says why, and the
+backends that need it reject every problem with that reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import re
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from natten_jax import source_tree
+from natten_jax.arrays import avals
+from natten_jax.plan import marks
+
+
+class ResultType(NamedTuple):
+    """What a target's result is.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its element type.
+        replaces: The number of the operand whose place in memory it takes, if it does.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    replaces: int | None = None
+
+
+def call(
+    target: str, results: Sequence[ResultType], *operands: jax.Array, **attributes: Sequence[int] | int | float
+) -> list[jax.Array]:
+    """Call a native target; the project's only custom call.
+
+    Args:
+        target: Name of the target.
+        results: Types of the results.
+        *operands: Arrays, in the target's order.
+        **attributes: Integers are passed as int64, sequences of them as int64 arrays, floats as float32.
+    """
+    arrays = avals.vary_alike(operands)
+    types = [avals.type_like(arrays[0], result.shape, result.dtype) for result in results]
+    in_place = {result.replaces: i for i, result in enumerate(results) if result.replaces is not None}
+    values = {
+        name: value
+        if isinstance(value, int)
+        else np.float32(value)
+        if isinstance(value, float)
+        else np.asarray(value, np.int64)
+        for name, value in attributes.items()
+    }
+    # One call of a pass is told of the problem; others prepare arrays for it.
+    with marks.carrying_plan() if attributes else contextlib.nullcontext():
+        return list(jax.ffi.ffi_call(target, types, input_output_aliases=in_place)(*arrays, **values))
+
+
+def build_info() -> Mapping[str, Any]:
+    """How the native module was built and what it runs on this host; empty where it could not be loaded."""
+    return {} if _module is None else _module.build_info()
+
+
+def limits(architecture: str) -> Mapping[str, Any]:
+    """What the kernels for ``"cpu"``, ``"sm80"``, ``"small"`` or ``"sm90"`` take, whether this build has them or not.
+
+    Tables of ``csrc/cuda/*/forms.h``; empty where the native module could not be loaded.
+    """
+    return {} if _module is None else _module.limits()[architecture]
+
+
+def estimate_of_small_windows(
+    axes: Sequence[int],
+    sizes: Sequence[int],
+    q_tile: Sequence[int],
+    kv_tile: Sequence[int],
+    *,
+    is_backward: bool,
+    shared_memory: int,
+    multiprocessors: int,
+    has_boxes: bool,
+) -> Mapping[str, Any] | None:
+    """What the kernels for small windows launch for a pass with tiles, and how long that takes, by a model.
+
+    Args:
+        axes: As the attribute of that name of every target.
+        sizes: Batch, heads, heads_kv, head_dim, head_dim_v and additional_kv.
+        q_tile: Query tile, three extents.
+        kv_tile: Key/value tile.
+        is_backward: Which pass.
+        shared_memory: Bytes that a block may have.
+        multiprocessors: Of the device.
+        has_boxes: Whether it has the engine that copies boxes of tokens.
+
+    Returns:
+        ``"seconds"`` and ``"launches"``, each with its ``"kernel"``, its ``"line_dimension"`` (of three), and for
+        each batch entry and head ``"regions"``, which have ``"columns"`` and ``"tiles"``. ``None`` where the kernels
+        do not take the pass.
+    """
+    if _module is None:
+        return None
+    return _module.estimate_of_small_windows(
+        axes, sizes, q_tile, kv_tile, is_backward, shared_memory, multiprocessors, has_boxes
+    )
+
+
+def additional_parts(columns: int, additional_kv: int) -> int:
+    """In how many parts the kernels for small windows add gradients of additional tokens up.
+
+    Args:
+        columns: Queries and heads that share a key/value head, of a batch entry.
+        additional_kv: Additional tokens.
+    """
+    return 1 if _module is None else _module.additional_parts(columns, additional_kv)
+
+
+def missing(target: str) -> str | None:
+    """Why a target cannot be called; ``None`` where it can."""
+    if _module is None or target in _module.registrations():
+        return load_error
+    architectures = ", ".join(_module.build_info()["cuda_architectures"]) or "none"
+    return f"this build of natten_jax lacks the kernel {target} (CUDA architectures: {architectures})"
+
+
+def path() -> str | None:
+    """File of the native module, or ``None`` where it could not be loaded."""
+    return None if _module is None else _module.__file__
+
+
+def _runtime_ffi_version() -> tuple[int, int] | None:
+    """Version of the FFI interface that the installed jaxlib implements, if its headers tell."""
+    header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    if not header.exists():
+        return None
+    text = header.read_text(encoding="utf-8", errors="replace")
+    numbers = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    major, minor = (int(number[1]) if number else None for number in numbers)
+    return None if major is None or minor is None else (major, minor)
+
+
+def _check_ffi_version(module: ModuleType) -> None:
+    runtime = _runtime_ffi_version()
+    built: tuple[int, int] = module.build_info()["ffi_api_version"]
+    # A runtime serves every earlier minor version; a library from its future keeps XLA from initialising.
+    if runtime is not None and (runtime[0] != built[0] or runtime[1] < built[1]):
+        raise ImportError(
+            f"the native module was built for version {built[0]}.{built[1]} of the XLA FFI interface, "
+            f"but the installed jaxlib has {runtime[0]}.{runtime[1]}"
+        )
+
+
+def _check_files(spec: ModuleSpec) -> None:
+    """Check that the libraries are whole: loading a truncated one would kill the process."""
+    if spec.origin is None:
+        return  # importing says it better
+    for file in (Path(spec.origin), Path(spec.origin).with_name("libnatten_jax.so")):
+        if not file.exists():
+            continue
+        with file.open("rb") as stream:
+            header = stream.read(64)
+        if len(header) < 64 or header[:6] != b"\x7fELF\x02\x01":
+            raise ImportError(f"{file} is not a 64-bit ELF library")
+        (sections,) = struct.unpack_from("<Q", header, 0x28)
+        entry_size, entries = struct.unpack_from("<HH", header, 0x3A)
+        # The section headers end the file.
+        if sections + entry_size * entries > file.stat().st_size:
+            raise ImportError(f"{file} is truncated")
+
+
+def _import(spec: ModuleSpec) -> ModuleType:
+    module = importlib.util.module_from_spec(spec)
+    if spec.loader is None:
+        raise ImportError(f"{spec.origin} is no module")
+    spec.loader.exec_module(module)
+    sys.modules[spec.name] = module
+    return module
+
+
+def _load() -> tuple[ModuleType | None, str | None]:
+    """The native module with its targets registered, or the reason why there is none."""
+    try:
+        spec = source_tree.find_library()
+        _check_files(spec)
+        module = _import(spec)
+        if spec.origin is not None:
+            source_tree.check_library(spec.origin, module.build_info().get("sources"))
+        _check_ffi_version(module)
+        for name, (platform, handler) in module.registrations().items():
+            jax.ffi.register_ffi_target(name, handler, platform=platform)
+    except Exception as error:
+        return None, f"the native module natten_jax._native cannot be loaded ({type(error).__name__}: {error})"
+    return module, None
+
+
+_module, load_error = _load()

@@ -1,0 +1,99 @@
+"""The public function of attention to every key."""
+
+from __future__ import annotations
+
+from typing import Literal, Unpack, overload
+
+import jax
+
+from natten_jax.arguments.natten_names import explained
+from natten_jax.arguments.scale import Scale
+from natten_jax.ops.arrays import ArrayLike
+from natten_jax.ops.calls import attend_all
+from natten_jax.performance import ATTENTION_NAMES, AttentionPerformanceArguments
+
+#: Output and logsumexp.
+Pair = tuple[jax.Array, jax.Array]
+
+
+@overload
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    scale: Scale | None = None,
+    *,
+    is_causal: bool = False,
+    backend: str | None = None,
+    return_lse: Literal[False] = False,
+    **performance: Unpack[AttentionPerformanceArguments],
+) -> jax.Array: ...
+@overload
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    scale: Scale | None = None,
+    *,
+    is_causal: bool = False,
+    backend: str | None = None,
+    return_lse: Literal[True],
+    **performance: Unpack[AttentionPerformanceArguments],
+) -> Pair: ...
+@overload
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    scale: Scale | None = None,
+    *,
+    is_causal: bool = False,
+    backend: str | None = None,
+    return_lse: bool,
+    **performance: Unpack[AttentionPerformanceArguments],
+) -> jax.Array | Pair: ...
+@explained(ATTENTION_NAMES)
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    scale: Scale | None = None,
+    *,
+    is_causal: bool = False,
+    backend: str | None = None,
+    return_lse: bool = False,
+    **performance: Unpack[AttentionPerformanceArguments],
+) -> jax.Array | Pair:
+    """Attention of every query to every key.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from natten_jax import attention
+        >>> query, key = jnp.ones((2, 16, 4, 8)), jnp.ones((2, 24, 2, 8))
+        >>> out, logsumexp = attention(query, key, key, is_causal=True, return_lse=True)
+        >>> out.shape, logsumexp.shape
+        ((2, 16, 4, 8), (2, 16, 4))
+
+    Args:
+        query: ``[batch, seqlen, heads, head_dim]``, float16, bfloat16, float32 or float64.
+        key: ``[batch, seqlen_kv, heads_kv, head_dim]``; ``heads`` is a multiple of ``heads_kv`` (GQA, MQA).
+        value: ``[batch, seqlen_kv, heads_kv, head_dim_v]``.
+        scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``. A number is finite, and so is its product with
+            ``log2(e)`` in float32 (for float64 inputs only the factor itself, in float64). Or an array, without
+            dimensions or ``[heads]``, that kernels read in float32, so that it can be learned: a traced value that a
+            number could not be gives NaN. An array without dimensions whose value is known is a number.
+        is_causal: Whether query ``i`` sees only keys ``j <= i`` (top-left aligned, also for unequal lengths).
+        backend: ``"cpu-fmha"``, ``"flex-fmha"``, ... or ``None`` for the best that can run the problem.
+        return_lse: Return the logsumexp, too.
+        **performance: As :class:`natten_jax.performance.PerformanceArguments` of neighborhood attention, but tiles have
+            sizes in tokens: ``q_tile_size``, ``kv_tile_size``, ``backward_q_tile_size``, ``backward_kv_tile_size``.
+
+    Returns:
+        Output ``[batch, seqlen, heads, head_dim_v]`` in the query's dtype; with ``return_lse`` also the
+        logsumexp ``[batch, seqlen, heads]``.
+
+    Raises:
+        ValueError: A value, shape or dtype breaks a rule above, or no backend can run the problem.
+        TypeError: An argument is of the wrong type.
+    """
+    return attend_all(query, key, value, scale, is_causal, backend, return_lse, performance)

@@ -1,0 +1,214 @@
+"""What ``na1d``, ``na2d``, ``na3d`` and ``attention`` do alike: check, split into parts, run and merge them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from natten_jax import backends
+from natten_jax.arguments.memo import checked_once
+from natten_jax.arguments.natten_names import known_arguments
+from natten_jax.arguments.scale import Scale, number_or_array, per_head
+from natten_jax.arguments.static import Bools, Ints, flag
+from natten_jax.arguments.token_axes import TokenAxes, checked_token_axes
+from natten_jax.arrays.operands import Operands, Output
+from natten_jax.execution import custom_vjp
+from natten_jax.ops.arrays import ArrayLike, as_jax_array, attention_problem, neighborhood_problem
+from natten_jax.ops.attention_kwargs import check_agreement
+from natten_jax.ops.heads_first import described
+from natten_jax.ops.ignored_arguments import warn_of_ignored
+from natten_jax.ops.merge import merge_attentions
+from natten_jax.ops.parts import Kind, Part, parts_of
+from natten_jax.performance import ATTENTION_NAMES, PERFORMANCE_NAMES, Performance, performance_of
+from natten_jax.plan.request import Request
+from natten_jax.problem import Problem
+from natten_jax.sharding.explicit import with_whole_dimensions
+from natten_jax.sharding.halos import device_line, exchange
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _attend(request: Request, operands: Operands) -> Output:
+    return custom_vjp.attend(request, operands)
+
+
+class Window(NamedTuple):
+    """The window arguments of ``na{rank}d``."""
+
+    rank: int
+    kernel_size: Ints
+    stride: Ints
+    dilation: Ints
+    is_causal: Bools
+    token_axes: TokenAxes | None = None
+
+
+class How(NamedTuple):
+    """The arguments that change nothing but how the result is computed."""
+
+    backend: str | None
+    performance: Mapping[str, Any]
+    attention_kwargs: Mapping[str, Any] | None
+    try_fuse_additional_kv: bool | None
+
+
+def attend_windows(
+    arrays: Sequence[ArrayLike | None], window: Window, scale: Scale | None, how: How, return_lse: bool
+) -> Any:
+    """``na{rank}d``; ``arrays`` are query, key, value, additional keys and additional values."""
+    return_lse = flag("return_lse", return_lse)
+    fuse = how.try_fuse_additional_kv
+    if fuse is not None:
+        fuse = flag("try_fuse_additional_kv", fuse, or_none=True)
+    operands = _operands(*arrays)
+    number, factors = number_or_array(scale)
+    static_scale = 1.0 if factors is not None else number
+    axes = checked_token_axes(window.token_axes, window.rank)
+    problem, performance = _window_problem(
+        _described(operands), window[:5], static_scale, device_line.parts_of(axes) or None, (*how.performance.items(),)
+    )
+    request = Request(problem, performance, how.backend, _precision(), axes)
+    parts = parts_of(request, how.attention_kwargs, fuse)
+    if how.attention_kwargs:
+        check_agreement(how.attention_kwargs, problem, scale, return_lse)
+    if how.performance or how.attention_kwargs:
+        for part in parts:
+            of_attention = () if part.kind is Kind.WINDOWS else how.attention_kwargs or ()
+            warn_of_ignored(part.request, operands.query, of_attention)
+    operands = with_whole_dimensions(
+        _with_scale(operands, factors, problem), keeps_tokens=all(part.keeps_tokens for part in parts)
+    )
+    outputs = [_run(part, operands) for part in parts]
+    output = outputs[0] if len(outputs) == 1 else Output(*merge_attentions(*zip(*outputs, strict=True)))
+    return tuple(output) if return_lse else output.out
+
+
+def attend_all(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    scale: Scale | None,
+    is_causal: bool,
+    backend: str | None,
+    return_lse: bool,
+    performance: Mapping[str, Any],
+) -> Any:
+    """``attention``; arguments as there."""
+    return_lse = flag("return_lse", return_lse)
+    arrays = with_whole_dimensions(_operands(query, key, value, None, None), keeps_tokens=False)
+    number, factors = number_or_array(scale)
+    static_scale = 1.0 if factors is not None else number
+    problem, asked = _attention_problem(_described(arrays), static_scale, is_causal, (*performance.items(),))
+    if backend is not None:
+        backends.find(backend, "fmha")
+    request = Request(problem, asked, backend, _precision())
+    if performance:
+        warn_of_ignored(request, arrays.query)
+    output = _attend(request, _with_scale(arrays, factors, problem))
+    return tuple(output) if return_lse else output.out
+
+
+#: What a problem is told of an array, or of one that is not there: its shape and element type.
+_Described = tuple[tuple[Any, ...], Any] | None
+
+
+def _described(operands: Operands) -> tuple[_Described, ...]:
+    return tuple([None if each is None else (each.shape, each.dtype) for each in operands[:5]])
+
+
+def _shaped(described: _Described) -> jax.ShapeDtypeStruct | None:
+    return None if described is None else jax.ShapeDtypeStruct(*described)
+
+
+@checked_once
+def _window_problem(
+    arrays: tuple[_Described, ...],
+    window: tuple[Any, ...],
+    scale: Any,
+    parts: Sequence[int] | None,
+    performance: tuple[tuple[str, Any], ...],
+) -> tuple[Problem, Performance]:
+    """What a call of ``na{rank}d`` describes; the last argument are the items of its performance arguments."""
+    rank, kernel_size, stride, dilation, is_causal = window
+
+    def describe(query: Any, key: Any, value: Any, additional_keys: Any, additional_values: Any) -> Problem:
+        facts = kernel_size, stride, dilation, is_causal, scale
+        return neighborhood_problem(rank, query, key, value, *facts, additional_keys, additional_values, parts)
+
+    problem = described(describe, [*map(_shaped, arrays)])
+    known = known_arguments(f"na{rank}d", dict(performance), PERFORMANCE_NAMES)
+    return problem, performance_of(rank, **known)
+
+
+@checked_once
+def _attention_problem(
+    arrays: tuple[_Described, ...], scale: Any, is_causal: Any, performance: tuple[tuple[str, Any], ...]
+) -> tuple[Problem, Performance]:
+    """What a call of ``attention`` describes; arguments as above."""
+    problem = described(
+        lambda query, key, value: attention_problem(query, key, value, scale, is_causal), [*map(_shaped, arrays[:3])]
+    )
+    known = known_arguments("attention", dict(performance), ATTENTION_NAMES)
+    asked = {ATTENTION_NAMES[name]: each for name, each in known.items()}
+    return problem, performance_of(1, tile_suffix="size", **asked)
+
+
+def _precision() -> str | None:
+    precision = getattr(jax.config, "jax_default_matmul_precision", None)
+    return None if precision is None else str(precision)
+
+
+#: Operands that a call need not have.
+_OPTIONAL = frozenset(("additional_keys", "additional_values"))
+
+
+def _operands(*arrays: ArrayLike | None) -> Operands:
+    names = Operands._fields[:5]
+    checked = [
+        None if each is None and name in _OPTIONAL else as_jax_array(name, each)
+        for name, each in zip(names, arrays, strict=True)
+    ]
+    return Operands._make([*checked, None, None])
+
+
+def _with_scale(operands: Operands, factors: Any, problem: Problem) -> Operands:
+    if factors is None:
+        return operands
+    batch, *_, heads, _ = operands.query.shape
+    return operands._replace(scale=per_head(factors, batch, heads, problem.dtype))
+
+
+def _run(part: Part, arrays: Operands) -> Output:
+    """A part's output and logsumexp in the shapes of the call's."""
+    token_axes = part.request.token_axes
+    if part.kind is Kind.WINDOWS:
+        if not part.request.problem.additional_kv:
+            arrays = arrays._replace(additional_keys=None, additional_values=None)
+        return _attend(part.request, arrays)
+    lines = device_line.lines_of(token_axes)
+    if part.kind is Kind.WHOLE_LAYOUT:
+        arrays = exchange.with_all_keys(arrays, lines)
+    query, key, value, additional_keys, additional_values, *_ = arrays
+    if part.kind is Kind.ADDITIONAL:
+        assert additional_keys is not None and additional_values is not None
+        keys, values = additional_keys, additional_values
+    else:
+        keys, values = _flat(key), _flat(value)
+        if additional_keys is not None and additional_values is not None:
+            keys = jnp.concatenate([keys, additional_keys], axis=1)
+            values = jnp.concatenate([values, additional_values], axis=1)
+    # Where tokens are split, the layout of the queries is a part of the problem's.
+    origins = exchange.flat_origins(query.shape[1:-2], lines) if token_axes else None
+    request = dataclasses.replace(part.request, token_axes=())
+    output = _attend(request, Operands(_flat(query), keys, values, None, None, arrays.scale, origins))
+    return Output(*(array.reshape(*query.shape[:-2], *array.shape[2:]) for array in output))
+
+
+def _flat(array: jax.Array) -> jax.Array:
+    batch, *layout, heads, width = array.shape
+    return array.reshape(batch, math.prod(layout), heads, width)

@@ -1,0 +1,266 @@
+"""Queries for the tile shapes that a backend offers: ``get_[bwd_]configs_for_<family>_<fna|fmha>``.
+
+There is one for each pass and operator of every registered backend. Each takes one array of query, key or value, or all
+three, in the layout that the operator takes, as arrays or as ``jax.ShapeDtypeStruct``. The first configuration is the
+recommended one; the list is empty where the backend cannot run the arrays. Neighborhood attention queries also take the
+window arguments, which the recommendation depends on; without them the window is the whole layout.
+
+NATTEN's queries for families that have no kernels here are there, too: they list nothing, and warn with what to ask
+instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from natten_jax import backends
+from natten_jax.arguments.natten_names import unexpected
+from natten_jax.backends.base import Backend
+from natten_jax.backends.names import WITHOUT_KERNELS, absence, substitute
+from natten_jax.ops.arrays import attention_problem, neighborhood_problem
+from natten_jax.performance import PASSES, Pass
+from natten_jax.plan.devices import Device, NoDeviceError, compute_capability_of, default_device
+from natten_jax.plan.plan import BackendId
+from natten_jax.problem import OPERATORS, Operator, Problem
+
+CapabilityLike = str | float | Sequence[int]
+
+_NAME = re.compile(r"get_(bwd_)?configs_for_(\w+)_(fna|fmha)")
+
+
+class ConfigQuery(Protocol):
+    """A query: pairs of query and key/value tile, the recommended first.
+
+    Tiles are shapes for neighborhood attention and sizes for attention. Where the backend has kernel schedules, each
+    configuration is a pair of such a pair and a :class:`natten_jax.KernelSchedule`.
+    """
+
+    __name__: str
+
+    def __call__(
+        self, query: Any = None, key: Any = None, value: Any = None, /, **problem: Any
+    ) -> list[tuple[Any, Any]]: ...
+
+
+def target_device(compute_capability: CapabilityLike | None) -> Device:
+    """The device to answer for: a GPU of the given compute capability, or this process's default device.
+
+    Raises:
+        NoDeviceError: JAX has no device.
+    """
+    if compute_capability is None:
+        try:
+            return default_device()
+        except NoDeviceError as error:
+            raise NoDeviceError(f"{error}. compute_capability names an NVIDIA GPU that need not be there") from error
+    return Device("cuda", compute_capability_of(compute_capability), is_present=False)
+
+
+def query_names() -> list[str]:
+    """The names of all queries."""
+    prefixes = [_prefix(backend) for backend in backends.registered()] + list(_foreign_prefixes())
+    return [_query_name(prefix, operator, pass_) for prefix in prefixes for pass_ in PASSES for operator in OPERATORS]
+
+
+def query_named(name: str) -> ConfigQuery:
+    """The query of that name.
+
+    Raises:
+        LookupError: There is none.
+    """
+    match = _NAME.fullmatch(name)
+    if match is not None:
+        infix, prefix, suffix = match.groups()
+        operator: Operator = "fna" if suffix == "fna" else "fmha"
+        pass_: Pass = "backward" if infix else "forward"
+        for backend in backends.registered():
+            if prefix == _prefix(backend):
+                return _query(backend, operator, pass_)
+        if prefix in _foreign_prefixes():
+            return _empty_query(_foreign_prefixes()[prefix], operator, pass_)
+    raise LookupError(f"no configuration query is called {name!r}; there are {', '.join(query_names())}")
+
+
+def _prefix(backend: Backend) -> str:
+    return backend.query_family or backend.family
+
+
+def _foreign_prefixes() -> dict[str, str]:
+    """NATTEN's families without kernels here, by what NATTEN's queries call them."""
+    registered = {backend.family for backend in backends.registered()}
+    return {f"cutlass_{family}": family for family in WITHOUT_KERNELS if family not in registered}
+
+
+def _query_name(prefix: str, operator: Operator, pass_: Pass) -> str:
+    infix = "" if pass_ == "forward" else "bwd_"
+    return f"get_{infix}configs_for_{prefix}_{operator}"
+
+
+@functools.cache
+def _query(backend: Backend, operator: Operator, pass_: Pass) -> ConfigQuery:
+    name = _query_name(_prefix(backend), operator, pass_)
+
+    def get_configs(
+        query: Any = None,
+        key: Any = None,
+        value: Any = None,
+        *,
+        input_tensor: Any = None,
+        compute_capability: CapabilityLike | None = None,
+        **window: Any,
+    ) -> list[tuple[Any, Any]]:
+        problem, device = _asked(name, operator, (query, key, value), input_tensor, compute_capability, window)
+        if backend.rejection(problem, device, pass_) is not None:
+            return []
+        pairs: Iterable[Any] = backend.tile_pairs(problem, device, pass_)
+        if operator == "fmha":
+            pairs = ((q_tile[0], kv_tile[0]) for q_tile, kv_tile in pairs)
+        schedules = backend.schedules.get(pass_, ())
+        return [(pair, schedule) for pair in pairs for schedule in schedules] if schedules else list(pairs)
+
+    get_configs.__name__ = get_configs.__qualname__ = name
+    get_configs.__doc__ = _document(backend, operator, pass_)
+    return get_configs
+
+
+@functools.cache
+def _empty_query(family: str, operator: Operator, pass_: Pass) -> ConfigQuery:
+    name = _query_name(f"cutlass_{family}", operator, pass_)
+
+    def get_configs(
+        query: Any = None,
+        key: Any = None,
+        value: Any = None,
+        *,
+        input_tensor: Any = None,
+        compute_capability: CapabilityLike | None = None,
+        **window: Any,
+    ) -> list[tuple[Any, Any]]:
+        _asked(name, operator, (query, key, value), input_tensor, compute_capability, window)
+        id_, registered = str(BackendId(family, operator)), backends.registered()
+        instead = _query_name(_prefix(substitute(family, registered)), operator, pass_)
+        warnings.warn(
+            f"{name}() lists nothing: {id_} {absence(id_, registered)}, and {instead}() lists its configurations",
+            stacklevel=2,
+        )
+        return []
+
+    get_configs.__name__ = get_configs.__qualname__ = name
+    get_configs.__doc__ = _document_absence(family, operator, pass_)
+    return get_configs
+
+
+def _asked(
+    name: str,
+    operator: Operator,
+    arrays: tuple[Any, Any, Any],
+    input_tensor: Any,
+    compute_capability: CapabilityLike | None,
+    window: dict[str, Any],
+) -> tuple[Problem, Device]:
+    """What a query is about, and for which device."""
+    query, key, value = arrays
+    if input_tensor is not None and query is not None:
+        raise TypeError("input_tensor is NATTEN's word for query: give one of them")
+    query = input_tensor if query is None else query
+    device = target_device(compute_capability)
+    key, value = query if key is None else key, query if value is None else value
+    return _problem(operator, query, key, value, window, name), device
+
+
+def _problem(operator: Operator, query: Any, key: Any, value: Any, window: dict[str, Any], function: str) -> Problem:
+    allowed = ("is_causal",) if operator == "fmha" else ("kernel_size", "stride", "dilation", "is_causal")
+    for name in window:
+        if name not in allowed:
+            raise TypeError(unexpected(function, name, allowed))
+    if operator == "fmha":
+        return attention_problem(query, key, value, None, window.get("is_causal", False))
+    shape = getattr(query, "shape", ())  # what is no array is refused below
+    rank = max(1, min(3, len(shape) - 3))
+    kernel_size = window.get("kernel_size")
+    return neighborhood_problem(
+        rank,
+        query,
+        key,
+        value,
+        shape[1:-2] if kernel_size is None else kernel_size,
+        window.get("stride", 1),
+        window.get("dilation", 1),
+        window.get("is_causal", False),
+        None,
+        None,
+        None,
+    )
+
+
+_EXAMPLE_SHAPES = {"fna": "(1, 256, 256, 24, 128)", "fmha": "(1, 4096, 24, 128)"}
+
+
+def _document(backend: Backend, operator: Operator, pass_: Pass) -> str:
+    tiles = "shapes" if operator == "fna" else "sizes"
+    schedules = ", each with a kernel schedule" if backend.schedules.get(pass_) else ""
+    window = "``kernel_size``, ``stride``, ``dilation`` and ``is_causal``" if operator == "fna" else "``is_causal``"
+    whole = " Without a ``kernel_size``, tiles are ranked for windows as large as the layout." * (operator == "fna")
+    name = BackendId(backend.family, operator)
+    shape = _EXAMPLE_SHAPES[operator]
+    kernel_size = ", kernel_size=80" if operator == "fna" else ""
+    query = _query_name(_prefix(backend), operator, pass_)
+    return f"""Query and key/value tile {tiles} of the {pass_} pass of {name}, best first.
+
+Example:
+    >>> import jax, natten_jax
+    >>> tokens = jax.ShapeDtypeStruct({shape}, "bfloat16")
+    >>> configurations = natten_jax.{query}(tokens{kernel_size})
+
+Args:
+    query: An array of the operator's query, key or value, or a ``jax.ShapeDtypeStruct``.
+    key: The key where it differs from ``query``.
+    value: The value where it differs from ``query``.
+    input_tensor: NATTEN's word for ``query``.
+    compute_capability: Answer for a GPU of this compute capability, ``"9.0"``, ``(9, 0)`` or ``9.0``, instead of
+        for the default device.
+    **window: {window} as in the operator.{whole}
+
+Returns:
+    Pairs of query and key/value tile {tiles}{schedules}; empty where the backend cannot run the arrays.
+
+Raises:
+    ValueError: The arrays and arguments describe no problem of the operator, or no compute capability.
+    TypeError: An argument is of the wrong type.
+"""
+
+
+def _document_absence(family: str, operator: Operator, pass_: Pass) -> str:
+    id_ = BackendId(family, operator)
+    query = _query_name(f"cutlass_{family}", operator, pass_)
+    instead = _query_name(_prefix(substitute(family, backends.registered())), operator, pass_)
+    return f"""Nothing, with a warning: NATTEN's query for the {pass_} pass of {id_}, which has no kernels here.
+
+:func:`natten_jax.{instead}` lists what runs on those GPUs.
+
+Example:
+    >>> import jax, natten_jax, warnings
+    >>> tokens = jax.ShapeDtypeStruct({_EXAMPLE_SHAPES[operator]}, "bfloat16")
+    >>> with warnings.catch_warnings(action="ignore"):
+    ...     natten_jax.{query}(tokens)
+    []
+
+Args:
+    query: As in the other query; so are all arguments.
+    key: As there.
+    value: As there.
+    input_tensor: As there.
+    compute_capability: As there.
+    **window: As there.
+
+Returns:
+    An empty list.
+
+Raises:
+    ValueError: The arrays and arguments describe no problem of the operator, or no compute capability.
+    TypeError: An argument is of the wrong type.
+"""

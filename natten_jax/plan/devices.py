@@ -1,0 +1,165 @@
+"""The devices of this process: platform names and compute capabilities."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import numpy as np
+
+from natten_jax.arguments.static import hashable, python_int, shown
+
+ComputeCapability = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A kind of device that a program may be lowered for.
+
+    Attributes:
+        platform: ``"cpu"``, ``"cuda"``, or another XLA platform's name.
+        compute_capability: Of an NVIDIA GPU, ``(major, minor)``; ``None`` where it is not known.
+        is_present: Whether programs are to run here, or only questions about the device are to be answered.
+    """
+
+    platform: str
+    compute_capability: ComputeCapability | None = None
+    is_present: bool = True
+
+    def __str__(self) -> str:
+        if self.compute_capability is None:
+            return self.platform
+        return f"{self.platform} (compute capability {self.compute_capability[0]}.{self.compute_capability[1]})"
+
+
+class NoDeviceError(RuntimeError):
+    """JAX has no device to compute on; the message says what JAX says."""
+
+
+CPU = Device("cpu")
+
+#: Whatever has no kernels.
+OTHER = Device("other")
+
+
+def parse_compute_capability(text: str) -> ComputeCapability:
+    """``"9.0"`` as ``(9, 0)``.
+
+    Raises:
+        ValueError: The text is not of this form.
+    """
+    match = re.fullmatch(r"([1-9][0-9]?)\.([0-9])", text)
+    if match is None:
+        raise ValueError(_refusal(text))
+    return int(match[1]), int(match[2])
+
+
+def compute_capability_of(argument: Any) -> ComputeCapability:
+    """``"9.0"``, ``(9, 0)``, ``[9, 0]`` and ``9.0`` as ``(9, 0)``.
+
+    Raises:
+        ValueError: The number is no compute capability, as 8.65, or could be read in two ways, as ``"90"``.
+        TypeError: The argument is of another type, as 90, which might be a target's name.
+    """
+    if isinstance(argument, str):
+        return parse_compute_capability(argument)
+    if isinstance(argument, (float, np.floating)):
+        try:
+            return parse_compute_capability(str(argument))  # the shortest text that means this number
+        except ValueError:
+            raise ValueError(_refusal(argument)) from None
+    parts = hashable(argument)
+    numbers = list(map(python_int, parts)) if isinstance(parts, tuple) else [None]
+    values = [number for number in numbers if number is not None]
+    if len(values) < len(numbers):
+        raise TypeError(_refusal(argument))
+    if len(values) != 2 or values[0] not in range(1, 100) or values[1] not in range(10):
+        raise ValueError(_refusal(argument))
+    return values[0], values[1]
+
+
+def _refusal(argument: Any) -> str:
+    return (
+        f'compute_capability must be None or the major and minor number, as in "9.0" or (9, 0), got {shown(argument)}'
+    )
+
+
+def default_jax_device() -> jax.Device:
+    """JAX's object for the device that this thread computes on by default, which ``jax.default_device`` chooses.
+
+    Raises:
+        NoDeviceError: JAX cannot start the platforms that it was told to use.
+    """
+    chosen: jax.Device | str | None = jax.default_device.value
+    return _started(chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
+
+
+def _started(platform: str | None) -> list[jax.Device]:
+    """A platform's devices of this process; ``None`` is the first platform."""
+    try:
+        return jax.local_devices(backend=platform)
+    except (RuntimeError, AssertionError) as error:  # the latter without a word, where there is no GPU to be seen
+        told = getattr(jax.config, "jax_platforms", None)
+        platforms = f"JAX_PLATFORMS={told}" if told else "its platforms"
+        said = " ".join(str(error).split()) or f"it finds nothing of {platforms} on this machine"
+        raise NoDeviceError(f"JAX has no device: {said}") from error
+
+
+def default_device() -> Device:
+    """The device that this thread computes on by default.
+
+    Raises:
+        NoDeviceError: There is none.
+    """
+    return _of_platform(default_jax_device().platform)
+
+
+def device_of(array: jax.Array) -> Device:
+    """The kind of device that an array is on; the default one where it is traced, or not JAX's."""
+    if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
+        return default_device()
+    return _of_platform(next(iter(array.devices())).platform)
+
+
+@functools.cache
+def _of_platform(platform: str) -> Device:
+    return cuda_device() if platform == "gpu" and _cuda_devices() else Device(platform)
+
+
+def cuda_device() -> Device:
+    """This process's first CUDA device, or one of unknown compute capability where there is none."""
+    try:
+        return _cuda_device()
+    except NoDeviceError:
+        return Device("cuda")  # not for good: JAX may be told to use another platform
+
+
+@functools.cache
+def _cuda_device() -> Device:
+    devices = _cuda_devices()
+    capability = getattr(devices[0], "compute_capability", None) if devices else None
+    return Device("cuda", parse_compute_capability(str(capability)) if capability else None)
+
+
+def local_devices() -> tuple[Device, ...]:
+    """The kinds of devices that this process can run programs on, the default one first.
+
+    Where JAX has none, the host's: programs may still be traced, and lowered for other machines.
+    """
+    try:
+        found = default_device(), _of_platform(jax.default_backend())
+    except NoDeviceError:
+        return (CPU,)
+    return tuple(dict.fromkeys((*found, CPU)))
+
+
+@functools.cache
+def _cuda_devices() -> tuple[jax.Device, ...]:
+    _started(None)  # where nothing starts, that is no answer to keep
+    try:
+        return tuple(jax.devices("cuda"))
+    except RuntimeError:
+        return ()

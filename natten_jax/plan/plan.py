@@ -1,0 +1,118 @@
+"""How a pass of a problem runs: resolved once, read by everything that runs, shows or predicts it.
+
+A plan travels as JSON in the metadata of the compiled program (:meth:`Plan.payload`), from where the profiler reads
+what ran.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, NamedTuple
+
+from natten_jax.performance import KernelSchedule, Pass, Performance, TilePair, tile_names
+from natten_jax.problem import OPERATORS, Axis, Operator, Problem
+
+
+class BackendId(NamedTuple):
+    """A family of backends and the operator that it runs; users write ``<family>-<operator>``."""
+
+    family: str
+    operator: Operator
+
+    def __str__(self) -> str:
+        return f"{self.family}-{self.operator}"
+
+    @classmethod
+    def parse(cls, name: str) -> BackendId:
+        """What ``"cpu-fna"`` means, whether there is such a backend or not.
+
+        Raises:
+            ValueError: The name has no operator.
+        """
+        for operator in OPERATORS:
+            if name.endswith(f"-{operator}"):
+                return cls(name.removesuffix(f"-{operator}"), operator)
+        raise ValueError(f"{name!r} is no backend's name: those end with {' or '.join(OPERATORS)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A pass of a problem with everything decided.
+
+    Attributes:
+        problem: What is computed.
+        pass_: The pass.
+        backend: What computes it.
+        platform: Of the devices that it is decided for, as :class:`natten_jax.plan.devices.Device` has it.
+        performance: How. The tiles of this pass and, where the backend has schedules, the schedule are given.
+    """
+
+    problem: Problem
+    pass_: Pass
+    backend: BackendId
+    platform: str
+    performance: Performance
+
+    @property
+    def tiles(self) -> TilePair:
+        """Query and key/value tile."""
+        pair = self.performance.tiles(self.pass_)
+        assert pair is not None, "a plan has tiles"
+        return pair
+
+    @property
+    def kernel_schedule(self) -> KernelSchedule | None:
+        """The schedule, where the backend has several."""
+        name = self.performance.kernel_schedule
+        return None if name is None else KernelSchedule(name)
+
+    def payload(self) -> str:
+        """Everything as JSON, in one line; :meth:`of_payload` reads it."""
+        problem = {name: getattr(self.problem, name) for name in _PROBLEM_FIELDS}
+        problem["axes"] = [list(dataclasses.astuple(axis)) for axis in self.problem.axes]
+        defaults = Performance()
+        performance = {
+            field.name: value
+            for field in dataclasses.fields(Performance)
+            if (value := getattr(self.performance, field.name)) != getattr(defaults, field.name)
+        }
+        content = {
+            "description": self.problem.describe(),
+            "pass": self.pass_,
+            "backend": str(self.backend),
+            "platform": self.platform,
+            "problem": problem,
+            "performance": performance,
+        }
+        return json.dumps(content, separators=(",", ":"))
+
+    @classmethod
+    def of_payload(cls, text: str) -> Plan:
+        """The plan that a program's metadata describe.
+
+        Raises:
+            ValueError: The text is no plan of this version of the package.
+        """
+        try:
+            content = json.loads(text)
+            facts: dict[str, Any] = dict(content["problem"])
+            facts["axes"] = tuple(Axis(*axis) for axis in facts["axes"])
+            performance: dict[str, Any] = {
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in content["performance"].items()
+            }
+            backend = BackendId.parse(content["backend"])
+            return cls(Problem(**facts), content["pass"], backend, content["platform"], Performance(**performance))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"no plan of natten_jax: {error}") from None
+
+
+_PROBLEM_FIELDS = [field.name for field in dataclasses.fields(Problem)]
+
+
+def tile_arguments(operator: Operator, pass_: Pass) -> tuple[str, str]:
+    """What the operator calls its tile arguments of a pass."""
+    suffix = "size" if operator == "fmha" else "shape"
+    query, key_value = (name.replace("shape", suffix) for name in tile_names(pass_))
+    return query, key_value

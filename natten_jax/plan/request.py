@@ -1,0 +1,37 @@
+"""An attention call as it was asked for, before a backend is chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from natten_jax.arguments.symbolic_batch import planned_batch
+from natten_jax.performance import Performance
+from natten_jax.problem import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One attention call as it was asked for.
+
+    Attributes:
+        problem: What to compute.
+        performance: How, as far as the caller said.
+        backend: The name of the backend that was asked for; ``None`` leaves it open.
+        precision: ``jax.default_matmul_precision`` where the call stands. It holds for all passes, wherever they are
+            traced: logits have to be the same in each.
+        token_axes: The manual mesh axes that each token dimension is split over; nothing where none is.
+        parts: Into how many parts each token dimension is split, one of which a device runs at its place in the layout;
+            nothing where none is.
+    """
+
+    problem: Problem
+    performance: Performance = dataclasses.field(default_factory=Performance)
+    backend: str | None = None
+    precision: str | None = None
+    token_axes: tuple[tuple[str, ...], ...] = ()
+    parts: tuple[int, ...] = ()
+
+    def of_part(self, batch: int, heads: int, heads_kv: int) -> Request:
+        """The request for what one device has of the batch, of query heads and of key/value heads."""
+        problem = dataclasses.replace(self.problem, batch=planned_batch(batch), heads=heads, heads_kv=heads_kv)
+        return self if problem == self.problem else dataclasses.replace(self, problem=problem)

@@ -1,0 +1,188 @@
+"""The checks of the profiler's command line that need nothing but the command line."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Unpack
+
+from natten_jax import backends
+from natten_jax.backends.names import closest
+from natten_jax.performance import Performance, PerformanceArguments, performance_of
+from natten_jax.problem import Operator
+from natten_jax.profiler.baselines import BASELINES, refusal_to_split
+from natten_jax.profiler.cli.complaints import warn
+from natten_jax.profiler.cli.families import KNOWN_FAMILIES
+from natten_jax.profiler.cli.flags import PERFORMANCE_FLAGS, TILE_FLAGS
+from natten_jax.profiler.cli.outputs import chart_problem, folder_problem
+from natten_jax.profiler.cli.parser import Parser, flag
+from natten_jax.profiler.options import Options
+from natten_jax.profiler.run.split import share, splits_tokens, token_parts
+from natten_jax.profiler.run.workload import request_of
+
+#: Baselines of NATTEN's profiler that do not exist in JAX.
+_FOREIGN_BASELINES = ("xformers", "fav2")
+
+#: What NATTEN's documents call backends of --fmha-backend beside their names.
+_SPELLINGS = {"flex-fna": "flex-fmha"}
+
+_OUTPUT_FILES = ("json", "csv", "plot")
+#: What only a measurement can produce or use.
+_MEASUREMENT_ONLY = ("compare", "csv", "plot", "trace_dir", "verbose")
+
+#: What the operators' errors call their arguments, and the flags that these come from.
+_FLAGS_IN_ERRORS = (
+    (r"\bkernel_size\b", "--window-size"),
+    (r"\bstride\b", "--stride"),
+    (r"\bdilation\b", "--dilation"),
+    (r"\bis_causal\b", "--causal"),
+    (r"\bkernel_schedule\b", "--schedule"),
+    (r"\bthe token layout\b", "--input-size"),
+    (r"\bquery has (\d+) heads, which is\b", r"--heads \1 is"),
+    (r"\bthe (\d+) heads of key and value\b", r"--heads-kv \1"),
+    *((rf"\b{name}_(shape|size)\b", flag(name)) for name in TILE_FLAGS),
+)
+
+
+def check_modes(parser: Parser, given: argparse.Namespace) -> None:
+    """Check that the flags that say what to do go together."""
+    modes = [name for name in ("dry_run", "simulate", "optimize") if getattr(given, name)]
+    if len(modes) > 1:
+        parser.error(f"{' and '.join(map(flag, modes))} exclude each other: choose one")
+    is_measurement = not (given.dry_run or given.simulate)
+    if given.compute_capability is not None and is_measurement:
+        parser.error("--compute-capability is for --dry-run and --simulate: a measurement runs on the device at hand")
+    if not is_measurement:
+        wrong = [flag(name) for name in _MEASUREMENT_ONLY if getattr(given, name)]
+        if wrong:
+            parser.error(f"{', '.join(wrong)} would need a measurement, but {flag(modes[0])} measures nothing")
+    if modes and given.backend in BASELINES:
+        parser.error(f"{flag(modes[0])} is about backends with tiles, which the baseline {given.backend} does not have")
+
+
+def check_backends(parser: Parser, given: argparse.Namespace) -> None:
+    """Check that the names of backends and baselines are names of such."""
+    for option, name in (("--backend", given.backend), ("--compare", given.compare)):
+        if name is not None:
+            _check_backend(parser, option, name)
+    if given.compare is not None and given.compare == given.backend:
+        parser.error(f"--compare {given.compare} is what --backend runs already")
+    name = given.fmha_backend = _SPELLINGS.get(given.fmha_backend, given.fmha_backend)
+    if name is None or name in _known_backends("fmha"):
+        return
+    if name in _known_backends("fna"):
+        parser.error(
+            f"--fmha-backend {name} is a backend of neighborhood attention: name it with --backend, or the attention "
+            f"backend {name.removesuffix('-fna')}-fmha here"
+        )
+    parser.error(
+        f"--fmha-backend {name} is unknown{_meant(name, 'fmha')}; choose one of {', '.join(backends.names('fmha'))}"
+    )
+
+
+def _check_backend(parser: Parser, option: str, name: str) -> None:
+    if name in _FOREIGN_BASELINES:
+        parser.error(
+            f"{option} {name} is a baseline of PyTorch; JAX's are cudnn (fused attention on NVIDIA GPUs), "
+            f"pallas (on GPUs, too) and xla (anywhere): use {option} cudnn"
+        )
+    if name in _known_backends("fmha"):
+        parser.error(f"{option} {name} is an attention backend: name it with --fmha-backend")
+    if name not in (*_known_backends("fna"), *BASELINES):
+        parser.error(
+            f"{option} {name} is unknown{_meant(name, 'fna')}; choose one of {', '.join(backends.names('fna'))}, "
+            f"or a baseline: {', '.join(BASELINES)}"
+        )
+
+
+def _meant(name: str, operator: Operator) -> str:
+    meant = closest(name, operator, backends.registered())
+    return "" if meant is None else f" (did you mean {meant}?)"
+
+
+def _known_backends(operator: Operator) -> tuple[str, ...]:
+    return (*backends.names(operator), *(f"{family}-{operator}" for family in KNOWN_FAMILIES))
+
+
+def check_baseline(parser: Parser, given: argparse.Namespace) -> None:
+    """Take away what a baseline cannot do, with a warning; additional tokens are refused."""
+    if given.add_kv:
+        parser.error(f"--add-kv does not go with --backend {given.backend}, which computes self attention only")
+    ignored = ["window_size", "stride", "dilation", "causal", "fmha_backend", *PERFORMANCE_FLAGS]
+    flags = [
+        f"--no-{name}" if getattr(given, name) is False else flag(name)
+        for name in ignored
+        if getattr(given, name) != parser.get_default(name)
+    ]
+    if flags:
+        warn(f"--backend {given.backend} computes self attention only: {', '.join(flags)} ignored")
+    for name in ignored:
+        setattr(given, name, parser.get_default(name))
+
+
+def check_problem(parser: Parser, options: Options) -> None:
+    """Check that the operators take the problem and its tiles: what they say of it, said of the flags."""
+    try:
+        request_of(options)
+    except ValueError as error:
+        parser.error(_of_flags(str(error)))
+    if not options.backprop:
+        chosen, default = options.performance, Performance()
+        for name, field in PERFORMANCE_FLAGS.items():
+            if name.startswith("backward") and getattr(chosen, field) != getattr(default, field):
+                parser.error(f"{flag(name)} is for the backward pass, which runs with --backprop only")
+
+
+def check_split(parser: Parser, options: Options) -> None:
+    """Check that the problem can be split over as many devices; whether there are so many is seen when it runs."""
+    count = options.devices
+    if count == 1 and not splits_tokens(options):
+        return
+    try:
+        token_parts(options)
+    except ValueError as error:
+        parser.error(str(error))
+    if count == 1:
+        return
+    name, extent = ("--batch-size", options.batch_size) if options.split == "batch" else ("--heads", options.heads)
+    if extent % count and not splits_tokens(options):
+        parser.error(
+            f"{name} {extent} is not a multiple of --devices {count}: --split {options.split} shares it equally"
+        )
+    for each in ("dry_run", "optimize"):
+        if getattr(options, each):
+            parser.error(
+                f"--devices {count} does not go with {flag(each)}, which is about one device: ask it about what each "
+                f"device gets here, {share(options)}"
+            )
+    for option, baseline in (("--backend", options.backend), ("--compare", options.compare)):
+        refusal = None
+        if baseline in BASELINES:
+            refusal = refusal_to_split(str(baseline), count, options.split, options.heads_kv)
+        if refusal is not None:
+            parser.error(f"{option} {baseline} does not go with --devices {count}: {refusal}; use {option} xla")
+
+
+def checked_performance(parser: Parser, rank: int, **arguments: Unpack[PerformanceArguments]) -> Performance:
+    """The performance arguments, by the rules of the operators."""
+    try:
+        return performance_of(rank, **arguments)
+    except ValueError as error:
+        parser.error(_of_flags(str(error)))
+
+
+def _of_flags(message: str) -> str:
+    for pattern, replacement in _FLAGS_IN_ERRORS:
+        message = re.sub(pattern, replacement, message)
+    return message
+
+
+def check_outputs(parser: Parser, given: argparse.Namespace) -> None:
+    """Check where results go, before they are worked out; a chart's format, too."""
+    parser.check_files(given, _OUTPUT_FILES)
+    problem = None if given.plot is None else chart_problem(given.plot)
+    if problem is not None:
+        parser.error(f"--plot: {problem}")
+    problem = None if given.trace_dir is None else folder_problem(given.trace_dir)
+    if problem is not None:
+        parser.error(f"--trace-dir: {problem}")

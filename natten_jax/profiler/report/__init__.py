@@ -1,0 +1,1 @@
+"""Results, shown and saved."""

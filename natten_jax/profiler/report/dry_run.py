@@ -1,0 +1,121 @@
+"""``--dry-run``: the backends that can run a problem, and their configurations, best first."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TextIO
+
+from natten_jax.performance import KernelSchedule
+from natten_jax.plan.devices import Device
+from natten_jax.problem import Problem
+from natten_jax.profiler.options import Options
+from natten_jax.profiler.report.measurements import context, problem_line
+from natten_jax.profiler.report.tables import Table, digits, format_time, print_lines, print_table
+from natten_jax.profiler.run.workload import request_of
+from natten_jax.profiler.search.configurations import (
+    Listing,
+    listings,
+    main_part,
+    rejections,
+    tile_text,
+    windows_problem,
+)
+from natten_jax.simulator import Simulation
+
+
+def print_dry_run(options: Options, device: Device, file: TextIO | None = None) -> bool:
+    """Print the tables; return whether any backend can run the problem."""
+    print_lines([problem_line(options, request_of(options).problem), f"Device: {device}"], file)
+    runs = _print_tables(options, main_part(options).request.problem, device, file)
+    windows = windows_problem(options)
+    if windows is not None:
+        line = "Windows (-w) smaller than the input have tiles with shapes, here in their order for windows as large:"
+        print_lines(["", line], file)
+        _print_tables(options, windows, device, file)
+    return runs
+
+
+def _print_tables(options: Options, problem: Problem, device: Device, file: TextIO | None) -> bool:
+    found = list(listings(options, problem, device))
+    for name in dict.fromkeys(each.backend for each in found):
+        print_lines(["", f"Use case is compatible with backend {name}."], file)
+        for each in found:
+            if each.backend == name:
+                print_table(_table(each, options, device), file)
+                print_lines(_schedule_lines(each), file)
+    lines = [
+        f"Use case is not compatible with backend {name}: {why}."
+        for name, why in rejections(options, problem, device).items()
+    ]
+    print_lines(["", *lines] if lines else [], file)
+    return bool(found)
+
+
+def to_json(options: Options, device: Device) -> dict[str, Any]:
+    """Every configuration, with what the simulator says about it."""
+    windows = windows_problem(options)
+    problems = [main_part(options).request.problem, *([] if windows is None else [windows])]
+    return {
+        **context(options, request_of(options).problem),
+        "dry_run_device": dataclasses.asdict(device),
+        "configurations": [
+            {
+                "backend": str(each.backend),
+                "pass": each.pass_,
+                "q_tile_shape": pair[0],
+                "kv_tile_shape": pair[1],
+                "kernel_schedules": each.schedules,
+                **_figures(each.simulate(pair, device)),
+            }
+            for problem in problems
+            for each in listings(options, problem, device)
+            for pair in each.pairs
+        ],
+        "rejections": {
+            str(name): why for problem in problems for name, why in rejections(options, problem, device).items()
+        },
+    }
+
+
+def _schedule_lines(listing: Listing) -> list[str]:
+    """What the words in the column of schedules are."""
+    if not listing.schedules:
+        return []
+    names = (f"{each} is {KernelSchedule.__name__}.{KernelSchedule(each).natten_name}" for each in listing.schedules)
+    return [f"kernel_schedule: {', '.join(names)}"]
+
+
+def _figures(simulation: Simulation) -> dict[str, Any]:
+    counts = simulation.counts
+    return {
+        "inner_tiles_per_outer_tile": counts.inner_per_outer,
+        "full_share": counts.full_share,
+        "masked_share": counts.masked_share,
+        "padding_share": counts.padding_share,
+        "wasted_share": counts.wasted_share,
+        "predicted_seconds": simulation.seconds,
+    }
+
+
+def _table(listing: Listing, options: Options, device: Device) -> Table:
+    prefix = "" if listing.pass_ == "forward" else "backward_"
+    suffix = "size" if listing.problem.operator == "fmha" else "shape"
+    columns = [f"{prefix}q_tile_{suffix}", f"{prefix}kv_tile_{suffix}"]
+    columns += ["kernel_schedule"] if listing.schedules else []
+    columns += ["KV/Q tile" if listing.pass_ == "forward" else "Q/KV tile", "no mask", "waste", "predicted"]
+    shown = listing.pairs[: options.max_configs or None]
+    rows = []
+    for pair in shown:
+        simulation = listing.simulate(pair, device)
+        counts = simulation.counts
+        row = [*map(tile_text, pair)]
+        row += [", ".join(listing.schedules)] if listing.schedules else []
+        shares = counts.full_share, counts.wasted_share
+        row += [digits(counts.inner_per_outer), *(f"{share:.0%}" for share in shares)]
+        row.append("-" if simulation.seconds is None else format_time(simulation.seconds))
+        rows.append(tuple(row))
+    if len(shown) < len(listing.pairs):
+        rows.append(("...",) * len(columns))
+    passes = "Forward" if listing.pass_ == "forward" else "Backward"
+    title = f"Backend: {listing.backend}\n{passes} pass configurations"
+    return Table(title, tuple(columns), tuple(rows))

@@ -1,0 +1,307 @@
+"""Reports of measurements: for people a table with a summary below it, for programs JSON and CSV."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import math
+import platform
+import statistics
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TextIO
+
+from natten_jax import simulator
+from natten_jax.cost import small_windows
+from natten_jax.performance import PASSES, Pass
+from natten_jax.plan.devices import NoDeviceError, default_jax_device
+from natten_jax.plan.plan import BackendId
+from natten_jax.problem import Problem
+from natten_jax.profiler.cli.whole_files import write_text
+from natten_jax.profiler.options import Options
+from natten_jax.profiler.report.tables import Table, digits, format_time, print_lines, print_table
+from natten_jax.profiler.run import split
+from natten_jax.profiler.run.measure import Comparison, Result, Row
+from natten_jax.profiler.run.workload import device_parts, passes
+from natten_jax.version import __version__
+
+COLUMNS = ("Framework", "Kernel category", "Arch", "Operation", "# calls", "Runtime")
+_MOST_ROWS = 20
+
+
+def print_report(result: Result, file: TextIO | None = None) -> None:
+    """Print the table and the lines below it."""
+    print_table(result_table(result, f"Profiler results{_which_device(result)}"), file)
+    print_lines(summary(result), file)
+
+
+def print_comparison(comparison: Comparison, file: TextIO | None = None) -> None:
+    """Print the result, the baseline's table, and the speedup next to its bound."""
+    print_report(comparison.result, file)
+    baseline = comparison.baseline
+    print_table(result_table(baseline, f"Baseline: {baseline.options.backend}{_which_device(baseline)}"), file)
+    print_lines(comparison_lines(comparison), file)
+
+
+def comparison_lines(comparison: Comparison) -> Iterator[str]:
+    """The speedup over the baseline, and what would be possible."""
+    result, baseline = comparison.result, comparison.baseline
+    yield (
+        f"Speedup over {baseline.options.backend}: {digits(comparison.speedup)}X "
+        f"(medians {format_time(baseline.median)} / {format_time(result.median)}, measured in turns)"
+    )
+    if baseline.options.is_baseline:
+        sparsity = 1 - 1 / comparison.flop_bound
+        yield f"FLOP-wise speedup (upper bound) with {sparsity:.2%} sparsity: {digits(comparison.flop_bound)}X"
+
+
+def summary(result: Result) -> Iterator[str]:
+    """The lines below the table."""
+    yield problem_line(result.options, result.problem)
+    yield f"Backend: {_backends(result.backends)}, on {_devices(result.options)}"
+    yield from _tile_lines(result)
+    yield from _device_lines(result)
+    iterations = len(result.totals)
+    yield (
+        f"Device time: median {format_time(result.median)}, min {format_time(min(result.totals))}, "
+        f"max {format_time(max(result.totals))} ({iterations} iteration{'s' if iterations > 1 else ''}, "
+        f"{result.options.warmup_steps} before them)"
+    )
+    yield f"{digits(result.tflops)} TFLOP/s ({digits(sum(result.flops.values()) / 1e9)} GFLOP that the mask leaves)"
+
+
+def problem_line(options: Options, problem: Problem) -> str:
+    """What is computed."""
+    heads = f"{problem.heads}" if problem.heads == problem.heads_kv else f"{problem.heads}/{problem.heads_kv}"
+    dims = f"{problem.head_dim}"
+    if problem.head_dim_v != problem.head_dim:
+        dims += f"/{problem.head_dim_v}"
+    name = "self attention" if problem.kernel_size == problem.query_layout else "neighborhood attention"
+    return f"Problem: {name}, {problem.describe()}, batch {problem.batch}, heads {heads}, head dim {dims}, " + (
+        f"{options.dtype}, {'forward and backward' if options.backprop else 'forward'}"
+    )
+
+
+def _which_device(result: Result) -> str:
+    count = result.options.devices
+    return "" if count == 1 else f" of device {result.busiest}, the busiest of {count}"
+
+
+def _devices(options: Options) -> str:
+    return device_name() if options.devices == 1 else f"{device_name()}: {split.describe(options)}"
+
+
+def _device_lines(result: Result) -> Iterator[str]:
+    if result.options.devices == 1:
+        return
+    medians = [statistics.median(times) for times in result.device_times.values()]
+    shared = ", which share the processor" if result.device.platform == "cpu" else ""
+    yield (
+        f"Devices: medians of {format_time(min(medians))} to {format_time(max(medians))}{shared}; the table and the "
+        f"device time are of device {result.busiest}, which was busy longest"
+    )
+    collective = [row.runtime for row in result.rows if row.name.category == "collective"]
+    if collective:
+        yield f"Collectives: {format_time(sum(collective))}, the wait for slower devices included"
+    else:
+        yield "Collectives: none"
+
+
+def _tile_lines(result: Result) -> Iterator[str]:
+    for pass_ in PASSES:
+        if pass_ not in result.tiles:
+            continue
+        pair = result.tiles[pass_]
+        family = BackendId.parse(result.backends[pass_]).family
+        calibration = simulator.calibration_for(family, result.device.compute_capability)
+        simulation = simulator.simulate(
+            device_parts(result.options)[0].request.problem, pair, pass_, calibration=calibration
+        )
+        counts = simulation.counts
+        visits = "KV tiles per query tile" if pass_ == "forward" else "query tiles per KV tile"
+        line = (
+            f"Tiles ({pass_}): query {format_shape(pair[0])}, key/value {format_shape(pair[1])}; "
+            f"{digits(counts.inner_per_outer)} {visits}, {counts.full_share:.0%} without a mask"
+        )
+        if simulation.seconds is not None:
+            line += f"; {format_time(simulation.seconds)} predicted"
+        yield line
+
+
+def format_shape(shape: tuple[int, ...]) -> str:
+    """``(4, 4, 8)``; one extent without a comma."""
+    return f"({', '.join(map(str, shape))})"
+
+
+def result_table(result: Result, title: str = "Profiler results") -> Table:
+    """The measured kernels as a table; of many, the rows that take most of the time."""
+    return _table(result.rows, title, None if result.options.verbose else _MOST_ROWS)
+
+
+def _table(every_row: tuple[Row, ...], title: str, most: int | None) -> Table:
+    rows = list(every_row)
+    rest: list[Row] = []
+    if most is not None and len(rows) > most:
+        # Programs of many small steps: the table is for reading, and JSON has every row. What devices exchange stays.
+        rest = sorted(rows, key=lambda row: (row.name.category == "collective", row.runtime))[: len(rows) - most + 1]
+        rows = [row for row in rows if row not in rest]
+    cells = [(*dataclasses.astuple(row.name), str(row.calls), format_time(row.runtime)) for row in rows]
+    if rest:
+        calls, runtime = sum(row.calls for row in rest), sum(row.runtime for row in rest)
+        cells.append(("-", "-", "-", f"{len(rest)} other operations", str(calls), format_time(runtime)))
+    total = format_time(sum(row.runtime for row in every_row))
+    return Table(title, COLUMNS, tuple(cells), ("", "", "", "", "Total", total), COLUMNS.index("Operation"))
+
+
+def rows_table(rows: tuple[Row, ...], title: str, *, cut: bool) -> Table:
+    """Rows as a table; ``cut`` keeps those that take most of the time."""
+    return _table(rows, title, _MOST_ROWS if cut else None)
+
+
+def to_json(result: Result) -> dict[str, Any]:
+    """Everything that was measured, in seconds, as JSON values."""
+    devices = {"devices": _devices_json(result)} if result.options.devices > 1 else {}
+    return {
+        **context(result.options, result.problem),
+        **devices,
+        "backends": result.backends,
+        "tiles": {pass_: _tile_json(result, pass_) for pass_ in passes(result.options) if pass_ in result.tiles},
+        "rows": rows_json(result.rows),
+        "iteration_times": result.totals,
+        "totals": {
+            "rows": result.rows_total,
+            "median": result.median,
+            "min": min(result.totals),
+            "max": max(result.totals),
+        },
+        "flops": {**result.flops, "total": sum(result.flops.values())},
+        "tflops": result.tflops,
+    }
+
+
+def _devices_json(result: Result) -> dict[str, Any]:
+    """Over how many devices what is split, each one's times, and whose the rows and the other times are."""
+    return {
+        "count": result.options.devices,
+        "split": result.options.split,
+        "busiest": result.busiest,
+        "iteration_times": {str(device): times for device, times in result.device_times.items()},
+    }
+
+
+def _tile_json(result: Result, pass_: Pass) -> dict[str, Any]:
+    """Tile shapes, their sizes, and how many thread blocks share a multiprocessor, where that is known."""
+    pair, problem = result.tiles[pass_], device_parts(result.options)[0].request.problem
+    model = simulator.calibration_for(BackendId.parse(result.backends[pass_]).family, result.device.compute_capability)
+    is_known = model is not None and not small_windows.is_for(model, problem, pass_, pair)
+    kernel = model.kernel(problem, pair, pass_) if model is not None and is_known else None
+    return {
+        "query": pair[0],
+        "key_value": pair[1],
+        "tile_m": math.prod(pair[0]),
+        "tile_n": math.prod(pair[1]),
+        "occupancy": None if kernel is None else kernel.side_by_side,
+    }
+
+
+def comparison_json(comparison: Comparison) -> dict[str, Any]:
+    """The result with the baseline's."""
+    return {
+        **to_json(comparison.result),
+        "baseline": to_json(comparison.baseline),
+        "speedup": comparison.speedup,
+        "flop_bound": comparison.flop_bound,
+    }
+
+
+def context(options: Options, problem: Problem) -> dict[str, Any]:
+    """What every result file says: the problem, the command line, the versions and the device."""
+    arguments = {
+        name: str(value) if isinstance(value, Path) else value for name, value in dataclasses.asdict(options).items()
+    }
+    return {
+        "problem": dataclasses.asdict(problem),
+        "arguments": arguments,
+        "platform": _platform(),
+        "versions": {
+            "natten_jax": __version__,
+            "jax": metadata.version("jax"),
+            "jaxlib": metadata.version("jaxlib"),
+            "python": platform.python_version(),
+        },
+        "device": _device_json(),
+    }
+
+
+def _device_json() -> dict[str, Any] | None:
+    """The default device; ``None`` where JAX has none, and nothing was measured."""
+    try:
+        device = default_jax_device()
+    except NoDeviceError:
+        return None
+    return {
+        "platform": "cuda" if device.platform == "gpu" else device.platform,
+        "name": device_name(),
+        "compute_capability": getattr(device, "compute_capability", None),
+    }
+
+
+def rows_json(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
+    """The rows as JSON values."""
+    return [
+        {
+            **dataclasses.asdict(row.name),
+            "calls": row.calls,
+            "runtime": row.runtime,
+            "runtimes": row.runtimes,
+            "symbols": row.symbols,
+        }
+        for row in rows
+    ]
+
+
+def write_csv(path: Path, tables: dict[str, tuple[Row, ...]]) -> None:
+    """Write rows, with seconds, as comma-separated values; ``tables`` maps a name to its rows."""
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["table", "framework", "category", "arch", "operation", "calls", "median", "min", "max"])
+    for name, rows in tables.items():
+        for row in rows:
+            times = row.runtime, min(row.runtimes), max(row.runtimes)
+            writer.writerow([name, *dataclasses.astuple(row.name), row.calls, *times])
+    write_text(path, text.getvalue())
+
+
+def write_json(path: Path, results: Any) -> None:
+    """Write results as JSON, in ASCII."""
+    write_text(path, json.dumps(results, indent=2) + "\n")
+
+
+def _backends(chosen: dict[str, str]) -> str:
+    texts = []
+    for part, suffix in (("", ""), ("additional_kv_", " for the additional KV")):
+        names = {pass_: chosen[part + pass_] for pass_ in PASSES if part + pass_ in chosen}
+        if len(set(names.values())) == 1:
+            texts.append(f"{names['forward']}{suffix}")
+        elif names:
+            texts.append(" and ".join(f"{name} ({pass_})" for pass_, name in names.items()) + suffix)
+    return ", ".join(texts)
+
+
+def _platform() -> str | None:
+    """The default device with its architecture, such as ``NVIDIA H200 (sm90)``; ``None`` where JAX has none."""
+    try:
+        device = default_jax_device()
+    except NoDeviceError:
+        return None
+    capability = getattr(device, "compute_capability", None)
+    return device.device_kind if capability is None else f"{device.device_kind} (sm{capability.replace('.', '')})"
+
+
+def device_name() -> str:
+    """The default device, as its vendor calls it."""
+    device = default_jax_device()
+    return device.device_kind if device.platform == "cpu" else f"{device.device_kind} ({device.platform})"

@@ -1,0 +1,106 @@
+"""How long measurements take, said before they start: predicted for calibrated kernels, estimated for the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+
+from natten_jax import backends, simulator
+from natten_jax.backends.select import resolve
+from natten_jax.cost.work import flops
+from natten_jax.plan.devices import Device
+from natten_jax.plan.plan import Plan
+from natten_jax.profiler.cli.complaints import tell
+from natten_jax.profiler.options import Options
+from natten_jax.profiler.run.workload import device_parts, passes, request_of
+
+#: Operations per second of one of the host's processors, of kernels and of plain JAX: what 2-D windows of 16 x 16 come
+#: to with AVX-512. They are to tell seconds from hours.
+_KERNEL_RATE, _PLAIN_RATE = 12e9, 4e9
+
+#: Seconds of a pass's search beside the runs of slow problems: its compilations, and the runs of fast ones.
+_SEARCH_OVERHEAD = 30.0
+
+#: Measurements that are shorter say nothing before they start.
+_WORTH_SAYING = 5.0
+
+
+def seconds_of_run(options: Options, device: Device) -> float | None:
+    """Of one run of what the options describe, about; ``None`` where nothing is known of such a device.
+
+    Raises:
+        ValueError: No backend runs it.
+    """
+    if options.is_baseline:
+        if device.platform != "cpu":
+            return None
+        problem = request_of(options).problem
+        return sum(flops(problem, pass_) for pass_ in passes(options)) / (_PLAIN_RATE * _processors())
+    times = [
+        _seconds(resolve(part.request, device, pass_), device)
+        for part in device_parts(options)
+        for pass_ in passes(options)
+    ]
+    known = [each for each in times if each is not None]
+    # Devices of the host share it.
+    return sum(known) * (options.devices if device.platform == "cpu" else 1) if len(known) == len(times) else None
+
+
+def _seconds(plan: Plan, device: Device) -> float | None:
+    calibration = simulator.calibration_for(plan.backend.family, device.compute_capability)
+    if device.platform != "cpu":
+        return simulator.simulate(plan.problem, plan.tiles, plan.pass_, calibration=calibration).seconds
+    backend = backends.find(plan.backend, plan.backend.operator)
+    rate = _PLAIN_RATE if backend.is_pure_jax else _KERNEL_RATE
+    return flops(plan.problem, plan.pass_) / (rate * _processors())
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def say_of_measurement(every: Sequence[Options], device: Device) -> None:
+    """Say how long it takes to measure these in turns, where that is worth saying."""
+    runs = every[0].warmup_steps + every[0].iterations
+    try:
+        times = [seconds_of_run(options, device) for options in every]
+    except ValueError:
+        return  # which is said where it fails
+    known = [each for each in times if each is not None]
+    if len(known) < len(times) or runs * sum(known) < _WORTH_SAYING:
+        return
+    each = " and ".join(map(format_duration, known))
+    tell(
+        f"{runs} runs of about {each} take about {format_duration(runs * sum(known))} on {device}; --iterations and "
+        "--warmup-steps choose how many"
+    )
+
+
+def say_of_search(options: Options, device: Device, count: int) -> None:
+    """Say how long a search takes at most, if it measures as many configurations of each pass."""
+    one_pass, every = dataclasses.replace(options, backprop=False), passes(options)
+    try:
+        times = [seconds_of_run(one_pass if pass_ == "forward" else options, device) for pass_ in every]
+    except ValueError:
+        return
+    known = [each for each in times if each is not None]
+    if len(known) < len(times):
+        tell("searching; how long that takes on such a device is not known")
+        return
+    seconds = sum(each * count + _SEARCH_OVERHEAD for each in known)
+    seconds += known[-1] * (options.warmup_steps + options.iterations)
+    each = " and ".join(map(format_duration, known))
+    tell(
+        f"search and measurement take up to about {format_duration(seconds)} on {device}, with runs of about {each}; "
+        "Ctrl-C ends the search with the best so far"
+    )
+
+
+def format_duration(seconds: float) -> str:
+    """``0.2 s``, ``40 s``, ``6 min`` or ``2.5 h``: with the digits that an estimate has."""
+    if seconds < 10:
+        return f"{max(seconds, 0.1):.1f} s"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

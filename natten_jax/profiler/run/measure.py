@@ -1,0 +1,228 @@
+"""Run compiled programs and sum up what they launched."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from natten_jax.cost.work import flops
+from natten_jax.performance import Pass, TilePair
+from natten_jax.plan.devices import Device, default_device
+from natten_jax.problem import Problem
+from natten_jax.profiler.cli.progress import Progress
+from natten_jax.profiler.element_types import arrays_of
+from natten_jax.profiler.options import Options
+from natten_jax.profiler.run.duration import say_of_measurement
+from natten_jax.profiler.run.workload import Workload, check_runs, compile_workload, passes
+from natten_jax.profiler.traces import attribution, capture, symbols
+from natten_jax.profiler.traces.events import Event
+from natten_jax.profiler.traces.program import Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """All launches of one name.
+
+    Attributes:
+        name: What it is called.
+        calls: Launches per iteration.
+        runtimes: Seconds per iteration, one value for each.
+        symbols: The symbols, or on a CPU the instructions, that go by this name.
+    """
+
+    name: symbols.Name
+    calls: int
+    runtimes: tuple[float, ...]
+    symbols: tuple[str, ...]
+
+    @property
+    def runtime(self) -> float:
+        """Median over the iterations."""
+        return statistics.median(self.runtimes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What was measured.
+
+    Attributes:
+        options: What was asked for.
+        problem: The problem; that of a baseline is self attention.
+        backends: What ran the ``"forward"`` and ``"backward"`` pass, and ``"additional_kv_forward"`` and so on for
+            additional tokens.
+        tiles: Query and key/value tile of each pass of a backend of this package.
+        device: Where it ran.
+        rows: One per name of launches on the busiest device, in the order of the report.
+        totals: Seconds of that device's time per iteration, one value for each.
+        flops: Floating-point operations per iteration that the mask leaves, on all devices together.
+        device_times: By number of the device, its seconds of device time per iteration.
+        busiest: Number of the device that was busy longest.
+    """
+
+    options: Options
+    problem: Problem
+    backends: dict[str, str]
+    tiles: dict[Pass, TilePair]
+    device: Device
+    rows: tuple[Row, ...]
+    totals: tuple[float, ...]
+    flops: dict[str, int]
+    device_times: dict[int, tuple[float, ...]] = dataclasses.field(default_factory=dict)
+    busiest: int = 0
+
+    @property
+    def rows_total(self) -> float:
+        """Sum of the rows' runtimes."""
+        return sum(row.runtime for row in self.rows)
+
+    @property
+    def median(self) -> float:
+        """Median over the iterations of the device time of one iteration."""
+        return statistics.median(self.totals)
+
+    @property
+    def tflops(self) -> float:
+        """10^12 floating-point operations per second, at the median iteration."""
+        return sum(self.flops.values()) / self.median / 1e12
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A result and a baseline that took turns with it.
+
+    Attributes:
+        result: What was asked for.
+        baseline: What it is held against.
+    """
+
+    result: Result
+    baseline: Result
+
+    @property
+    def speedup(self) -> float:
+        """Median over the turns of the baseline's time by the result's."""
+        turns = zip(self.baseline.totals, self.result.totals, strict=True)
+        return statistics.median(theirs / ours for theirs, ours in turns)
+
+    @property
+    def flop_bound(self) -> float:
+        """The speedup if time were the operations that the masks leave."""
+        return sum(self.baseline.flops.values()) / sum(self.result.flops.values())
+
+
+def profile(options: Options) -> Result:
+    """Measure on the default device.
+
+    Raises:
+        ValueError: The problem cannot run as the options ask.
+        MemoryError: It is too large for the device.
+        natten_jax.profiler.traces.trace_files.CaptureError: The trace could not be read.
+    """
+    (result,) = _profile([options])
+    return result
+
+
+def compare(options: Options, baseline: str) -> Comparison:
+    """Measure in turns with a baseline, or another backend, on the default device.
+
+    Raises:
+        ValueError: One of the two cannot run.
+        MemoryError: The problem is too large for the device.
+        natten_jax.profiler.traces.trace_files.CaptureError: The trace could not be read.
+    """
+    return Comparison(*_profile([options, options.of_baseline(baseline)]))
+
+
+def _profile(every: Sequence[Options]) -> list[Result]:
+    first, device = every[0], default_device()
+    for options in every:
+        check_runs(options, device)
+    say_of_measurement(every, device)
+    with arrays_of(first.dtype), Progress(len(every) * (first.warmup_steps + first.iterations)) as progress:
+        progress.stage("compiling")
+        arguments: tuple[jax.Array, ...] | None = None
+        workloads = []
+        for number, options in enumerate(every):
+            workloads.append(compile_workload(options, f"profiled_{number}", arguments))
+            arguments = workloads[0].arguments
+
+        def counted(workload: Workload) -> capture.Launch:
+            def run() -> Any:
+                progress.advance()
+                return workload.run()
+
+            return capture.Launch(run, workload.program)
+
+        launches = [counted(workload) for workload in workloads]
+        progress.stage("warming up")
+        for _ in range(first.warmup_steps):
+            for launch in launches:
+                jax.block_until_ready(launch.run())  # type: ignore[no-untyped-call]
+        progress.stage("measuring")
+        captured = capture.capture_by_device(
+            launches,
+            first.iterations,
+            workloads[0].device.platform,
+            with_memory=first.verbose,
+            folder=first.trace_dir,
+        )
+    return [summarize_workload(*each) for each in zip(workloads, captured, strict=True)]
+
+
+def summarize_workload(workload: Workload, devices: capture.Devices) -> Result:
+    """The result of a workload's captured iterations."""
+    times = {device: tuple(map(_seconds, iterations)) for device, iterations in devices.items()}
+    busiest = attribution.busiest(devices)
+    return Result(
+        workload.options,
+        workload.problem,
+        workload.backends,
+        workload.tiles,
+        workload.device,
+        summarize(devices[busiest], workload.program, workload.operator, workload.device.platform),
+        times[busiest],
+        {pass_: flops(workload.problem, pass_) for pass_ in passes(workload.options)},
+        times,
+        busiest,
+    )
+
+
+def _seconds(events: Sequence[Event]) -> float:
+    return sum(event.duration for event in events) / 1e9
+
+
+def summarize(iterations: Sequence[Sequence[Event]], program: Program, operator: str, platform: str) -> tuple[Row, ...]:
+    """The rows of a report: launches by name, known names first, then by runtime.
+
+    Args:
+        iterations: The events of each iteration.
+        program: The program that launched them.
+        operator: ``"fna"`` or ``"fmha"``, what launches that do not say it themselves belong to.
+        platform: ``"cpu"`` or ``"cuda"``.
+    """
+    names: dict[tuple[str, str, str], symbols.Name] = {}
+    runtimes: dict[symbols.Name, list[float]] = defaultdict(lambda: [0.0] * len(iterations))
+    calls: dict[symbols.Name, list[int]] = defaultdict(lambda: [0] * len(iterations))
+    origins: dict[symbols.Name, Counter[str]] = defaultdict(Counter)
+    for i, events in enumerate(iterations):
+        for event in events:
+            source = event.symbol, event.instruction, event.scope
+            if source not in names:
+                instruction = program.instruction(event.instruction)
+                symbol = instruction.target or event.symbol if platform == "cpu" else event.symbol
+                names[source] = symbols.name(symbol, instruction, operator, event.scope)
+            named = names[source]
+            runtimes[named][i] += event.duration / 1e9
+            calls[named][i] += 1
+            origins[named][event.symbol] += 1
+    rows = [
+        Row(named, round(statistics.median(calls[named])), tuple(runtimes[named]), tuple(origins[named]))
+        for named in runtimes
+        if any(runtimes[named])
+    ]
+    return tuple(sorted(rows, key=lambda row: (symbols.order(row.name), -row.runtime)))

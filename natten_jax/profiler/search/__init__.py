@@ -1,0 +1,1 @@
+"""Configurations, tried and compared."""

@@ -1,0 +1,113 @@
+"""Measuring configurations: compiled, warmed up, and run in turns; what fails is a result, too."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from natten_jax.profiler.cli.progress import Progress
+from natten_jax.profiler.options import Options
+from natten_jax.profiler.run.workload import Workload, compile_workload
+from natten_jax.profiler.search.optimum import Trial
+from natten_jax.profiler.traces import capture
+
+
+class Trials:
+    """Measurements of one search.
+
+    Attributes:
+        done: Every measurement, in order.
+        compile_seconds: Seconds of compilation.
+    """
+
+    def __init__(self, platform: str, progress: Progress) -> None:
+        self.done: list[Trial] = []
+        self.compile_seconds = 0.0
+        self._platform = platform
+        self._progress = progress
+        self._arguments: dict[bool, tuple[jax.Array, ...]] = {}
+        self._number = 0
+
+    def measure(self, every: Sequence[Options], runs: int, warmup_steps: int) -> list[Trial]:
+        """A trial of each, measured in turns; what fails alone fails alone."""
+        self._progress.expect(len(every) * (1 + warmup_steps + runs))
+        prepared = [self._warm(each, warmup_steps) for each in every]
+        alive = [each for each in prepared if isinstance(each, Workload)]
+        times: dict[int, float | str] = {}
+        try:
+            captured = self._captured(alive, runs)
+            times = {id(workload): each for workload, each in zip(alive, captured, strict=True)}
+        except Exception:  # one of them spoils the trace of all
+            for workload in alive:
+                times[id(workload)] = self._guarded(functools.partial(self._captured_alone, workload, runs))
+        trials = []
+        for options, each in zip(every, prepared, strict=True):
+            outcome = times[id(each)] if isinstance(each, Workload) else each
+            trials.append(Trial(options, None, outcome) if isinstance(outcome, str) else Trial(options, outcome))
+        self.done += trials
+        return trials
+
+    def _captured(self, workloads: Sequence[Workload], runs: int) -> list[float]:
+        if not workloads:
+            return []
+
+        def counted(workload: Workload) -> capture.Launch:
+            def run() -> Any:
+                self._progress.advance()
+                return workload.run()
+
+            return capture.Launch(run, workload.program)
+
+        iterations = capture.capture_in_turns([counted(each) for each in workloads], runs, self._platform)
+        return [
+            statistics.median(sum(event.duration for event in events) / 1e9 for events in of_workload)
+            for of_workload in iterations
+        ]
+
+    def _captured_alone(self, workload: Workload, runs: int) -> float:
+        return self._captured([workload], runs)[0]
+
+    def _warm(self, options: Options, warmup_steps: int) -> Workload | str:
+        """A workload that was compiled and has run, or why it could not."""
+        workload = self.compile(options)
+        self._progress.advance()
+        if isinstance(workload, str):
+            return workload
+
+        def warm() -> Workload:
+            for _ in range(max(warmup_steps, 1)):
+                jax.block_until_ready(workload.run())  # type: ignore[no-untyped-call]
+                self._progress.advance()
+            return workload
+
+        return self._guarded(warm)
+
+    def compile(self, options: Options) -> Workload | str:
+        """The compiled program of a configuration, or why there is none."""
+        start = time.perf_counter()
+        self._number += 1
+        workload = self._guarded(
+            lambda: compile_workload(options, f"candidate_{self._number}", self._arguments.get(options.backprop))
+        )
+        self.compile_seconds += time.perf_counter() - start
+        if isinstance(workload, Workload):
+            self._arguments[options.backprop] = workload.arguments
+        return workload
+
+    def _guarded(self, step: Callable[[], Any]) -> Any:
+        """The step's result, or its error as one line: no configuration ends the search."""
+        try:
+            return step()
+        except Exception as error:
+            return " ".join(str(error).split()) or type(error).__name__
+
+
+def fastest_first(trials: Sequence[Trial]) -> list[Trial]:
+    """Those that ran, the fastest first."""
+    ran = [trial for trial in trials if trial.seconds is not None]
+    return sorted(ran, key=lambda trial: trial.seconds or 0.0)

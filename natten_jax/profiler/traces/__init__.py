@@ -1,0 +1,1 @@
+"""What ran on a device, read from traces."""

@@ -1,0 +1,150 @@
+"""Run a compiled program under JAX's profiler and read back what it launched, iteration by iteration.
+
+Each iteration is waited for before the next starts, so that no two overlap.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.profiler import ProfileData, ProfileOptions
+
+from natten_jax.profiler.traces import attribution, events
+from natten_jax.profiler.traces.events import Event, Interval
+from natten_jax.profiler.traces.program import Program
+from natten_jax.profiler.traces.trace_files import CaptureError, keep, named_in_ascii, read, trace_file
+
+#: What a program launched, iteration by iteration, by the number of the device.
+Devices = dict[int, list[list[Event]]]
+
+#: Traces come back empty now and then, for example while another profiler lets go of the GPU.
+_ATTEMPTS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A compiled program and how it is run.
+
+    Attributes:
+        run: Runs it once; the results are waited for by the caller.
+        program: What it consists of; its module's name is not that of any other launch of a capture.
+    """
+
+    run: Callable[[], Any]
+    program: Program
+
+
+def capture(run: Callable[[], Any], iterations: int, program: Program, platform: str) -> list[list[Event]]:
+    """Events of every iteration of ``run``, in order: of the device that was busy longest, where there are several.
+
+    Args:
+        run: Runs the compiled program once; its results are waited for here.
+        iterations: How often.
+        program: The compiled program; events of other programs are left out.
+        platform: ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        CaptureError: The trace stayed empty or could not be attributed to iterations.
+    """
+    (of_launch,) = capture_in_turns([Launch(run, program)], iterations, platform)
+    return of_launch
+
+
+def capture_in_turns(
+    launches: Sequence[Launch], iterations: int, platform: str, *, with_memory: bool = False, folder: Path | None = None
+) -> list[list[list[Event]]]:
+    """Events of every iteration of every launch, as :func:`capture_by_device`; of the device that was busy longest.
+
+    Raises:
+        CaptureError: The trace stayed empty or could not be attributed to iterations.
+    """
+    captured = capture_by_device(launches, iterations, platform, with_memory=with_memory, folder=folder)
+    return [devices[attribution.busiest(devices)] for devices in captured]
+
+
+def capture_by_device(
+    launches: Sequence[Launch], iterations: int, platform: str, *, with_memory: bool = False, folder: Path | None = None
+) -> list[Devices]:
+    """Events of every iteration of every launch, which take turns: the same devices, one clock, one trace.
+
+    Args:
+        launches: What to run.
+        iterations: How often each of them.
+        platform: ``"cpu"`` or ``"cuda"``.
+        with_memory: Whether a GPU's filling and copying of memory counts.
+        folder: Where the trace is kept, beside those of other captures; ``None`` deletes it.
+
+    Raises:
+        CaptureError: The trace stayed empty or could not be attributed to iterations.
+    """
+    problem = ""
+    for attempt in range(_ATTEMPTS):
+        if attempt:
+            time.sleep(0.2 * attempt)
+        intervals = _intervals(_trace(launches, iterations, folder), platform, with_memory)
+        captured = []
+        for launch in launches:
+            of_launch = [
+                each
+                for each in intervals
+                if (len(launches) == 1 if each.module is None else launch.program.is_module(each.module))
+            ]
+            if not of_launch:
+                problem = "it recorded nothing that the program ran"
+                break
+            devices = _devices(of_launch, launch.program, iterations, platform)
+            if devices is None:
+                problem = f"its {len(of_launch)} events cannot be attributed to {iterations} iterations"
+                if launch.program.devices > 1:
+                    problem += f" on {launch.program.devices} devices"
+                break
+            captured.append(devices)
+        else:
+            return captured
+    raise CaptureError(f"the JAX profiler's trace is of no use after {_ATTEMPTS} attempts: {problem}")
+
+
+def _devices(intervals: Sequence[Interval], program: Program, iterations: int, platform: str) -> Devices | None:
+    """The events of each device and iteration; ``None`` where that cannot be told of every device."""
+    found: Devices = {}
+    for device, of_device in attribution.by_device(intervals).items():
+        parts = attribution.split(of_device, iterations)
+        if parts is None:
+            return None
+        launched = [[interval.event for interval in part] for part in parts]
+        found[device] = [attribution.exclusive(part, program) for part in launched] if platform == "cpu" else launched
+    return found if len(found) == program.devices else None
+
+
+def _intervals(profile: ProfileData, platform: str, with_memory: bool) -> list[Interval]:
+    with warnings.catch_warnings():
+        # Python 3.12 and newer complain about how ProfileData's types are made, over which nobody here has a say.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return events.host_intervals(profile) if platform == "cpu" else events.gpu_intervals(profile, with_memory)
+
+
+def _trace(launches: Sequence[Launch], iterations: int, folder: Path | None) -> ProfileData:
+    options = ProfileOptions()
+    options.python_tracer_level = 0  # it would slow down dispatch and fill the trace
+    options.host_tracer_level = 1
+    options.enable_hlo_proto = folder is not None
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    # A fresh folder holds this capture's trace and no other. Inside the one where it is to be kept, it need only move.
+    with tempfile.TemporaryDirectory(prefix=".natten-jax-profiler-", dir=folder) as fresh:
+        with named_in_ascii(Path(fresh)) as name, jax.profiler.trace(name, profiler_options=options):
+            for _ in range(iterations):
+                for launch in launches:
+                    jax.block_until_ready(launch.run())  # type: ignore[no-untyped-call]
+        file = trace_file(Path(fresh))
+        profile = read(file)
+        if folder is not None:
+            keep(file.parent, folder)
+        return profile

@@ -1,0 +1,122 @@
+"""What a trace says that ran on the device.
+
+Two kinds of traces are read, both in this process through :class:`jax.profiler.ProfileData`:
+
+- NVIDIA GPUs have a plane ``/device:GPU:n`` with a line ``Stream #...`` per stream; its events are kernels.
+- The CPU has one host plane, where XLA's runtime records every step ("thunk") of a program. Only a separate end
+  mark says when a step was over: the event itself ends too early where the step runs on in other threads, and too
+  late where its own thread was not scheduled while another one went on with the program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from jax.profiler import ProfileData
+
+from natten_jax.profiler.traces.collectives import kind_of_instruction
+
+#: Prefixes of events that are no kernels; the device's own names for filling and copying memory.
+_NO_KERNELS = ("memset", "memcpy")
+
+_GPU_PLANE = re.compile(r"/device:GPU:(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One thing that ran on the device.
+
+    Attributes:
+        symbol: A kernel's symbol on a GPU; the instruction's name on a CPU.
+        instruction: Name of the instruction of the compiled program that launched it; empty where unknown.
+        scope: Where in the traced function it comes from, as far as the trace itself says so.
+        start: In nanoseconds.
+        duration: In nanoseconds, without what other events of the iteration account for.
+    """
+
+    symbol: str
+    instruction: str
+    scope: str
+    start: float
+    duration: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """An event, and what a trace says about where it belongs.
+
+    Attributes:
+        event: The event.
+        run: The run of the program that it belongs to; ``None`` where the trace does not say.
+        module: The program; ``None`` where the trace does not say.
+        number: Number of the program, likewise.
+        device: Number of the device that it ran on.
+    """
+
+    event: Event
+    run: Any
+    module: str | None = None
+    number: int | None = None
+    device: int = 0
+
+
+def gpu_intervals(profile: ProfileData, with_memory: bool = False) -> list[Interval]:
+    """What ran on the GPUs; ``with_memory`` includes filling and copying memory."""
+    intervals = []
+    for plane in profile.planes:
+        match = _GPU_PLANE.match(plane.name)
+        if match is None:
+            continue
+        for line in plane.lines:
+            if not line.name.startswith("Stream"):
+                continue  # lines such as "XLA Ops" repeat the streams' events in other groupings
+            done = 0.0
+            for event in sorted(line.events, key=lambda each: each.start_ns):
+                stats = _stats(event)
+                instruction = str(stats.get("hlo_op") or "")
+                # Copies from one device to another may be how a collective is done.
+                is_kernel = not event.name.lower().startswith(_NO_KERNELS) or kind_of_instruction(instruction)
+                if event.duration_ns <= 0 or not (with_memory or is_kernel):
+                    continue
+                # A kernel may start early, and wait for the one before it in its stream: that time is the latter's.
+                own, done = event.end_ns - max(event.start_ns, done), max(event.end_ns, done)
+                module = stats.get("hlo_module")
+                scope = str(stats.get("name") or "")
+                launched = Event(event.name, instruction, scope, event.start_ns, max(own, 0.0))
+                name = None if module is None else str(module)
+                intervals.append(Interval(launched, stats.get("run_id"), name, _number(stats), int(match[1])))
+    return intervals
+
+
+def host_intervals(profile: ProfileData) -> list[Interval]:
+    """What XLA's runtime ran on the CPU."""
+    intervals, ends = [], {}
+    for plane in profile.planes:
+        if not plane.name.startswith("/host:CPU"):
+            continue
+        for line in plane.lines:
+            for event in line.events:
+                if event.name.startswith("end: "):
+                    ends[_stats(event).get("_c")] = event.start_ns
+                    continue
+                stats = _stats(event)
+                if "hlo_op" in stats:
+                    intervals.append((event.name, event.start_ns, event.end_ns, stats))
+    result = []
+    for name, start, end, stats in intervals:
+        end = ends.get(stats.get("_p"), end)
+        event = Event(name, str(stats["hlo_op"]), "", start, end - start)
+        device = int(stats.get("device_ordinal", 0))
+        result.append(Interval(event, stats.get("run_id"), str(stats.get("hlo_module")), _number(stats), device))
+    return result
+
+
+def _stats(event: Any) -> dict[str, Any]:
+    return dict(event.stats)
+
+
+def _number(stats: dict[str, Any]) -> int | None:
+    number = stats.get("program_id")
+    return number if isinstance(number, int) else None

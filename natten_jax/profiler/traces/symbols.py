@@ -1,0 +1,245 @@
+"""Readable names for what a program launches: kernel symbols, custom calls, and XLA's own instructions."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from natten_jax.profiler.traces import collectives
+from natten_jax.profiler.traces.program import Instruction
+
+#: Order of the rows of a report; other operations follow.
+KNOWN_OPERATIONS = (
+    "FnaForward",
+    "FnaBackward",
+    "FmhaForward",
+    "FmhaBackward",
+    "Reduction",
+    "TokenPermute",
+    "Elementwise",
+    "Convert",
+)
+
+_LONGEST = 45
+
+
+@dataclasses.dataclass(frozen=True)
+class Name:
+    """What a report calls a launch; launches of one name share a row."""
+
+    framework: str
+    category: str
+    arch: str
+    operation: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """How launches are called whose custom call and whose symbol match.
+
+    Attributes:
+        target: Searched in the lower-case target of the custom call that launched it; ``""`` matches every launch.
+        pattern: Searched in the lower-case symbol.
+        framework: Who wrote it; ``"-"`` where nobody knows.
+        category: What kind of work it is; ``"-"`` where nobody knows.
+        operation: Its readable name; ``""`` stands for the cleaned symbol, and ``{operator}`` for ``Fna`` or
+            ``Fmha``, whichever the description of the operator says.
+    """
+
+    target: str
+    pattern: str
+    framework: str
+    category: str
+    operation: str = ""
+
+
+# In a kernel's own name, not in its template arguments.
+_DELTA = r"^[^<(]*(delta|statistics|dot_do_o|do_dot_o|sum_odo|reduc)"
+_PERMUTE, _CONVERT, _ELEMENTWISE = r"^[^<(]*permute", r"^[^<(]*(convert|cast)", r"^[^<(]*(elementwise|clear|fill|scale)"
+_HOST, _DEVICE, _CUDNN = r"^natten_jax_cpu", r"^natten_jax_sm", r"^__cudnn\$(fmha|fused.*attention)"
+_OURS = r"natten_jax"
+_PALLAS = r"^mosaic_gpu|^triton_kernel_call|^__gpu\$xla\.gpu\.triton"
+_MHA_FORWARD, _MHA_BACKWARD = (
+    r"mha_forward|attention_forward",
+    r"mha_backward|attention_backward",
+)
+
+# The first match counts. What the compiled program says about a launch comes before its symbol: kernels of a known
+# custom call are known, whatever they are called. One kernel of ours serves both operators.
+_RULES = (
+    _Rule("", r"^memset", "CUDA", "copy", "Memset"),
+    _Rule("", r"^memcpy", "CUDA", "copy", "Memcpy"),
+    # Custom calls: this package's, cuDNN's, cuBLAS's, Pallas's.
+    _Rule(_HOST + r".*forward", "", "natten_jax-cpu", "attention", "{operator}Forward"),
+    _Rule(_HOST + r".*backward", "", "natten_jax-cpu", "attention", "{operator}Backward"),
+    _Rule(_DEVICE, _DELTA, "CUTLASS", "reduction", "Reduction"),
+    _Rule(_DEVICE, _PERMUTE, "CUTLASS", "token permute", "TokenPermute"),
+    _Rule(_DEVICE, _CONVERT, "CUTLASS", "elementwise", "Convert"),
+    _Rule(_DEVICE, _ELEMENTWISE, "CUTLASS", "elementwise", "Elementwise"),
+    _Rule(_DEVICE + r".*forward", "", "CUTLASS", "attention", "{operator}Forward"),
+    _Rule(_DEVICE + r".*backward", "", "CUTLASS", "attention", "{operator}Backward"),
+    _Rule(_CUDNN, _DELTA, "cuDNN", "reduction", "Reduction"),
+    _Rule(_CUDNN, _CONVERT, "cuDNN", "elementwise", "Convert"),
+    _Rule(_CUDNN + r".*backward", "", "cuDNN", "attention", "FmhaBackward"),
+    _Rule(_CUDNN, "", "cuDNN", "attention", "FmhaForward"),
+    _Rule(r"^__cublas", "", "cuBLAS", "gemm"),
+    _Rule(_PALLAS, r"mha_preprocess", "Pallas", "reduction", "Reduction"),
+    _Rule(_PALLAS, _MHA_BACKWARD, "Pallas", "attention", "FmhaBackward"),
+    _Rule(_PALLAS, _MHA_FORWARD, "Pallas", "attention", "FmhaForward"),
+    _Rule(_PALLAS, r"softmax", "Pallas", "softmax"),
+    _Rule(_PALLAS, "", "Pallas", "-"),
+    # Symbols, where the program is not known: in the same order, then the rest.
+    _Rule("", r"natten_jax_cpu.*forward", "natten_jax-cpu", "attention", "{operator}Forward"),
+    _Rule("", r"natten_jax_cpu.*backward", "natten_jax-cpu", "attention", "{operator}Backward"),
+    _Rule("", rf"^[^<(]*{_OURS}[^<(]*(delta|statistics|reduc)", "CUTLASS", "reduction", "Reduction"),
+    _Rule("", rf"^[^<(]*{_OURS}[^<(]*permute", "CUTLASS", "token permute", "TokenPermute"),
+    _Rule("", rf"^[^<(]*{_OURS}[^<(]*convert", "CUTLASS", "elementwise", "Convert"),
+    _Rule("", rf"^[^<(]*{_OURS}[^<(]*(elementwise|clear)", "CUTLASS", "elementwise", "Elementwise"),
+    _Rule("", rf"^[^<(]*{_OURS}[^<(]*fmha_forward", "CUTLASS", "attention", "FmhaForward"),
+    _Rule("", rf"^[^<(]*{_OURS}[^<(]*fmha_backward", "CUTLASS", "attention", "FmhaBackward"),
+    _Rule("", rf"^[^<(]*{_OURS}[^<(]*backward", "CUTLASS", "attention", "{operator}Backward"),
+    _Rule("", rf"^[^<(]*{_OURS}[^<(]*forward", "CUTLASS", "attention", "{operator}Forward"),
+    _Rule("", r"cudnn.*(dot_do_o|do_dot_o|sum_odo|reduc)", "cuDNN", "reduction", "Reduction"),
+    _Rule("", r"cudnn.*convert", "cuDNN", "elementwise", "Convert"),
+    _Rule("", r"(cudnn|^sm\d+).*(sdpa|flash|fmha|mha).*bprop", "cuDNN", "attention", "FmhaBackward"),
+    _Rule("", r"(cudnn|^sm\d+).*(sdpa|flash_fprop|fmha|mha)", "cuDNN", "attention", "FmhaForward"),
+    _Rule("", r"cudnn", "cuDNN", "-"),
+    _Rule("", r"mha_preprocess_backward", "Pallas", "reduction", "Reduction"),
+    _Rule("", _MHA_BACKWARD, "Pallas", "attention", "FmhaBackward"),
+    _Rule("", r"mha_forward", "Pallas", "attention", "FmhaForward"),
+    _Rule("", r"nvjet|cublas|xmma_gemm|gemmsn|gemvnsp|gemv2|splitkreduce", "cuBLAS", "gemm"),
+    _Rule("", r"(cutlass|cute|flash).*(fmha|flash|attention).*(bwd|backward)", "CUTLASS", "attention", "FmhaBackward"),
+    _Rule("", r"(cutlass|cute|flash).*(fmha|flash|attention)", "CUTLASS", "attention", "FmhaForward"),
+    _Rule("", r"(cutlass|cute).*(gemm|tensorop|wgmma)", "CUTLASS", "gemm"),
+    _Rule("", r"cutlass|cute::", "CUTLASS", "-"),
+    _Rule("", r"triton_softmax|softmax.*triton", "Triton", "softmax"),
+    _Rule("", r"^gemm_fusion|triton_gemm", "Triton", "gemm"),
+    _Rule("", r"triton", "Triton", "-"),
+    _Rule("", r"mosaic|pallas", "Pallas", "-"),
+)
+
+# fmt: off
+_COPYING = frozenset((
+    "bitcast", "broadcast", "concatenate", "copy", "copy-start", "copy-done", "dynamic-slice", "dynamic-update-slice",
+    "gather", "get-tuple-element", "iota", "pad", "reshape", "reverse", "slice", "transpose", "tuple",
+))
+# fmt: on
+
+# Parts of a scope that JAX's transformations add and that say nothing about the operation.
+_SILENT_SCOPES = re.compile(
+    r"(body|branch_\d+_fun|checkpoint|closed_call|cond|custom_partitioning|eval_jaxpr|rematted_computation|remat|while|"
+    r"\w+\(.*\)|\W.*|.*->.*)"
+)
+
+
+def name(symbol: str, instruction: Instruction, operator: str, scope: str = "") -> Name:
+    """What to call a launch.
+
+    Args:
+        symbol: The kernel's symbol; on a CPU, the custom call's target or the instruction's name.
+        instruction: The instruction of the compiled program that launched it.
+        operator: ``"fna"`` or ``"fmha"``: what the program computes, where the instruction does not say.
+        scope: Scope path of the launch where the instruction has none.
+    """
+    lowered = symbol.lower().replace("(anonymous namespace)::", "")
+    target = instruction.target.lower()
+    if kind := collectives.kind_of(symbol, instruction):
+        return Name("NCCL" if collectives.is_of_nccl(symbol) else "XLA", "collective", "-", kind)
+    for rule in _RULES:
+        if re.search(rule.target, target) and re.search(rule.pattern, lowered):
+            family = operator if instruction.plan is None else instruction.plan.backend.operator
+            operation = rule.operation.format(operator=family.capitalize())
+            if not operation:
+                is_fusion = instruction.opcode == "fusion" or "fusion" in lowered
+                operation = clean(_without_number(symbol) if is_fusion else symbol)
+            arch = _arch(lowered if _arch(lowered) != "-" else target) if rule.category == "attention" else "-"
+            return Name(rule.framework, rule.category, arch, operation)
+    if instruction.opcode == "custom-call":
+        return Name("-", "-", "-", clean(instruction.target or symbol))
+    if not instruction.opcode and re.search(r"[<(:]|^_Z", symbol):
+        return Name("-", "-", "-", clean(symbol))  # C++, but nobody's that is known here
+    return _name_of_xla(symbol, instruction, scope)
+
+
+def clean(symbol: str) -> str:
+    """A symbol without what C++ and libraries add to it, cut where it is too long to read."""
+    symbol = re.sub(r"^(void|int|bool|float)\s+", "", symbol)
+    symbol = symbol.replace("(anonymous namespace)::", "").removeprefix("cudnn_generated_")
+    symbol = re.split(r"[<(]", symbol, maxsplit=1)[0].replace("::", ".").strip()
+    return shorten(symbol)
+
+
+def shorten(text: str) -> str:
+    """At most 45 characters, and dots where there were more."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def order(named: Name) -> int:
+    """Where an operation belongs in a report: known ones first."""
+    known = named.operation in KNOWN_OPERATIONS
+    return KNOWN_OPERATIONS.index(named.operation) if known else len(KNOWN_OPERATIONS)
+
+
+def _name_of_xla(symbol: str, instruction: Instruction, scope: str) -> Name:
+    opcodes = instruction.fused or frozenset({instruction.opcode} - {"", "fusion"})
+    if opcodes and opcodes - _COPYING <= {"convert"} and "convert" in opcodes:
+        return Name("XLA", "elementwise", "-", "Convert")
+    path = instruction.scope or scope
+    category = _category(symbol, opcodes)
+    label, own = _scope_label(path), _without_number(symbol)
+    if own == "fusion" and opcodes - _COPYING:
+        own = f"fusion of {', '.join(sorted(opcodes - _COPYING))}"
+    if category == "gemm":
+        label = _name_of_product(label, opcodes)
+    if label and "transpose(" in path:
+        label = f"{label} (backward)"  # JAX names the transposed, that is differentiated, function so
+    if label and category == "copy" and label not in own:
+        label = f"{own} [{label}]"  # a copy made for a primitive is not that primitive
+    return Name("XLA", category, "-", shorten(label or own))
+
+
+def _name_of_product(label: str, opcodes: frozenset[str]) -> str:
+    """A label that says that matrices are multiplied, though XLA may have fused more into it or left out the scope."""
+    product = "conv_general_dilated" if "convolution" in opcodes else "dot_general"
+    if not opcodes or product in label:
+        return label
+    return f"{product} + {label}" if label else product
+
+
+def _without_number(name_of_xla: str) -> str:
+    """A name without the number by which XLA tells instructions of one kind apart."""
+    return re.sub(r"([._]\d+)+$", "", name_of_xla)
+
+
+def _category(symbol: str, opcodes: frozenset[str]) -> str:
+    if not opcodes:
+        opcodes = frozenset(re.findall(r"[a-z][a-z-]*", symbol.lower()))  # fusions are named after what is in them
+    if opcodes & {"while", "conditional", "call"}:
+        return "control flow"
+    if opcodes & {"dot", "convolution", "gemm"}:
+        return "gemm"
+    if "softmax" in opcodes or (opcodes & {"reduce"} and opcodes & {"exponential"}):
+        return "softmax"
+    if opcodes & {"reduce", "reduce-window", "reduction"}:
+        return "reduction"
+    if opcodes - {"fusion", "wrapped", "loop", "input", "dynamic", "update"} <= _COPYING:
+        return "copy"
+    return "elementwise"
+
+
+def _scope_label(path: str) -> str:
+    """The last two parts of a scope path that mean something; empty for the mere name of an argument."""
+    if "/" not in path:
+        return ""
+    *scopes, primitive = [part for part in path.split("/") if not _SILENT_SCOPES.fullmatch(part)] or [""]
+    return "/".join([*scopes[-1:], primitive])
+
+
+def _arch(lowered: str) -> str:
+    match = re.search(r"sm_?(1\d\d|[5-9]\d)", lowered)  # more digits may follow in a mangled symbol
+    if match:
+        return f"Sm{match[1]}"
+    for family, arch in (("ampere", "Sm80"), ("hopper", "Sm90"), ("blackwell", "Sm100")):
+        if family in lowered:
+            return arch
+    return "-"

@@ -1,0 +1,272 @@
+"""Splits a pass over a mesh whose axes JAX leaves to XLA's partitioner (``AxisType.Auto``).
+
+The pass becomes a custom call that says how shardings propagate through it, and that the partitioner replaces by what
+each device computes. Queries, and with them outputs, stay split over batch, heads and, where windows are attended to,
+tokens; nothing else may be split.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import custom_partitioning as jax_partitioning
+from jax._src import dispatch
+from jax.experimental.custom_partitioning import CompoundFactor, SdyShardingRule, custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import AbstractMesh, Mesh
+from jaxlib.mlir import ir
+
+from natten_jax.arrays.roles import Role
+from natten_jax.sharding.halos.device_line import Line
+from natten_jax.sharding.hlo_sharding import Layout, device_tiles, sharding_like
+from natten_jax.version import __version__
+
+#: What each device computes: its parts of the arguments to its parts of the results.
+Local = Callable[..., list[jax.Array]]
+_DEVICES = "natten_jax_devices"
+NO_EXPORT = (
+    "a program for several devices is exported where their mesh has no axes of type Auto: call the operator inside "
+    "jax.shard_map, or make the axes Explicit"
+)
+
+
+def is_lowered_for_devices(primitive: Primitive) -> None:
+    """Have the devices of a program known when the primitive is lowered; JAX has no public name for it."""
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def is_needed(ctx: mlir.LoweringRuleContext) -> bool:
+    """Whether XLA's partitioner splits the program that is being lowered."""
+    context = ctx.module_context.axis_context
+    known = isinstance(context, (mlir.SPMDAxisContext, mlir.ShardingContext))
+    return known and _device_numbers(ctx).shape[1] > 1
+
+
+def lower_for_one(function: Callable[..., Any], ctx: mlir.LoweringRuleContext, values: Sequence[Any]) -> Any:
+    """Lower what has several results, as one device sees it.
+
+    Types say nothing of meshes there: what JAX transposes would be summed over axes that others of its arguments vary
+    over.
+    """
+    arguments: Sequence[Any] = ctx.avals_in
+    avals = [jax.core.ShapedArray(each.shape, each.dtype) for each in arguments]
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        return mlir.lower_fun(function, multiple_results=True)(ctx.replace(avals_in=avals), *values)
+
+
+class Partitioned:
+    """A pass that is split.
+
+    Args:
+        ctx: Of the pass, where it is lowered.
+        identity: Says what each device computes, as text: equal for equal passes, in every process.
+        local: What each device computes.
+        inputs: Roles of the arguments.
+        outputs: Roles of the results.
+        batch_axes: How many leading dimensions of all arrays are independent of each other.
+        splits_tokens: Whether token dimensions may be split, and are the same for queries and keys.
+    """
+
+    def __init__(
+        self,
+        ctx: mlir.LoweringRuleContext,
+        identity: str,
+        local: Local,
+        inputs: Sequence[Role],
+        outputs: Sequence[Role],
+        batch_axes: int,
+        *,
+        splits_tokens: bool,
+    ) -> None:
+        self._ctx = ctx
+        self._identity = identity
+        self._devices = _device_numbers(ctx)
+        self._local = local
+        self._inputs = inputs
+        self._outputs = outputs
+        self._batch_axes = batch_axes
+        self._splits_tokens = splits_tokens
+
+    def lower(self, values: Sequence[Any]) -> Any:
+        """The custom call, of these arguments.
+
+        Raises:
+            NotImplementedError: The program is being exported.
+        """
+        ctx = self._ctx
+        if ctx.module_context.lowering_parameters.for_export:
+            raise NotImplementedError(NO_EXPORT)
+        arguments: Sequence[Any] = ctx.avals_in
+        outputs: Sequence[Any] = ctx.avals_out
+        types = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in outputs]
+
+        @custom_partitioning
+        def whole(*_: jax.Array) -> list[jax.Array]:
+            return [jnp.zeros(each.shape, each.dtype) for each in types]  # only their types are looked at
+
+        rule = self._rule(arguments, types)
+        whole.def_partition(partition=self._partition, sharding_rule=rule, decode_shardings=False)
+        results = lower_for_one(whole, ctx, values)
+        self._name_callback(results[0].owner)
+        return results
+
+    def _name_callback(self, call: Any) -> None:
+        """Name the partitioner's callback after all that it depends on.
+
+        JAX names it by its address in memory, which keeps programs from being found in the persistent compilation cache
+        by the next process; without any name another pass's program would be found.
+        """
+        callbacks = jax_partitioning._sharding_callbacks
+        address = ir.StringAttr(call.attributes["backend_config"]).value
+        platforms = self._ctx.module_context.platforms
+        name = f"natten_jax {__version__} {self._identity} {platforms} {self._devices.tolist()}"
+        callbacks[name.encode()] = callbacks[address.encode()]
+        call.attributes["backend_config"] = ir.StringAttr.get(name)
+
+    def _rule(self, arguments: Sequence[Any], results: Sequence[Any]) -> SdyShardingRule:
+        """Batch and heads of all arrays are split alike, and so may tokens be; other dimensions each on its own.
+
+        Query heads come in groups that share a key/value head, which makes them a dimension of two factors. Where the
+        mesh may split them into more parts than key/value heads can be, both are split on their own.
+        """
+        heads, heads_kv = arguments[0].shape[-2], arguments[1].shape[-2]
+        devices = self._devices.shape[1]
+        # The partitioner splits by parts of mesh axes, too: into any number that divides the devices.
+        parts = [n for n in range(1, devices + 1) if devices % n == 0]
+        fresh = (f"other{i}" for i in range(10**6))
+        sizes: dict[str, Any] = {}
+        query_heads: Any = "heads"
+        if heads_kv == 1 or any(heads % n == 0 and heads_kv % n != 0 for n in parts):
+            query_heads = "query_heads"
+        elif heads != heads_kv:
+            query_heads = CompoundFactor("heads", "group")
+            sizes["group"] = heads // heads_kv
+
+        def mapping(role: Role, shape: Sequence[int]) -> Any:
+            if role is Role.WHOLE:
+                return tuple(next(fresh) for _ in shape)
+            factors: list[Any] = [f"batch{i}" for i in range(self._batch_axes)]
+            factors += [next(fresh) for _ in shape[self._batch_axes :]]
+            if role.has_layout and self._splits_tokens:
+                tokens = range(self._batch_axes, len(shape) + role.heads_axis)
+                factors[tokens.start : tokens.stop] = [f"tokens{axis}" for axis in tokens]
+            factors[len(shape) + role.heads_axis] = "heads" if role.is_key_value else query_heads
+            return tuple(factors)
+
+        return SdyShardingRule(
+            tuple(mapping(role, each.shape) for role, each in zip(self._inputs, arguments, strict=True)),
+            tuple(mapping(role, each.shape) for role, each in zip(self._outputs, results, strict=True)),
+            **sizes,
+        )
+
+    def _partition(self, _: Any, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
+        """The partitioner's callback: a mesh, the local function, and shardings of its results and arguments."""
+        query, key = arguments[:2]
+        devices = query.sharding._device_assignment
+        hlo = query.sharding._to_xla_hlo_sharding(len(query.shape))
+        kv_parts = self._tiles(key).shape[len(key.shape) - 2]
+        tiles = self._tiles(query)
+        numbers = self._devices if tiles.size == self._devices.shape[1] else self._devices.reshape(1, -1)
+        layout = Layout.of_query(
+            tiles,
+            numbers,
+            query.shape,
+            self._batch_axes,
+            key.shape[-2],
+            kv_parts,
+            splits_tokens=self._splits_tokens,
+        )
+        self._warn_of_gathers(arguments, layout)
+
+        def shardings(roles: Sequence[Role], arrays: Sequence[Any]) -> list[Any]:
+            return [
+                type(query.sharding)(devices, sharding_like(hlo, layout.tiles_of(role, len(array.shape))))
+                for role, array in zip(roles, arrays, strict=True)
+            ]
+
+        mesh = Mesh(np.asarray(devices), (_DEVICES,))
+        local = functools.partial(self._run, layout)
+        return mesh, local, shardings(self._outputs, results), tuple(shardings(self._inputs, arguments))
+
+    def _run(self, layout: Layout, *leaves: jax.Array) -> list[jax.Array]:
+        """What a device computes."""
+        split = layout.heads
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            lines = [_line_of(layout, dimension) for dimension in range(len(layout.token_parts))]
+            local = functools.partial(self._local, lines=lines) if any(lines) else self._local
+            if split.takes:
+                part = jnp.asarray(layout.head_parts())[jax.lax.axis_index(_DEVICES)]
+                results = split.run_on_taken(local, leaves, self._inputs, self._outputs, part)
+            else:
+                results = local(*leaves)
+            return [_sum(result, layout.groups(role)) for role, result in zip(self._outputs, results, strict=True)]
+
+    def _tiles(self, array: Any) -> np.ndarray:
+        ndim = len(array.shape)
+        return device_tiles(array.sharding._to_xla_hlo_sharding(ndim), ndim, self._devices.shape[1])
+
+    def _warn_of_gathers(self, arguments: Sequence[Any], layout: Layout) -> None:
+        for name, role, array in zip(("query", "key", "value"), self._inputs, arguments, strict=False):
+            ndim, tiles = len(array.shape), self._tiles(array)
+            kept = layout.tiles_of(role, ndim).shape
+            for axis in range(self._batch_axes, ndim):
+                if axis != ndim + role.heads_axis and tiles.shape[axis] > kept[axis]:
+                    warn_of_gather(name, axis, ndim, f"{tiles.shape[axis]} devices")
+
+
+def _line_of(layout: Layout, dimension: int) -> Line | None:
+    """The line of devices that this one exchanges tokens of a dimension with."""
+    rows = layout.line(dimension)
+    count, parts = rows.shape
+    if parts == 1:
+        return None
+    places = np.empty(layout.devices.size, np.int32)
+    places[rows] = np.arange(parts, dtype=np.int32)
+
+    def permuted(array: jax.Array, moves: Sequence[tuple[int, int]]) -> jax.Array:
+        of_devices = [(int(row[start]), int(row[end])) for row in rows for start, end in moves]
+        return jax.lax.ppermute(array, _DEVICES, of_devices)
+
+    def gathered(array: jax.Array, axis: int) -> jax.Array:
+        groups = rows.tolist() if count > 1 else None
+        return jax.lax.all_gather(array, _DEVICES, axis=axis, tiled=True, axis_index_groups=groups)
+
+    return Line(parts, jnp.asarray(places)[jax.lax.axis_index(_DEVICES)], permuted, gathered)
+
+
+def _sum(array: jax.Array, groups: np.ndarray) -> jax.Array:
+    """The sum over each group of devices."""
+    if groups.shape[-1] == 1:
+        return array
+    result: jax.Array = jax.lax.psum(array, _DEVICES, axis_index_groups=groups.tolist())
+    return result
+
+
+def _device_numbers(ctx: mlir.LoweringRuleContext) -> np.ndarray:
+    """The program's device numbers, a row for all that have the same place along manual mesh axes."""
+    context = ctx.module_context.axis_context
+    if not isinstance(context, mlir.SPMDAxisContext):
+        assert isinstance(context, mlir.ShardingContext)
+        return np.arange(context.num_devices)[None]
+    names = context.mesh.axis_names
+    numbers = np.arange(context.mesh.size).reshape(tuple(context.mesh.shape.values()))
+    manual = [axis for axis, name in enumerate(names) if name in context.manual_axes]
+    others = [axis for axis, name in enumerate(names) if name not in context.manual_axes]
+    rows = math.prod(numbers.shape[axis] for axis in manual)
+    return numbers.transpose(*manual, *others).reshape(rows, -1)
+
+
+def warn_of_gather(name: str, axis: int, ndim: int, over: str) -> None:
+    """Say that a dimension is gathered, and what to do."""
+    kind = "head_dim" if axis == ndim - 1 else f"token dimension {axis}"
+    warnings.warn(
+        f"natten_jax gathers {name}, whose {kind} is split over {over}: batch and heads can stay split", stacklevel=2
+    )

@@ -1,0 +1,136 @@
+"""Splits a call over the mesh axes that the types of its arrays name (``AxisType.Explicit``).
+
+Types say which axes split batch and heads: each device gets its part through ``jax.shard_map``. Without such axes the
+call runs as it is, inside ``jax.shard_map``, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from natten_jax.arguments.token_axes import axis_names
+from natten_jax.arrays.avals import vary_alike
+from natten_jax.arrays.operands import Operands, Output
+from natten_jax.arrays.roles import Role, roles_of
+from natten_jax.plan.request import Request
+from natten_jax.sharding.auto import warn_of_gather
+from natten_jax.sharding.heads import HeadSplit
+
+Run = Callable[[Request, Operands], Output]
+_Axes = tuple[str, ...]
+
+
+def over_explicit_axes(run: Run, request: Request, operands: Operands) -> Output:
+    """Run a call whose arrays may be split over explicit mesh axes."""
+    mesh = _mesh_of(operands)
+    if mesh is None:
+        return run(request, Operands._make(vary_alike(operands)))
+    leaves, structure = jax.tree.flatten(operands)
+    roles = roles_of(operands)
+    batch, *tokens, heads_q = _split_axes(operands)
+    count = math.prod(mesh.shape[name] for name in heads_q)
+    is_kv_split = axis_names(_spec(operands.key)[-2]) == heads_q
+    heads_kv = heads_q if is_kv_split else ()
+    token_axes = tuple(tokens) if any(tokens) else ()
+    split = HeadSplit.of(operands.query.shape[-2], operands.key.shape[-2], count, count if is_kv_split else 1)
+
+    def spec(role: Role, ndim: int) -> PartitionSpec:
+        if role is Role.WHOLE:
+            return PartitionSpec()
+        layout = tokens if role.has_layout else [()] * (ndim + role.heads_axis - 1)
+        heads = heads_kv if role.is_key_value else heads_q
+        trailing = [()] * (-role.heads_axis - 1)
+        return PartitionSpec(*(names or None for names in (batch, *layout, heads, *trailing)))
+
+    def run_part(parts: list[jax.Array]) -> Output:
+        leaves = vary_alike(parts)
+        if not split.takes:
+            return run_local(*leaves)
+        part = jax.lax.axis_index(heads_q)
+        return Output(*split.run_on_taken(run_local, leaves, roles, [Role.QUERY, Role.PER_QUERY], part))
+
+    def run_local(*leaves: jax.Array) -> Any:
+        arrays: Operands = jax.tree.unflatten(structure, leaves)
+        local = request.of_part(arrays.query.shape[0], arrays.query.shape[-2], arrays.key.shape[-2])
+        return run(dataclasses.replace(local, token_axes=token_axes) if token_axes else local, arrays)
+
+    specs = [spec(role, array.ndim) for role, array in zip(roles, leaves, strict=True)]
+    placed = [jax.sharding.reshard(array, NamedSharding(mesh, each)) for array, each in zip(leaves, specs, strict=True)]
+    ndim = operands.query.ndim
+    out_specs = Output._make([spec(Role.QUERY, ndim), spec(Role.PER_QUERY, ndim - 1)])
+    explicit = _explicit_axes(mesh)
+    result: Output = jax.shard_map(
+        run_part,
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=out_specs,
+        axis_names=set() if len(explicit) == len(mesh.axis_names) else explicit,
+    )(placed)
+    return result
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _placed(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    return jax.sharding.reshard(array, sharding)
+
+
+def with_whole_dimensions(operands: Operands, *, keeps_tokens: bool) -> Operands:
+    """The operands, gathered where explicit mesh axes split ``head_dim``; with a warning.
+
+    Args:
+        operands: Of a call.
+        keeps_tokens: Whether token dimensions can stay split. If not, they are gathered likewise.
+    """
+    mesh = _mesh_of(operands)
+    if mesh is None:
+        return operands
+    arrays: list[jax.Array | None] = []
+    for name, array in zip(Operands._fields, operands, strict=True):
+        if array is None or name == "scale":
+            arrays.append(array)
+            continue
+        axes = list(_spec(array))
+        for axis in [array.ndim - 1] if keeps_tokens else [*range(1, array.ndim - 2), array.ndim - 1]:
+            if axes[axis] is not None:
+                warn_of_gather(name, axis, array.ndim, f"mesh axes {axis_names(axes[axis])}")
+                axes[axis] = None
+        is_whole = axes == list(_spec(array))
+        arrays.append(array if is_whole else _placed(array, NamedSharding(mesh, PartitionSpec(*axes))))
+    return Operands._make(arrays)
+
+
+def _mesh_of(operands: Operands) -> Any:
+    """The mesh of the arrays, where it has explicit axes that split anything."""
+    for array in operands:
+        if array is not None:
+            mesh = jax.typeof(array).sharding.mesh
+            if any(mesh.shape[name] > 1 for name in _explicit_axes(mesh)):
+                return mesh
+    return None
+
+
+def _explicit_axes(mesh: Any) -> set[str]:
+    return {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit}
+
+
+def _spec(array: jax.Array) -> tuple[Any, ...]:
+    spec = tuple(jax.typeof(array).sharding.spec)
+    return spec + (None,) * (array.ndim - len(spec))
+
+
+def _split_axes(operands: Operands) -> list[_Axes]:
+    """The mesh axes that split batch, tokens and heads: the query's, or else the next array's."""
+    specs = [_spec(array)[:-1] for array in operands[:3]]
+    axes: list[_Axes] = [axis_names(entry) for entry in specs[0]]
+    for spec in specs[1:]:
+        for i, entry in enumerate(spec):
+            others = {name for own in axes for name in own}
+            axes[i] = axes[i] or tuple(name for name in axis_names(entry) if name not in others)
+    return axes

@@ -1,0 +1,1 @@
+"""The keys and values that devices exchange where tokens are split."""

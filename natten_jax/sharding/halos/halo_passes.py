@@ -1,0 +1,70 @@
+"""How a pass gets its halos where tokens are split over devices: before it computes, or while it does.
+
+The one driver of the exchange, whoever splits a call: each pass does what is found to be faster for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
+from natten_jax.cost.halo_time import overlap_that_pays
+from natten_jax.plan.plan import Plan
+from natten_jax.plan.request import Request
+from natten_jax.sharding.halos import overlap
+from natten_jax.sharding.halos.exchange import FIRST_TOKEN_AXIS, Exchange
+from natten_jax.sharding.halos.overlap import ContinueForward, RunBackward, RunForward
+
+_Result = TypeVar("_Result", Output, Saved)
+
+
+def computes_meanwhile(plan: Plan, exchange: Exchange) -> bool:
+    """Whether a pass computes while halos travel."""
+    return overlap_that_pays(plan, tuple(exchange.halos)) is not None
+
+
+def forward(
+    run: Callable[[Request, Operands], _Result],
+    run_saving: RunForward,
+    run_continued: ContinueForward,
+    plan: Plan,
+    request: Request,
+    exchange: Exchange,
+    operands: Operands,
+) -> _Result | Saved:
+    """A forward pass of all queries that a device has.
+
+    Args:
+        run: Runs the pass on all keys, and returns what is wanted.
+        run_saving: Runs it on some of the keys, and returns what others are merged with.
+        run_continued: Runs it on more keys after that.
+        plan: Of the pass, whose problem has the global layout.
+        request: The whole call, with the device's batch and heads.
+        exchange: What brings the halos.
+        operands: What the device has, without origins.
+
+    Returns:
+        What ``run`` does, or what is saved.
+    """
+    if computes_meanwhile(plan, exchange):
+        return overlap.forward(run_saving, run_continued, request, exchange, operands)
+    return run(request, exchange.brought(operands))
+
+
+def backward(
+    run: RunBackward,
+    plan: Plan,
+    request: Request,
+    exchange: Exchange,
+    operands: Operands,
+    saved: Saved,
+    cotangents: Output,
+) -> Gradients:
+    """The gradients of all that a device has; arguments as for :func:`forward`, and what it saved."""
+    if computes_meanwhile(plan, exchange):
+        return overlap.backward(run, request, exchange, operands, saved, cotangents)
+    layout = operands.key.shape[FIRST_TOKEN_AXIS:-2]
+    found = run(request, exchange.brought(operands), saved, cotangents)
+    key, value = (exchange.returned(array, layout) for array in (found.key, found.value))
+    return found._replace(key=key, value=value)

@@ -1,0 +1,123 @@
+"""Passes that compute while halos travel, where token dimensions are split over devices.
+
+Keys are divided: a device runs those that it has with all of its queries while the others travel, and then each slab of
+halos with the queries that see it, while the next one travels. Forwards each pass continues the one before: outputs are
+merged by their logsumexp, where queries see both. Backwards, where the logsumexp is that of all keys, gradients add up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
+from natten_jax.arrays.query_box import QueryBox
+from natten_jax.plan.request import Request
+from natten_jax.sharding.halos.exchange import Exchange
+from natten_jax.sharding.halos.pipeline import Travel, places_of, returned
+
+_Tree = TypeVar("_Tree")
+
+#: Run a forward pass, or a backward pass, on some of a device's queries and keys.
+RunForward = Callable[[Request, Operands], Saved]
+RunBackward = Callable[[Request, Operands, Saved, Output], Gradients]
+#: Run a forward pass on more keys, for some of the queries, after one that saved what is given.
+ContinueForward = Callable[[Request, Operands, Saved, QueryBox], Saved]
+
+
+def forward(
+    run: RunForward, run_on: ContinueForward, request: Request, exchange: Exchange, operands: Operands
+) -> Saved:
+    """A forward pass of all queries that a device has: with its own keys while halos travel, then with these.
+
+    Additional keys go with the device's own.
+
+    Args:
+        run: Runs the pass on some of the keys.
+        run_on: Runs it on others, and merges the results.
+        request: The whole call, with the device's batch and heads.
+        exchange: What brings the halos, none of which are gathered.
+        operands: What the device has, without origins.
+    """
+    travel = Travel(places_of(request.problem, exchange), exchange, operands)
+    (query, nothing), seeing = travel.started_before((operands.query, jnp.zeros((), jnp.int32)))
+    found = run(request, operands._replace(query=query, origins=_own_origins(exchange, nothing)))
+    for place in travel.places:
+        (key, value), found = travel.finished_after(found)
+        assert seeing is not None
+        (found, nothing), seeing_next = travel.started_before((found, nothing))
+        origins = exchange.origins_of([nothing] * len(exchange.halos), place.first_key)
+        of_halo = operands._replace(
+            query=query, key=key, value=value, additional_keys=None, additional_values=None, origins=origins
+        )
+        found = run_on(_of_halos(request), of_halo, found, seeing)
+        seeing = seeing_next
+    return found
+
+
+def backward(
+    run: RunBackward, request: Request, exchange: Exchange, operands: Operands, saved: Saved, cotangents: Output
+) -> Gradients:
+    """The gradients of all that a device has: by its own keys while halos travel, then by these.
+
+    The logsumexp being that of all keys, gradients by some keys add up: the query's over all of them, and those of
+    keys and values over the devices whose queries see them. Additional keys go with the device's own.
+
+    Args:
+        run: Runs the pass on some of the keys.
+        request: The whole call, with the device's batch and heads.
+        exchange: What brings the halos, none of which are gathered.
+        operands: What the device has, without origins.
+        saved: Of the forward pass.
+        cotangents: Of output and logsumexp.
+    """
+    travel = Travel(places_of(request.problem, exchange), exchange, operands)
+    of_queries = operands.query, saved, cotangents
+    (query, saved, cotangents), seen_next = _started_and_cut(travel, of_queries, of_queries)
+    own_operands = operands._replace(query=query, origins=_own_origins(exchange, 0))
+    found = run(request, own_operands, saved, cotangents)
+    results: list[Gradients] = []
+    for place in travel.places:
+        (key, value), found = travel.finished_after(found)
+        results.append(found)
+        assert seen_next is not None
+        (query, saved, cotangents), seen_next = _started_and_cut(travel, seen_next, of_queries)
+        origins = exchange.origins_of(place.seeing.starts, place.first_key)
+        of_halo = operands._replace(
+            query=query, key=key, value=value, additional_keys=None, additional_values=None, origins=origins
+        )
+        found = run(_of_halos(request), of_halo, saved, cotangents)
+    own, *of_halos = [*results, found]
+    of_query = own.query
+    for place, gradients in zip(travel.places, of_halos, strict=True):
+        of_query = place.seeing.put(of_query, place.seeing.cut(of_query) + gradients.query)
+    key = returned(exchange, travel.places, operands.key, [own.key, *(each.key for each in of_halos)])
+    value = returned(exchange, travel.places, operands.value, [own.value, *(each.value for each in of_halos)])
+    scales = [each.scale for each in (own, *of_halos) if each.scale is not None]
+    scale = functools.reduce(jnp.add, scales) if scales else None
+    return own._replace(query=of_query, key=key, value=value, scale=scale)
+
+
+def _started_and_cut(travel: Travel, arrays: _Tree, of_queries: _Tree) -> tuple[_Tree, _Tree | None]:
+    """Start to bring the next slab, and cut the queries that see it before anything is computed of ``arrays``."""
+    arrays, seeing = travel.started_before(arrays)
+    if seeing is None:
+        return arrays, None
+    cut: _Tree = jax.tree.map(seeing.copied, of_queries)
+    arrays, cut = jax.lax.optimization_barrier((arrays, cut))
+    return arrays, cut
+
+
+def _own_origins(exchange: Exchange, nothing: Any) -> jax.Array:
+    """Of a device's own queries and keys; ``nothing`` is zero."""
+    zeros = [nothing] * len(exchange.halos)
+    return exchange.origins_of(zeros, zeros)
+
+
+def _of_halos(request: Request) -> Request:
+    return dataclasses.replace(request, problem=dataclasses.replace(request.problem, additional_kv=0))

@@ -1,0 +1,223 @@
+"""How halos of keys and values arrive at a device, slab by slab, while it computes.
+
+XLA starts an exchange as soon as its operands are there and waits for it where the first result is read. So all that
+has to be said is that a slab is cut before something runs, and read after it: optimization barriers say so, which on
+GPUs last until the program is scheduled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from natten_jax.arrays.bitcast import elements_of, words_of
+from natten_jax.arrays.operands import Operands
+from natten_jax.arrays.query_box import QueryBox
+from natten_jax.halo import Halo, travel_order
+from natten_jax.problem import Problem
+from natten_jax.sharding.halos.device_line import Line
+from natten_jax.sharding.halos.exchange import FIRST_TOKEN_AXIS, Exchange
+from natten_jax.sharding.halos.slabs import edge_for_neighbor, received_from_neighbor, returned_to_neighbors, unknown
+
+_Tree = TypeVar("_Tree")
+
+#: XLA makes one exchange of several that have no more bytes than this together.
+_COMBINED_BYTES = 30 << 20
+
+
+class Place(NamedTuple):
+    """Where a slab of halos lies, and the queries that see it.
+
+    Attributes:
+        dimension: Along which it lies beside the device's tokens.
+        number: Of the dimension's slabs.
+        keys: How many it has, along that dimension.
+        first_key: Where it begins, by token dimension, counted from the device's first token.
+        seeing: The queries that see it.
+    """
+
+    dimension: int
+    number: int
+    keys: int
+    first_key: Sequence[Any]
+    seeing: QueryBox
+
+
+def places_of(problem: Problem, exchange: Exchange) -> list[Place]:
+    """All slabs, in the order in which they travel."""
+    places: list[Place] = []
+    first_keys: list[Any] = [0] * len(exchange.halos)  # that the device has, with the halos of the dimensions so far
+    layout = [halo.part for halo in exchange.halos]
+    for i in travel_order(exchange.halos):
+        halo, line = _along(exchange, i)
+        for number, slab in enumerate(halo.seen_slabs(problem.axes[i])):
+            is_front = line.place != 0 if slab.is_front is None else slab.is_front
+            sides = (slab.starts(halo.part, side) for side in (True, False))
+            first_query, first_key = (jnp.where(is_front, *each) for each in zip(*sides, strict=True))
+            first = jnp.stack(_with([jnp.zeros((), jnp.int32)] * len(layout), i, unknown(first_query)))
+            seeing = QueryBox(first, tuple(_with(layout, i, slab.queries)))
+            places.append(Place(i, number, slab.keys, _with(first_keys, i, first_key), seeing))
+        first_keys[i] = jnp.where(line.place == 0, 0, -halo.before) if halo.changes_places else -halo.before
+    return places
+
+
+class Travel:
+    """The exchange of keys and values, a slab while the one before is attended to.
+
+    XLA has one exchange on its way at a time. So the first one travels while a device's own keys run, the second while
+    the first slab does, and so on; and a slab of keys goes with that of values. What is cut is cut in words.
+    """
+
+    def __init__(self, places: Sequence[Place], exchange: Exchange, operands: Operands) -> None:
+        self.places = places
+        self._exchange = exchange
+        self._next = 0
+        self._edge = self._next_edge()
+        self._dtypes = operands.key.dtype, operands.value.dtype
+        self._patchworks = [_Patchwork(words_of(operands.key)), _Patchwork(words_of(operands.value))]
+        self._arriving: list[jax.Array] = []
+
+    def started_before(self, arrays: _Tree) -> tuple[_Tree, QueryBox | None]:
+        """Start to bring the next slab, if there is one.
+
+        What is computed of the returned values comes after that. An exchange between GPUs is a kernel that waits for
+        the others, and wants multiprocessors of which kernels of passes leave none. So it must start before these on
+        every device: else it keeps some of another device's busy until they are done here, which made a pass of 19
+        milliseconds last 21. It starts 2 to 3 microseconds after what it sends is there: something small that a pass
+        needs should be computed of these values first.
+
+        Args:
+            arrays: What something is computed with meanwhile.
+
+        Returns:
+            The same, and the queries that see the slab.
+        """
+        if self._next == len(self.places):
+            return arrays, None
+        place = self.places[self._next]
+        route = _along(self._exchange, place.dimension)
+        sent, seeing, arrays = jax.lax.optimization_barrier((self._sent(place), place.seeing, arrays))
+        self._arriving = [received_from_neighbor(slab, place.number, *route) for slab in sent]
+        return arrays, seeing
+
+    def finished_after(self, result: _Tree) -> tuple[list[jax.Array], _Tree]:
+        """Wait until something is computed, which is returned, and then for a slab: that of keys, that of values."""
+        dimension = self.places[self._next].dimension
+        self._next += 1
+        waiting = self._arriving, self._next_edge(), result
+        arrived, self._edge, result = jax.lax.optimization_barrier(waiting)
+        slabs = list(arrived) if len(arrived) == 2 else [arrived[0][i] for i in range(2)]
+        pairs = zip(self._patchworks, slabs, strict=True)
+        self._patchworks = [each.with_slab(dimension, slab) for each, slab in pairs]
+        return list(map(elements_of, slabs, self._dtypes)), result
+
+    def _next_edge(self) -> jax.Array | None:
+        if self._next == len(self.places):
+            return None
+        place = self.places[self._next]
+        return edge_for_neighbor(place.number, *_along(self._exchange, place.dimension))
+
+    def _sent(self, place: Place) -> list[jax.Array]:
+        """What another device needs: of keys and of values, or of both together."""
+        assert self._edge is not None
+        first, other = slabs = [each.sent(place, self._edge, self._exchange) for each in self._patchworks]
+        are_alike = first.shape == other.shape and first.dtype == other.dtype
+        if not are_alike or first.nbytes + other.nbytes <= _COMBINED_BYTES:
+            return slabs
+        return [_stacked(slabs)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Patchwork:
+    """Keys or values and their halos, which are never joined but for what travels on.
+
+    Attributes:
+        own: What the device has.
+        layers: Slabs by dimension, in the order in which they travel: they reach over the halos of all layers before.
+    """
+
+    own: jax.Array
+    layers: Mapping[int, tuple[jax.Array, ...]] = dataclasses.field(default_factory=dict)
+
+    def sent(self, place: Place, edge: jax.Array, exchange: Exchange) -> jax.Array:
+        """What another device needs as this slab, from an edge on, halos of the dimensions before included."""
+        axis = FIRST_TOKEN_AXIS + place.dimension
+
+        def cut(array: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(array, edge, place.keys, axis)
+
+        result = cut(self.own)
+        for dimension, slabs in self.layers.items():
+            if dimension != place.dimension:
+                across = FIRST_TOKEN_AXIS + dimension
+                result = _surrounded(result, list(map(cut, slabs)), across, *_along(exchange, dimension))
+        return result
+
+    def with_slab(self, dimension: int, slab: jax.Array) -> _Patchwork:
+        """With one more."""
+        slabs = *self.layers.get(dimension, ()), slab
+        return dataclasses.replace(self, layers={**self.layers, dimension: slabs})
+
+
+def returned(
+    exchange: Exchange, places: Sequence[Place], array: jax.Array, gradients: Sequence[jax.Array]
+) -> jax.Array:
+    """Gradients of a device's own keys or values and of its halos, added where these come from.
+
+    Args:
+        exchange: What brought them.
+        places: Of the halos.
+        array: The device's own keys or values.
+        gradients: Of these, and of each halo.
+    """
+    (dimension, *others) = travel_order(exchange.halos)
+    if not others:
+        own, *slabs = gradients
+        return returned_to_neighbors(own, slabs, *_along(exchange, dimension), FIRST_TOKEN_AXIS + dimension)
+
+    def exchanged(own: jax.Array) -> list[jax.Array]:
+        patchwork, found = _Patchwork(own), [own]
+        for place in places:
+            route = _along(exchange, place.dimension)
+            sent = patchwork.sent(place, edge_for_neighbor(place.number, *route), exchange)
+            found.append(received_from_neighbor(sent, place.number, *route))
+            patchwork = patchwork.with_slab(place.dimension, found[-1])
+        return found
+
+    (result,) = jax.vjp(exchanged, array)[1](list(gradients))
+    return result  # type: ignore[no-any-return]
+
+
+def _along(exchange: Exchange, dimension: int) -> tuple[Halo, Line]:
+    line = exchange.lines[dimension]
+    assert line is not None
+    return exchange.halos[dimension], line
+
+
+def _stacked(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Arrays of one shape as one.
+
+    Each is put where it belongs: 0.21 milliseconds for 2 x 177 MB on an H200, and 0.42 where XLA sees that they are
+    joined.
+    """
+    room = jax.lax.empty((len(arrays), *arrays[0].shape), arrays[0].dtype)
+    for i, array in enumerate(arrays):
+        room = jax.lax.dynamic_update_slice_in_dim(room, array[None], unknown(i), 0)
+    return room
+
+
+def _surrounded(own: jax.Array, slabs: Sequence[jax.Array], axis: int, halo: Halo, line: Line) -> jax.Array:
+    """Tokens between their halos along an axis."""
+    if halo.changes_places:
+        in_front, behind = (jnp.concatenate(order, axis) for order in ([*slabs, own], [own, *slabs]))
+        return jnp.where(line.place == 0, behind, in_front)
+    count = len(halo.slabs(halo.before))
+    return jnp.concatenate([*slabs[:count][::-1], own, *slabs[count:]], axis)
+
+
+def _with(numbers: Sequence[Any], dimension: int, number: Any) -> list[Any]:
+    return [*numbers[:dimension], number, *numbers[dimension + 1 :]]
