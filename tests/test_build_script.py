@@ -199,3 +199,10 @@ def test_the_version_of_a_wheel_says_its_cuda(cuda: str, suffix: str, tmp_path: 
     subprocess.run(command, cwd=sources, env=environment, capture_output=True, check=True)
     metadata = sources / "natten_jax.egg-info" / "PKG-INFO"
     assert f"\nVersion: {__version__}{suffix}\n" in metadata.read_text()
+
+
+def test_every_package_is_distributed() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "natten_jax").rglob("*.py")}
+    elsewhere = {"natten_jax.cost.calibrations", "natten_jax.flax_modules"}
+    assert sorted(listed) == sorted({".".join(folder.parts) for folder in folders} | elsewhere)

@@ -1,1 +1,11 @@
-"""The arrays of a pass."""
+"""The arrays of a pass, whoever computes it.
+
+- ``operands``: the tuples that passes take and give.
+- ``roles``: what their dimensions are, and so which of them a mesh may split.
+- ``query_box``: some of a device's queries, as a box.
+- ``avals``: types of arrays on a mesh, and what ``jax.shard_map`` asks of them.
+- ``bitcast``: 16-bit arrays as words, to copy parts of them.
+
+Backends, execution and sharding share them, so that none of these has to know another. Imports nothing else of this
+package.
+"""

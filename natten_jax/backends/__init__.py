@@ -1,4 +1,14 @@
-"""The registry of backends."""
+"""The registry of backends, and one folder or file for each family of them.
+
+- ``base``: what a backend states, and the functions that run a plan; ``native_backend`` for those with kernels.
+- ``hopper``, ``cutlass``, ``cpu``, ``flex``: the families.
+- ``select``: which backend runs a pass, with which tiles: the only place where that is decided.
+- ``names``, ``heeded``: what backends are called, and which performance arguments make a difference to them.
+- ``missing_kernels``: the warning where kernels would run if they were built.
+
+Whoever asks for a family by its facts finds it here, and needs no word of its own for it. Imports
+:mod:`natten_jax.native`, :mod:`natten_jax.cost` and what lies below.
+"""
 
 from __future__ import annotations
 

@@ -9,15 +9,18 @@
 - ``calibration``: coefficients of the time model, measured on a device.
 - ``predict``: the time model's formula.
 - ``simulation``: counts and time of one pass with one pair of tiles.
-- ``communication``: time of exchanging halos, and whether computing meanwhile pays.
+- ``halo_time``: time of exchanging halos, and whether computing meanwhile pays.
+- ``local_tiles``: what devices compute of tiles where token dimensions are split.
 - ``ranking``: pairs of tiles by predicted time.
+- ``local_tiling``: tiles for what one of several devices computes.
 - ``tile_shapes``: shapes of tiles of so many tokens.
 - ``small_windows``: the form for small windows, whose time native code predicts.
 - ``small_window_counts``: what that form executes and loads.
-- ``advice``: strides with which no tile needs a mask.
+- ``stride_advice``: strides with which no tile needs a mask.
 - ``dilation_advice``: dilations that are faster.
 
-:mod:`natten_jax.simulator` is their public face.
+:mod:`natten_jax.simulator` is their public face. They import :mod:`natten_jax.native`, for the limits of kernels, and
+what lies below: no backend, so that each backend can ask them.
 
 A thread block owns an *outer* tile, of queries in the forward pass and of keys and values in the backward pass, and
 goes over *inner* tiles of the other side. An inner tile is *full* where each of its pairs of tokens is visible,

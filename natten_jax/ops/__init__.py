@@ -1,1 +1,11 @@
-"""The public operators."""
+"""The public operators: signatures, documentation, checks, and the calls that follow from them.
+
+- ``neighborhood``, ``attention``, ``merge``: the functions that users call.
+- ``calls``: from their arguments to operators and back.
+- ``parts``: one attention call, or two whose results are merged.
+- ``arrays``, ``attention_kwargs``, ``heads_first``, ``ignored_arguments``: checks and warnings.
+- ``config_queries``, ``tuned``: which configurations there are, and those that a search has found.
+
+:mod:`natten_jax` shows what is public of them. Imports everything below; profiler, doctor and the Flax modules stand
+above.
+"""

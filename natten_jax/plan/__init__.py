@@ -1,1 +1,10 @@
-"""What runs where."""
+"""What runs where: what a call asks for, and what was decided for one of its passes on one device.
+
+- ``devices``: what a device is, and which this process has.
+- ``request``: an attention call before a backend is chosen.
+- ``plan``: backend, tiles and schedule of a pass. Everything that runs or reports a pass reads them here.
+- ``marks``: the plan in the metadata of a compiled program, where the profiler finds it.
+
+These are facts alone: :mod:`natten_jax.backends.select` decides. Imports the problem, the performance arguments and
+:mod:`natten_jax.arguments`.
+"""

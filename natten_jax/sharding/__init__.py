@@ -1,1 +1,11 @@
-"""Everything about device meshes: types of arrays on one, and how a call is split over one."""
+"""A call on several devices: how it is split, and what devices exchange for it.
+
+- ``explicit``: the split over mesh axes that the types of arrays name.
+- ``auto``: the split that XLA's partitioner makes of a program.
+- ``hlo_sharding``: which device holds which part of an array, in the partitioner's words.
+- ``heads``: how query heads and the key/value heads that they share are split together.
+- ``halos``: the keys and values that devices exchange where token dimensions are split.
+
+Nothing here runs a pass: what runs one is handed in as a function. Imports :mod:`natten_jax.cost`, which says whether
+computing while halos travel pays, and what lies below.
+"""

@@ -1,1 +1,7 @@
-"""The ``flex`` backend."""
+"""The ``flex`` backend, plain JAX: it runs everywhere, and is differentiated to any order.
+
+- ``backend``: what it states, and the passes.
+- ``operands``, ``axes``, ``hulls``, ``blocks``: arrays cut into tiles, which tiles see which, and their masks.
+- ``forward``, ``gradients``, ``tangents``: sweeps over the tiles, by ``loops``.
+- ``softmax``, ``rows``: logits to weights; rows found anew whose logits are large.
+"""

@@ -1,1 +1,1 @@
-"""The ``hopper`` backend."""
+"""The ``hopper`` backend: ``backend`` has its tiles and its forward pass, ``backward`` the calls of the other."""

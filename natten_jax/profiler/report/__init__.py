@@ -1,1 +1,1 @@
-"""Results, shown and saved."""
+"""What is shown and saved: measurements, predictions, lists of configurations, tables and charts."""

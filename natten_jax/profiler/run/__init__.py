@@ -1,1 +1,1 @@
-"""The program that is measured."""
+"""The program that the options describe: its inputs and its split over devices, compiled and measured."""

@@ -1,1 +1,1 @@
-"""Configurations, tried and compared."""
+"""Configurations of a problem: which there are, and trials that find the fastest."""

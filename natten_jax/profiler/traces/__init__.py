@@ -1,1 +1,1 @@
-"""What ran on a device, read from traces."""
+"""What ran on a device: traces captured and read, launches named, and their time put to passes of a program."""
