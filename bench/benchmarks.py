@@ -28,12 +28,12 @@ class Benchmark:
 
     @property
     def shape(self) -> Shape:
-        """Of query, key and value."""
+        """Shape of query, key and value."""
         return self.batch, *self.layout, self.heads, self.head_dim
 
     @property
     def additional_shape(self) -> Shape:
-        """Of additional keys and values."""
+        """Shape of additional keys and values."""
         return self.batch, self.additional_kv, self.heads, self.head_dim
 
     @property

@@ -49,7 +49,7 @@ SETS = {
     "small": SMALL,
     "small, held back": SMALL_HELD_BACK,
 }
-#: Of the form for small windows, whose times are not fitted here: how well they are predicted is shown.
+#: Sets of the form for small windows, whose times are not fitted here: how well they are predicted is shown.
 FORM_SETS = "small", "small, held back"
 
 #: Ranks, in the order of the model so far, of the pairs that are measured beside the first one for the fit.

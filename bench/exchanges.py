@@ -30,7 +30,7 @@ def halos_first() -> Iterator[None]:
 
 
 def exchange_milliseconds(devices: Devices, program: Program) -> dict[str, float]:
-    """Of an iteration, in the median, on the device that exchanges longest: the exchange, and what kernels hide of it.
+    """Median milliseconds of an iteration's exchange on the device that exchanges longest, and what kernels hide of it.
 
     An exchange lasts from its first kernel or copy to its end, with the time that it waits for other devices.
     """

@@ -22,7 +22,7 @@ from matplotlib.lines import Line2D
 _COLUMNS = 2
 _BLACK = "black"
 
-#: Of what is split, which the name of a split begins with, and of the stride that it may end with.
+#: Colors by what is split, which the name of a split begins with, and by the stride that it may end with.
 COLORS = {
     "time": "#c0504d",
     "height": "#7fb2d9",
@@ -109,7 +109,7 @@ def _speedups(row: dict[str, Any], side: str) -> dict[int, float]:
 
 
 def _title(row: dict[str, Any]) -> str:
-    """Of the panel that shows a row."""
+    """Title of the panel that shows a row."""
     return f"{row['scaling']} scaling, {' '.join(filter(None, (row['family'], row['pass'])))}"
 
 

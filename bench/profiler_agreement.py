@@ -78,7 +78,7 @@ def attend(options: Options, query: jax.Array, key: jax.Array, value: jax.Array)
 
 
 def wall_seconds(function: Callable[..., Any], arrays: tuple[jax.Array, ...]) -> float:
-    """Of one call."""
+    """Seconds of one call."""
     start = time.perf_counter()
     jax.block_until_ready(function(*arrays))
     return time.perf_counter() - start

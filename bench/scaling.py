@@ -45,7 +45,7 @@ from several_devices import (
 
 TRAINING = "training"
 
-#: Of the training example, if problems are small.
+#: Arguments of the training example where problems are small.
 SMALL_STEP = "--tokens 2 4 4 --depth 1 --heads 2 --head-dim 8 --window 2 3 3 --batch-size 8"
 
 

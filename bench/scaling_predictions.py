@@ -60,12 +60,12 @@ def predictions(curve: Curve, family: str, pass_: str, counts: Sequence[int]) ->
 
 
 def relative_errors(predicted: dict[str, Any], measured: dict[str, Any]) -> dict[str, float]:
-    """Of a prediction; positive where it is larger than what was measured."""
+    """Relative errors of a prediction; positive where it is larger than what was measured."""
     return {name: predicted[name] / measured[name] - 1 for name in ("milliseconds", "efficiency")}
 
 
 def _split_times(curve: Curve, family: str, pass_: str, devices: int) -> list[SplitTime]:
-    """Of each pass; none if one cannot be predicted."""
+    """Times of each pass; none if one cannot be predicted."""
     if calibration_for(family) is None:
         return []
     wanted: Sequence[Pass] = ("forward",) if pass_ == "forward" else PASSES

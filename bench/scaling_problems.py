@@ -69,7 +69,7 @@ class Curve:
         return dataclasses.replace(problem, heads=heads, heads_kv=heads)
 
     def parts(self, devices: int) -> tuple[int, ...]:
-        """Of each token dimension."""
+        """In how many parts each token dimension is split."""
         return tuple(devices if i == self._dimension else 1 for i in range(len(self.on_one.benchmark.layout)))
 
     def obstacle(self, devices: int) -> str | None:
@@ -86,7 +86,7 @@ class Curve:
 
     @property
     def _dimension(self) -> int | None:
-        """Of the layout: the one that is split."""
+        """The dimension of the layout that is split."""
         return None if self.is_over_heads else self.on_one.axis - 1
 
 

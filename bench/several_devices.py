@@ -51,7 +51,7 @@ MODES = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
 PASSES = ("forward", "forward+backward")
 EXCHANGE = "exchange milliseconds"
 HALOS_FIRST, COPIED = "halos first", "halos copied"
-#: Of XLA for GPUs, since JAX 0.11: permutes between devices of one process are copies and not kernels.
+#: Options of XLA for GPUs, since JAX 0.11: permutes between devices of one process are copies and not kernels.
 COPIES_HALOS: dict[str, str | bool] = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
 Name = TypeVar("Name")
 COLLECTIVES = re.compile(r"= \S+ (all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(")
@@ -85,7 +85,7 @@ def splits(devices: int) -> dict[str, Split]:
 
 
 def seconds(function: Callable[..., Any], arguments: Sequence[Any], calls: int) -> float:
-    """Of a call."""
+    """Seconds of a call."""
     jax.block_until_ready(function(*arguments))
     started = time.perf_counter()
     for _ in range(calls):

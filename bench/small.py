@@ -72,11 +72,11 @@ class Row:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of each array."""
+        """Shape of each array."""
         return (self.batch, *self.layout, self.heads, self.head_dim)
 
     def bytes_moved(self, pass_: Pass) -> int:
-        """Of query, key, value and output; in the backward pass, of their gradients, too."""
+        """Bytes of query, key, value and output; in the backward pass, of their gradients, too."""
         return 2 * math.prod(self.shape) * (4 if pass_ == "forward" else 8)
 
     def function(self, family: str) -> Callable[..., jax.Array]:

@@ -81,7 +81,7 @@ class TimedSteps:
 
     @property
     def median_seconds(self) -> float:
-        """Of a step, without the first one, which compiles."""
+        """Median seconds of a step, without the first one, which compiles."""
         return statistics.median(self.seconds[1:] or self.seconds)
 
     def profile(self, *batch: Any, iterations: int = 3) -> AttentionTime:

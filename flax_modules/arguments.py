@@ -210,7 +210,7 @@ def check_input(inputs: jax.Array, rank: int, in_features: int | None) -> None:
         )
 
 
-#: Of inputs that may be ``[batch, tokens, features]``.
+#: What an error says of inputs that may be ``[batch, tokens, features]``.
 _FLATTENED = (
     "the last dimensions are the token layout and the features, so that tokens which are flattened to "
     "[batch, tokens, features] need their layout of {rank} dimensions back"

@@ -69,7 +69,7 @@ class Halo:
         return self.parts == 2 and self.before == self.after and not self.is_gathered
 
     def evened(self) -> Halo:
-        """Of two devices that send each other halos: of one length, so that they change places in one exchange."""
+        """Both halos padded to the longer one, so that two devices swap theirs in one permute."""
         if self.parts != 2 or not (self.before and self.after):
             return self
         longer = max(self.before, self.after)

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shutil.rmtree(WORK, ignore_errors=True)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     tools = install("tools", project["project"]["optional-dependencies"]["release"])
-    # Of these a build takes headers and programs, which serve every interpreter: what imports need may be missing.
+    # A build takes headers and programs from these, which serve every interpreter: what imports need may be missing.
     common = install("common", project["build-system"]["requires"], "--no-deps")
     # A build that lacks its compiler says so before another begins.
     environments = {cuda: build_environment(cuda, common, pythons[0]) for cuda in options.cudas}

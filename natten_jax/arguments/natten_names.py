@@ -28,14 +28,14 @@ class Neutral(NamedTuple):
     instead: str
 
 
-#: Of the operators, and of ``attention_kwargs``.
+#: NATTEN's arguments of the operators and of ``attention_kwargs`` that change nothing here.
 OF_OPERATORS: Mapping[str, Neutral] = MappingProxyType(
     {
         "torch_compile": Neutral((False,), "jax.jit compiles every call"),
         "backward_use_pt_reduction": Neutral((False,), "here it is called backward_use_xla_reduction"),
     }
 )
-#: Of ``merge_attentions``, which there compiles by default.
+#: Those of ``merge_attentions``, which NATTEN compiles by default.
 OF_MERGE: Mapping[str, Neutral] = MappingProxyType(
     {
         "torch_compile": Neutral((True, False), "every merge is compiled"),

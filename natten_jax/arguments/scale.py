@@ -19,7 +19,7 @@ Scale = float | jax.Array | np.ndarray[Any, Any]
 _NUMBER = "None or a real number"
 _NUMBER_OR_ARRAY = "None, a real number or an array of real numbers, without dimensions or of shape [heads]"
 
-#: Of logits in float32, times log2(e) with room for both to be rounded.
+#: Largest scale: times log2(e) it is finite in float32, with room for both to be rounded.
 LARGEST = float(np.finfo(np.float32).max) * (1 - 2**-22) / math.log2(math.e)
 
 

@@ -39,7 +39,7 @@ def lack(backends: Iterable[Backend], problem: Problem, device: Device, pass_: P
             continue
         if reason is None:
             return None
-        # Of a device that is not present, only what every build lacks is a reason.
+        # For a device that is not present, only what every build lacks is a reason.
         elsewhere = dataclasses.replace(device, is_present=False)
         if reason == native.load_error or backend.rejection(problem, elsewhere, pass_) is None:
             return f"{reason}. {_remedy(device)}"

@@ -17,23 +17,23 @@ import numpy as np
 
 from natten_jax.windows import Window
 
-#: Of tile numbers (int64) to the lengths that are to be summed: an int64 array, a row for every kind of length.
+#: Maps tile numbers (int64) to the lengths that are to be summed: an int64 array, a row for every kind of length.
 Lengths = Callable[[Any], Any]
 
 #: Tiles that are looked at one by one without a second thought, and at most: tiles are ranked by the hundred.
 _FEW, _MOST = 1 << 12, 1 << 20
 #: Fewer repetitions are not worth the detour.
 _ROUNDS = 4
-#: Of tokens in a dimension: what is added up on the way has to fit 64 bits.
+#: Most tokens of a dimension: what is added up on the way has to fit 64 bits.
 _LARGEST_EXTENT = 1 << 60
 
 
-#: Of some tiles, sums and largest lengths.
+#: Sums of the lengths of some tiles, and the largest length of each kind.
 _Part = tuple[list[int], list[int]]
 
 
 class Totals(NamedTuple):
-    """Of the tiles of a dimension, a value for every kind of length.
+    """Sums over the tiles of a dimension, a value for every kind of length.
 
     Attributes:
         sums: Sum of the lengths, where negative ones count as 0.
@@ -179,6 +179,6 @@ def _exact_sum(values: Any) -> int:
 
 
 def _exact_sums(values: Any) -> list[int]:
-    """Of rows of int64 values that are not negative; their sums may need more bits."""
+    """Sums of rows of int64 values that are not negative; a sum may need more than 64 bits."""
     high, low = (np.sum(part, axis=1).tolist() for part in (values >> 32, values & 0xFFFFFFFF))
     return [(a << 32) + b for a, b in zip(high, low, strict=True)]

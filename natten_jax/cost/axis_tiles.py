@@ -41,12 +41,12 @@ class AxisCounts(NamedTuple):
     hull_pairs: int
 
     def times(self, groups: int) -> AxisCounts:
-        """Of so many equal dilation groups."""
+        """The counts of so many equal dilation groups."""
         return AxisCounts(*(each * groups for each in self))._replace(most_inner=self.most_inner)
 
     @staticmethod
     def of_all(groups: Sequence[AxisCounts]) -> AxisCounts:
-        """Of all dilation groups together."""
+        """The counts of all dilation groups together."""
         most = max(each.most_inner for each in groups)
         return AxisCounts(*map(sum, zip(*groups, strict=True)))._replace(most_inner=most)
 
@@ -174,7 +174,7 @@ def _strictest(numbers: tuple[int, ...]) -> Any:
 
 
 class _Bounds(NamedTuple):
-    """Of some outer tiles of a dilation group.
+    """What some outer tiles of a dilation group see.
 
     Attributes:
         first: First token.

@@ -34,7 +34,7 @@ class Link:
     byte: float
 
     def seconds(self, received: int) -> float:
-        """Of an exchange in which the device that receives most receives so many bytes."""
+        """Seconds of an exchange in which the device that receives most receives so many bytes."""
         return self.latency + received * self.byte if received else 0.0
 
 
@@ -90,7 +90,7 @@ class SplitTime:
 
     @property
     def seconds(self) -> float:
-        """Of the pass."""
+        """Seconds of the pass."""
         return self.compute + self.exposed
 
 
@@ -163,14 +163,14 @@ def _kernel_seconds(plan: Plan, halos: Sequence[Halo], way: Way, calibration: Ca
         return None
     whole = count_tiles(problem, plan.tiles, pass_, placement="anchored", kernel=kernel).tiles
     outer_share = sum(call.outer for call in way.calls) / one.outer
-    # Of the layout nothing but its size counts here.
+    # Nothing but the layout's size counts here.
     local = dataclasses.replace(problem, axes=tuple(Axis(halo.part, halo.part, 1) for halo in halos))
     tiles = TimedTiles(whole.outer * outer_share, *(each * inner_share for each in whole[1:]))
     return float(predict(local, tiles, pass_, kernel, calibration))
 
 
 def _token_bytes(problem: Problem) -> int:
-    """Of a query, or its output if that is wider, over batch and heads."""
+    """Bytes of a token's queries, or of its outputs if they are wider, over batch and heads."""
     return problem.batch * problem.heads * max(problem.head_dim, problem.head_dim_v) * ELEMENT_BYTES[problem.dtype]
 
 
@@ -271,5 +271,5 @@ def _by_keys(plan: Plan, halos: Sequence[Halo]) -> Way | None:
 
 
 def _slab_bytes(problem: Problem, halos: Sequence[Halo]) -> int:
-    """Of keys and values."""
+    """Bytes of the keys and values that a device receives."""
     return bytes_received(problem, [halo.parts for halo in halos])

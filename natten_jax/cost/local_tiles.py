@@ -59,7 +59,7 @@ def visits(axis: Axis, pass_: Pass, tile: tuple[int, int], queries: Range, keys:
 
 
 def visits_at_once(plan: Plan, halos: Sequence[Halo]) -> Visits:
-    """Of a call with own keys and all halos, on the device that visits most."""
+    """Tiles of a call with own keys and all halos, on the device that visits most."""
 
     def of_dimension(axis: Axis, halo: Halo, tile: tuple[int, int]) -> Visits:
         found = (
@@ -81,7 +81,7 @@ class _Dimension(NamedTuple):
 
 
 def visits_by_keys(plan: Plan, halos: Sequence[Halo]) -> list[Visits]:
-    """Of calls with own keys, and with each slab and the queries that see it, on the device that visits most."""
+    """Tiles of calls with own keys, and with each slab and the queries that see it, on the device that visits most."""
 
     def of_dimension(axis: Axis, halo: Halo, tile: tuple[int, int]) -> _Dimension:
         found = []
@@ -111,7 +111,7 @@ def visits_by_keys(plan: Plan, halos: Sequence[Halo]) -> list[Visits]:
 
 
 def visits_of_one(plan: Plan) -> Visits:
-    """Of one device that has all tokens."""
+    """Tiles of one device that has all tokens."""
     tiles = zip(*plan.tiles, strict=True)
     of_all = [
         visits(axis, plan.pass_, tile, (0, axis.kv_extent), (0, axis.kv_extent))

@@ -14,7 +14,7 @@ from natten_jax.cost.halo_time import predict_split
 from natten_jax.performance import TilePair
 from natten_jax.plan.plan import Plan
 
-#: Of the fastest pairs for the whole layout, how many are looked at; a part's fastest one was among 64 of them for a
+#: How many of the whole layout's fastest pairs are looked at; a part's fastest one was among 64 of them for a
 #: video whose height or width is split over two to eight devices. They take 0.2 seconds.
 _PAIRS = 64
 

@@ -84,7 +84,7 @@ def part_counts(
 
 
 class _Extents(NamedTuple):
-    """Of inner tiles in one dimension: the extents that there are, and the number of each tile's among them."""
+    """Distinct extents of the inner tiles in one dimension, and which of them each tile has."""
 
     values: tuple[int, ...]
     numbers: Any

@@ -118,7 +118,7 @@ def _additional(problem: Problem, pair: TilePair) -> _Side:
     of_part = _AT_ONCE * group * -(-columns // (parts * _AT_ONCE * group))
     at_once = small_windows.additional_queries_at_once(problem)
     steps = columns // of_part * -(-of_part // at_once) + -(-(columns % of_part) // at_once)
-    # Of one query head, rounded up.
+    # Steps of one query head, rounded up.
     inner = -(-steps * (at_once // group) // shared)
     tiles, full_tiles = -(-problem.additional_kv // rows), problem.additional_kv // rows
     full = full_tiles * (queries // group)

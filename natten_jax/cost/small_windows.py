@@ -48,7 +48,7 @@ def tile_tokens(problem: Problem, pass_: Pass) -> tuple[int, int] | None:
 
 
 def additional_queries_at_once(problem: Problem) -> int:
-    """Of the launch for gradients of additional tokens: how many a warp computes with at a time."""
+    """How many queries a warp computes with at a time where gradients of additional tokens are summed."""
     wider = max(problem.head_dim, problem.head_dim_v)
     widths = zip(_LIMITS["head_dims"], _LIMITS["additional_queries_at_once"], strict=True)
     return next(queries for head_dim, queries in widths if wider <= head_dim)

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.ad_checkpoint import checkpoint_name
 
-#: Of the saved output, and of the logsumexp and whatever else is saved of each row.
+#: Names of the saved output, and of the logsumexp and whatever else is saved of each row.
 CHECKPOINT_NAMES = ("natten_jax_output", "natten_jax_logsumexp")
 
 

@@ -39,7 +39,7 @@ class PlainForward(Step):
 
     @property
     def roles(self) -> Sequence[Role]:
-        """Of the arguments."""
+        """Role of each argument, in call order."""
         return roles_of(jax.tree.unflatten(self.operands, range(self.operands.num_leaves)))
 
     def plan(self, request: Request, device: Device) -> Plan:
@@ -89,7 +89,7 @@ class PlainTangents(Step):
 
     @property
     def roles(self) -> Sequence[Role]:
-        """Of the arguments: operands, what the forward pass returned, tangents."""
+        """Role of each argument: operands, what the forward pass returned, tangents."""
         roles = self.forward.roles
         returned = [Role.QUERY, Role.PER_QUERY, *(Role.QUERY,) * self._residuals]
         return [*roles, *returned, *(roles[i] for i in self.given)]

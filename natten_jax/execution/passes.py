@@ -61,7 +61,7 @@ class _PassStep(Step):
 
     @property
     def roles(self) -> Sequence[Role]:
-        """Of the arguments."""
+        """Role of each argument, in call order."""
         return roles_of(*self._arguments(range(self.structure.num_leaves)))
 
     def plan(self, request: Request, device: Device) -> Plan:

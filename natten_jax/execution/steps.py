@@ -42,7 +42,7 @@ class Step(abc.ABC):
     @property
     @abc.abstractmethod
     def roles(self) -> Sequence[Role]:
-        """Of the arguments."""
+        """Role of each argument, in call order."""
 
     @abc.abstractmethod
     def plan(self, request: Request, device: Device) -> Plan:
@@ -159,7 +159,7 @@ class Tangents(Step):
 
     @property
     def roles(self) -> Sequence[Role]:
-        """Of the arguments."""
+        """Role of each argument, in call order."""
         roles = self.of.roles
         return [*roles, *(roles[i] for i in self.given)]
 
@@ -209,7 +209,7 @@ class Transposed(Step):
 
     @property
     def roles(self) -> Sequence[Role]:
-        """Of the arguments."""
+        """Role of each argument, in call order."""
         return [*(role for i, role in enumerate(self.of.roles) if i not in self.linear), *self.read_roles]
 
     def plan(self, request: Request, device: Device) -> Plan:

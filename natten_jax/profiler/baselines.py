@@ -76,7 +76,7 @@ def _instead(flag: str, problem: Problem, is_room: Callable[[int], bool]) -> str
 
 
 def _logits_bytes(problem: Problem) -> int:
-    """Of all logits in float32, which XLA keeps."""
+    """Bytes of all logits in float32, which XLA keeps."""
     return 4 * problem.batch * problem.heads * all_pairs(problem)
 
 

@@ -92,7 +92,7 @@ class CutlassBackend(NativeBackend):
         return [pair for pair, _ in self._ranked(problem, device, pass_)]
 
     def predicted_seconds(self, problem: Problem, device: Device, pass_: Pass) -> float | None:
-        """Of the tiles that are recommended."""
+        """Predicted seconds of a pass with the recommended tiles; ``None`` where there is no model of them."""
         ranked = self._ranked(problem, device, pass_)
         return ranked[0][1] if ranked and problem.dtype != "float32" else None
 

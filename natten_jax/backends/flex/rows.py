@@ -40,7 +40,7 @@ class KnownRows(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem, operands: Operands, rows: Rows | None) -> KnownRows:
-        """Of rows as another sweep found them; ``None`` where none did. Constants for every derivative."""
+        """Rows as another sweep found them, or ``None`` where none did: constants for every derivative."""
         if rows is None:
             per_row = (*operands.query.shape[:-1], 1)
             nothing = varying_like(jnp.zeros(per_row, problem.accumulator_dtype), operands)

@@ -115,7 +115,7 @@ class Products:
 
     @property
     def _steepness(self) -> jax.Array | None:
-        """Of heads that have scales of their own. Not an absolute value, which has no derivative at zero."""
+        """Absolute scales of heads that have their own: products with the sign, since ``abs`` has a kink at zero."""
         return None if self._scales is None or self._sign is None else self._scales * self._sign
 
     def _of_rows(self, factors: jax.Array, rows: int) -> jax.Array:
@@ -155,7 +155,7 @@ class Softmax(NamedTuple):
 
     @classmethod
     def of_no_key(cls, rows: tuple[int, ...], head_dim_v: int | None, dtype: jnp.dtype) -> Softmax:
-        """Of rows that have seen no key yet."""
+        """The softmax of rows that have seen no key yet."""
         mixed = None if head_dim_v is None else jnp.zeros((*rows, head_dim_v), dtype)
         return cls(jnp.full((*rows, 1), -jnp.inf, dtype), jnp.zeros((*rows, 1), dtype), mixed)
 

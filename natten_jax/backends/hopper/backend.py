@@ -49,7 +49,7 @@ class HopperBackend(NativeBackend):
         return [pair for pair, _ in _ranked_pairs(problem, pass_)]
 
     def predicted_seconds(self, problem: Problem, device: Device, pass_: Pass) -> float | None:
-        """Of the tiles that are recommended."""
+        """Predicted seconds of a pass with the recommended tiles; ``None`` where there are none."""
         ranked = _ranked_pairs(problem, pass_)
         return ranked[0][1] if ranked else None
 

@@ -10,7 +10,7 @@ from typing import NoReturn
 from natten_jax.plan.devices import ComputeCapability, parse_compute_capability
 from natten_jax.profiler.cli.outputs import file_problem, shared_file
 
-#: Of any number on a command line: XLA counts elements in 64 bits.
+#: Largest number that a command line may have: XLA counts elements in 64 bits.
 _LARGEST = 2**63 - 1
 
 

@@ -20,7 +20,7 @@ from natten_jax.profiler.run.workload import device_parts, passes, request_of
 from natten_jax.profiler.search.configurations import Listing, listing, main_part, tile_text
 from natten_jax.simulator import DilationRecommendation, Recommendation, Simulation, SplitTime
 
-#: Of the fastest pairs of tiles, those that dilations are tried with.
+#: How many of the fastest pairs of tiles are tried with each dilation.
 _PAIRS_TO_DILATE = 16
 
 

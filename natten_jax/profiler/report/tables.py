@@ -109,7 +109,7 @@ def _print_rich(table: Table, file: TextIO) -> None:
     from rich.text import Text
 
     rich_table = RichTable(title=Text(table.title))
-    # Of borders, rich has some in ASCII.
+    # rich has borders in ASCII, too.
     is_unicode = encoding_of(file).lower().startswith("utf")
     for i, column in enumerate(table.columns):
         is_folded = i == table.folded

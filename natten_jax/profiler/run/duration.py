@@ -27,7 +27,7 @@ _WORTH_SAYING = 5.0
 
 
 def seconds_of_run(options: Options, device: Device) -> float | None:
-    """Of one run of what the options describe, about; ``None`` where nothing is known of such a device.
+    """Estimated seconds of one run of what the options describe; ``None`` where no model of the device is known.
 
     Raises:
         ValueError: No backend runs it.

@@ -110,7 +110,7 @@ def compile_workload(
                 plans[pass_] = plan
     function = _function(options)
     function.__name__ = name
-    # Of another problem's inputs, the additional tokens at the end may be too many.
+    # Inputs of another problem may end with additional tokens that this one does not have.
     arguments = make_inputs(options) if arguments is None else arguments[: len(shapes(options)) + options.backprop]
     compiled = compile_for_trace(function, *arguments)
     return Workload(options, problem, chosen, plans, device, compiled, arguments, Program.of(compiled))

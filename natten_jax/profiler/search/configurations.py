@@ -56,7 +56,7 @@ def candidates(options: Options) -> tuple[Backend, ...]:
 
 
 def windows_problem(options: Options) -> Problem | None:
-    """Of self attention, what neighborhood attention is with windows as large; ``None`` where it is not asked for.
+    """The same self attention as neighborhood attention with windows of the whole layout; ``None`` for other problems.
 
     The attention backends run self attention. Its users may be about to choose a window: tiles of windows have shapes.
     """

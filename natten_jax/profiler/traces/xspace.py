@@ -124,7 +124,7 @@ def _number(message: _Message, field: int) -> int:
 
 
 def _numbers(message: _Message, field: int) -> list[int]:
-    """Of a repeated number, packed into bytes or not."""
+    """Values of a repeated field of integers, whether they are packed into bytes or not."""
     numbers: list[int] = []
     for value in message.get(field, ()):
         if isinstance(value, int):

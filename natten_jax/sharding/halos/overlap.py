@@ -114,7 +114,7 @@ def _started_and_cut(travel: Travel, arrays: _Tree, of_queries: _Tree) -> tuple[
 
 
 def _own_origins(exchange: Exchange, nothing: Any) -> jax.Array:
-    """Of a device's own queries and keys; ``nothing`` is zero."""
+    """Origins (int32 ``[2, rank]``) of a device's own queries and keys; ``nothing`` is zero."""
     zeros = [nothing] * len(exchange.halos)
     return exchange.origins_of(zeros, zeros)
 
