@@ -15,7 +15,7 @@ namespace {
 /// What the passes know of queries beside their vectors: an array per number, a float per query.
 struct QueryValues {
   float* logsumexp;  ///< In base 2. A query that saw no key has +inf, which makes its probabilities zero.
-  float* remainder;  ///< Of the logsumexp.
+  float* remainder;  ///< The logsumexp's.
   float* delta;
 
   /// Arrays one after the other, `pitch` floats apart.

@@ -25,7 +25,7 @@ struct alignas(64) LaneBlock {
   /// Per dimension and lane, the range of stream indices that the lane sees.
   std::int32_t first[kRank][kLanes];
   std::int32_t last[kRank][kLanes];
-  /// Of each lane, its row in the owner's array: (batch * tokens + token) * heads + head. Idle lanes repeat lane 0.
+  /// Each lane's row in the owner's array: (batch * tokens + token) * heads + head. Idle lanes repeat lane 0.
   std::int64_t row[kLanes];
   int active;  ///< Lanes whose results are stored.
   Box hull;    ///< Smallest box around everything that a lane sees.

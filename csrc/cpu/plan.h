@@ -38,7 +38,7 @@ struct Arrays {
   const void* additional_values;
   void* out;
   float* logsumexp;
-  float* remainder;  ///< Of the logsumexp; see natten_jax/logsumexp.h. Null where nobody wants it.
+  float* remainder;  ///< The logsumexp's; see natten_jax/logsumexp.h. Null where nobody wants it.
 
   const float* saved_logsumexp;
   const float* saved_remainder;  ///< Null: zeros.
@@ -97,7 +97,7 @@ struct Plan {
   std::int64_t stream_tile[kRank];  ///< Stream tokens that are visited at a time.
   std::int64_t stream_tokens;       ///< Rows that scratch has room for.
   std::vector<Segment> segments[kRank];
-  std::vector<Segment> additional_segments;  ///< Of the additional keys; empty unless this pass owns them.
+  std::vector<Segment> additional_segments;  ///< Segments of additional keys; empty unless this pass owns them.
   ScratchLayout scratch;
 
   std::int64_t items() const;

@@ -22,8 +22,8 @@ struct FloatRows {
 
 /// The two kinds of rows that every pass streams: keys and values, or queries and output cotangents.
 struct RowPair {
-  FloatRows a;  ///< Of head_dim elements.
-  FloatRows b;  ///< Of head_dim_v elements.
+  FloatRows a;  ///< Rows of head_dim elements.
+  FloatRows b;  ///< Rows of head_dim_v elements.
 };
 
 NATTEN_JAX_INLINE std::int64_t lesser(std::int64_t a, std::int64_t b) {

@@ -15,7 +15,7 @@ namespace xffi = ::xla::ffi;
 /// The attributes that every attention target takes, as one value.
 struct Attributes {
   Axis axes[kRank];  ///< Local extents and origins are those of the operands: decode_problem fills them in.
-  float scale;       ///< Of all heads.
+  float scale;       ///< Scale of all heads.
   TileShapes tiles;
 };
 

@@ -14,8 +14,8 @@ constexpr std::size_t kMostParameterBytes = 32764;
 
 /// How a kernel is launched.
 struct LaunchShape {
-  dim3 blocks;        ///< Of the grid.
-  int threads;        ///< Of a block.
+  dim3 blocks;        ///< Extents of the grid.
+  int threads;        ///< Threads of a block.
   int shared_memory;  ///< Dynamic, in bytes.
   cudaStream_t stream;
   /// Starts when the kernel before it allows that. Until the kernel has called `wait_for_previous_kernel` it must not

@@ -37,7 +37,7 @@ struct TokenBoxes {
   std::int64_t batch;
   std::int64_t extent[3];    ///< Local tokens.
   std::int64_t pitch[3];     ///< Tokens between neighbors.
-  std::int64_t dilation[3];  ///< Of a box's tokens; at most 8.
+  std::int64_t dilation[3];  ///< Dilation of a box's tokens; at most 8.
   std::int64_t heads;
   std::int64_t head_dim;  ///< A head is a row of a box, which is swizzled where it has 64 or 128 bytes.
 };

@@ -9,7 +9,7 @@
 namespace natten_jax {
 namespace {
 
-/// Of keys and values that should stay in the second-level cache: about as many as a Hopper GPU's holds.
+/// Bytes of keys and values that should stay in the second-level cache: about what a Hopper GPU's holds.
 constexpr std::int64_t kCacheBytes = 64 << 20;
 
 bool is_causal(const Problem& problem) {

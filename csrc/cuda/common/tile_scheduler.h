@@ -104,7 +104,7 @@ struct TileSupply {
 #endif
 };
 
-/// Of a dimension's key/value tiles, the number of the `i`th by the queries that see them, the most first. Windows at
+/// Number of a dimension's `i`th key/value tile by the queries that see them, the most first. Windows at
 /// an end of the layout do not shrink, so that keys from half a window to a window away from it are seen by more
 /// queries than all others, and those nearer by fewer; the causal ones of the last window are seen by the fewest.
 CUTLASS_HOST_DEVICE int longest_first(const DeviceAxis& axis, int i) {
@@ -162,7 +162,7 @@ struct KeyTileSchedule {
     return position < first_sorted ? position : first_sorted + by_length[position - first_sorted];
   }
 
-  /// Of a tile of additional tokens: its batch entry, head and, as all of `index`, its number among those of the head.
+  /// Place of a tile of additional tokens: batch entry, head and, as all of `index`, its number among the head's.
   CUTLASS_HOST_DEVICE TilePlace additional_place(int tile) const {
     TilePlace result{};
     int outer;
@@ -171,7 +171,7 @@ struct KeyTileSchedule {
     return result;
   }
 
-  /// Of a tile of the layout.
+  /// Place of a tile of the layout.
   CUTLASS_HOST_DEVICE TilePlace place(const DeviceAxis (&axis)[3], int tile) const {
     return numbers.place<&DeviceAxis::by_kv_tiles>(axis, tile - additional_tiles);
   }

@@ -92,7 +92,7 @@ struct KeyHead {
     return p.scale.of((batch * p.heads_kv + head) * queries);
   }
 
-  /// Of the arrays' heads.
+  /// The query head of a step, among the arrays' heads.
   CUTE_DEVICE int query_head(const QueryStep& step) const { return head * queries + step.head; }
 
   /// The first element of its keys or values.

@@ -110,7 +110,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
   BackwardParams p{};
   std::copy_n(geometry.axis, kRank, p.axis);
   KeyTileSchedule& schedule = p.schedule;
-  // Of as many tokens as the others: no load reaches what lies behind, where keys and values must stay finite.
+  // As many tokens as other tiles have: no load reaches what lies behind, where keys and values must stay finite.
   const std::int64_t kv_tile_tokens = product(tiles.kv);
   const std::int64_t additional_tiles_per_head = (problem.additional_kv + kv_tile_tokens - 1) / kv_tile_tokens;
   int multiprocessors = 0;

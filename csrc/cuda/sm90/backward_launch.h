@@ -20,7 +20,7 @@ struct BackwardArrays {
   const std::int32_t* origins;
   const void* out_cotangent;
   const float* statistics;  ///< [batch, heads, x, y, z, 2]: logsumexp in base 2, delta.
-  const float* remainder;   ///< Of the logsumexp (natten_jax/logsumexp.h), [batch, x, y, z, heads]; null: zeros.
+  const float* remainder;   ///< The logsumexp's (natten_jax/logsumexp.h), [batch, x, y, z, heads]; null: zeros.
   void* query_gradient;
   void* key_gradient;
   void* value_gradient;

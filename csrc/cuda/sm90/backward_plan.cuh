@@ -163,7 +163,7 @@ struct Turn {
   int before;
 };
 
-/// Of a key/value tile at one of its query tiles; all lanes of a warp take part.
+/// The turn of a key/value tile at one of its query tiles; all lanes of a warp take part.
 ///
 /// The key/value tiles that see some query of a tile are a box: per dimension, their number and that of those which
 /// are taken before this one say how many of the box's are.

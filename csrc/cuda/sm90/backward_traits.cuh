@@ -73,7 +73,7 @@ struct BackwardTraits {
     alignas(1024) Element score_gradient[kScoreBuffers][kKeys * kQueries];
     alignas(1024) float query_gradient[kQueries * kHeadDim];
     KeyTilePlan<kKeys> plan[2];
-    // Of a query tile: first query (x, y, z), and bits of what is special about it.
+    // A query tile's first query (x, y, z), and bits of what is special about it.
     int4 tile[kStages];
     alignas(16) float logsumexp[kStages][kQueries];  // in base 2; infinite where there is no query
     alignas(16) float remainder[kStages][kQueries];  // of the logsumexp, where the tile is large

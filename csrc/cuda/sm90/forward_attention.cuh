@@ -79,7 +79,7 @@ class Attention {
  private:
   static constexpr int kColumns = Traits::kColumns;
 
-  /// Of the two rows that the thread holds; the other is the eighth after it.
+  /// First of the two rows that the thread holds; the other is the eighth after it.
   CUTE_DEVICE int first_row() const { return warpgroup * 64 + thread / 32 * 16 + threadIdx.x % 32 / 4; }
 
   CUTE_DEVICE static LaneMask<KeyColumnMask> build_mask(const ForwardParams& p, SharedStorage& shared) {

@@ -12,7 +12,7 @@ CUTE_DEVICE int begin_of_continued(const ForwardParams& p, const TilePlace& plac
   const int d = planned_dimension();
   const DeviceAxis& axis = p.axis[d];
   const int index = d == 0 ? place.index[0] : d == 1 ? place.index[1] : place.index[2];
-  // Of a dilation group, the first query at or behind this one may be the next.
+  // The first query of a dilation group at or behind this one may be the next.
   const int first = axis.dilations(min(max(p.first_query[d], 0), axis.query_local_extent));
   const int distance = kv_origin.index - (query_origin.index + first);
   return first + QueryTileSchedule::nearest_first(axis, index, distance) * axis.q_tile;

@@ -20,7 +20,7 @@ struct Arrays {
   const std::int32_t* origins;  ///< Null: zeros.
   void* out;
   float* logsumexp;
-  float* remainder;         ///< Of the logsumexp (natten_jax/logsumexp.h); null where nobody wants it.
+  float* remainder;         ///< The logsumexp's (natten_jax/logsumexp.h); null where nobody wants it.
   std::int32_t* next_tile;  ///< Scratch, one number.
 };
 

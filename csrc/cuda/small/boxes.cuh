@@ -20,7 +20,7 @@ constexpr bool is_compiled(bool has_boxes) {
 #endif
 }
 
-/// Of a CTA, in shared memory: what few threads need seldom has no registers.
+/// What few threads of a CTA need seldom, in shared memory: it has no registers.
 struct BoxState {
   std::uint64_t full[2];  // barriers of the stages
   std::uint64_t left[2];  // barriers of the warps that have read a stage
@@ -171,7 +171,7 @@ class BoxLoads {
     return stages_ - p_.region.shared.stages + p_.region.shared.rows + of_warp;
   }
 
-  /// Of a stage for an item, all but the statistics.
+  /// Loads all of a stage for an item but the statistics.
   CUTE_DEVICE void fill(int i, int stage) const {
     const Item item(p_, items_.first + i);
     const std::uint32_t barrier = shared_address(&state_.full[stage]),
@@ -233,7 +233,7 @@ class BoxLoads {
   CtaItems items_;
 };
 
-/// Of a second plan, for which the first one's loads are all there are.
+/// No loads for a second plan: the first one's are all there are.
 struct NoLoads {
   CUTE_DEVICE void start(const int (&)[kRank], int) const {}
 };

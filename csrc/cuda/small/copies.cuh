@@ -42,7 +42,7 @@ struct Item {
   }
 
   CUTE_DEVICE HeadScale scale(const CommonParams& p) const { return p.scale.of(batch * p.heads + head); }
-  /// Of logits as powers of two.
+  /// Scale of logits in base 2.
   CUTE_DEVICE float exponent_scale(const CommonParams& p) const { return scale(p).logits * kLog2E; }
 
   CUTE_DEVICE int head_kv(const CommonParams& p) const { return p.by_heads_per_kv.divide(head); }
@@ -96,7 +96,7 @@ struct ColumnCopy {
     chunk_bytes = chunk % kOfArray * 8 < width ? 16 : 0;
   }
 
-  /// Of two arrays, the thread's; any part of them where its chunk lies past the heads.
+  /// The thread's of two arrays; any part of them where its chunk lies past the heads.
   CUTE_DEVICE const char* source(const void* first, const void* second) const {
     return static_cast<const char*>(is_second ? second : first) + (chunk_bytes == 0 ? 0 : chunk % kOfArray * 16);
   }

@@ -20,7 +20,7 @@ struct ForwardArrays {
   const std::int32_t* origins;
   void* out;
   float* logsumexp;
-  float* remainder;  ///< Of the logsumexp (natten_jax/logsumexp.h); null where nobody wants it.
+  float* remainder;  ///< The logsumexp's (natten_jax/logsumexp.h); null where nobody wants it.
 };
 
 /// Device pointers of one backward call.

@@ -38,7 +38,7 @@ struct CommonParams {
   // boxes that WholeBox names: dimensions [head and its elements, those of the region, batch].
   CUtensorMap columns[boxes_of(Kernel::kWholeGradient)];
 
-  /// Of groups of additional columns.
+  /// Pairs of groups of additional columns.
   CUTLASS_HOST_DEVICE int additional_pairs() const { return (additional_kv + 2 * kColumns - 1) / (2 * kColumns); }
 };
 
@@ -64,7 +64,7 @@ struct BackwardParams : CommonParams {
   const float* logsumexp;
   const float* remainder;            // null: zeros
   const float* logsumexp_cotangent;  // null: zeros
-  // Of each query and head: the logsumexp in base 2, or NaN where its remainder counts; delta; the logsumexp in any
+  // For each query and head: the logsumexp in base 2, or NaN where its remainder counts; delta; the logsumexp in any
   // case; and its remainder.
   float4* statistics;
   void* query_gradient;

@@ -21,7 +21,7 @@ struct RegionAxis {
         begin(begin),
         count(min(most, rows().local_length - begin)) {}
 
-  /// Of a plain problem.
+  /// A dimension of a plain problem.
   CUTE_DEVICE RegionAxis(const DeviceAxis& axis, int residue, int begin, int most) : begin(begin) {
     const int length = group_length(axis, axis.query_extent, residue);
     query = kv = {residue, 0, length, length};
@@ -120,7 +120,7 @@ struct Tables {
   int2* places;
   std::uint32_t* offsets;
   const std::uint16_t* masks;  // of a lane: two pairs' bytes
-  // Of rows i and i + 8 of the warp's tile: where they stand in an array of a row for each token and head, counted from
+  // Where rows i and i + 8 of the warp's tile stand in an array of a row for each token and head, counted from
   // its batch entry and head; negative: outside.
   const int2* row_places;
   char* stages;
@@ -129,7 +129,7 @@ struct Tables {
   int full_passes;  // in which all threads copy them, each a chunk of a column; some threads copy the rest
 };
 
-/// Of a power of two, in base 2.
+/// Base-2 logarithm of a power of two.
 CUTE_DEVICE int logarithm(int power) {
   return 31 - __clz(power);
 }

@@ -16,8 +16,8 @@ template <class Element, int kHeadDim>
 CUTE_DEVICE void multiply_rows(float (&result)[4], const RowOperand<Element, kHeadDim>& a,
                                const RowOperand<Element, kHeadDim>& b) {
   using Instruction = sm80::HalfInstruction<Element>;
-  // Of all rows of a with rows 0 to 7 of b, and with rows 8 to 15: 8 instructions where sums of a lane's elements take
-  // 70.
+  // Products of all rows of a with rows 0 to 7 of b, and with rows 8 to 15: 8 instructions where sums of a lane's
+  // elements take 70.
   float x[2][4] = {};
   CUTE_UNROLL
   for (int step = 0; step < kHeadDim / 16; ++step) {

@@ -61,7 +61,7 @@ struct Side {
     return std::min(most, columns());
   }
 
-  /// Of groups of columns, how many `count` rows see on average.
+  /// How many groups of columns `count` rows see on average.
   double mean_groups(std::int64_t count, std::int64_t group) const {
     if (are_whole()) return static_cast<double>(divide_up(columns(), group));
     const double inside = static_cast<double>(divide_up(std::min(seen_inside(count), columns()), group));

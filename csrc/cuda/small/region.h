@@ -33,25 +33,25 @@ struct SharedLayout {
   int box_state;   ///< BoxState, for boxes.
   int stages;
   int stage_bytes;
-  int second;      ///< Of a stage, for boxes: the second array's columns, and how far others are apart.
-  int box_end;     ///< Of a stage, for boxes: where those of the first array end.
-  int boxes_end;   ///< Of a stage, for boxes: where those of all arrays end.
-  int additional;  ///< Of a stage: additional columns.
-  int rows;        ///< Of a stage, or for boxes of the CTA: the warps' rows of each array that they need.
-  int statistics;  ///< Of a stage: kStatisticsBytes for each column.
-  int bytes;       ///< Of everything.
+  int second;      ///< In a stage, for boxes: the second array's columns, and how far others are apart.
+  int box_end;     ///< In a stage, for boxes: where those of the first array end.
+  int boxes_end;   ///< In a stage, for boxes: where those of all arrays end.
+  int additional;  ///< In a stage: additional columns.
+  int rows;        ///< In a stage, or for boxes in the CTA: the warps' rows of each array that they need.
+  int statistics;  ///< In a stage: kStatisticsBytes for each column.
+  int bytes;       ///< All of it.
 };
 
 /// Dimensions are numbered by what they are for: 0 and 1 are those of a group, 1 is that of a line.
 struct Region {
-  int dimension[kRank];  ///< Of the problem.
+  int dimension[kRank];  ///< Which of the problem's each is.
   int tile[kRank];       ///< Rows of a tile.
   int tiles[kRank];      ///< Tiles of a region.
   int group[kRank];      ///< Columns of a group, powers of two; that of dimension 2 is 1.
-  int regions[kRank];    ///< Of a dilation group.
-  std::int64_t count;    ///< Of them all; 2^31 are some number of that and more.
+  int regions[kRank];    ///< Regions of a dilation group.
+  std::int64_t count;    ///< All regions; 2^31 are some number of that and more.
   int pitch[kRank];      ///< Rows of shared memory between neighboring columns.
-  int extent[kRank];     ///< Of the box in shared memory.
+  int extent[kRank];     ///< Tokens of the box in shared memory.
   int next_statistic;    ///< Bytes between statistics of two columns that follow each other in a group,
   int next_group;        ///< and between those of two groups of a pair.
   bool has_boxes;        ///< Whether the copy engine loads a region's columns, or all threads do, in chunks.

@@ -7,7 +7,7 @@
 namespace natten_jax::small {
 namespace {
 
-/// Of a region's items: the second dimension of a grid.
+/// Most chunks of a region's items: the second dimension of a grid.
 constexpr std::int64_t kMostChunks = 65535;
 
 /// How often CTAs take turns on a multiprocessor; more often, each one's plan counts too much.
@@ -15,21 +15,21 @@ constexpr int kMostRounds = 4;
 
 /// Nanoseconds that parts of a multiprocessor's work take, and factors of them.
 struct Costs {
-  double tile;     ///< Of a tile of heads of 32, whatever it sees.
-  double pair;     ///< Of a pair of groups of heads of 32.
-  double column;   ///< Of a token of heads of 32 that comes from memory, or goes there.
+  double tile;     ///< A tile of heads of 32, whatever it sees.
+  double pair;     ///< A pair of groups of heads of 32.
+  double column;   ///< A token of heads of 32 that comes from memory, or goes there.
   double exposed;  ///< By how much longer those take where a multiprocessor does nothing beside them.
   double waiting;  ///< How many times as long all else takes of one warp alone.
   double uneven;   ///< How much of what a multiprocessor's parts have unequally many warps counts.
   double staged;   ///< How much a second stage counts beside another CTA.
-  double plan;     ///< Of a warp's plan.
+  double plan;     ///< A warp's plan.
   double of_64;    ///< How many times as long these two take for heads of 64,
   double of_128;   ///< and for those of 128.
-  double item;     ///< Of an item of a CTA.
-  double stage;    ///< Of a second stage's start.
+  double item;     ///< An item of a CTA.
+  double stage;    ///< The start of a second stage.
 };
 
-/// Of a launch with next to nothing to do.
+/// Nanoseconds of a launch with next to nothing to do.
 constexpr double kLaunch = 2300;
 
 /// Fitted to times of 9,300 regions of 26 problems on an H200: they predict the best ones' within 10% for most
@@ -91,7 +91,7 @@ double estimate(Kernel kernel, int head_dim, const Region& region, const Shares&
   const double tile = (costs.pair * region.pairs + costs.tile) * wider * (1 + costs.uneven * unevenness) *
                       std::hypot(1., costs.waiting / warps);
   const double overlap = resident * (1 + costs.staged * (region.stages - 1));
-  // Of the boxes of a stage, two count as one column.
+  // Two boxes of a stage count as one column.
   const double columns = region.box * (boxes_of(kernel) / 2.);
   const double loading = (costs.column * (columns + row_tokens(kernel) * region.warps) * width + costs.item) *
                          (1 + costs.exposed / overlap);

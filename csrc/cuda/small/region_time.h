@@ -8,7 +8,7 @@ namespace natten_jax::small {
 /// How the CTAs of a launch share its items.
 struct Shares {
   std::int64_t items_of_cta;
-  double ctas;  ///< Of a multiprocessor, one after another, at most.
+  double ctas;  ///< Most CTAs of a multiprocessor, one after another.
 };
 
 /// Splits the items among CTAs: so many for each region that all multiprocessors are done at about the same time. A

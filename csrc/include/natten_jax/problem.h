@@ -30,8 +30,8 @@ NATTEN_JAX_HOST_DEVICE constexpr int element_bytes(ElementType type) {
 
 /// The tokens of one side (query or key/value) along one dimension.
 struct Tokens {
-  std::int64_t extent;        ///< Of the global layout.
-  std::int64_t local_extent;  ///< Of the local array.
+  std::int64_t extent;        ///< Tokens of the global layout.
+  std::int64_t local_extent;  ///< Tokens of the local array.
   std::int64_t origin;        ///< Global coordinate of the first local token.
 
   /// Group indices of the local tokens of a dilation group that lie inside the global layout.
@@ -58,7 +58,7 @@ struct alignas(8) HeadScale {
 
 /// Factors of the logits.
 struct Scale {
-  float of_all;            ///< Of every head, where heads have none of their own; positive.
+  float of_all;            ///< Scale of every head, where heads have none of their own; positive.
   const HeadScale* heads;  ///< [batch, heads], where the arrays are; or null.
 
   /// Those of a head, given its number among those of all batch entries.
