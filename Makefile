@@ -8,7 +8,7 @@ BIN := $(if $(VENV),$(VENV)/bin,)
 RUN := $(if $(VENV),$(BIN)/python,$(PYTHON))
 # More test processes than this mostly wait for each other's compilations.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 12 ? n : 12)))
-PYTEST := $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup
+PYTEST := $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup --durations 20
 # A version of JAX, in place of the newest one.
 JAX ?=
 # Written once what is installed is what lies in the tree.

@@ -109,7 +109,7 @@ class Split(NamedTuple):
         halos = halos_of(self.problem, self.parts)
         if self.is_gathered:
             return 1
-        # Of two devices each has one halo, though the program is the same for both.
+        # Each of two devices has one halo, though the program is the same for both.
         return 1 + sum(
             1 if halo.parts == 2 else len(halo.slabs(halo.before)) + len(halo.slabs(halo.after))
             for halo in halos

@@ -156,7 +156,7 @@ def reference(operands: Tensors, mask: Array, scale: float, out_cotangent: Array
 
 
 def _factors(operands: Tensors, scale: float) -> Array:
-    """Of the logits ``[batch, heads, queries, keys]``."""
+    """Factors of the logits, to be multiplied with ``[batch, heads, queries, keys]``."""
     factors = scale if operands.scale is None else np.asarray(operands.scale).astype(np.float64)
     return np.reshape(factors, (-1, 1, 1))
 

@@ -90,7 +90,7 @@ def test_pairs_of_giant_extents(window: int) -> None:
     if window == 2048:
         assert pairs(dilation=HUGE // 4096 + 1) == HUGE * window
         assert pairs(stride=2048) == HUGE * window
-        # Of a stride group in the causal case, query i sees the group's last 2048 keys up to itself.
+        # In the causal case query i of a stride group sees the group's last 2048 keys up to itself.
         first = window * (window + 1) // 2
         assert pairs(stride=2048, is_causal=True) == HUGE // window * first
 

@@ -37,7 +37,7 @@ def _promotion_raises(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def gradients(function: Callable[..., Any], *operands: Any) -> Any:
-    """Of all operands, as they are traced."""
+    """Gradients of all operands, as they are traced."""
 
     def total(*operands: Any) -> jax.Array:
         results = jax.tree.leaves(function(*operands))

@@ -171,7 +171,7 @@ def test_real_calls_are_those_tested_here(target: Target) -> None:
         dtype=np.dtype(target.dtype).name,
     )
     q_tile, kv_tile = (tuple(values[name]) for name in ("q_tile_shape", "kv_tile_shape"))
-    # Of small windows, queries have the tiles that keys have in the backward pass.
+    # With small windows, queries have the tiles that keys have in the backward pass.
     forward: dict[str, Any] = {"q_tile_shape": kv_tile, "kv_tile_shape": q_tile} if target.is_small else {}
     performance = Performance(
         **forward, backward_q_tile_shape=q_tile, backward_kv_tile_shape=kv_tile, backward_deterministic=True

@@ -124,7 +124,7 @@ def test_random_problems_keep_what_is_not_finite(native_family: Family) -> None:
 
 
 def test_what_depends_on_a_number_may_differ_and_nothing_else() -> None:
-    """Of a query head what it computes and its group's gradients; of a key head the results of its whole group."""
+    """What a query head computes and its group's gradients, or the results of a key head's whole group."""
     shape = (3, 5, 4, 8)
     tensors = oracle.Tensors(np.ones(shape), np.ones((3, 5, 2, 8)), np.ones((3, 5, 2, 6)), None, None)
     outputs = np.ones((3, 5, 4, 6)), np.ones((3, 5, 4))

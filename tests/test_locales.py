@@ -47,7 +47,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a program whose scopes and names are not in ASCII."""
+    """A program whose scopes and names are not in ASCII."""
     path = tmp_path_factory.mktemp("trace")
 
     @jax.jit

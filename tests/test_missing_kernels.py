@@ -28,7 +28,7 @@ from natten_jax.problem import problem_of
 HOPPER = Device("cuda", (9, 0))
 AMPERE = Device("cuda", (8, 6))
 BROKEN = "the native module natten_jax._native cannot be loaded (ImportError: broken)"
-#: Of a clone with a library of its own, as the one that tests run in.
+#: What to do in a clone with a library of its own, as the one that tests run in.
 REMEDY = f"Run `pip install --editable .` in {Path(__file__).parents[1]}"
 BLOCKED = "import sys; sys.modules['natten_jax._native'] = None\n"
 

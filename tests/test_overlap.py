@@ -71,7 +71,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Of a traced function and of those that it calls; not of kernels."""
+    """Equations of a traced function and of those that it calls, but not of kernels."""
     for equation in jaxpr.eqns:
         parameters = jax.tree.leaves(list(equation.params.values()))
         inner = [getattr(each, "jaxpr", each) for each in parameters if hasattr(each, "eqns")]
@@ -149,7 +149,7 @@ def test_two_devices_change_places(pass_: str, overlaps: bool, monkeypatch: pyte
     program = traced(pass_, 2, rows=24 if overlaps else 32).lower(lowering_platforms=("cpu",)).as_text()
     moves = re.findall(r"collective_permute.*?source_target_pairs = dense<(.*?)> :", program)
     halo_time.overlap_that_pays.cache_clear()
-    # Of keys and values; backwards of their gradients, and again where they were not kept with their halos.
+    # Slabs of keys and values; backwards of their gradients, and again where they were not kept with their halos.
     assert len(moves) == (2 if pass_ == "forward" else 6 if overlaps else 4)
     assert set(moves) == {"[[0, 1], [1, 0]]"}
 

@@ -20,7 +20,7 @@ from natten_jax.profiler.traces.program import Instruction, Program
 
 
 def plan_of(operator: Operator) -> Plan:
-    """Of a forward pass of either operator; one and the same kernel runs both."""
+    """A forward pass of either operator; one and the same kernel runs both."""
     axis = Axis(8, 8, 3 if operator == "fna" else 8, 1, 1, False)
     problem = Problem(operator, 1, (axis,), 1, 1, 64, 64, "float16", 0.125)
     return Plan(

@@ -25,7 +25,7 @@ REDUCING = ("groups that are split", "groups across parts", "one key/value head"
     ],
 )
 def test_batch_and_heads_stay_split(mode: str, what: str) -> None:
-    """Of forward pass, gradients, logsumexp's gradient, vmap, remat and scan."""
+    """Forward pass, gradients, logsumexp's gradient, vmap, remat and scan."""
     output = output_of(run_python("import sharded; sharded.main()", mode, what, devices=8, timeout=600))
     found = {each["split"]: each for each in map(json.loads, output.splitlines())}
     assert list(found) == sharded.splits_of(mode, what)

@@ -30,7 +30,7 @@ HOPPER = Device("cuda", (9, 0), is_present=False)
 
 
 class Peak(NamedTuple):
-    """Of a device: floating-point operations per second by element type, without sparsity, and bytes of memory."""
+    """A device's floating-point operations per second by element type, without sparsity, and its bytes per second."""
 
     flops: dict[str, float]
     bytes: float
@@ -68,7 +68,7 @@ def random_problem(draw: random.Random) -> Problem:
 
 
 def listed(problem: Problem, draw: random.Random) -> Iterator[tuple[Backend, Pass, TilePair]]:
-    """Of every backend and pass the best tiles, and some others."""
+    """The best tiles of every backend and pass, and some others."""
     for backend in backends.registered():
         for pass_ in PASSES:
             for device in (HOPPER, Device("cpu")):

@@ -147,7 +147,7 @@ def test_row_groups_skip_and_mask_on_their_own() -> None:
     plain = simulator.count_tiles(problem, ((4, 2), (2, 2)))
     assert counts.inner == plain.inner
     assert (plain.row_groups, plain.seen_parts, plain.full_parts) == (1, plain.inner, plain.full)
-    # Of 3 x 2 tiles each row group sees 2 x 2.
+    # Each row group sees 2 x 2 of 3 x 2 tiles.
     assert counts.seen_parts < 2 * counts.inner
     more = simulator.count_tiles(dataclasses.replace(problem, additional_kv=10), ((4, 2), (2, 2)), kernel=kernel)
     assert more.seen_parts - counts.seen_parts == 2 * 3 * counts.outer

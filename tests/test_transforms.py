@@ -40,7 +40,7 @@ def objective(case: Case, backend: str | None) -> Callable[[oracle.Tensors], jax
     return run
 
 
-#: Of results that are computed twice: the same arithmetic, rounded at different places.
+#: Tolerance of results that are computed twice: the same arithmetic, rounded at different places.
 TOLERANCES = {"float32": 1e-5, "float64": 1e-5, "float16": 2e-3, "bfloat16": 1.5e-2}
 
 

@@ -18,7 +18,7 @@ Inputs = tuple[oracle.Tensors, tuple[np.ndarray, np.ndarray]]
 NAMES = (*(name for name in oracle.Tensors._fields if name != "scale"), "d_out", "d_lse")
 NUMBERS = ("nan", "inf", "-inf")
 EXTENTS = ("number", "token", "entry")
-#: Of those that one head of queries has; the others belong to a head of keys.
+#: Arrays that one head of queries has; the others belong to a head of keys.
 OF_QUERIES = ("query", "d_out", "d_lse")
 #: What sums that are added up in another order in each run are compared by, of the largest of them.
 TOLERANCE = 0.02

@@ -80,7 +80,7 @@ def error(found: jax.Array, exact: np.ndarray) -> float:
 @pytest.mark.parametrize("layout", [(11, 19), (40, 37)])  # of which a block holds one whole
 @pytest.mark.parametrize(("amplitude", "offset"), [(1.0, 0.0), (40.0, 0.0), (1000.0, 0.0), (1.0, 30.0), (1.0, -30.0)])
 def test_large_logits_lose_no_digits(dtype: Any, amplitude: float, offset: float, layout: tuple[int, int]) -> None:
-    """Of either sign, whose weights neither element type could hold if they were relative to nothing."""
+    """Logits of either sign, whose weights neither element type could hold if they were relative to nothing."""
     shape = 1, *layout, 2, 32
     query = (draw(0, *shape, dtype=jnp.float32) * amplitude + offset).astype(dtype)
     key = (draw(1, *shape, dtype=jnp.float32) + (1.0 if offset else 0.0)).astype(dtype)
