@@ -128,7 +128,7 @@ def predict_split(plan: Plan, parts: Sequence[int], calibration: Calibration) ->
     return _split_time(plan, halos, way, calibration)
 
 
-def _split_time(plan: Plan, halos: Sequence[Halo], way: Way, calibration: Calibration) -> SplitTime | None:
+def _split_time(plan: Plan, halos: Sequence[Halo], way: HaloStrategy, calibration: Calibration) -> SplitTime | None:
     problem, pass_ = plan.problem, plan.pass_
     kernels = _kernel_seconds(plan, halos, way, calibration)
     if kernels is None:
@@ -150,7 +150,7 @@ def _split_time(plan: Plan, halos: Sequence[Halo], way: Way, calibration: Calibr
     return SplitTime(devices, plan.tiles, received, compute, exchange, exchange - hidden)
 
 
-def _kernel_seconds(plan: Plan, halos: Sequence[Halo], way: Way, calibration: Calibration) -> float | None:
+def _kernel_seconds(plan: Plan, halos: Sequence[Halo], way: HaloStrategy, calibration: Calibration) -> float | None:
     """Seconds that the kernels of all calls compute; ``None`` where they were not calibrated for the problem."""
     problem, pass_ = plan.problem, plan.pass_
     one, inner = visits_of_one(plan), sum(call.inner for call in way.calls)
@@ -175,7 +175,7 @@ def _token_bytes(problem: Problem) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class HaloStrategy:
     """What it takes to get halos to where a pass reads them.
 
     Attributes:
@@ -212,7 +212,7 @@ def _is_continued(plan: Plan) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def overlap_that_pays(plan: Plan, halos: tuple[Halo, ...]) -> Way | None:
+def overlap_that_pays(plan: Plan, halos: tuple[Halo, ...]) -> HaloStrategy | None:
     """How a pass computes while halos travel; ``None`` where it had better have them first.
 
     Args:
@@ -224,7 +224,7 @@ def overlap_that_pays(plan: Plan, halos: tuple[Halo, ...]) -> Way | None:
     return overlap if overlap is not None and gains(plan, halos, overlap) else None
 
 
-def gains(plan: Plan, halos: Sequence[Halo], overlap: Way) -> bool:
+def gains(plan: Plan, halos: Sequence[Halo], overlap: HaloStrategy) -> bool:
     """Whether computing while halos travel takes less time than to have them first.
 
     The one place where that is decided, for kernels whose times are known; others gain nothing.
@@ -242,16 +242,16 @@ def gains(plan: Plan, halos: Sequence[Halo], overlap: Way) -> bool:
     return meanwhile is not None and first is not None and meanwhile.seconds < first.seconds
 
 
-def _halos_first(plan: Plan, halos: Sequence[Halo]) -> Way:
+def _halos_first(plan: Plan, halos: Sequence[Halo]) -> HaloStrategy:
     """A pass that has all halos before it computes anything.
 
     Slabs are cut, and put beside a device's own keys and values, which are copied there while they travel.
     """
 
-    return Way([visits_at_once(plan, halos)], 4 * _slab_bytes(plan.problem, halos))
+    return HaloStrategy([visits_at_once(plan, halos)], 4 * _slab_bytes(plan.problem, halos))
 
 
-def _by_keys(plan: Plan, halos: Sequence[Halo]) -> Way | None:
+def _by_keys(plan: Plan, halos: Sequence[Halo]) -> HaloStrategy | None:
     """A pass that takes a device's own keys first, and then each halo; ``None`` where that cannot be."""
     if any(halo.is_gathered for halo in halos) or not any(halo.received for halo in halos):
         return None
@@ -267,7 +267,7 @@ def _by_keys(plan: Plan, halos: Sequence[Halo]) -> Way | None:
         held[i] += halos[i].received
     # Keys and values are cut and put together, and taken apart where they arrive.
     moved = copied * _token_bytes(problem) + 5 * _slab_bytes(problem, halos)
-    return Way(visits_by_keys(plan, halos), moved, [slab / sum(slabs) for slab in slabs])
+    return HaloStrategy(visits_by_keys(plan, halos), moved, [slab / sum(slabs) for slab in slabs])
 
 
 def _slab_bytes(problem: Problem, halos: Sequence[Halo]) -> int:

@@ -17,7 +17,7 @@ from natten_jax.cost import small_windows
 from natten_jax.cost.axis_tiles import outer_tiles
 from natten_jax.cost.calibration import Calibration, Kernel
 from natten_jax.cost.predict import predict
-from natten_jax.cost.row_groups import Parts, part_counts
+from natten_jax.cost.row_groups import RowGroupCounts, part_counts
 from natten_jax.cost.tile_counts import TimedTiles, additional_counts
 from natten_jax.cost.tile_shapes import pairs_of
 from natten_jax.performance import Pass, TilePair, outer_and_inner
@@ -102,7 +102,7 @@ def _timed_tiles(
         tokens = kernel.outer_tokens, kernel.inner_tokens
         fills = math.prod(inner_tiles[0]) == kernel.inner_tokens
         extra = [additional_counts(problem, outer, inner_tile, tokens, pass_) for inner_tile in inner_tiles]
-        parts = Parts(*(each.astype(object) for each in parts)).plus(
+        parts = RowGroupCounts(*(each.astype(object) for each in parts)).plus(
             kernel.row_groups,
             np.array([each.inner for each in extra], object),
             np.array([each.full if fills or pass_ == "forward" else 0 for each in extra], object),

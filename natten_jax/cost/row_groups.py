@@ -28,7 +28,7 @@ from natten_jax.performance import Pass
 from natten_jax.problem import Axis, Shape
 
 
-class Parts(NamedTuple):
+class RowGroupCounts(NamedTuple):
     """What row groups make of inner tiles: a number, or an array with an entry for every shape of inner tiles.
 
     Attributes:
@@ -43,9 +43,9 @@ class Parts(NamedTuple):
     full: Any
     partial: Any
 
-    def plus(self, row_groups: int, inner: Any, full: Any) -> Parts:
+    def plus(self, row_groups: int, inner: Any, full: Any) -> RowGroupCounts:
         """With more inner tiles, which every row group sees, and of which ``full`` need no mask."""
-        return Parts(
+        return RowGroupCounts(
             self.inner + inner,
             self.seen + row_groups * inner,
             self.full + row_groups * full,
@@ -60,7 +60,7 @@ def part_counts(
     placement: Placement,
     pass_: Pass,
     kernel: Kernel,
-) -> Parts:
+) -> RowGroupCounts:
     """What a kernel's row groups make of inner tiles of several shapes, all of as many tokens.
 
     An inner tile that does not fill the kernel's is masked where it ends.
@@ -80,7 +80,7 @@ def part_counts(
     judged = functools.reduce(np.multiply, of_axes)
     seen, full, unmasked = _weights(row_groups, math.prod(inner_tiles[0]) == kernel.inner_tokens)
     inner = judged[:, 0]
-    return Parts(inner, judged @ seen, judged @ full, inner - judged @ unmasked)
+    return RowGroupCounts(inner, judged @ seen, judged @ full, inner - judged @ unmasked)
 
 
 class _Extents(NamedTuple):

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from natten_jax.cost.axis_tiles import AxisCounts, Placement, axis_counts
 from natten_jax.cost.calibration import Kernel
-from natten_jax.cost.row_groups import Parts, part_counts
+from natten_jax.cost.row_groups import RowGroupCounts, part_counts
 from natten_jax.cost.work import visible_pairs
 from natten_jax.performance import Pass, TilePair, outer_and_inner
 from natten_jax.problem import Problem, Shape
@@ -156,11 +156,11 @@ def count_tiles(
     counts = [axis_counts(*each, placement, pass_) for each in zip(axes, outer_tile, inner_tile, strict=True)]
     outer, inner, full, most, hull = (math.prod(values) for values in zip(*counts, strict=True))
     tokens = math.prod(outer_tile), math.prod(inner_tile)
-    row_groups, parts = 1, Parts(inner, inner, full, inner - full)
+    row_groups, parts = 1, RowGroupCounts(inner, inner, full, inner - full)
     fills = kernel is None or tokens[1] == kernel.inner_tokens
     if kernel is not None:
         counted = part_counts(axes, outer_tile, (inner_tile,), placement, pass_, kernel)
-        row_groups, parts = kernel.row_groups, Parts(*(int(each[0]) for each in counted))
+        row_groups, parts = kernel.row_groups, RowGroupCounts(*(int(each[0]) for each in counted))
         full = full if fills else 0
         tokens = kernel.outer_tokens, kernel.inner_tokens
     if problem.additional_kv:

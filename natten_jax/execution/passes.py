@@ -30,7 +30,7 @@ from natten_jax.sharding.halos.exchange import Exchange
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kind:
+class _PassSpec:
     """What a step computes.
 
     Attributes:
@@ -56,7 +56,7 @@ class _PassStep(Step):
         structure: Of the arguments that :class:`_Kind` speaks of.
     """
 
-    kind: _Kind
+    kind: _PassSpec
     structure: Any
 
     @property
@@ -84,7 +84,7 @@ class _PassStep(Step):
     ) -> list[Any]:
         """The results where token dimensions are split; if it pays, most of them while keys and values travel."""
 
-        def run_part(kind: _Kind, request: Request, *arguments: Any) -> Any:
+        def run_part(kind: _PassSpec, request: Request, *arguments: Any) -> Any:
             leaves, structure = jax.tree.flatten(arguments)
             types = kind.types(request, *arguments)
             return jax.tree.unflatten(jax.tree.structure(types), run(_PassStep(kind, structure), request, leaves))
@@ -230,13 +230,13 @@ def _compute_gradients(
     return _backend(plan).backward(plan, operands, saved, cotangents)
 
 
-_FORWARD = _Kind("forward", _output_types, _compute_forward)
-_FORWARD_SAVING = _Kind("forward", _saved_types, _compute_saved)
-_FORWARD_CONTINUED = _Kind("forward", _saved_types, _compute_continued)
-_BACKWARD = _Kind("backward", _gradient_types, _compute_gradients)
+_FORWARD = _PassSpec("forward", _output_types, _compute_forward)
+_FORWARD_SAVING = _PassSpec("forward", _saved_types, _compute_saved)
+_FORWARD_CONTINUED = _PassSpec("forward", _saved_types, _compute_continued)
+_BACKWARD = _PassSpec("backward", _gradient_types, _compute_gradients)
 
 
-def _run(kind: _Kind, request: Request, *arguments: Any) -> Any:
+def _run(kind: _PassSpec, request: Request, *arguments: Any) -> Any:
     leaves, structure = jax.tree.flatten(arguments)
     types = kind.types(request, *jax.tree.unflatten(structure, map(jax.typeof, leaves)))
     arrays = primitive.bind(_PassStep(kind, structure), request, leaves)

@@ -24,13 +24,13 @@ from natten_jax.arrays.roles import Role
 from natten_jax.execution import debug_nans
 from natten_jax.execution.checkpoint_names import named
 from natten_jax.execution.refused_derivatives import refuse
-from natten_jax.execution.steps import Step, Transposed
+from natten_jax.execution.steps import Step, Transpose
 from natten_jax.plan import marks as plan_marks
 from natten_jax.plan.devices import CPU, OTHER, Device, cuda_device
 from natten_jax.plan.plan import Plan
 from natten_jax.plan.request import Request
 from natten_jax.sharding import auto
-from natten_jax.sharding.halos.device_line import Line
+from natten_jax.sharding.halos.device_line import DeviceLine
 from natten_jax.sharding.halos.exchange import Exchange
 
 _pass_p = Primitive("natten_jax_pass")
@@ -122,7 +122,7 @@ def _transpose(
     known = [each for each in arguments if not ad.is_undefined_primal(each)]
     avals = [arguments[i].aval for i in linear]
     results = step.results(request, [getattr(each, "aval", each) for each in arguments], known[0].shape[: mapped + 1])
-    transposed = Transposed(
+    transposed = Transpose(
         step,
         tuple(linear),
         tuple((aval.shape[mapped + 1 :], aval.dtype.name) for aval in avals),
@@ -171,7 +171,7 @@ def _run_local(
     request: Request,
     mapped: int,
     device: Device,
-    lines: Sequence[Line | None] = (),
+    lines: Sequence[DeviceLine | None] = (),
 ) -> list[jax.Array]:
     """Run a step on all that one device has, mapped axes and batch as one.
 

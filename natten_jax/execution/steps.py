@@ -129,7 +129,7 @@ class Step(abc.ABC):
         Raises:
             NotImplementedError: It has no derivative.
         """
-        return Derivative(Tangents(self, tuple(given)), reads_results=False)
+        return Derivative(Jvp(self, tuple(given)), reads_results=False)
 
 
 class Derivative(NamedTuple):
@@ -146,7 +146,7 @@ class Derivative(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Tangents(Step):
+class Jvp(Step):
     """The tangents of a step's results.
 
     Attributes:
@@ -174,7 +174,7 @@ class Tangents(Step):
     def placed(self) -> tuple[Step, int]:
         """The same for a part of the layout, and which of its arguments says where that lies."""
         of, position = self.of.placed()
-        return Tangents(of, tuple(i + (i >= position) for i in self.given)), position
+        return Jvp(of, tuple(i + (i >= position) for i in self.given)), position
 
     def compute(self, plan: Plan, request: Request, device: Device, *arguments: jax.Array) -> list[jax.Array]:
         """The tangents."""
@@ -189,7 +189,7 @@ class Tangents(Step):
 
 
 @dataclasses.dataclass(frozen=True)
-class Transposed(Step):
+class Transpose(Step):
     """The transpose of a step that is linear in some arguments.
 
     Attributes:

@@ -24,7 +24,7 @@ from natten_jax.ops.attention_kwargs import check_agreement
 from natten_jax.ops.heads_first import described
 from natten_jax.ops.ignored_arguments import warn_of_ignored
 from natten_jax.ops.merge import merge_attentions
-from natten_jax.ops.parts import Kind, Part, parts_of
+from natten_jax.ops.parts import KeySet, SubCall, parts_of
 from natten_jax.performance import ATTENTION_NAMES, PERFORMANCE_NAMES, Performance, performance_of
 from natten_jax.plan.request import Request
 from natten_jax.problem import Problem
@@ -48,7 +48,7 @@ class Window(NamedTuple):
     token_axes: TokenAxes | None = None
 
 
-class How(NamedTuple):
+class ExecutionArguments(NamedTuple):
     """The arguments that change nothing but how the result is computed."""
 
     backend: str | None
@@ -58,7 +58,7 @@ class How(NamedTuple):
 
 
 def attend_windows(
-    arrays: Sequence[ArrayLike | None], window: Window, scale: Scale | None, how: How, return_lse: bool
+    arrays: Sequence[ArrayLike | None], window: Window, scale: Scale | None, how: ExecutionArguments, return_lse: bool
 ) -> Any:
     """``na{rank}d``; ``arrays`` are query, key, value, additional keys and additional values."""
     return_lse = flag("return_lse", return_lse)
@@ -78,7 +78,7 @@ def attend_windows(
         check_agreement(how.attention_kwargs, problem, scale, return_lse)
     if how.performance or how.attention_kwargs:
         for part in parts:
-            of_attention = () if part.kind is Kind.WINDOWS else how.attention_kwargs or ()
+            of_attention = () if part.kind is KeySet.WINDOWS else how.attention_kwargs or ()
             warn_of_ignored(part.request, operands.query, of_attention)
     operands = with_whole_dimensions(
         _with_scale(operands, factors, problem), keeps_tokens=all(part.keeps_tokens for part in parts)
@@ -183,18 +183,18 @@ def _with_scale(operands: Operands, factors: Any, problem: Problem) -> Operands:
     return operands._replace(scale=per_head(factors, batch, heads, problem.dtype))
 
 
-def _run(part: Part, arrays: Operands) -> Output:
+def _run(part: SubCall, arrays: Operands) -> Output:
     """A part's output and logsumexp in the shapes of the call's."""
     token_axes = part.request.token_axes
-    if part.kind is Kind.WINDOWS:
+    if part.kind is KeySet.WINDOWS:
         if not part.request.problem.additional_kv:
             arrays = arrays._replace(additional_keys=None, additional_values=None)
         return _attend(part.request, arrays)
     lines = device_line.lines_of(token_axes)
-    if part.kind is Kind.WHOLE_LAYOUT:
+    if part.kind is KeySet.WHOLE_LAYOUT:
         arrays = exchange.with_all_keys(arrays, lines)
     query, key, value, additional_keys, additional_values, *_ = arrays
-    if part.kind is Kind.ADDITIONAL:
+    if part.kind is KeySet.ADDITIONAL:
         assert additional_keys is not None and additional_values is not None
         keys, values = additional_keys, additional_values
     else:

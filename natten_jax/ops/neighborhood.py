@@ -12,7 +12,7 @@ from natten_jax.arguments.scale import Scale
 from natten_jax.arguments.static import Bools, Ints
 from natten_jax.arguments.token_axes import TokenAxes
 from natten_jax.ops.arrays import ArrayLike
-from natten_jax.ops.calls import How, Window, attend_windows
+from natten_jax.ops.calls import ExecutionArguments, Window, attend_windows
 from natten_jax.performance import PERFORMANCE_NAMES, PerformanceArguments
 
 #: Output and logsumexp.
@@ -152,7 +152,7 @@ def na1d(
     """
     arrays = query, key, value, additional_keys, additional_values
     window = Window(1, kernel_size, stride, dilation, is_causal, token_axes)
-    how = How(backend, performance, attention_kwargs, try_fuse_additional_kv)
+    how = ExecutionArguments(backend, performance, attention_kwargs, try_fuse_additional_kv)
     return attend_windows(arrays, window, scale, how, return_lse)
 
 
@@ -289,7 +289,7 @@ def na2d(
     """
     arrays = query, key, value, additional_keys, additional_values
     window = Window(2, kernel_size, stride, dilation, is_causal, token_axes)
-    how = How(backend, performance, attention_kwargs, try_fuse_additional_kv)
+    how = ExecutionArguments(backend, performance, attention_kwargs, try_fuse_additional_kv)
     return attend_windows(arrays, window, scale, how, return_lse)
 
 
@@ -426,5 +426,5 @@ def na3d(
     """
     arrays = query, key, value, additional_keys, additional_values
     window = Window(3, kernel_size, stride, dilation, is_causal, token_axes)
-    how = How(backend, performance, attention_kwargs, try_fuse_additional_kv)
+    how = ExecutionArguments(backend, performance, attention_kwargs, try_fuse_additional_kv)
     return attend_windows(arrays, window, scale, how, return_lse)

@@ -15,7 +15,7 @@ from natten_jax.plan.request import Request
 from natten_jax.problem import flattened, of_additional_tokens
 
 
-class Kind(enum.Enum):
+class KeySet(enum.Enum):
     """What a part attends to."""
 
     WINDOWS = "windows"  # the tokens, and the additional ones if the same kernel takes them
@@ -23,7 +23,7 @@ class Kind(enum.Enum):
     ADDITIONAL = "additional"  # the additional tokens alone, flattened
 
 
-class Part(NamedTuple):
+class SubCall(NamedTuple):
     """One attention call.
 
     Attributes:
@@ -31,18 +31,18 @@ class Part(NamedTuple):
         request: What is asked of the backends.
     """
 
-    kind: Kind
+    kind: KeySet
     request: Request
 
     @property
     def keeps_tokens(self) -> bool:
         """Whether token dimensions can stay split over devices."""
-        return self.kind is Kind.WINDOWS
+        return self.kind is KeySet.WINDOWS
 
 
 def parts_of(
     request: Request, attention_kwargs: Mapping[str, Any] | None = None, try_fuse_additional_kv: bool | None = None
-) -> tuple[Part, ...]:
+) -> tuple[SubCall, ...]:
     """The attention calls of a call of ``na1d``, ``na2d`` or ``na3d``.
 
     Args:
@@ -57,7 +57,7 @@ def parts_of(
     problem = request.problem
     counterpart = backends.counterpart(request.backend)
     if attention_kwargs is None and not problem.additional_kv and not problem.is_attention:
-        return (Part(Kind.WINDOWS, request),)
+        return (SubCall(KeySet.WINDOWS, request),)
     # Whatever runs the whole layout is told the call's own performance arguments, too.
     inherited = request.performance.flattened() if problem.is_attention else {}
     own = checked_attention_kwargs(attention_kwargs, inherited)
@@ -66,20 +66,20 @@ def parts_of(
     performance = _attention_performance({**inherited, **own})
     if problem.is_attention:
         return (
-            Part(
-                Kind.WHOLE_LAYOUT,
+            SubCall(
+                KeySet.WHOLE_LAYOUT,
                 dataclasses.replace(request, problem=flattened(problem), performance=performance, backend=backend),
             ),
         )
     if try_fuse_additional_kv is None:
         try_fuse_additional_kv = not speaks_of_it
     if not problem.additional_kv or (try_fuse_additional_kv and passes.fuses_additional_kv(request)):
-        return (Part(Kind.WINDOWS, request),)
+        return (SubCall(KeySet.WINDOWS, request),)
     windows = dataclasses.replace(request, problem=dataclasses.replace(problem, additional_kv=0))
     additional = dataclasses.replace(
         request, problem=of_additional_tokens(problem), performance=performance, backend=backend
     )
-    return Part(Kind.WINDOWS, windows), Part(Kind.ADDITIONAL, additional)
+    return SubCall(KeySet.WINDOWS, windows), SubCall(KeySet.ADDITIONAL, additional)
 
 
 def _attention_performance(arguments: Mapping[str, Any]) -> Performance:

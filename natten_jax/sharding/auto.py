@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxlib.mlir import ir
 
 from natten_jax.arrays.roles import Role
-from natten_jax.sharding.halos.device_line import Line
+from natten_jax.sharding.halos.device_line import DeviceLine
 from natten_jax.sharding.hlo_sharding import Layout, device_tiles, sharding_like
 from natten_jax.version import __version__
 
@@ -222,7 +222,7 @@ class Partitioned:
                     warn_of_gather(name, axis, ndim, f"{tiles.shape[axis]} devices")
 
 
-def _line_of(layout: Layout, dimension: int) -> Line | None:
+def _line_of(layout: Layout, dimension: int) -> DeviceLine | None:
     """The line of devices that this one exchanges tokens of a dimension with."""
     rows = layout.line(dimension)
     count, parts = rows.shape
@@ -239,7 +239,7 @@ def _line_of(layout: Layout, dimension: int) -> Line | None:
         groups = rows.tolist() if count > 1 else None
         return jax.lax.all_gather(array, _DEVICES, axis=axis, tiled=True, axis_index_groups=groups)
 
-    return Line(parts, jnp.asarray(places)[jax.lax.axis_index(_DEVICES)], permuted, gathered)
+    return DeviceLine(parts, jnp.asarray(places)[jax.lax.axis_index(_DEVICES)], permuted, gathered)
 
 
 def _sum(array: jax.Array, groups: np.ndarray) -> jax.Array:

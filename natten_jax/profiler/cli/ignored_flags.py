@@ -7,7 +7,7 @@ from typing import Any
 
 from natten_jax.backends.heeded import ignored
 from natten_jax.backends.select import resolve
-from natten_jax.ops.parts import Kind
+from natten_jax.ops.parts import KeySet
 from natten_jax.performance import Performance
 from natten_jax.plan.devices import Device
 from natten_jax.profiler.cli.complaints import warn
@@ -38,7 +38,7 @@ def _ignored(options: Options, device: Device) -> Iterator[tuple[str, str]]:
         yield from _given(options, ("split",), "--devices says over how many devices, and it is 1")
     if options.is_baseline:
         return  # which is said where they are taken away
-    if options.fmha_backend is not None and all(part.kind is Kind.WINDOWS for part in parts_of(options)):
+    if options.fmha_backend is not None and all(part.kind is KeySet.WINDOWS for part in parts_of(options)):
         reason = "no attention backend runs: windows are smaller than the layout, and there are no additional tokens"
         yield f"--fmha-backend {options.fmha_backend}", reason
     if options.dry_run:

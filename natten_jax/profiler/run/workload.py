@@ -14,7 +14,7 @@ from natten_jax import backends
 from natten_jax.backends.names import absence
 from natten_jax.backends.select import resolve
 from natten_jax.ops import parts
-from natten_jax.ops.parts import Kind, Part
+from natten_jax.ops.parts import KeySet, SubCall
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device, default_device
 from natten_jax.plan.plan import BackendId, Plan
@@ -104,7 +104,7 @@ def compile_workload(
     for part in () if options.is_baseline else device_parts(options):
         for pass_ in passes(options):
             plan = resolve(part.request, device, pass_)
-            is_additional = part.kind is Kind.ADDITIONAL
+            is_additional = part.kind is KeySet.ADDITIONAL
             chosen[f"additional_kv_{pass_}" if is_additional else pass_] = str(plan.backend)
             if not is_additional:
                 plans[pass_] = plan
@@ -186,16 +186,16 @@ def attention_kwargs(options: Options) -> dict[str, Any] | None:
     return None if options.fmha_backend is None else {"backend": options.fmha_backend}
 
 
-def parts_of(options: Options) -> tuple[Part, ...]:
+def parts_of(options: Options) -> tuple[SubCall, ...]:
     """The attention calls that the operators make of the options."""
     return parts.parts_of(request_of(options), attention_kwargs(options))
 
 
-def device_parts(options: Options) -> tuple[Part, ...]:
+def device_parts(options: Options) -> tuple[SubCall, ...]:
     """The attention calls as they run on each device: of its share."""
     one = request_of(of_each_device(options)).problem
 
-    def of_device(part: Part) -> Part:
+    def of_device(part: SubCall) -> SubCall:
         return part._replace(request=part.request.of_part(one.batch, one.heads, one.heads_kv))
 
     return tuple(map(of_device, parts_of(options))) if options.devices > 1 else parts_of(options)

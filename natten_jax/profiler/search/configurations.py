@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from natten_jax import backends, simulator
 from natten_jax.backends import select
 from natten_jax.backends.base import Backend
-from natten_jax.ops.parts import Part
+from natten_jax.ops.parts import SubCall
 from natten_jax.performance import PASSES, Pass, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import BackendId
@@ -42,7 +42,7 @@ class Listing:
         return simulator.simulate(self.problem, pair, self.pass_, calibration=calibration)
 
 
-def main_part(options: Options) -> Part:
+def main_part(options: Options) -> SubCall:
     """The attention over the tokens themselves."""
     return parts_of(options)[0]
 

@@ -10,7 +10,7 @@ import jax
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
+class DeviceLine:
     """The devices that share one token dimension, in the order of their parts.
 
     Attributes:
@@ -32,7 +32,7 @@ class Line:
         return self.permuted(array, [(place, place + hops) for place in places if place + hops in places])
 
 
-def lines_of(token_axes: Sequence[tuple[str, ...]]) -> list[Line | None]:
+def lines_of(token_axes: Sequence[tuple[str, ...]]) -> list[DeviceLine | None]:
     """The lines along manual mesh axes, from those that each token dimension is split over."""
     return [
         _line_of(names) if parts > 1 else None for names, parts in zip(token_axes, parts_of(token_axes), strict=True)
@@ -44,7 +44,7 @@ def parts_of(token_axes: Sequence[tuple[str, ...]]) -> tuple[int, ...]:
     return tuple(jax.lax.axis_size(names) if names else 1 for names in token_axes)
 
 
-def _line_of(names: tuple[str, ...]) -> Line:
+def _line_of(names: tuple[str, ...]) -> DeviceLine:
     """The line along manual mesh axes, the first one slowest."""
     parts = jax.lax.axis_size(names)
 
@@ -54,4 +54,4 @@ def _line_of(names: tuple[str, ...]) -> Line:
     def gathered(array: jax.Array, axis: int) -> jax.Array:
         return jax.lax.all_gather(array, names, axis=axis, tiled=True)
 
-    return Line(parts, jax.lax.axis_index(names), permuted, gathered)
+    return DeviceLine(parts, jax.lax.axis_index(names), permuted, gathered)

@@ -19,7 +19,7 @@ from natten_jax.arrays.operands import Operands
 from natten_jax.halo import Halo, halos_of
 from natten_jax.problem import Problem
 from natten_jax.sharding.halos import slabs
-from natten_jax.sharding.halos.device_line import Line
+from natten_jax.sharding.halos.device_line import DeviceLine
 
 FIRST_TOKEN_AXIS = 1  # behind the batch
 
@@ -34,10 +34,10 @@ class Exchange:
     """
 
     halos: Sequence[Halo]
-    lines: Sequence[Line | None]
+    lines: Sequence[DeviceLine | None]
 
     @classmethod
-    def of(cls, problem: Problem, lines: Sequence[Line | None]) -> Exchange:
+    def of(cls, problem: Problem, lines: Sequence[DeviceLine | None]) -> Exchange:
         """That of a call, whose layout is the global one.
 
         Of two devices both get halos of one length, so that these change places in one exchange.
@@ -75,7 +75,7 @@ class Exchange:
             array = slabs.returned(array, halo, line, axis, layout[axis - FIRST_TOKEN_AXIS])
         return array
 
-    def _split_axes(self) -> list[tuple[int, Halo, Line]]:
+    def _split_axes(self) -> list[tuple[int, Halo, DeviceLine]]:
         return [
             (FIRST_TOKEN_AXIS + i, halo, line)
             for i, (halo, line) in enumerate(zip(self.halos, self.lines, strict=True))
@@ -101,7 +101,7 @@ class Exchange:
         return jnp.stack([*pad, *rows[0], *pad, *rows[1]]).reshape(2, 3)
 
 
-def with_all_keys(operands: Operands, lines: Sequence[Line | None]) -> Operands:
+def with_all_keys(operands: Operands, lines: Sequence[DeviceLine | None]) -> Operands:
     """A device's queries and everyone's keys and values."""
     arrays = [operands.key, operands.value]
     for i, line in enumerate(lines):
@@ -110,7 +110,7 @@ def with_all_keys(operands: Operands, lines: Sequence[Line | None]) -> Operands:
     return operands._replace(key=arrays[0], value=arrays[1])
 
 
-def flat_origins(layout: Sequence[int], lines: Sequence[Line | None]) -> jax.Array:
+def flat_origins(layout: Sequence[int], lines: Sequence[DeviceLine | None]) -> jax.Array:
     """Where a device's queries begin among all, as a sequence; keys are everyone's.
 
     In several dimensions the queries of a part are no contiguous part of the sequence, and the first stand for them:

@@ -19,7 +19,7 @@ from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
 from natten_jax.arrays.query_box import QueryBox
 from natten_jax.plan.request import Request
 from natten_jax.sharding.halos.exchange import Exchange
-from natten_jax.sharding.halos.pipeline import Travel, places_of, returned
+from natten_jax.sharding.halos.pipeline import HaloPipeline, places_of, returned
 
 _Tree = TypeVar("_Tree")
 
@@ -44,7 +44,7 @@ def forward(
         exchange: What brings the halos, none of which are gathered.
         operands: What the device has, without origins.
     """
-    travel = Travel(places_of(request.problem, exchange), exchange, operands)
+    travel = HaloPipeline(places_of(request.problem, exchange), exchange, operands)
     (query, nothing), seeing = travel.started_before((operands.query, jnp.zeros((), jnp.int32)))
     found = run(request, operands._replace(query=query, origins=_own_origins(exchange, nothing)))
     for place in travel.places:
@@ -76,7 +76,7 @@ def backward(
         saved: Of the forward pass.
         cotangents: Of output and logsumexp.
     """
-    travel = Travel(places_of(request.problem, exchange), exchange, operands)
+    travel = HaloPipeline(places_of(request.problem, exchange), exchange, operands)
     of_queries = operands.query, saved, cotangents
     (query, saved, cotangents), seen_next = _started_and_cut(travel, of_queries, of_queries)
     own_operands = operands._replace(query=query, origins=_own_origins(exchange, 0))
@@ -103,7 +103,7 @@ def backward(
     return own._replace(query=of_query, key=key, value=value, scale=scale)
 
 
-def _started_and_cut(travel: Travel, arrays: _Tree, of_queries: _Tree) -> tuple[_Tree, _Tree | None]:
+def _started_and_cut(travel: HaloPipeline, arrays: _Tree, of_queries: _Tree) -> tuple[_Tree, _Tree | None]:
     """Start to bring the next slab, and cut the queries that see it before anything is computed of ``arrays``."""
     arrays, seeing = travel.started_before(arrays)
     if seeing is None:

@@ -19,7 +19,7 @@ from natten_jax.arrays.operands import Operands
 from natten_jax.arrays.query_box import QueryBox
 from natten_jax.halo import Halo, travel_order
 from natten_jax.problem import Problem
-from natten_jax.sharding.halos.device_line import Line
+from natten_jax.sharding.halos.device_line import DeviceLine
 from natten_jax.sharding.halos.exchange import FIRST_TOKEN_AXIS, Exchange
 from natten_jax.sharding.halos.slabs import edge_for_neighbor, received_from_neighbor, returned_to_neighbors, unknown
 
@@ -29,7 +29,7 @@ _Tree = TypeVar("_Tree")
 _COMBINED_BYTES = 30 << 20
 
 
-class Place(NamedTuple):
+class Slab(NamedTuple):
     """Where a slab of halos lies, and the queries that see it.
 
     Attributes:
@@ -47,9 +47,9 @@ class Place(NamedTuple):
     seeing: QueryBox
 
 
-def places_of(problem: Problem, exchange: Exchange) -> list[Place]:
+def places_of(problem: Problem, exchange: Exchange) -> list[Slab]:
     """All slabs, in the order in which they travel."""
-    places: list[Place] = []
+    places: list[Slab] = []
     first_keys: list[Any] = [0] * len(exchange.halos)  # that the device has, with the halos of the dimensions so far
     layout = [halo.part for halo in exchange.halos]
     for i in travel_order(exchange.halos):
@@ -60,19 +60,19 @@ def places_of(problem: Problem, exchange: Exchange) -> list[Place]:
             first_query, first_key = (jnp.where(is_front, *each) for each in zip(*sides, strict=True))
             first = jnp.stack(_with([jnp.zeros((), jnp.int32)] * len(layout), i, unknown(first_query)))
             seeing = QueryBox(first, tuple(_with(layout, i, slab.queries)))
-            places.append(Place(i, number, slab.keys, _with(first_keys, i, first_key), seeing))
+            places.append(Slab(i, number, slab.keys, _with(first_keys, i, first_key), seeing))
         first_keys[i] = jnp.where(line.place == 0, 0, -halo.before) if halo.changes_places else -halo.before
     return places
 
 
-class Travel:
+class HaloPipeline:
     """The exchange of keys and values, a slab while the one before is attended to.
 
     XLA has one exchange on its way at a time. So the first one travels while a device's own keys run, the second while
     the first slab does, and so on; and a slab of keys goes with that of values. What is cut is cut in words.
     """
 
-    def __init__(self, places: Sequence[Place], exchange: Exchange, operands: Operands) -> None:
+    def __init__(self, places: Sequence[Slab], exchange: Exchange, operands: Operands) -> None:
         self.places = places
         self._exchange = exchange
         self._next = 0
@@ -121,7 +121,7 @@ class Travel:
         place = self.places[self._next]
         return edge_for_neighbor(place.number, *_along(self._exchange, place.dimension))
 
-    def _sent(self, place: Place) -> list[jax.Array]:
+    def _sent(self, place: Slab) -> list[jax.Array]:
         """What another device needs: of keys and of values, or of both together."""
         assert self._edge is not None
         first, other = slabs = [each.sent(place, self._edge, self._exchange) for each in self._patchworks]
@@ -143,7 +143,7 @@ class _Patchwork:
     own: jax.Array
     layers: Mapping[int, tuple[jax.Array, ...]] = dataclasses.field(default_factory=dict)
 
-    def sent(self, place: Place, edge: jax.Array, exchange: Exchange) -> jax.Array:
+    def sent(self, place: Slab, edge: jax.Array, exchange: Exchange) -> jax.Array:
         """What another device needs as this slab, from an edge on, halos of the dimensions before included."""
         axis = FIRST_TOKEN_AXIS + place.dimension
 
@@ -163,9 +163,7 @@ class _Patchwork:
         return dataclasses.replace(self, layers={**self.layers, dimension: slabs})
 
 
-def returned(
-    exchange: Exchange, places: Sequence[Place], array: jax.Array, gradients: Sequence[jax.Array]
-) -> jax.Array:
+def returned(exchange: Exchange, places: Sequence[Slab], array: jax.Array, gradients: Sequence[jax.Array]) -> jax.Array:
     """Gradients of a device's own keys or values and of its halos, added where these come from.
 
     Args:
@@ -192,7 +190,7 @@ def returned(
     return result  # type: ignore[no-any-return]
 
 
-def _along(exchange: Exchange, dimension: int) -> tuple[Halo, Line]:
+def _along(exchange: Exchange, dimension: int) -> tuple[Halo, DeviceLine]:
     line = exchange.lines[dimension]
     assert line is not None
     return exchange.halos[dimension], line
@@ -210,7 +208,7 @@ def _stacked(arrays: Sequence[jax.Array]) -> jax.Array:
     return room
 
 
-def _surrounded(own: jax.Array, slabs: Sequence[jax.Array], axis: int, halo: Halo, line: Line) -> jax.Array:
+def _surrounded(own: jax.Array, slabs: Sequence[jax.Array], axis: int, halo: Halo, line: DeviceLine) -> jax.Array:
     """Tokens between their halos along an axis."""
     if halo.changes_places:
         in_front, behind = (jnp.concatenate(order, axis) for order in ([*slabs, own], [own, *slabs]))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from natten_jax.arrays.avals import type_like
 from natten_jax.halo import Halo
-from natten_jax.sharding.halos.device_line import Line
+from natten_jax.sharding.halos.device_line import DeviceLine
 
 
 class _Shift(NamedTuple):
@@ -62,7 +62,7 @@ class _Move(NamedTuple):
     back: Callable[[jax.Array], jax.Array]
 
 
-def _moves(halo: Halo, line: Line) -> list[_Move]:
+def _moves(halo: Halo, line: DeviceLine) -> list[_Move]:
     if halo.changes_places:
         is_front = line.place == 0
         edge = jnp.where(is_front, halo.part - halo.before, 0)
@@ -81,7 +81,7 @@ def _moves(halo: Halo, line: Line) -> list[_Move]:
     ]
 
 
-def extended(arrays: Sequence[jax.Array], halo: Halo, line: Line, axis: int) -> list[jax.Array]:
+def extended(arrays: Sequence[jax.Array], halo: Halo, line: DeviceLine, axis: int) -> list[jax.Array]:
     """Arrays of a part with their halos along a dimension, or with all that there is where that is gathered."""
     if halo.is_gathered:
         return [line.gathered(array, axis) for array in arrays]
@@ -102,7 +102,7 @@ def extended(arrays: Sequence[jax.Array], halo: Halo, line: Line, axis: int) -> 
     return copied
 
 
-def returned(array: jax.Array, halo: Halo, line: Line, axis: int, tokens: int) -> jax.Array:
+def returned(array: jax.Array, halo: Halo, line: DeviceLine, axis: int, tokens: int) -> jax.Array:
     """The transpose of :func:`extended`, of one array."""
     if halo.is_gathered:
         own = type_like(array, (*array.shape[:axis], tokens, *array.shape[axis + 1 :]), array.dtype)
@@ -114,7 +114,9 @@ def returned(array: jax.Array, halo: Halo, line: Line, axis: int, tokens: int) -
     return _with_edges(own, slabs, moves, axis)
 
 
-def returned_to_neighbors(own: jax.Array, slabs: Sequence[jax.Array], halo: Halo, line: Line, axis: int) -> jax.Array:
+def returned_to_neighbors(
+    own: jax.Array, slabs: Sequence[jax.Array], halo: Halo, line: DeviceLine, axis: int
+) -> jax.Array:
     """A part's own tokens, with what all devices have of them in their halos added.
 
     Args:
@@ -144,7 +146,7 @@ def unknown(start: Any) -> jax.Array:
     return jax.lax.optimization_barrier(jnp.asarray(start, jnp.int32))
 
 
-def _swapped(array: jax.Array, line: Line) -> jax.Array:
+def _swapped(array: jax.Array, line: DeviceLine) -> jax.Array:
     """What the other one of two devices has.
 
     Each sends in one direction only: as two exchanges, one after the other, they would use half of what connects them.
@@ -152,11 +154,11 @@ def _swapped(array: jax.Array, line: Line) -> jax.Array:
     return line.permuted(array, [(0, 1), (1, 0)])
 
 
-def edge_for_neighbor(number: int, halo: Halo, line: Line) -> jax.Array:
+def edge_for_neighbor(number: int, halo: Halo, line: DeviceLine) -> jax.Array:
     """Where a slab begins in the part that sends it, of those that :meth:`natten_jax.halo.Halo.seen_slabs` has."""
     return jnp.asarray(_moves(halo, line)[number].edge, jnp.int32)
 
 
-def received_from_neighbor(sent: jax.Array, number: int, halo: Halo, line: Line) -> jax.Array:
+def received_from_neighbor(sent: jax.Array, number: int, halo: Halo, line: DeviceLine) -> jax.Array:
     """That slab of this part's halos."""
     return _moves(halo, line)[number].there(sent)
