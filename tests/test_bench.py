@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -184,3 +185,18 @@ def test_landscape_finds_the_point_that_stands_out(
     assert all(row["nanoseconds"] > 0 and row["excess"] > 0 for row in rows.values())
     landscape.print_landscape(rows, layouts, (1, 2))
     assert re.search(r"^16 +\d+\.\d\d", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_builds_are_compared_in_turns(tmp_path: Path) -> None:
+    root = Path(run.__file__).parents[1]
+    record = tmp_path / "record.json"
+    arguments = ["--small", "tiny 1-D", "no such row", "--turns", "2", "--json", str(record)]
+    command = [sys.executable, str(root / "bench" / "compare_builds.py"), str(root), str(root), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    rows = json.loads(record.read_text())
+    assert [row.get("pass") for row in rows] == ["forward", "backward", None]
+    for row in rows[:2]:
+        before, after = row["seconds"]
+        assert len(before) == len(after) == 2 and min(*before, *after) > 0
+        assert row["ratio"] == pytest.approx(np.median(np.divide(after, before)))
+    assert rows[2]["error"] and "no such row" in result.stdout

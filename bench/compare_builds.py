@@ -1,0 +1,181 @@
+"""Times problems with two builds of natten_jax in turns, such as a commit and the one before.
+
+Each build is a clone with its libraries built in place; a process of its own runs each problem with that clone's
+benchmarks. Turns alternate between the processes, so that both meet the same clock; a turn's time is the median device
+time of 3 launches, after one that is not timed. A ratio above 1 means that the second build is slower: the median of
+the turns' ratios, and the ratio of the two shortest times.
+
+Example:
+    python bench/compare_builds.py ../before . --problems 2d-w40 causal-4096 --small "NAT s1" --families none cutlass
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PASSES = ("forward", "backward")
+PAUSE = 0.05  # seconds before each turn
+
+
+class Problem(NamedTuple):
+    """A row of bench/benchmarks.py or, where ``is_small``, of bench/small.py, and a family or ``"none"``: the best."""
+
+    name: str
+    is_small: bool
+    family: str
+
+
+def serve(root: Path) -> None:
+    """Answer requests on standard input, a line of JSON each, with the build of a clone."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever else prints
+    sys.path[:0] = [str(root), str(root / "bench")]
+    import jax
+    import jax.numpy as jnp
+    from benchmarks import BENCHMARKS
+    from implementations import ours
+    from small import CACHE_BYTES, ROWS
+    from timing import Runner, compile_backward, compile_runner
+
+    runners: dict[str, Runner] = {}
+    filler = jnp.zeros((CACHE_BYTES // 4,), jnp.uint32)
+    fill = jax.jit(lambda x: ~x)
+
+    def draw(shape: Sequence[int], dtype: str, seed: int) -> jax.Array:
+        return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+    def prepare(problem: Problem) -> None:
+        runners.clear()  # the arrays of the one before
+        family = None if problem.family == "none" else problem.family
+        if problem.is_small:
+            row = next(row for row in ROWS if row.name == problem.name)
+            function, dtype, shapes = row.function(problem.family), "bfloat16", [row.shape] * 3
+        else:
+            benchmark = BENCHMARKS[problem.name]
+            function, dtype, shapes = ours(benchmark, family), benchmark.dtype, [benchmark.shape] * 3
+            if benchmark.additional_kv:
+                shapes += [benchmark.additional_shape] * 2
+        arrays = [draw(shape, dtype, seed) for seed, shape in enumerate(shapes)]
+        runners["forward"] = compile_runner(function, *arrays, name="forward_pass")
+        cotangent = draw(shapes[0], dtype, len(shapes))
+        runners["backward"] = compile_backward(function, cotangent, *arrays, name="backward_pass")
+
+    def seconds(pass_: str) -> float:
+        runner = runners[pass_]
+        jax.block_until_ready(fill(filler))
+        jax.block_until_ready(runner.compiled(*runner.arguments))
+        return statistics.median(runner.seconds(3))
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            if isinstance(request, str):
+                answer: Any = seconds(request)
+            else:
+                prepare(Problem(*request))
+                answer = None
+        except Exception as error:
+            answer = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+class Build:
+    """The process of a build."""
+
+    def __init__(self, root: Path) -> None:
+        environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": str(root)}
+        command = [sys.executable, __file__, "--serve", str(root)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def ask(self, request: Any) -> None:
+        """Send a request, which is answered later."""
+        assert self._process.stdin is not None
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+
+    def answer(self) -> Any:
+        """The answer to the request, once there is one."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"a build's process ended: {' '.join(map(str, self._process.args))}")  # type: ignore[arg-type]
+        return json.loads(line)
+
+
+def compare(
+    builds: tuple[Build, Build], problem: Problem, passes: Sequence[str], turns: int
+) -> Iterator[dict[str, Any]]:
+    """Times of both builds for each pass, and their ratios."""
+    for build in builds:
+        build.ask(problem)
+    complaints = [answer for build in builds if (answer := build.answer()) is not None]
+    if complaints:
+        yield {**problem._asdict(), "error": complaints}
+        return
+    for pass_ in passes:
+        times: tuple[list[float], list[float]] = [], []
+        for turn in range(turns):
+            for side in (0, 1) if turn % 2 == 0 else (1, 0):
+                time.sleep(PAUSE)
+                builds[side].ask(pass_)
+                answer = builds[side].answer()
+                if isinstance(answer, str):
+                    yield {**problem._asdict(), "error": [answer]}
+                    return
+                times[side].append(answer)
+        ratio = statistics.median(second / first for first, second in zip(*times, strict=True))
+        yield {
+            **problem._asdict(),
+            "pass": pass_,
+            "seconds": times,
+            "ratio": ratio,
+            "ratio of the shortest": min(times[1]) / min(times[0]),
+        }
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("builds", nargs=2, type=Path, metavar="CLONE", help="what is compared: before, after")
+    parser.add_argument("--problems", nargs="+", default=[], metavar="NAME", help="of bench/benchmarks.py")
+    parser.add_argument("--small", nargs="+", default=[], metavar="NAME", help="of bench/small.py")
+    parser.add_argument("--families", nargs="+", default=["none"], help="none is the best one")
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    builds = Build(options.builds[0].resolve()), Build(options.builds[1].resolve())
+    names = [*((name, False) for name in options.problems), *((name, True) for name in options.small)]
+    results = []
+    for family in options.families:
+        for name, is_small in names:
+            for row in compare(builds, Problem(name, is_small, family), options.passes, options.turns):
+                results.append(row)
+                if options.json is not None:
+                    options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+                if "error" in row:
+                    print(f"{name:20} {family:8} {row['error']}", flush=True)
+                    continue
+                before, after = (min(times) * 1e6 for times in row["seconds"])
+                print(
+                    f"{name:20} {family:8} {row['pass']:8} {before:10.1f} {after:10.1f} us"
+                    f"   {row['ratio']:.4f} {row['ratio of the shortest']:.4f}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        serve(Path(sys.argv[2]))
+    else:
+        main()
