@@ -55,12 +55,12 @@ def serve(root: Path) -> None:
 
     def prepare(problem: Problem) -> None:
         runners.clear()  # the arrays of the one before
-        family = None if problem.family == "none" else problem.family
         if problem.is_small:
             row = next(row for row in ROWS if row.name == problem.name)
             function, dtype, shapes = row.function(problem.family), "bfloat16", [row.shape] * 3
         else:
             benchmark = BENCHMARKS[problem.name]
+            family = None if problem.family == "none" else problem.family
             function, dtype, shapes = ours(benchmark, family), benchmark.dtype, [benchmark.shape] * 3
             if benchmark.additional_kv:
                 shapes += [benchmark.additional_shape] * 2

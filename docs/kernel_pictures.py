@@ -7,12 +7,12 @@ from typing import Any
 from matplotlib.patches import Rectangle
 from pictures import Draw, picture
 
+from natten_jax.native.module import limits
 from natten_jax.problem import problem_of
 from natten_jax.windows import window_bounds
 
 LOAD, MATRIX, SOFTMAX, OTHER, LINE = "#c9d4e0", "#1f5f99", "#f2b56b", "#7fb2d9", "#12324f"
 KIB = 1024
-SHARED_MEMORY = 227 * KIB  # bytes that a thread block of compute capability 9.0 may have
 
 
 def block(ax: Any, start: float, row: float, length: float, text: str, color: str, height: float = 0.8) -> None:
@@ -52,8 +52,11 @@ def timeline(ax: Any) -> None:
 
 def shared_memory(ax: Any) -> None:
     """What the forms of the backward pass keep in shared memory, as BackwardTraits::SharedStorage lays it out."""
-    forms = {"heads to 64": (64, 128, 64, 2), "heads to 128": (128, 128, 64, 2), "heads to 256": (256, 64, 64, 1)}
-    for row, (head_dim, keys, queries, stages) in enumerate(forms.values()):
+    hopper = limits("sm90")
+    forms, available = hopper["backward"], hopper["shared_memory"]
+    for row, form in enumerate(forms):
+        head_dim, keys, queries = form["head_dim"], form["kv_tile_tokens"], form["q_tile_tokens"]
+        stages = 1 if head_dim == 256 else 2
         splits_keys = keys == 128
         parts = [
             ("K", 2 * keys * head_dim, OTHER),
@@ -74,10 +77,10 @@ def shared_memory(ax: Any) -> None:
                     ax.text(at, -row - 0.42, "dK and dV, at the end", fontsize=8, va="top", color=LINE)
                 at += size
         ax.text(at + 2 * KIB, -row, f"{at // KIB} KiB", va="center", fontsize=9, color=LINE)
-    ax.axvline(SHARED_MEMORY, color=LINE, linestyle=":", linewidth=1)
-    ax.text(SHARED_MEMORY - KIB, 0.55, "227 KiB", ha="right", fontsize=8, color=LINE)
-    ax.set(xlim=(0, SHARED_MEMORY + 22 * KIB), ylim=(-len(forms) + 0.4, 0.75), xticks=[])
-    ax.set(yticks=[-row for row in range(len(forms))], yticklabels=list(forms))
+    ax.axvline(available, color=LINE, linestyle=":", linewidth=1)
+    ax.text(available - KIB, 0.55, f"{available // KIB} KiB", ha="right", fontsize=8, color=LINE)
+    ax.set(xlim=(0, available + 22 * KIB), ylim=(-len(forms) + 0.4, 0.75), xticks=[])
+    ax.set(yticks=[-row for row in range(len(forms))], yticklabels=[f"heads to {form['head_dim']}" for form in forms])
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
 
@@ -97,7 +100,8 @@ def area(ax: Any, rows: tuple[int, int], columns: tuple[int, int], color: str, *
 
 def small_windows(step: int) -> Draw:
     """From the tile of a warp to the groups of tokens that it multiplies with."""
-    extent, kernel_size, tile, region, group = 24, 7, (2, 8), (2, 1), 8
+    extent, kernel_size, tile, region = 24, 7, (2, 8), (2, 1)
+    group = limits("small")["column_tokens"]
     window = problem_of((extent, extent), kernel_size).axes[-1].window
     first = 8, 8
 
