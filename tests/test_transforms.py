@@ -314,7 +314,7 @@ def test_saved_results_spare_the_second_forward_pass_in_plain_jax(
 
     jaxpr = str(jax.make_jaxpr(jax.grad(jax.checkpoint(layer, policy=policy)))(operands.query))
     assert jaxpr.count("step=PlainForward") == forwards
-    assert jaxpr.count("step=Transposed") == 1
+    assert jaxpr.count("step=Transpose") == 1
 
 
 def test_eval_shape(family: Family) -> None:
