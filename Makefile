@@ -60,7 +60,7 @@ sanitize/%: export XLA_FLAGS = --xla_gpu_force_compilation_parallelism=1 --xla_g
 sanitize/%:
 	XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=$(CURDIR) compute-sanitizer --tool $(word 1,$(subst /, ,$*)) \
 		$(OPTIONS_OF_$(word 1,$(subst /, ,$*))) --show-backtrace no --kernel-name kns=natten_jax --error-exitcode 1 --print-limit 5 \
-		$(RUN) tests/kernel_forms.py $(word 2,$(subst /, ,$*)) --part $(word 3,$(subst /, ,$*)) 10
+		$(RUN) -m tests.support.kernel_forms $(word 2,$(subst /, ,$*)) --part $(word 3,$(subst /, ,$*)) 10
 
 # Host kernels and handlers under g++'s sanitizers: whatever they report ends its process, so that a test fails. This
 # builds in place, without CUDA, and the next target builds again what was there.
@@ -72,7 +72,7 @@ sanitize-host: setup
 	rm -f $(INSTALLED) build/sanitizer.*
 	NATTEN_JAX_SANITIZE=address,undefined NATTEN_JAX_CUDA=0 $(INSTALL)
 	$(UNDER_SANITIZERS) $(PYTEST) -k 'cpu or handlers or parts' \
-		tests/test_ffi_handlers.py tests/test_parts.py tests/test_limits.py tests/test_extremes.py tests/test_operators.py
+		tests/native/test_ffi_handlers.py tests/sharding/test_parts.py tests/native/test_limits.py tests/ops/test_extremes.py tests/ops/test_operators.py
 	$(UNDER_SANITIZERS) $(RUN) -m tests.fuzz --backend cpu --minutes 5 --workers $(WORKERS)
 	$(UNDER_SANITIZERS) $(RUN) -m tests.fuzz --backend cpu --direct --minutes 5 --workers $(WORKERS)
 

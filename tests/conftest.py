@@ -24,10 +24,10 @@ from typing import Any
 import hypothesis
 import jax
 import pytest
-from families import FAMILIES, Family
-from resources import limits
 
 from natten_jax.performance import PASSES
+from tests.support.families import FAMILIES, Family
+from tests.support.resources import limits
 
 hypothesis.settings.register_profile(
     "deterministic", derandomize=True, deadline=None, database=None, print_blob=True, max_examples=200

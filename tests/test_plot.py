@@ -6,10 +6,10 @@ import subprocess
 import sys
 
 import numpy as np
-import oracle
 import pytest
 
 from natten_jax.plot import plot_window, plot_windows, window_mask
+from tests.support import oracle
 
 FACTS = ("kernel_size", "stride", "dilation", "is_causal")
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from natten_jax import windows
 from natten_jax.native import module as native
 from natten_jax.windows import Window
+from tests.support import oracle
 
 #: ``length, kernel_size, stride, is_causal`` and the windows ``[start, end)`` of all queries.
 EXAMPLES = [

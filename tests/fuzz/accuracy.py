@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import oracle
-from families import BOUNDS
-from problems import lse_dtype
+
+from tests.support import oracle
+from tests.support.families import BOUNDS
+from tests.support.problems import lse_dtype
 
 from .problem import Fuzzed
 

@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 from jax.extend.core import jaxpr_as_fun
-from plans import plans_of
-from problems import QUICK_COMPILATION
 
 from natten_jax.arrays.operands import Operands, Output
 from natten_jax.performance import Performance
+from tests.support import oracle
+from tests.support.plans import plans_of
+from tests.support.problems import QUICK_COMPILATION
 
 from .accuracy import excesses, expectation
 from .problem import Fuzzed

@@ -7,9 +7,8 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from families import FAMILIES, family_named
-
 from natten_jax.problem import OPERATORS, Operator
+from tests.support.families import FAMILIES, family_named
 
 DEFAULT_MINUTES = 1.0
 

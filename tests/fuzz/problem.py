@@ -8,10 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import oracle
-from cases import random_case
-from families import Family
-from problems import Case
 
 from natten_jax import backends
 from natten_jax.backends.base import Backend
@@ -19,6 +15,10 @@ from natten_jax.ops.arrays import attention_problem, neighborhood_problem
 from natten_jax.performance import PASSES, Pass, Performance, tile_names
 from natten_jax.plan import devices
 from natten_jax.problem import Operator, Problem
+from tests.support import oracle
+from tests.support.cases import random_case
+from tests.support.families import Family
+from tests.support.problems import Case
 
 from .spoiled import Inputs, Spoiled
 

@@ -7,11 +7,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from families import family_named
-
 from natten_jax import backends
 from natten_jax.performance import PASSES
 from natten_jax.plan import devices
+from tests.support.families import family_named
 
 from .execution import complaints, device_computes
 from .options import Options

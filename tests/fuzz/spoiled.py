@@ -10,7 +10,8 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-import oracle
+
+from tests.support import oracle
 
 Inputs = tuple[oracle.Tensors, tuple[np.ndarray, np.ndarray]]
 

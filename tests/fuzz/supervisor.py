@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from families import family_named
-from resources import limits
+from tests.support.families import family_named
+from tests.support.resources import limits
 
 from .options import Options
 

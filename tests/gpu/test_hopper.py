@@ -17,12 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from families import BOUNDS
 from jax.profiler import ProfileData
 
 import natten_jax
+from tests.support import oracle
+from tests.support.families import BOUNDS
 
 pytestmark = pytest.mark.gpu
 

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from families import BOUNDS
 
 import natten_jax
+from tests.support import oracle
+from tests.support.families import BOUNDS
 
 pytestmark = pytest.mark.gpu
 

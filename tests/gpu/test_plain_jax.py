@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from cases import attention_cases, feature_cases
-from families import Family
-from problems import check
+
+from tests.support.cases import attention_cases, feature_cases
+from tests.support.families import Family
+from tests.support.problems import check
 
 pytestmark = pytest.mark.gpu
 

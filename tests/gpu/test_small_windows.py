@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 
 import natten_jax
@@ -22,6 +21,7 @@ from natten_jax.plan import devices
 from natten_jax.plan.request import Request
 from natten_jax.profiler.traces.capture import capture
 from natten_jax.profiler.traces.program import Program, compile_for_trace
+from tests.support import oracle
 
 pytestmark = pytest.mark.gpu
 

@@ -1,0 +1,1 @@
+"""What users pass, and what is said when they pass something else."""

@@ -1,0 +1,220 @@
+"""Keyword arguments by other libraries' names, and misspelt ones: what was meant, or what to do instead."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import natten_jax
+from natten_jax.arguments.other_names import explanation
+from natten_jax.performance import ATTENTION_NAMES, KernelSchedule
+from tests.support.problems import OPERATORS
+
+ARRAY = jnp.zeros((1, 8, 2, 8))
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    with pytest.raises(TypeError) as caught:
+        call()
+    return str(caught.value)
+
+
+#: A name, and what it is called in operators, in ``attention`` and in modules; ``None`` where there is no such thing.
+NAMES = [
+    ("window_size", "kernel_size", None, "kernel_size"),
+    ("kernel", "kernel_size", None, "kernel_size"),
+    ("local_window_size", "kernel_size", None, "kernel_size"),
+    ("kernal_size", "kernel_size", None, "kernel_size"),
+    ("windowsize", "kernel_size", None, "kernel_size"),
+    ("causal", "is_causal", "is_causal", "is_causal"),
+    ("is_casual", "is_causal", "is_causal", "is_causal"),
+    ("softmax_scale", "scale", "scale", "qk_scale"),
+    ("sm_scale", "scale", "scale", "qk_scale"),
+    ("dropout", None, None, "proj_drop"),
+    ("dropout_p", None, None, "proj_drop"),
+    ("dilatoin", "dilation", None, "dilation"),
+    ("deterministic_backward", None, None, None),
+    ("kernel_schedul", "kernel_schedule", "kernel_schedule", "kernel_schedule"),
+    ("schedule", "kernel_schedule", "kernel_schedule", "kernel_schedule"),
+    ("q_tile", "q_tile_shape", "q_tile_size", "q_tile_shape"),
+    ("kv_tile_size", "kv_tile_shape", None, "kv_tile_shape"),
+    ("bakend", "backend", "backend", "backend"),
+    ("implementation", "backend", "backend", "backend"),
+    ("memory_usage_preferance", *["memory_usage_preference"] * 3),
+    ("mask", None, None, None),
+    ("attn_mask", None, None, None),
+    ("attention_mask", None, None, None),
+    ("rel_pos_bias", None, None, None),
+    ("attn_bias", None, None, None),
+    ("softcap", None, None, None),
+    ("heads", None, None, "num_heads"),
+    ("embed_dim", None, None, "in_features"),
+    ("use_bias", None, None, "qkv_bias"),
+    ("additional_key", "additional_keys", None, None),
+]
+#: Those that are explained where there is no such thing.
+EXPLAINED = {
+    "window_size": "attention sees all keys",
+    "mask": "the window alone says which keys a query sees",
+    "attn_mask": "the window alone says which keys a query sees",
+    "attention_mask": "how to mask tokens",
+    "rel_pos_bias": "nothing is added to the logits",
+    "attn_bias": "nothing is added to the logits",
+    "dropout": "attention weights are never formed",
+    "dropout_p": "attention weights are never formed",
+    "softcap": "no soft cap",
+    "heads": "the arrays have the heads",
+}
+
+
+def check(message: str, function: str, name: str, meant: str | None) -> None:
+    assert message.startswith(f"{function}() got an unexpected keyword argument {name!r}"), message
+    found = re.search(r": did you mean '(\w+)'\?", message)
+    assert (found and found[1]) == meant, message
+    if meant is None:
+        assert EXPLAINED.get(name, "") in message
+    assert not re.search(r"\b_\w", message)
+
+
+@pytest.mark.parametrize(("name", "operators", "of_attention", "of_modules"), NAMES)
+def test_operators(name: str, operators: str | None, of_attention: str | None, of_modules: str | None) -> None:
+    for rank, operator in OPERATORS.items():
+        array: Any = jnp.zeros((1, *(4,) * rank, 2, 8))
+        for window in ({}, {"kernel_size": 3}):  # Python would speak of the missing one
+            message = refusal(lambda: operator(array, array, array, **window, **{name: 3}))  # noqa: B023
+            check(message, f"na{rank}d", name, operators)
+    if name != "kv_tile_size":
+        attention: Any = natten_jax.attention
+        check(refusal(lambda: attention(ARRAY, ARRAY, ARRAY, **{name: 3})), "attention", name, of_attention)
+
+
+@pytest.mark.parametrize(("name", "operators", "of_attention", "of_modules"), NAMES)
+def test_modules(name: str, operators: str | None, of_attention: str | None, of_modules: str | None) -> None:
+    pytest.importorskip("flax")
+    from flax import nnx
+    from natten_jax.flax_modules import linen
+    from natten_jax.flax_modules import nnx as modules
+    from natten_jax.flax_modules.attention_fn import neighborhood_attention_fn
+
+    rngs = nnx.Rngs(0)
+    for window in ({}, {"kernel_size": 3}):
+        given: dict[str, Any] = {**window, name: 3}
+        for rank in (1, 2, 3):
+            label = f"NeighborhoodAttention{rank}D"
+            of_nnx, of_linen = getattr(modules, label), getattr(linen, label)
+            check(refusal(lambda: of_nnx(16, num_heads=2, rngs=rngs, **given)), label, name, of_modules)  # noqa: B023
+            check(refusal(lambda: of_linen(num_heads=2, **given)), label, name, of_modules)  # noqa: B023
+        message = refusal(lambda: neighborhood_attention_fn(**given))  # noqa: B023
+        assert message.startswith(f"neighborhood_attention_fn() got an unexpected keyword argument {name!r}")
+
+
+def test_calls_of_modules() -> None:
+    pytest.importorskip("flax")
+    from flax import nnx
+    from natten_jax.flax_modules import linen
+    from natten_jax.flax_modules import nnx as modules
+
+    layer: Any = modules.NeighborhoodAttention1D(16, num_heads=2, kernel_size=3, rngs=nnx.Rngs(0))
+    module: Any = linen.NeighborhoodAttention1D(num_heads=2, kernel_size=3)
+    inputs = jnp.zeros((1, 8, 16))
+    for call in (lambda **more: layer(inputs, **more), lambda **more: module.init(jax.random.key(0), inputs, **more)):
+        check(refusal(lambda: call(mask=None)), "NeighborhoodAttention1D", "mask", None)  # noqa: B023
+    of_nnx: Any = modules.NeighborhoodAttention1D
+    of_linen: Any = linen.NeighborhoodAttention1D
+    for missing in (lambda: of_nnx(16), of_linen, layer):
+        assert not re.search(r"\b_[A-Za-z]", refusal(missing))
+
+
+def test_subclasses_of_linen_modules_are_explained_too() -> None:
+    pytest.importorskip("flax")
+    from natten_jax.flax_modules import linen
+
+    class Mine(linen.NeighborhoodAttention1D):
+        blur: int = 0
+
+    assert Mine(num_heads=2, kernel_size=3, blur=1).blur == 1
+    make: Any = Mine
+    check(refusal(lambda: make(num_heads=2, window_size=3)), "Mine", "window_size", "kernel_size")
+
+
+def test_queries_of_configurations() -> None:
+    query: Any = natten_jax.get_configs_for_cpu_fna
+    check(refusal(lambda: query(ARRAY, window_size=3)), "get_configs_for_cpu_fna", "window_size", "kernel_size")
+
+
+@pytest.mark.parametrize("name", ["", "x" * 10**6, "zzz", "a b", "é"])
+def test_names_that_are_near_to_nothing(name: str) -> None:
+    message = refusal(lambda: natten_jax.na1d(ARRAY, ARRAY, ARRAY, 3, **{name: 1}))  # type: ignore[call-overload]
+    assert message == f"na1d() got an unexpected keyword argument {name!r}"
+
+
+def test_known_names_mean_themselves() -> None:
+    """No name of ours is explained as another that the same function has."""
+    for function, own in ((natten_jax.na2d, ATTENTION_NAMES.values()), (natten_jax.attention, ATTENTION_NAMES.keys())):
+        known = {*inspect.signature(function).parameters, *own} - {"performance"}
+        for name in known:
+            found = re.search(r"did you mean '(\w+)'", explanation(name, known))
+            assert found is None or found[1] == name
+
+
+MERGED = [jnp.ones((4, 2, 8))] * 2, [jnp.zeros((4, 2))] * 2
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"torch_compile": True},
+        {"torch_compile": False},
+        {"torch_compile": np.bool_(True), "use_autograd_fix": True},
+    ],
+)
+def test_merge_takes_natten_s_arguments(given: dict[str, Any]) -> None:
+    for found, expected in zip(
+        natten_jax.merge_attentions(*MERGED, **given), natten_jax.merge_attentions(*MERGED), strict=True
+    ):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"torch_compile": 1}, "merge_attentions() takes torch_compile=True or False only, got 1"),
+        ({"use_autograd_fix": False}, "merge_attentions() takes use_autograd_fix=True only, got False: gradients"),
+        ({"backward_use_pt_reduction": False}, "merge_attentions() got an unexpected keyword argument"),
+        ({"scale": 1.0}, "merge_attentions() got an unexpected keyword argument 'scale'"),
+    ],
+)
+def test_merge_refuses_others(given: dict[str, Any], message: str) -> None:
+    assert refusal(lambda: natten_jax.merge_attentions(*MERGED, **given)).startswith(message)
+
+
+def test_schedules_have_natten_s_names() -> None:
+    for ours, theirs, value in (
+        ("NON_PERSISTENT", "NonPersistent", "non"),
+        ("COOPERATIVE", "WarpSpecializedCooperative", "coop"),
+        ("PING_PONG", "WarpSpecializedPingpong", "pp"),
+    ):
+        member = KernelSchedule[theirs]
+        assert member is KernelSchedule[ours] is KernelSchedule(value) is getattr(KernelSchedule, theirs)
+        assert member.natten_name == theirs
+        assert member == value
+    assert len(KernelSchedule) == 3
+    with pytest.raises(ValueError, match="got 'WarpSpecializedPingpong': did you mean 'pp'"):
+        natten_jax.na1d(ARRAY, ARRAY, ARRAY, 3, kernel_schedule="WarpSpecializedPingpong")
+
+
+@pytest.mark.parametrize(
+    "value", [[], {}, jnp.ones(3), np.ones(3), object(), 3, "fast"], ids=lambda value: type(value).__name__
+)
+@pytest.mark.parametrize("name", ["kernel_schedule", "memory_usage_preference"])
+def test_values_that_are_no_choice(name: str, value: Any) -> None:
+    operator: Any = natten_jax.na1d
+    with pytest.raises(ValueError, match=rf"^{name} must be .*one of \(.*, got "):
+        operator(ARRAY, ARRAY, ARRAY, 3, **{name: value})

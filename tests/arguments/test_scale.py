@@ -1,0 +1,162 @@
+"""The factor of the logits: every real number that the problem's arithmetic can hold, and no other."""
+
+from __future__ import annotations
+
+import fractions
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import natten_jax
+from natten_jax.ops.arrays import attention_problem
+from tests.support.problems import element_types
+
+LARGEST = float(np.finfo(np.float32).max) / math.log2(math.e)
+
+
+def operators(dtype: str = "float32") -> list[Callable[..., Any]]:
+    """All public functions as functions of the scale."""
+    line, plane, space = (jnp.zeros((1, *(4, 5, 6)[:rank], 1, 8), dtype) for rank in (1, 2, 3))
+    return [
+        lambda scale: natten_jax.na1d(line, line, line, 3, scale=scale),
+        lambda scale: natten_jax.na2d(plane, plane, plane, 3, scale=scale),
+        lambda scale: natten_jax.na3d(space, space, space, (4, 5, 6), scale=scale),
+        lambda scale: natten_jax.attention(line, line, line, scale),
+    ]
+
+
+def scale_of(scale: Any, dtype: str) -> float:
+    array = jax.ShapeDtypeStruct((1, 4, 1, 8), jnp.dtype(dtype))
+    return attention_problem(array, array, array, scale, False).scale  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("scale", "text"),
+    [
+        (1e39, "1e+39"),
+        (-1e39, "-1e+39"),
+        (10**39, "1" + 39 * "0"),
+        (2.4e38, "2.4e+38"),  # itself a float32
+        (-3.4e38, "-3.4e+38"),
+        (np.float64(1e300), "1e+300"),
+        (fractions.Fraction(10**40, 3), "Fraction"),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_scales_beyond_float32_are_refused(scale: Any, text: str, dtype: str) -> None:
+    for call in operators(dtype):
+        with pytest.raises(ValueError, match=r"^scale must be within .*log2\(e\)") as caught:
+            jax.eval_shape(lambda call=call: call(scale))
+        assert text in str(caught.value) and dtype in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        10**400, -(10**400), pytest.param(10**5000, id="5000-digits"), fractions.Fraction(10**400), math.inf, -math.inf,
+        math.nan, np.float32("inf"), np.float16("nan"), np.longdouble("1e4000"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_scales_beyond_any_float_are_refused(scale: Any, dtype: str) -> None:
+    with element_types(dtype):
+        for call in operators(dtype):
+            with pytest.raises(ValueError, match=r"^scale must be finite"):
+                call(scale)
+
+
+@pytest.mark.parametrize(
+    "scale", ["1", True, np.True_, 1j, np.complex64(1), [1.0], np.array(True), jnp.array(1j), b"1", (), {}]
+)
+def test_scales_that_are_no_real_numbers_are_refused(scale: Any) -> None:
+    for call in operators():
+        with pytest.raises(
+            TypeError,
+            match=r"^scale must be None, a real number or an array of real numbers, without dimensions or .*, got",
+        ):
+            call(scale)
+
+
+def test_float64_takes_every_finite_scale() -> None:
+    with element_types("float64"):
+        query = jnp.array([1e-300, -2e-300]).reshape(1, 2, 1, 1)
+        key = jnp.array([1.0, 2.0, 3.0]).reshape(1, 3, 1, 1)
+        found = natten_jax.attention(query, key, key, 1e300)
+        weights = jax.nn.softmax(jnp.array([[1.0, 2.0, 3.0], [-2.0, -4.0, -6.0]]))
+        np.testing.assert_allclose(found[0, :, 0, 0], weights @ key[0, :, 0, 0], rtol=1e-13)
+
+
+@pytest.mark.parametrize("backend", ["cpu-fmha", "flex-fmha"])
+@pytest.mark.parametrize("scale", [LARGEST * (1 - 1e-6), -LARGEST * (1 - 1e-6), 1e38])
+def test_the_largest_scales_are_used_as_given(backend: str, scale: float) -> None:
+    # A normal number, as are its products with the keys and their differences: subnormal ones may count as 0.
+    tiny = 2.0**-125
+    query = jnp.array([tiny, 0.0]).reshape(1, 2, 1, 1)
+    numbers = np.array([1.0, 1.5, 2.0])
+    key = jnp.asarray(numbers, "float32").reshape(1, 3, 1, 1)
+    found = natten_jax.attention(query, key, key, scale, backend=backend)
+    weights = np.exp(np.outer([scale * tiny, 0.0], numbers))
+    np.testing.assert_allclose(found[0, :, 0, 0], weights @ numbers / weights.sum(axis=1), rtol=2e-6)
+
+
+@pytest.mark.parametrize("backend", ["cpu-fmha", "flex-fmha"])
+@pytest.mark.parametrize("scale", [0.0, -0.0, 1e-300, -1e-300])
+def test_scales_that_are_zero_in_float32_weigh_all_keys_alike(backend: str, scale: float) -> None:
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(rng.normal(size=(1, 6, 1, 8)), "float32") for _ in range(3))
+
+    def attend(query: jax.Array, key: jax.Array) -> jax.Array:
+        return natten_jax.attention(query, key, value, scale, backend=backend)
+
+    found, gradients_of = jax.vjp(attend, query, key)
+    np.testing.assert_allclose(found, np.broadcast_to(value.mean(1, keepdims=True), found.shape), rtol=1e-5, atol=1e-6)
+    for gradient in gradients_of(jnp.full_like(found, 1e30)):
+        np.testing.assert_array_equal(gradient, 0)
+    is_nan = np.isnan(attend(query.at[0, 2, 0, 3].set(jnp.nan), key)).all(-1).squeeze()
+    np.testing.assert_array_equal(is_nan, np.arange(6) == 2)
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False), st.sampled_from(["float32", "float16", "bfloat16"]))
+def test_scales_are_accepted_where_their_product_with_log2_e_is_a_float32(scale: float, dtype: str) -> None:
+    with np.errstate(over="ignore"):
+        product = np.float32(scale) * np.float32(math.log2(math.e))
+    if abs(scale) < LARGEST * (1 - 1e-6):
+        assert np.isfinite(product)
+        assert scale_of(scale, dtype) == scale
+    elif abs(scale) > LARGEST or not np.isfinite(product):
+        with pytest.raises(ValueError, match=r"^scale must be within"):
+            scale_of(scale, dtype)
+    assert scale_of(scale, "float64") == scale
+
+
+@pytest.mark.parametrize("scale", [0, 1, -2, 0.5, np.float16(0.5), np.int8(3), fractions.Fraction(1, 3), 1e-45, 1e-300])
+def test_real_numbers_are_taken_as_they_are(scale: Any) -> None:
+    found = scale_of(scale, "float32")
+    assert type(found) is float
+    assert found == float(scale)
+
+
+@pytest.mark.parametrize("scale", [10**400, math.nan, 1j])
+def test_flax_modules_refuse_what_no_problem_can_have(scale: Any) -> None:
+    flax_layers = pytest.importorskip("tests.support.flax_layers")
+    for make in (
+        lambda: flax_layers.nnx_module(1, qk_scale=scale),
+        lambda: flax_layers.LINEN[1](num_heads=flax_layers.HEADS, kernel_size=3, qk_scale=scale),
+    ):
+        with pytest.raises((TypeError, ValueError), match=r"^qk_scale must be"):
+            make()
+
+
+def test_flax_modules_refuse_what_the_dtype_cannot_have() -> None:
+    flax_layers = pytest.importorskip("tests.support.flax_layers")
+    module = flax_layers.nnx_module(1, qk_scale=1e39)
+    with pytest.raises(ValueError, match=re.escape("scale must be within") + ".*float32"):
+        module(flax_layers.inputs_of(1))

@@ -1,0 +1,432 @@
+"""Arguments that take one value per dimension, and flags: what they may be held in, and what is refused."""
+
+from __future__ import annotations
+
+import array
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import natten_jax
+from natten_jax.ops.arrays import neighborhood_problem
+from natten_jax.performance import Performance, performance_of
+from natten_jax.problem import window_parameters
+from tests.support.problems import OPERATORS
+
+LAYOUT = (8, 9, 10)
+INTS = ("kernel_size", "stride", "dilation")
+TILES = ("q_tile_shape", "kv_tile_shape")
+
+
+def query_of(rank: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(rank).standard_normal((1, *LAYOUT[:rank], 2, 8)), "float32")
+
+
+def call(rank: int, **arguments: Any) -> Any:
+    query = query_of(rank)
+    return OPERATORS[rank](query, query, query, **{"kernel_size": 3, **arguments})
+
+
+def refused(error: type[Exception], parts: tuple[str, ...], function: Callable[[], Any]) -> None:
+    with pytest.raises(error) as caught:
+        function()
+    assert type(caught.value) is error
+    message = str(caught.value)
+    assert all(part in message for part in parts), message
+    assert len(message) < 600
+
+
+HOLDERS: dict[str, Callable[[tuple[int, ...]], Any]] = {
+    "list": list,
+    "numpy": np.array,
+    "numpy-int8": lambda values: np.array(values, np.int8),
+    "numpy-uint64": lambda values: np.array(values, np.uint64),
+    "numpy-strided": lambda values: np.repeat(values, 2)[::2],
+    "jax": jnp.array,
+    "numpy-scalars": lambda values: tuple(map(np.int32, values)),
+    "numpy-0d": lambda values: [np.array(value) for value in values],
+    "jax-0d": lambda values: [jnp.array(value) for value in values],
+    "python-array": lambda values: array.array("i", values),
+}
+
+
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_integers_may_be_held_in_sequences_and_arrays(hold: Callable[..., Any], rank: int) -> None:
+    values = {
+        "kernel_size": (3, 4, 5)[:rank], "stride": (2, 1, 3)[:rank], "dilation": (1, 2, 1)[:rank],
+        "q_tile_shape": (4,) * rank, "kv_tile_shape": (2, 4, 2)[:rank],
+    }  # fmt: skip
+    expected = call(rank, **values, backend="flex-fna")
+    held = {name: hold(value) for name, value in values.items()}
+    np.testing.assert_array_equal(call(rank, **held, backend="flex-fna"), expected)
+
+
+@pytest.mark.parametrize("hold", [np.array, jnp.array, list, lambda v: [np.array(x) for x in v]])
+def test_booleans_may_be_held_in_sequences_and_arrays(hold: Callable[..., Any]) -> None:
+    expected = call(2, is_causal=(True, False))
+    np.testing.assert_array_equal(call(2, is_causal=hold((True, False))), expected)
+
+
+@pytest.mark.parametrize("array_of", [np.array, jnp.array, np.int64])
+def test_arrays_of_no_dimension_are_scalars(array_of: Callable[..., Any]) -> None:
+    expected = call(2, kernel_size=4, stride=2, dilation=2, backward_kv_splits=3)
+    arguments = {"kernel_size": 4, "stride": 2, "dilation": 2, "backward_kv_splits": 3}
+    np.testing.assert_array_equal(call(2, **{k: array_of(v) for k, v in arguments.items()}), expected)
+
+
+@pytest.mark.parametrize("value", [np.array(True), jnp.array(True), np.True_])
+def test_boolean_arrays_of_no_dimension_are_scalars(value: Any) -> None:
+    np.testing.assert_array_equal(call(2, is_causal=value), call(2, is_causal=True))
+    query = query_of(1)
+    np.testing.assert_array_equal(
+        natten_jax.attention(query, query, query, is_causal=value),
+        natten_jax.attention(query, query, query, is_causal=True),
+    )
+
+
+def test_one_tile_extent_is_no_tile_shape_in_two_dimensions() -> None:
+    for value in (16, np.array(16), jnp.array(16)):
+        refused(
+            TypeError,
+            ("q_tile_shape must be a sequence of 2 ints", "16"),
+            functools.partial(call, 2, q_tile_shape=value, kv_tile_shape=(4, 4)),
+        )
+
+
+def test_arrays_work_where_the_call_is_compiled_and_differentiated() -> None:
+    plain: dict[str, Any] = {"kernel_size": (3, 4), "stride": (1, 2), "is_causal": (True, False)}
+    arguments: dict[str, Any] = {
+        "kernel_size": np.array([3, 4]),
+        "stride": jnp.array([1, 2]),
+        "is_causal": np.array([True, False]),
+    }
+    query = query_of(2)
+
+    def loss(query: jax.Array) -> jax.Array:
+        return jnp.sum(natten_jax.na2d(query, query, query, **arguments) ** 2)
+
+    expected = jax.grad(lambda q: jnp.sum(natten_jax.na2d(q, q, q, **plain) ** 2))(query)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(query), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_arrays_and_tuples_of_equal_values_share_one_compiled_program() -> None:
+    jax.clear_caches()
+    call(1, kernel_size=(5,))
+    with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(natten_jax.execution.custom_vjp, "attend", lambda *_: pytest.fail("traced again"))
+        call(1, kernel_size=np.array([5]))
+        call(1, kernel_size=jnp.array(5))
+
+
+@given(
+    values=st.lists(st.integers(1, 2**31), min_size=2, max_size=2),
+    dtype=st.sampled_from([np.int64, np.uint32, np.uint64]),
+)
+def test_windows_are_canonical_whatever_they_are_held_in(values: list[int], dtype: Any) -> None:
+    held = np.array(values, dtype)
+    expected = window_parameters(2, tuple(values), 1, tuple(values), False)
+    found = window_parameters(2, held, np.array(1), list(held), np.array([False, False]))
+    assert found == expected
+    assert all(type(value) is int for part in found[:3] for value in part)
+    assert all(type(value) is bool for value in found[3])
+    assert hash(found) == hash(expected)
+
+
+def test_tiles_are_canonical() -> None:
+    config = performance_of(
+        2, q_tile_shape=np.array([4, 8]), kv_tile_shape=jnp.array([2, 4]), backward_kv_splits=[1, 2]
+    )
+    assert config == Performance(q_tile_shape=(4, 8), kv_tile_shape=(2, 4), backward_kv_splits=(1, 2))
+    assert hash(config) == hash(Performance(q_tile_shape=(4, 8), kv_tile_shape=(2, 4), backward_kv_splits=(1, 2)))
+
+
+# What is refused ----------------------------------------------------------------------------------------------------
+
+BYTES = {
+    "bytes": b"\x03\x03",
+    "bytearray": bytearray(b"\x03\x03"),
+    "memoryview": memoryview(b"\x03\x03"),
+    "str": "33",
+    "empty-bytes": b"",
+    "empty-str": "",
+}
+
+
+@pytest.mark.parametrize("value", BYTES.values(), ids=BYTES)
+@pytest.mark.parametrize("name", [*INTS, *TILES, "backward_kv_splits", "is_causal"])
+def test_text_and_bytes_are_no_sequences_of_numbers(name: str, value: Any) -> None:
+    others = {"kv_tile_shape": (4, 4)} if name == "q_tile_shape" else {"q_tile_shape": (4, 4)} if name in TILES else {}
+    shown = "memory" if isinstance(value, memoryview) else repr(value)
+    refused(TypeError, (f"{name} must be", shown), lambda: call(2, **{**others, name: value}))
+
+
+@pytest.mark.parametrize("name", [*INTS, "backward_kv_splits"])
+@pytest.mark.parametrize(
+    ("value", "error", "parts"),
+    [
+        (np.array([3.0, 3.0]), TypeError, ("ints", "float64")),
+        (jnp.array([3.0, 3.0]), TypeError, ("ints", "float32")),
+        (np.array(3.0), TypeError, ("int", "float64")),
+        (np.array([True, True]), TypeError, ("ints", "bool")),
+        (np.array([3, 3], object), TypeError, ("ints", "object")),
+        (np.array(["3", "3"]), TypeError, ("ints", "<U1")),
+        (np.array([3]), ValueError, ("2 value(s)", "[3]")),
+        (np.array([3, 3, 3]), ValueError, ("2 value(s)", "[3, 3, 3]")),
+        (np.array([], int), ValueError, ("2 value(s)", "(0,)")),
+        (np.array([[3, 3]]), ValueError, ("(1, 2)",)),
+        (jnp.array([[3], [3]]), ValueError, ("(2, 1)",)),
+        (np.array([3, 0]), ValueError, ("at least 1", "[3, 0]")),
+        (np.array(-1), ValueError, ("at least 1", "-1")),
+        ((np.array([3]), 3), TypeError, ("ints only",)),
+        ((np.array(3.0), 3), TypeError, ("ints only",)),
+        (jax.random.key(0), TypeError, ("ints", "key")),
+        ({3: 3, 4: 4}, TypeError, ("{3: 3, 4: 4}",)),
+        ({3, 4}, TypeError, ("{3, 4}",)),
+        (iter((3, 3)), TypeError, ("iterator",)),
+    ],
+)
+def test_arrays_that_are_no_integers_per_dimension(
+    name: str, value: Any, error: type[Exception], parts: tuple[str, ...]
+) -> None:
+    refused(error, (name, *parts), lambda: call(2, **{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "parts"),
+    [
+        (np.array([1, 0]), TypeError, ("bools", "int64")),
+        (np.array(1.0), TypeError, ("bool", "float64")),
+        (np.array([True]), ValueError, ("2 value(s)", "[ True]")),
+        (jnp.array([True, False, True]), ValueError, ("2 value(s)", "True")),
+        (np.array([[True, False]]), ValueError, ("(1, 2)",)),
+        ((np.array([True]), True), TypeError, ("bools",)),
+    ],
+)
+def test_arrays_that_are_no_booleans_per_dimension(value: Any, error: type[Exception], parts: tuple[str, ...]) -> None:
+    refused(error, ("is_causal", *parts), lambda: call(2, is_causal=value))
+
+
+@pytest.mark.parametrize("name", [*INTS, "is_causal", "backward_kv_splits", "q_tile_shape"])
+@pytest.mark.parametrize("in_a_tuple", [False, True])
+def test_traced_arrays_are_told_to_be_static(name: str, in_a_tuple: bool) -> None:
+    value = jnp.array([True, False]) if name == "is_causal" else jnp.array([3, 3])
+
+    def function(value: jax.Array) -> Any:
+        tiles = {"kv_tile_shape": (4, 4)} if name == "q_tile_shape" else {}
+        return call(2, **{**tiles, name: (value[0], value[1]) if in_a_tuple else value})
+
+    refused(
+        TypeError, (f"{name} must be static", "jax.jit", f"static_argnames={name!r}"), lambda: jax.jit(function)(value)
+    )
+
+
+def test_traced_causality_of_attention_is_told_to_be_static() -> None:
+    query = query_of(1)
+    function = jax.jit(lambda value: natten_jax.attention(query, query, query, is_causal=value))
+    refused(TypeError, ("is_causal must be static", "static_argnames='is_causal'"), lambda: function(True))
+
+
+# Flags --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [1, 0, None, "yes", (True,), np.array([True])])
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_return_lse_is_a_bool(rank: int, value: Any) -> None:
+    if rank:
+        refused(TypeError, ("return_lse must be a bool", repr(value)), lambda: call(rank, return_lse=value))
+        # Where the window is the layout, too.
+        refused(TypeError, ("return_lse",), lambda: call(rank, kernel_size=LAYOUT[:rank], return_lse=value))
+    else:
+        query = query_of(1)
+        refused(
+            TypeError,
+            ("return_lse must be a bool", repr(value)),
+            lambda: natten_jax.attention(query, query, query, return_lse=value),
+        )
+
+
+@pytest.mark.parametrize("value", [1, 0, "yes", (True,), np.array([True])])
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_try_fuse_additional_kv_is_a_bool_or_none(rank: int, value: Any) -> None:
+    extra = query_of(1)
+    for others in ({}, {"additional_keys": extra, "additional_values": extra}, {"kernel_size": LAYOUT[:rank]}):
+        refused(
+            TypeError,
+            ("try_fuse_additional_kv must be None or a bool", repr(value)),
+            functools.partial(call, rank, **others, try_fuse_additional_kv=value),
+        )
+
+
+@pytest.mark.parametrize("value", [np.True_, np.False_])
+def test_numpy_booleans_are_flags(value: Any) -> None:
+    query = query_of(1)
+    assert isinstance(call(1, return_lse=value, try_fuse_additional_kv=value), tuple) == bool(value)
+    assert isinstance(natten_jax.attention(query, query, query, return_lse=value), tuple) == bool(value)
+
+
+@pytest.mark.parametrize("name", ["kernel_schedule", "memory_usage_preference", "backend"])
+@pytest.mark.parametrize("value", [np.array(["a", "b"]), ["a"], {}, 7])
+def test_arguments_that_are_names_refuse_what_is_no_name(name: str, value: Any) -> None:
+    refused(
+        ValueError,
+        (name, "None or one of" if name != "memory_usage_preference" else "must be one of"),
+        lambda: call(1, **{name: value}),
+    )
+
+
+# Huge numbers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [2**40, 2**62, 2**63, 10**400, 10**5000], ids=["2^40", "2^62", "2^63", "400", "5000"])
+@pytest.mark.parametrize("name", INTS)
+def test_huge_integers_are_refused_by_name(name: str, value: int) -> None:
+    for given_value in (value, (3, value)):
+        refused(ValueError, (name,), functools.partial(call, 2, **{name: given_value}))
+
+
+@pytest.mark.parametrize("name", [*TILES, "backward_q_tile_shape", "backward_kv_tile_shape", "backward_kv_splits"])
+@pytest.mark.parametrize("value", [2**63, 10**5000], ids=["2^63", "5000 digits"])
+def test_integers_that_no_kernel_can_take_are_refused_by_name(name: str, value: int) -> None:
+    other = {"q": "kv", "kv": "q"}
+    match = re.fullmatch(r"(backward_)?(q|kv)_tile_shape", name)
+    others = {f"{match[1] or ''}{other[match[2]]}_tile_shape": (4, 4)} if match else {}
+    refused(ValueError, (name, "2**63"), lambda: call(2, **others, **{name: (value, 1)}))
+
+
+@pytest.mark.parametrize("backend", ["cpu-fna", "flex-fna", None])
+@pytest.mark.parametrize("kernel_size", [3, LAYOUT[:2]])
+@pytest.mark.parametrize("size", [2**31, 2**40, 2**62])
+def test_huge_tiles_are_refused_by_the_backends(backend: str | None, kernel_size: Any, size: int) -> None:
+    tiles = {f"{prefix}{side}_tile_shape": (size, size) for prefix in ("", "backward_") for side in ("q", "kv")}
+    with pytest.raises(ValueError, match="does not offer"):
+        jax.eval_shape(lambda: call(2, kernel_size=kernel_size, backend=backend, **tiles))
+
+
+@pytest.mark.parametrize("backend", ["cpu-fna", "flex-fna"])
+@pytest.mark.parametrize("kernel_size", [3, LAYOUT[:2]])
+def test_more_splits_than_tiles_change_nothing(backend: str, kernel_size: Any) -> None:
+    out = call(2, kernel_size=kernel_size, backend=backend, backward_kv_splits=2**62)
+    np.testing.assert_array_equal(out, call(2, kernel_size=kernel_size, backend=backend))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [range(10**15), [3] * 10**6, np.ones(10**6, int), "3" * 10**6, b"3" * 10**6, (3, [3] * 10**6), [[[[]]]]],
+    ids=["range", "list", "array", "text", "bytes", "list-in-tuple", "nested"],
+)
+@pytest.mark.parametrize("name", [*INTS, "is_causal"])
+def test_long_values_are_refused_in_short(name: str, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{name} must") as caught:
+        call(2, **{name: value})
+    assert len(str(caught.value)) < 400
+
+
+@given(st.data())
+def test_windows_of_huge_layouts_are_checked_by_arithmetic(data: st.DataObject) -> None:
+    extents = [data.draw(st.integers(2**31, 2**62)) for _ in range(3)]
+    kernel_size = tuple(data.draw(st.integers(1, extent)) for extent in extents)
+    dilation = tuple(
+        data.draw(st.integers(1, extent // size)) for extent, size in zip(extents, kernel_size, strict=True)
+    )
+    array = jax.ShapeDtypeStruct((2, *extents, 4, 8), jnp.float32)
+    problem = neighborhood_problem(
+        3,
+        array,
+        array,
+        array,
+        kernel_size,
+        kernel_size,
+        dilation,
+        True,
+        None,
+        None,
+        None,  # type: ignore[arg-type]
+    )
+    assert (problem.kernel_size, problem.dilation) == (kernel_size, dilation)
+    wider = tuple(extent // d + 1 for extent, d in zip(extents, dilation, strict=True))
+    with pytest.raises(ValueError, match=r"kernel_size .* exceeds the token layout"):
+        neighborhood_problem(
+            3,
+            array,
+            array,
+            array,
+            wider,
+            1,
+            dilation,
+            False,
+            None,
+            None,
+            None,  # type: ignore[arg-type]
+        )
+
+
+# Flax modules -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("array_of", [np.array, jnp.array, list])
+@pytest.mark.parametrize("flavour", ["nnx", "linen"])
+def test_flax_modules_take_arrays(array_of: Callable[..., Any], flavour: str) -> None:
+    flax_layers = pytest.importorskip("tests.support.flax_layers")
+    from flax import nnx as flax_nnx
+
+    plain = {
+        "kernel_size": (3, 4), "stride": (1, 2), "dilation": (2, 1), "is_causal": (True, False),
+        "q_tile_shape": (4, 4), "kv_tile_shape": (2, 4), "backend": "flex-fna",
+    }  # fmt: skip
+    held = {name: array_of(value) if isinstance(value, tuple) else value for name, value in plain.items()}
+    inputs = flax_layers.inputs_of(2)
+    if flavour == "nnx":
+        one, other = (
+            flax_layers.NNX[2](flax_layers.FEATURES, num_heads=flax_layers.HEADS, **settings, rngs=flax_nnx.Rngs(0))
+            for settings in (plain, held)
+        )
+        assert one.neighborhood == other.neighborhood and hash(one.neighborhood) == hash(other.neighborhood)
+        np.testing.assert_array_equal(flax_nnx.jit(lambda m, x: m(x))(other, inputs), one(inputs))
+        return
+    one, other = (flax_layers.LINEN[2](num_heads=flax_layers.HEADS, **settings) for settings in (plain, held))
+    assert one == other and hash(one) == hash(other)
+    params = other.init(jax.random.key(0), inputs)
+    np.testing.assert_array_equal(jax.jit(other.apply)(params, inputs), one.apply(params, inputs))
+
+
+def test_flax_attention_function_takes_arrays() -> None:
+    pytest.importorskip("flax")
+    from natten_jax.flax_modules.attention_fn import neighborhood_attention_fn
+
+    plain = neighborhood_attention_fn(
+        (3, 4), 1, (2, 1), (True, False), attention_kwargs={"q_tile_size": 8, "kv_tile_size": 4}
+    )
+    held = neighborhood_attention_fn(
+        np.array([3, 4]), np.array(1), jnp.array([2, 1]), np.array([True, False]),
+        attention_kwargs={"q_tile_size": np.array(8), "kv_tile_size": jnp.array(4)},
+    )  # fmt: skip
+    assert plain == held and hash(plain) == hash(held)
+    assert held.rank == 2
+    query = query_of(2)
+    np.testing.assert_array_equal(held(query, query, query), plain(query, query, query))
+    with pytest.raises(TypeError, match="kernel_size must be an int or a sequence"):
+        neighborhood_attention_fn(b"\x03\x03")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [range(10**15), [[3] * 10**6, 3], b"33", {3: 3}, np.array([3.0, 3.0])])
+def test_flax_modules_refuse_what_the_operators_refuse(value: Any) -> None:
+    flax_layers = pytest.importorskip("tests.support.flax_layers")
+    from flax import nnx as flax_nnx
+    from natten_jax.flax_modules.attention_fn import neighborhood_attention_fn
+
+    for make in (
+        lambda: flax_layers.NNX[2](8, num_heads=2, kernel_size=3, dilation=value, rngs=flax_nnx.Rngs(0)),
+        lambda: flax_layers.LINEN[2](num_heads=2, kernel_size=3, dilation=value),
+        lambda: neighborhood_attention_fn((3, 3), dilation=value),
+    ):
+        with pytest.raises((TypeError, ValueError), match=r"^dilation must"):
+            make()

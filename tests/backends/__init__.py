@@ -1,0 +1,1 @@
+"""What backends state, and which of them runs."""

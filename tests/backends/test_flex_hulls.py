@@ -1,0 +1,91 @@
+"""How much tiles of the flex backend see: by walking over all of them, and on layouts that nobody can walk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from natten_jax.backends.flex.hulls import largest_hull
+from natten_jax.problem import Axis
+from tests.support import oracle
+from tests.support.problems import OPERATORS
+
+
+@st.composite
+def dimensions(draw: st.DrawFn) -> tuple[int, int, int, int, int, bool]:
+    """Queries, keys, kernel_size, stride, dilation, is_causal."""
+    keys = draw(st.integers(1, 200))
+    dilation = draw(st.integers(1, min(keys, 5)))
+    kernel_size = draw(st.integers(1, keys // dilation))
+    stride = draw(st.integers(1, kernel_size))
+    queries = draw(st.integers(1, 200)) if kernel_size == keys else keys
+    is_causal = draw(st.booleans())
+    return queries, keys, kernel_size, 1 if queries != keys else stride, dilation, is_causal
+
+
+def walked(
+    queries: int,
+    keys: int,
+    kernel_size: int,
+    stride: int,
+    dilation: int,
+    is_causal: bool,
+    tile: int,
+    outer_is_query: bool,
+    is_aligned: bool,
+) -> int:
+    """The largest hull of all tiles, by the oracle's mask."""
+    if queries != keys:
+        mask = oracle.attention_mask(queries, keys, is_causal)
+    else:
+        mask = oracle.line_mask(keys, kernel_size, stride, dilation, is_causal)
+    largest = 1
+    for group in range(dilation):
+        seen = mask[group::dilation, group::dilation]
+        seen = seen if outer_is_query else seen.T
+        for first in range(0, len(seen), tile if is_aligned else 1):
+            others = np.flatnonzero(seen[first : first + tile].any(axis=0))
+            largest = max(largest, int(others[-1] - others[0]) + 1 if len(others) else 0)
+    return largest
+
+
+@settings(max_examples=3000)
+@example((66, 66, 50, 48, 1, True), 1, True, False)
+@example((59, 59, 31, 23, 1, False), 1, False, True)
+@given(dimensions(), st.integers(1, 64), st.booleans(), st.booleans())
+def test_largest_hull_equals_that_of_all_tiles(
+    dimension: tuple[int, int, int, int, int, bool], tile: int, outer_is_query: bool, is_aligned: bool
+) -> None:
+    arguments = (*dimension, tile, outer_is_query, is_aligned)
+    assert largest_hull(Axis(*dimension), tile, outer_is_query, is_aligned) == walked(*arguments), arguments
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_programs_for_the_longest_layouts_are_lowered(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that tracing and lowering compute is as long as the layout."""
+    arange = np.arange
+    lengths = []
+
+    def recorded(*arguments: int, **options: Any) -> np.ndarray:
+        if len(range(*arguments)) > 1 << 20:
+            raise MemoryError(f"np.arange{arguments}")
+        lengths.append(len(range(*arguments)))
+        return arange(*arguments, **options)
+
+    monkeypatch.setattr(np, "arange", recorded)
+    tokens = jax.ShapeDtypeStruct((1, 2**31 - 1, 1, 8), "bfloat16")
+
+    def function(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        window = {"kernel_size": 2**20 + 1, "stride": 513, "is_causal": is_causal}
+        return OPERATORS[1](query, key, value, **window, backend="flex-fna")
+
+    out = jax.jit(function).lower(tokens, tokens, tokens).out_info
+    assert out.shape == tokens.shape
+    gradients = jax.jit(lambda *a: jax.vjp(function, *a)[1](a[0])).lower(tokens, tokens, tokens).out_info
+    assert [each.shape for each in gradients] == [tokens.shape] * 3
+    assert lengths

@@ -1,0 +1,189 @@
+"""The warning about kernels that this build lacks: once, for that reason only, and with a remedy."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import natten_jax
+from natten_jax import MissingKernelsWarning, backends
+from natten_jax.backends import missing_kernels
+from natten_jax.backends.select import resolve
+from natten_jax.doctor.__main__ import report
+from natten_jax.native import cuda_version
+from natten_jax.native import module as native
+from natten_jax.plan.devices import Device
+from natten_jax.plan.request import Request
+from natten_jax.problem import problem_of
+
+HOPPER = Device("cuda", (9, 0))
+AMPERE = Device("cuda", (8, 6))
+BROKEN = "the native module natten_jax._native cannot be loaded (ImportError: broken)"
+#: What to do in a clone with a library of its own, as the one that tests run in.
+REMEDY = f"Run `pip install --editable .` in {Path(__file__).parents[2]}"
+BLOCKED = "import sys; sys.modules['natten_jax._native'] = None\n"
+
+
+@pytest.fixture(autouse=True)
+def _nobody_was_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(missing_kernels, "_was_warned", False)
+
+
+@pytest.fixture
+def no_native_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_module", None)
+    monkeypatch.setattr(native, "load_error", BROKEN)
+
+
+@pytest.fixture
+def host_only_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Module:
+        @staticmethod
+        def registrations() -> dict[str, Any]:
+            return {"natten_jax_cpu_forward": None, "natten_jax_cpu_backward": None}
+
+        @staticmethod
+        def build_info() -> dict[str, Any]:
+            return {"cuda_architectures": []}
+
+        @staticmethod
+        def estimate_of_small_windows(*_: Any) -> None:
+            return None
+
+    monkeypatch.setattr(native, "_module", Module)
+    monkeypatch.setattr(native, "load_error", None)
+
+
+def choose(device: Device, requested: str | None = None, **problem: Any) -> tuple[str, list[str]]:
+    """The family chosen for a forward pass, and the warnings on the way."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan = resolve(Request(problem_of((64,), 8, **problem), backend=requested), device, "forward")
+    assert all(each.category is MissingKernelsWarning for each in caught)
+    return plan.backend.family, [str(each.message) for each in caught]
+
+
+def test_an_operator_warns_once_without_the_native_module(no_native_module: None) -> None:
+    x = jnp.ones((1, 64, 1, 8))
+    with pytest.warns(MissingKernelsWarning, match=rf"cannot be loaded .*broken.*\. {re.escape(REMEDY)}; python"):
+        natten_jax.na1d(x, x, x, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        natten_jax.na1d(x[:, :32], x[:, :32], x[:, :32], 8)
+        natten_jax.attention(x, x, x)
+
+
+def test_whoever_asks_for_the_portable_backend_is_not_warned(no_native_module: None) -> None:
+    x = jnp.ones((1, 64, 1, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.grad(lambda x: natten_jax.na1d(x, x, x, 8, backend="flex-fna").sum())(x)
+        natten_jax.attention(x, x, x, backend="flex-fmha")
+
+
+@pytest.mark.parametrize(
+    ("device", "architectures"), [(HOPPER, "80;90a"), (AMPERE, "86"), (Device("cuda", (12, 0)), "120")]
+)
+@pytest.mark.parametrize(("plugins", "cuda"), [((), 1), ((12,), 12), ((12, 13), 13)])
+def test_a_gpu_that_the_build_has_no_kernels_for(
+    plugins: tuple[int, ...],
+    cuda: int,
+    device: Device,
+    architectures: str,
+    host_only_build: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda_version, "plugins", lambda: plugins)
+    family, (message,) = choose(device)
+    assert family == "flex"
+    assert "CUDA architectures: none" in message
+    assert (
+        f"Run `NATTEN_JAX_CUDA={cuda} NATTEN_JAX_CUDA_ARCHS='{architectures}' pip install --editable .` in" in message
+    )
+    assert "python -m natten_jax.doctor" in message
+    assert choose(device) == ("flex", [])
+
+
+def test_a_gpu_whose_architecture_the_build_does_not_cover(
+    host_only_build: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = native._module
+    monkeypatch.setattr(module, "registrations", lambda: dict.fromkeys(backends.export_targets()))
+    monkeypatch.setattr(module, "build_info", lambda: {"cuda_architectures": ["90a"]})
+    family, (message,) = choose(AMPERE)
+    assert family == "flex"
+    assert "no code for compute capability 8.6" in message
+    assert "NATTEN_JAX_CUDA_ARCHS='86'" in message
+    assert choose(HOPPER)[1] == []
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+@pytest.mark.parametrize(
+    ("device", "requested", "problem"),
+    [
+        (HOPPER, "flex-fna", {}),
+        (HOPPER, None, {"dtype": "float64"}),
+        (HOPPER, None, {"head_dim": 20}),  # no kernel takes these
+        (Device("cuda", (7, 5)), None, {}),
+        (Device("cuda"), None, {}),  # there is no such GPU here
+        (Device("cuda", (9, 0), is_present=False), "flex-fna", {}),
+        (Device("tpu"), None, {}),
+        (Device("cpu"), None, {"dtype": "float64"}),
+    ],
+)
+def test_what_no_other_build_would_run_is_no_reason_to_warn(
+    device: Device, requested: str | None, problem: dict[str, Any], is_broken: bool, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue("no_native_module" if is_broken else "host_only_build")
+    assert choose(device, requested, **problem) == ("flex", [])
+
+
+def test_the_host_does_not_need_kernels_for_gpus(host_only_build: None) -> None:
+    assert choose(Device("cpu")) == ("cpu", [])
+
+
+def test_the_doctor_says_it_under_a_heading(no_native_module: None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lines = list(report())
+    heading = lines.index("Missing kernels")
+    assert lines[heading + 1] == f"  cpu: {BROKEN}. {REMEDY}"
+
+
+@pytest.mark.skipif(native.path() is None, reason="the native module is not built")
+def test_the_doctor_has_no_such_heading_where_nothing_is_missing() -> None:
+    assert "Missing kernels" not in list(report())
+
+
+@pytest.mark.parametrize("filters", [[], ["-W", "ignore::UserWarning"]])
+def test_a_process_without_the_library_warns_on_use_and_not_on_import(filters: list[str]) -> None:
+    code = (
+        f"{BLOCKED}import natten_jax, jax.numpy as jnp\nprint('imported', file=sys.stderr)\n"
+        "x = jnp.ones((1, 64, 1, 8))\nfor size in (2, 4, 8): natten_jax.na1d(x, x, x, size)"
+    )
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    finished = subprocess.run(
+        [sys.executable, *filters, "-c", code], capture_output=True, text=True, env=environment, timeout=300, check=True
+    )
+    before, after = finished.stderr.split("imported\n")
+    assert "MissingKernelsWarning" not in before
+    assert after.count("MissingKernelsWarning: attention runs on the slow portable backend") == (not filters)
+
+
+def test_the_doctor_of_a_process_without_the_library() -> None:
+    code = f"{BLOCKED}import runpy; runpy.run_module('natten_jax.doctor', run_name='__main__')"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    finished = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300, check=True
+    )
+    assert "\nMissing kernels\n  cpu: the native module natten_jax._native cannot be loaded" in finished.stdout
+    assert f". {REMEDY}\n" in finished.stdout

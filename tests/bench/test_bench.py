@@ -1,0 +1,203 @@
+"""The benchmarks run where there is no GPU, too: on small problems, with what exists there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+
+import landscape
+import plot
+import plot_peers
+import run
+from benchmarks import BENCHMARKS, Benchmark
+from implementations import IMPLEMENTATIONS
+
+from tests.support.programs import output_of, run_python
+
+IMAGE = Benchmark((8, 8), 2, 16, kernel_size=(3, 3), dtype="float32")
+WHOLE = Benchmark((64,), 2, 16, dtype="float32")
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PAUSE", "WARM_UP"):
+        monkeypatch.setattr(f"timing.{name}", 0.01)
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_named_problems_are_legal(name: str) -> None:
+    benchmark = BENCHMARKS[name]
+    cotangent, *arrays = jax.eval_shape(lambda: run.draw(benchmark))
+    output = jax.eval_shape(IMPLEMENTATIONS["natten_jax"](benchmark), *arrays)
+    assert output.shape == cotangent.shape == benchmark.shape
+
+
+def test_dilated_problems_do_the_work_of_their_dense_partners() -> None:
+    for name in ("2d-w40-d2", "2d-w16-d16"):
+        dilated, dense = (BENCHMARKS[each].problem for each in (name, name.rpartition("-")[0]))
+        assert run.flops(dilated, "forward") == run.flops(dense, "forward")
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_implementations_of_attention_agree(is_causal: bool) -> None:
+    benchmark = dataclasses.replace(WHOLE, is_causal=is_causal)
+    _, *arrays = run.draw(benchmark)
+    ours, other = (IMPLEMENTATIONS[name](benchmark)(*arrays) for name in ("natten_jax", "xla"))
+    np.testing.assert_allclose(ours, other, atol=2e-6)
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_measures_every_side_and_says_which_did_not_run(pass_: str) -> None:
+    names = ("natten_jax", "xla", "cudnn")
+    (result,) = run.measure(WHOLE, turns=2, pass_=pass_, names=names)  # type: ignore[arg-type]
+    assert list(result["failures"]) == ["cudnn"]
+    for mode in ("cold", "sustained"):
+        assert set(result[mode]["milliseconds"]) == {"natten_jax", "xla"}
+        assert all(value > 0 for value in result[mode]["milliseconds"].values())
+        assert set(result[mode]["speedup"]) == {"xla"}
+        assert result[mode]["tflops"] > 0
+
+
+def test_backward_pass_is_the_gradient_without_its_forward_pass() -> None:
+    cotangent, *arrays = run.draw(IMAGE)
+    function = IMPLEMENTATIONS["natten_jax"](IMAGE)
+    runner = run.compile_backward(function, cotangent, *arrays)
+    results = runner.compiled(*runner.arguments)
+    for result, expected in zip(results, jax.vjp(function, *arrays)[1](cotangent), strict=True):
+        np.testing.assert_allclose(result, expected, atol=1e-6)
+    program = runner.compiled.as_text()
+    assert program is not None and not re.search(r"natten_jax_\w+_forward", program)
+
+
+def test_element_types_take_turns() -> None:
+    first, second = run.measure(IMAGE, 1, dtypes=("float32", "bfloat16"), names=("natten_jax",))
+    assert (first["dtype"], second["dtype"]) == ("float32", "bfloat16")
+    assert "rate_over_float32" not in first["cold"]
+    assert second["sustained"]["rate_over_float32"] > 0
+
+
+def test_additional_tokens_fused_and_merged() -> None:
+    (result,) = run.measure(dataclasses.replace(IMAGE, additional_kv=5), turns=1)
+    assert set(result["cold"]["milliseconds"]) == {"natten_jax", "natten_jax-merged"}
+    assert result["failures"] == {}
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_record_of_other_implementations_is_drawn(suffix: str, tmp_path: Path) -> None:
+    record = json.loads((Path(plot_peers.__file__).parent / "results" / "h200" / "peers.json").read_text())
+    picture = tmp_path / "pictures" / f"speed.{suffix}"
+    plot_peers.draw(record, picture)
+    content = picture.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n" if suffix == "png" else b"<?xml")
+    if suffix == "svg":  # 0.7918 ms of cuDNN against 0.0621 of natten_jax
+        assert b"12.8x" in content and b"NVIDIA H200" in content
+
+
+def test_command_line_saves_figures_and_a_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(BENCHMARKS, "small", WHOLE)
+    files = tmp_path / "results" / "small.json", tmp_path / "pictures" / "small.png"
+    arguments = ["--problems", "small", "--turns", "1", "--implementations", "natten_jax", "xla"]
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments, "--json", str(files[0])])
+    assert run.main() == 0
+    assert "xla" in capsys.readouterr().out
+    saved = json.loads(files[0].read_text())
+    assert set(saved["environment"]) >= {"device", "versions", "commit", "command"}
+    plot.draw_speedups(saved["results"], "xla", files[1])
+    assert files[1].read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    with pytest.raises(ValueError, match="cudnn"):
+        plot.draw_speedups(saved["results"], "cudnn", files[1])
+    files[1].unlink()
+    del saved["results"]["small"]["sustained"]
+    plot.draw_speedups(saved["results"], "xla", files[1])
+    assert files[1].exists()
+
+
+def test_exit_status_tells_that_natten_jax_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BENCHMARKS, "small", WHOLE)
+    monkeypatch.setattr(
+        sys, "argv", ["run.py", "--problems", "small", "--implementations", "natten_jax", "--backend", "hopper"]
+    )
+    assert run.main() == 1
+
+
+SEVERAL_DEVICES = """
+import dataclasses, sys
+sys.path.append({bench!r})
+import several_devices
+from benchmarks import BENCHMARKS
+
+video = BENCHMARKS["3d-s16x8x8"]
+BENCHMARKS["3d-s16x8x8"] = dataclasses.replace(
+    video, layout=(2, 4, 4), head_dim=8, kernel_size=(2, 2, 2), stride=(1, 2, 2), dtype="float32"
+)
+several_devices.STEP = "--tokens 2 4 4 --depth 1 --heads 2 --head-dim 8 --window 2 3 3 --batch-size 4"
+flags = "--families cpu --turns 1 --calls 2 --seconds 0 --pause 0 --modes Auto --splits batch width-s1x1x1 --json"
+sys.argv = ["several_devices.py", *flags.split(), {file!r}]
+sys.exit(several_devices.main())
+"""
+
+
+def test_several_devices_do_what_one_does_without_collectives(tmp_path: Path) -> None:
+    pytest.importorskip("optax")
+    pytest.importorskip("sklearn")
+    file = tmp_path / "figures.json"
+    source = SEVERAL_DEVICES.format(bench=str(Path(run.__file__).parent), file=str(file))
+    output = output_of(run_python(source, devices=2))
+    saved = json.loads(file.read_text())
+    assert set(saved["environment"]) >= {"device", "versions", "commit", "command"}
+    assert len(saved["results"]) == 2 * 2 + 2  # splits and passes; two ways to train
+    for name, figures in saved["results"].items():
+        assert name in output
+        assert all(value > 0 for value in (*figures["milliseconds"].values(), figures["speedup"]))
+        assert figures["difference"] < 1e-5
+        if "width" in name:
+            assert "halos first" in figures["milliseconds"]
+            assert figures["exchange milliseconds"]["exchange"] > 0
+        assert set(figures.get("collectives", {})) == ({"collective-permute"} if "width" in name else set())
+
+
+def test_landscape_finds_the_point_that_stands_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flat = {landscape.Point(i, j): 2.0 for i in range(3) for j in range(4)}
+    assert set(landscape.excesses(flat).values()) == {1.0}
+    found = landscape.excesses({**flat, landscape.Point(1, 2): 2.5})
+    assert [point for point, excess in found.items() if excess > landscape.MOST_EXCESS] == [landscape.Point(1, 2)]
+    assert found[landscape.Point(1, 2)] == 1.25 and found[landscape.Point(0, 2)] < 1
+
+    monkeypatch.setattr(landscape, "WINDOWS", {1: (5,)})
+    layouts = [(16,), (24,)]
+    problems = landscape.landscape(layouts, (1, 2), 8, "float32")
+    rows = landscape.measure(problems, "cpu", "backward", turns=1)
+    assert [(row["layout"], row["heads"]) for row in rows.values()] == [((16,), 1), ((16,), 2), ((24,), 1), ((24,), 2)]
+    assert all(row["nanoseconds"] > 0 and row["excess"] > 0 for row in rows.values())
+    landscape.print_landscape(rows, layouts, (1, 2))
+    assert re.search(r"^16 +\d+\.\d\d", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_builds_are_compared_in_turns(tmp_path: Path) -> None:
+    root = Path(run.__file__).parents[1]
+    record = tmp_path / "record.json"
+    arguments = ["--small", "tiny 1-D", "no such row", "--turns", "2", "--json", str(record)]
+    command = [sys.executable, str(root / "bench" / "compare_builds.py"), str(root), str(root), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    rows = json.loads(record.read_text())
+    assert [row.get("pass") for row in rows] == ["forward", "backward", None]
+    for row in rows[:2]:
+        before, after = row["seconds"]
+        assert len(before) == len(after) == 2 and min(*before, *after) > 0
+        assert row["ratio"] == pytest.approx(np.median(np.divide(after, before)))
+    assert rows[2]["error"] and "no such row" in result.stdout

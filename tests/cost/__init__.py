@@ -1,0 +1,1 @@
+"""Counts, modelled times, and the advice that is drawn from them."""

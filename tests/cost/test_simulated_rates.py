@@ -1,0 +1,213 @@
+"""What the simulator says is done in a time can be done in it: by the form of the kernels that runs, on that device."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from natten_jax import backends, simulator
+from natten_jax.backends.base import Backend
+from natten_jax.backends.select import resolve
+from natten_jax.cost import small_windows
+from natten_jax.performance import PASSES, Pass, TilePair, outer_and_inner
+from natten_jax.plan.devices import Device
+from natten_jax.plan.request import Request
+from natten_jax.problem import Problem
+from natten_jax.profiler.__main__ import main
+from tests.support import oracle
+from tests.support.tile_walks import boxes, groups_of
+
+PROBLEMS = 120
+HOPPER = Device("cuda", (9, 0), is_present=False)
+
+
+class Peak(NamedTuple):
+    """A device's floating-point operations per second by element type, without sparsity, and its bytes per second."""
+
+    flops: dict[str, float]
+    bytes: float
+
+
+#: NVIDIA H200 Tensor Core GPU datasheet, SXM. Float32 is computed as TF32.
+PEAKS = {"NVIDIA H200": Peak({"bfloat16": 989.5e12, "float16": 989.5e12, "float32": 494.7e12}, 4.8e12)}
+
+
+def random_problem(draw: random.Random) -> Problem:
+    rank = draw.choice([1, 1, 1, 2, 2, 2, 2, 3])
+    most = {1: 1 << draw.randint(2, 14), 2: draw.choice([7, 14, 28, 56, 112, 256]), 3: draw.choice([4, 8, 16, 32])}[
+        rank
+    ]
+    layout = [draw.randint(1, most) if draw.random() < 0.5 else most for _ in range(rank)]
+    dilation = [min(draw.choice([1, 1, 1, 2, 3]), extent) for extent in layout]
+    kernel = [
+        draw.randint(1, min(n // d, draw.choice([3, 7, 13, 32, 4096]))) for n, d in zip(layout, dilation, strict=True)
+    ]
+    heads_kv, head_dim = draw.choice([1, 2, 4, 16]), draw.choice([8, 16, 32, 32, 48, 64, 64, 96, 128, 128, 192, 256])
+    return simulator.problem_of(
+        layout,
+        kernel,
+        [draw.randint(1, k) if draw.random() < 0.3 else 1 for k in kernel],
+        dilation,
+        [draw.random() < 0.2 for _ in kernel],
+        batch=draw.choice([1, 1, 4, 64, 1024]),
+        heads=heads_kv * draw.choice([1, 1, 1, 2, 4]),
+        heads_kv=heads_kv,
+        head_dim=head_dim,
+        head_dim_v=draw.choice([head_dim, head_dim, head_dim, 64]),
+        dtype=draw.choice(["bfloat16", "float16", "float32"]),
+        additional_kv=draw.choice([0, 0, 0, 1, 17, 300]),
+    )
+
+
+def listed(problem: Problem, draw: random.Random) -> Iterator[tuple[Backend, Pass, TilePair]]:
+    """The best tiles of every backend and pass, and some others."""
+    for backend in backends.registered():
+        for pass_ in PASSES:
+            for device in (HOPPER, Device("cpu")):
+                if backend.rejection(problem, device, pass_) is None:
+                    pairs = list(backend.tile_pairs(problem, device, pass_))
+                    for pair in (*pairs[:2], *draw.sample(pairs, min(2, len(pairs)))):
+                        yield backend, pass_, pair
+
+
+def test_nothing_is_predicted_to_be_faster_than_the_device() -> None:
+    draw = random.Random(5)
+    seen = dict.fromkeys([("hopper", False), ("cutlass", False), ("cutlass", True)], 0)
+    for _ in range(PROBLEMS):
+        problem = random_problem(draw)
+        for backend, pass_, pair in listed(problem, draw):
+            model = simulator.calibration_for(backend.family)
+            found = simulator.simulate(problem, pair, pass_, calibration=model)
+            assert found.executed_flops >= found.flops, (problem, pair, pass_)
+            if model is None or found.seconds is None:
+                continue
+            peak = PEAKS[model.device]
+            assert found.executed_flops < found.seconds * peak.flops[problem.dtype], (problem, pair, pass_)
+            assert found.least_bytes < found.seconds * peak.bytes, (problem, pair, pass_)
+            seen[backend.family, small_windows.is_for(model, problem, pass_, pair)] += 1
+    assert min(seen.values()) > 100, seen
+
+
+def walked_pairs(problem: Problem, pass_: Pass, pair: TilePair, line: int, *, rows_are_keys: bool) -> int:
+    """Rows times columns that warps compute with: each tile's hull in groups of columns, two of a line at a time."""
+    mask = oracle.neighborhood_mask(
+        problem.query_layout, problem.kernel_size, problem.stride, problem.dilation, problem.is_causal
+    )
+    mask = mask.T if rows_are_keys else mask
+    rows, columns = outer_and_inner(pair, pass_)
+    executed = 0
+    for group in groups_of(problem):
+        for box in boxes(group.shape, rows):
+            own = group[box].ravel()
+            hull = np.argwhere(mask[np.ix_(own, group.ravel())].any(axis=0).reshape(group.shape))
+            extents = hull.max(axis=0) - hull.min(axis=0) + 1
+            groups = [-(-int(extent) // size) for extent, size in zip(extents, columns, strict=True)]
+            if line >= 0:
+                groups[line] += groups[line] % 2
+            executed += 16 * 8 * math.prod(groups) * (1 if line >= 0 else 2)
+    return executed
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+def test_small_windows_are_counted_as_their_warps_walk(pass_: Pass) -> None:
+    draw = random.Random(3)
+    model = simulator.calibration_for("cutlass")
+    assert model is not None
+    kernels: dict[str, int] = {}
+    for _ in range(60):
+        problem = random_problem(draw)
+        if problem.dtype == "float32" or math.prod(problem.query_layout) > 1500:
+            continue
+        problem = dataclasses.replace(problem, additional_kv=0, head_dim=32, head_dim_v=64)
+        pairs = [pair for pair, _ in small_windows.ranked(problem, pass_, (9, 0))]
+        for pair in draw.sample(pairs, min(2, len(pairs))):
+            estimate = small_windows.estimate(problem, pass_, pair, (9, 0))
+            assert estimate is not None
+            flops = 0
+            for launch in estimate.launches:
+                kernels[launch.kernel] = kernels.get(launch.kernel, 0) + 1
+                for kernel, keys, values in (
+                    ("forward", 1, 1), ("query gradient", 2, 1), ("key/value gradient", 2, 2),
+                ):  # fmt: skip
+                    if launch.kernel not in (kernel, "whole gradient" if kernel != "forward" else ""):
+                        continue
+                    walked = walked_pairs(problem, pass_, pair, launch.line, rows_are_keys=kernel.startswith("key"))
+                    flops += 2 * problem.batch * problem.heads * walked * (32 * keys + 64 * values)
+            found = simulator.simulate(problem, pair, pass_, calibration=model)
+            assert found.executed_flops == flops, (problem, pair)
+    assert min(kernels.values()) > 5, kernels
+
+
+def test_whole_layouts_are_counted_for_both_sides() -> None:
+    problem = simulator.problem_of((7, 7), 3, batch=64, heads=4, head_dim=32, dtype="bfloat16")
+    model = simulator.calibration_for("cutlass")
+    pair = backends.find("cutlass-fna", "fna").tile_pairs(problem, HOPPER, "backward")[0]
+    estimate = small_windows.estimate(problem, "backward", pair, (9, 0))
+    assert estimate is not None
+    assert [launch.kernel for launch in estimate.launches] == ["whole gradient"]
+    (launch,) = estimate.launches
+    queries, keys = (
+        walked_pairs(problem, "backward", pair, launch.line, rows_are_keys=is_key) for is_key in (False, True)
+    )
+    found = simulator.simulate(problem, pair, "backward", calibration=model)
+    assert found.executed_flops == 2 * 64 * 4 * 32 * (3 * queries + 4 * keys)
+    assert found.counts.executed_pairs == keys
+
+
+def test_additional_tokens_of_small_windows_are_counted() -> None:
+    pair: TilePair = ((4, 4), (1, 8))
+    model = simulator.calibration_for("cutlass")
+    of_window, more = (
+        simulator.simulate(
+            simulator.problem_of((28, 28), 7, heads=2, head_dim=32, additional_kv=n), pair, calibration=model
+        )
+        for n in (0, 17)
+    )
+    # 49 tiles of 16 queries, each of which sees two pairs of groups more.
+    assert more.counts.executed_pairs - of_window.counts.executed_pairs == 49 * 16 * 32
+    assert more.executed_flops - of_window.executed_flops == 2 * 2 * 64 * 49 * 16 * 32
+    backwards = [
+        simulator.simulate(dataclasses.replace(each.problem), pair[::-1], "backward", calibration=model)
+        for each in (of_window, more)
+    ]
+    assert backwards[1].executed_flops - backwards[0].executed_flops >= 2 * 2 * 32 * 28 * 28 * 17 * 7
+
+
+def test_the_ranking_times_small_windows_as_the_simulation_does() -> None:
+    problem = simulator.problem_of((56, 56), 7, batch=64, heads=2, head_dim=32)
+    model = simulator.calibration_for("cutlass")
+    pairs: list[TilePair] = [((2, 8), (8, 1)), ((4, 4), (2, 4)), ((8, 8), (8, 8))]
+    ranked = simulator.rank(problem, pairs, "forward", model)
+    assert dict(ranked) == {pair: simulator.simulate(problem, pair, calibration=model).seconds for pair in pairs}
+
+
+def test_parts_of_small_windows_take_their_share_of_the_time() -> None:
+    problem = simulator.problem_of((56, 56), 7, batch=64, heads=2, head_dim=32)
+    model = simulator.calibration_for("cutlass")
+    assert model is not None
+    plan = resolve(Request(problem, backend="cutlass-fna"), HOPPER, "forward")
+    whole = simulator.simulate(plan.problem, plan.tiles, calibration=model).seconds
+    split = simulator.predict_split(plan, (2, 1), model)
+    assert whole is not None and split is not None
+    assert 0.45 * whole < split.compute < whole
+
+
+@pytest.mark.parametrize("arguments", ["-i 56 56 -n 2 -d 32 -w 7 -b 64 --backprop", "-i 14 14 -n 16 -d 32 -w 7 -b 64"])
+def test_what_the_command_line_says_can_be(arguments: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "result.json"
+    assert main([*arguments.split(), "--simulate", "--compute-capability", "9.0", "--json", str(path)]) == 0
+    assert "98.5%" not in capsys.readouterr().out
+    of_passes: dict[str, Any] = json.loads(path.read_text())["passes"]
+    for found in of_passes.values():
+        assert found["backend"] == "cutlass-fna"
+        assert found["executed_flops"] < 500e12 * found["predicted_seconds"]
+        counts = found["counts"]
+        assert counts["visited_pairs"] - counts["hull_pairs"] < 0.3 * counts["visited_pairs"]

@@ -1,0 +1,431 @@
+"""The simulator: its counts against walks over the dense mask, its known answers, its time model."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import json
+import math
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from natten_jax import backends, simulator
+from natten_jax.ops.arrays import neighborhood_problem
+from natten_jax.performance import TilePair
+from natten_jax.plan.devices import Device
+from natten_jax.problem import Problem, problem_of
+from natten_jax.profiler.cli.arguments import parse
+from natten_jax.profiler.search.configurations import main_part
+from natten_jax.simulator import Calibration, Kernel
+from tests.support import oracle
+from tests.support.tile_walks import boxes, groups_of, walk
+
+PROBLEMS = 320
+MEASUREMENTS = Path(__file__).parents[2] / "bench" / "results" / "h200" / "calibration"
+HOPPER = Device("cuda", (9, 0), is_present=False)
+
+
+def a_problem(layout: tuple[int, ...], kernel_size: tuple[int, ...], **others: Any) -> Problem:
+    return problem_of(layout, kernel_size, **{"head_dim": 128, "scale": 1.0, **others})
+
+
+def random_problem(generator: np.random.Generator) -> tuple[Problem, tuple[Any, Any]]:
+    rank = int(generator.integers(1, 4))
+    most = {1: 40, 2: 12, 3: 7}[rank]
+    layout, window, stride, dilation = [], [], [], []
+    for _ in range(rank):
+        extent = int(generator.integers(1, most + 1))
+        step = int(generator.integers(1, min(extent, 3) + 1))
+        kernel = int(generator.integers(1, extent // step + 1))
+        layout.append(extent)
+        window.append(kernel)
+        stride.append(int(generator.integers(1, kernel + 1)))
+        dilation.append(step)
+    causal = tuple(bool(flag) for flag in generator.integers(0, 2, rank))
+    tiles = tuple(tuple(int(extent) for extent in generator.integers(1, 7, rank)) for _ in range(2))
+    problem = a_problem(
+        tuple(layout), tuple(window), stride=tuple(stride), dilation=tuple(dilation), is_causal=causal,
+        additional_kv=int(generator.integers(0, 2) * generator.integers(1, 9)),
+    )  # fmt: skip
+    return problem, tiles  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("placement", ["anchored", "aligned"])
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_counts_agree_with_walks_over_the_mask(pass_: Any, placement: Any) -> None:
+    generator = np.random.default_rng(7)
+    for _ in range(PROBLEMS):
+        problem, pair = random_problem(generator)
+        plain = dataclasses.replace(problem, additional_kv=0)
+        counts = simulator.count_tiles(plain, pair, pass_, placement=placement)
+        expected = walk(problem, pair, pass_, placement)
+        assert {name: getattr(counts, name) for name in expected} == expected, (problem, pair)
+        assert counts.executed_pairs == counts.inner * math.prod(pair[0]) * math.prod(pair[1])
+        assert counts.visible_pairs <= counts.hull_pairs <= counts.executed_pairs
+        shares = counts.masked_share + counts.padding_share + counts.visible_pairs / counts.visited_pairs
+        assert shares == pytest.approx(1.0)
+
+
+def walk_parts(problem: Problem, pair: Any, pass_: str, kernel: Kernel) -> tuple[int, int, int]:
+    """Seen and full parts of anchored tiles, and tiles that are masked, as a kernel with row groups walks."""
+    mask = oracle.neighborhood_mask(
+        problem.query_layout, problem.kernel_size, problem.stride, problem.dilation, problem.is_causal
+    )
+    mask = mask if pass_ == "forward" else mask.T
+    outer_tile, inner_tile = pair if pass_ == "forward" else pair[::-1]
+    tokens, rows_of_group = math.prod(outer_tile), kernel.outer_tokens // kernel.row_groups
+    seen_parts = full_parts = masked = 0
+    for group in groups_of(problem):
+        for corner in boxes(group.shape, outer_tile):
+            start = np.array([axis.start for axis in corner])
+            own = group[corner].ravel()
+            hull = np.argwhere(mask[np.ix_(own, group.ravel())].any(axis=0).reshape(group.shape))
+            if len(hull) == 0:
+                continue
+            begin, end = hull.min(axis=0), hull.max(axis=0) + 1
+            corners = [range(b, e, t) for b, e, t in zip(begin, end, inner_tile, strict=True)]
+            is_masked = np.zeros(math.prod(map(len, corners)), bool)
+            for number in range(kernel.row_groups):
+                rows = np.arange(rows_of_group * number, rows_of_group * (number + 1))
+                rows = rows[rows < tokens] if rows[0] < tokens else np.array([tokens - 1])
+                inside = np.stack(np.unravel_index(rows, outer_tile))
+                ends = zip(inside.min(axis=1), inside.max(axis=1), strict=True)
+                box = [np.arange(low, high + 1) for low, high in ends]
+                box = [np.minimum(s + each, n - 1) for s, each, n in zip(start, box, group.shape, strict=True)]
+                visible = mask[np.ix_(group[np.ix_(*box)].ravel(), group.ravel())].reshape(-1, *group.shape)
+                for i, first in enumerate(itertools.product(*corners)):
+                    tile = tuple(slice(c, c + t) for c, t in zip(first, inner_tile, strict=True))
+                    part = visible[(slice(None), *tile)]
+                    seen_parts += bool(part.any())
+                    is_full = part[0].size == kernel.inner_tokens and bool(part.all())
+                    full_parts += is_full
+                    is_masked[i] |= bool(part.any()) and not is_full
+            masked += int(is_masked.sum())
+    return seen_parts, full_parts, masked
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_parts_agree_with_walks_over_the_mask(pass_: Any) -> None:
+    generator = np.random.default_rng(11)
+    skipped = split = unmasked = 0
+    for _ in range(PROBLEMS):
+        problem, pair = random_problem(generator)
+        plain = dataclasses.replace(problem, additional_kv=0)
+        outer, inner = (math.prod(tile) for tile in (pair if pass_ == "forward" else pair[::-1]))
+        row_groups = int(generator.integers(1, 4))
+        rows = -(-outer // row_groups) + int(generator.integers(0, 2) * generator.integers(0, 9))
+        fill = inner + int(generator.integers(0, 4) == 0)
+        kernel = Kernel(128, row_groups * rows, fill, 1e-6, 1e-6, 0.0, row_groups=row_groups)
+        counts = simulator.count_tiles(plain, pair, pass_, kernel=kernel)
+        found = counts.seen_parts, counts.full_parts, counts.partial
+        assert found == walk_parts(plain, pair, pass_, kernel), (problem, pair)
+        assert counts.seen_parts - counts.full_parts <= row_groups * counts.partial
+        assert counts.partial <= counts.inner - counts.full
+        assert row_groups * counts.full <= counts.full_parts <= counts.seen_parts <= row_groups * counts.inner
+        assert counts.visible_pairs <= counts.executed_pairs <= counts.visited_pairs
+        assert 0 <= counts.wasted_share < 1
+        skipped += counts.seen_parts < row_groups * counts.inner
+        split += counts.full_parts > row_groups * counts.full
+        unmasked += counts.partial < counts.inner - counts.full
+    assert skipped > 15
+    assert split > 15
+    assert unmasked > 3
+
+
+def test_row_groups_skip_and_mask_on_their_own() -> None:
+    # 4 x 2 queries, a row group of 2 x 2 each; windows of 3 x 3 around them reach over 6 x 4 keys.
+    kernel = Kernel(128, 8, 4, 1e-6, 1e-6, 0.0, row_groups=2)
+    problem = a_problem((40, 40), (3, 3))
+    counts = simulator.count_tiles(problem, ((4, 2), (2, 2)), kernel=kernel)
+    plain = simulator.count_tiles(problem, ((4, 2), (2, 2)))
+    assert counts.inner == plain.inner
+    assert (plain.row_groups, plain.seen_parts, plain.full_parts) == (1, plain.inner, plain.full)
+    # Each row group sees 2 x 2 of 3 x 2 tiles.
+    assert counts.seen_parts < 2 * counts.inner
+    more = simulator.count_tiles(dataclasses.replace(problem, additional_kv=10), ((4, 2), (2, 2)), kernel=kernel)
+    assert more.seen_parts - counts.seen_parts == 2 * 3 * counts.outer
+    assert more.full_parts - counts.full_parts == 2 * 2 * counts.outer
+
+
+def test_a_tile_that_one_row_group_masks_takes_the_time_of_a_mask() -> None:
+    kernel = Kernel(128, 8, 4, 1e-6, 1e-6, 0.0, row_groups=2)
+    counts = simulator.count_tiles(a_problem((40, 40), (6, 6)), ((4, 2), (2, 2)), kernel=kernel)
+    assert counts.full_parts > 2 * counts.full
+    assert counts.tiles == (counts.outer, counts.inner, counts.seen_parts / 2, counts.partial)
+
+
+def test_a_tile_that_one_row_group_skips_and_that_is_full_for_the_other_needs_no_mask() -> None:
+    kernel = Kernel(128, 8, 4, 1e-6, 1e-6, 0.0, row_groups=2)
+    counts = simulator.count_tiles(a_problem((40, 40), (8, 8), stride=(2, 2)), ((4, 2), (2, 2)), kernel=kernel)
+    assert counts.full < counts.inner
+    assert counts.partial == 0
+    assert counts.seen_parts == counts.full_parts < 2 * counts.inner
+
+
+def test_additional_tokens_are_tiles_of_their_own() -> None:
+    problem = a_problem((10, 6), (3, 3))
+    pair = (2, 3), (4, 2)
+    plain = simulator.count_tiles(problem, pair)
+    counts = simulator.count_tiles(dataclasses.replace(problem, additional_kv=19), pair)
+    assert counts.inner - plain.inner == 3 * plain.outer  # 8, 8 and 3 tokens
+    assert counts.full - plain.full == 2 * plain.outer
+    assert counts.most_inner - plain.most_inner == 3
+    assert counts.visible_pairs - plain.visible_pairs == counts.hull_pairs - plain.hull_pairs == 60 * 19
+
+
+def test_additional_tokens_are_outer_tiles_in_the_backward_pass() -> None:
+    problem = a_problem((10, 6), (3, 3), dilation=(2, 1))
+    pair = (4, 3), (4, 2)
+    plain = simulator.count_tiles(problem, pair, "backward")
+    counts = simulator.count_tiles(dataclasses.replace(problem, additional_kv=19), pair, "backward")
+    assert counts.outer - plain.outer == 3  # 8, 8 and 3 tokens
+    assert counts.inner - plain.inner == 3 * 3 * 2  # all queries: 4, 4 and 2 by 3 and 3
+    assert counts.full - plain.full == 2 * 2 * 2
+    assert counts.hull_pairs - plain.hull_pairs == 60 * 19
+
+
+def test_query_heads_that_share_keys_visit_them_in_the_backward_pass() -> None:
+    kernels = {"backward": (Kernel(128, 128, 128, 4e-6, 1e-6, 0.0),)}
+    calibration = a_calibration(kernels=kernels)
+    problem = a_problem((12800,), (1280,), stride=(1280,), heads=4, heads_kv=1)
+    found = simulator.simulate(problem, ((128,), (128,)), "backward", calibration=calibration)
+    assert found.seconds == pytest.approx(2e-6 + 4e-6 + 4 * 10 * 1e-6)
+    calibration = a_calibration(kernels=kernels, backward_launch=7e-6)
+    found = simulator.simulate(problem, ((128,), (128,)), "backward", calibration=calibration)
+    assert found.seconds == pytest.approx(7e-6 + 4e-6 + 4 * 10 * 1e-6)
+
+
+def test_attention_of_unequal_lengths() -> None:
+    problem = problem_of((250,), is_causal=True, operator="fmha", kv_layout=(100,), head_dim=128)
+    counts = simulator.count_tiles(problem, ((50,), (25,)))
+    # Queries 0-49 read 2 tiles, 50-99 read 4, the others all 4; a tile is full if it lies before the first query.
+    assert (counts.outer, counts.inner, counts.full) == (5, 2 + 4 * 4, 0 + 2 + 3 * 4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "window", "stride", "pair"),
+    [
+        ((32768,), (2048,), (256,), ((128,), (128,))),
+        ((32768,), (2048,), (2048,), ((128,), (128,))),
+        ((256, 256), (80, 80), (16, 16), ((16, 8), (16, 8))),
+        ((30, 48, 80), (18, 24, 24), (16, 8, 8), ((2, 8, 8), (2, 8, 8))),
+    ],
+)
+@pytest.mark.parametrize("placement", ["anchored", "aligned"])
+def test_known_fully_block_sparse_problems(layout: Any, window: Any, stride: Any, pair: Any, placement: Any) -> None:
+    problem = a_problem(layout, window, stride=stride)
+    counts = simulator.count_tiles(problem, pair, placement=placement)
+    assert counts.is_fully_block_sparse
+    assert counts.executed_pairs == counts.visible_pairs
+    dense = problem.with_axes(stride=(1,) * len(layout))
+    assert not simulator.count_tiles(dense, pair, placement=placement).is_fully_block_sparse
+
+
+def test_least_block_sparse_strides() -> None:
+    def least(layout: Any, window: Any, pair: Any, placement: Any, **others: Any) -> Any:
+        return simulator.least_block_sparse_stride(a_problem(layout, window, **others), pair, placement=placement)
+
+    assert least((32768,), (2048,), ((128,), (128,)), "aligned") == (256,)
+    assert least((32768,), (2048,), ((128,), (128,)), "anchored") == (128,)
+    assert least((256, 256), (80, 80), ((16, 8), (16, 8)), "aligned") == (16, 16)
+    assert least((256, 256), (80, 80), ((16, 8), (16, 8)), "anchored") == (16, 8)
+    assert least((30, 48, 80), (18, 24, 24), ((2, 8, 8), (2, 8, 8)), "aligned") == (2, 8, 8)
+    assert least((64,), (10,), ((8,), (4,)), "anchored") is None  # 10 is no multiple of 4
+    assert least((64,), (16,), ((8,), (4,)), "anchored", is_causal=(True,)) is None
+
+
+@pytest.mark.parametrize("placement", ["anchored", "aligned"])
+def test_least_strides_are_the_least(placement: Any) -> None:
+    generator = np.random.default_rng(3)
+    found = 0
+    for _ in range(200):
+        problem, pair = random_problem(generator)
+        problem = dataclasses.replace(problem, additional_kv=0).with_axes(is_causal=(False,) * problem.rank)
+        sparse = [
+            stride
+            for stride in itertools.product(*(range(1, k + 1) for k in problem.kernel_size))
+            if simulator.count_tiles(problem.with_axes(stride=stride), pair, placement=placement).is_fully_block_sparse
+        ]
+        least = simulator.least_block_sparse_stride(problem, pair, placement=placement)
+        assert (least is None) == (not sparse)
+        if least is not None:
+            found += 1
+            assert least == tuple(min(stride[dim] for stride in sparse) for dim in range(problem.rank))
+    assert found > 5
+
+
+def test_recommended_stride() -> None:
+    pairs = [((16, 8), (16, 8)), ((8, 8), (8, 8)), ((16, 8), (12, 8))]
+    found = simulator.recommend_stride(a_problem((256, 256), (80, 80)), pairs)
+    assert found is not None
+    assert (found.stride, found.simulation.pair) == ((8, 8), ((8, 8), (8, 8)))
+    assert found.simulation.counts.is_fully_block_sparse
+    assert simulator.recommend_stride(a_problem((256, 256), (80, 80)), pairs[2:]) is None
+
+
+def a_calibration(**others: Any) -> Calibration:
+    kernels = (Kernel(128, 128, 128, 4e-6, 1e-6, 2e-7), Kernel(128, 128, 96, 4e-6, 8e-7, 2e-7))
+    values: dict[str, Any] = {
+        "family": "hopper", "device": "a device", "compute_capability": (9, 0), "multiprocessors": 100,
+        "launch": 2e-6, "byte": 0.0, "slowdown": 0.0, "onset": 1e-3, "kernels": {"forward": kernels},
+        "counted_rounds": 4,
+    }  # fmt: skip
+    return Calibration(**{**values, **others})
+
+
+def test_time_model() -> None:
+    problem = a_problem((12800,), (1280,), stride=(1280,))  # 100 query tiles that read 10 full tiles each
+    pair = (128,), (128,)
+    assert simulator.simulate(problem, pair).seconds is None
+    assert simulator.simulate(problem, pair, calibration=a_calibration()).seconds == pytest.approx(2e-6 + 14e-6)
+    twice = dataclasses.replace(problem, heads=2)
+    assert simulator.simulate(twice, pair, calibration=a_calibration()).seconds == pytest.approx(2e-6 + 28e-6)
+    slow_memory = a_calibration(byte=1e-11)
+    found = simulator.simulate(problem, pair, calibration=slow_memory)
+    assert found.seconds == pytest.approx(2e-6 + 1e-11 * found.least_bytes)
+    # 600 tiles are six rounds; where they are taken from a counter, the last ones end half a round after the others.
+    counted = simulator.simulate(dataclasses.replace(problem, heads=6), pair, calibration=a_calibration(tail=0.5))
+    assert counted.seconds == pytest.approx(2e-6 + 6.5 * 14e-6)
+    # Three times as many tiles as multiprocessors are two rounds where each works on two at a time.
+    (kernel, _) = a_calibration().kernels["forward"]
+    paired = a_calibration(kernels={"forward": (dataclasses.replace(kernel, side_by_side=2),)})
+    three = simulator.simulate(dataclasses.replace(problem, heads=3), pair, calibration=paired)
+    assert three.seconds == pytest.approx(2e-6 + 2 * 14e-6)
+    other_elements = simulator.simulate(dataclasses.replace(problem, dtype="float32"), pair, calibration=paired)
+    assert other_elements.seconds is None
+    dealt = simulator.simulate(dataclasses.replace(problem, heads=3), pair, calibration=a_calibration(tail=0.5))
+    assert dealt.seconds == pytest.approx(2e-6 + 3 * 14e-6)
+    throttled = a_calibration(slowdown=0.5, onset=16e-6)
+    assert simulator.simulate(problem, pair, calibration=throttled).seconds == pytest.approx(16e-6 * 1.25)
+    kernels = {"forward": (Kernel(128, 128, 128, 4e-6, 1e-6, 2e-7, power=0.4),)}
+    frugal = a_calibration(slowdown=0.5, onset=16e-6, kernels=kernels)
+    assert simulator.simulate(problem, pair, calibration=frugal).seconds == pytest.approx(16e-6 * 1.1)
+    masked = problem.with_axes(kernel_size=(1281,), stride=(1281,))
+    slower = simulator.simulate(masked, pair, calibration=a_calibration())
+    assert slower.seconds is not None
+    assert slower.seconds > 2e-6 + 15e-6
+
+
+def test_a_smaller_tile_takes_the_smaller_kernel_and_is_masked_where_it_does_not_fill_it() -> None:
+    problem = a_problem((1280,), (960,), stride=(960,))
+    calibration = a_calibration()
+    full = simulator.simulate(problem, ((128,), (96,)), calibration=calibration)
+    assert full.counts.executed_pairs == full.counts.inner * 128 * 96
+    assert full.counts.full > 0
+    partial = simulator.simulate(problem, ((128,), (80,)), calibration=calibration)
+    assert partial.counts.executed_pairs == partial.counts.inner * 128 * 96
+    assert partial.counts.full == 0
+    assert simulator.simulate(problem, ((128,), (192,)), calibration=calibration).seconds is None
+
+
+@pytest.mark.parametrize("additional_kv", [0, 200])
+def test_ranking_is_by_the_simulated_time(additional_kv: int) -> None:
+    problem = a_problem((14, 20, 30), (5, 9, 7), additional_kv=additional_kv, heads=3, dilation=(2, 1, 1))
+    calibration = simulator.calibration_for("hopper")
+    assert calibration is not None
+    pairs = [((4, 4, 8), (4, 4, 8)), ((2, 8, 8), (4, 4, 6)), ((1, 2, 3), (2, 8, 8)), ((8, 4, 4), (8, 4, 2))]
+    ranked = simulator.rank(problem, pairs, "forward", calibration)
+    assert sorted(pair for pair, _ in ranked) == sorted(pairs)
+    for pair, seconds in ranked:
+        assert simulator.simulate(problem, pair, calibration=calibration).seconds == seconds
+    assert [seconds for _, seconds in ranked] == sorted(seconds for _, seconds in ranked)
+    assert simulator.rank(problem, pairs, "forward", None) == []
+    backward = a_calibration(kernels={"backward": (Kernel(128, 128, 128, 4e-6, 1e-6, 2e-7),)})
+    for pair, seconds in simulator.rank(problem, pairs, "backward", backward):
+        assert simulator.simulate(problem, pair, "backward", calibration=backward).seconds == seconds
+
+
+@pytest.mark.parametrize("calibrated", ["hopper", "cutlass"])
+def test_backends_list_their_tiles_in_the_order_of_the_model(calibrated: str) -> None:
+    problem = a_problem((64, 96), (17, 31), heads=12)
+    calibration = simulator.calibration_for(calibrated)
+    pairs = backends.find(f"{calibrated}-fna", "fna").tile_pairs(problem, HOPPER, "forward")
+    seconds = [simulator.simulate(problem, pair, calibration=calibration).seconds for pair in pairs]
+    assert len(pairs) > 50
+    assert all(a <= b * (1 + 1e-9) for a, b in itertools.pairwise(seconds))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("calibrated", ["hopper", "cutlass"])
+def test_the_model_picks_tiles_that_were_measured_to_be_fast(calibrated: str) -> None:
+    calibration = simulator.calibration_for(calibrated)
+    file = MEASUREMENTS / f"{calibrated}.json"
+    problems: dict[Any, dict[TilePair, float]] = collections.defaultdict(dict)
+    for record in json.loads(file.read_text())["records"]:
+        options = parse([*record["arguments"].split(), "--dtype", "bf16", "--backend", f"{calibrated}-fna"])
+        problem = main_part(options).request.problem
+        pair = tuple(record["q_tile"][-problem.rank :]), tuple(record["kv_tile"][-problem.rank :])
+        seconds = problems[problem, record["pass"]]
+        seconds[pair] = min(record["seconds"], seconds.get(pair, math.inf))
+    assert len(problems) > 30
+    for (problem, pass_), seconds in problems.items():
+        ranked = simulator.rank(problem, seconds, pass_, calibration)
+        assert seconds[ranked[0][0]] <= 1.08 * min(seconds.values()), problem.describe()
+
+
+def test_bounds_and_bytes() -> None:
+    problem = a_problem((256, 256), (80, 80), heads=24, heads_kv=8, head_dim_v=64)
+    simulation = simulator.simulate(problem, ((16, 8), (16, 8)))
+    assert simulation.flop_bound == pytest.approx(256 * 256 / 80**2)
+    assert 1 < simulation.tile_bound < simulation.flop_bound
+    assert simulation.flops == 2 * 24 * 192 * 65536 * 6400
+    assert simulation.executed_flops > simulation.flops
+    queries, keys = 65536 * 24 * 192 * 2, 65536 * 8 * 192 * 2
+    assert simulation.least_bytes == queries + keys + 65536 * 24 * 4
+    assert simulation.tile_bytes > simulation.least_bytes
+
+
+def test_problems_are_described_without_arrays() -> None:
+    described = simulator.problem_of((9, 12), 3, (1, 2), is_causal=(True, False), heads=4, heads_kv=2, head_dim=32)
+    query = jax.ShapeDtypeStruct((1, 9, 12, 4, 32), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((1, 9, 12, 2, 32), jnp.bfloat16)
+    window = ((3, 3), (1, 2), (1, 1), (True, False))
+    assert described == neighborhood_problem(2, query, key, key, *window, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kernel_size": 10}, "kernel_size"),
+        ({"kernel_size": 3, "stride": 4}, "stride"),
+        ({"kernel_size": 3, "heads": 3, "heads_kv": 2}, "query has 3 heads, which is not a multiple"),
+        ({"kernel_size": 3, "dtype": "float8"}, "dtype must be one of"),
+    ],
+)
+def test_bad_descriptions(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        simulator.problem_of((9, 12), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("pair", "placement", "message"),
+    [
+        (((8,), (8, 8)), "anchored", "the query tile must have 2 positive"),
+        (((8, 8), (8, 0)), "anchored", "the key/value tile must have 2 positive"),
+        (((8, 8), (8, 8)), "somewhere", "placement must be one of anchored, aligned"),
+    ],
+)
+def test_bad_arguments(pair: Any, placement: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        simulator.count_tiles(a_problem((9, 9), (3, 3)), pair, placement=placement)
+
+
+def test_calibrations_are_complete() -> None:
+    folder = resources.files("natten_jax.cost").joinpath("calibrations")
+    names = [file.name for file in folder.iterdir() if file.name.endswith(".json")]
+    assert "hopper-9.0.json" in names
+    for name in names:
+        model = json.loads(folder.joinpath(name).read_text())
+        capability = tuple(model["compute_capability"])
+        assert name == f"{model['family']}-{capability[0]}.{capability[1]}.json"
+        calibration = simulator.calibration_for(model["family"], capability)
+        assert calibration is not None
+        assert all(kernel.inner_tile > 0 for kernels in calibration.kernels.values() for kernel in kernels)
+    assert simulator.calibration_for("hopper", (8, 0)) is None
+    assert simulator.calibration_for("flex") is None

@@ -1,0 +1,97 @@
+"""``python -m natten_jax.doctor --problem``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from natten_jax.doctor import scratch_memory
+from natten_jax.doctor.__main__ import report_problem
+from natten_jax.performance import Performance
+from natten_jax.plan.devices import Device
+from natten_jax.problem import problem_of
+from natten_jax.profiler.cli import arguments
+from tests.support.plans import plans_of
+from tests.support.programs import output_of, run_python
+
+FLAGS = ["-i", "12", "10", "-n", "4", "--heads-kv", "2", "-d", "64", "-w", "3", "5", "--backprop"]
+
+
+def lines(*flags: str) -> list[str]:
+    return list(report_problem(arguments.parse([*FLAGS, *flags, "--dry-run"])))
+
+
+def test_names_tiles_and_reasons() -> None:
+    report = lines()
+    assert "na2d 12x10" in report[0]
+    verdicts = {line.split()[0]: line for line in report if "-fna" in line}
+    assert "key/value tile" in verdicts["cpu-fna"] and "0 bytes" in verdicts["cpu-fna"]
+    assert "as XLA plans it" in verdicts["flex-fna"]
+    assert "compute capability 9.0 only" in verdicts["hopper-fna"]
+
+
+def test_other_devices_may_be_asked_about() -> None:
+    report = lines("--compute-capability", "9.0")
+    assert not any("no: it runs on NVIDIA GPUs of compute capability 9.0" in line for line in report)
+    assert sum("hopper-fna" in line and "scratch memory" in line for line in report) == 2
+
+
+@pytest.mark.parametrize("backend_family", ["hopper", "cutlass"])
+@pytest.mark.parametrize("additional_kv", [0, 7])
+def test_backward_scratch_is_one_float32_query_gradient_and_little_more(
+    backend_family: str, additional_kv: int
+) -> None:
+    problem = problem_of(
+        (12, 10), (3, 5), batch=2, heads=4, heads_kv=2, head_dim_v=128, scale=0.1, additional_kv=additional_kv
+    )
+    performance = Performance(backward_q_tile_shape=(8, 8), backward_kv_tile_shape=(8, 8))
+    device = Device("cuda", (9, 0), is_present=False)
+    _, plans = plans_of(f"{backend_family}-fna", problem, performance, device)
+    rows = 2 * 12 * 10 * 4
+    held = scratch_memory.scratch_bytes(plans["backward"])
+    # Beside it at most two numbers a row, and results of no additional tokens.
+    assert rows * 64 * 4 <= held <= rows * (64 + 2) * 4 + 64
+    assert scratch_memory.scratch_bytes(plans["forward"]) <= 64
+
+
+def test_small_windows_keep_four_numbers_for_each_query() -> None:
+    problem = problem_of((12, 10), (3, 5), batch=2, heads=4, heads_kv=2)
+    _, plans = plans_of("cutlass-fna", problem, device=Device("cuda", (9, 0), is_present=False))
+    assert scratch_memory.scratch_bytes(plans["backward"]) <= 2 * 12 * 10 * 4 * 4 * 4 + 64
+
+
+def test_command_line() -> None:
+    command = [sys.executable, "-m", "natten_jax.doctor", "--problem", *FLAGS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1:2] == ["  forward"]
+    wrong = subprocess.run([*command, "-w", "13"], capture_output=True, text=True, timeout=120, check=False)
+    assert wrong.returncode == 2 and "window" in wrong.stderr
+
+
+def test_several_devices_and_how_operators_are_split_over_them() -> None:
+    program = "from natten_jax.doctor import __main__ as doctor; print(*doctor.report(), sep=chr(10))"
+    (line,) = (line for line in output_of(run_python(program, devices=8)).splitlines() if "scaling.md" in line)
+    assert "8 devices: operators are split over mesh axes of type Auto, Explicit, Manual with JAX" in line
+    assert "not" not in line
+    assert "scaling.md" not in output_of(run_python(program))
+
+
+def test_a_mode_that_fails_is_named_with_its_reason() -> None:
+    program = """
+        import jax
+        from natten_jax.doctor import __main__ as doctor, mesh_check
+
+        def fail(array, devices):
+            raise NotImplementedError("no such mode")
+
+        mesh_check.MODES = {"Auto": lambda array, devices: jax.device_put(array, devices[0]), "Explicit": fail}
+        print(doctor._mesh_line(jax.devices()))
+    """
+    output = output_of(run_python(program, devices=2))
+    assert "2 devices: no operator is split" in output
+    assert (
+        "; not Auto: every device computes the whole batch; not Explicit: no such mode. See docs/scaling.md" in output
+    )

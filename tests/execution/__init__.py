@@ -1,0 +1,1 @@
+"""How the operators are traced, differentiated, batched, lowered and exported."""

@@ -1,0 +1,471 @@
+"""The operators under JAX's transformations."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import natten_jax
+from natten_jax.arrays.operands import Operands
+from natten_jax.execution import custom_vjp
+from natten_jax.ops.arrays import neighborhood_problem
+from natten_jax.plan.request import Request
+from tests.support import oracle
+from tests.support.families import BOUNDS, Family
+from tests.support.problems import QUICK_COMPILATION, Case, element_types, errors, relative_error
+from tests.support.programs import output_of, run_python
+
+CASE = Case((5, 6), (3, 4), stride=(2, 1), is_causal=(False, True), heads=2, additional=2, fused=True, head_dim=8)
+CASE = dataclasses.replace(CASE, scales=(0.4, -0.7))  # of the heads
+
+quick = functools.partial(jax.jit, compiler_options=QUICK_COMPILATION)
+
+
+def objective(case: Case, backend: str | None) -> Callable[[oracle.Tensors], jax.Array]:
+    """A scalar that depends on output and logsumexp, both with unequal weights."""
+    function = case.operator(backend)
+
+    def run(operands: oracle.Tensors) -> jax.Array:
+        out, lse = function(operands)
+        return jnp.sum(jnp.sin(out.astype(lse.dtype))) + jnp.sum(jnp.cos(lse))
+
+    return run
+
+
+#: Tolerance of results that are computed twice: the same arithmetic, rounded at different places.
+TOLERANCES = {"float32": 1e-5, "float64": 1e-5, "float16": 2e-3, "bfloat16": 1.5e-2}
+
+
+def assert_close(found: Any, expected: Any, tolerance: float | None = None) -> None:
+    """Compare two trees of arrays."""
+    narrowest = min((a.dtype for a in jax.tree.leaves(expected)), key=lambda dtype: dtype.itemsize).name
+    tolerance = TOLERANCES[narrowest] if tolerance is None else tolerance
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        one, other = np.asarray(one), np.asarray(other)
+        assert relative_error(one, other.astype(np.float64), np.zeros(1)) <= tolerance
+
+
+# Gradients ----------------------------------------------------------------------------------------------------------
+
+
+def test_gradient_through_logsumexp_alone(family: Family) -> None:
+    case = Case((15,), (5,), stride=(2,), heads=2)
+    operands = case.operands(family.dtype, 0)
+    _, d_lse = case.cotangents(family.dtype, 0)
+    function = case.operator(family.fna)
+    gradients = quick(jax.grad(lambda o: jnp.vdot(function(o)[1], d_lse)))(operands)
+    expected = oracle.reference(
+        oracle.Tensors(*(a if a is None else np.asarray(a) for a in operands)),
+        case.mask(),
+        case.actual_scale,
+        np.zeros(operands.query.shape),
+        np.asarray(d_lse),
+    ).gradients
+    assert relative_error(gradients.query, expected.query, np.zeros(1)) <= BOUNDS[family.dtype]
+    assert relative_error(gradients.key, expected.key, np.zeros(1)) <= BOUNDS[family.dtype]
+    assert not np.asarray(gradients.value).any()
+
+
+def test_gradient_without_jit(family: Family) -> None:
+    case = Case((9,), (3,))
+    operands, cotangents = case.operands(family.dtype, 0), case.cotangents(family.dtype, 0)
+    outputs, pullback = jax.vjp(case.operator(family.fna), operands)
+    assert max(errors(case, outputs, pullback(cotangents)[0], 0).values()) <= BOUNDS[family.dtype]
+
+
+def test_gradient_of_one_operand_only(family: Family) -> None:
+    case = Case((9,), (3,), additional=2, fused=True)
+    operands = case.operands(family.dtype, 0)
+    whole = quick(jax.grad(objective(case, family.fna)))(operands)
+    for name in (name for name, array in operands._asdict().items() if array is not None):
+        alone = quick(jax.grad(lambda a, name=name: objective(case, family.fna)(operands._replace(**{name: a}))))
+        assert_close(alone(getattr(operands, name)), getattr(whole, name))
+
+
+def tangents_like(operands: oracle.Tensors, seed: int) -> oracle.Tensors:
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda a: jnp.asarray(rng.standard_normal(a.shape), a.dtype), operands)
+
+
+def dot(left: Any, right: Any) -> Any:
+    return sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True))
+
+
+def test_forward_mode_agrees_with_reverse_mode(pure_family: Family) -> None:
+    with element_types("float64"):
+        operands, cotangents = CASE.operands("float64", 0), CASE.cotangents("float64", 0)
+        tangents = tangents_like(operands, 1)
+
+        @quick
+        def both(operands: oracle.Tensors, tangents: oracle.Tensors) -> tuple[Any, Any]:
+            function = CASE.operator(pure_family.fna)
+            _, moved = jax.jvp(function, (operands,), (tangents,))
+            _, pullback = jax.vjp(function, operands)
+            return dot(moved, cotangents), dot(pullback(cotangents)[0], tangents)
+
+        forwards, backwards = both(operands, tangents)
+        np.testing.assert_allclose(forwards, backwards, rtol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["forward-over-reverse", "reverse-over-reverse"])
+def test_second_order_equals_finite_differences(pure_family: Family, mode: str) -> None:
+    with element_types("float64"):
+        case = Case((7,), (3,), stride=(2,), head_dim=3, additional=1, fused=True)
+        operands = case.operands("float64", 0)
+        direction = tangents_like(operands, 1)
+        gradient = jax.grad(objective(case, pure_family.fna))
+        if mode == "forward-over-reverse":
+            product = quick(lambda o: jax.jvp(gradient, (o,), (direction,))[1])(operands)
+        else:
+            product = quick(jax.grad(lambda o: dot(gradient(o), direction)))(operands)
+        step = 1e-5
+        ahead, behind = (
+            quick(gradient)(jax.tree.map(lambda a, d, h=h: a + h * d, operands, direction)) for h in (step, -step)
+        )
+        assert_close(product, jax.tree.map(lambda a, b: (a - b) / (2 * step), ahead, behind), 1e-7)
+
+
+def test_forward_mode_of_native_kernels_is_refused(native_family: Family) -> None:
+    operands = CASE.operands(native_family.dtype, 0)
+    with pytest.raises(NotImplementedError, match="flex-fna"):
+        jax.jvp(CASE.operator(native_family.fna), (operands,), (operands,))
+
+
+# Batching -----------------------------------------------------------------------------------------------------------
+
+
+def stacked(count: int, axes: oracle.Tensors, dtype: str) -> oracle.Tensors:
+    """Operands of ``CASE`` with a mapped axis where ``axes`` names one."""
+    samples = [CASE.operands(dtype, seed) for seed in range(count)]
+    return oracle.Tensors(
+        *(
+            first if axis is None else jnp.stack([getattr(sample, name) for sample in samples], axis)
+            for name, axis, first in zip(axes._fields, axes, samples[0], strict=True)
+        )
+    )
+
+
+def taken(operands: oracle.Tensors, axes: oracle.Tensors, index: int) -> oracle.Tensors:
+    return oracle.Tensors(
+        *(a if axis is None else jnp.take(a, index, axis) for a, axis in zip(operands, axes, strict=True))
+    )
+
+
+AXES = {
+    "all-first": oracle.Tensors(0, 0, 0, 0, 0, 0),
+    "all-different": oracle.Tensors(1, 5, 3, 2, 4, 1),
+    "all-last": oracle.Tensors(5, 5, 5, 4, 4, 1),
+    "query": oracle.Tensors(2, None, None, None, None),
+    "key": oracle.Tensors(None, 4, None, None, None),
+    "value": oracle.Tensors(None, None, 1, None, None),
+    "additional-keys": oracle.Tensors(None, None, None, 3, None),
+    "additional-values": oracle.Tensors(None, None, None, None, 1),
+    "scale": oracle.Tensors(None, None, None, None, None, 0),
+}
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_vmap_over_any_axis_of_any_operand(family: Family, name: str) -> None:
+    axes, count = AXES[name], 2
+    operands = stacked(count, axes, family.dtype)
+    function = quick(CASE.operator(family.fna))
+    found = quick(jax.vmap(CASE.operator(family.fna), (axes,)))(operands)
+    for i in range(count):
+        assert_close(jax.tree.map(lambda a, i=i: a[i], found), function(taken(operands, axes, i)))
+
+
+def test_vmap_with_an_output_axis(family: Family) -> None:
+    axes = AXES["all-first"]
+    operands = stacked(2, axes, family.dtype)
+    out, lse = quick(jax.vmap(CASE.operator(family.fna), (axes,), (2, -1)))(operands)
+    expected, expected_lse = quick(jax.vmap(CASE.operator(family.fna), (axes,)))(operands)
+    assert_close((jnp.moveaxis(out, 2, 0), jnp.moveaxis(lse, -1, 0)), (expected, expected_lse))
+
+
+def test_nested_vmap(family: Family) -> None:
+    inner, outer = AXES["all-first"], oracle.Tensors(0, None, 0, None, None)
+    operands = stacked(2, inner, family.dtype)
+    operands = operands._replace(query=jnp.stack([operands.query, -operands.query, 2 * operands.query]))
+    operands = operands._replace(value=jnp.stack([operands.value, 3 * operands.value, -operands.value]))
+    found = quick(jax.vmap(jax.vmap(CASE.operator(family.fna), (inner,)), (outer,)))(operands)
+    function = quick(CASE.operator(family.fna))
+    for i in range(3):
+        for j in range(2):
+            expected = function(taken(taken(operands, outer, i), inner, j))
+            assert_close(jax.tree.map(lambda a, i=i, j=j: a[i, j], found), expected)
+
+
+@pytest.mark.parametrize("name", ["all-different", "query", "additional-keys"])
+def test_vmap_of_gradient_and_gradient_of_vmap(family: Family, name: str) -> None:
+    axes = AXES[name]
+    operands = stacked(2, axes, family.dtype)
+    gradient = jax.grad(objective(CASE, family.fna))
+    alone = [quick(gradient)(taken(operands, axes, i)) for i in range(2)]
+    together = jax.tree.map(lambda *a: jnp.stack(a), *alone)
+    assert_close(quick(jax.vmap(gradient, (axes,)))(operands), together)
+
+    def total(operands: oracle.Tensors) -> jax.Array:
+        return jax.vmap(objective(CASE, family.fna), (axes,))(operands).sum()
+
+    found = quick(jax.grad(total))(operands)
+    for field, axis, each in zip(axes._fields, axes, together, strict=True):
+        expected = each.sum(0) if axis is None else jnp.moveaxis(each, 0, axis)
+        assert_close(getattr(found, field), expected)
+
+
+def test_vmap_over_parts_of_a_layout(family: Family) -> None:
+    """Each part has its own place in the global layout."""
+    case = Case((24,), (5,))
+    query, key, value, *_ = case.operands(family.dtype, 0)
+    problem = neighborhood_problem(1, query, key, value, 5, 1, 1, False, None, None, None)
+    request = Request(problem, backend=family.fna)
+    starts = jnp.asarray([4, 8, 12])
+
+    def part(start: jax.Array) -> jax.Array:
+        origins = jnp.zeros((2, 3), jnp.int32).at[:, 2].set(jnp.stack([start, start - 4]))
+        own = jax.lax.dynamic_slice_in_dim(query, start, 8, 1)
+        keys, values = (jax.lax.dynamic_slice_in_dim(a, start - 4, 16, 1) for a in (key, value))
+        return custom_vjp.attend(request, Operands(own, keys, values, None, None, origins=origins)).out
+
+    whole = quick(case.operator(family.fna))(oracle.Tensors(query, key, value))[0]
+    parts = quick(jax.vmap(part))(starts)
+    assert_close(parts, jnp.stack([whole[:, s : s + 8] for s in (4, 8, 12)]))
+
+
+# Control flow, rematerialisation, compilation -----------------------------------------------------------------------
+
+
+def test_scan_and_its_gradient(family: Family) -> None:
+    case = Case((12,), (5,), head_dim=8)
+    operands = case.operands(family.dtype, 0)
+    function = case.operator(family.fna)
+
+    def layers(query: jax.Array, *, unrolled: bool) -> jax.Array:
+        def layer(query: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+            out, lse = function(operands._replace(query=query))
+            return query + out, lse.sum()
+
+        if unrolled:
+            each = []
+            for _ in range(3):
+                query, total = layer(query, None)
+                each.append(total)
+            return jnp.sum(jnp.cos(query)) + sum(each)
+        query, totals = jax.lax.scan(layer, query, None, length=3)
+        return jnp.sum(jnp.cos(query)) + totals.sum()
+
+    found, expected = (
+        quick(jax.value_and_grad(functools.partial(layers, unrolled=unrolled)))(operands.query)
+        for unrolled in (False, True)
+    )
+    assert_close(found, expected)
+
+
+def test_checkpoint_does_not_change_the_gradient(family: Family) -> None:
+    case = Case((12,), (5,), head_dim=8)
+    operands = case.operands(family.dtype, 0)
+    expected = quick(jax.grad(objective(case, family.fna)))(operands)
+    policy = jax.checkpoint_policies.save_only_these_names(*natten_jax.CHECKPOINT_NAMES)
+    for options in ({}, {"policy": policy}):
+        remat = jax.checkpoint(objective(case, family.fna), **options)
+        assert_close(quick(jax.grad(remat))(operands), expected)
+
+
+@pytest.mark.parametrize(("keeps_results", "forwards"), [(True, 1), (False, 2)])
+def test_saved_results_spare_the_second_forward_kernel(
+    native_family: Family, keeps_results: bool, forwards: int
+) -> None:
+    case = Case((12,), (5,), head_dim=8)
+    names = natten_jax.CHECKPOINT_NAMES if keeps_results else ()
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    operands = case.operands(native_family.dtype, 0)
+
+    def layers(query: jax.Array) -> jax.Array:
+        # In a loop, or else the compiler may find that both forward kernels compute the same.
+        def layer(query: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return jnp.sin(case.operator(native_family.fna)(operands._replace(query=query))[0]), None
+
+        return jax.lax.scan(jax.checkpoint(layer, policy=policy), query, length=2)[0].sum()
+
+    program = quick(jax.value_and_grad(layers)).lower(operands.query).compile().as_text()
+    assert program is not None
+    kernels = re.findall(rf'custom_call_target="{native_family.target}_(forward|backward)"', program)
+    assert sorted(kernels) == ["backward", *["forward"] * forwards]
+
+
+@pytest.mark.parametrize(("keeps_results", "forwards"), [(True, 1), (False, 2)])
+def test_saved_results_spare_the_second_forward_pass_in_plain_jax(
+    pure_family: Family, keeps_results: bool, forwards: int
+) -> None:
+    case = Case((12,), (5,), head_dim=8)
+    policy = jax.checkpoint_policies.save_only_these_names(*(natten_jax.CHECKPOINT_NAMES if keeps_results else ()))
+    operands = case.operands(pure_family.dtype, 0)
+
+    def layer(query: jax.Array) -> jax.Array:
+        return jnp.sin(case.operator(pure_family.fna)(operands._replace(query=query))[0]).sum()
+
+    jaxpr = str(jax.make_jaxpr(jax.grad(jax.checkpoint(layer, policy=policy)))(operands.query))
+    assert jaxpr.count("step=PlainForward") == forwards
+    assert jaxpr.count("step=Transpose") == 1
+
+
+def test_eval_shape(family: Family) -> None:
+    case = Case((5, 6), (3, 3), batch=2, heads=4, heads_kv=2, head_dim=8, head_dim_v=16)
+    operands = jax.eval_shape(lambda: case.operands("bfloat16", 0))
+    out, lse = jax.eval_shape(case.operator(family.fna), operands)
+    assert (out.shape, out.dtype) == ((2, 5, 6, 4, 16), jnp.bfloat16)
+    assert (lse.shape, lse.dtype) == ((2, 5, 6, 4), jnp.float32)
+    gradients = jax.eval_shape(jax.grad(objective(case, family.fna)), operands)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), gradients) == jax.tree.map(lambda a: (a.shape, a.dtype), operands)
+
+
+def test_donated_operands(family: Family) -> None:
+    case = Case((33,), (7,), heads=2, heads_kv=2)
+    expected = jax.jit(case.operator(family.fna))(case.operands(family.dtype, 0))
+    donated = case.operands(family.dtype, 0)
+    # Only the query has a result of its shape to give its memory to.
+    function = jax.jit(
+        lambda query, *others: case.operator(family.fna)(oracle.Tensors(query, *others)), donate_argnums=0
+    )
+    found = function(*donated)
+    assert_close(found, expected)
+    assert donated.query.is_deleted()
+
+
+def test_static_arguments_of_jit(family: Family) -> None:
+    query, key, value, *_ = Case((9,), (3,)).operands(family.dtype, 0)
+    names = ("kernel_size", "stride", "dilation", "is_causal", "scale", "backend", "return_lse")
+    jitted = jax.jit(natten_jax.na1d, static_argnames=names)
+    found = jitted(query, key, value, kernel_size=(3,), is_causal=True, backend=family.fna)
+    assert_close(found, natten_jax.na1d(query, key, value, [3], is_causal=[True], backend=family.fna))
+
+
+def test_equal_calls_are_traced_once(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the arguments are written; another problem is traced anew."""
+    traced: list[Any] = []
+    attend = custom_vjp.attend
+
+    def recorded(request: Any, operands: Any) -> Any:
+        traced.append(request)
+        return attend(request, operands)
+
+    monkeypatch.setattr(custom_vjp, "attend", recorded)
+    query, key, value, *_ = Case((6, 31), (3, 3)).operands(family.dtype, 0)
+    spellings: tuple[Any, ...] = (3, (3, 3), [3, 3], np.int64(3), (np.int32(3), 3))
+    for kernel_size in spellings:
+        natten_jax.na2d(query, key, value, kernel_size, backend=family.fna)
+    is_causal: Any = (False, np.False_)
+    natten_jax.na2d(2 * query, key, value, 3, 1, 1, is_causal, query.shape[-1] ** -0.5, backend=family.fna)
+    assert len(traced) == 1
+    natten_jax.na2d(query, key, value, 3, is_causal=True, backend=family.fna)
+    assert len(traced) == 2
+
+
+def test_jitted_function_is_traced_once(family: Family) -> None:
+    traced: list[Any] = []
+
+    @jax.jit
+    def function(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        traced.append(None)
+        return natten_jax.na1d(query, key, value, 3, backend=family.fna)
+
+    for seed in range(3):
+        function(*Case((9,), (3,)).operands(family.dtype, seed)[:3])
+    assert len(traced) == 1
+
+
+def test_results_are_bitwise_reproducible(native_family: Family) -> None:
+    case = Case((40, 37), (9, 7), stride=(2, 1), batch=2, heads=4, heads_kv=2, head_dim=16, additional=9, fused=True)
+    operands, cotangents = case.operands(native_family.dtype, 0), case.cotangents(native_family.dtype, 0)
+
+    @jax.jit
+    def both(operands: oracle.Tensors) -> Any:
+        outputs, pullback = jax.vjp(case.operator(native_family.fna, backward_deterministic=True), operands)
+        return outputs, pullback(cotangents)[0]
+
+    first = jax.tree.map(np.asarray, both(operands))
+    for _ in range(20):
+        for one, other in zip(jax.tree.leaves(both(operands)), jax.tree.leaves(first), strict=True):
+            assert one.dtype == other.dtype and np.array_equal(one, other)
+
+
+# Several devices ----------------------------------------------------------------------------------------------------
+
+PREAMBLE = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from tests.support import oracle
+from tests.support.problems import Case
+backend = sys.argv[1]
+case = Case((6, 7), (3, 4), stride=(2, 1), batch=4, heads=4, heads_kv=2, head_dim=8, additional=3, fused=True)
+operands = case.operands(sys.argv[2], 0)
+cotangents = case.cotangents(sys.argv[2], 0)
+function = case.operator(backend)
+
+def both(operands, cotangents):
+    outputs, pullback = jax.vjp(function, operands)
+    return outputs, pullback(cotangents)[0]
+
+def assert_close(found, expected):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+
+grid, tokens = P("batch", None, None, "heads"), P("batch", None, "heads")
+specs = oracle.Tensors(grid, grid, grid, tokens, tokens)
+expected = jax.jit(both)(operands, cotangents)
+"""
+
+
+def test_shard_map_over_batch_and_heads(family: Family) -> None:
+    source = """
+    mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(AxisType.Auto,) * 2)
+    sharded = jax.shard_map(both, mesh=mesh, in_specs=(specs, (grid, grid)), out_specs=((grid, grid), specs))
+    assert_close(jax.jit(sharded)(operands, cotangents), expected)
+
+    # The gradient of a whole program, taken outside; and operands that all shards share.
+    shared = specs._replace(additional_keys=P(None, None, "heads"), additional_values=P(None, None, "heads"))
+    common = operands._replace(
+        additional_keys=operands.additional_keys[:1], additional_values=operands.additional_values[:1]
+    )
+    def spread(operands):
+        n = operands.query.shape[0]
+        return operands._replace(
+            additional_keys=jnp.broadcast_to(operands.additional_keys, (n, *operands.additional_keys.shape[1:])),
+            additional_values=jnp.broadcast_to(operands.additional_values, (n, *operands.additional_values.shape[1:])),
+        )
+    def local(operands):
+        out, lse = function(spread(operands))
+        return jax.lax.psum(jnp.sum(jnp.sin(out)) + jnp.sum(lse), ("batch", "heads"))
+    def alone(operands):
+        out, lse = function(spread(operands))
+        return jnp.sum(jnp.sin(out)) + jnp.sum(lse)
+    total = jax.shard_map(local, mesh=mesh, in_specs=(shared,), out_specs=P())
+    assert_close(jax.jit(jax.value_and_grad(total))(common), jax.jit(jax.value_and_grad(alone))(common))
+    """
+    if family.needs_gpu:
+        pytest.skip("the devices of this test are parts of the host")
+    output_of(run_python(PREAMBLE + "\nif True:\n" + source, family.fna, family.dtype, devices=4))
+
+
+def test_arrays_split_by_their_types_in_and_out_of_shard_map(family: Family) -> None:
+    source = """
+    mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        placed = jax.tree.map(lambda array, spec: jax.device_put(array, NamedSharding(mesh, spec)), operands, specs)
+        assert_close(function(placed), expected[0])
+        sharded = jax.shard_map(both, in_specs=(specs, (grid, grid)), out_specs=((grid, grid), specs))
+        put = lambda a: jax.device_put(a, NamedSharding(mesh, grid))
+        assert_close(jax.jit(sharded)(placed, jax.tree.map(put, cotangents)), expected)
+    """
+    if family.needs_gpu:
+        pytest.skip("the devices of this test are parts of the host")
+    output_of(run_python(PREAMBLE + "\nif True:\n" + source, family.fna, family.dtype, devices=4))

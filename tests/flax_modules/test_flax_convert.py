@@ -1,0 +1,238 @@
+"""The conversion of NATTEN's weights."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support import oracle
+
+pytest.importorskip("flax")
+
+from flax import nnx
+from natten_jax.flax_modules import convert
+
+from tests.support.flax_layers import FEATURES, HEADS, LINEN, RANKS, WINDOWS, inputs_of, nnx_module, params_of
+
+
+def natten_weights(seed: int = 0, prefix: str = "", qkv_bias: bool = True) -> dict[str, np.ndarray]:
+    """Random weights as NATTEN's modules hold them."""
+    random = np.random.default_rng(seed)
+    shapes = {"qkv.weight": (3 * FEATURES, FEATURES), "proj.weight": (FEATURES, FEATURES), "proj.bias": (FEATURES,)}
+    if qkv_bias:
+        shapes["qkv.bias"] = (3 * FEATURES,)
+    return {prefix + name: 0.5 * random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def natten_forward(weights: dict[str, np.ndarray], inputs: np.ndarray, window: dict, scale: float) -> np.ndarray:
+    """What NATTEN's modules compute, in float64 NumPy with a dense mask."""
+    batch, *layout, features = inputs.shape
+    weights = {name: array.astype(np.float64) for name, array in weights.items()}
+
+    def sizes(name: str, default: int) -> tuple:
+        value = window.get(name, default)
+        return value if isinstance(value, tuple) else (value,) * len(layout)
+
+    qkv = inputs.astype(np.float64) @ weights["qkv.weight"].T + weights.get("qkv.bias", 0.0)
+    query, key, value = np.moveaxis(qkv.reshape(batch, *layout, 3, HEADS, features // HEADS), -3, 0)
+    mask = oracle.neighborhood_mask(
+        layout, sizes("kernel_size", 1), sizes("stride", 1), sizes("dilation", 1), sizes("is_causal", False)
+    )
+    out = oracle.forward(oracle.Tensors(query, key, value), mask, scale).out
+    return out.reshape(inputs.shape) @ weights["proj.weight"].T + weights["proj.bias"]
+
+
+class TestConvert:
+    @pytest.mark.parametrize("rank", RANKS)
+    @pytest.mark.parametrize("qkv_bias", [True, False])
+    def test_outputs_are_those_of_natten(self, rank, qkv_bias):
+        weights, inputs = natten_weights(rank, qkv_bias=qkv_bias), inputs_of(rank)
+        expected = natten_forward(weights, np.asarray(inputs), WINDOWS[rank], (FEATURES // HEADS) ** -0.5)
+        module = nnx_module(rank, qkv_bias=qkv_bias)
+        convert.load_nnx(module, weights)
+        np.testing.assert_allclose(module(inputs), expected, rtol=1e-4, atol=1e-4)
+        twin, params = (
+            LINEN[rank](num_heads=HEADS, **WINDOWS[rank], qkv_bias=qkv_bias),
+            convert.linen_params(weights, HEADS),
+        )
+        np.testing.assert_array_equal(twin.apply({"params": params}, inputs), module(inputs))
+        jax.tree.map(np.testing.assert_array_equal, params, params_of(module))
+
+    def test_prefix(self):
+        model = {**natten_weights(1, "blocks.0.attn."), **natten_weights(2, "blocks.1.attn."), "head.bias": np.ones(3)}
+        one, other = (convert.linen_params(model, HEADS, prefix=f"blocks.{i}.attn.") for i in (0, 1))
+        jax.tree.map(np.testing.assert_array_equal, one, convert.linen_params(natten_weights(1), HEADS))
+        assert (one["query"]["kernel"] != other["query"]["kernel"]).any()
+        with pytest.raises(ValueError, match=r"no 'qkv.weight'.*'blocks.0.attn.', 'blocks.1.attn.'"):
+            convert.linen_params(model, HEADS)
+
+    def test_dtype(self):
+        weights = natten_weights()
+        module = nnx_module(1, param_dtype="bfloat16")
+        convert.load_nnx(module, weights)
+        for params in (convert.linen_params(weights, HEADS, param_dtype="bfloat16"), params_of(module)):
+            assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(params))
+
+    @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+    def test_weights_in_another_byte_order(self, param_dtype):
+        weights = natten_weights()
+        swapped = {name: array.astype(array.dtype.newbyteorder("S")) for name, array in weights.items()}
+        expected = convert.linen_params(weights, HEADS, param_dtype=param_dtype)
+        module = nnx_module(1, param_dtype=param_dtype)
+        convert.load_nnx(module, swapped)
+        for params in (convert.linen_params(swapped, HEADS, param_dtype=param_dtype), params_of(module)):
+            jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+    @pytest.mark.parametrize("qkv_bias", [True, False])
+    @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+    def test_an_abstract_module_is_loaded(self, qkv_bias, param_dtype):
+        weights, inputs = natten_weights(qkv_bias=qkv_bias), inputs_of(1)
+        make = lambda: nnx_module(1, qkv_bias=qkv_bias, param_dtype=param_dtype)  # noqa: E731
+        module, expected = nnx.eval_shape(make), make()
+        for each in (module, expected):
+            convert.load_nnx(each, weights)
+        assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(nnx.state(module)))
+        jax.tree.map(np.testing.assert_array_equal, params_of(module), params_of(expected))
+        np.testing.assert_array_equal(module(inputs), expected(inputs))
+
+    def test_an_abstract_module_that_does_not_fit_stays_abstract(self):
+        module = nnx.eval_shape(lambda: nnx_module(1))
+        with pytest.raises(ValueError, match="has no 'proj"):
+            convert.load_nnx(module, {k: v for k, v in natten_weights().items() if not k.startswith("proj")})
+        assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(module)))
+
+    def test_pytorch_tensors(self):
+        class Tensor:
+            """Refuses, as PyTorch's parameters do, to become an array where it is not a float32 one of its own."""
+
+            def __init__(self, array: np.ndarray, state: tuple[str, ...] = ("grad", "cuda", "torch.bfloat16")) -> None:
+                self.array, self.state, self.dtype = array, state, state[-1] if state else "torch.float32"
+
+            def detach(self):
+                return Tensor(self.array, self.state[1:])
+
+            def cpu(self):
+                return Tensor(self.array, self.state[1:])
+
+            def float(self):
+                return Tensor(self.array, self.state[1:])
+
+            def __array__(self, dtype=None, copy=None):
+                assert not self.state
+                return self.array
+
+        weights = natten_weights()
+        converted = convert.linen_params({name: Tensor(array) for name, array in weights.items()}, HEADS)
+        jax.tree.map(np.testing.assert_array_equal, converted, convert.linen_params(weights, HEADS))
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"qkv.weight": None}, "state_dict has no 'qkv.weight' .*it has no qkv.weight"),
+            ({"proj.weight": None}, "state_dict has no 'proj.weight'"),
+            ({"proj.bias": None}, "state_dict has no 'proj.bias'"),
+            ({"qkv.weight": np.ones((2 * FEATURES, FEATURES))}, r"qkv.weight has shape \(32, 16\)"),
+            ({"qkv.bias": np.ones(FEATURES)}, r"qkv.bias has shape \(16,\), but qkv.weight asks for \(48,\)"),
+            ({"proj.weight": np.ones((FEATURES, 8))}, "proj.weight has shape"),
+            ({"rpb": np.ones((HEADS, 5))}, "relative position biases cannot be converted"),
+        ],
+    )
+    def test_weights_that_do_not_fit(self, change, message):
+        weights = {name: array for name, array in {**natten_weights(), **change}.items() if array is not None}
+        module = nnx_module(1)
+        before = params_of(module)
+        for call in (lambda: convert.linen_params(weights, HEADS), lambda: convert.load_nnx(module, weights)):
+            with pytest.raises(ValueError, match=message):
+                call()
+        jax.tree.map(np.testing.assert_array_equal, params_of(module), before)
+
+    def test_modules_that_do_not_fit(self):
+        weights = natten_weights()
+        with pytest.raises(ValueError, match="num_heads 3 does not divide the 16 features"):
+            convert.linen_params(weights, 3)
+        with pytest.raises(ValueError, match="num_kv_heads 2 and num_heads 4"):
+            convert.load_nnx(nnx_module(1, num_kv_heads=2), weights)
+        with pytest.raises(ValueError, match=r"query.kernel the shape \(16, 4, 4\), but the module's is \(16, 4, 8\)"):
+            convert.load_nnx(nnx_module(1, qkv_features=32), weights)
+        with pytest.raises(ValueError, match="has a bias for query and the module has none: qkv_bias must agree"):
+            convert.load_nnx(nnx_module(1, qkv_bias=False), weights)
+        with pytest.raises(ValueError, match="module has normalize_qk=True"):
+            convert.load_nnx(nnx_module(1, normalize_qk=True), weights)
+        with pytest.raises(ValueError, match="the module has a bias for query"):
+            convert.load_nnx(nnx_module(1), natten_weights(qkv_bias=False))
+
+    @pytest.mark.parametrize("name", ["qkv.weight", "qkv.bias", "proj.weight", "proj.bias"])
+    @pytest.mark.parametrize("prefix", ["", "blocks.0.attn."])
+    @pytest.mark.parametrize(
+        ("of", "dtype"),
+        [
+            (lambda array: array.astype(object), "object"),
+            (lambda array: array.astype(str), "<U"),
+            (lambda array: array.astype(bytes), "|S"),
+            (lambda array: array.astype(complex), "complex128"),
+            (lambda array: array > 0, "bool"),
+            (lambda array: array.astype(np.int8), "int8"),  # quantized: its scales are elsewhere
+            (lambda array: array.astype("datetime64[s]"), "datetime64"),
+            (lambda array: array.astype(np.float32).view([("real", np.float32)]), "real"),
+            (lambda array: array.astype(complex).tolist(), "complex128"),
+            (lambda array: jnp.asarray(array, "int32"), "int32"),
+        ],
+    )
+    def test_weights_of_other_types(self, name, prefix, of, dtype):
+        weights = natten_weights(prefix=prefix)
+        weights[prefix + name] = of(weights[prefix + name])
+        module = nnx_module(1)
+        before = params_of(module)
+        for call in (
+            lambda: convert.linen_params(weights, HEADS, prefix=prefix),
+            lambda: convert.load_nnx(module, weights, prefix=prefix),
+        ):
+            with pytest.raises(TypeError) as caught:
+                call()
+            message = str(caught.value)
+            assert message.startswith(f"state_dict[{prefix + name!r}] must be an array of floats"), message
+            assert dtype in message
+        jax.tree.map(np.testing.assert_array_equal, params_of(module), before)
+
+    @pytest.mark.parametrize("value", [None, "weights", {"a": 1}, [[1.0], [1.0, 2.0]], object(), lambda: 1])
+    def test_weights_that_are_no_arrays(self, value):
+        weights = {**natten_weights(), "proj.bias": value}
+        with pytest.raises(TypeError, match=r"^state_dict\['proj.bias'\] must be an array of floats"):
+            convert.linen_params(weights, HEADS)
+
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn"])
+    def test_weights_of_all_float_types(self, dtype):
+        weights = {name: array.astype(jnp.dtype(dtype)) for name, array in natten_weights().items()}
+        for holder in (np.asarray, jnp.asarray):
+            params = convert.linen_params({name: holder(array) for name, array in weights.items()}, HEADS)
+            kernel = params["query"]["kernel"]
+            expected = weights["qkv.weight"][:FEATURES].T.reshape(kernel.shape)
+            np.testing.assert_array_equal(np.asarray(kernel, np.float32), expected.astype(np.float32))
+
+    @pytest.mark.parametrize(
+        ("arguments", "error", "message"),
+        [
+            ({"state_dict": None}, TypeError, "state_dict must be a mapping of names to weights, got NoneType"),
+            ({"state_dict": [("qkv.weight", 1)]}, TypeError, "state_dict must be a mapping .*, got list"),
+            ({"prefix": None}, TypeError, "prefix must be a str, got None"),
+            ({"prefix": b"blocks."}, TypeError, "prefix must be a str, got b'blocks.'"),
+            ({"num_heads": "4"}, TypeError, "num_heads must be an int, got '4'"),
+            ({"num_heads": 4.0}, TypeError, "num_heads must be an int, got 4.0"),
+            ({"num_heads": True}, TypeError, "num_heads must be an int, got True"),
+            ({"num_heads": 0}, ValueError, "num_heads must be at least 1, got 0"),
+            ({"num_heads": 3}, ValueError, "num_heads 3 does not divide the 16 features"),
+            ({"param_dtype": int}, TypeError, "param_dtype must be None or a float type, got .*int"),
+            ({"param_dtype": "complex64"}, TypeError, "param_dtype must be None or a float type, got 'complex64'"),
+            ({"param_dtype": "nothing"}, TypeError, "param_dtype must be None or a float type, got 'nothing'"),
+        ],
+    )
+    def test_wrong_arguments(self, arguments, error, message):
+        good = {"state_dict": natten_weights(), "num_heads": HEADS}
+        with pytest.raises(error, match=message):
+            convert.linen_params(**{**good, **arguments})
+
+    def test_names_that_are_no_text(self):
+        with pytest.raises(ValueError, match=r"has no 'qkv.weight' .*'a.'"):
+            convert.linen_params({0: np.ones(3), "a.qkv.weight": np.ones(3)}, HEADS)

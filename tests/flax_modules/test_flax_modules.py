@@ -1,0 +1,385 @@
+"""The Flax modules."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("flax")
+
+from flax import linen as flax_linen
+from flax import nnx as flax_nnx
+from natten_jax.flax_modules import arguments, linen, nnx
+
+import natten_jax
+from natten_jax.performance import Performance, PerformanceArguments
+from tests.support.flax_layers import (
+    FEATURES,
+    HEADS,
+    LINEN,
+    NNX,
+    RANKS,
+    WINDOWS,
+    inputs_of,
+    nnx_module,
+    params_of,
+    shapes_of,
+)
+from tests.support.programs import run_python
+
+
+class TestArguments:
+    def test_import_is_light(self):
+        code = "import sys, natten_jax.flax_modules; sys.exit('flax' in sys.modules)"
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+    @pytest.mark.parametrize("rank", RANKS)
+    def test_are_the_same_in_nnx_and_linen(self, rank):
+        def parameters(function) -> dict:
+            return {name: each.default for name, each in inspect.signature(function).parameters.items()}
+
+        of_nnx, of_linen = parameters(NNX[rank].__init__), parameters(LINEN[rank])
+        operator = {**parameters(getattr(natten_jax, f"na{rank}d")), **dataclasses.asdict(Performance())}
+        performance = {name: operator[name] for name in arguments.Performance.__annotations__}
+        in_features = of_linen.pop("in_features")
+        assert in_features is None
+        metadata = {name for name in of_nnx if name.endswith("_metadata")}  # linen's initializers set it
+        assert metadata == {f"{prefix}{kind}_metadata" for prefix in ("", "kv_", "out_") for kind in ("kernel", "bias")}
+        for name in ("self", "in_features", "rngs", "performance", *metadata):
+            of_nnx.pop(name)
+        for name in ("parent", "name"):
+            of_linen.pop(name)
+        of_nnx |= performance
+        initializers = "kernel_init", "bias_init"  # functions, of which every call makes another
+        assert of_nnx.keys() == of_linen.keys()
+        assert all(of_nnx[name] == of_linen[name] for name in of_nnx.keys() - set(initializers))
+
+    @pytest.mark.parametrize("rank", RANKS)
+    def test_are_given_by_keyword_after_the_features(self, rank):
+        of_modules = (inspect.signature(module).parameters.values() for module in (NNX[rank].__init__, LINEN[rank]))
+        orders = [[each.name for each in parameters if each.kind is each.KEYWORD_ONLY] for parameters in of_modules]
+        performance = arguments.Performance.__annotations__.keys()
+        own = [name for name in orders[0] if name != "rngs" and not name.endswith("_metadata")]
+        assert orders[1][: len(own)] == own and set(orders[1][len(own) :]) == performance
+        for module in (functools.partial(NNX[rank], rngs=flax_nnx.Rngs(0)), LINEN[rank]):
+            assert module(FEATURES, num_heads=HEADS, kernel_size=3).in_features == FEATURES
+            for positional in ((HEADS, 3), (FEATURES, HEADS, 3)):
+                with pytest.raises(TypeError, match=r"num_heads|positional"):
+                    module(*positional)
+
+    def test_performance_is_all_that_the_operators_have(self):
+        others = {
+            "query", "key", "value", "kernel_size", "stride", "dilation", "is_causal", "scale", "additional_keys",
+            "additional_values", "try_fuse_additional_kv", "return_lse", "token_axes",
+        }  # fmt: skip
+        own = inspect.signature(natten_jax.na1d).parameters.keys() - others - {"performance"}
+        assert own | PerformanceArguments.__annotations__.keys() == arguments.Performance.__annotations__.keys()
+
+    def test_are_documented(self):
+        for modules in (NNX, LINEN):
+            for rank, module in modules.items():
+                assert f"na{rank}d" in module.__doc__
+                names = set(inspect.signature(LINEN[rank]).parameters) - {"parent", "name"}
+                if modules is NNX:
+                    names |= inspect.signature(module.__init__).parameters.keys() - {"self", "performance"}
+                for name in names:
+                    assert f"{name}:" in module.__doc__ or f"``{name}``" in module.__doc__
+
+    @pytest.mark.parametrize("make", ["nnx", "linen"])
+    @pytest.mark.parametrize(
+        ("settings", "error", "message"),
+        [
+            ({"in_features": 18}, ValueError, "in_features 18 is not a multiple of num_heads 4"),
+            ({"qkv_features": 18}, ValueError, "qkv_features 18 is not a multiple of num_heads 4"),
+            ({"in_features": 0}, ValueError, "in_features must be at least 1"),
+            ({"out_features": 0}, ValueError, "out_features must be at least 1"),
+            ({"out_features": 2.0}, TypeError, "out_features must be an int"),
+            ({"num_kv_heads": 3}, ValueError, "num_heads 4 is not a multiple of num_kv_heads 3"),
+            ({"num_kv_heads": 0}, ValueError, "num_kv_heads must be at least 1"),
+            ({"num_kv_heads": 2.0}, TypeError, "num_kv_heads must be an int"),
+            ({"kernel_size": (3, 3, 3)}, ValueError, "kernel_size must have 2 value"),
+            ({"kernel_size": 0}, ValueError, "kernel_size must be at least 1"),
+            ({"kernel_size": 2.5}, TypeError, "kernel_size must be an int"),
+            ({"stride": 4}, ValueError, "stride .* exceeds kernel_size"),
+            ({"dilation": -1}, ValueError, "dilation must be at least 1"),
+            ({"is_causal": 1}, TypeError, "is_causal must be a bool"),
+            ({"qk_scale": "1"}, TypeError, "^qk_scale must be None or a real number, got '1'"),
+            ({"qk_scale": np.ones(4)}, TypeError, "^qk_scale must be None or a real number, got array"),
+            ({"qk_scale": jnp.ones(4)}, TypeError, "^qk_scale must be None or a real number, got Array"),
+            ({"qk_scale": np.nan}, ValueError, "^qk_scale must be finite"),
+            ({"proj_drop": 1.5}, ValueError, r"proj_drop must be in \[0, 1\], got 1.5"),
+            ({"proj_drop": "half"}, TypeError, "proj_drop must be a real number, got 'half'"),
+            ({"attn_drop": 0.1}, ValueError, "attn_drop must be 0, got 0.1: attention weights are never formed"),
+            ({"backend": "torch-fna"}, ValueError, "backend='torch-fna' is unknown"),
+            ({"attention_kwargs": 3}, TypeError, "attention_kwargs must be a mapping"),
+            ({"q_tile_shape": (4, 4)}, ValueError, "without kv_tile_shape"),
+            ({"kernel_schedule": "fast"}, ValueError, "kernel_schedule must be"),
+            ({"q_tile": (4, 4)}, TypeError, "q_tile"),
+        ],
+    )
+    def test_are_checked_at_construction(self, make, settings, error, message):
+        settings = {"in_features": FEATURES, "num_heads": HEADS, "kernel_size": 3, **settings}
+        with pytest.raises(error, match=message):
+            if make == "nnx":
+                nnx.NeighborhoodAttention2D(**settings, rngs=flax_nnx.Rngs(0))
+            else:
+                linen.NeighborhoodAttention2D(**settings)
+
+    def test_absent_flax_is_named_with_what_to_install(self):
+        code = """
+            import importlib.util
+            importlib.util.find_spec = lambda name, package=None: None
+            import natten_jax.flax_modules.nnx
+        """
+        result = run_python(code)
+        assert result.returncode != 0
+        assert "natten_jax.flax_modules needs Flax: pip install 'natten_jax[flax]'" in result.stderr
+
+    @pytest.mark.parametrize("shape", [(16,), (8, 16)])
+    def test_inputs_of_too_few_dimensions(self, shape):
+        inputs = jnp.zeros(shape)
+        for call in (
+            lambda: nnx_module(2)(inputs),
+            lambda: LINEN[2](num_heads=HEADS, kernel_size=3).init(jax.random.key(0), inputs),
+        ):
+            with pytest.raises(ValueError, match=r"inputs has shape .* NeighborhoodAttention2D takes arrays of"):
+                call()
+
+    def test_inputs_of_other_features(self):
+        inputs = jnp.zeros((2, 6, 8, 12))
+        for call in (
+            lambda: nnx_module(2)(inputs),
+            lambda: LINEN[2](num_heads=HEADS, kernel_size=3, in_features=FEATURES).init(jax.random.key(0), inputs),
+        ):
+            with pytest.raises(ValueError, match=r"inputs has 12 features .* in_features is 16"):
+                call()
+
+    def test_inputs_smaller_than_the_window(self):
+        with pytest.raises(ValueError, match="exceeds the token layout"):
+            nnx_module(2)(jnp.zeros((2, 3, 3, FEATURES)))
+
+    def test_scale_too_large_for_the_inputs(self):
+        inputs = inputs_of(2)
+        for call in (
+            lambda: nnx_module(2, qk_scale=1e39)(inputs),
+            lambda: LINEN[2](num_heads=HEADS, kernel_size=3, qk_scale=1e39).init(jax.random.key(0), inputs),
+        ):
+            with pytest.raises(ValueError, match=r"^qk_scale must be within .* float32 .*\(qk_scale \* log2\(e\)"):
+                call()
+
+    def test_linen_infers_in_features(self):
+        with pytest.raises(ValueError, match="in_features 18 is not a multiple"):
+            LINEN[2](num_heads=HEADS, kernel_size=3).init(jax.random.key(0), jnp.zeros((2, 6, 8, 18)))
+
+
+class TestModules:
+    @pytest.mark.parametrize("rank", RANKS)
+    @pytest.mark.parametrize("dtype", [None, "bfloat16"])
+    @pytest.mark.parametrize(
+        "settings",
+        [{}, {"num_kv_heads": 2, "qkv_features": 32, "qkv_bias": False, "out_features": 8, "normalize_qk": True}],
+    )
+    def test_nnx_and_linen_agree_bit_for_bit(self, rank, dtype, settings):
+        module = nnx_module(rank, dtype=dtype, proj_drop=0.5, deterministic=True, **settings)
+        twin = LINEN[rank](num_heads=HEADS, **WINDOWS[rank], dtype=dtype, proj_drop=0.5, deterministic=True, **settings)
+        inputs, params = inputs_of(rank), params_of(module)
+        outputs = module(inputs)
+        assert outputs.shape == (*inputs.shape[:-1], settings.get("out_features", FEATURES))
+        assert outputs.dtype == (dtype or "float32")
+        np.testing.assert_array_equal(outputs, twin.apply({"params": params}, inputs))
+        assert shapes_of(twin.init(jax.random.key(0), inputs)["params"]) == shapes_of(params)
+
+    def test_gradients_agree_bit_for_bit(self):
+        module, twin = nnx_module(2), LINEN[2](num_heads=HEADS, **WINDOWS[2])
+        inputs = inputs_of(2)
+        of_nnx = flax_nnx.jit(flax_nnx.grad(lambda module: (module(inputs) ** 2).sum()))(module)
+        loss = jax.jit(jax.grad(lambda params: (twin.apply({"params": params}, inputs) ** 2).sum()))
+        jax.tree.map(np.testing.assert_array_equal, flax_nnx.to_pure_dict(of_nnx), loss(params_of(module)))
+
+    @pytest.mark.parametrize("rank", RANKS)
+    def test_parameters_are_shaped_like_flax_attention(self, rank):
+        module = nnx_module(rank, qkv_features=32)
+        flax_module = flax_nnx.MultiHeadAttention(HEADS, FEATURES, qkv_features=32, decode=False, rngs=flax_nnx.Rngs(0))
+        assert shapes_of(params_of(module)) == shapes_of(params_of(flax_module))
+        assert shapes_of(params_of(module))["query"] == {"kernel": (FEATURES, 4, 8), "bias": (4, 8)}
+        grouped = nnx_module(rank, num_kv_heads=2, qkv_features=32)
+        assert shapes_of(params_of(grouped))["key"] == {"kernel": (FEATURES, 2, 8), "bias": (2, 8)}
+        # Nothing but parameters, not even random streams, belongs to the state.
+        assert len(jax.tree.leaves(flax_nnx.state(module))) == 8
+
+    def test_param_dtype_and_initializers(self):
+        ones = flax_nnx.initializers.ones
+        module = nnx_module(1, param_dtype="bfloat16", kernel_init=ones, bias_init=ones)
+        for leaf in jax.tree.leaves(flax_nnx.state(module)):
+            assert leaf.dtype == jnp.bfloat16
+            assert (leaf == 1).all()
+
+    @pytest.mark.parametrize("rank", RANKS)
+    def test_gradients_reach_every_parameter(self, rank):
+        module, inputs = nnx_module(rank, num_kv_heads=2), inputs_of(rank)
+        gradients = flax_nnx.grad(lambda module: (module(inputs) ** 2).sum())(module)
+        for path, gradient in flax_nnx.to_flat_state(gradients):
+            if path[:2] != ("key", "bias"):  # a constant added to all keys changes no weight
+                assert np.abs(gradient[...]).max() > 1e-3, path
+
+    def test_key_value_heads_are_shared(self):
+        module = nnx_module(2, num_kv_heads=2)
+        full = nnx_module(2)
+        for name in ("key", "value"):
+            for kind in ("kernel", "bias"):
+                array = getattr(getattr(module, name), kind)[...]
+                getattr(getattr(full, name), kind)[...] = jnp.repeat(array, 2, axis=-2)
+        for name in ("query", "out"):
+            setattr(full, name, getattr(module, name))
+        np.testing.assert_allclose(module(inputs_of(2)), full(inputs_of(2)), rtol=1e-5, atol=1e-5)
+
+    def test_window_of_the_whole_sequence_is_flax_attention(self):
+        """With other parameters than those that initializers give: scales of ones are hard to see."""
+        settings: dict[str, Any] = {"qkv_features": 32, "out_features": 24, "normalize_qk": True}
+        ours = nnx_module(1, kernel_size=12, stride=1, dilation=1, is_causal=False, **settings)
+        flax = flax_nnx.MultiHeadAttention(HEADS, FEATURES, decode=False, rngs=flax_nnx.Rngs(0), **settings)
+        state = flax_nnx.state(ours, flax_nnx.Param)
+        leaves, tree = jax.tree.flatten(state)
+        keys = jax.random.split(jax.random.key(1), len(leaves))
+        state = jax.tree.unflatten(tree, [jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)])
+        flax_nnx.update(ours, state)
+        flax_nnx.update(flax, state)
+        np.testing.assert_allclose(ours(inputs_of(1)), flax(inputs_of(1)), rtol=2e-4, atol=2e-4)
+
+    @pytest.mark.parametrize("flavour", ["nnx", "linen"])
+    def test_any_number_of_batch_dimensions(self, flavour):
+        module = nnx_module(2)
+        if flavour == "nnx":
+            layer = module
+        else:
+            params = params_of(module)
+            layer = functools.partial(LINEN[2](num_heads=HEADS, **WINDOWS[2]).apply, {"params": params})
+        inputs = inputs_of(2)
+        expected = layer(inputs)
+        np.testing.assert_allclose(layer(inputs[0]), expected[0], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(layer(inputs[None, :, None]), expected[None, :, None], rtol=1e-5, atol=1e-6)
+
+    def test_scale_and_backend_are_passed_on(self):
+        inputs = inputs_of(2)
+        default, zero = nnx_module(2), nnx_module(2, qk_scale=0.0)
+        flex = nnx_module(2, backend="flex-fna", attention_kwargs={"backend": "flex-fmha"})
+        assert np.abs(default(inputs) - zero(inputs)).max() > 1e-3
+        np.testing.assert_allclose(default(inputs), nnx_module(2, qk_scale=0.5)(inputs), rtol=1e-6)
+        np.testing.assert_allclose(default(inputs), flex(inputs), rtol=1e-5, atol=1e-5)
+
+    def test_equal_arguments_share_a_compiled_program(self):
+        traces = []
+
+        @flax_nnx.jit
+        def run(module, inputs):
+            traces.append(1)
+            return module(inputs)
+
+        settings = {"attention_kwargs": {"backend": "flex-fmha"}}
+        for _ in range(2):
+            run(nnx_module(2, **settings), inputs_of(2))
+        assert len(traces) == 1
+        run(nnx_module(2, **settings, qk_scale=1.0), inputs_of(2))
+        assert len(traces) == 2
+
+    def test_jit(self):
+        module, inputs = nnx_module(3), inputs_of(3)
+        expected = module(inputs)
+        graph, state = flax_nnx.split(module)
+        in_nnx = flax_nnx.jit(lambda module, inputs: module(inputs))(module, inputs)
+        in_jax = jax.jit(lambda state, inputs: flax_nnx.merge(graph, state)(inputs))(state, inputs)
+        np.testing.assert_allclose(in_nnx, expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(in_jax, in_nnx)
+
+    def test_vmap_and_scan_over_layers(self):
+        @flax_nnx.split_rngs(splits=3)
+        @flax_nnx.vmap
+        def make(rngs):
+            return NNX[2](FEATURES, num_heads=HEADS, kernel_size=3, rngs=rngs)
+
+        layers, inputs = make(flax_nnx.Rngs(0)), inputs_of(2)
+        graph, state = flax_nnx.split(layers)
+        each = [flax_nnx.merge(graph, jax.tree.map(lambda array, i=i: array[i], state)) for i in range(3)]
+
+        stacked = flax_nnx.vmap(lambda layer, inputs: layer(inputs), in_axes=(0, None))(layers, inputs)
+        expected = jnp.stack([layer(inputs) for layer in each])
+        np.testing.assert_allclose(stacked, expected, rtol=1e-5, atol=1e-5)
+
+        step = flax_nnx.scan(lambda inputs, layer: layer(inputs), in_axes=(flax_nnx.Carry, 0), out_axes=flax_nnx.Carry)
+        for layer in each:
+            inputs = layer(inputs)
+        np.testing.assert_allclose(step(inputs_of(2), layers), inputs, rtol=1e-5, atol=1e-5)
+
+
+class TestLinen:
+    @pytest.mark.parametrize("rank", RANKS)
+    def test_tabulate(self, rank):
+        pytest.importorskip("rich")
+        module = LINEN[rank](num_heads=HEADS, **WINDOWS[rank], attention_kwargs={"backend": "flex-fmha"})
+        table = module.tabulate(jax.random.key(0), inputs_of(rank), console_kwargs={"width": 200})
+        assert f"NeighborhoodAttention{rank}D" in table
+        parameters = 4 * (FEATURES * FEATURES + FEATURES)
+        assert f"Total Parameters: {parameters:,}" in table
+
+    def test_tabulate_inside_another_module(self):
+        pytest.importorskip("rich")
+
+        class Block(flax_linen.Module):
+            @flax_linen.compact
+            def __call__(self, inputs):
+                return inputs + LINEN[1](num_heads=HEADS, kernel_size=3)(inputs)
+
+        table = Block().tabulate(jax.random.key(0), inputs_of(1), console_kwargs={"width": 200})
+        # A row for the layer and its four projections, and none for what is worked out about its window.
+        rows = [line for line in table.splitlines() if "NeighborhoodAttention1D_0" in line]
+        assert len(rows) == 5
+
+
+class TestDropout:
+    def test_nnx(self):
+        module, inputs = nnx_module(1, proj_drop=0.5), inputs_of(1)
+        plain = nnx_module(1)(inputs)
+        with pytest.raises(ValueError, match="deterministic"):
+            module(inputs)
+        np.testing.assert_array_equal(module(inputs, deterministic=True), plain)
+        dropped = module(inputs, deterministic=False)
+        kept = dropped != 0
+        assert 0.3 < kept.mean() < 0.7
+        np.testing.assert_allclose(dropped[kept], 2 * plain[kept], rtol=1e-6)
+        assert (module(inputs, deterministic=False) != dropped).any()
+        one, other = (module(inputs, deterministic=False, rngs=flax_nnx.Rngs(dropout=3)) for _ in range(2))
+        np.testing.assert_array_equal(one, other)
+        module.eval()
+        np.testing.assert_array_equal(module(inputs), plain)
+        module.train()
+        assert (module(inputs) == 0).any()
+
+    def test_linen(self):
+        inputs = inputs_of(1)
+        module = LINEN[1](num_heads=HEADS, **WINDOWS[1], proj_drop=0.5)
+        variables = module.init(jax.random.key(0), inputs, deterministic=True)
+        plain = LINEN[1](num_heads=HEADS, **WINDOWS[1]).apply(variables, inputs)
+        with pytest.raises(ValueError, match="deterministic"):
+            module.apply(variables, inputs)
+        np.testing.assert_array_equal(module.apply(variables, inputs, deterministic=True), plain)
+        dropped = module.apply(variables, inputs, deterministic=False, rngs={"dropout": jax.random.key(1)})
+        kept = dropped != 0
+        assert 0.3 < kept.mean() < 0.7
+        np.testing.assert_allclose(dropped[kept], 2 * plain[kept], rtol=1e-6)
+        by_key = [
+            module.apply(variables, inputs, deterministic=False, dropout_rng=jax.random.key(seed)) for seed in (0, 0, 1)
+        ]
+        np.testing.assert_array_equal(by_key[0], by_key[1])
+        assert (by_key[0] != by_key[2]).any()
+        # The call takes precedence over the construction.
+        fixed = LINEN[1](num_heads=HEADS, **WINDOWS[1], proj_drop=0.5, deterministic=False)
+        np.testing.assert_array_equal(fixed.apply(variables, inputs, deterministic=True), plain)

@@ -1,0 +1,198 @@
+"""The Flax modules with their parameters split over a device mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("flax")
+pytest.importorskip("optax")
+
+from flax import linen as flax_linen
+from flax import nnx as flax_nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from natten_jax.flax_modules import convert
+
+from tests.flax_modules.test_flax_convert import natten_weights
+from tests.support.flax_layers import FEATURES, HEADS, LINEN, WINDOWS, inputs_of, nnx_module, params_of
+from tests.support.programs import output_of, run_python
+
+#: Mesh axes of parameters of which heads are split.
+KERNEL, BIAS, OUT_KERNEL = (None, "model", None), ("model", None), ("model", None, None)
+METADATA = {
+    "kernel_metadata": {"out_sharding": KERNEL},
+    "bias_metadata": {"out_sharding": BIAS},
+    "out_kernel_metadata": {"out_sharding": OUT_KERNEL},
+    "out_bias_metadata": {},
+}
+
+TRAINING = """
+import sys
+import jax, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from tests.support import sharded_training
+
+flavour, axis_type = sys.argv[1:]
+train = getattr(sharded_training, f"train_{flavour}")
+mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(getattr(AxisType, axis_type),) * 2)
+found = train(mesh)
+expected = train()
+
+np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
+assert found.params.keys() == expected.params.keys()
+for name, array in found.params.items():
+    np.testing.assert_allclose(array, expected.params[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+over_heads = {"query": P(None, "model"), "out": P("model"), "expand": P(None, "model"), "contract": P("model")}
+of_biases = {"query": P("model"), "expand": P("model")}
+for name, array in found.params.items():
+    layer, kind = name.split(".")[-2:]
+    specs = over_heads if kind == "kernel" else of_biases
+    is_split_kv = layer in ("key", "value") and "0" in name  # of the first block
+    spec = specs.get("query" if is_split_kv else layer, P())
+    assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim), (name, array.sharding, spec)
+assert found.collectives() == {"all-reduce"}, found.collectives()
+print("done")
+"""
+
+
+def one_device_mesh() -> jax.sharding.Mesh:
+    return jax.make_mesh((1,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+
+
+def annotated(rank: int, **overrides):
+    """A module for linen whose parameters have names."""
+
+    def named(initializer, names):
+        return flax_linen.with_partitioning(initializer, names)
+
+    kernel_init, bias_init = flax_linen.initializers.lecun_normal(), flax_linen.initializers.normal()
+    settings = {
+        "kernel_init": named(kernel_init, KERNEL),
+        "bias_init": named(bias_init, BIAS),
+        "out_kernel_init": named(kernel_init, OUT_KERNEL),
+        "out_bias_init": bias_init,
+    }
+    return LINEN[rank](num_heads=HEADS, **{**WINDOWS[rank], **settings, **overrides})
+
+
+class TestTraining:
+    """Heads over one mesh axis, the batch over another: one device's results, and nothing is gathered."""
+
+    def test_nnx(self):
+        assert output_of(run_python(TRAINING, "nnx", "Auto", devices=8)).endswith("done\n")
+
+    def test_linen(self):
+        assert output_of(run_python(TRAINING, "linen", "Auto", devices=8)).endswith("done\n")
+
+    def test_nnx_over_explicit_axes(self):
+        assert output_of(run_python(TRAINING, "nnx", "Explicit", devices=8)).endswith("done\n")
+
+
+class TestNnx:
+    def test_metadata_is_kept_beside_the_parameters(self):
+        with jax.set_mesh(one_device_mesh()):
+            module = nnx_module(2, **METADATA)
+            other = {"kv_kernel_metadata": {"tag": 1}, "kv_bias_metadata": {}}
+            modules = module, nnx_module(2, **other)
+            specs: Any = [flax_nnx.get_partition_spec(flax_nnx.state(each)) for each in modules]
+        for name in ("query", "key", "value"):
+            assert specs[0][name]["kernel"].get_value() == PartitionSpec(*KERNEL)
+            assert specs[0][name]["bias"].get_value() == PartitionSpec(*BIAS)
+        assert specs[0]["out"]["kernel"].get_value() == PartitionSpec(*OUT_KERNEL)
+        assert specs[0]["out"]["bias"].get_value() == PartitionSpec()
+        assert [specs[1][name]["kernel"].get_metadata().get("tag") for name in ("query", "key", "value", "out")] == [
+            *(None, 1, 1, None)
+        ]
+
+    def test_metadata_of_queries_is_that_of_all_others(self):
+        module = nnx_module(1, kernel_metadata={"tag": 1}, bias_metadata={"tag": 2})
+        for layer in (module.query, module.key, module.value, module.out):
+            assert (layer.kernel.get_metadata()["tag"], layer.bias.get_metadata()["tag"]) == (1, 2)
+        module = nnx_module(1, kernel_metadata={"tag": 1}, out_kernel_metadata={}, bias_metadata={"tag": 2})
+        assert "tag" not in module.out.kernel.get_metadata()
+
+    def test_initializers_annotate(self):
+        def named(*names):
+            return flax_nnx.with_partitioning(flax_nnx.initializers.normal(), names)
+
+        inits = {"kernel_init": named(*KERNEL), "bias_init": named(*BIAS)}
+        outs = {"out_kernel_init": named(*OUT_KERNEL), "out_bias_init": named(None)}
+        with jax.set_mesh(one_device_mesh()):
+            state: Any = flax_nnx.state(nnx_module(1, **inits, **outs, kv_bias_init=flax_nnx.initializers.ones))
+            specs: Any = flax_nnx.get_partition_spec(state)
+        assert specs["value"]["kernel"].get_value() == PartitionSpec(*KERNEL)
+        assert specs["query"]["bias"].get_value() == PartitionSpec(*BIAS)
+        assert specs["key"]["bias"].get_value() == PartitionSpec()
+        assert specs["out"]["kernel"].get_value() == PartitionSpec(*OUT_KERNEL)
+        assert specs["out"]["bias"].get_value() == PartitionSpec(None)
+        np.testing.assert_array_equal(state["key"]["bias"].get_value(), 1)
+
+    @pytest.mark.parametrize(
+        ("settings", "error", "message"),
+        [
+            ({"kernel_metadata": None}, TypeError, "kernel_metadata must be a mapping, got None"),
+            ({"out_bias_metadata": ("model",)}, TypeError, "out_bias_metadata must be a mapping"),
+            ({"bias_metadata": {"out_sharding": BIAS}}, ValueError, r"out_bias_metadata has .*'model', None.* 1 dim"),
+            ({"kv_kernel_metadata": {"out_sharding": (None,) * 4}}, ValueError, "kv_kernel_metadata has .* 4 entries"),
+        ],
+    )
+    def test_metadata_is_checked(self, settings, error, message):
+        with pytest.raises(error, match=message):
+            nnx_module(1, **settings)
+
+    def test_converted_weights_stay_where_the_parameters_are(self):
+        mesh = one_device_mesh()
+        with jax.set_mesh(mesh):
+            module, plain = nnx_module(1, **METADATA), nnx_module(1)
+            weights = natten_weights()
+            convert.load_nnx(module, weights)
+            convert.load_nnx(plain, weights)
+        jax.tree.map(np.testing.assert_array_equal, params_of(module), params_of(plain))
+        for layer, names in ((module.query, KERNEL), (module.value, KERNEL), (module.out, OUT_KERNEL)):
+            expected = NamedSharding(mesh, PartitionSpec(*names))
+            assert layer.kernel[...].sharding.is_equivalent_to(expected, ndim=3)
+
+    def test_converted_weights_without_a_mesh_are_not_bound_to_a_device(self):
+        module = nnx_module(1)
+        convert.load_nnx(module, natten_weights())
+        assert not any(leaf.committed for leaf in jax.tree.leaves(params_of(module)))
+
+
+class TestLinen:
+    def test_names_are_kept_with_and_without_a_mesh(self):
+        inputs = inputs_of(1)
+        module, plain = annotated(1), LINEN[1](num_heads=HEADS, **WINDOWS[1])
+        variables = module.init(jax.random.key(0), inputs)
+        with jax.set_mesh(one_device_mesh()):
+            on_mesh = jax.jit(module.init)(jax.random.key(0), inputs)
+            outputs = jax.jit(module.apply)(on_mesh, inputs)
+        for found in (variables, on_mesh):
+            specs = flax_linen.get_partition_spec(found)["params"]
+            for name in ("query", "key", "value"):
+                assert specs[name] == {"kernel": PartitionSpec(*KERNEL), "bias": PartitionSpec(*BIAS)}
+            assert specs["out"] == {"kernel": PartitionSpec(*OUT_KERNEL), "bias": PartitionSpec()}
+        np.testing.assert_allclose(outputs, plain.apply(flax_linen.unbox(variables), inputs), rtol=1e-5, atol=1e-6)
+
+    def test_logical_names(self):
+        init = flax_linen.with_logical_partitioning(flax_linen.initializers.normal(), (None, "heads", None))
+        module = annotated(1, kernel_init=init)
+        with jax.set_mesh(one_device_mesh()), flax_linen.logical_axis_rules([("heads", "model")]):
+            variables = jax.jit(module.init)(jax.random.key(0), inputs_of(1))
+        assert flax_linen.get_partition_spec(variables)["params"]["query"]["kernel"] == PartitionSpec(
+            None, "heads", None
+        )
+
+    def test_initializers_of_other_projections(self):
+        ones = flax_linen.initializers.ones
+        module = annotated(1, kv_kernel_init=ones, kv_bias_init=ones)
+        params = module.init(jax.random.key(0), inputs_of(1))["params"]
+        for name in ("key", "value"):
+            assert all(isinstance(leaf, jax.Array) and (leaf == 1).all() for leaf in params[name].values())
+        assert isinstance(params["query"]["kernel"], flax_linen.Partitioned)
+        assert params["query"]["kernel"].unbox().shape == (FEATURES, HEADS, FEATURES // HEADS)
+        assert jnp.std(params["query"]["kernel"].unbox()) > 0

@@ -1,0 +1,296 @@
+"""The fuzzer finds what is wrong, says so, and says nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from natten_jax.arrays.operands import Saved
+from natten_jax.backends import cpu
+from natten_jax.plan.plan import Plan
+from tests.fuzz import execution
+from tests.fuzz.accuracy import excesses, expectation
+from tests.fuzz.execution import complaints, run
+from tests.fuzz.options import Options, parse
+from tests.fuzz.problem import Fuzzed, draw, variants
+from tests.fuzz.reproducer import program_of, simplest
+from tests.fuzz.session import problems_of, run_batch
+from tests.support import oracle
+from tests.support.families import family_named
+from tests.support.problems import Case
+
+ROOT = Path(__file__).parents[2]
+CPU = family_named("cpu")
+
+
+def run_command(*arguments: str, before: str = "", timeout: float = 400) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own; ``before`` is a module that every process of Python imports first."""
+    paths = filter(None, (before, os.environ.get("PYTHONPATH")))
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-m", "tests.fuzz", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def options_of(*arguments: str) -> Options:
+    return parse(["--backend", "cpu", *arguments])
+
+
+@pytest.mark.parametrize("arguments", [("--backend", "cpu-fna"), ("--backend", "cpu", "--direct", "--workers", "2")])
+def test_command_finds_nothing_in_kernels_that_are_right(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    finished = run_command(*arguments, "--problems", "6", "--at-once", "4", "--output-dir", str(tmp_path))
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert finished.stdout.splitlines()[-1] == "6 problems, 0 bad"
+    assert not list(tmp_path.iterdir())
+
+
+def test_command_says_where_a_backend_cannot_run() -> None:
+    finished = run_command("--backend", "hopper")
+    assert finished.returncode == 2
+    assert "hopper cannot run here: it runs on NVIDIA GPUs" in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--backend", "tpu"], "invalid choice: 'tpu'"),
+        (["--backend", "cpu", "--problems", "0"], "must be positive, got 0"),
+        (["--backend", "cpu", "--seed", "-1"], "--seed must not be negative, got -1"),
+        (["--backend", "flex", "--direct"], "--direct calls native kernels, and flex has none"),
+        ([], "--backend"),
+    ],
+)
+def test_command_refuses_senseless_arguments(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        parse(arguments)
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_command_survives_and_names_a_problem_that_ends_the_process(tmp_path: Path) -> None:
+    """Planted where every process begins: the kernels' call of causal problems kills it."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"""
+import os
+import natten_jax.backends.cpu as cpu
+forward = cpu.CpuBackend.forward_saving
+def fatal(self, plan, operands):
+    if any(plan.problem.is_causal):
+        os.kill(os.getpid(), {int(signal.SIGKILL)})
+    return forward(self, plan, operands)
+cpu.CpuBackend.forward_saving = fatal
+"""
+    )
+    output = tmp_path / "found"
+    arguments = ["--backend", "cpu-fna", "--problems", "4", "--at-once", "2", "--output-dir", str(output)]
+    finished = run_command(*arguments, before=str(tmp_path))
+    numbered = [each for batch in range(2) for each in problems_of(parse(arguments), batch)]
+    causal = [number for number, problem in numbered if any(problem.case.causal)]
+    assert 0 < len(causal) < 4
+    assert finished.returncode == 1, finished.stderr
+    assert finished.stdout.splitlines()[-1] == f"4 problems, {len(causal)} bad"
+    assert (
+        sorted(int(n) for n in re.findall(r"BAD problem (\d+): the process ended with status -9", finished.stdout))
+        == causal
+    )
+    assert len(list(output.iterdir())) == len(causal)
+
+
+@pytest.mark.parametrize(
+    ("loses", "what"), [("True", "the process ended with status 1"), ("plan.problem.heads == 1", "out: off by")]
+)
+def test_command_names_a_problem_after_which_the_process_computes_nothing(
+    loses: str, what: str, tmp_path: Path
+) -> None:
+    """As an illegal address does to CUDA: causal problems bring it about, or simpler forms of them, which are wrong."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"""
+import jax
+import natten_jax.backends.cpu as cpu
+forward, jit = cpu.CpuBackend.forward_saving, jax.jit
+is_lost = False
+def losing(self, plan, operands):
+    global is_lost
+    saved = forward(self, plan, operands)
+    if not any(plan.problem.is_causal):
+        return saved
+    is_lost = is_lost or {loses}
+    return saved._replace(out=saved.out + 1)
+def computing(*arguments, **options):
+    if is_lost:
+        raise jax.errors.JaxRuntimeError("an illegal memory access was encountered")
+    return jit(*arguments, **options)
+cpu.CpuBackend.forward_saving, jax.jit = losing, computing
+"""
+    )
+    arguments = ["--backend", "cpu-fna", "--problems", "4", "--at-once", "2", "--output-dir", str(tmp_path / "found")]
+    finished = run_command(*arguments, before=str(tmp_path))
+    numbered = [each for batch in range(2) for each in problems_of(parse(arguments), batch)]
+    causal = [number for number, problem in numbered if any(problem.case.causal)]
+    assert causal and causal[0] < 2  # others of its batch, and the other batch, follow
+    assert finished.returncode == 1, finished.stderr
+    assert finished.stdout.splitlines()[-1] == f"4 problems, {len(causal)} bad", finished.stdout
+    assert sorted(int(n) for n in re.findall(rf"BAD problem (\d+): {what}", finished.stdout)) == causal
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_planted_defect_is_found_made_simpler_and_written_down(
+    is_direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = cpu.CpuBackend.forward_saving
+
+    def wrong(self: cpu.CpuBackend, plan: Plan, operands: Any) -> Saved:
+        saved = forward(self, plan, operands)
+        # Only where a dimension is dilated: the last query's output is its neighbor's.
+        return saved if max(plan.problem.dilation) == 1 else saved._replace(out=jnp.roll(saved.out, 1, axis=1))
+
+    options = options_of("--seed", "1", "--problems", "12", "--at-once", "12", *(["--direct"] if is_direct else []))
+    numbered = problems_of(options, 0)
+    assert run_batch(options, numbered) == []
+    monkeypatch.setattr(cpu.CpuBackend, "forward_saving", wrong)
+    failures = run_batch(options, numbered, most_simplified=1)
+    dilated = {number for number, problem in numbered if max(problem.case.dilation or (1,)) > 1}
+    assert failures and {failure["number"] for failure in failures} <= dilated
+    assert any(what.startswith("out: off by") for failure in failures for what in failure["what"])
+
+    found: dict[str, Any] = {}
+    exec(failures[0]["program"], found)
+    simple, original = found["problem"], dict(numbered)[failures[0]["number"]]
+    assert complaints([_ours(simple)])[0]
+    assert max(simple.case.dilation) > 1 and simple.case.heads == 1 and not simple.tiles
+    assert np.prod(simple.case.layout) <= np.prod(original.case.layout)
+
+
+def _ours(problem: Any) -> Fuzzed:
+    """A problem of the package ``tests.fuzz`` as one of ``fuzz``, which is the same."""
+    case = Case(**vars(problem.case))
+    return Fuzzed(**{**vars(problem), "case": case})
+
+
+def test_results_lie_where_their_memory_was_full_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or else elements that a kernel forgets could be right by chance."""
+    donated: list[int] = []
+    make = execution.not_a_number
+
+    def remember(like: Any) -> jax.Array:
+        array = make(like)
+        assert np.isnan(np.asarray(array, np.float32)).all()
+        donated.append(array.unsafe_buffer_pointer())
+        return array
+
+    monkeypatch.setattr(execution, "not_a_number", remember)
+    results = run([Fuzzed("cpu", Case((40,), (7,), head_dim=16), "float32", 0, is_direct=True)])
+    pointers = [result.ctypes.data for result in jax.tree.leaves(results)]  # NumPy sees the device's memory
+    assert len(pointers) == 5 and set(pointers) == set(donated)
+
+
+def test_every_result_is_compared() -> None:
+    problem = Fuzzed("cpu", Case((4, 5), (3, 2), heads=2, scales=(0.3, -0.4), additional=3, fused=True), "float32", 7)
+    expected = expectation(problem)
+    ((outputs, gradients),) = run([problem])
+    assert excesses(problem, expected, outputs, gradients) == []
+
+    def spoiled(array: oracle.Operand, value: float) -> np.ndarray:
+        array = np.array(array)
+        array.flat[array.size // 2] += value
+        return array
+
+    for value in (np.nan, np.inf, 1.0):
+        for i, name in enumerate(("out", "lse")):
+            wrong = (spoiled(outputs[0], value), outputs[1]) if i == 0 else (outputs[0], spoiled(outputs[1], value))
+            assert [each.name for each in excesses(problem, expected, wrong, gradients)] == [name]
+        for name in gradients._fields:
+            changed = gradients._replace(**{name: spoiled(getattr(gradients, name), value)})
+            assert [each.name for each in excesses(problem, expected, outputs, changed)] == [f"d_{name}"]
+    short = outputs[0][..., :-1], outputs[1]
+    assert "shape" in excesses(problem, expected, short, gradients)[0].name
+    other = outputs[0].astype(np.float16), outputs[1]
+    assert "type float16" in excesses(problem, expected, other, gradients)[0].name
+
+
+def test_merged_parts_whose_terms_cancel_are_right() -> None:
+    """A gradient is a fortieth of its terms here, and each of them was rounded to half precision."""
+    case = Case((14,), (3,), stride=(1,), dilation=(1,), is_causal=(False,), heads=2, head_dim=1, additional=4)
+    assert complaints([Fuzzed("cpu", case, "float16", 262525313)]) == [[]]
+
+
+def test_problems_are_those_of_the_seed_and_all_features_are_drawn() -> None:
+    problems = [draw(CPU, ("fna", "fmha"), 3, number, is_direct=True) for number in range(300)]
+    assert problems[:20] == [draw(CPU, ("fna", "fmha"), 3, number, is_direct=True) for number in range(20)]
+    assert problems[:20] != [draw(CPU, ("fna", "fmha"), 4, number, is_direct=True) for number in range(20)]
+    cases = [problem.case for problem in problems]
+    assert {case.rank for case in cases} == {1, 2, 3}
+    assert {problem.dtype for problem in problems} == set(CPU.dtypes)
+    tiles = [problem.tiles for problem in problems]
+    for is_drawn in (
+        (max(case.stride or (1,)) > 1 for case in cases),
+        (max(case.dilation or (1,)) > 1 for case in cases),
+        (len(set(case.causal)) == 2 for case in cases),
+        (any(k % 2 == 0 for k in case.kernel_size or ()) for case in cases),
+        (case.heads > case.heads_kv > 1 for case in cases),
+        (case.heads > case.heads_kv == 1 for case in cases),
+        (case.head_dim_v not in (None, case.head_dim) for case in cases),
+        (case.head_dim > 128 for case in cases),
+        (case.additional > 0 for case in cases),
+        (case.batch > 1 for case in cases),
+        (np.prod(case.layout) > 480 for case in cases),
+        (case.queries is not None for case in cases),
+        (problem.queries is not None for problem in problems),
+        (problem.query_factor < 0.1 for problem in problems),
+        (problem.query_factor > 10 for problem in problems),
+        (problem.value_factor > 10 for problem in problems),
+        *(
+            [name in each for each in tiles]
+            for name in ("q_tile_shape", "backward_kv_tile_shape", "backward_kv_splits")
+        ),
+        *([each.get("kernel_schedule") == name for each in tiles] for name in (None, "non", "coop", "pp")),
+        *([each.get("memory_usage_preference", "default") == name for each in tiles] for name in ("strict", "default")),
+        *(
+            [each.get(name, default) is not default for each in tiles]
+            for name, default in (
+                ("backward_use_xla_reduction", False),
+                ("backward_deterministic", False),
+                ("run_persistent_kernel", True),
+            )
+        ),
+    ):
+        values = list(map(bool, is_drawn))
+        assert 5 <= sum(values) < len(values)
+
+
+def test_variants_share_their_inputs() -> None:
+    problem = draw(CPU, ("fna",), 0, 5, is_direct=True)
+    several = variants(problem, 4)
+    assert several[0] == problem and len({repr(each) for each in several}) == 4
+    assert all(dataclasses.replace(each, tiles={}) == dataclasses.replace(problem, tiles={}) for each in several)
+
+
+def test_simplest_problem_keeps_what_makes_it_fail() -> None:
+    case = Case((20, 30), (4, 5), stride=(2, 2), is_causal=(True, False), heads=4, heads_kv=2, head_dim=64, batch=2)
+    problem = Fuzzed(
+        "cpu", case, "float32", 1, query_factor=20.0, tiles={"q_tile_shape": (4, 4), "kv_tile_shape": (2, 2)}
+    )
+    simple = simplest(problem, lambda each: each.case.causal[0] and "q_tile_shape" in each.tiles)
+    assert simple.case.causal == (True, False) and simple.tiles == problem.tiles
+    assert simple == dataclasses.replace(
+        problem, case=Case((4, 5), (4, 5), is_causal=(True, False), stride=(1, 1), dilation=(1, 1)), query_factor=1.0
+    )
+
+
+def test_reproducer_is_a_program_whatever_the_message_says() -> None:
+    problem = draw(CPU, ("fna",), 0, 1, is_direct=False)
+    compile(program_of(problem, 'a """quoted""" \\ message\nof two lines"', 0, 1), "reproducer", "exec")

@@ -1,0 +1,206 @@
+"""Malformed calls straight to the custom call targets: every one is an error with a sentence, never a crash.
+
+The calls run in processes of their own, which report before and after each: a crash is the failure of one of them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import natten_jax
+from natten_jax.arrays.operands import Operands, Output
+from natten_jax.arrays.query_box import QueryBox
+from natten_jax.backends.native_backend import attributes
+from natten_jax.native import module as native
+from natten_jax.performance import Performance
+from natten_jax.plan.devices import Device
+from natten_jax.problem import problem_of
+from tests.support.ffi_calls import GRADIENTS, PROBLEM_OPERANDS, TARGETS, Target, axis_fields, good_call, run_call
+from tests.support.malformed_calls import CASES, DEVICE_ERROR
+from tests.support.plans import plans_of
+from tests.support.programs import run_python
+
+TARGET_PARAMETERS = [pytest.param(target, id=target.name, marks=target.marks) for target in TARGETS]
+
+
+#: How many cases share a process: starting one takes as long as some tens of calls.
+AT_ONCE = 110
+
+
+def groups() -> dict[str, tuple[Target, list[str]]]:
+    """Cases that run in one process, by name: some of one target."""
+    found = {}
+    for target in TARGETS:
+        names = [name for name, (own, _) in CASES.items() if own is target]
+        for start in range(0, len(names), AT_ONCE):
+            found[f"{target.name.removeprefix('natten_jax_')}-{start}"] = target, names[start : start + AT_ONCE]
+    return found
+
+
+GROUPS = groups()
+
+
+def outcomes(platform: str, names: list[str]) -> dict[str, str]:
+    """What each case led to; after a crash or a hang the next process goes on behind it."""
+    found: dict[str, str] = {}
+    remaining = names
+    environment = {"JAX_PLATFORMS": platform, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    while remaining:
+        program = f"from tests.support import malformed_calls; malformed_calls.main({remaining!r})"
+        try:
+            result = run_python(program, timeout=240, environment=environment)
+            output, ending = result.stdout, f"crashed with status {result.returncode}: {result.stderr[-2000:]}"
+        except subprocess.TimeoutExpired as error:
+            output, ending = (error.stdout or b"").decode(), "did not end"
+        for line in output.splitlines():
+            name, outcome = json.loads(line)
+            found[name] = ending if outcome is None else outcome
+        assert output, ending
+        remaining = [name for name in remaining if name not in found]
+    return found
+
+
+def complaint(name: str, outcome: str) -> str | None:
+    """What is wrong with the outcome of a case."""
+    case = CASES[name][1]
+    # An error of the device itself outlives the call that led to it.
+    if outcome.startswith(("crashed", "did not end")) or DEVICE_ERROR in outcome:
+        return f"{name} {outcome}"
+    if case.message is None:
+        return None
+    if outcome == "ran":
+        return f"{name} was accepted"
+    missing = [part for part in case.message if part not in outcome]
+    return f"{name} does not say {missing}: {outcome}" if missing else None
+
+
+@pytest.mark.parametrize("group", [pytest.param(name, marks=target.marks) for name, (target, _) in GROUPS.items()])
+def test_malformed_calls(group: str) -> None:
+    target, names = GROUPS[group]
+    found = outcomes(target.platform, names)
+    complaints = [complaint(name, found[name]) for name in names]
+    assert not any(complaints), "\n".join(filter(None, complaints))
+
+
+def test_every_target_of_the_build_is_tested_here() -> None:
+    assert native._module is not None
+    known = {target.name for target in TARGETS}
+    targets = {name for name in native._module.registrations() if not name.startswith("natten_jax_bench")}
+    assert targets <= known, targets - known
+
+
+def test_every_malformed_call_is_in_one_group() -> None:
+    assert sorted(name for _, names in GROUPS.values() for name in names) == sorted(CASES)
+
+
+def test_complaints_about_malformed_calls() -> None:
+    accepts, refuses = "cpu_forward-huge-window", "cpu_forward-scale-nan"
+    message = "XlaRuntimeError: natten_jax: scale is nan"
+    assert complaint(accepts, "ran") is None
+    assert complaint(refuses, message) is None
+    for name, outcome in (
+        (accepts, "crashed with status -11: "),
+        (accepts, "did not end"),
+        (accepts, f"XlaRuntimeError: {DEVICE_ERROR}_ILLEGAL_ADDRESS"),
+        (refuses, "ran"),
+        (refuses, "XlaRuntimeError: natten_jax: something else"),
+    ):
+        assert name in (complaint(name, outcome) or "")
+
+
+@pytest.mark.parametrize("has_arrays", [True, False])
+@pytest.mark.parametrize("target", TARGET_PARAMETERS)
+def test_unchanged_call_runs(target: Target, has_arrays: bool) -> None:
+    """Or else the cases would prove nothing."""
+    call = good_call(target)
+    if target.has_problem and not has_arrays:
+        call.operands["origins"] = call.operands["origins"][:0]
+        call.operands["scales"] = np.zeros((0,), np.float32)
+    elif target.has_problem and call.operands["scales"].size:
+        call.attributes["scale"] = np.float32(7)  # unused
+    results = [
+        result for name, result in zip(call.results, run_call(target, call), strict=True) if name not in target.scratch
+    ]
+    assert all(np.isfinite(result).all() for result in results)
+    if "out" in target.results:
+        query, key, value, keys, values = (
+            jnp.asarray(call.operands[name], jnp.float32) for name in PROBLEM_OPERANDS[:5]
+        )
+        expected = natten_jax.na3d(
+            *(query, key, value, (2, 3, 3), (1, 2, 3), (2, 1, 2), (False, True, False), 0.3, keys, values),
+            backend="flex-fna",
+            return_lse=True,
+        )
+        tolerance = 1e-5 if target.dtype == np.float32 else 5e-3
+        for result, other in zip(results[:2], expected, strict=True):
+            np.testing.assert_allclose(result, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_real_calls_are_those_tested_here(target: Target) -> None:
+    """As backends trace them, which needs none of their devices."""
+    good = good_call(target)
+    (expected,) = (
+        good_call(each)
+        for each in TARGETS
+        if (each.backend, each.is_small, each.results) == (target.backend, target.is_small, GRADIENTS)
+    )
+    values = {name: array.tolist() for name, array in expected.attributes.items()}
+    axes = axis_fields(expected.attributes["axes"])
+    problem = problem_of(
+        axes["query_extent"],
+        axes["kernel_size"],
+        axes["stride"],
+        axes["dilation"],
+        tuple(map(bool, axes["is_causal"])),
+        kv_layout=axes["kv_extent"],
+        batch=2,
+        heads=2,
+        heads_kv=1,
+        head_dim=target.head_dims[0],
+        head_dim_v=target.head_dims[1],
+        additional_kv=3,
+        scale=values["scale"],
+        dtype=np.dtype(target.dtype).name,
+    )
+    q_tile, kv_tile = (tuple(values[name]) for name in ("q_tile_shape", "kv_tile_shape"))
+    # With small windows, queries have the tiles that keys have in the backward pass.
+    forward: dict[str, Any] = {"q_tile_shape": kv_tile, "kv_tile_shape": q_tile} if target.is_small else {}
+    performance = Performance(
+        **forward, backward_q_tile_shape=q_tile, backward_kv_tile_shape=kv_tile, backward_deterministic=True
+    )
+    gpu = Device("cuda", (9, 0), is_present=False)
+    backend, plans = plans_of(target.backend, problem, performance, None if "cpu" in target.backend else gpu)
+
+    def both_passes(operands: Operands) -> Any:
+        saved = backend.forward_saving(plans["forward"], operands)
+        if target.replaces:
+            seeing = QueryBox(jnp.zeros(3, jnp.int32), good.operands["query"].shape[1:4])
+            continued = backend.forward_continued(plans["forward"], operands, saved, seeing)
+            assert continued is not None
+            saved = continued
+        return backend.backward(plans["backward"], operands, saved, Output(*saved[:2]))
+
+    operands = Operands(**{name: expected.operands[name] for name in PROBLEM_OPERANDS if name != "scales"})
+    if target.has_problem:
+        good.operands["scales"] = np.zeros((0,), np.float32)
+    (call,) = (
+        equation
+        for equation in jax.make_jaxpr(both_passes)(operands).jaxpr.eqns
+        if equation.params.get("target_name") == target.name
+    )
+
+    def types(arrays: Any) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
+        return [(array.shape, np.dtype(array.dtype)) for array in arrays]
+
+    assert types(variable.aval for variable in call.invars) == types(good.operands.values())
+    assert types(variable.aval for variable in call.outvars) == types(good.results.values())
+    assert dict(call.params["attributes"]).keys() == good.attributes.keys()
+    assert attributes(plans["backward"])["axes"] == tuple(values["axes"])

@@ -1,0 +1,1 @@
+"""The public functions: results against the oracle, arguments, and warnings."""

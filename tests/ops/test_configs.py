@@ -1,0 +1,244 @@
+"""The configuration queries: what they accept, and that everything they list runs and is right."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import natten_jax
+from natten_jax import backends, simulator
+from natten_jax.performance import PASSES
+from natten_jax.plan.devices import Device, default_device
+from tests.support.families import Family, tile_pair
+from tests.support.problems import Case, Trial, check, check_all, element_types
+
+SHAPES = {1: (2, 40, 4, 16), 2: (2, 9, 10, 4, 16), 3: (2, 4, 5, 6, 4, 16)}
+
+
+def is_tile(tile: Any, rank: int) -> bool:
+    return isinstance(tile, tuple) and len(tile) == rank and all(type(n) is int and n >= 1 for n in tile)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_neighborhood_query_lists_pairs_of_tile_shapes(family: Family, rank: int, pass_: str) -> None:
+    function = family.query("fna", pass_)
+    configs = function(jnp.zeros(SHAPES[rank], family.dtype))
+    assert configs
+    assert all(len(config) == 2 and all(is_tile(tile, rank) for tile in tile_pair(config)) for config in configs)
+    assert len(set(configs)) == len(configs)
+
+
+def test_attention_query_lists_pairs_of_sizes(family: Family, pass_: str) -> None:
+    configs = family.query("fmha", pass_)(jnp.zeros(SHAPES[1], family.dtype))
+    assert configs
+    assert all(type(size) is int and size >= 1 for config in configs for size in tile_pair(config))
+    assert len(set(configs)) == len(configs)
+
+
+def test_query_takes_one_array_or_three_or_their_types(family: Family, pass_: str) -> None:
+    array = jnp.zeros(SHAPES[2], family.dtype)
+    struct = jax.ShapeDtypeStruct(array.shape, array.dtype)
+    function = family.query("fna", pass_)
+    expected = function(array)
+    assert function(struct) == expected
+    assert function(array, array, array) == expected
+    assert function(struct, struct, struct) == expected
+    assert function(query=struct, key=struct, value=struct) == expected
+    narrow = jax.ShapeDtypeStruct((*array.shape[:-2], 2, 16), array.dtype)
+    wide = jax.ShapeDtypeStruct((*array.shape[:-2], 2, 40), array.dtype)
+    assert function(struct, narrow, wide, kernel_size=(3, 5), stride=2, dilation=1, is_causal=(True, False))
+
+
+def test_attention_query_takes_different_lengths(family: Family) -> None:
+    query, key = jax.ShapeDtypeStruct((1, 30, 4, 16), family.dtype), jax.ShapeDtypeStruct((1, 50, 2, 16), family.dtype)
+    assert family.query("fmha", "forward")(query, key, key, is_causal=True)
+
+
+def test_query_is_usable_while_tracing(family: Family) -> None:
+    function = family.query("fna", "forward")
+    listed = []
+
+    def traced(x: jax.Array) -> jax.Array:
+        listed.append(function(x))
+        return x
+
+    jax.eval_shape(traced, jax.ShapeDtypeStruct(SHAPES[1], family.dtype))
+    assert listed == [function(jnp.zeros(SHAPES[1], family.dtype))]
+
+
+def test_query_is_empty_where_the_backend_cannot_run(native_family: Family) -> None:
+    with element_types("float64"):
+        array = jax.ShapeDtypeStruct(SHAPES[1], jnp.float64)
+        for operator, pass_ in itertools.product(("fna", "fmha"), PASSES):
+            assert native_family.query(operator, pass_)(array) == []
+
+
+@pytest.mark.parametrize("compute_capability", ["9.0", (9, 0), "8.6", (10, 3)])
+def test_query_for_another_device(family: Family, compute_capability: Any) -> None:
+    for operator in ("fna", "fmha"):
+        function = family.query(operator, "forward")
+        found = function(jnp.zeros(SHAPES[1], family.dtype), compute_capability=compute_capability)
+        if not family.needs_gpu:
+            assert bool(found) == family.is_pure_jax
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda f: f(jnp.zeros((2, 40, 16))), ValueError, "query has shape"),
+        (lambda f: f(jnp.zeros(SHAPES[1]), kernel_size=41), ValueError, "kernel_size"),
+        (lambda f: f(jnp.zeros(SHAPES[1]), kernel_size=3, stride=4), ValueError, "stride"),
+        (lambda f: f(jnp.zeros(SHAPES[1]), jnp.zeros((2, 41, 4, 16))), ValueError, "key has token layout"),
+        (lambda f: f([1, 2]), TypeError, "query"),
+    ],
+    ids=["rank", "window", "stride", "layout", "type"],
+)
+def test_query_checks_its_arguments(family: Family, call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call(family.query("fna", "forward"))
+
+
+def test_query_has_its_name_and_a_description(family: Family) -> None:
+    for operator, pass_ in itertools.product(("fna", "fmha"), PASSES):
+        function = family.query(operator, pass_)
+        assert function.__name__ in dir(natten_jax)
+        for part in (f"{family.name}-{operator}", f"{pass_} pass", "query:", "Returns:"):
+            assert part in (function.__doc__ or "")
+
+
+@pytest.mark.parametrize("operator", ["fna", "fmha"])
+@pytest.mark.parametrize("infix", ["", "bwd_"])
+@pytest.mark.parametrize("arguments", [{}, {"compute_capability": "10.0"}, {"compute_capability": (9, 0)}])
+def test_queries_of_natten_without_kernels_list_nothing_and_say_which_to_use(
+    operator: str, infix: str, arguments: dict[str, Any]
+) -> None:
+    name = f"get_{infix}configs_for_cutlass_blackwell_{operator}"
+    assert name in natten_jax.__all__ and name in dir(natten_jax)
+    function = getattr(natten_jax, name)
+    assert (function.__name__, function.__qualname__) == (name, name)
+    instead = f"get_{infix}configs_for_cutlass_{operator}"
+    array = jax.ShapeDtypeStruct(SHAPES[1], jnp.bfloat16)
+    with pytest.warns(UserWarning) as caught:
+        assert function(array, **arguments) == []
+        assert function(input_tensor=array, **arguments) == []
+    for warning in caught:
+        assert warning.filename == __file__
+        for part in (f"blackwell-{operator}", "no kernels", f"cutlass-{operator} runs", f"{instead}()"):
+            assert part in str(warning.message)
+    # What is named instead has tiles for those GPUs.
+    assert getattr(natten_jax, instead)(array, compute_capability="10.0")
+    with pytest.raises(ValueError, match="query has shape"):
+        function(jnp.zeros((2, 40, 16)))
+    with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected keyword argument 'window'"):
+        function(array, window=3)
+
+
+def test_every_public_name_is_there() -> None:
+    for name in natten_jax.__all__:
+        assert getattr(natten_jax, name) is not None
+    assert len(set(natten_jax.__all__)) == len(natten_jax.__all__)
+
+
+MOST_PAIRS = 40  # of a list: a family with thousands is sampled, from the first to the last
+
+
+def _spread(configs: list[Any]) -> list[Any]:
+    pairs = list(dict.fromkeys(map(tile_pair, configs)))
+    return pairs[:: -(-len(pairs) // MOST_PAIRS)]
+
+
+def every_pair(family: Family, operator: str, *arrays: Any, **window: Any) -> list[dict[str, Any]]:
+    """Tile arguments with every listed pair of each pass, as few combinations as hold them all."""
+    suffix = "shape" if operator == "fna" else "size"
+    listed = {
+        "" if pass_ == "forward" else "backward_": _spread(family.query(operator, pass_)(*arrays, **window))
+        for pass_ in PASSES
+    }
+    return [
+        {
+            f"{prefix}{role}_tile_{suffix}": tile
+            for prefix, configs in listed.items()
+            for role, tile in zip(("q", "kv"), configs[i % len(configs)], strict=True)
+        }
+        for i in range(max(map(len, listed.values())))
+    ]
+
+
+EVERY_TILE = {
+    1: Case((150,), (40,), stride=(3,), is_causal=(True,)),
+    2: Case((19, 21), (6, 5), stride=(1, 4), dilation=(2, 1), heads=2),
+    3: Case((5, 9, 11), (3, 4, 5), stride=(2, 1, 3), is_causal=(False, True, False)),
+}
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_every_listed_tile_shape_runs_and_is_right(family: Family, rank: int) -> None:
+    case = EVERY_TILE[rank]
+    array = jax.ShapeDtypeStruct((1, *case.layout, case.heads, 8), family.dtype)
+    key = jax.ShapeDtypeStruct((1, *case.layout, 1, 8), family.dtype)
+    pairs = every_pair(family, "fna", array, key, key, **case.window_arguments)
+    check_all([Trial(case, family.dtype, arguments=tiles) for tiles in pairs], family)
+
+
+@pytest.mark.parametrize(
+    ("rank", "q_tile", "kv_tile"),
+    [(1, (256,), (64,)), (1, (130,), (128,)), (2, (16, 16), (8, 8)), (3, (5, 8, 6), (4, 4, 4))],
+)
+def test_tiles_of_more_than_128_queries_are_right(
+    family: Family, rank: int, q_tile: tuple[int, ...], kv_tile: tuple[int, ...]
+) -> None:
+    layout = {1: (1030,), 2: (35, 38), 3: (7, 19, 15)}[rank]
+    case = dataclasses.replace(
+        EVERY_TILE[rank], layout=layout, head_dim=128, heads=2, batch=2, additional=9, fused=True
+    )
+    problem = simulator.problem_of(case.layout, **case.window_arguments, heads=2, head_dim=128)
+    if not backends.find(family.fna, "fna").offers(problem, default_device(), "forward", (q_tile, kv_tile)):
+        pytest.skip("the backend has no such tiles here")
+    check(case, family, "bfloat16", q_tile_shape=q_tile, kv_tile_shape=kv_tile)
+
+
+def test_every_listed_tile_size_of_attention_runs_and_is_right(family: Family) -> None:
+    case = Case((70,), queries=150, is_causal=(True,))
+    query, key = (jax.ShapeDtypeStruct((1, n, 1, 8), family.dtype) for n in (150, 70))
+    pairs = every_pair(family, "fmha", query, key, key, is_causal=True)
+    check_all([Trial(case, family.dtype, arguments=tiles) for tiles in pairs], family)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [8, 128, 136, 256])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_portable_kernels_fit_every_gpu_since_ampere(
+    capability: tuple[int, int], dtype: str, head_dim: int, direction: Any
+) -> None:
+    backend = backends.find("cutlass-fna", "fna")
+    device = Device("cuda", capability, is_present=False)
+    problem = simulator.problem_of((40, 50), 9, head_dim=head_dim, dtype=dtype)
+    assert backend.rejection(problem, device, direction) is None
+    assert backend.tile_pairs(problem, device, direction)
+
+
+@pytest.mark.parametrize(
+    ("capability", "most"), [((8, 0), 128), ((8, 6), 128), ((9, 0), 256), ((10, 0), 256), ((12, 0), 128)]
+)
+def test_portable_tiles_of_256_queries_need_a_large_shared_memory(capability: tuple[int, int], most: int) -> None:
+    backend = backends.find("cutlass-fna", "fna")
+    device = Device("cuda", capability, is_present=False)
+    for head_dim, dtype, expected in (
+        (72, "float16", most),
+        (128, "bfloat16", most),
+        (64, "bfloat16", 128),
+        (136, "bfloat16", 64),
+        (64, "float32", 128),
+        (128, "float32", 64),
+    ):
+        problem = simulator.problem_of((40, 50), 9, head_dim=head_dim, dtype=dtype)
+        pairs = backend.tile_pairs(problem, device, "forward")
+        assert max(math.prod(q_tile) for q_tile, _ in pairs) == expected
+        assert backend.offers(problem, device, "forward", ((16, 16), (8, 8))) == (expected == 256)

@@ -1,0 +1,157 @@
+"""A number that is not finite reaches no other batch entry, and no head that does not depend on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.fuzz.execution import complaints
+from tests.fuzz.problem import Fuzzed, draw
+from tests.fuzz.spoiled import EXTENTS, NAMES, NUMBERS, Spoiled
+from tests.support import oracle
+from tests.support.families import Family
+from tests.support.problems import Case
+
+#: By name, problems whose tiles hold more than is loaded, and how they are run. For GPUs there are many more entries:
+#: each of their processors then computes several, one after the other.
+CASES: dict[str, tuple[Case, dict[str, Any]]] = {
+    "wide-values": (Case((48,), (16,), head_dim=64, head_dim_v=192, batch=3), {}),
+    "wider-values": (Case((48,), (16,), head_dim=72, head_dim_v=200, batch=3), {}),
+    "narrow-values": (Case((48,), (16,), head_dim=128, head_dim_v=32, batch=3), {}),
+    "narrow-heads": (Case((48,), (16,), head_dim=40, head_dim_v=24, heads=4, heads_kv=2, batch=2), {}),
+    "short-query-tiles": (
+        Case((12, 5), (4, 3), head_dim=160, head_dim_v=136, heads=2, heads_kv=2, batch=2),
+        {"q_tile_shape": (3, 3), "kv_tile_shape": (4, 5), "backward_q_tile_shape": (3, 3)}
+        | {"backward_kv_tile_shape": (4, 5)},
+    ),
+    "additional-and-short-key-tiles": (
+        Case((9, 4, 5), (3, 3, 3), head_dim=64, heads=2, heads_kv=2, additional=150, fused=True, batch=2),
+        {"q_tile_shape": (2, 4, 5), "kv_tile_shape": (3, 3, 5), "backward_q_tile_shape": (3, 3, 5)}
+        | {"backward_kv_tile_shape": (2, 4, 5)},
+    ),
+    "additional-and-wide-short-tiles": (
+        Case((30,), (9,), head_dim=136, head_dim_v=256, heads=2, additional=100, fused=True, batch=2),
+        {"q_tile_shape": (21,), "kv_tile_shape": (13,), "backward_q_tile_shape": (11,)}
+        | {"backward_kv_tile_shape": (19,)},
+    ),
+    # Some dilation groups of the part have no keys, where those of the next entry lie.
+    "groups-without-keys": (Case((2, 15), (2, 1), dilation=(1, 13), head_dim=136, heads=3, heads_kv=3, batch=3), {}),
+    "small-windows": (Case((14, 14), (5, 5), head_dim=32, heads=4, heads_kv=2, batch=2), {}),
+    "dilated": (Case((20, 9), (4, 3), dilation=(3, 2), head_dim=32, heads=2, heads_kv=2, batch=2), {}),
+}
+
+
+def problems_of(family: Family, dtype: str, names: list[str], is_direct: bool) -> list[Fuzzed]:
+    """Each case with each kind of number, in each array in turn."""
+    found = []
+    for name in names:
+        case, tiles = CASES[name]
+        if family.needs_gpu:
+            case = dataclasses.replace(case, batch=150 * case.batch)
+        for i, array in enumerate(array for array in NAMES if case.additional or not array.startswith("additional")):
+            found.append(
+                Fuzzed(
+                    family.name,
+                    case.fitted(family),
+                    dtype,
+                    seed=i,
+                    query_factor=(1.0, 8.0)[i % 2],
+                    tiles={**tiles, "backward_deterministic": True},
+                    is_direct=is_direct,
+                    queries=((0, 2), (2, 13)) if name == "groups-without-keys" else None,
+                    keys=((1, 2), (1, 11)) if name == "groups-without-keys" else None,
+                    spoiled=Spoiled(array, NUMBERS[i % 3], EXTENTS[i % 2], i, i, (7 * i, 5 * i)),
+                )
+            )
+    return found
+
+
+#: Problems of one program.
+TOGETHER = (
+    ("wide-values", "narrow-heads", "small-windows"),
+    ("wider-values", "narrow-values", "groups-without-keys"),
+    ("short-query-tiles", "additional-and-short-key-tiles", "additional-and-wide-short-tiles"),
+)
+
+
+@pytest.mark.parametrize("names", TOGETHER, ids=("wide", "narrow", "short"))
+def test_what_is_not_finite_stays_in_its_entry(native_family: Family, dtype: str, names: tuple[str, ...]) -> None:
+    problems = problems_of(native_family, dtype, list(names), is_direct=True)
+    found = [complaint for complaint in complaints(problems) if complaint]
+    assert not found
+
+
+@pytest.mark.parametrize("name", ["narrow-heads", "dilated"])
+def test_what_is_not_finite_stays_in_its_entry_of_operators(family: Family, name: str) -> None:
+    problems = problems_of(family, family.dtype, [name], is_direct=False)
+    if family.is_pure_jax:
+        problems = problems[1:4]
+    found = [complaint for complaint in complaints(problems) if complaint]
+    assert not found
+
+
+def test_other_entries_are_found_by_the_same_products(pure_family: Family) -> None:
+    """Rows of large logits are found anew in the backward pass: an infinite key must not make small ones large."""
+    case = Case((150,), (33,), batch=3, heads=2, heads_kv=2, head_dim=48)
+    tiles = dict(zip(("q_tile_shape", "kv_tile_shape"), ((64,), (128,)), strict=True))
+    tiles |= dict(zip(("backward_q_tile_shape", "backward_kv_tile_shape"), ((16,), (32,)), strict=True))
+    problems = [
+        Fuzzed(
+            pure_family.name,
+            case,
+            pure_family.dtype,
+            seed=3,
+            tiles=tiles,
+            spoiled=Spoiled(array, number, "number", 1, 0, (5, 2)),
+        )
+        for array, number in itertools.product(("query", "key"), ("inf", "nan"))
+    ]
+    found = [complaint for complaint in complaints(problems) if complaint]
+    assert not found
+
+
+def test_random_problems_keep_what_is_not_finite(native_family: Family) -> None:
+    numbers = [draw(native_family, ("fna", "fmha"), 11, number, is_direct=True) for number in range(120)]
+    problems = [problem for problem in numbers if problem.spoiled is not None]
+    assert len(problems) > 10
+    found = [
+        (problem, complaint) for problem, complaint in zip(problems, complaints(problems), strict=True) if complaint
+    ]
+    assert not found
+
+
+def test_what_depends_on_a_number_may_differ_and_nothing_else() -> None:
+    """What a query head computes and its group's gradients, or the results of a key head's whole group."""
+    shape = (3, 5, 4, 8)
+    tensors = oracle.Tensors(np.ones(shape), np.ones((3, 5, 2, 8)), np.ones((3, 5, 2, 6)), None, None)
+    outputs = np.ones((3, 5, 4, 6)), np.ones((3, 5, 4))
+
+    def complaints_of(name: str, result: str, batch: int, head: int) -> list[str]:
+        changed = {field: array if array is None else array.copy() for field, array in tensors._asdict().items()}
+        out, lse = (array.copy() for array in outputs)
+        arrays: dict[str, Any] = {"out": out, "lse": lse, **{f"d_{field}": array for field, array in changed.items()}}
+        arrays[result][batch, 2, head] += 1e-9
+        spoiled = Spoiled(name, "nan", "number", 1, 3, (0, 0))
+        return spoiled.leaks((outputs, tensors), ((out, lse), oracle.Tensors(**changed)), is_reproducible=True)
+
+    for name, result, reached in (
+        ("query", "out", {3}),
+        ("query", "d_query", {3}),
+        ("query", "d_key", {1}),
+        ("d_out", "out", set()),
+        ("d_out", "d_query", {3}),
+        ("d_out", "d_value", {1}),
+        ("key", "lse", {2, 3}),
+        ("value", "out", {2, 3}),
+        ("value", "d_query", {2, 3}),
+        ("key", "d_value", {1}),
+    ):
+        heads = 2 if result in ("d_key", "d_value") else 4
+        for batch, head in itertools.product(range(3), range(heads)):
+            found = complaints_of(name, result, batch, head)
+            assert bool(found) == (batch != 1 or head not in reached), (name, result, batch, head)
+            assert all(result in complaint for complaint in found)

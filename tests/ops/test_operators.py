@@ -1,0 +1,419 @@
+"""Every backend against the oracle: outputs, logsumexp and all gradients of every feature."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import natten_jax
+from natten_jax.arrays.operands import Operands
+from natten_jax.execution import custom_vjp
+from natten_jax.ops.arrays import neighborhood_problem
+from natten_jax.plan.request import Request
+from natten_jax.problem import Problem
+from tests.support import oracle
+from tests.support.cases import attention_cases, feature_cases, random_case, random_tiles
+from tests.support.families import FAMILIES, Family, tile_pair
+from tests.support.problems import (
+    BOUNDS,
+    QUICK_COMPILATION,
+    Case,
+    Trial,
+    check,
+    check_all,
+    element_types,
+    errors,
+    relative_error,
+    value_and_gradients,
+)
+
+Record = Callable[[str, object], None]
+
+FEATURES = feature_cases()
+ATTENTION = attention_cases()
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_feature(family: Family, name: str, record_property: Record) -> None:
+    check(FEATURES[name], family, family.dtype, record=record_property)
+
+
+@pytest.mark.parametrize("name", ["window-even", "3d-dilated", "gqa", "additional-fused"])
+def test_feature_in_other_element_types(family: Family, other_dtype: str, name: str, record_property: Record) -> None:
+    check(FEATURES[name], family, other_dtype, record=record_property)
+
+
+def random_trial(family: Family, dtype: str, seed: int) -> Trial:
+    case = random_case(seed)
+    with element_types(dtype):
+        return Trial(case, dtype, seed, random_tiles(case, family, dtype, seed))
+
+
+def test_random_problems(family: Family, problem_indices: range, record_property: Record) -> None:
+    check_all([random_trial(family, family.dtype, index) for index in problem_indices], family, record_property)
+
+
+def test_random_problems_in_other_element_types(
+    family: Family, other_problem_indices: range, record_property: Record
+) -> None:
+    others = family.dtypes[1:]
+    trials = [random_trial(family, others[i % len(others)], 100_000 + i) for i in other_problem_indices]
+    check_all(trials, family, record_property)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention(family: Family, name: str, record_property: Record) -> None:
+    check(ATTENTION[name], family, family.dtype, record=record_property)
+
+
+def test_attention_in_other_element_types(family: Family, other_dtype: str, record_property: Record) -> None:
+    check(ATTENTION["mqa-causal"], family, other_dtype, record=record_property)
+
+
+def test_output_alone_is_the_first_of_output_and_logsumexp(family: Family) -> None:
+    case = FEATURES["stride"]
+    query, key, value, *_ = case.operands(family.dtype, 0)
+    call = functools.partial(natten_jax.na1d, query, key, value, 9, 4, backend=family.fna)
+    out, first = (np.asarray(a, np.float32) for a in (call(), call(return_lse=True)[0]))
+    np.testing.assert_array_equal(out, first)
+
+
+ONE_HOT = {
+    "1d": Case((29,), (6,), stride=(4,)),
+    "1d-causal-dilated": Case((29,), (5,), stride=(2,), dilation=(3,), is_causal=(True,)),
+    "2d": Case((7, 8), (3, 5), stride=(2, 1), dilation=(2, 1), is_causal=(False, True)),
+    "3d": Case((4, 5, 6), (2, 3, 4), stride=(1, 3, 2), is_causal=(True, False, False)),
+    "attention-causal-longer-query": Case((9,), queries=14, is_causal=(True,)),
+    "attention-causal-longer-key": Case((14,), queries=9, is_causal=(True,)),
+}
+
+
+@pytest.mark.parametrize("name", ONE_HOT)
+def test_queries_see_exactly_their_neighborhood(family: Family, name: str) -> None:
+    """With one-hot values the output holds the weight of each key: a scale of 0 makes them all equal."""
+    case = ONE_HOT[name]
+    tokens, visible = math.prod(case.layout), case.mask()
+    query, key, *_ = case.operands(family.dtype, 0)
+    width = -(-tokens // family.head_dim_step) * family.head_dim_step
+    value = jnp.eye(tokens, width, dtype=query.dtype).reshape(1, *case.layout, 1, width)
+    function = Case(**{**vars(case), "scale": 0.0}).operator(family.fmha if case.queries else family.fna)
+    out, lse = jax.jit(function, compiler_options=QUICK_COMPILATION)(oracle.Tensors(query, key, value))
+    counts = visible.sum(-1)
+    weights = np.asarray(out, np.float64).reshape(len(visible), width)[:, :tokens]
+    np.testing.assert_array_equal(weights != 0, visible)
+    np.testing.assert_allclose(weights, visible / counts[:, None], rtol=BOUNDS[family.dtype])
+    np.testing.assert_allclose(np.asarray(lse).reshape(-1), np.log(counts), rtol=1e-6, atol=1e-6)
+
+
+def test_large_logits_do_not_overflow(family: Family) -> None:
+    case = Case((12,), (5,), scale=300.0)
+    operands = case.operands(family.dtype, 0)
+    outputs, gradients = value_and_gradients(case.operator(family.fna), operands, case.cotangents(family.dtype, 0))
+    for array in (*outputs, *(g for g in gradients if g is not None)):
+        assert np.isfinite(np.asarray(array, np.float32)).all()
+
+
+# Merging ------------------------------------------------------------------------------------------------------------
+
+
+#: Merged outputs have been rounded once before, and so has what comes back through them.
+MERGED = {dtype: bound if dtype == "float32" else 2 * bound for dtype, bound in BOUNDS.items()}
+
+
+def check_merge(lengths: list[int], backend: str | None, dtype: str) -> None:
+    """Merge attention over parts of the keys: the outputs and, through the logsumexp, the gradients."""
+    case = Case((sum(lengths),), queries=11, batch=2, heads=4, heads_kv=2, head_dim=16, head_dim_v=24)
+    edges = np.cumsum([0, *lengths])
+
+    def merged(operands: oracle.Tensors) -> tuple[Any, Any]:
+        results = [
+            natten_jax.attention(operands.query, key, value, backend=backend, return_lse=True)
+            for key, value in zip(
+                jnp.split(operands.key, edges[1:-1], axis=1),
+                jnp.split(operands.value, edges[1:-1], axis=1),
+                strict=True,
+            )
+        ]
+        return natten_jax.merge_attentions(*zip(*results, strict=True))
+
+    found = value_and_gradients(merged, case.operands(dtype, 0), case.cotangents(dtype, 0))
+    worst = errors(case, *found, seed=0)
+    assert max(worst.values()) <= MERGED[dtype], worst
+
+
+def test_merge_of_two_parts_is_attention_over_both(family: Family) -> None:
+    check_merge([7, 12], family.fmha, family.dtype)
+
+
+@pytest.mark.parametrize("parts", [3, 5, 8])
+def test_merge_of_many_parts_is_attention_over_all(parts: int) -> None:
+    check_merge([7, 1, 12, 4, 30, 2, 9, 5][:parts], None, "float32")
+
+
+def test_merge_ignores_empty_parts() -> None:
+    out = jnp.asarray(np.random.default_rng(0).standard_normal((3, 2, 3, 1, 4)), jnp.float32)
+    empty = jnp.full((2, 3, 1), -jnp.inf)
+    lse = jnp.zeros((2, 3, 1))
+    merged, merged_lse = natten_jax.merge_attentions(list(out), [empty, lse, empty])
+    np.testing.assert_array_equal(merged, out[1])
+    np.testing.assert_array_equal(merged_lse, lse)
+
+
+def test_merge_of_empty_parts_is_empty_and_has_no_nan_in_its_gradient() -> None:
+    def total(outputs: Any, lses: Any) -> jax.Array:
+        merged, lse = natten_jax.merge_attentions(outputs, lses)
+        return merged.sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
+
+    outputs = [jnp.ones((1, 2, 1, 3))] * 2
+    lses = [jnp.asarray([[[-jnp.inf], [0.0]]]), jnp.asarray([[[-jnp.inf], [-jnp.inf]]])]
+    merged, lse = natten_jax.merge_attentions(outputs, lses)
+    np.testing.assert_array_equal(merged[0, :, 0, 0], [0, 1])
+    np.testing.assert_array_equal(lse[0, :, 0], [-np.inf, 0])
+    for gradient in jax.tree.leaves(jax.grad(total, argnums=(0, 1))(outputs, lses)):
+        assert np.isfinite(np.asarray(gradient)).all()
+
+
+@pytest.mark.parametrize("highest", [-2000.0, 2000.0])
+def test_merge_does_not_overflow(highest: float) -> None:
+    outputs = [jnp.zeros((1, 1, 1, 1)), jnp.ones((1, 1, 1, 1))]
+    merged, lse = natten_jax.merge_attentions(outputs, [jnp.full((1, 1, 1), highest)] * 2)
+    np.testing.assert_allclose(merged, 0.5)
+    np.testing.assert_allclose(lse, highest + math.log(2), rtol=1e-6)
+
+
+def test_merge_keeps_the_element_type_of_the_outputs() -> None:
+    outputs, lses = [jnp.ones((1, 2, 1, 3), jnp.bfloat16)] * 2, [jnp.zeros((1, 2, 1))] * 2
+    merged, lse = natten_jax.merge_attentions(tuple(outputs), tuple(lses))
+    assert (merged.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
+
+
+# Windows as large as the layout: attention --------------------------------------------------------------------------
+
+WHOLE_LAYOUT = {
+    "1d": Case((21,), (21,), stride=(4,), batch=2, heads=2),
+    "1d-causal": Case((21,), (21,), stride=(5,), is_causal=(True,)),
+    "2d": Case((4, 6), (4, 6), stride=(2, 6), heads=4, heads_kv=2),
+    "3d": Case((2, 3, 4), (2, 3, 4), head_dim_v=12),
+    "2d-additional": Case((4, 6), (4, 6), additional=5),
+    "1d-scale-zero": Case((9,), (9,), scale=0.0),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_LAYOUT)
+def test_whole_layout_runs_as_attention(family: Family, name: str, record_property: Record) -> None:
+    case = WHOLE_LAYOUT[name].fitted(family)
+    check(case, family, family.dtype, record=record_property)
+    text = lowered(case.operator(family.fna), case, family.dtype)
+    assert "attention" in text and f"{family.fmha}" in text
+    assert family.fna not in text
+
+
+@pytest.mark.parametrize("additional", [0, 3])
+def test_attention_arguments_are_not_mutated(family: Family, additional: int) -> None:
+    given: dict[str, Any] = {"backend": family.fmha, "run_persistent_kernel": False}
+    copy = dict(given)
+    case = Case((6,), (3,) if additional else (6,), additional=additional)
+    jax.eval_shape(case.operator(family.fna, attention_kwargs=given), case.operands(family.dtype, 0))
+    assert given == copy
+
+
+@pytest.mark.parametrize("case", [Case((5, 4), (5, 4)), Case((20,), (7,), additional=4)], ids=["whole", "additional"])
+def test_attention_arguments_override_the_operator(family: Family, case: Case) -> None:
+    for other in FAMILIES:
+        if family.dtype not in other.dtypes or (other.needs_gpu != family.needs_gpu and not other.is_pure_jax):
+            continue
+        text = lowered(case.operator(family.fna, attention_kwargs={"backend": other.fmha}), case, family.dtype)
+        assert other.fmha in text
+        assert other is family or family.fmha not in text
+
+
+def test_additional_tokens_are_fused_unless_their_attention_has_arguments(native_family: Family) -> None:
+    case = Case((20,), (7,), additional=8, head_dim=native_family.head_dim_step)
+    query, key, value, keys, values = case.operands(native_family.dtype, 0)[:5]
+
+    def calls(**arguments: Any) -> int:
+        operator = functools.partial(natten_jax.na1d, kernel_size=7, backend=native_family.fna, **arguments)
+        text = jax.jit(operator).lower(query, key, value, additional_keys=keys, additional_values=values).as_text()
+        return text.count(f"@{native_family.target}_forward(")
+
+    assert calls() == 1
+    assert calls(try_fuse_additional_kv=False) == 2
+    assert calls(attention_kwargs={}) == 1
+    own = {"backend": native_family.fmha}
+    assert calls(attention_kwargs=own) == 2
+    assert calls(attention_kwargs=own, try_fuse_additional_kv=True) == 1
+
+
+def test_tiles_of_a_whole_layout_reach_attention(family: Family) -> None:
+    configs = family.query("fmha", "forward")(jnp.ones((1, 64, 1, 8), family.dtype))
+    q_tile, kv_tile = tile_pair(configs[-1])
+    case = Case((64,), (64,))
+    check(case, family, family.dtype, q_tile_shape=(q_tile,), kv_tile_shape=(kv_tile,))
+
+
+# Backend choice -----------------------------------------------------------------------------------------------------
+
+
+def lowered(function: Callable[..., Any], case: Case, dtype: str) -> str:
+    """The program of a forward call, as text."""
+    return jax.jit(function).lower(case.operands(dtype, 0)).as_text()
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("float32", "cpu"), ("bfloat16", "cpu"), ("float64", "flex")])
+@pytest.mark.parametrize("case", [Case((20,), (5,)), Case((20,), queries=10)], ids=["fna", "fmha"])
+def test_default_backend_is_the_first_that_runs_the_problem(case: Case, dtype: str, name: str) -> None:
+    with element_types(dtype):
+        text = lowered(case.operator(), case, dtype)
+    families = {family.name: family for family in FAMILIES}
+    target = families["cpu"].target
+    assert target is not None
+    assert (f"{target}_forward" in text) == (name == "cpu")
+
+
+def test_named_backend_is_the_one_that_runs(family: Family) -> None:
+    case = Case((20,), (5,))
+    text = lowered(case.operator(family.fna), case, family.dtype)
+    for other in FAMILIES:
+        if other.target is not None:
+            assert (f"{other.target}_forward" in text) == (other is family)
+
+
+# Parts of a larger layout -------------------------------------------------------------------------------------------
+
+
+def part_problems() -> dict[str, tuple[Case, tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]]:
+    """Cases with a range of queries and a range of keys that holds all that those see, per dimension."""
+    return {
+        "middle": (Case((40,), (7,), heads=2), ((10, 25),), ((7, 28),)),
+        "first": (Case((40,), (7,)), ((0, 10),), ((0, 14),)),
+        "last": (Case((40,), (8,), stride=(4,)), ((28, 40),), ((20, 40),)),
+        "exact-halo": (Case((64,), (9,), stride=(4,)), ((16, 32),), ((14, 35),)),
+        "causal": (Case((40,), (9,), stride=(2,), is_causal=(True,)), ((16, 30),), ((8, 30),)),
+        "dilation": (Case((48,), (5,), stride=(2,), dilation=(3,)), ((18, 36),), ((6, 48),)),
+        "dilation-not-divisible": (Case((50,), (5,), dilation=(4,)), ((24, 50),), ((12, 50),)),
+        "2d": (Case((12, 20), (3, 6), batch=2, heads=4, heads_kv=2), ((4, 8), (10, 20)), ((2, 10), (6, 20))),
+        "3d-dilated": (
+            Case((4, 9, 16), (2, 3, 3), stride=(1, 2, 1), dilation=(2, 1, 2), is_causal=(True, False, False)),
+            ((0, 4), (4, 6), (8, 14)),
+            ((0, 4), (2, 8), (4, 16)),
+        ),
+        "additional": (Case((30,), (5,), additional=6, fused=True), ((10, 20),), ((8, 22),)),
+        "whole": (Case((15, 6), (3, 3)), ((0, 15), (0, 6)), ((0, 15), (0, 6))),
+    }
+
+
+PARTS = part_problems()
+
+
+def part_request(case: Case, operands: oracle.Tensors, backend: str | None) -> tuple[Request, Problem]:
+    """The global problem that parts of ``operands`` belong to."""
+    problem = neighborhood_problem(
+        case.rank,
+        *operands[:3],
+        **case.window_arguments,
+        scale=case.scale,
+        additional_keys=operands.additional_keys,
+        additional_values=operands.additional_values,
+    )
+    return Request(problem, backend=backend), problem
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_part_of_a_layout_equals_that_part_of_the_whole(family: Family, name: str) -> None:
+    """The queries of a shard against its keys and halos, at their place in the global layout."""
+    case, queries, keys = PARTS[name]
+    operands = case.operands(family.dtype, 0)
+    request, _ = part_request(case, operands, family.fna)
+    own = (slice(None), *(slice(*ends) for ends in queries))
+    halo = (slice(None), *(slice(*ends) for ends in keys))
+    visible = case.mask().reshape(*case.layout, *case.layout)[own[1:]]
+    outside = visible.copy()
+    outside[(slice(None),) * case.rank + halo[1:]] = False
+    assert not outside.any(), "the test's own halo is too small"
+
+    pad = (0,) * (3 - case.rank)
+    origins = jnp.asarray([(*pad, *(a for a, _ in queries)), (*pad, *(a for a, _ in keys))], jnp.int32)
+    d_out, d_lse = case.cotangents(family.dtype, 0)
+
+    def part(local: oracle.Tensors) -> tuple[Any, Any]:
+        out, logsumexp = custom_vjp.attend(request, Operands(*local, origins=origins))
+        return out, logsumexp
+
+    local = operands._replace(query=operands.query[own], key=operands.key[halo], value=operands.value[halo])
+    outputs, gradients = value_and_gradients(part, local, (d_out[own], d_lse[own]))
+
+    # The whole problem, with cotangents for this part's queries only.
+    mine = np.zeros(case.layout, bool)
+    mine[own[1:]] = True
+    expected = oracle.reference(
+        oracle.Tensors(*(a if a is None else np.asarray(a) for a in operands)),
+        case.mask(),
+        case.actual_scale,
+        np.asarray(d_out, np.float64) * mine[..., None, None],
+        np.asarray(d_lse) * mine[..., None],
+    )
+    cut = {"query": own, "key": halo, "value": halo}
+    found = {"out": relative_error(outputs[0], expected.forward.out[own], expected.forward_magnitude.out[own])}
+    found["lse"] = relative_error(outputs[1], expected.forward.lse[own], expected.forward_magnitude.lse[own])
+    for field, gradient in gradients._asdict().items():
+        if gradient is not None:
+            where = cut.get(field, ...)
+            reference = getattr(expected.gradients, field)[where]
+            found[field] = relative_error(gradient, reference, getattr(expected.gradient_magnitude, field)[where])
+    assert all(error <= BOUNDS[family.dtype] for error in found.values()), found
+
+
+def test_origins_may_be_traced(family: Family) -> None:
+    case, queries, keys = PARTS["middle"]
+    operands = case.operands(family.dtype, 0)
+    request, _ = part_request(case, operands, family.fna)
+
+    @jax.jit
+    def part(start: jax.Array) -> jax.Array:
+        length, halo = queries[0][1] - queries[0][0], queries[0][0] - keys[0][0]
+        query = jax.lax.dynamic_slice_in_dim(operands.query, start, length, axis=1)
+        key, value = (
+            jax.lax.dynamic_slice_in_dim(array, start - halo, length + 2 * halo, axis=1)
+            for array in (operands.key, operands.value)
+        )
+        origins = jnp.zeros((2, 3), jnp.int32).at[:, 2].set(jnp.stack([start, start - halo]))
+        return custom_vjp.attend(request, Operands(query, key, value, None, None, origins=origins)).out
+
+    whole = natten_jax.na1d(*operands[:3], 7, backend=family.fna)
+    for start in (3, 10, 17):
+        found, expected = (np.asarray(a, np.float64) for a in (part(start), whole[:, start : start + 15]))
+        np.testing.assert_allclose(found, expected, atol=BOUNDS[family.dtype])
+
+
+def test_parts_of_the_keys_merge_to_the_whole(family: Family) -> None:
+    """A part without any key that a query sees gives 0 and a logsumexp of -inf, and takes no part in gradients."""
+    case = Case((40,), (7,), stride=(2,), heads=2)
+    operands = case.operands(family.dtype, 0)
+    request, _ = part_request(case, operands, family.fna)
+
+    def merged(operands: oracle.Tensors) -> tuple[Any, Any]:
+        results = []
+        for start, end in ((0, 12), (12, 25), (25, 40)):
+            origins = jnp.asarray([[0, 0, 0], [0, 0, start]], jnp.int32)
+            key, value = operands.key[:, start:end], operands.value[:, start:end]
+            results.append(
+                custom_vjp.attend(request, Operands(operands.query, key, value, None, None, origins=origins))
+            )
+        return natten_jax.merge_attentions(*zip(*results, strict=True))
+
+    found = value_and_gradients(merged, operands, case.cotangents(family.dtype, 0))
+    worst = errors(case, *found, seed=0)
+    assert max(worst.values()) <= MERGED[family.dtype], worst
+
+
+def test_parameters_of_parts_are_those_of_the_whole_problem() -> None:
+    case, _, _ = PARTS["3d-dilated"]
+    _, problem = part_request(case, case.operands("float32", 0), None)
+    assert (problem.query_layout, problem.kv_layout) == (case.layout, case.layout)

@@ -1,0 +1,1 @@
+"""Devices, and what is decided for a pass."""

@@ -1,0 +1,1 @@
+"""The profiler, as a user runs it."""

@@ -1,0 +1,271 @@
+"""``--devices`` and ``--split``: one problem over several devices, and what they exchange."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from natten_jax.native import module as native
+from natten_jax.profiler import Row, parse
+from natten_jax.profiler.__main__ import main
+from natten_jax.profiler.report import measurements
+from natten_jax.profiler.run.split import of_each_device
+from natten_jax.profiler.trace import rows_by_module
+from natten_jax.profiler.traces import attribution, capture, events, symbols
+from natten_jax.profiler.traces.events import Event
+from natten_jax.profiler.traces.program import Instruction, Program
+from natten_jax.profiler.traces.trace_files import CaptureError
+from tests.support.programs import output_of, run_python
+
+needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
+PROBLEM = "-i 6 8 -w 3 5 -b 8 -n 8 -d 16 --dtype fp32 --warmup-steps 1 --iterations 3"
+
+#: Flags, the share of each device (batch, heads, key/value heads), and the collectives of an iteration.
+RUNS: tuple[tuple[str, tuple[int, int, int], Iterable[str]], ...] = (
+    ("--devices 8 --backprop", (1, 8, 8), {}),
+    ("--devices 4 --split heads --backprop", (8, 2, 2), {}),
+    # Every device has the only key/value head, and their gradients for it are added up.
+    ("--devices 4 --split heads --heads-kv 1 --backprop", (8, 2, 1), {"all-reduce"}),
+    ("--devices 4 --split heads --heads-kv 2 --backprop --add-kv 3", (8, 2, 1), {"all-reduce"}),
+    ("--devices 2 --split heads --heads-kv 1", (8, 4, 1), {}),
+    ("--devices 4 --backend flex-fna", (2, 8, 8), {}),
+    ("--devices 8 --split heads --compare xla", (8, 1, 1), {}),
+    ("--devices 6 --split H,W --backprop", (8, 8, 8), {"collective-permute"}),
+)
+#: Number of the one whose trace is kept.
+TRACED = 2
+
+_DRIVER = """
+import sys
+from natten_jax.profiler.__main__ import main
+for line in sys.argv[1].splitlines():
+    print(f"$ {line}", flush=True)
+    print(f"= {main(line.split())}", flush=True)
+"""
+
+
+@needs_native
+def test_a_problem_is_split_over_the_hosts_devices(tmp_path: Path) -> None:
+    lines = [f"{PROBLEM} {flags} --json {tmp_path / str(i)}.json" for i, (flags, _, _) in enumerate(RUNS)]
+    lines[TRACED] += f" --trace-dir {tmp_path}"
+    lines.append(f"{PROBLEM} -b 9 --devices 9")
+    finished = run_python(_DRIVER, "\n".join(lines), devices=8)
+    outputs = output_of(finished).split("$ ")[1:]
+    for i, ((flags, share, collectives), output) in enumerate(zip(RUNS, outputs, strict=False)):
+        assert output.rstrip().endswith("= 0"), output
+        assert all(len(row) <= 100 for row in output.splitlines()[1:])
+        options = parse([*PROBLEM.split(), *flags.split()])
+        each = of_each_device(options)
+        assert (each.batch_size, each.heads, each.heads_kv) == share
+        found = json.loads((tmp_path / f"{i}.json").read_text())
+        assert (found["devices"]["count"], found["devices"]["split"]) == (options.devices, options.split)
+        assert f"{options.devices} devices, split over {options.split}" in output
+        assert f"device {found['devices']['busiest']}, the busiest of {options.devices}" in output
+        of_category = {row["operation"] for row in found["rows"] if row["category"] == "collective"}
+        assert of_category == set(collectives), flags
+        assert ("Collectives: none" in output) == (not collectives)
+        check_times(found, options.devices)
+        # Each device launches every kernel once, however many devices there are.
+        kernels = {row["operation"]: row["calls"] for row in found["rows"] if row["category"] == "attention"}
+        assert set(kernels.values()) <= {1}
+        if "flex" not in flags:
+            assert set(kernels) == {"FnaForward", "FnaBackward"} if options.backprop else {"FnaForward"}
+    assert "= 1" in outputs[-1]
+    (message,) = finished.stderr.splitlines()
+    assert "--devices 9 is more than there are here: 8 (cpu)" in message
+    assert "JAX_NUM_CPU_DEVICES=9" in message and "device_count=9" in message
+    # The trace of one of them, read as any trace: it shows one device's part of three iterations.
+    calls = {row.name.operation: row.calls for row in rows_by_module(tmp_path)["jit_profiled_0"]}
+    assert [calls[name] for name in ("FnaForward", "FnaBackward", "all-reduce")] == [3, 3, 3]
+
+
+def check_times(found: dict[str, Any], devices: int) -> None:
+    times, busiest = found["devices"]["iteration_times"], str(found["devices"]["busiest"])
+    assert len(times) == devices and all(len(each) == 3 for each in times.values())
+    medians = {device: statistics.median(each) for device, each in times.items()}
+    assert medians[busiest] == max(medians.values()) == found["totals"]["median"]
+    assert found["iteration_times"] == times[busiest]
+    rows = [math.fsum(runtimes) for runtimes in zip(*(row["runtimes"] for row in found["rows"]), strict=True)]
+    assert rows == pytest.approx(found["iteration_times"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--devices 0", "must be at least 1, got 0"),
+        ("--devices two", "'two' is not an integer"),
+        ("--split tokens", "--split takes batch, heads, H, W, or token dimensions with commas, as H,W; got tokens"),
+        ("--split H,H --devices 2", "got H,H"),
+        ("--split W --devices 16", "cannot share the tokens equally that --split W names: the input size is 6 8"),
+        ("--devices 3", "--batch-size 8 is not a multiple of --devices 3"),
+        ("--devices 3 --split heads", "--heads 8 is not a multiple of --devices 3"),
+        ("--devices 2 --optimize", "--optimize, which is about one device: ask it about what each device gets here, "
+         "--batch-size 4"),
+        ("--devices 4 --split heads --heads-kv 2 --optimize", "gets here, --heads 2 --heads-kv 1"),
+        ("--devices 8 --split heads --dry-run", "gets here, --heads 1 ("),
+        ("--devices 2 --compare pallas", "--compare pallas does not go with --devices 2: XLA cannot split its kernel"),
+        ("--devices 2 --backend pallas", "--backend pallas does not go with --devices 2: XLA cannot split its kernel"),
+        ("--devices 4 --split heads --heads-kv 2 --compare cudnn", "and 2 cannot be split over 4 devices"),
+    ],
+)  # fmt: skip
+def test_usage_errors(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([*PROBLEM.split(), *arguments.split()])
+    error = capsys.readouterr().err
+    assert exit_.value.code == 2
+    assert message in error.splitlines()[-1]
+
+
+def test_more_devices_than_there_are_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"{PROBLEM} -b 99 --devices 99".split()) == 1
+    error = capsys.readouterr().err
+    assert "--devices 99 is more than there are here" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "heads_kv", "devices", "share"),
+    [
+        (8, 8, 4, (2, 2)),
+        (8, 4, 4, (2, 1)),
+        (8, 2, 4, (2, 1)),
+        (8, 2, 8, (1, 1)),
+        (8, 1, 2, (4, 1)),
+        (24, 12, 8, (3, 3)),
+    ],
+)
+def test_heads_of_each_device(heads: int, heads_kv: int, devices: int, share: tuple[int, int]) -> None:
+    options = parse(f"-i 8 -n {heads} --heads-kv {heads_kv} --devices {devices} --split heads".split())
+    each = of_each_device(options)
+    assert (each.heads, each.heads_kv) == share
+
+
+# Traces.
+
+
+def gpu_profile(devices: int) -> Any:
+    """Two iterations of a kernel and NCCL's on each GPU; the later a GPU's number, the longer its kernel takes."""
+
+    def event(name: str, start: float, end: float, instruction: str) -> Any:
+        stats = [("hlo_op", instruction), ("hlo_module", "jit_f")]
+        return SimpleNamespace(name=name, start_ns=start, end_ns=end, duration_ns=end - start, stats=stats)
+
+    def plane(device: int) -> Any:
+        kernels, exchanges = [], []
+        for start in (0.0, 1000.0):
+            end = start + 100 * (device + 1)
+            kernels.append(event("natten_jax_fna_forward", start, end, "ffi_call.0"))
+            exchanges.append(event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(Args)", end, end + 50, "all-reduce-start"))
+            exchanges.append(event("MemcpyP2P", end + 50, end + 60, "collective-permute-start.1"))
+            exchanges.append(event("MemcpyD2D", end + 60, end + 90, "copy.1"))
+        lines = [SimpleNamespace(name="Stream #1", events=kernels), SimpleNamespace(name="Stream #2", events=exchanges)]
+        return SimpleNamespace(name=f"/device:GPU:{device}", lines=lines)
+
+    return SimpleNamespace(planes=[*map(plane, range(devices)), SimpleNamespace(name="/host:CPU", lines=[])])
+
+
+def captured(monkeypatch: pytest.MonkeyPatch, devices: int, expected: int) -> capture.Devices:
+    monkeypatch.setattr(capture.time, "sleep", lambda _: None)
+    monkeypatch.setattr(capture, "_trace", lambda *_: gpu_profile(devices))
+    launch = capture.Launch(lambda: None, Program("jit_f", {}, expected))
+    (found,) = capture.capture_by_device([launch], 2, "cuda")
+    return found
+
+
+def test_gpus_are_read_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = captured(monkeypatch, 4, 4)
+    assert sorted(found) == [0, 1, 2, 3]
+    for device, iterations in found.items():
+        for launched in iterations:
+            assert [each.duration for each in launched] == [100.0 * (device + 1), 50.0, 10.0]
+    assert attribution.busiest(found) == 3
+
+
+def test_a_trace_that_lacks_devices_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CaptureError, match="18 events cannot be attributed to 2 iterations on 8 devices"):
+        captured(monkeypatch, 3, 8)
+
+
+def test_host_events_say_their_device() -> None:
+    def event(name: str, device: int) -> Any:
+        stats = {"hlo_op": name, "hlo_module": "jit_f", "run_id": 7, "device_ordinal": device}
+        return SimpleNamespace(name=name, start_ns=0.0, end_ns=10.0, stats=stats.items())
+
+    line = SimpleNamespace(events=[event("dot.1", 0), event("dot.1", 5)])
+    profile: Any = SimpleNamespace(planes=[SimpleNamespace(name="/host:CPU", lines=[line])])
+    assert list(attribution.by_device(events.host_intervals(profile))) == [0, 5]
+
+
+def test_the_busiest_device_is_that_of_the_longest_median() -> None:
+    def iterations(*times: float) -> list[list[Event]]:
+        return [[Event("a", "a", "", 0.0, time / 2), Event("b", "b", "", 0.0, time / 2)] for time in times]
+
+    assert attribution.busiest({0: iterations(1, 1, 90), 3: iterations(2, 2, 2), 7: iterations(9, 1, 1)}) == 3
+
+
+def test_programs_say_over_how_many_devices_they_run() -> None:
+    header = "HloModule jit_f, is_scheduled=true, num_partitions=4\n"
+    assert Program.parse(header).devices == 4
+    assert Program.parse("HloModule pmap_f, is_scheduled=true, replica_count=8\n").devices == 8
+    assert Program.parse("HloModule jit_f, is_scheduled=true\n").devices == 1
+
+
+@pytest.mark.parametrize(
+    ("symbol", "opcode", "framework", "operation"),
+    [
+        ("all-reduce.3", "all-reduce", "XLA", "all-reduce"),
+        ("all-gather", "", "XLA", "all-gather"),
+        ("reduce-scatter.1", "reduce-scatter", "XLA", "reduce-scatter"),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "", "NCCL", "all-reduce"),
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "all-gather-start", "NCCL", "all-gather"),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "", "NCCL", "reduce-scatter"),
+        ("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclDevComm*)", "", "NCCL", "send and receive"),
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "all-to-all-start", "NCCL", "all-to-all"),
+        ("ncclDevKernel_SendRecv(x)", "collective-permute-start", "NCCL", "collective-permute"),
+        ("MemcpyP2P", "collective-permute-start", "XLA", "collective-permute"),
+    ],
+)
+def test_collectives_have_a_category_of_their_own(symbol: str, opcode: str, framework: str, operation: str) -> None:
+    named = symbols.name(symbol, Instruction(opcode), "fna")
+    assert (named.framework, named.category, named.operation) == (framework, "collective", operation)
+
+
+def test_collectives_stay_in_tables_that_are_cut() -> None:
+    names = [symbols.Name("XLA", "elementwise", "-", f"step {i}") for i in range(30)]
+    names.append(symbols.Name("NCCL", "collective", "-", "all-reduce"))
+    rows = tuple(Row(name, 1, (1.0 / (i + 1),), ()) for i, name in enumerate(names))
+    table = measurements.rows_table(rows, "Trace", cut=True)
+    assert len(table.rows) == 20
+    assert "all-reduce" in {row[3] for row in table.rows}
+
+
+def test_wrapped_collectives_are_told_by_what_they_wrap() -> None:
+    wrapped = Instruction("async-start", fused=frozenset({"reduce-scatter"}))
+    assert symbols.name("ncclDevKernel_SendRecv", wrapped, "fna").operation == "reduce-scatter"
+    assert symbols.name("all_reduce_like_fusion", Instruction("fusion"), "fna").category != "collective"
+
+
+@pytest.mark.parametrize(
+    ("split", "described"),
+    [("heads", "8 devices, split over heads"), ("T,W", "8 devices, split over T,W (T in ")],
+)
+def test_simulates_several_devices(
+    split: str, described: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "simulated.json"
+    video = "-i 32 48 80 -n 24 -d 128 -w 6 24 8 --simulate --compute-capability 9.0 --backprop"
+    assert main(f"{video} --devices 8 --split {split} --json {path}".split()) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert described in output and "an efficiency of" in output
+    saved = json.loads(path.read_text())
+    assert (saved["devices"]["count"], saved["devices"]["split"]) == (8, split)
+    for pass_, figures in saved["devices"]["passes"].items():
+        one = saved["passes"][pass_]["predicted_seconds"]
+        assert one / 9 < figures["predicted_seconds"] < one / 2
+        assert (figures["received"] > 0) == (split != "heads")

@@ -1,0 +1,145 @@
+"""What the profiler says before it makes anybody wait, and what it advises, which works."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from natten_jax.plan.devices import CPU, Device
+from natten_jax.profiler import parse
+from natten_jax.profiler.__main__ import main
+from natten_jax.profiler.run import duration
+from natten_jax.profiler.search import optimize
+from tests.support.programs import PACKAGE
+
+README = (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
+FEW = "--iterations 1 --warmup-steps 0"
+
+
+def test_lines_of_the_readme_run_on_a_host(tmp_path: Path) -> None:
+    lines = re.findall(r"^python -m (natten_jax\.profiler .*?)(?:  #.*)?$", README, re.MULTILINE)
+    assert len(lines) == 3
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(PACKAGE.parent)}
+    for line in lines:
+        done = subprocess.run(
+            [sys.executable, "-m", *shlex.split(line)],
+            capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=600, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr
+        if "--optimize" in line:
+            assert re.match("natten-jax-profiler: search and measurement take up to about [0-9]", done.stderr)
+    assert (tmp_path / "tuned.json").exists()
+
+
+@pytest.mark.parametrize("name", ["cudnn", "pallas"])
+@pytest.mark.parametrize("option", ["--compare", "--backend"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_advice_works(name: str, option: str, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = f"-i 8 8 -d 16 -w 3 --dtype {dtype} {FEW}"
+    assert main(f"{command} {option} {name}".split()) == 1
+    said = capsys.readouterr().err
+    advice = re.search(r"use (--\S+ xla(?: --dtype \S+)?)\n", said)
+    assert advice is not None, said
+    assert main(f"{command} {advice[1]}".split()) == 0
+
+
+@pytest.mark.parametrize("arguments", ["--compare cudnn", "--compare xla --dtype bf16", "--backend xla --dtype fp32"])
+def test_no_baseline_is_advised_or_tried_that_has_no_room(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"-i 512 512 -n 8 -w 9 {arguments}".split()) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "leave it out, compare with flex-fna, or take fewer tokens or heads" in said
+
+
+def test_long_measurements_say_how_long_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    options = parse(["-i", "256", "256", "-n", "24", "-d", "128", "-w", "80", "80", "--backprop"])
+    duration.say_of_measurement([options], CPU)
+    said = capsys.readouterr().err
+    assert re.match(r"natten-jax-profiler: 30 runs of about .* take about [\d.]+ (min|h) on cpu; --iterations", said)
+    duration.say_of_measurement([parse(["-i", "64", "-w", "8"])], CPU)
+    duration.say_of_measurement([options], Device("cuda", (8, 6), is_present=False))  # of which nothing is known
+    assert not capsys.readouterr().err
+
+
+def test_searches_say_how_long_at_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Stop(Exception):
+        pass
+
+    def search(*_: Any) -> None:
+        raise Stop(capsys.readouterr().err)
+
+    monkeypatch.setattr(optimize, "_Search", search)
+    for line, expected in (
+        ("-i 30 48 80 -w 18 24 24 --backprop --optimize", r"up to about [\d.]+ (min|h) on cpu, with runs of about"),
+        ("-i 64 -w 8 --optimize", r"up to about \d+ s on cpu"),
+    ):
+        with pytest.raises(Stop, match=f"natten-jax-profiler: search and measurement take {expected}"):
+            optimize.optimize(parse(line.split()))
+
+
+def test_durations_grow_with_the_work() -> None:
+    def seconds(line: str) -> float:
+        found = duration.seconds_of_run(parse(line.split()), CPU)
+        assert found is not None
+        return found
+
+    small = seconds("-i 64 64 -w 8 --backend cpu-fna")
+    assert seconds("-i 64 64 -w 16 --backend cpu-fna") == pytest.approx(4 * small)
+    assert seconds("-i 64 64 -w 8 --backend cpu-fna --backprop") == pytest.approx(3.5 * small)
+    assert seconds("-i 64 64 -w 8 --backend flex-fna") > small
+    assert seconds("-i 64 64 --backend xla --dtype fp32") > seconds("-i 64 64 --backend cpu-fna")
+    hopper = Device("cuda", (9, 0), is_present=False)
+    predicted = duration.seconds_of_run(
+        parse(["-i", "32768", "-d", "128", "-w", "2048", "--backend", "hopper-fna"]), hopper
+    )
+    assert predicted is not None and 40e-6 < predicted < 90e-6
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.01, "0.1 s"), (2.34, "2.3 s"), (40.4, "40 s"), (400.0, "7 min"), (9000.0, "2.5 h")]
+)
+def test_durations_have_few_digits(seconds: float, text: str) -> None:
+    assert duration.format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--schedule pp", "--schedule pp changes nothing: cpu-fna has no kernel schedules (hopper-fna has)"),
+        ("--no-persistent", "--no-persistent changes nothing: cpu-fna has no persistent tile scheduling"),
+        ("--backprop --backward-use-xla-reduction", "--backward-use-xla-reduction changes nothing: cpu-fna has no"),
+        ("--backprop --backward-kv-splits 2", "--backward-kv-splits 2 2 changes nothing: cpu-fna has no number of"),
+        ("--backprop --memory-usage-preference strict", "--memory-usage-preference strict changes nothing: cpu-fna"),
+        ("--backend flex-fna --schedule non", "--schedule non changes nothing: flex-fna has no kernel schedules"),
+        ("--dry-run --schedule pp", "--schedule pp changes nothing: --dry-run lists all configurations"),
+        ("--dry-run --q-tile 4 4 --kv-tile 4 4", "--kv-tile 4 4 changes nothing: --dry-run lists"),
+        ("--simulate --no-persistent", "--no-persistent changes nothing: --simulate predicts by tiles alone"),
+        ("--simulate --max-configs 3", "--max-configs 3 changes nothing: only --dry-run lists configurations"),
+        ("--simulate --iterations 3", "--iterations 3 changes nothing: --simulate measures nothing"),
+        ("--optimize-warmup-steps 3", "--optimize-warmup-steps 3 changes nothing: only --optimize has finalists"),
+        ("--split heads", "--split heads changes nothing: --devices says over how many devices, and it is 1"),
+        ("--fmha-backend cpu-fmha", "--fmha-backend cpu-fmha changes nothing: no attention backend runs"),
+        (
+            "--backend xla --dtype fp32 --no-persistent --memory-usage-preference strict",
+            "--backend xla computes self attention only: --window-size, --memory-usage-preference, --no-persistent",
+        ),
+        ("--backprop --backward-deterministic", ""),
+        ("--add-kv 3 --fmha-backend cpu-fmha", ""),
+        ("--q-tile 4 4 --kv-tile 4 8", ""),
+        ("--dry-run --backprop", ""),
+    ],
+)
+def test_flags_that_change_nothing_are_said(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    few = "" if "--dry-run" in flags or "--simulate" in flags else FEW
+    assert main(f"-i 8 8 -d 16 -w 3 {few} {flags}".split()) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("natten-jax-profiler: warning: ") for line in lines)
+    assert len(lines) == bool(said) + ("--dry-run --q-tile" in flags)
+    assert said in "\n".join(lines)

@@ -1,0 +1,1 @@
+"""The repository itself: documentation, examples, packaging, layers and workflows."""

@@ -1,0 +1,208 @@
+"""What ``setup.py`` looks up, asks for and decides; nothing is built here."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import setuptools
+
+from natten_jax import __version__
+
+ROOT = Path(__file__).parents[2]
+
+#: What two toolkits can compile for, as they say it.
+ARCHITECTURES = {12: (80, 86, 90), 13: (80, 86, 90, 100, 120)}
+
+
+@pytest.fixture
+def build_script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The names in setup.py, which builds nothing here."""
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    monkeypatch.setenv("NATTEN_JAX_CUDA", "0")
+    for variable in ("NATTEN_JAX_RELEASE", "NATTEN_JAX_CUDA_ARCHS", "NATTEN_JAX_CUTLASS_INCLUDE_DIR", "CUDA_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    return runpy.run_path(str(ROOT / "setup.py"))
+
+
+def put_program(path: Path, script: str = "exit 1") -> Path:
+    """An executable file; by default it fails."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def toolkits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, Path]:
+    """An nvcc of each version of CUDA, none of them on the path."""
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    nvccs = {}
+    for cuda, architectures in ARCHITECTURES.items():
+        codes = "; ".join(f"echo sm_{number}" for number in architectures)
+        answers = f"case $1 in --version) echo 'tools, release {cuda}.4, V{cuda}.4.131';; *) {codes};; esac"
+        nvccs[cuda] = put_program(tmp_path / f"cuda-{cuda}" / "bin" / "nvcc", answers)
+    return nvccs
+
+
+def put_on_path(monkeypatch: pytest.MonkeyPatch, *nvccs: Path) -> None:
+    monkeypatch.setenv("PATH", os.pathsep.join(str(nvcc.parent) for nvcc in nvccs))
+
+
+@pytest.mark.parametrize("entry", ["", ".", "sub/../"])
+def test_no_program_is_taken_from_the_current_directory_by_an_entry_of_the_path(
+    entry: str, build_script: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("nvcc", "nvidia-smi", "ccache", "cmake", "ninja"):
+        put_program(tmp_path / "here" / name)
+    (tmp_path / "here" / "sub").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setenv("PATH", os.pathsep.join([entry, str(tmp_path / "empty"), entry]))
+    assert build_script["find_installed_nvcc"]() is None
+    assert [build_script["find_program"](name) for name in ("nvcc", "nvidia-smi", "ccache", "cmake", "ninja")] == (
+        [None] * 5
+    )
+    assert build_script["launcher_options"]() == []
+    named = put_program(tmp_path / "toolkit" / "nvcc")
+    monkeypatch.setenv("PATH", os.pathsep.join([entry, str(named.parent)]))
+    assert build_script["find_installed_nvcc"]() == named
+
+
+@pytest.mark.parametrize("spelling", ["", ".", "absolute"])
+def test_no_packaged_compiler_is_taken_from_the_current_directory(
+    spelling: str, build_script: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, packages = tmp_path / "here", tmp_path / "site-packages"
+    for folder in (here, packages):
+        put_program(folder / "nvidia" / "cu13" / "bin" / "nvcc")
+    monkeypatch.chdir(here)
+    entry = str(here) if spelling == "absolute" else spelling
+    monkeypatch.setattr(sys, "path", [entry])
+    assert build_script["find_packaged_nvcc"]() is None
+    monkeypatch.setattr(sys, "path", [entry, str(packages)])
+    assert build_script["find_packaged_nvcc"]() == packages / "nvidia" / "cu13" / "bin" / "nvcc"
+
+
+def test_every_build_requirement_has_an_upper_bound(build_script: dict[str, Any]) -> None:
+    static = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    requirements = [*static, *build_script["CUDA_TOOLKIT_REQUIREMENTS"], build_script["CUTLASS_REQUIREMENT"]]
+    assert len(requirements) > 8
+    for requirement in requirements:
+        specifiers = re.findall(r"(==|<=|<|~=|>=|>|!=)\s*([\w.*]+)", requirement)
+        assert any(operator in ("==", "<", "<=", "~=") for operator, _ in specifiers), requirement
+
+
+@pytest.mark.parametrize("first", [12, 13])
+def test_the_toolkit_of_the_version_asked_for_is_taken_wherever_it_stands(
+    first: int, build_script: dict[str, Any], toolkits: dict[int, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = 25 - first
+    put_on_path(monkeypatch, toolkits[first], toolkits[second])
+    for choice, expected in (("1", first), ("12", 12), ("13", 13)):
+        monkeypatch.setenv("NATTEN_JAX_CUDA", choice)
+        assert build_script["find_installed_nvcc"]() == toolkits[expected]
+        assert build_script["setup_requirements"]() == [build_script["CUTLASS_REQUIREMENT"]]
+    monkeypatch.setenv("CUDA_HOME", str(toolkits[second].parents[1]))
+    for choice, expected in (("1", second), ("12", 12), ("13", 13)):
+        monkeypatch.setenv("NATTEN_JAX_CUDA", choice)
+        assert build_script["find_installed_nvcc"]() == toolkits[expected]
+
+
+def test_cuda_13_comes_from_packages_where_only_another_toolkit_is_installed(
+    build_script: dict[str, Any], toolkits: dict[int, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_on_path(monkeypatch, toolkits[12])
+    monkeypatch.setenv("NATTEN_JAX_CUDA", "13")
+    assert set(build_script["CUDA_TOOLKIT_REQUIREMENTS"]) < set(build_script["setup_requirements"]())
+
+
+def test_cuda_12_without_a_toolkit_is_refused_with_what_was_found(
+    build_script: dict[str, Any], toolkits: dict[int, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NATTEN_JAX_CUDA", "12")
+    with pytest.raises(SystemExit, match="needs nvcc of CUDA 12 in CUDA_HOME or on the path; found: none"):
+        build_script["setup_requirements"]()
+    put_on_path(monkeypatch, toolkits[13])
+    put_program(tmp_path / "nvidia" / "cu13" / "bin" / "nvcc")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    for step in ("setup_requirements", "cuda_options"):
+        with pytest.raises(SystemExit, match=rf"found: {toolkits[13]} \(CUDA 13\)"):
+            build_script[step]()
+
+
+@pytest.mark.parametrize(("cuda", "is_release"), [(12, False), (12, True), (13, False), (13, True)])
+def test_default_architectures_are_those_that_nvcc_has(
+    cuda: int,
+    is_release: bool,
+    build_script: dict[str, Any],
+    toolkits: dict[int, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("NATTEN_JAX_RELEASE", str(int(is_release)))
+    wanted = build_script["RELEASE_CUDA_ARCHITECTURES" if is_release else "DEFAULT_CUDA_ARCHITECTURES"].split(";")
+    chosen = build_script["cuda_architectures"](toolkits[cuda]).split(";")
+    assert chosen == [name for name in wanted if int(name.rstrip("af")) in ARCHITECTURES[cuda]]
+    left_out = ", ".join(name for name in wanted if name not in chosen)
+    assert bool(left_out) == (is_release and cuda == 12)
+    message = capsys.readouterr().err
+    assert ("WARNING" in message and f"architectures {left_out}:" in message) if left_out else not message
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ("80;120", r"cannot compile for the CUDA architectures 120; it can for 80, 86, 90\."),
+        ("80,90a", "must be architectures as in '80;90a', got '80,90a'"),
+        ("80;", "must be architectures"),
+        ("sm_80", "must be architectures"),
+    ],
+)
+def test_architectures_that_were_asked_for_are_not_left_out(
+    chosen: str, message: str, build_script: dict[str, Any], toolkits: dict[int, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NATTEN_JAX_CUDA_ARCHS", "80;90a")
+    assert build_script["cuda_architectures"](toolkits[12]) == "80;90a"
+    monkeypatch.setenv("NATTEN_JAX_CUDA_ARCHS", chosen)
+    with pytest.raises(SystemExit, match=message):
+        build_script["cuda_architectures"](toolkits[12])
+
+
+@pytest.mark.parametrize("variable", ["NATTEN_JAX_CUDA", "NATTEN_JAX_RELEASE"])
+def test_wrong_choices_are_refused(
+    variable: str, build_script: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "yes")
+    with pytest.raises(SystemExit, match=f"{variable} must be .* got 'yes'"):
+        build_script["is_release" if variable.endswith("RELEASE") else "wants_cuda"]()
+
+
+@pytest.mark.parametrize(("cuda", "suffix"), [("0", ""), ("12", "+cu12"), ("13", "+cu13")])
+def test_the_version_of_a_wheel_says_its_cuda(cuda: str, suffix: str, tmp_path: Path) -> None:
+    leftovers = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "*.so", "__pycache__")
+    sources = shutil.copytree(ROOT, tmp_path / "sources", ignore=leftovers)
+    # What source distributions hold, which is where wheels are built from.
+    (sources / "setup.cfg").write_text("[egg_info]\ntag_build = \ntag_date = 0\n")
+    settings = tmp_path / "settings.cfg"
+    settings.write_text(runpy.run_path(str(ROOT / "release" / "wheels.py"))["build_settings"](cuda, tmp_path / "build"))
+    environment = {**os.environ, "DIST_EXTRA_CONFIG": str(settings), "NATTEN_JAX_CUDA": "0"}
+    command = [sys.executable, "setup.py", "egg_info"]
+    subprocess.run(command, cwd=sources, env=environment, capture_output=True, check=True)
+    metadata = sources / "natten_jax.egg-info" / "PKG-INFO"
+    assert f"\nVersion: {__version__}{suffix}\n" in metadata.read_text()
+
+
+def test_every_package_is_distributed() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "natten_jax").rglob("*.py")}
+    elsewhere = {"natten_jax.cost.calibrations", "natten_jax.flax_modules"}
+    assert sorted(listed) == sorted({".".join(folder.parts) for folder in folders} | elsewhere)

@@ -1,0 +1,107 @@
+"""The Python blocks of the documentation: each page runs from top to bottom, and type-checks as a user's file."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.support.programs import PACKAGE, run_python
+
+ROOT = Path(__file__).parents[2]
+_BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+
+#: What pages may read: files that a reader has from elsewhere on the page.
+FILES = {"tuned.json": json.dumps({"best_configuration": {"q_tile_shape": [2, 8, 8], "kv_tile_shape": [2, 8, 8]}})}
+
+
+def program_of(page: Path) -> str:
+    """All Python blocks of a page, each on the line where it stands there."""
+    text = page.read_text()
+    lines = [""] * text.count("\n")
+    for match in _BLOCK.finditer(text):
+        first = text.count("\n", 0, match.start(2))
+        block = textwrap.dedent(match[2]).splitlines()
+        lines[first : first + len(block)] = block
+    return "\n".join(lines).rstrip() + "\n"
+
+
+PAGES = [
+    page
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")))
+    if _BLOCK.search(page.read_text())
+]
+
+
+def test_no_page_is_missed() -> None:
+    guides = {"tutorial", "windows", "flax", "coming-from-natten", "performance", "profiler", "scaling", "export"}
+    assert {page.stem for page in PAGES} >= {"README", "index", "numerics"} | guides
+
+
+def anchors_of(page: Path) -> set[str]:
+    """What links to headings of a page are called, as on the sites that show Markdown."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_somewhere() -> None:
+    wrong = []
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")):
+        for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)):
+            path, _, anchor = target.partition("#")
+            if "://" in target:
+                continue
+            file = page if not path else page.parent / path
+            if not file.exists() or (anchor and anchor not in anchors_of(file)):
+                wrong.append(f"{page.name}: {target}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("flatbuffers", "flax", "matplotlib", "optax", "sklearn"):
+        pytest.importorskip(package)
+    for name, content in FILES.items():
+        (tmp_path / name).write_text(content)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    result = run_python(program_of(page), devices=None)  # a page that needs several says so
+    assert result.returncode == 0, f"{page.name}: {result.stderr}"
+
+
+def test_pages_type_check(tmp_path: Path) -> None:
+    """All at once: most of the time goes into JAX's types."""
+    mypy = sys.executable, "-m", "mypy"
+    environment: dict[str, str] = {}  # that a reader's settings change nothing
+    found = subprocess.run([*mypy, "--version"], capture_output=True, text=True, env=environment, check=False)
+    if "No module named" in found.stderr:
+        pytest.skip(f"mypy is not installed: {found.stderr.strip()}")
+    # As it is installed: one package, with types.
+    package = tmp_path / "site" / "natten_jax"
+    package.mkdir(parents=True)
+    for entry in (*PACKAGE.iterdir(), ROOT / "flax_modules"):
+        (package / entry.name).symlink_to(entry)
+    programs = [tmp_path / f"{page.stem.replace('-', '_')}.py" for page in PAGES]
+    for program, page in zip(programs, PAGES, strict=True):
+        program.write_text(program_of(page))
+    # Which parts of JAX, and which other packages, are untyped is not this library's to say.
+    options = [
+        "--strict",
+        "--allow-untyped-calls",
+        "--disable-error-code=import-untyped",
+        "--follow-imports=silent",
+        f"--cache-dir={tmp_path / 'cache'}",
+    ]
+    result = subprocess.run(
+        [*mypy, *options, "--config-file=", *map(str, programs)],
+        capture_output=True,
+        text=True,
+        env={**environment, "MYPYPATH": str(package.parent)},
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -1,0 +1,97 @@
+"""Packages have levels: a module imports from its own package and from those below, and no two import each other."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from collections.abc import Iterator, Mapping
+from importlib.util import resolve_name
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+#: Bottom up: packages, and modules that are in none. Those of one level know nothing of each other.
+LEVELS = (
+    ("natten_jax.source_tree", "natten_jax.version"),
+    ("natten_jax.arguments", "natten_jax.windows"),
+    ("natten_jax.problem", "natten_jax.performance"),
+    ("natten_jax.halo", "natten_jax.plan", "natten_jax.arrays"),
+    ("natten_jax.native",),
+    ("natten_jax.cost",),
+    ("natten_jax.sharding", "natten_jax.simulator"),
+    ("natten_jax.backends",),
+    ("natten_jax.execution",),
+    ("natten_jax.ops",),
+    ("natten_jax.plot", "natten_jax.rotary"),
+    ("natten_jax",),
+    ("natten_jax.profiler", "natten_jax.flax_modules"),
+    ("natten_jax.doctor",),
+)
+_LEVEL_OF = {storey: level for level, storeys in enumerate(LEVELS) for storey in storeys}
+
+
+def _modules() -> dict[str, Path]:
+    """Every module's file, by its name."""
+    folders = {"natten_jax": ROOT / "natten_jax", "natten_jax.flax_modules": ROOT / "flax_modules"}
+    found = {}
+    for package, folder in folders.items():
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(folder).with_suffix("").parts
+            found[".".join((package, *(part for part in parts if part != "__init__")))] = path
+    return found
+
+
+def _imported(module: str, path: Path) -> Iterator[str]:
+    """What a module imports anywhere, in functions too: modules, and names with the module that they come from."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            origin = resolve_name("." * node.level + (node.module or ""), package)
+            yield from (f"{origin}.{alias.name}" for alias in node.names)
+
+
+def _graph() -> dict[str, set[str]]:
+    """The modules of this package that each of them imports."""
+    modules = _modules()
+
+    def imported(importer: str, path: Path) -> Iterator[str]:
+        for name in _imported(importer, path):
+            module = name if name in modules else name.rpartition(".")[0]
+            if module in modules and module != importer:
+                yield module
+
+    return {importer: set(imported(importer, path)) for importer, path in modules.items()}
+
+
+def _storey(module: str) -> str:
+    """The package, or the module outside of packages, that has a level."""
+    head = ".".join(module.split(".")[:2])
+    assert head in _LEVEL_OF, f"{module} has no level"
+    return head
+
+
+def _upward(graph: Mapping[str, set[str]]) -> list[str]:
+    """Imports of what is not below."""
+    return [
+        f"{importer} imports {module}"
+        for importer, imported in graph.items()
+        for module in sorted(imported)
+        if _storey(importer) != _storey(module) and _LEVEL_OF[_storey(importer)] <= _LEVEL_OF[_storey(module)]
+    ]
+
+
+def test_nothing_is_imported_from_above() -> None:
+    upward = _upward(_graph())
+    assert not upward, "\n".join(upward)
+
+
+def test_modules_are_imported_in_an_order() -> None:
+    graph = _graph()
+    order = list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names a circle
+    assert set(order) == set(graph)
+
+
+def test_every_level_has_modules() -> None:
+    assert {_storey(module) for module in _graph()} == set(_LEVEL_OF)

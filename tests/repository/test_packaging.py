@@ -1,0 +1,195 @@
+"""The wheel that users install: built from the source distribution, installed alone, and used away from the sources."""
+
+from __future__ import annotations
+
+import email
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from natten_jax import __version__
+
+ROOT = Path(__file__).parents[2]
+CALIBRATIONS = {str(path.relative_to(ROOT)) for path in (ROOT / "natten_jax").rglob("*.json")}
+
+PROGRAM = """
+import pathlib, sys
+import jax.numpy as jnp
+import natten_jax
+from natten_jax.native import module as native
+assert pathlib.Path(natten_jax.__file__).is_relative_to(sys.prefix), natten_jax.__file__
+assert native.load_error is None, native.load_error
+x = jnp.ones((1, 6, 7, 2, 8))
+for backend in ("cpu-fna", "flex-fna", None):
+    window = {"kernel_size": (3, 5), "stride": (1, 2), "is_causal": (True, False)}
+    out, lse = natten_jax.na2d(x, x, x, **window, backend=backend, return_lse=True)
+    assert jnp.allclose(out, 1.0, atol=1e-6) and bool(jnp.isfinite(lse).all())
+import natten_jax.profiler
+print(natten_jax.__version__)
+"""
+
+
+def of_the_wheel(test: Any) -> Any:
+    """Marks a test as slow, and as one of those that one process runs: another would build a wheel of its own."""
+    return pytest.mark.slow(pytest.mark.xdist_group("wheel")(test))
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """Run a command that must succeed, without this checkout or this environment in its way."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    environment["JAX_PLATFORMS"] = "cpu"
+    result = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, f"{command}\n{result.stdout[-4000:]}\n{result.stderr[-4000:]}"
+    return result.stdout
+
+
+def require_package_index() -> None:
+    """Skip where pip finds no version at all of what a wheel is built with: whatever else fails is a failure."""
+    options = "--dry-run", "--ignore-installed", "--no-deps", "--retries", "0", "--timeout", "10"
+    command = [sys.executable, "-m", "pip", "install", *options, "auditwheel"]
+    asked = subprocess.run(command, capture_output=True, text=True, check=False)
+    if asked.returncode:
+        pytest.skip(f"pip finds no auditwheel in a package index: {' '.join(asked.stderr.split())[-300:]}")
+
+
+def copy_of_sources(folder: Path) -> Path:
+    """The sources without what an earlier build left beside them, which must not get into a wheel."""
+    leftovers = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "*.so", "__pycache__")
+    return shutil.copytree(ROOT, folder / "sources", ignore=leftovers)
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is handed out for this interpreter: a source distribution, and the wheel that was built from it."""
+    require_package_index()
+    folder = tmp_path_factory.mktemp("distributions")
+    program = copy_of_sources(folder) / "release" / "wheels.py"
+    run(sys.executable, program, "--pythons", sys.executable, "--cudas", "0", "--out", folder, cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(distributions: Path) -> Path:
+    """The wheel."""
+    (built,) = distributions.glob("natten_jax-*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment in which only the wheel and what it needs is installed."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder)
+    interpreter = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+    # For JAX and what it needs 5 s of processor time, where a pip of its own that compiles every module takes 28.
+    pip = sys.executable, "-m", "pip", "--python", interpreter
+    run(*pip, "install", "--quiet", "--no-compile", wheel, cwd=folder)
+    return interpreter
+
+
+@of_the_wheel
+def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0].partition("-")[0] for name in names} == {"natten_jax"}
+    libraries = [name for name in names if name.endswith(".so")]
+    assert any(name.startswith("natten_jax/_native.") for name in libraries)
+    assert "natten_jax/libnatten_jax.so" in libraries
+    assert "natten_jax/py.typed" in names
+    assert "natten_jax/flax_modules/__init__.py" in names
+    assert CALIBRATIONS and {name for name in names if name.endswith(".json")} == CALIBRATIONS
+    assert not [name for name in names if "test" in name or name.endswith((".cpp", ".cu", ".h"))]
+
+
+@of_the_wheel
+def test_source_distribution_holds_what_is_built_and_nothing_that_was(distributions: Path) -> None:
+    (archive,) = distributions.glob("*.tar.gz")
+    assert archive.name == f"natten_jax-{__version__}.tar.gz"
+    with tarfile.open(archive) as members:
+        names = {name.partition("/")[2] for name in members.getnames()}
+    assert {"setup.py", "pyproject.toml", "csrc/CMakeLists.txt", "flax_modules/__init__.py"} < names
+    native = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.is_file()}
+    assert native <= names and names >= CALIBRATIONS
+    assert not [name for name in names if name.startswith("tests/") or name.endswith((".so", ".o", ".pyc"))]
+
+
+@of_the_wheel
+def test_tag_is_of_a_c_library_that_has_every_symbol(wheel: Path, tmp_path: Path) -> None:
+    tag = re.search(r"manylinux_2_(\d+)_\w+\.whl$", wheel.name)
+    assert tag is not None, wheel.name
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    versions = set()
+    for library in tmp_path.rglob("*.so"):
+        needed = subprocess.run(["readelf", "--version-info", library], capture_output=True, text=True, check=True)
+        versions |= {int(version) for version in re.findall(r"Name: GLIBC_2\.(\d+)", needed.stdout)}
+        sections = subprocess.run(["readelf", "--sections", library], capture_output=True, text=True, check=True)
+        assert ".dynsym" in sections.stdout and ".symtab" not in sections.stdout, f"{library.name} is not stripped"
+    assert max(versions) == int(tag[1])
+
+
+@of_the_wheel
+def test_metadata_say_what_a_wheel_needs_and_leave_out_what_is_not_decided(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    fields = email.message_from_bytes(archive.read(name))
+    assert fields["Name"] == "natten_jax" and fields["Version"] == __version__
+    assert fields["Requires-Python"] == ">=3.11" and fields["Summary"] and fields.get_payload()
+    assert {"cuda12", "cuda13", "flax", "plot", "profiler"} <= set(fields.get_all("Provides-Extra", []))
+    for cuda in ("cuda12", "cuda13"):
+        assert f'jax[{cuda}]>=0.10; extra == "{cuda}"' in fields.get_all("Requires-Dist", [])
+    assert not {"License", "License-Expression", "Home-page", "Project-URL"} & set(fields.keys())
+
+
+def test_every_folder_of_data_is_a_package_to_the_build(tmp_path: Path) -> None:
+    """Or else the build warns that it would be ignored, as some day it will be."""
+    sources = copy_of_sources(tmp_path)
+    built = tmp_path / "built"
+    command = [sys.executable, "setup.py", "build_py", "--build-lib", str(built)]
+    environment = {**os.environ, "NATTEN_JAX_CUDA": "0"}
+    finished = subprocess.run(command, cwd=sources, env=environment, capture_output=True, text=True, check=True)
+    assert "`packages`" not in finished.stderr, finished.stderr
+    assert CALIBRATIONS and {str(path.relative_to(built)) for path in built.rglob("*.json")} == CALIBRATIONS
+
+
+@of_the_wheel
+def test_installed_packages_fit_together(python: Path, tmp_path: Path) -> None:
+    assert "No broken requirements" in run(sys.executable, "-m", "pip", "--python", python, "check", cwd=tmp_path)
+
+
+@of_the_wheel
+def test_installed_wheel_runs_every_host_backend_without_a_compiler(
+    python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(python.parent))
+    assert run(python, "-c", PROGRAM, cwd=tmp_path).strip()
+
+
+@of_the_wheel
+def test_installed_doctor_reports_the_backends(python: Path, tmp_path: Path) -> None:
+    report = run(python, "-m", "natten_jax.doctor", cwd=tmp_path)
+    for name in ("cpu-fna", "cpu-fmha", "flex-fna", "flex-fmha"):
+        assert name in report
+    assert "not available" not in report
+
+
+@of_the_wheel
+def test_installed_library_serves_the_clone_that_it_was_built_from(python: Path, tmp_path: Path) -> None:
+    clone = copy_of_sources(tmp_path)
+    report = run(python, "-m", "natten_jax.doctor", cwd=clone)
+    assert "of the installed natten_jax, built from the same csrc" in report
+    assert "Missing kernels" not in report and "not available" not in report
+
+
+@of_the_wheel
+def test_installed_profiler_shows_its_help(python: Path, tmp_path: Path) -> None:
+    assert "usage" in run(python, "-m", "natten_jax.profiler", "--help", cwd=tmp_path).lower()

@@ -1,0 +1,223 @@
+"""natten_jax inside a clone of the repository, where Python finds the clone's files before what is installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests.repository.test_documentation import program_of
+
+ROOT = Path(__file__).parents[2]
+LIBRARIES = tuple((ROOT / "natten_jax").glob("*.so"))
+
+#: As setuptools finds the packages of an editable install: asked last, and for their modules, too.
+EDITABLE = """
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import spec_from_file_location
+
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        mapping = {{"natten_jax": "{clone}/natten_jax", "natten_jax.flax_modules": "{clone}/flax_modules"}}
+        if name in mapping:
+            return spec_from_file_location(name, mapping[name] + "/__init__.py")
+        parent = name.rpartition(".")[0]
+        return PathFinder.find_spec(name, path=[mapping[parent]]) if parent in mapping else None
+
+sys.meta_path.append(Finder)
+"""
+
+pytestmark = pytest.mark.skipif(not LIBRARIES, reason="no library is built in the source tree")
+
+
+def clone_into(folder: Path, *, is_built: bool = False) -> Path:
+    """A clone as git makes it, or with a library in place."""
+    leftovers = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "results", "*.so")
+    clone = shutil.copytree(ROOT, folder, ignore=leftovers)
+    for library in LIBRARIES if is_built else ():
+        shutil.copy(library, clone / "natten_jax")
+    return clone
+
+
+class Environment:
+    """An interpreter with everything that this one has but natten_jax."""
+
+    def __init__(self, folder: Path) -> None:
+        venv.create(folder)
+        self.python = folder / "bin" / "python"
+        (self.packages,) = folder.glob("lib/python*/site-packages")
+        others = [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
+        # Folders that are named here are only looked into: the editable install of this interpreter does not count.
+        (self.packages / "others.pth").write_text("\n".join(others))
+
+    def install(self) -> None:
+        """What ``pip install .`` leaves."""
+        unpacked = shutil.copytree(ROOT / "natten_jax", self.packages / "natten_jax")
+        shutil.copytree(ROOT / "flax_modules", unpacked / "flax_modules")
+
+    def install_editable(self, clone: Path) -> None:
+        """What ``pip install --editable .`` leaves."""
+        (self.packages / "editable_finder.py").write_text(EDITABLE.format(clone=clone))
+        (self.packages / "editable.pth").write_text("import editable_finder")
+
+    def run(self, folder: Path, *arguments: str) -> str:
+        """What a program prints that must succeed."""
+        return run(self.python, folder, *arguments)
+
+
+def run(python: str | Path, folder: Path, *arguments: str) -> str:
+    """What a program prints that must succeed, run in a folder."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment.pop("PYTHONPATH", None)
+    finished = subprocess.run(
+        [str(python), *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert finished.returncode == 0, f"{arguments}\n{finished.stdout[-4000:]}\n{finished.stderr[-4000:]}"
+    return finished.stdout
+
+
+STATE = textwrap.dedent("""
+    import natten_jax, natten_jax.flax_modules
+    from natten_jax.native import module as native
+    print(natten_jax.__file__, natten_jax.flax_modules.__file__, native.path(), native.load_error, sep="\\n")
+""")
+
+
+def state(environment: Environment, folder: Path) -> tuple[Path, Path, str, str]:
+    """Where the package and the modules for Flax come from, the native module, and why there is none."""
+    package, flax_modules, library, error = environment.run(folder, "-c", STATE).splitlines()
+    return Path(package).parents[1], Path(flax_modules).parent, library, error
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clone in which nothing was built."""
+    return clone_into(tmp_path_factory.mktemp("unbuilt") / "natten_jax")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """An environment after ``pip install .``."""
+    environment = Environment(tmp_path_factory.mktemp("installed"))
+    environment.install()
+    return environment
+
+
+@pytest.mark.parametrize("folder", [".", "tests", "bench"])
+def test_an_install_works_everywhere_in_its_clone(folder: str, clone: Path, installed: Environment) -> None:
+    package, flax_modules, library, error = state(installed, clone / folder)
+    assert error == "None"
+    assert Path(library).parent == installed.packages / "natten_jax"
+    # The Python files belong together, wherever they come from.
+    inside = folder == "."
+    assert package == (clone if inside else installed.packages)
+    assert flax_modules == (clone / "flax_modules" if inside else installed.packages / "natten_jax" / "flax_modules")
+
+
+def test_the_doctor_has_nothing_to_complain_of_in_the_clone(clone: Path, installed: Environment) -> None:
+    report = installed.run(clone, "-m", "natten_jax.doctor")
+    library = installed.packages / "natten_jax" / "_native"
+    assert f"Native module: {library}" in report
+    assert "of the installed natten_jax, built from the same csrc" in report
+    for complaint in ("Missing kernels", "not available", "einstall", "cannot be loaded"):
+        assert complaint not in report
+
+
+def test_the_readme_runs_at_full_speed_in_the_clone(clone: Path, installed: Environment) -> None:
+    pytest.importorskip("flax")
+    program = (
+        "import warnings; warnings.simplefilter('error', UserWarning); " + program_of(clone / "README.md").lstrip()
+    )
+    installed.run(clone, "-c", program)
+
+
+def test_an_editable_install_works_everywhere_in_its_clone(tmp_path: Path) -> None:
+    clone = clone_into(tmp_path / "natten_jax", is_built=True)
+    environment = Environment(tmp_path / "environment")
+    environment.install_editable(clone)
+    for folder in (clone, clone / "tests", clone / "bench", environment.packages):
+        package, flax_modules, library, error = state(environment, folder)
+        assert (package, flax_modules, error) == (clone, clone / "flax_modules", "None")
+        assert Path(library).parent == clone / "natten_jax"
+
+
+@pytest.mark.parametrize("folder", [".", "tests", "bench"])
+def test_this_environment_works_everywhere_in_its_clone(folder: str) -> None:
+    package, flax_modules, _, error = run(sys.executable, ROOT / folder, "-c", STATE).splitlines()
+    assert error == "None"
+    assert Path(package).parents[1] == ROOT and Path(flax_modules).parent == ROOT / "flax_modules"
+
+
+@pytest.mark.parametrize("is_editable", [False, True])
+def test_a_library_of_other_native_sources_is_refused_with_the_remedy(is_editable: bool, tmp_path: Path) -> None:
+    clone = clone_into(tmp_path / "changed")
+    with (clone / "csrc" / "cpu" / "plan.cpp").open("a") as source:
+        source.write("// changed\n")
+    environment = Environment(tmp_path / "environment")
+    if is_editable:
+        other = clone_into(tmp_path / "other", is_built=True)
+        environment.install_editable(other)
+    else:
+        environment.install()
+    package, flax_modules, library, error = state(environment, clone)
+    assert (package, flax_modules, library) == (clone, clone / "flax_modules", "None")
+    lender = other / "natten_jax" if is_editable else environment.packages / "natten_jax"
+    assert f"{clone} is a clone without a built library" in error
+    assert f"the natten_jax installed in {lender} was built from another csrc" in error
+    report = environment.run(clone, "-m", "natten_jax.doctor")
+    assert f"Run `pip install .` in {clone}" in report and "einstall natten" not in report
+
+
+def test_python_files_may_change_without_another_install(tmp_path: Path) -> None:
+    clone = clone_into(tmp_path / "changed")
+    with (clone / "natten_jax" / "version.py").open("a") as source:
+        source.write('__version__ = "9.9"\n')
+    environment = Environment(tmp_path / "environment")
+    environment.install()
+    assert environment.run(clone, "-c", "import natten_jax; print(natten_jax.__version__)") == "9.9\n"
+    assert state(environment, clone)[3] == "None"
+
+
+def test_a_clone_of_which_nothing_was_installed_says_so(clone: Path, tmp_path: Path) -> None:
+    environment = Environment(tmp_path / "environment")
+    package, flax_modules, _, error = state(environment, clone)
+    assert (package, flax_modules) == (clone, clone / "flax_modules")
+    assert f"{clone} is a clone without a built library, and natten_jax is not installed" in error
+    report = environment.run(clone, "-m", "natten_jax.doctor")
+    assert f"Run `pip install .` in {clone}" in report
+
+
+def test_a_library_in_the_clone_comes_before_an_installed_one(installed: Environment, tmp_path: Path) -> None:
+    clone = clone_into(tmp_path / "built", is_built=True)
+    _, _, library, error = state(installed, clone)
+    assert error == "None" and Path(library).parent == clone / "natten_jax"
+    assert "Another csrc" not in installed.run(clone, "-m", "natten_jax.doctor")
+    with (clone / "csrc" / "cpu" / "plan.cpp").open("a") as source:
+        source.write("// changed\n")
+    report = installed.run(clone, "-m", "natten_jax.doctor")
+    remedy = f"run `pip install --editable .` in {clone}"
+    assert f"  Another csrc: this library was built from another state of {clone / 'csrc'}: {remedy}\n" in report
+
+
+@pytest.mark.parametrize("variables", ["", "NATTEN_JAX_CUDA=13"])
+def test_the_remedy_builds_the_library_that_is_used(variables: str, tmp_path: Path) -> None:
+    environment = Environment(tmp_path / "environment")
+    environment.install()
+    program = f"from natten_jax import source_tree; print(source_tree.remedy({variables!r}))"
+    clones = {is_built: clone_into(tmp_path / str(is_built), is_built=is_built) for is_built in (False, True)}
+    prefix = f"{variables} " if variables else ""
+    suffix = f" with {variables}" if variables else ""
+    for folder, remedy in (
+        (clones[False], f"run `{prefix}pip install .` in {clones[False]}"),
+        (clones[True], f"run `{prefix}pip install --editable .` in {clones[True]}"),
+        (tmp_path, f"reinstall natten_jax{suffix}"),
+    ):
+        assert environment.run(folder, "-c", program) == f"{remedy}\n"

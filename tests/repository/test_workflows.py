@@ -1,0 +1,94 @@
+"""The workflows run what the gate runs, for the versions that the metadata name."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+GATE = (ROOT / ".ci" / "run").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def jobs(name: str) -> dict[str, Any]:
+    """The jobs of a workflow."""
+    return yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text())["jobs"]
+
+
+def commands(name: str) -> str:
+    """What a workflow runs."""
+    return "\n".join(step.get("run", "") for job in jobs(name).values() for step in job["steps"])
+
+
+def targets(text: str) -> set[str]:
+    """The targets of make that a script names."""
+    return set(re.findall(r"^\s*(?:\w+=\S+ )*make ([a-z-]+)", text, re.MULTILINE))
+
+
+def default(variable: str) -> list[str]:
+    """The words that a variable of the Makefile stands for."""
+    (value,) = re.findall(rf"^{variable} \?= (.*)$", MAKEFILE, re.MULTILINE)
+    return value.split()
+
+
+def test_there_is_one_workflow_for_each_purpose() -> None:
+    assert [path.stem for path in WORKFLOWS] == ["lint", "tests", "wheels"]
+
+
+def test_workflows_together_run_the_targets_of_the_gate() -> None:
+    run = set().union(*(targets(commands(path.stem)) for path in WORKFLOWS))
+    assert run == targets(GATE) == {"lint", "docs", "test", "fuzz", "wheels"}
+    declared = re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[0].split()
+    assert run <= set(declared)
+    assert all(re.search(rf"^{target}:", MAKEFILE, re.MULTILINE) for target in run)
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_variables_of_make_exist(path: Path) -> None:
+    named = re.findall(r"make [a-z-]+((?: \w+=\S*)*)", commands(path.stem) + GATE)
+    variables = {word.partition("=")[0] for words in named for word in words.split()}
+    assert variables
+    assert all(re.search(rf"^{variable} \?=", MAKEFILE, re.MULTILINE) for variable in variables)
+
+
+def test_tests_run_with_every_python_and_the_oldest_and_newest_jax() -> None:
+    (job,) = jobs("tests").values()
+    matrix = job["strategy"]["matrix"]
+    prefix = "Programming Language :: Python :: 3."
+    named = [name for name in PROJECT["project"]["classifiers"] if name.startswith(prefix)]
+    assert matrix["python"] == [name.rpartition(" ")[2] for name in named]
+    assert PROJECT["project"]["requires-python"] == f">={matrix['python'][0]}"
+    oldest, newest = matrix["jax"]
+    assert newest == ""
+    assert f"jaxlib=={oldest}" in PROJECT["build-system"]["requires"]
+    lower_bound = oldest.removesuffix(".0")
+    assert f"jax>={lower_bound}" in PROJECT["project"]["dependencies"]
+    for cuda in ("cuda12", "cuda13"):
+        assert PROJECT["project"]["optional-dependencies"][cuda] == [f"jax[{cuda}]>={lower_bound}"]
+
+
+def test_wheels_are_built_for_every_python_and_every_cuda() -> None:
+    (tests,) = jobs("tests").values()
+    (wheels,) = jobs("wheels").values()
+    pythons = tests["strategy"]["matrix"]["python"]
+    assert default("PYTHONS") == [f"python{version}" for version in pythons]
+    (setup,) = (step for step in wheels["steps"] if "setup-python" in step.get("uses", ""))
+    assert setup["with"]["python-version"].split() == pythons
+    cudas = [each["cuda"] for each in wheels["strategy"]["matrix"]["include"]]
+    assert cudas == default("CUDAS")
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert [f"cuda{cuda}" for cuda in cudas if cuda != "0"] == [name for name in extras if name.startswith("cuda")]
+
+
+@pytest.mark.parametrize("path", [*WORKFLOWS, ROOT / ".ci" / "run", ROOT / "Makefile"], ids=lambda path: path.name)
+def test_nothing_is_fetched_from_an_address_or_found_at_a_place_of_one_machine(path: Path) -> None:
+    text = path.read_text()
+    assert "://" not in text
+    assert not re.search(r"/(home|opt|root|srv|usr/local)\b", text)

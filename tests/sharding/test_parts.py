@@ -1,0 +1,50 @@
+"""Parts of a layout, as the devices of a mesh hold them: kernels are told where in the layout their arrays begin."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from natten_jax.arrays.operands import Operands, Output
+from natten_jax.problem import problem_of
+from tests.support.families import Family
+from tests.support.plans import plans_of
+
+
+@pytest.mark.parametrize("keys", [(4, 5), (3, 6)])
+@pytest.mark.parametrize("additional", [0, 3])
+def test_dilation_groups_without_a_key(native_family: Family, keys: tuple[int, int], additional: int) -> None:
+    """Some queries, or all, find no token of their dilation group among the keys at hand."""
+    first, end = keys
+    dtype = native_family.dtype
+    problem = problem_of(
+        (10,), 2, dilation=5, heads=2, heads_kv=1, head_dim=16, dtype=dtype, scale=0.25, additional_kv=additional
+    )
+    backend, plans = plans_of(native_family.fna, problem)
+    rng = np.random.default_rng(0)
+
+    def array(tokens: int, heads: int) -> jnp.ndarray:
+        return jnp.asarray(rng.standard_normal((1, tokens, heads, 16)), dtype)
+
+    more_keys, more_values = (array(additional, 1), array(additional, 1)) if additional else (None, None)
+    origins = jnp.array([[0, 0, 0], [0, 0, first]], jnp.int32)
+    operands = Operands(
+        array(4, 2), array(end - first, 1), array(end - first, 1), more_keys, more_values, origins=origins
+    )
+    saved = backend.forward_saving(plans["forward"], operands)
+    cotangent = array(4, 2)
+    cotangents = Output(cotangent, jnp.zeros((1, 4, 2), jnp.float32))
+    gradients = backend.backward(plans["backward"], operands, saved, cotangents)
+
+    # Queries 0 to 3 see keys 0 and 5, 1 and 6, and so on.
+    is_seen = np.array([[first <= key < end and key % 5 == query for key in range(first, end)] for query in range(4)])
+    has_keys = is_seen.any(1) | (additional > 0)
+    lse = np.asarray(saved.logsumexp)[0]
+    assert np.isfinite(lse[has_keys]).all()
+    assert (lse[~has_keys] == -np.inf).all()
+    assert (np.asarray(saved.out, np.float32)[0][~has_keys] == 0).all()
+    for gradient in filter(lambda each: each is not None, gradients):
+        assert np.isfinite(np.asarray(gradient, np.float32)).all()
+    assert (np.asarray(gradients.query, np.float32)[0][~has_keys] == 0).all()
+    assert (np.asarray(gradients.value, np.float32)[0][~is_seen.any(0)] == 0).all()

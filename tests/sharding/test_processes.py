@@ -1,0 +1,74 @@
+"""Several processes, each with devices of its own, that train together as one."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flax")
+pytest.importorskip("optax")
+
+import jax
+import numpy as np
+
+from tests.support.programs import run_processes
+from tests.support.sharded_training import train_nnx
+
+PROCESSES, DEVICES_EACH = 2, 2
+
+TRAINING = """
+import sys
+import jax, numpy as np
+from jax.sharding import AxisType
+
+address, processes, index, devices, path = sys.argv[1:]
+jax.config.update("jax_num_cpu_devices", int(devices))
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(address, int(processes), int(index), initialization_timeout=120)
+assert jax.process_count() == int(processes) and jax.local_device_count() == int(devices)
+
+from tests.support.sharded_training import placed_by_processes, train_nnx
+
+mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+trained = train_nnx(mesh, placed_by_processes(mesh), blocks=1)
+assert trained.collectives() == {"all-reduce"}, trained.collectives()
+params = {name: np.asarray(array) for name, array in trained.params.items()}  # all of each is on every device
+np.savez(path, losses=trained.losses, **params)
+jax.distributed.shutdown()
+"""
+
+
+def free_address() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_a_batch_over_processes(tmp_path: Path) -> None:
+    address = free_address()
+    paths = [tmp_path / f"{index}.npz" for index in range(PROCESSES)]
+    run_processes(
+        TRAINING,
+        [(address, str(PROCESSES), str(i), str(DEVICES_EACH), str(path)) for i, path in enumerate(paths)],
+        tmp_path,
+    )
+    expected = train_nnx(blocks=1)
+    for path in paths:
+        with np.load(path) as found:
+            assert set(found) == {"losses", *expected.params}
+            np.testing.assert_allclose(found["losses"], expected.losses, rtol=1e-5)
+            for name, array in expected.params.items():
+                np.testing.assert_allclose(found[name], jax.device_get(array), rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("source", ["import sys, time; sys.argv[1] == '0' and sys.exit(3); time.sleep(600)"])
+def test_processes_end_with_the_first_that_fails(source: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"process 0: 3\n(.*\n)*process 1: still running"):
+        run_processes(source, [("0",), ("1",)], tmp_path)
+
+
+def test_processes_that_take_too_long_are_ended(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"within 3 s\nprocess 0: still running\nstarted"):
+        run_processes("import time; print('started', flush=True); time.sleep(600)", [()], tmp_path, timeout=3)

@@ -1,0 +1,61 @@
+"""Operators on split arrays: nothing is gathered, results stay split, and they are those of one device."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support import sharded
+from tests.support.programs import output_of, run_python
+
+PROGRAM = "from tests.support import sharded; sharded.main()"
+OPERATORS = ("cpu-fna", "cpu-fmha", "flex-fna", "flex-fmha", "merge")
+#: Attention goes the same way as neighborhood attention.
+ATTENTION_MODES = ("Auto", "Explicit", "Auto+Manual")
+#: Whose heads are split further than key/value heads can be: gradients of copies are summed over devices.
+REDUCING = ("groups that are split", "groups across parts", "one key/value head")
+
+
+@pytest.mark.parametrize(
+    ("mode", "what"),
+    [
+        (mode, what)
+        for mode in sharded.TYPES
+        for what in OPERATORS
+        if mode in ATTENTION_MODES or not what.endswith("fmha")
+    ],
+)
+def test_batch_and_heads_stay_split(mode: str, what: str) -> None:
+    """Forward pass, gradients, logsumexp's gradient, vmap, remat and scan."""
+    output = output_of(run_python(PROGRAM, mode, what, devices=8, timeout=600))
+    found = {each["split"]: each for each in map(json.loads, output.splitlines())}
+    assert list(found) == sharded.splits_of(mode, what)
+    for name, each in found.items():
+        split = sharded.SPLITS[name]
+        allowed = {"all-reduce"} if name in REDUCING and what != "merge" else set()
+        assert set(each["collectives"]) <= allowed, (name, each["collectives"])
+        for kind, results in each["results"].items():
+            for position, result in enumerate(results):
+                is_bitwise = kind in ("forward", "scan") and what.startswith("cpu")
+                assert result["distance"] <= (0 if is_bitwise else 2e-5), (name, kind, result)
+                of_key = kind in sharded.GRADIENTS and position > 0
+                if of_key and what == "merge":
+                    continue  # zeros: only the query is merged
+                assert result["shard"] == shard_of(split, result["shape"], kind == "vmap", of_key), (name, kind, result)
+
+
+def shard_of(split: sharded.Split, shape: list[int], is_mapped: bool, of_key: bool) -> list[int]:
+    """What a device has of a result."""
+
+    def parts(axes: object) -> int:
+        sizes = {"x": 4, "y": 2}
+        product = 1
+        for name in axes if isinstance(axes, tuple) else (axes,):
+            product *= sizes.get(name, 1)
+        return product
+
+    shard = list(shape)
+    shard[int(is_mapped)] //= parts(split.batch)
+    shard[int(is_mapped) + 2] //= parts(split.heads_kv_axes if of_key else split.heads)
+    return shard

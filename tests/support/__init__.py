@@ -1,0 +1,1 @@
+"""What tests share: the oracle, problems and their arrays, backend families, and programs for fresh interpreters."""

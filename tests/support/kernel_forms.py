@@ -1,0 +1,155 @@
+"""One small problem for each form of each GPU kernel, for tools that watch kernels: ``make sanitize-gpu``.
+
+Both passes of every form run on ordinary inputs, on such large ones that weights need the logsumexp's remainder, and
+with scales of heads.
+
+Example:
+    compute-sanitizer --tool racecheck python -m tests.support.kernel_forms hopper
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from natten_jax.arrays.operands import Operands, Output, Saved
+from natten_jax.arrays.query_box import QueryBox
+from natten_jax.performance import KernelSchedule, Performance
+from natten_jax.problem import problem_of
+from tests.support.plans import plans_of
+
+LAYOUT = (24, 28)
+WHOLE_LAYOUT, LARGE_LAYOUT = (14, 18), (40, 28)
+SCALES = 0.1, -0.2  # of the heads
+LARGE = 300.0  # times the ordinary queries: logits of several thousands
+
+
+class Form(NamedTuple):
+    """What selects a form of a family's kernels."""
+
+    dtype: str
+    head_dim: int
+    performance: Performance
+    precision: str | None = None  # of float32 products
+    additional_kv: int = 5
+    layout: tuple[int, int] = LAYOUT
+    heads_kv: int = 1
+
+
+def hopper_forms() -> Iterator[Form]:
+    """By element type, head width, rows and columns of a tile, schedule, and whether gradients take turns."""
+    tiles: dict[int, list[tuple[tuple[int, int], tuple[int, int]]]] = {
+        64: [((8, 16), (8, 16)), ((12, 16), (8, 16))],
+        128: [((8, 16), (8, 16)), ((8, 16), (8, 12))],
+        192: [((8, 16), (8, 12))],
+        256: [((8, 16), (8, 8))],
+    }
+    schedules = itertools.cycle(KernelSchedule)
+    for dtype, (width, pairs) in itertools.product(("bfloat16", "float16"), tiles.items()):
+        for (q_tile, kv_tile), is_ping_pong in itertools.product(pairs, (True, False)):
+            schedule = KernelSchedule.PING_PONG if is_ping_pong else next(schedules)
+            performance = Performance(q_tile, kv_tile, kernel_schedule=schedule, backward_deterministic=is_ping_pong)
+            yield Form(dtype, width, performance)
+            # Narrow heads have kernels of their own.
+            yield Form(dtype, width - 24, performance)
+
+
+def cutlass_forms() -> Iterator[Form]:
+    """By element type, precision and head width; wide heads of 16 bits have a form of 256 rows, too."""
+    for dtype, width in itertools.product(("bfloat16", "float16"), (64, 128, 256)):
+        yield Form(dtype, width, Performance((8, 8), (8, 16), (8, 8), (8, 16), backward_kv_splits=(1, 2)))
+    for dtype in ("bfloat16", "float16"):
+        yield Form(dtype, 128, Performance((16, 16), (8, 8), (8, 16), (8, 8), backward_deterministic=True))
+    # Those for small windows. The copy engine loads the columns of the first, as far as heads fill its rows and there
+    # are no additional tokens.
+    boxes, chunks = Performance((8, 2), (1, 8), (1, 8), (8, 2)), Performance((8, 2), (2, 4), (2, 4), (4, 4))
+    for dtype, width in itertools.product(("bfloat16", "float16"), (32, 64, 128)):
+        yield Form(dtype, width, boxes, additional_kv=0)
+        yield Form(dtype, width, chunks, additional_kv=0)
+        yield Form(dtype, width, boxes)
+        # Query heads with key/value heads of their own, and with them dilation groups that a CTA holds whole.
+        yield Form(dtype, width, boxes, additional_kv=0, layout=LARGE_LAYOUT, heads_kv=2)
+        yield Form(dtype, width, boxes, additional_kv=0, layout=WHOLE_LAYOUT, heads_kv=2)
+    for precision, width in itertools.product((None, "tensorfloat32"), (64, 128, 256)):
+        yield Form("float32", width, Performance((8, 8), (8, 16), (8, 8), (8, 16)), precision)
+
+
+FORMS = {"hopper": hopper_forms, "cutlass": cutlass_forms}
+
+
+def run(family: str, form: Form) -> None:
+    """Run both passes of a form."""
+    problem = problem_of(
+        form.layout,
+        (7, 9),
+        (2, 1),
+        (1, 2),
+        (True, False),
+        heads=2,
+        heads_kv=form.heads_kv,
+        head_dim=form.head_dim,
+        dtype=form.dtype,
+        additional_kv=form.additional_kv,
+    )
+    backend, plans = plans_of(f"{family}-fna", problem, form.performance)
+    rng = np.random.default_rng(0)
+
+    def array(*shape: int, dtype: str = form.dtype) -> Any:
+        return jnp.asarray(rng.standard_normal((1, *shape)), dtype)
+
+    query, cotangent = (array(*form.layout, 2, form.head_dim) for _ in range(2))
+    key, value = (array(*form.layout, form.heads_kv, form.head_dim) for _ in range(2))
+    keys, values = (
+        array(form.additional_kv, form.heads_kv, form.head_dim) if form.additional_kv else None for _ in range(2)
+    )
+    logsumexp_cotangent = array(*form.layout, 2, dtype="float32")
+
+    @jax.jit
+    def forward(operands: Operands) -> Saved:
+        return backend.forward_saving(plans["forward"], operands)
+
+    @jax.jit
+    def continued(operands: Operands, saved: Saved) -> Saved | None:
+        seeing = QueryBox(jnp.zeros(2, jnp.int32), form.layout)
+        return backend.forward_continued(plans["forward"], operands, saved, seeing)
+
+    @jax.jit
+    def backward(operands: Operands, saved: Saved) -> Any:
+        return backend.backward(plans["backward"], operands, saved, Output(cotangent, logsumexp_cotangent))
+
+    with jax.default_matmul_precision(form.precision):
+        for factor, scale in ((1.0, None), (LARGE, None), (1.0, SCALES)):
+            large = jnp.asarray((np.asarray(query, np.float32) * factor).astype(query.dtype))
+            operands = Operands(large, key, value, keys, values, None if scale is None else jnp.asarray([scale]), None)
+            # By way of the host: initcheck does not see what the copy engine writes, nor other kernels'.
+            saved = jax.tree.map(np.asarray, forward(operands))
+            results = jax.tree.leaves((saved, backward(operands, saved)))
+            assert all(np.isfinite(np.asarray(result, np.float32)).all() for result in results), (form, factor)
+            twice = continued(operands._replace(origins=jnp.zeros((2, 3), jnp.int32)), saved)
+            if twice is not None:  # attended to the same keys again
+                np.testing.assert_allclose(twice.logsumexp, saved.logsumexp + np.log(2), rtol=1e-6, atol=1e-5)
+
+
+def main() -> int:
+    """Run a family's forms, or every n-th of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("family", choices=FORMS)
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every N-th from I on")
+    options = parser.parse_args()
+    first, step = options.part
+    forms = list(FORMS[options.family]())[first::step]
+    for form in forms:
+        run(options.family, form)
+    print(f"{options.family}: {len(forms)} forms ran")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,389 @@
+"""Test problems: their description, their inputs, and how a result is compared with the oracle."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import natten_jax
+from tests.support import oracle
+from tests.support.families import BOUNDS, Family
+
+Shape = tuple[int, ...]
+
+OPERATORS: Mapping[int, Callable[..., Any]] = {1: natten_jax.na1d, 2: natten_jax.na2d, 3: natten_jax.na3d}
+
+#: A result whose terms cancel is compared with this share of their magnitude instead of with its own norm: it is
+#: exactly zero for a scale of 0, and almost zero for windows of one or two keys, whose softmax is nearly constant.
+#: With the bound of float32, 2e-6, it allows an error of 1e-7 of the terms: not two roundings of one of them.
+CANCELLATION = 0.05
+
+
+def accepted_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those compiler options that the installed jaxlib has: they come and go."""
+
+    def is_accepted(name: str, value: Any) -> bool:
+        try:
+            jax.jit(lambda x: x).lower(0).compile(compiler_options={name: value})
+        except jax.errors.JaxRuntimeError as error:
+            if name not in str(error):
+                raise
+            return False
+        return True
+
+    return {name: value for name, value in options.items() if is_accepted(name, value)}
+
+
+#: Each problem is compiled for one run of microseconds, so optimisation would be most of the suite's time: of the code
+#: on a CPU, of the choice among kernels for a product of matrices on a GPU. Both passes of plain JAX in two dimensions:
+#: 5.5 to 6.9 s of processor time with XLA's own choices, 4.3 to 4.8 without optimisation, 2.1 to 2.3 if XLA also emits
+#: a fusion of operations without MLIR, and 1.4 to 1.8 if all code is one module of LLVM's.
+QUICK_COMPILATION = accepted_options(
+    {
+        "xla_backend_optimization_level": 0,
+        "xla_cpu_use_fusion_emitters": False,
+        "xla_cpu_parallel_codegen_split_count": 1,
+    }
+    if jax.default_backend() == "cpu"
+    else {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One neighborhood attention problem, or, with ``queries``, one attention problem.
+
+    Attributes:
+        layout: Token layout of key and value, and of the query unless ``queries`` says otherwise.
+        kernel_size: Window; ``None`` is the whole layout.
+        stride: Queries that share a window.
+        dilation: Distance of neighbors.
+        is_causal: Causal dimensions.
+        batch: Batch size.
+        heads: Query heads.
+        heads_kv: Key/value heads.
+        head_dim: Width of query and key.
+        head_dim_v: Width of value; ``None`` is ``head_dim``.
+        scale: Scale; ``None`` is the default.
+        scales: An operand in its place: an array of one scale for each query head, or of one without dimensions.
+        additional: Additional key/value tokens.
+        fused: Whether they are to be processed by the same kernel.
+        queries: Query tokens of plain attention, whose layout is that of the keys.
+    """
+
+    layout: Shape
+    kernel_size: Shape | None = None
+    stride: Shape | None = None
+    dilation: Shape | None = None
+    is_causal: tuple[bool, ...] | None = None
+    batch: int = 1
+    heads: int = 1
+    heads_kv: int = 1
+    head_dim: int = 8
+    head_dim_v: int | None = None
+    scale: float | None = None
+    scales: tuple[float, ...] | None = None
+    additional: int = 0
+    fused: bool = False
+    queries: int | None = None
+
+    @property
+    def rank(self) -> int:
+        """Number of token dimensions."""
+        return len(self.layout)
+
+    @property
+    def causal(self) -> tuple[bool, ...]:
+        """Causal dimensions, written out."""
+        return self.is_causal or (False,) * self.rank
+
+    @property
+    def window_arguments(self) -> dict[str, Any]:
+        """``kernel_size``, ``stride``, ``dilation`` and ``is_causal``, written out."""
+        ones = (1,) * self.rank
+        return {
+            "kernel_size": self.kernel_size or self.layout,
+            "stride": self.stride or ones,
+            "dilation": self.dilation or ones,
+            "is_causal": self.causal,
+        }
+
+    def with_heads(self, heads: int, heads_kv: int) -> Case:
+        """The problem with other heads, whose scales are these in turn."""
+        scales = self.scales if self.scales is None or len(self.scales) == 1 else (self.scales * heads)[:heads]
+        return dataclasses.replace(self, heads=heads, heads_kv=heads_kv, scales=scales)
+
+    def fitted(self, family: Family) -> Case:
+        """The problem with head dimensions that the family has."""
+        step = family.head_dim_step
+
+        def fit(width: int) -> int:
+            return -(-width // step) * step
+
+        head_dim_v = None if self.head_dim_v is None else fit(self.head_dim_v)
+        return dataclasses.replace(self, head_dim=fit(self.head_dim), head_dim_v=head_dim_v)
+
+    def mask(self) -> np.ndarray:
+        """Visibility ``[query tokens, key tokens]`` by the oracle."""
+        if self.queries is not None:
+            return oracle.attention_mask(self.queries, self.layout[0], self.causal[0])
+        return oracle.neighborhood_mask(self.layout, **self.window_arguments)
+
+    @property
+    def actual_scale(self) -> float:
+        """The scale, written out."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    def operands(self, dtype: str, seed: int) -> oracle.Tensors:
+        """Random normal operands as JAX arrays."""
+        return jax.tree.map(jax.device_put, self.host_operands(dtype, seed))
+
+    def host_operands(self, dtype: str, seed: int) -> oracle.Tensors:
+        """The same as NumPy arrays."""
+        rng = np.random.default_rng(seed)
+        width_v = self.head_dim_v or self.head_dim
+        queries = self.layout if self.queries is None else (self.queries,)
+
+        def draw(*shape: int) -> np.ndarray:
+            return rng.standard_normal(shape).astype(jnp.dtype(dtype))
+
+        return oracle.Tensors(
+            draw(self.batch, *queries, self.heads, self.head_dim),
+            draw(self.batch, *self.layout, self.heads_kv, self.head_dim),
+            draw(self.batch, *self.layout, self.heads_kv, width_v),
+            draw(self.batch, self.additional, self.heads_kv, self.head_dim) if self.additional else None,
+            draw(self.batch, self.additional, self.heads_kv, width_v) if self.additional else None,
+            None
+            if self.scales is None
+            else np.asarray(self.scales if self.scales[1:] else self.scales[0], lse_dtype(dtype)),
+        )
+
+    def cotangents(self, dtype: str, seed: int) -> tuple[jax.Array, jax.Array]:
+        """Random cotangents of output and logsumexp."""
+        out, lse = self.host_cotangents(dtype, seed)
+        return jax.device_put(out), jax.device_put(lse)
+
+    def host_cotangents(self, dtype: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        """The same as NumPy arrays."""
+        rng = np.random.default_rng([seed, 1])
+        queries = self.layout if self.queries is None else (self.queries,)
+        shape = (self.batch, *queries, self.heads)
+        out = 0.05 * rng.standard_normal((*shape, self.head_dim_v or self.head_dim))
+        lse = 0.05 * rng.standard_normal(shape)
+        return out.astype(jnp.dtype(dtype)), lse.astype(lse_dtype(dtype))
+
+    def operator(self, backend: str | None = None, **arguments: Any) -> Callable[[oracle.Tensors], tuple[Any, Any]]:
+        """The public function on this problem: operands to output and logsumexp."""
+
+        def run(operands: oracle.Tensors) -> tuple[Any, Any]:
+            query, key, value, additional_keys, additional_values, scale = operands
+            common = {
+                "scale": self.scale if scale is None else scale,
+                "backend": backend,
+                "return_lse": True,
+                **arguments,
+            }
+            if self.queries is not None:
+                return natten_jax.attention(query, key, value, is_causal=self.causal[0], **common)
+            return OPERATORS[self.rank](
+                query,
+                key,
+                value,
+                **self.window_arguments,
+                additional_keys=additional_keys,
+                additional_values=additional_values,
+                try_fuse_additional_kv=self.fused,
+                **common,
+            )
+
+        return run
+
+
+def lse_dtype(dtype: str) -> str:
+    """Element type of the logsumexp."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+def element_types(dtype: str) -> contextlib.AbstractContextManager[Any]:
+    """A context in which JAX has the element type: 64-bit ones are off otherwise."""
+    return jax.enable_x64(dtype == "float64")
+
+
+def relative_error(result: Any, reference: np.ndarray, magnitude: np.ndarray) -> float:
+    """``||result - reference|| / ||reference||``, where cancellation leaves so much of the reference."""
+    result = np.asarray(result).astype(np.float64)
+    if result.shape != reference.shape:
+        raise AssertionError(f"shape {result.shape} instead of {reference.shape}")
+    distance = float(np.linalg.norm(result - reference))
+    size = max(float(np.linalg.norm(reference)), CANCELLATION * float(np.linalg.norm(magnitude)))
+    if size == 0:
+        return 0.0 if distance == 0 else math.inf
+    return distance / size
+
+
+Results = tuple[tuple[jax.Array, jax.Array], oracle.Tensors]
+
+
+def value_and_gradients(
+    function: Callable[[oracle.Tensors], tuple[Any, Any]], operands: oracle.Tensors, cotangents: tuple[Any, Any]
+) -> Results:
+    """Both passes in one compiled program."""
+    return all_values_and_gradients([function], [operands], [cotangents])[0]
+
+
+def all_values_and_gradients(
+    functions: Sequence[Callable[[oracle.Tensors], tuple[Any, Any]]],
+    operands: Sequence[oracle.Tensors],
+    cotangents: Sequence[tuple[Any, Any]],
+) -> list[Results]:
+    """Both passes of several functions in one compiled program: compiling takes long, and much of it but once."""
+
+    @functools.partial(jax.jit, compiler_options=QUICK_COMPILATION)
+    def run(operands: Sequence[oracle.Tensors], cotangents: Sequence[tuple[Any, Any]]) -> Any:
+        results = []
+        for function, own, cotangent in zip(functions, operands, cotangents, strict=True):
+            outputs, pullback = jax.vjp(function, own)
+            results.append((outputs, pullback(cotangent)[0]))
+        return results
+
+    return run(operands, cotangents)
+
+
+def errors(case: Case, outputs: tuple[Any, Any], gradients: oracle.Tensors | None, seed: int) -> dict[str, float]:
+    """Error of each result of ``case`` on the inputs that ``seed`` makes."""
+    return errors_of(expected_results(case, outputs[0].dtype.name, seed), outputs, gradients)
+
+
+def expected_results(case: Case, dtype: str, seed: int) -> oracle.Reference:
+    """The oracle's results of ``case`` on the inputs that ``seed`` makes."""
+    return expected_of(case, case.host_operands(dtype, seed), case.host_cotangents(dtype, seed))
+
+
+def expected_of(case: Case, operands: oracle.Tensors, cotangents: tuple[Any, Any]) -> oracle.Reference:
+    """The oracle's results of ``case`` on given inputs."""
+    operands = oracle.Tensors(*(a if a is None else np.asarray(a) for a in operands))
+    return oracle.reference(operands, case.mask(), case.actual_scale, *map(np.asarray, cotangents))
+
+
+def errors_of(
+    expected: oracle.Reference, outputs: tuple[Any, Any], gradients: oracle.Tensors | None
+) -> dict[str, float]:
+    """Error of each result."""
+    found = dict(zip(("out", "lse"), outputs, strict=True))
+    pairs = {name: (getattr(expected.forward, name), getattr(expected.forward_magnitude, name)) for name in found}
+    if gradients is not None:
+        for name, gradient in gradients._asdict().items():
+            reference = getattr(expected.gradients, name)
+            assert (gradient is None) == (reference is None), name
+            if gradient is not None:
+                assert gradient.dtype == outputs[name == "scale"].dtype, name
+                found[f"d_{name}"] = gradient
+                pairs[f"d_{name}"] = reference, getattr(expected.gradient_magnitude, name)
+    return {name: relative_error(found[name], *pairs[name]) for name in found}
+
+
+def check(
+    case: Case,
+    family: Family,
+    dtype: str,
+    seed: int = 0,
+    record: Callable[[str, object], None] | None = None,
+    **arguments: Any,
+) -> None:
+    """Compare both passes of a backend with the oracle.
+
+    Args:
+        case: The problem.
+        family: Whose backend runs it.
+        dtype: Element type of the operands.
+        seed: Of the random operands.
+        record: pytest's ``record_property``.
+        **arguments: More arguments of the operator, tile shapes for example.
+    """
+    check_all([Trial(case, dtype, seed, arguments)], family, record)
+
+
+class Trial(NamedTuple):
+    """A problem to be compared with the oracle.
+
+    Attributes:
+        case: The problem.
+        dtype: Element type of the operands.
+        seed: Of the random operands.
+        arguments: More arguments of the operator, tile shapes for example.
+    """
+
+    case: Case
+    dtype: str
+    seed: int = 0
+    arguments: Mapping[str, Any] = MappingProxyType({})
+
+
+def check_all(
+    trials: Sequence[Trial], family: Family, record: Callable[[str, object], None] | None = None, at_once: int = 8
+) -> None:
+    """Compare both passes of a backend with the oracle for several problems, ``at_once`` in one compiled program.
+
+    Raises:
+        AssertionError: Names every problem whose results are wrong.
+    """
+    failures = []
+    for double in (False, True):
+        alike = [trial for trial in trials if (trial.dtype == "float64") == double]
+        for start in range(0, len(alike), at_once):
+            with jax.enable_x64(double):
+                failures += _failures(alike[start : start + at_once], family, record)
+    assert not failures, "\n".join(failures)
+
+
+def _failures(trials: Sequence[Trial], family: Family, record: Callable[[str, object], None] | None) -> list[str]:
+    trials = [trial._replace(case=trial.case.fitted(family)) for trial in trials]
+    functions = [
+        case.operator(family.fna if case.queries is None else family.fmha, **arguments)
+        for case, _, _, arguments in trials
+    ]
+    # Trials of the same problem share its operands and what is expected.
+    operands = {trial[:3]: trial.case.operands(trial.dtype, trial.seed) for trial in trials}
+    cotangents = {trial[:3]: trial.case.cotangents(trial.dtype, trial.seed) for trial in trials}
+    expected = {key: expected_results(*key) for key in operands}
+    try:
+        results = all_values_and_gradients(
+            functions, [operands[trial[:3]] for trial in trials], [cotangents[trial[:3]] for trial in trials]
+        )
+    except Exception as error:
+        if len(trials) == 1:
+            return [f"{_described(trials[0])}: {type(error).__name__}: {error}"]
+        # Alone, each says whether it is the one to blame.
+        return [failure for trial in trials for failure in _failures([trial], family, record)] or [
+            f"{[_described(trial) for trial in trials]} fail in one program, but not alone: {error}"
+        ]
+    failures = []
+    for trial, (outputs, gradients) in zip(trials, results, strict=True):
+        dtype = trial.dtype
+        where = _described(trial)
+        assert outputs[0].dtype == dtype, where
+        assert outputs[1].dtype == lse_dtype(dtype), where
+        try:
+            found = errors_of(expected[trial[:3]], outputs, gradients)
+        except AssertionError as error:
+            failures.append(f"{where}: {error}")
+            continue
+        if record is not None:
+            record("errors", {"family": family.name, "dtype": dtype, "errors": found})
+        too_large = {name: error for name, error in found.items() if not error <= BOUNDS[dtype]}
+        if too_large:
+            failures.append(f"{where}: errors {too_large} exceed {BOUNDS[dtype]}")
+    return failures
+
+
+def _described(trial: Trial) -> str:
+    return f"{trial.case} {trial.dtype} seed {trial.seed} {dict(trial.arguments)}"

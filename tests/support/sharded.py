@@ -1,0 +1,223 @@
+"""Operators on arrays that are split over a mesh of eight devices, in a process of its own.
+
+``python -c "from tests.support import sharded; sharded.main()" MODE WHAT`` prints a line of JSON for each split and
+function: the collectives of the compiled program, how the results are split, and how far they are from one device's.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import natten_jax
+from tests.support.problems import QUICK_COMPILATION
+
+COLLECTIVES = ("all-gather", "all-to-all", "collective-permute", "all-reduce", "reduce-scatter")
+BATCH = 8
+TYPES = {
+    "Auto": (AxisType.Auto, AxisType.Auto),
+    "Explicit": (AxisType.Explicit, AxisType.Explicit),
+    "Manual": (AxisType.Auto, AxisType.Auto),
+    "Auto+Manual": (AxisType.Auto, AxisType.Auto),
+    "Explicit+Auto": (AxisType.Explicit, AxisType.Auto),
+    "Auto+Explicit": (AxisType.Auto, AxisType.Explicit),
+}
+
+
+class Split(NamedTuple):
+    """How a call's arrays are split over the mesh axes ``x`` (four devices) and ``y`` (two)."""
+
+    batch: Any
+    heads: Any
+    num_heads: int
+    heads_kv: int
+    heads_kv_axes: Any = None
+
+    def query(self) -> P:
+        return P(self.batch, None, self.heads, None)
+
+    def key(self) -> P:
+        return P(self.batch, None, self.heads_kv_axes, None)
+
+
+SPLITS = {
+    "batch": Split("x", None, 2, 2),
+    "batch over both axes": Split(("x", "y"), None, 2, 1),
+    "heads": Split(None, "x", 4, 4, "x"),
+    "both": Split("x", "y", 4, 4, "y"),
+    "both, axes exchanged": Split("y", "x", 4, 4, "x"),
+    "groups": Split("x", "y", 8, 2, "y"),
+    "groups that are split": Split("y", "x", 8, 2),
+    "groups across parts": Split(None, ("x", "y"), 24, 12),
+    "one key/value head": Split("y", "x", 4, 1),
+    "nothing": Split(None, None, 4, 2),
+}
+#: Where XLA compiles an operator slowly, the splits of most modes, and those that everything is done with.
+FEW = ("both", "groups", "groups that are split")
+THOROUGH = ("both", "groups that are split")
+THOROUGH_MODES = ("Auto", "Explicit", "Manual", "Auto+Manual")
+#: What is differentiated, by query, key and value.
+GRADIENTS = ("gradient", "vmap", "remat")
+
+
+def splits_of(mode: str, what: str) -> list[str]:
+    """The splits that a mode has."""
+    if what.startswith("flex") and (mode, what) != ("Auto", "flex-fna"):
+        return [name for name in splits_of(mode, what.replace("flex", "cpu")) if name in FEW]
+    if what == "merge":
+        return ["both", "one key/value head", "nothing"] if "Manual" not in mode else ["both", "nothing"]
+    if "Manual" in mode:  # callers split key/value heads as query heads
+        return [name for name, split in SPLITS.items() if split.heads in (None, split.heads_kv_axes)]
+    if mode == "Auto+Explicit":  # the types of arrays say how explicit axes split them, before automatic ones
+        return [name for name, split in SPLITS.items() if not isinstance(split.batch or split.heads, tuple)]
+    return list(SPLITS)
+
+
+def operator_of(what: str, backend: str) -> Callable[..., Any]:
+    """A function of ``[batch, tokens, heads, head_dim]`` arrays that returns output and logsumexp."""
+    if what == "merge":
+        return lambda q, k, v: natten_jax.merge_attentions([q, 2 * q], [q[..., 0], q[..., 1]])
+    if what.endswith("fmha"):
+        # By default they are chosen by the size of the batch.
+        tiles = {"q_tile_size": 16, "kv_tile_size": 16} if what.startswith("cpu") else {}
+        return functools.partial(natten_jax.attention, backend=backend, return_lse=True, **tiles)
+    if what.startswith("flex"):
+        return lambda q, k, v: natten_jax.na1d(q, k, v, 5, stride=2, backend=backend, return_lse=True)
+
+    def neighborhood(query: Any, key: Any, value: Any) -> Any:
+        q, k, v = (array.reshape(array.shape[0], 5, 6, *array.shape[2:]) for array in (query, key, value))
+        out, lse = natten_jax.na2d(
+            q, k, v, (3, 4), stride=(1, 2), is_causal=(True, False), additional_keys=key[:, :3],
+            additional_values=value[:, :3], backend=backend, return_lse=True,
+            q_tile_shape=(2, 4), kv_tile_shape=(4, 6),
+        )  # fmt: skip
+        return out.reshape(*query.shape[:-1], -1), lse.reshape(query.shape[:-1])
+
+    return neighborhood
+
+
+def functions(operator: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """What is done with an operator."""
+
+    def loss(query: Any, key: Any, value: Any) -> Any:
+        out, lse = operator(query, key, value)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse))
+
+    gradient = jax.grad(loss, argnums=(0, 1, 2))
+
+    def scanned(query: Any, key: Any, value: Any) -> Any:
+        return jax.lax.scan(lambda carry, _: (operator(carry, key, value)[0], None), query, length=2)[0]
+
+    def mapped(*arrays: Any) -> Any:
+        return jax.vmap(gradient)(*(jnp.stack([array, array + 1]) for array in arrays))
+
+    return {
+        "forward": operator,
+        "gradient": gradient,
+        "vmap": mapped,
+        "remat": jax.grad(jax.checkpoint(loss), argnums=(0, 1, 2)),
+        "scan": scanned,
+    }
+
+
+def arrays_of(split: Split) -> list[jax.Array]:
+    generator = np.random.default_rng(0)
+    shapes = [(BATCH, 30, heads, 8) for heads in (split.num_heads, split.heads_kv, split.heads_kv)]
+    return [jnp.asarray(generator.standard_normal(shape), "float32") for shape in shapes]
+
+
+def collectives(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """How many there are of each kind in a program."""
+    text = compiled.as_text() or ""
+    counts = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in COLLECTIVES}
+    return {kind: count for kind, count in counts.items() if count}
+
+
+class Done(NamedTuple):
+    """What is done in one program."""
+
+    what: str
+    kinds: tuple[str, ...]
+
+    @classmethod
+    def of(cls, mode: str, name: str, what: str) -> Done:
+        is_quick = not what.startswith("flex") or (name in THOROUGH and what == "flex-fna" and mode in THOROUGH_MODES)
+        return cls(what, ("forward", "gradient", "vmap", "remat", "scan") if is_quick else ("forward", "gradient"))
+
+    def by(self, backend: str) -> Callable[..., dict[str, Any]]:
+        """All of it, in one function."""
+        each = functions(operator_of(self.what, backend))
+        return lambda *arrays: {kind: each[kind](*arrays) for kind in self.kinds}
+
+
+def within_shard_map(mode: str, mesh: Any, split: Split, done: Done) -> Callable[..., Any]:
+    """The function as users write it who split arrays themselves."""
+    names = {"x"} if mode == "Auto+Manual" else {"x", "y"}
+
+    def manual(axis: Any) -> Any:
+        kept = tuple(name for name in (axis if isinstance(axis, tuple) else (axis,)) if name in names)
+        return kept or None
+
+    query, key = (P(*map(manual, spec)) for spec in (split.query(), split.key()))
+    function = done.by(done.what)
+    shapes = jax.eval_shape(function, *arrays_of(split))
+
+    def out(kind: str, position: int, shape: Any) -> P:
+        of_key = kind in GRADIENTS and position > 0
+        mapped = (None,) if kind == "vmap" else ()
+        return P(*(*mapped, *(key if of_key else query))[: shape.ndim])
+
+    specs = {
+        kind: jax.tree.unflatten(
+            jax.tree.structure(shape), [out(kind, i, each) for i, each in enumerate(jax.tree.leaves(shape))]
+        )
+        for kind, shape in shapes.items()
+    }
+    return jax.shard_map(function, mesh=mesh, in_specs=(query, key, key), out_specs=specs, axis_names=names)
+
+
+def check(mode: str, mesh: Any, name: str, what: str) -> None:
+    """Run everything on one split and print what was found."""
+    split = SPLITS[name]
+    arrays = arrays_of(split)
+    specs = [split.query(), split.key(), split.key()]
+    placed = [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, specs, strict=True)]
+    done = Done.of(mode, name, what)
+    function = within_shard_map(mode, mesh, split, done) if "Manual" in mode else done.by(what)
+    compiled = jax.jit(function).lower(*placed).compile(compiler_options=QUICK_COMPILATION)
+    found = compiled(*placed)
+    expected = jax.jit(done.by(what.replace("flex", "cpu")), compiler_options=QUICK_COMPILATION)(*arrays)
+    results = {
+        kind: [
+            {
+                "distance": float(np.max(np.abs(np.asarray(one) - np.asarray(other)))),
+                "shard": one.sharding.shard_shape(one.shape),
+                "shape": one.shape,
+            }
+            for one, other in zip(jax.tree.leaves(found[kind]), jax.tree.leaves(expected[kind]), strict=True)
+        ]
+        for kind in found
+    }
+    print(json.dumps({"split": name, "collectives": collectives(compiled), "results": results}), flush=True)
+    jax.clear_caches()
+
+
+def main() -> None:
+    mode, what = sys.argv[1:3]
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=TYPES[mode])
+    for name in splits_of(mode, what):
+        if "Explicit" in mode or name == "nothing":
+            with jax.set_mesh(mesh):
+                check(mode, mesh, name, what)
+        else:
+            check(mode, mesh, name, what)

@@ -1,0 +1,56 @@
+"""The oracle itself: its gradients against finite differences, its mask against written-out examples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support import oracle
+
+
+def test_mask_of_an_even_window_looks_further_back() -> None:
+    seen = [list(oracle.window(i, 8, 4, 1, False)) for i in (0, 3, 7)]
+    assert seen == [[0, 1, 2, 3], [1, 2, 3, 4], [4, 5, 6, 7]]
+
+
+def test_mask_of_a_dilated_line_stays_in_its_group() -> None:
+    mask = oracle.line_mask(7, 2, 1, 3, False)
+    assert [np.flatnonzero(row).tolist() for row in mask] == [[0, 3], [1, 4], [2, 5], [0, 3], [1, 4], [2, 5], [3, 6]]
+
+
+def test_mask_is_the_conjunction_over_dimensions() -> None:
+    layout, arguments = (3, 5), ((2, 3), (1, 2), (1, 1), (True, False))
+    mask = oracle.neighborhood_mask(layout, *arguments).reshape(*layout, *layout)
+    rows, columns = (oracle.line_mask(x, *(a[i] for a in arguments)) for i, x in enumerate(layout))
+    for q in np.ndindex(*layout):
+        for k in np.ndindex(*layout):
+            assert mask[(*q, *k)] == (rows[q[0], k[0]] and columns[q[1], k[1]])
+
+
+@pytest.mark.parametrize("additional", [0, 2])
+@pytest.mark.parametrize("scales", [None, 0.4, [0.4, -0.6, 0.0, 1.1]])
+def test_gradients_equal_finite_differences(additional: int, scales: Any) -> None:
+    rng = np.random.default_rng(0)
+    draw = rng.standard_normal
+    extra = (draw((2, additional, 2, 3)), draw((2, additional, 2, 4))) if additional else ()
+    operands = oracle.Tensors(draw((2, 3, 4, 4, 3)), draw((2, 3, 4, 2, 3)), draw((2, 3, 4, 2, 4)), *extra)
+    if scales is not None:
+        operands = operands._replace(scale=np.asarray(scales))
+    mask = oracle.neighborhood_mask((3, 4), (2, 3), (1, 2), (1, 1), (True, False))
+    d_out, d_lse = draw((2, 3, 4, 4, 4)), draw((2, 3, 4, 4))
+    scale = -0.7
+
+    def objective(values: oracle.Tensors) -> float:
+        result = oracle.forward(values, mask, scale)
+        return float((result.out * d_out).sum() + (result.lse * d_lse).sum())
+
+    gradients = oracle.reference(operands, mask, scale, d_out, d_lse).gradients
+    for name, gradient in gradients._asdict().items():
+        if gradient is None:
+            continue
+        value = getattr(operands, name)
+        direction, step = draw(value.shape), 1e-5
+        ahead, behind = (objective(operands._replace(**{name: value + sign * step * direction})) for sign in (1, -1))
+        np.testing.assert_allclose((gradient * direction).sum(), (ahead - behind) / (2 * step), rtol=1e-8)
