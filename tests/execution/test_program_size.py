@@ -34,19 +34,18 @@ def test_a_plan_stands_once_in_each_pass(family: Family) -> None:
     """Equal layers share their passes in what is traced; what is compiled has a pass for each."""
     lowered = layers(3, family.fna, dtype=family.dtype)
     assert lowered.as_text().count(f"{PLAN_ATTRIBUTE} =") == 2
-    text = lowered.compile().as_text()
+    compiled = lowered.compile()
+    text = compiled.as_text()
     assert text is not None
     names = set(re.findall(rf'{NAME_ATTRIBUTE}="([0-9a-f]+)"', text))
     assert len(names) == 2
-    plans = [each.plan for each in Program.parse(text).instructions.values() if each.plan is not None]
+    plans = [each.plan for each in Program.of(compiled).instructions.values() if each.plan is not None]
     assert {plan.pass_ for plan in plans} == {"forward", "backward"}
     assert all(str(plan.backend) == family.fna for plan in plans)
 
 
 def test_loops_of_a_pass_are_marked(pure_family: Family) -> None:
-    text = layers(1, pure_family.fna).compile().as_text()
-    assert text is not None
-    program = Program.parse(text).instructions.values()
+    program = Program.of(layers(1, pure_family.fna).compile()).instructions.values()
     loops = [each for each in program if each.opcode == "while"]
     assert loops and all(each.plan is not None for each in loops)
 

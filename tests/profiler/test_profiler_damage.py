@@ -21,6 +21,7 @@ from natten_jax.profiler.traces import capture, trace_files, xspace
 from natten_jax.profiler.traces.capture import Launch
 from natten_jax.profiler.traces.program import Program
 from natten_jax.profiler.traces.trace_files import CaptureError, DamagedTrace
+from tests.support.protobuf import encoded, field
 
 
 @pytest.fixture(scope="module")
@@ -53,22 +54,6 @@ def read_or_complain(path: Path, read: Callable[[Path], Any]) -> bool:
         assert "truncated or corrupt" in str(error)
         return False
     return True
-
-
-def encoded(number: int) -> bytes:
-    """A variable-length integer."""
-    groups = []
-    while number > 127:
-        groups.append(number & 127 | 128)
-        number >>= 7
-    return bytes([*groups, number])
-
-
-def field(number: int, value: bytes | int) -> bytes:
-    """A field of a serialised message."""
-    if isinstance(value, int):
-        return encoded(number << 3) + encoded(value)
-    return encoded(number << 3 | 2) + encoded(len(value)) + value
 
 
 def space_of(hlo: bytes) -> bytes:

@@ -209,11 +209,21 @@ def test_the_busiest_device_is_that_of_the_longest_median() -> None:
     assert attribution.busiest({0: iterations(1, 1, 90), 3: iterations(2, 2, 2), 7: iterations(9, 1, 1)}) == 3
 
 
+_DEVICES_OF_PROGRAMS = """
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from natten_jax.profiler.traces.program import Program
+
+sharding = NamedSharding(jax.make_mesh((4,), ("d",), devices=jax.devices()[:4]), PartitionSpec("d"))
+split = jax.device_put(jnp.ones((8, 8)), sharding)
+for function, array in ((jax.jit(jnp.sin), jnp.ones(8)), (jax.jit(jnp.sin), split), (jax.pmap(jnp.sin), jnp.ones(8))):
+    print(Program.of(function.lower(array).compile()).devices)
+"""
+
+
 def test_programs_say_over_how_many_devices_they_run() -> None:
-    header = "HloModule jit_f, is_scheduled=true, num_partitions=4\n"
-    assert Program.parse(header).devices == 4
-    assert Program.parse("HloModule pmap_f, is_scheduled=true, replica_count=8\n").devices == 8
-    assert Program.parse("HloModule jit_f, is_scheduled=true\n").devices == 1
+    assert output_of(run_python(_DEVICES_OF_PROGRAMS, devices=8)).split() == ["1", "4", "8"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import jax.numpy as jnp
 import pytest
 
 from natten_jax.performance import Performance
-from natten_jax.plan.marks import name_of
+from natten_jax.plan.marks import NAME_ATTRIBUTE, PLAN_ATTRIBUTE, name_of
 from natten_jax.plan.plan import BackendId, Plan
 from natten_jax.problem import Axis, Operator, Problem
 from natten_jax.profiler.traces import symbols
 from natten_jax.profiler.traces.program import Instruction, Program
+from natten_jax.profiler.traces.protobuf import Message
+from tests.support.protobuf import field
 
 
 def plan_of(operator: Operator) -> Plan:
@@ -159,7 +162,7 @@ def test_long_symbols_are_cut() -> None:
     assert symbols.clean("void " + "x" * 46 + "<int>(float)") == "x" * 45 + "..."
 
 
-# The compiled program's text.
+# The compiled program.
 
 
 def test_program_of_a_compiled_function() -> None:
@@ -168,7 +171,13 @@ def test_program_of_a_compiled_function() -> None:
             return jax.lax.fori_loop(0, 4, lambda i, y: jnp.sin(y) @ y, x)
 
     compiled = jax.jit(function).lower(jnp.ones((8, 8))).compile()
-    program = Program.parse(compiled.as_text() or "")
+    program = Program.of(compiled)
+    # The text of the program says the same.
+    text = compiled.as_text() or ""
+    printed = re.findall(r"^\s+(?:ROOT )?%?([\w.-]+) = .*?(?<![\w.-])([a-z][\w-]*)\(", text, re.MULTILINE)
+    assert {name: each.opcode for name, each in program.instructions.items()} == dict(printed)
+    scopes = {each.scope for each in program.instructions.values()}
+    assert scopes - {""} == {scope.partition(";")[0] for scope in re.findall(r'op_name="([^"]*)"', text)}
     assert program.is_module("jit_function")
     assert program.is_module("jit_function(12)")
     assert not program.is_module("jit_functional")
@@ -182,16 +191,21 @@ def test_program_of_a_compiled_function() -> None:
 
 def test_program_of_custom_calls() -> None:
     plan = plan_of("fna")
-    text = f"""HloModule jit_f, is_scheduled=true
 
-ENTRY %main.8 (q.1: f16[8]) -> f16[8] {{
-  %q.1 = f16[8]{{0}} parameter(0), metadata={{op_name="q"}}
-  %call.0 = (f16[8]{{0}}, /*index=1*/f32[2]{{0:T(256)S(1)}}) custom-call(%q.1), \
-custom_call_target="natten_jax_cpu_forward", \
-frontend_attributes={{natten_jax="{name_of(plan)}",natten_jax_plan={plan.payload()}}}, \
-metadata={{op_name="jit(f)/a;jit(f)/b"}}
-  ROOT %get.1 = f16[8]{{0}} get-tuple-element(%call.0), index=0
-}}
-"""
-    instruction = Program.parse(text).instruction("call.0")
+    def attribute(key: str, value: str) -> bytes:
+        return field(1, field(1, key.encode()) + field(2, value.encode()))
+
+    def call(name: bytes, attributes: bytes) -> bytes:
+        scopes = field(7, field(2, b"jit(f)/a;jit(f)/b"))
+        return field(1, name) + field(2, b"custom-call") + field(28, b"natten_jax_cpu_forward") + scopes + attributes
+
+    name, payload = attribute(NAME_ATTRIBUTE, name_of(plan)), attribute(PLAN_ATTRIBUTE, plan.payload())
+    foreign = attribute(NAME_ATTRIBUTE, "0") + attribute(PLAN_ATTRIBUTE, "{}")
+    calls = {b"call.0": field(68, name + payload), b"call.1": field(68, name), b"call.2": field(68, payload)}
+    calls |= {b"call.3": field(68, foreign), b"call.4": b""}
+    module = field(1, b"jit_f") + field(3, b"".join(field(2, call(*each)) for each in calls.items()))
+    program = Program.of_module(Message(module))
+    plans = [program.instruction(f"call.{i}").plan for i in range(5)]
+    assert plans == [plan, plan, None, None, None]
+    instruction = program.instruction("call.0")
     assert instruction == Instruction("custom-call", "jit(f)/a", "natten_jax_cpu_forward", plan)

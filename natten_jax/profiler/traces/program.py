@@ -1,14 +1,15 @@
-"""Compiled programs, and what their text says about their instructions: where they come from and what they are."""
+"""Compiled programs, and what they say about their instructions: where these come from and what they are.
+
+They are read as serialised ``xla.HloModuleProto``. Only the few fields named here are looked at; the numbers are those
+of the public definition ``hlo.proto``, which do not change.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
-import json
-import math
-import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -16,18 +17,16 @@ import jax
 from natten_jax.plan.devices import default_jax_device
 from natten_jax.plan.marks import NAME_ATTRIBUTE, PLAN_ATTRIBUTE
 from natten_jax.plan.plan import Plan
+from natten_jax.profiler.traces.protobuf import Message
 
-# `  ROOT %name = f32[8,16]{1,0} fusion(%a, %b), kind=kLoop, ...`; tuple types hold no lower-case word before `(`.
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*?(?<![\w.-])([a-z][\w-]*)\(")
-_MODULE = re.compile(r"^HloModule ([^\s,]+)")
-_DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")  # their product; each is left out where it is 1
-_SCOPE = re.compile(r'op_name="([^";]*)')  # merged instructions list several, with semicolons
-_TARGET = re.compile(r'custom_call_target="([^"]*)"')
-_CALLED = re.compile(r"calls=%?([\w.-]+)")
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) .*\{$")
-# What instructions of a pass are marked with (natten_jax.plan.marks): the name of a plan, and on one of them the plan.
-_PLAN_NAME = re.compile(rf'\b{NAME_ATTRIBUTE}="?([0-9a-f]+)\b')
-_PLAN = f"{PLAN_ATTRIBUTE}={{"
+# HloModuleProto, HloComputationProto.
+_MODULE_NAME, _MODULE_COMPUTATIONS = 1, 3
+_COMPUTATION_INSTRUCTIONS, _COMPUTATION_ID = 2, 5
+# HloInstructionProto, OpMetadata, FrontendAttributes, an entry of a map.
+_NAME, _OPCODE, _METADATA, _TARGET, _CALLED, _ATTRIBUTES = 1, 2, 7, 28, 38, 68
+_OP_NAME = 2
+_ATTRIBUTE_MAP = 1
+_MAP_KEY, _MAP_VALUE = 1, 2
 
 # Instructions that do nothing but run others.
 _CONTAINERS = ("while", "conditional", "call", "async-start", "async-done")
@@ -51,10 +50,6 @@ class Instruction:
     plan: Plan | None = None
     fused: frozenset[str] = frozenset()
 
-    def fusing(self, *opcodes: Iterable[str]) -> Instruction:
-        """This fusion with what is inside it."""
-        return dataclasses.replace(self, fused=frozenset().union(*opcodes) - {"parameter", "constant"})
-
 
 def compile_for_trace(function: Callable[..., Any], *arguments: Any) -> jax.stages.Compiled:
     """Compile a function for the default device so that a trace attributes every kernel to its instruction.
@@ -75,42 +70,45 @@ class Program:
     Attributes:
         module: Its name, which the events of a trace carry.
         instructions: By name.
-        devices: How many devices it runs on at the same time.
+        devices: How many devices of this process it runs on at the same time.
     """
 
     module: str
-    instructions: dict[str, Instruction]
+    instructions: Mapping[str, Instruction]
     devices: int = 1
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> Program:
         """Read a compiled program."""
-        return cls.parse(compiled.as_text() or "")
+        executable: Any = compiled.runtime_executable()
+        (module,) = executable.hlo_modules()
+        return cls.of_module(Message(module.as_serialized_hlo_module_proto()), len(executable.local_devices()))
 
     @classmethod
-    def parse(cls, text: str) -> Program:
-        """Read the text of a compiled program, as ``jax.stages.Compiled.as_text`` returns it."""
-        module, computation, devices = "", "", 1
-        instructions: dict[str, Instruction] = {}
-        called: dict[str, str] = {}
-        opcodes: dict[str, set[str]] = {}
-        marks = PlanMarks()
-        for line in text.splitlines():
-            if match := _INSTRUCTION.match(line):
-                name, opcode = match.groups()
-                opcodes.setdefault(computation, set()).add(opcode)
-                instructions[name] = Instruction(opcode, _first(_SCOPE, line), _first(_TARGET, line))
-                start = line.find(_PLAN)
-                marks.add(name, _first(_PLAN_NAME, line), "" if start < 0 else line[start + len(_PLAN) - 1 :])
-                if opcode == "fusion":
-                    called[name] = _first(_CALLED, line)
-            elif match := _COMPUTATION.match(line):
-                computation = match[1]
-            elif match := _MODULE.match(line):
-                module, devices = match[1], math.prod(map(int, _DEVICES.findall(line)))
-        for name, fused in called.items():
-            instructions[name] = instructions[name].fusing(opcodes.get(fused, ()))
-        return cls(module, marks.applied(instructions), devices)
+    def of_module(cls, module: Message, devices: int = 1) -> Program:
+        """Read an ``xla.HloModuleProto``."""
+        computations = {
+            computation.number(_COMPUTATION_ID): list(computation.messages(_COMPUTATION_INSTRUCTIONS))
+            for computation in module.messages(_MODULE_COMPUTATIONS)
+        }
+        opcodes = {number: {each.text(_OPCODE) for each in inside} for number, inside in computations.items()}
+        every = [(each, _attributes(each)) for inside in computations.values() for each in inside]
+        plans = _marked_plans(attributes for _, attributes in every)
+        instructions = {}
+        for each, attributes in every:
+            opcode, fused = each.text(_OPCODE), set[str]()
+            if opcode in ("fusion", "async-start"):
+                fused.update(*(opcodes.get(number, ()) for number in each.numbers(_CALLED)))
+            # Merged instructions have several scopes.
+            scope = next((data.text(_OP_NAME).partition(";")[0] for data in each.messages(_METADATA)), "")
+            instructions[each.text(_NAME)] = Instruction(
+                opcode,
+                scope,
+                each.text(_TARGET),
+                plans.get(attributes.get(NAME_ATTRIBUTE, "")),
+                frozenset(fused - {"parameter", "constant"}),
+            )
+        return cls(module.text(_MODULE_NAME), instructions, devices)
 
     def is_module(self, name: str) -> bool:
         """Whether an event's module is this program; traces may append the program's number in parentheses."""
@@ -125,45 +123,25 @@ class Program:
         return self.instruction(name).opcode in _CONTAINERS
 
 
-def _first(pattern: re.Pattern[str], line: str) -> str:
-    match = pattern.search(line)
-    return match[1] if match else ""
+def _attributes(instruction: Message) -> dict[str, str]:
+    """The frontend attributes of an instruction."""
+    return {
+        entry.text(_MAP_KEY): entry.text(_MAP_VALUE)
+        for attributes in instruction.messages(_ATTRIBUTES)
+        for entry in attributes.messages(_ATTRIBUTE_MAP)
+    }
 
 
-class PlanMarks:
-    """What the instructions of a program say of plans."""
+def _marked_plans(every: Iterable[dict[str, str]]) -> dict[str, Plan]:
+    """The plans that instructions are marked with, by the plan's name, which each instruction of a pass has.
 
-    def __init__(self) -> None:
-        self._names: dict[str, str] = {}
-        self._plans: dict[str, Plan] = {}
-
-    def add(self, instruction: str, name: str, payload: str) -> None:
-        """What an instruction is marked with: the name of a plan, and a text that starts with the plan, or nothing."""
-        if not name:
-            return
-        self._names[instruction] = name
-        plan = _marked_plan(payload) if payload and name not in self._plans else None
-        if plan is not None:
-            self._plans[name] = plan
-
-    def applied(self, instructions: dict[str, Instruction]) -> dict[str, Instruction]:
-        """The instructions with their plans."""
-        found = {key: self._plans[name] for key, name in self._names.items() if name in self._plans}
-        return {
-            key: dataclasses.replace(each, plan=found[key]) if key in found else each
-            for key, each in instructions.items()
-        }
-
-
-def _marked_plan(text: str) -> Plan | None:
-    """The plan that a text starts with; ``None`` of what another version of the package wrote."""
-    try:
-        _, end = json.JSONDecoder().raw_decode(text)
-        return _plan_of(text[:end])
-    except ValueError:
-        return None
-
-
-@functools.lru_cache(maxsize=256)
-def _plan_of(payload: str) -> Plan:
-    return Plan.of_payload(payload)
+    Args:
+        every: Attributes of each instruction; in each pass one of them has the plan itself.
+    """
+    marked = {NAME_ATTRIBUTE, PLAN_ATTRIBUTE}
+    payloads = {marks[NAME_ATTRIBUTE]: marks[PLAN_ATTRIBUTE] for marks in every if marked <= marks.keys()}
+    plans = {}
+    for name, payload in payloads.items():
+        with contextlib.suppress(ValueError):  # what another version of the package wrote
+            plans[name] = Plan.of_payload(payload)
+    return plans
