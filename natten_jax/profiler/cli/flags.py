@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import enum
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +17,8 @@ from natten_jax.profiler.cli.complaints import PROGRAM
 from natten_jax.profiler.cli.parser import Parser, at_least, boolean, compute_capability, flag
 from natten_jax.profiler.element_types import ELEMENT_TYPES, element_type
 from natten_jax.version import __version__
+
+_natural, _positive = at_least(0), at_least(1)
 
 #: By their names among the parsed arguments.
 TILE_FLAGS = ("q_tile", "kv_tile", "backward_q_tile", "backward_kv_tile")
@@ -118,152 +122,105 @@ class RefusedFlag(_Ignored):
         parser.error(f"{option_string} does not exist here: {self.advice}")
 
 
+def _value(group: Any, names: str, metavar: str, kind: Callable[[str], Any] | None, text: str, **options: Any) -> None:
+    """Add a flag that takes a value, or several."""
+    group.add_argument(*names.split(), metavar=metavar, type=kind, help=text, **options)
+
+
+def _per_dimension(group: Any, names: str, metavar: str, kind: Callable[[str], Any], text: str, **options: Any) -> None:
+    """Add a flag that takes a value for each token dimension."""
+    _value(group, names, metavar, kind, text, nargs="+", **options)
+
+
+def _switch(group: Any, name: str, text: str, **options: Any) -> None:
+    """Add a flag that takes no value."""
+    group.add_argument(name, help=text, **{"action": "store_true", **options})
+
+
+def _choice(group: Any, name: str, kinds: type[enum.StrEnum], text: str, default: str | None = None) -> None:
+    """Add a flag that takes one of some words."""
+    group.add_argument(name, choices=[str(each) for each in kinds], default=default, help=text)
+
+
 # fmt: off
 def _add_problem(group: Any) -> None:
-    positive, natural = at_least(1), at_least(0)
-    group.add_argument(
-        "-i", "--input-size", nargs="+", type=positive, required=True, metavar="X",
-        help="token layout, 1 to 3 integers: sequence length; height width; depth height width (required)",
-    )
-    group.add_argument("-b", "--batch-size", type=positive, default=1, metavar="B", help="batch size (default: 1)")
-    group.add_argument("-n", "--heads", type=positive, default=1, metavar="H", help="query heads (default: 1)")
-    group.add_argument(
-        "--heads-kv", type=positive, metavar="H", help="key/value heads, a divisor of --heads (default: --heads)"
-    )
-    group.add_argument(
-        "-d", "--dim", type=positive, default=64, metavar="D", help="head dim of query and key (default: 64)"
-    )
-    group.add_argument(
-        "--dim-value", type=positive, metavar="D", help="head dim of value and output (default: --dim)"
-    )
-    group.add_argument(
-        "-w", "--window-size", nargs="+", type=positive, metavar="W",
-        help="window per dimension, or one for all (default: the input size, which is self attention)",
-    )
-    group.add_argument(
-        "-s", "--stride", nargs="+", type=positive, metavar="S",
-        help="queries that share a window, per dimension or one for all (default: 1)",
-    )
-    group.add_argument(
-        "--dilation", nargs="+", type=positive, metavar="N",
-        help="distance between neighboring tokens of a window, per dimension or one for all (default: 1)",
-    )
-    group.add_argument(
-        "-c", "--causal", nargs="+", type=boolean, metavar="C",
-        help="true, false, 1 or 0 per dimension, or one for all (default: false)",
-    )
-    group.add_argument(
-        "--dtype", type=element_type, default="fp16", metavar="TYPE",
-        help=f"element type, {', '.join(ELEMENT_TYPES)} or its full name such as float16 (default: fp16)",
-    )
-    group.add_argument("--backprop", action="store_true", help="profile forward and backward pass")
-    group.add_argument(
-        "--add-kv", type=natural, default=0, metavar="N", help="additional key/value tokens (default: 0)"
-    )
+    _per_dimension(group, "-i --input-size", "X", _positive, required=True,
+        text="token layout, 1 to 3 integers: sequence length; height width; depth height width (required)")
+    _value(group, "-b --batch-size", "B", _positive, "batch size (default: 1)", default=1)
+    _value(group, "-n --heads", "H", _positive, "query heads (default: 1)", default=1)
+    _value(group, "--heads-kv", "H", _positive, "key/value heads, a divisor of --heads (default: --heads)")
+    _value(group, "-d --dim", "D", _positive, "head dim of query and key (default: 64)", default=64)
+    _value(group, "--dim-value", "D", _positive, "head dim of value and output (default: --dim)")
+    _per_dimension(group, "-w --window-size", "W", _positive,
+        "window per dimension, or one for all (default: the input size, which is self attention)")
+    _per_dimension(group, "-s --stride", "S", _positive,
+        "queries that share a window, per dimension or one for all (default: 1)")
+    _per_dimension(group, "--dilation", "N", _positive,
+        "distance between neighboring tokens of a window, per dimension or one for all (default: 1)")
+    _per_dimension(group, "-c --causal", "C", boolean,
+        "true, false, 1 or 0 per dimension, or one for all (default: false)")
+    _value(group, "--dtype", "TYPE", element_type, default="fp16",
+        text=f"element type, {', '.join(ELEMENT_TYPES)} or its full name such as float16 (default: fp16)")
+    _switch(group, "--backprop", "profile forward and backward pass")
+    _value(group, "--add-kv", "N", _natural, "additional key/value tokens (default: 0)", default=0)
 
 
 def _add_configuration(group: Any) -> None:
-    positive = at_least(1)
-    group.add_argument(
-        "--backend", metavar="NAME",
-        help=f"{', '.join(backends.names('fna'))} (default: the best that runs the problem), or a baseline "
-        f"that computes self attention: {', '.join(BASELINES)}",
-    )
-    group.add_argument(
-        "--fmha-backend", metavar="NAME",
-        help=f"{', '.join(backends.names('fmha'))}: runs self attention and additional key/value tokens (default: the "
-        "best that runs the problem)",
-    )
+    _value(group, "--backend", "NAME", None,
+        f"{', '.join(backends.names('fna'))} (default: the best that runs the problem), or a baseline "
+        f"that computes self attention: {', '.join(BASELINES)}")
+    _value(group, "--fmha-backend", "NAME", None,
+        f"{', '.join(backends.names('fmha'))}: runs self attention and additional key/value tokens (default: the "
+        "best that runs the problem)")
     for name, what in zip(TILE_FLAGS, ("query", "key/value") * 2, strict=True):
         pass_ = "backward" if name.startswith("backward") else "forward"
-        group.add_argument(
-            flag(name), nargs="+", type=positive, metavar="T",
-            help=f"{what} tile shape of the {pass_} pass (default: the backend's choice)",
-        )
-    group.add_argument(
-        "--schedule", choices=[str(schedule) for schedule in KernelSchedule],
-        help="kernel schedule, where the backend has several (default: the backend's choice)",
-    )
-    group.add_argument(
-        "--persistent", action=argparse.BooleanOptionalAction, default=True,
-        help="persistent tile scheduling, where the backend has it (default: on)",
-    )
-    group.add_argument(
-        "--backward-kv-splits", nargs="+", type=positive, metavar="N",
-        help="key/value tiles of the backward pass that may run in parallel (default: the backend's choice)",
-    )
-    group.add_argument(
-        "--backward-use-xla-reduction", action="store_true", help="row sums of the backward pass by XLA"
-    )
-    group.add_argument(
-        "--backward-deterministic", action="store_true", help="gradients that are bitwise equal from run to run"
-    )
-    group.add_argument(
-        "--memory-usage-preference", choices=[str(each) for each in MemoryUsagePreference],
-        default=str(MemoryUsagePreference.DEFAULT),
-        help="scratch memory of the backward pass: 64 MiB, 1 GiB (default) or any, where the backend can trade it",
-    )
-
-    group.add_argument(
-        "--compile", action=_Ignored, help="taken for NATTEN's sake: XLA compiles every program, this flag or not"
-    )
+        _per_dimension(group, flag(name), "T", _positive,
+            f"{what} tile shape of the {pass_} pass (default: the backend's choice)")
+    _choice(group, "--schedule", KernelSchedule,
+        "kernel schedule, where the backend has several (default: the backend's choice)")
+    _switch(group, "--persistent", action=argparse.BooleanOptionalAction, default=True,
+        text="persistent tile scheduling, where the backend has it (default: on)")
+    _per_dimension(group, "--backward-kv-splits", "N", _positive,
+        "key/value tiles of the backward pass that may run in parallel (default: the backend's choice)")
+    _switch(group, "--backward-use-xla-reduction", "row sums of the backward pass by XLA")
+    _switch(group, "--backward-deterministic", "gradients that are bitwise equal from run to run")
+    _choice(group, "--memory-usage-preference", MemoryUsagePreference, default=str(MemoryUsagePreference.DEFAULT),
+        text="scratch memory of the backward pass: 64 MiB, 1 GiB (default) or any, where the backend can trade it")
+    _switch(group, "--compile", action=_Ignored,
+        text="taken for NATTEN's sake: XLA compiles every program, this flag or not")
 
 
 def _add_split(group: Any) -> None:
-    group.add_argument(
-        "--devices", type=at_least(1), default=1, metavar="N",
-        help="split the problem over the first N devices, and report what they exchange (default: 1)",
-    )
-    group.add_argument(
-        "--split", default="batch", metavar="WHAT",
-        help="what each device gets a share of: batch, heads, or the tokens of T, H, W or of several, as in T,W; a "
-        "sequence is T, an image H and W (default: batch)",
-    )
+    _value(group, "--devices", "N", _positive, default=1,
+        text="split the problem over the first N devices, and report what they exchange (default: 1)")
+    _value(group, "--split", "WHAT", None, default="batch",
+        text="what each device gets a share of: batch, heads, or the tokens of T, H, W or of several, as in T,W; a "
+        "sequence is T, an image H and W (default: batch)")
 
 
 def _add_modes(group: Any) -> None:
-    group.add_argument(
-        "--dry-run", action="store_true", help="list the backends that can run the problem and their tiles, best first"
-    )
-    group.add_argument(
-        "--max-configs", type=at_least(0), default=10, metavar="N", help="rows of each list; 0: all (default: 10)"
-    )
-    group.add_argument(
-        "--simulate", action="store_true", help="predict the time, explain it, and recommend a stride and a dilation"
-    )
-    group.add_argument(
-        "--compute-capability", type=compute_capability, metavar="X.Y",
-        help="answer for an NVIDIA GPU of this compute capability (default: the device at hand)",
-    )
+    _switch(group, "--dry-run", "list the backends that can run the problem and their tiles, best first")
+    _value(group, "--max-configs", "N", _natural, "rows of each list; 0: all (default: 10)", default=10)
+    _switch(group, "--simulate", "predict the time, explain it, and recommend a stride and a dilation")
+    _value(group, "--compute-capability", "X.Y", compute_capability,
+        "answer for an NVIDIA GPU of this compute capability (default: the device at hand)")
 
 
 def _add_search(group: Any) -> None:
-    group.add_argument(
-        "--optimize", action="store_true",
-        help="measure the most promising tiles, schedules and, if none is named, backends; then profile the best",
-    )
-    group.add_argument(
-        "--optimize-warmup-steps", type=at_least(0), default=5, metavar="N",
-        help="runs of the finalists before their measurement (default: 5)",
-    )
+    _switch(group, "--optimize",
+        "measure the most promising tiles, schedules and, if none is named, backends; then profile the best")
+    _value(group, "--optimize-warmup-steps", "N", _natural, default=5,
+        text="runs of the finalists before their measurement (default: 5)")
 
 
 def _add_measurement(group: Any) -> None:
-    group.add_argument(
-        "--warmup-steps", type=at_least(0), default=10, metavar="N", help="runs before the measurement (default: 10)"
-    )
-    group.add_argument(
-        "--iterations", type=at_least(1), default=20, metavar="N", help="measured runs (default: 20)"
-    )
-    group.add_argument(
-        "--compare", metavar="NAME",
-        help="measure a baseline or another backend in turns with it and print the speedup",
-    )
-    group.add_argument(
-        "--verbose", action="store_true", help="rows for filling and copying memory (GPU), and all rows of a long table"
-    )
-    group.add_argument("--json", type=Path, metavar="PATH", help="write the full results to a file")
-    group.add_argument("--csv", type=Path, metavar="PATH", help="write the table to a file")
-    group.add_argument("--plot", type=Path, metavar="PATH", help="draw the table as bars (needs matplotlib)")
-    group.add_argument("--trace-dir", type=Path, metavar="PATH", help="keep the trace, for XProf or Perfetto")
+    _value(group, "--warmup-steps", "N", _natural, "runs before the measurement (default: 10)", default=10)
+    _value(group, "--iterations", "N", _positive, "measured runs (default: 20)", default=20)
+    _value(group, "--compare", "NAME", None,
+        "measure a baseline or another backend in turns with it and print the speedup")
+    _switch(group, "--verbose", "rows for filling and copying memory (GPU), and all rows of a long table")
+    _value(group, "--json", "PATH", Path, "write the full results to a file")
+    _value(group, "--csv", "PATH", Path, "write the table to a file")
+    _value(group, "--plot", "PATH", Path, "draw the table as bars (needs matplotlib)")
+    _value(group, "--trace-dir", "PATH", Path, "keep the trace, for XProf or Perfetto")
 # fmt: on

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -74,7 +74,7 @@ class Program:
     """
 
     module: str
-    instructions: Mapping[str, Instruction]
+    instructions: dict[str, Instruction]
     devices: int = 1
 
     @classmethod
