@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, TextIO
 
-from natten_jax.performance import KernelSchedule
+from natten_jax.performance import KernelSchedule, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem
 from natten_jax.profiler.options import Options
@@ -42,12 +42,12 @@ def _print_tables(options: Options, problem: Problem, device: Device, file: Text
         for each in found:
             if each.backend == name:
                 print_table(_table(each, options, device), file)
-                print_lines(_schedule_lines(each), file)
-    lines = [
-        f"Use case is not compatible with backend {name}: {why}."
-        for name, why in rejections(options, problem, device).items()
-    ]
-    print_lines(["", *lines] if lines else [], file)
+                if each.schedules:  # what the words in their column are
+                    names = (f"{name} is KernelSchedule.{KernelSchedule(name).natten_name}" for name in each.schedules)
+                    print_lines([f"kernel_schedule: {', '.join(names)}"], file)
+    if rejected := rejections(options, problem, device):
+        lines = (f"Use case is not compatible with backend {name}: {why}." for name, why in rejected.items())
+        print_lines(["", *lines], file)
     return bool(found)
 
 
@@ -77,45 +77,31 @@ def to_json(options: Options, device: Device) -> dict[str, Any]:
     }
 
 
-def _schedule_lines(listing: Listing) -> list[str]:
-    """What the words in the column of schedules are."""
-    if not listing.schedules:
-        return []
-    names = (f"{each} is {KernelSchedule.__name__}.{KernelSchedule(each).natten_name}" for each in listing.schedules)
-    return [f"kernel_schedule: {', '.join(names)}"]
-
-
 def _figures(simulation: Simulation) -> dict[str, Any]:
-    counts = simulation.counts
+    shares = ("full_share", "masked_share", "padding_share", "wasted_share")
     return {
-        "inner_tiles_per_outer_tile": counts.inner_per_outer,
-        "full_share": counts.full_share,
-        "masked_share": counts.masked_share,
-        "padding_share": counts.padding_share,
-        "wasted_share": counts.wasted_share,
+        "inner_tiles_per_outer_tile": simulation.counts.inner_per_outer,
+        **{name: getattr(simulation.counts, name) for name in shares},
         "predicted_seconds": simulation.seconds,
     }
 
 
 def _table(listing: Listing, options: Options, device: Device) -> Table:
-    prefix = "" if listing.pass_ == "forward" else "backward_"
+    prefix, inner = ("", "KV/Q tile") if listing.pass_ == "forward" else ("backward_", "Q/KV tile")
     suffix = "size" if listing.problem.operator == "fmha" else "shape"
-    columns = [f"{prefix}q_tile_{suffix}", f"{prefix}kv_tile_{suffix}"]
-    columns += ["kernel_schedule"] if listing.schedules else []
-    columns += ["KV/Q tile" if listing.pass_ == "forward" else "Q/KV tile", "no mask", "waste", "predicted"]
-    shown = listing.pairs[: options.max_configs or None]
-    rows = []
-    for pair in shown:
+    schedule = ("kernel_schedule",) if listing.schedules else ()
+    columns = (f"{prefix}q_tile_{suffix}", f"{prefix}kv_tile_{suffix}", *schedule)
+    columns += (inner, "no mask", "waste", "predicted")
+
+    def row(pair: TilePair) -> tuple[str, ...]:
         simulation = listing.simulate(pair, device)
-        counts = simulation.counts
-        row = [*map(tile_text, pair)]
-        row += [", ".join(listing.schedules)] if listing.schedules else []
-        shares = counts.full_share, counts.wasted_share
-        row += [digits(counts.inner_per_outer), *(f"{share:.0%}" for share in shares)]
-        row.append("-" if simulation.seconds is None else format_time(simulation.seconds))
-        rows.append(tuple(row))
-    if len(shown) < len(listing.pairs):
+        counts, schedules = simulation.counts, [", ".join(listing.schedules)] if listing.schedules else []
+        shares = digits(counts.inner_per_outer), f"{counts.full_share:.0%}", f"{counts.wasted_share:.0%}"
+        time = "-" if simulation.seconds is None else format_time(simulation.seconds)
+        return (*map(tile_text, pair), *schedules, *shares, time)
+
+    rows = [row(pair) for pair in listing.pairs[: options.max_configs or None]]
+    if len(rows) < len(listing.pairs):
         rows.append(("...",) * len(columns))
-    passes = "Forward" if listing.pass_ == "forward" else "Backward"
-    title = f"Backend: {listing.backend}\n{passes} pass configurations"
-    return Table(title, tuple(columns), tuple(rows))
+    title = f"Backend: {listing.backend}\n{listing.pass_.capitalize()} pass configurations"
+    return Table(title, columns, tuple(rows))

@@ -34,19 +34,18 @@ _MOST_ROWS = 20
 
 def print_report(result: Result, file: TextIO | None = None) -> None:
     """Print the table and the lines below it."""
-    print_table(result_table(result, f"Profiler results{_which_device(result)}"), file)
-    print_lines(summary(result), file)
+    print_table(result_table(result), file)
+    print_lines(_summary(result), file)
 
 
 def print_comparison(comparison: Comparison, file: TextIO | None = None) -> None:
     """Print the result, the baseline's table, and the speedup next to its bound."""
     print_report(comparison.result, file)
-    baseline = comparison.baseline
-    print_table(result_table(baseline, f"Baseline: {baseline.options.backend}{_which_device(baseline)}"), file)
-    print_lines(comparison_lines(comparison), file)
+    print_table(result_table(comparison.baseline, f"Baseline: {comparison.baseline.options.backend}"), file)
+    print_lines(_speedup(comparison), file)
 
 
-def comparison_lines(comparison: Comparison) -> Iterator[str]:
+def _speedup(comparison: Comparison) -> Iterator[str]:
     """The speedup over the baseline, and what would be possible."""
     result, baseline = comparison.result, comparison.baseline
     yield (
@@ -58,7 +57,7 @@ def comparison_lines(comparison: Comparison) -> Iterator[str]:
         yield f"FLOP-wise speedup (upper bound) with {sparsity:.2%} sparsity: {digits(comparison.flop_bound)}X"
 
 
-def summary(result: Result) -> Iterator[str]:
+def _summary(result: Result) -> Iterator[str]:
     """The lines below the table."""
     yield problem_line(result.options, result.problem)
     yield f"Backend: {_backends(result.backends)}, on {_devices(result.options)}"
@@ -85,13 +84,8 @@ def problem_line(options: Options, problem: Problem) -> str:
     )
 
 
-def _which_device(result: Result) -> str:
-    count = result.options.devices
-    return "" if count == 1 else f" of device {result.busiest}, the busiest of {count}"
-
-
 def _devices(options: Options) -> str:
-    return device_name() if options.devices == 1 else f"{device_name()}: {split.describe(options)}"
+    return _device_name() if options.devices == 1 else f"{_device_name()}: {split.describe(options)}"
 
 
 def _device_lines(result: Result) -> Iterator[str]:
@@ -123,7 +117,7 @@ def _tile_lines(result: Result) -> Iterator[str]:
         counts = simulation.counts
         visits = "KV tiles per query tile" if pass_ == "forward" else "query tiles per KV tile"
         line = (
-            f"Tiles ({pass_}): query {format_shape(pair[0])}, key/value {format_shape(pair[1])}; "
+            f"Tiles ({pass_}): query ({', '.join(map(str, pair[0]))}), key/value ({', '.join(map(str, pair[1]))}); "
             f"{digits(counts.inner_per_outer)} {visits}, {counts.full_share:.0%} without a mask"
         )
         if simulation.seconds is not None:
@@ -131,22 +125,21 @@ def _tile_lines(result: Result) -> Iterator[str]:
         yield line
 
 
-def format_shape(shape: tuple[int, ...]) -> str:
-    """``(4, 4, 8)``; one extent without a comma."""
-    return f"({', '.join(map(str, shape))})"
-
-
 def result_table(result: Result, title: str = "Profiler results") -> Table:
     """The measured kernels as a table; of many, the rows that take most of the time."""
-    return _table(result.rows, title, None if result.options.verbose else _MOST_ROWS)
+    count = result.options.devices
+    which = "" if count == 1 else f" of device {result.busiest}, the busiest of {count}"
+    return rows_table(result.rows, title + which, cut=not result.options.verbose)
 
 
-def _table(every_row: tuple[Row, ...], title: str, most: int | None) -> Table:
+def rows_table(every_row: tuple[Row, ...], title: str, *, cut: bool) -> Table:
+    """Rows as a table; ``cut`` keeps those that take most of the time."""
     rows = list(every_row)
     rest: list[Row] = []
-    if most is not None and len(rows) > most:
+    if cut and len(rows) > _MOST_ROWS:
         # Programs of many small steps: the table is for reading, and JSON has every row. What devices exchange stays.
-        rest = sorted(rows, key=lambda row: (row.name.category == "collective", row.runtime))[: len(rows) - most + 1]
+        smallest = sorted(rows, key=lambda row: (row.name.category == "collective", row.runtime))
+        rest = smallest[: len(rows) - _MOST_ROWS + 1]
         rows = [row for row in rows if row not in rest]
     cells = [(*dataclasses.astuple(row.name), str(row.calls), format_time(row.runtime)) for row in rows]
     if rest:
@@ -156,17 +149,11 @@ def _table(every_row: tuple[Row, ...], title: str, most: int | None) -> Table:
     return Table(title, COLUMNS, tuple(cells), ("", "", "", "", "Total", total), COLUMNS.index("Operation"))
 
 
-def rows_table(rows: tuple[Row, ...], title: str, *, cut: bool) -> Table:
-    """Rows as a table; ``cut`` keeps those that take most of the time."""
-    return _table(rows, title, _MOST_ROWS if cut else None)
-
-
 def to_json(result: Result) -> dict[str, Any]:
     """Everything that was measured, in seconds, as JSON values."""
-    devices = {"devices": _devices_json(result)} if result.options.devices > 1 else {}
     return {
         **context(result.options, result.problem),
-        **devices,
+        **({"devices": _devices_json(result)} if result.options.devices > 1 else {}),
         "backends": result.backends,
         "tiles": {pass_: _tile_json(result, pass_) for pass_ in passes(result.options) if pass_ in result.tiles},
         "rows": rows_json(result.rows),
@@ -219,34 +206,30 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
 
 def context(options: Options, problem: Problem) -> dict[str, Any]:
     """What every result file says: the problem, the command line, the versions and the device."""
-    arguments = {
-        name: str(value) if isinstance(value, Path) else value for name, value in dataclasses.asdict(options).items()
-    }
+    arguments = dataclasses.asdict(options)
+    versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
     return {
         "problem": dataclasses.asdict(problem),
-        "arguments": arguments,
-        "platform": _platform(),
-        "versions": {
-            "natten_jax": __version__,
-            "jax": metadata.version("jax"),
-            "jaxlib": metadata.version("jaxlib"),
-            "python": platform.python_version(),
-        },
-        "device": _device_json(),
+        "arguments": {name: str(value) if isinstance(value, Path) else value for name, value in arguments.items()},
+        "versions": {"natten_jax": __version__, **versions, "python": platform.python_version()},
+        **_device_json(),
     }
 
 
-def _device_json() -> dict[str, Any] | None:
-    """The default device; ``None`` where JAX has none, and nothing was measured."""
+def _device_json() -> dict[str, Any]:
+    """The default device, with its architecture such as ``NVIDIA H200 (sm90)``; ``None`` where JAX has none."""
     try:
         device = default_jax_device()
     except NoDeviceError:
-        return None
-    return {
+        return {"platform": None, "device": None}
+    capability = getattr(device, "compute_capability", None)
+    described = {
         "platform": "cuda" if device.platform == "gpu" else device.platform,
-        "name": device_name(),
-        "compute_capability": getattr(device, "compute_capability", None),
+        "name": _device_name(),
+        "compute_capability": capability,
     }
+    architecture = "" if capability is None else f" (sm{capability.replace('.', '')})"
+    return {"platform": f"{device.device_kind}{architecture}", "device": described}
 
 
 def rows_json(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
@@ -291,17 +274,7 @@ def _backends(chosen: dict[str, str]) -> str:
     return ", ".join(texts)
 
 
-def _platform() -> str | None:
-    """The default device with its architecture, such as ``NVIDIA H200 (sm90)``; ``None`` where JAX has none."""
-    try:
-        device = default_jax_device()
-    except NoDeviceError:
-        return None
-    capability = getattr(device, "compute_capability", None)
-    return device.device_kind if capability is None else f"{device.device_kind} (sm{capability.replace('.', '')})"
-
-
-def device_name() -> str:
+def _device_name() -> str:
     """The default device, as its vendor calls it."""
     device = default_jax_device()
     return device.device_kind if device.platform == "cpu" else f"{device.device_kind} ({device.platform})"

@@ -11,6 +11,7 @@ from natten_jax.backends.select import resolve
 from natten_jax.performance import Pass
 from natten_jax.plan.devices import Device
 from natten_jax.plan.request import Request
+from natten_jax.problem import Shape
 from natten_jax.profiler.options import Options
 from natten_jax.profiler.report.measurements import context, problem_line
 from natten_jax.profiler.report.tables import Table, digits, format_time, print_lines, print_table
@@ -92,35 +93,30 @@ def _split_time(options: Options, request: Request, device: Device, pass_: Pass)
 
 def print_simulation(simulated: Simulated, file: TextIO | None = None) -> None:
     """Print the table and the recommendation."""
-    problem = request_of(simulated.options).problem
     print_table(_table(simulated), file)
-    lines = [problem_line(simulated.options, problem), f"Device: {simulated.device}", *_split_lines(simulated)]
-    print_lines([*lines, *_advice(simulated)], file)
+    line = problem_line(simulated.options, request_of(simulated.options).problem)
+    print_lines([line, f"Device: {simulated.device}", *_split_lines(simulated), *_advice(simulated)], file)
 
 
 def to_json(simulated: Simulated) -> dict[str, Any]:
     """The simulation as JSON values."""
-    problem = request_of(simulated.options).problem
+    options, stride, dilation = simulated.options, simulated.recommendation, simulated.dilation
     return {
-        **context(simulated.options, problem),
+        **context(options, request_of(options).problem),
         "simulated_device": dataclasses.asdict(simulated.device),
         "passes": {
             pass_: {"backend": name, **_values(simulation)} for pass_, (name, simulation) in simulated.passes.items()
         },
         "devices": {
-            "count": simulated.options.devices,
-            "split": simulated.options.split,
+            "count": options.devices,
+            "split": options.split,
             "passes": {
                 pass_: None if time is None else {**dataclasses.asdict(time), "predicted_seconds": time.seconds}
                 for pass_, time in simulated.split.items()
             },
         },
-        "recommendation": None
-        if simulated.recommendation is None
-        else {"stride": simulated.recommendation.stride, **_values(simulated.recommendation.simulation)},
-        "dilation_recommendation": None
-        if simulated.dilation is None
-        else {"dilation": simulated.dilation.dilation, **_values(simulated.dilation.simulation)},
+        "recommendation": stride and {"stride": stride.stride, **_values(stride.simulation)},
+        "dilation_recommendation": dilation and {"dilation": dilation.dilation, **_values(dilation.simulation)},
     }
 
 
@@ -157,26 +153,23 @@ def _quantities(backend: str, simulation: Simulation) -> Iterator[tuple[str, str
     yield "MB of tiles", digits(simulation.tile_bytes / 1e6)
     yield "speedup over self attention: FLOP-wise", f"{digits(simulation.flop_bound)}X"
     yield "  for these tiles", f"{digits(simulation.tile_bound)}X"
-    if simulation.seconds is None:
-        yield "predicted time", "not calibrated"
-        yield "predicted TFLOP/s", "-"
-    else:
-        yield "predicted time", format_time(simulation.seconds)
-        yield "predicted TFLOP/s", digits(simulation.flops / simulation.seconds / 1e12)
+    seconds = simulation.seconds
+    yield "predicted time", "not calibrated" if seconds is None else format_time(seconds)
+    yield "predicted TFLOP/s", "-" if seconds is None else digits(simulation.flops / seconds / 1e12)
 
 
 def _split_lines(simulated: Simulated) -> Iterator[str]:
     """A sentence for each pass on several devices."""
     for pass_, time in simulated.split.items():
         on_one = simulated.passes[pass_][1]
-        one = on_one.seconds
         line = f"On {split.describe(simulated.options)}: the {pass_} pass"
-        if time is None or one is None:
+        if time is None or on_one.seconds is None:
             yield f"{line} was not calibrated."
             continue
+        gain = on_one.seconds / time.seconds
         yield (
-            f"{line} takes {format_time(time.seconds)}, {digits(one / time.seconds)}X as fast: an efficiency of "
-            f"{one / time.seconds / time.devices:.0%}, as predicted."
+            f"{line} takes {format_time(time.seconds)}, {digits(gain)}X as fast: an efficiency of "
+            f"{gain / time.devices:.0%}, as predicted."
         )
         if time.tiles != on_one.pair:
             yield f"  Of a device's part, {' and '.join(map(tile_text, time.tiles))} are the fastest tiles."
@@ -189,47 +182,32 @@ def _split_lines(simulated: Simulated) -> Iterator[str]:
 
 
 def _advice(simulated: Simulated) -> Iterator[str]:
-    yield from _stride_advice(simulated)
-    yield from _dilation_advice(simulated)
-
-
-def _stride_advice(simulated: Simulated) -> Iterator[str]:
-    forward = simulated.passes["forward"][1]
+    """A sentence about the stride, and one about the dilation."""
+    forward, stride, dilation = simulated.passes["forward"][1], simulated.recommendation, simulated.dilation
     if forward.counts.is_fully_block_sparse:
         yield "No tile of the forward pass needs a mask: the mask is fully block-sparse."
-        return
-    found = simulated.recommendation
-    if found is None:
-        if not forward.problem.is_attention:
-            yield "No stride makes the mask fully block-sparse for tiles that this backend offers."
-        return
-    yield (
-        f"Stride {tile_text(found.stride)} is the smallest that makes the mask fully block-sparse at nearly the best "
-        f"speed, with tiles {_gain(found.simulation, forward)}. (-s {' '.join(map(str, found.stride))}; another stride "
+    elif stride is not None:
+        why = "that makes the mask fully block-sparse at nearly the best speed"
+        yield _recommended("stride", "-s", stride.stride, why, stride.simulation, forward)
+    elif not forward.problem.is_attention:
+        yield "No stride makes the mask fully block-sparse for tiles that this backend offers."
+    if dilation is not None:
+        mask = ", without any mask" if dilation.simulation.counts.is_fully_block_sparse else ""
+        why = f"at nearly the best speed{mask}"
+        yield _recommended("dilation", "--dilation", dilation.dilation, why, dilation.simulation, forward)
+    elif not forward.problem.is_attention:
+        yield "No dilation that was tried makes the forward pass faster."
+
+
+def _recommended(name: str, flag: str, value: Shape, why: str, simulation: Simulation, forward: Simulation) -> str:
+    """A recommendation, its tiles, and what it gains."""
+    if simulation.seconds is None or forward.seconds is None:
+        gain = f"{1 - simulation.executed_flops / forward.executed_flops:.0%} fewer operations"
+    else:
+        times = forward.seconds / simulation.seconds
+        gain = f"{format_time(simulation.seconds)} predicted, {digits(times)}X as fast"
+    return (
+        f"{name.capitalize()} {tile_text(value)} is the smallest {why}, with tiles "
+        f"{' and '.join(map(tile_text, simulation.pair))}: {gain}. ({flag} {' '.join(map(str, value))}; another {name} "
         "is another model.)"
     )
-
-
-def _dilation_advice(simulated: Simulated) -> Iterator[str]:
-    forward, found = simulated.passes["forward"][1], simulated.dilation
-    if forward.problem.is_attention:
-        return
-    if found is None:
-        yield "No dilation that was tried makes the forward pass faster."
-        return
-    mask = ", without any mask" if found.simulation.counts.is_fully_block_sparse else ""
-    yield (
-        f"Dilation {tile_text(found.dilation)} is the smallest at nearly the best speed{mask}, with tiles "
-        f"{_gain(found.simulation, forward)}. (--dilation {' '.join(map(str, found.dilation))}; another dilation is "
-        "another model.)"
-    )
-
-
-def _gain(simulation: Simulation, forward: Simulation) -> str:
-    """The tiles of a recommendation, and what it gains."""
-    line = " and ".join(map(tile_text, simulation.pair))
-    if simulation.seconds is None or forward.seconds is None:
-        saved = 1 - simulation.executed_flops / forward.executed_flops
-        return f"{line}: {saved:.0%} fewer operations"
-    gain = forward.seconds / simulation.seconds
-    return f"{line}: {format_time(simulation.seconds)} predicted, {digits(gain)}X as fast"
