@@ -11,14 +11,12 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 _PACKAGE = Path(__file__).resolve().parent
-_FLAX_MODULES = "natten_jax.flax_modules"
 _NATIVE_SOURCES = (".cpp", ".cu", ".cuh", ".h", ".map", ".txt")
 
 #: The repository that the package lies in; ``None`` where it lies among installed packages.
@@ -100,21 +98,15 @@ def remedy(variables: str = "") -> str:
 class _FlaxModulesFinder(MetaPathFinder):
     """Finds ``natten_jax.flax_modules`` where it lies in a clone."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
         """The package; nothing of any other name."""
-        if fullname != _FLAX_MODULES:
+        if fullname != "natten_jax.flax_modules" or ROOT is None:
             return None
-        return importlib.util.spec_from_file_location(
-            fullname, self._folder / "__init__.py", submodule_search_locations=[str(self._folder)]
-        )
+        file = ROOT / "flax_modules" / "__init__.py"
+        return importlib.util.spec_from_file_location(fullname, file, submodule_search_locations=[str(file.parent)])
 
 
 def serve_flax_modules() -> None:
     """Let ``natten_jax.flax_modules`` be imported from a clone, whose Python files belong together."""
     if ROOT is not None:
-        sys.meta_path.insert(0, _FlaxModulesFinder(ROOT / "flax_modules"))
+        sys.meta_path.insert(0, _FlaxModulesFinder())

@@ -38,19 +38,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m natten_jax.doctor", description=__doc__)
     parser.add_argument("--problem", nargs=argparse.REMAINDER, metavar="FLAG", help="the profiler's flags")
     flags = parser.parse_args().problem
-    options = None if flags is None else _parse_problem(flags)
-    return run_quietly(parser.prog, lambda: _print(report() if options is None else report_problem(options)))
+    # Without running it, the problem may be of another device.
+    lines = report() if flags is None else report_problem(arguments.parse([*flags, "--dry-run"]))
+    return run_quietly(parser.prog, lambda: _print(lines))
 
 
-def _print(lines: Iterable[str]) -> int:
+def _print(lines: Iterable[str]) -> None:
     for line in lines:
         print(line)
-    return 0
-
-
-def _parse_problem(flags: list[str]) -> Options:
-    # Without running it, the problem may be of another device.
-    return arguments.parse([*flags, "--dry-run"])
 
 
 def report() -> Iterator[str]:
@@ -70,11 +65,18 @@ def report() -> Iterator[str]:
     yield from _missing_kernels_lines()
 
 
-def _device_lines() -> Iterator[str]:
+def _no_device() -> str | None:
+    """Why JAX has no device; ``None`` where it has one."""
     try:
         default_jax_device()
     except NoDeviceError as error:
-        yield f"  none: {error}. What follows is of the host, whether JAX may use it or not"
+        return str(error)
+    return None
+
+
+def _device_lines() -> Iterator[str]:
+    if reason := _no_device():
+        yield f"  none: {reason}. What follows is of the host, whether JAX may use it or not"
         return
     for device in jax.devices():
         capability = getattr(device, "compute_capability", None)
@@ -100,23 +102,19 @@ def _mesh_line(devices: Sequence[jax.Device]) -> str:
 
 def _missing_kernels_lines() -> Iterator[str]:
     """Devices for which this build lacks kernels that another one would have."""
-    lacks = {
-        device: missing_kernels.lack(backends.registered(), _problem("fna", "bfloat16"), device, "forward")
-        for device in local_devices()
-    }
-    if any(lacks.values()):
-        yield ""
-        yield "Missing kernels"
-    for device, lack in lacks.items():
+    title = ["", "Missing kernels"]
+    for device in local_devices():
+        lack = missing_kernels.lack(backends.registered(), _problem("fna", "bfloat16"), device, "forward")
         if lack is not None:
-            yield f"  {device}: {lack}"
+            yield from (*title, f"  {device}: {lack}")
+            title = []
 
 
 def report_problem(options: Options) -> Iterator[str]:
     """The lines about one problem, on every device of this process or a GPU of the compute capability asked for."""
     capability = options.compute_capability
-    if capability is None:
-        yield from _no_device_lines()
+    if capability is None and (reason := _no_device()):
+        yield f"{reason}. This is about the host; --compute-capability X.Y asks about an NVIDIA GPU"
     for device in local_devices() if capability is None else [Device("cuda", capability, is_present=False)]:
         for part in parts_of(options):
             problem = part.request.problem
@@ -126,13 +124,6 @@ def report_problem(options: Options) -> Iterator[str]:
                 for backend in backends.registered():
                     name = str(BackendId(backend.family, problem.operator))
                     yield f"    {name:<14} {_plan(backend, part.request, device, pass_)}"
-
-
-def _no_device_lines() -> Iterator[str]:
-    try:
-        default_jax_device()
-    except NoDeviceError as error:
-        yield f"{error}. This is about the host; --compute-capability X.Y asks about an NVIDIA GPU"
 
 
 def _plan(backend: Backend, request: Request, device: Device, pass_: Pass) -> str:
@@ -158,21 +149,17 @@ def _native_lines() -> Iterator[str]:
         return
     lender = " (of the installed natten_jax, built from the same csrc)" if source_tree.is_unbuilt() else ""
     yield f"Native module: {native.path()}{lender}"
-    for name, value in native.build_info().items():
-        yield f"  {name}: {value}"
-    staleness = source_tree.staleness(native.build_info().get("sources"))
-    if staleness is not None:
+    info = native.build_info()
+    yield from (f"  {name}: {value}" for name, value in info.items())
+    if staleness := source_tree.staleness(info.get("sources")):
         yield f"  Another csrc: {staleness}"
-    mismatch = cuda_version.mismatch()
-    if mismatch is not None:
+    if mismatch := cuda_version.mismatch():
         yield f"  Another CUDA: {mismatch}"
 
 
 def _verdict(backend: Backend, operator: Operator, device: Device) -> str:
     forward, backward = (_verdict_of_pass(backend, operator, device, pass_) for pass_ in PASSES)
-    if forward == backward:
-        return forward
-    return f"forward: {forward}; backward: {backward}"
+    return forward if forward == backward else f"forward: {forward}; backward: {backward}"
 
 
 def _verdict_of_pass(backend: Backend, operator: Operator, device: Device, pass_: Pass) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,11 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(options: Options) -> int:
     try:
-        if options.dry_run:
-            return _dry_run(options, _device_asked_about(options))
-        if options.simulate:
-            return _simulate(options, _device_asked_about(options))
-        return _measure(options)
+        return _answer(options) if options.dry_run or options.simulate else _measure(options)
     except BrokenPipeError:
         raise
     except UnavailableBackend as error:
@@ -81,17 +76,15 @@ def _too_large(error: Exception) -> str:
     return f"the problem is too large for this machine{reason}"
 
 
-def _dry_run(options: Options, device: Device) -> int:
+def _answer(options: Options) -> int:
+    """List configurations or predict: nothing is measured."""
+    device = _device_asked_about(options)
     check_available(options, device)
     warn_of_ignored(options, device)
-    runs = dry_run.print_dry_run(options, device)
-    _write(options.json, lambda: dry_run.to_json(options, device))
-    return 0 if runs else 1
-
-
-def _simulate(options: Options, device: Device) -> int:
-    check_available(options, device)
-    warn_of_ignored(options, device)
+    if options.dry_run:
+        runs = dry_run.print_dry_run(options, device)
+        _write(options.json, lambda: dry_run.to_json(options, device))
+        return 0 if runs else 1
     simulated = simulate.simulate(options, device)
     simulate.print_simulation(simulated)
     _write(options.json, lambda: simulate.to_json(simulated))
@@ -118,10 +111,10 @@ def _measure(options: Options) -> int:
 def _keep_so_far(options: Options, optimum: Optimum) -> int:
     """What is left of a search after Ctrl-C: no profile, but the best configuration and every trial."""
     print(f"{PROGRAM}: interrupted; this is the best so far", file=sys.stderr)
-    results = {**measurements.context(options, request_of(options).problem), **_search_results(options, optimum)}
-    _write(options.json, lambda: results)
+    context = measurements.context(options, request_of(options).problem)
+    _write(options.json, lambda: {**context, **_search_results(options, optimum)})
     print_table(best_table(optimum))
-    print_lines([*_search_lines(optimum), *_usage_lines(options)])
+    print_lines(_search_lines(options, optimum))
     return INTERRUPTED
 
 
@@ -130,53 +123,43 @@ def _search_results(options: Options, optimum: Optimum) -> dict[str, Any]:
 
 
 def _profile(options: Options, optimum: Optimum | None) -> int:
-    results: dict[str, Any]
-    if options.compare is not None:
-        comparison = compare(options, options.compare)
-        result = comparison.result
-        tables = {"result": result.rows, options.compare: comparison.baseline.rows}
-        results, show = (
-            measurements.comparison_json(comparison),
-            functools.partial(measurements.print_comparison, comparison),
-        )
-    else:
-        result = profile(options)
-        tables = {"result": result.rows}
-        results, show = measurements.to_json(result), functools.partial(measurements.print_report, result)
+    comparison = None if options.compare is None else compare(options, options.compare)
+    result = profile(options) if comparison is None else comparison.result
+    results, tables = measurements.to_json(result), {"result": result.rows}
+    if comparison is not None:
+        results |= measurements.baseline_json(comparison)
+        tables[comparison.name] = comparison.baseline.rows
     if optimum is not None:
         results |= _search_results(options, optimum)
     # Files first: whoever reads the output may leave early.
     _write(options.json, lambda: results)
     if options.csv is not None:
         measurements.write_csv(options.csv, tables)
-    show()
+    measurements.print_report(result)
+    if comparison is not None:
+        measurements.print_baseline(comparison)
     if optimum is not None:
-        print_lines([*_search_lines(optimum), *_usage_lines(options)])
+        print_lines(_search_lines(options, optimum))
     if options.plot is not None:
         plot_rows(options.plot, tables, result.problem.describe())
     return 0
 
 
-def _usage_lines(options: Options) -> list[str]:
-    if options.json is None:
-        return []
-    return [f"Use it: na{options.rank}d(..., **natten_jax.load_tuned({str(options.json)!r}))"]
-
-
-def _search_lines(optimum: Optimum) -> list[str]:
+def _search_lines(options: Options, optimum: Optimum) -> Iterator[str]:
     searching = optimum.wall_seconds - optimum.compile_seconds
-    lines = [
+    yield (
         f"Search: {len(optimum.trials)} measurements in {searching:.1f} s, and {optimum.compile_seconds:.1f} s of "
         "compilation."
-    ]
+    )
     if optimum.default_seconds is not None:
-        lines.append(
+        yield (
             f"Speedup over the default configuration: {digits(optimum.default_seconds / optimum.seconds)}X "
             f"({format_time(optimum.default_seconds)} / {format_time(optimum.seconds)}, measured in turns)."
         )
     if optimum.failures:
-        lines.append(f"{len(optimum.failures)} measurement(s) failed, the first: {optimum.failures[0].error}")
-    return lines
+        yield f"{len(optimum.failures)} measurement(s) failed, the first: {optimum.failures[0].error}"
+    if options.json is not None:
+        yield f"Use it: na{options.rank}d(..., **natten_jax.load_tuned({str(options.json)!r}))"
 
 
 def _show_where_it_runs(options: Options) -> None:
@@ -189,7 +172,7 @@ def _show_where_it_runs(options: Options) -> None:
     dry_run.print_dry_run(anywhere, Device("cuda", capability, is_present=False))
 
 
-def _write(path: Path | None, results: Any) -> None:
+def _write(path: Path | None, results: Callable[[], Any]) -> None:
     if path is not None:
         measurements.write_json(path, results())
 

@@ -50,11 +50,10 @@ def check(name: str, flag: str, problem: Problem, device: Device, is_room: Calla
         ValueError: It cannot; the message says what can.
         MemoryError: It has no room for the logits.
     """
-    if name != "xla" and device.platform != "cuda":
-        raise ValueError(
-            f"the {name} baseline needs an NVIDIA GPU, and this is {device}: {_instead(flag, problem, is_room)}"
-        )
     if name != "xla":
+        if device.platform != "cuda":
+            instead = _instead(flag, problem, is_room)
+            raise ValueError(f"the {name} baseline needs an NVIDIA GPU, and this is {device}: {instead}")
         return
     if device.platform == "cpu" and problem.dtype == "float16":
         # jax.nn.dot_product_attention asks for a dot product algorithm that XLA has on GPUs only.

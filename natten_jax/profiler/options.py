@@ -95,21 +95,18 @@ class Options:
 
     def of_baseline(self, name: str) -> Options:
         """The options of a baseline, which computes self attention, or of another backend, on the same arrays."""
+        # Without the tiles and backends that one backend was given: they say nothing to another.
+        performance = self.performance.with_tiles("forward", None).with_tiles("backward", None)
+        performance = dataclasses.replace(performance, kernel_schedule=None)
+        other = dataclasses.replace(self, backend=name, fmha_backend=None, performance=performance)
         if name not in BASELINES:
-            return dataclasses.replace(self._without_choices(), backend=name)
+            return other
         ones = (1,) * self.rank
         return dataclasses.replace(
-            self._without_choices(),
-            backend=name,
+            other,
             window_size=self.input_size,
             stride=ones,
             dilation=ones,
             causal=(False,) * self.rank,
             add_kv=0,
         )
-
-    def _without_choices(self) -> Options:
-        """Without the tiles and backends that one backend was given: they say nothing to another."""
-        performance = self.performance.with_tiles("forward", None).with_tiles("backward", None)
-        performance = dataclasses.replace(performance, kernel_schedule=None)
-        return dataclasses.replace(self, fmha_backend=None, performance=performance)

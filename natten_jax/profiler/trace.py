@@ -92,10 +92,8 @@ def rows_by_module(path: Path, *, with_memory: bool = False) -> dict[str, tuple[
                 intervals, platform = events.host_intervals(profile), "cpu"
         except UnicodeDecodeError as error:
             raise DamagedTrace(file, str(error)) from error
-    groups: dict[tuple[str, int | None], list[Interval]] = defaultdict(list)
-    for interval in intervals:
-        groups[(interval.module or "-").partition("(")[0], interval.number].append(interval)
     found: dict[str, list[tuple[Row, ...]]] = defaultdict(list)
+    groups = attribution.grouped(intervals, lambda each: ((each.module or "-").partition("(")[0], each.number))
     for (module, number), of_module in groups.items():
         program = _program_of([interval.event for interval in of_module], module, number, programs)
         devices = {
@@ -110,10 +108,8 @@ def rows_by_module(path: Path, *, with_memory: bool = False) -> dict[str, tuple[
 def _events_of_device(intervals: Sequence[Interval], program: Program, platform: str) -> list[Event]:
     if platform != "cpu":
         return [interval.event for interval in intervals]
-    runs = defaultdict(list)
-    for interval in intervals:
-        runs[interval.run].append(interval.event)
-    return [event for run in runs.values() for event in attribution.exclusive(run, program)]
+    runs = attribution.grouped(intervals, lambda each: each.run).values()
+    return [event for run in runs for event in attribution.exclusive([each.event for each in run], program)]
 
 
 def _program_of(launched: Sequence[Event], module: str, number: int | None, programs: Mapping[int, Program]) -> Program:

@@ -29,13 +29,11 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     checks.check_backends(parser, given)
     if given.backend in BASELINES:
         checks.check_baseline(parser, given)
-    values: dict[str, Any] = {**vars(given), "input_size": tuple(given.input_size)}
-    values["window_size"] = values["window_size"] or values["input_size"]
-    values["stride"] = values["stride"] or (1,) * rank
-    values["dilation"] = values["dilation"] or (1,) * rank
-    values["causal"] = values["causal"] or (False,) * rank
-    values["heads_kv"] = values["heads_kv"] or given.heads
-    values["dim_value"] = values["dim_value"] or given.dim
+    layout, ones = tuple(given.input_size), (1,) * rank
+    defaults = {"window_size": layout, "stride": ones, "dilation": ones, "causal": (False,) * rank}
+    defaults |= {"heads_kv": given.heads, "dim_value": given.dim}
+    values: dict[str, Any] = {**vars(given), "input_size": layout}
+    values |= {name: values[name] or default for name, default in defaults.items()}
     performance = checks.checked_performance(
         parser, rank, **{field: values.pop(name) for name, field in PERFORMANCE_FLAGS.items()}
     )

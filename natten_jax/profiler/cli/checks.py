@@ -136,8 +136,6 @@ def check_problem(parser: Parser, options: Options) -> None:
 def check_split(parser: Parser, options: Options) -> None:
     """Check that the problem can be split over as many devices; whether there are so many is seen when it runs."""
     count = options.devices
-    if count == 1 and not splits_tokens(options):
-        return
     try:
         token_parts(options)
     except ValueError as error:
@@ -155,12 +153,9 @@ def check_split(parser: Parser, options: Options) -> None:
                 f"--devices {count} does not go with {flag(each)}, which is about one device: ask it about what each "
                 f"device gets here, {share(options)}"
             )
-    for option, baseline in (("--backend", options.backend), ("--compare", options.compare)):
-        refusal = None
-        if baseline in BASELINES:
-            refusal = refusal_to_split(str(baseline), count, options.split, options.heads_kv)
-        if refusal is not None:
-            parser.error(f"{option} {baseline} does not go with --devices {count}: {refusal}; use {option} xla")
+    for option, other in (("--backend", options.backend), ("--compare", options.compare)):
+        if other in BASELINES and (refusal := refusal_to_split(str(other), count, options.split, options.heads_kv)):
+            parser.error(f"{option} {other} does not go with --devices {count}: {refusal}; use {option} xla")
 
 
 def checked_performance(parser: Parser, rank: int, **arguments: Unpack[PerformanceArguments]) -> Performance:
@@ -180,9 +175,7 @@ def _of_flags(message: str) -> str:
 def check_outputs(parser: Parser, given: argparse.Namespace) -> None:
     """Check where results go, before they are worked out; a chart's format, too."""
     parser.check_files(given, _OUTPUT_FILES)
-    problem = None if given.plot is None else chart_problem(given.plot)
-    if problem is not None:
-        parser.error(f"--plot: {problem}")
-    problem = None if given.trace_dir is None else folder_problem(given.trace_dir)
-    if problem is not None:
-        parser.error(f"--trace-dir: {problem}")
+    for name, problem_of in (("plot", chart_problem), ("trace_dir", folder_problem)):
+        path = getattr(given, name)
+        if path is not None and (problem := problem_of(path)):
+            parser.error(f"{flag(name)}: {problem}")

@@ -27,45 +27,38 @@ def warn_of_ignored(options: Options, device: Device) -> None:
 
 def _ignored(options: Options, device: Device) -> Iterator[tuple[str, str]]:
     """Flags as they were given, and why they change nothing."""
-    mode = next((name for name in ("dry_run", "simulate") if getattr(options, name)), None)
-    if not options.dry_run:
-        yield from _given(options, ("max_configs",), "only --dry-run lists configurations")
-    if mode is not None:
-        yield from _given(options, ("warmup_steps", "iterations"), f"{flag(mode)} measures nothing")
-    if not options.optimize:
-        yield from _given(options, ("optimize_warmup_steps",), "only --optimize has finalists")
-    if options.devices == 1:
-        yield from _given(options, ("split",), "--devices says over how many devices, and it is 1")
+    is_measured = not (options.dry_run or options.simulate)
+    measures_nothing = f"{'--dry-run' if options.dry_run else '--simulate'} measures nothing"
+    for name, is_used, reason in (
+        ("max_configs", options.dry_run, "only --dry-run lists configurations"),
+        ("warmup_steps", is_measured, measures_nothing),
+        ("iterations", is_measured, measures_nothing),
+        ("optimize_warmup_steps", options.optimize, "only --optimize has finalists"),
+        ("split", options.devices > 1, "--devices says over how many devices, and it is 1"),
+    ):
+        value = getattr(options, name)
+        if not is_used and value != default_of(name):
+            yield f"{flag(name)} {value}", reason
     if options.is_baseline:
         return  # which is said where they are taken away
     if options.fmha_backend is not None and all(part.kind is KeySet.WINDOWS for part in parts_of(options)):
         reason = "no attention backend runs: windows are smaller than the layout, and there are no additional tokens"
         yield f"--fmha-backend {options.fmha_backend}", reason
-    if options.dry_run:
-        yield from _performance(options, tuple(_FLAGS), "--dry-run lists all configurations")
-    elif options.simulate:
-        others = tuple(field for field, name in _FLAGS.items() if name not in TILE_FLAGS)
-        yield from _performance(options, others, "--simulate predicts by tiles alone")
+    if is_measured:
+        found = _by_backends(options, device)
+    elif options.dry_run:
+        found = dict.fromkeys(_FLAGS, "--dry-run lists all configurations")
     else:
-        yield from _by_backends(options, device)
-
-
-def _given(options: Options, names: tuple[str, ...], reason: str) -> Iterator[tuple[str, str]]:
-    for name in names:
-        value = getattr(options, name)
-        if value != default_of(name):
-            yield f"{flag(name)} {value}", reason
-
-
-def _performance(options: Options, fields: tuple[str, ...], reason: str) -> Iterator[tuple[str, str]]:
-    for field in fields:
+        others = (field for field, name in _FLAGS.items() if name not in TILE_FLAGS)
+        found = dict.fromkeys(others, "--simulate predicts by tiles alone")
+    for field, reason in found.items():
         value = getattr(options.performance, field)
         if value != getattr(Performance(), field):
             yield _spelled(field, value), reason
 
 
-def _by_backends(options: Options, device: Device) -> Iterator[tuple[str, str]]:
-    """What the backends that run do not heed."""
+def _by_backends(options: Options, device: Device) -> dict[str, str]:
+    """The performance arguments that the backends that run do not heed, and why."""
     found: dict[str, str] = {}
     for part in device_parts(options):
         for pass_ in passes(options):
@@ -74,8 +67,7 @@ def _by_backends(options: Options, device: Device) -> Iterator[tuple[str, str]]:
             except ValueError:
                 continue  # which is said where it fails
             found |= ignored(plan, part.request.performance)
-    for field, reason in found.items():
-        yield _spelled(field, getattr(options.performance, field)), reason
+    return found
 
 
 def _spelled(field: str, value: Any) -> str:

@@ -25,11 +25,9 @@ class Parser(argparse.ArgumentParser):
         """Check that the files that arguments of these names want can be written, each by itself."""
         paths: dict[str, Path | None] = {flag(name): getattr(given, name) for name in names}
         for option, path in paths.items():
-            problem = None if path is None else file_problem(path)
-            if problem is not None:
+            if path is not None and (problem := file_problem(path)):
                 self.error(f"{option}: {problem}")
-        shared = shared_file(paths)
-        if shared is not None:
+        if shared := shared_file(paths):
             self.error(f"{shared[0]} and {shared[1]} name the same file: give each its own")
 
 

@@ -38,23 +38,17 @@ def print_report(result: Result, file: TextIO | None = None) -> None:
     print_lines(_summary(result), file)
 
 
-def print_comparison(comparison: Comparison, file: TextIO | None = None) -> None:
-    """Print the result, the baseline's table, and the speedup next to its bound."""
-    print_report(comparison.result, file)
-    print_table(result_table(comparison.baseline, f"Baseline: {comparison.baseline.options.backend}"), file)
-    print_lines(_speedup(comparison), file)
-
-
-def _speedup(comparison: Comparison) -> Iterator[str]:
-    """The speedup over the baseline, and what would be possible."""
-    result, baseline = comparison.result, comparison.baseline
-    yield (
-        f"Speedup over {baseline.options.backend}: {digits(comparison.speedup)}X "
-        f"(medians {format_time(baseline.median)} / {format_time(result.median)}, measured in turns)"
-    )
+def print_baseline(comparison: Comparison, file: TextIO | None = None) -> None:
+    """Print the baseline's table, and the speedup next to its bound."""
+    baseline, bound = comparison.baseline, comparison.flop_bound
+    print_table(result_table(baseline, f"Baseline: {comparison.name}"), file)
+    lines = [
+        f"Speedup over {comparison.name}: {digits(comparison.speedup)}X (medians {format_time(baseline.median)} / "
+        f"{format_time(comparison.result.median)}, measured in turns)"
+    ]
     if baseline.options.is_baseline:
-        sparsity = 1 - 1 / comparison.flop_bound
-        yield f"FLOP-wise speedup (upper bound) with {sparsity:.2%} sparsity: {digits(comparison.flop_bound)}X"
+        lines.append(f"FLOP-wise speedup (upper bound) with {1 - 1 / bound:.2%} sparsity: {digits(bound)}X")
+    print_lines(lines, file)
 
 
 def _summary(result: Result) -> Iterator[str]:
@@ -194,10 +188,9 @@ def _tile_json(result: Result, pass_: Pass) -> dict[str, Any]:
     }
 
 
-def comparison_json(comparison: Comparison) -> dict[str, Any]:
-    """The result with the baseline's."""
+def baseline_json(comparison: Comparison) -> dict[str, Any]:
+    """What a comparison adds to its result."""
     return {
-        **to_json(comparison.result),
         "baseline": to_json(comparison.baseline),
         "speedup": comparison.speedup,
         "flop_bound": comparison.flop_bound,

@@ -60,41 +60,40 @@ def _processors() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def say_of_measurement(every: Sequence[Options], device: Device) -> None:
-    """Say how long it takes to measure these in turns, where that is worth saying."""
-    runs = every[0].warmup_steps + every[0].iterations
+def _seconds_of_runs(every: Sequence[Options], device: Device) -> list[float] | None:
+    """Estimated seconds of a run of each; ``None`` where that is not known of all, and none where one cannot run."""
     try:
         times = [seconds_of_run(options, device) for options in every]
     except ValueError:
-        return  # which is said where it fails
+        return []  # which is said where it fails
     known = [each for each in times if each is not None]
-    if len(known) < len(times) or runs * sum(known) < _WORTH_SAYING:
-        return
-    each = " and ".join(map(format_duration, known))
-    tell(
-        f"{runs} runs of about {each} take about {format_duration(runs * sum(known))} on {device}; --iterations and "
-        "--warmup-steps choose how many"
-    )
+    return known if len(known) == len(times) else None
+
+
+def say_of_measurement(every: Sequence[Options], device: Device) -> None:
+    """Say how long it takes to measure these in turns, where that is worth saying."""
+    runs = every[0].warmup_steps + every[0].iterations
+    times = _seconds_of_runs(every, device) or []
+    if runs * sum(times) >= _WORTH_SAYING:
+        tell(
+            f"{runs} runs of about {' and '.join(map(format_duration, times))} take about "
+            f"{format_duration(runs * sum(times))} on {device}; --iterations and --warmup-steps choose how many"
+        )
 
 
 def say_of_search(options: Options, device: Device, count: int) -> None:
     """Say how long a search takes at most, if it measures as many configurations of each pass."""
-    one_pass, every = dataclasses.replace(options, backprop=False), passes(options)
-    try:
-        times = [seconds_of_run(one_pass if pass_ == "forward" else options, device) for pass_ in every]
-    except ValueError:
-        return
-    known = [each for each in times if each is not None]
-    if len(known) < len(times):
+    every = [dataclasses.replace(options, backprop=pass_ == "backward") for pass_ in passes(options)]
+    times = _seconds_of_runs(every, device)
+    if times is None:
         tell("searching; how long that takes on such a device is not known")
-        return
-    seconds = sum(each * count + _SEARCH_OVERHEAD for each in known)
-    seconds += known[-1] * (options.warmup_steps + options.iterations)
-    each = " and ".join(map(format_duration, known))
-    tell(
-        f"search and measurement take up to about {format_duration(seconds)} on {device}, with runs of about {each}; "
-        "Ctrl-C ends the search with the best so far"
-    )
+    elif times:
+        seconds = sum(each * count + _SEARCH_OVERHEAD for each in times)
+        seconds += times[-1] * (options.warmup_steps + options.iterations)
+        tell(
+            f"search and measurement take up to about {format_duration(seconds)} on {device}, with runs of about "
+            f"{' and '.join(map(format_duration, times))}; Ctrl-C ends the search with the best so far"
+        )
 
 
 def format_duration(seconds: float) -> str:

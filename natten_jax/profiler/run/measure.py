@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -104,6 +103,11 @@ class Comparison:
     baseline: Result
 
     @property
+    def name(self) -> str:
+        """The baseline's name."""
+        return str(self.baseline.options.backend)
+
+    @property
     def speedup(self) -> float:
         """Median over the turns of the baseline's time by the result's."""
         turns = zip(self.baseline.totals, self.result.totals, strict=True)
@@ -145,38 +149,28 @@ def _profile(every: Sequence[Options]) -> list[Result]:
     say_of_measurement(every, device)
     with arrays_of(first.dtype), Progress(len(every) * (first.warmup_steps + first.iterations)) as progress:
         progress.stage("compiling")
-        arguments: tuple[jax.Array, ...] | None = None
-        workloads = []
+        workloads: list[Workload] = []
         for number, options in enumerate(every):
+            arguments = workloads[0].arguments if workloads else None
             workloads.append(compile_workload(options, f"profiled_{number}", arguments))
-            arguments = workloads[0].arguments
-
-        def counted(workload: Workload) -> capture.Launch:
-            def run() -> Any:
-                progress.advance()
-                return workload.run()
-
-            return capture.Launch(run, workload.program)
-
-        launches = [counted(workload) for workload in workloads]
+        launches = [workload.launch.after(progress.advance) for workload in workloads]
         progress.stage("warming up")
         for _ in range(first.warmup_steps):
             for launch in launches:
                 jax.block_until_ready(launch.run())  # type: ignore[no-untyped-call]
         progress.stage("measuring")
         captured = capture.capture_by_device(
-            launches,
-            first.iterations,
-            workloads[0].device.platform,
-            with_memory=first.verbose,
-            folder=first.trace_dir,
+            launches, first.iterations, device.platform, with_memory=first.verbose, folder=first.trace_dir
         )
-    return [summarize_workload(*each) for each in zip(workloads, captured, strict=True)]
+    return [_result(*each) for each in zip(workloads, captured, strict=True)]
 
 
-def summarize_workload(workload: Workload, devices: capture.Devices) -> Result:
+def _result(workload: Workload, devices: capture.Devices) -> Result:
     """The result of a workload's captured iterations."""
-    times = {device: tuple(map(_seconds, iterations)) for device, iterations in devices.items()}
+    times = {
+        device: tuple(sum(event.duration for event in events) / 1e9 for events in iterations)
+        for device, iterations in devices.items()
+    }
     busiest = attribution.busiest(devices)
     return Result(
         workload.options,
@@ -192,10 +186,6 @@ def summarize_workload(workload: Workload, devices: capture.Devices) -> Result:
     )
 
 
-def _seconds(events: Sequence[Event]) -> float:
-    return sum(event.duration for event in events) / 1e9
-
-
 def summarize(iterations: Sequence[Sequence[Event]], program: Program, operator: str, platform: str) -> tuple[Row, ...]:
     """The rows of a report: launches by name, known names first, then by runtime.
 
@@ -206,9 +196,7 @@ def summarize(iterations: Sequence[Sequence[Event]], program: Program, operator:
         platform: ``"cpu"`` or ``"cuda"``.
     """
     names: dict[tuple[str, str, str], symbols.Name] = {}
-    runtimes: dict[symbols.Name, list[float]] = defaultdict(lambda: [0.0] * len(iterations))
-    calls: dict[symbols.Name, list[int]] = defaultdict(lambda: [0] * len(iterations))
-    origins: dict[symbols.Name, Counter[str]] = defaultdict(Counter)
+    launched: dict[symbols.Name, list[list[Event]]] = defaultdict(lambda: [[] for _ in iterations])
     for i, events in enumerate(iterations):
         for event in events:
             source = event.symbol, event.instruction, event.scope
@@ -216,13 +204,11 @@ def summarize(iterations: Sequence[Sequence[Event]], program: Program, operator:
                 instruction = program.instruction(event.instruction)
                 symbol = instruction.target or event.symbol if platform == "cpu" else event.symbol
                 names[source] = symbols.name(symbol, instruction, operator, event.scope)
-            named = names[source]
-            runtimes[named][i] += event.duration / 1e9
-            calls[named][i] += 1
-            origins[named][event.symbol] += 1
-    rows = [
-        Row(named, round(statistics.median(calls[named])), tuple(runtimes[named]), tuple(origins[named]))
-        for named in runtimes
-        if any(runtimes[named])
-    ]
+            launched[names[source]][i].append(event)
+    rows = []
+    for named, in_turn in launched.items():
+        runtimes = tuple(sum(event.duration / 1e9 for event in events) for events in in_turn)
+        origins = dict.fromkeys(event.symbol for events in in_turn for event in events)
+        if any(runtimes):
+            rows.append(Row(named, round(statistics.median(map(len, in_turn))), runtimes, tuple(origins)))
     return tuple(sorted(rows, key=lambda row: (symbols.order(row.name), -row.runtime)))

@@ -16,8 +16,6 @@ from natten_jax.problem import Shape, problem_of
 from natten_jax.profiler.options import Options
 from natten_jax.sharding.heads import HeadSplit
 
-_AXIS = "devices"
-
 #: What --split can name: shares of whole problems, or token dimensions, by the rank of the problem.
 SHARES = ("batch", "heads")
 DIMENSIONS = {1: ("T",), 2: ("H", "W"), 3: ("T", "H", "W")}
@@ -80,25 +78,21 @@ def devices_of(options: Options) -> list[jax.Device]:
 def sharding_of(options: Options, shape: Shape) -> NamedSharding:
     """How an array ``[batch, ..., heads, head_dim]`` lies on the devices, which XLA's partitioner splits programs over.
 
-    Key/value heads that the devices cannot divide are on all of them.
+    Key/value heads that the devices cannot divide are on all of them, and where tokens are split additional ones are.
 
     Raises:
         ValueError: There are fewer devices.
     """
+    axes: tuple[str | None, ...]
     if splits_tokens(options):
-        return _sharding_over_tokens(options, shape)
-    mesh = Mesh(np.asarray(devices_of(options)), (_AXIS,), axis_types=(AxisType.Auto,))
-    axis = 0 if options.split == "batch" else len(shape) - 2
-    axes = [_AXIS if i == axis and shape[i] % options.devices == 0 else None for i in range(len(shape))]
+        parts, names = token_parts(options), DIMENSIONS[options.rank]
+        axes = (None, *names) if tuple(shape[1 : 1 + options.rank]) == tuple(options.input_size) else ()
+    else:
+        parts, names = (options.devices,), ("devices",)
+        axis = 0 if options.split == "batch" else len(shape) - 2
+        axes = (*(None,) * axis, "devices") if shape[axis] % options.devices == 0 else ()
+    mesh = Mesh(np.asarray(devices_of(options)).reshape(parts), names, axis_types=(AxisType.Auto,) * len(names))
     return NamedSharding(mesh, PartitionSpec(*axes))
-
-
-def _sharding_over_tokens(options: Options, shape: Shape) -> NamedSharding:
-    """Additional tokens are on every device."""
-    parts, names = token_parts(options), DIMENSIONS[options.rank]
-    mesh = Mesh(np.asarray(devices_of(options)).reshape(parts), names, axis_types=(AxisType.Auto,) * options.rank)
-    has_layout = tuple(shape[1 : 1 + options.rank]) == tuple(options.input_size)
-    return NamedSharding(mesh, PartitionSpec(None, *names) if has_layout else PartitionSpec())
 
 
 def of_each_device(options: Options) -> Options:
@@ -132,9 +126,6 @@ def describe(options: Options) -> str:
         parts = zip(DIMENSIONS[options.rank], token_parts(options), strict=True)
         each = ", ".join(f"{name} in {count}" for name, count in parts)
         return f"{options.devices} devices, split over {options.split} ({each})"
-    copies = "" if options.split == "batch" or _splits_kv(options) else " (key/value heads on every device)"
+    is_whole = options.split == "batch" or options.heads_kv % options.devices == 0
+    copies = "" if is_whole else " (key/value heads on every device)"
     return f"{options.devices} devices, split over {options.split}{copies}"
-
-
-def _splits_kv(options: Options) -> bool:
-    return options.heads_kv % options.devices == 0

@@ -150,11 +150,9 @@ def check_available(options: Options, device: Device) -> None:
         platform = KNOWN_FAMILIES.get(BackendId.parse(name).family)
         if platform is None:
             continue
-        reason = absence(name, backends.registered())
-        if reason is not None:
-            raise UnavailableBackend(f"{name} {reason}" + ("" if platform.has(device) else f", and this is {device}"))
-        if not platform.has(device):
-            raise UnavailableBackend(f"{name} runs on {platform}, and this is {device}")
+        here = "" if platform.has(device) else f", and this is {device}"
+        if reason := absence(name, backends.registered()) or (here and f"runs on {platform}"):
+            raise UnavailableBackend(f"{name} {reason}{here}")
 
 
 def request_of(options: Options) -> Request:

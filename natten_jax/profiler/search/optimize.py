@@ -72,10 +72,12 @@ class _Search:
         try:
             return self._run()
         except KeyboardInterrupt:
-            best = self._best_so_far()
+            ran, backprop = fastest_first(self._trials.done), self._options.backprop
+            # Of all passes, or of the forward pass where there is none of all.
+            best = next((trial for trial in ran if trial.options.backprop == backprop), next(iter(ran), None))
             if best is None or best.seconds is None:
                 raise
-            chosen = dataclasses.replace(best.options, backprop=self._options.backprop)
+            chosen = dataclasses.replace(best.options, backprop=backprop)
             return self._optimum(chosen, best.seconds, None, is_complete=False)
 
     def _optimum(
@@ -84,18 +86,10 @@ class _Search:
         wall, trials = time.perf_counter() - self._start, tuple(self._trials.done)
         return Optimum(chosen, seconds, default_seconds, trials, wall, self._trials.compile_seconds, is_complete)
 
-    def _best_so_far(self) -> Trial | None:
-        """The fastest trial of all passes, or of the forward pass where there is none of all."""
-        ran = fastest_first(self._trials.done)
-        return next((trial for trial in ran if trial.options.backprop == self._options.backprop), next(iter(ran), None))
-
     def _run(self) -> Optimum:
         plain = self._options
-        best: tuple[float, Options] | None = None
-        for rival in list(self._rivals()):
-            found = self._best_of(rival)
-            if found is not None and (best is None or found[0] < best[0]):
-                best = found
+        found = [self._best_of(rival) for rival in list(self._rivals())]
+        best = min(filter(None, found), key=lambda each: each[0], default=None)
         if best is None:
             if not self._trials.done:
                 self._trials.measure([plain], 1, 0)  # for the reason
@@ -106,14 +100,10 @@ class _Search:
         seconds = best[0] if final[0].seconds is None else final[0].seconds
         chosen = best[1]
         if final[1].seconds is not None and final[1].seconds < seconds:
-            chosen, seconds = self._default(), final[1].seconds
+            workload = self._trials.compile(plain)
+            assert isinstance(workload, Workload)  # it ran a moment ago
+            chosen, seconds = spelled_out(plain, workload), final[1].seconds
         return self._optimum(chosen, seconds, final[1].seconds)
-
-    def _default(self) -> Options:
-        """What runs without a choice, spelled out."""
-        workload = self._trials.compile(self._options)
-        assert isinstance(workload, Workload)  # it ran a moment ago
-        return spelled_out(self._options, workload)
 
     def _rivals(self) -> Iterator[Options]:
         """The options with each backend that is worth a search."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -38,71 +37,60 @@ class Trials:
         self._progress.expect(len(every) * (1 + warmup_steps + runs))
         prepared = [self._warm(each, warmup_steps) for each in every]
         alive = [each for each in prepared if isinstance(each, Workload)]
-        times: dict[int, float | str] = {}
+        times: list[float | str]
         try:
-            captured = self._captured(alive, runs)
-            times = {id(workload): each for workload, each in zip(alive, captured, strict=True)}
+            times = self._captured(alive, runs)
         except Exception:  # one of them spoils the trace of all
-            for workload in alive:
-                times[id(workload)] = self._guarded(functools.partial(self._captured_alone, workload, runs))
-        trials = []
-        for options, each in zip(every, prepared, strict=True):
-            outcome = times[id(each)] if isinstance(each, Workload) else each
-            trials.append(Trial(options, None, outcome) if isinstance(outcome, str) else Trial(options, outcome))
+            alone = [self._guarded(self._captured, [each], runs) for each in alive]
+            times = [each if isinstance(each, str) else each[0] for each in alone]
+        in_order = iter(times)
+        outcomes = [next(in_order) if isinstance(each, Workload) else each for each in prepared]
+        trials = [
+            Trial(options, None, outcome) if isinstance(outcome, str) else Trial(options, outcome)
+            for options, outcome in zip(every, outcomes, strict=True)
+        ]
         self.done += trials
         return trials
 
-    def _captured(self, workloads: Sequence[Workload], runs: int) -> list[float]:
+    def _captured(self, workloads: Sequence[Workload], runs: int) -> list[float | str]:
+        """Seconds of device time of each, median of the runs."""
         if not workloads:
             return []
 
-        def counted(workload: Workload) -> capture.Launch:
-            def run() -> Any:
-                self._progress.advance()
-                return workload.run()
-
-            return capture.Launch(run, workload.program)
-
-        iterations = capture.capture_in_turns([counted(each) for each in workloads], runs, self._platform)
+        launches = [each.launch.after(self._progress.advance) for each in workloads]
+        iterations = capture.capture_in_turns(launches, runs, self._platform)
         return [
             statistics.median(sum(event.duration for event in events) / 1e9 for events in of_workload)
             for of_workload in iterations
         ]
 
-    def _captured_alone(self, workload: Workload, runs: int) -> float:
-        return self._captured([workload], runs)[0]
-
     def _warm(self, options: Options, warmup_steps: int) -> Workload | str:
         """A workload that was compiled and has run, or why it could not."""
         workload = self.compile(options)
         self._progress.advance()
-        if isinstance(workload, str):
-            return workload
+        return workload if isinstance(workload, str) else self._guarded(self._run, workload, max(warmup_steps, 1))
 
-        def warm() -> Workload:
-            for _ in range(max(warmup_steps, 1)):
-                jax.block_until_ready(workload.run())  # type: ignore[no-untyped-call]
-                self._progress.advance()
-            return workload
-
-        return self._guarded(warm)
+    def _run(self, workload: Workload, runs: int) -> Workload:
+        for _ in range(runs):
+            jax.block_until_ready(workload.run())  # type: ignore[no-untyped-call]
+            self._progress.advance()
+        return workload
 
     def compile(self, options: Options) -> Workload | str:
         """The compiled program of a configuration, or why there is none."""
         start = time.perf_counter()
         self._number += 1
-        workload = self._guarded(
-            lambda: compile_workload(options, f"candidate_{self._number}", self._arguments.get(options.backprop))
-        )
+        again = self._arguments.get(options.backprop)
+        workload = self._guarded(compile_workload, options, f"candidate_{self._number}", again)
         self.compile_seconds += time.perf_counter() - start
         if isinstance(workload, Workload):
             self._arguments[options.backprop] = workload.arguments
         return workload
 
-    def _guarded(self, step: Callable[[], Any]) -> Any:
+    def _guarded(self, step: Callable[..., Any], *arguments: Any) -> Any:
         """The step's result, or its error as one line: no configuration ends the search."""
         try:
-            return step()
+            return step(*arguments)
         except Exception as error:
             return " ".join(str(error).split()) or type(error).__name__
 

@@ -10,19 +10,24 @@ from __future__ import annotations
 import collections
 import dataclasses
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from natten_jax.profiler.traces.events import Event, Interval
 from natten_jax.profiler.traces.program import Program
 
 
+def grouped(intervals: Iterable[Interval], key: Callable[[Interval], Any]) -> dict[Any, list[Interval]]:
+    """The intervals by a key, in order of its first appearance."""
+    groups: dict[Any, list[Interval]] = collections.defaultdict(list)
+    for interval in intervals:
+        groups[key(interval)].append(interval)
+    return groups
+
+
 def by_device(intervals: Iterable[Interval]) -> dict[int, list[Interval]]:
     """The intervals of each device, by its number."""
-    devices: dict[int, list[Interval]] = collections.defaultdict(list)
-    for interval in intervals:
-        devices[interval.device].append(interval)
-    return dict(sorted(devices.items()))
+    return dict(sorted(grouped(intervals, lambda interval: interval.device).items()))
 
 
 def busiest(devices: Mapping[int, Sequence[Sequence[Event]]]) -> int:
@@ -37,9 +42,7 @@ def busiest(devices: Mapping[int, Sequence[Sequence[Event]]]) -> int:
 def split(intervals: Iterable[Interval], iterations: int) -> list[list[Interval]] | None:
     """The intervals of each iteration of one device in order of time; ``None`` where that cannot be told."""
     ordered = sorted(intervals, key=lambda interval: interval.event.start)
-    runs: dict[Any, list[Interval]] = collections.defaultdict(list)
-    for interval in ordered:
-        runs[interval.run].append(interval)
+    runs = grouped(ordered, lambda interval: interval.run)
     if None not in runs:
         return list(runs.values()) if len(runs) == iterations else None
     if len(ordered) % iterations:

@@ -40,6 +40,15 @@ class Launch:
     run: Callable[[], Any]
     program: Program
 
+    def after(self, step: Callable[[], None]) -> Launch:
+        """The launch with something done in front of each run."""
+
+        def run() -> Any:
+            step()
+            return self.run()
+
+        return Launch(run, self.program)
+
 
 def capture(run: Callable[[], Any], iterations: int, program: Program, platform: str) -> list[list[Event]]:
     """Events of every iteration of ``run``, in order: of the device that was busy longest, where there are several.

@@ -74,7 +74,7 @@ def gpu_intervals(profile: ProfileData, with_memory: bool = False) -> list[Inter
                 continue  # lines such as "XLA Ops" repeat the streams' events in other groupings
             done = 0.0
             for event in sorted(line.events, key=lambda each: each.start_ns):
-                stats = _stats(event)
+                stats = dict(event.stats)
                 instruction = str(stats.get("hlo_op") or "")
                 # Copies from one device to another may be how a collective is done.
                 is_kernel = not event.name.lower().startswith(_NO_KERNELS) or kind_of_instruction(instruction)
@@ -82,11 +82,9 @@ def gpu_intervals(profile: ProfileData, with_memory: bool = False) -> list[Inter
                     continue
                 # A kernel may start early, and wait for the one before it in its stream: that time is the latter's.
                 own, done = event.end_ns - max(event.start_ns, done), max(event.end_ns, done)
-                module = stats.get("hlo_module")
                 scope = str(stats.get("name") or "")
                 launched = Event(event.name, instruction, scope, event.start_ns, max(own, 0.0))
-                name = None if module is None else str(module)
-                intervals.append(Interval(launched, stats.get("run_id"), name, _number(stats), int(match[1])))
+                intervals.append(_interval(launched, stats, int(match[1])))
     return intervals
 
 
@@ -98,25 +96,20 @@ def host_intervals(profile: ProfileData) -> list[Interval]:
             continue
         for line in plane.lines:
             for event in line.events:
+                stats = dict(event.stats)
                 if event.name.startswith("end: "):
-                    ends[_stats(event).get("_c")] = event.start_ns
-                    continue
-                stats = _stats(event)
-                if "hlo_op" in stats:
+                    ends[stats.get("_c")] = event.start_ns
+                elif "hlo_op" in stats:
                     intervals.append((event.name, event.start_ns, event.end_ns, stats))
     result = []
     for name, start, end, stats in intervals:
-        end = ends.get(stats.get("_p"), end)
-        event = Event(name, str(stats["hlo_op"]), "", start, end - start)
-        device = int(stats.get("device_ordinal", 0))
-        result.append(Interval(event, stats.get("run_id"), str(stats.get("hlo_module")), _number(stats), device))
+        event = Event(name, str(stats["hlo_op"]), "", start, ends.get(stats.get("_p"), end) - start)
+        result.append(_interval(event, stats, int(stats.get("device_ordinal", 0))))
     return result
 
 
-def _stats(event: Any) -> dict[str, Any]:
-    return dict(event.stats)
-
-
-def _number(stats: dict[str, Any]) -> int | None:
-    number = stats.get("program_id")
-    return number if isinstance(number, int) else None
+def _interval(event: Event, stats: dict[str, Any], device: int) -> Interval:
+    """An event with what its statistics say about where it belongs."""
+    module, number = stats.get("hlo_module"), stats.get("program_id")
+    name = None if module is None else str(module)
+    return Interval(event, stats.get("run_id"), name, number if isinstance(number, int) else None, device)

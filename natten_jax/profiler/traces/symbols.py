@@ -21,6 +21,7 @@ KNOWN_OPERATIONS = (
 )
 
 _LONGEST = 45
+_ARCHITECTURES = {"ampere": "Sm80", "hopper": "Sm90", "blackwell": "Sm100"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,8 @@ class _Rule:
     """How launches are called whose custom call and whose symbol match.
 
     Attributes:
-        target: Searched in the lower-case target of the custom call that launched it; ``""`` matches every launch.
+        caller: Searched in the lower-case target of the custom call that launched it; in the kernel's own name where
+            there is none, and where the kernel is of this package. ``""`` matches every launch.
         pattern: Searched in the lower-case symbol.
         framework: Who wrote it; ``"-"`` where nobody knows.
         category: What kind of work it is; ``"-"`` where nobody knows.
@@ -46,7 +48,7 @@ class _Rule:
             ``Fmha``, whichever the description of the operator says.
     """
 
-    target: str
+    caller: str
     pattern: str
     framework: str
     category: str
@@ -56,13 +58,9 @@ class _Rule:
 # In a kernel's own name, not in its template arguments.
 _DELTA = r"^[^<(]*(delta|statistics|dot_do_o|do_dot_o|sum_odo|reduc)"
 _PERMUTE, _CONVERT, _ELEMENTWISE = r"^[^<(]*permute", r"^[^<(]*(convert|cast)", r"^[^<(]*(elementwise|clear|fill|scale)"
-_HOST, _DEVICE, _CUDNN = r"^natten_jax_cpu", r"^natten_jax_sm", r"^__cudnn\$(fmha|fused.*attention)"
-_OURS = r"natten_jax"
+_HOST, _DEVICE, _CUDNN = r"natten_jax_cpu", r"natten_jax", r"^__cudnn\$(fmha|fused.*attention)"
 _PALLAS = r"^mosaic_gpu|^triton_kernel_call|^__gpu\$xla\.gpu\.triton"
-_MHA_FORWARD, _MHA_BACKWARD = (
-    r"mha_forward|attention_forward",
-    r"mha_backward|attention_backward",
-)
+_MHA_FORWARD, _MHA_BACKWARD = r"mha_forward|attention_forward", r"mha_backward|attention_backward"
 
 # The first match counts. What the compiled program says about a launch comes before its symbol: kernels of a known
 # custom call are known, whatever they are called. One kernel of ours serves both operators.
@@ -76,6 +74,8 @@ _RULES = (
     _Rule(_DEVICE, _PERMUTE, "CUTLASS", "token permute", "TokenPermute"),
     _Rule(_DEVICE, _CONVERT, "CUTLASS", "elementwise", "Convert"),
     _Rule(_DEVICE, _ELEMENTWISE, "CUTLASS", "elementwise", "Elementwise"),
+    _Rule(_DEVICE + r".*fmha_forward", "", "CUTLASS", "attention", "FmhaForward"),
+    _Rule(_DEVICE + r".*fmha_backward", "", "CUTLASS", "attention", "FmhaBackward"),
     _Rule(_DEVICE + r".*forward", "", "CUTLASS", "attention", "{operator}Forward"),
     _Rule(_DEVICE + r".*backward", "", "CUTLASS", "attention", "{operator}Backward"),
     _Rule(_CUDNN, _DELTA, "cuDNN", "reduction", "Reduction"),
@@ -88,17 +88,7 @@ _RULES = (
     _Rule(_PALLAS, _MHA_FORWARD, "Pallas", "attention", "FmhaForward"),
     _Rule(_PALLAS, r"softmax", "Pallas", "softmax"),
     _Rule(_PALLAS, "", "Pallas", "-"),
-    # Symbols, where the program is not known: in the same order, then the rest.
-    _Rule("", r"natten_jax_cpu.*forward", "natten_jax-cpu", "attention", "{operator}Forward"),
-    _Rule("", r"natten_jax_cpu.*backward", "natten_jax-cpu", "attention", "{operator}Backward"),
-    _Rule("", rf"^[^<(]*{_OURS}[^<(]*(delta|statistics|reduc)", "CUTLASS", "reduction", "Reduction"),
-    _Rule("", rf"^[^<(]*{_OURS}[^<(]*permute", "CUTLASS", "token permute", "TokenPermute"),
-    _Rule("", rf"^[^<(]*{_OURS}[^<(]*convert", "CUTLASS", "elementwise", "Convert"),
-    _Rule("", rf"^[^<(]*{_OURS}[^<(]*(elementwise|clear)", "CUTLASS", "elementwise", "Elementwise"),
-    _Rule("", rf"^[^<(]*{_OURS}[^<(]*fmha_forward", "CUTLASS", "attention", "FmhaForward"),
-    _Rule("", rf"^[^<(]*{_OURS}[^<(]*fmha_backward", "CUTLASS", "attention", "FmhaBackward"),
-    _Rule("", rf"^[^<(]*{_OURS}[^<(]*backward", "CUTLASS", "attention", "{operator}Backward"),
-    _Rule("", rf"^[^<(]*{_OURS}[^<(]*forward", "CUTLASS", "attention", "{operator}Forward"),
+    # Symbols, where the program is not known.
     _Rule("", r"cudnn.*(dot_do_o|do_dot_o|sum_odo|reduc)", "cuDNN", "reduction", "Reduction"),
     _Rule("", r"cudnn.*convert", "cuDNN", "elementwise", "Convert"),
     _Rule("", r"(cudnn|^sm\d+).*(sdpa|flash|fmha|mha).*bprop", "cuDNN", "attention", "FmhaBackward"),
@@ -142,11 +132,12 @@ def name(symbol: str, instruction: Instruction, operator: str, scope: str = "") 
         scope: Scope path of the launch where the instruction has none.
     """
     lowered = symbol.lower().replace("(anonymous namespace)::", "")
-    target = instruction.target.lower()
+    target, own = instruction.target.lower(), _own_name(lowered)
+    caller = own if "natten_jax" in own or not target else target
     if kind := collectives.kind_of(symbol, instruction):
         return Name("NCCL" if collectives.is_of_nccl(symbol) else "XLA", "collective", "-", kind)
     for rule in _RULES:
-        if re.search(rule.target, target) and re.search(rule.pattern, lowered):
+        if re.search(rule.caller, caller) and re.search(rule.pattern, lowered):
             family = operator if instruction.plan is None else instruction.plan.backend.operator
             operation = rule.operation.format(operator=family.capitalize())
             if not operation:
@@ -165,8 +156,12 @@ def clean(symbol: str) -> str:
     """A symbol without what C++ and libraries add to it, cut where it is too long to read."""
     symbol = re.sub(r"^(void|int|bool|float)\s+", "", symbol)
     symbol = symbol.replace("(anonymous namespace)::", "").removeprefix("cudnn_generated_")
-    symbol = re.split(r"[<(]", symbol, maxsplit=1)[0].replace("::", ".").strip()
-    return shorten(symbol)
+    return shorten(_own_name(symbol).replace("::", ".").strip())
+
+
+def _own_name(symbol: str) -> str:
+    """A symbol without its template arguments and parameters."""
+    return re.split(r"[<(]", symbol, maxsplit=1)[0]
 
 
 def shorten(text: str) -> str:
@@ -236,10 +231,6 @@ def _scope_label(path: str) -> str:
 
 
 def _arch(lowered: str) -> str:
-    match = re.search(r"sm_?(1\d\d|[5-9]\d)", lowered)  # more digits may follow in a mangled symbol
-    if match:
+    if match := re.search(r"sm_?(1\d\d|[5-9]\d)", lowered):  # more digits may follow in a mangled symbol
         return f"Sm{match[1]}"
-    for family, arch in (("ampere", "Sm80"), ("hopper", "Sm90"), ("blackwell", "Sm100")):
-        if family in lowered:
-            return arch
-    return "-"
+    return next((arch for family, arch in _ARCHITECTURES.items() if family in lowered), "-")
