@@ -22,11 +22,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import command
 import jax
 import numpy as np
-from calibration_problems import EXAMPLES, FITTED, HELD_BACK, SMALL, SMALL_HELD_BACK
-from environment import environment
+from lib import command
+from lib.calibration_problems import EXAMPLES, FITTED, HELD_BACK, SMALL, SMALL_HELD_BACK
+from lib.environment import environment
 
 from natten_jax import simulator
 from natten_jax.performance import PASSES, Pass, TilePair

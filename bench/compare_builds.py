@@ -38,13 +38,14 @@ def serve(root: Path) -> None:
     """Answer requests on standard input, a line of JSON each, with the build of a clone."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever else prints
-    sys.path[:0] = [str(root), str(root / "bench")]
+    # Some builds have what programs share beside the programs.
+    sys.path[:0] = [str(root), str(root / "bench"), str(root / "bench" / "lib")]
     import jax
     import jax.numpy as jnp
     from benchmarks import BENCHMARKS
-    from implementations import ours
+    from implementations import ours  # type: ignore[import-not-found]
     from small import CACHE_BYTES, ROWS
-    from timing import Runner, compile_backward, compile_runner
+    from timing import Runner, compile_backward, compile_runner  # type: ignore[import-not-found]
 
     runners: dict[str, Runner] = {}
     filler = jnp.zeros((CACHE_BYTES // 4,), jnp.uint32)

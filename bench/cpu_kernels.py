@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import command
 import jax
 import jax.numpy as jnp
 import numpy as np
-from record import save
+from lib import command
+from lib.record import save
 
 import natten_jax
 from natten_jax import windows

@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-import command
+from lib import command
 
 PROCESSES = 5
 LAYOUTS = (16, 20, 24, 28, 32, 36)

@@ -1,4 +1,4 @@
-"""What :mod:`fmha_scaling` makes of its figures: the report in Markdown, and a plot.
+"""What ``fmha_scaling.py`` makes of its figures: the report in Markdown, and a plot.
 
 Example:
     python bench/fmha_report.py bench/results/h200/fmha_scaling/fmha_scaling_results.json
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import command
-from fmha_insights import insights, priorities
-from fmha_ladder import CPU_LADDER, GPU_LADDER, Ladder
-from fmha_platforms import measured_table, target_table, work_table
-from fmha_results import LengthResult, read
-from fmha_tables import impact_table, length_table, summary_table
+from fmha.insights import insights, priorities
+from fmha.ladder import CPU_LADDER, GPU_LADDER, Ladder
+from fmha.platforms import measured_table, target_table, work_table
+from fmha.results import LengthResult, read
+from fmha.tables import impact_table, length_table, summary_table
+from lib import command
 
 from natten_jax.profiler.cli.whole_files import write_bytes
 

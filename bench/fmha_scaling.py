@@ -23,18 +23,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import command
 import jax
 from benchmarks import Benchmark
-from environment import environment
-from fmha_insights import insights, priorities
-from fmha_ladder import BOUNDS, Ladder, error_of, ladder_of, tiles_of
-from fmha_platforms import target_table
+from fmha.insights import insights, priorities
+from fmha.ladder import BOUNDS, Ladder, error_of, ladder_of, tiles_of
+from fmha.platforms import target_table
+from fmha.results import LengthResult, StepResult, exact_flops, nominal_flops
+from fmha.tables import impact_table, length_table, speedup_text, summary_table
+from fmha.targets import TARGETS
 from fmha_report import configuration_lines, draw, markdown, platform_lines
-from fmha_results import LengthResult, StepResult, exact_flops, nominal_flops
-from fmha_tables import impact_table, length_table, speedup_text, summary_table
-from fmha_targets import TARGETS
-from timing import Runner, compile_runner, ratio
+from lib import command
+from lib.environment import environment
+from lib.timing import Runner, compile_runner, ratio
 
 from natten_jax.plan.devices import Device, default_device, default_jax_device
 from natten_jax.profiler.cli.whole_files import write_text

@@ -20,12 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import command
 from benchmarks import Benchmark
-from implementations import ours
-from record import save
+from lib import command
+from lib.implementations import ours
+from lib.record import save
+from lib.timing import Runner, compile_backward, compile_runner
 from run import draw
-from timing import Runner, compile_backward, compile_runner
 
 from natten_jax import backends
 from natten_jax.performance import PASSES, Pass

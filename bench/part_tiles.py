@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import command
 import jax
 import jax.numpy as jnp
-from record import save
-from scaling_problems import Curve, curves
+from devices.problems import Curve, curves
+from lib import command
+from lib.record import save
+from lib.timing import ratio
 from several_devices import add_turns, difference, take_turns
-from timing import ratio
 
 from natten_jax.arrays.operands import Operands, Output
 from natten_jax.backends.select import resolve

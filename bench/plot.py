@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import command
 import matplotlib
+from lib import command
 
 from natten_jax.profiler.cli.whole_files import write_bytes
 
 matplotlib.use("Agg")
+from lib.timing import MODES
 from matplotlib import pyplot as plt
-from timing import MODES
 
 _COLORS = {"cold": "#7fb2d9", "sustained": "#1f5f99"}
 

@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import command
-from charts import passes_side_by_side, save
+from lib import command
+from lib.charts import passes_side_by_side, save
 
 from natten_jax.performance import PASSES
 

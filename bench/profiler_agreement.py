@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import command
 import jax
-from record import save
+from lib import command
+from lib.record import save
 
 import natten_jax
 from natten_jax.plan.devices import default_device

@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import command
 import jax
 from benchmarks import BENCHMARKS, Benchmark
-from implementations import ELEMENT_TYPES, IMPLEMENTATIONS, default_names, ours
-from record import save
-from timing import MODES, Runner, compile_backward, compile_runner, ratio, take_turns
+from lib import command
+from lib.implementations import ELEMENT_TYPES, IMPLEMENTATIONS, default_names, ours
+from lib.record import save
+from lib.timing import MODES, Runner, compile_backward, compile_runner, ratio, take_turns
 
 from natten_jax.cost.work import flops
 from natten_jax.performance import PASSES, Pass

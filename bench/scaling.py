@@ -21,16 +21,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import command
 import jax
 import several_devices
 from benchmarks import Benchmark
-from environment import present_devices
+from devices.predictions import figures, predictions, relative_errors
+from devices.problems import SCALINGS, Curve, curves
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from record import save
-from scaling_predictions import figures, predictions, relative_errors
-from scaling_problems import SCALINGS, Curve, curves
+from lib import command
+from lib.environment import present_devices
+from lib.record import save
 from several_devices import (
     MODES,
     PASSES,

@@ -31,17 +31,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
-import command
 import jax
 import jax.numpy as jnp
 from benchmarks import BENCHMARKS, Benchmark
-from environment import present_devices
-from exchanges import exchange_milliseconds, halos_first, timeline
-from implementations import ours
+from devices.exchanges import exchange_milliseconds, halos_first, timeline
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from record import save
-from timing import ratio
+from lib import command
+from lib.environment import present_devices
+from lib.implementations import ours
+from lib.record import save
+from lib.timing import ratio
 
 from natten_jax.plan.devices import default_device
 from natten_jax.profiler.traces.capture import Launch, capture_by_device

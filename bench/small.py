@@ -23,11 +23,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import command
 import jax
 import jax.numpy as jnp
-from environment import environment
-from timing import Runner, compile_backward, compile_runner
+from lib import command
+from lib.environment import environment
+from lib.timing import Runner, compile_backward, compile_runner
 
 import natten_jax
 from natten_jax.native import module as native

@@ -21,7 +21,7 @@ import plot
 import plot_peers
 import run
 from benchmarks import BENCHMARKS, Benchmark
-from implementations import IMPLEMENTATIONS
+from lib.implementations import IMPLEMENTATIONS
 
 from tests.support.programs import output_of, run_python
 
@@ -32,7 +32,7 @@ WHOLE = Benchmark((64,), 2, 16, dtype="float32")
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PAUSE", "WARM_UP"):
-        monkeypatch.setattr(f"timing.{name}", 0.01)
+        monkeypatch.setattr(f"lib.timing.{name}", 0.01)
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

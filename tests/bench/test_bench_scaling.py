@@ -16,9 +16,9 @@ sys.path.append(str(BENCH))
 
 import part_tiles  # noqa: E402
 import plot_scaling  # noqa: E402
-from implementations import ours  # noqa: E402
-from scaling_predictions import relative_errors  # noqa: E402
-from scaling_problems import curves  # noqa: E402
+from devices.predictions import relative_errors  # noqa: E402
+from devices.problems import curves  # noqa: E402
+from lib.implementations import ours  # noqa: E402
 
 from natten_jax.execution import passes  # noqa: E402
 from natten_jax.halo import halos_of  # noqa: E402

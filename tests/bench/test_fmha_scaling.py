@@ -21,11 +21,11 @@ pytest.importorskip("matplotlib")
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.append(str(BENCH))
 
-import fmha_ladder  # noqa: E402
 import fmha_scaling  # noqa: E402
 from benchmarks import Benchmark  # noqa: E402
-from fmha_insights import gains, insights, priorities  # noqa: E402
-from fmha_ladder import (  # noqa: E402
+from fmha import ladder as fmha_ladder  # noqa: E402
+from fmha.insights import gains, insights, priorities  # noqa: E402
+from fmha.ladder import (  # noqa: E402
     BOUNDS,
     CPU_LADDER,
     GPU_LADDER,
@@ -35,11 +35,11 @@ from fmha_ladder import (  # noqa: E402
     lacks_kernels,
     tiles_of,
 )
-from fmha_platforms import measured_table, work_table  # noqa: E402
+from fmha.platforms import measured_table, work_table  # noqa: E402
+from fmha.results import LengthResult, StepResult, read  # noqa: E402
+from fmha.tables import impact_table, summary_table  # noqa: E402
+from fmha.targets import LADDER_TILES, TARGETS, target_of  # noqa: E402
 from fmha_report import draw, markdown  # noqa: E402
-from fmha_results import LengthResult, StepResult, read  # noqa: E402
-from fmha_tables import impact_table, summary_table  # noqa: E402
-from fmha_targets import LADDER_TILES, TARGETS, target_of  # noqa: E402
 
 SMALL = Benchmark((96,), 2, 16, is_causal=True, dtype="float32")
 

@@ -16,10 +16,10 @@ from natten_jax.native import module as native
 pytest.importorskip("matplotlib")
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
-import fmha_ladder
 from benchmarks import Benchmark
-from fmha_ladder import BOUNDS, GPU_LADDER, error_of
-from fmha_targets import LADDER_TILES, TARGETS
+from fmha import ladder as fmha_ladder
+from fmha.ladder import BOUNDS, GPU_LADDER, error_of
+from fmha.targets import LADDER_TILES, TARGETS
 
 TARGET = "natten_jax_bench_fmha_forward"
 pytestmark = [

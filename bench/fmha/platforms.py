@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fmha_ladder import Ladder
-from fmha_results import LengthResult, read
-from fmha_tables import table
-from fmha_targets import TARGETS
+from fmha.ladder import Ladder
+from fmha.results import LengthResult, read
+from fmha.tables import table
+from fmha.targets import TARGETS
 
-_RECORDED = Path(__file__).parent / "results"
+_RECORDED = Path(__file__).parents[1] / "results"
 
 
 def target_table() -> list[str]:

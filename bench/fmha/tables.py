@@ -1,11 +1,11 @@
-"""Tables in Markdown of the figures of :mod:`fmha_scaling`."""
+"""Tables in Markdown of the figures of ``fmha_scaling.py``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fmha_ladder import Ladder
-from fmha_results import LengthResult
+from fmha.ladder import Ladder
+from fmha.results import LengthResult
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from scaling_problems import Curve
-from timing import ratio
+from lib.timing import ratio
 
+from devices.problems import Curve
 from natten_jax.backends.select import resolve
 from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import Device

@@ -1,12 +1,12 @@
-"""What the figures of :mod:`fmha_scaling` say: which step pays at which length, and where to begin."""
+"""What the figures of ``fmha_scaling.py`` say: which step pays at which length, and where to begin."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from fmha_ladder import Ladder
-from fmha_results import LengthResult
+from fmha.ladder import Ladder
+from fmha.results import LengthResult
 
 #: A curve has saturated where it reaches this share of its best rate.
 SATURATED = 0.95

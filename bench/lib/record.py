@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from environment import environment
-
+from lib.environment import environment
 from natten_jax.profiler.cli.whole_files import write_text
 
 

@@ -1,4 +1,4 @@
-"""The figures of :mod:`fmha_scaling`, and reading those of earlier runs.
+"""The figures of ``fmha_scaling.py``, and reading those of earlier runs.
 
 Operations are counted in two ways. *Exact* are those of the pairs of a query and a key that the mask leaves: of causal
 attention over N tokens N * (N + 1) / 2. *Nominal* are those that most benchmarks count: half of N * N.
