@@ -111,7 +111,9 @@ def plot_window(
     ax = _draw_cells(ax, seen)
     is_query = np.zeros(sharing.shape, bool)
     is_query[at] = True
-    _mark(ax, _slices(sharing & ~is_query))
+    y, x = np.nonzero(_slices(sharing & ~is_query)[0])
+    if x.size:
+        ax.plot(x, y, ".", color=_SHARED, markersize=4)
     ax.add_patch(_cells(np.argwhere(_slices(is_query)[0]), _QUERY))
     ax.set_title(_described(axes) if title is None else title, fontsize="medium")
     return ax
@@ -188,11 +190,10 @@ def _line_masks(axis: Axis) -> np.ndarray:
 def _slices(cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Cells as rows and columns, the slices of a video side by side, and where there are any."""
     cells = cells.reshape((1,) * (3 - cells.ndim) + cells.shape)
-    depth, height, width = cells.shape
-    gap = np.zeros((depth, height, 1), bool)
 
     def side_by_side(each: np.ndarray) -> np.ndarray:
-        return np.concatenate([each, gap], axis=-1).swapaxes(0, 1).reshape(height, depth * (width + 1))[:, :-1]
+        gaps = (0, 0), (0, 0), (0, 1)
+        return np.pad(each, gaps).swapaxes(0, 1).reshape(each.shape[1], -1)[:, :-1]
 
     return side_by_side(cells), side_by_side(np.ones_like(cells))
 
@@ -228,20 +229,12 @@ def _draw_cells(ax: Axes | None, cells: tuple[np.ndarray, np.ndarray]) -> Axes:
     return ax
 
 
-def _mark(ax: Axes, cells: tuple[np.ndarray, np.ndarray]) -> None:
-    y, x = np.nonzero(cells[0])
-    if x.size:
-        ax.plot(x, y, ".", color=_SHARED, markersize=4)
-
-
 def _described(axes: Sequence[Axis]) -> str:
     """The facts of a window that are not their default."""
 
     def text(values: Sequence[Any]) -> str:
         return str(values[0]) if len(set(values)) == 1 else "(" + ", ".join(map(str, values)) + ")"
 
-    facts = [("kernel_size", [axis.kernel_size for axis in axes])]
-    facts += [("stride", [axis.stride for axis in axes]), ("dilation", [axis.dilation for axis in axes])]
-    causal = [axis.is_causal for axis in axes]
-    parts = [f"{name}={text(values)}" for name, values in facts if name == "kernel_size" or set(values) != {1}]
-    return ", ".join(parts + [f"is_causal={text(causal)}"] * any(causal))
+    defaults = {"kernel_size": None, "stride": 1, "dilation": 1, "is_causal": False}
+    facts = {name: [getattr(axis, name) for axis in axes] for name in defaults}
+    return ", ".join(f"{name}={text(values)}" for name, values in facts.items() if set(values) != {defaults[name]})

@@ -16,7 +16,8 @@ from typing import Any, TextIO
 
 from natten_jax import simulator
 from natten_jax.cost import small_windows
-from natten_jax.performance import PASSES, Pass
+from natten_jax.cost.calibration import Calibration
+from natten_jax.performance import PASSES, Pass, TilePair
 from natten_jax.plan.devices import NoDeviceError, default_jax_device
 from natten_jax.plan.plan import BackendId
 from natten_jax.problem import Problem
@@ -25,7 +26,7 @@ from natten_jax.profiler.options import Options
 from natten_jax.profiler.report.tables import Table, digits, format_time, print_lines, print_table
 from natten_jax.profiler.run import split
 from natten_jax.profiler.run.measure import Comparison, Result, Row
-from natten_jax.profiler.run.workload import device_parts, passes
+from natten_jax.profiler.run.workload import device_parts
 from natten_jax.version import __version__
 
 COLUMNS = ("Framework", "Kernel category", "Arch", "Operation", "# calls", "Runtime")
@@ -98,16 +99,17 @@ def _device_lines(result: Result) -> Iterator[str]:
         yield "Collectives: none"
 
 
-def _tile_lines(result: Result) -> Iterator[str]:
-    for pass_ in PASSES:
-        if pass_ not in result.tiles:
-            continue
-        pair = result.tiles[pass_]
+def _tiled_passes(result: Result) -> Iterator[tuple[Pass, TilePair, Problem, Calibration | None]]:
+    """The passes of a backend with tiles: these, what each device computes, and the time model of its kernels."""
+    for pass_, pair in result.tiles.items():
         family = BackendId.parse(result.backends[pass_]).family
         calibration = simulator.calibration_for(family, result.device.compute_capability)
-        simulation = simulator.simulate(
-            device_parts(result.options)[0].request.problem, pair, pass_, calibration=calibration
-        )
+        yield pass_, pair, device_parts(result.options)[0].request.problem, calibration
+
+
+def _tile_lines(result: Result) -> Iterator[str]:
+    for pass_, pair, problem, calibration in _tiled_passes(result):
+        simulation = simulator.simulate(problem, pair, pass_, calibration=calibration)
         counts = simulation.counts
         visits = "KV tiles per query tile" if pass_ == "forward" else "query tiles per KV tile"
         line = (
@@ -145,19 +147,15 @@ def rows_table(every_row: tuple[Row, ...], title: str, *, cut: bool) -> Table:
 
 def to_json(result: Result) -> dict[str, Any]:
     """Everything that was measured, in seconds, as JSON values."""
+    times = result.totals
     return {
         **context(result.options, result.problem),
         **({"devices": _devices_json(result)} if result.options.devices > 1 else {}),
         "backends": result.backends,
-        "tiles": {pass_: _tile_json(result, pass_) for pass_ in passes(result.options) if pass_ in result.tiles},
+        "tiles": {each[0]: _tiles_json(*each) for each in _tiled_passes(result)},
         "rows": rows_json(result.rows),
-        "iteration_times": result.totals,
-        "totals": {
-            "rows": result.rows_total,
-            "median": result.median,
-            "min": min(result.totals),
-            "max": max(result.totals),
-        },
+        "iteration_times": times,
+        "totals": {"rows": result.rows_total, "median": result.median, "min": min(times), "max": max(times)},
         "flops": {**result.flops, "total": sum(result.flops.values())},
         "tflops": result.tflops,
     }
@@ -173,10 +171,8 @@ def _devices_json(result: Result) -> dict[str, Any]:
     }
 
 
-def _tile_json(result: Result, pass_: Pass) -> dict[str, Any]:
+def _tiles_json(pass_: Pass, pair: TilePair, problem: Problem, model: Calibration | None) -> dict[str, Any]:
     """Tile shapes, their sizes, and how many thread blocks share a multiprocessor, where that is known."""
-    pair, problem = result.tiles[pass_], device_parts(result.options)[0].request.problem
-    model = simulator.calibration_for(BackendId.parse(result.backends[pass_]).family, result.device.compute_capability)
     is_known = model is not None and not small_windows.is_for(model, problem, pass_, pair)
     kernel = model.kernel(problem, pair, pass_) if model is not None and is_known else None
     return {
