@@ -19,7 +19,7 @@ def scratch_bytes(plan: Plan) -> int:
     """Bytes of the arrays that a pass's custom calls write, less those of the pass's results.
 
     Args:
-        plan: Of a backend with custom calls.
+        plan: The plan of a pass, whose backend has custom calls.
     """
     backend = backends.find(plan.backend, plan.backend.operator)
 
@@ -54,7 +54,7 @@ def _output(problem: Problem) -> Output:
 
 
 def _written(jaxpr: Any) -> Iterator[Any]:
-    """What the custom calls of a traced function write, those of functions inside it included."""
+    """Result types of the custom calls of a traced function, those of functions inside it included."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "ffi_call":
             yield from (variable.aval for variable in equation.outvars)

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = parse(argv)
     with warnings.catch_warnings():
-        # Said of the flags instead, before anything runs.
+        # The profiler warns of the flags instead, before anything runs.
         warnings.simplefilter("ignore", IgnoredArgumentWarning)
         return run_quietly(PROGRAM, lambda: _run(options))
 

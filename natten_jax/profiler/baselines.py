@@ -40,10 +40,10 @@ def check(name: str, flag: str, problem: Problem, device: Device, is_room: Calla
     """Check that a baseline can run on the device.
 
     Args:
-        name: Of the baseline.
-        flag: That named it.
-        problem: What it would compute.
-        device: Where.
+        name: The baseline, a key of :data:`BASELINES`.
+        flag: The command line flag that named it.
+        problem: The self attention that it would compute.
+        device: The device to run on.
         is_room: Whether the device has memory for as many bytes.
 
     Raises:
@@ -63,7 +63,7 @@ def check(name: str, flag: str, problem: Problem, device: Device, is_room: Calla
         raise MemoryError(f"the xla baseline's logits take {_logits_bytes(problem) / 2**30:,.1f} GiB: {_NOTHING}")
 
 
-#: Said where no baseline runs.
+#: Advice where no baseline runs.
 _NOTHING = "leave it out, compare with flex-fna, or take fewer tokens or heads"
 
 

@@ -40,14 +40,14 @@ class Options:
         dry_run: Whether to list configurations instead of measuring.
         max_configs: Rows of each list; 0 is all of them.
         simulate: Whether to predict instead of measuring.
-        compute_capability: Of the GPU to list or predict for; ``None`` is the device at hand.
+        compute_capability: Compute capability of the GPU to list or predict for; ``None`` is the device at hand.
         optimize: Whether to search for the best configuration first.
         optimize_warmup_steps: Runs of each configuration before its measurement.
         verbose: Whether filling and copying memory have rows of their own.
-        json: Where the full results go.
-        csv: Where the table goes.
-        plot: Where a bar chart of the table goes.
-        trace_dir: Where the trace is kept.
+        json: File for the full results.
+        csv: File for the table.
+        plot: File for a bar chart of the table.
+        trace_dir: Folder that keeps the trace.
     """
 
     input_size: Shape

@@ -23,14 +23,14 @@ from natten_jax.profiler.run.workload import request_of
 #: Baselines of NATTEN's profiler that do not exist in JAX.
 _FOREIGN_BASELINES = ("xformers", "fav2")
 
-#: What NATTEN's documents call backends of --fmha-backend beside their names.
+#: Other names of --fmha-backend in NATTEN's documents -> the backend's name.
 _SPELLINGS = {"flex-fna": "flex-fmha"}
 
 _OUTPUT_FILES = ("json", "csv", "plot")
-#: What only a measurement can produce or use.
+#: Flags that only a measurement can serve.
 _MEASUREMENT_ONLY = ("compare", "csv", "plot", "trace_dir", "verbose")
 
-#: What the operators' errors call their arguments, and the flags that these come from.
+#: Names of arguments in the operators' errors (regular expressions) -> the flags that set them.
 _FLAGS_IN_ERRORS = (
     (r"\bkernel_size\b", "--window-size"),
     (r"\bstride\b", "--stride"),

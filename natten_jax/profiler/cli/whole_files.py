@@ -6,7 +6,7 @@ import os
 import secrets
 from pathlib import Path
 
-#: What lies here is no file of its own, but where somebody reads.
+#: Folders of pipes and devices, whose readers want the content itself.
 _STREAMS = (Path("/dev"), Path("/proc"))
 
 

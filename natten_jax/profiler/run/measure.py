@@ -55,7 +55,7 @@ class Result:
         backends: What ran the ``"forward"`` and ``"backward"`` pass, and ``"additional_kv_forward"`` and so on for
             additional tokens.
         tiles: Query and key/value tile of each pass of a backend of this package.
-        device: Where it ran.
+        device: The device that ran it.
         rows: One per name of launches on the busiest device, in the order of the report.
         totals: Seconds of that device's time per iteration, one value for each.
         flops: Floating-point operations per iteration that the mask leaves, on all devices together.

@@ -16,7 +16,7 @@ from natten_jax.problem import Shape, problem_of
 from natten_jax.profiler.options import Options
 from natten_jax.sharding.heads import HeadSplit
 
-#: What --split can name: shares of whole problems, or token dimensions, by the rank of the problem.
+#: Values of --split: shares of whole problems, or names of token dimensions (by the rank of the problem).
 SHARES = ("batch", "heads")
 DIMENSIONS = {1: ("T",), 2: ("H", "W"), 3: ("T", "H", "W")}
 

@@ -44,7 +44,7 @@ class Workload:
         backends: What runs the ``"forward"`` and ``"backward"`` pass, and ``"additional_kv_forward"`` and so on for
             additional tokens.
         plans: How each pass of the tokens themselves runs; empty for baselines.
-        device: Where it runs.
+        device: The device that runs it.
         compiled: The program.
         arguments: Its inputs.
         program: What it consists of.
@@ -86,7 +86,7 @@ def compile_workload(
 
     Args:
         options: What to run.
-        name: Of the program; programs of one capture need different names.
+        name: The program's name; programs of one capture need different names.
         arguments: Inputs of an equal problem to use again; ``None`` makes new ones.
 
     Raises:

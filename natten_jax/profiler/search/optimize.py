@@ -73,7 +73,7 @@ class _Search:
             return self._run()
         except KeyboardInterrupt:
             ran, backprop = fastest_first(self._trials.done), self._options.backprop
-            # Of all passes, or of the forward pass where there is none of all.
+            # The fastest trial with all passes, or of the forward pass where none has all.
             best = next((trial for trial in ran if trial.options.backprop == backprop), next(iter(ran), None))
             if best is None or best.seconds is None:
                 raise

@@ -21,7 +21,7 @@ from natten_jax.profiler.traces.events import Event, Interval
 from natten_jax.profiler.traces.program import Program
 from natten_jax.profiler.traces.trace_files import CaptureError, keep, named_in_ascii, read, trace_file
 
-#: What a program launched, iteration by iteration, by the number of the device.
+#: Device number -> for each iteration, the events of the program.
 Devices = dict[int, list[list[Event]]]
 
 #: Traces come back empty now and then, for example while another profiler lets go of the GPU.
@@ -55,7 +55,7 @@ def capture(run: Callable[[], Any], iterations: int, program: Program, platform:
 
     Args:
         run: Runs the compiled program once; its results are waited for here.
-        iterations: How often.
+        iterations: How many times to run it.
         program: The compiled program; events of other programs are left out.
         platform: ``"cpu"`` or ``"cuda"``.
 
@@ -85,10 +85,10 @@ def capture_by_device(
 
     Args:
         launches: What to run.
-        iterations: How often each of them.
+        iterations: How many times to run each of them.
         platform: ``"cpu"`` or ``"cuda"``.
         with_memory: Whether a GPU's filling and copying of memory counts.
-        folder: Where the trace is kept, beside those of other captures; ``None`` deletes it.
+        folder: The folder that keeps the trace, beside those of other captures; ``None`` deletes it.
 
     Raises:
         CaptureError: The trace stayed empty or could not be attributed to iterations.

@@ -31,7 +31,7 @@ class Event:
     Attributes:
         symbol: A kernel's symbol on a GPU; the instruction's name on a CPU.
         instruction: Name of the instruction of the compiled program that launched it; empty where unknown.
-        scope: Where in the traced function it comes from, as far as the trace itself says so.
+        scope: Scope path in the traced function, where the trace itself gives one; else empty.
         start: In nanoseconds.
         duration: In nanoseconds, without what other events of the iteration account for.
     """
