@@ -1,7 +1,8 @@
 """One small problem for each form of each GPU kernel, for tools that watch kernels: ``make sanitize-gpu``.
 
 Both passes of every form run on ordinary inputs, on such large ones that weights need the logsumexp's remainder, and
-with scales of heads.
+with scales of heads, for which some forms have kernels of their own: where these are all the same, results are those of
+one scale.
 
 Example:
     compute-sanitizer --tool racecheck python -m tests.support.kernel_forms hopper
@@ -23,6 +24,7 @@ from natten_jax.arrays.operands import Operands, Output, Saved
 from natten_jax.arrays.query_box import QueryBox
 from natten_jax.performance import KernelSchedule, Performance
 from natten_jax.problem import problem_of
+from tests.support.families import BOUNDS
 from tests.support.plans import plans_of
 
 LAYOUT = (24, 28)
@@ -124,14 +126,23 @@ def run(family: str, form: Form) -> None:
     def backward(operands: Operands, saved: Saved) -> Any:
         return backend.backward(plans["backward"], operands, saved, Output(cotangent, logsumexp_cotangent))
 
+    of_one_scale: list[Any] = []
     with jax.default_matmul_precision(form.precision):
-        for factor, scale in ((1.0, None), (LARGE, None), (1.0, SCALES)):
+        for factor, scale in ((1.0, None), (1.0, (problem.scale, problem.scale)), (1.0, SCALES), (LARGE, None)):
             large = jnp.asarray((np.asarray(query, np.float32) * factor).astype(query.dtype))
             operands = Operands(large, key, value, keys, values, None if scale is None else jnp.asarray([scale]), None)
             # By way of the host: initcheck does not see what the copy engine writes, nor other kernels'.
             saved = jax.tree.map(np.asarray, forward(operands))
-            results = jax.tree.leaves((saved, backward(operands, saved)))
-            assert all(np.isfinite(np.asarray(result, np.float32)).all() for result in results), (form, factor)
+            gradients = backward(operands, saved)
+            results = [np.asarray(each, np.float32) for each in jax.tree.leaves((saved, gradients))]
+            assert all(np.isfinite(result).all() for result in results), (form, factor)
+            if scale != SCALES and factor == 1.0:
+                shared = [saved.out, saved.logsumexp, *(each for each in gradients[:5] if each is not None)]
+                of_one_scale = of_one_scale or shared
+                for result, expected in zip(shared, of_one_scale, strict=True):
+                    expected = np.asarray(expected, np.float64)
+                    distance = np.linalg.norm(np.asarray(result, np.float64) - expected)
+                    assert distance <= BOUNDS[form.dtype] * np.linalg.norm(expected), form
             twice = continued(operands._replace(origins=jnp.zeros((2, 3), jnp.int32)), saved)
             if twice is not None:  # attended to the same keys again
                 np.testing.assert_allclose(twice.logsumexp, saved.logsumexp + np.log(2), rtol=1e-6, atol=1e-5)

@@ -17,7 +17,11 @@ Status launch_backward(const BackwardParams& params, const BackwardForm& form, i
     static_assert(
         has_backward_form(Traits::kHeadDim, sizeof(Element), Traits::kKeys, sizeof(typename Traits::SharedStorage)));
     if (form.head_dim == Traits::kHeadDim && form.keys == Traits::kKeys) {
-      result = launch_form<Traits>(natten_jax_sm80_fna_backward<Traits>, params, ctas, stream);
+      // One kernel for both with float32: these are the longest ones, whose products take most of their time.
+      constexpr bool kIsForBoth = sizeof(Element) == 4;
+      result = launch_form<Traits>(params.scale.heads == nullptr ? natten_jax_sm80_fna_backward<Traits, kIsForBoth>
+                                                                 : natten_jax_sm80_fna_backward<Traits, true>,
+                                   params, ctas, stream);
     }
   };
   const auto run_anywhere = [&](auto traits) {

@@ -81,14 +81,17 @@ struct QueryStep {
 /// The key/value head of a CTA.
 struct KeyHead {
   int batch, head;
-  int queries;  // query heads that share it
+  int queries;      // query heads that share it
+  bool has_scales;  // whether heads may have scales of their own: a constant of the kernel, which no register holds
 
-  CUTE_DEVICE KeyHead(const BackwardParams& p, int outer) : queries(p.heads / p.heads_kv) {
+  CUTE_DEVICE KeyHead(const BackwardParams& p, int outer, bool has_scales)
+      : queries(p.heads / p.heads_kv), has_scales(has_scales) {
     p.by_heads_kv(batch, head, outer);
   }
 
   /// Read anew where it is used: there are no registers for it. Query heads with scales of their own share no key head.
   CUTE_DEVICE HeadScale scale(const BackwardParams& p) const {
+    if (!has_scales) return {p.scale.of_all, p.scale.of_all};
     return p.scale.of((batch * p.heads_kv + head) * queries);
   }
 
