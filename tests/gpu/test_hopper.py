@@ -122,6 +122,36 @@ def test_arrays_of_more_than_2_31_elements(
     assert max(errors) < BOUNDS["bfloat16"]
 
 
+@pytest.mark.parametrize("additional_kv", [1, 48, 97, 128, 300])
+@pytest.mark.parametrize(
+    ("head_dim", "q_tile", "kv_tile"), [(64, 192, 128), (64, 192, 48), (128, 128, 96), (128, 64, 48)]
+)
+def test_additional_tokens_end_within_tiles(additional_kv: int, head_dim: int, q_tile: int, kv_tile: int) -> None:
+    arrays = [draw(i, 1, n, 2, head_dim) for i, n in enumerate((250, 250, 250, additional_kv, additional_kv))]
+
+    @jax.jit
+    def program(query: jax.Array, key: jax.Array, value: jax.Array, keys: jax.Array, values: jax.Array) -> Any:
+        return natten_jax.na1d(
+            query,
+            key,
+            value,
+            70,
+            additional_keys=keys,
+            additional_values=values,
+            q_tile_shape=(q_tile,),
+            kv_tile_shape=(kv_tile,),
+            backend="hopper-fna",
+            return_lse=True,
+        )
+
+    operands = oracle.Tensors(*(np.asarray(array, np.float64) for array in arrays))
+    mask = oracle.neighborhood_mask((250,), (70,), (1,), (1,), (False,))
+    expected = oracle.forward(operands, mask, head_dim**-0.5)
+    for result, reference in zip(program(*arrays), expected, strict=True):
+        distance = np.linalg.norm(np.asarray(result, np.float64) - reference)
+        assert distance <= BOUNDS["bfloat16"] * np.linalg.norm(reference)
+
+
 @pytest.mark.parametrize(
     ("arguments", "operation"),
     [

@@ -177,7 +177,7 @@ class Attention {
       }
       mask_of_rows.see(p, plan, tile);
     } else if (mask == kEndMask) {
-      mask_of_rows.see_first(min(p.additional_kv - tile.z, p.kv_tile_tokens), threadIdx.x % 4);
+      mask_of_rows.see_first(p.additional_kv - tile.z, threadIdx.x % 4);
     }
     next_mask = kHidden;
     if (left > 1) next_mask = mask_in(k.next());

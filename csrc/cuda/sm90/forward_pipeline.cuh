@@ -93,20 +93,26 @@ struct TileLoader {
   static constexpr int kRowBytes = kChunk * sizeof(Element);
 
   SharedStorage& shared;
-  int chunks;  // of a head
+  int chunks;       // of a head
+  int tile_tokens;  // of a key/value tile
   Ring<Traits::kStages> stage;
   bool is_first = true;
 
   CUTE_DEVICE TileLoader(const ForwardParams& p, SharedStorage& shared)
-      : shared(shared), chunks(rows_of_head<kChunk>(kIsKey ? p.head_dim : p.head_dim_v)) {}
+      : shared(shared),
+        chunks(rows_of_head<kChunk>(kIsKey ? p.head_dim : p.head_dim_v)),
+        tile_tokens(p.kv_tile_tokens) {}
 
-  /// Loads a tile of `rows` tokens, the first of them at x, y, z of the map's group that starts at `slot`.
-  CUTE_DEVICE void load(const CUtensorMap* map, int rows, int slot, int z, int y, int x, int mask) {
+  /// Loads the tile whose first token is at x, y, z of the map's group that starts at `slot`.
+  ///
+  /// Args:
+  ///   tile: what the warpgroups are told of it (SharedStorage::tile).
+  CUTE_DEVICE void load(const CUtensorMap* map, int slot, int z, int y, int x, int4 tile) {
     auto& full = kIsKey ? shared.full_k : shared.full_v;
     stage.wait_empty(kIsKey ? shared.empty_k : shared.empty_v);
     if (!kIsKey && is_first) wait(shared.first_key_loaded, 0);
-    if constexpr (kIsKey) shared.tile[stage.index] = make_int4(x, y, z, mask);
-    ClusterTransactionBarrier::arrive_and_expect_tx(&full[stage.index], chunks * rows * kRowBytes);
+    if constexpr (kIsKey) shared.tile[stage.index] = tile;
+    ClusterTransactionBarrier::arrive_and_expect_tx(&full[stage.index], chunks * tile_tokens * kRowBytes);
     load_tile(map, &full[stage.index],
               (kIsKey ? shared.k : shared.v) + stage.index * Traits::kColumns * Traits::kHeadDim, chunks,
               Traits::kColumns, z, y, x, slot);
@@ -153,13 +159,17 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
         if (masks == 0) unmasked = unmasked_tiles<Traits::kWarpgroups>(p, plan, walk);
       }
       if (unmasked > 0) --unmasked;
-      loader.load(map, p.kv_tile_tokens, kv_slot, walk.z, walk.y, walk.x, masks);
+      loader.load(map, kv_slot, walk.z, walk.y, walk.x, make_int4(walk.x, walk.y, walk.z, masks));
       walk.next(p.axis, hull_begin, hull_end);
     }
-    // Tiles of as many tokens as the others: no load reaches what lies behind, where values must stay finite.
-    for (int first = 0; first < p.additional_kv; first += p.kv_tile_tokens) {
-      const int mask = p.additional_kv - first < Traits::kColumns || !is_whole ? kEndMask : kNoMask;
-      loader.load(additional_map, p.kv_tile_tokens, additional_slot, first, 0, 0, mask * kEachWarpgroup);
+    // Tiles of as many tokens as the others: no load reaches what lies behind, where values must stay finite. The loop
+    // counts tiles: where it adds their tokens, ptxas orders the softmax of the warpgroups in another way.
+    for (int i = 0; i < p.additional_tiles; ++i) {
+      const int first = i * p.kv_tile_tokens;
+      const int columns = min(p.additional_kv - first, p.kv_tile_tokens);
+      const int mask = columns < Traits::kColumns ? kEndMask : kNoMask;
+      loader.load(additional_map, additional_slot, first, 0, 0,
+                  make_int4(0, 0, p.additional_kv - columns, mask * kEachWarpgroup));
     }
     arrive(shared.empty_plan[slot.index]);
     slot.advance();

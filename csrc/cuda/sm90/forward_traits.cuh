@@ -71,7 +71,10 @@ struct ForwardTraits {
     alignas(1024) Element o[kSeparateOutput ? cosize_v<LayoutQ> : kChunk];
     float2 earlier[kSeparateOutput ? kRows : 1];  // where a launch continues another: logsumexp and remainder of a row
     TilePlan plan[kPlans];
-    int4 tile[kStages];  // of the tile in a key buffer: first key (x, y, z) and how it is masked
+    // The tile in a key buffer: its first key (x, y, z) and how it is masked. Additional tokens have as z their number
+    // less that of the tile's: nobody then looks for a minimum in the loop of the warpgroups, all of whose registers
+    // are used.
+    int4 tile[kStages];
     std::uint32_t mask_words[KeyColumnMask::capacity(kColumns)];
     alignas(8) std::uint64_t first_key_loaded, full_q, empty_q, empty_o;
     std::uint64_t full_plan[kPlans], full_windows[kPlans], empty_plan[kPlans];
