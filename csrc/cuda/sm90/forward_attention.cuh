@@ -31,7 +31,7 @@ class Attention {
     order.start();
     start_output();
     if (!next_query_tile()) return;
-    scale_logits(slot.index);
+    scale_logits();
     find_seen();
     start_s();
     order.pass_turn();
@@ -71,7 +71,7 @@ class Attention {
       order.pass_turn();
       // The next tile's first logits are under way meanwhile.
       if constexpr (Traits::kSeparateOutput) finish_query_tile(finished);
-      scale_logits(slot.index);
+      scale_logits();
     }
     if constexpr (Traits::kSeparateOutput) finish_query_tile(finished);
   }
@@ -109,12 +109,7 @@ class Attention {
   }
 
   /// Takes the scale of a query tile's head, once the sums of the one before are complete.
-  CUTE_DEVICE void scale_logits(int planned) { softmax.exponent_scale = shared.plan[planned].exponent_scale; }
-
-  /// The same before each use, where a register that keeps it is missed: heads of 64, 1% less time.
-  CUTE_DEVICE void scale_logits_again(int planned) {
-    if constexpr (!Traits::kKeepsScale) scale_logits(planned);
-  }
+  CUTE_DEVICE void scale_logits() { softmax.exponent_scale = shared.plan[slot.index].exponent_scale; }
 
   CUTE_DEVICE void load_query() {
     const auto copy_q = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, Traits::query_key_product());
@@ -192,7 +187,6 @@ class Attention {
     leave_query();
     if (mask != kNoMask) logits().hide(mask_of_rows.visible, -INFINITY);
     mask = next_mask;
-    scale_logits_again(slot.index);
     softmax.find_references(logits());
   }
 
@@ -204,7 +198,6 @@ class Attention {
 
   CUTE_DEVICE void to_weights() {
     Tensor pairs = recast<std::uint32_t>(products.weights);
-    scale_logits_again(slot.index);
     softmax.weigh(logits(), pairs);
     if (softmax.is_special()) {
       softmax.correct_weights(logits(), pairs);
@@ -221,7 +214,6 @@ class Attention {
   /// Hands over the output of the query tile in a slot and gets ready for the next.
   CUTE_DEVICE void finish_query_tile(int finished) {
     softmax.finish();
-    scale_logits_again(finished);
     RowSums row[2] = {softmax.sums(0), softmax.sums(1)};
     if constexpr (Traits::kSeparateOutput) {
       if (p.continues) merge_earlier(row);

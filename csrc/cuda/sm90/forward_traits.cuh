@@ -40,7 +40,6 @@ struct ForwardTraits {
   static constexpr bool kIsNarrow = kIsNarrow_;
   // Three warpgroups lack the registers, wide heads the shared memory for an output tile of its own, too.
   static constexpr bool kQueryInRegisters = kHeadDim <= 128 && kWarpgroups == 2;
-  static constexpr bool kKeepsScale = kWarpgroups == 2;
   static constexpr bool kSeparateOutput = kHeadDim <= kLargestContinuedHeadDim;
 
   using LayoutQ = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<kRows>, Int<kHeadDim>>{}));
