@@ -134,7 +134,7 @@ def _devices() -> str:
         devices = "CPUs" if devices == "platform cpu only" else devices
         step, most = backend.head_dim_step, backend.largest_head_dim
         widths = "any" if most is None else f"multiples of {step} up to {most}"
-        passes = "any derivative, forward mode included" if backend.is_pure_jax else ", ".join(PASSES)
+        passes = "any derivative, forward mode included" if backend.is_differentiable else ", ".join(PASSES)
         return _names(backend), devices, ", ".join(backend.dtypes), widths, passes, _schedules(backend)
 
     header = ("backend", "devices", "element types", "`head_dim`, `head_dim_v`", "passes", "`kernel_schedule`")

@@ -27,6 +27,7 @@ import pytest
 
 from natten_jax.performance import PASSES
 from tests.support.families import FAMILIES, Family
+from tests.support.machine import Machine
 from tests.support.resources import limits
 
 hypothesis.settings.register_profile(
@@ -36,8 +37,8 @@ hypothesis.settings.load_profile("deterministic")
 
 SELECTIONS: Mapping[str, Callable[[Family], bool]] = {
     "family": lambda family: True,
-    "native_family": lambda family: not family.is_pure_jax,
-    "pure_family": lambda family: family.is_pure_jax,
+    "native_family": lambda family: family.target is not None,
+    "pure_family": lambda family: family.backend.is_differentiable,
 }
 
 
@@ -124,6 +125,15 @@ def _identifier(value: Any) -> str:
     if isinstance(value, range):
         return f"{value.start}..{value.stop - 1}" if len(value) > 1 else str(value.start)
     return str(getattr(value, "name", value))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    """The machine that this process believes to run on, for the test to change."""
+    found = Machine(monkeypatch)
+    yield found
+    monkeypatch.undo()
+    found.forget()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -43,11 +43,6 @@ def register(backend: Backend) -> None:
     _registered.insert(len(_registered) - 1, backend)
 
 
-def unregister(family: str) -> None:
-    """Forget a backend that was registered; programs that were traced with it stay."""
-    _registered[:] = [backend for backend in _registered if backend.family != family]
-
-
 def ids(operator: Operator | None = None) -> tuple[BackendId, ...]:
     """Names of all backends of an operator, or of both."""
     operators = OPERATORS if operator is None else (operator,)
@@ -71,6 +66,11 @@ def find(name: str | BackendId, operator: Operator) -> Backend:
             if wanted == str(BackendId(backend.family, operator)):
                 return backend
     raise ValueError(unknown(name, operator, registered()))
+
+
+def of(id_: BackendId) -> Backend:
+    """The backend of a plan, or another one that is known to be registered."""
+    return next(backend for backend in _registered if backend.family == id_.family)
 
 
 def counterpart(name: str | None) -> str | None:

@@ -66,7 +66,7 @@ class Backend(abc.ABC):
     #: Head dimensions are multiples of the step, up to the largest; ``None`` is any.
     head_dim_step: ClassVar[int] = 1
     largest_head_dim: ClassVar[int | None] = None
-    #: The custom calls of each pass; none where it is plain JAX that JAX itself can differentiate to any order.
+    #: The custom calls to this package's native library, of each pass.
     targets: ClassVar[Mapping[Pass, Sequence[str]]] = {}
     #: The kernel schedules of each pass, the default one first.
     schedules: ClassVar[Mapping[Pass, Sequence[KernelSchedule]]] = {}
@@ -78,11 +78,14 @@ class Backend(abc.ABC):
     carries_plan: ClassVar[bool] = True
     #: Whether it takes additional key/value tokens.
     fuses_additional_kv: ClassVar[bool] = True
-
-    @property
-    def is_pure_jax(self) -> bool:
-        """Whether it calls no kernels: JAX itself can differentiate it to any order."""
-        return not self.targets
+    #: Whether it is operations of XLA alone, no kernels: XLA splits these over devices, and plans their memory.
+    is_plain_xla: ClassVar[bool] = False
+    #: Whether JAX differentiates it, in both modes and to any order; of a :class:`PureJaxBackend` alone.
+    is_differentiable: ClassVar[bool] = False
+    #: Whether a plan has the tiles of both passes, as one pass's computation is derived from the other's.
+    shares_tiles: ClassVar[bool] = False
+    #: Whether it is slow, and runs by default only where kernels are missing: a warning says so.
+    is_slow_fallback: ClassVar[bool] = False
 
     def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
         """Why this backend cannot run a pass of the problem on the device; ``None`` where it can."""
@@ -93,7 +96,7 @@ class Backend(abc.ABC):
         reason = self.heads_rejection(problem)
         if reason is not None:
             return reason
-        if not self.is_pure_jax and native.load_error is not None:
+        if self.targets and native.load_error is not None:
             return native.load_error  # it would say what the kernels take, too
         if not device.is_present:
             return None
@@ -180,6 +183,7 @@ class PureJaxBackend(Backend):
     """
 
     carries_plan = False
+    is_plain_xla = is_differentiable = shares_tiles = is_slow_fallback = True
     #: Width of ``Differentiable.residuals``; 0 where there are none.
     residual_width: ClassVar[int] = 0
 

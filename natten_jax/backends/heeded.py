@@ -60,7 +60,7 @@ def ignored(plan: Plan, asked: Performance) -> dict[str, str]:
 
 
 def _ignored(plan: Plan, asked: Performance) -> Iterator[tuple[str, str]]:
-    backend = backends.find(plan.backend, plan.backend.operator)
+    backend = backends.of(plan.backend)
     known, unused = heeded(backend), backend.unused_in(plan)
     for name, choice in CHOICES.items():
         if choice.pass_ != plan.pass_ or getattr(asked, name) == getattr(_DEFAULTS, name):

@@ -35,7 +35,7 @@ def lack(backends: Iterable[Backend], problem: Problem, device: Device, pass_: P
     reasons = {backend.family: backend.rejection(problem, device, pass_) for backend in backends}
     for backend in backends:
         reason = reasons[backend.family]
-        if backend.is_pure_jax:
+        if backend.is_slow_fallback:
             continue
         if reason is None:
             return None
@@ -44,13 +44,6 @@ def lack(backends: Iterable[Backend], problem: Problem, device: Device, pass_: P
         if reason == native.load_error or backend.rejection(problem, elsewhere, pass_) is None:
             return f"{reason}. {_remedy(device)}"
     return None
-
-
-def warn_of_lack(backends: Iterable[Backend], problem: Problem, device: Device, pass_: Pass) -> None:
-    """Warn, the first time, if another build of this package would not have to run the portable backend."""
-    reason = None if _was_warned else lack(backends, problem, device, pass_)
-    if reason is not None:
-        warn_once(reason)
 
 
 def warn_once(reason: str) -> None:

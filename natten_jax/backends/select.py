@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from natten_jax import backends
 from natten_jax.backends import missing_kernels
@@ -19,14 +22,47 @@ from natten_jax.problem import Problem
 _CLEARLY_FASTER = 0.9
 
 
+class _Decision(NamedTuple):
+    """What was decided for a pass.
+
+    Attributes:
+        plan: How it runs; ``None`` where it cannot.
+        refusal: Why not.
+        lack: Which kernels this build lacks, so that a slow backend runs; ``None`` where it lacks none.
+    """
+
+    plan: Plan | None
+    refusal: str = ""
+    lack: str | None = None
+
+
 def resolve(request: Request, device: Device, pass_: Pass) -> Plan:
     """Decide how a pass runs on a device.
 
-    Where the requested family has no such backward pass, the best other one serves it.
+    Where the requested family has no such backward pass, the best other one serves it. What was decided is kept: a call
+    and its gradient ask many times.
 
     Raises:
         ValueError: The requested backend cannot run the pass, or none can, or none that can offers the tiles.
     """
+    plan, refusal, lack = decided(request, device, pass_, backends.registered())
+    if plan is None:
+        raise ValueError(refusal)
+    if lack is not None:
+        missing_kernels.warn_once(lack)
+    return plan
+
+
+@functools.lru_cache(maxsize=4096)
+def decided(request: Request, device: Device, pass_: Pass, registered: Sequence[Backend]) -> _Decision:
+    """The decision, made once for a request, a device, a pass and the registered backends."""
+    try:
+        return _decide(request, device, pass_, registered)
+    except ValueError as error:
+        return _Decision(None, str(error))
+
+
+def _decide(request: Request, device: Device, pass_: Pass, registered: Sequence[Backend]) -> _Decision:
     problem, requested = request.problem, request.backend
     if requested is not None and pass_ == "backward":
         reason = backends.find(requested, problem.operator).rejection(problem, device, pass_)
@@ -37,9 +73,9 @@ def resolve(request: Request, device: Device, pass_: Pass) -> Plan:
         candidates = _fastest_first(candidates, problem, device, pass_)
     for backend in candidates:
         if pair is None or backend.offers(problem, device, pass_, pair):
-            if requested is None and backend.is_pure_jax:
-                missing_kernels.warn_of_lack(backends.registered(), problem, device, pass_)
-            return plan_with(backend, request, device, pass_)
+            is_default = requested is None and backend.is_slow_fallback
+            lack = missing_kernels.lack(registered, problem, device, pass_) if is_default else None
+            return _Decision(plan_with(backend, request, device, pass_), lack=lack)
     assert pair is not None
     raise ValueError(_unknown_tiles(problem, pair, device, pass_, candidates[0]))
 
@@ -63,8 +99,7 @@ def _fastest_first(candidates: list[Backend], problem: Problem, device: Device, 
 def plan_with(backend: Backend, request: Request, device: Device, pass_: Pass) -> Plan:
     """The plan of a pass with a backend that can run it: what was left open is the backend's choice."""
     problem, performance = request.problem, request.performance
-    # JAX derives the backward pass of a pure JAX backend from the forward pass.
-    for each in PASSES if backend.is_pure_jax else (pass_,):
+    for each in PASSES if backend.shares_tiles else (pass_,):
         if performance.tiles(each) is None:
             performance = performance.with_tiles(each, backend.tile_pairs(problem, device, each)[0])
     schedules = backend.schedules.get(pass_, ())

@@ -61,7 +61,7 @@ def report() -> Iterator[str]:
         yield ""
         yield f"Backends on {device}"
         for id_ in backends.ids():
-            yield f"  {id_!s:<14} {_verdict(backends.find(id_, id_.operator), id_.operator, device)}"
+            yield f"  {id_!s:<14} {_verdict(backends.of(id_), id_.operator, device)}"
     yield from _missing_kernels_lines()
 
 
@@ -132,7 +132,7 @@ def _plan(backend: Backend, request: Request, device: Device, pass_: Pass) -> st
         return f"no: {reason}"
     plan = plan_with(backend, Request(request.problem), device, pass_)
     q_tile, kv_tile = plan.tiles
-    held = "as XLA plans it" if backend.is_pure_jax else f"{scratch_memory.scratch_bytes(plan):,} bytes"
+    held = "as XLA plans it" if backend.is_plain_xla else f"{scratch_memory.scratch_bytes(plan):,} bytes"
     return f"query tile {q_tile}, key/value tile {kv_tile}, scratch memory {held}"
 
 

@@ -21,7 +21,7 @@ def scratch_bytes(plan: Plan) -> int:
     Args:
         plan: The plan of a pass, whose backend has custom calls.
     """
-    backend = backends.find(plan.backend, plan.backend.operator)
+    backend = backends.of(plan.backend)
 
     def run(operands: Operands, output: Output) -> Any:
         if plan.pass_ == "forward":

@@ -20,7 +20,7 @@ from natten_jax.backends.select import resolve
 from natten_jax.execution import passes
 from natten_jax.execution.checkpoint_names import named
 from natten_jax.execution.refused_derivatives import in_reverse_only
-from natten_jax.plan.devices import local_devices
+from natten_jax.plan.devices import lowering_targets
 from natten_jax.plan.plan import Plan
 from natten_jax.plan.request import Request
 from natten_jax.sharding import explicit
@@ -34,7 +34,7 @@ def attend(request: Request, operands: Operands) -> Output:
     """Run the operator; differentiable in every floating-point operand.
 
     Raises:
-        ValueError: No backend can run the request on any device of this process.
+        ValueError: No backend can run the request on any device that the program may be lowered for.
     """
     check_runs_somewhere(request)
 
@@ -54,13 +54,13 @@ def attend(request: Request, operands: Operands) -> Output:
 
 
 def check_runs_somewhere(request: Request) -> None:
-    """Check that some device of this process can run the request.
+    """Check that some device which the program may be lowered for can run the request.
 
     Raises:
         ValueError: None can; the message speaks of the default device.
     """
     errors = []
-    for device in local_devices():
+    for device in lowering_targets().values():
         try:
             resolve(request, device, "forward")
             if request.performance.tiles("backward") is not None:
@@ -101,12 +101,12 @@ def _travel_of(request: Request) -> _Travel | None:
     if not request.token_axes:
         return None
     part = _of_part(request)
-    for device in local_devices():
+    for device in lowering_targets().values():
         try:
             plans = resolve(part, device, "forward"), resolve(part, device, "backward")
         except ValueError:
             continue
-        if any(backends.find(plan.backend, plan.backend.operator).is_pure_jax for plan in plans):
+        if any(backends.of(plan.backend).is_differentiable for plan in plans):
             return None  # JAX differentiates it, exchange and all
         exchange = Exchange.of(request.problem, device_line.lines_of(request.token_axes))
         if not any(halo_passes.computes_meanwhile(plan, exchange) for plan in plans):

@@ -18,7 +18,7 @@ from natten_jax.arrays.avals import type_like
 from natten_jax.arrays.operands import Differentiable, Operands, Output
 from natten_jax.arrays.roles import Role, roles_of
 from natten_jax.backends.base import PureJaxBackend
-from natten_jax.backends.select import plan_with
+from natten_jax.backends.select import resolve
 from natten_jax.execution.steps import Derivative, Result, Step
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import BackendId, Plan
@@ -43,8 +43,15 @@ class PlainForward(Step):
         return roles_of(jax.tree.unflatten(self.operands, range(self.operands.num_leaves)))
 
     def plan(self, request: Request, device: Device) -> Plan:
-        """How it runs on a device."""
-        return plan_with(_backend(self.backend), request, device, "forward")
+        """How it runs on a device.
+
+        Raises:
+            ValueError: The backend cannot run there.
+        """
+        plan = resolve(request, device, "forward")
+        if plan.backend == self.backend:
+            return plan
+        return resolve(dataclasses.replace(request, backend=str(self.backend)), device, "forward")
 
     def results(self, request: Request, arguments: Sequence[Any], outer: Sequence[int]) -> list[Result]:
         """What it returns: the leaves of :class:`Differentiable`."""
@@ -154,6 +161,6 @@ class PlainTangents(Step):
 
 
 def _backend(name: BackendId) -> PureJaxBackend:
-    backend = backends.find(name, name.operator)
+    backend = backends.of(name)
     assert isinstance(backend, PureJaxBackend)
     return backend

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +15,6 @@ from natten_jax.arrays.avals import type_like
 from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
 from natten_jax.arrays.query_box import QueryBox
 from natten_jax.arrays.roles import Role, roles_of
-from natten_jax.backends.base import Backend
 from natten_jax.backends.select import resolve
 from natten_jax.execution import primitive
 from natten_jax.execution.differentiable_forward import PlainForward
@@ -22,8 +22,8 @@ from natten_jax.execution.merge_saved import continued
 from natten_jax.execution.refused_derivatives import refuse
 from natten_jax.execution.steps import Derivative, Result, Run, Step
 from natten_jax.performance import Pass
-from natten_jax.plan.devices import CPU, OTHER, Device, cuda_device
-from natten_jax.plan.plan import Plan
+from natten_jax.plan.devices import Device, lowering_targets
+from natten_jax.plan.plan import BackendId, Plan
 from natten_jax.plan.request import Request
 from natten_jax.sharding.halos import halo_passes
 from natten_jax.sharding.halos.exchange import Exchange
@@ -128,13 +128,16 @@ def forward(request: Request, operands: Operands) -> Output:
 
 
 def forward_plain(request: Request, operands: Operands) -> Output | None:
-    """Output and logsumexp, differentiable to any order; ``None`` unless one backend runs everywhere in plain JAX."""
-    used = {None if plan is None else plan.backend for plan in _forward_plans(request)}
-    backend = used.pop()
-    if used or backend is None or not backends.find(backend, backend.operator).is_pure_jax:
+    """Output and logsumexp, differentiable to any order; ``None`` unless JAX differentiates one backend everywhere."""
+    used: BackendId | None = None
+    for plan in _forward_plans(request):
+        if used not in (None, plan.backend) or not backends.of(plan.backend).is_differentiable:
+            return None
+        used = plan.backend
+    if used is None:
         return None
     leaves, structure = jax.tree.flatten(operands)
-    out, logsumexp, *_ = primitive.bind(PlainForward(backend, structure), request, leaves)
+    out, logsumexp, *_ = primitive.bind(PlainForward(used, structure), request, leaves)
     return Output(out.astype(request.problem.dtype), logsumexp)
 
 
@@ -165,22 +168,14 @@ def backward(request: Request, operands: Operands, saved: Saved, cotangents: Out
 
 def fuses_additional_kv(request: Request) -> bool:
     """Whether the forward pass takes additional key/value tokens on every platform that can run it."""
-    return all(_backend(plan).fuses_additional_kv for plan in _forward_plans(request) if plan is not None)
+    return all(backends.of(plan.backend).fuses_additional_kv for plan in _forward_plans(request))
 
 
-def _forward_plans(request: Request) -> list[Plan | None]:
-    """By platform, how the forward pass runs; ``None`` where it does not."""
-    plans: list[Plan | None] = []
-    for device in (CPU, cuda_device(), OTHER):
-        try:
-            plans.append(resolve(request, device, "forward"))
-        except ValueError:
-            plans.append(None)
-    return plans
-
-
-def _backend(plan: Plan) -> Backend:
-    return backends.find(plan.backend, plan.backend.operator)
+def _forward_plans(request: Request) -> Iterator[Plan]:
+    """How the forward pass runs, on each platform where it does."""
+    for device in lowering_targets().values():
+        with contextlib.suppress(ValueError):
+            yield resolve(request, device, "forward")
 
 
 def _output_types(request: Request, operands: Any) -> Output:
@@ -205,17 +200,17 @@ def _gradient_types(request: Request, operands: Any, saved: Any, cotangents: Any
 
 
 def _compute_forward(plan: Plan, request: Request, device: Device, operands: Operands) -> Output:
-    return _backend(plan).forward(plan, operands)
+    return backends.of(plan.backend).forward(plan, operands)
 
 
 def _compute_saved(plan: Plan, request: Request, device: Device, operands: Operands) -> Saved:
-    return _backend(plan).forward_saving(plan, operands)
+    return backends.of(plan.backend).forward_saving(plan, operands)
 
 
 def _compute_continued(
     plan: Plan, request: Request, device: Device, operands: Operands, saved: Saved, seeing: QueryBox
 ) -> Saved:
-    backend = _backend(plan)
+    backend = backends.of(plan.backend)
     found = backend.forward_continued(plan, operands, saved, seeing)
     if found is not None:
         return found
@@ -227,7 +222,7 @@ def _compute_gradients(
 ) -> Gradients:
     if resolve(request, device, "forward").backend != plan.backend:
         saved = saved._replace(remainder=None)
-    return _backend(plan).backward(plan, operands, saved, cotangents)
+    return backends.of(plan.backend).backward(plan, operands, saved, cotangents)
 
 
 _FORWARD = _PassSpec("forward", _output_types, _compute_forward)

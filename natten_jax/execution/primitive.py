@@ -26,7 +26,7 @@ from natten_jax.execution.checkpoint_names import named
 from natten_jax.execution.refused_derivatives import refuse
 from natten_jax.execution.steps import Step, Transpose
 from natten_jax.plan import marks as plan_marks
-from natten_jax.plan.devices import CPU, OTHER, Device, cuda_device
+from natten_jax.plan.devices import PLATFORMS, Device, lowering_target
 from natten_jax.plan.plan import Plan
 from natten_jax.plan.request import Request
 from natten_jax.sharding import auto
@@ -134,9 +134,9 @@ def _transpose(
     return [by_position.get(i) for i in range(len(arguments))]
 
 
-def _lower_for(device_at_hand: Callable[[], Device], platform: str | None) -> None:
+def _lower_for(platform: str | None) -> None:
     def lower(ctx: mlir.LoweringRuleContext, *values: Any, step: Step, request: Request, mapped: int) -> Any:
-        device = device_at_hand()
+        device = lowering_target(platform or _platform_of(ctx))
         local = functools.partial(_run_local, step=step, request=request, mapped=mapped, device=device)
         if auto.is_needed(ctx):
             plan = step.plan(request, device)
@@ -154,10 +154,16 @@ def _lower_for(device_at_hand: Callable[[], Device], platform: str | None) -> No
     mlir.register_lowering(_pass_p, lower, platform=platform)
 
 
+def _platform_of(ctx: mlir.LoweringRuleContext) -> str:
+    """The platform that a program is lowered for, where it is none of JAX's own."""
+    own, *others = (each for each in ctx.module_context.platforms if each not in PLATFORMS)
+    return "other" if others else own
+
+
 def _is_left_to_xla(ctx: mlir.LoweringRuleContext, plan: Plan) -> bool:
     """Whether XLA splits the operations of a step as it can: an exported program has them and no callbacks."""
     is_exported = ctx.module_context.lowering_parameters.for_export
-    return is_exported and backends.find(plan.backend, plan.backend.operator).is_pure_jax
+    return is_exported and backends.of(plan.backend).is_plain_xla
 
 
 def _splits_tokens(step: Step, request: Request) -> bool:
@@ -201,17 +207,17 @@ def _run_local(
 
 
 def _run_step(step: Step, request: Request, arrays: Sequence[jax.Array], *, device: Device) -> list[jax.Array]:
-    results: list[jax.Array] = _function(step=step, request=request, device=device)(*arrays)
+    plan = step.plan(request, device)
+    results: list[jax.Array] = _function(step=step, plan=plan, request=request, device=device)(*arrays)
     return results
 
 
 @functools.lru_cache(maxsize=4096)
-def _function(*, step: Step, request: Request, device: Device) -> Callable[..., Any]:
+def _function(*, step: Step, plan: Plan, request: Request, device: Device) -> Callable[..., Any]:
     """One function for equal steps: a program with many equal layers holds it once."""
-    plan = step.plan(request, device)
 
     def run_pass(*arguments: Any) -> Any:
-        backend = backends.find(plan.backend, plan.backend.operator)
+        backend = backends.of(plan.backend)
         marks = plan_marks.of_plan(plan, on_all=not backend.carries_plan)
         with marks, jax.default_matmul_precision(request.precision):
             return step.compute(plan, request, device, *arguments)
@@ -219,9 +225,8 @@ def _function(*, step: Step, request: Request, device: Device) -> Callable[..., 
     return jax.jit(run_pass)
 
 
-_lower_for(lambda: CPU, "cpu")
-_lower_for(lambda: cuda_device(), "cuda")
-_lower_for(lambda: OTHER, None)
+for each in (*PLATFORMS, None):
+    _lower_for(each)
 
 ad.primitive_jvps[_pass_p] = _differentiate
 ad.primitive_transposes[_pass_p] = _transpose

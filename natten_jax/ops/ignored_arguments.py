@@ -15,7 +15,7 @@ from natten_jax.backends.base import Backend
 from natten_jax.backends.heeded import CHOICES, ignored
 from natten_jax.backends.select import resolve
 from natten_jax.performance import PASSES, Performance
-from natten_jax.plan.devices import Device, device_of, local_devices
+from natten_jax.plan.devices import Device, device_of, lowering_targets
 from natten_jax.plan.request import Request
 
 #: The packages whose frames stand between a user's line and the operators.
@@ -52,7 +52,7 @@ def _asks(performance: Performance) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _ignored(request: Request, device: Device, registered: tuple[Backend, ...]) -> tuple[tuple[str, str], ...]:
     """Names of arguments and sentences, for the device or else the first other one that can run the request."""
-    for each in dict.fromkeys((device, *local_devices())):
+    for each in dict.fromkeys((device, *lowering_targets().values())):
         try:
             plans = [resolve(request, each, pass_) for pass_ in PASSES]
         except ValueError:

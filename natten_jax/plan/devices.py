@@ -1,10 +1,11 @@
-"""The devices of this process: platform names and compute capabilities."""
+"""Kinds of devices: those of this process, and those that its programs are lowered for."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ class Device:
     """A kind of device that a program may be lowered for.
 
     Attributes:
-        platform: ``"cpu"``, ``"cuda"``, or another XLA platform's name.
+        platform: ``"cpu"``, ``"cuda"``, or another platform's name, as JAX lowers programs for it.
         compute_capability: Of an NVIDIA GPU, ``(major, minor)``; ``None`` where it is not known.
         is_present: Whether programs are to run here, or only questions about the device are to be answered.
     """
@@ -41,8 +42,8 @@ class NoDeviceError(RuntimeError):
 
 CPU = Device("cpu")
 
-#: Whatever has no kernels.
-OTHER = Device("other")
+#: The platforms that JAX has without a plugin of somebody else.
+PLATFORMS = "cpu", "cuda", "rocm", "tpu"
 
 
 def parse_compute_capability(text: str) -> ComputeCapability:
@@ -124,17 +125,32 @@ def device_of(array: jax.Array) -> Device:
     return _of_platform(next(iter(array.devices())).platform)
 
 
-@functools.cache
 def _of_platform(platform: str) -> Device:
-    return cuda_device() if platform == "gpu" and _cuda_devices() else Device(platform)
+    """The kind of a device of this process; JAX calls the platform of any GPU "gpu" there."""
+    if platform == "gpu":
+        platform = "cuda" if _cuda_devices() else "rocm"
+    return lowering_target(platform)
 
 
-def cuda_device() -> Device:
-    """This process's first CUDA device, or one of unknown compute capability where there is none."""
+def lowering_targets() -> Mapping[str, Device]:
+    """The kinds of devices that a program may be lowered for, by platform.
+
+    The one that this thread computes on by default is the first. A program may also be exported for devices that this
+    process does not have; of these, nothing but the platform is known.
+    """
     try:
-        return _cuda_device()
+        first = default_device().platform
     except NoDeviceError:
-        return Device("cuda")  # not for good: JAX may be told to use another platform
+        first = CPU.platform
+    return {platform: lowering_target(platform) for platform in dict.fromkeys((first, *PLATFORMS))}
+
+
+def lowering_target(platform: str) -> Device:
+    """The kind of device that a program for a platform is lowered for: this process's first CUDA device, for one."""
+    try:
+        return _cuda_device() if platform == "cuda" else Device(platform)
+    except NoDeviceError:
+        return Device(platform)  # not for good: JAX may be told to use another platform
 
 
 @functools.cache

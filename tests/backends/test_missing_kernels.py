@@ -24,6 +24,7 @@ from natten_jax.native import module as native
 from natten_jax.plan.devices import Device
 from natten_jax.plan.request import Request
 from natten_jax.problem import problem_of
+from tests.support.machine import Machine
 
 HOPPER = Device("cuda", (9, 0))
 AMPERE = Device("cuda", (8, 6))
@@ -34,7 +35,7 @@ BLOCKED = "import sys; sys.modules['natten_jax._native'] = None\n"
 
 
 @pytest.fixture(autouse=True)
-def _nobody_was_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+def _nobody_was_warned(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(missing_kernels, "_was_warned", False)
 
 

@@ -133,8 +133,8 @@ def test_every_backend_plans_without_the_batch_size(backend: Backend, operator: 
         return saved, backend.backward(plans["backward"], operands, saved, Output(*saved[:2]))
 
     operands = Operands(array, array, array, None, None, None)
-    for preference in ("default",) if backend.is_pure_jax else ("default", "strict", "unrestricted"):
-        for is_deterministic in (False,) if backend.is_pure_jax else (False, True):
+    for preference in ("default",) if backend.is_plain_xla else ("default", "strict", "unrestricted"):
+        for is_deterministic in (False,) if backend.is_plain_xla else (False, True):
             performance = Performance(memory_usage_preference=preference, backward_deterministic=is_deterministic)
             saved, gradients = jax.eval_shape(functools.partial(run, performance=performance), operands)
             assert saved.out.shape == gradients.query.shape == shape

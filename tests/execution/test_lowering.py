@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 import natten_jax
-from natten_jax.execution import custom_vjp, passes, primitive
 from natten_jax.plan.devices import Device
+from tests.support.machine import Machine
 
 HOPPER, ADA = (9, 0), (8, 9)
 CALLS = {
@@ -24,15 +24,11 @@ CALLS = {
 
 
 @pytest.fixture
-def lowered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+def lowered(machine: Machine) -> Callable[..., str]:
     """A function's program for a GPU of a compute capability, as text."""
 
     def lower(capability: tuple[int, int], function: Callable[..., Any], *arrays: Any) -> str:
-        gpu = Device("cuda", capability, is_present=False)
-        for module in (passes, primitive):
-            monkeypatch.setattr(module, "cuda_device", lambda: gpu)
-        monkeypatch.setattr(custom_vjp, "local_devices", lambda: (gpu,))
-        jax.clear_caches()
+        machine.has(Device("cuda", capability, is_present=False))
         exported = jax.export.export(
             jax.jit(function), platforms=["cuda"], disabled_checks=natten_jax.EXPORT_CHECKS
         )(*arrays)  # fmt: skip

@@ -66,7 +66,7 @@ def parse(arguments: list[str] | None = None) -> Options:
     family = family_named(name)
     if found.seed < 0:
         parser.error(f"--seed must not be negative, got {found.seed}")
-    if found.direct and family.is_pure_jax:
+    if found.direct and family.target is None:
         parser.error(f"--direct calls native kernels, and {name} has none")
     minutes = DEFAULT_MINUTES if found.minutes is None and found.problems is None else found.minutes
     return Options(
@@ -78,7 +78,7 @@ def parse(arguments: list[str] | None = None) -> Options:
         workers=found.workers,
         is_direct=found.direct,
         # Compiling plain JAX takes long, together or not; calls of native kernels share what compiling costs.
-        at_once=found.at_once or (32 if found.direct else 2 if family.is_pure_jax else 8),
+        at_once=found.at_once or (32 if found.direct else 2 if family.target is None else 8),
         variants=4 if found.direct else 1,
         output=found.output_dir,
     )

@@ -19,6 +19,7 @@ from natten_jax.backends.base import PureJaxBackend
 from natten_jax.native import module as native
 from natten_jax.plan import devices
 from tests.support.families import FAMILIES, Family, tile_pair
+from tests.support.machine import Machine
 from tests.support.problems import OPERATORS, Case, element_types
 from tests.support.programs import output_of, run_python
 
@@ -429,7 +430,7 @@ def test_native_module_is_loaded() -> None:
     assert native.load_error is None
 
 
-def test_reason_for_a_missing_native_module_reaches_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reason_for_a_missing_native_module_reaches_the_user(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "load_error", "the native module was eaten")
     query = array(2, 15, 4, 16)
     with pytest.raises(ValueError, match=r"backend='cpu-fna' cannot run .*the native module was eaten"):

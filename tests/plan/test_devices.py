@@ -11,7 +11,7 @@ import pytest
 
 import natten_jax
 from natten_jax.plan import devices
-from natten_jax.plan.devices import CPU, Device, default_device, default_jax_device, local_devices
+from natten_jax.plan.devices import CPU, Device, default_device, default_jax_device, local_devices, lowering_targets
 
 HOPPER = Device("cuda", (9, 0))
 
@@ -31,7 +31,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda backend=None: by_platform.get(backend, [host]))
     monkeypatch.setattr(jax, "devices", jax.local_devices)
-    cached = devices._of_platform, devices._cuda_device, devices._cuda_devices
+    cached = devices._cuda_device, devices._cuda_devices
     for each in cached:
         each.cache_clear()
     yield
@@ -43,6 +43,7 @@ def test_the_first_platform_is_the_default(gpu: None) -> None:
     assert default_jax_device() == FakeGpu()
     assert default_device() == HOPPER
     assert local_devices() == (HOPPER, CPU)
+    assert [*lowering_targets().items()][:2] == [("cuda", HOPPER), ("cpu", CPU)]
 
 
 @pytest.mark.parametrize("chosen", ["cpu", "device"])
@@ -52,6 +53,7 @@ def test_another_default_is_respected(gpu: None, chosen: str) -> None:
         assert default_jax_device() == host
         assert default_device() == CPU
         assert local_devices() == (CPU, HOPPER)  # where arrays may lie all the same
+        assert [*lowering_targets().values()][:2] == [CPU, HOPPER]
     assert default_device() == HOPPER
 
 

@@ -87,12 +87,13 @@ def test_questions_and_traces_need_none() -> None:
     program = """
     import jax
     import natten_jax
-    from natten_jax.plan.devices import CPU, Device, NoDeviceError, cuda_device, default_device, local_devices
+    from natten_jax.plan.devices import CPU, Device, NoDeviceError, default_device, local_devices, lowering_targets
 
     query = jax.ShapeDtypeStruct((1, 64, 2, 64), "float16")
     assert natten_jax.get_configs_for_cutlass_fna(query, compute_capability="9.0")
     assert jax.eval_shape(lambda x: natten_jax.na1d(x, x, x, 8), query).shape == query.shape
-    assert cuda_device() == Device("cuda") and local_devices() == (CPU,)
+    assert lowering_targets()["cuda"] == Device("cuda") and local_devices() == (CPU,)
+    assert next(iter(lowering_targets())) == "cpu"
     for ask in (default_device, lambda: natten_jax.get_configs_for_cpu_fna(query)):
         try:
             ask()

@@ -43,7 +43,7 @@ class Family:
         # Half the bits are faster to test on GPUs that have faster kernels for them.
         first = "bfloat16" if "float32" not in backend.dtypes else "float32"
         dtypes = first, *(dtype for dtype in backend.dtypes if dtype != first)
-        return cls(backend, dtypes, *((12, 1) if backend.is_pure_jax else (100, 5)))
+        return cls(backend, dtypes, *((100, 5) if backend.targets else (12, 1)))
 
     @property
     def name(self) -> str:
@@ -57,8 +57,9 @@ class Family:
 
     @property
     def target(self) -> str | None:
-        """Prefix of the custom calls that it compiles to, or ``None`` where it is plain JAX."""
-        return None if self.is_pure_jax else self.backend.targets["forward"][0].removesuffix("_forward")
+        """Prefix of the custom calls of this library that it compiles to, or ``None`` where there are none."""
+        targets = self.backend.targets.get("forward", ())
+        return targets[0].removesuffix("_forward") if targets else None
 
     @property
     def head_dim_step(self) -> int:
@@ -84,11 +85,6 @@ class Family:
     def fmha(self) -> str:
         """Name of the attention backend."""
         return f"{self.name}-fmha"
-
-    @property
-    def is_pure_jax(self) -> bool:
-        """Whether the family compiles to no custom call of this library."""
-        return self.backend.is_pure_jax
 
 
 FAMILIES = tuple(map(Family.of, backends.registered()))

@@ -60,7 +60,7 @@ def simulate(options: Options, device: Device) -> Simulated:
     first: Listing | None = None
     for pass_ in passes(options):
         plan = resolve(request, device, pass_)
-        offered = listing(backends.find(plan.backend, plan.backend.operator), plan.problem, device, pass_)
+        offered = listing(backends.of(plan.backend), plan.problem, device, pass_)
         simulated[pass_] = str(plan.backend), offered.simulate(plan.tiles, device)
         first = first or offered
         if options.devices > 1:

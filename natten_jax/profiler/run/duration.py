@@ -51,8 +51,8 @@ def _seconds(plan: Plan, device: Device) -> float | None:
     calibration = simulator.calibration_for(plan.backend.family, device.compute_capability)
     if device.platform != "cpu":
         return simulator.simulate(plan.problem, plan.tiles, plan.pass_, calibration=calibration).seconds
-    backend = backends.find(plan.backend, plan.backend.operator)
-    rate = _PLAIN_RATE if backend.is_pure_jax else _KERNEL_RATE
+    backend = backends.of(plan.backend)
+    rate = _PLAIN_RATE if backend.is_slow_fallback else _KERNEL_RATE
     return flops(plan.problem, plan.pass_) / (rate * _processors())
 
 

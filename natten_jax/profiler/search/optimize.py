@@ -120,7 +120,7 @@ class _Search:
         self._progress.stage("trying backends")
         fastest: float | None = None
         for backend, options in named:  # in order of preference: the first is most likely the fastest
-            if backend.is_pure_jax and fastest is not None and fastest > _SLOW:
+            if backend.is_slow_fallback and fastest is not None and fastest > _SLOW:
                 continue
             (trial,) = self._trials.measure([options], 1, 0)
             if trial.seconds is None:
@@ -166,7 +166,7 @@ class _Search:
             plan = resolve(main_part(options).request, self._device, pass_)
         except ValueError:
             return None
-        return listing(backends.find(plan.backend, plan.backend.operator), plan.problem, self._device, pass_)
+        return listing(backends.of(plan.backend), plan.problem, self._device, pass_)
 
     def _screen(self, every: Sequence[Options]) -> list[Trial]:
         """Brief measurements, as many as the budget allows."""

@@ -1,0 +1,48 @@
+"""A process as if it ran on another machine: with another device, which programs are lowered for but do not run on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import pytest
+
+from natten_jax import backends
+from natten_jax.backends import select
+from natten_jax.backends.base import Backend
+from natten_jax.plan import devices
+from natten_jax.plan.devices import Device
+
+
+class FakeDevice(NamedTuple):
+    """What this package reads of JAX's object."""
+
+    platform: str
+
+
+class Machine:
+    """What this process is made to believe of its machine, until the test ends."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self.forget()
+
+    def has(self, device: Device) -> None:
+        """Let its default device be of this kind."""
+        is_gpu = device.platform == "cuda"
+        jax_device = FakeDevice("gpu" if is_gpu else device.platform)
+        self._monkeypatch.setattr(devices, "default_jax_device", lambda: jax_device)
+        if is_gpu:
+            self._monkeypatch.setattr(devices, "_cuda_devices", lambda: (jax_device,))
+            self._monkeypatch.setattr(devices, "_cuda_device", lambda: device)
+        self.forget()
+
+    def knows(self, backend: Backend) -> None:
+        """Register a backend."""
+        self._monkeypatch.setattr(backends, "_registered", [*backends.registered()])
+        backends.register(backend)
+
+    def forget(self) -> None:
+        """Forget what was traced and decided: what follows is another machine."""
+        select.decided.cache_clear()
+        jax.clear_caches()
