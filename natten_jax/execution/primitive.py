@@ -29,13 +29,13 @@ from natten_jax.plan import marks as plan_marks
 from natten_jax.plan.devices import PLATFORMS, Device, lowering_target
 from natten_jax.plan.plan import Plan
 from natten_jax.plan.request import Request
-from natten_jax.sharding import auto
+from natten_jax.sharding import _jax_internals, auto
 from natten_jax.sharding.halos.device_line import DeviceLine
 from natten_jax.sharding.halos.exchange import Exchange
 
 _pass_p = Primitive("natten_jax_pass")
 _pass_p.multiple_results = True
-auto.is_lowered_for_devices(_pass_p)
+_jax_internals.require_devices(_pass_p)
 
 
 def bind(step: Step, request: Request, arguments: Sequence[jax.Array], mapped: int = 0) -> list[jax.Array]:
@@ -156,14 +156,13 @@ def _lower_for(platform: str | None) -> None:
 
 def _platform_of(ctx: mlir.LoweringRuleContext) -> str:
     """The platform that a program is lowered for, where it is none of JAX's own."""
-    own, *others = (each for each in ctx.module_context.platforms if each not in PLATFORMS)
+    own, *others = (each for each in _jax_internals.platforms_of(ctx) if each not in PLATFORMS)
     return "other" if others else own
 
 
 def _is_left_to_xla(ctx: mlir.LoweringRuleContext, plan: Plan) -> bool:
     """Whether XLA splits the operations of a step as it can: an exported program has them and no callbacks."""
-    is_exported = ctx.module_context.lowering_parameters.for_export
-    return is_exported and backends.of(plan.backend).is_plain_xla
+    return _jax_internals.is_exported(ctx) and backends.of(plan.backend).is_plain_xla
 
 
 def _splits_tokens(step: Step, request: Request) -> bool:

@@ -4,6 +4,7 @@
 - ``auto``: the split that XLA's partitioner makes of a program.
 - ``hlo_sharding``: which device holds which part of an array, in the partitioner's words.
 - ``heads``: how query heads and the key/value heads that they share are split together.
+- ``_jax_internals``: what JAX does not document, in one place.
 - ``halos``: the keys and values that devices exchange where token dimensions are split.
 
 Nothing here runs a pass: what runs one is handed in as a function. Imports :mod:`natten_jax.cost`, which says whether

@@ -8,7 +8,6 @@ tokens; nothing else may be split.
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,15 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import custom_partitioning as jax_partitioning
-from jax._src import dispatch
 from jax.experimental.custom_partitioning import CompoundFactor, SdyShardingRule, custom_partitioning
-from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh
-from jaxlib.mlir import ir
 
 from natten_jax.arrays.roles import Role
+from natten_jax.sharding import _jax_internals
 from natten_jax.sharding.halos.device_line import DeviceLine
 from natten_jax.sharding.hlo_sharding import Layout, device_tiles, sharding_like
 from natten_jax.version import __version__
@@ -38,16 +34,10 @@ NO_EXPORT = (
 )
 
 
-def is_lowered_for_devices(primitive: Primitive) -> None:
-    """Have the devices of a program known when the primitive is lowered; JAX has no public name for it."""
-    dispatch.prim_requires_devices_during_lowering.add(primitive)
-
-
 def is_needed(ctx: mlir.LoweringRuleContext) -> bool:
     """Whether XLA's partitioner splits the program that is being lowered."""
-    context = ctx.module_context.axis_context
-    known = isinstance(context, (mlir.SPMDAxisContext, mlir.ShardingContext))
-    return known and _device_numbers(ctx).shape[1] > 1
+    numbers = _jax_internals.device_numbers(ctx)
+    return numbers is not None and numbers.shape[1] > 1
 
 
 def lower_for_one(function: Callable[..., Any], ctx: mlir.LoweringRuleContext, values: Sequence[Any]) -> Any:
@@ -88,7 +78,9 @@ class Partitioned:
     ) -> None:
         self._ctx = ctx
         self._identity = identity
-        self._devices = _device_numbers(ctx)
+        numbers = _jax_internals.device_numbers(ctx)
+        assert numbers is not None
+        self._devices = numbers
         self._local = local
         self._inputs = inputs
         self._outputs = outputs
@@ -102,7 +94,7 @@ class Partitioned:
             NotImplementedError: The program is being exported.
         """
         ctx = self._ctx
-        if ctx.module_context.lowering_parameters.for_export:
+        if _jax_internals.is_exported(ctx):
             raise NotImplementedError(NO_EXPORT)
         arguments: Sequence[Any] = ctx.avals_in
         outputs: Sequence[Any] = ctx.avals_out
@@ -115,21 +107,12 @@ class Partitioned:
         rule = self._rule(arguments, types)
         whole.def_partition(partition=self._partition, sharding_rule=rule, decode_shardings=False)
         results = lower_for_one(whole, ctx, values)
-        self._name_callback(results[0].owner)
-        return results
-
-    def _name_callback(self, call: Any) -> None:
-        """Name the partitioner's callback after all that it depends on.
-
-        JAX names it by its address in memory, which keeps programs from being found in the persistent compilation cache
-        by the next process; without any name another pass's program would be found.
-        """
-        callbacks = jax_partitioning._sharding_callbacks
-        address = ir.StringAttr(call.attributes["backend_config"]).value
-        platforms = self._ctx.module_context.platforms
+        # A name with all that the callback depends on: with an address in memory, the next process would not find the
+        # program in the persistent compilation cache, and without any name it would find another pass's.
+        platforms = _jax_internals.platforms_of(ctx)
         name = f"natten_jax {__version__} {self._identity} {platforms} {self._devices.tolist()}"
-        callbacks[name.encode()] = callbacks[address.encode()]
-        call.attributes["backend_config"] = ir.StringAttr.get(name)
+        _jax_internals.name_partitioner_callback(results[0].owner, name)
+        return results
 
     def _rule(self, arguments: Sequence[Any], results: Sequence[Any]) -> SdyShardingRule:
         """Batch and heads of all arrays are split alike, and so may tokens be; other dimensions each on its own.
@@ -170,8 +153,7 @@ class Partitioned:
     def _partition(self, _: Any, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
         """The partitioner's callback: a mesh, the local function, and shardings of its results and arguments."""
         query, key = arguments[:2]
-        devices = query.sharding._device_assignment
-        hlo = query.sharding._to_xla_hlo_sharding(len(query.shape))
+        hlo = _jax_internals.hlo_sharding_of(query.sharding, len(query.shape))
         kv_parts = self._tiles(key).shape[len(key.shape) - 2]
         tiles = self._tiles(query)
         numbers = self._devices if tiles.size == self._devices.shape[1] else self._devices.reshape(1, -1)
@@ -188,11 +170,11 @@ class Partitioned:
 
         def shardings(roles: Sequence[Role], arrays: Sequence[Any]) -> list[Any]:
             return [
-                type(query.sharding)(devices, sharding_like(hlo, layout.tiles_of(role, len(array.shape))))
+                _jax_internals.sharding_of(sharding_like(hlo, layout.tiles_of(role, len(array.shape))), query.sharding)
                 for role, array in zip(roles, arrays, strict=True)
             ]
 
-        mesh = Mesh(np.asarray(devices), (_DEVICES,))
+        mesh = Mesh(np.asarray(_jax_internals.devices_of(query.sharding)), (_DEVICES,))
         local = functools.partial(self._run, layout)
         return mesh, local, shardings(self._outputs, results), tuple(shardings(self._inputs, arguments))
 
@@ -211,7 +193,7 @@ class Partitioned:
 
     def _tiles(self, array: Any) -> np.ndarray:
         ndim = len(array.shape)
-        return device_tiles(array.sharding._to_xla_hlo_sharding(ndim), ndim, self._devices.shape[1])
+        return device_tiles(_jax_internals.hlo_sharding_of(array.sharding, ndim), ndim, self._devices.shape[1])
 
     def _warn_of_gathers(self, arguments: Sequence[Any], layout: Layout) -> None:
         for name, role, array in zip(("query", "key", "value"), self._inputs, arguments, strict=False):
@@ -248,20 +230,6 @@ def _sum(array: jax.Array, groups: np.ndarray) -> jax.Array:
         return array
     result: jax.Array = jax.lax.psum(array, _DEVICES, axis_index_groups=groups.tolist())
     return result
-
-
-def _device_numbers(ctx: mlir.LoweringRuleContext) -> np.ndarray:
-    """The program's device numbers, a row for all that have the same place along manual mesh axes."""
-    context = ctx.module_context.axis_context
-    if not isinstance(context, mlir.SPMDAxisContext):
-        assert isinstance(context, mlir.ShardingContext)
-        return np.arange(context.num_devices)[None]
-    names = context.mesh.axis_names
-    numbers = np.arange(context.mesh.size).reshape(tuple(context.mesh.shape.values()))
-    manual = [axis for axis, name in enumerate(names) if name in context.manual_axes]
-    others = [axis for axis, name in enumerate(names) if name not in context.manual_axes]
-    rows = math.prod(numbers.shape[axis] for axis in manual)
-    return numbers.transpose(*manual, *others).reshape(rows, -1)
 
 
 def warn_of_gather(name: str, axis: int, ndim: int, over: str) -> None:

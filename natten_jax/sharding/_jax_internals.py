@@ -1,0 +1,80 @@
+"""All that this package uses of JAX which JAX does not document: what may change from one release to the next.
+
+``tests/sharding/test_jax_internals.py`` says of each function what it has to do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import custom_partitioning, dispatch
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
+
+
+def require_devices(primitive: Primitive) -> None:
+    """Have the devices of a program known when the primitive is lowered."""
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def platforms_of(ctx: mlir.LoweringRuleContext) -> Sequence[str]:
+    """The platforms that a program is lowered for."""
+    return ctx.module_context.platforms
+
+
+def is_exported(ctx: mlir.LoweringRuleContext) -> bool:
+    """Whether a program is lowered to be exported."""
+    return bool(ctx.module_context.lowering_parameters.for_export)
+
+
+def device_numbers(ctx: mlir.LoweringRuleContext) -> np.ndarray | None:
+    """A program's device numbers, a row for all that have the same place along manual mesh axes.
+
+    Returns:
+        ``[places, devices]``; ``None`` where XLA's partitioner does not look at the program.
+    """
+    context = ctx.module_context.axis_context
+    if isinstance(context, mlir.ShardingContext):
+        return np.arange(context.num_devices)[None]
+    if not isinstance(context, mlir.SPMDAxisContext):
+        return None
+    names = context.mesh.axis_names
+    numbers = np.arange(context.mesh.size).reshape(tuple(context.mesh.shape.values()))
+    manual = [axis for axis, name in enumerate(names) if name in context.manual_axes]
+    others = [axis for axis, name in enumerate(names) if name not in context.manual_axes]
+    rows = math.prod(numbers.shape[axis] for axis in manual)
+    return numbers.transpose(*manual, *others).reshape(rows, -1)
+
+
+def name_partitioner_callback(call: Any, name: str) -> None:
+    """Call the partitioner's callback of a custom call by ``name``.
+
+    JAX names it by its address in memory, which is another one in the next process.
+    """
+    callbacks = custom_partitioning._sharding_callbacks
+    address = ir.StringAttr(call.attributes["backend_config"]).value
+    callbacks[name.encode()] = callbacks[address.encode()]
+    call.attributes["backend_config"] = ir.StringAttr.get(name)
+
+
+def devices_of(sharding: jax.sharding.Sharding) -> Sequence[jax.Device]:
+    """The devices of a sharding that the partitioner hands over, in the program's order."""
+    devices: Sequence[jax.Device] = sharding._device_assignment
+    return devices
+
+
+def hlo_sharding_of(sharding: jax.sharding.Sharding, ndim: int) -> Any:
+    """XLA's ``HloSharding`` of arrays of ``ndim`` dimensions."""
+    return sharding._to_xla_hlo_sharding(ndim)
+
+
+def sharding_of(hlo: Any, like: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """An ``HloSharding`` in the class of ``like``, which the partitioner handed over, and on its devices."""
+    kind: Any = type(like)
+    result: jax.sharding.Sharding = kind(devices_of(like), hlo)
+    return result

@@ -1,0 +1,144 @@
+"""What this package needs of JAX that JAX does not document: it does what is expected, and nothing else is used."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from natten_jax.sharding import _jax_internals
+from natten_jax.sharding.hlo_sharding import device_tiles
+from tests.support.programs import output_of, run_python
+
+ROOT = Path(__file__).parents[2]
+FOUR_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+
+
+def asked_while_lowering(question: Any) -> tuple[Primitive, list[Any]]:
+    """A primitive that returns its argument, and what its lowering rule was answered each time."""
+    primitive, answers = Primitive("asks"), []
+    primitive.def_abstract_eval(lambda x: x)
+
+    def lower(ctx: mlir.LoweringRuleContext, x: Any) -> Any:
+        answers.append(question(ctx))
+        return [x]
+
+    mlir.register_lowering(primitive, lower)
+    return primitive, answers
+
+
+def test_platforms_are_known_where_a_program_is_lowered() -> None:
+    primitive, answers = asked_while_lowering(lambda ctx: tuple(_jax_internals.platforms_of(ctx)))
+    x = jax.ShapeDtypeStruct((2,), jnp.float32)
+    jax.jit(primitive.bind).lower(x)
+    jax.export.export(jax.jit(lambda x: primitive.bind(x) + 1), platforms=["tpu", "cuda"])(x)
+    assert answers[0] == ("cpu",) and set(answers[-1]) == {"tpu", "cuda"}
+
+
+def test_exports_are_told_from_other_programs() -> None:
+    primitive, answers = asked_while_lowering(_jax_internals.is_exported)
+    x = jax.ShapeDtypeStruct((2,), jnp.float32)
+    jax.jit(primitive.bind).lower(x)
+    jax.export.export(jax.jit(lambda x: primitive.bind(x) + 1))(x)
+    assert answers == [False, True]
+
+
+def test_devices_are_numbered_by_their_place_along_manual_axes() -> None:
+    program = """
+    import jax, jax.numpy as jnp
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+    from natten_jax.sharding import _jax_internals
+    from tests.sharding.test_jax_internals import asked_while_lowering
+
+    primitive, answers = asked_while_lowering(lambda ctx: _jax_internals.device_numbers(ctx).tolist())
+    _jax_internals.require_devices(primitive)
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    jax.jit(primitive.bind).lower(x)
+    jax.jit(lambda x: primitive.bind(x) + 1, in_shardings=NamedSharding(mesh, P("a", "b"))).lower(x)
+    for manual in "a", "b":
+        inside = jax.shard_map(
+            primitive.bind, mesh=mesh, axis_names={manual}, in_specs=P(manual), out_specs=P(manual), check_vma=False
+        )
+        jax.jit(inside).lower(x)
+    print(*answers, sep=";")
+    """
+    found = output_of(run_python(program, environment=FOUR_DEVICES)).strip()
+    assert found == "[[0]];[[0, 1, 2, 3]];[[0, 1], [2, 3]];[[0, 2], [1, 3]]"
+
+
+def test_the_partitioners_callback_is_found_by_another_name_and_its_shardings_are_read_and_written() -> None:
+    program = """
+    import jax, jax.numpy as jnp, numpy as np
+    from jax.experimental.custom_partitioning import custom_partitioning
+    from jax.interpreters import mlir
+    from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+    from jax.extend.core import Primitive
+    from natten_jax.sharding import _jax_internals
+    from natten_jax.sharding.hlo_sharding import device_tiles, sharding_like
+
+    def partition(mesh, arguments, result):
+        (argument,) = arguments
+        hlo = _jax_internals.hlo_sharding_of(argument.sharding, 2)
+        devices = _jax_internals.devices_of(argument.sharding)
+        print(len(devices), device_tiles(hlo, 2, 4).reshape(2, 2).tolist())
+        again = _jax_internals.sharding_of(sharding_like(hlo, device_tiles(hlo, 2, 4)), argument.sharding)
+        assert type(again) is type(argument.sharding)
+        return Mesh(np.asarray(devices), ("d",)), lambda x: x + 1, again, (again,)
+
+    @custom_partitioning
+    def add(x):
+        return x
+    add.def_partition(partition=partition, sharding_rule="i j -> i j", decode_shardings=False)
+
+    primitive = Primitive("named")
+    _jax_internals.require_devices(primitive)  # or else JAX cannot lower the call
+    primitive.def_abstract_eval(lambda x: x)
+
+    def lower(ctx, x):
+        results = mlir.lower_fun(add, multiple_results=False)(ctx, x)
+        (result,) = jax.tree.leaves(results)
+        _jax_internals.name_partitioner_callback(result.owner, "a name of ours")
+        return results
+    mlir.register_lowering(primitive, lower)
+
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    x = jax.device_put(jnp.zeros((4, 4)), NamedSharding(mesh, P("a", "b")))
+    lowered = jax.jit(primitive.bind).lower(x)
+    assert "a name of ours" in lowered.as_text()
+    print(lowered.compile()(x).sum())
+    """
+    found = output_of(run_python(program, environment=FOUR_DEVICES)).split("\n")
+    assert found[:2] == ["4 [[0, 1], [2, 3]]", "16.0"]
+
+
+@pytest.mark.parametrize("ndim", [1, 3])
+def test_an_array_that_is_not_split_has_an_hlo_sharding(ndim: int) -> None:
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    hlo = _jax_internals.hlo_sharding_of(sharding, ndim)
+    np.testing.assert_array_equal(device_tiles(hlo, ndim, 1), np.zeros((1,) * (ndim + 2)))
+    assert list(_jax_internals.devices_of(sharding)) == jax.devices()[:1]
+
+
+def test_nothing_else_uses_what_jax_does_not_document() -> None:
+    attributes = "_sharding_callbacks", "_device_assignment", "_to_xla_hlo_sharding", "axis_context", "for_export"
+    found = []
+    for path in [*(ROOT / "natten_jax").rglob("*.py"), *(ROOT / "flax_modules").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            modules: list[str] = []
+            if isinstance(node, ast.ImportFrom):
+                modules = [node.module or ""]
+            elif isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            uses = any(name.startswith(("jax._src", "jaxlib.")) for name in modules)
+            if uses or (isinstance(node, ast.Attribute) and node.attr in attributes):
+                found.append(path.name)
+    assert set(found) == {"_jax_internals.py"}
