@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from natten_jax.native import module as native
 from natten_jax.performance import Pass, TilePair, outer_and_inner
 from natten_jax.plan.devices import ComputeCapability
 from natten_jax.problem import Problem
@@ -73,6 +74,7 @@ class Calibration:
             next one; ``None``: tiles are dealt out beforehand.
         counted_rounds: Rounds from which on the kernels take the next tile from a counter; below, tiles are dealt out.
         dtypes: Element types that the times are of.
+        limits: Names of what the kernels take, in :func:`natten_jax.native.module.limits`.
     """
 
     family: str
@@ -88,6 +90,12 @@ class Calibration:
     tail: float | None = None
     counted_rounds: int = 0
     dtypes: Sequence[str] = ("float16", "bfloat16")
+    limits: Sequence[str] = ()
+
+    def merges(self, problem: Problem) -> bool:
+        """Whether forward kernels merge what they find with what was found before on other keys."""
+        most = max((native.limits(name).get("largest_continued_head_dim", 0) for name in self.limits), default=0)
+        return max(problem.head_dim, problem.head_dim_v) <= most
 
     def launch_of(self, pass_: Pass) -> float:
         """Seconds that a pass takes, whatever its size."""

@@ -13,7 +13,6 @@ from natten_jax.cost.local_tiles import Visits, visits_at_once, visits_by_keys, 
 from natten_jax.cost.predict import predict
 from natten_jax.cost.tile_counts import TimedTiles, count_tiles
 from natten_jax.halo import Halo, bytes_received, halos_of, travel_order
-from natten_jax.native.continued import continues
 from natten_jax.performance import TilePair
 from natten_jax.plan.plan import Plan
 from natten_jax.problem import ELEMENT_BYTES, Axis, Problem
@@ -156,7 +155,9 @@ def _kernel_seconds(plan: Plan, halos: Sequence[Halo], way: HaloStrategy, calibr
     one, inner = visits_of_one(plan), sum(call.inner for call in way.calls)
     inner_share = inner / one.inner
     if small_windows.is_for(calibration, problem, pass_, plan.tiles):
-        whole_seconds = small_windows.seconds(problem, pass_, plan.tiles, calibration.compute_capability)
+        whole_seconds = small_windows.seconds(
+            calibration.family, problem, pass_, plan.tiles, calibration.compute_capability
+        )
         return None if whole_seconds is None else whole_seconds * inner_share
     kernel = calibration.kernel(problem, plan.tiles, pass_)
     if kernel is None:
@@ -208,7 +209,8 @@ def _copies(plan: Plan) -> int:
 
 
 def _is_continued(plan: Plan) -> bool:
-    return plan.pass_ == "forward" and continues(plan.backend.family, plan.problem)
+    calibration = calibration_for(plan.backend.family)
+    return plan.pass_ == "forward" and calibration is not None and calibration.merges(plan.problem)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -65,7 +65,7 @@ def rank(
     timed: list[tuple[TilePair, float]] = []
     for pair in pairs:
         if small_windows.is_for(calibration, problem, pass_, pair):
-            seconds = small_windows.seconds(problem, pass_, pair, calibration.compute_capability)
+            seconds = small_windows.seconds(calibration.family, problem, pass_, pair, calibration.compute_capability)
             timed += [] if seconds is None else [(pair, seconds)]
             continue
         outer_tile, inner_tile = outer_and_inner(pair, pass_)

@@ -91,7 +91,7 @@ def simulate(
     kernel = None
     if calibration is not None and small_windows.is_for(calibration, problem, pass_, pair):
         # No other kernel takes such tiles.
-        estimate = small_windows.estimate(problem, pass_, pair, calibration.compute_capability)
+        estimate = small_windows.estimate(calibration.family, problem, pass_, pair, calibration.compute_capability)
         if estimate is not None and placement == "anchored":
             found = small_window_counts.executed(problem, pass_, pair, estimate.launches)
             return Simulation(problem, pass_, pair, placement, *found, estimate.seconds)

@@ -1,4 +1,4 @@
-"""The form of the ``cutlass`` kernels for small windows: what it takes, and how long that takes.
+"""The form of kernels for small windows: what it takes, and how long that takes.
 
 Its warps own 16 tokens. Tiles choose it: 16 query tokens and 8 key/value tokens, and the other way round in the
 backward pass, whose gradients are reproducible as they are.
@@ -24,10 +24,8 @@ from natten_jax.performance import Pass, TilePair, outer_and_inner
 from natten_jax.plan.devices import ComputeCapability
 from natten_jax.problem import ELEMENT_BYTES, Problem
 
-#: The backend family whose form it is.
-FAMILY = "cutlass"
-
-_LIMITS = native.limits("small")
+_FORM = "small"
+_LIMITS = native.limits(_FORM)
 
 #: The least compute capability that has the engine.
 _HAS_BOXES = (9, 0)
@@ -61,7 +59,7 @@ def is_chosen(problem: Problem, pass_: Pass, pair: TilePair) -> bool:
 
 def is_for(calibration: Calibration, problem: Problem, pass_: Pass, pair: TilePair) -> bool:
     """Whether tiles are the form's where a calibration's backend runs them."""
-    return calibration.family == FAMILY and is_chosen(problem, pass_, pair)
+    return _FORM in calibration.limits and is_chosen(problem, pass_, pair)
 
 
 class Launch(NamedTuple):
@@ -97,20 +95,21 @@ class Estimate(NamedTuple):
 
 
 def seconds(
-    problem: Problem, pass_: Pass, pair: TilePair, compute_capability: ComputeCapability | None
+    family: str, problem: Problem, pass_: Pass, pair: TilePair, compute_capability: ComputeCapability | None
 ) -> float | None:
     """How long a pass takes with tiles of the form's size; ``None`` as :func:`estimate`."""
-    found = estimate(problem, pass_, pair, compute_capability)
+    found = estimate(family, problem, pass_, pair, compute_capability)
     return None if found is None else found.seconds
 
 
 @functools.lru_cache(maxsize=4096)
 def estimate(
-    problem: Problem, pass_: Pass, pair: TilePair, compute_capability: ComputeCapability | None
+    family: str, problem: Problem, pass_: Pass, pair: TilePair, compute_capability: ComputeCapability | None
 ) -> Estimate | None:
     """What a pass launches with tiles of the form's size, and how long that takes.
 
     Args:
+        family: The backend family whose calibration says how fast memory is.
         problem: What is computed.
         pass_: The pass.
         pair: The tiles.
@@ -120,7 +119,7 @@ def estimate(
         The estimate; ``None`` where the form does not take the tiles: the keys that a warp's queries see do not fit
         into shared memory.
     """
-    calibration = calibration_for(FAMILY)
+    calibration = calibration_for(family)
     if calibration is None or not is_chosen(problem, pass_, pair):
         return None
     kib = _LEAST_SHARED_KIB if compute_capability is None else _SHARED_KIB.get(compute_capability, _LEAST_SHARED_KIB)
@@ -151,20 +150,21 @@ def estimate(
 
 
 def ranked(
-    problem: Problem, pass_: Pass, compute_capability: ComputeCapability | None
+    family: str, problem: Problem, pass_: Pass, compute_capability: ComputeCapability | None
 ) -> Iterator[tuple[TilePair, float]]:
     """Every pair of tiles of the form's size that it takes, with seconds, the fastest first.
 
     Where memory is the limit, those with the least work come first; among equals, the most compact rows.
 
     Args:
+        family: As for :func:`estimate`.
         problem: What the tiles are for.
         pass_: The pass.
         compute_capability: Of the device.
     """
     tokens = tile_tokens(problem, pass_)
     pairs = [] if tokens is None else pairs_of(*tokens, problem.rank)
-    estimates = ((pair, estimate(problem, pass_, pair, compute_capability)) for pair in pairs)
+    estimates = ((pair, estimate(family, problem, pass_, pair, compute_capability)) for pair in pairs)
     taken = [(pair, found) for pair, found in estimates if found is not None]
     # 14 x 14 tokens of 512 heads: gradients took 52 microseconds with 8 x 2 keys, and 59 with 16 x 1.
     taken.sort(key=lambda each: (each[1].work, max(outer_and_inner(each[0], pass_)[0])))

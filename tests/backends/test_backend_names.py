@@ -1,7 +1,9 @@
-"""A name that no backend has: the message says what was meant, or what there is instead."""
+"""Names of backends: where one that nobody has is refused, and who may speak of a family."""
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -75,3 +77,16 @@ def test_a_backend_of_the_other_operator_names_its_counterpart() -> None:
         natten_jax.na1d(ARRAY, ARRAY, ARRAY, 3, backend="cpu-fmha")
     with pytest.raises(ValueError, match=r"'cpu-fna' is a backend of neighborhood attention, .* mean 'cpu-fmha'"):
         natten_jax.attention(ARRAY, ARRAY, ARRAY, backend="cpu-fna")
+
+
+def test_costs_and_native_calls_know_no_family() -> None:
+    """What is true of one family's kernels is asked of it, or of its calibration."""
+    root, families = Path(natten_jax.__file__).parent, {backend.family for backend in backends.registered()} - {"cpu"}
+    named = {}
+    for folder in ("arrays", "plan", "native", "cost", "sharding", "execution", "ops"):
+        for path in (root / folder).rglob("*.py"):
+            nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            words = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+            if found := {word for word in words if word in families or word.rpartition("-")[0] in families}:
+                named[path.name] = found
+    assert not named

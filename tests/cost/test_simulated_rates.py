@@ -127,9 +127,9 @@ def test_small_windows_are_counted_as_their_warps_walk(pass_: Pass) -> None:
         if problem.dtype == "float32" or math.prod(problem.query_layout) > 1500:
             continue
         problem = dataclasses.replace(problem, additional_kv=0, head_dim=32, head_dim_v=64)
-        pairs = [pair for pair, _ in small_windows.ranked(problem, pass_, (9, 0))]
+        pairs = [pair for pair, _ in small_windows.ranked("cutlass", problem, pass_, (9, 0))]
         for pair in draw.sample(pairs, min(2, len(pairs))):
-            estimate = small_windows.estimate(problem, pass_, pair, (9, 0))
+            estimate = small_windows.estimate("cutlass", problem, pass_, pair, (9, 0))
             assert estimate is not None
             flops = 0
             for launch in estimate.launches:
@@ -150,7 +150,7 @@ def test_whole_layouts_are_counted_for_both_sides() -> None:
     problem = simulator.problem_of((7, 7), 3, batch=64, heads=4, head_dim=32, dtype="bfloat16")
     model = simulator.calibration_for("cutlass")
     pair = backends.find("cutlass-fna", "fna").tile_pairs(problem, HOPPER, "backward")[0]
-    estimate = small_windows.estimate(problem, "backward", pair, (9, 0))
+    estimate = small_windows.estimate("cutlass", problem, "backward", pair, (9, 0))
     assert estimate is not None
     assert [launch.kernel for launch in estimate.launches] == ["whole gradient"]
     (launch,) = estimate.launches

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from natten_jax import backends, simulator
+from natten_jax.native import module as native
 from natten_jax.ops.arrays import neighborhood_problem
 from natten_jax.performance import TilePair
 from natten_jax.plan.devices import Device
@@ -426,6 +427,7 @@ def test_calibrations_are_complete() -> None:
         assert name == f"{model['family']}-{capability[0]}.{capability[1]}.json"
         calibration = simulator.calibration_for(model["family"], capability)
         assert calibration is not None
+        assert calibration.limits and all(map(native.limits, calibration.limits))
         assert all(kernel.inner_tile > 0 for kernels in calibration.kernels.values() for kernel in kernels)
     assert simulator.calibration_for("hopper", (8, 0)) is None
     assert simulator.calibration_for("flex") is None

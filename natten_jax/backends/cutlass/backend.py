@@ -102,7 +102,7 @@ class CutlassBackend(NativeBackend):
             return False
         if not small_windows.is_chosen(problem, pass_, pair):
             return True
-        return small_windows.seconds(problem, pass_, pair, device.compute_capability) is not None
+        return small_windows.seconds(self.family, problem, pass_, pair, device.compute_capability) is not None
 
     def _ranked(self, problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[TilePair, float], ...]:
         return _ranked_pairs(problem, pass_, _large_tile_sizes(problem, device, pass_), device.compute_capability)
@@ -253,7 +253,7 @@ def _large_tile_sizes(problem: Problem, device: Device, pass_: Pass) -> tuple[tu
 def _ranked_pairs(
     problem: Problem, pass_: Pass, sizes: tuple[tuple[int, int], ...], capability: ComputeCapability | None
 ) -> tuple[tuple[TilePair, float], ...]:
-    found = list(small_windows.ranked(problem, pass_, capability))
+    found = list(small_windows.ranked(CutlassBackend.family, problem, pass_, capability))
     if problem.dtype == "float32":
         # Times are of 16-bit elements. Kernels are compiled for rows of some number of bytes.
         head_dim, head_dim_v = (
