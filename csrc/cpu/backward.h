@@ -24,9 +24,9 @@ struct QueryValues {
 
   /// Reads the values of a query.
   NATTEN_JAX_INLINE void set(std::int64_t i, const Arrays& arrays, std::int64_t row) const {
-    const float saved = arrays.saved_logsumexp[row];
+    const float saved = arrays.logsumexp[row];
     logsumexp[i] = saved == -__builtin_inff() ? __builtin_inff() : base2_logsumexp(saved);
-    remainder[i] = arrays.saved_remainder == nullptr ? 0.0f : arrays.saved_remainder[row];
+    remainder[i] = arrays.remainder == nullptr ? 0.0f : arrays.remainder[row];
     delta[i] = arrays.delta[row];
   }
 };

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "natten_jax/arrays.h"
 #include "natten_jax/problem.h"
 
 namespace natten_jax::cpu {
@@ -28,28 +29,6 @@ inline constexpr std::int64_t kRowPadding = 16;
 
 /// Rows that scratch has room for at least, for additional keys beside small tiles.
 inline constexpr std::int64_t kMinStreamRows = 64;
-
-/// Pointers to the arrays of one call; those that a pass does not use are null.
-struct Arrays {
-  const void* query;
-  const void* key;
-  const void* value;
-  const void* additional_keys;
-  const void* additional_values;
-  void* out;
-  float* logsumexp;
-  float* remainder;  ///< The logsumexp's; see natten_jax/logsumexp.h. Null where nobody wants it.
-
-  const float* saved_logsumexp;
-  const float* saved_remainder;  ///< Null: zeros.
-  const void* out_cotangent;
-  const float* delta;
-  void* query_gradient;
-  void* key_gradient;
-  void* value_gradient;
-  void* additional_keys_gradient;
-  void* additional_values_gradient;
-};
 
 enum class Pass { kForward, kQueryGradient, kKeyValueGradient };
 

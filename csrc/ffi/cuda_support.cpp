@@ -12,12 +12,6 @@ namespace natten_jax::ffi {
 using xffi::AnyBuffer;
 using xffi::Error;
 
-Error decode_device_call(const ProblemOperands& operands, const Attributes& attributes, Call& call,
-                         const std::int32_t*& origins) {
-  NATTEN_JAX_RETURN_IF_ERROR(decode_origins(operands.origins, origins));
-  return decode_problem(operands, attributes, origins != nullptr ? nullptr : kNoOrigins, call);
-}
-
 Error check_outputs(const AnyBuffer& out, const AnyBuffer& out_cotangent, ElementType& type) {
   constexpr std::int64_t kStep = 8, kLargestHeadDim = 256;  // as cuda/common/gradient_passes.h has it
   NATTEN_JAX_RETURN_IF_ERROR(decode_element_type("out", out, type));

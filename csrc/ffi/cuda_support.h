@@ -7,10 +7,6 @@
 
 namespace natten_jax::ffi {
 
-/// Checks and describes a call; `origins` are device memory, or null where all are zero.
-xffi::Error decode_device_call(const ProblemOperands& operands, const Attributes& attributes, Call& call,
-                               const std::int32_t*& origins);
-
 /// Checks the operands that every kernel of cuda/common/gradient_passes.h starts with: the output and its cotangent,
 /// [batch, x, y, z, heads, head_dim_v].
 xffi::Error check_outputs(const xffi::AnyBuffer& out, const xffi::AnyBuffer& out_cotangent, ElementType& type);

@@ -202,6 +202,15 @@ Error locate_axes(const AnyBuffer& query, const AnyBuffer& key, const std::int32
   return Error::Success();
 }
 
+/// Checks the origins operand and gives its six values, or null where it is empty: all are zero.
+Error decode_origins(const AnyBuffer& origins, const std::int32_t*& values) {
+  const bool is_empty = origins.element_count() == 0;
+  NATTEN_JAX_RETURN_IF_ERROR(check_array("origins", origins, DataType::S32, {is_empty ? 0 : 2, kRank},
+                                         "it holds the query origin and the key/value origin, or nothing"));
+  values = is_empty ? nullptr : static_cast<const std::int32_t*>(origins.untyped_data());
+  return Error::Success();
+}
+
 }  // namespace
 
 DataType data_type(ElementType type) {
@@ -240,14 +249,6 @@ Error check_array(const char* name, const AnyBuffer& array, DataType type, std::
   std::size_t i = 0;
   for (const std::int64_t extent : shape) is_equal = is_equal && actual[i++] == extent;
   if (!is_equal) return invalid(name, " has shape ", list(actual), ", but must have ", list(shape), ": ", rule);
-  return Error::Success();
-}
-
-Error decode_origins(const AnyBuffer& origins, const std::int32_t*& values) {
-  const bool is_empty = origins.element_count() == 0;
-  NATTEN_JAX_RETURN_IF_ERROR(check_array("origins", origins, DataType::S32, {is_empty ? 0 : 2, kRank},
-                                         "it holds the query origin and the key/value origin, or nothing"));
-  values = is_empty ? nullptr : static_cast<const std::int32_t*>(origins.untyped_data());
   return Error::Success();
 }
 
@@ -325,7 +326,23 @@ Error decode_problem(const ProblemOperands& operands, const Attributes& a, const
                                          "it has as many tokens as additional_keys and otherwise looks like value"));
   NATTEN_JAX_RETURN_IF_ERROR(decode_scales(operands.scales, p, a.scale));
   std::copy_n(a.axes, kRank, p.axes);
+  call.arrays.query = query.untyped_data();
+  call.arrays.key = key.untyped_data();
+  call.arrays.value = value.untyped_data();
+  call.arrays.additional_keys = operands.additional_keys.untyped_data();
+  call.arrays.additional_values = operands.additional_values.untyped_data();
   return locate_axes(query, key, origins, p.axes);
+}
+
+Error decode_call(const ProblemOperands& operands, const xffi::Dictionary& dictionary, std::int64_t further,
+                  Memory memory, Call& call) {
+  Attributes attributes;
+  call.arrays = {};
+  NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes, further));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_origins(operands.origins, call.arrays.origins));
+  constexpr std::int32_t kNoOrigins[2 * kRank] = {};
+  const std::int32_t* readable = memory == Memory::kHost ? call.arrays.origins : nullptr;
+  return decode_problem(operands, attributes, call.arrays.origins == nullptr ? kNoOrigins : readable, call);
 }
 
 }  // namespace natten_jax::ffi

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "natten_jax/arrays.h"
 #include "natten_jax/problem.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -34,7 +35,11 @@ struct ProblemOperands {
 struct Call {
   Problem problem;
   TileShapes tiles;
+  Arrays arrays;
 };
+
+/// Where the arrays of a call lie. Origins in the memory of a device are the kernels' to read, and not checked.
+enum class Memory { kHost, kDevice };
 
 /// Decodes and checks the attributes; `further` is how many more the target takes.
 xffi::Error decode_attributes(const xffi::Dictionary& dictionary, Attributes& attributes, std::int64_t further = 0);
@@ -53,15 +58,14 @@ xffi::Error decode_queries(const xffi::Dictionary& dictionary, const Problem& pr
 ///   attributes: decoded attributes.
 ///   origins: six values readable by the host, query origin first, or null to leave the origins at zero and
 ///     unchecked.
-///   call: the result.
+///   call: the result; its arrays are those of the operands.
 xffi::Error decode_problem(const ProblemOperands& operands, const Attributes& attributes, const std::int32_t* origins,
                            Call& call);
 
-/// Origins of a call whose arrays are the whole layout.
-inline constexpr std::int32_t kNoOrigins[2 * kRank] = {};
-
-/// Checks the origins operand and gives its six values, or null where it is empty: all are zero.
-xffi::Error decode_origins(const xffi::AnyBuffer& origins, const std::int32_t*& values);
+/// Decodes and checks what all calls have: the attributes, of which the target takes `further` ones beside, and the
+/// operands.
+xffi::Error decode_call(const ProblemOperands& operands, const xffi::Dictionary& dictionary, std::int64_t further,
+                        Memory memory, Call& call);
 
 /// Element type of the problem's arrays.
 xffi::DataType data_type(ElementType type);

@@ -40,6 +40,47 @@ xffi::Error check_remainder(const char* name, const xffi::AnyBuffer& array, cons
   return xffi::Error::Success();
 }
 
+xffi::Error decode_forward(const ProblemOperands& operands, ForwardResults results, const xffi::Dictionary& dictionary,
+                           std::int64_t further, Memory memory, Call& call) {
+  NATTEN_JAX_RETURN_IF_ERROR(decode_call(operands, dictionary, further, memory, call));
+  NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result out", *results.out, call.problem, false));
+  NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result logsumexp", *results.logsumexp, call.problem, true));
+  call.arrays.out = results.out->untyped_data();
+  call.arrays.logsumexp = static_cast<float*>(results.logsumexp->untyped_data());
+  return check_remainder("result remainder", *results.remainder, call.problem, call.arrays.remainder);
+}
+
+xffi::Error decode_backward(const ProblemOperands& operands, const Saved& saved, Gradients gradients,
+                            const xffi::Dictionary& dictionary, std::int64_t further, Memory memory, Call& call) {
+  NATTEN_JAX_RETURN_IF_ERROR(decode_call(operands, dictionary, further, memory, call));
+  const Problem& p = call.problem;
+  Arrays& arrays = call.arrays;
+  const auto check = [&](const char* name, const xffi::AnyBuffer* array, bool is_statistic) {
+    return array == nullptr ? xffi::Error::Success() : check_query_array(name, *array, p, is_statistic);
+  };
+  NATTEN_JAX_RETURN_IF_ERROR(check("logsumexp", saved.logsumexp, true));
+  NATTEN_JAX_RETURN_IF_ERROR(check_remainder("remainder", *saved.remainder, p, arrays.remainder));
+  NATTEN_JAX_RETURN_IF_ERROR(check("out", saved.out, false));
+  NATTEN_JAX_RETURN_IF_ERROR(check("out_cotangent", saved.out_cotangent, false));
+  NATTEN_JAX_RETURN_IF_ERROR(check("logsumexp_cotangent", saved.logsumexp_cotangent, true));
+  NATTEN_JAX_RETURN_IF_ERROR(check("delta", saved.delta, true));
+  NATTEN_JAX_RETURN_IF_ERROR(check_heads_of_gradients(p));
+  NATTEN_JAX_RETURN_IF_ERROR(
+      check_gradients(operands, {&*gradients[0], &*gradients[1], &*gradients[2], &*gradients[3], &*gradients[4]}));
+  const auto data = [](const xffi::AnyBuffer* array) { return array == nullptr ? nullptr : array->untyped_data(); };
+  arrays.logsumexp = static_cast<float*>(data(saved.logsumexp));
+  arrays.out = data(saved.out);
+  arrays.out_cotangent = data(saved.out_cotangent);
+  arrays.logsumexp_cotangent = static_cast<const float*>(data(saved.logsumexp_cotangent));
+  arrays.delta = static_cast<const float*>(data(saved.delta));
+  arrays.query_gradient = gradients[0]->untyped_data();
+  arrays.key_gradient = gradients[1]->untyped_data();
+  arrays.value_gradient = gradients[2]->untyped_data();
+  arrays.additional_keys_gradient = gradients[3]->untyped_data();
+  arrays.additional_values_gradient = gradients[4]->untyped_data();
+  return xffi::Error::Success();
+}
+
 xffi::Error check_heads_of_gradients(const Problem& p) {
   if (p.scale.heads == nullptr || p.heads == p.heads_kv) return xffi::Error::Success();
   return xffi::Error::InvalidArgument("natten_jax: query has " + std::to_string(p.heads) + " heads and key has " +

@@ -4,6 +4,7 @@
 #include <array>
 #include <exception>
 #include <string>
+#include <utility>
 
 #include "ffi/decode.h"
 #include "natten_jax/status.h"
@@ -32,6 +33,27 @@ xffi::Error check_query_array(const char* name, const xffi::AnyBuffer& array, co
 /// empty, which gives a null pointer.
 xffi::Error check_remainder(const char* name, const xffi::AnyBuffer& array, const Problem& p, float*& values);
 
+/// The results of a forward pass.
+struct ForwardResults {
+  xffi::Result<xffi::AnyBuffer> out, logsumexp, remainder;
+};
+
+/// Decodes and checks a call of a forward pass, as `decode_call` does.
+xffi::Error decode_forward(const ProblemOperands& operands, ForwardResults results, const xffi::Dictionary& dictionary,
+                           std::int64_t further, Memory memory, Call& call);
+
+/// What a backward pass is given of queries; null where a target does not take it.
+struct Saved {
+  const xffi::AnyBuffer *logsumexp, *remainder, *out, *out_cotangent, *logsumexp_cotangent, *delta;
+};
+
+/// The gradients of query, key, value and additional keys and values.
+using Gradients = std::array<xffi::Result<xffi::AnyBuffer>, 5>;
+
+/// Decodes and checks a call of a backward pass likewise.
+xffi::Error decode_backward(const ProblemOperands& operands, const Saved& saved, Gradients gradients,
+                            const xffi::Dictionary& dictionary, std::int64_t further, Memory memory, Call& call);
+
 /// Checks that a backward pass takes the heads: where they have scales of their own, no two share keys and values.
 xffi::Error check_heads_of_gradients(const Problem& p);
 
@@ -48,6 +70,25 @@ inline auto bind_problem() {
       .Arg<xffi::AnyBuffer>()   // additional_values
       .Arg<xffi::AnyBuffer>()   // origins
       .Arg<xffi::AnyBuffer>();  // scales
+}
+
+/// The same, and the results of a forward pass.
+inline auto bind_forward() {
+  return bind_problem()
+      .Ret<xffi::AnyBuffer>()   // out
+      .Ret<xffi::AnyBuffer>()   // logsumexp
+      .Ret<xffi::AnyBuffer>();  // remainder
+}
+
+/// Adds the results of a backward pass to what a target takes.
+template <typename Binding>
+auto bind_gradients(Binding&& binding) {
+  return std::forward<Binding>(binding)
+      .template Ret<xffi::AnyBuffer>()   // dquery
+      .template Ret<xffi::AnyBuffer>()   // dkey
+      .template Ret<xffi::AnyBuffer>()   // dvalue
+      .template Ret<xffi::AnyBuffer>()   // dadditional_keys
+      .template Ret<xffi::AnyBuffer>();  // dadditional_values
 }
 
 }  // namespace natten_jax::ffi

@@ -14,24 +14,6 @@ using xffi::AnyBuffer;
 using xffi::Error;
 using Result = xffi::Result<AnyBuffer>;
 
-Error decode_host_call(const ProblemOperands& operands, const xffi::Dictionary& dictionary, Call& call) {
-  Attributes attributes;
-  NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes));
-  const std::int32_t* origins = nullptr;
-  NATTEN_JAX_RETURN_IF_ERROR(decode_origins(operands.origins, origins));
-  return decode_problem(operands, attributes, origins != nullptr ? origins : kNoOrigins, call);
-}
-
-cpu::Arrays operand_arrays(const ProblemOperands& operands) {
-  cpu::Arrays arrays{};
-  arrays.query = operands.query.untyped_data();
-  arrays.key = operands.key.untyped_data();
-  arrays.value = operands.value.untyped_data();
-  arrays.additional_keys = operands.additional_keys.untyped_data();
-  arrays.additional_values = operands.additional_values.untyped_data();
-  return arrays;
-}
-
 cpu::Executor executor_of(xffi::ThreadPool& pool) {
   // The calling thread works too.
   return {pool.num_threads() - 1, [&pool](std::function<void()> closure) { pool.Schedule(std::move(closure)); }};
@@ -43,14 +25,9 @@ Error cpu_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer add
   return guarded([&]() -> Error {
     const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins, scales};
     Call call;
-    NATTEN_JAX_RETURN_IF_ERROR(decode_host_call(operands, dictionary, call));
-    NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result out", *out, call.problem, false));
-    NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result logsumexp", *logsumexp, call.problem, true));
-    cpu::Arrays arrays = operand_arrays(operands);
-    arrays.out = out->untyped_data();
-    arrays.logsumexp = static_cast<float*>(logsumexp->untyped_data());
-    NATTEN_JAX_RETURN_IF_ERROR(check_remainder("result remainder", *remainder, call.problem, arrays.remainder));
-    return error_of(cpu::run_forward(call.problem, call.tiles, arrays, executor_of(pool)));
+    NATTEN_JAX_RETURN_IF_ERROR(
+        decode_forward(operands, {out, logsumexp, remainder}, dictionary, 0, Memory::kHost, call));
+    return error_of(cpu::run_forward(call.problem, call.tiles, call.arrays, executor_of(pool)));
   });
 }
 
@@ -62,48 +39,22 @@ Error cpu_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer ad
   return guarded([&]() -> Error {
     const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins, scales};
     Call call;
-    NATTEN_JAX_RETURN_IF_ERROR(decode_host_call(operands, dictionary, call));
-    NATTEN_JAX_RETURN_IF_ERROR(check_query_array("logsumexp", logsumexp, call.problem, true));
-    float* saved_remainder = nullptr;
-    NATTEN_JAX_RETURN_IF_ERROR(check_remainder("remainder", remainder, call.problem, saved_remainder));
-    NATTEN_JAX_RETURN_IF_ERROR(check_query_array("out_cotangent", out_cotangent, call.problem, false));
-    NATTEN_JAX_RETURN_IF_ERROR(check_query_array("delta", delta, call.problem, true));
-    NATTEN_JAX_RETURN_IF_ERROR(check_heads_of_gradients(call.problem));
-    NATTEN_JAX_RETURN_IF_ERROR(check_gradients(operands, {&*query_gradient, &*key_gradient, &*value_gradient,
-                                                          &*additional_keys_gradient, &*additional_values_gradient}));
-    cpu::Arrays arrays = operand_arrays(operands);
-    arrays.saved_logsumexp = static_cast<const float*>(logsumexp.untyped_data());
-    arrays.saved_remainder = saved_remainder;
-    arrays.out_cotangent = out_cotangent.untyped_data();
-    arrays.delta = static_cast<const float*>(delta.untyped_data());
-    arrays.query_gradient = query_gradient->untyped_data();
-    arrays.key_gradient = key_gradient->untyped_data();
-    arrays.value_gradient = value_gradient->untyped_data();
-    arrays.additional_keys_gradient = additional_keys_gradient->untyped_data();
-    arrays.additional_values_gradient = additional_values_gradient->untyped_data();
-    return error_of(cpu::run_backward(call.problem, call.tiles, arrays, executor_of(pool)));
+    NATTEN_JAX_RETURN_IF_ERROR(decode_backward(
+        operands, {&logsumexp, &remainder, nullptr, &out_cotangent, nullptr, &delta},
+        {query_gradient, key_gradient, value_gradient, additional_keys_gradient, additional_values_gradient},
+        dictionary, 0, Memory::kHost, call));
+    return error_of(cpu::run_backward(call.problem, call.tiles, call.arrays, executor_of(pool)));
   });
 }
 
-XLA_FFI_DEFINE_HANDLER(kCpuForward, cpu_forward,
-                       bind_problem()
-                           .Ret<AnyBuffer>()  // out
-                           .Ret<AnyBuffer>()  // logsumexp
-                           .Ret<AnyBuffer>()  // remainder
-                           .Ctx<xffi::ThreadPool>()
-                           .Attrs());
+XLA_FFI_DEFINE_HANDLER(kCpuForward, cpu_forward, bind_forward().Ctx<xffi::ThreadPool>().Attrs());
 
 XLA_FFI_DEFINE_HANDLER(kCpuBackward, cpu_backward,
-                       bind_problem()
-                           .Arg<AnyBuffer>()  // logsumexp
-                           .Arg<AnyBuffer>()  // remainder
-                           .Arg<AnyBuffer>()  // out_cotangent
-                           .Arg<AnyBuffer>()  // delta
-                           .Ret<AnyBuffer>()  // dquery
-                           .Ret<AnyBuffer>()  // dkey
-                           .Ret<AnyBuffer>()  // dvalue
-                           .Ret<AnyBuffer>()  // dadditional_keys
-                           .Ret<AnyBuffer>()  // dadditional_values
+                       bind_gradients(bind_problem()
+                                          .Arg<AnyBuffer>()   // logsumexp
+                                          .Arg<AnyBuffer>()   // remainder
+                                          .Arg<AnyBuffer>()   // out_cotangent
+                                          .Arg<AnyBuffer>())  // delta
                            .Ctx<xffi::ThreadPool>()
                            .Attrs());
 

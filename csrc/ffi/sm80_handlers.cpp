@@ -25,37 +25,16 @@ Error sm80_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer ad
                    Result remainder, cudaStream_t stream, xffi::Dictionary dictionary) {
   return guarded([&]() -> Error {
     const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins, scales};
-    Attributes attributes;
     std::int64_t is_accurate = 0;
-    NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes, 1));
-    NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_accurate", 1, is_accurate));
     Call call;
-    const std::int32_t* origin_values = nullptr;
-    NATTEN_JAX_RETURN_IF_ERROR(decode_device_call(operands, attributes, call, origin_values));
-    NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result out", *out, call.problem, false));
-    NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result logsumexp", *logsumexp, call.problem, true));
-    float* remainder_values = nullptr;
-    NATTEN_JAX_RETURN_IF_ERROR(check_remainder("result remainder", *remainder, call.problem, remainder_values));
-    const sm80::Arrays arrays{query.untyped_data(),
-                              key.untyped_data(),
-                              value.untyped_data(),
-                              additional_keys.untyped_data(),
-                              additional_values.untyped_data(),
-                              origin_values,
-                              out->untyped_data(),
-                              static_cast<float*>(logsumexp->untyped_data()),
-                              remainder_values};
-    return error_of(sm80::run_forward(call.problem, call.tiles, arrays, is_accurate == 1, stream));
+    NATTEN_JAX_RETURN_IF_ERROR(
+        decode_forward(operands, {out, logsumexp, remainder}, dictionary, 1, Memory::kDevice, call));
+    NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_accurate", 1, is_accurate));
+    return error_of(sm80::run_forward(call.problem, call.tiles, call.arrays, is_accurate == 1, stream));
   });
 }
 
-XLA_FFI_DEFINE_HANDLER(kSm80Forward, sm80_forward,
-                       bind_problem()
-                           .Ret<AnyBuffer>()  // out
-                           .Ret<AnyBuffer>()  // logsumexp
-                           .Ret<AnyBuffer>()  // remainder
-                           .Ctx<xffi::PlatformStream<cudaStream_t>>()
-                           .Attrs(),
+XLA_FFI_DEFINE_HANDLER(kSm80Forward, sm80_forward, bind_forward().Ctx<xffi::PlatformStream<cudaStream_t>>().Attrs(),
                        {xffi::Traits::kCmdBufferCompatible});
 
 Error sm80_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
@@ -66,24 +45,16 @@ Error sm80_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer a
                     xffi::Dictionary dictionary) {
   return guarded([&]() -> Error {
     const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins, scales};
-    Attributes attributes;
     std::int64_t is_accurate = 0, kv_splits = 0;
-    NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes, 2));
+    Call call;
+    NATTEN_JAX_RETURN_IF_ERROR(decode_backward(
+        operands, {&logsumexp, &remainder, nullptr, &out_cotangent, nullptr, &delta},
+        {query_gradient, key_gradient, value_gradient, additional_keys_gradient, additional_values_gradient},
+        dictionary, 2, Memory::kDevice, call));
     NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_accurate", 1, is_accurate));
     NATTEN_JAX_RETURN_IF_ERROR(
         decode_choice(dictionary, "kv_splits", std::numeric_limits<std::int32_t>::max(), kv_splits));
-    Call call;
-    const std::int32_t* origin_values = nullptr;
-    NATTEN_JAX_RETURN_IF_ERROR(decode_device_call(operands, attributes, call, origin_values));
     const Problem& problem = call.problem;
-    NATTEN_JAX_RETURN_IF_ERROR(check_query_array("logsumexp", logsumexp, problem, true));
-    float* remainder_values = nullptr;
-    NATTEN_JAX_RETURN_IF_ERROR(check_remainder("remainder", remainder, problem, remainder_values));
-    NATTEN_JAX_RETURN_IF_ERROR(check_query_array("out_cotangent", out_cotangent, problem, false));
-    NATTEN_JAX_RETURN_IF_ERROR(check_query_array("delta", delta, problem, true));
-    NATTEN_JAX_RETURN_IF_ERROR(check_heads_of_gradients(problem));
-    NATTEN_JAX_RETURN_IF_ERROR(check_gradients(operands, {&*query_gradient, &*key_gradient, &*value_gradient,
-                                                          &*additional_keys_gradient, &*additional_values_gradient}));
     // Sums of the query gradient; those of float32 arrays are the result itself.
     float* sums = nullptr;
     const std::size_t expected = problem.element_type == ElementType::kFloat32 ? 0 : 1;
@@ -105,38 +76,18 @@ Error sm80_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer a
       }
       sums = static_cast<float*>((*buffer)->untyped_data());
     }
-    const sm80::BackwardArrays arrays{query.untyped_data(),
-                                      key.untyped_data(),
-                                      value.untyped_data(),
-                                      additional_keys.untyped_data(),
-                                      additional_values.untyped_data(),
-                                      origin_values,
-                                      static_cast<const float*>(logsumexp.untyped_data()),
-                                      remainder_values,
-                                      out_cotangent.untyped_data(),
-                                      static_cast<const float*>(delta.untyped_data()),
-                                      query_gradient->untyped_data(),
-                                      key_gradient->untyped_data(),
-                                      value_gradient->untyped_data(),
-                                      additional_keys_gradient->untyped_data(),
-                                      additional_values_gradient->untyped_data(),
-                                      sums};
-    return error_of(sm80::run_backward(problem, call.tiles, arrays, block, kv_splits, is_accurate == 1, stream));
+    return error_of(
+        sm80::run_backward(problem, call.tiles, call.arrays, sums, block, kv_splits, is_accurate == 1, stream));
   });
 }
 
 XLA_FFI_DEFINE_HANDLER(kSm80Backward, sm80_backward,
-                       bind_problem()
-                           .Arg<AnyBuffer>()  // logsumexp
-                           .Arg<AnyBuffer>()  // remainder
-                           .Arg<AnyBuffer>()  // out_cotangent
-                           .Arg<AnyBuffer>()  // delta
-                           .Ret<AnyBuffer>()  // dquery
-                           .Ret<AnyBuffer>()  // dkey
-                           .Ret<AnyBuffer>()  // dvalue
-                           .Ret<AnyBuffer>()  // dadditional_keys
-                           .Ret<AnyBuffer>()  // dadditional_values
-                           .RemainingRets()   // scratch
+                       bind_gradients(bind_problem()
+                                          .Arg<AnyBuffer>()   // logsumexp
+                                          .Arg<AnyBuffer>()   // remainder
+                                          .Arg<AnyBuffer>()   // out_cotangent
+                                          .Arg<AnyBuffer>())  // delta
+                           .RemainingRets()                   // scratch
                            .Ctx<xffi::PlatformStream<cudaStream_t>>()
                            .Attrs(),
                        {xffi::Traits::kCmdBufferCompatible});

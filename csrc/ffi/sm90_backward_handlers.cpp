@@ -31,42 +31,23 @@ Error sm90_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer a
                     Result scratch, cudaStream_t stream, xffi::Dictionary dictionary) {
   return guarded([&]() -> Error {
     const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins, scales};
-    Attributes attributes;
     std::int64_t is_deterministic = 0;
-    NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes, 1));
-    NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_deterministic", 1, is_deterministic));
     Call call;
-    const std::int32_t* origin_values = nullptr;
-    NATTEN_JAX_RETURN_IF_ERROR(decode_device_call(operands, attributes, call, origin_values));
+    NATTEN_JAX_RETURN_IF_ERROR(decode_backward(
+        operands, {nullptr, &remainder, nullptr, &out_cotangent, nullptr, nullptr},
+        {query_gradient, key_gradient, value_gradient, additional_keys_gradient, additional_values_gradient},
+        dictionary, 1, Memory::kDevice, call));
+    NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_deterministic", 1, is_deterministic));
     NATTEN_JAX_RETURN_IF_ERROR(error_of(sm90::check_backward(call.problem, call.tiles)));
-    NATTEN_JAX_RETURN_IF_ERROR(check_query_array("out_cotangent", out_cotangent, call.problem, false));
     NATTEN_JAX_RETURN_IF_ERROR(check_statistics("statistics", statistics, call.problem));
-    float* remainder_values = nullptr;
-    NATTEN_JAX_RETURN_IF_ERROR(check_remainder("remainder", remainder, call.problem, remainder_values));
-    NATTEN_JAX_RETURN_IF_ERROR(check_heads_of_gradients(call.problem));
-    NATTEN_JAX_RETURN_IF_ERROR(check_gradients(operands, {&*query_gradient, &*key_gradient, &*value_gradient,
-                                                          &*additional_keys_gradient, &*additional_values_gradient}));
     NATTEN_JAX_RETURN_IF_ERROR(
         check_array("result scratch", *scratch, DataType::F32,
                     {sm90::backward_scratch_elements(call.problem, call.tiles, is_deterministic == 1)},
                     "the query gradient is summed up in it"));
     NATTEN_JAX_RETURN_IF_ERROR(check_compute_capability(9, 0));
-    const sm90::BackwardArrays arrays{query.untyped_data(),
-                                      key.untyped_data(),
-                                      value.untyped_data(),
-                                      additional_keys.untyped_data(),
-                                      additional_values.untyped_data(),
-                                      origin_values,
-                                      out_cotangent.untyped_data(),
-                                      static_cast<const float*>(statistics.untyped_data()),
-                                      remainder_values,
-                                      query_gradient->untyped_data(),
-                                      key_gradient->untyped_data(),
-                                      value_gradient->untyped_data(),
-                                      additional_keys_gradient->untyped_data(),
-                                      additional_values_gradient->untyped_data(),
-                                      static_cast<float*>(scratch->untyped_data())};
-    return error_of(sm90::run_backward(call.problem, call.tiles, arrays, is_deterministic == 1, stream));
+    return error_of(sm90::run_backward(call.problem, call.tiles, call.arrays,
+                                       static_cast<const float*>(statistics.untyped_data()),
+                                       static_cast<float*>(scratch->untyped_data()), is_deterministic == 1, stream));
   });
 }
 
@@ -94,16 +75,11 @@ Error sm90_statistics(AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumex
 }
 
 XLA_FFI_DEFINE_HANDLER(kSm90Backward, sm90_backward,
-                       bind_problem()
-                           .Arg<AnyBuffer>()  // out_cotangent
-                           .Arg<AnyBuffer>()  // statistics
-                           .Arg<AnyBuffer>()  // remainder
-                           .Ret<AnyBuffer>()  // dquery
-                           .Ret<AnyBuffer>()  // dkey
-                           .Ret<AnyBuffer>()  // dvalue
-                           .Ret<AnyBuffer>()  // dadditional_keys
-                           .Ret<AnyBuffer>()  // dadditional_values
-                           .Ret<AnyBuffer>()  // scratch
+                       bind_gradients(bind_problem()
+                                          .Arg<AnyBuffer>()   // out_cotangent
+                                          .Arg<AnyBuffer>()   // statistics
+                                          .Arg<AnyBuffer>())  // remainder
+                           .Ret<AnyBuffer>()                  // scratch
                            .Ctx<xffi::PlatformStream<cudaStream_t>>()
                            .Attrs(),
                        {xffi::Traits::kCmdBufferCompatible});

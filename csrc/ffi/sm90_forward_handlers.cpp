@@ -17,8 +17,8 @@ using xffi::Error;
 using Result = xffi::Result<AnyBuffer>;
 
 /// The results of both handlers.
-struct Results {
-  Result out, logsumexp, remainder, next_tile;
+struct Results : ForwardResults {
+  Result next_tile;
 };
 
 /// What a call continues: where its queries begin, and what earlier ones found, whose place the results take.
@@ -50,18 +50,12 @@ Error decode_continuation(const Earlier& earlier, Results results, const xffi::D
 /// Runs a call; `earlier` is null where it continues nothing.
 Error run(const ProblemOperands& operands, const Earlier* earlier, Results results, cudaStream_t stream,
           const xffi::Dictionary& dictionary) {
-  Attributes attributes;
   std::int64_t is_ping_pong = 0, is_persistent = 0;
-  NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes, earlier == nullptr ? 2 : 3));
+  Call call;
+  NATTEN_JAX_RETURN_IF_ERROR(
+      decode_forward(operands, results, dictionary, earlier == nullptr ? 2 : 3, Memory::kDevice, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_ping_pong", 1, is_ping_pong));
   NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_persistent", 1, is_persistent));
-  Call call;
-  const std::int32_t* origin_values = nullptr;
-  NATTEN_JAX_RETURN_IF_ERROR(decode_device_call(operands, attributes, call, origin_values));
-  NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result out", *results.out, call.problem, false));
-  NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result logsumexp", *results.logsumexp, call.problem, true));
-  float* remainder_values = nullptr;
-  NATTEN_JAX_RETURN_IF_ERROR(check_remainder("result remainder", *results.remainder, call.problem, remainder_values));
   NATTEN_JAX_RETURN_IF_ERROR(
       check_array("result next_tile", *results.next_tile, xffi::DataType::S32, {1}, "it is scratch for one number"));
   sm90::Continuation continuation{};
@@ -69,18 +63,9 @@ Error run(const ProblemOperands& operands, const Earlier* earlier, Results resul
     NATTEN_JAX_RETURN_IF_ERROR(decode_continuation(*earlier, results, dictionary, call.problem, continuation));
   }
   NATTEN_JAX_RETURN_IF_ERROR(check_compute_capability(9, 0));
-  const sm90::Arrays arrays{operands.query.untyped_data(),
-                            operands.key.untyped_data(),
-                            operands.value.untyped_data(),
-                            operands.additional_keys.untyped_data(),
-                            operands.additional_values.untyped_data(),
-                            origin_values,
-                            results.out->untyped_data(),
-                            static_cast<float*>(results.logsumexp->untyped_data()),
-                            remainder_values,
-                            static_cast<std::int32_t*>(results.next_tile->untyped_data())};
-  return error_of(sm90::run_forward(call.problem, call.tiles, arrays, earlier == nullptr ? nullptr : &continuation,
-                                    {is_ping_pong == 1, is_persistent == 1}, stream));
+  return error_of(sm90::run_forward(call.problem, call.tiles, call.arrays, earlier == nullptr ? nullptr : &continuation,
+                                    {is_ping_pong == 1, is_persistent == 1},
+                                    static_cast<std::int32_t*>(results.next_tile->untyped_data()), stream));
 }
 
 Error sm90_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
@@ -88,7 +73,7 @@ Error sm90_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer ad
                    Result remainder, Result next_tile, cudaStream_t stream, xffi::Dictionary dictionary) {
   return guarded([&] {
     return run({query, key, value, additional_keys, additional_values, origins, scales}, nullptr,
-               {out, logsumexp, remainder, next_tile}, stream, dictionary);
+               {{out, logsumexp, remainder}, next_tile}, stream, dictionary);
   });
 }
 
@@ -100,15 +85,12 @@ Error sm90_forward_continued(AnyBuffer query, AnyBuffer key, AnyBuffer value, An
   return guarded([&] {
     const Earlier earlier{first_query, earlier_out, earlier_logsumexp, earlier_remainder};
     return run({query, key, value, additional_keys, additional_values, origins, scales}, &earlier,
-               {out, logsumexp, remainder, next_tile}, stream, dictionary);
+               {{out, logsumexp, remainder}, next_tile}, stream, dictionary);
   });
 }
 
 XLA_FFI_DEFINE_HANDLER(kSm90Forward, sm90_forward,
-                       bind_problem()
-                           .Ret<AnyBuffer>()  // out
-                           .Ret<AnyBuffer>()  // logsumexp
-                           .Ret<AnyBuffer>()  // remainder
+                       bind_forward()
                            .Ret<AnyBuffer>()  // next_tile
                            .Ctx<xffi::PlatformStream<cudaStream_t>>()
                            .Attrs(),

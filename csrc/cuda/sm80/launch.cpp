@@ -130,7 +130,7 @@ HeadBlock head_block(const Problem& problem, std::int64_t scratch_elements) {
   return {heads / problem.heads_kv, problem.heads_kv};
 }
 
-Status run_backward(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays,
+Status run_backward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, float* query_gradient_sums,
                     const HeadBlock& block, std::int64_t kv_splits, bool is_accurate, cudaStream_t stream) {
   SharedMemory memory{};
   if (const auto error = read_shared_memory(memory)) return status_of(error);
@@ -185,7 +185,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
     p.remainder = arrays.remainder == nullptr ? nullptr : arrays.remainder + of_query;
     p.delta = arrays.delta + of_query;
     p.scale = from_head(problem.scale, batch * problem.heads + head_kv * problem.heads_per_kv());
-    p.query_gradient = is_float32 ? reinterpret_cast<float*>(query_gradient) : arrays.query_gradient_sums;
+    p.query_gradient = is_float32 ? reinterpret_cast<float*>(query_gradient) : query_gradient_sums;
     p.query_gradient_batch = p.queries * (is_float32 ? problem.heads : heads) * problem.head_dim;
     p.by_heads_kv = cutlass::FastDivmod(static_cast<int>(size.heads_kv));
     if (const auto cleared =
@@ -210,7 +210,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
     p.keys = problem.keys();
     Status status = run(saturating_product(geometry.kv_tiles, p.parts), geometry.groups, size.batch * size.heads_kv);
     if (status.failed() || is_float32) return status;
-    return status_of(launch_convert_gradient(problem.element_type, arrays.query_gradient_sums, p.scale, query_gradient,
+    return status_of(launch_convert_gradient(problem.element_type, query_gradient_sums, p.scale, query_gradient,
                                              size.batch, p.queries, heads, problem.heads, problem.head_dim, false,
                                              stream));
   };

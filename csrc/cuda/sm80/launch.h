@@ -5,43 +5,11 @@
 
 #include <cstdint>
 
+#include "natten_jax/arrays.h"
 #include "natten_jax/problem.h"
 #include "natten_jax/status.h"
 
 namespace natten_jax::sm80 {
-
-/// Device pointers of one call.
-struct Arrays {
-  const void* query;
-  const void* key;
-  const void* value;
-  const void* additional_keys;
-  const void* additional_values;
-  const std::int32_t* origins;
-  void* out;
-  float* logsumexp;
-  float* remainder;  ///< The logsumexp's (natten_jax/logsumexp.h); null where nobody wants it.
-};
-
-/// Device pointers of one backward call.
-struct BackwardArrays {
-  const void* query;
-  const void* key;
-  const void* value;
-  const void* additional_keys;
-  const void* additional_values;
-  const std::int32_t* origins;
-  const float* logsumexp;
-  const float* remainder;  ///< Null: zeros.
-  const void* out_cotangent;
-  const float* delta;
-  void* query_gradient;
-  void* key_gradient;
-  void* value_gradient;
-  void* additional_keys_gradient;
-  void* additional_values_gradient;
-  float* query_gradient_sums;  ///< Scratch of 16-bit problems: [batch, heads, x, y, z, head_dim], for some of them.
-};
 
 /// Runs the forward pass on a stream. Products of float32 arrays are computed in TF32 unless `is_accurate`.
 Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, bool is_accurate,
@@ -57,8 +25,9 @@ struct HeadBlock {
 HeadBlock head_block(const Problem& problem, std::int64_t scratch_elements);
 
 /// Runs the backward pass likewise. The key/value tiles of a head and dilation group are shared by up to `kv_splits`
-/// CTAs; 0 is one for each tile. Gradients are reproducible where it is 1. Blocks of heads run one after the other.
-Status run_backward(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays,
+/// CTAs; 0 is one for each tile. Gradients are reproducible where it is 1. Blocks of heads run one after the other;
+/// `query_gradient_sums` is scratch of 16-bit problems: [batch, heads, x, y, z, head_dim] of a block.
+Status run_backward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, float* query_gradient_sums,
                     const HeadBlock& block, std::int64_t kv_splits, bool is_accurate, cudaStream_t stream);
 
 }  // namespace natten_jax::sm80

@@ -46,11 +46,12 @@ Status encode_query_maps(const Problem& problem, Array array, const std::int64_t
   return {};
 }
 
-Status encode_maps(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays, BackwardParams& p) {
+Status encode_maps(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, float* scratch,
+                   BackwardParams& p) {
   for (const Status& status :
        {encode_query_maps(problem, {arrays.query, problem.head_dim}, tiles.query, p.query),
         encode_query_maps(problem, {arrays.out_cotangent, problem.head_dim_v}, tiles.query, p.out_cotangent),
-        encode_query_maps(heads_as_batch(problem), {arrays.scratch, problem.head_dim}, tiles.query, p.query_gradient),
+        encode_query_maps(heads_as_batch(problem), {scratch, problem.head_dim}, tiles.query, p.query_gradient),
         encode_classes(problem, Side::kKeyValue, {arrays.key, problem.head_dim}, tiles.kv, p.key),
         encode_classes(problem, Side::kKeyValue, {arrays.value, problem.head_dim_v}, tiles.kv, p.value),
         encode_classes(problem, Side::kKeyValue, {arrays.key_gradient, problem.head_dim}, tiles.kv, p.key_gradient),
@@ -101,8 +102,8 @@ std::int64_t backward_scratch_elements(const Problem& problem, const TileShapes&
   return sums(problem) + counters(problem, tiles, is_deterministic);
 }
 
-Status run_backward(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays,
-                    bool is_deterministic, cudaStream_t stream) {
+Status run_backward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const float* statistics,
+                    float* scratch, bool is_deterministic, cudaStream_t stream) {
   int number = 0;
   if (Status status = choose_backward_form(problem, tiles, number); status.failed()) return status;
   const Form& form = kBackwardForms[number];
@@ -120,9 +121,9 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
       status.failed()) {
     return status;
   }
-  if (Status status = encode_maps(problem, tiles, arrays, p); status.failed()) return status;
+  if (Status status = encode_maps(problem, tiles, arrays, scratch, p); status.failed()) return status;
   p.origins = arrays.origins;
-  p.statistics = reinterpret_cast<const float2*>(arrays.statistics);
+  p.statistics = reinterpret_cast<const float2*>(statistics);
   p.remainder = arrays.remainder;
   p.queries = static_cast<int>(problem.queries());
   p.keys = static_cast<int>(problem.keys());
@@ -134,9 +135,9 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
   p.clears_tiles = p.q_tile_tokens < form.queries || p.kv_tile_tokens < form.keys;
 
   const std::int64_t first_counter = sums(problem), number_of_counters = counters(problem, tiles, is_deterministic);
-  schedule.next_tile = reinterpret_cast<std::int32_t*>(arrays.scratch + first_counter);
+  schedule.next_tile = reinterpret_cast<std::int32_t*>(scratch + first_counter);
   if (is_deterministic) schedule.turns = schedule.next_tile + 1;
-  if (const auto error = launch_clear(arrays.scratch, first_counter + number_of_counters, stream)) {
+  if (const auto error = launch_clear(scratch, first_counter + number_of_counters, stream)) {
     return status_of(error);
   }
   const auto launch = [&]() -> Status {
@@ -148,14 +149,14 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
     const int all_tiles = schedule.tiles;
     schedule.tiles = schedule.additional_tiles;
     if (Status status = launch(); status.failed()) return status;
-    if (const auto error = launch_clear(arrays.scratch + first_counter, number_of_counters, stream)) {
+    if (const auto error = launch_clear(scratch + first_counter, number_of_counters, stream)) {
       return status_of(error);
     }
     schedule.first_taken = schedule.additional_tiles;
     schedule.tiles = all_tiles;
   }
   if (Status status = launch(); status.failed()) return status;
-  return status_of(launch_convert_gradient(problem.element_type, arrays.scratch, problem.scale, arrays.query_gradient,
+  return status_of(launch_convert_gradient(problem.element_type, scratch, problem.scale, arrays.query_gradient,
                                            problem.batch, problem.queries(), problem.heads, problem.heads,
                                            problem.head_dim, true, stream));
 }

@@ -5,29 +5,11 @@
 
 #include <cstdint>
 
+#include "natten_jax/arrays.h"
 #include "natten_jax/problem.h"
 #include "natten_jax/status.h"
 
 namespace natten_jax::sm90 {
-
-/// Device pointers of one backward call.
-struct BackwardArrays {
-  const void* query;
-  const void* key;
-  const void* value;
-  const void* additional_keys;
-  const void* additional_values;
-  const std::int32_t* origins;
-  const void* out_cotangent;
-  const float* statistics;  ///< [batch, heads, x, y, z, 2]: logsumexp in base 2, delta.
-  const float* remainder;   ///< The logsumexp's (natten_jax/logsumexp.h), [batch, x, y, z, heads]; null: zeros.
-  void* query_gradient;
-  void* key_gradient;
-  void* value_gradient;
-  void* additional_keys_gradient;
-  void* additional_values_gradient;
-  float* scratch;  ///< As many elements as `backward_scratch_elements` says.
-};
 
 /// Fails where the kernels do not take the problem.
 Status check_backward(const Problem& problem, const TileShapes& tiles);
@@ -38,8 +20,9 @@ Status check_backward(const Problem& problem, const TileShapes& tiles);
 std::int64_t backward_scratch_elements(const Problem& problem, const TileShapes& tiles, bool is_deterministic);
 
 /// Runs the backward pass of a problem that `check_backward` takes on a stream. Gradients that are not deterministic
-/// are faster; those of queries then differ in rounding from run to run.
-Status run_backward(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays,
-                    bool is_deterministic, cudaStream_t stream);
+/// are faster; those of queries then differ in rounding from run to run. `statistics` are [batch, heads, x, y, z, 2]:
+/// logsumexp in base 2, delta; `scratch` has as many elements as `backward_scratch_elements` says.
+Status run_backward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const float* statistics,
+                    float* scratch, bool is_deterministic, cudaStream_t stream);
 
 }  // namespace natten_jax::sm90

@@ -37,7 +37,7 @@ void bound_warpgroups(ForwardParams& p) {
 }  // namespace
 
 Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays,
-                   const Continuation* continuation, Schedule schedule, cudaStream_t stream) {
+                   const Continuation* continuation, Schedule schedule, std::int32_t* next_tile, cudaStream_t stream) {
   if (Status status = check_arrays(problem); status.failed()) return status;
   int number = 0;
   if (Status status = choose_form(kForwardForms, std::size(kForwardForms), problem, tiles, "", number);
@@ -97,8 +97,8 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   cudaError_t error = count_multiprocessors(multiprocessors);
   const int ctas = schedule.is_persistent ? std::min(p.supply.tiles, multiprocessors) : p.supply.tiles;
   if (all_tiles >= kTilesWorthCounting * ctas && error == cudaSuccess) {
-    p.supply.next_tile = arrays.next_tile;
-    error = cudaMemsetAsync(arrays.next_tile, 0, sizeof(*arrays.next_tile), stream);
+    p.supply.next_tile = next_tile;
+    error = cudaMemsetAsync(next_tile, 0, sizeof(*next_tile), stream);
   }
   if (error != cudaSuccess) return status_of(error);
   return with_half_type(problem.element_type, no_such_elements(problem.element_type), [&](auto type) {

@@ -5,24 +5,11 @@
 
 #include <cstdint>
 
+#include "natten_jax/arrays.h"
 #include "natten_jax/problem.h"
 #include "natten_jax/status.h"
 
 namespace natten_jax::sm90 {
-
-/// Device pointers of one call.
-struct Arrays {
-  const void* query;
-  const void* key;
-  const void* value;
-  const void* additional_keys;
-  const void* additional_values;
-  const std::int32_t* origins;  ///< Null: zeros.
-  void* out;
-  float* logsumexp;
-  float* remainder;         ///< The logsumexp's (natten_jax/logsumexp.h); null where nobody wants it.
-  std::int32_t* next_tile;  ///< Scratch, one number.
-};
 
 /// What a launch continues: its arrays hold what earlier ones found on other keys, for all queries. It merges this with
 /// what it finds, for the queries of a box; all that see one of its keys must be among them. Others may be looked at.
@@ -36,8 +23,9 @@ struct Schedule {
   bool is_persistent;  ///< One CTA a multiprocessor walks over many query tiles.
 };
 
-/// Runs the forward pass on a stream; `continuation` is null where it continues nothing.
+/// Runs the forward pass on a stream; `continuation` is null where it continues nothing, and `next_tile` is scratch for
+/// one number.
 Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays,
-                   const Continuation* continuation, Schedule schedule, cudaStream_t stream);
+                   const Continuation* continuation, Schedule schedule, std::int32_t* next_tile, cudaStream_t stream);
 
 }  // namespace natten_jax::sm90

@@ -139,15 +139,16 @@ Status encode_whole(const Problem& problem, BackwardParams& p) {
 }
 
 /// Fills in what the kernels of additional tokens' gradients have; there are no CTAs where there are no such tokens.
-Status prepare_additional(const Problem& problem, const BackwardArrays& arrays, AdditionalParams& p, int& ctas) {
+Status prepare_additional(const Problem& problem, const Arrays& arrays, const Scratch& scratch, AdditionalParams& p,
+                          int& ctas) {
   ctas = 0;
   if (problem.additional_kv == 0) return {};
   p.query = arrays.query;
   p.keys = arrays.additional_keys;
   p.values = arrays.additional_values;
   p.out_cotangent = arrays.out_cotangent;
-  p.statistics = reinterpret_cast<const float4*>(arrays.statistics);
-  p.sums = arrays.additional_sums;
+  p.statistics = reinterpret_cast<const float4*>(scratch.statistics);
+  p.sums = scratch.additional_sums;
   p.keys_gradient = arrays.additional_keys_gradient;
   p.values_gradient = arrays.additional_values_gradient;
   fill_sizes(problem, p);
@@ -193,7 +194,7 @@ Status check_arrays(const Problem& problem) {
   return check_rows(problem);
 }
 
-Status run_forward(const Problem& problem, const TileShapes& tiles, const ForwardArrays& arrays, cudaStream_t stream) {
+Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, cudaStream_t stream) {
   Device device{};
   if (const auto error = read_device(device)) return status_of(error);
   ForwardParams p{};
@@ -216,7 +217,7 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Forwar
                    [&](auto element, auto head_dim) { return launch_forward<decltype(element), head_dim>(p, shape); });
 }
 
-Status run_backward(const Problem& problem, const TileShapes& tiles, const BackwardArrays& arrays,
+Status run_backward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Scratch& scratch,
                     cudaStream_t stream) {
   Device device{};
   if (const auto error = read_device(device)) return status_of(error);
@@ -231,7 +232,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
   p.logsumexp = arrays.logsumexp;
   p.remainder = arrays.remainder;
   p.logsumexp_cotangent = arrays.logsumexp_cotangent;
-  p.statistics = reinterpret_cast<float4*>(arrays.statistics);
+  p.statistics = reinterpret_cast<float4*>(scratch.statistics);
   p.query_gradient = arrays.query_gradient;
   p.key_gradient = arrays.key_gradient;
   p.value_gradient = arrays.value_gradient;
@@ -264,7 +265,8 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Backw
   if (Status status = encode_queries(problem, p, of_keys); status.failed()) return status;
   AdditionalParams additional{};
   int additional_ctas = 0;
-  if (Status status = prepare_additional(problem, arrays, additional, additional_ctas); status.failed()) return status;
+  if (Status status = prepare_additional(problem, arrays, scratch, additional, additional_ctas); status.failed())
+    return status;
   return with_form(problem, [&](auto element, auto head_dim) {
     using Element = decltype(element);
     cudaError_t error = launch_query_gradient<Element, head_dim>(p, shape);

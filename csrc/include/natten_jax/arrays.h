@@ -1,0 +1,32 @@
+// Pointers to the arrays of one call.
+#pragma once
+
+#include <cstdint>
+
+namespace natten_jax {
+
+/// Where the arrays lie, in the memory of the device that computes; null where a pass or backend has no use for one.
+struct Arrays {
+  const void* query;
+  const void* key;
+  const void* value;
+  const void* additional_keys;
+  const void* additional_values;
+  const std::int32_t* origins;  ///< [2, 3]: query origin, key/value origin; null: zeros.
+
+  // What the forward pass finds, and the backward pass is given.
+  void* out;
+  float* logsumexp;
+  float* remainder;  ///< The logsumexp's (natten_jax/logsumexp.h); null where nobody wants it, or it is all zeros.
+
+  const void* out_cotangent;
+  const float* logsumexp_cotangent;
+  const float* delta;
+  void* query_gradient;
+  void* key_gradient;
+  void* value_gradient;
+  void* additional_keys_gradient;
+  void* additional_values_gradient;
+};
+
+}  // namespace natten_jax
