@@ -105,7 +105,9 @@ def plan_with(backend: Backend, request: Request, device: Device, pass_: Pass) -
     schedules = backend.schedules.get(pass_, ())
     schedule = (performance.kernel_schedule or str(schedules[0])) if schedules else None
     performance = dataclasses.replace(performance, kernel_schedule=schedule)
-    plan = Plan(problem, pass_, BackendId(backend.family, problem.operator), device.platform, performance)
+    plan = Plan(
+        problem, pass_, BackendId(backend.family, problem.operator), device.platform, performance, request.precision
+    )
     if request.performance.tiles(pass_) is not None or math.prod(request.parts) == 1:
         return plan
     return tiled_for_part(plan, request.parts, backend.tile_pairs(problem, device, pass_))

@@ -141,7 +141,7 @@ def _lower_for(platform: str | None) -> None:
         if auto.is_needed(ctx):
             plan = step.plan(request, device)
             if not _is_left_to_xla(ctx, plan):
-                identity = f"{plan.payload()} {step} {request.precision} {mapped}"
+                identity = f"{plan.payload()} {step} {mapped}"
                 arguments: Sequence[Any] = ctx.avals_in
                 results = step.results(request, arguments, arguments[0].shape[: mapped + 1])
                 roles = step.roles, [each.role for each in results]
@@ -218,7 +218,7 @@ def _function(*, step: Step, plan: Plan, request: Request, device: Device) -> Ca
     def run_pass(*arguments: Any) -> Any:
         backend = backends.of(plan.backend)
         marks = plan_marks.of_plan(plan, on_all=not backend.carries_plan)
-        with marks, jax.default_matmul_precision(request.precision):
+        with marks, jax.default_matmul_precision(plan.precision):
             return step.compute(plan, request, device, *arguments)
 
     return jax.jit(run_pass)

@@ -46,6 +46,8 @@ class Plan:
         backend: What computes it.
         platform: Of the devices that it is decided for, as :class:`natten_jax.plan.devices.Device` has it.
         performance: How. The tiles of this pass and, where the backend has schedules, the schedule are given.
+        precision: Of products, as ``jax.default_matmul_precision`` where the call stands. It holds for all passes,
+            wherever they are traced: logits have to be the same in each.
     """
 
     problem: Problem
@@ -53,6 +55,7 @@ class Plan:
     backend: BackendId
     platform: str
     performance: Performance
+    precision: str | None = None
 
     @property
     def tiles(self) -> TilePair:
@@ -84,6 +87,7 @@ class Plan:
             "platform": self.platform,
             "problem": problem,
             "performance": performance,
+            **({} if self.precision is None else {"precision": self.precision}),
         }
         return json.dumps(content, separators=(",", ":"))
 
@@ -103,7 +107,14 @@ class Plan:
                 for name, value in content["performance"].items()
             }
             backend = BackendId.parse(content["backend"])
-            return cls(Problem(**facts), content["pass"], backend, content["platform"], Performance(**performance))
+            return cls(
+                Problem(**facts),
+                content["pass"],
+                backend,
+                content["platform"],
+                Performance(**performance),
+                content.get("precision"),
+            )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"no plan of natten_jax: {error}") from None
 

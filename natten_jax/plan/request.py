@@ -17,8 +17,7 @@ class Request:
         problem: What to compute.
         performance: How, as far as the caller said.
         backend: The name of the backend that was asked for; ``None`` leaves it open.
-        precision: ``jax.default_matmul_precision`` where the call stands. It holds for all passes, wherever they are
-            traced: logits have to be the same in each.
+        precision: ``jax.default_matmul_precision`` where the call stands.
         token_axes: The manual mesh axes that each token dimension is split over; nothing where none is.
         parts: Into how many parts each token dimension is split, one of which a device runs at its place in the layout;
             nothing where none is.

@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import natten_jax
+from natten_jax import backends
+from natten_jax.arrays.operands import Operands
 from natten_jax.backends.select import resolve
 from natten_jax.performance import PASSES, KernelSchedule, Pass, Performance
 from natten_jax.plan.devices import CPU, Device
@@ -118,3 +120,28 @@ def test_an_empty_attention_kwargs_is_none() -> None:
 
     assert calls({}) == calls(None) == 1
     assert calls({"q_tile_size": None}) == 2
+
+
+@pytest.mark.parametrize("precision", [None, "highest", "tensorfloat32"])
+def test_a_plan_has_the_precision_of_its_call(precision: str | None) -> None:
+    request = Request(problem_of((16,), 4), backend="flex-fna", precision=precision)
+    plan = resolve(request, CPU, "forward")
+    assert plan.precision == precision
+    assert Plan.of_payload(plan.payload()) == plan
+
+
+@pytest.mark.parametrize("backend", ["flex-fna", "cutlass-fna"])
+def test_backends_read_precision_from_the_plan_alone(backend: str) -> None:
+    """Whatever JAX's option is where a pass is traced, which may be long after its call."""
+    array: Any = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.float32)
+    programs = []
+    for around in (None, "tensorfloat32"):
+        request = Request(problem_of((64,), 4, heads=2, head_dim=64, dtype="float32"), backend=backend)
+        plan = resolve(request, Device("cuda", (9, 0), is_present=False), "forward")
+
+        def run(operands: Operands, plan: Plan = plan) -> Any:
+            return backends.of(plan.backend).forward(plan, operands)
+
+        with jax.default_matmul_precision(around):
+            programs.append(str(jax.make_jaxpr(run)(Operands(array, array, array, None, None, None, None))))
+    assert programs[0] == programs[1]

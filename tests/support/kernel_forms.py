@@ -100,7 +100,7 @@ def run(family: str, form: Form) -> None:
         dtype=form.dtype,
         additional_kv=form.additional_kv,
     )
-    backend, plans = plans_of(f"{family}-fna", problem, form.performance)
+    backend, plans = plans_of(f"{family}-fna", problem, form.performance, precision=form.precision)
     rng = np.random.default_rng(0)
 
     def array(*shape: int, dtype: str = form.dtype) -> Any:
@@ -127,25 +127,24 @@ def run(family: str, form: Form) -> None:
         return backend.backward(plans["backward"], operands, saved, Output(cotangent, logsumexp_cotangent))
 
     of_one_scale: list[Any] = []
-    with jax.default_matmul_precision(form.precision):
-        for factor, scale in ((1.0, None), (1.0, (problem.scale, problem.scale)), (1.0, SCALES), (LARGE, None)):
-            large = jnp.asarray((np.asarray(query, np.float32) * factor).astype(query.dtype))
-            operands = Operands(large, key, value, keys, values, None if scale is None else jnp.asarray([scale]), None)
-            # By way of the host: initcheck does not see what the copy engine writes, nor other kernels'.
-            saved = jax.tree.map(np.asarray, forward(operands))
-            gradients = backward(operands, saved)
-            results = [np.asarray(each, np.float32) for each in jax.tree.leaves((saved, gradients))]
-            assert all(np.isfinite(result).all() for result in results), (form, factor)
-            if scale != SCALES and factor == 1.0:
-                shared = [saved.out, saved.logsumexp, *(each for each in gradients[:5] if each is not None)]
-                of_one_scale = of_one_scale or shared
-                for result, expected in zip(shared, of_one_scale, strict=True):
-                    expected = np.asarray(expected, np.float64)
-                    distance = np.linalg.norm(np.asarray(result, np.float64) - expected)
-                    assert distance <= BOUNDS[form.dtype] * np.linalg.norm(expected), form
-            twice = continued(operands._replace(origins=jnp.zeros((2, 3), jnp.int32)), saved)
-            if twice is not None:  # attended to the same keys again
-                np.testing.assert_allclose(twice.logsumexp, saved.logsumexp + np.log(2), rtol=1e-6, atol=1e-5)
+    for factor, scale in ((1.0, None), (1.0, (problem.scale, problem.scale)), (1.0, SCALES), (LARGE, None)):
+        large = jnp.asarray((np.asarray(query, np.float32) * factor).astype(query.dtype))
+        operands = Operands(large, key, value, keys, values, None if scale is None else jnp.asarray([scale]), None)
+        # By way of the host: initcheck does not see what the copy engine writes, nor other kernels'.
+        saved = jax.tree.map(np.asarray, forward(operands))
+        gradients = backward(operands, saved)
+        results = [np.asarray(each, np.float32) for each in jax.tree.leaves((saved, gradients))]
+        assert all(np.isfinite(result).all() for result in results), (form, factor)
+        if scale != SCALES and factor == 1.0:
+            shared = [saved.out, saved.logsumexp, *(each for each in gradients[:5] if each is not None)]
+            of_one_scale = of_one_scale or shared
+            for result, expected in zip(shared, of_one_scale, strict=True):
+                expected = np.asarray(expected, np.float64)
+                distance = np.linalg.norm(np.asarray(result, np.float64) - expected)
+                assert distance <= BOUNDS[form.dtype] * np.linalg.norm(expected), form
+        twice = continued(operands._replace(origins=jnp.zeros((2, 3), jnp.int32)), saved)
+        if twice is not None:  # attended to the same keys again
+            np.testing.assert_allclose(twice.logsumexp, saved.logsumexp + np.log(2), rtol=1e-6, atol=1e-5)
 
 
 def main() -> int:

@@ -13,9 +13,13 @@ from natten_jax.problem import Problem
 
 
 def plans_of(
-    name: str, problem: Problem, performance: Performance | None = None, device: Device | None = None
+    name: str,
+    problem: Problem,
+    performance: Performance | None = None,
+    device: Device | None = None,
+    precision: str | None = None,
 ) -> tuple[Backend, dict[Pass, Plan]]:
     """The backend of that name and its plan of each pass."""
     backend = backends.find(name, problem.operator)
-    request = Request(problem, performance or Performance(), name)
+    request = Request(problem, performance or Performance(), name, precision)
     return backend, {pass_: plan_with(backend, request, device or default_device(), pass_) for pass_ in PASSES}

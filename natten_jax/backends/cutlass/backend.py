@@ -131,7 +131,7 @@ class CutlassBackend(NativeBackend):
             types,
             *kernel_operands(plan.problem, operands),
             **attributes(plan),
-            is_accurate=int(not _allows_tf32()),
+            is_accurate=int(plan.precision not in _TF32_PRECISIONS),
         )
 
     def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
@@ -154,7 +154,7 @@ class CutlassBackend(NativeBackend):
             *arrays,
             *per_query,
             **attributes(plan),
-            is_accurate=int(not _allows_tf32()),
+            is_accurate=int(plan.precision not in _TF32_PRECISIONS),
             # Blocks that share the key/value tiles of a head. One makes gradients reproducible. Memory does not depend
             # on their number, so that by default there are as many as tiles.
             kv_splits=1
@@ -193,12 +193,6 @@ def _kernel_delta(out: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent:
         _DELTA, [ResultType(logsumexp_cotangent.shape, jnp.float32)], out, out_cotangent, logsumexp_cotangent
     )
     return result
-
-
-def _allows_tf32() -> bool:
-    """Whether the caller asked for products of TF32 precision, or less."""
-    precision = getattr(jax.config, "jax_default_matmul_precision", None)
-    return precision is not None and str(precision) in _TF32_PRECISIONS
 
 
 def _missing_code(capability: ComputeCapability) -> str | None:

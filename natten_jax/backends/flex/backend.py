@@ -57,7 +57,7 @@ class FlexBackend(PureJaxBackend):
         problem = plan.problem
         softmax = softmax_of(plan, operands)
         assert softmax.mixed is not None
-        steepness = Products(problem, operands.scale).steepness_of_tokens(problem.rank)
+        steepness = Products(plan, operands.scale).steepness_of_tokens(problem.rank)
         total, lse = softmax.total, steepness * softmax.maximum + jnp.log(softmax.total)
         if operands.origins is not None:
             # The keys that a row sees may all be another device's.

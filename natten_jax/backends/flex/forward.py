@@ -16,7 +16,7 @@ from natten_jax.plan.plan import Plan
 def softmax_of(plan: Plan, operands: Operands) -> Softmax:
     """The softmax of every row, whose arrays are ``[batch, *query_layout, heads, width]``."""
     problem = plan.problem
-    products = Products(problem, operands.scale)
+    products = Products(plan, operands.scale)
     placed = PlacedSweep.of(plan, operands, "forward", outer_is_query=True)
     sweep = placed.sweep
     keys, values = sweep.split_inner(operands.key), sweep.split_inner(operands.value)

@@ -47,12 +47,12 @@ def gradients_of(
     Returns:
         The gradients in the operands' element types, those that are wanted at least.
     """
-    products = Products(plan.problem, operands.scale)
+    products = Products(plan, operands.scale)
     out_cotangent = products.cast(cotangents.out)
     delta = jnp.sum(out_cotangent * products.cast(output.out), axis=-1) - products.cast(cotangents.logsumexp)
     # All that is loaded of a row, in one array: the logsumexp's change, delta, and the output's cotangent.
     terms = jnp.concatenate([logsumexp_change(products, operands, output), delta[..., None], out_cotangent], axis=-1)
-    known = KnownRows.of(plan.problem, operands, rows)
+    known = KnownRows.of(plan, operands, rows)
     is_by_key = wanted[1] or wanted[2]
     of_queries: Sequence[jax.Array | None] = (None, None, None, None)
     additional: Softmax | None = None
@@ -73,7 +73,7 @@ def _by_query(
 ) -> tuple[Sequence[jax.Array | None], Softmax | None]:
     """Gradients of queries, additional keys and values, and the scale; and the softmax over additional tokens alone."""
     problem = plan.problem
-    products = Products(problem, operands.scale)
+    products = Products(plan, operands.scale)
     placed = PlacedSweep.of(plan, operands, "backward", outer_is_query=True)
     sweep = placed.sweep
     keys, values = sweep.split_inner(operands.key), sweep.split_inner(operands.value)
@@ -137,7 +137,7 @@ def _by_key(
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of the keys and values."""
     problem = plan.problem
-    products = Products(problem, operands.scale)
+    products = Products(plan, operands.scale)
     placed = PlacedSweep.of(plan, operands, "backward", outer_is_query=False)
     sweep = placed.sweep
     queries = sweep.split_inner(operands.query)

@@ -12,7 +12,6 @@ from natten_jax.arrays.operands import Operands
 from natten_jax.backends.flex.blocks import Sweep, make_sweep
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.plan import Plan
-from natten_jax.problem import Problem
 
 _Tree = TypeVar("_Tree")
 
@@ -36,13 +35,13 @@ class PlacedSweep(NamedTuple):
     """A sweep of a call, and where its tiles lie.
 
     Attributes:
-        problem: The call.
+        plan: How the call runs.
         sweep: The sweep.
         positions: Of its tiles, as :meth:`Sweep.positions` returns them.
         origins: Where local queries and keys begin, ``[2, rank]``; ``None`` where they are those of the whole layout.
     """
 
-    problem: Problem
+    plan: Plan
     sweep: Sweep
     positions: jax.Array
     origins: jax.Array | None
@@ -50,11 +49,11 @@ class PlacedSweep(NamedTuple):
     @classmethod
     def of(cls, plan: Plan, operands: Operands, pass_: Pass, *, outer_is_query: bool) -> PlacedSweep:
         """That of a pass over query tiles, or over key/value tiles."""
-        problem, origins = plan.problem, operands.origins
+        origins = operands.origins
         if origins is not None:
-            origins = origins[:, 3 - problem.rank :].astype(jnp.int32)
+            origins = origins[:, 3 - plan.problem.rank :].astype(jnp.int32)
         sweep = _sweep_of(plan, operands, pass_, outer_is_query)
-        return cls(problem, sweep, sweep.positions(origins), origins)
+        return cls(plan, sweep, sweep.positions(origins), origins)
 
     def or_nan_for_parts(self, results: _Tree) -> _Tree:
         """``results``, or NaN where a pass that was planned for whole arrays is given a part: not a wrong result."""

@@ -21,7 +21,7 @@ from natten_jax.backends.flex.blocks import TilePositions
 from natten_jax.backends.flex.loops import repeated
 from natten_jax.backends.flex.operands import AdditionalTiles, PlacedSweep
 from natten_jax.backends.flex.softmax import Products, Rows, Softmax, exponentials, highest, masked, reference
-from natten_jax.problem import Problem
+from natten_jax.plan.plan import Plan
 
 #: A product of two float32 numbers of this size is off by less than 2e-5, and so is a weight.
 LARGEST_RELIABLE_LOGIT = 256.0
@@ -39,14 +39,14 @@ class KnownRows(NamedTuple):
     is_unreliable: jax.Array
 
     @classmethod
-    def of(cls, problem: Problem, operands: Operands, rows: Rows | None) -> KnownRows:
+    def of(cls, plan: Plan, operands: Operands, rows: Rows | None) -> KnownRows:
         """Rows as another sweep found them, or ``None`` where none did: constants for every derivative."""
         if rows is None:
             per_row = (*operands.query.shape[:-1], 1)
-            nothing = varying_like(jnp.zeros(per_row, problem.accumulator_dtype), operands)
+            nothing = varying_like(jnp.zeros(per_row, plan.problem.accumulator_dtype), operands)
             return cls(Rows(nothing, nothing), varying_like(jnp.array(True), operands))
         constants: tuple[Operands, Rows] = lax.stop_gradient((operands, rows))
-        return cls(constants[1], _may_be_large(problem, constants[0]))
+        return cls(constants[1], _may_be_large(plan, constants[0]))
 
 
 def rows_rounds(known: KnownRows, rounds: int) -> jax.Array:
@@ -84,7 +84,7 @@ def rows_of_tile(
     """
     query, keys, additional = lax.stop_gradient((query, keys, additional))
     products = products.constant()
-    sweep, problem = placed.sweep, placed.problem
+    sweep, problem = placed.sweep, placed.plan.problem
     softmax = varying_like(Softmax.of_no_key(query.shape[:-1], None, products.dtype), (query, keys, given))
 
     def visit(inner_step: jax.Array, softmax: Softmax) -> Softmax:
@@ -123,8 +123,8 @@ def rows_by_key(
         additional: Over the additional tokens alone, ``[batch, *query_layout, heads, 1]``; ``None`` without any.
         known: All rows.
     """
-    sweep, problem = placed.sweep, placed.problem
-    products = Products(problem, operands.scale).constant()
+    sweep, problem = placed.sweep, placed.plan.problem
+    products = Products(placed.plan, operands.scale).constant()
     queries, keys, additional = lax.stop_gradient((queries, keys, additional))
     given = sweep.split_inner(jnp.concatenate(known.rows, axis=-1))
     shape = given[..., :1]
@@ -163,13 +163,13 @@ def rows_by_key(
     return jnp.where(known.is_unreliable, found, given)
 
 
-def _may_be_large(problem: Problem, operands: Operands) -> jax.Array:
+def _may_be_large(plan: Plan, operands: Operands) -> jax.Array:
     """Whether some logit of numbers that are finite may exceed LARGEST_RELIABLE_LOGIT.
 
     Rows are found anew for the whole batch or not at all, and round otherwise then. Numbers that are not finite make
     their rows' weights NaN either way, and must not change those of other batch entries.
     """
-    products = Products(problem, operands.scale)
+    products = Products(plan, operands.scale)
 
     def square(array: jax.Array) -> jax.Array:
         array = products.cast(array)
@@ -180,6 +180,6 @@ def _may_be_large(problem: Problem, operands: Operands) -> jax.Array:
     if operands.additional_keys is not None:
         keys = jnp.maximum(keys, square(operands.additional_keys))
     # Where the product overflows, it is not below the bound.
-    steepness = jnp.asarray(products.steepness_of_tokens(problem.rank), products.dtype)
+    steepness = jnp.asarray(products.steepness_of_tokens(plan.problem.rank), products.dtype)
     steepness = jnp.max(jnp.where(jnp.isfinite(steepness), steepness, 0))
     return ~(steepness**2 * square(operands.query) * keys <= LARGEST_RELIABLE_LOGIT**2)

@@ -16,20 +16,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from natten_jax.plan.marks import carrying_plan
-from natten_jax.problem import Problem
-
-_PRECISION_OPTION = "jax_default_matmul_precision"  # JAX's stubs know it in some releases only
+from natten_jax.plan.plan import Plan
 
 
 class Products:
     """The matrix products of a problem: operands and results in the accumulator's element type.
 
     Args:
-        problem: The problem.
+        plan: How the problem is computed.
         scale: ``[batch, heads]``: the factors of the logits, in place of the problem's; or ``None``.
     """
 
-    def __init__(self, problem: Problem, scale: jax.Array | None = None):
+    def __init__(self, plan: Plan, scale: jax.Array | None = None):
+        problem = plan.problem
         self.dtype = jnp.dtype(problem.accumulator_dtype)
         self._heads = problem.heads_kv, problem.heads // problem.heads_kv
         #: The factor of all logits; 1 where heads have scales of their own.
@@ -39,7 +38,7 @@ class Products:
         # Half-precision values are exact in TF32 and bfloat16 passes; float32 is not, so it takes full
         # precision unless the user chose one.
         is_half = problem.dtype in ("float16", "bfloat16")
-        is_chosen = is_half or getattr(jax.config, _PRECISION_OPTION) is not None
+        is_chosen = is_half or plan.precision is not None
         self._precision = None if is_chosen else lax.Precision.HIGHEST
 
     def cast(self, array: jax.Array) -> jax.Array:

@@ -36,9 +36,9 @@ def tangents_of(plan: Plan, operands: Operands, output: Output, rows: Rows, tang
         rows: What a sweep over these operands found.
         tangents: Of the operands.
     """
-    products = Products(plan.problem, operands.scale)
+    products = Products(plan, operands.scale)
     change = logsumexp_change(products, operands, output)
-    known = KnownRows.of(plan.problem, operands, rows)
+    known = KnownRows.of(plan, operands, rows)
     query_mixed, query_total, additional = _query_tangents(plan, operands, known, change, tangents)
     key_mixed, key_total = _key_tangents(plan, operands, known, change, additional, tangents)
     mixed, total = query_mixed + key_mixed, query_total + key_total
@@ -63,7 +63,7 @@ def _query_tangents(
     And the softmax over the latter alone.
     """
     problem = plan.problem
-    products = Products(problem, operands.scale)
+    products = Products(plan, operands.scale)
     placed = PlacedSweep.of(plan, operands, "backward", outer_is_query=True)
     sweep = placed.sweep
     keys, values = sweep.split_inner(operands.key), sweep.split_inner(operands.value)
@@ -145,7 +145,7 @@ def _key_tangents(
 ) -> tuple[jax.Array, jax.Array]:
     """Contributions to ``ds V + P V'`` and ``rowsum(ds)`` of the keys and values."""
     problem = plan.problem
-    products = Products(problem, operands.scale)
+    products = Products(plan, operands.scale)
     placed = PlacedSweep.of(plan, operands, "backward", outer_is_query=False)
     sweep = placed.sweep
     queries = sweep.split_inner(operands.query)
