@@ -60,6 +60,18 @@ xffi::Error check_heads_of_gradients(const Problem& p);
 /// Checks the results that are the gradients of query, key, value and additional keys and values.
 xffi::Error check_gradients(const ProblemOperands& operands, const std::array<const xffi::AnyBuffer*, 5>& gradients);
 
+/// The handler whose body takes the operands of `bind_problem` together, and then what else the target takes.
+template <typename Body>
+auto on_problem(Body body) {
+  using xffi::AnyBuffer;
+  return [body](AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys, AnyBuffer additional_values,
+                AnyBuffer origins, AnyBuffer scales, auto... further) {
+    return guarded([&]() -> xffi::Error {
+      return body(ProblemOperands{query, key, value, additional_keys, additional_values, origins, scales}, further...);
+    });
+  };
+}
+
 /// The operands that every handler starts with.
 inline auto bind_problem() {
   return xffi::Ffi::Bind()

@@ -20,68 +20,60 @@ using xffi::AnyBuffer;
 using xffi::Error;
 using Result = xffi::Result<AnyBuffer>;
 
-Error sm80_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
-                   AnyBuffer additional_values, AnyBuffer origins, AnyBuffer scales, Result out, Result logsumexp,
-                   Result remainder, cudaStream_t stream, xffi::Dictionary dictionary) {
-  return guarded([&]() -> Error {
-    const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins, scales};
-    std::int64_t is_accurate = 0;
-    Call call;
-    NATTEN_JAX_RETURN_IF_ERROR(
-        decode_forward(operands, {out, logsumexp, remainder}, dictionary, 1, Memory::kDevice, call));
-    NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_accurate", 1, is_accurate));
-    return error_of(sm80::run_forward(call.problem, call.tiles, call.arrays, is_accurate == 1, stream));
-  });
+Error sm80_forward(const ProblemOperands& operands, Result out, Result logsumexp, Result remainder, cudaStream_t stream,
+                   xffi::Dictionary dictionary) {
+  std::int64_t is_accurate = 0;
+  Call call;
+  NATTEN_JAX_RETURN_IF_ERROR(
+      decode_forward(operands, {out, logsumexp, remainder}, dictionary, 1, Memory::kDevice, call));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_accurate", 1, is_accurate));
+  return error_of(sm80::run_forward(call.problem, call.tiles, call.arrays, is_accurate == 1, stream));
 }
 
-XLA_FFI_DEFINE_HANDLER(kSm80Forward, sm80_forward, bind_forward().Ctx<xffi::PlatformStream<cudaStream_t>>().Attrs(),
+XLA_FFI_DEFINE_HANDLER(kSm80Forward, on_problem(sm80_forward),
+                       bind_forward().Ctx<xffi::PlatformStream<cudaStream_t>>().Attrs(),
                        {xffi::Traits::kCmdBufferCompatible});
 
-Error sm80_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
-                    AnyBuffer additional_values, AnyBuffer origins, AnyBuffer scales, AnyBuffer logsumexp,
-                    AnyBuffer remainder, AnyBuffer out_cotangent, AnyBuffer delta, Result query_gradient,
-                    Result key_gradient, Result value_gradient, Result additional_keys_gradient,
-                    Result additional_values_gradient, xffi::RemainingRets scratch, cudaStream_t stream,
-                    xffi::Dictionary dictionary) {
-  return guarded([&]() -> Error {
-    const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins, scales};
-    std::int64_t is_accurate = 0, kv_splits = 0;
-    Call call;
-    NATTEN_JAX_RETURN_IF_ERROR(decode_backward(
-        operands, {&logsumexp, &remainder, nullptr, &out_cotangent, nullptr, &delta},
-        {query_gradient, key_gradient, value_gradient, additional_keys_gradient, additional_values_gradient},
-        dictionary, 2, Memory::kDevice, call));
-    NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_accurate", 1, is_accurate));
+Error sm80_backward(const ProblemOperands& operands, AnyBuffer logsumexp, AnyBuffer remainder, AnyBuffer out_cotangent,
+                    AnyBuffer delta, Result query_gradient, Result key_gradient, Result value_gradient,
+                    Result additional_keys_gradient, Result additional_values_gradient, xffi::RemainingRets scratch,
+                    cudaStream_t stream, xffi::Dictionary dictionary) {
+  std::int64_t is_accurate = 0, kv_splits = 0;
+  Call call;
+  NATTEN_JAX_RETURN_IF_ERROR(decode_backward(
+      operands, {&logsumexp, &remainder, nullptr, &out_cotangent, nullptr, &delta},
+      {query_gradient, key_gradient, value_gradient, additional_keys_gradient, additional_values_gradient}, dictionary,
+      2, Memory::kDevice, call));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_accurate", 1, is_accurate));
+  NATTEN_JAX_RETURN_IF_ERROR(
+      decode_choice(dictionary, "kv_splits", std::numeric_limits<std::int32_t>::max(), kv_splits));
+  const Problem& problem = call.problem;
+  // Sums of the query gradient; those of float32 arrays are the result itself.
+  float* sums = nullptr;
+  const std::size_t expected = problem.element_type == ElementType::kFloat32 ? 0 : 1;
+  if (scratch.size() != expected) {
+    return Error::InvalidArgument("natten_jax: the call has " + std::to_string(scratch.size()) +
+                                  " scratch results, but must have " + std::to_string(expected));
+  }
+  sm80::HeadBlock block{problem.batch, problem.heads_kv};
+  if (expected == 1) {
+    auto buffer = scratch.get<AnyBuffer>(0);
+    if (!buffer.has_value()) return buffer.error();
+    const auto elements = static_cast<std::int64_t>((*buffer)->element_count());
     NATTEN_JAX_RETURN_IF_ERROR(
-        decode_choice(dictionary, "kv_splits", std::numeric_limits<std::int32_t>::max(), kv_splits));
-    const Problem& problem = call.problem;
-    // Sums of the query gradient; those of float32 arrays are the result itself.
-    float* sums = nullptr;
-    const std::size_t expected = problem.element_type == ElementType::kFloat32 ? 0 : 1;
-    if (scratch.size() != expected) {
-      return Error::InvalidArgument("natten_jax: the call has " + std::to_string(scratch.size()) +
-                                    " scratch results, but must have " + std::to_string(expected));
+        check_array("result scratch", **buffer, xffi::DataType::F32, {elements}, "it is sums of the query gradient"));
+    block = sm80::head_block(problem, elements);
+    if (block.batch == 0) {
+      return Error::InvalidArgument("natten_jax: result scratch has " + std::to_string(elements) +
+                                    " elements, but must hold the query gradients of some heads or batch entries");
     }
-    sm80::HeadBlock block{problem.batch, problem.heads_kv};
-    if (expected == 1) {
-      auto buffer = scratch.get<AnyBuffer>(0);
-      if (!buffer.has_value()) return buffer.error();
-      const auto elements = static_cast<std::int64_t>((*buffer)->element_count());
-      NATTEN_JAX_RETURN_IF_ERROR(
-          check_array("result scratch", **buffer, xffi::DataType::F32, {elements}, "it is sums of the query gradient"));
-      block = sm80::head_block(problem, elements);
-      if (block.batch == 0) {
-        return Error::InvalidArgument("natten_jax: result scratch has " + std::to_string(elements) +
-                                      " elements, but must hold the query gradients of some heads or batch entries");
-      }
-      sums = static_cast<float*>((*buffer)->untyped_data());
-    }
-    return error_of(
-        sm80::run_backward(problem, call.tiles, call.arrays, sums, block, kv_splits, is_accurate == 1, stream));
-  });
+    sums = static_cast<float*>((*buffer)->untyped_data());
+  }
+  return error_of(
+      sm80::run_backward(problem, call.tiles, call.arrays, sums, block, kv_splits, is_accurate == 1, stream));
 }
 
-XLA_FFI_DEFINE_HANDLER(kSm80Backward, sm80_backward,
+XLA_FFI_DEFINE_HANDLER(kSm80Backward, on_problem(sm80_backward),
                        bind_gradients(bind_problem()
                                           .Arg<AnyBuffer>()   // logsumexp
                                           .Arg<AnyBuffer>()   // remainder

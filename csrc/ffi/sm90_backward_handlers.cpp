@@ -24,31 +24,27 @@ Error check_statistics(const char* name, const AnyBuffer& array, const Problem& 
       "it holds two values per head and query");
 }
 
-Error sm90_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
-                    AnyBuffer additional_values, AnyBuffer origins, AnyBuffer scales, AnyBuffer out_cotangent,
-                    AnyBuffer statistics, AnyBuffer remainder, Result query_gradient, Result key_gradient,
-                    Result value_gradient, Result additional_keys_gradient, Result additional_values_gradient,
-                    Result scratch, cudaStream_t stream, xffi::Dictionary dictionary) {
-  return guarded([&]() -> Error {
-    const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins, scales};
-    std::int64_t is_deterministic = 0;
-    Call call;
-    NATTEN_JAX_RETURN_IF_ERROR(decode_backward(
-        operands, {nullptr, &remainder, nullptr, &out_cotangent, nullptr, nullptr},
-        {query_gradient, key_gradient, value_gradient, additional_keys_gradient, additional_values_gradient},
-        dictionary, 1, Memory::kDevice, call));
-    NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_deterministic", 1, is_deterministic));
-    NATTEN_JAX_RETURN_IF_ERROR(error_of(sm90::check_backward(call.problem, call.tiles)));
-    NATTEN_JAX_RETURN_IF_ERROR(check_statistics("statistics", statistics, call.problem));
-    NATTEN_JAX_RETURN_IF_ERROR(
-        check_array("result scratch", *scratch, DataType::F32,
-                    {sm90::backward_scratch_elements(call.problem, call.tiles, is_deterministic == 1)},
-                    "the query gradient is summed up in it"));
-    NATTEN_JAX_RETURN_IF_ERROR(check_compute_capability(9, 0));
-    return error_of(sm90::run_backward(call.problem, call.tiles, call.arrays,
-                                       static_cast<const float*>(statistics.untyped_data()),
-                                       static_cast<float*>(scratch->untyped_data()), is_deterministic == 1, stream));
-  });
+Error sm90_backward(const ProblemOperands& operands, AnyBuffer out_cotangent, AnyBuffer statistics, AnyBuffer remainder,
+                    Result query_gradient, Result key_gradient, Result value_gradient, Result additional_keys_gradient,
+                    Result additional_values_gradient, Result scratch, cudaStream_t stream,
+                    xffi::Dictionary dictionary) {
+  std::int64_t is_deterministic = 0;
+  Call call;
+  NATTEN_JAX_RETURN_IF_ERROR(decode_backward(
+      operands, {nullptr, &remainder, nullptr, &out_cotangent, nullptr, nullptr},
+      {query_gradient, key_gradient, value_gradient, additional_keys_gradient, additional_values_gradient}, dictionary,
+      1, Memory::kDevice, call));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_deterministic", 1, is_deterministic));
+  NATTEN_JAX_RETURN_IF_ERROR(error_of(sm90::check_backward(call.problem, call.tiles)));
+  NATTEN_JAX_RETURN_IF_ERROR(check_statistics("statistics", statistics, call.problem));
+  NATTEN_JAX_RETURN_IF_ERROR(
+      check_array("result scratch", *scratch, DataType::F32,
+                  {sm90::backward_scratch_elements(call.problem, call.tiles, is_deterministic == 1)},
+                  "the query gradient is summed up in it"));
+  NATTEN_JAX_RETURN_IF_ERROR(check_compute_capability(9, 0));
+  return error_of(sm90::run_backward(call.problem, call.tiles, call.arrays,
+                                     static_cast<const float*>(statistics.untyped_data()),
+                                     static_cast<float*>(scratch->untyped_data()), is_deterministic == 1, stream));
 }
 
 /// What the backward pass needs to know of every query, from [batch, x, y, z, heads, head_dim_v] arrays.
@@ -74,7 +70,7 @@ Error sm90_statistics(AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumex
   });
 }
 
-XLA_FFI_DEFINE_HANDLER(kSm90Backward, sm90_backward,
+XLA_FFI_DEFINE_HANDLER(kSm90Backward, on_problem(sm90_backward),
                        bind_gradients(bind_problem()
                                           .Arg<AnyBuffer>()   // out_cotangent
                                           .Arg<AnyBuffer>()   // statistics

@@ -68,35 +68,26 @@ Error run(const ProblemOperands& operands, const Earlier* earlier, Results resul
                                     static_cast<std::int32_t*>(results.next_tile->untyped_data()), stream));
 }
 
-Error sm90_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
-                   AnyBuffer additional_values, AnyBuffer origins, AnyBuffer scales, Result out, Result logsumexp,
-                   Result remainder, Result next_tile, cudaStream_t stream, xffi::Dictionary dictionary) {
-  return guarded([&] {
-    return run({query, key, value, additional_keys, additional_values, origins, scales}, nullptr,
-               {{out, logsumexp, remainder}, next_tile}, stream, dictionary);
-  });
+Error sm90_forward(const ProblemOperands& operands, Result out, Result logsumexp, Result remainder, Result next_tile,
+                   cudaStream_t stream, xffi::Dictionary dictionary) {
+  return run(operands, nullptr, {{out, logsumexp, remainder}, next_tile}, stream, dictionary);
 }
 
-Error sm90_forward_continued(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
-                             AnyBuffer additional_values, AnyBuffer origins, AnyBuffer scales, AnyBuffer first_query,
-                             AnyBuffer earlier_out, AnyBuffer earlier_logsumexp, AnyBuffer earlier_remainder,
-                             Result out, Result logsumexp, Result remainder, Result next_tile, cudaStream_t stream,
-                             xffi::Dictionary dictionary) {
-  return guarded([&] {
-    const Earlier earlier{first_query, earlier_out, earlier_logsumexp, earlier_remainder};
-    return run({query, key, value, additional_keys, additional_values, origins, scales}, &earlier,
-               {{out, logsumexp, remainder}, next_tile}, stream, dictionary);
-  });
+Error sm90_forward_continued(const ProblemOperands& operands, AnyBuffer first_query, AnyBuffer earlier_out,
+                             AnyBuffer earlier_logsumexp, AnyBuffer earlier_remainder, Result out, Result logsumexp,
+                             Result remainder, Result next_tile, cudaStream_t stream, xffi::Dictionary dictionary) {
+  const Earlier earlier{first_query, earlier_out, earlier_logsumexp, earlier_remainder};
+  return run(operands, &earlier, {{out, logsumexp, remainder}, next_tile}, stream, dictionary);
 }
 
-XLA_FFI_DEFINE_HANDLER(kSm90Forward, sm90_forward,
+XLA_FFI_DEFINE_HANDLER(kSm90Forward, on_problem(sm90_forward),
                        bind_forward()
                            .Ret<AnyBuffer>()  // next_tile
                            .Ctx<xffi::PlatformStream<cudaStream_t>>()
                            .Attrs(),
                        {xffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER(kSm90ForwardContinued, sm90_forward_continued,
+XLA_FFI_DEFINE_HANDLER(kSm90ForwardContinued, on_problem(sm90_forward_continued),
                        bind_problem()
                            .Arg<AnyBuffer>()  // first_query
                            .Arg<AnyBuffer>()  // earlier_out

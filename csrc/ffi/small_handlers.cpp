@@ -15,53 +15,44 @@ using xffi::AnyBuffer;
 using xffi::Error;
 using Result = xffi::Result<AnyBuffer>;
 
-Error small_forward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
-                    AnyBuffer additional_values, AnyBuffer origins, AnyBuffer scales, Result out, Result logsumexp,
-                    Result remainder, cudaStream_t stream, xffi::Dictionary dictionary) {
-  return guarded([&]() -> Error {
-    const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins, scales};
-    Call call;
-    NATTEN_JAX_RETURN_IF_ERROR(
-        decode_forward(operands, {out, logsumexp, remainder}, dictionary, 0, Memory::kDevice, call));
-    if (const Status status = small::check_arrays(call.problem); status.failed()) return error_of(status);
-    return error_of(small::run_forward(call.problem, call.tiles, call.arrays, stream));
-  });
+Error small_forward(const ProblemOperands& operands, Result out, Result logsumexp, Result remainder,
+                    cudaStream_t stream, xffi::Dictionary dictionary) {
+  Call call;
+  NATTEN_JAX_RETURN_IF_ERROR(
+      decode_forward(operands, {out, logsumexp, remainder}, dictionary, 0, Memory::kDevice, call));
+  if (const Status status = small::check_arrays(call.problem); status.failed()) return error_of(status);
+  return error_of(small::run_forward(call.problem, call.tiles, call.arrays, stream));
 }
 
-XLA_FFI_DEFINE_HANDLER(kSmallForward, small_forward, bind_forward().Ctx<xffi::PlatformStream<cudaStream_t>>().Attrs(),
+XLA_FFI_DEFINE_HANDLER(kSmallForward, on_problem(small_forward),
+                       bind_forward().Ctx<xffi::PlatformStream<cudaStream_t>>().Attrs(),
                        {xffi::Traits::kCmdBufferCompatible});
 
-Error small_backward(AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer additional_keys,
-                     AnyBuffer additional_values, AnyBuffer origins, AnyBuffer scales, AnyBuffer logsumexp,
-                     AnyBuffer remainder, AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumexp_cotangent,
-                     Result query_gradient, Result key_gradient, Result value_gradient, Result additional_keys_gradient,
-                     Result additional_values_gradient, Result statistics, Result additional_sums, cudaStream_t stream,
-                     xffi::Dictionary dictionary) {
-  return guarded([&]() -> Error {
-    const ProblemOperands operands{query, key, value, additional_keys, additional_values, origins, scales};
-    Call call;
-    NATTEN_JAX_RETURN_IF_ERROR(decode_backward(
-        operands, {&logsumexp, &remainder, &out, &out_cotangent, &logsumexp_cotangent, nullptr},
-        {query_gradient, key_gradient, value_gradient, additional_keys_gradient, additional_values_gradient},
-        dictionary, 0, Memory::kDevice, call));
-    const Problem& problem = call.problem;
-    if (const Status status = small::check_arrays(problem); status.failed()) return error_of(status);
-    NATTEN_JAX_RETURN_IF_ERROR(check_array("result statistics", *statistics, xffi::DataType::F32,
-                                           {problem.batch, problem.queries(), problem.heads, 4},
-                                           "it is four numbers for each query and head"));
-    const std::int64_t parts =
-        small::additional_parts(problem.queries() * problem.heads_per_kv(), problem.additional_kv);
-    NATTEN_JAX_RETURN_IF_ERROR(check_array(
-        "result additional_sums", *additional_sums, xffi::DataType::F32,
-        {parts, problem.batch, problem.additional_kv, problem.heads_kv, problem.head_dim + problem.head_dim_v},
-        "it is what each part of the queries adds to gradients"));
-    const small::Scratch scratch{static_cast<float*>(statistics->untyped_data()),
-                                 static_cast<float*>(additional_sums->untyped_data())};
-    return error_of(small::run_backward(problem, call.tiles, call.arrays, scratch, stream));
-  });
+Error small_backward(const ProblemOperands& operands, AnyBuffer logsumexp, AnyBuffer remainder, AnyBuffer out,
+                     AnyBuffer out_cotangent, AnyBuffer logsumexp_cotangent, Result query_gradient, Result key_gradient,
+                     Result value_gradient, Result additional_keys_gradient, Result additional_values_gradient,
+                     Result statistics, Result additional_sums, cudaStream_t stream, xffi::Dictionary dictionary) {
+  Call call;
+  NATTEN_JAX_RETURN_IF_ERROR(decode_backward(
+      operands, {&logsumexp, &remainder, &out, &out_cotangent, &logsumexp_cotangent, nullptr},
+      {query_gradient, key_gradient, value_gradient, additional_keys_gradient, additional_values_gradient}, dictionary,
+      0, Memory::kDevice, call));
+  const Problem& problem = call.problem;
+  if (const Status status = small::check_arrays(problem); status.failed()) return error_of(status);
+  NATTEN_JAX_RETURN_IF_ERROR(check_array("result statistics", *statistics, xffi::DataType::F32,
+                                         {problem.batch, problem.queries(), problem.heads, 4},
+                                         "it is four numbers for each query and head"));
+  const std::int64_t parts = small::additional_parts(problem.queries() * problem.heads_per_kv(), problem.additional_kv);
+  NATTEN_JAX_RETURN_IF_ERROR(check_array(
+      "result additional_sums", *additional_sums, xffi::DataType::F32,
+      {parts, problem.batch, problem.additional_kv, problem.heads_kv, problem.head_dim + problem.head_dim_v},
+      "it is what each part of the queries adds to gradients"));
+  const small::Scratch scratch{static_cast<float*>(statistics->untyped_data()),
+                               static_cast<float*>(additional_sums->untyped_data())};
+  return error_of(small::run_backward(problem, call.tiles, call.arrays, scratch, stream));
 }
 
-XLA_FFI_DEFINE_HANDLER(kSmallBackward, small_backward,
+XLA_FFI_DEFINE_HANDLER(kSmallBackward, on_problem(small_backward),
                        bind_gradients(bind_problem()
                                           .Arg<AnyBuffer>()   // logsumexp
                                           .Arg<AnyBuffer>()   // remainder
