@@ -9,6 +9,7 @@ All devices run one program, so every one of them receives as many tokens per si
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -35,12 +36,12 @@ class Halo:
     before: int
     after: int
 
-    @property
+    @functools.cached_property
     def part(self) -> int:
         """Tokens of a part."""
         return self.extent // self.parts
 
-    @property
+    @functools.cached_property
     def received(self) -> int:
         """Keys that the part which receives most receives."""
         lengths = np.arange(self.parts) * self.part

@@ -124,7 +124,7 @@ class Performance:
 
     def tiles(self, pass_: Pass) -> TilePair | None:
         """The tile shapes that were asked for in a pass."""
-        query, key_value = (getattr(self, name) for name in tile_names(pass_))
+        query, key_value = [getattr(self, name) for name in tile_names(pass_)]
         return None if query is None or key_value is None else (query, key_value)
 
     def with_tiles(self, pass_: Pass, pair: TilePair | None) -> Performance:

@@ -8,6 +8,7 @@ arrays.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Literal
@@ -89,32 +90,32 @@ class Problem:
         """Number of token dimensions."""
         return len(self.axes)
 
-    @property
+    @functools.cached_property
     def query_layout(self) -> Shape:
         """Global extents of the query tokens, one per dimension."""
         return tuple(axis.query_extent for axis in self.axes)
 
-    @property
+    @functools.cached_property
     def kv_layout(self) -> Shape:
         """Global extents of the key/value tokens."""
         return tuple(axis.kv_extent for axis in self.axes)
 
-    @property
+    @functools.cached_property
     def kernel_size(self) -> Shape:
         """Window extents in tokens."""
         return tuple(axis.kernel_size for axis in self.axes)
 
-    @property
+    @functools.cached_property
     def stride(self) -> Shape:
         """Queries per dimension that share one window."""
         return tuple(axis.stride for axis in self.axes)
 
-    @property
+    @functools.cached_property
     def dilation(self) -> Shape:
         """Distance between neighboring tokens of a window."""
         return tuple(axis.dilation for axis in self.axes)
 
-    @property
+    @functools.cached_property
     def is_causal(self) -> tuple[bool, ...]:
         """Per dimension, whether later keys are hidden."""
         return tuple(axis.is_causal for axis in self.axes)

@@ -48,5 +48,5 @@ def type_like(array: Any, shape: Sequence[int], dtype: Any) -> Any:
     sharded over explicit axes; the sharding that says so is as long as their shape.
     """
     like = array if isinstance(array, jax.core.ShapedArray) else jax.typeof(array)
-    sharding = like.sharding.update(spec=PartitionSpec(*(None for _ in shape)))
+    sharding = like.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
     return like.update(shape=tuple(shape), dtype=np.dtype(dtype), sharding=sharding)

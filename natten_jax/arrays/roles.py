@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,32 +13,27 @@ from natten_jax.arrays.query_box import QueryBox
 
 
 class Role(enum.Enum):
-    """A kind of array; the value is the dimension that heads lie along, counted from the end.
+    """A kind of array.
 
     All but ``WHOLE`` begin with the batch, after the axes that ``jax.vmap`` maps.
+
+    Attributes:
+        heads_axis: The dimension that heads lie along, counted from the end.
+        has_layout: Whether the token dimensions follow the batch.
+        is_key_value: Whether heads are those of keys and values.
     """
 
-    QUERY = ("query", -2)
-    KEY_VALUE = ("key_value", -2)
-    ADDITIONAL = ("additional", -2)
-    PER_QUERY = ("per_query", -1)
-    PER_HEAD = ("per_head", -1)
-    WHOLE = ("whole", 0)
+    QUERY = ("query", -2, True, False)
+    KEY_VALUE = ("key_value", -2, True, True)
+    ADDITIONAL = ("additional", -2, False, True)
+    PER_QUERY = ("per_query", -1, True, False)
+    PER_HEAD = ("per_head", -1, False, False)
+    WHOLE = ("whole", 0, False, False)
 
-    @property
-    def heads_axis(self) -> int:
-        """Where heads lie."""
-        return self.value[1]
-
-    @property
-    def has_layout(self) -> bool:
-        """Whether the token dimensions follow the batch."""
-        return self in (Role.QUERY, Role.KEY_VALUE, Role.PER_QUERY)
-
-    @property
-    def is_key_value(self) -> bool:
-        """Whether heads are those of keys and values."""
-        return self in (Role.KEY_VALUE, Role.ADDITIONAL)
+    def __init__(self, _: str, heads_axis: int, has_layout: bool, is_key_value: bool) -> None:
+        self.heads_axis = heads_axis
+        self.has_layout = has_layout
+        self.is_key_value = is_key_value
 
 
 _FIELDS = {
@@ -60,5 +56,5 @@ def roles_of(*arguments: Any) -> list[Role]:
     ]
 
 
-def _fields(argument: Any) -> list[Any]:
-    return jax.tree.leaves(argument, is_leaf=lambda field: field is None)
+def _fields(argument: Any) -> Sequence[Any]:
+    return argument if isinstance(argument, tuple) else jax.tree.leaves(argument)

@@ -70,7 +70,8 @@ def find(name: str | BackendId, operator: Operator) -> Backend:
 
 def of(id_: BackendId) -> Backend:
     """The backend of a plan, or another one that is known to be registered."""
-    return next(backend for backend in _registered if backend.family == id_.family)
+    (found,) = [backend for backend in _registered if backend.family == id_.family]
+    return found
 
 
 def counterpart(name: str | None) -> str | None:

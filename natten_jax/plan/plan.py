@@ -7,6 +7,7 @@ what ran.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from typing import Any, NamedTuple
 
@@ -72,6 +73,10 @@ class Plan:
 
     def payload(self) -> str:
         """Everything as JSON, in one line; :meth:`of_payload` reads it."""
+        return self._payload
+
+    @functools.cached_property
+    def _payload(self) -> str:
         problem = {name: getattr(self.problem, name) for name in _PROBLEM_FIELDS}
         problem["axes"] = [list(dataclasses.astuple(axis)) for axis in self.problem.axes]
         defaults = Performance()

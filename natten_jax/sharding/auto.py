@@ -8,6 +8,7 @@ tokens; nothing else may be split.
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -124,7 +125,7 @@ class Partitioned:
         devices = self._devices.shape[1]
         # The partitioner splits by parts of mesh axes, too: into any number that divides the devices.
         parts = [n for n in range(1, devices + 1) if devices % n == 0]
-        fresh = (f"other{i}" for i in range(10**6))
+        fresh = map("other{}".format, itertools.count())
         sizes: dict[str, Any] = {}
         query_heads: Any = "heads"
         if heads_kv == 1 or any(heads % n == 0 and heads_kv % n != 0 for n in parts):
@@ -135,7 +136,7 @@ class Partitioned:
 
         def mapping(role: Role, shape: Sequence[int]) -> Any:
             if role is Role.WHOLE:
-                return tuple(next(fresh) for _ in shape)
+                return tuple([next(fresh) for _ in shape])
             factors: list[Any] = [f"batch{i}" for i in range(self._batch_axes)]
             factors += [next(fresh) for _ in shape[self._batch_axes :]]
             if role.has_layout and self._splits_tokens:
