@@ -99,15 +99,7 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   if (all_tiles > kMostTiles) return Status::invalid_argument("the problem has more than 2^30 query tiles");
   ForwardParams p{};
   std::copy_n(geometry.axis, kRank, p.axis);
-  p.query = arrays.query;
-  p.key = arrays.key;
-  p.value = arrays.value;
-  p.additional_keys = arrays.additional_keys;
-  p.additional_values = arrays.additional_values;
-  p.origins = arrays.origins;
-  p.out = arrays.out;
-  p.logsumexp = arrays.logsumexp;
-  p.remainder = arrays.remainder;
+  fill_arrays(arrays, p);
   p.queries = problem.queries();
   p.keys = problem.keys();
   fill_heads(problem, p);

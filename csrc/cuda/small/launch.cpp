@@ -204,14 +204,7 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
       status.failed()) {
     return status;
   }
-  p.query = arrays.query;
-  p.key = arrays.key;
-  p.value = arrays.value;
-  p.additional_keys = arrays.additional_keys;
-  p.additional_values = arrays.additional_values;
-  p.out = arrays.out;
-  p.logsumexp = arrays.logsumexp;
-  p.remainder = arrays.remainder;
+  fill_arrays(arrays, p);
   if (Status status = encode_keys(problem, p.key, p.value, p); status.failed()) return status;
   return with_form(problem,
                    [&](auto element, auto head_dim) { return launch_forward<decltype(element), head_dim>(p, shape); });
@@ -222,15 +215,8 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   Device device{};
   if (const auto error = read_device(device)) return status_of(error);
   BackwardParams p{};
-  p.query = arrays.query;
-  p.key = arrays.key;
-  p.value = arrays.value;
-  p.additional_keys = arrays.additional_keys;
-  p.additional_values = arrays.additional_values;
-  p.out = arrays.out;
+  fill_arrays(arrays, p);
   p.out_cotangent = arrays.out_cotangent;
-  p.logsumexp = arrays.logsumexp;
-  p.remainder = arrays.remainder;
   p.logsumexp_cotangent = arrays.logsumexp_cotangent;
   p.statistics = reinterpret_cast<float4*>(scratch.statistics);
   p.query_gradient = arrays.query_gradient;

@@ -29,4 +29,19 @@ struct Arrays {
   void* additional_values_gradient;
 };
 
+/// Fills in what kernels of GPUs are launched with: the arrays that a forward pass reads and writes, and those of them
+/// that a backward pass reads.
+template <class Params>
+void fill_arrays(const Arrays& arrays, Params& p) {
+  p.query = arrays.query;
+  p.key = arrays.key;
+  p.value = arrays.value;
+  p.additional_keys = arrays.additional_keys;
+  p.additional_values = arrays.additional_values;
+  p.origins = arrays.origins;
+  p.out = arrays.out;
+  p.logsumexp = arrays.logsumexp;
+  p.remainder = arrays.remainder;
+}
+
 }  // namespace natten_jax
