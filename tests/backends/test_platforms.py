@@ -23,7 +23,7 @@ ARRAY = jax.ShapeDtypeStruct((1, 12, 2, 8), jnp.float32)
 
 
 class ConstantBackend(PureJaxBackend):
-    """A backend that is for one platform, and whose output is a constant: it is seen in programs' text."""
+    """A backend that is for one platform, and which computes next to nothing: its plan is seen in programs' text."""
 
     family = "constant"
     dtypes = ("float32",)
@@ -41,8 +41,7 @@ class ConstantBackend(PureJaxBackend):
 
     def forward(self, plan: Plan, operands: Operands) -> Output:
         query, value = operands.query, operands.value
-        out = (value + jnp.pi * query.sum()).astype(value.dtype)
-        return Output(out, query.sum(-1))
+        return Output(query + value.sum(), query.sum(-1))
 
 
 def attend(x: jax.Array, **arguments: Any) -> jax.Array:
@@ -99,3 +98,18 @@ def test_it_is_what_its_own_machine_runs(platform: str, machine: Machine) -> Non
         jax.eval_shape(lambda x, name=name: gradient(x, backend=name), ARRAY)
     with pytest.raises(ValueError, match=rf"'hopper-fna' cannot run .* on {platform}: "):
         jax.eval_shape(lambda x: attend(x, backend="hopper-fna"), ARRAY)
+
+
+@pytest.mark.parametrize("fuses", [True, False])
+def test_a_backend_may_leave_additional_tokens_to_another_call(fuses: bool, machine: Machine) -> None:
+    class Backend(ConstantBackend):
+        fuses_additional_kv = fuses
+
+    machine.knows(Backend("tpu"))
+    tokens = jnp.ones((1, 3, 2, 8))
+
+    def with_additional(x: jax.Array) -> jax.Array:
+        return attend(x, additional_keys=tokens, additional_values=tokens, backend="constant-fna")
+
+    text = exported(with_additional, "tpu")
+    assert is_of_it(text) and ("constant-fmha" in text) == (not fuses)
