@@ -1,4 +1,4 @@
-"""The forward pass in plain JAX and its derivative, as steps: JAX derives everything else from these two.
+"""The forward pass in plain JAX and its derivative, as computations: JAX derives everything else from these two.
 
 The derivative is a rule for *tangents*, linear in them. Transposed by JAX it is the backward pass; differentiated
 again, forwards or backwards, it gives derivatives of any order.
@@ -19,14 +19,14 @@ from natten_jax.arrays.operands import Differentiable, Operands, Output
 from natten_jax.arrays.roles import Role, roles_of
 from natten_jax.backends.base import PureJaxBackend
 from natten_jax.backends.select import resolve
-from natten_jax.execution.steps import Derivative, Result, Step
+from natten_jax.execution.computations import Computation, Derivative, Result
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import BackendId, Plan
 from natten_jax.plan.request import Request
 
 
 @dataclasses.dataclass(frozen=True)
-class PlainForward(Step):
+class PlainForward(Computation):
     """The forward pass.
 
     Attributes:
@@ -53,7 +53,7 @@ class PlainForward(Step):
             return plan
         return resolve(dataclasses.replace(request, backend=str(self.backend)), device, "forward")
 
-    def results(self, request: Request, arguments: Sequence[Any], outer: Sequence[int]) -> list[Result]:
+    def results(self, request: Request, arguments: Sequence[Any], batch_dims: Sequence[int]) -> list[Result]:
         """What it returns: the leaves of :class:`Differentiable`."""
         query, problem = arguments[0], request.problem
         per_query = query.shape[:-1]
@@ -71,7 +71,7 @@ class PlainForward(Step):
         results: list[jax.Array] = jax.tree.leaves(_backend(self.backend).forward_differentiable(plan, operands))
         return results
 
-    def placed(self) -> tuple[Step, int]:
+    def with_origins(self) -> tuple[Computation, int]:
         """The same for a part of the layout, and which of its arguments says where that lies."""
         position = self.operands.num_leaves
         operands = jax.tree.unflatten(self.operands, range(position))._replace(origins=position)
@@ -83,7 +83,7 @@ class PlainForward(Step):
 
 
 @dataclasses.dataclass(frozen=True)
-class PlainTangents(Step):
+class PlainTangents(Computation):
     """Tangents of output and logsumexp.
 
     Attributes:
@@ -110,13 +110,13 @@ class PlainTangents(Step):
         """How it runs on a device: as the forward pass, whose logits it needs."""
         return dataclasses.replace(self.forward.plan(request, device), pass_="backward")
 
-    def results(self, request: Request, arguments: Sequence[Any], outer: Sequence[int]) -> list[Result]:
+    def results(self, request: Request, arguments: Sequence[Any], batch_dims: Sequence[int]) -> list[Result]:
         """What it returns: the leaves of :class:`Output`."""
-        return self.forward.results(request, arguments, outer)[:2]
+        return self.forward.results(request, arguments, batch_dims)[:2]
 
-    def placed(self) -> tuple[Step, int]:
+    def with_origins(self) -> tuple[Computation, int]:
         """The same for a part of the layout, and which of its arguments says where that lies."""
-        forward, position = self.forward.placed()
+        forward, position = self.forward.with_origins()
         assert isinstance(forward, PlainForward)
         return PlainTangents(forward, self.given), position
 

@@ -1,4 +1,4 @@
-"""Runs the passes of an attention call: which steps they are, and how arrays become their arguments and results."""
+"""Runs the passes of an attention call: which computations, and how arrays become arguments and results."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from natten_jax.arrays.query_box import QueryBox
 from natten_jax.arrays.roles import Role, roles_of
 from natten_jax.backends.select import resolve
 from natten_jax.execution import primitive
+from natten_jax.execution.computations import Computation, Derivative, Result, Run
 from natten_jax.execution.differentiable_forward import PlainForward
 from natten_jax.execution.merge_saved import continued
 from natten_jax.execution.refused_derivatives import refuse
-from natten_jax.execution.steps import Derivative, Result, Run, Step
 from natten_jax.performance import Pass
 from natten_jax.plan.devices import Device, lowering_targets
 from natten_jax.plan.plan import BackendId, Plan
@@ -31,7 +31,7 @@ from natten_jax.sharding.halos.exchange import Exchange
 
 @dataclasses.dataclass(frozen=True)
 class _PassSpec:
-    """What a step computes.
+    """What the computation of a pass is.
 
     Attributes:
         pass_: The pass that it belongs to.
@@ -48,12 +48,12 @@ class _PassSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class _PassStep(Step):
+class _PassComputation(Computation):
     """A pass, on whatever backend a platform has for it.
 
     Attributes:
         kind: What is computed.
-        structure: Of the arguments that :class:`_Kind` speaks of.
+        structure: Of the arguments that :class:`_PassSpec` speaks of.
     """
 
     kind: _PassSpec
@@ -68,7 +68,7 @@ class _PassStep(Step):
         """How it runs on a device."""
         return resolve(request, device, self.kind.pass_)
 
-    def results(self, request: Request, arguments: Sequence[Any], outer: Sequence[int]) -> list[Result]:
+    def results(self, request: Request, arguments: Sequence[Any], batch_dims: Sequence[int]) -> list[Result]:
         """What it returns."""
         types = self.kind.types(request, *self._arguments(arguments))
         return [Result(*each) for each in zip(roles_of(types), jax.tree.leaves(types), strict=True)]
@@ -87,7 +87,9 @@ class _PassStep(Step):
         def run_part(kind: _PassSpec, request: Request, *arguments: Any) -> Any:
             leaves, structure = jax.tree.flatten(arguments)
             types = kind.types(request, *arguments)
-            return jax.tree.unflatten(jax.tree.structure(types), run(_PassStep(kind, structure), request, leaves))
+            return jax.tree.unflatten(
+                jax.tree.structure(types), run(_PassComputation(kind, structure), request, leaves)
+            )
 
         every = self._arguments(arguments)
         found: Any
@@ -110,7 +112,7 @@ class _PassStep(Step):
         refuse()
         raise AssertionError
 
-    def placed(self) -> tuple[Step, int]:
+    def with_origins(self) -> tuple[Computation, int]:
         """The same for a part of the layout, and which of its arguments says where that lies."""
         operands, *others = self._arguments(range(self.structure.num_leaves))
         position = len(jax.tree.leaves(operands))
@@ -234,5 +236,5 @@ _BACKWARD = _PassSpec("backward", _gradient_types, _compute_gradients)
 def _run(kind: _PassSpec, request: Request, *arguments: Any) -> Any:
     leaves, structure = jax.tree.flatten(arguments)
     types = kind.types(request, *jax.tree.unflatten(structure, map(jax.typeof, leaves)))
-    arrays = primitive.bind(_PassStep(kind, structure), request, leaves)
+    arrays = primitive.bind(_PassComputation(kind, structure), request, leaves)
     return jax.tree.unflatten(jax.tree.structure(types), arrays)

@@ -1,8 +1,8 @@
 """The JAX primitive of a pass: how it is batched, differentiated, and lowered for a device or for several.
 
-What is traced is one equation per step, whatever backends and platforms there are. A backend's own operations are
-traced for the platforms that a program is lowered for, and for no other: one traced function serves CPU and GPU, and
-costs nothing for the platform that it never runs on.
+What is traced is one equation per computation, whatever backends and platforms there are. A backend's own operations
+are traced for the platforms that a program is lowered for, and for no other: one traced function serves CPU and GPU,
+and costs nothing for the platform that it never runs on.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from natten_jax.arrays.avals import vary_alike
 from natten_jax.arrays.roles import Role
 from natten_jax.execution import debug_nans
 from natten_jax.execution.checkpoint_names import named
+from natten_jax.execution.computations import Computation, Transpose
 from natten_jax.execution.refused_derivatives import refuse
-from natten_jax.execution.steps import Step, Transpose
 from natten_jax.plan import marks as plan_marks
 from natten_jax.plan.devices import PLATFORMS, Device, lowering_target
 from natten_jax.plan.plan import Plan
@@ -38,33 +38,35 @@ _pass_p.multiple_results = True
 _jax_internals.require_devices(_pass_p)
 
 
-def bind(step: Step, request: Request, arguments: Sequence[jax.Array], mapped: int = 0) -> list[jax.Array]:
-    """Run a step on arrays that begin with axes which ``jax.vmap`` maps, and then the batch.
+def bind(
+    computation: Computation, request: Request, arguments: Sequence[jax.Array], mapped: int = 0
+) -> list[jax.Array]:
+    """Run a computation on arrays that begin with axes which ``jax.vmap`` maps, and then the batch.
 
     Args:
-        step: What to compute.
+        computation: What to compute.
         request: Of what.
-        arguments: Query, key and whatever else the step wants.
+        arguments: Query, key and whatever else the computation wants.
         mapped: How many mapped axes there are.
     """
     if 0 in arguments[0].shape[: mapped + 1]:  # kernels and counts are for something
-        types = _types(*map(jax.typeof, arguments), step=step, request=request, mapped=mapped)
+        types = _types(*map(jax.typeof, arguments), computation=computation, request=request, mapped=mapped)
         return [vary_alike([jnp.zeros(each.shape, each.dtype), arguments[0]])[0] for each in types]
-    results: list[jax.Array] = _pass_p.bind(*arguments, step=step, request=request, mapped=mapped)
+    results: list[jax.Array] = _pass_p.bind(*arguments, computation=computation, request=request, mapped=mapped)
     return results
 
 
 @_pass_p.def_abstract_eval
-def _types(*arguments: Any, step: Step, request: Request, mapped: int) -> list[Any]:
-    return [each.type for each in step.results(request, arguments, arguments[0].shape[: mapped + 1])]
+def _types(*arguments: Any, computation: Computation, request: Request, mapped: int) -> list[Any]:
+    return [each.type for each in computation.results(request, arguments, arguments[0].shape[: mapped + 1])]
 
 
 @_pass_p.def_impl
-def _run_now(*arguments: Any, step: Step, request: Request, **parameters: Any) -> Any:
-    """Run a step whose arguments are known: as a program of its own, even where JAX compiles nothing else."""
+def _run_now(*arguments: Any, computation: Computation, request: Request, **parameters: Any) -> Any:
+    """Run a computation whose arguments are known: as a program of its own, even where JAX compiles nothing else."""
     # What is not compiled here would come back to where it is called from.
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
-        results = _compiled(step=step, request=request, **parameters)(*arguments)
+        results = _compiled(computation=computation, request=request, **parameters)(*arguments)
     debug_nans.check(results, f"{request.problem.describe()} of natten_jax")
     return results
 
@@ -75,7 +77,12 @@ def _compiled(**parameters: Any) -> Callable[..., Any]:
 
 
 def _map(
-    arguments: Sequence[jax.Array], axes: Sequence[int | None], *, step: Step, request: Request, mapped: int
+    arguments: Sequence[jax.Array],
+    axes: Sequence[int | None],
+    *,
+    computation: Computation,
+    request: Request,
+    mapped: int,
 ) -> Any:
     """``jax.vmap``: the mapped axis joins those in front of the batch, where a mesh may split it."""
     (size,) = {array.shape[axis] for array, axis in zip(arguments, axes, strict=True) if axis is not None}
@@ -83,47 +90,49 @@ def _map(
     def in_front(array: jax.Array, axis: int | None) -> jax.Array:
         return jnp.broadcast_to(array, (size, *array.shape)) if axis is None else jnp.moveaxis(array, axis, 0)
 
-    roles = step.roles
+    roles = computation.roles
     if any(role is Role.WHOLE and axis is not None for role, axis in zip(roles, axes, strict=True)):
         every = [in_front(array, axis) for array, axis in zip(arguments, axes, strict=True)]
-        results = jax.lax.map(lambda each: bind(step, request, each, mapped), every)
+        results = jax.lax.map(lambda each: bind(computation, request, each, mapped), every)
     else:
         arrays = [
             array if role is Role.WHOLE else in_front(array, axis)
             for array, axis, role in zip(arguments, axes, roles, strict=True)
         ]
-        results = bind(step, request, arrays, mapped + 1)
+        results = bind(computation, request, arrays, mapped + 1)
     return results, [0] * len(results)
 
 
 def _differentiate(
-    primals: Sequence[jax.Array], tangents: Sequence[Any], *, step: Step, **parameters: Any
+    primals: Sequence[jax.Array], tangents: Sequence[Any], *, computation: Computation, **parameters: Any
 ) -> tuple[Any, Any]:
     """Results and their tangents."""
     given = [i for i, each in enumerate(tangents) if not isinstance(each, ad.Zero)]
-    derivative = step.derivative(given)
-    results = bind(step, arguments=primals, **parameters)
+    derivative = computation.derivative(given)
+    results = bind(computation, arguments=primals, **parameters)
     if derivative.reads_results:
         results = named(results)
     known = [*primals, *results] if derivative.reads_results else primals
-    changes = bind(derivative.step, arguments=[*known, *(tangents[i] for i in given)], **parameters)
+    changes = bind(derivative.computation, arguments=[*known, *(tangents[i] for i in given)], **parameters)
     constant = [ad.Zero(jax.typeof(each)) for each in results[len(changes) :]]
     return results, [*changes, *constant]
 
 
 def _transpose(
-    cotangents: Sequence[Any], *arguments: Any, step: Step, request: Request, mapped: int
+    cotangents: Sequence[Any], *arguments: Any, computation: Computation, request: Request, mapped: int
 ) -> list[jax.Array | None]:
-    """Cotangents of the arguments that the step is linear in: those that have no value."""
+    """Cotangents of the arguments that the computation is linear in: those that have no value."""
     linear = [i for i, each in enumerate(arguments) if ad.is_undefined_primal(each)]
-    if linear[0] < 2:  # a step tells by query and key what it has of batch and heads
+    if linear[0] < 2:  # a computation tells by query and key what it has of batch and heads
         refuse()
     read = [i for i, each in enumerate(cotangents) if not isinstance(each, ad.Zero)]
     known = [each for each in arguments if not ad.is_undefined_primal(each)]
     avals = [arguments[i].aval for i in linear]
-    results = step.results(request, [getattr(each, "aval", each) for each in arguments], known[0].shape[: mapped + 1])
+    results = computation.results(
+        request, [getattr(each, "aval", each) for each in arguments], known[0].shape[: mapped + 1]
+    )
     transposed = Transpose(
-        step,
+        computation,
         tuple(linear),
         tuple((aval.shape[mapped + 1 :], aval.dtype.name) for aval in avals),
         tuple(read),
@@ -135,19 +144,21 @@ def _transpose(
 
 
 def _lower_for(platform: str | None) -> None:
-    def lower(ctx: mlir.LoweringRuleContext, *values: Any, step: Step, request: Request, mapped: int) -> Any:
+    def lower(
+        ctx: mlir.LoweringRuleContext, *values: Any, computation: Computation, request: Request, mapped: int
+    ) -> Any:
         device = lowering_target(platform or _platform_of(ctx))
-        local = functools.partial(_run_local, step=step, request=request, mapped=mapped, device=device)
+        local = functools.partial(_run_local, computation=computation, request=request, mapped=mapped, device=device)
         if auto.is_needed(ctx):
-            plan = step.plan(request, device)
+            plan = computation.plan(request, device)
             if not _is_left_to_xla(ctx, plan):
-                identity = f"{plan.payload()} {step} {mapped}"
+                identity = f"{plan.payload()} {computation} {mapped}"
                 arguments: Sequence[Any] = ctx.avals_in
-                results = step.results(request, arguments, arguments[0].shape[: mapped + 1])
-                roles = step.roles, [each.role for each in results]
+                results = computation.results(request, arguments, arguments[0].shape[: mapped + 1])
+                roles = computation.roles, [each.role for each in results]
                 with plan_marks.of_plan(plan):
                     return auto.Partitioned(
-                        ctx, identity, local, *roles, mapped + 1, splits_tokens=_splits_tokens(step, request)
+                        ctx, identity, local, *roles, mapped + 1, splits_tokens=_splits_tokens(computation, request)
                     ).lower(values)
         return auto.lower_for_one(local, ctx, values)
 
@@ -161,65 +172,67 @@ def _platform_of(ctx: mlir.LoweringRuleContext) -> str:
 
 
 def _is_left_to_xla(ctx: mlir.LoweringRuleContext, plan: Plan) -> bool:
-    """Whether XLA splits the operations of a step as it can: an exported program has them and no callbacks."""
+    """Whether XLA splits the operations of a computation as it can: an exported program has them and no callbacks."""
     return _jax_internals.is_exported(ctx) and backends.of(plan.backend).is_plain_xla
 
 
-def _splits_tokens(step: Step, request: Request) -> bool:
+def _splits_tokens(computation: Computation, request: Request) -> bool:
     """Whether a mesh may split token dimensions: those of whole layouts, which windows relate."""
-    return request.problem.operator == "fna" and Role.WHOLE not in step.roles
+    return request.problem.operator == "fna" and Role.WHOLE not in computation.roles
 
 
 def _run_local(
     *arguments: jax.Array,
-    step: Step,
+    computation: Computation,
     request: Request,
     mapped: int,
     device: Device,
     lines: Sequence[DeviceLine | None] = (),
 ) -> list[jax.Array]:
-    """Run a step on all that one device has, mapped axes and batch as one.
+    """Run a computation on all that one device has, mapped axes and batch as one.
 
     Args:
         *arguments: What the device has.
-        step: What to compute.
+        computation: What to compute.
         request: The whole call.
         mapped: How many axes ``jax.vmap`` maps.
         device: What this runs on.
         lines: The devices that share each token dimension with this one; nothing where none is split.
     """
-    outer = arguments[0].shape[: mapped + 1]
-    batch = math.prod(outer)
+    batch_dims = arguments[0].shape[: mapped + 1]
+    batch = math.prod(batch_dims)
     request = request.of_part(batch, arguments[0].shape[-2], arguments[1].shape[-2])
     arrays = [
         array if role is Role.WHOLE else array.reshape(batch, *array.shape[mapped + 1 :])
-        for array, role in zip(arguments, step.roles, strict=True)
+        for array, role in zip(arguments, computation.roles, strict=True)
     ]
-    run = functools.partial(_run_step, device=device)
+    run = functools.partial(_run_computation, device=device)
     if any(lines):
         exchange = Exchange.of(request.problem, lines)
         request = dataclasses.replace(request, parts=exchange.parts)
-        results = step.compute_exchanging(run, step.plan(request, device), request, exchange, *arrays)
+        results = computation.compute_exchanging(run, computation.plan(request, device), request, exchange, *arrays)
     else:
-        results = run(step, request, arrays)
-    return [array.reshape(*outer, *array.shape[1:]) for array in results]
+        results = run(computation, request, arrays)
+    return [array.reshape(*batch_dims, *array.shape[1:]) for array in results]
 
 
-def _run_step(step: Step, request: Request, arrays: Sequence[jax.Array], *, device: Device) -> list[jax.Array]:
-    plan = step.plan(request, device)
-    results: list[jax.Array] = _function(step=step, plan=plan, request=request, device=device)(*arrays)
+def _run_computation(
+    computation: Computation, request: Request, arrays: Sequence[jax.Array], *, device: Device
+) -> list[jax.Array]:
+    plan = computation.plan(request, device)
+    results: list[jax.Array] = _function(computation=computation, plan=plan, request=request, device=device)(*arrays)
     return results
 
 
 @functools.lru_cache(maxsize=4096)
-def _function(*, step: Step, plan: Plan, request: Request, device: Device) -> Callable[..., Any]:
-    """One function for equal steps: a program with many equal layers holds it once."""
+def _function(*, computation: Computation, plan: Plan, request: Request, device: Device) -> Callable[..., Any]:
+    """One function for equal computations: a program with many equal layers holds it once."""
 
     def run_pass(*arguments: Any) -> Any:
         backend = backends.of(plan.backend)
         marks = plan_marks.of_plan(plan, on_all=not backend.carries_plan)
         with marks, jax.default_matmul_precision(plan.precision):
-            return step.compute(plan, request, device, *arguments)
+            return computation.compute(plan, request, device, *arguments)
 
     return jax.jit(run_pass)
 

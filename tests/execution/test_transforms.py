@@ -313,8 +313,8 @@ def test_saved_results_spare_the_second_forward_pass_in_plain_jax(
         return jnp.sin(case.operator(pure_family.fna)(operands._replace(query=query))[0]).sum()
 
     jaxpr = str(jax.make_jaxpr(jax.grad(jax.checkpoint(layer, policy=policy)))(operands.query))
-    assert jaxpr.count("step=PlainForward") == forwards
-    assert jaxpr.count("step=Transpose") == 1
+    assert jaxpr.count("computation=PlainForward") == forwards
+    assert jaxpr.count("computation=Transpose") == 1
 
 
 def test_eval_shape(family: Family) -> None:

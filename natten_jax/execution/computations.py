@@ -1,7 +1,8 @@
 """What one equation of a traced program computes: a pass, or what JAX derives of one.
 
-A step is hashable, and equal where the same is computed: equal ones share their compiled program. Derivatives of a step
-are steps again. So plain JAX can be differentiated to any order, and is split over a mesh like kernels are.
+A computation is hashable, and equal where the same is computed: equal ones share their compiled program. Its
+derivatives are computations again. So plain JAX can be differentiated to any order, and is split over a mesh like
+kernels are.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ class Result(NamedTuple):
     type: Any
 
 
-#: Computes a step on one device.
-Run = Callable[["Step", Request, Sequence[jax.Array]], list[jax.Array]]
+#: Runs a computation on one device.
+Run = Callable[["Computation", Request, Sequence[jax.Array]], list[jax.Array]]
 
 
-class Step(abc.ABC):
+class Computation(abc.ABC):
     """A function of arrays, of which query and key are the first.
 
-    Where it is traced, arrays begin with axes that ``jax.vmap`` maps, and then the batch: the *outer* dimensions.
+    Where it is traced, arrays begin with axes that ``jax.vmap`` maps, and then the batch: its *batch dimensions*.
     """
 
     @property
@@ -49,15 +50,15 @@ class Step(abc.ABC):
         """How it runs on a device."""
 
     @abc.abstractmethod
-    def results(self, request: Request, arguments: Sequence[Any], outer: Sequence[int]) -> list[Result]:
-        """What it returns for arguments (abstract types will do) with these outer dimensions."""
+    def results(self, request: Request, arguments: Sequence[Any], batch_dims: Sequence[int]) -> list[Result]:
+        """What it returns for arguments (abstract types will do) with these batch dimensions."""
 
     @abc.abstractmethod
     def compute(self, plan: Plan, request: Request, device: Device, *arguments: jax.Array) -> list[jax.Array]:
-        """The results on a device, of arrays whose only outer dimension is the batch.
+        """The results on a device, of arrays without mapped axes: the batch comes first.
 
         Args:
-            plan: That of the step, or of a step that is derived of it, which counts as another pass.
+            plan: That of the computation, or of a computation that is derived of it, which counts as another pass.
             request: What is asked for, of the part that the device has.
             device: The device.
             *arguments: The arrays.
@@ -72,7 +73,7 @@ class Step(abc.ABC):
         cotangents: Mapping[int, jax.Array],
         linear: Mapping[int, jax.ShapeDtypeStruct],
     ) -> list[jax.Array]:
-        """The cotangents of the arguments that the step is linear in.
+        """The cotangents of the arguments that the computation is linear in.
 
         Args:
             plan: As for :meth:`compute`.
@@ -92,10 +93,10 @@ class Step(abc.ABC):
         return list(jax.linear_transpose(results_of, *linear.values())(list(cotangents.values())))
 
     @abc.abstractmethod
-    def placed(self) -> tuple[Step, int]:
+    def with_origins(self) -> tuple[Computation, int]:
         """The same for a part of the layout, and which of its arguments says where that lies (``Operands.origins``).
 
-        Only for a step that has no such argument yet. Its other arguments are the same, in the same order.
+        Only for a computation that has no such argument yet. Its other arguments are the same, in the same order.
         """
 
     def compute_exchanging(
@@ -104,23 +105,23 @@ class Step(abc.ABC):
         """The results where token dimensions are split: keys and values come from all devices that have them.
 
         Args:
-            run: Computes a step on one device, of its arguments.
-            plan: That of the step.
+            run: Runs a computation on one device, of its arguments.
+            plan: That of the computation.
             request: What is asked for, of the part that the device has.
             exchange: What brings the halos.
             *arguments: What the device has.
         """
         layout = arguments[0].shape[1:-2]
-        placed, position = self.placed()
+        part, position = self.with_origins()
         extended = list(arguments)
         with_halos = [i for i, role in enumerate(self.roles) if role is Role.KEY_VALUE]
         for i, array in zip(with_halos, exchange.extended([arguments[i] for i in with_halos]), strict=True):
             extended[i] = array
         extended.insert(position, exchange.origins())
-        roles = [each.role for each in placed.results(request, extended, extended[0].shape[:1])]
+        roles = [each.role for each in part.results(request, extended, extended[0].shape[:1])]
         return [
             exchange.returned(array, layout) if role is Role.KEY_VALUE else array
-            for array, role in zip(run(placed, request, extended), roles, strict=True)
+            for array, role in zip(run(part, request, extended), roles, strict=True)
         ]
 
     def derivative(self, given: Sequence[int]) -> Derivative:
@@ -133,28 +134,28 @@ class Step(abc.ABC):
 
 
 class Derivative(NamedTuple):
-    """A step that is linear in its last arguments.
+    """A computation that is linear in its last arguments.
 
     Attributes:
-        step: Its arguments are those of the step that it is derived of, and their tangents. It returns tangents of that
-            one's results, or of the first of them: the others are constant.
-        reads_results: Whether the results of that step come in between.
+        computation: Its arguments are those of the computation that it is derived of, and their tangents. It returns
+            tangents of that one's results, or of the first of them: the others are constant.
+        reads_results: Whether the results of that computation come in between.
     """
 
-    step: Step
+    computation: Computation
     reads_results: bool
 
 
 @dataclasses.dataclass(frozen=True)
-class Jvp(Step):
-    """The tangents of a step's results.
+class Jvp(Computation):
+    """The tangents of a computation's results.
 
     Attributes:
-        of: The step.
-        given: The positions of the arguments that have tangents, which come behind all arguments of the step.
+        of: The computation.
+        given: The positions of the arguments that have tangents, which come behind all arguments of the computation.
     """
 
-    of: Step
+    of: Computation
     given: tuple[int, ...]
 
     @property
@@ -167,13 +168,13 @@ class Jvp(Step):
         """How it runs on a device."""
         return dataclasses.replace(self.of.plan(request, device), pass_="backward")
 
-    def results(self, request: Request, arguments: Sequence[Any], outer: Sequence[int]) -> list[Result]:
+    def results(self, request: Request, arguments: Sequence[Any], batch_dims: Sequence[int]) -> list[Result]:
         """What it returns."""
-        return self.of.results(request, arguments[: len(self.of.roles)], outer)
+        return self.of.results(request, arguments[: len(self.of.roles)], batch_dims)
 
-    def placed(self) -> tuple[Step, int]:
+    def with_origins(self) -> tuple[Computation, int]:
         """The same for a part of the layout, and which of its arguments says where that lies."""
-        of, position = self.of.placed()
+        of, position = self.of.with_origins()
         return Jvp(of, tuple(i + (i >= position) for i in self.given)), position
 
     def compute(self, plan: Plan, request: Request, device: Device, *arguments: jax.Array) -> list[jax.Array]:
@@ -189,19 +190,19 @@ class Jvp(Step):
 
 
 @dataclasses.dataclass(frozen=True)
-class Transpose(Step):
-    """The transpose of a step that is linear in some arguments.
+class Transpose(Computation):
+    """The transpose of a computation that is linear in some arguments.
 
     Attributes:
-        of: The step.
+        of: The computation.
         linear: The positions of these arguments. All others are the first arguments of the transpose.
-        shapes: Their shapes, without outer dimensions, and the names of their element types.
+        shapes: Their shapes, without batch dimensions, and the names of their element types.
         read: The positions of the results whose cotangents are the other arguments of the transpose. Other cotangents
             are zero.
         read_roles: What these results are.
     """
 
-    of: Step
+    of: Computation
     linear: tuple[int, ...]
     shapes: tuple[tuple[tuple[int, ...], str], ...]
     read: tuple[int, ...]
@@ -216,16 +217,16 @@ class Transpose(Step):
         """How it runs on a device."""
         return dataclasses.replace(self.of.plan(request, device), pass_="backward")
 
-    def results(self, request: Request, arguments: Sequence[Any], outer: Sequence[int]) -> list[Result]:
+    def results(self, request: Request, arguments: Sequence[Any], batch_dims: Sequence[int]) -> list[Result]:
         """What it returns."""
         return [
-            Result(role, type_like(arguments[0], (*outer, *shape), dtype))
+            Result(role, type_like(arguments[0], (*batch_dims, *shape), dtype))
             for role, shape, dtype in self._linear_types(arguments)
         ]
 
-    def placed(self) -> tuple[Step, int]:
+    def with_origins(self) -> tuple[Computation, int]:
         """The same for a part of the layout, and which of its arguments says where that lies."""
-        of, position = self.of.placed()
+        of, position = self.of.with_origins()
         linear = tuple(i + (i >= position) for i in self.linear)
         return dataclasses.replace(self, of=of, linear=linear), position - sum(i < position for i in linear)
 
