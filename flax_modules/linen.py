@@ -19,6 +19,7 @@ from natten_jax.arguments.static import Bools, Ints, hashable
 
 from . import arguments
 from .arguments import Neighborhood, Performance
+from .documentation import document
 from .partitioning import annotating
 
 __all__ = ["NeighborhoodAttention1D", "NeighborhoodAttention2D", "NeighborhoodAttention3D"]
@@ -149,15 +150,15 @@ class NeighborhoodAttention(linen.Module):
 
 
 class NeighborhoodAttention1D(NeighborhoodAttention):
-    __doc__ = arguments.document(1, "flax.linen")
+    __doc__ = document(1, "flax.linen")
     rank = 1
 
 
 class NeighborhoodAttention2D(NeighborhoodAttention):
-    __doc__ = arguments.document(2, "flax.linen")
+    __doc__ = document(2, "flax.linen")
     rank = 2
 
 
 class NeighborhoodAttention3D(NeighborhoodAttention):
-    __doc__ = arguments.document(3, "flax.linen")
+    __doc__ = document(3, "flax.linen")
     rank = 3

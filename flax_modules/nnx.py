@@ -19,6 +19,7 @@ from natten_jax.arguments.static import Bools, Ints
 
 from . import arguments
 from .arguments import Performance
+from .documentation import document
 from .partitioning import check_metadata
 
 __all__ = ["NeighborhoodAttention1D", "NeighborhoodAttention2D", "NeighborhoodAttention3D"]
@@ -159,15 +160,15 @@ def _given(**settings: Any) -> dict[str, Any]:
 
 
 class NeighborhoodAttention1D(NeighborhoodAttention):
-    __doc__ = arguments.document(1, "flax.nnx")
+    __doc__ = document(1, "flax.nnx")
     rank = 1
 
 
 class NeighborhoodAttention2D(NeighborhoodAttention):
-    __doc__ = arguments.document(2, "flax.nnx")
+    __doc__ = document(2, "flax.nnx")
     rank = 2
 
 
 class NeighborhoodAttention3D(NeighborhoodAttention):
-    __doc__ = arguments.document(3, "flax.nnx")
+    __doc__ = document(3, "flax.nnx")
     rank = 3

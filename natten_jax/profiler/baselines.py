@@ -50,33 +50,20 @@ def check(name: str, flag: str, problem: Problem, device: Device, is_room: Calla
         ValueError: It cannot; the message says what can.
         MemoryError: It has no room for the logits.
     """
+    nothing = "leave it out, compare with flex-fna, or take fewer tokens or heads"
+    logits = 4 * problem.batch * problem.heads * all_pairs(problem)  # bytes in float32, which XLA keeps
+    is_half = problem.dtype == "float16"
     if name != "xla":
         if device.platform != "cuda":
-            instead = _instead(flag, problem, is_room)
+            # On the host, with gradients, or weights beside logits.
+            instead = f"use {flag} xla{' --dtype bf16' * is_half}" if is_room(2 * logits) else nothing
             raise ValueError(f"the {name} baseline needs an NVIDIA GPU, and this is {device}: {instead}")
-        return
-    if device.platform == "cpu" and problem.dtype == "float16":
+    elif device.platform == "cpu" and is_half:
         # jax.nn.dot_product_attention asks for a dot product algorithm that XLA has on GPUs only.
-        types = "use --dtype bf16 or --dtype fp32" if is_room(_logits_bytes(problem)) else _NOTHING
+        types = "use --dtype bf16 or --dtype fp32" if is_room(logits) else nothing
         raise ValueError(f"the xla baseline cannot run fp16 on the CPU: {types}")
-    if not is_room(_logits_bytes(problem)):
-        raise MemoryError(f"the xla baseline's logits take {_logits_bytes(problem) / 2**30:,.1f} GiB: {_NOTHING}")
-
-
-#: Advice where no baseline runs.
-_NOTHING = "leave it out, compare with flex-fna, or take fewer tokens or heads"
-
-
-def _instead(flag: str, problem: Problem, is_room: Callable[[int], bool]) -> str:
-    """What to compare with on the host."""
-    if not is_room(2 * _logits_bytes(problem)):  # twice: gradients, or weights beside logits
-        return _NOTHING
-    return f"use {flag} xla" + (" --dtype bf16" if problem.dtype == "float16" else "")
-
-
-def _logits_bytes(problem: Problem) -> int:
-    """Bytes of all logits in float32, which XLA keeps."""
-    return 4 * problem.batch * problem.heads * all_pairs(problem)
+    elif not is_room(logits):
+        raise MemoryError(f"the xla baseline's logits take {logits / 2**30:,.1f} GiB: {nothing}")
 
 
 def refusal_to_split(name: str, devices: int, split: str, heads_kv: int) -> str | None:

@@ -369,6 +369,13 @@ def test_tables_fit_with_and_without_rich(monkeypatch: pytest.MonkeyPatch) -> No
         assert text.isascii() or has_rich
 
 
+def test_tables_without_rich_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    file = io.StringIO()
+    tables.print_table(tables.Table("Two\nlines", ("A", "Name"), (("long", "b"), ("c", "d")), ("", "Total")), file)
+    assert file.getvalue().splitlines() == ["Two", "lines", "A     Name", "long  b", "c     d", "      Total"]
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -52,17 +52,14 @@ def check_fits(options: Options) -> None:
     if options.backprop:
         needed *= 2  # the output's cotangent, and the gradient of every operand
     if not is_room(options, needed):
-        raise MemoryError(f"its operands and results take {gibibytes(needed)}, and {_room()}")
+        wanted, there = (f"{count / 2**30:,.1f} GiB" for count in (needed, _memory()[0]))
+        raise MemoryError(f"its operands and results take {wanted}, and {default_device()} has {there}")
 
 
 def is_room(options: Options, needed: int) -> bool:
     """Whether a device has memory for as many bytes, when each of those that the options ask for needs them."""
     available, is_host = _memory()
     return needed * (options.devices if is_host else 1) <= available
-
-
-def _room() -> str:
-    return f"{default_device()} has {gibibytes(_memory()[0])}"
 
 
 def _memory() -> tuple[int, bool]:
@@ -76,10 +73,6 @@ def _memory() -> tuple[int, bool]:
 def _bytes_on_a_device(options: Options, array: Any) -> int:
     shape = array.shape if options.devices == 1 else sharding_of(options, array.shape).shard_shape(array.shape)
     return int(math.prod(shape) * array.dtype.itemsize)
-
-
-def gibibytes(count: int) -> str:
-    return f"{count / 2**30:,.1f} GiB"
 
 
 def make_inputs(options: Options) -> tuple[jax.Array, ...]:
@@ -98,11 +91,8 @@ def make_inputs(options: Options) -> tuple[jax.Array, ...]:
     def random(key: jax.Array, like: Any) -> jax.Array:
         if options.devices == 1:
             return jax.random.normal(key, like.shape, like.dtype)
-        sharding = sharding_of(options, like.shape)
         # Made where they lie: all of an array may be more than one device holds.
-        array: jax.Array = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=sharding)(
-            key, like.shape, like.dtype
-        )
-        return array
+        placed = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=sharding_of(options, like.shape))
+        return cast(jax.Array, placed(key, like.shape, like.dtype))
 
     return tuple(random(key, each) for key, each in zip(keys, wanted, strict=True))

@@ -191,12 +191,11 @@ def parts_of(options: Options) -> tuple[SubCall, ...]:
 
 def device_parts(options: Options) -> tuple[SubCall, ...]:
     """The attention calls as they run on each device: of its share."""
+    every = parts_of(options)
+    if options.devices == 1:
+        return every
     one = request_of(of_each_device(options)).problem
-
-    def of_device(part: SubCall) -> SubCall:
-        return part._replace(request=part.request.of_part(one.batch, one.heads, one.heads_kv))
-
-    return tuple(map(of_device, parts_of(options))) if options.devices > 1 else parts_of(options)
+    return tuple(each._replace(request=each.request.of_part(one.batch, one.heads, one.heads_kv)) for each in every)
 
 
 def _function(options: Options) -> Callable[..., Any]:

@@ -74,11 +74,11 @@ class _Search:
         except KeyboardInterrupt:
             ran, backprop = fastest_first(self._trials.done), self._options.backprop
             # The fastest trial with all passes, or of the forward pass where none has all.
-            best = next((trial for trial in ran if trial.options.backprop == backprop), next(iter(ran), None))
-            if best is None or best.seconds is None:
+            best = next((each for each in ran if each[1].backprop == backprop), next(iter(ran), None))
+            if best is None:
                 raise
-            chosen = dataclasses.replace(best.options, backprop=backprop)
-            return self._optimum(chosen, best.seconds, None, is_complete=False)
+            chosen = dataclasses.replace(best[1], backprop=backprop)
+            return self._optimum(chosen, best[0], None, is_complete=False)
 
     def _optimum(
         self, chosen: Options, seconds: float, default_seconds: float | None, *, is_complete: bool = True
@@ -147,7 +147,7 @@ class _Search:
         else:
             every = [with_tiles(options, pair, pass_) for pair in offered.pairs[:_SCREENED]]
         screened = fastest_first(self._screen(every))
-        finalists = [trial.options for trial in screened[:_FINALISTS]]
+        finalists = [each for _, each in screened[:_FINALISTS]]
         if offered is not None and offered.schedules and options.performance.kernel_schedule is None:
             finalists = [
                 with_schedule(each, schedule)
@@ -156,10 +156,10 @@ class _Search:
             ]
         if not finalists:
             return None
-        if len(finalists) == 1 and screened[0].seconds is not None:
-            return screened[0].seconds, finalists[0]
+        if len(finalists) == 1:
+            return screened[0][0], finalists[0]
         last = fastest_first(self._trials.measure(finalists, _FINAL_RUNS, options.optimize_warmup_steps))
-        return (last[0].seconds or 0.0, last[0].options) if last else None
+        return last[0] if last else None
 
     def _offered(self, options: Options, pass_: Pass) -> Listing | None:
         try:

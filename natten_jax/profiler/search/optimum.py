@@ -58,14 +58,9 @@ class Optimum:
 def configuration(options: Options) -> dict[str, Any]:
     """The performance arguments of an operator, as :func:`natten_jax.load_tuned` returns them."""
     fmha = {} if options.fmha_backend is None else {"attention_kwargs": {"backend": options.fmha_backend}}
-    default = Performance()
-    chosen = {
-        name: value
-        for name, value in dataclasses.asdict(options.performance).items()
-        if value != getattr(default, name)
-    }
     backend = {} if options.backend is None else {"backend": options.backend}
-    return {**backend, **fmha, **chosen}
+    chosen, default = dataclasses.asdict(options.performance), Performance()
+    return {**backend, **fmha, **{name: each for name, each in chosen.items() if each != getattr(default, name)}}
 
 
 def best_table(optimum: Optimum) -> Table:
@@ -80,20 +75,12 @@ def best_table(optimum: Optimum) -> Table:
 
 def search_json(optimum: Optimum) -> dict[str, Any]:
     """How the search went, and every trial, as JSON values."""
-    trials = [
-        {
-            **configuration(trial.options),
-            "passes": passes(trial.options),
-            "seconds": trial.seconds,
-            "error": trial.error,
-        }
-        for trial in optimum.trials
-    ]
+    facts = ("default_seconds", "wall_seconds", "compile_seconds", "is_complete")
     return {
-        "default_seconds": optimum.default_seconds,
         "best_seconds": optimum.seconds,
-        "wall_seconds": optimum.wall_seconds,
-        "compile_seconds": optimum.compile_seconds,
-        "is_complete": optimum.is_complete,
-        "trials": trials,
+        **{name: getattr(optimum, name) for name in facts},
+        "trials": [
+            {**configuration(run.options), "passes": passes(run.options), "seconds": run.seconds, "error": run.error}
+            for run in optimum.trials
+        ],
     }

@@ -95,7 +95,7 @@ class Trials:
             return " ".join(str(error).split()) or type(error).__name__
 
 
-def fastest_first(trials: Sequence[Trial]) -> list[Trial]:
-    """Those that ran, the fastest first."""
-    ran = [trial for trial in trials if trial.seconds is not None]
-    return sorted(ran, key=lambda trial: trial.seconds or 0.0)
+def fastest_first(trials: Sequence[Trial]) -> list[tuple[float, Options]]:
+    """The seconds and options of the trials that ran, the fastest first."""
+    ran = [(trial.seconds, trial.options) for trial in trials if trial.seconds is not None]
+    return sorted(ran, key=lambda each: each[0])

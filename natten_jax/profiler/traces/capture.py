@@ -93,43 +93,35 @@ def capture_by_device(
     Raises:
         CaptureError: The trace stayed empty or could not be attributed to iterations.
     """
-    problem = ""
+    problem, is_only = "", len(launches) == 1
     for attempt in range(_ATTEMPTS):
         if attempt:
             time.sleep(0.2 * attempt)
         intervals = _intervals(_trace(launches, iterations, folder), platform, with_memory)
-        captured = []
-        for launch in launches:
-            of_launch = [
-                each
-                for each in intervals
-                if (len(launches) == 1 if each.module is None else launch.program.is_module(each.module))
-            ]
-            if not of_launch:
-                problem = "it recorded nothing that the program ran"
-                break
-            devices = _devices(of_launch, launch.program, iterations, platform)
-            if devices is None:
-                problem = f"its {len(of_launch)} events cannot be attributed to {iterations} iterations"
-                if launch.program.devices > 1:
-                    problem += f" on {launch.program.devices} devices"
-                break
-            captured.append(devices)
-        else:
-            return captured
+        try:
+            return [_devices(intervals, each.program, is_only, iterations, platform) for each in launches]
+        except CaptureError as error:
+            problem = str(error)
     raise CaptureError(f"the JAX profiler's trace is of no use after {_ATTEMPTS} attempts: {problem}")
 
 
-def _devices(intervals: Sequence[Interval], program: Program, iterations: int, platform: str) -> Devices | None:
-    """The events of each device and iteration; ``None`` where that cannot be told of every device."""
+def _devices(every: Sequence[Interval], program: Program, is_only: bool, iterations: int, platform: str) -> Devices:
+    """The events of each device and iteration of a program; all that have no module are of the only one.
+
+    Raises:
+        CaptureError: There are none, or that cannot be told of every device.
+    """
+    intervals = [each for each in every if (is_only if each.module is None else program.is_module(each.module))]
+    if not intervals:
+        raise CaptureError("it recorded nothing that the program ran")
     found: Devices = {}
     for device, of_device in attribution.by_device(intervals).items():
-        parts = attribution.split(of_device, iterations)
-        if parts is None:
-            return None
-        launched = [[interval.event for interval in part] for part in parts]
+        launched = [[each.event for each in part] for part in attribution.split(of_device, iterations) or ()]
         found[device] = [attribution.exclusive(part, program) for part in launched] if platform == "cpu" else launched
-    return found if len(found) == program.devices else None
+    if len(found) != program.devices or not all(found.values()):
+        devices = f" on {program.devices} devices" if program.devices > 1 else ""
+        raise CaptureError(f"its {len(intervals)} events cannot be attributed to {iterations} iterations{devices}")
+    return found
 
 
 def _intervals(profile: ProfileData, platform: str, with_memory: bool) -> list[Interval]:
