@@ -1,6 +1,11 @@
 """Builds the native library with CMake; everything else is in pyproject.toml.
 
 Environment variables:
+    NATTEN_JAX_NATIVE: ``0`` leaves the native library out: nothing is compiled, and the wheel, of Python alone, serves
+        every machine. By default it is built on Linux; ``1`` tries to elsewhere, too.
+    NATTEN_JAX_MACHINE: ``aarch64`` builds for 64-bit ARM under Linux on another machine, with the compiler that
+        CROSS_COMPILERS names, for the same version of Python, without CUDA. By default a build is for the machine that
+        it runs on.
     NATTEN_JAX_CUDA: ``1`` builds the CUDA part and fails where that is impossible, ``12`` and ``13`` do so with nvcc of
         that major version of CUDA, ``0`` leaves it out. By default it is built where an NVIDIA GPU is visible.
     NATTEN_JAX_BENCH: ``1`` adds the kernels that only benchmarks use to the CUDA part.
@@ -18,11 +23,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import re
 import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +49,8 @@ CUDA_TOOLKIT_REQUIREMENTS = [
 CUTLASS_REQUIREMENT = "nvidia-cutlass==4.2.*"
 CUTLASS_VARIABLE = "NATTEN_JAX_CUTLASS_INCLUDE_DIR"
 BYTES_PER_COMPILATION = 3 << 30
+#: By the machine that they compile for, as GNU's toolchains are called.
+CROSS_COMPILERS = {"aarch64": "aarch64-linux-gnu-g++"}
 
 
 def path_entries() -> list[str]:
@@ -64,11 +73,66 @@ def is_gpu_visible() -> bool:
     return subprocess.run([nvidia_smi, "-L"], capture_output=True, check=False).returncode == 0
 
 
+def wants_native() -> bool:
+    """Whether the native library is to be built."""
+    choice = os.environ.get("NATTEN_JAX_NATIVE", "")
+    if choice not in ("", "0", "1"):
+        raise SystemExit(f"NATTEN_JAX_NATIVE must be 0 or 1, got {choice!r}.")
+    is_wanted = choice == "1" or (choice == "" and sys.platform == "linux")
+    cuda = os.environ.get("NATTEN_JAX_CUDA", "")
+    if not is_wanted and cuda not in ("", "0"):
+        raise SystemExit(f"NATTEN_JAX_CUDA={cuda} needs the native library: NATTEN_JAX_NATIVE=1 builds it.")
+    return is_wanted
+
+
+def other_machine() -> str | None:
+    """The machine that is built for, unless it is this one."""
+    choice = os.environ.get("NATTEN_JAX_MACHINE", "")
+    if choice not in ("", *CROSS_COMPILERS):
+        raise SystemExit(f"NATTEN_JAX_MACHINE must be one of {', '.join(CROSS_COMPILERS)}, got {choice!r}.")
+    return None if choice in ("", platform.machine()) else choice
+
+
+def cross_options() -> list[str]:
+    """CMake's options for another machine. Python's headers are this one's: those of the same version are alike."""
+    machine = other_machine()
+    if machine is None:
+        return []
+    compiler = find_program(CROSS_COMPILERS[machine])
+    if compiler is None:
+        raise SystemExit(f"NATTEN_JAX_MACHINE={machine} needs {CROSS_COMPILERS[machine]}, which is not on the path.")
+    return [
+        "-DCMAKE_SYSTEM_NAME=Linux",
+        f"-DCMAKE_SYSTEM_PROCESSOR={machine}",
+        f"-DCMAKE_CXX_COMPILER={compiler}",
+        "-DPYBIND11_USE_CROSSCOMPILING=ON",
+        f"-DPython_INCLUDE_DIR={sysconfig.get_path('include')}",
+        f"-DPYTHON_MODULE_EXTENSION={extension_suffix(machine)}",
+    ]
+
+
+def extension_suffix(machine: str) -> str:
+    """How names of modules for this version of Python end on another machine."""
+    return str(sysconfig.get_config_var("EXT_SUFFIX")).replace(platform.machine(), machine)
+
+
+def build_for_other_machine() -> None:
+    """Let setuptools name modules and wheels by the machine that is built for."""
+    machine = other_machine()
+    if machine is not None:
+        os.environ["_PYTHON_HOST_PLATFORM"] = f"linux-{machine}"
+        os.environ["SETUPTOOLS_EXT_SUFFIX"] = extension_suffix(machine)
+
+
 def wants_cuda() -> bool:
     """Whether the CUDA part is to be built."""
     choice = os.environ.get("NATTEN_JAX_CUDA", "")
     if choice not in ("", "0", "1", "12", "13"):
         raise SystemExit(f"NATTEN_JAX_CUDA must be 0, 1, 12 or 13, got {choice!r}.")
+    if other_machine() is not None and choice not in ("", "0"):
+        raise SystemExit(f"NATTEN_JAX_MACHINE builds without CUDA: NATTEN_JAX_CUDA must be 0, got {choice!r}.")
+    if not wants_native() or other_machine() is not None:
+        return False
     return choice in ("1", "12", "13") or (choice == "" and is_gpu_visible())
 
 
@@ -265,6 +329,7 @@ class CMakeBuild(build_ext):
             f"-DNATTEN_JAX_FFI_INCLUDE_DIR={package_directory('jaxlib') / 'include'}",
             f"-DNATTEN_JAX_SOURCES={native_sources()}",
             f"-DNATTEN_JAX_SANITIZE={sanitizers}",
+            *cross_options(),
             *launcher_options(),
             *cuda_options(),
         ]
@@ -297,8 +362,9 @@ class CMakeBuild(build_ext):
         return {str(Path(self.build_lib) / "natten_jax" / LIBRARY): str(source / LIBRARY)}
 
 
+build_for_other_machine()
 setup(
-    ext_modules=[Extension("natten_jax._native", sources=[])],
+    ext_modules=[Extension("natten_jax._native", sources=[])] if wants_native() else [],
     cmdclass={"build_ext": CMakeBuild},
     setup_requires=setup_requirements(),
 )

@@ -35,7 +35,12 @@ def fingerprint(csrc: Path) -> str:
 
 def is_unbuilt() -> bool:
     """Whether the package lies in a clone without a library of its own."""
-    return ROOT is not None and PathFinder.find_spec("natten_jax._native", [str(_PACKAGE)]) is None
+    return ROOT is not None and not _has_library()
+
+
+def _has_library() -> bool:
+    """Whether a native module for this interpreter lies beside these files."""
+    return PathFinder.find_spec("natten_jax._native", [str(_PACKAGE)]) is not None
 
 
 def find_library() -> ModuleSpec:
@@ -54,8 +59,8 @@ def find_library() -> ModuleSpec:
     if spec is not None:
         return spec
     if is_unbuilt():
-        raise ModuleNotFoundError(f"{ROOT} is a clone without a built library, and natten_jax is not installed")
-    raise ModuleNotFoundError("No module named 'natten_jax._native'")
+        raise ModuleNotFoundError(f"{ROOT} is a clone without a built library, and no natten_jax with one is installed")
+    raise ModuleNotFoundError(f"the natten_jax installed in {_PACKAGE} is Python alone, without a native library")
 
 
 def check_library(file: str, sources: str | None) -> None:
@@ -88,6 +93,11 @@ def staleness(sources: str | None) -> str | None:
 
 def remedy(variables: str = "") -> str:
     """How to have a library built with these environment variables: the end of a sentence."""
+    if sys.platform == "darwin":
+        variables = f"NATTEN_JAX_NATIVE=1 {variables}".rstrip()  # or else nothing would be compiled there
+    if ROOT is None and not _has_library():
+        setting = f"with {variables}" if variables else "without NATTEN_JAX_NATIVE=0"
+        return f"install natten_jax from its sources, {setting}"
     if ROOT is None:
         return f"reinstall natten_jax{' with ' * bool(variables)}{variables}"
     # A library that lies in the clone comes before an installed one: it is the one to build again.

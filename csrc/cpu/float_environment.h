@@ -1,31 +1,57 @@
 // The floating-point mode of kernel code.
 #pragma once
 
+#include <cstdint>
+
 #if defined(__SSE__)
 #include <xmmintrin.h>
 #endif
 
 namespace natten_jax::cpu {
 
+#if defined(__SSE__)
+constexpr std::uint64_t kFlushBits = 0x8040;  // Flush to zero, and denormals are zero.
+
+inline std::uint64_t float_mode() {
+  return _mm_getcsr();
+}
+
+inline void set_float_mode(std::uint64_t mode) {
+  _mm_setcsr(static_cast<unsigned>(mode));
+}
+#elif defined(__aarch64__)
+constexpr std::uint64_t kFlushBits = 1u << 24;  // FPCR.FZ: of operands and results.
+
+inline std::uint64_t float_mode() {
+  std::uint64_t mode;
+  asm volatile("mrs %0, fpcr" : "=r"(mode));
+  return mode;
+}
+
+inline void set_float_mode(std::uint64_t mode) {
+  asm volatile("msr fpcr, %0" : : "r"(mode) : "memory");
+}
+#else
+constexpr std::uint64_t kFlushBits = 0;
+
+inline std::uint64_t float_mode() {
+  return 0;
+}
+
+inline void set_float_mode(std::uint64_t) {}
+#endif
+
 /// Flushes denormals to zero while it lives. Pool threads and callers may differ in this mode, and results must
 /// not depend on which thread computed them.
 class FlushDenormals {
  public:
-#if defined(__SSE__)
-  FlushDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | kFlushToZero | kDenormalsAreZero); }
-  ~FlushDenormals() { _mm_setcsr(saved_); }
-#else
-  FlushDenormals() = default;
-#endif
+  FlushDenormals() : saved_(float_mode()) { set_float_mode(saved_ | kFlushBits); }
+  ~FlushDenormals() { set_float_mode(saved_); }
   FlushDenormals(const FlushDenormals&) = delete;
   FlushDenormals& operator=(const FlushDenormals&) = delete;
 
-#if defined(__SSE__)
  private:
-  static constexpr unsigned kFlushToZero = 0x8000;
-  static constexpr unsigned kDenormalsAreZero = 0x0040;
-  unsigned saved_;
-#endif
+  std::uint64_t saved_;
 };
 
 }  // namespace natten_jax::cpu

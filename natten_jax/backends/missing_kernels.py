@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import warnings
 from collections.abc import Iterable
 
@@ -13,6 +14,9 @@ from natten_jax.native import module as native
 from natten_jax.performance import Pass
 from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem
+
+#: Values of ``sys.platform`` where kernels can be compiled.
+_BUILDABLE = ("linux", "darwin")
 
 _was_warned = False
 
@@ -30,7 +34,7 @@ def lack(backends: Iterable[Backend], problem: Problem, device: Device, pass_: P
         device: Where it runs.
         pass_: The pass.
     """
-    if not device.is_present:
+    if not device.is_present or sys.platform not in _BUILDABLE:
         return None
     reasons = {backend.family: backend.rejection(problem, device, pass_) for backend in backends}
     for backend in backends:

@@ -74,7 +74,7 @@ class Calibration:
             next one; ``None``: tiles are dealt out beforehand.
         counted_rounds: Rounds from which on the kernels take the next tile from a counter; below, tiles are dealt out.
         dtypes: Element types that the times are of.
-        limits: Names of what the kernels take, in :func:`natten_jax.native.module.limits`.
+        limits: Names of what the kernels take, in ``natten_jax.native.module.limits``.
     """
 
     family: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import pytest
 
 import natten_jax
-from natten_jax import MissingKernelsWarning, backends
+from natten_jax import MissingKernelsWarning, backends, source_tree
 from natten_jax.backends import missing_kernels
 from natten_jax.backends.select import resolve
 from natten_jax.doctor.__main__ import report
@@ -188,3 +189,44 @@ def test_the_doctor_of_a_process_without_the_library() -> None:
     )
     assert "\nMissing kernels\n  cpu: the native module natten_jax._native cannot be loaded" in finished.stdout
     assert f". {REMEDY}\n" in finished.stdout
+
+
+@pytest.fixture
+def python_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder of an installed package without a native library."""
+    monkeypatch.setattr(source_tree, "ROOT", None)
+    monkeypatch.setattr(source_tree, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(native, "_module", None)
+    with pytest.raises(ModuleNotFoundError) as raised:
+        source_tree.find_library()
+    monkeypatch.setattr(native, "load_error", str(raised.value))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("platform", "device", "remedy"),
+    [
+        ("linux", Device("cpu"), "Install natten_jax from its sources, without NATTEN_JAX_NATIVE=0;"),
+        ("linux", AMPERE, "Install natten_jax from its sources, with NATTEN_JAX_CUDA=1 NATTEN_JAX_CUDA_ARCHS='86';"),
+        ("darwin", Device("cpu"), "Install natten_jax from its sources, with NATTEN_JAX_NATIVE=1;"),
+    ],
+)
+def test_where_kernels_for_python_alone_come_from(
+    platform: str, device: Device, remedy: str, python_alone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_version, "plugins", lambda: ())
+    monkeypatch.setattr(sys, "platform", platform)
+    family, (message,) = choose(device)
+    assert family == "flex"
+    assert f"the natten_jax installed in {python_alone} is Python alone" in message and remedy in message
+
+
+@pytest.mark.parametrize(
+    ("platform", "device"), [("win32", Device("cpu")), ("linux", Device("tpu")), ("linux", Device("rocm"))]
+)
+def test_python_alone_is_no_lack_where_no_kernels_could_be_built(
+    platform: str, device: Device, python_alone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    assert choose(device) == ("flex", [])

@@ -190,7 +190,7 @@ def test_a_clone_of_which_nothing_was_installed_says_so(clone: Path, tmp_path: P
     environment = Environment(tmp_path / "environment")
     package, flax_modules, _, error = state(environment, clone)
     assert (package, flax_modules) == (clone, clone / "flax_modules")
-    assert f"{clone} is a clone without a built library, and natten_jax is not installed" in error
+    assert f"{clone} is a clone without a built library, and no natten_jax with one is installed" in error
     report = environment.run(clone, "-m", "natten_jax.doctor")
     assert f"Run `pip install .` in {clone}" in report
 
