@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from natten_jax.native import module as native
+from natten_jax.native.abi import continues
 from natten_jax.performance import Pass, TilePair, outer_and_inner
 from natten_jax.plan.devices import ComputeCapability
 from natten_jax.problem import Problem
@@ -94,8 +94,7 @@ class Calibration:
 
     def merges(self, problem: Problem) -> bool:
         """Whether forward kernels merge what they find with what was found before on other keys."""
-        most = max((native.limits(name).get("largest_continued_head_dim", 0) for name in self.limits), default=0)
-        return max(problem.head_dim, problem.head_dim_v) <= most
+        return any(continues(name, problem) for name in self.limits)
 
     def launch_of(self, pass_: Pass) -> float:
         """Seconds that a pass takes, whatever its size."""

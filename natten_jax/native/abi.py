@@ -1,4 +1,4 @@
-"""Problems as native code has them: with three token dimensions, whatever their rank."""
+"""Problems as native code has them: with three token dimensions, whatever their rank; and whose heads it merges."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax.arrays.query_box import QueryBox
+from natten_jax.native import module as native
 from natten_jax.performance import TilePair
 from natten_jax.problem import Axis, Problem, Shape
 
@@ -30,3 +31,14 @@ def with_kernel_tiles(problem: Problem, pair: TilePair) -> TilePair:
 def box_start(box: QueryBox) -> jax.Array:
     """Where a box of queries begins."""
     return jnp.pad(box.first, (KERNEL_RANK - len(box.extents), 0))
+
+
+def continues(kernels: str, problem: Problem) -> bool:
+    """Whether forward kernels merge what they find with what was found before on other keys.
+
+    Args:
+        kernels: Their name in ``natten_jax.native.module.limits``.
+        problem: Whose heads they get.
+    """
+    most = native.limits(kernels).get("largest_continued_head_dim", 0)
+    return max(problem.head_dim, problem.head_dim_v) <= most

@@ -16,7 +16,7 @@ from natten_jax.backends.native_backend import NativeBackend, attributes, kernel
 from natten_jax.cost.calibration import calibration_for
 from natten_jax.cost.ranking import rank_sizes
 from natten_jax.native import module as native
-from natten_jax.native.abi import KERNEL_RANK, box_start
+from natten_jax.native.abi import KERNEL_RANK, box_start, continues
 from natten_jax.native.module import ResultType
 from natten_jax.performance import KernelSchedule, Pass, TilePair
 from natten_jax.plan.devices import Device
@@ -25,7 +25,8 @@ from natten_jax.problem import Problem, Shape
 
 _FORWARD = "natten_jax_sm90_forward"
 _FORWARD_CONTINUED = "natten_jax_sm90_forward_continued"
-_LIMITS = native.limits("sm90")
+_KERNELS = "sm90"
+_LIMITS = native.limits(_KERNELS)
 
 
 class HopperBackend(NativeBackend):
@@ -66,7 +67,7 @@ class HopperBackend(NativeBackend):
     def forward_continued(self, plan: Plan, operands: Operands, saved: Saved, seeing: QueryBox) -> Saved | None:
         """Compute what is saved of more keys, in the place of what was saved of others."""
         problem = plan.problem
-        if max(problem.head_dim, problem.head_dim_v) > _LIMITS.get("largest_continued_head_dim", 0):
+        if not continues(_KERNELS, problem):
             return None
         earlier = [with_kernel_rank(array, problem.rank) for array in saved if array is not None]
         arrays = [*kernel_operands(problem, operands), box_start(seeing)]
