@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -22,15 +24,35 @@ ROOT = Path(__file__).parents[2]
 #: What two toolkits can compile for, as they say it.
 ARCHITECTURES = {12: (80, 86, 90), 13: (80, 86, 90, 100, 120)}
 
+#: What the fixture of that name leaves unset.
+UNSET = (
+    "NATTEN_JAX_NATIVE",
+    "NATTEN_JAX_MACHINE",
+    "NATTEN_JAX_RELEASE",
+    "NATTEN_JAX_CUDA_ARCHS",
+    "NATTEN_JAX_CUTLASS_INCLUDE_DIR",
+    "CUDA_HOME",
+    "_PYTHON_HOST_PLATFORM",
+    "SETUPTOOLS_EXT_SUFFIX",
+)
+
 
 @pytest.fixture
 def build_script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The names in setup.py, which builds nothing here."""
     monkeypatch.setattr(setuptools, "setup", lambda **_: None)
     monkeypatch.setenv("NATTEN_JAX_CUDA", "0")
-    for variable in ("NATTEN_JAX_RELEASE", "NATTEN_JAX_CUDA_ARCHS", "NATTEN_JAX_CUTLASS_INCLUDE_DIR", "CUDA_HOME"):
+    for variable in UNSET:
         monkeypatch.delenv(variable, raising=False)
     return runpy.run_path(str(ROOT / "setup.py"))
+
+
+def extensions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the extensions that setup.py has setuptools build in this environment."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", given.update)
+    runpy.run_path(str(ROOT / "setup.py"))
+    return [extension.name for extension in given["ext_modules"]]
 
 
 def put_program(path: Path, script: str = "exit 1") -> Path:
@@ -177,13 +199,103 @@ def test_architectures_that_were_asked_for_are_not_left_out(
         build_script["cuda_architectures"](toolkits[12])
 
 
-@pytest.mark.parametrize("variable", ["NATTEN_JAX_CUDA", "NATTEN_JAX_RELEASE"])
+@pytest.mark.parametrize(
+    ("variable", "reader"),
+    [
+        ("NATTEN_JAX_CUDA", "wants_cuda"),
+        ("NATTEN_JAX_RELEASE", "is_release"),
+        ("NATTEN_JAX_NATIVE", "wants_native"),
+        ("NATTEN_JAX_MACHINE", "other_machine"),
+    ],
+)
 def test_wrong_choices_are_refused(
-    variable: str, build_script: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    variable: str, reader: str, build_script: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, "yes")
     with pytest.raises(SystemExit, match=f"{variable} must be .* got 'yes'"):
-        build_script["is_release" if variable.endswith("RELEASE") else "wants_cuda"]()
+        build_script[reader]()
+
+
+@pytest.mark.parametrize(
+    ("system", "choice", "is_wanted"),
+    [
+        ("linux", None, True),
+        ("linux", "1", True),
+        ("linux", "0", False),
+        ("darwin", None, False),
+        ("darwin", "1", True),
+        ("darwin", "0", False),
+        ("win32", None, False),
+    ],
+)
+def test_the_library_is_built_on_linux_and_elsewhere_when_asked_for(
+    system: str, choice: str | None, is_wanted: bool, build_script: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if choice is not None:
+        monkeypatch.setenv("NATTEN_JAX_NATIVE", choice)
+    monkeypatch.setattr(sys, "platform", system)
+    assert build_script["wants_native"]() == is_wanted
+    assert extensions(monkeypatch) == ["natten_jax._native"] * is_wanted
+
+
+@pytest.fixture
+def visible_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that has an NVIDIA GPU, where nobody says whether to build for it."""
+    put_on_path(monkeypatch, put_program(tmp_path / "driver" / "nvidia-smi", "exit 0"))
+    monkeypatch.delenv("NATTEN_JAX_CUDA")
+
+
+@pytest.mark.parametrize(("variable", "choice"), [("NATTEN_JAX_NATIVE", "0"), ("NATTEN_JAX_MACHINE", "aarch64")])
+def test_builds_that_have_no_kernels_for_gpus(
+    variable: str,
+    choice: str,
+    build_script: dict[str, Any],
+    visible_gpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    assert build_script["wants_cuda"]()
+    monkeypatch.setenv(variable, choice)
+    assert not build_script["wants_cuda"]()
+    assert build_script["setup_requirements"]() == []
+    for cuda in ("1", "12", "13"):
+        monkeypatch.setenv("NATTEN_JAX_CUDA", cuda)
+        with pytest.raises(SystemExit, match=f"(NATTEN_JAX_CUDA={cuda} needs the native library|got '{cuda}')"):
+            build_script["setup_requirements"]()
+
+
+def test_a_build_for_this_machine_is_no_other_build(
+    build_script: dict[str, Any], visible_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setenv("NATTEN_JAX_MACHINE", "aarch64")
+    assert build_script["other_machine"]() is None
+    assert build_script["cross_options"]() == []
+    assert build_script["wants_cuda"]()
+
+
+def test_another_machine_has_its_compiler_and_names_of_its_own(
+    build_script: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(sysconfig, "get_config_var", {"EXT_SUFFIX": ".cpython-311-x86_64-linux-gnu.so"}.get)
+    monkeypatch.setenv("NATTEN_JAX_MACHINE", "aarch64")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match=r"NATTEN_JAX_MACHINE=aarch64 needs aarch64-linux-gnu-g\+\+, which is not"):
+        build_script["cross_options"]()
+    compiler = put_program(tmp_path / "aarch64-linux-gnu-g++")
+    options = dict(option.removeprefix("-D").split("=", 1) for option in build_script["cross_options"]())
+    assert options["CMAKE_SYSTEM_PROCESSOR"] == "aarch64" and options["CMAKE_CXX_COMPILER"] == str(compiler)
+    assert options["PYTHON_MODULE_EXTENSION"] == ".cpython-311-aarch64-linux-gnu.so"
+    assert (Path(options["Python_INCLUDE_DIR"]) / "Python.h").is_file()
+    # Nothing of this is decided before setuptools is told, or by a build for the machine at hand.
+    assert not {"_PYTHON_HOST_PLATFORM", "SETUPTOOLS_EXT_SUFFIX"} & set(os.environ)
+    assert extensions(monkeypatch) == ["natten_jax._native"]
+    assert os.environ.pop("_PYTHON_HOST_PLATFORM") == "linux-aarch64"
+    assert os.environ.pop("SETUPTOOLS_EXT_SUFFIX") == ".cpython-311-aarch64-linux-gnu.so"
+    monkeypatch.delenv("NATTEN_JAX_MACHINE")
+    build_script["build_for_other_machine"]()
+    assert not {"_PYTHON_HOST_PLATFORM", "SETUPTOOLS_EXT_SUFFIX"} & set(os.environ)
 
 
 @pytest.mark.parametrize(("cuda", "suffix"), [("0", ""), ("12", "+cu12"), ("13", "+cu13")])
