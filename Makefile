@@ -95,12 +95,14 @@ $(VENV)/.installed: $(BUILD_INPUTS)
 	$(INSTALL)
 	touch $@
 
-# Wheels to hand out, in dist, for every interpreter of PYTHONS; CUDAS: without kernels for GPUs (0), and with those of a
-# version of CUDA. NATTEN_JAX_CUDA_ARCHS in the environment names other architectures than a release has.
+# Wheels to hand out, in dist, for every interpreter of PYTHONS. KINDS: of Python alone; with kernels for CPUs of this
+# machine's kind; for those of 64-bit ARM, where there is a compiler for them; and with kernels for GPUs, too, of a version
+# of CUDA. NATTEN_JAX_CUDA_ARCHS in the environment names other architectures than a release has.
 PYTHONS ?= python3.11 python3.12 python3.13
-CUDAS ?= 0 12 13
+CROSS := $(if $(shell command -v aarch64-linux-gnu-g++),aarch64)
+KINDS ?= python cpu $(CROSS) cuda12 cuda13
 wheels:
-	$(PYTHON) release/wheels.py --pythons $(PYTHONS) --cudas $(CUDAS)
+	$(PYTHON) release/wheels.py --pythons $(PYTHONS) --kinds $(KINDS)
 
 # What each optimisation of attention pays at growing lengths. The kernels that only this needs are built with it, where
 # there is an NVIDIA GPU.

@@ -1,9 +1,10 @@
 """Wheels to hand out, and the source distribution that they are built from.
 
-    python release/wheels.py --pythons python3.11 python3.12 --cudas 0 13 --out dist
+    python release/wheels.py --pythons python3.11 python3.12 --kinds python cpu cuda13 --out dist
 
-Each wheel is tagged with the oldest manylinux policy that auditwheel finds it to keep. Kernels are compiled once for a
-version of CUDA: only the Python module differs between interpreters. Nothing is fetched but packages, through pip.
+The kind ``python`` is Python alone, one wheel for every machine and interpreter. Every other wheel is tagged with the
+oldest manylinux policy that auditwheel finds it to keep. Kernels are compiled once for a kind: only the Python module
+differs between interpreters. Nothing is fetched but packages, through pip.
 """
 
 from __future__ import annotations
@@ -17,14 +18,22 @@ import sys
 import tarfile
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1].resolve()
 #: Always the same place: CMake and ccache know what they compiled by its path.
 WORK = ROOT / "build" / "wheels"
-CUDAS = ("0", "12", "13")
+PYTHON_ALONE = "python"
+#: What tells a build of each kind from others: variables that ``setup.py`` reads.
+KINDS: Mapping[str, Mapping[str, str]] = {
+    PYTHON_ALONE: {"NATTEN_JAX_NATIVE": "0", "NATTEN_JAX_CUDA": "0"},
+    "cpu": {"NATTEN_JAX_CUDA": "0"},
+    "aarch64": {"NATTEN_JAX_MACHINE": "aarch64", "NATTEN_JAX_CUDA": "0"},
+    "cuda12": {"NATTEN_JAX_CUDA": "12"},
+    "cuda13": {"NATTEN_JAX_CUDA": "13"},
+}
 
 _CALL_HOOK = """
 import json, pathlib, sys
@@ -38,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Build what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pythons", nargs="+", required=True, metavar="PYTHON", help="interpreters to build for")
-    parser.add_argument("--cudas", nargs="+", required=True, choices=CUDAS, help="NATTEN_JAX_CUDA of each build")
+    parser.add_argument("--kinds", nargs="+", required=True, choices=KINDS, help="kinds of wheels to build")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where the wheels go")
     options = parser.parse_args(arguments)
     pythons = [find_python(name) for name in options.pythons]
@@ -50,12 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # A build takes headers and programs from these, which serve every interpreter: what imports need may be missing.
     common = install("common", project["build-system"]["requires"], "--no-deps")
     # A build that lacks its compiler says so before another begins.
-    environments = {cuda: build_environment(cuda, common, pythons[0]) for cuda in options.cudas}
+    environments = {kind: build_environment(kind, common, pythons[0]) for kind in options.kinds}
     sources = source_distribution(common, pythons[0], out)
-    for cuda, environment in environments.items():
-        for python in pythons:
+    for kind, environment in environments.items():
+        is_native = kind != PYTHON_ALONE
+        for python in pythons if is_native else pythons[:1]:
             start = time.perf_counter()
-            wheel = repaired(build(cuda, environment, python, sources), tools, out)
+            wheel = build(kind, environment, python, sources)
+            wheel = repaired(wheel, tools, out) if is_native else Path(shutil.move(wheel, out / wheel.name))
             seconds = time.perf_counter() - start
             print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB in {seconds:.0f} s", flush=True)
 
@@ -100,43 +111,46 @@ def call_backend(python: Path, sources: Path, environment: dict[str, str], hook:
     return json.loads(answer.read_text(encoding="utf-8"))
 
 
-def build_environment(cuda: str, common: Path, python: Path) -> dict[str, str]:
-    """The environment of builds for a version of CUDA, with what only they need."""
-    variables = {"NATTEN_JAX_CUDA": cuda, "NATTEN_JAX_RELEASE": "1"}
+def build_environment(kind: str, common: Path, python: Path) -> dict[str, str]:
+    """The environment of builds of a kind, with what only they need."""
+    # Whoever builds a kind has not chosen another one before.
+    unchosen = {variable: "" for choices in KINDS.values() for variable in choices}
+    variables = {**unchosen, **KINDS[kind], "NATTEN_JAX_RELEASE": "1"}
     environment = environment_with(common, **variables)
     requirements = call_backend(python, ROOT, environment, "get_requires_for_build_wheel")
     if not requirements:
         return environment
-    return environment_with(common, install(f"cuda{cuda}", requirements, "--no-deps"), **variables)
+    return environment_with(common, install(f"for-{kind}", requirements, "--no-deps"), **variables)
 
 
 def source_distribution(common: Path, python: Path, out: Path) -> Path:
     """Write the source distribution and unpack it: what wheels are built from is what it holds."""
     # Its version is nobody's in particular: whoever builds from it chooses a version of CUDA then.
-    environment = environment_with(common, NATTEN_JAX_CUDA="0", NATTEN_JAX_RELEASE="0")
+    environment = environment_with(common, **KINDS[PYTHON_ALONE], NATTEN_JAX_RELEASE="0")
     archive = out / call_backend(python, ROOT, environment, "build_sdist", str(out))
     with tarfile.open(archive) as members:
         members.extractall(WORK, filter="data")
     return WORK / archive.name.removesuffix(".tar.gz")
 
 
-def build_settings(cuda: str, folder: Path) -> str:
+def build_settings(kind: str, folder: Path) -> str:
     """The settings of a build: its directories, and that the version says its CUDA.
 
     Setuptools reads them last. A source distribution has settings of its own, which overrule what setup.py says.
     """
     directories = {"build_base": folder, "build_temp": folder / "cmake", "build_lib": folder / "lib"}
     lines = ["[build]", *(f"{name} = {directory}" for name, directory in directories.items())]
+    cuda = KINDS[kind]["NATTEN_JAX_CUDA"]
     return "\n".join([*lines, "[egg_info]", f"tag_build = {'' if cuda == '0' else f'+cu{cuda}'}", ""])
 
 
-def build(cuda: str, environment: dict[str, str], python: Path, sources: Path) -> Path:
+def build(kind: str, environment: dict[str, str], python: Path, sources: Path) -> Path:
     """Build one wheel; interpreters share compilations."""
-    folder = WORK / f"build-{cuda}"
+    folder = WORK / f"build-{kind}"
     shutil.rmtree(folder / "lib", ignore_errors=True)
     folder.mkdir(exist_ok=True)
     settings = folder / "settings.cfg"
-    settings.write_bytes(os.fsencode(build_settings(cuda, folder)))
+    settings.write_bytes(os.fsencode(build_settings(kind, folder)))
     variables = {**environment, "DIST_EXTRA_CONFIG": str(settings)}
     return folder / call_backend(python, sources, variables, "build_wheel", str(folder))
 

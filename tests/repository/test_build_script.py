@@ -298,14 +298,16 @@ def test_another_machine_has_its_compiler_and_names_of_its_own(
     assert not {"_PYTHON_HOST_PLATFORM", "SETUPTOOLS_EXT_SUFFIX"} & set(os.environ)
 
 
-@pytest.mark.parametrize(("cuda", "suffix"), [("0", ""), ("12", "+cu12"), ("13", "+cu13")])
-def test_the_version_of_a_wheel_says_its_cuda(cuda: str, suffix: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "suffix"), [("python", ""), ("cpu", ""), ("aarch64", ""), ("cuda12", "+cu12"), ("cuda13", "+cu13")]
+)
+def test_the_version_of_a_wheel_says_its_cuda(kind: str, suffix: str, tmp_path: Path) -> None:
     leftovers = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "*.so", "__pycache__")
     sources = shutil.copytree(ROOT, tmp_path / "sources", ignore=leftovers)
     # What source distributions hold, which is where wheels are built from.
     (sources / "setup.cfg").write_text("[egg_info]\ntag_build = \ntag_date = 0\n")
     settings = tmp_path / "settings.cfg"
-    settings.write_text(runpy.run_path(str(ROOT / "release" / "wheels.py"))["build_settings"](cuda, tmp_path / "build"))
+    settings.write_text(runpy.run_path(str(ROOT / "release" / "wheels.py"))["build_settings"](kind, tmp_path / "build"))
     environment = {**os.environ, "DIST_EXTRA_CONFIG": str(settings), "NATTEN_JAX_CUDA": "0"}
     command = [sys.executable, "setup.py", "egg_info"]
     subprocess.run(command, cwd=sources, env=environment, capture_output=True, check=True)

@@ -71,18 +71,25 @@ def copy_of_sources(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is handed out for this interpreter: a source distribution, and the wheel that was built from it."""
+    """What is handed out for this interpreter: a source distribution, and the wheels that were built from it."""
     require_package_index()
     folder = tmp_path_factory.mktemp("distributions")
     program = copy_of_sources(folder) / "release" / "wheels.py"
-    run(sys.executable, program, "--pythons", sys.executable, "--cudas", "0", "--out", folder, cwd=folder)
+    run(sys.executable, program, "--pythons", sys.executable, "--kinds", "cpu", "python", "--out", folder, cwd=folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def wheel(distributions: Path) -> Path:
-    """The wheel."""
-    (built,) = distributions.glob("natten_jax-*.whl")
+    """The wheel with kernels for this machine."""
+    (built,) = distributions.glob("natten_jax-*linux*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def python_alone(distributions: Path) -> Path:
+    """The wheel without any."""
+    (built,) = set(distributions.glob("natten_jax-*.whl")) - set(distributions.glob("*linux*"))
     return built
 
 
@@ -109,6 +116,23 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert "natten_jax/flax_modules/__init__.py" in names
     assert CALIBRATIONS and {name for name in names if name.endswith(".json")} == CALIBRATIONS
     assert not [name for name in names if "test" in name or name.endswith((".cpp", ".cu", ".h"))]
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    """The files of a package in a wheel, but for native libraries."""
+    archive = zipfile.ZipFile(wheel)
+    names = (name for name in archive.namelist() if name.startswith("natten_jax/") and not name.endswith((".so", "/")))
+    return {name: archive.read(name) for name in names}
+
+
+@of_the_wheel
+def test_wheel_of_python_alone_is_every_machines_and_holds_all_but_the_library(wheel: Path, python_alone: Path) -> None:
+    assert python_alone.name == f"natten_jax-{__version__}-py3-none-any.whl"
+    archive = zipfile.ZipFile(python_alone)
+    assert contents(python_alone) == contents(wheel)
+    assert not [name for name in archive.namelist() if name.endswith(".so")]
+    (tags,) = (name for name in archive.namelist() if name.endswith(".dist-info/WHEEL"))
+    assert "Root-Is-Purelib: true" in archive.read(tags).decode()
 
 
 @of_the_wheel

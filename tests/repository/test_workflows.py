@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -74,17 +75,18 @@ def test_tests_run_with_every_python_and_the_oldest_and_newest_jax() -> None:
         assert PROJECT["project"]["optional-dependencies"][cuda] == [f"jax[{cuda}]>={lower_bound}"]
 
 
-def test_wheels_are_built_for_every_python_and_every_cuda() -> None:
+def test_wheels_of_every_kind_are_built_for_every_python() -> None:
     (tests,) = jobs("tests").values()
     (wheels,) = jobs("wheels").values()
     pythons = tests["strategy"]["matrix"]["python"]
     assert default("PYTHONS") == [f"python{version}" for version in pythons]
     (setup,) = (step for step in wheels["steps"] if "setup-python" in step.get("uses", ""))
     assert setup["with"]["python-version"].split() == pythons
-    cudas = [each["cuda"] for each in wheels["strategy"]["matrix"]["include"]]
-    assert cudas == default("CUDAS")
+    kinds = [each["kind"] for each in wheels["strategy"]["matrix"]["include"]]
+    assert kinds == [word if word != "$(CROSS)" else "aarch64" for word in default("KINDS")]
+    assert kinds == list(runpy.run_path(str(ROOT / "release" / "wheels.py"))["KINDS"])
     extras = PROJECT["project"]["optional-dependencies"]
-    assert [f"cuda{cuda}" for cuda in cudas if cuda != "0"] == [name for name in extras if name.startswith("cuda")]
+    assert [name for name in kinds if "cuda" in name] == [name for name in extras if name.startswith("cuda")]
 
 
 @pytest.mark.parametrize("path", [*WORKFLOWS, ROOT / ".ci" / "run", ROOT / "Makefile"], ids=lambda path: path.name)
