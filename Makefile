@@ -16,6 +16,8 @@ INSTALLED := $(if $(VENV),$(VENV)/.installed,build/.installed)
 INSTALL := $(RUN) -m pip install --quiet $(if $(VENV),--editable '.[test]' $(if $(JAX),'jax==$(JAX)'),--no-index --no-build-isolation --no-deps --editable .)
 # What the installed build depends on: the native sources and the metadata, not the Python files (editable install).
 BUILD_INPUTS := pyproject.toml setup.py $(shell find csrc -type f)
+# Code in them has the columns that fit a page of the site.
+PAGES = README.md CONTRIBUTING.md $(wildcard docs/*.md docs/notebooks/*.ipynb examples/*.md)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: demo test test-host test-gpu fuzz sanitize-gpu sanitize-host lint setup wheels bench-scaling docs pictures tables clean
@@ -79,6 +81,7 @@ sanitize-host: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/ruff format --check --line-length 88 $(PAGES)
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file tests/mypy.ini
 	$(BIN)/clang-format --dry-run --Werror $(CLANG_FORMAT_FILES)
@@ -113,6 +116,7 @@ bench-scaling: setup
 
 # The documentation site; warnings are errors. The second command installs what Sphinx needs, and leaves natten_jax as it is.
 docs: setup
+	rm -rf docs/api  # pages of names that are gone
 	$(if $(VENV),$(RUN) -m pip install --quiet 'natten_jax[docs]')
 	JAX_PLATFORMS=cpu $(RUN) -m sphinx --fail-on-warning --keep-going --quiet --jobs auto docs build/docs
 

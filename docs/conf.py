@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
+from sphinx.util.inspect import signature as signature_of
+from sphinx.util.typing import stringify_annotation
 
 from natten_jax import __version__
 
@@ -17,13 +20,37 @@ project = "natten_jax"
 author = "The natten_jax developers"
 version = release = __version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
 exclude_patterns = ["_templates"]
 templates_path = ["_templates"]
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"
 html_title = f"natten_jax {__version__}"
 html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_logo = "images/logo.svg"
+html_favicon = "images/logo.svg"
+
+# What is copied is what one types: no prompts, and no output.
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+myst_enable_extensions = ["colon_fence"]
+myst_html_meta = {
+    "description": "Neighborhood attention (sliding windows over sequences, images and videos) for JAX and Flax: "
+    "CUDA kernels for NVIDIA GPUs, kernels for CPUs, and plain JAX for every other device.",
+    "keywords": "JAX, Flax, NATTEN, neighborhood attention, sliding window attention, local attention, H100, H200, "
+    "A100, B200, RTX 4090, L40S, GH200, TPU, Colab, CUDA, CUTLASS, FlashAttention, DiNAT, HDiT",
+}
 
 # The pages are read in the repository, too: plain Markdown, with links between files and their headings.
 myst_heading_anchors = 3
@@ -35,7 +62,9 @@ nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 
 autosummary_generate = True
-autodoc_typehints = "none"  # the text of an argument says what it is
+maximum_signature_line_length = 88
+autodoc_typehints = "description"  # beside the text of an argument, which says its shape
+autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
@@ -44,6 +73,12 @@ napoleon_use_ivar = True  # else attributes of named tuples are there twice
 # References to this package have to lead somewhere; those to others are left as text, because a build needs no network.
 nitpicky = True
 nitpick_ignore_regex = [(r"py:.*", r"(?!natten_jax\.).*")]
+# Types in signatures that users get and hand on, and that no page describes.
+nitpick_ignore = [
+    ("py:class", "natten_jax.cost.tile_counts.TimedTiles"),
+    ("py:class", "natten_jax.flax_modules.arguments.Performance"),
+    ("py:class", "natten_jax.plan.plan.Plan"),
+]
 
 _LINK_OUT_OF_PAGES = re.compile(r"\[([^\]]+)\]\((\.\./[^)\s]+)\)")
 
@@ -62,12 +97,16 @@ def _name_files_of_the_repository(_: Sphinx, page: str, text: list[str]) -> None
 
 
 def _sign_flax_modules(
-    _: Sphinx, kind: str, name: str, obj: Any, options: Any, signature: str | None, returned: str | None
+    app: Sphinx, kind: str, name: str, obj: Any, options: Any, signature: str | None, returned: str | None
 ) -> tuple[str, str | None] | None:
-    """The arguments of a Flax module, which its metaclass hides; defaults that are functions are not spelled out."""
+    """Arguments and types of a Flax module, which its metaclass hides; functions as defaults are not spelled out."""
     if kind != "class" or not name.startswith(("natten_jax.flax_modules.nnx.", "natten_jax.flax_modules.linen.")):
         return None
-    _, *parameters = inspect.signature(obj.__init__).parameters.values()
+    _, *parameters = signature_of(obj.__init__).parameters.values()
+    parameters = [each for each in parameters if each.name not in ("parent", "name")]  # these are Flax's own
+    typed = [each for each in parameters if each.annotation != each.empty]
+    types = {each.name: stringify_annotation(each.annotation, "smart") for each in typed}
+    app.env.current_document.autodoc_annotations[name] = types
     plain = str, int, float, bool, type(None)
     shown = [
         each.replace(
@@ -75,12 +114,20 @@ def _sign_flax_modules(
             default=each.default if each.default is each.empty or isinstance(each.default, plain) else ...,
         )
         for each in parameters
-        if each.name not in ("parent", "name")  # Flax's own
     ]
     return str(inspect.Signature(shown)).replace("Ellipsis", "..."), returned
 
 
+def _show_one_signature(app: Sphinx) -> None:
+    """Of functions whose overloads differ in the type of the result alone, the page has one signature."""
+    for module in ("natten_jax.ops.attention", "natten_jax.ops.neighborhood"):
+        analyzer = ModuleAnalyzer.for_module(module)
+        analyzer.analyze()
+        analyzer.overloads.clear()
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
+    app.connect("builder-inited", _show_one_signature)
     app.connect("autodoc-process-signature", _sign_flax_modules)
     app.connect("source-read", _name_files_of_the_repository)

@@ -22,6 +22,7 @@ from natten_jax import backends
 from natten_jax.backends.base import Backend, Platform
 from natten_jax.backends.heeded import CHOICES, heeded
 from natten_jax.backends.names import WITHOUT_KERNELS, substitute
+from natten_jax.ops.config_queries import query_names
 from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import BackendId
@@ -194,6 +195,15 @@ def _queries() -> str:
     return _markdown(("backends", "queries, `fna` or `fmha` for `*`"), map(row, backends.registered()))
 
 
+def _configuration_queries() -> str:
+    def row(prefix: str, operator: str) -> Sequence[str]:
+        return tuple(f"`get_{infix}configs_for_{prefix}_{operator}`" for infix in ("", "bwd_"))
+
+    names = [each for each in query_names() if each.startswith("get_configs_for_")]
+    rows = (row(*each.removeprefix("get_configs_for_").rsplit("_", 1)) for each in names)
+    return _markdown(("forward pass", "backward pass"), rows)
+
+
 def _absent() -> str:
     def row(family: str, platform: Platform) -> Sequence[str]:
         instead = substitute(family, backends.registered())
@@ -209,6 +219,7 @@ _TABLES: dict[str, Callable[[], str]] = {
     "largest tiles": _tiles,
     "heeded arguments": _heeded,
     "queries": _queries,
+    "configuration queries": _configuration_queries,
     "absent backends": _absent,
 }
 

@@ -81,8 +81,24 @@ def part(title: str, parts: tuple[int, int], place: tuple[int, int], **facts: An
     return draw
 
 
+def logo() -> None:
+    """A window of 3 x 3 around a query, in a layout of 5 x 5; legible at 16 pixels, on light and on dark pages."""
+    cells = []
+    for row, column in np.ndindex(5, 5):
+        is_seen = 1 <= row <= 3 and 1 <= column <= 3
+        color = "#e08a2c" if (row, column) == (2, 2) else "#3b86c6" if is_seen else "#9aa7b5"
+        opacity = "" if is_seen else ' opacity="0.45"'
+        cells.append(
+            f'<rect x="{13 * column + 1}" y="{13 * row + 1}" width="10" height="10" rx="2" fill="{color}"{opacity}/>'
+        )
+    (IMAGES / "logo.svg").write_text(
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 64 64">{"".join(cells)}</svg>\n'
+    )
+
+
 def main() -> None:
     """Draw all pictures."""
+    logo()
     picture(
         *("halos", 13, 1.6),
         part("4 devices, kernel_size=5", (1, 4), (0, 1), kernel_size=5),

@@ -39,7 +39,9 @@ def neighborhood_attention_fn(
         >>> from flax import nnx
         >>> from natten_jax.flax_modules.attention_fn import neighborhood_attention_fn
         >>> over_windows = neighborhood_attention_fn(kernel_size=(3, 3))
-        >>> layer = nnx.MultiHeadAttention(2, 32, attention_fn=over_windows, decode=False, rngs=nnx.Rngs(0))
+        >>> layer = nnx.MultiHeadAttention(
+        ...     2, 32, attention_fn=over_windows, decode=False, rngs=nnx.Rngs(0)
+        ... )
         >>> layer(jnp.ones((1, 4, 4, 32))).shape
         (1, 4, 4, 32)
 

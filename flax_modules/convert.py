@@ -35,8 +35,9 @@ def linen_params(
     Example:
         >>> import numpy as np
         >>> from natten_jax.flax_modules import convert
-        >>> shapes = {"qkv.weight": (96, 32), "qkv.bias": 96, "proj.weight": (32, 32), "proj.bias": 32}
-        >>> weights = {f"attn.{name}": np.ones(shape, np.float32) for name, shape in shapes.items()}
+        >>> shapes = {"qkv.weight": (96, 32), "qkv.bias": 96}
+        >>> shapes |= {"proj.weight": (32, 32), "proj.bias": 32}
+        >>> weights = {f"attn.{name}": np.ones(shape) for name, shape in shapes.items()}
         >>> convert.linen_params(weights, num_heads=2, prefix="attn.")["query"]["kernel"].shape
         (32, 2, 16)
 
@@ -75,8 +76,9 @@ def load_nnx(
         >>> from flax import nnx
         >>> from natten_jax.flax_modules import convert
         >>> from natten_jax.flax_modules.nnx import NeighborhoodAttention2D
-        >>> shapes = {"qkv.weight": (96, 32), "qkv.bias": 96, "proj.weight": (32, 32), "proj.bias": 32}
-        >>> weights = {f"attn.{name}": np.ones(shape, np.float32) for name, shape in shapes.items()}
+        >>> shapes = {"qkv.weight": (96, 32), "qkv.bias": 96}
+        >>> shapes |= {"proj.weight": (32, 32), "proj.bias": 32}
+        >>> weights = {f"attn.{name}": np.ones(shape) for name, shape in shapes.items()}
         >>> layer = NeighborhoodAttention2D(32, num_heads=2, kernel_size=3, rngs=nnx.Rngs(0))
         >>> convert.load_nnx(layer, weights, prefix="attn.")
 

@@ -79,7 +79,8 @@ def plot_window(
 
     Example:
         >>> from natten_jax.plot import plot_window
-        >>> axes = plot_window((12, 12), query=(4, 7), kernel_size=5, dilation=2)  # then plt.show()
+        >>> axes = plot_window((12, 12), query=(4, 7), kernel_size=5, dilation=2)
+        >>> # then plt.show()
 
     Args:
         layout: Tokens per dimension, one to three of them.

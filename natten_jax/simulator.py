@@ -5,7 +5,7 @@ one kind of device (:func:`calibration_for`).
 
 Example:
     >>> from natten_jax import simulator
-    >>> problem = simulator.problem_of((256, 256), kernel_size=80, stride=16, heads=24, head_dim=128)
+    >>> problem = simulator.problem_of((256, 256), 80, stride=16, heads=24, head_dim=128)
     >>> tiles = (16, 8), (16, 8)  # query, key/value
     >>> simulator.count_tiles(problem, tiles).is_fully_block_sparse
     True

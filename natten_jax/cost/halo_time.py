@@ -105,7 +105,8 @@ def predict_split(plan: Plan, parts: Sequence[int], calibration: Calibration) ->
         >>> from natten_jax.simulator import calibration_for, predict_split, problem_of
         >>> video = problem_of((32, 48, 80), 24, 8, heads=24, head_dim=128, dtype="bfloat16")
         >>> parts = 1, 1, 8
-        >>> plan = resolve(Request(video, parts=parts), Device("cuda", (9, 0), is_present=False), "forward")
+        >>> hopper = Device("cuda", (9, 0), is_present=False)
+        >>> plan = resolve(Request(video, parts=parts), hopper, "forward")
         >>> split = predict_split(plan, parts, calibration_for("hopper"))
         >>> split.received // 10**6, split.exposed <= split.exchange  # megabytes; seconds
         (528, True)

@@ -30,7 +30,8 @@ def predict(problem: Problem, tiles: TimedTiles, pass_: Pass, kernel: Kernel, ca
 
     Example:
         >>> from natten_jax import simulator
-        >>> problem, pair = simulator.problem_of((256, 256), 80, heads=24, head_dim=128), ((16, 8), (16, 8))
+        >>> problem = simulator.problem_of((256, 256), 80, heads=24, head_dim=128)
+        >>> pair = (16, 8), (16, 8)
         >>> model = simulator.calibration_for("hopper")
         >>> kernel = model.kernel(problem, pair, "forward")
         >>> counts = simulator.count_tiles(problem, pair, kernel=kernel)

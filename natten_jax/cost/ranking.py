@@ -46,7 +46,7 @@ def rank(
 
     Example:
         >>> from natten_jax import simulator
-        >>> problem = simulator.problem_of((256, 256), kernel_size=80, stride=16, heads=24, head_dim=128)
+        >>> problem = simulator.problem_of((256, 256), 80, stride=16, heads=24, head_dim=128)
         >>> model = simulator.calibration_for("hopper")
         >>> pairs = [((16, 8), (16, 8)), ((128, 1), (128, 1))]
         >>> [pair for pair, seconds in simulator.rank(problem, pairs, "forward", model)]

@@ -28,7 +28,8 @@ def merge_attentions(
         >>> import jax.numpy as jnp
         >>> from natten_jax import attention, merge_attentions
         >>> query, key = jnp.ones((2, 16, 4, 8)), jnp.ones((2, 24, 4, 8))
-        >>> parts = [attention(query, each, each, return_lse=True) for each in (key[:, :10], key[:, 10:])]
+        >>> halves = key[:, :10], key[:, 10:]
+        >>> parts = [attention(query, each, each, return_lse=True) for each in halves]
         >>> out, logsumexp = merge_attentions(*zip(*parts))
         >>> bool(jnp.allclose(out, attention(query, key, key)))
         True
