@@ -6,8 +6,10 @@
 #include <cuda_runtime.h>
 
 #include <cmath>
+#include <tuple>
 
 #include "bench/fmha_ladder.h"
+#include "cuda/common/constants.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/sm80/products.cuh"
 #include "cuda/sm80/shared_tile.cuh"
@@ -25,9 +27,8 @@ struct Tiles {
   static constexpr int kKeys = kKeys_;
   static constexpr int kOccupancy = kOccupancy_;
 };
-using Tiles64x64 = Tiles<4, 1, 64, 2>;
-using Tiles128x64 = Tiles<4, 2, 64, 2>;
-using Tiles128x128 = Tiles<8, 1, 128, 1>;
+/// By TileSizes.
+using AllTiles = std::tuple<Tiles<4, 1, 64, 2>, Tiles<4, 2, 64, 2>, Tiles<8, 1, 128, 1>>;
 
 template <class Element_, int kHeadDim_, Rung kRung_, class Tiles_>
 struct Traits : Tiles_ {
@@ -220,41 +221,21 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kOccupancy)
 
 template <class Traits>
 cudaError_t launch_rung(const FmhaParams& params, cudaStream_t stream) {
-  const auto kernel = natten_jax_bench_fmha_forward<Traits>;
-  constexpr int kSharedMemory = sizeof(typename Traits::SharedStorage);
   const dim3 grid((params.tokens + Traits::kQueries - 1) / Traits::kQueries, params.heads, params.batch);
-  return launch(kernel, {grid, Traits::kThreads, kSharedMemory, stream}, params);
-}
-
-template <class Element, int kHeadDim, class Tiles>
-cudaError_t launch_tiles(Rung rung, const FmhaParams& params, cudaStream_t stream) {
-  switch (rung) {
-    case Rung::kBasic:
-      return launch_rung<Traits<Element, kHeadDim, Rung::kBasic, Tiles>>(params, stream);
-    case Rung::kMath:
-      return launch_rung<Traits<Element, kHeadDim, Rung::kMath, Tiles>>(params, stream);
-    default:
-      return launch_rung<Traits<Element, kHeadDim, Rung::kMemory, Tiles>>(params, stream);
-  }
-}
-
-template <class Element, int kHeadDim>
-cudaError_t launch_head_dim(Rung rung, TileSizes tiles, const FmhaParams& params, cudaStream_t stream) {
-  switch (tiles) {
-    case TileSizes::k64x64:
-      return launch_tiles<Element, kHeadDim, Tiles64x64>(rung, params, stream);
-    case TileSizes::k128x64:
-      return launch_tiles<Element, kHeadDim, Tiles128x64>(rung, params, stream);
-    default:
-      return launch_tiles<Element, kHeadDim, Tiles128x128>(rung, params, stream);
-  }
+  return launch_form<Traits>(natten_jax_bench_fmha_forward<Traits>, grid, stream, params);
 }
 
 template <ElementType kType>
 cudaError_t launch_fmha(Rung rung, TileSizes tiles, int head_dim, const FmhaParams& params, cudaStream_t stream) {
-  using Element = ElementOf<kType>;
-  return head_dim == 64 ? launch_head_dim<Element, 64>(rung, tiles, params, stream)
-                        : launch_head_dim<Element, 128>(rung, tiles, params, stream);
+  constexpr cudaError_t kNone = cudaErrorInvalidValue;
+  return with_constant<64, 128>(head_dim, kNone, [&](auto width) {
+    return with_constant<TileSizes::k64x64, TileSizes::k128x64, TileSizes::k128x128>(tiles, kNone, [&](auto sizes) {
+      return with_constant<Rung::kBasic, Rung::kMath, Rung::kMemory>(rung, kNone, [&](auto of_rung) {
+        using Tiles = std::tuple_element_t<static_cast<int>(sizes()), AllTiles>;
+        return launch_rung<Traits<ElementOf<kType>, width, of_rung, Tiles>>(params, stream);
+      });
+    });
+  });
 }
 
 }  // namespace natten_jax::bench

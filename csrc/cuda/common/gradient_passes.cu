@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "cuda/common/arithmetic.cuh"
-#include "cuda/common/element_types.h"
+#include "cuda/common/constants.h"
 #include "cuda/common/gradient_passes.h"
 #include "cuda/common/launch.cuh"
 #include "natten_jax/logsumexp.h"
@@ -219,7 +219,7 @@ cudaError_t launch_delta(ElementType type, const void* out, const void* out_cota
     if (chunks <= 8) return launch_kernel(natten_jax_row_delta_reduction<Element, 8>, 8);
     return launch_kernel(natten_jax_row_delta_reduction<Element, 16>, 16);
   };
-  return with_element_type<ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16>(
+  return with_constant<ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16>(
       type, cudaErrorInvalidValue, launch_for);
 }
 

@@ -50,6 +50,14 @@ cudaError_t launch(void (*kernel)(Parameters...), const LaunchShape& shape, Argu
   return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
 }
 
+/// Launches the form of a kernel for `Traits`, which say how many threads and how much shared memory a CTA has.
+template <class Traits, class Params>
+cudaError_t launch_form(void (*kernel)(Params), dim3 ctas, cudaStream_t stream, const Params& params,
+                        bool overlaps = false) {
+  constexpr int kSharedMemory = sizeof(typename Traits::SharedStorage);
+  return launch(kernel, {ctas, Traits::kThreads, kSharedMemory, stream, overlaps}, params);
+}
+
 /// Lets the next kernel of the stream start, if it is launched to overlap, once all blocks have called
 /// this or are done.
 __device__ inline void allow_next_kernel() {

@@ -1,7 +1,7 @@
 // What the products of a launch are computed in.
 #pragma once
 
-#include "cuda/common/element_types.h"
+#include "cuda/common/constants.h"
 
 namespace natten_jax::sm80 {
 
@@ -11,16 +11,12 @@ enum class Arithmetic { kFloat16, kBFloat16, kFloat32, kTensorFloat32 };
 /// TF32 unless `is_accurate`.
 template <class Call>
 Status with_arithmetic(ElementType type, bool is_accurate, const Call& call) {
-  switch (type) {
-    case ElementType::kFloat16:
-      return call(std::integral_constant<Arithmetic, Arithmetic::kFloat16>{});
-    case ElementType::kBFloat16:
-      return call(std::integral_constant<Arithmetic, Arithmetic::kBFloat16>{});
-    case ElementType::kFloat32:
-      return is_accurate ? call(std::integral_constant<Arithmetic, Arithmetic::kFloat32>{})
-                         : call(std::integral_constant<Arithmetic, Arithmetic::kTensorFloat32>{});
-  }
-  return no_such_elements(type);
+  const Arithmetic of_float32 = is_accurate ? Arithmetic::kFloat32 : Arithmetic::kTensorFloat32;
+  const Arithmetic arithmetic = type == ElementType::kFloat16    ? Arithmetic::kFloat16
+                                : type == ElementType::kBFloat16 ? Arithmetic::kBFloat16
+                                                                 : of_float32;
+  return with_constant<Arithmetic::kFloat16, Arithmetic::kBFloat16, Arithmetic::kFloat32, Arithmetic::kTensorFloat32>(
+      arithmetic, no_such_elements(type), call);
 }
 
 }  // namespace natten_jax::sm80

@@ -14,13 +14,4 @@ namespace natten_jax::sm80 {
 template <Arithmetic kArithmetic>
 Status launch_backward(const BackwardParams& params, const BackwardForm& form, int ctas, cudaStream_t stream);
 
-extern template Status launch_backward<Arithmetic::kFloat16>(const BackwardParams&, const BackwardForm&, int,
-                                                             cudaStream_t);
-extern template Status launch_backward<Arithmetic::kBFloat16>(const BackwardParams&, const BackwardForm&, int,
-                                                              cudaStream_t);
-extern template Status launch_backward<Arithmetic::kFloat32>(const BackwardParams&, const BackwardForm&, int,
-                                                             cudaStream_t);
-extern template Status launch_backward<Arithmetic::kTensorFloat32>(const BackwardParams&, const BackwardForm&, int,
-                                                                   cudaStream_t);
-
 }  // namespace natten_jax::sm80

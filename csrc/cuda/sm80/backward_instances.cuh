@@ -19,9 +19,9 @@ Status launch_backward(const BackwardParams& params, const BackwardForm& form, i
     if (form.head_dim == Traits::kHeadDim && form.keys == Traits::kKeys) {
       // One kernel for both with float32: these are the longest ones, whose products take most of their time.
       constexpr bool kIsForBoth = sizeof(Element) == 4;
-      result = launch_form<Traits>(params.scale.heads == nullptr ? natten_jax_sm80_fna_backward<Traits, kIsForBoth>
-                                                                 : natten_jax_sm80_fna_backward<Traits, true>,
-                                   params, ctas, stream);
+      const auto kernel = params.scale.heads == nullptr ? natten_jax_sm80_fna_backward<Traits, kIsForBoth>
+                                                        : natten_jax_sm80_fna_backward<Traits, true>;
+      result = status_of(launch_form<Traits>(kernel, ctas, stream, params));
     }
   };
   const auto run_anywhere = [&](auto traits) {
@@ -44,5 +44,8 @@ Status launch_backward(const BackwardParams& params, const BackwardForm& form, i
   }
   return result;
 }
+
+template Status launch_backward<Arithmetic::NATTEN_JAX_INSTANCE>(const BackwardParams&, const BackwardForm&, int,
+                                                                 cudaStream_t);
 
 }  // namespace natten_jax::sm80

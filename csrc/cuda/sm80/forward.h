@@ -22,13 +22,4 @@ template <Arithmetic kArithmetic>
 Status launch_forward(const ForwardParams& params, const ForwardForm& form, const SharedMemory& memory, int ctas,
                       cudaStream_t stream);
 
-extern template Status launch_forward<Arithmetic::kFloat16>(const ForwardParams&, const ForwardForm&,
-                                                            const SharedMemory&, int, cudaStream_t);
-extern template Status launch_forward<Arithmetic::kBFloat16>(const ForwardParams&, const ForwardForm&,
-                                                             const SharedMemory&, int, cudaStream_t);
-extern template Status launch_forward<Arithmetic::kFloat32>(const ForwardParams&, const ForwardForm&,
-                                                            const SharedMemory&, int, cudaStream_t);
-extern template Status launch_forward<Arithmetic::kTensorFloat32>(const ForwardParams&, const ForwardForm&,
-                                                                  const SharedMemory&, int, cudaStream_t);
-
 }  // namespace natten_jax::sm80

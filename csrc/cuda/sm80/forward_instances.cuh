@@ -10,9 +10,9 @@ namespace natten_jax::sm80 {
 /// Launches a variant of a form.
 template <class Traits>
 Status launch_variant(const ForwardParams& params, int ctas, cudaStream_t stream) {
-  return launch_form<Traits>(params.scale.heads == nullptr ? natten_jax_sm80_fna_forward<Traits, false>
-                                                           : natten_jax_sm80_fna_forward<Traits, true>,
-                             params, ctas, stream);
+  const auto kernel = params.scale.heads == nullptr ? natten_jax_sm80_fna_forward<Traits, false>
+                                                    : natten_jax_sm80_fna_forward<Traits, true>;
+  return status_of(launch_form<Traits>(kernel, ctas, stream, params));
 }
 
 /// Launches the first of some variants of a form of which two CTAs fit on a multiprocessor, or else the first of which
@@ -66,5 +66,8 @@ Status launch_forward(const ForwardParams& params, const ForwardForm& form, cons
   }
   return no_such_form(form.head_dim);
 }
+
+template Status launch_forward<Arithmetic::NATTEN_JAX_INSTANCE>(const ForwardParams&, const ForwardForm&,
+                                                                const SharedMemory&, int, cudaStream_t);
 
 }  // namespace natten_jax::sm80

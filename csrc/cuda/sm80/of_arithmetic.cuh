@@ -1,4 +1,4 @@
-// Element and product types of an arithmetic, and how a kernel is launched.
+// Element and product types of an arithmetic.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -38,13 +38,6 @@ struct OfArithmetic<Arithmetic::kTensorFloat32> {
 
 template <class Traits>
 constexpr bool kFitsEverywhere = sizeof(typename Traits::SharedStorage) <= kLeastSharedMemory;
-
-/// Launches `kernel`, the form of a kernel for `Traits`.
-template <class Traits, class Params>
-Status launch_form(void (*kernel)(Params), const Params& params, int ctas, cudaStream_t stream) {
-  constexpr int kSharedMemory = sizeof(typename Traits::SharedStorage);
-  return status_of(launch(kernel, {dim3(ctas), Traits::kThreads, kSharedMemory, stream}, params));
-}
 
 /// What a launch says of a form that it was not compiled for: the table of forms and the kernels disagree.
 inline Status no_such_form(int head_dim) {

@@ -13,7 +13,4 @@ namespace natten_jax::sm90 {
 template <ElementType kType>
 Status launch_backward(const BackwardParams& params, int form, cudaStream_t stream);
 
-extern template Status launch_backward<ElementType::kFloat16>(const BackwardParams&, int, cudaStream_t);
-extern template Status launch_backward<ElementType::kBFloat16>(const BackwardParams&, int, cudaStream_t);
-
 }  // namespace natten_jax::sm90

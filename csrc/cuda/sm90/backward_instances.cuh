@@ -4,11 +4,12 @@
 #include <algorithm>
 
 #include "cuda/common/arithmetic.cuh"
+#include "cuda/common/constants.h"
+#include "cuda/common/cuda_status.h"
 #include "cuda/common/geometry.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/sm90/backward.cuh"
 #include "cuda/sm90/backward.h"
-#include "cuda/sm90/instances.cuh"
 
 namespace natten_jax::sm90 {
 
@@ -22,14 +23,14 @@ Status launch_backward(const BackwardParams& params, int form, cudaStream_t stre
     constexpr int kStages = kForm.head_dim == 256 ? 1 : 2;
     const auto launch_traits = [&](auto narrow) {
       using Traits = BackwardTraits<ElementOf<kType>, kForm.head_dim, kForm.keys, kForm.queries, kStages, narrow>;
-      constexpr int kBytes = sizeof(typename Traits::SharedStorage);
-      static_assert(kBytes <= kSharedMemory);
-      return status_of(
-          launch(natten_jax_sm90_backward<Traits>, {dim3(blocks), kThreads, kBytes, stream, true}, params));
+      static_assert(sizeof(typename Traits::SharedStorage) <= kSharedMemory);
+      return status_of(launch_form<Traits>(natten_jax_sm90_backward<Traits>, blocks, stream, params, true));
     };
     return is_narrow(std::min(params.head_dim, params.head_dim_v), kForm.head_dim) ? launch_traits(std::true_type{})
                                                                                    : launch_traits(std::false_type{});
   });
 }
+
+template Status launch_backward<ElementType::NATTEN_JAX_INSTANCE>(const BackwardParams&, int, cudaStream_t);
 
 }  // namespace natten_jax::sm90

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <iterator>
 
+#include "cuda/common/constants.h"
 #include "cuda/common/cuda_status.h"
-#include "cuda/common/element_types.h"
 #include "cuda/common/geometry.h"
 #include "cuda/common/gradient_passes.h"
 #include "cuda/common/tensor_map.h"

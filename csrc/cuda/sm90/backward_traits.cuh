@@ -28,6 +28,7 @@ struct BackwardTraits {
   static constexpr int kKeys = kKeys_;        // keys of a tile
   static constexpr int kQueries = kQueries_;  // queries of a tile
   static constexpr int kStages = kStages_;
+  static constexpr int kThreads = sm90::kThreads;
   // Whether heads of queries and keys, or those of values, take fewer steps than the form's.
   static constexpr bool kIsNarrow = kIsNarrow_;
   // Whether the warpgroups own different keys, so that registers hold the operands of key and value gradients.

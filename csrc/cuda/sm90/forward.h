@@ -14,7 +14,4 @@ namespace natten_jax::sm90 {
 template <ElementType kType>
 Status launch_forward(const ForwardParams& params, int form, bool is_ping_pong, int ctas, cudaStream_t stream);
 
-extern template Status launch_forward<ElementType::kFloat16>(const ForwardParams&, int, bool, int, cudaStream_t);
-extern template Status launch_forward<ElementType::kBFloat16>(const ForwardParams&, int, bool, int, cudaStream_t);
-
 }  // namespace natten_jax::sm90

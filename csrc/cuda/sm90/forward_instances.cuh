@@ -2,18 +2,18 @@
 #pragma once
 
 #include "cuda/common/arithmetic.cuh"
+#include "cuda/common/constants.h"
+#include "cuda/common/cuda_status.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/sm90/forward.cuh"
 #include "cuda/sm90/forward.h"
-#include "cuda/sm90/instances.cuh"
 
 namespace natten_jax::sm90 {
 
 template <class Traits>
 Status launch_traits(const ForwardParams& params, int ctas, cudaStream_t stream) {
-  constexpr int kBytes = sizeof(typename Traits::SharedStorage);
-  static_assert(kBytes <= kSharedMemory);
-  return status_of(launch(natten_jax_sm90_fna_forward<Traits>, {dim3(ctas), Traits::kThreads, kBytes, stream}, params));
+  static_assert(sizeof(typename Traits::SharedStorage) <= kSharedMemory);
+  return status_of(launch_form<Traits>(natten_jax_sm90_fna_forward<Traits>, ctas, stream, params));
 }
 
 /// By the width of heads.
@@ -36,5 +36,7 @@ Status launch_forward(const ForwardParams& params, int form, bool is_ping_pong, 
                         : launch_width<Element, number, false>(params, ctas, stream);
   });
 }
+
+template Status launch_forward<ElementType::NATTEN_JAX_INSTANCE>(const ForwardParams&, int, bool, int, cudaStream_t);
 
 }  // namespace natten_jax::sm90

@@ -4,8 +4,8 @@
 #include <iterator>
 #include <string>
 
+#include "cuda/common/constants.h"
 #include "cuda/common/cuda_status.h"
-#include "cuda/common/element_types.h"
 #include "cuda/common/geometry.h"
 #include "cuda/sm90/forms.h"
 #include "cuda/sm90/forward.h"

@@ -1,17 +1,29 @@
 // Instantiates the kernel for one element type.
 #pragma once
 
+#include "cuda/common/arithmetic.cuh"
 #include "cuda/small/forward.cuh"
 #include "cuda/small/kernels.h"
 
 namespace natten_jax::small {
 
-template <class Element, int kHeadDim>
-cudaError_t launch_forward(const ForwardParams& params, const LaunchShape& shape) {
-  return launch_form<kHeadDim>(params, shape, [&](auto has_boxes) {
-    return params.scale.heads == nullptr ? natten_jax_small_forward<Element, kHeadDim, has_boxes, false>
-                                         : natten_jax_small_forward<Element, kHeadDim, has_boxes, true>;
+template <ElementType kType>
+cudaError_t find_box_kernels(bool& result) {
+  cudaFuncAttributes attributes{};
+  const cudaError_t error =
+      cudaFuncGetAttributes(&attributes, natten_jax_small_forward<ElementOf<kType>, kHeadDims[0], true, false>);
+  result = attributes.ptxVersion >= 90;
+  return error;
+}
+template cudaError_t find_box_kernels<ElementType::NATTEN_JAX_INSTANCE>(bool&);
+
+template <ElementType kType>
+cudaError_t launch_forward(int head_dim, const ForwardParams& params, const LaunchShape& shape) {
+  return launch_loading(head_dim, params, shape, [&](auto width, auto has_boxes) {
+    return params.scale.heads == nullptr ? natten_jax_small_forward<ElementOf<kType>, width, has_boxes, false>
+                                         : natten_jax_small_forward<ElementOf<kType>, width, has_boxes, true>;
   });
 }
+template cudaError_t launch_forward<ElementType::NATTEN_JAX_INSTANCE>(int, const ForwardParams&, const LaunchShape&);
 
 }  // namespace natten_jax::small

@@ -5,42 +5,49 @@
 
 #include <type_traits>
 
+#include "cuda/common/constants.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/small/params.h"
 
 namespace natten_jax::small {
 
-/// Whether the current device runs code of the kernels that was compiled for an architecture with the engine that
-/// copies boxes: code for older ones, which the driver translates, has none.
-cudaError_t find_box_kernels(bool& result);
-
-/// Launches the kernel that `kernel_of(has_boxes)` is for the region's way of loading columns.
-template <int kHeadDim, class Params, class KernelOf>
-cudaError_t launch_form(const Params& params, const LaunchShape& shape, const KernelOf& kernel_of) {
-  if constexpr (kHeadDim <= kLargestBoxHeadDim) {
-    if (params.region.has_boxes) return launch(kernel_of(std::true_type{}), shape, params);
-  }
-  return launch(kernel_of(std::false_type{}), shape, params);
+/// Calls `call` with a compiled width of heads as a constant.
+template <class Call>
+cudaError_t with_head_dim(int head_dim, const Call& call) {
+  return with_constant<kHeadDims[0], kHeadDims[1], kHeadDims[2]>(head_dim, cudaErrorInvalidValue, call);
 }
 
-/// Launches the forward kernel for an element type (ElementOf) and compiled width of heads.
-template <class Element, int kHeadDim>
-cudaError_t launch_forward(const ForwardParams& params, const LaunchShape& shape);
+/// Launches the kernel that `kernel_of(head_dim, has_boxes)` is for the region's way of loading columns.
+template <class Params, class KernelOf>
+cudaError_t launch_loading(int head_dim, const Params& params, const LaunchShape& shape, const KernelOf& kernel_of) {
+  return with_head_dim(head_dim, [&](auto width) {
+    if constexpr (width <= kLargestBoxHeadDim) {
+      if (params.region.has_boxes) return launch(kernel_of(width, std::true_type{}), shape, params);
+    }
+    return launch(kernel_of(width, std::false_type{}), shape, params);
+  });
+}
 
-/// The same for the kernel of query gradients.
-template <class Element, int kHeadDim>
-cudaError_t launch_query_gradient(const BackwardParams& params, const LaunchShape& shape);
+/// Whether the current device runs code of the kernels that was compiled for an architecture with the engine that
+/// copies boxes: code for older ones, which the driver translates, has none.
+template <ElementType kType>
+cudaError_t find_box_kernels(bool& result);
+
+/// Launches the forward kernel for an element type of 16 bits and a compiled width of heads.
+template <ElementType kType>
+cudaError_t launch_forward(int head_dim, const ForwardParams& params, const LaunchShape& shape);
+
+/// The same for the kernel of query gradients, of key and value gradients, and of all gradients of whole layouts, whose
+/// heads the copy engine can load.
+template <ElementType kType>
+cudaError_t launch_query_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape);
+template <ElementType kType>
+cudaError_t launch_key_value_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape);
+template <ElementType kType>
+cudaError_t launch_whole_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape);
 
 /// Launches both kernels of the gradients of additional keys and values: `ctas` of the first one.
-template <class Element, int kHeadDim>
-cudaError_t launch_additional_gradient(const AdditionalParams& params, int ctas, cudaStream_t stream);
-
-/// The same for the kernel of all gradients of whole layouts, whose heads the copy engine can load.
-template <class Element, int kHeadDim>
-cudaError_t launch_whole_gradient(const BackwardParams& params, const LaunchShape& shape);
-
-/// The same for the kernel of key and value gradients.
-template <class Element, int kHeadDim>
-cudaError_t launch_key_value_gradient(const BackwardParams& params, const LaunchShape& shape);
+template <ElementType kType>
+cudaError_t launch_additional_gradient(int head_dim, const AdditionalParams& params, int ctas, cudaStream_t stream);
 
 }  // namespace natten_jax::small

@@ -2,9 +2,8 @@
 
 #include <utility>
 
-#include "cuda/common/arithmetic.cuh"
+#include "cuda/common/constants.h"
 #include "cuda/common/cuda_status.h"
-#include "cuda/common/element_types.h"
 #include "cuda/common/geometry.h"
 #include "cuda/common/problem_checks.h"
 #include "cuda/common/tensor_map.h"
@@ -25,7 +24,7 @@ cudaError_t read_device(Device& result) {
         std::pair{&result.multiprocessors, cudaDevAttrMultiProcessorCount}}) {
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, device);
   }
-  return error != cudaSuccess ? error : find_box_kernels(result.has_boxes);
+  return error != cudaSuccess ? error : find_box_kernels<ElementType::kBFloat16>(result.has_boxes);
 }
 
 /// Tokens between neighbors of a dimension of an array.
@@ -167,23 +166,6 @@ Status prepare_additional(const Problem& problem, const Arrays& arrays, const Sc
   return {};
 }
 
-/// Calls `call` with an element and the compiled width of heads.
-template <class Call>
-Status with_form(const Problem& problem, const Call& call) {
-  const cudaError_t error = with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
-    using Element = ElementOf<type>;
-    switch (compiled_head_dim(problem)) {
-      case 32:
-        return call(Element{}, std::integral_constant<int, 32>{});
-      case 64:
-        return call(Element{}, std::integral_constant<int, 64>{});
-      default:
-        return call(Element{}, std::integral_constant<int, 128>{});
-    }
-  });
-  return status_of(error);
-}
-
 }  // namespace
 
 Status check_arrays(const Problem& problem) {
@@ -206,8 +188,9 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   }
   fill_arrays(arrays, p);
   if (Status status = encode_keys(problem, p.key, p.value, p); status.failed()) return status;
-  return with_form(problem,
-                   [&](auto element, auto head_dim) { return launch_forward<decltype(element), head_dim>(p, shape); });
+  return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
+    return launch_forward<type>(compiled_head_dim(problem), p, shape);
+  }));
 }
 
 Status run_backward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Scratch& scratch,
@@ -222,6 +205,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   p.query_gradient = arrays.query_gradient;
   p.key_gradient = arrays.key_gradient;
   p.value_gradient = arrays.value_gradient;
+  const int head_dim = compiled_head_dim(problem);
   BackwardParams of_keys = p, whole = p;
   LaunchShape shape{}, shape_of_keys{}, shape_of_whole{};
   // Windows of queries and those of keys are alike: queries take the shapes of tiles that keys have.
@@ -240,12 +224,9 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
                                  .failed();
   if (can_be_whole && whole.region.nanoseconds <= p.region.nanoseconds + of_keys.region.nanoseconds) {
     if (Status status = encode_whole(problem, whole); status.failed()) return status;
-    return with_form(problem, [&](auto element, auto head_dim) {
-      if constexpr (head_dim > kLargestBoxHeadDim)
-        return cudaErrorInvalidValue;
-      else
-        return launch_whole_gradient<decltype(element), head_dim>(whole, shape_of_whole);
-    });
+    return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
+      return launch_whole_gradient<type>(head_dim, whole, shape_of_whole);
+    }));
   }
   if (Status status = encode_keys(problem, p.key, p.value, p); status.failed()) return status;
   if (Status status = encode_queries(problem, p, of_keys); status.failed()) return status;
@@ -253,13 +234,12 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   int additional_ctas = 0;
   if (Status status = prepare_additional(problem, arrays, scratch, additional, additional_ctas); status.failed())
     return status;
-  return with_form(problem, [&](auto element, auto head_dim) {
-    using Element = decltype(element);
-    cudaError_t error = launch_query_gradient<Element, head_dim>(p, shape);
-    if (error == cudaSuccess) error = launch_key_value_gradient<Element, head_dim>(of_keys, shape_of_keys);
+  return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
+    cudaError_t error = launch_query_gradient<type>(head_dim, p, shape);
+    if (error == cudaSuccess) error = launch_key_value_gradient<type>(head_dim, of_keys, shape_of_keys);
     if (error != cudaSuccess || additional_ctas == 0) return error;
-    return launch_additional_gradient<Element, head_dim>(additional, additional_ctas, stream);
-  });
+    return launch_additional_gradient<type>(head_dim, additional, additional_ctas, stream);
+  }));
 }
 
 }  // namespace natten_jax::small

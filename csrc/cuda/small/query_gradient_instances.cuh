@@ -1,15 +1,19 @@
 // Instantiates the kernel for one element type.
 #pragma once
 
+#include "cuda/common/arithmetic.cuh"
 #include "cuda/small/kernels.h"
 #include "cuda/small/query_gradient.cuh"
 
 namespace natten_jax::small {
 
-template <class Element, int kHeadDim>
-cudaError_t launch_query_gradient(const BackwardParams& params, const LaunchShape& shape) {
-  return launch_form<kHeadDim>(
-      params, shape, [](auto has_boxes) { return natten_jax_small_query_gradient<Element, kHeadDim, has_boxes>; });
+template <ElementType kType>
+cudaError_t launch_query_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape) {
+  return launch_loading(head_dim, params, shape, [](auto width, auto has_boxes) {
+    return natten_jax_small_query_gradient<ElementOf<kType>, width, has_boxes>;
+  });
 }
+template cudaError_t launch_query_gradient<ElementType::NATTEN_JAX_INSTANCE>(int, const BackwardParams&,
+                                                                             const LaunchShape&);
 
 }  // namespace natten_jax::small

@@ -1,9 +1,0 @@
-#include "cuda/small/forward_instances.cuh"
-
-namespace natten_jax::small {
-
-template cudaError_t launch_forward<cutlass::half_t, 32>(const ForwardParams&, const LaunchShape&);
-template cudaError_t launch_forward<cutlass::half_t, 64>(const ForwardParams&, const LaunchShape&);
-template cudaError_t launch_forward<cutlass::half_t, 128>(const ForwardParams&, const LaunchShape&);
-
-}  // namespace natten_jax::small

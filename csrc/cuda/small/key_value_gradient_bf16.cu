@@ -1,9 +1,0 @@
-#include "cuda/small/key_value_gradient_instances.cuh"
-
-namespace natten_jax::small {
-
-template cudaError_t launch_key_value_gradient<cutlass::bfloat16_t, 32>(const BackwardParams&, const LaunchShape&);
-template cudaError_t launch_key_value_gradient<cutlass::bfloat16_t, 64>(const BackwardParams&, const LaunchShape&);
-template cudaError_t launch_key_value_gradient<cutlass::bfloat16_t, 128>(const BackwardParams&, const LaunchShape&);
-
-}  // namespace natten_jax::small

@@ -1,8 +1,0 @@
-#include "cuda/small/whole_gradient_instances.cuh"
-
-namespace natten_jax::small {
-
-template cudaError_t launch_whole_gradient<cutlass::bfloat16_t, 32>(const BackwardParams&, const LaunchShape&);
-template cudaError_t launch_whole_gradient<cutlass::bfloat16_t, 64>(const BackwardParams&, const LaunchShape&);
-
-}  // namespace natten_jax::small
