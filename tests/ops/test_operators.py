@@ -15,6 +15,7 @@ import pytest
 import natten_jax
 from natten_jax.arrays.operands import Operands
 from natten_jax.execution import custom_vjp
+from natten_jax.native import module as native
 from natten_jax.ops.arrays import neighborhood_problem
 from natten_jax.plan.request import Request
 from natten_jax.problem import Problem
@@ -231,6 +232,8 @@ def test_attention_arguments_override_the_operator(family: Family, case: Case) -
             other.needs_gpu != family.needs_gpu and other.backend.platform is not None
         ):
             continue
+        if other.target is not None and native.path() is None:
+            continue  # a build of Python alone
         text = lowered(case.operator(family.fna, attention_kwargs={"backend": other.fmha}), case, family.dtype)
         assert other.fmha in text
         assert other is family or family.fmha not in text
