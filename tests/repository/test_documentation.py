@@ -105,3 +105,20 @@ def test_pages_type_check(tmp_path: Path) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+PICTURES = sorted((ROOT / "docs" / "images").glob("*.svg"))
+#: Pixels that a page on a telephone of 400 leaves for a picture.
+TELEPHONE = 368
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda path: path.stem)
+def test_pictures_can_be_read_on_telephones_and_on_dark_pages(picture: Path) -> None:
+    text = picture.read_text()
+    width = float(re.findall(r'viewBox="0 0 ([\d.]+)', text)[0])
+    sizes = [float(size) for size in re.findall(r"font(?:-size)?: ([\d.]+)px", text)]
+    assert all(size * TELEPHONE / width >= 9 for size in sizes)
+    assert "<image" not in text
+    if sizes:  # the colour of text is the theme's, and nothing is painted behind it
+        assert "prefers-color-scheme:dark" in text
+        assert not re.search(r'id="patch_1">\s*<path[^>]*fill: #', text)
