@@ -85,6 +85,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file tests/mypy.ini
 	$(BIN)/clang-format --dry-run --Werror $(CLANG_FORMAT_FILES)
+	$(BIN)/hadolint Dockerfile
 
 setup: $(INSTALLED)
 
@@ -101,7 +102,7 @@ $(VENV)/.installed: $(BUILD_INPUTS)
 # Wheels to hand out, in dist, for every interpreter of PYTHONS. KINDS: of Python alone; with kernels for CPUs of this
 # machine's kind; for those of 64-bit ARM, where there is a compiler for them; and with kernels for GPUs, too, of a version
 # of CUDA. NATTEN_JAX_CUDA_ARCHS in the environment names other architectures than a release has.
-PYTHONS ?= python3.11 python3.12 python3.13
+PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 CROSS := $(if $(shell command -v aarch64-linux-gnu-g++),aarch64)
 KINDS ?= python cpu $(CROSS) cuda12 cuda13
 wheels:

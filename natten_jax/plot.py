@@ -1,4 +1,4 @@
-"""Pictures of windows: ``pip install 'natten_jax[plot]'``.
+"""Pictures of windows, drawn by Matplotlib (the extra ``plot``).
 
 The masks need no Matplotlib, and come from the same arithmetic as the operators (:mod:`natten_jax.windows`).
 """
@@ -217,7 +217,7 @@ def _draw_cells(ax: Axes | None, cells: tuple[np.ndarray, np.ndarray]) -> Axes:
         try:
             from matplotlib import pyplot as plt
         except ImportError:
-            raise ImportError("pictures need Matplotlib: pip install 'natten_jax[plot]'") from None
+            raise ImportError("pictures need Matplotlib: pip install matplotlib") from None
         _, ax = plt.subplots(figsize=(max(2.0, 0.25 * width), max(1.0, 0.25 * height) + 0.4), layout="constrained")
     for color, places in ((_UNSEEN, is_there & ~seen), (_SEEN, seen)):
         ax.add_patch(_cells(np.argwhere(places), color))
