@@ -140,22 +140,19 @@ def rows_table(every_row: tuple[Row, ...], title: str, *, cut: bool) -> Table:
 
 
 def shares_table(every_row: tuple[Row, ...], title: str, *, cut: bool, steps: int | None) -> Table:
-    """Rows of a trace, with their share of the time and, where the number of steps is known, averages of a step."""
+    """Rows of a trace, with their share of the time; averages of a step, not sums, where steps are counted."""
     rows, rest = _cut(every_row) if cut else (list(every_row), [])
     total = sum(row.runtime for row in every_row)
 
     def figures(part: Sequence[Row]) -> tuple[str, ...]:
         calls, runtime = sum(row.calls for row in part), sum(row.runtime for row in part)
         share = f"{runtime / total:.1%}" if total else "-"
-        if steps is None:
-            return str(calls), format_time(runtime), share
-        return f"{calls / steps:g}", format_time(runtime), share, format_time(runtime / steps)
+        return f"{calls / (steps or 1):g}", format_time(runtime / (steps or 1)), share
 
     cells = [(*dataclasses.astuple(row.name), *figures([row])) for row in rows]
     if rest:
         cells.append((*_names_of_rest(rest), *figures(rest)))
-    averages = () if steps is None else ("Per step",)
-    columns = (*COLUMNS[:-2], "# calls" if steps is None else "# a step", "Runtime", "Share", *averages)
+    columns = (*COLUMNS[:-2], *(COLUMNS[-2:] if steps is None else ("# a step", "Per step")), "Share")
     footer = ("", "", "", "", "Total", *figures(every_row)[1:])
     return Table(title, columns, tuple(cells), footer, columns.index("Operation"))
 
