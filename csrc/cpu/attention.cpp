@@ -12,7 +12,7 @@ Status run_pass(const Problem& problem, const TileShapes& tiles, const Arrays& a
   const Plan plan = make_plan(problem, tiles, arrays, pass);
   const ItemKernel kernel = host_kernels().kernels[static_cast<int>(pass)][static_cast<int>(problem.element_type)];
   const bool is_done =
-      run_items(executor, plan.items(), plan.scratch.bytes,
+      run_items(executor, plan.items(), plan.workspace(nullptr).bytes,
                 [&](std::int64_t index, std::byte* scratch) { kernel(plan, plan.item(index), scratch); });
   return is_done ? Status() : Status::resource_exhausted("no memory for the scratch buffers of attention");
 }

@@ -39,7 +39,7 @@ NATTEN_JAX_INLINE Float weight(const Float& logit, const Float& logsumexp, const
 template <typename T>
 void query_gradient(const Plan& plan, const Item& item, std::byte* scratch) {
   const Problem& p = plan.problem;
-  const Workspace w(plan.scratch, scratch);
+  const Workspace w = plan.workspace(scratch);
   const std::int64_t blocks = make_lane_blocks(plan, item, w.blocks);
   const auto values_of = [&w](std::int64_t i) { return QueryValues(w.statistics + i * kStatistics * kLanes, kLanes); };
   const auto exponent_scales = [&w](std::int64_t i) { return w.statistics + (i * kStatistics + 3) * kLanes; };
@@ -126,7 +126,7 @@ template <typename T>
 void key_value_gradient(const Plan& plan, const Item& item, std::byte* scratch) {
   const Problem& p = plan.problem;
   const Arrays& arrays = plan.arrays;
-  const Workspace w(plan.scratch, scratch);
+  const Workspace w = plan.workspace(scratch);
   const std::int64_t blocks = make_lane_blocks(plan, item, w.blocks);
   const T* keys = static_cast<const T*>(item.owns_additional ? arrays.additional_keys : arrays.key);
   const T* values = static_cast<const T*>(item.owns_additional ? arrays.additional_values : arrays.value);

@@ -55,7 +55,7 @@ NATTEN_JAX_INLINE Float exponentiate(const LaneBlock& block, const Box& box, boo
 template <typename T>
 void forward(const Plan& plan, const Item& item, std::byte* scratch) {
   const Problem& p = plan.problem;
-  const Workspace w(plan.scratch, scratch);
+  const Workspace w = plan.workspace(scratch);
   const std::int64_t blocks = make_lane_blocks(plan, item, w.blocks);
   const auto softmax = [&w](std::int64_t i) {
     return Softmax{w.statistics + i * kStatistics * kLanes, w.statistics + (i * kStatistics + 1) * kLanes};

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 
 #include "cpu/lane_block.h"
 
@@ -82,7 +83,7 @@ void choose_lane_box(Plan& plan, const std::int64_t* tile) {
   }
 }
 
-std::size_t lane_blocks(const Plan& plan, const std::int64_t* tile) {
+std::size_t count_lane_blocks(const Plan& plan, const std::int64_t* tile) {
   const std::int64_t group_heads = plan.pass == Pass::kKeyValueGradient ? 1 : plan.problem.heads_per_kv();
   std::int64_t count = divide_up(group_heads, plan.lane_heads);
   for (int dim = 0; dim < kRank; ++dim) {
@@ -91,37 +92,6 @@ std::size_t lane_blocks(const Plan& plan, const std::int64_t* tile) {
     count *= divide_up(std::min(tile[dim], longest), plan.lane_box[dim]);
   }
   return static_cast<std::size_t>(count);
-}
-
-ScratchLayout lay_out_scratch(const Plan& plan, std::size_t blocks) {
-  const Problem& p = plan.problem;
-  const std::size_t head_dim = static_cast<std::size_t>(p.head_dim);
-  const std::size_t head_dim_v = static_cast<std::size_t>(p.head_dim_v);
-  const std::size_t rows = static_cast<std::size_t>(plan.stream_tokens + kRowPadding);
-  const bool packs = p.element_type != ElementType::kFloat32;
-  std::size_t bytes = 0;
-  const auto reserve = [&bytes](std::size_t count, std::size_t width) {
-    const std::size_t offset = bytes;
-    bytes += (count * width + 63) / 64 * 64;
-    return offset;
-  };
-  ScratchLayout layout;
-  layout.lanes_a = reserve(blocks * head_dim * kLanes, sizeof(float));
-  layout.lanes_b = reserve(blocks * head_dim_v * kLanes, sizeof(float));
-  layout.sums_a = reserve(blocks * head_dim * kLanes, sizeof(float));
-  layout.sums_b = reserve(blocks * head_dim_v * kLanes, sizeof(float));
-  layout.statistics = reserve(blocks * kStatistics * kLanes, sizeof(float));
-  layout.blocks = reserve(blocks, sizeof(LaneBlock));
-  layout.logits = reserve(rows * kLanes, sizeof(float));
-  layout.products = reserve(rows * kLanes, sizeof(float));
-  layout.rows_a = reserve(rows, sizeof(const float*));
-  layout.rows_b = reserve(rows, sizeof(const float*));
-  layout.row_values = reserve(kStatistics * rows, sizeof(float));
-  layout.packed_a = reserve(packs ? rows * head_dim : 0, sizeof(float));
-  layout.packed_b = reserve(packs ? rows * head_dim_v : 0, sizeof(float));
-  layout.lines = reserve(kLanes * std::max(head_dim, head_dim_v), sizeof(float));
-  layout.bytes = bytes;
-  return layout;
 }
 
 }  // namespace
@@ -159,6 +129,34 @@ Item Plan::item(std::int64_t index) const {
   return item;
 }
 
+Workspace Plan::workspace(std::byte* scratch) const {
+  const std::size_t lanes = lane_blocks * kLanes, rows = static_cast<std::size_t>(stream_tokens + kRowPadding);
+  const std::size_t head_dim = static_cast<std::size_t>(problem.head_dim);
+  const std::size_t head_dim_v = static_cast<std::size_t>(problem.head_dim_v);
+  const std::size_t packed = problem.element_type == ElementType::kFloat32 ? 0 : rows;
+  Workspace w{};
+  const auto reserve = [&](auto*& buffer, std::size_t count) {
+    using Pointer = std::remove_reference_t<decltype(buffer)>;
+    if (scratch != nullptr) buffer = reinterpret_cast<Pointer>(scratch + w.bytes);
+    w.bytes += (count * sizeof(*buffer) + 63) / 64 * 64;
+  };
+  reserve(w.lanes_a, lanes * head_dim);
+  reserve(w.lanes_b, lanes * head_dim_v);
+  reserve(w.sums_a, lanes * head_dim);
+  reserve(w.sums_b, lanes * head_dim_v);
+  reserve(w.statistics, lanes * kStatistics);
+  reserve(w.blocks, lane_blocks);
+  reserve(w.logits, rows * kLanes);
+  reserve(w.products, rows * kLanes);
+  reserve(w.rows_a, rows);
+  reserve(w.rows_b, rows);
+  reserve(w.row_values, kStatistics * rows);
+  reserve(w.packed_a, packed * head_dim);
+  reserve(w.packed_b, packed * head_dim_v);
+  reserve(w.lines, kLanes * std::max(head_dim, head_dim_v));
+  return w;
+}
+
 Plan make_plan(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, Pass pass) {
   Plan plan{};
   plan.problem = problem;
@@ -181,7 +179,7 @@ Plan make_plan(const Problem& problem, const TileShapes& tiles, const Arrays& ar
       plan.additional_segments.push_back({0, begin, std::min(begin + kLanes, problem.additional_kv)});
     }
   }
-  plan.scratch = lay_out_scratch(plan, lane_blocks(plan, owner_tile));
+  plan.lane_blocks = count_lane_blocks(plan, owner_tile);
   return plan;
 }
 

@@ -47,23 +47,25 @@ struct Item {
   bool owns_additional;  ///< Whether the last segment counts additional keys instead of layout tokens.
 };
 
-/// Byte offsets of an item's buffers in a thread's scratch memory.
-struct ScratchLayout {
-  std::size_t lanes_a;     ///< [blocks][head_dim][kLanes]: queries or keys.
-  std::size_t lanes_b;     ///< [blocks][head_dim_v][kLanes]: output cotangents or values.
-  std::size_t sums_a;      ///< [blocks][head_dim][kLanes]: gradient of lanes_a.
-  std::size_t sums_b;      ///< [blocks][head_dim_v][kLanes]: output, or gradient of lanes_b.
-  std::size_t statistics;  ///< [blocks][kStatistics][kLanes].
-  std::size_t blocks;      ///< [blocks] LaneBlock.
-  std::size_t logits;      ///< [rows][kLanes].
-  std::size_t products;    ///< [rows][kLanes].
-  std::size_t rows_a;      ///< [rows] pointers to rows of head_dim elements.
-  std::size_t rows_b;      ///< [rows] pointers to rows of head_dim_v elements.
-  std::size_t row_values;  ///< [kStatistics][rows]: QueryValues of streamed queries.
-  std::size_t packed_a;    ///< [rows][head_dim] as float.
-  std::size_t packed_b;    ///< [rows][head_dim_v] as float.
-  std::size_t lines;       ///< [kLanes][larger head_dim] as float.
-  std::size_t bytes;
+struct LaneBlock;
+
+/// An item's buffers in a thread's scratch memory.
+struct Workspace {
+  float* lanes_a;        ///< [blocks][head_dim][kLanes]: queries or keys.
+  float* lanes_b;        ///< [blocks][head_dim_v][kLanes]: output cotangents or values.
+  float* sums_a;         ///< [blocks][head_dim][kLanes]: gradient of lanes_a.
+  float* sums_b;         ///< [blocks][head_dim_v][kLanes]: output, or gradient of lanes_b.
+  float* statistics;     ///< [blocks][kStatistics][kLanes].
+  LaneBlock* blocks;     ///< [blocks].
+  float* logits;         ///< [rows][kLanes].
+  float* products;       ///< [rows][kLanes].
+  const float** rows_a;  ///< [rows]: rows of head_dim elements.
+  const float** rows_b;  ///< [rows]: rows of head_dim_v elements.
+  float* row_values;     ///< [kStatistics][rows]: QueryValues of streamed queries.
+  float* packed_a;       ///< [rows][head_dim].
+  float* packed_b;       ///< [rows][head_dim_v].
+  float* lines;          ///< [kLanes][larger head_dim].
+  std::size_t bytes;     ///< Of all.
 };
 
 /// One pass of one call, cut into items.
@@ -77,10 +79,13 @@ struct Plan {
   std::int64_t stream_tokens;       ///< Rows that scratch has room for.
   std::vector<Segment> segments[kRank];
   std::vector<Segment> additional_segments;  ///< Segments of additional keys; empty unless this pass owns them.
-  ScratchLayout scratch;
+  std::size_t lane_blocks;                   ///< Most of an item.
 
   std::int64_t items() const;
   Item item(std::int64_t index) const;
+
+  /// Buffers for an item in scratch memory; with none, how many bytes they take.
+  Workspace workspace(std::byte* scratch) const;
 };
 
 /// Cuts a pass into items; the tile of the owner side is the work of an item.

@@ -168,39 +168,5 @@ NATTEN_JAX_INLINE void clear(float* data, std::int64_t count) {
   for (std::int64_t i = 0; i < count; ++i) data[i] = 0.0f;
 }
 
-/// An item's buffers in scratch memory.
-struct Workspace {
-  float* lanes_a;
-  float* lanes_b;
-  float* sums_a;
-  float* sums_b;
-  float* statistics;
-  LaneBlock* blocks;
-  float* logits;
-  float* products;
-  const float** rows_a;
-  const float** rows_b;
-  float* row_values;
-  float* packed_a;
-  float* packed_b;
-  float* lines;
-
-  NATTEN_JAX_INLINE Workspace(const ScratchLayout& at, std::byte* scratch)
-      : lanes_a(reinterpret_cast<float*>(scratch + at.lanes_a)),
-        lanes_b(reinterpret_cast<float*>(scratch + at.lanes_b)),
-        sums_a(reinterpret_cast<float*>(scratch + at.sums_a)),
-        sums_b(reinterpret_cast<float*>(scratch + at.sums_b)),
-        statistics(reinterpret_cast<float*>(scratch + at.statistics)),
-        blocks(reinterpret_cast<LaneBlock*>(scratch + at.blocks)),
-        logits(reinterpret_cast<float*>(scratch + at.logits)),
-        products(reinterpret_cast<float*>(scratch + at.products)),
-        rows_a(reinterpret_cast<const float**>(scratch + at.rows_a)),
-        rows_b(reinterpret_cast<const float**>(scratch + at.rows_b)),
-        row_values(reinterpret_cast<float*>(scratch + at.row_values)),
-        packed_a(reinterpret_cast<float*>(scratch + at.packed_a)),
-        packed_b(reinterpret_cast<float*>(scratch + at.packed_b)),
-        lines(reinterpret_cast<float*>(scratch + at.lines)) {}
-};
-
 }  // namespace
 }  // namespace natten_jax::cpu::NATTEN_JAX_ISA
