@@ -11,8 +11,9 @@
 #include "bench/fmha_ladder.h"
 #include "cuda/common/constants.h"
 #include "cuda/common/launch.cuh"
-#include "cuda/sm80/products.cuh"
-#include "cuda/sm80/shared_tile.cuh"
+#include "cuda/common/row_sums.cuh"
+#include "cuda/warp/cp_async.cuh"
+#include "cuda/warp/mma.cuh"
 
 namespace natten_jax::bench {
 
@@ -33,14 +34,13 @@ using AllTiles = std::tuple<Tiles<4, 1, 64, 2>, Tiles<4, 2, 64, 2>, Tiles<8, 1, 
 template <class Element_, int kHeadDim_, Rung kRung_, class Tiles_>
 struct Traits : Tiles_ {
   using Element = Element_;
-  using Product = sm80::HalfProduct<Element>;
+  using Product = HalfProduct<Element>;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr Rung kRung = kRung_;
   static constexpr bool kHasMath = kRung != Rung::kBasic, kHasMemory = kRung == Rung::kMemory;
   static constexpr int kStages = kHasMemory ? 2 : 1;
-  using Tile = sm80::SharedTile<kHeadDim * 2>;
-  using KeyTile =
-      std::conditional_t<kHasMemory, Tile, sm80::SharedTile<Tiles_::kKeys * 2>>;  // [key][dim] or [dim][key]
+  using Tile = SharedTile<kHeadDim * 2>;
+  using KeyTile = std::conditional_t<kHasMemory, Tile, SharedTile<Tiles_::kKeys * 2>>;  // [key][dim] or [dim][key]
 
   struct SharedStorage {
     alignas(128) char q[Tiles_::kQueries * Tile::kRowBytes];
@@ -69,7 +69,7 @@ struct Rows {
   template <int kCount>
   CUTE_DEVICE void load_async(std::uint32_t tile, int first) const {
     share<kCount>(first, [&](int row, int chunk, const char* source, bool is_inside) {
-      sm80::copy_async(tile + Tile::offset(row, chunk), source, is_inside);
+      copy_async(tile + Tile::offset(row, chunk), source, is_inside);
     });
   }
   template <int kCount>
@@ -116,18 +116,18 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kOccupancy)
   const int tiles = (seen + kKeys - 1) / kKeys;
 
   const auto load_async = [&](int tile) {
-    keys.template load_async<kKeys>(sm80::shared_address(shared.k[tile % 2]), tile * kKeys);
-    values.template load_async<kKeys>(sm80::shared_address(shared.v[tile % 2]), tile * kKeys);
-    sm80::commit_copies();
+    keys.template load_async<kKeys>(shared_address(shared.k[tile % 2]), tile * kKeys);
+    values.template load_async<kKeys>(shared_address(shared.v[tile % 2]), tile * kKeys);
+    commit_copies();
   };
   if constexpr (Traits::kHasMemory) {
-    queries.template load_async<kQueries>(sm80::shared_address(shared.q), first_query);
+    queries.template load_async<kQueries>(shared_address(shared.q), first_query);
     load_async(0);
   } else {
     queries.template load<kQueries>(shared.q, first_query);
   }
 
-  const typename Product::template ReadA<Tile> read_q(sm80::shared_address(shared.q), warp_row);
+  const typename Product::template ReadA<Tile> read_q(shared_address(shared.q), warp_row);
   // The logits' scale: natural exponentials take scaled logits, those in base 2 take it as part of the exponent.
   const float exponent_scale = Traits::kHasMath ? p.scale * kLog2e : p.scale;
   const auto exponential = [](float x) __attribute__((always_inline)) {
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kOccupancy)
   for (int tile = 0; tile < tiles; ++tile) {
     const int stage = Traits::kHasMemory ? tile % 2 : 0;
     if constexpr (Traits::kHasMemory) {
-      sm80::wait_copies<0>();
+      wait_copies<0>();
       __syncthreads();  // this tile is there, and the one before it has been used
       if (tile + 1 < tiles) load_async(tile + 1);
     } else {
@@ -154,13 +154,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kOccupancy)
       values.template load<kKeys>(shared.v[0], tile * kKeys);
       __syncthreads();
     }
-    const std::uint32_t k = sm80::shared_address(shared.k[stage]), v = sm80::shared_address(shared.v[stage]);
+    const std::uint32_t k = shared_address(shared.k[stage]), v = shared_address(shared.v[stage]);
 
     float s[kRowBlocks][kKeys / 8][4] = {};
     using ReadK = std::conditional_t<Traits::kHasMemory, typename Product::template ReadB<typename Traits::KeyTile>,
                                      typename Product::template ReadTransposedB<typename Traits::KeyTile>>;
     const ReadK read_k(k, 0);
-    sm80::accumulate<Product, kRowBlocks, kKeys / 16, kHeadDim / Product::kStep>(
+    accumulate<Product, kRowBlocks, kKeys / 16, kHeadDim / Product::kStep>(
         s, [&](auto& a, int m, int step) __attribute__((always_inline)) { read_q(a, 16 * m, step); },
         [&](auto& b, int n, int step) __attribute__((always_inline)) { read_k(b, 16 * n, step); });
 
@@ -180,8 +180,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kOccupancy)
         }
         highest = fmaxf(highest, Traits::kHasMath ? logit * exponent_scale : logit);
       }
-      highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
-      highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+      highest = largest_of_row(highest);
       const float rescale = exponential(row_max[m][i % 2] - highest);
       row_max[m][i % 2] = highest;
       float sum = 0.f;
@@ -196,7 +195,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kOccupancy)
       for (int e = 0; e < kHeadDim / 4; ++e) o[m][e / 2][r + e % 2] *= rescale;
     }
     const typename Product::template ReadTransposedB<Tile> read_v(v, 0);
-    sm80::accumulate<Product, kRowBlocks, kHeadDim / 16, kKeys / Product::kStep>(
+    accumulate<Product, kRowBlocks, kHeadDim / 16, kKeys / Product::kStep>(
         o, [&](auto& a, int m, int step) __attribute__((always_inline)) { a = Product::operand(s[m], step); },
         [&](auto& b, int n, int step) __attribute__((always_inline)) { read_v(b, 16 * n, step); });
   }
@@ -204,9 +203,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kOccupancy)
   CUTE_UNROLL
   for (int i = 0; i < 2 * kRowBlocks; ++i) {
     const int query = first_query + warp_row + 16 * (i / 2) + threadIdx.x % 32 / 4 + 8 * (i % 2);
-    float sum = row_sum[i / 2][i % 2];
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    const float sum = sum_of_row(row_sum[i / 2][i % 2]);
     if (query >= p.tokens) continue;
     char* row = static_cast<char*>(p.out) + start + query * pitch;
     CUTE_UNROLL

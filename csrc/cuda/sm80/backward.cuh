@@ -15,7 +15,7 @@
 #include "cuda/sm80/backward_load.cuh"
 #include "cuda/sm80/backward_logits.cuh"
 #include "cuda/sm80/backward_traits.cuh"
-#include "cuda/sm80/products.cuh"
+#include "cuda/warp/mma.cuh"
 
 namespace natten_jax::sm80 {
 

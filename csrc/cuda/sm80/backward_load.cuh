@@ -104,13 +104,6 @@ CUTE_DEVICE void load_keys(const BackwardParams& p, typename Traits::SharedStora
   QueryColumnMask(shared.mask_words, p.axis).template build<kMostQueries>(p.axis, threadIdx.x / 32, Traits::kWarps);
 }
 
-/// Starts to copy 4 bytes, or to write zeros. CuTe's instruction fetches 128 bytes into the second-level cache, of
-/// which the rows of neighboring queries lie apart.
-CUTE_DEVICE void copy_word_async(std::uint32_t destination, const void* source, bool is_inside) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(source), "r"(is_inside ? 4 : 0)
-               : "memory");
-}
-
 /// Starts to copy the queries of a step, their output cotangents and what else belongs to them.
 template <class Traits>
 CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedStorage& shared, const QueryStep& step,

@@ -3,7 +3,7 @@
 
 #include "cuda/common/arithmetic.cuh"
 #include "cuda/sm80/backward_traits.cuh"
-#include "cuda/sm80/products.cuh"
+#include "cuda/warp/mma.cuh"
 #include "natten_jax/logsumexp.h"
 
 namespace natten_jax::sm80 {

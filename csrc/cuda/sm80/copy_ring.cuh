@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "cuda/sm80/shared_tile.cuh"
+#include "cuda/warp/shared_memory.cuh"
 
 namespace natten_jax::sm80 {
 

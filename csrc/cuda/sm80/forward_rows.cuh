@@ -3,7 +3,7 @@
 
 #include "cuda/sm80/forward_traits.cuh"
 #include "cuda/sm80/online_softmax.cuh"
-#include "cuda/sm80/products.cuh"
+#include "cuda/warp/mma.cuh"
 
 namespace natten_jax::sm80 {
 
@@ -131,13 +131,12 @@ struct WarpRows {
   CUTE_DEVICE void write(const Output& o, const Softmax& softmax, std::int64_t first_row) const {
     CUTE_UNROLL
     for (int i = 0; i < 2 * kRowBlocks; ++i) {
-      const float normalisation = softmax.normalisation(i / 2, i % 2);
+      const float factor = normalisation(softmax.row_sum[i / 2][i % 2]);
       CUTE_UNROLL
       for (int n = 0; n < Traits::kHeadDim / 8; ++n) {
         const int byte = (8 * n + 2 * lane4) * sizeof(Element);
         const float* pair = &o[i / 2][n][i % 2 * 2];
-        Product::store_pair(q + Tile::offset(row0 + 8 * i, byte / 16) + byte % 16, pair[0] * normalisation,
-                            pair[1] * normalisation);
+        Product::store_pair(q + Tile::offset(row0 + 8 * i, byte / 16) + byte % 16, pair[0] * factor, pair[1] * factor);
       }
     }
     __syncwarp();

@@ -2,16 +2,10 @@
 #pragma once
 
 #include "cuda/common/device_axis.h"
-#include "cuda/sm80/shared_tile.cuh"
+#include "cuda/warp/cp_async.cuh"
+#include "cuda/warp/shared_tile.cuh"
 
 namespace natten_jax::sm80 {
-
-/// base + token * token_bytes in one instruction: the compiler would add the base to each product.
-CUTE_DEVICE const char* advance(const char* base, int token, int token_bytes) {
-  const char* result;
-  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(result) : "r"(token), "r"(token_bytes), "l"(base));
-  return result;
-}
 
 /// A thread's part of copying tiles of `kRows_` rows: one chunk of every few rows.
 template <class Tile, int kRows_, int kThreads>

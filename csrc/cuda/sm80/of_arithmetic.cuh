@@ -9,7 +9,7 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/sm80/arithmetic.h"
 #include "cuda/sm80/forms.h"
-#include "cuda/sm80/products.cuh"
+#include "cuda/warp/mma.cuh"
 
 namespace natten_jax::sm80 {
 

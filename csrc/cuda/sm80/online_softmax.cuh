@@ -4,7 +4,7 @@
 #include <cfloat>
 #include <cmath>
 
-#include "cuda/common/arithmetic.cuh"
+#include "cuda/common/row_sums.cuh"
 #include "natten_jax/logsumexp.h"
 
 namespace natten_jax::sm80 {
@@ -77,14 +77,8 @@ struct OnlineSoftmax {
   CUTE_DEVICE void finish() {
     CUTE_UNROLL
     for (int i = 0; i < 2 * kRowBlocks; ++i) {
-      float& sum = row_sum[i / 2][i % 2];
-      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      row_sum[i / 2][i % 2] = sum_of_row(row_sum[i / 2][i % 2]);
     }
-  }
-
-  CUTE_DEVICE float normalisation(int m, int i) const {
-    return row_sum[m][i] == 0.f ? 0.f : fast_reciprocal(row_sum[m][i]);
   }
 
   /// The logsumexp of the lane's row `i` of all its blocks, and its remainder.
@@ -118,8 +112,7 @@ struct OnlineSoftmax {
     CUTE_UNROLL
     for (int i = 0; i < 2 * kRowBlocks; ++i) {
       const int m = i / 2, r = i % 2;
-      highest[m][r] = fmaxf(highest[m][r], __shfl_xor_sync(0xffffffffu, highest[m][r], 1));
-      highest[m][r] = fmaxf(highest[m][r], __shfl_xor_sync(0xffffffffu, highest[m][r], 2));
+      highest[m][r] = largest_of_row(highest[m][r]);
       next[m][r] = fminf(offset[m][r], -__fmul_rn(highest[m][r], exponent_scale));
       factor[m][r] = fast_exp2(next[m][r] - offset[m][r]);
       // No short cuts: they would be branches.

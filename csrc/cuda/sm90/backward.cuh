@@ -50,14 +50,14 @@ CUTE_DEVICE void prepare_backward(const BackwardParams& p, typename Traits::Shar
     ClusterBarrier::init(&shared.wants_plan, 1);
     ClusterBarrier::init(&shared.full_sums, Traits::kAlternates ? kConsumerWarps / 2 : kConsumerWarps);
     ClusterBarrier::init(&shared.empty_sums, 1);
-    const int storing = p.schedule.turns == nullptr ? 1 : 32;
+    const int storing = p.schedule.turns == nullptr ? 1 : kWarp;
     for (int i = 0; i < 2; ++i) {
-      ClusterBarrier::init(&shared.full_plan[i], 32);
-      ClusterBarrier::init(&shared.full_windows[i], 32);
-      ClusterBarrier::init(&shared.empty_plan[i], kConsumers + 1 + 32 + storing);  // and those that load
+      ClusterBarrier::init(&shared.full_plan[i], kWarp);
+      ClusterBarrier::init(&shared.full_windows[i], kWarp);
+      ClusterBarrier::init(&shared.empty_plan[i], kConsumers + 1 + kWarp + storing);  // and those that load
     }
     for (int i = 0; i < Traits::kStages; ++i) {
-      ClusterBarrier::init(&shared.full_q[i], 1 + 32);  // one thread expects bytes, a warp writes
+      ClusterBarrier::init(&shared.full_q[i], 1 + kWarp);  // one thread expects bytes, a warp writes
       ClusterBarrier::init(&shared.full_out_cotangent[i], 1);
       ClusterBarrier::init(&shared.empty_q[i], kConsumers);
       ClusterBarrier::init(&shared.empty_out_cotangent[i], kConsumerWarps);
@@ -76,17 +76,19 @@ __global__ void __launch_bounds__(kThreads, 1) natten_jax_sm90_backward(const __
   extern __shared__ __align__(1024) char raw[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(raw);
   prepare_backward<Traits>(p, shared);
-  if (threadIdx.x < 128) {
+  if (threadIdx.x < kWarpgroup) {
     const int warp = threadIdx.x / 32;
     // The first plan is made while there are registers for it.
     Planned planned{};
-    if (warp == 1) planned = plan_position<Traits>(p, shared, take_position(p, true), 0);
+    if (warp == kPlansKeys) planned = plan_position<Traits>(p, shared, take_position(p, true), 0);
     cutlass::arch::warpgroup_reg_dealloc<Traits::kMoverRegisters>();
-    if (threadIdx.x == 0) load_query_tiles<Traits>(p, shared);
-    if (warp == 1) plan_key_tiles<Traits>(p, shared, planned);
-    if (warp == 2) load_statistics<Traits>(p, shared);
-    if (warp == 3 && p.schedule.turns != nullptr) store_gradients<Traits, true>(p, shared);
-    if (threadIdx.x == 96 && p.schedule.turns == nullptr) store_gradients<Traits, false>(p, shared);
+    if (threadIdx.x == kWarp * kLoadsQueries) load_query_tiles<Traits>(p, shared);
+    if (warp == kPlansKeys) plan_key_tiles<Traits>(p, shared, planned);
+    if (warp == kLoadsStatistics) load_statistics<Traits>(p, shared);
+    if (warp == kStoresGradients && p.schedule.turns != nullptr) store_gradients<Traits, true>(p, shared);
+    if (threadIdx.x == kWarp * kStoresGradients && p.schedule.turns == nullptr) {
+      store_gradients<Traits, false>(p, shared);
+    }
   } else {
     // While the other warpgroup still has its registers.
     const QueryColumnMask column_mask(shared.mask_words, p.axis);

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "cuda/common/arithmetic.cuh"
-#include "cuda/sm90/accumulator.cuh"
 #include "cuda/sm90/backward_products.cuh"
+#include "cuda/sm90/wgmma.cuh"
 #include "natten_jax/logsumexp.h"
 
 namespace natten_jax::sm90 {

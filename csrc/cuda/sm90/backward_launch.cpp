@@ -7,10 +7,10 @@
 #include "cuda/common/cuda_status.h"
 #include "cuda/common/geometry.h"
 #include "cuda/common/gradient_passes.h"
-#include "cuda/common/tensor_map.h"
 #include "cuda/sm90/backward.h"
 #include "cuda/sm90/forms.h"
 #include "cuda/sm90/launch_support.h"
+#include "cuda/tma/tensor_map.h"
 
 namespace natten_jax::sm90 {
 namespace {

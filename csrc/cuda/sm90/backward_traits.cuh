@@ -3,13 +3,16 @@
 
 #include "cuda/common/column_mask.cuh"
 #include "cuda/sm90/backward_plan.cuh"
-#include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/wgmma.cuh"
 
 namespace natten_jax::sm90 {
 
-constexpr int kConsumers = 256;  // threads of the two warpgroups that compute
-constexpr int kThreads = 128 + kConsumers;
-constexpr int kConsumerWarps = kConsumers / 32;
+constexpr int kConsumers = 2 * kWarpgroup;  // threads that compute
+constexpr int kThreads = kWarpgroup + kConsumers;
+constexpr int kConsumerWarps = kConsumers / kWarp;
+/// What each warp of the first warpgroup does. Of the first one, one thread does, and of the last one, unless key/value
+/// tiles take turns.
+enum BackwardWarp { kLoadsQueries, kPlansKeys, kLoadsStatistics, kStoresGradients };
 // What is special about a query tile.
 constexpr int kIsMasked = 1;   // some key is hidden from some query
 constexpr int kIsLarge = 2;    // weights of some query need the remainder of its logsumexp
@@ -42,7 +45,7 @@ struct BackwardTraits {
   // The CTA is launched with 168 registers a thread, which are shared out anew. The warps that load spill 24 (H200: 3%
   // slower with heads of 256), but of the form for 128 the warpgroups that compute would spill (25% slower).
   static constexpr int kMoverRegisters = kHeadDim == 128 ? 24 : 40;
-  static constexpr int kConsumerRegisters = (168 * kThreads - 128 * kMoverRegisters) / kConsumers;
+  static constexpr int kConsumerRegisters = (168 * kThreads - kWarpgroup * kMoverRegisters) / kConsumers;
 
   // Tiles are [token][head_dim] or [key][query]; products read them in rows or, transposed, in columns.
   template <int kRows, int kColumns, int kBuffers>

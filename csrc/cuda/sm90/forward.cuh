@@ -24,28 +24,28 @@ CUTE_DEVICE void prepare(const ForwardParams& p, typename Traits::SharedStorage&
     }
     cutlass::arch::fence_view_async_shared();
   }
-  if (threadIdx.x >= 96 && threadIdx.x < 96 + kGroupClasses) {
+  constexpr int kPrefetching = kWarp * kStoresTiles;
+  if (threadIdx.x >= kPrefetching && threadIdx.x < kPrefetching + kGroupClasses) {
     // The first loads need not wait for their maps.
-    const int c = threadIdx.x - 96;
+    const int c = threadIdx.x - kPrefetching;
     if (p.query_classes >> c & 1) {
-      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&p.query[c]));
-      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&p.out[c]));
+      prefetch_tma_descriptor(&p.query[c]);
+      prefetch_tma_descriptor(&p.out[c]);
     }
     if (p.kv_classes >> c & 1) {
-      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&p.key[c]));
-      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&p.value[c]));
+      prefetch_tma_descriptor(&p.key[c]);
+      prefetch_tma_descriptor(&p.value[c]);
     }
   }
   if (threadIdx.x == 0) {
     ClusterBarrier::init(&shared.first_key_loaded, 1);
     ClusterBarrier::init(&shared.full_q, 1);
     ClusterBarrier::init(&shared.empty_q, Traits::kSeparateOutput ? Traits::kConsumers : 1);
-    ClusterBarrier::init(&shared.empty_o, p.continues ? 32 : 1);  // each lane that fetches earlier results
+    ClusterBarrier::init(&shared.empty_o, p.continues ? kWarp : 1);  // each lane that fetches earlier results
     for (int i = 0; i < Traits::kPlans; ++i) {
-      ClusterBarrier::init(&shared.full_plan[i], 32);
-      ClusterBarrier::init(&shared.full_windows[i], 32);
-      ClusterBarrier::init(&shared.empty_plan[i],
-                           Traits::kConsumers + 2 + 32);  // and two loading threads, a storing warp
+      ClusterBarrier::init(&shared.full_plan[i], kWarp);
+      ClusterBarrier::init(&shared.full_windows[i], kWarp);
+      ClusterBarrier::init(&shared.empty_plan[i], Traits::kConsumers + kLoadingThreads + kWarp);  // which stores
     }
     for (int i = 0; i < Traits::kStages; ++i) {
       ClusterBarrier::init(&shared.full_k[i], 1);
@@ -65,13 +65,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   extern __shared__ __align__(1024) char raw[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(raw);
   prepare<Traits>(p, shared);
-  if (threadIdx.x < 128) {
+  if (threadIdx.x < kWarpgroup) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kServiceRegisters>();
     const int warp = threadIdx.x / 32;
-    if (threadIdx.x == 0) load_tiles<Traits, true>(p, shared);
-    if (warp == 1) plan_tiles<Traits>(p, shared);
-    if (threadIdx.x == 64) load_tiles<Traits, false>(p, shared);
-    if (warp == 3) store_tiles<Traits>(p, shared);
+    if (threadIdx.x == kWarp * kLoadsQueriesAndKeys) load_tiles<Traits, true>(p, shared);
+    if (warp == kPlansTiles) plan_tiles<Traits>(p, shared);
+    if (threadIdx.x == kWarp * kLoadsValues) load_tiles<Traits, false>(p, shared);
+    if (warp == kStoresTiles) store_tiles<Traits>(p, shared);
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     Attention<Traits>(p, shared).run();

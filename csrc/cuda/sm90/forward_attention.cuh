@@ -265,7 +265,7 @@ class Attention {
     const auto thread_copy = copy_o.get_thread_slice(thread);
     copy(copy_o, thread_copy.retile_S(result), thread_copy.partition_D(as_position_independent_swizzle_tensor(tile)));
     cutlass::arch::fence_view_async_shared();
-    cutlass::arch::NamedBarrier::arrive(Traits::kConsumers + 32, named_barrier(kOutputReady));
+    cutlass::arch::NamedBarrier::arrive(Traits::kConsumers + kWarp, named_barrier(kOutputReady));
   }
 
   CUTE_DEVICE void store_statistics(const RowSums (&row)[2], const TilePlan& plan) {

@@ -1,8 +1,8 @@
 // The rows of the query tile that a thread holds: where they lie, and which keys of a tile they see.
 #pragma once
 
-#include "cuda/sm90/accumulator.cuh"
 #include "cuda/sm90/forward_traits.cuh"
+#include "cuda/sm90/wgmma.cuh"
 
 namespace natten_jax::sm90 {
 

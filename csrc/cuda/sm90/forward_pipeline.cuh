@@ -208,7 +208,7 @@ CUTE_DEVICE void store_tiles(const ForwardParams& p, typename Traits::SharedStor
     if constexpr (Traits::kSeparateOutput) {
       if (p.continues) fetch_earlier<Traits>(p, plan, shared);
     }
-    cutlass::arch::NamedBarrier::sync(Traits::kConsumers + 32, named_barrier(kOutputReady));
+    cutlass::arch::NamedBarrier::sync(Traits::kConsumers + kWarp, named_barrier(kOutputReady));
     if (threadIdx.x % 32 == 0) {
       for (int chunk = 0; chunk < rows_of_head<kChunk>(p.head_dim_v); ++chunk) {
         SM90_TMA_STORE_5D::copy(&p.out[plan.query_map], tile + chunk * Traits::kRows * kChunk, chunk * kChunk,

@@ -8,7 +8,8 @@ namespace natten_jax::sm90 {
 /// The order in which warpgroups issue their products: while one does, another takes exponentials.
 template <class Traits>
 struct ProductOrder {
-  static constexpr int kThreads = 2 * 128;  // of the warpgroup that has issued its products and the one that goes next
+  // Of the warpgroup that has issued its products and the one that goes next.
+  static constexpr int kThreads = 2 * kWarpgroup;
 
   int warpgroup;
 

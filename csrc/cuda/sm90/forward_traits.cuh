@@ -3,10 +3,14 @@
 
 #include "cuda/common/column_mask.cuh"
 #include "cuda/sm90/forms.h"
-#include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/tile_plan.cuh"
+#include "cuda/sm90/wgmma.cuh"
 
 namespace natten_jax::sm90 {
+
+/// What each warp of the first warpgroup does. Of those that load, one thread does.
+enum ForwardWarp { kLoadsQueriesAndKeys, kPlansTiles, kLoadsValues, kStoresTiles };
+constexpr int kLoadingThreads = 2;
 
 // How a key/value tile is masked for a warpgroup, two bits each.
 constexpr int kNoMask = 0;
@@ -14,7 +18,7 @@ constexpr int kWindowMask = 1;
 constexpr int kEndMask = 2;  // additional tokens: columns past the tile or the last one
 constexpr int kHidden = 3;   // none of its rows sees any of the tile
 constexpr int kMaskBits = 2;
-constexpr int kEachWarpgroup = 0b010101;  // times a mask: the same for all
+constexpr int kEachWarpgroup = 1 | 1 << kMaskBits | 1 << 2 * kMaskBits;  // times a mask: the same for all
 
 // Named barriers; the first eight are CUTLASS's own.
 constexpr int kProductOrder = 8;                               // one per warpgroup: it may issue its products
@@ -30,7 +34,7 @@ struct ForwardTraits {
   static constexpr int kPlans = 3;                  // query tiles that are planned, under way or on their way out
   static constexpr int kWarpgroups = kWarpgroups_;  // that compute
   static constexpr int kRows = 64 * kWarpgroups;    // queries of a tile
-  static constexpr int kConsumers = 128 * kWarpgroups, kThreads = 128 + kConsumers;
+  static constexpr int kConsumers = kWarpgroup * kWarpgroups, kThreads = kWarpgroup + kConsumers;
   // What the 65536 registers of a multiprocessor give each thread.
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160;
   static constexpr int kServiceRegisters = kWarpgroups == 2 ? 40 : 32;

@@ -5,9 +5,9 @@
 
 #include <cstdint>
 
-#include "cuda/common/tensor_map.h"
 #include "cuda/sm90/forms.h"
 #include "cuda/sm90/params.h"
+#include "cuda/tma/tensor_map.h"
 #include "natten_jax/problem.h"
 #include "natten_jax/status.h"
 

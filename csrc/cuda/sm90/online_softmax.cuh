@@ -4,12 +4,10 @@
 #include <cute/tensor.hpp>
 
 #include "cuda/common/arithmetic.cuh"
-#include "cuda/sm90/accumulator.cuh"
+#include "cuda/sm90/wgmma.cuh"
 #include "natten_jax/logsumexp.h"
 
 namespace natten_jax::sm90 {
-
-using namespace cute;
 
 /// What a row of a query tile comes to.
 struct RowSums {

@@ -2,12 +2,9 @@
 // instructions on them, and warps do not wait for each other. The last warp that has read a stage has it filled again.
 #pragma once
 
-#include <cutlass/arch/barrier.h>
-
-#include <cute/arch/copy_sm90_desc.hpp>
-
 #include "cuda/common/launch.cuh"
 #include "cuda/small/copies.cuh"
+#include "cuda/tma/boxes.cuh"
 
 namespace natten_jax::small {
 
@@ -47,7 +44,7 @@ class BoxLoads {
       if (threadIdx.x > 0) return;
       CUTE_UNROLL
       for (int box = 0; box < kBoxes; ++box) {
-        cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&p.columns[box]));
+        cute::prefetch_tma_descriptor(&p.columns[box]);
       }
     }
   }
@@ -60,8 +57,8 @@ class BoxLoads {
     for (int d = 0; d < kRank; ++d) state_.first[d] = first[d];
     CUTE_UNROLL
     for (int stage = 0; stage < 2; ++stage) {
-      cutlass::arch::ClusterBarrier::init(&state_.full[stage], 1);
-      cutlass::arch::ClusterBarrier::init(&state_.left[stage], warps);
+      ClusterBarrier::init(&state_.full[stage], 1);
+      ClusterBarrier::init(&state_.left[stage], warps);
     }
     state_.warps = warps;
     cutlass::arch::fence_barrier_init();
@@ -127,7 +124,7 @@ class BoxLoads {
     CUTE_DEVICE void rows_are_read() const {
       __syncwarp();
       load_next();
-      cutlass::arch::ClusterBarrier::wait(&loads.state_.full[stage], phase);
+      wait(loads.state_.full[stage], phase);
     }
 
     CUTE_DEVICE void columns_are_read() const { loads.leave(i, stage, phase); }
@@ -138,26 +135,13 @@ class BoxLoads {
     if (threadIdx.x % 32 > 0) return;
     // All have left what the stage had before, or it would not have been filled again: this never waits, and orders
     // the barrier's uses for those who look at it alone.
-    cutlass::arch::ClusterBarrier::wait(&state_.left[stage], phase ^ 1);
-    // How many were missing before this one.
-    std::uint64_t before;
-    unsigned missing;
-    const std::uint32_t barrier = shared_address(&state_.left[stage]);
-    asm volatile("mbarrier.arrive.shared::cta.b64 %0, [%1];" : "=l"(before) : "r"(barrier) : "memory");
-    asm volatile("mbarrier.pending_count.b64 %0, %1;" : "=r"(missing) : "l"(before));
+    std::uint64_t& left = state_.left[stage];
+    wait(left, phase ^ 1);
+    std::uint64_t state;
+    const unsigned missing = arrive_counting(left, state);
     i += p_.region.stages;
     if (missing > 1 || i >= items_.count) return;
-    // What the others have read is ordered before what comes.
-    unsigned is_complete;
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "mbarrier.test_wait.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n"
-        "}"
-        : "=r"(is_complete)
-        : "r"(barrier), "l"(before)
-        : "memory");
+    order_after(left, state);
     fill(i, stage);
     fill_statistics(i, stage);
   }
@@ -177,13 +161,14 @@ class BoxLoads {
     const std::uint32_t barrier = shared_address(&state_.full[stage]),
                         to = stages_ + stage * p_.region.shared.stage_bytes;
     const int statistics = kRowsAreKeys ? statistics_end() : 0;
-    cutlass::arch::ClusterTransactionBarrier::arrive_and_expect_tx(&state_.full[stage],
-                                                                   kBoxes * p_.region.shared.box_end + statistics);
+    ClusterTransactionBarrier::arrive_and_expect_tx(&state_.full[stage],
+                                                    kBoxes * p_.region.shared.box_end + statistics);
     CUTE_UNROLL
     for (int box = 0; box < kBoxes; ++box) {
       const bool are_queries = kRowsAreKeys || box >= 2;
-      load(p_.columns[box], to + box * p_.region.shared.second, barrier,
-           (are_queries ? item.head : item.head_kv(p_)) * kHeadDim, item.batch);
+      load_box(p_.columns[box], to + box * p_.region.shared.second, barrier,
+               (are_queries ? item.head : item.head_kv(p_)) * kHeadDim, state_.first[0], state_.first[1],
+               state_.first[2], item.batch);
     }
   }
 
@@ -192,23 +177,14 @@ class BoxLoads {
     if constexpr (kRowsAreKeys) {
       const Item item(p_, items_.first + i);
       constexpr int kFloats = kStatisticsBytes / sizeof(float);
-      load(p_.columns[2], stages_ + stage * p_.region.shared.stage_bytes + p_.region.shared.statistics,
-           shared_address(&state_.full[stage]), item.head * kFloats, item.batch);
+      load_box(p_.columns[2], stages_ + stage * p_.region.shared.stage_bytes + p_.region.shared.statistics,
+               shared_address(&state_.full[stage]), item.head * kFloats, state_.first[0], state_.first[1],
+               state_.first[2], item.batch);
     }
   }
 
   /// Where the box of statistics ends, counted from its begin.
   CUTE_DEVICE int statistics_end() const { return p_.region.shared.box_end / kRowBytes * kStatisticsBytes; }
-
-  CUTE_DEVICE void load(const CUtensorMap& map, std::uint32_t to, std::uint32_t barrier, int head, int batch) const {
-    asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], "
-        "[%7];"
-        :
-        : "r"(to), "l"(&map), "r"(head), "r"(state_.first[0]), "r"(state_.first[1]), "r"(state_.first[2]), "r"(batch),
-          "r"(barrier)
-        : "memory");
-  }
 
   /// What no box covers is read nevertheless, and counts as nothing: what follows the boxes in the stages.
   CUTE_DEVICE void clear_past_boxes(char* stage) const {

@@ -2,19 +2,14 @@
 // heads.
 #pragma once
 
+#include "cuda/common/arithmetic.cuh"
 #include "cuda/common/launch.cuh"
-#include "cuda/sm80/gather.cuh"
-#include "cuda/sm80/shared_tile.cuh"
 #include "cuda/small/plan.cuh"
+#include "cuda/warp/cp_async.cuh"
+#include "cuda/warp/shared_tile.cuh"
 #include "natten_jax/logsumexp.h"
 
 namespace natten_jax::small {
-
-using sm80::advance;
-using sm80::commit_copies;
-using sm80::copy_async;
-using sm80::shared_address;
-using sm80::wait_copies;
 
 /// A batch entry and one of its query heads.
 struct Item {
@@ -62,25 +57,6 @@ CUTE_DEVICE Byte* row_of(Byte* array, int row, int width) {
   return const_cast<Char*>(advance(static_cast<const char*>(array), row, 2 * width));
 }
 
-/// Starts to copy the first `bytes` of a chunk, all 16 or none; what is left of it becomes zeros.
-///
-/// Copies should follow each other: before one that follows a load from shared memory, the compiler puts three
-/// instructions that do nothing.
-CUTE_DEVICE void copy_chunk(std::uint32_t destination, const char* source, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-               :
-               : "r"(destination), "l"(source), "r"(bytes)
-               : "memory");
-}
-
-/// Writes a chunk to global memory: the compiler does not know that an address of `advance` lies there.
-CUTE_DEVICE void store_chunk(const char* destination, uint4 words) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
-               :
-               : "l"(destination), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w)
-               : "memory");
-}
-
 /// A thread's part of copying the columns of a region: a chunk of every few of them, out of one of two arrays. A
 /// column's chunks of both lie in a row of shared memory: one address serves all reads.
 template <int kHeadDim>
@@ -106,22 +82,22 @@ struct ColumnCopy {
     stage += (chunk >> 3) * 128;
     const int step = blockDim.x / kChunks;
     const int2* place = tables.places + threadIdx.x / kChunks;
-    const auto some = [&](auto count) {
-      int2 each[count];
+    const auto copy_columns = [&](auto count) {
+      int2 column[count];
       CUTE_UNROLL
-      for (int i = 0; i < count; ++i) each[i] = place[i * step];
+      for (int i = 0; i < count; ++i) column[i] = place[i * step];
       CUTE_UNROLL
       for (int i = 0; i < count; ++i) {
-        copy_chunk((stage + each[i].y) ^ flip, advance(source, each[i].x, token_bytes), chunk_bytes);
+        copy_chunk((stage + column[i].y) ^ flip, advance(source, column[i].x, token_bytes), chunk_bytes);
       }
       place += count * step;
     };
     int passes = tables.full_passes;
     CUTE_NO_UNROLL
-    for (; passes >= kAtOnce; passes -= kAtOnce) some(std::integral_constant<int, kAtOnce>{});
+    for (; passes >= kAtOnce; passes -= kAtOnce) copy_columns(std::integral_constant<int, kAtOnce>{});
     CUTE_NO_UNROLL
-    for (; passes > 0; --passes) some(std::integral_constant<int, 1>{});
-    if (place < tables.places + tables.columns) some(std::integral_constant<int, 1>{});
+    for (; passes > 0; --passes) copy_columns(std::integral_constant<int, 1>{});
+    if (place < tables.places + tables.columns) copy_columns(std::integral_constant<int, 1>{});
   }
 
   /// The keys and values that a region's queries see, additional ones among them.
@@ -149,7 +125,7 @@ struct ColumnCopy {
 /// The rows of a warp's tile, in a buffer for each array.
 template <int kHeadDim>
 struct RowTile {
-  using Tile = sm80::SharedTile<2 * kHeadDim>;
+  using Tile = SharedTile<2 * kHeadDim>;
   static constexpr int kBytes = kRows * Tile::kRowBytes;
   static constexpr int kPasses = kRows * Tile::kChunks / 32, kStep = 32 / Tile::kChunks;  // rows of a pass
 
@@ -174,22 +150,22 @@ struct RowTile {
                                 void* destination, int head_dim, std::uint32_t buffer) {
     const int lane = threadIdx.x % 32, chunk = lane % Tile::kChunks, row = lane / Tile::kChunks;
     __syncwarp();
-    if constexpr (sm80::kStoresMatrices) {
+    if constexpr (kStoresMatrices) {
       const typename Tile::Lane own(buffer, lane % 16, lane / 16);
       CUTE_UNROLL
       for (int i = 0; i < kHeadDim / 8; i += 2) {
-        sm80::store_matrices(
-            own.at(0, i), {pack<Element>(o[i][0] * low, o[i][1] * low), pack<Element>(o[i][2] * high, o[i][3] * high),
-                           pack<Element>(o[i + 1][0] * low, o[i + 1][1] * low),
-                           pack<Element>(o[i + 1][2] * high, o[i + 1][3] * high)});
+        store_matrices(own.at(0, i),
+                       {pack<Element>(o[i][0] * low, o[i][1] * low), pack<Element>(o[i][2] * high, o[i][3] * high),
+                        pack<Element>(o[i + 1][0] * low, o[i + 1][1] * low),
+                        pack<Element>(o[i + 1][2] * high, o[i + 1][3] * high)});
       }
     } else {
       const typename Tile::Lane own(buffer, lane / 4, 0);
       CUTE_UNROLL
       for (int i = 0; i < kHeadDim / 8; ++i) {
         const std::uint32_t at = own.at(0, i) + lane % 4 * 4;
-        sm80::store_word(at, pack<Element>(o[i][0] * low, o[i][1] * low));
-        sm80::store_word(at + 8 * Tile::kRowBytes, pack<Element>(o[i][2] * high, o[i][3] * high));
+        store_word(at, pack<Element>(o[i][0] * low, o[i][1] * low));
+        store_word(at + 8 * Tile::kRowBytes, pack<Element>(o[i][2] * high, o[i][3] * high));
       }
     }
     __syncwarp();
@@ -200,7 +176,7 @@ struct RowTile {
     CUTE_UNROLL
     for (int i = 0; i < kPasses; ++i) {
       const int place = of_passes(i);
-      const uint4 words = sm80::load_chunk(Tile::later_row(from, i * kStep));
+      const uint4 words = load_chunk(Tile::later_row(from, i * kStep));
       if (place >= 0) store_chunk(advance(to, place, head_dim * 2), words);
     }
   }

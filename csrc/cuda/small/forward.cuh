@@ -8,7 +8,7 @@
 
 #include <cmath>
 
-#include "cuda/common/arithmetic.cuh"
+#include "cuda/common/row_sums.cuh"
 #include "cuda/small/products.cuh"
 #include "natten_jax/logsumexp.h"
 
@@ -37,12 +37,6 @@ struct TileOutput {
   float o[kHeadDim / 8][4] = {};
   float sum[2] = {};
   float shift[2] = {};
-
-  CUTE_DEVICE float row_sum(int r) const {
-    float result = sum[r];
-    result += __shfl_xor_sync(0xffffffffu, result, 1);
-    return result + __shfl_xor_sync(0xffffffffu, result, 2);
-  }
 };
 
 /// Adds pairs of groups, given their weights.
@@ -60,12 +54,6 @@ CUTE_DEVICE void add_pairs(TileOutput<kHeadDim>& result, const PairLogits (&weig
     }
   }
   add_columns<Element, kHeadDim, true>(result.o, a, pairs);
-}
-
-/// The largest of a row's numbers in the four lanes that share it.
-CUTE_DEVICE float largest_of_row(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
 /// Results relative to the largest logits, whatever these are.
@@ -97,10 +85,10 @@ CUTE_DEVICE void compute_exactly(TileOutput<kHeadDim>& result, const Queries& qu
   for_logits([&](PairLogits(&x)[1], const Pairs<1>& pair) {
     CUTE_UNROLL
     for (int i = 0; i < 8; ++i) {
-      float& each = x[0][i / 4][i % 4];
+      float& logit = x[0][i / 4][i % 4];
       // Not by a sum with something large: what is hidden may be infinite, or no number at all.
       const bool is_hidden = hiding(masks_of_group(pair.masks[0], i / 4), i % 4) != 0.f;
-      each = is_hidden ? 0.f : fast_exp2((each - largest[i % 4 / 2]) * factor);
+      logit = is_hidden ? 0.f : fast_exp2((logit - largest[i % 4 / 2]) * factor);
     }
     add_pairs<Element, kHeadDim>(result, x, pair);
   });
@@ -137,15 +125,14 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
     TileOutput<kHeadDim> result;
     if constexpr (Sums::kHasReference) {
       if (tile.pairs > 0) {
-        PairLogits each[1];
+        PairLogits x[1];
         const std::uint32_t middle = tables.offsets[tile.pairs / 2];
-        multiply_columns<Element, kHeadDim, false>(each, queries,
+        multiply_columns<Element, kHeadDim, false>(x, queries,
                                                    Pairs<1>{{{{stage + tile.lanes.across + middle}, {}, middle}}, {}});
-        const PairLogits& x = each[0];
         CUTE_UNROLL
         for (int r = 0; r < 2; ++r) {
-          result.shift[r] =
-              largest_of_row(fmaxf(fmaxf(x[0][2 * r], x[0][2 * r + 1]), fmaxf(x[1][2 * r], x[1][2 * r + 1])));
+          result.shift[r] = largest_of_row(
+              fmaxf(fmaxf(x[0][0][2 * r], x[0][0][2 * r + 1]), fmaxf(x[0][1][2 * r], x[0][1][2 * r + 1])));
         }
       }
     }
@@ -156,14 +143,14 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
       CUTE_UNROLL
       for (int i = 0; i < 8 * kPairs; ++i) {
         const int pair = i / 8, group = i / 4 % 2, e = i % 4;
-        float& each = x[pair][group][e];
-        if constexpr (Sums::kHasReference) each -= result.shift[e / 2];
-        each = fast_exp2(fmaf(each, factor, hiding(masks_of_group(pairs.masks[pair], group), e)));
+        float& logit = x[pair][group][e];
+        if constexpr (Sums::kHasReference) logit -= result.shift[e / 2];
+        logit = fast_exp2(fmaf(logit, factor, hiding(masks_of_group(pairs.masks[pair], group), e)));
       }
       add_pairs<Element, kHeadDim>(result, x, pairs);
     });
     const int2 places = tables.row_places[lane / 4];
-    float sums[2] = {result.row_sum(0), result.row_sum(1)};
+    float sums[2] = {sum_of_row(result.sum[0]), sum_of_row(result.sum[1])};
     bool is_trusted = true;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
@@ -177,8 +164,8 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
     }
     if (__any_sync(0xffffffffu, !is_trusted)) {
       compute_exactly<Element, kHeadDim, Columns>(result, queries, tile, tables, additional_pairs, stage, factor);
-      sums[0] = result.row_sum(0);
-      sums[1] = result.row_sum(1);
+      sums[0] = sum_of_row(result.sum[0]);
+      sums[1] = sum_of_row(result.sum[1]);
     }
     phases.columns_are_read();
     // One lane writes what is known of its first row, its neighbor what is known of the second.
@@ -194,7 +181,6 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
         p.remainder[at] = sum == 0.f ? 0.f : logsumexp_remainder(logsumexp, shift, factor, log2_sum);
       }
     }
-    const auto normalisation = [](float sum) { return sum == 0.f ? 0.f : fast_reciprocal(sum); };
     Rows::template store<Element>(result.o, normalisation(sums[0]), normalisation(sums[1]), tables.row_places,
                                   row_of(p.out, item.of_query, head_dims.of_values), head_dims.of_values,
                                   rows + staging);

@@ -6,9 +6,9 @@
 #include "cuda/common/cuda_status.h"
 #include "cuda/common/geometry.h"
 #include "cuda/common/problem_checks.h"
-#include "cuda/common/tensor_map.h"
 #include "cuda/small/kernels.h"
 #include "cuda/small/region_cache.h"
+#include "cuda/tma/tensor_map.h"
 #include "natten_jax/logsumexp.h"
 
 namespace natten_jax::small {

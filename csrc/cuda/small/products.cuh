@@ -1,8 +1,8 @@
 // A warp's products of its 16 rows with pairs of groups of columns.
 #pragma once
 
-#include "cuda/sm80/products.cuh"
 #include "cuda/small/boxes.cuh"
+#include "cuda/warp/mma.cuh"
 
 namespace natten_jax::small {
 
@@ -14,7 +14,7 @@ CUTE_DEVICE std::uint32_t step_address(std::uint32_t address, int step) {
 /// A tile's rows as the first operand of products.
 template <class Element, int kHeadDim>
 struct RowOperand {
-  using Product = sm80::HalfProduct<Element>;
+  using Product = HalfProduct<Element>;
   using Tile = typename RowTile<kHeadDim>::Tile;
   static constexpr int kSteps = kHeadDim / 16;
   static constexpr bool kInRegisters = kHeadDim <= 64;
@@ -36,7 +36,7 @@ struct RowOperand {
     static_assert(kInRegisters);
     RowOperand result;
     CUTE_UNROLL
-    for (int step = 0; step < kSteps; ++step) sm80::load_matrices(result.a[step].r, step_address(address, step));
+    for (int step = 0; step < kSteps; ++step) load_matrices(result.a[step].r, step_address(address, step));
     return result;
   }
 
@@ -73,13 +73,13 @@ struct Pairs {
 template <class Element, int kHeadDim, bool kIsSecond, int kPairs>
 CUTE_DEVICE void multiply_columns(PairLogits (&x)[kPairs], const RowOperand<Element, kHeadDim>& rows,
                                   const Pairs<kPairs>& pairs, const float (&initial)[4] = {}) {
-  using Instruction = sm80::HalfInstruction<Element>;
+  using Instruction = HalfInstruction<Element>;
   constexpr int kSteps = kHeadDim / 16;
   CUTE_UNROLL
   for (int step = 0; step < kSteps; ++step) {
     std::uint32_t r[kPairs][4];
     CUTE_UNROLL
-    for (int i = 0; i < kPairs; ++i) sm80::load_matrices(r[i], step_address(pairs.at[i].across[kIsSecond], step));
+    for (int i = 0; i < kPairs; ++i) load_matrices(r[i], step_address(pairs.at[i].across[kIsSecond], step));
     const auto a = rows(step);
     CUTE_UNROLL
     for (int i = 0; i < 2 * kPairs; ++i) {
@@ -96,14 +96,14 @@ CUTE_DEVICE void multiply_columns(PairLogits (&x)[kPairs], const RowOperand<Elem
 template <class Element, int kHeadDim, bool kIsSecond, int kPairs>
 CUTE_DEVICE void add_columns(float (&o)[kHeadDim / 8][4], const std::uint32_t (&weights)[kPairs][4],
                              const Pairs<kPairs>& pairs) {
-  using Instruction = sm80::HalfInstruction<Element>;
+  using Instruction = HalfInstruction<Element>;
   constexpr int kSteps = kHeadDim / 16;
   CUTE_UNROLL
   for (int pair = 0; pair < kPairs; ++pair) {
     CUTE_UNROLL
     for (int step = 0; step < kSteps; ++step) {
       std::uint32_t r[4];
-      sm80::load_matrices_transposed(r, step_address(pairs.at[pair].along[kIsSecond], step));
+      load_matrices_transposed(r, step_address(pairs.at[pair].along[kIsSecond], step));
       const auto& a = weights[pair];
       CUTE_UNROLL
       for (int h = 0; h < 2; ++h) {
@@ -114,6 +114,12 @@ CUTE_DEVICE void add_columns(float (&o)[kHeadDim / 8][4], const std::uint32_t (&
     }
   }
 }
+
+// prmt picks each byte of its result, the highest first, by a digit of its selector:
+//   0 to 3  that byte of the first word     8 to b  the sign of that byte of the first word, eight times
+//   4 to 7  that byte of the second word
+// Of masks, which hide an element where the top bit of its byte is set, 0x8444, 0x9444 and so on make -2^127 (the sign
+// of an element's byte, then zeros of the second word), 0x9988 and 0xbbaa ones in the halves of two elements.
 
 /// What is added to an exponent, for the element of a group's four that a lane holds: nothing where it is seen, and
 /// -2^127 where a mask's top bit says that it is not.
@@ -147,7 +153,7 @@ CUTE_DEVICE std::uint32_t masks_of_group(std::uint32_t masks, int group) {
 template <class Columns, int kAtOnce, class Call>
 CUTE_DEVICE void for_pairs(const TilePlan& tile, const Tables& tables, int additional_pairs, std::uint32_t stage,
                            const Call& call) {
-  const auto go = [&](const Lanes& lanes, int first, int pairs) {
+  const auto for_range = [&](const Lanes& lanes, int first, int pairs) {
     const std::uint32_t across = stage + lanes.across, along = stage + lanes.along,
                         across_second = Columns::in_second(across, tables.second),
                         along_second = Columns::in_second(along, tables.second);
@@ -175,8 +181,8 @@ CUTE_DEVICE void for_pairs(const TilePlan& tile, const Tables& tables, int addit
       if (pairs % 2 != 0) call(Pairs<1>{{place(at.x)}, {spread_bits(masks & 0xff)}});
     }
   };
-  go(tile.lanes, 0, tile.pairs);
-  if (additional_pairs > 0) go(tile.lanes_additional, (tile.pairs + 1) / 2 * 2, additional_pairs);
+  for_range(tile.lanes, 0, tile.pairs);
+  if (additional_pairs > 0) for_range(tile.lanes_additional, (tile.pairs + 1) / 2 * 2, additional_pairs);
 }
 
 }  // namespace natten_jax::small

@@ -15,7 +15,7 @@ namespace natten_jax::small {
 template <class Element, int kHeadDim>
 CUTE_DEVICE void multiply_rows(float (&result)[4], const RowOperand<Element, kHeadDim>& a,
                                const RowOperand<Element, kHeadDim>& b) {
-  using Instruction = sm80::HalfInstruction<Element>;
+  using Instruction = HalfInstruction<Element>;
   // Products of all rows of a with rows 0 to 7 of b, and with rows 8 to 15: 8 instructions where sums of a lane's
   // elements take 70.
   float x[2][4] = {};

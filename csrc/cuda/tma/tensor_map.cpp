@@ -1,4 +1,4 @@
-#include "cuda/common/tensor_map.h"
+#include "cuda/tma/tensor_map.h"
 
 #include <cudaTypedefs.h>
 #include <cuda_runtime_api.h>

@@ -8,9 +8,9 @@
 #include <cute/arch/mma_sm80.hpp>
 
 #include "cuda/common/arithmetic.cuh"
-#include "cuda/sm80/shared_tile.cuh"
+#include "cuda/warp/shared_tile.cuh"
 
-namespace natten_jax::sm80 {
+namespace natten_jax {
 
 /// The instruction of the matrix units for 16-bit elements.
 template <class Element>
@@ -20,6 +20,24 @@ struct HalfInstruction<cutlass::half_t> : cute::SM80_16x8x16_F32F16F16F32_TN {};
 template <>
 struct HalfInstruction<cutlass::bfloat16_t> : cute::SM80_16x8x16_F32BF16BF16F32_TN {};
 
+/// Rows of A out of a tile that holds them as rows.
+template <class A, class Tile>
+struct ReadRowsOfA {
+  typename Tile::Lane lane;
+  CUTE_DEVICE ReadRowsOfA(std::uint32_t tile, int row) : lane(tile, row + threadIdx.x % 16, threadIdx.x % 32 / 16) {}
+  CUTE_DEVICE void operator()(A& a, int rows, int step) const { a.load(lane.at(rows, 2 * step)); }
+};
+/// Columns of B out of a tile that holds them as rows, `offset` bytes after the one that the lane was set up for.
+template <class B, class Tile>
+struct ReadRowsOfB {
+  typename Tile::Lane lane;
+  CUTE_DEVICE ReadRowsOfB(std::uint32_t tile, int row)
+      : lane(tile, row + threadIdx.x % 32 / 16 * 8 + threadIdx.x % 8, threadIdx.x / 8 % 2) {}
+  CUTE_DEVICE void operator()(B& b, int rows, int step, std::uint32_t offset = 0) const {
+    b.load(lane.at(rows, 2 * step) + offset);
+  }
+};
+
 /// Products of 16-bit elements.
 template <class Element>
 struct HalfProduct {
@@ -27,28 +45,17 @@ struct HalfProduct {
 
   struct A {
     std::uint32_t r[4];
+    CUTE_DEVICE void load(std::uint32_t address) { load_matrices(r, address); }
   };
   struct B {
     std::uint32_t r[2][2];  // two blocks of 8 columns
+    CUTE_DEVICE void load(std::uint32_t address) { load_matrices(reinterpret_cast<std::uint32_t (&)[4]>(r), address); }
   };
 
-  /// Rows of A out of a tile that holds them as rows.
   template <class Tile>
-  struct ReadA {
-    typename Tile::Lane lane;
-    CUTE_DEVICE ReadA(std::uint32_t tile, int row) : lane(tile, row + threadIdx.x % 16, threadIdx.x % 32 / 16) {}
-    CUTE_DEVICE void operator()(A& a, int rows, int step) const { load_matrices(a.r, lane.at(rows, 2 * step)); }
-  };
-  /// Columns of B out of a tile that holds them as rows, `offset` bytes after the one that the lane was set up for.
+  using ReadA = ReadRowsOfA<A, Tile>;
   template <class Tile>
-  struct ReadB {
-    typename Tile::Lane lane;
-    CUTE_DEVICE ReadB(std::uint32_t tile, int row)
-        : lane(tile, row + threadIdx.x % 32 / 16 * 8 + threadIdx.x % 8, threadIdx.x / 8 % 2) {}
-    CUTE_DEVICE void operator()(B& b, int rows, int step, std::uint32_t offset = 0) const {
-      load_matrices(reinterpret_cast<std::uint32_t (&)[4]>(b), lane.at(rows, 2 * step) + offset);
-    }
-  };
+  using ReadB = ReadRowsOfB<B, Tile>;
   /// Rows of A out of a tile that holds them as columns.
   template <class Tile>
   struct ReadTransposedA {
@@ -96,9 +103,8 @@ template <bool kSplit>
 struct FloatProduct {
   static constexpr int kStep = 8;
 
-  template <int kCount>
   struct Numbers {
-    std::uint32_t high[kCount], low[kSplit ? kCount : 1];
+    std::uint32_t high[4], low[kSplit ? 4 : 1];
 
     /// The matrix units ignore the last 13 bits, so adding half of what they ignore rounds.
     CUTE_DEVICE void set(int i, std::uint32_t bits) {
@@ -108,26 +114,21 @@ struct FloatProduct {
         low[i] = __float_as_uint(__uint_as_float(bits) - __uint_as_float(high[i]));
       }
     }
+    CUTE_DEVICE void load(std::uint32_t address) {
+      std::uint32_t bits[4];
+      load_matrices(bits, address);
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) set(i, bits[i]);
+    }
   };
-  using A = Numbers<4>;
-  using B = Numbers<4>;  // two blocks of 8 columns
+  using A = Numbers;
+  using B = Numbers;  // two blocks of 8 columns
 
   /// Element i of the summed dimension's 8 is in lane i % 4 in the first two, in lane i / 2 in the others.
   template <class Tile>
-  struct ReadA {
-    typename Tile::Lane lane;
-    CUTE_DEVICE ReadA(std::uint32_t tile, int row) : lane(tile, row + threadIdx.x % 16, threadIdx.x % 32 / 16) {}
-    CUTE_DEVICE void operator()(A& a, int rows, int step) const { set_all(a, lane.at(rows, 2 * step)); }
-  };
+  using ReadA = ReadRowsOfA<A, Tile>;
   template <class Tile>
-  struct ReadB {
-    typename Tile::Lane lane;
-    CUTE_DEVICE ReadB(std::uint32_t tile, int row)
-        : lane(tile, row + threadIdx.x % 32 / 16 * 8 + threadIdx.x % 8, threadIdx.x / 8 % 2) {}
-    CUTE_DEVICE void operator()(B& b, int rows, int step, std::uint32_t offset = 0) const {
-      set_all(b, lane.at(rows, 2 * step) + offset);
-    }
-  };
+  using ReadB = ReadRowsOfB<B, Tile>;
   template <class Tile>
   struct ReadPairedA {
     typename Tile::Lane lane;
@@ -194,13 +195,6 @@ struct FloatProduct {
   }
 
  private:
-  CUTE_DEVICE static void set_all(Numbers<4>& numbers, std::uint32_t address) {
-    std::uint32_t bits[4];
-    load_matrices(bits, address);
-    CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) numbers.set(i, bits[i]);
-  }
-
   CUTE_DEVICE static void multiply(float (&c)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[4], int block) {
     cute::SM80_16x8x8_F32TF32TF32F32_TN::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b[2 * block],
                                              b[2 * block + 1], c[0], c[1], c[2], c[3]);
@@ -234,4 +228,4 @@ CUTE_DEVICE void accumulate(float (&c)[kRows][2 * kColumns][4], const ReadA& rea
   }
 }
 
-}  // namespace natten_jax::sm80
+}  // namespace natten_jax

@@ -1,10 +1,28 @@
-// Where a thread's elements of a wgmma accumulator lie.
+// What the products of warpgroups have in common: where they end, and where a thread's elements of results lie.
 #pragma once
 
 #include <cstdint>
 #include <cute/tensor.hpp>
 
+#include "cuda/sm90/forms.h"
+#include "cuda/tma/boxes.cuh"
+
 namespace natten_jax::sm90 {
+
+using namespace cute;
+
+constexpr int kWarp = 32, kWarpgroup = 128;  // threads
+
+/// Whether products of heads, in a form for those of `kSteps` steps, end before a step: what lies behind the chunks of
+/// a head is not loaded, and holds whatever was there before. Each question is a branch, at which ptxas orders
+/// registers anew, so it is asked at the end of each chunk and, as most heads end there, at every step of the form's
+/// last one.
+template <int kSteps>
+CUTE_DEVICE bool end_before(int step, int head_dim) {
+  constexpr int kOfChunk = kChunk / kStep;
+  const bool is_asked = step > 0 && (step % kOfChunk == 0 || step > kSteps - kOfChunk);
+  return is_asked && step * kStep >= head_dim;
+}
 
 /// An accumulator of 64 rows by the two rows, eight apart, that a thread holds elements of: neighbors in pairs, which
 /// are eight columns apart.

@@ -1,0 +1,94 @@
+// Barriers in shared memory between threads and the copy engine, and rings of buffers that they guard. All of it takes
+// compute capability 9.0.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+
+#include <cstdint>
+
+#include "cuda/warp/shared_memory.cuh"
+
+namespace natten_jax {
+
+using cutlass::arch::ClusterBarrier;
+using cutlass::arch::ClusterTransactionBarrier;
+
+CUTE_DEVICE void wait(std::uint64_t& barrier, int phase) {
+  ClusterBarrier::wait(&barrier, phase);
+}
+CUTE_DEVICE void arrive(std::uint64_t& barrier) {
+  ClusterBarrier::arrive(&barrier);
+}
+
+/// One arrival for a warp, once all of its lanes have come, at a barrier of what the copy engine alone reads or writes
+/// besides. Where threads do, each arrives for itself: racecheck does not see that a lane stands for others.
+CUTE_DEVICE void arrive_as_warp(std::uint64_t& barrier) {
+  __syncwarp();
+  if (cute::elect_one_sync()) arrive(barrier);
+}
+
+/// Arrives at a barrier of one CTA.
+///
+/// Args:
+///   barrier: in shared memory.
+///   state: a result, for `order_after`.
+///
+/// Returns:
+///   How many arrivals were missing before this one.
+CUTE_DEVICE unsigned arrive_counting(std::uint64_t& barrier, std::uint64_t& state) {
+  unsigned missing;
+  asm volatile("mbarrier.arrive.shared::cta.b64 %0, [%1];" : "=l"(state) : "r"(shared_address(&barrier)) : "memory");
+  asm volatile("mbarrier.pending_count.b64 %0, %1;" : "=r"(missing) : "l"(state));
+  return missing;
+}
+
+/// Orders what others did before they arrived, when this thread was the last one, before what comes.
+CUTE_DEVICE void order_after(std::uint64_t& barrier, std::uint64_t state) {
+  [[maybe_unused]] unsigned is_complete;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.test_wait.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(is_complete)
+      : "r"(shared_address(&barrier)), "l"(state)
+      : "memory");
+}
+
+/// A place in a ring of buffers, each of which has a barrier for being full and one for being empty.
+template <int kSize>
+struct Ring {
+  int index = 0;
+  int phase = 0;  // parity of the rounds: of a full barrier's phase, and the opposite of an empty one's
+
+  CUTE_DEVICE void wait_full(std::uint64_t (&full)[kSize]) const { wait(full[index], phase); }
+  CUTE_DEVICE void wait_empty(std::uint64_t (&empty)[kSize]) const { wait(empty[index], phase ^ 1); }
+
+  CUTE_DEVICE void advance() {
+    if (++index == kSize) {
+      index = 0;
+      phase ^= 1;
+    }
+  }
+  CUTE_DEVICE Ring next() const {
+    Ring result = *this;
+    result.advance();
+    return result;
+  }
+};
+
+/// The same for a single buffer.
+struct SingleBuffer {
+  int phase = 0;
+
+  CUTE_DEVICE void wait_full(std::uint64_t& full) const { wait(full, phase); }
+  CUTE_DEVICE void wait_empty(std::uint64_t& empty) const { wait(empty, phase ^ 1); }
+  CUTE_DEVICE void advance() { phase ^= 1; }
+};
+
+CUTE_DEVICE cutlass::arch::ReservedNamedBarriers named_barrier(int id) {
+  return static_cast<cutlass::arch::ReservedNamedBarriers>(id);
+}
+
+}  // namespace natten_jax
