@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import runpy
 import tomllib
 from pathlib import Path
@@ -94,3 +95,12 @@ def test_nothing_is_fetched_from_an_address_or_found_at_a_place_of_one_machine(p
     text = path.read_text()
     assert "://" not in text
     assert not re.search(r"/(home|opt|root|srv|usr/local)\b", text)
+
+
+def test_the_demo_installs_what_it_runs_and_no_more(tmp_path: Path) -> None:
+    dry_run = ["make", "--dry-run", "demo", f"VENV={tmp_path / 'none'}"]
+    printed = subprocess.run(dry_run, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    installed = re.findall(r"^[^#\n]*python -m pip install --quiet (.*)$", printed, re.MULTILINE)
+    words = {word.strip("'") for line in installed for word in line.split() if not word.startswith("--")}
+    assert words == {"jax>=0.10", "rich", "."}
+    assert "next: " in printed and f"{tmp_path / 'none'}/bin/python" in printed
