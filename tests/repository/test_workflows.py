@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import runpy
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
