@@ -101,6 +101,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file tests/mypy.ini
 	$(BIN)/clang-format --dry-run --Werror $(CLANG_FORMAT_FILES)
+	$(BIN)/hadolint Dockerfile
 
 setup: $(INSTALLED)
 
@@ -117,7 +118,7 @@ $(VENV)/.installed: $(BUILD_INPUTS)
 # Wheels to hand out, in dist, for every interpreter of PYTHONS. KINDS: of Python alone; with kernels for CPUs of this
 # machine's kind; for those of 64-bit ARM, where there is a compiler for them; and with kernels for GPUs, too, of a version
 # of CUDA. NATTEN_JAX_CUDA_ARCHS in the environment names other architectures than a release has.
-PYTHONS ?= python3.11 python3.12 python3.13
+PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 CROSS := $(if $(shell command -v aarch64-linux-gnu-g++),aarch64)
 KINDS ?= python cpu $(CROSS) cuda12 cuda13
 wheels:
@@ -138,11 +139,19 @@ docs: setup
 
 # The pictures of windows and kernels and the charts of speeds in README and documentation, from natten_jax.windows and
 # bench/results.
+pictures: H200 := bench/results/h200
 pictures: setup
-	$(RUN) docs/pictures.py
-	$(RUN) docs/kernel_pictures.py
-	$(RUN) bench/plot_peers.py bench/results/h200/peers.json docs/images/speed.svg
-	$(RUN) bench/plot_small.py bench/results/h200/small.json docs/images/small_windows.svg
+	PYTHONPATH=bench $(RUN) docs/pictures.py
+	PYTHONPATH=bench $(RUN) docs/kernel_pictures.py
+	$(RUN) bench/plot_peers.py $(H200)/peers.json docs/images/speed.svg
+	$(RUN) bench/plot_small.py $(H200)/small.json docs/images/small_windows.svg
+	$(RUN) bench/plot.py $(H200)/forward.json docs/images/forward_speedups.svg
+	$(RUN) bench/plot.py $(H200)/backward.json docs/images/backward_speedups.svg
+	$(RUN) bench/plot.py $(H200)/causal_forward.json docs/images/causal_speedups.svg
+	$(RUN) bench/plot_halos.py bench/results/h200x2/timeline.json docs/images/halo_trace.svg
+	$(RUN) bench/plot_cpu.py bench/results/cpu/kernels.json docs/images/cpu.svg
+	$(RUN) bench/fmha_report.py bench/results/h100/fmha_scaling/fmha_scaling_results.json \
+		--plot docs/images/fmha_scaling.svg
 
 # What pages say of flags and backends, and what commands print in them, from the program itself.
 tables:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from natten_jax.problem import Problem, problem_of
@@ -54,9 +55,37 @@ class Benchmark:
         )
 
     @property
+    def label(self) -> str:
+        """What charts call it, in two lines."""
+        text = label(self.layout, self.kernel_size, self.stride)
+        if self.is_causal:
+            return f"{self.tokens} tokens,\n{self.batch * self.heads} heads"
+        if self.dilation is not None:
+            return f"{text}, dilation {extents(self.dilation)}"
+        return text.replace("no window", f"heads of {self.head_dim}") if self.kernel_size is None else text
+
+    @property
     def tokens(self) -> int:
         """Tokens of a batch entry."""
         return math.prod(self.layout)
+
+
+KINDS = {1: "sequence", 2: "image", 3: "video"}
+
+
+def extents(values: Sequence[int]) -> str:
+    """Extents as people write them: 48x80."""
+    return "x".join(map(str, values))
+
+
+def label(layout: Sequence[int], kernel_size: Sequence[int] | None, stride: Sequence[int] | None = None) -> str:
+    """What charts call a problem, in two lines."""
+    what = f"{KINDS[len(layout)]} {extents(layout)}"
+    if kernel_size is None:
+        return f"{what},\nno window"
+    if stride is None or set(stride) == {1}:
+        return f"{what},\nwindow {extents(kernel_size)}"
+    return f"{what},\nstride {extents(stride)}"
 
 
 _IMAGE = Benchmark((256, 256), 24, 128)

@@ -7,9 +7,8 @@ Example:
 from __future__ import annotations
 
 import argparse
-import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ from fmha.platforms import measured_table, target_table, work_table
 from fmha.results import LengthResult, read
 from fmha.tables import impact_table, length_table, summary_table
 from lib import command
-
-from natten_jax.profiler.cli.whole_files import write_bytes
 
 
 def configuration_lines(configuration: dict[str, Any]) -> list[str]:
@@ -81,48 +78,56 @@ def markdown(configuration: dict[str, Any], ladder: Ladder, results: Sequence[Le
 
 def draw(title: str, ladder: Ladder, results: Sequence[LengthResult], rate: float, path: Path) -> None:
     """TFLOP/s against the length, a line per step."""
-    import matplotlib
+    from lib.charts import BLUE, GRAY, GREEN, INK, LIGHT_BLUE, ORANGE, RED, WIDTH, save, style
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    colors = GRAY, LIGHT_BLUE, GREEN, RED, BLUE, ORANGE
+    with style():
+        figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
+        axes = figure.subplots()
+        for step, color in zip(ladder.steps, colors, strict=False):
+            points = [
+                (result.seq_len, step_result.tflops) for result in results if (step_result := result.find(step.label))
+            ]
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True),
+                    label=f"{step.label} {step.name}",
+                    marker="o",
+                    color=color,
+                    linestyle="-" if step.label.isdigit() else ":",
+                    linewidth=2.6 if step.label == ladder.production else 1.4,
+                )
+        axes.axhline(rate, color=INK, linewidth=0.8, linestyle="--", label="matrix product")
+        axes.set_xscale("log", base=2)
+        lengths = [result.seq_len for result in results]
+        axes.set_xticks(lengths, list(map(str, lengths)))
+        axes.set_ylim(0, math.ceil(rate * 1.05 * 10) / 10)
+        axes.set_xlabel("tokens")
+        axes.set_ylabel("TFLOP/s: higher is better")
+        axes.set_title(title)
+        figure.legend(loc="outside lower center", ncols=2)
+        save(figure, path)
 
-    figure, axes = plt.subplots(figsize=(7.5, 5.2), layout="constrained")
-    for step in ladder.steps:
-        points = [
-            (result.seq_len, step_result.tflops) for result in results if (step_result := result.find(step.label))
-        ]
-        if points:
-            style: Any = {"linewidth": 2.4} if step.label == ladder.production else {"linewidth": 1.3}
-            axes.plot(
-                *zip(*points, strict=True),
-                label=f"{step.label} {step.name}",
-                marker="o",
-                linestyle="-" if step.label.isdigit() else ":",
-                **style,
-            )
-    axes.axhline(rate, color="black", linewidth=0.8, linestyle="--", label="matrix product")
-    axes.set_xscale("log", base=2)
-    lengths = [result.seq_len for result in results]
-    axes.set_xticks(lengths, list(map(str, lengths)))
-    axes.set_ylim(0, math.ceil(rate * 1.05 * 10) / 10)
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("TFLOP/s")
-    axes.set_title(title)
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=4, fontsize=8)
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=150, format="png")
-    write_bytes(path, picture.getvalue())
-    plt.close(figure)
+
+def title_of(configuration: Mapping[str, Any]) -> str:
+    """What the chart of a run is about."""
+    title = "{device}: batch {batch}, {heads} heads of {head_dim}, {dtype}{causal}"
+    return title.format(**{**configuration, "causal": ", causal" if configuration["causal"] else ""})
 
 
 def main() -> int:
     """Print the report of a run that was saved as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help="fmha_scaling_results.json")
-    configuration, results, rate = read(parser.parse_args().path)
+    parser.add_argument("--plot", type=Path, help="draw it into this file, instead")
+    options = parser.parse_args()
+    configuration, results, rate = read(options.path)
     names = {step.name for result in results for step in result.steps}
     ladder = GPU_LADDER if names & {step.name for step in GPU_LADDER.steps} else CPU_LADDER
+    if options.plot is not None:
+        draw(title_of(configuration), ladder, results, rate, options.plot)
+        return 0
     print(markdown(configuration, ladder, results, rate), end="")
     return 0
 

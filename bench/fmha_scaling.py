@@ -31,7 +31,7 @@ from fmha.platforms import target_table
 from fmha.results import LengthResult, StepResult, exact_flops, nominal_flops
 from fmha.tables import impact_table, length_table, speedup_text, summary_table
 from fmha.targets import TARGETS
-from fmha_report import configuration_lines, draw, markdown, platform_lines
+from fmha_report import configuration_lines, draw, markdown, platform_lines, title_of
 from lib import command
 from lib.environment import environment
 from lib.timing import Runner, compile_runner, ratio
@@ -246,10 +246,7 @@ def save(
     }
     write_text(folder / "fmha_scaling_results.json", json.dumps(data, indent=2, allow_nan=False) + "\n")
     write_text(folder / "fmha_scaling_results.md", markdown(configuration, ladder, results, rate))
-    title = "{device}: batch {batch}, {heads} heads, D {head_dim}, {dtype}{causal}".format(
-        **{**configuration, "causal": ", causal" if configuration["causal"] else ""}
-    )
-    draw(title, ladder, results, rate, folder / "fmha_scaling.png")
+    draw(title_of(configuration), ladder, results, rate, folder / "fmha_scaling.png")
     files = [folder / f"fmha_scaling{suffix}" for suffix in ("_results.json", "_results.md", "_log.txt", ".png")]
     log.add("", "Results:", *(f"  {file}" for file in files))
     write_text(folder / "fmha_scaling_log.txt", "\n".join(log.lines) + "\n")

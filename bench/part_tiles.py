@@ -26,7 +26,7 @@ from lib.record import save
 from lib.timing import ratio
 from several_devices import add_turns, difference, take_turns
 
-from natten_jax.arrays.operands import Operands, Output
+from natten_jax.arrays.operands import Inputs, Operands, Output
 from natten_jax.backends.select import resolve
 from natten_jax.execution import passes
 from natten_jax.halo import Halo, halos_of
@@ -85,7 +85,7 @@ def draw(curve: Curve, halos: Sequence[Halo]) -> tuple[Operands, jax.Array]:
     cotangent, query, key, value = (jax.random.normal(each, benchmark.shape, benchmark.dtype) for each in keys)
     pad = [0] * (3 - len(halos))
     origins = jnp.array([[*pad, *starts], [*pad, *(begin for begin, _ in held)]], jnp.int32)
-    return Operands(of_part(query), with_halos(key), with_halos(value), None, None, origins=origins), of_part(cotangent)
+    return Operands(Inputs(of_part(query), with_halos(key), with_halos(value)), origins), of_part(cotangent)
 
 
 def cut(array: jax.Array, starts: Sequence[int], lengths: Sequence[int]) -> jax.Array:

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from lib import command
-from lib.charts import COLORS, save
+from lib.charts import BLUE, LIGHT_BLUE, ORANGE, WIDTH, save, style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-EXCHANGE = "#f2b56b"
-KINDS = {"kernels of attention": COLORS[0], "copies and merging": COLORS[1], "exchange": EXCHANGE}
+KINDS = {"kernels of attention": BLUE, "copies and merging": LIGHT_BLUE, "exchange": ORANGE}
 
 
 def kind_of(event: dict[str, Any]) -> str:
@@ -37,8 +36,7 @@ def draw(axes: Axes, events: Sequence[dict[str, Any]], first: float, last: float
             lane = 2 * event["device"] + event["is exchange"]
             axes.barh(lane, end - start, left=start, height=0.8, color=KINDS[kind_of(event)])
     axes.set_xlim(first, last)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_xlabel("milliseconds", fontsize="small")
+    axes.spines["left"].set_visible(False)
 
 
 def main() -> None:
@@ -52,22 +50,25 @@ def main() -> None:
     name = options.row or next(iter(results))
     events = results[name]["timeline"]
     end = max(event["start"] + event["milliseconds"] for event in events)
-    figure = Figure(figsize=(11, 2.4), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    draw(axes[0], events, 0.0, end)
-    draw(axes[1], events, 0.0, 0.12 * end)
+    with style():
+        save(_chart(events, end), options.picture)
+
+
+def _chart(events: Sequence[dict[str, Any]], end: float) -> Figure:
+    figure = Figure(figsize=(WIDTH, 3.9), layout="constrained")
+    whole, start = figure.subplots(2, 1)
     devices = sorted({event["device"] for event in events})
     lanes = [f"device {device}{what}" for device in devices for what in ("", ": exchange")]
-    axes[0].set_yticks(range(len(lanes)), lanes)
-    axes[0].invert_yaxis()
-    axes[1].set_title("its start", fontsize="medium")
-    figure.legend(
-        handles=[Patch(color=color, label=kind) for kind, color in KINDS.items()],
-        loc="outside upper center",
-        ncols=len(KINDS),
-        frameon=False,
-    )
-    save(figure, options.picture)
+    for axes, last, title in ((whole, end, "the whole pass"), (start, 0.12 * end, "its start")):
+        draw(axes, events, 0.0, last)
+        axes.set_yticks(range(len(lanes)), lanes)
+        axes.tick_params(axis="y", length=0)
+        axes.invert_yaxis()
+        axes.set_title(title)
+    start.set_xlabel("milliseconds")
+    handles = [Patch(color=color, label=kind) for kind, color in KINDS.items()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(KINDS), columnspacing=1.2)
+    return figure
 
 
 if __name__ == "__main__":

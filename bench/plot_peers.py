@@ -11,29 +11,32 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks import label
 from lib import command
-from lib.charts import passes_side_by_side, save
+from lib.charts import dots, save, style
 
 from natten_jax.performance import PASSES
 
 BASELINE = "cuDNN"
 _IMPLEMENTATIONS = "natten_jax", "NATTEN", "FlexAttention"
+_TICKS = 1, 2, 4, 8, 16
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """One bar for each implementation, problem and pass: how much faster it is than the baseline."""
-    problems = record["problems"]
+    """One dot for each implementation, problem and pass: how much faster it is than the baseline."""
+    problems = record["problems"].values()
     speedups = {
-        pass_: {
-            name: {row: each[pass_][BASELINE] / each[pass_][name] for row, each in enumerate(problems.values())}
+        f"{pass_} pass": {
+            name: {row: each[pass_][BASELINE] / each[pass_][name] for row, each in enumerate(problems)}
             for name in _IMPLEMENTATIONS
         }
         for pass_ in PASSES
     }
-    about = f"{record['device']}, {record['dtype']}, head dimension {record['head_dim']}, {record['date']}"
-    about = f"speed-up over {BASELINE}'s self attention of the same layout ({about})"
-    figure, _ = passes_side_by_side(list(problems), speedups, about, "x", 4.6)
-    save(figure, path)
+    names = [label(each["layout"], each["kernel_size"], each["stride"]) for each in problems]
+    about = f"times as fast as {BASELINE} without a window: higher is better\n"
+    about += f"{record['device']}, {record['dtype']}, heads of {record['head_dim']}, {record['date']}"
+    with style():
+        save(dots(names, speedups, about, _TICKS), path)
 
 
 def main() -> None:

@@ -14,22 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from lib import command
-from lib.charts import save
+from lib.charts import BLUE, FAINT, GRAY, GREEN, INK, LIGHT_BLUE, ORANGE, RED, WIDTH, save, style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 _COLUMNS = 2
-_BLACK = "black"
 
 #: Colors by what is split, which the name of a split begins with, and by the stride that it may end with.
 COLORS = {
-    "time": "#c0504d",
-    "height": "#7fb2d9",
-    "width": "#1f5f99",
-    "heads": "#6aa84f",
-    "sequence": "#e69138",
-    "batch": "#666666",
+    "time": RED,
+    "height": LIGHT_BLUE,
+    "width": BLUE,
+    "heads": GREEN,
+    "sequence": ORANGE,
+    "batch": GRAY,
 }
 MARKERS = "os^Dv"
 
@@ -44,36 +43,41 @@ def draw(record: dict[str, Any], path: Path, splits: Sequence[str] | None = None
     rows = [row for row in rows if _speedups(row, "measured") or _speedups(row, "predicted")]
     if not rows:
         raise ValueError("the record has no such figures")
+    is_measured = any(_speedups(row, "measured") for row in rows)
+    about = f"devices ({record['environment']['device']})" if is_measured else "devices (nothing was measured)"
+    with style():
+        save(_chart(rows, about), path)
+
+
+def _chart(rows: Sequence[dict[str, Any]], about: str) -> Figure:
     panels = list(dict.fromkeys(map(_title, rows)))
     strides = list(dict.fromkeys(_stride(row) for row in rows))
     markers = {stride: MARKERS[i % len(MARKERS)] for i, stride in enumerate(strides)}
     height = -(-len(panels) // _COLUMNS)
-    figure = Figure(figsize=(10, 1.2 + 3.8 * height), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 1.4 + 2.4 * height), layout="constrained")
     places: list[Axes] = list(figure.subplots(height, _COLUMNS, squeeze=False).flat)
     for axes, title in zip(places, panels, strict=False):
         _draw_panel(axes, [row for row in rows if _title(row) == title], markers)
-        axes.set_title(title, fontsize="medium")
+        axes.set_title(title.replace(", ", ",\n"))
     for axes in places[len(panels) :]:
         axes.set_visible(False)
-    is_measured = any(_speedups(row, "measured") for row in rows)
-    about = f"devices ({record['environment']['device']})" if is_measured else "devices (nothing was measured)"
-    figure.supxlabel(about, fontsize="small")
-    figure.supylabel("speed-up over one device (weak scaling: how many times its work in its time)", fontsize="small")
-    figure.legend(handles=_legend(rows, markers), loc="outside upper center", ncols=6, frameon=False)
-    save(figure, path)
+    figure.supxlabel(about, fontsize="medium")
+    figure.supylabel("times as fast as one device", fontsize="medium")
+    figure.legend(handles=_legend(rows, markers), loc="outside upper center", ncols=3)
+    return figure
 
 
 def _draw_panel(axes: Axes, rows: Sequence[dict[str, Any]], markers: Mapping[str, str]) -> None:
     counts = sorted({point["devices"] for row in rows for point in row["points"]})
-    axes.plot(counts, counts, color="#c9d3df", linewidth=0.8)
+    axes.plot(counts, counts, color=FAINT, linewidth=0.8)
     for row in rows:
         color = COLORS[_dimension(row)]
-        for side, style, face in (("measured", "-", color), ("predicted", "--", "none")):
+        for side, line, face in (("measured", "-", color), ("predicted", "--", "none")):
             speedups = _speedups(row, side)
             axes.plot(
                 list(speedups),
                 list(speedups.values()),
-                style,
+                line,
                 color=color,
                 marker=markers[_stride(row)],
                 markerfacecolor=face,
@@ -85,7 +89,6 @@ def _draw_panel(axes: Axes, rows: Sequence[dict[str, Any]], markers: Mapping[str
     axes.set_xticks(counts, list(map(str, counts)))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _legend(rows: Sequence[dict[str, Any]], markers: Mapping[str, str]) -> list[Line2D]:
@@ -93,13 +96,11 @@ def _legend(rows: Sequence[dict[str, Any]], markers: Mapping[str, str]) -> list[
     handles = [Line2D([], [], color=COLORS[each], label=each) for each in dimensions]
     for stride, marker in markers.items():
         if stride:
-            handles.append(Line2D([], [], color=_BLACK, linestyle="", marker=marker, label=f"stride {stride}"))
+            handles.append(Line2D([], [], color=INK, linestyle="", marker=marker, label=f"stride {stride}"))
     return [
         *handles,
-        Line2D([], [], color=_BLACK, marker="o", markersize=4, label="measured"),
-        Line2D(
-            [], [], color=_BLACK, linestyle="--", marker="o", markersize=4, markerfacecolor="none", label="predicted"
-        ),
+        Line2D([], [], color=INK, marker="o", markersize=4, label="measured"),
+        Line2D([], [], color=INK, linestyle="--", marker="o", markersize=4, markerfacecolor="none", label="predicted"),
     ]
 
 

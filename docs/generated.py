@@ -35,10 +35,10 @@ PAGES = tuple(sorted(DOCS.glob("*.md")))
 WIDTH = 100  # columns of what commands print
 
 _TABLE = re.compile(r"(<!-- table: ([^>\n]+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
-_PROFILER = r"python -m natten_jax\.profiler [^\n`]*"
+_PROFILER = r"python -m natten_jax\.profiler (?:[^\n`]|\\\n)*"
 _SAMPLE = re.compile(
-    rf"```sh\n(?P<asked>{_PROFILER}--compute-capability[^\n`]*)\n```\n```\n(?P<output>.*?)```"
-    rf"|```\n\$ (?P<failing>{_PROFILER})\n(?P<message>.*?)```",
+    rf"```sh\n(?P<asked>{_PROFILER}--compute-capability[^\n`]*)\n```\n```(?:text|none)\n(?P<output>.*?)```"
+    rf"|```text\n\$ (?P<failing>{_PROFILER})\n(?P<message>.*?)```",
     re.DOTALL,
 )
 _MORE = "...\n"
@@ -239,7 +239,7 @@ def _sample(match: re.Match[str]) -> str:
 
 def run(command: str, *, fails: bool) -> str:
     """What a command prints on a host without GPUs: its result, or its message and what follows."""
-    arguments = [sys.executable, *shlex.split(command)[1:]]
+    arguments = [sys.executable, *shlex.split(command.replace("\\\n", " "))[1:]]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "COLUMNS": str(WIDTH), "PYTHONUTF8": "1"}
     finished = subprocess.run(
         arguments, env=environment, capture_output=True, encoding="utf-8", cwd=DOCS.parent, timeout=300, check=False

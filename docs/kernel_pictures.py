@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lib.charts import BLUE, FAINT, INK, LIGHT_BLUE
 from matplotlib.patches import Rectangle
 from pictures import Draw, picture
 
@@ -11,15 +12,16 @@ from natten_jax.native.module import limits
 from natten_jax.problem import problem_of
 from natten_jax.windows import window_bounds
 
-LOAD, MATRIX, SOFTMAX, OTHER, LINE = "#c9d4e0", "#1f5f99", "#f2b56b", "#7fb2d9", "#12324f"
+LOAD, MATRIX, SOFTMAX, OTHER = "#c9d4e0", BLUE, "#f2b56b", LIGHT_BLUE
+ON_COLORS = "#12324f"  # text on them, in every theme
 KIB = 1024
 
 
 def block(ax: Any, start: float, row: float, length: float, text: str, color: str, height: float = 0.8) -> None:
     """A box with a text in it."""
-    ax.add_patch(Rectangle((start, row - height / 2), length, height, facecolor=color, edgecolor="white", linewidth=1))
-    ink = "white" if color == MATRIX else LINE
-    ax.text(start + length / 2, row, text, ha="center", va="center", fontsize=9, color=ink)
+    ax.add_patch(Rectangle((start, row - height / 2), length, height, facecolor=color, edgecolor="none"))
+    ink = "#fdfdfd" if color == MATRIX else ON_COLORS
+    ax.text(start + length / 2, row, text, ha="center", va="center", color=ink)
 
 
 def bare(ax: Any, title: str) -> None:
@@ -30,20 +32,20 @@ def bare(ax: Any, title: str) -> None:
 
 def timeline(ax: Any) -> None:
     """Two warpgroups take turns: one has the matrix units while the other one takes exponentials."""
-    rows = {"loads (copy engine)": 3, "warpgroup 1": 2, "warpgroup 2": 1, "matrix units": 0}
-    tiles, half = 5, 2.0
+    rows = {"loads": 3, "warpgroup 1": 2, "warpgroup 2": 1, "matrix units": 0}
+    tiles, half, gap = 3, 2.0, 0.12
     for tile in range(tiles + 1):
         at = 2 * half * tile - 1.7
-        block(ax, at, 3, half - 0.2, f"K{tile}", LOAD)
+        block(ax, at, 3, half - gap, f"K{tile}", LOAD)
         if tile < tiles:
-            block(ax, at + half - 0.1, 3, half - 0.2, f"V{tile}", LOAD)
+            block(ax, at + half, 3, half - gap, f"V{tile}", LOAD)
     for group, (row, delay) in enumerate(((2, 0.0), (1, half)), start=1):
         for tile in range(tiles):
             at = 2 * half * tile + delay
-            products = "S0" if tile == 0 else f"S{tile}, O{tile - 1}"
-            block(ax, at, row, half, products, MATRIX)
-            block(ax, at, 0, half, f"{group}: {products}", MATRIX)
-            block(ax, at + half, row, half, f"softmax {tile}", SOFTMAX)
+            products = "S0" if tile == 0 else f"S{tile}\nO{tile - 1}"
+            block(ax, at, row, half - gap, products, MATRIX)
+            block(ax, at, 0, half - gap, f"of {group}", MATRIX)
+            block(ax, at + half, row, half - gap, f"soft-\nmax {tile}", SOFTMAX)
     ax.set(xlim=(-2, 2 * half * tiles + half + 0.1), ylim=(-0.6, 3.6))
     ax.set(xticks=[], yticks=list(rows.values()), yticklabels=list(rows), xlabel="time (not to scale)")
     ax.tick_params(length=0)
@@ -61,25 +63,27 @@ def shared_memory(ax: Any) -> None:
         parts = [
             ("K", 2 * keys * head_dim, OTHER),
             ("V", 2 * keys * head_dim, OTHER),
-            *((f"Q{i}" if stages > 1 else "Q", 2 * queries * head_dim, LOAD) for i in range(stages)),
-            *((f"dO{i}" if stages > 1 else "dO", 2 * queries * head_dim, LOAD) for i in range(stages)),
+            ("Q", 2 * stages * queries * head_dim, LOAD),
+            ("dO", 2 * stages * queries * head_dim, LOAD),
             ("P", 0 if splits_keys else 2 * keys * queries, SOFTMAX),
             ("dS", (2 if splits_keys else 1) * 2 * keys * queries, SOFTMAX),
-            ("dQ, float32", 4 * queries * head_dim, MATRIX),
+            ("dQ", 4 * queries * head_dim, MATRIX),
         ]
         at = 0
         for text, size, color in parts:
             if size:
-                label = f"{text}\n{size // KIB}" if size >= 8 * KIB else ""
-                block(ax, at, -row, size, label, color, 0.62)
+                count = f"{stages}x" if color == LOAD and stages > 1 else ""
+                number = f"\n{count}{size // (stages if count else 1) // KIB}"
+                label = text + (number if size >= (24 if count else 16) * KIB else "") if size >= 8 * KIB else ""
+                block(ax, at + KIB / 2, -row, size - KIB, label, color, 0.62)
                 if text == "dS":
-                    ax.plot([at, at + 4 * keys * head_dim], [-row - 0.38] * 2, color=LINE, linewidth=2)
-                    ax.text(at, -row - 0.42, "dK and dV, at the end", fontsize=8, va="top", color=LINE)
+                    ax.plot([at, at + 4 * keys * head_dim], [-row - 0.38] * 2, color=INK, linewidth=2)
+                    ax.text(at, -row - 0.42, "later dK, dV", va="top", color=INK)
                 at += size
-        ax.text(at + 2 * KIB, -row, f"{at // KIB} KiB", va="center", fontsize=9, color=LINE)
-    ax.axvline(available, color=LINE, linestyle=":", linewidth=1)
-    ax.text(available - KIB, 0.55, f"{available // KIB} KiB", ha="right", fontsize=8, color=LINE)
-    ax.set(xlim=(0, available + 22 * KIB), ylim=(-len(forms) + 0.4, 0.75), xticks=[])
+        ax.text(available + 3 * KIB, -row, f"{at // KIB} KiB", va="center", color=INK)
+    ax.axvline(available, color=INK, linestyle=":", linewidth=1)
+    ax.text(available - 3 * KIB, 0.55, f"a block has {available // KIB} KiB", ha="right", color=INK)
+    ax.set(xlim=(0, available + 45 * KIB), ylim=(-len(forms) + 0.4, 0.75), xticks=[])
     ax.set(yticks=[-row for row in range(len(forms))], yticklabels=[f"heads to {form['head_dim']}" for form in forms])
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
@@ -87,8 +91,8 @@ def shared_memory(ax: Any) -> None:
 
 def grid(ax: Any, rows: int, columns: int) -> None:
     """Tokens of an image."""
-    ax.hlines(range(rows + 1), 0, columns, color="#d7dde4", linewidth=0.6)
-    ax.vlines(range(columns + 1), 0, rows, color="#d7dde4", linewidth=0.6)
+    ax.hlines(range(rows + 1), 0, columns, color=FAINT, linewidth=0.6)
+    ax.vlines(range(columns + 1), 0, rows, color=FAINT, linewidth=0.6)
     ax.set(xlim=(-0.2, columns + 0.2), ylim=(rows + 0.2, -0.2), aspect="equal")
 
 
@@ -117,14 +121,15 @@ def small_windows(step: int) -> Draw:
     # Groups lie side by side from the first token that the box holds on.
     groups = tuple(range(holds[1][0], holds[1][1], group))
     titles = (
-        "a tile: 16 queries of a warp",
-        "a box: keys that a region of tiles sees",
-        "its groups of 8 keys: 2 are a pair",
+        "a tile:\n16 queries of a warp",
+        "a box: keys that\ntwo such tiles see",
+        "its groups of 8 keys,\ntwo of them a pair",
     )
 
     def draw(ax: Any) -> None:
         bare(ax, titles[step])
         grid(ax, extent, extent)
+        ax.set(xlim=(2.8, 21.2), ylim=(18.2, 2.8))  # nothing happens outside
         if step > 0:
             width = (groups[0], groups[-1] + group)
             area(ax, holds[0], width if step == 2 else holds[1], LOAD)
@@ -132,24 +137,24 @@ def small_windows(step: int) -> Draw:
             for row in range(sees[0][0], sees[0][1]):
                 for number, at in enumerate(groups):
                     shade = OTHER if ((row - sees[0][0]) // 2 + number) % 2 == 0 else SOFTMAX
-                    area(ax, (row, row + 1), (at, at + group), shade, edgecolor="white", linewidth=1)
+                    area(ax, (row, row + 1), (at, at + group), shade, edgecolor="none", linewidth=1)
         if step == 0:
             area(ax, sees[0], sees[1], LOAD)
         if step < 2:
             for number in range(region[0] if step == 1 else 1):
                 shift = number * tile[0]
-                area(ax, (own[0][0] + shift, own[0][1] + shift), own[1], MATRIX, edgecolor="white", linewidth=1.2)
+                area(ax, (own[0][0] + shift, own[0][1] + shift), own[1], MATRIX, edgecolor="none", linewidth=1.2)
         else:
-            area(ax, own[0], own[1], "none", edgecolor=LINE, linewidth=2)
+            area(ax, own[0], own[1], "none", edgecolor=INK, linewidth=2)
 
     return draw
 
 
 def main() -> None:
     """Draw all pictures."""
-    picture("kernel_forward", 13, 2.9, timeline)
-    picture("kernel_backward", 13, 3.4, shared_memory)
-    picture("kernel_small_windows", 13, 4.4, *map(small_windows, range(3)))
+    picture("kernel_forward", 3.0, timeline)
+    picture("kernel_backward", 3.6, shared_memory)
+    picture("kernel_small_windows", 2.2, *map(small_windows, range(3)))
 
 
 if __name__ == "__main__":

@@ -1,38 +1,41 @@
-"""Draws the pictures of windows and halos in the documentation: ``make pictures``."""
+"""Draws the pictures of windows and halos in the documentation: ``make pictures``, which finds ``bench/lib``."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import rc_context
-from matplotlib.colors import ListedColormap
+from lib.charts import BLUE, FAINT, INK, LIGHT_BLUE, ORANGE, PAPER, WIDTH, save, style
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from natten_jax.halo import halos_of
-from natten_jax.plot import plot_window, plot_windows
+from natten_jax.plot import _cells, plot_window, plot_windows
 from natten_jax.problem import problem_of
 
 IMAGES = Path(__file__).parent / "images"
 #: Tokens of other devices, a device's own, those of them whose windows reach beyond them, and halos.
-PART_COLORS = ListedColormap(["#eef1f5", "#7fb2d9", "#1f5f99", "#f2b56b"])
+PART_COLORS = FAINT, LIGHT_BLUE, BLUE, ORANGE
+PART_NAMES = "of others", "own", "own, that see the halo", "halo"
 Draw = Callable[[Any], Any]
 
 
-def picture(name: str, width: float, height: float, *panels: Draw) -> None:
-    """Save panels in a row."""
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots(1, len(panels), squeeze=False)
-    for draw, ax in zip(panels, axes[0], strict=True):
-        draw(ax)
-    path = IMAGES / f"{name}.svg"
-    with rc_context({"svg.hashsalt": "natten_jax", "svg.fonttype": "none", "font.family": "sans-serif"}):
-        figure.savefig(path, metadata={"Date": None})  # the same bytes each time, and text that a browser sets
-    # A hundredth of a point is enough, and half of the file.
-    path.write_text(re.sub(r"(\.\d\d)\d+", r"\1", path.read_text(encoding="utf-8")), encoding="utf-8")
+def picture(
+    name: str, height: float, *panels: Draw, in_a_column: bool = False, legend: Mapping[str, str] | None = None
+) -> None:
+    """Save panels in a row or in a column, three at most; the height is in inches."""
+    shape = (len(panels), 1) if in_a_column else (1, len(panels))
+    with style():
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        axes = figure.subplots(*shape, squeeze=False)
+        for draw, ax in zip(panels, axes.flat, strict=True):
+            draw(ax)
+        if legend:
+            handles = [Patch(color=color, label=label) for label, color in legend.items()]
+            figure.legend(handles=handles, loc="outside upper center", ncols=2, columnspacing=1.2)
+        save(figure, IMAGES / f"{name}.svg")
 
 
 def window(title: str, query: tuple[int, ...] = (6, 6), layout: tuple[int, ...] = (13, 13), **facts: Any) -> Draw:
@@ -68,13 +71,13 @@ def part(title: str, parts: tuple[int, int], place: tuple[int, int], **facts: An
         kinds[held] = 3
         kinds[own] = np.where((sees[0][:, None] | sees[1])[own], 2, 1)
         rows, columns = kinds.shape
-        ax.imshow(kinds, cmap=PART_COLORS, vmin=0, vmax=3, extent=(0, columns, rows, 0), interpolation="nearest")
-        ax.hlines(range(1, rows), 0, columns, color="white", linewidth=0.8)
-        ax.vlines(range(1, columns), 0, rows, color="white", linewidth=0.8)
+        for kind, color in enumerate(PART_COLORS):
+            ax.add_patch(_cells(np.argwhere(kinds == kind) + 0.5, color, edge=PAPER))
+        ax.set(xlim=(0, columns), ylim=(rows, 0), aspect="equal")
         for dimension, extent in ((0, 12), (1, 32)):
             for i in range(1, parts[dimension]):
                 line = ax.axhline if dimension == 0 else ax.axvline
-                line(i * extent / parts[dimension], color="#12324f", linewidth=1)
+                line(i * extent / parts[dimension], color=INK, linewidth=1.2)
         ax.set(title=title, xticks=[], yticks=[])
         ax.spines[:].set_visible(False)
 
@@ -100,55 +103,53 @@ def main() -> None:
     """Draw all pictures."""
     logo()
     picture(
-        *("halos", 13, 1.6),
+        *("halos", 6.0),
         part("4 devices, kernel_size=5", (1, 4), (0, 1), kernel_size=5),
-        part("the first of them", (1, 4), (0, 0), kernel_size=5),
-        part("kernel_size=8, stride=4", (1, 4), (0, 1), kernel_size=8, stride=4),
+        part("4 devices, kernel_size=8, stride=4", (1, 4), (0, 1), kernel_size=8, stride=4),
         part("2x2 devices, kernel_size=5", (2, 2), (0, 1), kernel_size=5),
+        in_a_column=True,
+        legend=dict(zip(PART_NAMES, PART_COLORS, strict=True)),
     )
     picture(
-        *("windows", 13, 2.9),
+        *("windows", 2.1),
         window("kernel_size=5", kernel_size=5),
-        window("at an edge: shifted", (0, 12), kernel_size=5),
-        window("kernel_size=5, stride=3", kernel_size=5, stride=3),
-        window("kernel_size=5, dilation=2", kernel_size=5, dilation=2),
-        window("kernel_size=5, is_causal=True", kernel_size=5, is_causal=True),
+        window("stride=3", kernel_size=5, stride=3),
+        window("dilation=2", kernel_size=5, dilation=2),
     )
     picture(
-        *("windows_edges", 8, 2.9),
+        *("windows_edges", 2.1),
         window("query (6, 6)", kernel_size=5),
         window("query (1, 6)", (1, 6), kernel_size=5),
         window("query (0, 12)", (0, 12), kernel_size=5),
     )
     picture(
-        *("windows_1d", 13, 3.7),
+        *("windows_1d", 2.4),
         windows("kernel_size=5", kernel_size=5),
-        windows("kernel_size=5, stride=3", kernel_size=5, stride=3),
-        windows("kernel_size=5, dilation=2", kernel_size=5, dilation=2),
-        windows("kernel_size=5, is_causal=True", kernel_size=5, is_causal=True),
+        windows("stride=3", kernel_size=5, stride=3),
+        windows("is_causal=True", kernel_size=5, is_causal=True),
     )
     picture(
-        *("windows_stride", 8, 2.9),
+        *("windows_stride", 2.1),
         window("stride=1", kernel_size=4),
         window("stride=2", kernel_size=4, stride=2),
         window("stride=4: blocks", kernel_size=4, stride=4, layout=(12, 12)),
     )
     picture(
-        *("windows_dilation", 8, 2.9),
+        *("windows_dilation", 2.3),
         window("dilation=1", kernel_size=5),
         window("dilation=2", kernel_size=5, dilation=2),
-        window("kernel_size=(3, 5), dilation=(4, 1)", kernel_size=(3, 5), dilation=(4, 1)),
+        window("dilation=(4, 1),\nkernel_size=(3, 5)", kernel_size=(3, 5), dilation=(4, 1)),
     )
     picture(
-        *("windows_causal", 8, 2.9),
-        window("is_causal=(True, False)", kernel_size=5, is_causal=(True, False)),
+        *("windows_causal", 2.3),
+        window("is_causal=\n(True, False)", kernel_size=5, is_causal=(True, False)),
         window("is_causal=True", kernel_size=5, is_causal=True),
-        window("is_causal=True, stride=3", kernel_size=5, is_causal=True, stride=3),
+        window("is_causal=True,\nstride=3", kernel_size=5, is_causal=True, stride=3),
     )
     picture(
-        *("windows_3d", 11, 2.0),
+        *("windows_3d", 1.7),
         window(
-            "a video of 5 frames: kernel_size=(3, 5, 5), is_causal=(True, False, False)",
+            "5 frames of a video: kernel_size=(3, 5, 5),\nis_causal=(True, False, False)",
             (3, 4, 4),
             (5, 9, 9),
             kernel_size=(3, 5, 5),

@@ -1,4 +1,4 @@
-"""Neighborhood attention for Flax (``pip install "natten_jax[flax]"``).
+"""Neighborhood attention for Flax (the extra ``flax``).
 
 Importing this package looks whether Flax is there and imports nothing; it is imported with the submodule that is used:
 
@@ -20,4 +20,4 @@ Example::
 import importlib.util
 
 if importlib.util.find_spec("flax") is None:
-    raise ModuleNotFoundError("natten_jax.flax_modules needs Flax: pip install 'natten_jax[flax]'", name="flax")
+    raise ModuleNotFoundError("natten_jax.flax_modules needs Flax: pip install 'flax>=0.12.2'", name="flax")

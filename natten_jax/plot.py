@@ -1,4 +1,4 @@
-"""Pictures of windows: ``pip install 'natten_jax[plot]'``.
+"""Pictures of windows, drawn by Matplotlib (the extra ``plot``).
 
 The masks need no Matplotlib, and come from the same arithmetic as the operators (:mod:`natten_jax.windows`).
 """
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_window", "plot_windows", "window_mask"]
 
-_UNSEEN, _SEEN, _EDGE = "#eef1f5", "#7fb2d9", "white"
-_QUERY, _SHARED = "#12324f", "#1f5f99"
+_UNSEEN, _SEEN, _EDGE = "#e4e8ed", "#7fb2d9", "white"
+_QUERY, _SHARED = "#e08a2c", "#1f5f99"
 
 
 def window_mask(
@@ -74,7 +74,7 @@ def plot_window(
 ) -> Axes:
     """Draw the keys that one query sees, and the queries that share its window.
 
-    A cell is a token: the query is dark, what it sees blue, and dots mark queries with the very same window. The
+    A cell is a token: the query is orange, what it sees blue, and dots mark queries with the very same window. The
     slices of a video stand side by side.
 
     Example:
@@ -158,8 +158,8 @@ def plot_windows(
     ax = _draw_cells(ax, (seen, np.ones_like(seen)))
     itself = np.arange(extent)
     ax.add_patch(_cells(np.stack([itself, itself], axis=1), "none", edge=_QUERY))
-    ax.set_xlabel("keys", fontsize="small")
-    ax.set_ylabel("queries", fontsize="small")
+    ax.set_xlabel("keys", fontsize="medium")
+    ax.set_ylabel("queries", fontsize="medium")
     ax.set_title(_described((axis,)) if title is None else title, fontsize="medium")
     return ax
 
@@ -217,7 +217,7 @@ def _draw_cells(ax: Axes | None, cells: tuple[np.ndarray, np.ndarray]) -> Axes:
         try:
             from matplotlib import pyplot as plt
         except ImportError:
-            raise ImportError("pictures need Matplotlib: pip install 'natten_jax[plot]'") from None
+            raise ImportError("pictures need Matplotlib: pip install matplotlib") from None
         _, ax = plt.subplots(figsize=(max(2.0, 0.25 * width), max(1.0, 0.25 * height) + 0.4), layout="constrained")
     for color, places in ((_UNSEEN, is_there & ~seen), (_SEEN, seen)):
         ax.add_patch(_cells(np.argwhere(places), color))

@@ -1,69 +1,131 @@
-"""Charts of both passes side by side, and how figures are written."""
+"""How charts and pictures look: one palette, text that telephones can show, colours that follow the page's theme."""
 
 from __future__ import annotations
 
 import io
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from natten_jax.performance import PASSES, Pass
 from natten_jax.profiler.cli.whole_files import write_bytes
 
-COLORS = "#1f5f99", "#7fb2d9", "#c9d3df"
+#: Of what is drawn, in order: natten_jax, and what it is compared with.
+COLORS = BLUE, ORANGE, GRAY = "#2f7fc1", "#e08a2c", "#8f9aa6"
+LIGHT_BLUE, GREEN, RED = "#7fb2d9", "#4d9d5b", "#c9504a"
+MARKERS = "o", "s", "D"
+
+#: Text and lines, what lies behind the picture, and what should hardly be seen; on dark pages they are the second ones.
+INK, PAPER, FAINT = "#1f2933", "#ffffff", "#e4e8ed"
+_ON_DARK = {INK: "#d7dde4", PAPER: "#131416", FAINT: "#2b323b"}
+
+#: Inches. A telephone of 400 pixels leaves a picture 368, where text of this size has more than 9.
+WIDTH, FONT_SIZE = 5.2, 9.6
 
 #: Values by label and row.
-Bars = Mapping[str, Mapping[int, float]]
+Points = Mapping[str, Mapping[int, float]]
 
 
-def passes_side_by_side(
-    rows: Sequence[str], bars: Mapping[Pass, Bars], about: str, unit: str, height: float
-) -> tuple[Figure, Sequence[Axes]]:
-    """One bar for each label and row that has a value, in a panel for each pass, which have the same three labels.
+def style() -> AbstractContextManager[None]:
+    """What figures are made and saved in: an SVG is the same whenever the same figure is written, its text is text."""
+    sizes = ("font.size", "axes.titlesize", "axes.labelsize", "xtick.labelsize", "ytick.labelsize", "legend.fontsize")
+    colors = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    settings: dict[Any, Any] = {
+        **dict.fromkeys(sizes, FONT_SIZE),
+        **dict.fromkeys(colors, INK),
+        "svg.hashsalt": "natten_jax",
+        "svg.fonttype": "none",
+        "font.family": "sans-serif",
+        "figure.facecolor": "none",
+        "axes.facecolor": "none",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "legend.frameon": False,
+    }
+    return rc_context(settings)
+
+
+def dots(
+    rows: Sequence[str],
+    panels: Mapping[str, Points],
+    about: str,
+    ticks: Sequence[float],
+    *,
+    unit: str = "x",
+    row_height: float = 0.42,
+) -> Figure:
+    """A row for each name, and in each panel a dot for each label; values of the first label are written out.
 
     Args:
-        rows: Names of the rows.
-        bars: What is drawn.
+        rows: Names of the rows, of one line or two.
+        panels: What is drawn, by title; with the same labels in each, three at most.
         about: Stands below.
+        ticks: Values that the logarithmic axis shows.
         unit: Follows the values.
-        height: Of the figure, in inches.
-
-    Returns:
-        The figure and its panels.
+        row_height: In inches.
     """
-    figure = Figure(figsize=(10, height), layout="constrained")
-    panels: Sequence[Axes] = figure.subplots(1, len(PASSES), sharey=True)
-    bar = 0.8 / len(COLORS)
-    for axes, pass_ in zip(panels, PASSES, strict=True):
-        for i, ((label, values), color) in enumerate(zip(bars[pass_].items(), COLORS, strict=True)):
-            drawn = axes.barh(
-                [row + (i - 1) * bar for row in values],
-                list(values.values()),
-                bar,
-                color=color,
-                label=label if pass_ == "forward" else None,
+    figure = Figure(figsize=(WIDTH, 1.25 + row_height * len(rows)), layout="constrained")
+    axes: Sequence[Axes] = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for ax, (title, points) in zip(axes, panels.items(), strict=True):
+        for (label, values), color, marker in zip(points.items(), COLORS, MARKERS, strict=False):
+            name = label if ax is axes[0] else None
+            top = 3 if color == COLORS[0] else 2
+            places = list(values.values()), list(values)
+            ax.plot(*places, marker, color=color, markersize=6, label=name, clip_on=False, zorder=top)
+        first = next(iter(points.values()))
+        largest = {row: max(values[row] for values in points.values() if row in values) for row in first}
+        for row, value in first.items():
+            ax.annotate(
+                f"{value:.{2 if value < 2 else 1 if value < 100 else 0}f}{unit}",
+                (largest[row], row),
+                (6, 0),
+                textcoords="offset points",
+                va="center",
+                color=COLORS[0],
+                annotation_clip=False,
             )
-            axes.bar_label(drawn, [f"{value:.1f}{unit}" for value in values.values()], padding=2, fontsize=7)
-        axes.set_title(f"{pass_} pass", fontsize="medium")
-        axes.margins(x=0.1)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_yticks(range(len(rows)), rows)
-    panels[0].invert_yaxis()
-    figure.supxlabel(about, fontsize="small")
-    figure.legend(loc="outside upper center", ncols=len(COLORS), frameon=False)
-    return figure, panels
+        ax.set_title(title)
+        ax.set_xscale("log")
+        ax.set_xlim(0.85 * ticks[0], 2.6 * ticks[-1] if len(panels) > 1 else 1.5 * ticks[-1])
+        ax.set_xticks(ticks, [f"{tick:g}{unit}" for tick in ticks])
+        ax.minorticks_off()
+        ax.axvline(1, color=INK, linewidth=0.8)
+        ax.hlines(range(len(rows)), 0.85 * ticks[0], ticks[-1], color=FAINT, linewidth=0.8, zorder=0)
+        ax.tick_params(axis="y", length=0)
+        ax.spines["left"].set_visible(False)
+    axes[0].set_yticks(range(len(rows)), rows)
+    axes[0].set_ylim(len(rows) - 0.5, -0.5)
+    figure.supxlabel(about, fontsize=FONT_SIZE)
+    figure.legend(loc="outside upper center", ncols=len(COLORS), handletextpad=0.1, columnspacing=1.2)
+    return figure
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure; an SVG is the same whenever the same figure is written, and its text stays text."""
+    """Write a figure, without a background; in an SVG its ink follows the theme of the page around it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     picture = io.BytesIO()
-    with rc_context({"svg.hashsalt": "natten_jax", "svg.fonttype": "none", "font.family": "sans-serif"}):
-        metadata = {"Date": None} if path.suffix == ".svg" else None
-        figure.savefig(picture, format=path.suffix.lstrip(".") or "png", metadata=metadata)
+    with style():
+        is_svg = path.suffix == ".svg"
+        metadata = {"Date": None} if is_svg else None
+        figure.savefig(picture, dpi=150, format=path.suffix.lstrip(".") or "png", metadata=metadata)
     content = picture.getvalue()
-    write_bytes(path, re.sub(rb"(\.\d\d)\d+", rb"\1", content) if path.suffix == ".svg" else content)
+    write_bytes(path, _themed(content.decode("utf-8")).encode("utf-8") if is_svg else content)
+
+
+def _themed(svg: str) -> str:
+    """An SVG with variables in place of the colours of ink and paper; a hundredth of a point is enough of a number."""
+    svg = re.sub(r"(\.\d\d)\d+", r"\1", svg)
+    names = {color: f"--c{number}" for number, color in enumerate(_ON_DARK)}
+    for color, name in names.items():
+        svg = svg.replace(color, f"var({name})")
+    light, dark = (
+        "".join(f"{names[color]}:{shown};" for color, shown in theme.items())
+        for theme in ({color: color for color in _ON_DARK}, _ON_DARK)
+    )
+    rules = f"svg{{{light}}}@media(prefers-color-scheme:dark){{svg{{{dark}}}}}text{{fill:var({names[INK]})}}"
+    return re.sub(r"(<svg\b[^>]*>)", rf"\1\n <style>{rules}</style>", svg, count=1)

@@ -10,17 +10,15 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-OptionalArray = TypeVar("OptionalArray", jax.Array, jax.Array | None)
 _Tree = TypeVar("_Tree")
 
 
-def vary_alike(arrays: Sequence[OptionalArray]) -> list[OptionalArray]:
+def vary_alike(arrays: _Tree) -> _Tree:
     """Inside ``jax.shard_map``, make all arrays vary over the mesh axes that any of them varies over.
 
     Where this is done outside a derivative rule, JAX knows its transpose: gradients are summed over those axes.
     """
-    axes = _varying(arrays)
-    return [None if array is None else _over(axes, array) for array in arrays]
+    return varying_like(arrays, arrays)
 
 
 def varying_like(carry: _Tree, arrays: Any) -> _Tree:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import jax
 
 
-class Operands(NamedTuple):
-    """The arrays of one call, heads last, in the caller's rank.
+class Inputs(NamedTuple):
+    """The arrays of one call that have gradients, heads last, in the caller's rank.
 
     Attributes:
         query: ``[batch, *query_layout, heads, head_dim]``.
@@ -18,33 +18,31 @@ class Operands(NamedTuple):
         additional_values: ``[batch, additional_kv, heads_kv, head_dim_v]``, or ``None``.
         scale: ``[batch, heads]`` in the accumulator's element type: factors of the logits, in place of the problem's;
             ``None`` where that is the scale.
-        origins: int32 ``[2, 3]``: where the local query and key/value tokens start in the global layout,
-            last dimension last; ``None`` where nothing is sharded.
     """
 
     query: jax.Array
     key: jax.Array
     value: jax.Array
-    additional_keys: jax.Array | None
-    additional_values: jax.Array | None
+    additional_keys: jax.Array | None = None
+    additional_values: jax.Array | None = None
     scale: jax.Array | None = None
+
+
+#: Cotangents of the inputs, in their shapes and element types.
+Gradients = Inputs
+
+
+class Operands(NamedTuple):
+    """The arrays of a pass.
+
+    Attributes:
+        inputs: Those that have gradients.
+        origins: int32 ``[2, 3]``: where the local query and key/value tokens start in the global layout,
+            last dimension last; ``None`` where nothing is sharded.
+    """
+
+    inputs: Inputs
     origins: jax.Array | None = None
-
-    @property
-    def differentiable(self) -> Gradients:
-        """Those that have gradients."""
-        return Gradients(*self[:-1])
-
-
-class Gradients(NamedTuple):
-    """Cotangents of the differentiable operands, in their shapes and dtypes."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    additional_keys: jax.Array | None
-    additional_values: jax.Array | None
-    scale: jax.Array | None = None
 
 
 class Output(NamedTuple):

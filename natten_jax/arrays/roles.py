@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from natten_jax.arrays.operands import Differentiable, Gradients, Operands, Output, Saved
+from natten_jax.arrays.operands import Differentiable, Inputs, Operands, Output, Saved
 from natten_jax.arrays.query_box import QueryBox
 
 
@@ -36,9 +37,10 @@ class Role(enum.Enum):
         self.is_key_value = is_key_value
 
 
-_FIELDS = {
-    Operands: (Role.QUERY, *(Role.KEY_VALUE,) * 2, *(Role.ADDITIONAL,) * 2, Role.PER_HEAD, Role.WHOLE),
-    Gradients: (Role.QUERY, *(Role.KEY_VALUE,) * 2, *(Role.ADDITIONAL,) * 2, Role.PER_HEAD),
+_OF_INPUTS = Role.QUERY, Role.KEY_VALUE, Role.KEY_VALUE, Role.ADDITIONAL, Role.ADDITIONAL, Role.PER_HEAD
+_ROLES = {
+    Inputs: _OF_INPUTS,
+    Operands: (*_OF_INPUTS, Role.WHOLE),
     Output: (Role.QUERY, Role.PER_QUERY),
     Differentiable: (Role.QUERY, Role.PER_QUERY, Role.QUERY),
     Saved: (Role.QUERY, Role.PER_QUERY, Role.PER_QUERY),
@@ -46,15 +48,22 @@ _FIELDS = {
 }
 
 
-def roles_of(*arguments: Any) -> list[Role]:
+def roles_of(*arguments: Any) -> Sequence[Role]:
     """One for each array in operands, results, gradients, boxes; in the order of ``jax.tree.leaves``."""
+    return _roles_of(jax.tree.structure(arguments))
+
+
+@functools.lru_cache(maxsize=1024)
+def _roles_of(structure: Any) -> Sequence[Role]:
     return [
         role
-        for argument in arguments
-        for array, role in zip(_fields(argument), _FIELDS[type(argument)], strict=True)
+        for argument in jax.tree.unflatten(structure, range(structure.num_leaves))
+        for array, role in zip(_fields(argument), _ROLES[type(argument)], strict=True)
         if array is not None
     ]
 
 
 def _fields(argument: Any) -> Sequence[Any]:
+    if isinstance(argument, Operands):
+        return (*argument.inputs, argument.origins)
     return argument if isinstance(argument, tuple) else jax.tree.leaves(argument)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from natten_jax.arrays.operands import Differentiable, Gradients, Operands, Output, Saved
+from natten_jax.arrays.operands import Differentiable, Gradients, Inputs, Operands, Output, Saved
 from natten_jax.arrays.query_box import QueryBox
 from natten_jax.native import module as native
 from natten_jax.performance import KernelSchedule, Pass, TilePair
@@ -172,7 +172,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
-        """Compute the gradients of the differentiable operands."""
+        """Compute the gradients of the inputs."""
 
 
 class PureJaxBackend(Backend):
@@ -195,15 +195,15 @@ class PureJaxBackend(Backend):
     def tangents(self, plan: Plan, operands: Operands, result: Differentiable, tangents: Gradients) -> Output:
         """Compute tangents of ``result``, linear in those of the operands; JAX derives all other derivatives."""
 
-        def output_of(*arrays: Any) -> Differentiable:
-            return self.forward_differentiable(plan, Operands._make([*arrays, operands.origins]))
+        def output_of(inputs: Inputs) -> Differentiable:
+            return self.forward_differentiable(plan, operands._replace(inputs=inputs))
 
-        _, changes = jax.jvp(output_of, tuple(operands.differentiable), tuple(tangents))
+        _, changes = jax.jvp(output_of, (operands.inputs,), (tangents,))
         return Output(changes.out, changes.logsumexp)
 
     def gradients(
-        self, plan: Plan, operands: Operands, result: Differentiable, cotangents: Output, wanted: Sequence[bool]
-    ) -> Sequence[jax.Array | None]:
+        self, plan: Plan, operands: Operands, result: Differentiable, cotangents: Output, wanted: Any
+    ) -> Gradients:
         """Compute the transpose of :meth:`tangents`: cotangents of the operands from those of output and logsumexp.
 
         Args:
@@ -211,12 +211,13 @@ class PureJaxBackend(Backend):
             operands: The arrays.
             result: What the forward pass returned.
             cotangents: Of output and logsumexp.
-            wanted: Which of the differentiable operands' cotangents are asked for; others may be ``None``.
+            wanted: :class:`Inputs` of bools: which cotangents are asked for; others may be ``None``.
         """
-        primals = operands.differentiable
-        transpose = jax.linear_transpose(lambda changes: self.tangents(plan, operands, result, changes), primals)
+        transpose = jax.linear_transpose(
+            lambda changes: self.tangents(plan, operands, result, changes), operands.inputs
+        )
         (gradients,) = transpose(cotangents)
-        return Gradients(*gradients)
+        return gradients  # type: ignore[no-any-return]
 
     def forward_saving(self, plan: Plan, operands: Operands) -> Saved:
         """Compute output and logsumexp for a backward pass, which computes everything anew."""
@@ -225,7 +226,6 @@ class PureJaxBackend(Backend):
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
         """Compute the gradients by a second forward pass."""
-        _, transpose = jax.vjp(lambda arrays: self.forward(plan, arrays), operands)
+        _, transpose = jax.vjp(lambda inputs: self.forward(plan, operands._replace(inputs=inputs)), operands.inputs)
         (gradients,) = transpose(cotangents)
-        result: Gradients = gradients.differentiable
-        return result
+        return gradients  # type: ignore[no-any-return]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import ClassVar
@@ -13,8 +14,8 @@ from natten_jax.backends.base import Platform
 from natten_jax.backends.native_backend import (
     NativeBackend,
     attributes,
+    call_for_gradients,
     delta,
-    gradients_of,
     kernel_operands,
     saved_remainder,
     with_kernel_rank,
@@ -61,19 +62,10 @@ class CpuBackend(NativeBackend):
 
     def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
         """Call the kernels."""
-        problem = plan.problem
-        arrays = kernel_operands(problem, operands)
-        gradients = native.call(
-            _BACKWARD,
-            [ResultType(array.shape, array.dtype) for array in arrays[:5]],
-            *arrays,
-            with_kernel_rank(saved.logsumexp, problem.rank),
-            saved_remainder(problem, saved),
-            with_kernel_rank(cotangents.out, problem.rank),
-            with_kernel_rank(delta(saved.out, *cotangents), problem.rank),
-            **attributes(plan),
-        )
-        return gradients_of(problem, operands, gradients)
+        rank = functools.partial(with_kernel_rank, rank=plan.problem.rank)
+        of_rows = rank(saved.logsumexp), saved_remainder(plan.problem, saved)
+        per_query = *of_rows, rank(cotangents.out), rank(delta(saved.out, *cotangents))
+        return call_for_gradients(_BACKWARD, plan, operands, per_query)
 
 
 #: Query and key/value tiles that tile_pairs lists after the default, by rank.

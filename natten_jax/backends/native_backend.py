@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
+from natten_jax.arrays.operands import Gradients, Inputs, Operands, Output, Saved
 from natten_jax.backends.base import Backend
+from natten_jax.native import module as native
 from natten_jax.native.abi import KERNEL_RANK, axis_rows, with_kernel_tiles
 from natten_jax.native.head_scales import HeadScales, of_shared_heads, with_heads_of_queries
 from natten_jax.native.module import ResultType
@@ -57,14 +58,15 @@ class NativeBackend(Backend):
         """
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
-        """Compute the gradients of the differentiable operands."""
+        """Compute the gradients of the inputs."""
         problem = plan.problem
-        if operands.scale is None or problem.heads == problem.heads_kv:
+        inputs = operands.inputs
+        if inputs.scale is None or problem.heads == problem.heads_kv:
             return self.call_backward(plan, operands, saved, cotangents)
         # Kernels sum the gradients of a key up over the queries, and scale the sum.
         plan = dataclasses.replace(plan, problem=dataclasses.replace(problem, heads_kv=problem.heads))
-        gradients = self.call_backward(plan, with_heads_of_queries(operands), saved, cotangents)
-        return of_shared_heads(gradients, operands)
+        repeated = operands._replace(inputs=with_heads_of_queries(inputs))
+        return of_shared_heads(self.call_backward(plan, repeated, saved, cotangents), inputs)
 
 
 def with_kernel_rank(array: jax.Array, rank: int) -> jax.Array:
@@ -85,13 +87,14 @@ def _with_query_factor(problem: Problem, array: jax.Array) -> jax.Array:
 
 def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
     """The operands that every target starts with; arrays of nothing for those that the call lacks."""
-    query, key, value = (with_kernel_rank(array, problem.rank) for array in operands[:3])
-    if operands.scale is None:
+    inputs = operands.inputs
+    query, key, value = (with_kernel_rank(array, problem.rank) for array in (inputs.query, inputs.key, inputs.value))
+    if inputs.scale is None:
         query, scales = _with_query_factor(problem, query), jnp.zeros((0,), jnp.float32)
     else:
-        of_heads = HeadScales.of(problem, operands.scale)
+        of_heads = HeadScales.of(problem, inputs.scale)
         query, scales = of_heads.signed(query), of_heads.operand()
-    additional_keys, additional_values = operands.additional_keys, operands.additional_values
+    additional_keys, additional_values = inputs.additional_keys, inputs.additional_values
     if additional_keys is None or additional_values is None:
         additional_keys = jnp.zeros((key.shape[0], 0, *key.shape[-2:]), key.dtype)
         additional_values = jnp.zeros((value.shape[0], 0, *value.shape[-2:]), value.dtype)
@@ -102,11 +105,11 @@ def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
 
 def _output_types(plan: Plan, operands: Operands, *, saves: bool) -> list[ResultType]:
     """The results that every forward target starts with; an array of nothing for a remainder that is not saved."""
-    batch, *_, heads, _ = operands.query.shape
-    tokens = with_kernel_rank(operands.query, plan.problem.rank).shape[1:-2]
+    batch, *_, heads, _ = operands.inputs.query.shape
+    tokens = with_kernel_rank(operands.inputs.query, plan.problem.rank).shape[1:-2]
     per_query = (batch, *tokens, heads)
     return [
-        ResultType((*per_query, operands.value.shape[-1]), operands.query.dtype),
+        ResultType((*per_query, operands.inputs.value.shape[-1]), operands.inputs.query.dtype),
         ResultType(per_query, jnp.float32),
         ResultType(per_query if saves else (0,), jnp.float32),
     ]
@@ -114,8 +117,8 @@ def _output_types(plan: Plan, operands: Operands, *, saves: bool) -> list[Result
 
 def _output_of(operands: Operands, results: Sequence[jax.Array]) -> Output:
     """A forward target's output and logsumexp in the shapes of the operands."""
-    *per_query, _ = operands.query.shape
-    return Output(results[0].reshape(*per_query, operands.value.shape[-1]), results[1].reshape(per_query))
+    *per_query, _ = operands.inputs.query.shape
+    return Output(results[0].reshape(*per_query, operands.inputs.value.shape[-1]), results[1].reshape(per_query))
 
 
 def saved_remainder(problem: Problem, saved: Saved) -> jax.Array:
@@ -130,14 +133,34 @@ def delta(out: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent: jax.Arr
     return jnp.sum(out_cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - logsumexp_cotangent
 
 
-def gradients_of(problem: Problem, operands: Operands, results: list[jax.Array]) -> Gradients:
-    """A target's gradients, the five first results, in the shapes of the operands."""
-    query, key, value = (g.reshape(a.shape) for g, a in zip(results[:3], operands[:3], strict=True))
-    additional = (None, None) if operands.additional_keys is None else results[3:5]
-    gradients = Gradients(query, key, value, *additional)
-    if operands.scale is None:
-        return gradients._replace(query=_with_query_factor(problem, query))
-    return HeadScales.of(problem, operands.scale).of_gradients(gradients, operands.query)
+def call_for_gradients(
+    target: str,
+    plan: Plan,
+    operands: Operands,
+    per_query: Sequence[jax.Array],
+    scratch: Sequence[ResultType] = (),
+    **more: int,
+) -> Gradients:
+    """Call a backward target, whose first results are the gradients of the inputs.
+
+    Args:
+        target: Its name.
+        plan: What to run.
+        operands: Its arrays.
+        per_query: The operands behind those of :func:`kernel_operands`.
+        scratch: Types of the results behind the gradients.
+        **more: Attributes of its own.
+    """
+    problem, inputs = plan.problem, operands.inputs
+    arrays = kernel_operands(problem, operands)
+    *with_gradients, _, _ = arrays  # all but origins and scales
+    types = [ResultType(array.shape, array.dtype) for array in with_gradients]
+    results = native.call(target, [*types, *scratch], *arrays, *per_query, **attributes(plan), **more)
+    pairs = zip(inputs, results[: len(types)], strict=False)  # the scale's follows from the query's
+    gradients = Inputs(*[own if own is None else new.reshape(own.shape) for own, new in pairs])  # type: ignore[arg-type]
+    if inputs.scale is None:
+        return gradients._replace(query=_with_query_factor(problem, gradients.query))
+    return HeadScales.of(problem, inputs.scale).of_gradients(gradients, inputs.query)
 
 
 def attributes(plan: Plan) -> dict[str, Shape | float]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax import backends
-from natten_jax.arrays.operands import Operands, Output, Saved
+from natten_jax.arrays.operands import Inputs, Operands, Output, Saved
 from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem
 
@@ -44,7 +44,7 @@ def _operands(problem: Problem) -> Operands:
     keys, values = (
         array((problem.additional_kv,), problem.heads_kv, width) if problem.additional_kv else None for width in widths
     )
-    return Operands(query, key, value, keys, values, origins=None)  # type: ignore[arg-type]
+    return Operands(Inputs(query, key, value, keys, values))  # type: ignore[arg-type]
 
 
 def _output(problem: Problem) -> Output:

@@ -41,14 +41,13 @@ def attend(request: Request, operands: Operands) -> Output:
     def run_local(request: Request, arrays: Operands) -> Output:
         if request.token_axes and _travel_of(request) is None:
             arrays = manual_exchange.brought(request.problem, request.token_axes, arrays)
-            arrays = Operands._make(vary_alike(arrays))
+            arrays = vary_alike(arrays)
             request = _of_part(request)
         # Plain JAX differentiates itself: forward mode and higher orders included.
         output = None if request.token_axes else passes.forward_plain(request, arrays)
         if output is not None:
             return output
-        differentiable = [None if array is None else in_reverse_only(array) for array in arrays.differentiable]
-        return _attend(request, Operands._make([*differentiable, arrays.origins]))
+        return _attend(request, arrays._replace(inputs=jax.tree.map(in_reverse_only, arrays.inputs)))
 
     return explicit.over_explicit_axes(run_local, request, operands)
 
@@ -151,7 +150,7 @@ def _attend_backward(request: Request, residuals: tuple[Operands, Saved], cotang
         gradients = halo_passes.backward(
             passes.backward, travel.plans[1], travel.request, travel.exchange, *residuals, cotangents
         )
-    return (Operands._make([*gradients, None]),)  # origins are integers and have no gradient
+    return (Operands(gradients),)  # origins are integers and have no gradient
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -126,7 +126,7 @@ class PlainTangents(Computation):
         changes = dict(zip(self.given, tangents, strict=True))
         primals = jax.tree.leaves(operands)
         every = [changes[i] if i in changes else jnp.zeros_like(array) for i, array in enumerate(primals)]
-        of_operands = jax.tree.unflatten(self.forward.operands, every).differentiable
+        of_operands = jax.tree.unflatten(self.forward.operands, every).inputs
         return list(_backend(self.forward.backend).tangents(plan, operands, returned, of_operands))
 
     def compute_transposed(
@@ -147,9 +147,9 @@ class PlainTangents(Computation):
         given = Output(*(cotangents[i] if i in cotangents else jnp.zeros_like(own) for i, own in enumerate(output)))
         leaves = [self.given[i - first_tangent] for i in linear]
         numbers: Operands = jax.tree.unflatten(self.forward.operands, range(self.forward.operands.num_leaves))
-        wanted = [number in leaves for number in numbers.differentiable]
+        wanted = jax.tree.map(lambda number: number in leaves, numbers.inputs)
         found = _backend(self.forward.backend).gradients(plan, operands, returned, given, wanted)
-        by_leaf: dict[Any, Any] = dict(zip(numbers.differentiable, found, strict=True))
+        by_leaf: dict[Any, Any] = dict(zip(numbers.inputs, found, strict=True))
         return [by_leaf[leaf].astype(type_.dtype) for leaf, type_ in zip(leaves, linear.values(), strict=True)]
 
     def _parted(self, arguments: Sequence[jax.Array]) -> tuple[Operands, Differentiable, Sequence[jax.Array]]:

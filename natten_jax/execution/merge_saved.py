@@ -49,7 +49,7 @@ def continued(forward_saving: Callable[[Operands], Saved], operands: Operands, s
     assert operands.origins is not None
     start = box_start(seeing)
     origins = operands.origins + jnp.stack([start, jnp.zeros_like(start)])
-    found = forward_saving(operands._replace(query=seeing.copied(operands.query), origins=origins))
+    found = forward_saving(Operands(operands.inputs._replace(query=seeing.copied(operands.inputs.query)), origins))
     both = merged(jax.tree.map(seeing.cut, saved), found)
     result: Saved = jax.tree.map(seeing.put, saved, both)
     return result

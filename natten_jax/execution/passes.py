@@ -181,7 +181,7 @@ def _forward_plans(request: Request) -> Iterator[Plan]:
 
 
 def _output_types(request: Request, operands: Any) -> Output:
-    problem, query = request.problem, operands.query
+    problem, query = request.problem, operands.inputs.query
     per_query = query.shape[:-1]
     return Output(
         type_like(query, (*per_query, problem.head_dim_v), query.dtype),
@@ -195,10 +195,8 @@ def _saved_types(request: Request, operands: Any, *_: Any) -> Saved:
 
 
 def _gradient_types(request: Request, operands: Any, saved: Any, cotangents: Any) -> Gradients:
-    types = [
-        None if each is None else type_like(operands.query, each.shape, each.dtype) for each in operands.differentiable
-    ]
-    return Gradients._make(types)
+    query, types = operands.inputs.query, operands.inputs
+    return Gradients._make([None if each is None else type_like(query, each.shape, each.dtype) for each in types])
 
 
 def _compute_forward(plan: Plan, request: Request, device: Device, operands: Operands) -> Output:

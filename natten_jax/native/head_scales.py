@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from natten_jax.arguments.scale import LARGEST
-from natten_jax.arrays.operands import Gradients, Operands
+from natten_jax.arrays.operands import Gradients, Inputs
+from natten_jax.arrays.roles import roles_of
 from natten_jax.problem import Problem
 
 #: Smaller factors of query gradients lose digits of these: float16 has no number below 2^-24.
@@ -67,30 +69,27 @@ class HeadScales:
         return factor.reshape(batch, *(1,) * len(layout), heads, 1)
 
 
-def with_heads_of_queries(operands: Operands) -> Operands:
+def with_heads_of_queries(inputs: Inputs) -> Inputs:
     """Keys and values of every query head: those that share some get copies."""
-    groups = operands.query.shape[-2] // operands.key.shape[-2]
+    groups = inputs.query.shape[-2] // inputs.key.shape[-2]
 
-    def repeated(array: jax.Array | None) -> jax.Array | None:
-        return None if array is None else jnp.repeat(array, groups, axis=-2)
-
-    return operands._replace(
-        key=jnp.repeat(operands.key, groups, axis=-2),
-        value=jnp.repeat(operands.value, groups, axis=-2),
-        additional_keys=repeated(operands.additional_keys),
-        additional_values=repeated(operands.additional_values),
-    )
+    return _of_key_values(lambda array: jnp.repeat(array, groups, axis=-2), inputs)
 
 
-def of_shared_heads(gradients: Gradients, operands: Operands) -> Gradients:
+def of_shared_heads(gradients: Gradients, inputs: Inputs) -> Gradients:
     """The gradients of shared keys and values, from those of the copies that :func:`with_heads_of_queries` makes."""
-    heads_kv = operands.key.shape[-2]
+    heads_kv = inputs.key.shape[-2]
 
     def summed(array: jax.Array) -> jax.Array:
         *outer, heads, width = array.shape
         groups = array.reshape(*outer, heads_kv, heads // heads_kv, width)
         return jnp.sum(groups, axis=-2, dtype=jnp.float32).astype(array.dtype)
 
-    names = "key", "value", "additional_keys", "additional_values"
-    arrays = {name: getattr(gradients, name) for name in names}
-    return gradients._replace(**{name: summed(array) for name, array in arrays.items() if array is not None})
+    return _of_key_values(summed, gradients)
+
+
+def _of_key_values(change: Callable[[jax.Array], jax.Array], inputs: Inputs) -> Inputs:
+    """The inputs, those changed whose heads are those of keys and values."""
+    roles = jax.tree.unflatten(jax.tree.structure(inputs), roles_of(inputs))
+    found: Inputs = jax.tree.map(lambda array, role: change(array) if role.is_key_value else array, inputs, roles)
+    return found

@@ -17,7 +17,7 @@ from natten_jax.arguments.natten_names import known_arguments
 from natten_jax.arguments.scale import Scale, number_or_array, per_head
 from natten_jax.arguments.static import Bools, Ints, flag
 from natten_jax.arguments.token_axes import TokenAxes, checked_token_axes
-from natten_jax.arrays.operands import Operands, Output
+from natten_jax.arrays.operands import Inputs, Operands, Output
 from natten_jax.execution import custom_vjp
 from natten_jax.ops.arrays import ArrayLike, as_jax_array, attention_problem, neighborhood_problem
 from natten_jax.ops.attention_kwargs import check_agreement
@@ -65,12 +65,12 @@ def attend_windows(
     fuse = how.try_fuse_additional_kv
     if fuse is not None:
         fuse = flag("try_fuse_additional_kv", fuse, or_none=True)
-    operands = _operands(*arrays)
+    inputs = _inputs(*arrays)
     number, factors = number_or_array(scale)
     static_scale = 1.0 if factors is not None else number
     axes = checked_token_axes(window.token_axes, window.rank)
     problem, performance = _window_problem(
-        _described(operands), window[:5], static_scale, device_line.parts_of(axes) or None, (*how.performance.items(),)
+        _described(inputs), window[:5], static_scale, device_line.parts_of(axes) or None, (*how.performance.items(),)
     )
     request = Request(problem, performance, how.backend, _precision(), axes)
     parts = parts_of(request, how.attention_kwargs, fuse)
@@ -79,11 +79,11 @@ def attend_windows(
     if how.performance or how.attention_kwargs:
         for part in parts:
             of_attention = () if part.kind is KeySet.WINDOWS else how.attention_kwargs or ()
-            warn_of_ignored(part.request, operands.query, of_attention)
-    operands = with_whole_dimensions(
-        _with_scale(operands, factors, problem), keeps_tokens=all(part.keeps_tokens for part in parts)
+            warn_of_ignored(part.request, inputs.query, of_attention)
+    inputs = with_whole_dimensions(
+        _with_scale(inputs, factors, problem), keeps_tokens=all(part.keeps_tokens for part in parts)
     )
-    outputs = [_run(part, operands) for part in parts]
+    outputs = [_run(part, inputs) for part in parts]
     output = outputs[0] if len(outputs) == 1 else Output(*merge_attentions(*zip(*outputs, strict=True)))
     return tuple(output) if return_lse else output.out
 
@@ -100,16 +100,16 @@ def attend_all(
 ) -> Any:
     """``attention``; arguments as there."""
     return_lse = flag("return_lse", return_lse)
-    arrays = with_whole_dimensions(_operands(query, key, value, None, None), keeps_tokens=False)
+    inputs = with_whole_dimensions(_inputs(query, key, value, None, None), keeps_tokens=False)
     number, factors = number_or_array(scale)
     static_scale = 1.0 if factors is not None else number
-    problem, asked = _attention_problem(_described(arrays), static_scale, is_causal, (*performance.items(),))
+    problem, asked = _attention_problem(_described(inputs), static_scale, is_causal, (*performance.items(),))
     if backend is not None:
         backends.find(backend, "fmha")
     request = Request(problem, asked, backend, _precision())
     if performance:
-        warn_of_ignored(request, arrays.query)
-    output = _attend(request, _with_scale(arrays, factors, problem))
+        warn_of_ignored(request, inputs.query)
+    output = _attend(request, Operands(_with_scale(inputs, factors, problem)))
     return tuple(output) if return_lse else output.out
 
 
@@ -117,8 +117,8 @@ def attend_all(
 _Described = tuple[tuple[Any, ...], Any] | None
 
 
-def _described(operands: Operands) -> tuple[_Described, ...]:
-    return tuple([None if each is None else (each.shape, each.dtype) for each in operands[:5]])
+def _described(inputs: Inputs) -> tuple[_Described, ...]:
+    return tuple([None if each is None else (each.shape, each.dtype) for each in inputs])
 
 
 def _shaped(described: _Described) -> jax.ShapeDtypeStruct | None:
@@ -136,7 +136,7 @@ def _window_problem(
     """What a call of ``na{rank}d`` describes; the last argument are the items of its performance arguments."""
     rank, kernel_size, stride, dilation, is_causal = window
 
-    def describe(query: Any, key: Any, value: Any, additional_keys: Any, additional_values: Any) -> Problem:
+    def describe(query: Any, key: Any, value: Any, additional_keys: Any, additional_values: Any, _: Any) -> Problem:
         facts = kernel_size, stride, dilation, is_causal, scale
         return neighborhood_problem(rank, query, key, value, *facts, additional_keys, additional_values, parts)
 
@@ -163,37 +163,33 @@ def _precision() -> str | None:
     return None if precision is None else str(precision)
 
 
-#: Operands that a call need not have.
-_OPTIONAL = frozenset(("additional_keys", "additional_values"))
-
-
-def _operands(*arrays: ArrayLike | None) -> Operands:
-    names = Operands._fields[:5]
+def _inputs(*arrays: ArrayLike | None) -> Inputs:
+    """The array arguments, in the order of :class:`Inputs`."""
     checked = [
-        None if each is None and name in _OPTIONAL else as_jax_array(name, each)
-        for name, each in zip(names, arrays, strict=True)
+        None if each is None and name in Inputs._field_defaults else as_jax_array(name, each)
+        for name, each in zip(Inputs._fields, arrays, strict=False)
     ]
-    return Operands._make([*checked, None, None])
+    return Inputs(*checked)  # type: ignore[arg-type]
 
 
-def _with_scale(operands: Operands, factors: Any, problem: Problem) -> Operands:
+def _with_scale(inputs: Inputs, factors: Any, problem: Problem) -> Inputs:
     if factors is None:
-        return operands
-    batch, *_, heads, _ = operands.query.shape
-    return operands._replace(scale=per_head(factors, batch, heads, problem.dtype))
+        return inputs
+    batch, *_, heads, _ = inputs.query.shape
+    return inputs._replace(scale=per_head(factors, batch, heads, problem.dtype))
 
 
-def _run(part: SubCall, arrays: Operands) -> Output:
+def _run(part: SubCall, inputs: Inputs) -> Output:
     """A part's output and logsumexp in the shapes of the call's."""
     token_axes = part.request.token_axes
     if part.kind is KeySet.WINDOWS:
         if not part.request.problem.additional_kv:
-            arrays = arrays._replace(additional_keys=None, additional_values=None)
-        return _attend(part.request, arrays)
+            inputs = inputs._replace(additional_keys=None, additional_values=None)
+        return _attend(part.request, Operands(inputs))
     lines = device_line.lines_of(token_axes)
     if part.kind is KeySet.WHOLE_LAYOUT:
-        arrays = exchange.with_all_keys(arrays, lines)
-    query, key, value, additional_keys, additional_values, *_ = arrays
+        inputs = exchange.with_all_keys(inputs, lines)
+    query, key, value, additional_keys, additional_values, scale = inputs
     if part.kind is KeySet.ADDITIONAL:
         assert additional_keys is not None and additional_values is not None
         keys, values = additional_keys, additional_values
@@ -205,7 +201,7 @@ def _run(part: SubCall, arrays: Operands) -> Output:
     # Where tokens are split, the layout of the queries is a part of the problem's.
     origins = exchange.flat_origins(query.shape[1:-2], lines) if token_axes else None
     request = dataclasses.replace(part.request, token_axes=())
-    output = _attend(request, Operands(_flat(query), keys, values, None, None, arrays.scale, origins))
+    output = _attend(request, Operands(Inputs(_flat(query), keys, values, scale=scale), origins))
     return Output(*(array.reshape(*query.shape[:-2], *array.shape[2:]) for array in output))
 
 

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from natten_jax.arguments.token_axes import axis_names
 from natten_jax.arrays.avals import vary_alike
-from natten_jax.arrays.operands import Operands, Output
+from natten_jax.arrays.operands import Inputs, Operands, Output
 from natten_jax.arrays.roles import Role, roles_of
 from natten_jax.plan.request import Request
 from natten_jax.sharding.auto import warn_of_gather
@@ -31,15 +31,16 @@ def over_explicit_axes(run: Run, request: Request, operands: Operands) -> Output
     """Run a call whose arrays may be split over explicit mesh axes."""
     mesh = _mesh_of(operands)
     if mesh is None:
-        return run(request, Operands._make(vary_alike(operands)))
+        return run(request, vary_alike(operands))
     leaves, structure = jax.tree.flatten(operands)
     roles = roles_of(operands)
-    batch, *tokens, heads_q = _split_axes(operands)
+    query, key, *_ = leaves
+    batch, *tokens, heads_q = _split_axes(operands.inputs)
     count = math.prod(mesh.shape[name] for name in heads_q)
-    is_kv_split = axis_names(_spec(operands.key)[-2]) == heads_q
+    is_kv_split = axis_names(_spec(key)[-2]) == heads_q
     heads_kv = heads_q if is_kv_split else ()
     token_axes = tuple(tokens) if any(tokens) else ()
-    split = HeadSplit.of(operands.query.shape[-2], operands.key.shape[-2], count, count if is_kv_split else 1)
+    split = HeadSplit.of(query.shape[-2], key.shape[-2], count, count if is_kv_split else 1)
 
     def spec(role: Role, ndim: int) -> PartitionSpec:
         if role is Role.WHOLE:
@@ -57,13 +58,14 @@ def over_explicit_axes(run: Run, request: Request, operands: Operands) -> Output
         return Output(*split.run_on_taken(run_local, leaves, roles, [Role.QUERY, Role.PER_QUERY], part))
 
     def run_local(*leaves: jax.Array) -> Any:
-        arrays: Operands = jax.tree.unflatten(structure, leaves)
-        local = request.of_part(arrays.query.shape[0], arrays.query.shape[-2], arrays.key.shape[-2])
-        return run(dataclasses.replace(local, token_axes=token_axes) if token_axes else local, arrays)
+        query, key, *_ = leaves
+        local = request.of_part(query.shape[0], query.shape[-2], key.shape[-2])
+        local = dataclasses.replace(local, token_axes=token_axes) if token_axes else local
+        return run(local, jax.tree.unflatten(structure, leaves))
 
     specs = [spec(role, array.ndim) for role, array in zip(roles, leaves, strict=True)]
     placed = [jax.sharding.reshard(array, NamedSharding(mesh, each)) for array, each in zip(leaves, specs, strict=True)]
-    ndim = operands.query.ndim
+    ndim = query.ndim
     out_specs = Output._make([spec(Role.QUERY, ndim), spec(Role.PER_QUERY, ndim - 1)])
     explicit = _explicit_axes(mesh)
     result: Output = jax.shard_map(
@@ -81,18 +83,18 @@ def _placed(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     return jax.sharding.reshard(array, sharding)
 
 
-def with_whole_dimensions(operands: Operands, *, keeps_tokens: bool) -> Operands:
-    """The operands, gathered where explicit mesh axes split ``head_dim``; with a warning.
+def with_whole_dimensions(inputs: Inputs, *, keeps_tokens: bool) -> Inputs:
+    """The inputs, gathered where explicit mesh axes split ``head_dim``; with a warning.
 
     Args:
-        operands: Of a call.
+        inputs: Of a call.
         keeps_tokens: Whether token dimensions can stay split. If not, they are gathered likewise.
     """
-    mesh = _mesh_of(operands)
+    mesh = _mesh_of(inputs)
     if mesh is None:
-        return operands
+        return inputs
     arrays: list[jax.Array | None] = []
-    for name, array in zip(Operands._fields, operands, strict=True):
+    for name, array in zip(Inputs._fields, inputs, strict=True):
         if array is None or name == "scale":
             arrays.append(array)
             continue
@@ -103,16 +105,15 @@ def with_whole_dimensions(operands: Operands, *, keeps_tokens: bool) -> Operands
                 axes[axis] = None
         is_whole = axes == list(_spec(array))
         arrays.append(array if is_whole else _placed(array, NamedSharding(mesh, PartitionSpec(*axes))))
-    return Operands._make(arrays)
+    return Inputs._make(arrays)
 
 
-def _mesh_of(operands: Operands) -> Any:
+def _mesh_of(arrays: Any) -> Any:
     """The mesh of the arrays, where it has explicit axes that split anything."""
-    for array in operands:
-        if array is not None:
-            mesh = jax.typeof(array).sharding.mesh
-            if any(mesh.shape[name] > 1 for name in _explicit_axes(mesh)):
-                return mesh
+    for array in jax.tree.leaves(arrays):
+        mesh = jax.typeof(array).sharding.mesh
+        if any(mesh.shape[name] > 1 for name in _explicit_axes(mesh)):
+            return mesh
     return None
 
 
@@ -125,9 +126,9 @@ def _spec(array: jax.Array) -> tuple[Any, ...]:
     return spec + (None,) * (array.ndim - len(spec))
 
 
-def _split_axes(operands: Operands) -> list[_Axes]:
+def _split_axes(inputs: Inputs) -> list[_Axes]:
     """The mesh axes that split batch, tokens and heads: the query's, or else the next array's."""
-    specs = [_spec(array)[:-1] for array in operands[:3]]
+    specs = [_spec(array)[:-1] for array in (inputs.query, inputs.key, inputs.value)]
     axes: list[_Axes] = [axis_names(entry) for entry in specs[0]]
     for spec in specs[1:]:
         for i, entry in enumerate(spec):

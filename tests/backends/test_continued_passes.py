@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from natten_jax.arrays.operands import Operands, Saved
+from natten_jax.arrays.operands import Inputs, Operands, Saved
 from natten_jax.arrays.query_box import QueryBox
 from natten_jax.execution import passes
 from natten_jax.halo import halo_of
@@ -101,7 +101,7 @@ class Part:
             origins = np.zeros((2, 3), np.int32)
             origins[:, 3 - len(layout) + self.dimension] = first, first_key
             held = tokens(key, first_key, keys), tokens(value, first_key, keys)
-            return Operands(tokens(query, first, halo.part), *held, None, None, origins=jnp.asarray(origins))
+            return Operands(Inputs(tokens(query, first, halo.part), *held), jnp.asarray(origins))
 
         saved = passes.forward_saving(request, operands(first, halo.part))
         for slab in halo.seen_slabs(self.problem.axes[self.dimension]):

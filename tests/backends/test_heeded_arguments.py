@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from natten_jax import backends
-from natten_jax.arrays.operands import Operands, Output, Saved
+from natten_jax.arrays.operands import Inputs, Operands, Output, Saved
 from natten_jax.backends.base import Backend
 from natten_jax.backends.heeded import CHOICES, heeded, ignored
 from natten_jax.backends.select import plan_with
@@ -54,7 +54,7 @@ def program(plan: Plan) -> str:
     backend, problem = backends.find(plan.backend, plan.backend.operator), plan.problem
     query = jax.ShapeDtypeStruct((1, *problem.query_layout, problem.heads, problem.head_dim), problem.dtype)
     per_query = jax.ShapeDtypeStruct(query.shape[:-1], "float32")
-    operands = Operands(query, query, query, None, None, None)  # type: ignore[arg-type]
+    operands = Operands(Inputs(query, query, query))  # type: ignore[arg-type]
     saved, cotangents = Saved(query, per_query, per_query), Output(query, per_query)  # type: ignore[arg-type]
     if plan.pass_ == "forward":
         return str(jax.make_jaxpr(lambda operands: backend.forward_saving(plan, operands))(operands))

@@ -40,7 +40,7 @@ class ConstantBackend(PureJaxBackend):
         return 1, 1
 
     def forward(self, plan: Plan, operands: Operands) -> Output:
-        query, value = operands.query, operands.value
+        query, value = operands.inputs.query, operands.inputs.value
         return Output(query + value.sum(), query.sum(-1))
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import natten_jax
 from natten_jax import backends
-from natten_jax.arrays.operands import Operands, Output
+from natten_jax.arrays.operands import Inputs, Operands, Output
 from natten_jax.backends.base import Backend
 from natten_jax.ops.arrays import attention_problem, neighborhood_problem
 from natten_jax.performance import Performance
@@ -132,7 +132,7 @@ def test_every_backend_plans_without_the_batch_size(backend: Backend, operator: 
         saved = backend.forward_saving(plans["forward"], operands)
         return saved, backend.backward(plans["backward"], operands, saved, Output(*saved[:2]))
 
-    operands = Operands(array, array, array, None, None, None)
+    operands = Operands(Inputs(array, array, array))
     for preference in ("default",) if backend.is_plain_xla else ("default", "strict", "unrestricted"):
         for is_deterministic in (False,) if backend.is_plain_xla else (False, True):
             performance = Performance(memory_usage_preference=preference, backward_deterministic=is_deterministic)

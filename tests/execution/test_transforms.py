@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import natten_jax
-from natten_jax.arrays.operands import Operands
+from natten_jax.arrays.operands import Inputs, Operands
 from natten_jax.execution import custom_vjp
 from natten_jax.ops.arrays import neighborhood_problem
 from natten_jax.plan.request import Request
@@ -233,7 +233,7 @@ def test_vmap_over_parts_of_a_layout(family: Family) -> None:
         origins = jnp.zeros((2, 3), jnp.int32).at[:, 2].set(jnp.stack([start, start - 4]))
         own = jax.lax.dynamic_slice_in_dim(query, start, 8, 1)
         keys, values = (jax.lax.dynamic_slice_in_dim(a, start - 4, 16, 1) for a in (key, value))
-        return custom_vjp.attend(request, Operands(own, keys, values, None, None, origins=origins)).out
+        return custom_vjp.attend(request, Operands(Inputs(own, keys, values), origins)).out
 
     whole = quick(case.operator(family.fna))(oracle.Tensors(query, key, value))[0]
     parts = quick(jax.vmap(part))(starts)

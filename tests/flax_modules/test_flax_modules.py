@@ -142,7 +142,7 @@ class TestArguments:
         """
         result = run_python(code)
         assert result.returncode != 0
-        assert "natten_jax.flax_modules needs Flax: pip install 'natten_jax[flax]'" in result.stderr
+        assert "natten_jax.flax_modules needs Flax: pip install 'flax>=0.12.2'" in result.stderr
 
     @pytest.mark.parametrize("shape", [(16,), (8, 16)])
     def test_inputs_of_too_few_dimensions(self, shape):

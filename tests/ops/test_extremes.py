@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import natten_jax
-from natten_jax.arrays.operands import Operands, Output, Saved
+from natten_jax.arrays.operands import Inputs, Operands, Output, Saved
 from natten_jax.ops.arrays import neighborhood_problem
 from natten_jax.performance import PASSES
 from tests.support import oracle
@@ -123,7 +123,7 @@ def test_large_logits_of_other_forward_passes(pure_family: Family) -> None:
         )
         backend, plans = plans_of(pure_family.fna, problem)
         gradients = jax.jit(functools.partial(backend.backward, plans["backward"]))(
-            Operands(*operands, origins=None), saved, Output(*cotangents)
+            Operands(Inputs(*operands)), saved, Output(*cotangents)
         )
         found = errors_of(expected_of(case, operands, cotangents), saved[:2], oracle.Tensors(*gradients))
         assert max(found.values()) <= 1e-5, (largest, found)

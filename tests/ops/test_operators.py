@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import natten_jax
-from natten_jax.arrays.operands import Operands
+from natten_jax.arrays.operands import Inputs, Operands
 from natten_jax.execution import custom_vjp
+from natten_jax.native import module as native
 from natten_jax.ops.arrays import neighborhood_problem
 from natten_jax.plan.request import Request
 from natten_jax.problem import Problem
@@ -231,6 +232,8 @@ def test_attention_arguments_override_the_operator(family: Family, case: Case) -
             other.needs_gpu != family.needs_gpu and other.backend.platform is not None
         ):
             continue
+        if other.target is not None and native.path() is None:
+            continue  # a build of Python alone
         text = lowered(case.operator(family.fna, attention_kwargs={"backend": other.fmha}), case, family.dtype)
         assert other.fmha in text
         assert other is family or family.fmha not in text
@@ -345,7 +348,7 @@ def test_part_of_a_layout_equals_that_part_of_the_whole(family: Family, name: st
     d_out, d_lse = case.cotangents(family.dtype, 0)
 
     def part(local: oracle.Tensors) -> tuple[Any, Any]:
-        out, logsumexp = custom_vjp.attend(request, Operands(*local, origins=origins))
+        out, logsumexp = custom_vjp.attend(request, Operands(Inputs(*local), origins))
         return out, logsumexp
 
     local = operands._replace(query=operands.query[own], key=operands.key[halo], value=operands.value[halo])
@@ -386,7 +389,7 @@ def test_origins_may_be_traced(family: Family) -> None:
             for array in (operands.key, operands.value)
         )
         origins = jnp.zeros((2, 3), jnp.int32).at[:, 2].set(jnp.stack([start, start - halo]))
-        return custom_vjp.attend(request, Operands(query, key, value, None, None, origins=origins)).out
+        return custom_vjp.attend(request, Operands(Inputs(query, key, value), origins)).out
 
     whole = natten_jax.na1d(*operands[:3], 7, backend=family.fna)
     for start in (3, 10, 17):
@@ -405,9 +408,7 @@ def test_parts_of_the_keys_merge_to_the_whole(family: Family) -> None:
         for start, end in ((0, 12), (12, 25), (25, 40)):
             origins = jnp.asarray([[0, 0, 0], [0, 0, start]], jnp.int32)
             key, value = operands.key[:, start:end], operands.value[:, start:end]
-            results.append(
-                custom_vjp.attend(request, Operands(operands.query, key, value, None, None, origins=origins))
-            )
+            results.append(custom_vjp.attend(request, Operands(Inputs(operands.query, key, value), origins)))
         return natten_jax.merge_attentions(*zip(*results, strict=True))
 
     found = value_and_gradients(merged, operands, case.cotangents(family.dtype, 0))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import natten_jax
 from natten_jax import backends
-from natten_jax.arrays.operands import Operands
+from natten_jax.arrays.operands import Inputs, Operands
 from natten_jax.backends.select import resolve
 from natten_jax.performance import PASSES, KernelSchedule, Pass, Performance
 from natten_jax.plan.devices import CPU, Device
@@ -143,5 +143,5 @@ def test_backends_read_precision_from_the_plan_alone(backend: str) -> None:
             return backends.of(plan.backend).forward(plan, operands)
 
         with jax.default_matmul_precision(around):
-            programs.append(str(jax.make_jaxpr(run)(Operands(array, array, array, None, None, None, None))))
+            programs.append(str(jax.make_jaxpr(run)(Operands(Inputs(array, array, array)))))
     assert programs[0] == programs[1]

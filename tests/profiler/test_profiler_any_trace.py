@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,9 @@ import pytest
 
 from natten_jax.native import module as native
 from natten_jax.profiler import trace as trace_program
+from natten_jax.profiler.report.tables import format_time
 from natten_jax.profiler.traces import xspace
+from natten_jax.profiler.traces.events import Event, Interval
 from natten_jax.profiler.traces.program import Program
 from natten_jax.profiler.traces.trace_files import DamagedTrace
 
@@ -95,6 +99,67 @@ def test_programs_of_a_trace_are_told_apart_by_name(tmp_path: Path) -> None:
     assert loops["while"].calls == 4
     assert loops["sin"].calls == 12
     assert not any("wrapped" in operation for operation in loops)
+
+
+_STEPS = """
+import sys
+import jax
+import jax.numpy as jnp
+
+def step(x):
+    return jnp.tanh(x @ x) * 2
+
+def other(x):
+    return x @ x
+
+functions = [jax.jit(each) for each in (step, other)]
+x = jnp.ones((256, 256))
+jax.block_until_ready([function(x) for function in functions])
+with jax.profiler.trace(sys.argv[1]):
+    for _ in range(5):
+        jax.block_until_ready(functions[0](x))
+    jax.block_until_ready(functions[1](x))
+"""
+
+
+def test_shares_add_up_and_averages_are_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finished = run_python("-c", _STEPS, tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    found = trace_program.programs_of(tmp_path)
+    assert {name: each.runs for name, each in found.items()} == {"jit_step": 5, "jit_other": 1}
+
+    def table(*flags: str) -> tuple[list[list[str]], str]:
+        assert trace_program.main([str(tmp_path), *flags]) == 0
+        output = capsys.readouterr().out
+        rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if "│" in line]
+        return rows, output
+
+    pytest.importorskip("rich")
+    rows, output = table("--module", "jit_step")
+    assert "Per step" in output and "# a step" in output
+    assert re.search(r"^jit_step: \S+, 100\.0%; 5 runs of \S+$", output, re.MULTILINE)
+    shares = [float(row[6].rstrip("%")) for row in rows]
+    assert sum(shares[:-1]) == pytest.approx(100, abs=0.1 * len(rows)) and shares[-1] == 100
+    in_steps = {row[3]: float(row[4]) for row in rows[:-1]}
+    assert in_steps and set(in_steps.values()) == {1}
+    seconds = found["jit_step"].seconds
+    assert rows[-1][5] == format_time(seconds / 5)
+
+    _, output = table()  # of several programs: how many steps they are together is not known
+    assert "Per step" not in output and "Share" in output
+    assert re.search(r"^jit_other: .*; 1 run of \S+$", output, re.MULTILINE)
+    rows, output = table("--steps", "2", "--json", str(tmp_path / "trace.json"))
+    together = sum(each.seconds for each in found.values())
+    assert rows[-1][5] == format_time(together / 2)
+    saved = json.loads((tmp_path / "trace.json").read_text())
+    assert saved["steps"] == 2 and saved["runs"] == {"jit_step": 5, "jit_other": 1}
+
+
+def test_traces_that_do_not_say_how_often_a_program_ran() -> None:
+    event = Event("kernel", "fusion", "", 0.0, 1e6)
+    told = [Interval(event, run) for run in (1, 1, 2)]
+    assert trace_program._runs(told, device=0) == 2
+    assert trace_program._runs([*told, Interval(event, None)], device=0) is None
 
 
 def test_damaged_traces_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

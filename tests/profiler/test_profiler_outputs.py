@@ -28,7 +28,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("this must not be reached")
 
     monkeypatch.setattr(profiler, "_run", work)
-    monkeypatch.setattr(trace_program, "rows_by_module", work)
+    monkeypatch.setattr(trace_program, "programs_of", work)
 
 
 def refusal(arguments: list[str], main: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str]) -> str:

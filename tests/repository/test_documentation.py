@@ -39,7 +39,7 @@ PAGES = [
 
 
 def test_no_page_is_missed() -> None:
-    guides = {"tutorial", "windows", "flax", "coming-from-natten", "performance", "profiler", "scaling", "export"}
+    guides = {"tutorial", "windows", "flax", "coming-from-natten", "performance", "simulator", "scaling", "export"}
     assert {page.stem for page in PAGES} >= {"README", "index", "numerics"} | guides
 
 
@@ -105,3 +105,36 @@ def test_pages_type_check(tmp_path: Path) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+PICTURES = sorted((ROOT / "docs" / "images").glob("*.svg"))
+#: Pixels that a page on a telephone of 400 leaves for a picture.
+TELEPHONE = 368
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda path: path.stem)
+def test_pictures_can_be_read_on_telephones_and_on_dark_pages(picture: Path) -> None:
+    text = picture.read_text()
+    width = float(re.findall(r'viewBox="0 0 ([\d.]+)', text)[0])
+    sizes = [float(size) for size in re.findall(r"font(?:-size)?: ([\d.]+)px", text)]
+    assert all(size * TELEPHONE / width >= 9 for size in sizes)
+    assert "<image" not in text
+    if sizes:  # the colour of text is the theme's, and nothing is painted behind it
+        assert "prefers-color-scheme:dark" in text
+        assert not re.search(r'id="patch_1">\s*<path[^>]*fill: #', text)
+
+
+OUTPUT = "text", "none"
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))], ids=lambda page: page.name)
+def test_code_is_as_wide_as_a_page_shows(page: Path) -> None:
+    blocks = re.findall(r"^( *)```([^\n]*)\n(.*?)^\1```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    for _, language, block in blocks:
+        if not block.startswith("$ "):  # a sample's message is a line, however long
+            assert max(map(len, block.splitlines()), default=0) <= (100 if language in OUTPUT else 88), block
+
+
+def test_pages_of_the_profiler_can_be_read_in_one_go() -> None:
+    for page in (*ROOT.glob("docs/profiler*.md"), ROOT / "docs" / "simulator.md"):
+        assert len(page.read_text().splitlines()) <= 250, page.name

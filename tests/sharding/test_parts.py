@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from natten_jax.arrays.operands import Operands, Output
+from natten_jax.arrays.operands import Inputs, Operands, Output
 from natten_jax.problem import problem_of
 from tests.support.families import Family
 from tests.support.plans import plans_of
@@ -29,9 +29,8 @@ def test_dilation_groups_without_a_key(native_family: Family, keys: tuple[int, i
 
     more_keys, more_values = (array(additional, 1), array(additional, 1)) if additional else (None, None)
     origins = jnp.array([[0, 0, 0], [0, 0, first]], jnp.int32)
-    operands = Operands(
-        array(4, 2), array(end - first, 1), array(end - first, 1), more_keys, more_values, origins=origins
-    )
+    key, value = array(end - first, 1), array(end - first, 1)
+    operands = Operands(Inputs(array(4, 2), key, value, more_keys, more_values), origins)
     saved = backend.forward_saving(plans["forward"], operands)
     cotangent = array(4, 2)
     cotangents = Output(cotangent, jnp.zeros((1, 4, 2), jnp.float32))

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.arrays.operands import Operands, Output, Saved
+from natten_jax.arrays.operands import Inputs, Operands, Output, Saved
 from natten_jax.arrays.query_box import QueryBox
 from natten_jax.performance import KernelSchedule, Performance
 from natten_jax.problem import problem_of
@@ -130,7 +130,7 @@ def run(family: str, form: Form) -> None:
     of_one_scale: list[Any] = []
     for factor, scale in ((1.0, None), (1.0, (problem.scale, problem.scale)), (1.0, SCALES), (LARGE, None)):
         large = jnp.asarray((np.asarray(query, np.float32) * factor).astype(query.dtype))
-        operands = Operands(large, key, value, keys, values, None if scale is None else jnp.asarray([scale]), None)
+        operands = Operands(Inputs(large, key, value, keys, values, None if scale is None else jnp.asarray([scale])))
         # By way of the host: initcheck does not see what the copy engine writes, nor other kernels'.
         saved = jax.tree.map(np.asarray, forward(operands))
         gradients = backward(operands, saved)

@@ -18,7 +18,11 @@ class ToyBackend(PureJaxBackend):
         return 1, 1
 
     def forward(self, plan, operands: Operands) -> Output:
-        problem, (batch, *queries, heads, _), keys = plan.problem, operands.query.shape, operands.key.shape[1:-2]
+        problem, (batch, *queries, heads, _), keys = (
+            plan.problem,
+            operands.inputs.query.shape,
+            operands.inputs.key.shape[1:-2],
+        )
         origins = jnp.zeros((2, 3), int) if operands.origins is None else operands.origins
         mask = jnp.ones((1, 1), bool)
         for axis, start, own, others in zip(problem.axes, origins[:, 3 - problem.rank :].T, queries, keys, strict=True):
@@ -27,12 +31,12 @@ class ToyBackend(PureJaxBackend):
             first, end = windows.window_bounds(axis.window, query // d, length, xp=jnp)
             seen = (query % d == key % d) & (first <= key // d) & (key // d < end)
             mask = (mask[:, None, :, None] & seen[:, None]).reshape(len(mask) * own, -1)
-        tokens = [a.reshape(batch, -1, *a.shape[-2:]).astype("float32") for a in operands[:3]]
-        if more := [array for array in operands[3:5] if array is not None]:
+        tokens = [a.reshape(batch, -1, *a.shape[-2:]).astype("float32") for a in operands.inputs[:3]]
+        if more := [array for array in operands.inputs[3:5] if array is not None]:
             mask = jnp.pad(mask, ((0, 0), (0, problem.additional_kv)), constant_values=True)
             tokens[1:] = (jnp.concatenate(pair, axis=1) for pair in zip(tokens[1:], more, strict=True))
         query, key, value = (jnp.repeat(a, heads // a.shape[2], axis=2) for a in tokens)
-        scale = problem.scale if operands.scale is None else operands.scale[:, None, :, None]
+        scale = problem.scale if operands.inputs.scale is None else operands.inputs.scale[:, None, :, None]
         logits = scale * jnp.einsum("bqhd,bkhd->bqhk", query, key, precision="highest")
         logits = jnp.where(mask[:, None], logits, -jnp.inf)
         lse = jax.nn.logsumexp(logits, axis=-1)

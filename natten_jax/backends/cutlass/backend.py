@@ -18,8 +18,8 @@ from natten_jax.backends.cutlass import small_windows as small_window_kernels
 from natten_jax.backends.native_backend import (
     NativeBackend,
     attributes,
+    call_for_gradients,
     delta,
-    gradients_of,
     kernel_operands,
     saved_remainder,
     with_kernel_rank,
@@ -144,16 +144,16 @@ class CutlassBackend(NativeBackend):
         reduction = delta if performance.backward_use_xla_reduction else _kernel_delta
         logsumexp = rank(saved.logsumexp), saved_remainder(problem, saved)
         per_query = *logsumexp, out_cotangent, reduction(out, out_cotangent, logsumexp_cotangent)
-        arrays = kernel_operands(problem, operands)
-        results = [ResultType(array.shape, array.dtype) for array in arrays[:5]]
+        scratch = []
         if problem.dtype != "float32":
-            results.append(ResultType((scratch_elements(problem, arrays[0], performance),), jnp.float32))
-        gradients = native.call(
+            elements = scratch_elements(problem, operands.inputs.query, performance)
+            scratch.append(ResultType((elements,), jnp.float32))
+        return call_for_gradients(
             _BACKWARD,
-            results,
-            *arrays,
-            *per_query,
-            **attributes(plan),
+            plan,
+            operands,
+            per_query,
+            scratch,
             is_accurate=int(plan.precision not in _TF32_PRECISIONS),
             # Blocks that share the key/value tiles of a head. One makes gradients reproducible. Memory does not depend
             # on their number, so that by default there are as many as tiles.
@@ -161,7 +161,6 @@ class CutlassBackend(NativeBackend):
             if performance.backward_deterministic
             else min(math.prod(performance.backward_kv_splits or (0,)), _MOST_SPLITS),
         )
-        return gradients_of(problem, operands, gradients)
 
 
 def scratch_elements(problem: Problem, query: jax.Array, performance: Performance) -> int:

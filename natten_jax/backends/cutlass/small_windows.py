@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
 from natten_jax.backends.native_backend import (
     attributes,
-    gradients_of,
+    call_for_gradients,
     kernel_operands,
     saved_remainder,
     with_kernel_rank,
@@ -48,21 +48,12 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Output) 
     out, logsumexp, out_cotangent, logsumexp_cotangent = (
         with_kernel_rank(array, problem.rank) for array in (saved.out, saved.logsumexp, *cotangents)
     )
-    arrays = kernel_operands(problem, operands)
     batch, *tokens, heads = logsumexp.shape
-    *results, _, _ = native.call(
+    scratch = (batch, math.prod(tokens), heads, 4), _additional_sums(problem, batch, math.prod(tokens))
+    return call_for_gradients(
         BACKWARD,
-        [
-            *(ResultType(array.shape, array.dtype) for array in arrays[:5]),
-            ResultType((batch, math.prod(tokens), heads, 4), jnp.float32),
-            ResultType(_additional_sums(problem, batch, math.prod(tokens)), jnp.float32),
-        ],
-        *arrays,
-        logsumexp,
-        saved_remainder(problem, saved),
-        out,
-        out_cotangent,
-        logsumexp_cotangent,
-        **attributes(plan),
+        plan,
+        operands,
+        (logsumexp, saved_remainder(problem, saved), out, out_cotangent, logsumexp_cotangent),
+        [ResultType(shape, jnp.float32) for shape in scratch],
     )
-    return gradients_of(problem, operands, results)

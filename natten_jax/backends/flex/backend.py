@@ -9,7 +9,7 @@ JAX: derivatives of any order go through.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ class FlexBackend(PureJaxBackend):
         problem = plan.problem
         softmax = softmax_of(plan, operands)
         assert softmax.mixed is not None
-        steepness = Products(plan, operands.scale).steepness_of_tokens(problem.rank)
+        steepness = Products(plan, operands.inputs.scale).steepness_of_tokens(problem.rank)
         total, lse = softmax.total, steepness * softmax.maximum + jnp.log(softmax.total)
         if operands.origins is not None:
             # The keys that a row sees may all be another device's.
@@ -73,8 +73,8 @@ class FlexBackend(PureJaxBackend):
         return tangents_of(plan, operands, output, rows, tangents)
 
     def gradients(
-        self, plan: Plan, operands: Operands, result: Differentiable, cotangents: Output, wanted: Sequence[bool]
-    ) -> Sequence[jax.Array | None]:
+        self, plan: Plan, operands: Operands, result: Differentiable, cotangents: Output, wanted: Any
+    ) -> Gradients:
         """Compute cotangents of the operands from those of output and logsumexp."""
         assert result.residuals is not None
         rows = Rows(result.residuals[..., :1], result.residuals[..., 1:])
@@ -83,6 +83,5 @@ class FlexBackend(PureJaxBackend):
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
         """Compute the gradients, from whatever computed the output."""
         # Rows have to be the softmax of this backend's scores; the kernels that computed the output have their own.
-        wanted = [array is not None for array in operands.differentiable]
-        found = gradients_of(plan, operands, Output(saved.out, saved.logsumexp), None, cotangents, wanted)
-        return Gradients._make(found)
+        wanted = jax.tree.map(lambda _: True, operands.inputs)
+        return gradients_of(plan, operands, Output(saved.out, saved.logsumexp), None, cotangents, wanted)

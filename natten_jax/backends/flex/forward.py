@@ -16,11 +16,11 @@ from natten_jax.plan.plan import Plan
 def softmax_of(plan: Plan, operands: Operands) -> Softmax:
     """The softmax of every row, whose arrays are ``[batch, *query_layout, heads, width]``."""
     problem = plan.problem
-    products = Products(plan, operands.scale)
+    products = Products(plan, operands.inputs.scale)
     placed = PlacedSweep.of(plan, operands, "forward", outer_is_query=True)
     sweep = placed.sweep
-    keys, values = sweep.split_inner(operands.key), sweep.split_inner(operands.value)
-    additional = AdditionalTiles.of(operands.additional_keys, operands.additional_values, sweep)
+    keys, values = sweep.split_inner(operands.inputs.key), sweep.split_inner(operands.inputs.value)
+    additional = AdditionalTiles.of(operands.inputs.additional_keys, operands.inputs.additional_values, sweep)
     repeats = problem.heads // problem.heads_kv
 
     def step(_: None, inputs: tuple[jax.Array, jax.Array]) -> tuple[None, Softmax]:
@@ -42,7 +42,7 @@ def softmax_of(plan: Plan, operands: Operands) -> Softmax:
             softmax, _ = swept(visit_additional, softmax, additional)
         return None, repeated(sweep.inner_steps, visit, softmax)
 
-    queries = sweep.cut_outer(operands.query, problem.heads_kv)
+    queries = sweep.cut_outer(operands.inputs.query, problem.heads_kv)
     _, cut = swept(step, None, (placed.positions, queries))
     # One array, which is put together once.
     joined = sweep.join_outer(jnp.concatenate(jax.tree.leaves(cut), axis=-1), problem.heads)

@@ -12,13 +12,13 @@ go through.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from natten_jax.arrays.avals import varying_like
-from natten_jax.arrays.operands import Operands, Output
+from natten_jax.arrays.operands import Gradients, Inputs, Operands, Output
 from natten_jax.backends.flex.blocks import materialize
 from natten_jax.backends.flex.loops import repeated, swept
 from natten_jax.backends.flex.operands import AdditionalTiles, PlacedSweep, for_tiles, untiled
@@ -32,8 +32,8 @@ _AdditionalSums = tuple[jax.Array, jax.Array]
 
 
 def gradients_of(
-    plan: Plan, operands: Operands, output: Output, rows: Rows | None, cotangents: Output, wanted: Sequence[bool]
-) -> list[jax.Array | None]:
+    plan: Plan, operands: Operands, output: Output, rows: Rows | None, cotangents: Output, wanted: Any
+) -> Gradients:
     """The rule in this module's description.
 
     Args:
@@ -42,42 +42,39 @@ def gradients_of(
         output: Output and logsumexp, from whatever computed them.
         rows: What a sweep over these operands found; ``None`` where that was another backend's.
         cotangents: Of the output and the logsumexp.
-        wanted: Which of the differentiable operands' gradients are asked for.
+        wanted: :class:`Inputs` of bools: which gradients are asked for.
 
     Returns:
-        The gradients in the operands' element types, those that are wanted at least.
+        The gradients in the inputs' element types, those that are wanted at least.
     """
-    products = Products(plan, operands.scale)
+    products = Products(plan, operands.inputs.scale)
     out_cotangent = products.cast(cotangents.out)
     delta = jnp.sum(out_cotangent * products.cast(output.out), axis=-1) - products.cast(cotangents.logsumexp)
     # All that is loaded of a row, in one array: the logsumexp's change, delta, and the output's cotangent.
     terms = jnp.concatenate([logsumexp_change(products, operands, output), delta[..., None], out_cotangent], axis=-1)
     known = KnownRows.of(plan, operands, rows)
-    is_by_key = wanted[1] or wanted[2]
-    of_queries: Sequence[jax.Array | None] = (None, None, None, None)
+    is_by_key = wanted.key or wanted.value
+    found = Inputs._make([None] * len(Inputs._fields))
     additional: Softmax | None = None
-    if wanted[0] or any(wanted[3:]) or operands.additional_keys is not None:
-        of_queries, additional = _by_query(plan, operands, known, terms, carries_plan=not is_by_key)
-    of_keys: Sequence[jax.Array | None] = (None, None)
+    if any(wanted._replace(key=False, value=False)) or operands.inputs.additional_keys is not None:
+        found, additional = _by_query(plan, operands, known, terms, carries_plan=not is_by_key)
     if is_by_key:
-        of_keys = _by_key(plan, operands, known, additional, terms)
-    found = [of_queries[0], *of_keys, *of_queries[1:]]
-    return [
-        None if new is None or own is None else new.astype(own.dtype)
-        for new, own in zip(found, operands.differentiable, strict=True)
-    ]
+        key, value = _by_key(plan, operands, known, additional, terms)
+        found = found._replace(key=key, value=value)
+    pairs = zip(found, operands.inputs, strict=True)
+    return Inputs._make([None if new is None or own is None else new.astype(own.dtype) for new, own in pairs])
 
 
 def _by_query(
     plan: Plan, operands: Operands, known: KnownRows, terms: jax.Array, *, carries_plan: bool
-) -> tuple[Sequence[jax.Array | None], Softmax | None]:
+) -> tuple[Gradients, Softmax | None]:
     """Gradients of queries, additional keys and values, and the scale; and the softmax over additional tokens alone."""
     problem = plan.problem
-    products = Products(plan, operands.scale)
+    products = Products(plan, operands.inputs.scale)
     placed = PlacedSweep.of(plan, operands, "backward", outer_is_query=True)
     sweep = placed.sweep
-    keys, values = sweep.split_inner(operands.key), sweep.split_inner(operands.value)
-    additional = AdditionalTiles.of(operands.additional_keys, operands.additional_values, sweep)
+    keys, values = sweep.split_inner(operands.inputs.key), sweep.split_inner(operands.inputs.value)
+    additional = AdditionalTiles.of(operands.inputs.additional_keys, operands.inputs.additional_values, sweep)
     repeats = problem.heads // problem.heads_kv
     sums: _AdditionalSums | None = None
     if additional is not None:
@@ -115,21 +112,23 @@ def _by_query(
         return sums, (sum_, None if additional is None else of_additional)
 
     rows_and_terms = jnp.concatenate([*known.rows, terms], axis=-1)
-    cut = (sweep.cut_outer(array, problem.heads_kv) for array in (operands.query, rows_and_terms))
+    cut = (sweep.cut_outer(array, problem.heads_kv) for array in (operands.inputs.query, rows_and_terms))
     sums, (query, of_additional) = swept(step, sums, (placed.positions, *cut))
     of_products = placed.or_nan_for_parts(sweep.join_outer(query, problem.heads))
     query = products.scale_of_tokens(problem.rank) * of_products
     scale = None
-    if operands.scale is not None:
+    if operands.inputs.scale is not None:
         tokens_and_width = (*range(1, problem.rank + 1), problem.rank + 2)
-        scale = jnp.sum(of_products * products.cast(operands.query), axis=tokens_and_width)
+        scale = jnp.sum(of_products * products.cast(operands.inputs.query), axis=tokens_and_width)
+    found = Inputs._make([query, None, None, None, None, scale])
     if sums is None:
-        return (query, None, None, scale), None
-    assert operands.additional_keys is not None
-    count = operands.additional_keys.shape[1]
+        return found, None
+    assert operands.inputs.additional_keys is not None
+    count = operands.inputs.additional_keys.shape[1]
     joined: Softmax = jax.tree.map(lambda array: sweep.join_outer(array, problem.heads), of_additional)
     sums = placed.or_nan_for_parts((products.scale * sums[0], sums[1]))
-    return (query, *(untiled(each, count) for each in sums), scale), joined
+    of_keys, of_values = (untiled(each, count) for each in sums)
+    return found._replace(additional_keys=of_keys, additional_values=of_values), joined
 
 
 def _by_key(
@@ -137,11 +136,11 @@ def _by_key(
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of the keys and values."""
     problem = plan.problem
-    products = Products(plan, operands.scale)
+    products = Products(plan, operands.inputs.scale)
     placed = PlacedSweep.of(plan, operands, "backward", outer_is_query=False)
     sweep = placed.sweep
-    queries = sweep.split_inner(operands.query)
-    keys, values = (sweep.cut_outer(array, problem.heads_kv) for array in (operands.key, operands.value))
+    queries = sweep.split_inner(operands.inputs.query)
+    keys, values = (sweep.cut_outer(array, problem.heads_kv) for array in (operands.inputs.key, operands.inputs.value))
     rows = rows_by_key(placed, operands, queries, keys, additional, known)
     rows_and_terms = jnp.concatenate([rows, sweep.split_inner(terms)], axis=-1)
     repeats = problem.heads // problem.heads_kv

@@ -125,8 +125,8 @@ def _sweep_of(plan: Plan, operands: Operands, pass_: Pass, outer_is_query: bool)
     assert pair is not None, "plans of pure JAX backends have the tiles of both passes"
     return make_sweep(
         problem,
-        operands.query.shape[1:-2],
-        operands.key.shape[1:-2],
+        operands.inputs.query.shape[1:-2],
+        operands.inputs.key.shape[1:-2],
         *pair,
         rows=problem.batch * problem.heads,
         logits_per_step=_LOGITS_PER_STEP["cpu" if plan.platform == "cpu" else "accelerator"],

@@ -42,7 +42,7 @@ class KnownRows(NamedTuple):
     def of(cls, plan: Plan, operands: Operands, rows: Rows | None) -> KnownRows:
         """Rows as another sweep found them, or ``None`` where none did: constants for every derivative."""
         if rows is None:
-            per_row = (*operands.query.shape[:-1], 1)
+            per_row = (*operands.inputs.query.shape[:-1], 1)
             nothing = varying_like(jnp.zeros(per_row, plan.problem.accumulator_dtype), operands)
             return cls(Rows(nothing, nothing), varying_like(jnp.array(True), operands))
         constants: tuple[Operands, Rows] = lax.stop_gradient((operands, rows))
@@ -124,7 +124,7 @@ def rows_by_key(
         known: All rows.
     """
     sweep, problem = placed.sweep, placed.plan.problem
-    products = Products(placed.plan, operands.scale).constant()
+    products = Products(placed.plan, operands.inputs.scale).constant()
     queries, keys, additional = lax.stop_gradient((queries, keys, additional))
     given = sweep.split_inner(jnp.concatenate(known.rows, axis=-1))
     shape = given[..., :1]
@@ -169,17 +169,17 @@ def _may_be_large(plan: Plan, operands: Operands) -> jax.Array:
     Rows are found anew for the whole batch or not at all, and round otherwise then. Numbers that are not finite make
     their rows' weights NaN either way, and must not change those of other batch entries.
     """
-    products = Products(plan, operands.scale)
+    products = Products(plan, operands.inputs.scale)
 
     def square(array: jax.Array) -> jax.Array:
         array = products.cast(array)
         array = jnp.where(jnp.isfinite(array), array, 0)
         return jnp.max(jnp.sum(array * array, axis=-1))
 
-    keys = square(operands.key)
-    if operands.additional_keys is not None:
-        keys = jnp.maximum(keys, square(operands.additional_keys))
+    keys = square(operands.inputs.key)
+    if operands.inputs.additional_keys is not None:
+        keys = jnp.maximum(keys, square(operands.inputs.additional_keys))
     # Where the product overflows, it is not below the bound.
     steepness = jnp.asarray(products.steepness_of_tokens(plan.problem.rank), products.dtype)
     steepness = jnp.max(jnp.where(jnp.isfinite(steepness), steepness, 0))
-    return ~(steepness**2 * square(operands.query) * keys <= LARGEST_RELIABLE_LOGIT**2)
+    return ~(steepness**2 * square(operands.inputs.query) * keys <= LARGEST_RELIABLE_LOGIT**2)

@@ -36,7 +36,7 @@ def tangents_of(plan: Plan, operands: Operands, output: Output, rows: Rows, tang
         rows: What a sweep over these operands found.
         tangents: Of the operands.
     """
-    products = Products(plan, operands.scale)
+    products = Products(plan, operands.inputs.scale)
     change = logsumexp_change(products, operands, output)
     known = KnownRows.of(plan, operands, rows)
     query_mixed, query_total, additional = _query_tangents(plan, operands, known, change, tangents)
@@ -63,11 +63,11 @@ def _query_tangents(
     And the softmax over the latter alone.
     """
     problem = plan.problem
-    products = Products(plan, operands.scale)
+    products = Products(plan, operands.inputs.scale)
     placed = PlacedSweep.of(plan, operands, "backward", outer_is_query=True)
     sweep = placed.sweep
-    keys, values = sweep.split_inner(operands.key), sweep.split_inner(operands.value)
-    additional = AdditionalTiles.of(operands.additional_keys, operands.additional_values, sweep)
+    keys, values = sweep.split_inner(operands.inputs.key), sweep.split_inner(operands.inputs.value)
+    additional = AdditionalTiles.of(operands.inputs.additional_keys, operands.inputs.additional_values, sweep)
     # Cast here, so that the transposed rule sums over query tiles in the accumulator's element type.
     additional_tangents = AdditionalTiles.of(
         None if tangents.additional_keys is None else products.cast(tangents.additional_keys),
@@ -128,7 +128,7 @@ def _query_tangents(
         sums, _ = lax.scan(visit, sums, jnp.arange(sweep.inner_steps, dtype=jnp.int32))
         return None, (sums, None if additional is None else of_additional)
 
-    arrays = operands.query, tangents.query, jnp.concatenate(known.rows, axis=-1), change
+    arrays = operands.inputs.query, tangents.query, jnp.concatenate(known.rows, axis=-1), change
     cut = [sweep.cut_outer(array, problem.heads_kv) for array in arrays]
     _, found = swept(step, None, (placed.positions, *cut))
     joined: tuple[Sums, Softmax | None] = jax.tree.map(lambda array: sweep.join_outer(array, problem.heads), found)
@@ -145,12 +145,12 @@ def _key_tangents(
 ) -> tuple[jax.Array, jax.Array]:
     """Contributions to ``ds V + P V'`` and ``rowsum(ds)`` of the keys and values."""
     problem = plan.problem
-    products = Products(plan, operands.scale)
+    products = Products(plan, operands.inputs.scale)
     placed = PlacedSweep.of(plan, operands, "backward", outer_is_query=False)
     sweep = placed.sweep
-    queries = sweep.split_inner(operands.query)
+    queries = sweep.split_inner(operands.inputs.query)
     cut = functools.partial(sweep.cut_outer, heads_kv=problem.heads_kv)
-    keys = cut(operands.key)
+    keys = cut(operands.inputs.key)
     rows = rows_by_key(placed, operands, queries, keys, additional, known)
     row_terms = jnp.concatenate([rows, sweep.split_inner(change)], axis=-1)
     repeats = problem.heads // problem.heads_kv
@@ -183,8 +183,8 @@ def _key_tangents(
         sums, _ = lax.scan(visit, sums, jnp.arange(sweep.inner_steps, dtype=jnp.int32))
         return sums, None
 
-    inputs = placed.positions, keys, cut(operands.value), cut(tangents.key), cut(tangents.value)
-    batch = operands.query.shape[0]
+    inputs = placed.positions, keys, cut(operands.inputs.value), cut(tangents.key), cut(tangents.value)
+    batch = operands.inputs.query.shape[0]
     sums = (
         sweep.empty_inner(batch, problem.heads, problem.head_dim_v, products.dtype),
         sweep.empty_inner(batch, problem.heads, 1, products.dtype),

@@ -11,10 +11,8 @@ import numpy as np
 
 from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
 from natten_jax.backends.native_backend import (
-    attributes,
+    call_for_gradients,
     delta,
-    gradients_of,
-    kernel_operands,
     saved_remainder,
     with_kernel_rank,
 )
@@ -34,26 +32,22 @@ def gradients(
 ) -> Gradients:
     """Call the kernels."""
     problem, performance = plan.problem, plan.performance
-    arrays = kernel_operands(problem, operands)
     rank = functools.partial(with_kernel_rank, rank=problem.rank)
     of_queries = [rank(array) for array in (saved.out, saved.logsumexp, *cotangents)]
     reduction = _xla_statistics if performance.backward_use_xla_reduction else _kernel_statistics
     statistics = reduction(*of_queries)
     # Sums of the query gradient, a counter of tiles, and those of who may add to the sums.
-    scratch = arrays[0].size + 1
+    scratch = operands.inputs.query.size + 1
     if performance.backward_deterministic:
-        scratch += _query_tiles(operands.query, problem.dilation, plan.tiles[0])
-    *results, _ = native.call(
+        scratch += _query_tiles(operands.inputs.query, problem.dilation, plan.tiles[0])
+    return call_for_gradients(
         TARGETS[0],
-        [*(ResultType(array.shape, array.dtype) for array in arrays[:5]), ResultType((scratch,), jnp.float32)],
-        *arrays,
-        of_queries[2],
-        statistics,
-        saved_remainder(problem, saved),
-        **attributes(plan),
+        plan,
+        operands,
+        (of_queries[2], statistics, saved_remainder(problem, saved)),
+        [ResultType((scratch,), jnp.float32)],
         is_deterministic=int(performance.backward_deterministic),
     )
-    return gradients_of(problem, operands, results)
 
 
 def _query_tiles(query: jax.Array, dilation: Shape, q_tile: Shape) -> int:

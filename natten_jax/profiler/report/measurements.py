@@ -9,7 +9,7 @@ import json
 import math
 import platform
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
@@ -130,19 +130,47 @@ def result_table(result: Result, title: str = "Profiler results") -> Table:
 
 def rows_table(every_row: tuple[Row, ...], title: str, *, cut: bool) -> Table:
     """Rows as a table; ``cut`` keeps those that take most of the time."""
+    rows, rest = _cut(every_row) if cut else (list(every_row), [])
+    cells = [(*dataclasses.astuple(row.name), str(row.calls), format_time(row.runtime)) for row in rows]
+    if rest:
+        calls, runtime = sum(row.calls for row in rest), sum(row.runtime for row in rest)
+        cells.append((*_names_of_rest(rest), str(calls), format_time(runtime)))
+    total = format_time(sum(row.runtime for row in every_row))
+    return Table(title, COLUMNS, tuple(cells), ("", "", "", "", "Total", total), COLUMNS.index("Operation"))
+
+
+def shares_table(every_row: tuple[Row, ...], title: str, *, cut: bool, steps: int | None) -> Table:
+    """Rows of a trace, with their share of the time; averages of a step, not sums, where steps are counted."""
+    rows, rest = _cut(every_row) if cut else (list(every_row), [])
+    total = sum(row.runtime for row in every_row)
+
+    def figures(part: Sequence[Row]) -> tuple[str, ...]:
+        calls, runtime = sum(row.calls for row in part), sum(row.runtime for row in part)
+        share = f"{runtime / total:.1%}" if total else "-"
+        return f"{calls / (steps or 1):g}", format_time(runtime / (steps or 1)), share
+
+    cells = [(*dataclasses.astuple(row.name), *figures([row])) for row in rows]
+    if rest:
+        cells.append((*_names_of_rest(rest), *figures(rest)))
+    columns = (*COLUMNS[:-2], *(COLUMNS[-2:] if steps is None else ("# a step", "Per step")), "Share")
+    footer = ("", "", "", "", "Total", *figures(every_row)[1:])
+    return Table(title, columns, tuple(cells), footer, columns.index("Operation"))
+
+
+def _names_of_rest(rest: Sequence[Row]) -> tuple[str, ...]:
+    return "-", "-", "-", f"{len(rest)} other operations"
+
+
+def _cut(every_row: tuple[Row, ...]) -> tuple[list[Row], list[Row]]:
+    """The rows that take most of the time, and the rest."""
     rows = list(every_row)
     rest: list[Row] = []
-    if cut and len(rows) > _MOST_ROWS:
+    if len(rows) > _MOST_ROWS:
         # Programs of many small steps: the table is for reading, and JSON has every row. What devices exchange stays.
         smallest = sorted(rows, key=lambda row: (row.name.category == "collective", row.runtime))
         rest = smallest[: len(rows) - _MOST_ROWS + 1]
         rows = [row for row in rows if row not in rest]
-    cells = [(*dataclasses.astuple(row.name), str(row.calls), format_time(row.runtime)) for row in rows]
-    if rest:
-        calls, runtime = sum(row.calls for row in rest), sum(row.runtime for row in rest)
-        cells.append(("-", "-", "-", f"{len(rest)} other operations", str(calls), format_time(runtime)))
-    total = format_time(sum(row.runtime for row in every_row))
-    return Table(title, COLUMNS, tuple(cells), ("", "", "", "", "Total", total), COLUMNS.index("Operation"))
+    return rows, rest
 
 
 def to_json(result: Result) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.arrays.operands import Operands
+from natten_jax.arrays.operands import Inputs, Operands
 from natten_jax.halo import Halo, halos_of
 from natten_jax.problem import Problem
 from natten_jax.sharding.halos import slabs
@@ -52,8 +52,8 @@ class Exchange:
 
     def brought(self, operands: Operands) -> Operands:
         """A device's operands, with all keys that its windows reach, and where they lie in the global layout."""
-        key, value = self.extended([operands.key, operands.value])
-        return operands._replace(key=key, value=value, origins=self.origins())
+        key, value = self.extended([operands.inputs.key, operands.inputs.value])
+        return Operands(operands.inputs._replace(key=key, value=value), self.origins())
 
     def extended(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """Keys and values, with all that this device's windows reach.
@@ -101,13 +101,13 @@ class Exchange:
         return jnp.stack([*pad, *rows[0], *pad, *rows[1]]).reshape(2, 3)
 
 
-def with_all_keys(operands: Operands, lines: Sequence[DeviceLine | None]) -> Operands:
+def with_all_keys(inputs: Inputs, lines: Sequence[DeviceLine | None]) -> Inputs:
     """A device's queries and everyone's keys and values."""
-    arrays = [operands.key, operands.value]
+    arrays = [inputs.key, inputs.value]
     for i, line in enumerate(lines):
         if line is not None:
             arrays = [line.gathered(array, FIRST_TOKEN_AXIS + i) for array in arrays]
-    return operands._replace(key=arrays[0], value=arrays[1])
+    return inputs._replace(key=arrays[0], value=arrays[1])
 
 
 def flat_origins(layout: Sequence[int], lines: Sequence[DeviceLine | None]) -> jax.Array:

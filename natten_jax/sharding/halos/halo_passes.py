@@ -64,7 +64,7 @@ def backward(
     """The gradients of all that a device has; arguments as for :func:`forward`, and what it saved."""
     if computes_meanwhile(plan, exchange):
         return overlap.backward(run, request, exchange, operands, saved, cotangents)
-    layout = operands.key.shape[FIRST_TOKEN_AXIS:-2]
+    layout = operands.inputs.key.shape[FIRST_TOKEN_AXIS:-2]
     found = run(request, exchange.brought(operands), saved, cotangents)
     key, value = (exchange.returned(array, layout) for array in (found.key, found.value))
     return found._replace(key=key, value=value)

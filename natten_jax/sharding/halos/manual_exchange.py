@@ -36,10 +36,10 @@ def brought(problem: Problem, token_axes: TokenAxes, operands: Operands) -> Oper
         token_axes: The manual mesh axes that each token dimension is split over.
         operands: What the device has.
     """
-    keys_and_values = vary_alike([operands.key, operands.value])
+    keys_and_values = vary_alike([operands.inputs.key, operands.inputs.value])
     key, value = _halos_p.bind(*keys_and_values, problem=problem, token_axes=token_axes, returns=False)
     origins = Exchange.of(problem, lines_of(token_axes)).origins()
-    return operands._replace(key=key, value=value, origins=origins)
+    return Operands(operands.inputs._replace(key=key, value=value), origins)
 
 
 @_halos_p.def_abstract_eval

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
+from natten_jax.arrays.operands import Gradients, Inputs, Operands, Output, Saved
 from natten_jax.arrays.query_box import QueryBox
 from natten_jax.plan.request import Request
 from natten_jax.sharding.halos.exchange import Exchange
@@ -45,17 +45,14 @@ def forward(
         operands: What the device has, without origins.
     """
     travel = HaloPipeline(places_of(request.problem, exchange), exchange, operands)
-    (query, nothing), seeing = travel.started_before((operands.query, jnp.zeros((), jnp.int32)))
-    found = run(request, operands._replace(query=query, origins=_own_origins(exchange, nothing)))
+    (query, nothing), seeing = travel.started_before((operands.inputs.query, jnp.zeros((), jnp.int32)))
+    found = run(request, Operands(operands.inputs._replace(query=query), _own_origins(exchange, nothing)))
     for place in travel.places:
         (key, value), found = travel.finished_after(found)
         assert seeing is not None
         (found, nothing), seeing_next = travel.started_before((found, nothing))
         origins = exchange.origins_of([nothing] * len(exchange.halos), place.first_key)
-        of_halo = operands._replace(
-            query=query, key=key, value=value, additional_keys=None, additional_values=None, origins=origins
-        )
-        found = run_on(_of_halos(request), of_halo, found, seeing)
+        found = run_on(*_of_halo(request, operands.inputs, query, key, value, origins), found, seeing)
         seeing = seeing_next
     return found
 
@@ -77,9 +74,9 @@ def backward(
         cotangents: Of output and logsumexp.
     """
     travel = HaloPipeline(places_of(request.problem, exchange), exchange, operands)
-    of_queries = operands.query, saved, cotangents
+    of_queries = operands.inputs.query, saved, cotangents
     (query, saved, cotangents), seen_next = _started_and_cut(travel, of_queries, of_queries)
-    own_operands = operands._replace(query=query, origins=_own_origins(exchange, 0))
+    own_operands = Operands(operands.inputs._replace(query=query), _own_origins(exchange, 0))
     found = run(request, own_operands, saved, cotangents)
     results: list[Gradients] = []
     for place in travel.places:
@@ -88,16 +85,13 @@ def backward(
         assert seen_next is not None
         (query, saved, cotangents), seen_next = _started_and_cut(travel, seen_next, of_queries)
         origins = exchange.origins_of(place.seeing.starts, place.first_key)
-        of_halo = operands._replace(
-            query=query, key=key, value=value, additional_keys=None, additional_values=None, origins=origins
-        )
-        found = run(_of_halos(request), of_halo, saved, cotangents)
+        found = run(*_of_halo(request, operands.inputs, query, key, value, origins), saved, cotangents)
     own, *of_halos = [*results, found]
     of_query = own.query
     for place, gradients in zip(travel.places, of_halos, strict=True):
         of_query = place.seeing.put(of_query, place.seeing.cut(of_query) + gradients.query)
-    key = returned(exchange, travel.places, operands.key, [own.key, *(each.key for each in of_halos)])
-    value = returned(exchange, travel.places, operands.value, [own.value, *(each.value for each in of_halos)])
+    key = returned(exchange, travel.places, operands.inputs.key, [own.key, *(each.key for each in of_halos)])
+    value = returned(exchange, travel.places, operands.inputs.value, [own.value, *(each.value for each in of_halos)])
     scales = [each.scale for each in (own, *of_halos) if each.scale is not None]
     scale = functools.reduce(jnp.add, scales) if scales else None
     return own._replace(query=of_query, key=key, value=value, scale=scale)
@@ -119,5 +113,10 @@ def _own_origins(exchange: Exchange, nothing: Any) -> jax.Array:
     return exchange.origins_of(zeros, zeros)
 
 
-def _of_halos(request: Request) -> Request:
-    return dataclasses.replace(request, problem=dataclasses.replace(request.problem, additional_kv=0))
+def _of_halo(
+    request: Request, inputs: Inputs, query: jax.Array, key: jax.Array, value: jax.Array, origins: jax.Array
+) -> tuple[Request, Operands]:
+    """What runs with a slab of keys and values: no additional ones, which go with the device's own."""
+    inputs = inputs._replace(query=query, key=key, value=value, additional_keys=None, additional_values=None)
+    problem = dataclasses.replace(request.problem, additional_kv=0)
+    return dataclasses.replace(request, problem=problem), Operands(inputs, origins)

@@ -77,8 +77,8 @@ class HaloPipeline:
         self._exchange = exchange
         self._next = 0
         self._edge = self._next_edge()
-        self._dtypes = operands.key.dtype, operands.value.dtype
-        self._patchworks = [_Patchwork(words_of(operands.key)), _Patchwork(words_of(operands.value))]
+        self._dtypes = operands.inputs.key.dtype, operands.inputs.value.dtype
+        self._patchworks = [_Patchwork(words_of(operands.inputs.key)), _Patchwork(words_of(operands.inputs.value))]
         self._arriving: list[jax.Array] = []
 
     def started_before(self, arrays: _Tree) -> tuple[_Tree, QueryBox | None]:

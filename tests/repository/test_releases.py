@@ -1,0 +1,81 @@
+"""Versions, dates and addresses agree wherever they are written, and pages promise no package that is not there."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.version import Version
+
+from natten_jax import __version__
+
+ROOT = Path(__file__).parents[2]
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
+#: Version and date of every release, the newest first.
+RELEASES = re.findall(r"^## \[(\d[^\]]*)\] - (\S+)$", CHANGELOG, re.MULTILINE)
+TEXTS = [
+    path
+    for pattern in ("*.md", "docs/**/*.md", "docs/**/*.ipynb", "examples/*", "natten_jax/**/*.py", "flax_modules/*.py")
+    for path in sorted(ROOT.glob(pattern))
+    if path.is_file() and path.suffix in (".md", ".ipynb", ".py")
+]
+
+
+def test_every_release_has_a_number_and_a_date_in_order() -> None:
+    headings = re.findall(r"^## (.*)$", CHANGELOG, re.MULTILINE)
+    assert headings == ["[Unreleased]", *(f"[{version}] - {date}" for version, date in RELEASES)]
+    assert len(RELEASES) >= 2
+    for order in ([Version(version) for version, _ in RELEASES], [datetime.date.fromisoformat(d) for _, d in RELEASES]):
+        assert order == sorted(order, reverse=True)
+
+
+def test_the_version_is_the_next_one_while_there_are_unreleased_changes() -> None:
+    version, newest = Version(__version__), Version(RELEASES[0][0])
+    unreleased = CHANGELOG.partition("## [Unreleased]")[2].partition("\n## ")[0].strip()
+    if unreleased:
+        assert version.is_devrelease and Version(version.base_version) > newest
+    else:
+        assert version == newest or version.is_devrelease
+
+
+def test_the_citation_is_of_the_newest_release() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    assert (citation["version"], str(citation["date-released"])) == RELEASES[0]
+    # Nobody has decided on these.
+    assert not {"license", "url", "repository-code", "doi"} & set(citation)
+
+
+def test_pages_name_wheels_of_this_version() -> None:
+    named = {name for path in TEXTS for name in re.findall(r"(\d[\w.]*)\+cu1\d", path.read_text())}
+    assert named == {__version__}
+
+
+def test_nobody_is_told_to_install_from_an_index_what_is_on_none() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "urls" not in project, "once there is an address, pages may name it"
+    wrong = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in TEXTS
+        for line in path.read_text().splitlines()
+        if re.search(r"pip install\b.*?[ '\"\\]natten_jax(?![-/\w])", line) and "--find-links" not in line
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.stem
+)
+def test_forms_of_issues_are_complete(path: Path) -> None:
+    form = yaml.safe_load(path.read_text())
+    if path.stem == "config":
+        assert "contact_links" not in form  # they would be addresses
+        return
+    assert form["name"] and form["description"] and form["body"]
+    names = [field["id"] for field in form["body"]]
+    assert len(set(names)) == len(names)
+    assert all(field["attributes"]["label"] for field in form["body"])
