@@ -38,7 +38,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
     std::memset(arrays.key_gradient, 0, rows * static_cast<std::size_t>(problem.head_dim) * width);
     std::memset(arrays.value_gradient, 0, rows * static_cast<std::size_t>(problem.head_dim_v) * width);
   }
-  if (Status status = run_pass(problem, tiles, arrays, Pass::kQueryGradient, executor); status.failed()) return status;
+  NATTEN_JAX_RETURN_IF_FAILED(run_pass(problem, tiles, arrays, Pass::kQueryGradient, executor));
   return run_pass(problem, tiles, arrays, Pass::kKeyValueGradient, executor);
 }
 

@@ -36,15 +36,9 @@ Error check_statistic_of_outputs(const char* name, const AnyBuffer& array, const
 }
 
 Error check_compute_capability(int major, int minor) {
-  int device = 0, actual_major = 0, actual_minor = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&actual_major, cudaDevAttrComputeCapabilityMajor, device);
-  }
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&actual_minor, cudaDevAttrComputeCapabilityMinor, device);
-  }
-  if (error != cudaSuccess) return error_of(status_of(error));
+  int actual_major = 0, actual_minor = 0;
+  NATTEN_JAX_RETURN_IF_ERROR(error_of(read_attributes(
+      {{&actual_major, cudaDevAttrComputeCapabilityMajor}, {&actual_minor, cudaDevAttrComputeCapabilityMinor}})));
   if (actual_major == major && actual_minor == minor) return Error::Success();
   return Error::InvalidArgument("natten_jax: the device has compute capability " + std::to_string(actual_major) + "." +
                                 std::to_string(actual_minor) + ", but must have " + std::to_string(major) + "." +

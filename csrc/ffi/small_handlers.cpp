@@ -20,7 +20,7 @@ Error small_forward(const ProblemOperands& operands, Result out, Result logsumex
   Call call;
   NATTEN_JAX_RETURN_IF_ERROR(
       decode_forward(operands, {out, logsumexp, remainder}, dictionary, 0, Memory::kDevice, call));
-  if (const Status status = small::check_arrays(call.problem); status.failed()) return error_of(status);
+  NATTEN_JAX_RETURN_IF_ERROR(error_of(small::check_arrays(call.problem)));
   return error_of(small::run_forward(call.problem, call.tiles, call.arrays, stream));
 }
 
@@ -38,7 +38,7 @@ Error small_backward(const ProblemOperands& operands, AnyBuffer logsumexp, AnyBu
       {query_gradient, key_gradient, value_gradient, additional_keys_gradient, additional_values_gradient}, dictionary,
       0, Memory::kDevice, call));
   const Problem& problem = call.problem;
-  if (const Status status = small::check_arrays(problem); status.failed()) return error_of(status);
+  NATTEN_JAX_RETURN_IF_ERROR(error_of(small::check_arrays(problem)));
   NATTEN_JAX_RETURN_IF_ERROR(check_array("result statistics", *statistics, xffi::DataType::F32,
                                          {problem.batch, problem.queries(), problem.heads, 4},
                                          "it is four numbers for each query and head"));

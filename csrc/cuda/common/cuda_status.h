@@ -1,9 +1,11 @@
-// What the CUDA runtime says, as a Status.
+// What the CUDA runtime says, of calls as a Status, and of the current device.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
+#include <initializer_list>
 #include <string>
+#include <utility>
 
 #include "natten_jax/status.h"
 
@@ -14,6 +16,16 @@ inline Status status_of(cudaError_t error) {
   if (error == cudaSuccess) return {};
   cudaGetLastError();  // It is reported here: no later call should find it.
   return Status::internal(std::string("CUDA: ") + cudaGetErrorString(error));
+}
+
+/// Reads attributes of the current device.
+inline Status read_attributes(std::initializer_list<std::pair<int*, cudaDeviceAttr>> attributes) {
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  for (const auto& [value, attribute] : attributes) {
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, device);
+  }
+  return status_of(error);
 }
 
 }  // namespace natten_jax

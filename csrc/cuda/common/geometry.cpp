@@ -35,10 +35,4 @@ void keep_queries(Geometry& geometry, const std::int64_t (&queries)[kRank]) {
   }
 }
 
-cudaError_t count_multiprocessors(int& count) {
-  int device = 0;
-  if (const cudaError_t error = cudaGetDevice(&device)) return error;
-  return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-}
-
 }  // namespace natten_jax

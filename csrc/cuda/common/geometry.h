@@ -32,9 +32,6 @@ Geometry geometry_of(const Problem& problem, const TileShapes& tiles);
 /// Keeps only as many query tiles as hold a box of queries, wherever it lies.
 void keep_queries(Geometry& geometry, const std::int64_t (&queries)[kRank]);
 
-/// The current device's multiprocessors.
-cudaError_t count_multiprocessors(int& count);
-
 /// Fills in what parameters of all kernels have of a problem's heads.
 template <class Params>
 void fill_heads(const Problem& problem, Params& p) {

@@ -4,7 +4,6 @@
 #include <limits>
 #include <string>
 #include <type_traits>
-#include <utility>
 
 #include "cuda/common/cuda_status.h"
 #include "cuda/common/geometry.h"
@@ -18,7 +17,7 @@ namespace natten_jax::sm80 {
 namespace {
 
 Status check_arrays(const Problem& problem) {
-  if (Status status = check_head_dims(problem, kHeadDimStep, kLargestHeadDim); status.failed()) return status;
+  NATTEN_JAX_RETURN_IF_FAILED(check_head_dims(problem, kHeadDimStep, kLargestHeadDim));
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
   if (problem.queries() > kMost || problem.keys() > kMost) {
     return Status::invalid_argument("a batch entry has 2^31 tokens or more");
@@ -34,15 +33,10 @@ Status check_tile(const char* name, const std::int64_t (&tile)[kRank], std::int6
 }
 
 /// What a device says of its shared memory.
-cudaError_t read_shared_memory(SharedMemory& memory) {
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  for (const auto& [value, attribute] : {std::pair{&memory.block, cudaDevAttrMaxSharedMemoryPerBlockOptin},
-                                         std::pair{&memory.multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor},
-                                         std::pair{&memory.reserved, cudaDevAttrReservedSharedMemoryPerBlock}}) {
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, device);
-  }
-  return error;
+Status read_shared_memory(SharedMemory& memory) {
+  return read_attributes({{&memory.block, cudaDevAttrMaxSharedMemoryPerBlockOptin},
+                          {&memory.multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor},
+                          {&memory.reserved, cudaDevAttrReservedSharedMemoryPerBlock}});
 }
 
 /// Whether a form is one of those for the problem that the device has the shared memory for.
@@ -64,7 +58,7 @@ Status choose_forward_form(const Problem& problem, const TileShapes& tiles, cons
   }
   if (largest == nullptr) return Status::invalid_argument(kTooLittleSharedMemory);
   chosen = *largest;
-  if (Status status = check_tile("q_tile_shape", tiles.query, chosen.queries); status.failed()) return status;
+  NATTEN_JAX_RETURN_IF_FAILED(check_tile("q_tile_shape", tiles.query, chosen.queries));
   return check_tile("kv_tile_shape", tiles.kv, chosen.keys);
 }
 
@@ -89,10 +83,10 @@ Status choose_backward_form(const Problem& problem, const SharedMemory& memory, 
 Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, bool is_accurate,
                    cudaStream_t stream) {
   SharedMemory memory{};
-  if (const auto error = read_shared_memory(memory)) return status_of(error);
-  if (Status status = check_arrays(problem); status.failed()) return status;
+  NATTEN_JAX_RETURN_IF_FAILED(read_shared_memory(memory));
+  NATTEN_JAX_RETURN_IF_FAILED(check_arrays(problem));
   ForwardForm form{};
-  if (Status status = choose_forward_form(problem, tiles, memory, form); status.failed()) return status;
+  NATTEN_JAX_RETURN_IF_FAILED(choose_forward_form(problem, tiles, memory, form));
   const Geometry geometry = geometry_of(problem, tiles);
   const std::int64_t heads = saturating_product(problem.batch, problem.heads);
   const std::int64_t all_tiles = saturating_product(heads, saturating_product(geometry.groups, geometry.q_tiles));
@@ -125,12 +119,12 @@ HeadBlock head_block(const Problem& problem, std::int64_t scratch_elements) {
 Status run_backward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, float* query_gradient_sums,
                     const HeadBlock& block, std::int64_t kv_splits, bool is_accurate, cudaStream_t stream) {
   SharedMemory memory{};
-  if (const auto error = read_shared_memory(memory)) return status_of(error);
+  NATTEN_JAX_RETURN_IF_FAILED(read_shared_memory(memory));
   BackwardForm form{};
-  if (Status status = check_arrays(problem); status.failed()) return status;
-  if (Status status = check_tile("q_tile_shape", tiles.query, kLargestTile); status.failed()) return status;
-  if (Status status = check_tile("kv_tile_shape", tiles.kv, kLargestTile); status.failed()) return status;
-  if (Status status = choose_backward_form(problem, memory, form); status.failed()) return status;
+  NATTEN_JAX_RETURN_IF_FAILED(check_arrays(problem));
+  NATTEN_JAX_RETURN_IF_FAILED(check_tile("q_tile_shape", tiles.query, kLargestTile));
+  NATTEN_JAX_RETURN_IF_FAILED(check_tile("kv_tile_shape", tiles.kv, kLargestTile));
+  NATTEN_JAX_RETURN_IF_FAILED(choose_backward_form(problem, memory, form));
 
   const bool is_float32 = problem.element_type == ElementType::kFloat32;
   BackwardParams p{};
@@ -180,10 +174,8 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
     p.query_gradient = is_float32 ? reinterpret_cast<float*>(query_gradient) : query_gradient_sums;
     p.query_gradient_batch = p.queries * (is_float32 ? problem.heads : heads) * problem.head_dim;
     p.by_heads_kv = cutlass::FastDivmod(static_cast<int>(size.heads_kv));
-    if (const auto cleared =
-            cudaMemsetAsync(p.query_gradient, 0, size.batch * p.query_gradient_batch * sizeof(float), stream)) {
-      return status_of(cleared);
-    }
+    NATTEN_JAX_RETURN_IF_FAILED(
+        status_of(cudaMemsetAsync(p.query_gradient, 0, size.batch * p.query_gradient_batch * sizeof(float), stream)));
     if (problem.additional_kv > 0) {
       p.is_additional = true;
       p.key = at(arrays.additional_keys, of_additional, problem.head_dim);
@@ -192,7 +184,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
       p.value_gradient = at(arrays.additional_values_gradient, of_additional, problem.head_dim_v);
       p.keys = problem.additional_kv;
       const std::int64_t all_tiles = (problem.additional_kv + form.keys - 1) / form.keys;
-      if (Status status = run(all_tiles, 1, size.batch * size.heads_kv); status.failed()) return status;
+      NATTEN_JAX_RETURN_IF_FAILED(run(all_tiles, 1, size.batch * size.heads_kv));
     }
     p.is_additional = false;
     p.key = at(arrays.key, of_key, problem.head_dim);
@@ -210,7 +202,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
     for (std::int64_t head_kv = 0; head_kv < problem.heads_kv; head_kv += block.heads_kv) {
       const HeadBlock size{std::min(block.batch, problem.batch - batch),
                            std::min(block.heads_kv, problem.heads_kv - head_kv)};
-      if (Status status = run_block(batch, head_kv, size); status.failed()) return status;
+      NATTEN_JAX_RETURN_IF_FAILED(run_block(batch, head_kv, size));
     }
   }
   return {};

@@ -16,7 +16,7 @@ namespace natten_jax::sm90 {
 template <ElementType kType>
 Status launch_backward(const BackwardParams& params, int form, cudaStream_t stream) {
   int multiprocessors = 0;
-  if (const auto error = count_multiprocessors(multiprocessors)) return status_of(error);
+  NATTEN_JAX_RETURN_IF_FAILED(read_attributes({{&multiprocessors, cudaDevAttrMultiProcessorCount}}));
   const int blocks = std::min(params.schedule.tiles, multiprocessors);
   return with_form<kBackwardForms>(form, [&](auto number) {
     constexpr Form kForm = kBackwardForms[number];

@@ -36,12 +36,10 @@ Status encode_query_maps(const Problem& problem, Array array, const std::int64_t
                          CUtensorMap (&maps)[kQueryMaps]) {
   CUtensorMap classes[kGroupClasses];
   if (problem.additional_kv > 0) {
-    if (Status status = encode_classes(undilated(problem), Side::kQuery, array, tile, classes); status.failed()) {
-      return status;
-    }
+    NATTEN_JAX_RETURN_IF_FAILED(encode_classes(undilated(problem), Side::kQuery, array, tile, classes));
     maps[kWholeLayout] = classes[0];
   }
-  if (Status status = encode_classes(problem, Side::kQuery, array, tile, classes); status.failed()) return status;
+  NATTEN_JAX_RETURN_IF_FAILED(encode_classes(problem, Side::kQuery, array, tile, classes));
   std::copy_n(classes, kGroupClasses, maps);
   return {};
 }
@@ -93,7 +91,7 @@ Status choose_backward_form(const Problem& problem, const TileShapes& tiles, int
 }  // namespace
 
 Status check_backward(const Problem& problem, const TileShapes& tiles) {
-  if (Status status = check_arrays(problem); status.failed()) return status;
+  NATTEN_JAX_RETURN_IF_FAILED(check_arrays(problem));
   int form = 0;
   return choose_backward_form(problem, tiles, form);
 }
@@ -105,7 +103,7 @@ std::int64_t backward_scratch_elements(const Problem& problem, const TileShapes&
 Status run_backward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const float* statistics,
                     float* scratch, bool is_deterministic, cudaStream_t stream) {
   int number = 0;
-  if (Status status = choose_backward_form(problem, tiles, number); status.failed()) return status;
+  NATTEN_JAX_RETURN_IF_FAILED(choose_backward_form(problem, tiles, number));
   const Form& form = kBackwardForms[number];
   const Geometry geometry = geometry_of(problem, tiles);
   BackwardParams p{};
@@ -115,13 +113,10 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   const std::int64_t kv_tile_tokens = product(tiles.kv);
   const std::int64_t additional_tiles_per_head = (problem.additional_kv + kv_tile_tokens - 1) / kv_tile_tokens;
   int multiprocessors = 0;
-  if (const auto error = count_multiprocessors(multiprocessors)) return status_of(error);
-  if (Status status = schedule_key_tiles(problem, tiles, geometry, additional_tiles_per_head, is_deterministic,
-                                         multiprocessors, schedule);
-      status.failed()) {
-    return status;
-  }
-  if (Status status = encode_maps(problem, tiles, arrays, scratch, p); status.failed()) return status;
+  NATTEN_JAX_RETURN_IF_FAILED(read_attributes({{&multiprocessors, cudaDevAttrMultiProcessorCount}}));
+  NATTEN_JAX_RETURN_IF_FAILED(schedule_key_tiles(problem, tiles, geometry, additional_tiles_per_head, is_deterministic,
+                                                 multiprocessors, schedule));
+  NATTEN_JAX_RETURN_IF_FAILED(encode_maps(problem, tiles, arrays, scratch, p));
   p.origins = arrays.origins;
   p.statistics = reinterpret_cast<const float2*>(statistics);
   p.remainder = arrays.remainder;
@@ -137,9 +132,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   const std::int64_t first_counter = sums(problem), number_of_counters = counters(problem, tiles, is_deterministic);
   schedule.next_tile = reinterpret_cast<std::int32_t*>(scratch + first_counter);
   if (is_deterministic) schedule.turns = schedule.next_tile + 1;
-  if (const auto error = launch_clear(scratch, first_counter + number_of_counters, stream)) {
-    return status_of(error);
-  }
+  NATTEN_JAX_RETURN_IF_FAILED(status_of(launch_clear(scratch, first_counter + number_of_counters, stream)));
   const auto launch = [&]() -> Status {
     return with_half_type(problem.element_type, no_such_elements(problem.element_type),
                           [&](auto type) { return launch_backward<type>(p, number, stream); });
@@ -148,14 +141,12 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
     // Their query tiles are of the whole layout and those of dilation groups are not: they come before all others.
     const int all_tiles = schedule.tiles;
     schedule.tiles = schedule.additional_tiles;
-    if (Status status = launch(); status.failed()) return status;
-    if (const auto error = launch_clear(scratch + first_counter, number_of_counters, stream)) {
-      return status_of(error);
-    }
+    NATTEN_JAX_RETURN_IF_FAILED(launch());
+    NATTEN_JAX_RETURN_IF_FAILED(status_of(launch_clear(scratch + first_counter, number_of_counters, stream)));
     schedule.first_taken = schedule.additional_tiles;
     schedule.tiles = all_tiles;
   }
-  if (Status status = launch(); status.failed()) return status;
+  NATTEN_JAX_RETURN_IF_FAILED(launch());
   return status_of(launch_convert_gradient(problem.element_type, scratch, problem.scale, arrays.query_gradient,
                                            problem.batch, problem.queries(), problem.heads, problem.heads,
                                            problem.head_dim, true, stream));

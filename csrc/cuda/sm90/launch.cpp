@@ -38,12 +38,9 @@ void bound_warpgroups(ForwardParams& p) {
 
 Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays,
                    const Continuation* continuation, Schedule schedule, std::int32_t* next_tile, cudaStream_t stream) {
-  if (Status status = check_arrays(problem); status.failed()) return status;
+  NATTEN_JAX_RETURN_IF_FAILED(check_arrays(problem));
   int number = 0;
-  if (Status status = choose_form(kForwardForms, std::size(kForwardForms), problem, tiles, "", number);
-      status.failed()) {
-    return status;
-  }
+  NATTEN_JAX_RETURN_IF_FAILED(choose_form(kForwardForms, std::size(kForwardForms), problem, tiles, "", number));
   const Form& form = kForwardForms[number];
   Geometry geometry = geometry_of(problem, tiles);
   ForwardParams p{};
@@ -94,13 +91,12 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   p.clears_tiles = p.q_tile_tokens < form.queries || p.kv_tile_tokens < form.keys;
   p.by_heads_per_kv = cutlass::FastDivmod(static_cast<int>(problem.heads_per_kv()));
   int multiprocessors = 0;
-  cudaError_t error = count_multiprocessors(multiprocessors);
+  NATTEN_JAX_RETURN_IF_FAILED(read_attributes({{&multiprocessors, cudaDevAttrMultiProcessorCount}}));
   const int ctas = schedule.is_persistent ? std::min(p.supply.tiles, multiprocessors) : p.supply.tiles;
-  if (all_tiles >= kTilesWorthCounting * ctas && error == cudaSuccess) {
+  if (all_tiles >= kTilesWorthCounting * ctas) {
     p.supply.next_tile = next_tile;
-    error = cudaMemsetAsync(next_tile, 0, sizeof(*next_tile), stream);
+    NATTEN_JAX_RETURN_IF_FAILED(status_of(cudaMemsetAsync(next_tile, 0, sizeof(*next_tile), stream)));
   }
-  if (error != cudaSuccess) return status_of(error);
   return with_half_type(problem.element_type, no_such_elements(problem.element_type), [&](auto type) {
     return launch_forward<type>(p, number, schedule.is_ping_pong, ctas, stream);
   });

@@ -18,8 +18,8 @@ bool has_remainder(int group_class, int dimension) {
 }  // namespace
 
 Status check_arrays(const Problem& problem) {
-  if (Status status = check_half_elements(problem); status.failed()) return status;
-  if (Status status = check_head_dims(problem, kHeadDimStep, kLargestHeadDim); status.failed()) return status;
+  NATTEN_JAX_RETURN_IF_FAILED(check_half_elements(problem));
+  NATTEN_JAX_RETURN_IF_FAILED(check_head_dims(problem, kHeadDimStep, kLargestHeadDim));
   if (problem.queries() > std::numeric_limits<std::int32_t>::max()) {
     return Status::invalid_argument("a batch entry has 2^31 tokens or more");
   }
@@ -77,7 +77,7 @@ Status encode_classes(const Problem& problem, Side side, Array array, const std:
       grid.dilation[d] = axis.window.dilation;
       grid.tokens[d] = grid.extent[d] / grid.dilation[d] + (has_remainder(c, d) ? 1 : 0);
     }
-    if (Status status = encode_head_map(grid, tile, maps[c]); status.failed()) return status;
+    NATTEN_JAX_RETURN_IF_FAILED(encode_head_map(grid, tile, maps[c]));
     if (first == nullptr) first = &maps[c];
   }
   // A group of one side may have no token here on the other: a tile of zeros is loaded all the same, and a map that was

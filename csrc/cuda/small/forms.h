@@ -62,17 +62,8 @@ constexpr int boxes_of(Kernel kernel) {
 
 /// The warps of a multiprocessor that there are registers for, all of which may be of one CTA.
 constexpr int resident_warps(Kernel kernel, int head_dim) {
-  switch (kernel) {
-    case Kernel::kForward:
-      return head_dim == 32 ? 24 : head_dim == 64 ? 16 : 12;
-    case Kernel::kQueryGradient:
-      return head_dim == 32 ? 16 : 12;
-    case Kernel::kKeyValueGradient:
-      return head_dim == 32 ? 16 : 8;
-    case Kernel::kWholeGradient:
-      return head_dim == 32 ? 16 : 12;
-  }
-  return 0;
+  constexpr int kWarps[][3] = {{24, 16, 12}, {16, 12, 12}, {16, 8, 8}, {16, 12, 12}};  // by Kernel, of kHeadDims
+  return kWarps[static_cast<int>(kernel)][head_dim == 32 ? 0 : head_dim == 64 ? 1 : 2];
 }
 
 }  // namespace natten_jax::small

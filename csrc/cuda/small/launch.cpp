@@ -14,17 +14,13 @@
 namespace natten_jax::small {
 namespace {
 
-cudaError_t read_device(Device& result) {
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  for (const auto& [value, attribute] :
-       {std::pair{&result.shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin},
-        std::pair{&result.shared_memory_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor},
-        std::pair{&result.shared_memory_reserved, cudaDevAttrReservedSharedMemoryPerBlock},
-        std::pair{&result.multiprocessors, cudaDevAttrMultiProcessorCount}}) {
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, device);
-  }
-  return error != cudaSuccess ? error : find_box_kernels<ElementType::kBFloat16>(result.has_boxes);
+Status read_device(Device& result) {
+  NATTEN_JAX_RETURN_IF_FAILED(
+      read_attributes({{&result.shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin},
+                       {&result.shared_memory_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor},
+                       {&result.shared_memory_reserved, cudaDevAttrReservedSharedMemoryPerBlock},
+                       {&result.multiprocessors, cudaDevAttrMultiProcessorCount}}));
+  return status_of(find_box_kernels<ElementType::kBFloat16>(result.has_boxes));
 }
 
 /// Tokens between neighbors of a dimension of an array.
@@ -50,10 +46,7 @@ void fill_sizes(const Problem& problem, Params& p) {
 Status prepare(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                Kernel kernel, const std::int32_t* origins, const Device& device, cudaStream_t stream, CommonParams& p,
                LaunchShape& shape) {
-  if (Status status = find_region(problem, rows, columns, kernel, origins != nullptr, device, p.region);
-      status.failed()) {
-    return status;
-  }
+  NATTEN_JAX_RETURN_IF_FAILED(find_region(problem, rows, columns, kernel, origins != nullptr, device, p.region));
   const std::int64_t items = problem.batch * problem.heads;
   p.exponent_scale = problem.scale.of_all * kLog2E;
   p.is_plain = origins == nullptr;
@@ -108,8 +101,8 @@ Status encode_keys(const Problem& problem, const void* key, const void* value, C
   const auto encode = [&](const void* array, CUtensorMap& map) {
     return encode_columns(problem, array, problem.element_type, problem.head_dim, false, p, map);
   };
-  Status status = encode(key, p.columns[0]);
-  return status.failed() ? status : encode(value, p.columns[1]);
+  NATTEN_JAX_RETURN_IF_FAILED(encode(key, p.columns[0]));
+  return encode(value, p.columns[1]);
 }
 
 /// The same for the queries that see keys, and what is known of them.
@@ -117,12 +110,10 @@ Status encode_queries(const Problem& problem, const BackwardParams& arrays, Comm
   const auto encode = [&](const void* array, CUtensorMap& map, ElementType type, std::int64_t head_dim) {
     return encode_columns(problem, array, type, head_dim, true, p, map);
   };
-  Status status = encode(arrays.query, p.columns[0], problem.element_type, problem.head_dim);
-  if (!status.failed()) {
-    status = encode(arrays.out_cotangent, p.columns[1], problem.element_type, problem.head_dim);
-  }
+  NATTEN_JAX_RETURN_IF_FAILED(encode(arrays.query, p.columns[0], problem.element_type, problem.head_dim));
+  NATTEN_JAX_RETURN_IF_FAILED(encode(arrays.out_cotangent, p.columns[1], problem.element_type, problem.head_dim));
   constexpr std::int64_t kFloats = kStatisticsBytes / sizeof(float);
-  return status.failed() ? status : encode(arrays.statistics, p.columns[2], ElementType::kFloat32, kFloats);
+  return encode(arrays.statistics, p.columns[2], ElementType::kFloat32, kFloats);
 }
 
 /// The same for the kernel of whole layouts, in the order of WholeBox.
@@ -130,9 +121,8 @@ Status encode_whole(const Problem& problem, BackwardParams& p) {
   int number = 0;
   for (const void* array : {p.key, p.value, p.query, p.out_cotangent, p.out}) {
     // Heads are as wide and as many on both sides.
-    Status status = encode_columns(problem, array, problem.element_type, problem.head_dim, true, p, p.columns[number]);
-    if (status.failed()) return status;
-    ++number;
+    NATTEN_JAX_RETURN_IF_FAILED(
+        encode_columns(problem, array, problem.element_type, problem.head_dim, true, p, p.columns[number++]));
   }
   return {};
 }
@@ -169,25 +159,21 @@ Status prepare_additional(const Problem& problem, const Arrays& arrays, const Sc
 }  // namespace
 
 Status check_arrays(const Problem& problem) {
-  if (Status status = check_half_elements(problem); status.failed()) return status;
-  if (Status status = check_head_dims(problem, kHeadDimStep, kLargestHeadDim); status.failed()) return status;
-  if (Status status = check_token_bytes(problem, kLargestHeadDim, sizeof(std::uint16_t)); status.failed())
-    return status;
+  NATTEN_JAX_RETURN_IF_FAILED(check_half_elements(problem));
+  NATTEN_JAX_RETURN_IF_FAILED(check_head_dims(problem, kHeadDimStep, kLargestHeadDim));
+  NATTEN_JAX_RETURN_IF_FAILED(check_token_bytes(problem, kLargestHeadDim, sizeof(std::uint16_t)));
   return check_rows(problem);
 }
 
 Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, cudaStream_t stream) {
   Device device{};
-  if (const auto error = read_device(device)) return status_of(error);
+  NATTEN_JAX_RETURN_IF_FAILED(read_device(device));
   ForwardParams p{};
   LaunchShape shape{};
-  if (Status status =
-          prepare(problem, tiles.query, tiles.kv, Kernel::kForward, arrays.origins, device, stream, p, shape);
-      status.failed()) {
-    return status;
-  }
+  NATTEN_JAX_RETURN_IF_FAILED(
+      prepare(problem, tiles.query, tiles.kv, Kernel::kForward, arrays.origins, device, stream, p, shape));
   fill_arrays(arrays, p);
-  if (Status status = encode_keys(problem, p.key, p.value, p); status.failed()) return status;
+  NATTEN_JAX_RETURN_IF_FAILED(encode_keys(problem, p.key, p.value, p));
   return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
     return launch_forward<type>(compiled_head_dim(problem), p, shape);
   }));
@@ -196,7 +182,7 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
 Status run_backward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Scratch& scratch,
                     cudaStream_t stream) {
   Device device{};
-  if (const auto error = read_device(device)) return status_of(error);
+  NATTEN_JAX_RETURN_IF_FAILED(read_device(device));
   BackwardParams p{};
   fill_arrays(arrays, p);
   p.out_cotangent = arrays.out_cotangent;
@@ -209,31 +195,24 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   BackwardParams of_keys = p, whole = p;
   LaunchShape shape{}, shape_of_keys{}, shape_of_whole{};
   // Windows of queries and those of keys are alike: queries take the shapes of tiles that keys have.
-  if (Status status =
-          prepare(problem, tiles.kv, tiles.query, Kernel::kQueryGradient, arrays.origins, device, stream, p, shape);
-      status.failed()) {
-    return status;
-  }
-  if (Status status = prepare(without_additional(problem), tiles.kv, tiles.query, Kernel::kKeyValueGradient,
-                              arrays.origins, device, stream, of_keys, shape_of_keys);
-      status.failed()) {
-    return status;
-  }
+  NATTEN_JAX_RETURN_IF_FAILED(
+      prepare(problem, tiles.kv, tiles.query, Kernel::kQueryGradient, arrays.origins, device, stream, p, shape));
+  NATTEN_JAX_RETURN_IF_FAILED(prepare(without_additional(problem), tiles.kv, tiles.query, Kernel::kKeyValueGradient,
+                                      arrays.origins, device, stream, of_keys, shape_of_keys));
   const bool can_be_whole = !prepare(problem, tiles.kv, tiles.query, Kernel::kWholeGradient, arrays.origins, device,
                                      stream, whole, shape_of_whole)
                                  .failed();
   if (can_be_whole && whole.region.nanoseconds <= p.region.nanoseconds + of_keys.region.nanoseconds) {
-    if (Status status = encode_whole(problem, whole); status.failed()) return status;
+    NATTEN_JAX_RETURN_IF_FAILED(encode_whole(problem, whole));
     return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
       return launch_whole_gradient<type>(head_dim, whole, shape_of_whole);
     }));
   }
-  if (Status status = encode_keys(problem, p.key, p.value, p); status.failed()) return status;
-  if (Status status = encode_queries(problem, p, of_keys); status.failed()) return status;
+  NATTEN_JAX_RETURN_IF_FAILED(encode_keys(problem, p.key, p.value, p));
+  NATTEN_JAX_RETURN_IF_FAILED(encode_queries(problem, p, of_keys));
   AdditionalParams additional{};
   int additional_ctas = 0;
-  if (Status status = prepare_additional(problem, arrays, scratch, additional, additional_ctas); status.failed())
-    return status;
+  NATTEN_JAX_RETURN_IF_FAILED(prepare_additional(problem, arrays, scratch, additional, additional_ctas));
   return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
     cudaError_t error = launch_query_gradient<type>(head_dim, p, shape);
     if (error == cudaSuccess) error = launch_key_value_gradient<type>(head_dim, of_keys, shape_of_keys);

@@ -132,20 +132,8 @@ bool choose_dimensions(const Side (&sides)[kRank], const std::int64_t (&rows)[kR
   return true;
 }
 
-/// Buffers of 16 rows that a warp has in each stage.
-int row_buffers(Kernel kernel) {
-  switch (kernel) {
-    case Kernel::kForward:
-      return 1;
-    case Kernel::kQueryGradient:
-      return 3;
-    case Kernel::kKeyValueGradient:
-      return 2;
-    case Kernel::kWholeGradient:
-      return 0;
-  }
-  return 0;
-}
+/// Buffers of 16 rows that a warp has in each stage, by Kernel.
+constexpr int kRowBuffers[] = {1, 3, 2, 0};
 
 /// Whether the copy engine can load a problem's columns: heads fill the rows that it swizzles, and there is nothing but
 /// one box for each array.
@@ -227,7 +215,8 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
   take(shared.masks, 32 * plans * region.warps * entries);
   take(shared.row_places, 4 * kRows * region.warps);
   // Boxes leave rows to the warps, which load some while they write others.
-  const std::int64_t row_bytes = (row_buffers(kernel) + region.has_boxes) * region.warps * kRows * 2 * head_dim;
+  const std::int64_t row_bytes =
+      (kRowBuffers[static_cast<int>(kernel)] + region.has_boxes) * region.warps * kRows * 2 * head_dim;
   if (region.has_boxes) {
     take(shared.rows, row_bytes);
     at = align(at, kBoxAlignment);
@@ -354,7 +343,7 @@ Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank]
   const Sides all(problem, kernel, has_origins);
   const auto& sides = all.of;
   Region candidate{};
-  if (Status status = begin_region(problem, sides, rows, columns, candidate); status.failed()) return status;
+  NATTEN_JAX_RETURN_IF_FAILED(begin_region(problem, sides, rows, columns, candidate));
   const int head_dim = compiled_head_dim(problem);
   // The query heads that share a key/value head are one item where their gradients are added up.
   const std::int64_t together = kernel == Kernel::kKeyValueGradient ? problem.heads_per_kv() : 1;
@@ -380,12 +369,12 @@ Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank]
 Status choose_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                      Kernel kernel, bool has_origins, const Device& device, Region& region) {
   bool found = false;
-  Status status = for_each_region(problem, rows, columns, kernel, has_origins, device, [&](const Region& candidate) {
+  const auto take_faster = [&](const Region& candidate) {
     if (found && candidate.nanoseconds >= region.nanoseconds) return;
     found = true;
     region = candidate;
-  });
-  if (status.failed()) return status;
+  };
+  NATTEN_JAX_RETURN_IF_FAILED(for_each_region(problem, rows, columns, kernel, has_origins, device, take_faster));
   return found ? Status() : too_large();
 }
 
@@ -398,14 +387,12 @@ Status estimate_pass(const Problem& problem, const TileShapes& tiles, bool is_ba
     if ((kernel != Kernel::kForward) != is_backward) continue;
     const Problem of_kernel = kernel == Kernel::kKeyValueGradient ? without_additional(problem) : problem;
     Region region{};
-    Status status = choose_region(of_kernel, rows, columns, kernel, false, device, region);
-    if (status.failed()) return status;
+    NATTEN_JAX_RETURN_IF_FAILED(choose_region(of_kernel, rows, columns, kernel, false, device, region));
     estimate.seconds += region.nanoseconds / 1e9;
     estimate.launches.push_back({kernel, region});
     // A part of the layout may begin anywhere in it, which can take more memory.
     const Sides of_part(of_kernel, kernel, true);
-    status = begin_region(of_kernel, of_part.of, rows, columns, region);
-    if (status.failed()) return status;
+    NATTEN_JAX_RETURN_IF_FAILED(begin_region(of_kernel, of_part.of, rows, columns, region));
     if (!complete(of_kernel, of_part.of, kernel, compiled_head_dim(problem), 1, device, region)) return too_large();
   }
   if (is_backward && problem.additional_kv > 0) estimate.seconds += estimate_additional(problem, device) / 1e9;

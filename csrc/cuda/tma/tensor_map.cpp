@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <atomic>
+#include <iterator>
 #include <limits>
 #include <string>
 
@@ -38,17 +39,10 @@ Status find_encoder(PFN_cuTensorMapEncodeTiled_v12000& result) {
   return {};
 }
 
-CUtensorMapDataType data_type(ElementType type) {
-  switch (type) {
-    case ElementType::kFloat16:
-      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-    case ElementType::kBFloat16:
-      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    case ElementType::kFloat32:
-      break;
-  }
-  return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
-}
+/// By ElementType.
+constexpr CUtensorMapDataType kDataTypes[] = {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                                              CU_TENSOR_MAP_DATA_TYPE_BFLOAT16};
+static_assert(std::size(kDataTypes) == kElementTypes);
 
 /// What a map of five dimensions says of each; of the innermost one, boxes hold a swizzled row.
 struct MapDimensions {
@@ -61,7 +55,7 @@ struct MapDimensions {
 Status encode_map(const void* data, ElementType type, std::int64_t row_bytes, const MapDimensions& dimensions,
                   CUtensorMap& map) {
   PFN_cuTensorMapEncodeTiled_v12000 encode = nullptr;
-  if (Status status = find_encoder(encode); status.failed()) return status;
+  NATTEN_JAX_RETURN_IF_FAILED(find_encoder(encode));
   const std::int64_t bytes = element_bytes(type);
   cuuint64_t extents[5], pitches[4];
   cuuint32_t boxes[5] = {static_cast<cuuint32_t>(row_bytes / bytes)}, steps[5] = {1};
@@ -79,9 +73,9 @@ Status encode_map(const void* data, ElementType type, std::int64_t row_bytes, co
   const CUtensorMapSwizzle swizzle = row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
                                      : row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
                                                        : CU_TENSOR_MAP_SWIZZLE_NONE;
-  const CUresult result = encode(&map, data_type(type), 5, const_cast<void*>(data), extents, pitches, boxes, steps,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode(&map, kDataTypes[static_cast<int>(type)], 5, const_cast<void*>(data), extents, pitches,
+                                 boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return {};
   return Status::internal("the CUDA driver refused a tensor map (error " + std::to_string(static_cast<int>(result)) +
                           ")");

@@ -18,14 +18,8 @@ enum class ElementType : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
 inline constexpr int kElementTypes = 3;
 
 NATTEN_JAX_HOST_DEVICE constexpr int element_bytes(ElementType type) {
-  switch (type) {
-    case ElementType::kFloat32:
-      return 4;
-    case ElementType::kFloat16:
-    case ElementType::kBFloat16:
-      return 2;
-  }
-  return 0;
+  constexpr int kBytes[kElementTypes] = {4, 2, 2};
+  return kBytes[static_cast<int>(type)];
 }
 
 /// The tokens of one side (query or key/value) along one dimension.

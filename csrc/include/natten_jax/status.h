@@ -34,3 +34,9 @@ class Status {
 };
 
 }  // namespace natten_jax
+
+/// Leaves the calling function with the status of an expression, if it failed.
+#define NATTEN_JAX_RETURN_IF_FAILED(expression)                                        \
+  do {                                                                                 \
+    if (::natten_jax::Status status_ = (expression); status_.failed()) return status_; \
+  } while (false)
