@@ -23,15 +23,27 @@ NATTEN_JAX_INLINE void store_quad(float* p, Quad x) {
   *reinterpret_cast<Quad*>(p) = x;
 }
 
+/// Elements of two vectors: those of the second one follow the first one's.
+template <int... kFrom>
+NATTEN_JAX_INLINE Quad shuffled(Quad x, Quad y) {
+#if defined(__clang__)
+  return __builtin_shufflevector(x, y, kFrom...);
+#else
+  // GCC has the other function since version 12.
+  typedef std::int32_t Indices __attribute__((vector_size(16)));
+  return __builtin_shuffle(x, y, Indices{kFrom...});
+#endif
+}
+
 NATTEN_JAX_INLINE void transpose(Quad (&x)[4]) {
-  const Quad a = __builtin_shufflevector(x[0], x[1], 0, 4, 1, 5);
-  const Quad b = __builtin_shufflevector(x[0], x[1], 2, 6, 3, 7);
-  const Quad c = __builtin_shufflevector(x[2], x[3], 0, 4, 1, 5);
-  const Quad d = __builtin_shufflevector(x[2], x[3], 2, 6, 3, 7);
-  x[0] = __builtin_shufflevector(a, c, 0, 1, 4, 5);
-  x[1] = __builtin_shufflevector(a, c, 2, 3, 6, 7);
-  x[2] = __builtin_shufflevector(b, d, 0, 1, 4, 5);
-  x[3] = __builtin_shufflevector(b, d, 2, 3, 6, 7);
+  const Quad a = shuffled<0, 4, 1, 5>(x[0], x[1]);
+  const Quad b = shuffled<2, 6, 3, 7>(x[0], x[1]);
+  const Quad c = shuffled<0, 4, 1, 5>(x[2], x[3]);
+  const Quad d = shuffled<2, 6, 3, 7>(x[2], x[3]);
+  x[0] = shuffled<0, 1, 4, 5>(a, c);
+  x[1] = shuffled<2, 3, 6, 7>(a, c);
+  x[2] = shuffled<0, 1, 4, 5>(b, d);
+  x[3] = shuffled<2, 3, 6, 7>(b, d);
 }
 
 /// lanes[d][lane] = factor * row of the lane [d].
