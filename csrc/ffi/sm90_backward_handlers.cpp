@@ -3,7 +3,7 @@
 
 #include "cuda/common/cuda_status.h"
 #include "cuda/common/gradient_passes.h"
-#include "cuda/sm90/backward_launch.h"
+#include "cuda/sm90/launch.h"
 #include "ffi/cuda_support.h"
 #include "ffi/decode.h"
 #include "ffi/handler_support.h"

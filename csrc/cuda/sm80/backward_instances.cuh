@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/sm80/backward.cuh"
-#include "cuda/sm80/backward.h"
+#include "cuda/sm80/kernels.h"
 #include "cuda/sm80/of_arithmetic.cuh"
 
 namespace natten_jax::sm80 {

@@ -9,9 +9,8 @@
 #include "cuda/common/geometry.h"
 #include "cuda/common/gradient_passes.h"
 #include "cuda/common/problem_checks.h"
-#include "cuda/sm80/backward.h"
 #include "cuda/sm80/forms.h"
-#include "cuda/sm80/forward.h"
+#include "cuda/sm80/kernels.h"
 
 namespace natten_jax::sm80 {
 namespace {

@@ -9,7 +9,7 @@
 #include "cuda/common/geometry.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/sm90/backward.cuh"
-#include "cuda/sm90/backward.h"
+#include "cuda/sm90/kernels.h"
 
 namespace natten_jax::sm90 {
 

@@ -1,5 +1,3 @@
-#include "cuda/sm90/backward_launch.h"
-
 #include <algorithm>
 #include <iterator>
 
@@ -7,8 +5,9 @@
 #include "cuda/common/cuda_status.h"
 #include "cuda/common/geometry.h"
 #include "cuda/common/gradient_passes.h"
-#include "cuda/sm90/backward.h"
 #include "cuda/sm90/forms.h"
+#include "cuda/sm90/kernels.h"
+#include "cuda/sm90/launch.h"
 #include "cuda/sm90/launch_support.h"
 #include "cuda/tma/tensor_map.h"
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/common/tile_walk.cuh"
-#include "cuda/sm90/backward_params.h"
+#include "cuda/sm90/params.h"
 #include "cuda/sm90/tile_plan.cuh"
 
 namespace natten_jax::sm90 {

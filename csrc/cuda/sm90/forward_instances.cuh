@@ -6,7 +6,7 @@
 #include "cuda/common/cuda_status.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/sm90/forward.cuh"
-#include "cuda/sm90/forward.h"
+#include "cuda/sm90/kernels.h"
 
 namespace natten_jax::sm90 {
 

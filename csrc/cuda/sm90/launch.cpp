@@ -8,7 +8,7 @@
 #include "cuda/common/cuda_status.h"
 #include "cuda/common/geometry.h"
 #include "cuda/sm90/forms.h"
-#include "cuda/sm90/forward.h"
+#include "cuda/sm90/kernels.h"
 #include "cuda/sm90/launch_support.h"
 
 namespace natten_jax::sm90 {

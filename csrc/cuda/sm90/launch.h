@@ -1,4 +1,4 @@
-// Launches the Hopper forward kernels; the interface between the FFI handlers and csrc/cuda/sm90.
+// Launches the Hopper kernels; the interface between the FFI handlers and csrc/cuda/sm90.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -27,5 +27,19 @@ struct Schedule {
 /// one number.
 Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays,
                    const Continuation* continuation, Schedule schedule, std::int32_t* next_tile, cudaStream_t stream);
+
+/// Fails where the kernels do not take the problem.
+Status check_backward(const Problem& problem, const TileShapes& tiles);
+
+/// Scratch memory: sums of the query gradient [batch, heads, x, y, z, head_dim]; a counter of key/value tiles; for
+/// deterministic gradients, a counter per query tile [batch, heads, dilation groups, query tiles] of those that have
+/// added to its gradient.
+std::int64_t backward_scratch_elements(const Problem& problem, const TileShapes& tiles, bool is_deterministic);
+
+/// Runs the backward pass of a problem that `check_backward` takes on a stream. Gradients that are not deterministic
+/// are faster; those of queries then differ in rounding from run to run. `statistics` are [batch, heads, x, y, z, 2]:
+/// logsumexp in base 2, delta; `scratch` has as many elements as `backward_scratch_elements` says.
+Status run_backward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const float* statistics,
+                    float* scratch, bool is_deterministic, cudaStream_t stream);
 
 }  // namespace natten_jax::sm90

@@ -1,4 +1,4 @@
-// The compiled forms of the forward kernel.
+// The compiled kernels, for each arithmetic.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,9 +17,14 @@ struct SharedMemory {
   int reserved;        // that each CTA takes besides its own
 };
 
-/// Launches a form on `ctas` CTAs, with the most stages of which two CTAs fit on a multiprocessor, or else the most.
+/// Launches a form of the forward kernel on `ctas` CTAs, with the most stages of which two CTAs fit on a
+/// multiprocessor, or else the most.
 template <Arithmetic kArithmetic>
 Status launch_forward(const ForwardParams& params, const ForwardForm& form, const SharedMemory& memory, int ctas,
                       cudaStream_t stream);
+
+/// Launches a form of the backward kernel on `ctas` CTAs.
+template <Arithmetic kArithmetic>
+Status launch_backward(const BackwardParams& params, const BackwardForm& form, int ctas, cudaStream_t stream);
 
 }  // namespace natten_jax::sm80

@@ -1,0 +1,21 @@
+// The compiled kernels, for each element type.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/sm90/params.h"
+#include "natten_jax/problem.h"
+#include "natten_jax/status.h"
+
+namespace natten_jax::sm90 {
+
+/// Launches a form of the forward kernel, by its number in kForwardForms, for 16-bit elements of one type. Fewer CTAs
+/// than tiles walk over them.
+template <ElementType kType>
+Status launch_forward(const ForwardParams& params, int form, bool is_ping_pong, int ctas, cudaStream_t stream);
+
+/// Launches a form of the backward kernel, by its number in kBackwardForms, for 16-bit elements of one type.
+template <ElementType kType>
+Status launch_backward(const BackwardParams& params, int form, cudaStream_t stream);
+
+}  // namespace natten_jax::sm90
