@@ -20,7 +20,7 @@ BUILD_INPUTS := pyproject.toml setup.py $(shell find csrc -type f)
 PAGES = README.md CONTRIBUTING.md $(wildcard docs/*.md docs/notebooks/*.ipynb examples/*.md)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-host test-gpu fuzz sanitize-gpu sanitize-host lint setup wheels bench-scaling docs pictures tables clean
+.PHONY: demo test test-host test-gpu fuzz sanitize-gpu sanitize-host lint setup wheels bench-scaling docs pictures notebooks tables clean
 
 # What the demo needs and no more, natten_jax, JAX and rich, unless everything is installed.
 DEMO := $(or $(wildcard $(INSTALLED)),$(if $(VENV),$(VENV)/.demo,$(INSTALLED)))
@@ -143,6 +143,7 @@ pictures: H200 := bench/results/h200
 pictures: setup
 	PYTHONPATH=bench $(RUN) docs/pictures.py
 	PYTHONPATH=bench $(RUN) docs/kernel_pictures.py
+	PYTHONPATH=bench $(RUN) docs/tutorial_pictures.py
 	$(RUN) bench/plot_peers.py $(H200)/peers.json docs/images/speed.svg
 	$(RUN) bench/plot_small.py $(H200)/small.json docs/images/small_windows.svg
 	$(RUN) bench/plot.py $(H200)/forward.json docs/images/forward_speedups.svg
@@ -152,6 +153,11 @@ pictures: setup
 	$(RUN) bench/plot_cpu.py bench/results/cpu/kernels.json docs/images/cpu.svg
 	$(RUN) bench/fmha_report.py bench/results/h100/fmha_scaling/fmha_scaling_results.json \
 		--plot docs/images/fmha_scaling.svg
+
+# The results that notebooks are kept with. The site runs them again.
+notebooks: docs
+	JAX_PLATFORMS=cpu $(BIN)/jupyter execute --inplace docs/notebooks/*.ipynb
+	rm -f docs/notebooks/tuned.json  # what one of them writes
 
 # What pages say of flags and backends, and what commands print in them, from the program itself.
 tables:

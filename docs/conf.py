@@ -55,7 +55,7 @@ myst_html_meta = {
 # The pages are read in the repository, too: plain Markdown, with links between files and their headings.
 myst_heading_anchors = 3
 
-# Notebooks are kept without results, and each build runs them.
+# Notebooks are kept with results for readers of the repository (`make notebooks`), and each build runs them.
 nb_execution_mode = "force"
 nb_execution_in_temp = True
 nb_execution_raise_on_error = True

@@ -138,3 +138,13 @@ def test_code_is_as_wide_as_a_page_shows(page: Path) -> None:
 def test_pages_of_the_profiler_can_be_read_in_one_go() -> None:
     for page in (*ROOT.glob("docs/profiler*.md"), ROOT / "docs" / "simulator.md"):
         assert len(page.read_text().splitlines()) <= 250, page.name
+
+
+@pytest.mark.parametrize("notebook", sorted(ROOT.glob("docs/notebooks/*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_are_kept_with_their_pictures(notebook: Path) -> None:
+    cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["execution_count"] for cell in cells)
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 2
+    assert any("pip install" in "".join(cell["source"]) for cell in cells)

@@ -1,0 +1,62 @@
+"""Runs the tutorial's program, and draws its loss and what it attends to: ``make pictures``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+from lib.charts import BLUE, FAINT, INK, ORANGE, WIDTH, save, style
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+DOCS = Path(__file__).parent
+IMAGES = DOCS / "images"
+QUERY = 3, 4
+
+
+def program_of(page: str) -> str:
+    """All Python blocks of a page."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return "\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+
+
+def main() -> None:
+    """Run the page's program, and draw its loss and its attention as the site shows them."""
+    os.environ["MPLBACKEND"] = "Agg"
+    found: dict[str, Any] = {}
+    with TemporaryDirectory() as folder, contextlib.chdir(folder):  # where it saves its own pictures
+        exec(compile(program_of("tutorial.md"), "tutorial.md", "exec"), found)
+    with style():
+        figure = Figure(figsize=(WIDTH, 2.4), layout="constrained")
+        axes = figure.subplots()
+        axes.plot(np.asarray(found["losses"]), color=BLUE)
+        axes.set(xlabel="step", ylabel="loss")
+        save(figure, IMAGES / "tutorial_loss.svg")
+        figure = Figure(figsize=(WIDTH, 2.4), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        image = found["image"]
+        cells(left, image[..., 0] / 2 + 0.5, INK, "image")
+        weights = np.asarray(found["weights"])
+        cells(right, weights / weights.max(), BLUE, "weights of one query")
+        right.add_patch(Rectangle((QUERY[1], QUERY[0]), 1, 1, fill=False, edgecolor=ORANGE, linewidth=2))
+        save(figure, IMAGES / "tutorial_attention.svg")
+
+
+def cells(axes: Any, values: np.ndarray, color: str, title: str) -> None:
+    """An image as squares, whose opacity is the value: they look right on light and on dark pages."""
+    axes.add_patch(Rectangle((0, 0), 8, 8, facecolor=FAINT, edgecolor="none"))
+    for (row, column), value in np.ndenumerate(values):
+        if value > 0.01:
+            alpha = round(float(value), 2)
+            axes.add_patch(Rectangle((column, row), 1, 1, facecolor=color, edgecolor="none", alpha=alpha))
+    axes.set(xlim=(0, 8), ylim=(8, 0), aspect="equal", xticks=[], yticks=[], title=title)
+    axes.spines[:].set_visible(False)
+
+
+if __name__ == "__main__":
+    main()
