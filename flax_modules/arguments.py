@@ -14,12 +14,12 @@ from flax.core import FrozenDict
 from natten_jax import backends
 from natten_jax.arguments.natten_names import known_arguments
 from natten_jax.arguments.scale import checked_scale
-from natten_jax.arguments.static import Bools, Ints, hashable, shown
+from natten_jax.arguments.static import hashable, shown
 from natten_jax.ops.arrays import check_array
 from natten_jax.ops.attention_kwargs import checked_attention_kwargs
 from natten_jax.ops.neighborhood import na1d, na2d, na3d
 from natten_jax.performance import PERFORMANCE_NAMES, PerformanceArguments, performance_of
-from natten_jax.problem import Shape, window_parameters
+from natten_jax.windows import WindowArguments
 
 _OPERATORS = {1: na1d, 2: na2d, 3: na3d}
 
@@ -40,10 +40,7 @@ class Neighborhood:
     """
 
     rank: int
-    kernel_size: Shape
-    stride: Shape
-    dilation: Shape
-    is_causal: tuple[bool, ...]
+    window: WindowArguments
     scale: float | None
     scale_name: str
     performance: Mapping[str, Any]
@@ -64,28 +61,25 @@ class Neighborhood:
                 can run the problem.
         """
         checked_scale(self.scale, query.dtype.name, name=self.scale_name)
-        window = self.kernel_size, self.stride, self.dilation, self.is_causal, self.scale
         batch = query.shape[: query.ndim - self.rank - 2]
         arrays = (query, key, value)
         if len(batch) != 1:  # operators have one batch dimension
             query, key, value = (array.reshape(math.prod(batch), *array.shape[len(batch) :]) for array in arrays)
         try:
-            found = _OPERATORS[self.rank](query, key, value, *window, **self.performance)
+            output = _OPERATORS[self.rank](
+                query, key, value, **self.window._asdict(), scale=self.scale, **self.performance
+            )
         except ValueError as error:
             if batch or self.rank == 1:
                 raise
             raise ValueError(f"{error} (without a batch dimension, {_FLATTENED.format(rank=self.rank)})") from None
-        output = cast(jax.Array, found)  # a tuple only with return_lse
         return output if len(batch) == 1 else output.reshape(*batch, *output.shape[1:])
 
 
 def neighborhood(
     module: str,
     rank: int,
-    kernel_size: Ints,
-    stride: Ints,
-    dilation: Ints,
-    is_causal: Bools,
+    window: WindowArguments,
     scale: float | None,
     *,
     scale_name: str = "scale",
@@ -99,7 +93,7 @@ def neighborhood(
         ValueError: A value breaks a rule of the operator, or ``backend`` is unknown.
         TypeError: An argument is of the wrong type, or no performance argument has that name.
     """
-    window = window_parameters(rank, kernel_size, stride, dilation, is_causal)
+    window = window.checked(rank)
     factor = checked_scale(scale, name=scale_name)
     tiles = cast(dict[str, Any], dict(performance))
     backend, attention_kwargs = tiles.pop("backend", None), tiles.pop("attention_kwargs", None)
@@ -111,7 +105,7 @@ def neighborhood(
         attention_kwargs = frozen(attention_kwargs)
     return Neighborhood(
         rank,
-        *window,
+        window,
         factor,
         scale_name,
         frozen({**dataclasses.asdict(config), "backend": backend, "attention_kwargs": attention_kwargs}),

@@ -12,6 +12,7 @@ from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 from natten_jax.arguments.natten_names import explained
 from natten_jax.arguments.stand_ins import array_of
 from natten_jax.arguments.static import Bools, Ints
+from natten_jax.windows import WindowArguments
 
 from . import arguments
 from .arguments import Neighborhood, Performance
@@ -60,8 +61,8 @@ def neighborhood_attention_fn(
         ValueError: A value breaks a rule above, or ``backend`` is unknown.
         TypeError: An argument is of the wrong type.
     """
-    given = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation, "is_causal": is_causal, "scale": scale}
-    return NeighborhoodAttentionFn(arguments.frozen({**given, **performance}))
+    window = WindowArguments(kernel_size, stride, dilation, is_causal)
+    return NeighborhoodAttentionFn(arguments.frozen({**window._asdict(), "scale": scale, **performance}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,9 @@ class NeighborhoodAttentionFn:
 
     def of_rank(self, rank: int) -> Neighborhood:
         """The operator for this many token dimensions."""
-        return arguments.neighborhood("neighborhood_attention_fn", rank, **self.settings)
+        others = dict(self.settings)
+        window = WindowArguments._make(map(others.pop, WindowArguments._fields))
+        return arguments.neighborhood("neighborhood_attention_fn", rank, window, **others)
 
     def __call__(
         self,
@@ -162,7 +165,7 @@ class NeighborhoodAttentionFn:
                 f"dimension(s), but this attention_fn takes {asked}"
             )
         attend = self.of_rank(rank)
-        if is_causal and attend.is_causal != (True,):
+        if is_causal and attend.window.is_causal != (True,):
             raise ValueError(
                 "is_causal=True asks for a mask over a sequence of tokens, which cuts windows: "
                 "give is_causal to neighborhood_attention_fn instead"

@@ -6,6 +6,7 @@ import inspect
 import textwrap
 
 from natten_jax.performance import PerformanceArguments
+from natten_jax.windows import DOCUMENTED_ARGUMENTS
 
 from .arguments import LAYOUTS
 
@@ -32,10 +33,7 @@ Example:
 Args:
     in_features: Features per token of the input{in_features}.
     num_heads: Query heads.
-    kernel_size: Window extent in tokens.
-    stride: Queries that share a window; at most ``kernel_size``.
-    dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` fits the layout.
-    is_causal: Whether later keys are hidden.
+    {window_arguments}
     qkv_bias: Whether the query, key and value projections have a bias; the output projection always has.
     qk_scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``.
     attn_drop: Must be 0: attention weights are never formed, so there is no dropout of them.
@@ -101,6 +99,7 @@ def document(rank: int, flavour: str) -> str:
     imports, make, call = _EXAMPLES[flavour]
     return inspect.cleandoc(_DOCUMENT).format(
         rank=rank,
+        window_arguments=DOCUMENTED_ARGUMENTS,
         module=flavour.removeprefix("flax."),
         imports=imports,
         make=make.format(rank=rank),

@@ -16,6 +16,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from natten_jax.arguments.natten_names import explained
 from natten_jax.arguments.stand_ins import array_of
 from natten_jax.arguments.static import Bools, Ints, hashable
+from natten_jax.windows import WindowArguments
 
 from . import arguments
 from .arguments import Neighborhood, Performance
@@ -75,7 +76,7 @@ class NeighborhoodAttention(linen.Module):
 
     def __post_init__(self) -> None:
         # Flax hashes a module by its fields.
-        for name in ("kernel_size", "stride", "dilation", "is_causal", *Performance.__annotations__):
+        for name in (*WindowArguments._fields, *Performance.__annotations__):
             value = getattr(self, name)
             canonical = arguments.frozen(value) if isinstance(value, Mapping) else hashable(value)
             object.__setattr__(self, name, canonical)
@@ -91,9 +92,9 @@ class NeighborhoodAttention(linen.Module):
     @linen.nowrap  # computes nothing: not a call for Flax to name, to count or to show
     def _neighborhood(self) -> Neighborhood:
         performance: Any = {name: getattr(self, name) for name in Performance.__annotations__}
-        window = self.kernel_size, self.stride, self.dilation, self.is_causal
+        window = WindowArguments._make(getattr(self, name) for name in WindowArguments._fields)
         return arguments.neighborhood(
-            type(self).__name__, self.rank, *window, self.qk_scale, scale_name="qk_scale", **performance
+            type(self).__name__, self.rank, window, self.qk_scale, scale_name="qk_scale", **performance
         )
 
     @linen.compact

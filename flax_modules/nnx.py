@@ -16,6 +16,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from natten_jax.arguments.natten_names import explained
 from natten_jax.arguments.stand_ins import array_of
 from natten_jax.arguments.static import Bools, Ints
+from natten_jax.windows import WindowArguments
 
 from . import arguments
 from .arguments import Performance
@@ -73,9 +74,9 @@ class NeighborhoodAttention(nnx.Module):
         self.num_heads, self.num_kv_heads = arguments.head_counts(num_heads, num_kv_heads)
         self.head_dim = arguments.head_dim(num_heads, in_features, qkv_features)
         arguments.check_positive(out_features=self.out_features)
-        window = kernel_size, stride, dilation, is_causal
+        window = WindowArguments(kernel_size, stride, dilation, is_causal)
         self.neighborhood = arguments.neighborhood(
-            type(self).__name__, self.rank, *window, qk_scale, scale_name="qk_scale", **performance
+            type(self).__name__, self.rank, window, qk_scale, scale_name="qk_scale", **performance
         )
         project = functools.partial(
             nnx.LinearGeneral, dtype=dtype, param_dtype=param_dtype, precision=precision, rngs=rngs

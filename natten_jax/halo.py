@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from natten_jax.problem import ELEMENT_BYTES, Axis, Problem
-from natten_jax.windows import group_length, window_bounds
+from natten_jax.problem import ELEMENT_BYTES, Problem
+from natten_jax.windows import Axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Halo:
     def _reach(self, axis: Axis) -> tuple[np.ndarray, np.ndarray]:
         """For each query of a part: the first key, and the one behind the last, that it sees in any part."""
         queries = np.arange(self.extent).reshape(self.parts, self.part)
-        first, last = _reach(axis, queries)
+        first, last = axis.reach(queries)
         return np.min(first - queries[:, :1], axis=0), np.max(last - queries[:, :1], axis=0)
 
 
@@ -133,7 +133,7 @@ def halo_of(axis: Axis, parts: int) -> Halo:
         A window of 24 of 80 tokens, split in two, reaches 12 tokens to the front and 11 to the back.
 
         >>> from natten_jax.halo import halo_of
-        >>> from natten_jax.problem import Axis
+        >>> from natten_jax.windows import Axis
         >>> halo_of(Axis(80, 80, 24), 2)
         Halo(extent=80, parts=2, before=12, after=11)
 
@@ -151,8 +151,8 @@ def halo_of(axis: Axis, parts: int) -> Halo:
     starts = np.arange(parts, dtype=np.int64)[:, None] * part
     # The first and the last query of each dilation group in a part: windows move with their queries.
     groups = np.arange(min(axis.dilation, part), dtype=np.int64)
-    first, _ = _reach(axis, starts + groups)
-    _, last = _reach(axis, starts + part - 1 - groups)
+    first, _ = axis.reach(starts + groups)
+    _, last = axis.reach(starts + part - 1 - groups)
     before = int(np.max(starts - first))
     after = int(np.max(last - (starts + part)))
     return Halo(extent, parts, max(before, 0), max(after, 0))
@@ -235,12 +235,3 @@ def _indivisible(extent: int, parts: int) -> str:
         f"a token dimension has {extent} tokens, which {parts} devices cannot share equally: split it over {below}, "
         f"or make it {sizes} tokens"
     )
-
-
-def _reach(axis: Axis, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """First key, and the one behind the last, that each query sees; by coordinate."""
-    d = axis.dilation
-    group = queries % d
-    length = group_length(axis.kv_extent, d, group)
-    start, end = window_bounds(axis.window, queries // d, length)
-    return start * d + group, (end - 1) * d + group + 1

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from natten_jax.arguments.static import Bools, Ints, python_int, shown
-from natten_jax.problem import Axis, problem_of
-from natten_jax.windows import group_length, window_bounds
+from natten_jax.problem import problem_of
+from natten_jax.windows import Axis, WindowArguments
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -182,10 +182,9 @@ def _coordinates(query: Sequence[int], axes: Sequence[Axis]) -> tuple[int, ...]:
 def _line_masks(axis: Axis) -> np.ndarray:
     """Visibility ``[queries, keys]`` in one dimension."""
     tokens = np.arange(axis.kv_extent)
-    group, index = tokens % axis.dilation, tokens // axis.dilation
-    start, end = window_bounds(axis.window, index, group_length(axis.kv_extent, axis.dilation, group))
-    is_inside = (start[:, None] <= index) & (index < end[:, None])
-    return is_inside & (group[:, None] == group)
+    first, end = axis.reach(tokens)
+    is_inside = (first[:, None] <= tokens) & (tokens < end[:, None])
+    return is_inside & ((tokens[:, None] - tokens) % axis.dilation == 0)
 
 
 def _slices(cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -236,6 +235,6 @@ def _described(axes: Sequence[Axis]) -> str:
     def text(values: Sequence[Any]) -> str:
         return str(values[0]) if len(set(values)) == 1 else "(" + ", ".join(map(str, values)) + ")"
 
-    defaults = {"kernel_size": None, "stride": 1, "dilation": 1, "is_causal": False}
+    defaults = WindowArguments()._asdict()
     facts = {name: [getattr(axis, name) for axis in axes] for name in defaults}
     return ", ".join(f"{name}={text(values)}" for name, values in facts.items() if set(values) != {defaults[name]})

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from natten_jax.arguments.scale import scale_or_default
-from natten_jax.arguments.static import Bools, Ints, bool_tuple, int_tuple
-from natten_jax.windows import Window
+from natten_jax.arguments.static import Bools, Ints, int_tuple
+from natten_jax.windows import Axis, WindowArguments, described
 
 Shape = tuple[int, ...]
 Operator = Literal["fna", "fmha"]
@@ -24,34 +24,6 @@ OPERATORS: tuple[Operator, ...] = ("fna", "fmha")
 #: By the names of the element types that the operators take.
 ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 SUPPORTED_DTYPES = tuple(ELEMENT_BYTES)
-
-
-@dataclasses.dataclass(frozen=True)
-class Axis:
-    """One token dimension: its tokens, and the windows over them.
-
-    The native kernels take the fields in this order (``csrc/include/natten_jax/problem.h``).
-
-    Attributes:
-        query_extent: Global extent of the query tokens.
-        kv_extent: Global extent of the key/value tokens.
-        kernel_size: Window extent in tokens.
-        stride: Queries that share one window.
-        dilation: Distance between neighboring tokens of a window.
-        is_causal: Whether later keys are hidden.
-    """
-
-    query_extent: int
-    kv_extent: int
-    kernel_size: int
-    stride: int = 1
-    dilation: int = 1
-    is_causal: bool = False
-
-    @property
-    def window(self) -> Window:
-        """What the window arithmetic knows of it."""
-        return Window(self.kernel_size, self.stride, self.is_causal)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,14 +116,7 @@ class Problem:
     def describe(self) -> str:
         """One line for traces and messages."""
         name = "attention" if self.operator == "fmha" else f"na{self.rank}d"
-        window = "x".join(map(str, self.kernel_size))
-        parts = [f"{name} {'x'.join(map(str, self.query_layout))} k={window}"]
-        if any(s > 1 for s in self.stride):
-            parts.append(f"s={'x'.join(map(str, self.stride))}")
-        if any(d > 1 for d in self.dilation):
-            parts.append(f"d={'x'.join(map(str, self.dilation))}")
-        if any(self.is_causal):
-            parts.append(f"causal={''.join('01'[c] for c in self.is_causal)}")
+        parts = [f"{name} {'x'.join(map(str, self.query_layout))}", *described(self.axes)]
         if self.additional_kv:
             parts.append(f"add_kv={self.additional_kv}")
         return " ".join(parts)
@@ -211,10 +176,7 @@ def problem_of(
     """
     tokens = int_tuple("layout", tuple(layout), len(layout))
     kv_tokens = tokens if kv_layout is None else int_tuple("kv_layout", tuple(kv_layout), len(layout))
-    windows = window_parameters(
-        len(tokens), kv_tokens if kernel_size is None else kernel_size, stride, dilation, is_causal
-    )
-    check_windows_fit(kv_tokens, *windows[:3])
+    axes = WindowArguments(kernel_size, stride, dilation, is_causal).axes(tokens, kv_tokens)
     heads_kv = heads if heads_kv is None else heads_kv
     if dtype not in SUPPORTED_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(SUPPORTED_DTYPES)}, got {dtype!r}")
@@ -225,7 +187,7 @@ def problem_of(
     return Problem(
         operator=operator,
         batch=batch,
-        axes=tuple(Axis(*facts) for facts in zip(tokens, kv_tokens, *windows, strict=True)),
+        axes=axes,
         heads=heads,
         heads_kv=heads_kv,
         head_dim=head_dim,
@@ -234,35 +196,6 @@ def problem_of(
         scale=scale_or_default(scale, head_dim, dtype),
         additional_kv=additional_kv,
     )
-
-
-def window_parameters(
-    rank: int,
-    kernel_size: Ints,
-    stride: Ints,
-    dilation: Ints,
-    is_causal: Bools,
-) -> tuple[Shape, Shape, Shape, tuple[bool, ...]]:
-    """Canonical window parameters, checked as far as that is possible without a layout."""
-    kernel = int_tuple("kernel_size", kernel_size, rank)
-    strides = int_tuple("stride", stride, rank)
-    dilations = int_tuple("dilation", dilation, rank)
-    causal = bool_tuple("is_causal", is_causal, rank)
-    for s, k in zip(strides, kernel, strict=True):
-        if s > k:
-            raise ValueError(f"stride {strides} exceeds kernel_size {kernel}: stride <= kernel_size must hold")
-    return kernel, strides, dilations, causal
-
-
-def check_windows_fit(layout: Shape, kernel_size: Shape, stride: Shape, dilation: Shape) -> None:
-    """Check that dilated windows fit into the token layout."""
-    for extent, k, d in zip(layout, kernel_size, dilation, strict=True):
-        if k * d > extent:
-            product = "kernel_size" if d == 1 else "kernel_size * dilation"
-            raise ValueError(
-                f"kernel_size {kernel_size} with dilation {dilation} exceeds the token layout {layout}: "
-                f"{product} <= extent must hold in every dimension ({k * d} > {extent})"
-            )
 
 
 def flattened(problem: Problem) -> Problem:

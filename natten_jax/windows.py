@@ -9,10 +9,16 @@ The functions accept Python ints, NumPy arrays and (with ``xp=jax.numpy``) trace
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from natten_jax.arguments.static import Bools, Ints, bool_tuple, int_tuple
 
 Index = Any  # int, numpy.ndarray or jax.Array: the arithmetic below is the same for all three
 
@@ -108,3 +114,130 @@ def inverse_window_bounds(
 def _rounded_down(index: Index, step: int) -> Index:
     """The largest multiple of ``step`` that is not greater; without a division, where there is nothing to do."""
     return index if step == 1 else (index // step) * step
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """One token dimension: its tokens, and the windows over them.
+
+    The native kernels take the fields in this order (``csrc/include/natten_jax/problem.h``).
+
+    Attributes:
+        query_extent: Global extent of the query tokens.
+        kv_extent: Global extent of the key/value tokens.
+        kernel_size: Window extent in tokens.
+        stride: Queries that share one window.
+        dilation: Distance between neighboring tokens of a window.
+        is_causal: Whether later keys are hidden.
+    """
+
+    query_extent: int
+    kv_extent: int
+    kernel_size: int
+    stride: int = 1
+    dilation: int = 1
+    is_causal: bool = False
+
+    @property
+    def window(self) -> Window:
+        """What the window arithmetic knows of it."""
+        return Window(self.kernel_size, self.stride, self.is_causal)
+
+    def lengths(self, group: Index) -> tuple[Index, Index]:
+        """Queries and keys of a dilation group."""
+        d = self.dilation
+        return group_length(self.query_extent, d, group), group_length(self.kv_extent, d, group)
+
+    def dilation_groups(self) -> Iterator[tuple[int, int, int]]:
+        """How many dilation groups have how many queries and keys."""
+        # The first groups have a token more than the others.
+        bounds = sorted({0, self.dilation, self.query_extent % self.dilation, self.kv_extent % self.dilation})
+        for first, end in itertools.pairwise(bounds):
+            yield end - first, *self.lengths(first)
+
+    def bounds(
+        self, index: Index, lengths: tuple[Index, Index], *, of_query: bool = True, xp: ModuleType = np
+    ) -> tuple[Index, Index]:
+        """Key indices that a query of a dilation group sees, or query indices that see a key: ``[start, end)``.
+
+        Args:
+            index: Of the query, or of the key, inside its group.
+            lengths: Queries and keys of the group.
+            of_query: Whether ``index`` is a query's.
+            xp: Array namespace, ``numpy`` or ``jax.numpy``.
+        """
+        queries, keys = lengths
+        if of_query:
+            return window_bounds(self.window, index, keys, xp=xp)
+        return inverse_window_bounds(self.window, index, queries, keys, xp=xp)
+
+    def reach(self, queries: Index) -> tuple[Index, Index]:
+        """First key, and the one behind the last, that queries see; all by coordinate."""
+        group = queries % self.dilation
+        start, end = self.bounds(queries // self.dilation, self.lengths(group))
+        return start * self.dilation + group, (end - 1) * self.dilation + group + 1
+
+
+class WindowArguments(NamedTuple):
+    """The window arguments of the operators: one value for all token dimensions, or one for each.
+
+    Without a ``kernel_size``, windows are as large as the layout of the keys.
+
+    Attributes:
+        kernel_size: Window extent in tokens.
+        stride: Queries that share a window; at most ``kernel_size``.
+        dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` fits the layout.
+        is_causal: Whether later keys are hidden.
+    """
+
+    kernel_size: Ints | None = None
+    stride: Ints = 1
+    dilation: Ints = 1
+    is_causal: Bools = False
+
+    def checked(self, rank: int) -> WindowArguments:
+        """The same with a value for each dimension, checked as far as that is possible without a layout.
+
+        Raises:
+            ValueError: A value breaks a rule.
+            TypeError: A value is of the wrong type.
+        """
+        kernel_size = int_tuple("kernel_size", self.kernel_size, rank)
+        stride = int_tuple("stride", self.stride, rank)
+        dilation = int_tuple("dilation", self.dilation, rank)
+        is_causal = bool_tuple("is_causal", self.is_causal, rank)
+        if any(s > k for s, k in zip(stride, kernel_size, strict=True)):
+            raise ValueError(f"stride {stride} exceeds kernel_size {kernel_size}: stride <= kernel_size must hold")
+        return WindowArguments(kernel_size, stride, dilation, is_causal)
+
+    def axes(self, query_layout: Sequence[int], kv_layout: Sequence[int]) -> tuple[Axis, ...]:
+        """The dimensions of a layout with these windows.
+
+        Raises:
+            ValueError: A value breaks a rule, or windows do not fit into the layout of the keys.
+            TypeError: A value is of the wrong type.
+        """
+        given = self._replace(kernel_size=kv_layout) if self.kernel_size is None else self
+        windows = given.checked(len(kv_layout))
+        axes = tuple(Axis(*facts) for facts in zip(query_layout, kv_layout, *windows, strict=True))  # type: ignore[arg-type]
+        for axis in axes:
+            spread = axis.kernel_size * axis.dilation
+            if spread > axis.kv_extent:
+                product = "kernel_size" if axis.dilation == 1 else "kernel_size * dilation"
+                raise ValueError(
+                    f"kernel_size {windows.kernel_size} with dilation {windows.dilation} exceeds the token layout "
+                    f"{kv_layout}: {product} <= extent must hold in every dimension ({spread} > {axis.kv_extent})"
+                )
+        return axes
+
+
+def described(axes: Sequence[Axis]) -> Iterator[str]:
+    """The facts of windows that are not the default, in short."""
+    for short, (name, default) in zip(("k", "s", "d", "causal"), WindowArguments()._asdict().items(), strict=True):
+        values = [int(getattr(axis, name)) for axis in axes]
+        if values != [default] * len(values):
+            yield f"{short}={('' if default is False else 'x').join(map(str, values))}"
+
+
+#: The documentation of each argument, as it stands among the arguments of a function that takes them.
+DOCUMENTED_ARGUMENTS = inspect.cleandoc(WindowArguments.__doc__ or "").partition("Attributes:\n")[2].strip()

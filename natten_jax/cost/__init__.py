@@ -1,6 +1,5 @@
 """What attention costs: counted exactly, and its time predicted, without a device.
 
-- ``axes``: the token dimensions of a problem, one by one.
 - ``axis_sums``: sums over the tiles of one dimension, however many they are.
 - ``axis_tiles``: tiles of one dimension, by what a kernel has to do with them.
 - ``row_groups``: tiles by what the row groups of a kernel do with them, each on its own.

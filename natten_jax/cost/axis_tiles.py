@@ -11,8 +11,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from natten_jax import windows
-from natten_jax.cost.axes import dilation_groups
 from natten_jax.cost.axis_sums import (
     Lengths,
     Totals,
@@ -23,7 +21,7 @@ from natten_jax.cost.axis_sums import (
     window_changes,
 )
 from natten_jax.performance import Pass
-from natten_jax.problem import Axis
+from natten_jax.windows import Axis
 
 Placement = Literal["anchored", "aligned"]
 
@@ -71,7 +69,7 @@ def axis_counts(axis: Axis, outer_tile: int, inner_tile: int, placement: Placeme
         ValueError: The dimension is too long, or its tiles are too different from each other, to be counted.
     """
     found = []
-    for groups, queries, keys in dilation_groups(axis):
+    for groups, queries, keys in axis.dilation_groups():
         walk = _Walk(axis, queries, keys, outer_tile, placement, pass_)
 
         def lengths(tiles: Any, walk: _Walk = walk) -> Any:
@@ -93,7 +91,7 @@ def outer_tiles(axis: Axis, outer_tile: int, pass_: Pass) -> int:
     """As ``axis_counts(...).outer``, which no inner tile has to do with."""
     return sum(
         groups * -(-(queries if pass_ == "forward" else keys) // outer_tile)
-        for groups, queries, keys in dilation_groups(axis)
+        for groups, queries, keys in axis.dilation_groups()
     )
 
 
@@ -130,7 +128,7 @@ def _judged_tiles(
     rows: tuple[Rows, ...],
 ) -> Any:
     judged = [0] * (len(inner_tiles) * len(Judgement) ** len(rows))
-    for groups, queries, keys in dilation_groups(axis):
+    for groups, queries, keys in axis.dilation_groups():
         walk = _Walk(axis, queries, keys, outer_tile, placement, pass_)
         # Few outer tiles are looked at one by one: all inner tiles at once. Else each has its own period.
         together = (inner_tiles,) if are_few(walk.tiles) else tuple((each,) for each in inner_tiles)
@@ -194,8 +192,7 @@ class _Walk:
 
     def __init__(self, axis: Axis, queries: int, keys: int, outer_tile: int, placement: Placement, pass_: Pass) -> None:
         check_extent(max(queries, keys))
-        self._window = axis.window
-        self._queries, self._keys = queries, keys
+        self._axis, self._lengths = axis, (queries, keys)
         self._is_forward = pass_ == "forward"
         self._is_anchored = placement == "anchored"
         self.tokens, self._others = (queries, keys) if self._is_forward else (keys, queries)
@@ -207,12 +204,11 @@ class _Walk:
         """Sums over all outer tiles of lengths that are made of the bounds at the given rows."""
         tile = self.outer_tile
         # Where all windows move at one pace, what lies between their ends stays; else it changes by full tiles only.
-        moves_alike = self._is_forward and not self._window.is_causal and self._is_anchored
+        moves_alike = self._is_forward and not self._axis.is_causal and self._is_anchored
         steps = () if moves_alike else map(self._within_reach, inner_tiles)
-        period = math.lcm(tile, self._window.stride, *steps) // tile
-        of_tokens = (window_changes if self._is_forward else inverse_window_changes)(
-            self._window, self._queries, self._keys
-        )
+        period = math.lcm(tile, self._axis.stride, *steps) // tile
+        changes_of = window_changes if self._is_forward else inverse_window_changes
+        of_tokens = changes_of(self._axis.window, *self._lengths)
         offsets = {0, tile - 1, *(min(row, tile - 1) for each in rows for row in each)}
         changes = (-(-(change - offset) // tile) for change in of_tokens for offset in offsets)
         return totals(self.tiles, period, changes, lengths)
@@ -253,6 +249,4 @@ class _Walk:
         return min(inner_tile, self._others + 1)  # larger ones make no difference
 
     def _windows(self, index: Any) -> tuple[Any, Any]:
-        if self._is_forward:
-            return windows.window_bounds(self._window, index, self._keys)
-        return windows.inverse_window_bounds(self._window, index, self._queries, self._keys)
+        return self._axis.bounds(index, self._lengths, of_query=self._is_forward)

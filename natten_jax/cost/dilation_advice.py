@@ -16,7 +16,8 @@ from natten_jax.cost.axis_tiles import Placement, axis_counts
 from natten_jax.cost.calibration import Calibration
 from natten_jax.cost.simulation import Simulation, simulate
 from natten_jax.performance import TilePair
-from natten_jax.problem import Axis, Problem, Shape
+from natten_jax.problem import Problem, Shape
+from natten_jax.windows import Axis
 
 #: Dilations of a dimension that are tried: the smallest ones, and beyond these as many that divide it, the largest one
 #: among them.

@@ -15,7 +15,8 @@ from natten_jax.cost.tile_counts import TimedTiles, count_tiles
 from natten_jax.halo import Halo, bytes_received, halos_of, travel_order
 from natten_jax.performance import TilePair
 from natten_jax.plan.plan import Plan
-from natten_jax.problem import ELEMENT_BYTES, Axis, Problem
+from natten_jax.problem import ELEMENT_BYTES, Problem
+from natten_jax.windows import Axis
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,7 @@ import numpy as np
 from natten_jax.halo import Halo, travel_order
 from natten_jax.performance import Pass
 from natten_jax.plan.plan import Plan
-from natten_jax.problem import Axis
-from natten_jax.windows import window_bounds
+from natten_jax.windows import Axis
 
 #: Tokens ``[first, last)`` of the global layout, some of which may lie outside of it.
 Range = tuple[int, int]
@@ -42,9 +41,9 @@ def visits(axis: Axis, pass_: Pass, tile: tuple[int, int], queries: Range, keys:
         keys: Which ones are run.
     """
     d = axis.dilation
-    length = -(-axis.kv_extent // d)
     (first, last), (first_key, last_key) = ((a // d, -(-b // d)) for a, b in (queries, keys))
-    start, end = window_bounds(axis.window, np.arange(length), length)
+    lengths = axis.lengths(0)
+    start, end = axis.bounds(np.arange(lengths[0]), lengths)
     if pass_ == "forward":
         outer = np.arange(first, last, tile[0])
         begin = np.maximum(start[outer], first_key)

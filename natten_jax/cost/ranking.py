@@ -21,7 +21,8 @@ from natten_jax.cost.row_groups import RowGroupCounts, part_counts
 from natten_jax.cost.tile_counts import TimedTiles, additional_counts
 from natten_jax.cost.tile_shapes import pairs_of
 from natten_jax.performance import Pass, TilePair, outer_and_inner
-from natten_jax.problem import Axis, Problem, Shape
+from natten_jax.problem import Problem, Shape
+from natten_jax.windows import Axis
 
 
 def rank_sizes(

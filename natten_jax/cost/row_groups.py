@@ -25,7 +25,8 @@ import numpy as np
 from natten_jax.cost.axis_tiles import Judgement, Placement, Rows, judged_tiles
 from natten_jax.cost.calibration import Kernel
 from natten_jax.performance import Pass
-from natten_jax.problem import Axis, Shape
+from natten_jax.problem import Shape
+from natten_jax.windows import Axis
 
 
 class RowGroupCounts(NamedTuple):

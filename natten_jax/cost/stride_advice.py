@@ -12,7 +12,8 @@ from natten_jax.cost.calibration import Calibration
 from natten_jax.cost.simulation import Simulation, simulate
 from natten_jax.cost.tile_counts import check_tiles
 from natten_jax.performance import TilePair
-from natten_jax.problem import Axis, Problem, Shape
+from natten_jax.problem import Problem, Shape
+from natten_jax.windows import Axis
 
 #: Strides that are tried for aligned tiles, which are no backend's.
 _MOST_STRIDES = 1 << 16

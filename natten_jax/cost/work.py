@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from natten_jax import windows
-from natten_jax.cost.axes import dilation_groups
 from natten_jax.cost.axis_sums import check_extent, totals, window_changes
 from natten_jax.performance import Pass
-from natten_jax.problem import ELEMENT_BYTES, Axis, Problem
+from natten_jax.problem import ELEMENT_BYTES, Problem
+from natten_jax.windows import Axis
 
 
 def visible_pairs(problem: Problem) -> int:
@@ -36,11 +35,11 @@ def visible_pairs_of_axis(axis: Axis) -> int:
         ValueError: The dimension is too long to be counted.
     """
     pairs = 0
-    for groups, queries, keys in dilation_groups(axis):
+    for groups, queries, keys in axis.dilation_groups():
         check_extent(max(queries, keys))
 
-        def lengths(index: Any, keys: int = keys) -> Any:
-            start, end = windows.window_bounds(axis.window, index, keys)
+        def lengths(index: Any, of_group: tuple[int, int] = (queries, keys)) -> Any:
+            start, end = axis.bounds(index, of_group)
             return (end - start)[np.newaxis]
 
         changes = window_changes(axis.window, queries, keys)

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from natten_jax.arrays.query_box import QueryBox
 from natten_jax.native import module as native
 from natten_jax.performance import TilePair
-from natten_jax.problem import Axis, Problem, Shape
+from natten_jax.problem import Problem, Shape
+from natten_jax.windows import Axis
 
 KERNEL_RANK = 3
 

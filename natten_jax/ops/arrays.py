@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from natten_jax.arguments.stand_ins import array_of
-from natten_jax.arguments.static import Bools, Ints, int_tuple, one_bool
+from natten_jax.arguments.static import int_tuple, one_bool
 from natten_jax.arguments.symbolic_batch import check_extents, planned_batch
+from natten_jax.arrays.operands import Inputs
 from natten_jax.problem import SUPPORTED_DTYPES, Problem, problem_of
+from natten_jax.windows import WindowArguments
 
 #: An array that becomes a JAX array as ``jnp.asarray`` makes it.
 ArrayLike = jax.Array | np.ndarray[Any, Any]
@@ -37,23 +39,14 @@ def as_jax_array(name: str, array: ArrayLike | None) -> jax.Array:
 
 
 def neighborhood_problem(
-    rank: int,
-    query: Shaped,
-    key: Shaped,
-    value: Shaped,
-    kernel_size: Ints,
-    stride: Ints,
-    dilation: Ints,
-    is_causal: Bools,
-    scale: float | None,
-    additional_keys: Shaped | None,
-    additional_values: Shaped | None,
-    parts: Sequence[int] | None = None,
+    rank: int, inputs: Inputs, window: WindowArguments, scale: float | None = None, parts: Sequence[int] | None = None
 ) -> Problem:
     """Check the arguments of ``na{rank}d`` and describe the problem.
 
-    Arrays are one of so many equal ``parts`` of each token dimension; ``None`` is one of each.
+    Arrays, of which shapes and element types are read, are one of so many equal ``parts`` of each token dimension;
+    ``None`` is one of each.
     """
+    query, key, value = inputs.query, inputs.key, inputs.value
     _check_arrays(query, key, value, rank + 3, f"na{rank}d")
     layout = query.shape[1:-2]
     for name, array in (("key", key), ("value", value)):
@@ -62,14 +55,12 @@ def neighborhood_problem(
                 f"{name} has token layout {array.shape[1:-2]}, but query has {layout}: "
                 "query, key and value must share one token layout"
             )
+    int_tuple("kernel_size", window.kernel_size, rank)  # there is no default
     return problem_of(
         [extent * each for extent, each in zip(layout, parts or (1,) * rank, strict=True)],
-        int_tuple("kernel_size", kernel_size, rank),
-        stride,
-        dilation,
-        is_causal,
+        *window,
         scale=scale,
-        additional_kv=_check_additional_kv(query, key, value, additional_keys, additional_values),
+        additional_kv=_check_additional_kv(inputs),
         **_sizes(query, key, value),
     )
 
@@ -155,7 +146,8 @@ def _check_arrays(query: Shaped, key: Shaped, value: Shaped, ndim: int, function
         raise ValueError(f"key has head_dim {key.shape[-1]}, but query has {query.shape[-1]}: they must be equal")
 
 
-def _check_additional_kv(query: Shaped, key: Shaped, value: Shaped, keys: Shaped | None, values: Shaped | None) -> int:
+def _check_additional_kv(inputs: Inputs) -> int:
+    query, key, value, keys, values, _ = inputs
     if keys is None and values is None:
         return 0
     if keys is None or values is None:

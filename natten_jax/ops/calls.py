@@ -15,7 +15,7 @@ from natten_jax import backends
 from natten_jax.arguments.memo import checked_once
 from natten_jax.arguments.natten_names import known_arguments
 from natten_jax.arguments.scale import Scale, number_or_array, per_head
-from natten_jax.arguments.static import Bools, Ints, flag
+from natten_jax.arguments.static import flag
 from natten_jax.arguments.token_axes import TokenAxes, checked_token_axes
 from natten_jax.arrays.operands import Inputs, Operands, Output
 from natten_jax.execution import custom_vjp
@@ -30,22 +30,12 @@ from natten_jax.plan.request import Request
 from natten_jax.problem import Problem
 from natten_jax.sharding.explicit import with_whole_dimensions
 from natten_jax.sharding.halos import device_line, exchange
+from natten_jax.windows import WindowArguments
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _attend(request: Request, operands: Operands) -> Output:
     return custom_vjp.attend(request, operands)
-
-
-class Window(NamedTuple):
-    """The window arguments of ``na{rank}d``."""
-
-    rank: int
-    kernel_size: Ints
-    stride: Ints
-    dilation: Ints
-    is_causal: Bools
-    token_axes: TokenAxes | None = None
 
 
 class ExecutionArguments(NamedTuple):
@@ -58,7 +48,13 @@ class ExecutionArguments(NamedTuple):
 
 
 def attend_windows(
-    arrays: Sequence[ArrayLike | None], window: Window, scale: Scale | None, how: ExecutionArguments, return_lse: bool
+    rank: int,
+    arrays: Sequence[ArrayLike | None],
+    window: WindowArguments,
+    scale: Scale | None,
+    token_axes: TokenAxes | None,
+    how: ExecutionArguments,
+    return_lse: bool,
 ) -> Any:
     """``na{rank}d``; ``arrays`` are query, key, value, additional keys and additional values."""
     return_lse = flag("return_lse", return_lse)
@@ -67,10 +63,10 @@ def attend_windows(
         fuse = flag("try_fuse_additional_kv", fuse, or_none=True)
     inputs = _inputs(*arrays)
     number, factors = number_or_array(scale)
-    static_scale = 1.0 if factors is not None else number
-    axes = checked_token_axes(window.token_axes, window.rank)
+    facts = rank, 1.0 if factors is not None else number, *window
+    axes = checked_token_axes(token_axes, rank)
     problem, performance = _window_problem(
-        _described(inputs), window[:5], static_scale, device_line.parts_of(axes) or None, (*how.performance.items(),)
+        _described(inputs), facts, device_line.parts_of(axes) or None, (*how.performance.items(),)
     )
     request = Request(problem, performance, how.backend, _precision(), axes)
     parts = parts_of(request, how.attention_kwargs, fuse)
@@ -121,26 +117,31 @@ def _described(inputs: Inputs) -> tuple[_Described, ...]:
     return tuple([None if each is None else (each.shape, each.dtype) for each in inputs])
 
 
-def _shaped(described: _Described) -> jax.ShapeDtypeStruct | None:
-    return None if described is None else jax.ShapeDtypeStruct(*described)
+def _shaped(arrays: tuple[_Described, ...]) -> Inputs:
+    return Inputs._make([None if each is None else jax.ShapeDtypeStruct(*each) for each in arrays])
 
 
 @checked_once
 def _window_problem(
     arrays: tuple[_Described, ...],
-    window: tuple[Any, ...],
-    scale: Any,
+    facts: tuple[Any, ...],
     parts: Sequence[int] | None,
     performance: tuple[tuple[str, Any], ...],
 ) -> tuple[Problem, Performance]:
-    """What a call of ``na{rank}d`` describes; the last argument are the items of its performance arguments."""
-    rank, kernel_size, stride, dilation, is_causal = window
+    """What a call of ``na{rank}d`` describes.
 
-    def describe(query: Any, key: Any, value: Any, additional_keys: Any, additional_values: Any, _: Any) -> Problem:
-        facts = kernel_size, stride, dilation, is_causal, scale
-        return neighborhood_problem(rank, query, key, value, *facts, additional_keys, additional_values, parts)
+    Args:
+        arrays: The inputs.
+        facts: Rank, scale and window arguments.
+        parts: Of each token dimension, if it is split.
+        performance: The items of the performance arguments.
+    """
+    rank, scale, *window = facts
 
-    problem = described(describe, [*map(_shaped, arrays)])
+    def describe(inputs: Inputs) -> Problem:
+        return neighborhood_problem(rank, inputs, WindowArguments(*window), scale, parts)
+
+    problem = described(describe, _shaped(arrays))
     known = known_arguments(f"na{rank}d", dict(performance), PERFORMANCE_NAMES)
     return problem, performance_of(rank, **known)
 
@@ -150,9 +151,11 @@ def _attention_problem(
     arrays: tuple[_Described, ...], scale: Any, is_causal: Any, performance: tuple[tuple[str, Any], ...]
 ) -> tuple[Problem, Performance]:
     """What a call of ``attention`` describes; arguments as above."""
-    problem = described(
-        lambda query, key, value: attention_problem(query, key, value, scale, is_causal), [*map(_shaped, arrays[:3])]
-    )
+
+    def describe(inputs: Inputs) -> Problem:
+        return attention_problem(inputs.query, inputs.key, inputs.value, scale, is_causal)
+
+    problem = described(describe, _shaped(arrays))
     known = known_arguments("attention", dict(performance), ATTENTION_NAMES)
     asked = {ATTENTION_NAMES[name]: each for name, each in known.items()}
     return problem, performance_of(1, tile_suffix="size", **asked)

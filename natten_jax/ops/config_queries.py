@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from natten_jax import backends
 from natten_jax.arguments.natten_names import unexpected
+from natten_jax.arrays.operands import Inputs
 from natten_jax.backends.base import Backend
 from natten_jax.backends.names import WITHOUT_KERNELS, absence, substitute
 from natten_jax.ops.arrays import attention_problem, neighborhood_problem
@@ -26,6 +27,7 @@ from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import Device, NoDeviceError, compute_capability_of, default_device
 from natten_jax.plan.plan import BackendId
 from natten_jax.problem import OPERATORS, Operator, Problem
+from natten_jax.windows import WindowArguments
 
 CapabilityLike = str | float | Sequence[int]
 
@@ -173,28 +175,17 @@ def _asked(
 
 
 def _problem(operator: Operator, query: Any, key: Any, value: Any, window: dict[str, Any], function: str) -> Problem:
-    allowed = ("is_causal",) if operator == "fmha" else ("kernel_size", "stride", "dilation", "is_causal")
+    allowed = ("is_causal",) if operator == "fmha" else WindowArguments._fields
     for name in window:
         if name not in allowed:
             raise TypeError(unexpected(function, name, allowed))
     if operator == "fmha":
         return attention_problem(query, key, value, None, window.get("is_causal", False))
     shape = getattr(query, "shape", ())  # what is no array is refused below
-    rank = max(1, min(3, len(shape) - 3))
-    kernel_size = window.get("kernel_size")
-    return neighborhood_problem(
-        rank,
-        query,
-        key,
-        value,
-        shape[1:-2] if kernel_size is None else kernel_size,
-        window.get("stride", 1),
-        window.get("dilation", 1),
-        window.get("is_causal", False),
-        None,
-        None,
-        None,
-    )
+    windows = WindowArguments(**window)
+    if windows.kernel_size is None:
+        windows = windows._replace(kernel_size=shape[1:-2])
+    return neighborhood_problem(max(1, min(3, len(shape) - 3)), Inputs(query, key, value), windows)
 
 
 _EXAMPLE_SHAPES = {"fna": "(1, 256, 256, 24, 128)", "fmha": "(1, 4096, 24, 128)"}
@@ -203,7 +194,8 @@ _EXAMPLE_SHAPES = {"fna": "(1, 256, 256, 24, 128)", "fmha": "(1, 4096, 24, 128)"
 def _document(backend: Backend, operator: Operator, pass_: Pass) -> str:
     tiles = "shapes" if operator == "fna" else "sizes"
     schedules = ", each with a kernel schedule" if backend.schedules.get(pass_) else ""
-    window = "``kernel_size``, ``stride``, ``dilation`` and ``is_causal``" if operator == "fna" else "``is_causal``"
+    *others, last = (f"``{name}``" for name in WindowArguments._fields)
+    window = f"{', '.join(others)} and {last}" if operator == "fna" else "``is_causal``"
     whole = " Without a ``kernel_size``, tiles are ranked for windows as large as the layout." * (operator == "fna")
     name = BackendId(backend.family, operator)
     shape = _EXAMPLE_SHAPES[operator]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, NamedTuple, Protocol, Unpack, cast, overload
 
 import jax
 
@@ -12,419 +13,213 @@ from natten_jax.arguments.scale import Scale
 from natten_jax.arguments.static import Bools, Ints
 from natten_jax.arguments.token_axes import TokenAxes
 from natten_jax.ops.arrays import ArrayLike
-from natten_jax.ops.calls import ExecutionArguments, Window, attend_windows
+from natten_jax.ops.calls import ExecutionArguments, attend_windows
 from natten_jax.performance import PERFORMANCE_NAMES, PerformanceArguments
+from natten_jax.windows import DOCUMENTED_ARGUMENTS, WindowArguments
 
 #: Output and logsumexp.
 Pair = tuple[jax.Array, jax.Array]
 
 
-@overload
-def na1d(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    kernel_size: Ints,
-    stride: Ints = 1,
-    dilation: Ints = 1,
-    is_causal: Bools = False,
-    scale: Scale | None = None,
-    additional_keys: ArrayLike | None = None,
-    additional_values: ArrayLike | None = None,
-    attention_kwargs: Mapping[str, Any] | None = None,
-    backend: str | None = None,
-    *,
-    try_fuse_additional_kv: bool | None = None,
-    return_lse: Literal[False] = False,
-    token_axes: TokenAxes | None = None,
-    **performance: Unpack[PerformanceArguments],
-) -> jax.Array: ...
-@overload
-def na1d(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    kernel_size: Ints,
-    stride: Ints = 1,
-    dilation: Ints = 1,
-    is_causal: Bools = False,
-    scale: Scale | None = None,
-    additional_keys: ArrayLike | None = None,
-    additional_values: ArrayLike | None = None,
-    attention_kwargs: Mapping[str, Any] | None = None,
-    backend: str | None = None,
-    *,
-    try_fuse_additional_kv: bool | None = None,
-    return_lse: Literal[True],
-    token_axes: TokenAxes | None = None,
-    **performance: Unpack[PerformanceArguments],
-) -> Pair: ...
-@overload
-def na1d(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    kernel_size: Ints,
-    stride: Ints = 1,
-    dilation: Ints = 1,
-    is_causal: Bools = False,
-    scale: Scale | None = None,
-    additional_keys: ArrayLike | None = None,
-    additional_values: ArrayLike | None = None,
-    attention_kwargs: Mapping[str, Any] | None = None,
-    backend: str | None = None,
-    *,
-    try_fuse_additional_kv: bool | None = None,
-    return_lse: bool,
-    token_axes: TokenAxes | None = None,
-    **performance: Unpack[PerformanceArguments],
-) -> jax.Array | Pair: ...
-@explained(PERFORMANCE_NAMES)
-def na1d(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    kernel_size: Ints,
-    stride: Ints = 1,
-    dilation: Ints = 1,
-    is_causal: Bools = False,
-    scale: Scale | None = None,
-    additional_keys: ArrayLike | None = None,
-    additional_values: ArrayLike | None = None,
-    attention_kwargs: Mapping[str, Any] | None = None,
-    backend: str | None = None,
-    *,
-    try_fuse_additional_kv: bool | None = None,
-    return_lse: bool = False,
-    token_axes: TokenAxes | None = None,
-    **performance: Unpack[PerformanceArguments],
-) -> jax.Array | Pair:
-    """Neighborhood attention over a sequence.
+class NeighborhoodAttention(Protocol):
+    """What ``na1d``, ``na2d`` and ``na3d`` take and return."""
 
-    Each query attends to the ``kernel_size`` window of keys around it; at the edges the window is shifted, not
-    cut. ``stride`` queries share one window, ``dilation`` spreads it, and ``is_causal`` hides later keys.
-    :mod:`natten_jax.windows` is the exact definition. Arguments that speak of a dimension take one value;
-    sequences may be NumPy's arrays, or JAX's where they are not traced.
+    __name__: str
 
-    Example:
-        A causal window of 8 tokens.
+    @overload
+    def __call__(
+        self,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        kernel_size: Ints,
+        stride: Ints = 1,
+        dilation: Ints = 1,
+        is_causal: Bools = False,
+        scale: Scale | None = None,
+        additional_keys: ArrayLike | None = None,
+        additional_values: ArrayLike | None = None,
+        attention_kwargs: Mapping[str, Any] | None = None,
+        backend: str | None = None,
+        *,
+        try_fuse_additional_kv: bool | None = None,
+        return_lse: Literal[False] = False,
+        token_axes: TokenAxes | None = None,
+        **performance: Unpack[PerformanceArguments],
+    ) -> jax.Array: ...
+    @overload
+    def __call__(
+        self,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        kernel_size: Ints,
+        stride: Ints = 1,
+        dilation: Ints = 1,
+        is_causal: Bools = False,
+        scale: Scale | None = None,
+        additional_keys: ArrayLike | None = None,
+        additional_values: ArrayLike | None = None,
+        attention_kwargs: Mapping[str, Any] | None = None,
+        backend: str | None = None,
+        *,
+        try_fuse_additional_kv: bool | None = None,
+        return_lse: Literal[True],
+        token_axes: TokenAxes | None = None,
+        **performance: Unpack[PerformanceArguments],
+    ) -> Pair: ...
+    @overload
+    def __call__(
+        self,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        kernel_size: Ints,
+        stride: Ints = 1,
+        dilation: Ints = 1,
+        is_causal: Bools = False,
+        scale: Scale | None = None,
+        additional_keys: ArrayLike | None = None,
+        additional_values: ArrayLike | None = None,
+        attention_kwargs: Mapping[str, Any] | None = None,
+        backend: str | None = None,
+        *,
+        try_fuse_additional_kv: bool | None = None,
+        return_lse: bool,
+        token_axes: TokenAxes | None = None,
+        **performance: Unpack[PerformanceArguments],
+    ) -> jax.Array | Pair: ...
+
+
+class _Words(NamedTuple):
+    """What the documentation of a rank says otherwise than that of the others.
+
+    Attributes:
+        tokens: What the tokens make up.
+        layout: Names of the token dimensions.
+        values: How many values an argument that speaks of a dimension has.
+        example: A call.
+    """
+
+    tokens: str
+    layout: str
+    values: str
+    example: str
+
+
+_WORDS = {
+    1: _Words(
+        "a sequence",
+        "seqlen",
+        "one value;\n",
+        """A causal window of 8 tokens.
 
         >>> import jax.numpy as jnp
         >>> from natten_jax import na1d
         >>> tokens = jnp.ones((2, 32, 4, 16))
         >>> na1d(tokens, tokens, tokens, kernel_size=8, is_causal=True).shape
-        (2, 32, 4, 16)
-
-    Args:
-        query: ``[batch, seqlen, heads, head_dim]``, float16, bfloat16, float32 or float64.
-        key: ``[batch, seqlen, heads_kv, head_dim]``; ``heads`` is a multiple of ``heads_kv`` (GQA, MQA).
-        value: ``[batch, seqlen, heads_kv, head_dim_v]``.
-        kernel_size: Window extent in tokens.
-        stride: Queries that share a window; at most ``kernel_size``.
-        dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` fits the layout.
-        is_causal: Whether later keys are hidden.
-        scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``. A number is finite, and so is its product with
-            ``log2(e)`` in float32 (for float64 inputs only the factor itself, in float64). Or an array, without
-            dimensions or ``[heads]``, that kernels read in float32, so that it can be learned: a traced value that a
-            number could not be gives NaN. An array without dimensions whose value is known is a number.
-        additional_keys: ``[batch, n, heads_kv, head_dim]``, tokens that every query sees.
-        additional_values: ``[batch, n, heads_kv, head_dim_v]``.
-        attention_kwargs: Performance arguments of :func:`attention`, where that runs: for windows as large as
-            the layout, and for additional keys and values. They are checked in any case.
-        backend: ``"cpu-fna"``, ``"flex-fna"``, ... or ``None`` for the best that can run the problem.
-        try_fuse_additional_kv: Process additional tokens in the same kernel where the backend can, instead of
-            in a second attention whose result is merged. ``None`` does so unless ``attention_kwargs`` speaks of
-            that attention: one kernel was the faster way on every backend (``bench/``).
-        return_lse: Return the logsumexp, too.
-        token_axes: Inside ``jax.shard_map``: for each token dimension the manual mesh axis that it is split over,
-            several, the first one slowest, or ``None``. Neighbors then exchange the keys that windows reach, and
-            the result is that of the whole layout (``docs/scaling.md``).
-        **performance: :class:`natten_jax.performance.PerformanceArguments`: tiles, schedules, memory, determinism.
-
-    Returns:
-        Output ``[batch, seqlen, heads, head_dim_v]`` in the query's dtype; with ``return_lse`` also the
-        logsumexp of the scaled logits, ``[batch, seqlen, heads]``, natural logarithm,
-        float32 (float64 for float64 inputs).
-
-    Raises:
-        ValueError: A value, shape or dtype breaks a rule above, or no backend can run the problem.
-        TypeError: An argument is of the wrong type.
-    """
-    arrays = query, key, value, additional_keys, additional_values
-    window = Window(1, kernel_size, stride, dilation, is_causal, token_axes)
-    how = ExecutionArguments(backend, performance, attention_kwargs, try_fuse_additional_kv)
-    return attend_windows(arrays, window, scale, how, return_lse)
-
-
-@overload
-def na2d(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    kernel_size: Ints,
-    stride: Ints = 1,
-    dilation: Ints = 1,
-    is_causal: Bools = False,
-    scale: Scale | None = None,
-    additional_keys: ArrayLike | None = None,
-    additional_values: ArrayLike | None = None,
-    attention_kwargs: Mapping[str, Any] | None = None,
-    backend: str | None = None,
-    *,
-    try_fuse_additional_kv: bool | None = None,
-    return_lse: Literal[False] = False,
-    token_axes: TokenAxes | None = None,
-    **performance: Unpack[PerformanceArguments],
-) -> jax.Array: ...
-@overload
-def na2d(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    kernel_size: Ints,
-    stride: Ints = 1,
-    dilation: Ints = 1,
-    is_causal: Bools = False,
-    scale: Scale | None = None,
-    additional_keys: ArrayLike | None = None,
-    additional_values: ArrayLike | None = None,
-    attention_kwargs: Mapping[str, Any] | None = None,
-    backend: str | None = None,
-    *,
-    try_fuse_additional_kv: bool | None = None,
-    return_lse: Literal[True],
-    token_axes: TokenAxes | None = None,
-    **performance: Unpack[PerformanceArguments],
-) -> Pair: ...
-@overload
-def na2d(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    kernel_size: Ints,
-    stride: Ints = 1,
-    dilation: Ints = 1,
-    is_causal: Bools = False,
-    scale: Scale | None = None,
-    additional_keys: ArrayLike | None = None,
-    additional_values: ArrayLike | None = None,
-    attention_kwargs: Mapping[str, Any] | None = None,
-    backend: str | None = None,
-    *,
-    try_fuse_additional_kv: bool | None = None,
-    return_lse: bool,
-    token_axes: TokenAxes | None = None,
-    **performance: Unpack[PerformanceArguments],
-) -> jax.Array | Pair: ...
-@explained(PERFORMANCE_NAMES)
-def na2d(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    kernel_size: Ints,
-    stride: Ints = 1,
-    dilation: Ints = 1,
-    is_causal: Bools = False,
-    scale: Scale | None = None,
-    additional_keys: ArrayLike | None = None,
-    additional_values: ArrayLike | None = None,
-    attention_kwargs: Mapping[str, Any] | None = None,
-    backend: str | None = None,
-    *,
-    try_fuse_additional_kv: bool | None = None,
-    return_lse: bool = False,
-    token_axes: TokenAxes | None = None,
-    **performance: Unpack[PerformanceArguments],
-) -> jax.Array | Pair:
-    """Neighborhood attention over an image.
-
-    Each query attends to the ``kernel_size`` window of keys around it; at the edges the window is shifted, not
-    cut. ``stride`` queries share one window, ``dilation`` spreads it, and ``is_causal`` hides later keys.
-    :mod:`natten_jax.windows` is the exact definition. Arguments that speak of a dimension take 2 values, or one for
-    all dimensions; sequences may be NumPy's arrays, or JAX's where they are not traced.
-
-    Example:
-        A 3 x 5 window around every pixel, spread to every second pixel.
+        (2, 32, 4, 16)""",
+    ),
+    2: _Words(
+        "an image",
+        "height, width",
+        "2 values, or one for\nall dimensions; ",
+        """A 3 x 5 window around every pixel, spread to every second pixel.
 
         >>> import jax.numpy as jnp
         >>> from natten_jax import na2d
         >>> pixels = jnp.ones((1, 8, 12, 4, 16))
         >>> na2d(pixels, pixels, pixels, kernel_size=(3, 5), dilation=2).shape
-        (1, 8, 12, 4, 16)
-
-    Args:
-        query: ``[batch, height, width, heads, head_dim]``, float16, bfloat16, float32 or float64.
-        key: ``[batch, height, width, heads_kv, head_dim]``; ``heads`` is a multiple of ``heads_kv`` (GQA, MQA).
-        value: ``[batch, height, width, heads_kv, head_dim_v]``.
-        kernel_size: Window extent in tokens.
-        stride: Queries that share a window; at most ``kernel_size``.
-        dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` fits the layout.
-        is_causal: Whether later keys are hidden.
-        scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``. A number is finite, and so is its product with
-            ``log2(e)`` in float32 (for float64 inputs only the factor itself, in float64). Or an array, without
-            dimensions or ``[heads]``, that kernels read in float32, so that it can be learned: a traced value that a
-            number could not be gives NaN. An array without dimensions whose value is known is a number.
-        additional_keys: ``[batch, n, heads_kv, head_dim]``, tokens that every query sees.
-        additional_values: ``[batch, n, heads_kv, head_dim_v]``.
-        attention_kwargs: Performance arguments of :func:`attention`, where that runs: for windows as large as
-            the layout, and for additional keys and values. They are checked in any case.
-        backend: ``"cpu-fna"``, ``"flex-fna"``, ... or ``None`` for the best that can run the problem.
-        try_fuse_additional_kv: Process additional tokens in the same kernel where the backend can, instead of
-            in a second attention whose result is merged. ``None`` does so unless ``attention_kwargs`` speaks of
-            that attention: one kernel was the faster way on every backend (``bench/``).
-        return_lse: Return the logsumexp, too.
-        token_axes: Inside ``jax.shard_map``: for each token dimension the manual mesh axis that it is split over,
-            several, the first one slowest, or ``None``. Neighbors then exchange the keys that windows reach, and
-            the result is that of the whole layout (``docs/scaling.md``).
-        **performance: :class:`natten_jax.performance.PerformanceArguments`: tiles, schedules, memory, determinism.
-
-    Returns:
-        Output ``[batch, height, width, heads, head_dim_v]`` in the query's dtype; with ``return_lse`` also the
-        logsumexp of the scaled logits, ``[batch, height, width, heads]``, natural logarithm,
-        float32 (float64 for float64 inputs).
-
-    Raises:
-        ValueError: A value, shape or dtype breaks a rule above, or no backend can run the problem.
-        TypeError: An argument is of the wrong type.
-    """
-    arrays = query, key, value, additional_keys, additional_values
-    window = Window(2, kernel_size, stride, dilation, is_causal, token_axes)
-    how = ExecutionArguments(backend, performance, attention_kwargs, try_fuse_additional_kv)
-    return attend_windows(arrays, window, scale, how, return_lse)
-
-
-@overload
-def na3d(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    kernel_size: Ints,
-    stride: Ints = 1,
-    dilation: Ints = 1,
-    is_causal: Bools = False,
-    scale: Scale | None = None,
-    additional_keys: ArrayLike | None = None,
-    additional_values: ArrayLike | None = None,
-    attention_kwargs: Mapping[str, Any] | None = None,
-    backend: str | None = None,
-    *,
-    try_fuse_additional_kv: bool | None = None,
-    return_lse: Literal[False] = False,
-    token_axes: TokenAxes | None = None,
-    **performance: Unpack[PerformanceArguments],
-) -> jax.Array: ...
-@overload
-def na3d(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    kernel_size: Ints,
-    stride: Ints = 1,
-    dilation: Ints = 1,
-    is_causal: Bools = False,
-    scale: Scale | None = None,
-    additional_keys: ArrayLike | None = None,
-    additional_values: ArrayLike | None = None,
-    attention_kwargs: Mapping[str, Any] | None = None,
-    backend: str | None = None,
-    *,
-    try_fuse_additional_kv: bool | None = None,
-    return_lse: Literal[True],
-    token_axes: TokenAxes | None = None,
-    **performance: Unpack[PerformanceArguments],
-) -> Pair: ...
-@overload
-def na3d(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    kernel_size: Ints,
-    stride: Ints = 1,
-    dilation: Ints = 1,
-    is_causal: Bools = False,
-    scale: Scale | None = None,
-    additional_keys: ArrayLike | None = None,
-    additional_values: ArrayLike | None = None,
-    attention_kwargs: Mapping[str, Any] | None = None,
-    backend: str | None = None,
-    *,
-    try_fuse_additional_kv: bool | None = None,
-    return_lse: bool,
-    token_axes: TokenAxes | None = None,
-    **performance: Unpack[PerformanceArguments],
-) -> jax.Array | Pair: ...
-@explained(PERFORMANCE_NAMES)
-def na3d(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    kernel_size: Ints,
-    stride: Ints = 1,
-    dilation: Ints = 1,
-    is_causal: Bools = False,
-    scale: Scale | None = None,
-    additional_keys: ArrayLike | None = None,
-    additional_values: ArrayLike | None = None,
-    attention_kwargs: Mapping[str, Any] | None = None,
-    backend: str | None = None,
-    *,
-    try_fuse_additional_kv: bool | None = None,
-    return_lse: bool = False,
-    token_axes: TokenAxes | None = None,
-    **performance: Unpack[PerformanceArguments],
-) -> jax.Array | Pair:
-    """Neighborhood attention over a video or a volume.
-
-    Each query attends to the ``kernel_size`` window of keys around it; at the edges the window is shifted, not
-    cut. ``stride`` queries share one window, ``dilation`` spreads it, and ``is_causal`` hides later keys.
-    :mod:`natten_jax.windows` is the exact definition. Arguments that speak of a dimension take 3 values, or one for
-    all dimensions; sequences may be NumPy's arrays, or JAX's where they are not traced.
-
-    Example:
-        Windows that 2 x 2 x 2 queries share.
+        (1, 8, 12, 4, 16)""",
+    ),
+    3: _Words(
+        "a video or a volume",
+        "depth, height, width",
+        "3 values, or one for\nall dimensions; ",
+        """Windows that 2 x 2 x 2 queries share.
 
         >>> import jax.numpy as jnp
         >>> from natten_jax import na3d
         >>> voxels = jnp.ones((1, 4, 6, 8, 2, 16))
         >>> na3d(voxels, voxels, voxels, kernel_size=(2, 3, 4), stride=2).shape
-        (1, 4, 6, 8, 2, 16)
+        (1, 4, 6, 8, 2, 16)""",
+    ),
+}
 
-    Args:
-        query: ``[batch, depth, height, width, heads, head_dim]``, float16, bfloat16, float32 or float64.
-        key: ``[batch, depth, height, width, heads_kv, head_dim]``; ``heads`` is a multiple of ``heads_kv`` (GQA, MQA).
-        value: ``[batch, depth, height, width, heads_kv, head_dim_v]``.
-        kernel_size: Window extent in tokens.
-        stride: Queries that share a window; at most ``kernel_size``.
-        dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` fits the layout.
-        is_causal: Whether later keys are hidden.
-        scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``. A number is finite, and so is its product with
-            ``log2(e)`` in float32 (for float64 inputs only the factor itself, in float64). Or an array, without
-            dimensions or ``[heads]``, that kernels read in float32, so that it can be learned: a traced value that a
-            number could not be gives NaN. An array without dimensions whose value is known is a number.
-        additional_keys: ``[batch, n, heads_kv, head_dim]``, tokens that every query sees.
-        additional_values: ``[batch, n, heads_kv, head_dim_v]``.
-        attention_kwargs: Performance arguments of :func:`attention`, where that runs: for windows as large as
-            the layout, and for additional keys and values. They are checked in any case.
-        backend: ``"cpu-fna"``, ``"flex-fna"``, ... or ``None`` for the best that can run the problem.
-        try_fuse_additional_kv: Process additional tokens in the same kernel where the backend can, instead of
-            in a second attention whose result is merged. ``None`` does so unless ``attention_kwargs`` speaks of
-            that attention: one kernel was the faster way on every backend (``bench/``).
-        return_lse: Return the logsumexp, too.
-        token_axes: Inside ``jax.shard_map``: for each token dimension the manual mesh axis that it is split over,
-            several, the first one slowest, or ``None``. Neighbors then exchange the keys that windows reach, and
-            the result is that of the whole layout (``docs/scaling.md``).
-        **performance: :class:`natten_jax.performance.PerformanceArguments`: tiles, schedules, memory, determinism.
 
-    Returns:
-        Output ``[batch, depth, height, width, heads, head_dim_v]`` in the query's dtype; with ``return_lse`` also the
-        logsumexp of the scaled logits, ``[batch, depth, height, width, heads]``, natural logarithm,
-        float32 (float64 for float64 inputs).
+def _operator(rank: int) -> NeighborhoodAttention:
+    def attend(
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        kernel_size: Ints,
+        stride: Ints = 1,
+        dilation: Ints = 1,
+        is_causal: Bools = False,
+        scale: Scale | None = None,
+        additional_keys: ArrayLike | None = None,
+        additional_values: ArrayLike | None = None,
+        attention_kwargs: Mapping[str, Any] | None = None,
+        backend: str | None = None,
+        *,
+        try_fuse_additional_kv: bool | None = None,
+        return_lse: bool = False,
+        token_axes: TokenAxes | None = None,
+        **performance: Unpack[PerformanceArguments],
+    ) -> jax.Array | Pair:
+        """Neighborhood attention over {tokens}.
 
-    Raises:
-        ValueError: A value, shape or dtype breaks a rule above, or no backend can run the problem.
-        TypeError: An argument is of the wrong type.
-    """
-    arrays = query, key, value, additional_keys, additional_values
-    window = Window(3, kernel_size, stride, dilation, is_causal, token_axes)
-    how = ExecutionArguments(backend, performance, attention_kwargs, try_fuse_additional_kv)
-    return attend_windows(arrays, window, scale, how, return_lse)
+        Each query attends to the ``kernel_size`` window of keys around it; at the edges the window is shifted, not
+        cut. ``stride`` queries share one window, ``dilation`` spreads it, and ``is_causal`` hides later keys.
+        :mod:`natten_jax.windows` is the exact definition. Arguments that speak of a dimension take {values}sequences
+        may be NumPy's arrays, or JAX's where they are not traced.
+
+        Example:
+            {example}
+
+        Args:
+            query: ``[batch, {layout}, heads, head_dim]``, float16, bfloat16, float32 or float64.
+            key: ``[batch, {layout}, heads_kv, head_dim]``; ``heads`` is a multiple of ``heads_kv`` (GQA, MQA).
+            value: ``[batch, {layout}, heads_kv, head_dim_v]``.
+            {window_arguments}
+            scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``. A number is finite, and so is its product
+                with ``log2(e)`` in float32 (for float64 inputs only the factor itself, in float64). Or an array,
+                without dimensions or ``[heads]``, that kernels read in float32, so that it can be learned: a traced
+                value that a number could not be gives NaN. An array without dimensions whose value is known is a
+                number.
+            additional_keys: ``[batch, n, heads_kv, head_dim]``, tokens that every query sees.
+            additional_values: ``[batch, n, heads_kv, head_dim_v]``.
+            attention_kwargs: Performance arguments of :func:`attention`, where that runs: for windows as large as
+                the layout, and for additional keys and values. They are checked in any case.
+            backend: ``"cpu-fna"``, ``"flex-fna"``, ... or ``None`` for the best that can run the problem.
+            try_fuse_additional_kv: Process additional tokens in the same kernel where the backend can, instead of
+                in a second attention whose result is merged. ``None`` does so unless ``attention_kwargs`` speaks of
+                that attention: one kernel was the faster way on every backend (``bench/``).
+            return_lse: Return the logsumexp, too.
+            token_axes: Inside ``jax.shard_map``: for each token dimension the manual mesh axis that it is split over,
+                several, the first one slowest, or ``None``. Neighbors then exchange the keys that windows reach, and
+                the result is that of the whole layout (``docs/scaling.md``).
+            **performance: :class:`natten_jax.performance.PerformanceArguments`: tiles, schedules, memory,
+                determinism.
+
+        Returns:
+            Output ``[batch, {layout}, heads, head_dim_v]`` in the query's dtype; with ``return_lse`` also the
+            logsumexp of the scaled logits, ``[batch, {layout}, heads]``, natural logarithm, float32 (float64 for
+            float64 inputs).
+
+        Raises:
+            ValueError: A value, shape or dtype breaks a rule above, or no backend can run the problem.
+            TypeError: An argument is of the wrong type.
+        """
+        arrays = query, key, value, additional_keys, additional_values
+        window = WindowArguments(kernel_size, stride, dilation, is_causal)
+        how = ExecutionArguments(backend, performance, attention_kwargs, try_fuse_additional_kv)
+        return attend_windows(rank, arrays, window, scale, token_axes, how, return_lse)
+
+    attend.__name__ = attend.__qualname__ = f"na{rank}d"
+    document = inspect.cleandoc(attend.__doc__ or "")  # none with python -OO
+    attend.__doc__ = document.format(window_arguments=DOCUMENTED_ARGUMENTS, **_WORDS[rank]._asdict())
+    return cast(NeighborhoodAttention, explained(PERFORMANCE_NAMES)(attend))
+
+
+na1d, na2d, na3d = map(_operator, _WORDS)

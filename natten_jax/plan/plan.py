@@ -12,7 +12,8 @@ import json
 from typing import Any, NamedTuple
 
 from natten_jax.performance import KernelSchedule, Pass, Performance, TilePair, tile_names
-from natten_jax.problem import OPERATORS, Axis, Operator, Problem
+from natten_jax.problem import OPERATORS, Operator, Problem
+from natten_jax.windows import Axis
 
 
 class BackendId(NamedTuple):

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from natten_jax.performance import Performance
 from natten_jax.plan.devices import ComputeCapability
 from natten_jax.problem import Shape
 from natten_jax.profiler.baselines import BASELINES
+from natten_jax.windows import WindowArguments
+
+#: The options that are window arguments of the operators, in the order of :class:`WindowArguments`.
+WINDOW_FLAGS = ("window_size", "stride", "dilation", "causal")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +94,11 @@ class Options:
         return len(self.input_size)
 
     @property
+    def window(self) -> WindowArguments:
+        """The window arguments of the operators."""
+        return WindowArguments._make(getattr(self, name) for name in WINDOW_FLAGS)
+
+    @property
     def is_baseline(self) -> bool:
         """Whether a baseline of JAX is profiled instead of this package's operators."""
         return self.backend in BASELINES
@@ -101,12 +111,10 @@ class Options:
         other = dataclasses.replace(self, backend=name, fmha_backend=None, performance=performance)
         if name not in BASELINES:
             return other
-        ones = (1,) * self.rank
-        return dataclasses.replace(
-            other,
-            window_size=self.input_size,
-            stride=ones,
-            dilation=ones,
-            causal=(False,) * self.rank,
-            add_kv=0,
-        )
+        return dataclasses.replace(other, add_kv=0, **whole_windows(self.input_size))
+
+
+def whole_windows(layout: Shape) -> dict[str, Any]:
+    """The values of the window flags for windows that are as large as the layout: self attention."""
+    defaults = zip(WINDOW_FLAGS, WindowArguments(), strict=True)
+    return {name: layout if default is None else (default,) * len(layout) for name, default in defaults}

@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import natten_jax
+from natten_jax.arrays.operands import Inputs
 from natten_jax.ops.arrays import neighborhood_problem
 from natten_jax.performance import Performance, performance_of
-from natten_jax.problem import window_parameters
+from natten_jax.windows import WindowArguments
 from tests.support.problems import OPERATORS
 
 LAYOUT = (8, 9, 10)
@@ -133,8 +134,8 @@ def test_arrays_and_tuples_of_equal_values_share_one_compiled_program() -> None:
 )
 def test_windows_are_canonical_whatever_they_are_held_in(values: list[int], dtype: Any) -> None:
     held = np.array(values, dtype)
-    expected = window_parameters(2, tuple(values), 1, tuple(values), False)
-    found = window_parameters(2, held, np.array(1), list(held), np.array([False, False]))
+    expected = WindowArguments(tuple(values), 1, tuple(values), False).checked(2)
+    found: Any = WindowArguments(held, np.array(1), list(held), np.array([False, False])).checked(2)
     assert found == expected
     assert all(type(value) is int for part in found[:3] for value in part)
     assert all(type(value) is bool for value in found[3])
@@ -340,32 +341,16 @@ def test_windows_of_huge_layouts_are_checked_by_arithmetic(data: st.DataObject) 
     array = jax.ShapeDtypeStruct((2, *extents, 4, 8), jnp.float32)
     problem = neighborhood_problem(
         3,
-        array,
-        array,
-        array,
-        kernel_size,
-        kernel_size,
-        dilation,
-        True,
-        None,
-        None,
-        None,  # type: ignore[arg-type]
+        Inputs(array, array, array),  # type: ignore[arg-type]
+        WindowArguments(kernel_size, kernel_size, dilation, True),  # type: ignore[arg-type]
     )
     assert (problem.kernel_size, problem.dilation) == (kernel_size, dilation)
     wider = tuple(extent // d + 1 for extent, d in zip(extents, dilation, strict=True))
     with pytest.raises(ValueError, match=r"kernel_size .* exceeds the token layout"):
         neighborhood_problem(
             3,
-            array,
-            array,
-            array,
-            wider,
-            1,
-            dilation,
-            False,
-            None,
-            None,
-            None,  # type: ignore[arg-type]
+            Inputs(array, array, array),  # type: ignore[arg-type]
+            WindowArguments(wider, 1, dilation),  # type: ignore[arg-type]
         )
 
 

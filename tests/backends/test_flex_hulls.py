@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from natten_jax.backends.flex.hulls import largest_hull
-from natten_jax.problem import Axis
+from natten_jax.windows import Axis
 from tests.support import oracle
 from tests.support.problems import OPERATORS
 

@@ -12,8 +12,8 @@ from natten_jax import simulator
 from natten_jax.cost import axis_sums, axis_tiles, work
 from natten_jax.cost.axis_tiles import Placement
 from natten_jax.performance import PASSES
-from natten_jax.problem import Axis
 from natten_jax.profiler.__main__ import main
+from natten_jax.windows import Axis
 
 HUGE = 2**40
 

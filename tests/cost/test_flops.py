@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from natten_jax.arrays.operands import Inputs
 from natten_jax.cost import work
 from natten_jax.ops.arrays import attention_problem, neighborhood_problem
+from natten_jax.windows import WindowArguments
 from tests.support import oracle
 
 
@@ -38,7 +40,11 @@ def test_flops_count_the_mask(
     extra: tuple[Any, ...] = (None, None)
     if additional:
         extra = key.update(shape=(2, additional, 3, 8)), key.update(shape=(2, additional, 3, 24))
-    problem = neighborhood_problem(len(layout), query, key, value, window, stride, dilation, causal, None, *extra)
+    problem = neighborhood_problem(
+        len(layout),
+        Inputs(query, key, value, *extra),  # type: ignore[arg-type]
+        WindowArguments(window, stride, dilation, causal),
+    )
     pairs = int(oracle.neighborhood_mask(layout, window, stride, dilation, causal).sum()) + additional * math.prod(
         layout
     )

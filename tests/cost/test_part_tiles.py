@@ -16,8 +16,8 @@ from natten_jax.performance import PASSES, Pass, Performance
 from natten_jax.plan.devices import CPU, Device
 from natten_jax.plan.plan import Plan
 from natten_jax.plan.request import Request
-from natten_jax.problem import Axis
 from natten_jax.simulator import calibration_for, predict_split, problem_of
+from natten_jax.windows import Axis
 from tests.sharding.test_halo import seen
 
 

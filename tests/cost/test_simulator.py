@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from natten_jax import backends, simulator
+from natten_jax.arrays.operands import Inputs
 from natten_jax.native import module as native
 from natten_jax.ops.arrays import neighborhood_problem
 from natten_jax.performance import TilePair
@@ -25,6 +26,7 @@ from natten_jax.problem import Problem, problem_of
 from natten_jax.profiler.cli.arguments import parse
 from natten_jax.profiler.search.configurations import main_part
 from natten_jax.simulator import Calibration, Kernel
+from natten_jax.windows import WindowArguments
 from tests.support import oracle
 from tests.support.tile_walks import boxes, groups_of, walk
 
@@ -387,7 +389,7 @@ def test_problems_are_described_without_arrays() -> None:
     query = jax.ShapeDtypeStruct((1, 9, 12, 4, 32), jnp.bfloat16)
     key = jax.ShapeDtypeStruct((1, 9, 12, 2, 32), jnp.bfloat16)
     window = ((3, 3), (1, 2), (1, 1), (True, False))
-    assert described == neighborhood_problem(2, query, key, key, *window, None, None, None)
+    assert described == neighborhood_problem(2, Inputs(query, key, key), WindowArguments(*window))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

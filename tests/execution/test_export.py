@@ -21,6 +21,7 @@ from natten_jax.performance import Performance
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import BackendId
 from natten_jax.problem import Problem
+from natten_jax.windows import WindowArguments
 from tests.support import oracle
 from tests.support.families import Family
 from tests.support.plans import plans_of
@@ -143,7 +144,7 @@ def test_every_backend_plans_without_the_batch_size(backend: Backend, operator: 
 def _problem(operator: str, array: jax.Array) -> Problem:
     if operator == "fmha":
         return attention_problem(array, array, array, None, False)
-    return neighborhood_problem(1, array, array, array, 7, 1, 1, False, None, None, None)
+    return neighborhood_problem(1, Inputs(array, array, array), WindowArguments(7))
 
 
 # Calling without this package ---------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from natten_jax.arrays.operands import Inputs, Operands, Saved
 from natten_jax.execution import passes
 from natten_jax.execution.merge_saved import merged
 from natten_jax.plan.request import Request
-from natten_jax.problem import Axis, problem_of
+from natten_jax.problem import problem_of
+from natten_jax.windows import Axis
 
 TOKENS, HEADS, WIDTH = 24, 2, 8
 

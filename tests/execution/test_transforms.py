@@ -18,6 +18,7 @@ from natten_jax.arrays.operands import Inputs, Operands
 from natten_jax.execution import custom_vjp
 from natten_jax.ops.arrays import neighborhood_problem
 from natten_jax.plan.request import Request
+from natten_jax.windows import WindowArguments
 from tests.support import oracle
 from tests.support.families import BOUNDS, Family
 from tests.support.problems import QUICK_COMPILATION, Case, element_types, errors, relative_error
@@ -225,7 +226,7 @@ def test_vmap_over_parts_of_a_layout(family: Family) -> None:
     """Each part has its own place in the global layout."""
     case = Case((24,), (5,))
     query, key, value, *_ = case.operands(family.dtype, 0)
-    problem = neighborhood_problem(1, query, key, value, 5, 1, 1, False, None, None, None)
+    problem = neighborhood_problem(1, Inputs(query, key, value), WindowArguments(5))
     request = Request(problem, backend=family.fna)
     starts = jnp.asarray([4, 8, 12])
 

@@ -10,11 +10,13 @@ import jax
 import numpy as np
 
 from natten_jax import backends
+from natten_jax.arrays.operands import Inputs as InputArrays
 from natten_jax.backends.base import Backend
 from natten_jax.ops.arrays import attention_problem, neighborhood_problem
 from natten_jax.performance import PASSES, Pass, Performance, tile_names
 from natten_jax.plan import devices
 from natten_jax.problem import Operator, Problem
+from natten_jax.windows import WindowArguments
 from tests.support import oracle
 from tests.support.cases import random_case
 from tests.support.families import Family
@@ -154,11 +156,9 @@ class Fuzzed:
         keys, values = more or (None, None)
         return neighborhood_problem(
             case.rank,
-            *(query, key, value),
-            **case.window_arguments,
-            scale=case.scale,
-            additional_keys=keys,
-            additional_values=values,
+            InputArrays(query, key, value, keys, values),  # type: ignore[arg-type]
+            WindowArguments(**case.window_arguments),
+            case.scale,
         )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import natten_jax
+from natten_jax.arrays.operands import Inputs
 from natten_jax.backends.cutlass import backend
 from natten_jax.backends.select import resolve
 from natten_jax.native import module as native
@@ -21,6 +22,7 @@ from natten_jax.ops.arrays import neighborhood_problem
 from natten_jax.performance import MemoryUsagePreference
 from natten_jax.plan import devices
 from natten_jax.plan.request import Request
+from natten_jax.windows import WindowArguments
 
 pytestmark = pytest.mark.gpu
 
@@ -124,7 +126,7 @@ def test_hopper_comes_first_where_it_can(element_type: str, first: str) -> None:
     if device.compute_capability != (9, 0):
         pytest.skip("it is not a Hopper GPU")
     array = jax.ShapeDtypeStruct((1, 8192, 4, 64), element_type)
-    problem = neighborhood_problem(1, array, array, array, 1024, 1, 1, False, None, None, None)
+    problem = neighborhood_problem(1, Inputs(array, array, array), WindowArguments(1024))  # type: ignore[arg-type]
     assert resolve(Request(problem), device, "forward").backend.family == first
 
 

@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 
 import natten_jax
+from natten_jax.arrays.operands import Inputs
 from natten_jax.backends.select import resolve
 from natten_jax.ops.arrays import neighborhood_problem
 from natten_jax.plan import devices
 from natten_jax.plan.request import Request
 from natten_jax.profiler.traces.capture import capture
 from natten_jax.profiler.traces.program import Program, compile_for_trace
+from natten_jax.windows import WindowArguments
 from tests.support import oracle
 
 pytestmark = pytest.mark.gpu
@@ -244,7 +246,7 @@ def test_the_cost_model_prefers_them_where_windows_are_small(pass_: Any) -> None
     def plan(layout: tuple[int, ...], kernel_size: Any, batch: int) -> Any:
         array = jax.ShapeDtypeStruct((batch, *layout, 4, 32), jnp.bfloat16)
         window = 1, 1, False
-        problem = neighborhood_problem(len(layout), array, array, array, kernel_size, *window, None, None, None)
+        problem = neighborhood_problem(len(layout), Inputs(array, array, array), WindowArguments(kernel_size, *window))  # type: ignore[arg-type]
         return resolve(Request(problem), device, pass_)
 
     assert sorted(map(np.prod, plan((56, 56), 7, 16).tiles)) == [8, 16]

@@ -15,6 +15,7 @@ import natten_jax
 from natten_jax.arrays.operands import Inputs, Operands, Output, Saved
 from natten_jax.ops.arrays import neighborhood_problem
 from natten_jax.performance import PASSES
+from natten_jax.windows import WindowArguments
 from tests.support import oracle
 from tests.support.families import BOUNDS, Family, tile_pair
 from tests.support.plans import plans_of
@@ -118,9 +119,7 @@ def test_large_logits_of_other_forward_passes(pure_family: Family) -> None:
         expected = oracle.forward(oracle.Tensors(*map(np.asarray, operands[:3])), case.mask(), case.actual_scale)
         out, logsumexp = (jnp.asarray(array, jnp.float32) for array in expected)
         saved = Saved(out, logsumexp, remainder=None)
-        problem = neighborhood_problem(
-            1, *operands[:3], **case.window_arguments, scale=None, additional_keys=None, additional_values=None
-        )
+        problem = neighborhood_problem(1, Inputs(*operands[:3]), WindowArguments(**case.window_arguments))
         backend, plans = plans_of(pure_family.fna, problem)
         gradients = jax.jit(functools.partial(backend.backward, plans["backward"]))(
             Operands(Inputs(*operands)), saved, Output(*cotangents)

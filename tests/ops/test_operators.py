@@ -19,6 +19,7 @@ from natten_jax.native import module as native
 from natten_jax.ops.arrays import neighborhood_problem
 from natten_jax.plan.request import Request
 from natten_jax.problem import Problem
+from natten_jax.windows import WindowArguments
 from tests.support import oracle
 from tests.support.cases import attention_cases, feature_cases, random_case, random_tiles
 from tests.support.families import FAMILIES, Family, tile_pair
@@ -320,12 +321,7 @@ PARTS = part_problems()
 def part_request(case: Case, operands: oracle.Tensors, backend: str | None) -> tuple[Request, Problem]:
     """The global problem that parts of ``operands`` belong to."""
     problem = neighborhood_problem(
-        case.rank,
-        *operands[:3],
-        **case.window_arguments,
-        scale=case.scale,
-        additional_keys=operands.additional_keys,
-        additional_values=operands.additional_values,
+        case.rank, Inputs(*operands[:5]), WindowArguments(**case.window_arguments), case.scale
     )
     return Request(problem, backend=backend), problem
 

@@ -19,8 +19,9 @@ from natten_jax.performance import PASSES, KernelSchedule, Pass, Performance
 from natten_jax.plan.devices import CPU, Device
 from natten_jax.plan.plan import BackendId, Plan
 from natten_jax.plan.request import Request
-from natten_jax.problem import Axis, Problem, problem_of
+from natten_jax.problem import Problem, problem_of
 from natten_jax.profiler.traces.program import Program
+from natten_jax.windows import Axis
 
 HOPPER = Device("cuda", (9, 0), is_present=False)
 

@@ -15,10 +15,11 @@ import pytest
 from natten_jax.performance import Performance
 from natten_jax.plan.marks import NAME_ATTRIBUTE, PLAN_ATTRIBUTE, name_of
 from natten_jax.plan.plan import BackendId, Plan
-from natten_jax.problem import Axis, Operator, Problem
+from natten_jax.problem import Operator, Problem
 from natten_jax.profiler.traces import symbols
 from natten_jax.profiler.traces.program import Instruction, Program
 from natten_jax.profiler.traces.protobuf import Message
+from natten_jax.windows import Axis
 from tests.support.protobuf import field
 
 

@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 #: Bottom up: packages, and modules that are in none. Those of one level know nothing of each other.
 LEVELS = (
     ("natten_jax.source_tree", "natten_jax.version"),
-    ("natten_jax.arguments", "natten_jax.windows"),
+    ("natten_jax.arguments",),
+    ("natten_jax.windows",),
     ("natten_jax.problem", "natten_jax.performance"),
     ("natten_jax.halo", "natten_jax.plan", "natten_jax.arrays"),
     ("natten_jax.native",),

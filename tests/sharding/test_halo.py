@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from natten_jax import na1d, na2d
 from natten_jax.halo import Halo, bytes_received, halo_of
-from natten_jax.problem import Axis, problem_of
-from natten_jax.windows import group_length, window_bounds
+from natten_jax.problem import problem_of
+from natten_jax.windows import Axis, group_length, window_bounds
 from tests.support.programs import output_of, run_python
 
 

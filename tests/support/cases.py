@@ -11,9 +11,11 @@ import jax
 import numpy as np
 
 from natten_jax import backends
+from natten_jax.arrays.operands import Inputs
 from natten_jax.ops.arrays import neighborhood_problem
 from natten_jax.performance import PASSES
 from natten_jax.plan import devices
+from natten_jax.windows import WindowArguments
 from tests.support.families import Family, tile_pair
 from tests.support.problems import Case
 
@@ -93,9 +95,7 @@ def random_tiles(case: Case, family: Family, dtype: str, seed: int) -> dict[str,
         jax.ShapeDtypeStruct((*shape, case.heads_kv, case.head_dim), dtype),
         jax.ShapeDtypeStruct((*shape, case.heads_kv, width_v), dtype),
     )
-    problem = neighborhood_problem(
-        case.rank, *arrays, **case.window_arguments, scale=None, additional_keys=None, additional_values=None
-    )
+    problem = neighborhood_problem(case.rank, Inputs(*arrays), WindowArguments(**case.window_arguments))  # type: ignore[arg-type]
     backend, device = backends.find(family.fna, "fna"), devices.default_device()
     tiles: dict[str, Any] = {}
     for pass_ in PASSES:

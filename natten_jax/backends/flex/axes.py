@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from natten_jax.problem import Axis
-from natten_jax.windows import group_length, inverse_window_bounds, window_bounds
+from natten_jax.windows import Axis, group_length
 
 
 class AxisPosition(NamedTuple):
@@ -97,15 +96,12 @@ class AxisSweep:
         inner_residue = (coordinate - inner_origin) % d
         inner_shift = (inner_residue + inner_origin) // d
         group = coordinate % d
-        queries, keys = (group_length(extent, d, group) for extent in (self.axis.query_extent, self.axis.kv_extent))
+        lengths = self.axis.lengths(group)
         index = tile * self.outer_tile + xp.arange(self.outer_tile, dtype=xp.int32) + coordinate // d
-        window = self.axis.window
-        if self.outer_is_query:
-            start, end = window_bounds(window, index, keys, xp=xp)
-        else:
-            start, end = inverse_window_bounds(window, index, queries, keys, xp=xp)
+        start, end = self.axis.bounds(index, lengths, of_query=self.outer_is_query, xp=xp)
+        if not self.outer_is_query:
             # Halos reach beyond the layout at its edges, where no key is.
-            end = xp.where((index >= 0) & (index < keys), end, start)
+            end = xp.where((index >= 0) & (index < lengths[1]), end, start)
         # What a window names may lie on another device; as an array's padding, it is not there.
         local = group_length(self.extents[self.outer_is_query], d, inner_residue)
         start, end = (xp.minimum(xp.maximum(bound - inner_shift, 0), local) for bound in (start, end))

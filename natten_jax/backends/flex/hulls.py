@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from natten_jax.problem import Axis
-from natten_jax.windows import group_length, inverse_window_bounds, window_bounds
+from natten_jax.windows import Axis
 
 
 @functools.lru_cache(maxsize=1024)
@@ -32,16 +31,12 @@ def largest_hull(
     largest = 1
     window = axis.window
     for group in {0, axis.dilation - 1}:  # the longest groups and the shortest
-        queries, keys = (group_length(extent, axis.dilation, group) for extent in (axis.query_extent, axis.kv_extent))
-        length = queries if outer_is_query else keys
+        lengths = axis.lengths(group)
+        length = lengths[0 if outer_is_query else 1]
         first = _decisive_tiles(length, window.kernel_size, window.stride, tile, tile if is_aligned else 1)
         last = np.minimum(first + tile - 1, length - 1)
-        if outer_is_query:
-            start = window_bounds(window, first, keys)[0]
-            end = window_bounds(window, last, keys)[1]
-        else:
-            start = inverse_window_bounds(window, first, queries, keys)[0]
-            end = inverse_window_bounds(window, last, queries, keys)[1]
+        start, _ = axis.bounds(first, lengths, of_query=outer_is_query)
+        _, end = axis.bounds(last, lengths, of_query=outer_is_query)
         largest = max(largest, int((end - start).max(initial=0)))
     return largest
 

@@ -10,10 +10,10 @@ from natten_jax.profiler.baselines import BASELINES
 from natten_jax.profiler.cli import checks
 from natten_jax.profiler.cli.flags import PERFORMANCE_FLAGS, TILE_FLAGS, profiler_parser
 from natten_jax.profiler.cli.parser import Parser, flag
-from natten_jax.profiler.options import Options
+from natten_jax.profiler.options import WINDOW_FLAGS, Options, whole_windows
 
 #: Flags that take one value for all dimensions, too.
-_REPEATED = ("window_size", "stride", "dilation", "causal", "backward_kv_splits")
+_REPEATED = (*WINDOW_FLAGS, "backward_kv_splits")
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
@@ -29,9 +29,8 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     checks.check_backends(parser, given)
     if given.backend in BASELINES:
         checks.check_baseline(parser, given)
-    layout, ones = tuple(given.input_size), (1,) * rank
-    defaults = {"window_size": layout, "stride": ones, "dilation": ones, "causal": (False,) * rank}
-    defaults |= {"heads_kv": given.heads, "dim_value": given.dim}
+    layout = tuple(given.input_size)
+    defaults = {**whole_windows(layout), "heads_kv": given.heads, "dim_value": given.dim}
     values: dict[str, Any] = {**vars(given), "input_size": layout}
     values |= {name: values[name] or default for name, default in defaults.items()}
     performance = checks.checked_performance(

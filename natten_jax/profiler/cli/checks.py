@@ -16,9 +16,10 @@ from natten_jax.profiler.cli.families import KNOWN_FAMILIES
 from natten_jax.profiler.cli.flags import PERFORMANCE_FLAGS, TILE_FLAGS
 from natten_jax.profiler.cli.outputs import chart_problem, folder_problem
 from natten_jax.profiler.cli.parser import Parser, flag
-from natten_jax.profiler.options import Options
+from natten_jax.profiler.options import WINDOW_FLAGS, Options
 from natten_jax.profiler.run.split import share, splits_tokens, token_parts
 from natten_jax.profiler.run.workload import request_of
+from natten_jax.windows import WindowArguments
 
 #: Baselines of NATTEN's profiler that do not exist in JAX.
 _FOREIGN_BASELINES = ("xformers", "fav2")
@@ -32,10 +33,7 @@ _MEASUREMENT_ONLY = ("compare", "csv", "plot", "trace_dir", "verbose")
 
 #: Names of arguments in the operators' errors (regular expressions) -> the flags that set them.
 _FLAGS_IN_ERRORS = (
-    (r"\bkernel_size\b", "--window-size"),
-    (r"\bstride\b", "--stride"),
-    (r"\bdilation\b", "--dilation"),
-    (r"\bis_causal\b", "--causal"),
+    *((rf"\b{argument}\b", flag(name)) for argument, name in zip(WindowArguments._fields, WINDOW_FLAGS, strict=True)),
     (r"\bkernel_schedule\b", "--schedule"),
     (r"\bthe token layout\b", "--input-size"),
     (r"\bquery has (\d+) heads, which is\b", r"--heads \1 is"),
@@ -108,7 +106,7 @@ def check_baseline(parser: Parser, given: argparse.Namespace) -> None:
     """Take away what a baseline cannot do, with a warning; additional tokens are refused."""
     if given.add_kv:
         parser.error(f"--add-kv does not go with --backend {given.backend}, which computes self attention only")
-    ignored = ["window_size", "stride", "dilation", "causal", "fmha_backend", *PERFORMANCE_FLAGS]
+    ignored = [*WINDOW_FLAGS, "fmha_backend", *PERFORMANCE_FLAGS]
     flags = [
         f"--no-{name}" if getattr(given, name) is False else flag(name)
         for name in ignored

@@ -163,10 +163,7 @@ def request_of(options: Options) -> Request:
     """
     problem = problem_of(
         options.input_size,
-        options.window_size,
-        options.stride,
-        options.dilation,
-        options.causal,
+        *options.window,
         batch=options.batch_size,
         heads=options.heads,
         heads_kv=options.heads_kv,
@@ -214,10 +211,7 @@ def _function(options: Options) -> Callable[..., Any]:
                 query,
                 key,
                 value,
-                options.window_size,
-                options.stride,
-                options.dilation,
-                options.causal,
+                *options.window,
                 additional_keys=additional[0] if additional else None,
                 additional_values=additional[1] if additional else None,
                 attention_kwargs=attention_kwargs(options),
