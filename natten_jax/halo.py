@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from natten_jax.problem import ELEMENT_BYTES, Problem
+from natten_jax.problem import Problem
 from natten_jax.windows import Axis
 
 
@@ -223,7 +223,7 @@ def bytes_by_direction(problem: Problem, parts: Sequence[int]) -> tuple[tuple[in
 
 def key_value_bytes(problem: Problem) -> int:
     """Bytes of a token's key and value, over batch and heads."""
-    return problem.batch * problem.heads_kv * (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES[problem.dtype]
+    return problem.batch * problem.heads_kv * (problem.head_dim + problem.head_dim_v) * problem.element.bytes
 
 
 def _indivisible(extent: int, parts: int) -> str:

@@ -15,15 +15,14 @@ from typing import Literal
 
 from natten_jax.arguments.scale import scale_or_default
 from natten_jax.arguments.static import Bools, Ints, int_tuple
-from natten_jax.windows import Axis, WindowArguments, described
+from natten_jax.element_types import ELEMENT_TYPES, SUPPORTED_DTYPES, ElementType
+from natten_jax.windows import Axis as Axis  # problems are made of them: users find both here
+from natten_jax.windows import WindowArguments, described
 
 Shape = tuple[int, ...]
 Operator = Literal["fna", "fmha"]
 
 OPERATORS: tuple[Operator, ...] = ("fna", "fmha")
-#: By the names of the element types that the operators take.
-ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-SUPPORTED_DTYPES = tuple(ELEMENT_BYTES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,10 +107,10 @@ class Problem:
             return False
         return not any(self.is_causal) or (self.rank == 1 and self.additional_kv == 0)
 
-    @property
-    def accumulator_dtype(self) -> str:
-        """Element type of the logsumexp and of all accumulation."""
-        return accumulator_dtype(self.dtype)
+    @functools.cached_property
+    def element(self) -> ElementType:
+        """The element type of query, key, value and output."""
+        return ELEMENT_TYPES[self.dtype]
 
     def describe(self) -> str:
         """One line for traces and messages."""
@@ -120,11 +119,6 @@ class Problem:
         if self.additional_kv:
             parts.append(f"add_kv={self.additional_kv}")
         return " ".join(parts)
-
-
-def accumulator_dtype(dtype: str) -> str:
-    """The element type in which numbers of another are added up."""
-    return "float64" if dtype == "float64" else "float32"
 
 
 def problem_of(

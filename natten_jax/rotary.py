@@ -15,7 +15,6 @@ import numpy as np
 
 from natten_jax.arguments.static import int_tuple, shown
 from natten_jax.ops.arrays import ArrayLike, as_jax_array
-from natten_jax.problem import accumulator_dtype
 
 __all__ = ["apply_rotary", "rotary_angles"]
 
@@ -108,7 +107,7 @@ def apply_rotary(tokens: ArrayLike, angles: ArrayLike, *, interleaved: bool = Tr
         )
     if turned > tokens.shape[-1]:
         raise ValueError(f"angles turn {turned} features (shape {angles.shape}), but tokens have {tokens.shape[-1]}")
-    wide = accumulator_dtype(tokens.dtype.name)
+    wide = "float64" if tokens.dtype == "float64" else "float32"
     pairs = (
         tokens[..., :turned]
         .astype(wide)

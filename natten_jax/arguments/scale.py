@@ -12,6 +12,7 @@ import numpy as np
 
 from natten_jax.arguments.stand_ins import array_of
 from natten_jax.arguments.static import shown
+from natten_jax.element_types import ELEMENT_TYPES
 
 #: A number, or an array of them: without dimensions, or one for each query head.
 Scale = float | jax.Array | np.ndarray[Any, Any]
@@ -106,5 +107,5 @@ def per_head(scale: jax.Array | np.ndarray[Any, Any], batch: Any, heads: int, dt
     if not isinstance(scale, jax.core.Tracer) and (isinstance(scale, np.ndarray) or scale.is_fully_addressable):
         for head, factor in enumerate(np.asarray(scale).tolist()):
             checked_scale(factor, dtype, name=f"scale[{head}]")
-    factors = jnp.asarray(scale, "float64" if dtype == "float64" else "float32")
+    factors = jnp.asarray(scale, ELEMENT_TYPES[dtype].accumulator)
     return jnp.broadcast_to(factors, (batch, heads))

@@ -190,7 +190,7 @@ class PureJaxBackend(Backend):
     def forward_differentiable(self, plan: Plan, operands: Operands) -> Differentiable:
         """Compute output and logsumexp, and what their derivative reads besides."""
         output = self.forward(plan, operands)
-        return Differentiable(output.out.astype(plan.problem.accumulator_dtype), output.logsumexp)
+        return Differentiable(output.out.astype(plan.problem.element.accumulator), output.logsumexp)
 
     def tangents(self, plan: Plan, operands: Operands, result: Differentiable, tangents: Gradients) -> Output:
         """Compute tangents of ``result``, linear in those of the operands; JAX derives all other derivatives."""

@@ -15,7 +15,7 @@ from natten_jax.cost.tile_counts import TimedTiles, count_tiles
 from natten_jax.halo import Halo, bytes_received, halos_of, travel_order
 from natten_jax.performance import TilePair
 from natten_jax.plan.plan import Plan
-from natten_jax.problem import ELEMENT_BYTES, Problem
+from natten_jax.problem import Problem
 from natten_jax.windows import Axis
 
 
@@ -174,7 +174,7 @@ def _kernel_seconds(plan: Plan, halos: Sequence[Halo], way: HaloStrategy, calibr
 
 def _token_bytes(problem: Problem) -> int:
     """Bytes of a token's queries, or of its outputs if they are wider, over batch and heads."""
-    return problem.batch * problem.heads * max(problem.head_dim, problem.head_dim_v) * ELEMENT_BYTES[problem.dtype]
+    return problem.batch * problem.heads * max(problem.head_dim, problem.head_dim_v) * problem.element.bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from natten_jax.cost.predict import predict
 from natten_jax.cost.tile_counts import TileCounts, count_tiles
 from natten_jax.cost.work import all_pairs, flops, least_bytes
 from natten_jax.performance import Pass, TilePair, outer_and_inner
-from natten_jax.problem import ELEMENT_BYTES, Problem
+from natten_jax.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,4 +110,4 @@ def _tile_bytes(problem: Problem, pair: TilePair, pass_: Pass, counts: TileCount
     outer, inner = (math.prod(tile) for tile in outer_and_inner(pair, pass_))
     tokens = counts.outer * outer + counts.inner * inner
     width = problem.head_dim + problem.head_dim_v
-    return problem.batch * problem.heads * tokens * width * ELEMENT_BYTES[problem.dtype]
+    return problem.batch * problem.heads * tokens * width * problem.element.bytes

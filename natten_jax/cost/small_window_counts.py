@@ -17,7 +17,7 @@ from natten_jax.cost.tile_counts import TileCounts
 from natten_jax.cost.work import visible_pairs
 from natten_jax.native import module as native
 from natten_jax.performance import Pass, TilePair, outer_and_inner
-from natten_jax.problem import ELEMENT_BYTES, Problem
+from natten_jax.problem import Problem
 
 #: Groups of columns that are computed at a time.
 _AT_ONCE = 2
@@ -82,7 +82,7 @@ def executed(problem: Problem, pass_: Pass, pair: TilePair, launches: tuple[Laun
     return Executed(
         _counts(problem, [side for kernel, side in every if kernel != "query gradient"], tile_pairs),
         2 * items * products * tile_pairs,
-        items * columns_and_rows * width * ELEMENT_BYTES[problem.dtype],
+        items * columns_and_rows * width * problem.element.bytes,
     )
 
 

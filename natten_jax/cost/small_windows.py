@@ -22,7 +22,7 @@ from natten_jax.native import module as native
 from natten_jax.native.abi import KERNEL_RANK, axis_rows, with_kernel_tiles
 from natten_jax.performance import Pass, TilePair, outer_and_inner
 from natten_jax.plan.devices import ComputeCapability
-from natten_jax.problem import ELEMENT_BYTES, Problem
+from natten_jax.problem import Problem
 
 _FORM = "small"
 _LIMITS = native.limits(_FORM)
@@ -39,7 +39,7 @@ _LEAST_SHARED_KIB = 99
 def tile_tokens(problem: Problem, pass_: Pass) -> tuple[int, int] | None:
     """Tokens of the query and key/value tiles that choose the form; ``None`` where it does not take such heads."""
     wider = max(problem.head_dim, problem.head_dim_v)
-    if not _LIMITS or ELEMENT_BYTES[problem.dtype] != 2 or wider > max(_LIMITS["head_dims"]):
+    if not _LIMITS or problem.element.bytes != 2 or wider > max(_LIMITS["head_dims"]):
         return None
     tokens = _LIMITS["row_tokens"], _LIMITS["column_tokens"]
     return tokens if pass_ == "forward" else tokens[::-1]

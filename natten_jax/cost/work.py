@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from natten_jax.cost.axis_sums import check_extent, totals, window_changes
+from natten_jax.element_types import ELEMENT_TYPES
 from natten_jax.performance import Pass
-from natten_jax.problem import ELEMENT_BYTES, Problem
+from natten_jax.problem import Problem
 from natten_jax.windows import Axis
 
 
@@ -70,7 +71,7 @@ def least_bytes(problem: Problem, pass_: Pass) -> int:
     queries, keys = math.prod(problem.query_layout), math.prod(problem.kv_layout) + problem.additional_kv
     width = problem.head_dim + problem.head_dim_v
     elements = queries * problem.heads * width + keys * problem.heads_kv * width
-    once = problem.batch * elements * ELEMENT_BYTES[problem.dtype]
-    logsumexp = problem.batch * problem.heads * queries * ELEMENT_BYTES[problem.accumulator_dtype]
+    once = problem.batch * elements * problem.element.bytes
+    logsumexp = problem.batch * problem.heads * queries * ELEMENT_TYPES[problem.element.accumulator].bytes
     # The backward pass reads the output beside its gradient, and writes a gradient for every other array.
     return (once if pass_ == "forward" else 2 * once) + logsumexp

@@ -19,13 +19,14 @@ from natten_jax.backends import missing_kernels
 from natten_jax.backends.base import Backend
 from natten_jax.backends.select import plan_with, resolve
 from natten_jax.doctor import mesh_check, scratch_memory
+from natten_jax.element_types import SUPPORTED_DTYPES
 from natten_jax.native import cuda_version
 from natten_jax.native import module as native
 from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import Device, NoDeviceError, default_jax_device, local_devices
 from natten_jax.plan.plan import BackendId
 from natten_jax.plan.request import Request
-from natten_jax.problem import SUPPORTED_DTYPES, Operator, Problem, problem_of
+from natten_jax.problem import Operator, Problem, problem_of
 from natten_jax.profiler.cli import arguments
 from natten_jax.profiler.cli.quiet_exit import end, run_quietly
 from natten_jax.profiler.options import Options

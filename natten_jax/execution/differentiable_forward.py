@@ -57,7 +57,7 @@ class PlainForward(Computation):
         """What it returns: the leaves of :class:`Differentiable`."""
         query, problem = arguments[0], request.problem
         per_query = query.shape[:-1]
-        dtype, width = problem.accumulator_dtype, _backend(self.backend).residual_width
+        dtype, width = problem.element.accumulator, _backend(self.backend).residual_width
         types = Differentiable(
             type_like(query, (*per_query, problem.head_dim_v), dtype),
             type_like(query, per_query, dtype),

@@ -185,7 +185,7 @@ def _output_types(request: Request, operands: Any) -> Output:
     per_query = query.shape[:-1]
     return Output(
         type_like(query, (*per_query, problem.head_dim_v), query.dtype),
-        type_like(query, per_query, problem.accumulator_dtype),
+        type_like(query, per_query, problem.element.accumulator),
     )
 
 

@@ -13,7 +13,8 @@ from natten_jax.arguments.stand_ins import array_of
 from natten_jax.arguments.static import int_tuple, one_bool
 from natten_jax.arguments.symbolic_batch import check_extents, planned_batch
 from natten_jax.arrays.operands import Inputs
-from natten_jax.problem import SUPPORTED_DTYPES, Problem, problem_of
+from natten_jax.element_types import SUPPORTED_DTYPES
+from natten_jax.problem import Problem, problem_of
 from natten_jax.windows import WindowArguments
 
 #: An array that becomes a JAX array as ``jnp.asarray`` makes it.

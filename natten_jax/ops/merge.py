@@ -12,8 +12,8 @@ import numpy as np
 from natten_jax.arguments.natten_names import OF_MERGE, explained, known_arguments
 from natten_jax.arguments.stand_ins import array_of
 from natten_jax.arguments.static import shown
+from natten_jax.element_types import ELEMENT_TYPES, SUPPORTED_DTYPES
 from natten_jax.ops.arrays import check_array
-from natten_jax.problem import SUPPORTED_DTYPES, accumulator_dtype
 
 
 @explained(of_natten=OF_MERGE)
@@ -95,7 +95,7 @@ def _kind(argument: Any) -> str:
 
 @jax.jit
 def _merge(outputs: tuple[jax.Array, ...], lse_tensors: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-    accumulator = accumulator_dtype(outputs[0].dtype.name)
+    accumulator = ELEMENT_TYPES[outputs[0].dtype.name].accumulator
     lses = jnp.stack([lse.astype(accumulator) for lse in lse_tensors])
     highest = jax.lax.stop_gradient(jnp.max(lses, axis=0))
     highest = jnp.where(jnp.isneginf(highest), 0.0, highest)

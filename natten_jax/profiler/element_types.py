@@ -7,23 +7,19 @@ import contextlib
 
 import jax
 
-#: By the short names that reports show.
-ELEMENT_TYPES = {
-    "fp64": "float64",
-    "fp32": "float32",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-}
+from natten_jax import element_types
+
+#: Names by the short names that reports show, the longest first.
+ELEMENT_TYPES = {each.short_name: each.name for each in reversed(element_types.ELEMENT_TYPES.values())}
 
 #: Names of NATTEN's profiler.
 _EIGHT_BITS = ("e4m3", "e5m2")
 
-_SHORT_NAMES = {name: short for short, name in ELEMENT_TYPES.items()}
-
 
 def element_type(text: str) -> str:
     """The short name of an element type, which may be given by its full name, too."""
-    short = _SHORT_NAMES.get(text, text)
+    known = element_types.ELEMENT_TYPES.get(text)
+    short = text if known is None else known.short_name
     if short not in ELEMENT_TYPES:
         names = ", ".join(f"{short} ({name})" for short, name in ELEMENT_TYPES.items())
         problem = "has 8 bits, and no backend computes in fewer than 16" if text in _EIGHT_BITS else "is unknown"

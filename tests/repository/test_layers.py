@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 #: Bottom up: packages, and modules that are in none. Those of one level know nothing of each other.
 LEVELS = (
-    ("natten_jax.source_tree", "natten_jax.version"),
+    ("natten_jax.source_tree", "natten_jax.version", "natten_jax.element_types"),
     ("natten_jax.arguments",),
     ("natten_jax.windows",),
     ("natten_jax.problem", "natten_jax.performance"),

@@ -32,7 +32,7 @@ from natten_jax.native.module import ResultType
 from natten_jax.performance import MemoryUsagePreference, Pass, Performance, TilePair
 from natten_jax.plan.devices import ComputeCapability, Device
 from natten_jax.plan.plan import Plan
-from natten_jax.problem import ELEMENT_BYTES, Problem
+from natten_jax.problem import Problem
 
 _FORWARD = "natten_jax_sm80_forward"
 _BACKWARD = "natten_jax_sm80_backward"
@@ -219,7 +219,7 @@ def _shared_memory(device: Device) -> int:
 def _largest_tiles(problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
     """Most queries and keys of a tile that the narrowest kernel for these heads takes on a device."""
     CutlassBackend.check_heads(problem)
-    wider, size = max(problem.head_dim, problem.head_dim_v), ELEMENT_BYTES[problem.dtype]
+    wider, size = max(problem.head_dim, problem.head_dim_v), problem.element.bytes
     forms = [form for form in _LIMITS[pass_] if form["element_bytes"] == size and form["head_dim"] >= wider]
     narrowest = min(form["head_dim"] for form in forms)
     able = [

@@ -43,7 +43,7 @@ class KnownRows(NamedTuple):
         """Rows as another sweep found them, or ``None`` where none did: constants for every derivative."""
         if rows is None:
             per_row = (*operands.inputs.query.shape[:-1], 1)
-            nothing = varying_like(jnp.zeros(per_row, plan.problem.accumulator_dtype), operands)
+            nothing = varying_like(jnp.zeros(per_row, plan.problem.element.accumulator), operands)
             return cls(Rows(nothing, nothing), varying_like(jnp.array(True), operands))
         constants: tuple[Operands, Rows] = lax.stop_gradient((operands, rows))
         return cls(constants[1], _may_be_large(plan, constants[0]))

@@ -29,7 +29,7 @@ class Products:
 
     def __init__(self, plan: Plan, scale: jax.Array | None = None):
         problem = plan.problem
-        self.dtype = jnp.dtype(problem.accumulator_dtype)
+        self.dtype = jnp.dtype(problem.element.accumulator)
         self._heads = problem.heads_kv, problem.heads // problem.heads_kv
         #: The factor of all logits; 1 where heads have scales of their own.
         self.scale = problem.scale if scale is None else 1.0
@@ -37,8 +37,7 @@ class Products:
         self._sign = None if scale is None else jnp.where(scale < 0, -1, 1).astype(self.dtype)
         # Half-precision values are exact in TF32 and bfloat16 passes; float32 is not, so it takes full
         # precision unless the user chose one.
-        is_half = problem.dtype in ("float16", "bfloat16")
-        is_chosen = is_half or plan.precision is not None
+        is_chosen = problem.element.bytes == 2 or plan.precision is not None
         self._precision = None if is_chosen else lax.Precision.HIGHEST
 
     def cast(self, array: jax.Array) -> jax.Array:
