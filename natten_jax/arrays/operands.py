@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
+
+from natten_jax.arrays.roles import Role
 
 
 class Inputs(NamedTuple):
@@ -20,12 +22,12 @@ class Inputs(NamedTuple):
             ``None`` where that is the scale.
     """
 
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    additional_keys: jax.Array | None = None
-    additional_values: jax.Array | None = None
-    scale: jax.Array | None = None
+    query: Annotated[jax.Array, Role.QUERY]
+    key: Annotated[jax.Array, Role.KEY_VALUE]
+    value: Annotated[jax.Array, Role.KEY_VALUE]
+    additional_keys: Annotated[jax.Array | None, Role.ADDITIONAL] = None
+    additional_values: Annotated[jax.Array | None, Role.ADDITIONAL] = None
+    scale: Annotated[jax.Array | None, Role.PER_HEAD] = None
 
 
 #: Cotangents of the inputs, in their shapes and element types.
@@ -42,14 +44,14 @@ class Operands(NamedTuple):
     """
 
     inputs: Inputs
-    origins: jax.Array | None = None
+    origins: Annotated[jax.Array | None, Role.WHOLE] = None
 
 
 class Output(NamedTuple):
     """Output ``[batch, *query_layout, heads, head_dim_v]`` and logsumexp ``[batch, *query_layout, heads]``."""
 
-    out: jax.Array
-    logsumexp: jax.Array
+    out: Annotated[jax.Array, Role.QUERY]
+    logsumexp: Annotated[jax.Array, Role.PER_QUERY]
 
 
 class Saved(NamedTuple):
@@ -63,9 +65,9 @@ class Saved(NamedTuple):
             another backend computed the output: logits differ from backend to backend, by as much as this corrects.
     """
 
-    out: jax.Array
-    logsumexp: jax.Array
-    remainder: jax.Array | None
+    out: Annotated[jax.Array, Role.QUERY]
+    logsumexp: Annotated[jax.Array, Role.PER_QUERY]
+    remainder: Annotated[jax.Array | None, Role.PER_QUERY]
 
 
 class Differentiable(NamedTuple):
@@ -78,6 +80,6 @@ class Differentiable(NamedTuple):
             wants to know. ``None`` where that is nothing.
     """
 
-    out: jax.Array
-    logsumexp: jax.Array
-    residuals: jax.Array | None = None
+    out: Annotated[jax.Array, Role.QUERY]
+    logsumexp: Annotated[jax.Array, Role.PER_QUERY]
+    residuals: Annotated[jax.Array | None, Role.QUERY] = None

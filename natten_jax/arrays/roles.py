@@ -5,12 +5,9 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 import jax
-
-from natten_jax.arrays.operands import Differentiable, Inputs, Operands, Output, Saved
-from natten_jax.arrays.query_box import QueryBox
 
 
 class Role(enum.Enum):
@@ -37,17 +34,6 @@ class Role(enum.Enum):
         self.is_key_value = is_key_value
 
 
-_OF_INPUTS = Role.QUERY, Role.KEY_VALUE, Role.KEY_VALUE, Role.ADDITIONAL, Role.ADDITIONAL, Role.PER_HEAD
-_ROLES = {
-    Inputs: _OF_INPUTS,
-    Operands: (*_OF_INPUTS, Role.WHOLE),
-    Output: (Role.QUERY, Role.PER_QUERY),
-    Differentiable: (Role.QUERY, Role.PER_QUERY, Role.QUERY),
-    Saved: (Role.QUERY, Role.PER_QUERY, Role.PER_QUERY),
-    QueryBox: (Role.WHOLE,),
-}
-
-
 def roles_of(*arguments: Any) -> Sequence[Role]:
     """One for each array in operands, results, gradients, boxes; in the order of ``jax.tree.leaves``."""
     return _roles_of(jax.tree.structure(arguments))
@@ -55,15 +41,19 @@ def roles_of(*arguments: Any) -> Sequence[Role]:
 
 @functools.lru_cache(maxsize=1024)
 def _roles_of(structure: Any) -> Sequence[Role]:
-    return [
-        role
-        for argument in jax.tree.unflatten(structure, range(structure.num_leaves))
-        for array, role in zip(_fields(argument), _ROLES[type(argument)], strict=True)
-        if array is not None
-    ]
+    found: list[Role] = []
+    for argument in jax.tree.unflatten(structure, range(structure.num_leaves)):
+        if isinstance(argument, tuple):
+            arrays = [array for each in argument for array in (each if isinstance(each, tuple) else (each,))]
+            pairs = zip(arrays, roles_of_fields(type(argument)), strict=True)
+            found += [role for array, role in pairs if array is not None]
+        else:
+            found += [Role.WHOLE] * len(jax.tree.leaves(argument))  # of a box
+    return found
 
 
-def _fields(argument: Any) -> Sequence[Any]:
-    if isinstance(argument, Operands):
-        return (*argument.inputs, argument.origins)
-    return argument if isinstance(argument, tuple) else jax.tree.leaves(argument)
+@functools.cache
+def roles_of_fields(kind: type) -> tuple[Role, ...]:
+    """Roles of a tuple's fields, which stand with their types; in place of a tuple in it those of its fields."""
+    hints = get_type_hints(kind, include_extras=True).values()
+    return tuple([role for hint in hints for role in getattr(hint, "__metadata__", None) or roles_of_fields(hint)])

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from natten_jax.arguments.token_axes import axis_names
 from natten_jax.arrays.avals import vary_alike
 from natten_jax.arrays.operands import Inputs, Operands, Output
-from natten_jax.arrays.roles import Role, roles_of
+from natten_jax.arrays.roles import Role, roles_of, roles_of_fields
 from natten_jax.plan.request import Request
 from natten_jax.sharding.auto import warn_of_gather
 from natten_jax.sharding.heads import HeadSplit
@@ -94,8 +94,8 @@ def with_whole_dimensions(inputs: Inputs, *, keeps_tokens: bool) -> Inputs:
     if mesh is None:
         return inputs
     arrays: list[jax.Array | None] = []
-    for name, array in zip(Inputs._fields, inputs, strict=True):
-        if array is None or name == "scale":
+    for name, role, array in zip(Inputs._fields, roles_of_fields(Inputs), inputs, strict=True):
+        if array is None or role is Role.PER_HEAD:
             arrays.append(array)
             continue
         axes = list(_spec(array))

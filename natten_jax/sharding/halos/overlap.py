@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from natten_jax.arrays.operands import Gradients, Inputs, Operands, Output, Saved
 from natten_jax.arrays.query_box import QueryBox
+from natten_jax.arrays.roles import Role, roles_of_fields
 from natten_jax.plan.request import Request
 from natten_jax.sharding.halos.exchange import Exchange
 from natten_jax.sharding.halos.pipeline import HaloPipeline, places_of, returned
@@ -92,9 +93,11 @@ def backward(
         of_query = place.seeing.put(of_query, place.seeing.cut(of_query) + gradients.query)
     key = returned(exchange, travel.places, operands.inputs.key, [own.key, *(each.key for each in of_halos)])
     value = returned(exchange, travel.places, operands.inputs.value, [own.value, *(each.value for each in of_halos)])
-    scales = [each.scale for each in (own, *of_halos) if each.scale is not None]
-    scale = functools.reduce(jnp.add, scales) if scales else None
-    return own._replace(query=of_query, key=key, value=value, scale=scale)
+    sums = [
+        functools.reduce(jnp.add, each) if role is Role.PER_HEAD and each[0] is not None else each[0]
+        for role, each in zip(roles_of_fields(Inputs), zip(own, *of_halos, strict=True), strict=True)
+    ]
+    return Gradients._make(sums)._replace(query=of_query, key=key, value=value)
 
 
 def _started_and_cut(travel: HaloPipeline, arrays: _Tree, of_queries: _Tree) -> tuple[_Tree, _Tree | None]:
