@@ -102,7 +102,8 @@ def logo() -> None:
 def badge() -> None:
     """What leads to Colab."""
     (IMAGES / "colab.svg").write_text(
-        '<svg xmlns="http://www.w3.org/2000/svg" width="118" height="22" viewBox="0 0 118 22"><rect width="118" height="22" rx="4" '
+        '<svg xmlns="http://www.w3.org/2000/svg" width="118" height="22" viewBox="0 0 118 22">'
+        '<rect width="118" height="22" rx="4" '
         'fill="#e08a2c"/><text x="59" y="15" text-anchor="middle" font-family="sans-serif" font-size="12" '
         'fill="#1f1300">Open in Colab</text></svg>\n'
     )
