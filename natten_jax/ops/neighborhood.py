@@ -111,38 +111,38 @@ _WORDS = {
     1: _Words(
         "a sequence",
         "seqlen",
-        "one value;\n",
+        "one value",
         """A causal window of 8 tokens.
 
-        >>> import jax.numpy as jnp
-        >>> from natten_jax import na1d
-        >>> tokens = jnp.ones((2, 32, 4, 16))
-        >>> na1d(tokens, tokens, tokens, kernel_size=8, is_causal=True).shape
-        (2, 32, 4, 16)""",
+    >>> import jax.numpy as jnp
+    >>> from natten_jax import na1d
+    >>> tokens = jnp.ones((2, 32, 4, 16))
+    >>> na1d(tokens, tokens, tokens, kernel_size=8, is_causal=True).shape
+    (2, 32, 4, 16)""",
     ),
     2: _Words(
         "an image",
         "height, width",
-        "2 values, or one for\nall dimensions; ",
+        "2 values, or one for all dimensions",
         """A 3 x 5 window around every pixel, spread to every second pixel.
 
-        >>> import jax.numpy as jnp
-        >>> from natten_jax import na2d
-        >>> pixels = jnp.ones((1, 8, 12, 4, 16))
-        >>> na2d(pixels, pixels, pixels, kernel_size=(3, 5), dilation=2).shape
-        (1, 8, 12, 4, 16)""",
+    >>> import jax.numpy as jnp
+    >>> from natten_jax import na2d
+    >>> pixels = jnp.ones((1, 8, 12, 4, 16))
+    >>> na2d(pixels, pixels, pixels, kernel_size=(3, 5), dilation=2).shape
+    (1, 8, 12, 4, 16)""",
     ),
     3: _Words(
         "a video or a volume",
         "depth, height, width",
-        "3 values, or one for\nall dimensions; ",
+        "3 values, or one for all dimensions",
         """Windows that 2 x 2 x 2 queries share.
 
-        >>> import jax.numpy as jnp
-        >>> from natten_jax import na3d
-        >>> voxels = jnp.ones((1, 4, 6, 8, 2, 16))
-        >>> na3d(voxels, voxels, voxels, kernel_size=(2, 3, 4), stride=2).shape
-        (1, 4, 6, 8, 2, 16)""",
+    >>> import jax.numpy as jnp
+    >>> from natten_jax import na3d
+    >>> voxels = jnp.ones((1, 4, 6, 8, 2, 16))
+    >>> na3d(voxels, voxels, voxels, kernel_size=(2, 3, 4), stride=2).shape
+    (1, 4, 6, 8, 2, 16)""",
     ),
 }
 
@@ -171,8 +171,8 @@ def _operator(rank: int) -> NeighborhoodAttention:
 
         Each query attends to the ``kernel_size`` window of keys around it; at the edges the window is shifted, not
         cut. ``stride`` queries share one window, ``dilation`` spreads it, and ``is_causal`` hides later keys.
-        :mod:`natten_jax.windows` is the exact definition. Arguments that speak of a dimension take {values}sequences
-        may be NumPy's arrays, or JAX's where they are not traced.
+        :mod:`natten_jax.windows` is the exact definition. Arguments that speak of a dimension take {values};
+        sequences may be NumPy's arrays, or JAX's where they are not traced.
 
         Example:
             {example}
