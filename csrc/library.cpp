@@ -42,8 +42,7 @@ std::vector<Target> targets() {
   add(ffi::sm80_registrations());
   add(ffi::small_registrations());
 #if defined(NATTEN_JAX_SM90)
-  add(ffi::sm90_forward_registrations());
-  add(ffi::sm90_backward_registrations());
+  add(ffi::sm90_registrations());
 #endif
 #endif
 #if defined(NATTEN_JAX_BENCH)

@@ -40,19 +40,8 @@ py::list described(const Form (&forms)[kForms]) {
   return result;
 }
 
-const char* name_of(small::Kernel kernel) {
-  switch (kernel) {
-    case small::Kernel::kForward:
-      return "forward";
-    case small::Kernel::kQueryGradient:
-      return "query gradient";
-    case small::Kernel::kKeyValueGradient:
-      return "key/value gradient";
-    case small::Kernel::kWholeGradient:
-      return "whole gradient";
-  }
-  return "";
-}
+/// By small::Kernel.
+constexpr const char* kSmallKernels[] = {"forward", "query gradient", "key/value gradient", "whole gradient"};
 
 }  // namespace
 
@@ -77,15 +66,17 @@ py::dict limits() {
                    "shared_memory"_a = sm90::kSharedMemory, "tiles_worth_counting"_a = sm90::kTilesWorthCounting));
 }
 
-py::object estimate_of_small_windows(const std::array<std::int64_t, 6 * kRank>& axes,
+py::object estimate_of_small_windows(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
                                      const std::array<std::int64_t, 6>& sizes,
                                      const std::array<std::int64_t, kRank>& q_tile,
                                      const std::array<std::int64_t, kRank>& kv_tile, bool is_backward,
                                      int shared_memory, int multiprocessors, bool has_boxes) {
   Problem problem{ElementType::kBFloat16, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], 1.f, {}};
   for (int i = 0; i < kRank; ++i) {
-    const std::int64_t* fact = axes.data() + 6 * i;
-    problem.axes[i] = {{fact[0], fact[0], 0}, {fact[1], fact[1], 0}, {fact[2], fact[3], fact[4], fact[5] != 0}};
+    Axis& axis = problem.axes[i];
+    for (std::size_t f = 0; f < kFieldsOfAxis; ++f) kAxisFields[f].set(axis, axes[kFieldsOfAxis * i + f]);
+    axis.query.local_extent = axis.query.extent;
+    axis.kv.local_extent = axis.kv.extent;
   }
   TileShapes tiles{};
   std::copy(q_tile.begin(), q_tile.end(), tiles.query);
@@ -97,8 +88,9 @@ py::object estimate_of_small_windows(const std::array<std::int64_t, 6 * kRank>& 
   if (small::estimate_pass(problem, tiles, is_backward, device, estimate).failed()) return py::none();
   py::list launches;
   for (const auto& [kernel, region] : estimate.launches) {
-    launches.append(py::dict("kernel"_a = name_of(kernel), "line_dimension"_a = region.dimension[1],
-                             "regions"_a = region.count, "columns"_a = region.box, "tiles"_a = region.warps));
+    launches.append(py::dict("kernel"_a = kSmallKernels[static_cast<int>(kernel)],
+                             "line_dimension"_a = region.dimension[1], "regions"_a = region.count,
+                             "columns"_a = region.box, "tiles"_a = region.warps));
   }
   return py::dict("seconds"_a = estimate.seconds, "launches"_a = launches);
 }

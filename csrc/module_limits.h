@@ -6,7 +6,7 @@
 #include <array>
 #include <cstdint>
 
-#include "natten_jax/problem.h"
+#include "natten_jax/axis_fields.h"
 
 namespace natten_jax {
 
@@ -26,7 +26,7 @@ pybind11::dict limits();
 ///   shared_memory: bytes that a CTA may have.
 ///   multiprocessors: of the device.
 ///   has_boxes: whether it has the engine that copies boxes.
-pybind11::object estimate_of_small_windows(const std::array<std::int64_t, 6 * kRank>& axes,
+pybind11::object estimate_of_small_windows(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
                                            const std::array<std::int64_t, 6>& sizes,
                                            const std::array<std::int64_t, kRank>& q_tile,
                                            const std::array<std::int64_t, kRank>& kv_tile, bool is_backward,

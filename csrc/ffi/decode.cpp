@@ -79,20 +79,19 @@ std::string described(const char* name, const Axis (&axes)[kRank]) {
 }
 
 Error decode_axes(const xffi::Dictionary& dictionary, Axis (&axes)[kRank]) {
-  constexpr std::size_t kFields = std::size(kAxisFields);
   const auto span = dictionary.get<xffi::Span<const std::int64_t>>("axes");
   if (!span.has_value()) {
-    return invalid("attribute axes must be an int64 array of ", kRank * kFields, " values (", span.error().message(),
-                   ")");
+    return invalid("attribute axes must be an int64 array of ", kRank * kFieldsOfAxis, " values (",
+                   span.error().message(), ")");
   }
-  if (span->size() != kRank * kFields) {
-    return invalid("attribute axes has ", span->size(), " values, but must have ", kRank * kFields, " values, ",
-                   kFields, " for each of ", kRank, " token dimensions");
+  if (span->size() != kRank * kFieldsOfAxis) {
+    return invalid("attribute axes has ", span->size(), " values, but must have ", kRank * kFieldsOfAxis, " values, ",
+                   kFieldsOfAxis, " for each of ", kRank, " token dimensions");
   }
-  for (std::size_t f = 0; f < kFields; ++f) {
+  for (std::size_t f = 0; f < kFieldsOfAxis; ++f) {
     const AxisField& field = kAxisFields[f];
     std::int64_t values[kRank];
-    for (int i = 0; i < kRank; ++i) values[i] = (*span)[i * kFields + f];
+    for (int i = 0; i < kRank; ++i) values[i] = (*span)[i * kFieldsOfAxis + f];
     for (int i = 0; i < kRank; ++i) {
       if (values[i] < field.smallest || values[i] > field.largest) {
         return invalid("attribute axes: ", field.name, " is ", list(values), ", but its values must lie between ",

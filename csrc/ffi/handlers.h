@@ -19,8 +19,7 @@ std::vector<Registration> host_registrations();
 #if defined(NATTEN_JAX_CUDA)
 #if defined(NATTEN_JAX_SM90)
 /// The targets for Hopper GPUs.
-std::vector<Registration> sm90_forward_registrations();
-std::vector<Registration> sm90_backward_registrations();
+std::vector<Registration> sm90_registrations();
 #endif
 
 /// The targets for any NVIDIA GPU since compute capability 8.0.

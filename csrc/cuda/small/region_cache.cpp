@@ -1,6 +1,5 @@
 #include "cuda/small/region_cache.h"
 
-#include <iterator>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -23,7 +22,7 @@ Key key_of(const Problem& problem, const std::int64_t (&rows)[kRank], const std:
   static_cast<void>(element_type);  // all have 16 bits
   static_cast<void>(scale);
   Key key;
-  key.reserve(13 + kRank * (std::size(kAxisFields) + 4));
+  key.reserve(13 + kRank * (kFieldsOfAxis + 4));
   key.insert(key.end(),
              {batch, heads, heads_kv, head_dim, head_dim_v, additional_kv, std::int64_t{has_origins},
               static_cast<std::int64_t>(kernel), std::int64_t{shared_memory}, std::int64_t{of_multiprocessor},

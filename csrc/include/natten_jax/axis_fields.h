@@ -38,6 +38,8 @@ inline constexpr AxisField kAxisFields[] = {
      [](Axis& a, std::int64_t value) { a.window.is_causal = value == 1; }},
 };
 
+inline constexpr std::size_t kFieldsOfAxis = std::size(kAxisFields);
+
 /// How many of an axis's numbers stand in the table: both extents and all that a window consists of. The others, where
 /// the local tokens lie, follow from the operands.
 constexpr std::size_t tabulated_fields(const Axis& axis) {
@@ -49,6 +51,6 @@ constexpr std::size_t tabulated_fields(const Axis& axis) {
   static_cast<void>(origin);
   return std::size(of_window) + std::size(of_sides);
 }
-static_assert(std::size(kAxisFields) == tabulated_fields(Axis{}), "a field of Window is missing from the table");
+static_assert(kFieldsOfAxis == tabulated_fields(Axis{}), "a field of Window is missing from the table");
 
 }  // namespace natten_jax
