@@ -76,11 +76,13 @@ nitpick_ignore_regex = [(r"py:.*", r"(?!natten_jax\.).*")]
 # Types in signatures that users get and hand on, and that no page describes.
 nitpick_ignore = [
     ("py:class", "natten_jax.cost.tile_counts.TimedTiles"),
+    ("py:class", "natten_jax.element_types.ElementType"),
     ("py:class", "natten_jax.flax_modules.arguments.Performance"),
     ("py:class", "natten_jax.plan.plan.Plan"),
 ]
 
-_LINK_OUT_OF_PAGES = re.compile(r"\[([^\]]+)\]\((\.\./[^)\s]+)\)")
+#: No picture, and no brackets in the text: those of a notebook's JSON are around whole cells.
+_LINK_OUT_OF_PAGES = re.compile(r"(?<!!)\[([^\[\]]+)\]\((\.\./[^)\s]+)\)")
 
 
 def _name_files_of_the_repository(_: Sphinx, page: str, text: list[str]) -> None:
@@ -90,6 +92,8 @@ def _name_files_of_the_repository(_: Sphinx, page: str, text: list[str]) -> None
         target = (_DOCS / page).parent.joinpath(link[2]).resolve()
         if not target.exists():
             raise ValueError(f"{page} has a link to {link[2]}, which does not exist")
+        if target.is_relative_to(_DOCS):
+            return link[0]
         name = f"`{target.relative_to(_DOCS.parent)}`"
         return name if link[1].strip("`") == name.strip("`") else f"{link[1]} ({name})"
 
