@@ -26,6 +26,7 @@ import jax
 import pytest
 
 from natten_jax.performance import PASSES
+from tests.support.compilation import QUICK_HOST_OPTIONS, flags_of, known
 from tests.support.families import FAMILIES, Family
 from tests.support.machine import Machine
 from tests.support.resources import limits
@@ -34,10 +35,6 @@ hypothesis.settings.register_profile(
     "deterministic", derandomize=True, deadline=None, database=None, print_blob=True, max_examples=200
 )
 hypothesis.settings.load_profile("deterministic")
-
-#: What a test compiles for the host runs a few times, and LLVM takes long to make it fast: tests of rotary embeddings
-#: take 6.5 instead of 15.5 s of processor time with this flag.
-QUICK_HOST_CODE = "--xla_backend_optimization_level=1"
 
 SELECTIONS: Mapping[str, Callable[[Family], bool]] = {
     "family": lambda family: True,
@@ -67,7 +64,8 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_platforms", "cpu")  # JAX has read the environment by now
     if not hasattr(config, "workerinput"):  # workers inherit what follows
         if not _is_of_gpu(config):
-            os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_HOST_CODE}".strip()
+            flags = os.environ.get("XLA_FLAGS", ""), *known(flags_of(QUICK_HOST_OPTIONS))
+            os.environ["XLA_FLAGS"] = " ".join(flags).strip()
         processes = getattr(config.option, "numprocesses", None) or 1
         os.environ.update(limits(os.environ, len(os.sched_getaffinity(0)), processes))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import natten_jax
+from tests.support.compilation import as_users_do
 from tests.support.families import Family
 
 RUNS = 20
@@ -37,7 +39,7 @@ def test_gradients_are_equal_in_every_run(
     ]
     cotangent = jax.random.normal(keys[-1], shapes[0], jnp.float32).astype(family.dtype)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=as_users_do())
     def gradients(operands: list[jax.Array]) -> Any:
         def run(*each: jax.Array) -> jax.Array:
             arrays = dict(zip(names, each, strict=True))

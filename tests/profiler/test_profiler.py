@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from natten_jax.problem import Problem
 from natten_jax.profiler import element_types, parse
 from natten_jax.profiler.__main__ import main
 from natten_jax.profiler.run import inputs, workload
+from tests.support.compilation import users_environment
 
 SEEDS_EXAMPLE = "-i 8 16 24 -d 128 -w 2 4 3"
 FEW = "--warmup-steps 1 --iterations 3"
@@ -28,7 +28,7 @@ FEW = "--warmup-steps 1 --iterations 3"
 
 def profiler(arguments: str, platform: str | None = "cpu") -> subprocess.CompletedProcess[str]:
     """Run the command line program as a user would."""
-    environment = {**os.environ, **({} if platform is None else {"JAX_PLATFORMS": platform})}
+    environment = {**users_environment(), **({} if platform is None else {"JAX_PLATFORMS": platform})}
     command = [sys.executable, "-m", "natten_jax.profiler", *arguments.split()]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from natten_jax.profiler.traces import xspace
 from natten_jax.profiler.traces.events import Event, Interval
 from natten_jax.profiler.traces.program import Program
 from natten_jax.profiler.traces.trace_files import DamagedTrace
+from tests.support.compilation import users_environment
 
 needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
 
@@ -29,7 +29,7 @@ def run_python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
         [sys.executable, *map(str, arguments)],
         capture_output=True,
         text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        env={**users_environment(), "JAX_PLATFORMS": "cpu"},
         timeout=300,
         check=False,
     )

@@ -13,6 +13,7 @@ import pytest
 from natten_jax.profiler import __main__ as profiler
 from natten_jax.profiler import trace as trace_program
 from natten_jax.profiler.cli import outputs
+from tests.support.compilation import users_environment
 
 PROGRAMS: dict[str, tuple[Callable[[Sequence[str]], int], list[str], list[str]]] = {
     "profiler": (profiler.main, ["-i", "8"], ["--json", "--csv", "--plot"]),
@@ -139,7 +140,7 @@ def test_asking_leaves_nothing_behind_and_changes_nothing(tmp_path: Path) -> Non
 
 def piped(command: str) -> subprocess.CompletedProcess[str]:
     """A command whose reader leaves after a line, or before the first."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+    environment = {**users_environment(), "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
     return subprocess.run(
         command, shell=True, capture_output=True, text=True, env=environment, timeout=300, check=False
     )

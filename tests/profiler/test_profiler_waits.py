@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
@@ -17,6 +16,7 @@ from natten_jax.profiler import parse
 from natten_jax.profiler.__main__ import main
 from natten_jax.profiler.run import duration
 from natten_jax.profiler.search import optimize
+from tests.support.compilation import users_environment
 from tests.support.programs import PACKAGE
 
 README = (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
@@ -26,7 +26,7 @@ FEW = "--iterations 1 --warmup-steps 0"
 def test_lines_of_the_readme_run_on_a_host(tmp_path: Path) -> None:
     lines = re.findall(r"^python -m (natten_jax\.profiler .*?)(?:  #.*)?$", README, re.MULTILINE)
     assert len(lines) == 3
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(PACKAGE.parent)}
+    environment = {**users_environment(), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(PACKAGE.parent)}
     for line in lines:
         done = subprocess.run(
             [sys.executable, "-m", *shlex.split(line)],

@@ -16,6 +16,7 @@ import numpy as np
 
 import natten_jax
 from tests.support import oracle
+from tests.support.compilation import QUICK_HOST_OPTIONS, accepted_options
 from tests.support.families import BOUNDS, Family
 
 Shape = tuple[int, ...]
@@ -28,31 +29,10 @@ OPERATORS: Mapping[int, Callable[..., Any]] = {1: natten_jax.na1d, 2: natten_jax
 CANCELLATION = 0.05
 
 
-def accepted_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those compiler options that the installed jaxlib has: they come and go."""
-
-    def is_accepted(name: str, value: Any) -> bool:
-        try:
-            jax.jit(lambda x: x).lower(0).compile(compiler_options={name: value})
-        except jax.errors.JaxRuntimeError as error:
-            if name not in str(error):
-                raise
-            return False
-        return True
-
-    return {name: value for name, value in options.items() if is_accepted(name, value)}
-
-
 #: Each problem is compiled for one run of microseconds, so optimisation would be most of the suite's time: of the code
-#: on a CPU, of the choice among kernels for a product of matrices on a GPU. Both passes of plain JAX in two dimensions:
-#: 5.5 to 6.9 s of processor time with XLA's own choices, 4.3 to 4.8 without optimisation, 2.1 to 2.3 if XLA also emits
-#: a fusion of operations without MLIR, and 1.4 to 1.8 if all code is one module of LLVM's.
+#: on a CPU, of the choice among kernels for a product of matrices on a GPU.
 QUICK_COMPILATION = accepted_options(
-    {
-        "xla_backend_optimization_level": 0,
-        "xla_cpu_use_fusion_emitters": False,
-        "xla_cpu_parallel_codegen_split_count": 1,
-    }
+    QUICK_HOST_OPTIONS
     if jax.default_backend() == "cpu"
     else {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 )

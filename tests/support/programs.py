@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import natten_jax
+from tests.support.compilation import users_environment
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(natten_jax.__file__).parent
@@ -21,6 +22,7 @@ def run_python(
     source: str,
     *arguments: str,
     devices: int | None = 1,
+    quick: bool = True,
     paths: tuple[Path, ...] = (PACKAGE.parent, ROOT),
     environment: Mapping[str, str] | None = None,
     timeout: float = 300,
@@ -31,6 +33,7 @@ def run_python(
         source: The program.
         *arguments: Its ``sys.argv[1:]``.
         devices: How many devices JAX sees; ``None`` leaves that to the program.
+        quick: Whether XLA compiles quickly, as in tests, or as for users.
         paths: Where it finds modules before the environment's own.
         environment: More environment variables.
         timeout: In seconds.
@@ -39,7 +42,7 @@ def run_python(
         [sys.executable, "-c", textwrap.dedent(source), *arguments],
         capture_output=True,
         text=True,
-        env=_environment(devices, paths) | dict(environment or {}),
+        env=_environment(devices, paths, quick) | dict(environment or {}),
         timeout=timeout,
         check=False,
     )
@@ -89,13 +92,13 @@ def output_of(result: subprocess.CompletedProcess[str]) -> str:
     return result.stdout
 
 
-def _environment(devices: int | None, paths: tuple[Path, ...]) -> dict[str, str]:
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    flags = [flag for flag in flags if not flag.startswith(_DEVICES_FLAG)]
+def _environment(devices: int | None, paths: tuple[Path, ...], quick: bool = True) -> dict[str, str]:
+    environment = dict(os.environ) if quick else users_environment()
+    flags = [flag for flag in environment.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICES_FLAG)]
     if devices is not None:
         flags.append(f"{_DEVICES_FLAG}={devices}")
     return {
-        **os.environ,
+        **environment,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": " ".join(flags),
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
