@@ -76,6 +76,7 @@ class Halo:
         longer = max(self.before, self.after)
         return dataclasses.replace(self, before=longer, after=longer)
 
+    @functools.lru_cache(maxsize=1024)  # noqa: B019  # halos are small, and few
     def seen_slabs(self, axis: Axis) -> tuple[SeenSlab, ...]:
         """The halos of a part by the part that they come from: those in front, the nearest first, then those behind."""
         if self.changes_places and self.before:
@@ -126,6 +127,7 @@ class SeenSlab(NamedTuple):
         return part - self.queries, part + self.distance
 
 
+@functools.lru_cache(maxsize=1024)
 def halo_of(axis: Axis, parts: int) -> Halo:
     """The halo of a token dimension that is split into equal parts.
 

@@ -30,6 +30,7 @@ class Visits(NamedTuple):
         return Visits(self.outer * other.outer, self.inner * other.inner)
 
 
+@functools.lru_cache(maxsize=4096)
 def visits(axis: Axis, pass_: Pass, tile: tuple[int, int], queries: Range, keys: Range) -> Visits:
     """Along a dimension; of a dilated one, those of all groups, as if these had one length.
 

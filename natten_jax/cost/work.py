@@ -5,6 +5,7 @@ Exact counts for the mask, not for what a kernel executes: padding and masked ti
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -29,6 +30,7 @@ def visible_pairs(problem: Problem) -> int:
     return pairs + math.prod(problem.query_layout) * problem.additional_kv
 
 
+@functools.lru_cache(maxsize=1024)
 def visible_pairs_of_axis(axis: Axis) -> int:
     """Query-key pairs of one dimension that its windows leave.
 

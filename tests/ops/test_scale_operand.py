@@ -279,8 +279,6 @@ def test_a_learned_scale_finds_its_value(family: Family) -> None:
 
 
 MESHES = """
-import os
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 import functools, json, warnings
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -336,7 +334,7 @@ print(json.dumps(report))
 
 @pytest.mark.parametrize("backend", ["cpu-fna", "flex-fna"])
 def test_scales_on_meshes(backend: str) -> None:
-    result = run_python(MESHES.replace("BACKEND", backend), timeout=600)
+    result = run_python(MESHES.replace("BACKEND", backend), devices=4, timeout=600)
     assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads(result.stdout.splitlines()[-1])
     assert len(report) == 26

@@ -69,8 +69,7 @@ def test_a_gradient_over_a_mesh_decides_once_for_the_layout_and_once_for_its_par
     for key, count in sorted(made.items()):
         print(*key, count, sep=";")
     """
-    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    found = output_of(run_python(program, environment=environment)).split("\n")
+    found = output_of(run_python(program, devices=2)).split("\n")
     expected = [f"cpu;{pass_};{parts};1" for pass_ in sorted(PASSES) for parts in ("()", "(2, 1)")]
     assert sorted(filter(None, found)) == sorted(expected)
 

@@ -19,7 +19,6 @@ from natten_jax.sharding.hlo_sharding import device_tiles
 from tests.support.programs import output_of, run_python
 
 ROOT = Path(__file__).parents[2]
-FOUR_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
 
 
 def asked_while_lowering(question: Any) -> tuple[Primitive, list[Any]]:
@@ -71,7 +70,7 @@ def test_devices_are_numbered_by_their_place_along_manual_axes() -> None:
         jax.jit(inside).lower(x)
     print(*answers, sep=";")
     """
-    found = output_of(run_python(program, environment=FOUR_DEVICES)).strip()
+    found = output_of(run_python(program, devices=4)).strip()
     assert found == "[[0]];[[0, 1, 2, 3]];[[0, 1], [2, 3]];[[0, 2], [1, 3]]"
 
 
@@ -116,7 +115,7 @@ def test_the_partitioners_callback_is_found_by_another_name_and_its_shardings_ar
     assert "a name of ours" in lowered.as_text()
     print(lowered.compile()(x).sum())
     """
-    found = output_of(run_python(program, environment=FOUR_DEVICES)).split("\n")
+    found = output_of(run_python(program, devices=4)).split("\n")
     assert found[:2] == ["4 [[0, 1], [2, 3]]", "16.0"]
 
 

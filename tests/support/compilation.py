@@ -13,20 +13,20 @@ from tests.support.resources import is_known
 #: Both passes of plain JAX in two dimensions: 5.5 to 6.9 s of processor time with XLA's own choices, 4.3 to 4.8 without
 #: optimisation, 2.1 to 2.3 if XLA also emits a fusion of operations without MLIR, and 1.4 to 1.8 if all code is one
 #: module of LLVM's.
-QUICK_HOST_OPTIONS: Mapping[str, int | bool] = {
+QUICK_HOST_OPTIONS: Mapping[str, Any] = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
 #: What XLA chooses where nobody asks for anything else.
-XLAS_OWN_OPTIONS: Mapping[str, int | bool] = {
+XLAS_OWN_OPTIONS: Mapping[str, Any] = {
     "xla_backend_optimization_level": 3,
     "xla_cpu_use_fusion_emitters": True,
     "xla_cpu_parallel_codegen_split_count": 32,
 }
 
 
-def flags_of(options: Mapping[str, int | bool]) -> list[str]:
+def flags_of(options: Mapping[str, Any]) -> list[str]:
     """Compiler options as ``XLA_FLAGS`` has them."""
     return [f"--{name}={str(value).lower()}" for name, value in options.items()]
 
