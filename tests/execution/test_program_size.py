@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,8 @@ def layers(count: int, backend: str, layout: tuple[int, int] = (16, 24), dtype: 
 
 def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """The program that users have; only the machine's code for it is not optimised, which nobody looks at here."""
-    return lowered.compile(compiler_options={**as_users_do(), "xla_backend_optimization_level": 0})
+    options: dict[str, Any] = {**as_users_do(), "xla_backend_optimization_level": 0}
+    return lowered.compile(compiler_options=options)
 
 
 def instructions(text: str) -> int:
