@@ -24,7 +24,8 @@ FEW = "--iterations 1 --warmup-steps 0"
 
 
 def test_lines_of_the_readme_run_on_a_host(tmp_path: Path) -> None:
-    lines = re.findall(r"^python -m (natten_jax\.profiler .*?)(?:  #.*)?$", README, re.MULTILINE)
+    joined = README.replace("\\\n", "")
+    lines = re.findall(r"^python -m (natten_jax\.profiler .*?)(?:  #.*)?$", joined, re.MULTILINE)
     assert len(lines) == 3
     environment = {**users_environment(), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(PACKAGE.parent)}
     for line in lines:
