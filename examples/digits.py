@@ -29,8 +29,10 @@ from sklearn.model_selection import train_test_split
 
 matplotlib.use("Agg")  # there may be no display
 import matplotlib.pyplot as plt  # only now is the choice of a display made
+from matplotlib.colors import LinearSegmentedColormap
 
 CLASSES = 10
+GRAY = "#7d8896"  # text on light and on dark pages
 DTYPES = ("float32", "float16", "bfloat16")
 IMAGE_SIZE = 8
 
@@ -122,16 +124,18 @@ def predict(model: Classifier, images: jax.Array) -> jax.Array:
 def save_predictions(path: Path, data: Data, predictions: np.ndarray, accuracy: float) -> None:
     """Draw test images with what they were taken for; mistakes come first and are red."""
     is_wrong = predictions != data.labels
-    shown = np.argsort(~is_wrong, kind="stable")[:40]
-    figure, axes = plt.subplots(5, 8, figsize=(8, 5.8), layout="constrained")
-    figure.suptitle(f"Test accuracy {accuracy:.2%}: {is_wrong.sum()} of {len(is_wrong)} mistaken")
+    shown = np.argsort(~is_wrong, kind="stable")[:24]
+    strokes = LinearSegmentedColormap.from_list("strokes", ["#2f7fc100", "#2f7fc1"])  # on pages of any color
+    figure, axes = plt.subplots(3, 8, figsize=(6, 3.2), layout="constrained")
+    title = f"Test accuracy {accuracy:.2%}: {is_wrong.sum()} of {len(is_wrong)} mistaken"
+    figure.suptitle(title, fontsize=12, color=GRAY)
     for axis, i in zip(axes.flat, shown, strict=True):
-        axis.imshow(data.images[i, ..., 0], cmap="gray_r")
+        axis.imshow(data.images[i, ..., 0], cmap=strokes)
         axis.set_axis_off()
         text = f"{predictions[i]} for {data.labels[i]}" if is_wrong[i] else f"{predictions[i]}"
-        axis.set_title(text, fontsize=9, color="red" if is_wrong[i] else "black")
+        axis.set_title(text, fontsize=11, color="#e0533d" if is_wrong[i] else GRAY)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, format="png")
+    figure.savefig(path, dpi=120, format="png", transparent=True)
     plt.close(figure)
 
 

@@ -1,4 +1,4 @@
-"""Train an hourglass diffusion transformer (HDiT, Crowson et al. 2024) on generated pictures, and sample from it.
+"""Train an hourglass diffusion transformer (HDiT, Crowson et al. 2024) on handwritten digits, and sample from it.
 
 Patches of an image are tokens. Each level of the hourglass merges 2 x 2 tokens of the level around it into one, and
 splits them again on the way out, where a learned share of the result replaces what was there before. Outer levels have
@@ -10,7 +10,8 @@ The objective is rectified flow: an image and noise are mixed in proportion, and
 the one to the other. Sampling follows it from noise to an image, in Euler's steps.
 
     python examples/hdit.py --output samples.png
-    python examples/hdit.py --widths 128 256 512 --depths 2 2 4 --image-size 128 --learning-rate 5e-4 --dtype bf16
+    python examples/hdit.py --data blobs --widths 128 256 512 --depths 2 2 4 --image-size 128 --patch 2 \\
+        --learning-rate 5e-4 --dtype bf16
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import matplotlib
 import numpy as np
 import optax
 from flax import nnx
+from sklearn.datasets import load_digits
 from timed_steps import TimedSteps
 
 from natten_jax import attention, backends, na2d
@@ -35,8 +37,10 @@ matplotlib.use("Agg")  # there may be no display
 import matplotlib.pyplot as plt  # only now is the choice of a display made
 
 BLOBS = 3  # in a generated picture
-CONDITION = 256  # features that describe the level of noise
+CLASSES = 10  # digits
+CONDITION = 256  # features that describe the level of noise and the class
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+GRAY = "#7d8896"  # text on light and on dark pages
 EPSILON = 1e-6  # what the squares of features are at least, where something is divided by their root
 HEAD_DIM = 64
 MLP_RATIO = 3
@@ -185,17 +189,20 @@ class Level(nnx.Module):
 
 
 class Mapping(nnx.Module):
-    """What normalizations are told of levels of noise ``[batch]``, which go from 0 to 1."""
+    """What normalizations are told of levels of noise ``[batch]``, which go from 0 to 1, and of classes ``[batch]``."""
 
     def __init__(self, dtype: Any, rngs: nnx.Rngs) -> None:
         self.dtype = dtype
         self.embed = linear(CONDITION, CONDITION, dtype, rngs)
+        as_long = nnx.initializers.normal(1.0)  # as the waves, or they would drown it
+        self.classes = nnx.Embed(CLASSES, CONDITION, dtype=dtype, embedding_init=as_long, rngs=rngs)
         self.norms = nnx.List([nnx.RMSNorm(CONDITION, dtype=dtype, rngs=rngs) for _ in range(MAPPING_DEPTH + 1)])
         self.perceptrons = nnx.List([GatedPerceptron(CONDITION, dtype, rngs) for _ in range(MAPPING_DEPTH)])
 
-    def __call__(self, noise_levels: jax.Array) -> jax.Array:
+    def __call__(self, noise_levels: jax.Array, classes: jax.Array) -> jax.Array:
         angles = noise_levels[:, None] * np.geomspace(1.0, 1000.0, CONDITION // 2, dtype=np.float32)
-        condition = self.embed(jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1).astype(self.dtype))
+        waves = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+        condition = self.embed(waves.astype(self.dtype)) + self.classes(classes)
         for norm, perceptron in zip(self.norms[:-1], self.perceptrons, strict=True):
             condition = condition + perceptron(norm(condition))
         return self.norms[-1](condition)
@@ -214,14 +221,33 @@ class Hourglass(nnx.Module):
         self.norm = nnx.RMSNorm(widths[0], epsilon=EPSILON, dtype=settings.dtype, rngs=rngs)
         self.head = linear(widths[0], 3 * patch**2, settings.dtype, rngs, is_zero=True)
 
-    def __call__(self, images: jax.Array, noise_levels: jax.Array) -> jax.Array:
-        """Velocities, float32, of noisy images ``[batch, size, size, 3]`` whose levels of noise are ``[batch]``."""
+    def __call__(self, images: jax.Array, noise_levels: jax.Array, classes: jax.Array) -> jax.Array:
+        """Velocities, float32, of noisy images ``[batch, size, size, 3]``; levels and classes are ``[batch]``."""
         tokens = self.embed(merged(images.astype(self.dtype), self.patch))
-        tokens = self.levels(tokens, self.mapping(noise_levels))
+        tokens = self.levels(tokens, self.mapping(noise_levels, classes))
         return split(self.head(self.norm(tokens)), self.patch).astype(jnp.float32)
 
 
-class Pictures:
+class Digits:
+    """Scikit-learn's handwritten digits, enlarged from 8 x 8 pixels, with values in [-1, 1]."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.key = jax.random.key(options.seed)
+        size = options.image_size
+        digits = load_digits()
+        small = jnp.asarray(digits.images[..., None] / 8 - 1, jnp.float32)
+        large = jax.image.resize(small, (len(small), size, size, 3), "cubic")
+        self._images, self._classes = jnp.clip(large, -1, 1), jnp.asarray(digits.target)
+        self._batch_size = options.batch
+
+    def batch(self, step: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Pictures ``[batch, size, size, 3]``, their classes, a key for noise; the same for a step whenever asked."""
+        at_pictures, at_noise = jax.random.split(jax.random.fold_in(self.key, step))
+        chosen = jax.random.choice(at_pictures, len(self._images), (self._batch_size,), replace=False)
+        return self._images[chosen], self._classes[chosen], at_noise
+
+
+class Blobs:
     """Generated pictures with values in [-1, 1]: round blobs of any color before a background of another one."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -230,10 +256,11 @@ class Pictures:
         self._draw = jax.jit(jax.vmap(self._picture))
         self._batch_size = options.batch
 
-    def batch(self, step: int) -> tuple[jax.Array, jax.Array]:
-        """Pictures ``[batch, size, size, 3]``, and a key for their noise; the same for a step whenever asked."""
+    def batch(self, step: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Pictures ``[batch, size, size, 3]``, their classes, a key for noise; the same for a step whenever asked."""
         at_pictures, at_noise = jax.random.split(jax.random.fold_in(self.key, step))
-        return self._draw(jax.random.split(at_pictures, self._batch_size)), at_noise
+        images = self._draw(jax.random.split(at_pictures, self._batch_size))
+        return images, jnp.zeros(self._batch_size, int), at_noise
 
     def _picture(self, key: jax.Array) -> jax.Array:
         at_colors, at_centers, at_radii = jax.random.split(key, 3)
@@ -249,10 +276,13 @@ class Pictures:
         return picture
 
 
-def step_of(graph: nnx.GraphDef[Hourglass], optimizer: optax.GradientTransformation) -> Callable[..., Any]:
-    """A step of training: takes parameters and the optimizer's state, images, a key; returns state and loss."""
+DATA = {"digits": Digits, "blobs": Blobs}
 
-    def step(state: Any, images: jax.Array, key: jax.Array) -> tuple[Any, jax.Array]:
+
+def step_of(graph: nnx.GraphDef[Hourglass], optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+    """A step of training: takes parameters with the optimizer's state, images, classes, a key; gives state and loss."""
+
+    def step(state: Any, images: jax.Array, classes: jax.Array, key: jax.Array) -> tuple[Any, jax.Array]:
         parameters, optimizer_state = state
         at_levels, at_noise = jax.random.split(key)
         levels = jax.random.uniform(at_levels, (len(images),))
@@ -260,7 +290,7 @@ def step_of(graph: nnx.GraphDef[Hourglass], optimizer: optax.GradientTransformat
         mixed = images + levels[:, None, None, None] * (noise - images)
 
         def loss_of(parameters: Any) -> jax.Array:
-            return jnp.square(nnx.merge(graph, parameters)(mixed, levels) - (noise - images)).mean()
+            return jnp.square(nnx.merge(graph, parameters)(mixed, levels, classes) - (noise - images)).mean()
 
         loss, gradients = jax.value_and_grad(loss_of)(parameters)
         updates, optimizer_state = optimizer.update(gradients, optimizer_state, parameters)
@@ -269,25 +299,37 @@ def step_of(graph: nnx.GraphDef[Hourglass], optimizer: optax.GradientTransformat
     return step
 
 
-def sample(graph: nnx.GraphDef[Hourglass], parameters: Any, noise: jax.Array, steps: int) -> jax.Array:
-    """Images that noise of their shape leads to."""
+def sample(
+    graph: nnx.GraphDef[Hourglass], parameters: Any, noise: jax.Array, classes: jax.Array, steps: int
+) -> jax.Array:
+    """Images of some classes that noise of their shape leads to."""
 
     @jax.jit
     def follow(parameters: Any, noise: jax.Array) -> jax.Array:
         def euler(step: int | jax.Array, images: jax.Array) -> jax.Array:
             level = jnp.full(len(images), 1 - step / steps)
-            return images - nnx.merge(graph, parameters)(images, level) / steps
+            return images - nnx.merge(graph, parameters)(images, level, classes) / steps
 
         return jax.lax.fori_loop(0, steps, euler, noise)
 
     return follow(parameters, noise)
 
 
-def save_pictures(path: Path, rows: Sequence[jax.Array]) -> None:
-    """Write images with values in [-1, 1], each ``[n, size, size, 3]`` as one row, as a PNG."""
-    tiles = np.concatenate([np.concatenate(list(np.asarray(row)), axis=1) for row in rows])
+def save_pictures(path: Path, rows: dict[str, tuple[jax.Array, jax.Array]], *, is_labelled: bool) -> None:
+    """Write images with values in [-1, 1], each ``[n, size, size, 3]`` as one row, under their classes, as a PNG."""
+    columns = max(len(images) for images, _ in rows.values())
+    figure = plt.figure(figsize=(0.65 * columns, 1.25 * len(rows)), layout="constrained")
+    for part, (name, (images, classes)) in zip(np.atleast_1d(figure.subfigures(len(rows))), rows.items(), strict=True):
+        part.suptitle(name, fontsize="large", color=GRAY)
+        places = part.subplots(1, columns, squeeze=False)[0]
+        for axes, image, class_ in zip(places, np.asarray(images), np.asarray(classes), strict=False):
+            axes.imshow(np.clip(image / 2 + 0.5, 0, 1), interpolation="nearest")
+            axes.set_axis_off()
+            if is_labelled:
+                axes.set_title(str(class_), fontsize="large", color=GRAY)
     path.parent.mkdir(parents=True, exist_ok=True)
-    plt.imsave(path, np.clip(tiles / 2 + 0.5, 0, 1), format="png")
+    figure.savefig(path, dpi=100, format="png", transparent=True)
+    plt.close(figure)
 
 
 def statistics_of(images: jax.Array) -> str:
@@ -296,26 +338,25 @@ def statistics_of(images: jax.Array) -> str:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Train an hourglass diffusion transformer on generated pictures, and sample from it.",
+        description="Train an hourglass diffusion transformer on digits or generated pictures, and sample from it.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    parser.add_argument("--data", default="digits", choices=DATA, help="what it learns to draw")
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 64], help="features per level, multiples of 64")
     parser.add_argument(
-        "--widths", type=int, nargs="+", default=[64, 128, 256], help="features per level, multiples of 64"
+        "--depths", type=int, nargs="+", default=[1, 2], help="blocks per level; outer ones have them twice"
     )
-    parser.add_argument(
-        "--depths", type=int, nargs="+", default=[1, 1, 2], help="blocks per level; outer ones have them twice"
-    )
-    parser.add_argument("--patch", type=int, default=2, help="height and width of an outermost token in pixels")
-    parser.add_argument("--image-size", type=int, default=32, help="height and width of an image in pixels")
-    parser.add_argument("--batch", type=int, default=16, help="images per step")
-    parser.add_argument("--steps", type=int, default=300, help="steps of training")
+    parser.add_argument("--patch", type=int, default=1, help="height and width of an outermost token in pixels")
+    parser.add_argument("--image-size", type=int, default=8, help="height and width of an image in pixels")
+    parser.add_argument("--batch", type=int, default=32, help="images per step")
+    parser.add_argument("--steps", type=int, default=800, help="steps of training")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="highest learning rate")
     parser.add_argument("--kernel-size", type=int, default=7, help="height and width of windows in tokens")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="type that the blocks compute in")
     parser.add_argument("--backend", default=None, help="such as cpu-fna or flex-fna; the best one if not given")
     parser.add_argument("--seed", type=int, default=0, help="of the parameters, the pictures and the noise")
-    parser.add_argument("--sampling-steps", type=int, default=20, help="Euler's steps from noise to an image")
-    parser.add_argument("--samples", type=int, default=8, help="images to sample")
+    parser.add_argument("--sampling-steps", type=int, default=40, help="Euler's steps from noise to an image")
+    parser.add_argument("--samples", type=int, default=10, help="images to sample")
     parser.add_argument("--output", type=Path, help="file for a picture of pictures (first row) and samples (second)")
     parser.add_argument("--profile", action="store_true", help="tell how much of a step is attention")
     options = parser.parse_args(arguments)
@@ -340,7 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train and sample; print losses and the time of a step, and, if asked for, how much of a step is attention."""
     options = parse(arguments)
     settings = Settings(options.kernel_size, DTYPES[options.dtype], options.backend)
-    pictures = Pictures(options)
+    pictures = DATA[options.data](options)
     model = Hourglass(options.widths, options.depths, options.patch, settings, rngs=nnx.Rngs(options.seed))
     graph, parameters = nnx.split(model)
     schedule = optax.warmup_cosine_decay_schedule(0.0, options.learning_rate, options.steps // 10, options.steps)
@@ -357,13 +398,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.profile:
         print(steps.profile(*pictures.batch(options.steps)))
 
-    real, key = pictures.batch(0)
+    real, classes, key = pictures.batch(0)
     noise = jax.random.normal(key, (options.samples, *real.shape[1:]))
-    samples = sample(graph, steps.state[0], noise, options.sampling_steps)
+    asked = jnp.arange(options.samples) % CLASSES if options.data == "digits" else jnp.zeros(options.samples, int)
+    samples = sample(graph, steps.state[0], noise, asked, options.sampling_steps)
     print(f"Samples after {options.sampling_steps} steps: {statistics_of(samples)}")
     print(f"Pictures: {statistics_of(real)}")
     if options.output is not None:
-        save_pictures(options.output, [real[: options.samples], samples])
+        rows = {"data": (real[: options.samples], classes), f"samples after {options.steps} steps": (samples, asked)}
+        save_pictures(options.output, rows, is_labelled=options.data == "digits")
 
 
 if __name__ == "__main__":
