@@ -276,7 +276,7 @@ class Blobs:
         return picture
 
 
-DATA = {"digits": Digits, "blobs": Blobs}
+DATA: dict[str, type[Digits] | type[Blobs]] = {"digits": Digits, "blobs": Blobs}
 
 
 def step_of(graph: nnx.GraphDef[Hourglass], optimizer: optax.GradientTransformation) -> Callable[..., Any]:
@@ -319,7 +319,9 @@ def save_pictures(path: Path, rows: dict[str, tuple[jax.Array, jax.Array]], *, i
     """Write images with values in [-1, 1], each ``[n, size, size, 3]`` as one row, under their classes, as a PNG."""
     columns = max(len(images) for images, _ in rows.values())
     figure = plt.figure(figsize=(0.65 * columns, 1.25 * len(rows)), layout="constrained")
-    for part, (name, (images, classes)) in zip(np.atleast_1d(figure.subfigures(len(rows))), rows.items(), strict=True):
+    for part, (name, (images, classes)) in zip(
+        figure.subfigures(len(rows), 1, squeeze=False)[:, 0], rows.items(), strict=True
+    ):
         part.suptitle(name, fontsize="large", color=GRAY)
         places = part.subplots(1, columns, squeeze=False)[0]
         for axes, image, class_ in zip(places, np.asarray(images), np.asarray(classes), strict=False):
