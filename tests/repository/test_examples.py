@@ -181,9 +181,9 @@ def test_dinat_has_the_published_sizes(preset, millions, monkeypatch):
     model = nnx.eval_shape(lambda: dinat["Classifier"](size, 224, 1000, settings, rngs=nnx.Rngs(0)))
     assert f"{dinat['count_parameters'](nnx.state(model)) / 1e6:.0f}" == millions
     windows = [[block.attention.neighborhood for block in stage] for stage in model.stages]
-    assert {each.kernel_size for stage in windows for each in stage} == {(7, 7)}
-    assert [max(each.dilation[0] for each in stage) for stage in windows] == [8, 4, 2, 1]
-    assert [[each.dilation[0] for each in stage[::2]] for stage in windows] == [
+    assert {each.window.kernel_size for stage in windows for each in stage} == {(7, 7)}
+    assert [max(each.window.dilation[0] for each in stage) for stage in windows] == [8, 4, 2, 1]
+    assert [[each.window.dilation[0] for each in stage[::2]] for stage in windows] == [
         [1] * len(stage[::2]) for stage in windows
     ]
 
