@@ -1,7 +1,7 @@
 """The registry of backends, and one folder or file for each family of them.
 
 - ``base``: what a backend states, and the functions that run a plan; ``native_backend`` for those with kernels.
-- ``hopper``, ``cutlass``, ``cpu``, ``flex``: the families.
+- ``hopper``, ``cutlass``, ``cpu``, ``flex``: the families; ``tpu`` is one that is not registered yet.
 - ``select``: which backend runs a pass, with which tiles: the only place where that is decided.
 - ``names``, ``heeded``: what backends are called, and which performance arguments make a difference to them.
 - ``missing_kernels``: the warning where kernels would run if they were built.

@@ -1,0 +1,147 @@
+"""The ``tpu`` backend: Pallas kernels for TPUs.
+
+It is not registered, so that no call runs it: the kernels have been interpreted and compiled, and never run on a TPU.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
+from natten_jax.backends.base import Backend, Platform
+from natten_jax.performance import Pass, TilePair
+from natten_jax.plan.devices import Device
+from natten_jax.plan.plan import Plan
+from natten_jax.problem import Problem, Shape
+
+_LARGEST_TILE = 1024  # tokens
+_TILE_TOKENS = 512
+_LOG2_E = math.log2(math.e)
+#: Logsumexp in base 2 of queries that see nothing, or that are padding: their weights are zero.
+_NOTHING_SEEN = 1e30
+
+
+class TpuBackend(Backend):
+    """Neighborhood attention on TPUs; see :class:`natten_jax.backends.base.Backend`."""
+
+    family = "tpu"
+    platform = Platform("tpu")
+    dtypes = ("bfloat16", "float32")
+    head_dim_step = 8
+    largest_head_dim = 256
+    carries_plan = False
+    fuses_additional_kv = False
+    heeds = ("backward_deterministic",)  # in every run
+
+    def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
+        """Why this backend cannot run a pass of the problem on the device; ``None`` where it can."""
+        reason = super().rejection(problem, device, pass_)
+        if reason is None and problem.additional_kv:
+            return "it takes no additional key/value tokens in the same call"
+        return reason
+
+    def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
+        """Query and key/value tile shapes of a pass, the recommended pair first."""
+        return [_recommended(problem, pass_)]
+
+    def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
+        """Most tokens of a tile."""
+        return _LARGEST_TILE, _LARGEST_TILE
+
+    def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
+        """Whether the kernels accept this pair: the last extents fill whole registers."""
+        return super().offers(problem, device, pass_, pair) and all(
+            tile[-1] % _alignment(problem) == 0 for tile in pair
+        )
+
+    def forward(self, plan: Plan, operands: Operands) -> Output:
+        """Compute output and logsumexp."""
+        return Output(*self.forward_saving(plan, operands)[:2])
+
+    def forward_saving(self, plan: Plan, operands: Operands) -> Saved:
+        """Compute them for a backward pass."""
+        from natten_jax.backends.tpu.forward import forward
+        from natten_jax.backends.tpu.kernels import call_of
+
+        call = call_of(plan, operands, _alignment(plan.problem))
+        out, statistics = forward(call, *call.laid_out(operands), _scales(plan, operands))
+        maximum, total = call.queries.of_tiles(statistics, call.heads)
+        sees_nothing = total == 0
+        total = jnp.where(sees_nothing, 1, total)
+        logsumexp = maximum / _LOG2_E + jnp.log(total)
+        remainder = jnp.where(sees_nothing, 0, (maximum - logsumexp * _LOG2_E) + jnp.log2(total))
+        logsumexp = jnp.where(sees_nothing, -jnp.inf, logsumexp)
+        return Saved(call.queries.restored(out, call.heads), logsumexp, remainder)
+
+    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
+        """Compute the gradients of the differentiable operands."""
+        from natten_jax.backends.tpu.backward import key_gradients, query_gradient
+        from natten_jax.backends.tpu.kernels import call_of
+
+        call = call_of(plan, operands, _alignment(plan.problem))
+        arrays = *call.laid_out(operands), call.queries.laid_out(cotangents.out.astype(operands.inputs.query.dtype))
+        delta = jnp.sum(cotangents.out.astype(jnp.float32) * saved.out.astype(jnp.float32), axis=-1)
+        remainder = jnp.zeros_like(saved.logsumexp) if saved.remainder is None else saved.remainder
+        logsumexp = jnp.where(saved.logsumexp == -jnp.inf, _NOTHING_SEEN, saved.logsumexp * _LOG2_E)
+        # What is padded has a logsumexp of 0 here, and a cotangent and a delta of 0: it adds nothing to gradients.
+        statistics = call.queries.in_tiles([logsumexp, remainder, delta - cotangents.logsumexp])
+        scales = _scales(plan, operands)
+        of_query = query_gradient(call, *arrays, statistics, scales, jnp.float32)
+        of_query = call.queries.restored(of_query, call.heads)
+        of_key, of_value = key_gradients(call, *arrays, statistics, scales)
+        scale = scales.reshape(-1, *(1,) * plan.problem.rank, call.heads, 1)
+        of_scale = None
+        if operands.inputs.scale is not None:
+            products = of_query * operands.inputs.query.astype(jnp.float32)
+            of_scale = jnp.sum(products, axis=(*range(1, 1 + plan.problem.rank), -1))
+        return Gradients(
+            (of_query * scale).astype(operands.inputs.query.dtype),
+            call.keys.restored(of_key, call.heads_kv),
+            call.keys.restored(of_value, call.heads_kv),
+            scale=of_scale,
+        )
+
+
+def _alignment(problem: Problem) -> int:
+    """Tokens of a register along the last dimension."""
+    return 16 if problem.dtype == "bfloat16" else 8
+
+
+def _scales(plan: Plan, operands: Operands) -> jax.Array:
+    """Factors of the logits, float32 ``[batch * heads]``."""
+    shape = operands.inputs.query.shape[0], operands.inputs.query.shape[-2]
+    if operands.inputs.scale is None:
+        return jnp.full((math.prod(shape),), plan.problem.scale, jnp.float32)
+    return jnp.broadcast_to(operands.inputs.scale.astype(jnp.float32), shape).reshape(-1)
+
+
+def _recommended(problem: Problem, pass_: Pass) -> TilePair:
+    """Tiles of about 512 tokens that are long along the last dimension, and boxes that hold what such a tile sees."""
+    alignment = _alignment(problem)
+    q_tile = _tile([-(-axis.query_extent // axis.dilation) for axis in problem.axes], alignment)
+    lengths = [-(-axis.kv_extent // axis.dilation) for axis in problem.axes]
+    if pass_ == "backward":
+        return q_tile, _tile(lengths, alignment)
+    reach = [
+        min(length, axis.kernel_size + axis.stride + tile - 2)
+        for length, axis, tile in zip(lengths, problem.axes, q_tile, strict=True)
+    ]
+    reach[-1] = min(reach[-1] + alignment - 1, lengths[-1])
+    return q_tile, _tile(reach, alignment, longest=_TILE_TOKENS)
+
+
+def _tile(extents: list[int], alignment: int, longest: int = 64) -> Shape:
+    """A tile of at most 512 tokens of a box, whole along as many of the last dimensions as it can be."""
+    longest = _TILE_TOKENS if len(extents) == 1 else longest
+    padded = -(-extents[-1] // alignment) * alignment
+    parts = -(-padded // longest)
+    tile = [-(-padded // (parts * alignment)) * alignment]
+    for extent in reversed(extents[:-1]):
+        room = max(_TILE_TOKENS // math.prod(tile), 1)
+        room = min(room, 8) if len(extents) > 2 and len(tile) == 1 else room
+        parts = -(-extent // room)
+        tile.insert(0, -(-extent // parts))
+    return tuple(tile)

@@ -1,0 +1,256 @@
+"""The backward pass: one kernel owns queries and goes over keys, the other owns keys and goes over queries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from natten_jax.backends.tpu.forward import bounds_specs, key_index
+from natten_jax.backends.tpu.kernels import (
+    LOG2_E,
+    Call,
+    KeyBox,
+    box_spec,
+    contract,
+    key_boxes,
+    matrix,
+    sees_all,
+    step_coordinates,
+    steps_of,
+    without_hidden,
+)
+from natten_jax.backends.tpu.visits import COUNT
+
+#: Rows of what a query's weights and their gradients are computed from.
+LOGSUMEXP, REMAINDER, DELTA = range(3)
+
+
+def _weights_and_gradients(
+    call: Call, logits: jax.Array, weights_gradients: jax.Array, statistics: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Weights, and gradients of the logits, ``[keys, queries]``, from the logits in base 2."""
+
+    def row(index: int) -> jax.Array:
+        return statistics[index : index + 1, :]
+
+    weights = jnp.exp2((logits - row(LOGSUMEXP)) - row(REMAINDER))
+    return weights, weights * (weights_gradients - row(DELTA))
+
+
+def query_gradient(
+    call: Call,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    out_gradient: jax.Array,
+    statistics: jax.Array,
+    scale: jax.Array,
+    result: Any,
+) -> jax.Array:
+    """Compute the query's gradient, but for the scale; arrays as in :func:`natten_jax.backends.tpu.forward.forward`.
+
+    Args:
+        call: What runs.
+        query: Queries.
+        key: Keys.
+        value: Values.
+        out_gradient: Cotangent of the output.
+        statistics: Rows of each query, ``[batch * heads, groups, tiles, 3, tokens]``.
+        scale: Factors of the logits.
+        result: Element type of the result.
+    """
+    tokens, width = call.queries.tile_tokens, query.shape[-1]
+    steps = steps_of([visits.most_boxes for visits in call.visits])
+    grid = query.shape[0], call.groups, steps_of([*call.queries.grid]), max(steps, 1)
+
+    def of_query(head: Any, group: Any, tile: Any, step: Any, *tables: Any) -> tuple[Any, ...]:
+        return (head, group, *call.query_tile_of(tile), 0)
+
+    def of_key(head: Any, group: Any, tile: Any, step: Any, *tables: Any) -> tuple[Any, ...]:
+        return key_index(call, call.kv_head(head), group, tile, step, tables)
+
+    def kernel(*refs: Any) -> None:
+        tables, (scales, q, k, v, do, stats, *bounds, dq, mixed) = refs[:3], refs[3:]
+        head, group, tile, step = map(pl.program_id, range(4))
+        rows = call.rows_of(group, tile, tables)
+
+        @pl.when(step == 0)
+        def _() -> None:
+            mixed[...] = jnp.zeros_like(mixed)
+
+        def add(boxes: Any) -> None:
+            keys = matrix(k)
+            logits = contract(call, keys, matrix(q), (1, 1)) * (scales[head] * LOG2_E)
+            if boxes is not None:
+                logits = without_hidden(call, logits, boxes, bounds)
+            products = contract(call, matrix(v), matrix(do), (1, 1))
+            _, gradients = _weights_and_gradients(call, logits, products, stats)
+            mixed[...] += contract(call, keys, gradients.astype(keys.dtype), (0, 0))
+
+        boxes = key_boxes(call, group, tile, step, tables)
+        is_step = step < steps_of([row(COUNT) for row in rows])
+        is_full = sees_all(call, rows, boxes)
+        pl.when(is_step & is_full)(lambda: add(None))
+        pl.when(is_step & ~is_full)(lambda: add(boxes))
+
+        @pl.when(step == pl.num_programs(3) - 1)
+        def _() -> None:
+            dq[...] = mixed[...].T.reshape(dq.shape).astype(dq.dtype)
+
+    query_block = (None, None, *call.queries.tile)
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=grid,
+            in_specs=[
+                pl.BlockSpec(memory_space=pltpu.SMEM),
+                pl.BlockSpec((*query_block, width), of_query),
+                box_spec(call, width, of_key),
+                box_spec(call, value.shape[-1], of_key),
+                pl.BlockSpec((*query_block, value.shape[-1]), of_query),
+                pl.BlockSpec((None, None, None, 3, tokens), lambda h, g, t, s, *tables: (h, g, t, 0, 0)),
+                *bounds_specs(call),
+            ],
+            out_specs=pl.BlockSpec((*query_block, width), of_query),
+            scratch_shapes=[pltpu.VMEM((width, tokens), jnp.float32)],
+        ),
+        out_shape=jax.ShapeDtypeStruct(query.shape, result),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+        name="natten_jax_tpu_query_gradient",
+    )(*call.box_tables(), scale, query, key, value, out_gradient, statistics, *call.bounds())
+
+
+def key_gradients(
+    call: Call,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    out_gradient: jax.Array,
+    statistics: jax.Array,
+    scale: jax.Array,
+) -> list[jax.Array]:
+    """Compute the gradients of keys and values; arguments as in :func:`query_gradient`.
+
+    The query heads of a key head are gone over one after another.
+    """
+    tokens, heads = call.queries.tile_tokens, call.heads // call.heads_kv
+    of_head = max(steps_of([visits.most_tiles for visits in call.visits]), 1)
+    grid = key.shape[0], call.groups, steps_of([*call.keys.grid]), heads * of_head
+
+    def seeing(group: Any, tile: Any, tables: Any) -> tuple[list[Any], list[Any]]:
+        """First tile of queries along each dimension, and how many there are."""
+        first, counts = [], []
+        for lengths, g, t, table in zip(
+            call.lengths, call.group_of(group), call.key_tile_of(tile), tables, strict=True
+        ):
+            row = (g * lengths.kv_tiles + t) * 2
+            first.append(table[row])
+            counts.append(table[row + 1])
+        return first, counts
+
+    def query_tile(group: Any, tile: Any, step: Any, tables: Any) -> list[Any]:
+        first, counts = seeing(group, tile, tables)
+        return [a + b for a, b in zip(first, step_coordinates(step % of_head, counts), strict=True)]
+
+    def query_head(head: Any, step: Any) -> Any:
+        return head // call.heads_kv * call.heads + head % call.heads_kv * heads + step // of_head
+
+    def of_key(head: Any, group: Any, tile: Any, step: Any, *tables: Any) -> tuple[Any, ...]:
+        return (head, call.key_group(group, tables[:3]), *call.key_tile_of(tile), 0)
+
+    def of_query(head: Any, group: Any, tile: Any, step: Any, *tables: Any) -> tuple[Any, ...]:
+        return (query_head(head, step), group, *query_tile(group, tile, step, tables[3:]), 0)
+
+    def flat(tile: list[Any]) -> Any:
+        x, y, z = tile
+        return (x * call.queries.grid[1] + y) * call.queries.grid[2] + z
+
+    def of_statistics(head: Any, group: Any, tile: Any, step: Any, *tables: Any) -> tuple[Any, ...]:
+        return query_head(head, step), group, flat(query_tile(group, tile, step, tables[3:])), 0, 0
+
+    def bounds_spec(dim: int) -> pl.BlockSpec:
+        return pl.BlockSpec(
+            (None, None, 2, tokens),
+            lambda h, g, t, s, *tables: (call.group_of(g)[dim], query_tile(g, t, s, tables[3:])[dim], 0, 0),
+        )
+
+    def kernel(*refs: Any) -> None:
+        tables, (scales, q, k, v, do, stats, *bounds, dk, dv, key_sum, value_sum) = refs[:6], refs[6:]
+        head, group, tile, step = map(pl.program_id, range(4))
+
+        @pl.when(step == 0)
+        def _() -> None:
+            key_sum[...] = jnp.zeros_like(key_sum)
+            value_sum[...] = jnp.zeros_like(value_sum)
+
+        def add(boxes: Any) -> None:
+            queries, outs = matrix(q), matrix(do)
+            logits = contract(call, matrix(k), queries, (1, 1)) * (scales[query_head(head, step)] * LOG2_E)
+            if boxes is not None:
+                logits = without_hidden(call, logits, boxes, bounds)
+            products = contract(call, matrix(v), outs, (1, 1))
+            weights, gradients = _weights_and_gradients(call, logits, products, stats)
+            value_sum[...] += contract(call, weights.astype(outs.dtype), outs, (1, 0))
+            key_sum[...] += (
+                contract(call, gradients.astype(queries.dtype), queries, (1, 0)) * scales[query_head(head, step)]
+            )
+
+        firsts = [t * extent for t, extent in zip(call.key_tile_of(tile), call.keys.tile, strict=True)]
+        boxes = [KeyBox(first, first) for first in firsts]
+        counts = seeing(group, tile, tables[3:])[1]
+        rows = call.rows_of(group, flat(query_tile(group, tile, step, tables[3:])), tables[:3])
+        is_step = step % of_head < steps_of(counts)
+        is_full = sees_all(call, rows, boxes)
+        pl.when(is_step & is_full)(lambda: add(None))
+        pl.when(is_step & ~is_full)(lambda: add(boxes))
+
+        @pl.when(step == pl.num_programs(3) - 1)
+        def _() -> None:
+            dk[...] = key_sum[...].reshape(dk.shape).astype(dk.dtype)
+            dv[...] = value_sum[...].reshape(dv.shape).astype(dv.dtype)
+
+    query_block, key_block = (None, None, *call.queries.tile), (None, None, *call.keys.tile)
+    specs = [
+        pl.BlockSpec((*key_block, key.shape[-1]), of_key),
+        pl.BlockSpec((*key_block, value.shape[-1]), of_key),
+    ]
+    return list(
+        pl.pallas_call(
+            kernel,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=6,
+                grid=grid,
+                in_specs=[
+                    pl.BlockSpec(memory_space=pltpu.SMEM),
+                    pl.BlockSpec((*query_block, query.shape[-1]), of_query),
+                    *specs,
+                    pl.BlockSpec((*query_block, value.shape[-1]), of_query),
+                    pl.BlockSpec((None, None, None, 3, tokens), of_statistics),
+                    *map(bounds_spec, range(3)),
+                ],
+                out_specs=specs,
+                scratch_shapes=[
+                    pltpu.VMEM((call.keys.tile_tokens, key.shape[-1]), jnp.float32),
+                    pltpu.VMEM((call.keys.tile_tokens, value.shape[-1]), jnp.float32),
+                ],
+            ),
+            out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (key, value)],
+            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+            name="natten_jax_tpu_key_gradients",
+        )(
+            *call.box_tables(),
+            *call.tile_tables(),
+            scale,
+            query,
+            key,
+            value,
+            out_gradient,
+            statistics,
+            *call.bounds(),
+        )
+    )

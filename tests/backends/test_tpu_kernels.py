@@ -1,0 +1,98 @@
+"""The TPU kernels in Pallas's interpreter, which finds races and fills fresh memory with NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from natten_jax.arrays.operands import Inputs, Operands, Output
+from natten_jax.backends.select import plan_with
+from natten_jax.backends.tpu.backend import TpuBackend
+from natten_jax.performance import PASSES, Performance, TilePair
+from natten_jax.plan.devices import Device
+from natten_jax.plan.request import Request
+from natten_jax.problem import Problem, problem_of
+from tests.support import oracle
+from tests.support.families import BOUNDS
+
+TPU = Device("tpu", is_present=False)
+
+PROBLEMS: dict[str, tuple[Problem, TilePair]] = {
+    "causal, shared keys": (
+        problem_of((30,), 9, is_causal=True, heads=2, heads_kv=1, head_dim=16, dtype="float32"),
+        ((16,), (8,)),
+    ),
+    "dilated, with strides": (
+        problem_of((5, 17), (2, 5), (2, 1), (2, 3), head_dim=8, dtype="float32"),
+        ((2, 8), (2, 8)),
+    ),
+    "three dimensions": (
+        problem_of((3, 4, 18), (2, 3, 4), (1, 2, 3), 1, (True, False, False), head_dim=16, head_dim_v=24),
+        ((3, 2, 16), (2, 3, 16)),
+    ),
+    "attention": (
+        problem_of((20,), operator="fmha", kv_layout=(25,), head_dim=8, dtype="float32", scale=-0.3),
+        ((8,), (16,)),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _interpreted() -> Iterator[None]:
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")):
+        yield
+
+
+def mask_of(problem: Problem) -> np.ndarray:
+    """Which keys each query sees."""
+    if problem.operator == "fmha":
+        (axis,) = problem.axes
+        return oracle.attention_mask(axis.query_extent, axis.kv_extent, axis.is_causal)
+    return oracle.neighborhood_mask(
+        problem.query_layout, problem.kernel_size, problem.stride, problem.dilation, problem.is_causal
+    )
+
+
+def distance(found: object, expected: np.ndarray) -> float:
+    """Of a result, relative to the norm of what was expected."""
+    return float(np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_results_and_gradients(name: str) -> None:
+    problem, tiles = PROBLEMS[name]
+    performance = Performance()
+    for pass_ in PASSES:
+        performance = performance.with_tiles(pass_, tiles)
+    backend, request = TpuBackend(), Request(problem, performance)
+    plans = {pass_: plan_with(backend, request, TPU, pass_) for pass_ in PASSES}
+    rng = np.random.default_rng(len(name))
+
+    def draw(*shape: int) -> jnp.ndarray:
+        return jnp.asarray(rng.standard_normal((1, *shape)), problem.dtype)
+
+    query, out_cotangent = (
+        draw(*problem.query_layout, problem.heads, width) for width in (problem.head_dim, problem.head_dim_v)
+    )
+    key, value = (draw(*problem.kv_layout, problem.heads_kv, width) for width in (problem.head_dim, problem.head_dim_v))
+    lse_cotangent = draw(*problem.query_layout, problem.heads).astype(jnp.float32)
+    operands = Operands(Inputs(query, key, value))
+    saved = backend.forward_saving(plans["forward"], operands)
+    gradients = backend.backward(plans["backward"], operands, saved, Output(out_cotangent, lse_cotangent))
+
+    in_float64 = oracle.Tensors(*(np.asarray(array, np.float64) for array in (query, key, value)))
+    cotangents = (np.asarray(array, np.float64) for array in (out_cotangent, lse_cotangent))
+    expected = oracle.reference(in_float64, mask_of(problem), problem.scale, *cotangents)
+    found = {
+        "out": distance(saved.out, expected.forward.out),
+        "lse": distance(saved.logsumexp, expected.forward.lse),
+        **{
+            f"d_{field}": distance(getattr(gradients, field), getattr(expected.gradients, field))
+            for field in ("query", "key", "value")
+        },
+    }
+    assert all(error <= BOUNDS[problem.dtype] for error in found.values()), found
