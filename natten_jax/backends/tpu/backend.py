@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
 from natten_jax.backends.base import Backend, Platform
+from natten_jax.backends.native_backend import delta
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan
@@ -83,11 +84,10 @@ class TpuBackend(Backend):
 
         call = call_of(plan, operands, _alignment(plan.problem))
         arrays = *call.laid_out(operands), call.queries.laid_out(cotangents.out.astype(operands.inputs.query.dtype))
-        delta = jnp.sum(cotangents.out.astype(jnp.float32) * saved.out.astype(jnp.float32), axis=-1)
         remainder = jnp.zeros_like(saved.logsumexp) if saved.remainder is None else saved.remainder
         logsumexp = jnp.where(saved.logsumexp == -jnp.inf, _NOTHING_SEEN, saved.logsumexp * _LOG2_E)
         # What is padded has a logsumexp of 0 here, and a cotangent and a delta of 0: it adds nothing to gradients.
-        statistics = call.queries.in_tiles([logsumexp, remainder, delta - cotangents.logsumexp])
+        statistics = call.queries.in_tiles([logsumexp, remainder, delta(saved.out, *cotangents)])
         scales = _scales(plan, operands)
         of_query = query_gradient(call, *arrays, statistics, scales, jnp.float32)
         of_query = call.queries.restored(of_query, call.heads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -9,28 +10,30 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from natten_jax.backends.tpu.forward import bounds_specs, key_index
 from natten_jax.backends.tpu.kernels import (
-    LOG2_E,
+    PARAMETERS,
     Call,
     KeyBox,
+    bounds_specs,
     box_spec,
     contract,
-    key_boxes,
+    masked_logits,
     matrix,
+    query_grid,
+    query_spec,
+    rows_spec,
     sees_all,
     step_coordinates,
-    steps_of,
-    without_hidden,
+    visit,
+    visit_keys,
 )
-from natten_jax.backends.tpu.visits import COUNT
 
 #: Rows of what a query's weights and their gradients are computed from.
 LOGSUMEXP, REMAINDER, DELTA = range(3)
 
 
 def _weights_and_gradients(
-    call: Call, logits: jax.Array, weights_gradients: jax.Array, statistics: Any
+    logits: jax.Array, weights_gradients: jax.Array, statistics: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Weights, and gradients of the logits, ``[keys, queries]``, from the logits in base 2."""
 
@@ -63,20 +66,11 @@ def query_gradient(
         scale: Factors of the logits.
         result: Element type of the result.
     """
-    tokens, width = call.queries.tile_tokens, query.shape[-1]
-    steps = steps_of([visits.most_boxes for visits in call.visits])
-    grid = query.shape[0], call.groups, steps_of([*call.queries.grid]), max(steps, 1)
-
-    def of_query(head: Any, group: Any, tile: Any, step: Any, *tables: Any) -> tuple[Any, ...]:
-        return (head, group, *call.query_tile_of(tile), 0)
-
-    def of_key(head: Any, group: Any, tile: Any, step: Any, *tables: Any) -> tuple[Any, ...]:
-        return key_index(call, call.kv_head(head), group, tile, step, tables)
+    width = query.shape[-1]
 
     def kernel(*refs: Any) -> None:
         tables, (scales, q, k, v, do, stats, *bounds, dq, mixed) = refs[:3], refs[3:]
-        head, group, tile, step = map(pl.program_id, range(4))
-        rows = call.rows_of(group, tile, tables)
+        head, _group, _tile, step = place = [pl.program_id(axis) for axis in range(4)]
 
         @pl.when(step == 0)
         def _() -> None:
@@ -84,43 +78,36 @@ def query_gradient(
 
         def add(boxes: Any) -> None:
             keys = matrix(k)
-            logits = contract(call, keys, matrix(q), (1, 1)) * (scales[head] * LOG2_E)
-            if boxes is not None:
-                logits = without_hidden(call, logits, boxes, bounds)
+            logits = masked_logits(call, keys, matrix(q), scales[head], boxes, bounds)
             products = contract(call, matrix(v), matrix(do), (1, 1))
-            _, gradients = _weights_and_gradients(call, logits, products, stats)
+            _, gradients = _weights_and_gradients(logits, products, stats)
             mixed[...] += contract(call, keys, gradients.astype(keys.dtype), (0, 0))
 
-        boxes = key_boxes(call, group, tile, step, tables)
-        is_step = step < steps_of([row(COUNT) for row in rows])
-        is_full = sees_all(call, rows, boxes)
-        pl.when(is_step & is_full)(lambda: add(None))
-        pl.when(is_step & ~is_full)(lambda: add(boxes))
+        visit_keys(call, place, tables, add)
 
         @pl.when(step == pl.num_programs(3) - 1)
         def _() -> None:
             dq[...] = mixed[...].T.reshape(dq.shape).astype(dq.dtype)
 
-    query_block = (None, None, *call.queries.tile)
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=grid,
+            grid=query_grid(call, query.shape[0]),
             in_specs=[
                 pl.BlockSpec(memory_space=pltpu.SMEM),
-                pl.BlockSpec((*query_block, width), of_query),
-                box_spec(call, width, of_key),
-                box_spec(call, value.shape[-1], of_key),
-                pl.BlockSpec((*query_block, value.shape[-1]), of_query),
-                pl.BlockSpec((None, None, None, 3, tokens), lambda h, g, t, s, *tables: (h, g, t, 0, 0)),
+                query_spec(call, width),
+                box_spec(call, width),
+                box_spec(call, value.shape[-1]),
+                query_spec(call, value.shape[-1]),
+                rows_spec(call, 3),
                 *bounds_specs(call),
             ],
-            out_specs=pl.BlockSpec((*query_block, width), of_query),
-            scratch_shapes=[pltpu.VMEM((width, tokens), jnp.float32)],
+            out_specs=query_spec(call, width),
+            scratch_shapes=[pltpu.VMEM((width, call.queries.tile_tokens), jnp.float32)],
         ),
         out_shape=jax.ShapeDtypeStruct(query.shape, result),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+        compiler_params=PARAMETERS,
         name="natten_jax_tpu_query_gradient",
     )(*call.box_tables(), scale, query, key, value, out_gradient, statistics, *call.bounds())
 
@@ -139,8 +126,8 @@ def key_gradients(
     The query heads of a key head are gone over one after another.
     """
     tokens, heads = call.queries.tile_tokens, call.heads // call.heads_kv
-    of_head = max(steps_of([visits.most_tiles for visits in call.visits]), 1)
-    grid = key.shape[0], call.groups, steps_of([*call.keys.grid]), heads * of_head
+    of_head = max(math.prod([visits.most_tiles for visits in call.visits]), 1)
+    grid = key.shape[0], call.groups, math.prod([*call.keys.grid]), heads * of_head
 
     def seeing(group: Any, tile: Any, tables: Any) -> tuple[list[Any], list[Any]]:
         """First tile of queries along each dimension, and how many there are."""
@@ -190,24 +177,19 @@ def key_gradients(
 
         def add(boxes: Any) -> None:
             queries, outs = matrix(q), matrix(do)
-            logits = contract(call, matrix(k), queries, (1, 1)) * (scales[query_head(head, step)] * LOG2_E)
-            if boxes is not None:
-                logits = without_hidden(call, logits, boxes, bounds)
+            scale = scales[query_head(head, step)]
+            logits = masked_logits(call, matrix(k), queries, scale, boxes, bounds)
             products = contract(call, matrix(v), outs, (1, 1))
-            weights, gradients = _weights_and_gradients(call, logits, products, stats)
+            weights, gradients = _weights_and_gradients(logits, products, stats)
             value_sum[...] += contract(call, weights.astype(outs.dtype), outs, (1, 0))
-            key_sum[...] += (
-                contract(call, gradients.astype(queries.dtype), queries, (1, 0)) * scales[query_head(head, step)]
-            )
+            key_sum[...] += contract(call, gradients.astype(queries.dtype), queries, (1, 0)) * scale
 
         firsts = [t * extent for t, extent in zip(call.key_tile_of(tile), call.keys.tile, strict=True)]
         boxes = [KeyBox(first, first) for first in firsts]
         counts = seeing(group, tile, tables[3:])[1]
         rows = call.rows_of(group, flat(query_tile(group, tile, step, tables[3:])), tables[:3])
-        is_step = step % of_head < steps_of(counts)
-        is_full = sees_all(call, rows, boxes)
-        pl.when(is_step & is_full)(lambda: add(None))
-        pl.when(is_step & ~is_full)(lambda: add(boxes))
+        is_step = step % of_head < math.prod(counts)
+        visit(add, is_step, sees_all(call, rows, boxes), boxes)
 
         @pl.when(step == pl.num_programs(3) - 1)
         def _() -> None:
@@ -240,7 +222,7 @@ def key_gradients(
                 ],
             ),
             out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (key, value)],
-            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+            compiler_params=PARAMETERS,
             name="natten_jax_tpu_key_gradients",
         )(
             *call.box_tables(),

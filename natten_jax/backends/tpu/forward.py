@@ -13,18 +13,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from natten_jax.backends.tpu.kernels import (
-    LOG2_E,
+    PARAMETERS,
     SMALLEST_MAXIMUM,
     Call,
+    bounds_specs,
     box_spec,
     contract,
-    key_boxes,
+    masked_logits,
     matrix,
-    sees_all,
-    steps_of,
-    without_hidden,
+    query_grid,
+    query_spec,
+    rows_spec,
+    visit_keys,
 )
-from natten_jax.backends.tpu.visits import COUNT
 
 
 def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scale: jax.Array) -> list[jax.Array]:
@@ -42,20 +43,11 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
         ``[batch * heads, groups, tiles, 2, tokens]``.
     """
     tokens, width = call.queries.tile_tokens, value.shape[-1]
-    tiles = [*call.queries.grid]
-    steps = steps_of([visits.most_boxes for visits in call.visits])
-    grid = query.shape[0], call.groups, steps_of(tiles), max(steps, 1)
-
-    def of_query(head: Any, group: Any, tile: Any, step: Any, *tables: Any) -> tuple[Any, ...]:
-        return (head, group, *call.query_tile_of(tile), 0)
-
-    def of_key(head: Any, group: Any, tile: Any, step: Any, *tables: Any) -> tuple[Any, ...]:
-        return key_index(call, call.kv_head(head), group, tile, step, tables)
+    grid = query_grid(call, query.shape[0])
 
     def kernel(*refs: Any) -> None:
         tables, (scales, q, k, v, *bounds, out, statistics, maximum, total, mixed) = refs[:3], refs[3:]
-        head, group, tile, step = map(pl.program_id, range(4))
-        rows = call.rows_of(group, tile, tables)
+        head, _group, _tile, step = place = [pl.program_id(axis) for axis in range(4)]
 
         @pl.when(step == 0)
         def _() -> None:
@@ -64,9 +56,7 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
             mixed[...] = jnp.zeros_like(mixed)
 
         def add(boxes: Any) -> None:
-            logits = contract(call, matrix(k), matrix(q), (1, 1)) * (scales[head] * LOG2_E)
-            if boxes is not None:
-                logits = without_hidden(call, logits, boxes, bounds)
+            logits = masked_logits(call, matrix(k), matrix(q), scales[head], boxes, bounds)
             before = maximum[...]
             now = jnp.maximum(before, jnp.max(logits, axis=0, keepdims=True))
             weights, change = jnp.exp2(logits - now), jnp.exp2(before - now)
@@ -75,11 +65,7 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
             values = matrix(v)
             mixed[...] = mixed[...] * change + contract(call, values, weights.astype(values.dtype), (0, 0))
 
-        boxes = key_boxes(call, group, tile, step, tables)
-        is_step = step < steps_of([row(COUNT) for row in rows])
-        is_full = sees_all(call, rows, boxes)
-        pl.when(is_step & is_full)(lambda: add(None))
-        pl.when(is_step & ~is_full)(lambda: add(boxes))
+        visit_keys(call, place, tables, add)
 
         @pl.when(step == pl.num_programs(3) - 1)
         def _() -> None:
@@ -89,7 +75,6 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
             statistics[0:1, :] = maximum[...]
             statistics[1:2, :] = sums
 
-    query_block = (None, None, *call.queries.tile)
     return list(
         pl.pallas_call(
             kernel,
@@ -98,14 +83,14 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
                 grid=grid,
                 in_specs=[
                     pl.BlockSpec(memory_space=pltpu.SMEM),
-                    pl.BlockSpec((*query_block, query.shape[-1]), of_query),
-                    box_spec(call, key.shape[-1], of_key),
-                    box_spec(call, width, of_key),
+                    query_spec(call, query.shape[-1]),
+                    box_spec(call, key.shape[-1]),
+                    box_spec(call, width),
                     *bounds_specs(call),
                 ],
                 out_specs=[
-                    pl.BlockSpec((*query_block, width), of_query),
-                    pl.BlockSpec((None, None, None, 2, tokens), lambda h, g, t, s, *tables: (h, g, t, 0, 0)),
+                    query_spec(call, width),
+                    rows_spec(call, 2),
                 ],
                 scratch_shapes=[
                     pltpu.VMEM((1, tokens), jnp.float32),
@@ -117,25 +102,7 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
                 jax.ShapeDtypeStruct((*query.shape[:-1], width), query.dtype),
                 jax.ShapeDtypeStruct((*grid[:3], 2, tokens), jnp.float32),
             ],
-            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+            compiler_params=PARAMETERS,
             name="natten_jax_tpu_forward",
         )(*call.box_tables(), scale, query, key, value, *call.bounds())
     )
-
-
-def key_index(call: Call, head: Any, group: Any, tile: Any, step: Any, tables: Any) -> tuple[Any, ...]:
-    """Where a step's box of keys begins, in elements."""
-    x, y, z = (box.first for box in key_boxes(call, group, tile, step, tables))
-    return head, call.key_group(group, tables), x, y, pl.multiple_of(z, call.alignment), 0
-
-
-def bounds_specs(call: Call) -> list[pl.BlockSpec]:
-    """Of :meth:`Call.bounds`, where a program has a tile of queries."""
-
-    def spec(dim: int) -> pl.BlockSpec:
-        return pl.BlockSpec(
-            (None, None, 2, call.queries.tile_tokens),
-            lambda h, g, t, s, *tables: (call.group_of(g)[dim], call.query_tile_of(t)[dim], 0, 0),
-        )
-
-    return [spec(dim) for dim in range(3)]

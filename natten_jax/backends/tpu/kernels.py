@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from natten_jax.arrays.operands import Operands
-from natten_jax.backends.tpu.layout import KERNEL_RANK, Layout
+from natten_jax.backends.tpu.layout import Layout
 from natten_jax.backends.tpu.visits import COLUMNS, CORE_END, CORE_FIRST, COUNT, KEY_GROUP, START, Lengths, Visits
+from natten_jax.native.abi import KERNEL_RANK
 from natten_jax.plan.plan import Plan
 from natten_jax.windows import Axis
 
@@ -22,6 +24,8 @@ from natten_jax.windows import Axis
 HIDDEN = -1e30
 SMALLEST_MAXIMUM = -1e29
 LOG2_E = math.log2(math.e)
+#: All programs may run at once but the steps of one, which follow each other.
+PARAMETERS = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"))
 
 Scalar = Any  # int or traced int32 scalar
 
@@ -159,14 +163,9 @@ def _unraveled(index: Scalar, shape: Sequence[int]) -> list[Scalar]:
     return [*_unraveled(index // last, leading), index % last] if last > 1 else [*_unraveled(index, leading), 0]
 
 
-def steps_of(counts: Sequence[Scalar]) -> Scalar:
-    """How many steps a tile takes."""
-    return functools.reduce(lambda a, b: a * b, counts)
-
-
 def step_coordinates(step: Scalar, counts: Sequence[Scalar]) -> list[Scalar]:
     """Which of each dimension's boxes a step has; that of the last step, where there are no more."""
-    step = jnp.maximum(jnp.minimum(step, steps_of(counts) - 1), 0)
+    step = jnp.maximum(jnp.minimum(step, math.prod(counts) - 1), 0)
     found: list[Scalar] = []
     for count in reversed(counts[1:]):
         count = jnp.maximum(count, 1)
@@ -242,6 +241,71 @@ def matrix(ref: Any) -> jax.Array:
     return array.reshape(-1, array.shape[-1])
 
 
-def box_spec(call: Call, width: int, index: Any) -> pl.BlockSpec:
-    """A box of keys or values, wherever it begins."""
+def box_spec(call: Call, width: int) -> pl.BlockSpec:
+    """The box of keys or values of a step of a program that owns queries, wherever it begins."""
+
+    def index(head: Scalar, group: Scalar, tile: Scalar, step: Scalar, *tables: Any) -> tuple[Scalar, ...]:
+        x, y, z = (box.first for box in key_boxes(call, group, tile, step, tables))
+        return call.kv_head(head), call.key_group(group, tables), x, y, pl.multiple_of(z, call.alignment), 0
+
     return pl.BlockSpec((*map(pl.Element, (1, 1, *call.keys.tile, width)),), index)
+
+
+def masked_logits(
+    call: Call,
+    keys: jax.Array,
+    queries: jax.Array,
+    scale: Scalar,
+    boxes: Sequence[KeyBox] | None,
+    bounds: Sequence[Any],
+) -> jax.Array:
+    """Logits in base 2, ``[keys, queries]``; ``boxes`` are given where some queries do not see all keys."""
+    logits = contract(call, keys, queries, (1, 1)) * (scale * LOG2_E)
+    return logits if boxes is None else without_hidden(call, logits, boxes, bounds)
+
+
+def visit(add: Callable[[Sequence[KeyBox] | None], None], is_step: Any, is_full: Any, boxes: Sequence[KeyBox]) -> None:
+    """Add a step's box, where there is one: without a mask where nothing is hidden."""
+    pl.when(is_step & is_full)(lambda: add(None))
+    pl.when(is_step & ~is_full)(lambda: add(boxes))
+
+
+def visit_keys(
+    call: Call, place: Sequence[Scalar], tables: Sequence[Any], add: Callable[[Sequence[KeyBox] | None], None]
+) -> None:
+    """Add the box of keys of a program that owns queries, at its place in :func:`query_grid`."""
+    _, group, tile, step = place
+    rows = call.rows_of(group, tile, tables)
+    boxes = key_boxes(call, group, tile, step, tables)
+    visit(add, step < math.prod([row(COUNT) for row in rows]), sees_all(call, rows, boxes), boxes)
+
+
+def query_grid(call: Call, heads: int) -> tuple[int, ...]:
+    """Programs that own queries: heads of all batch entries, dilation groups, tiles, and boxes of keys."""
+    steps = math.prod(visits.most_boxes for visits in call.visits)
+    return heads, call.groups, math.prod(call.queries.grid), max(steps, 1)
+
+
+def query_spec(call: Call, width: int) -> pl.BlockSpec:
+    """The tile of such a program."""
+    return pl.BlockSpec(
+        (None, None, *call.queries.tile, width), lambda h, g, t, s, *tables: (h, g, *call.query_tile_of(t), 0)
+    )
+
+
+def rows_spec(call: Call, count: int) -> pl.BlockSpec:
+    """Numbers of its queries, ``[count, tokens]``."""
+    shape = None, None, None, count, call.queries.tile_tokens
+    return pl.BlockSpec(shape, lambda h, g, t, s, *tables: (h, g, t, 0, 0))
+
+
+def bounds_specs(call: Call) -> list[pl.BlockSpec]:
+    """Of :meth:`Call.bounds`."""
+
+    def spec(dim: int) -> pl.BlockSpec:
+        return pl.BlockSpec(
+            (None, None, 2, call.queries.tile_tokens),
+            lambda h, g, t, s, *tables: (call.group_of(g)[dim], call.query_tile_of(t)[dim], 0, 0),
+        )
+
+    return [spec(dim) for dim in range(KERNEL_RANK)]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-KERNEL_RANK = 3
+from natten_jax.native.abi import KERNEL_RANK
 
 
 @dataclasses.dataclass(frozen=True)
