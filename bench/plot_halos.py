@@ -6,10 +6,8 @@ Example:
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from lib import command
@@ -41,9 +39,7 @@ def draw(axes: Axes, events: Sequence[dict[str, Any]], first: float, last: float
 
 def main() -> None:
     """Draw the whole pass, and its start."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("record", type=Path)
-    parser.add_argument("picture", type=Path)
+    parser = command.record_parser(__doc__)
     parser.add_argument("--row", help="of the record; the first one, unless named")
     options = parser.parse_args()
     results = json.loads(options.record.read_text(encoding="utf-8"))["results"]

@@ -6,8 +6,6 @@ Example:
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +39,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     """Draw one record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("record", type=Path)
-    parser.add_argument("picture", type=Path)
-    options = parser.parse_args()
-    draw(json.loads(options.record.read_text(encoding="utf-8")), options.picture)
+    command.draw_record(__doc__, draw)
 
 
 if __name__ == "__main__":

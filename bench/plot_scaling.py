@@ -7,7 +7,6 @@ Example:
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -124,9 +123,7 @@ def _stride(row: dict[str, Any]) -> str:
 
 def main() -> None:
     """Draw one record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("record", type=Path)
-    parser.add_argument("picture", type=Path)
+    parser = command.record_parser(__doc__)
     parser.add_argument("--splits", nargs="+", help="that are drawn; all if none are named")
     options = parser.parse_args()
     draw(json.loads(options.record.read_text(encoding="utf-8")), options.picture, options.splits)
