@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.windows import Axis, group_length, window_bounds
+from natten_jax.windows import Axis, group_length
 
 Table = Any  # numpy.ndarray or jax.Array, int32
 
@@ -103,7 +103,7 @@ class Visits:
         token = xp.minimum(q_origin + local, axis.query_extent - 1)  # where there is no query, any
         residue = (q_origin + group) % d
         key_group = (residue - kv_origin) % d
-        first, end = window_bounds(axis.window, token // d, group_length(axis.kv_extent, d, residue), xp=xp)
+        first, end = axis.bounds(token // d, axis.lengths(residue), xp=xp)
         base, own = (kv_origin + key_group) // d, group_length(keys, d, key_group)
         first, end = (xp.clip(bound - base, 0, own) for bound in (first, end))
         is_query = local < queries
