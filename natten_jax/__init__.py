@@ -17,6 +17,7 @@ from natten_jax.ops.attention import attention
 from natten_jax.ops.ignored_arguments import IgnoredArgumentWarning
 from natten_jax.ops.merge import merge_attentions
 from natten_jax.ops.neighborhood import na1d, na2d, na3d
+from natten_jax.ops.neighborhood_weights import neighborhood_apply, neighborhood_weights
 from natten_jax.ops.tuned import load_tuned
 from natten_jax.performance import KernelSchedule
 
@@ -45,6 +46,8 @@ __all__ = [
     "na1d",
     "na2d",
     "na3d",
+    "neighborhood_apply",
+    "neighborhood_weights",
 ]
 __all__ += _config_queries.query_names()
 

@@ -1,0 +1,217 @@
+"""Neighborhood attention in two halves, with the weights of every window as an array in between."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from natten_jax.arguments.scale import Scale, number_or_array, per_head
+from natten_jax.arguments.static import Bools, Ints, flag
+from natten_jax.arrays.avals import varying_like
+from natten_jax.arrays.operands import Inputs
+from natten_jax.element_types import ELEMENT_TYPES, SUPPORTED_DTYPES
+from natten_jax.ops.arrays import ArrayLike, as_jax_array, neighborhood_problem
+from natten_jax.windows import Axis, WindowArguments
+
+
+def neighborhood_weights(
+    query: ArrayLike,
+    key: ArrayLike,
+    kernel_size: Ints,
+    stride: Ints = 1,
+    dilation: Ints = 1,
+    is_causal: Bools = False,
+    scale: Scale | None = None,
+    *,
+    return_logits: bool = False,
+) -> jax.Array:
+    """The softmax weights with which each query of :func:`natten_jax.na1d` and its like sees the keys of its window.
+
+    Plain JAX, differentiable, and slower than these functions, which never have the weights in memory: for weights that
+    something is done to before values are mixed with them (dropout, another normalisation), or to look at attention.
+    They take ``prod(kernel_size)`` numbers for each query and head.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from natten_jax import na2d, neighborhood_apply, neighborhood_weights
+        >>> query, key, value = jnp.ones((3, 1, 8, 12, 4, 16))
+        >>> weights = neighborhood_weights(query, key, kernel_size=(3, 5))
+        >>> weights.shape
+        (1, 8, 12, 4, 15)
+        >>> out = neighborhood_apply(weights, value, kernel_size=(3, 5))
+        >>> bool(jnp.allclose(out, na2d(query, key, value, kernel_size=(3, 5))))
+        True
+
+    Args:
+        query: ``[batch, *layout, heads, head_dim]`` of one, two or three token dimensions.
+        key: ``[batch, *layout, heads_kv, head_dim]``; ``heads`` is a multiple of ``heads_kv``.
+        kernel_size: Window extent in tokens, one value for all dimensions, or one for each; so are the next three.
+        stride: Queries that share a window.
+        dilation: Distance between neighboring tokens of a window.
+        is_causal: Whether later keys are hidden.
+        scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``; or an array, without dimensions or ``[heads]``.
+        return_logits: Return the logits in place of their softmax.
+
+    Returns:
+        ``[batch, *layout, heads, prod(kernel_size)]`` in the query's dtype; logits in float32 (float64 for float64
+        inputs). Windows are in the order of their keys, the last dimension fastest. Windows of causal dimensions have
+        fewer keys at the beginning of the layout: places that are left, which are the last ones, and keys behind the
+        query have weight 0, and logit ``-inf``.
+
+    Raises:
+        ValueError: A value, shape or dtype breaks a rule.
+        TypeError: An argument is of the wrong type.
+    """
+    return_logits = flag("return_logits", return_logits)
+    query, key = as_jax_array("query", query), as_jax_array("key", key)
+    rank = _rank("query", query, "[batch, *layout, heads, head_dim]")
+    number, factors = number_or_array(scale)
+    problem = neighborhood_problem(
+        rank,
+        Inputs(query, key, key),
+        WindowArguments(kernel_size, stride, dilation, is_causal),
+        number if factors is None else 1.0,
+    )
+    factor = problem.scale if factors is None else per_head(factors, 1, problem.heads, problem.dtype)[0]
+    accumulator = problem.element.accumulator
+    grouped = _grouped(query, problem.heads_kv).astype(accumulator)
+    every_key = jnp.asarray(key)
+
+    @jax.checkpoint  # otherwise a copy of the keys would be kept for each place
+    def logits_of(place: _Place) -> jax.Array:
+        keys = place.of(every_key).astype(accumulator)
+        products = jnp.sum(grouped * keys[..., None, :], axis=-1).reshape(query.shape[:-1])
+        return jnp.where(place.is_seen(), factor * products, -jnp.inf)
+
+    logits = jnp.moveaxis(jax.lax.map(logits_of, _places(problem.axes)), 0, -1)
+    return logits if return_logits else jax.nn.softmax(logits, axis=-1).astype(query.dtype)
+
+
+def neighborhood_apply(
+    weights: ArrayLike,
+    value: ArrayLike,
+    kernel_size: Ints,
+    stride: Ints = 1,
+    dilation: Ints = 1,
+    is_causal: Bools = False,
+) -> jax.Array:
+    """Mix the values of each query's window with weights, as :func:`neighborhood_weights` returns them, or others.
+
+    Plain JAX, differentiable.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from natten_jax import neighborhood_apply
+        >>> means = neighborhood_apply(jnp.full((2, 32, 4, 5), 1 / 5), jnp.ones((2, 32, 4, 16)), kernel_size=5)
+        >>> means.shape
+        (2, 32, 4, 16)
+
+    Args:
+        weights: ``[batch, *layout, heads, prod(kernel_size)]``, any numbers; places without a key (see
+            :func:`neighborhood_weights`) count for nothing.
+        value: ``[batch, *layout, heads_kv, head_dim_v]``; ``heads`` is a multiple of ``heads_kv``.
+        kernel_size: Window extent in tokens, one value for all dimensions, or one for each; so are the next three.
+        stride: Queries that share a window.
+        dilation: Distance between neighboring tokens of a window.
+        is_causal: Whether later keys are hidden.
+
+    Returns:
+        ``[batch, *layout, heads, head_dim_v]`` in the dtype of the values.
+
+    Raises:
+        ValueError: A value, shape or dtype breaks a rule.
+        TypeError: An argument is of the wrong type.
+    """
+    weights, value = as_jax_array("weights", weights), as_jax_array("value", value)
+    rank = _rank("value", value, "[batch, *layout, heads_kv, head_dim_v]")
+    batch, *layout, heads_kv, width = value.shape
+    if value.dtype.name not in SUPPORTED_DTYPES:
+        raise ValueError(f"value has dtype {value.dtype.name}; supported are {', '.join(SUPPORTED_DTYPES)}")
+    window = WindowArguments(kernel_size, stride, dilation, is_causal).checked(rank)
+    axes = window.axes(layout, layout)
+    shape = (batch, *layout, math.prod(axis.kernel_size for axis in axes))
+    given = weights.shape
+    if weights.ndim != value.ndim or (*given[:-2], given[-1]) != shape or not given[-2] or given[-2] % heads_kv:
+        raise ValueError(
+            f"weights has shape {given}, but [batch, *layout, heads, prod(kernel_size)] asks for "
+            f"{(*shape[:-1], 'heads', shape[-1])} with heads a multiple of the {heads_kv} of value"
+        )
+    if not jnp.issubdtype(weights.dtype, jnp.floating):
+        raise ValueError(f"weights has dtype {weights.dtype.name}, but weights are floating point numbers")
+    accumulator = jnp.promote_types(ELEMENT_TYPES[value.dtype.name].accumulator, weights.dtype)
+    every_value = jnp.asarray(value)
+
+    @jax.checkpoint
+    def mixed_with(mixed: jax.Array, of_place: tuple[_Place, jax.Array]) -> tuple[jax.Array, None]:
+        place, weight = of_place
+        weight = jnp.where(place.is_seen()[..., None, None], weight, 0).astype(accumulator)
+        return mixed + weight * place.of(every_value).astype(accumulator)[..., None, :], None
+
+    by_place = jnp.moveaxis(_grouped(jnp.asarray(weights), heads_kv), -1, 0)[..., None]
+    nothing = jnp.zeros((*by_place.shape[1:-1], width), accumulator)
+    mixed, _ = jax.lax.scan(mixed_with, varying_like(nothing, (weights, value)), (_places(axes), by_place))
+    return mixed.reshape(*given[:-1], width).astype(value.dtype)
+
+
+class _Place(NamedTuple):
+    """One place in the window of every query.
+
+    Attributes:
+        keys: By dimension, the coordinate of the key there, int32 ``[extent]``; the window's first where none is.
+        exist: By dimension, whether there is one, bool ``[extent]``.
+    """
+
+    keys: tuple[jax.Array, ...]
+    exist: tuple[jax.Array, ...]
+
+    def of(self, array: jax.Array) -> jax.Array:
+        """What the keys there have of ``[batch, *layout, ...]``."""
+        return array[(slice(None), *jnp.ix_(*self.keys))]
+
+    def is_seen(self) -> jax.Array:
+        """Whether there is a key, ``[*layout, 1]`` for all heads."""
+        seen = jnp.array(True)
+        for exists in self.exist:
+            seen = seen[..., None] & exists
+        return seen[..., None]
+
+
+def _places(axes: Sequence[Axis]) -> _Place:
+    """All places, along the first dimension of the arrays; the last dimension is the fastest."""
+    keys, exist = zip(*map(_keys_of_windows, axes), strict=True)
+    numbers = np.indices([axis.kernel_size for axis in axes]).reshape(len(axes), -1)
+
+    def of_places(arrays: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
+        return tuple(jnp.asarray(array.T[number]) for array, number in zip(arrays, numbers, strict=True))
+
+    return _Place(of_places(keys), of_places(exist))
+
+
+def _keys_of_windows(axis: Axis) -> tuple[np.ndarray, np.ndarray]:
+    """Coordinates of the keys in the windows of one dimension, and which there are, ``[extent, kernel_size]``."""
+    index, group = np.divmod(np.arange(axis.query_extent), axis.dilation)
+    start, end = (bound[:, None] for bound in axis.bounds(index, axis.lengths(group)))
+    keys = start + np.arange(axis.kernel_size)
+    exist = keys < end
+    return (np.where(exist, keys, start) * axis.dilation + group[:, None]).astype(np.int32), exist
+
+
+def _grouped(array: jax.Array, heads_kv: int) -> jax.Array:
+    """``[..., heads, width]`` as ``[..., heads_kv, heads // heads_kv, width]``."""
+    *layout, heads, width = array.shape
+    return array.reshape(*layout, heads_kv, heads // heads_kv, width)
+
+
+def _rank(name: str, array: jax.Array, shape: str) -> int:
+    """How many token dimensions an array has."""
+    if not 4 <= array.ndim <= 6 or 0 in array.shape[1:]:
+        raise ValueError(
+            f"{name} has shape {array.shape}, but {shape} has one, two or three token dimensions, and every extent "
+            "but the batch is at least 1"
+        )
+    return array.ndim - 3
