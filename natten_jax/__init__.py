@@ -20,6 +20,7 @@ from natten_jax.ops.neighborhood import na1d, na2d, na3d
 from natten_jax.ops.neighborhood_weights import neighborhood_apply, neighborhood_weights
 from natten_jax.ops.tuned import load_tuned
 from natten_jax.performance import KernelSchedule
+from natten_jax.tuning import tune
 
 _source_tree.serve_flax_modules()
 
@@ -48,6 +49,7 @@ __all__ = [
     "na3d",
     "neighborhood_apply",
     "neighborhood_weights",
+    "tune",
 ]
 __all__ += _config_queries.query_names()
 

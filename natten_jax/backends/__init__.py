@@ -3,6 +3,7 @@
 - ``base``: what a backend states, and the functions that run a plan; ``native_backend`` for those with kernels.
 - ``hopper``, ``cutlass``, ``cpu``, ``flex``: the families; ``tpu`` is one that is not registered yet.
 - ``select``: which backend runs a pass, with which tiles: the only place where that is decided.
+- ``tuned``: what was measured of a call, here or by the makers of the package, whose files are in ``tuned_tables``.
 - ``names``, ``heeded``: what backends are called, and which performance arguments make a difference to them.
 - ``missing_kernels``: the warning where kernels would run if they were built.
 

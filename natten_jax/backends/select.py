@@ -11,6 +11,7 @@ from typing import NamedTuple
 from natten_jax import backends
 from natten_jax.backends import missing_kernels
 from natten_jax.backends.base import Backend
+from natten_jax.backends.tuned import with_tuned_choices
 from natten_jax.cost.local_tiling import tiled_for_part
 from natten_jax.performance import PASSES, Pass, TilePair
 from natten_jax.plan.devices import Device
@@ -63,6 +64,7 @@ def decided(request: Request, device: Device, pass_: Pass, registered: Sequence[
 
 
 def _decide(request: Request, device: Device, pass_: Pass, registered: Sequence[Backend]) -> _Decision:
+    request = with_tuned_choices(request, device, pass_)
     problem, requested = request.problem, request.backend
     if requested is not None and pass_ == "backward":
         reason = backends.find(requested, problem.operator).rejection(problem, device, pass_)

@@ -27,6 +27,7 @@ from natten_jax.ops.merge import merge_attentions
 from natten_jax.ops.parts import KeySet, SubCall, parts_of
 from natten_jax.performance import ATTENTION_NAMES, PERFORMANCE_NAMES, Performance, performance_of
 from natten_jax.plan.request import Request
+from natten_jax.plan.tuned import table_in_force
 from natten_jax.problem import Problem
 from natten_jax.sharding.explicit import with_whole_dimensions
 from natten_jax.sharding.halos import device_line, exchange
@@ -68,7 +69,7 @@ def attend_windows(
     problem, performance = _window_problem(
         _described(inputs), facts, device_line.parts_of(axes) or None, (*how.performance.items(),)
     )
-    request = Request(problem, performance, how.backend, _precision(), axes)
+    request = Request(problem, performance, how.backend, _precision(), axes, tuned=table_in_force())
     parts = parts_of(request, how.attention_kwargs, fuse)
     if how.attention_kwargs:
         check_agreement(how.attention_kwargs, problem, scale, return_lse)
@@ -102,7 +103,7 @@ def attend_all(
     problem, asked = _attention_problem(_described(inputs), static_scale, is_causal, (*performance.items(),))
     if backend is not None:
         backends.find(backend, "fmha")
-    request = Request(problem, asked, backend, _precision())
+    request = Request(problem, asked, backend, _precision(), tuned=table_in_force())
     if performance:
         warn_of_ignored(request, inputs.query)
     output = _attend(request, Operands(_with_scale(inputs, factors, problem)))

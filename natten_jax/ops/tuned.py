@@ -1,27 +1,156 @@
-"""Configurations that ``python -m natten_jax.profiler --optimize --json PATH`` found, as arguments of the operators."""
+"""Configurations that were found by measuring: as arguments of the operators, or in force for a block of code."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from natten_jax import backends
 from natten_jax.arguments.static import shown
+from natten_jax.backends.tuned import table_of_text
 from natten_jax.ops.attention_kwargs import checked_attention_kwargs
-from natten_jax.performance import ATTENTION_NAMES, PASSES, performance_of, tile_names
+from natten_jax.performance import ATTENTION_NAMES, PASSES, Performance, performance_of, tile_names
+from natten_jax.plan.devices import local_devices
+from natten_jax.plan.plan import Plan
+from natten_jax.plan.tuned import TunedPass, TunedTable, in_force, tuned_problem
 
 _TILES = tuple(name for pass_ in PASSES for name in tile_names(pass_))
 _ARGUMENTS = {"attention_kwargs", "backend", *ATTENTION_NAMES.values()}
-_KEY = "best_configuration"
+_KEY, _TABLE_KEY = "best_configuration", "tuned"
 
 
-def load_tuned(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The best configuration in a result file, as keyword arguments.
+class Tuned(Mapping[str, Any]):
+    """Configurations that were found by measuring.
+
+    In a ``with`` block, each call of the operators that is traced there takes the configuration that was found for its
+    problem, in place of those that come with the package; functions that ``jax.jit`` compiled before are compiled
+    again. Where it is about one operator, it is also a mapping: that operator's performance arguments.
+
+    Attributes:
+        table: What was measured, by problem and pass; ``None`` where the file that was loaded names no problem.
+        skipped: What the program calls and could not be measured, and why.
+    """
+
+    def __init__(
+        self, table: TunedTable | None, arguments: Mapping[str, Any] | None = None, skipped: tuple[str, ...] = ()
+    ) -> None:
+        self.table = table
+        self.skipped = skipped
+        self._arguments = arguments
+        self._entered: list[contextlib.ExitStack] = []
+
+    @property
+    def passes(self) -> tuple[TunedPass, ...]:
+        """What was measured: each pass of each problem, with its time and that of the default configuration."""
+        return () if self.table is None else self.table.passes
+
+    def __enter__(self) -> Tuned:
+        if self.table is None:
+            raise ValueError("this file names no problem: pass what load_tuned returns as arguments of an operator")
+        here = [device.kind for device in local_devices()]
+        if self.table.device not in here:
+            warnings.warn(
+                f"these configurations were measured on {self.table.device}, and this process has "
+                f"{', '.join(here)}: none of them applies",
+                stacklevel=2,
+            )
+        stack = contextlib.ExitStack()
+        stack.enter_context(in_force(self.table))
+        self._entered.append(stack)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._entered.pop().close()
+
+    def __getitem__(self, name: str) -> Any:
+        return self._of_one_operator()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._of_one_operator())
+
+    def __len__(self) -> int:
+        return len(self._of_one_operator())
+
+    def __repr__(self) -> str:
+        if self._arguments is not None:
+            return repr(dict(self._arguments))
+        lines = [f"Tuned on {'no device' if self.table is None else self.table.device}:"]
+        lines += [f"  {_described(each)}" for each in self.passes]
+        return "\n".join([*lines, *(f"  not measured: {each}" for each in self.skipped)])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write what :func:`natten_jax.load_tuned` reads.
+
+        Raises:
+            ValueError: There is nothing to write: it was loaded from a file that names no problem.
+            OSError: The file cannot be written.
+        """
+        if self.table is None:
+            raise ValueError("there is nothing to save: this was loaded from a file that names no problem")
+        Path(path).write_text(json.dumps(table_json(self.table), indent=1) + "\n", encoding="utf-8")
+
+    def _of_one_operator(self) -> Mapping[str, Any]:
+        if self._arguments is not None:
+            return self._arguments
+        problems = {tuned_problem(each.plan.problem) for each in self.passes}
+        if len(problems) > 1:
+            raise ValueError(
+                f"these configurations are of {len(problems)} problems, and arguments are of one: use them in a block, "
+                "with natten_jax.load_tuned(path): ..."
+            )
+        return _arguments_of([each.plan for each in self.passes if not each.is_default])
+
+
+def table_json(table: TunedTable) -> dict[str, Any]:
+    """A table as JSON values, as :func:`natten_jax.backends.tuned.table_of_text` reads them."""
+    return {"device": table.device, _TABLE_KEY: [each.to_json() for each in table.passes]}
+
+
+def _described(tuned: TunedPass) -> str:
+    plan = tuned.plan
+    gain = "the default" if tuned.is_default else f"{tuned.default_seconds / tuned.seconds:.2f} times as fast"
+    q_tile, kv_tile = plan.tiles
+    return f"{plan.problem.describe()}, {plan.pass_}: {plan.backend}, tiles {q_tile} and {kv_tile}, {gain}"
+
+
+def _arguments_of(plans: list[Plan]) -> dict[str, Any]:
+    """Performance arguments of the operator that runs a problem as these plans of its passes say."""
+    if not plans:
+        return {}
+    performance = Performance()
+    for plan in plans:
+        performance = performance.with_tiles(plan.pass_, plan.tiles)
+    forward = next((plan for plan in plans if plan.pass_ == "forward"), None)
+    arguments: dict[str, Any] = {} if forward is None else {"backend": str(forward.backend)}
+    schedule = None if forward is None else forward.performance.kernel_schedule
+    defaults = Performance()
+    for name in _TILES:
+        value = getattr(performance, name)
+        if value != getattr(defaults, name):
+            arguments[name] = value
+    if schedule is not None:
+        arguments["kernel_schedule"] = schedule
+    if plans[0].problem.operator == "fna":
+        return arguments
+    by_field = {field: name for name, field in ATTENTION_NAMES.items()}
+    return {
+        by_field.get(name, name): value[0] if isinstance(value, tuple) else value for name, value in arguments.items()
+    }
+
+
+def load_tuned(path: str | os.PathLike[str]) -> Tuned:
+    """Configurations in a file that :func:`natten_jax.tune` or the profiler wrote.
 
     Example:
-        The modules in ``natten_jax.flax_modules`` take them, too.
+        As keyword arguments, which the modules in ``natten_jax.flax_modules`` take, too.
 
         >>> import json, pathlib, tempfile
         >>> import natten_jax
@@ -32,18 +161,26 @@ def load_tuned(path: str | os.PathLike[str]) -> dict[str, Any]:
         {'q_tile_shape': (2, 8, 8), 'kv_tile_shape': (2, 8, 8)}
 
     Args:
-        path: File that the profiler wrote with ``--optimize --json``.
+        path: File that :func:`natten_jax.tune` wrote, or the profiler with ``--optimize --json``.
 
     Returns:
-        Performance arguments of ``na1d``, ``na2d`` or ``na3d``, whichever the file is about.
+        Of the profiler's file a mapping, the performance arguments of ``na1d``, ``na2d`` or ``na3d``, whichever it is
+        about. Of the other a context manager, inside of which the operators run as it says, which is such a mapping,
+        too, where the program called one operator.
 
     Raises:
-        ValueError: The file is no result of ``--optimize``, or a field of it is malformed.
+        ValueError: The file is no such result, or a field of it is malformed.
         TypeError: ``path`` is none.
         OSError: The file cannot be read.
     """
-    best = _best_configuration(path)
+    found = _content(path)
     where = f"path={os.fspath(path)!r}"
+    if isinstance(found, dict) and _TABLE_KEY in found and _KEY not in found:
+        try:
+            return Tuned(table_of_text(json.dumps(found)))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+    best = _best_configuration(found, where)
     unknown = sorted(best.keys() - _ARGUMENTS)
     if unknown:
         raise ValueError(f"{where} has unknown arguments {', '.join(unknown)} ({_KEY}.{unknown[0]})")
@@ -52,11 +189,13 @@ def load_tuned(path: str | os.PathLike[str]) -> dict[str, Any]:
         _check(arguments)
     except (TypeError, ValueError) as error:  # of the field that its message starts with
         raise ValueError(f"{where}: {_KEY}.{error}") from None
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()}
+    return Tuned(
+        None, {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()}
+    )
 
 
-def _best_configuration(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The object with the configuration."""
+def _content(path: str | os.PathLike[str]) -> Any:
+    """The JSON values in a file."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be a str or a path, got {shown(path)}")
     where = os.fspath(path)
@@ -64,16 +203,20 @@ def _best_configuration(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"path must hold no null character, got {where!r}")
     content = Path(path).read_bytes()
     try:
-        found = json.loads(content.decode("utf-8"))
+        return json.loads(content.decode("utf-8"))
     except RecursionError:
         raise ValueError(f"path={where!r} is no JSON of this package: it is nested too deeply") from None
     except ValueError as error:  # no UTF-8, no JSON, or an integer without an end
         raise ValueError(f"path={where!r} is no JSON: {error}") from None
+
+
+def _best_configuration(found: Any, where: str) -> dict[str, Any]:
+    """The object with the configuration."""
     best = found.get(_KEY) if isinstance(found, dict) else None
     if not isinstance(best, dict):
         has = f"its {_KEY} is {shown(best)}" if isinstance(found, dict) and _KEY in found else f"it has no {_KEY}"
         raise ValueError(
-            f"path={where!r} holds no tuned configuration ({has}): write one with "
+            f"{where} holds no tuned configuration ({has}): write one with natten_jax.tune, or with "
             "python -m natten_jax.profiler ... --optimize --json PATH"
         )
     return best

@@ -24,11 +24,18 @@ class Device:
         platform: ``"cpu"``, ``"cuda"``, or another platform's name, as JAX lowers programs for it.
         compute_capability: Of an NVIDIA GPU, ``(major, minor)``; ``None`` where it is not known.
         is_present: Whether programs are to run here, or only questions about the device are to be answered.
+        product: What the maker calls a GPU of this process, such as ``"NVIDIA H100 80GB HBM3"``.
     """
 
     platform: str
     compute_capability: ComputeCapability | None = None
     is_present: bool = True
+    product: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """What measurements hold for: the product or, where none is known, the platform."""
+        return self.product or self.platform
 
     def __str__(self) -> str:
         if self.compute_capability is None:
@@ -157,7 +164,8 @@ def lowering_target(platform: str) -> Device:
 def _cuda_device() -> Device:
     devices = _cuda_devices()
     capability = getattr(devices[0], "compute_capability", None) if devices else None
-    return Device("cuda", parse_compute_capability(str(capability)) if capability else None)
+    product = getattr(devices[0], "device_kind", None) if devices else None
+    return Device("cuda", parse_compute_capability(str(capability)) if capability else None, product=product)
 
 
 def local_devices() -> tuple[Device, ...]:

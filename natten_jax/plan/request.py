@@ -6,6 +6,7 @@ import dataclasses
 
 from natten_jax.arguments.symbolic_batch import planned_batch
 from natten_jax.performance import Performance
+from natten_jax.plan.tuned import TunedTable
 from natten_jax.problem import Problem
 
 
@@ -21,6 +22,8 @@ class Request:
         token_axes: The manual mesh axes that each token dimension is split over; nothing where none is.
         parts: Into how many parts each token dimension is split, one of which a device runs at its place in the layout;
             nothing where none is.
+        tuned: The table of configurations that is in force where the call stands; ``None`` is the one that comes with
+            the package.
     """
 
     problem: Problem
@@ -29,6 +32,7 @@ class Request:
     precision: str | None = None
     token_axes: tuple[tuple[str, ...], ...] = ()
     parts: tuple[int, ...] = ()
+    tuned: TunedTable | None = None
 
     def of_part(self, batch: int, heads: int, heads_kv: int) -> Request:
         """The request for what one device has of the batch, of query heads and of key/value heads."""

@@ -24,8 +24,10 @@ LEVELS = (
     ("natten_jax.execution",),
     ("natten_jax.ops",),
     ("natten_jax.plot", "natten_jax.rotary"),
+    ("natten_jax.profiler",),
+    ("natten_jax.tuning",),
     ("natten_jax",),
-    ("natten_jax.profiler", "natten_jax.flax_modules"),
+    ("natten_jax.flax_modules",),
     ("natten_jax.doctor",),
 )
 _LEVEL_OF = {storey: level for level, storeys in enumerate(LEVELS) for storey in storeys}

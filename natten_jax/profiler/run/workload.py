@@ -9,16 +9,16 @@ from typing import Any
 
 import jax
 
-import natten_jax
 from natten_jax import backends
 from natten_jax.backends.names import absence
 from natten_jax.backends.select import resolve
-from natten_jax.ops import parts
+from natten_jax.ops import neighborhood, parts
 from natten_jax.ops.parts import KeySet, SubCall
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device, default_device
 from natten_jax.plan.plan import BackendId, Plan
 from natten_jax.plan.request import Request
+from natten_jax.plan.tuned import table_in_force
 from natten_jax.problem import Problem, problem_of
 from natten_jax.profiler import baselines
 from natten_jax.profiler.cli.families import KNOWN_FAMILIES
@@ -173,7 +173,7 @@ def request_of(options: Options) -> Request:
         additional_kv=options.add_kv,
     )
     backend = None if options.is_baseline else options.backend
-    return Request(problem, options.performance, backend)
+    return Request(problem, options.performance, backend, tuned=table_in_force())
 
 
 def attention_kwargs(options: Options) -> dict[str, Any] | None:
@@ -203,7 +203,7 @@ def _function(options: Options) -> Callable[..., Any]:
         def forward(*arrays: jax.Array) -> Any:
             return baselines.attend(name, *arrays[:3])
     else:
-        operator: Callable[..., Any] = getattr(natten_jax, f"na{options.rank}d")
+        operator: Callable[..., Any] = getattr(neighborhood, f"na{options.rank}d")
 
         def forward(*arrays: jax.Array) -> Any:
             query, key, value, *additional = arrays

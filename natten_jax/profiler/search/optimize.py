@@ -27,24 +27,42 @@ from natten_jax.profiler.search.configurations import Listing, candidates, listi
 from natten_jax.profiler.search.optimum import Optimum, Trial
 from natten_jax.profiler.search.trials import Trials, fastest_first
 
-#: Configurations of a pass that are compiled, and of those that are measured a second time.
-_SCREENED, _FINALISTS = 40, 6
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """How much of a search is done.
+
+    Attributes:
+        screened: Configurations of a pass that are compiled at most.
+        finalists: Those of them that are measured a second time.
+        seconds: The first measurement of one pass goes through the ranking in batches, and ends with the one that
+            exceeds so many seconds: slow problems get fewer configurations, the best ranked ones.
+    """
+
+    screened: int = 40
+    finalists: int = 6
+    seconds: float = 8.0
+
+
+THOROUGH = Effort()
+
 #: Runs of each: in the first measurement, and in the second.
 _SCREENING_RUNS, _FINAL_RUNS = 2, 6
-#: The first measurement of one pass goes through the ranking in batches, and ends with the one that exceeds so many
-#: seconds: slow problems get fewer configurations, the best ranked ones.
-_BATCH, _BUDGET = 8, 8.0
+_BATCH = 8
 #: A backend whose own choice is this much slower than another's is not searched.
 _HOPELESS = 1.5
 #: Seconds from which on plain JAX is not even tried where there are kernels: it was several times slower everywhere.
 _SLOW = 0.02
 
 
-def optimize(options: Options) -> Optimum:
+def optimize(options: Options, effort: Effort = THOROUGH) -> Optimum:
     """Search for the fastest configuration on the default device.
 
     Tiles, a schedule or backends that the options name stay as they are. Ctrl-C ends the search with the best
     configuration so far.
+
+    Args:
+        options: The problem.
+        effort: How much is tried.
 
     Raises:
         ValueError: No configuration runs.
@@ -54,15 +72,16 @@ def optimize(options: Options) -> Optimum:
     device = default_device()
     check_available(options, device)
     check_fits(options)
-    finals = (_FINALISTS + 2) * (_FINAL_RUNS + options.optimize_warmup_steps)
+    finals = (effort.finalists + 2) * (_FINAL_RUNS + options.optimize_warmup_steps)
     say_of_search(options, device, _BATCH * (1 + _SCREENING_RUNS) + finals)
     with arrays_of(options.dtype), Progress(0) as progress:
-        return _Search(options, device, progress).run()
+        return _Search(options, device, progress, effort).run()
 
 
 class _Search:
-    def __init__(self, options: Options, device: Device, progress: Progress) -> None:
+    def __init__(self, options: Options, device: Device, progress: Progress, effort: Effort) -> None:
         self._options = options
+        self._effort = effort
         self._device = device
         self._progress = progress
         self._trials = Trials(device.platform, progress)
@@ -145,9 +164,9 @@ class _Search:
         if options.performance.tiles(pass_) is not None or offered is None:
             every = [options]
         else:
-            every = [with_tiles(options, pair, pass_) for pair in offered.pairs[:_SCREENED]]
+            every = [with_tiles(options, pair, pass_) for pair in offered.pairs[: self._effort.screened]]
         screened = fastest_first(self._screen(every))
-        finalists = [each for _, each in screened[:_FINALISTS]]
+        finalists = [each for _, each in screened[: self._effort.finalists]]
         if offered is not None and offered.schedules and options.performance.kernel_schedule is None:
             finalists = [
                 with_schedule(each, schedule)
@@ -174,6 +193,6 @@ class _Search:
         start, compiling = time.perf_counter(), self._trials.compile_seconds
         for first in range(0, len(every), _BATCH):
             trials += self._trials.measure(every[first : first + _BATCH], _SCREENING_RUNS, 1)
-            if time.perf_counter() - start - (self._trials.compile_seconds - compiling) > _BUDGET:
+            if time.perf_counter() - start - (self._trials.compile_seconds - compiling) > self._effort.seconds:
                 break
         return trials
