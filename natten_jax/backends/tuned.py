@@ -36,7 +36,7 @@ def _tables() -> dict[str, TunedTable]:
     for file in files:
         table = table_of_text(file.read_text(encoding="utf-8"))
         by_device.setdefault(table.device, []).append(table)
-    return {device: table for device, tables in by_device.items() if (table := merged(tables)) is not None}
+    return {device: merged(tables) for device, tables in by_device.items()}
 
 
 def table_of_text(text: str) -> TunedTable:

@@ -189,9 +189,7 @@ def load_tuned(path: str | os.PathLike[str]) -> Tuned:
         _check(arguments)
     except (TypeError, ValueError) as error:  # of the field that its message starts with
         raise ValueError(f"{where}: {_KEY}.{error}") from None
-    return Tuned(
-        None, {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()}
-    )
+    return Tuned(None, {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()})
 
 
 def _content(path: str | os.PathLike[str]) -> Any:

@@ -91,9 +91,7 @@ class TunedTable:
         return {_key(each.plan.problem, each.plan.performance, each.plan.precision, each.plan.pass_): each
                 for each in self.passes}  # fmt: skip
 
-    def find(
-        self, problem: Problem, performance: Performance, precision: str | None, pass_: Pass
-    ) -> TunedPass | None:
+    def find(self, problem: Problem, performance: Performance, precision: str | None, pass_: Pass) -> TunedPass | None:
         """What was measured of a pass of a problem; ``None`` where nothing was."""
         return self._by_key.get(_key(problem, performance, precision, pass_))
 
@@ -125,8 +123,6 @@ def _key(problem: Problem, performance: Performance, precision: str | None, pass
     return tuned_problem(problem), without_configuration(performance), precision, pass_
 
 
-def merged(tables: Sequence[TunedTable]) -> TunedTable | None:
-    """One table of several of the same device; ``None`` of none."""
-    if not tables:
-        return None
+def merged(tables: Sequence[TunedTable]) -> TunedTable:
+    """One table of several of the same device."""
     return TunedTable(tables[0].device, tuple(each for table in tables for each in table.passes))

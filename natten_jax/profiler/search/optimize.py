@@ -27,6 +27,7 @@ from natten_jax.profiler.search.configurations import Listing, candidates, listi
 from natten_jax.profiler.search.optimum import Optimum, Trial
 from natten_jax.profiler.search.trials import Trials, fastest_first
 
+
 @dataclasses.dataclass(frozen=True)
 class Effort:
     """How much of a search is done.

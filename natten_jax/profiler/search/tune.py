@@ -14,15 +14,15 @@ from natten_jax.backends.select import resolve
 from natten_jax.performance import PASSES, Pass, Performance
 from natten_jax.plan.devices import Device, default_device
 from natten_jax.plan.plan import Plan
-from natten_jax.plan.request import Request
 from natten_jax.plan.tuned import TunedPass, TunedTable, in_force, tuned_problem, without_configuration
 from natten_jax.problem import Problem
 from natten_jax.profiler.cli.arguments import parse
 from natten_jax.profiler.element_types import arrays_of, element_type
 from natten_jax.profiler.options import Options
-from natten_jax.profiler.run.workload import compile_workload, parts_of, passes
+from natten_jax.profiler.run.workload import Workload, compile_workload, parts_of, passes
 from natten_jax.profiler.search.optimize import THOROUGH, Effort, optimize
 from natten_jax.profiler.traces import capture
+from natten_jax.profiler.traces.trace_files import CaptureError
 
 #: How much faster than the ranking's choice a configuration has to be to take its place.
 _CLEARLY = 1.02
@@ -56,6 +56,11 @@ class Task:
         return None
 
     @property
+    def planned_problem(self) -> Problem:
+        """What backends are asked for, and a table is searched for: windows of the whole layout are attention."""
+        return tuned_problem(parts_of(self.options)[0].request.problem)
+
+    @property
     def options(self) -> Options:
         """As the profiler takes it."""
         problem = self.problem
@@ -80,7 +85,7 @@ class Task:
 
 
 def tasks_of(plans: Iterable[Plan]) -> list[Task]:
-    """What is to be measured so that each of these passes is tuned: a problem once, with its backward pass if it ran."""
+    """What is to be measured so that each of these passes is tuned: a problem once, with both passes if both ran."""
     found: dict[tuple[Problem, Performance, str | None], bool] = {}
     for plan in plans:
         key = tuned_problem(plan.problem), without_configuration(plan.performance), plan.precision
@@ -106,7 +111,7 @@ def tuned_passes(task: Task, effort: Effort = THOROUGH) -> tuple[TunedPass, ...]
 
 def _plans(task: Task, options: Options, device: Device) -> Iterator[tuple[Pass, Plan]]:
     """How the passes run as the options say."""
-    (part,) = parts_of(options)
+    part = parts_of(options)[0]
     request = dataclasses.replace(part.request, precision=task.precision, tuned=TunedTable(device.kind))
     request = dataclasses.replace(request, problem=tuned_problem(request.problem))
     for pass_ in passes(options):
@@ -155,7 +160,7 @@ class _Decision:
             )
             for each in kept
         ]
-        options, workloads = task.options, []
+        options, workloads = task.options, list[Workload]()
         with arrays_of(options.dtype), jax.default_matmul_precision(task.precision):
             for number, table in enumerate(tables):
                 with in_force(table):
@@ -180,9 +185,7 @@ def _of_pass_alone(plan: Plan) -> Plan:
     return dataclasses.replace(plan, performance=plan.performance.with_tiles(other, None))
 
 
-def tune_plans(
-    plans: Iterable[Plan], effort: Effort, say: Callable[[str], Any]
-) -> tuple[TunedTable, tuple[str, ...]]:
+def tune_plans(plans: Iterable[Plan], effort: Effort, say: Callable[[str], Any]) -> tuple[TunedTable, tuple[str, ...]]:
     """Measure every problem of these passes; also what could not be measured, and why."""
     measured: list[TunedPass] = []
     skipped = []
@@ -194,7 +197,7 @@ def tune_plans(
             if (obstacle := task.obstacle) is not None:
                 raise ValueError(obstacle)
             measured += tuned_passes(task, effort)
-        except (ValueError, MemoryError, jax.errors.JaxRuntimeError, capture.CaptureError) as error:
+        except (ValueError, MemoryError, jax.errors.JaxRuntimeError, CaptureError) as error:
             skipped.append(f"{about}: {error}")
             say(f"not measured: {skipped[-1]}")
     return TunedTable(default_device().kind, tuple(measured)), tuple(skipped)

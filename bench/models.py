@@ -1,0 +1,106 @@
+"""Attention of published models, as problems: what tables of tuned configurations are made of.
+
+Layouts are those of a model's tokens at the resolution that it was published for. Videos are generated, and trained,
+one at a time; batches of classifiers are what a device has of those that they are trained with. The most important
+problems come first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks import Benchmark
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelProblem:
+    """The attention of some layers of a model.
+
+    Attributes:
+        model: What it is called.
+        layers: Which of its layers these are.
+        source: Where the shapes are from.
+        benchmark: The problem.
+    """
+
+    model: str
+    layers: str
+    source: str
+    benchmark: Benchmark
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return f"{self.model}, {self.layers}"
+
+
+_HUNYUAN = "HunyuanVideo (2024), 720p, with NATTEN's windows: natten.org, Generalized Neighborhood Attention (2025)"
+_STA = "HunyuanVideo (2024) with Fast Video Generation with Sliding Tile Attention (2025)"
+_WAN = "Wan 2.1 (2025), 81 frames of 720p, with a window of half of each axis"
+_COSMOS = "Cosmos-Predict2 (2025), 720p, sparse variants of the 2B and 14B models; windows as in its configurations"
+_NAT = "Neighborhood Attention Transformer (2022), 224 x 224 pixels"
+_DINAT = "Dilated Neighborhood Attention Transformer (2022), 224 x 224 pixels"
+_HDIT = "Scalable High-Resolution Pixel-Space Image Synthesis with Hourglass Diffusion Transformers (2024)"
+
+
+def _video(layout: tuple[int, ...], heads: int, window: tuple[int, ...], **facts: Any) -> Benchmark:
+    return Benchmark(layout, heads, 128, window, **facts)
+
+
+def _videos() -> Iterator[ModelProblem]:
+    layout = (30, 48, 80)
+    for stride, source in (((1, 1, 1), _HUNYUAN), ((16, 8, 8), _HUNYUAN), ((6, 8, 8), _STA)):
+        name = f"18x24x24, stride {'x'.join(map(str, stride))}"
+        yield ModelProblem("HunyuanVideo", name, source, _video(layout, 24, (18, 24, 24), stride=stride))
+    wan = (21, 45, 80)
+    yield ModelProblem("Wan 2.1 1.3B", "11x25x25", _WAN, _video(wan, 12, (11, 25, 25)))
+    yield from _cosmos("Cosmos-Predict2 2B", 16, 16)
+
+
+def _more_videos() -> Iterator[ModelProblem]:
+    yield ModelProblem("Wan 2.1 14B", "11x25x25", _WAN, _video((21, 45, 80), 40, (11, 25, 25)))
+    yield from _cosmos("Cosmos-Predict2 14B", 16, 40)
+    yield from _cosmos("Cosmos-Predict2 2B, 24 frames", 24, 16)
+    for window in ((30, 24, 24), (18, 24, 40), (30, 40, 40)):
+        name = f"{'x'.join(map(str, window))}, stride 6x8x8"
+        yield ModelProblem("HunyuanVideo", name, _STA, _video((30, 48, 80), 24, window, stride=(6, 8, 8)))
+
+
+def _cosmos(model: str, frames: int, heads: int) -> Iterator[ModelProblem]:
+    """Windows see all frames."""
+    for window, stride, dilation in (
+        ((12, 24), (4, 8), (1, 1)),
+        ((20, 40), (4, 8), (1, 1)),
+        ((28, 56), (4, 8), (1, 1)),
+        ((4, 16), (1, 1), (11, 5)),
+        ((12, 16), (4, 1), (1, 5)),
+    ):
+        name = f"{window[0]}x{window[1]}, stride {stride[0]}x{stride[1]}, dilation {dilation[0]}x{dilation[1]}"
+        benchmark = _video((frames, 44, 80), heads, (frames, *window), stride=(1, *stride), dilation=(1, *dilation))
+        yield ModelProblem(model, name, _COSMOS, benchmark)
+
+
+def _images() -> Iterator[ModelProblem]:
+    for stage, (extent, dilation) in enumerate(((56, 8), (28, 4), (14, 2), (7, 1)), start=1):
+        plain = Benchmark((extent, extent), 2**stage, 32, (7, 7), batch=128)
+        yield ModelProblem("NAT-Tiny", f"stage {stage}", _NAT, plain)
+        if dilation > 1:
+            dilated = dataclasses.replace(plain, dilation=(dilation, dilation))
+            yield ModelProblem("DiNAT-Tiny", f"stage {stage}, dilation {dilation}", _DINAT, dilated)
+    for extent, heads, batch in ((64, 2, 32), (32, 4, 32), (256, 2, 4), (128, 4, 4), (64, 6, 4)):
+        name = f"{extent}x{extent}, {heads} heads, batch {batch}"
+        yield ModelProblem("HDiT", name, _HDIT, Benchmark((extent, extent), heads, 64, (7, 7), batch=batch))
+
+
+def _more_images() -> Iterator[ModelProblem]:
+    for stage, (extent, dilation) in enumerate(((56, 8), (28, 4), (14, 2), (7, 1)), start=1):
+        plain = Benchmark((extent, extent), 2 ** (stage + 1), 32, (7, 7), batch=64)
+        yield ModelProblem("NAT-Base", f"stage {stage}", _NAT, plain)
+        if dilation > 1:
+            dilated = dataclasses.replace(plain, dilation=(dilation, dilation))
+            yield ModelProblem("DiNAT-Base", f"stage {stage}, dilation {dilation}", _DINAT, dilated)
+
+
+MODEL_PROBLEMS = (*_videos(), *_images(), *_more_videos(), *_more_images())

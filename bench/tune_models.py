@@ -1,0 +1,127 @@
+"""Measures the configurations of published models' attention, for the tables that come with the package.
+
+Each problem of ``bench/models.py`` is searched, forward and backward pass; what is faster than the ranking's choice by
+more than 2%, measured in turns with it, is kept. The file is that of the device at hand, and is written after every
+problem; problems that it has already are left out, so that several short runs make one table.
+
+Example:
+    python bench/tune_models.py --limit 150
+    python bench/tune_models.py --models Wan HDiT --again --out build/tuned
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lib import command
+from lib.environment import environment
+from models import MODEL_PROBLEMS, ModelProblem
+
+from natten_jax.backends.tuned import table_of_text
+from natten_jax.ops.tuned import table_json
+from natten_jax.plan.devices import default_device
+from natten_jax.plan.tuned import TunedPass, TunedTable
+from natten_jax.profiler.cli.whole_files import write_text
+from natten_jax.profiler.search.optimize import Effort
+from natten_jax.profiler.search.tune import Task, tuned_passes
+
+TABLES = Path(__file__).parents[1] / "natten_jax" / "backends" / "tuned_tables"
+#: Less than a single search has, as there are many.
+EFFORT = Effort(screened=24, finalists=4, seconds=2.5)
+
+
+def file_name(device: str) -> str:
+    """The name of a device's table."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") + ".json"
+
+
+def present(device: str, folders: Iterable[Path]) -> list[TunedPass]:
+    """What the first of these folders with a table of the device has."""
+    for folder in folders:
+        path = folder / file_name(device)
+        if path.exists():
+            return list(table_of_text(path.read_text(encoding="utf-8")).passes)
+    return []
+
+
+def write(passes: Sequence[TunedPass], device: str, path: Path) -> None:
+    """Write the table, with what its figures depend on."""
+    facts: dict[str, Any] = {"environment": environment(), **table_json(TunedTable(device, tuple(passes)))}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(facts, indent=1) + "\n")
+
+
+def row(tuned: TunedPass) -> str:
+    """A line of the printed table."""
+    passes = "forward" if tuned.plan.pass_ == "forward" else "both passes"
+    gain = "default kept" if tuned.is_default else f"{tuned.default_seconds / tuned.seconds:.2f} times as fast"
+    times = f"{1e3 * tuned.default_seconds:9.4f} ms {1e3 * tuned.seconds:9.4f} ms"
+    return f"  {passes:12}{times}  {gain}: {tuned.plan.backend} {tuned.plan.tiles[0]} {tuned.plan.tiles[1]}"
+
+
+def task_of(problem: ModelProblem, backprop: bool = True) -> Task:
+    """What is measured of a problem."""
+    return Task(problem.benchmark.problem, backprop, label=problem.label)
+
+
+def chosen_problems(names: Sequence[str], done: Sequence[TunedPass], again: bool) -> list[ModelProblem]:
+    """The problems whose labels hold one of the names, without those that are done."""
+    finished = set() if again else {each.plan.problem for each in done}
+    return [
+        each
+        for each in MODEL_PROBLEMS
+        if (not names or any(name.lower() in each.label.lower() for name in names))
+        and task_of(each).planned_problem not in finished
+    ]
+
+
+def main() -> int:
+    """Measure, print a table, save; 1 if a problem could not be measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=[], metavar="NAME", help="those whose labels hold a name")
+    parser.add_argument(
+        "--limit", type=float, default=math.inf, metavar="SECONDS", help="start nothing that would exceed it"
+    )
+    parser.add_argument("--again", action="store_true", help="measure again what the table has")
+    parser.add_argument("--forward-only", action="store_true", help="without backward passes")
+    parser.add_argument("--out", type=Path, default=TABLES, metavar="FOLDER", help="of the table")
+    options = parser.parse_args()
+    start, longest, failures = time.monotonic(), 0.0, 0
+    device = default_device().kind
+    path = options.out / file_name(device)
+    passes = present(device, (options.out, TABLES))
+    problems = chosen_problems(options.models, passes, options.again)
+    print(f"{device}: {len(problems)} problems to measure, {len(passes)} passes in the table", flush=True)
+    for number, problem in enumerate(problems):
+        elapsed = time.monotonic() - start
+        if elapsed + longest > options.limit:
+            print(f"{len(problems) - number} problems are left; the same command goes on with them", flush=True)
+            break
+        print(f"{elapsed:5.0f} s  {number + 1}/{len(problems)}  {problem.label}", flush=True)
+        try:
+            found = tuned_passes(task_of(problem, not options.forward_only), EFFORT)
+        except Exception as error:  # the others may run
+            failures += 1
+            print(f"  not measured: {type(error).__name__}: {' '.join(str(error).split())[:300]}", flush=True)
+            continue
+        finally:
+            longest = max(longest, time.monotonic() - start - elapsed)
+        replaced = {(each.plan.problem, each.plan.pass_) for each in found}
+        passes = [each for each in passes if (each.plan.problem, each.plan.pass_) not in replaced]
+        passes += found
+        write(passes, device, path)
+        print("\n".join(map(row, found)), flush=True)
+    kept = sum(not each.is_default for each in passes)
+    print(f"{path}: {len(passes)} passes, {kept} of which have another configuration than the default", flush=True)
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    command.run(main)
