@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def test_search_result_is_accepted_everywhere(tmp_path: Path, capsys: pytest.Cap
 
     query, key, value = (jax.random.normal(jax.random.key(i), (1, 8, 12, 2, 16)) for i in range(3))
 
-    def loss(arguments: dict[str, Any]) -> Any:
+    def loss(arguments: Mapping[str, Any]) -> Any:
         return lambda q: jnp.sum(natten_jax.na2d(q, key, value, (4, 6), **arguments) ** 2)
 
     plain, fast = (jax.value_and_grad(loss(arguments))(query) for arguments in ({}, tuned))

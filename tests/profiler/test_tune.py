@@ -1,0 +1,172 @@
+"""``natten_jax.tune``: what it finds and saves, what a block does, and tables that are shipped."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import natten_jax
+from natten_jax.backends import tuned as tables
+from natten_jax.backends.select import resolve
+from natten_jax.native import module as native
+from natten_jax.ops.tuned import Tuned
+from natten_jax.plan.devices import Device
+from natten_jax.plan.plan import BackendId
+from natten_jax.plan.request import Request
+from natten_jax.plan.tuned import TunedPass, TunedTable
+from natten_jax.problem import Problem, problem_of
+from natten_jax.profiler.search import tune as tuning
+from natten_jax.profiler.search.calls import plans_of
+from natten_jax.profiler.search.optimize import Effort
+
+needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
+CPU = Device("cpu")
+FEW = Effort(screened=3, finalists=1, seconds=0.1)
+PROBLEM = problem_of((8, 12), (4, 6), heads=2, head_dim=16, dtype="float32")
+
+
+def other_plan(problem: Problem) -> Any:
+    """A plan of the forward pass that is not the default: the last tiles in the backend's order."""
+    default = resolve(Request(problem), CPU, "forward")
+    pair = tables.backends.of(default.backend).tile_pairs(problem, CPU, "forward")[-1]
+    assert pair != default.tiles
+    return dataclasses.replace(default, performance=default.performance.with_tiles("forward", pair))
+
+
+def table_of(plan: Any, device: str = "cpu", **facts: Any) -> TunedTable:
+    return TunedTable(device, (TunedPass(plan, 1.0, 2.0, facts.get("is_default", False)),))
+
+
+def loss(tokens: jax.Array) -> jax.Array:
+    once = natten_jax.na2d(tokens, tokens, tokens, (4, 6))
+    flat = natten_jax.na2d(once, once, once, (4, 6))[:, 0]
+    return jnp.sum(natten_jax.attention(flat, flat, flat) ** 2)
+
+
+def test_every_operator_of_a_program_is_found_once() -> None:
+    tokens = jax.ShapeDtypeStruct((1, 8, 12, 2, 16), jnp.float32)
+    for function in (jax.grad(loss), jax.jit(jax.grad(loss))):
+        tasks = tuning.tasks_of(plans_of(function, tokens))
+        assert sorted(each.problem.describe() for each in tasks) == ["attention 12 k=12", "na2d 8x12 k=4x6"]
+        assert all(each.backprop for each in tasks)
+    assert not any(each.backprop for each in tuning.tasks_of(plans_of(loss, tokens)))
+
+
+@needs_native
+def test_what_is_saved_is_loaded_and_changes_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("natten_jax.profiler.search.optimize.THOROUGH", FEW)
+    tokens = jax.random.normal(jax.random.key(0), (1, 8, 12, 2, 16))
+
+    def attend(array: jax.Array) -> jax.Array:
+        return natten_jax.na2d(array, array, array, (4, 6))
+
+    path = tmp_path / "tuned.json"
+    tuned = natten_jax.tune(attend, tokens, save=path)
+    (found,) = tuned.passes
+    assert found.plan.pass_ == "forward" and found.seconds <= found.default_seconds
+    loaded = natten_jax.load_tuned(path)
+    assert loaded.table == tuned.table and dict(loaded) == dict(tuned)
+    with loaded:
+        np.testing.assert_allclose(jax.jit(attend)(tokens), attend(tokens), rtol=1e-4, atol=1e-5)
+
+
+@needs_native
+def test_a_block_runs_what_its_table_says_and_only_inside() -> None:
+    plan = other_plan(PROBLEM)
+    tokens = jnp.ones((1, 8, 12, 2, 16))
+    function = jax.jit(lambda array: natten_jax.na2d(array, array, array, (4, 6), scale=0.5))
+
+    def tiles() -> Any:
+        (found,) = plans_of(function, tokens)
+        return found.tiles
+
+    before = tiles()
+    function(tokens)
+    with Tuned(table_of(plan)):
+        assert tiles() == plan.tiles != before  # also of a function that was compiled before
+    assert tiles() == before
+
+
+@needs_native
+@pytest.mark.parametrize("change", ["backend", "tiles", "batch", "device", "default", "parts"])
+def test_what_a_call_says_itself_holds(change: str) -> None:
+    table = table_of(other_plan(PROBLEM), "cuda" if change == "device" else "cpu", is_default=change == "default")
+    request = Request(PROBLEM, tuned=table)
+    if change == "backend":
+        request = dataclasses.replace(request, backend="flex-fna")
+    if change == "tiles":
+        own = resolve(Request(PROBLEM), CPU, "forward").performance
+        request = dataclasses.replace(request, performance=own)
+    if change == "batch":
+        request = dataclasses.replace(request, problem=dataclasses.replace(PROBLEM, batch=2))
+    if change == "parts":
+        request = dataclasses.replace(request, parts=(2, 1))
+    plain = resolve(dataclasses.replace(request, tuned=None), CPU, "forward")
+    assert resolve(request, CPU, "forward") == plain
+
+
+@needs_native
+@pytest.mark.parametrize(("family", "reason"), [("gone", "there is no backend gone-fna"), ("cutlass", "cutlass-fna: ")])
+def test_tables_of_another_build_are_left_alone(family: str, reason: str) -> None:
+    stale = dataclasses.replace(other_plan(PROBLEM), backend=BackendId(family, "fna"))
+    assert str(tables.staleness(stale, CPU)).startswith(reason)
+    default = resolve(Request(PROBLEM), CPU, "forward")
+    assert resolve(Request(PROBLEM, tuned=table_of(stale)), CPU, "forward") == default
+
+
+@needs_native
+def test_shipped_tables_are_found_by_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Device("cpu", product="NVIDIA H100 80GB HBM3")
+    plan = other_plan(PROBLEM)
+    monkeypatch.setattr(tables, "_tables", lambda: {"NVIDIA H100 80GB HBM3": table_of(plan, gpu.kind)})
+    assert resolve(Request(PROBLEM), gpu, "forward").tiles == plan.tiles
+    assert resolve(Request(PROBLEM), Device("cpu", product="NVIDIA H200"), "forward").tiles != plan.tiles
+    monkeypatch.setenv(tables.VARIABLE, "0")
+    assert tables.measured(Request(PROBLEM), gpu, "forward") is None
+
+
+def test_every_shipped_table_can_be_read() -> None:
+    for device, table in tables._tables.__wrapped__().items():
+        assert table.device == device
+        assert all(each.seconds <= each.default_seconds for each in table.passes)
+
+
+def test_functions_without_an_operator_and_other_objects_are_refused() -> None:
+    with pytest.raises(ValueError, match="calls no operator of natten_jax"):
+        natten_jax.tune(jnp.sin, jnp.ones(3))
+    with pytest.raises(TypeError, match="function must be callable, got int"):
+        natten_jax.tune(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"device": 3}, "device must be a str"),
+        ({"tuned": {}}, "tuned must be a list"),
+        ({"tuned": [3]}, r"tuned\[0\]: it is no object"),
+        ({"tuned": [{"seconds": "fast"}]}, r"tuned\[0\]: seconds must be a float"),
+    ],
+)
+def test_malformed_tables(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    path.write_text(json.dumps({"device": "cpu", "tuned": [], **change}))
+    with pytest.raises(ValueError, match=rf"^path='{path}': .*{message}"):
+        natten_jax.load_tuned(path)
+
+
+def test_model_problems_are_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    import models
+
+    labels = [each.label for each in models.MODEL_PROBLEMS]
+    assert len(set(labels)) == len(labels)
+    assert len({each.benchmark.problem for each in models.MODEL_PROBLEMS}) == len(labels)
+    sys.modules.pop("models")
