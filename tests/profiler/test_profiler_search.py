@@ -61,7 +61,7 @@ def test_search_result_is_accepted_everywhere(tmp_path: Path, capsys: pytest.Cap
     def loss(arguments: Mapping[str, Any]) -> Any:
         return lambda q: jnp.sum(natten_jax.na2d(q, key, value, (4, 6), **arguments) ** 2)
 
-    plain, fast = (jax.value_and_grad(loss(arguments))(query) for arguments in ({}, tuned))
+    plain, fast = (jax.value_and_grad(loss(arguments))(query) for arguments in (dict[str, Any](), tuned))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain, fast)
     layer = nnx.NeighborhoodAttention2D(32, num_heads=2, kernel_size=(4, 6), rngs=nnx.nnx.Rngs(0), **tuned)
     assert layer(jnp.ones((1, 8, 12, 32))).shape == (1, 8, 12, 32)

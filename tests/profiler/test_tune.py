@@ -114,9 +114,9 @@ def test_what_a_call_says_itself_holds(change: str) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize(("family", "reason"), [("gone", "there is no backend gone-fna"), ("cutlass", "cutlass-fna: ")])
-def test_tables_of_another_build_are_left_alone(family: str, reason: str) -> None:
-    stale = dataclasses.replace(other_plan(PROBLEM), backend=BackendId(family, "fna"))
+@pytest.mark.parametrize(("name", "reason"), [("gone", "there is no backend gone-fna"), ("cutlass", "cutlass-fna: ")])
+def test_tables_of_another_build_are_left_alone(name: str, reason: str) -> None:
+    stale = dataclasses.replace(other_plan(PROBLEM), backend=BackendId(name, "fna"))
     assert str(tables.staleness(stale, CPU)).startswith(reason)
     default = resolve(Request(PROBLEM), CPU, "forward")
     assert resolve(Request(PROBLEM, tuned=table_of(stale)), CPU, "forward") == default
