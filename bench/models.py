@@ -1,8 +1,8 @@
 """Attention of published models, as problems: what tables of tuned configurations are made of.
 
-Layouts are those of a model's tokens at the resolution that it was published for. Videos are generated, and trained,
-one at a time; batches of classifiers are what a device has of those that they are trained with. The most important
-problems come first.
+Layouts are those of a model's tokens at the resolution that it was published for: pixels and frames over what encoder
+and patches take together. Videos are generated, and trained, one at a time; batches of images are what a device has
+of those that models are trained with. The most important problems come first.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class ModelProblem:
 
 
 _HUNYUAN = "HunyuanVideo (2024), 720p, with NATTEN's windows: natten.org, Generalized Neighborhood Attention (2025)"
-_STA = "HunyuanVideo (2024) with Fast Video Generation with Sliding Tile Attention (2025)"
-_WAN = "Wan 2.1 (2025), 81 frames of 720p, with a window of half of each axis"
-_COSMOS = "Cosmos-Predict2 (2025), 720p, sparse variants of the 2B and 14B models; windows as in its configurations"
+_STA = "Fast Video Generation with Sliding Tile Attention (2025): 768 x 1280 pixels, tiles of 6 x 8 x 8 tokens"
+_WAN = "Wan 2.1 (2025): patches of 4 x 16 x 16 pixels, 81 frames; no windows of its own, here half of each axis"
+_COSMOS = "Cosmos-Predict2 (2025): windows of its sparse models; 720p, 16 latent frames at 10 a second and 24 at 16"
 _NAT = "Neighborhood Attention Transformer (2022), 224 x 224 pixels"
-_DINAT = "Dilated Neighborhood Attention Transformer (2022), 224 x 224 pixels"
-_HDIT = "Scalable High-Resolution Pixel-Space Image Synthesis with Hourglass Diffusion Transformers (2024)"
+_DINAT = "Dilated Neighborhood Attention Transformer (2022), 224 x 224 pixels: the dilations of every other layer"
+_HDIT = "Hourglass Diffusion Transformers (2024): patches of 4 x 4 pixels, windows of 7 x 7 in all but the inner levels"
 
 
 def _video(layout: tuple[int, ...], heads: int, window: tuple[int, ...], **facts: Any) -> Benchmark:
@@ -54,13 +54,16 @@ def _videos() -> Iterator[ModelProblem]:
     for stride, source in (((1, 1, 1), _HUNYUAN), ((16, 8, 8), _HUNYUAN), ((6, 8, 8), _STA)):
         name = f"18x24x24, stride {'x'.join(map(str, stride))}"
         yield ModelProblem("HunyuanVideo", name, source, _video(layout, 24, (18, 24, 24), stride=stride))
-    wan = (21, 45, 80)
-    yield ModelProblem("Wan 2.1 1.3B", "11x25x25", _WAN, _video(wan, 12, (11, 25, 25)))
+    yield ModelProblem("Wan 2.1 1.3B", "480p, 11x15x26", _WAN, _video((21, 30, 52), 12, (11, 15, 26)))
     yield from _cosmos("Cosmos-Predict2 2B", 16, 16)
 
 
 def _more_videos() -> Iterator[ModelProblem]:
-    yield ModelProblem("Wan 2.1 14B", "11x25x25", _WAN, _video((21, 45, 80), 40, (11, 25, 25)))
+    yield ModelProblem("Wan 2.1 14B", "720p, 11x23x40", _WAN, _video((21, 45, 80), 40, (11, 23, 40)))
+    sliding = _video((18, 48, 80), 40, (18, 24, 24), stride=(6, 8, 8))
+    yield ModelProblem("Wan 2.1 14B", "768x1280, 18x24x24, stride 6x8x8", _STA, sliding)
+    with_text = _video((30, 48, 80), 24, (18, 24, 24), stride=(6, 8, 8), additional_kv=256)
+    yield ModelProblem("HunyuanVideo", "18x24x24, stride 6x8x8, 256 tokens of text", _STA, with_text)
     yield from _cosmos("Cosmos-Predict2 14B", 16, 40)
     yield from _cosmos("Cosmos-Predict2 2B, 24 frames", 24, 16)
     for window in ((30, 24, 24), (18, 24, 40), (30, 40, 40)):
@@ -89,9 +92,14 @@ def _images() -> Iterator[ModelProblem]:
         if dilation > 1:
             dilated = dataclasses.replace(plain, dilation=(dilation, dilation))
             yield ModelProblem("DiNAT-Tiny", f"stage {stage}, dilation {dilation}", _DINAT, dilated)
-    for extent, heads, batch in ((64, 2, 32), (32, 4, 32), (256, 2, 4), (128, 4, 4), (64, 6, 4)):
-        name = f"{extent}x{extent}, {heads} heads, batch {batch}"
-        yield ModelProblem("HDiT", name, _HDIT, Benchmark((extent, extent), heads, 64, (7, 7), batch=batch))
+    for trained_on, batch, levels in (
+        ("ImageNet-256", 32, ((64, 6), (32, 12))),
+        ("FFHQ-1024", 4, ((256, 2), (128, 4), (64, 6))),
+        ("Oxford Flowers", 32, ((64, 2), (32, 4))),
+    ):
+        for level, (extent, heads) in enumerate(levels, start=1):
+            benchmark = Benchmark((extent, extent), heads, 64, (7, 7), batch=batch)
+            yield ModelProblem(f"HDiT, {trained_on}", f"level {level}", _HDIT, benchmark)
 
 
 def _more_images() -> Iterator[ModelProblem]:

@@ -87,7 +87,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=[], metavar="NAME", help="those whose labels hold a name")
     parser.add_argument(
-        "--limit", type=float, default=math.inf, metavar="SECONDS", help="start nothing that would exceed it"
+        "--limit",
+        type=float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="after the first problem, start none that would exceed it",
     )
     parser.add_argument("--again", action="store_true", help="measure again what the table has")
     parser.add_argument("--forward-only", action="store_true", help="without backward passes")
@@ -101,7 +105,7 @@ def main() -> int:
     print(f"{device}: {len(problems)} problems to measure, {len(passes)} passes in the table", flush=True)
     for number, problem in enumerate(problems):
         elapsed = time.monotonic() - start
-        if elapsed + longest > options.limit:
+        if number and elapsed + longest > options.limit:
             print(f"{len(problems) - number} problems are left; the same command goes on with them", flush=True)
             break
         print(f"{elapsed:5.0f} s  {number + 1}/{len(problems)}  {problem.label}", flush=True)

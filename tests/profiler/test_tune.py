@@ -170,3 +170,52 @@ def test_model_problems_are_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(set(labels)) == len(labels)
     assert len({each.benchmark.problem for each in models.MODEL_PROBLEMS}) == len(labels)
     sys.modules.pop("models")
+
+
+@pytest.mark.parametrize(
+    ("fast", "slow", "is_clear"),
+    [
+        ((1.0,) * 8, (1.05,) * 8, True),
+        ((1.0,) * 8, (1.01,) * 8, False),
+        ((1.0,) * 8, (0.9,) * 8, False),
+        ((0.8, 0.9, 0.9, 1.0, 1.0, 1.1, 1.2, 1.3), (0.9, 0.9, 1.0, 1.1, 1.1, 1.1, 1.2, 1.3), False),  # noise
+    ],
+)
+def test_what_is_faster_by_no_more_than_noise_is_not_kept(
+    fast: tuple[float, ...], slow: tuple[float, ...], is_clear: bool
+) -> None:
+    assert tuning.Runs(fast).clearly_faster(tuning.Runs(slow)) == is_clear
+
+
+@needs_native
+def test_tables_of_models_are_written_as_problems_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    import benchmarks
+    import models
+    import tune_models
+
+    small = [
+        models.ModelProblem("Small", str(extent), "", benchmarks.Benchmark((extent,), 1, 16, (5,), dtype="float32"))
+        for extent in (32, 48)
+    ]
+    monkeypatch.setattr(tune_models, "MODEL_PROBLEMS", small)
+    monkeypatch.setattr(tune_models, "EFFORT", FEW)
+
+    def run(*arguments: str) -> tuple[str, TunedTable]:
+        monkeypatch.setattr(sys, "argv", ["tune_models.py", "--forward-only", "--out", str(tmp_path), *arguments])
+        assert tune_models.main() == 0
+        return capsys.readouterr().out, tables.table_of_text((tmp_path / "cpu.json").read_text(encoding="utf-8"))
+
+    out, table = run("--limit", "0.001")  # what has begun is finished
+    assert "1 problems are left" in out and [each.label for each in table.passes] == ["Small, 32"]
+    out, table = run()
+    assert "1 problems to measure, 1 passes in the table" in out
+    assert [each.label for each in table.passes] == ["Small, 32", "Small, 48"]
+    for each in table.passes:
+        assert each.plan.problem.dtype == "float32" and 0 < each.seconds <= each.default_seconds
+        request = Request(each.plan.problem, tuned=table)
+        assert resolve(request, CPU, "forward").tiles == each.plan.tiles
+    for name in ("benchmarks", "models", "tune_models"):
+        sys.modules.pop(name)

@@ -31,6 +31,27 @@ _RUNS, _WARMUP = 8, 2
 
 
 @dataclasses.dataclass(frozen=True)
+class Runs:
+    """Device times of a program that ran in turns with others.
+
+    Attributes:
+        seconds: Of each run.
+    """
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The time that counts."""
+        return statistics.median(self.seconds)
+
+    def clearly_faster(self, other: Runs) -> bool:
+        """Whether it is faster by more than the least gain, and by more than the middle halves of both vary."""
+        slow_quarter = statistics.quantiles(self.seconds, n=4)[2]
+        return other.median > _CLEARLY * self.median and slow_quarter < statistics.quantiles(other.seconds, n=4)[0]
+
+
+@dataclasses.dataclass(frozen=True)
 class Task:
     """A problem whose configurations are measured.
 
@@ -129,30 +150,31 @@ class _Decision:
 
     def passes(self) -> tuple[TunedPass, ...]:
         forward = dataclasses.replace(self._task, backprop=False)
-        default, fast = self._seconds(forward, (), ("forward",))
+        default, fast = self._runs(forward, (), ("forward",))
         if not self._task.backprop:
-            is_kept = default > _CLEARLY * fast
-            return (self._passed("forward", fast if is_kept else default, default, is_kept),)
+            return (self._passed("forward", fast, default, fast.clearly_faster(default)),)
         # A forward pass that is faster alone has to be so in front of the backward pass, too.
         candidates: list[tuple[Pass, ...]] = [(), ("backward",)]
-        if default > _CLEARLY * fast:
+        if fast.clearly_faster(default):
             candidates += [("forward",), ("forward", "backward")]
-        both = dict(zip(candidates, self._seconds(self._task, *candidates), strict=True))
-        best = min(both, key=lambda each: both[each])
-        kept = best if both[()] > _CLEARLY * both[best] else ()
-        if not kept and both.get(("forward",), both[()] + 1) <= both[()]:
+        both = dict(zip(candidates, self._runs(self._task, *candidates), strict=True))
+        best = min(both, key=lambda each: both[each].median)
+        kept = best if both[best].clearly_faster(both[()]) else ()
+        if not kept and ("forward",) in both and both["forward",].median <= both[()].median:
             kept = ("forward",)  # which pays where there is no backward pass
         return (
-            self._passed("forward", fast if "forward" in kept else default, default, "forward" in kept),
+            self._passed("forward", fast, default, "forward" in kept),
             self._passed("backward", both[kept], both[()], "backward" in kept),
         )
 
-    def _passed(self, pass_: Pass, seconds: float, default_seconds: float, is_kept: bool) -> TunedPass:
+    def _passed(self, pass_: Pass, tuned: Runs, default: Runs, is_kept: bool) -> TunedPass:
+        """What is written of a pass: its backward pass is timed together with the forward pass that is kept."""
         plan = (self._chosen if is_kept else self._defaults)[pass_]
-        return TunedPass(_of_pass_alone(plan), seconds, default_seconds, not is_kept, self._task.label)
+        seconds = default.median if pass_ == "forward" and not is_kept else tuned.median
+        return TunedPass(_of_pass_alone(plan), seconds, default.median, not is_kept, self._task.label)
 
-    def _seconds(self, task: Task, *kept: Sequence[Pass]) -> list[float]:
-        """Device time of a task, where the chosen plans of these passes are in force, all in turns."""
+    def _runs(self, task: Task, *kept: Sequence[Pass]) -> list[Runs]:
+        """Runs of a task, where the chosen plans of these passes are in force, all in turns."""
         tables = [
             TunedTable(
                 self._device.kind,
@@ -171,10 +193,7 @@ class _Decision:
                     jax.block_until_ready(workload.run())
             launches = [workload.launch for workload in workloads]
             iterations = capture.capture_in_turns(launches, _RUNS, self._device.platform)
-        return [
-            statistics.median(sum(event.duration for event in events) / 1e9 for events in of_table)
-            for of_table in iterations
-        ]
+        return [Runs(tuple(sum(event.duration for event in events) / 1e9 for events in of)) for of in iterations]
 
 
 def _of_pass_alone(plan: Plan) -> Plan:
