@@ -14,7 +14,7 @@ from flax.core import FrozenDict
 from natten_jax import backends
 from natten_jax.arguments.natten_names import known_arguments
 from natten_jax.arguments.scale import checked_scale
-from natten_jax.arguments.static import hashable, shown
+from natten_jax.arguments.static import flag, hashable, shown
 from natten_jax.ops.arrays import check_array
 from natten_jax.ops.attention_kwargs import checked_attention_kwargs
 from natten_jax.ops.neighborhood import na1d, na2d, na3d
@@ -41,6 +41,7 @@ class Neighborhood:
 
     rank: int
     window: WindowArguments
+    clamp_window: bool
     scale: float | None
     scale_name: str
     performance: Mapping[str, Any]
@@ -67,7 +68,13 @@ class Neighborhood:
             query, key, value = (array.reshape(math.prod(batch), *array.shape[len(batch) :]) for array in arrays)
         try:
             output = _OPERATORS[self.rank](
-                query, key, value, **self.window._asdict(), scale=self.scale, **self.performance
+                query,
+                key,
+                value,
+                **self.window._asdict(),
+                clamp_window=self.clamp_window,
+                scale=self.scale,
+                **self.performance,
             )
         except ValueError as error:
             if batch or self.rank == 1:
@@ -82,6 +89,7 @@ def neighborhood(
     window: WindowArguments,
     scale: float | None,
     *,
+    clamp_window: bool = False,
     scale_name: str = "scale",
     **performance: Unpack[Performance],
 ) -> Neighborhood:
@@ -106,6 +114,7 @@ def neighborhood(
     return Neighborhood(
         rank,
         window,
+        flag("clamp_window", clamp_window),
         factor,
         scale_name,
         frozen({**dataclasses.asdict(config), "backend": backend, "attention_kwargs": attention_kwargs}),

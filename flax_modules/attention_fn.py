@@ -27,6 +27,8 @@ def neighborhood_attention_fn(
     dilation: Ints = 1,
     is_causal: Bools = False,
     scale: float | None = None,
+    *,
+    clamp_window: bool = False,
     **performance: Unpack[Performance],
 ) -> NeighborhoodAttentionFn:
     """Make an ``attention_fn`` for ``flax.nnx`` and ``flax.linen``.
@@ -52,6 +54,7 @@ def neighborhood_attention_fn(
         dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` fits the layout.
         is_causal: Whether later keys are hidden.
         scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``, which is what Flax does.
+        clamp_window: Whether windows that are larger than the layout become the largest that fit.
         **performance: ``backend`` and the other performance arguments of :func:`natten_jax.na1d`.
 
     Returns:
@@ -62,7 +65,8 @@ def neighborhood_attention_fn(
         TypeError: An argument is of the wrong type.
     """
     window = WindowArguments(kernel_size, stride, dilation, is_causal)
-    return NeighborhoodAttentionFn(arguments.frozen({**window._asdict(), "scale": scale, **performance}))
+    settings = {**window._asdict(), "scale": scale, "clamp_window": clamp_window, **performance}
+    return NeighborhoodAttentionFn(arguments.frozen(settings))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,6 +34,7 @@ Args:
     in_features: Features per token of the input{in_features}.
     num_heads: Query heads.
     {window_arguments}
+    clamp_window: Whether windows that are larger than the layout become the largest that fit.
     qkv_bias: Whether the query, key and value projections have a bias; the output projection always has.
     qk_scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``.
     attn_drop: Must be 0: attention weights are never formed, so there is no dropout of them.

@@ -38,6 +38,7 @@ class NeighborhoodAttention(linen.Module):
     stride: Ints = 1
     dilation: Ints = 1
     is_causal: Bools = False
+    clamp_window: bool = False
     qkv_bias: bool = True
     qk_scale: float | None = None
     attn_drop: float = 0.0
@@ -94,7 +95,13 @@ class NeighborhoodAttention(linen.Module):
         performance: Any = {name: getattr(self, name) for name in Performance.__annotations__}
         window = WindowArguments._make(getattr(self, name) for name in WindowArguments._fields)
         return arguments.neighborhood(
-            type(self).__name__, self.rank, window, self.qk_scale, scale_name="qk_scale", **performance
+            type(self).__name__,
+            self.rank,
+            window,
+            self.qk_scale,
+            scale_name="qk_scale",
+            clamp_window=self.clamp_window,
+            **performance,
         )
 
     @linen.compact

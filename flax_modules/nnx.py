@@ -41,6 +41,7 @@ class NeighborhoodAttention(nnx.Module):
         stride: Ints = 1,
         dilation: Ints = 1,
         is_causal: Bools = False,
+        clamp_window: bool = False,
         qkv_bias: bool = True,
         qk_scale: float | None = None,
         attn_drop: float = 0.0,
@@ -76,7 +77,13 @@ class NeighborhoodAttention(nnx.Module):
         arguments.check_positive(out_features=self.out_features)
         window = WindowArguments(kernel_size, stride, dilation, is_causal)
         self.neighborhood = arguments.neighborhood(
-            type(self).__name__, self.rank, window, qk_scale, scale_name="qk_scale", **performance
+            type(self).__name__,
+            self.rank,
+            window,
+            qk_scale,
+            scale_name="qk_scale",
+            clamp_window=clamp_window,
+            **performance,
         )
         project = functools.partial(
             nnx.LinearGeneral, dtype=dtype, param_dtype=param_dtype, precision=precision, rngs=rngs

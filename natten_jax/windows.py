@@ -178,13 +178,45 @@ class Axis:
         return start * self.dilation + group, (end - 1) * self.dilation + group + 1
 
 
+def fitted(kernel_size: Ints, layout: Sequence[int], dilation: Ints = 1) -> tuple[int, ...]:
+    """The largest windows that fit a layout and are no larger than asked for.
+
+    Example:
+        >>> from natten_jax.windows import fitted
+        >>> fitted(7, (5, 32), dilation=(1, 6))
+        (5, 5)
+
+    Args:
+        kernel_size: Window extent in tokens, per dimension or one for all; -1 is the whole extent.
+        layout: Tokens of each dimension.
+        dilation: Distance between neighboring tokens of a window, per dimension or one for all.
+
+    Returns:
+        For each dimension ``min(kernel_size, extent // dilation)``, at least 1: a token always sees itself.
+
+    Raises:
+        ValueError: A number is out of range, or there is none for some dimension.
+        TypeError: An argument holds something else than ints.
+    """
+    extents = int_tuple("layout", tuple(layout), len(layout))
+    sizes = int_tuple("kernel_size", kernel_size, len(extents), words=_WORDS)
+    steps = int_tuple("dilation", dilation, len(extents))
+    most = [max(extent // step, 1) for extent, step in zip(extents, steps, strict=True)]
+    return tuple(largest if size in _WORDS else min(size, largest) for size, largest in zip(sizes, most, strict=True))
+
+
+#: The number that stands for the extent of a dimension.
+WHOLE_EXTENT = -1
+_WORDS = {WHOLE_EXTENT: "the whole extent"}
+
+
 class WindowArguments(NamedTuple):
     """The window arguments of the operators: one value for all token dimensions, or one for each.
 
     Without a ``kernel_size``, windows are as large as the layout of the keys.
 
     Attributes:
-        kernel_size: Window extent in tokens.
+        kernel_size: Window extent in tokens; -1 is the whole extent (with dilation, the largest window that fits).
         stride: Queries that share a window; at most ``kernel_size``.
         dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` fits the layout.
         is_causal: Whether later keys are hidden.
@@ -202,13 +234,46 @@ class WindowArguments(NamedTuple):
             ValueError: A value breaks a rule.
             TypeError: A value is of the wrong type.
         """
-        kernel_size = int_tuple("kernel_size", self.kernel_size, rank)
+        kernel_size = int_tuple("kernel_size", self.kernel_size, rank, words=_WORDS)
         stride = int_tuple("stride", self.stride, rank)
         dilation = int_tuple("dilation", self.dilation, rank)
         is_causal = bool_tuple("is_causal", self.is_causal, rank)
-        if any(s > k for s, k in zip(stride, kernel_size, strict=True)):
+        if any(s > k and k not in _WORDS for s, k in zip(stride, kernel_size, strict=True)):
             raise ValueError(f"stride {stride} exceeds kernel_size {kernel_size}: stride <= kernel_size must hold")
         return WindowArguments(kernel_size, stride, dilation, is_causal)
+
+    def with_extents(self, layout: Sequence[int]) -> WindowArguments:
+        """The same with a number in place of each :data:`WHOLE_EXTENT`, checked.
+
+        Raises:
+            ValueError: A value breaks a rule.
+            TypeError: A value is of the wrong type.
+        """
+        given = self._replace(kernel_size=layout) if self.kernel_size is None else self
+        checked = given.checked(len(layout))
+        sizes = checked.kernel_size
+        largest = fitted(WHOLE_EXTENT, layout, checked.dilation)
+        known = tuple(most if k in _WORDS else k for k, most in zip(sizes, largest, strict=True))  # type: ignore[arg-type]
+        return checked if known == sizes else checked._replace(kernel_size=known).checked(len(layout))
+
+    def clamped(self, layout: Sequence[int]) -> WindowArguments:
+        """The same with the largest windows that fit a layout in place of those that do not.
+
+        As many queries share a window as it has keys, at most. Where a dimension has fewer tokens than the dilation, no
+        token has a neighbor: windows of one key, for which the dilation makes no difference.
+
+        Raises:
+            ValueError: A value breaks a rule.
+            TypeError: A value is of the wrong type.
+        """
+        given = self.with_extents(layout)
+        sizes = fitted(given.kernel_size, layout, given.dilation)  # type: ignore[arg-type]
+        strides, dilations = given.stride, given.dilation
+        return given._replace(
+            kernel_size=sizes,
+            stride=tuple(map(min, strides, sizes)),  # type: ignore[arg-type]
+            dilation=tuple(d if d <= extent else 1 for d, extent in zip(dilations, layout, strict=True)),  # type: ignore[arg-type]
+        )
 
     def axes(self, query_layout: Sequence[int], kv_layout: Sequence[int]) -> tuple[Axis, ...]:
         """The dimensions of a layout with these windows.
@@ -217,8 +282,7 @@ class WindowArguments(NamedTuple):
             ValueError: A value breaks a rule, or windows do not fit into the layout of the keys.
             TypeError: A value is of the wrong type.
         """
-        given = self._replace(kernel_size=kv_layout) if self.kernel_size is None else self
-        windows = given.checked(len(kv_layout))
+        windows = self.with_extents(kv_layout)
         axes = tuple(Axis(*facts) for facts in zip(query_layout, kv_layout, *windows, strict=True))  # type: ignore[arg-type]
         for axis in axes:
             spread = axis.kernel_size * axis.dilation

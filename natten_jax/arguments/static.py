@@ -7,7 +7,8 @@ not traced.
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import jax
@@ -53,8 +54,17 @@ def check_static(name: str, value: Any) -> None:
         )
 
 
-def int_tuple(name: str, value: Any, rank: int, *, repeat: bool = True) -> tuple[int, ...]:
+def int_tuple(
+    name: str, value: Any, rank: int, *, repeat: bool = True, words: Mapping[int, str] = MappingProxyType({})
+) -> tuple[int, ...]:
     """``value`` as ``rank`` positive Python ints; a single int is repeated where ``repeat`` allows it.
+
+    Args:
+        name: Of the argument.
+        value: The argument.
+        rank: How many there are.
+        repeat: Whether it may be a single one.
+        words: Other numbers that it may hold, and what they stand for.
 
     Raises:
         TypeError: It holds something else than ints, or is traced.
@@ -62,8 +72,9 @@ def int_tuple(name: str, value: Any, rank: int, *, repeat: bool = True) -> tuple
     """
     article = "an int or " if repeat else ""
     values: tuple[int, ...] = _tuple_of(python_int, name, value, rank, article, "ints", repeat)
-    if any(each < 1 for each in values):
-        raise ValueError(f"{name} must be at least 1 in every dimension, got {shown(value)}")
+    if any(each < 1 and each not in words for each in values):
+        others = "".join(f", or {number} for {meaning}" for number, meaning in words.items())
+        raise ValueError(f"{name} must be at least 1{others} in every dimension, got {shown(value)}")
     if any(each > LARGEST_INT for each in values):
         raise ValueError(f"{name} must be less than 2**63 in every dimension, got {shown(value)}")
     return values

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from natten_jax.arguments.stand_ins import array_of
-from natten_jax.arguments.static import int_tuple, one_bool
+from natten_jax.arguments.static import one_bool
 from natten_jax.arguments.symbolic_batch import check_extents, planned_batch
 from natten_jax.arrays.operands import Inputs
 from natten_jax.element_types import SUPPORTED_DTYPES
@@ -40,12 +40,18 @@ def as_jax_array(name: str, array: ArrayLike | None) -> jax.Array:
 
 
 def neighborhood_problem(
-    rank: int, inputs: Inputs, window: WindowArguments, scale: float | None = None, parts: Sequence[int] | None = None
+    rank: int,
+    inputs: Inputs,
+    window: WindowArguments,
+    scale: float | None = None,
+    parts: Sequence[int] | None = None,
+    *,
+    clamp_window: bool = False,
 ) -> Problem:
     """Check the arguments of ``na{rank}d`` and describe the problem.
 
     Arrays, of which shapes and element types are read, are one of so many equal ``parts`` of each token dimension;
-    ``None`` is one of each.
+    ``None`` is one of each. ``clamp_window`` takes windows that fit in place of larger ones.
     """
     query, key, value = inputs.query, inputs.key, inputs.value
     _check_arrays(query, key, value, rank + 3, f"na{rank}d")
@@ -56,10 +62,11 @@ def neighborhood_problem(
                 f"{name} has token layout {array.shape[1:-2]}, but query has {layout}: "
                 "query, key and value must share one token layout"
             )
-    int_tuple("kernel_size", window.kernel_size, rank)  # there is no default
+    window.checked(rank)  # without a layout in the place of a kernel_size
+    tokens = [extent * each for extent, each in zip(layout, parts or (1,) * rank, strict=True)]
     return problem_of(
-        [extent * each for extent, each in zip(layout, parts or (1,) * rank, strict=True)],
-        *window,
+        tokens,
+        *(window.clamped(tokens) if clamp_window else window),
         scale=scale,
         additional_kv=_check_additional_kv(inputs),
         **_sizes(query, key, value),

@@ -52,6 +52,7 @@ def attend_windows(
     rank: int,
     arrays: Sequence[ArrayLike | None],
     window: WindowArguments,
+    clamp_window: bool,
     scale: Scale | None,
     token_axes: TokenAxes | None,
     how: ExecutionArguments,
@@ -64,7 +65,7 @@ def attend_windows(
         fuse = flag("try_fuse_additional_kv", fuse, or_none=True)
     inputs = _inputs(*arrays)
     number, factors = number_or_array(scale)
-    facts = rank, 1.0 if factors is not None else number, *window
+    facts = rank, flag("clamp_window", clamp_window), 1.0 if factors is not None else number, *window
     axes = checked_token_axes(token_axes, rank)
     problem, performance = _window_problem(
         _described(inputs), facts, device_line.parts_of(axes) or None, (*how.performance.items(),)
@@ -133,14 +134,14 @@ def _window_problem(
 
     Args:
         arrays: The inputs.
-        facts: Rank, scale and window arguments.
+        facts: Rank, whether windows are clamped, scale and window arguments.
         parts: Of each token dimension, if it is split.
         performance: The items of the performance arguments.
     """
-    rank, scale, *window = facts
+    rank, clamp_window, scale, *window = facts
 
     def describe(inputs: Inputs) -> Problem:
-        return neighborhood_problem(rank, inputs, WindowArguments(*window), scale, parts)
+        return neighborhood_problem(rank, inputs, WindowArguments(*window), scale, parts, clamp_window=clamp_window)
 
     problem = described(describe, _shaped(arrays))
     known = known_arguments(f"na{rank}d", dict(performance), PERFORMANCE_NAMES)

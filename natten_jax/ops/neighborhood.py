@@ -42,6 +42,7 @@ class NeighborhoodAttention(Protocol):
         attention_kwargs: Mapping[str, Any] | None = None,
         backend: str | None = None,
         *,
+        clamp_window: bool = False,
         try_fuse_additional_kv: bool | None = None,
         return_lse: Literal[False] = False,
         token_axes: TokenAxes | None = None,
@@ -63,6 +64,7 @@ class NeighborhoodAttention(Protocol):
         attention_kwargs: Mapping[str, Any] | None = None,
         backend: str | None = None,
         *,
+        clamp_window: bool = False,
         try_fuse_additional_kv: bool | None = None,
         return_lse: Literal[True],
         token_axes: TokenAxes | None = None,
@@ -84,6 +86,7 @@ class NeighborhoodAttention(Protocol):
         attention_kwargs: Mapping[str, Any] | None = None,
         backend: str | None = None,
         *,
+        clamp_window: bool = False,
         try_fuse_additional_kv: bool | None = None,
         return_lse: bool,
         token_axes: TokenAxes | None = None,
@@ -162,6 +165,7 @@ def _operator(rank: int) -> NeighborhoodAttention:
         attention_kwargs: Mapping[str, Any] | None = None,
         backend: str | None = None,
         *,
+        clamp_window: bool = False,
         try_fuse_additional_kv: bool | None = None,
         return_lse: bool = False,
         token_axes: TokenAxes | None = None,
@@ -192,6 +196,8 @@ def _operator(rank: int) -> NeighborhoodAttention:
             attention_kwargs: Performance arguments of :func:`attention`, where that runs: for windows as large as
                 the layout, and for additional keys and values. They are checked in any case.
             backend: ``"cpu-fna"``, ``"flex-fna"``, ... or ``None`` for the best that can run the problem.
+            clamp_window: Take the largest windows that fit, instead of an error, where they are larger than the
+                layout (:func:`natten_jax.windows.fitted`); then ``stride`` shrinks with them.
             try_fuse_additional_kv: Process additional tokens in the same kernel where the backend can, instead of
                 in a second attention whose result is merged. ``None`` does so unless ``attention_kwargs`` speaks of
                 that attention: one kernel was the faster way on every backend (``bench/``).
@@ -214,7 +220,7 @@ def _operator(rank: int) -> NeighborhoodAttention:
         arrays = query, key, value, additional_keys, additional_values
         window = WindowArguments(kernel_size, stride, dilation, is_causal)
         how = ExecutionArguments(backend, performance, attention_kwargs, try_fuse_additional_kv)
-        return attend_windows(rank, arrays, window, scale, token_axes, how, return_lse)
+        return attend_windows(rank, arrays, window, clamp_window, scale, token_axes, how, return_lse)
 
     attend.__name__ = attend.__qualname__ = f"na{rank}d"
     document = inspect.cleandoc(attend.__doc__ or "")  # none with python -OO

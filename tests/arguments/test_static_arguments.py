@@ -186,7 +186,7 @@ def test_text_and_bytes_are_no_sequences_of_numbers(name: str, value: Any) -> No
         (np.array([[3, 3]]), ValueError, ("(1, 2)",)),
         (jnp.array([[3], [3]]), ValueError, ("(2, 1)",)),
         (np.array([3, 0]), ValueError, ("at least 1", "[3, 0]")),
-        (np.array(-1), ValueError, ("at least 1", "-1")),
+        (np.array(-2), ValueError, ("at least 1", "-2")),
         ((np.array([3]), 3), TypeError, ("ints only",)),
         ((np.array(3.0), 3), TypeError, ("ints only",)),
         (jax.random.key(0), TypeError, ("ints", "key")),

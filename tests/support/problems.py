@@ -178,11 +178,10 @@ class Case:
                 query,
                 key,
                 value,
-                **self.window_arguments,
                 additional_keys=additional_keys,
                 additional_values=additional_values,
                 try_fuse_additional_kv=self.fused,
-                **common,
+                **{**self.window_arguments, **common},
             )
 
         return run

@@ -1,0 +1,120 @@
+"""Windows that are fitted to the layout: the whole extent by -1, and as large as fits by ``clamp_window``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import natten_jax
+from natten_jax.arrays.operands import Inputs
+from natten_jax.ops.arrays import neighborhood_problem
+from natten_jax.windows import Axis, WindowArguments, fitted
+from tests.support.families import Family
+from tests.support.problems import Case, Trial, check_all
+
+#: What is asked for, and the same problem with windows that fit, worked out by hand.
+_FITTED: dict[str, tuple[dict[str, Any], Case]] = {
+    "whole-1d": ({"kernel_size": -1}, Case((13,), (13,))),
+    "whole-causal": ({"kernel_size": -1, "is_causal": True}, Case((13,), (13,), is_causal=(True,))),
+    "whole-dilated": (
+        {"kernel_size": -1, "dilation": 3, "stride": 2},
+        Case((14,), (4,), stride=(2,), dilation=(3,)),
+    ),
+    "whole-in-one-of-two": ({"kernel_size": (3, -1)}, Case((7, 5), (3, 5), heads=2)),
+    "clamped-1d": ({"kernel_size": 32, "clamp_window": True}, Case((9,), (9,))),
+    "clamped-strided": (
+        {"kernel_size": (8, 3), "stride": (6, 2), "clamp_window": True},
+        Case((4, 9), (4, 3), stride=(4, 2), additional=3),
+    ),
+    "clamped-dilated": (
+        {"kernel_size": 7, "dilation": (2, 1), "stride": (5, 1), "clamp_window": True},
+        Case((9, 8), (4, 7), stride=(4, 1), dilation=(2, 1)),
+    ),
+    "clamped-to-the-token-itself": (
+        {"kernel_size": (5, 3), "dilation": (8, 1), "clamp_window": True},
+        Case((3, 6), (1, 3)),
+    ),
+    "clamped-3d-causal": (
+        {"kernel_size": (9, 3, -1), "is_causal": (True, False, False), "clamp_window": True},
+        Case((4, 5, 3), (4, 3, 3), is_causal=(True, False, False)),
+    ),
+    "clamped-nothing-to-do": ({"kernel_size": 5, "clamp_window": True}, Case((17,), (5,))),
+}
+
+
+def test_fitted_windows_equal_those_of_the_layout(family: Family) -> None:
+    trials = []
+    for asked, case in _FITTED.values():
+        trials.append(Trial(case, family.dtype, arguments=asked))
+    check_all(trials, family)
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(1, 50),
+    st.integers(1, 45),
+    st.integers(1, 50),
+    st.booleans(),
+)
+@settings(deadline=None, max_examples=200)
+def test_clamped_windows_are_the_largest_that_fit(
+    extent: int, kernel_size: int, dilation: int, stride: int, is_causal: bool
+) -> None:
+    window = WindowArguments(kernel_size, min(stride, kernel_size), dilation, is_causal)
+    (axis,) = window.clamped((extent,)).axes((extent,), (extent,))
+    (size,) = fitted(kernel_size, (extent,), dilation)
+    assert axis.kernel_size == size
+    assert size == max(k for k in range(1, kernel_size + 1) if k == 1 or k * dilation <= extent)
+    if size == kernel_size and dilation <= extent:
+        assert axis == Axis(extent, extent, *window)  # type: ignore[arg-type]
+    for token in range(extent):  # every window has the token itself, or with a stride its leader, and as many keys
+        first, end = axis.reach(np.array(token))
+        assert 0 <= first < end <= extent
+
+
+def test_fitted_takes_sequences_and_arrays() -> None:
+    assert fitted(-1, (5, 7)) == (5, 7)
+    assert fitted((3, -1), [5, 7], (1, 2)) == (3, 3)
+    assert fitted(np.array([9, 9]), (5, 7), 3) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: fitted(0, (5,)), ValueError, r"kernel_size must be at least 1, or -1 for the whole extent in"),
+        (lambda: fitted(-2, (5,)), ValueError, r"kernel_size must be at least 1, or -1 .*got -2"),
+        (lambda: fitted(3, (5, 0)), ValueError, r"layout must be at least 1"),
+        (lambda: fitted((3, 3), (5,)), ValueError, r"kernel_size must have 1 value"),
+        (lambda: fitted(3, (5,), 0), ValueError, r"dilation must be at least 1"),
+    ],
+)
+def test_what_fitted_refuses(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_windows_that_do_not_fit_are_refused_as_before() -> None:
+    tokens = jnp.ones((1, 6, 1, 8))
+    with pytest.raises(ValueError, match="exceeds the token layout"):
+        natten_jax.na1d(tokens, tokens, tokens, 7)
+    with pytest.raises(ValueError, match="stride"):
+        natten_jax.na1d(tokens, tokens, tokens, -1, stride=7)
+    with pytest.raises(ValueError, match="stride"):
+        natten_jax.na1d(tokens, tokens, tokens, 7, stride=8, clamp_window=True)
+    with pytest.raises(TypeError, match="clamp_window must be a bool"):
+        natten_jax.na1d(tokens, tokens, tokens, 7, clamp_window=1)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="kernel_size"):
+        natten_jax.na1d(tokens, tokens, tokens, None, clamp_window=True)  # type: ignore[call-overload]
+
+
+def test_parts_of_a_layout_are_fitted_to_the_whole() -> None:
+    """Where devices share the tokens, the extent is that of all of them."""
+    part = jax.ShapeDtypeStruct((1, 6, 1, 8), "float32")
+    problem = neighborhood_problem(1, Inputs(part, part, part), WindowArguments(50, 1, 2), None, [2], clamp_window=True)  # type: ignore[arg-type]
+    assert problem.kernel_size == (6,)
