@@ -130,7 +130,7 @@ ROWS = [
         for name in ("kernel_size", "stride", "dilation")
         for kind, value, error, shown in (
             ("zero", 0, ValueError, "0"),
-            ("negative", (3, -1), ValueError, "(3, -1)"),
+            ("negative", (3, -2), ValueError, "(3, -2)"),
             ("too-few", (3,), ValueError, "(3,)"),
             ("too-many", (3, 3, 3), ValueError, "(3, 3, 3)"),
             ("empty", (), ValueError, "()"),
