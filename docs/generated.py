@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from natten_jax import backends
+from natten_jax.backends import tuned
 from natten_jax.backends.base import Backend, Platform
 from natten_jax.backends.heeded import CHOICES, heeded
 from natten_jax.backends.names import WITHOUT_KERNELS, substitute
@@ -26,6 +27,7 @@ from natten_jax.ops.config_queries import query_names
 from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import BackendId
+from natten_jax.plan.tuned import TunedPass
 from natten_jax.problem import OPERATORS, problem_of
 from natten_jax.profiler.cli.flags import RefusedFlag, profiler_parser
 from natten_jax.profiler.element_types import ELEMENT_TYPES
@@ -212,6 +214,26 @@ def _absent() -> str:
     return _markdown(("backends of NATTEN", "devices", "there runs"), itertools.starmap(row, WITHOUT_KERNELS.items()))
 
 
+# Configurations that were measured ------------------------------------------------------------------------------------
+
+
+def _tuned_problems() -> str:
+    found: dict[str, dict[tuple[str, Pass], str]] = {}
+    for product in sorted(tuned.products()):
+        table = tuned.shipped(Device("cuda", product=product))
+        for each in () if table is None else table.passes:
+            found.setdefault(each.label, {})[product, each.plan.pass_] = _milliseconds(each)
+    columns = sorted({column for cells in found.values() for column in cells}, key=lambda each: (each[0], each[1]))
+    titles = [f"{product}, {'forward' if pass_ == 'forward' else 'both'}" for product, pass_ in columns]
+    rows = [(label, *(cells.get(column, "") for column in columns)) for label, cells in found.items()]
+    return _markdown(("problem", *titles), rows or [("none in this version",)])
+
+
+def _milliseconds(each: TunedPass) -> str:
+    default, found = (f"{1e3 * seconds:.3g}" for seconds in (each.default_seconds, each.seconds))
+    return default if found == default else f"{default} → {found}"
+
+
 _TABLES: dict[str, Callable[[], str]] = {
     "element types": _element_types,
     "foreign flags": _foreign_flags,
@@ -221,6 +243,7 @@ _TABLES: dict[str, Callable[[], str]] = {
     "queries": _queries,
     "configuration queries": _configuration_queries,
     "absent backends": _absent,
+    "tuned problems": _tuned_problems,
 }
 
 

@@ -23,9 +23,19 @@ TABLES = "tuned_tables"
 
 def shipped(device: Device) -> TunedTable | None:
     """The table that comes with the package for a kind of device; ``None`` where there is none."""
-    if device.product is None or os.environ.get(VARIABLE) == "0":
+    if device.product is None or is_switched_off():
         return None
     return _tables().get(device.product)
+
+
+def is_switched_off() -> bool:
+    """Whether tables that come with the package are left alone."""
+    return os.environ.get(VARIABLE) == "0"
+
+
+def products() -> tuple[str, ...]:
+    """The kinds of devices that tables come with the package for."""
+    return tuple(_tables())
 
 
 @functools.cache
@@ -67,12 +77,16 @@ def measured(request: Request, device: Device, pass_: Pass) -> TunedPass | None:
     up. Nor is a part of a layout that is split over devices.
     """
     table = shipped(device) if request.tuned is None else request.tuned
-    performance = request.performance
-    names_it = performance.tiles(pass_) is not None or performance.kernel_schedule is not None
-    if table is None or table.device != device.kind or names_it or math.prod(request.parts) > 1:
+    is_part = math.prod(request.parts) > 1
+    if table is None or table.device != device.kind or names_configuration(request, pass_) or is_part:
         return None
-    found = table.find(request.problem, performance, request.precision, pass_)
+    found = table.find(request.problem, request.performance, request.precision, pass_)
     return found if found is None or request.backend in (None, str(found.plan.backend)) else None
+
+
+def names_configuration(request: Request, pass_: Pass) -> bool:
+    """Whether a call says itself which tiles, or which schedule, a pass runs with."""
+    return request.performance.tiles(pass_) is not None or request.performance.kernel_schedule is not None
 
 
 def staleness(plan: Plan, device: Device) -> str | None:

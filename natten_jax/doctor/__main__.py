@@ -1,7 +1,7 @@
 """``python -m natten_jax.doctor``: what is installed, what was built, and which backend can run here and why.
 
-With ``--problem`` and the profiler's flags that describe one: which backend runs that problem, with which tiles, and
-how much scratch memory its kernels take.
+With ``--problem`` and the profiler's flags that describe one: which backend runs that problem, with which tiles,
+how much scratch memory its kernels take, and what was measured of it elsewhere.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from natten_jax import backends, source_tree
 from natten_jax.backends import missing_kernels
 from natten_jax.backends.base import Backend
 from natten_jax.backends.select import plan_with, resolve
-from natten_jax.doctor import mesh_check, scratch_memory
+from natten_jax.doctor import mesh_check, scratch_memory, tuned_tables
 from natten_jax.element_types import SUPPORTED_DTYPES
 from natten_jax.native import cuda_version
 from natten_jax.native import module as native
@@ -63,6 +63,8 @@ def report() -> Iterator[str]:
         yield f"Backends on {device}"
         for id_ in backends.ids():
             yield f"  {id_!s:<14} {_verdict(backends.of(id_), id_.operator, device)}"
+        yield f"Tuned configurations on {device}"
+        yield f"  {tuned_tables.table_line(device)}"
     yield from _missing_kernels_lines()
 
 
@@ -125,6 +127,7 @@ def report_problem(options: Options) -> Iterator[str]:
                 for backend in backends.registered():
                     name = str(BackendId(backend.family, problem.operator))
                     yield f"    {name:<14} {_plan(backend, part.request, device, pass_)}"
+                yield f"    {'tuned':<14} {tuned_tables.problem_line(part.request, device, pass_)}"
 
 
 def _plan(backend: Backend, request: Request, device: Device, pass_: Pass) -> str:
