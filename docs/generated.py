@@ -136,7 +136,8 @@ def _devices() -> str:
         devices = "every device of XLA" if backend.platform is None else str(backend.platform)
         devices = "CPUs" if devices == "platform cpu only" else devices
         step, most = backend.head_dim_step, backend.largest_head_dim
-        widths = "any" if most is None else f"multiples of {step} up to {most}"
+        others = f"; others than multiples of {step} are filled up with zeros" if step > 1 else ""
+        widths = "any" if most is None else f"up to {most}{others}"
         passes = "any derivative, forward mode included" if backend.is_differentiable else ", ".join(PASSES)
         return _names(backend), devices, ", ".join(backend.dtypes), widths, passes, _schedules(backend)
 

@@ -63,7 +63,8 @@ class Backend(abc.ABC):
     #: The devices that it is for; ``None`` is any.
     platform: ClassVar[Platform | None] = None
     dtypes: ClassVar[Sequence[str]]
-    #: Head dimensions are multiples of the step, up to the largest; ``None`` is any.
+    #: Kernels' head dimensions are multiples of the step, up to the largest; ``None`` is any. Others get zeros behind
+    #: them (:meth:`Backend.widened`).
     head_dim_step: ClassVar[int] = 1
     largest_head_dim: ClassVar[int | None] = None
     #: The custom calls to this package's native library, of each pass.
@@ -107,9 +108,23 @@ class Backend(abc.ABC):
         """Why this backend has no kernels for the problem's heads; ``None`` where it has."""
         for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
             most = cls.largest_head_dim
-            if head_dim % cls.head_dim_step or (most is not None and head_dim > most):
-                return f"{name} must be a multiple of {cls.head_dim_step} up to {most}, not {head_dim}"
+            if most is not None and head_dim > most:
+                return f"{name} must be at most {most}, not {head_dim}"
         return None
+
+    @classmethod
+    def widened(cls, problem: Problem) -> Problem:
+        """The problem as kernels get it: heads of other widths than theirs are filled up with zeros, which is exact.
+
+        Zeros of queries and keys add nothing to logits, whose scale stays what it is, and those of values are columns
+        of the output that are cut off.
+        """
+        head_dim, head_dim_v = (
+            -(-each // cls.head_dim_step) * cls.head_dim_step for each in (problem.head_dim, problem.head_dim_v)
+        )
+        if (head_dim, head_dim_v) == (problem.head_dim, problem.head_dim_v):
+            return problem
+        return dataclasses.replace(problem, head_dim=head_dim, head_dim_v=head_dim_v)
 
     @classmethod
     def check_heads(cls, problem: Problem) -> None:

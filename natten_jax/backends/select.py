@@ -74,7 +74,7 @@ def _decide(request: Request, device: Device, pass_: Pass, registered: Sequence[
     if requested is None and pair is None:
         candidates = _fastest_first(candidates, problem, device, pass_)
     for backend in candidates:
-        if pair is None or backend.offers(problem, device, pass_, pair):
+        if pair is None or backend.offers(backend.widened(problem), device, pass_, pair):
             is_default = requested is None and backend.is_slow_fallback
             lack = missing_kernels.lack(registered, problem, device, pass_) if is_default else None
             return _Decision(plan_with(backend, request, device, pass_), lack=lack)
@@ -84,10 +84,14 @@ def _decide(request: Request, device: Device, pass_: Pass, registered: Sequence[
 
 def _fastest_first(candidates: list[Backend], problem: Problem, device: Device, pass_: Pass) -> list[Backend]:
     """The candidates in their order, behind the one that is clearly faster than the first by the cost model."""
-    first = candidates[0].predicted_seconds(problem, device, pass_)
+
+    def seconds_of(backend: Backend) -> float | None:
+        return backend.predicted_seconds(backend.widened(problem), device, pass_)
+
+    first = seconds_of(candidates[0])
     if first is None:
         return candidates
-    times = {each.family: each.predicted_seconds(problem, device, pass_) for each in candidates[1:]}
+    times = {each.family: seconds_of(each) for each in candidates[1:]}
     fastest, seconds = min(
         ((family, time) for family, time in times.items() if time is not None),
         key=lambda item: item[1],
@@ -100,7 +104,7 @@ def _fastest_first(candidates: list[Backend], problem: Problem, device: Device, 
 
 def plan_with(backend: Backend, request: Request, device: Device, pass_: Pass) -> Plan:
     """The plan of a pass with a backend that can run it: what was left open is the backend's choice."""
-    problem, performance = request.problem, request.performance
+    problem, performance = backend.widened(request.problem), request.performance
     for each in PASSES if backend.shares_tiles else (pass_,):
         if performance.tiles(each) is None:
             performance = performance.with_tiles(each, backend.tile_pairs(problem, device, each)[0])
@@ -159,7 +163,7 @@ def _unknown_tiles(problem: Problem, pair: TilePair, device: Device, pass_: Pass
     def text(tile: tuple[int, ...]) -> str:
         return str(tile[0] if is_flat else tile)
 
-    examples = backend.tile_pairs(problem, device, pass_)[:5]
+    examples = backend.tile_pairs(backend.widened(problem), device, pass_)[:5]
     offered = ", ".join(f"({text(query)}, {text(key_value)})" for query, key_value in examples)
     names = tile_arguments(problem.operator, pass_)
     asked = ", ".join(f"{name}={text(tile)}" for name, tile in zip(names, pair, strict=True))

@@ -19,6 +19,7 @@ from natten_jax.backends.select import resolve
 from natten_jax.execution import primitive
 from natten_jax.execution.computations import Computation, Derivative, Result, Run
 from natten_jax.execution.differentiable_forward import PlainForward
+from natten_jax.execution.head_widths import HeadWidths
 from natten_jax.execution.merge_saved import continued
 from natten_jax.execution.refused_derivatives import refuse
 from natten_jax.performance import Pass
@@ -200,21 +201,27 @@ def _gradient_types(request: Request, operands: Any, saved: Any, cotangents: Any
 
 
 def _compute_forward(plan: Plan, request: Request, device: Device, operands: Operands) -> Output:
-    return backends.of(plan.backend).forward(plan, operands)
+    heads = HeadWidths.of(request.problem, plan.problem)
+    output = backends.of(plan.backend).forward(plan, heads.widen_operands(operands))
+    return output._replace(out=heads.narrow_values(output.out))
 
 
 def _compute_saved(plan: Plan, request: Request, device: Device, operands: Operands) -> Saved:
-    return backends.of(plan.backend).forward_saving(plan, operands)
+    heads = HeadWidths.of(request.problem, plan.problem)
+    saved = backends.of(plan.backend).forward_saving(plan, heads.widen_operands(operands))
+    return saved._replace(out=heads.narrow_values(saved.out))
 
 
 def _compute_continued(
     plan: Plan, request: Request, device: Device, operands: Operands, saved: Saved, seeing: QueryBox
 ) -> Saved:
     backend = backends.of(plan.backend)
+    heads = HeadWidths.of(request.problem, plan.problem)
+    operands, saved = heads.widen_operands(operands), saved._replace(out=heads.widen_values(saved.out))
     found = backend.forward_continued(plan, operands, saved, seeing)
-    if found is not None:
-        return found
-    return continued(functools.partial(backend.forward_saving, plan), operands, saved, seeing)
+    if found is None:
+        found = continued(functools.partial(backend.forward_saving, plan), operands, saved, seeing)
+    return found._replace(out=heads.narrow_values(found.out))
 
 
 def _compute_gradients(
@@ -222,7 +229,11 @@ def _compute_gradients(
 ) -> Gradients:
     if resolve(request, device, "forward").backend != plan.backend:
         saved = saved._replace(remainder=None)
-    return backends.of(plan.backend).backward(plan, operands, saved, cotangents)
+    heads = HeadWidths.of(request.problem, plan.problem)
+    saved = saved._replace(out=heads.widen_values(saved.out))
+    cotangents = cotangents._replace(out=heads.widen_values(cotangents.out))
+    found = backends.of(plan.backend).backward(plan, heads.widen_operands(operands), saved, cotangents)
+    return heads.narrow_gradients(found)
 
 
 _FORWARD = _PassSpec("forward", _output_types, _compute_forward)

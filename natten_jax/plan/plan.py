@@ -43,7 +43,7 @@ class Plan:
     """A pass of a problem with everything decided.
 
     Attributes:
-        problem: What is computed.
+        problem: What is computed, with heads as wide as the backend's kernels have them.
         pass_: The pass.
         backend: What computes it.
         platform: Of the devices that it is decided for, as :class:`natten_jax.plan.devices.Device` has it.

@@ -134,7 +134,7 @@ def test_a_gpu_whose_architecture_the_build_does_not_cover(
     [
         (HOPPER, "flex-fna", {}),
         (HOPPER, None, {"dtype": "float64"}),
-        (HOPPER, None, {"head_dim": 20}),  # no kernel takes these
+        (HOPPER, None, {"head_dim": 260}),  # no kernel takes these
         (Device("cuda", (7, 5)), None, {}),
         (Device("cuda"), None, {}),  # there is no such GPU here
         (Device("cuda", (9, 0), is_present=False), "flex-fna", {}),

@@ -85,6 +85,29 @@ def test_narrow_heads_are_not_widened(capability: tuple[int, int], lowered: Call
 
 
 @pytest.mark.parametrize("capability", CALLS)
+@pytest.mark.parametrize(("width", "width_v"), [(12, 12), (17, 4), (1, 250), (32, 20)])
+def test_heads_of_any_width_run_on_kernels(
+    capability: tuple[int, int], width: int, width_v: int, lowered: Callable[..., str]
+) -> None:
+    """With zeros behind them; the scale is that of the heads as they are."""
+
+    def loss(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return natten_jax.na1d(query, key, value, 40, **tiles((32,))).astype("float32").sum()
+
+    arrays = [array(2, 64, 4, each) for each in (width, width, width_v)]
+    text = lowered(capability, jax.grad(loss, (0, 1, 2)), *arrays)
+    assert calls(text) == CALLS[capability]
+    wide, wide_v = (-(-each // 8) * 8 for each in (width, width_v))
+    forward = next(line for line in text.splitlines() if f"@{CALLS[capability][0]}(" in line)
+    assert f"2x1x1x64x4x{wide}xbf16" in forward
+    assert f"2x1x1x64x4x{wide_v}xbf16" in forward
+    scale = float(re.findall(r"scale = ([-+.e\d]+) : f32", forward)[0])
+    assert math.isclose(scale, width**-0.5, rel_tol=1e-6)
+    results = re.findall(r"tensor<2x64x4x(\d+)xbf16>", re.findall(r"func.func public @main.*-> \((.*)\) \{", text)[0])
+    assert results == [str(width), str(width), str(width_v)]
+
+
+@pytest.mark.parametrize("capability", CALLS)
 def test_equal_layers_share_their_program(capability: tuple[int, int], lowered: Callable[..., str]) -> None:
     def layers(x: jax.Array) -> jax.Array:
         for _ in range(4):

@@ -61,11 +61,11 @@ def test_portable_tiles(capability: tuple[int, int], dtype: str, head_dim: int, 
 
 
 @pytest.mark.parametrize("name", ["hopper", "cutlass"])
-@pytest.mark.parametrize("head_dim", [4, 12, 264])
+@pytest.mark.parametrize("head_dim", [257, 264])
 def test_heads_that_no_kernel_is_compiled_for(name: str, head_dim: int) -> None:
     problem = simulator.problem_of((1024,), 8, head_dim=head_dim)
     reason = backends.find(f"{name}-fna", "fna").rejection(problem, HOPPER, "forward")
-    assert reason == f"head_dim must be a multiple of 8 up to 256, not {head_dim}"
+    assert reason == f"head_dim must be at most 256, not {head_dim}"
 
 
 def test_the_time_model_counts_rounds_as_the_kernel_does() -> None:
@@ -87,9 +87,7 @@ def test_without_the_native_module_nobody_knows(name: str, monkeypatch: pytest.M
 def test_heads_without_kernels_have_no_tiles(name: str, head_dims: tuple[int, int]) -> None:
     problem = simulator.problem_of((64,), 8, head_dim=head_dims[0], head_dim_v=head_dims[1], dtype="bfloat16")
     backend = backends.find(f"{name}-fna", "fna")
-    rule = (
-        rf"{name} has no tiles for these heads: head_dim(_v)? must be a multiple of 8 up to 256, not {max(head_dims)}"
-    )
+    rule = rf"{name} has no tiles for these heads: head_dim(_v)? must be at most 256, not {max(head_dims)}"
     for pass_ in PASSES:
         with pytest.raises(ValueError, match=rule):
             backend.largest_tiles(problem, HOPPER, pass_)

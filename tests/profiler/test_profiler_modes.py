@@ -230,8 +230,8 @@ def test_dry_run_of_an_attention_backend_lists_its_tiles_alone(capsys: pytest.Ca
 
 
 def test_dry_run_without_any_backend_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(f"-i 64 -w 8 -d 36 --backend hopper-fna --dry-run {HOPPER}".split()) == 1
-    assert "not compatible with backend hopper-fna: head_dim must be a multiple of 8" in capsys.readouterr().out
+    assert main(f"-i 64 -w 8 -d 260 --backend hopper-fna --dry-run {HOPPER}".split()) == 1
+    assert "not compatible with backend hopper-fna: head_dim must be at most 256" in capsys.readouterr().out
 
 
 # Predicting.

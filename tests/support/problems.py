@@ -325,7 +325,6 @@ def check_all(
 
 
 def _failures(trials: Sequence[Trial], family: Family, record: Callable[[str, object], None] | None) -> list[str]:
-    trials = [trial._replace(case=trial.case.fitted(family)) for trial in trials]
     functions = [
         case.operator(family.fna if case.queries is None else family.fmha, **arguments)
         for case, _, _, arguments in trials

@@ -87,7 +87,8 @@ def listing(backend: Backend, problem: Problem, device: Device, pass_: Pass) -> 
     """The configurations of one backend for one pass."""
     schedules = tuple(map(str, backend.schedules.get(pass_, ())))
     id_ = BackendId(backend.family, problem.operator)
-    return Listing(id_, pass_, problem, tuple(backend.tile_pairs(problem, device, pass_)), schedules)
+    pairs = backend.tile_pairs(backend.widened(problem), device, pass_)
+    return Listing(id_, pass_, problem, tuple(pairs), schedules)
 
 
 def tile_text(tile: tuple[int, ...]) -> str:
