@@ -134,7 +134,8 @@ def _names(backend: Backend) -> str:
 def _devices() -> str:
     def row(backend: Backend) -> Sequence[str]:
         devices = "every device of XLA" if backend.platform is None else str(backend.platform)
-        devices = "CPUs" if devices == "platform cpu only" else devices
+        devices = {"platform cpu only": "CPUs", "platform tpu only": "TPUs"}.get(devices, devices)
+        devices += " (by name alone)" if backend.is_by_name_only else ""
         step, most = backend.head_dim_step, backend.largest_head_dim
         others = f"; others than multiples of {step} are filled up with zeros" if step > 1 else ""
         widths = "any" if most is None else f"up to {most}{others}"

@@ -1,9 +1,10 @@
 """The registry of backends, and one folder or file for each family of them.
 
 - ``base``: what a backend states, and the functions that run a plan; ``native_backend`` for those with kernels.
-- ``hopper``, ``cutlass``, ``cpu``, ``flex``: the families; ``tpu`` is one that is not registered yet.
+- ``hopper``, ``cutlass``, ``cpu``, ``tpu``, ``flex``: the families.
 - ``select``: which backend runs a pass, with which tiles: the only place where that is decided.
 - ``tuned``: what was measured of a call, here or by the makers of the package, whose files are in ``tuned_tables``.
+- ``defaults``: which backends run without being named.
 - ``names``, ``heeded``: what backends are called, and which performance arguments make a difference to them.
 - ``missing_kernels``: the warning where kernels would run if they were built.
 
@@ -19,10 +20,11 @@ from natten_jax.backends.cutlass.backend import CutlassBackend
 from natten_jax.backends.flex.backend import FlexBackend
 from natten_jax.backends.hopper.backend import HopperBackend
 from natten_jax.backends.names import unknown
+from natten_jax.backends.tpu.backend import TpuBackend
 from natten_jax.plan.plan import BackendId
 from natten_jax.problem import OPERATORS, Operator
 
-_registered: list[Backend] = [HopperBackend(), CutlassBackend(), CpuBackend(), FlexBackend()]
+_registered: list[Backend] = [HopperBackend(), CutlassBackend(), CpuBackend(), TpuBackend(), FlexBackend()]
 
 
 def registered() -> tuple[Backend, ...]:

@@ -60,6 +60,8 @@ class Backend(abc.ABC):
     family: ClassVar[str]
     #: What the names of its configuration queries call it, ``get_configs_for_<query_family>_fna``; "" is the family.
     query_family: ClassVar[str] = ""
+    #: Whether only calls that name it run it, unless it is wanted by default (:mod:`natten_jax.backends.defaults`).
+    is_by_name_only: ClassVar[bool] = False
     #: The devices that it is for; ``None`` is any.
     platform: ClassVar[Platform | None] = None
     dtypes: ClassVar[Sequence[str]]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from natten_jax import backends
-from natten_jax.backends import missing_kernels
+from natten_jax.backends import defaults, missing_kernels
 from natten_jax.backends.base import Backend
 from natten_jax.backends.tuned import with_tuned_choices
 from natten_jax.cost.local_tiling import tiled_for_part
@@ -140,7 +140,12 @@ def _candidates(problem: Problem, device: Device, pass_: Pass, requested: str | 
         if reason is not None:
             raise ValueError(_refusal(requested, reason, problem, device, pass_))
         return [backend]
-    candidates = runnable(problem, device, pass_)
+    wanted = defaults.asked_for(backends.registered())
+    candidates = [
+        backend
+        for backend in runnable(problem, device, pass_)
+        if not backend.is_by_name_only or backend.family in wanted
+    ]
     if not candidates:
         reasons = "; ".join(f"{name}: {why}" for name, why in rejections(problem, device, pass_).items())
         raise ValueError(f"no backend can run the {pass_} pass of {problem.describe()} on {device}: {reasons}")

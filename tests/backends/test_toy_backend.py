@@ -39,7 +39,7 @@ except ValueError as error:
     print(error)
 """
     printed = run("-c", WITH_TOY + code)
-    for part in ("[((1,), (1,))] [(1, 1)]", "get_bwd_configs_for_toy_fmha", "cpu-fna, toy-fna, flex-fna"):
+    for part in ("[((1,), (1,))] [(1, 1)]", "get_bwd_configs_for_toy_fmha", "cpu-fna, tpu-fna, toy-fna, flex-fna"):
         assert part in printed, part
 
 

@@ -1,4 +1,4 @@
-"""The backend families under test: all that are registered."""
+"""The backend families under test: all that are registered and run on hosts or NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -87,7 +87,10 @@ class Family:
         return f"{self.name}-fmha"
 
 
-FAMILIES = tuple(map(Family.of, backends.registered()))
+#: Their kernels are interpreted in tests of their own (tests/backends), and run as a family with a plugin
+#: (tests/support/interpreted_tpu.py).
+INTERPRETED = ("tpu",)
+FAMILIES = tuple(Family.of(backend) for backend in backends.registered() if backend.family not in INTERPRETED)
 
 
 def family_named(name: str) -> Family:

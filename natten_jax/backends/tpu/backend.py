@@ -1,6 +1,6 @@
 """The ``tpu`` backend: Pallas kernels for TPUs.
 
-It is not registered, so that no call runs it: the kernels have been interpreted and compiled, and never run on a TPU.
+Calls run it by name alone: the kernels have been interpreted and compiled, and never run on a TPU.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class TpuBackend(Backend):
     """Neighborhood attention on TPUs; see :class:`natten_jax.backends.base.Backend`."""
 
     family = "tpu"
+    is_by_name_only = True  # until somebody has measured it
     platform = Platform("tpu")
     dtypes = ("bfloat16", "float32")
     head_dim_step = 8
@@ -36,13 +37,6 @@ class TpuBackend(Backend):
     carries_plan = False
     fuses_additional_kv = False
     heeds = ("backward_deterministic",)  # in every run
-
-    def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
-        """Why this backend cannot run a pass of the problem on the device; ``None`` where it can."""
-        reason = super().rejection(problem, device, pass_)
-        if reason is None and problem.additional_kv:
-            return "it takes no additional key/value tokens in the same call"
-        return reason
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Query and key/value tile shapes of a pass, the recommended pair first."""
@@ -111,11 +105,13 @@ def _alignment(problem: Problem) -> int:
 
 
 def _scales(plan: Plan, operands: Operands) -> jax.Array:
-    """Factors of the logits, float32 ``[batch * heads]``."""
+    """Factors of the logits, float32 ``[batch * heads, 1, 1]``."""
     shape = operands.inputs.query.shape[0], operands.inputs.query.shape[-2]
     if operands.inputs.scale is None:
-        return jnp.full((math.prod(shape),), plan.problem.scale, jnp.float32)
-    return jnp.broadcast_to(operands.inputs.scale.astype(jnp.float32), shape).reshape(-1)
+        scale = jnp.full(shape, plan.problem.scale, jnp.float32)
+    else:
+        scale = jnp.broadcast_to(operands.inputs.scale.astype(jnp.float32), shape)
+    return scale.reshape(-1, 1, 1)
 
 
 def _recommended(problem: Problem, pass_: Pass) -> TilePair:

@@ -17,11 +17,13 @@ from natten_jax.backends.tpu.kernels import (
     bounds_specs,
     box_spec,
     contract,
+    divided,
     masked_logits,
     matrix,
     query_grid,
     query_spec,
     rows_spec,
+    scale_spec,
     sees_all,
     step_coordinates,
     visit,
@@ -69,8 +71,9 @@ def query_gradient(
     width = query.shape[-1]
 
     def kernel(*refs: Any) -> None:
-        tables, (scales, q, k, v, do, stats, *bounds, dq, mixed) = refs[:3], refs[3:]
-        head, _group, _tile, step = place = [pl.program_id(axis) for axis in range(4)]
+        tables, (scale_ref, q, k, v, do, stats, *bounds, dq, mixed) = refs[:3], refs[3:]
+        place = [pl.program_id(axis) for axis in range(4)]
+        step = place[3]
 
         @pl.when(step == 0)
         def _() -> None:
@@ -78,7 +81,7 @@ def query_gradient(
 
         def add(boxes: Any) -> None:
             keys = matrix(k)
-            logits = masked_logits(call, keys, matrix(q), scales[head], boxes, bounds)
+            logits = masked_logits(call, keys, matrix(q), scale_ref[...], boxes, bounds)
             products = contract(call, matrix(v), matrix(do), (1, 1))
             _, gradients = _weights_and_gradients(logits, products, stats)
             mixed[...] += contract(call, keys, gradients.astype(keys.dtype), (0, 0))
@@ -95,7 +98,7 @@ def query_gradient(
             num_scalar_prefetch=3,
             grid=query_grid(call, query.shape[0]),
             in_specs=[
-                pl.BlockSpec(memory_space=pltpu.SMEM),
+                scale_spec(),
                 query_spec(call, width),
                 box_spec(call, width),
                 box_spec(call, value.shape[-1]),
@@ -142,10 +145,11 @@ def key_gradients(
 
     def query_tile(group: Any, tile: Any, step: Any, tables: Any) -> list[Any]:
         first, counts = seeing(group, tile, tables)
-        return [a + b for a, b in zip(first, step_coordinates(step % of_head, counts), strict=True)]
+        return [a + b for a, b in zip(first, step_coordinates(divided(step, of_head)[1], counts), strict=True)]
 
     def query_head(head: Any, step: Any) -> Any:
-        return head // call.heads_kv * call.heads + head % call.heads_kv * heads + step // of_head
+        batch, head = divided(head, call.heads_kv)
+        return batch * call.heads + head * heads + divided(step, of_head)[0]
 
     def of_key(head: Any, group: Any, tile: Any, step: Any, *tables: Any) -> tuple[Any, ...]:
         return (head, call.key_group(group, tables[:3]), *call.key_tile_of(tile), 0)
@@ -167,8 +171,8 @@ def key_gradients(
         )
 
     def kernel(*refs: Any) -> None:
-        tables, (scales, q, k, v, do, stats, *bounds, dk, dv, key_sum, value_sum) = refs[:6], refs[6:]
-        head, group, tile, step = map(pl.program_id, range(4))
+        tables, (scale_ref, q, k, v, do, stats, *bounds, dk, dv, key_sum, value_sum) = refs[:6], refs[6:]
+        _head, group, tile, step = map(pl.program_id, range(4))
 
         @pl.when(step == 0)
         def _() -> None:
@@ -177,7 +181,7 @@ def key_gradients(
 
         def add(boxes: Any) -> None:
             queries, outs = matrix(q), matrix(do)
-            scale = scales[query_head(head, step)]
+            scale = scale_ref[...]
             logits = masked_logits(call, matrix(k), queries, scale, boxes, bounds)
             products = contract(call, matrix(v), outs, (1, 1))
             weights, gradients = _weights_and_gradients(logits, products, stats)
@@ -188,7 +192,7 @@ def key_gradients(
         boxes = [KeyBox(first, first) for first in firsts]
         counts = seeing(group, tile, tables[3:])[1]
         rows = call.rows_of(group, flat(query_tile(group, tile, step, tables[3:])), tables[:3])
-        is_step = step % of_head < math.prod(counts)
+        is_step = divided(step, of_head)[1] < math.prod(counts)
         visit(add, is_step, sees_all(call, rows, boxes), boxes)
 
         @pl.when(step == pl.num_programs(3) - 1)
@@ -208,7 +212,7 @@ def key_gradients(
                 num_scalar_prefetch=6,
                 grid=grid,
                 in_specs=[
-                    pl.BlockSpec(memory_space=pltpu.SMEM),
+                    pl.BlockSpec((None, 1, 1), lambda h, g, t, s, *tables: (query_head(h, s), 0, 0)),
                     pl.BlockSpec((*query_block, query.shape[-1]), of_query),
                     *specs,
                     pl.BlockSpec((*query_block, value.shape[-1]), of_query),

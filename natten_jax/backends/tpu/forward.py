@@ -24,6 +24,7 @@ from natten_jax.backends.tpu.kernels import (
     query_grid,
     query_spec,
     rows_spec,
+    scale_spec,
     visit_keys,
 )
 
@@ -36,7 +37,7 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
         query: ``[batch * heads, groups, *lengths, head_dim]``.
         key: ``[batch * heads_kv, groups, *lengths, head_dim]``.
         value: Likewise, of ``head_dim_v``.
-        scale: float32 ``[batch * heads]``: factors of the logits.
+        scale: float32 ``[batch * heads, 1, 1]``: factors of the logits.
 
     Returns:
         The output, laid out as the query; maxima of the logits in base 2 and sums of the weights,
@@ -46,8 +47,9 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
     grid = query_grid(call, query.shape[0])
 
     def kernel(*refs: Any) -> None:
-        tables, (scales, q, k, v, *bounds, out, statistics, maximum, total, mixed) = refs[:3], refs[3:]
-        head, _group, _tile, step = place = [pl.program_id(axis) for axis in range(4)]
+        tables, (scale_ref, q, k, v, *bounds, out, statistics, maximum, total, mixed) = refs[:3], refs[3:]
+        place = [pl.program_id(axis) for axis in range(4)]
+        step = place[3]
 
         @pl.when(step == 0)
         def _() -> None:
@@ -56,7 +58,7 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
             mixed[...] = jnp.zeros_like(mixed)
 
         def add(boxes: Any) -> None:
-            logits = masked_logits(call, matrix(k), matrix(q), scales[head], boxes, bounds)
+            logits = masked_logits(call, matrix(k), matrix(q), scale_ref[...], boxes, bounds)
             before = maximum[...]
             now = jnp.maximum(before, jnp.max(logits, axis=0, keepdims=True))
             weights, change = jnp.exp2(logits - now), jnp.exp2(before - now)
@@ -82,7 +84,7 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
                 num_scalar_prefetch=3,
                 grid=grid,
                 in_specs=[
-                    pl.BlockSpec(memory_space=pltpu.SMEM),
+                    scale_spec(),
                     query_spec(call, query.shape[-1]),
                     box_spec(call, key.shape[-1]),
                     box_spec(call, width),

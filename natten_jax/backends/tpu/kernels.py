@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -97,7 +98,8 @@ class Call:
 
     def kv_head(self, head: Scalar) -> Scalar:
         """The key/value head, with its batch entry, of a query head with its own."""
-        return head // self.heads * self.heads_kv + head % self.heads // (self.heads // self.heads_kv)
+        batch, head = divided(head, self.heads)
+        return batch * self.heads_kv + divided(head, self.heads // self.heads_kv)[0]
 
     def group_of(self, group: Scalar) -> list[Scalar]:
         """A dilation group along each dimension."""
@@ -160,7 +162,17 @@ def _unraveled(index: Scalar, shape: Sequence[int]) -> list[Scalar]:
         return [index]
     if math.prod(shape) == 1:
         return [0] * len(shape)
-    return [*_unraveled(index // last, leading), index % last] if last > 1 else [*_unraveled(index, leading), 0]
+    index, along_last = divided(index, last)
+    return [*_unraveled(index, leading), along_last]
+
+
+def divided(number: Scalar, by: int) -> tuple[Scalar, Scalar]:
+    """Quotient and remainder of a number that is not negative."""
+    if by == 1:
+        return number, 0
+    if isinstance(number, int):
+        return divmod(number, by)
+    return jax.lax.div(number, np.int32(by)), jax.lax.rem(number, np.int32(by))
 
 
 def step_coordinates(step: Scalar, counts: Sequence[Scalar]) -> list[Scalar]:
@@ -255,7 +267,7 @@ def masked_logits(
     call: Call,
     keys: jax.Array,
     queries: jax.Array,
-    scale: Scalar,
+    scale: jax.Array,
     boxes: Sequence[KeyBox] | None,
     bounds: Sequence[Any],
 ) -> jax.Array:
@@ -291,6 +303,11 @@ def query_spec(call: Call, width: int) -> pl.BlockSpec:
     return pl.BlockSpec(
         (None, None, *call.queries.tile, width), lambda h, g, t, s, *tables: (h, g, *call.query_tile_of(t), 0)
     )
+
+
+def scale_spec() -> pl.BlockSpec:
+    """The factor of a head's logits."""
+    return pl.BlockSpec((None, 1, 1), lambda h, g, t, s, *tables: (h, 0, 0))
 
 
 def rows_spec(call: Call, count: int) -> pl.BlockSpec:
