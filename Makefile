@@ -140,6 +140,7 @@ docs: setup
 # The pictures of windows and kernels and the charts of speeds in README and documentation, from natten_jax.windows and
 # bench/results.
 pictures: H200 := bench/results/h200
+pictures: BESIDE := $(firstword $(foreach device,h200 h100,$(wildcard bench/results/$(device)/beside_cudnn.json)))
 pictures: setup
 	PYTHONPATH=bench $(RUN) docs/pictures.py
 	PYTHONPATH=bench $(RUN) docs/kernel_pictures.py
@@ -149,6 +150,8 @@ pictures: setup
 	$(RUN) bench/plot.py $(H200)/forward.json docs/images/forward_speedups.svg
 	$(RUN) bench/plot.py $(H200)/backward.json docs/images/backward_speedups.svg
 	$(RUN) bench/plot.py $(H200)/causal_forward.json docs/images/causal_speedups.svg
+	$(if $(BESIDE),$(RUN) bench/plot_beside_cudnn.py $(BESIDE) sliding docs/images/sliding.svg)
+	$(if $(BESIDE),$(RUN) bench/plot_beside_cudnn.py $(BESIDE) video docs/images/frame_causal.svg)
 	$(RUN) bench/plot_halos.py bench/results/h200x2/timeline.json docs/images/halo_trace.svg
 	$(RUN) bench/plot_cpu.py bench/results/cpu/kernels.json docs/images/cpu.svg
 	$(RUN) bench/fmha_report.py bench/results/h100/fmha_scaling/fmha_scaling_results.json \

@@ -14,7 +14,11 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """A problem of equal query, key and value layouts; without a window, self attention."""
+    """A problem of equal query, key and value layouts; without a window, self attention.
+
+    There are as many heads of keys and values as of queries, unless ``heads_kv`` says otherwise. ``causal`` says it for
+    each dimension, ``is_causal`` for all.
+    """
 
     layout: Shape
     heads: int
@@ -26,16 +30,23 @@ class Benchmark:
     batch: int = 1
     dtype: str = "bfloat16"
     additional_kv: int = 0
+    heads_kv: int | None = None
+    causal: tuple[bool, ...] | None = None
 
     @property
     def shape(self) -> Shape:
-        """Shape of query, key and value."""
+        """Shape of the query and of the output."""
         return self.batch, *self.layout, self.heads, self.head_dim
+
+    @property
+    def kv_shape(self) -> Shape:
+        """Shape of key and value."""
+        return *self.shape[:-2], self.heads_kv or self.heads, self.head_dim
 
     @property
     def additional_shape(self) -> Shape:
         """Shape of additional keys and values."""
-        return self.batch, self.additional_kv, self.heads, self.head_dim
+        return self.batch, self.additional_kv, *self.kv_shape[-2:]
 
     @property
     def problem(self) -> Problem:
@@ -45,10 +56,11 @@ class Benchmark:
             self.kernel_size or None,
             self.stride or 1,
             self.dilation or 1,
-            self.is_causal,
+            self.is_causal if self.causal is None else self.causal,
             operator="fna" if self.kernel_size else "fmha",
             batch=self.batch,
             heads=self.heads,
+            heads_kv=self.heads_kv,
             head_dim=self.head_dim,
             dtype=self.dtype,
             additional_kv=self.additional_kv,

@@ -33,7 +33,11 @@ OURS = "natten_jax"
 
 def draw(benchmark: Benchmark) -> list[jax.Array]:
     """The output's cotangent, query, key, value and additional keys and values: random, as easy data runs faster."""
-    shapes = [benchmark.shape] * 4 + [benchmark.additional_shape] * (2 if benchmark.additional_kv else 0)
+    shapes = (
+        [benchmark.shape] * 2
+        + [benchmark.kv_shape] * 2
+        + [benchmark.additional_shape] * (2 if benchmark.additional_kv else 0)
+    )
     keys = jax.random.split(jax.random.key(0), len(shapes))
     return [jax.random.normal(key, shape, benchmark.dtype) for key, shape in zip(keys, shapes, strict=True)]
 

@@ -55,6 +55,18 @@ def dot_product_attention(benchmark: Benchmark, implementation: Literal["cudnn",
     return lambda q, k, v: baselines.attend(implementation, q, k, v)
 
 
+def sliding_window(benchmark: Benchmark, implementation: Literal["cudnn", "xla"]) -> Function:
+    """Causal windows over a sequence through ``jax.nn``: the same as natten_jax computes."""
+    if len(benchmark.layout) != 1 or benchmark.kernel_size is None or not benchmark.is_causal:
+        raise ValueError("jax.nn has causal windows over sequences, and no others that are defined at the ends")
+    if {*(benchmark.stride or (1,)), *(benchmark.dilation or (1,))} != {1} or benchmark.additional_kv:
+        raise ValueError("jax.nn has no windows with a stride, a dilation or additional tokens")
+    before = benchmark.kernel_size[0] - 1
+    return lambda q, k, v: jax.nn.dot_product_attention(
+        q, k, v, is_causal=True, local_window_size=(before, 0), implementation=implementation
+    )
+
+
 def mosaic(benchmark: Benchmark) -> Function:
     """Self attention over all tokens by JAX's Pallas kernel for Hopper GPUs; a forward pass only."""
     with warnings.catch_warnings():
@@ -85,6 +97,8 @@ IMPLEMENTATIONS: Mapping[str, Callable[[Benchmark], Function]] = {
     "cudnn": lambda benchmark: dot_product_attention(benchmark, "cudnn"),
     "mosaic-float16": mosaic,
     "xla": lambda benchmark: dot_product_attention(benchmark, "xla"),
+    "cudnn-window": lambda benchmark: sliding_window(benchmark, "cudnn"),
+    "xla-window": lambda benchmark: sliding_window(benchmark, "xla"),
 }
 
 

@@ -73,13 +73,16 @@ def compile_backward(
     return compile_runner(lambda residuals, upstream: residuals(upstream), vjp, cotangent, name=name)
 
 
-def take_turns(runners: Mapping[_Name, Runner], turns: int, mode: str) -> dict[_Name, list[float]]:
+def take_turns(
+    runners: Mapping[_Name, Runner], turns: int, mode: str, pause: float | None = None
+) -> dict[_Name, list[float]]:
     """Seconds of each function, the median of every turn.
 
     Args:
         runners: Functions by name.
         turns: How often each one's turn comes.
         mode: ``"cold"`` pauses before each turn, ``"sustained"`` keeps the device busy.
+        pause: Seconds; ``None`` is :data:`PAUSE`.
     """
     times: dict[_Name, list[float]] = {name: [] for name in runners}
     if mode == "sustained":
@@ -87,7 +90,7 @@ def take_turns(runners: Mapping[_Name, Runner], turns: int, mode: str) -> dict[_
     for _ in range(turns):
         for name, runner in runners.items():
             if mode == "cold":
-                time.sleep(PAUSE)
+                time.sleep(PAUSE if pause is None else pause)
             else:
                 runner.load(WARM_UP / 10)
             times[name].append(statistics.median(runner.seconds()))

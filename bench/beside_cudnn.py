@@ -1,0 +1,125 @@
+"""Times what cuDNN has, too, on an NVIDIA GPU: sliding windows over sequences, and videos beside its dense attention.
+
+The windows of sequences are causal, and both sides compute the same. Videos are causal in time: a token attends to all
+tokens of its frame and of earlier ones, or of a number of frames. cuDNN has no such mask, and computes attention of the
+same tokens without one. Both sides run in turns in one process, after a short pause; times are the device time of
+everything that a side launches.
+
+Example:
+    python bench/beside_cudnn.py --json bench/results/h100/beside_cudnn.json
+    python bench/beside_cudnn.py --groups video --passes forward
+    python bench/plot_beside_cudnn.py bench/results/h100/beside_cudnn.json sliding docs/images/sliding.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import Benchmark
+from lib import command
+from lib.record import save
+from lib.timing import Runner, ratio, take_turns
+from run import OURS, prepare
+
+from natten_jax.cost.work import flops
+from natten_jax.performance import PASSES, Pass
+
+#: Seconds before each turn: what is timed takes milliseconds, and does not heat a GPU.
+PAUSE = 0.2
+
+
+def _sequence(tokens: int, heads: int, window: int, head_dim: int = 128, **facts: Any) -> Benchmark:
+    return Benchmark((tokens,), heads, head_dim, (window,), is_causal=True, **facts)
+
+
+def _video(layout: tuple[int, int, int], heads: int, frames: int | None = None) -> Benchmark:
+    """Causal in time, with so many frames of history, its own included; all where none are named."""
+    return Benchmark(layout, heads, 128, (frames or layout[0], *layout[1:]), causal=(True, False, False))
+
+
+#: By what cuDNN computes beside it: the same windows, or attention over the whole layout.
+GROUPS: Mapping[str, Mapping[str, Benchmark]] = {
+    "sliding": {
+        "2 x 16384 tokens,\n16 heads of 128, window 1024": _sequence(16384, 16, 1024, batch=2),
+        "32768 tokens, 32 heads,\n8 of keys, window 4096": _sequence(32768, 32, 4096, heads_kv=8),
+        "2 x 16384 tokens,\n16 heads of 64, window 128": _sequence(16384, 16, 128, 64, batch=2),
+        "4 x 8192 tokens, 32 heads,\n8 of keys, window 512": _sequence(8192, 32, 512, batch=4, heads_kv=8),
+        "131072 tokens,\n8 heads of 128, window 4096": _sequence(131072, 8, 4096),
+    },
+    "video": {
+        "30x32x32, 24 heads,\nall earlier frames": _video((30, 32, 32), 24),
+        "16x64x64, 24 heads,\nall earlier frames": _video((16, 64, 64), 24),
+        "21x30x52, 12 heads,\nall earlier frames": _video((21, 30, 52), 12),
+        "30x48x80, 24 heads,\n8 frames": _video((30, 48, 80), 24, 8),
+    },
+}
+PEERS = {("sliding", "cudnn"): "cudnn-window", ("sliding", "xla"): "xla-window"}
+
+
+def without_mask(benchmark: Benchmark) -> Benchmark:
+    """Attention over the whole layout."""
+    return dataclasses.replace(benchmark, kernel_size=None, is_causal=False, causal=None)
+
+
+def compiled(group: str, benchmark: Benchmark, pass_: Pass, library: str) -> dict[str, Runner | str]:
+    """Both sides, or why one does not run."""
+    peer = PEERS.get((group, library), library)
+    whole = benchmark if group == "sliding" else without_mask(benchmark)
+    return prepare(benchmark, [OURS], pass_, None) | prepare(whole, [peer], pass_, None)
+
+
+def measure(group: str, benchmark: Benchmark, pass_: Pass, turns: int, library: str) -> dict[str, Any]:
+    """Milliseconds of both sides, how much faster natten_jax is, and the share of all pairs that it computes."""
+    sides = compiled(group, benchmark, pass_, library)
+    runners = {name: side for name, side in sides.items() if isinstance(side, Runner)}
+    times = take_turns(runners, turns, "cold", PAUSE)
+    figures: dict[str, Any] = {
+        "milliseconds": {name: 1e3 * statistics.median(seconds) for name, seconds in times.items()},
+        "failures": {name: side for name, side in sides.items() if isinstance(side, str)},
+        "share_of_pairs": flops(benchmark.problem, pass_) / flops(without_mask(benchmark).problem, pass_),
+    }
+    if len(times) == len(sides):
+        own, other = times[OURS], times[next(name for name in times if name != OURS)]
+        figures["speedup"] = ratio(other, own)
+    return figures
+
+
+def line(name: str, pass_: Pass, figures: Mapping[str, Any]) -> str:
+    """A line of the printed table."""
+    times = "  ".join(f"{side} {value:.4f} ms" for side, value in figures["milliseconds"].items())
+    gain = f"  {figures['speedup']:.2f}x" if "speedup" in figures else ""
+    missing = "".join(f"  {side} did not run: {reason}" for side, reason in figures["failures"].items())
+    return f"{name.replace(chr(10), ' '):58}{pass_:10}{times}{gain}{missing}"
+
+
+def main() -> int:
+    """Measure, print a table, save; 1 if natten_jax could not run a problem."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
+    parser.add_argument("--turns", type=int, default=3, help="of each side")
+    parser.add_argument("--library", choices=("cudnn", "xla"), default="cudnn", help="what natten_jax is compared with")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    options = parser.parse_args()
+    passes: Sequence[Pass] = options.passes
+    results: dict[str, dict[str, Any]] = {}
+    for group in options.groups:
+        for name, benchmark in GROUPS[group].items():
+            facts = {"problem": benchmark.problem.describe(), "dtype": benchmark.dtype, "library": options.library}
+            row = results.setdefault(group, {})[name] = dict[str, Any](facts)
+            for pass_ in passes:
+                row[pass_] = measure(group, benchmark, pass_, options.turns, options.library)
+                print(line(name, pass_, row[pass_]), flush=True)
+                save(results, options.json)
+    return int(
+        any(OURS in row[pass_]["failures"] for rows in results.values() for row in rows.values() for pass_ in passes)
+    )
+
+
+if __name__ == "__main__":
+    command.run(main)
