@@ -43,6 +43,9 @@ class Problem:
         dtype: Element type name of query, key, value and output.
         scale: Factor of the logits.
         additional_kv: Number of key/value tokens that every query sees.
+        own_origins: Whether the queries of each batch entry are a box of the layout at a place of their own.
+        own_extents: Whether each batch entry has a layout of its own, which begins at the first token; the axes are the
+            largest. What lies outside is padding.
     """
 
     operator: Operator
@@ -55,6 +58,13 @@ class Problem:
     dtype: str
     scale: float
     additional_kv: int = 0
+    own_origins: bool = False
+    own_extents: bool = False
+
+    @property
+    def own_layouts(self) -> bool:
+        """Whether a pass takes :attr:`natten_jax.arrays.operands.Operands.layouts`."""
+        return self.own_origins or self.own_extents
 
     @property
     def rank(self) -> int:
@@ -103,6 +113,8 @@ class Problem:
 
         In one dimension a causal window over the whole sequence is causal attention for any stride.
         """
+        if self.operator == "fna" and self.own_extents:  # what is real of a layout is no range of its flattened tokens
+            return False
         if any(axis.kernel_size != axis.kv_extent for axis in self.axes):
             return False
         return not any(self.is_causal) or (self.rank == 1 and self.additional_kv == 0)
@@ -118,6 +130,8 @@ class Problem:
         parts = [f"{name} {'x'.join(map(str, self.query_layout))}", *described(self.axes)]
         if self.additional_kv:
             parts.append(f"add_kv={self.additional_kv}")
+        if self.own_layouts:
+            parts.append("own " + "+".join(["origins"] * self.own_origins + ["extents"] * self.own_extents))
         return " ".join(parts)
 
 
@@ -199,11 +213,16 @@ def flattened(problem: Problem) -> Problem:
         problem: One whose every query sees every key (:attr:`Problem.is_attention`).
     """
     keys = math.prod(problem.kv_layout) + problem.additional_kv
-    axis = Axis(math.prod(problem.query_layout), keys, keys, is_causal=any(problem.is_causal))
-    return dataclasses.replace(problem, operator="fmha", axes=(axis,), additional_kv=0)
+    is_causal = any(problem.is_causal)
+    axis = Axis(math.prod(problem.query_layout), keys, keys, is_causal=is_causal)
+    # Where every query sees everything, it does not matter where it is.
+    own_origins = problem.own_origins and is_causal
+    return dataclasses.replace(problem, operator="fmha", axes=(axis,), additional_kv=0, own_origins=own_origins)
 
 
 def of_additional_tokens(problem: Problem) -> Problem:
     """The ``attention`` of the flattened query tokens to the additional tokens alone."""
     axis = Axis(math.prod(problem.query_layout), problem.additional_kv, problem.additional_kv)
-    return dataclasses.replace(problem, operator="fmha", axes=(axis,), additional_kv=0)
+    return dataclasses.replace(
+        problem, operator="fmha", axes=(axis,), additional_kv=0, own_origins=False, own_extents=False
+    )

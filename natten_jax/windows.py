@@ -113,7 +113,7 @@ def inverse_window_bounds(
 
 def _rounded_down(index: Index, step: int) -> Index:
     """The largest multiple of ``step`` that is not greater; without a division, where there is nothing to do."""
-    return index if step == 1 else (index // step) * step
+    return index if isinstance(step, int) and step == 1 else (index // step) * step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +170,21 @@ class Axis:
         if of_query:
             return window_bounds(self.window, index, keys, xp=xp)
         return inverse_window_bounds(self.window, index, queries, keys, xp=xp)
+
+    def within(self, query_extent: Index, kv_extent: Index, *, xp: ModuleType = np) -> Axis:
+        """The same over fewer tokens, which may be known at run time only; windows are the largest that fit.
+
+        Args:
+            query_extent: Query tokens.
+            kv_extent: Key/value tokens.
+            xp: Array namespace, ``numpy`` or ``jax.numpy``.
+        """
+        most = xp.maximum(kv_extent // self.dilation, xp.minimum(kv_extent, 1))  # as fitted, or nothing
+        kernel_size: Any = xp.minimum(self.kernel_size, most)
+        stride: Any = 1 if self.stride == 1 else xp.maximum(xp.minimum(self.stride, kernel_size), 1)
+        return dataclasses.replace(
+            self, query_extent=query_extent, kv_extent=kv_extent, kernel_size=kernel_size, stride=stride
+        )
 
     def reach(self, queries: Index) -> tuple[Index, Index]:
         """First key, and the one behind the last, that queries see; all by coordinate."""

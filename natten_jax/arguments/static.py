@@ -80,6 +80,20 @@ def int_tuple(
     return values
 
 
+def offset_tuple(name: str, value: Any, rank: int) -> tuple[int, ...]:
+    """``value`` as ``rank`` Python ints that are at least 0; where there is one dimension, it may be a single int.
+
+    Raises:
+        TypeError: It holds something else than ints, or is traced.
+        ValueError: It has another length, or an int that is negative or that no kernel can take.
+    """
+    article = "an int or " if rank == 1 else ""
+    values: tuple[int, ...] = _tuple_of(python_int, name, value, rank, article, "ints", rank == 1)
+    if any(not 0 <= each <= LARGEST_INT for each in values):
+        raise ValueError(f"{name} must be at least 0 in every dimension, got {shown(value)}")
+    return values
+
+
 def bool_tuple(name: str, value: Any, rank: int) -> tuple[bool, ...]:
     """``value`` as ``rank`` Python bools; a single one is repeated.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from natten_jax.arrays.roles import Role
 
@@ -40,11 +41,28 @@ class Operands(NamedTuple):
     Attributes:
         inputs: Those that have gradients.
         origins: int32 ``[2, 3]``: where the local query and key/value tokens start in the global layout,
-            last dimension last; ``None`` where nothing is sharded.
+            last dimension last; ``None`` where both are the whole layout.
+        layouts: int32 ``[batch, 3, 3]``, in place of origins where batch entries differ: where the queries of an entry
+            start, how many queries its layout has, and how many keys and values; last dimension last. ``None`` where
+            entries are alike.
     """
 
     inputs: Inputs
     origins: Annotated[jax.Array | None, Role.WHOLE] = None
+    layouts: Annotated[jax.Array | None, Role.PER_ENTRY] = None
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether queries are a box of a layout, or keys a part of it: some may see none."""
+        return self.origins is not None or self.layouts is not None
+
+    def with_origins_alone(self) -> Operands:
+        """The same of one entry of the batch, all of whose layout is real, in terms of origins."""
+        if self.layouts is None:
+            return self
+        assert self.layouts.shape[0] == 1, "one entry of the batch at a time"
+        of_query = self.layouts[0, 0]
+        return self._replace(origins=jnp.stack([of_query, jnp.zeros_like(of_query)]), layouts=None)
 
 
 class Output(NamedTuple):

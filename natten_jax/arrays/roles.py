@@ -16,7 +16,7 @@ class Role(enum.Enum):
     All but ``WHOLE`` begin with the batch, after the axes that ``jax.vmap`` maps.
 
     Attributes:
-        heads_axis: The dimension that heads lie along, counted from the end.
+        heads_axis: The dimension that heads lie along, counted from the end; 0 where there are none.
         has_layout: Whether the token dimensions follow the batch.
         is_key_value: Whether heads are those of keys and values.
     """
@@ -26,6 +26,7 @@ class Role(enum.Enum):
     ADDITIONAL = ("additional", -2, False, True)
     PER_QUERY = ("per_query", -1, True, False)
     PER_HEAD = ("per_head", -1, False, False)
+    PER_ENTRY = ("per_entry", 0, False, False)
     WHOLE = ("whole", 0, False, False)
 
     def __init__(self, _: str, heads_axis: int, has_layout: bool, is_key_value: bool) -> None:

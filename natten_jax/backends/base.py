@@ -79,6 +79,10 @@ class Backend(abc.ABC):
     #: Whether one of its operations has the plan of the pass (:func:`natten_jax.plan.marks.carrying_plan`), as every
     #: custom call does; if not, all of them have.
     carries_plan: ClassVar[bool] = True
+    #: Whether a call takes batch entries with layouts of their own; if not, each entry is a call.
+    takes_own_layouts: ClassVar[bool] = False
+    #: Whether it takes extents: layouts of which a part is padding.
+    takes_extents: ClassVar[bool] = False
     #: Whether it takes additional key/value tokens.
     fuses_additional_kv: ClassVar[bool] = True
     #: Whether it is operations of XLA alone, no kernels: XLA splits these over devices, and plans their memory.
@@ -96,6 +100,8 @@ class Backend(abc.ABC):
             return f"it runs on {self.platform}, not on {device}"
         if problem.dtype not in self.dtypes:
             return f"it supports {', '.join(self.dtypes)}, not {problem.dtype}"
+        if problem.own_extents and not self.takes_extents:
+            return "it takes no extents: its kernels have one layout for all batch entries"
         reason = self.heads_rejection(problem)
         if reason is not None:
             return reason

@@ -4,6 +4,7 @@
 - ``passes``: which computations a pass consists of, and how arrays become their arguments and results.
 - ``computations``, ``primitive``: what one equation of a traced program computes, and the JAX primitive that it is.
 - ``differentiable_forward``: the forward pass in plain JAX and its derivative, as computations.
+- ``entries``: batch entries one after the other, where a backend takes but one layout.
 - ``head_widths``: zeros behind heads that are narrower than kernels' heads.
 - ``merge_saved``: the merge of forward passes on some of the keys each.
 - ``refused_derivatives``: what kernels cannot differentiate, refused in this library's words.

@@ -171,6 +171,8 @@ def backward(request: Request, operands: Operands, saved: Saved, cotangents: Out
 
 def fuses_additional_kv(request: Request) -> bool:
     """Whether the forward pass takes additional key/value tokens on every platform that can run it."""
+    if request.problem.own_extents:  # every query sees additional tokens, but padding is none
+        return False
     return all(backends.of(plan.backend).fuses_additional_kv for plan in _forward_plans(request))
 
 
@@ -200,15 +202,21 @@ def _gradient_types(request: Request, operands: Any, saved: Any, cotangents: Any
     return Gradients._make([None if each is None else type_like(query, each.shape, each.dtype) for each in types])
 
 
+def _as_taken(plan: Plan, operands: Operands) -> Operands:
+    """The operands as the plan's backend takes them."""
+    is_known = plan.problem.own_extents or backends.of(plan.backend).takes_own_layouts
+    return operands if is_known else operands.with_origins_alone()
+
+
 def _compute_forward(plan: Plan, request: Request, device: Device, operands: Operands) -> Output:
     heads = HeadWidths.of(request.problem, plan.problem)
-    output = backends.of(plan.backend).forward(plan, heads.widen_operands(operands))
+    output = backends.of(plan.backend).forward(plan, heads.widen_operands(_as_taken(plan, operands)))
     return output._replace(out=heads.narrow_values(output.out))
 
 
 def _compute_saved(plan: Plan, request: Request, device: Device, operands: Operands) -> Saved:
     heads = HeadWidths.of(request.problem, plan.problem)
-    saved = backends.of(plan.backend).forward_saving(plan, heads.widen_operands(operands))
+    saved = backends.of(plan.backend).forward_saving(plan, heads.widen_operands(_as_taken(plan, operands)))
     return saved._replace(out=heads.narrow_values(saved.out))
 
 
@@ -232,7 +240,7 @@ def _compute_gradients(
     heads = HeadWidths.of(request.problem, plan.problem)
     saved = saved._replace(out=heads.widen_values(saved.out))
     cotangents = cotangents._replace(out=heads.widen_values(cotangents.out))
-    found = backends.of(plan.backend).backward(plan, heads.widen_operands(operands), saved, cotangents)
+    found = backends.of(plan.backend).backward(plan, heads.widen_operands(_as_taken(plan, operands)), saved, cotangents)
     return heads.narrow_gradients(found)
 
 

@@ -24,6 +24,7 @@ from natten_jax.arrays.roles import Role
 from natten_jax.execution import debug_nans
 from natten_jax.execution.checkpoint_names import named
 from natten_jax.execution.computations import Computation, Transpose
+from natten_jax.execution.entries import one_by_one
 from natten_jax.execution.refused_derivatives import refuse
 from natten_jax.plan import marks as plan_marks
 from natten_jax.plan.devices import PLATFORMS, Device, lowering_target
@@ -178,7 +179,7 @@ def _is_left_to_xla(ctx: mlir.LoweringRuleContext, plan: Plan) -> bool:
 
 def _splits_tokens(computation: Computation, request: Request) -> bool:
     """Whether a mesh may split token dimensions: those of whole layouts, which windows relate."""
-    return request.problem.operator == "fna" and Role.WHOLE not in computation.roles
+    return request.problem.operator == "fna" and not {Role.WHOLE, Role.PER_ENTRY}.intersection(computation.roles)
 
 
 def _run_local(
@@ -217,6 +218,17 @@ def _run_local(
 
 
 def _run_computation(
+    computation: Computation, request: Request, arrays: Sequence[jax.Array], *, device: Device
+) -> list[jax.Array]:
+    plan = computation.plan(request, device)
+    if Role.PER_ENTRY in computation.roles and not backends.of(plan.backend).takes_own_layouts:
+        return one_by_one(
+            functools.partial(_run_planned, computation, device=device), computation.roles, request, arrays
+        )
+    return _run_planned(computation, request, arrays, device=device)
+
+
+def _run_planned(
     computation: Computation, request: Request, arrays: Sequence[jax.Array], *, device: Device
 ) -> list[jax.Array]:
     plan = computation.plan(request, device)

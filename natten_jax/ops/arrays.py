@@ -47,15 +47,19 @@ def neighborhood_problem(
     parts: Sequence[int] | None = None,
     *,
     clamp_window: bool = False,
+    is_box: bool = False,
 ) -> Problem:
     """Check the arguments of ``na{rank}d`` and describe the problem.
 
     Arrays, of which shapes and element types are read, are one of so many equal ``parts`` of each token dimension;
     ``None`` is one of each. ``clamp_window`` takes windows that fit in place of larger ones.
+    Queries are a box of the layout where ``is_box``.
     """
     query, key, value = inputs.query, inputs.key, inputs.value
     _check_arrays(query, key, value, rank + 3, f"na{rank}d")
     layout = query.shape[1:-2]
+    if is_box:
+        layout = _layout_of_box(query, key)
     for name, array in (("key", key), ("value", value)):
         if array.shape[1:-2] != layout:
             raise ValueError(
@@ -79,8 +83,10 @@ def attention_problem(
     value: Shaped,
     scale: float | None,
     is_causal: bool | np.ndarray[Any, Any] | jax.Array,
+    *,
+    is_box: bool = False,
 ) -> Problem:
-    """Check the arguments of ``attention`` and describe the problem."""
+    """Check the arguments of ``attention`` and describe the problem; ``is_box`` as in neighborhood attention."""
     _check_arrays(query, key, value, 4, "attention")
     if key.shape[1] != value.shape[1]:
         raise ValueError(
@@ -88,7 +94,7 @@ def attention_problem(
             "key and value must have the same sequence length"
         )
     return problem_of(
-        query.shape[1:2],
+        _layout_of_box(query, key) if is_box else query.shape[1:2],
         is_causal=one_bool("is_causal", is_causal),
         operator="fmha",
         kv_layout=key.shape[1:2],
@@ -111,6 +117,17 @@ def check_array(name: str, array: Any) -> None:
             f"{name} has dtype {dtype.str!r}, whose bytes are in another order than this machine's, and JAX takes no "
             f"such arrays: {name}.astype({dtype.name!r}) puts them in order"
         )
+
+
+def _layout_of_box(query: Shaped, key: Shaped) -> tuple[int, ...]:
+    """The layout of keys, of which queries are a box."""
+    layout = key.shape[1:-2]
+    if any(some > every for some, every in zip(query.shape[1:-2], layout, strict=True)):
+        raise ValueError(
+            f"query has token layout {query.shape[1:-2]}, which is larger than that of key, {layout}: with "
+            "query_origin the queries are a box of the layout of the keys"
+        )
+    return layout
 
 
 def _sizes(query: Shaped, key: Shaped, value: Shaped) -> dict[str, Any]:

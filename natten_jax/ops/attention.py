@@ -6,6 +6,7 @@ from typing import Literal, Unpack, overload
 
 import jax
 
+from natten_jax.arguments.boxes import Counts, Origin
 from natten_jax.arguments.natten_names import explained
 from natten_jax.arguments.scale import Scale
 from natten_jax.ops.arrays import ArrayLike
@@ -24,6 +25,9 @@ def attention(
     scale: Scale | None = None,
     *,
     is_causal: bool = False,
+    query_origin: Origin | None = None,
+    query_lengths: Counts | None = None,
+    kv_lengths: Counts | None = None,
     backend: str | None = None,
     return_lse: Literal[False] = False,
     **performance: Unpack[AttentionPerformanceArguments],
@@ -36,6 +40,9 @@ def attention(
     scale: Scale | None = None,
     *,
     is_causal: bool = False,
+    query_origin: Origin | None = None,
+    query_lengths: Counts | None = None,
+    kv_lengths: Counts | None = None,
     backend: str | None = None,
     return_lse: Literal[True],
     **performance: Unpack[AttentionPerformanceArguments],
@@ -48,6 +55,9 @@ def attention(
     scale: Scale | None = None,
     *,
     is_causal: bool = False,
+    query_origin: Origin | None = None,
+    query_lengths: Counts | None = None,
+    kv_lengths: Counts | None = None,
     backend: str | None = None,
     return_lse: bool,
     **performance: Unpack[AttentionPerformanceArguments],
@@ -60,6 +70,9 @@ def attention(
     scale: Scale | None = None,
     *,
     is_causal: bool = False,
+    query_origin: Origin | None = None,
+    query_lengths: Counts | None = None,
+    kv_lengths: Counts | None = None,
     backend: str | None = None,
     return_lse: bool = False,
     **performance: Unpack[AttentionPerformanceArguments],
@@ -83,6 +96,12 @@ def attention(
             dimensions or ``[heads]``, that kernels read in float32, so that it can be learned: a traced value that a
             number could not be gives NaN. An array without dimensions whose value is known is a number.
         is_causal: Whether query ``i`` sees only keys ``j <= i`` (top-left aligned, also for unequal lengths).
+        query_origin: Where the queries begin among the keys, of which they are then as many or fewer: query ``i`` sees
+            as query ``query_origin + i`` would. An int, or an int32 array ``[1]`` or ``[batch, 1]``, which may be
+            traced and is moved into range as :func:`jax.lax.dynamic_slice` does.
+        query_lengths: int32 ``[batch]``: how many queries are real, from the first on; moved into range likewise.
+            Others get an output of 0, a logsumexp of ``-inf`` and gradients of 0, whatever they hold.
+        kv_lengths: int32 ``[batch]``: how many keys and values are real; others are not seen, and get gradients of 0.
         backend: ``"cpu-fmha"``, ``"flex-fmha"``, ... or ``None`` for the best that can run the problem.
         return_lse: Return the logsumexp, too.
         **performance: As :class:`natten_jax.performance.PerformanceArguments` of neighborhood attention, but tiles have
@@ -96,4 +115,5 @@ def attention(
         ValueError: A value, shape or dtype breaks a rule above, or no backend can run the problem.
         TypeError: An argument is of the wrong type.
     """
-    return attend_all(query, key, value, scale, is_causal, backend, return_lse, performance)
+    lengths = query_lengths, kv_lengths
+    return attend_all(query, key, value, scale, is_causal, backend, return_lse, performance, query_origin, lengths)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax import backends
+from natten_jax.arguments.boxes import Counts, Origin
 from natten_jax.arguments.memo import checked_once
 from natten_jax.arguments.natten_names import known_arguments
 from natten_jax.arguments.scale import Scale, number_or_array, per_head
@@ -21,6 +22,13 @@ from natten_jax.arrays.operands import Inputs, Operands, Output
 from natten_jax.execution import custom_vjp
 from natten_jax.ops.arrays import ArrayLike, as_jax_array, attention_problem, neighborhood_problem
 from natten_jax.ops.attention_kwargs import check_agreement
+from natten_jax.ops.boxes import (
+    BoxArguments,
+    FinerGrid,
+    Placement,
+    placement_of_sequences,
+    placement_of_windows,
+)
 from natten_jax.ops.heads_first import described
 from natten_jax.ops.ignored_arguments import warn_of_ignored
 from natten_jax.ops.merge import merge_attentions
@@ -57,6 +65,7 @@ def attend_windows(
     token_axes: TokenAxes | None,
     how: ExecutionArguments,
     return_lse: bool,
+    box: BoxArguments,
 ) -> Any:
     """``na{rank}d``; ``arrays`` are query, key, value, additional keys and additional values."""
     return_lse = flag("return_lse", return_lse)
@@ -64,12 +73,19 @@ def attend_windows(
     if fuse is not None:
         fuse = flag("try_fuse_additional_kv", fuse, or_none=True)
     inputs = _inputs(*arrays)
+    grid = FinerGrid.of(box.upsample, rank)
+    if grid is not None:
+        inputs = grid.folded(inputs)
     number, factors = number_or_array(scale)
     facts = rank, flag("clamp_window", clamp_window), 1.0 if factors is not None else number, *window
     axes = checked_token_axes(token_axes, rank)
+    is_box = box.query_origin is not None
+    _check_unsplit(axes, box)
     problem, performance = _window_problem(
-        _described(inputs), facts, device_line.parts_of(axes) or None, (*how.performance.items(),)
+        _described(inputs), facts, device_line.parts_of(axes) or None, (*how.performance.items(),), is_box
     )
+    place = placement_of_windows(inputs, box)
+    problem = _placed(problem, place, box.extents is not None)
     request = Request(problem, performance, how.backend, _precision(), axes, tuned=table_in_force())
     parts = parts_of(request, how.attention_kwargs, fuse)
     if how.attention_kwargs:
@@ -78,12 +94,36 @@ def attend_windows(
         for part in parts:
             of_attention = () if part.kind is KeySet.WINDOWS else how.attention_kwargs or ()
             warn_of_ignored(part.request, inputs.query, of_attention)
-    inputs = with_whole_dimensions(
-        _with_scale(inputs, factors, problem), keeps_tokens=all(part.keeps_tokens for part in parts)
-    )
-    outputs = [_run(part, inputs) for part in parts]
-    output = outputs[0] if len(outputs) == 1 else Output(*merge_attentions(*zip(*outputs, strict=True)))
+    keeps_tokens = place.is_whole and all(part.keeps_tokens for part in parts)
+    inputs = with_whole_dimensions(_with_scale(inputs, factors, problem, grid), keeps_tokens=keeps_tokens)
+    outputs = [_run(part, inputs, place) for part in parts]
+    output = outputs[0]
+    if len(outputs) > 1:
+        output = Output(*merge_attentions(*zip(*outputs, strict=True)))
+        output = place.with_nothing_outside(output) if problem.own_extents else output
+    output = output if grid is None else grid.unfolded(output)
     return tuple(output) if return_lse else output.out
+
+
+def _check_unsplit(token_axes: TokenAxes | None, box: BoxArguments) -> None:
+    """Refuse what devices that share the tokens do not know.
+
+    Raises:
+        ValueError: Boxes or extents of a layout that ``token_axes`` splits.
+    """
+    for name, argument in (("query_origin", box.query_origin), ("extents", box.extents)):
+        if token_axes and argument is not None:
+            raise ValueError(
+                f"{name} and token_axes were both given: halos are exchanged of whole layouts only, so split batch and "
+                "heads instead"
+            )
+
+
+def _placed(problem: Problem, place: Placement, own_extents: bool) -> Problem:
+    """The problem of tokens that lie so."""
+    if place.layouts is None:
+        return problem
+    return dataclasses.replace(problem, own_origins=not own_extents, own_extents=own_extents)
 
 
 def attend_all(
@@ -95,19 +135,24 @@ def attend_all(
     backend: str | None,
     return_lse: bool,
     performance: Mapping[str, Any],
+    query_origin: Origin | None = None,
+    lengths: tuple[Counts | None, Counts | None] = (None, None),
 ) -> Any:
-    """``attention``; arguments as there."""
+    """``attention``; arguments as there, ``lengths`` of queries and of keys."""
     return_lse = flag("return_lse", return_lse)
     inputs = with_whole_dimensions(_inputs(query, key, value, None, None), keeps_tokens=False)
     number, factors = number_or_array(scale)
     static_scale = 1.0 if factors is not None else number
-    problem, asked = _attention_problem(_described(inputs), static_scale, is_causal, (*performance.items(),))
+    is_box = query_origin is not None
+    problem, asked = _attention_problem(_described(inputs), static_scale, is_causal, (*performance.items(),), is_box)
+    place = placement_of_sequences(inputs, query_origin, *lengths)
+    problem = _placed(problem, place, any(each is not None for each in lengths))
     if backend is not None:
         backends.find(backend, "fmha")
     request = Request(problem, asked, backend, _precision(), tuned=table_in_force())
     if performance:
         warn_of_ignored(request, inputs.query)
-    output = _attend(request, Operands(_with_scale(inputs, factors, problem)))
+    output = _attend(request, Operands(_with_scale(inputs, factors, problem), *place))
     return tuple(output) if return_lse else output.out
 
 
@@ -129,6 +174,7 @@ def _window_problem(
     facts: tuple[Any, ...],
     parts: Sequence[int] | None,
     performance: tuple[tuple[str, Any], ...],
+    is_box: bool,
 ) -> tuple[Problem, Performance]:
     """What a call of ``na{rank}d`` describes.
 
@@ -137,11 +183,13 @@ def _window_problem(
         facts: Rank, whether windows are clamped, scale and window arguments.
         parts: Of each token dimension, if it is split.
         performance: The items of the performance arguments.
+        is_box: Whether the queries are a box of the layout of the keys.
     """
     rank, clamp_window, scale, *window = facts
 
     def describe(inputs: Inputs) -> Problem:
-        return neighborhood_problem(rank, inputs, WindowArguments(*window), scale, parts, clamp_window=clamp_window)
+        windows = WindowArguments(*window)
+        return neighborhood_problem(rank, inputs, windows, scale, parts, clamp_window=clamp_window, is_box=is_box)
 
     problem = described(describe, _shaped(arrays))
     known = known_arguments(f"na{rank}d", dict(performance), PERFORMANCE_NAMES)
@@ -150,12 +198,12 @@ def _window_problem(
 
 @checked_once
 def _attention_problem(
-    arrays: tuple[_Described, ...], scale: Any, is_causal: Any, performance: tuple[tuple[str, Any], ...]
+    arrays: tuple[_Described, ...], scale: Any, is_causal: Any, performance: tuple[tuple[str, Any], ...], is_box: bool
 ) -> tuple[Problem, Performance]:
     """What a call of ``attention`` describes; arguments as above."""
 
     def describe(inputs: Inputs) -> Problem:
-        return attention_problem(inputs.query, inputs.key, inputs.value, scale, is_causal)
+        return attention_problem(inputs.query, inputs.key, inputs.value, scale, is_causal, is_box=is_box)
 
     problem = described(describe, _shaped(arrays))
     known = known_arguments("attention", dict(performance), ATTENTION_NAMES)
@@ -177,20 +225,22 @@ def _inputs(*arrays: ArrayLike | None) -> Inputs:
     return Inputs(*checked)  # type: ignore[arg-type]
 
 
-def _with_scale(inputs: Inputs, factors: Any, problem: Problem) -> Inputs:
+def _with_scale(inputs: Inputs, factors: Any, problem: Problem, grid: FinerGrid | None = None) -> Inputs:
     if factors is None:
         return inputs
     batch, *_, heads, _ = inputs.query.shape
-    return inputs._replace(scale=per_head(factors, batch, heads, problem.dtype))
+    if grid is None:
+        return inputs._replace(scale=per_head(factors, batch, heads, problem.dtype))
+    return inputs._replace(scale=grid.scales(per_head(factors, batch, heads // grid.queries, problem.dtype)))
 
 
-def _run(part: SubCall, inputs: Inputs) -> Output:
+def _run(part: SubCall, inputs: Inputs, place: Placement) -> Output:
     """A part's output and logsumexp in the shapes of the call's."""
     token_axes = part.request.token_axes
     if part.kind is KeySet.WINDOWS:
         if not part.request.problem.additional_kv:
             inputs = inputs._replace(additional_keys=None, additional_values=None)
-        return _attend(part.request, Operands(inputs))
+        return _attend(part.request, Operands(inputs, *place))
     lines = device_line.lines_of(token_axes)
     if part.kind is KeySet.WHOLE_LAYOUT:
         inputs = exchange.with_all_keys(inputs, lines)
@@ -198,6 +248,7 @@ def _run(part: SubCall, inputs: Inputs) -> Output:
     if part.kind is KeySet.ADDITIONAL:
         assert additional_keys is not None and additional_values is not None
         keys, values = additional_keys, additional_values
+        query = place.without_padding(query) if place.layouts is not None else query
     else:
         keys, values = _flat(key), _flat(value)
         if additional_keys is not None and additional_values is not None:
@@ -206,7 +257,10 @@ def _run(part: SubCall, inputs: Inputs) -> Output:
     # Where tokens are split, the layout of the queries is a part of the problem's.
     origins = exchange.flat_origins(query.shape[1:-2], lines) if token_axes else None
     request = dataclasses.replace(part.request, token_axes=())
-    output = _attend(request, Operands(Inputs(_flat(query), keys, values, scale=scale), origins))
+    operands = Operands(Inputs(_flat(query), keys, values, scale=scale), origins)
+    if part.kind is KeySet.WHOLE_LAYOUT and any(request.problem.is_causal) and not place.is_whole:
+        operands = operands._replace(**place._asdict())
+    output = _attend(request, operands)
     return Output(*(array.reshape(*query.shape[:-2], *array.shape[2:]) for array in output))
 
 

@@ -8,11 +8,13 @@ from typing import Any, Literal, NamedTuple, Protocol, Unpack, cast, overload
 
 import jax
 
+from natten_jax.arguments.boxes import Counts, Origin
 from natten_jax.arguments.natten_names import explained
 from natten_jax.arguments.scale import Scale
 from natten_jax.arguments.static import Bools, Ints
 from natten_jax.arguments.token_axes import TokenAxes
 from natten_jax.ops.arrays import ArrayLike
+from natten_jax.ops.boxes import BoxArguments
 from natten_jax.ops.calls import ExecutionArguments, attend_windows
 from natten_jax.performance import PERFORMANCE_NAMES, PerformanceArguments
 from natten_jax.windows import DOCUMENTED_ARGUMENTS, WindowArguments
@@ -42,6 +44,9 @@ class NeighborhoodAttention(Protocol):
         attention_kwargs: Mapping[str, Any] | None = None,
         backend: str | None = None,
         *,
+        query_origin: Origin | None = None,
+        extents: Counts | None = None,
+        upsample: Ints = 1,
         clamp_window: bool = False,
         try_fuse_additional_kv: bool | None = None,
         return_lse: Literal[False] = False,
@@ -64,6 +69,9 @@ class NeighborhoodAttention(Protocol):
         attention_kwargs: Mapping[str, Any] | None = None,
         backend: str | None = None,
         *,
+        query_origin: Origin | None = None,
+        extents: Counts | None = None,
+        upsample: Ints = 1,
         clamp_window: bool = False,
         try_fuse_additional_kv: bool | None = None,
         return_lse: Literal[True],
@@ -86,6 +94,9 @@ class NeighborhoodAttention(Protocol):
         attention_kwargs: Mapping[str, Any] | None = None,
         backend: str | None = None,
         *,
+        query_origin: Origin | None = None,
+        extents: Counts | None = None,
+        upsample: Ints = 1,
         clamp_window: bool = False,
         try_fuse_additional_kv: bool | None = None,
         return_lse: bool,
@@ -165,6 +176,9 @@ def _operator(rank: int) -> NeighborhoodAttention:
         attention_kwargs: Mapping[str, Any] | None = None,
         backend: str | None = None,
         *,
+        query_origin: Origin | None = None,
+        extents: Counts | None = None,
+        upsample: Ints = 1,
         clamp_window: bool = False,
         try_fuse_additional_kv: bool | None = None,
         return_lse: bool = False,
@@ -196,6 +210,15 @@ def _operator(rank: int) -> NeighborhoodAttention:
             attention_kwargs: Performance arguments of :func:`attention`, where that runs: for windows as large as
                 the layout, and for additional keys and values. They are checked in any case.
             backend: ``"cpu-fna"``, ``"flex-fna"``, ... or ``None`` for the best that can run the problem.
+            query_origin: Where the queries begin in the layout of the keys, of which they may then be a smaller box: an
+                int for each token dimension, or an int32 array ``[rank]`` or ``[batch, rank]``. Arrays of JAX's may be
+                traced, so that one program serves all places, and are moved into range as
+                :func:`jax.lax.dynamic_slice` does.
+            extents: int32 ``[batch, rank]``: how many tokens of the layout are real, from the first on; moved into
+                range likewise. Windows are those of a layout that ends there, the largest that fit. Padding gets an
+                output of 0, a logsumexp of ``-inf`` and gradients of 0, whatever it holds.
+            upsample: How many queries there are along each token dimension for a key: query ``i`` has the window of key
+                ``i // upsample``, and the layout of the queries is this multiple of that of the keys.
             clamp_window: Take the largest windows that fit, instead of an error, where they are larger than the
                 layout (:func:`natten_jax.windows.fitted`); then ``stride`` shrinks with them.
             try_fuse_additional_kv: Process additional tokens in the same kernel where the backend can, instead of
@@ -220,7 +243,8 @@ def _operator(rank: int) -> NeighborhoodAttention:
         arrays = query, key, value, additional_keys, additional_values
         window = WindowArguments(kernel_size, stride, dilation, is_causal)
         how = ExecutionArguments(backend, performance, attention_kwargs, try_fuse_additional_kv)
-        return attend_windows(rank, arrays, window, clamp_window, scale, token_axes, how, return_lse)
+        box = BoxArguments(query_origin, extents, upsample)
+        return attend_windows(rank, arrays, window, clamp_window, scale, token_axes, how, return_lse, box)
 
     attend.__name__ = attend.__qualname__ = f"na{rank}d"
     document = inspect.cleandoc(attend.__doc__ or "")  # none with python -OO

@@ -142,7 +142,8 @@ class Partitioned:
             if role.has_layout and self._splits_tokens:
                 tokens = range(self._batch_axes, len(shape) + role.heads_axis)
                 factors[tokens.start : tokens.stop] = [f"tokens{axis}" for axis in tokens]
-            factors[len(shape) + role.heads_axis] = "heads" if role.is_key_value else query_heads
+            if role.heads_axis:
+                factors[len(shape) + role.heads_axis] = "heads" if role.is_key_value else query_heads
             return tuple(factors)
 
         return SdyShardingRule(

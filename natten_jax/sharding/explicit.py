@@ -45,6 +45,8 @@ def over_explicit_axes(run: Run, request: Request, operands: Operands) -> Output
     def spec(role: Role, ndim: int) -> PartitionSpec:
         if role is Role.WHOLE:
             return PartitionSpec()
+        if role is Role.PER_ENTRY:
+            return PartitionSpec(batch or None)
         layout = tokens if role.has_layout else [()] * (ndim + role.heads_axis - 1)
         heads = heads_kv if role.is_key_value else heads_q
         trailing = [()] * (-role.heads_axis - 1)

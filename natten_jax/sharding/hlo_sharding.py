@@ -98,6 +98,8 @@ class Layout:
         tiles = self._contributing(role)
         *leading, heads, contributions, copies, manual = tiles.shape
         parts = [*leading, *(1,) * (ndim - len(leading))]
+        if not role.heads_axis:
+            return tiles.reshape(*parts, heads * contributions * copies, manual)
         parts[ndim + role.heads_axis] = heads
         return tiles.reshape(*parts, contributions * copies, manual)
 

@@ -60,6 +60,32 @@ def neighborhood_mask(
     return mask
 
 
+def placed_mask(
+    layout: Sequence[int],
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    is_causal: Sequence[bool],
+    *,
+    queries: Sequence[int],
+    origin: Sequence[int],
+    upsample: Sequence[int],
+    extents: Sequence[int],
+) -> Array:
+    """Visibility of a box of so many queries that begins at an origin, in a layout of which ``extents`` are real.
+
+    Windows that do not fit what is real are as large as fits. Along each dimension ``upsample`` queries are at a token.
+    """
+    mask = np.ones((1, 1), bool)
+    dimensions = zip(layout, kernel_size, stride, dilation, is_causal, queries, origin, upsample, extents, strict=True)
+    for extent, kernel, steps, distance, causal, count, first, finer, real in dimensions:
+        size = max(1, min(kernel, real // distance))
+        line = np.zeros((extent, extent), bool)
+        line[:real, :real] = line_mask(real, size, min(steps, size), distance, causal)
+        mask = np.kron(mask, line[[first + i // finer for i in range(count)]]).astype(bool)
+    return mask
+
+
 def attention_mask(queries: int, keys: int, is_causal: bool) -> Array:
     """Visibility of plain attention; causal masks are aligned at the first tokens."""
     mask = np.ones((queries, keys), bool)
@@ -101,7 +127,7 @@ class _Flat(NamedTuple):
     query: Array  # [batch, heads, queries, head_dim]
     key: Array  # [batch, heads, keys, head_dim], additional ones last
     value: Array
-    mask: Array  # [queries, keys]
+    mask: Array  # [queries, keys], or [batch, 1, queries, keys]
 
 
 def forward(operands: Tensors, mask: Array, scale: float) -> Forward:
@@ -111,9 +137,20 @@ def forward(operands: Tensors, mask: Array, scale: float) -> Forward:
     return Forward(_heads_last(weights @ flat.value, operands), _heads_last(lse[..., None], operands)[..., 0])
 
 
-def reference(operands: Tensors, mask: Array, scale: float, out_cotangent: Array, lse_cotangent: Array) -> Reference:
-    """Forward and backward pass."""
-    flat, factors = _flatten(operands, mask), _factors(operands, scale)
+def reference(
+    operands: Tensors,
+    mask: Array,
+    scale: float,
+    out_cotangent: Array,
+    lse_cotangent: Array,
+    is_real: Array | None = None,
+) -> Reference:
+    """Forward and backward pass.
+
+    ``mask`` may have one part for each entry of the batch, and ``is_real``, ``[batch, queries]``, says which queries
+    are none of the padding, which sees no additional tokens, either.
+    """
+    flat, factors = _flatten(operands, mask, is_real), _factors(operands, scale)
     weights, lse = _softmax(flat, factors)
     out = weights @ flat.value
     d_out = _heads_first(out_cotangent)
@@ -182,14 +219,17 @@ def _heads_last(array: Array, operands: Tensors) -> Array:
     return array.swapaxes(1, 2).reshape(*operands.query.shape[:-1], array.shape[-1])
 
 
-def _flatten(operands: Tensors, mask: Array) -> _Flat:
+def _flatten(operands: Tensors, mask: Array, is_real: Array | None = None) -> _Flat:
     repeats = operands.query.shape[-2] // operands.key.shape[-2]
     key, value = _heads_first(operands.key), _heads_first(operands.value)
     if operands.additional_keys is not None and operands.additional_values is not None:
         key = np.concatenate([key, _heads_first(operands.additional_keys)], axis=2)
         value = np.concatenate([value, _heads_first(operands.additional_values)], axis=2)
-        always = np.ones((mask.shape[0], operands.additional_keys.shape[1]), bool)
-        mask = np.concatenate([mask, always], axis=1)
+        always = np.ones((*mask.shape[:-1], operands.additional_keys.shape[1]), bool)
+        if is_real is not None:
+            always &= is_real[:, :, None]
+        mask = np.concatenate([mask, always], axis=-1)
+    mask = mask[:, None] if mask.ndim == 3 else mask
     return _Flat(_heads_first(operands.query), key.repeat(repeats, axis=1), value.repeat(repeats, axis=1), mask)
 
 

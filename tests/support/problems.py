@@ -58,6 +58,11 @@ class Case:
         additional: Additional key/value tokens.
         fused: Whether they are to be processed by the same kernel.
         queries: Query tokens of plain attention, whose layout is that of the keys.
+        box: Extents of the box of the layout that the queries are.
+        origins: Where it begins: once, or for each entry of the batch.
+        extents: How much of the layout is real, for each entry of the batch. Padding is NaN. Of plain attention, keys.
+        query_lengths: How many queries of plain attention are real.
+        upsample: Queries for each token, along each dimension.
     """
 
     layout: Shape
@@ -75,6 +80,57 @@ class Case:
     additional: int = 0
     fused: bool = False
     queries: int | None = None
+    box: Shape | None = None
+    origins: tuple[Shape, ...] | None = None
+    extents: tuple[Shape, ...] | None = None
+    query_lengths: tuple[int, ...] | None = None
+    upsample: Shape | None = None
+
+    @property
+    def query_layout(self) -> Shape:
+        """Token layout of the query."""
+        if self.queries is not None:
+            return (self.queries,)
+        finer = self.upsample or (1,) * self.rank
+        return tuple(n * factor for n, factor in zip(self.box or self.layout, finer, strict=True))
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether the queries are not simply those of the layout."""
+        return any(each is not None for each in (self.origins, self.extents, self.query_lengths, self.upsample))
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether there is padding."""
+        return self.extents is not None or self.query_lengths is not None
+
+    def entry_facts(self) -> list[tuple[Shape, Shape]]:
+        """Origin and extents of each entry of the batch, written out."""
+        origins = self.origins or ((0,) * self.rank,)
+        origins = origins if len(origins) == self.batch else origins * self.batch
+        return list(zip(origins, self.extents or (self.layout,) * self.batch, strict=True))
+
+    def real_keys(self) -> np.ndarray:
+        """Which keys are none of the padding, ``[batch, *layout]``."""
+        indices = np.indices(self.layout)
+        return np.stack(
+            [np.all([i < n for i, n in zip(indices, real, strict=True)], axis=0) for _, real in self.entry_facts()]
+        )
+
+    def real_queries(self) -> np.ndarray:
+        """Which queries are none of the padding, ``[batch, *query_layout]``."""
+        if self.queries is not None:
+            lengths = self.query_lengths or (self.queries,) * self.batch
+            return np.stack([np.arange(self.queries) < length for length in lengths])
+        indices, finer = np.indices(self.query_layout), self.upsample or (1,) * self.rank
+        return np.stack(
+            [
+                np.all(
+                    [first + i // f < n for i, f, first, n in zip(indices, finer, origin, real, strict=True)], axis=0
+                )
+                for origin, real in self.entry_facts()
+            ]
+        )
 
     @property
     def rank(self) -> int:
@@ -113,10 +169,41 @@ class Case:
         return dataclasses.replace(self, head_dim=fit(self.head_dim), head_dim_v=head_dim_v)
 
     def mask(self) -> np.ndarray:
-        """Visibility ``[query tokens, key tokens]`` by the oracle."""
+        """Visibility ``[query tokens, key tokens]`` by the oracle; of each entry of the batch where they differ."""
+        if self.is_placed:
+            return np.stack([self._mask_of_entry(i, *facts) for i, facts in enumerate(self.entry_facts())])
         if self.queries is not None:
             return oracle.attention_mask(self.queries, self.layout[0], self.causal[0])
         return oracle.neighborhood_mask(self.layout, **self.window_arguments)
+
+    def _mask_of_entry(self, number: int, origin: Shape, extents: Shape) -> np.ndarray:
+        if self.queries is None:
+            return oracle.placed_mask(
+                self.layout,
+                **self.window_arguments,
+                queries=self.query_layout,
+                origin=origin,
+                upsample=self.upsample or (1,) * self.rank,
+                extents=extents,
+            )
+        mask = oracle.attention_mask(origin[0] + self.queries, self.layout[0], self.causal[0])[origin[0] :]
+        mask[:, extents[0] :] = False
+        if self.query_lengths is not None:
+            mask[self.query_lengths[number] :] = False
+        return mask
+
+    def place_arguments(self) -> dict[str, Any]:
+        """Arguments that say where tokens lie, as the operators take them."""
+        given: dict[str, Any] = {}
+        if self.origins is not None:
+            per_entry = len(self.origins) > 1
+            given["query_origin"] = jnp.asarray(self.origins if per_entry else self.origins[0], jnp.int32)
+        if self.queries is not None:
+            lengths = {"kv_lengths": self.extents and [n for (n,) in self.extents], "query_lengths": self.query_lengths}
+            return given | {name: jnp.asarray(each, jnp.int32) for name, each in lengths.items() if each is not None}
+        if self.extents is not None:
+            given["extents"] = jnp.asarray(self.extents, jnp.int32)
+        return given if self.upsample is None else given | {"upsample": self.upsample}
 
     @property
     def actual_scale(self) -> float:
@@ -131,12 +218,12 @@ class Case:
         """The same as NumPy arrays."""
         rng = np.random.default_rng(seed)
         width_v = self.head_dim_v or self.head_dim
-        queries = self.layout if self.queries is None else (self.queries,)
+        queries = self.query_layout
 
         def draw(*shape: int) -> np.ndarray:
             return rng.standard_normal(shape).astype(jnp.dtype(dtype))
 
-        return oracle.Tensors(
+        drawn = oracle.Tensors(
             draw(self.batch, *queries, self.heads, self.head_dim),
             draw(self.batch, *self.layout, self.heads_kv, self.head_dim),
             draw(self.batch, *self.layout, self.heads_kv, width_v),
@@ -146,6 +233,19 @@ class Case:
             if self.scales is None
             else np.asarray(self.scales if self.scales[1:] else self.scales[0], lse_dtype(dtype)),
         )
+        return self.padded_with(math.nan, drawn)
+
+    def padded_with(self, number: float, operands: oracle.Tensors) -> oracle.Tensors:
+        """The operands, with a number in all that is padding."""
+        if not self.is_padded:
+            return operands
+        real_queries, real_keys = (each[..., None, None] for each in (self.real_queries(), self.real_keys()))
+
+        def padded(array: np.ndarray, is_real: np.ndarray) -> np.ndarray:
+            return np.where(is_real, array, np.asarray(number, array.dtype))
+
+        query, key, value, *others = operands
+        return oracle.Tensors(padded(query, real_queries), padded(key, real_keys), padded(value, real_keys), *others)
 
     def cotangents(self, dtype: str, seed: int) -> tuple[jax.Array, jax.Array]:
         """Random cotangents of output and logsumexp."""
@@ -155,10 +255,12 @@ class Case:
     def host_cotangents(self, dtype: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
         """The same as NumPy arrays."""
         rng = np.random.default_rng([seed, 1])
-        queries = self.layout if self.queries is None else (self.queries,)
-        shape = (self.batch, *queries, self.heads)
+        shape = (self.batch, *self.query_layout, self.heads)
         out = 0.05 * rng.standard_normal((*shape, self.head_dim_v or self.head_dim))
         lse = 0.05 * rng.standard_normal(shape)
+        if self.is_padded:
+            is_real = self.real_queries()[..., None]
+            out, lse = np.where(is_real[..., None], out, math.nan), np.where(is_real, lse, math.nan)
         return out.astype(jnp.dtype(dtype)), lse.astype(lse_dtype(dtype))
 
     def operator(self, backend: str | None = None, **arguments: Any) -> Callable[[oracle.Tensors], tuple[Any, Any]]:
@@ -170,6 +272,7 @@ class Case:
                 "scale": self.scale if scale is None else scale,
                 "backend": backend,
                 "return_lse": True,
+                **self.place_arguments(),
                 **arguments,
             }
             if self.queries is not None:
@@ -202,6 +305,11 @@ def relative_error(result: Any, reference: np.ndarray, magnitude: np.ndarray) ->
     result = np.asarray(result).astype(np.float64)
     if result.shape != reference.shape:
         raise AssertionError(f"shape {result.shape} instead of {reference.shape}")
+    is_empty = reference == -np.inf  # logsumexp of no key
+    if is_empty.any():
+        if (result[is_empty] != -np.inf).any():
+            raise AssertionError("a row that sees no key has a logsumexp other than -inf")
+        result, reference = np.where(is_empty, 0, result), np.where(is_empty, 0, reference)
     distance = float(np.linalg.norm(result - reference))
     size = max(float(np.linalg.norm(reference)), CANCELLATION * float(np.linalg.norm(magnitude)))
     if size == 0:
@@ -250,7 +358,13 @@ def expected_results(case: Case, dtype: str, seed: int) -> oracle.Reference:
 def expected_of(case: Case, operands: oracle.Tensors, cotangents: tuple[Any, Any]) -> oracle.Reference:
     """The oracle's results of ``case`` on given inputs."""
     operands = oracle.Tensors(*(a if a is None else np.asarray(a) for a in operands))
-    return oracle.reference(operands, case.mask(), case.actual_scale, *map(np.asarray, cotangents))
+    if not case.is_padded:
+        return oracle.reference(operands, case.mask(), case.actual_scale, *map(np.asarray, cotangents))
+    is_real = case.real_queries()
+    out, lse = map(np.asarray, cotangents)
+    out, lse = np.where(is_real[..., None, None], out, 0), np.where(is_real[..., None], lse, 0)
+    flat = is_real.reshape(case.batch, -1)
+    return oracle.reference(case.padded_with(0, operands), case.mask(), case.actual_scale, out, lse, flat)
 
 
 def errors_of(
@@ -351,6 +465,7 @@ def _failures(trials: Sequence[Trial], family: Family, record: Callable[[str, ob
         assert outputs[0].dtype == dtype, where
         assert outputs[1].dtype == lse_dtype(dtype), where
         try:
+            check_padding(trial.case, outputs, gradients)
             found = errors_of(expected[trial[:3]], outputs, gradients)
         except AssertionError as error:
             failures.append(f"{where}: {error}")
@@ -361,6 +476,28 @@ def _failures(trials: Sequence[Trial], family: Family, record: Callable[[str, ob
         if too_large:
             failures.append(f"{where}: errors {too_large} exceed {BOUNDS[dtype]}")
     return failures
+
+
+def check_padding(case: Case, outputs: tuple[Any, Any], gradients: oracle.Tensors) -> None:
+    """Check that results of padding are exactly those of nothing.
+
+    Raises:
+        AssertionError: One is not.
+    """
+    if not case.is_padded:
+        return
+    queries, keys = ~case.real_queries(), ~case.real_keys()
+    results = {
+        "out": (outputs[0], queries),
+        "d_query": (gradients.query, queries),
+        "d_key": (gradients.key, keys),
+        "d_value": (gradients.value, keys),
+    }
+    for name, (result, is_padding) in results.items():
+        if (np.asarray(result)[is_padding] != 0).any():
+            raise AssertionError(f"{name} of padding is not 0")
+    if (np.asarray(outputs[1])[queries] != -np.inf).any():
+        raise AssertionError("logsumexp of padding is not -inf")
 
 
 def _described(trial: Trial) -> str:

@@ -77,7 +77,14 @@ class AxisSweep:
         """Outer tiles in one dilation group."""
         return -(-self.outer_length // self.outer_tile)
 
-    def position(self, tile: Any, residue: Any, origins: jax.Array | None, xp: ModuleType) -> AxisPosition:
+    def position(
+        self,
+        tile: Any,
+        residue: Any,
+        origins: jax.Array | None,
+        xp: ModuleType,
+        layout: jax.Array | None = None,
+    ) -> AxisPosition:
         """Where outer tiles lie, given their numbers inside their residue classes.
 
         The keys that a query sees are a range, and so are the queries that see a key: the bounds of these ranges are
@@ -88,20 +95,22 @@ class AxisSweep:
             residue: Local coordinates modulo the dilation, ``[tiles]``.
             origins: Global coordinates of the first local query and key/value, ``[2]``; ``None`` where both are 0.
             xp: Array namespace, ``numpy`` or ``jax.numpy``.
+            layout: How many queries and keys there are in place of the axis's, ``[2]``: others are padding.
         """
         d = self.dilation
+        axis = self.axis if layout is None else self.axis.within(layout[0], layout[1], xp=xp)
         query_origin, key_origin = (0, 0) if origins is None else (origins[0], origins[1])
         outer_origin, inner_origin = (query_origin, key_origin) if self.outer_is_query else (key_origin, query_origin)
         tile, coordinate = tile[:, None], (residue + outer_origin)[:, None]
         inner_residue = (coordinate - inner_origin) % d
         inner_shift = (inner_residue + inner_origin) // d
         group = coordinate % d
-        lengths = self.axis.lengths(group)
+        lengths = axis.lengths(group)
         index = tile * self.outer_tile + xp.arange(self.outer_tile, dtype=xp.int32) + coordinate // d
-        start, end = self.axis.bounds(index, lengths, of_query=self.outer_is_query, xp=xp)
-        if not self.outer_is_query:
-            # Halos reach beyond the layout at its edges, where no key is.
-            end = xp.where((index >= 0) & (index < lengths[1]), end, start)
+        start, end = axis.bounds(index, lengths, of_query=self.outer_is_query, xp=xp)
+        if not self.outer_is_query or layout is not None:
+            # Halos reach beyond the layout at its edges, where no key is; and so does padding.
+            end = xp.where((index >= 0) & (index < lengths[not self.outer_is_query]), end, start)
         # What a window names may lie on another device; as an array's padding, it is not there.
         local = group_length(self.extents[self.outer_is_query], d, inner_residue)
         start, end = (xp.minimum(xp.maximum(bound - inner_shift, 0), local) for bound in (start, end))

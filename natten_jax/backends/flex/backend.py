@@ -19,6 +19,7 @@ from natten_jax.backends.base import PureJaxBackend
 from natten_jax.backends.flex.forward import softmax_of
 from natten_jax.backends.flex.gradients import gradients_of
 from natten_jax.backends.flex.operands import TILE_PAIRS
+from natten_jax.backends.flex.padding import without_padding
 from natten_jax.backends.flex.rows import rows_of
 from natten_jax.backends.flex.softmax import Products, Rows
 from natten_jax.backends.flex.tangents import tangents_of
@@ -36,6 +37,7 @@ class FlexBackend(PureJaxBackend):
     family = "flex"
     dtypes = ("float32", "float16", "bfloat16", "float64")
     carries_plan = True
+    takes_extents = True
     residual_width = len(Rows._fields)
     heeds = ("backward_deterministic",)  # in every run
 
@@ -55,12 +57,13 @@ class FlexBackend(PureJaxBackend):
     def forward_differentiable(self, plan: Plan, operands: Operands) -> Differentiable:
         """Compute output and logsumexp, and what the softmax found of each row."""
         problem = plan.problem
+        operands = operands._replace(inputs=without_padding(plan, operands, operands.inputs))
         softmax = softmax_of(plan, operands)
         assert softmax.mixed is not None
         steepness = Products(plan, operands.inputs.scale).steepness_of_tokens(problem.rank)
         total, lse = softmax.total, steepness * softmax.maximum + jnp.log(softmax.total)
-        if operands.origins is not None:
-            # The keys that a row sees may all be another device's.
+        if operands.is_placed:
+            # The keys that a row sees may all be another device's, and padding sees none.
             is_empty = softmax.total == 0
             total, lse = jnp.where(is_empty, 1, total), jnp.where(is_empty, -jnp.inf, lse)
         return Differentiable(softmax.mixed / total, lse[..., 0], jnp.concatenate(rows_of(softmax), axis=-1))
@@ -70,6 +73,8 @@ class FlexBackend(PureJaxBackend):
         assert result.residuals is not None
         rows = Rows(result.residuals[..., :1], result.residuals[..., 1:])
         output = Output(result.out, result.logsumexp)
+        tangents = without_padding(plan, operands, tangents)
+        operands = operands._replace(inputs=without_padding(plan, operands, operands.inputs))
         return tangents_of(plan, operands, output, rows, tangents)
 
     def gradients(
@@ -78,10 +83,14 @@ class FlexBackend(PureJaxBackend):
         """Compute cotangents of the operands from those of output and logsumexp."""
         assert result.residuals is not None
         rows = Rows(result.residuals[..., :1], result.residuals[..., 1:])
+        cotangents = without_padding(plan, operands, cotangents)
+        operands = operands._replace(inputs=without_padding(plan, operands, operands.inputs))
         return gradients_of(plan, operands, Output(result.out, result.logsumexp), rows, cotangents, wanted)
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
         """Compute the gradients, from whatever computed the output."""
         # Rows have to be the softmax of this backend's scores; the kernels that computed the output have their own.
         wanted = jax.tree.map(lambda _: True, operands.inputs)
+        cotangents = without_padding(plan, operands, cotangents)
+        operands = operands._replace(inputs=without_padding(plan, operands, operands.inputs))
         return gradients_of(plan, operands, Output(saved.out, saved.logsumexp), None, cotangents, wanted)

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from natten_jax.backends.flex.axes import AxisPosition, AxisSweep
-from natten_jax.backends.flex.hulls import largest_hull
+from natten_jax.backends.flex.hulls import largest_hull, largest_hull_of_any_layout
 from natten_jax.problem import Problem, Shape
 
 #: Where the tiles of a sweep lie is a constant of the program up to so many numbers, and computed beyond.
@@ -73,11 +73,12 @@ class Sweep:
         """Tokens in an inner tile."""
         return math.prod(a.inner_tile for a in self.axes)
 
-    def positions(self, origins: jax.Array | None) -> jax.Array:
+    def positions(self, origins: jax.Array | None, layout: jax.Array | None = None) -> jax.Array:
         """Where the outer tiles of all steps lie, int32 ``[steps, tiles, width]``; :meth:`at` reads what a step gets.
 
         Args:
             origins: Where local queries and keys begin in the layout, ``[2, rank]``; ``None`` for the whole layout.
+            layout: How many queries and keys there are in place of the problem's, ``[2, rank]``; with origins.
         """
         count = self.steps * self.tiles_per_step
         width = sum(2 + 2 * axis.outer_tile for axis in self.axes)
@@ -89,7 +90,8 @@ class Sweep:
             tile, residue = tile // axis.dilation, tile % axis.dilation
             # Surplus tiles of the last step end up beyond the first dimension, where no token is.
             tile, number = (tile // axis.outer_tiles, tile % axis.outer_tiles) if i else (tile, tile)
-            found.insert(0, axis.position(number, residue, None if origins is None else origins[:, i], xp))
+            own_origins, own_layout = (None if each is None else each[:, i] for each in (origins, layout))
+            found.insert(0, axis.position(number, residue, own_origins, xp, own_layout))
         corners = [each for position in found for each in (position.inner_start, position.inner_residue)]
         seen = [each for position in found for each in (position.seen_start, position.seen_end)]
         packed = xp.concatenate([*corners, *seen], axis=-1, dtype=xp.int32)
@@ -129,6 +131,19 @@ class Sweep:
         visible = visible.reshape(visible.shape[0], 1, 1, 1, queries, keys)
         visible = jnp.broadcast_to(visible, (visible.shape[0], 1, 1, repeats, queries, keys))
         return visible.reshape(visible.shape[0], 1, 1, repeats * queries, keys)
+
+    def is_seen(self, positions: TilePositions, inner_step: jax.Array) -> jax.Array:
+        """Whether some outer token of a step is related to some inner one of an inner step."""
+        firsts = self._first_inner(inner_step) if self.inner_steps > 1 else None
+        seen: jax.Array | None = None
+        for i, (axis, part) in enumerate(zip(self.axes, positions.masks, strict=True)):
+            if firsts is not None and axis.inner_steps > 1:
+                along = 2 if axis.outer_is_query else 1
+                part = lax.dynamic_slice_in_dim(part, firsts[0, 2 * i], axis.inner_tile, along)
+            of_tiles = jnp.any(part, axis=(1, 2))
+            seen = of_tiles if seen is None else seen & of_tiles
+        assert seen is not None
+        return jnp.any(seen)
 
     def cut_outer(self, array: jax.Array, heads_kv: int) -> jax.Array:
         """Cut ``[batch, *layout, heads, width]`` into ``[steps, tiles, batch, heads_kv, repeats * tokens, width]``."""
@@ -283,10 +298,13 @@ def make_sweep(
         outer_tile, inner_tile = (query_tile[i], key_tile[i]) if outer_is_query else (key_tile[i], query_tile[i])
         outer_length, inner_length = (-(-x // axis.dilation) for x in (extents if outer_is_query else extents[::-1]))
         outer_tile = min(outer_tile, outer_length)
-        hulls = [
-            min(inner_length, largest_hull(axis, outer_tile, outer_is_query, is_aligned))
-            for is_aligned in (False, True)
-        ]
+        if problem.own_extents:
+            hulls = [min(inner_length, largest_hull_of_any_layout(axis, outer_tile, outer_is_query))] * 2
+        else:
+            hulls = [
+                min(inner_length, largest_hull(axis, outer_tile, outer_is_query, is_aligned))
+                for is_aligned in (False, True)
+            ]
         steps = [-(-hull // inner_tile) for hull in hulls]
         # An array as long as the whole layout starts where the layout does, and so do its tiles.
         is_whole = extents == (axis.query_extent, axis.kv_extent) and hulls[True] < hulls[False]

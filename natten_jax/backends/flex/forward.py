@@ -40,7 +40,7 @@ def softmax_of(plan: Plan, operands: Operands) -> Softmax:
 
         if additional is not None:
             softmax, _ = swept(visit_additional, softmax, additional)
-        return None, repeated(sweep.inner_steps, visit, softmax)
+        return None, repeated(sweep.inner_steps, visit, softmax, placed.is_needed(positions))
 
     queries = sweep.cut_outer(operands.inputs.query, problem.heads_kv)
     _, cut = swept(step, None, (placed.positions, queries))

@@ -108,7 +108,7 @@ def _by_query(
         if additional is not None and sums is not None:
             sum_, found = swept(visit_additional, sum_, additional)
             sums = sums[0] + found[0], sums[1] + found[1]
-        sum_ = repeated(sweep.inner_steps, visit, sum_)
+        sum_ = repeated(sweep.inner_steps, visit, sum_, placed.is_needed(positions))
         return sums, (sum_, None if additional is None else of_additional)
 
     rows_and_terms = jnp.concatenate([*known.rows, terms], axis=-1)
@@ -162,7 +162,8 @@ def _by_key(
             return sums[0] + of_key, sums[1] + products.mix_rows(weights, out_cotangent)
 
         zeros = jnp.zeros(key.shape, products.dtype), jnp.zeros(value.shape, products.dtype)
-        return None, repeated(sweep.inner_steps, visit, varying_like(zeros, operands))
+        sums = varying_like(zeros, operands)
+        return None, repeated(sweep.inner_steps, visit, sums, placed.is_needed(positions))
 
     _, (key, value) = swept(step, None, (placed.positions, keys, values))
     joined = products.scale * sweep.join_outer(key, problem.heads_kv), sweep.join_outer(value, problem.heads_kv)

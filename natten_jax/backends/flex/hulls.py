@@ -41,6 +41,17 @@ def largest_hull(
     return largest
 
 
+def largest_hull_of_any_layout(axis: Axis, tile: int, outer_is_query: bool) -> int:
+    """A bound on the same for tiles anywhere in a layout of any extent, whose windows are those that fit.
+
+    In steps of the stride, windows begin at most as far apart as their queries. What an edge shifts makes them begin
+    closer together, and keys be seen by more queries: those of a layout of less than two windows by all of it.
+    """
+    if outer_is_query:
+        return axis.kernel_size + -(-(tile - 1) // axis.stride) * axis.stride
+    return 2 * axis.kernel_size + tile + axis.stride
+
+
 def _decisive_tiles(length: int, kernel_size: int, stride: int, tile: int, step: int) -> Any:
     """First tokens of tiles, among them one of the tiles with the largest hull.
 

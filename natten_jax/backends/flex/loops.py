@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -15,11 +16,24 @@ _Inputs = TypeVar("_Inputs")
 _Outputs = TypeVar("_Outputs")
 
 
-def repeated(rounds: int, visit: Callable[[jax.Array, _State], _State], state: _State) -> _State:
-    """``visit`` with the numbers of so many rounds, one after the other."""
+def repeated(
+    rounds: int,
+    visit: Callable[[jax.Array, _State], _State],
+    state: _State,
+    is_needed: Callable[[jax.Array], jax.Array] | None = None,
+) -> _State:
+    """``visit`` with the numbers of so many rounds, one after the other: of those that are needed, or of all."""
+
+    def visit_if_needed(number: jax.Array, state: _State) -> _State:
+        if is_needed is None:
+            return visit(number, state)
+        needed = is_needed(number)
+        visited: _State = lax.cond(needed, functools.partial(visit, number), lambda same: same, state)
+        return visited
+
     if rounds == 1:
-        return visit(jnp.zeros((), jnp.int32), state)
-    result: _State = lax.fori_loop(0, rounds, visit, state)
+        return visit_if_needed(jnp.zeros((), jnp.int32), state)
+    result: _State = lax.fori_loop(0, rounds, visit_if_needed, state)
     return result
 
 

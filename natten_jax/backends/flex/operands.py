@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from natten_jax.arrays.operands import Operands
-from natten_jax.backends.flex.blocks import Sweep, make_sweep
+from natten_jax.backends.flex.blocks import Sweep, TilePositions, make_sweep
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.plan import Plan
 
@@ -49,11 +51,22 @@ class PlacedSweep(NamedTuple):
     @classmethod
     def of(cls, plan: Plan, operands: Operands, pass_: Pass, *, outer_is_query: bool) -> PlacedSweep:
         """That of a pass over query tiles, or over key/value tiles."""
-        origins = operands.origins
+        origins, layout = operands.origins, None
         if origins is not None:
             origins = origins[:, 3 - plan.problem.rank :].astype(jnp.int32)
+        if operands.layouts is not None:
+            query_origin, *extents = of_entry(operands.layouts, plan.problem.rank)
+            origins = jnp.stack([query_origin, jnp.zeros_like(query_origin)])
+            layout = jnp.stack(extents) if plan.problem.own_extents else None
         sweep = _sweep_of(plan, operands, pass_, outer_is_query)
-        return cls(plan, sweep, sweep.positions(origins), origins)
+        return cls(plan, sweep, sweep.positions(origins, layout), origins)
+
+    def is_needed(self, positions: TilePositions) -> Callable[[jax.Array], jax.Array] | None:
+        """Asks of an inner step whether there is anything to compute; ``None`` where there always is, or almost.
+
+        What windows reach of a layout is all there, unless the layout is padded.
+        """
+        return functools.partial(self.sweep.is_seen, positions) if self.plan.problem.own_extents else None
 
     def or_nan_for_parts(self, results: _Tree) -> _Tree:
         """``results``, or NaN where a pass that was planned for whole arrays is given a part: not a wrong result."""
@@ -106,6 +119,13 @@ class AdditionalTiles(NamedTuple):
         """Keys and values of a tile, once for each of a step's query tiles, and which there are."""
         key, value, exists = (lax.dynamic_index_in_dim(array, number, keepdims=False) for array in self)
         return for_tiles(key, query), for_tiles(value, query), exists
+
+
+def of_entry(layouts: jax.Array, rank: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Query origin, query extents and key/value extents of the only entry of the batch, ``[rank]`` each."""
+    assert layouts.shape[0] == 1, "one entry of the batch at a time"
+    query_origin, query_extents, kv_extents = layouts[0, :, 3 - rank :].astype(jnp.int32)
+    return query_origin, query_extents, kv_extents
 
 
 def untiled(tiles: jax.Array, count: int) -> jax.Array:

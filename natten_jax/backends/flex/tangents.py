@@ -49,7 +49,7 @@ def tangents_of(plan: Plan, operands: Operands, output: Output, rows: Rows, tang
 def logsumexp_change(products: Products, operands: Operands, output: Output) -> jax.Array:
     """Zeros ``[batch, *query_layout, heads, 1]`` that have the logsumexp's derivative: rows are constants."""
     change = output.logsumexp - lax.stop_gradient(output.logsumexp)
-    if operands.origins is not None:
+    if operands.is_placed:
         # A row that sees no local key has no weights, whatever is subtracted from its (masked) logits.
         change = jnp.where(output.logsumexp == -jnp.inf, 0, change)
     return products.cast(change)[..., None]

@@ -1,0 +1,37 @@
+"""Batch entries one after the other: for backends that take but one layout in a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+
+from natten_jax.arrays.roles import Role
+from natten_jax.plan.request import Request
+
+#: Runs a computation of a request on arrays.
+RunEntry = Callable[[Request, Sequence[jax.Array]], list[jax.Array]]
+
+
+def one_by_one(run: RunEntry, roles: Sequence[Role], request: Request, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The results of ``run`` on one entry of the batch after the other.
+
+    Args:
+        run: Runs the computation.
+        roles: Of the arrays.
+        request: What is asked for, of the whole batch.
+        arrays: The arrays; those that are not the same for the whole batch begin with it.
+    """
+    of_entry = request.of_part(1, arrays[0].shape[-2], arrays[1].shape[-2])
+    batch = arrays[0].shape[0]
+    if isinstance(batch, int) and batch == 1:
+        return run(of_entry, arrays)
+
+    def run_one(entry: list[jax.Array]) -> list[jax.Array]:
+        own = iter(entry)
+        every = [array if role is Role.WHOLE else next(own)[None] for role, array in zip(roles, arrays, strict=True)]
+        return [result[0] for result in run(of_entry, every)]
+
+    mapped = [array for role, array in zip(roles, arrays, strict=True) if role is not Role.WHOLE]
+    results: list[jax.Array] = jax.lax.map(run_one, mapped)
+    return results

@@ -1,0 +1,171 @@
+"""Queries that are a box of the layout, layouts that are padded, and queries on a finer grid than keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from natten_jax.arguments.boxes import Counts, Origin, checked_counts, checked_origin
+from natten_jax.arguments.static import Ints, int_tuple
+from natten_jax.arrays.operands import Inputs, Output
+from natten_jax.native.abi import KERNEL_RANK
+
+
+class BoxArguments(NamedTuple):
+    """The arguments of neighborhood attention that say where tokens lie."""
+
+    query_origin: Origin | None = None
+    extents: Counts | None = None
+    upsample: Ints = 1
+
+
+class Placement(NamedTuple):
+    """Where queries lie, and what is real of the layout, as :class:`natten_jax.arrays.operands.Operands` has it."""
+
+    origins: jax.Array | None = None
+    layouts: jax.Array | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether queries are those of the whole layout, all of which is real."""
+        return self.origins is None and self.layouts is None
+
+    def without_padding(self, query: jax.Array) -> jax.Array:
+        """The query, zero where it is padding."""
+        return jnp.where(self._is_real(query.shape[1:-2])[..., None, None], query, 0)
+
+    def with_nothing_outside(self, output: Output) -> Output:
+        """The output, of padding zero, and its logsumexp that of no key."""
+        is_real = self._is_real(output.out.shape[1:-2])[..., None]
+        return Output(jnp.where(is_real[..., None], output.out, 0), jnp.where(is_real, output.logsumexp, -jnp.inf))
+
+    def _is_real(self, layout: Sequence[int]) -> jax.Array:
+        """Which queries are none of the padding, ``[batch, *layout]``."""
+        assert self.layouts is not None
+        rank = len(layout)
+        found = jnp.ones((self.layouts.shape[0], *(1,) * rank), bool)
+        for i, extent in enumerate(layout):
+            origin, end = (self.layouts[:, row, KERNEL_RANK - rank + i, None] for row in (0, 1))
+            along = origin + jnp.arange(extent, dtype=jnp.int32) < end
+            found = found & along.reshape(-1, *(extent if j == i else 1 for j in range(rank)))
+        return found
+
+
+def placement_of_windows(inputs: Inputs, box: BoxArguments) -> Placement:
+    """Where a call of neighborhood attention has its tokens.
+
+    Raises:
+        ValueError: A number is out of range, or an argument has another shape.
+        TypeError: An argument holds something else than integers.
+    """
+    layout = inputs.key.shape[1:-2]
+    extents = checked_counts("extents", box.extents, inputs.query.shape[0], layout, is_length=False)
+    return _placement(inputs, box.query_origin, extents, extents)
+
+
+def placement_of_sequences(
+    inputs: Inputs, query_origin: Origin | None, query_lengths: Counts | None, kv_lengths: Counts | None
+) -> Placement:
+    """Where a call of attention has its tokens; raises as :func:`placement_of_windows`."""
+    batch, tokens, *_ = inputs.query.shape
+    of_queries = checked_counts("query_lengths", query_lengths, batch, (tokens,), is_length=True)
+    of_keys = checked_counts("kv_lengths", kv_lengths, batch, inputs.key.shape[1:2], is_length=True)
+    if of_queries is not None and query_origin is not None:
+        origin = checked_origin(query_origin, batch, (inputs.key.shape[1] - tokens,))
+        assert origin is not None
+        of_queries = of_queries + origin
+    return _placement(inputs, query_origin, of_queries, of_keys)
+
+
+def _placement(
+    inputs: Inputs, query_origin: Origin | None, of_queries: jax.Array | None, of_keys: jax.Array | None
+) -> Placement:
+    """Of queries that begin at an origin, in layouts of so many queries and keys."""
+    batch, *queries, _, _ = inputs.query.shape
+    layout = inputs.key.shape[1:-2]
+    room = [k - q for q, k in zip(queries, layout, strict=True)]
+    origin = checked_origin(query_origin, batch, room)
+    missing = KERNEL_RANK - len(layout)
+    if of_queries is None and of_keys is None and (origin is None or origin.ndim == 1):
+        if origin is None:
+            return Placement()
+        of_query = jnp.pad(origin, (missing, 0))
+        return Placement(origins=jnp.stack([of_query, jnp.zeros_like(of_query)]))
+    shape = batch, len(layout)
+    whole = queries if origin is None else layout
+    rows = (
+        (jnp.zeros(shape, jnp.int32) if origin is None else jnp.broadcast_to(origin, shape), 0),
+        (jnp.broadcast_to(jnp.asarray(whole, jnp.int32), shape) if of_queries is None else of_queries, 1),
+        (jnp.broadcast_to(jnp.asarray(layout, jnp.int32), shape) if of_keys is None else of_keys, 1),
+    )
+    padded = [jnp.pad(row, [(0, 0), (missing, 0)], constant_values=fill) for row, fill in rows]
+    return Placement(layouts=jnp.stack(padded, axis=1))
+
+
+class FinerGrid(NamedTuple):
+    """Queries of a grid that is a multiple of the keys' grid: those of a cell are heads of it, which share its keys.
+
+    Attributes:
+        factors: How many queries there are for a cell, along each token dimension.
+    """
+
+    factors: tuple[int, ...]
+
+    @classmethod
+    def of(cls, upsample: Ints, rank: int) -> FinerGrid | None:
+        """That of the argument; ``None`` where both grids are the same.
+
+        Raises:
+            ValueError: It has another length, or a number below 1.
+            TypeError: It holds something else than ints.
+        """
+        factors = int_tuple("upsample", upsample, rank)
+        return None if set(factors) == {1} else cls(factors)
+
+    @property
+    def queries(self) -> int:
+        """Queries of a cell."""
+        return math.prod(self.factors)
+
+    def folded(self, inputs: Inputs) -> Inputs:
+        """The inputs, with the queries of a cell as heads of it.
+
+        Raises:
+            ValueError: The layout of the queries is no multiple, or they cannot share heads of keys.
+        """
+        query, rank = inputs.query, len(self.factors)
+        if query.ndim != rank + 3:  # refused as any other array
+            return inputs
+        batch, *layout, heads, width = query.shape
+        if any(isinstance(n, int) and n % factor for n, factor in zip(layout, self.factors, strict=True)):
+            raise ValueError(f"query has token layout {tuple(layout)}, which is no multiple of upsample {self.factors}")
+        if inputs.key.ndim == rank + 3 and heads % inputs.key.shape[-2]:
+            raise ValueError(
+                f"query has {heads} heads, which is not a multiple of the {inputs.key.shape[-2]} heads of key and value"
+            )
+        cells = [n // factor for n, factor in zip(layout, self.factors, strict=True)]
+        split = [n for pair in zip(cells, self.factors, strict=True) for n in pair]
+        order = [0, *range(1, 2 * rank, 2), 2 * rank + 1, *range(2, 2 * rank + 1, 2), 2 * rank + 2]
+        query = jnp.asarray(query).reshape(batch, *split, heads, width).transpose(order)
+        return inputs._replace(query=query.reshape(batch, *cells, heads * self.queries, width))
+
+    def unfolded(self, output: Output) -> Output:
+        """Output and logsumexp of every query at its place."""
+        return Output(self._unfolded(output.out), self._unfolded(output.logsumexp[..., None])[..., 0])
+
+    def scales(self, scale: jax.Array) -> jax.Array:
+        """Scales ``[batch, heads]`` of heads as those of the heads that queries become."""
+        return jnp.repeat(scale, self.queries, axis=1)
+
+    def _unfolded(self, array: jax.Array) -> jax.Array:
+        rank = len(self.factors)
+        batch, *cells, folded, width = array.shape
+        heads = folded // self.queries
+        array = array.reshape(batch, *cells, heads, *self.factors, width)
+        order = [0, *(n for i in range(rank) for n in (1 + i, rank + 2 + i)), rank + 1, 2 * rank + 2]
+        layout: list[Any] = [n * factor for n, factor in zip(cells, self.factors, strict=True)]
+        return array.transpose(order).reshape(batch, *layout, heads, width)

@@ -1,0 +1,176 @@
+"""Layouts that are padded: what is real of each batch entry, whatever the padding holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from natten_jax import attention, na1d, na2d
+from tests.support.families import Family
+from tests.support.problems import Case, Trial, check_all
+
+EXTENTS = {
+    "1d": Case((29,), (7,), extents=((11,), (29,), (1,)), batch=3, heads=2),
+    "smaller-than-the-window": Case((20,), (9,), stride=(7,), extents=((4,), (6,)), batch=2),
+    "1d-causal-strided": Case((26,), (6,), stride=(4,), is_causal=(True,), extents=((19,), (3,)), batch=2),
+    "2d-dilated": Case((9, 13), (3, 4), dilation=(2, 3), extents=((7, 11), (1, 13), (9, 2)), batch=3),
+    "2d-gqa-additional": Case(
+        (8, 7), (3, 3), extents=((5, 7), (2, 3)), batch=2, heads=4, heads_kv=2, additional=5, fused=True
+    ),
+    "whole-windows": Case((6, 7), (6, 7), extents=((6, 5), (3, 7)), batch=2),
+    "whole-window-causal": Case((23,), (23,), is_causal=(True,), extents=((17,), (4,)), batch=2, head_dim_v=24),
+    "many-tiles": Case((300,), (190,), stride=(7,), extents=((220,), (93,)), batch=2),
+    "many-tiles-2d": Case(
+        (33, 35), (20, 27), stride=(4, 1), is_causal=(True, False), extents=((33, 28), (14, 30)), batch=2
+    ),
+    "3d-scales": Case(
+        (5, 6, 7),
+        (3, 4, 3),
+        (1, 3, 2),
+        extents=((2, 6, 5), (5, 3, 7)),
+        batch=2,
+        heads=2,
+        heads_kv=2,
+        scales=(0.4, -0.3),
+    ),
+    "of-a-box": Case(
+        (17,), (5,), box=(8,), origins=((2,), (9,)), extents=((13,), (12,)), batch=2, is_causal=(True,), additional=2
+    ),
+    "finer": Case((6, 5), (3, 3), extents=((4, 5), (6, 2)), batch=2, upsample=(2, 2), heads=2, heads_kv=2),
+    "one-entry": Case((6, 9), (3, 3), extents=((4, 5),)),
+}
+LENGTHS = {
+    "keys": Case((40,), queries=25, extents=((17,), (40,), (1,)), batch=3, heads=4, heads_kv=2),
+    "queries-and-keys": Case((40,), queries=25, extents=((17,), (33,)), query_lengths=(25, 8), batch=2),
+    "causal": Case((30,), queries=30, extents=((17,), (30,)), query_lengths=(17, 30), batch=2, is_causal=(True,)),
+    "causal-box": Case((30,), queries=6, origins=((11,), (20,)), extents=((14,), (26,)), batch=2, is_causal=(True,)),
+    "many-tiles": Case((600,), queries=500, extents=((410,), (90,)), query_lengths=(130, 444), batch=2),
+}
+
+
+def _runs(family: Family) -> None:
+    if not family.backend.takes_extents:
+        pytest.skip("takes no extents")
+
+
+@pytest.mark.parametrize("cases", [EXTENTS, LENGTHS], ids=["layouts", "sequences"])
+def test_padding_is_nothing(cases: dict[str, Case], family: Family) -> None:
+    _runs(family)
+    check_all([Trial(case, family.dtype) for case in cases.values()], family)
+
+
+def test_padding_in_other_element_types(family: Family, other_dtype: str) -> None:
+    _runs(family)
+    check_all([Trial(EXTENTS["2d-dilated"], other_dtype), Trial(LENGTHS["causal"], other_dtype)], family, at_once=2)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "flex"])
+def test_one_program_for_all_extents(backend: str) -> None:
+    rng = np.random.default_rng(0)
+    tokens = jnp.asarray(rng.standard_normal((2, 12, 10, 1, 8)), "float32")
+    traced = []
+
+    @jax.jit
+    def padded(tokens: jax.Array, extents: jax.Array) -> jax.Array:
+        traced.append(extents)
+        return na2d(tokens, tokens, tokens, (5, 3), extents=extents, backend=f"{backend}-fna")
+
+    for number, extents in enumerate(rng.integers(1, (12, 10), (100, 2, 2), endpoint=True)):
+        found = padded(tokens, jnp.asarray(extents, jnp.int32))
+        if number % 25 == 0:
+            for entry, (height, width) in enumerate(extents):
+                real = tokens[entry : entry + 1, :height, :width]
+                expected = na2d(real, real, real, (5, 3), clamp_window=True, backend=f"{backend}-fna")
+                np.testing.assert_allclose(found[entry, :height, :width], expected[0], atol=2e-6)
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize("backend", ["cpu", "flex"])
+def test_extents_under_vmap(backend: str) -> None:
+    rng = np.random.default_rng(1)
+    tokens = jnp.asarray(rng.standard_normal((3, 2, 12, 1, 8)), "float32")
+    extents = jnp.asarray(rng.integers(1, 12, (3, 2, 1)), jnp.int32)
+
+    def padded(tokens: jax.Array, extents: jax.Array) -> jax.Array:
+        return na1d(tokens, tokens, tokens, 5, extents=extents, backend=f"{backend}-fna")
+
+    found = jax.jit(jax.vmap(padded))(tokens, extents)
+    for i in range(3):
+        np.testing.assert_allclose(found[i], padded(tokens[i], extents[i]), atol=2e-6)
+
+
+def test_entries_without_a_token() -> None:
+    tokens = jnp.ones((2, 6, 2, 8))
+    for backend in ("cpu", "flex"):
+
+        def both(tokens: jax.Array, extents: jax.Array, name: str = f"{backend}-fna") -> Any:
+            return na1d(tokens, tokens, tokens, 3, extents=extents, backend=name, return_lse=True)
+
+        out, lse = both(tokens, jnp.array([[0], [6]]))
+        assert (out[0] == 0).all()
+        assert (lse[0] == -jnp.inf).all()
+        gradient = jax.grad(lambda tokens: both(tokens, jnp.array([[0], [6]]))[0].sum())(tokens)
+        assert (gradient[0] == 0).all()
+        assert jnp.isfinite(gradient).all()
+        out, lse = attention(
+            tokens, tokens, tokens, kv_lengths=jnp.array([0, 6]), backend=f"{backend}-fmha", return_lse=True
+        )
+        assert (out[0] == 0).all()
+        assert (lse[0] == -jnp.inf).all()
+
+
+def test_traced_extents_are_moved_into_range() -> None:
+    tokens = jax.random.normal(jax.random.key(0), (2, 7, 1, 8))
+    padded = jax.jit(lambda extents: na1d(tokens, tokens, tokens, 3, extents=extents))
+    np.testing.assert_array_equal(padded(jnp.array([[-3], [20]])), padded(jnp.array([[0], [7]])))
+
+
+def test_higher_derivatives_of_padded_layouts() -> None:
+    tokens = jnp.where(jnp.arange(9)[None, :, None, None] < 5, 0.3, jnp.nan) * jnp.ones((1, 9, 1, 4))
+    real = jax.random.normal(jax.random.key(1), (1, 5, 1, 4))
+    tokens = tokens.at[:, :5].set(real)
+
+    def padded(tokens: jax.Array) -> jax.Array:
+        return jnp.sum(na1d(tokens, tokens, tokens, 3, extents=jnp.array([[5]]), backend="flex-fna") ** 2)
+
+    def cropped(tokens: jax.Array) -> jax.Array:
+        return jnp.sum(na1d(tokens, tokens, tokens, 3, backend="flex-fna") ** 2)
+
+    direction = jax.random.normal(jax.random.key(2), (1, 9, 1, 4))
+    found = jax.jvp(jax.grad(padded), (tokens,), (direction,))[1]
+    expected = jax.jvp(jax.grad(cropped), (real,), (direction[:, :5],))[1]
+    np.testing.assert_allclose(found[:, :5], expected, atol=1e-5)
+    assert (found[:, 5:] == 0).all()
+
+
+_TOKENS, _LINE = jnp.ones((2, 6, 9, 1, 8)), jnp.ones((2, 9, 1, 8))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"extents": (3, 4)}, TypeError, ("extents", "int32 array", "(3, 4)")),
+        ({"extents": jnp.ones((2, 2))}, TypeError, ("extents", "integers", "float32")),
+        ({"extents": jnp.ones((2,), int)}, ValueError, ("extents", "(2,)", "(2, 2)")),
+        ({"extents": np.array([[3, 4], [7, 9]])}, ValueError, ("extents", "(6, 9)", "7")),
+        ({"extents": np.array([[3, 4], [-1, 9]])}, ValueError, ("extents", "between 0", "-1")),
+    ],
+    ids=str,
+)
+def test_wrong_extents(arguments: dict[str, Any], error: type[Exception], words: Sequence[str]) -> None:
+    with pytest.raises(error) as caught:
+        na2d(_TOKENS, _TOKENS, _TOKENS, 3, **arguments)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_wrong_lengths() -> None:
+    with pytest.raises(ValueError, match=r"query_lengths has shape \(3,\), but must have \(2,\)"):
+        attention(_LINE, _LINE, _LINE, query_lengths=jnp.ones(3, int))
+    with pytest.raises(ValueError, match=r"kv_lengths must lie between 0 and the token layout \(9,\)"):
+        attention(_LINE, _LINE, _LINE, kv_lengths=np.array([3, 10]))
