@@ -12,9 +12,10 @@ import jax
 from flax.core import FrozenDict
 
 from natten_jax import backends
+from natten_jax.arguments.boxes import Counts, Origin
 from natten_jax.arguments.natten_names import known_arguments
 from natten_jax.arguments.scale import checked_scale
-from natten_jax.arguments.static import flag, hashable, shown
+from natten_jax.arguments.static import Ints, flag, hashable, shown
 from natten_jax.ops.arrays import check_array
 from natten_jax.ops.attention_kwargs import checked_attention_kwargs
 from natten_jax.ops.neighborhood import na1d, na2d, na3d
@@ -46,13 +47,24 @@ class Neighborhood:
     scale_name: str
     performance: Mapping[str, Any]
 
-    def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        query_origin: Origin | None = None,
+        extents: Counts | None = None,
+        upsample: Ints = 1,
+    ) -> jax.Array:
         """Attend.
 
         Args:
             query: ``[*batch, *layout, heads, head_dim]``, with any number of batch dimensions.
             key: ``[*batch, *layout, heads_kv, head_dim]``.
             value: ``[*batch, *layout, heads_kv, head_dim_v]``.
+            query_origin: As in the operators, with all batch dimensions.
+            extents: Likewise.
+            upsample: Likewise.
 
         Returns:
             ``[*batch, *layout, heads, head_dim_v]``.
@@ -66,6 +78,7 @@ class Neighborhood:
         arrays = (query, key, value)
         if len(batch) != 1:  # operators have one batch dimension
             query, key, value = (array.reshape(math.prod(batch), *array.shape[len(batch) :]) for array in arrays)
+            query_origin, extents = (_with_one_batch_dimension(each, batch) for each in (query_origin, extents))
         try:
             output = _OPERATORS[self.rank](
                 query,
@@ -74,6 +87,9 @@ class Neighborhood:
                 **self.window._asdict(),
                 clamp_window=self.clamp_window,
                 scale=self.scale,
+                query_origin=query_origin,
+                extents=extents,
+                upsample=upsample,
                 **self.performance,
             )
         except ValueError as error:
@@ -81,6 +97,12 @@ class Neighborhood:
                 raise
             raise ValueError(f"{error} (without a batch dimension, {_FLATTENED.format(rank=self.rank)})") from None
         return output if len(batch) == 1 else output.reshape(*batch, *output.shape[1:])
+
+
+def _with_one_batch_dimension(places: Any, batch: tuple[int, ...]) -> Any:
+    """Numbers for each entry of the batch ``[*batch, rank]`` as ``[entries, rank]``; others as they are."""
+    shape = getattr(places, "shape", ())
+    return places.reshape(math.prod(batch), *shape[-1:]) if batch and shape[:-1] == batch else places
 
 
 def neighborhood(
@@ -190,23 +212,23 @@ def check_dropout(attn_drop: float, proj_drop: float) -> None:
         raise ValueError(f"proj_drop must be in [0, 1], got {shown(proj_drop)}")
 
 
-def check_input(inputs: jax.Array, rank: int, in_features: int | None) -> None:
-    """Check the array that a module is called with.
+def check_input(inputs: jax.Array, rank: int, in_features: int | None, name: str = "inputs") -> None:
+    """Check an array that a module is called with.
 
     Raises:
         ValueError: It is not ``[*batch, *layout, in_features]``.
         TypeError: It is no array.
     """
-    check_array("inputs", inputs)
+    check_array(name, inputs)
     if inputs.ndim < rank + 1:
         raise ValueError(
-            f"inputs has shape {inputs.shape}, but NeighborhoodAttention{rank}D takes arrays of at least {rank + 1} "
+            f"{name} has shape {inputs.shape}, but NeighborhoodAttention{rank}D takes arrays of at least {rank + 1} "
             f"dimensions [*batch, {LAYOUTS[rank]}, in_features]"
             + (f": {_FLATTENED.format(rank=rank)}" if rank > 1 else "")
         )
     if in_features is not None and inputs.shape[-1] != in_features:
         raise ValueError(
-            f"inputs has {inputs.shape[-1]} features (shape {inputs.shape}), but in_features is {in_features}: "
+            f"{name} has {inputs.shape[-1]} features (shape {inputs.shape}), but in_features is {in_features}: "
             "they must be equal"
         )
 

@@ -13,6 +13,7 @@ from flax import linen
 from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
+from natten_jax.arguments.boxes import Counts, Origin
 from natten_jax.arguments.natten_names import explained
 from natten_jax.arguments.stand_ins import array_of
 from natten_jax.arguments.static import Bools, Ints, hashable
@@ -107,12 +108,24 @@ class NeighborhoodAttention(linen.Module):
     @linen.compact
     @explained()
     def __call__(
-        self, inputs: jax.Array, *, deterministic: bool | None = None, dropout_rng: jax.Array | None = None
+        self,
+        inputs: jax.Array,
+        *,
+        inputs_kv: jax.Array | None = None,
+        query_origin: Origin | None = None,
+        extents: Counts | None = None,
+        upsample: Ints = 1,
+        deterministic: bool | None = None,
+        dropout_rng: jax.Array | None = None,
     ) -> jax.Array:
         """Attend.
 
         Args:
             inputs: ``[*batch, *layout, in_features]``, with any number of batch dimensions.
+            inputs_kv: What keys and values are made of, where that is not ``inputs``: more of the layout, or a coarser one.
+            query_origin: Where ``inputs`` begin in the layout of ``inputs_kv``, as in the operators.
+            extents: How much of the layout is real, ``[*batch, rank]``, as in the operators.
+            upsample: How many tokens of ``inputs`` there are for one of ``inputs_kv``, as in the operators.
             deterministic: Whether dropout is off; ``None`` is as constructed.
             dropout_rng: Random key for the dropout; ``None`` takes the ``dropout`` stream.
 
@@ -125,6 +138,8 @@ class NeighborhoodAttention(linen.Module):
         inputs = array_of(inputs)
         arguments.check_input(inputs, self.rank, self.in_features)
         in_features = inputs.shape[-1]
+        others = inputs if inputs_kv is None else array_of(inputs_kv)
+        arguments.check_input(others, self.rank, in_features, "inputs_kv")
         num_heads, num_kv_heads = arguments.head_counts(self.num_heads, self.num_kv_heads)
         head_dim = arguments.head_dim(num_heads, in_features, self.qkv_features)
         project = functools.partial(
@@ -139,8 +154,8 @@ class NeighborhoodAttention(linen.Module):
         of_kv = initializers(self.kv_kernel_init, self.kv_bias_init) | {"use_bias": self.qkv_bias}
         of_out = initializers(self.out_kernel_init, self.out_bias_init)
         query = project((num_heads, head_dim), name="query", **of_query)(inputs)
-        key = project((num_kv_heads, head_dim), name="key", **of_kv)(inputs)
-        value = project((num_kv_heads, head_dim), name="value", **of_kv)(inputs)
+        key = project((num_kv_heads, head_dim), name="key", **of_kv)(others)
+        value = project((num_kv_heads, head_dim), name="value", **of_kv)(others)
         if self.normalize_qk:
             normalize = functools.partial(
                 linen.LayerNorm, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype
@@ -148,7 +163,7 @@ class NeighborhoodAttention(linen.Module):
             with jax.numpy_dtype_promotion("standard"):  # which Flax's own module takes for granted
                 query, key = normalize(name="query_ln")(query), normalize(name="key_ln")(key)
         out_features = in_features if self.out_features is None else self.out_features
-        outputs = self._neighborhood()(query, key, value)
+        outputs = self._neighborhood()(query, key, value, query_origin, extents, upsample)
         outputs = project(out_features, axis=(-2, -1), name="out", **of_out)(outputs)
         if self.proj_drop > 0:
             # Given both flags, linen's Dropout refuses; as in nnx, the one in the call takes precedence.

@@ -13,6 +13,7 @@ from flax import nnx
 from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
+from natten_jax.arguments.boxes import Counts, Origin
 from natten_jax.arguments.natten_names import explained
 from natten_jax.arguments.stand_ins import array_of
 from natten_jax.arguments.static import Bools, Ints
@@ -127,6 +128,10 @@ class NeighborhoodAttention(nnx.Module):
         self,
         inputs: jax.Array,
         *,
+        inputs_kv: jax.Array | None = None,
+        query_origin: Origin | None = None,
+        extents: Counts | None = None,
+        upsample: Ints = 1,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         out_sharding: Any = None,
@@ -136,6 +141,10 @@ class NeighborhoodAttention(nnx.Module):
 
         Args:
             inputs: ``[*batch, *layout, in_features]``, with any number of batch dimensions.
+            inputs_kv: What keys and values are made of, where that is not ``inputs``: more of the layout, or a coarser one.
+            query_origin: Where ``inputs`` begin in the layout of ``inputs_kv``, as in the operators.
+            extents: How much of the layout is real, ``[*batch, rank]``, as in the operators.
+            upsample: How many tokens of ``inputs`` there are for one of ``inputs_kv``, as in the operators.
             deterministic: Whether dropout is off; ``None`` is as constructed, or as ``train()``, ``eval()`` and
                 ``nnx.view`` set it.
             rngs: Random streams, or a key, for the dropout; ``None`` takes the one kept at construction.
@@ -152,12 +161,15 @@ class NeighborhoodAttention(nnx.Module):
         """
         inputs = array_of(inputs)
         arguments.check_input(inputs, self.rank, self.in_features)
-        projections = self.query, self.key, self.value
-        query, key, value = (project(inputs, out_sharding=qkv_sharding) for project in projections)
+        others = inputs if inputs_kv is None else array_of(inputs_kv)
+        arguments.check_input(others, self.rank, self.in_features, "inputs_kv")
+        projections = (self.query, inputs), (self.key, others), (self.value, others)
+        query, key, value = (project(tokens, out_sharding=qkv_sharding) for project, tokens in projections)
         if self.query_ln is not None and self.key_ln is not None:
             with jax.numpy_dtype_promotion("standard"):  # which Flax's own module takes for granted
                 query, key = self.query_ln(query), self.key_ln(key)
-        outputs = self.out(self.neighborhood(query, key, value), out_sharding=out_sharding)
+        attended = self.neighborhood(query, key, value, query_origin, extents, upsample)
+        outputs = self.out(attended, out_sharding=out_sharding)
         if self.dropout is not None:
             outputs = self.dropout(outputs, deterministic=deterministic, rngs=rngs)
         return outputs

@@ -137,7 +137,7 @@ def test_wrong_boxes() -> None:
     spec = jax.sharding.PartitionSpec(None, "x")
     with pytest.raises(ValueError, match="query_origin and token_axes were both given"):
         jax.shard_map(
-            lambda few, all_: na1d(few, all_, all_, 3, query_origin=0, token_axes="x"),
+            lambda few, all_: na1d(few, all_, all_, 3, query_origin=0, token_axes=("x",)),
             mesh=mesh,
             in_specs=(spec, spec),
             out_specs=spec,
