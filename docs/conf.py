@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.inspect import signature as signature_of
@@ -85,6 +86,10 @@ nitpick_ignore = [
 _LINK_OUT_OF_PAGES = re.compile(r"(?<!!)\[([^\[\]]+)\]\((\.\./[^)\s]+)\)")
 
 
+_OF_A_TABLE = re.compile("[│┃━─]")
+_TELEPHONE_COLUMNS = 74  # that fit its width in letters which can be read (site.css)
+
+
 def _name_files_of_the_repository(_: Sphinx, page: str, text: list[str]) -> None:
     """Give the path in place of a link to a file of the repository, which is no part of the site."""
 
@@ -130,8 +135,17 @@ def _show_one_signature(app: Sphinx) -> None:
         analyzer.overloads.clear()
 
 
+def _class_printed_tables(_: Sphinx, doctree: nodes.document) -> None:
+    """Give blocks with tables that programs print a class, by which the style sheet keeps their columns."""
+    for block in doctree.findall(nodes.literal_block):
+        columns = max((len(line) for line in block.astext().splitlines() if _OF_A_TABLE.search(line)), default=0)
+        if columns:
+            block["classes"] += ["printed-table", *(["is-wide"] if columns > _TELEPHONE_COLUMNS else [])]
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("builder-inited", _show_one_signature)
     app.connect("autodoc-process-signature", _sign_flax_modules)
+    app.connect("doctree-read", _class_printed_tables)
     app.connect("source-read", _name_files_of_the_repository)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lib.charts import BLUE, FAINT, INK, LIGHT_BLUE, ORANGE, PAPER, WIDTH, save, style
+from lib.charts import BLUE, FAINT, INK, LIGHT_BLUE, ORANGE, WIDTH, save, style
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -72,7 +72,7 @@ def part(title: str, parts: tuple[int, int], place: tuple[int, int], **facts: An
         kinds[own] = np.where((sees[0][:, None] | sees[1])[own], 2, 1)
         rows, columns = kinds.shape
         for kind, color in enumerate(PART_COLORS):
-            ax.add_patch(_cells(np.argwhere(kinds == kind) + 0.5, color, edge=PAPER))
+            ax.add_patch(_cells(np.argwhere(kinds == kind) + 0.5, color))
         ax.set(xlim=(0, columns), ylim=(rows, 0), aspect="equal")
         for dimension, extent in ((0, 12), (1, 32)):
             for i in range(1, parts[dimension]):

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_window", "plot_windows", "window_mask"]
 
-_UNSEEN, _SEEN, _EDGE = "#e4e8ed", "#7fb2d9", "white"
+#: On light and on dark pages; what lies behind a picture shows through tokens that are not seen, and between cells.
+_UNSEEN, _SEEN = "#8f9aa63d", "#7fb2d9"
 _QUERY, _SHARED = "#e08a2c", "#1f5f99"
+_CELL = 0.94  # of the distance between cells
 
 
 def window_mask(
@@ -198,12 +200,12 @@ def _slices(cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return side_by_side(cells), side_by_side(np.ones_like(cells))
 
 
-def _cells(places: np.ndarray, color: str, *, edge: str = _EDGE) -> Any:
+def _cells(places: np.ndarray, color: str, *, edge: str = "none") -> Any:
     """The cells at ``[(y, x), ...]`` as one shape, which keeps pictures small."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 
-    corners = np.array([(-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5), (-0.5, -0.5)])
+    corners = _CELL * np.array([(-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5), (-0.5, -0.5)])
     codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY]
     vertices = (places[:, None, ::-1] + corners).reshape(-1, 2)
     return PathPatch(Path(vertices, codes * len(places)), facecolor=color, edgecolor=edge, linewidth=0.8)
