@@ -60,10 +60,8 @@ def test_drawing_on_given_axes(tmp_path):
     figure.savefig(tmp_path / "windows.png")
 
 
-@pytest.mark.parametrize(
-    ("page", "is_alike"), [("black", lambda lights: lights < 0.75), ("white", lambda lights: lights > 0.2)]
-)
-def test_no_part_of_a_picture_has_the_light_of_the_other_theme(page, is_alike):
+@pytest.mark.parametrize(("page", "least", "most"), [("black", 0, 0.75), ("white", 0.2, 1)])
+def test_no_part_of_a_picture_has_the_light_of_the_other_theme(page, least, most):
     matplotlib = pytest.importorskip("matplotlib")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
