@@ -141,7 +141,7 @@ class NeighborhoodAttention(nnx.Module):
 
         Args:
             inputs: ``[*batch, *layout, in_features]``, with any number of batch dimensions.
-            inputs_kv: What keys and values are made of, where that is not ``inputs``: more of the layout, or a coarser one.
+            inputs_kv: What keys and values are made of, where that is not ``inputs``: a larger layout, or a coarser.
             query_origin: Where ``inputs`` begin in the layout of ``inputs_kv``, as in the operators.
             extents: How much of the layout is real, ``[*batch, rank]``, as in the operators.
             upsample: How many tokens of ``inputs`` there are for one of ``inputs_kv``, as in the operators.
