@@ -12,7 +12,7 @@ from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 from natten_jax.arguments.natten_names import explained
 from natten_jax.arguments.stand_ins import array_of
 from natten_jax.arguments.static import Bools, Ints
-from natten_jax.windows import WindowArguments
+from natten_jax.windows import Edges, WindowArguments
 
 from . import arguments
 from .arguments import Neighborhood, Performance
@@ -28,6 +28,7 @@ def neighborhood_attention_fn(
     is_causal: Bools = False,
     scale: float | None = None,
     *,
+    edges: Edges = "shift",
     clamp_window: bool = False,
     **performance: Unpack[Performance],
 ) -> NeighborhoodAttentionFn:
@@ -54,6 +55,8 @@ def neighborhood_attention_fn(
         dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` fits the layout.
         is_causal: Whether later keys are hidden.
         scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``, which is what Flax does.
+        edges: What becomes of a window that reaches over the ends: ``"shift"`` moves it inside, ``"cut"`` leaves it the
+            keys that exist, ``"wrap"`` goes on at the other end.
         clamp_window: Whether windows that are larger than the layout become the largest that fit.
         **performance: ``backend`` and the other performance arguments of :func:`natten_jax.na1d`.
 
@@ -64,7 +67,7 @@ def neighborhood_attention_fn(
         ValueError: A value breaks a rule above, or ``backend`` is unknown.
         TypeError: An argument is of the wrong type.
     """
-    window = WindowArguments(kernel_size, stride, dilation, is_causal)
+    window = WindowArguments(kernel_size, stride, dilation, is_causal, edges)
     settings = {**window._asdict(), "scale": scale, "clamp_window": clamp_window, **performance}
     return NeighborhoodAttentionFn(arguments.frozen(settings))
 

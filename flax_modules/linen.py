@@ -17,7 +17,7 @@ from natten_jax.arguments.boxes import Counts, Origin
 from natten_jax.arguments.natten_names import explained
 from natten_jax.arguments.stand_ins import array_of
 from natten_jax.arguments.static import Bools, Ints, hashable
-from natten_jax.windows import WindowArguments
+from natten_jax.windows import Edges, WindowArguments
 
 from . import arguments
 from .arguments import Neighborhood, Performance
@@ -39,6 +39,7 @@ class NeighborhoodAttention(linen.Module):
     stride: Ints = 1
     dilation: Ints = 1
     is_causal: Bools = False
+    edges: Edges = "shift"
     clamp_window: bool = False
     qkv_bias: bool = True
     qk_scale: float | None = None

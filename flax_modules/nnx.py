@@ -17,7 +17,7 @@ from natten_jax.arguments.boxes import Counts, Origin
 from natten_jax.arguments.natten_names import explained
 from natten_jax.arguments.stand_ins import array_of
 from natten_jax.arguments.static import Bools, Ints
-from natten_jax.windows import WindowArguments
+from natten_jax.windows import Edges, WindowArguments
 
 from . import arguments
 from .arguments import Performance
@@ -42,6 +42,7 @@ class NeighborhoodAttention(nnx.Module):
         stride: Ints = 1,
         dilation: Ints = 1,
         is_causal: Bools = False,
+        edges: Edges = "shift",
         clamp_window: bool = False,
         qkv_bias: bool = True,
         qk_scale: float | None = None,
@@ -76,7 +77,7 @@ class NeighborhoodAttention(nnx.Module):
         self.num_heads, self.num_kv_heads = arguments.head_counts(num_heads, num_kv_heads)
         self.head_dim = arguments.head_dim(num_heads, in_features, qkv_features)
         arguments.check_positive(out_features=self.out_features)
-        window = WindowArguments(kernel_size, stride, dilation, is_causal)
+        window = WindowArguments(kernel_size, stride, dilation, is_causal, edges)
         self.neighborhood = arguments.neighborhood(
             type(self).__name__,
             self.rank,

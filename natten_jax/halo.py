@@ -3,7 +3,8 @@
 A device that holds the tokens ``[first, last)`` of a dimension needs the keys from where its first query's window
 starts to where its last query's ends. How far that reaches beyond its own tokens follows exactly from the window
 arithmetic (:mod:`natten_jax.windows`), borders included, where windows shift inwards by up to their whole extent.
-All devices run one program, so every one of them receives as many tokens per side as any needs.
+Where the dimension wraps, the devices make up a ring. All devices run one program, so every one of them receives as
+many tokens per side as any needs.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ class Halo:
         parts: Equal parts that it is split into; they divide it.
         before: Keys that a part needs in front of its own tokens.
         after: Keys that it needs behind them.
+        wraps: Whether the first part lies behind the last one, too.
     """
 
     extent: int
     parts: int
     before: int
     after: int
+    wraps: bool = False
 
     @functools.cached_property
     def part(self) -> int:
@@ -44,6 +47,8 @@ class Halo:
     @functools.cached_property
     def received(self) -> int:
         """Keys that the part which receives most receives."""
+        if self.wraps:
+            return self.before + self.after
         lengths = np.arange(self.parts) * self.part
         return int(np.max(np.minimum(self.before, lengths) + np.minimum(self.after, lengths[::-1])))
 
@@ -67,11 +72,11 @@ class Halo:
     @property
     def changes_places(self) -> bool:
         """Whether two devices send each other halos of one length: each has one side's, which depends on the device."""
-        return self.parts == 2 and self.before == self.after and not self.is_gathered
+        return self.parts == 2 and self.before == self.after and not self.is_gathered and not self.wraps
 
     def evened(self) -> Halo:
         """Both halos padded to the longer one, so that two devices swap theirs in one permute."""
-        if self.parts != 2 or not (self.before and self.after):
+        if self.parts != 2 or not (self.before and self.after) or self.wraps:
             return self
         longer = max(self.before, self.after)
         return dataclasses.replace(self, before=longer, after=longer)
@@ -137,7 +142,7 @@ def halo_of(axis: Axis, parts: int) -> Halo:
         >>> from natten_jax.halo import halo_of
         >>> from natten_jax.windows import Axis
         >>> halo_of(Axis(80, 80, 24), 2)
-        Halo(extent=80, parts=2, before=12, after=11)
+        Halo(extent=80, parts=2, before=12, after=11, wraps=False)
 
     Args:
         axis: The dimension, with as many query as key/value tokens.
@@ -149,6 +154,8 @@ def halo_of(axis: Axis, parts: int) -> Halo:
     extent = axis.kv_extent
     if extent % parts:
         raise ValueError(_indivisible(extent, parts))
+    if parts == 1:
+        return Halo(extent, 1, 0, 0, axis.edges == "wrap")
     part = extent // parts
     starts = np.arange(parts, dtype=np.int64)[:, None] * part
     # The first and the last query of each dilation group in a part: windows move with their queries.
@@ -157,7 +164,7 @@ def halo_of(axis: Axis, parts: int) -> Halo:
     _, last = axis.reach(starts + part - 1 - groups)
     before = int(np.max(starts - first))
     after = int(np.max(last - (starts + part)))
-    return Halo(extent, parts, max(before, 0), max(after, 0))
+    return Halo(extent, parts, max(before, 0), max(after, 0), axis.edges == "wrap")
 
 
 def halos_of(problem: Problem, parts: Sequence[int]) -> tuple[Halo, ...]:

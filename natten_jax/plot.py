@@ -13,7 +13,7 @@ import numpy as np
 
 from natten_jax.arguments.static import Bools, Ints, python_int, shown
 from natten_jax.problem import problem_of
-from natten_jax.windows import Axis, WindowArguments
+from natten_jax.windows import Axis, Edge, Edges, WindowArguments
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,6 +33,7 @@ def window_mask(
     stride: Ints = 1,
     dilation: Ints = 1,
     is_causal: Bools = False,
+    edges: Edges = "shift",
 ) -> np.ndarray:
     """The keys that one query sees.
 
@@ -46,10 +47,11 @@ def window_mask(
     Args:
         layout: Tokens per dimension, one to three or more of them.
         query: The query's coordinates.
-        kernel_size: Window extent, and so on for the next three as in :func:`natten_jax.na1d` and its like.
+        kernel_size: Window extent, and so on for the next four as in :func:`natten_jax.na1d` and its like.
         stride: Queries that share a window.
         dilation: Distance between neighboring tokens of a window.
         is_causal: Whether later keys are hidden.
+        edges: What becomes of windows that reach over the ends: ``"shift"``, ``"cut"`` or ``"wrap"``.
 
     Returns:
         Booleans of the layout's shape.
@@ -58,7 +60,7 @@ def window_mask(
         ValueError: A value breaks a rule of the operators, or the query is outside of the layout.
         TypeError: An argument is of the wrong type.
     """
-    axes = _axes(layout, kernel_size, stride, dilation, is_causal)
+    axes = _axes(layout, kernel_size, stride, dilation, is_causal, edges)
     lines = [_line_masks(axis)[each] for axis, each in zip(axes, _coordinates(query, axes), strict=True)]
     return functools.reduce(np.logical_and.outer, lines)
 
@@ -70,6 +72,7 @@ def plot_window(
     stride: Ints = 1,
     dilation: Ints = 1,
     is_causal: Bools = False,
+    edges: Edges = "shift",
     *,
     ax: Axes | None = None,
     title: str | None = None,
@@ -87,10 +90,11 @@ def plot_window(
     Args:
         layout: Tokens per dimension, one to three of them.
         query: The query's coordinates.
-        kernel_size: Window extent, and so on for the next three as in :func:`natten_jax.na1d` and its like.
+        kernel_size: Window extent, and so on for the next four as in :func:`natten_jax.na1d` and its like.
         stride: Queries that share a window.
         dilation: Distance between neighboring tokens of a window.
         is_causal: Whether later keys are hidden.
+        edges: What becomes of windows that reach over the ends: ``"shift"``, ``"cut"`` or ``"wrap"``.
         ax: Matplotlib axes to draw on; ``None`` makes a figure.
         title: Text above; ``None`` says what the window is.
 
@@ -102,7 +106,7 @@ def plot_window(
         TypeError: An argument is of the wrong type.
         ImportError: Matplotlib is not installed.
     """
-    axes = _axes(layout, kernel_size, stride, dilation, is_causal)
+    axes = _axes(layout, kernel_size, stride, dilation, is_causal, edges)
     if len(axes) > 3:
         raise ValueError(f"layout must have one to three dimensions to be drawn, got {shown(layout)}")
     at = _coordinates(query, axes)
@@ -110,7 +114,7 @@ def plot_window(
         np.logical_and.outer,
         [(masks == masks[each]).all(1) for masks, each in zip(map(_line_masks, axes), at, strict=True)],
     )
-    seen = _slices(window_mask(layout, at, kernel_size, stride, dilation, is_causal))
+    seen = _slices(window_mask(layout, at, kernel_size, stride, dilation, is_causal, edges))
     ax = _draw_cells(ax, seen)
     is_query = np.zeros(sharing.shape, bool)
     is_query[at] = True
@@ -128,6 +132,7 @@ def plot_windows(
     stride: int = 1,
     dilation: int = 1,
     is_causal: bool = False,
+    edges: Edge = "shift",
     *,
     ax: Axes | None = None,
     title: str | None = None,
@@ -144,6 +149,7 @@ def plot_windows(
         stride: Queries that share a window.
         dilation: Distance between neighboring tokens of a window.
         is_causal: Whether later keys are hidden.
+        edges: What becomes of windows that reach over the ends: ``"shift"``, ``"cut"`` or ``"wrap"``.
         ax: Matplotlib axes to draw on; ``None`` makes a figure.
         title: Text above; ``None`` says what the windows are.
 
@@ -155,7 +161,7 @@ def plot_windows(
         TypeError: An argument is of the wrong type.
         ImportError: Matplotlib is not installed.
     """
-    (axis,) = _axes((extent,), kernel_size, stride, dilation, is_causal)
+    (axis,) = _axes((extent,), kernel_size, stride, dilation, is_causal, edges)
     seen = _line_masks(axis)
     ax = _draw_cells(ax, (seen, np.ones_like(seen)))
     itself = np.arange(extent)
@@ -166,8 +172,8 @@ def plot_windows(
     return ax
 
 
-def _axes(layout: Sequence[int], kernel_size: Ints, stride: Ints, dilation: Ints, is_causal: Bools) -> tuple[Axis, ...]:
-    return problem_of(layout, kernel_size, stride, dilation, is_causal).axes
+def _axes(layout: Sequence[int], *window: Any) -> tuple[Axis, ...]:
+    return problem_of(layout, *window).axes
 
 
 def _coordinates(query: Sequence[int], axes: Sequence[Axis]) -> tuple[int, ...]:
@@ -185,8 +191,10 @@ def _line_masks(axis: Axis) -> np.ndarray:
     """Visibility ``[queries, keys]`` in one dimension."""
     tokens = np.arange(axis.kv_extent)
     first, end = axis.reach(tokens)
-    is_inside = (first[:, None] <= tokens) & (tokens < end[:, None])
-    return is_inside & ((tokens[:, None] - tokens) % axis.dilation == 0)
+    # Behind the ends are the tokens of the other end, where the dimension wraps.
+    rounds = (-axis.kv_extent, 0, axis.kv_extent) if axis.edges == "wrap" else (0,)
+    is_inside = [(first[:, None] <= tokens + each) & (tokens + each < end[:, None]) for each in rounds]
+    return np.logical_or.reduce(is_inside) & ((tokens[:, None] - tokens) % axis.dilation == 0)
 
 
 def _slices(cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

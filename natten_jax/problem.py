@@ -17,7 +17,7 @@ from natten_jax.arguments.scale import scale_or_default
 from natten_jax.arguments.static import Bools, Ints, int_tuple
 from natten_jax.element_types import ELEMENT_TYPES, SUPPORTED_DTYPES, ElementType
 from natten_jax.windows import Axis as Axis  # problems are made of them: users find both here
-from natten_jax.windows import WindowArguments, described
+from natten_jax.windows import Edge, Edges, WindowArguments, described
 
 Shape = tuple[int, ...]
 Operator = Literal["fna", "fmha"]
@@ -101,6 +101,11 @@ class Problem:
         """Per dimension, whether later keys are hidden."""
         return tuple(axis.is_causal for axis in self.axes)
 
+    @functools.cached_property
+    def edges(self) -> tuple[Edge, ...]:
+        """Per dimension, what becomes of windows at the ends."""
+        return tuple(axis.edges for axis in self.axes)
+
     def with_axes(self, **facts: Sequence[int]) -> Problem:
         """The same with other facts of its axes: names of :class:`Axis`, one value per dimension."""
         changes = [dict(zip(facts, values, strict=True)) for values in zip(*facts.values(), strict=True)]
@@ -115,7 +120,7 @@ class Problem:
         """
         if self.operator == "fna" and self.own_extents:  # what is real of a layout is no range of its flattened tokens
             return False
-        if any(axis.kernel_size != axis.kv_extent for axis in self.axes):
+        if any(axis.kernel_size != axis.kv_extent or axis.edges != "shift" for axis in self.axes):
             return False
         return not any(self.is_causal) or (self.rank == 1 and self.additional_kv == 0)
 
@@ -141,6 +146,7 @@ def problem_of(
     stride: Ints = 1,
     dilation: Ints = 1,
     is_causal: Bools = False,
+    edges: Edges = "shift",
     *,
     operator: Operator = "fna",
     kv_layout: Sequence[int] | None = None,
@@ -167,6 +173,7 @@ def problem_of(
         stride: Queries that share a window.
         dilation: Distance between neighboring tokens of a window.
         is_causal: Whether later keys are hidden.
+        edges: What becomes of windows that reach over the ends: ``"shift"``, ``"cut"`` or ``"wrap"``.
         operator: ``"fna"``, or ``"fmha"`` for ``attention``.
         kv_layout: Key/value tokens per dimension; ``None`` is ``layout``, from which only ``attention``'s may differ.
         batch: Batch size.
@@ -184,7 +191,7 @@ def problem_of(
     """
     tokens = int_tuple("layout", tuple(layout), len(layout))
     kv_tokens = tokens if kv_layout is None else int_tuple("kv_layout", tuple(kv_layout), len(layout))
-    axes = WindowArguments(kernel_size, stride, dilation, is_causal).axes(tokens, kv_tokens)
+    axes = WindowArguments(kernel_size, stride, dilation, is_causal, edges).axes(tokens, kv_tokens)
     heads_kv = heads if heads_kv is None else heads_kv
     if dtype not in SUPPORTED_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(SUPPORTED_DTYPES)}, got {dtype!r}")

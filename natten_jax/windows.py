@@ -4,6 +4,9 @@ The mask is separable, so everything here is about one dimension. Tokens whose c
 modulo the dilation form a *dilation group*; within its group a token has an *index*, and windows are
 contiguous ranges of indices. ``csrc/include/natten_jax/windows.h`` is the same arithmetic for native code.
 
+Where a dimension wraps, ranges lie on an endless line on which the group repeats: index ``i`` is the token
+``i % length``, and no range is longer than the group.
+
 The functions accept Python ints, NumPy arrays and (with ``xp=jax.numpy``) traced JAX arrays.
 """
 
@@ -14,13 +17,20 @@ import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from natten_jax.arguments.static import Bools, Ints, bool_tuple, int_tuple
+from natten_jax.arguments.static import Bools, Ints, bool_tuple, choice_tuple, int_tuple
 
 Index = Any  # int, numpy.ndarray or jax.Array: the arithmetic below is the same for all three
+
+#: What becomes of a window that reaches over the ends of a dimension: it is shifted inside, keeps the keys that exist,
+#: or goes on at the other end.
+Edge = Literal["shift", "cut", "wrap"]
+EDGES: tuple[Edge, ...] = get_args(Edge)
+#: One for each dimension, or one for all.
+Edges = Edge | Sequence[Edge]
 
 
 class Window(NamedTuple):
@@ -30,11 +40,13 @@ class Window(NamedTuple):
         kernel_size: Keys in a full window.
         stride: Queries that share one window; at most ``kernel_size``.
         is_causal: Whether keys after the query are hidden.
+        edges: What becomes of windows that reach over the ends; causal ones end at the query, and have no other.
     """
 
     kernel_size: int
     stride: int = 1
     is_causal: bool = False
+    edges: Edge = "shift"
 
 
 def group_length(extent: Index, dilation: int, group: Index) -> Index:
@@ -56,6 +68,9 @@ def window_bounds(window: Window, index: Index, length: Index, *, xp: ModuleType
         >>> start, end = window_bounds(Window(kernel_size=3), 0, 8)  # shifted at the edge
         >>> int(start), int(end)
         (0, 3)
+        >>> start, end = window_bounds(Window(kernel_size=3, edges="wrap"), 0, 8)  # keys 7, 0 and 1
+        >>> int(start), int(end)
+        (-1, 2)
 
     Args:
         window: The windows.
@@ -65,12 +80,16 @@ def window_bounds(window: Window, index: Index, length: Index, *, xp: ModuleType
         length: Keys in the dilation group; at least ``kernel_size``.
         xp: Array namespace, ``numpy`` or ``jax.numpy``.
     """
-    kernel_size, stride, is_causal = window
+    kernel_size, stride, is_causal, edges = window
     group_start = _rounded_down(index, stride)
     if is_causal:
         leader = xp.minimum(group_start + stride - 1, length - 1)
         return xp.maximum(leader - kernel_size + 1, 0), xp.minimum(index + 1, length)
     leader = xp.minimum(group_start + stride // 2, length - 1)
+    if edges != "shift":
+        start = leader - kernel_size // 2
+        end = start + kernel_size
+        return (start, end) if edges == "wrap" else (xp.maximum(start, 0), xp.minimum(end, length))
     start = xp.minimum(xp.maximum(leader - kernel_size // 2, 0), length - kernel_size)
     return start, start + kernel_size
 
@@ -79,6 +98,8 @@ def inverse_window_bounds(
     window: Window, index: Index, query_length: Index, key_length: Index, *, xp: ModuleType = np
 ) -> tuple[Index, Index]:
     """Half-open range ``[first, last)`` of query indices that see the key at ``index``; exact and contiguous.
+
+    Where the dimension wraps, ``index`` may lie on any repetition of the group.
 
     Example:
         >>> from natten_jax.windows import Window, inverse_window_bounds
@@ -94,14 +115,18 @@ def inverse_window_bounds(
         key_length: Keys in the dilation group.
         xp: Array namespace, ``numpy`` or ``jax.numpy``.
     """
-    kernel_size, stride, is_causal = window
+    kernel_size, stride, is_causal, edges = window
+    left = kernel_size // 2
+    right = kernel_size - 1 - left
+    if not is_causal and edges != "shift":
+        ends = index - right, index + left + 1
+        first, last = (_first_led_from(window, end, key_length, xp) for end in ends)
+        return first, last
     seen_to_the_end = index >= key_length - kernel_size
     if is_causal:
         first = index
         last = xp.where(seen_to_the_end, query_length, _rounded_down(index + kernel_size, stride))
     else:
-        left = kernel_size // 2
-        right = kernel_size - 1 - left
         # The stride group whose leader lies `right` before the key is the first to see it, and the
         # leader of group `n` is `n * stride + stride // 2`: rounding up to it is adding `offset`.
         offset = stride - stride // 2 - 1
@@ -109,6 +134,20 @@ def inverse_window_bounds(
         last = xp.where(seen_to_the_end, query_length, _rounded_down(index + left + offset + 1, stride))
     last = xp.minimum(last, query_length)
     return xp.minimum(first, last), last
+
+
+def _first_led_from(window: Window, index: Index, length: Index, xp: ModuleType) -> Index:
+    """The first query whose leader is the token at ``index`` or one behind it, of windows that are cut or wrap."""
+    stride = window.stride
+    wraps = window.edges == "wrap"
+    if isinstance(stride, int) and stride == 1:
+        return index if wraps else xp.minimum(xp.maximum(index, 0), length)
+    offset = stride - stride // 2 - 1  # leaders stand `stride // 2` behind the first of their queries
+    round_ = index // length * length if wraps else 0  # stride groups begin anew at each repetition
+    place = index - round_ if wraps else xp.maximum(index, 0)
+    # The last leader may stand in front of the last token, or where it would not with more tokens.
+    first = xp.where(place < length, xp.minimum(_rounded_down(place + offset, stride), length), length)
+    return round_ + first
 
 
 def _rounded_down(index: Index, step: int) -> Index:
@@ -120,8 +159,6 @@ def _rounded_down(index: Index, step: int) -> Index:
 class Axis:
     """One token dimension: its tokens, and the windows over them.
 
-    The native kernels take the fields in this order (``csrc/include/natten_jax/problem.h``).
-
     Attributes:
         query_extent: Global extent of the query tokens.
         kv_extent: Global extent of the key/value tokens.
@@ -129,6 +166,7 @@ class Axis:
         stride: Queries that share one window.
         dilation: Distance between neighboring tokens of a window.
         is_causal: Whether later keys are hidden.
+        edges: What becomes of windows at the ends; ``"shift"`` wherever that is the same.
     """
 
     query_extent: int
@@ -137,11 +175,18 @@ class Axis:
     stride: int = 1
     dilation: int = 1
     is_causal: bool = False
+    edges: Edge = "shift"
+
+    @property
+    def facts(self) -> tuple[int | str, ...]:
+        """What makes an equal one; as windows that are shifted have always been written down."""
+        facts = dataclasses.astuple(self)
+        return facts[:-1] if self.edges == "shift" else facts
 
     @property
     def window(self) -> Window:
         """What the window arithmetic knows of it."""
-        return Window(self.kernel_size, self.stride, self.is_causal)
+        return Window(self.kernel_size, self.stride, self.is_causal, self.edges)
 
     def lengths(self, group: Index) -> tuple[Index, Index]:
         """Queries and keys of a dilation group."""
@@ -187,7 +232,10 @@ class Axis:
         )
 
     def reach(self, queries: Index) -> tuple[Index, Index]:
-        """First key, and the one behind the last, that queries see; all by coordinate."""
+        """First key, and the one behind the last, that queries see; all by coordinate.
+
+        Where the dimension wraps, coordinates beyond its ends are those of the other end.
+        """
         group = queries % self.dilation
         start, end = self.bounds(queries // self.dilation, self.lengths(group))
         return start * self.dilation + group, (end - 1) * self.dilation + group + 1
@@ -235,12 +283,15 @@ class WindowArguments(NamedTuple):
         stride: Queries that share a window; at most ``kernel_size``.
         dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` fits the layout.
         is_causal: Whether later keys are hidden.
+        edges: What becomes of a window that reaches over the ends: ``"shift"`` moves it inside, ``"cut"`` leaves it the
+            keys that exist, ``"wrap"`` goes on at the other end, of an extent that ``dilation`` divides.
     """
 
     kernel_size: Ints | None = None
     stride: Ints = 1
     dilation: Ints = 1
     is_causal: Bools = False
+    edges: Edges = "shift"
 
     def checked(self, rank: int) -> WindowArguments:
         """The same with a value for each dimension, checked as far as that is possible without a layout.
@@ -255,7 +306,13 @@ class WindowArguments(NamedTuple):
         is_causal = bool_tuple("is_causal", self.is_causal, rank)
         if any(s > k and k not in _WORDS for s, k in zip(stride, kernel_size, strict=True)):
             raise ValueError(f"stride {stride} exceeds kernel_size {kernel_size}: stride <= kernel_size must hold")
-        return WindowArguments(kernel_size, stride, dilation, is_causal)
+        edges = choice_tuple("edges", self.edges, EDGES, rank)
+        if any(e == "wrap" and causal for e, causal in zip(edges, is_causal, strict=True)):
+            raise ValueError(
+                f"edges {edges} with is_causal {is_causal}: a dimension that wraps has no first token, so none is "
+                "later than another, and it cannot be causal"
+            )
+        return WindowArguments(kernel_size, stride, dilation, is_causal, edges)
 
     def with_extents(self, layout: Sequence[int]) -> WindowArguments:
         """The same with a number in place of each :data:`WHOLE_EXTENT`, checked.
@@ -300,6 +357,12 @@ class WindowArguments(NamedTuple):
         windows = self.with_extents(kv_layout)
         axes = tuple(Axis(*facts) for facts in zip(query_layout, kv_layout, *windows, strict=True))  # type: ignore[arg-type]
         for axis in axes:
+            if axis.edges == "wrap" and axis.kv_extent % axis.dilation:
+                raise ValueError(
+                    f"edges {windows.edges} with dilation {windows.dilation} and the token layout {kv_layout}: "
+                    f"dilation must divide the extent of a dimension that wraps ({axis.dilation} does not divide "
+                    f"{axis.kv_extent})"
+                )
             spread = axis.kernel_size * axis.dilation
             if spread > axis.kv_extent:
                 product = "kernel_size" if axis.dilation == 1 else "kernel_size * dilation"
@@ -307,15 +370,24 @@ class WindowArguments(NamedTuple):
                     f"kernel_size {windows.kernel_size} with dilation {windows.dilation} exceeds the token layout "
                     f"{kv_layout}: {product} <= extent must hold in every dimension ({spread} > {axis.kv_extent})"
                 )
-        return axes
+        return tuple(_with_decisive_edges(axis) for axis in axes)
+
+
+def _with_decisive_edges(axis: Axis) -> Axis:
+    """The same windows, whose edges are ``"shift"`` where they make no difference."""
+    reaches_no_end = axis.kernel_size == 1 or axis.is_causal
+    sees_all = axis.edges == "wrap" and axis.kernel_size * axis.dilation == axis.kv_extent
+    return dataclasses.replace(axis, edges="shift") if reaches_no_end or sees_all else axis
 
 
 def described(axes: Sequence[Axis]) -> Iterator[str]:
     """The facts of windows that are not the default, in short."""
-    for short, (name, default) in zip(("k", "s", "d", "causal"), WindowArguments()._asdict().items(), strict=True):
-        values = [int(getattr(axis, name)) for axis in axes]
+    shorts = {"kernel_size": ("k", "x"), "stride": ("s", "x"), "dilation": ("d", "x"), "is_causal": ("causal", "")}
+    for name, default in WindowArguments()._asdict().items():
+        short, separator = shorts.get(name, (name, ","))
+        values = [getattr(axis, name) for axis in axes]
         if values != [default] * len(values):
-            yield f"{short}={('' if default is False else 'x').join(map(str, values))}"
+            yield f"{short}={separator.join(str(int(each)) if short != name else each for each in values)}"
 
 
 #: The documentation of each argument, as it stands among the arguments of a function that takes them.

@@ -11,16 +11,17 @@ import pytest
 from natten_jax.plot import plot_window, plot_windows, window_mask
 from tests.support import oracle
 
-FACTS = ("kernel_size", "stride", "dilation", "is_causal")
+FACTS = ("kernel_size", "stride", "dilation", "is_causal", "edges")
 
 
 @pytest.mark.parametrize(
     ("layout", "window"),
     [
-        ((11,), ((4,), (3,), (2,), (False,))),
-        ((9,), ((9,), (1,), (1,), (True,))),
-        ((7, 9), ((3, 4), (2, 1), (2, 2), (False, True))),
-        ((4, 5, 6), ((2, 3, 3), (2, 1, 3), (1, 1, 2), (True, False, False))),
+        ((11,), ((4,), (3,), (2,), (False,), ("shift",))),
+        ((9,), ((9,), (1,), (1,), (True,), ("shift",))),
+        ((7, 9), ((3, 4), (2, 1), (2, 2), (False, True), ("cut", "shift"))),
+        ((7, 12), ((6, 3), (4, 1), (1, 4), (False, False), ("wrap", "wrap"))),
+        ((4, 5, 6), ((2, 3, 3), (2, 1, 3), (1, 1, 2), (True, False, False), ("shift", "cut", "wrap"))),
     ],
 )
 def test_mask_is_that_of_the_definition(layout, window):
@@ -48,6 +49,9 @@ def test_cells_that_are_drawn():
     unseen, seen, query = (cells_of(patch) for patch in axes.patches)
     assert (unseen, seen, query) == (84 - 15, 15, 1)
     assert axes.get_title() == ""
+    axes = plot_windows(8, kernel_size=3, edges="cut")
+    assert cells_of(axes.patches[1]) == 2 + 6 * 3 + 2
+    assert axes.get_title() == "kernel_size=3, edges=cut"
     axes = plot_windows(8, kernel_size=3, is_causal=True)
     assert cells_of(axes.patches[1]) == 1 + 2 + 6 * 3
 

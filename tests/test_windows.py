@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from natten_jax import windows
 from natten_jax.native import module as native
-from natten_jax.windows import Window
+from natten_jax.windows import EDGES, Edge, Window
 from tests.support import oracle
 
 #: ``length, kernel_size, stride, is_causal`` and the windows ``[start, end)`` of all queries.
@@ -41,9 +41,21 @@ def parameters(length: int) -> Iterator[Window]:
             yield Window(kernel_size, stride, is_causal)
 
 
-def mask_of_bounds(start: Any, end: Any, length: int) -> np.ndarray:
-    """``[rows, length]``: whether each column lies in a row's range."""
-    columns = np.arange(length)
+def parameters_of_edges(length: int) -> Iterator[Window]:
+    """Every window of a line that is cut or wraps."""
+    for kernel_size in range(1, length + 1):
+        for stride, edges in itertools.product(range(1, kernel_size + 1), EDGES[1:]):
+            yield Window(kernel_size, stride, False, edges)
+
+
+def mask_around(start: Any, end: Any, length: int) -> np.ndarray:
+    """``[rows, length]``: how often a column lies in a row's range, which goes around."""
+    return np.sum([mask_of_bounds(start, end, length, shift) for shift in (-length, 0, length)], axis=0)
+
+
+def mask_of_bounds(start: Any, end: Any, length: int, shift: int = 0) -> np.ndarray:
+    """``[rows, length]``: whether each column, so far behind where it stands, lies in a row's range."""
+    columns = np.arange(length) + shift
     return (np.asarray(start)[:, None] <= columns) & (columns < np.asarray(end)[:, None])
 
 
@@ -53,7 +65,29 @@ def test_written_out_examples(length: int, kernel_size: int, stride: int, is_cau
     bounds = [windows.window_bounds(window, i, length) for i in range(length)]
     assert " ".join(f"{start}-{end}" for start, end in bounds) == expected
     walked = [oracle.window(i, length, *window) for i in range(length)]
-    assert " ".join(f"{seen.start}-{seen.stop}" for seen in walked) == expected
+    assert " ".join(f"{seen[0]}-{seen[-1] + 1}" for seen in walked) == expected
+
+
+#: ``length, kernel_size, stride, edges`` and the keys that all queries see.
+EXAMPLES_OF_EDGES = [
+    (6, 3, 1, "cut", "01 012 123 234 345 45"),
+    (6, 4, 1, "cut", "01 012 0123 1234 2345 345"),
+    (7, 3, 2, "cut", "012 012 234 234 456 456 56"),
+    (7, 3, 3, "cut", "012 012 012 345 345 345 56"),
+    (6, 3, 1, "wrap", "501 012 123 234 345 450"),
+    (6, 4, 1, "wrap", "4501 5012 0123 1234 2345 3450"),
+    (7, 3, 2, "wrap", "012 012 234 234 456 456 560"),
+    (7, 5, 4, "wrap", "01234 01234 01234 01234 45601 45601 45601"),
+]
+
+
+@pytest.mark.parametrize(("length", "kernel_size", "stride", "edges", "expected"), EXAMPLES_OF_EDGES)
+def test_written_out_examples_of_edges(length: int, kernel_size: int, stride: int, edges: Edge, expected: str) -> None:
+    window = Window(kernel_size, stride, False, edges)
+    bounds = [windows.window_bounds(window, i, length) for i in range(length)]
+    assert " ".join("".join(str(key % length) for key in range(*each)) for each in bounds) == expected
+    walked = [oracle.window(i, length, *window) for i in range(length)]
+    assert " ".join("".join(map(str, seen)) for seen in walked) == expected
 
 
 @pytest.mark.parametrize("length", range(1, LARGEST + 1))
@@ -65,6 +99,29 @@ def test_windows_and_their_inverse_are_the_definition(length: int) -> None:
         np.testing.assert_array_equal(mask_of_bounds(start, end, length), mask)
         first, last = windows.inverse_window_bounds(window, index, length, length)
         np.testing.assert_array_equal(mask_of_bounds(first, last, length), mask.T)
+
+
+@pytest.mark.parametrize("length", range(1, LARGEST + 1))
+def test_windows_that_are_cut_or_wrap_and_their_inverse_are_the_definition(length: int) -> None:
+    index = np.arange(length)
+    for window in parameters_of_edges(length):
+        mask = oracle.line_mask.__wrapped__(length, window.kernel_size, window.stride, 1, False, window.edges)
+        start, end = windows.window_bounds(window, index, length)
+        first, last = windows.inverse_window_bounds(window, index, length, length)
+        of_bounds = mask_around if window.edges == "wrap" else mask_of_bounds
+        np.testing.assert_array_equal(of_bounds(start, end, length), mask)
+        np.testing.assert_array_equal(of_bounds(first, last, length), mask.T)
+        # Ends never go back, and every token is seen.
+        assert (np.diff([start, end, first, last]) >= 0).all()
+        assert (start <= index).all() and (index < end).all() and (first < last).all()
+        if window.edges == "cut":
+            assert (start >= 0).all() and (end <= length).all() and (first >= 0).all() and (last <= length).all()
+            continue
+        assert (end - start == window.kernel_size).all()
+        # Keys come again, and with them those that see them.
+        for round_ in (-2, -1, 1, 2):
+            again = windows.inverse_window_bounds(window, index + round_ * length, length, length)
+            np.testing.assert_array_equal(again, np.array([first, last]) + round_ * length)
 
 
 @pytest.mark.parametrize("length", range(1, LARGEST + 1))
@@ -109,7 +166,9 @@ def lines(draw: st.DrawFn, largest: int) -> tuple[Window, int, int]:
     length = windows.group_length(extent, dilation, group)
     kernel_size = draw(st.integers(1, extent // dilation))
     index = draw(st.integers(0, length - 1))
-    return Window(kernel_size, draw(st.integers(1, kernel_size)), draw(st.booleans())), index, length
+    is_causal = draw(st.booleans())
+    edges: Edge = "shift" if is_causal else draw(st.sampled_from(EDGES))
+    return Window(kernel_size, draw(st.integers(1, kernel_size)), is_causal, edges), index, length
 
 
 @given(lines(2**40))
@@ -137,7 +196,8 @@ def test_a_long_line_agrees_with_its_inverse(line: tuple[Window, int, int]) -> N
 def test_a_query_of_a_long_line_sees_what_the_definition_says(line: tuple[Window, int, int]) -> None:
     window, index, length = line
     seen = oracle.window(index, length, *window)
-    assert windows.window_bounds(*line) == (seen.start, seen.stop)
+    start, end = windows.window_bounds(*line)
+    assert [key % length for key in range(start, end)] == seen
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 9])
@@ -169,13 +229,13 @@ def compiled() -> Any:
 def same_window(compiled: Any, window: Window, index: int, length: int) -> None:
     """Compare the window of a query with that of the native twin."""
     expected = tuple(map(int, windows.window_bounds(window, index, length)))
-    assert tuple(compiled.window_bounds(index, length, *window)) == expected, (window, index, length)
+    assert tuple(compiled.window_bounds(index, length, *window[:3])) == expected, (window, index, length)
 
 
 def same_inverse_window(compiled: Any, window: Window, index: int, queries: int, keys: int) -> None:
     """Compare the queries that see a key with those of the native twin."""
     expected = tuple(map(int, windows.inverse_window_bounds(window, index, queries, keys)))
-    found = tuple(compiled.inverse_window_bounds(index, queries, keys, *window))
+    found = tuple(compiled.inverse_window_bounds(index, queries, keys, *window[:3]))
     assert found == expected, (window, index, queries, keys)
 
 
@@ -184,9 +244,9 @@ def test_native_windows_equal_python(compiled: Any, length: int) -> None:
     index = np.arange(length)
     for window in parameters(length):
         bounds = np.stack(windows.window_bounds(window, index, length), axis=1).tolist()
-        assert [list(compiled.window_bounds(i, length, *window)) for i in range(length)] == bounds
+        assert [list(compiled.window_bounds(i, length, *window[:3])) for i in range(length)] == bounds
         bounds = np.stack(windows.inverse_window_bounds(window, index, length, length), axis=1).tolist()
-        assert [list(compiled.inverse_window_bounds(i, length, length, *window)) for i in range(length)] == bounds
+        assert [list(compiled.inverse_window_bounds(i, length, length, *window[:3])) for i in range(length)] == bounds
 
 
 def test_native_windows_of_different_lengths_equal_python(compiled: Any) -> None:
@@ -205,6 +265,7 @@ def test_native_windows_of_long_lines_equal_python(line: tuple[Window, int, int]
     _native: Any = importlib.import_module("natten_jax._native")
 
     window, index, length = line
+    window = window._replace(edges="shift")
     same_window(_native, window, index, length)
     same_inverse_window(_native, window, index, length, length)
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 T = TypeVar("T", int, bool)
+C = TypeVar("C", bound=str)
 
 #: One value for each dimension, or one for all. Arrays are those whose values are known while the program is built.
 Ints = int | Sequence[int] | np.ndarray[Any, Any] | jax.Array
@@ -102,6 +103,24 @@ def bool_tuple(name: str, value: Any, rank: int) -> tuple[bool, ...]:
         ValueError: It has another length.
     """
     return _tuple_of(_python_bool, name, value, rank, "a bool or ", "bools", True)
+
+
+def choice_tuple(name: str, value: Any, choices: Sequence[C], rank: int) -> tuple[C, ...]:
+    """``value`` as ``rank`` of these words; a single one is repeated.
+
+    Raises:
+        TypeError: It is no word and no sequence of words.
+        ValueError: It has another length, or a word that is none of them.
+    """
+    words = " or ".join(map(repr, choices))
+    values: Any = (value,) * rank if isinstance(value, str) else value
+    if not isinstance(values, Sequence) or any(not isinstance(each, str) for each in values[:_MOST_VALUES]):
+        raise TypeError(f"{name} must be {words}, or a sequence of {rank} of them, got {shown(value)}")
+    if len(values) != rank:
+        raise ValueError(f"{name} must have {rank} value(s), one per token dimension, got {shown(value)}")
+    if any(each not in choices for each in values):
+        raise ValueError(f"{name} must be {words} in every dimension, got {shown(value)}")
+    return tuple(choices[choices.index(each)] for each in values)
 
 
 def one_bool(name: str, value: Any) -> bool:

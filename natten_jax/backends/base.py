@@ -18,6 +18,7 @@ from natten_jax.performance import KernelSchedule, Pass, TilePair
 from natten_jax.plan.devices import ComputeCapability, Device
 from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem
+from natten_jax.windows import Edge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +80,8 @@ class Backend(abc.ABC):
     #: Whether one of its operations has the plan of the pass (:func:`natten_jax.plan.marks.carrying_plan`), as every
     #: custom call does; if not, all of them have.
     carries_plan: ClassVar[bool] = True
+    #: What it can make of windows that reach over the ends of a dimension.
+    edges: ClassVar[Sequence[Edge]] = ("shift",)
     #: Whether a call takes batch entries with layouts of their own; if not, each entry is a call.
     takes_own_layouts: ClassVar[bool] = False
     #: Whether it takes extents: layouts of which a part is padding.
@@ -105,6 +108,9 @@ class Backend(abc.ABC):
         reason = self.heads_rejection(problem)
         if reason is not None:
             return reason
+        unknown = [edge for edge in problem.edges if edge not in self.edges]
+        if unknown:
+            return f"it has windows with edges {' or '.join(map(repr, self.edges))}, not {unknown[0]!r}"
         if self.targets and native.load_error is not None:
             return native.load_error  # it would say what the kernels take, too
         if not device.is_present:

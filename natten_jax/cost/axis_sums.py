@@ -58,7 +58,7 @@ def check_extent(extent: int) -> None:
 
 def window_changes(window: Window, queries: int, keys: int) -> list[int]:
     """Query indices at which :func:`natten_jax.windows.window_bounds` goes on in another way."""
-    kernel_size, stride, is_causal = window
+    kernel_size, stride, is_causal, _ = window  # windows that are shifted and those that are cut change alike
 
     def group_at(index: int) -> int:
         return -(-index // stride) * stride  # first query whose stride group starts there or later
@@ -71,7 +71,7 @@ def window_changes(window: Window, queries: int, keys: int) -> list[int]:
 
 def inverse_window_changes(window: Window, queries: int, keys: int) -> list[int]:
     """Key indices at which :func:`natten_jax.windows.inverse_window_bounds` goes on in another way."""
-    kernel_size, stride, is_causal = window
+    kernel_size, stride, is_causal, edges = window
     end = -(-queries // stride) * stride
     changes = [kernel_size, keys - kernel_size, queries]
     if is_causal:
@@ -79,7 +79,9 @@ def inverse_window_changes(window: Window, queries: int, keys: int) -> list[int]
     left = kernel_size // 2
     right, offset = kernel_size - 1 - left, stride - stride // 2 - 1
     # The queries' groups before the first one that sees anything, and after the last one.
-    return [*changes, stride - left - offset - 1, end - left - offset - 1, end + right - offset]
+    changes += [stride - left - offset - 1, end - left - offset - 1, end + right - offset]
+    # Where windows reach an end, and where those do that go around.
+    return changes if edges == "shift" else [*changes, right, keys - left - 1, end + right - offset - keys]
 
 
 def are_few(tiles: int) -> bool:

@@ -44,6 +44,8 @@ def visits(axis: Axis, pass_: Pass, tile: tuple[int, int], queries: Range, keys:
     d = axis.dilation
     (first, last), (first_key, last_key) = ((a // d, -(-b // d)) for a, b in (queries, keys))
     lengths = axis.lengths(0)
+    if axis.edges == "wrap":
+        return Visits(d, d) * _visits_around(axis, pass_, tile, (first, last), (first_key, last_key))
     start, end = axis.bounds(np.arange(lengths[0]), lengths)
     if pass_ == "forward":
         outer = np.arange(first, last, tile[0])
@@ -56,6 +58,22 @@ def visits(axis: Axis, pass_: Pass, tile: tuple[int, int], queries: Range, keys:
         stop = np.minimum(np.searchsorted(start, np.minimum(outer + tile[1], last_key) - 1, side="right"), last)
     inner = np.maximum(-(-(stop - begin) // tile[0 if pass_ == "backward" else 1]), 0)
     return Visits(d * len(outer), d * int(inner.sum()))
+
+
+def _visits_around(axis: Axis, pass_: Pass, tile: tuple[int, int], queries: Range, keys: Range) -> Visits:
+    """Of a group of a dimension that wraps; ranges are indices."""
+    lengths = axis.lengths(0)
+    is_forward = pass_ == "forward"
+    (outer_range, inner_range), (outer_tile, inner_tile) = (
+        (queries, keys) if is_forward else (keys, queries),
+        tile if is_forward else tile[::-1],
+    )
+    outer = np.arange(*outer_range, outer_tile)
+    begin, _ = axis.bounds(outer, lengths, of_query=is_forward)
+    _, stop = axis.bounds(np.minimum(outer + outer_tile, outer_range[1]) - 1, lengths, of_query=is_forward)
+    if lengths[0] not in (queries[1] - queries[0], keys[1] - keys[0]):  # else tokens come again behind the ends
+        begin, stop = np.maximum(begin, inner_range[0]), np.minimum(stop, inner_range[1])
+    return Visits(len(outer), int(np.maximum(-(-(stop - begin) // inner_tile), 0).sum()))
 
 
 def visits_at_once(plan: Plan, halos: Sequence[Halo]) -> Visits:

@@ -15,12 +15,18 @@ from natten_jax.windows import Axis
 
 KERNEL_RANK = 3
 
+#: The facts of an axis that are numbers, which come first.
+_NUMBERS = [field.name for field in dataclasses.fields(Axis)].index("is_causal")
+#: ``Ends`` of csrc/include/natten_jax/windows.h, by whether an axis is causal and what becomes of windows at its edges.
+_ENDS_OF_WINDOWS = {(False, "shift"): 0, (True, "shift"): 1, (False, "cut"): 2, (False, "wrap"): 3}
+
 
 def axis_rows(problem: Problem) -> Shape:
     """A row for each token dimension: its facts in the order that csrc/ffi/decode.cpp names them in."""
     missing = (Axis(1, 1, 1),) * (KERNEL_RANK - problem.rank)
-    rows = map(dataclasses.astuple, (*missing, *problem.axes))
-    return tuple(int(fact) for row in rows for fact in row)
+    axes = (*missing, *problem.axes)
+    rows = [(*dataclasses.astuple(axis)[:_NUMBERS], _ENDS_OF_WINDOWS[axis.is_causal, axis.edges]) for axis in axes]
+    return tuple(fact for row in rows for fact in row)
 
 
 def with_kernel_tiles(problem: Problem, pair: TilePair) -> TilePair:

@@ -120,7 +120,16 @@ def _check_unsplit(token_axes: TokenAxes | None, box: BoxArguments) -> None:
 
 
 def _placed(problem: Problem, place: Placement, own_extents: bool) -> Problem:
-    """The problem of tokens that lie so."""
+    """The problem of tokens that lie so.
+
+    Raises:
+        ValueError: A dimension wraps whose extent is not known.
+    """
+    if own_extents and "wrap" in problem.edges:
+        raise ValueError(
+            f"edges {problem.edges} and extents were both given: a dimension wraps around its whole extent, which is one "
+            "for all batch entries"
+        )
     if place.layouts is None:
         return problem
     return dataclasses.replace(problem, own_origins=not own_extents, own_extents=own_extents)

@@ -17,7 +17,7 @@ from natten_jax.ops.arrays import ArrayLike
 from natten_jax.ops.boxes import BoxArguments
 from natten_jax.ops.calls import ExecutionArguments, attend_windows
 from natten_jax.performance import PERFORMANCE_NAMES, PerformanceArguments
-from natten_jax.windows import DOCUMENTED_ARGUMENTS, WindowArguments
+from natten_jax.windows import DOCUMENTED_ARGUMENTS, Edges, WindowArguments
 
 #: Output and logsumexp.
 Pair = tuple[jax.Array, jax.Array]
@@ -44,6 +44,7 @@ class NeighborhoodAttention(Protocol):
         attention_kwargs: Mapping[str, Any] | None = None,
         backend: str | None = None,
         *,
+        edges: Edges = "shift",
         query_origin: Origin | None = None,
         extents: Counts | None = None,
         upsample: Ints = 1,
@@ -69,6 +70,7 @@ class NeighborhoodAttention(Protocol):
         attention_kwargs: Mapping[str, Any] | None = None,
         backend: str | None = None,
         *,
+        edges: Edges = "shift",
         query_origin: Origin | None = None,
         extents: Counts | None = None,
         upsample: Ints = 1,
@@ -94,6 +96,7 @@ class NeighborhoodAttention(Protocol):
         attention_kwargs: Mapping[str, Any] | None = None,
         backend: str | None = None,
         *,
+        edges: Edges = "shift",
         query_origin: Origin | None = None,
         extents: Counts | None = None,
         upsample: Ints = 1,
@@ -176,6 +179,7 @@ def _operator(rank: int) -> NeighborhoodAttention:
         attention_kwargs: Mapping[str, Any] | None = None,
         backend: str | None = None,
         *,
+        edges: Edges = "shift",
         query_origin: Origin | None = None,
         extents: Counts | None = None,
         upsample: Ints = 1,
@@ -187,10 +191,10 @@ def _operator(rank: int) -> NeighborhoodAttention:
     ) -> jax.Array | Pair:
         """Neighborhood attention over {tokens}.
 
-        Each query attends to the ``kernel_size`` window of keys around it; at the edges the window is shifted, not
-        cut. ``stride`` queries share one window, ``dilation`` spreads it, and ``is_causal`` hides later keys.
-        :mod:`natten_jax.windows` is the exact definition. Arguments that speak of a dimension take {values};
-        sequences may be NumPy's arrays, or JAX's where they are not traced.
+        Each query attends to the ``kernel_size`` window of keys around it; at the edges the window is shifted, unless
+        ``edges`` says otherwise. ``stride`` queries share one window, ``dilation`` spreads it, and ``is_causal`` hides
+        later keys. :mod:`natten_jax.windows` is the exact definition. Arguments that speak of a dimension take
+        {values}; sequences may be NumPy's arrays, or JAX's where they are not traced.
 
         Example:
             {example}
@@ -241,7 +245,7 @@ def _operator(rank: int) -> NeighborhoodAttention:
             TypeError: An argument is of the wrong type.
         """
         arrays = query, key, value, additional_keys, additional_values
-        window = WindowArguments(kernel_size, stride, dilation, is_causal)
+        window = WindowArguments(kernel_size, stride, dilation, is_causal, edges)
         how = ExecutionArguments(backend, performance, attention_kwargs, try_fuse_additional_kv)
         box = BoxArguments(query_origin, extents, upsample)
         return attend_windows(rank, arrays, window, clamp_window, scale, token_axes, how, return_lse, box)

@@ -79,7 +79,7 @@ class Plan:
     @functools.cached_property
     def _payload(self) -> str:
         problem = {name: getattr(self.problem, name) for name in _PROBLEM_FIELDS}
-        problem["axes"] = [list(dataclasses.astuple(axis)) for axis in self.problem.axes]
+        problem["axes"] = [list(axis.facts) for axis in self.problem.axes]
         defaults = Performance()
         performance = {
             field.name: value

@@ -10,10 +10,10 @@ from natten_jax.performance import Performance
 from natten_jax.plan.devices import ComputeCapability
 from natten_jax.problem import Shape
 from natten_jax.profiler.baselines import BASELINES
-from natten_jax.windows import WindowArguments
+from natten_jax.windows import Edge, WindowArguments
 
 #: The options that are window arguments of the operators, in the order of :class:`WindowArguments`.
-WINDOW_FLAGS = ("window_size", "stride", "dilation", "causal")
+WINDOW_FLAGS = ("window_size", "stride", "dilation", "causal", "edges")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Options:
         stride: Queries per dimension that share a window.
         dilation: Distance between neighboring tokens of a window.
         causal: Per dimension, whether later keys are hidden.
+        edges: Per dimension, what becomes of windows that reach over the ends.
         dtype: Element type as the command line spells it.
         backprop: Whether the backward pass is profiled, too.
         add_kv: Additional key/value tokens.
@@ -65,6 +66,7 @@ class Options:
     stride: Shape
     dilation: Shape
     causal: tuple[bool, ...]
+    edges: tuple[Edge, ...]
     dtype: str
     backprop: bool
     add_kv: int

@@ -11,21 +11,30 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from natten_jax.backends.flex.hulls import largest_hull
-from natten_jax.windows import Axis
+from natten_jax.windows import EDGES, Axis, Edge
 from tests.support import oracle
 from tests.support.problems import OPERATORS
 
 
 @st.composite
-def dimensions(draw: st.DrawFn) -> tuple[int, int, int, int, int, bool]:
-    """Queries, keys, kernel_size, stride, dilation, is_causal."""
+def dimensions(draw: st.DrawFn) -> tuple[int, int, int, int, int, bool, Edge]:
+    """Queries, keys, kernel_size, stride, dilation, is_causal, edges."""
     keys = draw(st.integers(1, 200))
     dilation = draw(st.integers(1, min(keys, 5)))
     kernel_size = draw(st.integers(1, keys // dilation))
     stride = draw(st.integers(1, kernel_size))
     queries = draw(st.integers(1, 200)) if kernel_size == keys else keys
     is_causal = draw(st.booleans())
-    return queries, keys, kernel_size, 1 if queries != keys else stride, dilation, is_causal
+    choices = EDGES[: 2 + (keys % dilation == 0)] if queries == keys and not is_causal else EDGES[:1]
+    return (
+        queries,
+        keys,
+        kernel_size,
+        1 if queries != keys else stride,
+        dilation,
+        is_causal,
+        draw(st.sampled_from(choices)),
+    )
 
 
 def walked(
@@ -35,6 +44,7 @@ def walked(
     stride: int,
     dilation: int,
     is_causal: bool,
+    edges: Edge,
     tile: int,
     outer_is_query: bool,
     is_aligned: bool,
@@ -43,7 +53,7 @@ def walked(
     if queries != keys:
         mask = oracle.attention_mask(queries, keys, is_causal)
     else:
-        mask = oracle.line_mask(keys, kernel_size, stride, dilation, is_causal)
+        mask = oracle.line_mask(keys, kernel_size, stride, dilation, is_causal, edges)
     largest = 1
     for group in range(dilation):
         seen = mask[group::dilation, group::dilation]
@@ -54,15 +64,29 @@ def walked(
     return largest
 
 
+def walked_around(axis: Axis, tile: int, outer_is_query: bool, is_aligned: bool) -> int:
+    """The same of a dimension that wraps, by the bounds of every token: a hull may be longer than the layout."""
+    length, largest = axis.kv_extent // axis.dilation, 1
+    # Halos of keys go on behind the end.
+    tokens = np.arange(length if outer_is_query or is_aligned else length + tile)
+    start, end = axis.bounds(tokens, (length, length), of_query=outer_is_query)
+    for first in range(0, length, tile if is_aligned else 1):
+        tile_of = slice(first, first + tile)
+        largest = max(largest, int(end[tile_of].max() - start[tile_of].min()))
+    return largest
+
+
 @settings(max_examples=3000)
-@example((66, 66, 50, 48, 1, True), 1, True, False)
-@example((59, 59, 31, 23, 1, False), 1, False, True)
+@example((66, 66, 50, 48, 1, True, "shift"), 1, True, False)
+@example((59, 59, 31, 23, 1, False, "shift"), 1, False, True)
 @given(dimensions(), st.integers(1, 64), st.booleans(), st.booleans())
 def test_largest_hull_equals_that_of_all_tiles(
-    dimension: tuple[int, int, int, int, int, bool], tile: int, outer_is_query: bool, is_aligned: bool
+    dimension: tuple[int, int, int, int, int, bool, Edge], tile: int, outer_is_query: bool, is_aligned: bool
 ) -> None:
     arguments = (*dimension, tile, outer_is_query, is_aligned)
-    assert largest_hull(Axis(*dimension), tile, outer_is_query, is_aligned) == walked(*arguments), arguments
+    axis = Axis(*dimension)
+    expected = walked_around(axis, *arguments[7:]) if axis.edges == "wrap" else walked(*arguments)
+    assert largest_hull(axis, tile, outer_is_query, is_aligned) == expected, arguments
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

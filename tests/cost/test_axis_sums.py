@@ -13,7 +13,7 @@ from natten_jax.cost import axis_sums, axis_tiles, work
 from natten_jax.cost.axis_tiles import Placement
 from natten_jax.performance import PASSES
 from natten_jax.profiler.__main__ import main
-from natten_jax.windows import Axis
+from natten_jax.windows import EDGES, Axis
 
 HUGE = 2**40
 
@@ -33,7 +33,10 @@ def random_axis(generator: np.random.Generator) -> tuple[Axis, int, int]:
         queries, kernel, dilation = number(1, 2000), keys, 1
         stride = min(stride, kernel)
     tiles = (number(1, int(generator.choice([2, 9, 40, 3000]))) for _ in range(2))
-    return Axis(queries, keys, kernel, stride, dilation, bool(number(0, 1))), *tiles  # type: ignore[return-value]
+    is_causal = bool(number(0, 1))
+    fitting = 3 if keys % dilation == 0 else 2
+    edges = EDGES[number(0, fitting - 1)] if queries == keys and not is_causal else "shift"
+    return Axis(queries, keys, kernel, stride, dilation, is_causal, edges), *tiles  # type: ignore[return-value]
 
 
 def figures(axis: Axis, outer: int, inner: int, rows: Any) -> list[Any]:

@@ -70,6 +70,7 @@ def _simpler(problem: Fuzzed) -> Iterator[Fuzzed]:
         {"scale": None},
         {"head_dim_v": None},
         {"head_dim": min(case.head_dim, 8)},
+        {"edges": ("shift",) * rank},
         {"is_causal": (False,) * rank},
     ]
     if case.queries is None:

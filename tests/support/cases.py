@@ -15,7 +15,7 @@ from natten_jax.arrays.operands import Inputs
 from natten_jax.ops.arrays import neighborhood_problem
 from natten_jax.performance import PASSES
 from natten_jax.plan import devices
-from natten_jax.windows import WindowArguments
+from natten_jax.windows import EDGES, Edge, WindowArguments
 from tests.support.families import Family, tile_pair
 from tests.support.problems import Case
 
@@ -33,6 +33,10 @@ def random_case(seed: int, *, rank: int | None = None, tokens: int | None = None
             break
     dimensions = [_random_window(rng, extent) for extent in layout]
     kernel_size, stride, dilation, is_causal = zip(*dimensions, strict=True)
+    edges = np.random.default_rng([seed, 4]).choice(EDGES, rank, p=[0.6, 0.2, 0.2]).tolist()
+    edges = [
+        _fitting_edge(edge, extent, window) for edge, extent, window in zip(edges, layout, dimensions, strict=True)
+    ]
     heads_kv = int(rng.integers(1, 2 if is_large else 4))
     scale_factor = rng.choice([math.nan, 0.0, -1.0, 0.5], p=[0.7, 0.1, 0.1, 0.1])
     head_dim = int(rng.choice([1, 3, 8, 16, 17, 24, 32, 40, 64]))
@@ -43,6 +47,7 @@ def random_case(seed: int, *, rank: int | None = None, tokens: int | None = None
         stride=stride,
         dilation=dilation,
         is_causal=is_causal,
+        edges=tuple(edges),
         batch=int(rng.integers(1, 4)),
         heads=heads_kv * int(rng.integers(1, 4)),
         heads_kv=heads_kv,
@@ -59,6 +64,14 @@ def _random_scales(rng: np.random.Generator, case: Case) -> tuple[float, ...]:
     """One for each head, or one for all."""
     factors = rng.choice([0.0, -1.0, 0.5, 1.0, 1.7], case.heads if rng.random() < 0.5 else 1)
     return tuple(float(factor) * case.head_dim**-0.5 for factor in factors)
+
+
+def _fitting_edge(edge: Edge, extent: int, window: tuple[int, int, int, bool]) -> Edge:
+    """The same where the dimension can have it, or the one that any dimension can have."""
+    _, _, dilation, is_causal = window
+    if is_causal:
+        return "shift"
+    return "cut" if edge == "wrap" and extent % dilation else edge
 
 
 def _random_window(rng: np.random.Generator, extent: int) -> tuple[int, int, int, bool]:
@@ -146,6 +159,15 @@ def feature_cases() -> dict[str, Case]:
         "3d": Case((5, 7, 6), (3, 4, 5), stride=(1, 3, 2), batch=2),
         "3d-dilated": Case((7, 6, 9), (3, 2, 4), stride=(2, 1, 3), dilation=(2, 3, 2), heads=2),
         "2d-long-and-narrow": Case((2, 90), (2, 11), stride=(1, 4)),
+        "cut": Case((37,), (8,), edges=("cut",)),
+        "cut-dilation": Case((37,), (5,), stride=(2,), dilation=(7,), edges=("cut",)),
+        "cut-2d": Case((13, 14), (6, 5), edges=("cut", "shift"), head_dim_v=24, additional=3),
+        "wrap": Case((37,), (8,), edges=("wrap",)),
+        "wrap-stride": Case((38,), (9,), stride=(4,), edges=("wrap",), batch=2, heads=4, heads_kv=2),
+        "wrap-dilation": Case((36,), (5,), stride=(3,), dilation=(4,), edges=("wrap",)),
+        "wrap-2d": Case((13, 14), (6, 13), edges=("wrap", "wrap"), head_dim_v=24, additional=3),
+        "wrap-in-longitude": Case((12, 18), (5, 7), edges=("cut", "wrap"), dilation=(1, 2), heads=2),
+        "wrap-3d": Case((6, 7, 10), (3, 6, 4), edges=("shift", "cut", "wrap"), stride=(1, 4, 2), scales=(0.3,)),
         "gqa": Case((25,), (7,), batch=2, heads=6, heads_kv=2),
         "mqa": Case((5, 5), (3, 3), heads=5, heads_kv=1),
         "head-dim-v-larger": Case((26,), (5,), head_dim=8, head_dim_v=40),

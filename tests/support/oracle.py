@@ -17,32 +17,40 @@ Array = np.ndarray
 Operand = Any  # NumPy's array, which this module computes with, or JAX's, which operators are given
 
 
-def window(position: int, length: int, kernel_size: int, stride: int, is_causal: bool) -> range:
-    """Keys that the query at ``position`` of a line of ``length`` tokens sees, found by walking."""
+def window(
+    position: int, length: int, kernel_size: int, stride: int, is_causal: bool, edges: str = "shift"
+) -> list[int]:
+    """Keys that the query at ``position`` of a line of ``length`` tokens sees, in order, found by walking."""
     begin = position
     while begin > 0 and (begin - 1) // stride == position // stride:
         begin -= 1
     if is_causal:
         # The last query of a full block decides where the window of the block begins; nobody sees the future.
         leader = min(begin + stride - 1, length - 1)
-        return range(max(0, leader - kernel_size + 1), position + 1)
+        return list(range(max(0, leader - kernel_size + 1), position + 1))
     leader = min(begin + stride // 2, length - 1)
+    if edges != "shift":
+        # Steps from the leader to the front and to the back: one that leaves the line is lost, or enters it again.
+        places = [leader + step for step in range(-(kernel_size // 2), kernel_size - kernel_size // 2)]
+        return [place % length for place in places if edges == "wrap" or 0 <= place < length]
     first = leader - kernel_size // 2
     while first < 0:
         first += 1
     while first + kernel_size > length:
         first -= 1
-    return range(first, first + kernel_size)
+    return list(range(first, first + kernel_size))
 
 
 @functools.lru_cache(maxsize=512)
-def line_mask(extent: int, kernel_size: int, stride: int, dilation: int, is_causal: bool) -> Array:
+def line_mask(
+    extent: int, kernel_size: int, stride: int, dilation: int, is_causal: bool, edges: str = "shift"
+) -> Array:
     """Visibility ``[queries, keys]`` in one dimension."""
     mask = np.zeros((extent, extent), bool)
     for residue in range(dilation):
         line = np.arange(residue, extent, dilation)
         for position, query in enumerate(line):
-            mask[query, line[window(position, len(line), kernel_size, stride, is_causal)]] = True
+            mask[query, line[window(position, len(line), kernel_size, stride, is_causal, edges)]] = True
     return mask
 
 
@@ -52,10 +60,12 @@ def neighborhood_mask(
     stride: Sequence[int],
     dilation: Sequence[int],
     is_causal: Sequence[bool],
+    edges: Sequence[str] | None = None,
 ) -> Array:
     """Visibility ``[query tokens, key tokens]`` over flattened tokens, the last dimension fastest."""
     mask = np.ones((1, 1), bool)
-    for dimension in zip(layout, kernel_size, stride, dilation, is_causal, strict=True):
+    edges = edges or ("shift",) * len(layout)
+    for dimension in zip(layout, kernel_size, stride, dilation, is_causal, edges, strict=True):
         mask = np.kron(mask, line_mask(*dimension)).astype(bool)
     return mask
 

@@ -48,6 +48,7 @@ class Case:
         stride: Queries that share a window.
         dilation: Distance of neighbors.
         is_causal: Causal dimensions.
+        edges: What becomes of windows at the ends of each dimension.
         batch: Batch size.
         heads: Query heads.
         heads_kv: Key/value heads.
@@ -70,6 +71,7 @@ class Case:
     stride: Shape | None = None
     dilation: Shape | None = None
     is_causal: tuple[bool, ...] | None = None
+    edges: tuple[str, ...] | None = None
     batch: int = 1
     heads: int = 1
     heads_kv: int = 1
@@ -144,13 +146,14 @@ class Case:
 
     @property
     def window_arguments(self) -> dict[str, Any]:
-        """``kernel_size``, ``stride``, ``dilation`` and ``is_causal``, written out."""
+        """``kernel_size``, ``stride``, ``dilation``, ``is_causal`` and ``edges``, written out."""
         ones = (1,) * self.rank
         return {
             "kernel_size": self.kernel_size or self.layout,
             "stride": self.stride or ones,
             "dilation": self.dilation or ones,
             "is_causal": self.causal,
+            "edges": self.edges or ("shift",) * self.rank,
         }
 
     def with_heads(self, heads: int, heads_kv: int) -> Case:
@@ -159,14 +162,15 @@ class Case:
         return dataclasses.replace(self, heads=heads, heads_kv=heads_kv, scales=scales)
 
     def fitted(self, family: Family) -> Case:
-        """The problem with head dimensions that the family has."""
+        """The problem with head dimensions, and edges of windows, that the family has."""
         step = family.head_dim_step
 
         def fit(width: int) -> int:
             return -(-width // step) * step
 
         head_dim_v = None if self.head_dim_v is None else fit(self.head_dim_v)
-        return dataclasses.replace(self, head_dim=fit(self.head_dim), head_dim_v=head_dim_v)
+        edges = self.edges and tuple(edge if edge in family.backend.edges else "shift" for edge in self.edges)
+        return dataclasses.replace(self, head_dim=fit(self.head_dim), head_dim_v=head_dim_v, edges=edges)
 
     def mask(self) -> np.ndarray:
         """Visibility ``[query tokens, key tokens]`` by the oracle; of each entry of the batch where they differ."""

@@ -21,7 +21,8 @@ class AxisPosition(NamedTuple):
     """Where outer tiles lie in one dimension; arrays of NumPy or JAX.
 
     Attributes:
-        inner_start: Local index at which the visited inner tokens start, ``[..., tiles, 1]``.
+        inner_start: Local index at which the visited inner tokens start, ``[..., tiles, 1]``; of a dimension that is
+            gone around, modulo its :attr:`AxisSweep.period`.
         inner_residue: Local coordinates of the inner tokens modulo the dilation, likewise.
         seen_start: First inner token that is related to an outer token, counted from ``inner_start``,
             ``[..., tiles, outer_tile]``.
@@ -69,8 +70,20 @@ class AxisSweep:
     @property
     def inner_length(self) -> int:
         """Local inner indices, padded so that whatever is visited lies inside."""
+        if self.period is not None:
+            return self.period
         length = -(-self.extents[self.outer_is_query] // self.dilation)
         return max(length, self.inner_tile * self.inner_steps)
+
+    @property
+    def period(self) -> int | None:
+        """After how many indices inner tokens come again; ``None`` where nothing is visited behind an end.
+
+        Parts of a dimension that wraps have each other's tokens next to theirs, in front of the first and behind the
+        last one of the layout, too: they go around where one side is whole.
+        """
+        is_around = self.axis.edges == "wrap" and self.axis.kv_extent in self.extents
+        return self.axis.kv_extent // self.dilation if is_around else None
 
     @property
     def outer_tiles(self) -> int:
@@ -108,9 +121,17 @@ class AxisSweep:
         lengths = axis.lengths(group)
         index = tile * self.outer_tile + xp.arange(self.outer_tile, dtype=xp.int32) + coordinate // d
         start, end = axis.bounds(index, lengths, of_query=self.outer_is_query, xp=xp)
-        if not self.outer_is_query or layout is not None:
+        if layout is not None or (not self.outer_is_query and axis.edges != "wrap"):
             # Halos reach beyond the layout at its edges, where no key is; and so does padding.
             end = xp.where((index >= 0) & (index < lengths[not self.outer_is_query]), end, start)
+        elif not self.outer_is_query:
+            # An array's padding would be the first keys again.
+            local = group_length(self.extents[1], d, residue[:, None])
+            end = xp.where(index - coordinate // d < local, end, start)
+        if self.period is not None:
+            first = start[:, :1]
+            inner_start = (first - inner_shift) % self.period
+            return AxisPosition(inner_start, inner_residue, start - first, end - first)
         # What a window names may lie on another device; as an array's padding, it is not there.
         local = group_length(self.extents[self.outer_is_query], d, inner_residue)
         start, end = (xp.minimum(xp.maximum(bound - inner_shift, 0), local) for bound in (start, end))
@@ -122,4 +143,8 @@ class AxisSweep:
         inner = jnp.arange(self.inner_tile * self.inner_steps, dtype=jnp.int32).reshape(1, 1, -1)
         start, end = position.seen_start[..., None], position.seen_end[..., None]
         is_seen: jax.Array = (inner >= start) & (inner < end)
+        if self.period is not None and self.extents[self.outer_is_query] < self.axis.kv_extent:
+            # The tokens of one part, and where those of the others would be.
+            local = group_length(self.extents[self.outer_is_query], self.dilation, position.inner_residue)
+            is_seen &= (position.inner_start[..., None] + inner) % self.period < local[..., None]
         return is_seen if self.outer_is_query else is_seen.swapaxes(1, 2)

@@ -27,6 +27,7 @@ from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem
+from natten_jax.windows import EDGES
 
 _LARGEST_TILE = 1024  # tokens
 
@@ -36,6 +37,7 @@ class FlexBackend(PureJaxBackend):
 
     family = "flex"
     dtypes = ("float32", "float16", "bfloat16", "float64")
+    edges = EDGES
     carries_plan = True
     takes_extents = True
     residual_width = len(Rows._fields)

@@ -194,6 +194,19 @@ class Sweep:
         """Load inner tiles from :meth:`split_inner`'s form: ``[tiles, batch, heads_kv, repeats * tokens, width]``."""
         rank = len(self.axes)
         batch, heads, *_, width = array.shape
+        if self._goes_around:
+            tokens = array.reshape(batch, heads, -1, width)
+            dimensions = lax.GatherDimensionNumbers(
+                offset_dims=(1, 2, 4), collapsed_slice_dims=(2,), start_index_map=(2,)
+            )
+            loaded = lax.gather(
+                tokens,
+                self._inner_places(positions, inner_step)[..., None],
+                dimensions,
+                slice_sizes=(batch, heads, 1, width),
+                mode="promise_in_bounds",
+            )
+            return loaded.reshape(-1, batch, heads_kv, heads // heads_kv * self.inner_tokens, width)
         tile = [n for a in self.axes for n in (a.inner_tile, 1)]
         loaded = lax.gather(
             array,
@@ -228,6 +241,17 @@ class Sweep:
     ) -> jax.Array:
         rank = len(self.axes)
         batch, heads, *_, width = array.shape
+        if self._goes_around:
+            combined = combine(
+                array.reshape(batch, heads, -1, width),
+                self._inner_places(positions, inner_step)[..., None],
+                update.reshape(-1, batch, heads, self.inner_tokens, width),
+                lax.ScatterDimensionNumbers(
+                    update_window_dims=(1, 2, 4), inserted_window_dims=(2,), scatter_dims_to_operand_dims=(2,)
+                ),
+                mode="promise_in_bounds",
+            )
+            return combined.reshape(array.shape)
         return combine(
             array,
             self._inner_corners(positions, inner_step),
@@ -239,6 +263,23 @@ class Sweep:
             ),
             mode="promise_in_bounds",
         )
+
+    @property
+    def _goes_around(self) -> bool:
+        """Whether tiles reach over the end of a dimension to its beginning, so that they are no slices of arrays."""
+        return any(axis.period is not None for axis in self.axes)
+
+    def _inner_places(self, positions: TilePositions, inner_step: jax.Array) -> jax.Array:
+        """Where the tokens of inner tiles stand among all of :meth:`split_inner`'s form, ``[tiles, tokens]``."""
+        corners = self._inner_corners(positions, inner_step)
+        places = jnp.zeros((len(corners), 1), jnp.int32)
+        for i, axis in enumerate(self.axes):
+            index = corners[:, 2 * i, None] + jnp.arange(axis.inner_tile, dtype=jnp.int32)
+            index = index if axis.period is None else index % axis.period
+            place = index * axis.dilation + corners[:, 2 * i + 1, None]
+            places = places[:, :, None] * (axis.inner_length * axis.dilation) + place[:, None, :]
+            places = places.reshape(len(corners), -1)
+        return places
 
     def _inner_corners(self, positions: TilePositions, inner_step: jax.Array) -> jax.Array:
         return positions.corners if self.inner_steps == 1 else positions.corners + self._first_inner(inner_step)
@@ -299,12 +340,11 @@ def make_sweep(
         outer_length, inner_length = (-(-x // axis.dilation) for x in (extents if outer_is_query else extents[::-1]))
         outer_tile = min(outer_tile, outer_length)
         if problem.own_extents:
-            hulls = [min(inner_length, largest_hull_of_any_layout(axis, outer_tile, outer_is_query))] * 2
+            hulls = [largest_hull_of_any_layout(axis, outer_tile, outer_is_query)] * 2
         else:
-            hulls = [
-                min(inner_length, largest_hull(axis, outer_tile, outer_is_query, is_aligned))
-                for is_aligned in (False, True)
-            ]
+            hulls = [largest_hull(axis, outer_tile, outer_is_query, is_aligned) for is_aligned in (False, True)]
+        if axis.edges != "wrap":
+            hulls = [min(inner_length, hull) for hull in hulls]
         steps = [-(-hull // inner_tile) for hull in hulls]
         # An array as long as the whole layout starts where the layout does, and so do its tiles.
         is_whole = extents == (axis.query_extent, axis.kv_extent) and hulls[True] < hulls[False]

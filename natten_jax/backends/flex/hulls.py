@@ -34,7 +34,9 @@ def largest_hull(
         lengths = axis.lengths(group)
         length = lengths[0 if outer_is_query else 1]
         first = _decisive_tiles(length, window.kernel_size, window.stride, tile, tile if is_aligned else 1)
-        last = np.minimum(first + tile - 1, length - 1)
+        last = first + tile - 1
+        if axis.edges != "wrap" or outer_is_query or is_aligned:  # halos of keys go on behind the layout's ends
+            last = np.minimum(last, length - 1)
         start, _ = axis.bounds(first, lengths, of_query=outer_is_query)
         _, end = axis.bounds(last, lengths, of_query=outer_is_query)
         largest = max(largest, int((end - start).max(initial=0)))

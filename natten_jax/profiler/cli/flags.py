@@ -14,9 +14,10 @@ from natten_jax import backends
 from natten_jax.performance import KernelSchedule, MemoryUsagePreference, Performance
 from natten_jax.profiler.baselines import BASELINES
 from natten_jax.profiler.cli.complaints import PROGRAM
-from natten_jax.profiler.cli.parser import Parser, at_least, boolean, compute_capability, flag
+from natten_jax.profiler.cli.parser import Parser, at_least, boolean, compute_capability, edge, flag
 from natten_jax.profiler.element_types import ELEMENT_TYPES, element_type
 from natten_jax.version import __version__
+from natten_jax.windows import EDGES
 
 _natural, _positive = at_least(0), at_least(1)
 
@@ -159,6 +160,8 @@ def _add_problem(group: Any) -> None:
         "distance between neighboring tokens of a window, per dimension or one for all (default: 1)")
     _per_dimension(group, "-c --causal", "C", boolean,
         "true, false, 1 or 0 per dimension, or one for all (default: false)")
+    _per_dimension(group, "--edges", "E", edge,
+        f"what becomes of windows at the ends, {', '.join(EDGES)}, per dimension or one for all (default: {EDGES[0]})")
     _value(group, "--dtype", "TYPE", element_type, default="fp16",
         text=f"element type, {', '.join(ELEMENT_TYPES)} or its full name such as float16 (default: fp16)")
     _switch(group, "--backprop", "profile forward and backward pass")

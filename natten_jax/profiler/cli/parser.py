@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from natten_jax.plan.devices import ComputeCapability, parse_compute_capability
 from natten_jax.profiler.cli.outputs import file_problem, shared_file
+from natten_jax.windows import EDGES, Edge
 
 #: Largest number that a command line may have: XLA counts elements in 64 bits.
 _LARGEST = 2**63 - 1
@@ -59,6 +60,13 @@ def boolean(text: str) -> bool:
     if text.lower() not in values:
         raise argparse.ArgumentTypeError(f"{text!r} is not a truth value: write true, false, 1 or 0")
     return values[text.lower()]
+
+
+def edge(text: str) -> Edge:
+    """The type of what becomes of windows at the ends of a dimension."""
+    if text not in EDGES:
+        raise argparse.ArgumentTypeError(f"{_shortened(text)!r} is none of {', '.join(EDGES)}")
+    return EDGES[EDGES.index(text)]
 
 
 def compute_capability(text: str) -> ComputeCapability:

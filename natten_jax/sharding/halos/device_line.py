@@ -26,9 +26,14 @@ class DeviceLine:
     permuted: Callable[[jax.Array, Sequence[tuple[int, int]]], jax.Array]
     gathered: Callable[[jax.Array, int], jax.Array]
 
-    def shifted(self, array: jax.Array, hops: int) -> jax.Array:
-        """What the device that is so many places further to the front has, or to the back, if negative."""
+    def shifted(self, array: jax.Array, hops: int, *, is_ring: bool = False) -> jax.Array:
+        """What the device that is so many places further to the front has, or to the back, if negative.
+
+        In a ring, the last device is the one in front of the first.
+        """
         places = range(self.parts)
+        if is_ring:
+            return self.permuted(array, [(place, (place + hops) % self.parts) for place in places])
         return self.permuted(array, [(place, place + hops) for place in places if place + hops in places])
 
 

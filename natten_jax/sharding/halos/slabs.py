@@ -74,8 +74,8 @@ def _moves(halo: Halo, line: DeviceLine) -> list[_Move]:
             shift.edge,
             shift.start,
             shift.tokens,
-            functools.partial(line.shifted, hops=shift.hops),
-            functools.partial(line.shifted, hops=-shift.hops),
+            functools.partial(line.shifted, hops=shift.hops, is_ring=halo.wraps),
+            functools.partial(line.shifted, hops=-shift.hops, is_ring=halo.wraps),
         )
         for shift in _shifts(halo)
     ]
