@@ -162,15 +162,19 @@ class Case:
         return dataclasses.replace(self, heads=heads, heads_kv=heads_kv, scales=scales)
 
     def fitted(self, family: Family) -> Case:
-        """The problem with head dimensions, and edges of windows, that the family has."""
+        """The problem with head dimensions that the family has."""
         step = family.head_dim_step
 
         def fit(width: int) -> int:
             return -(-width // step) * step
 
         head_dim_v = None if self.head_dim_v is None else fit(self.head_dim_v)
+        return dataclasses.replace(self, head_dim=fit(self.head_dim), head_dim_v=head_dim_v)
+
+    def with_edges_of(self, family: Family) -> Case:
+        """The problem with edges of windows that the family has."""
         edges = self.edges and tuple(edge if edge in family.backend.edges else "shift" for edge in self.edges)
-        return dataclasses.replace(self, head_dim=fit(self.head_dim), head_dim_v=head_dim_v, edges=edges)
+        return dataclasses.replace(self, edges=edges)
 
     def mask(self) -> np.ndarray:
         """Visibility ``[query tokens, key tokens]`` by the oracle; of each entry of the batch where they differ."""
@@ -443,6 +447,7 @@ def check_all(
 
 
 def _failures(trials: Sequence[Trial], family: Family, record: Callable[[str, object], None] | None) -> list[str]:
+    trials = [trial._replace(case=trial.case.with_edges_of(family)) for trial in trials]
     functions = [
         case.operator(family.fna if case.queries is None else family.fmha, **arguments)
         for case, _, _, arguments in trials
