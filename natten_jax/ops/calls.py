@@ -127,8 +127,8 @@ def _placed(problem: Problem, place: Placement, own_extents: bool) -> Problem:
     """
     if own_extents and "wrap" in problem.edges:
         raise ValueError(
-            f"edges {problem.edges} and extents were both given: a dimension wraps around its whole extent, which is one "
-            "for all batch entries"
+            f"edges {problem.edges} and extents were both given: a dimension wraps around its whole extent, which is "
+            "the same for all batch entries"
         )
     if place.layouts is None:
         return problem
