@@ -11,7 +11,15 @@ import jax
 
 
 class Role(enum.Enum):
-    """A kind of array.
+    """What an array of a pass is.
+
+    - ``QUERY``: queries, outputs and their gradients.
+    - ``KEY_VALUE``: keys, values and their gradients.
+    - ``ADDITIONAL``: tokens that every query sees.
+    - ``PER_QUERY``: a number for each query and head, as the logsumexp.
+    - ``PER_HEAD``: a number for each batch entry and head, as scales.
+    - ``PER_ENTRY``: numbers of a batch entry.
+    - ``WHOLE``: what no mesh splits, as origins, which each device has of its own.
 
     All but ``WHOLE`` begin with the batch, after the axes that ``jax.vmap`` maps.
 
