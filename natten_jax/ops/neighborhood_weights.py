@@ -16,7 +16,7 @@ from natten_jax.arrays.avals import varying_like
 from natten_jax.arrays.operands import Inputs
 from natten_jax.element_types import ELEMENT_TYPES, SUPPORTED_DTYPES
 from natten_jax.ops.arrays import ArrayLike, as_jax_array, neighborhood_problem
-from natten_jax.windows import Axis, WindowArguments
+from natten_jax.windows import Axis, Edges, WindowArguments
 
 
 def neighborhood_weights(
@@ -28,6 +28,7 @@ def neighborhood_weights(
     is_causal: Bools = False,
     scale: Scale | None = None,
     *,
+    edges: Edges = "shift",
     return_logits: bool = False,
 ) -> jax.Array:
     """The softmax weights with which each query of :func:`natten_jax.na1d` and its like sees the keys of its window.
@@ -54,14 +55,15 @@ def neighborhood_weights(
         stride: Queries that share a window.
         dilation: Distance between neighboring tokens of a window.
         is_causal: Whether later keys are hidden.
+        edges: ``"shift"``, ``"cut"`` or ``"wrap"``: what becomes of windows that reach over the ends of the layout.
         scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``; or an array, without dimensions or ``[heads]``.
         return_logits: Return the logits in place of their softmax.
 
     Returns:
         ``[batch, *layout, heads, prod(kernel_size)]`` in the query's dtype; logits in float32 (float64 for float64
-        inputs). Windows are in the order of their keys, the last dimension fastest. Windows of causal dimensions have
-        fewer keys at the beginning of the layout: places that are left, which are the last ones, and keys behind the
-        query have weight 0, and logit ``-inf``.
+        inputs). Windows are in the order of their keys, the last dimension fastest. Where a window has
+        fewer keys, at the beginning of causal dimensions and where it is cut, the places behind them have weight 0, and
+        logit ``-inf``.
 
     Raises:
         ValueError: A value, shape or dtype breaks a rule.
@@ -74,7 +76,7 @@ def neighborhood_weights(
     problem = neighborhood_problem(
         rank,
         Inputs(query, key, key),
-        WindowArguments(kernel_size, stride, dilation, is_causal),
+        WindowArguments(kernel_size, stride, dilation, is_causal, edges),
         number if factors is None else 1.0,
     )
     factor = problem.scale if factors is None else per_head(factors, 1, problem.heads, problem.dtype)[0]
@@ -99,6 +101,8 @@ def neighborhood_apply(
     stride: Ints = 1,
     dilation: Ints = 1,
     is_causal: Bools = False,
+    *,
+    edges: Edges = "shift",
 ) -> jax.Array:
     """Mix the values of each query's window with weights, as :func:`neighborhood_weights` returns them, or others.
 
@@ -119,6 +123,7 @@ def neighborhood_apply(
         stride: Queries that share a window.
         dilation: Distance between neighboring tokens of a window.
         is_causal: Whether later keys are hidden.
+        edges: ``"shift"``, ``"cut"`` or ``"wrap"``: what becomes of windows that reach over the ends of the layout.
 
     Returns:
         ``[batch, *layout, heads, head_dim_v]`` in the dtype of the values.
@@ -132,7 +137,7 @@ def neighborhood_apply(
     batch, *layout, heads_kv, width = value.shape
     if value.dtype.name not in SUPPORTED_DTYPES:
         raise ValueError(f"value has dtype {value.dtype.name}; supported are {', '.join(SUPPORTED_DTYPES)}")
-    window = WindowArguments(kernel_size, stride, dilation, is_causal).checked(rank)
+    window = WindowArguments(kernel_size, stride, dilation, is_causal, edges).checked(rank)
     axes = window.axes(layout, layout)
     shape = (batch, *layout, math.prod(axis.kernel_size for axis in axes))
     given = weights.shape
@@ -198,7 +203,10 @@ def _keys_of_windows(axis: Axis) -> tuple[np.ndarray, np.ndarray]:
     start, end = (bound[:, None] for bound in axis.bounds(index, axis.lengths(group)))
     keys = start + np.arange(axis.kernel_size)
     exist = keys < end
-    return (np.where(exist, keys, start) * axis.dilation + group[:, None]).astype(np.int32), exist
+    keys = np.where(exist, keys, start)
+    if axis.edges == "wrap":
+        keys = keys % axis.lengths(group)[1][:, None]
+    return (keys * axis.dilation + group[:, None]).astype(np.int32), exist
 
 
 def _grouped(array: jax.Array, heads_kv: int) -> jax.Array:

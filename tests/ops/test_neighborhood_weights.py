@@ -20,11 +20,16 @@ from tests.support.problems import OPERATORS, Case
 def places(case: Case) -> np.ndarray:
     """The flattened key in each place of each query's window, ``[queries, places]``; -1 where there is none."""
     by_dimension = []
-    for extent, size, stride, dilation, is_causal in zip(
-        case.layout, *(case.window_arguments[name] for name in case.window_arguments), strict=True
+    for extent, size, stride, dilation, is_causal, edges in zip(
+        case.layout, *case.window_arguments.values(), strict=True
     ):
-        seen = [np.flatnonzero(row) for row in oracle.line_mask(extent, size, stride, dilation, is_causal)]
-        by_dimension.append([[*keys, *[-1] * (size - len(keys))] for keys in seen])
+        windows: list[list[int]] = [[]] * extent
+        for residue in range(dilation):
+            line = range(residue, extent, dilation)
+            for position, query in enumerate(line):
+                seen = oracle.window(position, len(line), size, stride, is_causal, edges)
+                windows[query] = [*(line[place] for place in seen), *[-1] * (size - len(seen))]
+        by_dimension.append(windows)
     found = [
         [-1 if -1 in keys else np.ravel_multi_index(keys, case.layout) for keys in itertools.product(*windows)]
         for windows in itertools.product(*by_dimension)
