@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from natten_jax import backends, windows
 from natten_jax.arrays.operands import Operands, Output
@@ -18,25 +19,23 @@ class ToyBackend(PureJaxBackend):
         return 1, 1
 
     def forward(self, plan, operands: Operands) -> Output:
-        problem, (batch, *queries, heads, _), keys = (
-            plan.problem,
-            operands.inputs.query.shape,
-            operands.inputs.key.shape[1:-2],
-        )
-        origins = jnp.zeros((2, 3), int) if operands.origins is None else operands.origins
-        mask = jnp.ones((1, 1), bool)
+        problem, inputs = plan.problem, operands.inputs
+        (batch, *queries, heads, _), keys = inputs.query.shape, inputs.key.shape[1:-2]
+        # NumPy makes the mask of a whole layout: that leaves nothing of it to trace and to compile.
+        xp, origins = (np, np.zeros((2, 3), int)) if operands.origins is None else (jnp, operands.origins)
+        mask = xp.ones((1, 1), bool)
         for axis, start, own, others in zip(problem.axes, origins[:, 3 - problem.rank :].T, queries, keys, strict=True):
-            query, key, d = (start[0] + jnp.arange(own))[:, None], start[1] + jnp.arange(others), axis.dilation
+            query, key, d = (start[0] + xp.arange(own))[:, None], start[1] + xp.arange(others), axis.dilation
             length = windows.group_length(axis.kv_extent, d, query % d)
-            first, end = windows.window_bounds(axis.window, query // d, length, xp=jnp)
+            first, end = windows.window_bounds(axis.window, query // d, length, xp=xp)
             seen = (query % d == key % d) & (first <= key // d) & (key // d < end)
             mask = (mask[:, None, :, None] & seen[:, None]).reshape(len(mask) * own, -1)
-        tokens = [a.reshape(batch, -1, *a.shape[-2:]).astype("float32") for a in operands.inputs[:3]]
-        if more := [array for array in operands.inputs[3:5] if array is not None]:
-            mask = jnp.pad(mask, ((0, 0), (0, problem.additional_kv)), constant_values=True)
+        tokens = [a.reshape(batch, -1, *a.shape[-2:]).astype("float32") for a in inputs[:3]]
+        if more := [array for array in inputs[3:5] if array is not None]:
+            mask = xp.pad(mask, ((0, 0), (0, problem.additional_kv)), constant_values=True)
             tokens[1:] = (jnp.concatenate(pair, axis=1) for pair in zip(tokens[1:], more, strict=True))
         query, key, value = (jnp.repeat(a, heads // a.shape[2], axis=2) for a in tokens)
-        scale = problem.scale if operands.inputs.scale is None else operands.inputs.scale[:, None, :, None]
+        scale = problem.scale if inputs.scale is None else inputs.scale[:, None, :, None]
         logits = scale * jnp.einsum("bqhd,bkhd->bqhk", query, key, precision="highest")
         logits = jnp.where(mask[:, None], logits, -jnp.inf)
         lse = jax.nn.logsumexp(logits, axis=-1)
