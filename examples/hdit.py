@@ -93,7 +93,7 @@ class Attention(nnx.Module):
         self.settings, self.is_global = settings, is_global
         heads = features // HEAD_DIM
         self.project = linear(features, 3 * features, settings.dtype, rngs)
-        self.scale = nnx.Param(jnp.full((heads, 1), 10.0))
+        self.scale = nnx.Param(jnp.full((heads, 1), 10.0, jnp.float32))
         self.out = linear(features, features, settings.dtype, rngs, is_zero=True)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -173,7 +173,7 @@ class Level(nnx.Module):
         if inner:
             self.merge = linear(4 * features, inner[0], settings.dtype, rngs)
             self.split = linear(inner[0], 4 * features, settings.dtype, rngs)
-            self.share = nnx.Param(jnp.array(0.5))
+            self.share = nnx.Param(jnp.array(0.5, jnp.float32))
             self.after = blocks()
 
     def __call__(self, tokens: jax.Array, condition: jax.Array) -> jax.Array:

@@ -31,9 +31,17 @@ def output_of(name: str, *arguments: str, **environment: str) -> str:
     return result.stdout
 
 
+def trained(name: str, *arguments: str, step: str = "step") -> str:
+    """What an example prints that trains one model, whose step is compiled once, and once more to be profiled."""
+    result = run(name, *arguments, JAX_LOG_COMPILES="1")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count(f"Compiling jit({step}) with") == 1 + ("--profile" in arguments)
+    return result.stdout
+
+
 def test_digits_learns_and_saves_a_picture(tmp_path):
     picture = tmp_path / "pictures" / "digits.png"
-    output = output_of("digits.py", "--epochs", "4", "--output", str(picture))
+    output = trained("digits.py", "--epochs", "4", "--output", str(picture), step="train_step")
     accuracies = [float(match) for match in re.findall(r"^epoch +\d+ .*test accuracy ([\d.]+)%", output, re.MULTILINE)]
     assert len(accuracies) == 4
     assert accuracies[-1] > 80
@@ -157,12 +165,12 @@ def attention_share_of(output: str) -> float:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--image-size", "64", "--profile"),
+        ("--image-size", "48", "--kernel-size", "5", "--profile"),
         ("--image-size", "32", "--data", "digits", "--no-dilated", "--dtype", "bf16"),
     ],
 )
 def test_dinat_learns(arguments):
-    output = output_of("dinat.py", "--steps", "40", "--batch", "16", *arguments)
+    output = trained("dinat.py", "--steps", "40", "--batch", "16", *arguments)
     assert ("DiNAT" in output) == ("--no-dilated" not in arguments)
     losses = losses_of(output)
     assert losses.shape == (10,)
@@ -192,7 +200,7 @@ def test_hdit_learns_and_samples(tmp_path):
     picture = tmp_path / "pictures" / "samples.png"
     model = ("--widths", "64", "64", "128", "--depths", "1", "1", "1", "--image-size", "32", "--patch", "2")
     sampling = ("--samples", "4", "--sampling-steps", "4", "--output", str(picture))
-    output = output_of("hdit.py", *model, "--steps", "40", "--batch", "8", "--profile", *sampling)
+    output = trained("hdit.py", *model, "--steps", "40", "--batch", "8", "--profile", *sampling)
     losses = losses_of(output)
     assert losses.shape == (10,)
     assert losses[-1] < 0.7 * losses[0]
