@@ -333,6 +333,41 @@ Error decode_problem(const ProblemOperands& operands, const Attributes& a, const
   return locate_axes(query, key, origins, p.axes);
 }
 
+Error decode_layouts(const AnyBuffer& layouts, Call& call) {
+  const Problem& p = call.problem;
+  const bool is_empty = layouts.element_count() == 0;
+  NATTEN_JAX_RETURN_IF_ERROR(
+      check_array("layouts", layouts, DataType::S32, {is_empty ? 0 : p.batch, kRank, kRank},
+                  "it holds the query origin and the extents of queries and of keys for each batch entry, or nothing"));
+  if (is_empty) return Error::Success();
+  if (call.arrays.origins != nullptr) return invalid("origins and layouts were both given, but one must be empty");
+  const auto* values = static_cast<const std::int32_t*>(layouts.untyped_data());
+  for (std::int64_t entry = 0; entry < p.batch; ++entry) {
+    for (int i = 0; i < kRank; ++i) {
+      const Axis& axis = p.axes[i];
+      const std::int64_t origin = values[entry * kRank * kRank + i];
+      const std::int64_t queries = values[(entry * kRank + 1) * kRank + i];
+      const std::int64_t keys = values[(entry * kRank + 2) * kRank + i];
+      const std::int64_t end = origin + axis.query.local_extent;
+      if (origin < 0 || end > axis.query.extent) {
+        return invalid("layouts place the query tokens of entry ", entry, " and dimension ", i, " at ", origin, " to ",
+                       end, ", but ", described("query_extent", p.axes), " and they must lie inside it");
+      }
+      if (queries < 0 || queries > axis.query.extent || keys < 0 || keys > axis.kv.extent) {
+        return invalid("layouts have ", queries, " queries and ", keys, " keys in entry ", entry, " and dimension ", i,
+                       ", but ", described("query_extent", p.axes), " and ", described("kv_extent", p.axes),
+                       ", which they must not exceed, and none may be negative");
+      }
+      if (p.additional_kv > 0 && end > queries) {
+        return invalid("layouts have ", queries, " queries in entry ", entry, " and dimension ", i,
+                       ", fewer than the array, but with additional keys all queries must be real");
+      }
+    }
+  }
+  call.arrays.layouts = values;
+  return Error::Success();
+}
+
 Error decode_call(const ProblemOperands& operands, const xffi::Dictionary& dictionary, std::int64_t further,
                   Memory memory, Call& call) {
   Attributes attributes;

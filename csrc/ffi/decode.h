@@ -62,6 +62,9 @@ xffi::Error decode_queries(const xffi::Dictionary& dictionary, const Problem& pr
 xffi::Error decode_problem(const ProblemOperands& operands, const Attributes& attributes, const std::int32_t* origins,
                            Call& call);
 
+/// Decodes the layouts of batch entries that differ, from host memory; none where the array is empty.
+xffi::Error decode_layouts(const xffi::AnyBuffer& layouts, Call& call);
+
 /// Decodes and checks what all calls have: the attributes, of which the target takes `further` ones beside, and the
 /// operands.
 xffi::Error decode_call(const ProblemOperands& operands, const xffi::Dictionary& dictionary, std::int64_t further,

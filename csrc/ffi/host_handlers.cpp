@@ -19,29 +19,39 @@ cpu::Executor executor_of(xffi::ThreadPool& pool) {
   return {pool.num_threads() - 1, [&pool](std::function<void()> closure) { pool.Schedule(std::move(closure)); }};
 }
 
-Error cpu_forward(const ProblemOperands& operands, Result out, Result logsumexp, Result remainder,
+Error cpu_forward(const ProblemOperands& operands, AnyBuffer layouts, Result out, Result logsumexp, Result remainder,
                   xffi::ThreadPool pool, xffi::Dictionary dictionary) {
   Call call;
   NATTEN_JAX_RETURN_IF_ERROR(decode_forward(operands, {out, logsumexp, remainder}, dictionary, 0, Memory::kHost, call));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_layouts(layouts, call));
   return error_of(cpu::run_forward(call.problem, call.tiles, call.arrays, executor_of(pool)));
 }
 
-Error cpu_backward(const ProblemOperands& operands, AnyBuffer logsumexp, AnyBuffer remainder, AnyBuffer out_cotangent,
-                   AnyBuffer delta, Result query_gradient, Result key_gradient, Result value_gradient,
-                   Result additional_keys_gradient, Result additional_values_gradient, xffi::ThreadPool pool,
-                   xffi::Dictionary dictionary) {
+Error cpu_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffer logsumexp, AnyBuffer remainder,
+                   AnyBuffer out_cotangent, AnyBuffer delta, Result query_gradient, Result key_gradient,
+                   Result value_gradient, Result additional_keys_gradient, Result additional_values_gradient,
+                   xffi::ThreadPool pool, xffi::Dictionary dictionary) {
   Call call;
   NATTEN_JAX_RETURN_IF_ERROR(decode_backward(
       operands, {&logsumexp, &remainder, nullptr, &out_cotangent, nullptr, &delta},
       {query_gradient, key_gradient, value_gradient, additional_keys_gradient, additional_values_gradient}, dictionary,
       0, Memory::kHost, call));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_layouts(layouts, call));
   return error_of(cpu::run_backward(call.problem, call.tiles, call.arrays, executor_of(pool)));
 }
 
-XLA_FFI_DEFINE_HANDLER(kCpuForward, on_problem(cpu_forward), bind_forward().Ctx<xffi::ThreadPool>().Attrs());
+XLA_FFI_DEFINE_HANDLER(kCpuForward, on_problem(cpu_forward),
+                       bind_problem()
+                           .Arg<AnyBuffer>()  // layouts
+                           .Ret<AnyBuffer>()  // out
+                           .Ret<AnyBuffer>()  // logsumexp
+                           .Ret<AnyBuffer>()  // remainder
+                           .Ctx<xffi::ThreadPool>()
+                           .Attrs());
 
 XLA_FFI_DEFINE_HANDLER(kCpuBackward, on_problem(cpu_backward),
                        bind_gradients(bind_problem()
+                                          .Arg<AnyBuffer>()   // layouts
                                           .Arg<AnyBuffer>()   // logsumexp
                                           .Arg<AnyBuffer>()   // remainder
                                           .Arg<AnyBuffer>()   // out_cotangent

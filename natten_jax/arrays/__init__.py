@@ -3,6 +3,7 @@
 - ``operands``: the tuples that passes take and give.
 - ``roles``: what their dimensions are, and so which of them a mesh may split.
 - ``query_box``: some of a device's queries, as a box.
+- ``padding``: which tokens are none, and zeros in the place of others.
 - ``avals``: types of arrays on a mesh, and what ``jax.shard_map`` asks of them.
 - ``bitcast``: 16-bit arrays as words, to copy parts of them.
 

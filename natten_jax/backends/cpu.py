@@ -8,6 +8,7 @@ import math
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 
 from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
 from natten_jax.backends.base import Platform
@@ -21,6 +22,7 @@ from natten_jax.backends.native_backend import (
     with_kernel_rank,
 )
 from natten_jax.native import module as native
+from natten_jax.native.abi import KERNEL_RANK
 from natten_jax.native.module import ResultType
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device
@@ -40,6 +42,8 @@ class CpuBackend(NativeBackend):
     dtypes = ("float32", "float16", "bfloat16")
     targets: ClassVar = {"forward": (_FORWARD,), "backward": (_BACKWARD,)}
     heeds = ("backward_deterministic",)  # in every run
+    takes_own_layouts = True
+    takes_extents = True
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Tile shapes worth trying, the default first."""
@@ -57,6 +61,7 @@ class CpuBackend(NativeBackend):
             _FORWARD,
             types,
             *kernel_operands(plan.problem, operands),
+            _layouts(operands),
             **attributes(plan),
         )
 
@@ -64,8 +69,13 @@ class CpuBackend(NativeBackend):
         """Call the kernels."""
         rank = functools.partial(with_kernel_rank, rank=plan.problem.rank)
         of_rows = rank(saved.logsumexp), saved_remainder(plan.problem, saved)
-        per_query = *of_rows, rank(cotangents.out), rank(delta(saved.out, *cotangents))
+        per_query = _layouts(operands), *of_rows, rank(cotangents.out), rank(delta(saved.out, *cotangents))
         return call_for_gradients(_BACKWARD, plan, operands, per_query)
+
+
+def _layouts(operands: Operands) -> jax.Array:
+    """The operand behind those of all kernels: an array of nothing where batch entries are alike."""
+    return jnp.zeros((0, KERNEL_RANK, KERNEL_RANK), jnp.int32) if operands.layouts is None else operands.layouts
 
 
 #: Query and key/value tiles that tile_pairs lists after the default, by rank.

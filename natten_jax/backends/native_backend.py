@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from natten_jax.arrays.operands import Gradients, Inputs, Operands, Output, Saved
+from natten_jax.arrays.padding import without_padding
 from natten_jax.backends.base import Backend
 from natten_jax.native import module as native
 from natten_jax.native.abi import KERNEL_RANK, axis_rows, with_kernel_tiles
@@ -160,7 +161,9 @@ def call_for_gradients(
     gradients = Inputs(*[own if own is None else new.reshape(own.shape) for own, new in pairs])  # type: ignore[arg-type]
     if inputs.scale is None:
         return gradients._replace(query=_with_query_factor(problem, gradients.query))
-    return HeadScales.of(problem, inputs.scale).of_gradients(gradients, inputs.query)
+    # Gradients of padding are zero, but what it holds may be anything.
+    real = without_padding(operands.layouts, inputs) if operands.layouts is not None else inputs
+    return HeadScales.of(problem, inputs.scale).of_gradients(gradients, real.query)
 
 
 def attributes(plan: Plan) -> dict[str, Shape | float]:

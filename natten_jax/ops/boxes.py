@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 from natten_jax.arguments.boxes import Counts, Origin, checked_counts, checked_origin
 from natten_jax.arguments.static import Ints, int_tuple
 from natten_jax.arrays.operands import Inputs, Output
+from natten_jax.arrays.padding import is_real
 from natten_jax.native.abi import KERNEL_RANK
 
 
@@ -36,23 +36,14 @@ class Placement(NamedTuple):
 
     def without_padding(self, query: jax.Array) -> jax.Array:
         """The query, zero where it is padding."""
-        return jnp.where(self._is_real(query.shape[1:-2])[..., None, None], query, 0)
+        assert self.layouts is not None
+        return jnp.where(is_real(self.layouts, query.shape[1:-2], of_queries=True)[..., None, None], query, 0)
 
     def with_nothing_outside(self, output: Output) -> Output:
         """The output, of padding zero, and its logsumexp that of no key."""
-        is_real = self._is_real(output.out.shape[1:-2])[..., None]
-        return Output(jnp.where(is_real[..., None], output.out, 0), jnp.where(is_real, output.logsumexp, -jnp.inf))
-
-    def _is_real(self, layout: Sequence[int]) -> jax.Array:
-        """Which queries are none of the padding, ``[batch, *layout]``."""
         assert self.layouts is not None
-        rank = len(layout)
-        found = jnp.ones((self.layouts.shape[0], *(1,) * rank), bool)
-        for i, extent in enumerate(layout):
-            origin, end = (self.layouts[:, row, KERNEL_RANK - rank + i, None] for row in (0, 1))
-            along = origin + jnp.arange(extent, dtype=jnp.int32) < end
-            found = found & along.reshape(-1, *(extent if j == i else 1 for j in range(rank)))
-        return found
+        inside = is_real(self.layouts, output.out.shape[1:-2], of_queries=True)[..., None]
+        return Output(jnp.where(inside[..., None], output.out, 0), jnp.where(inside, output.logsumexp, -jnp.inf))
 
 
 def placement_of_windows(inputs: Inputs, box: BoxArguments) -> Placement:

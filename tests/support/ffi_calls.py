@@ -84,11 +84,11 @@ _SM90_FORWARD = Target(
     reads_origins=False,
 )
 TARGETS = (
-    Target("natten_jax_cpu_forward", "cpu-fna"),
+    Target("natten_jax_cpu_forward", "cpu-fna", operands=(*PROBLEM_OPERANDS, "layouts")),
     Target(
         "natten_jax_cpu_backward",
         "cpu-fna",
-        (*PROBLEM_OPERANDS, "logsumexp", "remainder", "out_cotangent", "delta"),
+        (*PROBLEM_OPERANDS, "layouts", "logsumexp", "remainder", "out_cotangent", "delta"),
         GRADIENTS,
     ),
     _SM90_FORWARD,
@@ -209,6 +209,7 @@ def shapes_of(target: Target) -> dict[str, tuple[int, ...]]:
         "additional_keys": (2, 3, 1, head_dim),
         "additional_values": (2, 3, 1, head_dim_v),
         "origins": (2, 3),
+        "layouts": (0, 3, 3),
         "first_query": (3,),
         **dict.fromkeys(("out", "out_cotangent", "earlier_out"), (2, *tokens, 2, head_dim_v)),
         **dict.fromkeys(FLOAT32 - {"statistics", "scales"}, (2, *tokens, 2)),
@@ -230,6 +231,8 @@ def good_call(target: Target) -> Call:
     if "origins" in operands:
         operands["origins"] = np.zeros((2, 3), np.int32)
         operands["scales"][...] = SCALE
+    if "layouts" in operands:
+        operands["layouts"] = np.zeros((0, 3, 3), np.int32)
     if target.replaces:
         # Nothing was found earlier.
         operands["first_query"] = np.zeros(3, np.int32)

@@ -94,6 +94,8 @@ def operand_cases(target: Target) -> list[Case]:
         }
         if name == "origins":
             del shapes["empty-0"]  # nothing is sharded
+        if name == "layouts":
+            del shapes["empty-0"]  # batch entries are alike
         if name == "scales" and array.size == 0:
             del shapes["empty-0"]  # all heads have the same
         if name == "remainder":
@@ -361,6 +363,36 @@ def result_cases(target: Target) -> list[Case]:
     return [*cases, Case("result-surplus", set_result("more", (2,), np.float32), ())]
 
 
+def layout_cases() -> list[Case]:
+    """Batch entries with layouts of their own that are none of the problem's."""
+    tokens = (4, 5, 6)
+
+    def case(name: str, place: tuple[int, int, int] | None, value: int, words: tuple[str, ...] | None) -> Case:
+        layouts = np.array([[(0, 0, 0), tokens, tokens]] * 2, np.int32)
+        if place is not None:
+            layouts[place] = value
+
+        def change(call: Call) -> None:
+            call.operands["layouts"] = layouts
+            call.operands["origins"] = np.zeros((0, 3), np.int32)
+
+        return Case(f"layouts-{name}", change, words)
+
+    wrong = itertools.product(enumerate(("origin", "queries", "keys")), range(2), (-1, 7, 1000, INT32_MAX, INT32_MIN))
+    cases = [
+        case(f"{name}-{entry}-{value}", (entry, row, 2), value, ("natten_jax", "layouts", f"entry {entry}"))
+        for (row, name), entry, value in wrong
+    ]
+    whole = np.array([[(0, 0, 0), tokens, tokens]] * 2, np.int32)
+    return [
+        *cases,
+        case("whole", None, 0, None),
+        case("fewer-keys", (1, 2, 1), 0, None),
+        case("padded-beside-additional-tokens", (1, 1, 1), 4, ("natten_jax", "layouts", "additional")),
+        Case("layouts-and-origins", set_operand("layouts", whole), ("natten_jax", "origins and layouts")),
+    ]
+
+
 def all_cases() -> dict[str, tuple[Target, Case]]:
     """By name, the target and the case."""
     cases = {}
@@ -368,6 +400,8 @@ def all_cases() -> dict[str, tuple[Target, Case]]:
         of_problem = [*attribute_cases(target), *choice_cases(target), *origin_cases(target)]
         if target.replaces:
             of_problem += box_cases()
+        if "layouts" in target.operands:
+            of_problem += layout_cases()
         own = of_problem if target.has_problem else reduction_cases()
         for case in (*operand_cases(target), *own, *result_cases(target)):
             cases[f"{target.name.removeprefix('natten_jax_')}-{case.name}"] = target, case

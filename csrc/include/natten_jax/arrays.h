@@ -14,6 +14,8 @@ struct Arrays {
   const void* additional_values;
   const std::int32_t* origins;  ///< [2, 3]: query origin, key/value origin; null: zeros.
 
+  const std::int32_t* layouts;  ///< [batch, 3, 3]: query origin, query extents, key/value extents; null: all alike.
+
   // What the forward pass finds, and the backward pass is given.
   void* out;
   float* logsumexp;

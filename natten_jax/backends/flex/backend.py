@@ -9,17 +9,17 @@ JAX: derivatives of any order go through.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from natten_jax.arrays.operands import Differentiable, Gradients, Operands, Output, Saved
+from natten_jax.arrays.padding import without_padding
 from natten_jax.backends.base import PureJaxBackend
 from natten_jax.backends.flex.forward import softmax_of
 from natten_jax.backends.flex.gradients import gradients_of
 from natten_jax.backends.flex.operands import TILE_PAIRS
-from natten_jax.backends.flex.padding import without_padding
 from natten_jax.backends.flex.rows import rows_of
 from natten_jax.backends.flex.softmax import Products, Rows
 from natten_jax.backends.flex.tangents import tangents_of
@@ -28,6 +28,8 @@ from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem
 from natten_jax.windows import EDGES
+
+_Arrays = TypeVar("_Arrays", bound=tuple[Any, ...])
 
 _LARGEST_TILE = 1024  # tokens
 
@@ -59,7 +61,7 @@ class FlexBackend(PureJaxBackend):
     def forward_differentiable(self, plan: Plan, operands: Operands) -> Differentiable:
         """Compute output and logsumexp, and what the softmax found of each row."""
         problem = plan.problem
-        operands = operands._replace(inputs=without_padding(plan, operands, operands.inputs))
+        operands = operands._replace(inputs=_without_padding(plan, operands, operands.inputs))
         softmax = softmax_of(plan, operands)
         assert softmax.mixed is not None
         steepness = Products(plan, operands.inputs.scale).steepness_of_tokens(problem.rank)
@@ -75,8 +77,8 @@ class FlexBackend(PureJaxBackend):
         assert result.residuals is not None
         rows = Rows(result.residuals[..., :1], result.residuals[..., 1:])
         output = Output(result.out, result.logsumexp)
-        tangents = without_padding(plan, operands, tangents)
-        operands = operands._replace(inputs=without_padding(plan, operands, operands.inputs))
+        tangents = _without_padding(plan, operands, tangents)
+        operands = operands._replace(inputs=_without_padding(plan, operands, operands.inputs))
         return tangents_of(plan, operands, output, rows, tangents)
 
     def gradients(
@@ -85,14 +87,22 @@ class FlexBackend(PureJaxBackend):
         """Compute cotangents of the operands from those of output and logsumexp."""
         assert result.residuals is not None
         rows = Rows(result.residuals[..., :1], result.residuals[..., 1:])
-        cotangents = without_padding(plan, operands, cotangents)
-        operands = operands._replace(inputs=without_padding(plan, operands, operands.inputs))
+        cotangents = _without_padding(plan, operands, cotangents)
+        operands = operands._replace(inputs=_without_padding(plan, operands, operands.inputs))
         return gradients_of(plan, operands, Output(result.out, result.logsumexp), rows, cotangents, wanted)
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
         """Compute the gradients, from whatever computed the output."""
         # Rows have to be the softmax of this backend's scores; the kernels that computed the output have their own.
         wanted = jax.tree.map(lambda _: True, operands.inputs)
-        cotangents = without_padding(plan, operands, cotangents)
-        operands = operands._replace(inputs=without_padding(plan, operands, operands.inputs))
+        cotangents = _without_padding(plan, operands, cotangents)
+        operands = operands._replace(inputs=_without_padding(plan, operands, operands.inputs))
         return gradients_of(plan, operands, Output(saved.out, saved.logsumexp), None, cotangents, wanted)
+
+
+def _without_padding(plan: Plan, operands: Operands, arrays: _Arrays) -> _Arrays:
+    """The arrays, zero in their padding: a product of no weight and NaN is NaN."""
+    if not plan.problem.own_extents:
+        return arrays
+    assert operands.layouts is not None
+    return without_padding(operands.layouts, arrays)
