@@ -31,7 +31,7 @@ TARGET_PARAMETERS = [pytest.param(target, id=target.name, marks=target.marks) fo
 
 
 #: How many cases share a process: starting one takes as long as some tens of calls.
-AT_ONCE = 110
+AT_ONCE = 275
 
 
 def groups() -> dict[str, tuple[Target, list[str]]]:

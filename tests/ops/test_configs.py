@@ -193,7 +193,7 @@ def test_every_listed_tile_shape_runs_and_is_right(family: Family, rank: int) ->
 def test_tiles_of_more_than_128_queries_are_right(
     family: Family, rank: int, q_tile: tuple[int, ...], kv_tile: tuple[int, ...]
 ) -> None:
-    layout = {1: (1030,), 2: (35, 38), 3: (7, 19, 15)}[rank]
+    layout = {1: (600,), 2: (33, 34), 3: (6, 17, 13)}[rank]  # whole tiles, and parts of tiles
     case = dataclasses.replace(
         EVERY_TILE[rank], layout=layout, head_dim=128, heads=2, batch=2, additional=9, fused=True
     )
