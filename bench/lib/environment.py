@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import platform
 import subprocess
 import sys
@@ -27,7 +28,7 @@ def present_devices() -> list[jax.Device]:
 
 
 def environment() -> dict[str, Any]:
-    """Device, versions, commit and command of this run."""
+    """Device, day, versions, commit and command of this run."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--abbrev=40", "--dirty"],
         cwd=Path(__file__).parent,
@@ -40,6 +41,7 @@ def environment() -> dict[str, Any]:
         "machine": platform.machine(),
         "processor": _processor(),
         "device": default_jax_device().device_kind,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {
             "python": platform.python_version(),
             "jax": jax.__version__,

@@ -1,0 +1,144 @@
+"""Records of earlier runs, whatever program wrote them: on which device, when, and the times that stand in them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+#: Keys of single times, and how many milliseconds one of their units is.
+_UNITS = {"median_ms": 1.0, "latency_ms": 1.0, "us": 1e-3}
+#: Keys that say what an entry of a list is about.
+_NAMES = ("problem", "row", "seq_len", "pass", "implementation", "name")
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A time in a record.
+
+    Attributes:
+        what: What was timed: keys on the way to it.
+        who: By whom.
+        milliseconds: How long it took.
+    """
+
+    what: str
+    who: str
+    milliseconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """A file of figures.
+
+    Attributes:
+        path: The file.
+        content: What is in it.
+    """
+
+    path: Path
+    content: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The file, as seen from the repository."""
+        path = self.path.resolve()
+        return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else self.path.name
+
+    @property
+    def _environment(self) -> Mapping[str, Any]:
+        found = self.content.get("environment", {})
+        return found if isinstance(found, Mapping) else {}
+
+    @property
+    def device(self) -> str:
+        """What it was measured on."""
+        device = self._environment.get("device") or self.content.get("device") or "a device that is not named"
+        return str(self._environment.get("processor") or device) if device == "cpu" else str(device)
+
+    @property
+    def date(self) -> str:
+        """The day that the record names or, in older ones, of the commit that it came with; empty if none is known."""
+        named = self._environment.get("date") or self.content.get("date")
+        return str(named) if named else _day_of_commit(self.path)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Commit, command and versions, as far as they are known."""
+        found = self._environment
+        versions = ", ".join(f"{name} {value}" for name, value in dict(found.get("versions") or {}).items())
+        every = {"command": found.get("command"), "commit": found.get("commit"), "versions": versions}
+        return {name: str(value) for name, value in every.items() if value}
+
+    @property
+    def is_board(self) -> bool:
+        """Whether the board's program wrote it."""
+        results = self.content.get("results")
+        return isinstance(results, Mapping) and {"peers", "problems"} <= results.keys()
+
+    @property
+    def figures(self) -> list[Figure]:
+        """Every time in it that has a name."""
+        if str(self.content.get("unit", "")).startswith("milliseconds"):
+            return list(_of_passes(self.content.get("problems", {})))
+        parts = {name: part for name, part in self.content.items() if name not in ("environment", "config", "targets")}
+        return list(_figures(parts, ()))
+
+
+def records(paths: Iterable[Path]) -> list[Record]:
+    """The records among these files, newest first; files that hold no object are left out."""
+    found = []
+    for path in paths:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(content, dict):
+            found.append(Record(path, content))
+    return sorted(found, key=lambda each: (each.date, each.name), reverse=True)
+
+
+def _figures(node: Any, way: tuple[str, ...]) -> Iterator[Figure]:
+    if isinstance(node, list):
+        for number, each in enumerate(node):
+            yield from _figures(each, (*way, _label(each, number)))
+    elif isinstance(node, Mapping):
+        for key, each in node.items():
+            if key == "milliseconds" and isinstance(each, Mapping):
+                yield from (Figure(_what(way), who, value) for who, value in each.items() if _is_number(value))
+            elif key in _UNITS and _is_number(each):
+                yield Figure(_what(way[:-1]), way[-1] if way else key, each * _UNITS[key])
+            else:
+                yield from _figures(each, (*way, key))
+
+
+def _of_passes(problems: Mapping[str, Any]) -> Iterator[Figure]:
+    """Of a record whose problems have a table of times for each pass."""
+    for name, problem in problems.items():
+        for pass_, times in problem.items():
+            if isinstance(times, Mapping):
+                yield from (Figure(f"{name}, {pass_}", who, value) for who, value in times.items())
+
+
+def _what(way: tuple[str, ...]) -> str:
+    hidden = ("results", "records", "sides", "steps", "problems")
+    return ", ".join(part.replace("\n", " ") for part in way if part not in hidden)
+
+
+def _label(entry: Any, number: int) -> str:
+    names = [str(entry[key]) for key in _NAMES if key in entry] if isinstance(entry, Mapping) else []
+    return ", ".join(names) or str(number)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _day_of_commit(path: Path) -> str:
+    command = ["git", "log", "-1", "--format=%cs", "--", path.name]
+    try:
+        found = subprocess.run(command, cwd=path.parent, capture_output=True, text=True, check=False)
+    except OSError:  # there is no git
+        return ""
+    return found.stdout.strip()

@@ -1,0 +1,72 @@
+"""A side of a comparison: one implementation's pass of a problem, ready to be timed."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from lib.implementations import Function
+from lib.timing import LAUNCHES, compile_backward, compile_runner
+from natten_jax.performance import Pass
+
+#: Seconds after which no further run is timed.
+_SLOW = 0.5
+
+Arrays = list[np.ndarray[Any, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """An implementation's pass.
+
+    Attributes:
+        seconds: Of a few launches: device time of all that is launched where there is a GPU, else wall time.
+        result: What it computes: the output, or the gradients of query, key and value.
+        is_same: Whether that is the problem's windows, and not attention of the same tokens without any.
+    """
+
+    seconds: Callable[[], Sequence[float]]
+    result: Callable[[], Arrays]
+    is_same: bool
+
+
+def jax_side(
+    function: Function, cotangent: jax.Array, arrays: Sequence[jax.Array], pass_: Pass, platform: str, *, is_same: bool
+) -> Side:
+    """That of a function of JAX arrays."""
+    if pass_ == "backward":
+        runner = compile_backward(function, cotangent, *arrays)
+    else:
+        runner = compile_runner(function, *arrays)
+
+    def run() -> Any:
+        return jax.block_until_ready(runner.compiled(*runner.arguments))
+
+    return Side(
+        runner.seconds if platform == "cuda" else lambda: wall_times(run),
+        lambda: [np.asarray(each, np.float32) for each in jax.tree.leaves(run())],
+        is_same,
+    )
+
+
+def wall_times(run: Callable[[], Any]) -> list[float]:
+    """Of a few runs, each of which ends when its result is there; of one, where it is slow."""
+    times: list[float] = []
+    while len(times) < LAUNCHES and sum(times) < _SLOW:
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def difference(ours: Arrays, theirs: Arrays) -> float:
+    """The largest difference of two results, in times of the largest entry of each array."""
+    return max(
+        float(np.max(np.abs(a.ravel() - b.ravel())) / max(float(np.max(np.abs(a))), 1e-30))
+        for a, b in zip(ours, theirs, strict=True)
+    )
