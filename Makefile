@@ -20,7 +20,7 @@ BUILD_INPUTS := pyproject.toml setup.py $(shell find csrc -type f)
 PAGES = README.md CONTRIBUTING.md $(wildcard docs/*.md docs/notebooks/*.ipynb examples/*.md)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-host test-gpu fuzz sanitize-gpu sanitize-host lint setup wheels bench-scaling docs pictures notebooks tables clean
+.PHONY: board demo test test-host test-gpu fuzz sanitize-gpu sanitize-host lint setup wheels bench-scaling docs pictures notebooks tables clean
 
 # What the demo needs and no more, natten_jax, JAX and rich, unless everything is installed.
 DEMO := $(or $(wildcard $(INSTALLED)),$(if $(VENV),$(VENV)/.demo,$(INSTALLED)))
@@ -130,6 +130,11 @@ bench-scaling: export NATTEN_JAX_BENCH = 1
 bench-scaling: setup
 	@$(RUN) bench/fmha_ladder.py || $(INSTALL)
 	$(RUN) bench/fmha_scaling.py --output-dir build/fmha_scaling
+
+# A fixed list of problems on the device at hand, beside the implementations that are installed, and a page of that and of
+# every earlier record: build/board/index.html.
+board: setup
+	$(RUN) bench/board.py
 
 # The documentation site; warnings are errors. The second command installs what Sphinx needs, and leaves natten_jax as it is.
 docs: setup

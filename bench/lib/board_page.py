@@ -21,6 +21,7 @@ p,.about{color:var(--soft);margin:.3rem 0}
 .wide{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:.92rem}
 th,td{padding:.25rem .6rem .25rem 0;text-align:left;vertical-align:top;border-bottom:1px solid var(--line)}
+th.n{width:6.5rem}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 .bar{display:block;height:.5rem;min-width:2px;border-radius:2px;background:var(--other)}
 .ours .bar{background:var(--ours)}.ours td:first-child{font-weight:600}
@@ -37,7 +38,8 @@ def page(records: Sequence[Record]) -> str:
     parts = [
         "<h1>natten_jax: the board</h1>",
         "<p>The same list of problems on every device, beside the implementations that were installed there. Lower is "
-        "better. <code>make board</code> measures the device at hand and writes this page again.</p>",
+        "better; what is called dense attends to all tokens, without windows. <code>make board</code> measures the device "
+        "at hand and writes this page again.</p>",
         *(_device(device, of_device) for device, of_device in _by_device(boards).items()),
         "<h2>Every record</h2>",
         "<p>What was measured, newest first, with the command that measures it again.</p>",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata, util
 from typing import Any
@@ -57,12 +58,14 @@ class Peer:
 
     @property
     def version(self) -> str | None:
-        """The installed version; ``None`` where it is not installed."""
+        """The installed version; ``None`` where there is none, or it says nothing of it."""
+        said = getattr(sys.modules.get(self.package), "__version__", None)
+        if said is not None:
+            return str(said)
         try:
             return metadata.version(self.package)
         except metadata.PackageNotFoundError:
-            found: Any = util.find_spec(self.package) and importlib.import_module(self.package)
-            return getattr(found, "__version__", None)
+            return None
 
 
 def _of_jax(function_of: Callable[[Benchmark], tuple[Function, bool]]) -> Make:
