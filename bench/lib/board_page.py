@@ -38,8 +38,8 @@ def page(records: Sequence[Record]) -> str:
     parts = [
         "<h1>natten_jax: the board</h1>",
         "<p>The same list of problems on every device, beside the implementations that were installed there. Lower is "
-        "better; what is called dense attends to all tokens, without windows. <code>make board</code> measures the device "
-        "at hand and writes this page again.</p>",
+        "better; what is called dense attends to all tokens, without windows. <code>make board</code> measures the "
+        "device at hand and writes this page again.</p>",
         *(_device(device, of_device) for device, of_device in _by_device(boards).items()),
         "<h2>Every record</h2>",
         "<p>What was measured, newest first, with the command that measures it again.</p>",

@@ -71,7 +71,9 @@ class Record:
         """Commit, command and versions, as far as they are known."""
         found = self._environment
         versions = ", ".join(f"{name} {value}" for name, value in dict(found.get("versions") or {}).items())
-        every = {"command": found.get("command"), "commit": found.get("commit"), "versions": versions}
+        command = found.get("command")
+        commands = command if isinstance(command, list) else [command]  # those of several runs
+        every = {"command": "; ".join(filter(None, commands)), "commit": found.get("commit"), "versions": versions}
         return {name: str(value) for name, value in every.items() if value}
 
     @property
