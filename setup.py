@@ -7,7 +7,8 @@ Environment variables:
         CROSS_COMPILERS names, for the same version of Python, without CUDA. By default a build is for the machine that
         it runs on.
     NATTEN_JAX_CUDA: ``1`` builds the CUDA part and fails where that is impossible, ``12`` and ``13`` do so with nvcc of
-        that major version of CUDA, ``0`` leaves it out. By default it is built where an NVIDIA GPU is visible.
+        that major version of CUDA, ``0`` leaves it out. By default it is built where an NVIDIA GPU of compute capability
+        8.0 or higher is visible.
     NATTEN_JAX_BENCH: ``1`` adds the kernels that only benchmarks use to the CUDA part.
     NATTEN_JAX_SANITIZE: sanitizers of g++ to build host code with, as in ``address,undefined``.
     NATTEN_JAX_CUDA_ARCHS: CUDA architectures, separated by semicolons. By default those of DEFAULT_CUDA_ARCHITECTURES,
@@ -38,6 +39,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
 LIBRARY = "libnatten_jax.so"
+OLDEST_COMPUTE_CAPABILITY = 8.0
 DEFAULT_CUDA_ARCHITECTURES = "80;90a"
 #: Blackwell's two have machine code of their own: what the driver makes for one of them is no use to the other.
 RELEASE_CUDA_ARCHITECTURES = "80;90a;100;120"
@@ -63,14 +65,24 @@ def find_program(name: str) -> str | None:
     return shutil.which(name, path=os.pathsep.join(path_entries()))
 
 
+def ask(program: str | Path, *questions: str) -> str:
+    """What a program answers."""
+    return subprocess.run(
+        [program, *questions], capture_output=True, encoding="utf-8", errors="backslashreplace", check=False
+    ).stdout
+
+
 def is_gpu_visible() -> bool:
-    """Whether this machine has an NVIDIA GPU with a driver."""
-    if Path("/dev/nvidiactl").exists():
-        return True
+    """Whether this machine has an NVIDIA GPU that there are kernels for; any, where its driver does not say which."""
     nvidia_smi = find_program("nvidia-smi")
-    if nvidia_smi is None:
-        return False
-    return subprocess.run([nvidia_smi, "-L"], capture_output=True, check=False).returncode == 0
+    if nvidia_smi is not None:
+        capabilities = ask(nvidia_smi, "--query-gpu=compute_cap", "--format=csv,noheader")
+        known = [float(each) for each in re.findall(r"^(\d+\.\d+)\s*$", capabilities, re.MULTILINE)]
+        if known:
+            return max(known) >= OLDEST_COMPUTE_CAPABILITY
+        if subprocess.run([nvidia_smi, "-L"], capture_output=True, check=False).returncode == 0:
+            return True
+    return Path("/dev/nvidiactl").exists()
 
 
 def wants_native() -> bool:
@@ -150,16 +162,9 @@ def is_release() -> bool:
     return choice == "1"
 
 
-def ask_nvcc(nvcc: Path, question: str) -> str:
-    """What nvcc answers; nothing where it fails."""
-    return subprocess.run(
-        [nvcc, question], capture_output=True, encoding="utf-8", errors="backslashreplace", check=False
-    ).stdout
-
-
 def cuda_of(nvcc: Path) -> int | None:
     """The major version of CUDA that an nvcc belongs to."""
-    release = re.search(r"release (\d+)\.", ask_nvcc(nvcc, "--version"))
+    release = re.search(r"release (\d+)\.", ask(nvcc, "--version"))
     return int(release[1]) if release else None
 
 
@@ -231,7 +236,7 @@ def cuda_architectures(nvcc: Path) -> str:
     if wrong:
         raise SystemExit(f"NATTEN_JAX_CUDA_ARCHS must be architectures as in '80;90a', got {chosen!r}.")
     # The list has no letters: nvcc has an architecture's own features since it has the architecture.
-    known = re.findall(r"^sm_(\d+)", ask_nvcc(nvcc, "--list-gpu-code"), re.MULTILINE)
+    known = re.findall(r"^sm_(\d+)", ask(nvcc, "--list-gpu-code"), re.MULTILINE)
     missing = [name for name in wanted if name.rstrip("af") not in known]
     if missing:
         lack = f"{nvcc} (CUDA {cuda_of(nvcc)}) cannot compile for the CUDA architectures {', '.join(missing)}"

@@ -245,6 +245,33 @@ def visible_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NATTEN_JAX_CUDA")
 
 
+@pytest.mark.parametrize(
+    ("capabilities", "are_built"),
+    [
+        ("7.5", False),  # T4
+        ("7.0\n7.0", False),
+        ("8.0", True),
+        ("7.5\n9.0", True),
+        ("12.0", True),
+        ("[N/A]", True),
+        ("", True),
+    ],
+)
+def test_kernels_for_gpus_are_built_where_a_visible_one_has_any(
+    capabilities: str,
+    are_built: bool,
+    build_script: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = f'case "$1" in --query-gpu=compute_cap) echo "{capabilities}" ;; -L) echo "GPU 0" ;; esac'
+    put_on_path(monkeypatch, put_program(tmp_path / "driver" / "nvidia-smi", answers))
+    monkeypatch.delenv("NATTEN_JAX_CUDA")
+    assert build_script["wants_cuda"]() == are_built
+    monkeypatch.setenv("NATTEN_JAX_CUDA", "1")
+    assert build_script["wants_cuda"]()
+
+
 @pytest.mark.parametrize(("variable", "choice"), [("NATTEN_JAX_NATIVE", "0"), ("NATTEN_JAX_MACHINE", "aarch64")])
 def test_builds_that_have_no_kernels_for_gpus(
     variable: str,
