@@ -7,8 +7,8 @@ Environment variables:
         CROSS_COMPILERS names, for the same version of Python, without CUDA. By default a build is for the machine that
         it runs on.
     NATTEN_JAX_CUDA: ``1`` builds the CUDA part and fails where that is impossible, ``12`` and ``13`` do so with nvcc of
-        that major version of CUDA, ``0`` leaves it out. By default it is built where an NVIDIA GPU of compute capability
-        8.0 or higher is visible.
+        that major version of CUDA, ``0`` leaves it out. By default it is built where an NVIDIA GPU is visible, of
+        compute capability 8.0 or higher.
     NATTEN_JAX_BENCH: ``1`` adds the kernels that only benchmarks use to the CUDA part.
     NATTEN_JAX_SANITIZE: sanitizers of g++ to build host code with, as in ``address,undefined``.
     NATTEN_JAX_CUDA_ARCHS: CUDA architectures, separated by semicolons. By default those of DEFAULT_CUDA_ARCHITECTURES,
