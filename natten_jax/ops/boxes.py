@@ -13,6 +13,7 @@ from natten_jax.arguments.static import Ints, int_tuple
 from natten_jax.arrays.operands import Inputs, Output
 from natten_jax.arrays.padding import is_real
 from natten_jax.native.abi import KERNEL_RANK
+from natten_jax.sharding.explicit import replicated, reshaped, split_like
 
 
 class BoxArguments(NamedTuple):
@@ -37,13 +38,17 @@ class Placement(NamedTuple):
     def without_padding(self, query: jax.Array) -> jax.Array:
         """The query, zero where it is padding."""
         assert self.layouts is not None
-        return jnp.where(is_real(self.layouts, query.shape[1:-2], of_queries=True)[..., None, None], query, 0)
+        inside = is_real(self.layouts, query.shape[1:-2], of_queries=True)[..., None, None]
+        return jnp.where(split_like(inside, query), query, 0)
 
     def with_nothing_outside(self, output: Output) -> Output:
         """The output, of padding zero, and its logsumexp that of no key."""
         assert self.layouts is not None
         inside = is_real(self.layouts, output.out.shape[1:-2], of_queries=True)[..., None]
-        return Output(jnp.where(inside[..., None], output.out, 0), jnp.where(inside, output.logsumexp, -jnp.inf))
+        return Output(
+            jnp.where(split_like(inside[..., None], output.out), output.out, 0),
+            jnp.where(split_like(inside, output.logsumexp), output.logsumexp, -jnp.inf),
+        )
 
 
 def placement_of_windows(inputs: Inputs, box: BoxArguments) -> Placement:
@@ -79,7 +84,10 @@ def _placement(
     batch, *queries, _, _ = inputs.query.shape
     layout = inputs.key.shape[1:-2]
     room = [k - q for q, k in zip(queries, layout, strict=True)]
-    origin = checked_origin(query_origin, batch, room)
+    origin, of_queries, of_keys = (
+        None if each is None else replicated(each)
+        for each in (checked_origin(query_origin, batch, room), of_queries, of_keys)
+    )
     missing = KERNEL_RANK - len(layout)
     if of_queries is None and of_keys is None and (origin is None or origin.ndim == 1):
         if origin is None:
@@ -141,8 +149,10 @@ class FinerGrid(NamedTuple):
         cells = [n // factor for n, factor in zip(layout, self.factors, strict=True)]
         split = [n for pair in zip(cells, self.factors, strict=True) for n in pair]
         order = [0, *range(1, 2 * rank, 2), 2 * rank + 1, *range(2, 2 * rank + 1, 2), 2 * rank + 2]
-        query = jnp.asarray(query).reshape(batch, *split, heads, width).transpose(order)
-        return inputs._replace(query=query.reshape(batch, *cells, heads * self.queries, width))
+        sources = [0, *(n for i in range(rank) for n in (1 + i, None)), rank + 1, rank + 2]
+        query = reshaped(jnp.asarray(query), (batch, *split, heads, width), sources).transpose(order)
+        sources = [*range(rank + 2), 2 * rank + 2]
+        return inputs._replace(query=reshaped(query, (batch, *cells, heads * self.queries, width), sources))
 
     def unfolded(self, output: Output) -> Output:
         """Output and logsumexp of every query at its place."""
@@ -156,7 +166,9 @@ class FinerGrid(NamedTuple):
         rank = len(self.factors)
         batch, *cells, folded, width = array.shape
         heads = folded // self.queries
-        array = array.reshape(batch, *cells, heads, *self.factors, width)
+        sources: list[int | None] = [*range(rank + 2), *[None] * rank, rank + 2]
+        array = reshaped(array, (batch, *cells, heads, *self.factors, width), sources)
         order = [0, *(n for i in range(rank) for n in (1 + i, rank + 2 + i)), rank + 1, 2 * rank + 2]
         layout: list[Any] = [n * factor for n, factor in zip(cells, self.factors, strict=True)]
-        return array.transpose(order).reshape(batch, *layout, heads, width)
+        sources = [0, *range(1, 2 * rank, 2), 2 * rank + 1, 2 * rank + 2]
+        return reshaped(array.transpose(order), (batch, *layout, heads, width), sources)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -108,6 +108,38 @@ def with_whole_dimensions(inputs: Inputs, *, keeps_tokens: bool) -> Inputs:
         is_whole = axes == list(_spec(array))
         arrays.append(array if is_whole else _placed(array, NamedSharding(mesh, PartitionSpec(*axes))))
     return Inputs._make(arrays)
+
+
+def replicated(array: jax.Array) -> jax.Array:
+    """The array, on every device as a whole where explicit mesh axes split it: for a few numbers."""
+    mesh = _mesh_of(array)
+    return array if mesh is None else _placed(array, NamedSharding(mesh, PartitionSpec()))
+
+
+def split_like(array: jax.Array, other: jax.Array) -> jax.Array:
+    """The array, whose dimensions are 1 or those of another one, split over explicit mesh axes as that is."""
+    mesh = _mesh_of(other)
+    if mesh is None:
+        return array
+    axes = [None if n == 1 else axis for n, axis in zip(array.shape, _spec(other), strict=False)]
+    return _placed(array, NamedSharding(mesh, PartitionSpec(*axes)))
+
+
+def reshaped(array: jax.Array, shape: Sequence[Any], sources: Sequence[int | None]) -> jax.Array:
+    """The array in another shape, whose dimensions are split over explicit mesh axes as those that they come from.
+
+    Args:
+        array: The array.
+        shape: Its new shape.
+        sources: For each new dimension the old one that its outermost part is; ``None`` for what is split off behind.
+    """
+    mesh = _mesh_of(array)
+    if mesh is None:
+        return array.reshape(shape)
+    spec = _spec(array)
+    sharding = NamedSharding(mesh, PartitionSpec(*(None if source is None else spec[source] for source in sources)))
+    result: jax.Array = jax.lax.reshape(array, shape, out_sharding=sharding)
+    return result
 
 
 def _mesh_of(arrays: Any) -> Any:

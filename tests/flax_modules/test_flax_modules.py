@@ -383,3 +383,29 @@ class TestDropout:
         # The call takes precedence over the construction.
         fixed = LINEN[1](num_heads=HEADS, **WINDOWS[1], proj_drop=0.5, deterministic=False)
         np.testing.assert_array_equal(fixed.apply(variables, inputs, deterministic=True), plain)
+
+
+def test_modules_attend_from_boxes_padded_and_finer_layouts() -> None:
+    """Both flavours hand over where tokens lie; leading batch dimensions may be several."""
+    rng = np.random.default_rng(0)
+    image = jnp.asarray(rng.standard_normal((2, 3, 8, 6, 16)), "float32")
+    layer = nnx.NeighborhoodAttention2D(16, num_heads=2, kernel_size=3, clamp_window=True, rngs=flax_nnx.Rngs(0))
+    linen_layer = linen.NeighborhoodAttention2D(16, num_heads=2, kernel_size=3, clamp_window=True)
+    names = ("query", "key", "value", "out")
+    params = {name: {kind: getattr(getattr(layer, name), kind)[...] for kind in ("kernel", "bias")} for name in names}
+    whole = layer(image)
+    places = jnp.asarray(rng.integers(0, 4, (2, 3, 2)), jnp.int32).at[..., 1].set(0)
+    boxes = jax.vmap(jax.vmap(lambda each, at: jax.lax.dynamic_slice(each, (at[0], 0, 0), (4, 6, 16))))(image, places)
+    expected = jax.vmap(jax.vmap(lambda each, at: jax.lax.dynamic_slice(each, (at[0], 0, 0), (4, 6, 16))))(
+        whole, places
+    )
+    extents = jnp.asarray(rng.integers(1, 6, (2, 3, 2)), jnp.int32)
+    for call in (layer, functools.partial(linen_layer.apply, {"params": params})):
+        found = call(boxes, inputs_kv=image, query_origin=places)
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+        padded = call(image, extents=extents)
+        height, width = (int(n) for n in extents[1, 2])
+        np.testing.assert_allclose(padded[1, 2, :height, :width], call(image[1, 2, :height, :width]), atol=2e-5)
+        fine = call(image, inputs_kv=image[:, :, ::2, ::2], upsample=2)
+        assert fine.shape == image.shape
+        np.testing.assert_allclose(fine[:, :, ::2, ::2], call(image[:, :, ::2, ::2]), atol=2e-5)

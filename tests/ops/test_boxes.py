@@ -151,14 +151,14 @@ def test_wrong_boxes() -> None:
     with pytest.raises(TypeError, match="query_origin must be one array where it is traced"):
         jax.jit(lambda x: na2d(_FEW, _TOKENS, _TOKENS, 3, query_origin=(x, 0)))(1)
     with pytest.raises(ValueError, match="query has 1 heads, which is not a multiple of the 2 heads"):
-        na1d(jnp.ones((1, 8, 1, 8)), *[jnp.ones((1, 4, 2, 8))] * 2, 3, upsample=2)
+        na1d(jnp.ones((1, 8, 1, 8)), jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 2, 8)), 3, upsample=2)
 
 
 def test_keys_are_not_copied_for_finer_queries() -> None:
     """No array of the compiled program has as many tokens as queries and the heads of keys."""
     query, key = jnp.ones((1, 32, 36, 4, 8)), jnp.ones((1, 16, 12, 2, 8))
     attend = jax.jit(lambda query, key: natten_jax.na2d(query, key, key, 3, upsample=(2, 3), backend="cpu-fna"))
-    text = attend.lower(query, key).compile().as_text()
+    text = attend.lower(query, key).compile().as_text() or ""
     assert "16,12,24,8]" in text  # queries of a cell are heads of it
     assert "32,36,2,8]" not in text
 
