@@ -136,6 +136,14 @@ def test_code_is_as_wide_as_a_page_shows(page: Path) -> None:
             assert max(map(len, block.splitlines()), default=0) <= (100 if language in OUTPUT else 88), block
 
 
+def test_every_variable_of_the_environment_has_a_place_on_the_page_of_installation() -> None:
+    sources = [ROOT / "setup.py", *PACKAGE.rglob("*.py")]
+    read = {name for path in sources for name in re.findall(r"""["'](NATTEN_JAX_[A-Z_]+)["']""", path.read_text())}
+    assert len(read) >= 9
+    page = (ROOT / "docs" / "installation.md").read_text()
+    assert not [name for name in sorted(read) if f"`{name}" not in page]
+
+
 def test_pages_of_the_profiler_can_be_read_in_one_go() -> None:
     for page in (*ROOT.glob("docs/profiler*.md"), ROOT / "docs" / "simulator.md"):
         assert len(page.read_text().splitlines()) <= 250, page.name
