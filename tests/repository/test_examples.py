@@ -64,11 +64,22 @@ def test_digits_compares_two_backends(tmp_path):
     assert 0 < float(difference) < 1
 
 
+@pytest.mark.parametrize("cache", ["whole", "ring"])
+def test_decode_equals_its_whole_sequences(cache):
+    options = ("--tokens", "24", "--window", "6", "--prompts", "2", "11", "5", "--cache", cache)
+    output = trained("decode.py", *options)
+    assert len(re.findall(r"^ +(2|11|5) tokens of prompt, then (\d+ ){12}\.\.\.$", output, re.MULTILINE)) == 3
+    (difference,) = re.findall(r"^Largest difference .*: (\S+)$", output, re.MULTILINE)
+    assert 0 < float(difference) < 1e-4
+
+
 @pytest.mark.parametrize(
     ("example", "arguments", "message"),
     [
         ("dinat.py", ["--steps", "0"], "--steps must be at least 1"),
         ("dinat.py", ["--image-size", "24"], "--image-size must be at least 32"),
+        ("decode.py", ["--window", "64"], "--window must be from 1 to --tokens 64 less 1, got 64"),
+        ("decode.py", ["--prompts", "3", "64"], "--prompts must be from 1 to --tokens 64 less 1, got [3, 64]"),
         ("digits.py", ["--epochs", "0"], "--epochs must be at least 1"),
         ("digits.py", ["--features", "24"], "--features must be a multiple of 16"),
         ("digits.py", ["--compare", "float32"], "'float32' is no backend and type"),
