@@ -55,25 +55,25 @@ PYBIND11_MODULE(_native, module) {
              "In how many parts gradients of additional tokens are added up; see natten_jax.native.");
   module.def(
       "window_bounds",
-      [](std::int64_t index, std::int64_t length, std::int64_t kernel_size, std::int64_t stride, bool is_causal) {
-        const natten_jax::Window window{kernel_size, stride, 1, is_causal};
+      [](std::int64_t index, std::int64_t length, std::int64_t kernel_size, std::int64_t stride, int ends) {
+        const natten_jax::Window window{kernel_size, stride, 1, static_cast<natten_jax::Ends>(ends)};
         return pair(natten_jax::window_bounds(window, index, length));
       },
-      py::arg("index"), py::arg("length"), py::arg("kernel_size"), py::arg("stride"), py::arg("is_causal"),
+      py::arg("index"), py::arg("length"), py::arg("kernel_size"), py::arg("stride"), py::arg("ends"),
       "Half-open range of key indices that a query sees; see natten_jax.windows.");
   module.def(
       "inverse_window_bounds",
       [](std::int64_t index, std::int64_t query_length, std::int64_t key_length, std::int64_t kernel_size,
-         std::int64_t stride, bool is_causal) {
-        const natten_jax::Window window{kernel_size, stride, 1, is_causal};
+         std::int64_t stride, int ends) {
+        const natten_jax::Window window{kernel_size, stride, 1, static_cast<natten_jax::Ends>(ends)};
         return pair(natten_jax::inverse_window_bounds(window, index, query_length, key_length));
       },
       py::arg("index"), py::arg("query_length"), py::arg("key_length"), py::arg("kernel_size"), py::arg("stride"),
-      py::arg("is_causal"), "Half-open range of query indices that see a key; see natten_jax.windows.");
+      py::arg("ends"), "Half-open range of query indices that see a key; see natten_jax.windows.");
   module.def(
       "group_length",
       [](std::int64_t extent, std::int64_t dilation, std::int64_t group) {
-        return natten_jax::group_length(natten_jax::Window{1, 1, dilation, false}, extent, group);
+        return natten_jax::group_length(natten_jax::Window{1, 1, dilation, natten_jax::Ends::kShift}, extent, group);
       },
       py::arg("extent"), py::arg("dilation"), py::arg("group"),
       "Number of tokens in a dilation group; see natten_jax.windows.");

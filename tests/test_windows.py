@@ -226,27 +226,36 @@ def compiled() -> Any:
     return _native
 
 
+def native_facts(window: Window) -> tuple[int, int, int]:
+    """Extent, stride and ``Ends`` of csrc/include/natten_jax/windows.h."""
+    return window.kernel_size, window.stride, 1 if window.is_causal else {"shift": 0, "cut": 2, "wrap": 3}[window.edges]
+
+
 def same_window(compiled: Any, window: Window, index: int, length: int) -> None:
     """Compare the window of a query with that of the native twin."""
     expected = tuple(map(int, windows.window_bounds(window, index, length)))
-    assert tuple(compiled.window_bounds(index, length, *window[:3])) == expected, (window, index, length)
+    assert tuple(compiled.window_bounds(index, length, *native_facts(window))) == expected, (window, index, length)
 
 
 def same_inverse_window(compiled: Any, window: Window, index: int, queries: int, keys: int) -> None:
     """Compare the queries that see a key with those of the native twin."""
     expected = tuple(map(int, windows.inverse_window_bounds(window, index, queries, keys)))
-    found = tuple(compiled.inverse_window_bounds(index, queries, keys, *window[:3]))
+    found = tuple(compiled.inverse_window_bounds(index, queries, keys, *native_facts(window)))
     assert found == expected, (window, index, queries, keys)
 
 
 @pytest.mark.parametrize("length", range(1, LARGEST + 1))
 def test_native_windows_equal_python(compiled: Any, length: int) -> None:
     index = np.arange(length)
-    for window in parameters(length):
+    for window in (*parameters(length), *parameters_of_edges(length)):
         bounds = np.stack(windows.window_bounds(window, index, length), axis=1).tolist()
-        assert [list(compiled.window_bounds(i, length, *window[:3])) for i in range(length)] == bounds
+        assert [list(compiled.window_bounds(i, length, *native_facts(window))) for i in range(length)] == bounds
         bounds = np.stack(windows.inverse_window_bounds(window, index, length, length), axis=1).tolist()
-        assert [list(compiled.inverse_window_bounds(i, length, length, *window[:3])) for i in range(length)] == bounds
+        assert [
+            list(compiled.inverse_window_bounds(i, length, length, *native_facts(window))) for i in range(length)
+        ] == bounds
+        for i in (-length, -1, length, 2 * length - 1) if window.edges == "wrap" else ():
+            same_inverse_window(compiled, window, i, length, length)
 
 
 def test_native_windows_of_different_lengths_equal_python(compiled: Any) -> None:
@@ -265,7 +274,6 @@ def test_native_windows_of_long_lines_equal_python(line: tuple[Window, int, int]
     _native: Any = importlib.import_module("natten_jax._native")
 
     window, index, length = line
-    window = window._replace(edges="shift")
     same_window(_native, window, index, length)
     same_inverse_window(_native, window, index, length, length)
 

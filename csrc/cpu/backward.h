@@ -89,10 +89,11 @@ void query_gradient(const Plan& plan, const Item& item, std::byte* scratch) {
 NATTEN_JAX_INLINE void list_query_values(const Arrays& arrays, const TokenMap& tokens, std::int64_t first_row,
                                          std::int64_t heads, const Box& box, const QueryValues& values) {
   std::int64_t i = 0;
-  for (std::int64_t x = box.begin[0]; x < box.end[0]; ++x) {
-    for (std::int64_t y = box.begin[1]; y < box.end[1]; ++y) {
-      const std::int64_t line = tokens.offset + x * tokens.pitch[0] + y * tokens.pitch[1];
-      for (std::int64_t z = box.begin[2]; z < box.end[2]; ++z) {
+  const std::int64_t first = tokens.row(box.begin);
+  for (std::int64_t x = 0; x < box.end[0] - box.begin[0]; ++x) {
+    for (std::int64_t y = 0; y < box.end[1] - box.begin[1]; ++y) {
+      const std::int64_t line = first + x * tokens.pitch[0] + y * tokens.pitch[1];
+      for (std::int64_t z = 0; z < box.end[2] - box.begin[2]; ++z) {
         values.set(i++, arrays, first_row + (line + z * tokens.pitch[2]) * heads);
       }
     }
@@ -147,7 +148,7 @@ void key_value_gradient(const Plan& plan, const Item& item, std::byte* scratch) 
     const T* queries = static_cast<const T*>(arrays.query) + first * p.head_dim;
     const T* cotangents = static_cast<const T*>(arrays.out_cotangent) + first * p.head_dim_v;
     stream_boxes<T>(
-        w.blocks, blocks, plan.stream_tile,
+        w.blocks, blocks, tokens, plan.stream_tile,
         [&](const Box& tile) {
           return RowPair{float_rows(tile, tokens, queries, p.heads, p.head_dim, w.packed_a),
                          float_rows(tile, tokens, cotangents, p.heads, p.head_dim_v, w.packed_b)};

@@ -19,7 +19,7 @@ NATTEN_JAX_INLINE void stream_keys_and_values(const Plan& plan, const Item& item
   const T* keys = static_cast<const T*>(plan.arrays.key) + first * p.head_dim;
   const T* values = static_cast<const T*>(plan.arrays.value) + first * p.head_dim_v;
   stream_boxes<T>(
-      w.blocks, blocks, plan.stream_tile,
+      w.blocks, blocks, tokens, plan.stream_tile,
       [&](const Box& tile) {
         return RowPair{float_rows(tile, tokens, keys, p.heads_kv, p.head_dim, w.packed_a),
                        float_rows(tile, tokens, values, p.heads_kv, p.head_dim_v, w.packed_b)};
@@ -31,13 +31,13 @@ NATTEN_JAX_INLINE void stream_keys_and_values(const Plan& plan, const Item& item
       });
 
   if (p.additional_kv == 0) return;
-  const TokenMap line{0, {0, 0, 1}};
+  const TokenMap line{0, {0, 0, 1}, {}};
   const Box all{{0, 0, 0}, {1, 1, p.additional_kv}};
   const std::int64_t shape[kRank] = {1, 1, plan.stream_tokens};
   const std::int64_t first_additional = item.batch * p.additional_kv * p.heads_kv + item.kv_head;
   const T* additional_keys = static_cast<const T*>(plan.arrays.additional_keys) + first_additional * p.head_dim;
   const T* additional_values = static_cast<const T*>(plan.arrays.additional_values) + first_additional * p.head_dim_v;
-  for_each_tile(all, shape, [&](const Box& tile) {
+  for_each_tile(all, line, shape, [&](const Box& tile) {
     const FloatRows key_rows = float_rows(tile, line, additional_keys, p.heads_kv, p.head_dim, w.packed_a);
     const FloatRows value_rows = float_rows(tile, line, additional_values, p.heads_kv, p.head_dim_v, w.packed_b);
     for (std::int64_t i = 0; i < blocks; ++i) {

@@ -26,7 +26,8 @@ class Visibility {
     const Range<std::int64_t> range = owns_queries_
                                           ? window_bounds(axis_.window, index, key_length_)
                                           : inverse_window_bounds(axis_.window, index, query_length_, key_length_);
-    return intersection(range, local_);
+    // The tokens of one that wraps may be at either end: what streams them finds those that there are.
+    return axis_.window.ends == Ends::kWrap ? range : intersection(range, local_);
   }
 
  private:
@@ -39,7 +40,7 @@ class Visibility {
 };
 
 TokenMap token_map(const Problem& problem, const Segment* segments, bool of_queries) {
-  TokenMap map{0, {1, 1, 1}};
+  TokenMap map{0, {1, 1, 1}, {}};
   std::int64_t pitch = 1;
   for (int dim = kRank - 1; dim >= 0; --dim) {
     const Axis& axis = problem.axes[dim];
@@ -61,7 +62,7 @@ struct OwnerArray {
 OwnerArray owner_array(const Plan& plan, const Item& item) {
   const Problem& p = plan.problem;
   if (item.owns_additional) {
-    return {{0, {0, 0, 1}}, item.batch * p.additional_kv * p.heads_kv + item.kv_head, p.heads_kv};
+    return {{0, {0, 0, 1}, {}}, item.batch * p.additional_kv * p.heads_kv + item.kv_head, p.heads_kv};
   }
   const bool owns_queries = plan.pass != Pass::kKeyValueGradient;
   const TokenMap tokens = token_map(p, item.segments, owns_queries);
@@ -171,9 +172,18 @@ Box enclosing_hull(const LaneBlock* blocks, std::int64_t count) {
 TokenMap stream_tokens(const Plan& plan, const Item& item) {
   if (item.owns_additional) {
     const Axis* axes = plan.problem.axes;
-    return {0, {axes[1].query.local_extent * axes[2].query.local_extent, axes[2].query.local_extent, 1}};
+    return {0, {axes[1].query.local_extent * axes[2].query.local_extent, axes[2].query.local_extent, 1}, {}};
   }
-  return token_map(plan.problem, item.segments, plan.pass == Pass::kKeyValueGradient);
+  const bool streams_queries = plan.pass == Pass::kKeyValueGradient;
+  TokenMap map = token_map(plan.problem, item.segments, streams_queries);
+  for (int dim = 0; dim < kRank; ++dim) {
+    const Axis& axis = plan.problem.axes[dim];
+    if (axis.window.ends != Ends::kWrap) continue;
+    const Tokens& tokens = streams_queries ? axis.query : axis.kv;
+    map.repeated[dim] = {tokens.local_indices(axis.window, item.segments[dim].group),
+                         tokens.extent / axis.window.dilation};
+  }
+  return map;
 }
 
 }  // namespace natten_jax::cpu

@@ -15,10 +15,42 @@ struct Box {
   bool empty() const { return end[0] <= begin[0] || end[1] <= begin[1] || end[2] <= begin[2]; }
 };
 
+/// The tokens that there are along a dimension which wraps: a range of indices, that comes again after each period.
+struct Repetition {
+  Range<std::int64_t> tokens;
+  std::int64_t period;  ///< 0 where the dimension does not wrap: then indices are those of tokens.
+
+  /// How far the repetition that an index lies in, or behind, is from the tokens.
+  std::int64_t shift(std::int64_t index) const {
+    if (period == 0) return 0;
+    const std::int64_t from_first = index - tokens.begin;
+    return (from_first >= 0 ? from_first / period : -((period - 1 - from_first) / period)) * period;
+  }
+
+  /// The first index from this one on that is a token's.
+  std::int64_t next(std::int64_t index) const {
+    if (period == 0 || index - shift(index) < tokens.end) return index;
+    return tokens.begin + shift(index) + period;
+  }
+
+  /// The end of the tokens that are in a row from that of an index on, at most `end`.
+  std::int64_t row_end(std::int64_t index, std::int64_t end) const {
+    return period == 0 ? end : smaller(end, tokens.end + shift(index));
+  }
+};
+
 /// Where the tokens of one side's dilation group lie: token row = offset + sum of index * pitch.
 struct TokenMap {
   std::int64_t offset;
   std::int64_t pitch[kRank];
+  Repetition repeated[kRank];
+
+  /// Row of the token at some indices.
+  std::int64_t row(const std::int64_t (&index)[kRank]) const {
+    std::int64_t sum = offset;
+    for (int dim = 0; dim < kRank; ++dim) sum += (index[dim] - repeated[dim].shift(index[dim])) * pitch[dim];
+    return sum;
+  }
 };
 
 struct alignas(64) LaneBlock {

@@ -13,6 +13,10 @@ std::int64_t divide_up(std::int64_t a, std::int64_t b) {
   return (a + b - 1) / b;
 }
 
+std::int64_t divide_down(std::int64_t a, std::int64_t b) {
+  return a >= 0 ? a / b : -divide_up(-a, b);
+}
+
 const Tokens& owner_side(const Axis& axis, Pass pass) {
   return pass == Pass::kKeyValueGradient ? axis.kv : axis.query;
 }
@@ -25,15 +29,18 @@ const Tokens& stream_side(const Axis& axis, Pass pass) {
 std::vector<Segment> cut(const Axis& axis, Pass pass, std::int64_t tile) {
   const Tokens& tokens = owner_side(axis, pass);
   const std::int64_t dilation = axis.window.dilation;
-  const std::int64_t first = std::max<std::int64_t>(tokens.origin, 0);
-  const std::int64_t last = std::min({tokens.origin + tokens.local_extent, tokens.extent, first + dilation});
+  // Those of neighbors lie in front of a dimension that wraps, and behind it.
+  const bool wraps = axis.window.ends == Ends::kWrap;
+  const std::int64_t first = wraps ? tokens.origin : std::max<std::int64_t>(tokens.origin, 0);
+  const std::int64_t end = tokens.origin + tokens.local_extent;
+  const std::int64_t last = std::min(wraps ? end : std::min(end, tokens.extent), first + dilation);
   std::vector<Segment> segments;
   // The groups that have local tokens are those of the first `dilation` local coordinates.
   for (std::int64_t coordinate = first; coordinate < last; ++coordinate) {
-    const std::int64_t group = coordinate % dilation;
+    const std::int64_t group = coordinate - divide_down(coordinate, dilation) * dilation;
     const Range<std::int64_t> local = tokens.local_indices(axis.window, group);
     for (std::int64_t begin = local.begin; begin < local.end;) {
-      const std::int64_t end = std::min((begin / tile + 1) * tile, local.end);
+      const std::int64_t end = std::min((divide_down(begin, tile) + 1) * tile, local.end);
       segments.push_back({group, begin, end});
       begin = end;
     }

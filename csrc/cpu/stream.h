@@ -58,16 +58,22 @@ NATTEN_JAX_INLINE bool contains(const Box& outer, const Box& inner) {
   return inside;
 }
 
-/// Calls visit(tile) for the tiles of at most `shape` tokens that cover a box.
+/// Calls visit(tile) for the tiles of at most `shape` tokens that cover the tokens of a box, each of one repetition.
 template <typename Visit>
-NATTEN_JAX_INLINE void for_each_tile(const Box& box, const std::int64_t* shape, Visit visit) {
+NATTEN_JAX_INLINE void for_each_tile(const Box& box, const TokenMap& tokens, const std::int64_t* shape, Visit visit) {
+  const Repetition* at = tokens.repeated;
+  const auto end_of = [&](int dim, std::int64_t begin) {
+    return at[dim].row_end(begin, lesser(begin + shape[dim], box.end[dim]));
+  };
   Box tile;
-  for (tile.begin[0] = box.begin[0]; tile.begin[0] < box.end[0]; tile.begin[0] = tile.end[0]) {
-    tile.end[0] = lesser(tile.begin[0] + shape[0], box.end[0]);
-    for (tile.begin[1] = box.begin[1]; tile.begin[1] < box.end[1]; tile.begin[1] = tile.end[1]) {
-      tile.end[1] = lesser(tile.begin[1] + shape[1], box.end[1]);
-      for (tile.begin[2] = box.begin[2]; tile.begin[2] < box.end[2]; tile.begin[2] = tile.end[2]) {
-        tile.end[2] = lesser(tile.begin[2] + shape[2], box.end[2]);
+  for (tile.begin[0] = at[0].next(box.begin[0]); tile.begin[0] < box.end[0]; tile.begin[0] = at[0].next(tile.end[0])) {
+    tile.end[0] = end_of(0, tile.begin[0]);
+    for (tile.begin[1] = at[1].next(box.begin[1]); tile.begin[1] < box.end[1];
+         tile.begin[1] = at[1].next(tile.end[1])) {
+      tile.end[1] = end_of(1, tile.begin[1]);
+      for (tile.begin[2] = at[2].next(box.begin[2]); tile.begin[2] < box.end[2];
+           tile.begin[2] = at[2].next(tile.end[2])) {
+        tile.end[2] = end_of(2, tile.begin[2]);
         visit(tile);
       }
     }
@@ -104,17 +110,16 @@ NATTEN_JAX_INLINE FloatRows float_rows(const Box& tile, const TokenMap& tokens, 
   const std::int64_t step = heads * width;
   const std::int64_t* begin = tile.begin;
   if constexpr (std::is_same_v<T, float>) {
-    const std::int64_t first =
-        tokens.offset + begin[0] * tokens.pitch[0] + begin[1] * tokens.pitch[1] + begin[2] * tokens.pitch[2];
-    return {data + first * step,
+    return {data + tokens.row(tile.begin) * step,
             {begin[0], begin[1], begin[2]},
             {tokens.pitch[0] * step, tokens.pitch[1] * step, tokens.pitch[2] * step}};
   } else {
     float* target = packed;
-    for (std::int64_t x = begin[0]; x < tile.end[0]; ++x) {
-      for (std::int64_t y = begin[1]; y < tile.end[1]; ++y) {
-        const std::int64_t line = tokens.offset + x * tokens.pitch[0] + y * tokens.pitch[1];
-        for (std::int64_t z = begin[2]; z < tile.end[2]; ++z, target += width) {
+    const std::int64_t first = tokens.row(tile.begin);
+    for (std::int64_t x = 0; x < tile.end[0] - begin[0]; ++x) {
+      for (std::int64_t y = 0; y < tile.end[1] - begin[1]; ++y) {
+        const std::int64_t line = first + x * tokens.pitch[0] + y * tokens.pitch[1];
+        for (std::int64_t z = 0; z < tile.end[2] - begin[2]; ++z, target += width) {
           widen(data + (line + z * tokens.pitch[2]) * step, target, width);
         }
       }
@@ -133,18 +138,19 @@ NATTEN_JAX_INLINE FloatRows float_rows(const Box& tile, const TokenMap& tokens, 
 /// Args:
 ///   blocks: the lane blocks.
 ///   count: how many there are.
+///   tokens: where the streamed tokens lie.
 ///   shape: tokens per dimension of a stream tile.
 ///   locate: locate(tile) gives the tile's rows in a form that visit understands.
 ///   visit: visit(block number, box, rows).
 template <typename T, typename Locate, typename Visit>
-NATTEN_JAX_INLINE void stream_boxes(const LaneBlock* blocks, std::int64_t count, const std::int64_t* shape,
-                                    Locate locate, Visit visit) {
+NATTEN_JAX_INLINE void stream_boxes(const LaneBlock* blocks, std::int64_t count, const TokenMap& tokens,
+                                    const std::int64_t* shape, Locate locate, Visit visit) {
   if constexpr (std::is_same_v<T, float>) {
     for (std::int64_t i = 0; i < count; ++i) {
-      for_each_tile(blocks[i].hull, shape, [&](const Box& tile) { visit(i, tile, locate(tile)); });
+      for_each_tile(blocks[i].hull, tokens, shape, [&](const Box& tile) { visit(i, tile, locate(tile)); });
     }
   } else {
-    for_each_tile(enclosing_hull(blocks, count), shape, [&](const Box& tile) {
+    for_each_tile(enclosing_hull(blocks, count), tokens, shape, [&](const Box& tile) {
       const auto rows = locate(tile);
       for (std::int64_t i = 0; i < count; ++i) {
         const Box box = common(blocks[i].hull, tile);

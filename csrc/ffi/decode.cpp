@@ -154,6 +154,9 @@ Error check_rank_and_extents(const char* name, const AnyBuffer& array, std::size
   return Error::Success();
 }
 
+/// Of a dimension that wraps: kernels count on behind both of its ends.
+constexpr std::int64_t kLargestExtentAround = kLargestExtent / 4;
+
 Error check_windows(const Axis (&axes)[kRank]) {
   const auto value = [&](const char* name) { return described(name, axes); };
   for (const Axis& axis : axes) {
@@ -165,6 +168,15 @@ Error check_windows(const Axis (&axes)[kRank]) {
     if (w.kernel_size > axis.kv.extent / w.dilation) {
       return invalid("attribute axes: ", value("kernel_size"), ", ", value("dilation"), " and ", value("kv_extent"),
                      ", but kernel_size * dilation <= kv_extent must hold in every dimension");
+    }
+    if (w.ends == Ends::kWrap && (axis.kv.extent % w.dilation != 0 || axis.kv.extent > kLargestExtentAround)) {
+      return invalid("attribute axes: ", value("ends"), ", ", value("dilation"), " and ", value("kv_extent"),
+                     ", but dilation must divide the extent of a dimension that wraps, which has at most ",
+                     kLargestExtentAround, " tokens");
+    }
+    if (w.ends == Ends::kCut && axis.query.extent != axis.kv.extent) {
+      return invalid("attribute axes: ", value("ends"), ", ", value("query_extent"), " and ", value("kv_extent"),
+                     ", but extents may differ only where windows are shifted or causal");
     }
     if (axis.query.extent != axis.kv.extent && w.kernel_size != axis.kv.extent) {
       return invalid("attribute axes: ", value("query_extent"), ", ", value("kv_extent"), " and ", value("kernel_size"),
@@ -373,6 +385,11 @@ Error decode_call(const ProblemOperands& operands, const xffi::Dictionary& dicti
   Attributes attributes;
   call.arrays = {};
   NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes, further));
+  for (const Axis& axis : attributes.axes) {
+    if (memory == Memory::kHost || axis.window.ends == Ends::kShift || axis.window.is_causal()) continue;
+    return invalid("attribute axes: ", described("ends", attributes.axes),
+                   ", but kernels for GPUs have windows that are shifted or causal");
+  }
   NATTEN_JAX_RETURN_IF_ERROR(decode_origins(operands.origins, call.arrays.origins));
   constexpr std::int32_t kNoOrigins[2 * kRank] = {};
   const std::int32_t* readable = memory == Memory::kHost ? call.arrays.origins : nullptr;

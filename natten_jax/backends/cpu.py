@@ -28,6 +28,7 @@ from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem, Shape
+from natten_jax.windows import EDGES
 
 _FORWARD = "natten_jax_cpu_forward"
 _BACKWARD = "natten_jax_cpu_backward"
@@ -40,6 +41,7 @@ class CpuBackend(NativeBackend):
     family = "cpu"
     platform = Platform("cpu")
     dtypes = ("float32", "float16", "bfloat16")
+    edges = EDGES
     targets: ClassVar = {"forward": (_FORWARD,), "backward": (_BACKWARD,)}
     heeds = ("backward_deterministic",)  # in every run
     takes_own_layouts = True

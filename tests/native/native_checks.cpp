@@ -47,7 +47,7 @@ void decode(int query, int key, int value) {
   ffi::Attributes attributes{};
   for (Axis& axis : attributes.axes) {
     axis.query.extent = axis.kv.extent = 2;
-    axis.window = {1, 1, 1, false};
+    axis.window = {1, 1, 1, natten_jax::Ends::kShift};
   }
   attributes.scale = 1;
   ffi::Call call{};

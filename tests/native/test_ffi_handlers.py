@@ -159,7 +159,7 @@ def test_real_calls_are_those_tested_here(target: Target) -> None:
         axes["kernel_size"],
         axes["stride"],
         axes["dilation"],
-        tuple(map(bool, axes["is_causal"])),
+        tuple(end == 1 for end in axes["ends"]),
         kv_layout=axes["kv_extent"],
         batch=2,
         heads=2,

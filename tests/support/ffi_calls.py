@@ -14,7 +14,7 @@ import natten_jax  # noqa: F401  # registers the targets
 
 PROBLEM_OPERANDS = ("query", "key", "value", "additional_keys", "additional_values", "origins", "scales")
 #: What the attribute ``axes`` holds of each of three token dimensions, in this order.
-AXIS_FIELDS = ("query_extent", "kv_extent", "kernel_size", "stride", "dilation", "is_causal")
+AXIS_FIELDS = ("query_extent", "kv_extent", "kernel_size", "stride", "dilation", "ends")
 GRADIENTS = tuple(f"d{name}" for name in PROBLEM_OPERANDS[:5])
 SCALE = 0.3
 #: Arrays of float32, whatever the others have.
@@ -252,7 +252,7 @@ def good_call(target: Target) -> Call:
         "kernel_size": (2, 3, 3),
         "stride": (1, 2, 3),
         "dilation": (2, 1, 2),
-        "is_causal": (0, 1, 0),
+        "ends": (0, 1, 0),
     }
     of_problem = {
         "axes": axes_of(fields),

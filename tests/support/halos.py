@@ -53,6 +53,7 @@ class Split(NamedTuple):
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     is_causal: tuple[bool, ...]
+    edges: tuple[str, ...]
     batch: int
     heads: int
     heads_kv: int
@@ -79,6 +80,10 @@ class Split(NamedTuple):
         kernel = [source.randint(1, min(each, source.choice([4, each]))) for each in most]
         stride = [source.randint(1, each) for each in kernel]
         causal = [source.random() < 0.3 for _ in kernel]
+        edges = [
+            "shift" if each else source.choice(["shift", "shift", "cut", "wrap" if extent % d == 0 else "cut"])
+            for each, extent, d in zip(causal, layout, dilation, strict=True)
+        ]
         heads, heads_kv = source.choice([(1, 1), (2, 2), (2, 1)])
         batch, additional = source.choice([1, 2]), source.choice([0, 0, 3])
         return cls(
@@ -88,6 +93,7 @@ class Split(NamedTuple):
             tuple(stride),
             tuple(dilation),
             tuple(causal),
+            tuple(edges),
             batch,
             heads,
             heads_kv,
@@ -97,7 +103,11 @@ class Split(NamedTuple):
 
     @property
     def problem(self) -> Any:
-        return problem_of(self.layout, self.kernel_size, self.stride, self.dilation, self.is_causal)
+        return problem_of(self.layout, *self._window)
+
+    @property
+    def _window(self) -> Any:
+        return self.kernel_size, self.stride, self.dilation, self.is_causal, self.edges
 
     @property
     def is_gathered(self) -> bool:
@@ -110,9 +120,9 @@ class Split(NamedTuple):
         halos = halos_of(self.problem, self.parts)
         if self.is_gathered:
             return 1
-        # Each of two devices has one halo, though the program is the same for both.
+        # Each of two devices has one halo, though the program is the same for both; but two in a ring.
         return 1 + sum(
-            1 if halo.parts == 2 else len(halo.slabs(halo.before)) + len(halo.slabs(halo.after))
+            1 if halo.parts == 2 and not halo.wraps else len(halo.slabs(halo.before)) + len(halo.slabs(halo.after))
             for halo in halos
             if halo.received
         )
@@ -125,7 +135,7 @@ class Split(NamedTuple):
             if halo.parts > 1:
                 slabs = [halo.before, halo.after]
                 sent, received = sum(slabs), sum(slabs)
-                if halo.parts == 2 and all(slabs):
+                if halo.parts == 2 and all(slabs) and not halo.wraps:
                     # Each of two devices sends in one direction only, and they change places.
                     sent, received = max(slabs), 2 * max(slabs)
                 total += sent * math.prod(extents[:i] + extents[i + 1 :])
@@ -145,7 +155,7 @@ class Split(NamedTuple):
         def attend(query: Any, key: Any, value: Any, *more: Any) -> Any:
             keys, values = more or (None, None)
             return OPERATORS[len(self.layout)](
-                query, key, value, self.kernel_size, self.stride, self.dilation, self.is_causal,
+                query, key, value, *self._window[:4], edges=self.edges,
                 additional_keys=keys, additional_values=values, backend=backend, return_lse=True,
                 q_tile_shape=self.tile, kv_tile_shape=self.tile, token_axes=token_axes,
                 backward_q_tile_shape=self.tile, backward_kv_tile_shape=self.tile,

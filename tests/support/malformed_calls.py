@@ -154,8 +154,8 @@ def attribute_cases(target: Target) -> list[Case]:
         ]
     for name in (*AXIS_FIELDS, *extents):
         set_values = set_integers if name in extents else set_axes
-        bad: tuple[int, ...] = (-1, 2, INT32_MAX, INT64_MAX, INT64_MIN)
-        if name != "is_causal":
+        bad: tuple[int, ...] = (-1, 4, INT32_MAX, INT64_MAX, INT64_MIN)
+        if name != "ends":
             bad = (0, -1, INT32_MIN, INT32_MAX + 1, 2**62, INT64_MAX, INT64_MIN)
         for value, position in itertools.product(bad, range(3)):
             values = tuple(value if i == position else 1 for i in range(3))
@@ -182,6 +182,12 @@ def attribute_cases(target: Target) -> list[Case]:
         Case("window-exceeds-layout", set_axes(kernel_size=(2, 6, 3)), ("natten_jax", "kernel_size", "kv_extent")),
         Case("dilated-window", set_axes(dilation=(2, 2, 2)), ("natten_jax", "dilation")),
         Case("dilated-window-overflows", set_axes(kernel_size=huge, dilation=huge), ("natten_jax",)),
+        # Fields of a layout of 4 x 5 x 6 tokens.
+        Case(
+            "wrap-dilation",
+            set_axes(ends=(0, 1, 3), dilation=(1, 1, 4), kernel_size=(2, 3, 1), stride=(1, 2, 1)),
+            ("natten_jax", "ends", "dilation", "kv_extent"),
+        ),
         Case("layouts-differ", set_axes(query_extent=(4, 5, 7)), ("natten_jax", "query_extent", "kv_extent")),
         Case("layout-below-extent", set_axes(query_extent=(4, 5, 5), kv_extent=(4, 5, 5)), ("natten_jax",)),
         Case("query-tile-too-large", set_integers(q_tile_shape=(17, 17, 17)), ("natten_jax", "q_tile_shape", "4096")),

@@ -21,7 +21,7 @@ struct DeviceAxis {
   int kernel_size;
   int stride;
   int dilation;
-  int is_causal;
+  Ends ends;
   int q_tile;
   int kv_tile;
   int q_tiles;   // query tiles per dilation group
@@ -31,6 +31,7 @@ struct DeviceAxis {
   // As the Window of natten_jax/windows.h has them.
   CUTLASS_HOST_DEVICE int stride_group(int index) const { return by_stride.divide(index) * stride; }
   CUTLASS_HOST_DEVICE int dilations(int extent) const { return by_dilation.divide(extent); }
+  CUTLASS_HOST_DEVICE bool is_causal() const { return ends == Ends::kCausal; }
 };
 
 /// Where the `i`th token of a tile lies in it, last dimension fastest; `kByTile` divides by the tile's extents.
@@ -57,7 +58,7 @@ inline DeviceAxis device_axis(const Axis& axis, std::int64_t q_tile, std::int64_
   result.kernel_size = narrow(axis.window.kernel_size);
   result.stride = narrow(axis.window.stride);
   result.dilation = narrow(dilation);
-  result.is_causal = axis.window.is_causal;
+  result.ends = axis.window.ends;
   result.q_tile = narrow(q_tile);
   result.kv_tile = narrow(kv_tile);
   const auto tiles_per_group = [&](std::int64_t extent, std::int64_t tile) {

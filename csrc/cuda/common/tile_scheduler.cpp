@@ -13,7 +13,7 @@ namespace {
 constexpr std::int64_t kCacheBytes = 64 << 20;
 
 bool is_causal(const Problem& problem) {
-  return std::any_of(problem.axes, problem.axes + kRank, [](const Axis& axis) { return axis.window.is_causal; });
+  return std::any_of(problem.axes, problem.axes + kRank, [](const Axis& axis) { return axis.window.is_causal(); });
 }
 
 /// Heads whose query tiles are interleaved. Those of causal problems differ in length: the more heads end with their
@@ -101,7 +101,7 @@ void sort_tiles(const Problem& problem, const TileShapes& tiles, KeyTileSchedule
 /// Keys a window from the start are seen by the most queries: the longest work comes first.
 TurnOrder turn_order(const DeviceAxis& axis) {
   const int last = axis.kv_tiles - 1;
-  return {axis.is_causal ? last : std::min((axis.kernel_size - 1) / axis.kv_tile, last)};
+  return {axis.is_causal() ? last : std::min((axis.kernel_size - 1) / axis.kv_tile, last)};
 }
 
 cutlass::FastDivmod divider(std::int64_t divisor) {

@@ -68,7 +68,7 @@ struct QueryTileSchedule {
 
   /// Late queries of a causal dimension see the most keys: the longest work comes first.
   CUTLASS_HOST_DEVICE static int latest_first(const DeviceAxis& axis, int index) {
-    return axis.is_causal ? axis.q_tiles - 1 - index : index;
+    return axis.is_causal() ? axis.q_tiles - 1 - index : index;
   }
 
   /// Where keys begin at a distance from the queries, in front of them or behind them, those next to them see the most.
@@ -108,7 +108,7 @@ struct TileSupply {
 /// an end of the layout do not shrink, so that keys from half a window to a window away from it are seen by more
 /// queries than all others, and those nearer by fewer; the causal ones of the last window are seen by the fewest.
 CUTLASS_HOST_DEVICE int longest_first(const DeviceAxis& axis, int i) {
-  if (axis.is_causal) return i;
+  if (axis.is_causal()) return i;
   const bool at_end = i % 2 != 0;  // from either end
   const int place = i / 2, tiles = (axis.kv_tiles + !at_end) / 2;
   const int nearest = axis.by_kv_tile.divide(axis.kernel_size / 2);
@@ -180,7 +180,7 @@ struct KeyTileSchedule {
   /// halo, which is in front of all queries where windows are causal, are seen by the more of them the nearer they are.
   CUTLASS_HOST_DEVICE int tile_of(const DeviceAxis& axis, int dimension, int index, int distance) const {
     if (turns != nullptr) return turn_order[dimension].tile(axis, index);
-    return axis.is_causal && distance <= -axis.kv_group_tokens ? axis.kv_tiles - 1 - index : index;
+    return axis.is_causal() && distance <= -axis.kv_group_tokens ? axis.kv_tiles - 1 - index : index;
   }
 
   /// The counters of turns of a dilation group's query tiles, for a row of [batch, heads].

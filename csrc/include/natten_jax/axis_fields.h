@@ -34,8 +34,9 @@ inline constexpr AxisField kAxisFields[] = {
      [](Axis& a, std::int64_t value) { a.window.stride = value; }},
     {"dilation", 1, kLargestExtent, [](const Axis& a) { return a.window.dilation; },
      [](Axis& a, std::int64_t value) { a.window.dilation = value; }},
-    {"is_causal", 0, 1, [](const Axis& a) { return std::int64_t{a.window.is_causal}; },
-     [](Axis& a, std::int64_t value) { a.window.is_causal = value == 1; }},
+    {"ends", static_cast<std::int64_t>(Ends::kShift), static_cast<std::int64_t>(Ends::kWrap),
+     [](const Axis& a) { return static_cast<std::int64_t>(a.window.ends); },
+     [](Axis& a, std::int64_t value) { a.window.ends = static_cast<Ends>(value); }},
 };
 
 inline constexpr std::size_t kFieldsOfAxis = std::size(kAxisFields);
@@ -45,8 +46,9 @@ inline constexpr std::size_t kFieldsOfAxis = std::size(kAxisFields);
 constexpr std::size_t tabulated_fields(const Axis& axis) {
   const auto& [query, kv, window] = axis;
   const auto& [extent, local_extent, origin] = query;
-  const auto& [kernel_size, stride, dilation, is_causal] = window;
-  const std::int64_t of_window[] = {kernel_size, stride, dilation, is_causal}, of_sides[] = {extent, kv.extent};
+  const auto& [kernel_size, stride, dilation, ends] = window;
+  const std::int64_t of_window[] = {kernel_size, stride, dilation, static_cast<std::int64_t>(ends)},
+                     of_sides[] = {extent, kv.extent};
   static_cast<void>(local_extent);
   static_cast<void>(origin);
   return std::size(of_window) + std::size(of_sides);

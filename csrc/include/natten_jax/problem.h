@@ -28,8 +28,16 @@ struct Tokens {
   std::int64_t local_extent;  ///< Tokens of the local array.
   std::int64_t origin;        ///< Global coordinate of the first local token.
 
-  /// Group indices of the local tokens of a dilation group that lie inside the global layout.
+  /// Group indices of the local tokens of a dilation group that lie inside the global layout, or anywhere on the
+  /// endless line of one that wraps.
   NATTEN_JAX_HOST_DEVICE constexpr Range<std::int64_t> local_indices(const Window& window, std::int64_t group) const {
+    if (window.ends == Ends::kWrap) {
+      // Coordinates that are counted are positive.
+      const std::int64_t rounds = origin < 0 ? (extent - 1 - origin) / extent : 0, length = extent / window.dilation;
+      const std::int64_t start = origin + rounds * extent;
+      return {group_length(window, start, group) - rounds * length,
+              group_length(window, start + local_extent, group) - rounds * length};
+    }
     const std::int64_t first = larger<std::int64_t>(origin, 0);
     const std::int64_t last = smaller(origin + local_extent, extent);
     // Indices count the tokens of the group that lie before a coordinate.

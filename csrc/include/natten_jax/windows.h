@@ -3,6 +3,8 @@
 // The mask is separable, so everything here is about one dimension. Tokens whose coordinates are equal modulo the
 // dilation form a dilation group; within its group a token has an index, and windows are contiguous ranges of
 // indices. natten_jax/windows.py is the same arithmetic for Python; the tests compare the two.
+//
+// Where a dimension wraps, ranges lie on an endless line on which the group repeats, and none is longer than the group.
 #pragma once
 
 #include <cstdint>
@@ -43,13 +45,19 @@ NATTEN_JAX_HOST_DEVICE constexpr Range<Int> intersection(Range<Int> a, Range<Int
   return {larger(a.begin, b.begin), smaller(a.end, b.end)};
 }
 
+/// Where windows end: they are shifted inside at the ends of the dimension, end at the query, are cut, or go on at the
+/// other end.
+enum class Ends : int { kShift = 0, kCausal = 1, kCut = 2, kWrap = 3 };
+
 /// The windows along one dimension. Kernels have a type of their own, with the same members, that divides by
 /// multiplication.
 struct Window {
   std::int64_t kernel_size;
   std::int64_t stride;
   std::int64_t dilation;
-  bool is_causal;
+  Ends ends;
+
+  NATTEN_JAX_HOST_DEVICE constexpr bool is_causal() const { return ends == Ends::kCausal; }
 
   /// The first of the queries that share the window of the one at `index`: its stride group.
   NATTEN_JAX_HOST_DEVICE constexpr std::int64_t stride_group(std::int64_t index) const {
@@ -79,16 +87,35 @@ NATTEN_JAX_HOST_DEVICE constexpr Int group_length(const Windows& windows, Int ex
 template <class Windows, typename Int>
 NATTEN_JAX_HOST_DEVICE constexpr Range<Int> window_bounds(const Windows& windows, Int index, Int length) {
   const Int group_start = windows.stride_group(index);
-  if (windows.is_causal) {
+  if (windows.ends == Ends::kCausal) {
     const Int leader = smaller<Int>(group_start + windows.stride - 1, length - 1);
     return {larger<Int>(leader - windows.kernel_size + 1, 0), smaller<Int>(index + 1, length)};
   }
   const Int leader = smaller<Int>(group_start + windows.stride / 2, length - 1);
-  const Int start = smaller<Int>(larger<Int>(leader - windows.kernel_size / 2, 0), length - windows.kernel_size);
+  const Int first = leader - windows.kernel_size / 2;
+  if (windows.ends == Ends::kWrap) return {first, first + windows.kernel_size};
+  if (windows.ends == Ends::kCut) return {larger<Int>(first, 0), smaller<Int>(first + windows.kernel_size, length)};
+  const Int start = smaller<Int>(larger<Int>(first, 0), length - windows.kernel_size);
   return {start, start + windows.kernel_size};
 }
 
-/// Query indices that see the key at `index`; exact and contiguous.
+/// The first query whose leader is the token at `index` or one behind it, of windows that are cut or wrap.
+template <class Windows, typename Int>
+NATTEN_JAX_HOST_DEVICE constexpr Int first_led_from(const Windows& windows, Int index, Int length) {
+  Int round = 0;
+  if (windows.ends == Ends::kWrap) {
+    // Stride groups begin anew at each repetition; few are ever asked for.
+    while (index - round < 0) round -= length;
+    while (index - round >= length) round += length;
+  }
+  const Int place = larger<Int>(index - round, 0);
+  if (place >= length) return round + length;
+  // Leaders stand `stride / 2` behind the first of their queries; the last one may stand in front of the last token.
+  const Int offset = windows.stride - windows.stride / 2 - 1;
+  return round + smaller<Int>(windows.stride_group(place + offset), length);
+}
+
+/// Query indices that see the key at `index`; exact and contiguous. Where the dimension wraps, it may be a repetition.
 ///
 /// Args:
 ///   windows: as Window.
@@ -99,10 +126,16 @@ NATTEN_JAX_HOST_DEVICE constexpr Range<Int> window_bounds(const Windows& windows
 template <class Windows, typename Int>
 NATTEN_JAX_HOST_DEVICE constexpr Range<Int> inverse_window_bounds(const Windows& windows, Int index, Int query_length,
                                                                   Int key_length) {
+  if (windows.ends == Ends::kCut || windows.ends == Ends::kWrap) {
+    const Int left = windows.kernel_size / 2;
+    const Int right = windows.kernel_size - 1 - left;
+    return {first_led_from<Windows, Int>(windows, index - right, key_length),
+            first_led_from<Windows, Int>(windows, index + left + 1, key_length)};
+  }
   const bool seen_to_the_end = index >= key_length - windows.kernel_size;
   Int first = 0;
   Int last = query_length;
-  if (windows.is_causal) {
+  if (windows.ends == Ends::kCausal) {
     first = index;
     if (!seen_to_the_end) last = windows.stride_group(index + windows.kernel_size);
   } else {
