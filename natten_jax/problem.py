@@ -46,6 +46,8 @@ class Problem:
         own_origins: Whether the queries of each batch entry are a box of the layout at a place of their own.
         own_extents: Whether each batch entry has a layout of its own, which begins at the first token; the axes are the
             largest. What lies outside is padding.
+        relative_bias: Whether something is added to the logits for each offset of a key from a query.
+        key_bias: Whether something is added to the logits of each key.
     """
 
     operator: Operator
@@ -60,6 +62,8 @@ class Problem:
     additional_kv: int = 0
     own_origins: bool = False
     own_extents: bool = False
+    relative_bias: bool = False
+    key_bias: bool = False
 
     @property
     def own_layouts(self) -> bool:
@@ -113,12 +117,25 @@ class Problem:
         return dataclasses.replace(self, axes=tuple(axes))
 
     @property
+    def biases(self) -> tuple[str, ...]:
+        """What is added to the scaled logits: names of the operands."""
+        return ("relative_bias",) * self.relative_bias + ("key_bias",) * self.key_bias
+
+    @property
+    def bias_shape(self) -> Shape:
+        """A head's relative bias: along each dimension the offset of a key, from ``1 - kernel_size`` windows' steps."""
+        return tuple(2 * axis.kernel_size - 1 for axis in self.axes)
+
+    @property
     def is_attention(self) -> bool:
         """Whether every query sees every key of the layout, so that flattened attention is the same thing.
 
-        In one dimension a causal window over the whole sequence is causal attention for any stride.
+        In one dimension a causal window over the whole sequence is causal attention for any stride. Flattened tokens
+        have no offsets that a relative bias could speak of.
         """
         if self.operator == "fna" and self.own_extents:  # what is real of a layout is no range of its flattened tokens
+            return False
+        if self.relative_bias:
             return False
         if any(axis.kernel_size != axis.kv_extent or axis.edges != "shift" for axis in self.axes):
             return False
@@ -137,6 +154,7 @@ class Problem:
             parts.append(f"add_kv={self.additional_kv}")
         if self.own_layouts:
             parts.append("own " + "+".join(["origins"] * self.own_origins + ["extents"] * self.own_extents))
+        parts += self.biases
         return " ".join(parts)
 
 
@@ -231,5 +249,12 @@ def of_additional_tokens(problem: Problem) -> Problem:
     """The ``attention`` of the flattened query tokens to the additional tokens alone."""
     axis = Axis(math.prod(problem.query_layout), problem.additional_kv, problem.additional_kv)
     return dataclasses.replace(
-        problem, operator="fmha", axes=(axis,), additional_kv=0, own_origins=False, own_extents=False
+        problem,
+        operator="fmha",
+        axes=(axis,),
+        additional_kv=0,
+        own_origins=False,
+        own_extents=False,
+        relative_bias=False,
+        key_bias=False,
     )

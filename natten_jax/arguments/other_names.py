@@ -25,7 +25,11 @@ class Meaning(NamedTuple):
 
 
 _HAVE_WINDOWS = "attention sees all keys; na1d, na2d and na3d have windows of kernel_size tokens"
-_NO_MASK = "the window alone says which keys a query sees; docs/numerics.md shows how to mask tokens"
+_NO_MASK = (
+    "the window alone says which keys a query sees, and key_bias which keys there are; "
+    "docs/numerics.md shows how to mask tokens"
+)
+_NO_OFFSETS = "only na1d, na2d and na3d have offsets within windows; key_bias is added to all logits of a key"
 _NO_WEIGHTS = "attention weights are never formed, so that only outputs can be dropped, by Dropout or proj_drop"
 _ONE_LENGTH = "the sequences of a batch have one length; docs/coming-from-natten.md says what to do with several"
 _OF_ARRAYS = "the arrays have it"
@@ -52,16 +56,24 @@ _MEANINGS: tuple[tuple[str, Meaning], ...] = (
         Meaning(("is_causal",), "it hides later keys", "is_causal of the operator does that"),
     ),
     (
-        "mask masks attn_mask attention_mask padding_mask key_padding_mask block_mask mask_mod score_mod segment_ids "
-        "q_segment_ids kv_segment_ids",
+        "mask masks attn_mask attention_mask block_mask mask_mod score_mod segment_ids q_segment_ids kv_segment_ids",
         Meaning((), _NO_MASK),
     ),
+    ("padding_mask key_padding_mask key_mask", Meaning(("key_bias",), "-inf hides a key", _NO_MASK)),
     (
-        "rel_pos_bias relative_position_bias relative_pos_bias rpb rel_pos rel_bias position_bias pos_bias attn_bias "
-        "attention_bias logits_bias alibi alibi_slopes",
-        Meaning((), "nothing is added to the logits: there are no biases of relative positions or others"),
+        "rel_pos_bias relative_position_bias relative_pos_bias rpb rel_pos rel_bias position_bias pos_bias",
+        Meaning(("relative_bias",), "it is added to the scaled logits, an entry for each offset", _NO_OFFSETS),
     ),
-    ("bias use_bias", Meaning(("qkv_bias",), "nothing is added to the logits; projections have biases of their own")),
+    (
+        "attn_bias attention_bias logits_bias alibi alibi_slopes",
+        Meaning((), "relative_bias is added to logits by the offset of a key, key_bias by the key, and no other bias"),
+    ),
+    (
+        "bias use_bias",
+        Meaning(
+            ("qkv_bias",), "projections have biases of their own", "relative_bias and key_bias are added to logits"
+        ),
+    ),
     (
         "scale softmax_scale sm_scale qk_scale scaling scale_factor scale_qk attn_scale attention_scale logit_scale "
         "logits_scale query_scale",
@@ -86,7 +98,11 @@ _MEANINGS: tuple[tuple[str, Meaning], ...] = (
         Meaning((), "logits have no soft cap"),
     ),
     (
-        "sink sinks attention_sink attention_sinks registers extra_keys",
+        "sink sinks attention_sink attention_sinks",
+        Meaning(("sinks",), "each head has one, a logit that no value stands behind"),
+    ),
+    (
+        "registers extra_keys",
         Meaning(("additional_keys",), "with additional_values they are tokens that every query sees"),
     ),
     (

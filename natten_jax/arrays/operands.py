@@ -21,6 +21,10 @@ class Inputs(NamedTuple):
         additional_values: ``[batch, additional_kv, heads_kv, head_dim_v]``, or ``None``.
         scale: ``[batch, heads]`` in the accumulator's element type: factors of the logits, in place of the problem's;
             ``None`` where that is the scale.
+        relative_bias: ``[batch, heads, entries]`` in the accumulator's element type: what is added to logits, for each
+            offset of a key from a query within a window, as :attr:`natten_jax.problem.Problem.bias_shape` has them,
+            flattened; or ``None``.
+        key_bias: ``[batch, *kv_layout, heads, 1]``, likewise: what is added to the logits of a key; or ``None``.
     """
 
     query: Annotated[jax.Array, Role.QUERY]
@@ -29,6 +33,8 @@ class Inputs(NamedTuple):
     additional_keys: Annotated[jax.Array | None, Role.ADDITIONAL] = None
     additional_values: Annotated[jax.Array | None, Role.ADDITIONAL] = None
     scale: Annotated[jax.Array | None, Role.PER_HEAD] = None
+    relative_bias: Annotated[jax.Array | None, Role.PER_HEAD_ENTRY] = None
+    key_bias: Annotated[jax.Array | None, Role.PER_KEY] = None
 
 
 #: Cotangents of the inputs, in their shapes and element types.

@@ -43,7 +43,7 @@ def without_padding(layouts: jax.Array, arrays: _Arrays) -> _Arrays:
         if not role.has_layout:
             return array
         shape = array.shape[1 : array.ndim + role.heads_axis]
-        mask = is_real(layouts, shape, of_queries=role is not Role.KEY_VALUE)
+        mask = is_real(layouts, shape, of_queries=role.tokens == "queries")
         return jnp.where(mask.reshape(*mask.shape, *(1,) * -role.heads_axis), array, 0)
 
     leaves, structure = jax.tree.flatten(arrays)

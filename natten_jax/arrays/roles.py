@@ -25,22 +25,34 @@ class Role(enum.Enum):
 
     Attributes:
         heads_axis: The dimension that heads lie along, counted from the end; 0 where there are none.
-        has_layout: Whether the token dimensions follow the batch.
+        tokens: Whose token dimensions follow the batch: ``"queries"``, ``"keys"`` or nobody's.
         is_key_value: Whether heads are those of keys and values.
     """
 
-    QUERY = ("query", -2, True, False)
-    KEY_VALUE = ("key_value", -2, True, True)
-    ADDITIONAL = ("additional", -2, False, True)
-    PER_QUERY = ("per_query", -1, True, False)
-    PER_HEAD = ("per_head", -1, False, False)
-    PER_ENTRY = ("per_entry", 0, False, False)
-    WHOLE = ("whole", 0, False, False)
+    QUERY = ("query", -2, "queries", False)
+    KEY_VALUE = ("key_value", -2, "keys", True)
+    ADDITIONAL = ("additional", -2, None, True)
+    PER_QUERY = ("per_query", -1, "queries", False)
+    PER_KEY = ("per_key", -2, "keys", False)
+    PER_HEAD = ("per_head", -1, None, False)
+    PER_HEAD_ENTRY = ("per_head_entry", -2, None, False)
+    PER_ENTRY = ("per_entry", 0, None, False)
+    WHOLE = ("whole", 0, None, False)
 
-    def __init__(self, _: str, heads_axis: int, has_layout: bool, is_key_value: bool) -> None:
+    def __init__(self, _: str, heads_axis: int, tokens: str | None, is_key_value: bool) -> None:
         self.heads_axis = heads_axis
-        self.has_layout = has_layout
+        self.tokens = tokens
         self.is_key_value = is_key_value
+
+    @property
+    def has_layout(self) -> bool:
+        """Whether token dimensions follow the batch."""
+        return self.tokens is not None
+
+    @property
+    def is_of_heads(self) -> bool:
+        """Whether query heads have it, whatever their tokens are."""
+        return self in (Role.PER_HEAD, Role.PER_HEAD_ENTRY)
 
 
 def roles_of(*arguments: Any) -> Sequence[Role]:

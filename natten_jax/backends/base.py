@@ -86,6 +86,8 @@ class Backend(abc.ABC):
     takes_own_layouts: ClassVar[bool] = False
     #: Whether it takes extents: layouts of which a part is padding.
     takes_extents: ClassVar[bool] = False
+    #: What it adds to logits: names among :attr:`natten_jax.problem.Problem.biases`.
+    biases: ClassVar[Collection[str]] = ()
     #: Whether it takes additional key/value tokens.
     fuses_additional_kv: ClassVar[bool] = True
     #: Whether it is operations of XLA alone, no kernels: XLA splits these over devices, and plans their memory.
@@ -111,6 +113,9 @@ class Backend(abc.ABC):
         unknown = [edge for edge in problem.edges if edge not in self.edges]
         if unknown:
             return f"it has windows with edges {' or '.join(map(repr, self.edges))}, not {unknown[0]!r}"
+        for name in problem.biases:
+            if name not in self.biases:
+                return f"it adds no {name} to logits"
         if self.targets and native.load_error is not None:
             return native.load_error  # it would say what the kernels take, too
         if not device.is_present:

@@ -114,13 +114,13 @@ class Computation(abc.ABC):
         layout = arguments[0].shape[1:-2]
         part, position = self.with_origins()
         extended = list(arguments)
-        with_halos = [i for i, role in enumerate(self.roles) if role is Role.KEY_VALUE]
+        with_halos = [i for i, role in enumerate(self.roles) if role.tokens == "keys"]
         for i, array in zip(with_halos, exchange.extended([arguments[i] for i in with_halos]), strict=True):
             extended[i] = array
         extended.insert(position, exchange.origins())
         roles = [each.role for each in part.results(request, extended, extended[0].shape[:1])]
         return [
-            exchange.returned(array, layout) if role is Role.KEY_VALUE else array
+            exchange.returned(array, layout) if role.tokens == "keys" else array
             for array, role in zip(run(part, request, extended), roles, strict=True)
         ]
 
@@ -247,10 +247,11 @@ class Transpose(Computation):
         query, key = arguments[:2]
         for position, (shape, dtype) in zip(self.linear, self.shapes, strict=True):
             role = self.of.roles[position]
-            like = key if role.is_key_value else query
+            like = key if role.tokens == "keys" else query
+            heads = (key if role.is_key_value else query).shape[-2]
             axis = len(shape) + role.heads_axis
             layout = like.shape[like.ndim - 2 - axis : -2] if role.has_layout else shape[:axis]
-            yield role, (*layout, like.shape[-2], *shape[axis + 1 :]), dtype
+            yield role, (*layout, heads, *shape[axis + 1 :]), dtype
 
 
 def _merged(arrays: Sequence[Any], positions: Sequence[int], replaced: Sequence[Any]) -> list[Any]:

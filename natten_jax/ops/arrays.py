@@ -172,7 +172,7 @@ def _check_arrays(query: Shaped, key: Shaped, value: Shaped, ndim: int, function
 
 
 def _check_additional_kv(inputs: Inputs) -> int:
-    query, key, value, keys, values, _ = inputs
+    query, key, value, keys, values, *_ = inputs
     if keys is None and values is None:
         return 0
     if keys is None or values is None:

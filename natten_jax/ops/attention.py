@@ -10,7 +10,8 @@ from natten_jax.arguments.boxes import Counts, Origin
 from natten_jax.arguments.natten_names import explained
 from natten_jax.arguments.scale import Scale
 from natten_jax.ops.arrays import ArrayLike
-from natten_jax.ops.calls import attend_all
+from natten_jax.ops.biases import Biases
+from natten_jax.ops.calls import LogitTerms, attend_all
 from natten_jax.performance import ATTENTION_NAMES, AttentionPerformanceArguments
 
 #: Output and logsumexp.
@@ -30,6 +31,8 @@ def attention(
     kv_lengths: Counts | None = None,
     backend: str | None = None,
     return_lse: Literal[False] = False,
+    key_bias: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
     **performance: Unpack[AttentionPerformanceArguments],
 ) -> jax.Array: ...
 @overload
@@ -45,6 +48,8 @@ def attention(
     kv_lengths: Counts | None = None,
     backend: str | None = None,
     return_lse: Literal[True],
+    key_bias: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
     **performance: Unpack[AttentionPerformanceArguments],
 ) -> Pair: ...
 @overload
@@ -60,6 +65,8 @@ def attention(
     kv_lengths: Counts | None = None,
     backend: str | None = None,
     return_lse: bool,
+    key_bias: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
     **performance: Unpack[AttentionPerformanceArguments],
 ) -> jax.Array | Pair: ...
 @explained(ATTENTION_NAMES)
@@ -75,6 +82,8 @@ def attention(
     kv_lengths: Counts | None = None,
     backend: str | None = None,
     return_lse: bool = False,
+    key_bias: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
     **performance: Unpack[AttentionPerformanceArguments],
 ) -> jax.Array | Pair:
     """Attention of every query to every key.
@@ -104,16 +113,24 @@ def attention(
         kv_lengths: int32 ``[batch]``: how many keys and values are real; others are not seen, and get gradients of 0.
         backend: ``"cpu-fmha"``, ``"flex-fmha"``, ... or ``None`` for the best that can run the problem.
         return_lse: Return the logsumexp, too.
+        key_bias: ``[batch, seqlen_kv]`` or ``[batch, heads, seqlen_kv]``, in float32 or the query's dtype: added to
+            every scaled logit of a key; ``-inf`` hides it. A query that sees no key gets an output of 0 and a logsumexp
+            of ``-inf``, without gradients.
+        sinks: ``[heads]``, in float32 or the query's dtype: a logit of each query head that the softmax has besides
+            those of the keys, and that no value stands behind.
         **performance: As :class:`natten_jax.performance.PerformanceArguments` of neighborhood attention, but tiles have
             sizes in tokens: ``q_tile_size``, ``kv_tile_size``, ``backward_q_tile_size``, ``backward_kv_tile_size``.
 
     Returns:
         Output ``[batch, seqlen, heads, head_dim_v]`` in the query's dtype; with ``return_lse`` also the
-        logsumexp ``[batch, seqlen, heads]``.
+        logsumexp ``[batch, seqlen, heads]``, with the sink.
 
     Raises:
         ValueError: A value, shape or dtype breaks a rule above, or no backend can run the problem.
         TypeError: An argument is of the wrong type.
     """
     lengths = query_lengths, kv_lengths
-    return attend_all(query, key, value, scale, is_causal, backend, return_lse, performance, query_origin, lengths)
+    terms = LogitTerms(Biases(key_bias=key_bias), sinks)
+    return attend_all(
+        query, key, value, scale, is_causal, backend, return_lse, terms, performance, query_origin, lengths
+    )

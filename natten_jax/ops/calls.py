@@ -22,6 +22,7 @@ from natten_jax.arrays.operands import Inputs, Operands, Output
 from natten_jax.execution import custom_vjp
 from natten_jax.ops.arrays import ArrayLike, as_jax_array, attention_problem, neighborhood_problem
 from natten_jax.ops.attention_kwargs import check_agreement
+from natten_jax.ops.biases import Biases, with_biases
 from natten_jax.ops.boxes import (
     BoxArguments,
     FinerGrid,
@@ -33,6 +34,7 @@ from natten_jax.ops.heads_first import described
 from natten_jax.ops.ignored_arguments import warn_of_ignored
 from natten_jax.ops.merge import merge_attentions
 from natten_jax.ops.parts import KeySet, SubCall, parts_of
+from natten_jax.ops.sinks import checked_sinks, with_sinks
 from natten_jax.performance import ATTENTION_NAMES, PERFORMANCE_NAMES, Performance, performance_of
 from natten_jax.plan.request import Request
 from natten_jax.plan.tuned import table_in_force
@@ -45,6 +47,13 @@ from natten_jax.windows import WindowArguments
 @functools.partial(jax.jit, static_argnums=0)
 def _attend(request: Request, operands: Operands) -> Output:
     return custom_vjp.attend(request, operands)
+
+
+class LogitTerms(NamedTuple):
+    """The arguments that say what the softmax has besides products of queries and keys."""
+
+    biases: Biases = Biases()
+    sinks: ArrayLike | None = None
 
 
 class ExecutionArguments(NamedTuple):
@@ -66,6 +75,7 @@ def attend_windows(
     how: ExecutionArguments,
     return_lse: bool,
     box: BoxArguments,
+    terms: LogitTerms,
 ) -> Any:
     """``na{rank}d``; ``arrays`` are query, key, value, additional keys and additional values."""
     return_lse = flag("return_lse", return_lse)
@@ -85,9 +95,11 @@ def attend_windows(
         _described(inputs), facts, device_line.parts_of(axes) or None, (*how.performance.items(),), is_box
     )
     place = placement_of_windows(inputs, box)
+    problem, inputs = with_biases(problem, inputs, terms.biases, window.edges, grid)
     problem = _placed(problem, place, box.extents is not None)
     request = Request(problem, performance, how.backend, _precision(), axes, tuned=table_in_force())
     parts = parts_of(request, how.attention_kwargs, fuse)
+    sinks = None if terms.sinks is None else checked_sinks(terms.sinks, inputs, grid)
     if how.attention_kwargs:
         check_agreement(how.attention_kwargs, problem, scale, return_lse)
     if how.performance or how.attention_kwargs:
@@ -97,10 +109,10 @@ def attend_windows(
     keeps_tokens = place.is_whole and all(part.keeps_tokens for part in parts)
     inputs = with_whole_dimensions(_with_scale(inputs, factors, problem, grid), keeps_tokens=keeps_tokens)
     outputs = [_run(part, inputs, place) for part in parts]
-    output = outputs[0]
-    if len(outputs) > 1:
-        output = Output(*merge_attentions(*zip(*outputs, strict=True)))
-        output = place.with_nothing_outside(output) if problem.own_extents else output
+    output = outputs[0] if len(outputs) == 1 else Output(*merge_attentions(*zip(*outputs, strict=True)))
+    output = with_sinks(output, sinks)
+    if problem.own_extents and (len(outputs) > 1 or sinks is not None):
+        output = place.with_nothing_outside(output)
     output = output if grid is None else grid.unfolded(output)
     return tuple(output) if return_lse else output.out
 
@@ -143,13 +155,14 @@ def attend_all(
     is_causal: bool,
     backend: str | None,
     return_lse: bool,
+    terms: LogitTerms,
     performance: Mapping[str, Any],
     query_origin: Origin | None = None,
     lengths: tuple[Counts | None, Counts | None] = (None, None),
 ) -> Any:
     """``attention``; arguments as there, ``lengths`` of queries and of keys."""
     return_lse = flag("return_lse", return_lse)
-    inputs = with_whole_dimensions(_inputs(query, key, value, None, None), keeps_tokens=False)
+    inputs = _inputs(query, key, value, None, None)
     number, factors = number_or_array(scale)
     static_scale = 1.0 if factors is not None else number
     is_box = query_origin is not None
@@ -158,10 +171,15 @@ def attend_all(
     problem = _placed(problem, place, any(each is not None for each in lengths))
     if backend is not None:
         backends.find(backend, "fmha")
+    sinks = None if terms.sinks is None else checked_sinks(terms.sinks, inputs)
+    problem, inputs = with_biases(problem, inputs, terms.biases)
+    inputs = with_whole_dimensions(inputs, keeps_tokens=False)
     request = Request(problem, asked, backend, _precision(), tuned=table_in_force())
     if performance:
         warn_of_ignored(request, inputs.query)
-    output = _attend(request, Operands(_with_scale(inputs, factors, problem), *place))
+    output = with_sinks(_attend(request, Operands(_with_scale(inputs, factors, problem), *place)), sinks)
+    if problem.own_extents and sinks is not None:
+        output = place.with_nothing_outside(output)
     return tuple(output) if return_lse else output.out
 
 
@@ -253,20 +271,23 @@ def _run(part: SubCall, inputs: Inputs, place: Placement) -> Output:
     lines = device_line.lines_of(token_axes)
     if part.kind is KeySet.WHOLE_LAYOUT:
         inputs = exchange.with_all_keys(inputs, lines)
-    query, key, value, additional_keys, additional_values, scale = inputs
+    query, key, value, additional_keys, additional_values, scale, _, key_bias = inputs
     if part.kind is KeySet.ADDITIONAL:
         assert additional_keys is not None and additional_values is not None
-        keys, values = additional_keys, additional_values
+        keys, values, key_bias = additional_keys, additional_values, None
         query = place.without_padding(query) if place.layouts is not None else query
     else:
         keys, values = _flat(key), _flat(value)
+        key_bias = None if key_bias is None else _flat(key_bias)
         if additional_keys is not None and additional_values is not None:
             keys = jnp.concatenate([keys, additional_keys], axis=1)
             values = jnp.concatenate([values, additional_values], axis=1)
+            if key_bias is not None:
+                key_bias = jnp.pad(key_bias, [(0, 0), (0, additional_keys.shape[1]), (0, 0), (0, 0)])
     # Where tokens are split, the layout of the queries is a part of the problem's.
     origins = exchange.flat_origins(query.shape[1:-2], lines) if token_axes else None
     request = dataclasses.replace(part.request, token_axes=())
-    operands = Operands(Inputs(_flat(query), keys, values, scale=scale), origins)
+    operands = Operands(Inputs(_flat(query), keys, values, scale=scale, key_bias=key_bias), origins)
     if part.kind is KeySet.WHOLE_LAYOUT and any(request.problem.is_causal) and not place.is_whole:
         operands = operands._replace(**place._asdict())
     output = _attend(request, operands)

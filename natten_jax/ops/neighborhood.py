@@ -14,8 +14,9 @@ from natten_jax.arguments.scale import Scale
 from natten_jax.arguments.static import Bools, Ints
 from natten_jax.arguments.token_axes import TokenAxes
 from natten_jax.ops.arrays import ArrayLike
+from natten_jax.ops.biases import Biases
 from natten_jax.ops.boxes import BoxArguments
-from natten_jax.ops.calls import ExecutionArguments, attend_windows
+from natten_jax.ops.calls import ExecutionArguments, LogitTerms, attend_windows
 from natten_jax.performance import PERFORMANCE_NAMES, PerformanceArguments
 from natten_jax.windows import DOCUMENTED_ARGUMENTS, Edges, WindowArguments
 
@@ -52,6 +53,9 @@ class NeighborhoodAttention(Protocol):
         try_fuse_additional_kv: bool | None = None,
         return_lse: Literal[False] = False,
         token_axes: TokenAxes | None = None,
+        relative_bias: ArrayLike | None = None,
+        key_bias: ArrayLike | None = None,
+        sinks: ArrayLike | None = None,
         **performance: Unpack[PerformanceArguments],
     ) -> jax.Array: ...
     @overload
@@ -78,6 +82,9 @@ class NeighborhoodAttention(Protocol):
         try_fuse_additional_kv: bool | None = None,
         return_lse: Literal[True],
         token_axes: TokenAxes | None = None,
+        relative_bias: ArrayLike | None = None,
+        key_bias: ArrayLike | None = None,
+        sinks: ArrayLike | None = None,
         **performance: Unpack[PerformanceArguments],
     ) -> Pair: ...
     @overload
@@ -104,6 +111,9 @@ class NeighborhoodAttention(Protocol):
         try_fuse_additional_kv: bool | None = None,
         return_lse: bool,
         token_axes: TokenAxes | None = None,
+        relative_bias: ArrayLike | None = None,
+        key_bias: ArrayLike | None = None,
+        sinks: ArrayLike | None = None,
         **performance: Unpack[PerformanceArguments],
     ) -> jax.Array | Pair: ...
 
@@ -187,6 +197,9 @@ def _operator(rank: int) -> NeighborhoodAttention:
         try_fuse_additional_kv: bool | None = None,
         return_lse: bool = False,
         token_axes: TokenAxes | None = None,
+        relative_bias: ArrayLike | None = None,
+        key_bias: ArrayLike | None = None,
+        sinks: ArrayLike | None = None,
         **performance: Unpack[PerformanceArguments],
     ) -> jax.Array | Pair:
         """Neighborhood attention over {tokens}.
@@ -232,13 +245,21 @@ def _operator(rank: int) -> NeighborhoodAttention:
             token_axes: Inside ``jax.shard_map``: for each token dimension the manual mesh axis that it is split over,
                 several, the first one slowest, or ``None``. Neighbors then exchange the keys that windows reach, and
                 the result is that of the whole layout (``docs/scaling.md``).
+            relative_bias: ``[heads, 2 * kernel_size - 1, ...]``, in float32 or the query's dtype: added to the scaled
+                logit of a query and a key that lies ``offset`` neighbors (steps of the dilation) behind it is the entry
+                ``offset + kernel_size - 1``, dimension by dimension; nothing to those of additional keys.
+            key_bias: ``[batch, {layout}]`` or ``[batch, heads, {layout}]``, in float32 or the query's dtype: added to
+                every scaled logit of a key; ``-inf`` hides it. A query that sees no key gets an output of 0 and a
+                logsumexp of ``-inf``, without gradients.
+            sinks: ``[heads]``, in float32 or the query's dtype: a logit of each query head that the softmax has besides
+                those of the keys, and that no value stands behind.
             **performance: :class:`natten_jax.performance.PerformanceArguments`: tiles, schedules, memory,
                 determinism.
 
         Returns:
             Output ``[batch, {layout}, heads, head_dim_v]`` in the query's dtype; with ``return_lse`` also the
-            logsumexp of the scaled logits, ``[batch, {layout}, heads]``, natural logarithm, float32 (float64 for
-            float64 inputs).
+            logsumexp of the scaled logits, the sink among them, ``[batch, {layout}, heads]``, natural logarithm,
+            float32 (float64 for float64 inputs).
 
         Raises:
             ValueError: A value, shape or dtype breaks a rule above, or no backend can run the problem.
@@ -246,9 +267,10 @@ def _operator(rank: int) -> NeighborhoodAttention:
         """
         arrays = query, key, value, additional_keys, additional_values
         window = WindowArguments(kernel_size, stride, dilation, is_causal, edges)
+        terms = LogitTerms(Biases(relative_bias, key_bias), sinks)
         how = ExecutionArguments(backend, performance, attention_kwargs, try_fuse_additional_kv)
         box = BoxArguments(query_origin, extents, upsample)
-        return attend_windows(rank, arrays, window, clamp_window, scale, token_axes, how, return_lse, box)
+        return attend_windows(rank, arrays, window, clamp_window, scale, token_axes, how, return_lse, box, terms)
 
     attend.__name__ = attend.__qualname__ = f"na{rank}d"
     document = inspect.cleandoc(attend.__doc__ or "")  # none with python -OO

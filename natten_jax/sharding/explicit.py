@@ -35,28 +35,17 @@ def over_explicit_axes(run: Run, request: Request, operands: Operands) -> Output
     leaves, structure = jax.tree.flatten(operands)
     roles = roles_of(operands)
     query, key, *_ = leaves
-    batch, *tokens, heads_q = _split_axes(operands.inputs)
-    count = math.prod(mesh.shape[name] for name in heads_q)
-    is_kv_split = axis_names(_spec(key)[-2]) == heads_q
-    heads_kv = heads_q if is_kv_split else ()
-    token_axes = tuple(tokens) if any(tokens) else ()
-    split = HeadSplit.of(query.shape[-2], key.shape[-2], count, count if is_kv_split else 1)
-
-    def spec(role: Role, ndim: int) -> PartitionSpec:
-        if role is Role.WHOLE:
-            return PartitionSpec()
-        if role is Role.PER_ENTRY:
-            return PartitionSpec(batch or None)
-        layout = tokens if role.has_layout else [()] * (ndim + role.heads_axis - 1)
-        heads = heads_kv if role.is_key_value else heads_q
-        trailing = [()] * (-role.heads_axis - 1)
-        return PartitionSpec(*(names or None for names in (batch, *layout, heads, *trailing)))
+    axes = _SplitAxes.of(operands.inputs)
+    spec = axes.spec
+    count = math.prod(mesh.shape[name] for name in axes.heads)
+    token_axes = tuple(axes.tokens) if any(axes.tokens) else ()
+    split = HeadSplit.of(query.shape[-2], key.shape[-2], count, count if axes.are_heads_kv_split else 1)
 
     def run_part(parts: list[jax.Array]) -> Output:
         leaves = vary_alike(parts)
         if not split.takes:
             return run_local(*leaves)
-        part = jax.lax.axis_index(heads_q)
+        part = jax.lax.axis_index(axes.heads)
         return Output(*split.run_on_taken(run_local, leaves, roles, [Role.QUERY, Role.PER_QUERY], part))
 
     def run_local(*leaves: jax.Array) -> Any:
@@ -97,7 +86,7 @@ def with_whole_dimensions(inputs: Inputs, *, keeps_tokens: bool) -> Inputs:
         return inputs
     arrays: list[jax.Array | None] = []
     for name, role, array in zip(Inputs._fields, roles_of_fields(Inputs), inputs, strict=True):
-        if array is None or role is Role.PER_HEAD:
+        if array is None or role.is_of_heads:
             arrays.append(array)
             continue
         axes = list(_spec(array))
@@ -142,6 +131,29 @@ def reshaped(array: jax.Array, shape: Sequence[Any], sources: Sequence[int | Non
     return result
 
 
+def spread(array: jax.Array, shape: Sequence[int], inputs: Inputs, role: Role) -> jax.Array:
+    """``array`` repeated to a shape: along dimensions behind its own where it begins with the batch, or else in front.
+
+    Explicit mesh axes split the result as an input of that role, so that its gradient is added up and not gathered.
+    """
+    first = 0 if role.has_layout else len(shape) - array.ndim
+    dimensions = range(first, first + array.ndim)
+    mesh = _mesh_of(inputs)
+    if mesh is None:
+        return jax.lax.broadcast_in_dim(array, shape, dimensions)
+    spec = _SplitAxes.of(inputs).spec(role, len(shape))
+    own = NamedSharding(mesh, PartitionSpec(*(spec[i] for i in dimensions)))
+    return jax.lax.broadcast_in_dim(_placed(array, own), shape, dimensions, out_sharding=NamedSharding(mesh, spec))
+
+
+def split_like_heads(of_heads: jax.Array, per_query: jax.Array) -> jax.Array:
+    """An array ``[heads]``, split over explicit mesh axes as the heads of ``[..., heads]`` are."""
+    mesh = _mesh_of((of_heads, per_query))
+    if mesh is None:
+        return of_heads
+    return _placed(of_heads, NamedSharding(mesh, PartitionSpec(_spec(per_query)[-1])))
+
+
 def _mesh_of(arrays: Any) -> Any:
     """The mesh of the arrays, where it has explicit axes that split anything."""
     for array in jax.tree.leaves(arrays):
@@ -158,6 +170,40 @@ def _explicit_axes(mesh: Any) -> set[str]:
 def _spec(array: jax.Array) -> tuple[Any, ...]:
     spec = tuple(jax.typeof(array).sharding.spec)
     return spec + (None,) * (array.ndim - len(spec))
+
+
+@dataclasses.dataclass(frozen=True)
+class _SplitAxes:
+    """The mesh axes that split the arrays of a call.
+
+    Attributes:
+        batch: Its batch.
+        tokens: Each of its token dimensions.
+        heads: Its query heads.
+        are_heads_kv_split: Whether they split key/value heads, too.
+    """
+
+    batch: _Axes
+    tokens: Sequence[_Axes]
+    heads: _Axes
+    are_heads_kv_split: bool
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> _SplitAxes:
+        """Those that the types of the arrays name."""
+        batch, *tokens, heads = _split_axes(inputs)
+        return cls(batch, tokens, heads, axis_names(_spec(inputs.key)[-2]) == heads)
+
+    def spec(self, role: Role, ndim: int) -> PartitionSpec:
+        """How they split an array of so many dimensions."""
+        if role is Role.WHOLE:
+            return PartitionSpec()
+        if role is Role.PER_ENTRY:
+            return PartitionSpec(self.batch or None)
+        layout = self.tokens if role.has_layout else [()] * (ndim + role.heads_axis - 1)
+        heads = self.heads if self.are_heads_kv_split or not role.is_key_value else ()
+        trailing = [()] * (-role.heads_axis - 1)
+        return PartitionSpec(*(names or None for names in (self.batch, *layout, heads, *trailing)))
 
 
 def _split_axes(inputs: Inputs) -> list[_Axes]:

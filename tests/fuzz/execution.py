@@ -145,7 +145,7 @@ def _direct(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: jax.Ar
     factors = tensors.scale
     if factors is not None:
         tensors = tensors._replace(scale=jnp.broadcast_to(factors, (problem.case.batch, problem.case.heads)))
-    operands = Operands(InputArrays(*tensors), None if origins is None else jnp.asarray(origins))
+    operands = Operands(InputArrays(*tensors[:6]), None if origins is None else jnp.asarray(origins))
     saved = backend.forward_saving(plans["forward"], operands)
     gradients = backend.backward(plans["backward"], operands, saved, Output(*cotangents))
     if factors is not None and gradients.scale is not None:

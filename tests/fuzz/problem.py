@@ -97,7 +97,7 @@ class Fuzzed:
         return inputs if self.spoiled is None else self.spoiled.apply(inputs, float(self.spoiled.number))
 
     def _finite_inputs(self) -> Inputs:
-        query, key, value, keys, values, scale = self.case.host_operands(self.dtype, self.seed)
+        query, key, value, keys, values, scale, *_ = self.case.host_operands(self.dtype, self.seed)
         d_out, d_lse = self.case.host_cotangents(self.dtype, self.seed)
         own, halo = _slices(self.queries), _slices(self.keys)
 

@@ -15,8 +15,8 @@ from tests.support import oracle
 
 Inputs = tuple[oracle.Tensors, tuple[np.ndarray, np.ndarray]]
 
-#: What may be replaced: operands, and cotangents of output and logsumexp.
-NAMES = (*(name for name in oracle.Tensors._fields if name != "scale"), "d_out", "d_lse")
+#: What may be replaced: operands of tokens, and cotangents of output and logsumexp.
+NAMES = (*oracle.Tensors._fields[:5], "d_out", "d_lse")
 NUMBERS = ("nan", "inf", "-inf")
 EXTENTS = ("number", "token", "entry")
 #: Arrays that one head of queries has; the others belong to a head of keys.

@@ -122,7 +122,7 @@ def test_large_logits_of_other_forward_passes(pure_family: Family) -> None:
         problem = neighborhood_problem(1, Inputs(*operands[:3]), WindowArguments(**case.window_arguments))
         backend, plans = plans_of(pure_family.fna, problem)
         gradients = jax.jit(functools.partial(backend.backward, plans["backward"]))(
-            Operands(Inputs(*operands)), saved, Output(*cotangents)
+            Operands(Inputs(*operands[:6])), saved, Output(*cotangents)
         )
         found = errors_of(expected_of(case, operands, cotangents), saved[:2], oracle.Tensors(*gradients))
         assert max(found.values()) <= 1e-5, (largest, found)

@@ -21,6 +21,13 @@ def window(
     position: int, length: int, kernel_size: int, stride: int, is_causal: bool, edges: str = "shift"
 ) -> list[int]:
     """Keys that the query at ``position`` of a line of ``length`` tokens sees, in order, found by walking."""
+    return [place % length for place in window_places(position, length, kernel_size, stride, is_causal, edges)]
+
+
+def window_places(
+    position: int, length: int, kernel_size: int, stride: int, is_causal: bool, edges: str = "shift"
+) -> list[int]:
+    """The same, as places of a line that goes on at either end where it wraps."""
     begin = position
     while begin > 0 and (begin - 1) // stride == position // stride:
         begin -= 1
@@ -32,7 +39,7 @@ def window(
     if edges != "shift":
         # Steps from the leader to the front and to the back: one that leaves the line is lost, or enters it again.
         places = [leader + step for step in range(-(kernel_size // 2), kernel_size - kernel_size // 2)]
-        return [place % length for place in places if edges == "wrap" or 0 <= place < length]
+        return [place for place in places if edges == "wrap" or 0 <= place < length]
     first = leader - kernel_size // 2
     while first < 0:
         first += 1
@@ -76,6 +83,7 @@ def placed_mask(
     stride: Sequence[int],
     dilation: Sequence[int],
     is_causal: Sequence[bool],
+    edges: Sequence[str] | None = None,
     *,
     queries: Sequence[int],
     origin: Sequence[int],
@@ -87,11 +95,12 @@ def placed_mask(
     Windows that do not fit what is real are as large as fits. Along each dimension ``upsample`` queries are at a token.
     """
     mask = np.ones((1, 1), bool)
-    dimensions = zip(layout, kernel_size, stride, dilation, is_causal, queries, origin, upsample, extents, strict=True)
-    for extent, kernel, steps, distance, causal, count, first, finer, real in dimensions:
+    windows = zip(kernel_size, stride, dilation, is_causal, edges or ("shift",) * len(layout), strict=True)
+    dimensions = zip(layout, windows, queries, origin, upsample, extents, strict=True)
+    for extent, (kernel, steps, distance, causal, edge), count, first, finer, real in dimensions:
         size = max(1, min(kernel, real // distance))
         line = np.zeros((extent, extent), bool)
-        line[:real, :real] = line_mask(real, size, min(steps, size), distance, causal)
+        line[:real, :real] = line_mask(real, size, min(steps, size), distance, causal, edge)
         mask = np.kron(mask, line[[first + i // finer for i in range(count)]]).astype(bool)
     return mask
 
@@ -100,6 +109,42 @@ def attention_mask(queries: int, keys: int, is_causal: bool) -> Array:
     """Visibility of plain attention; causal masks are aligned at the first tokens."""
     mask = np.ones((queries, keys), bool)
     return np.tril(mask) if is_causal else mask
+
+
+def line_offsets(
+    extent: int, kernel_size: int, stride: int, dilation: int, is_causal: bool, edges: str = "shift"
+) -> Array:
+    """How many neighbors a key lies behind a query, ``[queries, keys]``; as far as windows reach, for other keys."""
+    offsets = np.zeros((extent, extent), int)
+    for residue in range(dilation):
+        line = np.arange(residue, extent, dilation)
+        for position, query in enumerate(line):
+            of_all = np.arange(len(line)) - position
+            offsets[query, line] = np.clip(of_all, 1 - kernel_size, kernel_size - 1)
+            if edges == "wrap":
+                for place in window_places(position, len(line), kernel_size, stride, is_causal, edges):
+                    offsets[query, line[place % len(line)]] = place - position
+    return offsets
+
+
+def relative_entries(
+    layout: Sequence[int],
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    is_causal: Sequence[bool],
+    edges: Sequence[str] | None = None,
+) -> Array:
+    """Which entry of a head's flattened relative bias each query has for a key that it sees, ``[queries, keys]``."""
+    entries = np.zeros((1, 1), int)
+    edges = edges or ("shift",) * len(layout)
+    for dimension in zip(layout, kernel_size, stride, dilation, is_causal, edges, strict=True):
+        extent, size, *_ = dimension
+        own = line_offsets(*dimension) + size - 1
+        queries, keys = entries.shape
+        entries = entries[:, None, :, None] * (2 * size - 1) + own[None, :, None, :]
+        entries = entries.reshape(queries * extent, keys * extent)
+    return entries
 
 
 class Tensors(NamedTuple):
@@ -111,6 +156,9 @@ class Tensors(NamedTuple):
     additional_keys: Operand | None = None
     additional_values: Operand | None = None
     scale: Operand | None = None  # of the logits, in place of the number: of every head, or one for each
+    relative_bias: Operand | None = None  # [heads, 2 kernel_size - 1, ...]
+    key_bias: Operand | None = None  # [batch, *layout] or [batch, heads, *layout]
+    sinks: Operand | None = None  # [heads]
 
 
 class Forward(NamedTuple):
@@ -138,11 +186,20 @@ class _Flat(NamedTuple):
     key: Array  # [batch, heads, keys, head_dim], additional ones last
     value: Array
     mask: Array  # [queries, keys], or [batch, 1, queries, keys]
+    bias: Array  # [batch, heads, queries, keys], or 1 in place of these
+    sinks: Array  # [batch, heads, queries, 1], or 1 in place of these; -inf where there are none
 
 
-def forward(operands: Tensors, mask: Array, scale: float) -> Forward:
-    """Output ``[batch, *layout, heads, head_dim_v]`` and logsumexp ``[batch, *layout, heads]``."""
-    flat = _flatten(operands, mask)
+def forward(operands: Tensors, mask: Array, scale: float, entries: Array | None = None) -> Forward:
+    """Output ``[batch, *layout, heads, head_dim_v]`` and logsumexp ``[batch, *layout, heads]``.
+
+    Args:
+        operands: The arrays.
+        mask: Visibility ``[query tokens, key tokens]``.
+        scale: Of the logits, where it is no operand.
+        entries: As :func:`relative_entries` has them, for a relative bias.
+    """
+    flat = _flatten(operands, mask, entries)
     weights, lse = _softmax(flat, _factors(operands, scale))
     return Forward(_heads_last(weights @ flat.value, operands), _heads_last(lse[..., None], operands)[..., 0])
 
@@ -154,13 +211,15 @@ def reference(
     out_cotangent: Array,
     lse_cotangent: Array,
     is_real: Array | None = None,
+    entries: Array | None = None,
 ) -> Reference:
     """Forward and backward pass.
 
     ``mask`` may have one part for each entry of the batch, and ``is_real``, ``[batch, queries]``, says which queries
-    are none of the padding, which sees no additional tokens, either.
+    are none of the padding, which sees no additional tokens, either. ``entries``, which may have one for each entry of
+    the batch, too, are those of :func:`relative_entries`.
     """
-    flat, factors = _flatten(operands, mask, is_real), _factors(operands, scale)
+    flat, factors = _flatten(operands, mask, entries, is_real), _factors(operands, scale)
     weights, lse = _softmax(flat, factors)
     out = weights @ flat.value
     d_out = _heads_first(out_cotangent)
@@ -176,14 +235,18 @@ def reference(
 
     size = np.abs
     products_size = size(flat.query) @ size(flat.key).swapaxes(-1, -2)
-    steep = size(factors) * products_size
+    steep = size(factors) * products_size + size(np.where(np.isfinite(flat.bias), flat.bias, 0))
     out_size = weights @ size(flat.value)
     d_weights_size = size(d_out) @ size(flat.value).swapaxes(-1, -2)
     delta_size = (size(d_out) * out_size).sum(-1, keepdims=True) + size(d_lse)
     d_logits_size = weights * (d_weights_size + delta_size)
+    of_sinks = np.exp(flat.sinks - np.where(np.isfinite(lse), lse, np.inf)[..., None])
+
+    of_bias = _of_biases(d_logits, -of_sinks * delta, operands, entries)
+    of_bias_size = _of_biases(d_logits_size, of_sinks * delta_size, operands, entries)
     return Reference(
         Forward(_heads_last(out, operands), _heads_last(lse[..., None], operands)[..., 0]),
-        _unflatten(Tensors(d_query, d_key, d_value, scale=d_logits * products), operands),
+        _unflatten(Tensors(d_query, d_key, d_value, scale=d_logits * products), operands)._replace(**of_bias),
         Forward(
             _heads_last(out_size, operands),
             _heads_last(
@@ -198,7 +261,7 @@ def reference(
                 scale=d_logits_size * products_size,
             ),
             operands,
-        ),
+        )._replace(**of_bias_size),
     )
 
 
@@ -209,13 +272,14 @@ def _factors(operands: Tensors, scale: float) -> Array:
 
 
 def _softmax(flat: _Flat, scale: Array) -> tuple[Array, Array]:
-    logits = np.where(flat.mask, scale * (flat.query @ flat.key.swapaxes(-1, -2)), -np.inf)
-    highest = logits.max(-1, keepdims=True)
+    logits = np.where(flat.mask, scale * (flat.query @ flat.key.swapaxes(-1, -2)) + flat.bias, -np.inf)
+    highest = np.maximum(logits.max(-1, keepdims=True), flat.sinks)
     # A query of a part of a layout may see no key of another part: it has no weights, and a logsumexp of -inf.
     is_empty = highest == -np.inf
-    exponentials = np.exp(logits - np.where(is_empty, 0, highest))
-    total = exponentials.sum(-1, keepdims=True) + is_empty
-    return exponentials / total, (highest + np.log(total))[..., 0]
+    highest = np.where(is_empty, 0, highest)
+    exponentials = np.exp(logits - highest)
+    total = exponentials.sum(-1, keepdims=True) + np.exp(flat.sinks - highest) + is_empty
+    return exponentials / total, np.where(is_empty, -np.inf, highest + np.log(total))[..., 0]
 
 
 def _heads_first(array: Array) -> Array:
@@ -229,7 +293,7 @@ def _heads_last(array: Array, operands: Tensors) -> Array:
     return array.swapaxes(1, 2).reshape(*operands.query.shape[:-1], array.shape[-1])
 
 
-def _flatten(operands: Tensors, mask: Array, is_real: Array | None = None) -> _Flat:
+def _flatten(operands: Tensors, mask: Array, entries: Array | None, is_real: Array | None = None) -> _Flat:
     repeats = operands.query.shape[-2] // operands.key.shape[-2]
     key, value = _heads_first(operands.key), _heads_first(operands.value)
     if operands.additional_keys is not None and operands.additional_values is not None:
@@ -240,7 +304,60 @@ def _flatten(operands: Tensors, mask: Array, is_real: Array | None = None) -> _F
             always &= is_real[:, :, None]
         mask = np.concatenate([mask, always], axis=-1)
     mask = mask[:, None] if mask.ndim == 3 else mask
-    return _Flat(_heads_first(operands.query), key.repeat(repeats, axis=1), value.repeat(repeats, axis=1), mask)
+    sinks = np.full((1, 1, 1, 1), -np.inf)
+    if operands.sinks is not None:
+        sinks = np.asarray(operands.sinks).astype(np.float64).reshape(1, -1, 1, 1)
+    if is_real is not None:
+        sinks = np.where(is_real[:, None, :, None], sinks, -np.inf)
+    return _Flat(
+        _heads_first(operands.query),
+        key.repeat(repeats, axis=1),
+        value.repeat(repeats, axis=1),
+        mask,
+        _bias(operands, entries, mask.shape[-1]),
+        sinks,
+    )
+
+
+def _bias(operands: Tensors, entries: Array | None, keys: int) -> Array:
+    """What is added to the logits of so many keys; nothing to those of additional ones."""
+    tokens = int(np.prod(operands.key.shape[1:-2]))
+    found = np.zeros((1, 1, 1, tokens))
+    if operands.relative_bias is not None:
+        assert entries is not None
+        tables = np.asarray(operands.relative_bias).astype(np.float64).reshape(operands.relative_bias.shape[0], -1)
+        found = found + (tables[:, entries] if entries.ndim == 2 else tables[:, entries].swapaxes(0, 1))
+    if operands.key_bias is not None:
+        found = found + _by_head(operands).astype(np.float64)[:, :, None]
+    return np.pad(found, [(0, 0), (0, 0), (0, 0), (0, keys - tokens)])
+
+
+def _by_head(operands: Tensors) -> Array:
+    """The bias of keys as ``[batch, heads or 1, tokens]``."""
+    assert operands.key_bias is not None
+    has_heads = operands.key_bias.ndim == operands.key.ndim - 1
+    heads = operands.key_bias.shape[1] if has_heads else 1
+    return np.asarray(operands.key_bias).reshape(operands.key.shape[0], heads, -1)
+
+
+def _of_biases(d_logits: Array, d_sinks: Array, operands: Tensors, entries: Array | None) -> dict[str, Array]:
+    """The gradients of what is added to logits, from one for each logit; and of sinks, from one for each query."""
+    found: dict[str, Array] = {}
+    if operands.relative_bias is not None:
+        assert entries is not None
+        shape = operands.relative_bias.shape
+        of_tokens = d_logits[..., : entries.shape[-1]]
+        of_tokens = of_tokens.sum(0, keepdims=True) if entries.ndim == 2 else of_tokens
+        by_head = of_tokens.swapaxes(0, 1).reshape(shape[0], -1)
+        tables = [np.bincount(entries.ravel(), each, int(np.prod(shape[1:]))) for each in by_head]
+        found["relative_bias"] = np.stack(tables).reshape(shape)
+    if operands.key_bias is not None:
+        by_key = d_logits.sum(2)[..., : int(np.prod(operands.key.shape[1:-2]))]
+        has_heads = operands.key_bias.ndim == operands.key.ndim - 1
+        found["key_bias"] = (by_key if has_heads else by_key.sum(1)).reshape(operands.key_bias.shape)
+    if operands.sinks is not None:
+        found["sinks"] = d_sinks.sum((0, 2, 3))
+    return found
 
 
 def _unflatten(gradients: Tensors, operands: Tensors) -> Tensors:

@@ -38,6 +38,10 @@ QUICK_COMPILATION = accepted_options(
 )
 
 
+#: Operands that tests give in the element type of logits.
+OF_LOGITS = ("scale", "relative_bias", "key_bias", "sinks")
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One neighborhood attention problem, or, with ``queries``, one attention problem.
@@ -64,6 +68,10 @@ class Case:
         extents: How much of the layout is real, for each entry of the batch. Padding is NaN. Of plain attention, keys.
         query_lengths: How many queries of plain attention are real.
         upsample: Queries for each token, along each dimension.
+        relative_bias: Whether logits have one.
+        key_bias: Whether keys have biases: ``"tokens"`` the same for every head, ``"heads"`` one for each; ``None``.
+        hidden: Share of these that are ``-inf``.
+        sinks: Whether heads have sinks.
     """
 
     layout: Shape
@@ -87,6 +95,10 @@ class Case:
     extents: tuple[Shape, ...] | None = None
     query_lengths: tuple[int, ...] | None = None
     upsample: Shape | None = None
+    relative_bias: bool = False
+    key_bias: str | None = None
+    hidden: float = 0.0
+    sinks: bool = False
 
     @property
     def query_layout(self) -> Shape:
@@ -240,6 +252,7 @@ class Case:
             None
             if self.scales is None
             else np.asarray(self.scales if self.scales[1:] else self.scales[0], lse_dtype(dtype)),
+            *self._logit_terms(lse_dtype(dtype), seed),
         )
         return self.padded_with(math.nan, drawn)
 
@@ -253,7 +266,37 @@ class Case:
             return np.where(is_real, array, np.asarray(number, array.dtype))
 
         query, key, value, *others = operands
-        return oracle.Tensors(padded(query, real_queries), padded(key, real_keys), padded(value, real_keys), *others)
+        found = oracle.Tensors(padded(query, real_queries), padded(key, real_keys), padded(value, real_keys), *others)
+        if found.key_bias is None:
+            return found
+        of_keys = self.real_keys() if self.key_bias == "tokens" else self.real_keys()[:, None]
+        return found._replace(key_bias=padded(found.key_bias, of_keys))
+
+    def _logit_terms(self, dtype: str, seed: int) -> tuple[np.ndarray | None, ...]:
+        """Relative bias, bias of keys and sinks."""
+        rng = np.random.default_rng([seed, 4])
+        window = self.kernel_size or self.layout
+        heads = (self.heads,) if self.key_bias == "heads" else ()
+        table = rng.standard_normal((self.heads, *(2 * size - 1 for size in window)))
+        of_keys = rng.standard_normal((self.batch, *heads, *self.layout))
+        of_keys[rng.random(of_keys.shape) < self.hidden] = -np.inf
+        sinks = rng.standard_normal(self.heads)
+        asked = (table, self.relative_bias), (of_keys, self.key_bias is not None), (sinks, self.sinks)
+        return tuple([array.astype(dtype) if is_asked else None for array, is_asked in asked])
+
+    def entries(self) -> np.ndarray | None:
+        """Of the relative bias, by the oracle."""
+        if not self.relative_bias:
+            return None
+        found = oracle.relative_entries(self.layout, **self.window_arguments)
+        if not self.is_placed:
+            return found
+        by_query = found.reshape(*self.layout, -1)
+        boxes = [
+            by_query[tuple(slice(a, a + n) for a, n in zip(origin, self.query_layout, strict=True))]
+            for origin, _ in self.entry_facts()
+        ]
+        return np.stack(boxes).reshape(self.batch, -1, found.shape[1])
 
     def cotangents(self, dtype: str, seed: int) -> tuple[jax.Array, jax.Array]:
         """Random cotangents of output and logsumexp."""
@@ -275,12 +318,14 @@ class Case:
         """The public function on this problem: operands to output and logsumexp."""
 
         def run(operands: oracle.Tensors) -> tuple[Any, Any]:
-            query, key, value, additional_keys, additional_values, scale = operands
+            query, key, value, additional_keys, additional_values, scale, *terms = operands
+            given = zip(("relative_bias", "key_bias", "sinks"), terms, strict=True)
             common = {
                 "scale": self.scale if scale is None else scale,
                 "backend": backend,
                 "return_lse": True,
                 **self.place_arguments(),
+                **{name: array for name, array in given if array is not None},
                 **arguments,
             }
             if self.queries is not None:
@@ -317,7 +362,7 @@ def relative_error(result: Any, reference: np.ndarray, magnitude: np.ndarray) ->
     if is_empty.any():
         if (result[is_empty] != -np.inf).any():
             raise AssertionError("a row that sees no key has a logsumexp other than -inf")
-        result, reference = np.where(is_empty, 0, result), np.where(is_empty, 0, reference)
+        result, reference, magnitude = (np.where(is_empty, 0, each) for each in (result, reference, magnitude))
     distance = float(np.linalg.norm(result - reference))
     size = max(float(np.linalg.norm(reference)), CANCELLATION * float(np.linalg.norm(magnitude)))
     if size == 0:
@@ -367,13 +412,13 @@ def expected_results(case: Case, dtype: str, seed: int) -> oracle.Reference:
 def expected_of(case: Case, operands: oracle.Tensors, cotangents: tuple[Any, Any]) -> oracle.Reference:
     """The oracle's results of ``case`` on given inputs."""
     operands = oracle.Tensors(*(a if a is None else np.asarray(a) for a in operands))
-    if not case.is_padded:
-        return oracle.reference(operands, case.mask(), case.actual_scale, *map(np.asarray, cotangents))
-    is_real = case.real_queries()
     out, lse = map(np.asarray, cotangents)
+    if not case.is_padded:
+        return oracle.reference(operands, case.mask(), case.actual_scale, out, lse, entries=case.entries())
+    is_real = case.real_queries()
     out, lse = np.where(is_real[..., None, None], out, 0), np.where(is_real[..., None], lse, 0)
-    flat = is_real.reshape(case.batch, -1)
-    return oracle.reference(case.padded_with(0, operands), case.mask(), case.actual_scale, out, lse, flat)
+    flat, operands = is_real.reshape(case.batch, -1), case.padded_with(0, operands)
+    return oracle.reference(operands, case.mask(), case.actual_scale, out, lse, flat, case.entries())
 
 
 def errors_of(
@@ -387,7 +432,7 @@ def errors_of(
             reference = getattr(expected.gradients, name)
             assert (gradient is None) == (reference is None), name
             if gradient is not None:
-                assert gradient.dtype == outputs[name == "scale"].dtype, name
+                assert gradient.dtype == outputs[name in OF_LOGITS].dtype, name
                 found[f"d_{name}"] = gradient
                 pairs[f"d_{name}"] = reference, getattr(expected.gradient_magnitude, name)
     return {name: relative_error(found[name], *pairs[name]) for name in found}

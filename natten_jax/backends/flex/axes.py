@@ -27,12 +27,15 @@ class AxisPosition(NamedTuple):
         seen_start: First inner token that is related to an outer token, counted from ``inner_start``,
             ``[..., tiles, outer_tile]``.
         seen_end: One past the last, likewise.
+        inner_distance: How many neighbors the first inner token that is visited lies behind the first outer one,
+            ``[..., tiles, 1]``.
     """
 
     inner_start: Any
     inner_residue: Any
     seen_start: Any
     seen_end: Any
+    inner_distance: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,12 +134,13 @@ class AxisSweep:
         if self.period is not None:
             first = start[:, :1]
             inner_start = (first - inner_shift) % self.period
-            return AxisPosition(inner_start, inner_residue, start - first, end - first)
+            return AxisPosition(inner_start, inner_residue, start - first, end - first, first - index[:, :1])
         # What a window names may lie on another device; as an array's padding, it is not there.
         local = group_length(self.extents[self.outer_is_query], d, inner_residue)
         start, end = (xp.minimum(xp.maximum(bound - inner_shift, 0), local) for bound in (start, end))
         inner_start = xp.minimum(start[:, :1], self.inner_length - self.inner_tile * self.inner_steps)
-        return AxisPosition(inner_start, inner_residue, start - inner_start, end - inner_start)
+        distance = inner_start + inner_shift - index[:, :1]
+        return AxisPosition(inner_start, inner_residue, start - inner_start, end - inner_start, distance)
 
     def hull_mask(self, position: AxisPosition) -> jax.Array:
         """Which inner tokens that are visited are related to which outer ones, ``[tiles, queries, keys]``."""

@@ -44,6 +44,7 @@ class FlexBackend(PureJaxBackend):
     takes_extents = True
     residual_width = len(Rows._fields)
     heeds = ("backward_deterministic",)  # in every run
+    biases = ("relative_bias", "key_bias")
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Query and key/value tile shapes of a pass, the recommended pair first."""
@@ -66,8 +67,8 @@ class FlexBackend(PureJaxBackend):
         assert softmax.mixed is not None
         steepness = Products(plan, operands.inputs.scale).steepness_of_tokens(problem.rank)
         total, lse = softmax.total, steepness * softmax.maximum + jnp.log(softmax.total)
-        if operands.is_placed:
-            # The keys that a row sees may all be another device's, and padding sees none.
+        if operands.is_placed or problem.biases:
+            # The keys that a row sees may all be another device's, or hidden, and padding sees none.
             is_empty = softmax.total == 0
             total, lse = jnp.where(is_empty, 1, total), jnp.where(is_empty, -jnp.inf, lse)
         return Differentiable(softmax.mixed / total, lse[..., 0], jnp.concatenate(rows_of(softmax), axis=-1))

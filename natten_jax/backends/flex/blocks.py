@@ -35,10 +35,12 @@ class TilePositions(NamedTuple):
         corners: Index and residue of the first inner token that each tile visits, ``[tiles, 2 * rank]``.
         masks: By dimension, which of all inner tokens that are visited the outer ones see, or are seen by,
             ``[tiles, queries, keys]``. Worked out here, it is not again for every logit that XLA fuses a mask with.
+        distances: How many neighbors the first inner token lies behind the first outer one, ``[tiles, rank]``.
     """
 
     corners: jax.Array
     masks: tuple[jax.Array, ...]
+    distances: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +66,22 @@ class Sweep:
         return math.prod(a.inner_steps for a in self.axes)
 
     @property
+    def outer_is_query(self) -> bool:
+        """Whether outer tiles are query tiles."""
+        return self.axes[0].outer_is_query
+
+    @property
+    def pair_extents(self) -> list[tuple[int, int]]:
+        """By dimension, the queries and the keys of a pair of tiles."""
+        return [(a.outer_tile, a.inner_tile) if a.outer_is_query else (a.inner_tile, a.outer_tile) for a in self.axes]
+
+    @property
+    def pair_tokens(self) -> tuple[int, int]:
+        """All queries and all keys of a pair of tiles."""
+        pair = self.outer_tokens, self.inner_tokens
+        return pair if self.outer_is_query else pair[::-1]
+
+    @property
     def outer_tokens(self) -> int:
         """Tokens in an outer tile."""
         return math.prod(a.outer_tile for a in self.axes)
@@ -81,7 +99,7 @@ class Sweep:
             layout: How many queries and keys there are in place of the problem's, ``[2, rank]``; with origins.
         """
         count = self.steps * self.tiles_per_step
-        width = sum(2 + 2 * axis.outer_tile for axis in self.axes)
+        width = sum(3 + 2 * axis.outer_tile for axis in self.axes)
         is_constant = origins is None and count * width <= _MOST_CONSTANTS
         xp: ModuleType = np if is_constant else jnp
         tile = xp.arange(count, dtype=xp.int32)
@@ -94,7 +112,8 @@ class Sweep:
             found.insert(0, axis.position(number, residue, own_origins, xp, own_layout))
         corners = [each for position in found for each in (position.inner_start, position.inner_residue)]
         seen = [each for position in found for each in (position.seen_start, position.seen_end)]
-        packed = xp.concatenate([*corners, *seen], axis=-1, dtype=xp.int32)
+        distances = [position.inner_distance for position in found]
+        packed = xp.concatenate([*corners, *seen, *distances], axis=-1, dtype=xp.int32)
         packed = packed.reshape(self.steps, self.tiles_per_step, width)
         return jnp.asarray(packed) if is_constant else materialize(packed)
 
@@ -102,12 +121,21 @@ class Sweep:
         """Where the outer tiles of a step lie, from its part ``[tiles, width]`` of :meth:`positions`."""
         rank = len(self.axes)
         masks, begin = [], 2 * rank
+        distances = packed[:, -rank:]
         for i, axis in enumerate(self.axes):
             middle, end = begin + axis.outer_tile, begin + 2 * axis.outer_tile
             corner = packed[:, 2 * i : 2 * i + 1], packed[:, 2 * i + 1 : 2 * i + 2]
-            masks.append(axis.hull_mask(AxisPosition(*corner, packed[:, begin:middle], packed[:, middle:end])))
+            seen = packed[:, begin:middle], packed[:, middle:end]
+            masks.append(axis.hull_mask(AxisPosition(*corner, *seen, distances[:, i : i + 1])))
             begin = end
-        return TilePositions(packed[:, : 2 * rank], tuple(masks))
+        return TilePositions(packed[:, : 2 * rank], tuple(masks), distances)
+
+    def key_distances(self, positions: TilePositions, inner_step: jax.Array) -> jax.Array:
+        """How many neighbors the first keys of visited tiles lie behind their first queries, ``[tiles, rank]``."""
+        distances = positions.distances
+        if self.inner_steps > 1:
+            distances = distances + self._first_inner(inner_step)[:, ::2]
+        return distances if self.outer_is_query else -distances
 
     def mask(self, positions: TilePositions, inner_step: jax.Array, repeats: int) -> jax.Array:
         """Visibility ``[tiles, 1, 1, repeats * queries, keys]``: broadcast over batch and KV heads."""
@@ -125,9 +153,7 @@ class Sweep:
             part = part.reshape(part.shape[0], *shape)
             visible = part if visible is None else visible & part
         assert visible is not None
-        queries, keys = self.outer_tokens, self.inner_tokens
-        if not self.axes[0].outer_is_query:
-            queries, keys = keys, queries
+        queries, keys = self.pair_tokens
         visible = visible.reshape(visible.shape[0], 1, 1, 1, queries, keys)
         visible = jnp.broadcast_to(visible, (visible.shape[0], 1, 1, repeats, queries, keys))
         return visible.reshape(visible.shape[0], 1, 1, repeats * queries, keys)

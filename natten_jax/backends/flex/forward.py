@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from natten_jax.arrays.avals import varying_like
 from natten_jax.arrays.operands import Operands
+from natten_jax.backends.flex.bias import TileBias
 from natten_jax.backends.flex.loops import repeated, swept
 from natten_jax.backends.flex.operands import AdditionalTiles, PlacedSweep, for_tiles
 from natten_jax.backends.flex.softmax import Products, Softmax
@@ -19,6 +20,7 @@ def softmax_of(plan: Plan, operands: Operands) -> Softmax:
     products = Products(plan, operands.inputs.scale)
     placed = PlacedSweep.of(plan, operands, "forward", outer_is_query=True)
     sweep = placed.sweep
+    biases = TileBias.of(problem, operands.inputs, sweep)
     keys, values = sweep.split_inner(operands.inputs.key), sweep.split_inner(operands.inputs.value)
     additional = AdditionalTiles.of(operands.inputs.additional_keys, operands.inputs.additional_values, sweep)
     repeats = problem.heads // problem.heads_kv
@@ -32,7 +34,8 @@ def softmax_of(plan: Plan, operands: Operands) -> Softmax:
             key = sweep.load(keys, positions, inner_step, problem.heads_kv)
             value = sweep.load(values, positions, inner_step, problem.heads_kv)
             mask = sweep.mask(positions, inner_step, repeats)
-            return softmax.over(products, query, key, value, mask, carries_plan=True)
+            bias = biases.at(positions, inner_step)
+            return softmax.over(products, query, key, value, mask, bias, carries_plan=True)
 
         def visit_additional(softmax: Softmax, tile: AdditionalTiles) -> tuple[Softmax, None]:
             key, value = for_tiles(tile.keys, query), for_tiles(tile.values, query)

@@ -17,6 +17,7 @@ from jax import lax
 
 from natten_jax.arrays.avals import varying_like
 from natten_jax.arrays.operands import Operands
+from natten_jax.backends.flex.bias import TileBias
 from natten_jax.backends.flex.blocks import TilePositions
 from natten_jax.backends.flex.loops import repeated
 from natten_jax.backends.flex.operands import AdditionalTiles, PlacedSweep
@@ -61,6 +62,7 @@ def rows_of(softmax: Softmax) -> Rows:
 
 def rows_of_tile(
     products: Products,
+    biases: TileBias,
     placed: PlacedSweep,
     positions: TilePositions,
     query: jax.Array,
@@ -72,6 +74,7 @@ def rows_of_tile(
 
     Args:
         products: The problem's.
+        biases: Of the sweep.
         placed: The sweep.
         positions: Of the tiles.
         query: Query tiles.
@@ -82,7 +85,7 @@ def rows_of_tile(
     Returns:
         The rows, and the softmax over the additional tokens alone, which is right where rows are found anew.
     """
-    query, keys, additional = lax.stop_gradient((query, keys, additional))
+    query, keys, additional, biases = lax.stop_gradient((query, keys, additional, biases))
     products = products.constant()
     sweep, problem = placed.sweep, placed.plan.problem
     softmax = varying_like(Softmax.of_no_key(query.shape[:-1], None, products.dtype), (query, keys, given))
@@ -90,7 +93,7 @@ def rows_of_tile(
     def visit(inner_step: jax.Array, softmax: Softmax) -> Softmax:
         key = sweep.load(keys, positions, inner_step, problem.heads_kv)
         mask = sweep.mask(positions, inner_step, problem.heads // problem.heads_kv)
-        return softmax.over(products, query, key, None, mask)
+        return softmax.over(products, query, key, None, mask, biases.at(positions, inner_step))
 
     def visit_additional(number: jax.Array, softmax: Softmax) -> Softmax:
         assert additional is not None
@@ -110,6 +113,7 @@ def rows_by_key(
     operands: Operands,
     queries: jax.Array,
     keys: jax.Array,
+    key_bias: jax.Array | None,
     additional: Softmax | None,
     known: KnownRows,
 ) -> jax.Array:
@@ -120,12 +124,15 @@ def rows_by_key(
         operands: The arrays.
         queries: All queries, as the sweep loads them.
         keys: Key tiles.
+        key_bias: Their biases, cut likewise.
         additional: Over the additional tokens alone, ``[batch, *query_layout, heads, 1]``; ``None`` without any.
         known: All rows.
     """
     sweep, problem = placed.sweep, placed.plan.problem
     products = Products(placed.plan, operands.inputs.scale).constant()
     queries, keys, additional = lax.stop_gradient((queries, keys, additional))
+    biases = lax.stop_gradient(TileBias.of(problem, operands.inputs, sweep))
+    key_bias = lax.stop_gradient(key_bias)
     given = sweep.split_inner(jnp.concatenate(known.rows, axis=-1))
     shape = given[..., :1]
     no_key: tuple[jax.Array, jax.Array] = (jnp.full_like(shape, -jnp.inf), jnp.zeros_like(shape))
@@ -139,13 +146,15 @@ def rows_by_key(
         is_second = number >= sweep.steps
         outer = jnp.where(is_second, number - sweep.steps, number)
         key = lax.dynamic_index_in_dim(keys, outer, keepdims=False)
+        of_outer_keys = None if key_bias is None else lax.dynamic_index_in_dim(key_bias, outer, keepdims=False)
         positions = sweep.at(lax.dynamic_index_in_dim(placed.positions, outer, keepdims=False))
 
         def visit(inner_step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             maxima, totals = carry
             query = sweep.load(queries, positions, inner_step, problem.heads_kv)
             mask = sweep.mask(positions, inner_step, problem.heads // problem.heads_kv)
-            scores = masked(products.scores(query, key), mask)
+            bias = biases.at(positions, inner_step, of_outer_keys)
+            scores = masked(products.scores(query, key, bias), mask)
             largest = jnp.where(is_second, -jnp.inf, highest(scores))
             maxima = sweep.raise_to(maxima, positions, inner_step, largest)
             maximum = sweep.load(maxima, positions, inner_step, problem.heads_kv)
@@ -180,6 +189,11 @@ def _may_be_large(plan: Plan, operands: Operands) -> jax.Array:
     if operands.inputs.additional_keys is not None:
         keys = jnp.maximum(keys, square(operands.inputs.additional_keys))
     # Where the product overflows, it is not below the bound.
-    steepness = jnp.asarray(products.steepness_of_tokens(plan.problem.rank), products.dtype)
-    steepness = jnp.max(jnp.where(jnp.isfinite(steepness), steepness, 0))
-    return ~(steepness**2 * square(operands.inputs.query) * keys <= LARGEST_RELIABLE_LOGIT**2)
+    scale = jnp.abs(jnp.asarray(products.scale_of_tokens(plan.problem.rank), products.dtype))
+    scale = jnp.max(jnp.where(jnp.isfinite(scale), scale, 0))
+    largest = square(operands.inputs.query) * keys
+    if not plan.problem.biases:
+        return ~(scale**2 * largest <= LARGEST_RELIABLE_LOGIT**2)
+    biases = [each for each in (operands.inputs.relative_bias, operands.inputs.key_bias) if each is not None]
+    added = sum(jnp.max(jnp.abs(jnp.where(jnp.isfinite(bias), bias, 0))) for bias in biases)
+    return ~(scale * jnp.sqrt(largest) + added <= LARGEST_RELIABLE_LOGIT)

@@ -2,7 +2,8 @@
 
 A *score* is ``query key^T`` before it is scaled, negated where the scale is negative. Rows are described by scores, not
 by logits: ``|scale| * (score - maximum)`` is exact near the maximum, however large the logits are, and stays the same
-where a compiler contracts the product and the difference to one rounding.
+where a compiler contracts the product and the difference to one rounding. Where something is added to logits, scores
+are these sums, and the factor from scores to logits, their *steepness*, is 1.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Products:
         #: The factor of all logits; 1 where heads have scales of their own.
         self.scale = problem.scale if scale is None else 1.0
         self._scales = scale
+        self._adds = bool(problem.biases)
         self._sign = None if scale is None else jnp.where(scale < 0, -1, 1).astype(self.dtype)
         # Half-precision values are exact in TF32 and bfloat16 passes; float32 is not, so it takes full
         # precision unless the user chose one.
@@ -47,17 +49,17 @@ class Products:
     def steepness(self, rows: int) -> float | jax.Array:
         """Factors from scores to logits, never negative, for ``[tiles, batch, heads_kv, rows, ...]``."""
         steepness = self._steepness
-        return abs(self.scale) if steepness is None else self._of_rows(steepness, rows)
+        return steepness if isinstance(steepness, float) else self._of_rows(steepness, rows)
 
     def steepness_of_tokens(self, rank: int) -> float | jax.Array:
         """The same for ``[batch, *layout, heads, width]``."""
         steepness = self._steepness
-        return abs(self.scale) if steepness is None else self._of_tokens(steepness, rank)
+        return steepness if isinstance(steepness, float) else self._of_tokens(steepness, rank)
 
     def steepness_of_heads(self, ndim: int) -> float | jax.Array:
         """The same for arrays of so many dimensions, ``[batch, heads, ...]``."""
         steepness = self._steepness
-        return abs(self.scale) if steepness is None else steepness.reshape(*steepness.shape, *(1,) * (ndim - 2))
+        return steepness if isinstance(steepness, float) else steepness.reshape(*steepness.shape, *(1,) * (ndim - 2))
 
     def scale_of_tokens(self, rank: int) -> float | jax.Array:
         """The factors of logits for ``[batch, *layout, heads, width]``."""
@@ -78,14 +80,17 @@ class Products:
 
         What is added to the logarithm of the total is zero, and has the derivative of that product.
         """
-        if self._scales is None:
+        if self._scales is None or self._adds:
             return rows
         steepness = self.steepness(rows.maximum.shape[-2])
         change = (steepness - lax.stop_gradient(steepness)) * reference(rows.maximum)
         return Rows(rows.maximum, rows.log_total - change)
 
-    def scores(self, query: jax.Array, key: jax.Array) -> jax.Array:
-        """``query key^T``, in the order of the logits."""
+    def scores(self, query: jax.Array, key: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+        """``query key^T``, in the order of the logits; these, with what is added, where something may be."""
+        if self._adds:
+            logits = self.logits(query, key)
+            return logits if bias is None else logits + bias
         if self._sign is not None:
             return self.inner(self.cast(query) * self._of_rows(self._sign, query.shape[-2]), key)
         return self.inner(query if self.scale >= 0 else -query, key)
@@ -96,12 +101,13 @@ class Products:
 
     def logits(self, query: jax.Array, key: jax.Array) -> jax.Array:
         """``scale * query key^T``."""
+        if self._adds:
+            return self.scaled(self.scale * self.inner(query, key))
         return self.steepness(query.shape[-2]) * self.scores(query, key)
 
     def logit_tangents(self, scale_tangent: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
         """``scale_tangent * query key^T``, where heads have scales of their own; the tangent is ``[batch, heads]``."""
-        assert self._sign is not None
-        return self._of_rows(scale_tangent * self._sign, query.shape[-2]) * self.scores(query, key)
+        return self._of_rows(scale_tangent, query.shape[-2]) * self.inner(query, key)
 
     def mix(self, weights: jax.Array, value: jax.Array) -> jax.Array:
         """``weights value``."""
@@ -112,9 +118,11 @@ class Products:
         return self._product("cbhqk,cbhqd->cbhkd", weights, rows)
 
     @property
-    def _steepness(self) -> jax.Array | None:
+    def _steepness(self) -> float | jax.Array:
         """Absolute scales of heads that have their own: products with the sign, since ``abs`` has a kink at zero."""
-        return None if self._scales is None or self._sign is None else self._scales * self._sign
+        if self._adds:
+            return 1.0
+        return abs(self.scale) if self._scales is None or self._sign is None else self._scales * self._sign
 
     def _of_rows(self, factors: jax.Array, rows: int) -> jax.Array:
         """``[batch, heads]`` as ``[batch, heads_kv, rows, 1]``: rows are tokens, head by head."""
@@ -164,11 +172,12 @@ class Softmax(NamedTuple):
         key: jax.Array,
         value: jax.Array | None,
         mask: jax.Array,
+        bias: jax.Array | None = None,
         *,
         carries_plan: bool = False,
     ) -> Softmax:
         """Over more keys; ``carries_plan`` as in :func:`softmax_weights`."""
-        scores = masked(products.scores(query, key), mask)
+        scores = masked(products.scores(query, key, bias), mask)
         maximum = jnp.maximum(self.maximum, highest(scores))
         decay = jnp.where(
             self.maximum == -jnp.inf,
@@ -214,13 +223,20 @@ def exponentials(products: Products, scores: jax.Array, maximum: jax.Array, *, c
 
 
 def softmax_weights(
-    products: Products, query: jax.Array, key: jax.Array, rows: Rows, mask: jax.Array, *, carries_plan: bool = False
+    products: Products,
+    query: jax.Array,
+    key: jax.Array,
+    rows: Rows,
+    mask: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    carries_plan: bool = False,
 ) -> jax.Array:
     """Softmax weights ``[..., queries, keys]``; 0 where a key is not seen.
 
     ``carries_plan`` is for one sweep of a pass, whose exponential the plan is put onto: XLA leaves those alone.
     """
-    below = products.steepness(query.shape[-2]) * (products.scores(query, key) - reference(rows.maximum))
+    below = products.steepness(query.shape[-2]) * (products.scores(query, key, bias) - reference(rows.maximum))
     # Scores that are computed twice may differ in the last place, which counts where they are large.
     below = below - lax.stop_gradient(jnp.maximum(below, 0))
     logits = jnp.where(mask, below - rows.log_total, -jnp.inf)

@@ -8,6 +8,7 @@ With ``P = exp(s - lse)`` and tangents marked by ``'``,
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jax import lax
 
 from natten_jax.arrays.avals import varying_like
 from natten_jax.arrays.operands import Gradients, Operands, Output
+from natten_jax.backends.flex.bias import TileBias
 from natten_jax.backends.flex.blocks import materialize
 from natten_jax.backends.flex.loops import swept
 from natten_jax.backends.flex.operands import AdditionalTiles, PlacedSweep, for_tiles
@@ -49,7 +51,7 @@ def tangents_of(plan: Plan, operands: Operands, output: Output, rows: Rows, tang
 def logsumexp_change(products: Products, operands: Operands, output: Output) -> jax.Array:
     """Zeros ``[batch, *query_layout, heads, 1]`` that have the logsumexp's derivative: rows are constants."""
     change = output.logsumexp - lax.stop_gradient(output.logsumexp)
-    if operands.is_placed:
+    if operands.is_placed or operands.inputs.relative_bias is not None or operands.inputs.key_bias is not None:
         # A row that sees no local key has no weights, whatever is subtracted from its (masked) logits.
         change = jnp.where(output.logsumexp == -jnp.inf, 0, change)
     return products.cast(change)[..., None]
@@ -66,6 +68,7 @@ def _query_tangents(
     products = Products(plan, operands.inputs.scale)
     placed = PlacedSweep.of(plan, operands, "backward", outer_is_query=True)
     sweep = placed.sweep
+    biases, bias_tangents = (TileBias.of(problem, inputs, sweep) for inputs in (operands.inputs, tangents))
     keys, values = sweep.split_inner(operands.inputs.key), sweep.split_inner(operands.inputs.value)
     additional = AdditionalTiles.of(operands.inputs.additional_keys, operands.inputs.additional_values, sweep)
     # Cast here, so that the transposed rule sums over query tiles in the accumulator's element type.
@@ -80,20 +83,26 @@ def _query_tangents(
     def step(_: None, inputs: tuple[jax.Array, ...]) -> tuple[None, tuple[Sums, Softmax | None]]:
         positions, query, query_tangent = sweep.at(inputs[0]), products.cast(inputs[1]), products.cast(inputs[2])
         given = known._replace(rows=Rows(inputs[3][..., :1], inputs[3][..., 1:]))
-        tile_rows, of_additional = rows_of_tile(products, placed, positions, query, keys, additional, given)
+        tile_rows, of_additional = rows_of_tile(products, biases, placed, positions, query, keys, additional, given)
         tile_rows = products.with_constant_maximum(tile_rows._replace(log_total=tile_rows.log_total + inputs[4]))
         mixed = jnp.zeros((*query.shape[:-1], problem.head_dim_v), products.dtype)
         sums = varying_like((mixed, jnp.zeros((*query.shape[:-1], 1), products.dtype)), operands)
 
         @jax.checkpoint
-        def contribution(query_tangent: jax.Array, scale_tangent: jax.Array | None, inner_step: jax.Array) -> Sums:
+        def contribution(
+            query_tangent: jax.Array, scale_tangent: jax.Array | None, bias_tangents: TileBias, inner_step: jax.Array
+        ) -> Sums:
             key = sweep.load(keys, positions, inner_step, problem.heads_kv)
             value = sweep.load(values, positions, inner_step, problem.heads_kv)
             mask = sweep.mask(positions, inner_step, repeats)
             change = products.logits(query_tangent, key)
             if scale_tangent is not None:
                 change = change + products.logit_tangents(scale_tangent, query, key)
-            ds = softmax_weights(products, query, key, tile_rows, mask) * change
+            of_bias = bias_tangents.at(positions, inner_step)
+            if of_bias is not None:
+                change = change + of_bias
+            bias = biases.at(positions, inner_step)
+            ds = softmax_weights(products, query, key, tile_rows, mask, bias) * change
             return products.mix(ds, value), ds.sum(axis=-1, keepdims=True)
 
         @jax.checkpoint
@@ -114,7 +123,7 @@ def _query_tangents(
             return mixed, ds.sum(axis=-1, keepdims=True)
 
         def visit(sums: Sums, inner_step: jax.Array) -> tuple[Sums, None]:
-            mixed, total = contribution(query_tangent, tangents.scale, inner_step)
+            mixed, total = contribution(query_tangent, tangents.scale, bias_tangents, inner_step)
             return (sums[0] + mixed, sums[1] + total), None
 
         def visit_additional(
@@ -148,16 +157,18 @@ def _key_tangents(
     products = Products(plan, operands.inputs.scale)
     placed = PlacedSweep.of(plan, operands, "backward", outer_is_query=False)
     sweep = placed.sweep
+    biases = TileBias.of(problem, operands.inputs, sweep)
     queries = sweep.split_inner(operands.inputs.query)
     cut = functools.partial(sweep.cut_outer, heads_kv=problem.heads_kv)
     keys = cut(operands.inputs.key)
-    rows = rows_by_key(placed, operands, queries, keys, additional, known)
+    key_bias = None if operands.inputs.key_bias is None else cut(operands.inputs.key_bias)
+    rows = rows_by_key(placed, operands, queries, keys, key_bias, additional, known)
     row_terms = jnp.concatenate([rows, sweep.split_inner(change)], axis=-1)
     repeats = problem.heads // problem.heads_kv
     Sums = tuple[jax.Array, jax.Array]
 
-    def step(sums: Sums, inputs: tuple[jax.Array, ...]) -> tuple[Sums, None]:
-        packed, key, value, key_tangent, value_tangent = inputs
+    def step(sums: Sums, inputs: tuple[Any, ...]) -> tuple[Sums, None]:
+        packed, key, value, key_tangent, value_tangent, key_bias = inputs
         key_tangent, value_tangent = products.cast(key_tangent), products.cast(value_tangent)
         positions = sweep.at(packed)
 
@@ -168,7 +179,8 @@ def _key_tangents(
             terms = materialize(sweep.load(row_terms, positions, inner_step, problem.heads_kv))
             tile_rows = products.with_constant_maximum(Rows(terms[..., :1], terms[..., 1:2] + terms[..., 2:]))
             mask = sweep.mask(positions, inner_step, repeats)
-            weights = softmax_weights(products, query, key, tile_rows, mask, carries_plan=True)
+            bias = biases.at(positions, inner_step, key_bias)
+            weights = softmax_weights(products, query, key, tile_rows, mask, bias, carries_plan=True)
             ds = weights * products.logits(query, key_tangent)
             mixed = products.mix(ds, value) + products.mix(weights, value_tangent)
             return mixed, ds.sum(axis=-1, keepdims=True)
@@ -183,7 +195,7 @@ def _key_tangents(
         sums, _ = lax.scan(visit, sums, jnp.arange(sweep.inner_steps, dtype=jnp.int32))
         return sums, None
 
-    inputs = placed.positions, keys, cut(operands.inputs.value), cut(tangents.key), cut(tangents.value)
+    inputs = placed.positions, keys, cut(operands.inputs.value), cut(tangents.key), cut(tangents.value), key_bias
     batch = operands.inputs.query.shape[0]
     sums = (
         sweep.empty_inner(batch, problem.heads, problem.head_dim_v, products.dtype),

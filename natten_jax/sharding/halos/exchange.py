@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from natten_jax.arrays.operands import Inputs, Operands
+from natten_jax.arrays.roles import roles_of_fields
 from natten_jax.halo import Halo, halos_of
 from natten_jax.problem import Problem
 from natten_jax.sharding.halos import slabs
@@ -52,8 +53,9 @@ class Exchange:
 
     def brought(self, operands: Operands) -> Operands:
         """A device's operands, with all keys that its windows reach, and where they lie in the global layout."""
-        key, value = self.extended([operands.inputs.key, operands.inputs.value])
-        return Operands(operands.inputs._replace(key=key, value=value), self.origins())
+        held = of_keys(operands.inputs)
+        extended = dict(zip(held, self.extended([*held.values()]), strict=True))
+        return Operands(operands.inputs._replace(**extended), self.origins())
 
     def extended(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """Keys and values, with all that this device's windows reach.
@@ -101,13 +103,19 @@ class Exchange:
         return jnp.stack([*pad, *rows[0], *pad, *rows[1]]).reshape(2, 3)
 
 
+def of_keys(inputs: Inputs) -> dict[str, jax.Array]:
+    """The inputs that have a number, or several, for each key."""
+    fields = zip(Inputs._fields, roles_of_fields(Inputs), inputs, strict=True)
+    return {name: array for name, role, array in fields if role.tokens == "keys" and array is not None}
+
+
 def with_all_keys(inputs: Inputs, lines: Sequence[DeviceLine | None]) -> Inputs:
     """A device's queries and everyone's keys and values."""
-    arrays = [inputs.key, inputs.value]
+    held = of_keys(inputs)
     for i, line in enumerate(lines):
         if line is not None:
-            arrays = [line.gathered(array, FIRST_TOKEN_AXIS + i) for array in arrays]
-    return inputs._replace(key=arrays[0], value=arrays[1])
+            held = {name: line.gathered(array, FIRST_TOKEN_AXIS + i) for name, array in held.items()}
+    return inputs._replace(**held)
 
 
 def flat_origins(layout: Sequence[int], lines: Sequence[DeviceLine | None]) -> jax.Array:

@@ -13,15 +13,15 @@ from natten_jax.cost.halo_time import overlap_that_pays
 from natten_jax.plan.plan import Plan
 from natten_jax.plan.request import Request
 from natten_jax.sharding.halos import overlap
-from natten_jax.sharding.halos.exchange import FIRST_TOKEN_AXIS, Exchange
+from natten_jax.sharding.halos.exchange import FIRST_TOKEN_AXIS, Exchange, of_keys
 from natten_jax.sharding.halos.overlap import ContinueForward, RunBackward, RunForward
 
 _Result = TypeVar("_Result", Output, Saved)
 
 
 def computes_meanwhile(plan: Plan, exchange: Exchange) -> bool:
-    """Whether a pass computes while halos travel."""
-    return overlap_that_pays(plan, tuple(exchange.halos)) is not None
+    """Whether a pass computes while halos travel, which biases of keys do not."""
+    return not plan.problem.key_bias and overlap_that_pays(plan, tuple(exchange.halos)) is not None
 
 
 def forward(
@@ -66,5 +66,4 @@ def backward(
         return overlap.backward(run, request, exchange, operands, saved, cotangents)
     layout = operands.inputs.key.shape[FIRST_TOKEN_AXIS:-2]
     found = run(request, exchange.brought(operands), saved, cotangents)
-    key, value = (exchange.returned(array, layout) for array in (found.key, found.value))
-    return found._replace(key=key, value=value)
+    return found._replace(**{name: exchange.returned(array, layout) for name, array in of_keys(found).items()})

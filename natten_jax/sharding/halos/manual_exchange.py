@@ -20,7 +20,7 @@ from natten_jax.arrays.operands import Operands
 from natten_jax.halo import Halo, halos_of
 from natten_jax.problem import Problem
 from natten_jax.sharding.halos.device_line import lines_of, parts_of
-from natten_jax.sharding.halos.exchange import FIRST_TOKEN_AXIS, Exchange
+from natten_jax.sharding.halos.exchange import FIRST_TOKEN_AXIS, Exchange, of_keys
 
 TokenAxes = tuple[tuple[str, ...], ...]
 
@@ -36,10 +36,11 @@ def brought(problem: Problem, token_axes: TokenAxes, operands: Operands) -> Oper
         token_axes: The manual mesh axes that each token dimension is split over.
         operands: What the device has.
     """
-    keys_and_values = vary_alike([operands.inputs.key, operands.inputs.value])
-    key, value = _halos_p.bind(*keys_and_values, problem=problem, token_axes=token_axes, returns=False)
+    held = of_keys(operands.inputs)
+    arrays = vary_alike([*held.values()])
+    extended = _halos_p.bind(*arrays, problem=problem, token_axes=token_axes, returns=False)
     origins = Exchange.of(problem, lines_of(token_axes)).origins()
-    return Operands(operands.inputs._replace(key=key, value=value), origins)
+    return Operands(operands.inputs._replace(**dict(zip(held, extended, strict=True))), origins)
 
 
 @_halos_p.def_abstract_eval

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from natten_jax.arrays.operands import Gradients, Inputs, Operands, Output, Saved
 from natten_jax.arrays.query_box import QueryBox
-from natten_jax.arrays.roles import Role, roles_of_fields
+from natten_jax.arrays.roles import roles_of_fields
 from natten_jax.plan.request import Request
 from natten_jax.sharding.halos.exchange import Exchange
 from natten_jax.sharding.halos.pipeline import HaloPipeline, places_of, returned
@@ -94,7 +94,7 @@ def backward(
     key = returned(exchange, travel.places, operands.inputs.key, [own.key, *(each.key for each in of_halos)])
     value = returned(exchange, travel.places, operands.inputs.value, [own.value, *(each.value for each in of_halos)])
     sums = [
-        functools.reduce(jnp.add, each) if role is Role.PER_HEAD and each[0] is not None else each[0]
+        functools.reduce(jnp.add, each) if role.is_of_heads and each[0] is not None else each[0]
         for role, each in zip(roles_of_fields(Inputs), zip(own, *of_halos, strict=True), strict=True)
     ]
     return Gradients._make(sums)._replace(query=of_query, key=key, value=value)

@@ -1,0 +1,109 @@
+"""What a call adds to its logits, as kernels take it: relative biases and biases of keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from natten_jax.arguments.static import choice_tuple
+from natten_jax.arrays.operands import Inputs
+from natten_jax.arrays.roles import Role
+from natten_jax.element_types import ELEMENT_TYPES
+from natten_jax.ops.arrays import ArrayLike, as_jax_array
+from natten_jax.ops.boxes import FinerGrid
+from natten_jax.problem import Axis, Problem
+from natten_jax.sharding.explicit import spread
+from natten_jax.windows import EDGES, Edges
+
+
+class Biases(NamedTuple):
+    """The arguments of the operators.
+
+    Attributes:
+        relative_bias: ``[heads, 2 * kernel_size - 1, ...]``, or ``None``.
+        key_bias: ``[batch, *layout]`` or ``[batch, heads, *layout]``, or ``None``.
+    """
+
+    relative_bias: ArrayLike | None = None
+    key_bias: ArrayLike | None = None
+
+
+def with_biases(
+    problem: Problem, inputs: Inputs, biases: Biases, edges: Edges = "shift", grid: FinerGrid | None = None
+) -> tuple[Problem, Inputs]:
+    """The problem and the arrays of a call that adds these to its logits.
+
+    Args:
+        problem: What is computed.
+        inputs: The other arrays.
+        biases: The arguments.
+        edges: What becomes of windows at the ends, as the caller says.
+        grid: That of the queries, where it is finer than the keys' and queries have become heads.
+
+    Raises:
+        ValueError: A shape is another one, or an element type neither float32 nor the query's.
+        TypeError: One is no array.
+    """
+    relative_bias, key_bias = biases
+    if relative_bias is not None and grid is not None:
+        raise ValueError(
+            "relative_bias and upsample were both given: queries between the tokens of keys have offsets that no entry "
+            "is of"
+        )
+    if relative_bias is not None:
+        inputs = inputs._replace(relative_bias=_of_offsets(problem, inputs, relative_bias))
+        problem = dataclasses.replace(problem, axes=_around(problem.axes, edges))
+    if key_bias is not None:
+        inputs = inputs._replace(key_bias=_of_keys(problem, inputs, key_bias, grid))
+    if relative_bias is None and key_bias is None:
+        return problem, inputs
+    has = dataclasses.replace(problem, relative_bias=relative_bias is not None, key_bias=key_bias is not None)
+    return has, inputs
+
+
+def _around(axes: Sequence[Axis], edges: Edges) -> tuple[Axis, ...]:
+    """The dimensions, of which those wrap whose windows see all keys, too: offsets go around there."""
+    return tuple(
+        dataclasses.replace(axis, edges="wrap") if edge == "wrap" and axis.kernel_size > 1 else axis
+        for axis, edge in zip(axes, choice_tuple("edges", edges, EDGES, len(axes)), strict=True)
+    )
+
+
+def _of_offsets(problem: Problem, inputs: Inputs, relative_bias: ArrayLike) -> jax.Array:
+    table = _checked("relative_bias", relative_bias, inputs)
+    expected = (problem.heads, *problem.bias_shape)
+    if table.shape != expected:
+        raise ValueError(
+            f"relative_bias has shape {table.shape}, but [heads, 2 * kernel_size - 1, ...] of {problem.heads} query "
+            f"heads and kernel_size {problem.kernel_size} asks for {expected}"
+        )
+    table = jnp.asarray(table, ELEMENT_TYPES[problem.dtype].accumulator).reshape(problem.heads, -1)
+    return spread(table, (inputs.query.shape[0], *table.shape), inputs, Role.PER_HEAD_ENTRY)
+
+
+def _of_keys(problem: Problem, inputs: Inputs, key_bias: ArrayLike, grid: FinerGrid | None) -> jax.Array:
+    bias = _checked("key_bias", key_bias, inputs)
+    batch, *layout, _, _ = inputs.key.shape
+    of_all, by_head = (batch, *layout), (batch, problem.heads // (1 if grid is None else grid.queries), *layout)
+    if bias.shape not in (of_all, by_head):
+        raise ValueError(
+            f"key_bias has shape {bias.shape}, but [batch, *layout] or [batch, heads, *layout] of the keys asks for "
+            f"{of_all} or {by_head}"
+        )
+    bias = jnp.asarray(bias, ELEMENT_TYPES[problem.dtype].accumulator)
+    if bias.ndim > len(of_all):
+        bias = jnp.moveaxis(bias if grid is None else grid.scales(bias), 1, -1)
+    return spread(bias, (*of_all, problem.heads, 1), inputs, Role.PER_KEY)
+
+
+def _checked(name: str, array: ArrayLike, inputs: Inputs) -> jax.Array:
+    """The argument as a JAX array."""
+    array = as_jax_array(name, array)
+    allowed = dict.fromkeys(("float32", inputs.query.dtype.name))
+    if array.dtype.name not in allowed:
+        raise ValueError(f"{name} has dtype {array.dtype.name}, but {' or '.join(allowed)} is expected")
+    return array

@@ -1,0 +1,54 @@
+"""Sinks: a logit of each query head that the softmax's denominator has and no key stands behind.
+
+A softmax with one more logit is the one without, times the share that the keys have of the new total. That follows from
+the logsumexp, so that sinks are one step behind the output of any backend.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from natten_jax.arrays.operands import Inputs, Output
+from natten_jax.element_types import ELEMENT_TYPES
+from natten_jax.ops.arrays import ArrayLike, as_jax_array
+from natten_jax.ops.boxes import FinerGrid
+from natten_jax.sharding.explicit import split_like_heads
+
+
+def checked_sinks(sinks: ArrayLike, inputs: Inputs, grid: FinerGrid | None = None) -> jax.Array:
+    """The sinks as a JAX array: of each head of the inputs, which a finer grid's queries may have become.
+
+    Raises:
+        ValueError: They are not ``[heads]``, or of an element type that is neither float32 nor the query's.
+        TypeError: They are no array.
+    """
+    query = inputs.query
+    sinks = as_jax_array("sinks", sinks)
+    expected = (query.shape[-2] // (1 if grid is None else grid.queries),)
+    if sinks.shape != expected:
+        raise ValueError(f"sinks has shape {sinks.shape}, but there is one for each query head: {expected}")
+    if sinks.dtype.name not in ("float32", query.dtype.name):
+        allowed = " or ".join(dict.fromkeys(("float32", query.dtype.name)))
+        raise ValueError(f"sinks has dtype {sinks.dtype.name}, but {allowed} is expected")
+    return sinks if grid is None else grid.scales(jnp.asarray(sinks)[None])[0]
+
+
+def with_sinks(output: Output, sinks: jax.Array | None) -> Output:
+    """Output and logsumexp of a softmax that has the sinks in its denominator; ``None`` where there are none."""
+    return output if sinks is None else _with_sinks(output, split_like_heads(sinks, output.logsumexp))
+
+
+@jax.jit
+def _with_sinks(output: Output, sinks: jax.Array) -> Any:
+    accumulator = ELEMENT_TYPES[output.out.dtype.name].accumulator
+    sinks = sinks.astype(accumulator)
+    # A query that sees no key has a logsumexp of -inf, whose derivatives would be no numbers.
+    is_empty = jnp.isneginf(output.logsumexp)
+    keys = jnp.where(is_empty, 0, output.logsumexp)
+    # As small as the sink's share may be, the derivative has all its digits.
+    share = jnp.where(is_empty, 0, jnp.exp(-jax.nn.softplus(sinks - keys)))
+    logsumexp = jnp.where(is_empty, sinks, jnp.logaddexp(keys, sinks))
+    return Output((output.out.astype(accumulator) * share[..., None]).astype(output.out.dtype), logsumexp)
