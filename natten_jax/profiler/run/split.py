@@ -52,7 +52,7 @@ def token_parts(options: Options) -> Shape:
             f"the input size is {size}"
         )
     # All that the size of a halo depends on.
-    problem = problem_of(options.input_size, *options.window)
+    problem = problem_of(options.input_size, **options.window._asdict())
     return min(every, key=lambda parts: bytes_received(problem, parts))
 
 

@@ -163,7 +163,7 @@ def request_of(options: Options) -> Request:
     """
     problem = problem_of(
         options.input_size,
-        *options.window,
+        **options.window._asdict(),
         batch=options.batch_size,
         heads=options.heads,
         heads_kv=options.heads_kv,
@@ -211,7 +211,7 @@ def _function(options: Options) -> Callable[..., Any]:
                 query,
                 key,
                 value,
-                *options.window,
+                **options.window._asdict(),
                 additional_keys=additional[0] if additional else None,
                 additional_values=additional[1] if additional else None,
                 attention_kwargs=attention_kwargs(options),
