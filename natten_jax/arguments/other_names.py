@@ -30,7 +30,10 @@ _NO_MASK = (
     "docs/numerics.md shows how to mask tokens"
 )
 _NO_OFFSETS = "only na1d, na2d and na3d have offsets within windows; key_bias is added to all logits of a key"
-_NO_WEIGHTS = "attention weights are never formed, so that only outputs can be dropped, by Dropout or proj_drop"
+_NO_WEIGHTS = (
+    "attention weights are never formed, so that only outputs can be dropped, by Dropout or proj_drop; "
+    "neighborhood_weights and neighborhood_apply have weights in between"
+)
 _ONE_LENGTH = "the sequences of a batch have one length; docs/coming-from-natten.md says what to do with several"
 _OF_ARRAYS = "the arrays have it"
 _FEWER_HEADS = "key and value may have fewer heads (GQA, MQA)"
@@ -87,7 +90,7 @@ _MEANINGS: tuple[tuple[str, Meaning], ...] = (
     ("dropout_rng dropout_key dropout_seed broadcast_dropout", Meaning((), _NO_WEIGHTS)),
     (
         "return_weights return_attn_weights need_weights return_attention return_attn_probs output_attentions",
-        Meaning((), "attention weights are never formed; return_lse=True returns the logsumexp"),
+        Meaning((), "attention weights are never formed; neighborhood_weights forms them, return_lse is the logsumexp"),
     ),
     (
         "return_logsumexp return_softmax_lse return_residual return_residuals need_lse lse",
