@@ -83,7 +83,7 @@ class TpuBackend(Backend):
         # What is padded has a logsumexp of 0 here, and a cotangent and a delta of 0: it adds nothing to gradients.
         statistics = call.queries.in_tiles([logsumexp, remainder, delta(saved.out, *cotangents)])
         scales = _scales(plan, operands)
-        of_query = query_gradient(call, *arrays, statistics, scales, jnp.float32)
+        of_query = query_gradient(call, *arrays, statistics, scales)
         of_query = call.queries.restored(of_query, call.heads)
         of_key, of_value = key_gradients(call, *arrays, statistics, scales)
         scale = scales.reshape(-1, *(1,) * plan.problem.rank, call.heads, 1)

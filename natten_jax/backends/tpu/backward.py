@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,40 +11,44 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from natten_jax.backends.tpu.boxes import KeyBox, sees_all, visit, visit_keys
 from natten_jax.backends.tpu.kernels import (
-    PARAMETERS,
+    INDICES,
+    LANES,
+    LOG2_E,
     Call,
-    KeyBox,
-    bounds_specs,
-    box_spec,
+    Place,
+    Scalar,
+    across,
+    columns,
     contract,
     divided,
-    masked_logits,
+    first_of,
+    last_of,
     matrix,
-    query_grid,
-    query_spec,
-    rows_spec,
-    scale_spec,
-    sees_all,
-    step_coordinates,
-    visit,
-    visit_keys,
+    semantics,
+    spec,
 )
+from natten_jax.backends.tpu.masks import (
+    QueryMask,
+    hidden_from,
+    keep_windows,
+    key_coordinates,
+    last_bounds,
+    query_bounds,
+    slab_bounds,
+    window_scratch,
+)
+from natten_jax.backends.tpu.query_programs import common_specs, is_last, query_grid, query_spec, rows_spec
 
 #: Rows of what a query's weights and their gradients are computed from.
 LOGSUMEXP, REMAINDER, DELTA = range(3)
+STATISTICS = 3
 
 
-def _weights_and_gradients(
-    logits: jax.Array, weights_gradients: jax.Array, statistics: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Weights, and gradients of the logits, ``[keys, queries]``, from the logits in base 2."""
-
-    def row(index: int) -> jax.Array:
-        return statistics[index : index + 1, :]
-
-    weights = jnp.exp2((logits - row(LOGSUMEXP)) - row(REMAINDER))
-    return weights, weights * (weights_gradients - row(DELTA))
+def _weights(logits: jax.Array, logsumexp: jax.Array, remainder: jax.Array) -> jax.Array:
+    """Weights, from the logits in base 2."""
+    return jnp.exp2((logits - logsumexp) - remainder)
 
 
 def query_gradient(
@@ -54,65 +59,121 @@ def query_gradient(
     out_gradient: jax.Array,
     statistics: jax.Array,
     scale: jax.Array,
-    result: Any,
 ) -> jax.Array:
-    """Compute the query's gradient, but for the scale; arrays as in :func:`natten_jax.backends.tpu.forward.forward`.
+    """Compute the query's gradient, but for the scale, in float32.
 
     Args:
         call: What runs.
-        query: Queries.
-        key: Keys.
-        value: Values.
+        query: As in :func:`natten_jax.backends.tpu.forward.forward`.
+        key: Likewise.
+        value: Likewise.
         out_gradient: Cotangent of the output.
-        statistics: Rows of each query, ``[batch * heads, groups, tiles, 3, tokens]``.
+        statistics: Rows of each query, ``[batch * heads, groups, *tiles, 3, tokens]``.
         scale: Factors of the logits.
-        result: Element type of the result.
     """
-    width = query.shape[-1]
+    tokens, width, width_v = call.queries.tile_tokens, query.shape[-1], value.shape[-1]
 
     def kernel(*refs: Any) -> None:
-        tables, (scale_ref, q, k, v, do, stats, *bounds, dq, mixed) = refs[:3], refs[3:]
-        place = [pl.program_id(axis) for axis in range(4)]
-        step = place[3]
+        tables, bounds, rest = refs[:3], refs[3:5], refs[5:]
+        factor, coordinates, last, q, k, v, do, stats, dq, windows, of_queries, mixed = rest
+        place = Place.here()
+        mask = QueryMask(call, place, bounds, coordinates, windows)
 
-        @pl.when(step == 0)
+        @pl.when(first_of(place.step))
         def _() -> None:
+            keep_windows(last, windows)
+            for index in range(STATISTICS):
+                of_queries[index] = columns(stats[index : index + 1, :])
             mixed[...] = jnp.zeros_like(mixed)
 
-        def add(boxes: Any) -> None:
+        def add(boxes: Sequence[KeyBox] | None) -> None:
             keys = matrix(k)
-            logits = masked_logits(call, keys, matrix(q), scale_ref[...], boxes, bounds)
-            products = contract(call, matrix(v), matrix(do), (1, 1))
-            _, gradients = _weights_and_gradients(logits, products, stats)
-            mixed[...] += contract(call, keys, gradients.astype(keys.dtype), (0, 0))
+            logits = contract(call, matrix(q), keys, (1, 1)) * (factor[...] * LOG2_E)
+            logits = mask.apply(logits, boxes)
+            products = contract(call, matrix(do), matrix(v), (1, 1))
+            logsumexp, remainder, delta = (across(of_queries[i], logits.shape[1]) for i in range(STATISTICS))
+            gradients = _weights(logits, logsumexp, remainder) * (products - delta)
+            mixed[...] += contract(call, gradients.astype(keys.dtype), keys, (1, 0))
 
         visit_keys(call, place, tables, add)
 
-        @pl.when(step == pl.num_programs(3) - 1)
+        @pl.when(is_last(call, place))
         def _() -> None:
-            dq[...] = mixed[...].T.reshape(dq.shape).astype(dq.dtype)
+            dq[...] = mixed[...].reshape(dq.shape)
 
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=5,
             grid=query_grid(call, query.shape[0]),
-            in_specs=[
-                scale_spec(),
-                query_spec(call, width),
-                box_spec(call, width),
-                box_spec(call, value.shape[-1]),
-                query_spec(call, value.shape[-1]),
-                rows_spec(call, 3),
-                *bounds_specs(call),
-            ],
+            in_specs=[*common_specs(call, width, width_v), query_spec(call, width_v), rows_spec(call, STATISTICS)],
             out_specs=query_spec(call, width),
-            scratch_shapes=[pltpu.VMEM((width, call.queries.tile_tokens), jnp.float32)],
+            scratch_shapes=[
+                window_scratch(call),
+                pltpu.VMEM((STATISTICS, tokens, LANES), jnp.float32),
+                pltpu.VMEM((tokens, width), jnp.float32),
+            ],
         ),
-        out_shape=jax.ShapeDtypeStruct(query.shape, result),
-        compiler_params=PARAMETERS,
+        out_shape=jax.ShapeDtypeStruct(query.shape, jnp.float32),
+        compiler_params=semantics(3),
         name="natten_jax_tpu_query_gradient",
-    )(*call.box_tables(), scale, query, key, value, out_gradient, statistics, *call.bounds())
+    )(
+        *call.box_tables(),
+        *slab_bounds(call),
+        scale,
+        key_coordinates(call),
+        last_bounds(call),
+        query,
+        key,
+        value,
+        out_gradient,
+        statistics,
+    )
+
+
+class _KeyPrograms:
+    """The programs that own keys: a tile each, whose steps are the query heads that share it, and tiles of queries."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.heads = call.heads // call.heads_kv
+        self.steps = [self.heads, *(max(visits.most_tiles, 1) for visits in call.visits)]
+
+    def grid(self, heads: int) -> tuple[int, ...]:
+        """Heads of all batch entries, dilation groups, tiles, query heads, and tiles of queries."""
+        return heads, self.call.groups, *self.call.keys.grid, *self.steps
+
+    def here(self) -> tuple[Place, Scalar]:
+        """The place of the program that asks, but for the query head among those of a key head, and that."""
+        return self._split([pl.program_id(axis) for axis in range(INDICES + 1)])
+
+    @staticmethod
+    def _split(indices: Sequence[Scalar]) -> tuple[Place, Scalar]:
+        return Place.of((*indices[:5], *indices[6:])), indices[5]
+
+    def spec(self, shape: Sequence[Any], index: Any) -> pl.BlockSpec:
+        """A block of an array, from a function of a program's place, its query head, and its tables."""
+        count = len(self.grid(1))
+        return pl.BlockSpec(tuple(shape), lambda *indices: index(*self._split(indices[:count]), indices[count:]))
+
+    def query_head(self, place: Place, own: Scalar) -> Scalar:
+        """The query head of a step, with its batch entry."""
+        batch, head = divided(place.head, self.call.heads_kv)
+        return batch * self.call.heads + head * self.heads + own
+
+    def seeing(self, place: Place, tables: Sequence[Any]) -> tuple[list[Scalar], Scalar]:
+        """The tile of queries of a step along each dimension, that of the last step where there are no more, and
+        whether the step has one."""
+        tiles, is_step = [], []
+        groups = self.call.group_of(place.group)
+        for lengths, visits, g, t, step, table in zip(
+            self.call.lengths, self.call.visits, groups, place.tile, place.step, tables, strict=True
+        ):
+            row = (g * lengths.kv_tiles + t) * 2
+            first, count = table[row], table[row + 1]
+            tiles.append(first + jnp.maximum(jnp.minimum(step, count - 1), 0) if visits.most_tiles > 1 else first)
+            is_step.append(step < count)
+        return tiles, functools.reduce(jnp.logical_and, is_step)
 
 
 def key_gradients(
@@ -126,107 +187,85 @@ def key_gradients(
 ) -> list[jax.Array]:
     """Compute the gradients of keys and values; arguments as in :func:`query_gradient`.
 
-    The query heads of a key head are gone over one after another.
+    Logits are ``[keys, queries]``, so that no product has a transposed operand. The query heads of a key head are gone
+    over one after another.
     """
-    tokens, heads = call.queries.tile_tokens, call.heads // call.heads_kv
-    of_head = max(math.prod([visits.most_tiles for visits in call.visits]), 1)
-    grid = key.shape[0], call.groups, math.prod([*call.keys.grid]), heads * of_head
+    tokens = call.queries.tile_tokens
+    programs = _KeyPrograms(call)
 
-    def seeing(group: Any, tile: Any, tables: Any) -> tuple[list[Any], list[Any]]:
-        """First tile of queries along each dimension, and how many there are."""
-        first, counts = [], []
-        for lengths, g, t, table in zip(
-            call.lengths, call.group_of(group), call.key_tile_of(tile), tables, strict=True
-        ):
-            row = (g * lengths.kv_tiles + t) * 2
-            first.append(table[row])
-            counts.append(table[row + 1])
-        return first, counts
+    def of_key(place: Place, own: Scalar, tables: Sequence[Any]) -> tuple[Any, ...]:
+        return (place.head, call.key_group(place.group, tables[:3]), *place.tile, 0)
 
-    def query_tile(group: Any, tile: Any, step: Any, tables: Any) -> list[Any]:
-        first, counts = seeing(group, tile, tables)
-        return [a + b for a, b in zip(first, step_coordinates(divided(step, of_head)[1], counts), strict=True)]
+    def of_query(place: Place, own: Scalar, tables: Sequence[Any]) -> tuple[Any, ...]:
+        return (programs.query_head(place, own), place.group, *programs.seeing(place, tables[3:])[0], 0)
 
-    def query_head(head: Any, step: Any) -> Any:
-        batch, head = divided(head, call.heads_kv)
-        return batch * call.heads + head * heads + divided(step, of_head)[0]
+    def of_statistics(place: Place, own: Scalar, tables: Sequence[Any]) -> tuple[Any, ...]:
+        return (*of_query(place, own, tables), 0)
 
-    def of_key(head: Any, group: Any, tile: Any, step: Any, *tables: Any) -> tuple[Any, ...]:
-        return (head, call.key_group(group, tables[:3]), *call.key_tile_of(tile), 0)
-
-    def of_query(head: Any, group: Any, tile: Any, step: Any, *tables: Any) -> tuple[Any, ...]:
-        return (query_head(head, step), group, *query_tile(group, tile, step, tables[3:]), 0)
-
-    def flat(tile: list[Any]) -> Any:
-        x, y, z = tile
-        return (x * call.queries.grid[1] + y) * call.queries.grid[2] + z
-
-    def of_statistics(head: Any, group: Any, tile: Any, step: Any, *tables: Any) -> tuple[Any, ...]:
-        return query_head(head, step), group, flat(query_tile(group, tile, step, tables[3:])), 0, 0
+    def of_head(place: Place, own: Scalar, tables: Sequence[Any]) -> tuple[Any, ...]:
+        return programs.query_head(place, own), 0, 0
 
     def bounds_spec(dim: int) -> pl.BlockSpec:
-        return pl.BlockSpec(
-            (None, None, 2, tokens),
-            lambda h, g, t, s, *tables: (call.group_of(g)[dim], query_tile(g, t, s, tables[3:])[dim], 0, 0),
-        )
+        def index(place: Place, own: Scalar, tables: Sequence[Any]) -> tuple[Any, ...]:
+            return call.group_of(place.group)[dim], programs.seeing(place, tables[3:])[0][dim], 0, 0
+
+        return programs.spec((None, None, 2, tokens), index)
 
     def kernel(*refs: Any) -> None:
-        tables, (scale_ref, q, k, v, do, stats, *bounds, dk, dv, key_sum, value_sum) = refs[:6], refs[6:]
-        _head, group, tile, step = map(pl.program_id, range(4))
+        tables, (factor, q, k, v, do, stats, *bounds, dk, dv, key_sum, value_sum) = refs[:6], refs[6:]
+        place, own = programs.here()
+        steps = own, *place.step
 
-        @pl.when(step == 0)
+        @pl.when(first_of(steps))
         def _() -> None:
             key_sum[...] = jnp.zeros_like(key_sum)
             value_sum[...] = jnp.zeros_like(value_sum)
 
-        def add(boxes: Any) -> None:
+        def add(boxes: Sequence[KeyBox] | None) -> None:
             queries, outs = matrix(q), matrix(do)
-            scale = scale_ref[...]
-            logits = masked_logits(call, matrix(k), queries, scale, boxes, bounds)
+            logits = contract(call, matrix(k), queries, (1, 1)) * (factor[...] * LOG2_E)
+            if boxes is not None:
+                logits = hidden_from(call, logits, [box.first for box in boxes], bounds)
             products = contract(call, matrix(v), outs, (1, 1))
-            weights, gradients = _weights_and_gradients(logits, products, stats)
+            logsumexp, remainder, delta = (stats[i : i + 1, :] for i in range(STATISTICS))
+            weights = _weights(logits, logsumexp, remainder)
+            gradients = weights * (products - delta)
             value_sum[...] += contract(call, weights.astype(outs.dtype), outs, (1, 0))
-            key_sum[...] += contract(call, gradients.astype(queries.dtype), queries, (1, 0)) * scale
+            key_sum[...] += contract(call, gradients.astype(queries.dtype), queries, (1, 0)) * factor[...]
 
-        firsts = [t * extent for t, extent in zip(call.key_tile_of(tile), call.keys.tile, strict=True)]
+        firsts = [t * extent for t, extent in zip(place.tile, call.keys.tile, strict=True)]
         boxes = [KeyBox(first, first) for first in firsts]
-        counts = seeing(group, tile, tables[3:])[1]
-        rows = call.rows_of(group, flat(query_tile(group, tile, step, tables[3:])), tables[:3])
-        is_step = divided(step, of_head)[1] < math.prod(counts)
-        visit(add, is_step, sees_all(call, rows, boxes), boxes)
+        tile, is_step = programs.seeing(place, tables[3:])
+        visit(add, is_step, sees_all(call, call.rows_of(place.group, tile, tables[:3]), boxes), boxes)
 
-        @pl.when(step == pl.num_programs(3) - 1)
+        @pl.when(last_of(programs.steps, steps))
         def _() -> None:
             dk[...] = key_sum[...].reshape(dk.shape).astype(dk.dtype)
             dv[...] = value_sum[...].reshape(dv.shape).astype(dv.dtype)
 
     query_block, key_block = (None, None, *call.queries.tile), (None, None, *call.keys.tile)
-    specs = [
-        pl.BlockSpec((*key_block, key.shape[-1]), of_key),
-        pl.BlockSpec((*key_block, value.shape[-1]), of_key),
-    ]
+    specs = [programs.spec((*key_block, array.shape[-1]), of_key) for array in (key, value)]
     return list(
         pl.pallas_call(
             kernel,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=6,
-                grid=grid,
+                grid=programs.grid(key.shape[0]),
                 in_specs=[
-                    pl.BlockSpec((None, 1, 1), lambda h, g, t, s, *tables: (query_head(h, s), 0, 0)),
-                    pl.BlockSpec((*query_block, query.shape[-1]), of_query),
+                    programs.spec((None, 1, 1), of_head),
+                    programs.spec((*query_block, query.shape[-1]), of_query),
                     *specs,
-                    pl.BlockSpec((*query_block, value.shape[-1]), of_query),
-                    pl.BlockSpec((None, None, None, 3, tokens), of_statistics),
+                    programs.spec((*query_block, value.shape[-1]), of_query),
+                    programs.spec((None, None, None, None, None, STATISTICS, tokens), of_statistics),
                     *map(bounds_spec, range(3)),
                 ],
                 out_specs=specs,
                 scratch_shapes=[
-                    pltpu.VMEM((call.keys.tile_tokens, key.shape[-1]), jnp.float32),
-                    pltpu.VMEM((call.keys.tile_tokens, value.shape[-1]), jnp.float32),
+                    pltpu.VMEM((call.keys.tile_tokens, array.shape[-1]), jnp.float32) for array in (key, value)
                 ],
             ),
             out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (key, value)],
-            compiler_params=PARAMETERS,
+            compiler_params=semantics(4),
             name="natten_jax_tpu_key_gradients",
         )(
             *call.box_tables(),
@@ -237,6 +276,6 @@ def key_gradients(
             value,
             out_gradient,
             statistics,
-            *call.bounds(),
+            *query_bounds(call),
         )
     )

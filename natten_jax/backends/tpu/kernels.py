@@ -1,4 +1,4 @@
-"""What the kernels share: where a step's tiles lie, what hides a key, and products."""
+"""What the kernels share: the static facts of a call, the grids of their programs, and products."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from jax.experimental.pallas import tpu as pltpu
 
 from natten_jax.arrays.operands import Operands
 from natten_jax.backends.tpu.layout import Layout
-from natten_jax.backends.tpu.visits import COLUMNS, CORE_END, CORE_FIRST, COUNT, KEY_GROUP, START, Lengths, Visits
+from natten_jax.backends.tpu.visits import COLUMNS, KEY_GROUP, Lengths, Visits
 from natten_jax.native.abi import KERNEL_RANK
 from natten_jax.plan.plan import Plan
 from natten_jax.windows import Axis
 
-#: Logit of a key that a query does not see; below what a maximum begins with, so that its weight is 0.
-HIDDEN = -1e30
-SMALLEST_MAXIMUM = -1e29
+LANES = 128
 LOG2_E = math.log2(math.e)
-#: All programs may run at once but the steps of one, which follow each other.
-PARAMETERS = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"))
+
+#: Indices of a program that owns queries.
+INDICES = 2 + 2 * KERNEL_RANK
 
 Scalar = Any  # int or traced int32 scalar
 
@@ -84,18 +83,6 @@ class Call:
         """What kernels that own keys know of their tiles of queries."""
         return [jnp.asarray(visits.tiles).reshape(-1) for visits in self.visits]
 
-    def bounds(self) -> list[jax.Array]:
-        """First and end of the keys that each query of a tile sees, ``[groups, tiles, 2, tokens]`` by dimension."""
-        found = []
-        for dim, visits in enumerate(self.visits):
-            array = jnp.asarray(visits.bounds)
-            shape = [1] * KERNEL_RANK
-            shape[dim] = array.shape[-1]
-            array = array.reshape(*array.shape[:3], *shape)
-            array = jnp.broadcast_to(array, (*array.shape[:3], *self.queries.tile))
-            found.append(array.reshape(*array.shape[:3], self.queries.tile_tokens))
-        return found
-
     def kv_head(self, head: Scalar) -> Scalar:
         """The key/value head, with its batch entry, of a query head with its own."""
         batch, head = divided(head, self.heads)
@@ -103,31 +90,26 @@ class Call:
 
     def group_of(self, group: Scalar) -> list[Scalar]:
         """A dilation group along each dimension."""
-        return _unraveled(group, self.queries.groups)
+        x, y, z = self.queries.groups
+        rest, of_z = divided(group, z)
+        of_x, of_y = divided(rest, y)
+        return [of_x if x > 1 else 0, of_y, of_z]
 
-    def query_tile_of(self, tile: Scalar) -> list[Scalar]:
-        """A tile of queries along each dimension."""
-        return _unraveled(tile, self.queries.grid)
-
-    def key_tile_of(self, tile: Scalar) -> list[Scalar]:
-        """A tile of keys along each dimension."""
-        return _unraveled(tile, self.keys.grid)
-
-    def rows_of(self, group: Scalar, tile: Scalar, tables: Sequence[Any]) -> list[Any]:
+    def rows_of(self, group: Scalar, tile: Sequence[Scalar], tables: Sequence[Any]) -> list[Callable[[int], Any]]:
         """Functions that read a column of a tile's row of each box table."""
         found = []
-        for lengths, g, t, table in zip(
-            self.lengths, self.group_of(group), self.query_tile_of(tile), tables, strict=True
-        ):
+        for lengths, g, t, table in zip(self.lengths, self.group_of(group), tile, tables, strict=True):
             row = (g * lengths.q_tiles + t) * COLUMNS
             found.append(lambda column, table=table, row=row: table[row + column])
         return found
 
     def key_group(self, group: Scalar, tables: Sequence[Any]) -> Scalar:
         """The dilation group of the keys that a group of queries sees."""
-        rows = self.rows_of(group, 0, tables)
+        rows = self.rows_of(group, (0, 0, 0), tables)
         return functools.reduce(
-            lambda so_far, pair: so_far * pair[1] + pair[0](KEY_GROUP), zip(rows, self.keys.groups, strict=True), 0
+            lambda so_far, pair: so_far * pair[1] + (pair[0](KEY_GROUP) if pair[1] > 1 else 0),
+            zip(rows, self.keys.groups, strict=True),
+            0,
         )
 
 
@@ -156,16 +138,6 @@ def call_of(plan: Plan, operands: Operands, alignment: int) -> Call:
     )
 
 
-def _unraveled(index: Scalar, shape: Sequence[int]) -> list[Scalar]:
-    *leading, last = shape
-    if not leading:
-        return [index]
-    if math.prod(shape) == 1:
-        return [0] * len(shape)
-    index, along_last = divided(index, last)
-    return [*_unraveled(index, leading), along_last]
-
-
 def divided(number: Scalar, by: int) -> tuple[Scalar, Scalar]:
     """Quotient and remainder of a number that is not negative."""
     if by == 1:
@@ -175,65 +147,54 @@ def divided(number: Scalar, by: int) -> tuple[Scalar, Scalar]:
     return jax.lax.div(number, np.int32(by)), jax.lax.rem(number, np.int32(by))
 
 
-def step_coordinates(step: Scalar, counts: Sequence[Scalar]) -> list[Scalar]:
-    """Which of each dimension's boxes a step has; that of the last step, where there are no more."""
-    step = jnp.maximum(jnp.minimum(step, math.prod(counts) - 1), 0)
-    found: list[Scalar] = []
-    for count in reversed(counts[1:]):
-        count = jnp.maximum(count, 1)
-        found.insert(0, jax.lax.rem(step, count))
-        step = jax.lax.div(step, count)
-    return [step, *found]
+# Programs ------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class KeyBox:
-    """A box of keys along one dimension: its first key, and the first that no earlier box had."""
+class Place:
+    """What a program of a grid is: its head, dilation group and tile, and which tile of the other side its step has.
 
-    first: Scalar
-    own: Scalar
-
-
-def key_boxes(call: Call, group: Scalar, tile: Scalar, step: Scalar, tables: Sequence[Any]) -> list[KeyBox]:
-    """Where a step's box of keys lies."""
-    rows = call.rows_of(group, tile, tables)
-    coordinates = step_coordinates(step, [row(COUNT) for row in rows])
-    found = []
-    for lengths, row, coordinate in zip(call.lengths, rows, coordinates, strict=True):
-        own = row(START) + coordinate * lengths.kv_tile
-        found.append(KeyBox(jnp.minimum(own, lengths.keys - lengths.kv_tile), own))
-    return found
-
-
-def sees_all(call: Call, rows: Sequence[Any], boxes: Sequence[KeyBox]) -> jax.Array:
-    """Whether all queries of a tile see all keys of a box, none of which an earlier box had."""
-    inside = [
-        (box.first == box.own) & (box.first >= row(CORE_FIRST)) & (box.first + lengths.kv_tile <= row(CORE_END))
-        for lengths, row, box in zip(call.lengths, rows, boxes, strict=True)
-    ]
-    return functools.reduce(jnp.logical_and, inside)
-
-
-def without_hidden(call: Call, logits: jax.Array, boxes: Sequence[KeyBox], bounds: Sequence[Any]) -> jax.Array:
-    """Logits ``[keys, queries]``, with ``HIDDEN`` where a query does not see a key.
-
-    Keys of the last dimension differ from row to row, so that what hides them is worked out once; those of others are
-    the same for all rows of a slab.
+    Grids have these in this order, and for each of the last two as many dimensions as layouts have.
     """
-    x_tile, y_tile, z_tile = call.keys.tile
-    firsts, ends = ([bound[side : side + 1, :] for bound in bounds] for side in (0, 1))
-    firsts = [jnp.maximum(first, box.own) for first, box in zip(firsts, boxes, strict=True)]
-    keys = jax.lax.broadcasted_iota(jnp.int32, (z_tile, logits.shape[1]), 0) + boxes[2].first
-    along_z = (keys >= firsts[2]) & (keys < ends[2])
-    slabs = []
-    for x in range(x_tile):
-        for y in range(y_tile):
-            key = boxes[0].first + x, boxes[1].first + y
-            visible = [(at >= firsts[dim]) & (at < ends[dim]) for dim, at in enumerate(key)]
-            start = (x * y_tile + y) * z_tile
-            sees = along_z & visible[0] & visible[1]
-            slabs.append(jnp.where(sees, logits[start : start + z_tile, :], HIDDEN))
-    return slabs[0] if len(slabs) == 1 else jnp.concatenate(slabs, axis=0)
+
+    head: Scalar
+    group: Scalar
+    tile: Sequence[Scalar]
+    step: Sequence[Scalar]
+
+    @classmethod
+    def of(cls, indices: Sequence[Scalar]) -> Place:
+        """That of a program's indices."""
+        head, group, *rest = indices
+        return cls(head, group, rest[:KERNEL_RANK], rest[KERNEL_RANK : 2 * KERNEL_RANK])
+
+    @classmethod
+    def here(cls) -> Place:
+        """That of the program that asks."""
+        return cls.of([pl.program_id(axis) for axis in range(INDICES)])
+
+
+def semantics(steps: int) -> pltpu.CompilerParams:
+    """All programs may run at once but the steps of one, which follow each other."""
+    return pltpu.CompilerParams(dimension_semantics=("parallel",) * (2 + KERNEL_RANK) + ("arbitrary",) * steps)
+
+
+def spec(shape: Sequence[Any], index: Callable[..., tuple[Scalar, ...]]) -> pl.BlockSpec:
+    """A block of an array, from a function of a program's place and its box tables, which come first."""
+    return pl.BlockSpec(tuple(shape), lambda *indices: index(Place.of(indices), indices[INDICES : INDICES + KERNEL_RANK]))
+
+
+def first_of(indices: Sequence[Scalar]) -> Scalar:
+    """Whether all are zero."""
+    return functools.reduce(jnp.logical_and, [index == 0 for index in indices])
+
+
+def last_of(grid: Sequence[int], indices: Sequence[Scalar]) -> Scalar:
+    """Whether all are the last ones of a grid."""
+    return functools.reduce(jnp.logical_and, [index == n - 1 for index, n in zip(indices, grid, strict=True)])
+
+
+# Arithmetic ----------------------------------------------------------------------------------------------------------
 
 
 def contract(call: Call, left: jax.Array, right: jax.Array, dims: tuple[int, int]) -> jax.Array:
@@ -253,76 +214,18 @@ def matrix(ref: Any) -> jax.Array:
     return array.reshape(-1, array.shape[-1])
 
 
-def box_spec(call: Call, width: int) -> pl.BlockSpec:
-    """The box of keys or values of a step of a program that owns queries, wherever it begins."""
-
-    def index(head: Scalar, group: Scalar, tile: Scalar, step: Scalar, *tables: Any) -> tuple[Scalar, ...]:
-        x, y, z = (box.first for box in key_boxes(call, group, tile, step, tables))
-        return call.kv_head(head), call.key_group(group, tables), x, y, pl.multiple_of(z, call.alignment), 0
-
-    return pl.BlockSpec((*map(pl.Element, (1, 1, *call.keys.tile, width)),), index)
+def across(columns: jax.Array, width: int) -> jax.Array:
+    """Numbers of rows, which all lanes of ``[rows, LANES]`` hold, as ``[rows, width]``."""
+    whole, rest = divmod(width, LANES)
+    parts = [columns] * whole + ([columns[:, :rest]] if rest else [])
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
-def masked_logits(
-    call: Call,
-    keys: jax.Array,
-    queries: jax.Array,
-    scale: jax.Array,
-    boxes: Sequence[KeyBox] | None,
-    bounds: Sequence[Any],
-) -> jax.Array:
-    """Logits in base 2, ``[keys, queries]``; ``boxes`` are given where some queries do not see all keys."""
-    logits = contract(call, keys, queries, (1, 1)) * (scale * LOG2_E)
-    return logits if boxes is None else without_hidden(call, logits, boxes, bounds)
+def columns(row: jax.Array) -> jax.Array:
+    """Numbers ``[1, rows]`` as :func:`across` wants them, ``[rows, LANES]``."""
+    return jnp.broadcast_to(row, (LANES, row.shape[1])).T
 
 
-def visit(add: Callable[[Sequence[KeyBox] | None], None], is_step: Any, is_full: Any, boxes: Sequence[KeyBox]) -> None:
-    """Add a step's box, where there is one: without a mask where nothing is hidden."""
-    pl.when(is_step & is_full)(lambda: add(None))
-    pl.when(is_step & ~is_full)(lambda: add(boxes))
-
-
-def visit_keys(
-    call: Call, place: Sequence[Scalar], tables: Sequence[Any], add: Callable[[Sequence[KeyBox] | None], None]
-) -> None:
-    """Add the box of keys of a program that owns queries, at its place in :func:`query_grid`."""
-    _, group, tile, step = place
-    rows = call.rows_of(group, tile, tables)
-    boxes = key_boxes(call, group, tile, step, tables)
-    visit(add, step < math.prod([row(COUNT) for row in rows]), sees_all(call, rows, boxes), boxes)
-
-
-def query_grid(call: Call, heads: int) -> tuple[int, ...]:
-    """Programs that own queries: heads of all batch entries, dilation groups, tiles, and boxes of keys."""
-    steps = math.prod(visits.most_boxes for visits in call.visits)
-    return heads, call.groups, math.prod(call.queries.grid), max(steps, 1)
-
-
-def query_spec(call: Call, width: int) -> pl.BlockSpec:
-    """The tile of such a program."""
-    return pl.BlockSpec(
-        (None, None, *call.queries.tile, width), lambda h, g, t, s, *tables: (h, g, *call.query_tile_of(t), 0)
-    )
-
-
-def scale_spec() -> pl.BlockSpec:
-    """The factor of a head's logits."""
-    return pl.BlockSpec((None, 1, 1), lambda h, g, t, s, *tables: (h, 0, 0))
-
-
-def rows_spec(call: Call, count: int) -> pl.BlockSpec:
-    """Numbers of its queries, ``[count, tokens]``."""
-    shape = None, None, None, count, call.queries.tile_tokens
-    return pl.BlockSpec(shape, lambda h, g, t, s, *tables: (h, g, t, 0, 0))
-
-
-def bounds_specs(call: Call) -> list[pl.BlockSpec]:
-    """Of :meth:`Call.bounds`."""
-
-    def spec(dim: int) -> pl.BlockSpec:
-        return pl.BlockSpec(
-            (None, None, 2, call.queries.tile_tokens),
-            lambda h, g, t, s, *tables: (call.group_of(g)[dim], call.query_tile_of(t)[dim], 0, 0),
-        )
-
-    return [spec(dim) for dim in range(KERNEL_RANK)]
+def row(columns: jax.Array) -> jax.Array:
+    """The inverse of :func:`columns`."""
+    return columns.T[0:1, :]

@@ -60,11 +60,11 @@ class Layout:
         return array.reshape(array.shape[0], *self.extents, heads, width)
 
     def in_tiles(self, rows: Sequence[jax.Array]) -> jax.Array:
-        """Arrays ``[batch, *extents, heads]`` as one, ``[batch * heads, groups, tiles, arrays, tokens]``."""
+        """Arrays ``[batch, *extents, heads]`` as one, ``[batch * heads, groups, *tiles, arrays, tokens]``."""
         array = self.laid_out(jnp.stack(rows, axis=-1))
         (x, y, z), (tx, ty, tz) = self.grid, self.tile
         array = array.reshape(*array.shape[:2], x, tx, y, ty, z, tz, len(rows)).transpose(0, 1, 2, 4, 6, 8, 3, 5, 7)
-        return array.reshape(*array.shape[:2], x * y * z, len(rows), tx * ty * tz)
+        return array.reshape(*array.shape[:2], x, y, z, len(rows), tx * ty * tz)
 
     def of_tiles(self, array: jax.Array, heads: int) -> list[jax.Array]:
         """The inverse of :meth:`in_tiles`."""
