@@ -81,8 +81,8 @@ def test_additional_tokens_are_a_second_call_of_the_family() -> None:
 def test_queries_list_tiles_that_are_taken(machine: Machine) -> None:
     machine.has(Device("tpu"))
     x = jax.ShapeDtypeStruct((1, 40, 40, 2, 64), jnp.bfloat16)
-    (forward,) = natten_jax.get_configs_for_tpu_fna(x, x, x)
-    (backward,) = natten_jax.get_bwd_configs_for_tpu_fna(x, x, x)
+    forward, *_ = natten_jax.get_configs_for_tpu_fna(x, x, x)
+    backward, *_ = natten_jax.get_bwd_configs_for_tpu_fna(x, x, x)
     names = "q_tile_shape", "kv_tile_shape", "backward_q_tile_shape", "backward_kv_tile_shape"
     tiles: dict[str, Any] = dict(zip(names, (*forward, *backward), strict=True))
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from natten_jax import backends
 from natten_jax.arrays.operands import Inputs, Operands, Output
 from natten_jax.backends.select import plan_with
 from natten_jax.backends.tpu.backend import TpuBackend
@@ -16,20 +17,14 @@ from natten_jax.performance import PASSES, Performance, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.request import Request
 from natten_jax.problem import Problem, problem_of
+from tests.fuzz import interpreted
 from tests.support import oracle
 from tests.support.families import BOUNDS
+from tests.support.interpreted_tpu import FINDING_RACES, register
 
 TPU = Device("tpu", is_present=False)
 
 PROBLEMS: dict[str, tuple[Problem, TilePair]] = {
-    "causal, shared keys": (
-        problem_of((30,), 9, is_causal=True, heads=2, heads_kv=1, head_dim=16, dtype="float32"),
-        ((16,), (8,)),
-    ),
-    "dilated, with strides": (
-        problem_of((5, 17), (2, 5), (2, 1), (2, 3), head_dim=8, dtype="float32"),
-        ((2, 8), (2, 8)),
-    ),
     "three dimensions": (
         problem_of((3, 4, 18), (2, 3, 4), (1, 2, 3), 1, (True, False, False), head_dim=16, head_dim_v=24),
         ((3, 2, 16), (2, 3, 16)),
@@ -41,9 +36,9 @@ PROBLEMS: dict[str, tuple[Problem, TilePair]] = {
 }
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _interpreted() -> Iterator[None]:
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")):
+    with pltpu.force_tpu_interpret_mode(FINDING_RACES):
         yield
 
 
@@ -62,6 +57,7 @@ def distance(found: object, expected: np.ndarray) -> float:
     return float(np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected))
 
 
+@pytest.mark.usefixtures("_interpreted")
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_results_and_gradients(name: str) -> None:
     problem, tiles = PROBLEMS[name]
@@ -96,3 +92,23 @@ def test_results_and_gradients(name: str) -> None:
         },
     }
     assert all(error <= BOUNDS[problem.dtype] for error in found.values()), found
+
+
+@pytest.fixture
+def _known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_registered", [*backends.registered()])
+    register()
+
+
+@pytest.mark.usefixtures("_known")
+@pytest.mark.parametrize("number", range(3))
+def test_random_problems(number: int) -> None:
+    """A part of what ``python -m tests.fuzz.interpreted`` runs."""
+    problem = interpreted.draw(0, number)
+    assert not interpreted.complaints(problem), problem
+
+
+@pytest.mark.usefixtures("_known")
+def test_a_forgotten_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("natten_jax.backends.tpu.boxes.sees_all", lambda *_: jnp.bool_(True))
+    assert interpreted.complaints(interpreted.draw(0, 0))

@@ -88,7 +88,7 @@ class Family:
 
 
 #: Their kernels are interpreted in tests of their own (tests/backends), and run as a family with a plugin
-#: (tests/support/interpreted_tpu.py).
+#: (tests/support/interpreted_tpu_family.py).
 INTERPRETED = ("tpu",)
 FAMILIES = tuple(Family.of(backend) for backend in backends.registered() if backend.family not in INTERPRETED)
 

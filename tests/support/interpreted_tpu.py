@@ -1,11 +1,13 @@
 """The TPU kernels as a backend of the host: XLA runs what Pallas makes of them.
 
-``pytest -p tests.support.interpreted_tpu -k interpreted`` runs the tests of a family with it. Pallas's own interpreter,
-which finds races, cannot be compiled into the programs of the operators: ``tests/backends/test_tpu_kernels.py`` has it.
+``pytest -p tests.support.interpreted_tpu_family -k interpreted`` runs the tests of a family with it. Pallas's own
+interpreter, which finds races, cannot be compiled into programs of operators: ``tests/fuzz/interpreted.py`` has it.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from jax.experimental.pallas import tpu as pltpu
@@ -17,6 +19,8 @@ from natten_jax.backends.tpu.backend import TpuBackend
 from natten_jax.plan.plan import Plan
 
 _BY_XLA: Any = True
+#: Pallas's interpreter: memory is full of NaN until it is written to, and races of copies with computations raise.
+FINDING_RACES = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 
 
 class InterpretedTpuBackend(TpuBackend):
@@ -24,14 +28,28 @@ class InterpretedTpuBackend(TpuBackend):
 
     family = "interpreted"
     platform = Platform("cpu")
+    interpreter = _BY_XLA
 
     def forward_saving(self, plan: Plan, operands: Operands) -> Saved:
-        with pltpu.force_tpu_interpret_mode(_BY_XLA):
+        with pltpu.force_tpu_interpret_mode(self.interpreter):
             return super().forward_saving(plan, operands)
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
-        with pltpu.force_tpu_interpret_mode(_BY_XLA):
+        with pltpu.force_tpu_interpret_mode(self.interpreter):
             return super().backward(plan, operands, saved, cotangents)
 
 
-backends.register(InterpretedTpuBackend())
+@contextlib.contextmanager
+def finding_races() -> Iterator[None]:
+    """Run the backend in Pallas's own interpreter: in direct calls of it alone."""
+    InterpretedTpuBackend.interpreter = FINDING_RACES
+    try:
+        yield
+    finally:
+        InterpretedTpuBackend.interpreter = _BY_XLA
+
+
+def register() -> None:
+    """Make the backend known, once in a process."""
+    if InterpretedTpuBackend.family not in (backend.family for backend in backends.registered()):
+        backends.register(InterpretedTpuBackend())

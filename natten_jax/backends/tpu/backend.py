@@ -13,13 +13,12 @@ import jax.numpy as jnp
 from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
 from natten_jax.backends.base import Backend, Platform
 from natten_jax.backends.native_backend import delta
+from natten_jax.backends.tpu.tiles import LARGEST_TILE, alignment, recommended
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan
-from natten_jax.problem import Problem, Shape
+from natten_jax.problem import Problem
 
-_LARGEST_TILE = 1024  # tokens
-_TILE_TOKENS = 512
 _LOG2_E = math.log2(math.e)
 #: Logsumexp in base 2 of queries that see nothing, or that are padding: their weights are zero.
 _NOTHING_SEEN = 1e30
@@ -40,17 +39,15 @@ class TpuBackend(Backend):
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Query and key/value tile shapes of a pass, the recommended pair first."""
-        return [_recommended(problem, pass_)]
+        return recommended(problem, pass_)
 
     def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
         """Most tokens of a tile."""
-        return _LARGEST_TILE, _LARGEST_TILE
+        return LARGEST_TILE, LARGEST_TILE
 
     def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
         """Whether the kernels accept this pair: the last extents fill whole registers."""
-        return super().offers(problem, device, pass_, pair) and all(
-            tile[-1] % _alignment(problem) == 0 for tile in pair
-        )
+        return super().offers(problem, device, pass_, pair) and all(tile[-1] % alignment(problem) == 0 for tile in pair)
 
     def forward(self, plan: Plan, operands: Operands) -> Output:
         """Compute output and logsumexp."""
@@ -61,7 +58,7 @@ class TpuBackend(Backend):
         from natten_jax.backends.tpu.forward import forward
         from natten_jax.backends.tpu.kernels import call_of
 
-        call = call_of(plan, operands, _alignment(plan.problem))
+        call = call_of(plan, operands, alignment(plan.problem))
         out, statistics = forward(call, *call.laid_out(operands), _scales(plan, operands))
         maximum, total = call.queries.of_tiles(statistics, call.heads)
         sees_nothing = total == 0
@@ -76,7 +73,7 @@ class TpuBackend(Backend):
         from natten_jax.backends.tpu.backward import key_gradients, query_gradient
         from natten_jax.backends.tpu.kernels import call_of
 
-        call = call_of(plan, operands, _alignment(plan.problem))
+        call = call_of(plan, operands, alignment(plan.problem))
         arrays = *call.laid_out(operands), call.queries.laid_out(cotangents.out.astype(operands.inputs.query.dtype))
         remainder = jnp.zeros_like(saved.logsumexp) if saved.remainder is None else saved.remainder
         logsumexp = jnp.where(saved.logsumexp == -jnp.inf, _NOTHING_SEEN, saved.logsumexp * _LOG2_E)
@@ -99,11 +96,6 @@ class TpuBackend(Backend):
         )
 
 
-def _alignment(problem: Problem) -> int:
-    """Tokens of a register along the last dimension."""
-    return 16 if problem.dtype == "bfloat16" else 8
-
-
 def _scales(plan: Plan, operands: Operands) -> jax.Array:
     """Factors of the logits, float32 ``[batch * heads, 1, 1]``."""
     shape = operands.inputs.query.shape[0], operands.inputs.query.shape[-2]
@@ -112,32 +104,3 @@ def _scales(plan: Plan, operands: Operands) -> jax.Array:
     else:
         scale = jnp.broadcast_to(operands.inputs.scale.astype(jnp.float32), shape)
     return scale.reshape(-1, 1, 1)
-
-
-def _recommended(problem: Problem, pass_: Pass) -> TilePair:
-    """Tiles of about 512 tokens that are long along the last dimension, and boxes that hold what such a tile sees."""
-    alignment = _alignment(problem)
-    q_tile = _tile([-(-axis.query_extent // axis.dilation) for axis in problem.axes], alignment)
-    lengths = [-(-axis.kv_extent // axis.dilation) for axis in problem.axes]
-    if pass_ == "backward":
-        return q_tile, _tile(lengths, alignment)
-    reach = [
-        min(length, axis.kernel_size + axis.stride + tile - 2)
-        for length, axis, tile in zip(lengths, problem.axes, q_tile, strict=True)
-    ]
-    reach[-1] = min(reach[-1] + alignment - 1, lengths[-1])
-    return q_tile, _tile(reach, alignment, longest=_TILE_TOKENS)
-
-
-def _tile(extents: list[int], alignment: int, longest: int = 64) -> Shape:
-    """A tile of at most 512 tokens of a box, whole along as many of the last dimensions as it can be."""
-    longest = _TILE_TOKENS if len(extents) == 1 else longest
-    padded = -(-extents[-1] // alignment) * alignment
-    parts = -(-padded // longest)
-    tile = [-(-padded // (parts * alignment)) * alignment]
-    for extent in reversed(extents[:-1]):
-        room = max(_TILE_TOKENS // math.prod(tile), 1)
-        room = min(room, 8) if len(extents) > 2 and len(tile) == 1 else room
-        parts = -(-extent // room)
-        tile.insert(0, -(-extent // parts))
-    return tuple(tile)

@@ -27,7 +27,6 @@ from natten_jax.backends.tpu.kernels import (
     last_of,
     matrix,
     semantics,
-    spec,
 )
 from natten_jax.backends.tpu.masks import (
     QueryMask,

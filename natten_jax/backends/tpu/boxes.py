@@ -51,15 +51,11 @@ def visit(add: Callable[[Sequence[KeyBox] | None], None], is_step: Any, is_full:
     pl.when(is_step & ~is_full)(lambda: add(boxes))
 
 
-def visit_keys(
-    call: Call, place: Place, tables: Sequence[Any], add: Callable[[Sequence[KeyBox] | None], None]
-) -> None:
+def visit_keys(call: Call, place: Place, tables: Sequence[Any], add: Callable[[Sequence[KeyBox] | None], None]) -> None:
     """Add the box of keys of a program that owns queries."""
     rows = call.rows_of(place.group, place.tile, tables)
     boxes = key_boxes(call, place, tables)
-    is_step = functools.reduce(
-        jnp.logical_and, [step < row(COUNT) for step, row in zip(place.step, rows, strict=True)]
-    )
+    is_step = functools.reduce(jnp.logical_and, [step < row(COUNT) for step, row in zip(place.step, rows, strict=True)])
     visit(add, is_step, sees_all(call, rows, boxes), boxes)
 
 
@@ -71,4 +67,4 @@ def box_spec(call: Call, width: int) -> pl.BlockSpec:
         key_group = call.key_group(place.group, tables)
         return call.kv_head(place.head), key_group, x, y, pl.multiple_of(z, call.alignment), 0
 
-    return spec(map(pl.Element, (1, 1, *call.keys.tile, width)), index)
+    return spec([*map(pl.Element, (1, 1, *call.keys.tile, width))], index)

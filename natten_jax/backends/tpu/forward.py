@@ -78,7 +78,9 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
             maximum[...] = now
             total[...] = total[...] * change + jnp.sum(weights, axis=1, keepdims=True)
             values = matrix(v)
-            mixed[...] = mixed[...] * across(change, width) + contract(call, weights.astype(values.dtype), values, (1, 0))
+            mixed[...] = mixed[...] * across(change, width) + contract(
+                call, weights.astype(values.dtype), values, (1, 0)
+            )
 
         visit_keys(call, place, tables, add)
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ LOG2_E = math.log2(math.e)
 #: Indices of a program that owns queries.
 INDICES = 2 + 2 * KERNEL_RANK
 
+Semantics = Literal["parallel", "arbitrary"]
 Scalar = Any  # int or traced int32 scalar
 
 
@@ -97,10 +98,9 @@ class Call:
 
     def rows_of(self, group: Scalar, tile: Sequence[Scalar], tables: Sequence[Any]) -> list[Callable[[int], Any]]:
         """Functions that read a column of a tile's row of each box table."""
-        found = []
+        found: list[Callable[[int], Any]] = []
         for lengths, g, t, table in zip(self.lengths, self.group_of(group), tile, tables, strict=True):
-            row = (g * lengths.q_tiles + t) * COLUMNS
-            found.append(lambda column, table=table, row=row: table[row + column])
+            found.append(functools.partial(_column, table, (g * lengths.q_tiles + t) * COLUMNS))
         return found
 
     def key_group(self, group: Scalar, tables: Sequence[Any]) -> Scalar:
@@ -122,9 +122,11 @@ def call_of(plan: Plan, operands: Operands, alignment: int) -> Call:
     queries, keys, q_tile, kv_tile = ((1,) * missing + tuple(shape) for shape in (own, others, *plan.tiles))
     visits = []
     for dim, axis in enumerate(axes):
-        lengths = Lengths.of(axis, queries[dim], keys[dim], q_tile[dim], kv_tile[dim])
-        origins = None if operands.origins is None else tuple(operands.origins[:, dim])
         step = alignment if dim == KERNEL_RANK - 1 else 1
+        lengths = Lengths.of(
+            axis, queries[dim], keys[dim], q_tile[dim], kv_tile[dim], step, whole_tiles=plan.pass_ == "backward"
+        )
+        origins = None if operands.origins is None else tuple(operands.origins[:, dim])
         visits.append(Visits.of(axis, lengths, queries[dim], keys[dim], origins, step))
     groups = tuple(each.lengths.groups for each in visits)
     return Call(
@@ -145,6 +147,10 @@ def divided(number: Scalar, by: int) -> tuple[Scalar, Scalar]:
     if isinstance(number, int):
         return divmod(number, by)
     return jax.lax.div(number, np.int32(by)), jax.lax.rem(number, np.int32(by))
+
+
+def _column(table: Any, row: Scalar, column: int) -> Any:
+    return table[row + column]
 
 
 # Programs ------------------------------------------------------------------------------------------------------------
@@ -176,12 +182,16 @@ class Place:
 
 def semantics(steps: int) -> pltpu.CompilerParams:
     """All programs may run at once but the steps of one, which follow each other."""
-    return pltpu.CompilerParams(dimension_semantics=("parallel",) * (2 + KERNEL_RANK) + ("arbitrary",) * steps)
+    of_tiles: list[Semantics] = ["parallel"] * (2 + KERNEL_RANK)
+    of_steps: list[Semantics] = ["arbitrary"] * steps
+    return pltpu.CompilerParams(dimension_semantics=(*of_tiles, *of_steps))
 
 
 def spec(shape: Sequence[Any], index: Callable[..., tuple[Scalar, ...]]) -> pl.BlockSpec:
     """A block of an array, from a function of a program's place and its box tables, which come first."""
-    return pl.BlockSpec(tuple(shape), lambda *indices: index(Place.of(indices), indices[INDICES : INDICES + KERNEL_RANK]))
+    return pl.BlockSpec(
+        tuple(shape), lambda *indices: index(Place.of(indices), indices[INDICES : INDICES + KERNEL_RANK])
+    )
 
 
 def first_of(indices: Sequence[Scalar]) -> Scalar:

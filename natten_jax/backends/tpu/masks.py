@@ -1,7 +1,7 @@
 """What hides keys from queries, for logits ``[queries, keys]`` and ``[keys, queries]``.
 
-Along the last dimension bounds differ from query to query of a slab, the queries or keys of a tile that are alike in all
-others. Those of the other dimensions are the same for a slab, and cost little.
+Along the last dimension bounds differ from query to query of a slab, the queries or keys of a tile that are alike in
+all others. Those of the other dimensions are the same for a slab, and cost little.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def key_coordinates_spec(call: Call) -> pl.BlockSpec:
     return spec((KERNEL_RANK, call.keys.tile_tokens), lambda place, _: (0, 0))
 
 
-def window_scratch(call: Call) -> pltpu.MemoryRef:
+def window_scratch(call: Call) -> Any:
     """Room for what :func:`keep_windows` makes of a tile's bounds."""
     return pltpu.VMEM((2, call.queries.tile[-1], LANES), jnp.int32)
 

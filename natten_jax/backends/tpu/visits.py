@@ -32,7 +32,8 @@ class Lengths:
         q_tile: Queries of a tile.
         kv_tile: Keys of a box, or of a tile.
         queries: Queries of a group, padded to whole tiles.
-        keys: Keys of a group, padded to whole tiles.
+        keys: Keys of a group, padded to whole tiles, or to one and to registers where only boxes are visited, which
+            may begin anywhere.
     """
 
     groups: int
@@ -42,12 +43,13 @@ class Lengths:
     keys: int
 
     @classmethod
-    def of(cls, axis: Axis, queries: int, keys: int, q_tile: int, kv_tile: int) -> Lengths:
+    def of(
+        cls, axis: Axis, queries: int, keys: int, q_tile: int, kv_tile: int, alignment: int, *, whole_tiles: bool
+    ) -> Lengths:
         """Those of an axis, of whose tokens a call has some."""
-        padded = (
-            math.ceil(math.ceil(tokens / axis.dilation) / tile) * tile
-            for tokens, tile in ((queries, q_tile), (keys, kv_tile))
-        )
+        queries, keys = (math.ceil(tokens / axis.dilation) for tokens in (queries, keys))
+        step = kv_tile if whole_tiles else alignment
+        padded = math.ceil(queries / q_tile) * q_tile, max(math.ceil(keys / step) * step, kv_tile)
         return cls(axis.dilation, q_tile, kv_tile, *padded)
 
     @property

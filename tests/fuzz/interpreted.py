@@ -1,0 +1,152 @@
+"""``python -m tests.fuzz.interpreted``: random problems on the TPU kernels, in Pallas's interpreter.
+
+Races between copies and computations are found, memory is full of NaN until it is written to, and outputs, logsumexp
+and all gradients are compared with the oracle. Direct calls: any tiles, and parts of layouts. Interpreting is slow, so
+that problems are small and have few programs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from natten_jax.arrays.operands import Inputs, Operands
+from natten_jax.backends.tpu.kernels import call_of
+from natten_jax.backends.tpu.query_programs import query_grid
+from natten_jax.backends.tpu.tiles import alignment
+from natten_jax.performance import PASSES, Performance, tile_names
+from tests.support import interpreted_tpu
+from tests.support.cases import random_case
+from tests.support.plans import plans_of
+
+from .accuracy import excesses, expectation
+from .execution import both_passes
+from .problem import Fuzzed, _factor, _range
+
+#: Most tokens of a problem, and programs of a grid.
+TOKENS, PROGRAMS = 160, 24
+WIDTHS = (8, 16, 24, 40, 64, 72, 128, 136)
+
+
+def draw(seed: int, number: int) -> Fuzzed:
+    """The problem with a number in the sequence that a seed stands for."""
+    rng = np.random.default_rng([seed, number])
+    while True:
+        problem = _drawn(rng)
+        if problem is not None:
+            return problem
+
+
+def _drawn(rng: np.random.Generator) -> Fuzzed | None:
+    """A problem; ``None`` where none of its tiles has few enough programs."""
+    case = random_case(int(rng.integers(2**31)), tokens=TOKENS)
+    heads_kv = int(rng.integers(1, 3))
+    widths = [int(width) for width in rng.choice(WIDTHS, 2)]
+    case = dataclasses.replace(
+        case.with_heads(heads_kv * int(rng.integers(1, 3)), heads_kv),
+        batch=1 if heads_kv > 1 else int(rng.integers(1, 3)),
+        additional=0,
+        fused=False,
+        head_dim=widths[0],
+        head_dim_v=widths[1] if rng.random() < 0.5 else None,
+        scale=None if case.scale is None else math.copysign(widths[0] ** -0.5, case.scale),
+    )
+    if rng.random() < 0.2:
+        queries, keys = (int(n) for n in rng.integers(1, TOKENS, 2))
+        plain: dict[str, Any] = {"kernel_size": None, "stride": None, "dilation": None}
+        case = dataclasses.replace(
+            case, layout=(keys,), queries=queries, is_causal=(bool(rng.random() < 0.5),), **plain
+        )
+    problem = Fuzzed(
+        family=interpreted_tpu.InterpretedTpuBackend.family,
+        case=case,
+        dtype=str(rng.choice(["float32", "bfloat16"])),
+        seed=int(rng.integers(2**31)),
+        query_factor=_factor(rng),
+        value_factor=_factor(rng),
+        is_direct=True,
+    )
+    if case.queries is None and rng.random() < 0.25:
+        of_queries, of_keys = (tuple(_range(rng, extent) for extent in case.layout) for _ in range(2))
+        problem = dataclasses.replace(problem, queries=of_queries, keys=of_keys)
+    for _ in range(8):
+        tiled = dataclasses.replace(problem, tiles=_tiles(problem, rng))
+        if _programs(tiled) <= PROGRAMS:
+            return tiled
+    return None
+
+
+def _tiles(problem: Fuzzed, rng: np.random.Generator) -> dict[str, Any]:
+    """Tiles of both passes, of any shape that the kernels take."""
+    described = problem.description()
+    tiles: dict[str, Any] = {}
+    for pass_ in PASSES:
+        for name in tile_names(pass_):
+            layout = described.query_layout if "q_" in name else described.kv_layout
+            step = alignment(described)
+            last = step * int(rng.integers(1, -(-layout[-1] // step) + 1))
+            tiles[name] = (*(int(rng.integers(max(1, n // 3), n + 1)) for n in layout[:-1]), last)
+    return tiles
+
+
+def _programs(problem: Fuzzed) -> int:
+    """How many the largest grid of a pass of queries has."""
+    query, key, value = problem.inputs()[0][:3]
+    origins = problem.origins()
+    operands = Operands(Inputs(query, key, value), None if origins is None else jax.numpy.asarray(origins))
+    _, plans = plans_of(problem.backend, problem.description(), Performance(**problem.tiles))
+    grids = [
+        query_grid(call_of(plan, operands, alignment(plan.problem)), query.shape[0] * query.shape[-2])
+        for plan in plans.values()
+    ]
+    return max(math.prod(grid) for grid in grids)
+
+
+def complaints(problem: Fuzzed) -> list[str]:
+    """What is wrong with the results of a problem, or what running it raised."""
+    try:
+        with interpreted_tpu.finding_races():
+            operands, cotangents = problem.inputs()
+            arguments = jax.tree.map(jax.numpy.asarray, (operands, cotangents))
+            outputs, gradients = jax.tree.map(np.asarray, both_passes(problem)(arguments, problem.origins()))
+    except Exception as error:  # whatever the interpreter has to say
+        return [f"{type(error).__name__}: {error}"[:2000]]
+    return [str(excess) for excess in excesses(problem, expectation(problem), outputs, gradients)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run problems; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.interpreted", description=__doc__)
+    parser.add_argument("--problems", type=int, default=10**9, help="stop after so many")
+    parser.add_argument("--minutes", type=float, default=1.0, help="how long (default 1)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sequence of problems")
+    parser.add_argument("--first", type=int, default=0, help="number of the first problem")
+    options = parser.parse_args(arguments)
+    interpreted_tpu.register()
+    end = time.monotonic() + 60 * options.minutes
+    done = bad = 0
+    for number in range(options.first, options.first + options.problems):
+        if time.monotonic() > end:
+            break
+        problem = draw(options.seed, number)
+        found = complaints(problem)
+        done, bad = done + 1, bad + bool(found)
+        if found:
+            print(f"problem {number}: {'; '.join(found)}\n  {problem}", flush=True)
+        if done % 10 == 0:
+            print(f"{done} problems, {bad} bad", flush=True)
+        jax.clear_caches()
+    print(f"{done} problems with their gradients, {bad} bad")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
