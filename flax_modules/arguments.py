@@ -16,6 +16,7 @@ from natten_jax.arguments.boxes import Counts, Origin
 from natten_jax.arguments.natten_names import known_arguments
 from natten_jax.arguments.scale import checked_scale
 from natten_jax.arguments.static import Ints, flag, hashable, shown
+from natten_jax.element_types import ELEMENT_TYPES
 from natten_jax.ops.arrays import check_array
 from natten_jax.ops.attention_kwargs import checked_attention_kwargs
 from natten_jax.ops.neighborhood import na1d, na2d, na3d
@@ -55,6 +56,7 @@ class Neighborhood:
         query_origin: Origin | None = None,
         extents: Counts | None = None,
         upsample: Ints = 1,
+        relative_bias: jax.Array | None = None,
     ) -> jax.Array:
         """Attend.
 
@@ -65,6 +67,7 @@ class Neighborhood:
             query_origin: As in the operators, with all batch dimensions.
             extents: Likewise.
             upsample: Likewise.
+            relative_bias: As in the operators, in any element type.
 
         Returns:
             ``[*batch, *layout, heads, head_dim_v]``.
@@ -90,6 +93,7 @@ class Neighborhood:
                 query_origin=query_origin,
                 extents=extents,
                 upsample=upsample,
+                relative_bias=None if relative_bias is None else relative_bias.astype(_of_logits(query)),
                 **self.performance,
             )
         except ValueError as error:
@@ -97,6 +101,11 @@ class Neighborhood:
                 raise
             raise ValueError(f"{error} (without a batch dimension, {_FLATTENED.format(rank=self.rank)})") from None
         return output if len(batch) == 1 else output.reshape(*batch, *output.shape[1:])
+
+
+def _of_logits(query: jax.Array) -> str:
+    """The element type that logits are added to in."""
+    return ELEMENT_TYPES[query.dtype.name].accumulator if query.dtype.name in ELEMENT_TYPES else "float32"
 
 
 def _with_one_batch_dimension(places: Any, batch: tuple[int, ...]) -> Any:
@@ -141,6 +150,23 @@ def neighborhood(
         scale_name,
         frozen({**dataclasses.asdict(config), "backend": backend, "attention_kwargs": attention_kwargs}),
     )
+
+
+def bias_shape(relative_bias: bool, num_heads: int, window: WindowArguments) -> tuple[int, ...] | None:
+    """The shape of the relative bias of a module with such windows, which are checked; ``None`` where it has none.
+
+    Raises:
+        ValueError: The extent of a window is that of the layout, which is not known.
+        TypeError: ``relative_bias`` is no bool.
+    """
+    if not flag("relative_bias", relative_bias):
+        return None
+    sizes = cast(tuple[int, ...], window.kernel_size)  # as it was checked
+    if min(sizes) < 1:
+        raise ValueError(
+            f"relative_bias=True with kernel_size {sizes}: a bias for each offset takes windows of known extents"
+        )
+    return num_heads, *(2 * size - 1 for size in sizes)
 
 
 def frozen(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -238,5 +264,7 @@ _FLATTENED = (
     "the last dimensions are the token layout and the features, so that tokens which are flattened to "
     "[batch, tokens, features] need their layout of {rank} dimensions back"
 )
+#: How published models draw relative biases at first.
+BIAS_DEVIATION = 0.02
 #: Names of the token dimensions, by rank.
 LAYOUTS = {1: "seqlen", 2: "height, width", 3: "depth, height, width"}

@@ -2,13 +2,19 @@
 
 NATTEN's ``NeighborhoodAttention1D``, ``2D`` and ``3D`` hold ``qkv.weight`` ``[3 * features, features]``, ``qkv.bias``
 (with ``qkv_bias``), ``proj.weight`` ``[features, features]`` and ``proj.bias``. Rows of ``qkv`` are ordered query, key,
-value, then head, then head dimension. Tensors may be PyTorch's or NumPy's; PyTorch itself is not needed.
+value, then head, then head dimension. Modules of releases before 0.20 may also hold ``rpb``, the relative bias,
+``[heads, 2 * kernel_size - 1, ...]``.
+
+Hugging Face's port has ``query``, ``key`` and ``value`` in place of ``qkv``, in a module ``self`` that also has ``rpb``,
+and ``output.dense`` in place of ``proj``.
+
+Tensors may be PyTorch's or NumPy's; PyTorch itself is not needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +35,7 @@ FloatArray = npt.NDArray[np.floating[Any]]
 
 def linen_params(
     state_dict: Mapping[str, Any], num_heads: int, *, prefix: str = "", param_dtype: Any = None
-) -> dict[str, dict[str, jax.Array]]:
+) -> dict[str, Any]:
     """The parameters of a module for ``flax.linen`` from those of a NATTEN module.
 
     Example:
@@ -48,8 +54,8 @@ def linen_params(
         param_dtype: Type of the parameters; ``None`` keeps that of the weights.
 
     Returns:
-        ``{"query": {"kernel", "bias"}, "key": ..., "value": ..., "out": ...}``, to be used as
-        ``module.apply({"params": params}, inputs)``.
+        ``{"query": {"kernel", "bias"}, "key": ..., "value": ..., "out": ...}``, and ``"rpb"`` where there is one, to be
+        used as ``module.apply({"params": params}, inputs)``.
 
     Raises:
         ValueError: A weight is missing or has an unexpected shape, or ``num_heads`` does not suit them.
@@ -57,10 +63,12 @@ def linen_params(
     """
     if param_dtype is not None and not _is_float(param_dtype):
         raise TypeError(f"param_dtype must be None or a float type, got {shown(param_dtype)}")
-    params = _split(state_dict, num_heads, prefix)
-    return {
-        name: {kind: jnp.asarray(array, param_dtype) for kind, array in group.items()} for name, group in params.items()
+    found = _split(state_dict, num_heads, prefix)
+    params: dict[str, Any] = {
+        name: {kind: jnp.asarray(array, param_dtype) for kind, array in group.items()}
+        for name, group in found.projections.items()
     }
+    return params if found.rpb is None else params | {"rpb": jnp.asarray(found.rpb, param_dtype)}
 
 
 def load_nnx(
@@ -99,9 +107,16 @@ def load_nnx(
         )
     if module.query_ln is not None:
         raise ValueError("module has normalize_qk=True: NATTEN's modules do not normalize queries and keys")
-    params = _split(state_dict, module.num_heads, prefix)
+    found = _split(state_dict, module.num_heads, prefix)
     loads: list[tuple[nnx.Param[jax.Array], FloatArray]] = []
-    for name, group in params.items():
+    if (module.rpb is None) != (found.rpb is None):
+        has, lacks = ("the module", prefix + "*") if found.rpb is None else (prefix + "*", "the module")
+        raise ValueError(f"{has} has a relative bias, rpb, and {lacks} has none: relative_bias must agree")
+    if module.rpb is not None and found.rpb is not None:
+        if module.rpb.shape != found.rpb.shape:
+            raise ValueError(f"{prefix}rpb has shape {found.rpb.shape}, but the module's is {module.rpb.shape}")
+        loads.append((module.rpb, found.rpb))
+    for name, group in found.projections.items():
         projection = getattr(module, name)
         for kind in ("kernel", "bias"):
             variable, array = getattr(projection, kind), group.get(kind)
@@ -133,41 +148,91 @@ def _placed_like(variable: nnx.Param[jax.Array], array: FloatArray) -> jax.Array
     return jnp.asarray(array)
 
 
-def _split(state_dict: Mapping[str, Any], num_heads: int, prefix: str) -> dict[str, dict[str, FloatArray]]:
-    """Checked weights by projection, in Flax's shapes."""
+class _Weights(NamedTuple):
+    """Checked weights in Flax's shapes: by projection, and the relative bias."""
+
+    projections: dict[str, dict[str, FloatArray]]
+    rpb: FloatArray | None
+
+
+def _split(state_dict: Mapping[str, Any], num_heads: int, prefix: str) -> _Weights:
+    """Checked weights of a module."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be a mapping of names to weights, got {type(state_dict).__name__}")
     if not isinstance(prefix, str):
         raise TypeError(f"prefix must be a str, got {shown(prefix)}")
     check_positive(num_heads=num_heads)
-    if f"{prefix}rpb" in state_dict:
-        raise ValueError(f"state_dict has {prefix}rpb: modules with relative position biases cannot be converted")
-    qkv_weight = _tensor(state_dict, prefix, "qkv.weight")
-    if qkv_weight.ndim != 2 or qkv_weight.shape[0] != 3 * qkv_weight.shape[1]:
-        raise ValueError(f"{prefix}qkv.weight has shape {qkv_weight.shape}, but NATTEN's is [3 * features, features]")
-    features = qkv_weight.shape[1]
+    # Hugging Face's port: a module inside of the attention has the projections, another one beside it the output's.
+    inner = next((own for own in (prefix, f"{prefix}self.") if f"{own}query.weight" in state_dict), None)
+    joint = inner is None
+    if inner is None:
+        inner, weights = prefix, _joint(state_dict, prefix)
+    else:
+        weights = [_pair(state_dict, inner, name) for name in ("query", "key", "value")]
+    first = weights[0][0]
+    features = first.shape[-1]
     if features % num_heads:
-        raise ValueError(f"num_heads {num_heads} does not divide the {features} features of {prefix}qkv.weight")
+        of = f"{inner}{'qkv' if joint else 'query'}.weight"
+        raise ValueError(f"num_heads {num_heads} does not divide the {features} features of {of}")
     head = num_heads, features // num_heads
-    proj_weight = _tensor(state_dict, prefix, "proj.weight", (features, features))
-    params = {
+    projections: dict[str, dict[str, FloatArray]] = {}
+    for name, (weight, bias) in zip(("query", "key", "value"), weights, strict=True):
         # PyTorch's kernels are [out, in].
-        name: {"kernel": np.moveaxis(weight, -1, 0)}
-        for name, weight in zip(("query", "key", "value"), qkv_weight.reshape(3, *head, features), strict=True)
+        projections[name] = {"kernel": weight.T.reshape(features, *head)}
+        if bias is not None:
+            projections[name]["bias"] = bias.reshape(head)
+    outer = inner.removesuffix("self.")
+    at, out = (outer, "output.dense") if f"{outer}output.dense.weight" in state_dict else (prefix, "proj")
+    source = f"{inner}{'qkv' if joint else 'query'}.weight"
+    projections["out"] = {
+        "kernel": _tensor(state_dict, at, f"{out}.weight", (features, features), source).T.reshape(*head, features),
+        "bias": _tensor(state_dict, at, f"{out}.bias", (features,), source),
     }
+    rpb = _tensor(state_dict, inner, "rpb") if f"{inner}rpb" in state_dict else None
+    if rpb is not None and (
+        rpb.ndim not in (2, 3, 4) or rpb.shape[0] != num_heads or not all(n % 2 for n in rpb.shape[1:])
+    ):
+        raise ValueError(
+            f"{inner}rpb has shape {rpb.shape}, but NATTEN's is [heads, 2 * kernel_size - 1, ...] of {num_heads} heads"
+        )
+    return _Weights(projections, rpb)
+
+
+_Pair = tuple[FloatArray, FloatArray | None]
+
+
+def _joint(state_dict: Mapping[str, Any], prefix: str) -> list[_Pair]:
+    """Weights and biases of query, key and value, which are one tensor."""
+    weight = _tensor(state_dict, prefix, "qkv.weight")
+    if weight.ndim != 2 or weight.shape[0] != 3 * weight.shape[1]:
+        raise ValueError(f"{prefix}qkv.weight has shape {weight.shape}, but NATTEN's is [3 * features, features]")
+    features = weight.shape[1]
+    biases: Sequence[FloatArray | None] = (None, None, None)
     if f"{prefix}qkv.bias" in state_dict:
-        qkv_bias = _tensor(state_dict, prefix, "qkv.bias", (3 * features,)).reshape(3, *head)
-        for name, bias in zip(params, qkv_bias, strict=True):
-            params[name]["bias"] = bias
-    params["out"] = {
-        "kernel": proj_weight.T.reshape(*head, features),
-        "bias": _tensor(state_dict, prefix, "proj.bias", (features,)),
-    }
-    return params
+        biases = [*_tensor(state_dict, prefix, "qkv.bias", (3 * features,), f"{prefix}qkv.weight").reshape(3, features)]
+    return [*zip(weight.reshape(3, features, features), biases, strict=True)]
 
 
-def _tensor(state_dict: Mapping[str, Any], prefix: str, name: str, shape: tuple[int, ...] | None = None) -> FloatArray:
-    """The checked weight called ``prefix + name``."""
+def _pair(state_dict: Mapping[str, Any], prefix: str, name: str) -> _Pair:
+    """Weight and bias of a projection of its own."""
+    weight = _tensor(state_dict, prefix, f"{name}.weight")
+    features = _tensor(state_dict, prefix, "query.weight").shape[-1:]
+    if weight.shape != features * 2:
+        raise ValueError(
+            f"{prefix}{name}.weight has shape {weight.shape}, but {prefix}query.weight asks for {features * 2}"
+        )
+    bias = None
+    if f"{prefix}{name}.bias" in state_dict:
+        bias = _tensor(state_dict, prefix, f"{name}.bias", features, f"{prefix}query.weight")
+    if (bias is None) != (f"{prefix}query.bias" not in state_dict):
+        raise ValueError(f"{prefix}query.bias and {prefix}{name}.bias: all projections have a bias, or none")
+    return weight, bias
+
+
+def _tensor(
+    state_dict: Mapping[str, Any], prefix: str, name: str, shape: tuple[int, ...] | None = None, source: str = ""
+) -> FloatArray:
+    """The checked weight called ``prefix + name``, whose shape follows from the weight ``source``."""
     if prefix + name not in state_dict:
         names = [key for key in state_dict if isinstance(key, str) and key.endswith("qkv.weight")]
         prefixes = sorted(repr(key.removesuffix("qkv.weight")) for key in names)
@@ -175,7 +240,7 @@ def _tensor(state_dict: Mapping[str, Any], prefix: str, name: str, shape: tuple[
         raise ValueError(f"state_dict has no {prefix + name!r} (prefix={prefix!r}); {known}")
     array = _float_array(prefix + name, state_dict[prefix + name])
     if shape is not None and array.shape != shape:
-        raise ValueError(f"{prefix}{name} has shape {array.shape}, but {prefix}qkv.weight asks for {shape}")
+        raise ValueError(f"{prefix}{name} has shape {array.shape}, but {source} asks for {shape}")
     return array
 
 

@@ -19,7 +19,7 @@ _DOCUMENT = """Multi-head neighborhood attention over {tokens}, with projections
 The parameters are named and shaped like those of Flax's ``MultiHeadAttention``: ``query``, ``key`` and ``value``
 have kernels ``[in_features, heads, head_dim]`` and biases ``[heads, head_dim]``, ``out`` has
 ``[num_heads, head_dim, out_features]`` and ``[out_features]``; with ``normalize_qk``, ``query_ln`` and ``key_ln`` have
-scales ``[head_dim]``. {annotations}
+scales ``[head_dim]``; with ``relative_bias``, ``rpb`` is ``[heads, 2 * kernel_size - 1, ...]``. {annotations}
 Window arguments take {per_dimension}.
 
 Example:
@@ -42,6 +42,8 @@ Args:
     num_kv_heads: Key and value heads, a divisor of ``num_heads`` (GQA, MQA); ``None`` is ``num_heads``.
     qkv_features: Features of all query heads together; ``None`` is ``in_features``.
     out_features: Features per token of the output; ``None`` is ``in_features``.
+    relative_bias: Whether logits have a learned bias for each offset of a key within a window, as ``relative_bias`` of
+        the operators: ``rpb``.
     normalize_qk: Whether the features of each query and key head are normalized, with a learned scale.
     deterministic: Whether dropout is off; the argument of the same name in a call takes precedence. With a
         ``proj_drop`` above 0 one of the two has to be given.

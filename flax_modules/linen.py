@@ -41,6 +41,7 @@ class NeighborhoodAttention(linen.Module):
     is_causal: Bools = False
     edges: Edges = "shift"
     clamp_window: bool = False
+    relative_bias: bool = False
     qkv_bias: bool = True
     qk_scale: float | None = None
     attn_drop: float = 0.0
@@ -86,6 +87,7 @@ class NeighborhoodAttention(linen.Module):
         self._neighborhood()
         arguments.check_dropout(self.attn_drop, self.proj_drop)
         num_heads, _ = arguments.head_counts(self.num_heads, self.num_kv_heads)
+        self._bias_shape()
         if self.in_features is not None:
             arguments.head_dim(num_heads, self.in_features, self.qkv_features)
         if self.out_features is not None:
@@ -105,6 +107,10 @@ class NeighborhoodAttention(linen.Module):
             clamp_window=self.clamp_window,
             **performance,
         )
+
+    @linen.nowrap
+    def _bias_shape(self) -> tuple[int, ...] | None:
+        return arguments.bias_shape(self.relative_bias, self.num_heads, self._neighborhood().window)
 
     @linen.compact
     @explained()
@@ -164,7 +170,11 @@ class NeighborhoodAttention(linen.Module):
             with jax.numpy_dtype_promotion("standard"):  # which Flax's own module takes for granted
                 query, key = normalize(name="query_ln")(query), normalize(name="key_ln")(key)
         out_features = in_features if self.out_features is None else self.out_features
-        outputs = self._neighborhood()(query, key, value, query_origin, extents, upsample)
+        shape, table = self._bias_shape(), None
+        if shape is not None:
+            draw = jax.nn.initializers.truncated_normal(arguments.BIAS_DEVIATION)
+            table = self.param("rpb", draw, shape, self.param_dtype)
+        outputs = self._neighborhood()(query, key, value, query_origin, extents, upsample, table)
         outputs = project(out_features, axis=(-2, -1), name="out", **of_out)(outputs)
         if self.proj_drop > 0:
             # Given both flags, linen's Dropout refuses; as in nnx, the one in the call takes precedence.

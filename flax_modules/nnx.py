@@ -44,6 +44,7 @@ class NeighborhoodAttention(nnx.Module):
         is_causal: Bools = False,
         edges: Edges = "shift",
         clamp_window: bool = False,
+        relative_bias: bool = False,
         qkv_bias: bool = True,
         qk_scale: float | None = None,
         attn_drop: float = 0.0,
@@ -121,6 +122,9 @@ class NeighborhoodAttention(nnx.Module):
         )
         self.query_ln = normalize() if normalize_qk else None
         self.key_ln = normalize() if normalize_qk else None
+        shape = arguments.bias_shape(relative_bias, self.num_heads, self.neighborhood.window)
+        draw = jax.nn.initializers.truncated_normal(arguments.BIAS_DEVIATION)
+        self.rpb = None if shape is None else nnx.Param(draw(rngs.params(), shape, param_dtype))
         # Without dropout no random stream is kept, so that the state holds parameters only.
         self.dropout = nnx.Dropout(proj_drop, deterministic=deterministic, rngs=rngs) if proj_drop > 0 else None
 
@@ -169,7 +173,8 @@ class NeighborhoodAttention(nnx.Module):
         if self.query_ln is not None and self.key_ln is not None:
             with jax.numpy_dtype_promotion("standard"):  # which Flax's own module takes for granted
                 query, key = self.query_ln(query), self.key_ln(key)
-        attended = self.neighborhood(query, key, value, query_origin, extents, upsample)
+        table = None if self.rpb is None else self.rpb.get_value()
+        attended = self.neighborhood(query, key, value, query_origin, extents, upsample, table)
         outputs = self.out(attended, out_sharding=out_sharding)
         if self.dropout is not None:
             outputs = self.dropout(outputs, deterministic=deterministic, rngs=rngs)

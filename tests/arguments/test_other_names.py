@@ -51,7 +51,7 @@ NAMES = [
     ("mask", None, None, None),
     ("attn_mask", None, None, None),
     ("attention_mask", None, None, None),
-    ("rel_pos_bias", "relative_bias", None, None),
+    ("rel_pos_bias", "relative_bias", None, "relative_bias"),
     ("key_padding_mask", "key_bias", "key_bias", None),
     ("attention_sinks", "sinks", "sinks", None),
     ("attn_bias", None, None, None),

@@ -14,7 +14,17 @@ pytest.importorskip("flax")
 from flax import nnx
 from natten_jax.flax_modules import convert
 
-from tests.support.flax_layers import FEATURES, HEADS, LINEN, RANKS, WINDOWS, inputs_of, nnx_module, params_of
+from tests.support.flax_layers import (
+    FEATURES,
+    HEADS,
+    LINEN,
+    RANKS,
+    WINDOWS,
+    inputs_of,
+    nnx_module,
+    params_of,
+    shapes_of,
+)
 
 
 def natten_weights(seed: int = 0, prefix: str = "", qkv_bias: bool = True) -> dict[str, np.ndarray]:
@@ -40,8 +50,29 @@ def natten_forward(weights: dict[str, np.ndarray], inputs: np.ndarray, window: d
     mask = oracle.neighborhood_mask(
         layout, sizes("kernel_size", 1), sizes("stride", 1), sizes("dilation", 1), sizes("is_causal", False)
     )
-    out = oracle.forward(oracle.Tensors(query, key, value), mask, scale).out
+    windows = sizes("kernel_size", 1), sizes("stride", 1), sizes("dilation", 1), sizes("is_causal", False)
+    entries = oracle.relative_entries(layout, *windows)
+    tensors = oracle.Tensors(query, key, value, relative_bias=weights.get("rpb"))
+    out = oracle.forward(tensors, mask, scale, entries).out
     return out.reshape(inputs.shape) @ weights["proj.weight"].T + weights["proj.bias"]
+
+
+def split_names(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same weights with a tensor for each projection."""
+    found = {name: array for name, array in weights.items() if not name.startswith("qkv.")}
+    for kind in ("weight", "bias"):
+        if f"qkv.{kind}" in weights:
+            names = [f"{name}.{kind}" for name in ("query", "key", "value")]
+            found |= dict(zip(names, np.split(weights[f"qkv.{kind}"], 3), strict=True))
+    return found
+
+
+def of_hugging_face(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same weights under the names of Hugging Face's port."""
+    return {
+        "attention." + (name.replace("proj", "output.dense") if name.startswith("proj") else f"self.{name}"): array
+        for name, array in split_names(weights).items()
+    }
 
 
 class TestConvert:
@@ -59,6 +90,50 @@ class TestConvert:
         )
         np.testing.assert_array_equal(twin.apply({"params": params}, inputs), module(inputs))
         jax.tree.map(np.testing.assert_array_equal, params, params_of(module))
+
+    @pytest.mark.parametrize("rank", RANKS)
+    @pytest.mark.parametrize("names", ["natten", "split", "hugging face"])
+    def test_relative_biases_and_other_names(self, rank, names):
+        weights, inputs = natten_weights(rank), inputs_of(rank)
+        sizes = np.broadcast_to(WINDOWS[rank]["kernel_size"], rank)
+        weights["rpb"] = np.random.default_rng(5).standard_normal((HEADS, *(2 * sizes - 1))).astype(np.float32)
+        expected = natten_forward(weights, np.asarray(inputs), WINDOWS[rank], (FEATURES // HEADS) ** -0.5)
+        given = {"natten": weights, "split": split_names(weights), "hugging face": of_hugging_face(weights)}[names]
+        prefix = "attention." if names == "hugging face" else ""
+        module = nnx_module(rank, relative_bias=True)
+        assert module.rpb.shape == weights["rpb"].shape
+        convert.load_nnx(module, given, prefix=prefix)
+        np.testing.assert_allclose(module(inputs), expected, rtol=1e-4, atol=1e-4)
+        params = convert.linen_params(given, HEADS, prefix=prefix)
+        twin = LINEN[rank](num_heads=HEADS, relative_bias=True, **WINDOWS[rank])
+        np.testing.assert_array_equal(twin.apply({"params": params}, inputs), module(inputs))
+        jax.tree.map(np.testing.assert_array_equal, params, params_of(module))
+        assert shapes_of(params) == shapes_of(twin.init(jax.random.key(0), inputs)["params"])
+
+    def test_relative_biases_have_to_agree(self):
+        weights = natten_weights()
+        with pytest.raises(
+            ValueError, match=r"the module has a relative bias, rpb, and .* has none: relative_bias must"
+        ):
+            convert.load_nnx(nnx_module(1, relative_bias=True), weights)
+        weights["rpb"] = np.ones((HEADS, 9))
+        with pytest.raises(ValueError, match="has a relative bias, rpb, and the module has none"):
+            convert.load_nnx(nnx_module(1), weights)
+        weights["rpb"] = np.ones((HEADS, 7))
+        with pytest.raises(ValueError, match=r"rpb has shape \(4, 7\), but the module's is \(4, 9\)"):
+            convert.load_nnx(nnx_module(1, relative_bias=True), weights)
+
+    def test_split_weights_that_do_not_fit(self):
+        for name, wrong, message in (
+            ("key.weight", None, "state_dict has no 'key.weight'"),
+            ("value.weight", np.ones((8, FEATURES)), r"value.weight has shape \(8, 16\), but query.weight asks for"),
+            ("key.bias", None, "all projections have a bias, or none"),
+            ("key.bias", np.ones(8), r"key.bias has shape \(8,\), but query.weight asks for \(16,\)"),
+            ("proj.weight", None, "state_dict has no 'proj.weight'"),
+        ):
+            weights = split_names(natten_weights()) | {name: wrong}
+            with pytest.raises(ValueError, match=message):
+                convert.linen_params({k: v for k, v in weights.items() if v is not None}, HEADS)
 
     def test_prefix(self):
         model = {**natten_weights(1, "blocks.0.attn."), **natten_weights(2, "blocks.1.attn."), "head.bias": np.ones(3)}
@@ -136,7 +211,7 @@ class TestConvert:
             ({"qkv.weight": np.ones((2 * FEATURES, FEATURES))}, r"qkv.weight has shape \(32, 16\)"),
             ({"qkv.bias": np.ones(FEATURES)}, r"qkv.bias has shape \(16,\), but qkv.weight asks for \(48,\)"),
             ({"proj.weight": np.ones((FEATURES, 8))}, "proj.weight has shape"),
-            ({"rpb": np.ones((HEADS, 5))}, "relative position biases cannot be converted"),
+            ({"rpb": np.ones((HEADS, 4))}, r"rpb has shape \(\d, 4\), but NATTEN's is \[heads, 2 \* kernel_size - 1"),
         ],
     )
     def test_weights_that_do_not_fit(self, change, message):
