@@ -27,6 +27,9 @@ BOXES = {
     ),
     "2d-additional-merged": Case((9, 8), (4, 3), box=(4, 5), origins=((1, 3), (5, 0)), batch=2, additional=4),
     "3d": Case((5, 7, 6), (3, 4, 5), (1, 3, 2), box=(2, 7, 3), origins=((3, 0, 2),), scales=(0.3, -0.5), heads=2),
+    "cut": Case((17,), (6,), stride=(2,), edges=("cut",), box=(7,), origins=((0,), (10,), (5,)), batch=3),
+    "wrap": Case((12, 9), (5, 4), dilation=(2, 1), edges=("wrap", "cut"), box=(5, 4), origins=((7, 0),)),
+    "wrap-own-places": Case((12,), (5,), edges=("wrap",), box=(4,), origins=((0,), (8,), (3,)), batch=3, heads=2),
     "attention-causal": Case((33,), queries=6, origins=((20,),), is_causal=(True,), head_dim=16),
     "attention-causal-own": Case((33,), queries=6, origins=((20,), (3,)), is_causal=(True,), batch=2, heads=2),
 }
@@ -35,6 +38,7 @@ FINER = {
     "2d": Case((5, 6), (3, 4), upsample=(2, 3), heads=4, heads_kv=2, batch=2, is_causal=(True, False)),
     "2d-scales": Case((6, 6), (3, 3), dilation=(2, 1), upsample=(1, 2), heads=2, heads_kv=1, scales=(0.2, -0.4)),
     "3d": Case((3, 4, 4), (2, 3, 3), stride=(1, 2, 1), upsample=(2, 1, 2), additional=2),
+    "wrap": Case((6, 8), (3, 4), edges=("cut", "wrap"), upsample=(2, 2)),
     "whole": Case((4, 5), (4, 5), upsample=(2, 2), head_dim_v=16),
     "of-a-box": Case((9, 8), (4, 3), box=(4, 5), origins=((1, 3), (5, 0)), batch=2, upsample=(2, 2)),
 }

@@ -22,6 +22,10 @@ EXTENTS = {
     "2d-gqa-additional": Case(
         (8, 7), (3, 3), extents=((5, 7), (2, 3)), batch=2, heads=4, heads_kv=2, additional=5, fused=True
     ),
+    "cut": Case(
+        (15, 9), (5, 4), stride=(2, 1), edges=("cut", "shift"), extents=((9, 9), (3, 2)), batch=2, additional=2
+    ),
+    "cut-many-tiles": Case((300,), (70,), edges=("cut",), extents=((220,), (93,)), batch=2),
     "whole-windows": Case((6, 7), (6, 7), extents=((6, 5), (3, 7)), batch=2),
     "whole-window-causal": Case((23,), (23,), is_causal=(True,), extents=((17,), (4,)), batch=2, head_dim_v=24),
     "many-tiles": Case((300,), (190,), stride=(7,), extents=((220,), (93,)), batch=2),
