@@ -5,8 +5,8 @@ NATTEN's ``NeighborhoodAttention1D``, ``2D`` and ``3D`` hold ``qkv.weight`` ``[3
 value, then head, then head dimension. Modules of releases before 0.20 may also hold ``rpb``, the relative bias,
 ``[heads, 2 * kernel_size - 1, ...]``.
 
-Hugging Face's port has ``query``, ``key`` and ``value`` in place of ``qkv``, in a module ``self`` that also has ``rpb``,
-and ``output.dense`` in place of ``proj``.
+Hugging Face's port has ``query``, ``key`` and ``value`` in place of ``qkv``, in a module ``self`` that also has
+``rpb``, and ``output.dense`` in place of ``proj``.
 
 Tensors may be PyTorch's or NumPy's; PyTorch itself is not needed.
 """

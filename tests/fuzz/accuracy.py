@@ -8,6 +8,7 @@ import numpy as np
 
 from tests.support import oracle
 from tests.support.families import BOUNDS
+from tests.support.problems import OF_LOGITS as OPERANDS_OF_LOGITS
 from tests.support.problems import lse_dtype
 
 from .problem import Fuzzed
@@ -17,12 +18,16 @@ SLACK = 2.0
 #: Where terms cancel, results are compared with this share of their terms: large logits leave little of gradients, and
 #: kernels round the output before they take its product with its cotangent from them.
 CANCELLATION, CANCELLATION_OF_SCALED_INPUTS = 0.05, 0.5
-#: The same where two parts in half precision are merged, whose outputs and cotangents are rounded once more: with
-#: SLACK and the bound of float16 this comes to half a unit in the last place of every term.
+#: The same where two parts in half precision are merged, or a part and a sink, whose outputs and cotangents are rounded
+#: once more: with SLACK and the bound of float16 this comes to half a unit in the last place of every term.
 CANCELLATION_OF_MERGED_HALVES = 0.25
 #: Roundings of a logit, relative to the sum of its terms' magnitudes.
 LOGIT_ROUNDINGS = 8
 SMALLEST_FLOAT16, LARGEST_FLOAT16 = 2.0**-24, 6e4
+
+
+#: Results in the element type of logits.
+OF_LOGITS = ("lse", *(f"d_{name}" for name in OPERANDS_OF_LOGITS))
 
 
 class Excess(NamedTuple):
@@ -47,7 +52,9 @@ class Expectation(NamedTuple):
 def expectation(problem: Fuzzed) -> Expectation:
     """What the oracle says of a problem, and of every way to run it."""
     operands, cotangents = problem.inputs()
-    results = oracle.reference(operands, problem.mask(), problem.case.actual_scale, *cotangents)
+    results = oracle.reference(
+        operands, problem.mask(), problem.case.actual_scale, *cotangents, entries=problem.case.entries()
+    )
     return Expectation(operands, results)
 
 
@@ -57,7 +64,7 @@ def excesses(
     """The results that are too far from the oracle's, or not numbers."""
     operands, expected = expectation
     scale = problem.case.actual_scale if operands.scale is None else operands.scale
-    steepness = float(np.abs(scale).max()) * _steepest(operands)
+    steepness = float(np.abs(scale).max()) * _steepest(operands) + sum(map(_largest, operands[6:8]))
     found = []
     for name, result, reference, magnitude in (
         ("out", outputs[0], expected.forward.out, expected.forward_magnitude.out),
@@ -87,7 +94,7 @@ def _excess(
 ) -> Excess | None:
     if result.shape != reference.shape:
         return Excess(f"{name} of shape {result.shape} instead of {reference.shape}", 0, np.inf, 0)
-    if result.dtype.name != (lse_dtype(problem.dtype) if name in ("lse", "d_scale") else problem.dtype):
+    if result.dtype.name != (lse_dtype(problem.dtype) if name in OF_LOGITS else problem.dtype):
         return Excess(f"{name} of type {result.dtype}", 0, np.inf, 0)
     result = result.astype(np.float64)
     comparable = np.isfinite(reference)
@@ -100,7 +107,7 @@ def _excess(
     result, reference, magnitude = (np.where(comparable, a, 0) for a in (result, reference, magnitude))
     if problem.query_factor != 1 or problem.value_factor != 1:
         share = CANCELLATION_OF_SCALED_INPUTS
-    elif problem.is_merged and problem.dtype in ("float16", "bfloat16"):
+    elif (problem.is_merged or problem.case.sinks) and problem.dtype in ("float16", "bfloat16"):
         share = CANCELLATION_OF_MERGED_HALVES
     else:
         share = CANCELLATION
@@ -109,11 +116,19 @@ def _excess(
     allowed = SLACK * BOUNDS[problem.dtype] * max(size, share * terms) + LOGIT_ROUNDINGS * epsilon * steepness * terms
     if problem.dtype == "float16":
         # Below its smallest number float16 has nothing: neither for results, nor for weights and their gradients.
-        largest = max(float(np.abs(a.astype(np.float64)).max()) for a in operands if a is not None)
+        largest = max(map(_largest, operands))
         tokens = max(operands.query[0, ..., 0, 0].size, operands.key[0, ..., 0, 0].size)
         allowed += SMALLEST_FLOAT16 * result.size**0.5 * (1 + largest * tokens**0.5)
     distance = float(np.linalg.norm(result - reference))
     return None if distance <= allowed else Excess(name, size, distance, float(allowed))
+
+
+def _largest(array: np.ndarray | None) -> float:
+    """The largest magnitude that is finite."""
+    if array is None:
+        return 0.0
+    magnitudes = np.abs(array.astype(np.float64))
+    return float(magnitudes[np.isfinite(magnitudes)].max(initial=0))
 
 
 def _steepest(operands: oracle.Tensors) -> float:

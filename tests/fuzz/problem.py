@@ -97,7 +97,7 @@ class Fuzzed:
         return inputs if self.spoiled is None else self.spoiled.apply(inputs, float(self.spoiled.number))
 
     def _finite_inputs(self) -> Inputs:
-        query, key, value, keys, values, scale, *_ = self.case.host_operands(self.dtype, self.seed)
+        query, key, value, keys, values, scale, *terms = self.case.host_operands(self.dtype, self.seed)
         d_out, d_lse = self.case.host_cotangents(self.dtype, self.seed)
         own, halo = _slices(self.queries), _slices(self.keys)
 
@@ -111,6 +111,7 @@ class Fuzzed:
             scaled(keys, self.query_factor),
             scaled(values, self.value_factor),
             scale,
+            *terms,
         )
         return operands, (d_out[own], d_lse[own])
 
@@ -178,11 +179,13 @@ def draw(family: Family, operators: tuple[str, ...], seed: int, number: int, is_
         case = dataclasses.replace(
             case, layout=(keys,), queries=queries, is_causal=(bool(rng.random() < 0.5),), **plain
         )
+    if not is_direct:  # without operators, a call has what these make of biases and sinks
+        case = _with_logit_terms(np.random.default_rng([seed, number, 1]), case, family)
     if is_direct and case.additional:
         case = dataclasses.replace(case, fused=True)
     spoiled = None
     if rng.random() < 0.2:
-        case, spoiled = _spoiled(rng, case, family.needs_gpu)
+        case, spoiled = _spoiled(rng, _without_logit_terms(case), family.needs_gpu)
     problem = Fuzzed(
         family=family.name,
         case=case.fitted(family) if is_direct else case,  # operators widen heads themselves
@@ -197,6 +200,22 @@ def draw(family: Family, operators: tuple[str, ...], seed: int, number: int, is_
         of_queries, of_keys = (tuple(_range(rng, extent) for extent in case.layout) for _ in range(2))
         problem = dataclasses.replace(problem, queries=of_queries, keys=of_keys)
     return with_tiles(problem, rng)
+
+
+def _with_logit_terms(rng: np.random.Generator, case: Case, family: Family) -> Case:
+    """The problem, perhaps with biases that the family adds to logits, and with sinks, which all have."""
+    biases = family.backend.biases
+    return dataclasses.replace(
+        case,
+        relative_bias=bool(rng.random() < 0.4) and case.queries is None and "relative_bias" in biases,
+        key_bias=str(rng.choice(["tokens", "heads"])) if rng.random() < 0.3 and "key_bias" in biases else None,
+        hidden=float(rng.choice([0.0, 0.2, 0.8])),
+        sinks=bool(rng.random() < 0.2),
+    )
+
+
+def _without_logit_terms(case: Case) -> Case:
+    return dataclasses.replace(case, relative_bias=False, key_bias=None, sinks=False)
 
 
 def _spoiled(rng: np.random.Generator, case: Case, needs_gpu: bool) -> tuple[Case, Spoiled]:

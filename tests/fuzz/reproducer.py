@@ -65,6 +65,10 @@ def _simpler(problem: Fuzzed) -> Iterator[Fuzzed]:
     rank = case.rank
     steps: list[dict[str, Any]] = [
         {"additional": 0, "fused": False},
+        {"relative_bias": False},
+        {"key_bias": None},
+        {"key_bias": case.key_bias and "tokens", "hidden": 0.0},
+        {"sinks": False},
         *({"batch": batch} for batch in (1, 2, case.batch // 2) if 0 < batch < case.batch),
         {"scales": None},
         {"scale": None},

@@ -224,6 +224,21 @@ def test_every_result_is_compared() -> None:
     assert "type float16" in excesses(problem, expected, other, gradients)[0].name
 
 
+def test_biases_and_sinks_are_drawn_and_compared() -> None:
+    flex = family_named("flex")
+    cases = [draw(flex, ("fna", "fmha"), 3, number, is_direct=False).case for number in range(100)]
+    assert {case.key_bias for case in cases} == {None, "tokens", "heads"}
+    assert {case.relative_bias for case in cases} == {case.sinks for case in cases} == {True, False}
+    assert {case.key_bias and case.hidden for case in cases} == {None, 0.0, 0.2, 0.8}
+    case = Case((5,), (3,), heads=2, relative_bias=True, key_bias="heads", sinks=True)
+    problem = Fuzzed("flex", case, "float32", 7)
+    ((outputs, gradients),) = run([problem])
+    assert excesses(problem, expectation(problem), outputs, gradients) == []
+    for name in ("relative_bias", "key_bias", "sinks"):
+        changed = gradients._replace(**{name: getattr(gradients, name) * 1.01})
+        assert [each.name for each in excesses(problem, expectation(problem), outputs, changed)] == [f"d_{name}"]
+
+
 def test_merged_parts_whose_terms_cancel_are_right() -> None:
     """A gradient is a fortieth of its terms here, and each of them was rounded to half precision."""
     case = Case((14,), (3,), stride=(1,), dilation=(1,), is_causal=(False,), heads=2, head_dim=1, additional=4)
