@@ -225,9 +225,8 @@ def _tuned_problems() -> str:
         table = tuned.shipped(Device("cuda", product=product))
         for each in () if table is None else table.passes:
             found.setdefault(each.label, {})[product, each.plan.pass_] = _milliseconds(each)
-    columns = sorted(
-        {column for cells in found.values() for column in cells}, key=lambda each: (each[0], PASSES.index(each[1]))
-    )
+    every = {column for cells in found.values() for column in cells}
+    columns = sorted(every, key=lambda column: (column[0], PASSES.index(column[1])))
     titles = [f"{product}, {'forward' if pass_ == 'forward' else 'both'}" for product, pass_ in columns]
     rows = [(label, *(cells.get(column, "") for column in columns)) for label, cells in found.items()]
     return _markdown(("problem", *titles), rows or [("none in this version",)])

@@ -60,6 +60,29 @@ def test_every_operator_of_a_program_is_found_once() -> None:
     assert not any(each.backprop for each in tuning.tasks_of(plans_of(loss, tokens)))
 
 
+@pytest.mark.parametrize(
+    ("keywords", "reason"),
+    [
+        ({"edges": "wrap"}, None),
+        ({"edges": ("cut", "shift"), "stride": (2, 1), "dilation": (1, 2), "is_causal": (False, True)}, None),
+        ({"query_origin": (2, 0)}, "its queries are not those of all keys"),
+        ({"extents": jnp.array([[7, 9]])}, "layouts of their own"),
+    ],
+)
+def test_what_is_measured_is_what_is_called(keywords: dict[str, Any], reason: str | None) -> None:
+    keys = jax.ShapeDtypeStruct((1, 8, 12, 2, 16), jnp.float32)
+    queries = jax.ShapeDtypeStruct((1, 4, 12, 2, 16), jnp.float32) if "query_origin" in keywords else keys
+
+    def attend(query: jax.Array, key: jax.Array) -> jax.Array:
+        return natten_jax.na2d(query, key, key, (3, 5), **keywords)
+
+    (task,) = tuning.tasks_of(plans_of(attend, queries, keys))
+    if reason is None:
+        assert task.obstacle is None and task.planned_problem == task.problem  # what is searched and timed
+    else:
+        assert reason in str(task.obstacle)
+
+
 @needs_native
 def test_what_is_saved_is_loaded_and_changes_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("natten_jax.profiler.search.optimize.THOROUGH", FEW)

@@ -71,9 +71,13 @@ class Task:
 
     @property
     def obstacle(self) -> str | None:
-        """Why it cannot be measured; ``None`` where it can."""
-        if self.problem.query_layout != self.problem.kv_layout:
-            return "its queries and keys have different layouts"
+        """Why a problem that was planned cannot be measured; ``None`` where it can."""
+        if self.problem.query_layout != self.problem.kv_layout or self.problem.own_origins:
+            return "its queries are not those of all keys"
+        if self.problem.own_extents:
+            return "its batch entries have layouts of their own"
+        if (measured := self.planned_problem) != tuned_problem(self.problem):
+            return f"{measured.describe()} would be measured in its place"
         return None
 
     @property
@@ -97,6 +101,7 @@ class Task:
             stride=problem.stride,
             dilation=problem.dilation,
             causal=problem.is_causal,
+            edges=tuple(axis.edges for axis in problem.axes),
             dtype=element_type(problem.dtype),
             backprop=self.backprop,
             add_kv=problem.additional_kv,
