@@ -37,7 +37,7 @@ from natten_jax.ops.parts import KeySet, SubCall, parts_of
 from natten_jax.ops.sinks import checked_sinks, with_sinks
 from natten_jax.performance import ATTENTION_NAMES, PERFORMANCE_NAMES, Performance, performance_of
 from natten_jax.plan.request import Request
-from natten_jax.plan.tuned import table_in_force
+from natten_jax.plan.tuned import table_for
 from natten_jax.problem import Problem
 from natten_jax.sharding.explicit import with_whole_dimensions
 from natten_jax.sharding.halos import device_line, exchange
@@ -97,7 +97,7 @@ def attend_windows(
     place = placement_of_windows(inputs, box)
     problem, inputs = with_biases(problem, inputs, terms.biases, window.edges, grid)
     problem = _placed(problem, place, box.extents is not None)
-    request = Request(problem, performance, how.backend, _precision(), axes, tuned=table_in_force())
+    request = Request(problem, performance, how.backend, _precision(), axes, tuned=table_for(is_box=is_box))
     parts = parts_of(request, how.attention_kwargs, fuse)
     sinks = None if terms.sinks is None else checked_sinks(terms.sinks, inputs, grid)
     if how.attention_kwargs:
@@ -174,7 +174,7 @@ def attend_all(
     sinks = None if terms.sinks is None else checked_sinks(terms.sinks, inputs)
     problem, inputs = with_biases(problem, inputs, terms.biases)
     inputs = with_whole_dimensions(inputs, keeps_tokens=False)
-    request = Request(problem, asked, backend, _precision(), tuned=table_in_force())
+    request = Request(problem, asked, backend, _precision(), tuned=table_for(is_box=is_box))
     if performance:
         warn_of_ignored(request, inputs.query)
     output = with_sinks(_attend(request, Operands(_with_scale(inputs, factors, problem), *place)), sinks)

@@ -107,6 +107,15 @@ def table_in_force() -> TunedTable | None:
     return table
 
 
+#: Nothing was measured: a table of no device.
+_NOTHING = TunedTable("")
+
+
+def table_for(*, is_box: bool) -> TunedTable | None:
+    """The table that a call is looked up in: of one whose queries are a box of the layout, nothing was measured."""
+    return _NOTHING if is_box else table_in_force()
+
+
 def without_configuration(performance: Performance) -> Performance:
     """Performance arguments without those that a table knows better: tiles and schedule."""
     for pass_ in PASSES:

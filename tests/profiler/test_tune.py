@@ -65,18 +65,16 @@ def test_every_operator_of_a_program_is_found_once() -> None:
     [
         ({"edges": "wrap"}, None),
         ({"edges": ("cut", "shift"), "stride": (2, 1), "dilation": (1, 2), "is_causal": (False, True)}, None),
-        ({"query_origin": (2, 0)}, "its queries are not those of all keys"),
         ({"extents": jnp.array([[7, 9]])}, "layouts of their own"),
     ],
 )
 def test_what_is_measured_is_what_is_called(keywords: dict[str, Any], reason: str | None) -> None:
     keys = jax.ShapeDtypeStruct((1, 8, 12, 2, 16), jnp.float32)
-    queries = jax.ShapeDtypeStruct((1, 4, 12, 2, 16), jnp.float32) if "query_origin" in keywords else keys
 
-    def attend(query: jax.Array, key: jax.Array) -> jax.Array:
-        return natten_jax.na2d(query, key, key, (3, 5), **keywords)
+    def attend(tokens: jax.Array) -> jax.Array:
+        return natten_jax.na2d(tokens, tokens, tokens, (3, 5), **keywords)
 
-    (task,) = tuning.tasks_of(plans_of(attend, queries, keys))
+    (task,) = tuning.tasks_of(plans_of(attend, keys))
     if reason is None:
         assert task.obstacle is None and task.planned_problem == task.problem  # what is searched and timed
     else:
@@ -116,6 +114,22 @@ def test_a_block_runs_what_its_table_says_and_only_inside() -> None:
     with Tuned(table_of(plan)):
         assert tiles() == plan.tiles != before  # also of a function that was compiled before
     assert tiles() == before
+
+
+@needs_native
+def test_boxes_of_a_layout_are_no_problem_of_a_table() -> None:
+    plan = other_plan(PROBLEM)
+    tokens, box = jnp.ones((1, 8, 12, 2, 16)), jnp.ones((1, 4, 12, 2, 16))
+
+    def attend(query: jax.Array, **where: Any) -> Any:
+        function = jax.jit(lambda query: natten_jax.na2d(query, tokens, tokens, (4, 6), **where))
+        (found,) = plans_of(function, query)
+        return found.tiles
+
+    untouched = attend(box, query_origin=(2, 0))
+    with Tuned(table_of(plan)):
+        assert attend(tokens) == plan.tiles
+        assert attend(box, query_origin=(2, 0)) == untouched != plan.tiles
 
 
 @needs_native
