@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import natten_jax
 from natten_jax.cost import work
 from natten_jax.native import module as native
 from natten_jax.plan.devices import Device
@@ -154,6 +155,15 @@ def test_float64_is_computed_in_float64(tmp_path: Path) -> None:
     with element_types.arrays_of(options.dtype):
         loaded = workload.compile_workload(options)
     assert {array.dtype.name for array in loaded.arguments} == {loaded.run().dtype.name} == {"float64"}
+
+
+def test_every_flag_of_a_window_reaches_the_operator() -> None:
+    flags = "-i 8 12 -d 8 -w 3 4 -s 2 1 --dilation 1 2 --causal 0 1 --edges wrap cut --dtype fp32"
+    loaded = workload.compile_workload(parse(flags.split()))
+    window = {"kernel_size": (3, 4), "stride": (2, 1), "dilation": (1, 2), "is_causal": (False, True)}
+    query, key, value = loaded.arguments
+    expected = natten_jax.na2d(query, key, value, **window, edges=("wrap", "cut"))
+    np.testing.assert_allclose(loaded.run(), expected, atol=2e-6)
 
 
 def test_inputs_are_random() -> None:

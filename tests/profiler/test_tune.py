@@ -66,6 +66,7 @@ def test_every_operator_of_a_program_is_found_once() -> None:
         ({"edges": "wrap"}, None),
         ({"edges": ("cut", "shift"), "stride": (2, 1), "dilation": (1, 2), "is_causal": (False, True)}, None),
         ({"extents": jnp.array([[7, 9]])}, "layouts of their own"),
+        ({"relative_bias": jnp.ones((2, 5, 9))}, "would be measured in its place"),
     ],
 )
 def test_what_is_measured_is_what_is_called(keywords: dict[str, Any], reason: str | None) -> None:
