@@ -160,7 +160,7 @@ def test_float64_is_computed_in_float64(tmp_path: Path) -> None:
 def test_every_flag_of_a_window_reaches_the_operator() -> None:
     flags = "-i 8 12 -d 8 -w 3 4 -s 2 1 --dilation 1 2 --causal 0 1 --edges wrap cut --dtype fp32"
     loaded = workload.compile_workload(parse(flags.split()))
-    window = {"kernel_size": (3, 4), "stride": (2, 1), "dilation": (1, 2), "is_causal": (False, True)}
+    window: dict[str, Any] = {"kernel_size": (3, 4), "stride": (2, 1), "dilation": (1, 2), "is_causal": (False, True)}
     query, key, value = loaded.arguments
     expected = natten_jax.na2d(query, key, value, **window, edges=("wrap", "cut"))
     np.testing.assert_allclose(loaded.run(), expected, atol=2e-6)
