@@ -386,9 +386,9 @@ Error decode_call(const ProblemOperands& operands, const xffi::Dictionary& dicti
   call.arrays = {};
   NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes, further));
   for (const Axis& axis : attributes.axes) {
-    if (memory == Memory::kHost || axis.window.ends == Ends::kShift || axis.window.is_causal()) continue;
+    if (memory == Memory::kHost || axis.window.ends != Ends::kWrap) continue;
     return invalid("attribute axes: ", described("ends", attributes.axes),
-                   ", but kernels for GPUs have windows that are shifted or causal");
+                   ", but kernels for GPUs have no windows that wrap");
   }
   NATTEN_JAX_RETURN_IF_ERROR(decode_origins(operands.origins, call.arrays.origins));
   constexpr std::int32_t kNoOrigins[2 * kRank] = {};

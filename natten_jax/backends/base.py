@@ -82,6 +82,8 @@ class Backend(abc.ABC):
     carries_plan: ClassVar[bool] = True
     #: What it can make of windows that reach over the ends of a dimension.
     edges: ClassVar[Sequence[Edge]] = ("shift",)
+    #: Whether its kernels know no windows that wrap, so that the keys behind the ends are calls of their own.
+    wraps_by_strips: ClassVar[bool] = False
     #: Whether a call takes batch entries with layouts of their own; if not, each entry is a call.
     takes_own_layouts: ClassVar[bool] = False
     #: Whether it takes extents: layouts of which a part is padding.
@@ -116,6 +118,12 @@ class Backend(abc.ABC):
         for name in problem.biases:
             if name not in self.biases:
                 return f"it adds no {name} to logits"
+        for axis in problem.axes if self.wraps_by_strips else ():
+            tokens = axis.kv_extent // axis.dilation
+            if axis.edges == "wrap" and tokens % axis.stride:
+                return (
+                    f"its windows wrap where stride divides the tokens of a dilation group, not {axis.stride} {tokens}"
+                )
         if self.targets and native.load_error is not None:
             return native.load_error  # it would say what the kernels take, too
         if not device.is_present:

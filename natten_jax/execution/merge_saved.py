@@ -47,12 +47,17 @@ def continued(forward_saving: Callable[[Operands], Saved], operands: Operands, s
         seeing: The box.
     """
     assert operands.origins is not None
-    start = box_start(seeing)
-    origins = operands.origins + jnp.stack([start, jnp.zeros_like(start)])
-    found = forward_saving(Operands(operands.inputs._replace(query=seeing.copied(operands.inputs.query)), origins))
+    query = seeing.copied(operands.inputs.query)
+    found = forward_saving(Operands(operands.inputs._replace(query=query), with_start_of(seeing, operands.origins)))
     both = merged(jax.tree.map(seeing.cut, saved), found)
     result: Saved = jax.tree.map(seeing.put, saved, both)
     return result
+
+
+def with_start_of(box: QueryBox, origins: jax.Array) -> jax.Array:
+    """Origins of a box of the queries that they are the origins of."""
+    start = box_start(box)
+    return origins + jnp.stack([start, jnp.zeros_like(start)])
 
 
 def _base2(logsumexp: jax.Array) -> jax.Array:

@@ -16,11 +16,11 @@ from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
 from natten_jax.arrays.query_box import QueryBox
 from natten_jax.arrays.roles import Role, roles_of
 from natten_jax.backends.select import resolve
-from natten_jax.execution import primitive
+from natten_jax.execution import primitive, strips
 from natten_jax.execution.computations import Computation, Derivative, Result, Run
 from natten_jax.execution.differentiable_forward import PlainForward
 from natten_jax.execution.head_widths import HeadWidths
-from natten_jax.execution.merge_saved import continued
+from natten_jax.execution.merge_saved import continued, with_start_of
 from natten_jax.execution.refused_derivatives import refuse
 from natten_jax.performance import Pass
 from natten_jax.plan.devices import Device, lowering_targets
@@ -208,27 +208,71 @@ def _as_taken(plan: Plan, operands: Operands) -> Operands:
     return operands if is_known else operands.with_origins_alone()
 
 
+def _saved_with_strips(plan: Plan, operands: Operands) -> Saved:
+    """What is saved where keys behind the ends of dimensions that wrap are strips of their own."""
+    backend = backends.of(plan.backend)
+    saved = backend.forward_saving(*strips.without_strips(plan, operands))
+    for strip in strips.strips_of(plan, operands):
+        saved = _continued(*strip.placed(plan, operands), saved, strip.seeing)
+    return saved
+
+
+def _continued(plan: Plan, operands: Operands, saved: Saved, seeing: QueryBox) -> Saved:
+    backend = backends.of(plan.backend)
+    found = backend.forward_continued(plan, operands, saved, seeing)
+    return (
+        continued(functools.partial(backend.forward_saving, plan), operands, saved, seeing) if found is None else found
+    )
+
+
+def _gradients_with_strips(plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
+    """The gradients, likewise: those by some of the keys add up."""
+    backend = backends.of(plan.backend)
+    found = backend.backward(*strips.without_strips(plan, operands), saved, cotangents)
+    for strip in strips.strips_of(plan, operands):
+        part_plan, part = strip.placed(plan, operands)
+        box = strip.seeing
+        assert part.origins is not None
+        query, part_saved, part_cotangents = jax.tree.map(box.cut, (part.inputs.query, saved, cotangents))
+        part = part._replace(inputs=part.inputs._replace(query=query), origins=with_start_of(box, part.origins))
+        more = backend.backward(part_plan, part, part_saved, part_cotangents)
+        found = found._replace(
+            query=box.put(found.query, box.cut(found.query) + more.query),
+            key=strip.added(found.key, more.key),
+            value=strip.added(found.value, more.value),
+            scale=None if found.scale is None or more.scale is None else found.scale + more.scale,
+        )
+    return found
+
+
 def _compute_forward(plan: Plan, request: Request, device: Device, operands: Operands) -> Output:
     heads = HeadWidths.of(request.problem, plan.problem)
-    output = backends.of(plan.backend).forward(plan, heads.widen_operands(_as_taken(plan, operands)))
+    operands = heads.widen_operands(_as_taken(plan, operands))
+    if strips.are_needed(plan):
+        output = Output(*_saved_with_strips(plan, operands)[:2])
+    else:
+        output = backends.of(plan.backend).forward(plan, operands)
     return output._replace(out=heads.narrow_values(output.out))
 
 
 def _compute_saved(plan: Plan, request: Request, device: Device, operands: Operands) -> Saved:
     heads = HeadWidths.of(request.problem, plan.problem)
-    saved = backends.of(plan.backend).forward_saving(plan, heads.widen_operands(_as_taken(plan, operands)))
+    operands = heads.widen_operands(_as_taken(plan, operands))
+    if strips.are_needed(plan):
+        saved = _saved_with_strips(plan, operands)
+    else:
+        saved = backends.of(plan.backend).forward_saving(plan, operands)
     return saved._replace(out=heads.narrow_values(saved.out))
 
 
 def _compute_continued(
     plan: Plan, request: Request, device: Device, operands: Operands, saved: Saved, seeing: QueryBox
 ) -> Saved:
-    backend = backends.of(plan.backend)
     heads = HeadWidths.of(request.problem, plan.problem)
     operands, saved = heads.widen_operands(operands), saved._replace(out=heads.widen_values(saved.out))
-    found = backend.forward_continued(plan, operands, saved, seeing)
-    if found is None:
-        found = continued(functools.partial(backend.forward_saving, plan), operands, saved, seeing)
+    if strips.are_needed(plan):
+        plan, operands = strips.on_line(plan, operands)
+    found = _continued(plan, operands, saved, seeing)
     return found._replace(out=heads.narrow_values(found.out))
 
 
@@ -240,7 +284,11 @@ def _compute_gradients(
     heads = HeadWidths.of(request.problem, plan.problem)
     saved = saved._replace(out=heads.widen_values(saved.out))
     cotangents = cotangents._replace(out=heads.widen_values(cotangents.out))
-    found = backends.of(plan.backend).backward(plan, heads.widen_operands(_as_taken(plan, operands)), saved, cotangents)
+    operands = heads.widen_operands(_as_taken(plan, operands))
+    if strips.are_needed(plan):
+        found = _gradients_with_strips(plan, operands, saved, cotangents)
+    else:
+        found = backends.of(plan.backend).backward(plan, operands, saved, cotangents)
     return heads.narrow_gradients(found)
 
 

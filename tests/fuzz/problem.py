@@ -175,12 +175,12 @@ def draw(family: Family, operators: tuple[str, ...], seed: int, number: int, is_
         case = dataclasses.replace(case.with_heads(case.heads // case.heads_kv, 1), batch=1)
     if rng.choice(operators) == "fmha":
         queries, keys = (int(n) for n in rng.integers(1, rng.choice([20, 150, 400]), 2))
-        plain: dict[str, Any] = {"kernel_size": None, "stride": None, "dilation": None, "additional": 0, "fused": False}
+        plain: dict[str, Any] = dict.fromkeys(("kernel_size", "stride", "dilation", "edges"))
+        plain |= {"additional": 0, "fused": False}
         case = dataclasses.replace(
             case, layout=(keys,), queries=queries, is_causal=(bool(rng.random() < 0.5),), **plain
         )
-    if not is_direct:  # without operators, a call has what these make of biases and sinks
-        case = _with_logit_terms(np.random.default_rng([seed, number, 1]), case, family)
+    case = case.with_edges_of(family, is_direct=is_direct)
     if is_direct and case.additional:
         case = dataclasses.replace(case, fused=True)
     spoiled = None
@@ -196,7 +196,9 @@ def draw(family: Family, operators: tuple[str, ...], seed: int, number: int, is_
         is_direct=is_direct,
         spoiled=spoiled,
     )
-    if is_direct and case.queries is None and rng.random() < 0.25:
+    # Parts of a dimension that wraps have the tokens of their neighbors beside theirs, not where these are.
+    can_be_part = case.queries is None and "wrap" not in (case.edges or ())
+    if is_direct and can_be_part and rng.random() < 0.25:
         of_queries, of_keys = (tuple(_range(rng, extent) for extent in case.layout) for _ in range(2))
         problem = dataclasses.replace(problem, queries=of_queries, keys=of_keys)
     return with_tiles(problem, rng)

@@ -183,10 +183,18 @@ class Case:
         head_dim_v = None if self.head_dim_v is None else fit(self.head_dim_v)
         return dataclasses.replace(self, head_dim=fit(self.head_dim), head_dim_v=head_dim_v)
 
-    def with_edges_of(self, family: Family) -> Case:
-        """The problem with edges of windows that the family has."""
-        edges = self.edges and tuple(edge if edge in family.backend.edges else "shift" for edge in self.edges)
-        return dataclasses.replace(self, edges=edges)
+    def with_edges_of(self, family: Family, *, is_direct: bool = False) -> Case:
+        """The problem with edges of windows that the family has: through the operators, or in its own passes."""
+        if self.edges is None:
+            return self
+        backend = family.backend
+        edges = [edge if edge in backend.edges else "shift" for edge in self.edges]
+        for i, (edge, extent) in enumerate(zip(edges, self.layout, strict=True)):
+            tokens = extent // self.window_arguments["dilation"][i]
+            is_ragged = tokens % self.window_arguments["stride"][i] != 0
+            if edge == "wrap" and backend.wraps_by_strips and (is_direct or is_ragged):
+                edges[i] = "cut"
+        return dataclasses.replace(self, edges=tuple(edges))
 
     def mask(self) -> np.ndarray:
         """Visibility ``[query tokens, key tokens]`` by the oracle; of each entry of the batch where they differ."""

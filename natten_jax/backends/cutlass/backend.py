@@ -33,6 +33,7 @@ from natten_jax.performance import MemoryUsagePreference, Pass, Performance, Til
 from natten_jax.plan.devices import ComputeCapability, Device
 from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem
+from natten_jax.windows import EDGES
 
 _FORWARD = "natten_jax_sm80_forward"
 _BACKWARD = "natten_jax_sm80_backward"
@@ -67,6 +68,8 @@ class CutlassBackend(NativeBackend):
     family = "cutlass"
     platform = Platform("cuda", (8, 0))
     dtypes = ("float32", "float16", "bfloat16")
+    edges = EDGES
+    wraps_by_strips = True
     head_dim_step = _LIMITS.get("head_dim_step", 1)
     largest_head_dim = _LIMITS.get("largest_head_dim")
     targets: ClassVar = {

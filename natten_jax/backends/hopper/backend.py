@@ -22,6 +22,7 @@ from natten_jax.performance import KernelSchedule, Pass, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem, Shape
+from natten_jax.windows import EDGES
 
 _FORWARD = "natten_jax_sm90_forward"
 _FORWARD_CONTINUED = "natten_jax_sm90_forward_continued"
@@ -36,6 +37,8 @@ class HopperBackend(NativeBackend):
     query_family = "cutlass_hopper"
     platform = Platform("cuda", (9, 0), is_exact=True)
     dtypes = ("float16", "bfloat16")
+    edges = EDGES
+    wraps_by_strips = True
     head_dim_step = _LIMITS.get("head_dim_step", 1)
     largest_head_dim = _LIMITS.get("largest_head_dim")
     targets: ClassVar = {"forward": (_FORWARD, _FORWARD_CONTINUED), "backward": backward.TARGETS}

@@ -1,0 +1,199 @@
+"""Dimensions that wrap, for kernels that know none: what lies behind the ends of the layout is strips of their own.
+
+Windows that are cut at the ends see all but the keys of the other end. Those are a strip of keys in front of the layout
+and one behind it, which few queries see. On a line with so much room at both ends that no window reaches them, a strip
+is keys with an origin, as those of another device are. No key is copied but those of strips.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from natten_jax import backends
+from natten_jax.arrays.operands import Operands
+from natten_jax.arrays.query_box import QueryBox
+from natten_jax.native.abi import KERNEL_RANK
+from natten_jax.plan.plan import Plan
+from natten_jax.windows import Axis
+
+_FIRST_TOKEN_AXIS = 1  # behind the batch
+
+
+def are_needed(plan: Plan) -> bool:
+    """Whether a plan's problem wraps, and its kernels know no such windows."""
+    return backends.of(plan.backend).wraps_by_strips and "wrap" in plan.problem.edges
+
+
+def without_strips(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
+    """The pass on the keys at hand, where they are: those of the layout, or of one device with halos."""
+    are_whole = _are_whole(plan, operands)
+    axes = [
+        dataclasses.replace(axis, edges="cut") if is_whole else axis
+        for axis, is_whole in zip(plan.problem.axes, are_whole, strict=True)
+    ]
+    plan = dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, axes=tuple(axes)))
+    return on_line(plan, operands) if "wrap" in plan.problem.edges else (plan, operands)
+
+
+def on_line(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
+    """The same windows on a line whose ends none reaches, which begins in front of the layout."""
+    axes = plan.problem.axes
+    room = [_room(axis) if axis.edges == "wrap" else 0 for axis in axes]
+    longer = [
+        dataclasses.replace(
+            axis,
+            query_extent=axis.query_extent + 2 * more,
+            kv_extent=axis.kv_extent + 2 * more,
+            edges="shift" if axis.edges == "wrap" else axis.edges,
+        )
+        for axis, more in zip(axes, room, strict=True)
+    ]
+    shift = np.array([0] * (KERNEL_RANK - len(room)) + room, np.int32)
+    origins = jnp.zeros((2, KERNEL_RANK), jnp.int32) if operands.origins is None else operands.origins
+    problem = dataclasses.replace(plan.problem, axes=tuple(longer))
+    return dataclasses.replace(plan, problem=problem), operands._replace(origins=origins + shift)
+
+
+class Side(NamedTuple):
+    """What lies behind one end of a dimension that wraps.
+
+    Attributes:
+        first: Where its keys begin in the layout.
+        keys: How many there are.
+        origin: Where they lie behind the end.
+        first_query: The first of the queries that see it.
+        queries: How many these are.
+    """
+
+    first: int
+    keys: int
+    origin: int
+    first_query: int
+    queries: int
+
+
+@functools.lru_cache(maxsize=1024)
+def sides_of(axis: Axis) -> tuple[Side, ...]:
+    """What lies in front of a dimension that wraps, and what lies behind it."""
+    extent = axis.kv_extent
+    near = np.arange(min(extent, (axis.kernel_size + axis.stride) * axis.dilation))
+    before, _ = axis.reach(near)
+    _, behind = axis.reach(extent - 1 - near)
+    in_front, at_back = np.nonzero(before < 0)[0], np.nonzero(behind > extent)[0]
+    found = []
+    if in_front.size:
+        keys = -int(before.min())
+        found.append(Side(extent - keys, keys, -keys, 0, int(in_front[-1]) + 1))
+    if at_back.size:
+        queries = int(at_back[-1]) + 1
+        found.append(Side(0, int(behind.max()) - extent, extent, extent - queries, queries))
+    return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Strip:
+    """Keys behind one end of a dimension that wraps; with those of dimensions before that lie beside them.
+
+    Attributes:
+        axes: The token dimensions.
+        are_whole: Which of them wrap and have all of their keys at hand.
+        dimension: The one behind whose end it lies.
+        side: Which end.
+        seeing: The queries that see it.
+    """
+
+    axes: tuple[Axis, ...]
+    are_whole: tuple[bool, ...]
+    dimension: int
+    side: Side
+    seeing: QueryBox
+
+    def taken(self, array: jax.Array) -> jax.Array:
+        """Its keys or values."""
+        first, keys, *_ = self.side
+        array = jax.lax.slice_in_dim(array, first, first + keys, axis=_FIRST_TOKEN_AXIS + self.dimension)
+        for i in self._before():
+            along = _FIRST_TOKEN_AXIS + i
+            of_sides = [
+                jax.lax.slice_in_dim(array, each.first, each.first + each.keys, axis=along)
+                for each in sides_of(self.axes[i])
+            ]
+            in_front, at_back = self._by_place(i, of_sides)
+            array = jnp.concatenate([*in_front, array, *at_back], axis=along)
+        return array
+
+    def added(self, total: jax.Array, gradient: jax.Array) -> jax.Array:
+        """The gradient of all keys or values with that of its own; the transpose of :meth:`taken`."""
+        for i in reversed(self._before()):
+            along, extent = _FIRST_TOKEN_AXIS + i, self.axes[i].kv_extent
+            sides = sides_of(self.axes[i])
+            in_front = -min(0, *(each.origin for each in sides))
+            own = jax.lax.slice_in_dim(gradient, in_front, in_front + extent, axis=along)
+            for each in sides:
+                begin = in_front + each.origin
+                part = jax.lax.slice_in_dim(gradient, begin, begin + each.keys, axis=along)
+                own = _with_added(own, part, each.first, along)
+            gradient = own
+        return _with_added(total, gradient, self.side.first, _FIRST_TOKEN_AXIS + self.dimension)
+
+    def placed(self, plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
+        """A pass on it, of all queries, without additional tokens."""
+        inputs = operands.inputs
+        inputs = inputs._replace(
+            key=self.taken(inputs.key),
+            value=self.taken(inputs.value),
+            additional_keys=None,
+            additional_values=None,
+        )
+        origin = [0] * len(self.axes)
+        origin[self.dimension] = self.side.origin
+        for i in self._before():
+            origin[i] = min(0, *(each.origin for each in sides_of(self.axes[i])))
+        shift = np.array([[0] * KERNEL_RANK, [0] * (KERNEL_RANK - len(origin)) + origin], np.int32)
+        plan = dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, additional_kv=0))
+        plan, placed = on_line(plan, operands._replace(inputs=inputs))
+        assert placed.origins is not None
+        return plan, placed._replace(origins=placed.origins + shift)
+
+    def _before(self) -> list[int]:
+        return [i for i in range(self.dimension) if self.are_whole[i] and sides_of(self.axes[i])]
+
+    def _by_place(self, dimension: int, arrays: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        pairs = list(zip(sides_of(self.axes[dimension]), arrays, strict=True))
+        return [each for side, each in pairs if side.origin < 0], [each for side, each in pairs if side.origin > 0]
+
+
+def strips_of(plan: Plan, operands: Operands) -> Iterator[Strip]:
+    """What lies behind the ends; nothing where a device has the keys of its neighbors."""
+    axes, are_whole = plan.problem.axes, _are_whole(plan, operands)
+    queries = operands.inputs.query.shape[1:-2]
+    for i, axis in enumerate(axes):
+        for side in sides_of(axis) if are_whole[i] else ():
+            first, extents = np.zeros(len(axes), np.int32), list(queries)
+            if queries[i] == axis.query_extent:  # else where they lie may not be known
+                first[i], extents[i] = side.first_query, side.queries
+            yield Strip(axes, are_whole, i, side, QueryBox(jnp.asarray(first), tuple(extents)))
+
+
+def _are_whole(plan: Plan, operands: Operands) -> tuple[bool, ...]:
+    """Which dimensions wrap and have all of their keys at hand."""
+    pairs = zip(operands.inputs.key.shape[1:-2], plan.problem.axes, strict=True)
+    return tuple(axis.edges == "wrap" and extent == axis.kv_extent for extent, axis in pairs)
+
+
+def _room(axis: Axis) -> int:
+    """So many tokens that windows and keys behind an end lie inside, and that queries share windows as before."""
+    step = axis.stride * axis.dilation
+    return -(-(axis.kernel_size + axis.stride) * axis.dilation // step) * step
+
+
+def _with_added(total: jax.Array, part: jax.Array, first: int, axis: int) -> jax.Array:
+    own = jax.lax.slice_in_dim(total, first, first + part.shape[axis], axis=axis)
+    return jax.lax.dynamic_update_slice_in_dim(total, own + part, first, axis)
