@@ -137,7 +137,7 @@ class Problem:
             return False
         if self.relative_bias:
             return False
-        if any(axis.kernel_size != axis.kv_extent or axis.edges != "shift" for axis in self.axes):
+        if any(axis.kernel_size != axis.kv_extent or axis.edges == "cut" for axis in self.axes):
             return False
         return not any(self.is_causal) or (self.rank == 1 and self.additional_kv == 0)
 

@@ -375,9 +375,8 @@ class WindowArguments(NamedTuple):
 
 def _with_decisive_edges(axis: Axis) -> Axis:
     """The same windows, whose edges are ``"shift"`` where they make no difference."""
-    reaches_no_end = axis.kernel_size == 1 or axis.is_causal
-    sees_all = axis.edges == "wrap" and axis.kernel_size * axis.dilation == axis.kv_extent
-    return dataclasses.replace(axis, edges="shift") if reaches_no_end or sees_all else axis
+    makes_none = axis.kernel_size == 1 or axis.is_causal
+    return dataclasses.replace(axis, edges="shift") if makes_none else axis
 
 
 def described(axes: Sequence[Axis]) -> Iterator[str]:

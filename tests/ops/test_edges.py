@@ -68,10 +68,11 @@ def test_edges_that_make_no_difference_are_shifted() -> None:
     for window in (
         {"kernel_size": 1, "edges": "wrap"},
         {"kernel_size": 3, "is_causal": True, "edges": "cut"},
-        {"kernel_size": (6, 5), "dilation": (1, 2), "edges": "wrap"},
     ):
         problem = problem_of(LAYOUT, **window)  # type: ignore[arg-type]
         assert problem.edges == ("shift", "shift")
+    # Windows that go around the whole layout see all of it.
+    assert problem_of(LAYOUT, LAYOUT, edges="wrap").is_attention
     whole = na2d(query, key, value, LAYOUT, edges="wrap")
     flat = attention(*(array.reshape(2, 60, *array.shape[3:]) for array in (query, key, value)))
     np.testing.assert_array_equal(whole.reshape(flat.shape), flat)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from natten_jax import backends
 from natten_jax.backends.cpu import CpuBackend
 
 
@@ -13,4 +12,4 @@ class StripsBackend(CpuBackend):
     wraps_by_strips = True
 
 
-backends.register(StripsBackend())
+BACKEND = StripsBackend()

@@ -1,0 +1,104 @@
+"""Dimensions that wrap on kernels that know none, with the host's in their place."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from natten_jax import backends, na2d
+from natten_jax.backends.cpu import CpuBackend
+from natten_jax.execution import strips
+from natten_jax.plan.devices import Device
+from natten_jax.problem import problem_of
+from natten_jax.windows import Axis
+from tests.support import oracle, strips_backend
+from tests.support.cases import feature_cases, random_case
+from tests.support.families import Family
+from tests.support.problems import Trial, check_all
+
+FAMILY = Family.of(strips_backend.BACKEND)
+
+
+@pytest.fixture(autouse=True)
+def kernels_know_no_wrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend is registered, and its kernels are given no dimension that wraps."""
+    call_forward, call_backward = CpuBackend.call_forward, CpuBackend.call_backward
+
+    def forward(self: Any, plan: Any, *arguments: Any) -> Any:
+        assert self.family != FAMILY.name or "wrap" not in plan.problem.edges
+        return call_forward(self, plan, *arguments)
+
+    def backward(self: Any, plan: Any, *arguments: Any) -> Any:
+        assert self.family != FAMILY.name or "wrap" not in plan.problem.edges
+        return call_backward(self, plan, *arguments)
+
+    monkeypatch.setattr(CpuBackend, "call_forward", forward)
+    monkeypatch.setattr(CpuBackend, "call_backward", backward)
+    *others, last = backends.registered()
+    monkeypatch.setattr(backends, "_registered", [*others, FAMILY.backend, last])
+
+
+def test_results_are_those_of_the_definition() -> None:
+    cases = [case for case in feature_cases().values() if "wrap" in (case.edges or ())]
+    cases += [random_case(seed, tokens=60) for seed in range(150)]
+    cases = [case.with_edges_of(FAMILY) for case in cases]
+    trials = [Trial(case, "float32", i) for i, case in enumerate(cases) if "wrap" in case.edges]
+    assert len(trials) > 20
+    check_all(trials, FAMILY)
+
+
+@st.composite
+def dimensions(draw: st.DrawFn) -> Axis:
+    tokens, dilation = draw(st.integers(2, 40)), draw(st.integers(1, 4))
+    kernel_size = draw(st.integers(2, tokens))
+    stride = draw(st.sampled_from([s for s in range(1, kernel_size + 1) if tokens % s == 0]))
+    return Axis(tokens * dilation, tokens * dilation, kernel_size, stride, dilation, edges="wrap")
+
+
+@given(dimensions())
+def test_strips_hold_what_windows_see_behind_the_ends_and_no_more(axis: Axis) -> None:
+    extent = axis.kv_extent
+    mask = oracle.line_mask(extent, axis.kernel_size, axis.stride, axis.dilation, False, "wrap")
+    cut = oracle.line_mask(extent, axis.kernel_size, axis.stride, axis.dilation, False, "cut")
+    behind = mask & ~cut
+    seen = np.zeros_like(mask)
+    for side in strips.sides_of(axis):
+        keys = slice(side.first, side.first + side.keys)
+        queries = slice(side.first_query, side.first_query + side.queries)
+        first, end = axis.reach(np.arange(extent)[queries])
+        at = side.origin + np.arange(side.keys)
+        part = (first[:, None] <= at) & (at < end[:, None])
+        part &= (np.arange(extent)[queries, None] - at) % axis.dilation == 0
+        assert part[0].any() or part[-1].any()
+        assert not seen[queries, keys][part].any()
+        seen[queries, keys] |= part
+    np.testing.assert_array_equal(seen, behind)
+
+
+def test_keys_are_not_copied() -> None:
+    """Of keys and values, the program has nothing but the strips."""
+    layout = 64, 96
+    tokens = jax.ShapeDtypeStruct((1, *layout, 2, 16), "float32")
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return na2d(query, key, value, (5, 7), edges="wrap", backend=FAMILY.fna)
+
+    text = jax.jit(attend).lower(tokens, tokens, tokens).as_text()
+    longest = max(layout[0] + 6, layout[1] + 6)
+    for operation in ("stablehlo.pad", "stablehlo.concatenate", "stablehlo.gather"):
+        for line in (line for line in text.splitlines() if operation in line):
+            shape = line.rsplit("tensor<", 1)[1].split("x")[:-1]
+            assert np.prod([int(each) for each in shape]) <= 6 * longest * 2 * 16, line
+
+
+def test_ragged_strides_are_refused_in_one_sentence() -> None:
+    axis = Axis(10, 10, 5, 3, edges="wrap")
+    problem = dataclasses.replace(problem_of((10,), 5), axes=(axis,))
+    reason = FAMILY.backend.rejection(problem, Device("cpu"), "forward")
+    assert reason == "its windows wrap where stride divides the tokens of a dilation group, not 3 10"
