@@ -134,6 +134,18 @@ def main() -> None:
         window("query (0, 12)", (0, 12), kernel_size=5),
     )
     picture(
+        *("windows_cut_wrap", 2.1),
+        window('edges="shift"', (1, 11), kernel_size=5),
+        window('edges="cut"', (1, 11), kernel_size=5, edges="cut"),
+        window('edges="wrap"', (1, 11), kernel_size=5, edges="wrap"),
+    )
+    picture(
+        *("windows_cut_wrap_1d", 2.4),
+        windows("shift", kernel_size=5),
+        windows("cut", kernel_size=5, edges="cut"),
+        windows("wrap", kernel_size=5, edges="wrap"),
+    )
+    picture(
         *("windows_1d", 2.4),
         windows("kernel_size=5", kernel_size=5),
         windows("stride=3", kernel_size=5, stride=3),
