@@ -181,6 +181,8 @@ def draw(family: Family, operators: tuple[str, ...], seed: int, number: int, is_
             case, layout=(keys,), queries=queries, is_causal=(bool(rng.random() < 0.5),), **plain
         )
     case = case.with_edges_of(family, is_direct=is_direct)
+    if not is_direct:  # without operators, a call has what these make of biases and sinks
+        case = _with_logit_terms(np.random.default_rng([seed, number, 1]), case, family)
     if is_direct and case.additional:
         case = dataclasses.replace(case, fused=True)
     spoiled = None
