@@ -79,7 +79,9 @@ class TestArguments:
     def test_performance_is_all_that_the_operators_have(self):
         others = {
             "query", "key", "value", "kernel_size", "stride", "dilation", "is_causal", "scale", "additional_keys",
-            "additional_values", "edges", "clamp_window", "try_fuse_additional_kv", "return_lse", "token_axes",
+            "additional_values", "edges", "clamp_window", "query_origin",
+            "extents", "upsample", "relative_bias", "key_bias", "sinks", "try_fuse_additional_kv", "return_lse",
+            "token_axes",
         }  # fmt: skip
         own = inspect.signature(natten_jax.na1d).parameters.keys() - others - {"performance"}
         assert own | PerformanceArguments.__annotations__.keys() == arguments.Performance.__annotations__.keys()

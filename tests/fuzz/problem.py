@@ -190,7 +190,7 @@ def draw(family: Family, operators: tuple[str, ...], seed: int, number: int, is_
         case, spoiled = _spoiled(rng, _without_logit_terms(case), family.needs_gpu)
     problem = Fuzzed(
         family=family.name,
-        case=case.fitted(family) if is_direct else case,  # operators widen heads themselves
+        case=(case.fitted(family) if is_direct else case).with_edges_of(family),  # operators widen heads themselves
         dtype=str(rng.choice(family.dtypes)),
         seed=int(rng.integers(2**31)),
         query_factor=_factor(rng),

@@ -74,7 +74,10 @@ def _simpler(problem: Fuzzed) -> Iterator[Fuzzed]:
         {"scale": None},
         {"head_dim_v": None},
         {"head_dim": min(case.head_dim, 8)},
-        {"edges": ("shift",) * rank},
+        {"edges": None},
+        {"relative_bias": False},
+        {"key_bias": None},
+        {"sinks": False},
         {"is_causal": (False,) * rank},
     ]
     if case.queries is None:
