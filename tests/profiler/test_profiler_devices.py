@@ -78,7 +78,7 @@ def test_a_problem_is_split_over_the_hosts_devices(tmp_path: Path) -> None:
         if "flex" not in flags:
             assert set(kernels) == {"FnaForward", "FnaBackward"} if options.backprop else {"FnaForward"}
     assert "= 1" in outputs[-1]
-    (message,) = finished.stderr.splitlines()
+    *_, message = finished.stderr.splitlines()  # on a busy machine, after lines of progress
     assert "--devices 9 is more than there are here: 8 (cpu)" in message
     assert "JAX_NUM_CPU_DEVICES=9" in message and "device_count=9" in message
     # The trace of one of them, read as any trace: it shows one device's part of three iterations.
