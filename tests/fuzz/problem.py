@@ -22,6 +22,7 @@ from tests.support.cases import random_case
 from tests.support.families import Family
 from tests.support.problems import Case
 
+from .places import placed
 from .spoiled import Inputs, Spoiled
 
 Ranges = tuple[tuple[int, int], ...]
@@ -198,6 +199,8 @@ def draw(family: Family, operators: tuple[str, ...], seed: int, number: int, is_
         is_direct=is_direct,
         spoiled=spoiled,
     )
+    if not is_direct and spoiled is None and rng.random() < 0.4:
+        problem = dataclasses.replace(problem, case=placed(rng, problem.case, family))
     # Parts of a dimension that wraps have the tokens of their neighbors beside theirs, not where these are.
     can_be_part = case.queries is None and "wrap" not in (case.edges or ())
     if is_direct and can_be_part and rng.random() < 0.25:

@@ -63,6 +63,16 @@ def _simpler(problem: Fuzzed) -> Iterator[Fuzzed]:
         return  # the ranges would have to follow the layout
     case = problem.case
     rank = case.rank
+    if case.is_placed:
+        unplaced: tuple[dict[str, Any], ...] = (
+            {"box": None, "origins": None, "extents": None, "query_lengths": None, "upsample": None},
+            {"extents": None, "query_lengths": None},
+            {"box": None, "origins": None},
+            {"upsample": None},
+        )
+        for changes in unplaced:
+            yield from _changed(problem, {"case": dataclasses.replace(case, **changes)})
+        return  # places would have to follow the layout and the batch
     steps: list[dict[str, Any]] = [
         {"additional": 0, "fused": False},
         {"relative_bias": False},

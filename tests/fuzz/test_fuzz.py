@@ -289,6 +289,20 @@ def test_problems_are_those_of_the_seed_and_all_features_are_drawn() -> None:
         assert 5 <= sum(values) < len(values)
 
 
+def test_boxes_padding_and_finer_grids_are_drawn() -> None:
+    """Of calls of the operators: passes alone are given parts instead."""
+    cases = [draw(CPU, ("fna", "fmha"), 3, number, is_direct=False).case for number in range(150)]
+    for is_drawn in (
+        [case.origins is not None and len(case.origins) == 1 for case in cases],
+        [case.origins is not None and len(case.origins) > 1 for case in cases],
+        [case.extents is not None for case in cases],
+        [case.query_lengths is not None for case in cases],
+        [case.upsample is not None for case in cases],
+        [case.extents is not None and case.origins is not None for case in cases],
+    ):
+        assert 2 <= sum(is_drawn) < 100
+
+
 def test_variants_share_their_inputs() -> None:
     problem = draw(CPU, ("fna",), 0, 5, is_direct=True)
     several = variants(problem, 4)

@@ -1,0 +1,51 @@
+"""Where tokens of drawn problems lie: boxes of a layout, layouts that are padded, and finer grids."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from tests.support.families import Family
+from tests.support.problems import Case
+
+#: Most queries of a problem on a finer grid.
+_MOST_QUERIES = 700
+
+
+def placed(rng: np.random.Generator, case: Case, family: Family) -> Case:
+    """The problem, or one of some of its queries, of some of its tokens, or of more queries for each; or several."""
+    kinds = rng.random(3) < (0.5, 0.5, 0.3)
+    if case.queries is not None:
+        return _of_sequences(rng, case, kinds[0], kinds[1] and family.backend.takes_extents)
+    if kinds[0]:
+        box = tuple(int(rng.integers(1, extent + 1)) for extent in case.layout)
+        case = dataclasses.replace(case, box=box, origins=_origins(rng, case, box))
+    if kinds[1] and family.backend.takes_extents and "wrap" not in (case.edges or ()):
+        extents = tuple(tuple(int(rng.integers(1, extent + 1)) for extent in case.layout) for _ in range(case.batch))
+        case = dataclasses.replace(case, extents=extents)
+    if kinds[2]:
+        finer = tuple(int(n) for n in rng.integers(1, 4, case.rank))
+        more = dataclasses.replace(case, upsample=finer)
+        case = more if np.prod(more.query_layout) <= _MOST_QUERIES else case
+    return case
+
+
+def _of_sequences(rng: np.random.Generator, case: Case, is_box: bool, is_padded: bool) -> Case:
+    (keys,), queries = case.layout, case.queries
+    assert queries is not None
+    if is_box:
+        case = dataclasses.replace(case, queries=min(queries, keys))
+        case = dataclasses.replace(case, origins=_origins(rng, case, (min(queries, keys),)))
+    if is_padded:
+        lengths = tuple((int(n),) for n in rng.integers(1, keys + 1, case.batch))
+        of_queries = tuple(int(n) for n in rng.integers(1, min(queries, case.queries or 1) + 1, case.batch))
+        case = dataclasses.replace(case, extents=lengths, query_lengths=of_queries if rng.random() < 0.5 else None)
+    return case
+
+
+def _origins(rng: np.random.Generator, case: Case, box: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """One for all entries, or one each."""
+    count = 1 if rng.random() < 0.4 else case.batch
+    room = [extent - some for extent, some in zip(case.layout, box, strict=True)]
+    return tuple(tuple(int(rng.integers(0, most + 1)) for most in room) for _ in range(count))
