@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TOOLS = ("ccache", "aarch64-linux-gnu-g++", "qemu-aarch64")
 #: Nothing else of this machine is on the path.
-SYSTEM = ("ar", "bash", "cat", "chmod", "cp", "dirname", "env", "grep", "ls")
+SYSTEM: tuple[str, ...] = ("ar", "bash", "cat", "chmod", "cp", "dirname", "env", "grep", "ls")
 SYSTEM += ("mkdir", "mktemp", "mv", "realpath", "rm", "tail", "touch", "wc")
 DEBIAN = "http://localhost/debian"
 APT_GET = f"""
