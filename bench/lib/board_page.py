@@ -21,7 +21,7 @@ p,.about{color:var(--soft);margin:.3rem 0}
 .wide{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:.92rem}
 th,td{padding:.25rem .6rem .25rem 0;text-align:left;vertical-align:top;border-bottom:1px solid var(--line)}
-th.n{width:6.5rem}
+th.n{width:6.5rem}td.who{white-space:nowrap}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 .bar{display:block;height:.5rem;min-width:2px;border-radius:2px;background:var(--other)}
 .ours .bar{background:var(--ours)}.ours td:first-child{font-weight:600}
@@ -134,7 +134,7 @@ def _records(device: str, records: Sequence[Record]) -> str:
 def _record(record: Record) -> str:
     facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in record.facts.items())
     rows = [
-        f"<tr><td>{escape(each.what)}</td><td>{escape(each.who)}</td>"
+        f'<tr><td>{escape(each.what)}</td><td class="who">{escape(each.who)}</td>'
         f'<td class="n">{_digits(each.milliseconds)}</td></tr>'
         for each in record.figures
     ]
