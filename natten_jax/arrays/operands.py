@@ -1,4 +1,8 @@
-"""The arrays of a call, by what they are to its passes."""
+"""The arrays of a call, by what they are to its passes.
+
+Beside its role, the type of an array says its shape, in jaxtyping's words: names of extents, of which ``*queries`` and
+``*keys`` are those of as many token dimensions as the problem has. An extent is the same wherever a call has its name.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +18,26 @@ class Inputs(NamedTuple):
     """The arrays of one call that have gradients, heads last, in the caller's rank.
 
     Attributes:
-        query: ``[batch, *query_layout, heads, head_dim]``.
-        key: ``[batch, *kv_layout, heads_kv, head_dim]``.
-        value: ``[batch, *kv_layout, heads_kv, head_dim_v]``.
-        additional_keys: ``[batch, additional_kv, heads_kv, head_dim]``, or ``None``.
-        additional_values: ``[batch, additional_kv, heads_kv, head_dim_v]``, or ``None``.
-        scale: ``[batch, heads]`` in the accumulator's element type: factors of the logits, in place of the problem's;
-            ``None`` where that is the scale.
-        relative_bias: ``[batch, heads, entries]`` in the accumulator's element type: what is added to logits, for each
-            offset of a key from a query within a window, as :attr:`natten_jax.problem.Problem.bias_shape` has them,
-            flattened; or ``None``.
-        key_bias: ``[batch, *kv_layout, heads, 1]``, likewise: what is added to the logits of a key; or ``None``.
+        query: Queries.
+        key: Keys.
+        value: Values.
+        additional_keys: Keys that every query sees, or ``None``.
+        additional_values: Their values, or ``None``.
+        scale: In the accumulator's element type: factors of the logits, in place of the problem's; ``None`` where that
+            is the scale.
+        relative_bias: In the accumulator's element type: what is added to logits, for each offset of a key from a query
+            within a window, as :attr:`natten_jax.problem.Problem.bias_shape` has them, flattened; or ``None``.
+        key_bias: Likewise: what is added to the logits of a key; or ``None``.
     """
 
-    query: Annotated[jax.Array, Role.QUERY]
-    key: Annotated[jax.Array, Role.KEY_VALUE]
-    value: Annotated[jax.Array, Role.KEY_VALUE]
-    additional_keys: Annotated[jax.Array | None, Role.ADDITIONAL] = None
-    additional_values: Annotated[jax.Array | None, Role.ADDITIONAL] = None
-    scale: Annotated[jax.Array | None, Role.PER_HEAD] = None
-    relative_bias: Annotated[jax.Array | None, Role.PER_HEAD_ENTRY] = None
-    key_bias: Annotated[jax.Array | None, Role.PER_KEY] = None
+    query: Annotated[jax.Array, Role.QUERY, "batch *queries heads head_dim"]
+    key: Annotated[jax.Array, Role.KEY_VALUE, "batch *keys heads_kv head_dim"]
+    value: Annotated[jax.Array, Role.KEY_VALUE, "batch *keys heads_kv head_dim_v"]
+    additional_keys: Annotated[jax.Array | None, Role.ADDITIONAL, "batch additional_kv heads_kv head_dim"] = None
+    additional_values: Annotated[jax.Array | None, Role.ADDITIONAL, "batch additional_kv heads_kv head_dim_v"] = None
+    scale: Annotated[jax.Array | None, Role.PER_HEAD, "batch heads"] = None
+    relative_bias: Annotated[jax.Array | None, Role.PER_HEAD_ENTRY, "batch heads entries"] = None
+    key_bias: Annotated[jax.Array | None, Role.PER_KEY, "batch *keys heads 1"] = None
 
 
 #: Cotangents of the inputs, in their shapes and element types.
@@ -46,16 +49,16 @@ class Operands(NamedTuple):
 
     Attributes:
         inputs: Those that have gradients.
-        origins: int32 ``[2, 3]``: where the local query and key/value tokens start in the global layout,
+        origins: int32: where the local query and key/value tokens start in the global layout,
             last dimension last; ``None`` where both are the whole layout.
-        layouts: int32 ``[batch, 3, 3]``, in place of origins where batch entries differ: where the queries of an entry
+        layouts: int32, in place of origins where batch entries differ: where the queries of an entry
             start, how many queries its layout has, and how many keys and values; last dimension last. ``None`` where
             entries are alike.
     """
 
     inputs: Inputs
-    origins: Annotated[jax.Array | None, Role.WHOLE] = None
-    layouts: Annotated[jax.Array | None, Role.PER_ENTRY] = None
+    origins: Annotated[jax.Array | None, Role.WHOLE, "2 3"] = None
+    layouts: Annotated[jax.Array | None, Role.PER_ENTRY, "batch 3 3"] = None
 
     @property
     def is_placed(self) -> bool:
@@ -72,10 +75,10 @@ class Operands(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Output ``[batch, *query_layout, heads, head_dim_v]`` and logsumexp ``[batch, *query_layout, heads]``."""
+    """Output and logsumexp, or their cotangents."""
 
-    out: Annotated[jax.Array, Role.QUERY]
-    logsumexp: Annotated[jax.Array, Role.PER_QUERY]
+    out: Annotated[jax.Array, Role.QUERY, "batch *queries heads head_dim_v"]
+    logsumexp: Annotated[jax.Array, Role.PER_QUERY, "batch *queries heads"]
 
 
 class Saved(NamedTuple):
@@ -84,14 +87,14 @@ class Saved(NamedTuple):
     Attributes:
         out: As in :class:`Output`.
         logsumexp: As in :class:`Output`.
-        remainder: ``[batch, *query_layout, heads]``, float32, in base 2 (csrc/include/natten_jax/logsumexp.h). Where
+        remainder: float32, in base 2 (csrc/include/natten_jax/logsumexp.h). Where
             logits are large the rounding of the logsumexp alone would change weights by any factor. ``None`` where
             another backend computed the output: logits differ from backend to backend, by as much as this corrects.
     """
 
-    out: Annotated[jax.Array, Role.QUERY]
-    logsumexp: Annotated[jax.Array, Role.PER_QUERY]
-    remainder: Annotated[jax.Array | None, Role.PER_QUERY]
+    out: Annotated[jax.Array, Role.QUERY, "batch *queries heads head_dim_v"]
+    logsumexp: Annotated[jax.Array, Role.PER_QUERY, "batch *queries heads"]
+    remainder: Annotated[jax.Array | None, Role.PER_QUERY, "batch *queries heads"]
 
 
 class Differentiable(NamedTuple):
@@ -100,10 +103,10 @@ class Differentiable(NamedTuple):
     Attributes:
         out: As in :class:`Output`, but in the accumulator's element type: derivatives are the more accurate for it.
         logsumexp: As in :class:`Output`.
-        residuals: ``[batch, *query_layout, heads, width]`` in the accumulator's element type: what else the derivative
-            wants to know. ``None`` where that is nothing.
+        residuals: In the accumulator's element type: what else the derivative wants to know. ``None`` where that is
+            nothing.
     """
 
-    out: Annotated[jax.Array, Role.QUERY]
-    logsumexp: Annotated[jax.Array, Role.PER_QUERY]
-    residuals: Annotated[jax.Array | None, Role.QUERY] = None
+    out: Annotated[jax.Array, Role.QUERY, "batch *queries heads head_dim_v"]
+    logsumexp: Annotated[jax.Array, Role.PER_QUERY, "batch *queries heads"]
+    residuals: Annotated[jax.Array | None, Role.QUERY, "batch *queries heads width"] = None

@@ -76,5 +76,8 @@ def _roles_of(structure: Any) -> Sequence[Role]:
 @functools.cache
 def roles_of_fields(kind: type) -> tuple[Role, ...]:
     """Roles of a tuple's fields, which stand with their types; in place of a tuple in it those of its fields."""
-    hints = get_type_hints(kind, include_extras=True).values()
-    return tuple([role for hint in hints for role in getattr(hint, "__metadata__", None) or roles_of_fields(hint)])
+    found: list[Role] = []
+    for hint in get_type_hints(kind, include_extras=True).values():
+        roles = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Role)]
+        found += roles or roles_of_fields(hint)
+    return tuple(found)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jax import lax
 
 from natten_jax.arrays.operands import Inputs
 from natten_jax.backends.flex.blocks import Sweep, TilePositions
+from natten_jax.backends.flex.shapes import PairTiles, RowTiles, Scalar, Split
 from natten_jax.problem import Problem, Shape
 
 
@@ -29,14 +31,14 @@ class TileBias:
     Attributes:
         sweep: The sweep.
         heads_kv: Key/value heads.
-        tables: ``[batch, heads, *Problem.bias_shape]``, or ``None``.
+        tables: Of all offsets (``Problem.bias_shape``), or ``None``.
         keys: Of all keys as the sweep loads them, where its outer tiles are queries; ``None`` elsewhere.
     """
 
     sweep: Sweep
     heads_kv: int
-    tables: jax.Array | None
-    keys: jax.Array | None
+    tables: Annotated[jax.Array, "batch heads *offsets"] | None
+    keys: Split | None
 
     @classmethod
     def of(cls, problem: Problem, inputs: Inputs, sweep: Sweep) -> TileBias:
@@ -48,9 +50,9 @@ class TileBias:
         return cls(sweep, problem.heads_kv, tables, loaded)
 
     def at(
-        self, positions: TilePositions, inner_step: jax.Array, of_outer_keys: jax.Array | None = None
-    ) -> jax.Array | None:
-        """What is added to the logits of a step's tiles: ``[tiles, batch, heads_kv, repeats * queries, keys]``.
+        self, positions: TilePositions, inner_step: Scalar, of_outer_keys: RowTiles | None = None
+    ) -> Annotated[jax.Array, "tiles batch heads_kv queries keys"] | None:
+        """What is added to the logits of a step's tiles.
 
         Args:
             positions: Of the tiles.
@@ -72,7 +74,9 @@ class TileBias:
         by_row = jnp.broadcast_to(by_head, (*outer, rows // keys, queries, keys)).reshape(*outer, -1, keys)
         return by_row if found is None else found + by_row
 
-    def table_gradients(self, changes: jax.Array, positions: TilePositions, inner_step: jax.Array) -> jax.Array:
+    def table_gradients(
+        self, changes: PairTiles, positions: TilePositions, inner_step: Scalar
+    ) -> Annotated[jax.Array, "batch heads *offsets"]:
         """The gradients of the tables, from those of the logits of a step's tiles."""
         assert self.tables is not None
         extents = self.sweep.pair_extents
@@ -95,7 +99,9 @@ class TileBias:
             )
         return sums
 
-    def _of_offsets(self, tables: jax.Array, positions: TilePositions, inner_step: jax.Array) -> jax.Array:
+    def _of_offsets(
+        self, tables: Annotated[jax.Array, "batch heads *offsets"], positions: TilePositions, inner_step: Scalar
+    ) -> PairTiles:
         """What pairs of tokens have of the tables."""
         extents = self.sweep.pair_extents
         rank = len(extents)
@@ -117,16 +123,16 @@ class TileBias:
         )
         return self._rows(stretches)
 
-    def _starts(self, positions: TilePositions, inner_step: jax.Array) -> jax.Array:
-        """Which entries the first diagonals of tiles have, ``[tiles, rank]``: those of the last queries."""
+    def _starts(self, positions: TilePositions, inner_step: Scalar) -> Annotated[jax.Array, "tiles rank"]:
+        """Which entries the first diagonals of tiles have: those of the last queries."""
         distances = self.sweep.key_distances(positions, inner_step)
         firsts = [
             axis.axis.kernel_size - q for axis, (q, _) in zip(self.sweep.axes, self.sweep.pair_extents, strict=True)
         ]
         return distances + jnp.asarray(firsts, jnp.int32)
 
-    def _rows(self, diagonals: jax.Array) -> jax.Array:
-        """The pairs of tiles, ``[tiles, batch, heads_kv, rows, keys]``, from ``[tiles, batch, heads, *diagonals]``."""
+    def _rows(self, diagonals: Annotated[jax.Array, "tiles batch heads *diagonals"]) -> PairTiles:
+        """The pairs of tiles."""
         extents = self.sweep.pair_extents
         rank = len(extents)
         for i, (queries, keys) in enumerate(extents):

@@ -13,7 +13,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jax import lax
 
 from natten_jax.backends.flex.axes import AxisPosition, AxisSweep
 from natten_jax.backends.flex.hulls import largest_hull, largest_hull_of_any_layout
+from natten_jax.backends.flex.shapes import Cut, RowTiles, Scalar, Split, Tokens
 from natten_jax.problem import Problem, Shape
 
 #: Where the tiles of a sweep lie is a constant of the program up to so many numbers, and computed beyond.
@@ -32,15 +33,15 @@ class TilePositions(NamedTuple):
     """Where the outer tiles of one step lie, and what they see.
 
     Attributes:
-        corners: Index and residue of the first inner token that each tile visits, ``[tiles, 2 * rank]``.
-        masks: By dimension, which of all inner tokens that are visited the outer ones see, or are seen by,
-            ``[tiles, queries, keys]``. Worked out here, it is not again for every logit that XLA fuses a mask with.
-        distances: How many neighbors the first inner token lies behind the first outer one, ``[tiles, rank]``.
+        corners: Index and residue, in each dimension, of the first inner token that each tile visits.
+        masks: By dimension, which of all inner tokens that are visited the outer ones see, or are seen by. Worked out
+            here, it is not again for every logit that XLA fuses a mask with.
+        distances: How many neighbors the first inner token lies behind the first outer one, in each dimension.
     """
 
-    corners: jax.Array
-    masks: tuple[jax.Array, ...]
-    distances: jax.Array
+    corners: Annotated[jax.Array, "tiles corner"]
+    masks: tuple[Annotated[jax.Array, "tiles _ _"], ...]
+    distances: Annotated[jax.Array, "tiles rank"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +92,16 @@ class Sweep:
         """Tokens in an inner tile."""
         return math.prod(a.inner_tile for a in self.axes)
 
-    def positions(self, origins: jax.Array | None, layout: jax.Array | None = None) -> jax.Array:
-        """Where the outer tiles of all steps lie, int32 ``[steps, tiles, width]``; :meth:`at` reads what a step gets.
+    def positions(
+        self,
+        origins: Annotated[jax.Array, "2 rank"] | None,
+        layout: Annotated[jax.Array, "2 rank"] | None = None,
+    ) -> Annotated[jax.Array, "steps tiles _"]:
+        """Where the outer tiles of all steps lie, int32; :meth:`at` reads what a step gets.
 
         Args:
-            origins: Where local queries and keys begin in the layout, ``[2, rank]``; ``None`` for the whole layout.
-            layout: How many queries and keys there are in place of the problem's, ``[2, rank]``; with origins.
+            origins: Where local queries and keys begin in the layout; ``None`` for the whole layout.
+            layout: How many queries and keys there are in place of the problem's; with origins.
         """
         count = self.steps * self.tiles_per_step
         width = sum(3 + 2 * axis.outer_tile for axis in self.axes)
@@ -117,8 +122,8 @@ class Sweep:
         packed = packed.reshape(self.steps, self.tiles_per_step, width)
         return jnp.asarray(packed) if is_constant else materialize(packed)
 
-    def at(self, packed: jax.Array) -> TilePositions:
-        """Where the outer tiles of a step lie, from its part ``[tiles, width]`` of :meth:`positions`."""
+    def at(self, packed: Annotated[jax.Array, "tiles _"]) -> TilePositions:
+        """Where the outer tiles of a step lie, from its part of :meth:`positions`."""
         rank = len(self.axes)
         masks, begin = [], 2 * rank
         distances = packed[:, -rank:]
@@ -130,15 +135,17 @@ class Sweep:
             begin = end
         return TilePositions(packed[:, : 2 * rank], tuple(masks), distances)
 
-    def key_distances(self, positions: TilePositions, inner_step: jax.Array) -> jax.Array:
-        """How many neighbors the first keys of visited tiles lie behind their first queries, ``[tiles, rank]``."""
+    def key_distances(self, positions: TilePositions, inner_step: Scalar) -> Annotated[jax.Array, "tiles rank"]:
+        """How many neighbors the first keys of visited tiles lie behind their first queries."""
         distances = positions.distances
         if self.inner_steps > 1:
             distances = distances + self._first_inner(inner_step)[:, ::2]
         return distances if self.outer_is_query else -distances
 
-    def mask(self, positions: TilePositions, inner_step: jax.Array, repeats: int) -> jax.Array:
-        """Visibility ``[tiles, 1, 1, repeats * queries, keys]``: broadcast over batch and KV heads."""
+    def mask(
+        self, positions: TilePositions, inner_step: Scalar, repeats: int
+    ) -> Annotated[jax.Array, "tiles 1 1 rows tokens"]:
+        """Which keys each row sees: the same for all batch entries and KV heads."""
         rank = len(self.axes)
         visible: jax.Array | None = None
         firsts = self._first_inner(inner_step) if self.inner_steps > 1 else None
@@ -158,7 +165,7 @@ class Sweep:
         visible = jnp.broadcast_to(visible, (visible.shape[0], 1, 1, repeats, queries, keys))
         return visible.reshape(visible.shape[0], 1, 1, repeats * queries, keys)
 
-    def is_seen(self, positions: TilePositions, inner_step: jax.Array) -> jax.Array:
+    def is_seen(self, positions: TilePositions, inner_step: Scalar) -> Scalar:
         """Whether some outer token of a step is related to some inner one of an inner step."""
         firsts = self._first_inner(inner_step) if self.inner_steps > 1 else None
         seen: jax.Array | None = None
@@ -171,8 +178,8 @@ class Sweep:
         assert seen is not None
         return jnp.any(seen)
 
-    def cut_outer(self, array: jax.Array, heads_kv: int) -> jax.Array:
-        """Cut ``[batch, *layout, heads, width]`` into ``[steps, tiles, batch, heads_kv, repeats * tokens, width]``."""
+    def cut_outer(self, array: Tokens, heads_kv: int) -> Cut:
+        """Cut an array into the outer tiles of each step."""
         array = self._split(array, [a.outer_tiles * a.outer_tile for a in self.axes])
         batch, heads, *_, width = array.shape
         rank = len(self.axes)
@@ -187,7 +194,7 @@ class Sweep:
         repeats = heads // heads_kv
         return array.reshape(self.steps, self.tiles_per_step, batch, heads_kv, repeats * self.outer_tokens, width)
 
-    def join_outer(self, array: jax.Array, heads: int) -> jax.Array:
+    def join_outer(self, array: Cut, heads: int) -> Tokens:
         """Undo :meth:`cut_outer`."""
         batch, width = array.shape[2], array.shape[-1]
         tiles = [n for a in self.axes for n in (a.outer_tiles, a.dilation)]
@@ -200,24 +207,24 @@ class Sweep:
         array = array.reshape(batch, *coordinates, heads, width)
         return array[(slice(None), *(slice(a.extents[not a.outer_is_query]) for a in self.axes))]
 
-    def split_inner(self, array: jax.Array) -> jax.Array:
-        """View ``[batch, *layout, heads, width]`` so that :meth:`load` can cut tiles anywhere."""
+    def split_inner(self, array: Tokens) -> Split:
+        """View an array so that :meth:`load` can cut tiles anywhere."""
         return self._split(array, [a.inner_length for a in self.axes])
 
-    def empty_inner(self, batch: int, heads: int, width: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+    def empty_inner(self, batch: int, heads: int, width: int, dtype: jax.typing.DTypeLike) -> Split:
         """Zeros in the form of :meth:`split_inner`."""
         shape = [n for a in self.axes for n in (a.inner_length, a.dilation)]
         return jnp.zeros((batch, heads, *shape, width), dtype)
 
-    def join_inner(self, array: jax.Array) -> jax.Array:
+    def join_inner(self, array: Split) -> Tokens:
         """Undo :meth:`split_inner`."""
         batch, heads, *_, width = array.shape
         array = array.reshape(batch, heads, *(a.inner_length * a.dilation for a in self.axes), width)
         array = array[(slice(None), slice(None), *(slice(a.extents[a.outer_is_query]) for a in self.axes))]
         return jnp.moveaxis(array, 1, -2)
 
-    def load(self, array: jax.Array, positions: TilePositions, inner_step: jax.Array, heads_kv: int) -> jax.Array:
-        """Load inner tiles from :meth:`split_inner`'s form: ``[tiles, batch, heads_kv, repeats * tokens, width]``."""
+    def load(self, array: Split, positions: TilePositions, inner_step: Scalar, heads_kv: int) -> RowTiles:
+        """Load inner tiles from :meth:`split_inner`'s form; of keys and values, each head has rows of its own."""
         rank = len(self.axes)
         batch, heads, *_, width = array.shape
         if self._goes_around:
@@ -247,24 +254,22 @@ class Sweep:
         )
         return loaded.reshape(-1, batch, heads_kv, heads // heads_kv * self.inner_tokens, width)
 
-    def add(self, array: jax.Array, positions: TilePositions, inner_step: jax.Array, update: jax.Array) -> jax.Array:
+    def add(self, array: Split, positions: TilePositions, inner_step: Scalar, update: RowTiles) -> Split:
         """Add tiles, as :meth:`load` returns them, where they belong; the transpose of :meth:`load`."""
         return self._scatter(lax.scatter_add, array, positions, inner_step, update)
 
-    def raise_to(
-        self, array: jax.Array, positions: TilePositions, inner_step: jax.Array, update: jax.Array
-    ) -> jax.Array:
+    def raise_to(self, array: Split, positions: TilePositions, inner_step: Scalar, update: RowTiles) -> Split:
         """Raise what is smaller to tiles, as :meth:`load` returns them."""
         return self._scatter(lax.scatter_max, array, positions, inner_step, update)
 
     def _scatter(
         self,
         combine: Callable[..., jax.Array],
-        array: jax.Array,
+        array: Split,
         positions: TilePositions,
-        inner_step: jax.Array,
-        update: jax.Array,
-    ) -> jax.Array:
+        inner_step: Scalar,
+        update: RowTiles,
+    ) -> Split:
         rank = len(self.axes)
         batch, heads, *_, width = array.shape
         if self._goes_around:
@@ -295,8 +300,8 @@ class Sweep:
         """Whether tiles reach over the end of a dimension to its beginning, so that they are no slices of arrays."""
         return any(axis.period is not None for axis in self.axes)
 
-    def _inner_places(self, positions: TilePositions, inner_step: jax.Array) -> jax.Array:
-        """Where the tokens of inner tiles stand among all of :meth:`split_inner`'s form, ``[tiles, tokens]``."""
+    def _inner_places(self, positions: TilePositions, inner_step: Scalar) -> Annotated[jax.Array, "tiles tokens"]:
+        """Where the tokens of inner tiles stand among all of :meth:`split_inner`'s form."""
         corners = self._inner_corners(positions, inner_step)
         places = jnp.zeros((len(corners), 1), jnp.int32)
         for i, axis in enumerate(self.axes):
@@ -307,13 +312,13 @@ class Sweep:
             places = places.reshape(len(corners), -1)
         return places
 
-    def _inner_corners(self, positions: TilePositions, inner_step: jax.Array) -> jax.Array:
+    def _inner_corners(self, positions: TilePositions, inner_step: Scalar) -> Annotated[jax.Array, "tiles corner"]:
         return positions.corners if self.inner_steps == 1 else positions.corners + self._first_inner(inner_step)
 
-    def _first_inner(self, inner_step: jax.Array) -> jax.Array:
+    def _first_inner(self, inner_step: Scalar) -> Annotated[jax.Array, "1 corner"]:
         """The first token of the inner tiles that a step visits, counted from the first that any step does.
 
-        ``[1, 2 * rank]``: index and residue, which is 0, in each dimension.
+        Index and residue, which is 0, in each dimension.
         """
         steps = [axis.inner_steps for axis in self.axes]
         count = math.prod(steps)
@@ -327,8 +332,8 @@ class Sweep:
         table = np.stack([each for first in firsts for each in (first, np.zeros_like(first))], axis=-1)
         return lax.dynamic_slice_in_dim(jnp.asarray(table, jnp.int32), inner_step, 1, allow_negative_indices=False)
 
-    def _split(self, array: jax.Array, lengths: Sequence[int]) -> jax.Array:
-        """``[batch, *layout, heads, width]`` as ``[batch, heads, *(index, residue), width]``, padded with zeros."""
+    def _split(self, array: Tokens, lengths: Sequence[int]) -> Split:
+        """Each coordinate as index and residue; padded with zeros."""
         layout = array.shape[1:-2]
         padding = [(0, n * a.dilation - x) for n, a, x in zip(lengths, self.axes, layout, strict=True)]
         array = jnp.pad(jnp.moveaxis(array, -2, 1), [(0, 0), (0, 0), *padding, (0, 0)])

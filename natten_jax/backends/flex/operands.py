@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax import lax
 
 from natten_jax.arrays.operands import Operands
 from natten_jax.backends.flex.blocks import Sweep, TilePositions, make_sweep
+from natten_jax.backends.flex.shapes import MaskTiles, Scalar, TokenTiles, ValueTiles
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.plan import Plan
 
@@ -40,13 +41,13 @@ class PlacedSweep(NamedTuple):
         plan: How the call runs.
         sweep: The sweep.
         positions: Of its tiles, as :meth:`Sweep.positions` returns them.
-        origins: Where local queries and keys begin, ``[2, rank]``; ``None`` where they are those of the whole layout.
+        origins: Where local queries and keys begin; ``None`` where they are those of the whole layout.
     """
 
     plan: Plan
     sweep: Sweep
-    positions: jax.Array
-    origins: jax.Array | None
+    positions: Annotated[jax.Array, "steps tiles _"]
+    origins: Annotated[jax.Array, "2 rank"] | None
 
     @classmethod
     def of(cls, plan: Plan, operands: Operands, pass_: Pass, *, outer_is_query: bool) -> PlacedSweep:
@@ -84,14 +85,14 @@ class AdditionalTiles(NamedTuple):
     """Additional keys and values, cut into tiles.
 
     Attributes:
-        keys: ``[tiles, batch, heads_kv, tokens, width]``.
+        keys: Keys; the last tile may end in zeros.
         values: Likewise.
-        exists: Which tokens there are, ``[tiles, 1, 1, 1, 1, tokens]``.
+        exists: Which tokens there are.
     """
 
-    keys: jax.Array
-    values: jax.Array
-    exists: jax.Array
+    keys: Annotated[jax.Array, "*tiles batch heads_kv tokens width"]
+    values: Annotated[jax.Array, "*tiles batch heads_kv tokens width_v"]
+    exists: Annotated[jax.Array, "*tiles 1 1 1 1 tokens"]
 
     @classmethod
     def of(cls, keys: jax.Array | None, values: jax.Array | None, sweep: Sweep) -> AdditionalTiles | None:
@@ -115,7 +116,7 @@ class AdditionalTiles(NamedTuple):
         """How many tiles there are."""
         return self.keys.shape[0]
 
-    def tile(self, number: jax.Array, query: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def tile(self, number: Scalar, query: jax.Array) -> tuple[TokenTiles, ValueTiles, MaskTiles]:
         """Keys and values of a tile, once for each of a step's query tiles, and which there are."""
         key, value, exists = (lax.dynamic_index_in_dim(array, number, keepdims=False) for array in self)
         return for_tiles(key, query), for_tiles(value, query), exists

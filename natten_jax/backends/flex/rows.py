@@ -9,7 +9,7 @@ none: unlike ``lax.cond``, they are not run for nothing where ``jax.vmap`` maps 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from natten_jax.backends.flex.bias import TileBias
 from natten_jax.backends.flex.blocks import TilePositions
 from natten_jax.backends.flex.loops import repeated
 from natten_jax.backends.flex.operands import AdditionalTiles, PlacedSweep
+from natten_jax.backends.flex.shapes import Cut, RowTiles, Scalar, Split
 from natten_jax.backends.flex.softmax import Products, Rows, Softmax, exponentials, highest, masked, reference
 from natten_jax.plan.plan import Plan
 
@@ -37,7 +38,7 @@ class KnownRows(NamedTuple):
     """
 
     rows: Rows
-    is_unreliable: jax.Array
+    is_unreliable: Scalar
 
     @classmethod
     def of(cls, plan: Plan, operands: Operands, rows: Rows | None) -> KnownRows:
@@ -50,7 +51,7 @@ class KnownRows(NamedTuple):
         return cls(constants[1], _may_be_large(plan, constants[0]))
 
 
-def rows_rounds(known: KnownRows, rounds: int) -> jax.Array:
+def rows_rounds(known: KnownRows, rounds: int) -> Scalar:
     """How many of so many rounds of a loop are needed to find the rows."""
     return jnp.where(known.is_unreliable, rounds, 0).astype(jnp.int32)
 
@@ -65,8 +66,8 @@ def rows_of_tile(
     biases: TileBias,
     placed: PlacedSweep,
     positions: TilePositions,
-    query: jax.Array,
-    keys: jax.Array,
+    query: RowTiles,
+    keys: Split,
     additional: AdditionalTiles | None,
     given: KnownRows,
 ) -> tuple[Rows, Softmax]:
@@ -111,13 +112,13 @@ def rows_of_tile(
 def rows_by_key(
     placed: PlacedSweep,
     operands: Operands,
-    queries: jax.Array,
-    keys: jax.Array,
-    key_bias: jax.Array | None,
+    queries: Annotated[jax.Array, "batch heads *coordinates head_dim"],
+    keys: Cut,
+    key_bias: Split | None,
     additional: Softmax | None,
     known: KnownRows,
-) -> jax.Array:
-    """The rows by the products of the sweep over key/value tiles, as that sweep loads them, ``[..., 2]``.
+) -> Annotated[jax.Array, "batch heads *coordinates 2"]:
+    """The rows by the products of the sweep over key/value tiles, as that sweep loads them.
 
     Args:
         placed: The sweep.
@@ -172,7 +173,7 @@ def rows_by_key(
     return jnp.where(known.is_unreliable, found, given)
 
 
-def _may_be_large(plan: Plan, operands: Operands) -> jax.Array:
+def _may_be_large(plan: Plan, operands: Operands) -> Scalar:
     """Whether some logit of numbers that are finite may exceed LARGEST_RELIABLE_LOGIT.
 
     Rows are found anew for the whole batch or not at all, and round otherwise then. Numbers that are not finite make

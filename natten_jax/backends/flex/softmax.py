@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from natten_jax.backends.flex.shapes import MaskTiles, PairTiles, PerHead, PerRow, RowTiles, TokenTiles, ValueTiles
 from natten_jax.plan.marks import carrying_plan
 from natten_jax.plan.plan import Plan
 
@@ -25,10 +26,10 @@ class Products:
 
     Args:
         plan: How the problem is computed.
-        scale: ``[batch, heads]``: the factors of the logits, in place of the problem's; or ``None``.
+        scale: The factors of the logits, in place of the problem's; or ``None``.
     """
 
-    def __init__(self, plan: Plan, scale: jax.Array | None = None):
+    def __init__(self, plan: Plan, scale: PerHead | None = None):
         problem = plan.problem
         self.dtype = jnp.dtype(problem.element.accumulator)
         self._heads = problem.heads_kv, problem.heads // problem.heads_kv
@@ -65,8 +66,8 @@ class Products:
         """The factors of logits for ``[batch, *layout, heads, width]``."""
         return self.scale if self._scales is None else self._of_tokens(self._scales, rank)
 
-    def scaled(self, rows: jax.Array) -> jax.Array:
-        """``[tiles, batch, heads_kv, rows, ...]`` times the scales of heads, where these have their own."""
+    def scaled(self, rows: RowTiles) -> RowTiles:
+        """Rows times the scales of heads, where these have their own."""
         return rows if self._scales is None else self._of_rows(self._scales, rows.shape[-2]) * rows
 
     def constant(self) -> Products:
@@ -86,7 +87,7 @@ class Products:
         change = (steepness - lax.stop_gradient(steepness)) * reference(rows.maximum)
         return Rows(rows.maximum, rows.log_total - change)
 
-    def scores(self, query: jax.Array, key: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    def scores(self, query: RowTiles, key: TokenTiles, bias: PairTiles | None = None) -> PairTiles:
         """``query key^T``, in the order of the logits; these, with what is added, where something may be."""
         if self._adds:
             logits = self.logits(query, key)
@@ -95,25 +96,25 @@ class Products:
             return self.inner(self.cast(query) * self._of_rows(self._sign, query.shape[-2]), key)
         return self.inner(query if self.scale >= 0 else -query, key)
 
-    def inner(self, rows: jax.Array, tokens: jax.Array) -> jax.Array:
+    def inner(self, rows: RowTiles, tokens: TokenTiles) -> PairTiles:
         """``rows tokens^T``: a number for each row and token."""
         return self._product("cbhqd,cbhkd->cbhqk", rows, tokens)
 
-    def logits(self, query: jax.Array, key: jax.Array) -> jax.Array:
+    def logits(self, query: RowTiles, key: TokenTiles) -> PairTiles:
         """``scale * query key^T``."""
         if self._adds:
             return self.scaled(self.scale * self.inner(query, key))
         return self.steepness(query.shape[-2]) * self.scores(query, key)
 
-    def logit_tangents(self, scale_tangent: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
-        """``scale_tangent * query key^T``, where heads have scales of their own; the tangent is ``[batch, heads]``."""
+    def logit_tangents(self, scale_tangent: PerHead, query: RowTiles, key: TokenTiles) -> PairTiles:
+        """``scale_tangent * query key^T``, where heads have scales of their own."""
         return self._of_rows(scale_tangent, query.shape[-2]) * self.inner(query, key)
 
-    def mix(self, weights: jax.Array, value: jax.Array) -> jax.Array:
+    def mix(self, weights: PairTiles, value: TokenTiles) -> RowTiles:
         """``weights value``."""
         return self._product("cbhqk,cbhkd->cbhqd", weights, value)
 
-    def mix_rows(self, weights: jax.Array, rows: jax.Array) -> jax.Array:
+    def mix_rows(self, weights: PairTiles, rows: RowTiles) -> TokenTiles:
         """``weights^T rows``: a sum over rows for each token."""
         return self._product("cbhqk,cbhqd->cbhkd", weights, rows)
 
@@ -150,14 +151,14 @@ class Softmax(NamedTuple):
     """Softmax of rows over the keys seen so far.
 
     Attributes:
-        maximum: Largest score, ``[..., rows, 1]``; ``-inf`` where no key was seen.
-        total: Sum of the exponentials of the logits less the largest, ``[..., rows, 1]``.
-        mixed: Values mixed with these exponentials, ``[..., rows, head_dim_v]``; ``None`` where nobody asks for them.
+        maximum: Largest score; ``-inf`` where no key was seen.
+        total: Sum of the exponentials of the logits less the largest.
+        mixed: Values mixed with these exponentials; ``None`` where nobody asks for them.
     """
 
-    maximum: jax.Array
-    total: jax.Array
-    mixed: jax.Array | None
+    maximum: PerRow
+    total: PerRow
+    mixed: Annotated[jax.Array, "... width_v"] | None
 
     @classmethod
     def of_no_key(cls, rows: tuple[int, ...], head_dim_v: int | None, dtype: jnp.dtype) -> Softmax:
@@ -168,11 +169,11 @@ class Softmax(NamedTuple):
     def over(
         self,
         products: Products,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array | None,
-        mask: jax.Array,
-        bias: jax.Array | None = None,
+        query: RowTiles,
+        key: TokenTiles,
+        value: ValueTiles | None,
+        mask: MaskTiles,
+        bias: PairTiles | None = None,
         *,
         carries_plan: bool = False,
     ) -> Softmax:
@@ -196,25 +197,25 @@ class Rows(NamedTuple):
     """What turns the scores of rows into weights.
 
     Attributes:
-        maximum: Largest score, ``[..., 1]``.
-        log_total: Logarithm of the sum of the exponentials of the logits less the largest, ``[..., 1]``.
+        maximum: Largest score.
+        log_total: Logarithm of the sum of the exponentials of the logits less the largest.
     """
 
-    maximum: jax.Array
-    log_total: jax.Array
+    maximum: PerRow
+    log_total: PerRow
 
 
-def masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
+def masked(scores: PairTiles, mask: Annotated[jax.Array, "_ _ _ _ tokens"]) -> PairTiles:
     """The scores, ``-inf`` where a key is not seen."""
     return jnp.where(mask, scores, -jnp.inf)
 
 
-def highest(scores: jax.Array) -> jax.Array:
-    """The largest of each row's masked scores, ``[..., rows, 1]``."""
+def highest(scores: PairTiles) -> PerRow:
+    """The largest of each row's masked scores."""
     return scores.max(axis=-1, keepdims=True)
 
 
-def exponentials(products: Products, scores: jax.Array, maximum: jax.Array, *, carries_plan: bool = False) -> jax.Array:
+def exponentials(products: Products, scores: PairTiles, maximum: PerRow, *, carries_plan: bool = False) -> PairTiles:
     """Exponentials of the logits of masked scores less those of ``maximum``; 0 where a key is not seen."""
     # A mask again: where the scale is 0, so is every other logit.
     logits = masked(products.steepness(scores.shape[-2]) * (scores - reference(maximum)), scores != -jnp.inf)
@@ -224,15 +225,15 @@ def exponentials(products: Products, scores: jax.Array, maximum: jax.Array, *, c
 
 def softmax_weights(
     products: Products,
-    query: jax.Array,
-    key: jax.Array,
+    query: RowTiles,
+    key: TokenTiles,
     rows: Rows,
-    mask: jax.Array,
-    bias: jax.Array | None = None,
+    mask: MaskTiles,
+    bias: PairTiles | None = None,
     *,
     carries_plan: bool = False,
-) -> jax.Array:
-    """Softmax weights ``[..., queries, keys]``; 0 where a key is not seen.
+) -> PairTiles:
+    """Softmax weights; 0 where a key is not seen.
 
     ``carries_plan`` is for one sweep of a pass, whose exponential the plan is put onto: XLA leaves those alone.
     """
@@ -244,6 +245,6 @@ def softmax_weights(
         return jnp.exp(logits)
 
 
-def reference(maximum: jax.Array) -> jax.Array:
+def reference(maximum: PerRow) -> PerRow:
     """What to subtract from scores: a row that has seen no key has no maximum."""
     return jnp.where(maximum == -jnp.inf, 0, maximum)

@@ -8,7 +8,7 @@ With ``P = exp(s - lse)`` and tangents marked by ``'``,
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +48,10 @@ def tangents_of(plan: Plan, operands: Operands, output: Output, rows: Rows, tang
     return Output(out.astype(output.out.dtype), total[..., 0].astype(output.logsumexp.dtype))
 
 
-def logsumexp_change(products: Products, operands: Operands, output: Output) -> jax.Array:
-    """Zeros ``[batch, *query_layout, heads, 1]`` that have the logsumexp's derivative: rows are constants."""
+def logsumexp_change(
+    products: Products, operands: Operands, output: Output
+) -> Annotated[jax.Array, "batch *queries heads 1"]:
+    """Zeros that have the logsumexp's derivative: rows are constants."""
     change = output.logsumexp - lax.stop_gradient(output.logsumexp)
     if operands.is_placed or operands.inputs.relative_bias is not None or operands.inputs.key_bias is not None:
         # A row that sees no local key has no weights, whatever is subtracted from its (masked) logits.

@@ -1,0 +1,154 @@
+"""Arrays have the shapes that their types say: those of every backend's passes, and those inside of plain JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from natten_jax.backends import flex
+from tests.support.families import Family
+from tests.support.problems import Case
+from tests.support.shapes import checked, has_shapes
+
+#: Extents that are all different: shared keys, another width of values, additional tokens, scales of heads.
+CASE = Case(
+    (6, 9),
+    (3, 4),
+    batch=5,
+    heads=8,
+    heads_kv=4,
+    head_dim=16,
+    head_dim_v=24,
+    additional=7,
+    fused=True,
+    scales=(0.3,) * 8,
+)
+
+
+def run(case: Case, family: Family, **arguments: Any) -> None:
+    """Trace both passes: shapes are known then."""
+    operands = jax.eval_shape(lambda: case.operands(family.dtype, 0))
+    cotangents = jax.eval_shape(lambda: case.cotangents(family.dtype, 0))
+    operator = case.operator(family.fna, **arguments)
+    jax.jit(lambda o, c: jax.vjp(operator, o)[1](c)).lower(operands, cotangents)
+
+
+def says_shapes(function: Any) -> bool:
+    return inspect.isfunction(function) and any(map(has_shapes, get_type_hints(function, include_extras=True).values()))
+
+
+class Watched:
+    """Functions that check their arrays from now on, and which of them were called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self.known: set[str] = set()
+        self.called: set[str] = set()
+
+    def replaced(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        self.known.add(function.__qualname__)
+        inner = checked(function)
+
+        @functools.wraps(function)
+        def noted(*arguments: Any, **named: Any) -> Any:
+            self.called.add(function.__qualname__)
+            return inner(*arguments, **named)
+
+        return noted
+
+    def methods_of(self, kind: type) -> None:
+        for name, member in list(vars(kind).items()):
+            bare = member.__func__ if isinstance(member, (classmethod, staticmethod)) else member
+            # A named tuple's own methods are of no module of ours.
+            if getattr(bare, "__module__", None) == kind.__module__ and says_shapes(bare):
+                new: Any = self.replaced(bare)
+                self._monkeypatch.setattr(kind, name, new if bare is member else type(member)(new))
+
+    def functions_of(self, modules: list[Any]) -> None:
+        """Functions and methods that these modules define, in whichever of them they have a name."""
+        new: dict[Any, Any] = {}
+        for module in modules:
+            for value in list(vars(module).values()):
+                if getattr(value, "__module__", None) != module.__name__:
+                    continue
+                if inspect.isclass(value):
+                    self.methods_of(value)
+                elif says_shapes(value):
+                    new[value] = self.replaced(value)
+        for module in modules:
+            for name, value in list(vars(module).items()):
+                if inspect.isfunction(value) and value in new:
+                    self._monkeypatch.setattr(module, name, new[value])
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_remembered() -> None:
+    jax.clear_caches()
+
+
+def test_passes_take_and_give_arrays_of_their_shapes(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch)
+    for kind in type(family.backend).__mro__[-2::-1]:
+        watched.methods_of(kind)
+    run(CASE.fitted(family), family)
+    assert watched.called
+
+
+def test_plain_jax_works_on_arrays_of_their_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = [importlib.import_module(f"{flex.__name__}.{each.name}") for each in pkgutil.iter_modules(flex.__path__)]
+    watched = Watched(monkeypatch)
+    watched.functions_of(modules)
+    plain = next(family for family in map(Family.of, [flex.backend.FlexBackend()]))
+    run(CASE, plain, q_tile_shape=(2, 4), kv_tile_shape=(2, 4))
+    run(dataclasses.replace(CASE, layout=(12, 9), dilation=(2, 1)), plain, q_tile_shape=(2, 4), kv_tile_shape=(2, 3))
+    # Derivatives in forward mode.
+    case = dataclasses.replace(CASE, batch=3)
+    operands = case.operands("float32", 0)
+    jax.eval_shape(lambda o: jax.jvp(case.operator("flex-fna"), (o,), (o,)), operands)
+    jax.jit(lambda o: jax.jvp(case.operator("flex-fna"), (o,), (o,))).lower(operands)
+    assert len(watched.known) > 30
+    assert watched.called >= watched.known - {"FlexBackend.forward_saving", "FlexBackend.backward"}, (
+        watched.known - watched.called
+    )
+
+
+class Pair(NamedTuple):
+    first: Annotated[jax.Array, "batch *layout 2"]
+    second: Annotated[jax.Array | None, "batch"]
+
+
+def paired(pair: Pair, more: Annotated[jax.Array, "_ *layout"] | None = None) -> Annotated[jax.Array, "batch ..."]:
+    return pair.first if more is None else more
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "more", "message"),
+    [
+        ((3, 4, 5, 2), (3,), None, None),
+        ((3, 2), None, (3,), None),
+        ((3, 4, 5, 2), (3,), (3, 4, 5), None),
+        ((3, 4, 5, 1), (3,), None, "first 'batch .layout 2': it is"),
+        ((3, 4, 2), (4,), None, "batch is"),
+        ((3, 4, 2), (3, 1), None, "second 'batch': it is"),
+        ((3, 4, 5, 2), (3,), (3, 5, 4), "layout is"),
+        ((3, 4, 2), (3,), (1, 4), "returns 'batch ...'"),
+    ],
+)
+def test_other_shapes_are_seen(first: Any, second: Any, more: Any, message: str | None) -> None:
+    arrays = [None if shape is None else jnp.asarray(np.zeros(shape)) for shape in (first, second, more)]
+    call = functools.partial(checked(paired), Pair(arrays[0], arrays[1]), arrays[2])  # type: ignore[arg-type]
+    if message is None:
+        call()
+    else:
+        with pytest.raises(AssertionError, match=message):
+            call()
