@@ -114,7 +114,7 @@ def rows_by_key(
     operands: Operands,
     queries: Annotated[jax.Array, "batch heads *coordinates head_dim"],
     keys: Cut,
-    key_bias: Split | None,
+    key_bias: Annotated[jax.Array, "steps tiles batch heads_kv _ 1"] | None,
     additional: Softmax | None,
     known: KnownRows,
 ) -> Annotated[jax.Array, "batch heads *coordinates 2"]:
