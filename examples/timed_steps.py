@@ -72,6 +72,11 @@ class TimedSteps:
                 print(f"{number:>6} {statistics.mean(self.losses[first:]):>36.4f}", flush=True)
         print(f"Median step: {format_time(self.median_seconds)}")
 
+    def repeat(self, count: int, *batch: Any) -> None:
+        """Run the same step so many times, and print nothing."""
+        for _ in range(count):
+            self._train_once(*batch)
+
     def _train_once(self, *batch: Any) -> None:
         jax.block_until_ready(batch)  # type: ignore[no-untyped-call]  # making it is no part of the step
         started = time.perf_counter()
