@@ -117,7 +117,7 @@ def reference(
 def scaled_layers(weights: Weights) -> Weights:
     """With a factor for each feature, as NAT's small and base models have."""
     rng = np.random.default_rng(5)
-    added = {}
+    added: Weights = {}
     for name, array in weights.items():
         if name.endswith(".norm1.weight"):
             prefix = name.removesuffix("norm1.weight")
