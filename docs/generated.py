@@ -232,6 +232,18 @@ def _tuned_problems() -> str:
     return _markdown(("problem", *titles), rows or [("none in this version",)])
 
 
+def _tuned_devices() -> str:
+    def row(product: str) -> Sequence[str]:
+        table = tuned.shipped(Device("cuda", product=product))
+        passes = () if table is None else table.passes
+        problems = {each.plan.problem for each in passes}
+        changed = [each for each in passes if not each.is_default]
+        return product, str(len(problems)), str(len(passes)), str(len(changed))
+
+    header = ("device", "problems", "passes", "of which another configuration than the default is faster")
+    return _markdown(header, map(row, sorted(tuned.products())))
+
+
 def _milliseconds(each: TunedPass) -> str:
     default, found = (f"{1e3 * seconds:.3g}" for seconds in (each.default_seconds, each.seconds))
     return default if found == default else f"{default} → {found}"
@@ -246,6 +258,7 @@ _TABLES: dict[str, Callable[[], str]] = {
     "queries": _queries,
     "configuration queries": _configuration_queries,
     "absent backends": _absent,
+    "tuned devices": _tuned_devices,
     "tuned problems": _tuned_problems,
 }
 
