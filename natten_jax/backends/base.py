@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from natten_jax.arrays.key_bias_columns import with_columns
 from natten_jax.arrays.operands import Differentiable, Gradients, Inputs, Operands, Output, Saved
 from natten_jax.arrays.query_box import QueryBox
 from natten_jax.native import module as native
@@ -90,6 +91,8 @@ class Backend(abc.ABC):
     takes_extents: ClassVar[bool] = False
     #: What it adds to logits: names among :attr:`natten_jax.problem.Problem.biases`.
     biases: ClassVar[Collection[str]] = ()
+    #: Whether its kernels add no biases of keys, so that these are columns of wider heads.
+    key_bias_by_columns: ClassVar[bool] = False
     #: Whether it takes additional key/value tokens.
     fuses_additional_kv: ClassVar[bool] = True
     #: Whether it is operations of XLA alone, no kernels: XLA splits these over devices, and plans their memory.
@@ -133,19 +136,28 @@ class Backend(abc.ABC):
     @classmethod
     def heads_rejection(cls, problem: Problem) -> str | None:
         """Why this backend has no kernels for the problem's heads; ``None`` where it has."""
+        most = cls.largest_head_dim
         for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-            most = cls.largest_head_dim
             if most is not None and head_dim > most:
                 return f"{name} must be at most {most}, not {head_dim}"
+        wider = cls._with_columns(problem).head_dim
+        if most is not None and wider > most:
+            return f"a key_bias takes {wider - problem.head_dim} more columns of heads, which may be {most} wide"
         return None
+
+    @classmethod
+    def _with_columns(cls, problem: Problem) -> Problem:
+        """The problem with biases of keys as kernels add them."""
+        return with_columns(problem) if problem.key_bias and cls.key_bias_by_columns else problem
 
     @classmethod
     def widened(cls, problem: Problem) -> Problem:
         """The problem as kernels get it: heads of other widths than theirs are filled up with zeros, which is exact.
 
         Zeros of queries and keys add nothing to logits, whose scale stays what it is, and those of values are columns
-        of the output that are cut off.
+        of the output that are cut off. Biases of keys may be columns, too (:mod:`natten_jax.arrays.key_bias_columns`).
         """
+        problem = cls._with_columns(problem)
         head_dim, head_dim_v = (
             -(-each // cls.head_dim_step) * cls.head_dim_step for each in (problem.head_dim, problem.head_dim_v)
         )

@@ -108,7 +108,7 @@ def _travel_of(request: Request) -> _Travel | None:
         if any(backends.of(plan.backend).is_differentiable for plan in plans):
             return None  # JAX differentiates it, exchange and all
         exchange = Exchange.of(request.problem, device_line.lines_of(request.token_axes))
-        if not any(halo_passes.computes_meanwhile(plan, exchange) for plan in plans):
+        if not any(halo_passes.computes_meanwhile(plan, request, exchange) for plan in plans):
             return None
         return _Travel(part, exchange, plans)
     return None

@@ -19,7 +19,7 @@ from natten_jax.backends.select import resolve
 from natten_jax.execution import primitive, strips
 from natten_jax.execution.computations import Computation, Derivative, Result, Run
 from natten_jax.execution.differentiable_forward import PlainForward
-from natten_jax.execution.head_widths import HeadWidths
+from natten_jax.execution.kernel_operands import KernelOperands
 from natten_jax.execution.merge_saved import continued, with_start_of
 from natten_jax.execution.refused_derivatives import refuse
 from natten_jax.performance import Pass
@@ -202,12 +202,6 @@ def _gradient_types(request: Request, operands: Any, saved: Any, cotangents: Any
     return Gradients._make([None if each is None else type_like(query, each.shape, each.dtype) for each in types])
 
 
-def _as_taken(plan: Plan, operands: Operands) -> Operands:
-    """The operands as the plan's backend takes them."""
-    is_known = plan.problem.own_extents or backends.of(plan.backend).takes_own_layouts
-    return operands if is_known else operands.with_origins_alone()
-
-
 def _saved_with_strips(plan: Plan, operands: Operands) -> Saved:
     """What is saved where keys behind the ends of dimensions that wrap are strips of their own."""
     backend = backends.of(plan.backend)
@@ -246,34 +240,31 @@ def _gradients_with_strips(plan: Plan, operands: Operands, saved: Saved, cotange
 
 
 def _compute_forward(plan: Plan, request: Request, device: Device, operands: Operands) -> Output:
-    heads = HeadWidths.of(request.problem, plan.problem)
-    operands = heads.widen_operands(_as_taken(plan, operands))
+    kernels = KernelOperands.of(plan, request, operands)
     if strips.are_needed(plan):
-        output = Output(*_saved_with_strips(plan, operands)[:2])
+        output = Output(*_saved_with_strips(plan, kernels.operands)[:2])
     else:
-        output = backends.of(plan.backend).forward(plan, operands)
-    return output._replace(out=heads.narrow_values(output.out))
+        output = backends.of(plan.backend).forward(plan, kernels.operands)
+    return kernels.result(output)
 
 
 def _compute_saved(plan: Plan, request: Request, device: Device, operands: Operands) -> Saved:
-    heads = HeadWidths.of(request.problem, plan.problem)
-    operands = heads.widen_operands(_as_taken(plan, operands))
+    kernels = KernelOperands.of(plan, request, operands)
     if strips.are_needed(plan):
-        saved = _saved_with_strips(plan, operands)
+        saved = _saved_with_strips(plan, kernels.operands)
     else:
-        saved = backends.of(plan.backend).forward_saving(plan, operands)
-    return saved._replace(out=heads.narrow_values(saved.out))
+        saved = backends.of(plan.backend).forward_saving(plan, kernels.operands)
+    return kernels.result(saved)
 
 
 def _compute_continued(
     plan: Plan, request: Request, device: Device, operands: Operands, saved: Saved, seeing: QueryBox
 ) -> Saved:
-    heads = HeadWidths.of(request.problem, plan.problem)
-    operands, saved = heads.widen_operands(operands), saved._replace(out=heads.widen_values(saved.out))
+    kernels = KernelOperands.of(plan, request, operands)
+    operands, saved = kernels.operands, saved._replace(out=kernels.heads.widen_values(saved.out))
     if strips.are_needed(plan):
         plan, operands = strips.on_line(plan, operands)
-    found = _continued(plan, operands, saved, seeing)
-    return found._replace(out=heads.narrow_values(found.out))
+    return kernels.result(_continued(plan, operands, saved, seeing))
 
 
 def _compute_gradients(
@@ -281,15 +272,14 @@ def _compute_gradients(
 ) -> Gradients:
     if resolve(request, device, "forward").backend != plan.backend:
         saved = saved._replace(remainder=None)
-    heads = HeadWidths.of(request.problem, plan.problem)
-    saved = saved._replace(out=heads.widen_values(saved.out))
-    cotangents = cotangents._replace(out=heads.widen_values(cotangents.out))
-    operands = heads.widen_operands(_as_taken(plan, operands))
+    kernels = KernelOperands.of(plan, request, operands)
+    saved = kernels.saved(saved)
+    cotangents = cotangents._replace(out=kernels.heads.widen_values(cotangents.out))
     if strips.are_needed(plan):
-        found = _gradients_with_strips(plan, operands, saved, cotangents)
+        found = _gradients_with_strips(plan, kernels.operands, saved, cotangents)
     else:
-        found = backends.of(plan.backend).backward(plan, operands, saved, cotangents)
-    return heads.narrow_gradients(found)
+        found = backends.of(plan.backend).backward(plan, kernels.operands, saved, cotangents)
+    return kernels.gradients(found)
 
 
 _FORWARD = _PassSpec("forward", _output_types, _compute_forward)

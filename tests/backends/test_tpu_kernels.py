@@ -19,8 +19,9 @@ from natten_jax.plan.request import Request
 from natten_jax.problem import Problem, problem_of
 from tests.fuzz import interpreted
 from tests.support import oracle
-from tests.support.families import BOUNDS
-from tests.support.interpreted_tpu import FINDING_RACES, register
+from tests.support.families import BOUNDS, Family
+from tests.support.interpreted_tpu import FINDING_RACES, InterpretedTpuBackend, register
+from tests.support.problems import Case, Trial, check_all
 
 TPU = Device("tpu", is_present=False)
 
@@ -106,6 +107,16 @@ def test_random_problems(number: int) -> None:
     """A part of what ``python -m tests.fuzz.interpreted`` runs."""
     problem = interpreted.draw(0, number)
     assert not interpreted.complaints(problem), problem
+
+
+@pytest.mark.usefixtures("_known")
+def test_biases_of_keys() -> None:
+    cases = [
+        Case((24,), (5,), key_bias="tokens", hidden=0.4, heads=2, heads_kv=1, batch=2),
+        Case((4, 9), (3, 4), key_bias="heads", hidden=0.6, heads=2, heads_kv=2, scales=(0.0, -0.5), additional=2),
+    ]
+    family = Family.of(InterpretedTpuBackend())
+    check_all([Trial(case, dtype) for case in cases for dtype in family.dtypes], family)
 
 
 @pytest.mark.usefixtures("_known")

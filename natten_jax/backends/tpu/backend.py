@@ -33,6 +33,8 @@ class TpuBackend(Backend):
     dtypes = ("bfloat16", "float32")
     head_dim_step = 8
     largest_head_dim = 256
+    biases = ("key_bias",)
+    key_bias_by_columns = True
     carries_plan = False
     fuses_additional_kv = False
     heeds = ("backward_deterministic",)  # in every run

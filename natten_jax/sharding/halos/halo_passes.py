@@ -19,9 +19,9 @@ from natten_jax.sharding.halos.overlap import ContinueForward, RunBackward, RunF
 _Result = TypeVar("_Result", Output, Saved)
 
 
-def computes_meanwhile(plan: Plan, exchange: Exchange) -> bool:
+def computes_meanwhile(plan: Plan, request: Request, exchange: Exchange) -> bool:
     """Whether a pass computes while halos travel, which biases of keys do not."""
-    return not plan.problem.key_bias and overlap_that_pays(plan, tuple(exchange.halos)) is not None
+    return not request.problem.key_bias and overlap_that_pays(plan, tuple(exchange.halos)) is not None
 
 
 def forward(
@@ -47,7 +47,7 @@ def forward(
     Returns:
         What ``run`` does, or what is saved.
     """
-    if computes_meanwhile(plan, exchange):
+    if computes_meanwhile(plan, request, exchange):
         return overlap.forward(run_saving, run_continued, request, exchange, operands)
     return run(request, exchange.brought(operands))
 
@@ -62,7 +62,7 @@ def backward(
     cotangents: Output,
 ) -> Gradients:
     """The gradients of all that a device has; arguments as for :func:`forward`, and what it saved."""
-    if computes_meanwhile(plan, exchange):
+    if computes_meanwhile(plan, request, exchange):
         return overlap.backward(run, request, exchange, operands, saved, cotangents)
     layout = operands.inputs.key.shape[FIRST_TOKEN_AXIS:-2]
     found = run(request, exchange.brought(operands), saved, cotangents)

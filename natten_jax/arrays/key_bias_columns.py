@@ -1,0 +1,199 @@
+"""Biases of keys for kernels that know none: columns behind the heads of queries and keys.
+
+Where a key has its bias in one more column and every query a constant there, their product adds the bias to each logit
+of the key. A bias is the sum of three numbers of few digits, which have as many together as one of float32. Query heads
+that share keys have columns of their own, and zeros in those of others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
+from natten_jax.problem import Problem
+
+_Result = TypeVar("_Result", Output, Saved)
+
+#: Numbers whose sum is a bias.
+_TERMS = 3
+#: A bias is divided by the scale that it is multiplied with, which is no smaller: the query has the rest of it.
+_SMALLEST_SCALE = 2.0**-10
+
+
+class _Numbers(NamedTuple):
+    """What columns hold.
+
+    Attributes:
+        exponent_bits: Of a term.
+        fraction_bits: Likewise; kernels may round float32 to TF32, which has ten.
+        largest: Of a term. Its negative stands for minus infinity, which would be no number in a sum: weights
+            underflow to zero.
+        exponent: Of the power of two that terms are multiplied with, scale included. Float16 has neither the small
+            numbers of a bias nor large ones that hide whatever the logits are.
+    """
+
+    exponent_bits: int
+    fraction_bits: int
+    largest: float = 1e30
+    exponent: int = 0
+
+
+_NUMBERS = {
+    "float16": _Numbers(5, 10, largest=60000.0, exponent=4),
+    "bfloat16": _Numbers(8, 7),
+    "float32": _Numbers(8, 10),
+}
+
+
+def columns_of(problem: Problem) -> int:
+    """How many columns the biases of a key take."""
+    return _TERMS * (problem.heads // problem.heads_kv)
+
+
+def with_columns(problem: Problem) -> Problem:
+    """The problem as kernels get it: without a bias."""
+    scale = problem.scale if abs(problem.scale) >= _SMALLEST_SCALE else _SMALLEST_SCALE
+    head_dim = problem.head_dim + columns_of(problem)
+    return dataclasses.replace(problem, head_dim=head_dim, scale=scale, key_bias=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyBiasColumns:
+    """The columns of a call's keys; none where it has no bias, or the kernels add it.
+
+    Attributes:
+        problem: Of the call.
+        are_there: Whether there are any.
+    """
+
+    problem: Problem
+    are_there: bool
+
+    @classmethod
+    def of(cls, problem: Problem, planned: Problem) -> KeyBiasColumns:
+        """Those of a call's problem, by its plan's."""
+        return cls(problem, problem.key_bias and not planned.key_bias)
+
+    def added(self, operands: Operands) -> Operands:
+        """What kernels get, but for the width of their heads."""
+        inputs = operands.inputs
+        if not self.are_there or inputs.key_bias is None:
+            return operands
+        scales = _Scales.of(self.problem, inputs.scale)
+        query = scales.scaled(inputs.query)
+        columns = jnp.broadcast_to(self._of_queries(scales), (*query.shape[:-1], columns_of(self.problem)))
+        inputs = inputs._replace(
+            query=jnp.concatenate([query, columns.astype(query.dtype)], axis=-1),
+            key=jnp.concatenate([inputs.key, self._of_keys(scales, inputs.key_bias, inputs.key)], axis=-1),
+            scale=None if inputs.scale is None else scales.of_logits,
+            key_bias=None,
+        )
+        return operands._replace(inputs=inputs)
+
+    def result(self, found: _Result, operands: Operands) -> _Result:
+        """The results of the call: a query all of whose keys are hidden has seen none."""
+        if not self.are_there:
+            return found
+        hidden = -_NUMBERS[self.problem.dtype].largest * jnp.abs(_Scales.of(self.problem, operands.inputs.scale).bias)
+        is_unseen = found.logsumexp < hidden.reshape(hidden.shape[0], *(1,) * self.problem.rank, -1) / 2
+        found = found._replace(
+            out=jnp.where(is_unseen[..., None], 0, found.out),
+            logsumexp=jnp.where(is_unseen, -jnp.inf, found.logsumexp),
+        )
+        if isinstance(found, Saved) and found.remainder is not None:
+            found = found._replace(remainder=jnp.where(is_unseen, 0, found.remainder))
+        return found
+
+    def saved(self, saved: Saved) -> Saved:
+        """What kernels get for the backward pass: beside any number, weights of hidden keys underflow."""
+        if not self.are_there:
+            return saved
+        return saved._replace(logsumexp=jnp.where(jnp.isneginf(saved.logsumexp), 0, saved.logsumexp))
+
+    def gradients(self, found: Gradients, operands: Operands) -> Gradients:
+        """The gradients of the call's inputs, of which query and key may still be wider."""
+        inputs = operands.inputs
+        if not self.are_there or inputs.key_bias is None:
+            return found
+        scales = _Scales.of(self.problem, inputs.scale)
+        width = self.problem.head_dim
+        first_terms = found.key[..., width : width + columns_of(self.problem) : _TERMS].astype(scales.bias.dtype)
+        of_bias = first_terms.reshape(inputs.key_bias.shape) / _beside(inputs.key_bias, scales.bias)
+        found = found._replace(key_bias=of_bias)
+        return scales.gradients(found, inputs.query)
+
+    def _of_queries(self, scales: _Scales) -> jax.Array:
+        """``[batch or 1, 1, ..., heads, columns]``."""
+        groups = self.problem.heads // self.problem.heads_kv
+        own = np.tile(np.repeat(np.eye(groups), _TERMS, axis=1), (self.problem.heads_kv, 1))
+        columns = scales.column[..., None] * own.astype(scales.column.dtype)
+        return columns.reshape(columns.shape[0], *(1,) * self.problem.rank, *columns.shape[1:])
+
+    def _of_keys(self, scales: _Scales, key_bias: jax.Array, key: jax.Array) -> jax.Array:
+        """``[batch, *keys, heads_kv, columns]``."""
+        numbers = _NUMBERS[self.problem.dtype]
+        rest = jnp.clip(key_bias / _beside(key_bias, scales.bias), -numbers.largest, numbers.largest)
+        terms = []
+        for _ in range(_TERMS):
+            # Not a conversion there and back, which XLA may leave out.
+            terms.append(jax.lax.reduce_precision(rest, numbers.exponent_bits, numbers.fraction_bits))
+            rest = rest - terms[-1]
+        columns = jnp.concatenate(terms, axis=-1)  # [batch, *keys, heads, terms]
+        return columns.reshape(*key.shape[:-1], columns_of(self.problem)).astype(key.dtype)
+
+
+class _Scales(NamedTuple):
+    """The numbers that columns depend on, ``[batch or 1, heads]``.
+
+    Attributes:
+        of_logits: What kernels multiply logits with.
+        of_query: What the query is multiplied with before, besides; ``None`` where that is nothing.
+        column: What queries have in the columns: powers of two, so that no digit is lost.
+        bias: What kernels multiply a term of a bias with.
+    """
+
+    of_logits: jax.Array
+    of_query: jax.Array | None
+    column: jax.Array
+    bias: jax.Array
+
+    @classmethod
+    def of(cls, problem: Problem, scale: jax.Array | None) -> _Scales:
+        """Those of a problem, or of a scale in place of its."""
+        if scale is None:
+            of_logits = jnp.full((1, problem.heads), with_columns(problem).scale, problem.element.accumulator)
+            is_rest = abs(problem.scale) < _SMALLEST_SCALE
+            of_query = problem.scale / of_logits if is_rest else None
+        else:
+            of_logits = jnp.where(jnp.abs(scale) >= _SMALLEST_SCALE, scale, _SMALLEST_SCALE)
+            of_query = scale / of_logits
+        power = jnp.clip(_NUMBERS[problem.dtype].exponent - jnp.round(jnp.log2(jnp.abs(of_logits))), -10, 14)
+        column = jnp.ldexp(jnp.ones_like(of_logits), power.astype(jnp.int32))
+        return cls(of_logits, of_query, column, of_logits * column)
+
+    def scaled(self, query: jax.Array) -> jax.Array:
+        """The query as kernels get it."""
+        return query if self.of_query is None else query * _beside(query, self.of_query).astype(query.dtype)
+
+    def gradients(self, found: Gradients, query: jax.Array) -> Gradients:
+        """The gradients of the query and of the scale, from those of the scaled query.
+
+        Kernels' own gradient of the scale counts the columns, whose products are biases whatever the scale is.
+        """
+        if self.of_query is None:
+            return found
+        wide = found.query[..., : query.shape[-1]].astype(self.of_logits.dtype)
+        if found.scale is not None:
+            of_products = jnp.sum(wide * query.astype(wide.dtype), axis=(*range(1, query.ndim - 2), query.ndim - 1))
+            found = found._replace(scale=of_products / self.of_logits)
+        return found._replace(query=(wide * _beside(query, self.of_query)).astype(query.dtype))
+
+
+def _beside(array: jax.Array, factor: jax.Array) -> jax.Array:
+    """A factor of heads in the rank of ``[batch, *tokens, heads, width]``."""
+    return factor.reshape(factor.shape[0], *(1,) * (array.ndim - 3), -1, 1)

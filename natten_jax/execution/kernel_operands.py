@@ -1,0 +1,51 @@
+"""The arrays of a pass as its kernels take them, and what they compute as the call has it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeVar
+
+from natten_jax import backends
+from natten_jax.arrays.key_bias_columns import KeyBiasColumns
+from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
+from natten_jax.execution.head_widths import HeadWidths
+from natten_jax.plan.plan import Plan
+from natten_jax.plan.request import Request
+
+_Result = TypeVar("_Result", Output, Saved)
+
+
+class KernelOperands(NamedTuple):
+    """Arrays of a pass, and the way there and back.
+
+    Attributes:
+        given: Of the call.
+        operands: Of the kernels.
+        heads: Widths of heads.
+        columns: What stands for biases of keys.
+    """
+
+    given: Operands
+    operands: Operands
+    heads: HeadWidths
+    columns: KeyBiasColumns
+
+    @classmethod
+    def of(cls, plan: Plan, request: Request, operands: Operands) -> KernelOperands:
+        """Those of a call's arrays."""
+        heads = HeadWidths.of(request.problem, plan.problem)
+        columns = KeyBiasColumns.of(request.problem, plan.problem)
+        is_known = plan.problem.own_extents or backends.of(plan.backend).takes_own_layouts
+        placed = operands if is_known else operands.with_origins_alone()
+        return cls(operands, heads.widen_operands(columns.added(placed)), heads, columns)
+
+    def result(self, found: _Result) -> _Result:
+        """What the forward pass found, as the call has it."""
+        return self.columns.result(found._replace(out=self.heads.narrow_values(found.out)), self.given)
+
+    def saved(self, saved: Saved) -> Saved:
+        """What the backward pass gets of the forward pass."""
+        return self.columns.saved(saved._replace(out=self.heads.widen_values(saved.out)))
+
+    def gradients(self, found: Gradients) -> Gradients:
+        """The gradients of the call's inputs."""
+        return self.heads.narrow_gradients(self.columns.gradients(found, self.given))

@@ -1,0 +1,153 @@
+"""Biases of keys on kernels that add none, with the host's in their place: columns of wider heads."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from natten_jax import backends, na1d
+from natten_jax.backends.cpu import CpuBackend
+from natten_jax.backends.select import resolve
+from natten_jax.plan.devices import default_device
+from natten_jax.plan.request import Request
+from natten_jax.problem import problem_of
+from tests.support import columns_backend
+from tests.support.cases import random_case
+from tests.support.families import Family
+from tests.support.problems import Case, Trial, check_all
+from tests.support.programs import output_of, run_python
+
+FAMILY = Family.of(columns_backend.BACKEND)
+
+CASES = {
+    "tokens": Case((24,), (5,), key_bias="tokens", hidden=0.4, heads=2, heads_kv=1, batch=2),
+    "heads": Case((6, 9), (2, 4), key_bias="heads", hidden=0.6, heads=6, heads_kv=2, head_dim=24),
+    "scales": Case((30,), (7,), key_bias="heads", heads=4, heads_kv=2, scales=(0.3, -0.5, 0.0, 8e-4), hidden=0.2),
+    "no scale": Case((30,), (7,), key_bias="heads", heads=4, heads_kv=2, scale=0.0, hidden=0.2, batch=2),
+    "negative scale": Case((90,), queries=70, key_bias="tokens", scale=-0.2, batch=2),
+    "small scale": Case((4, 9), (3, 5), key_bias="tokens", scale=8e-4, hidden=0.1),
+    "large scale": Case((24,), (5,), key_bias="tokens", scale=3.0),
+    "whole layout": Case((4, 5), (4, 5), additional=3, key_bias="heads", heads=2, hidden=0.3, sinks=True),
+    "additional": Case((24,), (5,), key_bias="tokens", hidden=0.5, additional=3, fused=True, head_dim_v=12),
+    "wraps": Case((9, 12), (5, 4), stride=(1, 3), dilation=(1, 2), edges=("cut", "wrap"), key_bias="heads", heads=2),
+    "box": Case((9, 12), (3, 5), dilation=(2, 1), batch=2, box=(4, 5), origins=((2, 3), (5, 7)), key_bias="heads"),
+    "finer grid": Case((5, 6), (3, 4), upsample=(2, 1), key_bias="heads", sinks=True, heads=2, heads_kv=1),
+    "attention": Case((40,), queries=25, key_bias="heads", hidden=0.2, heads=4, heads_kv=2, is_causal=(True,)),
+}
+
+
+@pytest.fixture(autouse=True)
+def kernels_add_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend is registered, and its kernels are given no bias."""
+    call_forward, call_backward = CpuBackend.call_forward, CpuBackend.call_backward
+
+    def forward(self: Any, plan: Any, operands: Any, *arguments: Any) -> Any:
+        assert self.family != FAMILY.name or (operands.inputs.key_bias is None and not plan.problem.biases)
+        return call_forward(self, plan, operands, *arguments)
+
+    def backward(self: Any, plan: Any, operands: Any, *arguments: Any) -> Any:
+        assert self.family != FAMILY.name or (operands.inputs.key_bias is None and not plan.problem.biases)
+        return call_backward(self, plan, operands, *arguments)
+
+    monkeypatch.setattr(CpuBackend, "call_forward", forward)
+    monkeypatch.setattr(CpuBackend, "call_backward", backward)
+    *others, last = backends.registered()
+    monkeypatch.setattr(backends, "_registered", [*others, FAMILY.backend, last])
+
+
+@pytest.mark.parametrize("dtype", FAMILY.dtypes)
+def test_results_are_those_of_the_definition(dtype: str) -> None:
+    check_all([Trial(case, dtype) for case in CASES.values()], FAMILY)
+
+
+def test_random_problems() -> None:
+    rng = np.random.default_rng(0)
+    trials = []
+    for seed in range(100, 160):
+        case = dataclasses.replace(
+            random_case(seed, tokens=60),
+            key_bias=str(rng.choice(["tokens", "heads"])),
+            hidden=float(rng.choice([0.0, 0.3, 0.7])),
+            sinks=bool(rng.random() < 0.3),
+        )
+        if case.head_dim + 3 * (case.heads // case.heads_kv) <= columns_backend.LARGEST_HEAD_DIM:
+            trials.append(Trial(case.with_edges_of(FAMILY), "float32", seed))
+    assert len(trials) > 45
+    check_all(trials, FAMILY)
+
+
+def test_plans_say_how_wide_heads_of_kernels_are() -> None:
+    problem = dataclasses.replace(problem_of((23,), 5, heads=4, heads_kv=2, head_dim=32), key_bias=True)
+    plan = resolve(Request(problem, backend=FAMILY.fna), default_device(), "forward")
+    assert (plan.problem.head_dim, plan.problem.head_dim_v, plan.problem.scale) == (40, 32, 32**-0.5)
+
+
+def test_heads_without_room_for_columns_are_refused() -> None:
+    array = jnp.ones((1, 9, 2, 64))
+    with pytest.raises(ValueError, match=r"a key_bias takes 3 more columns of heads, which may be 64 wide"):
+        jax.eval_shape(lambda: na1d(array, array, array, 3, key_bias=jnp.zeros((1, 9)), backend=FAMILY.fna))
+    assert na1d(array, array, array, 3, backend=FAMILY.fna).shape == array.shape
+
+
+@pytest.mark.parametrize("dtype", FAMILY.dtypes)
+@pytest.mark.parametrize("mask_value", [-jnp.inf, -1e9, float(np.finfo(np.float32).min)])
+def test_a_masked_key_is_as_if_it_were_not_there(dtype: str, mask_value: float) -> None:
+    """Whatever is added to hide it, beside logits of a hundred."""
+    query, key, value = jnp.asarray(jax.random.normal(jax.random.key(0), (3, 1, 12, 2, 16)) * 3, dtype)
+
+    def gradients(backend: str, hidden: float) -> Any:
+        bias = jnp.zeros((1, 12)).at[:, 8:].set(hidden)
+
+        def loss(key: Any, value: Any) -> Any:
+            out = na1d(query, key, value, 12, key_bias=bias, scale=1.0, backend=backend)
+            return jnp.sum(out.astype(jnp.float32) ** 2), out
+
+        return jax.grad(loss, (0, 1), has_aux=True)(key, value)
+
+    found, expected = gradients(FAMILY.fna, mask_value), gradients("flex-fna", -jnp.inf)
+    tolerance = 1e-4 if dtype == "float32" else 3e-2
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
+        np.testing.assert_allclose(one, other, atol=tolerance * np.abs(other).max())
+    for gradient in found[0]:
+        np.testing.assert_array_equal(np.asarray(gradient[:, 8:], np.float32), 0)
+
+
+_SPLIT = """
+import sys
+import jax, jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import natten_jax
+from natten_jax import backends
+from tests.support import columns_backend
+
+backends.register(columns_backend.BACKEND)
+kind = AxisType[sys.argv[1]]
+mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind, kind))
+arrays = [jax.random.normal(jax.random.key(i), (2, 8, 12, heads, 8)) for i, heads in enumerate((4, 2, 2))]
+bias = jnp.where(jax.random.uniform(jax.random.key(3), (2, 4, 8, 12)) < 0.7, 1.5, -jnp.inf)
+
+def loss(backend, *arrays):
+    *arrays, bias = arrays
+    out, lse = natten_jax.na2d(*arrays, 5, key_bias=bias, return_lse=True, backend=backend)
+    return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(jnp.isfinite(lse), jnp.cos(lse), 0))
+
+expected = jax.jit(jax.grad(lambda *arrays: loss("flex-fna", *arrays), (0, 1, 2, 3)))(*arrays, bias)
+gradients = jax.jit(jax.grad(lambda *arrays: loss("columns-fna", *arrays), (0, 1, 2, 3)))
+with jax.set_mesh(mesh):
+    spec = P(None, "x", "y", None, None)
+    placed = [jax.device_put(array, NamedSharding(mesh, spec)) for array in arrays]
+    placed.append(jax.device_put(bias, NamedSharding(mesh, P(None, None, "x", "y"))))
+    found = gradients(*placed)
+print(max(float(abs(jax.device_get(a) - jax.device_get(b)).max()) for a, b in zip(found, expected)))
+"""
+
+
+@pytest.mark.parametrize("mode", ["Auto", "Explicit"])
+def test_halos_bring_biases(mode: str) -> None:
+    assert float(output_of(run_python(_SPLIT, mode, devices=4))) < 3e-5
