@@ -1,7 +1,8 @@
 """``python -m natten_jax.doctor``: what is installed, what was built, and which backend can run here and why.
 
 With ``--problem`` and the profiler's flags that describe one: which backend runs that problem, with which tiles,
-how much scratch memory its kernels take, and what was measured of it elsewhere.
+how much scratch memory its kernels take, and what was measured of it elsewhere. With ``--check NAME``: whether a
+backend computes on this device what attention in float64 does, and how fast it is there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from natten_jax import backends, source_tree
 from natten_jax.backends import missing_kernels
 from natten_jax.backends.base import Backend
 from natten_jax.backends.select import plan_with, resolve
-from natten_jax.doctor import mesh_check, scratch_memory, tuned_tables
+from natten_jax.doctor import backend_check, mesh_check, scratch_memory, tuned_tables
 from natten_jax.element_types import SUPPORTED_DTYPES
 from natten_jax.native import cuda_version
 from natten_jax.native import module as native
@@ -38,7 +39,15 @@ def main() -> int:
     """Print the report."""
     parser = argparse.ArgumentParser(prog="python -m natten_jax.doctor", description=__doc__)
     parser.add_argument("--problem", nargs=argparse.REMAINDER, metavar="FLAG", help="the profiler's flags")
-    flags = parser.parse_args().problem
+    parser.add_argument("--check", metavar="NAME", help="compare a backend with float64 on this device, and time it")
+    found = parser.parse_args()
+    if found.check is not None:
+        try:
+            id_ = backend_check.id_of(found.check)
+        except ValueError as error:
+            parser.error(f"--check: {error}")
+        return run_quietly(parser.prog, lambda: backend_check.check(id_))
+    flags = found.problem
     # Without running it, the problem may be of another device.
     lines = report() if flags is None else report_problem(arguments.parse([*flags, "--dry-run"]))
     return run_quietly(parser.prog, lambda: _print(lines))

@@ -1,0 +1,189 @@
+"""``python -m natten_jax.doctor --check``."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from natten_jax.arrays.operands import Differentiable, Operands
+from natten_jax.backends import defaults
+from natten_jax.backends.base import Platform
+from natten_jax.backends.flex.backend import FlexBackend
+from natten_jax.doctor import backend_check, battery, reference
+from natten_jax.plan.devices import Device
+from natten_jax.plan.plan import Plan
+from natten_jax.problem import problem_of
+from tests.support import oracle
+from tests.support.machine import Machine
+
+PROBLEMS = {problem.describe(): problem for problem in (*battery._NEIGHBORHOOD, *battery._ATTENTION)}
+
+
+@pytest.fixture
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few problems, and small ones."""
+    small = problem_of((21,), 5, heads=2, head_dim=16)
+    for name, problems in (
+        ("_NEIGHBORHOOD", (small, problem_of((8, 9), 3, dilation=2, head_dim=8, additional_kv=3))),
+        ("_ATTENTION", (problem_of((20,), operator="fmha", kv_layout=(31,), head_dim=8),)),
+        ("_TIMED_NEIGHBORHOOD", (small,)),
+        ("_TIMED_ATTENTION", (problem_of((20,), operator="fmha", head_dim=8),)),
+    ):
+        monkeypatch.setattr(battery, name, problems)
+    monkeypatch.setattr(backend_check, "_TIMED_SECONDS", 0.0)
+
+
+def checked(name: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+    status = backend_check.check(backend_check.id_of(name))
+    return status, capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_the_reference_is_right(name: str) -> None:
+    problem = PROBLEMS[name]
+    arrays = battery.arrays_of(problem)
+    operands = oracle.Tensors(*(None if each is None else each.astype(np.float64) for each in arrays[:5]))
+    if problem.operator == "fmha":
+        (axis,) = problem.axes
+        mask = oracle.attention_mask(axis.query_extent, axis.kv_extent, axis.is_causal)
+    else:
+        windows = problem.kernel_size, problem.stride, problem.dilation, problem.is_causal
+        mask = oracle.neighborhood_mask(problem.query_layout, *windows)
+    cotangents = arrays.out_cotangent, arrays.logsumexp_cotangent
+    expected = oracle.reference(operands, mask, problem.scale, *cotangents)
+    found = reference.results(problem, arrays)
+    wanted = {"out": expected.forward.out, "lse": expected.forward.lse}
+    wanted |= {f"d_{name}": getattr(expected.gradients, name) for name in arrays.operands}
+    assert found.keys() == wanted.keys()
+    for each, array in wanted.items():
+        np.testing.assert_allclose(found[each], array, rtol=1e-11, atol=1e-12, err_msg=each)
+
+
+@pytest.mark.usefixtures("_short")
+@pytest.mark.parametrize("name", ["cpu-fna", "cpu-fmha", "flex-fna"])
+def test_a_right_backend(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, lines = checked(name, capsys)
+    results = [line for line in lines if "d_query" in line]
+    assert status == 0 and len(results) >= 1
+    assert all(": right: out " in line for line in results)
+    other = "cpu-fna" if name == "flex-fna" else name.replace("cpu", "flex")
+    (times,) = (line for line in lines if "with gradients" in line)
+    assert re.search(rf"forward [0-9.e+-]+ \({other} [0-9.e+-]+, [0-9.]+ times as fast\)", times)
+    (count,) = (line for line in lines if line.endswith("problems are right"))
+    assert count.split()[0] == count.split()[2] == str(len(results))
+    runs = "cpu-fna" if name == "flex-fna" else name
+    assert lines[-1] == (
+        f"{name} runs here by default."
+        if name == runs
+        else f'backend="{name}" runs it; calls without a name run {runs}.'
+    )
+
+
+class ByName(FlexBackend):
+    """A right one, that nobody gets without naming it."""
+
+    family = "mine"
+    is_by_name_only = True
+    is_slow_fallback = False
+
+
+class Blind(ByName):
+    """One whose windows lack a key."""
+
+    def forward_differentiable(self, plan: Plan, operands: Operands) -> Differentiable:
+        if plan.problem.operator == "fna":
+            fewer = [axis.kernel_size - 1 for axis in plan.problem.axes]
+            plan = dataclasses.replace(plan, problem=plan.problem.with_axes(kernel_size=fewer))
+        return super().forward_differentiable(plan, operands)
+
+
+class Unfinished(ByName):
+    """One whose last number was never written."""
+
+    def forward_differentiable(self, plan: Plan, operands: Operands) -> Differentiable:
+        result = super().forward_differentiable(plan, operands)
+        return result._replace(out=result.out.at[..., -1].set(jnp.nan))
+
+
+class Broken(ByName):
+    """One that does not compile."""
+
+    def forward_differentiable(self, plan: Plan, operands: Operands) -> Differentiable:
+        raise NotImplementedError("no such\ninstruction")
+
+
+@pytest.mark.usefixtures("_short")
+def test_one_by_name_says_how_to_have_it_by_default(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    machine.knows(ByName())
+    status, lines = checked("mine-fna", capsys)
+    assert status == 0
+    assert f"{defaults.VARIABLE}=mine in the environment makes it the default" in lines[-2]
+    assert "report what is printed above" in lines[-1]
+
+
+@pytest.mark.usefixtures("_short")
+@pytest.mark.parametrize(
+    ("backend", "what"),
+    [
+        (Blind(), ": WRONG: out [0-9.]+e-0[12]"),
+        (Unfinished(), ": WRONG: out inf"),
+        (Broken(), ": FAILED: NotImplementedError: no such instruction"),
+    ],
+)
+def test_a_wrong_one(backend: Any, what: str, machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    machine.knows(backend)
+    status, lines = checked("mine-fna", capsys)
+    assert status == 1
+    assert sum(re.search(what, line) is not None for line in lines) >= 2
+    assert lines[-2].startswith("0 of ")
+    assert lines[-1] == "Do not use mine-fna on this device, and report what is printed above, please."
+
+
+class Elsewhere(ByName):
+    """One for other devices, and not for all that is asked of it there."""
+
+    platform = Platform("tpu")
+    largest_head_dim = 8
+
+
+def test_what_a_backend_does_not_take_is_left_out(machine: Machine) -> None:
+    machine.knows(Elsewhere())
+    id_ = backend_check.id_of("mine-fna")
+    session = backend_check._Session(id_, Elsewhere(), Device("tpu"), None)
+    assert "head_dim must be at most 8" in str(session.cannot_run())
+
+
+@pytest.fixture
+def doctor() -> Iterator[Any]:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "natten_jax.doctor", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    yield run
+
+
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [
+        ("tpu-fna", "tpu-fna cannot be checked here: it runs on platform tpu only, not on cpu"),
+        ("hopper-fmha", "it runs on NVIDIA GPUs of compute capability 9.0 only, not on cpu"),
+    ],
+)
+def test_other_devices_get_one_sentence(name: str, needs: str, doctor: Any) -> None:
+    done = doctor("--check", name)
+    assert done.returncode == 1 and done.stdout == ""
+    assert needs in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["cpu-fnaa", "cudnn-fmha"])
+def test_unknown_names(name: str, doctor: Any) -> None:
+    done = doctor("--check", name)
+    assert done.returncode == 2 and name in done.stderr and "hoose None or one of" in done.stderr
