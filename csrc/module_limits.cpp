@@ -9,6 +9,7 @@
 #include "cuda/sm80/forms.h"
 #include "cuda/sm90/forms.h"
 #include "cuda/small/region.h"
+#include "natten_jax/offset_table.h"
 #include "natten_jax/problem.h"
 
 namespace py = pybind11;
@@ -52,7 +53,7 @@ py::dict limits() {
     additional_queries_at_once.push_back(small::additional_pairs_at_once(head_dim) * 2 * small::kColumns);
   }
   return py::dict(
-      "cpu"_a = py::dict("tile_tokens"_a = kMostTileTokens),
+      "cpu"_a = py::dict("tile_tokens"_a = kMostTileTokens, "table_entries"_a = kMostTableEntries),
       "sm80"_a = py::dict("head_dim_step"_a = sm80::kHeadDimStep, "largest_head_dim"_a = sm80::kLargestHeadDim,
                           "forward"_a = described(sm80::kForwardForms), "backward"_a = described(sm80::kBackwardForms),
                           "least_shared_memory"_a = sm80::kLeastSharedMemory, "wide_form_capabilities"_a = wide),

@@ -7,61 +7,22 @@
 #include <vector>
 
 #include "cpu/dispatch.h"
+#include "cpu/parts.h"
+#include "cpu/table_gradient.h"
 
 namespace natten_jax::cpu {
 namespace {
-
-/// The problem of one batch entry, which has a layout of its own; windows are the largest that fit it.
-Problem problem_of_entry(const Problem& all, const std::int32_t* layout) {
-  Problem p = all;
-  p.batch = 1;
-  for (int dim = 0; dim < kRank; ++dim) {
-    Axis& axis = p.axes[dim];
-    axis.query.origin = layout[dim];
-    axis.query.extent = layout[kRank + dim];
-    axis.kv.extent = layout[2 * kRank + dim];
-    const std::int64_t most =
-        std::max(axis.kv.extent / axis.window.dilation, std::min<std::int64_t>(axis.kv.extent, 1));
-    axis.window.kernel_size = std::min(axis.window.kernel_size, most);
-    axis.window.stride = std::max<std::int64_t>(std::min(axis.window.stride, axis.window.kernel_size), 1);
-  }
-  return p;
-}
-
-/// A pass over entries of the batch that are alike.
-struct Part {
-  Plan plan;
-  std::int64_t first_entry;
-  std::int64_t first_item;
-};
-
-/// All entries in one part; or one each, where they have layouts of their own.
-std::vector<Part> parts_of(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, Pass pass) {
-  if (arrays.layouts == nullptr) return {{make_plan(problem, tiles, arrays, pass), 0, 0}};
-  std::vector<Part> parts;
-  std::int64_t items = 0;
-  for (std::int64_t entry = 0; entry < problem.batch; ++entry) {
-    const Problem own = problem_of_entry(problem, arrays.layouts + entry * kRank * kRank);
-    parts.push_back({make_plan(own, tiles, arrays, pass), entry, items});
-    items += parts.back().plan.items();
-  }
-  return parts;
-}
 
 Status run_pass(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, Pass pass,
                 const Executor& executor) {
   const std::vector<Part> parts = parts_of(problem, tiles, arrays, pass);
   const ItemKernel kernel = host_kernels().kernels[static_cast<int>(pass)][static_cast<int>(problem.element_type)];
-  std::size_t bytes = 0;
-  for (const Part& part : parts) bytes = std::max(bytes, part.plan.workspace(nullptr).bytes);
   const std::int64_t items = parts.back().first_item + parts.back().plan.items();
-  const bool is_done = run_items(executor, items, bytes, [&](std::int64_t index, std::byte* scratch) {
+  const bool is_done = run_items(executor, items, scratch_bytes(parts), [&](std::int64_t index, std::byte* scratch) {
     const auto next = std::upper_bound(parts.begin(), parts.end(), index,
                                        [](std::int64_t i, const Part& part) { return i < part.first_item; });
     const Part& part = *std::prev(next);
-    Item item = part.plan.item(index - part.first_item);
-    item.batch += part.first_entry;
-    kernel(part.plan, item, scratch);
+    kernel(part.plan, part.item(index - part.first_item), scratch);
   });
   return is_done ? Status() : Status::resource_exhausted("no memory for the scratch buffers of attention");
 }
@@ -109,8 +70,13 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
     const auto width = static_cast<std::size_t>(element_bytes(problem.element_type));
     std::memset(arrays.key_gradient, 0, rows * static_cast<std::size_t>(problem.head_dim) * width);
     std::memset(arrays.value_gradient, 0, rows * static_cast<std::size_t>(problem.head_dim_v) * width);
+    if (arrays.key_bias != nullptr) {
+      std::fill_n(arrays.key_bias_gradient, problem.batch * problem.keys() * problem.heads, 0.0f);
+    }
   }
-  NATTEN_JAX_RETURN_IF_FAILED(run_pass(problem, tiles, arrays, Pass::kQueryGradient, executor));
+  NATTEN_JAX_RETURN_IF_FAILED(arrays.relative_bias == nullptr
+                                  ? run_pass(problem, tiles, arrays, Pass::kQueryGradient, executor)
+                                  : run_with_tables(problem, tiles, arrays, executor));
   return run_pass(problem, tiles, arrays, Pass::kKeyValueGradient, executor);
 }
 

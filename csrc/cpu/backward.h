@@ -43,6 +43,9 @@ void query_gradient(const Plan& plan, const Item& item, std::byte* scratch) {
   const std::int64_t blocks = make_lane_blocks(plan, item, w.blocks);
   const auto values_of = [&w](std::int64_t i) { return QueryValues(w.statistics + i * kStatistics * kLanes, kLanes); };
   const auto exponent_scales = [&w](std::int64_t i) { return w.statistics + (i * kStatistics + 3) * kLanes; };
+  const bool has_table = plan.arrays.relative_bias != nullptr;
+  const std::int64_t entries = has_table ? p.heads_per_kv() * plan.offsets.entries : 0;
+  clear(w.table, entries);
   for (std::int64_t i = 0; i < blocks; ++i) {
     const LaneBlock& block = w.blocks[i];
     load_lanes(block, static_cast<const T*>(plan.arrays.query), p.head_dim, 1.0f, w.lines,
@@ -55,8 +58,8 @@ void query_gradient(const Plan& plan, const Item& item, std::byte* scratch) {
   }
 
   stream_keys_and_values<T>(
-      plan, item, blocks, w, [&](std::int64_t i, const Box& box, bool is_masked, std::int64_t rows) {
-        dot(w.lanes_a + i * p.head_dim * kLanes, w.rows_a, rows, p.head_dim, load(exponent_scales(i)), w.logits);
+      plan, item, blocks, w, exponent_scales,
+      [&](std::int64_t i, const Box& box, bool is_masked, std::int64_t rows, bool has_place) {
         dot(w.lanes_b + i * p.head_dim_v * kLanes, w.rows_b, rows, p.head_dim_v, broadcast(1.0f), w.products);
         const QueryValues values = values_of(i);
         const Float logsumexp = load(values.logsumexp), remainder = load(values.remainder), delta = load(values.delta);
@@ -72,6 +75,7 @@ void query_gradient(const Plan& plan, const Item& item, std::byte* scratch) {
         } else {
           for (std::int64_t row = 0; row < rows; ++row) store(w.logits + row * kLanes, gradient(row));
         }
+        if (has_table && has_place) add_to_tables(plan, w.blocks[i], box, w.logits, w.table);
         accumulate<false>(w.logits, w.rows_a, rows, p.head_dim, logsumexp, w.sums_a + i * p.head_dim * kLanes);
       });
 
@@ -83,6 +87,8 @@ void query_gradient(const Plan& plan, const Item& item, std::byte* scratch) {
     store_lanes(w.blocks[i], w.sums_a + i * p.head_dim * kLanes, p.head_dim, scale, w.lines,
                 static_cast<T*>(plan.arrays.query_gradient));
   }
+  // As with sums of tiles, two levels keep rounding errors small.
+  for (std::int64_t entry = 0; entry < entries; ++entry) item.table_sums[entry] += w.table[entry];
 }
 
 /// Lists the values of the queries of a box, in the order of for_each_masked_row.
@@ -141,12 +147,14 @@ void key_value_gradient(const Plan& plan, const Item& item, std::byte* scratch) 
   const TokenMap tokens = stream_tokens(plan, item);
   const QueryValues query_values(w.row_values, plan.stream_tokens + kRowPadding);
   // That of all query heads which share the keys: heads with scales of their own share none.
-  const HeadScale head_scale = p.scale.of(item.batch * p.heads + item.kv_head * p.heads_per_kv());
+  const HeadScale head_scale = p.scale.of(first_head(p, item));
+  const OwnedKeyBiases biases{plan, item, w};
   // The gradients of a group of query heads add up in the same sums.
   for (std::int64_t head = 0; head < p.heads_per_kv(); ++head) {
     const std::int64_t first = item.batch * p.queries() * p.heads + item.kv_head * p.heads_per_kv() + head;
     const T* queries = static_cast<const T*>(arrays.query) + first * p.head_dim;
     const T* cotangents = static_cast<const T*>(arrays.out_cotangent) + first * p.head_dim_v;
+    biases.load_keys(blocks, head);
     stream_boxes<T>(
         w.blocks, blocks, tokens, plan.stream_tile,
         [&](const Box& tile) {
@@ -160,12 +168,15 @@ void key_value_gradient(const Plan& plan, const Item& item, std::byte* scratch) 
           list_query_values(arrays, tokens, first, p.heads, box, query_values);
           dot(w.lanes_a + i * p.head_dim * kLanes, w.rows_a, rows, p.head_dim, broadcast(exponent_scale(head_scale)),
               w.logits);
+          biases.add(i, box, rows, head);
           dot(w.lanes_b + i * p.head_dim_v * kLanes, w.rows_b, rows, p.head_dim_v, broadcast(1.0f), w.products);
           differentiate(w.blocks[i], box, !contains(w.blocks[i].core, box), rows, query_values, w.logits, w.products);
+          biases.sum(i, rows);
           const Float unused = broadcast(0.0f);
           accumulate<false>(w.products, w.rows_a, rows, p.head_dim, unused, w.sums_a + i * p.head_dim * kLanes);
           accumulate<false>(w.logits, w.rows_b, rows, p.head_dim_v, unused, w.sums_b + i * p.head_dim_v * kLanes);
         });
+    biases.store_gradients(blocks, head);
   }
 
   alignas(64) float scale[kLanes];

@@ -70,12 +70,12 @@ void forward(const Plan& plan, const Item& item, std::byte* scratch) {
     clear(w.sums_b + i * p.head_dim_v * kLanes, p.head_dim_v * kLanes);
   }
 
-  stream_keys_and_values<T>(
-      plan, item, blocks, w, [&](std::int64_t i, const Box& box, bool is_masked, std::int64_t rows) {
-        dot(w.lanes_a + i * p.head_dim * kLanes, w.rows_a, rows, p.head_dim, load(exponent_scales(i)), w.logits);
-        const Float keep = exponentiate(w.blocks[i], box, is_masked, rows, softmax(i), w.logits);
-        accumulate<true>(w.logits, w.rows_b, rows, p.head_dim_v, keep, w.sums_b + i * p.head_dim_v * kLanes);
-      });
+  stream_keys_and_values<T>(plan, item, blocks, w, exponent_scales,
+                            [&](std::int64_t i, const Box& box, bool is_masked, std::int64_t rows, bool) {
+                              const Float keep = exponentiate(w.blocks[i], box, is_masked, rows, softmax(i), w.logits);
+                              accumulate<true>(w.logits, w.rows_b, rows, p.head_dim_v, keep,
+                                               w.sums_b + i * p.head_dim_v * kLanes);
+                            });
 
   for (std::int64_t i = 0; i < blocks; ++i) {
     const LaneBlock& block = w.blocks[i];

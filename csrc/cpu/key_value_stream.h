@@ -1,19 +1,35 @@
-// Streams the keys and values that an item's queries see: its tiles of layout tokens, then the additional ones.
+// Streams the keys and values that an item's queries see: its tiles of layout tokens, then the additional ones. And the
+// logits of them.
 //
 // Part of the kernels: compiled once per instruction set, in a namespace of its own.
 #pragma once
 
+#include "cpu/biases.h"
+#include "cpu/microkernels.h"
 #include "cpu/stream.h"
 
 namespace natten_jax::cpu::NATTEN_JAX_ISA {
 namespace {
 
-/// Lists the rows of keys and values in the workspace and calls visit(block number, box, is_masked, rows), for
-/// everything that the blocks see.
-template <typename T, typename Visit>
+/// Lists the rows of keys and values and the logits of the blocks' queries in the workspace, and calls
+/// visit(block number, box, is_masked, rows, has_place), for everything that the blocks see: keys of the layout have a
+/// place, additional ones have none.
+///
+/// Args:
+///   plan: the pass.
+///   item: its work item.
+///   blocks: how many blocks of queries it has.
+///   w: the workspace, with the blocks and their queries in it.
+///   exponent_scales: exponent_scales(block number) gives the factors of the lanes' logits.
+///   visit: as above.
+template <typename T, typename Scales, typename Visit>
 NATTEN_JAX_INLINE void stream_keys_and_values(const Plan& plan, const Item& item, std::int64_t blocks,
-                                              const Workspace& w, Visit visit) {
+                                              const Workspace& w, Scales exponent_scales, Visit visit) {
   const Problem& p = plan.problem;
+  const bool has_biases = plan.arrays.relative_bias != nullptr || plan.arrays.key_bias != nullptr;
+  const auto find_logits = [&](std::int64_t i, std::int64_t rows) {
+    dot(w.lanes_a + i * p.head_dim * kLanes, w.rows_a, rows, p.head_dim, load(exponent_scales(i)), w.logits);
+  };
   const TokenMap tokens = stream_tokens(plan, item);
   const std::int64_t first = item.batch * p.keys() * p.heads_kv + item.kv_head;
   const T* keys = static_cast<const T*>(plan.arrays.key) + first * p.head_dim;
@@ -27,7 +43,9 @@ NATTEN_JAX_INLINE void stream_keys_and_values(const Plan& plan, const Item& item
       [&](std::int64_t i, const Box& box, const RowPair& rows) {
         list_rows(rows.a, box, w.rows_a);
         list_rows(rows.b, box, w.rows_b);
-        visit(i, box, !contains(w.blocks[i].core, box), volume(box));
+        find_logits(i, volume(box));
+        if (has_biases) add_biases(plan, item, tokens, w.blocks[i], box, w.logits);
+        visit(i, box, !contains(w.blocks[i].core, box), volume(box), true);
       });
 
   if (p.additional_kv == 0) return;
@@ -43,7 +61,8 @@ NATTEN_JAX_INLINE void stream_keys_and_values(const Plan& plan, const Item& item
     for (std::int64_t i = 0; i < blocks; ++i) {
       list_rows(key_rows, tile, w.rows_a);
       list_rows(value_rows, tile, w.rows_b);
-      visit(i, tile, false, volume(tile));
+      find_logits(i, volume(tile));
+      visit(i, tile, false, volume(tile), false);
     }
   });
 }

@@ -86,6 +86,7 @@ void fill_lanes(const Box& box, std::int64_t head_begin, std::int64_t head_end, 
             block.last[dim][lane] = static_cast<std::int32_t>(range.end);
           }
           block.row[lane] = owner.first_row + token * owner.heads + head;
+          block.head[lane] = static_cast<std::int32_t>(head);
         }
       }
     }
@@ -93,11 +94,34 @@ void fill_lanes(const Box& box, std::int64_t head_begin, std::int64_t head_end, 
   block.active = lane;
   for (; lane < kLanes; ++lane) {
     block.row[lane] = block.row[0];
+    block.head[lane] = block.head[0];
     for (int dim = 0; dim < kRank; ++dim) {
       block.first[dim][lane] = block.first[dim][0];
       block.last[dim][lane] = block.last[dim][0];
     }
   }
+}
+
+/// Fills in the places of a block whose lanes and hull are known.
+void fill_places(const Plan& plan, const Box& box, const std::int64_t (&pitch)[kRank], LaneBlock& block) {
+  const OffsetTable& offsets = plan.offsets;
+  // From the lane of the box's first token, offsets of keys fall with the queries that are owned and rise with the
+  // keys.
+  std::int64_t of_first = 0;
+  for (int dim = 0; dim < kRank; ++dim) {
+    of_first += (block.hull.begin[dim] - box.begin[dim]) * pitch[dim] + offsets.reach[dim] * offsets.pitch[dim];
+  }
+  std::int64_t at[kRank] = {0, 0, 0};
+  for (int lane = 0; lane < block.active; ++lane) {
+    std::int64_t place = of_first + block.head[lane] * offsets.entries;
+    for (int dim = 0; dim < kRank; ++dim) place -= at[dim] * pitch[dim];
+    block.place[lane] = static_cast<std::int32_t>(place);
+    for (int dim = kRank - 1; dim >= 0; --dim) {
+      if (++at[dim] < box.end[dim] - box.begin[dim]) break;
+      at[dim] = 0;
+    }
+  }
+  std::fill(block.place + block.active, block.place + kLanes, block.place[0]);
 }
 
 }  // namespace
@@ -109,6 +133,10 @@ std::int64_t make_lane_blocks(const Plan& plan, const Item& item, LaneBlock* blo
   // Additional keys are a line of tokens, whatever the box of layout tokens is.
   const std::int64_t line[kRank] = {1, 1, kLanes};
   const std::int64_t* extent = item.owns_additional ? line : plan.lane_box;
+
+  const bool has_places = plan.arrays.relative_bias != nullptr && !item.owns_additional;
+  std::int64_t pitch[kRank];
+  table_pitch(plan, pitch);
 
   std::int64_t count = 0;
   Box box;
@@ -147,6 +175,7 @@ std::int64_t make_lane_blocks(const Plan& plan, const Item& item, LaneBlock* blo
           block.hull = hull;
           block.core = core;
           fill_lanes(box, head, std::min(head + plan.lane_heads, heads), owner, visible, block);
+          if (has_places) fill_places(plan, box, pitch, block);
         }
       }
     }
@@ -167,6 +196,11 @@ Box enclosing_hull(const LaneBlock* blocks, std::int64_t count) {
     found = true;
   }
   return box;
+}
+
+void table_pitch(const Plan& plan, std::int64_t (&pitch)[kRank]) {
+  const std::int64_t sign = plan.pass == Pass::kKeyValueGradient ? -1 : 1;
+  for (int dim = 0; dim < kRank; ++dim) pitch[dim] = sign * plan.offsets.pitch[dim];
 }
 
 TokenMap stream_tokens(const Plan& plan, const Item& item) {

@@ -59,6 +59,10 @@ struct alignas(64) LaneBlock {
   std::int32_t last[kRank][kLanes];
   /// Each lane's row in the owner's array: (batch * tokens + token) * heads + head. Idle lanes repeat lane 0.
   std::int64_t row[kLanes];
+  /// Each lane's query head, counted from the first of those that share its keys; 0 where keys are owned.
+  std::int32_t head[kLanes];
+  /// Where there are relative biases, each lane's entry for the first token of the hull, behind those of earlier heads.
+  std::int32_t place[kLanes];
   int active;  ///< Lanes whose results are stored.
   Box hull;    ///< Smallest box around everything that a lane sees.
   Box core;    ///< What every lane sees.
@@ -77,6 +81,9 @@ std::int64_t make_lane_blocks(const Plan& plan, const Item& item, LaneBlock* blo
 
 /// Smallest box around the hulls of the blocks.
 Box enclosing_hull(const LaneBlock* blocks, std::int64_t count);
+
+/// How many entries of a relative bias further the pairs of the next stream token along each dimension are.
+void table_pitch(const Plan& plan, std::int64_t (&pitch)[kRank]);
 
 /// Where the tokens that an item streams lie, without batch and head.
 TokenMap stream_tokens(const Plan& plan, const Item& item);

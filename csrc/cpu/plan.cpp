@@ -158,6 +158,8 @@ Workspace Plan::workspace(std::byte* scratch) const {
   reserve(w.rows_a, rows);
   reserve(w.rows_b, rows);
   reserve(w.row_values, kStatistics * rows);
+  const bool has_table = pass == Pass::kQueryGradient && arrays.relative_bias != nullptr;
+  reserve(w.table, has_table ? static_cast<std::size_t>(problem.heads_per_kv() * offsets.entries) : 0);
   reserve(w.packed_a, packed * head_dim);
   reserve(w.packed_b, packed * head_dim_v);
   reserve(w.lines, kLanes * std::max(head_dim, head_dim_v));
@@ -169,6 +171,7 @@ Plan make_plan(const Problem& problem, const TileShapes& tiles, const Arrays& ar
   plan.problem = problem;
   plan.arrays = arrays;
   plan.pass = pass;
+  plan.offsets = offset_table(problem.axes);
   const bool owns_queries = pass != Pass::kKeyValueGradient;
   const std::int64_t* owner_tile = owns_queries ? tiles.query : tiles.kv;
   const std::int64_t* stream_tile = owns_queries ? tiles.kv : tiles.query;

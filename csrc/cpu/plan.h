@@ -14,14 +14,15 @@
 #include <vector>
 
 #include "natten_jax/arrays.h"
+#include "natten_jax/offset_table.h"
 #include "natten_jax/problem.h"
 
 namespace natten_jax::cpu {
 
 inline constexpr int kLanes = 16;
 
-/// Numbers that a query has beside its vectors: maximum and sum of its softmax and the factor of its
-/// logits, or QueryValues of the backward passes.
+/// Numbers that an owner has beside its vectors: maximum and sum of a query's softmax and the factor of its logits,
+/// QueryValues of the backward passes, or a key's bias and the gradient of it.
 inline constexpr int kStatistics = 4;
 
 /// Room behind the rows of a stream tile, so that micro-kernels may work on whole groups of rows.
@@ -45,6 +46,7 @@ struct Item {
   std::int64_t kv_head;
   Segment segments[kRank];
   bool owns_additional;  ///< Whether the last segment counts additional keys instead of layout tokens.
+  float* table_sums;     ///< [query heads of kv_head][entries]: what gradients of relative biases are added to.
 };
 
 struct LaneBlock;
@@ -62,6 +64,7 @@ struct Workspace {
   const float** rows_a;  ///< [rows]: rows of head_dim elements.
   const float** rows_b;  ///< [rows]: rows of head_dim_v elements.
   float* row_values;     ///< [kStatistics][rows]: QueryValues of streamed queries.
+  float* table;          ///< [query heads of an item][entries]: the item's own gradients of relative biases.
   float* packed_a;       ///< [rows][head_dim].
   float* packed_b;       ///< [rows][head_dim_v].
   float* lines;          ///< [kLanes][larger head_dim].
@@ -73,6 +76,7 @@ struct Plan {
   Problem problem;
   Arrays arrays;
   Pass pass;
+  OffsetTable offsets;              ///< Of the relative biases: for whole windows, also where an entry's are smaller.
   std::int64_t lane_box[kRank];     ///< Tokens per dimension of a lane block.
   std::int64_t lane_heads;          ///< Query heads of a group that share a lane block; 1 where keys are owned.
   std::int64_t stream_tile[kRank];  ///< Stream tokens that are visited at a time.

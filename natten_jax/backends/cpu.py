@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Collection
 from typing import ClassVar
 
 import jax
@@ -15,7 +16,7 @@ from natten_jax.backends.base import Platform
 from natten_jax.backends.native_backend import (
     NativeBackend,
     attributes,
-    call_for_gradients,
+    call_for_results,
     delta,
     kernel_operands,
     saved_remainder,
@@ -33,6 +34,7 @@ from natten_jax.windows import EDGES
 _FORWARD = "natten_jax_cpu_forward"
 _BACKWARD = "natten_jax_cpu_backward"
 _LARGEST_TILE = native.limits("cpu").get("tile_tokens", 0)
+_MOST_TABLE_ENTRIES = native.limits("cpu").get("table_entries", 0)
 
 
 class CpuBackend(NativeBackend):
@@ -46,6 +48,18 @@ class CpuBackend(NativeBackend):
     heeds = ("backward_deterministic",)  # in every run
     takes_own_layouts = True
     takes_extents = True
+    biases: ClassVar[Collection[str]] = ("relative_bias", "key_bias")
+
+    def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
+        """Why this backend cannot run a pass of the problem on the device; ``None`` where it can."""
+        reason = super().rejection(problem, device, pass_)
+        entries = problem.heads // problem.heads_kv * math.prod(problem.bias_shape)
+        if reason is None and problem.relative_bias and entries > _MOST_TABLE_ENTRIES:
+            return (
+                f"it takes at most {_MOST_TABLE_ENTRIES} entries of the relative biases of query heads that share "
+                f"keys, not {entries}"
+            )
+        return reason
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Tile shapes worth trying, the default first."""
@@ -63,7 +77,7 @@ class CpuBackend(NativeBackend):
             _FORWARD,
             types,
             *kernel_operands(plan.problem, operands),
-            _layouts(operands),
+            *_own_operands(operands),
             **attributes(plan),
         )
 
@@ -71,13 +85,27 @@ class CpuBackend(NativeBackend):
         """Call the kernels."""
         rank = functools.partial(with_kernel_rank, rank=plan.problem.rank)
         of_rows = rank(saved.logsumexp), saved_remainder(plan.problem, saved)
-        per_query = _layouts(operands), *of_rows, rank(cotangents.out), rank(delta(saved.out, *cotangents))
-        return call_for_gradients(_BACKWARD, plan, operands, per_query)
+        own = _own_operands(operands)
+        per_query = *own, *of_rows, rank(cotangents.out), rank(delta(saved.out, *cotangents))
+        types = [ResultType(array.shape, array.dtype) for array in own[1:]]
+        gradients, (of_table, of_keys) = call_for_results(_BACKWARD, plan, operands, per_query, types)
+        table, key_bias = operands.inputs.relative_bias, operands.inputs.key_bias
+        return gradients._replace(
+            relative_bias=None if table is None else of_table,
+            key_bias=None if key_bias is None else of_keys.reshape(key_bias.shape),
+        )
 
 
-def _layouts(operands: Operands) -> jax.Array:
-    """The operand behind those of all kernels: an array of nothing where batch entries are alike."""
-    return jnp.zeros((0, KERNEL_RANK, KERNEL_RANK), jnp.int32) if operands.layouts is None else operands.layouts
+def _own_operands(operands: Operands) -> list[jax.Array]:
+    """Those behind what all kernels take: layouts and biases. Arrays of nothing where a call has none."""
+    inputs, layouts = operands.inputs, operands.layouts
+    nothing = jnp.zeros((0,), jnp.float32)
+    of_keys = inputs.key_bias
+    return [
+        jnp.zeros((0, KERNEL_RANK, KERNEL_RANK), jnp.int32) if layouts is None else layouts,
+        nothing if inputs.relative_bias is None else inputs.relative_bias,
+        nothing if of_keys is None else with_kernel_rank(of_keys[..., 0], inputs.key.ndim - 3),
+    ]
 
 
 #: Query and key/value tiles that tile_pairs lists after the default, by rank.

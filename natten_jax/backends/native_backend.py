@@ -142,7 +142,7 @@ def call_for_gradients(
     scratch: Sequence[ResultType] = (),
     **more: int,
 ) -> Gradients:
-    """Call a backward target, whose first results are the gradients of the inputs.
+    """Call a backward target, whose first results are the gradients of the inputs. Those of biases are left out.
 
     Args:
         target: Its name.
@@ -152,12 +152,30 @@ def call_for_gradients(
         scratch: Types of the results behind the gradients.
         **more: Attributes of its own.
     """
-    problem, inputs = plan.problem, operands.inputs
-    arrays = kernel_operands(problem, operands)
+    gradients, _ = call_for_results(target, plan, operands, per_query, scratch, **more)
+    return gradients
+
+
+def call_for_results(
+    target: str,
+    plan: Plan,
+    operands: Operands,
+    per_query: Sequence[jax.Array],
+    behind: Sequence[ResultType],
+    **more: int,
+) -> tuple[Gradients, Sequence[jax.Array]]:
+    """The same, with the results behind those gradients, of the types ``behind``."""
+    arrays = kernel_operands(plan.problem, operands)
     *with_gradients, _, _ = arrays  # all but origins and scales
     types = [ResultType(array.shape, array.dtype) for array in with_gradients]
-    results = native.call(target, [*types, *scratch], *arrays, *per_query, **attributes(plan), **more)
-    pairs = zip(inputs, results[: len(types)], strict=False)  # the scale's follows from the query's
+    results = native.call(target, [*types, *behind], *arrays, *per_query, **attributes(plan), **more)
+    return _gradients_of(plan.problem, operands, results[: len(types)]), results[len(types) :]
+
+
+def _gradients_of(problem: Problem, operands: Operands, results: Sequence[jax.Array]) -> Gradients:
+    """The gradients in the shapes of the inputs, and that of the scale, which follows from the query's."""
+    inputs = operands.inputs
+    pairs = zip(inputs, results, strict=False)
     gradients = Inputs(*[own if own is None else new.reshape(own.shape) for own, new in pairs])  # type: ignore[arg-type]
     if inputs.scale is None:
         return gradients._replace(query=_with_query_factor(problem, gradients.query))

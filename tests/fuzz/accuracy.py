@@ -55,7 +55,7 @@ def expectation(problem: Fuzzed) -> Expectation:
     if problem.case.is_padded:
         return Expectation(problem.case.padded_with(0, operands), expected_of(problem.case, operands, cotangents))
     results = oracle.reference(
-        operands, problem.mask(), problem.case.actual_scale, *cotangents, entries=problem.case.entries()
+        operands, problem.mask(), problem.case.actual_scale, *cotangents, entries=problem.entries()
     )
     return Expectation(operands, results)
 

@@ -15,7 +15,9 @@ from jax.extend.core import jaxpr_as_fun
 
 from natten_jax.arrays.operands import Inputs as InputArrays
 from natten_jax.arrays.operands import Operands, Output
+from natten_jax.ops.biases import Biases, with_biases
 from natten_jax.performance import Performance
+from natten_jax.problem import Problem
 from tests.support import oracle
 from tests.support.plans import plans_of
 from tests.support.problems import QUICK_COMPILATION
@@ -141,13 +143,22 @@ def _public(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: None) 
 
 def _direct(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: jax.Array | None) -> Results:
     tensors, cotangents = inputs
-    backend, plans = plans_of(problem.backend, problem.description(), Performance(**problem.tiles))
     factors = tensors.scale
     if factors is not None:
         tensors = tensors._replace(scale=jnp.broadcast_to(factors, (problem.case.batch, problem.case.heads)))
-    operands = Operands(InputArrays(*tensors[:6]), None if origins is None else jnp.asarray(origins))
+    described = problem.description()
+
+    def with_terms(*terms: jax.Array | None) -> tuple[Problem, InputArrays]:
+        edges: Any = problem.case.edges or "shift"
+        return with_biases(described, InputArrays(*tensors[:6]), Biases(*terms), edges)
+
+    terms = tensors.relative_bias, tensors.key_bias
+    described, arrays = with_terms(*terms)
+    _, of_terms = jax.vjp(lambda *terms: with_terms(*terms)[1][6:8], *terms)
+    backend, plans = plans_of(problem.backend, described, Performance(**problem.tiles))
+    operands = Operands(arrays, None if origins is None else jnp.asarray(origins))
     saved = backend.forward_saving(plans["forward"], operands)
     gradients = backend.backward(plans["backward"], operands, saved, Output(*cotangents))
     if factors is not None and gradients.scale is not None:
         gradients = gradients._replace(scale=gradients.scale.sum(axis=tuple(range(2 - factors.ndim))))
-    return (saved.out, saved.logsumexp), oracle.Tensors(*gradients)
+    return (saved.out, saved.logsumexp), oracle.Tensors(*gradients[:6], *of_terms(gradients[6:8]))

@@ -98,7 +98,7 @@ class Fuzzed:
         return inputs if self.spoiled is None else self.spoiled.apply(inputs, float(self.spoiled.number))
 
     def _finite_inputs(self) -> Inputs:
-        query, key, value, keys, values, scale, *terms = self.case.host_operands(self.dtype, self.seed)
+        query, key, value, keys, values, scale, table, key_bias, sinks = self.case.host_operands(self.dtype, self.seed)
         d_out, d_lse = self.case.host_cotangents(self.dtype, self.seed)
         own, halo = _slices(self.queries), _slices(self.keys)
 
@@ -112,17 +112,27 @@ class Fuzzed:
             scaled(keys, self.query_factor),
             scaled(values, self.value_factor),
             scale,
-            *terms,
+            table,
+            key_bias if key_bias is None or self.keys is None else key_bias[(..., *halo[1:])],
+            sinks,
         )
         return operands, (d_out[own], d_lse[own])
 
     def mask(self) -> np.ndarray:
         """Visibility ``[query tokens, key tokens]`` of the inputs."""
-        mask = self.case.mask()
+        return self._of_part(self.case.mask())
+
+    def entries(self) -> np.ndarray | None:
+        """Which entry of a relative bias the pairs of the inputs have, as the oracle takes them."""
+        found = self.case.entries()
+        return None if found is None else self._of_part(found)
+
+    def _of_part(self, pairs: np.ndarray) -> np.ndarray:
+        """What pairs of queries and keys have, of the part that is run."""
         if self.queries is None or self.keys is None:
-            return mask
+            return pairs
         own, halo = _slices(self.queries)[1:], _slices(self.keys)[1:]
-        part = mask.reshape(*self.case.layout, *self.case.layout)[own][(slice(None),) * self.case.rank + halo]
+        part = pairs.reshape(*self.case.layout, *self.case.layout)[own][(slice(None),) * self.case.rank + halo]
         return part.reshape(math.prod(part.shape[: self.case.rank]), -1)
 
     def origins(self) -> np.ndarray | None:
@@ -182,8 +192,9 @@ def draw(family: Family, operators: tuple[str, ...], seed: int, number: int, is_
             case, layout=(keys,), queries=queries, is_causal=(bool(rng.random() < 0.5),), **plain
         )
     case = case.with_edges_of(family, is_direct=is_direct)
-    if not is_direct:  # without operators, a call has what these make of biases and sinks
-        case = _with_logit_terms(np.random.default_rng([seed, number, 1]), case, family)
+    case = _with_logit_terms(np.random.default_rng([seed, number, 1]), case, family)
+    if is_direct:  # sinks are the operators' own
+        case = dataclasses.replace(case, sinks=False)
     if is_direct and case.additional:
         case = dataclasses.replace(case, fused=True)
     spoiled = None

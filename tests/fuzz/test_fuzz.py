@@ -239,6 +239,19 @@ def test_biases_and_sinks_are_drawn_and_compared() -> None:
         assert [each.name for each in excesses(problem, expectation(problem), outputs, changed)] == [f"d_{name}"]
 
 
+def test_kernels_are_given_biases_of_parts() -> None:
+    drawn = [draw(CPU, ("fna",), 3, number, is_direct=True) for number in range(100)]
+    assert any(each.case.relative_bias and each.case.key_bias and each.keys for each in drawn)
+    assert not any(each.case.sinks for each in drawn)
+    case = Case((7, 9), (3, 4), heads=2, heads_kv=1, batch=2, relative_bias=True, key_bias="tokens")
+    problem = Fuzzed("cpu", case, "float32", 7, is_direct=True, queries=((1, 5), (2, 8)), keys=((0, 7), (1, 9)))
+    ((outputs, gradients),) = run([problem])
+    assert excesses(problem, expectation(problem), outputs, gradients) == []
+    for name in ("relative_bias", "key_bias"):
+        changed = gradients._replace(**{name: getattr(gradients, name) * 1.01})
+        assert [each.name for each in excesses(problem, expectation(problem), outputs, changed)] == [f"d_{name}"]
+
+
 def test_merged_parts_whose_terms_cancel_are_right() -> None:
     """A gradient is a fortieth of its terms here, and each of them was rounded to half precision."""
     case = Case((14,), (3,), stride=(1,), dilation=(1,), is_causal=(False,), heads=2, head_dim=1, additional=4)

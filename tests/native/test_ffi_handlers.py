@@ -5,6 +5,7 @@ The calls run in processes of their own, which report before and after each: a c
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 from typing import Any
@@ -22,7 +23,7 @@ from natten_jax.native import module as native
 from natten_jax.performance import Performance
 from natten_jax.plan.devices import Device
 from natten_jax.problem import problem_of
-from tests.support.ffi_calls import GRADIENTS, PROBLEM_OPERANDS, TARGETS, Target, axis_fields, good_call, run_call
+from tests.support.ffi_calls import BIASES, PROBLEM_OPERANDS, TARGETS, Call, Target, axis_fields, good_call, run_call
 from tests.support.malformed_calls import CASES, DEVICE_ERROR
 from tests.support.plans import plans_of
 from tests.support.programs import run_python
@@ -115,6 +116,12 @@ def test_complaints_about_malformed_calls() -> None:
         assert name in (complaint(name, outcome) or "")
 
 
+def of_operators(call: Call) -> dict[str, Any]:
+    """The biases of a call as operators take them."""
+    table, keys = (call.operands[name] for name in BIASES)
+    return {"relative_bias": table[0].reshape(2, 3, 5, 5), "key_bias": np.moveaxis(keys, -1, 1)}
+
+
 @pytest.mark.parametrize("has_arrays", [True, False])
 @pytest.mark.parametrize("target", TARGET_PARAMETERS)
 def test_unchanged_call_runs(target: Target, has_arrays: bool) -> None:
@@ -123,6 +130,10 @@ def test_unchanged_call_runs(target: Target, has_arrays: bool) -> None:
     if target.has_problem and not has_arrays:
         call.operands["origins"] = call.operands["origins"][:0]
         call.operands["scales"] = np.zeros((0,), np.float32)
+        if target.has_biases:
+            call.operands |= dict.fromkeys(BIASES, np.zeros((0,), np.float32))
+            of_biases = {f"d{name}" for name in BIASES} & call.results.keys()
+            call.results |= dict.fromkeys(of_biases, jax.ShapeDtypeStruct((0,), np.float32))
     elif target.has_problem and call.operands["scales"].size:
         call.attributes["scale"] = np.float32(7)  # unused
     results = [
@@ -137,6 +148,7 @@ def test_unchanged_call_runs(target: Target, has_arrays: bool) -> None:
             *(query, key, value, (2, 3, 3), (1, 2, 3), (2, 1, 2), (False, True, False), 0.3, keys, values),
             backend="flex-fna",
             return_lse=True,
+            **(of_operators(call) if target.has_biases and has_arrays else {}),
         )
         tolerance = 1e-5 if target.dtype == np.float32 else 5e-3
         for result, other in zip(results[:2], expected, strict=True):
@@ -150,7 +162,7 @@ def test_real_calls_are_those_tested_here(target: Target) -> None:
     (expected,) = (
         good_call(each)
         for each in TARGETS
-        if (each.backend, each.is_small, each.results) == (target.backend, target.is_small, GRADIENTS)
+        if each.is_backward and (each.backend, each.is_small) == (target.backend, target.is_small)
     )
     values = {name: array.tolist() for name, array in expected.attributes.items()}
     axes = axis_fields(expected.attributes["axes"])
@@ -170,6 +182,7 @@ def test_real_calls_are_those_tested_here(target: Target) -> None:
         scale=values["scale"],
         dtype=np.dtype(target.dtype).name,
     )
+    problem = dataclasses.replace(problem, relative_bias=target.has_biases, key_bias=target.has_biases)
     q_tile, kv_tile = (tuple(values[name]) for name in ("q_tile_shape", "kv_tile_shape"))
     # With small windows, queries have the tiles that keys have in the backward pass.
     forward: dict[str, Any] = {"q_tile_shape": kv_tile, "kv_tile_shape": q_tile} if target.is_small else {}
@@ -190,6 +203,10 @@ def test_real_calls_are_those_tested_here(target: Target) -> None:
 
     *inputs, origins, _ = (expected.operands[name] for name in PROBLEM_OPERANDS)
     operands = Operands(Inputs(*inputs), origins)
+    if target.has_biases:
+        table, keys = (expected.operands[name] for name in BIASES)
+        arrays = operands.inputs._replace(relative_bias=table, key_bias=keys[..., None])
+        operands = operands._replace(inputs=arrays)
     if target.has_problem:
         good.operands["scales"] = np.zeros((0,), np.float32)
     (call,) = (

@@ -112,8 +112,8 @@ def test_every_element_type(of: Family, dtype: str) -> None:
     check_all([Trial(CASES[name], dtype) for name in names], of)
 
 
-def test_plain_jax_adds_both() -> None:
-    assert {"flex"} <= {family.name for family in taking("relative_bias")} & {
+def test_plain_jax_and_host_kernels_add_both() -> None:
+    assert {"flex", "cpu"} <= {family.name for family in taking("relative_bias")} & {
         family.name for family in taking("key_bias")
     }
 
@@ -261,6 +261,17 @@ def test_backends_without_a_bias_say_so_and_are_not_chosen() -> None:
                 assert reason == f"it adds no {name} to logits"
             chosen = resolve(Request(asked), device, "forward").backend.family
             assert name in next(each for each in backends.registered() if each.family == chosen).biases
+
+
+def test_host_kernels_refuse_tables_too_large_to_count() -> None:
+    host = backends.find("cpu-fna", "fna")
+    device = default_device()
+    for extent, heads_kv, is_taken in ((2000, 1, True), (2800, 2, True), (2800, 1, False), (3000, 2, False)):
+        problem = problem_of((extent, extent), extent, heads=2, heads_kv=heads_kv, dtype="float32")
+        reason = host.rejection(dataclasses.replace(problem, relative_bias=True), device, "forward")
+        assert (reason is None) == is_taken
+        assert is_taken or f"not {2 // heads_kv * (2 * extent - 1) ** 2}" in str(reason)
+        assert host.rejection(problem, device, "forward") is None
 
 
 def test_windows_as_large_as_the_layout_keep_their_offsets() -> None:

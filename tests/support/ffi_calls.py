@@ -13,6 +13,8 @@ import pytest
 import natten_jax  # noqa: F401  # registers the targets
 
 PROBLEM_OPERANDS = ("query", "key", "value", "additional_keys", "additional_values", "origins", "scales")
+#: What the host kernels add to logits.
+BIASES = ("relative_bias", "key_bias")
 #: What the attribute ``axes`` holds of each of three token dimensions, in this order.
 AXIS_FIELDS = ("query_extent", "kv_extent", "kernel_size", "stride", "dilation", "ends")
 GRADIENTS = tuple(f"d{name}" for name in PROBLEM_OPERANDS[:5])
@@ -21,6 +23,8 @@ SCALE = 0.3
 FLOAT32 = {
     *("logsumexp", "remainder", "logsumexp_cotangent", "delta", "statistics"),
     *("earlier_logsumexp", "earlier_remainder", "scales"),
+    *BIASES,
+    *(f"d{name}" for name in BIASES),
 }
 
 
@@ -67,6 +71,16 @@ class Target:
         return "query" in self.operands
 
     @property
+    def is_backward(self) -> bool:
+        """Whether it gives the gradients of a problem's arrays."""
+        return self.results[: len(GRADIENTS)] == GRADIENTS
+
+    @property
+    def has_biases(self) -> bool:
+        """Whether it adds to logits."""
+        return set(BIASES) <= set(self.operands)
+
+    @property
     def marks(self) -> list[pytest.MarkDecorator]:
         """Marks of its tests."""
         return [pytest.mark.gpu] if self.platform == "cuda" else []
@@ -84,12 +98,12 @@ _SM90_FORWARD = Target(
     reads_origins=False,
 )
 TARGETS = (
-    Target("natten_jax_cpu_forward", "cpu-fna", operands=(*PROBLEM_OPERANDS, "layouts")),
+    Target("natten_jax_cpu_forward", "cpu-fna", operands=(*PROBLEM_OPERANDS, "layouts", *BIASES)),
     Target(
         "natten_jax_cpu_backward",
         "cpu-fna",
-        (*PROBLEM_OPERANDS, "layouts", "logsumexp", "remainder", "out_cotangent", "delta"),
-        GRADIENTS,
+        (*PROBLEM_OPERANDS, "layouts", *BIASES, "logsumexp", "remainder", "out_cotangent", "delta"),
+        (*GRADIENTS, *(f"d{name}" for name in BIASES)),
     ),
     _SM90_FORWARD,
     dataclasses.replace(
@@ -215,7 +229,10 @@ def shapes_of(target: Target) -> dict[str, tuple[int, ...]]:
         **dict.fromkeys(FLOAT32 - {"statistics", "scales"}, (2, *tokens, 2)),
         "statistics": (2, 2, *tokens, 2),
         # In a backward pass only heads that share no keys have scales of their own.
-        "scales": (0,) if target.results == GRADIENTS else (2, 2, 2),
+        "scales": (0,) if target.is_backward else (2, 2, 2),
+        # Windows of 2 x 3 x 3 tokens.
+        "relative_bias": (2, 2, 3 * 5 * 5),
+        "key_bias": (2, *tokens, 2),
     }
 
 
@@ -233,6 +250,8 @@ def good_call(target: Target) -> Call:
         operands["scales"][...] = SCALE
     if "layouts" in operands:
         operands["layouts"] = np.zeros((0, 3, 3), np.int32)
+    if target.has_biases:
+        operands["relative_bias"][1] = operands["relative_bias"][0]  # as operators have them
     if target.replaces:
         # Nothing was found earlier.
         operands["first_query"] = np.zeros(3, np.int32)
@@ -243,7 +262,7 @@ def good_call(target: Target) -> Call:
         if name in operands:
             operands[name] += shift
     results = {
-        name: (shapes[name.removeprefix("d") if name in GRADIENTS else name], dtype(name)) for name in target.results
+        name: (shapes[name.removeprefix("d") if target.is_backward else name], dtype(name)) for name in target.results
     } | dict(target.scratch)
     tokens = shapes["query"][1:4]
     fields = {

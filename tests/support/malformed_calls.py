@@ -14,7 +14,7 @@ import numpy as np
 
 from tests.support.ffi_calls import (
     AXIS_FIELDS,
-    GRADIENTS,
+    BIASES,
     TARGETS,
     Call,
     Target,
@@ -120,7 +120,7 @@ def operand_cases(target: Target) -> list[Case]:
     def surplus_operand(call: Call) -> None:
         call.operands["more"] = np.zeros(3, np.float32)
 
-    if target.results == GRADIENTS:
+    if target.is_backward:
         scales = np.ones((2, 2, 2), np.float32)
         cases.append(Case("scales-of-shared-heads", set_operand("scales", scales), ("natten_jax", "2 heads", "scales")))
     if target.has_problem:
@@ -399,6 +399,21 @@ def layout_cases() -> list[Case]:
     ]
 
 
+def bias_cases(target: Target) -> list[Case]:
+    """Tables that no window has, and results that are not as large as what they are the gradients of."""
+    ones = (1, 1, 1)
+    whole = set_axes(query_extent=(5, 5, 6), kernel_size=(4, 5, 6), stride=ones, dilation=ones, ends=(0, 0, 0))
+    wide = {"query_extent": (4096,) * 3, "kv_extent": (4096,) * 3, "kernel_size": (4096,) * 3, "dilation": ones}
+    cases = [
+        Case("relative-bias-of-other-queries", whole, ("natten_jax", "relative_bias", "query_extent is 5")),
+        Case("relative-bias-of-wide-windows", set_axes(**wide), ("natten_jax", "relative_bias", "at most")),
+    ]
+    for name in BIASES if target.is_backward else ():
+        nothing = set_operand(name, np.zeros((0,), np.float32))
+        cases.append(Case(f"{name}-has-a-gradient-alone", nothing, ("natten_jax", f"d{name}")))
+    return cases
+
+
 def all_cases() -> dict[str, tuple[Target, Case]]:
     """By name, the target and the case."""
     cases = {}
@@ -408,6 +423,8 @@ def all_cases() -> dict[str, tuple[Target, Case]]:
             of_problem += box_cases()
         if "layouts" in target.operands:
             of_problem += layout_cases()
+        if target.has_biases:
+            of_problem += bias_cases(target)
         own = of_problem if target.has_problem else reduction_cases()
         for case in (*operand_cases(target), *own, *result_cases(target)):
             cases[f"{target.name.removeprefix('natten_jax_')}-{case.name}"] = target, case

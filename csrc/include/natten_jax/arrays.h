@@ -16,6 +16,10 @@ struct Arrays {
 
   const std::int32_t* layouts;  ///< [batch, 3, 3]: query origin, query extents, key/value extents; null: all alike.
 
+  // What is added to logits: of offsets (natten_jax/offset_table.h), and of keys. Null: nothing.
+  const float* relative_bias;  ///< [batch, heads, entries].
+  const float* key_bias;       ///< [batch, keys, heads].
+
   // What the forward pass finds, and the backward pass is given.
   void* out;
   float* logsumexp;
@@ -29,6 +33,8 @@ struct Arrays {
   void* value_gradient;
   void* additional_keys_gradient;
   void* additional_values_gradient;
+  float* relative_bias_gradient;
+  float* key_bias_gradient;
 };
 
 /// Fills in what kernels of GPUs are launched with: the arrays that a forward pass reads and writes, and those of them

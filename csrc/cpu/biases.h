@@ -1,0 +1,173 @@
+// What is added to logits: relative biases, of which a table has one for each offset of a key from a query, and biases
+// of keys. And the gradients of the tables.
+//
+// Part of the kernels: compiled once per instruction set, in a namespace of its own.
+#pragma once
+
+#include "cpu/stream.h"
+#include "natten_jax/logsumexp.h"
+
+namespace natten_jax::cpu::NATTEN_JAX_ISA {
+namespace {
+
+/// Numbers that lie one behind the other, of which each lane has one.
+struct LaneTable {
+  const float* values;
+  const std::int32_t* places;  ///< Of each lane.
+  std::int32_t last;           ///< The last place that there is.
+
+  /// Those that lie `offset` behind the lanes' places. The pairs that no window has may lie outside of the table: what
+  /// they get is not used.
+  NATTEN_JAX_INLINE Float at(std::int32_t offset) const {
+    alignas(64) float found[kLanes];
+    NATTEN_JAX_UNROLL
+    for (int lane = 0; lane < kLanes; ++lane) found[lane] = values[index(lane, offset)];
+    return load(found);
+  }
+
+  NATTEN_JAX_INLINE std::int32_t index(int lane, std::int32_t offset) const {
+    const std::int32_t place = places[lane] + offset;
+    return place < 0 ? 0 : (place > last ? last : place);
+  }
+};
+
+/// Calls visit(row number, number) for every row of a box, in the order of for_each_masked_row: the number is `first`
+/// for the box's first token, and `pitch` more for the next one along each dimension.
+template <typename Visit>
+NATTEN_JAX_INLINE void for_each_row(const Box& box, std::int64_t first, const std::int64_t (&pitch)[kRank],
+                                    Visit visit) {
+  std::int64_t row = 0;
+  for (std::int64_t x = 0; x < box.end[0] - box.begin[0]; ++x) {
+    for (std::int64_t y = 0; y < box.end[1] - box.begin[1]; ++y) {
+      const std::int64_t line = first + x * pitch[0] + y * pitch[1];
+      for (std::int64_t z = 0; z < box.end[2] - box.begin[2]; ++z) visit(row++, line + z * pitch[2]);
+    }
+  }
+}
+
+/// The entries of the rows of a box in the tables of its lanes: visit(row number, offset behind the lanes' places).
+template <typename Visit>
+NATTEN_JAX_INLINE void for_each_offset(const Plan& plan, const LaneBlock& block, const Box& box, Visit visit) {
+  std::int64_t pitch[kRank], first = 0;
+  table_pitch(plan, pitch);
+  for (int dim = 0; dim < kRank; ++dim) first += (box.begin[dim] - block.hull.begin[dim]) * pitch[dim];
+  for_each_row(box, first, pitch,
+               [&](std::int64_t row, std::int64_t offset) { visit(row, static_cast<std::int32_t>(offset)); });
+}
+
+/// Adds to a row of logits, which are in base 2.
+NATTEN_JAX_INLINE void add_to_logits(float* logits, const Float& bias) {
+  store(logits, load(logits) + bias * broadcast(kLog2E));
+}
+
+/// Adds the relative biases of the lanes.
+///
+/// Args:
+///   plan: the pass.
+///   block: the lanes.
+///   box: the rows.
+///   tables: those of the lanes' heads, one behind the other.
+///   heads: how many there are.
+///   logits: what is added to.
+NATTEN_JAX_INLINE void add_relative_bias(const Plan& plan, const LaneBlock& block, const Box& box, const float* tables,
+                                         std::int64_t heads, float* logits) {
+  const LaneTable table{tables, block.place, static_cast<std::int32_t>(heads * plan.offsets.entries - 1)};
+  for_each_offset(plan, block, box, [&](std::int64_t row, std::int32_t offset) {
+    add_to_logits(logits + row * kLanes, table.at(offset));
+  });
+}
+
+/// The number of the first query head that shares the keys of an item, among those of all batch entries.
+NATTEN_JAX_INLINE std::int64_t first_head(const Problem& p, const Item& item) {
+  return item.batch * p.heads + item.kv_head * p.heads_per_kv();
+}
+
+/// Adds what there is to add to the logits of a box of keys, whose lanes are queries.
+NATTEN_JAX_INLINE void add_biases(const Plan& plan, const Item& item, const TokenMap& keys, const LaneBlock& block,
+                                  const Box& box, float* logits) {
+  const Problem& p = plan.problem;
+  if (plan.arrays.relative_bias != nullptr) {
+    const float* tables = plan.arrays.relative_bias + first_head(p, item) * plan.offsets.entries;
+    add_relative_bias(plan, block, box, tables, p.heads_per_kv(), logits);
+  }
+  if (plan.arrays.key_bias != nullptr) {
+    const float* biases = plan.arrays.key_bias + item.batch * p.keys() * p.heads + item.kv_head * p.heads_per_kv();
+    const auto last = static_cast<std::int32_t>(p.heads_per_kv() - 1);
+    for_each_row(box, keys.row(box.begin), keys.pitch, [&](std::int64_t row, std::int64_t token) {
+      const float* of_heads = biases + token * p.heads;
+      const bool is_one_head = plan.lane_heads == 1;
+      add_to_logits(logits + row * kLanes,
+                    is_one_head ? broadcast(of_heads[block.head[0]]) : LaneTable{of_heads, block.head, last}.at(0));
+    });
+  }
+}
+
+/// Adds the gradients of a box's logits to those of the lanes' tables.
+NATTEN_JAX_INLINE void add_to_tables(const Plan& plan, const LaneBlock& block, const Box& box, const float* gradients,
+                                     float* sums) {
+  const auto last = static_cast<std::int32_t>(plan.problem.heads_per_kv() * plan.offsets.entries - 1);
+  const LaneTable table{sums, block.place, last};
+  for_each_offset(plan, block, box, [&](std::int64_t row, std::int32_t offset) {
+    for (int lane = 0; lane < block.active; ++lane) sums[table.index(lane, offset)] += gradients[row * kLanes + lane];
+  });
+}
+
+/// What is added to the logits of an item that owns keys, for one query head after the other.
+struct OwnedKeyBiases {
+  const Plan& plan;
+  const Item& item;
+  const Workspace& w;
+
+  NATTEN_JAX_INLINE bool has_tables() const { return plan.arrays.relative_bias != nullptr && !item.owns_additional; }
+  NATTEN_JAX_INLINE bool has_keys() const { return plan.arrays.key_bias != nullptr && !item.owns_additional; }
+
+  /// Loads the biases of the keys in all lanes.
+  NATTEN_JAX_INLINE void load_keys(std::int64_t blocks, std::int64_t head) const {
+    for (std::int64_t i = 0; has_keys() && i < blocks; ++i) {
+      for (int lane = 0; lane < kLanes; ++lane) of_keys(i)[lane] = plan.arrays.key_bias[place(i, lane, head)];
+      store(sums(i), broadcast(0.0f));
+    }
+  }
+
+  /// Adds to the logits of a box of queries.
+  NATTEN_JAX_INLINE void add(std::int64_t i, const Box& box, std::int64_t rows, std::int64_t head) const {
+    if (has_tables()) {
+      const float* table = plan.arrays.relative_bias + (first_head(plan.problem, item) + head) * plan.offsets.entries;
+      add_relative_bias(plan, w.blocks[i], box, table, 1, w.logits);
+    }
+    if (has_keys()) {
+      const Float bias = load(of_keys(i));
+      for (std::int64_t row = 0; row < rows; ++row) add_to_logits(w.logits + row * kLanes, bias);
+    }
+  }
+
+  /// Adds up the gradients of the logits, which lie where the products did.
+  NATTEN_JAX_INLINE void sum(std::int64_t i, std::int64_t rows) const {
+    if (!has_keys()) return;
+    Float of_box = broadcast(0.0f);
+    for (std::int64_t row = 0; row < rows; ++row) of_box = of_box + load(w.products + row * kLanes);
+    store(sums(i), load(sums(i)) + of_box);
+  }
+
+  /// Stores the gradients of the keys' biases.
+  NATTEN_JAX_INLINE void store_gradients(std::int64_t blocks, std::int64_t head) const {
+    for (std::int64_t i = 0; has_keys() && i < blocks; ++i) {
+      for (int lane = 0; lane < w.blocks[i].active; ++lane) {
+        plan.arrays.key_bias_gradient[place(i, lane, head)] = sums(i)[lane];
+      }
+    }
+  }
+
+ private:
+  NATTEN_JAX_INLINE float* of_keys(std::int64_t i) const { return w.statistics + i * kStatistics * kLanes; }
+  NATTEN_JAX_INLINE float* sums(std::int64_t i) const { return w.statistics + (i * kStatistics + 1) * kLanes; }
+
+  /// Where a lane's key has the number of a query head.
+  NATTEN_JAX_INLINE std::int64_t place(std::int64_t i, int lane, std::int64_t head) const {
+    const Problem& p = plan.problem;
+    return w.blocks[i].row[lane] / p.heads_kv * p.heads + item.kv_head * p.heads_per_kv() + head;
+  }
+};
+
+}  // namespace
+}  // namespace natten_jax::cpu::NATTEN_JAX_ISA

@@ -1,0 +1,69 @@
+#include "ffi/biases.h"
+
+#include <string>
+
+#include "natten_jax/offset_table.h"
+
+namespace natten_jax::ffi {
+namespace {
+
+using xffi::AnyBuffer;
+using xffi::DataType;
+using xffi::Error;
+
+/// Checks an array that has an entry for each offset, or none.
+Error check_relative_bias(const char* name, const AnyBuffer& array, const Problem& p, bool is_given) {
+  const char* const rule = "it holds a number for each batch entry, head and offset, or nothing";
+  if (!is_given) return check_array(name, array, DataType::F32, {0}, rule);
+  return check_array(name, array, DataType::F32, {p.batch, p.heads, offset_table(p.axes).entries}, rule);
+}
+
+/// Checks an array that has a number for each key, or none.
+Error check_key_bias(const char* name, const AnyBuffer& array, const Problem& p, bool is_given) {
+  const char* const rule = "it holds a number for each key and query head, or nothing";
+  if (!is_given) return check_array(name, array, DataType::F32, {0}, rule);
+  const Axis* axes = p.axes;
+  return check_array(name, array, DataType::F32,
+                     {p.batch, axes[0].kv.local_extent, axes[1].kv.local_extent, axes[2].kv.local_extent, p.heads},
+                     rule);
+}
+
+}  // namespace
+
+Error decode_biases(const AnyBuffer& relative_bias, const AnyBuffer& key_bias, Call& call) {
+  const Problem& p = call.problem;
+  const bool has_table = relative_bias.element_count() > 0, has_keys = key_bias.element_count() > 0;
+  if (has_table) {
+    if (p.heads_per_kv() * offset_table(p.axes).entries > kMostTableEntries) {
+      return Error::InvalidArgument(
+          "natten_jax: relative_bias has one entry for each offset, but windows are so large that the query heads "
+          "which "
+          "share keys have more than " +
+          std::to_string(kMostTableEntries) + ", and they must have at most as many");
+    }
+    for (const Axis& axis : p.axes) {
+      if (axis.query.extent == axis.kv.extent) continue;
+      return Error::InvalidArgument("natten_jax: relative_bias was given and query_extent is " +
+                                    std::to_string(axis.query.extent) + ", but it must be kv_extent, which is " +
+                                    std::to_string(axis.kv.extent));
+    }
+  }
+  NATTEN_JAX_RETURN_IF_ERROR(check_relative_bias("relative_bias", relative_bias, p, has_table));
+  NATTEN_JAX_RETURN_IF_ERROR(check_key_bias("key_bias", key_bias, p, has_keys));
+  if (has_table) call.arrays.relative_bias = static_cast<const float*>(relative_bias.untyped_data());
+  if (has_keys) call.arrays.key_bias = static_cast<const float*>(key_bias.untyped_data());
+  return Error::Success();
+}
+
+Error decode_bias_gradients(xffi::Result<AnyBuffer> relative_bias, xffi::Result<AnyBuffer> key_bias, Call& call) {
+  const Problem& p = call.problem;
+  Arrays& arrays = call.arrays;
+  NATTEN_JAX_RETURN_IF_ERROR(
+      check_relative_bias("result drelative_bias", *relative_bias, p, arrays.relative_bias != nullptr));
+  NATTEN_JAX_RETURN_IF_ERROR(check_key_bias("result dkey_bias", *key_bias, p, arrays.key_bias != nullptr));
+  arrays.relative_bias_gradient = static_cast<float*>(relative_bias->untyped_data());
+  arrays.key_bias_gradient = static_cast<float*>(key_bias->untyped_data());
+  return Error::Success();
+}
+
+}  // namespace natten_jax::ffi

@@ -1,0 +1,15 @@
+// What a call of the host kernels adds to its logits, checked.
+#pragma once
+
+#include "ffi/decode.h"
+
+namespace natten_jax::ffi {
+
+/// Decodes the relative bias and the bias of keys of a call whose problem is known; none where an array is empty.
+xffi::Error decode_biases(const xffi::AnyBuffer& relative_bias, const xffi::AnyBuffer& key_bias, Call& call);
+
+/// Checks the results that are their gradients, as large as they are.
+xffi::Error decode_bias_gradients(xffi::Result<xffi::AnyBuffer> relative_bias, xffi::Result<xffi::AnyBuffer> key_bias,
+                                  Call& call);
+
+}  // namespace natten_jax::ffi

@@ -1,0 +1,34 @@
+// Where the entries of a relative bias lie: one for each offset of a key from a query within a window.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "natten_jax/problem.h"
+
+namespace natten_jax {
+
+/// The most entries of the tables of query heads that share keys and values: kernels count a few times as far in 32
+/// bits, as pairs of tokens that no window has lie outside of their tables.
+inline constexpr std::int64_t kMostTableEntries = std::int64_t{1} << 25;
+
+/// A head's table. Offsets are counted in steps of the dilation.
+struct OffsetTable {
+  std::int64_t reach[kRank];  ///< The largest offset along each dimension; the smallest is its negative.
+  std::int64_t pitch[kRank];  ///< Entries from one offset to the next.
+  std::int64_t entries;       ///< More than the most where there are too many to be counted.
+};
+
+inline OffsetTable offset_table(const Axis (&axes)[kRank]) {
+  OffsetTable table{};
+  table.entries = 1;
+  for (int dim = kRank - 1; dim >= 0; --dim) {
+    table.reach[dim] = axes[dim].window.kernel_size - 1;
+    table.pitch[dim] = table.entries;
+    // Both factors fit into 32 bits.
+    table.entries = std::min(table.entries * (2 * table.reach[dim] + 1), kMostTableEntries + 1);
+  }
+  return table;
+}
+
+}  // namespace natten_jax
