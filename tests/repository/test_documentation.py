@@ -7,36 +7,15 @@ import json
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 
+from tests.support.documented_installs import WAYS
+from tests.support.pages import FILES, NOTEBOOKS, PAGES, program_of
 from tests.support.programs import PACKAGE, run_python
 
 ROOT = Path(__file__).parents[2]
-_BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
-
-#: What pages may read: files that a reader has from elsewhere on the page.
-FILES = {"tuned.json": json.dumps({"best_configuration": {"q_tile_shape": [2, 8, 8], "kv_tile_shape": [2, 8, 8]}})}
-
-
-def program_of(page: Path) -> str:
-    """All Python blocks of a page, each on the line where it stands there."""
-    text = page.read_text()
-    lines = [""] * text.count("\n")
-    for match in _BLOCK.finditer(text):
-        first = text.count("\n", 0, match.start(2))
-        block = textwrap.dedent(match[2]).splitlines()
-        lines[first : first + len(block)] = block
-    return "\n".join(lines).rstrip() + "\n"
-
-
-PAGES = [
-    page
-    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")))
-    if _BLOCK.search(page.read_text())
-]
 
 
 def test_no_page_is_missed() -> None:
@@ -73,6 +52,16 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("MPLBACKEND", "Agg")
     result = run_python(program_of(page), devices=None)  # a page that needs several says so
     assert result.returncode == 0, f"{page.name}: {result.stderr}"
+
+
+def test_a_way_to_install_runs_the_pages_whose_imports_it_brings() -> None:
+    page, notebook = (program_of(ROOT / "docs" / name) for name in ("index.md", "notebooks/digits.ipynb"))
+    assert WAYS["sources-no-extras"].has(page) and not WAYS["sources-flax"].has(notebook)
+    assert all(way.has(notebook) for way in WAYS.values() if "bench" in way.extras)
+    compile(notebook, "notebook", "exec")  # whose installing cell is IPython's
+    lines = "".join((ROOT / "docs" / name).read_text() for name in ("installation.md", "platforms.md"))
+    for variable in {name for way in WAYS.values() for name in way.variables}:
+        assert variable in lines
 
 
 def test_pages_type_check(tmp_path: Path) -> None:
@@ -149,7 +138,7 @@ def test_pages_of_the_profiler_can_be_read_in_one_go() -> None:
         assert len(page.read_text().splitlines()) <= 250, page.name
 
 
-@pytest.mark.parametrize("notebook", sorted(ROOT.glob("docs/notebooks/*.ipynb")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_are_kept_with_their_pictures(notebook: Path) -> None:
     cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
     assert all(cell["execution_count"] for cell in cells)

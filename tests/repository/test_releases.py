@@ -50,6 +50,22 @@ def test_the_citation_is_of_the_newest_release() -> None:
     assert not {"license", "url", "repository-code", "doi"} & set(citation)
 
 
+def test_bibtex_says_what_the_citation_says() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    entries = re.findall(r"^@\w+\{(.*?)^\}$", (ROOT / "docs" / "citing.md").read_text(), re.MULTILINE | re.DOTALL)
+    fields = [dict(re.findall(r"^  (\w+) += \{+(.*?)\}+,?$", entry, re.MULTILINE | re.DOTALL)) for entry in entries]
+    software, papers = fields[0], fields[1:]
+    assert software["author"] == citation["authors"][0]["name"]
+    assert (software["title"], software["version"]) == (citation["title"], citation["version"])
+    assert software["year"] == str(citation["date-released"].year)
+    for paper, said in zip(papers, citation["references"], strict=True):
+        assert " ".join(paper["title"].replace("$", "").split()) == said["title"]
+        assert paper["year"] == str(said["year"])
+        assert paper.get("booktitle", paper.get("journal")) == said.get("collection-title", said.get("journal"))
+        names = [f"{author['family-names']}, {author['given-names']}" for author in said["authors"]]
+        assert re.split(r" and\s+", paper["author"]) == names
+
+
 def test_pages_name_wheels_of_this_version() -> None:
     named = {name for path in TEXTS for name in re.findall(r"(\d[\w.]*)\+cu1\d", path.read_text())}
     assert named == {__version__}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.repository.test_documentation import program_of
+from tests.support.pages import program_of
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = tuple((ROOT / "natten_jax").glob("*.so"))
