@@ -23,6 +23,14 @@ def test_no_page_is_missed() -> None:
     assert {page.stem for page in PAGES} >= {"README", "index", "numerics"} | guides
 
 
+def test_every_page_is_in_the_sites_table() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    trees = re.findall(r"^```\{toctree\}\n(.*?)^```$", index, re.MULTILINE | re.DOTALL)
+    listed = {line for tree in trees for line in tree.split() if not line.startswith(":")}
+    pages = [*(page.stem for page in ROOT.glob("docs/*.md")), *(f"notebooks/{page.stem}" for page in NOTEBOOKS)]
+    assert set(pages) - listed == {"index"}
+
+
 def anchors_of(page: Path) -> set[str]:
     """What links to headings of a page are called, as on the sites that show Markdown."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.MULTILINE)
