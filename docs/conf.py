@@ -79,6 +79,7 @@ nitpick_ignore = [
     ("py:class", "natten_jax.cost.tile_counts.TimedTiles"),
     ("py:class", "natten_jax.element_types.ElementType"),
     ("py:class", "natten_jax.flax_modules.arguments.Performance"),
+    ("py:class", "natten_jax.ops.tuned.Tuned"),
     ("py:class", "natten_jax.plan.plan.Plan"),
 ]
 
@@ -100,7 +101,7 @@ def _name_files_of_the_repository(_: Sphinx, page: str, text: list[str]) -> None
         if target.is_relative_to(_DOCS):
             return link[0]
         name = f"`{target.relative_to(_DOCS.parent)}`"
-        return name if link[1].strip("`") == name.strip("`") else f"{link[1]} ({name})"
+        return name if link[1].strip("`") in (name.strip("`"), target.name) else f"{link[1]} ({name})"
 
     text[0] = _LINK_OUT_OF_PAGES.sub(path, text[0])
 

@@ -67,7 +67,7 @@ class Problem:
 
     @property
     def own_layouts(self) -> bool:
-        """Whether a pass takes :attr:`natten_jax.arrays.operands.Operands.layouts`."""
+        """Whether a pass takes the operand ``layouts``."""
         return self.own_origins or self.own_extents
 
     @property
