@@ -246,7 +246,7 @@ def _operator(rank: int) -> NeighborhoodAttention:
                 several, the first one slowest, or ``None``. Neighbors then exchange the keys that windows reach, and
                 the result is that of the whole layout (``docs/scaling.md``).
             relative_bias: ``[heads, 2 * kernel_size - 1, ...]``, in float32 or the query's dtype: added to the scaled
-                logit of a query and a key that lies ``offset`` neighbors (steps of the dilation) behind it is the entry
+                logit of a query and a key that lies ``offset`` neighbors (steps of the dilation) after it is the entry
                 ``offset + kernel_size - 1``, dimension by dimension; nothing to those of additional keys.
             key_bias: ``[batch, {layout}]`` or ``[batch, heads, {layout}]``, in float32 or the query's dtype: added to
                 every scaled logit of a key; ``-inf`` hides it. A query that sees no key gets an output of 0 and a
