@@ -13,6 +13,7 @@ from natten_jax.plan import devices
 from tests.support.families import family_named
 
 from .execution import complaints, device_computes
+from .features import draw_with
 from .options import Options
 from .problem import Fuzzed, draw, variants
 from .reproducer import program_of, simplest
@@ -30,7 +31,10 @@ def problems_of(options: Options, batch: int) -> list[tuple[int, Fuzzed]]:
         end = min(end, options.problems)
     # A number stands for inputs and one way to run them: it alone says which.
     drawn = {
-        group: variants(draw(family, options.operators, options.seed, group, options.is_direct), options.variants)
+        group: variants(
+            draw_with(options.feature, family, options.operators, options.seed, group, options.is_direct),
+            options.variants,
+        )
         for group in range(first // options.variants, -(-end // options.variants))
     }
     return [(number, drawn[number // options.variants][number % options.variants]) for number in range(first, end)]

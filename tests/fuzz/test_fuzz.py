@@ -22,6 +22,7 @@ from natten_jax.plan.plan import Plan
 from tests.fuzz import execution
 from tests.fuzz.accuracy import excesses, expectation
 from tests.fuzz.execution import complaints, run
+from tests.fuzz.features import FEATURES, draw_with
 from tests.fuzz.options import Options, parse
 from tests.fuzz.problem import Fuzzed, draw, variants
 from tests.fuzz.reproducer import program_of, simplest
@@ -237,6 +238,19 @@ def test_biases_and_sinks_are_drawn_and_compared() -> None:
     for name in ("relative_bias", "key_bias", "sinks"):
         changed = gradients._replace(**{name: getattr(gradients, name) * 1.01})
         assert [each.name for each in excesses(problem, expectation(problem), outputs, changed)] == [f"d_{name}"]
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_problems_with_a_feature_are_drawn_for_the_asking(feature: str) -> None:
+    options = options_of("--seed", "2", "--problems", "6", "--feature", feature)
+    drawn = [problem for _, problem in problems_of(options, 0)]
+    assert len(drawn) == 6 and drawn == [problem for _, problem in problems_of(options, 0)]
+    assert all(FEATURES[feature](problem.case) for problem in drawn)
+
+
+def test_features_that_kernels_alone_lack_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^no problem of cpu has sinks"):
+        draw_with("sinks", CPU, ("fna",), 0, 0, is_direct=True)
 
 
 def test_kernels_are_given_biases_of_parts() -> None:
