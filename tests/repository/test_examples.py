@@ -73,6 +73,21 @@ def test_decode_equals_its_whole_sequences(cache):
     assert 0 < float(difference) < 1e-4
 
 
+def test_weather_is_forecast_across_the_date_line(tmp_path):
+    picture = tmp_path / "pictures" / "weather.png"
+    output = output_of("weather.py", "--steps", "150", "--forecast", "2", "--output", str(picture))
+    pattern = r"^(cut|wrap) +(\d) +(\d\.\d+) +(\d\.\d+)$"
+    rows = re.findall(pattern, output, re.MULTILINE)
+    found = {(edges, int(step)): (float(at), float(away)) for edges, step, at, away in rows}
+    assert set(found) == {("cut", 1), ("cut", 2), ("wrap", 1), ("wrap", 2)}
+    at_the_line, elsewhere = (dict(zip(found, errors, strict=True)) for errors in zip(*found.values(), strict=True))
+    assert max(elsewhere["cut", 1], elsewhere["wrap", 1]) < 0.6  # of a deviation of 1
+    for step in (1, 2):
+        assert at_the_line["cut", step] > 1.3 * at_the_line["wrap", step]
+        assert at_the_line["wrap", step] < 1.2 * elsewhere["wrap", step]
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
 @pytest.mark.parametrize(
     ("example", "arguments", "message"),
     [
@@ -91,6 +106,9 @@ def test_decode_equals_its_whole_sequences(cache):
         ("video_denoising.py", ["--compare", "flex-fna:int8"], "'flex-fna:int8' is no backend and type"),
         ("video_denoising.py", ["--tokens", "4", "54", "8"], "--tokens 54 of --patch 8 do not fit"),
         ("train_sharded.py", ["--steps", "0"], "--steps must be at least 1"),
+        ("weather.py", ["--features", "20"], "--features must be a multiple of 8, the width of a head, got 20"),
+        ("weather.py", ["--kernel-size", "3", "33"], "--kernel-size [3, 33] must fit --grid [16, 32]"),
+        ("weather.py", ["--forecast", "0"], "must be at least 1, got 600 and 0"),
         ("train_sharded.py", ["--devices", "0"], "--devices must be at least 1"),
         ("train_sharded.py", ["--model-parallel", "3"], "--heads 4 cannot be split over --model-parallel 3"),
     ],
