@@ -25,6 +25,7 @@ from natten_jax.backends.tpu.tiles import alignment
 from natten_jax.performance import PASSES, Performance, tile_names
 from tests.support import interpreted_tpu
 from tests.support.cases import random_case
+from tests.support.families import Family
 from tests.support.plans import plans_of
 
 from .accuracy import excesses, expectation
@@ -33,6 +34,7 @@ from .problem import Fuzzed, _factor, _range
 
 #: Most tokens of a problem, and programs of a grid.
 TOKENS, PROGRAMS = 160, 24
+FAMILY = Family.of(interpreted_tpu.InterpretedTpuBackend())
 WIDTHS = (8, 16, 24, 40, 64, 72, 128, 136)
 
 
@@ -61,12 +63,13 @@ def _drawn(rng: np.random.Generator) -> Fuzzed | None:
     )
     if rng.random() < 0.2:
         queries, keys = (int(n) for n in rng.integers(1, TOKENS, 2))
-        plain: dict[str, Any] = {"kernel_size": None, "stride": None, "dilation": None}
+        plain: dict[str, Any] = dict.fromkeys(("kernel_size", "stride", "dilation", "edges"))
         case = dataclasses.replace(
             case, layout=(keys,), queries=queries, is_causal=(bool(rng.random() < 0.5),), **plain
         )
+    case = case.with_edges_of(FAMILY, is_direct=True)
     problem = Fuzzed(
-        family=interpreted_tpu.InterpretedTpuBackend.family,
+        family=FAMILY.name,
         case=case,
         dtype=str(rng.choice(["float32", "bfloat16"])),
         seed=int(rng.integers(2**31)),

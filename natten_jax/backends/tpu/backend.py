@@ -18,6 +18,7 @@ from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem
+from natten_jax.windows import EDGES
 
 _LOG2_E = math.log2(math.e)
 #: Logsumexp in base 2 of queries that see nothing, or that are padding: their weights are zero.
@@ -31,6 +32,8 @@ class TpuBackend(Backend):
     is_by_name_only = True  # until somebody has measured it
     platform = Platform("tpu")
     dtypes = ("bfloat16", "float32")
+    edges = EDGES
+    wraps_by_strips = True
     head_dim_step = 8
     largest_head_dim = 256
     biases = ("key_bias",)
