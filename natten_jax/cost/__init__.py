@@ -8,6 +8,7 @@
 - ``calibration``: coefficients of the time model, measured on a device.
 - ``predict``: the time model's formula.
 - ``simulation``: counts and time of one pass with one pair of tiles.
+- ``tpu_chips``: the time on kinds of TPUs, from published rates alone.
 - ``halo_time``: time of exchanging halos, and whether computing meanwhile pays.
 - ``local_tiles``: what devices compute of tiles where token dimensions are split.
 - ``ranking``: pairs of tiles by predicted time.

@@ -123,11 +123,11 @@ def _missing_kernels_lines() -> Iterator[str]:
 
 
 def report_problem(options: Options) -> Iterator[str]:
-    """The lines about one problem, on every device of this process or a GPU of the compute capability asked for."""
-    capability = options.compute_capability
-    if capability is None and (reason := _no_device()):
+    """The lines about one problem, on every device of this process or the one that is asked about."""
+    asked_about = options.asked_about
+    if asked_about is None and (reason := _no_device()):
         yield f"{reason}. This is about the host; --compute-capability X.Y asks about an NVIDIA GPU"
-    for device in local_devices() if capability is None else [Device("cuda", capability, is_present=False)]:
+    for device in local_devices() if asked_about is None else [asked_about]:
         for part in parts_of(options):
             problem = part.request.problem
             yield f"{problem.describe()}, {problem.dtype}, on {device}"

@@ -24,7 +24,8 @@ class Device:
         platform: ``"cpu"``, ``"cuda"``, or another platform's name, as JAX lowers programs for it.
         compute_capability: Of an NVIDIA GPU, ``(major, minor)``; ``None`` where it is not known.
         is_present: Whether programs are to run here, or only questions about the device are to be answered.
-        product: What the maker calls a GPU of this process, such as ``"NVIDIA H100 80GB HBM3"``.
+        product: What the maker calls a GPU of this process, such as ``"NVIDIA H100 80GB HBM3"``; a TPU that is only
+            asked about.
     """
 
     platform: str
@@ -39,7 +40,7 @@ class Device:
 
     def __str__(self) -> str:
         if self.compute_capability is None:
-            return self.platform
+            return self.platform if self.is_present or self.product is None else f"{self.platform} ({self.product})"
         return f"{self.platform} (compute capability {self.compute_capability[0]}.{self.compute_capability[1]})"
 
 

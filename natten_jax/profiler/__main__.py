@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import jax
 
+from natten_jax.cost.tpu_chips import TPU_CHIPS
 from natten_jax.ops.ignored_arguments import IgnoredArgumentWarning
 from natten_jax.plan.devices import CPU, Device, NoDeviceError, default_device
 from natten_jax.plan.plan import BackendId
@@ -61,9 +62,9 @@ def _run(options: Options) -> int:
 
 
 def _device_asked_about(options: Options) -> Device:
-    """What nothing is to run on: the device at hand, or a GPU that need not be."""
-    if options.compute_capability is not None:
-        return Device("cuda", options.compute_capability, is_present=False)
+    """What nothing is to run on: the device at hand, or one that need not be."""
+    if options.asked_about is not None:
+        return options.asked_about
     try:
         return default_device()
     except NoDeviceError as error:
@@ -163,13 +164,19 @@ def _search_lines(options: Options, optimum: Optimum) -> Iterator[str]:
 
 
 def _show_where_it_runs(options: Options) -> None:
-    """A dry run for the GPUs that a backend is for, whatever is at hand."""
+    """A dry run for the devices that a backend is for, whatever is at hand."""
     family = BackendId.parse(str(options.backend or options.fmha_backend)).family
     capability = KNOWN_FAMILIES[family].compute_capability
-    assert capability is not None  # the CPU is always at hand
-    print_lines([f"A dry run with --compute-capability {capability[0]}.{capability[1]} shows:"])
     anywhere = dataclasses.replace(options, backend=None, fmha_backend=None)
-    dry_run.print_dry_run(anywhere, Device("cuda", capability, is_present=False))
+    if capability is None:  # a TPU: the CPU is always at hand
+        anywhere = dataclasses.replace(anywhere, device=next(iter(TPU_CHIPS)), compute_capability=None)
+        asked = f"--device {anywhere.device}"
+    else:
+        anywhere = dataclasses.replace(anywhere, device=None, compute_capability=capability)
+        asked = f"--compute-capability {capability[0]}.{capability[1]}"
+    assert anywhere.asked_about is not None
+    print_lines([f"A dry run with {asked} shows:"])
+    dry_run.print_dry_run(anywhere, anywhere.asked_about)
 
 
 def _write(path: Path | None, results: Callable[[], Any]) -> None:

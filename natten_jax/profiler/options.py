@@ -6,8 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from natten_jax.cost.tpu_chips import TPU_CHIPS
 from natten_jax.performance import Performance
-from natten_jax.plan.devices import ComputeCapability
+from natten_jax.plan.devices import ComputeCapability, Device
 from natten_jax.problem import Shape
 from natten_jax.profiler.baselines import BASELINES
 from natten_jax.windows import Edge, WindowArguments
@@ -47,6 +48,7 @@ class Options:
         max_configs: Rows of each list; 0 is all of them.
         simulate: Whether to predict instead of measuring.
         compute_capability: Compute capability of the GPU to list or predict for; ``None`` is the device at hand.
+        device: The TPU to list or predict for, ``"v5e"``, say; ``None`` likewise.
         optimize: Whether to search for the best configuration first.
         optimize_warmup_steps: Runs of each configuration before its measurement.
         verbose: Whether filling and copying memory have rows of their own.
@@ -82,6 +84,7 @@ class Options:
     max_configs: int
     simulate: bool
     compute_capability: ComputeCapability | None
+    device: str | None
     optimize: bool
     optimize_warmup_steps: int
     verbose: bool
@@ -99,6 +102,15 @@ class Options:
     def window(self) -> WindowArguments:
         """The window arguments of the operators."""
         return WindowArguments._make(getattr(self, name) for name in WINDOW_FLAGS)
+
+    @property
+    def asked_about(self) -> Device | None:
+        """The device to list or predict for, which need not be there; ``None`` is the one at hand."""
+        if self.device is not None:
+            return TPU_CHIPS[self.device].device
+        if self.compute_capability is not None:
+            return Device("cuda", self.compute_capability, is_present=False)
+        return None
 
     @property
     def is_baseline(self) -> bool:

@@ -119,7 +119,7 @@ def rows_by_module(path: Path, *, with_memory: bool = False) -> dict[str, tuple[
 
 
 def programs_of(path: Path, *, with_memory: bool = False) -> dict[str, TracedProgram]:
-    """What a trace recorded on the GPUs, or without any on the CPU, by the name of the program.
+    """What a trace recorded on the GPUs or TPUs, or without any on the CPU, by the name of the program.
 
     Args:
         path: A ``*.xplane.pb`` file, or a folder that holds one.
@@ -135,9 +135,9 @@ def programs_of(path: Path, *, with_memory: bool = False) -> dict[str, TracedPro
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # see capture._intervals
         try:
-            intervals, platform = events.gpu_intervals(profile, with_memory), "cuda"
-            if not intervals:
-                intervals, platform = events.host_intervals(profile), "cpu"
+            for platform in ("cuda", "tpu", "cpu"):
+                if intervals := events.device_intervals(profile, platform, with_memory):
+                    break
         except UnicodeDecodeError as error:
             raise DamagedTrace(file, str(error)) from error
     found: dict[str, list[TracedProgram]] = defaultdict(list)

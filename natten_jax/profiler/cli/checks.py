@@ -50,6 +50,10 @@ def check_modes(parser: Parser, given: argparse.Namespace) -> None:
     is_measurement = not (given.dry_run or given.simulate)
     if given.compute_capability is not None and is_measurement:
         parser.error("--compute-capability is for --dry-run and --simulate: a measurement runs on the device at hand")
+    if given.device is not None and is_measurement:
+        parser.error("--device is for --dry-run and --simulate: a measurement runs on the device at hand")
+    if given.device is not None and given.compute_capability is not None:
+        parser.error("--device and --compute-capability exclude each other: the one is a TPU, the other an NVIDIA GPU")
     if not is_measurement:
         wrong = [flag(name) for name in _MEASUREMENT_ONLY if getattr(given, name)]
         if wrong:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from natten_jax import backends
+from natten_jax.cost.tpu_chips import TPU_CHIPS
 from natten_jax.performance import KernelSchedule, MemoryUsagePreference, Performance
 from natten_jax.profiler.baselines import BASELINES
 from natten_jax.profiler.cli.complaints import PROGRAM
@@ -207,6 +208,8 @@ def _add_modes(group: Any) -> None:
     _switch(group, "--simulate", "predict the time, explain it, and recommend a stride and a dilation")
     _value(group, "--compute-capability", "X.Y", compute_capability,
         "answer for an NVIDIA GPU of this compute capability (default: the device at hand)")
+    group.add_argument("--device", choices=list(TPU_CHIPS), default=None,
+        help="answer for this kind of TPU; times are static, not measured")
 
 
 def _add_search(group: Any) -> None:

@@ -22,6 +22,9 @@ from natten_jax.profiler.search.configurations import (
 )
 from natten_jax.simulator import Simulation
 
+#: Of times that nobody has seen.
+STATIC = "Times are static, from what the maker publishes of the chip: nothing was measured on a TPU."
+
 
 def print_dry_run(options: Options, device: Device, file: TextIO | None = None) -> bool:
     """Print the tables; return whether any backend can run the problem."""
@@ -42,6 +45,8 @@ def _print_tables(options: Options, problem: Problem, device: Device, file: Text
         for each in found:
             if each.backend == name:
                 print_table(_table(each, options, device), file)
+                if each.static_chip(device):
+                    print_lines([STATIC], file)
                 if each.schedules:  # what the words in their column are
                     names = (f"{name} is KernelSchedule.{KernelSchedule(name).natten_name}" for name in each.schedules)
                     print_lines([f"kernel_schedule: {', '.join(names)}"], file)
@@ -66,6 +71,7 @@ def to_json(options: Options, device: Device) -> dict[str, Any]:
                 "kv_tile_shape": pair[1],
                 "kernel_schedules": each.schedules,
                 **_figures(each.simulate(pair, device)),
+                "is_static": each.static_chip(device) is not None,
             }
             for problem in problems
             for each in listings(options, problem, device)

@@ -13,6 +13,7 @@ from natten_jax.plan.devices import Device
 from natten_jax.plan.request import Request
 from natten_jax.problem import Shape
 from natten_jax.profiler.options import Options
+from natten_jax.profiler.report.dry_run import STATIC
 from natten_jax.profiler.report.measurements import context, problem_line
 from natten_jax.profiler.report.tables import Table, digits, format_time, print_lines, print_table
 from natten_jax.profiler.run import split
@@ -37,6 +38,7 @@ class Simulated:
             calibrated.
         recommendation: A stride that needs no masks; ``None`` where there is none, or none is needed.
         dilation: A dilation that is faster; ``None`` where none is.
+        is_static: Whether times are those of a static model, which nothing was measured for.
     """
 
     options: Options
@@ -45,6 +47,7 @@ class Simulated:
     split: dict[Pass, SplitTime | None]
     recommendation: Recommendation | None
     dilation: DilationRecommendation | None
+    is_static: bool = False
 
 
 def simulate(options: Options, device: Device) -> Simulated:
@@ -76,7 +79,8 @@ def simulate(options: Options, device: Device) -> Simulated:
             recommendation = simulator.recommend_stride(request.problem, pairs, calibration=calibration)
         fastest = pairs[:_PAIRS_TO_DILATE]
         dilation = simulator.recommend_dilation(request.problem, fastest, calibration=calibration)
-    return Simulated(options, device, simulated, times, recommendation, dilation)
+    is_static = first.static_chip(device) is not None
+    return Simulated(options, device, simulated, times, recommendation, dilation, is_static)
 
 
 def _split_time(options: Options, request: Request, device: Device, pass_: Pass) -> SplitTime | None:
@@ -95,7 +99,8 @@ def print_simulation(simulated: Simulated, file: TextIO | None = None) -> None:
     """Print the table and the recommendation."""
     print_table(_table(simulated), file)
     line = problem_line(simulated.options, request_of(simulated.options).problem)
-    print_lines([line, f"Device: {simulated.device}", *_split_lines(simulated), *_advice(simulated)], file)
+    static = [STATIC] if simulated.is_static else []
+    print_lines([line, f"Device: {simulated.device}", *static, *_split_lines(simulated), *_advice(simulated)], file)
 
 
 def to_json(simulated: Simulated) -> dict[str, Any]:
@@ -104,6 +109,7 @@ def to_json(simulated: Simulated) -> dict[str, Any]:
     return {
         **context(options, request_of(options).problem),
         "simulated_device": dataclasses.asdict(simulated.device),
+        "is_static": simulated.is_static,
         "passes": {
             pass_: {"backend": name, **_values(simulation)} for pass_, (name, simulation) in simulated.passes.items()
         },

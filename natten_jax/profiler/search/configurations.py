@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from natten_jax import backends, simulator
 from natten_jax.backends import select
 from natten_jax.backends.base import Backend
+from natten_jax.cost.tpu_chips import TpuChip, chip_of
 from natten_jax.ops.parts import SubCall
 from natten_jax.performance import PASSES, Pass, TilePair
 from natten_jax.plan.devices import Device
@@ -37,9 +38,16 @@ class Listing:
     schedules: tuple[str, ...]
 
     def simulate(self, pair: TilePair, device: Device) -> Simulation:
-        """Count a pair's tiles and, where that was calibrated, predict its time."""
+        """Count a pair's tiles and, where that was calibrated, predict its time; that on a TPU by a static model."""
         calibration = simulator.calibration_for(self.backend.family, device.compute_capability)
-        return simulator.simulate(self.problem, pair, self.pass_, calibration=calibration)
+        found = simulator.simulate(self.problem, pair, self.pass_, calibration=calibration)
+        chip = self.static_chip(device)
+        return found if chip is None else dataclasses.replace(found, seconds=chip.seconds(found))
+
+    def static_chip(self, device: Device) -> TpuChip | None:
+        """The TPU whose published rates times are from; ``None`` where they are predicted from measurements."""
+        platform = backends.of(self.backend).platform
+        return chip_of(device) if platform is not None and platform.name == "tpu" else None
 
 
 def main_part(options: Options) -> SubCall:

@@ -57,7 +57,7 @@ def capture(run: Callable[[], Any], iterations: int, program: Program, platform:
         run: Runs the compiled program once; its results are waited for here.
         iterations: How many times to run it.
         program: The compiled program; events of other programs are left out.
-        platform: ``"cpu"`` or ``"cuda"``.
+        platform: ``"cpu"``, ``"cuda"`` or ``"tpu"``.
 
     Raises:
         CaptureError: The trace stayed empty or could not be attributed to iterations.
@@ -86,7 +86,7 @@ def capture_by_device(
     Args:
         launches: What to run.
         iterations: How many times to run each of them.
-        platform: ``"cpu"`` or ``"cuda"``.
+        platform: ``"cpu"``, ``"cuda"`` or ``"tpu"``.
         with_memory: Whether a GPU's filling and copying of memory counts.
         folder: The folder that keeps the trace, beside those of other captures; ``None`` deletes it.
 
@@ -128,7 +128,7 @@ def _intervals(profile: ProfileData, platform: str, with_memory: bool) -> list[I
     with warnings.catch_warnings():
         # Python 3.12 and newer complain about how ProfileData's types are made, over which nobody here has a say.
         warnings.simplefilter("ignore", DeprecationWarning)
-        return events.host_intervals(profile) if platform == "cpu" else events.gpu_intervals(profile, with_memory)
+        return events.device_intervals(profile, platform, with_memory)
 
 
 def _trace(launches: Sequence[Launch], iterations: int, folder: Path | None) -> ProfileData:

@@ -1,17 +1,22 @@
 """What a trace says that ran on the device.
 
-Two kinds of traces are read, both in this process through :class:`jax.profiler.ProfileData`:
+Three kinds of traces are read, all in this process through :class:`jax.profiler.ProfileData`:
 
 - NVIDIA GPUs have a plane ``/device:GPU:n`` with a line ``Stream #...`` per stream; its events are kernels.
 - The CPU has one host plane, where XLA's runtime records every step ("thunk") of a program. Only a separate end
   mark says when a step was over: the event itself ends too early where the step runs on in other threads, and too
   late where its own thread was not scheduled while another one went on with the program.
+- TPUs have a plane ``/device:TPU:n`` with a line ``XLA Ops``, whose events are the program's instructions, loops around
+  those of their bodies, and a line ``XLA Modules`` with an event for each run of a program. This is what is documented
+  of them: no trace of a TPU was at hand.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.profiler import ProfileData
@@ -22,6 +27,9 @@ from natten_jax.profiler.traces.collectives import kind_of_instruction
 _NO_KERNELS = ("memset", "memcpy")
 
 _GPU_PLANE = re.compile(r"/device:GPU:(\d+)")
+_TPU_PLANE = re.compile(r"/device:TPU:(\d+)")
+#: An instruction as events name it, by itself or with all that it says; and a module with the number of its program.
+_INSTRUCTION, _MODULE = re.compile(r"%?([\w.\-]+)"), re.compile(r"(.*?)(?:\((\d+)\))?$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,3 +121,49 @@ def _interval(event: Event, stats: dict[str, Any], device: int) -> Interval:
     module, number = stats.get("hlo_module"), stats.get("program_id")
     name = None if module is None else str(module)
     return Interval(event, stats.get("run_id"), name, number if isinstance(number, int) else None, device)
+
+
+def device_intervals(profile: ProfileData, platform: str, with_memory: bool = False) -> list[Interval]:
+    """What ran on the devices of a platform: ``"cpu"``, ``"tpu"``, or any GPU's."""
+    if platform == "cpu":
+        return host_intervals(profile)
+    return tpu_intervals(profile) if platform == "tpu" else gpu_intervals(profile, with_memory)
+
+
+def tpu_intervals(profile: ProfileData) -> list[Interval]:
+    """What ran on the TPUs."""
+    intervals = []
+    for plane in profile.planes:
+        match = _TPU_PLANE.fullmatch(plane.name)
+        if match is None:
+            continue
+        lines = {line.name: sorted(line.events, key=lambda each: each.start_ns) for line in plane.lines}
+        runs = lines.get("XLA Modules", [])
+        starts = [run.start_ns for run in runs]
+        for event, own in _without_nested(lines.get("XLA Ops", [])):
+            instruction = _INSTRUCTION.match(event.name)
+            name = event.name if instruction is None else instruction[1]
+            launched = Event(name, name, "", event.start_ns, own)
+            at = bisect.bisect_right(starts, event.start_ns) - 1
+            if at < 0:
+                intervals.append(Interval(launched, None, device=int(match[1])))
+                continue
+            module = _MODULE.match(runs[at].name)
+            assert module is not None  # it matches anything
+            run = dict(runs[at].stats).get("run_id", at)
+            number = None if module[2] is None else int(module[2])
+            intervals.append(Interval(launched, run, module[1], number, int(match[1])))
+    return intervals
+
+
+def _without_nested(events: Sequence[Any]) -> Iterator[tuple[Any, float]]:
+    """Events in order of their starts, with their durations less those of events inside them."""
+    own = [float(event.duration_ns) for event in events]
+    around: list[int] = []
+    for i, event in enumerate(events):
+        while around and events[around[-1]].end_ns <= event.start_ns:
+            around.pop()
+        if around:
+            own[around[-1]] -= event.duration_ns
+        around.append(i)
+    return zip(events, (max(each, 0.0) for each in own), strict=True)

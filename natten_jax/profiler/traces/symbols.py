@@ -58,8 +58,13 @@ class _Rule:
 # In a kernel's own name, not in its template arguments.
 _DELTA = r"^[^<(]*(delta|statistics|dot_do_o|do_dot_o|sum_odo|reduc)"
 _PERMUTE, _CONVERT, _ELEMENTWISE = r"^[^<(]*permute", r"^[^<(]*(convert|cast)", r"^[^<(]*(elementwise|clear|fill|scale)"
-_HOST, _DEVICE, _CUDNN = r"natten_jax_cpu", r"natten_jax", r"^__cudnn\$(fmha|fused.*attention)"
-_PALLAS = r"^mosaic_gpu|^triton_kernel_call|^__gpu\$xla\.gpu\.triton"
+_HOST, _TPU, _DEVICE, _CUDNN = (
+    r"natten_jax_cpu",
+    r"natten_jax_tpu_",
+    r"natten_jax",
+    r"^__cudnn\$(fmha|fused.*attention)",
+)
+_PALLAS = r"^mosaic_gpu|^tpu_custom_call|^triton_kernel_call|^__gpu\$xla\.gpu\.triton"
 _MHA_FORWARD, _MHA_BACKWARD = r"mha_forward|attention_forward", r"mha_backward|attention_backward"
 
 # The first match counts. What the compiled program says about a launch comes before its symbol: kernels of a known
@@ -70,6 +75,8 @@ _RULES = (
     # Custom calls: this package's, cuDNN's, cuBLAS's, Pallas's.
     _Rule(_HOST + r".*forward", "", "natten_jax-cpu", "attention", "{operator}Forward"),
     _Rule(_HOST + r".*backward", "", "natten_jax-cpu", "attention", "{operator}Backward"),
+    _Rule(_TPU + "forward", "", "natten_jax-tpu", "attention", "{operator}Forward"),
+    _Rule(_TPU + r"\w*gradient", "", "natten_jax-tpu", "attention", "{operator}Backward"),
     _Rule(_DEVICE, _DELTA, "CUTLASS", "reduction", "Reduction"),
     _Rule(_DEVICE, _PERMUTE, "CUTLASS", "token permute", "TokenPermute"),
     _Rule(_DEVICE, _CONVERT, "CUTLASS", "elementwise", "Convert"),
