@@ -20,7 +20,7 @@ BUILD_INPUTS := pyproject.toml setup.py $(shell find csrc -type f)
 PAGES = README.md CONTRIBUTING.md $(wildcard docs/*.md docs/notebooks/*.ipynb examples/*.md)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: board demo test test-host test-gpu fuzz sanitize-gpu sanitize-host lint setup wheels bench-scaling docs pictures notebooks tables clean
+.PHONY: board demo test test-host test-gpu test-tpu fuzz sanitize-gpu sanitize-host lint setup wheels bench-scaling docs pictures notebooks tables clean
 
 # What the demo needs and no more, natten_jax, JAX and rich, unless everything is installed.
 DEMO := $(or $(wildcard $(INSTALLED)),$(if $(VENV),$(VENV)/.demo,$(INSTALLED)))
@@ -56,9 +56,16 @@ test-gpu: setup
 	@$(SEES_GPU) || { echo "make test-gpu: JAX sees no NVIDIA GPU" >&2; exit 1; }
 	$(PYTEST) -m gpu
 
-# Random problems on each of the host's backends, side by side.
+# What the compiler for TPUs makes of their kernels, for every chip; it needs no TPU. The gate compiles some of it.
+test-tpu: setup
+	.ci/tpu build/libtpu $(RUN) --all-compiled --numprocesses $(WORKERS) --dist loadgroup --durations 20 tests/tpu
+
+# Random problems on each of the host's backends, side by side, and on the TPU kernels in Pallas's interpreter.
 fuzz: setup
-	$(MAKE) --no-print-directory --jobs 2 --output-sync fuzz/cpu fuzz/flex
+	$(MAKE) --no-print-directory --jobs 2 --output-sync fuzz/cpu fuzz/flex fuzz/interpreted
+
+fuzz/interpreted:
+	JAX_PLATFORMS=cpu $(RUN) -m tests.fuzz.interpreted --minutes 1
 
 fuzz/%:
 	$(RUN) -m tests.fuzz --backend $* --minutes 1 --workers 1

@@ -46,6 +46,7 @@ SELECTIONS: Mapping[str, Callable[[Family], bool]] = {
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of this suite."""
     parser.addoption("--problems", type=int, help="random problems per backend family, instead of its default")
+    parser.addoption("--all-compiled", action="store_true", help="compile every problem for TPUs, not just a few")
     parser.addoption("--slow", action="store_true", help="also run tests marked slow: they build and install a wheel")
 
 

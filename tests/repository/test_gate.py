@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+SCRIPTS = ("tpu", "python-alone", "aarch64", "cuda12")
 TOOLS = ("ccache", "aarch64-linux-gnu-g++", "qemu-aarch64")
 #: Nothing else of this machine is on the path.
 SYSTEM: tuple[str, ...] = ("ar", "bash", "cat", "chmod", "cp", "dirname", "env", "grep", "ls")
@@ -66,7 +67,7 @@ def tree(tmp_path: Path) -> Path:
     for tool in TOOLS:
         stand_in(programs / tool)
     stand_in(tmp_path / ".venv" / "bin" / "python", PIP)
-    for script in ("python-alone", "aarch64", "cuda12"):
+    for script in SCRIPTS:
         stand_in(tmp_path / ".ci" / script, f"echo ran {script}")
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
     return tmp_path
@@ -86,7 +87,7 @@ def test_the_gate_makes_wheels_of_every_kind(tree: Path) -> None:
     assert "left out" not in done.stdout
 
 
-@pytest.mark.parametrize("script", ["python-alone", "aarch64", "cuda12"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_step_that_fails_ends_the_gate(tree: Path, script: str) -> None:
     stand_in(tree / ".venv" / "bin" / "python")
     stand_in(tree / ".ci" / script, "exit 7")

@@ -1,0 +1,43 @@
+"""What the compiler for TPUs makes of the kernels.
+
+A kernel that takes more VMEM than a chip has, or asks for an instruction that it lacks, is an error of the compiler.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from natten_jax.performance import PASSES
+from tests.tpu.compiler import CHIPS, both_passes, compiled_for, shapes_of
+from tests.tpu.problems import PROBLEMS, QUICK
+from tests.tpu.programs import Program
+
+pytest.importorskip("libtpu", reason="the compiler for TPUs is not installed: make test-tpu has it")
+
+KERNELS = "natten_jax_tpu_forward", "natten_jax_tpu_query_gradient", "natten_jax_tpu_key_gradients"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every problem for every chip, or a few."""
+    if "chip" in metafunc.fixturenames:
+        metafunc.parametrize("name", PROBLEMS if metafunc.config.getoption("all_compiled") else QUICK)
+        metafunc.parametrize("chip", CHIPS)
+
+
+def test_both_passes_compile_and_copy_no_more_than_said(name: str, chip: str) -> None:
+    """Queries, keys and values are transposed once, to have their heads first, and copied no further.
+
+    Layouts that no tile divides are padded besides, each call and pass in its own way: that is another array, or two
+    where XLA transposes and pads apart.
+    """
+    problem = PROBLEMS[name]
+    case = problem.case
+    operands, cotangents = shapes_of(case, problem.dtype)
+    backend = "tpu-fna" if case.queries is None else "tpu-fmha"
+    program = Program.of(compiled_for(chip, both_passes(case, backend), operands, cotangents).as_text())
+    calls = 2 if case.additional else 1
+    assert [program.calls_of(kernel) for kernel in KERNELS] == [calls] * 3
+    for operand, uses in (("query", calls), ("key", 1), ("value", 1)):
+        copies = program.copies_of(f"operands.{operand}")
+        padded = 2 * len(PASSES) * uses if any(copy.is_padded for copy in copies) else 0
+        assert len(copies) <= 1 + padded, (operand, copies)
