@@ -34,7 +34,9 @@ def test_both_passes_compile_and_copy_no_more_than_said(name: str, chip: str) ->
     case = problem.case
     operands, cotangents = shapes_of(case, problem.dtype)
     backend = "tpu-fna" if case.queries is None else "tpu-fmha"
-    program = Program.of(compiled_for(chip, both_passes(case, backend), operands, cotangents).as_text())
+    text = compiled_for(chip, both_passes(case, backend), operands, cotangents).as_text()
+    assert text is not None
+    program = Program.of(text)
     calls = 2 if case.additional else 1
     assert [program.calls_of(kernel) for kernel in KERNELS] == [calls] * 3
     for operand, uses in (("query", calls), ("key", 1), ("value", 1)):
