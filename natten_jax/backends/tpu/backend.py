@@ -102,10 +102,10 @@ class TpuBackend(Backend):
 
 
 def _scales(plan: Plan, operands: Operands) -> jax.Array:
-    """Factors of the logits, float32 ``[batch * heads, 1, 1]``."""
+    """Factors of the logits, float32 ``[batch * heads]``."""
     shape = operands.inputs.query.shape[0], operands.inputs.query.shape[-2]
     if operands.inputs.scale is None:
         scale = jnp.full(shape, plan.problem.scale, jnp.float32)
     else:
         scale = jnp.broadcast_to(operands.inputs.scale.astype(jnp.float32), shape)
-    return scale.reshape(-1, 1, 1)
+    return scale.reshape(-1)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from natten_jax.backends.tpu.boxes import KeyBox, sees_all, visit, visit_keys
+from natten_jax.backends.tpu.boxes import Chunk, KeyBox, sees_all, visit, visit_keys
 from natten_jax.backends.tpu.kernels import (
     INDICES,
     LANES,
@@ -29,6 +29,7 @@ from natten_jax.backends.tpu.kernels import (
     semantics,
 )
 from natten_jax.backends.tpu.masks import (
+    HIDDEN,
     QueryMask,
     hidden_from,
     keep_windows,
@@ -82,14 +83,15 @@ def query_gradient(
         def _() -> None:
             keep_windows(last, windows)
             for index in range(STATISTICS):
-                of_queries[index] = columns(stats[index : index + 1, :])
+                of_queries[index] = columns(stats[0, index : index + 1, :])
             mixed[...] = jnp.zeros_like(mixed)
 
-        def add(boxes: Sequence[KeyBox] | None) -> None:
-            keys = matrix(k)
-            logits = contract(call, matrix(q), keys, (1, 1)) * (factor[...] * LOG2_E)
-            logits = mask.apply(logits, boxes)
-            products = contract(call, matrix(do), matrix(v), (1, 1))
+        def add(chunk: Chunk, is_masked: bool) -> None:
+            keys = chunk.of(call, k.at[0])
+            logits = contract(call, matrix(q.at[0]), keys, (1, 1)) * (factor[place.head] * LOG2_E)
+            if is_masked:
+                logits = jnp.where(mask.hidden(chunk), HIDDEN, logits)
+            products = contract(call, matrix(do.at[0]), chunk.of(call, v.at[0]), (1, 1))
             logsumexp, remainder, delta = (across(of_queries[i], logits.shape[1]) for i in range(STATISTICS))
             gradients = _weights(logits, logsumexp, remainder) * (products - delta)
             mixed[...] += contract(call, gradients.astype(keys.dtype), keys, (1, 0))
@@ -201,9 +203,6 @@ def key_gradients(
     def of_statistics(place: Place, own: Scalar, tables: Sequence[Any]) -> tuple[Any, ...]:
         return (*of_query(place, own, tables), 0)
 
-    def of_head(place: Place, own: Scalar, tables: Sequence[Any]) -> tuple[Any, ...]:
-        return programs.query_head(place, own), 0, 0
-
     def bounds_spec(dim: int) -> pl.BlockSpec:
         def index(place: Place, own: Scalar, tables: Sequence[Any]) -> tuple[Any, ...]:
             return call.group_of(place.group)[dim], programs.seeing(place, tables[3:])[0][dim], 0, 0
@@ -220,22 +219,24 @@ def key_gradients(
             key_sum[...] = jnp.zeros_like(key_sum)
             value_sum[...] = jnp.zeros_like(value_sum)
 
-        def add(boxes: Sequence[KeyBox] | None) -> None:
+        def add(is_masked: bool) -> None:
             queries, outs = matrix(q), matrix(do)
-            logits = contract(call, matrix(k), queries, (1, 1)) * (factor[...] * LOG2_E)
-            if boxes is not None:
-                logits = hidden_from(call, logits, [box.first for box in boxes], bounds)
+            scale_of_head = factor[programs.query_head(place, own)]
+            logits = contract(call, matrix(k), queries, (1, 1)) * (scale_of_head * LOG2_E)
+            if is_masked:
+                logits = hidden_from(call, logits, firsts, bounds)
             products = contract(call, matrix(v), outs, (1, 1))
             logsumexp, remainder, delta = (stats[i : i + 1, :] for i in range(STATISTICS))
             weights = _weights(logits, logsumexp, remainder)
             gradients = weights * (products - delta)
             value_sum[...] += contract(call, weights.astype(outs.dtype), outs, (1, 0))
-            key_sum[...] += contract(call, gradients.astype(queries.dtype), queries, (1, 0)) * factor[...]
+            key_sum[...] += contract(call, gradients.astype(queries.dtype), queries, (1, 0)) * scale_of_head
 
         firsts = [t * extent for t, extent in zip(place.tile, call.keys.tile, strict=True)]
-        boxes = [KeyBox(first, first) for first in firsts]
         tile, is_step = programs.seeing(place, tables[3:])
-        visit(add, is_step, sees_all(call, call.rows_of(place.group, tile, tables[:3]), boxes), boxes)
+        rows = call.rows_of(place.group, tile, tables[:3])
+        is_full = sees_all(rows, [KeyBox(first, first) for first in firsts], call.keys.tile)
+        pl.when(is_step)(lambda: visit(add, is_full))
 
         @pl.when(last_of(programs.steps, steps))
         def _() -> None:
@@ -251,7 +252,7 @@ def key_gradients(
                 num_scalar_prefetch=6,
                 grid=programs.grid(key.shape[0]),
                 in_specs=[
-                    programs.spec((None, 1, 1), of_head),
+                    pl.BlockSpec(memory_space=pltpu.SMEM),
                     programs.spec((*query_block, query.shape[-1]), of_query),
                     *specs,
                     programs.spec((*query_block, value.shape[-1]), of_query),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from natten_jax.backends.tpu.kernels import Call, Place, Scalar, spec
-from natten_jax.backends.tpu.visits import CORE_END, CORE_FIRST, COUNT, START
+from natten_jax.backends.tpu.kernels import Call, Place, Scalar, divided, matrix, spec
+from natten_jax.backends.tpu.visits import CORE_END, CORE_FIRST, COUNT, HULL_END, START
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,27 +37,78 @@ def key_boxes(call: Call, place: Place, tables: Sequence[Any]) -> list[KeyBox]:
     return found
 
 
-def sees_all(call: Call, rows: Sequence[Any], boxes: Sequence[KeyBox]) -> jax.Array:
-    """Whether all queries of a tile see all keys of a box, none of which an earlier box had."""
+def sees_all(rows: Sequence[Any], boxes: Sequence[KeyBox], shape: Sequence[Scalar]) -> jax.Array:
+    """Whether all queries of a tile see all keys of boxes of a shape, none of which an earlier box had."""
     inside = [
-        (box.first == box.own) & (box.first >= row(CORE_FIRST)) & (box.first + lengths.kv_tile <= row(CORE_END))
-        for lengths, row, box in zip(call.lengths, rows, boxes, strict=True)
+        (box.first >= box.own) & (box.first >= row(CORE_FIRST)) & (box.first + extent <= row(CORE_END))
+        for row, box, extent in zip(rows, boxes, shape, strict=True)
     ]
     return functools.reduce(jnp.logical_and, inside)
 
 
-def visit(add: Callable[[Sequence[KeyBox] | None], None], is_step: Any, is_full: Any, boxes: Sequence[KeyBox]) -> None:
-    """Add a step's box, where there is one: without a mask where nothing is hidden."""
-    pl.when(is_step & is_full)(lambda: add(None))
-    pl.when(is_step & ~is_full)(lambda: add(boxes))
+def visit(add: Callable[[bool], None], is_full: Any) -> None:
+    """Add keys: with a mask, or without where nothing is hidden."""
+    pl.when(is_full)(lambda: add(False))
+    pl.when(~is_full)(lambda: add(True))
 
 
-def visit_keys(call: Call, place: Place, tables: Sequence[Any], add: Callable[[Sequence[KeyBox] | None], None]) -> None:
-    """Add the box of keys of a program that owns queries."""
-    rows = call.rows_of(place.group, place.tile, tables)
-    boxes = key_boxes(call, place, tables)
-    is_step = functools.reduce(jnp.logical_and, [step < row(COUNT) for step, row in zip(place.step, rows, strict=True)])
-    visit(add, is_step, sees_all(call, rows, boxes), boxes)
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A chunk of a box: its number, its first key in the order of the box's, and where the box lies."""
+
+    number: Scalar
+    start: Scalar
+    boxes: Sequence[KeyBox]
+
+    def of(self, call: Call, ref: Any) -> jax.Array:
+        """Its keys, or their values, as ``[keys, width]``."""
+        if call.chunks.count == 1:
+            return matrix(ref)
+        flat = ref.reshape(math.prod(ref.shape[:-1]), ref.shape[-1])
+        return flat[pl.ds(pl.multiple_of(self.start, call.alignment), call.chunks.keys), :]
+
+
+def visit_keys(call: Call, place: Place, tables: Sequence[Any], add: Callable[[Chunk, bool], None]) -> None:
+    """Add the keys of a step of a program that owns queries, a chunk at a time.
+
+    Args:
+        call: What runs.
+        place: Of the program.
+        tables: Its box tables.
+        add: Adds a chunk, and is told whether some of its keys are hidden from some queries.
+    """
+    rows, boxes, chunks = call.rows_of(place.group, place.tile, tables), key_boxes(call, place, tables), call.chunks
+    cut, stride = chunks.cut, chunks.stride
+    box, extent = boxes[cut], chunks.box[cut]
+
+    def one() -> None:
+        visit(lambda is_masked: add(Chunk(0, 0, boxes), is_masked), sees_all(rows, boxes, chunks.box))
+
+    def all_() -> None:
+        # Chunks whose keys an earlier box had, and those behind the last key that is seen, are passed over.
+        first = divided(jnp.minimum(box.own - box.first, extent) * stride, chunks.keys)[0]
+        behind = jnp.clip(rows[cut](HULL_END) - box.first, 0, extent) * stride
+        end = divided(behind + chunks.keys - 1, chunks.keys)[0]
+
+        @pl.loop(first, end)
+        def _(number: Any) -> None:
+            start = jnp.minimum(number * chunks.keys, math.prod(chunks.box) - chunks.keys)
+            of_cut = divided(start, stride)[0], divided(start + chunks.keys - 1, stride)[0] + 1
+            parts, shape = [*boxes], [*chunks.box]
+            parts[cut], shape[cut] = KeyBox(box.first + of_cut[0], box.own), of_cut[1] - of_cut[0]
+            is_full = sees_all(rows, parts, shape) & (start == number * chunks.keys)
+            visit(lambda is_masked: add(Chunk(number, start, boxes), is_masked), is_full)
+
+    is_step = [
+        step < row(COUNT)
+        for visits, step, row in zip(call.visits, place.step, rows, strict=True)
+        if visits.most_boxes > 1 or not visits.fewest_boxes
+    ]
+    visit_all = one if chunks.count == 1 else all_
+    if is_step:
+        pl.when(functools.reduce(jnp.logical_and, is_step))(visit_all)
+    else:
+        visit_all()
 
 
 def box_spec(call: Call, width: int) -> pl.BlockSpec:
@@ -65,6 +117,6 @@ def box_spec(call: Call, width: int) -> pl.BlockSpec:
     def index(place: Place, tables: Sequence[Any]) -> tuple[Scalar, ...]:
         x, y, z = (box.first for box in key_boxes(call, place, tables))
         key_group = call.key_group(place.group, tables)
-        return call.kv_head(place.head), key_group, x, y, pl.multiple_of(z, call.alignment), 0
+        return call.kv_head(place.head) * call.heads_of_program, key_group, x, y, pl.multiple_of(z, call.alignment), 0
 
-    return spec([*map(pl.Element, (1, 1, *call.keys.tile, width))], index)
+    return spec([*map(pl.Element, (call.heads_of_program, 1, *call.keys.tile, width))], index)

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from natten_jax.arrays.operands import Operands
+from natten_jax.backends.tpu.chunks import Chunks
 from natten_jax.backends.tpu.layout import Layout
 from natten_jax.backends.tpu.visits import COLUMNS, KEY_GROUP, Lengths, Visits
 from natten_jax.native.abi import KERNEL_RANK
@@ -23,6 +24,9 @@ from natten_jax.windows import Axis
 
 LANES = 128
 LOG2_E = math.log2(math.e)
+
+#: Most queries of all heads of a program that has several.
+_TOGETHER = 1024
 
 #: Indices of a program that owns queries.
 INDICES = 2 + 2 * KERNEL_RANK
@@ -43,6 +47,7 @@ class Call:
         heads: Query heads.
         heads_kv: Key/value heads.
         alignment: Boxes of keys begin at multiples of it along the last dimension.
+        batch_heads: Query heads of all batch entries; may be a symbol.
     """
 
     plan: Plan
@@ -52,11 +57,31 @@ class Call:
     heads: int
     heads_kv: int
     alignment: int
+    batch_heads: Any
+
+    @functools.cached_property
+    def heads_of_program(self) -> int:
+        """How many heads a program of the forward pass has, and a block: several, where each has little to do."""
+        if not (self.is_single and self.plan.pass_ == "forward" and self.heads == self.heads_kv):
+            return 1
+        of_all = self.batch_heads if isinstance(self.batch_heads, int) else self.heads
+        tokens = max(self.queries.tile_tokens, self.keys.tile_tokens // 2)
+        return max(count for count in (1, 2, 4, 8) if of_all % count == 0 and (count == 1 or count * tokens <= _TOGETHER))
 
     @property
     def lengths(self) -> list[Lengths]:
         """Sizes of each dimension."""
         return [visits.lengths for visits in self.visits]
+
+    @property
+    def chunks(self) -> Chunks:
+        """How programs that own queries cut their boxes of keys."""
+        return Chunks.of(self.keys.tile, self.queries.tile_tokens, self.alignment)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether every tile of queries has all its keys in one chunk."""
+        return self.chunks.count == 1 and all(visits.most_boxes <= 1 for visits in self.visits)
 
     @property
     def groups(self) -> int:
@@ -86,6 +111,8 @@ class Call:
 
     def kv_head(self, head: Scalar) -> Scalar:
         """The key/value head, with its batch entry, of a query head with its own."""
+        if self.heads == self.heads_kv:
+            return head
         batch, head = divided(head, self.heads)
         return batch * self.heads_kv + divided(head, self.heads // self.heads_kv)[0]
 
@@ -131,12 +158,19 @@ def call_of(plan: Plan, operands: Operands, alignment: int) -> Call:
     groups = tuple(each.lengths.groups for each in visits)
     return Call(
         plan,
-        Layout(tuple(own), groups, tuple(each.lengths.queries for each in visits), q_tile),
-        Layout(tuple(others), groups, tuple(each.lengths.keys for each in visits), kv_tile),
+        Layout(tuple(own), groups, tuple(each.lengths.queries for each in visits), q_tile, (0, 0, 0)),
+        Layout(
+            tuple(others),
+            groups,
+            tuple(each.lengths.keys for each in visits),
+            kv_tile,
+            tuple(each.lengths.before for each in visits),
+        ),
         tuple(visits),
         inputs.query.shape[-2],
         inputs.key.shape[-2],
         alignment,
+        inputs.query.shape[0] * inputs.query.shape[-2],
     )
 
 
@@ -231,11 +265,13 @@ def across(columns: jax.Array, width: int) -> jax.Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
+def rows_of_columns(first: jax.Array, second: jax.Array) -> jax.Array:
+    """Two numbers of rows, each as :func:`across` wants them, as ``[2, rows]``."""
+    lanes = jax.lax.broadcasted_iota(jnp.int32, first.shape, 1)
+    return jnp.where(lanes == 0, first, second).T[0:2, :]
+
+
 def columns(row: jax.Array) -> jax.Array:
     """Numbers ``[1, rows]`` as :func:`across` wants them, ``[rows, LANES]``."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T
 
-
-def row(columns: jax.Array) -> jax.Array:
-    """The inverse of :func:`columns`."""
-    return columns.T[0:1, :]

@@ -21,12 +21,14 @@ class Layout:
         groups: Dilation groups of each of three dimensions.
         lengths: Tokens of a group along each, padded.
         tile: Tokens of a tile along each.
+        before: Tokens of a group along each that are padding before the first.
     """
 
     extents: tuple[int, ...]
     groups: tuple[int, ...]
     lengths: tuple[int, ...]
     tile: tuple[int, ...]
+    before: tuple[int, ...]
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -38,12 +40,20 @@ class Layout:
         """Tokens of a tile."""
         return math.prod(self.tile)
 
+    @property
+    def _starts(self) -> list[int]:
+        """Padding before the first token of all groups, along each dimension."""
+        return [before * groups for before, groups in zip(self.before, self.groups, strict=True)]
+
     def laid_out(self, array: jax.Array) -> jax.Array:
         """``[batch, *extents, heads, width]`` as ``[batch * heads, groups, *lengths, width]``."""
         batch, heads, width = array.shape[0], *array.shape[-2:]
         extents = (1,) * (KERNEL_RANK - len(self.extents)) + self.extents
         split = [(length, groups) for length, groups in zip(self.lengths, self.groups, strict=True)]
-        padding = [(0, length * groups - n) for (length, groups), n in zip(split, extents, strict=True)]
+        padding = [
+            (start, length * groups - n - start)
+            for (length, groups), n, start in zip(split, extents, self._starts, strict=True)
+        ]
         array = jnp.pad(array.reshape(batch, *extents, heads, width), [(0, 0), *padding, (0, 0), (0, 0)])
         array = array.reshape(batch, *(n for pair in split for n in pair), heads, width)
         array = array.transpose(0, 7, 2, 4, 6, 1, 3, 5, 8)
@@ -56,7 +66,8 @@ class Layout:
         extents = (1,) * (KERNEL_RANK - len(self.extents)) + self.extents
         whole = [length * groups for length, groups in zip(self.lengths, self.groups, strict=True)]
         array = array.reshape(array.shape[0], *whole, heads, width)
-        array = array[:, : extents[0], : extents[1], : extents[2]]
+        inside = (slice(start, start + n) for start, n in zip(self._starts, extents, strict=True))
+        array = array[:, *inside]
         return array.reshape(array.shape[0], *self.extents, heads, width)
 
     def in_tiles(self, rows: Sequence[jax.Array]) -> jax.Array:

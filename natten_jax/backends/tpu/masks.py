@@ -17,15 +17,14 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from natten_jax.backends.tpu.boxes import KeyBox
+from natten_jax.backends.tpu.boxes import Chunk, KeyBox
+from natten_jax.backends.tpu.chunks import NOWHERE
 from natten_jax.backends.tpu.kernels import LANES, Call, Place, Scalar, across, columns, spec
 from natten_jax.native.abi import KERNEL_RANK
 
 #: Logit of a key that a query does not see; below what a maximum begins with, so that its weight is 0.
 HIDDEN = -1e30
 SMALLEST_MAXIMUM = -1e29
-#: Coordinate of a key that no query of a slab sees.
-_NOWHERE = -(2**30)
 
 
 # Of programs that own queries ----------------------------------------------------------------------------------------
@@ -49,13 +48,13 @@ def last_bounds_spec(call: Call) -> pl.BlockSpec:
 
 
 def key_coordinates(call: Call) -> np.ndarray:
-    """Coordinates of the keys of a box, ``[3, keys]``."""
-    return np.indices(call.keys.tile, np.int32).reshape(KERNEL_RANK, -1)
+    """Coordinates of the keys of a box, ``[chunks, 3, keys]``."""
+    return call.chunks.coordinates()
 
 
-def key_coordinates_spec(call: Call) -> pl.BlockSpec:
-    """All of them."""
-    return spec((KERNEL_RANK, call.keys.tile_tokens), lambda place, _: (0, 0))
+def key_coordinates_spec() -> pl.BlockSpec:
+    """All of them, which are brought once."""
+    return pl.BlockSpec(memory_space=pltpu.VMEM)
 
 
 def window_scratch(call: Call) -> Any:
@@ -87,22 +86,19 @@ class QueryMask:
     coordinates: Any
     windows: Any
 
-    def apply(self, logits: jax.Array, boxes: Sequence[KeyBox] | None) -> jax.Array:
-        """Logits ``[queries, keys]``, with ``HIDDEN`` where a query does not see a key; ``None`` hides none."""
-        if boxes is None:
-            return logits
+    def hidden(self, chunk: Chunk) -> jax.Array:
+        """Which keys of a chunk queries do not see, ``[queries, keys]``."""
         x_tile, y_tile, z_tile = self.call.queries.tile
-        first, end = (across(self.windows[side], logits.shape[1]) for side in (0, 1))
-        keys = [self.coordinates[dim : dim + 1, :] + box.first for dim, box in enumerate(boxes)]
-        along_z = jnp.where(keys[-1] >= boxes[-1].own, keys[-1], _NOWHERE)
+        boxes = chunk.boxes
+        keys = [self.coordinates[chunk.number, dim : dim + 1, :] + box.first for dim, box in enumerate(boxes)]
+        along_z = jnp.where(keys[-1] >= boxes[-1].own, keys[-1], NOWHERE)
+        first, end = (across(self.windows[side], along_z.shape[1]) for side in (0, 1))
         slabs = []
         for x in range(x_tile):
             of_x = self._seen(0, x, keys[0], boxes[0], along_z)
             for y in range(y_tile):
                 seen = self._seen(1, y, keys[1], boxes[1], of_x)
-                start = (x * y_tile + y) * z_tile
-                sees = (seen >= first) & (seen < end)
-                slabs.append(jnp.where(sees, logits[start : start + z_tile, :], HIDDEN))
+                slabs.append((seen < first) | (seen >= end))
         return slabs[0] if len(slabs) == 1 else jnp.concatenate(slabs, axis=0)
 
     def _seen(self, dim: int, query: int, keys: jax.Array, box: KeyBox, coordinates: jax.Array) -> jax.Array:
@@ -113,7 +109,7 @@ class QueryMask:
         tile = self.call.group_of(self.place.group)[dim] * lengths.q_tiles + self.place.tile[dim]
         at = tile * (2 * lengths.q_tile) + query
         first = jnp.maximum(self.bounds[dim][at], box.own)
-        return jnp.where((keys >= first) & (keys < self.bounds[dim][at + lengths.q_tile]), coordinates, _NOWHERE)
+        return jnp.where((keys >= first) & (keys < self.bounds[dim][at + lengths.q_tile]), coordinates, NOWHERE)
 
 
 # Of programs that own keys -------------------------------------------------------------------------------------------

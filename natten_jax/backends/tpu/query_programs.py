@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from natten_jax.backends.tpu.boxes import box_spec
 from natten_jax.backends.tpu.kernels import Call, Place, last_of, spec
@@ -14,7 +15,7 @@ from natten_jax.backends.tpu.masks import key_coordinates_spec, last_bounds_spec
 
 def query_grid(call: Call, heads: int) -> tuple[int, ...]:
     """Heads of all batch entries, dilation groups, tiles, and boxes of keys."""
-    return heads, call.groups, *call.queries.grid, *_steps(call)
+    return heads // call.heads_of_program, call.groups, *call.queries.grid, *_steps(call)
 
 
 def _steps(call: Call) -> list[int]:
@@ -28,17 +29,16 @@ def is_last(call: Call, place: Place) -> Any:
 
 def query_spec(call: Call, width: int) -> pl.BlockSpec:
     """The tile of a program."""
-    return spec((None, None, *call.queries.tile, width), lambda place, _: (place.head, place.group, *place.tile, 0))
+    return spec((call.heads_of_program, None, *call.queries.tile, width), lambda place, _: (place.head, place.group, *place.tile, 0))
 
 
 def rows_spec(call: Call, count: int) -> pl.BlockSpec:
     """Numbers of its queries, ``[count, tokens]``."""
-    shape = None, None, None, None, None, count, call.queries.tile_tokens
+    shape = call.heads_of_program, None, None, None, None, count, call.queries.tile_tokens
     return spec(shape, lambda place, _: (place.head, place.group, *place.tile, 0, 0))
 
 
 def common_specs(call: Call, width: int, width_v: int) -> list[pl.BlockSpec]:
     """Those of the head's scale, the coordinates of keys, the bounds of windows, and of query, key and value."""
-    scale = spec((None, 1, 1), lambda place, _: (place.head, 0, 0))
     blocks: Sequence[pl.BlockSpec] = query_spec(call, width), box_spec(call, width), box_spec(call, width_v)
-    return [scale, key_coordinates_spec(call), last_bounds_spec(call), *blocks]
+    return [pl.BlockSpec(memory_space=pltpu.SMEM), key_coordinates_spec(), last_bounds_spec(call), *blocks]

@@ -18,9 +18,9 @@ from natten_jax.performance import Pass, TilePair
 from natten_jax.problem import Problem, Shape
 from natten_jax.windows import Axis
 
-LARGEST_TILE = 1024  # tokens
+LARGEST_TILE = 32768  # tokens
 #: Most logits of a step: several copies of them are in VMEM at a time.
-_MOST_LOGITS = {"forward": 512 * 1024, "backward": 512 * 512}
+_MOST_LOGITS = {"forward": 512 * 8192, "backward": 512 * 512}
 #: Most bytes of a tile of tokens.
 _MOST_BYTES = 512 * 1024
 #: Bundles of a step beside its products and softmax: with one token dimension, and of each other one.

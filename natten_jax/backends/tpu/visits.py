@@ -19,8 +19,8 @@ from natten_jax.windows import Axis, group_length
 Table = Any  # numpy.ndarray or jax.Array, int32
 
 #: Columns of :attr:`Visits.boxes`.
-START, COUNT, CORE_FIRST, CORE_END, KEY_GROUP = range(5)
-COLUMNS = 5
+START, COUNT, HULL_END, CORE_FIRST, CORE_END, KEY_GROUP = range(6)
+COLUMNS = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Lengths:
         queries: Queries of a group, padded to whole tiles.
         keys: Keys of a group, padded to whole tiles, or to one and to registers where only boxes are visited, which
             may begin anywhere.
+        before: Of these, what is padded before the first key, so that windows of tiles begin where registers do.
     """
 
     groups: int
@@ -41,16 +42,18 @@ class Lengths:
     kv_tile: int
     queries: int
     keys: int
+    before: int
 
     @classmethod
     def of(
         cls, axis: Axis, queries: int, keys: int, q_tile: int, kv_tile: int, alignment: int, *, whole_tiles: bool
     ) -> Lengths:
         """Those of an axis, of whose tokens a call has some."""
+        before = before_keys(axis, q_tile, alignment)
         queries, keys = (math.ceil(tokens / axis.dilation) for tokens in (queries, keys))
         step = kv_tile if whole_tiles else alignment
-        padded = math.ceil(queries / q_tile) * q_tile, max(math.ceil(keys / step) * step, kv_tile)
-        return cls(axis.dilation, q_tile, kv_tile, *padded)
+        padded = math.ceil(queries / q_tile) * q_tile, max(math.ceil((before + keys) / step) * step, kv_tile)
+        return cls(axis.dilation, q_tile, kv_tile, *padded, before)
 
     @property
     def q_tiles(self) -> int:
@@ -63,6 +66,14 @@ class Lengths:
         return self.keys // self.kv_tile
 
 
+def before_keys(axis: Axis, q_tile: int, alignment: int) -> int:
+    """What is padded before the first key, so that windows of most tiles begin at multiples of an alignment."""
+    lengths = math.ceil(axis.query_extent / axis.dilation), math.ceil(axis.kv_extent / axis.dilation)
+    middle = lengths[0] // (2 * q_tile) * q_tile
+    first, _ = axis.bounds(np.arange(middle, min(middle + q_tile, lengths[0])), lengths)
+    return -int(first.min()) % alignment
+
+
 @dataclasses.dataclass(frozen=True)
 class Visits:
     """What one token dimension's tiles visit.
@@ -71,10 +82,11 @@ class Visits:
         lengths: The sizes.
         bounds: ``[groups, q_tiles, 2, q_tile]``: first and end of the keys that each query sees; both 0 where there is
             no query.
-        boxes: ``[groups, q_tiles, COLUMNS]``: where a tile's boxes of keys begin, how many there are, first and end of
-            the keys that all of its queries see, and the keys' group.
+        boxes: ``[groups, q_tiles, COLUMNS]``: where a tile's boxes of keys begin, how many there are, the end of the
+            keys that its queries see, first and end of those that all of them see, and the keys' group.
         tiles: ``[groups, kv_tiles, 2]``: the first tile of queries that sees some of a tile of keys, and how many do.
         most_boxes: The largest count of boxes.
+        fewest_boxes: The smallest count; 0 where it is not known.
         most_tiles: The largest count of tiles.
     """
 
@@ -83,6 +95,7 @@ class Visits:
     boxes: Table
     tiles: Table
     most_boxes: int
+    fewest_boxes: int
     most_tiles: int
 
     @classmethod
@@ -107,7 +120,7 @@ class Visits:
         key_group = (residue - kv_origin) % d
         first, end = axis.bounds(token // d, axis.lengths(residue), xp=xp)
         base, own = (kv_origin + key_group) // d, group_length(keys, d, key_group)
-        first, end = (xp.clip(bound - base, 0, own) for bound in (first, end))
+        first, end = (lengths.before + xp.clip(bound - base, 0, own) for bound in (first, end))
         is_query = local < queries
         sees = is_query & (first < end)
         by_tile = (d, lengths.q_tiles, lengths.q_tile)
@@ -120,9 +133,9 @@ class Visits:
         core_first = of_tiles(first, is_query, 0, xp.max)
         core_end = of_tiles(end, is_query, lengths.keys, xp.min)
         box = lengths.kv_tile
-        start = xp.minimum(hull_first // alignment * alignment, lengths.keys - box)
+        start = hull_first // alignment * alignment
         count = xp.maximum(-(-(hull_end - start) // box), 0)
-        columns = (start, count, core_first, core_end, xp.broadcast_to(key_group, start.shape))
+        columns = (start, count, hull_end, core_first, core_end, xp.broadcast_to(key_group, start.shape))
         boxes = xp.stack(columns, axis=-1).astype(np.int32)
 
         tile_first = (xp.arange(lengths.kv_tiles) * box)[:, None]
@@ -135,11 +148,11 @@ class Visits:
         bounds = xp.stack([xp.where(sees, first, 0), xp.where(sees, end, 0)], axis=-2).astype(np.int32)
         bounds = xp.moveaxis(bounds.reshape(d, 2, lengths.q_tiles, lengths.q_tile), 1, 2)
         if origins is None:
-            most = int(count.max()), int(tiles[..., 1].max())
+            most = int(count.max()), int(count.min()), int(tiles[..., 1].max())
         else:
             # Near an edge a key may be seen from half a window further.
             window = axis.kernel_size + axis.stride
             reach = min(lengths.keys, window + lengths.q_tile + alignment)
             seeing = min(lengths.queries, window + axis.kernel_size // 2 + box + lengths.q_tile)
-            most = -(-reach // box), -(-seeing // lengths.q_tile)
+            most = -(-reach // box), 0, -(-seeing // lengths.q_tile)
         return cls(lengths, bounds, boxes, tiles, *most)

@@ -1,0 +1,149 @@
+"""Counts of the bundles of programs for TPUs, from what their compiler writes about them.
+
+A core of a TPU issues one bundle of instructions a cycle, in order. The compiler writes the bundles of each program with
+its loops, their trips where they are constant, and the branches that jump over some of them. What a program executes is
+the sum of its bundles, each times the trips of the loops around it and the share of them that do not jump over it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+#: Bundles of a branch and of those behind it that are executed in any case.
+BRANCH = 5
+_BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+([A-Z]{2})?\s*:\s*([> ]*)\{(\})?")
+_JUMP = re.compile(r"sbr\.rel \((!?%\w+)\) target = \$region(\d+)")
+_REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
+_EXIT = re.compile(r"scmp\.ge\.s32\.totalorder (%\w+), (%?\w+) /\* loop exit test")
+_CALL = re.compile(r"inlined_call [^/]*/\* %(\S+) = ")
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Bundles that belong together: those of a loop, or those that a branch may jump over.
+
+    Attributes:
+        first: The first bundle.
+        end: The first that is none of them any more.
+        trips: Of a loop, how often it is gone through; ``None``: not a constant. 0 of what a branch jumps over.
+    """
+
+    first: int
+    end: int
+    trips: int | None = 0
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether it is a loop."""
+        return self.trips != 0
+
+    def holds(self, other: Span) -> bool:
+        """Whether another one lies inside."""
+        return self != other and self.first <= other.first and other.end <= self.end
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The bundles of a program.
+
+    Attributes:
+        count: How many there are.
+        spans: Loops, and what branches jump over, in the order of their first bundles.
+        products: Bundles that have matrix units multiply, in order.
+        calls: Programs that are called, by name, with the bundle that does so.
+    """
+
+    count: int
+    spans: tuple[Span, ...]
+    products: tuple[int, ...]
+    calls: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Program:
+        """That of the final bundles that the compiler wrote."""
+        depths: list[int] = []
+        products: list[int] = []
+        regions: dict[int, int] = {}
+        jumps: list[tuple[int, int]] = []
+        bodies: list[tuple[int, int]] = []
+        exits: list[tuple[int, str, str]] = []
+        calls: list[tuple[str, int]] = []
+        for line in text.splitlines():
+            if match := _BUNDLE.match(line):
+                # Empty bundles are written without the depth of the loop that they are in.
+                depths.append(depths[-1] if match[4] and depths else match[3].count(">"))
+                if match[2] == "LB":
+                    bodies.append((len(depths) - 1, depths[-1]))
+            at = len(depths) - 1
+            if at < 0:
+                continue
+            # A region that begins in a comment behind the bundle's last instruction begins with the bundle.
+            for number in _REGION.findall(line):
+                regions.setdefault(int(number), at)
+            jumps += [(at, int(target)) for _, target in _JUMP.findall(line)]
+            exits += [(at, counter, bound) for counter, bound in _EXIT.findall(line)]
+            calls += [(name, at) for name in _CALL.findall(line)]
+            if "matmul" in line:
+                products.append(at)
+        spans = [
+            Span(at + BRANCH, regions[target])
+            for at, target in jumps
+            if target in regions and regions[target] > at + BRANCH
+        ]
+        for first, depth in bodies:
+            end = next((at for at in range(first, len(depths)) if depths[at] < depth), len(depths))
+            bounds = [each for each in exits if first <= each[0] < end and depths[each[0]] == depth]
+            spans.append(Span(first, end, _trips(text, *bounds[-1][1:]) if bounds else None))
+        spans.sort(key=lambda span: (span.first, -span.end))
+        return cls(len(depths), tuple(spans), tuple(products), tuple(calls))
+
+    def multiplies(self, span: Span) -> bool:
+        """Whether matrix units multiply in a span."""
+        return bisect.bisect_left(self.products, span.first) < bisect.bisect_left(self.products, span.end)
+
+    def inside(self, span: Span) -> Iterator[Span]:
+        """The spans inside of one."""
+        return (other for other in self.spans if span.holds(other))
+
+    def weights(self, factor: Callable[[Span], float]) -> list[float]:
+        """How often each bundle is executed.
+
+        Args:
+            factor: How often a span is, for each time that what is around it is.
+        """
+        weights = [1.0] * self.count
+        for span in self.spans:
+            by = factor(span)
+            if by != 1:
+                for at in range(span.first, span.end):
+                    weights[at] *= by
+        return weights
+
+
+def _trips(text: str, counter: str, bound: str) -> int | None:
+    """The trips of a loop from its exit test: a counter from 0 on, and where it ends."""
+    if not bound.isdigit():
+        found = re.search(rf"{re.escape(bound)} = smov\.u32 (\d+)", text)
+        if found is None:
+            return None
+        bound = found[1]
+    step = re.search(rf"{re.escape(counter)} = sadd\.s32 (\d+), ", text)
+    return int(bound) // (int(step[1]) if step else 1)
+
+
+def utilization(text: str) -> tuple[list[str], list[int], list[list[int]]]:
+    """Names of units, how many of each a bundle may use, and how many each bundle does."""
+    head, _, body = text.partition("== UTILIZATION:")
+    names, capacities = head.strip().splitlines()[1:3]
+    used = [[int(number) for number in line.split()] for line in body.splitlines() if line.strip()]
+    return [name.strip() for name in names.split(",")], [int(number) for number in capacities.split()], used
+
+
+def totals(weights: Sequence[float], used: Sequence[Sequence[int]]) -> list[float]:
+    """How many slots of each unit are used in all."""
+    return [
+        sum(weight * row[unit] for weight, row in zip(weights, used, strict=False)) for unit in range(len(used[0]))
+    ]

@@ -1,0 +1,62 @@
+"""How the keys of a box are cut into chunks: what a program multiplies its queries with at a time.
+
+Boxes are what copies bring, and large: a program takes hundreds of bundles beside its products, a chunk takes few. The
+keys of a box are gone over in their order, whatever its shape: as many at a time as keep all matrix units busy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from natten_jax.problem import Shape
+
+#: Coordinate of a key that no query sees.
+NOWHERE = -(2**30)
+#: Keys of a chunk, for tiles of few and of many queries. Four matrix units take 128 each.
+_OF_FEW, _OF_MANY, _FEW = 1024, 512, 128
+#: Most logits of a chunk.
+MOST_LOGITS = 512 * 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """The chunks of a box.
+
+    Attributes:
+        box: Keys of the box along each dimension.
+        keys: Keys of a chunk. The last one has some of the one before, where they are not a divisor of the box's.
+    """
+
+    box: Shape
+    keys: int
+
+    @classmethod
+    def of(cls, box: Shape, queries: int, alignment: int) -> Chunks:
+        """Those of a box that a tile of queries goes over; they begin at multiples of an alignment."""
+        most = min(_OF_FEW if queries <= _FEW else _OF_MANY, MOST_LOGITS // queries // alignment * alignment)
+        return cls(box, min(math.prod(box), max(most, alignment)))
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return -(-math.prod(self.box) // self.keys)
+
+    @property
+    def cut(self) -> int:
+        """The first dimension along which the box has more than one key."""
+        return next((dim for dim, extent in enumerate(self.box) if extent > 1), len(self.box) - 1)
+
+    @property
+    def stride(self) -> int:
+        """Keys of the box for each one along that dimension."""
+        return math.prod(self.box[self.cut + 1 :])
+
+    def coordinates(self) -> np.ndarray:
+        """Those of the keys of each chunk in the box, ``[chunks, 3, keys]``, ``NOWHERE`` if an earlier one has them."""
+        starts = np.arange(self.count)[:, None] * self.keys
+        index = np.minimum(starts, math.prod(self.box) - self.keys) + np.arange(self.keys)
+        found = np.stack(np.unravel_index(index, self.box), axis=1)
+        return np.where((index >= starts)[:, None], found, NOWHERE).astype(np.int32)
