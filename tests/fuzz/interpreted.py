@@ -8,17 +8,20 @@ that problems are small and have few programs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from natten_jax.arrays.operands import Inputs, Operands
+from natten_jax.backends.tpu import chunks
 from natten_jax.backends.tpu.kernels import call_of
 from natten_jax.backends.tpu.query_programs import query_grid
 from natten_jax.backends.tpu.tiles import alignment
@@ -36,6 +39,8 @@ from .problem import Fuzzed, _factor, _range
 TOKENS, PROGRAMS = 160, 24
 FAMILY = Family.of(interpreted_tpu.InterpretedTpuBackend())
 WIDTHS = (8, 16, 24, 40, 64, 72, 128, 136)
+#: Most keys of a chunk: so few that boxes of small problems have several, or as many as in real ones.
+CHUNKS = (16, 48, None)
 
 
 def draw(seed: int, number: int) -> Fuzzed:
@@ -113,10 +118,21 @@ def _programs(problem: Fuzzed) -> int:
     return max(math.prod(grid) for grid in grids)
 
 
+@contextlib.contextmanager
+def small_chunks(problem: Fuzzed) -> Iterator[None]:
+    """Cut the boxes of a problem into chunks of so many keys as its seed says."""
+    keys = CHUNKS[problem.seed % len(CHUNKS)]
+    with pytest.MonkeyPatch.context() as patch:
+        if keys is not None:
+            patch.setattr(chunks, "OF_FEW", keys)
+            patch.setattr(chunks, "OF_MANY", keys)
+        yield
+
+
 def complaints(problem: Fuzzed) -> list[str]:
     """What is wrong with the results of a problem, or what running it raised."""
     try:
-        with interpreted_tpu.finding_races():
+        with interpreted_tpu.finding_races(), small_chunks(problem):
             operands, cotangents = problem.inputs()
             arguments = jax.tree.map(jax.numpy.asarray, (operands, cotangents))
             outputs, gradients = jax.tree.map(np.asarray, both_passes(problem)(arguments, problem.origins()))

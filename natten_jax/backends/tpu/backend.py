@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
 from natten_jax.backends.base import Backend, Platform
 from natten_jax.backends.native_backend import delta
-from natten_jax.backends.tpu.tiles import LARGEST_TILE, alignment, recommended
+from natten_jax.backends.tpu.tiles import LARGEST_BOX, LARGEST_TILE, alignment, recommended
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan
@@ -48,7 +48,7 @@ class TpuBackend(Backend):
 
     def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
         """Most tokens of a tile."""
-        return LARGEST_TILE, LARGEST_TILE
+        return LARGEST_TILE, LARGEST_BOX if pass_ == "forward" else LARGEST_TILE
 
     def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
         """Whether the kernels accept this pair: the last extents fill whole registers."""

@@ -16,7 +16,7 @@ from natten_jax.problem import Shape
 #: Coordinate of a key that no query sees.
 NOWHERE = -(2**30)
 #: Keys of a chunk, for tiles of few and of many queries. Four matrix units take 128 each.
-_OF_FEW, _OF_MANY, _FEW = 1024, 512, 128
+OF_FEW, OF_MANY, _FEW = 1024, 512, 128
 #: Most logits of a chunk.
 MOST_LOGITS = 512 * 512
 
@@ -36,7 +36,7 @@ class Chunks:
     @classmethod
     def of(cls, box: Shape, queries: int, alignment: int) -> Chunks:
         """Those of a box that a tile of queries goes over; they begin at multiples of an alignment."""
-        most = min(_OF_FEW if queries <= _FEW else _OF_MANY, MOST_LOGITS // queries // alignment * alignment)
+        most = min(OF_FEW if queries <= _FEW else OF_MANY, MOST_LOGITS // queries // alignment * alignment)
         return cls(box, min(math.prod(box), max(most, alignment)))
 
     @property

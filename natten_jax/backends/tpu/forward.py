@@ -6,7 +6,6 @@ stand in all lanes of a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -74,15 +73,20 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
         mask = QueryMask(call, place, bounds, coordinates, windows)
         chunk = Chunk(0, 0, key_boxes(call, place, tables))
         hidden = mask.hidden(chunk)
-        for head in range(together):
-            keys, values = chunk.of(call, k.at[head]), chunk.of(call, v.at[head])
-            logits = contract(call, matrix(q.at[head]), keys, (1, 1))
-            logits = jnp.where(hidden, HIDDEN, logits * (factor[place.head * together + head] * LOG2_E))
+        # In this order the compiler overlaps what the heads have to wait for.
+        heads, found = range(together), []
+        products = [contract(call, matrix(q.at[head]), chunk.of(call, k.at[head]), (1, 1)) for head in heads]
+        for head in heads:
+            values = chunk.of(call, v.at[head])
+            scaled = products[head] * (factor[place.head * together + head] * LOG2_E)
+            logits = jnp.where(hidden, HIDDEN, scaled)
             maxima = jnp.maximum(jnp.max(logits, axis=1, keepdims=True), SMALLEST_MAXIMUM)
             weights = jnp.exp2(logits - maxima)
             sums = jnp.sum(weights, axis=1, keepdims=True)
             mix = contract(call, weights.astype(values.dtype), values, (1, 0))
-            finish(head, out, statistics, *(jnp.broadcast_to(each, (tokens, LANES)) for each in (maxima, sums)), mix)
+            found.append((*(jnp.broadcast_to(each, (tokens, LANES)) for each in (maxima, sums)), mix))
+        for head in heads:
+            finish(head, out, statistics, *found[head])
 
     def with_chunks(*refs: Any) -> None:
         """For all others: a chunk after another one, and what they come to in scratch memory."""

@@ -66,7 +66,9 @@ class Call:
             return 1
         of_all = self.batch_heads if isinstance(self.batch_heads, int) else self.heads
         tokens = max(self.queries.tile_tokens, self.keys.tile_tokens // 2)
-        return max(count for count in (1, 2, 4, 8) if of_all % count == 0 and (count == 1 or count * tokens <= _TOGETHER))
+        return max(
+            count for count in (1, 2, 4, 8) if of_all % count == 0 and (count == 1 or count * tokens <= _TOGETHER)
+        )
 
     @property
     def lengths(self) -> list[Lengths]:
@@ -274,4 +276,3 @@ def rows_of_columns(first: jax.Array, second: jax.Array) -> jax.Array:
 def columns(row: jax.Array) -> jax.Array:
     """Numbers ``[1, rows]`` as :func:`across` wants them, ``[rows, LANES]``."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T
-

@@ -88,7 +88,7 @@ class QueryMask:
 
     def hidden(self, chunk: Chunk) -> jax.Array:
         """Which keys of a chunk queries do not see, ``[queries, keys]``."""
-        x_tile, y_tile, z_tile = self.call.queries.tile
+        x_tile, y_tile, _ = self.call.queries.tile
         boxes = chunk.boxes
         keys = [self.coordinates[chunk.number, dim : dim + 1, :] + box.first for dim, box in enumerate(boxes)]
         along_z = jnp.where(keys[-1] >= boxes[-1].own, keys[-1], NOWHERE)

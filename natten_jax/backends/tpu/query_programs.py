@@ -29,7 +29,10 @@ def is_last(call: Call, place: Place) -> Any:
 
 def query_spec(call: Call, width: int) -> pl.BlockSpec:
     """The tile of a program."""
-    return spec((call.heads_of_program, None, *call.queries.tile, width), lambda place, _: (place.head, place.group, *place.tile, 0))
+    return spec(
+        (call.heads_of_program, None, *call.queries.tile, width),
+        lambda place, _: (place.head, place.group, *place.tile, 0),
+    )
 
 
 def rows_spec(call: Call, count: int) -> pl.BlockSpec:
