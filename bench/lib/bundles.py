@@ -1,8 +1,9 @@
 """Counts of the bundles of programs for TPUs, from what their compiler writes about them.
 
-A core of a TPU issues one bundle of instructions a cycle, in order. The compiler writes the bundles of each program with
-its loops, their trips where they are constant, and the branches that jump over some of them. What a program executes is
-the sum of its bundles, each times the trips of the loops around it and the share of them that do not jump over it.
+A core of a TPU issues one bundle of instructions a cycle, in order. The compiler writes the bundles of each program
+with its loops, their trips where they are constant, and the branches that jump over some of them. What a program
+executes is the sum of its bundles, each times the trips of the loops around it and the share of them that do not jump
+over it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 #: Bundles of a branch and of those behind it that are executed in any case.
 BRANCH = 5
+#: Parts of a kernel of fewer bundles are counted with what is around them.
+SMALL = 24
 _BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+([A-Z]{2})?\s*:\s*([> ]*)\{(\})?")
 _JUMP = re.compile(r"sbr\.rel \((!?%\w+)\) target = \$region(\d+)")
 _REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
@@ -144,6 +147,81 @@ def utilization(text: str) -> tuple[list[str], list[int], list[list[int]]]:
 
 def totals(weights: Sequence[float], used: Sequence[Sequence[int]]) -> list[float]:
     """How many slots of each unit are used in all."""
-    return [
-        sum(weight * row[unit] for weight, row in zip(weights, used, strict=False)) for unit in range(len(used[0]))
-    ]
+    return [sum(weight * row[unit] for weight, row in zip(weights, used, strict=False)) for unit in range(len(used[0]))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Executions:
+    """How often a Pallas kernel executes its parts.
+
+    Attributes:
+        steps: Of its grid.
+        active: Those that have something to multiply.
+        tiles: Whose first step prepares, and whose last step writes results.
+        bodies: Executions of each part that multiplies, in the order in which the kernel has them.
+    """
+
+    steps: int
+    active: int
+    tiles: int
+    bodies: tuple[int, ...]
+
+
+def of_kernel(program: Program, executions: Executions) -> list[float]:
+    """How often each bundle of a Pallas kernel is executed.
+
+    Raises:
+        ValueError: The kernel does not have the parts that are counted.
+    """
+    multiplying = [span for span in program.spans if program.multiplies(span)]
+    innermost = [span for span in multiplying if not any(span.holds(other) for other in multiplying)]
+    loops = [span for span in program.spans if span.is_loop and program.multiplies(span)]
+    if not loops:
+        raise ValueError("the kernel has no loop over its grid")
+    grid = loops[0]
+    bodies = dict(zip(innermost, executions.bodies, strict=False)) if len(innermost) == len(executions.bodies) else {}
+    if not bodies and len(innermost) != 1:
+        raise ValueError(f"the kernel has {len(innermost)} parts that multiply, not {len(executions.bodies)}")
+    weights = program.weights(lambda span: 1.0)
+    inside = [span for span in multiplying if grid.holds(span) and span not in bodies]
+    of_steps = inside[0] if inside else grid
+
+    def put(span: Span, count: float) -> None:
+        weights[span.first : span.end] = [count] * (span.end - span.first)
+
+    put(grid, grid.trips or executions.steps)
+    for span in program.spans:
+        if not grid.holds(span):
+            continue
+        if span in bodies:
+            put(span, bodies[span])
+        elif span == of_steps:
+            put(span, executions.steps)
+        elif program.multiplies(span):
+            put(span, sum(executions.bodies) if span.trips is None else executions.active)
+        elif of_steps.holds(span) and span.end - span.first >= SMALL and not any(s.holds(span) for s in bodies):
+            put(span, executions.tiles)
+    return weights
+
+
+def of_fusion(program: Program) -> list[float]:
+    """How often each bundle of a program that XLA made of a fusion is executed.
+
+    Raises:
+        ValueError: The trips of one of its loops are not a constant.
+    """
+
+    def factor(span: Span) -> float:
+        if span.is_loop:
+            if span.trips is None:
+                raise ValueError("a loop whose trips are not a constant")
+            return span.trips
+        around = [loop for loop in program.spans if loop.is_loop and loop.holds(span)]
+        if around:
+            loop = around[-1]
+            # The first trip of a loop only starts copies, and the last one only waits for them.
+            if (loop.trips or 0) > 2 and 2 * (span.end - span.first) > loop.end - loop.first:
+                return 1 - 2 / (loop.trips or 1)
+        return 1
+
+    return program.weights(factor)

@@ -1,0 +1,123 @@
+"""Programs for TPUs, compiled where there is none, and what the compiler writes about them.
+
+Run as a program it compiles what its argument describes, and leaves everything in a folder:
+:func:`compiled` does so in a process of its own, since the compiler takes options once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+#: Names of topologies and of devices, by chip.
+CHIPS = {
+    "v4": ("v4:2x2x1", "TPU v4"),
+    "v5e": ("v5e:2x2", "TPU v5 lite"),
+    "v5p": ("v5p:2x2x1", "TPU v5"),
+    "v6e": ("v6e:2x2", "TPU v6 lite"),
+}
+_HLO, _FACTS = "hlo.txt", "facts.json"
+
+
+def versions() -> dict[str, str]:
+    """Of what compiles.
+
+    Raises:
+        importlib.metadata.PackageNotFoundError: The compiler is not installed.
+    """
+    return {name: metadata.version(name) for name in ("jax", "jaxlib", "libtpu")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compiler wrote.
+
+    Attributes:
+        hlo: The optimised program.
+        facts: What the process that compiled had to say.
+        bundles: Final bundles by the instruction of the program.
+        utilization: How bundles use units, likewise.
+    """
+
+    hlo: str
+    facts: dict[str, Any]
+    bundles: Mapping[str, str]
+    utilization: Mapping[str, str]
+
+
+def compiled(chip: str, module: Path, request: Mapping[str, Any]) -> Compiled:
+    """Compile in a process of its own.
+
+    Args:
+        chip: One of :data:`CHIPS`.
+        module: A program that calls :func:`serve`.
+        request: What it is given.
+
+    Raises:
+        ValueError: It does not compile; the message has the compiler's.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        options = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final.*"
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "TPU_SKIP_MDS_QUERY": "1",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            "LIBTPU_INIT_ARGS": options,
+        }
+        arguments = [sys.executable, str(module), "--compile", json.dumps({"chip": chip, "to": folder, **request})]
+        done = subprocess.run(arguments, env=environment, capture_output=True, encoding="utf-8", check=False)
+        if done.returncode:
+            told = [line for line in done.stderr.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
+            raise ValueError(told[-1] if told else done.stderr[-2000:])
+        path = Path(folder)
+        return Compiled(
+            (path / _HLO).read_text(encoding="utf-8"),
+            json.loads((path / _FACTS).read_text(encoding="utf-8")),
+            dict(_written(path, r"final_bundles")),
+            dict(_written(path, r"final_hlo-static-per-bundle-utilization")),
+        )
+
+
+def _written(folder: Path, kind: str) -> Iterator[tuple[str, str]]:
+    for path in sorted(folder.iterdir()):
+        if match := re.fullmatch(rf"\d+-(.+)-\d+-{kind}\.txt", path.name):
+            yield match[1], path.read_text(encoding="utf-8", errors="backslashreplace")
+
+
+def serve(request: Mapping[str, Any], function: Callable[..., Any], arguments: Any, facts: Mapping[str, Any]) -> None:
+    """Compile a function for the chip of a request, and leave its program in the folder of the request."""
+    import jax
+    from jax.experimental import topologies
+
+    topology, kind = CHIPS[request["chip"]]
+    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+    with _as_on(kind):
+        lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",))
+    program = lowered.compile()
+    folder = Path(request["to"])
+    (folder / _HLO).write_text(program.as_text(), encoding="utf-8")
+    cost = program.cost_analysis() or {}
+    found = {**facts, "bytes_accessed": cost.get("bytes accessed")}
+    (folder / _FACTS).write_text(json.dumps(found), encoding="utf-8")
+
+
+@contextmanager
+def _as_on(kind: str) -> Iterator[None]:
+    """Lower as on a kind of device; some lowerings ask for it."""
+    import jax
+
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)):
+        yield

@@ -1,0 +1,125 @@
+"""How often kernels for TPUs execute their parts, and what they copy, by the geometry of a problem."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+
+from natten_jax.backends.tpu.kernels import Call
+from natten_jax.backends.tpu.query_programs import query_grid
+from natten_jax.backends.tpu.visits import CORE_END, CORE_FIRST, COUNT, HULL_END, START
+from natten_jax.problem import Problem
+from natten_jax.windows import Axis
+
+LANES = 128
+
+
+def of_query_programs(call: Call, batch_heads: int) -> dict[str, Any]:
+    """Of a kernel that owns queries: steps, tiles, and chunks that are multiplied without a mask and with one."""
+    grid = query_grid(call, batch_heads)
+    tables = [np.asarray(visits.boxes) for visits in call.visits]
+    full = masked = active = boxes = 0
+    groups = itertools.product(*(range(visits.lengths.groups) for visits in call.visits))
+    for group in groups:
+        rows = [table[g].tolist() for table, g in zip(tables, group, strict=True)]
+        for tile in itertools.product(*rows):
+            for step in itertools.product(*(range(row[COUNT]) for row in tile)):
+                of_step = _chunks(call, tile, step)
+                full, masked, active = full + of_step[0], masked + of_step[1], active + 1
+            boxes += math.prod(row[COUNT] for row in tile)
+    heads, widths = grid[0], (call.plan.problem.head_dim, call.plan.problem.head_dim_v)
+    tiles = math.prod(grid[:5])
+    return {
+        "steps": math.prod(grid),
+        "active": heads * active,
+        "tiles": tiles,
+        "bodies": [heads * full, heads * masked],
+        "copied": batch_heads * boxes * _tokens_bytes(call, call.keys.tile_tokens, widths),
+    }
+
+
+def _chunks(call: Call, tile: Any, step: Any) -> tuple[int, int]:
+    """Chunks of a box without and with a mask."""
+    chunks, lengths = call.chunks, call.lengths
+    own = [row[START] + number * each.kv_tile for row, number, each in zip(tile, step, lengths, strict=True)]
+    first = [min(each, of.keys - of.kv_tile) for each, of in zip(own, lengths, strict=True)]
+    total, cut, stride = math.prod(chunks.box), chunks.cut, chunks.stride
+    behind = max(0, min(tile[cut][HULL_END] - first[cut], chunks.box[cut])) * stride
+    begin = 0 if chunks.count == 1 else min(own[cut] - first[cut], chunks.box[cut]) * stride // chunks.keys
+    end = 1 if chunks.count == 1 else -(-behind // chunks.keys)
+    full = 0
+    for number in range(begin, end):
+        start = min(number * chunks.keys, total - chunks.keys)
+        firsts, shape = [*first], [*chunks.box]
+        firsts[cut] += start // stride
+        shape[cut] = (start + chunks.keys - 1) // stride + 1 - start // stride
+        full += start == number * chunks.keys and all(
+            at >= mine and at >= row[CORE_FIRST] and at + extent <= row[CORE_END]
+            for at, mine, row, extent in zip(firsts, own, tile, shape, strict=True)
+        )
+    return full, max(end - begin, 0) - full
+
+
+def of_key_programs(call: Call, batch_heads_kv: int) -> dict[str, Any]:
+    """Of the kernel that owns keys: a tile of keys with tiles of queries that see some of it."""
+    full = masked = 0
+    boxes, tiles = ([np.asarray(getattr(v, table)) for v in call.visits] for table in ("boxes", "tiles"))
+    for group in itertools.product(*(range(visits.lengths.groups) for visits in call.visits)):
+        # Along each dimension: pairs of tiles that meet, and those that see each other whole.
+        meeting, whole = 1, 1
+        for visits, of_boxes, of_tiles, g in zip(call.visits, boxes, tiles, group, strict=True):
+            size, seen, all_ = visits.lengths.kv_tile, 0, 0
+            for tile, (first, count) in enumerate(of_tiles[g].tolist()):
+                cores = of_boxes[g][first : first + count]
+                seen += count
+                at = tile * size
+                all_ += int(((cores[:, CORE_FIRST] <= at) & (cores[:, CORE_END] >= at + size)).sum())
+            meeting, whole = meeting * seen, whole * all_
+        full, masked = full + whole, masked + meeting - whole
+    steps = [call.heads // call.heads_kv, *(max(visits.most_tiles, 1) for visits in call.visits)]
+    programs = batch_heads_kv * call.groups * math.prod(call.keys.grid)
+    heads = batch_heads_kv * steps[0]
+    widths = call.plan.problem.head_dim, call.plan.problem.head_dim_v
+    return {
+        "steps": programs * math.prod(steps),
+        "active": heads * (full + masked),
+        "tiles": programs,
+        "bodies": [heads * full, heads * masked],
+        "copied": heads * (full + masked) * _tokens_bytes(call, call.queries.tile_tokens, widths),
+    }
+
+
+def _tokens_bytes(call: Call, tokens: int, widths: tuple[int, int]) -> int:
+    """Bytes of so many tokens of two arrays: rows are padded to whole registers."""
+    return tokens * call.plan.problem.element.bytes * sum(-(-width // LANES) * LANES for width in widths)
+
+
+def blocks_of_flat_tokens(problem: Problem, queries: int, keys: int) -> tuple[int, int, int]:
+    """What a kernel has to visit that takes blocks of tokens in their order, whatever the layout.
+
+    Returns:
+        Blocks of queries, the most blocks of keys that one of them sees, and the pairs of blocks of which one sees the
+        other.
+    """
+    layout = problem.query_layout
+    bounds = [_bounds(axis) for axis in problem.axes]
+    tokens = math.prod(layout)
+    counts = []
+    for first in range(0, tokens, queries):
+        index = np.unravel_index(np.arange(first, min(first + queries, tokens)), layout)
+        windows = np.stack([np.stack([start[i], end[i]]) for (start, end), i in zip(bounds, index, strict=True)])
+        seen = np.zeros(layout, bool)
+        for window in np.unique(windows.reshape(-1, windows.shape[-1]), axis=1).T:
+            seen[tuple(slice(window[2 * dim], window[2 * dim + 1]) for dim in range(len(layout)))] = True
+        flat = np.pad(seen.reshape(-1), (0, -tokens % keys))
+        counts.append(int(flat.reshape(-1, keys).any(axis=1).sum()))
+    return len(counts), max(counts), sum(counts)
+
+
+def _bounds(axis: Axis) -> tuple[np.ndarray, np.ndarray]:
+    """First and end of each query's keys, of an axis without dilation."""
+    first, end = axis.bounds(np.arange(axis.query_extent), (axis.query_extent, axis.kv_extent))
+    return np.asarray(first), np.asarray(end)

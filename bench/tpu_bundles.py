@@ -1,0 +1,359 @@
+"""Counts what kernels for TPUs execute, from what the compiler for TPUs writes about them. It needs no TPU.
+
+Bundles are those that the compiler scheduled, times how often they are executed. A core issues one a cycle, so that
+programs can be compared by them; they are no times: what a core waits for, copies above all, is not in them.
+
+- natten_jax, and plain JAX (flex): all programs of the call, and of natten_jax's kernels alone.
+- splash: JAX's splash attention with the same mask, the best of some shapes of blocks. In two and three dimensions a
+  mask of the whole layout would be large: a step of the kernel is counted with a small mask of the same kind, and the
+  steps are the pairs of blocks in which somebody sees somebody.
+- dense: JAX's flash attention over all tokens.
+
+Example:
+    pip install libtpu
+    python bench/tpu_bundles.py --chip v5e --json bench/results/tpu/v5e.json
+    python bench/tpu_bundles.py --chip v6e --only 1-D --sides natten_jax splash
+    python bench/plot_tpu_bundles.py bench/results/tpu docs/images/tpu_bundles.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from lib import bundles, hlo_counts, tpu_compiler, tpu_visits
+from lib.bundles import Executions, Program
+from lib.environment import environment
+from lib.tpu_compiler import CHIPS, Compiled
+
+import natten_jax
+from natten_jax.performance import PASSES, Pass, Performance
+from natten_jax.plan.devices import Device
+from natten_jax.problem import Problem, problem_of
+from natten_jax.profiler.cli.whole_files import write_text
+
+SIDES = ("natten_jax", "flex", "splash", "dense")
+#: Tokens of a block of queries, and of keys, of splash attention.
+SPLASH_BLOCKS = ((512, 512), (512, 1024))
+DENSE_BLOCK = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One problem: what it is known as, and its arrays and windows."""
+
+    name: str
+    batch: int
+    layout: tuple[int, ...]
+    heads: int
+    head_dim: int
+    kernel_size: int | tuple[int, ...]
+    stride: int | tuple[int, ...] = 1
+    is_causal: bool = False
+
+    @property
+    def problem(self) -> Problem:
+        """What is computed."""
+        rank = len(self.layout)
+        window, stride = ((each,) * rank if isinstance(each, int) else each for each in (self.kernel_size, self.stride))
+        return problem_of(
+            self.layout,
+            window,
+            stride,
+            is_causal=(self.is_causal,) * rank,
+            batch=self.batch,
+            heads=self.heads,
+            head_dim=self.head_dim,
+        )
+
+    @property
+    def array(self) -> jax.ShapeDtypeStruct:
+        """Each of the arrays."""
+        return jax.ShapeDtypeStruct((self.batch, *self.layout, self.heads, self.head_dim), jnp.bfloat16)
+
+
+ROWS = (
+    Row("1-D causal w2048", 1, (32768,), 8, 128, 2048, is_causal=True),
+    Row("2-D 256x256 w80", 1, (256, 256), 8, 128, 80),
+    Row("HunyuanVideo", 1, (30, 48, 80), 24, 128, (18, 24, 24), (16, 8, 8)),
+    Row("NAT s1", 64, (56, 56), 2, 32, 7),
+    Row("64x64 k7", 32, (64, 64), 2, 64, 7),
+)
+
+
+# In the process that compiles --------------------------------------------------------------------------------------
+
+
+def compile_request(request: dict[str, Any]) -> None:
+    """Compile a side of a row."""
+    row, side = next(row for row in ROWS if row.name == request["row"]), request["side"]
+    facts: dict[str, Any] = {}
+    if side in ("natten_jax", "flex"):
+        function, arrays = _ours(row, "tpu-fna" if side == "natten_jax" else "flex-fna"), [row.array] * 3
+        if side == "natten_jax":
+            facts["kernels"] = _executions(row, request["pass"])
+    else:
+        make = _splash if side == "splash" else _dense
+        function, arrays = make(row, request.get("blocks"))
+    if request["pass"] == "backward":
+        function = functools.partial(_backward, function)
+        arrays = [*arrays, arrays[0]]
+    tpu_compiler.serve(request, function, arrays, facts)
+
+
+def _backward(function: Any, *arguments: Any) -> Any:
+    *inputs, cotangent = arguments
+    return jax.vjp(function, *inputs)[1](cotangent)
+
+
+def _ours(row: Row, backend: str) -> Any:
+    operator = getattr(natten_jax, f"na{len(row.layout)}d")
+    window = {"kernel_size": row.kernel_size, "stride": row.stride, "is_causal": row.is_causal}
+    return functools.partial(operator, **window, backend=backend)
+
+
+def _executions(row: Row, pass_: Pass) -> dict[str, Any]:
+    """How often each of natten_jax's kernels executes its parts."""
+    from natten_jax.arrays.operands import Inputs, Operands
+    from natten_jax.backends.select import plan_with
+    from natten_jax.backends.tpu.backend import TpuBackend
+    from natten_jax.backends.tpu.kernels import call_of
+    from natten_jax.backends.tpu.tiles import alignment
+    from natten_jax.plan.request import Request
+
+    found: dict[str, Any] = {}
+    heads = row.batch * row.heads
+    for each in PASSES[: 1 + PASSES.index(pass_)]:
+        device = Device("tpu", is_present=False)
+        plan = plan_with(TpuBackend(), Request(row.problem, Performance()), device, each)
+        arrays: Any = (row.array,) * 3
+        call = call_of(plan, Operands(Inputs(*arrays)), alignment(row.problem))
+        if each == "forward":
+            found["natten_jax_tpu_forward"] = tpu_visits.of_query_programs(call, heads)
+        else:
+            found["natten_jax_tpu_query_gradient"] = tpu_visits.of_query_programs(call, heads)
+            found["natten_jax_tpu_key_gradients"] = tpu_visits.of_key_programs(call, heads)
+        found[f"{each} tiles"] = plan.tiles
+    return found
+
+
+def _splash(row: Row, blocks: Any) -> tuple[Any, list[Any]]:
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+    tokens = math.prod(row.layout) if len(row.layout) == 1 else _PROXY
+    if len(row.layout) == 1:
+        mask: Any = splash_attention_mask.LocalMask((tokens, tokens), (row.problem.axes[0].kernel_size - 1, 0), 0)
+    else:
+        mask = splash_attention_mask.NumpyMask(_proxy_mask())
+    queries, keys = blocks
+    sizes = {f"block_{name}": queries if name.startswith("q") else keys for name in _SPLASH_SIZES}
+    kernel = splash_attention_kernel.make_splash_mha_single_device(
+        splash_attention_mask.MultiHeadMask([mask] * row.heads),
+        block_sizes=splash_attention_kernel.BlockSizes(**sizes),
+    )
+    batch = row.batch if len(row.layout) == 1 else _PROXY_BATCH
+    array = jax.ShapeDtypeStruct((batch, row.heads, tokens, row.head_dim), jnp.bfloat16)
+    return jax.vmap(kernel), [array] * 3
+
+
+_SPLASH_SIZES = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+#: Tokens of the mask with which a step of splash attention is counted, and a batch that does not fit into VMEM.
+_PROXY, _PROXY_BATCH = 8192, 16
+
+
+def _proxy_mask() -> Any:
+    """A mask of as many tokens in which some blocks are seen in part, and others whole or not at all."""
+    import numpy as np
+
+    index = np.arange(_PROXY)
+    return (abs(index[:, None] - index) < 1500) & ((index[:, None] ^ index) & 64 == 0) | (
+        index[:, None] // 512 == index // 512
+    )
+
+
+def _dense(row: Row, blocks: Any) -> tuple[Any, list[Any]]:
+    from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes, flash_attention
+
+    tokens = math.prod(row.layout)
+    size = next(size for size in (DENSE_BLOCK, 448, 128, 64) if tokens % size == 0)
+    names = [field.name for field in dataclasses.fields(BlockSizes)]
+    sizes = BlockSizes(**{name: 1 if name == "block_b" else size for name in names})
+    array = jax.ShapeDtypeStruct((row.batch, row.heads, tokens, row.head_dim), jnp.bfloat16)
+    return functools.partial(flash_attention, causal=row.is_causal, block_sizes=sizes), [array] * 3
+
+
+# In the process that counts -----------------------------------------------------------------------------------------
+
+
+def count_ours(row: Row, compiled: Compiled) -> dict[str, Any]:
+    """Bundles of natten_jax's kernels, and of everything in the program."""
+    facts = compiled.facts["kernels"]
+    found: dict[str, Any] = {"kernels": {}, "tiles": {name: each for name, each in facts.items() if "tiles" in name}}
+    counted: dict[str, float] = {}
+    for instruction in compiled.bundles:
+        name = instruction.partition(".")[0]
+        if name not in facts:
+            continue
+        of = facts[name]
+        executions = Executions(of["steps"], of["active"], of["tiles"], tuple(of["bodies"]))
+        weights = bundles.of_kernel(Program.parse(compiled.bundles[instruction]), executions)
+        counted[instruction] = sum(weights)
+        found["kernels"][name] = {
+            "bundles": sum(weights),
+            "copied": of["copied"],
+            **_units(compiled, instruction, weights),
+        }
+    found["bundles"] = sum(counted.values())
+    found |= count_program(compiled, counted)
+    return found
+
+
+def _units(compiled: Compiled, instruction: str, weights: list[float]) -> dict[str, Any]:
+    """Cycles that each unit alone would take."""
+    names, capacities, used = bundles.utilization(compiled.utilization[instruction])
+    totals = bundles.totals(weights, used)
+    return {"units": {n: round(total / c) for n, c, total in zip(names, capacities, totals, strict=True)}}
+
+
+def count_program(compiled: Compiled, counted: Mapping[str, float]) -> dict[str, Any]:
+    """Bundles of all that a program calls; those of some are known already."""
+    hlo = hlo_counts.Hlo.parse(compiled.hlo)
+    texts = {name: text for each in hlo.computations.values() for name, text in each.items()}
+    alike = {hlo.signature(texts[name]): name for name in compiled.bundles if name in texts}
+    costs: dict[str, float] = dict(counted)
+    total, parts = 0.0, {}
+    for name, text, times in hlo.executed():
+        written = name if name in compiled.bundles else alike.get(hlo.signature(text))
+        if written is None:
+            continue
+        if written not in costs:
+            costs[written] = sum(bundles.of_fusion(Program.parse(compiled.bundles[written])))
+        total += times * costs[written]
+        parts[name] = round(times * costs[written])
+    largest = dict(sorted(parts.items(), key=lambda part: -part[1])[:8])
+    return {"program": total, "parts": largest, "bytes_accessed": compiled.facts["bytes_accessed"]}
+
+
+def count_splash(row: Row, compiled: Compiled, blocks: tuple[int, int]) -> dict[str, Any]:
+    """Bundles of splash attention with the mask of a row."""
+    tiles, most, pairs = splash_blocks(row, blocks)
+    heads = row.batch * row.heads
+    found: dict[str, Any] = {"kernels": {}, "blocks": blocks, "pairs": pairs, "of": tiles * most}
+    for instruction, text in compiled.bundles.items():
+        if not instruction.startswith("splash"):
+            continue
+        program = Program.parse(text)
+        executions = Executions(heads * tiles * most, heads * pairs, heads * tiles, (heads * pairs,))
+        weights = bundles.of_kernel(_of_steps(program, executions.steps), executions)
+        found["kernels"][instruction] = {"bundles": sum(weights), **_units(compiled, instruction, weights)}
+        found["kernels"][instruction]["copied"] = heads * pairs * blocks[1] * 4 * tpu_visits.LANES
+    found["bundles"] = sum(each["bundles"] for each in found["kernels"].values())
+    return found
+
+
+def _of_steps(program: Program, steps: int) -> Program:
+    """A program whose grid has so many steps."""
+    outer = next(span for span in program.spans if span.is_loop and program.multiplies(span))
+    spans = (dataclasses.replace(span, trips=steps + 2) if span == outer else span for span in program.spans)
+    return dataclasses.replace(program, spans=tuple(spans))
+
+
+@functools.lru_cache(maxsize=64)
+def splash_blocks(row: Row, blocks: tuple[int, int]) -> tuple[int, int, int]:
+    """Blocks of queries, the most of keys that one of them sees, and pairs that are visited."""
+    return tpu_visits.blocks_of_flat_tokens(row.problem, *blocks)
+
+
+def count_dense(row: Row, compiled: Compiled) -> dict[str, Any]:
+    """Bundles of attention over all tokens."""
+    found: dict[str, Any] = {"kernels": {}}
+    for instruction, text in compiled.bundles.items():
+        if "flash" not in instruction:
+            continue
+        program = Program.parse(text)
+        steps = next(s.trips for s in program.spans if s.is_loop and program.multiplies(s)) or 0
+        tokens = math.prod(row.layout)
+        tiles = row.batch * row.heads * -(-tokens // DENSE_BLOCK)
+        active = (steps - 2 + tiles) // 2 if row.is_causal else steps - 2
+        executions = Executions(steps - 2, active, tiles, (active,))
+        weights = bundles.of_kernel(program, executions)
+        found["kernels"][instruction] = {"bundles": sum(weights), **_units(compiled, instruction, weights)}
+    found["bundles"] = sum(each["bundles"] for each in found["kernels"].values())
+    return found
+
+
+def count(chip: str, row: Row, pass_: Pass, side: str) -> dict[str, Any]:
+    """Bundles of a side of a row; those of a backward pass are with the forward pass that it follows."""
+    request = {"row": row.name, "side": side, "pass": pass_}
+    compile_ = functools.partial(tpu_compiler.compiled, chip, Path(__file__))
+    if side == "splash":
+        counts = [count_splash(row, compile_({**request, "blocks": blocks}), blocks) for blocks in SPLASH_BLOCKS]
+        return min(counts, key=lambda each: each["bundles"])
+    compiled = compile_(request)
+    if side == "dense":
+        return count_dense(row, compiled)
+    return count_ours(row, compiled) if side == "natten_jax" else count_program(compiled, {})
+
+
+def main() -> int | None:
+    """Compile, count, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chip", choices=CHIPS, default="v5e")
+    parser.add_argument("--only", default="", metavar="REGEX", help="rows whose names it matches")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
+    parser.add_argument("--json", type=Path, help="where figures go; those of other rows and sides stay")
+    parser.add_argument("--compile", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.compile is not None:
+        compile_request(options.compile)
+        return None
+    results: dict[str, Any] = {}
+    if options.json is not None and options.json.exists():
+        results = json.loads(options.json.read_text(encoding="utf-8"))["results"]
+    for row in ROWS:
+        if not re.search(options.only, row.name):
+            continue
+        for pass_ in options.passes:
+            for side in options.sides:
+                began = time.monotonic()
+                try:
+                    found = count(options.chip, row, pass_, side)
+                except ValueError as error:
+                    found = {"failed": str(error)}
+                results.setdefault(row.name, {}).setdefault(pass_, {})[side] = found
+                shown = found.get("failed") or " ".join(
+                    f"{key} {found[key] / 1e6:.2f}M" for key in ("bundles", "program") if key in found
+                )
+                print(f"{row.name:18} {pass_:9} {side:11} {shown} ({time.monotonic() - began:.0f} s)", flush=True)
+                if options.json is not None:
+                    record = {"chip": options.chip, "environment": of_this_run(), "results": results}
+                    options.json.parent.mkdir(parents=True, exist_ok=True)
+                    write_text(options.json, json.dumps(record, indent=1) + "\n")
+    return None
+
+
+def of_this_run() -> dict[str, Any]:
+    """What the figures depend on."""
+    found = environment()
+    return {
+        "date": found["date"],
+        "versions": {**found["versions"], **tpu_compiler.versions()},
+        "commit": found["commit"],
+        "command": found["command"],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
