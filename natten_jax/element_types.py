@@ -14,12 +14,19 @@ class ElementType:
         short_name: What the profiler calls it.
         bytes: Of an element.
         accumulator: Name of the type in which such numbers are added up, and which logsumexp and scales have.
+        output: Name of the type of the output where the caller names none; "" is the type itself.
     """
 
     name: str
     short_name: str
     bytes: int
     accumulator: str = "float32"
+    output: str = ""
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether it has 8 bits: such arrays have scales, an output of another type, and no gradients."""
+        return self.bytes == 1
 
 
 #: By name.
@@ -30,6 +37,11 @@ ELEMENT_TYPES = {
         ElementType("bfloat16", "bf16", 2),
         ElementType("float32", "fp32", 4),
         ElementType("float64", "fp64", 8, "float64"),
+        ElementType("float8_e4m3fn", "e4m3", 1, output="bfloat16"),
+        ElementType("float8_e5m2", "e5m2", 1, output="bfloat16"),
     )
 }
+#: Of queries, keys and values.
 SUPPORTED_DTYPES = tuple(ELEMENT_TYPES)
+#: Those that have gradients, and that outputs may be of.
+WIDE_DTYPES = tuple(name for name, each in ELEMENT_TYPES.items() if not each.is_float8)

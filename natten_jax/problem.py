@@ -40,7 +40,7 @@ class Problem:
         heads_kv: Key/value heads; divides ``heads``.
         head_dim: Width of query and key heads.
         head_dim_v: Width of value and output heads.
-        dtype: Element type name of query, key, value and output.
+        dtype: Element type name of query, key and value.
         scale: Factor of the logits.
         additional_kv: Number of key/value tokens that every query sees.
         own_origins: Whether the queries of each batch entry are a box of the layout at a place of their own.
@@ -48,6 +48,8 @@ class Problem:
             largest. What lies outside is padding.
         relative_bias: Whether something is added to the logits for each offset of a key from a query.
         key_bias: Whether something is added to the logits of each key.
+        out_dtype: Element type name of the output; ``None`` is what the element type has for it.
+        block_scales: Whether keys and values have factors of their own, beside those of heads.
     """
 
     operator: Operator
@@ -64,6 +66,8 @@ class Problem:
     own_extents: bool = False
     relative_bias: bool = False
     key_bias: bool = False
+    out_dtype: str | None = None
+    block_scales: bool = False
 
     @property
     def own_layouts(self) -> bool:
@@ -143,8 +147,18 @@ class Problem:
 
     @functools.cached_property
     def element(self) -> ElementType:
-        """The element type of query, key, value and output."""
+        """The element type of query, key and value."""
         return ELEMENT_TYPES[self.dtype]
+
+    @property
+    def output_dtype(self) -> str:
+        """The element type name of the output."""
+        return self.out_dtype or self.element.output or self.dtype
+
+    def converted(self, dtype: str) -> Problem:
+        """The same of arrays that were converted, with an output that is yet to be rounded."""
+        out_dtype = ELEMENT_TYPES[dtype].accumulator
+        return dataclasses.replace(self, dtype=dtype, out_dtype=None if out_dtype == dtype else out_dtype)
 
     def describe(self) -> str:
         """One line for traces and messages."""

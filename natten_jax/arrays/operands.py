@@ -28,6 +28,8 @@ class Inputs(NamedTuple):
         relative_bias: In the accumulator's element type: what is added to logits, for each offset of a key from a query
             within a window, as :attr:`natten_jax.problem.Problem.bias_shape` has them, flattened; or ``None``.
         key_bias: Likewise: what is added to the logits of a key; or ``None``.
+        key_scale: float32: factors of keys, beside those that the factors of logits have; or ``None``.
+        value_scale: Likewise of values.
     """
 
     query: Annotated[jax.Array, Role.QUERY, "batch *queries heads head_dim"]
@@ -38,6 +40,8 @@ class Inputs(NamedTuple):
     scale: Annotated[jax.Array | None, Role.PER_HEAD, "batch heads"] = None
     relative_bias: Annotated[jax.Array | None, Role.PER_HEAD_ENTRY, "batch heads entries"] = None
     key_bias: Annotated[jax.Array | None, Role.PER_KEY, "batch *keys heads 1"] = None
+    key_scale: Annotated[jax.Array | None, Role.KEY_VALUE, "batch *keys heads_kv 1"] = None
+    value_scale: Annotated[jax.Array | None, Role.KEY_VALUE, "batch *keys heads_kv 1"] = None
 
 
 #: Cotangents of the inputs, in their shapes and element types.

@@ -67,6 +67,8 @@ class Backend(abc.ABC):
     #: The devices that it is for; ``None`` is any.
     platform: ClassVar[Platform | None] = None
     dtypes: ClassVar[Sequence[str]]
+    #: The element type among these that it converts 8-bit arrays to, which is exact; ``None`` where it takes none.
+    converts_float8_to: ClassVar[str | None] = None
     #: Kernels' head dimensions are multiples of the step, up to the largest; ``None`` is any. Others get zeros behind
     #: them (:meth:`Backend.widened`).
     head_dim_step: ClassVar[int] = 1
@@ -108,8 +110,10 @@ class Backend(abc.ABC):
         """Why this backend cannot run a pass of the problem on the device; ``None`` where it can."""
         if self.platform is not None and not self.platform.has(device):
             return f"it runs on {self.platform}, not on {device}"
-        if problem.dtype not in self.dtypes:
+        if problem.dtype not in self.dtypes and not (problem.element.is_float8 and self.converts_float8_to):
             return f"it supports {', '.join(self.dtypes)}, not {problem.dtype}"
+        if problem.element.is_float8 and pass_ == "backward":
+            return f"{problem.dtype} arrays have no gradients"
         if problem.own_extents and not self.takes_extents:
             return "it takes no extents: its kernels have one layout for all batch entries"
         reason = self.heads_rejection(problem)
@@ -156,7 +160,11 @@ class Backend(abc.ABC):
 
         Zeros of queries and keys add nothing to logits, whose scale stays what it is, and those of values are columns
         of the output that are cut off. Biases of keys may be columns, too (:mod:`natten_jax.arrays.key_bias_columns`).
+        Elements that kernels do not take are converted to wider ones: to float32, where factors of keys and values are
+        multiplied with them, too.
         """
+        if problem.dtype not in cls.dtypes and cls.converts_float8_to is not None:
+            problem = problem.converted("float32" if problem.block_scales else cls.converts_float8_to)
         problem = cls._with_columns(problem)
         head_dim, head_dim_v = (
             -(-each // cls.head_dim_step) * cls.head_dim_step for each in (problem.head_dim, problem.head_dim_v)

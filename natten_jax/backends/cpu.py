@@ -43,6 +43,7 @@ class CpuBackend(NativeBackend):
     family = "cpu"
     platform = Platform("cpu")
     dtypes = ("float32", "float16", "bfloat16")
+    converts_float8_to = "float32"  # whose output is rounded once
     edges = EDGES
     targets: ClassVar = {"forward": (_FORWARD,), "backward": (_BACKWARD,)}
     heeds = ("backward_deterministic",)  # in every run

@@ -71,9 +71,10 @@ def flops(problem: Problem, pass_: Pass) -> int:
 def least_bytes(problem: Problem, pass_: Pass) -> int:
     """Bytes of the inputs and results of a pass."""
     queries, keys = math.prod(problem.query_layout), math.prod(problem.kv_layout) + problem.additional_kv
-    width = problem.head_dim + problem.head_dim_v
-    elements = queries * problem.heads * width + keys * problem.heads_kv * width
-    once = problem.batch * elements * problem.element.bytes
+    elements = queries * problem.heads * problem.head_dim
+    elements += keys * problem.heads_kv * (problem.head_dim + problem.head_dim_v)
+    out = queries * problem.heads * problem.head_dim_v * ELEMENT_TYPES[problem.output_dtype].bytes
+    once = problem.batch * (elements * problem.element.bytes + out)
     logsumexp = problem.batch * problem.heads * queries * ELEMENT_TYPES[problem.element.accumulator].bytes
     # The backward pass reads the output beside its gradient, and writes a gradient for every other array.
     return (once if pass_ == "forward" else 2 * once) + logsumexp

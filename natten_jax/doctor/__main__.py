@@ -20,7 +20,7 @@ from natten_jax.backends import missing_kernels
 from natten_jax.backends.base import Backend
 from natten_jax.backends.select import plan_with, resolve
 from natten_jax.doctor import backend_check, mesh_check, scratch_memory, tuned_tables
-from natten_jax.element_types import SUPPORTED_DTYPES
+from natten_jax.element_types import SUPPORTED_DTYPES, WIDE_DTYPES
 from natten_jax.native import cuda_version
 from natten_jax.native import module as native
 from natten_jax.performance import PASSES, Pass
@@ -172,11 +172,14 @@ def _native_lines() -> Iterator[str]:
 
 def _verdict(backend: Backend, operator: Operator, device: Device) -> str:
     forward, backward = (_verdict_of_pass(backend, operator, device, pass_) for pass_ in PASSES)
-    return forward if forward == backward else f"forward: {forward}; backward: {backward}"
+    verdict = forward if forward == backward else f"forward: {forward}; backward: {backward}"
+    small = [dtype for dtype in SUPPORTED_DTYPES if dtype not in WIDE_DTYPES]
+    runs = [dtype for dtype in small if backend.rejection(_problem(operator, dtype), device, "forward") is None]
+    return f"{verdict}; forward alone: {', '.join(runs)}" if runs else verdict
 
 
 def _verdict_of_pass(backend: Backend, operator: Operator, device: Device, pass_: Pass) -> str:
-    reasons = {dtype: backend.rejection(_problem(operator, dtype), device, pass_) for dtype in SUPPORTED_DTYPES}
+    reasons = {dtype: backend.rejection(_problem(operator, dtype), device, pass_) for dtype in WIDE_DTYPES}
     runs = [dtype for dtype, reason in reasons.items() if reason is None]
     if runs:
         return f"runs {', '.join(runs)}"

@@ -19,7 +19,7 @@ from natten_jax.arrays.operands import Operands, Output, Saved
 from natten_jax.backends.select import resolve
 from natten_jax.execution import passes
 from natten_jax.execution.checkpoint_names import named
-from natten_jax.execution.refused_derivatives import in_reverse_only
+from natten_jax.execution.refused_derivatives import forward_only, in_reverse_only
 from natten_jax.plan.devices import lowering_targets
 from natten_jax.plan.plan import Plan
 from natten_jax.plan.request import Request
@@ -37,6 +37,8 @@ def attend(request: Request, operands: Operands) -> Output:
         ValueError: No backend can run the request on any device that the program may be lowered for.
     """
     check_runs_somewhere(request)
+    if request.problem.element.is_float8:
+        operands = operands._replace(inputs=jax.tree.map(forward_only, operands.inputs))
 
     def run_local(request: Request, arrays: Operands) -> Output:
         if request.token_axes and _travel_of(request) is None:

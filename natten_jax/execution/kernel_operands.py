@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple, TypeVar
 
 from natten_jax import backends
 from natten_jax.arrays.key_bias_columns import KeyBiasColumns
 from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
+from natten_jax.execution.conversion import converted, rounded
 from natten_jax.execution.head_widths import HeadWidths
 from natten_jax.plan.plan import Plan
 from natten_jax.plan.request import Request
@@ -22,25 +24,29 @@ class KernelOperands(NamedTuple):
         operands: Of the kernels.
         heads: Widths of heads.
         columns: What stands for biases of keys.
+        out_dtype: Element type of the call's output.
     """
 
     given: Operands
     operands: Operands
     heads: HeadWidths
     columns: KeyBiasColumns
+    out_dtype: str
 
     @classmethod
     def of(cls, plan: Plan, request: Request, operands: Operands) -> KernelOperands:
         """Those of a call's arrays."""
         heads = HeadWidths.of(request.problem, plan.problem)
-        columns = KeyBiasColumns.of(request.problem, plan.problem)
+        columns = KeyBiasColumns.of(dataclasses.replace(request.problem, dtype=plan.problem.dtype), plan.problem)
         is_known = plan.problem.own_extents or backends.of(plan.backend).takes_own_layouts
         placed = operands if is_known else operands.with_origins_alone()
-        return cls(operands, heads.widen_operands(columns.added(placed)), heads, columns)
+        of_kernels = heads.widen_operands(columns.added(converted(plan.problem, placed)))
+        return cls(operands, of_kernels, heads, columns, request.problem.output_dtype)
 
     def result(self, found: _Result) -> _Result:
         """What the forward pass found, as the call has it."""
-        return self.columns.result(found._replace(out=self.heads.narrow_values(found.out)), self.given)
+        out = rounded(self.heads.narrow_values(found.out), self.out_dtype)
+        return self.columns.result(found._replace(out=out), self.given)
 
     def saved(self, saved: Saved) -> Saved:
         """What the backward pass gets of the forward pass."""

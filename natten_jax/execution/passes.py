@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from natten_jax import backends
 from natten_jax.arrays.avals import type_like
@@ -141,7 +142,7 @@ def forward_plain(request: Request, operands: Operands) -> Output | None:
         return None
     leaves, structure = jax.tree.flatten(operands)
     out, logsumexp, *_ = primitive.bind(PlainForward(used, structure), request, leaves)
-    return Output(out.astype(request.problem.dtype), logsumexp)
+    return Output(out.astype(request.problem.output_dtype), logsumexp)
 
 
 def forward_saving(request: Request, operands: Operands) -> Saved:
@@ -187,7 +188,7 @@ def _output_types(request: Request, operands: Any) -> Output:
     problem, query = request.problem, operands.inputs.query
     per_query = query.shape[:-1]
     return Output(
-        type_like(query, (*per_query, problem.head_dim_v), query.dtype),
+        type_like(query, (*per_query, problem.head_dim_v), jnp.dtype(problem.output_dtype)),
         type_like(query, per_query, problem.element.accumulator),
     )
 

@@ -1,6 +1,6 @@
-"""What kernels cannot differentiate, refused in this library's words.
+"""What cannot be differentiated, refused in this library's words: by kernels, and where arrays have 8 bits.
 
-They have the first derivative in reverse mode: JAX would blame ``custom_vjp`` or a primitive for everything else.
+Kernels have the first derivative in reverse mode: JAX would blame ``custom_vjp`` or a primitive for everything else.
 """
 
 from __future__ import annotations
@@ -55,3 +55,28 @@ _tangent_p.def_abstract_eval(lambda tangent: tangent)
 ad.deflinear2(_tangent_p, lambda cotangent, _: [cotangent])
 batching.primitive_batchers[_tangent_p] = refuse
 mlir.register_lowering(_tangent_p, refuse)
+
+
+REASON_OF_FLOAT8 = (
+    "8-bit arrays have no gradients: give the operators wider arrays and fp8, which quantises them and has the "
+    "gradients of the call without it"
+)
+
+
+def forward_only(array: jax.Array) -> jax.Array:
+    """``array``, which is not differentiated."""
+    result: jax.Array = _forward_only_p.bind(array)
+    return result
+
+
+def _forward_only_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    raise NotImplementedError(REASON_OF_FLOAT8)
+
+
+# The identity, a primitive of its own as above.
+_forward_only_p = Primitive("natten_jax_forward_only")
+_forward_only_p.def_impl(lambda array: array)
+_forward_only_p.def_abstract_eval(lambda array: array)
+ad.primitive_jvps[_forward_only_p] = _forward_only_jvp
+batching.defvectorized(_forward_only_p)
+mlir.register_lowering(_forward_only_p, lambda _, array: [array])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
+from jax.typing import DTypeLike
 
 from natten_jax.arguments.boxes import Counts, Origin
 from natten_jax.arguments.natten_names import explained
@@ -12,6 +13,8 @@ from natten_jax.arguments.scale import Scale
 from natten_jax.ops.arrays import ArrayLike
 from natten_jax.ops.biases import Biases
 from natten_jax.ops.calls import LogitTerms, attend_all
+from natten_jax.ops.float8 import Factor, Float8Arguments
+from natten_jax.ops.straight_through import straight_through
 from natten_jax.performance import ATTENTION_NAMES, AttentionPerformanceArguments
 
 #: Output and logsumexp.
@@ -33,6 +36,11 @@ def attention(
     return_lse: Literal[False] = False,
     key_bias: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    query_scale: Factor | None = None,
+    key_scale: Factor | None = None,
+    value_scale: Factor | None = None,
+    out_dtype: DTypeLike | None = None,
+    fp8: str | None = None,
     **performance: Unpack[AttentionPerformanceArguments],
 ) -> jax.Array: ...
 @overload
@@ -50,6 +58,11 @@ def attention(
     return_lse: Literal[True],
     key_bias: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    query_scale: Factor | None = None,
+    key_scale: Factor | None = None,
+    value_scale: Factor | None = None,
+    out_dtype: DTypeLike | None = None,
+    fp8: str | None = None,
     **performance: Unpack[AttentionPerformanceArguments],
 ) -> Pair: ...
 @overload
@@ -67,6 +80,11 @@ def attention(
     return_lse: bool,
     key_bias: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    query_scale: Factor | None = None,
+    key_scale: Factor | None = None,
+    value_scale: Factor | None = None,
+    out_dtype: DTypeLike | None = None,
+    fp8: str | None = None,
     **performance: Unpack[AttentionPerformanceArguments],
 ) -> jax.Array | Pair: ...
 @explained(ATTENTION_NAMES)
@@ -84,6 +102,11 @@ def attention(
     return_lse: bool = False,
     key_bias: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    query_scale: Factor | None = None,
+    key_scale: Factor | None = None,
+    value_scale: Factor | None = None,
+    out_dtype: DTypeLike | None = None,
+    fp8: str | None = None,
     **performance: Unpack[AttentionPerformanceArguments],
 ) -> jax.Array | Pair:
     """Attention of every query to every key.
@@ -97,7 +120,8 @@ def attention(
         ((2, 16, 4, 8), (2, 16, 4))
 
     Args:
-        query: ``[batch, seqlen, heads, head_dim]``, float16, bfloat16, float32 or float64.
+        query: ``[batch, seqlen, heads, head_dim]``, float16, bfloat16, float32 or float64;
+            or, without gradients, float8_e4m3fn or float8_e5m2.
         key: ``[batch, seqlen_kv, heads_kv, head_dim]``; ``heads`` is a multiple of ``heads_kv`` (GQA, MQA).
         value: ``[batch, seqlen_kv, heads_kv, head_dim_v]``.
         scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``. A number is finite, and so is its product with
@@ -118,6 +142,16 @@ def attention(
             of ``-inf``, without gradients.
         sinks: ``[heads]``, in float32 or the query's dtype: a logit of each query head that the softmax has besides
             those of the keys, and that no value stands behind.
+        query_scale: Factors of an 8-bit query (``docs/fp8.md``): a positive number, or a float32 array without
+            dimensions, ``[batch, heads]`` or ``[batch, heads_kv]``.
+        key_scale: Of the key: likewise a number or an array without dimensions or ``[batch, heads_kv]``; or
+            ``[batch, *blocks, heads_kv]``, one for each block of tokens. Of so many blocks of a dimension all but the
+            last have ``ceil(extent / blocks)`` tokens.
+        value_scale: Of the value, as ``key_scale``.
+        out_dtype: Element type of the output of 8-bit arrays: ``"bfloat16"``, which ``None`` is, too,
+            ``"float16"`` or ``"float32"``.
+        fp8: ``"e4m3"`` or ``"e5m2"``: the call quantises wider arrays itself, and has the gradients of the call that
+            does not.
         **performance: As :class:`natten_jax.performance.PerformanceArguments` of neighborhood attention, but tiles have
             sizes in tokens: ``q_tile_size``, ``kv_tile_size``, ``backward_q_tile_size``, ``backward_kv_tile_size``.
 
@@ -129,8 +163,14 @@ def attention(
         ValueError: A value, shape or dtype breaks a rule above, or no backend can run the problem.
         TypeError: An argument is of the wrong type.
     """
-    lengths = query_lengths, kv_lengths
     terms = LogitTerms(Biases(key_bias=key_bias), sinks)
-    return attend_all(
-        query, key, value, scale, is_causal, backend, return_lse, terms, performance, query_origin, lengths
-    )
+    float8 = Float8Arguments(query_scale, key_scale, value_scale, out_dtype, fp8)
+
+    def call(operands: Any, float8: Float8Arguments, return_lse: bool = True) -> Any:
+        query, key, value, scale, terms, query_origin, lengths = operands
+        return attend_all(
+            query, key, value, scale, is_causal, backend, return_lse, terms, performance, query_origin, lengths, float8
+        )
+
+    operands = query, key, value, scale, terms, query_origin, (query_lengths, kv_lengths)
+    return call(operands, float8, return_lse) if fp8 is None else straight_through(call, operands, float8, return_lse)

@@ -30,6 +30,7 @@ from natten_jax.ops.boxes import (
     placement_of_sequences,
     placement_of_windows,
 )
+from natten_jax.ops.float8 import NOTHING, Float8Arguments, in_8_bits
 from natten_jax.ops.heads_first import described
 from natten_jax.ops.ignored_arguments import warn_of_ignored
 from natten_jax.ops.merge import merge_attentions
@@ -76,6 +77,7 @@ def attend_windows(
     return_lse: bool,
     box: BoxArguments,
     terms: LogitTerms,
+    float8: Float8Arguments = NOTHING,
 ) -> Any:
     """``na{rank}d``; ``arrays`` are query, key, value, additional keys and additional values."""
     return_lse = flag("return_lse", return_lse)
@@ -90,45 +92,54 @@ def attend_windows(
     facts = rank, flag("clamp_window", clamp_window), 1.0 if factors is not None else number, *window
     axes = checked_token_axes(token_axes, rank)
     is_box = box.query_origin is not None
-    _check_unsplit(axes, box)
+    _check_unsplit(axes, {"query_origin": box.query_origin, "extents": box.extents, "fp8": float8.fp8})
     problem, performance = _window_problem(
         _described(inputs), facts, device_line.parts_of(axes) or None, (*how.performance.items(),), is_box
     )
     place = placement_of_windows(inputs, box)
     problem, inputs = with_biases(problem, inputs, terms.biases, window.edges, grid)
-    problem = _placed(problem, place, box.extents is not None)
+    stated = problem = _placed(problem, place, box.extents is not None)
+    inputs, rounding = _with_scale(inputs, factors, problem, grid), None
+    if problem.element.is_float8 or float8.are_given:
+        problem, inputs, rounding = in_8_bits(problem, inputs, float8, place, grid)
     request = Request(problem, performance, how.backend, _precision(), axes, tuned=table_for(is_box=is_box))
     parts = parts_of(request, how.attention_kwargs, fuse)
     sinks = None if terms.sinks is None else checked_sinks(terms.sinks, inputs, grid)
     if how.attention_kwargs:
-        check_agreement(how.attention_kwargs, problem, scale, return_lse)
+        check_agreement(how.attention_kwargs, stated, scale, return_lse)
     if how.performance or how.attention_kwargs:
         for part in parts:
             of_attention = () if part.kind is KeySet.WINDOWS else how.attention_kwargs or ()
             warn_of_ignored(part.request, inputs.query, of_attention)
     keeps_tokens = place.is_whole and all(part.keeps_tokens for part in parts)
-    inputs = with_whole_dimensions(_with_scale(inputs, factors, problem, grid), keeps_tokens=keeps_tokens)
+    inputs = with_whole_dimensions(inputs, keeps_tokens=keeps_tokens)
     outputs = [_run(part, inputs, place) for part in parts]
     output = outputs[0] if len(outputs) == 1 else Output(*merge_attentions(*zip(*outputs, strict=True)))
-    output = with_sinks(output, sinks)
+    output = with_sinks(output if rounding is None else rounding.of(output), sinks)
     if problem.own_extents and (len(outputs) > 1 or sinks is not None):
         output = place.with_nothing_outside(output)
     output = output if grid is None else grid.unfolded(output)
     return tuple(output) if return_lse else output.out
 
 
-def _check_unsplit(token_axes: TokenAxes | None, box: BoxArguments) -> None:
+#: Why arguments do not go with token_axes.
+_OF_WHOLE_LAYOUTS = {
+    "query_origin": "halos are exchanged of whole layouts only, so split batch and heads instead",
+    "extents": "halos are exchanged of whole layouts only, so split batch and heads instead",
+    "fp8": "devices that share tokens would each find other factors, so quantise the whole arrays "
+    "(natten_jax.fp8.quantize) before jax.shard_map",
+}
+
+
+def _check_unsplit(token_axes: TokenAxes | None, arguments: Mapping[str, Any]) -> None:
     """Refuse what devices that share the tokens do not know.
 
     Raises:
-        ValueError: Boxes or extents of a layout that ``token_axes`` splits.
+        ValueError: One of these arguments, of a layout that ``token_axes`` splits.
     """
-    for name, argument in (("query_origin", box.query_origin), ("extents", box.extents)):
+    for name, argument in arguments.items():
         if token_axes and argument is not None:
-            raise ValueError(
-                f"{name} and token_axes were both given: halos are exchanged of whole layouts only, so split batch and "
-                "heads instead"
-            )
+            raise ValueError(f"{name} and token_axes were both given: {_OF_WHOLE_LAYOUTS[name]}")
 
 
 def _placed(problem: Problem, place: Placement, own_extents: bool) -> Problem:
@@ -159,6 +170,7 @@ def attend_all(
     performance: Mapping[str, Any],
     query_origin: Origin | None = None,
     lengths: tuple[Counts | None, Counts | None] = (None, None),
+    float8: Float8Arguments = NOTHING,
 ) -> Any:
     """``attention``; arguments as there, ``lengths`` of queries and of keys."""
     return_lse = flag("return_lse", return_lse)
@@ -173,11 +185,15 @@ def attend_all(
         backends.find(backend, "fmha")
     sinks = None if terms.sinks is None else checked_sinks(terms.sinks, inputs)
     problem, inputs = with_biases(problem, inputs, terms.biases)
+    inputs, rounding = _with_scale(inputs, factors, problem), None
+    if problem.element.is_float8 or float8.are_given:
+        problem, inputs, rounding = in_8_bits(problem, inputs, float8, place)
     inputs = with_whole_dimensions(inputs, keeps_tokens=False)
     request = Request(problem, asked, backend, _precision(), tuned=table_for(is_box=is_box))
     if performance:
         warn_of_ignored(request, inputs.query)
-    output = with_sinks(_attend(request, Operands(_with_scale(inputs, factors, problem), *place)), sinks)
+    output = _attend(request, Operands(inputs, *place))
+    output = with_sinks(output if rounding is None else rounding.of(output), sinks)
     if problem.own_extents and sinks is not None:
         output = place.with_nothing_outside(output)
     return tuple(output) if return_lse else output.out
@@ -271,23 +287,23 @@ def _run(part: SubCall, inputs: Inputs, place: Placement) -> Output:
     lines = device_line.lines_of(token_axes)
     if part.kind is KeySet.WHOLE_LAYOUT:
         inputs = exchange.with_all_keys(inputs, lines)
-    query, key, value, additional_keys, additional_values, scale, _, key_bias = inputs
+    query, key, value, additional_keys, additional_values, scale, _, *of_keys = inputs
     if part.kind is KeySet.ADDITIONAL:
         assert additional_keys is not None and additional_values is not None
-        keys, values, key_bias = additional_keys, additional_values, None
+        keys, values, of_keys = additional_keys, additional_values, []
         query = place.without_padding(query) if place.layouts is not None else query
     else:
         keys, values = _flat(key), _flat(value)
-        key_bias = None if key_bias is None else _flat(key_bias)
+        of_keys = [None if each is None else _flat(each) for each in of_keys]
         if additional_keys is not None and additional_values is not None:
             keys = jnp.concatenate([keys, additional_keys], axis=1)
             values = jnp.concatenate([values, additional_values], axis=1)
-            if key_bias is not None:
-                key_bias = jnp.pad(key_bias, [(0, 0), (0, additional_keys.shape[1]), (0, 0), (0, 0)])
+            more = [(0, 0), (0, additional_keys.shape[1]), (0, 0), (0, 0)]
+            of_keys = [None if each is None else jnp.pad(each, more) for each in of_keys]
     # Where tokens are split, the layout of the queries is a part of the problem's.
     origins = exchange.flat_origins(query.shape[1:-2], lines) if token_axes else None
     request = dataclasses.replace(part.request, token_axes=())
-    operands = Operands(Inputs(_flat(query), keys, values, scale=scale, key_bias=key_bias), origins)
+    operands = Operands(Inputs(_flat(query), keys, values, None, None, scale, None, *of_keys), origins)
     if part.kind is KeySet.WHOLE_LAYOUT and any(request.problem.is_causal) and not place.is_whole:
         operands = operands._replace(**place._asdict())
     output = _attend(request, operands)

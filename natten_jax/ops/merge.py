@@ -12,7 +12,7 @@ import numpy as np
 from natten_jax.arguments.natten_names import OF_MERGE, explained, known_arguments
 from natten_jax.arguments.stand_ins import array_of
 from natten_jax.arguments.static import shown
-from natten_jax.element_types import ELEMENT_TYPES, SUPPORTED_DTYPES
+from natten_jax.element_types import ELEMENT_TYPES, WIDE_DTYPES
 from natten_jax.ops.arrays import check_array
 
 
@@ -80,8 +80,8 @@ def _parts(name: str, argument: Iterable[jax.Array]) -> list[jax.Array]:
         if isinstance(part, jax.ShapeDtypeStruct):
             raise TypeError(f"{name}[{i}] must be an array, got {type(part).__name__}")
         check_array(f"{name}[{i}]", part)
-        if part.dtype.name not in SUPPORTED_DTYPES:
-            raise ValueError(f"{name}[{i}] has dtype {part.dtype.name}; supported are {', '.join(SUPPORTED_DTYPES)}")
+        if part.dtype.name not in WIDE_DTYPES:
+            raise ValueError(f"{name}[{i}] has dtype {part.dtype.name}; supported are {', '.join(WIDE_DTYPES)}")
         parts.append(part)
     return parts
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Protocol, Unpack, cast, overload
 
 import jax
+from jax.typing import DTypeLike
 
 from natten_jax.arguments.boxes import Counts, Origin
 from natten_jax.arguments.natten_names import explained
@@ -17,6 +18,8 @@ from natten_jax.ops.arrays import ArrayLike
 from natten_jax.ops.biases import Biases
 from natten_jax.ops.boxes import BoxArguments
 from natten_jax.ops.calls import ExecutionArguments, LogitTerms, attend_windows
+from natten_jax.ops.float8 import Factor, Float8Arguments
+from natten_jax.ops.straight_through import straight_through
 from natten_jax.performance import PERFORMANCE_NAMES, PerformanceArguments
 from natten_jax.windows import DOCUMENTED_ARGUMENTS, Edges, WindowArguments
 
@@ -56,6 +59,11 @@ class NeighborhoodAttention(Protocol):
         relative_bias: ArrayLike | None = None,
         key_bias: ArrayLike | None = None,
         sinks: ArrayLike | None = None,
+        query_scale: Factor | None = None,
+        key_scale: Factor | None = None,
+        value_scale: Factor | None = None,
+        out_dtype: DTypeLike | None = None,
+        fp8: str | None = None,
         **performance: Unpack[PerformanceArguments],
     ) -> jax.Array: ...
     @overload
@@ -85,6 +93,11 @@ class NeighborhoodAttention(Protocol):
         relative_bias: ArrayLike | None = None,
         key_bias: ArrayLike | None = None,
         sinks: ArrayLike | None = None,
+        query_scale: Factor | None = None,
+        key_scale: Factor | None = None,
+        value_scale: Factor | None = None,
+        out_dtype: DTypeLike | None = None,
+        fp8: str | None = None,
         **performance: Unpack[PerformanceArguments],
     ) -> Pair: ...
     @overload
@@ -114,6 +127,11 @@ class NeighborhoodAttention(Protocol):
         relative_bias: ArrayLike | None = None,
         key_bias: ArrayLike | None = None,
         sinks: ArrayLike | None = None,
+        query_scale: Factor | None = None,
+        key_scale: Factor | None = None,
+        value_scale: Factor | None = None,
+        out_dtype: DTypeLike | None = None,
+        fp8: str | None = None,
         **performance: Unpack[PerformanceArguments],
     ) -> jax.Array | Pair: ...
 
@@ -200,6 +218,11 @@ def _operator(rank: int) -> NeighborhoodAttention:
         relative_bias: ArrayLike | None = None,
         key_bias: ArrayLike | None = None,
         sinks: ArrayLike | None = None,
+        query_scale: Factor | None = None,
+        key_scale: Factor | None = None,
+        value_scale: Factor | None = None,
+        out_dtype: DTypeLike | None = None,
+        fp8: str | None = None,
         **performance: Unpack[PerformanceArguments],
     ) -> jax.Array | Pair:
         """Neighborhood attention over {tokens}.
@@ -213,7 +236,8 @@ def _operator(rank: int) -> NeighborhoodAttention:
             {example}
 
         Args:
-            query: ``[batch, {layout}, heads, head_dim]``, float16, bfloat16, float32 or float64.
+            query: ``[batch, {layout}, heads, head_dim]``, float16, bfloat16, float32 or float64;
+                or, without gradients, float8_e4m3fn or float8_e5m2.
             key: ``[batch, {layout}, heads_kv, head_dim]``; ``heads`` is a multiple of ``heads_kv`` (GQA, MQA).
             value: ``[batch, {layout}, heads_kv, head_dim_v]``.
             {window_arguments}
@@ -253,6 +277,16 @@ def _operator(rank: int) -> NeighborhoodAttention:
                 logsumexp of ``-inf``, without gradients.
             sinks: ``[heads]``, in float32 or the query's dtype: a logit of each query head that the softmax has besides
                 those of the keys, and that no value stands behind.
+            query_scale: Factors of an 8-bit query (``docs/fp8.md``): a positive number, or a float32 array without
+                dimensions, ``[batch, heads]`` or ``[batch, heads_kv]``.
+            key_scale: Of the key: likewise a number or an array without dimensions or ``[batch, heads_kv]``; or
+                ``[batch, *blocks, heads_kv]``, one for each block of tokens. Of so many blocks of a dimension all but
+                the last have ``ceil(extent / blocks)`` tokens.
+            value_scale: Of the value, as ``key_scale``.
+            out_dtype: Element type of the output of 8-bit arrays: ``"bfloat16"``, which ``None`` is, too,
+                ``"float16"`` or ``"float32"``.
+            fp8: ``"e4m3"`` or ``"e5m2"``: the call quantises wider arrays itself, and has the gradients of the call
+                that does not.
             **performance: :class:`natten_jax.performance.PerformanceArguments`: tiles, schedules, memory,
                 determinism.
 
@@ -269,8 +303,19 @@ def _operator(rank: int) -> NeighborhoodAttention:
         window = WindowArguments(kernel_size, stride, dilation, is_causal, edges)
         terms = LogitTerms(Biases(relative_bias, key_bias), sinks)
         how = ExecutionArguments(backend, performance, attention_kwargs, try_fuse_additional_kv)
-        box = BoxArguments(query_origin, extents, upsample)
-        return attend_windows(rank, arrays, window, clamp_window, scale, token_axes, how, return_lse, box, terms)
+        float8 = Float8Arguments(query_scale, key_scale, value_scale, out_dtype, fp8)
+
+        def call(operands: Any, float8: Float8Arguments, return_lse: bool = True) -> Any:
+            arrays, scale, terms, query_origin, extents = operands
+            box = BoxArguments(query_origin, extents, upsample)
+            return attend_windows(
+                rank, arrays, window, clamp_window, scale, token_axes, how, return_lse, box, terms, float8
+            )
+
+        operands = arrays, scale, terms, query_origin, extents
+        return (
+            call(operands, float8, return_lse) if fp8 is None else straight_through(call, operands, float8, return_lse)
+        )
 
     attend.__name__ = attend.__qualname__ = f"na{rank}d"
     document = inspect.cleandoc(attend.__doc__ or "")  # none with python -OO

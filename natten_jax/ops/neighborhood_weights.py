@@ -14,7 +14,7 @@ from natten_jax.arguments.scale import Scale, number_or_array, per_head
 from natten_jax.arguments.static import Bools, Ints, flag
 from natten_jax.arrays.avals import varying_like
 from natten_jax.arrays.operands import Inputs
-from natten_jax.element_types import ELEMENT_TYPES, SUPPORTED_DTYPES
+from natten_jax.element_types import ELEMENT_TYPES, WIDE_DTYPES
 from natten_jax.ops.arrays import ArrayLike, as_jax_array, neighborhood_problem
 from natten_jax.windows import Axis, Edges, WindowArguments
 
@@ -135,8 +135,8 @@ def neighborhood_apply(
     weights, value = as_jax_array("weights", weights), as_jax_array("value", value)
     rank = _rank("value", value, "[batch, *layout, heads_kv, head_dim_v]")
     batch, *layout, heads_kv, width = value.shape
-    if value.dtype.name not in SUPPORTED_DTYPES:
-        raise ValueError(f"value has dtype {value.dtype.name}; supported are {', '.join(SUPPORTED_DTYPES)}")
+    if value.dtype.name not in WIDE_DTYPES:
+        raise ValueError(f"value has dtype {value.dtype.name}; supported are {', '.join(WIDE_DTYPES)}")
     window = WindowArguments(kernel_size, stride, dilation, is_causal, edges).checked(rank)
     axes = window.axes(layout, layout)
     shape = (batch, *layout, math.prod(axis.kernel_size for axis in axes))

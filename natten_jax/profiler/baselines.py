@@ -52,6 +52,8 @@ def check(name: str, flag: str, problem: Problem, device: Device, is_room: Calla
     """
     nothing = "leave it out, compare with flex-fna, or take fewer tokens or heads"
     logits = 4 * problem.batch * problem.heads * all_pairs(problem)  # bytes in float32, which XLA keeps
+    if problem.element.is_float8:
+        raise ValueError(f"the {name} baseline takes no arrays of 8 bits: use {flag} {name} --dtype bf16")
     is_half = problem.dtype == "float16"
     if name != "xla":
         if device.platform != "cuda":

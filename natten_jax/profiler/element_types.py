@@ -10,10 +10,10 @@ import jax
 from natten_jax import element_types
 
 #: Names by the short names that reports show, the longest first.
-ELEMENT_TYPES = {each.short_name: each.name for each in reversed(element_types.ELEMENT_TYPES.values())}
-
-#: Names of NATTEN's profiler.
-_EIGHT_BITS = ("e4m3", "e5m2")
+ELEMENT_TYPES = {
+    each.short_name: each.name
+    for each in sorted(element_types.ELEMENT_TYPES.values(), key=lambda each: each.bytes, reverse=True)
+}
 
 
 def element_type(text: str) -> str:
@@ -22,8 +22,7 @@ def element_type(text: str) -> str:
     short = text if known is None else known.short_name
     if short not in ELEMENT_TYPES:
         names = ", ".join(f"{short} ({name})" for short, name in ELEMENT_TYPES.items())
-        problem = "has 8 bits, and no backend computes in fewer than 16" if text in _EIGHT_BITS else "is unknown"
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} {problem}; choose one of {names}")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is unknown; choose one of {names}")
     return short
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from tests.support import oracle
 from tests.support.families import BOUNDS
+from tests.support.float8 import factors_for, scaled
 from tests.support.problems import OF_LOGITS as OPERANDS_OF_LOGITS
 from tests.support.problems import expected_of, lse_dtype
 
@@ -52,6 +53,8 @@ class Expectation(NamedTuple):
 def expectation(problem: Fuzzed) -> Expectation:
     """What the oracle says of a problem, and of every way to run it."""
     operands, cotangents = problem.inputs()
+    if problem.factors is not None:
+        operands = scaled(problem.case, operands, factors_for(problem.factors, problem.case, problem.seed))
     if problem.case.is_padded:
         return Expectation(problem.case.padded_with(0, operands), expected_of(problem.case, operands, cotangents))
     results = oracle.reference(
@@ -76,7 +79,7 @@ def excesses(
             for name, *each in zip(
                 gradients._fields, gradients, expected.gradients, expected.gradient_magnitude, strict=True
             )
-            if each[1] is not None
+            if each[1] is not None and not problem.is_float8
         ),
     ):
         excess = _excess(problem, name, np.asarray(result), reference, magnitude, steepness, operands)
@@ -96,7 +99,7 @@ def _excess(
 ) -> Excess | None:
     if result.shape != reference.shape:
         return Excess(f"{name} of shape {result.shape} instead of {reference.shape}", 0, np.inf, 0)
-    if result.dtype.name != (lse_dtype(problem.dtype) if name in OF_LOGITS else problem.dtype):
+    if result.dtype.name != (lse_dtype(problem.dtype) if name in OF_LOGITS else problem.out_dtype):
         return Excess(f"{name} of type {result.dtype}", 0, np.inf, 0)
     result = result.astype(np.float64)
     comparable = np.isfinite(reference)
@@ -109,13 +112,15 @@ def _excess(
     result, reference, magnitude = (np.where(comparable, a, 0) for a in (result, reference, magnitude))
     if problem.query_factor != 1 or problem.value_factor != 1:
         share = CANCELLATION_OF_SCALED_INPUTS
-    elif (problem.is_merged or problem.case.sinks) and problem.dtype in ("float16", "bfloat16"):
+    elif (problem.is_merged or problem.case.sinks) and problem.out_dtype in ("float16", "bfloat16"):
         share = CANCELLATION_OF_MERGED_HALVES
     else:
         share = CANCELLATION
     size, terms = float(np.linalg.norm(reference)), float(np.linalg.norm(magnitude))
     epsilon = np.finfo(np.float64 if problem.dtype == "float64" else np.float32).eps
-    allowed = SLACK * BOUNDS[problem.dtype] * max(size, share * terms) + LOGIT_ROUNDINGS * epsilon * steepness * terms
+    allowed = (
+        SLACK * BOUNDS[problem.out_dtype] * max(size, share * terms) + LOGIT_ROUNDINGS * epsilon * steepness * terms
+    )
     if problem.dtype == "float16":
         # Below its smallest number float16 has nothing: neither for results, nor for weights and their gradients.
         largest = max(map(_largest, operands))

@@ -20,10 +20,14 @@ from natten_jax.windows import WindowArguments
 from tests.support import oracle
 from tests.support.cases import random_case
 from tests.support.families import Family
+from tests.support.float8 import OF_BLOCKS, OF_HEADS, factors_for
 from tests.support.problems import Case
 
 from .places import placed
 from .spoiled import Inputs, Spoiled
+
+#: Element types of 8 bits.
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -53,6 +57,7 @@ class Fuzzed:
         keys: The range of keys that takes part.
         spoiled: Numbers of the inputs that are not finite: what does not depend on them is compared with that of a run
             with zeros in their place.
+        factors: What the factors of 8-bit arrays belong to; ``None`` where there are none.
     """
 
     family: str
@@ -66,6 +71,17 @@ class Fuzzed:
     queries: Ranges | None = None
     keys: Ranges | None = None
     spoiled: Spoiled | None = None
+    factors: str | None = None
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether arrays have 8 bits, and so no gradients."""
+        return self.dtype in FLOAT8
+
+    @property
+    def out_dtype(self) -> str:
+        """Element type of the output."""
+        return "bfloat16" if self.is_float8 else self.dtype
 
     @property
     def operator(self) -> Operator:
@@ -144,12 +160,14 @@ class Fuzzed:
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of the public operator: tiles of attention are numbers of tokens."""
+        factors = {} if self.factors is None else factors_for(self.factors, self.case, self.seed)
         if self.operator == "fna":
-            return dict(self.tiles)
-        return {
+            return {**self.tiles, **factors}
+        tiles = {
             name.replace("_shape", "_size"): math.prod(value) if isinstance(value, tuple) else value
             for name, value in self.tiles.items()
         }
+        return {**tiles, **factors}
 
     def description(self) -> Problem:
         """The whole problem, as backends see it."""
@@ -217,7 +235,17 @@ def draw(family: Family, operators: tuple[str, ...], seed: int, number: int, is_
     if is_direct and can_be_part and rng.random() < 0.25:
         of_queries, of_keys = (tuple(_range(rng, extent) for extent in case.layout) for _ in range(2))
         problem = dataclasses.replace(problem, queries=of_queries, keys=of_keys)
+    if not is_direct and spoiled is None and family.backend.converts_float8_to is not None:
+        problem = _in_8_bits(np.random.default_rng([seed, number, 2]), problem)
     return with_tiles(problem, rng)
+
+
+def _in_8_bits(rng: np.random.Generator, problem: Fuzzed) -> Fuzzed:
+    """The problem, perhaps of 8-bit arrays with factors."""
+    if rng.random() > 0.2:
+        return problem
+    kinds = [None, *OF_HEADS, *OF_BLOCKS * (problem.case.additional == 0)]
+    return dataclasses.replace(problem, dtype=str(rng.choice(FLOAT8)), factors=kinds[int(rng.integers(len(kinds)))])
 
 
 def _with_logit_terms(rng: np.random.Generator, case: Case, family: Family) -> Case:
@@ -264,7 +292,7 @@ def with_tiles(problem: Fuzzed, rng: np.random.Generator) -> Fuzzed:
         "run_persistent_kernel": bool(rng.random() < 0.6),
         "kernel_schedule": [None, "non", "coop", "pp"][int(rng.integers(4))],
     }
-    for pass_ in PASSES:
+    for pass_ in PASSES[:1] if problem.is_float8 else PASSES:
         pair = _tile_pair(problem.description(), backend, pass_, rng)
         if pair is not None:
             tiles |= dict(zip(tile_names(pass_), pair, strict=True))

@@ -50,7 +50,13 @@ def simplest(
 def _simpler(problem: Fuzzed) -> Iterator[Fuzzed]:
     """Problems one step simpler, the largest steps first."""
     changes: dict[str, Any]
-    for changes in ({"queries": None, "keys": None}, {"query_factor": 1.0}, {"value_factor": 1.0}, {"tiles": {}}):
+    for changes in (
+        {"queries": None, "keys": None},
+        {"query_factor": 1.0},
+        {"value_factor": 1.0},
+        {"tiles": {}},
+        {"factors": None},
+    ):
         yield from _changed(problem, changes)
     if problem.spoiled is not None:
         for changes in ({"extent": "number"}, {"batch": 0}, {"head": 0}, {"place": (0, 0)}):

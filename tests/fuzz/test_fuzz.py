@@ -24,11 +24,12 @@ from tests.fuzz.accuracy import excesses, expectation
 from tests.fuzz.execution import complaints, run
 from tests.fuzz.features import FEATURES, draw_with
 from tests.fuzz.options import Options, parse
-from tests.fuzz.problem import Fuzzed, draw, variants
+from tests.fuzz.problem import FLOAT8, Fuzzed, draw, variants
 from tests.fuzz.reproducer import program_of, simplest
 from tests.fuzz.session import problems_of, run_batch
 from tests.support import oracle
 from tests.support.families import family_named
+from tests.support.float8 import OF_BLOCKS, OF_HEADS
 from tests.support.problems import Case
 
 ROOT = Path(__file__).parents[2]
@@ -352,3 +353,20 @@ def test_simplest_problem_keeps_what_makes_it_fail() -> None:
 def test_reproducer_is_a_program_whatever_the_message_says() -> None:
     problem = draw(CPU, ("fna",), 0, 1, is_direct=False)
     compile(program_of(problem, 'a """quoted""" \\ message\nof two lines"', 0, 1), "reproducer", "exec")
+
+
+def test_arrays_of_8_bits_are_drawn_and_compared() -> None:
+    problems = [draw(CPU, ("fna", "fmha"), 3, number, is_direct=False) for number in range(200)]
+    small = [problem for problem in problems if problem.is_float8]
+    assert 15 < len(small) < 80 and {problem.dtype for problem in small} == set(FLOAT8)
+    assert {problem.factors for problem in small} == {None, *OF_HEADS, *OF_BLOCKS}
+    assert all(problem.factors is None for problem in problems if not problem.is_float8)
+    for family, factors in (("cpu", "block"), ("flex", "head")):
+        problem = Fuzzed(family, Case((5, 6), (3, 2), heads=2, head_dim=16), "float8_e4m3fn", 7, factors=factors)
+        ((outputs, gradients),) = run([problem])
+        assert all(each is None for each in gradients)
+        assert excesses(problem, expectation(problem), outputs, gradients) == []
+        for i, name in enumerate(("out", "lse")):
+            changed = tuple(each * np.asarray(1.02, each.dtype) if j == i else each for j, each in enumerate(outputs))
+            found = excesses(problem, expectation(problem), (changed[0], changed[1]), gradients)
+            assert [each.name for each in found] == [name]

@@ -124,7 +124,7 @@ def test_large_logits_of_other_forward_passes(pure_family: Family) -> None:
         gradients = jax.jit(functools.partial(backend.backward, plans["backward"]))(
             Operands(Inputs(*operands[:6])), saved, Output(*cotangents)
         )
-        found = errors_of(expected_of(case, operands, cotangents), saved[:2], oracle.Tensors(*gradients))
+        found = errors_of(expected_of(case, operands, cotangents), saved[:2], oracle.Tensors(*gradients[:8]))
         assert max(found.values()) <= 1e-5, (largest, found)
 
 

@@ -45,12 +45,8 @@ from natten_jax.profiler.cli import checks
         ("-i 8 --backend xla --add-kv 4", "--add-kv does not go with --backend xla"),
         ("-i 8 --dtype fp17", "argument --dtype: 'fp17' is unknown; choose one of fp64 (float64), fp32"),
         (
-            "-i 8 --dtype e4m3",
-            "argument --dtype: 'e4m3' has 8 bits, and no backend computes in fewer than 16; choose one",
-        ),
-        (
-            "-i 8 --dtype e5m2",
-            "argument --dtype: 'e5m2' has 8 bits, and no backend computes in fewer than 16; choose one",
+            "-i 8 --dtype e4m3 --backprop",
+            "--backprop does not go with --dtype e4m3: arrays of 8 bits have no gradients",
         ),
         ("-i 8 --no-compile", "--no-compile does not exist here: every program is compiled by XLA"),
         ("-i 8 --add-kv 4 --fuse-additional-kv", "--fuse-additional-kv does not exist here: additional tokens go into"),
@@ -110,7 +106,15 @@ def test_one_extent_is_for_all_dimensions(flag: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("full", "short"), [("float16", "fp16"), ("bfloat16", "bf16"), ("float32", "fp32"), ("float64", "fp64")]
+    ("full", "short"),
+    [
+        ("float16", "fp16"),
+        ("bfloat16", "bf16"),
+        ("float32", "fp32"),
+        ("float64", "fp64"),
+        ("float8_e4m3fn", "e4m3"),
+        ("float8_e5m2", "e5m2"),
+    ],
 )
 def test_element_types_have_one_spelling_in_results(full: str, short: str) -> None:
     assert parse(["-i", "8", "--dtype", full]).dtype == parse(["-i", "8", "--dtype", short]).dtype == short

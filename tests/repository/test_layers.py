@@ -23,7 +23,7 @@ LEVELS = (
     ("natten_jax.backends",),
     ("natten_jax.execution",),
     ("natten_jax.ops",),
-    ("natten_jax.plot", "natten_jax.rotary"),
+    ("natten_jax.plot", "natten_jax.rotary", "natten_jax.fp8"),
     ("natten_jax.profiler",),
     ("natten_jax.tuning",),
     ("natten_jax",),

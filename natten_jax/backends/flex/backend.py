@@ -39,6 +39,7 @@ class FlexBackend(PureJaxBackend):
 
     family = "flex"
     dtypes = ("float32", "float16", "bfloat16", "float64")
+    converts_float8_to = "bfloat16"
     edges = EDGES
     carries_plan = True
     takes_extents = True
@@ -57,7 +58,7 @@ class FlexBackend(PureJaxBackend):
     def forward(self, plan: Plan, operands: Operands) -> Output:
         """Compute output and logsumexp."""
         out, logsumexp, _ = self.forward_differentiable(plan, operands)
-        return Output(out.astype(plan.problem.dtype), logsumexp)
+        return Output(out.astype(plan.problem.output_dtype), logsumexp)
 
     def forward_differentiable(self, plan: Plan, operands: Operands) -> Differentiable:
         """Compute output and logsumexp, and what the softmax found of each row."""

@@ -145,7 +145,7 @@ def _by_query(
         scale = jnp.sum(of_products * products.cast(operands.inputs.query), axis=tokens_and_width)
     tables = None if sums.tables is None else placed.or_nan_for_parts(sums.tables)
     tables = None if tables is None else tables.reshape(*tables.shape[:2], -1)
-    found = Inputs._make([query, None, None, None, None, scale, tables, None])
+    found = Inputs._make([None] * len(Inputs._fields))._replace(query=query, scale=scale, relative_bias=tables)
     if sums.additional is None:
         return found, None
     assert operands.inputs.additional_keys is not None

@@ -125,9 +125,11 @@ def check_baseline(parser: Parser, given: argparse.Namespace) -> None:
 def check_problem(parser: Parser, options: Options) -> None:
     """Check that the operators take the problem and its tiles: what they say of it, said of the flags."""
     try:
-        request_of(options)
+        request = request_of(options)
     except ValueError as error:
         parser.error(_of_flags(str(error)))
+    if request.problem.element.is_float8 and options.backprop:
+        parser.error(f"--backprop does not go with --dtype {options.dtype}: arrays of 8 bits have no gradients")
     if not options.backprop:
         chosen, default = options.performance, Performance()
         for name, field in PERFORMANCE_FLAGS.items():

@@ -164,7 +164,8 @@ def _add_problem(group: Any) -> None:
     _per_dimension(group, "--edges", "E", edge,
         f"what becomes of windows at the ends, {', '.join(EDGES)}, per dimension or one for all (default: {EDGES[0]})")
     _value(group, "--dtype", "TYPE", element_type, default="fp16",
-        text=f"element type, {', '.join(ELEMENT_TYPES)} or its full name such as float16 (default: fp16)")
+        text=f"element type, {', '.join(ELEMENT_TYPES)} or its full name such as float16; those of 8 bits have a "
+        "forward pass alone (default: fp16)")
     _switch(group, "--backprop", "profile forward and backward pass")
     _value(group, "--add-kv", "N", _natural, "additional key/value tokens (default: 0)", default=0)
 

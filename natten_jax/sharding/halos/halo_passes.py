@@ -20,8 +20,10 @@ _Result = TypeVar("_Result", Output, Saved)
 
 
 def computes_meanwhile(plan: Plan, request: Request, exchange: Exchange) -> bool:
-    """Whether a pass computes while halos travel, which biases of keys do not."""
-    return not request.problem.key_bias and overlap_that_pays(plan, tuple(exchange.halos)) is not None
+    """Whether a pass computes while halos travel, which biases and factors of keys do not."""
+    if request.problem.key_bias or request.problem.block_scales:
+        return False
+    return overlap_that_pays(plan, tuple(exchange.halos)) is not None
 
 
 def forward(

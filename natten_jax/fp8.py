@@ -1,0 +1,7 @@
+"""8-bit queries, keys and values for the operators (``docs/fp8.md``)."""
+
+from __future__ import annotations
+
+from natten_jax.ops.quantization import Quantized, quantize
+
+__all__ = ["Quantized", "quantize"]

@@ -1,0 +1,343 @@
+"""Queries, keys and values of 8 bits: their factors, their output, and calls that quantise arrays themselves."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import natten_jax
+from natten_jax.fp8 import quantize
+from natten_jax.plan.devices import Device
+from tests.support.families import BOUNDS, FAMILIES, Family
+from tests.support.float8 import factors_for, scaled
+from tests.support.machine import Machine
+from tests.support.problems import OPERATORS, Case, errors_of, expected_of
+from tests.support.programs import output_of, run_python
+
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+
+#: Runs a test for each family whose backends take them here.
+TAKING = pytest.mark.parametrize(
+    "of",
+    [
+        pytest.param(family, id=family.name)
+        for family in FAMILIES
+        if family.backend.converts_float8_to is not None and not family.needs_gpu
+    ],
+)
+
+CASES = {
+    "1-D causal": Case((37,), (9,), dilation=(2,), is_causal=(True,), heads=4, heads_kv=2, head_dim=24, batch=2),
+    "2-D": Case((9, 13), (4, 5), stride=(2, 1), heads=4, heads_kv=2, head_dim=32, head_dim_v=16, batch=2),
+    "2-D around": Case((8, 10), (3, 5), edges=("wrap", "cut"), heads=2, head_dim=16, batch=2),
+    "3-D": Case((3, 5, 6), (2, 3, 3), heads=3, heads_kv=1, head_dim=16, batch=1),
+    "whole layout": Case((6, 7), heads=2, head_dim=16, batch=2),
+    "additional": Case((6, 9), (3, 4), heads=4, heads_kv=2, head_dim=16, batch=2, additional=5, fused=True),
+    "merged": Case((6, 9), (3, 4), heads=4, heads_kv=2, head_dim=16, batch=2, additional=5),
+    "padded": Case((6, 9), (3, 4), heads=2, head_dim=16, batch=2, extents=((4, 9), (6, 5)), sinks=True),
+    "finer queries": Case((6, 9), (3, 4), heads=4, heads_kv=2, head_dim=16, batch=2, upsample=(2, 1)),
+    "attention": Case((23,), queries=17, is_causal=(True,), heads=4, heads_kv=2, head_dim=16, batch=2),
+}
+
+
+def bound_of(out_dtype: str, merged: bool = False) -> dict[str, float]:
+    """Every 8-bit number is one in the types that backends compute in, so that what is rounded is the output, once.
+
+    Parts that are merged are rounded before, too: their weights add up to one.
+    """
+    rounding = float(jnp.finfo(out_dtype).eps) / 2
+    return {"out": BOUNDS["float32"] + rounding * (2 if merged else 1), "lse": BOUNDS["float32"]}
+
+
+def check(
+    case: Case, family: Family, dtype: str, kind: str | None, out_dtype: str | None = None, seed: int = 0
+) -> None:
+    """Compare a call with the oracle, which computes in float64 with the numbers that the 8 bits are."""
+    case = case.with_edges_of(family)
+    operands = case.host_operands(dtype, seed)
+    factors = {} if kind is None else factors_for(kind, case, seed)
+    arguments: dict[str, Any] = {**factors, **({} if out_dtype is None else {"out_dtype": out_dtype})}
+    operator = case.operator(family.fna if case.queries is None else family.fmha, **arguments)
+    outputs = jax.jit(operator)(jax.tree.map(jnp.asarray, operands))
+    assert outputs[0].dtype.name == (out_dtype or "bfloat16")
+    assert outputs[1].dtype == jnp.float32
+    wide = jax.tree.map(lambda array: array.astype(np.float64), operands) if not factors else None
+    reference = expected_of(
+        case, scaled(case, operands, factors) if wide is None else wide, case.host_cotangents("float32", seed)
+    )
+    found = errors_of(reference, outputs, None)
+    bounds = bound_of(outputs[0].dtype.name, merged=(case.additional > 0 and not case.fused) or case.sinks)
+    assert all(found[name] <= bounds[name] for name in bounds), (found, bounds)
+
+
+@TAKING
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("float8", FLOAT8)
+def test_results_are_those_of_the_numbers(name: str, float8: str, of: Family) -> None:
+    check(CASES[name], of, float8, "head")
+
+
+@TAKING
+@pytest.mark.parametrize("out_dtype", [None, "bfloat16", "float16", "float32"])
+def test_output_has_the_type_that_is_asked_for_and_is_rounded_once(out_dtype: str | None, of: Family) -> None:
+    for kind in (None, "head"):
+        check(CASES["2-D"], of, FLOAT8[0], kind, out_dtype)
+
+
+@TAKING
+@pytest.mark.parametrize("kind", ["tensor", "shared head", "block", "block of keys", "block of values"])
+@pytest.mark.parametrize("name", ["1-D causal", "2-D", "3-D", "whole layout", "padded", "attention"])
+def test_factors(kind: str, name: str, of: Family) -> None:
+    check(CASES[name], of, FLOAT8[0], kind, "float32")
+
+
+def operands(*, dtype: str = "float8_e4m3fn", layout: tuple[int, ...] = (8, 12), heads_kv: int = 2) -> list[jax.Array]:
+    rng = np.random.default_rng(3)
+    shapes = [(2, *layout, heads, 16) for heads in (4, heads_kv, heads_kv)]
+    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "key_scale", "value_scale", "scale"])
+@pytest.mark.parametrize("backend", ["cpu-fna", "flex-fna"])
+def test_gradients_are_refused_in_one_sentence(name: str, backend: str) -> None:
+    arrays = dict(zip(("query", "key", "value"), operands(), strict=True))
+    arrays |= {each: jnp.ones((2, 2)) for each in ("key_scale", "value_scale")} | {"scale": jnp.ones(4)}
+
+    def loss(array: jax.Array) -> jax.Array:
+        return natten_jax.na2d(**{**arrays, name: array}, kernel_size=3, backend=backend).astype(jnp.float32).sum()
+
+    for differentiate in (jax.grad(loss), jax.jit(jax.grad(loss)), lambda array: jax.jvp(loss, (array,), (array,))):
+        with pytest.raises(NotImplementedError, match="8-bit arrays have no gradients: give the operators wider"):
+            differentiate(arrays[name])
+
+
+@pytest.mark.parametrize("family_name", ["hopper", "cutlass", "tpu"])
+def test_backends_without_8_bits_say_so(family_name: str, machine: Machine) -> None:
+    machine.has(Device("tpu") if family_name == "tpu" else Device("cuda", (9, 0), is_present=False))
+    with pytest.raises(ValueError, match=r"it supports .*bfloat16.*, not float8_e4m3fn\. Backends that can: flex-fna"):
+        natten_jax.na2d(*operands(), kernel_size=3, backend=f"{family_name}-fna")
+
+
+def test_gpus_run_plain_jax_by_default(machine: Machine) -> None:
+    machine.has(Device("cuda", (9, 0), is_present=False))
+    tokens = jax.ShapeDtypeStruct((1, 256, 256, 24, 128), "float8_e4m3fn")
+    gpu = {"kernel_size": 80, "compute_capability": "9.0"}
+    assert natten_jax.get_configs_for_cutlass_hopper_fna(tokens, **gpu) == []
+    assert natten_jax.get_configs_for_cutlass_fna(tokens, **gpu) == []
+    assert natten_jax.get_configs_for_flex_fna(tokens, **gpu)
+    assert natten_jax.get_bwd_configs_for_flex_fna(tokens, **gpu) == []
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "shape of query_scale": (
+        {"query_scale": jnp.ones((2, 3))},
+        "query_scale has shape (2, 3), but no dimensions or [batch, heads] (2, 4) or [batch, heads_kv] (2, 2) is",
+    ),
+    "shape of key_scale": ({"key_scale": jnp.ones((2, 4))}, "key_scale has shape (2, 4), but no dimensions or [batch"),
+    "blocks": (
+        {"value_scale": jnp.ones((2, 5, 12, 2))},
+        "8 tokens of dimension 0 cannot be 5 blocks: of 2 tokens each, the last one fewer, there are 4",
+    ),
+    "no blocks": ({"key_scale": jnp.ones((2, 0, 3, 2))}, "8 tokens of dimension 0 cannot be 0 blocks"),
+    "type": ({"key_scale": jnp.ones((), jnp.bfloat16)}, "key_scale has dtype bfloat16, but float32 is expected"),
+    "number": ({"value_scale": 0}, "value_scale must be positive and finite, got 0"),
+    "out_dtype": ({"out_dtype": "float64"}, "out_dtype must be bfloat16 or float16 or float32 for float8_e4m3fn"),
+    "no out_dtype": ({"out_dtype": "thick"}, "out_dtype must be bfloat16 or float16 or float32"),
+    "fp8": ({"fp8": "e4m3"}, "fp8='e4m3' takes bfloat16, float16, float32 arrays, but query has dtype float8_e4m3fn"),
+    "additional tokens": (
+        {
+            "key_scale": jnp.ones((2, 4, 3, 2)),
+            "additional_keys": jnp.ones((2, 3, 2, 16), "float8_e4m3fn"),
+            "additional_values": jnp.ones((2, 3, 2, 16), "float8_e4m3fn"),
+        },
+        "key_scale of blocks and additional_keys were both given",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_arguments(name: str) -> None:
+    arguments, message = REFUSED[name]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        natten_jax.na2d(*operands(), kernel_size=3, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"query_scale": 1.0}, "query_scale was given with bfloat16 arrays, but factors are for those of 8 bits"),
+        ({"out_dtype": "float32"}, "out_dtype must be bfloat16 for bfloat16 arrays, got float32"),
+        ({"fp8": "e3m4"}, "fp8 must be one of e4m3, float8_e4m3fn, e5m2, float8_e5m2, got 'e3m4'"),
+        ({"fp8": "e4m3", "value_scale": 1.0}, "value_scale was given with fp8='e4m3', which finds the factors itself"),
+    ],
+)
+def test_refused_arguments_of_wider_arrays(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        natten_jax.na2d(*operands(dtype="bfloat16"), kernel_size=3, **arguments)
+    query, key, value = (array[:, :, 0] for array in operands(dtype="bfloat16"))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        natten_jax.attention(query, key, value, **arguments)
+
+
+def test_wider_arrays_may_say_their_own_out_dtype() -> None:
+    arrays = operands(dtype="bfloat16")
+    assert jnp.array_equal(natten_jax.na2d(*arrays, 3, out_dtype=jnp.bfloat16), natten_jax.na2d(*arrays, 3))
+
+
+@pytest.mark.parametrize("backend", ["cpu-fna", "flex-fna"])
+@pytest.mark.parametrize("wide", ["bfloat16", "float16", "float32"])
+def test_a_call_that_quantises_is_that_of_quantised_arrays(backend: str, wide: str) -> None:
+    query, key, value = operands(dtype=wide)
+    small = [quantize(query, rotate=True), quantize(key, subtract_mean=True, rotate=True), quantize(value)]
+    factors = zip(("query_scale", "key_scale", "value_scale"), (each.scale for each in small), strict=True)
+    arguments = {"kernel_size": 5, "return_lse": True, "backend": backend}
+    expected, lse = natten_jax.na2d(*(each.array for each in small), out_dtype=wide, **dict(factors), **arguments)
+    out, found_lse = natten_jax.na2d(query, key, value, fp8="e4m3", **arguments)
+    assert out.dtype == wide
+    np.testing.assert_allclose(*(np.asarray(each, np.float32) for each in (out, expected)), rtol=2**-7, atol=2**-10)
+    mean = jnp.repeat(small[1].mean, 2, axis=1)
+    shift = jnp.einsum("bxyhd,bhd->bxyh", query.astype(jnp.float32), mean) / 4
+    np.testing.assert_allclose(found_lse, lse + shift, rtol=1e-5, atol=1e-5)
+
+
+def both(case: Case, dtype: str, seed: int, **arguments: Any) -> tuple[Any, Any, Any]:
+    """Outputs with and without quantisation, and gradients of both."""
+    operands = jax.tree.map(jnp.asarray, case.host_operands(dtype, seed))
+    cotangents = jax.tree.map(jnp.asarray, case.host_cotangents(dtype, seed))
+    results = []
+    for more in ({"fp8": "e4m3"}, {}):
+        outputs, pullback = jax.vjp(case.operator(None, **more, **arguments), operands)
+        results.append((outputs, pullback(cotangents)[0]))
+    (outputs, gradients), (wide, wide_gradients) = results
+    return outputs, wide, (gradients, wide_gradients)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_of_a_call_that_quantises_are_those_of_one_that_does_not(name: str) -> None:
+    outputs, wide, gradients = both(CASES[name], "bfloat16", 5)
+    for found, expected in zip(*map(jax.tree.leaves, gradients), strict=True):
+        np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
+    out, expected_out = (np.asarray(each[0], np.float32) for each in (outputs, wide))
+    # Three bits behind the leading one: an element is off by a sixteenth at the most, and by a fortieth as a rule.
+    assert 1e-4 < np.linalg.norm(out - expected_out) / np.linalg.norm(expected_out) < 0.06
+    # Logits of standard normal numbers in heads of 16 and more: a few hundredths.
+    finite = np.isfinite(wide[1])
+    assert (np.isfinite(outputs[1]) == finite).all()
+    assert np.abs(np.asarray(outputs[1])[finite] - np.asarray(wide[1])[finite]).max() < 0.3
+
+
+def test_a_large_mean_of_the_keys_costs_nothing() -> None:
+    query, key, value = operands(dtype="float32")
+    arguments: dict[str, Any] = {"kernel_size": 5, "return_lse": True, "fp8": "e4m3"}
+    out, lse = natten_jax.na2d(query, key, value, **arguments)
+    far_out, far_lse = natten_jax.na2d(query, key + 64, value, **arguments)
+    np.testing.assert_allclose(far_out, out, atol=2e-3)
+    np.testing.assert_allclose(far_lse, lse + 64 * query.sum(-1) / 4, rtol=1e-5, atol=2e-3)
+
+
+def test_one_entry_that_is_not_finite_leaves_the_others_alone() -> None:
+    query, key, value = operands(dtype="bfloat16")
+    spoiled = key.at[0, 1, 1, 0, 0].set(jnp.inf)
+    out = natten_jax.na2d(query, key, value, 3, fp8="e4m3")
+    found = natten_jax.na2d(query, spoiled, value, 3, fp8="e4m3")
+    assert not np.isfinite(np.asarray(found[0, 1, 1, :2], np.float32)).any()
+    np.testing.assert_array_equal(*(np.asarray(each[1], np.float32) for each in (found, out)))
+    np.testing.assert_array_equal(*(np.asarray(each[0, :, :, 2:], np.float32) for each in (found, out)))
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, lambda f: jax.jit(jax.vmap(jax.jit(f)))])
+def test_transformations(transform: Any) -> None:
+    arrays = [jnp.stack([array, array * 2]) for array in operands(dtype="bfloat16")]
+    is_mapped = transform is not jax.jit
+    inputs = arrays if is_mapped else [array[0] for array in arrays]
+
+    def call(*arrays: jax.Array) -> jax.Array:
+        small = [quantize(array) for array in arrays]
+        factors = zip(("query_scale", "key_scale", "value_scale"), (each.scale for each in small), strict=True)
+        return natten_jax.na2d(*(each.array for each in small), 3, **dict(factors))
+
+    for function in (call, lambda *arrays: natten_jax.na2d(*arrays, 3, fp8="e4m3")):
+        expected = [function(*(array[i] for array in arrays)) for i in range(2)]
+        found = transform(function)(*inputs)
+        for one, other in zip(found if is_mapped else [found], expected, strict=False):
+            np.testing.assert_allclose(*(np.asarray(each, np.float32) for each in (one, other)), rtol=2**-7, atol=1e-3)
+
+
+def test_gradient_of_a_mapped_call_at_places_that_differ() -> None:
+    query, key, value = (array[:, None] for array in operands(dtype="bfloat16"))
+    origins = jnp.array([[0, 1], [4, 2]])
+
+    def loss(query: jax.Array, fp8: str | None) -> jax.Array:
+        def call(query: jax.Array, key: jax.Array, value: jax.Array, origin: jax.Array) -> jax.Array:
+            return natten_jax.na2d(query, key, value, 3, query_origin=origin, fp8=fp8)
+
+        return jax.vmap(call)(query[:, :, :4, :6], key, value, origins).astype(jnp.float32).sum()
+
+    found, expected = (np.asarray(jax.grad(loss)(query, fp8), np.float32) for fp8 in ("e4m3", None))
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_tokens_that_devices_share() -> None:
+    """Meshes of every kind compute what one device does, blocks of keys and all."""
+    program = """
+    import jax, jax.numpy as jnp, numpy as np
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+    from natten_jax import na2d
+    from natten_jax.fp8 import quantize
+
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.standard_normal((2, 12, 16, heads, 32)), jnp.bfloat16) for heads in (4, 2, 2)]
+
+    def by_hand(query, key, value, **arguments):
+        query = quantize(query)
+        key, value = (quantize(each, scale="block", block_shape=(3, 4)) for each in (key, value))
+        return na2d(query.array, key.array, value.array, (5, 7), query_scale=query.scale, key_scale=key.scale,
+                    value_scale=value.scale, out_dtype="float32", **arguments)
+
+    def switched(*arrays):
+        return na2d(*arrays, (5, 7), fp8="e4m3").astype(jnp.float32)
+
+    for function, bound in ((by_hand, 1e-5), (switched, 2**-7)):
+        expected = function(*arrays)
+        for kind in (AxisType.Auto, AxisType.Explicit):
+            mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind,) * 2)
+            for spec in (P("a", None, None, "b"), P(None, "a", "b")):
+                with jax.set_mesh(mesh):
+                    split = [jax.device_put(each, NamedSharding(mesh, spec)) for each in arrays]
+                    found = jax.jit(function)(*split)
+                    if function is switched:
+                        jax.jit(jax.grad(lambda *arrays: switched(*arrays).sum(), (0, 1, 2)))(*split)
+                np.testing.assert_allclose(found, expected, rtol=bound, atol=bound)
+
+    mesh, tokens = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2), P(None, "a", "b")
+    query = quantize(arrays[0])
+    key, value = (quantize(each, scale="block", block_shape=(3, 4)) for each in arrays[1:])
+
+    def local(query, key, value, *factors):
+        names = ("query_scale", "key_scale", "value_scale")
+        return na2d(query, key, value, (5, 7), token_axes=("a", "b"), out_dtype="float32", **dict(zip(names, factors)))
+
+    specs = (tokens, tokens, tokens, P(), tokens, tokens)
+    split = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=tokens))
+    found = split(query.array, key.array, value.array, query.scale, key.scale, value.scale)
+    np.testing.assert_allclose(found, by_hand(*arrays), rtol=1e-5, atol=1e-5)
+    try:
+        jax.jit(jax.shard_map(lambda *arrays: na2d(*arrays, (5, 7), token_axes=("a", "b"), fp8="e4m3"), mesh=mesh,
+                              in_specs=(tokens,) * 3, out_specs=tokens))(*arrays)
+    except ValueError as error:
+        print(error)
+    """
+    assert "fp8 and token_axes were both given" in output_of(run_python(program, devices=4))
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_every_operator_takes_them(rank: int) -> None:
+    arrays = operands(layout=(8, 6, 4)[:rank])
+    expected = OPERATORS[rank](*(array.astype(jnp.float32) for array in arrays), 3)
+    found = OPERATORS[rank](*arrays, 3, out_dtype="float32")
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
