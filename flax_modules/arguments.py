@@ -20,6 +20,7 @@ from natten_jax.element_types import ELEMENT_TYPES
 from natten_jax.ops.arrays import check_array
 from natten_jax.ops.attention_kwargs import checked_attention_kwargs
 from natten_jax.ops.neighborhood import na1d, na2d, na3d
+from natten_jax.ops.quantization import float8_name
 from natten_jax.performance import PERFORMANCE_NAMES, PerformanceArguments, performance_of
 from natten_jax.windows import WindowArguments
 
@@ -31,6 +32,7 @@ class Performance(PerformanceArguments, total=False):
 
     attention_kwargs: Mapping[str, Any] | None
     backend: str | None
+    fp8: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +137,9 @@ def neighborhood(
     window = window.checked(rank)
     factor = checked_scale(scale, name=scale_name)
     tiles = cast(dict[str, Any], dict(performance))
-    backend, attention_kwargs = tiles.pop("backend", None), tiles.pop("attention_kwargs", None)
+    backend, attention_kwargs, fp8 = (tiles.pop(name, None) for name in ("backend", "attention_kwargs", "fp8"))
+    if fp8 is not None:
+        float8_name("fp8", fp8)
     if backend is not None:
         backends.find(backend, "fna")
     config = performance_of(rank, **known_arguments(module, tiles, PERFORMANCE_NAMES))
@@ -148,7 +152,7 @@ def neighborhood(
         flag("clamp_window", clamp_window),
         factor,
         scale_name,
-        frozen({**dataclasses.asdict(config), "backend": backend, "attention_kwargs": attention_kwargs}),
+        frozen({**dataclasses.asdict(config), "backend": backend, "attention_kwargs": attention_kwargs, "fp8": fp8}),
     )
 
 

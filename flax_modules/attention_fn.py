@@ -58,7 +58,7 @@ def neighborhood_attention_fn(
         edges: What becomes of a window that reaches over the ends: ``"shift"`` moves it inside, ``"cut"`` leaves it the
             keys that exist, ``"wrap"`` goes on at the other end.
         clamp_window: Whether windows that are larger than the layout become the largest that fit.
-        **performance: ``backend`` and the other performance arguments of :func:`natten_jax.na1d`.
+        **performance: ``backend``, ``fp8`` and the other performance arguments of :func:`natten_jax.na1d`.
 
     Returns:
         The function. Functions of equal arguments are equal, so that modules that hold them share compiled programs.

@@ -56,7 +56,7 @@ Args:
     bias_init: Initializer of the biases.
     kv_bias_init: Initializer of the biases of key and value; ``None`` is ``bias_init``.
     out_bias_init: Initializer of the output projection's bias; ``None`` is ``bias_init``.{metadata}
-    attention_kwargs: As in :func:`natten_jax.na{rank}d`, and so are ``backend``,
+    attention_kwargs: As in :func:`natten_jax.na{rank}d`, and so are ``backend``, ``fp8``,
         {performance}.{rngs}
 
 Raises:

@@ -62,6 +62,7 @@ class NeighborhoodAttention(linen.Module):
     out_bias_init: Initializer | None = None
     attention_kwargs: Mapping[str, Any] | None = None
     backend: str | None = None
+    fp8: str | None = None
     q_tile_shape: Ints | None = None
     kv_tile_shape: Ints | None = None
     backward_q_tile_shape: Ints | None = None

@@ -56,7 +56,7 @@ __all__ += _config_queries.query_names()
 
 def _public_modules() -> tuple[str, ...]:
     """Modules of which docs/api.md has names: they are imported when they are used."""
-    modules = ("halo", "performance", "plot", "problem", "rotary", "simulator", "windows")
+    modules = ("fp8", "halo", "performance", "plot", "problem", "rotary", "simulator", "windows")
     return modules if _importlib_util.find_spec("flax") is None else (*modules, "flax_modules")
 
 

@@ -21,6 +21,10 @@ from tests.support.programs import output_of, run_python
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
+# Of calls whose arguments are in dictionaries, overloads say nothing.
+na2d: Any = natten_jax.na2d
+attention: Any = natten_jax.attention
+
 #: Runs a test for each family whose backends take them here.
 TAKING = pytest.mark.parametrize(
     "of",
@@ -43,6 +47,10 @@ CASES = {
     "finer queries": Case((6, 9), (3, 4), heads=4, heads_kv=2, head_dim=16, batch=2, upsample=(2, 1)),
     "attention": Case((23,), queries=17, is_causal=(True,), heads=4, heads_kv=2, head_dim=16, batch=2),
 }
+
+
+def assert_close(one: Any, other: Any, rtol: float = 0, atol: float = 0) -> None:
+    np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=rtol, atol=atol)
 
 
 def bound_of(out_dtype: str, merged: bool = False) -> dict[str, float]:
@@ -109,7 +117,7 @@ def test_gradients_are_refused_in_one_sentence(name: str, backend: str) -> None:
     arrays |= {each: jnp.ones((2, 2)) for each in ("key_scale", "value_scale")} | {"scale": jnp.ones(4)}
 
     def loss(array: jax.Array) -> jax.Array:
-        return natten_jax.na2d(**{**arrays, name: array}, kernel_size=3, backend=backend).astype(jnp.float32).sum()
+        return na2d(**{**arrays, name: array}, kernel_size=3, backend=backend).astype(jnp.float32).sum()
 
     for differentiate in (jax.grad(loss), jax.jit(jax.grad(loss)), lambda array: jax.jvp(loss, (array,), (array,))):
         with pytest.raises(NotImplementedError, match="8-bit arrays have no gradients: give the operators wider"):
@@ -120,7 +128,7 @@ def test_gradients_are_refused_in_one_sentence(name: str, backend: str) -> None:
 def test_backends_without_8_bits_say_so(family_name: str, machine: Machine) -> None:
     machine.has(Device("tpu") if family_name == "tpu" else Device("cuda", (9, 0), is_present=False))
     with pytest.raises(ValueError, match=r"it supports .*bfloat16.*, not float8_e4m3fn\. Backends that can: flex-fna"):
-        natten_jax.na2d(*operands(), kernel_size=3, backend=f"{family_name}-fna")
+        na2d(*operands(), kernel_size=3, backend=f"{family_name}-fna")
 
 
 def test_gpus_run_plain_jax_by_default(machine: Machine) -> None:
@@ -164,7 +172,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_refused_arguments(name: str) -> None:
     arguments, message = REFUSED[name]
     with pytest.raises(ValueError, match=re.escape(message)):
-        natten_jax.na2d(*operands(), kernel_size=3, **arguments)
+        na2d(*operands(), kernel_size=3, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -178,15 +186,15 @@ def test_refused_arguments(name: str) -> None:
 )
 def test_refused_arguments_of_wider_arrays(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        natten_jax.na2d(*operands(dtype="bfloat16"), kernel_size=3, **arguments)
+        na2d(*operands(dtype="bfloat16"), kernel_size=3, **arguments)
     query, key, value = (array[:, :, 0] for array in operands(dtype="bfloat16"))
     with pytest.raises(ValueError, match=re.escape(message)):
-        natten_jax.attention(query, key, value, **arguments)
+        attention(query, key, value, **arguments)
 
 
 def test_wider_arrays_may_say_their_own_out_dtype() -> None:
     arrays = operands(dtype="bfloat16")
-    assert jnp.array_equal(natten_jax.na2d(*arrays, 3, out_dtype=jnp.bfloat16), natten_jax.na2d(*arrays, 3))
+    assert jnp.array_equal(na2d(*arrays, 3, out_dtype=jnp.bfloat16), na2d(*arrays, 3))
 
 
 @pytest.mark.parametrize("backend", ["cpu-fna", "flex-fna"])
@@ -196,11 +204,11 @@ def test_a_call_that_quantises_is_that_of_quantised_arrays(backend: str, wide: s
     small = [quantize(query, rotate=True), quantize(key, subtract_mean=True, rotate=True), quantize(value)]
     factors = zip(("query_scale", "key_scale", "value_scale"), (each.scale for each in small), strict=True)
     arguments = {"kernel_size": 5, "return_lse": True, "backend": backend}
-    expected, lse = natten_jax.na2d(*(each.array for each in small), out_dtype=wide, **dict(factors), **arguments)
-    out, found_lse = natten_jax.na2d(query, key, value, fp8="e4m3", **arguments)
+    expected, lse = na2d(*(each.array for each in small), out_dtype=wide, **dict(factors), **arguments)
+    out, found_lse = na2d(query, key, value, fp8="e4m3", **arguments)
     assert out.dtype == wide
-    np.testing.assert_allclose(*(np.asarray(each, np.float32) for each in (out, expected)), rtol=2**-7, atol=2**-10)
-    mean = jnp.repeat(small[1].mean, 2, axis=1)
+    assert_close(out, expected, rtol=2**-7, atol=2**-10)
+    mean = jnp.repeat(jnp.asarray(small[1].mean), 2, axis=1)
     shift = jnp.einsum("bxyhd,bhd->bxyh", query.astype(jnp.float32), mean) / 4
     np.testing.assert_allclose(found_lse, lse + shift, rtol=1e-5, atol=1e-5)
 
@@ -234,8 +242,8 @@ def test_gradients_of_a_call_that_quantises_are_those_of_one_that_does_not(name:
 def test_a_large_mean_of_the_keys_costs_nothing() -> None:
     query, key, value = operands(dtype="float32")
     arguments: dict[str, Any] = {"kernel_size": 5, "return_lse": True, "fp8": "e4m3"}
-    out, lse = natten_jax.na2d(query, key, value, **arguments)
-    far_out, far_lse = natten_jax.na2d(query, key + 64, value, **arguments)
+    out, lse = na2d(query, key, value, **arguments)
+    far_out, far_lse = na2d(query, key + 64, value, **arguments)
     np.testing.assert_allclose(far_out, out, atol=2e-3)
     np.testing.assert_allclose(far_lse, lse + 64 * query.sum(-1) / 4, rtol=1e-5, atol=2e-3)
 
@@ -243,11 +251,11 @@ def test_a_large_mean_of_the_keys_costs_nothing() -> None:
 def test_one_entry_that_is_not_finite_leaves_the_others_alone() -> None:
     query, key, value = operands(dtype="bfloat16")
     spoiled = key.at[0, 1, 1, 0, 0].set(jnp.inf)
-    out = natten_jax.na2d(query, key, value, 3, fp8="e4m3")
-    found = natten_jax.na2d(query, spoiled, value, 3, fp8="e4m3")
+    out = na2d(query, key, value, 3, fp8="e4m3")
+    found = na2d(query, spoiled, value, 3, fp8="e4m3")
     assert not np.isfinite(np.asarray(found[0, 1, 1, :2], np.float32)).any()
-    np.testing.assert_array_equal(*(np.asarray(each[1], np.float32) for each in (found, out)))
-    np.testing.assert_array_equal(*(np.asarray(each[0, :, :, 2:], np.float32) for each in (found, out)))
+    assert_close(found[1], out[1])
+    assert_close(found[0, :, :, 2:], out[0, :, :, 2:])
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap, lambda f: jax.jit(jax.vmap(jax.jit(f)))])
@@ -259,13 +267,13 @@ def test_transformations(transform: Any) -> None:
     def call(*arrays: jax.Array) -> jax.Array:
         small = [quantize(array) for array in arrays]
         factors = zip(("query_scale", "key_scale", "value_scale"), (each.scale for each in small), strict=True)
-        return natten_jax.na2d(*(each.array for each in small), 3, **dict(factors))
+        return na2d(*(each.array for each in small), 3, **dict(factors))
 
-    for function in (call, lambda *arrays: natten_jax.na2d(*arrays, 3, fp8="e4m3")):
+    for function in (call, lambda *arrays: na2d(*arrays, 3, fp8="e4m3")):
         expected = [function(*(array[i] for array in arrays)) for i in range(2)]
         found = transform(function)(*inputs)
         for one, other in zip(found if is_mapped else [found], expected, strict=False):
-            np.testing.assert_allclose(*(np.asarray(each, np.float32) for each in (one, other)), rtol=2**-7, atol=1e-3)
+            assert_close(one, other, rtol=2**-7, atol=1e-3)
 
 
 def test_gradient_of_a_mapped_call_at_places_that_differ() -> None:
@@ -274,7 +282,7 @@ def test_gradient_of_a_mapped_call_at_places_that_differ() -> None:
 
     def loss(query: jax.Array, fp8: str | None) -> jax.Array:
         def call(query: jax.Array, key: jax.Array, value: jax.Array, origin: jax.Array) -> jax.Array:
-            return natten_jax.na2d(query, key, value, 3, query_origin=origin, fp8=fp8)
+            return na2d(query, key, value, 3, query_origin=origin, fp8=fp8)
 
         return jax.vmap(call)(query[:, :, :4, :6], key, value, origins).astype(jnp.float32).sum()
 

@@ -28,7 +28,7 @@ def sizes(array: jax.Array) -> np.ndarray:
 @pytest.mark.parametrize("scale", ["tensor", "head", "block"])
 def test_elements_are_off_by_half_of_their_last_bit(dtype: str, bits: int, most: float, scale: Any) -> None:
     array = drawn()
-    small, factors, mean = quantize(array, dtype, scale=scale, **({"block_shape": 3} if scale == "block" else {}))
+    small, factors, mean = quantize(array, dtype, scale=scale, block_shape=3 if scale == "block" else None)
     assert mean is None and factors.dtype == jnp.float32
     wide = np.asarray(factors, np.float64)
     if scale == "head":
@@ -105,7 +105,7 @@ def test_transformations(dtype: str) -> None:
         expected = run(array)
         for found in (jax.jit(run)(array), jax.tree.map(lambda each: each[0], jax.vmap(run)(array[None]))):
             for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-                np.testing.assert_allclose(*(np.asarray(each, np.float32) for each in (one, other)), rtol=2**-3)
+                np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=2**-3)
 
 
 @pytest.mark.parametrize(

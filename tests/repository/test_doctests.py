@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 _FLAX = "natten_jax.flax_modules."
 #: Where the public names are, but for :mod:`natten_jax` itself.
 MODULES = {
+    "natten_jax.fp8": None,
     "natten_jax.halo": ("Halo", "bytes_received", "halo_of", "halos_of"),
     "natten_jax.performance": ("AttentionPerformanceArguments", "PerformanceArguments"),
     "natten_jax.plot": None,

@@ -1,0 +1,150 @@
+"""How far attention with 8-bit arrays is from float64, beside bfloat16, by data and by the keys that a query sees.
+
+Errors are those of the output, against float64 with the arrays before anything was rounded. Backends of hosts compute
+with the numbers that the 8 bits are and do not round weights; the last way does, in NumPy, as matrix units with 8-bit
+operands would: weights relative to the largest of their query, times 448, in e4m3.
+
+Example:
+    python bench/fp8_accuracy.py --json bench/results/cpu/fp8_accuracy.json
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from lib import command
+from lib.record import save
+
+from natten_jax import attention
+from natten_jax.fp8 import Quantized, quantize
+
+KEYS = 128, 512, 2048, 8192, 32768
+QUERIES, HEADS, WIDTH = 64, 2, 128
+
+Array = np.ndarray[Any, Any]
+Arrays = tuple[Array, Array, Array]
+
+
+def _normal(rng: np.random.Generator, keys: int) -> Arrays:
+    shapes = [(1, tokens, HEADS, WIDTH) for tokens in (QUERIES, keys, keys)]
+    query, key, value = (rng.standard_normal(shape) for shape in shapes)
+    return query, key, value
+
+
+def _outliers(rng: np.random.Generator, keys: int) -> Arrays:
+    query, key, value = (
+        array + 10 * rng.standard_normal(array.shape) * (rng.random(array.shape) < 0.001)
+        for array in _normal(rng, keys)
+    )
+    return query, key, value
+
+
+def _channels(rng: np.random.Generator, keys: int) -> Arrays:
+    query, key, value = _normal(rng, keys)
+    key[..., ::32] *= 30
+    return query, key, value
+
+
+def _far(rng: np.random.Generator, keys: int) -> Arrays:
+    query, key, value = _normal(rng, keys)
+    return query, key + 8 * rng.standard_normal(WIDTH), value
+
+
+def _peaked(rng: np.random.Generator, keys: int) -> Arrays:
+    query, key, value = _normal(rng, keys)
+    return query * 0.5 + 1.5 * key[:, rng.integers(keys, size=QUERIES)], key, value
+
+
+DATA: Mapping[str, Callable[[np.random.Generator, int], Arrays]] = {
+    "normal": _normal,
+    "outliers": _outliers,
+    "channels": _channels,
+    "far keys": _far,
+    "peaked rows": _peaked,
+}
+
+
+def _exact(query: Array, key: Array, value: Array) -> Array:
+    weights = _weights(query, key)
+    return np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), value)
+
+
+def _weights(query: Array, key: Array) -> Array:
+    """Relative to the largest of each query."""
+    logits = np.einsum("bqhd,bkhd->bhqk", query, key) * WIDTH**-0.5
+    weights: Array = np.exp(logits - logits.max(-1, keepdims=True))
+    return weights
+
+
+def _wide(array: Array) -> jax.Array:
+    return jnp.asarray(array, jnp.bfloat16)
+
+
+def _by_hand(arrays: Arrays, scale: Any) -> jax.Array:
+    found = [quantize(_wide(array), scale=scale) for array in arrays]
+    if scale == "block":  # queries have factors of heads
+        found[0] = quantize(_wide(arrays[0]))
+    query, key, value = found
+    return attention(
+        query.array, key.array, value.array,
+        query_scale=query.scale, key_scale=key.scale, value_scale=value.scale,
+    )  # fmt: skip
+
+
+def _with_small_weights(arrays: Arrays) -> Array:
+    """As with ``fp8="e4m3"``, and weights in e4m3."""
+
+    def numbers(small: Quantized) -> Array:
+        return np.asarray(small.array, np.float64) * np.asarray(small.scale, np.float64)[:, None, :, None]
+
+    query = numbers(quantize(_wide(arrays[0]), rotate=True))
+    key = numbers(quantize(_wide(arrays[1]), rotate=True, subtract_mean=True))
+    value = numbers(quantize(_wide(arrays[2])))
+    weights = _weights(query, key)
+    small = (448 * weights).astype(jnp.float8_e4m3fn).astype(np.float64) / 448
+    mixed = np.einsum("bhqk,bkhd->bqhd", small, value)
+    out: Array = mixed / weights.sum(-1).swapaxes(1, 2)[..., None]
+    return out.astype(jnp.bfloat16).astype(np.float64)
+
+
+WAYS: Mapping[str, Callable[[Arrays], Any]] = {
+    "bfloat16": lambda arrays: attention(*map(_wide, arrays)),
+    "e4m3, a factor for each tensor": lambda arrays: _by_hand(arrays, "tensor"),
+    "e4m3, for each head": lambda arrays: _by_hand(arrays, "head"),
+    "e4m3, for each block of keys": lambda arrays: _by_hand(arrays, "block"),
+    'fp8="e4m3"': lambda arrays: attention(*map(_wide, arrays), fp8="e4m3"),
+    'fp8="e5m2"': lambda arrays: attention(*map(_wide, arrays), fp8="e5m2"),
+    'fp8="e4m3", weights in e4m3': _with_small_weights,
+}
+
+
+def main() -> None:
+    """Measure, and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    results: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
+    for name, draw in DATA.items():
+        results[name] = {way: {} for way in WAYS}
+        for keys in KEYS:
+            arrays = draw(np.random.default_rng([keys, 1]), keys)
+            expected = _exact(*arrays)
+            size = np.linalg.norm(expected)
+            for way, attend in WAYS.items():
+                found = np.asarray(attend(arrays), np.float64)
+                results[name][way][str(keys)] = {
+                    "relative_rmse": float(np.linalg.norm(found - expected) / size),
+                    "cosine": float((found * expected).sum() / (np.linalg.norm(found) * size)),
+                }
+            print(name, keys, {way: round(each[str(keys)]["relative_rmse"], 4) for way, each in results[name].items()})
+    save({"queries": QUERIES, "heads": HEADS, "head_dim": WIDTH, "errors": results}, options.json)
+
+
+if __name__ == "__main__":
+    command.run(main)
