@@ -207,15 +207,12 @@ def of_kernel(program: Program, executions: Executions) -> list[float]:
 def of_fusion(program: Program) -> list[float]:
     """How often each bundle of a program that XLA made of a fusion is executed.
 
-    Raises:
-        ValueError: The trips of one of its loops are not a constant.
+    Loops whose trips are not a constant, which are in some copies, count once: that is too little.
     """
 
     def factor(span: Span) -> float:
         if span.is_loop:
-            if span.trips is None:
-                raise ValueError("a loop whose trips are not a constant")
-            return span.trips
+            return 1 if span.trips is None else span.trips
         around = [loop for loop in program.spans if loop.is_loop and loop.holds(span)]
         if around:
             loop = around[-1]
