@@ -56,7 +56,7 @@ def with_biases(
         )
     if relative_bias is not None:
         inputs = inputs._replace(relative_bias=_of_offsets(problem, inputs, relative_bias))
-        problem = dataclasses.replace(problem, axes=_around(problem.axes, edges))
+        problem = dataclasses.replace(problem, axes=axes_of_offsets(problem.axes, edges))
     if key_bias is not None:
         inputs = inputs._replace(key_bias=_of_keys(problem, inputs, key_bias, grid))
     if relative_bias is None and key_bias is None:
@@ -65,7 +65,7 @@ def with_biases(
     return has, inputs
 
 
-def _around(axes: Sequence[Axis], edges: Edges) -> tuple[Axis, ...]:
+def axes_of_offsets(axes: Sequence[Axis], edges: Edges) -> tuple[Axis, ...]:
     """The dimensions, of which those wrap whose windows see all keys, too: offsets go around there."""
     return tuple(
         dataclasses.replace(axis, edges="wrap") if edge == "wrap" and axis.kernel_size > 1 else axis
@@ -74,6 +74,17 @@ def _around(axes: Sequence[Axis], edges: Edges) -> tuple[Axis, ...]:
 
 
 def _of_offsets(problem: Problem, inputs: Inputs, relative_bias: ArrayLike) -> jax.Array:
+    table = checked_table(problem, inputs, relative_bias).reshape(problem.heads, -1)
+    return spread(table, (inputs.query.shape[0], *table.shape), inputs, Role.PER_HEAD_ENTRY)
+
+
+def checked_table(problem: Problem, inputs: Inputs, relative_bias: ArrayLike) -> jax.Array:
+    """A relative bias in the accumulator's element type, ``[heads, 2 * kernel_size - 1, ...]``.
+
+    Raises:
+        ValueError: The shape is another one, or the element type neither float32 nor the query's.
+        TypeError: It is no array.
+    """
     table = _checked("relative_bias", relative_bias, inputs)
     expected = (problem.heads, *problem.bias_shape)
     if table.shape != expected:
@@ -81,8 +92,7 @@ def _of_offsets(problem: Problem, inputs: Inputs, relative_bias: ArrayLike) -> j
             f"relative_bias has shape {table.shape}, but [heads, 2 * kernel_size - 1, ...] of {problem.heads} query "
             f"heads and kernel_size {problem.kernel_size} asks for {expected}"
         )
-    table = jnp.asarray(table, ELEMENT_TYPES[problem.dtype].accumulator).reshape(problem.heads, -1)
-    return spread(table, (inputs.query.shape[0], *table.shape), inputs, Role.PER_HEAD_ENTRY)
+    return jnp.asarray(table, ELEMENT_TYPES[problem.dtype].accumulator)
 
 
 def _of_keys(problem: Problem, inputs: Inputs, key_bias: ArrayLike, grid: FinerGrid | None) -> jax.Array:

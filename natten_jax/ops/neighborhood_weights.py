@@ -16,6 +16,7 @@ from natten_jax.arrays.avals import varying_like
 from natten_jax.arrays.operands import Inputs
 from natten_jax.element_types import ELEMENT_TYPES, WIDE_DTYPES
 from natten_jax.ops.arrays import ArrayLike, as_jax_array, neighborhood_problem
+from natten_jax.ops.biases import axes_of_offsets, checked_table
 from natten_jax.windows import Axis, Edges, WindowArguments
 
 
@@ -29,6 +30,7 @@ def neighborhood_weights(
     scale: Scale | None = None,
     *,
     edges: Edges = "shift",
+    relative_bias: ArrayLike | None = None,
     return_logits: bool = False,
 ) -> jax.Array:
     """The softmax weights with which each query of :func:`natten_jax.na1d` and its like sees the keys of its window.
@@ -57,6 +59,8 @@ def neighborhood_weights(
         is_causal: Whether later keys are hidden.
         edges: ``"shift"``, ``"cut"`` or ``"wrap"``: what becomes of windows that reach over the ends of the layout.
         scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``; or an array, without dimensions or ``[heads]``.
+        relative_bias: ``[heads, 2 * kernel_size - 1, ...]``, in float32 or the query's dtype: added to the scaled
+            logits, as in the operators.
         return_logits: Return the logits in place of their softmax.
 
     Returns:
@@ -73,9 +77,10 @@ def neighborhood_weights(
     query, key = as_jax_array("query", query), as_jax_array("key", key)
     rank = _rank("query", query, "[batch, *layout, heads, head_dim]")
     number, factors = number_or_array(scale)
+    inputs = Inputs(query, key, key)
     problem = neighborhood_problem(
         rank,
-        Inputs(query, key, key),
+        inputs,
         WindowArguments(kernel_size, stride, dilation, is_causal, edges),
         number if factors is None else 1.0,
     )
@@ -83,14 +88,19 @@ def neighborhood_weights(
     accumulator = problem.element.accumulator
     grouped = _grouped(query, problem.heads_kv).astype(accumulator)
     every_key = jnp.asarray(key)
+    table = None if relative_bias is None else checked_table(problem, inputs, relative_bias)
 
     @jax.checkpoint  # otherwise a copy of the keys would be kept for each place
     def logits_of(place: _Place) -> jax.Array:
         keys = place.of(every_key).astype(accumulator)
         products = jnp.sum(grouped * keys[..., None, :], axis=-1).reshape(query.shape[:-1])
-        return jnp.where(place.is_seen(), factor * products, -jnp.inf)
+        logits = factor * products
+        if table is not None:
+            logits = logits + place.bias(table)
+        return jnp.where(place.is_seen(), logits, -jnp.inf)
 
-    logits = jnp.moveaxis(jax.lax.map(logits_of, _places(problem.axes)), 0, -1)
+    places = _places(problem.axes, axes_of_offsets(problem.axes, edges))
+    logits = jnp.moveaxis(jax.lax.map(logits_of, places), 0, -1)
     return logits if return_logits else jax.nn.softmax(logits, axis=-1).astype(query.dtype)
 
 
@@ -159,7 +169,8 @@ def neighborhood_apply(
 
     by_place = jnp.moveaxis(_grouped(jnp.asarray(weights), heads_kv), -1, 0)[..., None]
     nothing = jnp.zeros((*by_place.shape[1:-1], width), accumulator)
-    mixed, _ = jax.lax.scan(mixed_with, varying_like(nothing, (weights, value)), (_places(axes), by_place))
+    places = _places(axes, axes)
+    mixed, _ = jax.lax.scan(mixed_with, varying_like(nothing, (weights, value)), (places, by_place))
     return mixed.reshape(*given[:-1], width).astype(value.dtype)
 
 
@@ -169,10 +180,16 @@ class _Place(NamedTuple):
     Attributes:
         keys: By dimension, the coordinate of the key there, int32 ``[extent]``; the window's first where none is.
         exist: By dimension, whether there is one, bool ``[extent]``.
+        offsets: By dimension, the entry of a relative bias that is the key's, int32 ``[extent]``.
     """
 
     keys: tuple[jax.Array, ...]
     exist: tuple[jax.Array, ...]
+    offsets: tuple[jax.Array, ...]
+
+    def bias(self, table: jax.Array) -> jax.Array:
+        """What the keys there have of a table ``[heads, 2 * kernel_size - 1, ...]``, as ``[*layout, heads]``."""
+        return jnp.moveaxis(table[(slice(None), *jnp.ix_(*self.offsets))], 0, -1)
 
     def of(self, array: jax.Array) -> jax.Array:
         """What the keys there have of ``[batch, *layout, ...]``."""
@@ -186,27 +203,39 @@ class _Place(NamedTuple):
         return seen[..., None]
 
 
-def _places(axes: Sequence[Axis]) -> _Place:
-    """All places, along the first dimension of the arrays; the last dimension is the fastest."""
-    keys, exist = zip(*map(_keys_of_windows, axes), strict=True)
+def _places(axes: Sequence[Axis], of_offsets: Sequence[Axis]) -> _Place:
+    """All places, along the first dimension of the arrays; the last dimension is the fastest.
+
+    Args:
+        axes: The dimensions.
+        of_offsets: The same as offsets see them, which may go around where windows see all keys.
+    """
+    keys, exist, offsets = zip(*map(_keys_of_windows, axes, of_offsets), strict=True)
     numbers = np.indices([axis.kernel_size for axis in axes]).reshape(len(axes), -1)
 
     def of_places(arrays: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
         return tuple(jnp.asarray(array.T[number]) for array, number in zip(arrays, numbers, strict=True))
 
-    return _Place(of_places(keys), of_places(exist))
+    return _Place(of_places(keys), of_places(exist), of_places(offsets))
 
 
-def _keys_of_windows(axis: Axis) -> tuple[np.ndarray, np.ndarray]:
-    """Coordinates of the keys in the windows of one dimension, and which there are, ``[extent, kernel_size]``."""
+def _keys_of_windows(axis: Axis, of_offsets: Axis) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Coordinates of the keys in the windows of one dimension, which there are, and their entries of a relative bias.
+
+    All ``[extent, kernel_size]``.
+    """
     index, group = np.divmod(np.arange(axis.query_extent), axis.dilation)
-    start, end = (bound[:, None] for bound in axis.bounds(index, axis.lengths(group)))
+    lengths = axis.lengths(group)
+    length = lengths[1][:, None]
+    start, end = (bound[:, None] for bound in axis.bounds(index, lengths))
     keys = start + np.arange(axis.kernel_size)
     exist = keys < end
     keys = np.where(exist, keys, start)
+    first = of_offsets.bounds(index, lengths)[0][:, None]
+    offsets = first + (keys - first) % length - index[:, None] + axis.kernel_size - 1
     if axis.edges == "wrap":
-        keys = keys % axis.lengths(group)[1][:, None]
-    return (keys * axis.dilation + group[:, None]).astype(np.int32), exist
+        keys = keys % length
+    return (keys * axis.dilation + group[:, None]).astype(np.int32), exist, offsets.astype(np.int32)
 
 
 def _grouped(array: jax.Array, heads_kv: int) -> jax.Array:

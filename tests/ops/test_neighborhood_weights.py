@@ -52,11 +52,14 @@ def dense_logits(case: Case, operands: oracle.Tensors) -> np.ndarray:
     )
     products = query @ key.repeat(case.heads // case.heads_kv, axis=1).swapaxes(-1, -2)
     scale = case.actual_scale if operands.scale is None else np.asarray(operands.scale, np.float64)
-    return np.reshape(scale, (-1, 1, 1)) * products
+    logits = np.reshape(scale, (-1, 1, 1)) * products
+    if operands.relative_bias is None:
+        return logits
+    return logits + operands.relative_bias.reshape(case.heads, -1).astype(np.float64)[:, case.entries()]
 
 
 def drawn(seed: int) -> Case:
-    return dataclasses.replace(random_case(seed, tokens=60), additional=0)
+    return dataclasses.replace(random_case(seed, tokens=60), additional=0, relative_bias=seed % 3 != 0)
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -65,7 +68,7 @@ def test_weights_are_those_of_the_dense_mask(seed: int) -> None:
     operands = case.host_operands("float32", seed)
     where, dense = places(case), dense_logits(case, operands)
     scale = case.scale if operands.scale is None else operands.scale
-    windows: Any = case.window_arguments
+    windows: Any = {**case.window_arguments, "relative_bias": operands.relative_bias}
     logits = neighborhood_weights(operands.query, operands.key, **windows, scale=scale, return_logits=True)
     expected = by_place(dense, where, case, -np.inf)
     assert logits.shape == expected.shape
@@ -96,16 +99,18 @@ def test_values_are_mixed_with_any_weights(seed: int) -> None:
 def test_both_are_the_operator(seed: int) -> None:
     """Output and gradients; under ``jit``."""
     case = drawn(seed)
-    query, key, value, *_ = map(jnp.asarray, case.host_operands("float32", seed)[:3])
+    operands = case.host_operands("float32", seed)
+    arrays = [jnp.asarray(array) for array in (*operands[:3], operands.relative_bias) if array is not None]
     windows: Any = case.window_arguments
 
-    def in_halves(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        return neighborhood_apply(neighborhood_weights(query, key, **windows), value, **windows)
+    def in_halves(query: jax.Array, key: jax.Array, value: jax.Array, table: Any = None) -> jax.Array:
+        weights = neighborhood_weights(query, key, **windows, relative_bias=table)
+        return neighborhood_apply(weights, value, **windows)
 
-    def fused(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        return OPERATORS[case.rank](query, key, value, **windows, backend="flex-fna")
+    def fused(query: jax.Array, key: jax.Array, value: jax.Array, table: Any = None) -> jax.Array:
+        return OPERATORS[case.rank](query, key, value, **windows, relative_bias=table, backend="flex-fna")
 
-    outputs = [jax.jit(lambda *arrays, f=f: jax.vjp(f, *arrays))(query, key, value) for f in (in_halves, fused)]
+    outputs = [jax.jit(lambda *arrays, f=f: jax.vjp(f, *arrays))(*arrays) for f in (in_halves, fused)]
     np.testing.assert_allclose(outputs[0][0], outputs[1][0], rtol=1e-4, atol=1e-5)
     cotangent = jnp.asarray(np.random.default_rng(seed).standard_normal(outputs[0][0].shape), jnp.float32)
     for found, expected in zip(outputs[0][1](cotangent), outputs[1][1](cotangent), strict=True):
