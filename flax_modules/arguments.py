@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any, Unpack, cast
 
 import jax
@@ -15,16 +16,21 @@ from natten_jax import backends
 from natten_jax.arguments.boxes import Counts, Origin
 from natten_jax.arguments.natten_names import known_arguments
 from natten_jax.arguments.scale import checked_scale
-from natten_jax.arguments.static import Ints, flag, hashable, shown
+from natten_jax.arguments.static import Bools, Ints, flag, hashable, shown
 from natten_jax.element_types import ELEMENT_TYPES
 from natten_jax.ops.arrays import check_array
 from natten_jax.ops.attention_kwargs import checked_attention_kwargs
 from natten_jax.ops.neighborhood import na1d, na2d, na3d
+from natten_jax.ops.neighborhood_weights import neighborhood_apply, neighborhood_weights
 from natten_jax.ops.quantization import float8_name
 from natten_jax.performance import PERFORMANCE_NAMES, PerformanceArguments, performance_of
-from natten_jax.windows import WindowArguments
+from natten_jax.windows import Edges, WindowArguments
 
 _OPERATORS = {1: na1d, 2: na2d, 3: na3d}
+
+
+class AttentionDropoutWarning(UserWarning):
+    """Weights of attention are dropped, and therefore formed."""
 
 
 class Performance(PerformanceArguments, total=False):
@@ -59,6 +65,7 @@ class Neighborhood:
         extents: Counts | None = None,
         upsample: Ints = 1,
         relative_bias: jax.Array | None = None,
+        drop: Callable[[jax.Array], jax.Array] | None = None,
     ) -> jax.Array:
         """Attend.
 
@@ -70,13 +77,15 @@ class Neighborhood:
             extents: Likewise.
             upsample: Likewise.
             relative_bias: As in the operators, in any element type.
+            drop: A dropout of the weights, which are then an array; ``None`` where none are dropped.
 
         Returns:
             ``[*batch, *layout, heads, head_dim_v]``.
 
         Raises:
-            ValueError: The window does not fit the layout, the scale is too large for the arrays' type, or no backend
-                can run the problem.
+            ValueError: The window does not fit the layout, the scale is too large for the arrays' type, no backend can
+                run the problem, or weights are to be dropped of queries that are a box, of padding, of a finer grid or
+                of windows that are clamped.
         """
         checked_scale(self.scale, query.dtype.name, name=self.scale_name)
         batch = query.shape[: query.ndim - self.rank - 2]
@@ -84,8 +93,11 @@ class Neighborhood:
         if len(batch) != 1:  # operators have one batch dimension
             query, key, value = (array.reshape(math.prod(batch), *array.shape[len(batch) :]) for array in arrays)
             query_origin, extents = (_with_one_batch_dimension(each, batch) for each in (query_origin, extents))
+        if relative_bias is not None:
+            relative_bias = relative_bias.astype(_of_logits(query))
+        attend: Callable[..., jax.Array] = _OPERATORS[self.rank] if drop is None else _dropping(drop)
         try:
-            output = _OPERATORS[self.rank](
+            output = attend(
                 query,
                 key,
                 value,
@@ -95,7 +107,7 @@ class Neighborhood:
                 query_origin=query_origin,
                 extents=extents,
                 upsample=upsample,
-                relative_bias=None if relative_bias is None else relative_bias.astype(_of_logits(query)),
+                relative_bias=relative_bias,
                 **self.performance,
             )
         except ValueError as error:
@@ -103,6 +115,43 @@ class Neighborhood:
                 raise
             raise ValueError(f"{error} (without a batch dimension, {_FLATTENED.format(rank=self.rank)})") from None
         return output if len(batch) == 1 else output.reshape(*batch, *output.shape[1:])
+
+
+def _dropping(drop: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
+    """Neighborhood attention whose weights are dropped, with the arguments of an operator that it has, too."""
+
+    def attend(
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        kernel_size: Ints,
+        stride: Ints,
+        dilation: Ints,
+        is_causal: Bools,
+        edges: Edges,
+        *,
+        scale: float | None,
+        relative_bias: jax.Array | None,
+        **others: Any,
+    ) -> jax.Array:
+        names = "query_origin", "extents", "clamp_window", "fp8"
+        given = [name for name in names if not (others.get(name) is None or others.get(name) is False)]
+        if given or query.shape[:-2] != key.shape[:-2]:
+            beside = ", ".join(given) or "inputs_kv of another layout"
+            raise ValueError(f"attn_drop was given with {beside}: weights are dropped of whole layouts only")
+        warnings.warn(
+            "attn_drop: attention weights are formed as an array, which is slower than the operators and takes "
+            "prod(kernel_size) numbers for each query and head; where dropout is off, the operators run",
+            AttentionDropoutWarning,
+            stacklevel=2,
+        )
+        window = stride, dilation, is_causal
+        weights = neighborhood_weights(
+            query, key, kernel_size, *window, scale, edges=edges, relative_bias=relative_bias
+        )
+        return neighborhood_apply(drop(weights), value, kernel_size, *window, edges=edges)
+
+    return attend
 
 
 def _of_logits(query: jax.Array) -> str:
@@ -228,18 +277,14 @@ def check_dropout(attn_drop: float, proj_drop: float) -> None:
     """Check the rates of both dropouts.
 
     Raises:
-        ValueError: ``attn_drop`` is not 0, or ``proj_drop`` is not a probability.
-        TypeError: ``proj_drop`` is no number.
+        ValueError: One is not a probability.
+        TypeError: One is no number.
     """
-    if attn_drop != 0.0:
-        raise ValueError(
-            f"attn_drop must be 0, got {shown(attn_drop)}: attention weights are never formed, so none can be dropped; "
-            "proj_drop drops outputs"
-        )
-    if isinstance(proj_drop, bool) or not isinstance(proj_drop, numbers.Real):
-        raise TypeError(f"proj_drop must be a real number, got {shown(proj_drop)}")
-    if not 0.0 <= proj_drop <= 1.0:
-        raise ValueError(f"proj_drop must be in [0, 1], got {shown(proj_drop)}")
+    for name, rate in (("attn_drop", attn_drop), ("proj_drop", proj_drop)):
+        if isinstance(rate, bool) or not isinstance(rate, numbers.Real):
+            raise TypeError(f"{name} must be a real number, got {shown(rate)}")
+        if not 0.0 <= rate <= 1.0:
+            raise ValueError(f"{name} must be in [0, 1], got {shown(rate)}")
 
 
 def check_input(inputs: jax.Array, rank: int, in_features: int | None, name: str = "inputs") -> None:

@@ -37,7 +37,8 @@ Args:
     clamp_window: Whether windows that are larger than the layout become the largest that fit.
     qkv_bias: Whether the query, key and value projections have a bias; the output projection always has.
     qk_scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``.
-    attn_drop: Must be 0: attention weights are never formed, so there is no dropout of them.
+    attn_drop: Rate of a dropout of attention weights. While it is on, weights are formed as an array, at a warning:
+        slower than the operators, which run where it is off.
     proj_drop: Rate of the dropout after the output projection.
     num_kv_heads: Key and value heads, a divisor of ``num_heads`` (GQA, MQA); ``None`` is ``num_heads``.
     qkv_features: Features of all query heads together; ``None`` is ``in_features``.
@@ -45,8 +46,8 @@ Args:
     relative_bias: Whether logits have a learned bias for each offset of a key within a window, as ``relative_bias`` of
         the operators: ``rpb``.
     normalize_qk: Whether the features of each query and key head are normalized, with a learned scale.
-    deterministic: Whether dropout is off; the argument of the same name in a call takes precedence. With a
-        ``proj_drop`` above 0 one of the two has to be given.
+    deterministic: Whether dropout is off; the argument of the same name in a call takes precedence. With an
+        ``attn_drop`` or ``proj_drop`` above 0 one of the two has to be given.
     dtype: Type to compute in; ``None`` takes what inputs and parameters promote to.
     param_dtype: Type of the parameters.
     precision: Precision of the projections.

@@ -175,11 +175,14 @@ class NeighborhoodAttention(linen.Module):
         if shape is not None:
             draw = jax.nn.initializers.truncated_normal(arguments.BIAS_DEVIATION)
             table = self.param("rpb", draw, shape, self.param_dtype)
-        outputs = self._neighborhood()(query, key, value, query_origin, extents, upsample, table)
+        # Given both flags, linen's Dropout refuses; as in nnx, the one in the call takes precedence.
+        flag, drop = self.deterministic if deterministic is None else deterministic, None
+        if self.attn_drop > 0 and flag is not True:
+            key_of_weights = None if dropout_rng is None else jax.random.fold_in(dropout_rng, 1)
+            drop = functools.partial(linen.Dropout(self.attn_drop), deterministic=flag, rng=key_of_weights)
+        outputs = self._neighborhood()(query, key, value, query_origin, extents, upsample, table, drop)
         outputs = project(out_features, axis=(-2, -1), name="out", **of_out)(outputs)
         if self.proj_drop > 0:
-            # Given both flags, linen's Dropout refuses; as in nnx, the one in the call takes precedence.
-            flag = self.deterministic if deterministic is None else deterministic
             outputs = linen.Dropout(self.proj_drop)(outputs, deterministic=flag, rng=dropout_rng)
         return outputs
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Unpack
 
@@ -127,6 +127,7 @@ class NeighborhoodAttention(nnx.Module):
         self.rpb = None if shape is None else nnx.Param(draw(rngs.params(), shape, param_dtype))
         # Without dropout no random stream is kept, so that the state holds parameters only.
         self.dropout = nnx.Dropout(proj_drop, deterministic=deterministic, rngs=rngs) if proj_drop > 0 else None
+        self.attn_dropout = nnx.Dropout(attn_drop, deterministic=deterministic, rngs=rngs) if attn_drop > 0 else None
 
     @explained()
     def __call__(
@@ -174,11 +175,25 @@ class NeighborhoodAttention(nnx.Module):
             with jax.numpy_dtype_promotion("standard"):  # which Flax's own module takes for granted
                 query, key = self.query_ln(query), self.key_ln(key)
         table = None if self.rpb is None else self.rpb.get_value()
-        attended = self.neighborhood(query, key, value, query_origin, extents, upsample, table)
+        drop = self._drop_of_weights(deterministic, rngs)
+        attended = self.neighborhood(query, key, value, query_origin, extents, upsample, table, drop)
         outputs = self.out(attended, out_sharding=out_sharding)
         if self.dropout is not None:
             outputs = self.dropout(outputs, deterministic=deterministic, rngs=rngs)
         return outputs
+
+    def _drop_of_weights(
+        self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None
+    ) -> Callable[[jax.Array], jax.Array] | None:
+        """The dropout of the weights; ``None`` where there is none, or it is off."""
+        dropout = self.attn_dropout
+        if dropout is None:
+            return None
+        if (dropout.deterministic if deterministic is None else deterministic) is True:
+            return None
+        if isinstance(rngs, jax.Array):  # the same key drops outputs
+            rngs = jax.random.fold_in(rngs, 1)
+        return functools.partial(dropout, deterministic=deterministic, rngs=rngs)
 
 
 def _given(**settings: Any) -> dict[str, Any]:

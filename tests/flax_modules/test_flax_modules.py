@@ -7,6 +7,7 @@ import functools
 import inspect
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import jax
@@ -120,7 +121,8 @@ class TestArguments:
             ({"qk_scale": np.nan}, ValueError, "^qk_scale must be finite"),
             ({"proj_drop": 1.5}, ValueError, r"proj_drop must be in \[0, 1\], got 1.5"),
             ({"proj_drop": "half"}, TypeError, "proj_drop must be a real number, got 'half'"),
-            ({"attn_drop": 0.1}, ValueError, "attn_drop must be 0, got 0.1: attention weights are never formed"),
+            ({"attn_drop": -0.1}, ValueError, r"attn_drop must be in \[0, 1\], got -0.1"),
+            ({"attn_drop": True}, TypeError, "attn_drop must be a real number, got True"),
             ({"backend": "torch-fna"}, ValueError, "backend='torch-fna' is unknown"),
             ({"attention_kwargs": 3}, TypeError, "attention_kwargs must be a mapping"),
             ({"q_tile_shape": (4, 4)}, ValueError, "without kv_tile_shape"),
@@ -385,6 +387,49 @@ class TestDropout:
         # The call takes precedence over the construction.
         fixed = LINEN[1](num_heads=HEADS, **WINDOWS[1], proj_drop=0.5, deterministic=False)
         np.testing.assert_array_equal(fixed.apply(variables, inputs, deterministic=True), plain)
+
+
+@pytest.mark.parametrize("flavour", ["nnx", "linen"])
+class TestDropoutOfWeights:
+    """The mean over many masks is what no dropout gives, a weight at a time, and a rate of 0 is the operator's."""
+
+    def module(self, flavour, rate, **settings):
+        settings = {"num_heads": HEADS, "relative_bias": True, **WINDOWS[2], **settings}
+        if flavour == "nnx":
+            module = nnx.NeighborhoodAttention2D(FEATURES, attn_drop=rate, **settings, rngs=flax_nnx.Rngs(0))
+            return lambda inputs, key=None, **more: module(inputs, rngs=key, **more)
+        module = linen.NeighborhoodAttention2D(attn_drop=rate, **settings)
+        variables = module.init(jax.random.key(0), inputs_of(2), deterministic=True)
+        return lambda inputs, key=None, **more: module.apply(variables, inputs, dropout_rng=key, **more)
+
+    def test_drops_weights_and_not_outputs(self, flavour):
+        inputs, key = inputs_of(2), jax.random.key(3)
+        layer = self.module(flavour, 0.25)
+        plain = self.module(flavour, 0.0)(inputs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            np.testing.assert_array_equal(layer(inputs, deterministic=True), plain)
+        with pytest.warns(arguments.AttentionDropoutWarning, match="attention weights are formed as an array"):
+            dropped = layer(inputs, key, deterministic=False)
+        assert (np.asarray(dropped) == 0).mean() < 0.1  # where no weight of a window is left
+        assert np.abs(dropped - plain).max() > 0.01
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", arguments.AttentionDropoutWarning)
+            np.testing.assert_array_equal(layer(inputs, key, deterministic=False), dropped)
+            many = jax.vmap(lambda key: layer(inputs, key, deterministic=False))(jax.random.split(key, 400))
+        error = np.abs(np.mean(many, axis=0) - plain).max()
+        assert error < 0.35 * np.abs(np.std(many, axis=0)).max()
+
+    def test_is_of_whole_layouts(self, flavour):
+        layer, inputs, key = self.module(flavour, 0.5), inputs_of(2), jax.random.key(3)
+        with pytest.raises(ValueError, match="attn_drop was given with query_origin: weights are dropped of whole"):
+            layer(inputs[:, :4], key, deterministic=False, inputs_kv=inputs, query_origin=(1, 0))
+        with pytest.raises(ValueError, match="attn_drop was given with extents: weights are dropped of whole"):
+            layer(inputs, key, deterministic=False, extents=jnp.ones((2, 2), int))
+        with pytest.raises(ValueError, match="attn_drop was given with inputs_kv of another layout"):
+            layer(jnp.repeat(inputs, 2, axis=1), key, deterministic=False, inputs_kv=inputs, upsample=(2, 1))
+        with pytest.raises(ValueError, match="attn_drop was given with clamp_window"):
+            self.module(flavour, 0.5, clamp_window=True)(inputs, key, deterministic=False)
 
 
 def test_modules_attend_from_boxes_padded_and_finer_layouts() -> None:
