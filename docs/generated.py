@@ -240,7 +240,7 @@ def _tuned_devices() -> str:
         changed = [each for each in passes if not each.is_default]
         return product, str(len(problems)), str(len(passes)), str(len(changed))
 
-    header = ("device", "problems", "passes", "of which another configuration than the default is faster")
+    header = ("device", "problems", "passes", "faster than by default")
     return _markdown(header, map(row, sorted(tuned.products())))
 
 
