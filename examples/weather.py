@@ -143,7 +143,7 @@ def errors_of(model: Forecaster, truth: jax.Array) -> np.ndarray:
 
 def save_picture(path: Path, errors: dict[str, np.ndarray]) -> None:
     """Draw the errors of the last forecast by longitude."""
-    figure, axis = plt.subplots(figsize=(6, 2.6), layout="constrained")
+    figure, axis = plt.subplots(figsize=(5.5, 2.6), layout="constrained")
     for (name, found), color in zip(errors.items(), ("#e0533d", "#2f7fc1"), strict=True):
         longitudes = np.arange(found.shape[1]) / found.shape[1] * 360 - 180
         axis.plot(longitudes, found[-1], color=color, label=f'edges "{name}"')
