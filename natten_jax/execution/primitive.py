@@ -173,8 +173,17 @@ def _platform_of(ctx: mlir.LoweringRuleContext) -> str:
 
 
 def _is_left_to_xla(ctx: mlir.LoweringRuleContext, plan: Plan) -> bool:
-    """Whether XLA splits the operations of a computation as it can: an exported program has them and no callbacks."""
-    return _jax_internals.is_exported(ctx) and backends.of(plan.backend).is_plain_xla
+    """Whether XLA splits the operations of a computation as it can: where its partitioner asks nobody.
+
+    An exported program has no callbacks, and the compiler for TPUs calls none.
+
+    Raises:
+        ValueError: The compiler for TPUs would have to split a kernel.
+    """
+    is_plain = backends.of(plan.backend).is_plain_xla
+    if plan.platform == "tpu" and not is_plain:
+        raise ValueError(f"{plan.backend} cannot be split over mesh axes of type Auto: {auto.NO_TPU}")
+    return is_plain and (plan.platform == "tpu" or _jax_internals.is_exported(ctx))
 
 
 def _splits_tokens(computation: Computation, request: Request) -> bool:

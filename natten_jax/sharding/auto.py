@@ -33,6 +33,10 @@ NO_EXPORT = (
     "a program for several devices is exported where their mesh has no axes of type Auto: call the operator inside "
     "jax.shard_map, or make the axes Explicit"
 )
+NO_TPU = (
+    "the compiler for TPUs splits plain JAX alone, flex-*. For kernels call the operator inside jax.shard_map, or make "
+    "the axes Explicit"
+)
 
 
 def is_needed(ctx: mlir.LoweringRuleContext) -> bool:

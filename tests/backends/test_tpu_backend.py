@@ -13,6 +13,7 @@ import natten_jax
 from natten_jax.backends import defaults
 from natten_jax.plan.devices import Device
 from tests.support.machine import Machine
+from tests.support.programs import output_of, run_python
 
 ARRAY = jax.ShapeDtypeStruct((1, 32, 2, 16), jnp.float32)
 NAMES = "natten_jax_tpu_forward", "natten_jax_tpu_query_gradient", "natten_jax_tpu_key_gradients"
@@ -92,3 +93,44 @@ def test_queries_list_tiles_that_are_taken(machine: Machine) -> None:
     assert jax.eval_shape(lambda x: attend(x, **tiles), x).shape == x.shape
     with pytest.raises(ValueError, match="get_configs_for_tpu_fna lists them"):
         jax.eval_shape(lambda x: attend(x, q_tile_shape=(8, 8), kv_tile_shape=(8, 17)), x)
+
+
+#: Gradients over two devices of the host, exported for TPUs: types name the split, or the caller does.
+_ON_MESHES = """
+import jax, numpy as np, natten_jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+def gradient(**arguments):
+    return jax.grad(lambda x: natten_jax.na1d(x, x, x, 5, backend="tpu-fna", **arguments).sum())
+
+def mesh_of(kind):
+    return Mesh(np.asarray(jax.devices()), ("d",), axis_types=(kind,))
+
+def exported(function, mesh):
+    x = jax.ShapeDtypeStruct((2, 32, 2, 16), "float32", sharding=NamedSharding(mesh, TOKENS))
+    with jax.set_mesh(mesh):
+        checks = natten_jax.EXPORT_CHECKS
+        found = jax.export.export(jax.jit(function), platforms=["tpu"], disabled_checks=checks)(x)
+    assert found.nr_devices == 2 and found.platforms == ("tpu",)
+    return str(found.mlir_module())
+
+TOKENS = PartitionSpec(None, "d")
+explicit = exported(gradient(), mesh_of(AxisType.Explicit))
+mesh = mesh_of(AxisType.Auto)
+manual = jax.shard_map(gradient(token_axes=("d",)), mesh=mesh, in_specs=TOKENS, out_specs=TOKENS)
+for text in (explicit, exported(manual, mesh)):
+    print(*(name in text for name in NAMES), "collective_permute" in text)
+x = jax.device_put(np.zeros((2, 32, 2, 16), "float32"), NamedSharding(mesh, TOKENS))
+try:
+    jax.jit(gradient()).trace(x).lower(lowering_platforms=("tpu",))
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_meshes_are_split_where_the_compiler_for_tpus_can() -> None:
+    explicit, manual, auto = output_of(run_python(f"NAMES = {NAMES}{_ON_MESHES}", devices=2)).splitlines()
+    assert explicit == manual == "True True True True"
+    assert auto.startswith(
+        "tpu-fna cannot be split over mesh axes of type Auto: the compiler for TPUs splits plain JAX"
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,12 +23,11 @@ CHIPS: Mapping[str, tuple[str, str]] = {
 
 
 @functools.cache
-def sharding_of(chip: str) -> SingleDeviceSharding:
-    """That of arrays on a chip."""
+def devices_of(chip: str) -> Sequence[jax.Device]:
+    """Those of a machine that has a few of the chips."""
     from jax.experimental import topologies
 
-    described = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip][0])
-    return SingleDeviceSharding(described.devices[0])
+    return topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip][0]).devices
 
 
 def compiled_for(chip: str, function: Callable[..., Any], *arguments: Any) -> jax.stages.Compiled:
@@ -39,7 +38,7 @@ def compiled_for(chip: str, function: Callable[..., Any], *arguments: Any) -> ja
         function: What it computes.
         arguments: Shapes.
     """
-    sharding = sharding_of(chip)
+    sharding = SingleDeviceSharding(devices_of(chip)[0])
     arguments = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding), arguments)
     device = AbstractDevice(device_kind=CHIPS[chip][1], num_cores=1, platform="tpu")
     # Some of what Pallas lowers depends on the chip.

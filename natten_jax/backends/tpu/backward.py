@@ -20,6 +20,7 @@ from natten_jax.backends.tpu.kernels import (
     Place,
     Scalar,
     across,
+    called,
     columns,
     contract,
     divided,
@@ -102,7 +103,7 @@ def query_gradient(
         def _() -> None:
             dq[...] = mixed[...].reshape(dq.shape)
 
-    return pl.pallas_call(
+    return called(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
@@ -246,7 +247,7 @@ def key_gradients(
     query_block, key_block = (None, None, *call.queries.tile), (None, None, *call.keys.tile)
     specs = [programs.spec((*key_block, array.shape[-1]), of_key) for array in (key, value)]
     return list(
-        pl.pallas_call(
+        called(
             kernel,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=6,

@@ -20,6 +20,7 @@ from natten_jax.backends.tpu.kernels import (
     Call,
     Place,
     across,
+    called,
     contract,
     first_of,
     matrix,
@@ -125,7 +126,7 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
 
     state = [pltpu.VMEM((tokens, lanes), jnp.float32) for lanes in (LANES, LANES, width)]
     return list(
-        pl.pallas_call(
+        called(
             with_one_chunk if call.is_single else with_chunks,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=5,

@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from natten_jax.arrays.avals import vary_alike
 from natten_jax.arrays.operands import Operands
 from natten_jax.backends.tpu.chunks import Chunks
 from natten_jax.backends.tpu.layout import Layout
@@ -214,6 +215,20 @@ class Place:
     def here(cls) -> Place:
         """That of the program that asks."""
         return cls.of([pl.program_id(axis) for axis in range(INDICES)])
+
+
+def called(kernel: Callable[..., None], *, out_shape: Any, **facts: Any) -> Callable[..., Any]:
+    """``pallas_call``, whose results vary over the same manual mesh axes as its operands do."""
+
+    def run(*arrays: jax.Array) -> Any:
+        arrays = vary_alike(arrays)
+        over = jax.typeof(arrays[0]).manual_axis_type
+        types = jax.tree.map(
+            lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, manual_axis_type=over), out_shape
+        )
+        return pl.pallas_call(kernel, out_shape=types, **facts)(*arrays)
+
+    return run
 
 
 def semantics(steps: int) -> pltpu.CompilerParams:
