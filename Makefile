@@ -166,6 +166,7 @@ pictures: setup
 	$(if $(BESIDE),$(RUN) bench/plot_beside_cudnn.py $(BESIDE) video docs/images/frame_causal.svg)
 	$(RUN) bench/plot_halos.py bench/results/h200x2/timeline.json docs/images/halo_trace.svg
 	$(RUN) bench/plot_cpu.py bench/results/cpu/kernels.json docs/images/cpu.svg
+	$(RUN) bench/plot_fp8.py bench/results/cpu/fp8_accuracy.json docs/images/fp8.svg
 	$(RUN) bench/fmha_report.py bench/results/h100/fmha_scaling/fmha_scaling_results.json \
 		--plot docs/images/fmha_scaling.svg
 

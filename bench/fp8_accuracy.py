@@ -143,7 +143,7 @@ def main() -> None:
                     "cosine": float((found * expected).sum() / (np.linalg.norm(found) * size)),
                 }
             print(name, keys, {way: round(each[str(keys)]["relative_rmse"], 4) for way, each in results[name].items()})
-    save({"queries": QUERIES, "heads": HEADS, "head_dim": WIDTH, "errors": results}, options.json)
+            save({"queries": QUERIES, "heads": HEADS, "head_dim": WIDTH, "errors": results}, options.json)
 
 
 if __name__ == "__main__":

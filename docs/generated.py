@@ -140,7 +140,9 @@ def _devices() -> str:
         others = f"; others than multiples of {step} are filled up with zeros" if step > 1 else ""
         widths = "any" if most is None else f"up to {most}{others}"
         passes = "any derivative, forward mode included" if backend.is_differentiable else ", ".join(PASSES)
-        return _names(backend), devices, ", ".join(backend.dtypes), widths, passes, _schedules(backend)
+        small = "" if backend.converts_float8_to is None else "; 8-bit ones, converted, forward alone"
+        types = ", ".join(backend.dtypes) + small
+        return _names(backend), devices, types, widths, passes, _schedules(backend)
 
     header = ("backend", "devices", "element types", "`head_dim`, `head_dim_v`", "passes", "`kernel_schedule`")
     return _markdown(header, map(row, backends.registered()))
