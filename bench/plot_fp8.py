@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lib import command
-from lib.charts import BLUE, GRAY, GREEN, ORANGE, RED, WIDTH, save, style
+from lib.charts import BLUE, FONT_SIZE, GRAY, GREEN, ORANGE, RED, WIDTH, save, style
 from matplotlib.figure import Figure
 
 #: What is drawn of the record, and how.
@@ -47,8 +47,8 @@ def _chart(errors: Mapping[str, Any]) -> Figure:
         axes.set_xticks(_TICKS, [f"{tick:,}" for tick in _TICKS])
         axes.set_yticks(_ERRORS, [f"{tick:.1%}" if tick < 0.01 else f"{tick:.0%}" for tick in _ERRORS])
         axes.minorticks_off()
-    figure.supxlabel("keys that a query sees")
-    figure.supylabel("relative error of the output")
+    figure.supxlabel("keys that a query sees", fontsize=FONT_SIZE)
+    figure.supylabel("relative error of the output", fontsize=FONT_SIZE)
     figure.legend(loc="outside upper center", ncols=2, columnspacing=1.2)
     return figure
 
