@@ -79,7 +79,7 @@ _MEANINGS: tuple[tuple[str, Meaning], ...] = (
     ),
     (
         "scale softmax_scale sm_scale qk_scale scaling scale_factor scale_qk attn_scale attention_scale logit_scale "
-        "logits_scale query_scale",
+        "logits_scale",
         Meaning(("scale", "qk_scale"), "it is the factor of the logits, head_dim ** -0.5 by default"),
     ),
     (

@@ -82,7 +82,7 @@ class TestArguments:
             "query", "key", "value", "kernel_size", "stride", "dilation", "is_causal", "scale", "additional_keys",
             "additional_values", "edges", "clamp_window", "query_origin",
             "extents", "upsample", "relative_bias", "key_bias", "sinks", "try_fuse_additional_kv", "return_lse",
-            "token_axes",
+            "token_axes", "query_scale", "key_scale", "value_scale", "out_dtype",
         }  # fmt: skip
         own = inspect.signature(natten_jax.na1d).parameters.keys() - others - {"performance"}
         assert own | PerformanceArguments.__annotations__.keys() == arguments.Performance.__annotations__.keys()
