@@ -159,16 +159,17 @@ def _splash(row: Row, blocks: Any) -> tuple[Any, list[Any]]:
         mask = splash_attention_mask.NumpyMask(_proxy_mask())
     queries, keys = blocks
     sizes = {f"block_{name}": queries if name.startswith("q") else keys for name in _SPLASH_SIZES}
+    heads = row.heads if len(row.layout) == 1 else _PROXY_HEADS
     kernel = splash_attention_kernel.make_splash_mha_single_device(
-        splash_attention_mask.MultiHeadMask([mask]), block_sizes=splash_attention_kernel.BlockSizes(**sizes)
+        splash_attention_mask.MultiHeadMask([mask] * heads),
+        block_sizes=splash_attention_kernel.BlockSizes(**sizes),
     )
-    heads = row.batch * row.heads if len(row.layout) == 1 else _PROXY_HEADS
-    return jax.vmap(kernel), [jax.ShapeDtypeStruct((heads, 1, tokens, row.head_dim), jnp.bfloat16)] * 3
+    return kernel, [jax.ShapeDtypeStruct((heads, tokens, row.head_dim), jnp.bfloat16)] * 3
 
 
 _SPLASH_SIZES = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
 #: Tokens of the mask with which a step of splash attention is counted, and heads that do not fit into VMEM.
-_PROXY, _PROXY_HEADS = 4096, 128
+_PROXY, _PROXY_HEADS = 4096, 64
 
 
 def _proxy_mask() -> Any:

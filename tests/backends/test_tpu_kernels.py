@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from natten_jax import backends
+from natten_jax import backends, na2d
 from natten_jax.arrays.operands import Inputs, Operands, Output
 from natten_jax.backends.select import plan_with
+from natten_jax.backends.tpu import chunks
 from natten_jax.backends.tpu.backend import TpuBackend
 from natten_jax.performance import PASSES, Performance, TilePair
 from natten_jax.plan.devices import Device
@@ -123,3 +126,13 @@ def test_biases_of_keys() -> None:
 def test_a_forgotten_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("natten_jax.backends.tpu.boxes.sees_all", lambda *_: jnp.bool_(True))
     assert interpreted.complaints(interpreted.draw(0, 0))
+
+
+@pytest.mark.usefixtures("_known")
+def test_chunks_as_the_kernels_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By XLA, which knows reshaped references: Pallas's interpreter reads whole boxes in their place."""
+    monkeypatch.setattr(chunks, "OF_FEW", 48)
+    query, key, value = (jax.random.normal(jax.random.key(i), (1, 20, 33, 2, 16)) for i in range(3))
+    attend = functools.partial(na2d, query, key, value, (7, 9), (2, 1), (1, 2), (False, True))
+    tiled = attend(backend="interpreted-fna", q_tile_shape=(4, 8), kv_tile_shape=(6, 16))
+    assert jnp.abs(tiled - attend(backend="flex-fna")).max() < 1e-5
