@@ -8,7 +8,6 @@ after a command that prints the same on every machine: one that asks about a GPU
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import re
 import shlex
@@ -20,9 +19,8 @@ from pathlib import Path
 
 from natten_jax import backends
 from natten_jax.backends import tuned
-from natten_jax.backends.base import Backend, Platform
+from natten_jax.backends.base import Backend
 from natten_jax.backends.heeded import CHOICES, heeded
-from natten_jax.backends.names import WITHOUT_KERNELS, substitute
 from natten_jax.ops.config_queries import query_names
 from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import Device
@@ -138,8 +136,10 @@ def _devices() -> str:
         devices += " (by name alone)" if backend.is_by_name_only else ""
         step, most = backend.head_dim_step, backend.largest_head_dim
         others = f"; others than multiples of {step} are filled up with zeros" if step > 1 else ""
+        if backend.head_widths:
+            others = f"; others than {', '.join(map(str, backend.head_widths))} are filled up with zeros"
         widths = "any" if most is None else f"up to {most}{others}"
-        passes = "any derivative, forward mode included" if backend.is_differentiable else ", ".join(PASSES)
+        passes = "any derivative, forward mode included" if backend.is_differentiable else ", ".join(backend.passes)
         small = "" if backend.converts_float8_to is None else "; 8-bit ones, converted, forward alone"
         types = ", ".join(backend.dtypes) + small
         return _names(backend), devices, types, widths, passes, _schedules(backend)
@@ -166,7 +166,9 @@ def _tiles() -> str:
         for cells, devices in alike.items():
             capabilities = (".".join(map(str, device.compute_capability or ())) for device in devices)
             name = _names(backend) + (f" on {', '.join(capabilities)}" if len(alike) > 1 else "")
-            rows += [(name, pass_, *of_pass) for pass_, of_pass in zip(PASSES, cells, strict=True)]
+            rows += [
+                (name, pass_, *of_pass) for pass_, of_pass in zip(PASSES, cells, strict=True) if pass_ in backend.passes
+            ]
     return _markdown(("backend", "pass", *(f"heads of {width}" for width in _HEAD_DIMS)), rows)
 
 
@@ -178,6 +180,8 @@ def _devices_of(backend: Backend) -> list[Device]:
 
 def _largest(backend: Backend, device: Device, pass_: Pass, head_dim: int) -> str:
     problem = problem_of((64, 64), 33, head_dim=head_dim, dtype="bfloat16")
+    if backend.heads_rejection(problem) is not None:
+        return "none"
     return " and ".join(map(str, backend.largest_tiles(problem, device, pass_)))
 
 
@@ -185,7 +189,8 @@ def _heeded() -> str:
     def row(name: str) -> Sequence[str]:
         parts: dict[bool, list[Backend]] = {True: [], False: []}
         for backend in backends.registered():
-            parts[name in heeded(backend)].append(backend)
+            if CHOICES[name].pass_ in backend.passes:
+                parts[name in heeded(backend)].append(backend)
         having, others = (", ".join(map(_names, part)) for part in parts.values())
         reason = f"{others}: {CHOICES[name].lacking}" if others else "none"
         return _code(name), CHOICES[name].pass_, having, reason
@@ -208,14 +213,6 @@ def _configuration_queries() -> str:
     names = [each for each in query_names() if each.startswith("get_configs_for_")]
     rows = (row(*each.removeprefix("get_configs_for_").rsplit("_", 1)) for each in names)
     return _markdown(("forward pass", "backward pass"), rows)
-
-
-def _absent() -> str:
-    def row(family: str, platform: Platform) -> Sequence[str]:
-        instead = substitute(family, backends.registered())
-        return _code(f"{family}-fna", f"{family}-fmha"), str(platform), _names(instead)
-
-    return _markdown(("backends of NATTEN", "devices", "there runs"), itertools.starmap(row, WITHOUT_KERNELS.items()))
 
 
 # Configurations that were measured ------------------------------------------------------------------------------------
@@ -259,7 +256,6 @@ _TABLES: dict[str, Callable[[], str]] = {
     "heeded arguments": _heeded,
     "queries": _queries,
     "configuration queries": _configuration_queries,
-    "absent backends": _absent,
     "tuned devices": _tuned_devices,
     "tuned problems": _tuned_problems,
 }

@@ -1,7 +1,7 @@
 """The registry of backends, and one folder or file for each family of them.
 
 - ``base``: what a backend states, and the functions that run a plan; ``native_backend`` for those with kernels.
-- ``hopper``, ``cutlass``, ``cpu``, ``tpu``, ``flex``: the families.
+- ``hopper``, ``blackwell``, ``cutlass``, ``cpu``, ``tpu``, ``flex``: the families.
 - ``select``: which backend runs a pass, with which tiles: the only place where that is decided.
 - ``tuned``: what was measured of a call, here or by the makers of the package, whose files are in ``tuned_tables``.
 - ``defaults``: which backends run without being named.
@@ -15,6 +15,7 @@ Whoever asks for a family by its facts finds it here, and needs no word of its o
 from __future__ import annotations
 
 from natten_jax.backends.base import Backend
+from natten_jax.backends.blackwell.backend import BlackwellBackend
 from natten_jax.backends.cpu import CpuBackend
 from natten_jax.backends.cutlass.backend import CutlassBackend
 from natten_jax.backends.flex.backend import FlexBackend
@@ -24,7 +25,14 @@ from natten_jax.backends.tpu.backend import TpuBackend
 from natten_jax.plan.plan import BackendId
 from natten_jax.problem import OPERATORS, Operator
 
-_registered: list[Backend] = [HopperBackend(), CutlassBackend(), CpuBackend(), TpuBackend(), FlexBackend()]
+_registered: list[Backend] = [
+    HopperBackend(),
+    BlackwellBackend(),
+    CutlassBackend(),
+    CpuBackend(),
+    TpuBackend(),
+    FlexBackend(),
+]
 
 
 def registered() -> tuple[Backend, ...]:

@@ -15,7 +15,7 @@ from natten_jax.arrays.key_bias_columns import with_columns
 from natten_jax.arrays.operands import Differentiable, Gradients, Inputs, Operands, Output, Saved
 from natten_jax.arrays.query_box import QueryBox
 from natten_jax.native import module as native
-from natten_jax.performance import KernelSchedule, Pass, TilePair
+from natten_jax.performance import PASSES, KernelSchedule, Pass, TilePair
 from natten_jax.plan.devices import ComputeCapability, Device
 from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem
@@ -30,17 +30,19 @@ class Platform:
         name: ``"cpu"`` or ``"cuda"``.
         compute_capability: Of GPUs, the least; ``None`` of other devices.
         is_exact: Whether GPUs of other compute capabilities are no good.
+        others: Compute capabilities that are good nevertheless.
     """
 
     name: str
     compute_capability: ComputeCapability | None = None
     is_exact: bool = False
+    others: tuple[ComputeCapability, ...] = ()
 
     def __str__(self) -> str:
         if self.compute_capability is None:
             return f"platform {self.name} only"
-        major, minor = self.compute_capability
-        return f"NVIDIA GPUs of compute capability {major}.{minor} {'only' if self.is_exact else 'or higher'}"
+        good = " or ".join(f"{major}.{minor}" for major, minor in (self.compute_capability, *self.others))
+        return f"NVIDIA GPUs of compute capability {good} {'only' if self.is_exact else 'or higher'}"
 
     def has(self, device: Device) -> bool:
         """Whether a device is one of them."""
@@ -49,7 +51,9 @@ class Platform:
         least, found = self.compute_capability, device.compute_capability
         if least is None:
             return True
-        return found is not None and (found == least if self.is_exact else found >= least)
+        if found is None or found in self.others:
+            return found is not None
+        return found == least if self.is_exact else found >= least
 
 
 class Backend(abc.ABC):
@@ -69,10 +73,14 @@ class Backend(abc.ABC):
     dtypes: ClassVar[Sequence[str]]
     #: The element type among these that it converts 8-bit arrays to, which is exact; ``None`` where it takes none.
     converts_float8_to: ClassVar[str | None] = None
+    #: The passes that it has kernels for; where a call names it, another backend serves the backward pass.
+    passes: ClassVar[Sequence[Pass]] = PASSES
     #: Kernels' head dimensions are multiples of the step, up to the largest; ``None`` is any. Others get zeros behind
     #: them (:meth:`Backend.widened`).
     head_dim_step: ClassVar[int] = 1
     largest_head_dim: ClassVar[int | None] = None
+    #: The widths that kernels have, where they are few: those of queries and of values are the same.
+    head_widths: ClassVar[Sequence[int]] = ()
     #: The custom calls to this package's native library, of each pass.
     targets: ClassVar[Mapping[Pass, Sequence[str]]] = {}
     #: The kernel schedules of each pass, the default one first.
@@ -110,6 +118,8 @@ class Backend(abc.ABC):
         """Why this backend cannot run a pass of the problem on the device; ``None`` where it can."""
         if self.platform is not None and not self.platform.has(device):
             return f"it runs on {self.platform}, not on {device}"
+        if pass_ not in self.passes:
+            return f"it has no kernels of the {pass_} pass"
         if problem.dtype not in self.dtypes and not (problem.element.is_float8 and self.converts_float8_to):
             return f"it supports {', '.join(self.dtypes)}, not {problem.dtype}"
         if problem.element.is_float8 and pass_ == "backward":
@@ -166,9 +176,13 @@ class Backend(abc.ABC):
         if problem.dtype not in cls.dtypes and cls.converts_float8_to is not None:
             problem = problem.converted("float32" if problem.block_scales else cls.converts_float8_to)
         problem = cls._with_columns(problem)
-        head_dim, head_dim_v = (
-            -(-each // cls.head_dim_step) * cls.head_dim_step for each in (problem.head_dim, problem.head_dim_v)
-        )
+        widest = max(problem.head_dim, problem.head_dim_v)
+        if widths := [width for width in cls.head_widths if width >= widest]:
+            head_dim = head_dim_v = widths[0]
+        else:
+            head_dim, head_dim_v = (
+                -(-each // cls.head_dim_step) * cls.head_dim_step for each in (problem.head_dim, problem.head_dim_v)
+            )
         if (head_dim, head_dim_v) == (problem.head_dim, problem.head_dim_v):
             return problem
         return dataclasses.replace(problem, head_dim=head_dim, head_dim_v=head_dim_v)

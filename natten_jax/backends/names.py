@@ -1,21 +1,17 @@
-"""What is said of a name that no backend has: a misspelt one, NATTEN's without kernels here, other libraries'."""
+"""What is said of a name that no backend has: a misspelt one, or other libraries'."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Any
 
 from natten_jax.arguments.static import shown
-from natten_jax.backends.base import Backend, Platform
-from natten_jax.plan.devices import Device
+from natten_jax.backends.base import Backend
 from natten_jax.plan.plan import BackendId
 from natten_jax.problem import OPERATORS, Operator
-
-#: NATTEN's families that this version has no kernels for, with the devices that those are for.
-WITHOUT_KERNELS: Mapping[str, Platform] = MappingProxyType({"blackwell": Platform("cuda", (10, 0), is_exact=True)})
 
 #: What other libraries, and the profiler, call implementations of attention.
 _OF_JAX = "an implementation of JAX's own attention, which the profiler measures beside these"
@@ -32,36 +28,6 @@ _LONGEST = 64  # of a name that is looked at
 _WHAT = {"fna": "neighborhood attention", "fmha": "attention"}
 
 
-def absence(name: str, registered: Iterable[Backend]) -> str | None:
-    """Why nothing has a name that NATTEN's backends have, and what to use; ``None`` for other names.
-
-    The clause goes on a sentence that begins with the name.
-
-    Args:
-        name: ``"blackwell-fna"``, say.
-        registered: Every backend, best first.
-    """
-    family, operator = _parts(name)
-    if family not in WITHOUT_KERNELS:
-        return None
-    return (
-        f"is for {WITHOUT_KERNELS[family]}, for which this version has no kernels of its own: "
-        f"there {BackendId(substitute(family, registered).family, operator or 'fna')} runs"
-    )
-
-
-def substitute(family: str, registered: Iterable[Backend]) -> Backend:
-    """The backend that runs on the devices of a family of :data:`WITHOUT_KERNELS`.
-
-    Args:
-        family: The family.
-        registered: Every backend, best first.
-    """
-    platform = WITHOUT_KERNELS[family]
-    device = Device(platform.name, platform.compute_capability, is_present=False)
-    return next(each for each in registered if each.platform is None or each.platform.has(device))
-
-
 def unknown(name: Any, operator: Operator, registered: Iterable[Backend]) -> str:
     """The message for a name that no backend of the operator has."""
     registered = tuple(registered)
@@ -69,9 +35,6 @@ def unknown(name: Any, operator: Operator, registered: Iterable[Backend]) -> str
     if not isinstance(name, str):
         return f"backend={shown(name)} is unknown; c{choices}"
     family, of = _parts(name)
-    reason = absence(f"{family}-{operator}", registered)
-    if reason is not None:
-        return f"backend={shown(name)} {reason}; c{choices}"
     if family in _OTHERS:
         return f"backend={shown(name)} is unknown: {family} is {_OTHERS[family]}; c{choices}"
     meant = closest(name, operator, registered)

@@ -1,4 +1,4 @@
-"""Coefficients of the time model, fitted to measurements: a file per backend family and kind of device.
+"""Coefficients of the time model, most of them fitted to measurements: a file per backend family and kind of device.
 
 ``bench/calibrate.py`` writes them; :mod:`natten_jax.cost.predict` has the formula.
 """
@@ -75,6 +75,8 @@ class Calibration:
         counted_rounds: Rounds from which on the kernels take the next tile from a counter; below, tiles are dealt out.
         dtypes: Element types that the times are of.
         limits: Names of what the kernels take, in ``natten_jax.native.module.limits``.
+        is_measured: Whether it was fitted to measurements; if not, coefficients follow from what the device's units do
+            in a cycle, and times are good for an order of tiles.
     """
 
     family: str
@@ -91,6 +93,7 @@ class Calibration:
     counted_rounds: int = 0
     dtypes: Sequence[str] = ("float16", "bfloat16")
     limits: Sequence[str] = ()
+    is_measured: bool = True
 
     def merges(self, problem: Problem) -> bool:
         """Whether forward kernels merge what they find with what was found before on other keys."""

@@ -4,16 +4,12 @@ There is one for each pass and operator of every registered backend. Each takes 
 three, in the layout that the operator takes, as arrays or as ``jax.ShapeDtypeStruct``. The first configuration is the
 recommended one; the list is empty where the backend cannot run the arrays. Neighborhood attention queries also take the
 window arguments, which the recommendation depends on; without them the window is the whole layout.
-
-NATTEN's queries for families that have no kernels here are there, too: they list nothing, and warn with what to ask
-instead.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -21,7 +17,6 @@ from natten_jax import backends
 from natten_jax.arguments.natten_names import unexpected
 from natten_jax.arrays.operands import Inputs
 from natten_jax.backends.base import Backend
-from natten_jax.backends.names import WITHOUT_KERNELS, absence, substitute
 from natten_jax.ops.arrays import attention_problem, neighborhood_problem
 from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import Device, NoDeviceError, compute_capability_of, default_device
@@ -64,7 +59,7 @@ def target_device(compute_capability: CapabilityLike | None) -> Device:
 
 def query_names() -> list[str]:
     """The names of all queries."""
-    prefixes = [_prefix(backend) for backend in backends.registered()] + list(_foreign_prefixes())
+    prefixes = [_prefix(backend) for backend in backends.registered()]
     return [_query_name(prefix, operator, pass_) for prefix in prefixes for pass_ in PASSES for operator in OPERATORS]
 
 
@@ -82,19 +77,11 @@ def query_named(name: str) -> ConfigQuery:
         for backend in backends.registered():
             if prefix == _prefix(backend):
                 return _query(backend, operator, pass_)
-        if prefix in _foreign_prefixes():
-            return _empty_query(_foreign_prefixes()[prefix], operator, pass_)
     raise LookupError(f"no configuration query is called {name!r}; there are {', '.join(query_names())}")
 
 
 def _prefix(backend: Backend) -> str:
     return backend.query_family or backend.family
-
-
-def _foreign_prefixes() -> dict[str, str]:
-    """NATTEN's families without kernels here, by what NATTEN's queries call them."""
-    registered = {backend.family for backend in backends.registered()}
-    return {f"cutlass_{family}": family for family in WITHOUT_KERNELS if family not in registered}
 
 
 def _query_name(prefix: str, operator: Operator, pass_: Pass) -> str:
@@ -126,33 +113,6 @@ def _query(backend: Backend, operator: Operator, pass_: Pass) -> ConfigQuery:
 
     get_configs.__name__ = get_configs.__qualname__ = name
     get_configs.__doc__ = _document(backend, operator, pass_)
-    return get_configs
-
-
-@functools.cache
-def _empty_query(family: str, operator: Operator, pass_: Pass) -> ConfigQuery:
-    name = _query_name(f"cutlass_{family}", operator, pass_)
-
-    def get_configs(
-        query: Any = None,
-        key: Any = None,
-        value: Any = None,
-        *,
-        input_tensor: Any = None,
-        compute_capability: CapabilityLike | None = None,
-        **window: Any,
-    ) -> list[tuple[Any, Any]]:
-        _asked(name, operator, (query, key, value), input_tensor, compute_capability, window)
-        id_, registered = str(BackendId(family, operator)), backends.registered()
-        instead = _query_name(_prefix(substitute(family, registered)), operator, pass_)
-        warnings.warn(
-            f"{name}() lists nothing: {id_} {absence(id_, registered)}, and {instead}() lists its configurations",
-            stacklevel=2,
-        )
-        return []
-
-    get_configs.__name__ = get_configs.__qualname__ = name
-    get_configs.__doc__ = _document_absence(family, operator, pass_)
     return get_configs
 
 
@@ -219,38 +179,6 @@ Args:
 
 Returns:
     Pairs of query and key/value tile {tiles}{schedules}; empty where the backend cannot run the arrays.
-
-Raises:
-    ValueError: The arrays and arguments describe no problem of the operator, or no compute capability.
-    TypeError: An argument is of the wrong type.
-"""
-
-
-def _document_absence(family: str, operator: Operator, pass_: Pass) -> str:
-    id_ = BackendId(family, operator)
-    query = _query_name(f"cutlass_{family}", operator, pass_)
-    instead = _query_name(_prefix(substitute(family, backends.registered())), operator, pass_)
-    return f"""Nothing, with a warning: NATTEN's query for the {pass_} pass of {id_}, which has no kernels here.
-
-:func:`natten_jax.{instead}` lists what runs on those GPUs.
-
-Example:
-    >>> import jax, natten_jax, warnings
-    >>> tokens = jax.ShapeDtypeStruct({_EXAMPLE_SHAPES[operator]}, "bfloat16")
-    >>> with warnings.catch_warnings(action="ignore"):
-    ...     natten_jax.{query}(tokens)
-    []
-
-Args:
-    query: As in the other query; so are all arguments.
-    key: As there.
-    value: As there.
-    input_tensor: As there.
-    compute_capability: As there.
-    **window: As there.
-
-Returns:
-    An empty list.
 
 Raises:
     ValueError: The arrays and arguments describe no problem of the operator, or no compute capability.

@@ -11,7 +11,6 @@ import pytest
 
 import natten_jax
 from natten_jax import backends
-from natten_jax.backends.names import WITHOUT_KERNELS
 
 ARRAY = jnp.zeros((1, 16, 2, 8))
 
@@ -52,17 +51,6 @@ def test_other_names_have_no_suggestion(name: Any) -> None:
     for message in messages(name):
         assert "is unknown; choose None or one of" in message
         assert all(each in message for each in backends.names("fna" if "cpu-fna," in message else "fmha"))
-
-
-@pytest.mark.parametrize("name", ["blackwell-fna", "blackwell-fmha", "Blackwell", "blackwell_fna"])
-def test_families_of_natten_without_kernels_are_explained(name: str) -> None:
-    for message, operator in zip(messages(name), ("fna", "fmha", "fmha"), strict=True):
-        assert f"{name!r} is for NVIDIA GPUs of compute capability 10.0 only" in message
-        assert f"no kernels of its own: there cutlass-{operator} runs; choose None or one of" in message
-
-
-def test_families_without_kernels_are_not_registered() -> None:
-    assert not WITHOUT_KERNELS.keys() & {backend.family for backend in backends.registered()}
 
 
 @pytest.mark.parametrize(("name", "whose"), [("cudnn", "JAX"), ("xformers", "PyTorch"), ("fav2", "PyTorch")])

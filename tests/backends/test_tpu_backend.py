@@ -61,7 +61,9 @@ def test_the_environment_can_name_no_other_family(
 ) -> None:
     machine.forget()
     monkeypatch.setenv(defaults.VARIABLE, value)
-    with pytest.raises(ValueError, match=rf"NATTEN_JAX_BY_DEFAULT must name families .* \(tpu\), not '{value}'"):
+    with pytest.raises(
+        ValueError, match=rf"NATTEN_JAX_BY_DEFAULT must name families .* \(blackwell, tpu\), not '{value}'"
+    ):
         x = jnp.zeros(ARRAY.shape)
         natten_jax.na1d(x, x, x, 5)
 

@@ -112,33 +112,6 @@ def test_query_has_its_name_and_a_description(family: Family) -> None:
             assert part in (function.__doc__ or "")
 
 
-@pytest.mark.parametrize("operator", ["fna", "fmha"])
-@pytest.mark.parametrize("infix", ["", "bwd_"])
-@pytest.mark.parametrize("arguments", [{}, {"compute_capability": "10.0"}, {"compute_capability": (9, 0)}])
-def test_queries_of_natten_without_kernels_list_nothing_and_say_which_to_use(
-    operator: str, infix: str, arguments: dict[str, Any]
-) -> None:
-    name = f"get_{infix}configs_for_cutlass_blackwell_{operator}"
-    assert name in natten_jax.__all__ and name in dir(natten_jax)
-    function = getattr(natten_jax, name)
-    assert (function.__name__, function.__qualname__) == (name, name)
-    instead = f"get_{infix}configs_for_cutlass_{operator}"
-    array = jax.ShapeDtypeStruct(SHAPES[1], jnp.bfloat16)
-    with pytest.warns(UserWarning) as caught:
-        assert function(array, **arguments) == []
-        assert function(input_tensor=array, **arguments) == []
-    for warning in caught:
-        assert warning.filename == __file__
-        for part in (f"blackwell-{operator}", "no kernels", f"cutlass-{operator} runs", f"{instead}()"):
-            assert part in str(warning.message)
-    # What is named instead has tiles for those GPUs.
-    assert getattr(natten_jax, instead)(array, compute_capability="10.0")
-    with pytest.raises(ValueError, match="query has shape"):
-        function(jnp.zeros((2, 40, 16)))
-    with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected keyword argument 'window'"):
-        function(array, window=3)
-
-
 def test_every_public_name_is_there() -> None:
     for name in natten_jax.__all__:
         assert getattr(natten_jax, name) is not None

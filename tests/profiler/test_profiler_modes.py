@@ -112,10 +112,9 @@ def test_a_backend_for_another_gpu_says_so_and_shows_the_dry_run(
     ("arguments", "message"),
     [
         (
-            "--backend blackwell-fna --compute-capability 10.0",
-            "for which this version has no kernels of its own: there cutlass-fna runs\n",
+            "--backend blackwell-fna --compute-capability 9.0",
+            "runs on NVIDIA GPUs of compute capability 10.0 or 10.3 only, and this is cuda (compute capability 9.0)\n",
         ),
-        ("--backend blackwell-fna --compute-capability 9.0", "and this is cuda (compute capability 9.0)\n"),
         ("--backend hopper-fna --compute-capability 10.0", "runs on NVIDIA GPUs of compute capability 9.0 only"),
     ],
 )
@@ -126,6 +125,30 @@ def test_a_dry_run_of_a_backend_for_another_gpu(
     captured = capsys.readouterr()
     assert message in captured.err
     assert "Use case is compatible with backend cutlass-fna." in captured.out
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "--backend blackwell-fna -d 128 -i 32768 -w 2048",
+        "--backend blackwell-fna -d 128 -i 32768 -w 2048 -s 2048 --no-persistent",
+        "--backend blackwell-fna -n 24 -d 128 -i 256 256 -w 80 80 -s 16 16",
+        "--backend blackwell-fna -n 24 -d 128 -i 30 48 80 -w 18 24 24",
+        "--fmha-backend blackwell-fmha -d 128 -i 4096",
+    ],
+)
+@pytest.mark.parametrize("mode", ["--dry-run", "--simulate"])
+def test_times_that_nobody_measured_say_so(command: str, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"{command} {mode} --compute-capability 10.0".split()) == 0
+    output = capsys.readouterr().out
+    assert "Predicted times of blackwell-*: from arithmetic, not measured." in output
+    assert ("Backend: blackwell-f" in output) == (mode == "--dry-run")
+
+
+def test_the_tiles_that_natten_recommends_are_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "--backend blackwell-fna --q-tile 16 16 --kv-tile 16 8 -n 24 -d 128 -i 256 256 -w 80 80 -s 16 16"
+    assert main(f"{command} --simulate --compute-capability 10.0".split()) == 0
+    assert "the mask is fully block-sparse" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("capability", ["7.5", "8.0", "8.6", "9.0", "10.0", "12.1"])

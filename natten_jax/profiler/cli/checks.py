@@ -12,7 +12,6 @@ from natten_jax.performance import Performance, PerformanceArguments, performanc
 from natten_jax.problem import Operator
 from natten_jax.profiler.baselines import BASELINES, refusal_to_split
 from natten_jax.profiler.cli.complaints import warn
-from natten_jax.profiler.cli.families import KNOWN_FAMILIES
 from natten_jax.profiler.cli.flags import PERFORMANCE_FLAGS, TILE_FLAGS
 from natten_jax.profiler.cli.outputs import chart_problem, folder_problem
 from natten_jax.profiler.cli.parser import Parser, flag
@@ -70,9 +69,9 @@ def check_backends(parser: Parser, given: argparse.Namespace) -> None:
     if given.compare is not None and given.compare == given.backend:
         parser.error(f"--compare {given.compare} is what --backend runs already")
     name = given.fmha_backend = _SPELLINGS.get(given.fmha_backend, given.fmha_backend)
-    if name is None or name in _known_backends("fmha"):
+    if name is None or name in backends.names("fmha"):
         return
-    if name in _known_backends("fna"):
+    if name in backends.names("fna"):
         parser.error(
             f"--fmha-backend {name} is a backend of neighborhood attention: name it with --backend, or the attention "
             f"backend {name.removesuffix('-fna')}-fmha here"
@@ -88,9 +87,9 @@ def _check_backend(parser: Parser, option: str, name: str) -> None:
             f"{option} {name} is a baseline of PyTorch; JAX's are cudnn (fused attention on NVIDIA GPUs), "
             f"pallas (on GPUs, too) and xla (anywhere): use {option} cudnn"
         )
-    if name in _known_backends("fmha"):
+    if name in backends.names("fmha"):
         parser.error(f"{option} {name} is an attention backend: name it with --fmha-backend")
-    if name not in (*_known_backends("fna"), *BASELINES):
+    if name not in (*backends.names("fna"), *BASELINES):
         parser.error(
             f"{option} {name} is unknown{_meant(name, 'fna')}; choose one of {', '.join(backends.names('fna'))}, "
             f"or a baseline: {', '.join(BASELINES)}"
@@ -100,10 +99,6 @@ def _check_backend(parser: Parser, option: str, name: str) -> None:
 def _meant(name: str, operator: Operator) -> str:
     meant = closest(name, operator, backends.registered())
     return "" if meant is None else f" (did you mean {meant}?)"
-
-
-def _known_backends(operator: Operator) -> tuple[str, ...]:
-    return (*backends.names(operator), *(f"{family}-{operator}" for family in KNOWN_FAMILIES))
 
 
 def check_baseline(parser: Parser, given: argparse.Namespace) -> None:

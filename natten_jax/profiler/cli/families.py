@@ -1,13 +1,11 @@
-"""The backend families that a command line may name, whether this package has kernels for them or not."""
+"""The backend families that are for some devices alone."""
 
 from __future__ import annotations
 
 from natten_jax import backends
 from natten_jax.backends.base import Platform
-from natten_jax.backends.names import WITHOUT_KERNELS
 
-#: The devices that each is for. Their names, some of which NATTEN's profiler has alone, are never typing errors.
+#: The devices that each is for.
 KNOWN_FAMILIES: dict[str, Platform] = {
-    **WITHOUT_KERNELS,
-    **{backend.family: backend.platform for backend in backends.registered() if backend.platform is not None},
+    backend.family: backend.platform for backend in backends.registered() if backend.platform is not None
 }

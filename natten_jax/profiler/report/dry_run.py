@@ -17,6 +17,7 @@ from natten_jax.profiler.search.configurations import (
     listings,
     main_part,
     rejections,
+    remarks,
     tile_text,
     windows_problem,
 )
@@ -47,6 +48,7 @@ def _print_tables(options: Options, problem: Problem, device: Device, file: Text
                 print_table(_table(each, options, device), file)
                 if each.static_chip(device):
                     print_lines([STATIC], file)
+                print_lines(remarks(each.calibration(device)), file)
                 if each.schedules:  # what the words in their column are
                     names = (f"{name} is KernelSchedule.{KernelSchedule(name).natten_name}" for name in each.schedules)
                     print_lines([f"kernel_schedule: {', '.join(names)}"], file)

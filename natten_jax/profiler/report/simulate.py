@@ -10,6 +10,7 @@ from natten_jax import backends, simulator
 from natten_jax.backends.select import resolve
 from natten_jax.performance import Pass
 from natten_jax.plan.devices import Device
+from natten_jax.plan.plan import BackendId
 from natten_jax.plan.request import Request
 from natten_jax.problem import Shape
 from natten_jax.profiler.options import Options
@@ -19,7 +20,7 @@ from natten_jax.profiler.report.tables import Table, digits, format_time, print_
 from natten_jax.profiler.run import split
 from natten_jax.profiler.run.split import splits_tokens, token_parts
 from natten_jax.profiler.run.workload import device_parts, passes, request_of
-from natten_jax.profiler.search.configurations import Listing, listing, main_part, tile_text
+from natten_jax.profiler.search.configurations import Listing, listing, main_part, remarks, tile_text
 from natten_jax.simulator import DilationRecommendation, Recommendation, Simulation, SplitTime
 
 #: How many of the fastest pairs of tiles are tried with each dilation.
@@ -100,7 +101,14 @@ def print_simulation(simulated: Simulated, file: TextIO | None = None) -> None:
     print_table(_table(simulated), file)
     line = problem_line(simulated.options, request_of(simulated.options).problem)
     static = [STATIC] if simulated.is_static else []
-    print_lines([line, f"Device: {simulated.device}", *static, *_split_lines(simulated), *_advice(simulated)], file)
+    said = *static, *_remarks(simulated), *_split_lines(simulated), *_advice(simulated)
+    print_lines([line, f"Device: {simulated.device}", *said], file)
+
+
+def _remarks(simulated: Simulated) -> list[str]:
+    families = dict.fromkeys(BackendId.parse(name).family for name, _ in simulated.passes.values())
+    capability = simulated.device.compute_capability
+    return [line for family in families for line in remarks(simulator.calibration_for(family, capability))]
 
 
 def to_json(simulated: Simulated) -> dict[str, Any]:

@@ -37,10 +37,13 @@ class Listing:
     pairs: tuple[TilePair, ...]
     schedules: tuple[str, ...]
 
+    def calibration(self, device: Device) -> simulator.Calibration | None:
+        """The model of time on a device; ``None`` where there is none."""
+        return simulator.calibration_for(self.backend.family, device.compute_capability)
+
     def simulate(self, pair: TilePair, device: Device) -> Simulation:
         """Count a pair's tiles and, where that was calibrated, predict its time; that on a TPU by a static model."""
-        calibration = simulator.calibration_for(self.backend.family, device.compute_capability)
-        found = simulator.simulate(self.problem, pair, self.pass_, calibration=calibration)
+        found = simulator.simulate(self.problem, pair, self.pass_, calibration=self.calibration(device))
         chip = self.static_chip(device)
         return found if chip is None else dataclasses.replace(found, seconds=chip.seconds(found))
 
@@ -97,6 +100,13 @@ def listing(backend: Backend, problem: Problem, device: Device, pass_: Pass) -> 
     id_ = BackendId(backend.family, problem.operator)
     pairs = backend.tile_pairs(backend.widened(problem), device, pass_)
     return Listing(id_, pass_, problem, tuple(pairs), schedules)
+
+
+def remarks(calibration: simulator.Calibration | None) -> list[str]:
+    """What is to be said of predicted times."""
+    if calibration is None or calibration.is_measured:
+        return []
+    return [f"Predicted times of {calibration.family}-*: from arithmetic, not measured."]
 
 
 def tile_text(tile: tuple[int, ...]) -> str:

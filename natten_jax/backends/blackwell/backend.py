@@ -1,0 +1,98 @@
+"""The ``blackwell`` backend: tensor memory and ``tcgen05`` products for compute capability 10.0 and 10.3.
+
+Calls run it by name alone: the kernels have been interpreted and compiled, and never run on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
+from natten_jax.backends.base import Backend, Platform
+from natten_jax.backends.blackwell.tiles import is_taken, ranked
+from natten_jax.performance import Pass, TilePair
+from natten_jax.plan.devices import Device
+from natten_jax.plan.plan import Plan
+from natten_jax.problem import Problem
+
+#: The first release whose Pallas has what the kernels are written in.
+OLDEST_JAX = 0, 12
+_LOG2_E = math.log2(math.e)
+
+
+class BlackwellBackend(Backend):
+    """Neighborhood attention on data-center Blackwell GPUs; see :class:`natten_jax.backends.base.Backend`."""
+
+    family = "blackwell"
+    query_family = "cutlass_blackwell"
+    is_by_name_only = True  # until somebody has measured it
+    platform = Platform("cuda", (10, 0), is_exact=True, others=((10, 3),))
+    dtypes = ("float16", "bfloat16")
+    passes = ("forward",)
+    head_widths = (32, 64, 128)
+    largest_head_dim = 128
+    carries_plan = False
+    edges = ("shift", "cut")
+    fuses_additional_kv = False
+    heeds = ("run_persistent_kernel",)
+
+    def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
+        """Why the kernels cannot run a pass; JAX may be too old to compile them."""
+        reason = super().rejection(problem, device, pass_)
+        return reason or (missing_in_jax() if device.is_present else None)
+
+    def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
+        """Query and key/value tile shapes of a pass, the recommended pair first."""
+        return [pair for pair, _ in ranked(self.family, problem, pass_)]
+
+    def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
+        """Most tokens of a tile."""
+        return 256, 128
+
+    def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
+        """Whether the kernels take a pair, listed or not."""
+        return super().offers(problem, device, pass_, pair) and is_taken(pair)
+
+    def forward(self, plan: Plan, operands: Operands) -> Output:
+        """Compute output and logsumexp."""
+        return Output(*self.forward_saving(plan, operands)[:2])
+
+    def forward_saving(self, plan: Plan, operands: Operands) -> Saved:
+        """Compute them for a backward pass."""
+        if reason := missing_in_jax():
+            raise NotImplementedError(f"{self.family} cannot run: {reason}")
+        from natten_jax.backends.blackwell.call import call_of
+        from natten_jax.backends.blackwell.forward import forward
+
+        call, inputs, problem = call_of(plan, operands), operands.inputs, plan.problem
+        query, key, value = inputs.query, inputs.key, inputs.value
+        heads = query.shape[0], query.shape[-2]
+        scale = jnp.float32(problem.scale) if inputs.scale is None else inputs.scale.astype(jnp.float32)
+        out, statistics = forward(
+            call,
+            call.queries.laid_out(query),
+            call.keys.laid_out(key),
+            call.keys.laid_out(value),
+            jnp.broadcast_to(scale, heads).reshape(-1),
+        )
+        maximum, total = call.of_queries(statistics)
+        sees_nothing = total == 0
+        total = jnp.where(sees_nothing, 1, total)
+        logsumexp = maximum / _LOG2_E + jnp.log(total)
+        remainder = jnp.where(sees_nothing, 0, (maximum - logsumexp * _LOG2_E) + jnp.log2(total))
+        logsumexp = jnp.where(sees_nothing, -jnp.inf, logsumexp)
+        return Saved(call.queries.restored(out, problem.rank), logsumexp, remainder)
+
+    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
+        """There is none: plans of backward passes are another backend's."""
+        raise NotImplementedError(f"the {self.family} backend has no kernels of the backward pass")
+
+
+def missing_in_jax() -> str | None:
+    """What this JAX lacks that the kernels are written in."""
+    if jax.__version_info__ < OLDEST_JAX:
+        return f"its kernels are written in Pallas as JAX has it from {'.'.join(map(str, OLDEST_JAX))} on"
+    return None
