@@ -1,0 +1,90 @@
+"""``python -m tests.support.machine_code FOLDER``: a Blackwell kernel as machine code, on a machine without a GPU.
+
+Mosaic's own compiler, which comes with JAX's CUDA plugin, asks the driver for the compute capability of the GPU, writes
+PTX and has it assembled by ``ptxas``. What it asks of the driver is answered by a library of a few lines: a GPU of
+compute capability 10.0, on which nothing can be loaded. PTX and what ``ptxas`` says are in FOLDER afterwards.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+DRIVER = r"""
+int cuInit(unsigned flags) { return 0; }
+int cuDriverGetVersion(int* version) { *version = 13000; return 0; }
+int cuDeviceGetCount(int* count) { *count = 1; return 0; }
+int cuDeviceGet(int* device, int ordinal) { *device = 0; return 0; }
+int cuCtxGetDevice(int* device) { *device = 0; return 0; }
+int cuCtxGetCurrent(void** context) { *context = (void*)1; return 0; }
+int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  *value = attribute == 75 ? 10 : attribute == 76 ? 0 : attribute == 16 ? 148 : attribute == 97 ? 232448 : 1;
+  return 0;
+}
+int cuGetErrorName(int error, const char** name) { *name = "CUDA_ERROR_NO_DEVICE"; return 0; }
+int cuGetErrorString(int error, const char** text) { *text = "no GPU is here"; return 0; }
+int cuModuleLoadData(void** module, const void* image) { return 100; }
+int cuModuleLoadDataEx(void** module, const void* image, unsigned n, void* options, void* values) { return 100; }
+"""
+
+
+def missing() -> str | None:
+    """What this needs and is not here."""
+    try:
+        plugin = importlib.util.find_spec("jax_plugins.xla_cuda13")
+    except ModuleNotFoundError:
+        plugin = None
+    if plugin is None:
+        return "jax-cuda13-plugin is not installed"
+    return next((f"there is no {tool}" for tool in ("gcc", "ptxas") if shutil.which(tool) is None), None)
+
+
+def compiled(folder: Path) -> tuple[str, str]:
+    """PTX, and what ``ptxas`` says, of a process of its own: the driver's library has to be found first."""
+    source, library = folder / "driver.c", folder / "libcuda.so.1"
+    source.write_text(DRIVER, encoding="utf-8")
+    subprocess.run(["gcc", "-w", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), "JAX_PLATFORMS": "cpu"}
+    environment |= {"MOSAIC_GPU_DUMP_TO": str(folder), "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    subprocess.run([sys.executable, "-m", __spec__.name, str(folder)], env=environment, check=False, timeout=600)
+    (ptx,), (said,) = folder.glob("*.ptx"), folder.glob("*.ptxas")
+    return ptx.read_text(encoding="utf-8"), said.read_text(encoding="utf-8")
+
+
+def _compile() -> None:
+    import jax
+    import numpy as np
+    from jax._src.lib.mlir import ir
+
+    from natten_jax.arrays.operands import Operands
+    from natten_jax.problem import problem_of
+    from tests.support.interpreted_blackwell import Drawn, plan_of, run
+
+    problem = problem_of((64, 64), 33, head_dim=128, heads=2)
+    operands = Operands(Drawn.of(problem, np.random.default_rng(0)).inputs)
+    plan = plan_of(problem, ((16, 16), (16, 8)))
+    lowered = jax.jit(lambda operands: run(plan, problem, operands).out).trace(operands)
+    module: Any = lowered.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+    location = importlib.util.find_spec("jax_plugins.xla_cuda13")
+    assert location is not None and location.submodule_search_locations is not None
+    plugin = ctypes.CDLL(str(Path(location.submodule_search_locations[0]) / "xla_cuda_plugin.so"))
+    compile_ = plugin.MosaicGpuCompile
+    compile_.argtypes, compile_.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.c_void_p
+
+    def visit(operation: Any) -> Any:
+        if operation.name == "stablehlo.custom_call" and "mhlo.backend_config" in operation.attributes:
+            code = ir.StringAttr(ir.DictAttr(operation.attributes["mhlo.backend_config"])["module"]).value_bytes
+            compile_(code, len(code))  # writes the files; what it returns could be loaded on a GPU
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+
+
+if __name__ == "__main__":
+    _compile()
