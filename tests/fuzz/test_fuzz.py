@@ -276,7 +276,7 @@ def test_merged_parts_whose_terms_cancel_are_right() -> None:
 def test_scales_of_nothing_are_right_as_far_as_float16_goes() -> None:
     """The gradient of a query is a thousandth of what it would be without the scale, and less than float16 has."""
     case = Case((3,), None, None, None, is_causal=(True,), heads=3, heads_kv=1, head_dim=192, scales=(0.0,), queries=3)
-    factors = {"query_factor": 0.0017168439078676366, "value_factor": 0.0016731559137772517}
+    factors: Any = {"query_factor": 0.0017168439078676366, "value_factor": 0.0016731559137772517}
     problems = [Fuzzed("cpu", case, "float16", seed, **factors) for seed in range(8)]
     assert complaints(problems) == [[]] * 8
 

@@ -108,6 +108,21 @@ def test_extents_under_vmap(backend: str) -> None:
         np.testing.assert_allclose(found[i], padded(tokens[i], extents[i]), atol=2e-6)
 
 
+@pytest.mark.parametrize("backend", ["flex-fmha", "cpu-fmha"])
+def test_padded_attention_of_more_queries_than_keys(backend: str) -> None:
+    query = jax.random.normal(jax.random.key(0), (1, 90, 1, 8))
+    key, value = jax.random.normal(jax.random.key(1), (2, 1, 3, 1, 8))
+
+    def gradients(**lengths: Any) -> Any:
+        def loss(*arrays: jax.Array) -> jax.Array:
+            return jnp.sum(attention(*arrays, backend=backend, **lengths) ** 2)
+
+        return jax.grad(loss, (0, 1, 2))(query, key, value)
+
+    for one, other in zip(gradients(kv_lengths=jnp.array([3])), gradients(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
 def test_entries_without_a_token() -> None:
     tokens = jnp.ones((2, 6, 2, 8))
     for backend in ("cpu", "flex"):

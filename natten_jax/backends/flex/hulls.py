@@ -51,7 +51,9 @@ def largest_hull_of_any_layout(axis: Axis, tile: int, outer_is_query: bool) -> i
     """
     if outer_is_query:
         return axis.kernel_size + -(-(tile - 1) // axis.stride) * axis.stride
-    return 2 * axis.kernel_size + tile + axis.stride
+    bound = 2 * axis.kernel_size + tile + axis.stride
+    # Of attention every query sees a key, and there may be more of them than keys.
+    return bound if axis.query_extent == axis.kv_extent else max(bound, axis.query_extent)
 
 
 def _decisive_tiles(length: int, kernel_size: int, stride: int, tile: int, step: int) -> Any:
