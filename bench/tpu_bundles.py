@@ -340,7 +340,12 @@ def main() -> int | None:
                 )
                 print(f"{row.name:18} {pass_:9} {side:11} {shown} ({time.monotonic() - began:.0f} s)", flush=True)
                 if options.json is not None:
-                    record = {"chip": options.chip, "results": results}
+                    record = {
+                        "chip": options.chip,
+                        "device": f"TPU {options.chip}, by its compiler",
+                        "date": of_this_run["date"],
+                        "results": results,
+                    }
                     options.json.parent.mkdir(parents=True, exist_ok=True)
                     write_text(options.json, json.dumps(record, indent=1) + "\n")
     return None

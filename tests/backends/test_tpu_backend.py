@@ -35,6 +35,16 @@ def test_a_name_is_lowered_to_the_kernels_on_any_machine() -> None:
     assert kernels(exported("tpu", backend="tpu-fna")) == [True] * 3
 
 
+def test_the_batch_size_may_be_a_symbol_but_for_scales_of_heads() -> None:
+    (batch,) = jax.export.symbolic_shape("batch")
+    x = jax.ShapeDtypeStruct((batch, *ARRAY.shape[1:]), ARRAY.dtype)
+    assert kernels(exported("tpu", x=x, backend="tpu-fna")) == [True] * 3
+    scales = jnp.ones(2)
+    assert kernels(exported("tpu", backend="tpu-fna", scale=scales)) == [True] * 3
+    with pytest.raises(ValueError, match=r"^scale is an array, and the batch size is batch: "):
+        exported("tpu", x=x, backend="tpu-fna", scale=scales)
+
+
 def test_the_default_is_plain_jax_unless_the_environment_asks(
     monkeypatch: pytest.MonkeyPatch, machine: Machine
 ) -> None:

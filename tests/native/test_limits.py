@@ -33,7 +33,7 @@ def test_every_build_has_all_limits() -> None:
     assert native.load_error is None
     for architecture in ("cpu", "sm80", "sm90"):
         assert native.limits(architecture)
-    assert native.limits("cpu") == {"tile_tokens": 4096}
+    assert native.limits("cpu") == {"tile_tokens": 4096, "table_entries": 1 << 25}
 
 
 @pytest.mark.parametrize(

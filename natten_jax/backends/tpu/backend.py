@@ -88,7 +88,8 @@ class TpuBackend(Backend):
         of_query = query_gradient(call, *arrays, statistics, scales)
         of_query = call.queries.restored(of_query, call.heads)
         of_key, of_value = key_gradients(call, *arrays, statistics, scales)
-        scale = scales.reshape(-1, *(1,) * plan.problem.rank, call.heads, 1)
+        heads = 1 if operands.inputs.scale is None else call.heads
+        scale = scales.reshape(-1, *(1,) * plan.problem.rank, heads, 1)
         of_scale = None
         if operands.inputs.scale is not None:
             products = of_query * operands.inputs.query.astype(jnp.float32)
@@ -102,10 +103,15 @@ class TpuBackend(Backend):
 
 
 def _scales(plan: Plan, operands: Operands) -> jax.Array:
-    """Factors of the logits, float32 ``[batch * heads]``."""
-    shape = operands.inputs.query.shape[0], operands.inputs.query.shape[-2]
-    if operands.inputs.scale is None:
-        scale = jnp.full(shape, plan.problem.scale, jnp.float32)
-    else:
-        scale = jnp.broadcast_to(operands.inputs.scale.astype(jnp.float32), shape)
-    return scale.reshape(-1)
+    """Factors of the logits, float32 ``[batch * heads]``, or ``[1]`` where they are the same.
+
+    Raises:
+        ValueError: They differ, and how many there are is not known: kernels have all of them at hand.
+    """
+    scale = operands.inputs.scale
+    if scale is None:
+        return jnp.full((1,), plan.problem.scale, jnp.float32)
+    batch, *_, heads, _ = operands.inputs.query.shape
+    if not isinstance(batch, int):
+        raise ValueError(f"scale is an array, and the batch size is {batch}: kernels for TPUs have to know how many")
+    return jnp.broadcast_to(scale.astype(jnp.float32), (batch, heads)).reshape(-1)

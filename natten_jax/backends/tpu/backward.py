@@ -27,6 +27,7 @@ from natten_jax.backends.tpu.kernels import (
     first_of,
     last_of,
     matrix,
+    scale_of,
     semantics,
 )
 from natten_jax.backends.tpu.masks import (
@@ -89,7 +90,7 @@ def query_gradient(
 
         def add(chunk: Chunk, is_masked: bool) -> None:
             keys = chunk.of(call, k.at[0])
-            logits = contract(call, matrix(q.at[0]), keys, (1, 1)) * (factor[place.head] * LOG2_E)
+            logits = contract(call, matrix(q.at[0]), keys, (1, 1)) * (scale_of(factor, place.head) * LOG2_E)
             if is_masked:
                 logits = jnp.where(mask.hidden(chunk), HIDDEN, logits)
             products = contract(call, matrix(do.at[0]), chunk.of(call, v.at[0]), (1, 1))
@@ -222,7 +223,7 @@ def key_gradients(
 
         def add(is_masked: bool) -> None:
             queries, outs = matrix(q), matrix(do)
-            scale_of_head = factor[programs.query_head(place, own)]
+            scale_of_head = scale_of(factor, programs.query_head(place, own))
             logits = contract(call, matrix(k), queries, (1, 1)) * (scale_of_head * LOG2_E)
             if is_masked:
                 logits = hidden_from(call, logits, firsts, bounds)

@@ -25,6 +25,7 @@ from natten_jax.backends.tpu.kernels import (
     first_of,
     matrix,
     rows_of_columns,
+    scale_of,
     semantics,
 )
 from natten_jax.backends.tpu.masks import (
@@ -51,7 +52,7 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
         query: ``[batch * heads, groups, *lengths, head_dim]``.
         key: ``[batch * heads_kv, groups, *lengths, head_dim]``.
         value: Likewise, of ``head_dim_v``.
-        scale: float32 ``[batch * heads]``: factors of the logits.
+        scale: float32 ``[batch * heads]`` or ``[1]``: factors of the logits.
 
     Returns:
         The output, laid out as the query; maxima of the logits in base 2 and sums of the weights,
@@ -79,7 +80,7 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
         products = [contract(call, matrix(q.at[head]), chunk.of(call, k.at[head]), (1, 1)) for head in heads]
         for head in heads:
             values = chunk.of(call, v.at[head])
-            scaled = products[head] * (factor[place.head * together + head] * LOG2_E)
+            scaled = products[head] * (scale_of(factor, place.head * together + head) * LOG2_E)
             logits = jnp.where(hidden, HIDDEN, scaled)
             maxima = jnp.maximum(jnp.max(logits, axis=1, keepdims=True), SMALLEST_MAXIMUM)
             weights = jnp.exp2(logits - maxima)
@@ -95,7 +96,7 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
         factor, coordinates, last, q, k, v, out, statistics, windows, maximum, total, mixed = rest
         place = Place.here()
         mask = QueryMask(call, place, bounds, coordinates, windows)
-        to_base_2 = factor[place.head] * LOG2_E
+        to_base_2 = scale_of(factor, place.head) * LOG2_E
 
         def add(chunk: Chunk, is_masked: bool) -> None:
             logits = contract(call, matrix(q.at[0]), chunk.of(call, k.at[0]), (1, 1)) * to_base_2

@@ -269,6 +269,11 @@ def contract(call: Call, left: jax.Array, right: jax.Array, dims: tuple[int, int
     )
 
 
+def scale_of(scales: Any, head: Scalar) -> Any:
+    """The factor of a head's logits: that of all heads, or its own."""
+    return scales[0 if scales.shape == (1,) else head]
+
+
 def matrix(ref: Any) -> jax.Array:
     """A tile of tokens as ``[tokens, width]``."""
     array = ref[...]
