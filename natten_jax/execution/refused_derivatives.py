@@ -5,7 +5,7 @@ Kernels have the first derivative in reverse mode: JAX would blame ``custom_vjp`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -38,14 +38,22 @@ def _in_reverse_only_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tup
     return in_reverse_only(primal), tangent if isinstance(tangent, ad.Zero) else _tangent_p.bind(tangent)
 
 
-# The identity. A primitive of its own, not a custom_jvp, whose rule JAX would trace first and batch afterwards:
-# so a gradient through jax.vmap has tangents of whole batches, and only forward mode batches tangents.
-_in_reverse_only_p = Primitive("natten_jax_in_reverse_only")
-_in_reverse_only_p.def_impl(lambda array: array)
-_in_reverse_only_p.def_abstract_eval(lambda array: array)
-ad.primitive_jvps[_in_reverse_only_p] = _in_reverse_only_jvp
-batching.defvectorized(_in_reverse_only_p)
-mlir.register_lowering(_in_reverse_only_p, lambda _, array: [array])
+def _identity(name: str, jvp: Callable[..., Any]) -> Primitive:
+    """The identity with a derivative of its own.
+
+    A primitive, not a custom_jvp, whose rule JAX would trace first and batch afterwards: so a gradient through jax.vmap
+    has tangents of whole batches, and only forward mode batches tangents.
+    """
+    primitive = Primitive(name)
+    primitive.def_impl(lambda array: array)
+    primitive.def_abstract_eval(lambda array: array)
+    ad.primitive_jvps[primitive] = jvp
+    batching.defvectorized(primitive)
+    mlir.register_lowering(primitive, lambda _, array: [array])
+    return primitive
+
+
+_in_reverse_only_p = _identity("natten_jax_in_reverse_only", _in_reverse_only_jvp)
 
 # A linear function that has a transpose (the identity) and no value. Whatever comes of its value is refused here, in
 # front of the custom_vjp that takes it: what runs it, what compiles it, what maps it.
@@ -73,10 +81,4 @@ def _forward_only_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
     raise NotImplementedError(REASON_OF_FLOAT8)
 
 
-# The identity, a primitive of its own as above.
-_forward_only_p = Primitive("natten_jax_forward_only")
-_forward_only_p.def_impl(lambda array: array)
-_forward_only_p.def_abstract_eval(lambda array: array)
-ad.primitive_jvps[_forward_only_p] = _forward_only_jvp
-batching.defvectorized(_forward_only_p)
-mlir.register_lowering(_forward_only_p, lambda _, array: [array])
+_forward_only_p = _identity("natten_jax_forward_only", _forward_only_jvp)

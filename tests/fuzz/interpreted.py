@@ -7,12 +7,10 @@ that problems are small and have few programs.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import math
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -33,6 +31,7 @@ from tests.support.plans import plans_of
 
 from .accuracy import excesses, expectation
 from .execution import both_passes
+from .interpreted_session import run_problems
 from .problem import Fuzzed, _factor, _range
 
 #: Most tokens of a problem, and programs of a grid.
@@ -143,28 +142,8 @@ def complaints(problem: Fuzzed) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run problems; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.interpreted", description=__doc__)
-    parser.add_argument("--problems", type=int, default=10**9, help="stop after so many")
-    parser.add_argument("--minutes", type=float, default=1.0, help="how long (default 1)")
-    parser.add_argument("--seed", type=int, default=0, help="of the sequence of problems")
-    parser.add_argument("--first", type=int, default=0, help="number of the first problem")
-    options = parser.parse_args(arguments)
     interpreted_tpu.register()
-    end = time.monotonic() + 60 * options.minutes
-    done = bad = 0
-    for number in range(options.first, options.first + options.problems):
-        if time.monotonic() > end:
-            break
-        problem = draw(options.seed, number)
-        found = complaints(problem)
-        done, bad = done + 1, bad + bool(found)
-        if found:
-            print(f"problem {number}: {'; '.join(found)}\n  {problem}", flush=True)
-        if done % 10 == 0:
-            print(f"{done} problems, {bad} bad", flush=True)
-        jax.clear_caches()
-    print(f"{done} problems with their gradients, {bad} bad")
-    return 1 if bad else 0
+    return run_problems("tests.fuzz.interpreted", __doc__, draw, complaints, "problems with their gradients", arguments)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,9 @@ Interpreting is slow, so that problems are small and have few work items.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -32,6 +30,8 @@ from tests.support import oracle
 from tests.support.cases import random_case
 from tests.support.families import BOUNDS
 from tests.support.interpreted_blackwell import Drawn, interpreting, mask_of, plan_of, run
+
+from .interpreted_session import run_problems
 
 #: Most tokens of a problem, and work items of a call.
 TOKENS, ITEMS = 320, 8
@@ -215,27 +215,7 @@ def _difference(result: Any, expected: np.ndarray, dtype: str) -> str | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run problems; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.interpreted_blackwell", description=__doc__)
-    parser.add_argument("--problems", type=int, default=10**9, help="stop after so many")
-    parser.add_argument("--minutes", type=float, default=1.0, help="how long (default 1)")
-    parser.add_argument("--seed", type=int, default=0, help="of the sequence of problems")
-    parser.add_argument("--first", type=int, default=0, help="number of the first problem")
-    options = parser.parse_args(arguments)
-    end = time.monotonic() + 60 * options.minutes
-    done = bad = 0
-    for number in range(options.first, options.first + options.problems):
-        if time.monotonic() > end:
-            break
-        fuzzed = draw(options.seed, number)
-        found = complaints(fuzzed)
-        done, bad = done + 1, bad + bool(found)
-        if found:
-            print(f"problem {number}: {'; '.join(found)}\n  {fuzzed}", flush=True)
-        if done % 10 == 0:
-            print(f"{done} problems, {bad} bad", flush=True)
-        jax.clear_caches()
-    print(f"{done} problems, {bad} bad")
-    return 1 if bad else 0
+    return run_problems("tests.fuzz.interpreted_blackwell", __doc__, draw, complaints, "problems", arguments)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,13 @@ Calls run it by name alone: the kernels have been interpreted and compiled, and 
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 
 from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
 from natten_jax.backends.base import Backend, Platform
 from natten_jax.backends.blackwell.tiles import is_taken, ranked
+from natten_jax.backends.row_statistics import logsumexp_and_remainder
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan
@@ -20,7 +19,6 @@ from natten_jax.problem import Problem
 
 #: The first release whose Pallas has what the kernels are written in.
 OLDEST_JAX = 0, 12
-_LOG2_E = math.log2(math.e)
 
 
 class BlackwellBackend(Backend):
@@ -78,13 +76,8 @@ class BlackwellBackend(Backend):
             call.keys.laid_out(value),
             jnp.broadcast_to(scale, heads).reshape(-1),
         )
-        maximum, total = call.of_queries(statistics)
-        sees_nothing = total == 0
-        total = jnp.where(sees_nothing, 1, total)
-        logsumexp = maximum / _LOG2_E + jnp.log(total)
-        remainder = jnp.where(sees_nothing, 0, (maximum - logsumexp * _LOG2_E) + jnp.log2(total))
-        logsumexp = jnp.where(sees_nothing, -jnp.inf, logsumexp)
-        return Saved(call.queries.restored(out, problem.rank), logsumexp, remainder)
+        rows = logsumexp_and_remainder(*call.of_queries(statistics))
+        return Saved(call.queries.restored(out, problem.rank), *rows)
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
         """There is none: plans of backward passes are another backend's."""

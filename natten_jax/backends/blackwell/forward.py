@@ -8,7 +8,6 @@ while the other's weights are worked out.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -21,11 +20,11 @@ from natten_jax.backends.blackwell.loads import drain, load_item
 from natten_jax.backends.blackwell.memory import Memory
 from natten_jax.backends.blackwell.products import multiply_item
 from natten_jax.backends.blackwell.softmax import weigh_item
+from natten_jax.backends.row_statistics import LOG2_E
 from natten_jax.native.abi import KERNEL_RANK
 
 #: Blocks of a persistent launch: multiprocessors of a B200 and of a B300. Others are right, too.
 MULTIPROCESSORS = 148
-_LOG2_E = math.log2(math.e)
 _LOADS, _PRODUCTS = 0, 1  # warps
 #: Registers of a thread that owns a row of logits, and of others, where two halves are in flight: of 3 x 168.
 _REGISTERS_OF_ROWS, _REGISTERS_OF_OTHERS = 232, 40
@@ -109,5 +108,5 @@ def forward(
         scratch_types=Memory.types(call, query.dtype),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="natten_jax_blackwell_forward",
-    )(query, key, value, scale * _LOG2_E, *tables)
+    )(query, key, value, scale * LOG2_E, *tables)
     return out, statistics

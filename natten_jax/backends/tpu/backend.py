@@ -5,14 +5,13 @@ Calls run it by name alone: the kernels have been interpreted and compiled, and 
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 
 from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
 from natten_jax.backends.base import Backend, Platform
 from natten_jax.backends.native_backend import delta
+from natten_jax.backends.row_statistics import LOG2_E, logsumexp_and_remainder
 from natten_jax.backends.tpu.tiles import LARGEST_BOX, LARGEST_TILE, alignment, recommended
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device
@@ -20,7 +19,6 @@ from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem
 from natten_jax.windows import EDGES
 
-_LOG2_E = math.log2(math.e)
 #: Logsumexp in base 2 of queries that see nothing, or that are padding: their weights are zero.
 _NOTHING_SEEN = 1e30
 
@@ -65,13 +63,8 @@ class TpuBackend(Backend):
 
         call = call_of(plan, operands, alignment(plan.problem))
         out, statistics = forward(call, *call.laid_out(operands), _scales(plan, operands))
-        maximum, total = call.queries.of_tiles(statistics, call.heads)
-        sees_nothing = total == 0
-        total = jnp.where(sees_nothing, 1, total)
-        logsumexp = maximum / _LOG2_E + jnp.log(total)
-        remainder = jnp.where(sees_nothing, 0, (maximum - logsumexp * _LOG2_E) + jnp.log2(total))
-        logsumexp = jnp.where(sees_nothing, -jnp.inf, logsumexp)
-        return Saved(call.queries.restored(out, call.heads), logsumexp, remainder)
+        rows = logsumexp_and_remainder(*call.queries.of_tiles(statistics, call.heads))
+        return Saved(call.queries.restored(out, call.heads), *rows)
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
         """Compute the gradients of the differentiable operands."""
@@ -81,7 +74,7 @@ class TpuBackend(Backend):
         call = call_of(plan, operands, alignment(plan.problem))
         arrays = *call.laid_out(operands), call.queries.laid_out(cotangents.out.astype(operands.inputs.query.dtype))
         remainder = jnp.zeros_like(saved.logsumexp) if saved.remainder is None else saved.remainder
-        logsumexp = jnp.where(saved.logsumexp == -jnp.inf, _NOTHING_SEEN, saved.logsumexp * _LOG2_E)
+        logsumexp = jnp.where(saved.logsumexp == -jnp.inf, _NOTHING_SEEN, saved.logsumexp * LOG2_E)
         # What is padded has a logsumexp of 0 here, and a cotangent and a delta of 0: it adds nothing to gradients.
         statistics = call.queries.in_tiles([logsumexp, remainder, delta(saved.out, *cotangents)])
         scales = _scales(plan, operands)

@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from natten_jax.arrays.avals import vary_alike
 from natten_jax.arrays.operands import Operands
+from natten_jax.backends.row_statistics import LOG2_E as LOG2_E  # the kernels find it here
 from natten_jax.backends.tpu.chunks import Chunks
 from natten_jax.backends.tpu.layout import Layout
 from natten_jax.backends.tpu.visits import COLUMNS, KEY_GROUP, Lengths, Visits
@@ -24,7 +25,6 @@ from natten_jax.plan.plan import Plan
 from natten_jax.windows import Axis
 
 LANES = 128
-LOG2_E = math.log2(math.e)
 
 #: Most queries of all heads of a program that has several.
 _TOGETHER = 1024

@@ -1,0 +1,24 @@
+"""What kernels in Pallas find of a query's logits, as the backward pass reads it."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+LOG2_E = math.log2(math.e)
+
+
+def logsumexp_and_remainder(maximum: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The logsumexp, and what float32 leaves out of it in base 2 (:class:`natten_jax.arrays.operands.Saved`).
+
+    Args:
+        maximum: float32, what weights are relative to, in base 2.
+        total: Their sum, in the same shape; 0 of a query that sees no key, whose logsumexp is ``-inf``.
+    """
+    sees_nothing = total == 0
+    total = jnp.where(sees_nothing, 1, total)
+    logsumexp = maximum / LOG2_E + jnp.log(total)
+    remainder = jnp.where(sees_nothing, 0, (maximum - logsumexp * LOG2_E) + jnp.log2(total))
+    return jnp.where(sees_nothing, -jnp.inf, logsumexp), remainder
