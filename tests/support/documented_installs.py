@@ -4,7 +4,8 @@
 
 Ways start from a copy of the sources without anything that was built. A page runs twice: outside of that copy, and
 inside, where Python finds its ``natten_jax`` before the installed one. Ways of Python alone have no compiler on their
-path. The table says seconds; the exit status is 1 where something failed, whose message stands above the table.
+path. CUDA is compiled for the ``NATTEN_JAX_CUDA_ARCHS`` of the environment; programs run on the CPU everywhere. The
+table says seconds; the exit status is 1 where something failed, whose message stands above the table.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Way:
         variables: Of the environment of the installation.
         kind: Of the wheel that ``make wheels`` makes before; empty where pip builds.
         options: Of pip.
+        beside: What the line installs beside it.
         is_python_alone: Whether nothing is compiled.
     """
 
@@ -47,6 +49,7 @@ class Way:
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     kind: str = ""
     options: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
     is_python_alone: bool = False
 
     def has(self, program: str) -> bool:
@@ -58,16 +61,29 @@ class Way:
 
 PYTHON_ALONE = {"NATTEN_JAX_NATIVE": "0"}
 HOST = {"NATTEN_JAX_CUDA": "0"}
+FIND = "--find-links", "dist"
 WAYS: Mapping[str, Way] = {
     "sources": Way(variables=HOST),
     "sources-flax": Way(variables=HOST, extras=("flax",)),
     "sources-no-extras": Way(variables=HOST, extras=()),
     "editable": Way(variables=HOST, options=("--editable",)),
     "python-alone": Way(variables=PYTHON_ALONE, is_python_alone=True),
-    "wheel": Way(f"natten_jax=={__version__}", kind="cpu", options=("--find-links", "dist")),
-    "wheel-of-python-alone": Way(
-        f"natten_jax=={__version__}", kind="python", options=("--find-links", "dist"), is_python_alone=True
-    ),
+    "wheel": Way(f"natten_jax=={__version__}", kind="cpu", options=FIND),
+    "wheel-of-python-alone": Way(f"natten_jax=={__version__}", kind="python", options=FIND, is_python_alone=True),
+    "tpu": Way(variables=PYTHON_ALONE, beside=("jax[tpu]",), is_python_alone=True),
+    **{
+        f"cuda{cuda}": Way(variables={"NATTEN_JAX_CUDA": cuda}, extras=(f"cuda{cuda}", "bench", "export"))
+        for cuda in ("12", "13")
+    },
+    **{
+        f"wheel-of-cuda{cuda}": Way(
+            f"natten_jax=={__version__}+cu{cuda}",
+            kind=f"cuda{cuda}",
+            options=FIND,
+            extras=(f"cuda{cuda}", "bench", "export"),
+        )
+        for cuda in ("12", "13")
+    },
 }
 
 
@@ -93,7 +109,7 @@ def install(way: Way, folder: Path) -> tuple[Path, Path]:
     requirement = f"{name}[{','.join(way.extras)}]{equal}{version}" if way.extras else way.requirement
     path = {"PATH": str(python.parent)} if way.is_python_alone else {}
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-compile"]
-    command = [*pip, *way.options, requirement]
+    command = [*pip, *way.options, requirement, *way.beside]
     subprocess.run(command, cwd=sources, env=environment_of(**way.variables, **path), check=True)
     return python, sources
 
