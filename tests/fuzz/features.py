@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 
 from natten_jax.problem import Operator
 from tests.support.families import Family
-from tests.support.problems import Case
 
 from .problem import Fuzzed, draw
 
@@ -14,16 +13,17 @@ from .problem import Fuzzed, draw
 _APART = 2**32
 _MOST_ATTEMPTS = 4000
 
-FEATURES: Mapping[str, Callable[[Case], bool]] = {
-    "edges": lambda case: bool({"cut", "wrap"} & set(case.edges or ())),
-    "wrap": lambda case: "wrap" in (case.edges or ()),
-    "query_origin": lambda case: case.origins is not None,
-    "extents": lambda case: case.extents is not None,
-    "upsample": lambda case: case.upsample is not None,
-    "odd_heads": lambda case: case.head_dim % 8 != 0 or (case.head_dim_v or case.head_dim) % 8 != 0,
-    "relative_bias": lambda case: case.relative_bias,
-    "key_bias": lambda case: case.key_bias is not None,
-    "sinks": lambda case: case.sinks,
+FEATURES: Mapping[str, Callable[[Fuzzed], bool]] = {
+    "edges": lambda problem: bool({"cut", "wrap"} & set(problem.case.edges or ())),
+    "wrap": lambda problem: "wrap" in (problem.case.edges or ()),
+    "query_origin": lambda problem: problem.case.origins is not None,
+    "extents": lambda problem: problem.case.extents is not None,
+    "upsample": lambda problem: problem.case.upsample is not None,
+    "odd_heads": lambda problem: any(dim % 8 for dim in (problem.case.head_dim, problem.case.head_dim_v or 0)),
+    "relative_bias": lambda problem: problem.case.relative_bias,
+    "key_bias": lambda problem: problem.case.key_bias is not None,
+    "sinks": lambda problem: problem.case.sinks,
+    "float8": lambda problem: problem.is_float8,
 }
 
 
@@ -39,6 +39,6 @@ def draw_with(
         return draw(family, operators, seed, number, is_direct)
     for attempt in range(_MOST_ATTEMPTS):
         problem = draw(family, operators, seed, number + attempt * _APART, is_direct)
-        if problem.spoiled is None and FEATURES[feature](problem.case):
+        if problem.spoiled is None and FEATURES[feature](problem):
             return problem
     raise ValueError(f"no problem of {family.name} has {feature}")

@@ -246,7 +246,7 @@ def test_problems_with_a_feature_are_drawn_for_the_asking(feature: str) -> None:
     options = options_of("--seed", "2", "--problems", "6", "--feature", feature)
     drawn = [problem for _, problem in problems_of(options, 0)]
     assert len(drawn) == 6 and drawn == [problem for _, problem in problems_of(options, 0)]
-    assert all(FEATURES[feature](problem.case) for problem in drawn)
+    assert all(FEATURES[feature](problem) for problem in drawn)
 
 
 def test_features_that_kernels_alone_lack_are_refused() -> None:
