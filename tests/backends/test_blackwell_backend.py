@@ -1,4 +1,4 @@
-"""The Blackwell backend from outside: by name alone, on its GPUs alone, and never for a backward pass."""
+"""The Blackwell backend from outside: by name alone, and on its GPUs alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import natten_jax
 from natten_jax.backends import defaults, find, missing_kernels, registered
 from natten_jax.backends.blackwell.backend import BlackwellBackend
 from natten_jax.backends.select import resolve, runnable
-from natten_jax.performance import PASSES, Performance
+from natten_jax.performance import PASSES, Pass, Performance
 from natten_jax.plan.devices import Device
 from natten_jax.plan.request import Request
 from natten_jax.problem import problem_of
@@ -29,8 +29,9 @@ def families(**performance: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("device", [B200, B300], ids=str)
-def test_its_gpus_are_two(device: Device) -> None:
-    assert find("blackwell-fna", "fna").rejection(PROBLEM, device, "forward") is None
+@pytest.mark.parametrize("pass_", PASSES)
+def test_its_gpus_are_two(device: Device, pass_: Pass) -> None:
+    assert find("blackwell-fna", "fna").rejection(PROBLEM, device, pass_) is None
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (11, 0), (12, 0)])
@@ -40,20 +41,17 @@ def test_other_gpus_refuse_it_in_a_sentence(capability: tuple[int, int]) -> None
     assert reason == f"it runs on NVIDIA GPUs of compute capability 10.0 or 10.3 only, not on {device}"
 
 
-def test_the_default_is_the_portable_kernels_and_so_is_the_backward_pass(
-    monkeypatch: pytest.MonkeyPatch, machine: Machine
-) -> None:
-    by_default = families()
-    assert "blackwell" not in by_default
-    assert families(backend="blackwell-fna") == ["blackwell", by_default[1]]
+def test_the_default_is_the_portable_kernels(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
+    assert "blackwell" not in families()
+    assert families(backend="blackwell-fna") == ["blackwell", "blackwell"]
     machine.forget()
     monkeypatch.setenv(defaults.VARIABLE, "blackwell")
-    assert families() == ["blackwell", by_default[1]]
+    assert families() == ["blackwell", "blackwell"]
 
 
-@pytest.mark.parametrize(("pass_", "count"), [("forward", 1), ("backward", 0)])
-def test_it_can_run_the_forward_pass_alone(pass_: Any, count: int) -> None:
-    assert [backend.family for backend in runnable(PROBLEM, B200, pass_)].count("blackwell") == count
+@pytest.mark.parametrize("pass_", PASSES)
+def test_it_can_run_both_passes(pass_: Pass) -> None:
+    assert [backend.family for backend in runnable(PROBLEM, B200, pass_)].count("blackwell") == 1
 
 
 @pytest.mark.parametrize(
@@ -91,7 +89,18 @@ def test_queries_of_natten_list_tiles_that_are_taken() -> None:
         jax.ShapeDtypeStruct((1, 4096, 24, 128), jnp.float16), compute_capability=(10, 3)
     )
     assert sorted(sizes) == [(128, 128), (256, 128)]
-    assert natten_jax.get_bwd_configs_for_cutlass_blackwell_fna(tokens, compute_capability="10.0") == []
+    of_gradients = natten_jax.get_bwd_configs_for_cutlass_blackwell_fna(
+        tokens, kernel_size=(18, 24, 24), stride=(16, 8, 8), compute_capability="10.0"
+    )
+    assert ((2, 8, 8), (2, 8, 8)) in of_gradients
+    for pair in of_gradients:
+        assert backend.offers(problem_of((30, 48, 80), 18), B200, "backward", pair)
+
+
+def test_tiles_of_two_halves_are_the_forward_passs_alone() -> None:
+    pair = (16, 16), (16, 8)
+    backend = BlackwellBackend()
+    assert backend.offers(PROBLEM, B200, "forward", pair) and not backend.offers(PROBLEM, B200, "backward", pair)
 
 
 @pytest.mark.parametrize("pair", [((16, 16), (16, 4)), ((16, 8), (12, 8)), ((64, 4), (16, 8)), ((8, 8), (16, 8))])

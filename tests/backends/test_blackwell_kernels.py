@@ -9,34 +9,53 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from natten_jax.arrays.operands import Operands
-from natten_jax.backends.blackwell.backend import BlackwellBackend
+from natten_jax.arrays.operands import Operands, Output
+from natten_jax.backends.blackwell.call import call_of
 from natten_jax.backends.blackwell.layout import Lines
+from natten_jax.backends.blackwell.visits import Visits
 from natten_jax.performance import TilePair
 from natten_jax.problem import Problem, problem_of
+from natten_jax.windows import Axis
 from tests.fuzz.interpreted_blackwell import complaints, differences, draw
-from tests.support.interpreted_blackwell import Drawn, interpreting, mask_of, needs_interpreter, plan_of, run
+from tests.support import oracle
+from tests.support.interpreted_blackwell import (
+    Drawn,
+    interpreting,
+    mask_of,
+    needs_interpreter,
+    plan_of,
+    run,
+    run_backward,
+)
+from tests.support.machine_code import KERNELS
 
-PROBLEMS: dict[str, tuple[Problem, TilePair]] = {
+PROBLEMS: dict[str, tuple[Problem, TilePair, TilePair]] = {
     "three dimensions, two halves": (
         problem_of((4, 5, 12), (2, 3, 4), (1, 2, 3), 1, (True, False, False), head_dim=40, dtype="float16"),
         ((4, 8, 8), (2, 8, 8)),
+        ((2, 8, 8), (4, 4, 8)),
     ),
     "attention": (
         problem_of((70,), operator="fmha", kv_layout=(300,), heads=2, heads_kv=1, head_dim=128, scale=-0.1),
         ((128,), (128,)),
+        ((128,), (128,)),
     ),
 }
-SMALL = problem_of((300,), 150, head_dim=32, dtype="float16"), ((256,), (128,))
+SMALL = problem_of((300,), 150, head_dim=32, dtype="float16"), ((256,), (128,)), ((128,), (128,))
+PACKAGE = "natten_jax.backends.blackwell"
+A_RACE = r"RACE DETECTED|last written through alias group"
 
 
-def complaints_of(problem: Problem, tiles: TilePair) -> list[str]:
+def complaints_of(problem: Problem, tiles: TilePair, backward_tiles: TilePair) -> list[str]:
     """What is wrong with the results of a problem, whose inputs are random."""
     drawn = Drawn.of(problem, np.random.default_rng(1))
+    operands, cotangents = Operands(drawn.inputs), drawn.cotangents
+    plans = plan_of(problem, tiles), plan_of(problem, backward_tiles, "backward")
     with interpreting():
-        saved = run(plan_of(problem, tiles), problem, Operands(drawn.inputs))
-        saved = jax.tree.map(np.asarray, saved)
-    return differences(saved, drawn.exact, mask_of(problem), problem)
+        saved = jax.tree.map(np.asarray, run(plans[0], problem, operands))
+        found = jax.tree.map(np.asarray, run_backward(plans[1], problem, operands, saved, cotangents))
+    gradients = oracle.Tensors(found.query, found.key, found.value)
+    return differences(problem, saved, gradients, cotangents, drawn.exact, mask_of(problem))
 
 
 @needs_interpreter
@@ -54,25 +73,37 @@ def test_random_problems(number: int) -> None:
 
 
 @needs_interpreter
-@pytest.mark.parametrize("waiting", ["products", "softmax"])
+@pytest.mark.parametrize(
+    "waiting", ["products.wait", "softmax.wait", "backward.products.wait", "backward.weights.wait"]
+)
 def test_a_missing_wait_is_seen(waiting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what issues products for the copies, and of what reads logits for the products."""
-    monkeypatch.setattr(f"natten_jax.backends.blackwell.{waiting}.wait", lambda barrier: None)
-    with pytest.raises(Exception, match=r"RACE DETECTED|last written through alias group"):
+    monkeypatch.setattr(f"{PACKAGE}.{waiting}", lambda barrier: None)
+    with pytest.raises(Exception, match=A_RACE):
         complaints_of(*SMALL)
 
 
 @needs_interpreter
-def test_a_wrong_phase_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Boxes are copied to a slot a phase too early: while products still read what is in it."""
-    monkeypatch.setattr("natten_jax.backends.blackwell.loads.STAGES", 3)
+def test_gradients_of_logits_that_are_overwritten_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While products still read those of the pair before."""
+    monkeypatch.setattr(f"{PACKAGE}.backward.weights.wait_if", lambda condition, barrier: None)
     with pytest.raises(Exception, match="RACE DETECTED"):
         complaints_of(*SMALL)
 
 
 @needs_interpreter
-def test_a_forgotten_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("natten_jax.backends.blackwell.softmax.hide", lambda call, logits, *_: logits)
+@pytest.mark.parametrize(("stages", "wrong"), [("loads.STAGES", 3), ("backward.loads.slots_of", lambda *_, **__: 3)])
+def test_a_wrong_phase_is_seen(stages: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Boxes are copied to a slot a phase too early: while products still read what is in it."""
+    monkeypatch.setattr(f"{PACKAGE}.{stages}", wrong)
+    with pytest.raises(Exception, match="RACE DETECTED"):
+        complaints_of(*SMALL)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("masking", ["softmax", "backward.weights"])
+def test_a_forgotten_mask_is_seen(masking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{PACKAGE}.{masking}.hide", lambda call, logits, *_: logits)
     assert complaints_of(*SMALL)
 
 
@@ -80,14 +111,17 @@ def test_a_forgotten_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_kernels_are_lowered_for_gpus_that_are_not_there(name: str) -> None:
     """To a Mosaic module, layouts of registers and memory included; machine code is another step."""
-    problem, tiles = PROBLEMS[name]
-    plan, operands = plan_of(problem, tiles), Operands(Drawn.of(problem, np.random.default_rng(0)).inputs)
+    problem, tiles, backward_tiles = PROBLEMS[name]
+    plans = plan_of(problem, tiles), plan_of(problem, backward_tiles, "backward")
+    drawn = Drawn.of(problem, np.random.default_rng(0))
 
-    def attend(operands: Operands) -> Any:
-        return run(plan, problem, operands).out
+    def attend(operands: Operands, cotangents: Output) -> Any:
+        saved = run(plans[0], problem, operands)
+        return run_backward(plans[1], problem, operands, saved, cotangents)
 
-    text = jax.jit(attend).trace(operands).lower(lowering_platforms=("cuda",)).as_text()
-    for part in ("natten_jax_blackwell_forward", "tcgen05.mma", "cp.async.bulk.tensor"):
+    traced = jax.jit(attend).trace(Operands(drawn.inputs), drawn.cotangents)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    for part in (*KERNELS, "tcgen05.mma", "cp.async.bulk.tensor"):
         assert part in text
 
 
@@ -101,5 +135,31 @@ def test_lines_are_restored(dilation: tuple[int, ...]) -> None:
     np.testing.assert_array_equal(lines.restored(found, len(dilation)), array)
 
 
-def test_the_backward_pass_is_another_backends() -> None:
-    assert BlackwellBackend().passes == ("forward",)
+@pytest.mark.parametrize("queries", [5, 40])
+def test_tiles_of_queries_that_see_a_tile_of_keys(queries: int) -> None:
+    """By the windows of every query: in each group, the first and the last that see one of its keys."""
+    dilation, q_tile, kv_tile = 2, 4, 8
+    axis = Axis(queries, queries, 2, dilation=dilation)
+    visits = Visits.of(axis, q_tile, kv_tile, queries, queries, None)
+    kv_tiles = -(-queries // (dilation * kv_tile))
+    found = visits.seeing(kv_tile, kv_tiles)
+    for group in range(dilation):
+        seeing: dict[int, set[int]] = {tile: set() for tile in range(kv_tiles)}
+        for query, (first, end) in enumerate(visits.bounds[group].swapaxes(1, 2).reshape(-1, 2)):
+            for key in range(first, end):
+                seeing[key // kv_tile].add(query // q_tile)
+        expected = [(min(tiles), max(tiles) + 1 - min(tiles)) if tiles else (0, 0) for tiles in seeing.values()]
+        assert found[group].tolist() == [list(pair) for pair in expected]
+
+
+def test_numbers_of_queries_come_back_from_items() -> None:
+    problem, *_ = PROBLEMS["three dimensions, two halves"]
+    call = call_of(
+        plan_of(problem, ((2, 8, 8), (4, 4, 8)), "backward"),
+        Operands(Drawn.of(problem, np.random.default_rng(0)).inputs),
+    )
+    numbers = np.random.default_rng(0).standard_normal((2, problem.batch, *problem.query_layout, problem.heads))
+    in_items = call.in_items([jnp.asarray(each, jnp.float32) for each in numbers], 7.0)
+    assert in_items.shape == (call.items, 2, 128)
+    assert (in_items == 7).sum() == in_items.size - numbers.size
+    np.testing.assert_array_equal(np.stack(call.of_queries(in_items)), numbers.astype(np.float32))

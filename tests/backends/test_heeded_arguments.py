@@ -88,7 +88,7 @@ def test_what_is_heeded_changes_the_program(name_of_family: str, name: str) -> N
     plan, plain = (plan_for(backend, pass_, performance) for performance in (asked, tiles))
     reasons = ignored(plan, asked)
     assert (name in heeded(backend)) == (name not in reasons)
-    is_kept_anyway = name == "backward_deterministic" and name_of_family in ("cpu", "tpu", "flex")
+    is_kept_anyway = name == "backward_deterministic" and name_of_family in ("blackwell", "cpu", "tpu", "flex")
     assert (program(plan) != program(plain)) == (name not in reasons and not is_kept_anyway)
 
 

@@ -1,9 +1,9 @@
 """``python -m tests.fuzz.interpreted_blackwell``: random problems on the Blackwell kernels, in JAX's interpreter.
 
-Races between copies, products and threads are found, memory is full of NaN until it is written to, and output and
-logsumexp are compared with attention in float64. Problems are of all features: parts of layouts, scales of each head,
-blocks that take several work items, and additional tokens, which are a second call whose result is merged.
-Interpreting is slow, so that problems are small and have few work items.
+Races between copies, products and threads are found, memory is full of NaN until it is written to, and output,
+logsumexp and all gradients are compared with attention in float64. Problems are of all features: parts of layouts,
+scales of each head, blocks that take several work items, and additional tokens, which are a second call whose result is
+merged. Interpreting is slow, so that problems are small and have few work items.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
@@ -20,21 +20,24 @@ import jax.numpy as jnp
 import numpy as np
 
 import natten_jax
-from natten_jax.arrays.operands import Inputs, Operands, Saved
+from natten_jax.arrays.operands import Inputs, Operands, Output, Saved
 from natten_jax.backends.blackwell.call import call_of
-from natten_jax.backends.blackwell.tiles import SIZES, is_taken
+from natten_jax.backends.blackwell.tiles import is_taken, sizes_of
 from natten_jax.cost.tile_shapes import pairs_of
-from natten_jax.performance import TilePair
+from natten_jax.performance import Pass, TilePair
+from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem, problem_of
 from tests.support import oracle
 from tests.support.cases import random_case
 from tests.support.families import BOUNDS
-from tests.support.interpreted_blackwell import Drawn, interpreting, mask_of, plan_of, run
+from tests.support.interpreted_blackwell import Drawn, interpreting, mask_of, plan_of, run, run_backward
 
+from .accuracy import CANCELLATION, CANCELLATION_OF_SCALED_INPUTS, SLACK
 from .interpreted_session import run_problems
 
 #: Most tokens of a problem, and work items of a call.
 TOKENS, ITEMS = 320, 8
+BACKWARD_ITEMS = 12
 WIDTHS = (8, 32, 40, 64, 96, 128)
 #: A difference of numbers of about 1 that float32 may make.
 _NOTHING = 1e-6
@@ -48,7 +51,8 @@ class Fuzzed:
 
     Attributes:
         problem: The problem.
-        tiles: Its tiles.
+        tiles: Its tiles of the forward pass.
+        backward_tiles: Those of the backward pass.
         seed: Of the inputs.
         factor: Of queries and keys.
         scales: Whether each head has a scale of its own.
@@ -60,6 +64,7 @@ class Fuzzed:
 
     problem: Problem
     tiles: TilePair
+    backward_tiles: TilePair
     seed: int
     factor: float = 1.0
     scales: bool = False
@@ -74,8 +79,20 @@ def draw(seed: int, number: int) -> Fuzzed:
     rng = np.random.default_rng([seed, number])
     while True:
         fuzzed = _drawn(rng)
-        if call_of(_plan(fuzzed), _operands(fuzzed)[0]).items <= ITEMS:
-            return fuzzed
+        if call_of(_plan(fuzzed, "forward"), _operands(fuzzed).operands).items > ITEMS:
+            continue
+        pairs = _pairs(fuzzed.problem, "backward")
+        for pair in np.random.default_rng([seed, number, 1]).permutation(len(pairs)):
+            found = dataclasses.replace(fuzzed, backward_tiles=pairs[pair])
+            call = call_of(_plan(found, "backward"), _operands(found).operands)
+            if max(call.items, call.key_items) <= BACKWARD_ITEMS:
+                return found
+
+
+def _pairs(problem: Problem, pass_: Pass) -> list[TilePair]:
+    """All tiles of a pass."""
+    sizes = sizes_of(pass_)
+    return [pair for each in sizes for pair in pairs_of(*each, problem.rank) if is_taken(pair, pass_)]
 
 
 def _drawn(rng: np.random.Generator) -> Fuzzed:
@@ -99,10 +116,11 @@ def _drawn(rng: np.random.Generator) -> Fuzzed:
         edges = ["shift" if edge == "wrap" else edge for edge in case.edges or ()]
         windows: Any = case.kernel_size, case.stride, case.dilation, case.is_causal, edges
         problem = problem_of(case.layout, *windows, **facts)
-    pairs = [pair for sizes in SIZES for pair in pairs_of(*sizes, problem.rank) if is_taken(pair)]
+    pairs = _pairs(problem, "forward")
     fuzzed = Fuzzed(
         problem,
         pairs[int(rng.integers(len(pairs)))],
+        _pairs(problem, "backward")[0],
         seed=int(rng.integers(2**31)),
         factor=float(rng.choice([1.0, 1.0, 4.0])),
         scales=bool(rng.random() < 0.2),
@@ -120,12 +138,20 @@ def _range(rng: np.random.Generator, extent: int) -> tuple[int, int]:
     return first, int(rng.integers(first, extent)) + 1
 
 
-def _plan(fuzzed: Fuzzed) -> Any:
-    return plan_of(fuzzed.problem, fuzzed.tiles, run_persistent_kernel=fuzzed.blocks is not None)
+def _plan(fuzzed: Fuzzed, pass_: Pass) -> Plan:
+    tiles = fuzzed.tiles if pass_ == "forward" else fuzzed.backward_tiles
+    return plan_of(fuzzed.problem, tiles, pass_, run_persistent_kernel=fuzzed.blocks is not None)
 
 
-def _operands(fuzzed: Fuzzed) -> tuple[Operands, oracle.Tensors]:
-    """What the call gets, and the same numbers in float64."""
+class _Arrays(NamedTuple):
+    """What calls get, and the same numbers in float64."""
+
+    operands: Operands
+    cotangents: Output
+    exact: oracle.Tensors
+
+
+def _operands(fuzzed: Fuzzed) -> _Arrays:
     problem, rng = fuzzed.problem, np.random.default_rng(fuzzed.seed)
     drawn = Drawn.of(problem, rng, fuzzed.factor, fuzzed.additional)
     inputs, exact = drawn.inputs, drawn.exact
@@ -134,7 +160,7 @@ def _operands(fuzzed: Fuzzed) -> tuple[Operands, oracle.Tensors]:
         inputs = inputs._replace(scale=jnp.broadcast_to(jnp.asarray(scales), (problem.batch, problem.heads)))
         exact = exact._replace(scale=scales.astype(np.float64))
     if fuzzed.queries is None or fuzzed.keys is None:
-        return Operands(inputs), exact
+        return _Arrays(Operands(inputs), drawn.cotangents, exact)
     own, halo = _slices(fuzzed.queries), _slices(fuzzed.keys)
 
     def cut(arrays: Any) -> Any:
@@ -142,7 +168,8 @@ def _operands(fuzzed: Fuzzed) -> tuple[Operands, oracle.Tensors]:
 
     padding = [0] * (3 - problem.rank)
     origins = [padding + [first for first, _ in ranges] for ranges in (fuzzed.queries, fuzzed.keys)]
-    return Operands(cut(inputs), jnp.asarray(origins, jnp.int32)), cut(exact)
+    cotangents = Output(*(array[own] for array in drawn.cotangents))
+    return _Arrays(Operands(cut(inputs), jnp.asarray(origins, jnp.int32)), cotangents, cut(exact))
 
 
 def _slices(ranges: Ranges) -> tuple[slice, ...]:
@@ -158,21 +185,53 @@ def _mask(fuzzed: Fuzzed) -> np.ndarray:
     return part.reshape(math.prod(part.shape[: problem.rank]), -1)
 
 
-def _attended(fuzzed: Fuzzed, operands: Operands) -> Saved:
-    """The result of the kernels: of two calls, where there are additional tokens."""
-    own = operands._replace(inputs=operands.inputs._replace(additional_keys=None, additional_values=None))
-    saved = run(_plan(fuzzed), fuzzed.problem, own)
+def _calls(fuzzed: Fuzzed, operands: Operands) -> list[tuple[Problem, Operands]]:
+    """A call of the kernels, or two where there are additional tokens, whose tokens are a line then."""
     inputs, problem = operands.inputs, fuzzed.problem
+    own = operands._replace(inputs=inputs._replace(additional_keys=None, additional_values=None))
     if inputs.additional_keys is None or inputs.additional_values is None:
-        return saved
-    tokens, extra = math.prod(problem.query_layout), _extra(fuzzed)
-    flat = problem.batch, tokens, problem.heads
-    query = inputs.query.reshape(*flat, problem.head_dim)
+        return [(problem, own)]
+    query = inputs.query.reshape(problem.batch, -1, *inputs.query.shape[-2:])
     of_tokens = Inputs(query, inputs.additional_keys, inputs.additional_values, scale=inputs.scale)
-    parts = saved, run(plan_of(extra), extra, Operands(of_tokens))
-    outs = [part.out.reshape(*flat, problem.head_dim_v) for part in parts]
-    out, logsumexp = natten_jax.merge_attentions(outs, [part.logsumexp.reshape(flat) for part in parts])
+    return [(problem, own), (_extra(fuzzed), Operands(of_tokens))]
+
+
+def _attended(fuzzed: Fuzzed, calls: Sequence[tuple[Problem, Operands]]) -> Saved:
+    """Output and logsumexp, merged where there are two calls."""
+    problem, operands = calls[0]
+    saved = run(_plan(fuzzed, "forward"), problem, operands)
+    if len(calls) == 1:
+        return saved
+    extra, of_tokens = calls[1]
+    parts = saved, run(plan_of(extra), extra, of_tokens)
+    shape = problem.batch, -1, problem.heads
+    outs = [part.out.reshape(*shape, problem.head_dim_v) for part in parts]
+    out, logsumexp = natten_jax.merge_attentions(outs, [part.logsumexp.reshape(shape) for part in parts])
     return Saved(out.reshape(saved.out.shape), logsumexp.reshape(saved.logsumexp.shape), None)
+
+
+def _gradients(
+    fuzzed: Fuzzed, calls: Sequence[tuple[Problem, Operands]], saved: Saved, cotangents: Output
+) -> oracle.Tensors:
+    """Gradients of the inputs: with what was saved of all keys, those of two calls are parts of one sum."""
+    problem, operands = calls[0]
+    found = run_backward(_plan(fuzzed, "backward"), problem, operands, saved, cotangents)
+    of_scale = None if found.scale is None else found.scale.sum(axis=0)
+    if len(calls) == 1:
+        return oracle.Tensors(found.query, found.key, found.value, scale=of_scale)
+    extra, of_tokens = calls[1]
+    flat = Saved(_as_line(saved.out, 2), _as_line(saved.logsumexp, 1), None)
+    flat_cotangents = Output(_as_line(cotangents.out, 2), _as_line(cotangents.logsumexp, 1))
+    more = run_backward(plan_of(extra, pass_="backward"), extra, of_tokens, flat, flat_cotangents)
+    if more.scale is not None and of_scale is not None:
+        of_scale += more.scale.sum(axis=0)
+    query = found.query + more.query.reshape(found.query.shape)
+    return oracle.Tensors(query, found.key, found.value, more.key, more.value, of_scale)
+
+
+def _as_line(array: Any, behind: int) -> Any:
+    """Queries along one dimension, and so many dimensions behind it."""
+    return array.reshape(array.shape[0], -1, *array.shape[-behind:])
 
 
 def _extra(fuzzed: Fuzzed) -> Problem:
@@ -185,37 +244,70 @@ def _extra(fuzzed: Fuzzed) -> Problem:
 
 def complaints(fuzzed: Fuzzed) -> list[str]:
     """What is wrong with the results of a problem, or what running it raised."""
-    operands, exact = _operands(fuzzed)
+    operands, cotangents, exact = _operands(fuzzed)
+    calls = _calls(fuzzed, operands)
     try:
-        with interpreting(), mock.patch("natten_jax.backends.blackwell.forward.MULTIPROCESSORS", fuzzed.blocks or 1):
-            saved = jax.tree.map(np.asarray, _attended(fuzzed, operands))
+        with interpreting(), mock.patch("natten_jax.backends.blackwell.call.MULTIPROCESSORS", fuzzed.blocks or 148):
+            saved = jax.tree.map(np.asarray, _attended(fuzzed, calls))
+            gradients = jax.tree.map(np.asarray, _gradients(fuzzed, calls, saved, cotangents))
     except Exception as error:  # whatever the interpreter has to say
         return [f"{type(error).__name__}: {error}"[:2000]]
-    return differences(saved, exact, _mask(fuzzed), fuzzed.problem)
+    is_large = fuzzed.factor != 1 or fuzzed.additional > 0
+    share = CANCELLATION_OF_SCALED_INPUTS if is_large else CANCELLATION
+    return differences(fuzzed.problem, saved, gradients, cotangents, exact, _mask(fuzzed), share)
 
 
-def differences(saved: Saved, exact: oracle.Tensors, mask: np.ndarray, problem: Problem) -> list[str]:
-    """Where output and logsumexp are too far from attention in float64."""
-    expected = oracle.forward(exact, mask, problem.scale)
-    pairs = {"out": (saved.out, expected.out), "lse": (saved.logsumexp, expected.lse)}
-    return [f"{name}: {reason}" for name, pair in pairs.items() if (reason := _difference(*pair, problem.dtype))]
+def differences(
+    problem: Problem,
+    saved: Saved,
+    gradients: oracle.Tensors,
+    cotangents: Output,
+    exact: oracle.Tensors,
+    mask: np.ndarray,
+    share: float = CANCELLATION,
+) -> list[str]:
+    """Where results are too far from attention in float64, gradients from at least this share of their terms."""
+    of_out, of_logsumexp = (np.asarray(array, np.float64) for array in cotangents)
+    expected = oracle.reference(exact, mask, problem.scale, of_out, of_logsumexp)
+    magnitudes = [None if each is None else share * each for each in expected.gradient_magnitude]
+    names = (f"d_{name}" for name in gradients._fields)
+    of_gradients = zip(names, gradients, expected.gradients, magnitudes, strict=True)
+    found: list[tuple[str, Any, Any, Any]] = [
+        ("out", saved.out, expected.forward.out, None),
+        ("lse", saved.logsumexp, expected.forward.lse, None),
+        *(each for each in of_gradients if each[2] is not None),
+    ]
+    return [
+        f"{name}: {reason}"
+        for name, result, reference, terms in found
+        if (reason := _difference(result, reference, terms, problem.dtype))
+    ]
 
 
-def _difference(result: Any, expected: np.ndarray, dtype: str) -> str | None:
+def _difference(result: Any, expected: np.ndarray, terms: np.ndarray | None, dtype: str) -> str | None:
+    """Whether a result is far from what is expected; gradients from that, or from terms that cancel."""
+    if result is None or result.shape != expected.shape:
+        return f"it is {None if result is None else result.shape}, not {expected.shape}"
     found = np.asarray(result, np.float64)
     seen = np.isfinite(expected)
     if not np.array_equal(np.isfinite(found), seen) or not np.array_equal(found[~seen], expected[~seen]):
         return "a number is not finite, or other queries than expected see nothing"
-    distance, norm = np.linalg.norm(found[seen] - expected[seen]), np.linalg.norm(expected[seen])
+    distance = float(np.linalg.norm(found[seen] - expected[seen]))
+    norm = float(np.linalg.norm(expected[seen]))
+    allowed = BOUNDS[dtype] * norm
+    if terms is not None:
+        allowed = SLACK * BOUNDS[dtype] * max(norm, float(np.linalg.norm(terms)))
     # A logsumexp may be about 0, and all of a small problem's outputs.
-    if distance > BOUNDS[dtype] * norm and distance > _NOTHING * math.sqrt(seen.sum()):
+    if distance > allowed and distance > _NOTHING * math.sqrt(seen.sum()):
         return f"{distance:.2e} from results whose norm is {norm:.2e}"
     return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run problems; the exit status."""
-    return run_problems("tests.fuzz.interpreted_blackwell", __doc__, draw, complaints, "problems", arguments)
+    return run_problems(
+        "tests.fuzz.interpreted_blackwell", __doc__, draw, complaints, "problems with their gradients", arguments
+    )
 
 
 if __name__ == "__main__":

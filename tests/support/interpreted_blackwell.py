@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from natten_jax.arrays.operands import Inputs, Operands, Saved
+from natten_jax.arrays.operands import Gradients, Inputs, Operands, Output, Saved
 from natten_jax.backends.blackwell.backend import BlackwellBackend, missing_in_jax
 from natten_jax.backends.select import plan_with
 from natten_jax.execution.head_widths import HeadWidths
-from natten_jax.performance import Performance, TilePair
+from natten_jax.performance import Pass, Performance, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan
 from natten_jax.plan.request import Request
@@ -49,11 +49,11 @@ def interpreting() -> Iterator[None]:
         raise
 
 
-def plan_of(problem: Problem, tiles: TilePair | None = None, **performance: Any) -> Plan:
-    """The plan of a forward pass on a GPU that is not there."""
+def plan_of(problem: Problem, tiles: TilePair | None = None, pass_: Pass = "forward", **performance: Any) -> Plan:
+    """The plan of a pass on a GPU that is not there."""
     asked = Performance(**performance)
-    asked = asked if tiles is None else asked.with_tiles("forward", tiles)
-    return plan_with(BlackwellBackend(), Request(problem, asked), GPU, "forward")
+    asked = asked if tiles is None else asked.with_tiles(pass_, tiles)
+    return plan_with(BlackwellBackend(), Request(problem, asked), GPU, pass_)
 
 
 def run(plan: Plan, problem: Problem, operands: Operands) -> Saved:
@@ -63,6 +63,15 @@ def run(plan: Plan, problem: Problem, operands: Operands) -> Saved:
     return saved._replace(out=widths.narrow_values(saved.out))
 
 
+def run_backward(plan: Plan, problem: Problem, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
+    """The backward pass, likewise."""
+    widths = HeadWidths.of(problem, plan.problem)
+    saved = saved._replace(out=widths.widen_values(saved.out))
+    cotangents = cotangents._replace(out=widths.widen_values(cotangents.out))
+    gradients = BlackwellBackend().backward(plan, widths.widen_operands(operands), saved, cotangents)
+    return widths.narrow_gradients(gradients)
+
+
 @dataclasses.dataclass(frozen=True)
 class Drawn:
     """Random inputs of a problem, in float64 and rounded to its element type.
@@ -70,10 +79,12 @@ class Drawn:
     Attributes:
         inputs: What kernels get.
         exact: The same numbers.
+        cotangents: Of output and logsumexp.
     """
 
     inputs: Inputs
     exact: oracle.Tensors
+    cotangents: Output
 
     @classmethod
     def of(cls, problem: Problem, rng: np.random.Generator, factor: float = 1.0, additional: int = 0) -> Drawn:
@@ -90,7 +101,10 @@ class Drawn:
         ]
         if additional:
             arrays += [draw((additional,), problem.heads_kv, width) for width in (problem.head_dim, problem.head_dim_v)]
-        return cls(Inputs(*arrays[:3], *arrays[3:]), oracle.Tensors(*(np.asarray(a, np.float64) for a in arrays)))
+        of_out = draw(problem.query_layout, problem.heads, problem.head_dim_v)
+        of_logsumexp = jnp.asarray(rng.standard_normal(of_out.shape[:-1]), jnp.float32)
+        exact = oracle.Tensors(*(np.asarray(array, np.float64) for array in arrays))
+        return cls(Inputs(*arrays[:3], *arrays[3:]), exact, Output(of_out, of_logsumexp))
 
 
 def mask_of(problem: Problem) -> np.ndarray:

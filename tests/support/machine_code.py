@@ -1,4 +1,4 @@
-"""``python -m tests.support.machine_code FOLDER``: a Blackwell kernel as machine code, on a machine without a GPU.
+"""``python -m tests.support.machine_code FOLDER``: Blackwell kernels as machine code, on a machine without a GPU.
 
 Mosaic's own compiler, which comes with JAX's CUDA plugin, asks the driver for the compute capability of the GPU, writes
 PTX and has it assembled by ``ptxas``. What it asks of the driver is answered by a library of a few lines: a GPU of
@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+KERNELS = "natten_jax_blackwell_forward", "natten_jax_blackwell_query_gradient", "natten_jax_blackwell_key_gradients"
 DRIVER = r"""
 int cuInit(unsigned flags) { return 0; }
 int cuDriverGetVersion(int* version) { *version = 13000; return 0; }
@@ -45,16 +46,20 @@ def missing() -> str | None:
     return next((f"there is no {tool}" for tool in ("gcc", "ptxas") if shutil.which(tool) is None), None)
 
 
-def compiled(folder: Path) -> tuple[str, str]:
-    """PTX, and what ``ptxas`` says, of a process of its own: the driver's library has to be found first."""
+def compiled(folder: Path) -> dict[str, tuple[str, str]]:
+    """PTX, and what ``ptxas`` says, by kernel, of a process of its own: the driver's library has to be found first."""
     source, library = folder / "driver.c", folder / "libcuda.so.1"
     source.write_text(DRIVER, encoding="utf-8")
     subprocess.run(["gcc", "-w", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
     environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), "JAX_PLATFORMS": "cpu"}
     environment |= {"MOSAIC_GPU_DUMP_TO": str(folder), "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
     subprocess.run([sys.executable, "-m", __spec__.name, str(folder)], env=environment, check=False, timeout=600)
-    (ptx,), (said,) = folder.glob("*.ptx"), folder.glob("*.ptxas")
-    return ptx.read_text(encoding="utf-8"), said.read_text(encoding="utf-8")
+    return {name: (_text(folder, name, "ptx"), _text(folder, name, "ptxas")) for name in KERNELS}
+
+
+def _text(folder: Path, name: str, kind: str) -> str:
+    (path,) = folder.glob(f"{name}_*.{kind}")
+    return path.read_text(encoding="utf-8")
 
 
 def _compile() -> None:
@@ -62,14 +67,19 @@ def _compile() -> None:
     import numpy as np
     from jax._src.lib.mlir import ir
 
-    from natten_jax.arrays.operands import Operands
+    from natten_jax.arrays.operands import Operands, Saved
     from natten_jax.problem import problem_of
-    from tests.support.interpreted_blackwell import Drawn, plan_of, run
+    from tests.support.interpreted_blackwell import Drawn, plan_of, run, run_backward
 
     problem = problem_of((64, 64), 33, head_dim=128, heads=2)
-    operands = Operands(Drawn.of(problem, np.random.default_rng(0)).inputs)
-    plan = plan_of(problem, ((16, 16), (16, 8)))
-    lowered = jax.jit(lambda operands: run(plan, problem, operands).out).trace(operands)
+    drawn = Drawn.of(problem, np.random.default_rng(0))
+    plans = plan_of(problem, ((16, 16), (16, 8))), plan_of(problem, ((16, 8), (16, 8)), "backward")
+
+    def both(operands: Operands, cotangents: Any) -> Any:
+        saved = run(plans[0], problem, operands)
+        return run_backward(plans[1], problem, operands, Saved(*saved), cotangents)
+
+    lowered = jax.jit(both).trace(Operands(drawn.inputs), drawn.cotangents)
     module: Any = lowered.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
     location = importlib.util.find_spec("jax_plugins.xla_cuda13")
     assert location is not None and location.submodule_search_locations is not None

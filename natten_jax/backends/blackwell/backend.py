@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
 from natten_jax.backends.base import Backend, Platform
-from natten_jax.backends.blackwell.tiles import is_taken, ranked
+from natten_jax.backends.blackwell.tiles import is_taken, ranked, sizes_of
 from natten_jax.backends.row_statistics import logsumexp_and_remainder
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device
@@ -29,13 +29,12 @@ class BlackwellBackend(Backend):
     is_by_name_only = True  # until somebody has measured it
     platform = Platform("cuda", (10, 0), is_exact=True, others=((10, 3),))
     dtypes = ("float16", "bfloat16")
-    passes = ("forward",)
     head_widths = (32, 64, 128)
     largest_head_dim = 128
     carries_plan = False
     edges = ("shift", "cut")
     fuses_additional_kv = False
-    heeds = ("run_persistent_kernel",)
+    heeds = ("run_persistent_kernel", "backward_deterministic")  # the latter in every run
 
     def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
         """Why the kernels cannot run a pass; JAX may be too old to compile them."""
@@ -48,11 +47,11 @@ class BlackwellBackend(Backend):
 
     def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
         """Most tokens of a tile."""
-        return 256, 128
+        return max(sizes_of(pass_))
 
     def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
         """Whether the kernels take a pair, listed or not."""
-        return super().offers(problem, device, pass_, pair) and is_taken(pair)
+        return super().offers(problem, device, pass_, pair) and is_taken(pair, pass_)
 
     def forward(self, plan: Plan, operands: Operands) -> Output:
         """Compute output and logsumexp."""
@@ -60,8 +59,7 @@ class BlackwellBackend(Backend):
 
     def forward_saving(self, plan: Plan, operands: Operands) -> Saved:
         """Compute them for a backward pass."""
-        if reason := missing_in_jax():
-            raise NotImplementedError(f"{self.family} cannot run: {reason}")
+        _check_jax(self.family)
         from natten_jax.backends.blackwell.call import call_of
         from natten_jax.backends.blackwell.forward import forward
 
@@ -80,8 +78,11 @@ class BlackwellBackend(Backend):
         return Saved(call.queries.restored(out, problem.rank), *rows)
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
-        """There is none: plans of backward passes are another backend's."""
-        raise NotImplementedError(f"the {self.family} backend has no kernels of the backward pass")
+        """Compute the gradients of the differentiable operands."""
+        _check_jax(self.family)
+        from natten_jax.backends.blackwell.backward.kernels import gradients
+
+        return gradients(plan, operands, saved, cotangents)
 
 
 def missing_in_jax() -> str | None:
@@ -89,3 +90,8 @@ def missing_in_jax() -> str | None:
     if jax.__version_info__ < OLDEST_JAX:
         return f"its kernels are written in Pallas as JAX has it from {'.'.join(map(str, OLDEST_JAX))} on"
     return None
+
+
+def _check_jax(family: str) -> None:
+    if reason := missing_in_jax():
+        raise NotImplementedError(f"{family} cannot run: {reason}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -21,9 +22,13 @@ from natten_jax.windows import Axis
 
 Scalar = Any  # int or traced int32 scalar
 
+#: What items have, ``[batch, heads, *groups, *tiles, array, *queries]``, as an array of tokens has it.
+_BY_TOKENS = 8, 0, 5, 9, 2, 6, 10, 3, 7, 11, 4, 1
 #: Rows of a matrix of logits, which are the lanes of tensor memory, and its columns.
 ROWS = 128
 KEYS = 128
+#: Blocks of a persistent launch: multiprocessors of a B200 and of a B300. Others are right, too.
+MULTIPROCESSORS = 148
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,18 +111,51 @@ class Call:
         return KERNEL_RANK - self.plan.problem.rank
 
     @property
+    def group_heads(self) -> int:
+        """Query heads of a key head."""
+        return self.queries.heads // self.keys.heads
+
+    @property
     def items(self) -> int:
-        """Work items."""
+        """Work items that own a tile of queries."""
         return self.queries.batch * self.queries.heads * math.prod(v.groups * v.tiles for v in self.visits)
 
     def item(self, number: Scalar) -> Item:
         """The item with a number: tiles of a head follow each other."""
+        return self._item(number, self.queries.heads, [v.tiles for v in self.visits])
+
+    def number(self, item: Item) -> Scalar:
+        """The inverse of :meth:`item`."""
+        number = item.batch * self.queries.heads + item.head
+        for index, extent in zip((*item.group, *item.tile), self._extents([v.tiles for v in self.visits]), strict=True):
+            number = number * extent + index
+        return number
+
+    @property
+    def kv_tiles(self) -> list[int]:
+        """Tiles of keys of a dilation group along each dimension."""
+        extents = zip(self.keys.extents, self.keys.dilation, self.key_pieces.tile, strict=True)
+        return [-(-tokens // (dilation * tile)) for tokens, dilation, tile in extents]
+
+    @property
+    def key_items(self) -> int:
+        """Work items that own a tile of keys."""
+        return self.keys.batch * self.keys.heads * math.prod(self._extents(self.kv_tiles))
+
+    def key_item(self, number: Scalar) -> Item:
+        """The item with a number of these: a key head, the group of its queries, and the tile of keys."""
+        return self._item(number, self.keys.heads, self.kv_tiles)
+
+    def _extents(self, tiles: Sequence[int]) -> list[int]:
+        return [*(v.groups for v in self.visits), *tiles]
+
+    def _item(self, number: Scalar, heads: int, tiles: Sequence[int]) -> Item:
         rest, found = number, []
-        for extent in reversed([v.groups for v in self.visits] + [v.tiles for v in self.visits]):
+        for extent in reversed(self._extents(tiles)):
             rest, index = divided(rest, extent)
             found.append(index)
         found.reverse()
-        batch, head = divided(rest, self.queries.heads)
+        batch, head = divided(rest, heads)
         return Item(batch, head, found[:KERNEL_RANK], found[KERNEL_RANK:])
 
     def half_offset(self, half: int) -> tuple[int, ...]:
@@ -134,17 +172,32 @@ class Call:
         boxes = [jnp.asarray(v.boxes).reshape(-1) for v in self.visits]
         return [*boxes, *(_of_tokens(v.bounds, dim, self.q_tile) for dim, v in enumerate(self.visits))]
 
+    def seeing(self) -> list[jax.Array]:
+        """The tables of the tiles of queries that see tiles of keys, one after another."""
+        tiles = zip(self.visits, self.key_pieces.tile, self.kv_tiles, strict=True)
+        return [jnp.asarray(visits.seeing(*tile)).reshape(-1) for visits, *tile in tiles]
+
     def of_queries(self, statistics: jax.Array) -> list[jax.Array]:
         """Arrays ``[items, arrays, tokens]`` as ``[batch, *tokens, heads]`` each."""
         lines, groups, tiles = self.queries, [v.groups for v in self.visits], [v.tiles for v in self.visits]
         count = statistics.shape[1]
         array = statistics.reshape(lines.batch, lines.heads, *groups, *tiles, count, *self.q_tile)
-        array = array.transpose(8, 0, 5, 9, 2, 6, 10, 3, 7, 11, 4, 1)
+        array = array.transpose(_BY_TOKENS)
         whole = [t * q * g for t, q, g in zip(tiles, self.q_tile, groups, strict=True)]
         array = array.reshape(count, lines.batch, *whole, lines.heads)
         x, y, z = lines.extents
         array = array[:, :, :x, :y, :z]
         return [each.reshape(lines.batch, *lines.extents[self.first_dim :], lines.heads) for each in array]
+
+    def in_items(self, arrays: Sequence[jax.Array], padding: float) -> jax.Array:
+        """The inverse of :meth:`of_queries`, with a number where items have no queries."""
+        lines = self.queries
+        array = jnp.stack(arrays).reshape(len(arrays), lines.batch, *lines.extents, lines.heads)
+        split = [(v.tiles, tile, v.groups) for v, tile in zip(self.visits, self.q_tile, strict=True)]
+        more = [(0, math.prod(each) - extent) for each, extent in zip(split, lines.extents, strict=True)]
+        array = jnp.pad(array, [(0, 0), (0, 0), *more, (0, 0)], constant_values=padding)
+        array = array.reshape(len(arrays), lines.batch, *itertools.chain(*split), lines.heads)
+        return array.transpose(np.argsort(_BY_TOKENS)).reshape(self.items, len(arrays), -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,6 +262,11 @@ def call_of(plan: Plan, operands: Operands) -> Call:
         step = PIECE if dim == KERNEL_RANK - 1 else 1
         visits.append(Visits.of(axis, q_tile, kv_tile, queries.extents[dim], keys.extents[dim], origins, step))
     return Call(plan, queries, keys, tuple(visits))
+
+
+def blocks_of(items: int) -> int:
+    """Blocks of a persistent launch."""
+    return min(items, MULTIPROCESSORS)
 
 
 def with_kernel_rank(tile: Sequence[int]) -> tuple[int, ...]:

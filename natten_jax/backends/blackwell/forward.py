@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from natten_jax.backends.blackwell.call import ROWS, Call, Scalar
+from natten_jax.backends.blackwell.call import ROWS, Call, Scalar, blocks_of
 from natten_jax.backends.blackwell.loads import drain, load_item
 from natten_jax.backends.blackwell.memory import Memory
 from natten_jax.backends.blackwell.products import multiply_item
@@ -23,8 +23,6 @@ from natten_jax.backends.blackwell.softmax import weigh_item
 from natten_jax.backends.row_statistics import LOG2_E
 from natten_jax.native.abi import KERNEL_RANK
 
-#: Blocks of a persistent launch: multiprocessors of a B200 and of a B300. Others are right, too.
-MULTIPROCESSORS = 148
 _LOADS, _PRODUCTS = 0, 1  # warps
 #: Registers of a thread that owns a row of logits, and of others, where two halves are in flight: of 3 x 168.
 _REGISTERS_OF_ROWS, _REGISTERS_OF_OTHERS = 232, 40
@@ -47,7 +45,7 @@ def forward(
         ``[items, 2, tokens]``.
     """
     is_persistent = call.plan.performance.run_persistent_kernel
-    blocks = min(call.items, MULTIPROCESSORS) if is_persistent else call.items
+    blocks = blocks_of(call.items) if is_persistent else call.items
     tables = call.arrays()
     results = [
         jax.ShapeDtypeStruct(query.shape, query.dtype),

@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from natten_jax.backends.blackwell.call import KEYS, ROWS, Call
+from natten_jax.backends.blackwell.layout import Lines
 
 #: Boxes of keys, and of values, that are in shared memory at a time.
 STAGES = 2
@@ -56,27 +58,19 @@ class Memory:
     @staticmethod
     def types(call: Call, dtype: Any) -> dict[str, Any]:
         """What to allocate, by attribute."""
-        blocks, block, halves = call.queries.blocks, call.queries.block, call.halves
-        rows_of_bytes = block * jnp.dtype(dtype).itemsize
-        layout = plgpu.TilingTransform((8, block)), plgpu.SwizzleTransform(rows_of_bytes)
-
-        def tiles(count: int, tokens: int) -> Any:
-            return plgpu.SMEM((count, blocks, tokens, block), dtype, transforms=layout)
-
-        def barriers(count: int, arrivals: int = 1, *, of_products: bool = False) -> Any:
-            return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count, orders_tensor_core=of_products)
+        lines, halves = call.queries, call.halves
 
         def logits() -> Any:
             weights = plgpu.TMEM((ROWS, KEYS), dtype, packed=True)
             return plgpu.RefUnion(plgpu.TMEM((ROWS, KEYS), jnp.float32), weights)
 
-        of_queries, of_keys = (pieces.count * blocks for pieces in (call.query_pieces, call.key_pieces))
+        of_queries, of_keys = (pieces.count * lines.blocks for pieces in (call.query_pieces, call.key_pieces))
         return {
-            "query": tiles(halves, ROWS),
-            "key": tiles(STAGES, KEYS),
-            "value": tiles(STAGES, KEYS),
+            "query": tiles(lines, halves, ROWS, dtype),
+            "key": tiles(lines, STAGES, KEYS, dtype),
+            "value": tiles(lines, STAGES, KEYS, dtype),
             "logits": [logits() for _ in range(halves)],
-            "mixed": [plgpu.TMEM((ROWS, blocks * block), jnp.float32) for _ in range(halves)],
+            "mixed": [plgpu.TMEM((ROWS, lines.blocks * lines.block), jnp.float32) for _ in range(halves)],
             "query_is_in": barriers(halves, of_queries),
             "query_is_out": barriers(halves),
             "key_is_in": barriers(STAGES, of_keys),
@@ -90,6 +84,17 @@ class Memory:
         }
 
 
+def tiles(lines: Lines, count: int, tokens: int, dtype: Any) -> Any:
+    """Places for tiles of tokens, ``[count, blocks, tokens, block]``."""
+    layout = plgpu.TilingTransform((8, lines.block)), plgpu.SwizzleTransform(lines.block * jnp.dtype(dtype).itemsize)
+    return plgpu.SMEM((count, lines.blocks, tokens, lines.block), dtype, transforms=layout)
+
+
+def barriers(count: int, arrivals: int = 1, *, of_products: bool = False) -> Any:
+    """Barriers, each of so many arrivals in a phase."""
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count, orders_tensor_core=of_products)
+
+
 def slot_of(box: Any) -> Any:
     """The slot of a box of keys, which are counted over all items of a block."""
     return jax.lax.rem(box, STAGES)
@@ -98,3 +103,8 @@ def slot_of(box: Any) -> Any:
 def wait(barrier: Any) -> None:
     """Wait for the next phase of a barrier."""
     plgpu.barrier_wait(barrier)
+
+
+def wait_if(condition: Any, barrier: Any) -> None:
+    """Wait where a condition holds."""
+    pl.when(condition)(lambda: wait(barrier))

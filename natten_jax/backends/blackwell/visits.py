@@ -80,3 +80,18 @@ class Visits:
         boxes = xp.stack((start, count, *core, xp.broadcast_to(key_group, start.shape)), axis=-1)
         rows = xp.stack([first.reshape(d, tiles, q_tile), end.reshape(d, tiles, q_tile)], axis=2)
         return cls(d, tiles, rows.astype(np.int32), boxes.astype(np.int32))
+
+    def seeing(self, kv_tile: int, kv_tiles: int) -> Table:
+        """``[groups, kv_tiles, 2]``: the first tile of queries that sees some of a tile of keys, and how many do.
+
+        Between them may be tiles that see none of it; a tile of keys belongs to the group of queries that see it.
+        """
+        xp: ModuleType = np if isinstance(self.bounds, np.ndarray) else jnp
+        first, end = self.bounds[:, :, 0], self.bounds[:, :, 1]
+        first = xp.where(first < end, first, kv_tile * kv_tiles).min(axis=-1)[:, None]
+        end = end.max(axis=-1)[:, None]
+        tile = (xp.arange(kv_tiles) * kv_tile)[:, None]
+        meets = (first < tile + kv_tile) & (end > tile)
+        first_tile, any_ = xp.argmax(meets, axis=-1), meets.any(axis=-1)
+        end_tile = self.tiles - xp.argmax(meets[..., ::-1], axis=-1)
+        return xp.where(any_[..., None], xp.stack([first_tile, end_tile - first_tile], axis=-1), 0).astype(np.int32)
