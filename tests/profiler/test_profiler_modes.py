@@ -134,6 +134,7 @@ def test_a_dry_run_of_a_backend_for_another_gpu(
         "--backend blackwell-fna -d 128 -i 32768 -w 2048 -s 2048 --no-persistent",
         "--backend blackwell-fna -n 24 -d 128 -i 256 256 -w 80 80 -s 16 16",
         "--backend blackwell-fna -n 24 -d 128 -i 30 48 80 -w 18 24 24",
+        "--backend blackwell-fna -n 24 -d 128 -i 30 48 80 -w 18 24 24 -s 16 8 8 --backprop",
         "--fmha-backend blackwell-fmha -d 128 -i 4096",
     ],
 )

@@ -1,8 +1,9 @@
-"""``python -m tests.support.machine_code FOLDER``: Blackwell kernels as machine code, on a machine without a GPU.
+"""``python -m tests.support.machine_code FOLDER NUMBER``: Blackwell kernels as machine code, without a GPU.
 
 Mosaic's own compiler, which comes with JAX's CUDA plugin, asks the driver for the compute capability of the GPU, writes
 PTX and has it assembled by ``ptxas``. What it asks of the driver is answered by a library of a few lines: a GPU of
-compute capability 10.0, on which nothing can be loaded. PTX and what ``ptxas`` says are in FOLDER afterwards.
+compute capability 10.0, on which nothing can be loaded. PTX and what ``ptxas`` says of the kernels of a problem are in
+FOLDER afterwards.
 """
 
 from __future__ import annotations
@@ -17,6 +18,18 @@ from pathlib import Path
 from typing import Any
 
 KERNELS = "natten_jax_blackwell_forward", "natten_jax_blackwell_query_gradient", "natten_jax_blackwell_key_gradients"
+#: Arguments of problems of each rank and width of heads, tiles of both passes, and a scale where it is an array.
+PROBLEMS: tuple[tuple[Any, ...], ...] = (
+    ((4096,), (1000, 1, 2, True), {"head_dim": 32, "heads": 2, "heads_kv": 1}, ((256,), (128,)), ((128,), (128,)), 0.1),
+    ((64, 64), (33,), {"head_dim": 128, "heads": 2}, ((16, 16), (16, 8)), ((16, 8), (16, 8))),
+    (
+        (8, 32, 32),
+        ((4, 8, 8), 1, 1, (True, False, False)),
+        {"dtype": "float16"},
+        ((4, 8, 8), (2, 8, 8)),
+        ((2, 8, 8),) * 2,
+    ),
+)
 DRIVER = r"""
 int cuInit(unsigned flags) { return 0; }
 int cuDriverGetVersion(int* version) { *version = 13000; return 0; }
@@ -46,14 +59,16 @@ def missing() -> str | None:
     return next((f"there is no {tool}" for tool in ("gcc", "ptxas") if shutil.which(tool) is None), None)
 
 
-def compiled(folder: Path) -> dict[str, tuple[str, str]]:
-    """PTX, and what ``ptxas`` says, by kernel, of a process of its own: the driver's library has to be found first."""
+def compiled(folder: Path, number: int) -> dict[str, tuple[str, str]]:
+    """PTX, and what ``ptxas`` says, of a problem's kernels; a process of its own finds the driver's library first."""
     source, library = folder / "driver.c", folder / "libcuda.so.1"
     source.write_text(DRIVER, encoding="utf-8")
     subprocess.run(["gcc", "-w", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
     environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), "JAX_PLATFORMS": "cpu"}
     environment |= {"MOSAIC_GPU_DUMP_TO": str(folder), "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
-    subprocess.run([sys.executable, "-m", __spec__.name, str(folder)], env=environment, check=False, timeout=600)
+    subprocess.run(
+        [sys.executable, "-m", __spec__.name, str(folder), str(number)], env=environment, check=False, timeout=600
+    )
     return {name: (_text(folder, name, "ptx"), _text(folder, name, "ptxas")) for name in KERNELS}
 
 
@@ -62,8 +77,9 @@ def _text(folder: Path, name: str, kind: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _compile() -> None:
+def _compile(number: int) -> None:
     import jax
+    import jax.numpy as jnp
     import numpy as np
     from jax._src.lib.mlir import ir
 
@@ -71,15 +87,19 @@ def _compile() -> None:
     from natten_jax.problem import problem_of
     from tests.support.interpreted_blackwell import Drawn, plan_of, run, run_backward
 
-    problem = problem_of((64, 64), 33, head_dim=128, heads=2)
+    layout, windows, facts, tiles, backward_tiles, *scales = PROBLEMS[number]
+    problem = problem_of(layout, *windows, **facts)
     drawn = Drawn.of(problem, np.random.default_rng(0))
-    plans = plan_of(problem, ((16, 16), (16, 8))), plan_of(problem, ((16, 8), (16, 8)), "backward")
+    inputs = drawn.inputs
+    if scales:
+        inputs = inputs._replace(scale=jnp.full((problem.batch, problem.heads), scales[0], jnp.float32))
+    plans = plan_of(problem, tiles), plan_of(problem, backward_tiles, "backward")
 
     def both(operands: Operands, cotangents: Any) -> Any:
         saved = run(plans[0], problem, operands)
         return run_backward(plans[1], problem, operands, Saved(*saved), cotangents)
 
-    lowered = jax.jit(both).trace(Operands(drawn.inputs), drawn.cotangents)
+    lowered = jax.jit(both).trace(Operands(inputs), drawn.cotangents)
     module: Any = lowered.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
     location = importlib.util.find_spec("jax_plugins.xla_cuda13")
     assert location is not None and location.submodule_search_locations is not None
@@ -97,4 +117,4 @@ def _compile() -> None:
 
 
 if __name__ == "__main__":
-    _compile()
+    _compile(int(sys.argv[2]))

@@ -45,8 +45,16 @@ def copy_in(lines: Lines, pieces: Pieces, place: Place, source: Any, tile: Any, 
     jax.lax.fori_loop(0, pieces.count, copy, None)
 
 
-def copy_out(lines: Lines, pieces: Pieces, place: Place, tile: Any, target: Any) -> None:
-    """Begin to copy a tile out of shared memory, where there are tokens; arguments as of :func:`copy_in`."""
+def copy_out(lines: Lines, pieces: Pieces, place: Place, blocks: dict[int, Any], target: Any) -> None:
+    """Begin to copy a tile out of shared memory, where there are tokens.
+
+    Args:
+        lines: How the tokens lie.
+        pieces: The tile.
+        place: Where it lies.
+        blocks: References to shared memory, ``[tokens, block]``, by number of the block.
+        target: Reference to the array.
+    """
 
     def copy(piece: Scalar, none: None) -> None:
         x, y = _outer_tokens(lines, pieces, place, piece)
@@ -55,10 +63,8 @@ def copy_out(lines: Lines, pieces: Pieces, place: Place, tile: Any, target: Any)
         @pl.when((x < lines.extents[0]) & (y < lines.extents[1]) & (place.first[-1] < lines.length))
         def _() -> None:
             line = line_of(lines, place.batch, (x, y))
-            for block in range(lines.blocks):
-                plgpu.copy_smem_to_gmem(
-                    tile.at[block, rows], target.at[line, _tokens(pieces, place), place.column + block]
-                )
+            for block, tile in blocks.items():
+                plgpu.copy_smem_to_gmem(tile.at[rows], target.at[line, _tokens(pieces, place), place.column + block])
 
     jax.lax.fori_loop(0, pieces.count, copy, None)
 

@@ -17,15 +17,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from natten_jax.backends.blackwell.call import ROWS, Call, Scalar, blocks_of
 from natten_jax.backends.blackwell.loads import drain, load_item
-from natten_jax.backends.blackwell.memory import Memory
+from natten_jax.backends.blackwell.memory import REGISTERS_OF_OTHERS, REGISTERS_OF_ROWS, Memory
 from natten_jax.backends.blackwell.products import multiply_item
 from natten_jax.backends.blackwell.softmax import weigh_item
 from natten_jax.backends.row_statistics import LOG2_E
 from natten_jax.native.abi import KERNEL_RANK
 
 _LOADS, _PRODUCTS = 0, 1  # warps
-#: Registers of a thread that owns a row of logits, and of others, where two halves are in flight: of 3 x 168.
-_REGISTERS_OF_ROWS, _REGISTERS_OF_OTHERS = 232, 40
 
 
 def forward(
@@ -64,7 +62,7 @@ def forward(
 
         def weigh(half: int) -> None:
             if call.halves > 1:
-                plgpu.set_max_registers(_REGISTERS_OF_ROWS, action="increase")
+                plgpu.set_max_registers(REGISTERS_OF_ROWS, action="increase")
 
             def body(number: Scalar, none: None) -> None:
                 weigh_item(call, memory, half, tables, bounds, scales, results, number)
@@ -77,7 +75,7 @@ def forward(
         @pl.when(warpgroup == call.halves)
         def _() -> None:
             if call.halves > 1:
-                plgpu.set_max_registers(_REGISTERS_OF_OTHERS, action="decrease")
+                plgpu.set_max_registers(REGISTERS_OF_OTHERS, action="decrease")
 
             @plgpu.warp_map
             def _(warp: Scalar) -> None:

@@ -15,6 +15,8 @@ from natten_jax.backends.blackwell.layout import Lines
 
 #: Boxes of keys, and of values, that are in shared memory at a time.
 STAGES = 2
+#: Registers of a thread that owns a row of logits, and of others, of a block of three warpgroups: of 3 x 168.
+REGISTERS_OF_ROWS, REGISTERS_OF_OTHERS = 232, 40
 
 
 @dataclasses.dataclass(frozen=True)

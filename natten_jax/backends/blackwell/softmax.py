@@ -102,4 +102,6 @@ def _write(call: Call, memory: Memory, item: Item, half: int, total: jax.Array, 
         part = rounded if lines.blocks == 1 else rounded[:, block * lines.block : (block + 1) * lines.block]
         plgpu.store(tiles.at[block], part, optimized=False)
     plgpu.commit_smem()
-    copy_out(lines, call.query_pieces, place_of_half(call, item, half), tiles, out)
+    copy_out(
+        lines, call.query_pieces, place_of_half(call, item, half), {b: tiles.at[b] for b in range(lines.blocks)}, out
+    )

@@ -1,11 +1,12 @@
 """The kernels of the backward pass, and how their results become gradients.
 
-A block has two warpgroups: each thread of one owns a row of logits; of the other, one warp copies tiles, and one issues
-products. Blocks take one item after another. Sums go over pairs in an order that is always the same.
+A block has three warpgroups: each thread of two owns half a row of logits; of the third, one warp copies tiles, and one
+issues products. Blocks take one item after another. Sums go over pairs in an order that is always the same.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,10 +20,11 @@ from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
 from natten_jax.backends.blackwell.backward import weights
 from natten_jax.backends.blackwell.backward.items import Owned, OwnedKeys, OwnedQueries
 from natten_jax.backends.blackwell.backward.loads import drain, load_item
-from natten_jax.backends.blackwell.backward.memory import Memory
+from natten_jax.backends.blackwell.backward.memory import HALVES, Memory
 from natten_jax.backends.blackwell.backward.products import multiply_item
 from natten_jax.backends.blackwell.backward.weights import Tables
 from natten_jax.backends.blackwell.call import ROWS, Call, Scalar, blocks_of, call_of, divided
+from natten_jax.backends.blackwell.memory import REGISTERS_OF_OTHERS, REGISTERS_OF_ROWS
 from natten_jax.backends.native_backend import delta
 from natten_jax.backends.row_statistics import LOG2_E
 from natten_jax.native.abi import KERNEL_RANK
@@ -75,7 +77,7 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Output) 
         OwnedQueries,
         weights.query_gradients,
         _Inputs(arrays, boxes, rows, scale.reshape(-1)),
-        [like[0]] if inputs.scale is None else [like[0], jax.ShapeDtypeStruct((call.items, 1, ROWS), jnp.float32)],
+        [like[0]] if inputs.scale is None else [like[0], jax.ShapeDtypeStruct((call.items, HALVES, ROWS), jnp.float32)],
     )
     of_key_heads = scale[:, :: call.group_heads]
     if inputs.scale is not None and call.group_heads > 1:
@@ -93,7 +95,8 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Output) 
     rank = plan.problem.rank
     of_scale = None
     if sums:
-        of_scale = jnp.sum(call.of_queries(sums[0])[0], axis=range(1, 1 + rank))
+        of_halves = jnp.stack(call.of_queries(sums[0]))
+        of_scale = jnp.sum(of_halves, axis=(0, *range(2, 2 + rank)))
     return Gradients(
         call.queries.restored(of_query, rank),
         call.keys.restored(of_key, rank),
@@ -129,7 +132,7 @@ def _launched(
         name: Its name.
         items: Its work items.
         owner: What an item owns, of the call, its number, and the tables.
-        weigh: What the warpgroup does that owns rows.
+        weigh: What a warpgroup does that owns rows.
         inputs: What it reads.
         results: Shapes and types of the results.
     """
@@ -152,16 +155,22 @@ def _launched(
 
             return jax.lax.fori_loop(0, count, visit, state)
 
-        @pl.when(warpgroup == 0)
-        def _() -> None:
+        def weigh_half(half: int) -> None:
+            plgpu.set_max_registers(REGISTERS_OF_ROWS, action="increase")
+
             def body(owned: Owned, number: Scalar, none: None) -> None:
                 scale = read.scales[divided(number, items_of_head)[0]]
-                weigh(call, memory, owned, read.rows, scale, written)
+                weigh(call, memory, half, owned, read.rows, scale, written)
 
             for_each_item(body, None)
 
-        @pl.when(warpgroup == 1)
+        for half in range(HALVES):
+            pl.when(warpgroup == half)(functools.partial(weigh_half, half))
+
+        @pl.when(warpgroup == HALVES)
         def _() -> None:
+            plgpu.set_max_registers(REGISTERS_OF_OTHERS, action="decrease")
+
             @plgpu.warp_map
             def _(warp: Scalar) -> None:
                 @pl.when(warp == _LOADS)
@@ -184,7 +193,7 @@ def _launched(
         out_type=list(results),
         grid=(blocks,),
         grid_names=("block",),
-        num_threads=2,
+        num_threads=HALVES + 1,
         thread_name="warpgroup",
         scratch_types=Memory.types(call, inputs.arrays[0].dtype, owns_keys=owns_keys),
         compiler_params=plgpu.CompilerParams(approx_math=True),

@@ -12,6 +12,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from natten_jax.backends.blackwell.call import KEYS, ROWS, Call
 from natten_jax.backends.blackwell.memory import barriers, tiles
 
+#: Warpgroups that share a matrix of logits, a half of its columns each.
+HALVES = 2
+
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
@@ -73,11 +76,11 @@ class Memory:
             "products": matrix,
             "sums": [plgpu.TMEM((ROWS, width), jnp.float32) for _ in range(2 if owns_keys else 1)],
             "owned_is_in": barriers(1, copies[0]),
-            "owned_is_out": barriers(1),
+            "owned_is_out": barriers(1, HALVES),
             "other_is_in": barriers(slots, copies[1]),
             "other_is_out": barriers(slots, of_products=True),
             "logits_are_in": barriers(1, of_products=True),
-            "gradients_are_in": barriers(1, of_products=True),
+            "gradients_are_in": barriers(1, HALVES, of_products=True),
             "gradients_are_out": barriers(1, of_products=True),
             "sums_are_in": barriers(1, of_products=True),
         }

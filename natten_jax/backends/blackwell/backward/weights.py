@@ -1,10 +1,12 @@
-"""A warpgroup of which each thread owns a row of logits: weights, and gradients of logits, from what was saved."""
+"""Weights, and gradients of logits, from what was saved.
+
+Two warpgroups have a half of the columns each, and each thread of one a row of these.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from natten_jax.backends.blackwell.backward.items import Owned, OwnedKeys, OwnedQueries, Pair
-from natten_jax.backends.blackwell.backward.memory import Memory
-from natten_jax.backends.blackwell.call import KEYS, Call, Item, Scalar
+from natten_jax.backends.blackwell.backward.memory import HALVES, Memory
+from natten_jax.backends.blackwell.call import KEYS, Call, Item, Pieces, Scalar
 from natten_jax.backends.blackwell.copies import copy_out
 from natten_jax.backends.blackwell.layout import Lines
 from natten_jax.backends.blackwell.masks import BY_ROWS, Windows, columns, every_row, hide, load_row, windows_of
@@ -23,8 +25,8 @@ from natten_jax.backends.blackwell.memory import wait, wait_if
 #: Numbers of queries.
 LOGSUMEXP, REMAINDER, DELTA = range(3)
 STATISTICS = 3
-#: Columns of logits that are in registers at a time, beside as many products.
-_AT_A_TIME = 64
+#: Columns of logits that a warpgroup has, beside as many products.
+_COLUMNS = KEYS // HALVES
 
 
 class Tables(NamedTuple):
@@ -63,49 +65,47 @@ class Rows:
 
 
 def query_gradients(
-    call: Call, memory: Memory, owned: OwnedQueries, tables: Tables, scale: Scalar, results: Sequence[Any]
+    call: Call, memory: Memory, half: int, owned: OwnedQueries, tables: Tables, scale: Scalar, results: Sequence[Any]
 ) -> None:
     """Work out the gradients of a tile of queries.
 
     Args:
         call: What runs.
         memory: Where logits are.
+        half: Which half of the columns.
         owned: The tile.
         tables: What is known of queries.
         scale: What they are multiplied by.
         results: References to the gradients, and to sums of products of logits and their gradients,
-            ``[items, 1, queries]``, where the scale is an array.
+            ``[items, HALVES, queries]``, where the scale is an array.
     """
     rows = Rows.of(call, owned.item, tables)
     has_sums = len(results) > 1
 
     def step(number: Scalar, sums: jax.Array) -> jax.Array:
-        for part, logits, _, gradients in _parts(call, memory, owned.pair(number), rows, number):
-            plgpu.async_store_tmem(memory.gradients.at[:, part], gradients.astype(memory.query.dtype))
-            sums = sums + jnp.sum(logits * gradients, axis=1) if has_sums else sums
+        logits, _, gradients = _worked_out(call, memory, half, owned.pair(number), rows, number)
+        plgpu.async_store_tmem(memory.gradients.at[:, _columns_of(half)], gradients.astype(memory.query.dtype))
         plgpu.commit_tmem()
         plgpu.barrier_arrive(memory.gradients_are_in)
-        return sums
+        return sums + jnp.sum(logits * gradients, axis=1) if has_sums else sums
 
     sums = jax.lax.fori_loop(0, owned.count, step, every_row(0.0))
     _wait_for_sums(memory, owned)
-    tile = memory.query.at[0]
-    _put(call.queries, memory.sums[0], scale, owned.count, tile)
-    plgpu.commit_smem()
-    copy_out(call.queries, call.query_pieces, owned.place, tile, results[0])
+    _write(call.queries, call.query_pieces, memory, half, owned, [(memory.sums[0], scale, memory.query, results[0])])
     if has_sums:
-        plgpu.store(results[1].at[call.number(owned.item), 0], sums, optimized=False)
+        plgpu.store(results[1].at[call.number(owned.item), half], sums, optimized=False)
     _leave(memory)
 
 
 def key_gradients(
-    call: Call, memory: Memory, owned: OwnedKeys, tables: Tables, scale: Scalar, results: Sequence[Any]
+    call: Call, memory: Memory, half: int, owned: OwnedKeys, tables: Tables, scale: Scalar, results: Sequence[Any]
 ) -> None:
     """Work out the gradients of a tile of keys and of values.
 
     Args:
         call: What runs.
         memory: Where logits are.
+        half: Which half of the columns.
         owned: The tile.
         tables: What is known of queries.
         scale: What gradients of keys are multiplied by in the end.
@@ -115,50 +115,46 @@ def key_gradients(
     def step(number: Scalar, none: None) -> None:
         pair = owned.pair(number)
         rows = Rows.of(call, pair.item, tables)
-        for part, _, weights, gradients in _parts(call, memory, pair, rows, number):
-            if rows.factor is not None:
-                gradients *= rows.factor
-            for matrix, numbers in ((memory.weights, weights), (memory.gradients, gradients)):
-                plgpu.store(matrix.at[:, part], numbers.astype(memory.query.dtype), optimized=False)
+        _, weights, gradients = _worked_out(call, memory, half, pair, rows, number)
+        if rows.factor is not None:
+            gradients *= rows.factor
+        for matrix, numbers in ((memory.weights, weights), (memory.gradients, gradients)):
+            plgpu.store(matrix.at[:, _columns_of(half)], numbers.astype(memory.query.dtype), optimized=False)
         plgpu.commit_smem()
         plgpu.barrier_arrive(memory.gradients_are_in)
 
     jax.lax.fori_loop(0, owned.count, step, None)
     _wait_for_sums(memory, owned)
-    tiles = memory.key.at[0], memory.value.at[0]
-    for sums, factor, tile in zip(memory.sums, (scale, None), tiles, strict=True):
-        _put(call.keys, sums, factor, owned.count, tile)
-    plgpu.commit_smem()
-    for tile, result in zip(tiles, results, strict=True):
-        copy_out(call.keys, call.key_pieces, owned.place, tile, result)
+    of_keys, of_values = memory.sums
+    sums = [(of_keys, scale, memory.key, results[0]), (of_values, None, memory.value, results[1])]
+    _write(call.keys, call.key_pieces, memory, half, owned, sums)
     _leave(memory)
 
 
-def _parts(
-    call: Call, memory: Memory, pair: Pair, rows: Rows, number: Scalar
-) -> Iterator[tuple[Any, jax.Array, jax.Array, jax.Array]]:
-    """Columns of a pair, and of them products of queries and keys, weights, and gradients of logits."""
+def _worked_out(
+    call: Call, memory: Memory, half: int, pair: Pair, rows: Rows, number: Scalar
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of a half of a pair's columns, products of queries and keys, weights, and gradients of logits."""
     wait(memory.logits_are_in)
     wait_if(number > 0, memory.gradients_are_out)
-    is_full = pair.is_full
-    logsumexp, remainder, delta = (columns(numbers, _AT_A_TIME) for numbers in rows.statistics)
-    for first in range(0, KEYS, _AT_A_TIME):
-        part = pl.ds(first, _AT_A_TIME)
-        logits = plgpu.async_load_tmem(memory.logits.at[:, part], layout=BY_ROWS)
-        products = plgpu.async_load_tmem(memory.products.at[:, part], layout=BY_ROWS)
-        plgpu.wait_load_tmem()
-        scaled = jax.lax.cond(
-            is_full,
-            lambda scaled: scaled,
-            functools.partial(_hide, call, pair, rows, first),
-            logits * rows.scale,
-        )
-        weights = jnp.exp2((scaled - logsumexp) - remainder)
-        yield part, logits, weights, weights * (products - delta)
+    logits, products = (
+        plgpu.async_load_tmem(matrix.at[:, _columns_of(half)], layout=BY_ROWS)
+        for matrix in (memory.logits, memory.products)
+    )
+    plgpu.wait_load_tmem()
+    scaled = jax.lax.cond(
+        pair.is_full,
+        lambda scaled: scaled,
+        lambda scaled: hide(call, scaled, pair.first, rows.windows, half * _COLUMNS),
+        logits * rows.scale,
+    )
+    logsumexp, remainder, delta = (columns(numbers, _COLUMNS) for numbers in rows.statistics)
+    weights = jnp.exp2((scaled - logsumexp) - remainder)
+    return logits, weights, weights * (products - delta)
 
 
-def _hide(call: Call, pair: Pair, rows: Rows, first_column: int, logits: jax.Array) -> jax.Array:
-    return hide(call, logits, pair.first, rows.windows, first_column)
+def _columns_of(half: int) -> Any:
+    return pl.ds(half * _COLUMNS, _COLUMNS)
 
 
 def _wait_for_sums(memory: Memory, owned: Owned) -> None:
@@ -166,14 +162,34 @@ def _wait_for_sums(memory: Memory, owned: Owned) -> None:
     wait(memory.sums_are_in)
 
 
-def _put(lines: Lines, sums: Any, factor: Scalar | None, count: Scalar, tile: Any) -> None:
-    """Sums of so many pairs, multiplied by a factor, in the place of a tile of tokens."""
-    for block in range(lines.blocks):
-        numbers = plgpu.async_load_tmem(sums.at[:, pl.ds(block * lines.block, lines.block)], layout=BY_ROWS)
+def _write(
+    lines: Lines,
+    pieces: Pieces,
+    memory: Memory,
+    half: int,
+    owned: Owned,
+    sums: Sequence[tuple[Any, Scalar | None, Any, Any]],
+) -> None:
+    """Copy sums out, multiplied by factors, by way of the tiles that are owned; warpgroups take blocks in turns.
+
+    Args:
+        lines: How the results lie.
+        pieces: Their tile.
+        memory: Where the sums are.
+        half: The warpgroup.
+        owned: Whose they are.
+        sums: References to sums, with a factor, and references to a tile and to the result.
+    """
+    parts = [(*each, block) for each in sums for block in range(lines.blocks)][half::HALVES]
+    for numbers, factor, tiles, _, block in parts:
+        part = plgpu.async_load_tmem(numbers.at[:, pl.ds(block * lines.block, lines.block)], layout=BY_ROWS)
         plgpu.wait_load_tmem()
-        numbers = numbers if factor is None else numbers * factor
-        numbers = jax.lax.cond(count > 0, lambda numbers: numbers, jnp.zeros_like, numbers)
-        plgpu.store(tile.at[block], numbers.astype(tile.dtype), optimized=False)
+        part = part if factor is None else part * factor
+        part = jax.lax.cond(owned.count > 0, lambda part: part, jnp.zeros_like, part)
+        plgpu.store(tiles.at[0, block], part.astype(tiles.dtype), optimized=False)
+    plgpu.commit_smem()
+    for _, _, tiles, result, block in parts:
+        copy_out(lines, pieces, owned.place, {block: tiles.at[0, block]}, result)
 
 
 def _leave(memory: Memory) -> None:
