@@ -134,17 +134,16 @@ def _executions(row: Row, pass_: Pass) -> dict[str, Any]:
     from natten_jax.plan.request import Request
 
     found: dict[str, Any] = {}
-    heads = row.batch * row.heads
     for each in PASSES[: 1 + PASSES.index(pass_)]:
         device = Device("tpu", is_present=False)
         plan = plan_with(TpuBackend(), Request(row.problem, Performance()), device, each)
         arrays: Any = (row.array,) * 3
         call = call_of(plan, Operands(Inputs(*arrays)), alignment(row.problem))
         if each == "forward":
-            found["natten_jax_tpu_forward"] = tpu_visits.of_query_programs(call, heads)
+            found["natten_jax_tpu_forward"] = tpu_visits.of_query_programs(call)
         else:
-            found["natten_jax_tpu_query_gradient"] = tpu_visits.of_query_programs(call, heads)
-            found["natten_jax_tpu_key_gradients"] = tpu_visits.of_key_programs(call, heads)
+            found["natten_jax_tpu_query_gradient"] = tpu_visits.of_query_programs(call)
+            found["natten_jax_tpu_key_gradients"] = tpu_visits.of_key_programs(call)
         found[f"{each} tiles"] = plan.tiles
     return found
 

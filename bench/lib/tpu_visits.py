@@ -17,9 +17,9 @@ from natten_jax.windows import Axis
 LANES = 128
 
 
-def of_query_programs(call: Call, batch_heads: int) -> dict[str, Any]:
+def of_query_programs(call: Call) -> dict[str, Any]:
     """Of a kernel that owns queries: steps, tiles, and chunks that are multiplied without a mask and with one."""
-    grid = query_grid(call, batch_heads)
+    grid = query_grid(call)
     tables = [np.asarray(visits.boxes) for visits in call.visits]
     full = masked = active = boxes = 0
     groups = itertools.product(*(range(visits.lengths.groups) for visits in call.visits))
@@ -30,14 +30,13 @@ def of_query_programs(call: Call, batch_heads: int) -> dict[str, Any]:
                 of_step = _chunks(call, tile, step)
                 full, masked, active = full + of_step[0], masked + of_step[1], active + 1
             boxes += math.prod(row[COUNT] for row in tile)
-    heads, widths = grid[0], (call.plan.problem.head_dim, call.plan.problem.head_dim_v)
-    tiles = math.prod(grid[:5])
+    heads, tiles = grid[0], math.prod(grid[:5])
     return {
         "steps": math.prod(grid),
         "active": heads * active,
         "tiles": tiles,
         "bodies": [heads * full, heads * masked],
-        "copied": batch_heads * boxes * _tokens_bytes(call, call.keys.tile_tokens, widths),
+        "copied": heads * call.together * boxes * _tokens_bytes(call, call.keys.tile_tokens),
     }
 
 
@@ -63,7 +62,7 @@ def _chunks(call: Call, tile: Any, step: Any) -> tuple[int, int]:
     return full, max(end - begin, 0) - full
 
 
-def of_key_programs(call: Call, batch_heads_kv: int) -> dict[str, Any]:
+def of_key_programs(call: Call) -> dict[str, Any]:
     """Of the kernel that owns keys: a tile of keys with tiles of queries that see some of it."""
     full = masked = 0
     boxes, tiles = ([np.asarray(getattr(v, table)) for v in call.visits] for table in ("boxes", "tiles"))
@@ -79,21 +78,21 @@ def of_key_programs(call: Call, batch_heads_kv: int) -> dict[str, Any]:
                 all_ += int(((cores[:, CORE_FIRST] <= at) & (cores[:, CORE_END] >= at + size)).sum())
             meeting, whole = meeting * seen, whole * all_
         full, masked = full + whole, masked + meeting - whole
-    steps = [call.heads // call.heads_kv, *(max(visits.most_tiles, 1) for visits in call.visits)]
-    programs = batch_heads_kv * call.groups * math.prod(call.keys.grid)
-    heads = batch_heads_kv * steps[0]
-    widths = call.plan.problem.head_dim, call.plan.problem.head_dim_v
+    steps = [call.queries.heads.count // call.keys.heads.count, *(max(visits.most_tiles, 1) for visits in call.visits)]
+    heads = call.leading * call.queries.heads.blocks
+    programs = heads // steps[0] * call.groups * math.prod(call.keys.grid)
     return {
         "steps": programs * math.prod(steps),
         "active": heads * (full + masked),
         "tiles": programs,
         "bodies": [heads * full, heads * masked],
-        "copied": heads * (full + masked) * _tokens_bytes(call, call.queries.tile_tokens, widths),
+        "copied": heads * (full + masked) * _tokens_bytes(call, call.queries.tile_tokens),
     }
 
 
-def _tokens_bytes(call: Call, tokens: int, widths: tuple[int, int]) -> int:
-    """Bytes of so many tokens of two arrays: rows are padded to whole registers."""
+def _tokens_bytes(call: Call, tokens: int) -> int:
+    """Bytes of so many tokens of two arrays: rows of a head or a pack are padded to whole registers."""
+    widths = (call.pack * width for width in (call.plan.problem.head_dim, call.plan.problem.head_dim_v))
     return tokens * call.plan.problem.element.bytes * sum(-(-width // LANES) * LANES for width in widths)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 
@@ -16,6 +17,7 @@ from natten_jax.arrays.operands import Inputs, Operands, Output
 from natten_jax.backends.select import plan_with
 from natten_jax.backends.tpu import chunks
 from natten_jax.backends.tpu.backend import TpuBackend
+from natten_jax.backends.tpu.packs import pack_of
 from natten_jax.performance import PASSES, Performance, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.request import Request
@@ -120,6 +122,35 @@ def test_biases_of_keys() -> None:
     ]
     family = Family.of(InterpretedTpuBackend())
     check_all([Trial(case, dtype) for case in cases for dtype in family.dtypes], family)
+
+
+@pytest.mark.usefixtures("_known")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_packs_of_narrow_heads(dtype: str) -> None:
+    """Two packs of four, one of three with unequal widths, and boxes of several chunks."""
+    scales = tuple((-1) ** i * 0.1 * (i + 1) for i in range(8))
+    eight = Case((5, 20), (3, 6), stride=(1, 2), batch=2, scales=scales).with_heads(8, 8)
+    three = Case((41,), (9,), dilation=(2,), is_causal=(True,), head_dim=24, head_dim_v=16).with_heads(3, 3)
+    large = Case((24, 64), (21, 50), is_causal=(False, True), scales=(0.3, -0.2)).with_heads(2, 2)
+    cases = [dataclasses.replace(eight, head_dim=32), three, dataclasses.replace(large, head_dim=32)]
+    check_all([Trial(case, dtype, seed) for seed, case in enumerate(cases)], Family.of(InterpretedTpuBackend()))
+
+
+@pytest.mark.parametrize(
+    ("heads", "widths", "pack"),
+    [
+        ((2, 2), (32, 32), 2),
+        ((8, 8), (32, 32), 4),
+        ((5, 5), (16, 24), 5),
+        ((6, 6), (32, 32), 1),
+        ((8, 8), (24, 24), 1),
+        ((8, 8), (32, 16), 1),
+        ((4, 2), (32, 32), 1),
+        ((2, 2), (40, 32), 1),
+    ],
+)
+def test_which_heads_are_packed(heads: tuple[int, int], widths: tuple[int, int], pack: int) -> None:
+    assert pack_of(*heads, widths) == pack
 
 
 @pytest.mark.usefixtures("_known")

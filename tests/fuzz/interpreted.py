@@ -110,10 +110,7 @@ def _programs(problem: Fuzzed) -> int:
     origins = problem.origins()
     operands = Operands(Inputs(query, key, value), None if origins is None else jax.numpy.asarray(origins))
     _, plans = plans_of(problem.backend, problem.description(), Performance(**problem.tiles))
-    grids = [
-        query_grid(call_of(plan, operands, alignment(plan.problem)), query.shape[0] * query.shape[-2])
-        for plan in plans.values()
-    ]
+    grids = [query_grid(call_of(plan, operands, alignment(plan.problem))) for plan in plans.values()]
     return max(math.prod(grid) for grid in grids)
 
 

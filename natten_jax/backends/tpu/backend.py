@@ -12,6 +12,7 @@ from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
 from natten_jax.backends.base import Backend, Platform
 from natten_jax.backends.native_backend import delta
 from natten_jax.backends.row_statistics import LOG2_E, logsumexp_and_remainder
+from natten_jax.backends.tpu.packs import pack_of
 from natten_jax.backends.tpu.tiles import LARGEST_BOX, LARGEST_TILE, alignment, recommended
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device
@@ -45,8 +46,9 @@ class TpuBackend(Backend):
         return recommended(problem, pass_)
 
     def largest_tiles(self, problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
-        """Most tokens of a tile."""
-        return LARGEST_TILE, LARGEST_BOX if pass_ == "forward" else LARGEST_TILE
+        """Most tokens of a tile: each has a row for every head of a pack."""
+        tile = LARGEST_TILE // pack_of(problem.heads, problem.heads_kv, (problem.head_dim, problem.head_dim_v))
+        return tile, LARGEST_BOX if pass_ == "forward" else tile
 
     def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
         """Whether the kernels accept this pair: the last extents fill whole registers."""
@@ -63,8 +65,8 @@ class TpuBackend(Backend):
 
         call = call_of(plan, operands, alignment(plan.problem))
         out, statistics = forward(call, *call.laid_out(operands), _scales(plan, operands))
-        rows = logsumexp_and_remainder(*call.queries.of_tiles(statistics, call.heads))
-        return Saved(call.queries.restored(out, call.heads), *rows)
+        rows = logsumexp_and_remainder(*call.queries.of_tiles(statistics))
+        return Saved(call.queries.restored(out), *rows)
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
         """Compute the gradients of the differentiable operands."""
@@ -79,9 +81,9 @@ class TpuBackend(Backend):
         statistics = call.queries.in_tiles([logsumexp, remainder, delta(saved.out, *cotangents)])
         scales = _scales(plan, operands)
         of_query = query_gradient(call, *arrays, statistics, scales)
-        of_query = call.queries.restored(of_query, call.heads)
+        of_query = call.queries.restored(of_query)
         of_key, of_value = key_gradients(call, *arrays, statistics, scales)
-        heads = 1 if operands.inputs.scale is None else call.heads
+        heads = 1 if operands.inputs.scale is None else call.queries.heads.count
         scale = scales.reshape(-1, *(1,) * plan.problem.rank, heads, 1)
         of_scale = None
         if operands.inputs.scale is not None:
@@ -89,8 +91,8 @@ class TpuBackend(Backend):
             of_scale = jnp.sum(products, axis=(*range(1, 1 + plan.problem.rank), -1))
         return Gradients(
             (of_query * scale).astype(operands.inputs.query.dtype),
-            call.keys.restored(of_key, call.heads_kv),
-            call.keys.restored(of_value, call.heads_kv),
+            call.keys.restored(of_key),
+            call.keys.restored(of_value),
             scale=of_scale,
         )
 

@@ -14,7 +14,6 @@ from jax.experimental.pallas import tpu as pltpu
 from natten_jax.backends.tpu.boxes import Chunk, KeyBox, sees_all, visit, visit_keys
 from natten_jax.backends.tpu.kernels import (
     INDICES,
-    LANES,
     LOG2_E,
     Call,
     Place,
@@ -27,6 +26,7 @@ from natten_jax.backends.tpu.kernels import (
     first_of,
     last_of,
     matrix,
+    queries_of,
     scale_of,
     semantics,
 )
@@ -41,6 +41,7 @@ from natten_jax.backends.tpu.masks import (
     slab_bounds,
     window_scratch,
 )
+from natten_jax.backends.tpu.packs import LANES, side_by_side
 from natten_jax.backends.tpu.query_programs import common_specs, is_last, query_grid, query_spec, rows_spec
 
 #: Rows of what a query's weights and their gradients are computed from.
@@ -70,10 +71,10 @@ def query_gradient(
         key: Likewise.
         value: Likewise.
         out_gradient: Cotangent of the output.
-        statistics: Rows of each query, ``[batch * heads, groups, *tiles, 3, tokens]``.
+        statistics: Of each row, ``[batch * leading, blocks, groups, *tiles, 3, rows]``.
         scale: Factors of the logits.
     """
-    tokens, width, width_v = call.queries.tile_tokens, query.shape[-1], value.shape[-1]
+    width, width_v = call.width(query), call.width(value)
 
     def kernel(*refs: Any) -> None:
         tables, bounds, rest = refs[:3], refs[3:5], refs[5:]
@@ -90,10 +91,11 @@ def query_gradient(
 
         def add(chunk: Chunk, is_masked: bool) -> None:
             keys = chunk.of(call, k.at[0])
-            logits = contract(call, matrix(q.at[0]), keys, (1, 1)) * (scale_of(factor, place.head) * LOG2_E)
+            logits = contract(call, queries_of(call, q.at[0]), keys, (1, 1))
+            logits *= scale_of(call, factor, place.head) * LOG2_E
             if is_masked:
                 logits = jnp.where(mask.hidden(chunk), HIDDEN, logits)
-            products = contract(call, matrix(do.at[0]), chunk.of(call, v.at[0]), (1, 1))
+            products = contract(call, queries_of(call, do.at[0]), chunk.of(call, v.at[0]), (1, 1))
             logsumexp, remainder, delta = (across(of_queries[i], logits.shape[1]) for i in range(STATISTICS))
             gradients = _weights(logits, logsumexp, remainder) * (products - delta)
             mixed[...] += contract(call, gradients.astype(keys.dtype), keys, (1, 0))
@@ -102,19 +104,19 @@ def query_gradient(
 
         @pl.when(is_last(call, place))
         def _() -> None:
-            dq[...] = mixed[...].reshape(dq.shape)
+            dq[...] = side_by_side(mixed[...], call.pack).reshape(dq.shape)
 
     return called(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
-            grid=query_grid(call, query.shape[0]),
+            grid=query_grid(call),
             in_specs=[*common_specs(call, width, width_v), query_spec(call, width_v), rows_spec(call, STATISTICS)],
             out_specs=query_spec(call, width),
             scratch_shapes=[
                 window_scratch(call),
-                pltpu.VMEM((STATISTICS, tokens, LANES), jnp.float32),
-                pltpu.VMEM((tokens, width), jnp.float32),
+                pltpu.VMEM((STATISTICS, call.rows, LANES), jnp.float32),
+                pltpu.VMEM((call.rows, width), jnp.float32),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(query.shape, jnp.float32),
@@ -139,11 +141,12 @@ class _KeyPrograms:
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self.heads = call.heads // call.heads_kv
+        self.heads = call.queries.heads.count // call.keys.heads.count
         self.steps = [self.heads, *(max(visits.most_tiles, 1) for visits in call.visits)]
 
-    def grid(self, heads: int) -> tuple[int, ...]:
-        """Heads of all batch entries, dilation groups, tiles, query heads, and tiles of queries."""
+    def grid(self) -> tuple[Any, ...]:
+        """Heads or packs of all batch entries, dilation groups, tiles, query heads, and tiles of queries."""
+        heads = self.call.leading // self.heads * self.call.queries.heads.blocks
         return heads, self.call.groups, *self.call.keys.grid, *self.steps
 
     def here(self) -> tuple[Place, Scalar]:
@@ -156,13 +159,15 @@ class _KeyPrograms:
 
     def spec(self, shape: Sequence[Any], index: Any) -> pl.BlockSpec:
         """A block of an array, from a function of a program's place, its query head, and its tables."""
-        count = len(self.grid(1))
+        count = len(self.grid())
         return pl.BlockSpec(tuple(shape), lambda *indices: index(*self._split(indices[:count]), indices[count:]))
 
     def query_head(self, place: Place, own: Scalar) -> Scalar:
-        """The query head of a step, with its batch entry."""
-        batch, head = divided(place.head, self.call.heads_kv)
-        return batch * self.call.heads + head * self.heads + own
+        """The query head of a step, or the pack, with its batch entry."""
+        if self.heads == 1:
+            return place.head
+        batch, head = divided(place.head, self.call.keys.heads.count)
+        return batch * self.call.queries.heads.count + head * self.heads + own
 
     def seeing(self, place: Place, tables: Sequence[Any]) -> tuple[list[Scalar], Scalar]:
         """The tile of queries of a step along each dimension, that of the last step where there are no more, and
@@ -193,23 +198,25 @@ def key_gradients(
     Logits are ``[keys, queries]``, so that no product has a transposed operand. The query heads of a key head are gone
     over one after another.
     """
-    tokens = call.queries.tile_tokens
     programs = _KeyPrograms(call)
 
     def of_key(place: Place, own: Scalar, tables: Sequence[Any]) -> tuple[Any, ...]:
-        return (place.head, call.key_group(place.group, tables[:3]), *place.tile, 0)
+        first, last = call.block_of(place.head)
+        return (first, call.key_group(place.group, tables[:3]), *place.tile, last)
 
     def of_query(place: Place, own: Scalar, tables: Sequence[Any]) -> tuple[Any, ...]:
-        return (programs.query_head(place, own), place.group, *programs.seeing(place, tables[3:])[0], 0)
+        first, last = call.block_of(programs.query_head(place, own))
+        return (first, place.group, *programs.seeing(place, tables[3:])[0], last)
 
     def of_statistics(place: Place, own: Scalar, tables: Sequence[Any]) -> tuple[Any, ...]:
-        return (*of_query(place, own, tables), 0)
+        first, *tile, last = of_query(place, own, tables)
+        return (first, last, *tile, 0, 0)
 
     def bounds_spec(dim: int) -> pl.BlockSpec:
         def index(place: Place, own: Scalar, tables: Sequence[Any]) -> tuple[Any, ...]:
             return call.group_of(place.group)[dim], programs.seeing(place, tables[3:])[0][dim], 0, 0
 
-        return programs.spec((None, None, 2, tokens), index)
+        return programs.spec((None, None, 2, call.rows), index)
 
     def kernel(*refs: Any) -> None:
         tables, (factor, q, k, v, do, stats, *bounds, dk, dv, key_sum, value_sum) = refs[:6], refs[6:]
@@ -222,8 +229,8 @@ def key_gradients(
             value_sum[...] = jnp.zeros_like(value_sum)
 
         def add(is_masked: bool) -> None:
-            queries, outs = matrix(q), matrix(do)
-            scale_of_head = scale_of(factor, programs.query_head(place, own))
+            queries, outs = queries_of(call, q), queries_of(call, do)
+            scale_of_head = scale_of(call, factor, programs.query_head(place, own), axis=1)
             logits = contract(call, matrix(k), queries, (1, 1)) * (scale_of_head * LOG2_E)
             if is_masked:
                 logits = hidden_from(call, logits, firsts, bounds)
@@ -231,6 +238,8 @@ def key_gradients(
             logsumexp, remainder, delta = (stats[i : i + 1, :] for i in range(STATISTICS))
             weights = _weights(logits, logsumexp, remainder)
             gradients = weights * (products - delta)
+            if call.pack > 1:
+                gradients, scale_of_head = gradients * scale_of_head, 1
             value_sum[...] += contract(call, weights.astype(outs.dtype), outs, (1, 0))
             key_sum[...] += contract(call, gradients.astype(queries.dtype), queries, (1, 0)) * scale_of_head
 
@@ -246,25 +255,24 @@ def key_gradients(
             dv[...] = value_sum[...].reshape(dv.shape).astype(dv.dtype)
 
     query_block, key_block = (None, None, *call.queries.tile), (None, None, *call.keys.tile)
-    specs = [programs.spec((*key_block, array.shape[-1]), of_key) for array in (key, value)]
+    widths = [call.width(array) for array in (key, value)]
+    specs = [programs.spec((*key_block, width), of_key) for width in widths]
     return list(
         called(
             kernel,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=6,
-                grid=programs.grid(key.shape[0]),
+                grid=programs.grid(),
                 in_specs=[
                     pl.BlockSpec(memory_space=pltpu.SMEM),
-                    programs.spec((*query_block, query.shape[-1]), of_query),
+                    programs.spec((*query_block, widths[0]), of_query),
                     *specs,
-                    programs.spec((*query_block, value.shape[-1]), of_query),
-                    programs.spec((None, None, None, None, None, STATISTICS, tokens), of_statistics),
+                    programs.spec((*query_block, widths[1]), of_query),
+                    programs.spec((*(None,) * 6, STATISTICS, call.rows), of_statistics),
                     *map(bounds_spec, range(3)),
                 ],
                 out_specs=specs,
-                scratch_shapes=[
-                    pltpu.VMEM((call.keys.tile_tokens, array.shape[-1]), jnp.float32) for array in (key, value)
-                ],
+                scratch_shapes=[pltpu.VMEM((call.keys.tile_tokens, width), jnp.float32) for width in widths],
             ),
             out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (key, value)],
             compiler_params=semantics(4),

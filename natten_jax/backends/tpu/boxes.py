@@ -117,6 +117,8 @@ def box_spec(call: Call, width: int) -> pl.BlockSpec:
     def index(place: Place, tables: Sequence[Any]) -> tuple[Scalar, ...]:
         x, y, z = (box.first for box in key_boxes(call, place, tables))
         key_group = call.key_group(place.group, tables)
-        return call.kv_head(place.head) * call.heads_of_program, key_group, x, y, pl.multiple_of(z, call.alignment), 0
+        first, last = call.block_of(place.head)
+        first = call.kv_head(first) * call.together
+        return first, key_group, x, y, pl.multiple_of(z, call.alignment), last * width
 
-    return spec([*map(pl.Element, (call.heads_of_program, 1, *call.keys.tile, width))], index)
+    return spec([*map(pl.Element, (call.together, 1, *call.keys.tile, width))], index)

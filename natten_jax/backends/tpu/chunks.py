@@ -15,15 +15,22 @@ from natten_jax.problem import Shape
 
 #: Coordinate of a key that no query sees.
 NOWHERE = -(2**30)
-#: Keys of a chunk, for tiles of few and of many queries. Four matrix units take 128 each.
+#: Keys of a chunk, for tiles of few and of many rows. Four matrix units take 128 each.
 OF_FEW, OF_MANY, _FEW = 1024, 512, 128
-#: Most logits of a chunk.
+#: Most logits of a chunk, and of the chunks of several heads or packs that go together; most of these.
 MOST_LOGITS = 512 * 512
+_MOST_OF_ALL, _MOST_TOGETHER = 2 * MOST_LOGITS, 16
+
+
+def together(leading: int, logits: int) -> int:
+    """How many heads or packs of so many go together, where each has one chunk of so many logits."""
+    most = max(1, min(_MOST_TOGETHER, _MOST_OF_ALL // logits))
+    return math.gcd(leading, 1 << (most.bit_length() - 1))
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """The chunks of a box.
+    """The chunks of a box, which rows of queries go over.
 
     Attributes:
         box: Keys of the box along each dimension.
@@ -34,9 +41,9 @@ class Chunks:
     keys: int
 
     @classmethod
-    def of(cls, box: Shape, queries: int, alignment: int) -> Chunks:
-        """Those of a box that a tile of queries goes over; they begin at multiples of an alignment."""
-        most = min(OF_FEW if queries <= _FEW else OF_MANY, MOST_LOGITS // queries // alignment * alignment)
+    def of(cls, box: Shape, rows: int, alignment: int) -> Chunks:
+        """Those of a box that so many rows go over; they begin at multiples of an alignment."""
+        most = min(OF_FEW if rows <= _FEW else OF_MANY, MOST_LOGITS // rows // alignment * alignment)
         return cls(box, min(math.prod(box), max(most, alignment)))
 
     @property

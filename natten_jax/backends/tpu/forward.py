@@ -6,6 +6,7 @@ stand in all lanes of a row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,6 @@ from jax.experimental.pallas import tpu as pltpu
 
 from natten_jax.backends.tpu.boxes import Chunk, key_boxes, visit_keys
 from natten_jax.backends.tpu.kernels import (
-    LANES,
     LOG2_E,
     Call,
     Place,
@@ -23,7 +23,7 @@ from natten_jax.backends.tpu.kernels import (
     called,
     contract,
     first_of,
-    matrix,
+    queries_of,
     rows_of_columns,
     scale_of,
     semantics,
@@ -38,6 +38,7 @@ from natten_jax.backends.tpu.masks import (
     slab_bounds,
     window_scratch,
 )
+from natten_jax.backends.tpu.packs import LANES, side_by_side
 from natten_jax.backends.tpu.query_programs import common_specs, is_last, query_grid, query_spec, rows_spec
 
 #: What sums of weights are taken for, at least: those of queries that see nothing are 0, and so is what they mix.
@@ -49,25 +50,32 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
 
     Args:
         call: What runs.
-        query: ``[batch * heads, groups, *lengths, head_dim]``.
-        key: ``[batch * heads_kv, groups, *lengths, head_dim]``.
+        query: ``[batch * heads, groups, *lengths, head_dim]``, or packed, as :class:`Layout` has it.
+        key: ``[batch * heads_kv, groups, *lengths, head_dim]``, likewise.
         value: Likewise, of ``head_dim_v``.
         scale: float32 ``[batch * heads]`` or ``[1]``: factors of the logits.
 
     Returns:
         The output, laid out as the query; maxima of the logits in base 2 and sums of the weights,
-        ``[batch * heads, groups, *tiles, 2, tokens]``.
+        ``[batch * leading, blocks, groups, *tiles, 2, rows]``.
     """
-    tokens, width, together = call.queries.tile_tokens, value.shape[-1], call.heads_of_program
-    grid = query_grid(call, query.shape[0])
+    width, together = call.width(value), call.together
+    grid = query_grid(call)
 
-    def finish(head: int, out: Any, statistics: Any, maxima: jax.Array, sums: jax.Array, mix: jax.Array) -> None:
-        inverse = jnp.reciprocal(jnp.maximum(sums, _SMALLEST_SUM))
-        out[head] = (mix * across(inverse, width)).reshape(out.shape[1:]).astype(out.dtype)
-        statistics[head] = rows_of_columns(maxima, sums)
+    def finish(out: Any, statistics: Any, found: Sequence[tuple[jax.Array, jax.Array, jax.Array]]) -> None:
+        """Write maxima, sums and sums of values of each pack."""
+        rows = rows_of_columns([column for maxima, sums, _ in found for column in (maxima, sums)])
+        for pack, (_, sums, mix) in enumerate(found):
+            inverse = jnp.reciprocal(jnp.maximum(sums, _SMALLEST_SUM))
+            mixed = side_by_side(mix * across(inverse, width), call.pack)
+            out[pack] = mixed.reshape(out.shape[1:]).astype(out.dtype)
+            statistics[pack] = rows[2 * pack : 2 * pack + 2, :]
+
+    def in_all_lanes(column: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(column, (call.rows, LANES))
 
     def with_one_chunk(*refs: Any) -> None:
-        """For tiles that have all their keys in one chunk: of several heads at a time, which share the mask."""
+        """For tiles that have all their keys in one chunk: of several packs at a time, which share the mask."""
         tables, bounds, rest = refs[:3], refs[3:5], refs[5:]
         factor, coordinates, last, q, k, v, out, statistics, windows = rest
         place = Place.here()
@@ -75,20 +83,19 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
         mask = QueryMask(call, place, bounds, coordinates, windows)
         chunk = Chunk(0, 0, key_boxes(call, place, tables))
         hidden = mask.hidden(chunk)
-        # In this order the compiler overlaps what the heads have to wait for.
-        heads, found = range(together), []
-        products = [contract(call, matrix(q.at[head]), chunk.of(call, k.at[head]), (1, 1)) for head in heads]
-        for head in heads:
-            values = chunk.of(call, v.at[head])
-            scaled = products[head] * (scale_of(factor, place.head * together + head) * LOG2_E)
+        # In this order the compiler overlaps what the packs have to wait for.
+        packs, found = range(together), []
+        products = [contract(call, queries_of(call, q.at[pack]), chunk.of(call, k.at[pack]), (1, 1)) for pack in packs]
+        for pack in packs:
+            values = chunk.of(call, v.at[pack])
+            scaled = products[pack] * (scale_of(call, factor, call.pack_number(place.head, pack)) * LOG2_E)
             logits = jnp.where(hidden, HIDDEN, scaled)
             maxima = jnp.maximum(jnp.max(logits, axis=1, keepdims=True), SMALLEST_MAXIMUM)
             weights = jnp.exp2(logits - maxima)
             sums = jnp.sum(weights, axis=1, keepdims=True)
             mix = contract(call, weights.astype(values.dtype), values, (1, 0))
-            found.append((*(jnp.broadcast_to(each, (tokens, LANES)) for each in (maxima, sums)), mix))
-        for head in heads:
-            finish(head, out, statistics, *found[head])
+            found.append((in_all_lanes(maxima), in_all_lanes(sums), mix))
+        finish(out, statistics, found)
 
     def with_chunks(*refs: Any) -> None:
         """For all others: a chunk after another one, and what they come to in scratch memory."""
@@ -96,10 +103,10 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
         factor, coordinates, last, q, k, v, out, statistics, windows, maximum, total, mixed = rest
         place = Place.here()
         mask = QueryMask(call, place, bounds, coordinates, windows)
-        to_base_2 = scale_of(factor, place.head) * LOG2_E
+        to_base_2 = scale_of(call, factor, place.head) * LOG2_E
 
         def add(chunk: Chunk, is_masked: bool) -> None:
-            logits = contract(call, matrix(q.at[0]), chunk.of(call, k.at[0]), (1, 1)) * to_base_2
+            logits = contract(call, queries_of(call, q.at[0]), chunk.of(call, k.at[0]), (1, 1)) * to_base_2
             if is_masked:
                 logits = jnp.where(mask.hidden(chunk), HIDDEN, logits)
             before = maximum[...]
@@ -123,22 +130,24 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
 
         @pl.when(is_last(call, place))
         def _() -> None:
-            finish(0, out, statistics, maximum[...], total[...], mixed[...])
+            finish(out, statistics, [(maximum[...], total[...], mixed[...])])
 
-    state = [pltpu.VMEM((tokens, lanes), jnp.float32) for lanes in (LANES, LANES, width)]
+    state = [pltpu.VMEM((call.rows, lanes), jnp.float32) for lanes in (LANES, LANES, width)]
     return list(
         called(
             with_one_chunk if call.is_single else with_chunks,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=5,
                 grid=grid,
-                in_specs=common_specs(call, query.shape[-1], width),
+                in_specs=common_specs(call, call.width(query), width),
                 out_specs=[query_spec(call, width), rows_spec(call, 2)],
                 scratch_shapes=[window_scratch(call), *([] if call.is_single else state)],
             ),
             out_shape=[
-                jax.ShapeDtypeStruct((*query.shape[:-1], width), query.dtype),
-                jax.ShapeDtypeStruct((query.shape[0], *grid[1:5], 2, tokens), jnp.float32),
+                jax.ShapeDtypeStruct((*query.shape[:-1], value.shape[-1]), query.dtype),
+                jax.ShapeDtypeStruct(
+                    (query.shape[0], call.queries.heads.blocks, *grid[1:5], 2, call.rows), jnp.float32
+                ),
             ],
             compiler_params=semantics(3),
             name="natten_jax_tpu_forward",

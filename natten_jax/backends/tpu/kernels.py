@@ -17,17 +17,13 @@ from jax.experimental.pallas import tpu as pltpu
 from natten_jax.arrays.avals import vary_alike
 from natten_jax.arrays.operands import Operands
 from natten_jax.backends.row_statistics import LOG2_E as LOG2_E  # the kernels find it here
-from natten_jax.backends.tpu.chunks import Chunks
+from natten_jax.backends.tpu.chunks import Chunks, together
 from natten_jax.backends.tpu.layout import Layout
+from natten_jax.backends.tpu.packs import LANES, Heads, of_heads, pack_of, stacked
 from natten_jax.backends.tpu.visits import COLUMNS, KEY_GROUP, Lengths, Visits
 from natten_jax.native.abi import KERNEL_RANK
 from natten_jax.plan.plan import Plan
 from natten_jax.windows import Axis
-
-LANES = 128
-
-#: Most queries of all heads of a program that has several.
-_TOGETHER = 1024
 
 #: Indices of a program that owns queries.
 INDICES = 2 + 2 * KERNEL_RANK
@@ -45,31 +41,35 @@ class Call:
         queries: How queries lie.
         keys: How keys lie.
         visits: Of each of three token dimensions.
-        heads: Query heads.
-        heads_kv: Key/value heads.
         alignment: Boxes of keys begin at multiples of it along the last dimension.
-        batch_heads: Query heads of all batch entries; may be a symbol.
+        leading: Extent of the first dimension of queries; may be a symbol.
     """
 
     plan: Plan
     queries: Layout
     keys: Layout
     visits: tuple[Visits, ...]
-    heads: int
-    heads_kv: int
     alignment: int
-    batch_heads: Any
+    leading: Any
+
+    @property
+    def pack(self) -> int:
+        """Heads of a pack."""
+        return self.queries.heads.pack
+
+    @property
+    def rows(self) -> int:
+        """Rows of a program's logits: queries of its tile, of each head of a pack."""
+        return self.pack * self.queries.tile_tokens
 
     @functools.cached_property
-    def heads_of_program(self) -> int:
-        """How many heads a program of the forward pass has, and a block: several, where each has little to do."""
-        if not (self.is_single and self.plan.pass_ == "forward" and self.heads == self.heads_kv):
+    def together(self) -> int:
+        """How many packs, or heads, a program of the forward pass has: several, where each has little to do."""
+        heads = self.queries.heads
+        if not (self.is_single and self.plan.pass_ == "forward" and heads == self.keys.heads):
             return 1
-        of_all = self.batch_heads if isinstance(self.batch_heads, int) else self.heads
-        tokens = max(self.queries.tile_tokens, self.keys.tile_tokens // 2)
-        return max(
-            count for count in (1, 2, 4, 8) if of_all % count == 0 and (count == 1 or count * tokens <= _TOGETHER)
-        )
+        of_all = self.leading if isinstance(self.leading, int) else heads.leading
+        return together(of_all, self.rows * self.keys.tile_tokens)
 
     @property
     def lengths(self) -> list[Lengths]:
@@ -79,7 +79,7 @@ class Call:
     @property
     def chunks(self) -> Chunks:
         """How programs that own queries cut their boxes of keys."""
-        return Chunks.of(self.keys.tile, self.queries.tile_tokens, self.alignment)
+        return Chunks.of(self.keys.tile, self.rows, self.alignment)
 
     @property
     def is_single(self) -> bool:
@@ -112,12 +112,26 @@ class Call:
         """What kernels that own keys know of their tiles of queries."""
         return [jnp.asarray(visits.tiles).reshape(-1) for visits in self.visits]
 
+    def width(self, array: jax.Array) -> int:
+        """That of a row of an array that a program reads."""
+        return array.shape[-1] // self.queries.heads.blocks
+
+    def block_of(self, head: Scalar) -> tuple[Scalar, Scalar]:
+        """The first dimension's block of a program's heads, and the pack of its last one."""
+        return divided(head, self.queries.heads.blocks)
+
+    def pack_number(self, head: Scalar, own: int) -> Scalar:
+        """The number among all of a pack, or head, of those that a program has."""
+        first, last = self.block_of(head)
+        return (first * self.together + own) * self.queries.heads.blocks + last
+
     def kv_head(self, head: Scalar) -> Scalar:
-        """The key/value head, with its batch entry, of a query head with its own."""
-        if self.heads == self.heads_kv:
+        """The key/value head, with its batch entry, of a query head with its own, where heads are first."""
+        heads, heads_kv = self.queries.heads.count, self.keys.heads.count
+        if heads == heads_kv:
             return head
-        batch, head = divided(head, self.heads)
-        return batch * self.heads_kv + divided(head, self.heads // self.heads_kv)[0]
+        batch, head = divided(head, heads)
+        return batch * heads_kv + divided(head, heads // heads_kv)[0]
 
     def group_of(self, group: Scalar) -> list[Scalar]:
         """A dilation group along each dimension."""
@@ -159,21 +173,18 @@ def call_of(plan: Plan, operands: Operands, alignment: int) -> Call:
         origins = None if operands.origins is None else tuple(operands.origins[:, dim])
         visits.append(Visits.of(axis, lengths, queries[dim], keys[dim], origins, step))
     groups = tuple(each.lengths.groups for each in visits)
+    heads, heads_kv = inputs.query.shape[-2], inputs.key.shape[-2]
+    pack = pack_of(heads, heads_kv, (inputs.query.shape[-1], inputs.value.shape[-1]))
+    q_lengths, kv_lengths = (tuple(getattr(each.lengths, name) for each in visits) for name in ("queries", "keys"))
     return Call(
         plan,
-        Layout(tuple(own), groups, tuple(each.lengths.queries for each in visits), q_tile, (0, 0, 0)),
+        Layout(Heads(heads, pack), tuple(own), groups, q_lengths, q_tile, (0, 0, 0)),
         Layout(
-            tuple(others),
-            groups,
-            tuple(each.lengths.keys for each in visits),
-            kv_tile,
-            tuple(each.lengths.before for each in visits),
+            Heads(heads_kv, pack), tuple(others), groups, kv_lengths, kv_tile, tuple(v.lengths.before for v in visits)
         ),
         tuple(visits),
-        inputs.query.shape[-2],
-        inputs.key.shape[-2],
         alignment,
-        inputs.query.shape[0] * inputs.query.shape[-2],
+        inputs.query.shape[0] * (1 if pack > 1 else heads),
     )
 
 
@@ -269,15 +280,22 @@ def contract(call: Call, left: jax.Array, right: jax.Array, dims: tuple[int, int
     )
 
 
-def scale_of(scales: Any, head: Scalar) -> Any:
-    """The factor of a head's logits: that of all heads, or its own."""
-    return scales[0 if scales.shape == (1,) else head]
+def scale_of(call: Call, scales: Any, pack: Scalar, axis: int = 0) -> Any:
+    """The factor of a pack's logits: that of all heads, or of each row its own, along an axis of them."""
+    if scales.shape == (1,):
+        return scales[0]
+    return of_heads([scales[pack * call.pack + own] for own in range(call.pack)], call.queries.tile_tokens, axis)
 
 
 def matrix(ref: Any) -> jax.Array:
     """A tile of tokens as ``[tokens, width]``."""
     array = ref[...]
     return array.reshape(-1, array.shape[-1])
+
+
+def queries_of(call: Call, ref: Any) -> jax.Array:
+    """A tile of queries, or what is alike, as ``[rows, width]``."""
+    return stacked(matrix(ref), call.pack)
 
 
 def across(columns: jax.Array, width: int) -> jax.Array:
@@ -287,10 +305,13 @@ def across(columns: jax.Array, width: int) -> jax.Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
-def rows_of_columns(first: jax.Array, second: jax.Array) -> jax.Array:
-    """Two numbers of rows, each as :func:`across` wants them, as ``[2, rows]``."""
-    lanes = jax.lax.broadcasted_iota(jnp.int32, first.shape, 1)
-    return jnp.where(lanes == 0, first, second).T[0:2, :]
+def rows_of_columns(numbers: Sequence[jax.Array]) -> jax.Array:
+    """Some numbers of rows, each as :func:`across` wants them, as ``[LANES, rows]``, of which as many are filled."""
+    found = numbers[0]
+    lanes = jax.lax.broadcasted_iota(jnp.int32, found.shape, 1)
+    for at, each in enumerate(numbers[1:], start=1):
+        found = jnp.where(lanes == at, each, found)
+    return found.T
 
 
 def columns(row: jax.Array) -> jax.Array:

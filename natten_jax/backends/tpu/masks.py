@@ -19,7 +19,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from natten_jax.backends.tpu.boxes import Chunk, KeyBox
 from natten_jax.backends.tpu.chunks import NOWHERE
-from natten_jax.backends.tpu.kernels import LANES, Call, Place, Scalar, across, columns, spec
+from natten_jax.backends.tpu.kernels import Call, Place, Scalar, across, columns, spec
+from natten_jax.backends.tpu.packs import LANES
 from natten_jax.native.abi import KERNEL_RANK
 
 #: Logit of a key that a query does not see; below what a maximum begins with, so that its weight is 0.
@@ -87,7 +88,7 @@ class QueryMask:
     windows: Any
 
     def hidden(self, chunk: Chunk) -> jax.Array:
-        """Which keys of a chunk queries do not see, ``[queries, keys]``."""
+        """Which keys of a chunk rows of queries do not see, ``[rows, keys]``."""
         x_tile, y_tile, _ = self.call.queries.tile
         boxes = chunk.boxes
         keys = [self.coordinates[chunk.number, dim : dim + 1, :] + box.first for dim, box in enumerate(boxes)]
@@ -99,6 +100,7 @@ class QueryMask:
             for y in range(y_tile):
                 seen = self._seen(1, y, keys[1], boxes[1], of_x)
                 slabs.append((seen < first) | (seen >= end))
+        slabs *= self.call.pack
         return slabs[0] if len(slabs) == 1 else jnp.concatenate(slabs, axis=0)
 
     def _seen(self, dim: int, query: int, keys: jax.Array, box: KeyBox, coordinates: jax.Array) -> jax.Array:
@@ -116,14 +118,15 @@ class QueryMask:
 
 
 def query_bounds(call: Call) -> list[jax.Array]:
-    """First and end of the keys that each query of a tile sees, ``[groups, tiles, 2, tokens]`` by dimension."""
+    """First and end of the keys that each row of a tile sees, ``[groups, tiles, 2, rows]`` by dimension."""
     found = []
     for dim, visits in enumerate(call.visits):
         array = jnp.asarray(visits.bounds)
         shape = [1] * KERNEL_RANK
         shape[dim] = array.shape[-1]
         array = jnp.broadcast_to(array.reshape(*array.shape[:3], *shape), (*array.shape[:3], *call.queries.tile))
-        found.append(array.reshape(*array.shape[:3], call.queries.tile_tokens))
+        array = array.reshape(*array.shape[:3], call.queries.tile_tokens)
+        found.append(jnp.tile(array, call.pack))
     return found
 
 

@@ -13,9 +13,10 @@ from natten_jax.backends.tpu.kernels import Call, Place, last_of, spec
 from natten_jax.backends.tpu.masks import key_coordinates_spec, last_bounds_spec
 
 
-def query_grid(call: Call, heads: int) -> tuple[int, ...]:
-    """Heads of all batch entries, dilation groups, tiles, and boxes of keys."""
-    return heads // call.heads_of_program, call.groups, *call.queries.grid, *_steps(call)
+def query_grid(call: Call) -> tuple[Any, ...]:
+    """Heads or packs of all batch entries, dilation groups, tiles, and boxes of keys."""
+    programs = call.leading // call.together * call.queries.heads.blocks
+    return programs, call.groups, *call.queries.grid, *_steps(call)
 
 
 def _steps(call: Call) -> list[int]:
@@ -28,17 +29,21 @@ def is_last(call: Call, place: Place) -> Any:
 
 
 def query_spec(call: Call, width: int) -> pl.BlockSpec:
-    """The tile of a program."""
-    return spec(
-        (call.heads_of_program, None, *call.queries.tile, width),
-        lambda place, _: (place.head, place.group, *place.tile, 0),
-    )
+    """The tile of a program, of rows of a pack's width."""
+
+    def index(place: Place, _: Any) -> tuple[Any, ...]:
+        first, last = call.block_of(place.head)
+        return first, place.group, *place.tile, last
+
+    return spec((call.together, None, *call.queries.tile, width), index)
 
 
 def rows_spec(call: Call, count: int) -> pl.BlockSpec:
-    """Numbers of its queries, ``[count, tokens]``."""
-    shape = call.heads_of_program, None, None, None, None, count, call.queries.tile_tokens
-    return spec(shape, lambda place, _: (place.head, place.group, *place.tile, 0, 0))
+    """Numbers of its rows, ``[count, rows]``."""
+    return spec(
+        (call.together, *(None,) * 5, count, call.rows),
+        lambda place, _: (*call.block_of(place.head), place.group, *place.tile, 0, 0),
+    )
 
 
 def common_specs(call: Call, width: int, width_v: int) -> list[pl.BlockSpec]:

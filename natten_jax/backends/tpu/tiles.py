@@ -11,10 +11,12 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from natten_jax.backends.tpu.chunks import MOST_LOGITS, Chunks
+from natten_jax.backends.tpu.chunks import MOST_LOGITS, Chunks, together
+from natten_jax.backends.tpu.packs import LANES, pack_of
 from natten_jax.backends.tpu.visits import before_keys
 from natten_jax.performance import Pass, TilePair
 from natten_jax.problem import Problem, Shape
@@ -25,11 +27,13 @@ LARGEST_TILE, LARGEST_BOX = 1024, 32768
 #: Most bytes of a tile of queries, of a box of keys with its values (of which two are in VMEM at a time), and of a tile
 #: of keys of the backward pass.
 _MOST_BYTES, _MOST_BOX_BYTES = 512 * 1024, 5_600_000
-#: Bundles of a grid's step beside all else, of a chunk, and of a tile for each of its queries.
-_STEP, _CHUNK, _QUERY = 220, 50, 1.05
-#: Those of a program that has its keys in one chunk: of each of its heads, and for each of their queries.
-_HEAD, _OF_ROW = 40, 0.25
-#: Bundles of a chunk's products that nothing overlaps with: of few queries, and of more.
+#: Bundles of a grid's step beside all else, of a chunk, and of a tile for each of its rows.
+_STEP, _CHUNK, _ROW = 220, 50, 1.05
+#: Those of a program that has its keys in one chunk, of each head or pack of it, and of each row.
+_PROGRAM, _OF_PACK, _OF_ROW = 300, 10, 0.6
+#: Those of XLA for a token of one array, where it pads.
+_PADDED = 0.5
+#: Bundles of a chunk's products that nothing overlaps with: of few rows, and of more.
 _LATENCY_OF_FEW, _LATENCY = 180, 80
 #: Bundles for the softmax of 1024 logits, and for a product of 128 rows with a matrix of 128 x 128 elements, by as
 #: many matrix units as v5e has.
@@ -38,7 +42,6 @@ _UNITS = 4
 #: Products of a step of each kernel.
 _FORWARD, _QUERY_GRADIENT, _KEY_GRADIENTS = 2, 3, 4
 _LISTED = 6
-_LANES = 128
 
 
 def alignment(problem: Problem) -> int:
@@ -48,17 +51,32 @@ def alignment(problem: Problem) -> int:
 
 def recommended(problem: Problem, pass_: Pass) -> list[TilePair]:
     """Query and key/value tiles, the fastest first."""
-    return _recommended(
-        problem.axes, (problem.head_dim, problem.head_dim_v), problem.element.bytes, alignment(problem), pass_
-    )
+    widths = problem.head_dim, problem.head_dim_v
+    pack = pack_of(problem.heads, problem.heads_kv, widths)
+    leading = problem.batch * (1 if pack > 1 else problem.heads)
+    # Heads that share keys do not go together.
+    packs = _Packs(leading if problem.heads == problem.heads_kv else 1, pack, (widths[0] * pack, widths[1] * pack))
+    return _recommended(problem.axes, packs, problem.element.bytes, alignment(problem), pass_)
+
+
+class _Packs(NamedTuple):
+    """What the model knows of packs, or of heads where these are first.
+
+    Attributes:
+        leading: How many there may be in a program.
+        heads: Heads of one.
+        widths: Elements of a row of queries and keys, and of values.
+    """
+
+    leading: int
+    heads: int
+    widths: tuple[int, int]
 
 
 @functools.lru_cache(maxsize=1024)
-def _recommended(
-    axes: tuple[Axis, ...], widths: tuple[int, int], element_bytes: int, step: int, pass_: Pass
-) -> list[TilePair]:
-    of_token = element_bytes * sum(-(-width // _LANES) * _LANES for width in widths)
-    most = min(LARGEST_TILE, 2 * _MOST_BYTES // of_token)
+def _recommended(axes: tuple[Axis, ...], packs: _Packs, element_bytes: int, step: int, pass_: Pass) -> list[TilePair]:
+    of_token = element_bytes * sum(-(-width // LANES) * LANES for width in packs.widths)
+    most = min(LARGEST_TILE, 2 * _MOST_BYTES // of_token) // packs.heads
     steps = (*(1 for _ in axes[1:]), step)
     costs: dict[TilePair, float] = {}
     for q_tile in _shapes([-(-axis.query_extent // axis.dilation) for axis in axes], step, most):
@@ -66,11 +84,11 @@ def _recommended(
         hull = [-(-max(each) // each_step) * each_step for each, each_step in zip(spans, steps, strict=True)]
         if pass_ == "forward":
             for box in _boxes(hull, steps, min(LARGEST_BOX, _MOST_BOX_BYTES // of_token)):
-                costs[q_tile, box] = _of_queries(axes, spans, (q_tile, box), widths, step)
+                costs[q_tile, box] = _of_queries(axes, spans, (q_tile, box), packs, step)
         else:
             for kv_tile in _shapes(hull, step, most):
-                if math.prod(q_tile) * math.prod(kv_tile) <= MOST_LOGITS:
-                    costs[q_tile, kv_tile] = _of_backward(axes, spans, (q_tile, kv_tile), widths)
+                if packs.heads * math.prod(q_tile) * math.prod(kv_tile) <= MOST_LOGITS:
+                    costs[q_tile, kv_tile] = _of_backward(axes, spans, (q_tile, kv_tile), packs)
     return heapq.nsmallest(_LISTED, costs, key=lambda pair: costs[pair])
 
 
@@ -103,7 +121,7 @@ def _shapes(lengths: Sequence[int], step: int, most: int) -> Iterator[Shape]:
     """Tiles of a box: parts of each dimension that are about equal."""
     *leading, last = lengths
     of_last = {-(-length // step) * step for length in _parts(last, most)}
-    aligned = {length // _LANES * _LANES for length in of_last if length > _LANES}
+    aligned = {length // LANES * LANES for length in of_last if length > LANES}
     for tile in itertools.product(*(_parts(length, 64) for length in leading), sorted(of_last | aligned)):
         if math.prod(tile) <= most:
             yield tile
@@ -115,59 +133,75 @@ def _parts(length: int, most: int) -> list[int]:
     return sorted(part for part in whole | {2**i for i in range(length.bit_length())} if part <= most)
 
 
-def _products(queries: int, keys: int, widths: tuple[int, int], products: int) -> float:
-    """Bundles of the products and the softmax of so many queries and keys."""
-    columns, depth = -(-keys // _LANES), -(-max(widths) // _LANES)
-    of_products = products * queries / _LANES * columns * depth * _PRODUCT
+def _products(rows: int, keys: int, widths: tuple[int, int], products: int) -> float:
+    """Bundles of the products and the softmax of so many rows and keys."""
+    columns, depth = -(-keys // LANES), -(-max(widths) // LANES)
+    of_products = products * rows / LANES * columns * depth * _PRODUCT
     if columns % _UNITS:
         of_products = min(of_products * -(-columns // _UNITS) * _UNITS / columns, of_products + 2 * _LATENCY)
-    return max(of_products, queries * columns * _LANES / 1024 * _SOFTMAX * products / _FORWARD)
+    return max(of_products, rows * columns * LANES / 1024 * _SOFTMAX * products / _FORWARD)
 
 
 def _of_queries(
-    axes: Sequence[Axis], spans: Sequence[Sequence[int]], pair: TilePair, widths: tuple[int, int], step: int
+    axes: Sequence[Axis], spans: Sequence[Sequence[int]], pair: TilePair, packs: _Packs, step: int
 ) -> float:
-    """What the forward pass of a head executes."""
+    """What the forward pass of a pack executes."""
     q_tile, box = pair
-    queries, chunks = math.prod(q_tile), Chunks.of(box, math.prod(q_tile), step)
+    rows = packs.heads * math.prod(q_tile)
+    chunks, padded = Chunks.of(box, rows, step), _of_padding(axes, q_tile, step)
     tiles = math.prod(map(len, spans)) * math.prod(axis.dilation for axis in axes)
     boxes = [[-(-span // extent) for span in each] for each, extent in zip(spans, box, strict=True)]
     if chunks.count == 1 and max(map(max, boxes)) == 1:
-        # Several heads go together, and hide each other's latency.
-        of_logits = queries * -(-chunks.keys // _LANES) * _LANES / 1024
-        return tiles * (
-            _HEAD + _OF_ROW * queries + 1.25 * _products(queries, chunks.keys, widths, _FORWARD) + of_logits
-        )
+        # Several go together, and hide each other's latency.
+        columns, depth = -(-chunks.keys // LANES), -(-max(packs.widths) // LANES)
+        of_products = _FORWARD * rows / LANES * columns * depth * _PRODUCT
+        of_program = _PROGRAM / together(packs.leading, rows * chunks.keys)
+        return padded + tiles * (of_program + _OF_PACK + _OF_ROW * rows + of_products)
     programs = math.prod(max(each) * len(each) for each in boxes)
     # Keys behind the last one that a tile sees are passed over along the dimension that is cut.
     visited = 1.0
     for dim, (each, extent) in enumerate(zip(spans, box, strict=True)):
         whole = [-(-span // extent) * extent for span in each]
         visited *= sum(each if dim == chunks.cut else whole) / extent
-    latency = _LATENCY_OF_FEW if queries <= _LANES else _LATENCY
-    of_chunk = _CHUNK + latency + _products(queries, chunks.keys, widths, _FORWARD)
+    latency = _LATENCY_OF_FEW if rows <= LANES else _LATENCY
+    of_chunk = _CHUNK + latency + _products(rows, chunks.keys, packs.widths, _FORWARD)
     dilated = math.prod(axis.dilation for axis in axes)
-    return dilated * (programs * _STEP + visited * math.prod(box) / chunks.keys * of_chunk) + tiles * _QUERY * queries
+    of_steps = dilated * (programs * _STEP + visited * math.prod(box) / chunks.keys * of_chunk)
+    return padded + of_steps + tiles * _ROW * rows
 
 
-def _of_backward(
-    axes: Sequence[Axis], spans: Sequence[Sequence[int]], pair: TilePair, widths: tuple[int, int]
-) -> float:
-    """What the kernels of the backward pass execute for a dilation group of a head."""
+def _of_padding(axes: Sequence[Axis], q_tile: Shape, step: int) -> float:
+    """What XLA executes to pad queries to whole tiles, and keys and values to where boxes begin."""
+    steps = [*(1 for _ in axes[1:]), step]
+    queries = [-(-axis.query_extent // (tile * axis.dilation)) * tile for axis, tile in zip(axes, q_tile, strict=True)]
+    keys = [
+        -(-(before_keys(axis, tile, each) + -(-axis.kv_extent // axis.dilation)) // each) * each
+        for axis, tile, each in zip(axes, q_tile, steps, strict=True)
+    ]
+    own = math.prod(axis.query_extent // axis.dilation for axis in axes)
+    others = math.prod(axis.kv_extent // axis.dilation for axis in axes)
+    groups = math.prod(axis.dilation for axis in axes)
+    of_queries = math.prod(queries) if math.prod(queries) != own else 0
+    of_keys = 2 * math.prod(keys) if math.prod(keys) != others else 0
+    return _PADDED * groups * (of_queries + of_keys)
+
+
+def _of_backward(axes: Sequence[Axis], spans: Sequence[Sequence[int]], pair: TilePair, packs: _Packs) -> float:
+    """What the kernels of the backward pass execute for a dilation group of a pack."""
     q_tile, kv_tile = pair
-    queries, keys = math.prod(q_tile), math.prod(kv_tile)
+    rows, keys = packs.heads * math.prod(q_tile), math.prod(kv_tile)
     boxes = [[-(-span // extent) for span in each] for each, extent in zip(spans, kv_tile, strict=True)]
     visited, programs = math.prod(map(sum, boxes)), math.prod(max(each) * len(each) for each in boxes)
 
     def of_step(products: int) -> float:
-        return _STEP + _LATENCY + _products(queries, keys, widths, products)
+        return _STEP + _LATENCY + _products(rows, keys, packs.widths, products)
 
     of_queries = (programs - visited) * _STEP + visited * of_step(_QUERY_GRADIENT)
-    of_queries += math.prod(map(len, spans)) * 2 * _QUERY * queries
+    of_queries += math.prod(map(len, spans)) * 2 * _ROW * rows
     kv_tiles = [-(-axis.kv_extent // axis.dilation) / extent for axis, extent in zip(axes, kv_tile, strict=True)]
     # A tile of keys is seen by about as many tiles of queries as there are pairs of both for each.
     seen = math.prod(
         max(1.0, sum(span / kv + 1 for span in each) / math.ceil(tiles)) * math.ceil(tiles)
         for each, kv, tiles in zip(spans, kv_tile, kv_tiles, strict=True)
     )
-    return of_queries + seen * of_step(_KEY_GRADIENTS) + math.prod(kv_tiles) * 2 * _QUERY * keys
+    return of_queries + seen * of_step(_KEY_GRADIENTS) + math.prod(kv_tiles) * 2 * _ROW * keys
