@@ -31,6 +31,8 @@ FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
 Ranges = tuple[tuple[int, int], ...]
 
+_NO_BIASES: dict[str, Any] = {"relative_bias": False, "key_bias": None}
+
 #: Head dimensions beyond those of ``random_case``: where kernels for wider heads take over, and just above.
 WIDE_HEADS = (64, 72, 96, 128, 136, 192, 256)
 #: Most tokens of the few large problems, and of a tile.
@@ -228,6 +230,7 @@ def draw(family: Family, operators: tuple[str, ...], seed: int, number: int, is_
         is_direct=is_direct,
         spoiled=spoiled,
     )
+    problem = _with_terms_of(problem, family)
     if not is_direct and spoiled is None and rng.random() < 0.4:
         problem = dataclasses.replace(problem, case=placed(rng, problem.case, family))
     # Parts of a dimension that wraps have the tokens of their neighbors beside theirs, not where these are.
@@ -260,8 +263,25 @@ def _with_logit_terms(rng: np.random.Generator, case: Case, family: Family) -> C
     )
 
 
+def _with_terms_of(problem: Fuzzed, family: Family) -> Fuzzed:
+    """The problem without the biases that the backend does not add to its logits, or its kernels do not."""
+    backend, case = backends.find(problem.backend, problem.operator), problem.case
+    if problem.is_direct and backend.key_bias_by_columns:
+        case = dataclasses.replace(case, key_bias=None)
+    without: tuple[dict[str, Any], ...] = {}, {"relative_bias": False}, {"key_bias": None}, _NO_BIASES
+    for changes in without:
+        changed = dataclasses.replace(problem, case=dataclasses.replace(case, **changes))
+        biases = {"relative_bias": changed.case.relative_bias, "key_bias": changed.case.key_bias is not None}
+        if not any(biases.values()):
+            return changed
+        described = dataclasses.replace(changed.description(), **biases)
+        if all(backend.rejection(described, devices.default_device(), pass_) is None for pass_ in PASSES):
+            return changed
+    raise AssertionError
+
+
 def _without_logit_terms(case: Case) -> Case:
-    return dataclasses.replace(case, relative_bias=False, key_bias=None, sinks=False)
+    return dataclasses.replace(case, **_NO_BIASES, sinks=False)
 
 
 def _spoiled(rng: np.random.Generator, case: Case, needs_gpu: bool) -> tuple[Case, Spoiled]:

@@ -39,6 +39,8 @@ class HopperBackend(NativeBackend):
     dtypes = ("float16", "bfloat16")
     edges = EDGES
     wraps_by_strips = True
+    biases = ("key_bias",)
+    key_bias_by_columns = True
     head_dim_step = _LIMITS.get("head_dim_step", 1)
     largest_head_dim = _LIMITS.get("largest_head_dim")
     targets: ClassVar = {"forward": (_FORWARD, _FORWARD_CONTINUED), "backward": backward.TARGETS}
