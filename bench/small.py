@@ -19,7 +19,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ class Row:
         else:
             tiles = {}
         backend = None if family == "none" else f"{family}-fna"
-        return lambda q, k, v: operator(q, k, v, **window, **tiles, backend=backend)
+        return lambda q, k, v, **terms: operator(q, k, v, **window, **tiles, backend=backend, **terms)
 
     def _large_tiles(self, window: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         """The recommended tiles of the portable kernels, but for those of small windows, which have fewer tokens."""
@@ -154,7 +154,16 @@ def sides_of(row: Row, pass_: Pass, families: list[str]) -> dict[str, Runner | s
 
 def measure(row: Row, pass_: Pass, families: list[str], turns: int) -> dict[str, Any]:
     """Microseconds of each side, the median and the range, and how many times those of the copy they are."""
-    sides = sides_of(row, pass_, families)
+    figures = figures_of(sides_of(row, pass_, families), turns)
+    copied = figures["copy"]["us"]
+    for side in figures.values():
+        if isinstance(side, dict):
+            side["times copy"] = side["us"] / copied
+    return {"row": row.name, "pass": pass_, "bytes": row.bytes_moved(pass_), "sides": figures}
+
+
+def figures_of(sides: Mapping[str, Runner | str], turns: int) -> dict[str, Any]:
+    """Microseconds of each side, the median and the range of turns after other data filled the cache."""
     filler = jnp.zeros((CACHE_BYTES // 4,), jnp.uint32)
 
     @jax.jit
@@ -174,10 +183,7 @@ def measure(row: Row, pass_: Pass, families: list[str], turns: int) -> dict[str,
     for name, iterations in zip(runners, found, strict=True):
         times = [sum(event.duration for event in events) / 1e3 for events in iterations]
         figures[name] = {"us": statistics.median(times), "range": [min(times), max(times)]}
-    copied = figures["copy"]["us"]
-    for name in runners:
-        figures[name]["times copy"] = figures[name]["us"] / copied
-    return {"row": row.name, "pass": pass_, "bytes": row.bytes_moved(pass_), "sides": figures}
+    return figures
 
 
 def main() -> None:

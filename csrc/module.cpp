@@ -49,8 +49,10 @@ PYBIND11_MODULE(_native, module) {
   module.def("limits", &natten_jax::limits, "What the kernels of every backend take, in builds without them, too.");
   module.def("estimate_of_small_windows", &natten_jax::estimate_of_small_windows, py::arg("axes"), py::arg("sizes"),
              py::arg("q_tile"), py::arg("kv_tile"), py::arg("is_backward"), py::arg("shared_memory"),
-             py::arg("multiprocessors"), py::arg("has_boxes"),
+             py::arg("multiprocessors"), py::arg("has_boxes"), py::arg("has_relative_bias"),
              "What the kernels for small windows launch for a pass with tiles; see natten_jax.native.");
+  module.def("bias_sums", &natten_jax::bias_sums, py::arg("axes"), py::arg("queries"), py::arg("tile"),
+             "What the gradient of a relative bias takes; see natten_jax.native.");
   module.def("additional_parts", &natten_jax::small::additional_parts, py::arg("columns"), py::arg("additional_kv"),
              "In how many parts gradients of additional tokens are added up; see natten_jax.native.");
   module.def(

@@ -8,6 +8,7 @@
 
 #include "cuda/sm80/forms.h"
 #include "cuda/sm90/forms.h"
+#include "cuda/small/bias_table.h"
 #include "cuda/small/region.h"
 #include "natten_jax/offset_table.h"
 #include "natten_jax/problem.h"
@@ -59,6 +60,7 @@ py::dict limits() {
                           "least_shared_memory"_a = sm80::kLeastSharedMemory, "wide_form_capabilities"_a = wide),
       "small"_a = py::dict("row_tokens"_a = small::kRows, "column_tokens"_a = small::kColumns,
                            "head_dims"_a = std::vector<int>(std::begin(small::kHeadDims), std::end(small::kHeadDims)),
+                           "largest_biased_head_dim"_a = small::kLargestBiasedHeadDim,
                            "additional_queries_at_once"_a = additional_queries_at_once),
       "sm90"_a =
           py::dict("head_dim_step"_a = sm90::kHeadDimStep, "largest_head_dim"_a = sm90::kLargestHeadDim,
@@ -67,12 +69,26 @@ py::dict limits() {
                    "shared_memory"_a = sm90::kSharedMemory, "tiles_worth_counting"_a = sm90::kTilesWorthCounting));
 }
 
+py::dict bias_sums(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
+                   const std::array<std::int64_t, kRank>& queries, const std::array<std::int64_t, kRank>& tile) {
+  Axis all[kRank]{};
+  std::int64_t tile_of[kRank];
+  for (int i = 0; i < kRank; ++i) {
+    for (std::size_t f = 0; f < kFieldsOfAxis; ++f) kAxisFields[f].set(all[i], axes[kFieldsOfAxis * i + f]);
+    all[i].query.local_extent = queries[i];
+    tile_of[i] = tile[i];
+  }
+  const small::BiasSums sums = small::bias_sums(all, tile_of);
+  return py::dict("tiles"_a = sums.tiles, "numbers"_a = sums.numbers, "parts"_a = sums.parts);
+}
+
 py::object estimate_of_small_windows(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
                                      const std::array<std::int64_t, 6>& sizes,
                                      const std::array<std::int64_t, kRank>& q_tile,
                                      const std::array<std::int64_t, kRank>& kv_tile, bool is_backward,
-                                     int shared_memory, int multiprocessors, bool has_boxes) {
-  Problem problem{ElementType::kBFloat16, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], 1.f, {}};
+                                     int shared_memory, int multiprocessors, bool has_boxes, bool has_relative_bias) {
+  Problem problem{ElementType::kBFloat16, sizes[0],       sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
+                  has_relative_bias,      {1.f, nullptr}, {}};
   for (int i = 0; i < kRank; ++i) {
     Axis& axis = problem.axes[i];
     for (std::size_t f = 0; f < kFieldsOfAxis; ++f) kAxisFields[f].set(axis, axes[kFieldsOfAxis * i + f]);

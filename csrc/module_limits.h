@@ -26,10 +26,22 @@ pybind11::dict limits();
 ///   shared_memory: bytes that a CTA may have.
 ///   multiprocessors: of the device.
 ///   has_boxes: whether it has the engine that copies boxes.
+///   has_relative_bias: whether the problem has one.
 pybind11::object estimate_of_small_windows(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
                                            const std::array<std::int64_t, 6>& sizes,
                                            const std::array<std::int64_t, kRank>& q_tile,
                                            const std::array<std::int64_t, kRank>& kv_tile, bool is_backward,
-                                           int shared_memory, int multiprocessors, bool has_boxes);
+                                           int shared_memory, int multiprocessors, bool has_boxes,
+                                           bool has_relative_bias);
+
+/// What the gradient of a relative bias takes of each batch entry and head: "tiles", whose records have "numbers" each
+/// and are added up in "parts".
+///
+/// Args:
+///   axes: as the attribute of that name of every target.
+///   queries: extents of the arrays.
+///   tile: shape of a tile of queries.
+pybind11::dict bias_sums(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
+                         const std::array<std::int64_t, kRank>& queries, const std::array<std::int64_t, kRank>& tile);
 
 }  // namespace natten_jax

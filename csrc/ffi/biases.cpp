@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "cuda/small/bias_table.h"
 #include "natten_jax/offset_table.h"
 
 namespace natten_jax::ffi {
@@ -16,6 +17,17 @@ Error check_relative_bias(const char* name, const AnyBuffer& array, const Proble
   const char* const rule = "it holds a number for each batch entry, head and offset, or nothing";
   if (!is_given) return check_array(name, array, DataType::F32, {0}, rule);
   return check_array(name, array, DataType::F32, {p.batch, p.heads, offset_table(p.axes).entries}, rule);
+}
+
+/// Checks that queries and keys of a relative bias are tokens of one layout.
+Error check_offsets(const Problem& p) {
+  for (const Axis& axis : p.axes) {
+    if (axis.query.extent == axis.kv.extent) continue;
+    return Error::InvalidArgument("natten_jax: relative_bias was given and query_extent is " +
+                                  std::to_string(axis.query.extent) + ", but it must be kv_extent, which is " +
+                                  std::to_string(axis.kv.extent));
+  }
+  return Error::Success();
 }
 
 /// Checks an array that has a number for each key, or none.
@@ -41,12 +53,7 @@ Error decode_biases(const AnyBuffer& relative_bias, const AnyBuffer& key_bias, C
           "share keys have more than " +
           std::to_string(kMostTableEntries) + ", and they must have at most as many");
     }
-    for (const Axis& axis : p.axes) {
-      if (axis.query.extent == axis.kv.extent) continue;
-      return Error::InvalidArgument("natten_jax: relative_bias was given and query_extent is " +
-                                    std::to_string(axis.query.extent) + ", but it must be kv_extent, which is " +
-                                    std::to_string(axis.kv.extent));
-    }
+    NATTEN_JAX_RETURN_IF_ERROR(check_offsets(p));
   }
   NATTEN_JAX_RETURN_IF_ERROR(check_relative_bias("relative_bias", relative_bias, p, has_table));
   NATTEN_JAX_RETURN_IF_ERROR(check_key_bias("key_bias", key_bias, p, has_keys));
@@ -63,6 +70,18 @@ Error decode_bias_gradients(xffi::Result<AnyBuffer> relative_bias, xffi::Result<
   NATTEN_JAX_RETURN_IF_ERROR(check_key_bias("result dkey_bias", *key_bias, p, arrays.key_bias != nullptr));
   arrays.relative_bias_gradient = static_cast<float*>(relative_bias->untyped_data());
   arrays.key_bias_gradient = static_cast<float*>(key_bias->untyped_data());
+  return Error::Success();
+}
+
+Error decode_table_of_products(const AnyBuffer& relative_bias, Call& call) {
+  Problem& p = call.problem;
+  if (relative_bias.element_count() == 0) return check_relative_bias("relative_bias", relative_bias, p, false);
+  NATTEN_JAX_RETURN_IF_ERROR(check_offsets(p));
+  NATTEN_JAX_RETURN_IF_ERROR(
+      check_array("relative_bias", relative_bias, DataType::F32, {p.batch, p.heads, small::BiasTable(p.axes).padded},
+                  "it holds a number for each batch entry, head and offset, filled up to fours"));
+  p.has_relative_bias = true;
+  call.arrays.relative_bias = static_cast<const float*>(relative_bias.untyped_data());
   return Error::Success();
 }
 

@@ -1,15 +1,20 @@
-// What a call of the host kernels adds to its logits, checked.
+// What a call adds to its logits, checked.
 #pragma once
 
 #include "ffi/decode.h"
 
 namespace natten_jax::ffi {
 
-/// Decodes the relative bias and the bias of keys of a call whose problem is known; none where an array is empty.
+/// Decodes the relative bias and the bias of keys of a call of the host kernels whose problem is known; none where an
+/// array is empty.
 xffi::Error decode_biases(const xffi::AnyBuffer& relative_bias, const xffi::AnyBuffer& key_bias, Call& call);
 
 /// Checks the results that are their gradients, as large as they are.
 xffi::Error decode_bias_gradients(xffi::Result<xffi::AnyBuffer> relative_bias, xffi::Result<xffi::AnyBuffer> key_bias,
                                   Call& call);
+
+/// Decodes the relative bias of a call of the kernels for small windows, as these have it: tables filled up to chunks,
+/// in products of queries and keys; none where the array is empty.
+xffi::Error decode_table_of_products(const xffi::AnyBuffer& relative_bias, Call& call);
 
 }  // namespace natten_jax::ffi

@@ -1,8 +1,10 @@
 // The handlers of the CUDA kernels for small windows, a form of the portable ones.
 #include <cuda_runtime_api.h>
 
+#include "cuda/small/bias_table.h"
 #include "cuda/small/forms.h"
 #include "cuda/small/launch.h"
+#include "ffi/biases.h"
 #include "ffi/cuda_support.h"
 #include "ffi/decode.h"
 #include "ffi/handler_support.h"
@@ -15,23 +17,46 @@ using xffi::AnyBuffer;
 using xffi::Error;
 using Result = xffi::Result<AnyBuffer>;
 
-Error small_forward(const ProblemOperands& operands, Result out, Result logsumexp, Result remainder,
-                    cudaStream_t stream, xffi::Dictionary dictionary) {
+Error small_forward(const ProblemOperands& operands, AnyBuffer relative_bias, Result out, Result logsumexp,
+                    Result remainder, cudaStream_t stream, xffi::Dictionary dictionary) {
   Call call;
   NATTEN_JAX_RETURN_IF_ERROR(
       decode_forward(operands, {out, logsumexp, remainder}, dictionary, 0, Memory::kDevice, call));
   NATTEN_JAX_RETURN_IF_ERROR(error_of(small::check_arrays(call.problem)));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_table_of_products(relative_bias, call));
   return error_of(small::run_forward(call.problem, call.tiles, call.arrays, stream));
 }
 
 XLA_FFI_DEFINE_HANDLER(kSmallForward, on_problem(small_forward),
-                       bind_forward().Ctx<xffi::PlatformStream<cudaStream_t>>().Attrs(),
+                       bind_problem()
+                           .Arg<AnyBuffer>()  // relative_bias
+                           .Ret<AnyBuffer>()  // out
+                           .Ret<AnyBuffer>()  // logsumexp
+                           .Ret<AnyBuffer>()  // remainder
+                           .Ctx<xffi::PlatformStream<cudaStream_t>>()
+                           .Attrs(),
                        {xffi::Traits::kCmdBufferCompatible});
 
-Error small_backward(const ProblemOperands& operands, AnyBuffer logsumexp, AnyBuffer remainder, AnyBuffer out,
-                     AnyBuffer out_cotangent, AnyBuffer logsumexp_cotangent, Result query_gradient, Result key_gradient,
-                     Result value_gradient, Result additional_keys_gradient, Result additional_values_gradient,
-                     Result statistics, Result additional_sums, cudaStream_t stream, xffi::Dictionary dictionary) {
+/// Checks the results that the gradient of a relative bias takes; they are empty where there is none.
+Error check_table_sums(const AnyBuffer& records, const AnyBuffer& sums, const Call& call) {
+  const Problem& p = call.problem;
+  const char* const rule = "it is what tiles of queries add to the gradient of relative_bias, or nothing";
+  if (!p.has_relative_bias) {
+    NATTEN_JAX_RETURN_IF_ERROR(check_array("result table_records", records, xffi::DataType::F32, {0}, rule));
+    return check_array("result table_sums", sums, xffi::DataType::F32, {0}, rule);
+  }
+  const small::BiasSums of = small::bias_sums(p.axes, call.tiles.kv);
+  NATTEN_JAX_RETURN_IF_ERROR(check_array("result table_records", records, xffi::DataType::F32,
+                                         {p.batch, p.heads, of.tiles, of.numbers}, rule));
+  return check_array("result table_sums", sums, xffi::DataType::F32,
+                     {of.parts, p.batch, p.heads, small::BiasTable(p.axes).padded}, rule);
+}
+
+Error small_backward(const ProblemOperands& operands, AnyBuffer relative_bias, AnyBuffer logsumexp, AnyBuffer remainder,
+                     AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumexp_cotangent, Result query_gradient,
+                     Result key_gradient, Result value_gradient, Result additional_keys_gradient,
+                     Result additional_values_gradient, Result statistics, Result additional_sums, Result table_records,
+                     Result table_sums, cudaStream_t stream, xffi::Dictionary dictionary) {
   Call call;
   NATTEN_JAX_RETURN_IF_ERROR(decode_backward(
       operands, {&logsumexp, &remainder, &out, &out_cotangent, &logsumexp_cotangent, nullptr},
@@ -39,6 +64,7 @@ Error small_backward(const ProblemOperands& operands, AnyBuffer logsumexp, AnyBu
       0, Memory::kDevice, call));
   const Problem& problem = call.problem;
   NATTEN_JAX_RETURN_IF_ERROR(error_of(small::check_arrays(problem)));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_table_of_products(relative_bias, call));
   NATTEN_JAX_RETURN_IF_ERROR(check_array("result statistics", *statistics, xffi::DataType::F32,
                                          {problem.batch, problem.queries(), problem.heads, 4},
                                          "it is four numbers for each query and head"));
@@ -47,13 +73,16 @@ Error small_backward(const ProblemOperands& operands, AnyBuffer logsumexp, AnyBu
       "result additional_sums", *additional_sums, xffi::DataType::F32,
       {parts, problem.batch, problem.additional_kv, problem.heads_kv, problem.head_dim + problem.head_dim_v},
       "it is what each part of the queries adds to gradients"));
-  const small::Scratch scratch{static_cast<float*>(statistics->untyped_data()),
-                               static_cast<float*>(additional_sums->untyped_data())};
+  NATTEN_JAX_RETURN_IF_ERROR(check_table_sums(*table_records, *table_sums, call));
+  const auto numbers = [](const Result& result) { return static_cast<float*>(result->untyped_data()); };
+  const small::Scratch scratch{numbers(statistics), numbers(additional_sums), numbers(table_records),
+                               numbers(table_sums)};
   return error_of(small::run_backward(problem, call.tiles, call.arrays, scratch, stream));
 }
 
 XLA_FFI_DEFINE_HANDLER(kSmallBackward, on_problem(small_backward),
                        bind_gradients(bind_problem()
+                                          .Arg<AnyBuffer>()   // relative_bias
                                           .Arg<AnyBuffer>()   // logsumexp
                                           .Arg<AnyBuffer>()   // remainder
                                           .Arg<AnyBuffer>()   // out
@@ -61,6 +90,8 @@ XLA_FFI_DEFINE_HANDLER(kSmallBackward, on_problem(small_backward),
                                           .Arg<AnyBuffer>())  // logsumexp_cotangent
                            .Ret<AnyBuffer>()                  // statistics
                            .Ret<AnyBuffer>()                  // additional_sums
+                           .Ret<AnyBuffer>()                  // table_records
+                           .Ret<AnyBuffer>()                  // table_sums
                            .Ctx<xffi::PlatformStream<cudaStream_t>>()
                            .Attrs(),
                        {xffi::Traits::kCmdBufferCompatible});

@@ -184,13 +184,18 @@ def _gradients_of(problem: Problem, operands: Operands, results: Sequence[jax.Ar
     return HeadScales.of(problem, inputs.scale).of_gradients(gradients, real.query)
 
 
+def scale_of_kernels(problem: Problem) -> float:
+    """What kernels multiply products with, where heads have no scales of their own."""
+    return abs(float(problem.scale)) if _query_factor(problem) else _SCALE_OF_NOTHING
+
+
 def attributes(plan: Plan) -> dict[str, Shape | float]:
     """The attributes that every target takes. The scale is positive: its sign is a factor of the query."""
     problem = plan.problem
     q_tile, kv_tile = with_kernel_tiles(problem, plan.tiles)
     return {
         "axes": axis_rows(problem),
-        "scale": abs(float(problem.scale)) if _query_factor(problem) else _SCALE_OF_NOTHING,
+        "scale": scale_of_kernels(problem),
         "q_tile_shape": q_tile,
         "kv_tile_shape": kv_tile,
     }

@@ -45,6 +45,11 @@ def tile_tokens(problem: Problem, pass_: Pass) -> tuple[int, int] | None:
     return tokens if pass_ == "forward" else tokens[::-1]
 
 
+def largest_biased_head_dim() -> int:
+    """The widest heads of kernels with a relative bias."""
+    return int(_LIMITS["largest_biased_head_dim"])
+
+
 def additional_queries_at_once(problem: Problem) -> int:
     """How many queries a warp computes with at a time where gradients of additional tokens are summed."""
     wider = max(problem.head_dim, problem.head_dim_v)
@@ -132,6 +137,7 @@ def estimate(
         shared_memory=1024 * kib,
         multiprocessors=calibration.multiprocessors,
         has_boxes=compute_capability is not None and compute_capability >= _HAS_BOXES,
+        has_relative_bias=problem.relative_bias,
     )
     if found is None:
         return None

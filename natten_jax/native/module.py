@@ -89,6 +89,7 @@ def estimate_of_small_windows(
     shared_memory: int,
     multiprocessors: int,
     has_boxes: bool,
+    has_relative_bias: bool,
 ) -> Mapping[str, Any] | None:
     """What the kernels for small windows launch for a pass with tiles, and how long that takes, by a model.
 
@@ -101,6 +102,7 @@ def estimate_of_small_windows(
         shared_memory: Bytes that a block may have.
         multiprocessors: Of the device.
         has_boxes: Whether it has the engine that copies boxes of tokens.
+        has_relative_bias: Whether the problem has one.
 
     Returns:
         ``"seconds"`` and ``"launches"``, each with its ``"kernel"``, its ``"line_dimension"`` (of three), and for
@@ -110,8 +112,33 @@ def estimate_of_small_windows(
     if _module is None:
         return None
     return _module.estimate_of_small_windows(
-        axes, sizes, q_tile, kv_tile, is_backward, shared_memory, multiprocessors, has_boxes
+        axes, sizes, q_tile, kv_tile, is_backward, shared_memory, multiprocessors, has_boxes, has_relative_bias
     )
+
+
+class BiasSums(NamedTuple):
+    """What the gradient of a relative bias takes of each batch entry and head.
+
+    Attributes:
+        tiles: Of queries.
+        numbers: Of a tile's record.
+        parts: In which the records are added up.
+    """
+
+    tiles: int
+    numbers: int
+    parts: int
+
+
+def bias_sums(axes: Sequence[int], queries: Sequence[int], tile: Sequence[int]) -> BiasSums:
+    """What the kernels for small windows take for the gradient of a relative bias.
+
+    Args:
+        axes: As the attribute of that name of every target.
+        queries: Three extents of the arrays.
+        tile: Extents of a tile of queries.
+    """
+    return BiasSums(1, 0, 1) if _module is None else BiasSums(**_module.bias_sums(axes, queries, tile))
 
 
 def additional_parts(columns: int, additional_kv: int) -> int:

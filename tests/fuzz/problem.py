@@ -271,7 +271,10 @@ def _with_terms_of(problem: Fuzzed, family: Family) -> Fuzzed:
     without: tuple[dict[str, Any], ...] = {}, {"relative_bias": False}, {"key_bias": None}, _NO_BIASES
     for changes in without:
         changed = dataclasses.replace(problem, case=dataclasses.replace(case, **changes))
-        biases = {"relative_bias": changed.case.relative_bias, "key_bias": changed.case.key_bias is not None}
+        biases: dict[str, Any] = {
+            "relative_bias": changed.case.relative_bias,
+            "key_bias": changed.case.key_bias is not None,
+        }
         if not any(biases.values()):
             return changed
         described = dataclasses.replace(changed.description(), **biases)

@@ -1,16 +1,26 @@
-"""What kernels for NVIDIA GPUs add to logits, against the oracle: biases of keys as columns of wider heads."""
+"""What kernels for NVIDIA GPUs add to logits, against the oracle: biases of keys as columns of wider heads, and
+relative biases."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from natten_jax import na2d
+from natten_jax.performance import PASSES, tile_names
+from natten_jax.plan import devices
+from natten_jax.problem import problem_of
 from tests.execution.test_key_bias_columns import CASES
+from tests.fuzz.problem import Fuzzed
 from tests.ops.test_biases import CASES as ALL_CASES
 from tests.support.cases import random_case
-from tests.support.families import FAMILIES, Family
+from tests.support.families import FAMILIES, Family, family_named
 from tests.support.problems import Case, Trial, check_all
 
 pytestmark = pytest.mark.gpu
@@ -21,6 +31,10 @@ _OF_EACH_TYPE = [pytest.param(family, dtype, id=f"{family.name}-{dtype}") for fa
 _WIDTHS = (24, 32, 64, 128)
 
 
+#: Logits that have a bias are larger, and so the errors of weights: how many times the bound they may be.
+_SLACK = 1.5
+
+
 def _without_tables(case: Case) -> Case:
     return dataclasses.replace(case, relative_bias=False)
 
@@ -28,7 +42,7 @@ def _without_tables(case: Case) -> Case:
 @pytest.mark.parametrize(("of", "dtype"), _OF_EACH_TYPE)
 def test_biases_of_keys(of: Family, dtype: str) -> None:
     cases = [*CASES.values(), *(_without_tables(case) for case in ALL_CASES.values() if case.extents is None)]
-    check_all([Trial(case.fitted(of), dtype) for case in cases if case.key_bias is not None], of)
+    check_all([Trial(case.fitted(of), dtype) for case in cases if case.key_bias is not None], of, slack=_SLACK)
 
 
 @pytest.mark.parametrize(("of", "dtype"), _OF_EACH_TYPE)
@@ -44,4 +58,131 @@ def test_biases_of_keys_of_random_problems(of: Family, dtype: str) -> None:
             head_dim=int(rng.choice(_WIDTHS)),
         )
         trials.append(Trial(case.fitted(of).with_edges_of(of), dtype, seed))
-    check_all(trials, of)
+    check_all(trials, of, slack=_SLACK)
+
+
+SMALL_WINDOWS = {
+    "regular": Case((24, 40), (7, 7), relative_bias=True, heads=2, heads_kv=2, head_dim=32, batch=3),
+    "chunks": Case((20, 24), (5, 7), relative_bias=True, heads=3, heads_kv=3, head_dim=24),
+    "wide": Case((30, 31), (13, 13), relative_bias=True, heads=2, heads_kv=2, head_dim=64),
+    "whole layout": Case((7, 7), (7, 7), relative_bias=True, heads=8, heads_kv=8, head_dim=32, batch=8),
+    "whole groups": Case((14, 21), (7, 7), dilation=(2, 3), relative_bias=True, heads=4, heads_kv=4, head_dim=32),
+    "dilated": Case((33, 50), (7, 5), dilation=(2, 3), relative_bias=True, heads=2, heads_kv=2, head_dim=32),
+    "far apart": Case((60, 40), (3, 3), dilation=(12, 9), relative_bias=True, heads=2, heads_kv=2, head_dim=32),
+    "grouped heads": Case((18, 23), (5, 5), relative_bias=True, heads=6, heads_kv=2, head_dim=32, batch=2),
+    "scales": Case(
+        (19, 17), (5, 3), relative_bias=True, heads=4, heads_kv=2, head_dim=32, scales=(0.3, -0.5, 0.0, 8e-4)
+    ),
+    "no scale": Case((19, 17), (5, 3), relative_bias=True, head_dim=32, scale=0.0),
+    "negative scale": Case((19, 17), (5, 3), relative_bias=True, head_dim=32, scale=-0.2),
+    "even, strided, causal": Case(
+        (26, 30), (6, 8), stride=(3, 5), is_causal=(False, True), relative_bias=True, head_dim=32, heads=2, heads_kv=2
+    ),
+    "cut": Case((26, 30), (6, 7), edges=("cut", "cut"), relative_bias=True, head_dim=32, heads=2, heads_kv=2),
+    "sequence": Case((300,), (40,), relative_bias=True, heads=2, heads_kv=2, head_dim=32, batch=2),
+    "causal sequence": Case((200,), (33,), stride=(4,), is_causal=(True,), relative_bias=True, head_dim=64),
+    "clip": Case((4, 12, 13), (3, 5, 5), relative_bias=True, heads=2, heads_kv=2, head_dim=32),
+    "box": Case(
+        (19, 22),
+        (3, 5),
+        dilation=(2, 1),
+        batch=2,
+        box=(9, 7),
+        origins=((2, 3), (5, 7)),
+        relative_bias=True,
+        head_dim=32,
+    ),
+    "one box": Case(
+        (29, 32), (7, 5), box=(9, 17), origins=((12, 13),), relative_bias=True, heads=2, heads_kv=2, head_dim=32
+    ),
+    "with biases of keys": Case(
+        (19, 22), (5, 5), relative_bias=True, key_bias="heads", hidden=0.4, heads=2, heads_kv=2, head_dim=29, sinks=True
+    ),
+}
+_HALVES = ("bfloat16", "float16")
+
+
+def cutlass() -> Family:
+    """The portable kernels."""
+    return family_named("cutlass")
+
+
+@pytest.mark.parametrize("dtype", _HALVES)
+def test_relative_biases_in_kernels_for_small_windows(dtype: str) -> None:
+    check_all([Trial(case, dtype, seed) for case in SMALL_WINDOWS.values() for seed in (0, 1)], cutlass())
+
+
+def _drawn(seed: int, case: Case) -> Iterator[Trial]:
+    """The problem in both element types with random tiles of the kernels' forms; none where they do not take it."""
+    rng = np.random.default_rng(seed)
+    for dtype in _HALVES:
+        problem = dataclasses.replace(Fuzzed("cutlass", case, dtype, seed).description(), relative_bias=True)
+        backend, device = cutlass().backend, devices.default_device()
+        if any(backend.rejection(problem, device, pass_) is not None for pass_ in PASSES):
+            return
+        tiles: dict[str, Any] = {}
+        for pass_ in PASSES:
+            pairs = backend.tile_pairs(backend.widened(problem), device, pass_)
+            tiles |= dict(zip(tile_names(pass_), pairs[int(rng.integers(len(pairs)))], strict=True))
+        yield Trial(case, dtype, seed, tiles)
+
+
+def test_relative_biases_of_random_problems() -> None:
+    trials: list[Trial] = []
+    for seed in range(300, 420):
+        case = dataclasses.replace(
+            random_case(seed, tokens=400), relative_bias=True, additional=0, head_dim=int(_WIDTHS[seed % 3])
+        ).with_edges_of(cutlass(), is_direct=True)
+        trials += _drawn(seed, case)
+    assert len(trials) > 100
+    check_all(trials, cutlass(), slack=_SLACK)
+
+
+def test_gradients_of_tables_are_reproducible() -> None:
+    for name in ("regular", "whole layout", "wide", "grouped heads"):
+        case = SMALL_WINDOWS[name]
+        operands, cotangents = case.operands("bfloat16", 0), case.cotangents("bfloat16", 0)
+
+        @jax.jit
+        def gradients(operands: Any, case: Case = case, cotangents: Any = cotangents) -> Any:
+            return jax.vjp(case.operator("cutlass-fna"), operands)[1](cotangents)[0]
+
+        first = jax.tree.leaves(gradients(operands))
+        for _ in range(20):
+            for one, other in zip(jax.tree.leaves(gradients(operands)), first, strict=True):
+                np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+
+
+@pytest.mark.parametrize("dtype", _HALVES)
+def test_entries_of_minus_infinity_hide(dtype: str) -> None:
+    """A table whose outer entries hide is the mask of a narrower window; one that hides all leaves nothing."""
+    query, key, value = jnp.asarray(jax.random.normal(jax.random.key(0), (3, 2, 24, 24, 2, 32)), dtype)
+    narrow = jnp.full((2, 13, 13), -jnp.inf).at[:, 5:8, 5:8].set(0)
+
+    def attend(kernel_size: int, bias: Any = None) -> Any:
+        def loss(query: Any, key: Any, value: Any, bias: Any) -> Any:
+            out = na2d(query, key, value, kernel_size, relative_bias=bias, backend="cutlass-fna").astype(jnp.float32)
+            return jnp.sum(jnp.sin(out[:, 3:-3, 3:-3])), out[:, 3:-3, 3:-3]
+
+        return jax.grad(loss, (0, 1, 2), has_aux=True)(query, key, value, bias)
+
+    for one, other in zip(*map(jax.tree.leaves, (attend(7, narrow), attend(3))), strict=True):
+        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        assert np.linalg.norm(one - other) <= 6e-3 * np.linalg.norm(other)
+    nothing = jnp.full((2, 13, 13), -jnp.inf)
+    for result in jax.tree.leaves(attend(7, nothing)):
+        np.testing.assert_array_equal(np.asarray(result, np.float32), 0)
+
+
+def test_what_kernels_do_not_add_is_said() -> None:
+    device = devices.default_device()
+    problem = dataclasses.replace(problem_of((32, 32), 7, head_dim=32), relative_bias=True)
+    for changes, words in (
+        ({"dtype": "float32"}, "elements of 16 bits"),
+        ({"additional_kv": 3}, "no additional tokens"),
+        ({"head_dim": 128, "head_dim_v": 128}, "heads of at most 64"),
+    ):
+        reason = cutlass().backend.rejection(dataclasses.replace(problem, **changes), device, "forward")
+        assert words in str(reason)
+    for pass_ in PASSES:
+        assert cutlass().backend.rejection(problem, device, pass_) is None

@@ -166,6 +166,7 @@ TARGETS = (
     Target(
         "natten_jax_sm80_small_forward",
         "cutlass-fna",
+        operands=(*PROBLEM_OPERANDS, "relative_bias"),
         platform="cuda",
         dtype=np.float16,
         head_dims=(64, 128),
@@ -176,7 +177,7 @@ TARGETS = (
     Target(
         "natten_jax_sm80_small_backward",
         "cutlass-fna",
-        (*PROBLEM_OPERANDS, "logsumexp", "remainder", "out", "out_cotangent", "logsumexp_cotangent"),
+        (*PROBLEM_OPERANDS, "relative_bias", "logsumexp", "remainder", "out", "out_cotangent", "logsumexp_cotangent"),
         GRADIENTS,
         platform="cuda",
         dtype=np.float16,
@@ -187,6 +188,7 @@ TARGETS = (
         scratch={
             "statistics": ((2, 4 * 5 * 6, 2, 4), np.float32),
             "additional_sums": ((1, 2, 3, 1, 64 + 128), np.float32),
+            **dict.fromkeys(("table_records", "table_sums"), ((0,), np.float32)),
         },
         reads_origins=False,
     ),
@@ -230,8 +232,8 @@ def shapes_of(target: Target) -> dict[str, tuple[int, ...]]:
         "statistics": (2, 2, *tokens, 2),
         # In a backward pass only heads that share no keys have scales of their own.
         "scales": (0,) if target.is_backward else (2, 2, 2),
-        # Windows of 2 x 3 x 3 tokens.
-        "relative_bias": (2, 2, 3 * 5 * 5),
+        # Windows of 2 x 3 x 3 tokens. Kernels for small windows add none where there are additional ones.
+        "relative_bias": (0,) if target.is_small else (2, 2, 3 * 5 * 5),
         "key_bias": (2, *tokens, 2),
     }
 

@@ -96,8 +96,8 @@ def operand_cases(target: Target) -> list[Case]:
             del shapes["empty-0"]  # nothing is sharded
         if name == "layouts":
             del shapes["empty-0"]  # batch entries are alike
-        if name == "scales" and array.size == 0:
-            del shapes["empty-0"]  # all heads have the same
+        if name in ("scales", "relative_bias") and array.size == 0:
+            del shapes["empty-0"]  # all heads have the same, or none
         if name == "remainder":
             shapes["nearly-empty"] = (0, 1)
         if array.ndim == 1:
@@ -347,6 +347,8 @@ def result_cases(target: Target) -> list[Case]:
             "batch": (shape[0] - 1, *shape[1:]),
             "rank": (*shape, 1),
         }
+        if shape == (0,):
+            shapes = {"scalar": (), "longer": (1,), "rank": (0, 1)}
         cases += [
             *(
                 Case(
@@ -367,6 +369,23 @@ def result_cases(target: Target) -> list[Case]:
             ),
         ]
     return [*cases, Case("result-surplus", set_result("more", (2,), np.float32), ())]
+
+
+def table_cases() -> list[Case]:
+    """Relative biases that kernels for small windows do not add."""
+    table = np.zeros((2, 2, 76), np.float32)
+
+    def wide(call: Call) -> None:
+        call.operands |= {name: call.operands[name][:, :0] for name in ("additional_keys", "additional_values")}
+        call.operands["relative_bias"] = table
+
+    return [
+        Case("relative-bias-additional", set_operand("relative_bias", table), ("natten_jax", "additional")),
+        Case("relative-bias-wide-heads", wide, ("natten_jax",)),
+        Case(
+            "relative-bias-not-filled-up", set_operand("relative_bias", table[..., 1:]), ("natten_jax", "relative_bias")
+        ),
+    ]
 
 
 def layout_cases() -> list[Case]:
@@ -425,6 +444,8 @@ def all_cases() -> dict[str, tuple[Target, Case]]:
             of_problem += layout_cases()
         if target.has_biases:
             of_problem += bias_cases(target)
+        if target.is_small:
+            of_problem += table_cases()
         own = of_problem if target.has_problem else reduction_cases()
         for case in (*operand_cases(target), *own, *result_cases(target)):
             cases[f"{target.name.removeprefix('natten_jax_')}-{case.name}"] = target, case

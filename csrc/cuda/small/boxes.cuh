@@ -26,7 +26,7 @@ struct BoxState {
 };
 
 /// As ChunkLoads; a warp's rows are in buffers of their own, which it fills for itself.
-template <int kHeadDim, Kernel kKernel>
+template <int kHeadDim, Kernel kKernel, bool kHasBias = false>
 class BoxLoads {
  public:
   static constexpr bool kRowsAreKeys = kKernel == Kernel::kKeyValueGradient;
@@ -161,8 +161,12 @@ class BoxLoads {
     const std::uint32_t barrier = shared_address(&state_.full[stage]),
                         to = stages_ + stage * p_.region.shared.stage_bytes;
     const int statistics = kRowsAreKeys ? statistics_end() : 0;
+    const int table = kHasBias ? 4 * p_.region.table_entries : 0;
     ClusterTransactionBarrier::arrive_and_expect_tx(&state_.full[stage],
-                                                    kBoxes * p_.region.shared.box_end + statistics);
+                                                    kBoxes * p_.region.shared.box_end + statistics + table);
+    if constexpr (kHasBias) {
+      load_bytes(to + p_.region.shared.table + 4 * p_.region.table_margin, item.table(p_), table, barrier);
+    }
     CUTE_UNROLL
     for (int box = 0; box < kBoxes; ++box) {
       const bool are_queries = kRowsAreKeys || box >= 2;
@@ -200,6 +204,13 @@ class BoxLoads {
         clear(statistics + (kIsWhole ? 0 : statistics_end()),
               statistics + (shared.boxes_end - (kBoxes - 1) * shared.second) / kRowBytes * kStatisticsBytes);
       }
+      if constexpr (kHasBias) {
+        const int margin = 4 * p_.region.table_margin;
+        char* table = stage + shared.table + margin;
+        clear(table - margin, table);
+        table += 4 * p_.region.table_entries;
+        clear(table, table + margin);
+      }
     }
   }
 
@@ -214,7 +225,7 @@ struct NoLoads {
   CUTE_DEVICE void start(const int (&)[kRank], int) const {}
 };
 
-template <int kHeadDim, Kernel kKernel, bool kHasBoxes>
-using Loads = std::conditional_t<kHasBoxes, BoxLoads<kHeadDim, kKernel>, ChunkLoads>;
+template <int kHeadDim, Kernel kKernel, bool kHasBoxes, bool kHasBias = false>
+using Loads = std::conditional_t<kHasBoxes, BoxLoads<kHeadDim, kKernel, kHasBias>, ChunkLoads>;
 
 }  // namespace natten_jax::small

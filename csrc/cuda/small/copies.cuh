@@ -40,6 +40,14 @@ struct Item {
   /// Scale of logits in base 2.
   CUTE_DEVICE float exponent_scale(const CommonParams& p) const { return scale(p).logits * kLog2E; }
 
+  /// Which one it is of all.
+  CUTE_DEVICE int number(const CommonParams& p) const { return batch * p.heads + head; }
+
+  /// The head's relative bias.
+  CUTE_DEVICE const float* table(const CommonParams& p) const {
+    return p.relative_bias + std::int64_t{number(p)} * p.region.table_entries;
+  }
+
   CUTE_DEVICE int head_kv(const CommonParams& p) const { return p.by_heads_per_kv.divide(head); }
 
   /// The first row in arrays of a row for each key and key/value head.
@@ -121,6 +129,15 @@ struct ColumnCopy {
     }
   }
 };
+
+/// Starts to copy an item's relative bias into a stage.
+CUTE_DEVICE void copy_table(const CommonParams& p, const Item& item, std::uint32_t stage) {
+  const float* from = item.table(p);
+  const std::uint32_t to = stage + p.region.shared.table + 4 * p.region.table_margin;
+  for (int i = threadIdx.x * kEntriesOfChunk; i < p.region.table_entries; i += blockDim.x * kEntriesOfChunk) {
+    copy_chunk(to + 4 * i, reinterpret_cast<const char*>(from + i), 16);
+  }
+}
 
 /// The rows of a warp's tile, in a buffer for each array.
 template <int kHeadDim>

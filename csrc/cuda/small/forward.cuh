@@ -57,14 +57,14 @@ CUTE_DEVICE void add_pairs(TileOutput<kHeadDim>& result, const PairLogits (&weig
 }
 
 /// Results relative to the largest logits, whatever these are.
-template <class Element, int kHeadDim, class Columns, class Queries>
+template <class Element, int kHeadDim, class Columns, bool kHasBias, class Queries>
 CUTE_DEVICE void compute_exactly(TileOutput<kHeadDim>& result, const Queries& queries, const TilePlan& tile,
                                  const Tables& tables, int additional_pairs, std::uint32_t stage, float factor) {
   float largest[2] = {-INFINITY, -INFINITY};
   const auto for_logits = [&](const auto& call) {
-    for_pairs<Columns, 1>(tile, tables, additional_pairs, stage, [&](const Pairs<1>& pair) {
+    for_pairs<Columns, 1, kHasBias>(tile, tables, additional_pairs, stage, [&](const Pairs<1>& pair) {
       PairLogits x[1];
-      multiply_columns<Element, kHeadDim, false>(x, queries, pair);
+      multiply_keys<Element, kHeadDim, false, kHasBias>(x, queries, tile, stage, pair);
       call(x, pair);
     });
   };
@@ -96,7 +96,7 @@ CUTE_DEVICE void compute_exactly(TileOutput<kHeadDim>& result, const Queries& qu
   for (int r = 0; r < 2; ++r) result.shift[r] = largest[r];
 }
 
-template <class Element, int kHeadDim, bool kHasBoxes, bool kHasScales>
+template <class Element, int kHeadDim, bool kHasBoxes, bool kHasScales, bool kHasBias>
 CUTE_DEVICE void attend(const ForwardParams& p) {
   using Sums = TrustedSums<Element>;
   using Rows = RowTile<kHeadDim>;
@@ -104,7 +104,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
   extern __shared__ __align__(1024) char raw[];
   Tables tables;
   TilePlan tile;
-  Loads<kHeadDim, Kernel::kForward, kHasBoxes> loads(p, raw);
+  Loads<kHeadDim, Kernel::kForward, kHasBoxes, kHasBias> loads(p, raw);
   const HeadDims<kHeadDim, kHasBoxes> head_dims(p);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, additional_pairs = kHasBoxes ? 0 : p.additional_pairs();
   const std::uint32_t staging = kHasBoxes ? p.region.warps * Rows::kBytes : 0;
@@ -113,10 +113,13 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
     Rows::copy(tables.row_places, row_of(p.query, item.of_query, head_dims.of_keys), head_dims.of_keys, rows);
   };
   const auto load_first_rows = [&] { loads.load_first_rows(warp * Rows::kBytes, load_rows); };
-  if (!make_plan<kHeadDim, false, kHasBoxes>(p, raw, tables, tile, loads, load_first_rows)) return;
+  if (!make_plan<kHeadDim, false, kHasBoxes, kHasBias>(p, raw, tables, tile, loads, load_first_rows)) return;
 
   const ColumnCopy<kHeadDim> copy(p.heads_kv, p.head_dim, p.head_dim_v);
-  const auto load_columns = [&](const Item& item, std::uint32_t stage) { copy.keys(p, tables, item, stage); };
+  const auto load_columns = [&](const Item& item, std::uint32_t stage) {
+    copy.keys(p, tables, item, stage);
+    if constexpr (kHasBias) copy_table(p, item, stage);
+  };
   const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
     if (!tile.has_rows) return;
     const float factor = kHasScales ? item.exponent_scale(p) : p.exponent_scale;
@@ -126,20 +129,23 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
     if constexpr (Sums::kHasReference) {
       if (tile.pairs > 0) {
         PairLogits x[1];
-        const std::uint32_t middle = tables.offsets[tile.pairs / 2];
-        multiply_columns<Element, kHeadDim, false>(x, queries,
-                                                   Pairs<1>{{{{stage + tile.lanes.across + middle}, {}, middle}}, {}});
+        const PairWord<kHasBias> middle{tables.offsets[tile.pairs / 2]};
+        const std::uint32_t at = middle.offset();
+        const Pairs<1> pair{{{{stage + tile.lanes.across + at}, {}, at, middle.entry()}}, {}};
+        multiply_keys<Element, kHeadDim, false, kHasBias>(x, queries, tile, stage, pair);
         CUTE_UNROLL
         for (int r = 0; r < 2; ++r) {
           result.shift[r] = largest_of_row(
               fmaxf(fmaxf(x[0][0][2 * r], x[0][0][2 * r + 1]), fmaxf(x[0][1][2 * r], x[0][1][2 * r + 1])));
+          // Entries of a relative bias may hide what they are added to.
+          if (kHasBias && result.shift[r] == -INFINITY) result.shift[r] = 0.f;
         }
       }
     }
-    for_pairs<Columns, 2>(tile, tables, additional_pairs, stage, [&](const auto& pairs) {
+    for_pairs<Columns, 2, kHasBias>(tile, tables, additional_pairs, stage, [&](const auto& pairs) {
       constexpr int kPairs = std::decay_t<decltype(pairs)>::kCount;
       PairLogits x[kPairs];
-      multiply_columns<Element, kHeadDim, false>(x, queries, pairs);
+      multiply_keys<Element, kHeadDim, false, kHasBias>(x, queries, tile, stage, pairs);
       CUTE_UNROLL
       for (int i = 0; i < 8 * kPairs; ++i) {
         const int pair = i / 8, group = i / 4 % 2, e = i % 4;
@@ -163,7 +169,8 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
       is_trusted &= ((is_in_range & has_logarithm) | static_cast<int>((r == 0 ? places.x : places.y) < 0)) != 0;
     }
     if (__any_sync(0xffffffffu, !is_trusted)) {
-      compute_exactly<Element, kHeadDim, Columns>(result, queries, tile, tables, additional_pairs, stage, factor);
+      compute_exactly<Element, kHeadDim, Columns, kHasBias>(result, queries, tile, tables, additional_pairs, stage,
+                                                            factor);
       sums[0] = sum_of_row(result.sum[0]);
       sums[1] = sum_of_row(result.sum[1]);
     }
@@ -189,11 +196,11 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
 }
 
 /// `kHasScales`: heads have scales of their own. One scale of all heads is a parameter, which costs no register: with a
-/// kernel for both, clips and volumes took 3% longer.
-template <class Element, int kHeadDim, bool kHasBoxes, bool kHasScales>
+/// kernel for both, clips and volumes took 3% longer. `kHasBias`: logits have a relative bias.
+template <class Element, int kHeadDim, bool kHasBoxes, bool kHasScales, bool kHasBias = false>
 __global__ void __launch_bounds__(32 * resident_warps(Kernel::kForward, kHeadDim))
     natten_jax_small_forward(const __grid_constant__ ForwardParams p) {
-  if constexpr (is_compiled(kHasBoxes)) attend<Element, kHeadDim, kHasBoxes, kHasScales>(p);
+  if constexpr (is_compiled(kHasBoxes)) attend<Element, kHeadDim, kHasBoxes, kHasScales, kHasBias>(p);
 }
 
 }  // namespace natten_jax::small

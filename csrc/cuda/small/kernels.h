@@ -7,6 +7,7 @@
 
 #include "cuda/common/constants.h"
 #include "cuda/common/launch.cuh"
+#include "cuda/small/bias_table.h"
 #include "cuda/small/params.h"
 
 namespace natten_jax::small {
@@ -28,6 +29,20 @@ cudaError_t launch_loading(int head_dim, const Params& params, const LaunchShape
   });
 }
 
+/// The same for kernels with a relative bias, which are compiled for some widths.
+template <class Call>
+cudaError_t with_biased_head_dim(int head_dim, const Call& call) {
+  static_assert(kHeadDims[1] == kLargestBiasedHeadDim && kLargestBiasedHeadDim <= kLargestBoxHeadDim);
+  return with_constant<kHeadDims[0], kHeadDims[1]>(head_dim, cudaErrorInvalidValue, call);
+}
+template <class Params, class KernelOf>
+cudaError_t launch_biased(int head_dim, const Params& params, const LaunchShape& shape, const KernelOf& kernel_of) {
+  return with_biased_head_dim(head_dim, [&](auto width) {
+    if (params.region.has_boxes) return launch(kernel_of(width, std::true_type{}), shape, params);
+    return launch(kernel_of(width, std::false_type{}), shape, params);
+  });
+}
+
 /// Whether the current device runs code of the kernels that was compiled for an architecture with the engine that
 /// copies boxes: code for older ones, which the driver translates, has none.
 template <ElementType kType>
@@ -45,6 +60,19 @@ template <ElementType kType>
 cudaError_t launch_key_value_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape);
 template <ElementType kType>
 cudaError_t launch_whole_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape);
+
+/// The same with a relative bias.
+template <ElementType kType>
+cudaError_t launch_biased_forward(int head_dim, const ForwardParams& params, const LaunchShape& shape);
+template <ElementType kType>
+cudaError_t launch_biased_query_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape);
+template <ElementType kType>
+cudaError_t launch_biased_key_value_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape);
+template <ElementType kType>
+cudaError_t launch_biased_whole_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape);
+
+/// Launches the kernel that adds up records of tiles.
+cudaError_t launch_table_gradient(const TableParams& params, const LaunchShape& shape);
 
 /// Launches both kernels of the gradients of additional keys and values: `ctas` of the first one.
 template <ElementType kType>

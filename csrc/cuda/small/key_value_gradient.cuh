@@ -27,12 +27,14 @@ CUTE_DEVICE float2 load_statistic(std::uint32_t address) {
 }
 
 /// Whether the logsumexp of any of a tile's columns needs its remainder: it is no number.
+template <bool kHasBias>
 CUTE_DEVICE bool are_large(const TilePlan& tile, const Tables& tables, std::uint32_t stage, int column_bytes) {
   const int lane = threadIdx.x % 32;
   bool result = false;
   CUTE_NO_UNROLL
   for (int i = lane / 16; i < tile.pairs; i += 2) {
-    const std::uint32_t at = stage + tile.statistic_of_column + tables.offsets[i] / column_bytes * kStatisticsBytes;
+    const std::uint32_t offset = PairWord<kHasBias>{tables.offsets[i]}.offset();
+    const std::uint32_t at = stage + tile.statistic_of_column + offset / column_bytes * kStatisticsBytes;
     result |= isnan(load_statistic(at).x);
   }
   return __any_sync(0xffffffffu, result);
@@ -40,15 +42,15 @@ CUTE_DEVICE bool are_large(const TilePlan& tile, const Tables& tables, std::uint
 
 /// Adds a tile's key and value gradients, those of keys but for the scale; `weights` says how weights of two columns
 /// come from products, in place.
-template <class Columns, class Element, int kHeadDim, class Weights>
+template <class Columns, bool kHasBias, class Element, int kHeadDim, class Weights>
 CUTE_DEVICE void add_key_value_gradients(float (&of_keys)[kHeadDim / 8][4], float (&of_values)[kHeadDim / 8][4],
                                          const RowOperand<Element, kHeadDim>& keys,
                                          const RowOperand<Element, kHeadDim>& values, const TilePlan& tile,
                                          const Tables& tables, std::uint32_t stage, const Weights& weights) {
-  for_pairs<Columns, 2>(tile, tables, 0, stage, [&](const auto& pairs) {
+  for_pairs<Columns, 2, kHasBias>(tile, tables, 0, stage, [&](const auto& pairs) {
     constexpr int kPairs = std::decay_t<decltype(pairs)>::kCount;
     PairLogits x[kPairs], y[kPairs];
-    multiply_columns<Element, kHeadDim, false>(x, keys, pairs);
+    multiply_keys<Element, kHeadDim, true, kHasBias>(x, keys, tile, stage, pairs);
     multiply_columns<Element, kHeadDim, true>(y, values, pairs);
     std::uint32_t a[kPairs][4], b[kPairs][4];
     CUTE_UNROLL
@@ -80,11 +82,11 @@ struct KeyValueSums {
   float of_keys[kHeadDim / 8][4] = {}, of_values[kHeadDim / 8][4] = {};
 
   /// Adds those of a set.
-  template <class Columns>
+  template <class Columns, bool kHasBias = false>
   CUTE_DEVICE void add(const RowOperand<Element, kHeadDim>& keys, const RowOperand<Element, kHeadDim>& values,
                        float factor, const TilePlan& tile, const Tables& tables, std::uint32_t stage) {
     const auto differentiate = [&](const auto& weights) {
-      add_key_value_gradients<Columns>(of_keys, of_values, keys, values, tile, tables, stage, weights);
+      add_key_value_gradients<Columns, kHasBias>(of_keys, of_values, keys, values, tile, tables, stage, weights);
     };
     const auto differentiate_small = [&] {
       differentiate([&](float (&x)[4], float2 first, float2 second, std::uint32_t) {
@@ -111,7 +113,7 @@ struct KeyValueSums {
       if (!__any_sync(0xffffffffu, isnan(of_values[0][0]) || isnan(of_values[0][2]))) return;
       *this = {};
       differentiate_large();
-    } else if (are_large(tile, tables, stage, Columns::kBytes)) {
+    } else if (are_large<kHasBias>(tile, tables, stage, Columns::kBytes)) {
       differentiate_large();
     } else {
       differentiate_small();
@@ -133,7 +135,7 @@ struct KeyValueSums {
 };
 
 /// `kIsOfOne`: query heads have key/value heads of their own.
-template <class Element, int kHeadDim, bool kHasBoxes, bool kIsOfOne>
+template <class Element, int kHeadDim, bool kHasBoxes, bool kIsOfOne, bool kHasBias>
 CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
   using Rows = RowTile<kHeadDim>;
   using Operand = RowOperand<Element, kHeadDim>;
@@ -141,7 +143,7 @@ CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
   extern __shared__ __align__(1024) char raw[];
   Tables tables;
   TilePlan tile;
-  Loads<kHeadDim, Kernel::kKeyValueGradient, kHasBoxes> loads(p, raw);
+  Loads<kHeadDim, Kernel::kKeyValueGradient, kHasBoxes, kHasBias> loads(p, raw);
   const int warp = threadIdx.x / 32;
   const std::uint32_t buffer = p.region.warps * Rows::kBytes, staging = kHasBoxes ? 2 * buffer : 0;
   const HeadDims<kHeadDim, kHasBoxes> head_dims(p);
@@ -155,7 +157,7 @@ CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
     copy_rows(p.value, head_dims.of_values, rows + buffer);
   };
   const auto load_first_rows = [&] { loads.load_first_rows(warp * Rows::kBytes, load_rows); };
-  if (!make_plan<kHeadDim, true, kHasBoxes>(p, raw, tables, tile, loads, load_first_rows)) return;
+  if (!make_plan<kHeadDim, true, kHasBoxes, kHasBias>(p, raw, tables, tile, loads, load_first_rows)) return;
 
   const ColumnCopy<kHeadDim> copy(p.heads, p.head_dim, p.head_dim_v);
   const auto load_columns = [&](const Item& item, std::uint32_t stage) {
@@ -164,6 +166,7 @@ CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
         copy.source(row_of(p.query, item.of_query, p.head_dim), row_of(p.out_cotangent, item.of_query, p.head_dim_v)),
         stage);
     copy_statistics(p, tables, p.statistics + item.of_query, stage, Columns::kBytes);
+    if constexpr (kHasBias) copy_table(p, item, stage);
   };
 
   using Sums = KeyValueSums<Element, kHeadDim, kIsOfOne>;
@@ -174,7 +177,7 @@ CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
     Sums& sums = kIsOfOne ? of_one : of_several;
     const Operand keys(rows), values(rows + buffer);
     phases.rows_are_read();
-    sums.template add<Columns>(keys, values, item.exponent_scale(p), tile, tables, stage);
+    sums.template add<Columns, kHasBias>(keys, values, item.exponent_scale(p), tile, tables, stage);
     phases.columns_are_read();
     if constexpr (!kIsOfOne) {
       // Query heads that share a key/value head follow each other.
@@ -188,10 +191,10 @@ CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
   loads.for_items(tables, tile, warp * Rows::kBytes, load_rows, load_columns, compute);
 }
 
-template <class Element, int kHeadDim, bool kHasBoxes, bool kIsOfOne>
+template <class Element, int kHeadDim, bool kHasBoxes, bool kIsOfOne, bool kHasBias = false>
 __global__ void __launch_bounds__(32 * resident_warps(Kernel::kKeyValueGradient, kHeadDim))
     natten_jax_small_key_value_gradient(const __grid_constant__ BackwardParams p) {
-  if constexpr (is_compiled(kHasBoxes)) differentiate_keys<Element, kHeadDim, kHasBoxes, kIsOfOne>(p);
+  if constexpr (is_compiled(kHasBoxes)) differentiate_keys<Element, kHeadDim, kHasBoxes, kIsOfOne, kHasBias>(p);
 }
 
 }  // namespace natten_jax::small

@@ -1,11 +1,13 @@
 #include "cuda/small/launch.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "cuda/common/constants.h"
 #include "cuda/common/cuda_status.h"
 #include "cuda/common/geometry.h"
 #include "cuda/common/problem_checks.h"
+#include "cuda/small/bias_table.h"
 #include "cuda/small/kernels.h"
 #include "cuda/small/region_cache.h"
 #include "cuda/tma/tensor_map.h"
@@ -13,6 +15,9 @@
 
 namespace natten_jax::small {
 namespace {
+
+/// The second dimension of a grid.
+constexpr std::int64_t kMostParts = 32768;
 
 Status read_device(Device& result) {
   NATTEN_JAX_RETURN_IF_FAILED(
@@ -33,6 +38,13 @@ std::int64_t pitch_of(const Problem& problem, int dimension, bool is_query) {
   return pitch;
 }
 
+/// How many tiles further neighbors of a dimension are, where tiles of all dilation groups are counted.
+std::int64_t tile_pitch_of(const Problem& problem, const std::int64_t (&rows)[kRank], int dimension) {
+  std::int64_t pitch = 1;
+  for (int d = dimension + 1; d < kRank; ++d) pitch *= query_tiles(problem.axes[d], rows[d]);
+  return pitch;
+}
+
 /// Fills in what all kernels have of a problem's sizes.
 template <class Params>
 void fill_sizes(const Problem& problem, Params& p) {
@@ -44,8 +56,9 @@ void fill_sizes(const Problem& problem, Params& p) {
 
 /// Fills in what the kernels of regions have, and how they are launched.
 Status prepare(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-               Kernel kernel, const std::int32_t* origins, const Device& device, cudaStream_t stream, CommonParams& p,
+               Kernel kernel, const Arrays& arrays, const Device& device, cudaStream_t stream, CommonParams& p,
                LaunchShape& shape) {
+  const std::int32_t* const origins = arrays.origins;
   NATTEN_JAX_RETURN_IF_FAILED(find_region(problem, rows, columns, kernel, origins != nullptr, device, p.region));
   const std::int64_t items = problem.batch * problem.heads;
   p.exponent_scale = problem.scale.of_all * kLog2E;
@@ -55,10 +68,12 @@ Status prepare(const Problem& problem, const std::int64_t (&rows)[kRank], const 
     p.axis[i] = device_axis(problem.axes[d], rows[d], columns[d]);
     p.query_pitch[i] = static_cast<int>(pitch_of(problem, d, true));
     p.kv_pitch[i] = static_cast<int>(pitch_of(problem, d, false));
+    p.tile_pitch[i] = static_cast<int>(tile_pitch_of(problem, rows, d));
     p.is_plain &= problem.axes[d].query.extent == problem.axes[d].kv.extent;
   }
   if (p.region.count > kMostTiles) return Status::invalid_argument("the problem has more than 2^30 regions");
   p.origins = origins;
+  p.relative_bias = arrays.relative_bias;
   fill_sizes(problem, p);
   p.keys = static_cast<int>(problem.keys());
   p.by_heads = cutlass::FastDivmod(p.heads);
@@ -156,6 +171,31 @@ Status prepare_additional(const Problem& problem, const Arrays& arrays, const Sc
   return {};
 }
 
+/// Fills in what the kernel of a relative bias's gradient has, where there is one.
+Status prepare_table(const Problem& problem, const TileShapes& tiles, const Scratch& scratch, cudaStream_t stream,
+                     TableParams& p, LaunchShape& shape) {
+  if (!problem.has_relative_bias) return {};
+  const BiasTable table(problem.axes);
+  const BiasSums sums = bias_sums(problem.axes, tiles.kv);
+  if (sums.tiles > kMostTiles || sums.parts > kMostParts) {
+    return Status::invalid_argument("with a relative bias, a layout has at most 2^20 tiles of queries");
+  }
+  p.records = scratch.table_records;
+  p.sums = scratch.table_sums;
+  p.tiles = static_cast<int>(sums.tiles);
+  p.record = static_cast<int>(sums.numbers - kRecordHeader);
+  p.entries = static_cast<int>(table.padded);
+  for (int d = 0; d < kRank; ++d) {
+    p.axis[d] = device_axis(problem.axes[d], tiles.kv[d], tiles.query[d]);
+    p.by_tiles[d] = cutlass::FastDivmod(p.axis[d].dilation * p.axis[d].q_tiles);
+  }
+  constexpr int kWarp = 32, kMostThreads = 1024;
+  const int threads = std::min<int>(divide_up(p.entries, kWarp) * kWarp, kMostThreads);
+  const auto items = static_cast<unsigned>(problem.batch * problem.heads);
+  shape = {dim3(items, static_cast<unsigned>(sums.parts)), threads, 0, stream};
+  return {};
+}
+
 }  // namespace
 
 Status check_arrays(const Problem& problem) {
@@ -171,11 +211,13 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   ForwardParams p{};
   LaunchShape shape{};
   NATTEN_JAX_RETURN_IF_FAILED(
-      prepare(problem, tiles.query, tiles.kv, Kernel::kForward, arrays.origins, device, stream, p, shape));
+      prepare(problem, tiles.query, tiles.kv, Kernel::kForward, arrays, device, stream, p, shape));
   fill_arrays(arrays, p);
   NATTEN_JAX_RETURN_IF_FAILED(encode_keys(problem, p.key, p.value, p));
   return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
-    return launch_forward<type>(compiled_head_dim(problem), p, shape);
+    const int head_dim = compiled_head_dim(problem);
+    return problem.has_relative_bias ? launch_biased_forward<type>(head_dim, p, shape)
+                                     : launch_forward<type>(head_dim, p, shape);
   }));
 }
 
@@ -192,20 +234,27 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   p.key_gradient = arrays.key_gradient;
   p.value_gradient = arrays.value_gradient;
   const int head_dim = compiled_head_dim(problem);
+  TableParams table{};
+  LaunchShape shape_of_table{};
+  NATTEN_JAX_RETURN_IF_FAILED(prepare_table(problem, tiles, scratch, stream, table, shape_of_table));
+  p.table_records = scratch.table_records;
+  p.table_tiles = table.tiles;
   BackwardParams of_keys = p, whole = p;
   LaunchShape shape{}, shape_of_keys{}, shape_of_whole{};
   // Windows of queries and those of keys are alike: queries take the shapes of tiles that keys have.
   NATTEN_JAX_RETURN_IF_FAILED(
-      prepare(problem, tiles.kv, tiles.query, Kernel::kQueryGradient, arrays.origins, device, stream, p, shape));
+      prepare(problem, tiles.kv, tiles.query, Kernel::kQueryGradient, arrays, device, stream, p, shape));
   NATTEN_JAX_RETURN_IF_FAILED(prepare(without_additional(problem), tiles.kv, tiles.query, Kernel::kKeyValueGradient,
-                                      arrays.origins, device, stream, of_keys, shape_of_keys));
-  const bool can_be_whole = !prepare(problem, tiles.kv, tiles.query, Kernel::kWholeGradient, arrays.origins, device,
-                                     stream, whole, shape_of_whole)
-                                 .failed();
+                                      arrays, device, stream, of_keys, shape_of_keys));
+  const bool can_be_whole =
+      !prepare(problem, tiles.kv, tiles.query, Kernel::kWholeGradient, arrays, device, stream, whole, shape_of_whole)
+           .failed();
   if (can_be_whole && whole.region.nanoseconds <= p.region.nanoseconds + of_keys.region.nanoseconds) {
     NATTEN_JAX_RETURN_IF_FAILED(encode_whole(problem, whole));
     return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
-      return launch_whole_gradient<type>(head_dim, whole, shape_of_whole);
+      if (!problem.has_relative_bias) return launch_whole_gradient<type>(head_dim, whole, shape_of_whole);
+      const cudaError_t error = launch_biased_whole_gradient<type>(head_dim, whole, shape_of_whole);
+      return error == cudaSuccess ? launch_table_gradient(table, shape_of_table) : error;
     }));
   }
   NATTEN_JAX_RETURN_IF_FAILED(encode_keys(problem, p.key, p.value, p));
@@ -214,6 +263,11 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   int additional_ctas = 0;
   NATTEN_JAX_RETURN_IF_FAILED(prepare_additional(problem, arrays, scratch, additional, additional_ctas));
   return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
+    if (problem.has_relative_bias) {
+      cudaError_t error = launch_biased_query_gradient<type>(head_dim, p, shape);
+      if (error == cudaSuccess) error = launch_biased_key_value_gradient<type>(head_dim, of_keys, shape_of_keys);
+      return error == cudaSuccess ? launch_table_gradient(table, shape_of_table) : error;
+    }
     cudaError_t error = launch_query_gradient<type>(head_dim, p, shape);
     if (error == cudaSuccess) error = launch_key_value_gradient<type>(head_dim, of_keys, shape_of_keys);
     if (error != cudaSuccess || additional_ctas == 0) return error;

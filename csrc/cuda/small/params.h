@@ -26,6 +26,9 @@ struct CommonParams {
   int head_dim_v;
   int additional_kv;
   int items;  // batch entries times query heads
+  // [batch, heads, table_entries]: a relative bias, in products of queries and keys; or null.
+  const float* relative_bias;
+  int tile_pitch[kRank];  // how many tiles further neighbors of a dimension are, where all of a layout are counted
   Scale scale;
   float exponent_scale;   // of weights as powers of two, where heads have no scales of their own
   bool is_plain;          // arrays are the whole layout, and queries and keys lie in the same one
@@ -70,6 +73,19 @@ struct BackwardParams : CommonParams {
   void* query_gradient;
   void* key_gradient;
   void* value_gradient;
+  int table_tiles;
+  float* table_records;  // for a relative bias: [batch, heads, tiles, record and header] (bias_table.h)
+};
+
+/// For the gradient of a relative bias.
+struct TableParams {
+  const float* records;  // as BackwardParams has them
+  float* sums;           // [parts, batch, heads, entries]
+  DeviceAxis axis[kRank];
+  cutlass::FastDivmod by_tiles[kRank];  // of all dilation groups of a dimension
+  int tiles;
+  int record;
+  int entries;
 };
 
 /// For gradients of additional keys and values.

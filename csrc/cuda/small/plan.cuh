@@ -1,7 +1,10 @@
 // What a CTA works out once about its region, before it goes over batch entries and heads.
 #pragma once
 
+#include <climits>
+
 #include "cuda/common/axis_plan.cuh"
+#include "cuda/small/bias_table.h"
 #include "cuda/small/params.h"
 
 namespace natten_jax::small {
@@ -61,6 +64,16 @@ struct RegionAxis {
     return make_int2(max(window.begin - shift, 0), min(max(window.end - shift, 0), columns().local_length));
   }
 
+  /// The offset of a key from a query of a dimension, of which one is a row of the region and one a column; counted
+  /// from the smallest offset of a window.
+  CUTE_DEVICE int offset(const DeviceAxis& axis, int row, int column) const {
+    row += begin;
+    column += columns().shift;
+    if constexpr (kRowsAreKeys) row = min(max(row, -kv.shift), kv.length - 1 - kv.shift);
+    row += rows().shift;
+    return (kRowsAreKeys ? row - column : column - row) + axis.kernel_size - 1;
+  }
+
   /// Whether a row's token lies in the global layout; queries do.
   CUTE_DEVICE bool is_inside(int row) const {
     return !kRowsAreKeys || (row + begin >= -kv.shift && row + begin < kv.length - kv.shift);
@@ -108,6 +121,12 @@ struct TilePlan {
   int column_of_row;  // where rows are columns of the box, too: which one row lane % 16 is, or some one,
   std::uint32_t row;  // and where the lane reads the rows as an operand
   bool has_rows;
+  // Of a relative bias. In a stage, where the entries of the lane's two rows with its first column are; how far the
+  // next column's are, and those of the next group; negative where rows are keys, as offsets are.
+  int entry[2], next_entry, next_entry_of_group;
+  // Of the sums for its gradient. In shared memory, where those of the same entries are, half as far apart; the first
+  // entry that there are sums of; which tile of the layout this one is.
+  int sums[2], first_entry, number;
 };
 
 /// Where a row's place is in the tables.
@@ -118,7 +137,7 @@ CUTE_DEVICE constexpr int index_of_row(int row) {
 /// The tables of a CTA in shared memory; there are places where there are no boxes.
 struct Tables {
   int2* places;
-  std::uint32_t* offsets;
+  std::uint32_t* offsets;      // with a relative bias, words whose upper kEntryBits count entries of the table
   const std::uint16_t* masks;  // of a lane: two pairs' bytes
   // Where rows i and i + 8 of the warp's tile stand in an array of a row for each token and head, counted from
   // its batch entry and head; negative: outside.
@@ -159,7 +178,7 @@ CUTE_DEVICE std::uint32_t range_of_groups(int begin, int end) {
 ///
 /// `load_first_rows` is called as soon as the rows' tokens are known. Where a kernel has two plans, `number` says which
 /// one this is.
-template <int kHeadDim, bool kRowsAreKeys, bool kHasBoxes, class Loads, class LoadFirstRows>
+template <int kHeadDim, bool kRowsAreKeys, bool kHasBoxes, bool kHasBias = false, class Loads, class LoadFirstRows>
 CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, TilePlan& tile, Loads& loads,
                            const LoadFirstRows& load_first_rows, int number = 0) {
   using Columns = ColumnRows<kHeadDim, kHasBoxes>;
@@ -177,18 +196,20 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
 
   // Rows of the tile and where they begin. A lane looks at one of them, three at the last one of the tile and the ends
   // of the region.
-  int tile_rows[kRank], begin_of_tile[kRank], first_row[kRank];
+  int tile_rows[kRank], begin_of_tile[kRank], first_row[kRank], offset[kRank];
   int2 seen[kRank], of_tile[kRank];
   // The columns of the region: where they begin, how many there are.
   int first[kRank], extent[kRank], first_column[kRank];
   int id = blockIdx.x, tile_id = warp, warps_with_rows = 1;
   tile.has_rows = true;
+  tile.number = tile.first_entry = 0;
   CUTE_UNROLL
   for (int d = 0; d < kRank; ++d) {
     if (p.is_single[d]) {
       tile_rows[d] = extent[d] = 1;
       begin_of_tile[d] = first_row[d] = first[d] = first_column[d] = 0;
       seen[d] = of_tile[d] = make_int2(0, 1);
+      offset[d] = 0;
       continue;
     }
     const DeviceAxis& axis = p.axis[d];
@@ -216,6 +237,16 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     // The others see nothing.
     const bool is_row = lane < tile_rows[d] && rows.is_inside(looked_at);
     of_tile[d] = make_int2(__shfl_sync(0xffffffffu, seen[d].x, 0), __shfl_sync(0xffffffffu, seen[d].y, 16));
+    if constexpr (kHasBias) {
+      offset[d] = rows.offset(axis, looked_at, of_tile[d].x);
+      if (d == region.table_slowest) {
+        const int first_seen = is_row && seen[d].y > seen[d].x ? offset[d] + seen[d].x - of_tile[d].x : INT_MAX;
+        const int least = __reduce_min_sync(0xffffffffu, first_seen);
+        tile.first_entry = least == INT_MAX ? 0 : least * region.table_pitch[d];
+      }
+      tile.number +=
+          (residue * axis.q_tiles + ((region_number * most + begin) >> logarithm(region.tile[d]))) * p.tile_pitch[d];
+    }
     if (!is_row) seen[d].y = seen[d].x;
   }
   loads.start(first_column, warps_with_rows);
@@ -270,6 +301,27 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     }
   }
 
+  if constexpr (kHasBias) {
+    constexpr int kSign = kRowsAreKeys ? -1 : 1, kBytes = sizeof(float);
+    const int pitch = region.table_pitch[0], line_pitch = region.table_pitch[1], column = lane % 4 * 2;
+    tile.next_entry = kSign * kBytes * (wide > 1 ? pitch : line_pitch);
+    tile.next_entry_of_group = kSign * kBytes * high * line_pitch;
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      int entry = kSign * ((column & (wide - 1)) * pitch + (column >> wide_shift) * line_pitch), shift_of_row = 0;
+      CUTE_UNROLL
+      for (int d = 0; d < kRank; ++d) {
+        const int place = (lane / 4 + 8 * r) >> shift_of_row & (region.tile[d] - 1);
+        shift_of_row += logarithm(region.tile[d]);
+        entry += __shfl_sync(0xffffffffu, offset[d], place) * region.table_pitch[d];
+      }
+      tile.entry[r] = region.shared.table + kBytes * (region.table_margin + entry);
+      // An entry's sum has two bytes.
+      const int row = region.shared.sums + (warp * kRows + lane / 4 + 8 * r) * bytes_of_sums_row(region.record);
+      tile.sums[r] = row + 2 * (entry - tile.first_entry);
+    }
+  }
+
   const int pair_rows = high * region.pitch[1], in_group = lane & (kColumns - 1);
   const int x = in_group & (wide - 1), y = in_group >> wide_shift;
   const int base = tile_begin[0] + tile_begin[1] * region.pitch[1] + tile_begin[2] * region.pitch[2];
@@ -306,7 +358,13 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
       for (int gx = 0; gx < groups[0]; ++gx) {
         const int line = gx * wide + gz * region.pitch[2];
         for (int i = lane; i < line_pairs; i += 32) {
-          tables.offsets[written + i] = (line + 2 * i * pair_rows) * kColumnBytes;
+          std::uint32_t at = (line + 2 * i * pair_rows) * kColumnBytes;
+          if constexpr (kHasBias) {
+            const int entry =
+                gx * wide * region.table_pitch[0] + gz * region.table_pitch[2] + 2 * i * high * region.table_pitch[1];
+            at |= static_cast<std::uint32_t>(entry) << kOffsetBits;
+          }
+          tables.offsets[written + i] = at;
         }
         const int line_begin = written;
         written += line_pairs;

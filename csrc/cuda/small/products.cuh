@@ -56,6 +56,16 @@ using PairLogits = float[2][4];
 struct PairPlace {
   std::uint32_t across[2], along[2];  // as in Lanes, of each array
   std::uint32_t offset;               // in a stage
+  int entry;                          // of a relative bias: bytes behind the entries that a lane's plan names
+};
+
+/// What a word of Tables::offsets says.
+template <bool kHasBias>
+struct PairWord {
+  std::uint32_t word;
+
+  CUTE_DEVICE std::uint32_t offset() const { return kHasBias ? word & ((1u << kOffsetBits) - 1) : word; }
+  CUTE_DEVICE int entry() const { return kHasBias ? static_cast<int>(word >> kOffsetBits) * 4 : 0; }
 };
 
 /// Pairs of groups that are computed at once: where they lie in a stage, and which of their elements are hidden, for
@@ -68,9 +78,23 @@ struct Pairs {
   std::uint32_t masks[kCount];
 };
 
+/// The relative bias of pairs of groups, in products of queries and keys.
+template <bool kRowsAreKeys, int kPairs>
+CUTE_DEVICE void load_bias(PairLogits (&x)[kPairs], const TilePlan& tile, std::uint32_t stage,
+                           const Pairs<kPairs>& pairs) {
+  CUTE_UNROLL
+  for (int i = 0; i < 8 * kPairs; ++i) {
+    const int pair = i / 8, h = i / 4 % 2, r = i / 2 % 2, c = i % 2, of_pair = pairs.at[pair].entry;
+    const std::uint32_t at = stage + tile.entry[r] + (kRowsAreKeys ? -of_pair : of_pair) +
+                             h * tile.next_entry_of_group + c * tile.next_entry;
+    // Not from one item to the next: volatile.
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x[pair][h][2 * r + c]) : "r"(at));
+  }
+}
+
 /// Products of the rows with one array of each pair's columns, the first one or the second; x starts as `initial`, four
-/// numbers for each group.
-template <class Element, int kHeadDim, bool kIsSecond, int kPairs>
+/// numbers for each group, or where `kAdds` as what it is.
+template <class Element, int kHeadDim, bool kIsSecond, bool kAdds = false, int kPairs>
 CUTE_DEVICE void multiply_columns(PairLogits (&x)[kPairs], const RowOperand<Element, kHeadDim>& rows,
                                   const Pairs<kPairs>& pairs, const float (&initial)[4] = {}) {
   using Instruction = HalfInstruction<Element>;
@@ -85,7 +109,7 @@ CUTE_DEVICE void multiply_columns(PairLogits (&x)[kPairs], const RowOperand<Elem
     for (int i = 0; i < 2 * kPairs; ++i) {
       const int pair = i / 2, h = i % 2;
       float (&d)[4] = x[pair][h];
-      const float* c = step > 0 ? d : initial;
+      const float* c = step > 0 || kAdds ? d : initial;
       Instruction::fma(d[0], d[1], d[2], d[3], a.r[0], a.r[1], a.r[2], a.r[3], r[pair][2 * h], r[pair][2 * h + 1], c[0],
                        c[1], c[2], c[3]);
     }
@@ -150,15 +174,17 @@ CUTE_DEVICE std::uint32_t masks_of_group(std::uint32_t masks, int group) {
 
 /// Calls `call(pairs)` for a tile's pairs of groups, two of them at once as far as there are two, so that one's
 /// instructions run while the other's wait for results. Where `kAtOnce` is 1, for one at a time: slower, and shorter.
-template <class Columns, int kAtOnce, class Call>
+template <class Columns, int kAtOnce, bool kHasBias = false, class Call>
 CUTE_DEVICE void for_pairs(const TilePlan& tile, const Tables& tables, int additional_pairs, std::uint32_t stage,
                            const Call& call) {
   const auto for_range = [&](const Lanes& lanes, int first, int pairs) {
     const std::uint32_t across = stage + lanes.across, along = stage + lanes.along,
                         across_second = Columns::in_second(across, tables.second),
                         along_second = Columns::in_second(along, tables.second);
-    const auto place = [&](std::uint32_t at) {
-      return PairPlace{{across + at, across_second + at}, {along + at, along_second + at}, at};
+    const auto place = [&](std::uint32_t word) {
+      const PairWord<kHasBias> of_pair{word};
+      const std::uint32_t at = of_pair.offset();
+      return PairPlace{{across + at, across_second + at}, {along + at, along_second + at}, at, of_pair.entry()};
     };
     const uint2* offsets = reinterpret_cast<const uint2*>(tables.offsets + first);
     const std::uint16_t* bits = tables.masks + 16 * first;
@@ -183,6 +209,14 @@ CUTE_DEVICE void for_pairs(const TilePlan& tile, const Tables& tables, int addit
   };
   for_range(tile.lanes, 0, tile.pairs);
   if (additional_pairs > 0) for_range(tile.lanes_additional, (tile.pairs + 1) / 2 * 2, additional_pairs);
+}
+
+/// Logits of pairs of groups, but for the scale: products of the rows with the first array, and a relative bias.
+template <class Element, int kHeadDim, bool kRowsAreKeys, bool kHasBias, int kPairs>
+CUTE_DEVICE void multiply_keys(PairLogits (&x)[kPairs], const RowOperand<Element, kHeadDim>& rows, const TilePlan& tile,
+                               std::uint32_t stage, const Pairs<kPairs>& pairs) {
+  if constexpr (kHasBias) load_bias<kRowsAreKeys>(x, tile, stage, pairs);
+  multiply_columns<Element, kHeadDim, false, kHasBias>(x, rows, pairs);
 }
 
 }  // namespace natten_jax::small

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "cuda/common/arithmetic.cuh"
+#include "cuda/small/bias_sums.cuh"
 #include "cuda/small/products.cuh"
 #include "natten_jax/logsumexp.h"
 
@@ -70,11 +71,13 @@ struct RowStatistics {
 
   /// Completes them; `write(r, numbers)` is called for each row, in one of the four lanes that share it, with what the
   /// gradients of keys and values need.
-  template <class Write>
+  template <bool kHasBias, class Write>
   CUTE_DEVICE void finish(const BackwardParams& p, const Write& write) {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       logsumexp[r] = base2_logsumexp(logsumexp[r]);
+      // All that the query sees is hidden by a relative bias: beside any logit, weights are zero.
+      if (kHasBias && logsumexp[r] == -INFINITY) logsumexp[r] = INFINITY;
       delta[2 * r] -= logsumexp_cotangent[r];
       delta[2 * r + 1] -= logsumexp_cotangent[r];
       is_large[r] = has_remainder<Element>(logsumexp[r]);
@@ -86,18 +89,20 @@ struct RowStatistics {
   }
 };
 
-/// Adds a tile's query gradients, but for the scale.
-template <class Columns, class Element, int kHeadDim>
+/// Adds a tile's query gradients, but for the scale; with a relative bias, stores those of logits for its sums, in
+/// shared memory that begins at `sums`.
+template <class Columns, bool kHasBias, class Element, int kHeadDim>
 CUTE_DEVICE void add_query_gradient(float (&gradient)[kHeadDim / 8][4], const RowStatistics<Element>& rows,
                                     const RowOperand<Element, kHeadDim>& queries,
                                     const RowOperand<Element, kHeadDim>& cotangents, float factor, const TilePlan& tile,
-                                    const Tables& tables, int additional_pairs, std::uint32_t stage) {
+                                    const Tables& tables, int additional_pairs, std::uint32_t stage,
+                                    std::uint32_t sums) {
   const float initial[4] = {-rows.delta[0], -rows.delta[1], -rows.delta[2], -rows.delta[3]};
   const auto differentiate = [&](auto weight) {
-    for_pairs<Columns, 2>(tile, tables, additional_pairs, stage, [&](const auto& pairs) {
+    for_pairs<Columns, 2, kHasBias>(tile, tables, additional_pairs, stage, [&](const auto& pairs) {
       constexpr int kPairs = std::decay_t<decltype(pairs)>::kCount;
       PairLogits x[kPairs], y[kPairs];
-      multiply_columns<Element, kHeadDim, false>(x, queries, pairs);
+      multiply_keys<Element, kHeadDim, false, kHasBias>(x, queries, tile, stage, pairs);
       multiply_columns<Element, kHeadDim, true>(y, cotangents, pairs, initial);
       std::uint32_t a[kPairs][4];
       CUTE_UNROLL
@@ -107,6 +112,7 @@ CUTE_DEVICE void add_query_gradient(float (&gradient)[kHeadDim / 8][4], const Ro
         a[pair][i % 4] = pack<Element>(weight(of_x[0], r) * of_y[0], weight(of_x[1], r) * of_y[1]) &
                          ~hidden_halves(masks_of_group(pairs.masks[pair], h), r);
       }
+      if constexpr (kHasBias) store_logit_gradients(tile, sums, a, pairs);
       add_columns<Element, kHeadDim, false>(gradient, a, pairs);
     });
   };
@@ -117,7 +123,7 @@ CUTE_DEVICE void add_query_gradient(float (&gradient)[kHeadDim / 8][4], const Ro
   }
 }
 
-template <class Element, int kHeadDim, bool kHasBoxes>
+template <class Element, int kHeadDim, bool kHasBoxes, bool kHasBias>
 CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
   using Rows = RowTile<kHeadDim>;
   using Operand = RowOperand<Element, kHeadDim>;
@@ -125,7 +131,7 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
   allow_next_kernel();  // which plans meanwhile
   Tables tables;
   TilePlan tile;
-  Loads<kHeadDim, Kernel::kQueryGradient, kHasBoxes> loads(p, raw);
+  Loads<kHeadDim, Kernel::kQueryGradient, kHasBoxes, kHasBias> loads(p, raw);
   const int warp = threadIdx.x / 32, additional_pairs = kHasBoxes ? 0 : p.additional_pairs();
   const HeadDims<kHeadDim, kHasBoxes> head_dims(p);
   const std::uint32_t buffer = p.region.warps * Rows::kBytes, staging = kHasBoxes ? 3 * buffer : 0;
@@ -139,21 +145,27 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
     copy_rows(p.out, head_dims.of_values, 2);
   };
   const auto load_first_rows = [&] { loads.load_first_rows(warp * Rows::kBytes, load_rows); };
-  if (!make_plan<kHeadDim, false, kHasBoxes>(p, raw, tables, tile, loads, load_first_rows)) return;
+  if (!make_plan<kHeadDim, false, kHasBoxes, kHasBias>(p, raw, tables, tile, loads, load_first_rows)) return;
+  if constexpr (kHasBias) clear_sums(p, raw);
 
   const ColumnCopy<kHeadDim> copy(p.heads_kv, p.head_dim, p.head_dim_v);
-  const auto load_columns = [&](const Item& item, std::uint32_t stage) { copy.keys(p, tables, item, stage); };
+  const auto load_columns = [&](const Item& item, std::uint32_t stage) {
+    copy.keys(p, tables, item, stage);
+    if constexpr (kHasBias) copy_table(p, item, stage);
+  };
   const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
     if (!tile.has_rows) return;
     RowStatistics<Element> statistics(p, item, tables.row_places);
     const Operand queries(rows), cotangents(rows + buffer);
     statistics.find_delta(cotangents, Operand(rows + 2 * buffer));
     phases.rows_are_read();
-    statistics.finish(p, [&](int r, float4 numbers) { p.statistics[statistics.at[r]] = numbers; });
+    statistics.template finish<kHasBias>(p, [&](int r, float4 numbers) { p.statistics[statistics.at[r]] = numbers; });
     float gradient[kHeadDim / 8][4] = {};
-    add_query_gradient<ColumnRows<kHeadDim, kHasBoxes>>(gradient, statistics, queries, cotangents,
-                                                        item.exponent_scale(p), tile, tables, additional_pairs, stage);
+    add_query_gradient<ColumnRows<kHeadDim, kHasBoxes>, kHasBias>(gradient, statistics, queries, cotangents,
+                                                                  item.exponent_scale(p), tile, tables,
+                                                                  additional_pairs, stage, shared_address(raw));
     phases.columns_are_read();
+    if constexpr (kHasBias) write_record<Element>(p, tile, shared_address(raw), item);
     const float scale = item.scale(p).query_gradient;
     Rows::template store<Element>(gradient, scale, scale, tables.row_places,
                                   row_of(p.query_gradient, item.of_query, head_dims.of_keys), head_dims.of_keys,
@@ -162,10 +174,10 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
   loads.for_items(tables, tile, warp * Rows::kBytes, load_rows, load_columns, compute);
 }
 
-template <class Element, int kHeadDim, bool kHasBoxes>
+template <class Element, int kHeadDim, bool kHasBoxes, bool kHasBias = false>
 __global__ void __launch_bounds__(32 * resident_warps(Kernel::kQueryGradient, kHeadDim))
     natten_jax_small_query_gradient(const __grid_constant__ BackwardParams p) {
-  if constexpr (is_compiled(kHasBoxes)) differentiate_queries<Element, kHeadDim, kHasBoxes>(p);
+  if constexpr (is_compiled(kHasBoxes)) differentiate_queries<Element, kHeadDim, kHasBoxes, kHasBias>(p);
 }
 
 }  // namespace natten_jax::small

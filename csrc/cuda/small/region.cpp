@@ -5,6 +5,7 @@
 #include <functional>
 #include <string>
 
+#include "cuda/small/bias_table.h"
 #include "cuda/small/region_time.h"
 
 namespace natten_jax::small {
@@ -167,6 +168,28 @@ bool widen_box(const Side (&sides)[kRank], const Region& region, const std::int6
   return true;
 }
 
+/// Works out what a relative bias takes, given the groups of a tile; false where kernels cannot count it.
+bool lay_out_table(const Problem& problem, const std::int64_t (&groups)[kRank], Region& region) {
+  const BiasTable table(problem.axes);
+  if (table.offsets.entries > kMostBiasEntries) return false;
+  region.table_entries = static_cast<int>(table.padded);
+  std::int64_t margin = 0, last_pair = 0;
+  for (int i = 0; i < kRank; ++i) {
+    const std::int64_t pitch = table.offsets.pitch[region.dimension[i]];
+    // The last group of a line of pairs may be none of the window's.
+    const std::int64_t most_groups = i == 1 ? 2 * divide_up(groups[i], 2) : groups[i];
+    margin += (region.tile[i] - 1 + region.group[i] * (i == 1 ? 2 : 1) - 1) * pitch;
+    last_pair += most_groups * region.group[i] * pitch;
+    region.table_pitch[i] = static_cast<int>(pitch);
+    if (region.dimension[i] == table.slowest) {
+      region.table_slowest = i;
+      region.record = static_cast<int>(table.record(problem.axes[table.slowest].window, region.tile[i]));
+    }
+  }
+  region.table_margin = static_cast<int>(divide_up(margin, kEntriesOfChunk) * kEntriesOfChunk);
+  return last_pair < std::int64_t{1} << kEntryBits;
+}
+
 /// Works out what follows from the number of tiles in each dimension; false where a CTA lacks the memory for it.
 bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel, int head_dim, int stages,
               const Device& device, Region& region) {
@@ -195,6 +218,7 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
   // Two are computed at once, of the window or of additional ones, and two more are read ahead.
   const std::int64_t entries = 2 * (divide_up(lines * line_pairs, 2) + divide_up(additional_pairs, 2) + 1);
   if (region.has_boxes && !widen_box(sides, region, groups, box)) return false;
+  if (problem.has_relative_bias && !lay_out_table(problem, groups, region)) return false;
   const std::int64_t plane = box[0] * box[1];
   // The last pair of a line may end past the box, in what belongs to no column.
   const std::int64_t memory_rows = plane * box[2] + box[0] * 2 * region.group[1] + region.group[0];
@@ -214,6 +238,9 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
   take(shared.offsets, 4 * plans * region.warps * entries);
   take(shared.masks, 32 * plans * region.warps * entries);
   take(shared.row_places, 4 * kRows * region.warps);
+  const bool has_sums =
+      problem.has_relative_bias && (kernel == Kernel::kQueryGradient || kernel == Kernel::kWholeGradient);
+  take(shared.sums, has_sums ? bytes_of_sums(region.record) * region.warps : 0);
   // Boxes leave rows to the warps, which load some while they write others.
   const std::int64_t row_bytes =
       (kRowBuffers[static_cast<int>(kernel)] + region.has_boxes) * region.warps * kRows * 2 * head_dim;
@@ -234,6 +261,7 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
     take(shared.rows, row_bytes);
   }
   take(shared.statistics, has_statistics ? kStatisticsBytes * memory_rows : 0);
+  take(shared.table, problem.has_relative_bias ? 4 * (region.table_entries + 2 * region.table_margin) : 0);
   if (region.has_boxes) at = align(at, kBoxAlignment);
   shared.stage_bytes = static_cast<int>(at);
   const std::int64_t bytes = shared.stages + stages * at;
@@ -294,6 +322,10 @@ Status begin_region(const Problem& problem, const Side (&sides)[kRank], const st
   if (compiled_head_dim(problem) == 0) {
     return Status::invalid_argument("heads for small windows have at most " + std::to_string(kLargestHeadDim) +
                                     " dimensions");
+  }
+  if (problem.has_relative_bias && (compiled_head_dim(problem) > kLargestBiasedHeadDim || problem.additional_kv > 0)) {
+    return Status::invalid_argument("with a relative bias, heads for small windows have at most " +
+                                    std::to_string(kLargestBiasedHeadDim) + " dimensions and no additional tokens");
   }
   // Rows of arrays are counted in 32 bits.
   for (const std::int64_t rows_of_array : {counted(problem.batch, problem.queries(), problem.heads),

@@ -39,6 +39,8 @@ struct SharedLayout {
   int additional;  ///< In a stage: additional columns.
   int rows;        ///< In a stage, or for boxes in the CTA: the warps' rows of each array that they need.
   int statistics;  ///< In a stage: kStatisticsBytes for each column.
+  int table;       ///< In a stage: a head's relative bias, between `Region::table_margin` numbers on both sides.
+  int sums;        ///< For each warp, a row for each of its queries of 16-bit gradients of logits, by offset.
   int bytes;       ///< All of it.
 };
 
@@ -58,6 +60,12 @@ struct Region {
   int box;               ///< Most columns that a region sees.
   double pairs;          ///< Pairs of groups that tiles take time for, additional ones among them.
   int table;             ///< Pairs of groups that a warp's tables have room for.
+  // Of a relative bias, in entries of a head's table; all zeros where there is none.
+  int table_pitch[kRank];  ///< From one offset to the next.
+  int table_entries;
+  int table_margin;   ///< How far outside of the table columns lie that a group has and no row sees.
+  int table_slowest;  ///< The dimension whose offsets are farthest apart.
+  int record;         ///< Numbers of a tile's record.
   int warps;
   int stages;
   int ctas;            ///< That a multiprocessor has the shared memory for.

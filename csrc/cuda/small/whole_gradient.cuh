@@ -11,7 +11,7 @@ namespace natten_jax::small {
 /// The boxes of a stage, which follow each other: the columns of queries first, then those of keys.
 enum WholeBox { kWholeKeys, kWholeValues, kWholeQueries, kWholeCotangents, kWholeOuts };
 
-template <class Element, int kHeadDim>
+template <class Element, int kHeadDim, bool kHasBias>
 CUTE_DEVICE void differentiate_whole(const BackwardParams& p) {
   using Rows = RowTile<kHeadDim>;
   using Operand = RowOperand<Element, kHeadDim>;
@@ -19,17 +19,22 @@ CUTE_DEVICE void differentiate_whole(const BackwardParams& p) {
   extern __shared__ __align__(1024) char raw[];
   Tables of_queries, of_keys;
   TilePlan queries_plan, keys_plan;
-  BoxLoads<kHeadDim, Kernel::kWholeGradient> loads(p, raw);
+  BoxLoads<kHeadDim, Kernel::kWholeGradient, kHasBias> loads(p, raw);
   NoLoads none;
   const auto no_rows = [] {};
-  if (!make_plan<kHeadDim, false, true>(p, raw, of_queries, queries_plan, loads, no_rows)) return;
-  make_plan<kHeadDim, true, true>(p, raw, of_keys, keys_plan, none, no_rows, 1);
+  if (!make_plan<kHeadDim, false, true, kHasBias>(p, raw, of_queries, queries_plan, loads, no_rows)) return;
+  make_plan<kHeadDim, true, true, kHasBias>(p, raw, of_keys, keys_plan, none, no_rows, 1);
+  if constexpr (kHasBias) clear_sums(p, raw);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const std::uint32_t second = p.region.shared.second;
-  // Columns of keys are two boxes further than those of queries; what is known of them is not.
+  // Columns of keys are two boxes further than those of queries; what is known of them, and a relative bias, is not.
   keys_plan.statistic -= kWholeQueries * second;
   keys_plan.statistic_of_column -= kWholeQueries * second;
+  if constexpr (kHasBias) {
+    keys_plan.entry[0] -= kWholeQueries * second;
+    keys_plan.entry[1] -= kWholeQueries * second;
+  }
   // The columns of the box that the lane's two rows are.
   int column_of_row[2];
   CUTE_UNROLL
@@ -44,13 +49,14 @@ CUTE_DEVICE void differentiate_whole(const BackwardParams& p) {
     {
       const Operand queries = rows_of(kWholeQueries), cotangents = rows_of(kWholeCotangents);
       statistics.find_delta(cotangents, rows_of(kWholeOuts));
-      statistics.finish(p, [&](int r, float4 numbers) {
+      statistics.template finish<kHasBias>(p, [&](int r, float4 numbers) {
         const std::uint32_t at = stage + p.region.shared.statistics + kStatisticsBytes * column_of_row[r];
         *static_cast<float4*>(__cvta_shared_to_generic(at)) = numbers;
       });
       float gradient[kHeadDim / 8][4] = {};
-      add_query_gradient<Columns>(gradient, statistics, queries, cotangents, item.exponent_scale(p), queries_plan,
-                                  of_queries, 0, stage);
+      add_query_gradient<Columns, kHasBias>(gradient, statistics, queries, cotangents, item.exponent_scale(p),
+                                            queries_plan, of_queries, 0, stage, shared_address(raw));
+      if constexpr (kHasBias) write_record<Element>(p, queries_plan, shared_address(raw), item);
       const float scale = item.scale(p).query_gradient;
       Rows::template store<Element>(gradient, scale, scale, of_queries.row_places,
                                     row_of(p.query_gradient, item.of_query, kHeadDim), kHeadDim, rows);
@@ -60,8 +66,8 @@ CUTE_DEVICE void differentiate_whole(const BackwardParams& p) {
     // Query heads that share a key/value head would need their sums here all the time: there are no registers for that.
     KeyValueSums<Element, kHeadDim, true> sums;
     const Operand keys = rows_of(kWholeKeys), values = rows_of(kWholeValues);
-    sums.template add<Columns>(keys, values, item.exponent_scale(p), keys_plan, of_keys,
-                               stage + kWholeQueries * second);
+    sums.template add<Columns, kHasBias>(keys, values, item.exponent_scale(p), keys_plan, of_keys,
+                                         stage + kWholeQueries * second);
     phases.columns_are_read();
     sums.store(p, item.scale(p).logits, item.of_key(p), of_keys.row_places, HeadDims<kHeadDim, true>(p), rows, rows);
   };
@@ -69,10 +75,10 @@ CUTE_DEVICE void differentiate_whole(const BackwardParams& p) {
   loads.for_items(of_queries, queries_plan, warp * Rows::kBytes, nothing, nothing, compute);
 }
 
-template <class Element, int kHeadDim>
+template <class Element, int kHeadDim, bool kHasBias = false>
 __global__ void __launch_bounds__(32 * resident_warps(Kernel::kWholeGradient, kHeadDim))
     natten_jax_small_whole_gradient(const __grid_constant__ BackwardParams p) {
-  if constexpr (is_compiled(true)) differentiate_whole<Element, kHeadDim>(p);
+  if constexpr (is_compiled(true)) differentiate_whole<Element, kHeadDim, kHasBias>(p);
 }
 
 }  // namespace natten_jax::small

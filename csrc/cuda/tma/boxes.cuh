@@ -41,4 +41,12 @@ CUTE_DEVICE void load_box(const CUtensorMap& map, std::uint32_t to, std::uint32_
       : "memory");
 }
 
+/// Loads bytes that follow each other, chunks of 16, to an address in shared memory.
+CUTE_DEVICE void load_bytes(std::uint32_t to, const void* from, int bytes, std::uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :
+               : "r"(to), "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 }  // namespace natten_jax

@@ -85,6 +85,7 @@ struct Problem {
   std::int64_t head_dim;
   std::int64_t head_dim_v;
   std::int64_t additional_kv;
+  bool has_relative_bias;  ///< As far as what kernels take depends on it.
   Scale scale;
   Axis axes[kRank];
 

@@ -70,7 +70,7 @@ class CutlassBackend(NativeBackend):
     dtypes = ("float32", "float16", "bfloat16")
     edges = EDGES
     wraps_by_strips = True
-    biases = ("key_bias",)
+    biases = ("relative_bias", "key_bias")
     key_bias_by_columns = True
     head_dim_step = _LIMITS.get("head_dim_step", 1)
     largest_head_dim = _LIMITS.get("largest_head_dim")
@@ -88,9 +88,25 @@ class CutlassBackend(NativeBackend):
     def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
         """Why the kernels cannot run a pass; this build may have no code for the GPU."""
         reason = super().rejection(problem, device, pass_)
+        if reason is None and problem.relative_bias:
+            reason = self._table_rejection(problem, device, pass_)
         if reason is not None or not device.is_present or device.compute_capability is None:
             return reason
         return _missing_code(device.compute_capability)
+
+    def _table_rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
+        """Why the kernels do not add a relative bias; ``None`` where they do."""
+        if problem.element.bytes != 2:
+            return f"its kernels add a relative_bias to logits of elements of 16 bits, not of {problem.dtype}"
+        if problem.additional_kv:
+            return "its kernels with a relative_bias take no additional tokens"
+        if "wrap" in problem.edges:
+            return "its kernels with a relative_bias have no windows with edges 'wrap'"
+        if not self._ranked(self.widened(problem), device, pass_):
+            return "its kernels add a relative_bias where small windows of heads of at most " + (
+                f"{small_windows.largest_biased_head_dim()} fit into shared memory"
+            )
+        return None
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Query and key/value tiles by estimated time, the fastest first."""
@@ -106,7 +122,7 @@ class CutlassBackend(NativeBackend):
         if not super().offers(problem, device, pass_, pair):
             return False
         if not small_windows.is_chosen(problem, pass_, pair):
-            return True
+            return not problem.relative_bias
         return small_windows.seconds(self.family, problem, pass_, pair, device.compute_capability) is not None
 
     def _ranked(self, problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[TilePair, float], ...]:
@@ -252,6 +268,8 @@ def _ranked_pairs(
     problem: Problem, pass_: Pass, sizes: tuple[tuple[int, int], ...], capability: ComputeCapability | None
 ) -> tuple[tuple[TilePair, float], ...]:
     found = list(small_windows.ranked(CutlassBackend.family, problem, pass_, capability))
+    if problem.relative_bias:
+        return tuple(found)
     if problem.dtype == "float32":
         # Times are of 16-bit elements. Kernels are compiled for rows of some number of bytes.
         head_dim, head_dim_v = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,15 @@ import jax.numpy as jnp
 from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
 from natten_jax.backends.native_backend import (
     attributes,
-    call_for_gradients,
+    call_for_results,
     kernel_operands,
     saved_remainder,
+    scale_of_kernels,
     with_kernel_rank,
 )
 from natten_jax.native import module as native
+from natten_jax.native.abi import axis_rows, with_kernel_tiles
+from natten_jax.native.head_scales import HeadScales
 from natten_jax.native.module import ResultType
 from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem
@@ -33,7 +37,42 @@ UNUSED = {
 
 def call_forward(plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
     """Call the kernel."""
-    return native.call(FORWARD, types, *kernel_operands(plan.problem, operands), **attributes(plan))
+    tables = _tables_of_products(plan, operands)
+    return native.call(FORWARD, types, *kernel_operands(plan.problem, operands), tables, **attributes(plan))
+
+
+#: What numbers of an array in memory are a multiple of, so that the copy engine loads it.
+_STEP = 4
+
+
+def _tables_of_products(plan: Plan, operands: Operands) -> jax.Array:
+    """A relative bias in products of queries and keys, which kernels scale; an array of nothing where there is none."""
+    tables, scale = operands.inputs.relative_bias, operands.inputs.scale
+    if tables is None:
+        return jnp.zeros((0,), jnp.float32)
+    of_heads = (
+        scale_of_kernels(plan.problem) if scale is None else HeadScales.of(plan.problem, scale).operand()[..., :1]
+    )
+    # What is too large for a number would hide nothing, and be none beside what hides.
+    largest = jnp.finfo(jnp.float32).max
+    return jnp.pad(jnp.minimum(tables / of_heads, largest), [(0, 0), (0, 0), (0, -tables.shape[-1] % _STEP)])
+
+
+def _table_sums(plan: Plan, operands: Operands) -> list[ResultType]:
+    """What the gradient of a relative bias takes: records of tiles, and their sums in parts."""
+    tables = operands.inputs.relative_bias
+    if tables is None:
+        return [ResultType((0,), jnp.float32)] * 2
+    problem = plan.problem
+    *_, x, y, z, _, _ = with_kernel_rank(operands.inputs.query, problem.rank).shape
+    _, tile = with_kernel_tiles(problem, plan.tiles)
+    sums = native.bias_sums(axis_rows(problem), (x, y, z), tile)
+    batch, heads, entries = tables.shape
+    shapes: list[tuple[Any, ...]] = [
+        (batch, heads, sums.tiles, sums.numbers),
+        (sums.parts, batch, heads, entries + -entries % _STEP),
+    ]
+    return [ResultType(shape, jnp.float32) for shape in shapes]
 
 
 def _additional_sums(problem: Problem, batch: int, queries: int) -> tuple[int, ...]:
@@ -50,10 +89,13 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Output) 
     )
     batch, *tokens, heads = logsumexp.shape
     scratch = (batch, math.prod(tokens), heads, 4), _additional_sums(problem, batch, math.prod(tokens))
-    return call_for_gradients(
+    tables = _tables_of_products(plan, operands)
+    found, (*_, table_sums) = call_for_results(
         BACKWARD,
         plan,
         operands,
-        (logsumexp, saved_remainder(problem, saved), out, out_cotangent, logsumexp_cotangent),
-        [ResultType(shape, jnp.float32) for shape in scratch],
+        (tables, logsumexp, saved_remainder(problem, saved), out, out_cotangent, logsumexp_cotangent),
+        [*(ResultType(shape, jnp.float32) for shape in scratch), *_table_sums(plan, operands)],
     )
+    own = operands.inputs.relative_bias
+    return found if own is None else found._replace(relative_bias=jnp.sum(table_sums, axis=0)[..., : own.shape[-1]])

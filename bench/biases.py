@@ -1,0 +1,102 @@
+"""Times what is added to logits beside plain calls, for problems with small windows, on an NVIDIA GPU.
+
+All sides of a problem run in turns in one process, each after the second-level cache was filled with something else;
+times are the device time of everything that a side launches, from profiler traces. Backward passes are with the
+gradients of biases and sinks.
+
+Example:
+    python bench/biases.py --json bench/results/h200/biases.json
+    python bench/biases.py --only "NAT s[34]" --passes forward --sides plain relative_bias
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from lib import command
+from lib.environment import environment
+from lib.timing import Runner, compile_backward, compile_runner
+from small import ROWS, Row, figures_of
+
+from natten_jax.performance import PASSES, Pass
+from natten_jax.profiler.cli.whole_files import write_text
+
+#: What a call has beside query, key and value.
+SIDES = ("plain", "relative_bias", "key_bias", "sinks")
+
+
+def term_of(row: Row, side: str) -> list[jax.Array]:
+    """The array that a side adds to logits; none of a plain call."""
+    rank = len(row.layout)
+    window = (row.kernel_size,) * rank if isinstance(row.kernel_size, int) else row.kernel_size
+    shapes = {
+        "relative_bias": (row.heads, *(2 * k - 1 for k in window)),
+        "key_bias": (row.batch, *row.layout),
+        "sinks": (row.heads,),
+    }
+    return [] if side == "plain" else [jax.random.normal(jax.random.key(5), shapes[side], jnp.float32)]
+
+
+def runner_of(row: Row, pass_: Pass, side: str) -> Runner | str:
+    """A side's program, or why there is none."""
+    arrays = [jax.random.normal(jax.random.key(i), row.shape, jnp.bfloat16) for i in range(4)]
+    cotangent, *inputs = arrays
+    plain: Callable[..., jax.Array] = row.function("none")
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, *terms: jax.Array) -> jax.Array:
+        return plain(query, key, value, **({side: terms[0]} if terms else {}))
+
+    inputs += term_of(row, side)
+    try:
+        if pass_ == "forward":
+            return compile_runner(attend, *inputs, name=f"{side}_side")
+        return compile_backward(attend, cotangent, *inputs, name=f"{side}_side")
+    except Exception as error:
+        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+def measure(row: Row, pass_: Pass, sides: list[str], turns: int) -> dict[str, Any]:
+    """Microseconds of each side, and how many times those of the plain call they are."""
+    figures = figures_of({side: runner_of(row, pass_, side) for side in sides}, turns)
+    for name in sides:
+        if isinstance(figures[name], dict):
+            figures[name]["times plain"] = figures[name]["us"] / figures["plain"]["us"]
+    return {"row": row.name, "pass": pass_, "sides": figures}
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="REGEX", help="rows whose names it matches")
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    records, of_run = [], environment()
+    for row in ROWS:
+        if not re.search(options.only, row.name):
+            continue
+        for pass_ in options.passes:
+            records.append(measure(row, pass_, options.sides, options.turns))
+            shown = [
+                f"{name} {side['us']:.1f} us ({side['times plain']:.2f})"
+                if isinstance(side, dict)
+                else f"{name}: {side}"
+                for name, side in records[-1]["sides"].items()
+            ]
+            print(f"{row.name:12} {pass_:8} " + ", ".join(shown), flush=True)
+            if options.json is not None:
+                # After each row: what was measured stays when a run is cut off.
+                write_text(options.json, json.dumps({"environment": of_run, "records": records}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,51 @@
+// The gradient of a relative bias: sums of the records of tiles, in their order.
+#pragma once
+
+#include <climits>
+
+#include "cuda/common/axis_plan.cuh"
+#include "cuda/small/bias_table.h"
+#include "cuda/small/params.h"
+
+namespace natten_jax::small {
+
+/// Whether a tile has queries; its number is the one of TilePlan.
+CUTE_DEVICE bool has_queries(const TableParams& p, int tile) {
+  bool result = true;
+  CUTE_UNROLL
+  for (int d = kRank - 1; d >= 0; --d) {
+    const DeviceAxis& axis = p.axis[d];
+    int of_dimension, residue, index;
+    p.by_tiles[d](tile, of_dimension, tile);
+    axis.by_q_tiles(residue, index, of_dimension);
+    result &= index * axis.q_tile < group_length(axis, axis.query_local_extent, residue);
+  }
+  return result;
+}
+
+/// A CTA adds up a part of the tiles of a batch entry and head; a thread has every few of the table's entries.
+__global__ void __launch_bounds__(1024) natten_jax_small_table_gradient(const __grid_constant__ TableParams p) {
+  __shared__ int first_entry[kTilesOfSum];
+  const std::int64_t item = blockIdx.x, numbers = p.record + kRecordHeader;
+  const int first = blockIdx.y * kTilesOfSum, count = min(kTilesOfSum, p.tiles - first);
+  const float* records = p.records + (item * p.tiles + first) * numbers;
+  if (threadIdx.x < count) {
+    // A tile without queries has written nothing: no entry is among those of its record.
+    first_entry[threadIdx.x] = has_queries(p, first + threadIdx.x)
+                                   ? reinterpret_cast<const int*>(records + threadIdx.x * numbers)[p.record]
+                                   : INT_MAX / 2;
+  }
+  __syncthreads();
+  float* sums = p.sums + (std::int64_t{blockIdx.y} * gridDim.x + item) * p.entries;
+  for (int entry = threadIdx.x; entry < p.entries; entry += blockDim.x) {
+    float sum = 0.f;
+#pragma unroll 8
+    for (int tile = 0; tile < count; ++tile) {
+      const int at = entry - first_entry[tile];
+      if (at >= 0 && at < p.record) sum += records[tile * numbers + at];
+    }
+    sums[entry] = sum;
+  }
+}
+
+}  // namespace natten_jax::small
