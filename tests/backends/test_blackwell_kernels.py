@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import natten_jax
 from natten_jax.arrays.operands import Operands, Output
 from natten_jax.backends.blackwell.call import call_of
 from natten_jax.backends.blackwell.layout import Lines
 from natten_jax.backends.blackwell.visits import Visits
 from natten_jax.performance import TilePair
+from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem, problem_of
 from natten_jax.windows import Axis
 from tests.fuzz.interpreted_blackwell import complaints, differences, draw
@@ -27,6 +30,7 @@ from tests.support.interpreted_blackwell import (
     run,
     run_backward,
 )
+from tests.support.machine import Machine
 from tests.support.machine_code import KERNELS
 
 PROBLEMS: dict[str, tuple[Problem, TilePair, TilePair]] = {
@@ -123,6 +127,26 @@ def test_kernels_are_lowered_for_gpus_that_are_not_there(name: str) -> None:
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     for part in (*KERNELS, "tcgen05.mma", "cp.async.bulk.tensor"):
         assert part in text
+
+
+@needs_interpreter
+@pytest.mark.parametrize("additional", [0, 3])
+def test_operators_run_all_kernels(additional: int, machine: Machine) -> None:
+    """Of a call that names the backend, or two where there are additional tokens, and of its gradients."""
+    machine.has(Device("cuda", (10, 0)))
+    query, key, value = (jax.ShapeDtypeStruct((2, 20, 24, heads, 40), jnp.bfloat16) for heads in (4, 2, 2))
+    more = [jax.ShapeDtypeStruct((2, additional, 2, 40), jnp.bfloat16)] * (2 if additional else 0)
+
+    def loss(arrays: Sequence[jax.Array]) -> jax.Array:
+        query, key, value, *more = arrays
+        tokens: dict[str, Any] = dict(zip(("additional_keys", "additional_values"), more, strict=False))
+        out = natten_jax.na2d(query, key, value, kernel_size=7, dilation=(1, 2), backend="blackwell-fna", **tokens)
+        return out.astype(jnp.float32).sum()
+
+    traced = jax.jit(jax.grad(loss)).trace([query, key, value, *more])
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    for name in KERNELS:
+        assert text.count(f"{name}\\00") == (2 if additional else 1), name
 
 
 @pytest.mark.parametrize("dilation", [(1,), (3,), (1, 2), (2, 1, 3)])

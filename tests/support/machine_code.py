@@ -55,7 +55,7 @@ def missing() -> str | None:
     except ModuleNotFoundError:
         plugin = None
     if plugin is None:
-        return "jax-cuda13-plugin is not installed"
+        return "jax-cuda13-pjrt is not installed"
     return next((f"there is no {tool}" for tool in ("gcc", "ptxas") if shutil.which(tool) is None), None)
 
 
