@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from natten_jax import backends, na2d
@@ -25,7 +27,7 @@ from natten_jax.problem import Problem, problem_of
 from tests.fuzz import interpreted
 from tests.support import oracle
 from tests.support.families import BOUNDS, Family
-from tests.support.interpreted_tpu import FINDING_RACES, InterpretedTpuBackend, register
+from tests.support.interpreted_tpu import FINDING_RACES, InterpretedTpuBackend, raising_races, register
 from tests.support.problems import Case, Trial, check_all
 
 TPU = Device("tpu", is_present=False)
@@ -44,7 +46,7 @@ PROBLEMS: dict[str, tuple[Problem, TilePair]] = {
 
 @pytest.fixture
 def _interpreted() -> Iterator[None]:
-    with pltpu.force_tpu_interpret_mode(FINDING_RACES):
+    with pltpu.force_tpu_interpret_mode(FINDING_RACES), raising_races():
         yield
 
 
@@ -112,6 +114,26 @@ def test_random_problems(number: int) -> None:
     """A part of what ``python -m tests.fuzz.interpreted`` runs."""
     problem = interpreted.draw(0, number)
     assert not interpreted.complaints(problem), problem
+
+
+def test_races_are_found() -> None:
+    """A kernel that reads what a copy may not have brought yet."""
+
+    def kernel(x: Any, out: Any, scratch: Any, done: Any) -> None:
+        copy = pltpu.make_async_copy(x, scratch, done)
+        copy.start()
+        out[...] = scratch[...]
+        copy.wait()
+
+    racing = pl.pallas_call(
+        kernel,
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32),
+        scratch_shapes=[pltpu.VMEM((8, 128), jnp.float32), pltpu.SemaphoreType.DMA],
+        interpret=FINDING_RACES,
+    )
+    with pytest.raises(Exception, match="RACE DETECTED"), raising_races():
+        jax.block_until_ready(racing(jnp.ones((8, 128), jnp.float32)))
 
 
 @pytest.mark.usefixtures("_known")

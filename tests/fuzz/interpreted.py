@@ -28,6 +28,7 @@ from tests.support import interpreted_tpu
 from tests.support.cases import random_case
 from tests.support.families import Family
 from tests.support.plans import plans_of
+from tests.support.problems import QUICK_COMPILATION
 
 from .accuracy import excesses, expectation
 from .execution import both_passes
@@ -54,11 +55,18 @@ def draw(seed: int, number: int) -> Fuzzed:
 def _drawn(rng: np.random.Generator) -> Fuzzed | None:
     """A problem; ``None`` where none of its tiles has few enough programs."""
     case = random_case(int(rng.integers(2**31)), tokens=TOKENS)
-    heads_kv = int(rng.integers(1, 3))
-    widths = [int(width) for width in rng.choice(WIDTHS, 2)]
+    if rng.random() < 0.4:  # narrow heads that are packed
+        widths = [int(width) for width in rng.choice([8, 16, 24, 32], 2)]
+        heads = heads_kv = int(rng.integers(2, 5))
+        if rng.random() < 0.25:
+            widths, heads, heads_kv = [32, 32], 8, 8
+    else:
+        widths = [int(width) for width in rng.choice(WIDTHS, 2)]
+        heads_kv = int(rng.integers(1, 3))
+        heads = heads_kv * int(rng.integers(1, 3))
     case = dataclasses.replace(
-        case.with_heads(heads_kv * int(rng.integers(1, 3)), heads_kv),
-        batch=1 if heads_kv > 1 else int(rng.integers(1, 3)),
+        case.with_heads(heads, heads_kv),
+        batch=1 if heads_kv > 1 and rng.random() < 0.7 else int(rng.integers(1, 3)),
         additional=0,
         fused=False,
         head_dim=widths[0],
@@ -106,12 +114,16 @@ def _tiles(problem: Fuzzed, rng: np.random.Generator) -> dict[str, Any]:
 
 def _programs(problem: Fuzzed) -> int:
     """How many the largest grid of a pass of queries has."""
-    query, key, value = problem.inputs()[0][:3]
-    origins = problem.origins()
-    operands = Operands(Inputs(query, key, value), None if origins is None else jax.numpy.asarray(origins))
+    inputs = Inputs(*problem.inputs()[0][:3])
     _, plans = plans_of(problem.backend, problem.description(), Performance(**problem.tiles))
-    grids = [query_grid(call_of(plan, operands, alignment(plan.problem))) for plan in plans.values()]
-    return max(math.prod(grid) for grid in grids)
+    found: list[int] = []
+
+    def count(origins: Any) -> None:
+        operands = Operands(inputs, origins)
+        found.extend(math.prod(query_grid(call_of(plan, operands, alignment(plan.problem)))) for plan in plans.values())
+
+    jax.eval_shape(count, problem.origins())  # tables of parts of layouts would be computed
+    return max(found)
 
 
 @contextlib.contextmanager
@@ -131,7 +143,9 @@ def complaints(problem: Fuzzed) -> list[str]:
         with interpreted_tpu.finding_races(), small_chunks(problem):
             operands, cotangents = problem.inputs()
             arguments = jax.tree.map(jax.numpy.asarray, (operands, cotangents))
-            outputs, gradients = jax.tree.map(np.asarray, both_passes(problem)(arguments, problem.origins()))
+            # One program, compiled quickly: operation by operation, compiling would be most of a problem's time.
+            compiled = jax.jit(both_passes(problem), compiler_options=QUICK_COMPILATION)
+            outputs, gradients = jax.tree.map(np.asarray, compiled(arguments, problem.origins()))
     except Exception as error:  # whatever the interpreter has to say
         return [f"{type(error).__name__}: {error}"[:2000]]
     return [str(excess) for excess in excesses(problem, expectation(problem), outputs, gradients)]

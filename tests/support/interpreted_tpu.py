@@ -7,6 +7,7 @@ interpreter, which finds races, cannot be compiled into programs of operators: `
 from __future__ import annotations
 
 import contextlib
+import io
 import unittest.mock
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +24,7 @@ from natten_jax.backends.tpu.kernels import Call, matrix
 from natten_jax.plan.plan import Plan
 
 _BY_XLA: Any = True
-#: Pallas's interpreter: memory is full of NaN until it is written to, and races of copies with computations raise.
+#: Pallas's interpreter: memory is full of NaN until it is written to, and races of copies with computations are told.
 FINDING_RACES = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 
 
@@ -45,13 +46,31 @@ class InterpretedTpuBackend(TpuBackend):
 
 @contextlib.contextmanager
 def finding_races() -> Iterator[None]:
-    """Run the backend in Pallas's own interpreter: in direct calls of it alone."""
+    """Run the backend in Pallas's own interpreter: in direct calls of it alone.
+
+    Raises:
+        RuntimeError: There was a race.
+    """
     InterpretedTpuBackend.interpreter = FINDING_RACES
     try:
-        with unittest.mock.patch.object(Chunk, "of", _chunk_of_all):
+        with unittest.mock.patch.object(Chunk, "of", _chunk_of_all), raising_races():
             yield
     finally:
         InterpretedTpuBackend.interpreter = _BY_XLA
+
+
+@contextlib.contextmanager
+def raising_races() -> Iterator[None]:
+    """Raise where Pallas's interpreter printed that it had found a race: it goes on then. Results have to be at hand.
+
+    Raises:
+        RuntimeError: There was one.
+    """
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        yield
+    if "RACE DETECTED" in printed.getvalue():
+        raise RuntimeError(printed.getvalue())
 
 
 def _chunk_of_all(chunk: Chunk, call: Call, ref: Any) -> jax.Array:
