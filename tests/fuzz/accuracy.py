@@ -25,6 +25,9 @@ CANCELLATION_OF_MERGED_HALVES = 0.25
 #: Roundings of a logit, relative to the sum of its terms' magnitudes.
 LOGIT_ROUNDINGS = 8
 SMALLEST_FLOAT16, LARGEST_FLOAT16 = 2.0**-24, 6e4
+#: Compilers and kernels take what is smaller for zero, also where bfloat16 is computed with.
+SMALLEST_FLOAT32 = 2.0**-126
+SMALLEST = {"float16": SMALLEST_FLOAT16, "float64": 0.0}
 #: Of gradients of queries in float16, whose heads have scales of their own.
 SMALLEST_FACTOR = 2.0**-10
 
@@ -123,14 +126,15 @@ def _excess(
     allowed = (
         SLACK * BOUNDS[problem.out_dtype] * max(size, share * terms) + LOGIT_ROUNDINGS * epsilon * steepness * terms
     )
-    if problem.dtype == "float16":
-        # Below its smallest number float16 has nothing: neither for results, nor for weights and their gradients.
-        largest = max(map(_largest, operands))
-        tokens = max(operands.query[0, ..., 0, 0].size, operands.key[0, ..., 0, 0].size)
-        allowed += SMALLEST_FLOAT16 * result.size**0.5 * (1 + largest * tokens**0.5)
-        if name == "d_scale" and operands.scale is not None and np.abs(operands.scale).min() < SMALLEST_FACTOR:
-            # It is found from gradients of queries, which are times this factor where a head's scale is smaller.
-            allowed += SMALLEST_FLOAT16 / SMALLEST_FACTOR * float(np.linalg.norm(operands.query.astype(np.float64)))
+    # Below its smallest number a type has nothing: neither for results, nor for weights and their gradients.
+    largest = max(map(_largest, operands))
+    tokens = max(operands.query[0, ..., 0, 0].size, operands.key[0, ..., 0, 0].size)
+    smallest = SMALLEST.get(problem.dtype, SMALLEST_FLOAT32)
+    allowed += smallest * result.size**0.5 * (1 + largest * tokens**0.5)
+    scales = operands.scale if name == "d_scale" and problem.dtype == "float16" else None
+    if scales is not None and np.abs(scales).min() < SMALLEST_FACTOR:
+        # It is found from gradients of queries, which are times this factor where a head's scale is smaller.
+        allowed += SMALLEST_FLOAT16 / SMALLEST_FACTOR * float(np.linalg.norm(operands.query.astype(np.float64)))
     distance = float(np.linalg.norm(result - reference))
     return None if distance <= allowed else Excess(name, size, distance, float(allowed))
 
