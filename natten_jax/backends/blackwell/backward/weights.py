@@ -83,7 +83,8 @@ def query_gradients(
     has_sums = len(results) > 1
 
     def step(number: Scalar, sums: jax.Array) -> jax.Array:
-        logits, _, gradients = _worked_out(call, memory, half, owned.pair(number), rows, number)
+        logits, _, gradients = _worked_out(call, memory, half, owned.pair(number), rows)
+        _wait_for_place(memory, number)
         plgpu.async_store_tmem(memory.gradients.at[:, _columns_of(half)], gradients.astype(memory.query.dtype))
         plgpu.commit_tmem()
         plgpu.barrier_arrive(memory.gradients_are_in)
@@ -115,9 +116,10 @@ def key_gradients(
     def step(number: Scalar, none: None) -> None:
         pair = owned.pair(number)
         rows = Rows.of(call, pair.item, tables)
-        _, weights, gradients = _worked_out(call, memory, half, pair, rows, number)
+        _, weights, gradients = _worked_out(call, memory, half, pair, rows)
         if rows.factor is not None:
             gradients *= rows.factor
+        _wait_for_place(memory, number)
         for matrix, numbers in ((memory.weights, weights), (memory.gradients, gradients)):
             plgpu.store(matrix.at[:, _columns_of(half)], numbers.astype(memory.query.dtype), optimized=False)
         plgpu.commit_smem()
@@ -132,11 +134,10 @@ def key_gradients(
 
 
 def _worked_out(
-    call: Call, memory: Memory, half: int, pair: Pair, rows: Rows, number: Scalar
+    call: Call, memory: Memory, half: int, pair: Pair, rows: Rows
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Of a half of a pair's columns, products of queries and keys, weights, and gradients of logits."""
     wait(memory.logits_are_in)
-    wait_if(number > 0, memory.gradients_are_out)
     logits, products = (
         plgpu.async_load_tmem(matrix.at[:, _columns_of(half)], layout=BY_ROWS)
         for matrix in (memory.logits, memory.products)
@@ -157,8 +158,13 @@ def _columns_of(half: int) -> Any:
     return pl.ds(half * _COLUMNS, _COLUMNS)
 
 
+def _wait_for_place(memory: Memory, number: Scalar) -> None:
+    """Wait for the products with what the pair before has put where a pair's weights and gradients of logits go."""
+    wait_if(number > 0, memory.gradients_are_out)
+
+
 def _wait_for_sums(memory: Memory, owned: Owned) -> None:
-    wait_if(owned.count > 0, memory.gradients_are_out)  # of the last pair: each phase is waited for once
+    _wait_for_place(memory, owned.count)  # also where no pair comes: each phase is waited for once
     wait(memory.sums_are_in)
 
 
