@@ -2,10 +2,12 @@
 
 Errors are those of the output, against float64 with the arrays before anything was rounded. Backends of hosts compute
 with the numbers that the 8 bits are and do not round weights; the last way does, in NumPy, as matrix units with 8-bit
-operands would: weights relative to the largest of their query, times 448, in e4m3.
+operands would: weights relative to the largest of their query, times 448, in e4m3. With ``--kernels``, those of Hopper
+and cuDNN's, which has one factor for each array, compute on a GPU.
 
 Example:
     python bench/fp8_accuracy.py --json bench/results/cpu/fp8_accuracy.json
+    python bench/fp8_accuracy.py --kernels --json bench/results/h200/fp8_accuracy.json
 """
 
 from __future__ import annotations
@@ -18,13 +20,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from lib import command
+from lib import command, cudnn_fp8
 from lib.record import save
 
 from natten_jax import attention
 from natten_jax.fp8 import Quantized, quantize
 
 KEYS = 128, 512, 2048, 8192, 32768
+KEYS_OF_KERNELS = *KEYS, 131_072
 QUERIES, HEADS, WIDTH = 64, 2, 128
 
 Array = np.ndarray[Any, Any]
@@ -86,15 +89,26 @@ def _wide(array: Array) -> jax.Array:
     return jnp.asarray(array, jnp.bfloat16)
 
 
-def _by_hand(arrays: Arrays, scale: Any) -> jax.Array:
+def _by_hand(arrays: Arrays, scale: Any, backend: str | None = None) -> jax.Array:
     found = [quantize(_wide(array), scale=scale) for array in arrays]
     if scale == "block":  # queries have factors of heads
         found[0] = quantize(_wide(arrays[0]))
     query, key, value = found
     return attention(
         query.array, key.array, value.array,
-        query_scale=query.scale, key_scale=key.scale, value_scale=value.scale,
+        query_scale=query.scale, key_scale=key.scale, value_scale=value.scale, backend=backend,
     )  # fmt: skip
+
+
+def _by_cudnn(arrays: Arrays) -> Array:
+    """With factors for each array: of weights up to 1, and of an output whose size is known."""
+    small = [quantize(_wide(array), scale="tensor") for array in arrays]
+    of_query, of_key, of_value = (each.scale for each in small)
+    factor = 448 / np.abs(_exact(*arrays)).max()
+    found = cudnn_fp8.attention(
+        *(each.array for each in small), (of_query, of_key, of_value), weight_scale=256.0, out_scale=factor
+    )
+    return np.asarray(found, np.float64) / factor
 
 
 def _with_small_weights(arrays: Arrays) -> Array:
@@ -122,21 +136,31 @@ WAYS: Mapping[str, Callable[[Arrays], Any]] = {
     'fp8="e5m2"': lambda arrays: attention(*map(_wide, arrays), fp8="e5m2"),
     'fp8="e4m3", weights in e4m3': _with_small_weights,
 }
+#: On a GPU.
+WAYS_OF_KERNELS: Mapping[str, Callable[[Arrays], Any]] = {
+    "bfloat16": lambda arrays: attention(*map(_wide, arrays), backend="hopper-fmha"),
+    "e4m3, a factor for each tensor": lambda arrays: _by_hand(arrays, "tensor", "hopper-fmha"),
+    "e4m3, for each head": lambda arrays: _by_hand(arrays, "head", "hopper-fmha"),
+    'fp8="e4m3"': lambda arrays: attention(*map(_wide, arrays), fp8="e4m3", backend="hopper-fmha"),
+    "cuDNN, a factor for each tensor": _by_cudnn,
+}
 
 
 def main() -> None:
     """Measure, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--kernels", action="store_true", help="of a Hopper GPU")
     options = parser.parse_args()
+    ways, sizes = (WAYS_OF_KERNELS, KEYS_OF_KERNELS) if options.kernels else (WAYS, KEYS)
     results: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
     for name, draw in DATA.items():
-        results[name] = {way: {} for way in WAYS}
-        for keys in KEYS:
+        results[name] = {way: {} for way in ways}
+        for keys in sizes:
             arrays = draw(np.random.default_rng([keys, 1]), keys)
             expected = _exact(*arrays)
             size = np.linalg.norm(expected)
-            for way, attend in WAYS.items():
+            for way, attend in ways.items():
                 found = np.asarray(attend(arrays), np.float64)
                 results[name][way][str(keys)] = {
                     "relative_rmse": float(np.linalg.norm(found - expected) / size),

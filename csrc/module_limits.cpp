@@ -64,6 +64,8 @@ py::dict limits() {
                            "additional_queries_at_once"_a = additional_queries_at_once),
       "sm90"_a =
           py::dict("head_dim_step"_a = sm90::kHeadDimStep, "largest_head_dim"_a = sm90::kLargestHeadDim,
+                   "float8_head_dim_step"_a = sm90::kFloat8HeadDimStep,
+                   "float8_forward"_a = described(sm90::kFloat8ForwardForms),
                    "forward"_a = described(sm90::kForwardForms), "backward"_a = described(sm90::kBackwardForms),
                    "largest_continued_head_dim"_a = sm90::kLargestContinuedHeadDim,
                    "shared_memory"_a = sm90::kSharedMemory, "tiles_worth_counting"_a = sm90::kTilesWorthCounting));

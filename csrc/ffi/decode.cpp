@@ -55,6 +55,10 @@ const char* type_name(DataType type) {
       return "bfloat16";
     case DataType::F64:
       return "float64";
+    case DataType::F8E4M3FN:
+      return "float8_e4m3fn";
+    case DataType::F8E5M2:
+      return "float8_e5m2";
     case DataType::S32:
       return "int32";
     case DataType::S64:
@@ -65,7 +69,7 @@ const char* type_name(DataType type) {
 }
 
 /// By ElementType.
-constexpr DataType kDataTypes[] = {DataType::F32, DataType::F16, DataType::BF16};
+constexpr DataType kDataTypes[] = {DataType::F32, DataType::F16, DataType::BF16, DataType::F8E4M3FN};
 static_assert(std::size(kDataTypes) == kElementTypes);
 
 /// "name is [x, y, z]".
@@ -235,17 +239,20 @@ Error check_alignment(const char* name, const AnyBuffer& array) {
                  " bytes, but must begin at such a multiple");
 }
 
-Error decode_element_type(const char* name, const AnyBuffer& array, ElementType& type) {
+Error decode_element_type(const char* name, const AnyBuffer& array, ElementType& type, Elements elements) {
   NATTEN_JAX_RETURN_IF_ERROR(check_alignment(name, array));
   std::string known;
-  for (int i = 0; i < kElementTypes; ++i) {
+  const int first = elements == Elements::kWide ? 0 : kWideElementTypes;
+  const int end = elements == Elements::kWide ? kWideElementTypes : kElementTypes;
+  for (int i = first; i < end; ++i) {
     if (array.element_type() == kDataTypes[i]) {
       type = static_cast<ElementType>(i);
       return Error::Success();
     }
-    known += std::string(i > 0 ? ", " : "") + type_name(kDataTypes[i]);
+    known += std::string(i > first ? ", " : "") + type_name(kDataTypes[i]);
   }
-  return invalid(name, " has dtype ", type_name(array.element_type()), ", but must have one of ", known);
+  return invalid(name, " has dtype ", type_name(array.element_type()), ", but must have ",
+                 end > first + 1 ? "one of " : "", known);
 }
 
 Error check_array(const char* name, const AnyBuffer& array, DataType type, std::initializer_list<std::int64_t> shape,
@@ -297,13 +304,15 @@ Error decode_queries(const xffi::Dictionary& dictionary, const Problem& p, std::
   return Error::Success();
 }
 
-Error decode_problem(const ProblemOperands& operands, const Attributes& a, const std::int32_t* origins, Call& call) {
+Error decode_problem(const ProblemOperands& operands, const Attributes& a, const std::int32_t* origins, Call& call,
+                     Elements elements) {
   const AnyBuffer& query = operands.query;
   const AnyBuffer& key = operands.key;
   const AnyBuffer& value = operands.value;
   Problem& p = call.problem;
   call.tiles = a.tiles;
-  NATTEN_JAX_RETURN_IF_ERROR(decode_element_type("query", query, p.element_type));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_element_type("query", query, p.element_type, elements));
+  p.out_type = p.element_type;
   NATTEN_JAX_RETURN_IF_ERROR(check_rank_and_extents("query", query, 6, "[batch, x, y, z, heads, head_dim]"));
   NATTEN_JAX_RETURN_IF_ERROR(check_rank_and_extents("key", key, 6, "[batch, x, y, z, heads_kv, head_dim]"));
   NATTEN_JAX_RETURN_IF_ERROR(check_rank_and_extents("value", value, 6, "[batch, x, y, z, heads_kv, head_dim_v]"));
@@ -382,7 +391,7 @@ Error decode_layouts(const AnyBuffer& layouts, Call& call) {
 }
 
 Error decode_call(const ProblemOperands& operands, const xffi::Dictionary& dictionary, std::int64_t further,
-                  Memory memory, Call& call) {
+                  Memory memory, Call& call, Elements elements) {
   Attributes attributes;
   call.arrays = {};
   NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes, further));
@@ -394,7 +403,7 @@ Error decode_call(const ProblemOperands& operands, const xffi::Dictionary& dicti
   NATTEN_JAX_RETURN_IF_ERROR(decode_origins(operands.origins, call.arrays.origins));
   constexpr std::int32_t kNoOrigins[2 * kRank] = {};
   const std::int32_t* readable = memory == Memory::kHost ? call.arrays.origins : nullptr;
-  return decode_problem(operands, attributes, call.arrays.origins == nullptr ? kNoOrigins : readable, call);
+  return decode_problem(operands, attributes, call.arrays.origins == nullptr ? kNoOrigins : readable, call, elements);
 }
 
 }  // namespace natten_jax::ffi

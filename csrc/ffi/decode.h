@@ -41,6 +41,9 @@ struct Call {
 /// Where the arrays of a call lie. Origins in the memory of a device are the kernels' to read, and not checked.
 enum class Memory { kHost, kDevice };
 
+/// Which element types a target takes: those of more than 8 bits, or 8-bit ones alone.
+enum class Elements { kWide, kFloat8 };
+
 /// Decodes and checks the attributes; `further` is how many more the target takes.
 xffi::Error decode_attributes(const xffi::Dictionary& dictionary, Attributes& attributes, std::int64_t further = 0);
 
@@ -60,7 +63,7 @@ xffi::Error decode_queries(const xffi::Dictionary& dictionary, const Problem& pr
 ///     unchecked.
 ///   call: the result; its arrays are those of the operands.
 xffi::Error decode_problem(const ProblemOperands& operands, const Attributes& attributes, const std::int32_t* origins,
-                           Call& call);
+                           Call& call, Elements elements = Elements::kWide);
 
 /// Decodes the layouts of batch entries that differ, from host memory; none where the array is empty.
 xffi::Error decode_layouts(const xffi::AnyBuffer& layouts, Call& call);
@@ -68,7 +71,7 @@ xffi::Error decode_layouts(const xffi::AnyBuffer& layouts, Call& call);
 /// Decodes and checks what all calls have: the attributes, of which the target takes `further` ones beside, and the
 /// operands.
 xffi::Error decode_call(const ProblemOperands& operands, const xffi::Dictionary& dictionary, std::int64_t further,
-                        Memory memory, Call& call);
+                        Memory memory, Call& call, Elements elements = Elements::kWide);
 
 /// Element type of the problem's arrays.
 xffi::DataType data_type(ElementType type);
@@ -77,7 +80,8 @@ xffi::DataType data_type(ElementType type);
 xffi::Error check_alignment(const char* name, const xffi::AnyBuffer& array);
 
 /// The element type of an array, or an error where the kernels know none such.
-xffi::Error decode_element_type(const char* name, const xffi::AnyBuffer& array, ElementType& type);
+xffi::Error decode_element_type(const char* name, const xffi::AnyBuffer& array, ElementType& type,
+                                Elements elements = Elements::kWide);
 
 /// Checks an array that must look exactly like this; `rule` says why.
 xffi::Error check_array(const char* name, const xffi::AnyBuffer& array, xffi::DataType type,

@@ -26,8 +26,8 @@ xffi::Error check_query_array(const char* name, const xffi::AnyBuffer& array, co
   if (is_statistic) {
     return check_array(name, array, xffi::DataType::F32, {p.batch, x, y, z, p.heads}, "one value per query and head");
   }
-  return check_array(name, array, data_type(p.element_type), {p.batch, x, y, z, p.heads, p.head_dim_v},
-                     "it has the dtype of query and the width of value");
+  return check_array(name, array, data_type(p.out_type), {p.batch, x, y, z, p.heads, p.head_dim_v},
+                     "it has the dtype of query, if that has more than 8 bits, and the width of value");
 }
 
 xffi::Error check_remainder(const char* name, const xffi::AnyBuffer& array, const Problem& p, float*& values) {
@@ -41,8 +41,11 @@ xffi::Error check_remainder(const char* name, const xffi::AnyBuffer& array, cons
 }
 
 xffi::Error decode_forward(const ProblemOperands& operands, ForwardResults results, const xffi::Dictionary& dictionary,
-                           std::int64_t further, Memory memory, Call& call) {
-  NATTEN_JAX_RETURN_IF_ERROR(decode_call(operands, dictionary, further, memory, call));
+                           std::int64_t further, Memory memory, Call& call, Elements elements) {
+  NATTEN_JAX_RETURN_IF_ERROR(decode_call(operands, dictionary, further, memory, call, elements));
+  if (elements == Elements::kFloat8) {
+    NATTEN_JAX_RETURN_IF_ERROR(decode_element_type("result out", *results.out, call.problem.out_type));
+  }
   NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result out", *results.out, call.problem, false));
   NATTEN_JAX_RETURN_IF_ERROR(check_query_array("result logsumexp", *results.logsumexp, call.problem, true));
   call.arrays.out = results.out->untyped_data();

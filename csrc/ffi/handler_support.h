@@ -40,7 +40,7 @@ struct ForwardResults {
 
 /// Decodes and checks a call of a forward pass, as `decode_call` does.
 xffi::Error decode_forward(const ProblemOperands& operands, ForwardResults results, const xffi::Dictionary& dictionary,
-                           std::int64_t further, Memory memory, Call& call);
+                           std::int64_t further, Memory memory, Call& call, Elements elements = Elements::kWide);
 
 /// What a backward pass is given of queries; null where a target does not take it.
 struct Saved {

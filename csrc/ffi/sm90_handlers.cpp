@@ -49,13 +49,27 @@ Error decode_continuation(const Earlier& earlier, Results results, const xffi::D
   return Error::Success();
 }
 
-/// Runs a forward pass; `earlier` is null where it continues nothing.
-Error run_forward(const ProblemOperands& operands, const Earlier* earlier, Results results, cudaStream_t stream,
-                  const xffi::Dictionary& dictionary) {
+/// Decodes the factors of the output of 8-bit arrays, which must have 16 bits.
+Error decode_output(const AnyBuffer& out_scales, Call& call) {
+  const Problem& p = call.problem;
+  if (p.out_type == ElementType::kFloat32) {
+    return Error::InvalidArgument("natten_jax: result out has dtype float32, but must have float16 or bfloat16");
+  }
+  const char* const rule = "it holds the factors of the output for each head, or nothing";
+  if (out_scales.element_count() == 0) return check_array("out_scales", out_scales, xffi::DataType::F32, {0}, rule);
+  call.arrays.out_scales = static_cast<const float*>(out_scales.untyped_data());
+  return check_array("out_scales", out_scales, xffi::DataType::F32, {p.batch, p.heads}, rule);
+}
+
+/// Runs a forward pass; `earlier` is null where it continues nothing, `out_scales` where elements have more than 8
+/// bits.
+Error run_forward(const ProblemOperands& operands, const Earlier* earlier, const AnyBuffer* out_scales, Results results,
+                  cudaStream_t stream, const xffi::Dictionary& dictionary) {
   std::int64_t is_ping_pong = 0, is_persistent = 0;
   Call call;
-  NATTEN_JAX_RETURN_IF_ERROR(
-      decode_forward(operands, results, dictionary, earlier == nullptr ? 2 : 3, Memory::kDevice, call));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_forward(operands, results, dictionary, earlier == nullptr ? 2 : 3, Memory::kDevice,
+                                            call, out_scales == nullptr ? Elements::kWide : Elements::kFloat8));
+  if (out_scales != nullptr) NATTEN_JAX_RETURN_IF_ERROR(decode_output(*out_scales, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_ping_pong", 1, is_ping_pong));
   NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_persistent", 1, is_persistent));
   NATTEN_JAX_RETURN_IF_ERROR(
@@ -72,18 +86,34 @@ Error run_forward(const ProblemOperands& operands, const Earlier* earlier, Resul
 
 Error sm90_forward(const ProblemOperands& operands, Result out, Result logsumexp, Result remainder, Result next_tile,
                    cudaStream_t stream, xffi::Dictionary dictionary) {
-  return run_forward(operands, nullptr, {{out, logsumexp, remainder}, next_tile}, stream, dictionary);
+  return run_forward(operands, nullptr, nullptr, {{out, logsumexp, remainder}, next_tile}, stream, dictionary);
+}
+
+Error sm90_forward_float8(const ProblemOperands& operands, AnyBuffer out_scales, Result out, Result logsumexp,
+                          Result remainder, Result next_tile, cudaStream_t stream, xffi::Dictionary dictionary) {
+  return run_forward(operands, nullptr, &out_scales, {{out, logsumexp, remainder}, next_tile}, stream, dictionary);
 }
 
 Error sm90_forward_continued(const ProblemOperands& operands, AnyBuffer first_query, AnyBuffer earlier_out,
                              AnyBuffer earlier_logsumexp, AnyBuffer earlier_remainder, Result out, Result logsumexp,
                              Result remainder, Result next_tile, cudaStream_t stream, xffi::Dictionary dictionary) {
   const Earlier earlier{first_query, earlier_out, earlier_logsumexp, earlier_remainder};
-  return run_forward(operands, &earlier, {{out, logsumexp, remainder}, next_tile}, stream, dictionary);
+  return run_forward(operands, &earlier, nullptr, {{out, logsumexp, remainder}, next_tile}, stream, dictionary);
 }
 
 XLA_FFI_DEFINE_HANDLER(kSm90Forward, on_problem(sm90_forward),
                        bind_forward()
+                           .Ret<AnyBuffer>()  // next_tile
+                           .Ctx<xffi::PlatformStream<cudaStream_t>>()
+                           .Attrs(),
+                       {xffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(kSm90ForwardFloat8, on_problem(sm90_forward_float8),
+                       bind_problem()
+                           .Arg<AnyBuffer>()  // out_scales
+                           .Ret<AnyBuffer>()  // out
+                           .Ret<AnyBuffer>()  // logsumexp
+                           .Ret<AnyBuffer>()  // remainder
                            .Ret<AnyBuffer>()  // next_tile
                            .Ctx<xffi::PlatformStream<cudaStream_t>>()
                            .Attrs(),
@@ -181,6 +211,7 @@ XLA_FFI_DEFINE_HANDLER(kSm90Statistics, sm90_statistics,
 std::vector<Registration> sm90_registrations() {
   return {
       {"natten_jax_sm90_forward", "CUDA", kSm90Forward},
+      {"natten_jax_sm90_forward_float8", "CUDA", kSm90ForwardFloat8},
       {"natten_jax_sm90_forward_continued", "CUDA", kSm90ForwardContinued},
       {"natten_jax_sm90_backward", "CUDA", kSm90Backward},
       {"natten_jax_sm90_backward_statistics", "CUDA", kSm90Statistics},

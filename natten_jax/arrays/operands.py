@@ -30,6 +30,7 @@ class Inputs(NamedTuple):
         key_bias: Likewise: what is added to the logits of a key; or ``None``.
         key_scale: float32: factors of keys, beside those that the factors of logits have; or ``None``.
         value_scale: Likewise of values.
+        out_scale: float32: factors of the output of 8-bit arrays, which the values of a head share; or ``None``.
     """
 
     query: Annotated[jax.Array, Role.QUERY, "batch *queries heads head_dim"]
@@ -42,6 +43,7 @@ class Inputs(NamedTuple):
     key_bias: Annotated[jax.Array | None, Role.PER_KEY, "batch *keys heads 1"] = None
     key_scale: Annotated[jax.Array | None, Role.KEY_VALUE, "batch *keys heads_kv 1"] = None
     value_scale: Annotated[jax.Array | None, Role.KEY_VALUE, "batch *keys heads_kv 1"] = None
+    out_scale: Annotated[jax.Array | None, Role.PER_HEAD, "batch heads"] = None
 
 
 #: Cotangents of the inputs, in their shapes and element types.

@@ -71,7 +71,9 @@ class Backend(abc.ABC):
     #: The devices that it is for; ``None`` is any.
     platform: ClassVar[Platform | None] = None
     dtypes: ClassVar[Sequence[str]]
-    #: The element type among these that it converts 8-bit arrays to, which is exact; ``None`` where it takes none.
+    #: The 8-bit element types beside these that its kernels take, in the forward pass.
+    float8_dtypes: ClassVar[Sequence[str]] = ()
+    #: The element type among `dtypes` that it converts 8-bit arrays to, which is exact; ``None`` where it takes none.
     converts_float8_to: ClassVar[str | None] = None
     #: The passes that it has kernels for; where a call names it, another backend serves the backward pass.
     passes: ClassVar[Sequence[Pass]] = PASSES
@@ -120,8 +122,9 @@ class Backend(abc.ABC):
             return f"it runs on {self.platform}, not on {device}"
         if pass_ not in self.passes:
             return f"it has no kernels of the {pass_} pass"
-        if problem.dtype not in self.dtypes and not (problem.element.is_float8 and self.converts_float8_to):
-            return f"it supports {', '.join(self.dtypes)}, not {problem.dtype}"
+        taken = *self.dtypes, *self.float8_dtypes
+        if problem.dtype not in taken and not (problem.element.is_float8 and self.converts_float8_to):
+            return f"it supports {', '.join(taken)}, not {problem.dtype}"
         if problem.element.is_float8 and pass_ == "backward":
             return f"{problem.dtype} arrays have no gradients"
         if problem.own_extents and not self.takes_extents:
@@ -146,6 +149,15 @@ class Backend(abc.ABC):
         if not device.is_present:
             return None
         return next(filter(None, map(native.missing, self.targets.get(pass_, ()))), None)
+
+    def runs_only_by_name(self, problem: Problem) -> bool:
+        """Whether only calls that name it run it for this problem, unless it is wanted by default."""
+        return self.is_by_name_only
+
+    @classmethod
+    def head_step_of(cls, problem: Problem) -> int:
+        """What the head dimensions of the problem's kernels are multiples of."""
+        return cls.head_dim_step
 
     @classmethod
     def heads_rejection(cls, problem: Problem) -> str | None:
@@ -181,7 +193,8 @@ class Backend(abc.ABC):
             head_dim = head_dim_v = widths[0]
         else:
             head_dim, head_dim_v = (
-                -(-each // cls.head_dim_step) * cls.head_dim_step for each in (problem.head_dim, problem.head_dim_v)
+                -(-each // cls.head_step_of(problem)) * cls.head_step_of(problem)
+                for each in (problem.head_dim, problem.head_dim_v)
             )
         if (head_dim, head_dim_v) == (problem.head_dim, problem.head_dim_v):
             return problem

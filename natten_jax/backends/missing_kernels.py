@@ -39,7 +39,7 @@ def lack(backends: Iterable[Backend], problem: Problem, device: Device, pass_: P
     reasons = {backend.family: backend.rejection(problem, device, pass_) for backend in backends}
     for backend in backends:
         reason = reasons[backend.family]
-        if backend.is_slow_fallback or backend.is_by_name_only:
+        if backend.is_slow_fallback or backend.runs_only_by_name(problem):
             continue
         if reason is None:
             return None

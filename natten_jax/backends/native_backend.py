@@ -110,7 +110,7 @@ def _output_types(plan: Plan, operands: Operands, *, saves: bool) -> list[Result
     tokens = with_kernel_rank(operands.inputs.query, plan.problem.rank).shape[1:-2]
     per_query = (batch, *tokens, heads)
     return [
-        ResultType((*per_query, operands.inputs.value.shape[-1]), operands.inputs.query.dtype),
+        ResultType((*per_query, operands.inputs.value.shape[-1]), jnp.dtype(plan.problem.output_dtype)),
         ResultType(per_query, jnp.float32),
         ResultType(per_query if saves else (0,), jnp.float32),
     ]

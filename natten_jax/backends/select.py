@@ -144,7 +144,7 @@ def _candidates(problem: Problem, device: Device, pass_: Pass, requested: str | 
     candidates = [
         backend
         for backend in runnable(problem, device, pass_)
-        if not backend.is_by_name_only or backend.family in wanted
+        if not backend.runs_only_by_name(problem) or backend.family in wanted
     ]
     if not candidates:
         reasons = "; ".join(f"{name}: {why}" for name, why in rejections(problem, device, pass_).items())

@@ -32,8 +32,17 @@ def converted(planned: Problem, operands: Operands) -> Operands:
         additional_values=additional_values,
         key_scale=None,
         value_scale=None,
+        out_scale=None,
     )
     return operands._replace(inputs=wider)
+
+
+def scaled(planned: Problem, operands: Operands, out: jax.Array) -> jax.Array:
+    """The output times the call's factors of it, unless a kernel has multiplied them."""
+    factors = operands.inputs.out_scale
+    if factors is None or planned.element.is_float8:
+        return out
+    return out * factors.reshape(out.shape[0], *(1,) * (out.ndim - 3), -1, 1)
 
 
 def rounded(out: jax.Array, dtype: str) -> jax.Array:

@@ -20,7 +20,7 @@ from natten_jax.arrays.roles import Role, roles_of
 from natten_jax.backends.base import PureJaxBackend
 from natten_jax.backends.select import resolve
 from natten_jax.execution.computations import Computation, Derivative, Result
-from natten_jax.execution.conversion import converted
+from natten_jax.execution.conversion import converted, scaled
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import BackendId, Plan
 from natten_jax.plan.request import Request
@@ -68,8 +68,9 @@ class PlainForward(Computation):
 
     def compute(self, plan: Plan, request: Request, device: Device, *arguments: jax.Array) -> list[jax.Array]:
         """The results on a device."""
-        operands = converted(plan.problem, jax.tree.unflatten(self.operands, arguments))
-        results: list[jax.Array] = jax.tree.leaves(_backend(self.backend).forward_differentiable(plan, operands))
+        given = jax.tree.unflatten(self.operands, arguments)
+        found = _backend(self.backend).forward_differentiable(plan, converted(plan.problem, given))
+        results: list[jax.Array] = jax.tree.leaves(found._replace(out=scaled(plan.problem, given, found.out)))
         return results
 
     def with_origins(self) -> tuple[Computation, int]:

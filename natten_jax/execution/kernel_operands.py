@@ -8,10 +8,11 @@ from typing import NamedTuple, TypeVar
 from natten_jax import backends
 from natten_jax.arrays.key_bias_columns import KeyBiasColumns
 from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
-from natten_jax.execution.conversion import converted, rounded
+from natten_jax.execution.conversion import converted, rounded, scaled
 from natten_jax.execution.head_widths import HeadWidths
 from natten_jax.plan.plan import Plan
 from natten_jax.plan.request import Request
+from natten_jax.problem import Problem
 
 _Result = TypeVar("_Result", Output, Saved)
 
@@ -24,6 +25,7 @@ class KernelOperands(NamedTuple):
         operands: Of the kernels.
         heads: Widths of heads.
         columns: What stands for biases of keys.
+        planned: The problem that they compute.
         out_dtype: Element type of the call's output.
     """
 
@@ -31,6 +33,7 @@ class KernelOperands(NamedTuple):
     operands: Operands
     heads: HeadWidths
     columns: KeyBiasColumns
+    planned: Problem
     out_dtype: str
 
     @classmethod
@@ -41,12 +44,12 @@ class KernelOperands(NamedTuple):
         is_known = plan.problem.own_extents or backends.of(plan.backend).takes_own_layouts
         placed = operands if is_known else operands.with_origins_alone()
         of_kernels = heads.widen_operands(columns.added(converted(plan.problem, placed)))
-        return cls(operands, of_kernels, heads, columns, request.problem.output_dtype)
+        return cls(operands, of_kernels, heads, columns, plan.problem, request.problem.output_dtype)
 
     def result(self, found: _Result) -> _Result:
         """What the forward pass found, as the call has it."""
-        out = rounded(self.heads.narrow_values(found.out), self.out_dtype)
-        return self.columns.result(found._replace(out=out), self.given)
+        out = scaled(self.planned, self.given, self.heads.narrow_values(found.out))
+        return self.columns.result(found._replace(out=rounded(out, self.out_dtype)), self.given)
 
     def saved(self, saved: Saved) -> Saved:
         """What the backward pass gets of the forward pass."""

@@ -287,7 +287,7 @@ def _run(part: SubCall, inputs: Inputs, place: Placement) -> Output:
     lines = device_line.lines_of(token_axes)
     if part.kind is KeySet.WHOLE_LAYOUT:
         inputs = exchange.with_all_keys(inputs, lines)
-    query, key, value, additional_keys, additional_values, scale, _, *of_keys = inputs
+    query, key, value, additional_keys, additional_values, scale, _, *of_keys, out_scale = inputs
     if part.kind is KeySet.ADDITIONAL:
         assert additional_keys is not None and additional_values is not None
         keys, values, of_keys = additional_keys, additional_values, []
@@ -303,7 +303,8 @@ def _run(part: SubCall, inputs: Inputs, place: Placement) -> Output:
     # Where tokens are split, the layout of the queries is a part of the problem's.
     origins = exchange.flat_origins(query.shape[1:-2], lines) if token_axes else None
     request = dataclasses.replace(part.request, token_axes=())
-    operands = Operands(Inputs(_flat(query), keys, values, None, None, scale, None, *of_keys), origins)
+    of_tokens = Inputs(_flat(query), keys, values, None, None, scale, None, *of_keys)
+    operands = Operands(of_tokens._replace(out_scale=out_scale), origins)
     if part.kind is KeySet.WHOLE_LAYOUT and any(request.problem.is_causal) and not place.is_whole:
         operands = operands._replace(**place._asdict())
     output = _attend(request, operands)

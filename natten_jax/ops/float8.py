@@ -18,7 +18,6 @@ from natten_jax.arguments.stand_ins import array_of
 from natten_jax.arguments.static import shown
 from natten_jax.arrays.operands import Inputs, Output
 from natten_jax.arrays.padding import without_padding
-from natten_jax.execution.refused_derivatives import forward_only
 from natten_jax.ops.arrays import ArrayLike, as_jax_array
 from natten_jax.ops.boxes import FinerGrid, Placement
 from natten_jax.ops.quantization import (
@@ -70,19 +69,15 @@ class Rounding(NamedTuple):
 
     Attributes:
         dtype: Element type of the output.
-        of_output: Its factors, ``[batch, heads]``; ``None`` where they are 1.
         of_logsumexp: What is added to the logsumexp, ``[batch, *layout, heads]``; ``None`` where that is nothing.
     """
 
     dtype: str
-    of_output: jax.Array | None = None
     of_logsumexp: jax.Array | None = None
 
     def of(self, output: Output) -> Output:
         """The call's output and logsumexp."""
         out, logsumexp = output
-        if self.of_output is not None:
-            out = out * _per_query(self.of_output, out)
         if self.of_logsumexp is not None:
             logsumexp = logsumexp + self.of_logsumexp
         return Output(out.astype(self.dtype), logsumexp)
@@ -140,14 +135,12 @@ def in_8_bits(
             f"{' and '.join(of_keys)} of blocks and additional_keys were both given: additional tokens are in no "
             "block, so give factors of heads, which they share"
         )
-    of_output = None
     if factors.value is not None and factors.value.ndim == 2:
-        of_output = forward_only(_of_query_heads(factors.value, heads))
-    of_kernel = dtype if of_output is None else "float32"
+        inputs = inputs._replace(out_scale=_of_query_heads(factors.value, heads))
     problem = dataclasses.replace(
-        problem, out_dtype=None if of_kernel == problem.element.output else of_kernel, block_scales=bool(of_keys)
+        problem, out_dtype=None if dtype == problem.element.output else dtype, block_scales=bool(of_keys)
     )
-    return problem, inputs._replace(**of_keys), Rounding(dtype, of_output, shift)
+    return problem, inputs._replace(**of_keys), Rounding(dtype, shift)
 
 
 def _quantized(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tests.support import oracle
-from tests.support.families import BOUNDS
+from tests.support.families import BOUNDS, family_named
 from tests.support.float8 import factors_for, scaled
 from tests.support.problems import OF_LOGITS as OPERANDS_OF_LOGITS
 from tests.support.problems import expected_of, lse_dtype
@@ -28,6 +28,8 @@ SMALLEST_FLOAT16, LARGEST_FLOAT16 = 2.0**-24, 6e4
 #: Compilers and kernels take what is smaller for zero, also where bfloat16 is computed with.
 SMALLEST_FLOAT32 = 2.0**-126
 SMALLEST = {"float16": SMALLEST_FLOAT16, "float64": 0.0}
+#: Where matrix units take 8-bit arrays: relative error of a weight in e4m3, and of what they add up to.
+OF_E4M3_WEIGHTS, OF_FLOAT8_SUMS = 2.0**-4, 2.0**-12
 #: Of gradients of queries in float16, whose heads have scales of their own.
 SMALLEST_FACTOR = 2.0**-10
 
@@ -126,6 +128,11 @@ def _excess(
     allowed = (
         SLACK * BOUNDS[problem.out_dtype] * max(size, share * terms) + LOGIT_ROUNDINGS * epsilon * steepness * terms
     )
+    if problem.is_float8 and family_named(problem.family).rounds_weights:
+        allowed += OF_FLOAT8_SUMS * steepness * terms
+        if name == "out":
+            spread = oracle.spread(operands, problem.mask(), problem.case.actual_scale)
+            allowed += OF_E4M3_WEIGHTS * float(np.linalg.norm(spread))
     # Below its smallest number a type has nothing: neither for results, nor for weights and their gradients.
     largest = max(map(_largest, operands))
     tokens = max(operands.query[0, ..., 0, 0].size, operands.key[0, ..., 0, 0].size)

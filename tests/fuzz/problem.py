@@ -19,7 +19,7 @@ from natten_jax.problem import Operator, Problem
 from natten_jax.windows import WindowArguments
 from tests.support import oracle
 from tests.support.cases import random_case
-from tests.support.families import Family
+from tests.support.families import FLOAT8, Family
 from tests.support.float8 import OF_BLOCKS, OF_HEADS, factors_for
 from tests.support.problems import Case
 
@@ -27,8 +27,6 @@ from .places import placed
 from .spoiled import Inputs, Spoiled
 
 #: Element types of 8 bits.
-FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
-
 Ranges = tuple[tuple[int, int], ...]
 
 _NO_BIASES: dict[str, Any] = {"relative_bias": False, "key_bias": None}
@@ -238,17 +236,19 @@ def draw(family: Family, operators: tuple[str, ...], seed: int, number: int, is_
     if is_direct and can_be_part and rng.random() < 0.25:
         of_queries, of_keys = (tuple(_range(rng, extent) for extent in case.layout) for _ in range(2))
         problem = dataclasses.replace(problem, queries=of_queries, keys=of_keys)
-    if not is_direct and spoiled is None and family.backend.converts_float8_to is not None:
-        problem = _in_8_bits(np.random.default_rng([seed, number, 2]), problem)
+    if not is_direct and spoiled is None and family.float8_dtypes:
+        problem = _in_8_bits(np.random.default_rng([seed, number, 2]), problem, family)
     return with_tiles(problem, rng)
 
 
-def _in_8_bits(rng: np.random.Generator, problem: Fuzzed) -> Fuzzed:
+def _in_8_bits(rng: np.random.Generator, problem: Fuzzed, family: Family) -> Fuzzed:
     """The problem, perhaps of 8-bit arrays with factors."""
     if rng.random() > 0.2:
         return problem
-    kinds = [None, *OF_HEADS, *OF_BLOCKS * (problem.case.additional == 0)]
-    return dataclasses.replace(problem, dtype=str(rng.choice(FLOAT8)), factors=kinds[int(rng.integers(len(kinds)))])
+    has_blocks = problem.case.additional == 0 and not family.rounds_weights
+    kinds = [None, *OF_HEADS, *OF_BLOCKS * has_blocks]
+    dtype = str(rng.choice(family.float8_dtypes))
+    return dataclasses.replace(problem, dtype=dtype, factors=kinds[int(rng.integers(len(kinds)))])
 
 
 def _with_logit_terms(rng: np.random.Generator, case: Case, family: Family) -> Case:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -11,8 +12,12 @@ import numpy as np
 import pytest
 
 import natten_jax
+from natten_jax.backends.select import resolve
 from natten_jax.fp8 import quantize
+from natten_jax.performance import Performance
 from natten_jax.plan.devices import Device
+from natten_jax.plan.request import Request
+from natten_jax.problem import problem_of
 from tests.support.families import BOUNDS, FAMILIES, Family
 from tests.support.float8 import factors_for, scaled
 from tests.support.machine import Machine
@@ -124,21 +129,53 @@ def test_gradients_are_refused_in_one_sentence(name: str, backend: str) -> None:
             differentiate(arrays[name])
 
 
-@pytest.mark.parametrize("family_name", ["hopper", "cutlass", "tpu"])
-def test_backends_without_8_bits_say_so(family_name: str, machine: Machine) -> None:
+@pytest.mark.parametrize(
+    ("family_name", "dtype"), [("hopper", "float8_e5m2"), ("cutlass", "float8_e4m3fn"), ("tpu", "float8_e4m3fn")]
+)
+def test_backends_without_8_bits_say_so(family_name: str, dtype: str, machine: Machine) -> None:
     machine.has(Device("tpu") if family_name == "tpu" else Device("cuda", (9, 0), is_present=False))
-    with pytest.raises(ValueError, match=r"it supports .*bfloat16.*, not float8_e4m3fn\. Backends that can: flex-fna"):
-        na2d(*operands(), kernel_size=3, backend=f"{family_name}-fna")
+    with pytest.raises(ValueError, match=rf"it supports .*bfloat16.*, not {dtype}\. Backends that can: .*flex-fna"):
+        na2d(*operands(dtype=dtype), kernel_size=3, backend=f"{family_name}-fna")
 
 
 def test_gpus_run_plain_jax_by_default(machine: Machine) -> None:
-    machine.has(Device("cuda", (9, 0), is_present=False))
+    device = Device("cuda", (9, 0), is_present=False)
+    machine.has(device)
     tokens = jax.ShapeDtypeStruct((1, 256, 256, 24, 128), "float8_e4m3fn")
     gpu = {"kernel_size": 80, "compute_capability": "9.0"}
-    assert natten_jax.get_configs_for_cutlass_hopper_fna(tokens, **gpu) == []
+    problem = problem_of((256, 256), 80, heads=24, head_dim=128, dtype="float8_e4m3fn")
+    by_default, by_name = (
+        resolve(Request(problem, Performance(), name), device, "forward").backend for name in (None, "hopper-fna")
+    )
+    assert (str(by_default), str(by_name)) == ("flex-fna", "hopper-fna")
+    assert natten_jax.get_configs_for_cutlass_hopper_fna(tokens, **gpu)
+    assert natten_jax.get_bwd_configs_for_cutlass_hopper_fna(tokens, **gpu) == []
     assert natten_jax.get_configs_for_cutlass_fna(tokens, **gpu) == []
     assert natten_jax.get_configs_for_flex_fna(tokens, **gpu)
     assert natten_jax.get_bwd_configs_for_flex_fna(tokens, **gpu) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"block_scales": True}, "take factors of heads, not of blocks"),
+        ({"out_dtype": "float32"}, "have outputs of float16 or bfloat16, not float32"),
+    ],
+)
+def test_what_hopper_kernels_of_8_bit_arrays_lack(change: dict[str, Any], reason: str, machine: Machine) -> None:
+    device = Device("cuda", (9, 0), is_present=False)
+    machine.has(device)
+    problem = dataclasses.replace(problem_of((64,), 9, head_dim=64, dtype="float8_e4m3fn"), **change)
+    with pytest.raises(ValueError, match=reason):
+        resolve(Request(problem, Performance(), "hopper-fna"), device, "forward")
+
+
+def test_hopper_kernels_have_heads_of_whole_multiples_of_16_bytes(machine: Machine) -> None:
+    device = Device("cuda", (9, 0), is_present=False)
+    machine.has(device)
+    for dtype, width in (("float8_e4m3fn", 48), ("bfloat16", 40)):
+        problem = problem_of((64,), 9, head_dim=40, dtype=dtype)
+        assert resolve(Request(problem, Performance(), "hopper-fna"), device, "forward").problem.head_dim == width
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

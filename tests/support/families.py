@@ -15,6 +15,9 @@ from natten_jax.performance import KernelSchedule
 #: Largest ``||result - reference|| / ||reference||`` of outputs, logsumexp and gradients, by element type.
 BOUNDS: Mapping[str, float] = MappingProxyType({"float32": 2e-6, "float16": 1e-3, "bfloat16": 6e-3, "float64": 1e-13})
 
+#: The 8-bit element types.
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+
 
 def tile_pair(config: tuple[Any, Any]) -> tuple[Any, Any]:
     """Query and key/value tile of a configuration, which may name a kernel schedule, too."""
@@ -65,6 +68,16 @@ class Family:
     def head_dim_step(self) -> int:
         """Head dimensions are multiples of this."""
         return self.backend.head_dim_step
+
+    @property
+    def float8_dtypes(self) -> tuple[str, ...]:
+        """The 8-bit element types that it takes, converted or not."""
+        return FLOAT8 if self.backend.converts_float8_to is not None else tuple(self.backend.float8_dtypes)
+
+    @property
+    def rounds_weights(self) -> bool:
+        """Whether the weights of 8-bit arrays have 8 bits, too, as those of matrix units have."""
+        return self.backend.converts_float8_to is None
 
     @property
     def dtype(self) -> str:

@@ -204,6 +204,16 @@ def forward(operands: Tensors, mask: Array, scale: float, entries: Array | None 
     return Forward(_heads_last(weights @ flat.value, operands), _heads_last(lse[..., None], operands)[..., 0])
 
 
+def spread(operands: Tensors, mask: Array, scale: float) -> Array:
+    """The root of the sum of squares of what is added up for each element of the output.
+
+    Independent relative errors of the weights change the output by so much times theirs.
+    """
+    flat = _flatten(operands, mask, None)
+    weights, _ = _softmax(flat, _factors(operands, scale))
+    return _heads_last(np.sqrt(weights**2 @ flat.value**2), operands)
+
+
 def reference(
     operands: Tensors,
     mask: Array,

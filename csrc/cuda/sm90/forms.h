@@ -8,6 +8,7 @@ namespace natten_jax::sm90 {
 
 /// Head dimensions are multiples of it: rows of tensor maps lie at multiples of 16 bytes.
 inline constexpr std::int64_t kHeadDimStep = 8;
+inline constexpr std::int64_t kFloat8HeadDimStep = 16;
 inline constexpr std::int64_t kLargestHeadDim = 256;
 
 /// Bytes of shared memory that a CTA may have.
@@ -40,6 +41,7 @@ constexpr bool is_narrow(std::int64_t head_dim, int form_head_dim) {
 inline constexpr Form kForwardForms[] = {
     {64, 128, 128}, {64, 192, 128}, {128, 128, 96}, {128, 128, 128}, {192, 128, 96}, {256, 128, 64},
 };
+inline constexpr Form kFloat8ForwardForms[] = {{64, 128, 128}, {128, 128, 128}, {256, 128, 64}};
 inline constexpr Form kBackwardForms[] = {{64, 64, 128}, {128, 64, 128}, {256, 64, 64}};
 
 }  // namespace natten_jax::sm90

@@ -45,14 +45,15 @@ CUTE_DEVICE void prepare(const ForwardParams& p, typename Traits::SharedStorage&
     for (int i = 0; i < Traits::kPlans; ++i) {
       ClusterBarrier::init(&shared.full_plan[i], kWarp);
       ClusterBarrier::init(&shared.full_windows[i], kWarp);
-      ClusterBarrier::init(&shared.empty_plan[i], Traits::kConsumers + kLoadingThreads + kWarp);  // which stores
+      ClusterBarrier::init(&shared.empty_plan[i], Traits::kPlanReaders);
     }
     for (int i = 0; i < Traits::kStages; ++i) {
       ClusterBarrier::init(&shared.full_k[i], 1);
       ClusterBarrier::init(&shared.full_v[i], 1);
       ClusterBarrier::init(&shared.empty_k[i], Traits::kConsumers);
-      ClusterBarrier::init(&shared.empty_v[i], Traits::kConsumers);
+      ClusterBarrier::init(&shared.empty_v[i], Traits::kValueReaders);
     }
+    Traits::init_more_barriers(shared);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();

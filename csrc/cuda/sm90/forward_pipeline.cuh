@@ -90,7 +90,7 @@ template <class Traits, bool kIsKey>
 struct TileLoader {
   using Element = typename Traits::Element;
   using SharedStorage = typename Traits::SharedStorage;
-  static constexpr int kRowBytes = kChunk * sizeof(Element);
+  static constexpr int kElements = kChunkOf<Element>;
 
   SharedStorage& shared;
   int chunks;       // of a head
@@ -100,7 +100,7 @@ struct TileLoader {
 
   CUTE_DEVICE TileLoader(const ForwardParams& p, SharedStorage& shared)
       : shared(shared),
-        chunks(rows_of_head<kChunk>(kIsKey ? p.head_dim : p.head_dim_v)),
+        chunks(rows_of_head<kElements>(kIsKey ? p.head_dim : p.head_dim_v)),
         tile_tokens(p.kv_tile_tokens) {}
 
   /// Loads the tile whose first token is at x, y, z of the map's group that starts at `slot`.
@@ -112,9 +112,9 @@ struct TileLoader {
     stage.wait_empty(kIsKey ? shared.empty_k : shared.empty_v);
     if (!kIsKey && is_first) wait(shared.first_key_loaded, 0);
     if constexpr (kIsKey) shared.tile[stage.index] = tile;
-    ClusterTransactionBarrier::arrive_and_expect_tx(&full[stage.index], chunks * tile_tokens * kRowBytes);
+    ClusterTransactionBarrier::arrive_and_expect_tx(&full[stage.index], chunks * tile_tokens * kSwizzledRow);
     load_tile(map, &full[stage.index],
-              (kIsKey ? shared.k : shared.v) + stage.index * Traits::kColumns * Traits::kHeadDim, chunks,
+              (kIsKey ? shared.k : shared.v) + stage.index * Traits::kColumns * Traits::kLoadedHeadDim, chunks,
               Traits::kColumns, z, y, x, slot);
     if (kIsKey && is_first) {
       // All that the first product needs is on its way alone.
@@ -140,8 +140,7 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
     if constexpr (kIsKey) {
       query.wait_empty(shared.empty_q);
       query.advance();
-      ClusterTransactionBarrier::arrive_and_expect_tx(&shared.full_q,
-                                                      loader.chunks * p.q_tile_tokens * loader.kRowBytes);
+      ClusterTransactionBarrier::arrive_and_expect_tx(&shared.full_q, loader.chunks * p.q_tile_tokens * kSwizzledRow);
       load_tile(&p.query[plan.query_map], &shared.full_q, shared.q, loader.chunks, Traits::kRows, plan.q_begin[2],
                 plan.q_begin[1], plan.q_begin[0], plan.query_slot);
     }
@@ -187,8 +186,7 @@ CUTE_DEVICE void fetch_earlier(const ForwardParams& p, const TilePlan& plan, typ
   }
   if (lane == 0) {
     const int chunks = rows_of_head<kChunk>(p.head_dim_v);
-    ClusterTransactionBarrier::arrive_and_expect_tx(
-        &shared.empty_o, chunks * p.q_tile_tokens * kChunk * static_cast<int>(sizeof(typename Traits::Element)));
+    ClusterTransactionBarrier::arrive_and_expect_tx(&shared.empty_o, chunks * p.q_tile_tokens * kSwizzledRow);
     load_tile(&p.out[plan.query_map], &shared.empty_o, shared.o, chunks, Traits::kRows, plan.q_begin[2],
               plan.q_begin[1], plan.q_begin[0], plan.query_slot);
   } else {
@@ -199,7 +197,7 @@ CUTE_DEVICE void fetch_earlier(const ForwardParams& p, const TilePlan& plan, typ
 /// One warp: stores the output tiles; what lies outside the layout is clipped.
 template <class Traits>
 CUTE_DEVICE void store_tiles(const ForwardParams& p, typename Traits::SharedStorage& shared) {
-  auto* tile = Traits::kSeparateOutput ? shared.o : shared.q;
+  auto* tile = Traits::output_tile(shared);
   Ring<Traits::kPlans> slot;
   while (true) {
     slot.wait_full(shared.full_plan);

@@ -35,6 +35,9 @@ struct ForwardTraits {
   static constexpr int kWarpgroups = kWarpgroups_;  // that compute
   static constexpr int kRows = 64 * kWarpgroups;    // queries of a tile
   static constexpr int kConsumers = kWarpgroup * kWarpgroups, kThreads = kWarpgroup + kConsumers;
+  static constexpr int kLoadedHeadDim = kHeadDim;                            // elements of a row of a tile
+  static constexpr int kValueReaders = kConsumers;                           // threads that a value tile waits for
+  static constexpr int kPlanReaders = kConsumers + kLoadingThreads + kWarp;  // likewise a plan, of whom a warp stores
   // What the 65536 registers of a multiprocessor give each thread.
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160;
   static constexpr int kServiceRegisters = kWarpgroups == 2 ? 40 : 32;
@@ -66,6 +69,15 @@ struct ForwardTraits {
     using Tile = Shape<_64, Int<kHeadDim>, Int<kColumns>>;
     return make_tiled_mma(GMMA::rs_op_selector<Element, Element, float, Tile, GMMA::Major::K, GMMA::Major::MN>());
   }
+
+  /// Where the output tile is before it is stored.
+  template <class Shared>
+  CUTE_DEVICE static auto* output_tile(Shared& shared) {
+    return kSeparateOutput ? shared.o : shared.q;
+  }
+  /// Initialises the barriers that not all forms have.
+  template <class Shared>
+  CUTE_DEVICE static void init_more_barriers(Shared&) {}
 
   struct SharedStorage {
     alignas(1024) Element q[cosize_v<LayoutQ>];

@@ -34,17 +34,36 @@ void bound_warpgroups(ForwardParams& p) {
   }
 }
 
+/// The problem that the output belongs to.
+Problem of_output(const Problem& problem) {
+  Problem result = problem;
+  result.element_type = problem.out_type;
+  return result;
+}
+
+/// Chooses the form of the forward kernel for the problem's elements.
+Status choose_forward_form(const Problem& problem, const TileShapes& tiles, int& number, Form& form) {
+  const auto choose = [&](const auto& forms) -> Status {
+    NATTEN_JAX_RETURN_IF_FAILED(choose_form(forms, std::size(forms), problem, tiles, "", number));
+    form = forms[number];
+    return {};
+  };
+  return problem.element_type == ElementType::kFloat8E4M3 ? choose(kFloat8ForwardForms) : choose(kForwardForms);
+}
+
 }  // namespace
 
 Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays,
                    const Continuation* continuation, Schedule schedule, std::int32_t* next_tile, cudaStream_t stream) {
   NATTEN_JAX_RETURN_IF_FAILED(check_arrays(problem));
+  const bool is_float8 = problem.element_type == ElementType::kFloat8E4M3;
   int number = 0;
-  NATTEN_JAX_RETURN_IF_FAILED(choose_form(kForwardForms, std::size(kForwardForms), problem, tiles, "", number));
-  const Form& form = kForwardForms[number];
+  Form form{};
+  NATTEN_JAX_RETURN_IF_FAILED(choose_forward_form(problem, tiles, number, form));
   Geometry geometry = geometry_of(problem, tiles);
   ForwardParams p{};
   if (continuation != nullptr) {
+    if (is_float8) return Status::invalid_argument("no launch of 8-bit elements continues another");
     if (form.head_dim > kLargestContinuedHeadDim) {
       return Status::invalid_argument("a launch continues another only for heads of at most " +
                                       std::to_string(kLargestContinuedHeadDim) + " elements");
@@ -59,7 +78,7 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   if (all_tiles > kMostTiles) return Status::invalid_argument("the problem has more than 2^30 query tiles");
   for (const Status& status :
        {encode_classes(problem, Side::kQuery, {arrays.query, problem.head_dim}, tiles.query, p.query),
-        encode_classes(problem, Side::kQuery, {arrays.out, problem.head_dim_v}, tiles.query, p.out),
+        encode_classes(of_output(problem), Side::kQuery, {arrays.out, problem.head_dim_v}, tiles.query, p.out),
         encode_classes(problem, Side::kKeyValue, {arrays.key, problem.head_dim}, tiles.kv, p.key),
         encode_classes(problem, Side::kKeyValue, {arrays.value, problem.head_dim_v}, tiles.kv, p.value)}) {
     if (status.failed()) return status;
@@ -89,6 +108,8 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   p.schedule = schedule_query_tiles(problem, geometry);
   bound_warpgroups(p);
   p.clears_tiles = p.q_tile_tokens < form.queries || p.kv_tile_tokens < form.keys;
+  p.out_scales = arrays.out_scales;
+  p.is_out_float16 = problem.out_type == ElementType::kFloat16;
   p.by_heads_per_kv = cutlass::FastDivmod(static_cast<int>(problem.heads_per_kv()));
   int multiprocessors = 0;
   NATTEN_JAX_RETURN_IF_FAILED(read_attributes({{&multiprocessors, cudaDevAttrMultiProcessorCount}}));
@@ -96,6 +117,9 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   if (all_tiles >= kTilesWorthCounting * ctas) {
     p.supply.next_tile = next_tile;
     NATTEN_JAX_RETURN_IF_FAILED(status_of(cudaMemsetAsync(next_tile, 0, sizeof(*next_tile), stream)));
+  }
+  if (is_float8) {
+    return launch_float8_forward<ElementType::kFloat8E4M3>(p, number, schedule.is_ping_pong, ctas, stream);
   }
   return with_half_type(problem.element_type, no_such_elements(problem.element_type), [&](auto type) {
     return launch_forward<type>(p, number, schedule.is_ping_pong, ctas, stream);

@@ -18,8 +18,9 @@ bool has_remainder(int group_class, int dimension) {
 }  // namespace
 
 Status check_arrays(const Problem& problem) {
-  NATTEN_JAX_RETURN_IF_FAILED(check_half_elements(problem));
-  NATTEN_JAX_RETURN_IF_FAILED(check_head_dims(problem, kHeadDimStep, kLargestHeadDim));
+  const bool is_float8 = problem.element_type == ElementType::kFloat8E4M3;
+  if (!is_float8) NATTEN_JAX_RETURN_IF_FAILED(check_half_elements(problem));
+  NATTEN_JAX_RETURN_IF_FAILED(check_head_dims(problem, is_float8 ? kFloat8HeadDimStep : kHeadDimStep, kLargestHeadDim));
   if (problem.queries() > std::numeric_limits<std::int32_t>::max()) {
     return Status::invalid_argument("a batch entry has 2^31 tokens or more");
   }

@@ -18,9 +18,10 @@ using Key = std::vector<std::int64_t>;
 Key key_of(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
            Kernel kernel, bool has_origins, const Device& device) {
   const auto& [element_type, batch, heads, heads_kv, head_dim, head_dim_v, additional_kv, has_relative_bias, scale,
-               axes] = problem;
+               axes, out_type] = problem;
   const auto& [shared_memory, of_multiprocessor, reserved, multiprocessors, has_boxes] = device;
   static_cast<void>(element_type);  // all have 16 bits
+  static_cast<void>(out_type);      // likewise
   static_cast<void>(scale);
   Key key;
   key.reserve(14 + kRank * (kFieldsOfAxis + 4));

@@ -8,7 +8,13 @@
 
 namespace natten_jax {
 
-constexpr int kChunk = 64;  // elements of a 128-byte swizzled row: head dimensions are loaded in chunks of this many
+constexpr int kSwizzledRow = 128;  // bytes
+
+/// Elements of a swizzled row: head dimensions are loaded in chunks of this many.
+template <class Element>
+constexpr int kChunkOf = kSwizzledRow / static_cast<int>(sizeof(Element));
+/// Of 16 bits.
+constexpr int kChunk = 64;
 
 /// Rows of `kElements` elements that a head is loaded or stored in; of the last one, what lies past the head is zero,
 /// or is not stored.
@@ -22,10 +28,11 @@ CUTE_DEVICE int rows_of_head(int head_dim) {
 template <int kUnroll = 4, class Element>
 CUTE_DEVICE void load_tile(const CUtensorMap* map, std::uint64_t* barrier, Element* destination, int chunks,
                            int tile_rows, int z, int y, int x, int slot) {
+  constexpr int kElements = kChunkOf<Element>;
 #pragma unroll kUnroll
   for (int chunk = 0; chunk < chunks; ++chunk) {
     cute::SM90_TMA_LOAD_5D::copy(map, barrier, static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-                                 destination + chunk * tile_rows * kChunk, chunk * kChunk, z, y, x, slot);
+                                 destination + chunk * tile_rows * kElements, chunk * kElements, z, y, x, slot);
   }
 }
 

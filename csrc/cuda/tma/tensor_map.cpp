@@ -41,7 +41,7 @@ Status find_encoder(PFN_cuTensorMapEncodeTiled_v12000& result) {
 
 /// By ElementType.
 constexpr CUtensorMapDataType kDataTypes[] = {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                                              CU_TENSOR_MAP_DATA_TYPE_BFLOAT16};
+                                              CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_DATA_TYPE_UINT8};
 static_assert(std::size(kDataTypes) == kElementTypes);
 
 /// What a map of five dimensions says of each; of the innermost one, boxes hold a swizzled row.

@@ -20,6 +20,8 @@ struct Arrays {
   const float* relative_bias;  ///< [batch, heads, entries].
   const float* key_bias;       ///< [batch, keys, heads].
 
+  const float* out_scales;  ///< [batch, heads]: factors of the output; null: ones. Of 8-bit elements alone.
+
   // What the forward pass finds, and the backward pass is given.
   void* out;
   float* logsumexp;

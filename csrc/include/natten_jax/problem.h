@@ -14,11 +14,13 @@ inline constexpr int kRank = 3;
 /// The most tokens of a tile of any kernel.
 inline constexpr std::int64_t kMostTileTokens = 4096;
 
-enum class ElementType : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
-inline constexpr int kElementTypes = 3;
+enum class ElementType : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kFloat8E4M3 = 3 };
+inline constexpr int kElementTypes = 4;
+/// The first ones have more than 8 bits: every kernel but some of NVIDIA GPUs takes these alone.
+inline constexpr int kWideElementTypes = 3;
 
 NATTEN_JAX_HOST_DEVICE constexpr int element_bytes(ElementType type) {
-  constexpr int kBytes[kElementTypes] = {4, 2, 2};
+  constexpr int kBytes[kElementTypes] = {4, 2, 2, 1};
   return kBytes[static_cast<int>(type)];
 }
 
@@ -88,6 +90,7 @@ struct Problem {
   bool has_relative_bias;  ///< As far as what kernels take depends on it.
   Scale scale;
   Axis axes[kRank];
+  ElementType out_type;  ///< Of the output: the element type, but for 8-bit elements.
 
   NATTEN_JAX_HOST_DEVICE constexpr std::int64_t heads_per_kv() const { return heads / heads_kv; }
 

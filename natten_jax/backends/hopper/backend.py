@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import ClassVar
 
@@ -26,6 +27,7 @@ from natten_jax.windows import EDGES
 
 _FORWARD = "natten_jax_sm90_forward"
 _FORWARD_CONTINUED = "natten_jax_sm90_forward_continued"
+_FORWARD_FLOAT8 = "natten_jax_sm90_forward_float8"
 _KERNELS = "sm90"
 _LIMITS = native.limits(_KERNELS)
 
@@ -37,24 +39,49 @@ class HopperBackend(NativeBackend):
     query_family = "cutlass_hopper"
     platform = Platform("cuda", (9, 0), is_exact=True)
     dtypes = ("float16", "bfloat16")
+    float8_dtypes = ("float8_e4m3fn",)
     edges = EDGES
     wraps_by_strips = True
     biases = ("key_bias",)
     key_bias_by_columns = True
     head_dim_step = _LIMITS.get("head_dim_step", 1)
     largest_head_dim = _LIMITS.get("largest_head_dim")
-    targets: ClassVar = {"forward": (_FORWARD, _FORWARD_CONTINUED), "backward": backward.TARGETS}
+    targets: ClassVar = {"forward": (_FORWARD, _FORWARD_CONTINUED, _FORWARD_FLOAT8), "backward": backward.TARGETS}
     schedules: ClassVar = {
         "forward": (KernelSchedule.PING_PONG, KernelSchedule.COOPERATIVE, KernelSchedule.NON_PERSISTENT)
     }
     heeds = ("run_persistent_kernel", "backward_use_xla_reduction", "backward_deterministic")
+
+    def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
+        """Why this backend cannot run a pass of the problem on the device; ``None`` where it can."""
+        reason = super().rejection(problem, device, pass_)
+        if reason is not None or not problem.element.is_float8:
+            return reason
+        if problem.block_scales:
+            return "its kernels for 8-bit arrays take factors of heads, not of blocks"
+        if problem.output_dtype not in self.dtypes:
+            return (
+                f"its kernels for 8-bit arrays have outputs of {' or '.join(self.dtypes)}, not {problem.output_dtype}"
+            )
+        return None
+
+    def runs_only_by_name(self, problem: Problem) -> bool:
+        """Whether only calls that name it run it for this problem: for 8-bit arrays."""
+        return problem.element.is_float8
+
+    @classmethod
+    def head_step_of(cls, problem: Problem) -> int:
+        """What the head dimensions of the problem's kernels are multiples of: rows are multiples of 16 bytes."""
+        return int(_LIMITS["float8_head_dim_step"]) if problem.element.is_float8 else cls.head_dim_step
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Query and key/value tiles by estimated time, the fastest first."""
         return [pair for pair, _ in _ranked_pairs(problem, pass_)]
 
     def predicted_seconds(self, problem: Problem, device: Device, pass_: Pass) -> float | None:
-        """Predicted seconds of a pass with the recommended tiles; ``None`` where there are none."""
+        """Predicted seconds of a pass with the recommended tiles; ``None`` where there are none, or no times."""
+        if problem.element.is_float8:
+            return None
         ranked = _ranked_pairs(problem, pass_)
         return ranked[0][1] if ranked else None
 
@@ -65,14 +92,16 @@ class HopperBackend(NativeBackend):
 
     def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
         """Call the kernel."""
-        return native.call(
-            _FORWARD, [*types, _SCRATCH], *kernel_operands(plan.problem, operands), **_forward_attributes(plan)
-        )
+        target, arrays = _FORWARD, kernel_operands(plan.problem, operands)
+        if plan.problem.element.is_float8:
+            factors = operands.inputs.out_scale
+            target, arrays = _FORWARD_FLOAT8, [*arrays, jnp.zeros((0,), jnp.float32) if factors is None else factors]
+        return native.call(target, [*types, _SCRATCH], *arrays, **_forward_attributes(plan))
 
     def forward_continued(self, plan: Plan, operands: Operands, saved: Saved, seeing: QueryBox) -> Saved | None:
         """Compute what is saved of more keys, in the place of what was saved of others."""
         problem = plan.problem
-        if not continues(_KERNELS, problem):
+        if problem.element.is_float8 or not continues(_KERNELS, problem):
             return None
         earlier = [with_kernel_rank(array, problem.rank) for array in saved if array is not None]
         arrays = [*kernel_operands(problem, operands), box_start(seeing)]
@@ -109,7 +138,8 @@ def _tile_tokens(problem: Problem, pass_: Pass) -> list[tuple[int, int]]:
     """Queries and keys of the tiles that the narrowest kernels for these heads are compiled for."""
     HopperBackend.check_heads(problem)
     wider = max(problem.head_dim, problem.head_dim_v)
-    forms = [form for form in _LIMITS[pass_] if form["head_dim"] >= wider]
+    table = _LIMITS["float8_forward" if problem.element.is_float8 else pass_]
+    forms = [form for form in table if form["head_dim"] >= wider]
     narrowest = min(form["head_dim"] for form in forms)
     return [(form["q_tile_tokens"], form["kv_tile_tokens"]) for form in forms if form["head_dim"] == narrowest]
 
@@ -117,4 +147,6 @@ def _tile_tokens(problem: Problem, pass_: Pass) -> list[tuple[int, int]]:
 @functools.lru_cache(maxsize=256)
 def _ranked_pairs(problem: Problem, pass_: Pass) -> tuple[tuple[TilePair, float], ...]:
     times = calibration_for(HopperBackend.family)
-    return rank_sizes(problem, pass_, _tile_tokens(problem, pass_), times)
+    # Kernels for 8-bit arrays have no times of their own, but what tiles are good does not depend on the bits.
+    timed = dataclasses.replace(problem, dtype="bfloat16") if problem.element.is_float8 else problem
+    return rank_sizes(timed, pass_, _tile_tokens(problem, pass_), times)

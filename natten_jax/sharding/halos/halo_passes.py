@@ -20,8 +20,8 @@ _Result = TypeVar("_Result", Output, Saved)
 
 
 def computes_meanwhile(plan: Plan, request: Request, exchange: Exchange) -> bool:
-    """Whether a pass computes while halos travel, which biases and factors of keys do not."""
-    if request.problem.key_bias or request.problem.block_scales:
+    """Whether a pass computes while halos travel: biases of keys do not, nor are outputs of 8-bit arrays merged."""
+    if request.problem.key_bias or request.problem.element.is_float8:
         return False
     return overlap_that_pays(plan, tuple(exchange.halos)) is not None
 

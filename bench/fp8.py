@@ -1,0 +1,112 @@
+"""Times attention with 8-bit arrays on Hopper beside bfloat16, and beside cuDNN's where that has the problem.
+
+All sides run in turns in one process; times are the device time of everything that a side launches. "e4m3" is the
+kernel with arrays that were quantised before and factors for each head, "switch" is the call with ``fp8="e4m3"``, which
+quantises in every call. cuDNN's attention of 8-bit arrays is dense, has one factor for each array, and an output of 8
+bits.
+
+Example:
+    python bench/fp8.py --json bench/results/h200/fp8.json
+    python bench/fp8.py --problems "dense 1x32768" --modes cold
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from benchmarks import Benchmark
+from lib import command, cudnn_fp8
+from lib.record import save
+from lib.timing import MODES, Runner, compile_runner, ratio, take_turns
+
+import natten_jax
+from natten_jax.cost.work import flops
+from natten_jax.fp8 import Quantized, quantize
+
+PAUSE = 0.2  # seconds before a turn
+HUNYUAN = {"layout": (30, 48, 80), "heads": 24, "head_dim": 128, "kernel_size": (18, 24, 24)}
+
+PROBLEMS: Mapping[str, Benchmark] = {
+    "dense 1x32768": Benchmark((32768,), 8, 128),
+    "dense 2x16384": Benchmark((16384,), 16, 128, batch=2),
+    "dense 1x32768, heads of 64": Benchmark((32768,), 16, 64),
+    "dense 1x32768, heads of 256": Benchmark((32768,), 4, 256),
+    "HunyuanVideo, stride 16x8x8": Benchmark(**HUNYUAN, stride=(16, 8, 8)),
+    "HunyuanVideo": Benchmark(**HUNYUAN),
+    "256x256, window 80, stride 16": Benchmark((256, 256), 24, 128, (80, 80), (16, 16)),
+}
+
+
+def _call(benchmark: Benchmark, **arguments: Any) -> Callable[..., Any]:
+    if benchmark.kernel_size is None:
+        return functools.partial(natten_jax.attention, backend="hopper-fmha", **arguments)
+    operator = getattr(natten_jax, f"na{len(benchmark.layout)}d")
+    windows = {"kernel_size": benchmark.kernel_size, "stride": benchmark.stride or 1}
+    return functools.partial(operator, backend="hopper-fna", **windows, **arguments)
+
+
+def _sides(benchmark: Benchmark) -> dict[str, Runner]:
+    """Compiled functions by name."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    arrays = [jax.random.normal(key, benchmark.shape, jnp.bfloat16) for key in keys]
+    small: list[Quantized] = [jax.jit(quantize)(array) for array in arrays]
+
+    def by_name(*small: Quantized) -> Any:
+        factors = zip(("query_scale", "key_scale", "value_scale"), (each.scale for each in small), strict=True)
+        return _call(benchmark, **dict(factors))(*(each.array for each in small))
+
+    sides = {
+        "bfloat16": compile_runner(_call(benchmark), *arrays, name="wide"),
+        "e4m3": compile_runner(by_name, *small, name="small"),
+        "switch": compile_runner(_call(benchmark, fp8="e4m3"), *arrays, name="switch"),
+    }
+    if benchmark.kernel_size is None and benchmark.head_dim == 128:
+        eights = [each.array for each in small]
+        sides["cudnn"] = compile_runner(cudnn_fp8.attention, *eights, name="cudnn")
+    return sides
+
+
+def measure(benchmark: Benchmark, turns: int, modes: list[str]) -> dict[str, Any]:
+    """Milliseconds, TFLOP/s and ratios to the kernel of 8-bit arrays, by mode."""
+    sides, work = _sides(benchmark), flops(benchmark.problem, "forward")
+    found: dict[str, Any] = {}
+    for mode in modes:
+        times = take_turns(sides, turns, mode, PAUSE)
+        medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+        found[mode] = {
+            "milliseconds": {name: 1e3 * seconds for name, seconds in medians.items()},
+            "tflops": {name: work / seconds / 1e12 for name, seconds in medians.items()},
+            "faster_than": {name: ratio(times[name], times["e4m3"]) for name in times if name != "e4m3"},
+        }
+    return found
+
+
+def main() -> None:
+    """Measure, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--turns", type=int, default=5, help="of each side")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    options = parser.parse_args()
+    results: dict[str, Any] = {}
+    for name in options.problems:
+        results[name] = measure(PROBLEMS[name], options.turns, options.modes)
+        for mode, figures in results[name].items():
+            texts = (
+                f"{side} {figures['milliseconds'][side]:.3f} ms {tflops:.0f}"
+                for side, tflops in figures["tflops"].items()
+            )
+            print(f"{name:32}{mode:10}{'  '.join(texts)}", flush=True)
+        save(results, options.json)
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,60 @@
+"""cuDNN's attention of 8-bit arrays, which JAX has in a private module.
+
+It is dense, and has one factor for each array and an output of 8 bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+#: Its factors, in the shape that it takes.
+_SHAPE = (1, 1, 1, 1)
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    descale: tuple[Any, Any, Any] = (1.0, 1.0, 1.0),
+    *,
+    weight_scale: float = 1.0,
+    out_scale: Any = 1.0,
+) -> jax.Array:
+    """Output in 8 bits, times ``out_scale``.
+
+    Args:
+        query: ``[batch, tokens, heads, head_dim]``.
+        key: Likewise.
+        value: Likewise.
+        descale: What the numbers of query, key and value are to be multiplied with.
+        weight_scale: What weights are multiplied with before they are rounded.
+        out_scale: What the output is multiplied with.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    of_query, of_key, of_value = descale
+    given = {
+        "descale_q": of_query,
+        "descale_k": of_key,
+        "descale_v": of_value,
+        "descale_s": 1 / weight_scale,
+        "scale_s": weight_scale,
+        "scale_o": out_scale,
+    }
+    params = {
+        name: jnp.full(_SHAPE, given.get(name, 1.0), jnp.float32)  # others are of the backward pass
+        for name in cudnn.fp8_params_keys
+    }
+    found: jax.Array = cudnn.dot_product_attention(
+        query,
+        key,
+        value,
+        fp8_params=params,
+        use_fp8=True,
+        scale=query.shape[-1] ** -0.5,
+        mask_type=cudnn.MaskType.NO_MASK,
+    )[0]
+    return found

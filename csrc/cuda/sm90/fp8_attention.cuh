@@ -1,0 +1,187 @@
+// The warpgroups of the forward kernel for 8-bit floats that compute: logits, softmax, output.
+#pragma once
+
+#include "cuda/sm90/fp8_products.cuh"
+#include "cuda/sm90/fp8_rows.cuh"
+#include "cuda/sm90/fp8_softmax.cuh"
+
+namespace natten_jax::sm90 {
+
+/// One warpgroup: the products and the softmax of its 64 rows of every query tile.
+///
+/// Its methods are the steps of `run`. All are inlined, so that members are registers.
+template <class Traits>
+class Float8Attention : private Float8Rows<Traits> {
+ public:
+  using Rows = Float8Rows<Traits>;
+  using typename Rows::SharedStorage;
+  using Products = Float8Products<Traits>;
+
+  CUTE_DEVICE Float8Attention(const ForwardParams& p, SharedStorage& shared)
+      : Rows(p, shared), products(shared, warpgroup, thread) {}
+
+  CUTE_DEVICE void run() {
+    order.start();
+    start_output();
+    if (!next_query_tile()) return;
+    scale_logits();
+    find_seen();
+    start_logits();
+    int finished;
+    while (true) {
+      plan_mask();
+      warpgroup_wait<0>();
+      finish_logits();
+      to_weights();
+      // The logits of one tile are under way with the output of the one before.
+      while (mask != kHidden) {
+        order.await_turn();
+        exchange<true>();
+        order.pass_turn();
+        plan_mask();
+        warpgroup_wait<0>();
+        finish_logits();
+        to_weights();
+      }
+      exchange<false>();
+      if (find_seen()) {
+        start_logits();
+        continue;
+      }
+      finished = slot.index;
+      slot.advance();
+      if (!next_query_tile()) break;
+      find_seen();
+      start_logits();
+      // The next tile's first logits are under way meanwhile.
+      finish_query_tile(finished);
+      scale_logits();
+    }
+    finish_query_tile(finished);
+  }
+
+ private:
+  using Rows::find_seen, Rows::first_row, Rows::leave_values, Rows::plan_mask, Rows::store_statistics;
+  using Rows::mask;
+  using Rows::p, Rows::shared, Rows::thread, Rows::warpgroup, Rows::order, Rows::k, Rows::v, Rows::slot, Rows::output;
+
+  CUTE_DEVICE void start_output() {
+    clear(products.o);
+    softmax.start();
+  }
+
+  /// Takes the next query tile; false after the last.
+  CUTE_DEVICE bool next_query_tile() {
+    if (!Rows::next_plan()) return false;
+    if constexpr (Traits::kQueryInRegisters) load_query();
+    return true;
+  }
+
+  /// Takes the scale of a query tile's head, once the sums of the one before are complete.
+  CUTE_DEVICE void scale_logits() { softmax.exponent_scale = shared.plan[slot.index].exponent_scale; }
+
+  /// Loads the rows of 32 bytes, in four matrices, that each step takes.
+  CUTE_DEVICE void load_query() {
+    const int lane = threadIdx.x % 32, row = warpgroup * 64 + thread / 32 * 16 + lane % 16;
+    const std::uint32_t of_row = shared_address(shared.q) + row * kSwizzledRow;
+    Tensor word = recast<std::uint32_t>(products.query);
+    CUTE_UNROLL
+    for (int k = 0; k < Traits::kQuerySteps; ++k) {
+      const std::uint32_t address = of_row + 16 * ((2 * k + lane / 16) ^ row % 8);
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(word(4 * k)), "=r"(word(4 * k + 1)), "=r"(word(4 * k + 2)), "=r"(word(4 * k + 3))
+                   : "r"(address)
+                   : "memory");
+    }
+    arrive(shared.empty_q);
+  }
+
+  CUTE_DEVICE void start_logits() {
+    order.await_turn();
+    CUTE_UNROLL
+    for (int part = 0; part < Traits::kKeyParts; ++part) products.start_s(part, k.index);
+    order.pass_turn();
+  }
+
+  /// Adds the weighted values of a tile to the output and, where there is one, starts the logits of the next: parts of
+  /// the latter take the registers of the former's as these are added.
+  template <bool kHasNext>
+  CUTE_DEVICE void exchange() {
+    constexpr int kHalves = Products::kHalves, kValueParts = Traits::kValueParts;
+    constexpr int kParts = kValueParts + (kHasNext ? Traits::kKeyParts : 0);
+    Rows::await_values();
+    for_each(make_int_sequence<kParts + kHalves>{}, [&](auto number) {
+      constexpr int kStarted = number, kAdded = kStarted - kHalves;
+      if constexpr (kAdded >= 0 && kAdded < kValueParts) {
+        warpgroup_wait<(kStarted < kParts + 1 ? kHalves - 1 : 0)>();
+        products.add_part(kAdded, kAdded % kHalves, softmax.rescale);
+      }
+      if constexpr (kStarted < kValueParts) {
+        products.start_o(kStarted, v.index, kStarted % kHalves);
+      } else if constexpr (kStarted < kParts) {
+        products.start_s(Traits::kKeyParts == 1 ? 0 : kStarted % kHalves, k.index);
+      }
+    });
+    leave_values();
+  }
+
+  CUTE_DEVICE void finish_logits() {
+    Tensor s = products.s();
+    warpgroup_fence_operand(s);
+    const AccumulatorRows logits(s);
+    Rows::hide_logits(logits);
+    softmax.find_references(logits);
+  }
+
+  CUTE_DEVICE void to_weights() {
+    Tensor s = products.s();
+    Tensor words = recast<std::uint32_t>(products.weights);
+    softmax.weigh(AccumulatorRows(s), words);
+  }
+
+  /// Hands over the output of the query tile in a slot and gets ready for the next.
+  CUTE_DEVICE void finish_query_tile(int finished) {
+    const TilePlan& plan = shared.plan[finished];
+    const float factor = p.out_scales == nullptr ? 1.f : __ldg(p.out_scales + plan.batch * p.heads + plan.head);
+    softmax.finish();
+    const RowSums row[2] = {softmax.sums(0), softmax.sums(1)};
+    store_output({row[0].normalisation * factor, row[1].normalisation * factor});
+    store_statistics(row, plan);
+    arrive(shared.empty_plan[finished]);
+    start_output();
+  }
+
+  /// Columns of the output are in the order of turned values (fp8_values.cuh): of 16 features, a thread has four
+  /// neighbors.
+  CUTE_DEVICE void store_output(const float (&normalisation)[2]) {
+    output.wait_empty(shared.empty_o);
+    output.advance();
+    const int lane4 = threadIdx.x % 4, row = first_row();
+    const std::uint32_t tile = shared_address(shared.o);
+    const auto& o = products.o;
+    CUTE_UNROLL
+    for (int group = 0; group < Traits::kHeadDim / 16; ++group) {
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        const float scale = normalisation[i];
+        const auto number = [&](int feature) { return o(8 * group + feature % 2 * 4 + 2 * i + feature / 2) * scale; };
+        const std::uint32_t low = pack_output(number(0), number(1)), high = pack_output(number(2), number(3));
+        const int chunk = group % 4 * 2 + lane4 / 2;
+        const std::uint32_t at =
+            tile + (group / 4 * Traits::kRows + row + 8 * i) * kSwizzledRow + 16 * (chunk ^ row % 8) + 8 * (lane4 % 2);
+        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(at), "r"(low), "r"(high) : "memory");
+      }
+    }
+    cutlass::arch::fence_view_async_shared();
+    cutlass::arch::NamedBarrier::arrive(Traits::kConsumers + kWarp, named_barrier(kOutputReady));
+  }
+
+  CUTE_DEVICE std::uint32_t pack_output(float low, float high) const {
+    return p.is_out_float16 ? pack<cutlass::half_t>(low, high) : pack<cutlass::bfloat16_t>(low, high);
+  }
+
+  Products products;
+  Float8Softmax softmax;
+};
+
+}  // namespace natten_jax::sm90

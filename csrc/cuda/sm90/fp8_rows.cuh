@@ -1,0 +1,143 @@
+// How a warpgroup of the forward kernel for 8-bit floats goes over query tiles and the key tiles that its rows see.
+//
+// forward_attention.cuh has the same steps, written out: ptxas orders the registers of that kernel anew where they
+// move.
+#pragma once
+
+#include "cuda/sm90/forward_mask.cuh"
+#include "cuda/sm90/forward_products.cuh"
+#include "cuda/sm90/online_softmax.cuh"
+
+namespace natten_jax::sm90 {
+
+/// The 64 rows of a warpgroup in every query tile: which tiles are next, and how they are masked. All is inlined, so
+/// that members are registers.
+template <class Traits>
+class Float8Rows {
+ public:
+  using SharedStorage = typename Traits::SharedStorage;
+
+ protected:
+  CUTE_DEVICE Float8Rows(const ForwardParams& p, SharedStorage& shared)
+      : p(p),
+        shared(shared),
+        thread(threadIdx.x % 128),
+        warpgroup(cutlass::canonical_warp_group_idx() - 1),
+        mask_of_rows{{RowPlace(p, first_row()), RowPlace(p, first_row() + 8)}, build_mask(p, shared)},
+        order(warpgroup) {}
+
+  /// First of the two rows that the thread holds; the other is the eighth after it.
+  CUTE_DEVICE int first_row() const { return warpgroup * 64 + thread / 32 * 16 + threadIdx.x % 32 / 4; }
+
+  /// Takes the next query tile, once its query is there; false after the last.
+  CUTE_DEVICE bool next_plan() {
+    slot.wait_full(shared.full_plan);
+    left = shared.plan[slot.index].kv_tiles;
+    if (left < 0) return false;
+    mask_of_rows.start();
+    left += p.additional_tiles;
+    query.wait_full(shared.full_q);
+    query.advance();
+    return true;
+  }
+
+  /// After the last key tile, the query's buffer is free.
+  CUTE_DEVICE void leave_query() {
+    if constexpr (!Traits::kQueryInRegisters) {
+      if (left == 0) arrive(shared.empty_q);
+    }
+  }
+
+  /// How the tile in a key buffer is masked for this warpgroup.
+  CUTE_DEVICE int mask_in(Ring<Traits::kStages> keys) const {
+    keys.wait_full(shared.full_k);
+    return shared.tile[keys.index].w >> kMaskBits * warpgroup & kHidden;
+  }
+
+  CUTE_DEVICE void await_values() const { v.wait_full(shared.full_turned); }
+  CUTE_DEVICE void leave_values() {
+    arrive(shared.empty_turned[v.index]);
+    v.advance();
+  }
+  CUTE_DEVICE void leave_keys() {
+    arrive(shared.empty_k[k.index]);
+    k.advance();
+  }
+
+  /// Passes over tiles that no row sees; false where no other is left.
+  CUTE_DEVICE bool find_seen() {
+    while (left > 0) {
+      mask = mask_in(k);
+      if (mask != kHidden) return true;
+      --left;
+      leave_query();
+      order.await_turn();
+      order.pass_turn();
+      leave_keys();
+      await_values();
+      leave_values();
+    }
+    return false;
+  }
+
+  /// Which elements of the tile are hidden and how the next tile is masked, worked out while the product is under way.
+  CUTE_DEVICE void plan_mask() {
+    const int4 tile = shared.tile[k.index];
+    if (mask == kWindowMask) {
+      const TilePlan& plan = shared.plan[slot.index];
+      if (mask_of_rows.is_new_line(tile)) {
+        slot.wait_full(shared.full_windows);
+        mask_of_rows.start_line(p, plan, tile);
+      }
+      mask_of_rows.see(p, plan, tile);
+    } else if (mask == kEndMask) {
+      mask_of_rows.see_first(p.additional_kv - tile.z, threadIdx.x % 4);
+    }
+    next_mask = kHidden;
+    if (left > 1) next_mask = mask_in(k.next());
+  }
+
+  /// Leaves the key tile whose logits are complete, and hides those that no row sees.
+  template <class Accumulator>
+  CUTE_DEVICE void hide_logits(AccumulatorRows<Accumulator> logits) {
+    leave_keys();
+    --left;
+    leave_query();
+    if (mask != kNoMask) logits.hide(mask_of_rows.visible, -INFINITY);
+    mask = next_mask;
+  }
+
+  CUTE_DEVICE void store_statistics(const RowSums (&row)[2], const TilePlan& plan) {
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const int token = mask_of_rows.row[i].token(p, plan);
+      if (threadIdx.x % 4 == 0 && token >= 0) {
+        const std::int64_t at = statistic_of(p, plan, token);
+        p.logsumexp[at] = row[i].logsumexp;
+        if (p.remainder != nullptr) p.remainder[at] = row[i].remainder;
+      }
+    }
+  }
+
+  const ForwardParams& p;
+  SharedStorage& shared;
+  int thread, warpgroup;
+  WindowMask mask_of_rows;
+  ProductOrder<Traits> order;
+  Ring<Traits::kStages> k;
+  Ring<Traits::kValueStages> v;
+  Ring<Traits::kPlans> slot;  // of the query tile's plan
+  SingleBuffer query, output;
+  int left;             // key/value tiles of the query tile to go
+  int mask, next_mask;  // of the tile at hand and of the one after it
+
+ private:
+  CUTE_DEVICE static LaneMask<KeyColumnMask> build_mask(const ForwardParams& p, SharedStorage& shared) {
+    const KeyColumnMask column_mask(shared.mask_words, p.axis);
+    column_mask.template build<Traits::kColumns>(p.axis, threadIdx.x / 32 - 4, Traits::kConsumers / 32);
+    cutlass::arch::NamedBarrier::sync(Traits::kConsumers, named_barrier(kMaskReady));
+    return {column_mask, static_cast<int>(threadIdx.x % 4)};
+  }
+};
+
+}  // namespace natten_jax::sm90

@@ -1,0 +1,77 @@
+// The warpgroup of the forward kernel for 8-bit floats that turns value tiles.
+#pragma once
+
+#include "cuda/sm90/fp8_traits.cuh"
+
+namespace natten_jax::sm90 {
+
+/// Four 8x8 matrices of 16-bit numbers, turned; each lane names a row's address.
+CUTE_DEVICE void load_turned(std::uint32_t address, std::uint32_t (&word)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+               : "r"(address)
+               : "memory");
+}
+
+CUTE_DEVICE void store_matrices(std::uint32_t address, const std::uint32_t (&word)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(word[0]),
+               "r"(word[1]), "r"(word[2]), "r"(word[3])
+               : "memory");
+}
+
+/// Turns a value tile [token][head_dim] into [head_dim][token], both orders permuted within groups of 16.
+///
+/// A word of a turned matrix has two features of two tokens. Two such words, of tokens eight apart, give one word for
+/// each of both features. So a lane's four tokens of 16, those at 4 t to 4 t + 3 of a row, are 2 t, 2 t + 1 and the
+/// eighth after both: those whose weights the lane has of an accumulator, which is a register operand as it is. And
+/// even features come first, which is made good where the output is stored.
+template <class Traits>
+CUTE_DEVICE void turn_tile(std::uint32_t from, std::uint32_t to) {
+  constexpr int kTokens = 32, kFeatures = 16;  // that a warp turns at a time
+  constexpr int kTokenGroups = Traits::kColumns / kTokens, kFeatureGroups = Traits::kHeadDim / kFeatures;
+  constexpr int kRowBytes = Traits::kColumns;
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const int group = warp % kTokenGroups, token = kTokens * group + lane;
+  const int row = lane % 16, chunk = 2 * group + lane / 16;
+  const int swizzle = kRowBytes == 128 ? row % 8 : row / 2 % 4;
+  const std::uint32_t of_token = from + token * kSwizzledRow, of_row = to + row * kRowBytes + 16 * (chunk ^ swizzle);
+#pragma unroll 4
+  for (int c = warp / kTokenGroups; c < kFeatureGroups; c += 4 / kTokenGroups) {
+    std::uint32_t pairs[4], turned[4];
+    load_turned(of_token + c / 8 * Traits::kColumns * kSwizzledRow + 16 * (c % 8 ^ token % 8), pairs);
+    CUTE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      turned[2 * half] = __byte_perm(pairs[2 * half], pairs[2 * half + 1], 0x6420);
+      turned[2 * half + 1] = __byte_perm(pairs[2 * half], pairs[2 * half + 1], 0x7531);
+    }
+    store_matrices(of_row + c * kFeatures * kRowBytes, turned);
+  }
+}
+
+/// One warpgroup: turns the value tiles of all query tiles.
+template <class Traits>
+CUTE_DEVICE void turn_values(const ForwardParams& p, typename Traits::SharedStorage& shared) {
+  Ring<Traits::kPlans> slot;
+  Ring<Traits::kStages> v;
+  Ring<Traits::kValueStages> turned;
+  while (true) {
+    slot.wait_full(shared.full_plan);
+    const int kv_tiles = shared.plan[slot.index].kv_tiles;
+    if (kv_tiles < 0) return;
+    arrive(shared.empty_plan[slot.index]);
+    slot.advance();
+    for (int left = kv_tiles + p.additional_tiles; left > 0; --left) {
+      v.wait_full(shared.full_v);
+      turned.wait_empty(shared.empty_turned);
+      turn_tile<Traits>(shared_address(shared.v + v.index * Traits::kColumns * Traits::kLoadedHeadDim),
+                        shared_address(shared.turned + turned.index * Traits::kColumns * Traits::kHeadDim));
+      cutlass::arch::fence_view_async_shared();
+      arrive(shared.full_turned[turned.index]);
+      arrive(shared.empty_v[v.index]);
+      turned.advance();
+      v.advance();
+    }
+  }
+}
+
+}  // namespace natten_jax::sm90
