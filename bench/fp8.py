@@ -1,9 +1,9 @@
 """Times attention with 8-bit arrays on Hopper beside bfloat16, and beside cuDNN's where that has the problem.
 
 All sides run in turns in one process; times are the device time of everything that a side launches. "e4m3" is the
-kernel with arrays that were quantised before and factors for each head, "switch" is the call with ``fp8="e4m3"``, which
-quantises in every call. cuDNN's attention of 8-bit arrays is dense, has one factor for each array, and an output of 8
-bits.
+kernel with arrays that were quantised before and factors for each head, "unordered" the same with
+``kernel_schedule="coop"``, and "switch" the call with ``fp8="e4m3"``, which quantises in every call. cuDNN's attention
+of 8-bit arrays is dense, has one factor for each array, and an output of 8 bits.
 
 Example:
     python bench/fp8.py --json bench/results/h200/fp8.json
@@ -58,13 +58,14 @@ def _sides(benchmark: Benchmark) -> dict[str, Runner]:
     arrays = [jax.random.normal(key, benchmark.shape, jnp.bfloat16) for key in keys]
     small: list[Quantized] = [jax.jit(quantize)(array) for array in arrays]
 
-    def by_name(*small: Quantized) -> Any:
+    def by_name(*small: Quantized, **arguments: Any) -> Any:
         factors = zip(("query_scale", "key_scale", "value_scale"), (each.scale for each in small), strict=True)
-        return _call(benchmark, **dict(factors))(*(each.array for each in small))
+        return _call(benchmark, **dict(factors), **arguments)(*(each.array for each in small))
 
     sides = {
         "bfloat16": compile_runner(_call(benchmark), *arrays, name="wide"),
         "e4m3": compile_runner(by_name, *small, name="small"),
+        "unordered": compile_runner(functools.partial(by_name, kernel_schedule="coop"), *small, name="unordered"),
         "switch": compile_runner(_call(benchmark, fp8="e4m3"), *arrays, name="switch"),
     }
     if benchmark.kernel_size is None and benchmark.head_dim == 128:

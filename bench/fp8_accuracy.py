@@ -75,12 +75,14 @@ DATA: Mapping[str, Callable[[np.random.Generator, int], Arrays]] = {
 
 def _exact(query: Array, key: Array, value: Array) -> Array:
     weights = _weights(query, key)
-    return np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), value)
+    normalised = weights / weights.sum(-1, keepdims=True)
+    out: Array = np.einsum("bhqk,bkhd->bqhd", normalised, value, optimize=True)
+    return out
 
 
 def _weights(query: Array, key: Array) -> Array:
     """Relative to the largest of each query."""
-    logits = np.einsum("bqhd,bkhd->bhqk", query, key) * WIDTH**-0.5
+    logits = np.einsum("bqhd,bkhd->bhqk", query, key, optimize=True) * WIDTH**-0.5
     weights: Array = np.exp(logits - logits.max(-1, keepdims=True))
     return weights
 

@@ -141,6 +141,8 @@ def _devices() -> str:
         widths = "any" if most is None else f"up to {most}{others}"
         passes = "any derivative, forward mode included" if backend.is_differentiable else ", ".join(backend.passes)
         small = "" if backend.converts_float8_to is None else "; 8-bit ones, converted, forward alone"
+        if backend.float8_dtypes:
+            small = f"; {', '.join(backend.float8_dtypes)} by name, forward alone"
         types = ", ".join(backend.dtypes) + small
         return _names(backend), devices, types, widths, passes, _schedules(backend)
 
