@@ -13,6 +13,7 @@ Example:
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import statistics
 from collections.abc import Callable, Mapping
@@ -31,15 +32,15 @@ from natten_jax.cost.work import flops
 from natten_jax.fp8 import Quantized, quantize
 
 PAUSE = 0.2  # seconds before a turn
-HUNYUAN = {"layout": (30, 48, 80), "heads": 24, "head_dim": 128, "kernel_size": (18, 24, 24)}
+HUNYUAN = Benchmark((30, 48, 80), 24, 128, (18, 24, 24))
 
 PROBLEMS: Mapping[str, Benchmark] = {
     "dense 1x32768": Benchmark((32768,), 8, 128),
     "dense 2x16384": Benchmark((16384,), 16, 128, batch=2),
     "dense 1x32768, heads of 64": Benchmark((32768,), 16, 64),
     "dense 1x32768, heads of 256": Benchmark((32768,), 4, 256),
-    "HunyuanVideo, stride 16x8x8": Benchmark(**HUNYUAN, stride=(16, 8, 8)),
-    "HunyuanVideo": Benchmark(**HUNYUAN),
+    "HunyuanVideo, stride 16x8x8": dataclasses.replace(HUNYUAN, stride=(16, 8, 8)),
+    "HunyuanVideo": HUNYUAN,
     "256x256, window 80, stride 16": Benchmark((256, 256), 24, 128, (80, 80), (16, 16)),
 }
 

@@ -104,13 +104,18 @@ def _by_hand(arrays: Arrays, scale: Any, backend: str | None = None) -> jax.Arra
 
 def _by_cudnn(arrays: Arrays) -> Array:
     """With factors for each array: of weights up to 1, and of an output whose size is known."""
-    small = [quantize(_wide(array), scale="tensor") for array in arrays]
-    of_query, of_key, of_value = (each.scale for each in small)
+    query, key, value = (quantize(_wide(array), scale="tensor") for array in arrays)
     factor = 448 / np.abs(_exact(*arrays)).max()
     found = cudnn_fp8.attention(
-        *(each.array for each in small), (of_query, of_key, of_value), weight_scale=256.0, out_scale=factor
+        query.array,
+        key.array,
+        value.array,
+        descale=(query.scale, key.scale, value.scale),
+        weight_scale=256.0,
+        out_scale=factor,
     )
-    return np.asarray(found, np.float64) / factor
+    out: Array = np.asarray(found, np.float64) / factor
+    return out
 
 
 def _with_small_weights(arrays: Arrays) -> Array:

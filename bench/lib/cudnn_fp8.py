@@ -18,8 +18,8 @@ def attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    descale: tuple[Any, Any, Any] = (1.0, 1.0, 1.0),
     *,
+    descale: tuple[Any, Any, Any] = (1.0, 1.0, 1.0),
     weight_scale: float = 1.0,
     out_scale: Any = 1.0,
 ) -> jax.Array:
@@ -44,7 +44,7 @@ def attention(
         "scale_s": weight_scale,
         "scale_o": out_scale,
     }
-    params = {
+    params: Any = {
         name: jnp.full(_SHAPE, given.get(name, 1.0), jnp.float32)  # others are of the backward pass
         for name in cudnn.fp8_params_keys
     }

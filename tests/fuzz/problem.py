@@ -243,7 +243,7 @@ def draw(family: Family, operators: tuple[str, ...], seed: int, number: int, is_
 
 def _in_8_bits(rng: np.random.Generator, problem: Fuzzed, family: Family) -> Fuzzed:
     """The problem, perhaps of 8-bit arrays with factors."""
-    if rng.random() > 0.2:
+    if rng.random() > 0.2 or (family.rounds_weights and problem.case.key_bias is not None):
         return problem
     has_blocks = problem.case.additional == 0 and not family.rounds_weights
     kinds = [None, *OF_HEADS, *OF_BLOCKS * has_blocks]

@@ -116,7 +116,7 @@ def test_numbers_that_are_none_stay_where_they_are() -> None:
     query, key, value = (draw(i, 1, 256, 2, 128).astype(E4M3) for i in range(3))
     key = key.at[0, 7, 0, 3].set(jnp.nan)
     out = natten_jax.na1d(query, key, value, 31, backend="hopper-fna")
-    is_nan = np.isnan(np.asarray(out, np.float32)).all(-1)[0]
+    is_nan = np.all(np.isnan(np.asarray(out[0], np.float32)), axis=-1)
     windows = oracle.neighborhood_mask((256,), (31,), (1,), (1,), (False,))
     np.testing.assert_array_equal(is_nan[:, 0], windows[:, 7])
     assert not is_nan[:, 1].any()

@@ -57,6 +57,8 @@ class HopperBackend(NativeBackend):
         reason = super().rejection(problem, device, pass_)
         if reason is not None or not problem.element.is_float8:
             return reason
+        if problem.key_bias:
+            return "columns of 8-bit arrays hold no key_bias: it would have three bits"
         if problem.block_scales:
             return "its kernels for 8-bit arrays take factors of heads, not of blocks"
         if problem.output_dtype not in self.dtypes:
