@@ -27,6 +27,7 @@ import jax
 import pytest
 
 from natten_jax.performance import PASSES
+from natten_jax.plan.devices import default_device
 from tests.support.compilation import QUICK_HOST_OPTIONS, flags_of, known
 from tests.support.families import FAMILIES, Family
 from tests.support.machine import Machine
@@ -121,6 +122,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         marks = []
         if family.needs_gpu:
             marks.append(pytest.mark.gpu)
+            if _is_of_gpu(metafunc.config) and _has_gpu() and not family.runs_on(default_device()):
+                marks.append(pytest.mark.skip(reason=f"{family.name} needs {family.backend.platform}"))
         for combination in itertools.product(*(choices[name] for name in names)):
             identifier = "-".join(map(_identifier, combination))
             values.append(pytest.param(*combination, marks=marks, id=identifier))

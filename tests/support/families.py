@@ -11,6 +11,7 @@ import natten_jax
 from natten_jax import backends
 from natten_jax.backends.base import Backend
 from natten_jax.performance import KernelSchedule
+from natten_jax.plan.devices import Device
 
 #: Largest ``||result - reference|| / ||reference||`` of outputs, logsumexp and gradients, by element type.
 BOUNDS: Mapping[str, float] = MappingProxyType({"float32": 2e-6, "float16": 1e-3, "bfloat16": 6e-3, "float64": 1e-13})
@@ -57,6 +58,10 @@ class Family:
     def needs_gpu(self) -> bool:
         """Whether its tests are marked ``gpu``."""
         return self.backend.platform is not None and self.backend.platform.name != "cpu"
+
+    def runs_on(self, device: Device) -> bool:
+        """Whether it has kernels for a device, or is plain JAX, which runs on all."""
+        return self.backend.platform is None or self.backend.platform.has(device)
 
     @property
     def target(self) -> str | None:
