@@ -8,6 +8,7 @@ import functools
 import jax
 
 from natten_jax.arrays.bitcast import elements_of, words_of
+from natten_jax.arrays.in_place import apart
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("first",), meta_fields=("extents",))
@@ -44,7 +45,9 @@ class QueryBox:
         they are all static, and XLA of JAX 0.11 ends the process on such a constant in a ``jax.shard_map`` over
         explicit axes.
         """
-        return part if array.shape == part.shape else jax.lax.dynamic_update_slice(array, part, self._start(array))
+        if array.shape == part.shape:
+            return part
+        return jax.lax.dynamic_update_slice(apart(array), part, self._start(array))
 
     def _shape(self, array: jax.Array) -> tuple[int, ...]:
         return array.shape[0], *self.extents, *array.shape[1 + len(self.extents) :]

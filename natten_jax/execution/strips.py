@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from natten_jax import backends
+from natten_jax.arrays.in_place import apart
 from natten_jax.arrays.operands import Operands
 from natten_jax.arrays.query_box import QueryBox
 from natten_jax.native.abi import KERNEL_RANK
@@ -196,4 +197,4 @@ def _room(axis: Axis) -> int:
 
 def _with_added(total: jax.Array, part: jax.Array, first: int, axis: int) -> jax.Array:
     own = jax.lax.slice_in_dim(total, first, first + part.shape[axis], axis=axis)
-    return jax.lax.dynamic_update_slice_in_dim(total, own + part, first, axis)
+    return jax.lax.dynamic_update_slice_in_dim(apart(total), own + part, first, axis)

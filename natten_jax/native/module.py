@@ -22,6 +22,7 @@ import numpy as np
 
 from natten_jax import source_tree
 from natten_jax.arrays import avals
+from natten_jax.arrays.in_place import apart
 from natten_jax.plan import marks
 
 
@@ -63,7 +64,8 @@ def call(
     }
     # One call of a pass is told of the problem; others prepare arrays for it.
     with marks.carrying_plan() if attributes else contextlib.nullcontext():
-        return list(jax.ffi.ffi_call(target, types, input_output_aliases=in_place)(*arrays, **values))
+        native_call = jax.ffi.ffi_call(target, types, input_output_aliases=in_place)
+        return list(apart(native_call(*apart(arrays), **values)) if in_place else native_call(*arrays, **values))
 
 
 def build_info() -> Mapping[str, Any]:

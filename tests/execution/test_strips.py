@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -102,3 +103,20 @@ def test_ragged_strides_are_refused_in_one_sentence() -> None:
     problem = dataclasses.replace(problem_of((10,), 5), axes=(axis,))
     reason = FAMILY.backend.rejection(problem, Device("cpu"), "forward")
     assert reason == "its windows wrap where stride divides the tokens of a dilation group, not 3 10"
+
+
+def test_what_kernels_return_is_not_updated_in_place_without_a_barrier() -> None:
+    """XLA for GPUs joins a custom call and the update of its result, and fails: one entry's slices are contiguous."""
+    tokens = jax.ShapeDtypeStruct((1, 8, 6, 2, 16), "float32")
+
+    def loss(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return na2d(query, key, value, (5, 3), edges=("wrap", "shift"), backend=FAMILY.fna).sum()
+
+    text = jax.jit(jax.grad(loss, (0, 1, 2))).lower(tokens, tokens, tokens).as_text()
+    updates = 0
+    for function in text.split("func.func")[1:]:
+        made_by = dict(re.findall(r"(%\w+)(?::\d+)? = \"?([\w.]+)", function))
+        updated = re.findall(r"stablehlo\.dynamic_update_slice (%\w+)", function)
+        updates += len(updated)
+        assert {made_by[name] for name in updated} <= {"stablehlo.optimization_barrier"}
+    assert updates
