@@ -35,6 +35,13 @@ Error check_statistic_of_outputs(const char* name, const AnyBuffer& array, const
                      "one value per query and head");
 }
 
+Error decode_entry_maps(const AnyBuffer& array, std::int64_t count, CUtensorMap*& maps) {
+  maps = count == 0 ? nullptr : static_cast<CUtensorMap*>(array.untyped_data());
+  return check_array("result entry_maps", array, xffi::DataType::U8,
+                     {count, static_cast<std::int64_t>(sizeof(CUtensorMap))},
+                     "it is scratch for the tensor maps of batch entries with layouts of their own");
+}
+
 Error check_compute_capability(int major, int minor) {
   int actual_major = 0, actual_minor = 0;
   NATTEN_JAX_RETURN_IF_ERROR(error_of(read_attributes(

@@ -1,6 +1,8 @@
 // What the handlers for NVIDIA GPUs have in common.
 #pragma once
 
+#include <cuda.h>
+
 #include <cstdint>
 
 #include "ffi/decode.h"
@@ -13,6 +15,9 @@ xffi::Error check_outputs(const xffi::AnyBuffer& out, const xffi::AnyBuffer& out
 
 /// Checks an array of one value for each of their queries and heads.
 xffi::Error check_statistic_of_outputs(const char* name, const xffi::AnyBuffer& array, const xffi::AnyBuffer& out);
+
+/// Checks scratch memory for tensor maps, of which a launch makes so many.
+xffi::Error decode_entry_maps(const xffi::AnyBuffer& array, std::int64_t count, CUtensorMap*& maps);
 
 /// Checks that the current device is of the compute capability that a family of kernels is compiled for.
 xffi::Error check_compute_capability(int major, int minor);

@@ -355,7 +355,7 @@ Error decode_problem(const ProblemOperands& operands, const Attributes& a, const
   return locate_axes(query, key, origins, p.axes);
 }
 
-Error decode_layouts(const AnyBuffer& layouts, Call& call) {
+Error decode_layouts(const AnyBuffer& layouts, Memory memory, Call& call) {
   const Problem& p = call.problem;
   const bool is_empty = layouts.element_count() == 0;
   NATTEN_JAX_RETURN_IF_ERROR(
@@ -364,6 +364,8 @@ Error decode_layouts(const AnyBuffer& layouts, Call& call) {
   if (is_empty) return Error::Success();
   if (call.arrays.origins != nullptr) return invalid("origins and layouts were both given, but one must be empty");
   const auto* values = static_cast<const std::int32_t*>(layouts.untyped_data());
+  call.arrays.layouts = values;
+  if (memory == Memory::kDevice) return Error::Success();
   for (std::int64_t entry = 0; entry < p.batch; ++entry) {
     for (int i = 0; i < kRank; ++i) {
       const Axis& axis = p.axes[i];
@@ -386,7 +388,6 @@ Error decode_layouts(const AnyBuffer& layouts, Call& call) {
       }
     }
   }
-  call.arrays.layouts = values;
   return Error::Success();
 }
 

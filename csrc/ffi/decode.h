@@ -38,7 +38,8 @@ struct Call {
   Arrays arrays;
 };
 
-/// Where the arrays of a call lie. Origins in the memory of a device are the kernels' to read, and not checked.
+/// Where the arrays of a call lie. Origins and layouts in the memory of a device are the kernels' to read, and not
+/// checked.
 enum class Memory { kHost, kDevice };
 
 /// Which element types a target takes: those of more than 8 bits, or 8-bit ones alone.
@@ -65,8 +66,8 @@ xffi::Error decode_queries(const xffi::Dictionary& dictionary, const Problem& pr
 xffi::Error decode_problem(const ProblemOperands& operands, const Attributes& attributes, const std::int32_t* origins,
                            Call& call, Elements elements = Elements::kWide);
 
-/// Decodes the layouts of batch entries that differ, from host memory; none where the array is empty.
-xffi::Error decode_layouts(const xffi::AnyBuffer& layouts, Call& call);
+/// Decodes the layouts of batch entries that differ; none where the array is empty.
+xffi::Error decode_layouts(const xffi::AnyBuffer& layouts, Memory memory, Call& call);
 
 /// Decodes and checks what all calls have: the attributes, of which the target takes `further` ones beside, and the
 /// operands.

@@ -84,12 +84,13 @@ inline auto bind_problem() {
       .Arg<xffi::AnyBuffer>();  // scales
 }
 
-/// The same, and the results of a forward pass.
-inline auto bind_forward() {
-  return bind_problem()
-      .Ret<xffi::AnyBuffer>()   // out
-      .Ret<xffi::AnyBuffer>()   // logsumexp
-      .Ret<xffi::AnyBuffer>();  // remainder
+/// Adds the results of a forward pass to what a target takes.
+template <typename Binding>
+auto bind_forward(Binding&& binding) {
+  return std::forward<Binding>(binding)
+      .template Ret<xffi::AnyBuffer>()   // out
+      .template Ret<xffi::AnyBuffer>()   // logsumexp
+      .template Ret<xffi::AnyBuffer>();  // remainder
 }
 
 /// Adds the results of a backward pass to what a target takes.

@@ -61,10 +61,17 @@ Error decode_output(const AnyBuffer& out_scales, Call& call) {
   return check_array("out_scales", out_scales, xffi::DataType::F32, {p.batch, p.heads}, rule);
 }
 
-/// Runs a forward pass; `earlier` is null where it continues nothing, `out_scales` where elements have more than 8
-/// bits.
-Error run_forward(const ProblemOperands& operands, const Earlier* earlier, const AnyBuffer* out_scales, Results results,
-                  cudaStream_t stream, const xffi::Dictionary& dictionary) {
+/// Layouts of batch entries, and the scratch memory that they take.
+struct Layouts {
+  AnyBuffer layouts;
+  Result entry_maps;
+};
+
+/// Runs a forward pass; `layouts` is null where it takes none, `earlier` where it continues nothing, `out_scales` where
+/// elements have more than 8 bits.
+Error run_forward(const ProblemOperands& operands, Layouts* layouts, const Earlier* earlier,
+                  const AnyBuffer* out_scales, Results results, cudaStream_t stream,
+                  const xffi::Dictionary& dictionary) {
   std::int64_t is_ping_pong = 0, is_persistent = 0;
   Call call;
   NATTEN_JAX_RETURN_IF_ERROR(decode_forward(operands, results, dictionary, earlier == nullptr ? 2 : 3, Memory::kDevice,
@@ -74,36 +81,46 @@ Error run_forward(const ProblemOperands& operands, const Earlier* earlier, const
   NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_persistent", 1, is_persistent));
   NATTEN_JAX_RETURN_IF_ERROR(
       check_array("result next_tile", *results.next_tile, xffi::DataType::S32, {1}, "it is scratch for one number"));
+  sm90::ForwardScratch scratch{static_cast<std::int32_t*>(results.next_tile->untyped_data()), nullptr};
+  if (layouts != nullptr) {
+    NATTEN_JAX_RETURN_IF_ERROR(decode_layouts(layouts->layouts, Memory::kDevice, call));
+    NATTEN_JAX_RETURN_IF_ERROR(decode_entry_maps(
+        *layouts->entry_maps, sm90::entry_maps_of_forward(call.problem, call.arrays), scratch.entry_maps));
+  }
   sm90::Continuation continuation{};
   if (earlier != nullptr) {
     NATTEN_JAX_RETURN_IF_ERROR(decode_continuation(*earlier, results, dictionary, call.problem, continuation));
   }
   NATTEN_JAX_RETURN_IF_ERROR(check_compute_capability(9, 0));
   return error_of(sm90::run_forward(call.problem, call.tiles, call.arrays, earlier == nullptr ? nullptr : &continuation,
-                                    {is_ping_pong == 1, is_persistent == 1},
-                                    static_cast<std::int32_t*>(results.next_tile->untyped_data()), stream));
+                                    {is_ping_pong == 1, is_persistent == 1}, scratch, stream));
 }
 
-Error sm90_forward(const ProblemOperands& operands, Result out, Result logsumexp, Result remainder, Result next_tile,
-                   cudaStream_t stream, xffi::Dictionary dictionary) {
-  return run_forward(operands, nullptr, nullptr, {{out, logsumexp, remainder}, next_tile}, stream, dictionary);
+Error sm90_forward(const ProblemOperands& operands, AnyBuffer layouts, Result out, Result logsumexp, Result remainder,
+                   Result next_tile, Result entry_maps, cudaStream_t stream, xffi::Dictionary dictionary) {
+  Layouts of_entries{layouts, entry_maps};
+  return run_forward(operands, &of_entries, nullptr, nullptr, {{out, logsumexp, remainder}, next_tile}, stream,
+                     dictionary);
 }
 
 Error sm90_forward_float8(const ProblemOperands& operands, AnyBuffer out_scales, Result out, Result logsumexp,
                           Result remainder, Result next_tile, cudaStream_t stream, xffi::Dictionary dictionary) {
-  return run_forward(operands, nullptr, &out_scales, {{out, logsumexp, remainder}, next_tile}, stream, dictionary);
+  return run_forward(operands, nullptr, nullptr, &out_scales, {{out, logsumexp, remainder}, next_tile}, stream,
+                     dictionary);
 }
 
 Error sm90_forward_continued(const ProblemOperands& operands, AnyBuffer first_query, AnyBuffer earlier_out,
                              AnyBuffer earlier_logsumexp, AnyBuffer earlier_remainder, Result out, Result logsumexp,
                              Result remainder, Result next_tile, cudaStream_t stream, xffi::Dictionary dictionary) {
   const Earlier earlier{first_query, earlier_out, earlier_logsumexp, earlier_remainder};
-  return run_forward(operands, &earlier, nullptr, {{out, logsumexp, remainder}, next_tile}, stream, dictionary);
+  return run_forward(operands, nullptr, &earlier, nullptr, {{out, logsumexp, remainder}, next_tile}, stream,
+                     dictionary);
 }
 
 XLA_FFI_DEFINE_HANDLER(kSm90Forward, on_problem(sm90_forward),
-                       bind_forward()
-                           .Ret<AnyBuffer>()  // next_tile
+                       bind_forward(bind_problem().Arg<AnyBuffer>())  // layouts
+                           .Ret<AnyBuffer>()                          // next_tile
+                           .Ret<AnyBuffer>()                          // entry_maps
                            .Ctx<xffi::PlatformStream<cudaStream_t>>()
                            .Attrs(),
                        {xffi::Traits::kCmdBufferCompatible});
@@ -140,16 +157,17 @@ Error check_statistics(const char* name, const AnyBuffer& array, const Problem& 
       "it holds two values per head and query");
 }
 
-Error sm90_backward(const ProblemOperands& operands, AnyBuffer out_cotangent, AnyBuffer statistics, AnyBuffer remainder,
-                    Result query_gradient, Result key_gradient, Result value_gradient, Result additional_keys_gradient,
-                    Result additional_values_gradient, Result scratch, cudaStream_t stream,
-                    xffi::Dictionary dictionary) {
+Error sm90_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffer out_cotangent, AnyBuffer statistics,
+                    AnyBuffer remainder, Result query_gradient, Result key_gradient, Result value_gradient,
+                    Result additional_keys_gradient, Result additional_values_gradient, Result scratch,
+                    Result entry_maps, cudaStream_t stream, xffi::Dictionary dictionary) {
   std::int64_t is_deterministic = 0;
   Call call;
   NATTEN_JAX_RETURN_IF_ERROR(decode_backward(
       operands, {nullptr, &remainder, nullptr, &out_cotangent, nullptr, nullptr},
       {query_gradient, key_gradient, value_gradient, additional_keys_gradient, additional_values_gradient}, dictionary,
       1, Memory::kDevice, call));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_layouts(layouts, Memory::kDevice, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_deterministic", 1, is_deterministic));
   NATTEN_JAX_RETURN_IF_ERROR(error_of(sm90::check_backward(call.problem, call.tiles)));
   NATTEN_JAX_RETURN_IF_ERROR(check_statistics("statistics", statistics, call.problem));
@@ -157,15 +175,18 @@ Error sm90_backward(const ProblemOperands& operands, AnyBuffer out_cotangent, An
       check_array("result scratch", *scratch, xffi::DataType::F32,
                   {sm90::backward_scratch_elements(call.problem, call.tiles, is_deterministic == 1)},
                   "the query gradient is summed up in it"));
+  CUtensorMap* maps = nullptr;
+  NATTEN_JAX_RETURN_IF_ERROR(
+      decode_entry_maps(*entry_maps, sm90::entry_maps_of_backward(call.problem, call.arrays), maps));
   NATTEN_JAX_RETURN_IF_ERROR(check_compute_capability(9, 0));
-  return error_of(sm90::run_backward(call.problem, call.tiles, call.arrays,
-                                     static_cast<const float*>(statistics.untyped_data()),
-                                     static_cast<float*>(scratch->untyped_data()), is_deterministic == 1, stream));
+  return error_of(
+      sm90::run_backward(call.problem, call.tiles, call.arrays, static_cast<const float*>(statistics.untyped_data()),
+                         static_cast<float*>(scratch->untyped_data()), maps, is_deterministic == 1, stream));
 }
 
 /// What the backward pass needs to know of every query, from [batch, x, y, z, heads, head_dim_v] arrays.
 Error sm90_statistics(AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumexp, AnyBuffer logsumexp_cotangent,
-                      Result statistics, cudaStream_t stream) {
+                      AnyBuffer layouts, Result statistics, cudaStream_t stream) {
   return guarded([&]() -> Error {
     ElementType type{};
     NATTEN_JAX_RETURN_IF_ERROR(check_outputs(out, out_cotangent, type));
@@ -178,20 +199,26 @@ Error sm90_statistics(AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumex
     NATTEN_JAX_RETURN_IF_ERROR(check_array("result statistics", *statistics, xffi::DataType::F32,
                                            {shape[0], shape[4], shape[1], shape[2], shape[3], 2},
                                            "two values per head and query"));
+    const bool is_padded = layouts.element_count() > 0;
+    NATTEN_JAX_RETURN_IF_ERROR(check_array("layouts", layouts, xffi::DataType::S32,
+                                           {is_padded ? shape[0] : 0, kRank, kRank},
+                                           "it is as the backward pass takes it, or nothing"));
     if (statistics->element_count() == 0) return Error::Success();
     return error_of(status_of(launch_statistics(
         type, out.untyped_data(), out_cotangent.untyped_data(), static_cast<const float*>(logsumexp.untyped_data()),
         static_cast<const float*>(logsumexp_cotangent.untyped_data()), static_cast<float*>(statistics->untyped_data()),
-        shape[0], shape[1] * shape[2] * shape[3], shape[4], shape[5], stream)));
+        shape[0], shape[1] * shape[2] * shape[3], shape[4], shape[5], is_padded, stream)));
   });
 }
 
 XLA_FFI_DEFINE_HANDLER(kSm90Backward, on_problem(sm90_backward),
                        bind_gradients(bind_problem()
+                                          .Arg<AnyBuffer>()   // layouts
                                           .Arg<AnyBuffer>()   // out_cotangent
                                           .Arg<AnyBuffer>()   // statistics
                                           .Arg<AnyBuffer>())  // remainder
                            .Ret<AnyBuffer>()                  // scratch
+                           .Ret<AnyBuffer>()                  // entry_maps
                            .Ctx<xffi::PlatformStream<cudaStream_t>>()
                            .Attrs(),
                        {xffi::Traits::kCmdBufferCompatible});
@@ -202,6 +229,7 @@ XLA_FFI_DEFINE_HANDLER(kSm90Statistics, sm90_statistics,
                            .Arg<AnyBuffer>()  // out_cotangent
                            .Arg<AnyBuffer>()  // logsumexp
                            .Arg<AnyBuffer>()  // logsumexp_cotangent
+                           .Arg<AnyBuffer>()  // layouts
                            .Ret<AnyBuffer>()  // statistics
                            .Ctx<xffi::PlatformStream<cudaStream_t>>(),
                        {xffi::Traits::kCmdBufferCompatible});

@@ -17,22 +17,26 @@ using xffi::AnyBuffer;
 using xffi::Error;
 using Result = xffi::Result<AnyBuffer>;
 
-Error small_forward(const ProblemOperands& operands, AnyBuffer relative_bias, Result out, Result logsumexp,
-                    Result remainder, cudaStream_t stream, xffi::Dictionary dictionary) {
+Error small_forward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffer relative_bias, Result out,
+                    Result logsumexp, Result remainder, Result entry_maps, cudaStream_t stream,
+                    xffi::Dictionary dictionary) {
   Call call;
   NATTEN_JAX_RETURN_IF_ERROR(
       decode_forward(operands, {out, logsumexp, remainder}, dictionary, 0, Memory::kDevice, call));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_layouts(layouts, Memory::kDevice, call));
   NATTEN_JAX_RETURN_IF_ERROR(error_of(small::check_arrays(call.problem)));
   NATTEN_JAX_RETURN_IF_ERROR(decode_table_of_products(relative_bias, call));
-  return error_of(small::run_forward(call.problem, call.tiles, call.arrays, stream));
+  CUtensorMap* maps = nullptr;
+  NATTEN_JAX_RETURN_IF_ERROR(
+      decode_entry_maps(*entry_maps, small::entry_maps_of_forward(call.problem, call.arrays), maps));
+  return error_of(small::run_forward(call.problem, call.tiles, call.arrays, maps, stream));
 }
 
 XLA_FFI_DEFINE_HANDLER(kSmallForward, on_problem(small_forward),
-                       bind_problem()
-                           .Arg<AnyBuffer>()  // relative_bias
-                           .Ret<AnyBuffer>()  // out
-                           .Ret<AnyBuffer>()  // logsumexp
-                           .Ret<AnyBuffer>()  // remainder
+                       bind_forward(bind_problem()
+                                        .Arg<AnyBuffer>()   // layouts
+                                        .Arg<AnyBuffer>())  // relative_bias
+                           .Ret<AnyBuffer>()                // entry_maps
                            .Ctx<xffi::PlatformStream<cudaStream_t>>()
                            .Attrs(),
                        {xffi::Traits::kCmdBufferCompatible});
@@ -52,16 +56,17 @@ Error check_table_sums(const AnyBuffer& records, const AnyBuffer& sums, const Ca
                      {of.parts, p.batch, p.heads, small::BiasTable(p.axes).padded}, rule);
 }
 
-Error small_backward(const ProblemOperands& operands, AnyBuffer relative_bias, AnyBuffer logsumexp, AnyBuffer remainder,
-                     AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumexp_cotangent, Result query_gradient,
-                     Result key_gradient, Result value_gradient, Result additional_keys_gradient,
+Error small_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffer relative_bias, AnyBuffer logsumexp,
+                     AnyBuffer remainder, AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumexp_cotangent,
+                     Result query_gradient, Result key_gradient, Result value_gradient, Result additional_keys_gradient,
                      Result additional_values_gradient, Result statistics, Result additional_sums, Result table_records,
-                     Result table_sums, cudaStream_t stream, xffi::Dictionary dictionary) {
+                     Result table_sums, Result entry_maps, cudaStream_t stream, xffi::Dictionary dictionary) {
   Call call;
   NATTEN_JAX_RETURN_IF_ERROR(decode_backward(
       operands, {&logsumexp, &remainder, &out, &out_cotangent, &logsumexp_cotangent, nullptr},
       {query_gradient, key_gradient, value_gradient, additional_keys_gradient, additional_values_gradient}, dictionary,
       0, Memory::kDevice, call));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_layouts(layouts, Memory::kDevice, call));
   const Problem& problem = call.problem;
   NATTEN_JAX_RETURN_IF_ERROR(error_of(small::check_arrays(problem)));
   NATTEN_JAX_RETURN_IF_ERROR(decode_table_of_products(relative_bias, call));
@@ -74,14 +79,17 @@ Error small_backward(const ProblemOperands& operands, AnyBuffer relative_bias, A
       {parts, problem.batch, problem.additional_kv, problem.heads_kv, problem.head_dim + problem.head_dim_v},
       "it is what each part of the queries adds to gradients"));
   NATTEN_JAX_RETURN_IF_ERROR(check_table_sums(*table_records, *table_sums, call));
-  const auto numbers = [](const Result& result) { return static_cast<float*>(result->untyped_data()); };
-  const small::Scratch scratch{numbers(statistics), numbers(additional_sums), numbers(table_records),
-                               numbers(table_sums)};
+  const auto numbers = [](Result result) { return static_cast<float*>(result->untyped_data()); };
+  small::Scratch scratch{numbers(statistics), numbers(additional_sums), numbers(table_records), numbers(table_sums),
+                         nullptr};
+  NATTEN_JAX_RETURN_IF_ERROR(
+      decode_entry_maps(*entry_maps, small::entry_maps_of_backward(problem, call.arrays), scratch.entry_maps));
   return error_of(small::run_backward(problem, call.tiles, call.arrays, scratch, stream));
 }
 
 XLA_FFI_DEFINE_HANDLER(kSmallBackward, on_problem(small_backward),
                        bind_gradients(bind_problem()
+                                          .Arg<AnyBuffer>()   // layouts
                                           .Arg<AnyBuffer>()   // relative_bias
                                           .Arg<AnyBuffer>()   // logsumexp
                                           .Arg<AnyBuffer>()   // remainder
@@ -92,6 +100,7 @@ XLA_FFI_DEFINE_HANDLER(kSmallBackward, on_problem(small_backward),
                            .Ret<AnyBuffer>()                  // additional_sums
                            .Ret<AnyBuffer>()                  // table_records
                            .Ret<AnyBuffer>()                  // table_sums
+                           .Ret<AnyBuffer>()                  // entry_maps
                            .Ctx<xffi::PlatformStream<cudaStream_t>>()
                            .Attrs(),
                        {xffi::Traits::kCmdBufferCompatible});

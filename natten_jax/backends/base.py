@@ -97,7 +97,7 @@ class Backend(abc.ABC):
     edges: ClassVar[Sequence[Edge]] = ("shift",)
     #: Whether its kernels know no windows that wrap, so that the keys behind the ends are calls of their own.
     wraps_by_strips: ClassVar[bool] = False
-    #: Whether a call takes batch entries with layouts of their own; if not, each entry is a call.
+    #: Whether its kernels take batch entries with layouts of their own (:meth:`takes_layouts_of`).
     takes_own_layouts: ClassVar[bool] = False
     #: Whether it takes extents: layouts of which a part is padding.
     takes_extents: ClassVar[bool] = False
@@ -129,6 +129,8 @@ class Backend(abc.ABC):
             return f"{problem.dtype} arrays have no gradients"
         if problem.own_extents and not self.takes_extents:
             return "it takes no extents: its kernels have one layout for all batch entries"
+        if problem.own_extents and (refusal := self.layouts_rejection(problem)) is not None:
+            return refusal
         reason = self.heads_rejection(problem)
         if reason is not None:
             return reason
@@ -158,6 +160,21 @@ class Backend(abc.ABC):
     def head_step_of(cls, problem: Problem) -> int:
         """What the head dimensions of the problem's kernels are multiples of."""
         return cls.head_dim_step
+
+    @classmethod
+    def takes_layouts_of(cls, problem: Problem) -> bool:
+        """Whether a call takes all batch entries of a problem, with layouts of their own; if not, each is a call.
+
+        The keys behind the ends of a dimension that wraps, where they are calls of their own, have one origin.
+        """
+        if cls.wraps_by_strips and "wrap" in problem.edges:
+            return False
+        return cls.takes_own_layouts and cls.layouts_rejection(problem) is None
+
+    @classmethod
+    def layouts_rejection(cls, problem: Problem) -> str | None:
+        """Why its kernels take no layouts of batch entries beside what else the problem has; ``None`` where they do."""
+        return None
 
     @classmethod
     def heads_rejection(cls, problem: Problem) -> str | None:

@@ -19,11 +19,11 @@ from natten_jax.backends.native_backend import (
     call_for_results,
     delta,
     kernel_operands,
+    layouts_operand,
     saved_remainder,
     with_kernel_rank,
 )
 from natten_jax.native import module as native
-from natten_jax.native.abi import KERNEL_RANK
 from natten_jax.native.module import ResultType
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device
@@ -99,11 +99,11 @@ class CpuBackend(NativeBackend):
 
 def _own_operands(operands: Operands) -> list[jax.Array]:
     """Those behind what all kernels take: layouts and biases. Arrays of nothing where a call has none."""
-    inputs, layouts = operands.inputs, operands.layouts
+    inputs = operands.inputs
     nothing = jnp.zeros((0,), jnp.float32)
     of_keys = inputs.key_bias
     return [
-        jnp.zeros((0, KERNEL_RANK, KERNEL_RANK), jnp.int32) if layouts is None else layouts,
+        layouts_operand(operands),
         nothing if inputs.relative_bias is None else inputs.relative_bias,
         nothing if of_keys is None else with_kernel_rank(of_keys[..., 0], inputs.key.ndim - 3),
     ]

@@ -104,6 +104,21 @@ def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
     return [query, key, value, additional_keys, additional_values, origins, scales]
 
 
+def layouts_operand(operands: Operands) -> jax.Array:
+    """The operand that follows those where kernels take batch entries with layouts of their own."""
+    return jnp.zeros((0, KERNEL_RANK, KERNEL_RANK), jnp.int32) if operands.layouts is None else operands.layouts
+
+
+def entry_maps(operands: Operands, of_entry: int) -> ResultType:
+    """Scratch memory for the tensor maps of batch entries with layouts of their own, so many each."""
+    batch = 0 if operands.layouts is None else operands.layouts.shape[0]
+    return ResultType((batch * of_entry, _MAP_BYTES), jnp.uint8)
+
+
+#: Of a tensor map.
+_MAP_BYTES = 128
+
+
 def _output_types(plan: Plan, operands: Operands, *, saves: bool) -> list[ResultType]:
     """The results that every forward target starts with; an array of nothing for a remainder that is not saved."""
     batch, *_, heads, _ = operands.inputs.query.shape

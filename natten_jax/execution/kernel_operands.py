@@ -41,7 +41,7 @@ class KernelOperands(NamedTuple):
         """Those of a call's arrays."""
         heads = HeadWidths.of(request.problem, plan.problem)
         columns = KeyBiasColumns.of(dataclasses.replace(request.problem, dtype=plan.problem.dtype), plan.problem)
-        is_known = plan.problem.own_extents or backends.of(plan.backend).takes_own_layouts
+        is_known = plan.problem.own_extents or backends.of(plan.backend).takes_layouts_of(plan.problem)
         placed = operands if is_known else operands.with_origins_alone()
         of_kernels = heads.widen_operands(columns.added(converted(plan.problem, placed)))
         return cls(operands, of_kernels, heads, columns, plan.problem, request.problem.output_dtype)

@@ -230,7 +230,7 @@ def _run_computation(
     computation: Computation, request: Request, arrays: Sequence[jax.Array], *, device: Device
 ) -> list[jax.Array]:
     plan = computation.plan(request, device)
-    if Role.PER_ENTRY in computation.roles and not backends.of(plan.backend).takes_own_layouts:
+    if Role.PER_ENTRY in computation.roles and not backends.of(plan.backend).takes_layouts_of(plan.problem):
         return one_by_one(
             functools.partial(_run_planned, computation, device=device), computation.roles, request, arrays
         )

@@ -17,6 +17,7 @@ pytest.importorskip("matplotlib")
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 import landscape
+import layouts
 import plot
 import plot_peers
 import run
@@ -201,3 +202,15 @@ def test_builds_are_compared_in_turns(tmp_path: Path) -> None:
         assert len(before) == len(after) == 2 and min(*before, *after) > 0
         assert row["ratio"] == pytest.approx(np.median(np.divide(after, before)))
     assert rows[2]["error"] and "no such row" in result.stdout
+
+
+def test_sides_of_layouts_agree() -> None:
+    wrapped = layouts.Row("wrap", (9, 12), 1, 8, (3, 5), wraps=(1,))
+    padded = layouts.Row("padded", (6, 8), 1, 8, (3, 3), batch=2, extents=((6, 8), (6, 8)))
+    for row in (wrapped, padded):
+        arrays = jax.random.normal(jax.random.key(0), (3, *row.shape))
+        found = {name: side(*arrays) for name, side in row.sides().items()}
+        first, second = ("wrap", "padded by hand") if row is wrapped else ("plain", "extents")
+        np.testing.assert_allclose(found[first], found[second], atol=2e-6)
+    for row in layouts.ROWS:
+        assert row.real == 1 or 0.49 < row.real < 0.51

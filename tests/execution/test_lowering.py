@@ -173,3 +173,27 @@ def test_precision_is_that_of_the_call_not_of_the_compilation(
 
     text = lowered(HOPPER, jax.grad(loss), array(2, 64, 4, 64, dtype=jnp.float32))
     assert text.count(f"is_accurate = {is_accurate} : i64") == 2  # forward and backward
+
+
+@pytest.mark.parametrize("capability", CALLS)
+def test_padded_batches_take_one_call_for_each_pass(capability: tuple[int, int], lowered: Callable[..., str]) -> None:
+    family = "hopper" if capability == HOPPER else "cutlass"
+
+    def loss(query: jax.Array, key: jax.Array, extents: jax.Array) -> jax.Array:
+        out = natten_jax.na2d(query, key, key, 20, extents=extents, backend=f"{family}-fna", **tiles((8, 8)))
+        return out.astype("float32").sum()
+
+    shapes = array(4, 32, 40, 4, 64), array(4, 32, 40, 2, 64), array(4, 2, dtype=jnp.int32)
+    text = lowered(capability, jax.grad(loss, (0, 1)), *shapes)
+    assert calls(text) == CALLS[capability]
+    for line in filter(lambda line: "custom_call @natten_jax" in line, text.splitlines()):
+        assert "tensor<4x3x3xi32>" in line or "delta" in line
+
+
+def test_padded_layouts_run_on_hopper_without_being_named(lowered: Callable[..., str]) -> None:
+    def function(query: jax.Array, extents: jax.Array) -> jax.Array:
+        return natten_jax.na2d(query, query, query, 7, extents=extents)
+
+    shapes = array(4, 32, 40, 4, 64), array(4, 2, dtype=jnp.int32)
+    assert calls(lowered(HOPPER, function, *shapes)) == ["natten_jax_sm90_forward"]
+    assert not calls(lowered(ADA, function, *shapes))

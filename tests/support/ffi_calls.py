@@ -47,7 +47,7 @@ class Target:
         scratch: Results of its own that hold nothing of use: shapes and element types.
         replaces: By result, the operand whose place in memory it takes. Such a target continues calls of another one,
             and has an attribute for how many queries it looks at.
-        reads_origins: Whether the handler can check the values of the origins: those of a GPU lie in its memory.
+        reads_origins: Whether the handler can check the values of origins and layouts: those for a GPU lie there.
     """
 
     name: str
@@ -86,15 +86,20 @@ class Target:
         return [pytest.mark.gpu] if self.platform == "cuda" else []
 
 
+#: Of GPUs' kernels: tensor maps of batch entries with layouts of their own, of which there are none.
+_ENTRY_MAPS = ((0, 128), np.uint8)
+_LAID_OUT = (*PROBLEM_OPERANDS, "layouts")
+
 _SM90_FORWARD = Target(
     "natten_jax_sm90_forward",
     "hopper-fna",
+    _LAID_OUT,
     platform="cuda",
     dtype=np.float16,
     head_dims=(64, 128),
     choices={"is_ping_pong": 1, "is_persistent": 1},
     tile_tokens=(128, 128),
-    scratch={"next_tile": ((1,), np.int32)},
+    scratch={"next_tile": ((1,), np.int32), "entry_maps": _ENTRY_MAPS},
     reads_origins=False,
 )
 TARGETS = (
@@ -109,13 +114,14 @@ TARGETS = (
     dataclasses.replace(
         _SM90_FORWARD,
         name="natten_jax_sm90_forward_continued",
+        scratch={"next_tile": _SM90_FORWARD.scratch["next_tile"]},
         operands=(*PROBLEM_OPERANDS, "first_query", *(f"earlier_{name}" for name in _SM90_FORWARD.results)),
         replaces={name: f"earlier_{name}" for name in _SM90_FORWARD.results},
     ),
     Target(
         "natten_jax_sm90_backward",
         "hopper-fna",
-        (*PROBLEM_OPERANDS, "out_cotangent", "statistics", "remainder"),
+        (*_LAID_OUT, "out_cotangent", "statistics", "remainder"),
         GRADIENTS,
         platform="cuda",
         dtype=np.float16,
@@ -123,13 +129,16 @@ TARGETS = (
         choices={"is_deterministic": 1},
         tile_tokens=(64, 128),
         # Sums of the query gradient, a counter, and one for each query tile: (2 x 1) x 3 x (2 x 1) a head.
-        scratch={"scratch": ((2 * 2 * (4 * 5 * 6 * 64) + 1 + 2 * 2 * (2 * 3 * 2),), np.float32)},
+        scratch={
+            "scratch": ((2 * 2 * (4 * 5 * 6 * 64) + 1 + 2 * 2 * (2 * 3 * 2),), np.float32),
+            "entry_maps": _ENTRY_MAPS,
+        },
         reads_origins=False,
     ),
     Target(
         "natten_jax_sm90_backward_statistics",
         "hopper-fna",
-        ("out", "out_cotangent", "logsumexp", "logsumexp_cotangent"),
+        ("out", "out_cotangent", "logsumexp", "logsumexp_cotangent", "layouts"),
         ("statistics",),
         platform="cuda",
         dtype=np.float16,
@@ -138,6 +147,7 @@ TARGETS = (
     Target(
         "natten_jax_sm80_forward",
         "cutlass-fna",
+        _LAID_OUT,
         platform="cuda",
         head_dims=(8, 16),
         choices={"is_accurate": 1},
@@ -147,7 +157,7 @@ TARGETS = (
     Target(
         "natten_jax_sm80_backward",
         "cutlass-fna",
-        (*PROBLEM_OPERANDS, "logsumexp", "remainder", "out_cotangent", "delta"),
+        (*_LAID_OUT, "logsumexp", "remainder", "out_cotangent", "delta"),
         GRADIENTS,
         platform="cuda",
         head_dims=(8, 16),
@@ -166,18 +176,19 @@ TARGETS = (
     Target(
         "natten_jax_sm80_small_forward",
         "cutlass-fna",
-        operands=(*PROBLEM_OPERANDS, "relative_bias"),
+        operands=(*_LAID_OUT, "relative_bias"),
         platform="cuda",
         dtype=np.float16,
         head_dims=(64, 128),
         tiles=((2, 2, 4), (1, 2, 4)),
         is_small=True,
+        scratch={"entry_maps": _ENTRY_MAPS},
         reads_origins=False,
     ),
     Target(
         "natten_jax_sm80_small_backward",
         "cutlass-fna",
-        (*PROBLEM_OPERANDS, "relative_bias", "logsumexp", "remainder", "out", "out_cotangent", "logsumexp_cotangent"),
+        (*_LAID_OUT, "relative_bias", "logsumexp", "remainder", "out", "out_cotangent", "logsumexp_cotangent"),
         GRADIENTS,
         platform="cuda",
         dtype=np.float16,
@@ -189,6 +200,7 @@ TARGETS = (
             "statistics": ((2, 4 * 5 * 6, 2, 4), np.float32),
             "additional_sums": ((1, 2, 3, 1, 64 + 128), np.float32),
             **dict.fromkeys(("table_records", "table_sums"), ((0,), np.float32)),
+            "entry_maps": _ENTRY_MAPS,
         },
         reads_origins=False,
     ),

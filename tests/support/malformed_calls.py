@@ -388,7 +388,7 @@ def table_cases() -> list[Case]:
     ]
 
 
-def layout_cases() -> list[Case]:
+def layout_cases(target: Target) -> list[Case]:
     """Batch entries with layouts of their own that are none of the problem's."""
     tokens = (4, 5, 6)
 
@@ -409,12 +409,15 @@ def layout_cases() -> list[Case]:
         for (row, name), entry, value in wrong
     ]
     whole = np.array([[(0, 0, 0), tokens, tokens]] * 2, np.int32)
+    both = Case("layouts-and-origins", set_operand("layouts", whole), ("natten_jax", "origins and layouts"))
+    if not target.reads_origins:
+        return [both, case("without-maps", None, 0, None if "entry_maps" not in target.scratch else ("entry_maps",))]
     return [
+        both,
         *cases,
         case("whole", None, 0, None),
         case("fewer-keys", (1, 2, 1), 0, None),
         case("padded-beside-additional-tokens", (1, 1, 1), 4, ("natten_jax", "layouts", "additional")),
-        Case("layouts-and-origins", set_operand("layouts", whole), ("natten_jax", "origins and layouts")),
     ]
 
 
@@ -441,7 +444,7 @@ def all_cases() -> dict[str, tuple[Target, Case]]:
         if target.replaces:
             of_problem += box_cases()
         if "layouts" in target.operands:
-            of_problem += layout_cases()
+            of_problem += layout_cases(target)
         if target.has_biases:
             of_problem += bias_cases(target)
         if target.is_small:

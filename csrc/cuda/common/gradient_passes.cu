@@ -1,6 +1,8 @@
 #include <cutlass/fast_math.h>
 
 #include <algorithm>
+#include <cmath>
+#include <type_traits>
 
 #include "cuda/common/arithmetic.cuh"
 #include "cuda/common/constants.h"
@@ -75,8 +77,9 @@ struct Rows {
   }
 };
 
-/// `kLanes` neighboring threads share a row, that is a query and head.
-template <class Element, int kLanes>
+/// `kLanes` neighboring threads share a row, that is a query and head. `kIsPadded`: rows whose logsumexp is that of no
+/// key may be padding, of which nothing else is read.
+template <class Element, int kLanes, bool kIsPadded>
 __global__ void __launch_bounds__(kThreads)
     natten_jax_delta_reduction(const uint4* out, const uint4* out_cotangent, const float* logsumexp,
                                const float* logsumexp_cotangent, float2* statistics, const __grid_constant__ Rows rows,
@@ -91,7 +94,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kUnrolled; ++i) {
       const std::int64_t row = own + i * kBlockRows;
-      const bool is_inside = row < all_rows && lane < chunks;
+      bool is_inside = row < all_rows && lane < chunks;
+      if constexpr (kIsPadded) is_inside = is_inside && logsumexp[row] != -INFINITY;
       a[i] = is_inside ? out[row * chunks + lane] : make_uint4(0, 0, 0, 0);
       b[i] = is_inside ? out_cotangent[row * chunks + lane] : make_uint4(0, 0, 0, 0);
     }
@@ -130,11 +134,14 @@ __global__ void __launch_bounds__(kThreads, 8)
   }
 }
 
+/// `of_rows`, where there is padding: in the order of the sums, of which a row has none where its logsumexp is that of
+/// no key.
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
-    natten_jax_convert_gradient(const float4* sums, const __grid_constant__ Scale scales, uint4* gradient,
-                                const __grid_constant__ Rows rows, std::int64_t all_chunks, std::int64_t all_heads,
-                                int chunks, const __grid_constant__ cutlass::FastDivmodU64 by_chunks) {
+    natten_jax_convert_gradient(const float4* sums, const float2* of_rows, const __grid_constant__ Scale scales,
+                                uint4* gradient, const __grid_constant__ Rows rows, std::int64_t all_chunks,
+                                std::int64_t all_heads, int chunks,
+                                const __grid_constant__ cutlass::FastDivmodU64 by_chunks) {
   wait_for_previous_kernel();
   const std::int64_t of_block = kThreads * kUnrolled;
   for (std::int64_t first = blockIdx.x * of_block + threadIdx.x; first < all_chunks; first += gridDim.x * of_block) {
@@ -145,11 +152,12 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < kUnrolled; ++i) {
       const std::int64_t at = first + i * kThreads, row = by_chunks.divide(at), chunk = at - row * chunks;
       const auto place = rows.place(row);
-      const std::int64_t from = rows.heads_first(place) * chunks + chunk;
+      const std::int64_t from_row = rows.heads_first(place), from = from_row * chunks + chunk;
       to[i] = (row + rows.by_heads.divide(row) * (all_heads - rows.heads)) * chunks + chunk;
       if (at < all_chunks) {
-        low[i] = sums[2 * from];
-        high[i] = sums[2 * from + 1];
+        const bool has_sums = of_rows == nullptr || of_rows[from_row].x != -INFINITY;
+        low[i] = has_sums ? sums[2 * from] : make_float4(0.f, 0.f, 0.f, 0.f);
+        high[i] = has_sums ? sums[2 * from + 1] : make_float4(0.f, 0.f, 0.f, 0.f);
         scale[i] = scales.of(place.batch * all_heads + place.head).query_gradient;
       }
     }
@@ -168,12 +176,21 @@ __global__ void __launch_bounds__(kThreads)
 ///
 /// It waits before it allows: the kernel after it reads its operands, which kernels before this one wrote, without
 /// waiting for more than to be started. Allowed earlier, it could start while those still write.
-__global__ void __launch_bounds__(kThreads) natten_jax_clear(float* elements, std::int64_t quads, std::int64_t number) {
+///
+/// Args:
+///   of_rows: as in natten_jax_convert_gradient, of the elements' first rows; null where there is no padding.
+__global__ void __launch_bounds__(kThreads)
+    natten_jax_clear(float* elements, std::int64_t quads, std::int64_t number, const float2* of_rows,
+                     std::int64_t all_rows, const __grid_constant__ cutlass::FastDivmodU64 by_row_quads) {
   wait_for_previous_kernel();
   allow_next_kernel();
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * kThreads;
   for (std::int64_t i = first; i < quads; i += step) {
+    if (of_rows != nullptr) {
+      const std::int64_t row = by_row_quads.divide(i);
+      if (row < all_rows && of_rows[row].x == -INFINITY) continue;
+    }
     reinterpret_cast<float4*>(elements)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
   for (std::int64_t i = 4 * quads + first; i < number; i += step) elements[i] = 0.f;
@@ -190,7 +207,8 @@ int unrolled_blocks_for(std::int64_t threads) {
 
 cudaError_t launch_statistics(ElementType type, const void* out, const void* out_cotangent, const float* logsumexp,
                               const float* logsumexp_cotangent, float* statistics, std::int64_t batch,
-                              std::int64_t tokens, std::int64_t heads, std::int64_t head_dim, cudaStream_t stream) {
+                              std::int64_t tokens, std::int64_t heads, std::int64_t head_dim, bool is_padded,
+                              cudaStream_t stream) {
   const int chunks = static_cast<int>(head_dim / kElements);
   const auto launch_kernel = [&](auto kernel, int lanes) {
     const std::int64_t rows = batch * tokens * heads;
@@ -200,9 +218,13 @@ cudaError_t launch_statistics(ElementType type, const void* out, const void* out
   };
   const auto launch_for = [&](auto element_type) {
     using Element = ElementOf<element_type>;
-    if (chunks <= 8) return launch_kernel(natten_jax_delta_reduction<Element, 8>, 8);
-    if (chunks <= 16) return launch_kernel(natten_jax_delta_reduction<Element, 16>, 16);
-    return launch_kernel(natten_jax_delta_reduction<Element, 32>, 32);
+    const auto launch_lanes = [&](auto lanes) {
+      return is_padded ? launch_kernel(natten_jax_delta_reduction<Element, lanes, true>, lanes)
+                       : launch_kernel(natten_jax_delta_reduction<Element, lanes, false>, lanes);
+    };
+    if (chunks <= 8) return launch_lanes(std::integral_constant<int, 8>{});
+    if (chunks <= 16) return launch_lanes(std::integral_constant<int, 16>{});
+    return launch_lanes(std::integral_constant<int, 32>{});
   };
   return with_half_type(type, cudaErrorInvalidValue, launch_for);
 }
@@ -223,24 +245,27 @@ cudaError_t launch_delta(ElementType type, const void* out, const void* out_cota
       type, cudaErrorInvalidValue, launch_for);
 }
 
-cudaError_t launch_convert_gradient(ElementType type, const float* sums, const Scale& scale, void* gradient,
-                                    std::int64_t batch, std::int64_t tokens, std::int64_t heads, std::int64_t all_heads,
-                                    std::int64_t head_dim, bool overlaps, cudaStream_t stream) {
+cudaError_t launch_convert_gradient(ElementType type, const float* sums, const float* of_rows, const Scale& scale,
+                                    void* gradient, std::int64_t batch, std::int64_t tokens, std::int64_t heads,
+                                    std::int64_t all_heads, std::int64_t head_dim, bool overlaps, cudaStream_t stream) {
   const int chunks = static_cast<int>(head_dim / kElements);
   const std::int64_t all_chunks = batch * tokens * heads * chunks;
   return with_half_type(type, cudaErrorInvalidValue, [&](auto element_type) {
     return launch(natten_jax_convert_gradient<ElementOf<element_type>>,
                   {unrolled_blocks_for(all_chunks), kThreads, 0, stream, overlaps},
-                  reinterpret_cast<const float4*>(sums), scale, static_cast<uint4*>(gradient), Rows(tokens, heads),
-                  all_chunks, all_heads, chunks, cutlass::FastDivmodU64(chunks));
+                  reinterpret_cast<const float4*>(sums), reinterpret_cast<const float2*>(of_rows), scale,
+                  static_cast<uint4*>(gradient), Rows(tokens, heads), all_chunks, all_heads, chunks,
+                  cutlass::FastDivmodU64(chunks));
   });
 }
 
-cudaError_t launch_clear(float* elements, std::int64_t number, cudaStream_t stream) {
+cudaError_t launch_clear(float* elements, std::int64_t number, cudaStream_t stream, const float* of_rows,
+                         std::int64_t rows, std::int64_t row_elements) {
   const bool is_aligned = reinterpret_cast<std::uintptr_t>(elements) % sizeof(float4) == 0;
   const std::int64_t quads = is_aligned ? number / 4 : 0;
   const int blocks = std::min(blocks_for((number + 3) / 4), kClearingBlocks);
-  return launch(natten_jax_clear, {blocks, kThreads, 0, stream, true}, elements, quads, number);
+  return launch(natten_jax_clear, {blocks, kThreads, 0, stream, true}, elements, quads, number,
+                reinterpret_cast<const float2*>(of_rows), rows, cutlass::FastDivmodU64(row_elements / 4));
 }
 
 }  // namespace natten_jax

@@ -20,6 +20,8 @@ CUTE_DEVICE QueryAxisPlan of_lane(QueryAxisPlan plan, int lane) {
   plan.query = of_lane(plan.query, lane);
   plan.kv = of_lane(plan.kv, lane);
   plan.q_begin = of_lane(plan.q_begin, lane);
+  plan.kernel_size = of_lane(plan.kernel_size, lane);
+  plan.stride = of_lane(plan.stride, lane);
   return plan;
 }
 
@@ -38,23 +40,25 @@ CUTE_DEVICE int token_number(int coordinate, int y_extent, int z_extent) {
 /// Args:
 ///   axis: of the launch.
 ///   place: of the tile.
-///   query_origin, kv_origin: of the dimension.
-CUTE_DEVICE QueryAxisPlan plan_axis(const DeviceAxis (&axis)[3], const TilePlace& place, Origin query_origin,
-                                    Origin kv_origin) {
+///   entry: the dimension as the tile's batch entry has it.
+CUTE_DEVICE QueryAxisPlan plan_axis(const DeviceAxis (&axis)[3], const TilePlace& place, const EntryAxis& entry) {
   const int d = planned_dimension();
   const int index = d == 0 ? place.index[0] : d == 1 ? place.index[1] : place.index[2];
   const int residue = d == 0 ? place.residue[0] : d == 1 ? place.residue[1] : place.residue[2];
-  return QueryAxisPlan(axis[d], residue, QueryTileSchedule::latest_first(axis[d], index), query_origin, kv_origin);
+  return QueryAxisPlan(axis[d], entry, residue, QueryTileSchedule::latest_first(axis[d], index));
 }
 
 /// The same for the tile of a number, with its batch entry and head.
 template <class Params>
-CUTE_DEVICE QueryAxisPlan plan_axis(const Params& p, Origin query_origin, Origin kv_origin, int tile, int& batch,
-                                    int& head) {
+CUTE_DEVICE QueryAxisPlan plan_axis(const Params& p, int tile, int& batch, int& head) {
   const TilePlace place = p.schedule.place(p.axis, tile);
   batch = place.batch;
   head = place.head;
-  return plan_axis(p.axis, place, query_origin, kv_origin);
+  const int d = planned_dimension(), dilation = p.axis[d].dilation;
+  if (p.layouts != nullptr) return plan_axis(p.axis, place, EntryAxis(p.axis[d], EntryLayout(p.layouts, batch), d));
+  const Origin query_origin = Origin::load(p.origins, d, dilation),
+               kv_origin = Origin::load(p.origins, 3 + d, dilation);
+  return plan_axis(p.axis, place, EntryAxis(p.axis[d], query_origin, kv_origin));
 }
 
 }  // namespace natten_jax

@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   for (int tile = split; tile < p.tiles; tile += p.splits) {
     __syncthreads();  // the last tile's tables have been used
-    if (!plan_keys<Traits>(p, tile, group, shared)) continue;
+    if (!plan_keys<Traits>(p, own.batch, tile, group, shared)) continue;
     __syncthreads();
     load_keys<Traits>(p, shared, own);
 

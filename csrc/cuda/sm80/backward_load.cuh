@@ -6,9 +6,11 @@
 
 namespace natten_jax::sm80 {
 
-/// Finds the queries that see the keys of a tile; false where the tile has no keys. All threads take part.
+/// Finds the queries that see the keys of a batch entry's tile; false where the tile has no keys. All threads take
+/// part.
 template <class Traits>
-CUTE_DEVICE bool plan_keys(const BackwardParams& p, int tile, int group, typename Traits::SharedStorage& shared) {
+CUTE_DEVICE bool plan_keys(const BackwardParams& p, int batch, int tile, int group,
+                           typename Traits::SharedStorage& shared) {
   int first_row = tile % p.parts * Traits::kKeys;
   if (p.is_additional) {
     const int first = tile * Traits::kKeys, tokens = static_cast<int>(p.keys);
@@ -32,10 +34,14 @@ CUTE_DEVICE bool plan_keys(const BackwardParams& p, int tile, int group, typenam
   p.axis[1].by_kv_tiles(tile_index[0], tile_index[1], tile_index[1]);
   p.axis[2].by_dilation(group, residue[2], group);
   p.axis[1].by_dilation(residue[0], residue[1], group);
+  const EntryLayout layout(p.layouts, batch);
   const auto axis_plan = [&](int d) {
-    return KeyAxisPlan(p.axis[d], residue[d], longest_first(p.axis[d], tile_index[d]),
-                       Origin::load(p.origins, d, p.axis[d].dilation),
-                       Origin::load(p.origins, 3 + d, p.axis[d].dilation));
+    const DeviceAxis& axis = p.axis[d];
+    const int index = longest_first(axis, tile_index[d]);
+    if (p.layouts != nullptr) return KeyAxisPlan(axis, EntryAxis(axis, layout, d), residue[d], index);
+    const Origin query_origin = Origin::load(p.origins, d, axis.dilation),
+                 kv_origin = Origin::load(p.origins, 3 + d, axis.dilation);
+    return KeyAxisPlan(axis, EntryAxis(axis, query_origin, kv_origin), residue[d], index);
   };
   const KeyAxisPlan axes[3] = {axis_plan(0), axis_plan(1), axis_plan(2)};
   for (int d = 0; d < 3; ++d) {

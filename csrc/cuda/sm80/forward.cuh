@@ -19,9 +19,7 @@ namespace natten_jax::sm80 {
 /// Works out the CTA's query tile, its rows and its columns; false where the tile has no queries.
 template <class Traits>
 CUTE_DEVICE bool plan_tile(const ForwardParams& p, typename Traits::SharedStorage& shared, int& batch, int& head) {
-  const int d = planned_dimension(), dilation = p.axis[d].dilation;
-  const QueryAxisPlan own = plan_axis(p, Origin::load(p.origins, d, dilation), Origin::load(p.origins, 3 + d, dilation),
-                                      blockIdx.x, batch, head);
+  const QueryAxisPlan own = plan_axis(p, blockIdx.x, batch, head);
   if (__any_sync(0xffffffffu, own.q_begin >= own.query.local_length)) return false;
   if (threadIdx.x >= Traits::kThreads - 32) {
     share_plan<typename Traits::Element, Traits::kColumns>(p, own, batch, head, shared.plan);

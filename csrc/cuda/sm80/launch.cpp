@@ -8,6 +8,7 @@
 #include "cuda/common/cuda_status.h"
 #include "cuda/common/geometry.h"
 #include "cuda/common/gradient_passes.h"
+#include "cuda/common/padding.h"
 #include "cuda/common/problem_checks.h"
 #include "cuda/sm80/forms.h"
 #include "cuda/sm80/kernels.h"
@@ -101,9 +102,10 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   p.kv_tile_tokens = static_cast<int>(product(tiles.kv));
   p.schedule = schedule_query_tiles(problem, geometry);
   p.by_heads_per_kv = cutlass::FastDivmod(static_cast<int>(problem.heads_per_kv()));
-  return with_arithmetic(problem.element_type, is_accurate, [&](auto arithmetic) {
+  NATTEN_JAX_RETURN_IF_FAILED(with_arithmetic(problem.element_type, is_accurate, [&](auto arithmetic) {
     return launch_forward<arithmetic>(p, form, memory, static_cast<int>(all_tiles), stream);
-  });
+  }));
+  return arrays.layouts == nullptr ? Status() : status_of(fill_padding_of_output(problem, arrays, stream));
 }
 
 HeadBlock head_block(const Problem& problem, std::int64_t scratch_elements) {
@@ -164,6 +166,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
     };
     const std::int64_t heads = size.heads_kv * problem.heads_per_kv();
     char* query_gradient = at(arrays.query_gradient, of_query, problem.head_dim);
+    p.layouts = arrays.layouts == nullptr ? nullptr : arrays.layouts + batch * kRank * kRank;
     p.query = at(arrays.query, of_query, problem.head_dim);
     p.out_cotangent = at(arrays.out_cotangent, of_query, problem.head_dim_v);
     p.logsumexp = arrays.logsumexp + of_query;
@@ -193,9 +196,9 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
     p.keys = problem.keys();
     Status status = run(saturating_product(geometry.kv_tiles, p.parts), geometry.groups, size.batch * size.heads_kv);
     if (status.failed() || is_float32) return status;
-    return status_of(launch_convert_gradient(problem.element_type, query_gradient_sums, p.scale, query_gradient,
-                                             size.batch, p.queries, heads, problem.heads, problem.head_dim, false,
-                                             stream));
+    return status_of(launch_convert_gradient(problem.element_type, query_gradient_sums, nullptr, p.scale,
+                                             query_gradient, size.batch, p.queries, heads, problem.heads,
+                                             problem.head_dim, false, stream));
   };
   for (std::int64_t batch = 0; batch < problem.batch; batch += block.batch) {
     for (std::int64_t head_kv = 0; head_kv < problem.heads_kv; head_kv += block.heads_kv) {
@@ -204,7 +207,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
       NATTEN_JAX_RETURN_IF_FAILED(run_block(batch, head_kv, size));
     }
   }
-  return {};
+  return arrays.layouts == nullptr ? Status() : status_of(fill_padding_of_gradients(problem, arrays, false, stream));
 }
 
 }  // namespace natten_jax::sm80

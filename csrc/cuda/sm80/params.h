@@ -18,6 +18,7 @@ struct ForwardParams {
   const void* additional_keys;
   const void* additional_values;
   const std::int32_t* origins;  // [2, 3]: query origin, key/value origin; null: zeros
+  const std::int32_t* layouts;  // [batch, 3, 3]: query origin, query and key/value extents; null: all alike
   void* out;
   float* logsumexp;
   float* remainder;      // of the logsumexp, or null
@@ -41,6 +42,7 @@ struct BackwardParams {
   const void* key;
   const void* value;
   const std::int32_t* origins;  // as in ForwardParams
+  const std::int32_t* layouts;
   const float* logsumexp;
   const float* remainder;  // null: zeros
   const void* out_cotangent;

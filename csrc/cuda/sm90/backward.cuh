@@ -42,6 +42,7 @@ CUTE_DEVICE void prepare_backward(const BackwardParams& p, typename Traits::Shar
     shared.origins[threadIdx.x] = Origin::load(p.origins, threadIdx.x, p.axis[threadIdx.x % 3].dilation);
   }
   if (threadIdx.x == 0) {
+    shared.layout.entry = -1;
     ClusterBarrier::init(&shared.full_k, 1);
     ClusterBarrier::init(&shared.full_v, 1);
     ClusterBarrier::init(&shared.empty_kv, kConsumerWarps);

@@ -5,6 +5,7 @@
 #include "cuda/common/cuda_status.h"
 #include "cuda/common/geometry.h"
 #include "cuda/common/gradient_passes.h"
+#include "cuda/common/padding.h"
 #include "cuda/sm90/forms.h"
 #include "cuda/sm90/kernels.h"
 #include "cuda/sm90/launch.h"
@@ -70,6 +71,20 @@ Status encode_maps(const Problem& problem, const TileShapes& tiles, const Arrays
   return {};
 }
 
+/// Makes the maps of batch entries from those of all.
+Status make_entry_maps(const Problem& problem, const Arrays& arrays, const BackwardParams& p, cudaStream_t stream) {
+  EntryMaps maps = maps_of_entries(problem, arrays, kBackwardArrays, p.entry_maps);
+  maps.are_queries = 1u << kQueriesOfEntry | 1u << kOutCotangentsOfEntry | 1u << kQueryGradientsOfEntry;
+  maps.of_all[kQueriesOfEntry] = p.query[0];
+  maps.of_all[kOutCotangentsOfEntry] = p.out_cotangent[0];
+  maps.of_all[kQueryGradientsOfEntry] = p.query_gradient[0];
+  maps.of_all[kKeysOfEntry] = p.key[0];
+  maps.of_all[kValuesOfEntry] = p.value[0];
+  maps.of_all[kKeyGradientsOfEntry] = p.key_gradient[0];
+  maps.of_all[kValueGradientsOfEntry] = p.value_gradient[0];
+  return status_of(launch_entry_maps(maps, stream));
+}
+
 /// Elements of the query gradient's sums.
 std::int64_t sums(const Problem& problem) {
   return problem.batch * problem.heads * problem.queries() * problem.head_dim;
@@ -100,7 +115,7 @@ std::int64_t backward_scratch_elements(const Problem& problem, const TileShapes&
 }
 
 Status run_backward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const float* statistics,
-                    float* scratch, bool is_deterministic, cudaStream_t stream) {
+                    float* scratch, CUtensorMap* entry_maps, bool is_deterministic, cudaStream_t stream) {
   int number = 0;
   NATTEN_JAX_RETURN_IF_FAILED(choose_backward_form(problem, tiles, number));
   const Form& form = kBackwardForms[number];
@@ -117,6 +132,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
                                                  multiprocessors, schedule));
   NATTEN_JAX_RETURN_IF_FAILED(encode_maps(problem, tiles, arrays, scratch, p));
   p.origins = arrays.origins;
+  p.layouts = arrays.layouts;
   p.statistics = reinterpret_cast<const float2*>(statistics);
   p.remainder = arrays.remainder;
   p.queries = static_cast<int>(problem.queries());
@@ -131,7 +147,13 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   const std::int64_t first_counter = sums(problem), number_of_counters = counters(problem, tiles, is_deterministic);
   schedule.next_tile = reinterpret_cast<std::int32_t*>(scratch + first_counter);
   if (is_deterministic) schedule.turns = schedule.next_tile + 1;
-  NATTEN_JAX_RETURN_IF_FAILED(status_of(launch_clear(scratch, first_counter + number_of_counters, stream)));
+  if (arrays.layouts != nullptr) {
+    p.entry_maps = entry_maps;
+    NATTEN_JAX_RETURN_IF_FAILED(make_entry_maps(problem, arrays, p, stream));
+  }
+  const float* const of_rows = arrays.layouts == nullptr ? nullptr : statistics;
+  NATTEN_JAX_RETURN_IF_FAILED(status_of(launch_clear(scratch, first_counter + number_of_counters, stream, of_rows,
+                                                     first_counter / problem.head_dim, problem.head_dim)));
   const auto launch = [&]() -> Status {
     return with_half_type(problem.element_type, no_such_elements(problem.element_type),
                           [&](auto type) { return launch_backward<type>(p, number, stream); });
@@ -146,9 +168,10 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
     schedule.tiles = all_tiles;
   }
   NATTEN_JAX_RETURN_IF_FAILED(launch());
-  return status_of(launch_convert_gradient(problem.element_type, scratch, problem.scale, arrays.query_gradient,
-                                           problem.batch, problem.queries(), problem.heads, problem.heads,
-                                           problem.head_dim, true, stream));
+  NATTEN_JAX_RETURN_IF_FAILED(status_of(launch_convert_gradient(
+      problem.element_type, scratch, of_rows, problem.scale, arrays.query_gradient, problem.batch, problem.queries(),
+      problem.heads, problem.heads, problem.head_dim, true, stream)));
+  return arrays.layouts == nullptr ? Status() : status_of(fill_padding_of_gradients(problem, arrays, false, stream));
 }
 
 }  // namespace natten_jax::sm90

@@ -11,15 +11,16 @@ constexpr int kPlannedAhead = 6;  // query tiles that are still to be loaded whe
 
 /// Brings a tile's keys and values into the second-level cache, which they come from once the tile before is done.
 template <class Traits>
-CUTE_DEVICE void prefetch_key_tile(const BackwardParams& p, const KeyTilePlan<Traits::kKeys>& plan) {
+CUTE_DEVICE void prefetch_key_tile(const BackwardParams& p, const KeyTilePlan<Traits::kKeys>& plan,
+                                   const CUtensorMap* keys, const CUtensorMap* values) {
   const auto prefetch = [&](const CUtensorMap* map, int head_dim) {
     for (int chunk = 0; chunk < rows_of_head<kChunk>(head_dim); ++chunk) {
       SM90_TMA_LOAD_5D::PREFETCH::copy(map, chunk * kChunk, plan.kv_begin.z, plan.kv_begin.y, plan.kv_begin.x,
                                        plan.kv_slot);
     }
   };
-  prefetch(plan.is_additional ? &p.additional_keys : &p.key[plan.kv_map], p.head_dim);
-  prefetch(plan.is_additional ? &p.additional_values : &p.value[plan.kv_map], p.head_dim_v);
+  prefetch(keys, p.head_dim);
+  prefetch(values, p.head_dim_v);
 }
 
 /// The next position in the order of key/value tiles; all lanes of a warp take part.
@@ -40,7 +41,7 @@ CUTE_DEVICE Planned plan_position(const BackwardParams& p, typename Traits::Shar
   if (is_end) {
     allow_next_kernel();
     plan.q_tiles = -1;
-  } else if (!plan_key_tile(p, shared.origins, p.schedule.tile_at(position), plan)) {
+  } else if (!plan_key_tile(p, shared.origins, shared.layout, p.schedule.tile_at(position), plan)) {
     return Planned::kNothing;
   }
   __syncwarp();
@@ -53,7 +54,8 @@ CUTE_DEVICE Planned plan_position(const BackwardParams& p, typename Traits::Shar
 /// Loads a planned tile's keys and values.
 template <class Traits>
 CUTE_DEVICE void load_key_tile(const BackwardParams& p, typename Traits::SharedStorage& shared,
-                               const KeyTilePlan<Traits::kKeys>& plan) {
+                               const KeyTilePlan<Traits::kKeys>& plan, const CUtensorMap* keys,
+                               const CUtensorMap* values) {
   const auto load = [&](const CUtensorMap* map, std::uint64_t& full, typename Traits::Element* tile, int head_dim) {
     const int chunks = rows_of_head<kChunk>(head_dim);
     constexpr int kRowBytes = kChunk * sizeof(typename Traits::Element);
@@ -61,8 +63,8 @@ CUTE_DEVICE void load_key_tile(const BackwardParams& p, typename Traits::SharedS
     load_tile<1>(map, &full, tile, chunks, Traits::kKeys, plan.kv_begin.z, plan.kv_begin.y, plan.kv_begin.x,
                  plan.kv_slot);
   };
-  load(plan.is_additional ? &p.additional_keys : &p.key[plan.kv_map], shared.full_k, shared.k, p.head_dim);
-  load(plan.is_additional ? &p.additional_values : &p.value[plan.kv_map], shared.full_v, shared.v, p.head_dim_v);
+  load(keys, shared.full_k, shared.k, p.head_dim);
+  load(values, shared.full_v, shared.v, p.head_dim_v);
 }
 
 /// One warp: plans tiles ahead of the loads and the products and loads their keys and values; `planned` says what the
@@ -75,9 +77,16 @@ CUTE_DEVICE void plan_key_tiles(const BackwardParams& p, typename Traits::Shared
     if (planned == Planned::kTile) {
       const auto& plan = shared.plan[slot.index];
       if (threadIdx.x % 32 == 0) {
-        prefetch_key_tile<Traits>(p, plan);
+        const CUtensorMap *keys = &p.additional_keys, *values = &p.additional_values;
+        if (!plan.is_additional) {
+          keys = BackwardMaps::of(p.entry_maps, p.key, kKeysOfEntry, plan.batch, plan.kv_map);
+          values = BackwardMaps::of(p.entry_maps, p.value, kValuesOfEntry, plan.batch, plan.kv_map);
+          BackwardMaps::acquire(p.entry_maps, kKeysOfEntry, plan.batch, plan.kv_map);
+          BackwardMaps::acquire(p.entry_maps, kValuesOfEntry, plan.batch, plan.kv_map);
+        }
+        prefetch_key_tile<Traits>(p, plan, keys, values);
         kv.wait_empty(shared.empty_kv);
-        load_key_tile<Traits>(p, shared, plan);
+        load_key_tile<Traits>(p, shared, plan, keys, values);
       }
       kv.advance();
       slot.advance();
@@ -117,13 +126,13 @@ CUTE_DEVICE void load_remainders(const BackwardParams& p, typename Traits::Share
 /// Loads the tile of query or of output cotangent at `walk` of a query head.
 template <class Traits>
 CUTE_DEVICE void load_query_tile(const BackwardParams& p, const KeyTilePlan<Traits::kKeys>& plan, const QueryWalk& walk,
-                                 int head, const CUtensorMap* maps, int head_dim, std::uint64_t& full,
+                                 int head, const CUtensorMap* map, int head_dim, std::uint64_t& full,
                                  typename Traits::Element* to) {
   constexpr int kRowBytes = kChunk * sizeof(typename Traits::Element);
   const int chunks = rows_of_head<kChunk>(head_dim);
   ClusterTransactionBarrier::arrive_and_expect_tx(&full, chunks * p.q_tile_tokens * kRowBytes);
-  load_tile<Traits::kStages == 1 ? 4 : 1>(&maps[plan.query_map], &full, to, chunks, Traits::kQueries, walk.z, walk.y,
-                                          walk.x, plan.query_slot + head);
+  load_tile<Traits::kStages == 1 ? 4 : 1>(map, &full, to, chunks, Traits::kQueries, walk.z, walk.y, walk.x,
+                                          plan.query_slot + head);
 }
 
 /// One thread: loads the tiles of output cotangent of every query head and, where one loads both, those of query.
@@ -134,6 +143,8 @@ CUTE_DEVICE void load_query_tiles(const BackwardParams& p, typename Traits::Shar
   Ring<Traits::kStages> stage;
   for (Ring<2> slot; next_key_tile<Traits>(shared, slot); slot.advance()) {
     const auto& plan = shared.plan[slot.index];
+    BackwardMaps::acquire(p.entry_maps, kOutCotangentsOfEntry, plan.batch, plan.query_map);
+    if (!Traits::kLoadsApart) BackwardMaps::acquire(p.entry_maps, kQueriesOfEntry, plan.batch, plan.query_map);
     int remaining = plan.q_tiles * p.heads_per_kv;
     if (remaining < planned_ahead) arrive(shared.wants_plan);
     for (int i = 0; i < p.heads_per_kv; ++i) {
@@ -143,12 +154,15 @@ CUTE_DEVICE void load_query_tiles(const BackwardParams& p, typename Traits::Shar
         // In the order in which their buffers fall free.
         stage.wait_empty(shared.empty_out_cotangent);
         const int head = plan.kv_head * p.heads_per_kv + i;
-        load_query_tile<Traits>(p, plan, walk, head, p.out_cotangent, p.head_dim_v,
-                                shared.full_out_cotangent[stage.index], shared.out_cotangent[stage.index]);
+        load_query_tile<Traits>(
+            p, plan, walk, head,
+            BackwardMaps::of(p.entry_maps, p.out_cotangent, kOutCotangentsOfEntry, plan.batch, plan.query_map),
+            p.head_dim_v, shared.full_out_cotangent[stage.index], shared.out_cotangent[stage.index]);
         if constexpr (!Traits::kLoadsApart) {
           stage.wait_empty(shared.empty_q);
-          load_query_tile<Traits>(p, plan, walk, head, p.query, p.head_dim, shared.full_q[stage.index],
-                                  shared.q[stage.index]);
+          load_query_tile<Traits>(p, plan, walk, head,
+                                  BackwardMaps::of(p.entry_maps, p.query, kQueriesOfEntry, plan.batch, plan.query_map),
+                                  p.head_dim, shared.full_q[stage.index], shared.q[stage.index]);
         }
         stage.advance();
         walk.next(p.axis, plan.hull_begin, plan.hull_end);
@@ -167,6 +181,7 @@ CUTE_DEVICE void load_statistics(const BackwardParams& p, typename Traits::Share
   Ring<Traits::kStages> stage;
   for (Ring<2> slot; next_key_tile<Traits>(shared, slot); slot.advance()) {
     const auto& plan = shared.plan[slot.index];
+    if (Traits::kLoadsApart) BackwardMaps::acquire(p.entry_maps, kQueriesOfEntry, plan.batch, plan.query_map);
     for (int i = 0; i < p.heads_per_kv; ++i) {
       QueryWalk walk(plan.hull_begin);
       for (int tile = 0; tile < plan.q_tiles; ++tile) {
@@ -184,8 +199,10 @@ CUTE_DEVICE void load_statistics(const BackwardParams& p, typename Traits::Share
         stage.wait_empty(shared.empty_q);
         if constexpr (Traits::kLoadsApart) {
           if (lane == 0) {
-            load_query_tile<Traits>(p, plan, walk, head, p.query, p.head_dim, shared.full_q[stage.index],
-                                    shared.q[stage.index]);
+            load_query_tile<Traits>(
+                p, plan, walk, head,
+                BackwardMaps::of(p.entry_maps, p.query, kQueriesOfEntry, plan.batch, plan.query_map), p.head_dim,
+                shared.full_q[stage.index], shared.q[stage.index]);
           }
           __syncwarp();
         }

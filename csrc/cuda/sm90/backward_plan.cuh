@@ -4,8 +4,11 @@
 #include "cuda/common/tile_walk.cuh"
 #include "cuda/sm90/params.h"
 #include "cuda/sm90/tile_plan.cuh"
+#include "cuda/tma/entry_maps.cuh"
 
 namespace natten_jax::sm90 {
+
+using BackwardMaps = MapsOfEntries<kBackwardArrays, kGroupClasses>;
 
 template <int kKeys>
 struct KeyTilePlan {
@@ -65,10 +68,12 @@ CUTE_DEVICE void plan_additional(const BackwardParams& p, int tile, KeyTilePlan<
 /// Args:
 ///   p: the launch.
 ///   origins: of query and key/value tokens, three each.
+///   layout: of the tile before, where batch entries have layouts of their own, and then of this one.
 ///   tile: number of the tile.
 ///   plan: the result.
 template <int kKeys>
-CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, int tile, KeyTilePlan<kKeys>& plan) {
+CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, EntryLayout::Kept& layout, int tile,
+                               KeyTilePlan<kKeys>& plan) {
   if (tile < p.schedule.additional_tiles) {
     plan_additional(p, tile, plan);
     return true;
@@ -79,15 +84,17 @@ CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, i
   const int number = d == 0 ? place.index[0] : d == 1 ? place.index[1] : place.index[2];
   const int index = p.schedule.tile_of(axis, d, number, origins[3 + d].index - origins[d].index);
   const int residue = d == 0 ? place.residue[0] : d == 1 ? place.residue[1] : place.residue[2];
-  const KeyAxisPlan own(axis, residue, index, origins[d], origins[3 + d]);
+  EntryAxis entry(axis, origins[d], origins[3 + d]);
+  if (p.layouts != nullptr) entry = EntryAxis(axis, EntryLayout(p.layouts, place.batch, layout), d);
+  const KeyAxisPlan own(axis, entry, residue, index);
   if (__any_sync(0xffffffffu, own.kv_begin >= own.kv.local_length)) return false;
   const int2 of_first = own.seen_by(axis, own.first), of_last = own.seen_by(axis, own.last);
   // Turns are taken by the tile: those of different keys must be of the same queries, or have none in common.
   const int hull_begin = p.schedule.turns == nullptr ? of_first.x : axis.by_q_tile.divide(of_first.x) * axis.q_tile;
   const int q_tiles = of_first.x < of_last.y ? axis.by_q_tile.divide(of_last.y - hull_begin + axis.q_tile - 1) : 0;
   const int all_q_tiles = of_lane(q_tiles, 0) * of_lane(q_tiles, 1) * of_lane(q_tiles, 2);
-  const int query_map = group_class(own.query.local_length, axis.query_group_tokens);
-  const int kv_map = group_class(own.kv.local_length, axis.kv_group_tokens);
+  const int query_map = group_class(own.query.local_length, entry.query_group_tokens);
+  const int kv_map = group_class(own.kv.local_length, entry.kv_group_tokens);
   const int q_token = token_number(own.query.residue, p.axis[1].query_local_extent, p.axis[2].query_local_extent);
   const int kv_token = token_number(own.kv.residue, p.axis[1].kv_local_extent, p.axis[2].kv_local_extent);
   if (lane < 3) {
@@ -184,8 +191,9 @@ CUTE_DEVICE Turn turn_of(const BackwardParams& p, const KeyTilePlan<kKeys>& plan
     const int first_query = max(q_begin + own.query.shift, 0);
     const int last_query =
         min(min(q_begin + axis.q_tile, own.query.local_length) + own.query.shift, own.query.length) - 1;
-    const int begin = window_bounds(axis, first_query, own.kv.length).begin - own.kv.shift;
-    const int end = window_bounds(axis, last_query, own.kv.length).end - own.kv.shift;
+    const EntryWindows windows = own.windows(axis);
+    const int begin = window_bounds(windows, first_query, own.kv.length).begin - own.kv.shift;
+    const int end = window_bounds(windows, last_query, own.kv.length).end - own.kv.shift;
     const int lowest = axis.by_kv_tile.divide(max(begin, 0));
     const int highest = axis.by_kv_tile.divide(min(end, own.kv.local_length) - 1);
     before = p.schedule.turn_order[d].before(axis.by_kv_tile.divide(own.kv_begin), lowest, highest);

@@ -40,17 +40,16 @@ CUTE_DEVICE void add_sums(const BackwardParams& p, typename Traits::SharedStorag
 /// Stores a tile's key and value gradients from shared memory.
 template <class Traits>
 CUTE_DEVICE void store_key_tile(const BackwardParams& p, typename Traits::SharedStorage& shared,
-                                const KeyTilePlan<Traits::kKeys>& plan) {
+                                const KeyTilePlan<Traits::kKeys>& plan, const CUtensorMap* keys,
+                                const CUtensorMap* values) {
   const auto store = [&](const CUtensorMap* to, const typename Traits::Element* tile, int head_dim) {
     for (int chunk = 0; chunk < rows_of_head<kChunk>(head_dim); ++chunk) {
       SM90_TMA_STORE_5D::copy(to, tile + chunk * Traits::kKeys * kChunk, chunk * kChunk, plan.kv_begin.z,
                               plan.kv_begin.y, plan.kv_begin.x, plan.kv_slot);
     }
   };
-  store(plan.is_additional ? &p.additional_keys_gradient : &p.key_gradient[plan.kv_map], shared.key_gradient(),
-        p.head_dim);
-  store(plan.is_additional ? &p.additional_values_gradient : &p.value_gradient[plan.kv_map], shared.value_gradient(),
-        p.head_dim_v);
+  store(keys, shared.key_gradient(), p.head_dim);
+  store(values, shared.value_gradient(), p.head_dim_v);
   tma_store_arrive();
   tma_store_wait<0>();
   arrive(shared.empty_gradients);
@@ -70,7 +69,9 @@ CUTE_DEVICE void store_gradients(const BackwardParams& p, typename Traits::Share
     slot.wait_full(shared.full_plan);
     const auto& plan = shared.plan[slot.index];
     if (plan.q_tiles < 0) return;
-    const CUtensorMap* map = &p.query_gradient[plan.query_map];
+    BackwardMaps::acquire(p.entry_maps, kQueryGradientsOfEntry, plan.batch, plan.query_map);
+    const CUtensorMap* map =
+        BackwardMaps::of(p.entry_maps, p.query_gradient, kQueryGradientsOfEntry, plan.batch, plan.query_map);
     for (int i = 0; i < p.heads_per_kv; ++i) {
       const int row = plan.batch * p.heads + plan.kv_head * p.heads_per_kv + i;
       const int slot_of_sums = row * p.queries + plan.q_token;
@@ -107,7 +108,14 @@ CUTE_DEVICE void store_gradients(const BackwardParams& p, typename Traits::Share
     }
     if (stores) {
       gradients.wait_full(shared.full_gradients);
-      store_key_tile<Traits>(p, shared, plan);
+      const CUtensorMap *keys = &p.additional_keys_gradient, *values = &p.additional_values_gradient;
+      if (!plan.is_additional) {
+        keys = BackwardMaps::of(p.entry_maps, p.key_gradient, kKeyGradientsOfEntry, plan.batch, plan.kv_map);
+        values = BackwardMaps::of(p.entry_maps, p.value_gradient, kValueGradientsOfEntry, plan.batch, plan.kv_map);
+        BackwardMaps::acquire(p.entry_maps, kKeyGradientsOfEntry, plan.batch, plan.kv_map);
+        BackwardMaps::acquire(p.entry_maps, kValueGradientsOfEntry, plan.batch, plan.kv_map);
+      }
+      store_key_tile<Traits>(p, shared, plan, keys, values);
     }
     if constexpr (kTakesTurns) __syncwarp();
     gradients.advance();

@@ -85,6 +85,7 @@ struct BackwardTraits {
     uchar4 row_coordinates[kKeys];        // of a row in the key/value tile: x, y, z
     uchar4 column_coordinates[kQueries];  // of a column in the query tile
     Origin origins[6];
+    EntryLayout::Kept layout;
     std::uint32_t mask_words[QueryColumnMask::capacity(kQueries)];
     alignas(8) std::uint64_t full_k, full_v, empty_kv, full_gradients, empty_gradients;
     std::uint64_t full_sums, empty_sums, wants_plan;

@@ -3,8 +3,11 @@
 
 #include "cuda/common/tile_walk.cuh"
 #include "cuda/sm90/forward_mask.cuh"
+#include "cuda/tma/entry_maps.cuh"
 
 namespace natten_jax::sm90 {
+
+using ForwardMaps = MapsOfEntries<kForwardArrays, kGroupClasses>;
 
 /// Where a query tile of a launch begins that continues another, in the dimension that a lane plans.
 CUTE_DEVICE int begin_of_continued(const ForwardParams& p, const TilePlace& place, Origin query_origin,
@@ -26,6 +29,8 @@ CUTE_DEVICE void plan_tiles(const ForwardParams& p, typename Traits::SharedStora
   const int d = planned_dimension();
   const Origin query_origin = Origin::load(p.origins, d, p.axis[d].dilation);
   const Origin kv_origin = Origin::load(p.origins, 3 + d, p.axis[d].dilation);
+  int batch = -1;
+  EntryLayout layout;  // of that batch entry
   for (int round = 0;; ++round) {
     slot.wait_empty(shared.empty_plan);
     const int tile = p.supply.take(round);  // not earlier, so that whoever is done first takes it
@@ -36,10 +41,15 @@ CUTE_DEVICE void plan_tiles(const ForwardParams& p, typename Traits::SharedStora
       return;
     }
     const TilePlace place = p.schedule.place(p.axis, tile);
-    QueryAxisPlan own = plan_axis(p.axis, place, query_origin, kv_origin);
+    EntryAxis entry(p.axis[d], query_origin, kv_origin);
+    if (p.layouts != nullptr) {
+      if (place.batch != batch) layout = EntryLayout(p.layouts, batch = place.batch);
+      entry = EntryAxis(p.axis[d], layout, d);
+    }
+    QueryAxisPlan own = plan_axis(p.axis, place, entry);
     if (p.continues) own.q_begin = begin_of_continued(p, place, query_origin, kv_origin);
     if (__any_sync(0xffffffffu, own.q_begin >= own.query.local_length)) continue;  // past its dilation group's end
-    plan_tile(p, own, place, plan);
+    plan_tile(p, entry, own, place, plan);
     arrive(shared.full_plan[slot.index]);  // every lane wrote a part
     plan_windows(p, own, plan);
     arrive(shared.full_windows[slot.index]);
@@ -130,6 +140,7 @@ struct TileLoader {
 template <class Traits, bool kIsKey>
 CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStorage& shared) {
   TileLoader<Traits, kIsKey> loader(p, shared);
+  int acquired = -1, acquired_query = -1;
   SingleBuffer query;
   Ring<Traits::kPlans> slot;
   while (true) {
@@ -141,10 +152,14 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
       query.wait_empty(shared.empty_q);
       query.advance();
       ClusterTransactionBarrier::arrive_and_expect_tx(&shared.full_q, loader.chunks * p.q_tile_tokens * kSwizzledRow);
-      load_tile(&p.query[plan.query_map], &shared.full_q, shared.q, loader.chunks, Traits::kRows, plan.q_begin[2],
-                plan.q_begin[1], plan.q_begin[0], plan.query_slot);
+      ForwardMaps::acquire(p.entry_maps, kQueryOfEntry, plan.batch, plan.query_map, acquired_query);
+      load_tile(ForwardMaps::of(p.entry_maps, p.query, kQueryOfEntry, plan.batch, plan.query_map), &shared.full_q,
+                shared.q, loader.chunks, Traits::kRows, plan.q_begin[2], plan.q_begin[1], plan.q_begin[0],
+                plan.query_slot);
     }
-    const CUtensorMap* map = kIsKey ? &p.key[plan.kv_map] : &p.value[plan.kv_map];
+    constexpr int kArray = kIsKey ? kKeyOfEntry : kValueOfEntry;
+    ForwardMaps::acquire(p.entry_maps, kArray, plan.batch, plan.kv_map, acquired);
+    const CUtensorMap* map = ForwardMaps::of(p.entry_maps, kIsKey ? p.key : p.value, kArray, plan.batch, plan.kv_map);
     const CUtensorMap* additional_map = kIsKey ? &p.additional_keys : &p.additional_values;
     const int kv_slot = plan.kv_slot, additional_slot = plan.additional_slot;
     const int4 hull_begin = as_int4(plan.hull_begin), hull_end = as_int4(plan.hull_end);
@@ -198,6 +213,7 @@ CUTE_DEVICE void fetch_earlier(const ForwardParams& p, const TilePlan& plan, typ
 template <class Traits>
 CUTE_DEVICE void store_tiles(const ForwardParams& p, typename Traits::SharedStorage& shared) {
   auto* tile = Traits::output_tile(shared);
+  int acquired = -1;
   Ring<Traits::kPlans> slot;
   while (true) {
     slot.wait_full(shared.full_plan);
@@ -208,9 +224,11 @@ CUTE_DEVICE void store_tiles(const ForwardParams& p, typename Traits::SharedStor
     }
     cutlass::arch::NamedBarrier::sync(Traits::kConsumers + kWarp, named_barrier(kOutputReady));
     if (threadIdx.x % 32 == 0) {
+      ForwardMaps::acquire(p.entry_maps, kOutOfEntry, plan.batch, plan.query_map, acquired);
+      const CUtensorMap* map = ForwardMaps::of(p.entry_maps, p.out, kOutOfEntry, plan.batch, plan.query_map);
       for (int chunk = 0; chunk < rows_of_head<kChunk>(p.head_dim_v); ++chunk) {
-        SM90_TMA_STORE_5D::copy(&p.out[plan.query_map], tile + chunk * Traits::kRows * kChunk, chunk * kChunk,
-                                plan.q_begin[2], plan.q_begin[1], plan.q_begin[0], plan.query_slot);
+        SM90_TMA_STORE_5D::copy(map, tile + chunk * Traits::kRows * kChunk, chunk * kChunk, plan.q_begin[2],
+                                plan.q_begin[1], plan.q_begin[0], plan.query_slot);
       }
       tma_store_arrive();
       tma_store_wait<0>();

@@ -7,6 +7,7 @@
 #include "cuda/common/constants.h"
 #include "cuda/common/cuda_status.h"
 #include "cuda/common/geometry.h"
+#include "cuda/common/padding.h"
 #include "cuda/sm90/forms.h"
 #include "cuda/sm90/kernels.h"
 #include "cuda/sm90/launch_support.h"
@@ -54,7 +55,8 @@ Status choose_forward_form(const Problem& problem, const TileShapes& tiles, int&
 }  // namespace
 
 Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays,
-                   const Continuation* continuation, Schedule schedule, std::int32_t* next_tile, cudaStream_t stream) {
+                   const Continuation* continuation, Schedule schedule, const ForwardScratch& scratch,
+                   cudaStream_t stream) {
   NATTEN_JAX_RETURN_IF_FAILED(check_arrays(problem));
   const bool is_float8 = problem.element_type == ElementType::kFloat8E4M3;
   int number = 0;
@@ -93,6 +95,7 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
     }
   }
   p.origins = arrays.origins;
+  p.layouts = arrays.layouts;
   p.logsumexp = arrays.logsumexp;
   p.remainder = arrays.remainder;
   p.query_classes = group_classes(problem, Side::kQuery);
@@ -114,16 +117,29 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   int multiprocessors = 0;
   NATTEN_JAX_RETURN_IF_FAILED(read_attributes({{&multiprocessors, cudaDevAttrMultiProcessorCount}}));
   const int ctas = schedule.is_persistent ? std::min(p.supply.tiles, multiprocessors) : p.supply.tiles;
-  if (all_tiles >= kTilesWorthCounting * ctas) {
-    p.supply.next_tile = next_tile;
-    NATTEN_JAX_RETURN_IF_FAILED(status_of(cudaMemsetAsync(next_tile, 0, sizeof(*next_tile), stream)));
+  // Of tiles in the padding, which are over at once, a fixed order would give some CTAs more than others.
+  if (all_tiles >= kTilesWorthCounting * ctas || arrays.layouts != nullptr) {
+    p.supply.next_tile = scratch.next_tile;
+    NATTEN_JAX_RETURN_IF_FAILED(status_of(cudaMemsetAsync(scratch.next_tile, 0, sizeof(*scratch.next_tile), stream)));
   }
   if (is_float8) {
     return launch_float8_forward<ElementType::kFloat8E4M3>(p, number, schedule.is_ping_pong, ctas, stream);
   }
-  return with_half_type(problem.element_type, no_such_elements(problem.element_type), [&](auto type) {
-    return launch_forward<type>(p, number, schedule.is_ping_pong, ctas, stream);
-  });
+  if (arrays.layouts != nullptr) {
+    p.entry_maps = scratch.entry_maps;
+    EntryMaps maps = maps_of_entries(problem, arrays, kForwardArrays, scratch.entry_maps);
+    maps.are_queries = 1u << kQueryOfEntry | 1u << kOutOfEntry;
+    maps.of_all[kQueryOfEntry] = p.query[0];
+    maps.of_all[kKeyOfEntry] = p.key[0];
+    maps.of_all[kValueOfEntry] = p.value[0];
+    maps.of_all[kOutOfEntry] = p.out[0];
+    NATTEN_JAX_RETURN_IF_FAILED(status_of(launch_entry_maps(maps, stream)));
+  }
+  NATTEN_JAX_RETURN_IF_FAILED(
+      with_half_type(problem.element_type, no_such_elements(problem.element_type),
+                     [&](auto type) { return launch_forward<type>(p, number, schedule.is_ping_pong, ctas, stream); }));
+  // Rows of tiles at the end of what is real are computed with it: what comes last stays.
+  return arrays.layouts == nullptr ? Status() : status_of(fill_padding_of_output(problem, arrays, stream));
 }
 
 }  // namespace natten_jax::sm90

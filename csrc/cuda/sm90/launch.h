@@ -1,6 +1,7 @@
 // Launches the Hopper kernels; the interface between the FFI handlers and csrc/cuda/sm90.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
@@ -23,10 +24,20 @@ struct Schedule {
   bool is_persistent;  ///< One CTA a multiprocessor walks over many query tiles.
 };
 
-/// Runs the forward pass on a stream; `continuation` is null where it continues nothing, and `next_tile` is scratch for
-/// one number.
+/// Scratch memory of a forward pass.
+struct ForwardScratch {
+  std::int32_t* next_tile;  ///< One number.
+  CUtensorMap* entry_maps;  ///< As many as `entry_maps_of_forward` says.
+};
+
+/// Tensor maps in the scratch memory of a pass: where batch entries have layouts of their own.
+std::int64_t entry_maps_of_forward(const Problem& problem, const Arrays& arrays);
+std::int64_t entry_maps_of_backward(const Problem& problem, const Arrays& arrays);
+
+/// Runs the forward pass on a stream; `continuation` is null where it continues nothing, which calls with layouts do.
 Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays,
-                   const Continuation* continuation, Schedule schedule, std::int32_t* next_tile, cudaStream_t stream);
+                   const Continuation* continuation, Schedule schedule, const ForwardScratch& scratch,
+                   cudaStream_t stream);
 
 /// Fails where the kernels do not take the problem.
 Status check_backward(const Problem& problem, const TileShapes& tiles);
@@ -40,6 +51,6 @@ std::int64_t backward_scratch_elements(const Problem& problem, const TileShapes&
 /// are faster; those of queries then differ in rounding from run to run. `statistics` are [batch, heads, x, y, z, 2]:
 /// logsumexp in base 2, delta; `scratch` has as many elements as `backward_scratch_elements` says.
 Status run_backward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const float* statistics,
-                    float* scratch, bool is_deterministic, cudaStream_t stream);
+                    float* scratch, CUtensorMap* entry_maps, bool is_deterministic, cudaStream_t stream);
 
 }  // namespace natten_jax::sm90

@@ -6,6 +6,7 @@
 
 #include "cuda/common/geometry.h"
 #include "cuda/common/problem_checks.h"
+#include "cuda/sm90/launch.h"
 
 namespace natten_jax::sm90 {
 namespace {
@@ -87,6 +88,28 @@ Status encode_classes(const Problem& problem, Side side, Array array, const std:
     if (!(classes >> c & 1)) maps[c] = *first;
   }
   return {};
+}
+
+EntryMaps maps_of_entries(const Problem& problem, const Arrays& arrays, int number_of_arrays, CUtensorMap* result) {
+  EntryMaps maps{};
+  maps.layouts = arrays.layouts;
+  maps.batch = static_cast<int>(problem.batch);
+  maps.arrays = number_of_arrays;
+  maps.classes = kGroupClasses;
+  for (int i = 0; i < kRank; ++i) {
+    const int d = maps.dimension[i] = kRank - 1 - i;
+    maps.axis[i] = device_axis(problem.axes[d], 1, 1);
+  }
+  maps.result = result;
+  return maps;
+}
+
+std::int64_t entry_maps_of_forward(const Problem& problem, const Arrays& arrays) {
+  return arrays.layouts == nullptr ? 0 : problem.batch * kForwardArrays * kGroupClasses;
+}
+
+std::int64_t entry_maps_of_backward(const Problem& problem, const Arrays& arrays) {
+  return arrays.layouts == nullptr ? 0 : problem.batch * kBackwardArrays * kGroupClasses;
 }
 
 Status encode_additional(const Problem& problem, Array array, int tokens, CUtensorMap& map) {

@@ -7,7 +7,9 @@
 
 #include "cuda/sm90/forms.h"
 #include "cuda/sm90/params.h"
+#include "cuda/tma/entry_maps.h"
 #include "cuda/tma/tensor_map.h"
+#include "natten_jax/arrays.h"
 #include "natten_jax/problem.h"
 #include "natten_jax/status.h"
 
@@ -35,6 +37,9 @@ Status encode_classes(const Problem& problem, Side side, Array array, const std:
 
 /// The classes that a side's dilation groups belong to, as a bit set.
 int group_classes(const Problem& problem, Side side);
+
+/// What `launch_entry_maps` is given of a problem; which arrays there are is the caller's to fill in.
+EntryMaps maps_of_entries(const Problem& problem, const Arrays& arrays, int number_of_arrays, CUtensorMap* result);
 
 /// The map of an array of additional keys or values, `tokens` of which make a tile.
 Status encode_additional(const Problem& problem, Array array, int tokens, CUtensorMap& map);

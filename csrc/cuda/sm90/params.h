@@ -20,6 +20,19 @@ constexpr int kMostWarpgroups = 3;
 /// Coordinates that bound the rows of each warpgroup in three dimensions.
 constexpr int kCorners = kMostWarpgroups * 2 * 3;
 
+/// Arrays of which batch entries have maps of their own, in the order of these (cuda/tma/entry_maps.h).
+enum ForwardArray { kQueryOfEntry, kKeyOfEntry, kValueOfEntry, kOutOfEntry, kForwardArrays };
+enum BackwardArray {
+  kQueriesOfEntry,
+  kOutCotangentsOfEntry,
+  kQueryGradientsOfEntry,
+  kKeysOfEntry,
+  kValuesOfEntry,
+  kKeyGradientsOfEntry,
+  kValueGradientsOfEntry,
+  kBackwardArrays
+};
+
 /// Larger than the 4096 bytes that kernels could once have; see kMostParameterBytes of cuda/common/launch.cuh.
 struct ForwardParams {
   CUtensorMap query[kGroupClasses];
@@ -32,6 +45,8 @@ struct ForwardParams {
   DeviceAxis axis[3];
   int corner[kCorners];         // coordinates in the query tile: [warpgroup][first row, last row][dimension]
   const std::int32_t* origins;  // [2, 3]: query origin, key/value origin; null: zeros
+  const std::int32_t* layouts;  // [batch, 3, 3]: query origin, query and key/value extents; null: all alike
+  CUtensorMap* entry_maps;      // [batch, kForwardArrays, kGroupClasses]: in place of those above; null likewise
   // Whether out, logsumexp and remainder hold what earlier launches found on other keys, with which results are merged;
   // and then [3], the first local query: tiles before it do not exist.
   bool continues;
@@ -77,6 +92,8 @@ struct BackwardParams {
   CUtensorMap additional_values_gradient;
   DeviceAxis axis[3];
   const std::int32_t* origins;  // [2, 3]: query origin, key/value origin; null: zeros
+  const std::int32_t* layouts;  // as in ForwardParams
+  CUtensorMap* entry_maps;      // [batch, kBackwardArrays, kGroupClasses]
   const float2* statistics;     // [batch, heads, x, y, z]: logsumexp in base 2, delta
   const float* remainder;       // of the logsumexp, [batch, x, y, z, heads]; null: zeros
   int queries;                  // per batch entry

@@ -36,7 +36,8 @@ CUTE_DEVICE int group_class(int local_length, int tokens_without_remainder) {
 }
 
 /// Fills in all of a plan but its windows; all lanes of a warp take part.
-CUTE_DEVICE void plan_tile(const ForwardParams& p, const QueryAxisPlan& own, const TilePlace& place, TilePlan& plan) {
+CUTE_DEVICE void plan_tile(const ForwardParams& p, const EntryAxis& entry, const QueryAxisPlan& own,
+                           const TilePlace& place, TilePlan& plan) {
   const int lane = threadIdx.x % 32, batch = place.batch, head = place.head;
   // The windows of the warpgroups' first and last rows, a lane each: 6 * warpgroup + 3 * is_last + dimension.
   const int corner = min(lane, kCorners - 1), of = corner % 3;
@@ -51,8 +52,8 @@ CUTE_DEVICE void plan_tile(const ForwardParams& p, const QueryAxisPlan& own, con
   const int hull_begin = of_lane(window.x, d), hull_end = of_lane(window.y, kCorners - 3 + d);
   const int kv_tiles = axis.by_kv_tile.divide(max(hull_end - hull_begin, 0) + axis.kv_tile - 1);
   const int all_kv_tiles = of_lane(kv_tiles, 0) * of_lane(kv_tiles, 1) * of_lane(kv_tiles, 2);
-  const int query_map = group_class(own.query.local_length, axis.query_group_tokens);
-  const int kv_map = group_class(own.kv.local_length, axis.kv_group_tokens);
+  const int query_map = group_class(own.query.local_length, entry.query_group_tokens);
+  const int kv_map = group_class(own.kv.local_length, entry.kv_group_tokens);
   const int q_token = token_number(own.query.residue, p.axis[1].query_local_extent, p.axis[2].query_local_extent);
   const int kv_token = token_number(own.kv.residue, p.axis[1].kv_local_extent, p.axis[2].kv_local_extent);
   if (lane < 3) {

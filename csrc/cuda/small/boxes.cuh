@@ -5,6 +5,7 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/small/copies.cuh"
 #include "cuda/tma/boxes.cuh"
+#include "cuda/tma/entry_maps.cuh"
 
 namespace natten_jax::small {
 
@@ -21,12 +22,16 @@ constexpr bool is_compiled(bool has_boxes) {
 struct BoxState {
   std::uint64_t full[2];  // barriers of the stages
   std::uint64_t left[2];  // barriers of the warps that have read a stage
+  EntryItems items;       // of the plan, where these are
   int first[kRank];       // column of the box
   int warps;              // that have rows
 };
 
+/// In place of those that lie in shared memory.
+struct NoItems {};
+
 /// As ChunkLoads; a warp's rows are in buffers of their own, which it fills for itself.
-template <int kHeadDim, Kernel kKernel, bool kHasBias = false>
+template <int kHeadDim, Kernel kKernel, class Items, bool kHasBias = false>
 class BoxLoads {
  public:
   static constexpr bool kRowsAreKeys = kKernel == Kernel::kKeyValueGradient;
@@ -36,8 +41,7 @@ class BoxLoads {
   CUTE_DEVICE BoxLoads(const CommonParams& p, char* raw)
       : p_(p),
         state_(*reinterpret_cast<BoxState*>(raw + p.region.shared.box_state)),
-        stages_(shared_address(raw + p.region.shared.stages)),
-        items_(p) {
+        stages_(shared_address(raw + p.region.shared.stages)) {
     // With it, dilation 8 took 116.5 instead of 121 microseconds, and 7 x 7 tokens 21.2 instead of 22.4; the other
     // kernels of gradients took 4% longer.
     if constexpr (kIsWhole) {
@@ -46,6 +50,22 @@ class BoxLoads {
       for (int box = 0; box < kBoxes; ++box) {
         cute::prefetch_tma_descriptor(&p.columns[box]);
       }
+    }
+  }
+
+  /// Takes the items of the next plan, at first or when all threads are done with those before.
+  CUTE_DEVICE void take(const Items& items, bool is_first) {
+    if constexpr (Items::kOfEntries) {
+      if (threadIdx.x > 0) return;
+      state_.items = items;
+      if (is_first) return;
+      CUTE_UNROLL
+      for (int stage = 0; stage < 2; ++stage) {
+        ClusterBarrier::invalidate(&state_.full[stage]);
+        ClusterBarrier::invalidate(&state_.left[stage]);
+      }
+    } else {
+      items_ = items;
     }
   }
 
@@ -62,13 +82,20 @@ class BoxLoads {
     }
     state_.warps = warps;
     cutlass::arch::fence_barrier_init();
+    if constexpr (Items::kOfEntries) {
+      if (items().have_maps) {
+        // For all threads that have stages filled: they come after this one.
+        const CUtensorMap* const maps = p_.entry_maps + items().at(p_, 0).batch * kEntryMaps;
+        for (int i = 0; i < kEntryMaps; ++i) acquire_map(maps + i);
+      }
+    }
     for_first([&](int i) { fill(i, i); });
   }
 
   /// Has a warp's rows of the first item loaded, while it plans.
   template <class LoadRows>
-  CUTE_DEVICE void load_first_rows(std::uint32_t rows_of_warp, const LoadRows& load_rows) const {
-    load_rows(Item(p_, items_.first), rows(rows_of_warp));
+  CUTE_DEVICE void load_first_rows(const Item& first, std::uint32_t rows_of_warp, const LoadRows& load_rows) const {
+    load_rows(first, rows(rows_of_warp));
     commit_copies();
   }
 
@@ -87,23 +114,24 @@ class BoxLoads {
       wait_for_previous_kernel();
       if (threadIdx.x == 0) for_first([&](int i) { fill_statistics(i, i); });
     }
-    Item item(p_, items_.first);
     clear_past_boxes(tables.stages);
     __syncthreads();
     if (!tile.has_rows) return;
+    const int count = items().count;
+    Item item = items().at(p_, 0);
     int stage = 0, phase = 0;
-    for (int i = 0; i < items_.count; ++i) {
+    for (int i = 0; i < count; ++i) {
       wait_copies<0>();
       __syncwarp();
       const auto load_next = [&] {
         Item next = item;
-        next.next(p_);
-        if (i + 1 < items_.count) load_rows(next, rows);
+        items().advance(p_, next, i + 1);
+        if (i + 1 < count) load_rows(next, rows);
         commit_copies();
       };
       compute(item, stages_ + stage * p_.region.shared.stage_bytes, rows,
               Phases<decltype(load_next)>{*this, load_next, i, stage, phase});
-      item.next(p_);
+      items().advance(p_, item, i + 1);
       if (++stage == p_.region.stages) {
         stage = 0;
         phase ^= 1;
@@ -140,7 +168,7 @@ class BoxLoads {
     std::uint64_t state;
     const unsigned missing = arrive_counting(left, state);
     i += p_.region.stages;
-    if (missing > 1 || i >= items_.count) return;
+    if (missing > 1 || i >= items().count) return;
     order_after(left, state);
     fill(i, stage);
     fill_statistics(i, stage);
@@ -148,16 +176,24 @@ class BoxLoads {
 
   template <class Call>
   CUTE_DEVICE void for_first(const Call& call) const {
-    for (int i = 0; i < min(p_.region.stages, items_.count); ++i) call(i);
+    for (int i = 0; i < min(p_.region.stages, items().count); ++i) call(i);
   }
 
   CUTE_DEVICE std::uint32_t rows(std::uint32_t of_warp) const {
     return stages_ - p_.region.shared.stages + p_.region.shared.rows + of_warp;
   }
 
+  /// The map of an array: a batch entry's own, or that of all.
+  CUTE_DEVICE const CUtensorMap& map_of(int box, int batch) const {
+    if constexpr (Items::kOfEntries) {
+      if (items().have_maps) return p_.entry_maps[batch * kEntryMaps + box];
+    }
+    return p_.columns[box];
+  }
+
   /// Loads all of a stage for an item but the statistics.
   CUTE_DEVICE void fill(int i, int stage) const {
-    const Item item(p_, items_.first + i);
+    const Item item = items().at(p_, i);
     const std::uint32_t barrier = shared_address(&state_.full[stage]),
                         to = stages_ + stage * p_.region.shared.stage_bytes;
     const int statistics = kRowsAreKeys ? statistics_end() : 0;
@@ -170,7 +206,7 @@ class BoxLoads {
     CUTE_UNROLL
     for (int box = 0; box < kBoxes; ++box) {
       const bool are_queries = kRowsAreKeys || box >= 2;
-      load_box(p_.columns[box], to + box * p_.region.shared.second, barrier,
+      load_box(map_of(box, item.batch), to + box * p_.region.shared.second, barrier,
                (are_queries ? item.head : item.head_kv(p_)) * kHeadDim, state_.first[0], state_.first[1],
                state_.first[2], item.batch);
     }
@@ -179,9 +215,9 @@ class BoxLoads {
   /// What a stage has that the kernel before writes, if anything.
   CUTE_DEVICE void fill_statistics(int i, int stage) const {
     if constexpr (kRowsAreKeys) {
-      const Item item(p_, items_.first + i);
+      const Item item = items().at(p_, i);
       constexpr int kFloats = kStatisticsBytes / sizeof(float);
-      load_box(p_.columns[2], stages_ + stage * p_.region.shared.stage_bytes + p_.region.shared.statistics,
+      load_box(map_of(2, item.batch), stages_ + stage * p_.region.shared.stage_bytes + p_.region.shared.statistics,
                shared_address(&state_.full[stage]), item.head * kFloats, state_.first[0], state_.first[1],
                state_.first[2], item.batch);
     }
@@ -214,10 +250,19 @@ class BoxLoads {
     }
   }
 
+  /// There are no registers for those of entries.
+  CUTE_DEVICE const Items& items() const {
+    if constexpr (Items::kOfEntries) {
+      return state_.items;
+    } else {
+      return items_;
+    }
+  }
+
   const CommonParams& p_;
   BoxState& state_;
   std::uint32_t stages_;
-  CtaItems items_;
+  std::conditional_t<Items::kOfEntries, NoItems, Items> items_;
 };
 
 /// No loads for a second plan: the first one's are all there are.
@@ -225,7 +270,7 @@ struct NoLoads {
   CUTE_DEVICE void start(const int (&)[kRank], int) const {}
 };
 
-template <int kHeadDim, Kernel kKernel, bool kHasBoxes, bool kHasBias = false>
-using Loads = std::conditional_t<kHasBoxes, BoxLoads<kHeadDim, kKernel, kHasBias>, ChunkLoads>;
+template <int kHeadDim, Kernel kKernel, bool kHasBoxes, class Items, bool kHasBias = false>
+using Loads = std::conditional_t<kHasBoxes, BoxLoads<kHeadDim, kKernel, Items, kHasBias>, ChunkLoads<Items>>;
 
 }  // namespace natten_jax::small

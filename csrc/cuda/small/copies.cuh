@@ -224,15 +224,43 @@ CUTE_DEVICE void clear(char* begin, char* end) {
 
 /// The items of a CTA, which follow each other.
 struct CtaItems {
+  static constexpr bool kOfEntries = false;
+
   int first, count;
 
+  CtaItems() = default;
   CUTE_DEVICE explicit CtaItems(const CommonParams& p)
       : first(blockIdx.y * p.region.items_of_cta), count(min(p.region.items_of_cta, p.items - first)) {}
+
+  CUTE_DEVICE Item at(const CommonParams& p, int i) const { return Item(p, first + i); }
+
+  /// Makes the one before the `i`th the `i`th.
+  CUTE_DEVICE void advance(const CommonParams& p, Item& item, int) const { item.next(p); }
+};
+
+/// The items of a CTA's plan, where batch entries have layouts of their own: the same heads of some entries.
+struct EntryItems {
+  static constexpr bool kOfEntries = true;
+
+  int first, count;
+  std::uint32_t entries;  // a bit each, from that of `first` on
+  int heads;              // of each of them
+  bool have_maps;         // whether they have tensor maps of their own
+
+  CUTE_DEVICE Item at(const CommonParams& p, int i) const {
+    const int number = i / heads;
+    return Item(p, first + __fns(entries, 0, number + 1) * p.heads + i - number * heads);
+  }
+
+  CUTE_DEVICE void advance(const CommonParams& p, Item& item, int i) const {
+    if (i < count) item = at(p, i);
+  }
 };
 
 /// How the columns of a region come into shared memory on any architecture: all threads copy chunks of them. A CTA's
 /// items take turns in one stage, or in two, so that the next item is loaded while one is computed. A stage has the
 /// warps' rows, too.
+template <class Items>
 class ChunkLoads {
  public:
   /// While an item is computed, nothing else happens.
@@ -243,10 +271,13 @@ class ChunkLoads {
 
   CUTE_DEVICE ChunkLoads(const CommonParams& p, char*) : p_(p) {}
 
+  /// Takes the items of the next plan.
+  CUTE_DEVICE void take(const Items& items, bool) { items_ = items; }
+
   CUTE_DEVICE void start(const int (&)[kRank], int) const {}
 
   template <class LoadRows>
-  CUTE_DEVICE void load_first_rows(std::uint32_t, const LoadRows&) const {}
+  CUTE_DEVICE void load_first_rows(const Item&, std::uint32_t, const LoadRows&) const {}
 
   /// Goes over the items: `load_rows(item, rows)` and `load_columns(item, stage)` start copies of a warp's rows and of
   /// all threads' columns, `compute(item, stage, rows, phases)` uses them. All warps have to call it.
@@ -257,10 +288,10 @@ class ChunkLoads {
     // What no copy writes is read, and counts as nothing.
     clear(tables.stages, tables.stages + p_.region.stages * p_.region.shared.stage_bytes);
     __syncthreads();
-    const CtaItems items(p_);
+    const Items& items = items_;
     const std::uint32_t stages = shared_address(tables.stages), rows = p_.region.shared.rows + rows_of_warp,
                         step = p_.region.stages > 1 ? p_.region.shared.stage_bytes : 0;
-    Item item(p_, items.first), loaded = item;
+    Item item = items.at(p_, 0), loaded = item;
     const auto load = [&](std::uint32_t stage) {
       load_rows(loaded, stage + rows);
       load_columns(loaded, stage);
@@ -271,14 +302,14 @@ class ChunkLoads {
       const std::uint32_t stage = stages + (i & 1) * step;
       const bool is_more = i + 1 < items.count;
       const auto load_next = [&] {
-        loaded.next(p_);
+        items.advance(p_, loaded, i + 1);
         load(stages + (~i & 1) * step);
       };
       wait_copies<0>();
       __syncthreads();
       if (step > 0 && is_more) load_next();
       compute(item, stage, stage + rows, Phases{});
-      item.next(p_);
+      items.advance(p_, item, i + 1);
       if (step == 0 && is_more) {
         __syncthreads();
         load_next();
@@ -288,6 +319,7 @@ class ChunkLoads {
 
  private:
   const CommonParams& p_;
+  Items items_;
 };
 
 }  // namespace natten_jax::small

@@ -9,6 +9,7 @@
 #include <cmath>
 
 #include "cuda/common/row_sums.cuh"
+#include "cuda/small/entries.cuh"
 #include "cuda/small/products.cuh"
 #include "natten_jax/logsumexp.h"
 
@@ -96,7 +97,7 @@ CUTE_DEVICE void compute_exactly(TileOutput<kHeadDim>& result, const Queries& qu
   for (int r = 0; r < 2; ++r) result.shift[r] = largest[r];
 }
 
-template <class Element, int kHeadDim, bool kHasBoxes, bool kHasScales, bool kHasBias>
+template <class Element, int kHeadDim, bool kHasBoxes, bool kHasScales, class Items, bool kHasBias>
 CUTE_DEVICE void attend(const ForwardParams& p) {
   using Sums = TrustedSums<Element>;
   using Rows = RowTile<kHeadDim>;
@@ -104,7 +105,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
   extern __shared__ __align__(1024) char raw[];
   Tables tables;
   TilePlan tile;
-  Loads<kHeadDim, Kernel::kForward, kHasBoxes, kHasBias> loads(p, raw);
+  Loads<kHeadDim, Kernel::kForward, kHasBoxes, Items, kHasBias> loads(p, raw);
   const HeadDims<kHeadDim, kHasBoxes> head_dims(p);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, additional_pairs = kHasBoxes ? 0 : p.additional_pairs();
   const std::uint32_t staging = kHasBoxes ? p.region.warps * Rows::kBytes : 0;
@@ -112,9 +113,6 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
   const auto load_rows = [&](const Item& item, std::uint32_t rows) {
     Rows::copy(tables.row_places, row_of(p.query, item.of_query, head_dims.of_keys), head_dims.of_keys, rows);
   };
-  const auto load_first_rows = [&] { loads.load_first_rows(warp * Rows::kBytes, load_rows); };
-  if (!make_plan<kHeadDim, false, kHasBoxes, kHasBias>(p, raw, tables, tile, loads, load_first_rows)) return;
-
   const ColumnCopy<kHeadDim> copy(p.heads_kv, p.head_dim, p.head_dim_v);
   const auto load_columns = [&](const Item& item, std::uint32_t stage) {
     copy.keys(p, tables, item, stage);
@@ -192,15 +190,20 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
                                   row_of(p.out, item.of_query, head_dims.of_values), head_dims.of_values,
                                   rows + staging);
   };
-  loads.for_items(tables, tile, warp * Rows::kBytes, load_rows, load_columns, compute);
+  for_plans<Items, false>(p, [&](const Items& items, const EntryLayout& layout, bool is_first) {
+    loads.take(items, is_first);
+    const auto load_first_rows = [&] { loads.load_first_rows(items.at(p, 0), warp * Rows::kBytes, load_rows); };
+    if (!make_plan<kHeadDim, false, kHasBoxes, kHasBias>(p, raw, tables, tile, loads, load_first_rows, layout)) return;
+    loads.for_items(tables, tile, warp * Rows::kBytes, load_rows, load_columns, compute);
+  });
 }
 
 /// `kHasScales`: heads have scales of their own. One scale of all heads is a parameter, which costs no register: with a
 /// kernel for both, clips and volumes took 3% longer. `kHasBias`: logits have a relative bias.
-template <class Element, int kHeadDim, bool kHasBoxes, bool kHasScales, bool kHasBias = false>
+template <class Element, int kHeadDim, bool kHasBoxes, bool kHasScales, bool kHasBias = false, class Items = CtaItems>
 __global__ void __launch_bounds__(32 * resident_warps(Kernel::kForward, kHeadDim))
     natten_jax_small_forward(const __grid_constant__ ForwardParams p) {
-  if constexpr (is_compiled(kHasBoxes)) attend<Element, kHeadDim, kHasBoxes, kHasScales, kHasBias>(p);
+  if constexpr (is_compiled(kHasBoxes)) attend<Element, kHeadDim, kHasBoxes, kHasScales, Items, kHasBias>(p);
 }
 
 }  // namespace natten_jax::small

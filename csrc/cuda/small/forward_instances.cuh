@@ -20,8 +20,10 @@ template cudaError_t find_box_kernels<ElementType::NATTEN_JAX_INSTANCE>(bool&);
 template <ElementType kType>
 cudaError_t launch_forward(int head_dim, const ForwardParams& params, const LaunchShape& shape) {
   return launch_loading(head_dim, params, shape, [&](auto width, auto has_boxes) {
-    return params.scale.heads == nullptr ? natten_jax_small_forward<ElementOf<kType>, width, has_boxes, false>
-                                         : natten_jax_small_forward<ElementOf<kType>, width, has_boxes, true>;
+    using Element = ElementOf<kType>;
+    if (params.layouts != nullptr) return natten_jax_small_forward<Element, width, has_boxes, true, false, EntryItems>;
+    return params.scale.heads == nullptr ? natten_jax_small_forward<Element, width, has_boxes, false>
+                                         : natten_jax_small_forward<Element, width, has_boxes, true>;
   });
 }
 template cudaError_t launch_forward<ElementType::NATTEN_JAX_INSTANCE>(int, const ForwardParams&, const LaunchShape&);

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "cuda/common/arithmetic.cuh"
+#include "cuda/small/entries.cuh"
 #include "cuda/small/products.cuh"
 #include "natten_jax/logsumexp.h"
 
@@ -135,7 +136,7 @@ struct KeyValueSums {
 };
 
 /// `kIsOfOne`: query heads have key/value heads of their own.
-template <class Element, int kHeadDim, bool kHasBoxes, bool kIsOfOne, bool kHasBias>
+template <class Element, int kHeadDim, bool kHasBoxes, bool kIsOfOne, class Items, bool kHasBias>
 CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
   using Rows = RowTile<kHeadDim>;
   using Operand = RowOperand<Element, kHeadDim>;
@@ -143,7 +144,7 @@ CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
   extern __shared__ __align__(1024) char raw[];
   Tables tables;
   TilePlan tile;
-  Loads<kHeadDim, Kernel::kKeyValueGradient, kHasBoxes, kHasBias> loads(p, raw);
+  Loads<kHeadDim, Kernel::kKeyValueGradient, kHasBoxes, Items, kHasBias> loads(p, raw);
   const int warp = threadIdx.x / 32;
   const std::uint32_t buffer = p.region.warps * Rows::kBytes, staging = kHasBoxes ? 2 * buffer : 0;
   const HeadDims<kHeadDim, kHasBoxes> head_dims(p);
@@ -156,9 +157,6 @@ CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
     copy_rows(p.key, head_dims.of_keys, rows);
     copy_rows(p.value, head_dims.of_values, rows + buffer);
   };
-  const auto load_first_rows = [&] { loads.load_first_rows(warp * Rows::kBytes, load_rows); };
-  if (!make_plan<kHeadDim, true, kHasBoxes, kHasBias>(p, raw, tables, tile, loads, load_first_rows)) return;
-
   const ColumnCopy<kHeadDim> copy(p.heads, p.head_dim, p.head_dim_v);
   const auto load_columns = [&](const Item& item, std::uint32_t stage) {
     copy.box(
@@ -188,13 +186,18 @@ CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
                rows + (kHasBoxes ? staging : buffer));
     if constexpr (!kIsOfOne) sums = {};
   };
-  loads.for_items(tables, tile, warp * Rows::kBytes, load_rows, load_columns, compute);
+  for_plans<Items, true>(p, [&](const Items& items, const EntryLayout& layout, bool is_first) {
+    loads.take(items, is_first);
+    const auto load_first_rows = [&] { loads.load_first_rows(items.at(p, 0), warp * Rows::kBytes, load_rows); };
+    if (!make_plan<kHeadDim, true, kHasBoxes, kHasBias>(p, raw, tables, tile, loads, load_first_rows, layout)) return;
+    loads.for_items(tables, tile, warp * Rows::kBytes, load_rows, load_columns, compute);
+  });
 }
 
-template <class Element, int kHeadDim, bool kHasBoxes, bool kIsOfOne, bool kHasBias = false>
+template <class Element, int kHeadDim, bool kHasBoxes, bool kIsOfOne, bool kHasBias = false, class Items = CtaItems>
 __global__ void __launch_bounds__(32 * resident_warps(Kernel::kKeyValueGradient, kHeadDim))
     natten_jax_small_key_value_gradient(const __grid_constant__ BackwardParams p) {
-  if constexpr (is_compiled(kHasBoxes)) differentiate_keys<Element, kHeadDim, kHasBoxes, kIsOfOne, kHasBias>(p);
+  if constexpr (is_compiled(kHasBoxes)) differentiate_keys<Element, kHeadDim, kHasBoxes, kIsOfOne, Items, kHasBias>(p);
 }
 
 }  // namespace natten_jax::small

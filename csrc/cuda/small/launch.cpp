@@ -6,10 +6,12 @@
 #include "cuda/common/constants.h"
 #include "cuda/common/cuda_status.h"
 #include "cuda/common/geometry.h"
+#include "cuda/common/padding.h"
 #include "cuda/common/problem_checks.h"
 #include "cuda/small/bias_table.h"
 #include "cuda/small/kernels.h"
 #include "cuda/small/region_cache.h"
+#include "cuda/tma/entry_maps.h"
 #include "cuda/tma/tensor_map.h"
 #include "natten_jax/logsumexp.h"
 
@@ -26,6 +28,21 @@ Status read_device(Device& result) {
                        {&result.shared_memory_reserved, cudaDevAttrReservedSharedMemoryPerBlock},
                        {&result.multiprocessors, cudaDevAttrMultiProcessorCount}}));
   return status_of(find_box_kernels<ElementType::kBFloat16>(result.has_boxes));
+}
+
+/// The same for a call. Maps of batch entries are made by code for Hopper; elsewhere, threads leave the padding out.
+Status read_device(const Arrays& arrays, Device& result) {
+  NATTEN_JAX_RETURN_IF_FAILED(read_device(result));
+  if (arrays.layouts == nullptr) return {};
+#if defined(NATTEN_JAX_SM90)
+  int major = 0, minor = 0;
+  NATTEN_JAX_RETURN_IF_FAILED(
+      read_attributes({{&major, cudaDevAttrComputeCapabilityMajor}, {&minor, cudaDevAttrComputeCapabilityMinor}}));
+  result.has_boxes = result.has_boxes && major == 9 && minor == 0;
+#else
+  result.has_boxes = false;
+#endif
+  return {};
 }
 
 /// Tokens between neighbors of a dimension of an array.
@@ -54,15 +71,29 @@ void fill_sizes(const Problem& problem, Params& p) {
   p.by_heads_per_kv = cutlass::FastDivmod(static_cast<int>(problem.heads_per_kv()));
 }
 
+/// Fills in what CTAs have of batch entries with layouts of their own: several of them with all of their heads, or some
+/// of one's. Returns how many CTAs a region has.
+std::int64_t share_entries(const Problem& problem, CommonParams& p) {
+  constexpr std::int64_t kMostEntries = 32;  // a lane of a warp each
+  p.batch = static_cast<int>(problem.batch);
+  p.entries_of_cta = static_cast<int>(std::clamp<std::int64_t>(p.region.items_of_cta / p.heads, 1, kMostEntries));
+  const std::int64_t ctas_of_entry = p.entries_of_cta > 1 ? 1 : divide_up(p.heads, p.region.items_of_cta);
+  p.by_ctas_of_entry = cutlass::FastDivmod(static_cast<int>(ctas_of_entry));
+  return divide_up(problem.batch, p.entries_of_cta) * ctas_of_entry;
+}
+
 /// Fills in what the kernels of regions have, and how they are launched.
 Status prepare(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                Kernel kernel, const Arrays& arrays, const Device& device, cudaStream_t stream, CommonParams& p,
                LaunchShape& shape) {
-  const std::int32_t* const origins = arrays.origins;
-  NATTEN_JAX_RETURN_IF_FAILED(find_region(problem, rows, columns, kernel, origins != nullptr, device, p.region));
+  const bool has_layouts = arrays.layouts != nullptr, has_origins = has_layouts || arrays.origins != nullptr;
+  if (has_layouts && problem.has_relative_bias) {
+    return Status::invalid_argument("relative_bias and layouts were both given, but the kernels take either");
+  }
+  NATTEN_JAX_RETURN_IF_FAILED(find_region(problem, rows, columns, kernel, has_origins, device, p.region));
   const std::int64_t items = problem.batch * problem.heads;
   p.exponent_scale = problem.scale.of_all * kLog2E;
-  p.is_plain = origins == nullptr;
+  p.is_plain = !has_origins;
   for (int i = 0; i < kRank; ++i) {
     const int d = p.region.dimension[i];
     p.axis[i] = device_axis(problem.axes[d], rows[d], columns[d]);
@@ -72,7 +103,8 @@ Status prepare(const Problem& problem, const std::int64_t (&rows)[kRank], const 
     p.is_plain &= problem.axes[d].query.extent == problem.axes[d].kv.extent;
   }
   if (p.region.count > kMostTiles) return Status::invalid_argument("the problem has more than 2^30 regions");
-  p.origins = origins;
+  p.origins = arrays.origins;
+  p.layouts = arrays.layouts;
   p.relative_bias = arrays.relative_bias;
   fill_sizes(problem, p);
   p.keys = static_cast<int>(problem.keys());
@@ -84,11 +116,17 @@ Status prepare(const Problem& problem, const std::int64_t (&rows)[kRank], const 
   }
   p.is_whole = kernel == Kernel::kWholeGradient;
   p.items = static_cast<int>(items);
-  const std::int64_t chunks = divide_up(items, p.region.items_of_cta);
-  shape = {dim3(static_cast<unsigned>(p.region.count), static_cast<unsigned>(chunks)), 32 * p.region.warps,
+  std::int64_t ctas = divide_up(items, p.region.items_of_cta);
+  if (has_layouts) ctas = share_entries(problem, p);
+  constexpr std::int64_t kMostCtas = 65535;  // of a region
+  if (ctas > kMostCtas) {
+    return Status::invalid_argument("the form for small windows takes at most 65535 batch entries with own layouts");
+  }
+  shape = {dim3(static_cast<unsigned>(p.region.count), static_cast<unsigned>(ctas)), 32 * p.region.warps,
            p.region.shared.bytes, stream};
-  // It plans while the kernel of query gradients runs; code for older architectures would not wait for that.
-  shape.overlaps = kernel == Kernel::kKeyValueGradient && device.has_boxes;
+  // It plans while the kernel of query gradients runs; others run while padding is filled. Code for older architectures
+  // would not wait.
+  shape.overlaps = (kernel == Kernel::kKeyValueGradient || has_layouts) && device.has_boxes;
   return {};
 }
 
@@ -129,6 +167,30 @@ Status encode_queries(const Problem& problem, const BackwardParams& arrays, Comm
   NATTEN_JAX_RETURN_IF_FAILED(encode(arrays.out_cotangent, p.columns[1], problem.element_type, problem.head_dim));
   constexpr std::int64_t kFloats = kStatisticsBytes / sizeof(float);
   return encode(arrays.statistics, p.columns[2], ElementType::kFloat32, kFloats);
+}
+
+/// Makes the maps of batch entries with layouts of their own from those of all: the columns are keys, or else queries.
+template <bool kColumnsAreQueries>
+Status make_entry_maps(const Problem& problem, CUtensorMap* result, cudaStream_t stream, CommonParams& p) {
+  if (p.layouts == nullptr || !p.region.has_boxes) return {};
+#if defined(NATTEN_JAX_SM90)
+  EntryMaps maps{};
+  maps.layouts = p.layouts;
+  maps.batch = static_cast<int>(problem.batch);
+  maps.arrays = kEntryMaps;
+  maps.classes = 1;
+  std::copy_n(p.axis, kRank, maps.axis);
+  std::copy_n(p.region.dimension, kRank, maps.dimension);
+  maps.are_queries = kColumnsAreQueries ? ~0u : 0u;
+  std::copy_n(p.columns, kEntryMaps, maps.of_all);
+  p.entry_maps = maps.result = result;
+  return status_of(launch_entry_maps(maps, stream));
+#else
+  static_cast<void>(result);
+  static_cast<void>(problem);
+  static_cast<void>(stream);
+  return Status::internal("regions have boxes, but this build has no code for maps of batch entries");
+#endif
 }
 
 /// The same for the kernel of whole layouts, in the order of WholeBox.
@@ -205,15 +267,28 @@ Status check_arrays(const Problem& problem) {
   return check_rows(problem);
 }
 
-Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, cudaStream_t stream) {
+std::int64_t entry_maps_of_forward(const Problem& problem, const Arrays& arrays) {
+  return arrays.layouts == nullptr ? 0 : problem.batch * kEntryMaps;
+}
+
+std::int64_t entry_maps_of_backward(const Problem& problem, const Arrays& arrays) {
+  return 2 * entry_maps_of_forward(problem, arrays);
+}
+
+Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, CUtensorMap* entry_maps,
+                   cudaStream_t stream) {
   Device device{};
-  NATTEN_JAX_RETURN_IF_FAILED(read_device(device));
+  NATTEN_JAX_RETURN_IF_FAILED(read_device(arrays, device));
   ForwardParams p{};
   LaunchShape shape{};
   NATTEN_JAX_RETURN_IF_FAILED(
       prepare(problem, tiles.query, tiles.kv, Kernel::kForward, arrays, device, stream, p, shape));
   fill_arrays(arrays, p);
   NATTEN_JAX_RETURN_IF_FAILED(encode_keys(problem, p.key, p.value, p));
+  NATTEN_JAX_RETURN_IF_FAILED(make_entry_maps<false>(problem, entry_maps, stream, p));
+  if (arrays.layouts != nullptr) {
+    NATTEN_JAX_RETURN_IF_FAILED(status_of(fill_padding_of_output(problem, arrays, stream)));
+  }
   return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
     const int head_dim = compiled_head_dim(problem);
     return problem.has_relative_bias ? launch_biased_forward<type>(head_dim, p, shape)
@@ -224,7 +299,7 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
 Status run_backward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Scratch& scratch,
                     cudaStream_t stream) {
   Device device{};
-  NATTEN_JAX_RETURN_IF_FAILED(read_device(device));
+  NATTEN_JAX_RETURN_IF_FAILED(read_device(arrays, device));
   BackwardParams p{};
   fill_arrays(arrays, p);
   p.out_cotangent = arrays.out_cotangent;
@@ -259,6 +334,12 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   }
   NATTEN_JAX_RETURN_IF_FAILED(encode_keys(problem, p.key, p.value, p));
   NATTEN_JAX_RETURN_IF_FAILED(encode_queries(problem, p, of_keys));
+  CUtensorMap* const maps_of_queries = scratch.entry_maps + (arrays.layouts ? problem.batch * kEntryMaps : 0);
+  NATTEN_JAX_RETURN_IF_FAILED(make_entry_maps<true>(problem, maps_of_queries, stream, of_keys));
+  NATTEN_JAX_RETURN_IF_FAILED(make_entry_maps<false>(problem, scratch.entry_maps, stream, p));
+  if (arrays.layouts != nullptr) {
+    NATTEN_JAX_RETURN_IF_FAILED(status_of(fill_padding_of_gradients(problem, arrays, true, stream)));
+  }
   AdditionalParams additional{};
   int additional_ctas = 0;
   NATTEN_JAX_RETURN_IF_FAILED(prepare_additional(problem, arrays, scratch, additional, additional_ctas));

@@ -1,6 +1,7 @@
 // Launches the kernels for small windows; the interface between the FFI handlers and csrc/cuda/small.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
@@ -14,8 +15,13 @@ namespace natten_jax::small {
 /// Whether the form takes elements and heads such as a problem's, or an error.
 Status check_arrays(const Problem& problem);
 
+/// Tensor maps in the scratch memory of a pass: where batch entries have layouts of their own.
+std::int64_t entry_maps_of_forward(const Problem& problem, const Arrays& arrays);
+std::int64_t entry_maps_of_backward(const Problem& problem, const Arrays& arrays);
+
 /// Runs the forward pass of a checked problem on a stream. Query tiles have 16 tokens, key/value tiles 8.
-Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, cudaStream_t stream);
+Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, CUtensorMap* entry_maps,
+                   cudaStream_t stream);
 
 /// What a backward pass works with.
 struct Scratch {
@@ -24,6 +30,7 @@ struct Scratch {
   // For a relative bias, of `BiasSums` (bias_table.h).
   float* table_records;  ///< [batch, heads, tiles, numbers].
   float* table_sums;     ///< [parts, batch, heads, entries, filled up to chunks]: the gradient, in parts.
+  CUtensorMap* entry_maps;
 };
 
 /// Runs the backward pass likewise. Key/value tiles have 16 tokens, query tiles 8. Results are reproducible.

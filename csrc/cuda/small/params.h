@@ -11,6 +11,9 @@
 
 namespace natten_jax::small {
 
+/// Tensor maps of a batch entry: those of an array and another, and of what is known of queries.
+constexpr int kEntryMaps = 3;
+
 /// A region's numbers and the problem's, for all kernels.
 struct CommonParams {
   Region region;
@@ -18,6 +21,8 @@ struct CommonParams {
   int query_pitch[kRank];  // tokens between neighbors of a dimension
   int kv_pitch[kRank];
   const std::int32_t* origins;  // [2, 3]: query origin, key/value origin; null: zeros
+  const std::int32_t* layouts;  // [batch, 3, 3]: query origin, query and key/value extents; null: all alike
+  CUtensorMap* entry_maps;      // [batch, kEntryMaps]: in place of `columns`; null likewise
   int queries;                  // per batch entry
   int keys;
   int heads;
@@ -29,6 +34,11 @@ struct CommonParams {
   // [batch, heads, table_entries]: a relative bias, in products of queries and keys; or null.
   const float* relative_bias;
   int tile_pitch[kRank];  // how many tiles further neighbors of a dimension are, where all of a layout are counted
+  // Where batch entries have layouts of their own: how many of them a CTA has, and how many CTAs share the heads of
+  // one.
+  int batch;
+  int entries_of_cta;
+  cutlass::FastDivmod by_ctas_of_entry;
   Scale scale;
   float exponent_scale;   // of weights as powers of two, where heads have no scales of their own
   bool is_plain;          // arrays are the whole layout, and queries and keys lie in the same one

@@ -15,35 +15,40 @@ struct RegionAxis {
   GroupTokens query, kv;
   int begin;  // index of the region's first row
   int count;  // its rows; none where it is not positive
+  int kernel_size, stride;
 
-  CUTE_DEVICE RegionAxis(const DeviceAxis& axis, int residue, int begin, int most, Origin query_origin,
-                         Origin kv_origin)
-      : query(GroupTokens::of_queries(axis, group_of(axis, residue, kRowsAreKeys ? kv_origin : query_origin),
-                                      query_origin)),
-        kv(GroupTokens::of_keys(axis, group_of(axis, residue, kRowsAreKeys ? kv_origin : query_origin), kv_origin)),
+  CUTE_DEVICE RegionAxis(const DeviceAxis& axis, const EntryAxis& entry, int residue, int begin, int most)
+      : query(GroupTokens::of_queries(axis, entry, group_in(axis, entry, residue))),
+        kv(GroupTokens::of_keys(axis, entry, group_in(axis, entry, residue))),
         begin(begin),
-        count(min(most, rows().local_length - begin)) {}
+        count(min(most, rows().local_length - begin)),
+        kernel_size(entry.kernel_size),
+        stride(entry.stride) {}
 
   /// A dimension of a plain problem.
-  CUTE_DEVICE RegionAxis(const DeviceAxis& axis, int residue, int begin, int most) : begin(begin) {
+  CUTE_DEVICE RegionAxis(const DeviceAxis& axis, int residue, int begin, int most)
+      : begin(begin), kernel_size(axis.kernel_size), stride(axis.stride) {
     const int length = group_length(axis, axis.query_extent, residue);
     query = kv = {residue, 0, length, length};
     count = min(most, length - begin);
   }
 
-  CUTE_DEVICE static RegionAxis of(const CommonParams& p, int d, int residue, int begin, int most) {
+  /// Of a batch entry.
+  CUTE_DEVICE static RegionAxis of(const CommonParams& p, const EntryLayout& layout, int d, int residue, int begin,
+                                   int most) {
     const DeviceAxis& axis = p.axis[d];
     if (p.is_plain) return RegionAxis(axis, residue, begin, most);
     const int dimension = p.region.dimension[d];
+    if (layout.is_own()) return RegionAxis(axis, EntryAxis(axis, layout, dimension), residue, begin, most);
     // Further out lies nothing else: sums must not overflow.
     const auto origin = [&](int index, int least, int largest) {
       return p.origins == nullptr
                  ? Origin{0, 0}
                  : Origin::split(min(max(load_written(p.origins + index), least), largest), axis.dilation);
     };
-    return RegionAxis(axis, residue, begin, most,
-                      origin(dimension, 0, max(axis.query_extent - axis.query_local_extent, 0)),
-                      origin(kRank + dimension, -axis.kv_local_extent, axis.kv_extent));
+    const EntryAxis entry(axis, origin(dimension, 0, max(axis.query_extent - axis.query_local_extent, 0)),
+                          origin(kRank + dimension, -axis.kv_local_extent, axis.kv_extent));
+    return RegionAxis(axis, entry, residue, begin, most);
   }
 
   CUTE_DEVICE const GroupTokens& rows() const { return kRowsAreKeys ? kv : query; }
@@ -53,12 +58,13 @@ struct RegionAxis {
   /// outside of the layout is as the nearest one inside.
   CUTE_DEVICE int2 seen(const DeviceAxis& axis, int row) const {
     row += begin;
+    const EntryWindows windows(axis, kernel_size, stride);
     Range<int> window;
     if constexpr (kRowsAreKeys) {
       const int index = min(max(row, -kv.shift), kv.length - 1 - kv.shift) + kv.shift;
-      window = inverse_window_bounds(axis, index, query.length, kv.length);
+      window = inverse_window_bounds(windows, index, query.length, kv.length);
     } else {
-      window = window_bounds(axis, row + query.shift, kv.length);
+      window = window_bounds(windows, row + query.shift, kv.length);
     }
     const int shift = columns().shift;
     return make_int2(max(window.begin - shift, 0), min(max(window.end - shift, 0), columns().local_length));
@@ -77,6 +83,11 @@ struct RegionAxis {
   /// Whether a row's token lies in the global layout; queries do.
   CUTE_DEVICE bool is_inside(int row) const {
     return !kRowsAreKeys || (row + begin >= -kv.shift && row + begin < kv.length - kv.shift);
+  }
+
+ private:
+  CUTE_DEVICE static int group_in(const DeviceAxis& axis, const EntryAxis& entry, int residue) {
+    return group_of(axis, residue, kRowsAreKeys ? entry.kv_origin : entry.query_origin);
   }
 };
 
@@ -176,11 +187,11 @@ CUTE_DEVICE std::uint32_t range_of_groups(int begin, int end) {
 /// tables; a lane's own warp has to meet before it uses its part. `loads` starts as soon as the first column of
 /// the region's box is known, by its local token in each dimension.
 ///
-/// `load_first_rows` is called as soon as the rows' tokens are known. Where a kernel has two plans, `number` says which
-/// one this is.
+/// `load_first_rows` is called as soon as the rows' tokens are known. `layout` is that of the batch entries which the
+/// plan is for. Where a kernel has two plans, `number` says which one this is.
 template <int kHeadDim, bool kRowsAreKeys, bool kHasBoxes, bool kHasBias = false, class Loads, class LoadFirstRows>
 CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, TilePlan& tile, Loads& loads,
-                           const LoadFirstRows& load_first_rows, int number = 0) {
+                           const LoadFirstRows& load_first_rows, const EntryLayout& layout = {}, int number = 0) {
   using Columns = ColumnRows<kHeadDim, kHasBoxes>;
   constexpr int kColumnBytes = Columns::kBytes;
   const Region& region = p.region;
@@ -201,6 +212,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
   // The columns of the region: where they begin, how many there are.
   int first[kRank], extent[kRank], first_column[kRank];
   int id = blockIdx.x, tile_id = warp, warps_with_rows = 1;
+
   tile.has_rows = true;
   tile.number = tile.first_entry = 0;
   CUTE_UNROLL
@@ -218,7 +230,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     p.by_regions[d](id, region_number, id);
     p.by_tiles[d](tile_id, of_region, tile_id);
     const int most = region.tile[d] * region.tiles[d];
-    const auto rows = RegionAxis<kRowsAreKeys>::of(p, d, residue, region_number * most, most);
+    const auto rows = RegionAxis<kRowsAreKeys>::of(p, layout, d, residue, region_number * most, most);
     if (rows.count <= 0) return false;
     const int begin = of_region * region.tile[d];
     begin_of_tile[d] = begin;

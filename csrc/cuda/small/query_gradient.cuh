@@ -6,6 +6,7 @@
 
 #include "cuda/common/arithmetic.cuh"
 #include "cuda/small/bias_sums.cuh"
+#include "cuda/small/entries.cuh"
 #include "cuda/small/products.cuh"
 #include "natten_jax/logsumexp.h"
 
@@ -123,7 +124,7 @@ CUTE_DEVICE void add_query_gradient(float (&gradient)[kHeadDim / 8][4], const Ro
   }
 }
 
-template <class Element, int kHeadDim, bool kHasBoxes, bool kHasBias>
+template <class Element, int kHeadDim, bool kHasBoxes, class Items, bool kHasBias>
 CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
   using Rows = RowTile<kHeadDim>;
   using Operand = RowOperand<Element, kHeadDim>;
@@ -131,7 +132,7 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
   allow_next_kernel();  // which plans meanwhile
   Tables tables;
   TilePlan tile;
-  Loads<kHeadDim, Kernel::kQueryGradient, kHasBoxes, kHasBias> loads(p, raw);
+  Loads<kHeadDim, Kernel::kQueryGradient, kHasBoxes, Items, kHasBias> loads(p, raw);
   const int warp = threadIdx.x / 32, additional_pairs = kHasBoxes ? 0 : p.additional_pairs();
   const HeadDims<kHeadDim, kHasBoxes> head_dims(p);
   const std::uint32_t buffer = p.region.warps * Rows::kBytes, staging = kHasBoxes ? 3 * buffer : 0;
@@ -144,10 +145,6 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
     copy_rows(p.out_cotangent, head_dims.of_values, 1);
     copy_rows(p.out, head_dims.of_values, 2);
   };
-  const auto load_first_rows = [&] { loads.load_first_rows(warp * Rows::kBytes, load_rows); };
-  if (!make_plan<kHeadDim, false, kHasBoxes, kHasBias>(p, raw, tables, tile, loads, load_first_rows)) return;
-  if constexpr (kHasBias) clear_sums(p, raw);
-
   const ColumnCopy<kHeadDim> copy(p.heads_kv, p.head_dim, p.head_dim_v);
   const auto load_columns = [&](const Item& item, std::uint32_t stage) {
     copy.keys(p, tables, item, stage);
@@ -171,13 +168,19 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
                                   row_of(p.query_gradient, item.of_query, head_dims.of_keys), head_dims.of_keys,
                                   rows + staging);
   };
-  loads.for_items(tables, tile, warp * Rows::kBytes, load_rows, load_columns, compute);
+  for_plans<Items, false>(p, [&](const Items& items, const EntryLayout& layout, bool is_first) {
+    loads.take(items, is_first);
+    const auto load_first_rows = [&] { loads.load_first_rows(items.at(p, 0), warp * Rows::kBytes, load_rows); };
+    if (!make_plan<kHeadDim, false, kHasBoxes, kHasBias>(p, raw, tables, tile, loads, load_first_rows, layout)) return;
+    if constexpr (kHasBias) clear_sums(p, raw);
+    loads.for_items(tables, tile, warp * Rows::kBytes, load_rows, load_columns, compute);
+  });
 }
 
-template <class Element, int kHeadDim, bool kHasBoxes, bool kHasBias = false>
+template <class Element, int kHeadDim, bool kHasBoxes, bool kHasBias = false, class Items = CtaItems>
 __global__ void __launch_bounds__(32 * resident_warps(Kernel::kQueryGradient, kHeadDim))
     natten_jax_small_query_gradient(const __grid_constant__ BackwardParams p) {
-  if constexpr (is_compiled(kHasBoxes)) differentiate_queries<Element, kHeadDim, kHasBoxes, kHasBias>(p);
+  if constexpr (is_compiled(kHasBoxes)) differentiate_queries<Element, kHeadDim, kHasBoxes, Items, kHasBias>(p);
 }
 
 }  // namespace natten_jax::small

@@ -19,11 +19,12 @@ CUTE_DEVICE void differentiate_whole(const BackwardParams& p) {
   extern __shared__ __align__(1024) char raw[];
   Tables of_queries, of_keys;
   TilePlan queries_plan, keys_plan;
-  BoxLoads<kHeadDim, Kernel::kWholeGradient, kHasBias> loads(p, raw);
+  BoxLoads<kHeadDim, Kernel::kWholeGradient, CtaItems, kHasBias> loads(p, raw);
+  loads.take(CtaItems(p), true);
   NoLoads none;
   const auto no_rows = [] {};
   if (!make_plan<kHeadDim, false, true, kHasBias>(p, raw, of_queries, queries_plan, loads, no_rows)) return;
-  make_plan<kHeadDim, true, true, kHasBias>(p, raw, of_keys, keys_plan, none, no_rows, 1);
+  make_plan<kHeadDim, true, true, kHasBias>(p, raw, of_keys, keys_plan, none, no_rows, {}, 1);
   if constexpr (kHasBias) clear_sums(p, raw);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

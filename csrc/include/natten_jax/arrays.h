@@ -49,6 +49,7 @@ void fill_arrays(const Arrays& arrays, Params& p) {
   p.additional_keys = arrays.additional_keys;
   p.additional_values = arrays.additional_values;
   p.origins = arrays.origins;
+  p.layouts = arrays.layouts;
   p.out = arrays.out;
   p.logsumexp = arrays.logsumexp;
   p.remainder = arrays.remainder;

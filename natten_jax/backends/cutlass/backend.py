@@ -21,6 +21,7 @@ from natten_jax.backends.native_backend import (
     call_for_gradients,
     delta,
     kernel_operands,
+    layouts_operand,
     saved_remainder,
     with_kernel_rank,
 )
@@ -72,6 +73,8 @@ class CutlassBackend(NativeBackend):
     wraps_by_strips = True
     biases = ("relative_bias", "key_bias")
     key_bias_by_columns = True
+    takes_own_layouts = True
+    takes_extents = True
     head_dim_step = _LIMITS.get("head_dim_step", 1)
     largest_head_dim = _LIMITS.get("largest_head_dim")
     targets: ClassVar = {
@@ -107,6 +110,15 @@ class CutlassBackend(NativeBackend):
                 f"{small_windows.largest_biased_head_dim()} fit into shared memory"
             )
         return None
+
+    def runs_only_by_name(self, problem: Problem) -> bool:
+        """Whether only calls that name it run it for this problem: for layouts that are padded."""
+        return problem.own_extents
+
+    @classmethod
+    def layouts_rejection(cls, problem: Problem) -> str | None:
+        """Why the kernels take no layouts of batch entries."""
+        return "its kernels take a relative_bias or extents, not both" if problem.relative_bias else None
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Query and key/value tiles by estimated time, the fastest first."""
@@ -151,6 +163,7 @@ class CutlassBackend(NativeBackend):
             _FORWARD,
             types,
             *kernel_operands(plan.problem, operands),
+            layouts_operand(operands),
             **attributes(plan),
             is_accurate=int(plan.precision not in _TF32_PRECISIONS),
         )
@@ -164,7 +177,8 @@ class CutlassBackend(NativeBackend):
         out, out_cotangent, logsumexp_cotangent = map(rank, (saved.out, *cotangents))
         reduction = delta if performance.backward_use_xla_reduction else _kernel_delta
         logsumexp = rank(saved.logsumexp), saved_remainder(problem, saved)
-        per_query = *logsumexp, out_cotangent, reduction(out, out_cotangent, logsumexp_cotangent)
+        delta_of_queries = reduction(out, out_cotangent, logsumexp_cotangent)
+        per_query = layouts_operand(operands), *logsumexp, out_cotangent, delta_of_queries
         scratch = []
         if problem.dtype != "float32":
             elements = scratch_elements(problem, operands.inputs.query, performance)

@@ -12,7 +12,9 @@ from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
 from natten_jax.backends.native_backend import (
     attributes,
     call_for_results,
+    entry_maps,
     kernel_operands,
+    layouts_operand,
     saved_remainder,
     scale_of_kernels,
     with_kernel_rank,
@@ -27,6 +29,9 @@ from natten_jax.problem import Problem
 FORWARD = "natten_jax_sm80_small_forward"
 BACKWARD = "natten_jax_sm80_small_backward"
 
+#: Tensor maps of a batch entry for a kernel: of two arrays, and of what is known of queries.
+_ENTRY_MAPS = 3
+
 #: The performance arguments of the backend that the form has no use for, and what it does.
 UNUSED = {
     "backward_kv_splits": "does not split keys and values with the tiles for small windows",
@@ -38,7 +43,8 @@ UNUSED = {
 def call_forward(plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
     """Call the kernel."""
     tables = _tables_of_products(plan, operands)
-    return native.call(FORWARD, types, *kernel_operands(plan.problem, operands), tables, **attributes(plan))
+    arrays = *kernel_operands(plan.problem, operands), layouts_operand(operands), tables
+    return native.call(FORWARD, [*types, entry_maps(operands, _ENTRY_MAPS)], *arrays, **attributes(plan))
 
 
 #: What numbers of an array in memory are a multiple of, so that the copy engine loads it.
@@ -94,8 +100,20 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Output) 
         BACKWARD,
         plan,
         operands,
-        (tables, logsumexp, saved_remainder(problem, saved), out, out_cotangent, logsumexp_cotangent),
-        [*(ResultType(shape, jnp.float32) for shape in scratch), *_table_sums(plan, operands)],
+        (
+            layouts_operand(operands),
+            tables,
+            logsumexp,
+            saved_remainder(problem, saved),
+            out,
+            out_cotangent,
+            logsumexp_cotangent,
+        ),
+        [
+            *(ResultType(shape, jnp.float32) for shape in scratch),
+            *_table_sums(plan, operands),
+            entry_maps(operands, 2 * _ENTRY_MAPS),
+        ],
     )
     own = operands.inputs.relative_bias
     return found if own is None else found._replace(relative_bias=jnp.sum(table_sums, axis=0)[..., : own.shape[-1]])

@@ -13,7 +13,14 @@ from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
 from natten_jax.arrays.query_box import QueryBox
 from natten_jax.backends.base import Platform
 from natten_jax.backends.hopper import backward
-from natten_jax.backends.native_backend import NativeBackend, attributes, kernel_operands, with_kernel_rank
+from natten_jax.backends.native_backend import (
+    NativeBackend,
+    attributes,
+    entry_maps,
+    kernel_operands,
+    layouts_operand,
+    with_kernel_rank,
+)
 from natten_jax.cost.calibration import calibration_for
 from natten_jax.cost.ranking import rank_sizes
 from natten_jax.native import module as native
@@ -44,6 +51,8 @@ class HopperBackend(NativeBackend):
     wraps_by_strips = True
     biases = ("key_bias",)
     key_bias_by_columns = True
+    takes_own_layouts = True
+    takes_extents = True
     head_dim_step = _LIMITS.get("head_dim_step", 1)
     largest_head_dim = _LIMITS.get("largest_head_dim")
     targets: ClassVar = {"forward": (_FORWARD, _FORWARD_CONTINUED, _FORWARD_FLOAT8), "backward": backward.TARGETS}
@@ -76,6 +85,11 @@ class HopperBackend(NativeBackend):
         """What the head dimensions of the problem's kernels are multiples of: rows are multiples of 16 bytes."""
         return int(_LIMITS["float8_head_dim_step"]) if problem.element.is_float8 else cls.head_dim_step
 
+    @classmethod
+    def layouts_rejection(cls, problem: Problem) -> str | None:
+        """Why the kernels take no layouts of batch entries."""
+        return "its kernels take 8-bit elements or extents, not both" if problem.element.is_float8 else None
+
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Query and key/value tiles by estimated time, the fastest first."""
         return [pair for pair, _ in _ranked_pairs(problem, pass_)]
@@ -94,11 +108,13 @@ class HopperBackend(NativeBackend):
 
     def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
         """Call the kernel."""
-        target, arrays = _FORWARD, kernel_operands(plan.problem, operands)
+        target, arrays, types = _FORWARD, kernel_operands(plan.problem, operands), [*types, _SCRATCH]
         if plan.problem.element.is_float8:
             factors = operands.inputs.out_scale
             target, arrays = _FORWARD_FLOAT8, [*arrays, jnp.zeros((0,), jnp.float32) if factors is None else factors]
-        return native.call(target, [*types, _SCRATCH], *arrays, **_forward_attributes(plan))
+        else:
+            arrays, types = [*arrays, layouts_operand(operands)], [*types, entry_maps(operands, _ENTRY_MAPS)]
+        return native.call(target, types, *arrays, **_forward_attributes(plan))
 
     def forward_continued(self, plan: Plan, operands: Operands, saved: Saved, seeing: QueryBox) -> Saved | None:
         """Compute what is saved of more keys, in the place of what was saved of others."""
@@ -124,6 +140,9 @@ class HopperBackend(NativeBackend):
 
 #: Counts query tiles.
 _SCRATCH = ResultType((1,), jnp.int32)
+
+#: Tensor maps of a batch entry: four arrays, of eight classes of dilation groups.
+_ENTRY_MAPS = 4 * 8
 
 
 def _forward_attributes(plan: Plan) -> dict[str, Shape | float]:

@@ -13,6 +13,8 @@ from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
 from natten_jax.backends.native_backend import (
     call_for_gradients,
     delta,
+    entry_maps,
+    layouts_operand,
     saved_remainder,
     with_kernel_rank,
 )
@@ -22,6 +24,9 @@ from natten_jax.plan.plan import Plan
 from natten_jax.problem import Shape
 
 TARGETS = ("natten_jax_sm90_backward", "natten_jax_sm90_backward_statistics")
+
+#: Tensor maps of a batch entry: seven arrays, of eight classes of dilation groups.
+_ENTRY_MAPS = 7 * 8
 
 
 def gradients(
@@ -35,7 +40,9 @@ def gradients(
     rank = functools.partial(with_kernel_rank, rank=problem.rank)
     of_queries = [rank(array) for array in (saved.out, saved.logsumexp, *cotangents)]
     reduction = _xla_statistics if performance.backward_use_xla_reduction else _kernel_statistics
-    statistics = reduction(*of_queries)
+    layouts = layouts_operand(operands)
+    known = [*of_queries, layouts]
+    statistics = reduction(*known)
     # Sums of the query gradient, a counter of tiles, and those of who may add to the sums.
     scratch = operands.inputs.query.size + 1
     if performance.backward_deterministic:
@@ -44,8 +51,8 @@ def gradients(
         TARGETS[0],
         plan,
         operands,
-        (of_queries[2], statistics, saved_remainder(problem, saved)),
-        [ResultType((scratch,), jnp.float32)],
+        (layouts, of_queries[2], statistics, saved_remainder(problem, saved)),
+        [ResultType((scratch,), jnp.float32), entry_maps(operands, _ENTRY_MAPS)],
         is_deterministic=int(performance.backward_deterministic),
     )
 
@@ -58,9 +65,12 @@ def _query_tiles(query: jax.Array, dilation: Shape, q_tile: Shape) -> int:
 
 
 def _kernel_statistics(
-    out: jax.Array, logsumexp: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent: jax.Array
+    out: jax.Array, logsumexp: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent: jax.Array, layouts: jax.Array
 ) -> jax.Array:
-    """float32 ``[batch, heads, x, y, z, 2]``: logsumexp in base 2, ``sum(out * out_cotangent)`` less its cotangent."""
+    """float32 ``[batch, heads, x, y, z, 2]``: logsumexp in base 2, ``sum(out * out_cotangent)`` less its cotangent.
+
+    Where there are layouts, nothing is read of queries that see no key, as padding does not.
+    """
     batch, *tokens, heads, _ = out.shape
     (statistics,) = native.call(
         TARGETS[1],
@@ -69,12 +79,13 @@ def _kernel_statistics(
         out_cotangent,
         logsumexp,
         logsumexp_cotangent,
+        layouts,
     )
     return statistics
 
 
 def _xla_statistics(
-    out: jax.Array, logsumexp: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent: jax.Array
+    out: jax.Array, logsumexp: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent: jax.Array, _layouts: jax.Array
 ) -> jax.Array:
     """The same, left to XLA. The logsumexp is rounded as in the kernels, whose remainders it has to go with."""
     per_query = logsumexp * np.float32(1 / math.log(2)), delta(out, out_cotangent, logsumexp_cotangent)

@@ -1,0 +1,43 @@
+#include <cute/arch/copy_sm90_desc.hpp>
+
+#include "cuda/common/entry_axis.cuh"
+#include "cuda/tma/entry_maps.h"
+
+namespace natten_jax {
+namespace {
+
+/// A CTA has a batch entry, a thread one of its maps.
+__global__ void natten_jax_entry_maps(const __grid_constant__ EntryMaps p) {
+  const int batch = blockIdx.x, array = threadIdx.x / p.classes, group_class = threadIdx.x % p.classes;
+  CUtensorMap* const map = p.result + batch * blockDim.x + threadIdx.x;
+  const auto* from = reinterpret_cast<const uint4*>(&p.of_all[array]);
+  for (int i = 0; i < static_cast<int>(sizeof(CUtensorMap) / sizeof(uint4)); ++i) {
+    reinterpret_cast<uint4*>(map)[i] = from[i];
+  }
+  const bool are_queries = (p.are_queries >> array & 1) != 0;
+  std::uint32_t tokens[kRank];
+  for (int i = 0; i < kRank; ++i) {
+    const std::int32_t* const layout = p.layouts + batch * kRank * kRank + p.dimension[i];
+    const EntryAxis entry(p.axis[i], layout[0], layout[kRank], layout[2 * kRank]);
+    const int all = are_queries ? entry.query_local_extent : entry.kv_local_extent;
+    const int of_group = are_queries ? entry.query_group_tokens : entry.kv_group_tokens;
+    // A map has some token. Tiles of groups without any are not copied.
+    tokens[i] = max(p.classes == 1 ? all : of_group + (group_class >> i & 1), 1);
+  }
+  const auto address = reinterpret_cast<std::uint64_t>(map);
+  asm volatile(
+      "tensormap.replace.tile.global_dim.global.b1024.b32 [%0], 1, %1;\n"
+      "tensormap.replace.tile.global_dim.global.b1024.b32 [%0], 2, %2;\n"
+      "tensormap.replace.tile.global_dim.global.b1024.b32 [%0], 3, %3;\n"
+      "fence.proxy.tensormap::generic.release.gpu;" ::"l"(address),
+      "r"(tokens[0]), "r"(tokens[1]), "r"(tokens[2])
+      : "memory");
+}
+
+}  // namespace
+
+cudaError_t launch_entry_maps(const EntryMaps& maps, cudaStream_t stream) {
+  return launch(natten_jax_entry_maps, {dim3(maps.batch), maps.arrays * maps.classes, 0, stream}, maps);
+}
+
+}  // namespace natten_jax

@@ -1,0 +1,32 @@
+// Tensor maps of batch entries whose layouts are smaller than the arrays: the copy engine then fills up with zeros what
+// lies in the padding, whatever that holds, and stores nothing there. Made on the device, where the layouts are.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "cuda/common/device_axis.h"
+#include "natten_jax/problem.h"
+
+namespace natten_jax {
+
+inline constexpr int kMostEntryArrays = 7;
+
+struct EntryMaps {
+  const std::int32_t* layouts;  ///< [batch, 3, 3]: query origin, query extents, key/value extents.
+  int batch;
+  int arrays;
+  int classes;  ///< Of dilation groups, 8 as encode_head_map's maps have them, or 1: maps are of whole layouts.
+  DeviceAxis axis[kRank];                ///< Of the maps' dimensions 1 to 3.
+  int dimension[kRank];                  ///< Which of the problem's each is.
+  std::uint32_t are_queries;             ///< A bit for each array that has the queries' tokens.
+  CUtensorMap of_all[kMostEntryArrays];  ///< Of each array, of some class.
+  CUtensorMap* result;                   ///< [batch, arrays, classes].
+};
+
+/// Makes them; compute capability 9.0.
+cudaError_t launch_entry_maps(const EntryMaps& maps, cudaStream_t stream);
+
+}  // namespace natten_jax

@@ -1,0 +1,145 @@
+"""Batch entries with layouts of their own in one launch of the kernels for NVIDIA GPUs: extents and places of queries.
+
+Their results are checked with those of every other family in ``test_extents.py`` and ``test_boxes.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import natten_jax
+
+pytestmark = pytest.mark.gpu
+
+Attend = Callable[..., tuple[jax.Array, jax.Array]]
+
+LARGE: dict[str, Any] = {
+    "q_tile_shape": (8, 16),
+    "kv_tile_shape": (8, 16),
+    "backward_q_tile_shape": (8, 8),
+    "backward_kv_tile_shape": (8, 16),
+}
+SMALL: dict[str, Any] = {
+    "q_tile_shape": (8, 2),
+    "kv_tile_shape": (1, 8),
+    "backward_q_tile_shape": (2, 4),
+    "backward_kv_tile_shape": (4, 4),
+}
+#: Arguments of ``na2d``: kernels for large windows, and those for small ones with and without the copy engine's boxes.
+KERNELS: dict[str, dict[str, Any]] = {
+    "hopper": {"backend": "hopper-fna", "kernel_size": (9, 21), **LARGE},
+    "hopper, dilated": {"backend": "hopper-fna", "kernel_size": (5, 7), "dilation": (3, 2), **LARGE},
+    "hopper, causal": {"backend": "hopper-fna", "kernel_size": 9, "stride": 3, "is_causal": (True, False), **LARGE},
+    "hopper, reproducible": {"backend": "hopper-fna", "kernel_size": 13, "backward_deterministic": True, **LARGE},
+    "cutlass": {"backend": "cutlass-fna", "kernel_size": (9, 21), **LARGE},
+    "small": {"backend": "cutlass-fna", "kernel_size": 7, **SMALL},
+    "small, dilated": {"backend": "cutlass-fna", "kernel_size": 5, "dilation": (2, 3), **SMALL},
+}
+EXTENTS = np.array([[33, 47], [29, 17], [18, 46], [16, 27]])
+
+
+def draw(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(jnp.bfloat16)
+
+
+def is_padding(shape: tuple[int, ...], extents: np.ndarray) -> np.ndarray:
+    y, x = np.indices(shape[1:3])
+    return np.stack([(y >= height) | (x >= width) for height, width in extents])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def both_passes(attend: Attend, arrays: Any, cotangents: Any) -> dict[str, jax.Array]:
+    (out, lse), pullback = jax.vjp(attend, *arrays)
+    return {"out": out, "lse": lse} | dict(zip("qkv", pullback(cotangents), strict=True))
+
+
+def found_of(arguments: dict[str, Any], arrays: Any, cotangents: Any, **more: Any) -> dict[str, np.ndarray]:
+    given: dict[str, Any] = {**arguments, **more, "return_lse": True}
+
+    def attend(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        query, key, value = inputs
+        result: tuple[jax.Array, jax.Array] = natten_jax.na2d(query, key, value, **given)
+        return result
+
+    found = both_passes(attend, arrays, cotangents)
+    return {name: np.asarray(array.astype(jnp.float32)) for name, array in found.items()}
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_padded_layouts_are_as_cropped_ones(kernels: str, head_dim: int) -> None:
+    """To the last bit, but for sums of query gradients that several tiles add to."""
+    arguments = KERNELS[kernels]
+    shape = (len(EXTENTS), *EXTENTS.max(axis=0).tolist(), 4, head_dim)
+    arrays = [draw(seed, *shape) for seed in range(4)]
+    *inputs, out_cotangent = (jnp.where(is_padding(shape, EXTENTS)[..., None, None], jnp.nan, each) for each in arrays)
+    lse_cotangent = draw(4, *shape[:-1]).astype(jnp.float32)
+    padded = found_of(arguments, inputs, (out_cotangent, lse_cotangent), extents=jnp.asarray(EXTENTS, jnp.int32))
+    for name, array in padded.items():
+        nothing = -math.inf if name == "lse" else 0
+        assert (array[is_padding(shape, EXTENTS)] == nothing).all(), name
+    for entry, (height, width) in enumerate(EXTENTS):
+        box = (slice(entry, entry + 1), slice(height), slice(width))
+        cropped = found_of(
+            arguments, [each[box] for each in arrays[:3]], (out_cotangent[box], lse_cotangent[box]), clamp_window=True
+        )
+        for name, array in cropped.items():
+            if name == "q" and "small" not in kernels:
+                np.testing.assert_allclose(padded[name][box], array, rtol=2e-2, atol=2e-2, err_msg=name)
+            else:
+                np.testing.assert_array_equal(padded[name][box], array, err_msg=name)
+
+
+@pytest.mark.parametrize("kernels", ["hopper", "cutlass", "small"])
+def test_one_launch_takes_all_entries_and_copies_none(kernels: str) -> None:
+    arguments = KERNELS[kernels]
+    arrays = [draw(seed, 5, 33, 47, 2, 64) for seed in range(3)]
+    traced = []
+
+    def attend(origin: jax.Array, extents: jax.Array, *inputs: jax.Array) -> jax.Array:
+        traced.append(extents)
+        query, key, value = inputs
+        given: dict[str, Any] = {"query_origin": origin, "extents": extents, **arguments}
+        result: jax.Array = natten_jax.na2d(query[:, :16, :32], key, value, **given)
+        return result
+
+    compiled = jax.jit(attend).lower(*(jnp.zeros((5, 2), jnp.int32),) * 2, *arrays).compile()
+    text = compiled.as_text()
+    assert text is not None
+    assert text.count('custom_call_target="natten_jax') == 1
+    assert not re.findall(r"bf16\[5,33,47,2,64\]\S* (?!parameter)\w+\(", text)
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        origin, extents = rng.integers(0, (18, 16), (5, 2)), rng.integers(0, (34, 48), (5, 2))
+        found = compiled(jnp.asarray(origin, jnp.int32), jnp.asarray(extents, jnp.int32), *arrays)
+        real = origin[:, None, None] + np.indices((16, 32)).transpose(1, 2, 0) < extents[:, None, None]
+        np.testing.assert_array_equal(np.any(np.asarray(found), axis=(-1, -2)), real.all(axis=-1))
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize("backend", ["hopper-fmha", "cutlass-fmha"])
+def test_sequences_of_many_lengths(backend: str) -> None:
+    lengths = np.array([700, 1, 0, 333])
+    query, key, value = (draw(seed, 4, 700, 4, 64) for seed in range(3))
+    outside = (np.arange(700) >= lengths[:, None])[..., None, None]
+    arrays = [jnp.where(outside, jnp.nan, each) for each in (query, key, value)]
+    given = {"query_lengths": jnp.asarray(lengths), "kv_lengths": jnp.asarray(lengths), "is_causal": True}
+
+    def loss(*inputs: jax.Array, **arguments: Any) -> jax.Array:
+        return jnp.sum(natten_jax.attention(*inputs, **arguments).astype(jnp.float32) ** 2)
+
+    found = jax.grad(functools.partial(loss, **given, backend=backend), (0, 1, 2))(*arrays)
+    expected = jax.grad(functools.partial(loss, **given, backend="flex-fmha"), (0, 1, 2))(query, key, value)
+    for one, other in zip(found, expected, strict=True):
+        one, other = (np.asarray(each.astype(jnp.float32)) for each in (one, other))
+        assert (one[np.broadcast_to(outside, one.shape)] == 0).all()
+        assert np.linalg.norm(one - other) < 1e-2 * np.linalg.norm(other)
