@@ -52,7 +52,7 @@ PYBIND11_MODULE(_native, module) {
              py::arg("multiprocessors"), py::arg("has_boxes"), py::arg("has_relative_bias"),
              "What the kernels for small windows launch for a pass with tiles; see natten_jax.native.");
   module.def("bias_sums", &natten_jax::bias_sums, py::arg("axes"), py::arg("queries"), py::arg("tile"),
-             "What the gradient of a relative bias takes; see natten_jax.native.");
+             py::arg("group"), "What the gradient of a relative bias takes; see natten_jax.native.");
   module.def("additional_parts", &natten_jax::small::additional_parts, py::arg("columns"), py::arg("additional_kv"),
              "In how many parts gradients of additional tokens are added up; see natten_jax.native.");
   module.def(

@@ -72,16 +72,18 @@ py::dict limits() {
 }
 
 py::dict bias_sums(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
-                   const std::array<std::int64_t, kRank>& queries, const std::array<std::int64_t, kRank>& tile) {
+                   const std::array<std::int64_t, kRank>& queries, const std::array<std::int64_t, kRank>& tile,
+                   const std::array<std::int64_t, kRank>& group) {
   Axis all[kRank]{};
-  std::int64_t tile_of[kRank];
+  std::int64_t tile_of[kRank], group_of[kRank];
   for (int i = 0; i < kRank; ++i) {
     for (std::size_t f = 0; f < kFieldsOfAxis; ++f) kAxisFields[f].set(all[i], axes[kFieldsOfAxis * i + f]);
     all[i].query.local_extent = queries[i];
     tile_of[i] = tile[i];
+    group_of[i] = group[i];
   }
-  const small::BiasSums sums = small::bias_sums(all, tile_of);
-  return py::dict("tiles"_a = sums.tiles, "numbers"_a = sums.numbers, "parts"_a = sums.parts);
+  const small::BiasSums sums = small::bias_sums(all, tile_of, group_of);
+  return py::dict("tiles"_a = sums.tiles, "record"_a = sums.record, "parts"_a = sums.parts);
 }
 
 py::object estimate_of_small_windows(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,

@@ -34,14 +34,15 @@ pybind11::object estimate_of_small_windows(const std::array<std::int64_t, kField
                                            int shared_memory, int multiprocessors, bool has_boxes,
                                            bool has_relative_bias);
 
-/// What the gradient of a relative bias takes of each batch entry and head: "tiles", whose records have "numbers" each
-/// and are added up in "parts".
+/// What the gradient of a relative bias takes of each batch entry and head: "tiles", of which each has a "record" of
+/// numbers, and "parts" in which these are added up.
 ///
 /// Args:
 ///   axes: as the attribute of that name of every target.
 ///   queries: extents of the arrays.
-///   tile: shape of a tile of queries.
+///   tile, group: shapes of a tile of queries, and of a group of keys.
 pybind11::dict bias_sums(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
-                         const std::array<std::int64_t, kRank>& queries, const std::array<std::int64_t, kRank>& tile);
+                         const std::array<std::int64_t, kRank>& queries, const std::array<std::int64_t, kRank>& tile,
+                         const std::array<std::int64_t, kRank>& group);
 
 }  // namespace natten_jax

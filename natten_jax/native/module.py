@@ -123,24 +123,25 @@ class BiasSums(NamedTuple):
 
     Attributes:
         tiles: Of queries.
-        numbers: Of a tile's record.
+        record: Numbers of each.
         parts: In which the records are added up.
     """
 
     tiles: int
-    numbers: int
+    record: int
     parts: int
 
 
-def bias_sums(axes: Sequence[int], queries: Sequence[int], tile: Sequence[int]) -> BiasSums:
+def bias_sums(axes: Sequence[int], queries: Sequence[int], tile: Sequence[int], group: Sequence[int]) -> BiasSums:
     """What the kernels for small windows take for the gradient of a relative bias.
 
     Args:
         axes: As the attribute of that name of every target.
         queries: Three extents of the arrays.
         tile: Extents of a tile of queries.
+        group: Extents of a group of keys.
     """
-    return BiasSums(1, 0, 1) if _module is None else BiasSums(**_module.bias_sums(axes, queries, tile))
+    return BiasSums(1, 0, 1) if _module is None else BiasSums(**_module.bias_sums(axes, queries, tile, group))
 
 
 def additional_parts(columns: int, additional_kv: int) -> int:

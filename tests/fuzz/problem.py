@@ -184,12 +184,13 @@ class Fuzzed:
         if case.queries is not None:
             return attention_problem(query, key, value, case.scale, case.causal[0])
         keys, values = more or (None, None)
-        return neighborhood_problem(
+        problem = neighborhood_problem(
             case.rank,
             InputArrays(query, key, value, keys, values),  # type: ignore[arg-type]
             WindowArguments(**case.window_arguments),
             case.scale,
         )
+        return dataclasses.replace(problem, relative_bias=case.relative_bias)
 
 
 def draw(family: Family, operators: tuple[str, ...], seed: int, number: int, is_direct: bool) -> Fuzzed:

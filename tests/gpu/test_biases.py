@@ -95,6 +95,10 @@ SMALL_WINDOWS = {
     "one box": Case(
         (29, 32), (7, 5), box=(9, 17), origins=((12, 13),), relative_bias=True, heads=2, heads_kv=2, head_dim=32
     ),
+    "line of a volume": Case((1, 1, 9), (1, 1, 3), relative_bias=True, heads=2, heads_kv=2, head_dim=32),
+    "whole line of a volume": Case((1, 1, 4), (1, 1, 4), relative_bias=True, head_dim=64),
+    "slice of a volume": Case((1, 12, 9), (1, 3, 5), relative_bias=True, heads=2, heads_kv=2, head_dim=32),
+    "column of an image": Case((40, 1), (7, 1), relative_bias=True, heads=2, heads_kv=2, head_dim=32),
     "with biases of keys": Case(
         (19, 22), (5, 5), relative_bias=True, key_bias="heads", hidden=0.4, heads=2, heads_kv=2, head_dim=29, sinks=True
     ),

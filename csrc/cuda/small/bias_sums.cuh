@@ -16,19 +16,18 @@ CUTE_DEVICE void clear_sums(const CommonParams& p, char* raw) {
   __syncwarp();
 }
 
-/// Stores the gradients of pairs' logits, rounded as they are multiplied; what is hidden has no place.
+/// Stores the gradients of pairs' logits, rounded as they are multiplied, two neighbors in a word. What is hidden
+/// beside something that is seen is zero, in a place that is nobody's.
 template <int kPairs>
 CUTE_DEVICE void store_logit_gradients(const TilePlan& tile, std::uint32_t sums, const std::uint32_t (&a)[kPairs][4],
                                        const Pairs<kPairs>& pairs) {
   CUTE_UNROLL
-  for (int i = 0; i < 8 * kPairs; ++i) {
-    const int pair = i / 8, h = i / 4 % 2, e = i % 4, r = e / 2, c = e % 2;
-    const std::uint32_t at =
-        sums + tile.sums[r] + ((pairs.at[pair].entry + h * tile.next_entry_of_group + c * tile.next_entry) >> 1);
-    // The bit is on top of the element's byte of the group's masks.
-    const bool is_seen = (pairs.masks[pair] & 0x8u << (8 * e + 4 * h)) == 0;
-    const auto half = static_cast<std::uint16_t>(c == 0 ? a[pair][2 * h + r] : a[pair][2 * h + r] >> 16);
-    if (is_seen) asm volatile("st.shared.u16 [%0], %1;" : : "r"(at), "h"(half) : "memory");
+  for (int i = 0; i < 4 * kPairs; ++i) {
+    const int pair = i / 4, h = i / 2 % 2, r = i % 2;
+    // On top of the elements' bytes of the group's masks.
+    const std::uint32_t both = 0x808u << (16 * r + 4 * h);
+    if ((pairs.masks[pair] & both) == both) continue;
+    store_word(sums + tile.sums[r] + pairs.at[pair].sum() + h * tile.next_sum_of_group, a[pair][2 * h + r]);
   }
 }
 
@@ -43,9 +42,12 @@ CUTE_DEVICE void write_record(const BackwardParams& p, const TilePlan& tile, std
                              lane % 16 * row_bytes + lane / 16 * 16;
   const std::int64_t record = std::int64_t{item.number(p)} * p.table_tiles + tile.number;
   float* const to = p.table_records + record * (region.record + kRecordHeader);
+  float last = 0.f;
   __syncwarp();
-  // Of the columns of eight matrices, row i of a result has those of the matrix i.
+  // Of the columns of eight matrices, row i of a result has those of matrix i: sums of the rows that begin with a word,
+  // and eight rows below, those of the others, whose columns are one number further.
   constexpr int kMatrices = 8, kAtOnce = kMatrices * kColumns;
+  CUTE_NO_UNROLL
   for (int first = 0; first < region.record; first += kAtOnce) {
     float sum[4] = {};
     CUTE_UNROLL
@@ -56,15 +58,30 @@ CUTE_DEVICE void write_record(const BackwardParams& p, const TilePlan& tile, std
       load_matrices_transposed(r, rows + 2 * column);
       CUTE_UNROLL
       for (int j = 0; j < 2; ++j) {
-        const std::uint32_t a = lane / 4 == i + j ? ones : 0;
-        Instruction::fma(sum[0], sum[1], sum[2], sum[3], a, 0, a, 0, r[2 * j], r[2 * j + 1], sum[0], sum[1], sum[2],
-                         sum[3]);
+        const std::uint32_t all = lane / 4 == i + j ? ones : 0;
+        std::uint32_t a[4];
+        CUTE_UNROLL
+        for (int k = 0; k < 2; ++k) {
+          a[2 * k] = all & ~tile.late_rows[k];
+          a[2 * k + 1] = all & tile.late_rows[k];
+        }
+        Instruction::fma(sum[0], sum[1], sum[2], sum[3], a[0], a[1], a[2], a[3], r[2 * j], r[2 * j + 1], sum[0], sum[1],
+                         sum[2], sum[3]);
       }
     }
+    const float next = __shfl_down_sync(0xffffffffu, sum[2], 1), of_last = __shfl_sync(0xffffffffu, sum[2], 0);
+    // The last number lacks what only now is known.
+    if (lane == 31 && first > 0) to[first - 1] = last + of_last;
+    last = sum[1];
     const int own = first + 2 * lane;
-    if (own < region.record) *reinterpret_cast<float2*>(to + own) = make_float2(sum[0], sum[1]);
+    if (own < region.record) *reinterpret_cast<float2*>(to + own) = make_float2(sum[0] + sum[3], sum[1] + next);
   }
-  if (lane == 0) *reinterpret_cast<int*>(to + region.record) = tile.first_entry;
+  if (lane == 0) {
+    CUTE_UNROLL
+    for (int d = 0; d < kRank; ++d) {
+      reinterpret_cast<int*>(to + region.record)[region.dimension[d]] = tile.least_offset[d];
+    }
+  }
   __syncwarp();
 }
 

@@ -1,7 +1,7 @@
 // A head's relative bias as the kernels for small windows have it, and where the sums for its gradient lie.
 //
-// A tile of queries sums up the gradients of its logits, offset by offset, in a record: the entries of the table that
-// lie in a row, from the least offset along the table's slowest dimension on that any of its queries has.
+// A tile of queries sums up the gradients of its logits, offset by offset, in a record: a box of the table, which
+// begins at the least offset along each dimension that any of its queries has.
 #pragma once
 
 #include <algorithm>
@@ -16,22 +16,19 @@ namespace natten_jax::small {
 /// The widest heads that kernels with a relative bias are compiled for.
 inline constexpr int kLargestBiasedHeadDim = 64;
 
-/// The most entries, of which kernels count some times as many in the bits that are left of a word.
+/// The most entries: kernels count some times as many in 16 bits.
 inline constexpr std::int64_t kMostBiasEntries = 1 << 13;
+inline constexpr int kEntryBits = 16;
 
 /// Tables in memory are filled up to chunks of 16 bytes.
 inline constexpr int kEntriesOfChunk = 4;
 
-/// Numbers of a record are counted in columns of two matrices; behind them is a chunk that begins with the number of
-/// the first entry.
+/// Numbers of a record are counted in columns of two matrices; behind them is a chunk that says where it begins.
 inline constexpr int kRecordStep = 16;
-inline constexpr int kRecordHeader = kEntriesOfChunk;
+inline constexpr int kRecordHeader = 4;
 
 /// Tiles whose records a CTA adds up.
 inline constexpr int kTilesOfSum = 32;
-
-/// Bits of a word that say where a pair of groups lies in a stage; those above count entries of the table.
-inline constexpr int kOffsetBits = 18, kEntryBits = 32 - kOffsetBits;
 
 /// Bytes between rows of gradients of logits: eight of them lie in different banks.
 NATTEN_JAX_HOST_DEVICE constexpr int bytes_of_sums_row(int record) {
@@ -41,32 +38,48 @@ constexpr int bytes_of_sums(int record) {
   return kRows * bytes_of_sums_row(record);
 }
 
-/// What a problem's table is like; all numbers are counted in entries.
+/// A problem's table.
 struct BiasTable {
   OffsetTable offsets;
   std::int64_t padded;  ///< Entries in memory.
-  int slowest;          ///< The dimension.
 
   explicit BiasTable(const Axis (&axes)[kRank])
-      : offsets(offset_table(axes)), padded(divide_up(offsets.entries, kEntriesOfChunk) * kEntriesOfChunk) {
-    slowest = 0;
-    while (slowest < kRank - 1 && offsets.reach[slowest] == 0) ++slowest;
-  }
+      : offsets(offset_table(axes)), padded(divide_up(offsets.entries, kEntriesOfChunk) * kEntriesOfChunk) {}
+};
 
-  /// Numbers of the record of a tile with so many queries along the slowest dimension.
-  std::int64_t record(const Window& window, std::int64_t queries) const {
-    const std::int64_t all = 2 * offsets.reach[slowest] + 1;
-    // Windows shift against their queries by one token for each at the ends of a layout.
-    const std::int64_t seen = window.stride == 1 ? std::min(window.kernel_size + queries - 1, all) : all;
-    return divide_up(seen * offsets.pitch[slowest], kRecordStep) * kRecordStep;
+/// Offsets along a dimension that a tile with so many queries has.
+inline std::int64_t offsets_of_tile(const Window& window, std::int64_t queries) {
+  const std::int64_t all = 2 * window.kernel_size - 1;
+  // Windows shift against their queries by one token for each at the ends of a layout.
+  return window.stride == 1 ? std::min(window.kernel_size + queries - 1, all) : all;
+}
+
+/// How the offsets of a tile lie in its record: those along one dimension follow each other, of which every line begins
+/// in a word of two 16-bit numbers.
+struct RecordLayout {
+  std::int64_t extent[kRank];  ///< Offsets.
+  std::int64_t pitch[kRank];   ///< Numbers from one to the next.
+  std::int64_t numbers;
+
+  RecordLayout(const Axis (&axes)[kRank], const std::int64_t (&tile)[kRank], int fastest) {
+    std::int64_t others = 1;
+    for (int d = kRank - 1; d >= 0; --d) extent[d] = offsets_of_tile(axes[d].window, tile[d]);
+    // What is hidden beside a line's ends may be written with them, as zeros: nobody sees both ends of a line.
+    const std::int64_t line = divide_up(std::max(extent[fastest], axes[fastest].window.kernel_size + 1), 2) * 2;
+    for (int d = kRank - 1; d >= 0; --d) {
+      pitch[d] = d == fastest ? 1 : line * others;
+      if (d != fastest) others *= extent[d];
+    }
+    // Rows that begin in the middle of a word are one number further.
+    numbers = divide_up((others - 1) * line + extent[fastest] + 1, kRecordStep) * kRecordStep;
   }
 };
 
 /// What the sums take, of each batch entry and head.
 struct BiasSums {
-  std::int64_t tiles;    ///< All of the layout's, those among them that have no queries.
-  std::int64_t numbers;  ///< Of a tile: the record and its header.
-  std::int64_t parts;    ///< Of the tiles, whose records one CTA adds up.
+  std::int64_t tiles;   ///< All of the layout's, those among them that have no queries.
+  std::int64_t record;  ///< Numbers of a tile's, and of its header.
+  std::int64_t parts;   ///< Of the tiles, whose records one CTA adds up.
 };
 
 /// Tiles of queries along a dimension, in all dilation groups.
@@ -75,11 +88,23 @@ inline std::int64_t query_tiles(const Axis& axis, std::int64_t tile) {
   return dilation * divide_up(divide_up(axis.query.local_extent, dilation), tile);
 }
 
-inline BiasSums bias_sums(const Axis (&axes)[kRank], const std::int64_t (&tile)[kRank]) {
-  const BiasTable table(axes);
-  BiasSums result{1, 0, 0};
+/// Numbers of a record, whichever of the dimensions of a group of columns is the fastest.
+inline std::int64_t most_numbers(const Axis (&axes)[kRank], const std::int64_t (&tile)[kRank],
+                                 const std::int64_t (&group)[kRank]) {
+  std::int64_t result = 0;
+  for (int d = 0; d < kRank; ++d) {
+    if (group[d] > 1) result = std::max(result, RecordLayout(axes, tile, d).numbers);
+  }
+  return result;
+}
+
+/// Args:
+///   axes: the layout.
+///   tile, group: shapes of a tile of queries, and of a group of keys.
+inline BiasSums bias_sums(const Axis (&axes)[kRank], const std::int64_t (&tile)[kRank],
+                          const std::int64_t (&group)[kRank]) {
+  BiasSums result{1, most_numbers(axes, tile, group) + kRecordHeader, 0};
   for (int d = 0; d < kRank; ++d) result.tiles *= query_tiles(axes[d], tile[d]);
-  result.numbers = table.record(axes[table.slowest].window, tile[table.slowest]) + kRecordHeader;
   result.parts = divide_up(result.tiles, kTilesOfSum);
   return result;
 }

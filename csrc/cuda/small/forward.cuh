@@ -127,9 +127,9 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
     if constexpr (Sums::kHasReference) {
       if (tile.pairs > 0) {
         PairLogits x[1];
-        const PairWord<kHasBias> middle{tables.offsets[tile.pairs / 2]};
-        const std::uint32_t at = middle.offset();
-        const Pairs<1> pair{{{{stage + tile.lanes.across + at}, {}, at, middle.entry()}}, {}};
+        const int middle = tile.pairs / 2;
+        const std::uint32_t at = tables.offsets[middle], entries = kHasBias ? tables.entries[middle] : 0;
+        const Pairs<1> pair{{{{stage + tile.lanes.across + at}, {}, at, entries}}, {}};
         multiply_keys<Element, kHeadDim, false, kHasBias>(x, queries, tile, stage, pair);
         CUTE_UNROLL
         for (int r = 0; r < 2; ++r) {

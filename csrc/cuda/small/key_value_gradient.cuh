@@ -28,14 +28,12 @@ CUTE_DEVICE float2 load_statistic(std::uint32_t address) {
 }
 
 /// Whether the logsumexp of any of a tile's columns needs its remainder: it is no number.
-template <bool kHasBias>
 CUTE_DEVICE bool are_large(const TilePlan& tile, const Tables& tables, std::uint32_t stage, int column_bytes) {
   const int lane = threadIdx.x % 32;
   bool result = false;
   CUTE_NO_UNROLL
   for (int i = lane / 16; i < tile.pairs; i += 2) {
-    const std::uint32_t offset = PairWord<kHasBias>{tables.offsets[i]}.offset();
-    const std::uint32_t at = stage + tile.statistic_of_column + offset / column_bytes * kStatisticsBytes;
+    const std::uint32_t at = stage + tile.statistic_of_column + tables.offsets[i] / column_bytes * kStatisticsBytes;
     result |= isnan(load_statistic(at).x);
   }
   return __any_sync(0xffffffffu, result);
@@ -114,7 +112,7 @@ struct KeyValueSums {
       if (!__any_sync(0xffffffffu, isnan(of_values[0][0]) || isnan(of_values[0][2]))) return;
       *this = {};
       differentiate_large();
-    } else if (are_large<kHasBias>(tile, tables, stage, Columns::kBytes)) {
+    } else if (are_large(tile, tables, stage, Columns::kBytes)) {
       differentiate_large();
     } else {
       differentiate_small();

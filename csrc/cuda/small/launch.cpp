@@ -234,23 +234,26 @@ Status prepare_additional(const Problem& problem, const Arrays& arrays, const Sc
 }
 
 /// Fills in what the kernel of a relative bias's gradient has, where there is one.
-Status prepare_table(const Problem& problem, const TileShapes& tiles, const Scratch& scratch, cudaStream_t stream,
-                     TableParams& p, LaunchShape& shape) {
+Status prepare_table(const Problem& problem, const TileShapes& tiles, const Region& region, const Scratch& scratch,
+                     cudaStream_t stream, TableParams& p, LaunchShape& shape) {
   if (!problem.has_relative_bias) return {};
   const BiasTable table(problem.axes);
-  const BiasSums sums = bias_sums(problem.axes, tiles.kv);
+  const BiasSums sums = bias_sums(problem.axes, tiles.kv, tiles.query);
   if (sums.tiles > kMostTiles || sums.parts > kMostParts) {
     return Status::invalid_argument("with a relative bias, a layout has at most 2^20 tiles of queries");
   }
   p.records = scratch.table_records;
   p.sums = scratch.table_sums;
   p.tiles = static_cast<int>(sums.tiles);
-  p.record = static_cast<int>(sums.numbers - kRecordHeader);
+  p.record = region.record;
   p.entries = static_cast<int>(table.padded);
   for (int d = 0; d < kRank; ++d) {
     p.axis[d] = device_axis(problem.axes[d], tiles.kv[d], tiles.query[d]);
     p.by_tiles[d] = cutlass::FastDivmod(p.axis[d].dilation * p.axis[d].q_tiles);
+    p.by_offsets[d] = cutlass::FastDivmod(2 * p.axis[d].kernel_size - 1);
+    p.extent[d] = static_cast<int>(offsets_of_tile(problem.axes[d].window, tiles.kv[d]));
   }
+  for (int i = 0; i < kRank; ++i) p.pitch[region.dimension[i]] = region.sum_pitch[i];
   constexpr int kWarp = 32, kMostThreads = 1024;
   const int threads = std::min<int>(divide_up(p.entries, kWarp) * kWarp, kMostThreads);
   const auto items = static_cast<unsigned>(problem.batch * problem.heads);
@@ -309,11 +312,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   p.key_gradient = arrays.key_gradient;
   p.value_gradient = arrays.value_gradient;
   const int head_dim = compiled_head_dim(problem);
-  TableParams table{};
-  LaunchShape shape_of_table{};
-  NATTEN_JAX_RETURN_IF_FAILED(prepare_table(problem, tiles, scratch, stream, table, shape_of_table));
   p.table_records = scratch.table_records;
-  p.table_tiles = table.tiles;
   BackwardParams of_keys = p, whole = p;
   LaunchShape shape{}, shape_of_keys{}, shape_of_whole{};
   // Windows of queries and those of keys are alike: queries take the shapes of tiles that keys have.
@@ -321,11 +320,17 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
       prepare(problem, tiles.kv, tiles.query, Kernel::kQueryGradient, arrays, device, stream, p, shape));
   NATTEN_JAX_RETURN_IF_FAILED(prepare(without_additional(problem), tiles.kv, tiles.query, Kernel::kKeyValueGradient,
                                       arrays, device, stream, of_keys, shape_of_keys));
+  TableParams table{};
+  LaunchShape shape_of_table{};
+  NATTEN_JAX_RETURN_IF_FAILED(prepare_table(problem, tiles, p.region, scratch, stream, table, shape_of_table));
+  p.table_tiles = table.tiles;
   const bool can_be_whole =
       !prepare(problem, tiles.kv, tiles.query, Kernel::kWholeGradient, arrays, device, stream, whole, shape_of_whole)
            .failed();
   if (can_be_whole && whole.region.nanoseconds <= p.region.nanoseconds + of_keys.region.nanoseconds) {
     NATTEN_JAX_RETURN_IF_FAILED(encode_whole(problem, whole));
+    NATTEN_JAX_RETURN_IF_FAILED(prepare_table(problem, tiles, whole.region, scratch, stream, table, shape_of_table));
+    whole.table_tiles = table.tiles;
     return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
       if (!problem.has_relative_bias) return launch_whole_gradient<type>(head_dim, whole, shape_of_whole);
       const cudaError_t error = launch_biased_whole_gradient<type>(head_dim, whole, shape_of_whole);

@@ -28,7 +28,7 @@ struct Scratch {
   float* statistics;       ///< [batch, tokens, heads, 4].
   float* additional_sums;  ///< [additional_parts(), batch, additional_kv, heads_kv, head_dim + head_dim_v].
   // For a relative bias, of `BiasSums` (bias_table.h).
-  float* table_records;  ///< [batch, heads, tiles, numbers].
+  float* table_records;  ///< [batch, heads, tiles, record].
   float* table_sums;     ///< [parts, batch, heads, entries, filled up to chunks]: the gradient, in parts.
   CUtensorMap* entry_maps;
 };

@@ -92,7 +92,9 @@ struct TableParams {
   const float* records;  // as BackwardParams has them
   float* sums;           // [parts, batch, heads, entries]
   DeviceAxis axis[kRank];
-  cutlass::FastDivmod by_tiles[kRank];  // of all dilation groups of a dimension
+  cutlass::FastDivmod by_tiles[kRank];    // of all dilation groups of a dimension
+  cutlass::FastDivmod by_offsets[kRank];  // of a dimension of the table
+  int extent[kRank], pitch[kRank];        // as RecordLayout has them
   int tiles;
   int record;
   int entries;

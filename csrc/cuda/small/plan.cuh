@@ -135,9 +135,12 @@ struct TilePlan {
   // Of a relative bias. In a stage, where the entries of the lane's two rows with its first column are; how far the
   // next column's are, and those of the next group; negative where rows are keys, as offsets are.
   int entry[2], next_entry, next_entry_of_group;
-  // Of the sums for its gradient. In shared memory, where those of the same entries are, half as far apart; the first
-  // entry that there are sums of; which tile of the layout this one is.
-  int sums[2], first_entry, number;
+  // Of the sums for its gradient. In shared memory, where those of the two rows with the first column are, of which
+  // each begins a word, and how far those of the next group are; halves of words of ones of the rows that begin one
+  // number later than others; the least offsets; which tile of the layout this one is.
+  int sums[2], next_sum_of_group;
+  std::uint32_t late_rows[2];
+  int least_offset[kRank], number;
 };
 
 /// Where a row's place is in the tables.
@@ -148,7 +151,8 @@ CUTE_DEVICE constexpr int index_of_row(int row) {
 /// The tables of a CTA in shared memory; there are places where there are no boxes.
 struct Tables {
   int2* places;
-  std::uint32_t* offsets;      // with a relative bias, words whose upper kEntryBits count entries of the table
+  std::uint32_t* offsets;
+  std::uint32_t* entries;      // with a relative bias: of the table, and in upper halves of words of sums
   const std::uint16_t* masks;  // of a lane: two pairs' bytes
   // Where rows i and i + 8 of the warp's tile stand in an array of a row for each token and head, counted from
   // its batch entry and head; negative: outside.
@@ -198,6 +202,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, of_warp = (number * region.warps + warp) * region.table;
   tables.places = reinterpret_cast<int2*>(raw + region.shared.places);
   tables.offsets = reinterpret_cast<std::uint32_t*>(raw + region.shared.offsets) + of_warp;
+  tables.entries = reinterpret_cast<std::uint32_t*>(raw + region.shared.entries) + of_warp;
   const MaskBytes masks{reinterpret_cast<std::uint8_t*>(raw + region.shared.masks) + of_warp * 32 + 2 * lane};
   int* row_places = reinterpret_cast<int*>(raw + region.shared.row_places) + warp * kRows;
   tables.masks = reinterpret_cast<const std::uint16_t*>(masks.of_lane);
@@ -214,14 +219,14 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
   int id = blockIdx.x, tile_id = warp, warps_with_rows = 1;
 
   tile.has_rows = true;
-  tile.number = tile.first_entry = 0;
+  tile.number = 0;
   CUTE_UNROLL
   for (int d = 0; d < kRank; ++d) {
     if (p.is_single[d]) {
       tile_rows[d] = extent[d] = 1;
       begin_of_tile[d] = first_row[d] = first[d] = first_column[d] = 0;
       seen[d] = of_tile[d] = make_int2(0, 1);
-      offset[d] = 0;
+      offset[d] = tile.least_offset[d] = 0;
       continue;
     }
     const DeviceAxis& axis = p.axis[d];
@@ -251,10 +256,10 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     of_tile[d] = make_int2(__shfl_sync(0xffffffffu, seen[d].x, 0), __shfl_sync(0xffffffffu, seen[d].y, 16));
     if constexpr (kHasBias) {
       offset[d] = rows.offset(axis, looked_at, of_tile[d].x);
-      if (d == region.table_slowest) {
+      if constexpr (!kRowsAreKeys) {
         const int first_seen = is_row && seen[d].y > seen[d].x ? offset[d] + seen[d].x - of_tile[d].x : INT_MAX;
         const int least = __reduce_min_sync(0xffffffffu, first_seen);
-        tile.first_entry = least == INT_MAX ? 0 : least * region.table_pitch[d];
+        tile.least_offset[d] = least == INT_MAX ? 0 : least;
       }
       tile.number +=
           (residue * axis.q_tiles + ((region_number * most + begin) >> logarithm(region.tile[d]))) * p.tile_pitch[d];
@@ -315,22 +320,32 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
 
   if constexpr (kHasBias) {
     constexpr int kSign = kRowsAreKeys ? -1 : 1, kBytes = sizeof(float);
-    const int pitch = region.table_pitch[0], line_pitch = region.table_pitch[1], column = lane % 4 * 2;
-    tile.next_entry = kSign * kBytes * (wide > 1 ? pitch : line_pitch);
-    tile.next_entry_of_group = kSign * kBytes * high * line_pitch;
+    const int column_x = lane % 4 * 2 & (wide - 1), column_y = lane % 4 * 2 >> wide_shift;
+    tile.next_entry = kSign * kBytes * region.table_pitch[wide > 1 ? 0 : 1];
+    tile.next_entry_of_group = kSign * kBytes * high * region.table_pitch[1];
+    tile.next_sum_of_group = 2 * high * region.sum_pitch[1];
+    const auto is_late = [&](int sum) { return (sum & 1) != 0; };
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      int entry = kSign * ((column & (wide - 1)) * pitch + (column >> wide_shift) * line_pitch), shift_of_row = 0;
+      int entry = kSign * (column_x * region.table_pitch[0] + column_y * region.table_pitch[1]),
+          sum = column_x * region.sum_pitch[0] + column_y * region.sum_pitch[1], shift_of_row = 0;
       CUTE_UNROLL
       for (int d = 0; d < kRank; ++d) {
         const int place = (lane / 4 + 8 * r) >> shift_of_row & (region.tile[d] - 1);
         shift_of_row += logarithm(region.tile[d]);
-        entry += __shfl_sync(0xffffffffu, offset[d], place) * region.table_pitch[d];
+        const int of_row = __shfl_sync(0xffffffffu, offset[d], place);
+        entry += of_row * region.table_pitch[d];
+        if constexpr (!kRowsAreKeys) sum += (of_row - tile.least_offset[d]) * region.sum_pitch[d];
       }
       tile.entry[r] = region.shared.table + kBytes * (region.table_margin + entry);
-      // An entry's sum has two bytes.
-      const int row = region.shared.sums + (warp * kRows + lane / 4 + 8 * r) * bytes_of_sums_row(region.record);
-      tile.sums[r] = row + 2 * (entry - tile.first_entry);
+      if constexpr (!kRowsAreKeys) {
+        const int row = region.shared.sums + (warp * kRows + lane / 4 + 8 * r) * bytes_of_sums_row(region.record);
+        tile.sums[r] = row + 2 * (sum + is_late(sum));
+        // Of rows 2 * (lane % 4) and the next one: what lanes in their columns of accumulators have found.
+        const unsigned late = __ballot_sync(0xffffffffu, is_late(sum));
+        const unsigned of_rows = late >> (lane % 4 * 8);
+        tile.late_rows[r] = ((of_rows & 1) != 0 ? 0xffffu : 0u) | ((of_rows & 0x10) != 0 ? 0xffff0000u : 0u);
+      }
     }
   }
 
@@ -370,13 +385,13 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
       for (int gx = 0; gx < groups[0]; ++gx) {
         const int line = gx * wide + gz * region.pitch[2];
         for (int i = lane; i < line_pairs; i += 32) {
-          std::uint32_t at = (line + 2 * i * pair_rows) * kColumnBytes;
+          tables.offsets[written + i] = (line + 2 * i * pair_rows) * kColumnBytes;
           if constexpr (kHasBias) {
-            const int entry =
-                gx * wide * region.table_pitch[0] + gz * region.table_pitch[2] + 2 * i * high * region.table_pitch[1];
-            at |= static_cast<std::uint32_t>(entry) << kOffsetBits;
+            const auto behind = [&](const int (&pitch)[kRank]) {
+              return static_cast<std::uint32_t>(gx * wide * pitch[0] + gz * pitch[2] + 2 * i * high * pitch[1]);
+            };
+            tables.entries[written + i] = behind(region.table_pitch) | behind(region.sum_pitch) << kEntryBits;
           }
-          tables.offsets[written + i] = at;
         }
         const int line_begin = written;
         written += line_pairs;

@@ -56,16 +56,11 @@ using PairLogits = float[2][4];
 struct PairPlace {
   std::uint32_t across[2], along[2];  // as in Lanes, of each array
   std::uint32_t offset;               // in a stage
-  int entry;                          // of a relative bias: bytes behind the entries that a lane's plan names
-};
+  std::uint32_t entries;              // as Tables has them
 
-/// What a word of Tables::offsets says.
-template <bool kHasBias>
-struct PairWord {
-  std::uint32_t word;
-
-  CUTE_DEVICE std::uint32_t offset() const { return kHasBias ? word & ((1u << kOffsetBits) - 1) : word; }
-  CUTE_DEVICE int entry() const { return kHasBias ? static_cast<int>(word >> kOffsetBits) * 4 : 0; }
+  /// Bytes behind the entries of a relative bias that a lane's plan names, and behind their sums.
+  CUTE_DEVICE int entry() const { return static_cast<int>(entries & 0xffff) * 4; }
+  CUTE_DEVICE int sum() const { return static_cast<int>(entries >> kEntryBits) * 2; }
 };
 
 /// Pairs of groups that are computed at once: where they lie in a stage, and which of their elements are hidden, for
@@ -84,7 +79,7 @@ CUTE_DEVICE void load_bias(PairLogits (&x)[kPairs], const TilePlan& tile, std::u
                            const Pairs<kPairs>& pairs) {
   CUTE_UNROLL
   for (int i = 0; i < 8 * kPairs; ++i) {
-    const int pair = i / 8, h = i / 4 % 2, r = i / 2 % 2, c = i % 2, of_pair = pairs.at[pair].entry;
+    const int pair = i / 8, h = i / 4 % 2, r = i / 2 % 2, c = i % 2, of_pair = pairs.at[pair].entry();
     const std::uint32_t at = stage + tile.entry[r] + (kRowsAreKeys ? -of_pair : of_pair) +
                              h * tile.next_entry_of_group + c * tile.next_entry;
     // Not from one item to the next: volatile.
@@ -181,30 +176,33 @@ CUTE_DEVICE void for_pairs(const TilePlan& tile, const Tables& tables, int addit
     const std::uint32_t across = stage + lanes.across, along = stage + lanes.along,
                         across_second = Columns::in_second(across, tables.second),
                         along_second = Columns::in_second(along, tables.second);
-    const auto place = [&](std::uint32_t word) {
-      const PairWord<kHasBias> of_pair{word};
-      const std::uint32_t at = of_pair.offset();
-      return PairPlace{{across + at, across_second + at}, {along + at, along_second + at}, at, of_pair.entry()};
+    const auto place = [&](std::uint32_t at, std::uint32_t entries) {
+      return PairPlace{{across + at, across_second + at}, {along + at, along_second + at}, at, entries};
     };
     const uint2* offsets = reinterpret_cast<const uint2*>(tables.offsets + first);
+    const uint2* all_entries = reinterpret_cast<const uint2*>(tables.entries + first);
     const std::uint16_t* bits = tables.masks + 16 * first;
     if constexpr (kAtOnce == 1) {
       CUTE_NO_UNROLL
       for (int i = 0; i < pairs; ++i) {
-        call(Pairs<1>{{place(tables.offsets[first + i])}, {spread_bits(bits[i / 2 * 32] >> (i % 2 * 8) & 0xff)}});
+        const std::uint32_t entries = kHasBias ? tables.entries[first + i] : 0;
+        call(Pairs<1>{{place(tables.offsets[first + i], entries)},
+                      {spread_bits(bits[i / 2 * 32] >> (i % 2 * 8) & 0xff)}});
       }
     } else {
       // What the next two pairs need is read while these are computed, after the last ones what nobody looks at.
-      uint2 at = *offsets;
+      uint2 at = *offsets, entries = kHasBias ? *all_entries : uint2{};
       std::uint32_t masks = *bits;
       CUTE_NO_UNROLL
       for (int i = pairs / 2; i > 0; --i) {
-        const Pairs<2> now{{place(at.x), place(at.y)}, {spread_bits(masks & 0xff), spread_bits(masks >> 8)}};
+        const Pairs<2> now{{place(at.x, entries.x), place(at.y, entries.y)},
+                           {spread_bits(masks & 0xff), spread_bits(masks >> 8)}};
         at = *++offsets;
+        if constexpr (kHasBias) entries = *++all_entries;
         masks = *(bits += 32);
         call(now);
       }
-      if (pairs % 2 != 0) call(Pairs<1>{{place(at.x)}, {spread_bits(masks & 0xff)}});
+      if (pairs % 2 != 0) call(Pairs<1>{{place(at.x, entries.x)}, {spread_bits(masks & 0xff)}});
     }
   };
   for_range(tile.lanes, 0, tile.pairs);

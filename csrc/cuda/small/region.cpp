@@ -172,22 +172,31 @@ bool widen_box(const Side (&sides)[kRank], const Region& region, const std::int6
 bool lay_out_table(const Problem& problem, const std::int64_t (&groups)[kRank], Region& region) {
   const BiasTable table(problem.axes);
   if (table.offsets.entries > kMostBiasEntries) return false;
-  region.table_entries = static_cast<int>(table.padded);
-  std::int64_t margin = 0, last_pair = 0;
+  // Rows beside the only token of a dimension are not hidden: nobody asks for them, but sums would count them.
   for (int i = 0; i < kRank; ++i) {
-    const std::int64_t pitch = table.offsets.pitch[region.dimension[i]];
+    if (region.tile[i] > 1 && problem.axes[region.dimension[i]].query.extent == 1) return false;
+  }
+  std::int64_t tile[kRank], group[kRank];
+  for (int i = 0; i < kRank; ++i) {
+    tile[region.dimension[i]] = region.tile[i];
+    group[region.dimension[i]] = region.group[i];
+  }
+  const RecordLayout record(problem.axes, tile, region.dimension[region.group[0] > 1 ? 0 : 1]);
+  region.table_entries = static_cast<int>(table.padded);
+  region.record = static_cast<int>(most_numbers(problem.axes, tile, group));
+  std::int64_t margin = 0, last_entry = 0, last_sum = 0;
+  for (int i = 0; i < kRank; ++i) {
+    const std::int64_t pitch = table.offsets.pitch[region.dimension[i]], sum_pitch = record.pitch[region.dimension[i]];
     // The last group of a line of pairs may be none of the window's.
-    const std::int64_t most_groups = i == 1 ? 2 * divide_up(groups[i], 2) : groups[i];
+    const std::int64_t columns = (i == 1 ? 2 * divide_up(groups[i], 2) : groups[i]) * region.group[i];
     margin += (region.tile[i] - 1 + region.group[i] * (i == 1 ? 2 : 1) - 1) * pitch;
-    last_pair += most_groups * region.group[i] * pitch;
+    last_entry += columns * pitch;
+    last_sum += columns * sum_pitch;
     region.table_pitch[i] = static_cast<int>(pitch);
-    if (region.dimension[i] == table.slowest) {
-      region.table_slowest = i;
-      region.record = static_cast<int>(table.record(problem.axes[table.slowest].window, region.tile[i]));
-    }
+    region.sum_pitch[i] = static_cast<int>(sum_pitch);
   }
   region.table_margin = static_cast<int>(divide_up(margin, kEntriesOfChunk) * kEntriesOfChunk);
-  return last_pair < std::int64_t{1} << kEntryBits;
+  return std::max(last_entry, last_sum) < std::int64_t{1} << kEntryBits;
 }
 
 /// Works out what follows from the number of tiles in each dimension; false where a CTA lacks the memory for it.
@@ -236,6 +245,7 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
   take(shared.box_state, region.has_boxes ? kAlignment : 0);
   take(shared.places, region.has_boxes ? 0 : 8 * plane * box[2]);
   take(shared.offsets, 4 * plans * region.warps * entries);
+  take(shared.entries, problem.has_relative_bias ? 4 * plans * region.warps * entries : 0);
   take(shared.masks, 32 * plans * region.warps * entries);
   take(shared.row_places, 4 * kRows * region.warps);
   const bool has_sums =

@@ -28,6 +28,7 @@ struct Device {
 struct SharedLayout {
   int places;      ///< int2 for each column of the box: its token, and where it lies in a stage.
   int offsets;     ///< uint32 for each warp and pair of groups: where it lies in a stage.
+  int entries;     ///< The same with a relative bias: how far its entries are behind the first ones, and their sums.
   int masks;       ///< A byte for each warp, pair and lane, those of two pairs that are computed at once side by side.
   int row_places;  ///< int for each row.
   int box_state;   ///< BoxState, for boxes.
@@ -63,9 +64,9 @@ struct Region {
   // Of a relative bias, in entries of a head's table; all zeros where there is none.
   int table_pitch[kRank];  ///< From one offset to the next.
   int table_entries;
-  int table_margin;   ///< How far outside of the table columns lie that a group has and no row sees.
-  int table_slowest;  ///< The dimension whose offsets are farthest apart.
-  int record;         ///< Numbers of a tile's record.
+  int table_margin;      ///< How far outside of the table columns lie that a group has and no row sees.
+  int record;            ///< Numbers of a tile's record.
+  int sum_pitch[kRank];  ///< In a record, as table_pitch.
   int warps;
   int stages;
   int ctas;            ///< That a multiprocessor has the shared memory for.

@@ -53,6 +53,10 @@ constexpr Costs costs_of(Kernel kernel, bool has_boxes) {
   return {};
 }
 
+/// The `waiting` of all gradients of whole layouts with a relative bias: those of 7 x 7 tokens took twice as long with
+/// 8 warps on a multiprocessor as with 16.
+constexpr double kWaitingOfWhole = 5, kEnoughWarps = 16;
+
 /// Tokens of a tile's rows that are loaded or stored: of the arrays that a kernel reads or writes by rows.
 constexpr double row_tokens(Kernel kernel) {
   // Two arrays count as one: a query and its output in the forward pass, else four arrays or three.
@@ -88,8 +92,12 @@ double estimate(Kernel kernel, int head_dim, const Region& region, const Shares&
   const double warps = region.warps * resident, unevenness = std::ceil(warps / 4) * 4 / warps - 1;
   const double wider = head_dim == 32 ? 1 : head_dim == 64 ? costs.of_64 : costs.of_128;
   // A warp alone takes `waiting` times as long for a tile as many side by side take for each.
-  const double tile = (costs.pair * region.pairs + costs.tile) * wider * (1 + costs.uneven * unevenness) *
-                      std::hypot(1., costs.waiting / warps);
+  // Sums for a relative bias take so much memory that few warps may be left; without them, there are always enough.
+  const bool may_wait = kernel == Kernel::kWholeGradient && region.record > 0;
+  const double alone = may_wait
+                           ? std::hypot(1., kWaitingOfWhole / warps) / std::hypot(1., kWaitingOfWhole / kEnoughWarps)
+                           : std::hypot(1., costs.waiting / warps);
+  const double tile = (costs.pair * region.pairs + costs.tile) * wider * (1 + costs.uneven * unevenness) * alone;
   const double overlap = resident * (1 + costs.staged * (region.stages - 1));
   // Two boxes of a stage count as one column.
   const double columns = region.box * (boxes_of(kernel) / 2.);

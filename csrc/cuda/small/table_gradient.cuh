@@ -25,24 +25,37 @@ CUTE_DEVICE bool has_queries(const TableParams& p, int tile) {
 
 /// A CTA adds up a part of the tiles of a batch entry and head; a thread has every few of the table's entries.
 __global__ void __launch_bounds__(1024) natten_jax_small_table_gradient(const __grid_constant__ TableParams p) {
-  __shared__ int first_entry[kTilesOfSum];
+  __shared__ int least_offset[kTilesOfSum][kRank];
   const std::int64_t item = blockIdx.x, numbers = p.record + kRecordHeader;
   const int first = blockIdx.y * kTilesOfSum, count = min(kTilesOfSum, p.tiles - first);
   const float* records = p.records + (item * p.tiles + first) * numbers;
   if (threadIdx.x < count) {
+    const int4 header = *reinterpret_cast<const int4*>(records + threadIdx.x * numbers + p.record);
     // A tile without queries has written nothing: no entry is among those of its record.
-    first_entry[threadIdx.x] = has_queries(p, first + threadIdx.x)
-                                   ? reinterpret_cast<const int*>(records + threadIdx.x * numbers)[p.record]
-                                   : INT_MAX / 2;
+    const bool is_written = has_queries(p, first + threadIdx.x);
+    least_offset[threadIdx.x][0] = is_written ? header.x : 1 << 20;
+    least_offset[threadIdx.x][1] = header.y;
+    least_offset[threadIdx.x][2] = header.z;
   }
   __syncthreads();
   float* sums = p.sums + (std::int64_t{blockIdx.y} * gridDim.x + item) * p.entries;
   for (int entry = threadIdx.x; entry < p.entries; entry += blockDim.x) {
+    int offset[kRank], rest = entry;
+    CUTE_UNROLL
+    for (int d = kRank - 1; d >= 0; --d) p.by_offsets[d](rest, offset[d], rest);
+    // Numbers that fill up the table are those of no offset.
     float sum = 0.f;
 #pragma unroll 8
     for (int tile = 0; tile < count; ++tile) {
-      const int at = entry - first_entry[tile];
-      if (at >= 0 && at < p.record) sum += records[tile * numbers + at];
+      int at = 0;
+      bool is_there = rest == 0;
+      CUTE_UNROLL
+      for (int d = 0; d < kRank; ++d) {
+        const int place = offset[d] - least_offset[tile][d];
+        is_there &= place >= 0 && place < p.extent[d];
+        at += place * p.pitch[d];
+      }
+      if (is_there) sum += records[tile * numbers + at];
     }
     sums[entry] = sum;
   }

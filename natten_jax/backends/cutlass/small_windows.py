@@ -71,11 +71,11 @@ def _table_sums(plan: Plan, operands: Operands) -> list[ResultType]:
         return [ResultType((0,), jnp.float32)] * 2
     problem = plan.problem
     *_, x, y, z, _, _ = with_kernel_rank(operands.inputs.query, problem.rank).shape
-    _, tile = with_kernel_tiles(problem, plan.tiles)
-    sums = native.bias_sums(axis_rows(problem), (x, y, z), tile)
+    group, tile = with_kernel_tiles(problem, plan.tiles)
+    sums = native.bias_sums(axis_rows(problem), (x, y, z), tile, group)
     batch, heads, entries = tables.shape
     shapes: list[tuple[Any, ...]] = [
-        (batch, heads, sums.tiles, sums.numbers),
+        (batch, heads, sums.tiles, sums.record),
         (sums.parts, batch, heads, entries + -entries % _STEP),
     ]
     return [ResultType(shape, jnp.float32) for shape in shapes]
@@ -116,4 +116,4 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Output) 
         ],
     )
     own = operands.inputs.relative_bias
-    return found if own is None else found._replace(relative_bias=jnp.sum(table_sums, axis=0)[..., : own.shape[-1]])
+    return found if own is None else found._replace(relative_bias=jnp.sum(table_sums[..., : own.shape[-1]], axis=0))
