@@ -1,7 +1,6 @@
 """Which boxes of keys a tile of queries visits along one token dimension, and which tiles of queries a tile of keys.
 
-Everything here is counted inside a dilation group, where windows are contiguous. Tables are NumPy arrays where a call
-has all tokens; where it has some of them, whose first may depend on the device, they are computed by the program.
+Everything here is counted inside a dilation group, where windows are contiguous.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.windows import Axis, group_length
-
-Table = Any  # numpy.ndarray or jax.Array, int32
+from natten_jax.backends.tile_windows import Table, TileWindows
+from natten_jax.windows import Axis
 
 #: Columns of :attr:`Visits.boxes`.
 START, COUNT, HULL_END, CORE_FIRST, CORE_END, KEY_GROUP = range(6)
@@ -111,48 +109,19 @@ class Visits:
             alignment: Boxes begin at multiples of this.
         """
         xp: ModuleType = np if origins is None else jnp
-        q_origin, kv_origin = (0, 0) if origins is None else origins
-        d = lengths.groups
-        group = xp.arange(d)[:, None]
-        local = group + xp.arange(lengths.queries) * d
-        token = xp.minimum(q_origin + local, axis.query_extent - 1)  # where there is no query, any
-        residue = (q_origin + group) % d
-        key_group = (residue - kv_origin) % d
-        first, end = axis.bounds(token // d, axis.lengths(residue), xp=xp)
-        base, own = (kv_origin + key_group) // d, group_length(keys, d, key_group)
-        first, end = (lengths.before + xp.clip(bound - base, 0, own) for bound in (first, end))
-        is_query = local < queries
-        sees = is_query & (first < end)
-        by_tile = (d, lengths.q_tiles, lengths.q_tile)
-
-        def of_tiles(values: Table, where: Table, other: int, reduce: Any) -> Table:
-            return reduce(xp.where(where, values, other).reshape(by_tile), axis=-1)
-
-        hull_first = of_tiles(first, sees, lengths.keys, xp.min)
-        hull_end = of_tiles(end, sees, 0, xp.max)
-        core_first = of_tiles(first, is_query, 0, xp.max)
-        core_end = of_tiles(end, is_query, lengths.keys, xp.min)
-        box = lengths.kv_tile
-        start = hull_first // alignment * alignment
-        count = xp.maximum(-(-(hull_end - start) // box), 0)
-        columns = (start, count, hull_end, core_first, core_end, xp.broadcast_to(key_group, start.shape))
-        boxes = xp.stack(columns, axis=-1).astype(np.int32)
-
-        tile_first = (xp.arange(lengths.kv_tiles) * box)[:, None]
-        meets = (hull_first[:, None] < tile_first + box) & (hull_end[:, None] > tile_first)
-        any_ = meets.any(axis=-1)
-        first_tile = xp.where(any_, xp.argmax(meets, axis=-1), 0)
-        last_tile = lengths.q_tiles - 1 - xp.argmax(meets[..., ::-1], axis=-1)
-        tiles = xp.stack([first_tile, xp.where(any_, last_tile + 1 - first_tile, 0)], axis=-1).astype(np.int32)
-
-        bounds = xp.stack([xp.where(sees, first, 0), xp.where(sees, end, 0)], axis=-2).astype(np.int32)
-        bounds = xp.moveaxis(bounds.reshape(d, 2, lengths.q_tiles, lengths.q_tile), 1, 2)
+        q_tile, box = lengths.q_tile, lengths.kv_tile
+        windows = TileWindows.of(
+            axis, q_tile, lengths.q_tiles, queries, keys, origins, before=lengths.before, most=lengths.keys
+        )
+        start, count = windows.boxes(box, alignment)
+        boxes = xp.stack((start, count, windows.hull[1], *windows.core, windows.key_group), axis=-1).astype(np.int32)
+        tiles = windows.seeing(box, lengths.kv_tiles)
         if origins is None:
             most = int(count.max()), int(count.min()), int(tiles[..., 1].max())
         else:
             # Near an edge a key may be seen from half a window further.
             window = axis.kernel_size + axis.stride
-            reach = min(lengths.keys, window + lengths.q_tile + alignment)
-            seeing = min(lengths.queries, window + axis.kernel_size // 2 + box + lengths.q_tile)
-            most = -(-reach // box), 0, -(-seeing // lengths.q_tile)
-        return cls(lengths, bounds, boxes, tiles, *most)
+            reach = min(lengths.keys, window + q_tile + alignment)
+            seeing = min(lengths.queries, window + axis.kernel_size // 2 + box + q_tile)
+            most = -(-reach // box), 0, -(-seeing // q_tile)
+        return cls(lengths, windows.bounds, boxes, tiles, *most)
