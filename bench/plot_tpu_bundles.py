@@ -26,22 +26,22 @@ _TICKS = 1, 2, 4
 
 
 def draw(records: dict[str, dict[str, Any]], path: Path) -> None:
-    """How many times natten_jax's bundles others have in the forward pass, by problem: three of them at most."""
+    """How many times natten_jax's bundles others have in the forward pass, by problem, in a panel for each chip."""
     rows = [name for name in NAMES if all(name in record["results"] for record in records.values())]
-    points: dict[str, dict[int, float]] = {}
-    for side, counted, label in (("splash", "bundles", "splash"), ("flex", "program", "plain JAX")):
-        for chip, record in records.items():
-            sides = [record["results"][name]["forward"] for name in rows]
-            found = {
+    panels: dict[str, dict[str, dict[int, float]]] = {}
+    for chip, record in records.items():
+        sides = [record["results"][name]["forward"] for name in rows]
+        panels[chip] = {
+            label: {
                 row: each[side][counted] / each["natten_jax"][counted]
                 for row, each in enumerate(sides)
                 if counted in each.get(side, {})
             }
-            if found:
-                points[f"{label}, {chip}"] = found
+            for side, counted, label in (("splash", "bundles", "splash"), ("flex", "program", "plain JAX"))
+        }
     about = "bundles, in those of natten_jax: static schedule, not measured\nforward pass, bfloat16"
     with style():
-        save(dots([NAMES[name] for name in rows], {"": points}, about, _TICKS, row_height=0.5), path)
+        save(dots([NAMES[name] for name in rows], panels, about, _TICKS, row_height=0.5), path)
 
 
 def main() -> None:
