@@ -47,7 +47,7 @@ from natten_jax.profiler.cli.whole_files import write_text
 SIDES = ("natten_jax", "flex", "splash", "dense")
 #: Tokens of a block of queries, and of keys, of splash attention.
 SPLASH_BLOCKS = ((512, 512), (512, 1024))
-DENSE_BLOCK = 512
+DENSE_BLOCKS = 512, 256, 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,11 +181,23 @@ def _proxy_mask() -> Any:
     )
 
 
+def dense_block(row: Row) -> int:
+    """Tokens of a block of queries or keys: the largest that divides the layout's.
+
+    Raises:
+        ValueError: None does.
+    """
+    tokens = math.prod(row.layout)
+    for size in DENSE_BLOCKS:
+        if tokens % size == 0:
+            return size
+    raise ValueError(f"JAX's flash attention takes no {tokens} tokens: its blocks have a multiple of 128")
+
+
 def _dense(row: Row, blocks: Any) -> tuple[Any, list[Any]]:
     from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes, flash_attention
 
-    tokens = math.prod(row.layout)
-    size = next(size for size in (DENSE_BLOCK, 448, 128, 64) if tokens % size == 0)
+    tokens, size = math.prod(row.layout), dense_block(row)
     names = [field.name for field in dataclasses.fields(BlockSizes)]
     sizes = BlockSizes(**{name: 1 if name == "block_b" else size for name in names})
     array = jax.ShapeDtypeStruct((row.batch, row.heads, tokens, row.head_dim), jnp.bfloat16)
@@ -282,8 +294,7 @@ def count_dense(row: Row, compiled: Compiled) -> dict[str, Any]:
             continue
         program = Program.parse(text)
         steps = next(s.trips for s in program.spans if s.is_loop and program.multiplies(s)) or 0
-        tokens = math.prod(row.layout)
-        tiles = row.batch * row.heads * -(-tokens // DENSE_BLOCK)
+        tiles = row.batch * row.heads * (math.prod(row.layout) // dense_block(row))
         active = (steps - 2 + tiles) // 2 if row.is_causal else steps - 2
         executions = Executions(steps - 2, active, tiles, (active,))
         weights = bundles.of_kernel(program, executions)
