@@ -22,7 +22,9 @@ NAMES = {
     "NAT s1": "NAT, stage 1",
     "64x64 k7": "image 64x64,\nwindow 7x7",
 }
-_TICKS = 1, 2, 4
+#: Sides of a record, what is counted of them, and what they are called.
+_SIDES = ("splash", "bundles", "splash"), ("flex", "program", "plain JAX"), ("dense", "bundles", "dense")
+_TICKS = 1, 2, 4, 8
 
 
 def draw(records: dict[str, dict[str, Any]], path: Path) -> None:
@@ -37,7 +39,7 @@ def draw(records: dict[str, dict[str, Any]], path: Path) -> None:
                 for row, each in enumerate(sides)
                 if counted in each.get(side, {})
             }
-            for side, counted, label in (("splash", "bundles", "splash"), ("flex", "program", "plain JAX"))
+            for side, counted, label in _SIDES
         }
     about = "bundles, in those of natten_jax: static schedule, not measured\nforward pass, bfloat16"
     with style():
