@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ("tpu", "python-alone", "aarch64", "cuda12")
+SCRIPTS = ("tpu", "blackwell", "python-alone", "aarch64", "cuda12")
 TOOLS = ("ccache", "aarch64-linux-gnu-g++", "qemu-aarch64")
 #: Nothing else of this machine is on the path.
 SYSTEM: tuple[str, ...] = ("ar", "bash", "cat", "chmod", "cp", "dirname", "env", "grep", "ls")

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 
 from natten_jax.arrays.operands import Operands
 from natten_jax.backends.blackwell.layout import PIECE, Lines
@@ -265,8 +266,8 @@ def call_of(plan: Plan, operands: Operands) -> Call:
 
 
 def blocks_of(items: int) -> int:
-    """Blocks of a persistent launch."""
-    return min(items, MULTIPROCESSORS)
+    """Blocks of a persistent launch; where the batch size is a symbol, some may have nothing to do."""
+    return MULTIPROCESSORS if export.is_symbolic_dim(items) else min(items, MULTIPROCESSORS)
 
 
 def with_kernel_rank(tile: Sequence[int]) -> tuple[int, ...]:
