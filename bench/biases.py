@@ -12,7 +12,6 @@ Example:
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -21,12 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from lib import command
-from lib.environment import environment
+from lib.record import save
 from lib.timing import Runner, compile_backward, compile_runner
-from small import ROWS, Row, figures_of
+from small import ROWS, Row, figures_of, shown
 
 from natten_jax.performance import PASSES, Pass
-from natten_jax.profiler.cli.whole_files import write_text
 
 #: What a call has beside query, key and value.
 SIDES = ("plain", "relative_bias", "key_bias", "sinks")
@@ -80,22 +78,14 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    records, of_run = [], environment()
+    results: list[dict[str, Any]] = []
     for row in ROWS:
         if not re.search(options.only, row.name):
             continue
         for pass_ in options.passes:
-            records.append(measure(row, pass_, options.sides, options.turns))
-            shown = [
-                f"{name} {side['us']:.1f} us ({side['times plain']:.2f})"
-                if isinstance(side, dict)
-                else f"{name}: {side}"
-                for name, side in records[-1]["sides"].items()
-            ]
-            print(f"{row.name:12} {pass_:8} " + ", ".join(shown), flush=True)
-            if options.json is not None:
-                # After each row: what was measured stays when a run is cut off.
-                write_text(options.json, json.dumps({"environment": of_run, "records": records}, indent=1) + "\n")
+            results.append(measure(row, pass_, options.sides, options.turns))
+            print(f"{row.name:12} {pass_:8} {shown(results[-1]['sides'], 'plain')}", flush=True)
+            save(results, options.json)
 
 
 if __name__ == "__main__":

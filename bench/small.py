@@ -186,6 +186,14 @@ def figures_of(sides: Mapping[str, Runner | str], turns: int) -> dict[str, Any]:
     return figures
 
 
+def shown(sides: Mapping[str, Any], base: str) -> str:
+    """Figures of sides, and how many times those of one of them they are; or why they have none."""
+    return ", ".join(
+        f"{name} {side['us']:.1f} us ({side[f'times {base}']:.2f})" if isinstance(side, dict) else f"{name}: {side}"
+        for name, side in sides.items()
+    )
+
+
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -202,13 +210,7 @@ def main() -> None:
         for pass_ in options.passes:
             record = measure(row, pass_, options.families, options.turns)
             records.append(record)
-            shown = [
-                f"{name} {side['us']:.1f} us ({side['times copy']:.2f})"
-                if isinstance(side, dict)
-                else f"{name}: {side}"
-                for name, side in record["sides"].items()
-            ]
-            print(f"{row.name:12} {pass_:8} " + ", ".join(shown), flush=True)
+            print(f"{row.name:12} {pass_:8} {shown(record['sides'], 'copy')}", flush=True)
             if options.json is not None:
                 # After each row: what was measured stays when a run is cut off.
                 content = {"environment": of_run, "records": records}
