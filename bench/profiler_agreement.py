@@ -73,8 +73,7 @@ def attend(options: Options, query: jax.Array, key: jax.Array, value: jax.Array)
     if options.is_baseline:
         return baselines.attend(str(options.backend), query, key, value)
     operator = getattr(natten_jax, f"na{options.rank}d")
-    window = options.window_size, options.stride, options.dilation, options.causal
-    return operator(query, key, value, *window)
+    return operator(query, key, value, **options.window._asdict())
 
 
 def wall_seconds(function: Callable[..., Any], arrays: tuple[jax.Array, ...]) -> float:

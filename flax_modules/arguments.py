@@ -16,7 +16,7 @@ from natten_jax import backends
 from natten_jax.arguments.boxes import Counts, Origin
 from natten_jax.arguments.natten_names import known_arguments
 from natten_jax.arguments.scale import checked_scale
-from natten_jax.arguments.static import Bools, Ints, flag, hashable, shown
+from natten_jax.arguments.static import Ints, flag, hashable, shown
 from natten_jax.element_types import ELEMENT_TYPES
 from natten_jax.ops.arrays import check_array
 from natten_jax.ops.attention_kwargs import checked_attention_kwargs
@@ -24,7 +24,7 @@ from natten_jax.ops.neighborhood import na1d, na2d, na3d
 from natten_jax.ops.neighborhood_weights import neighborhood_apply, neighborhood_weights
 from natten_jax.ops.quantization import float8_name
 from natten_jax.performance import PERFORMANCE_NAMES, PerformanceArguments, performance_of
-from natten_jax.windows import Edges, WindowArguments
+from natten_jax.windows import WindowArguments, WindowOptions
 
 _OPERATORS = {1: na1d, 2: na2d, 3: na3d}
 
@@ -39,6 +39,10 @@ class Performance(PerformanceArguments, total=False):
     attention_kwargs: Mapping[str, Any] | None
     backend: str | None
     fp8: str | None
+
+
+class Options(WindowOptions, Performance, total=False):
+    """What modules take as the operators do, by keyword and without a word of their own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,11 +128,6 @@ def _dropping(drop: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array
         query: jax.Array,
         key: jax.Array,
         value: jax.Array,
-        kernel_size: Ints,
-        stride: Ints,
-        dilation: Ints,
-        is_causal: Bools,
-        edges: Edges,
         *,
         scale: float | None,
         relative_bias: jax.Array | None,
@@ -145,11 +144,9 @@ def _dropping(drop: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array
             AttentionDropoutWarning,
             stacklevel=2,
         )
-        window = stride, dilation, is_causal
-        weights = neighborhood_weights(
-            query, key, kernel_size, *window, scale, edges=edges, relative_bias=relative_bias
-        )
-        return neighborhood_apply(drop(weights), value, kernel_size, *window, edges=edges)
+        window = {name: others[name] for name in WindowArguments._fields}
+        weights = neighborhood_weights(query, key, **window, scale=scale, relative_bias=relative_bias)
+        return neighborhood_apply(drop(weights), value, **window)
 
     return attend
 

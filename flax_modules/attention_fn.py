@@ -12,15 +12,16 @@ from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 from natten_jax.arguments.natten_names import explained
 from natten_jax.arguments.stand_ins import array_of
 from natten_jax.arguments.static import Bools, Ints
-from natten_jax.windows import Edges, WindowArguments
+from natten_jax.windows import WINDOW_OPTIONS, WindowArguments
 
 from . import arguments
-from .arguments import Neighborhood, Performance
+from .arguments import Neighborhood, Options, Performance
 
 __all__ = ["NeighborhoodAttentionFn", "neighborhood_attention_fn"]
 
 
 @explained(Performance.__annotations__)
+@WINDOW_OPTIONS.shown(performance=Performance)
 def neighborhood_attention_fn(
     kernel_size: Ints,
     stride: Ints = 1,
@@ -28,9 +29,8 @@ def neighborhood_attention_fn(
     is_causal: Bools = False,
     scale: float | None = None,
     *,
-    edges: Edges = "shift",
     clamp_window: bool = False,
-    **performance: Unpack[Performance],
+    **options: Unpack[Options],
 ) -> NeighborhoodAttentionFn:
     """Make an ``attention_fn`` for ``flax.nnx`` and ``flax.linen``.
 
@@ -55,8 +55,7 @@ def neighborhood_attention_fn(
         dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` fits the layout.
         is_causal: Whether later keys are hidden.
         scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``, which is what Flax does.
-        edges: What becomes of a window that reaches over the ends: ``"shift"`` moves it inside, ``"cut"`` leaves it the
-            keys that exist, ``"wrap"`` goes on at the other end.
+        {WindowOptions}
         clamp_window: Whether windows that are larger than the layout become the largest that fit.
         **performance: ``backend``, ``fp8`` and the other performance arguments of :func:`natten_jax.na1d`.
 
@@ -67,8 +66,8 @@ def neighborhood_attention_fn(
         ValueError: A value breaks a rule above, or ``backend`` is unknown.
         TypeError: An argument is of the wrong type.
     """
-    window = WindowArguments(kernel_size, stride, dilation, is_causal, edges)
-    settings = {**window._asdict(), "scale": scale, "clamp_window": clamp_window, **performance}
+    window = WindowArguments(kernel_size, stride, dilation, is_causal).taking(options)
+    settings = {**window._asdict(), "scale": scale, "clamp_window": clamp_window, **options}
     return NeighborhoodAttentionFn(arguments.frozen(settings))
 
 

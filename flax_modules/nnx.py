@@ -17,10 +17,10 @@ from natten_jax.arguments.boxes import Counts, Origin
 from natten_jax.arguments.natten_names import explained
 from natten_jax.arguments.stand_ins import array_of
 from natten_jax.arguments.static import Bools, Ints
-from natten_jax.windows import Edges, WindowArguments
+from natten_jax.windows import WINDOW_OPTIONS, WindowArguments
 
 from . import arguments
-from .arguments import Performance
+from .arguments import Options, Performance
 from .documentation import document
 from .partitioning import check_metadata
 
@@ -33,6 +33,7 @@ class NeighborhoodAttention(nnx.Module):
     rank: ClassVar[int]
 
     @explained(Performance.__annotations__)
+    @WINDOW_OPTIONS.shown(performance=Performance)
     def __init__(
         self,
         in_features: int,
@@ -42,7 +43,6 @@ class NeighborhoodAttention(nnx.Module):
         stride: Ints = 1,
         dilation: Ints = 1,
         is_causal: Bools = False,
-        edges: Edges = "shift",
         clamp_window: bool = False,
         relative_bias: bool = False,
         qkv_bias: bool = True,
@@ -70,7 +70,7 @@ class NeighborhoodAttention(nnx.Module):
         kv_bias_metadata: Mapping[str, Any] | None = None,
         out_bias_metadata: Mapping[str, Any] | None = None,
         rngs: nnx.Rngs,
-        **performance: Unpack[Performance],
+        **options: Unpack[Options],
     ) -> None:
         arguments.check_dropout(attn_drop, proj_drop)
         self.in_features = in_features
@@ -78,7 +78,8 @@ class NeighborhoodAttention(nnx.Module):
         self.num_heads, self.num_kv_heads = arguments.head_counts(num_heads, num_kv_heads)
         self.head_dim = arguments.head_dim(num_heads, in_features, qkv_features)
         arguments.check_positive(out_features=self.out_features)
-        window = WindowArguments(kernel_size, stride, dilation, is_causal, edges)
+        performance: Any = options
+        window = WindowArguments(kernel_size, stride, dilation, is_causal).taking(performance)
         self.neighborhood = arguments.neighborhood(
             type(self).__name__,
             self.rank,

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
+from natten_jax.arguments.natten_names import explained
 from natten_jax.arguments.static import Bools, Ints, python_int, shown
 from natten_jax.problem import problem_of
-from natten_jax.windows import Axis, Edge, Edges, WindowArguments
+from natten_jax.windows import WINDOW_OPTIONS, Axis, WindowArguments, WindowOptions
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,6 +27,8 @@ _QUERY, _SHARED = "#e08a2c", "#1f5f99"
 _CELL = 0.94  # of the distance between cells
 
 
+@explained()
+@WINDOW_OPTIONS.shown()
 def window_mask(
     layout: Sequence[int],
     query: Sequence[int],
@@ -33,7 +36,7 @@ def window_mask(
     stride: Ints = 1,
     dilation: Ints = 1,
     is_causal: Bools = False,
-    edges: Edges = "shift",
+    **options: Unpack[WindowOptions],
 ) -> np.ndarray:
     """The keys that one query sees.
 
@@ -47,11 +50,11 @@ def window_mask(
     Args:
         layout: Tokens per dimension, one to three or more of them.
         query: The query's coordinates.
-        kernel_size: Window extent, and so on for the next four as in :func:`natten_jax.na1d` and its like.
+        kernel_size: Window extent, and so on for the next three as in :func:`natten_jax.na1d` and its like.
         stride: Queries that share a window.
         dilation: Distance between neighboring tokens of a window.
         is_causal: Whether later keys are hidden.
-        edges: What becomes of windows that reach over the ends: ``"shift"``, ``"cut"`` or ``"wrap"``.
+        {WindowOptions}
 
     Returns:
         Booleans of the layout's shape.
@@ -60,11 +63,13 @@ def window_mask(
         ValueError: A value breaks a rule of the operators, or the query is outside of the layout.
         TypeError: An argument is of the wrong type.
     """
-    axes = _axes(layout, kernel_size, stride, dilation, is_causal, edges)
+    axes = problem_of(layout, kernel_size, stride, dilation, is_causal, **options).axes
     lines = [_line_masks(axis)[each] for axis, each in zip(axes, _coordinates(query, axes), strict=True)]
     return functools.reduce(np.logical_and.outer, lines)
 
 
+@explained()
+@WINDOW_OPTIONS.shown()
 def plot_window(
     layout: Sequence[int],
     query: Sequence[int],
@@ -72,10 +77,10 @@ def plot_window(
     stride: Ints = 1,
     dilation: Ints = 1,
     is_causal: Bools = False,
-    edges: Edges = "shift",
     *,
     ax: Axes | None = None,
     title: str | None = None,
+    **options: Unpack[WindowOptions],
 ) -> Axes:
     """Draw the keys that one query sees, and the queries that share its window.
 
@@ -90,11 +95,11 @@ def plot_window(
     Args:
         layout: Tokens per dimension, one to three of them.
         query: The query's coordinates.
-        kernel_size: Window extent, and so on for the next four as in :func:`natten_jax.na1d` and its like.
+        kernel_size: Window extent, and so on for the next three as in :func:`natten_jax.na1d` and its like.
         stride: Queries that share a window.
         dilation: Distance between neighboring tokens of a window.
         is_causal: Whether later keys are hidden.
-        edges: What becomes of windows that reach over the ends: ``"shift"``, ``"cut"`` or ``"wrap"``.
+        {WindowOptions}
         ax: Matplotlib axes to draw on; ``None`` makes a figure.
         title: Text above; ``None`` says what the window is.
 
@@ -106,7 +111,7 @@ def plot_window(
         TypeError: An argument is of the wrong type.
         ImportError: Matplotlib is not installed.
     """
-    axes = _axes(layout, kernel_size, stride, dilation, is_causal, edges)
+    axes = problem_of(layout, kernel_size, stride, dilation, is_causal, **options).axes
     if len(axes) > 3:
         raise ValueError(f"layout must have one to three dimensions to be drawn, got {shown(layout)}")
     at = _coordinates(query, axes)
@@ -114,7 +119,7 @@ def plot_window(
         np.logical_and.outer,
         [(masks == masks[each]).all(1) for masks, each in zip(map(_line_masks, axes), at, strict=True)],
     )
-    seen = _slices(window_mask(layout, at, kernel_size, stride, dilation, is_causal, edges))
+    seen = _slices(window_mask(layout, at, kernel_size, stride, dilation, is_causal, **options))
     ax = _draw_cells(ax, seen)
     is_query = np.zeros(sharing.shape, bool)
     is_query[at] = True
@@ -126,16 +131,18 @@ def plot_window(
     return ax
 
 
+@explained()
+@WINDOW_OPTIONS.shown()
 def plot_windows(
     extent: int,
     kernel_size: int,
     stride: int = 1,
     dilation: int = 1,
     is_causal: bool = False,
-    edges: Edge = "shift",
     *,
     ax: Axes | None = None,
     title: str | None = None,
+    **options: Unpack[WindowOptions],
 ) -> Axes:
     """Draw all windows of one dimension: a row for every query, a column for every key.
 
@@ -149,7 +156,7 @@ def plot_windows(
         stride: Queries that share a window.
         dilation: Distance between neighboring tokens of a window.
         is_causal: Whether later keys are hidden.
-        edges: What becomes of windows that reach over the ends: ``"shift"``, ``"cut"`` or ``"wrap"``.
+        {WindowOptions}
         ax: Matplotlib axes to draw on; ``None`` makes a figure.
         title: Text above; ``None`` says what the windows are.
 
@@ -161,7 +168,7 @@ def plot_windows(
         TypeError: An argument is of the wrong type.
         ImportError: Matplotlib is not installed.
     """
-    (axis,) = _axes((extent,), kernel_size, stride, dilation, is_causal, edges)
+    (axis,) = problem_of((extent,), kernel_size, stride, dilation, is_causal, **options).axes
     seen = _line_masks(axis)
     ax = _draw_cells(ax, (seen, np.ones_like(seen)))
     itself = np.arange(extent)
@@ -170,10 +177,6 @@ def plot_windows(
     ax.set_ylabel("queries", fontsize="medium")
     ax.set_title(_described((axis,)) if title is None else title, fontsize="medium")
     return ax
-
-
-def _axes(layout: Sequence[int], *window: Any) -> tuple[Axis, ...]:
-    return problem_of(layout, *window).axes
 
 
 def _coordinates(query: Sequence[int], axes: Sequence[Axis]) -> tuple[int, ...]:

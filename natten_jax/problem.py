@@ -11,13 +11,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Unpack
 
+from natten_jax.arguments.natten_names import explained
 from natten_jax.arguments.scale import scale_or_default
 from natten_jax.arguments.static import Bools, Ints, int_tuple
 from natten_jax.element_types import ELEMENT_TYPES, SUPPORTED_DTYPES, ElementType
+from natten_jax.windows import WINDOW_OPTIONS, Edge, WindowArguments, WindowOptions, described
 from natten_jax.windows import Axis as Axis  # problems are made of them: users find both here
-from natten_jax.windows import Edge, Edges, WindowArguments, described
 
 Shape = tuple[int, ...]
 Operator = Literal["fna", "fmha"]
@@ -109,6 +110,12 @@ class Problem:
         """Per dimension, whether later keys are hidden."""
         return tuple(axis.is_causal for axis in self.axes)
 
+    @property
+    def windows(self) -> WindowArguments:
+        """The arguments that say what the windows are, with a value for each dimension."""
+        facts = (tuple([getattr(axis, name) for axis in self.axes]) for name in WindowArguments._fields)
+        return WindowArguments._make(facts)
+
     @functools.cached_property
     def edges(self) -> tuple[Edge, ...]:
         """Per dimension, what becomes of windows at the ends."""
@@ -172,13 +179,14 @@ class Problem:
         return " ".join(parts)
 
 
+@explained()
+@WINDOW_OPTIONS.shown()
 def problem_of(
     layout: Sequence[int],
     kernel_size: Ints | None = None,
     stride: Ints = 1,
     dilation: Ints = 1,
     is_causal: Bools = False,
-    edges: Edges = "shift",
     *,
     operator: Operator = "fna",
     kv_layout: Sequence[int] | None = None,
@@ -190,6 +198,7 @@ def problem_of(
     dtype: str = "bfloat16",
     scale: float | None = None,
     additional_kv: int = 0,
+    **options: Unpack[WindowOptions],
 ) -> Problem:
     """Describe a problem without arrays; arguments as in :func:`natten_jax.na1d` and its like.
 
@@ -205,7 +214,7 @@ def problem_of(
         stride: Queries that share a window.
         dilation: Distance between neighboring tokens of a window.
         is_causal: Whether later keys are hidden.
-        edges: What becomes of windows that reach over the ends: ``"shift"``, ``"cut"`` or ``"wrap"``.
+        {WindowOptions}
         operator: ``"fna"``, or ``"fmha"`` for ``attention``.
         kv_layout: Key/value tokens per dimension; ``None`` is ``layout``, from which only ``attention``'s may differ.
         batch: Batch size.
@@ -223,7 +232,7 @@ def problem_of(
     """
     tokens = int_tuple("layout", tuple(layout), len(layout))
     kv_tokens = tokens if kv_layout is None else int_tuple("kv_layout", tuple(kv_layout), len(layout))
-    axes = WindowArguments(kernel_size, stride, dilation, is_causal, edges).axes(tokens, kv_tokens)
+    axes = WindowArguments(kernel_size, stride, dilation, is_causal, **options).axes(tokens, kv_tokens)
     heads_kv = heads if heads_kv is None else heads_kv
     if dtype not in SUPPORTED_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(SUPPORTED_DTYPES)}, got {dtype!r}")

@@ -15,12 +15,15 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Iterator, Sequence
-from types import ModuleType
-from typing import Any, Literal, NamedTuple, get_args
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType, ModuleType
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 import numpy as np
 
+from natten_jax.arguments.spelled_options import SpelledOptions
 from natten_jax.arguments.static import Bools, Ints, bool_tuple, choice_tuple, int_tuple
 
 Index = Any  # int, numpy.ndarray or jax.Array: the arithmetic below is the same for all three
@@ -179,9 +182,13 @@ class Axis:
 
     @property
     def facts(self) -> tuple[int | str, ...]:
-        """What makes an equal one; as windows that are shifted have always been written down."""
-        facts = dataclasses.astuple(self)
-        return facts[:-1] if self.edges == "shift" else facts
+        """What makes an equal one, as it is written down: without the last ones that are the default of an option."""
+        facts, options = dataclasses.astuple(self), dataclasses.fields(self)[-len(WindowOptions.__annotations__) :]
+        for option in reversed(options):
+            if facts[-1] != option.default:
+                break
+            facts = facts[:-1]
+        return facts
 
     @property
     def window(self) -> Window:
@@ -273,6 +280,20 @@ WHOLE_EXTENT = -1
 _WORDS = {WHOLE_EXTENT: "the whole extent"}
 
 
+class WindowOptions(TypedDict, total=False):
+    """The window arguments that NATTEN does not have: whatever takes windows takes them by keyword.
+
+    They are facts of an :class:`Axis` and of :class:`WindowArguments`, which says what they mean, and the last ones of
+    both. What is declared there reaches the operators, the modules, pictures, configurations and the profiler.
+    """
+
+    edges: Edges
+
+
+#: The words of the options that take words, the default first.
+WORDS: Mapping[str, tuple[str, ...]] = MappingProxyType({"edges": EDGES})
+
+
 class WindowArguments(NamedTuple):
     """The window arguments of the operators: one value for all token dimensions, or one for each.
 
@@ -292,6 +313,11 @@ class WindowArguments(NamedTuple):
     dilation: Ints = 1
     is_causal: Bools = False
     edges: Edges = "shift"
+
+    def taking(self, options: Any) -> WindowArguments:
+        """The same with the window options of a function's keyword arguments, which are taken out of these."""
+        given = {name: options.pop(name) for name in WindowOptions.__annotations__ if name in options}
+        return self._replace(**given) if given else self
 
     def checked(self, rank: int) -> WindowArguments:
         """The same with a value for each dimension, checked as far as that is possible without a layout.
@@ -389,5 +415,12 @@ def described(axes: Sequence[Axis]) -> Iterator[str]:
             yield f"{short}={separator.join(str(int(each)) if short != name else each for each in values)}"
 
 
-#: The documentation of each argument, as it stands among the arguments of a function that takes them.
-DOCUMENTED_ARGUMENTS = inspect.cleandoc(WindowArguments.__doc__ or "").partition("Attributes:\n")[2].strip()
+_ATTRIBUTES = inspect.cleandoc(WindowArguments.__doc__ or "").partition("Attributes:\n")[2]
+#: The documentation of the arguments, as it stands among the arguments of a function that takes them.
+DOCUMENTED_ARGUMENTS = _ATTRIBUTES.strip()
+#: That of each one.
+DOCUMENTATION: Mapping[str, str] = MappingProxyType(
+    dict(re.findall(r"^(\w+): (.*(?:\n .*)*)", textwrap.dedent(_ATTRIBUTES), re.MULTILINE))
+)
+#: The options, for functions that take ``**options: Unpack[WindowOptions]``.
+WINDOW_OPTIONS = SpelledOptions(WindowOptions, WindowArguments._field_defaults, DOCUMENTATION, behind="is_causal")

@@ -4,6 +4,7 @@
 - ``scale``: the factor of the logits, a number or an array.
 - ``token_axes``: mesh axes that token dimensions are split over.
 - ``natten_names``, ``other_names``: arguments as NATTEN and other libraries call them.
+- ``spelled_options``: options that many functions take alike, shown by name in the signature of each.
 - ``stand_ins``: objects that stand for arrays, such as Flax's parameters.
 - ``symbolic_batch``: a batch that an exported program leaves open.
 - ``memo``: what the checks of a call found, kept for the next one like it.

@@ -98,5 +98,4 @@ def operator_of(problem: Problem, backend: str | None) -> Callable[..., Any]:
     common: dict[str, Any] = {"backend": backend, "scale": problem.scale, "return_lse": True}
     if problem.operator == "fmha":
         return functools.partial(attention, is_causal=problem.is_causal[0], **common)
-    window = {name: getattr(problem, name) for name in ("kernel_size", "stride", "dilation", "is_causal")}
-    return functools.partial(_OPERATORS[problem.rank], **window, **common)
+    return functools.partial(_OPERATORS[problem.rank], **problem.windows._asdict(), **common)

@@ -70,7 +70,7 @@ def neighborhood_problem(
     tokens = [extent * each for extent, each in zip(layout, parts or (1,) * rank, strict=True)]
     return problem_of(
         tokens,
-        *(window.clamped(tokens) if clamp_window else window),
+        **(window.clamped(tokens) if clamp_window else window)._asdict(),
         scale=scale,
         additional_kv=_check_additional_kv(inputs),
         **_sizes(query, key, value),

@@ -21,10 +21,33 @@ from natten_jax.ops.calls import ExecutionArguments, LogitTerms, attend_windows
 from natten_jax.ops.float8 import Factor, Float8Arguments
 from natten_jax.ops.straight_through import straight_through
 from natten_jax.performance import PERFORMANCE_NAMES, PerformanceArguments
-from natten_jax.windows import DOCUMENTED_ARGUMENTS, Edges, WindowArguments
+from natten_jax.windows import DOCUMENTED_ARGUMENTS, WINDOW_OPTIONS, WindowArguments, WindowOptions
 
 #: Output and logsumexp.
 Pair = tuple[jax.Array, jax.Array]
+
+
+class _Options(WindowOptions, PerformanceArguments, total=False):
+    """The keyword arguments that are not the operators' own."""
+
+
+class NeighborhoodOptions(_Options, total=False):
+    """All keyword arguments but ``return_lse``, by which the types of results differ."""
+
+    query_origin: Origin | None
+    extents: Counts | None
+    upsample: Ints
+    clamp_window: bool
+    try_fuse_additional_kv: bool | None
+    token_axes: TokenAxes | None
+    relative_bias: ArrayLike | None
+    key_bias: ArrayLike | None
+    sinks: ArrayLike | None
+    query_scale: Factor | None
+    key_scale: Factor | None
+    value_scale: Factor | None
+    out_dtype: DTypeLike | None
+    fp8: str | None
 
 
 class NeighborhoodAttention(Protocol):
@@ -48,23 +71,8 @@ class NeighborhoodAttention(Protocol):
         attention_kwargs: Mapping[str, Any] | None = None,
         backend: str | None = None,
         *,
-        edges: Edges = "shift",
-        query_origin: Origin | None = None,
-        extents: Counts | None = None,
-        upsample: Ints = 1,
-        clamp_window: bool = False,
-        try_fuse_additional_kv: bool | None = None,
         return_lse: Literal[False] = False,
-        token_axes: TokenAxes | None = None,
-        relative_bias: ArrayLike | None = None,
-        key_bias: ArrayLike | None = None,
-        sinks: ArrayLike | None = None,
-        query_scale: Factor | None = None,
-        key_scale: Factor | None = None,
-        value_scale: Factor | None = None,
-        out_dtype: DTypeLike | None = None,
-        fp8: str | None = None,
-        **performance: Unpack[PerformanceArguments],
+        **options: Unpack[NeighborhoodOptions],
     ) -> jax.Array: ...
     @overload
     def __call__(
@@ -82,23 +90,8 @@ class NeighborhoodAttention(Protocol):
         attention_kwargs: Mapping[str, Any] | None = None,
         backend: str | None = None,
         *,
-        edges: Edges = "shift",
-        query_origin: Origin | None = None,
-        extents: Counts | None = None,
-        upsample: Ints = 1,
-        clamp_window: bool = False,
-        try_fuse_additional_kv: bool | None = None,
         return_lse: Literal[True],
-        token_axes: TokenAxes | None = None,
-        relative_bias: ArrayLike | None = None,
-        key_bias: ArrayLike | None = None,
-        sinks: ArrayLike | None = None,
-        query_scale: Factor | None = None,
-        key_scale: Factor | None = None,
-        value_scale: Factor | None = None,
-        out_dtype: DTypeLike | None = None,
-        fp8: str | None = None,
-        **performance: Unpack[PerformanceArguments],
+        **options: Unpack[NeighborhoodOptions],
     ) -> Pair: ...
     @overload
     def __call__(
@@ -116,23 +109,8 @@ class NeighborhoodAttention(Protocol):
         attention_kwargs: Mapping[str, Any] | None = None,
         backend: str | None = None,
         *,
-        edges: Edges = "shift",
-        query_origin: Origin | None = None,
-        extents: Counts | None = None,
-        upsample: Ints = 1,
-        clamp_window: bool = False,
-        try_fuse_additional_kv: bool | None = None,
         return_lse: bool,
-        token_axes: TokenAxes | None = None,
-        relative_bias: ArrayLike | None = None,
-        key_bias: ArrayLike | None = None,
-        sinks: ArrayLike | None = None,
-        query_scale: Factor | None = None,
-        key_scale: Factor | None = None,
-        value_scale: Factor | None = None,
-        out_dtype: DTypeLike | None = None,
-        fp8: str | None = None,
-        **performance: Unpack[PerformanceArguments],
+        **options: Unpack[NeighborhoodOptions],
     ) -> jax.Array | Pair: ...
 
 
@@ -193,6 +171,7 @@ _WORDS = {
 
 
 def _operator(rank: int) -> NeighborhoodAttention:
+    @WINDOW_OPTIONS.shown(performance=PerformanceArguments)
     def attend(
         query: ArrayLike,
         key: ArrayLike,
@@ -207,7 +186,6 @@ def _operator(rank: int) -> NeighborhoodAttention:
         attention_kwargs: Mapping[str, Any] | None = None,
         backend: str | None = None,
         *,
-        edges: Edges = "shift",
         query_origin: Origin | None = None,
         extents: Counts | None = None,
         upsample: Ints = 1,
@@ -223,7 +201,7 @@ def _operator(rank: int) -> NeighborhoodAttention:
         value_scale: Factor | None = None,
         out_dtype: DTypeLike | None = None,
         fp8: str | None = None,
-        **performance: Unpack[PerformanceArguments],
+        **options: Unpack[_Options],
     ) -> jax.Array | Pair:
         """Neighborhood attention over {tokens}.
 
@@ -300,9 +278,9 @@ def _operator(rank: int) -> NeighborhoodAttention:
             TypeError: An argument is of the wrong type.
         """
         arrays = query, key, value, additional_keys, additional_values
-        window = WindowArguments(kernel_size, stride, dilation, is_causal, edges)
+        window = WindowArguments(kernel_size, stride, dilation, is_causal).taking(options)
         terms = LogitTerms(Biases(relative_bias, key_bias), sinks)
-        how = ExecutionArguments(backend, performance, attention_kwargs, try_fuse_additional_kv)
+        how = ExecutionArguments(backend, options, attention_kwargs, try_fuse_additional_kv)
         float8 = Float8Arguments(query_scale, key_scale, value_scale, out_dtype, fp8)
 
         def call(operands: Any, float8: Float8Arguments, return_lse: bool = True) -> Any:

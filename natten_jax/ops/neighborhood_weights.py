@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from natten_jax.arguments.natten_names import explained
 from natten_jax.arguments.scale import Scale, number_or_array, per_head
 from natten_jax.arguments.static import Bools, Ints, flag
 from natten_jax.arrays.avals import varying_like
@@ -17,9 +18,11 @@ from natten_jax.arrays.operands import Inputs
 from natten_jax.element_types import ELEMENT_TYPES, WIDE_DTYPES
 from natten_jax.ops.arrays import ArrayLike, as_jax_array, neighborhood_problem
 from natten_jax.ops.biases import axes_of_offsets, checked_table
-from natten_jax.windows import Axis, Edges, WindowArguments
+from natten_jax.windows import WINDOW_OPTIONS, Axis, WindowArguments, WindowOptions
 
 
+@explained()
+@WINDOW_OPTIONS.shown()
 def neighborhood_weights(
     query: ArrayLike,
     key: ArrayLike,
@@ -29,9 +32,9 @@ def neighborhood_weights(
     is_causal: Bools = False,
     scale: Scale | None = None,
     *,
-    edges: Edges = "shift",
     relative_bias: ArrayLike | None = None,
     return_logits: bool = False,
+    **options: Unpack[WindowOptions],
 ) -> jax.Array:
     """The softmax weights with which each query of :func:`natten_jax.na1d` and its like sees the keys of its window.
 
@@ -57,7 +60,7 @@ def neighborhood_weights(
         stride: Queries that share a window.
         dilation: Distance between neighboring tokens of a window.
         is_causal: Whether later keys are hidden.
-        edges: ``"shift"``, ``"cut"`` or ``"wrap"``: what becomes of windows that reach over the ends of the layout.
+        {WindowOptions}
         scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``; or an array, without dimensions or ``[heads]``.
         relative_bias: ``[heads, 2 * kernel_size - 1, ...]``, in float32 or the query's dtype: added to the scaled
             logits, as in the operators.
@@ -78,12 +81,8 @@ def neighborhood_weights(
     rank = _rank("query", query, "[batch, *layout, heads, head_dim]")
     number, factors = number_or_array(scale)
     inputs = Inputs(query, key, key)
-    problem = neighborhood_problem(
-        rank,
-        inputs,
-        WindowArguments(kernel_size, stride, dilation, is_causal, edges),
-        number if factors is None else 1.0,
-    )
+    window = WindowArguments(kernel_size, stride, dilation, is_causal, **options)
+    problem = neighborhood_problem(rank, inputs, window, number if factors is None else 1.0)
     factor = problem.scale if factors is None else per_head(factors, 1, problem.heads, problem.dtype)[0]
     accumulator = problem.element.accumulator
     grouped = _grouped(query, problem.heads_kv).astype(accumulator)
@@ -99,11 +98,13 @@ def neighborhood_weights(
             logits = logits + place.bias(table)
         return jnp.where(place.is_seen(), logits, -jnp.inf)
 
-    places = _places(problem.axes, axes_of_offsets(problem.axes, edges))
+    places = _places(problem.axes, axes_of_offsets(problem.axes, window.edges))
     logits = jnp.moveaxis(jax.lax.map(logits_of, places), 0, -1)
     return logits if return_logits else jax.nn.softmax(logits, axis=-1).astype(query.dtype)
 
 
+@explained()
+@WINDOW_OPTIONS.shown()
 def neighborhood_apply(
     weights: ArrayLike,
     value: ArrayLike,
@@ -111,8 +112,7 @@ def neighborhood_apply(
     stride: Ints = 1,
     dilation: Ints = 1,
     is_causal: Bools = False,
-    *,
-    edges: Edges = "shift",
+    **options: Unpack[WindowOptions],
 ) -> jax.Array:
     """Mix the values of each query's window with weights, as :func:`neighborhood_weights` returns them, or others.
 
@@ -133,7 +133,7 @@ def neighborhood_apply(
         stride: Queries that share a window.
         dilation: Distance between neighboring tokens of a window.
         is_causal: Whether later keys are hidden.
-        edges: ``"shift"``, ``"cut"`` or ``"wrap"``: what becomes of windows that reach over the ends of the layout.
+        {WindowOptions}
 
     Returns:
         ``[batch, *layout, heads, head_dim_v]`` in the dtype of the values.
@@ -147,7 +147,7 @@ def neighborhood_apply(
     batch, *layout, heads_kv, width = value.shape
     if value.dtype.name not in WIDE_DTYPES:
         raise ValueError(f"value has dtype {value.dtype.name}; supported are {', '.join(WIDE_DTYPES)}")
-    window = WindowArguments(kernel_size, stride, dilation, is_causal, edges).checked(rank)
+    window = WindowArguments(kernel_size, stride, dilation, is_causal, **options).checked(rank)
     axes = window.axes(layout, layout)
     shape = (batch, *layout, math.prod(axis.kernel_size for axis in axes))
     given = weights.shape

@@ -11,10 +11,11 @@ from natten_jax.performance import Performance
 from natten_jax.plan.devices import ComputeCapability, Device
 from natten_jax.problem import Shape
 from natten_jax.profiler.baselines import BASELINES
-from natten_jax.windows import Edge, WindowArguments
+from natten_jax.windows import WindowArguments
 
-#: The options that are window arguments of the operators, in the order of :class:`WindowArguments`.
-WINDOW_FLAGS = ("window_size", "stride", "dilation", "causal", "edges")
+_NATTEN_NAMES = {"kernel_size": "window_size", "is_causal": "causal"}
+#: What the command line calls the window arguments of the operators, in the order of :class:`WindowArguments`.
+WINDOW_FLAGS = tuple(_NATTEN_NAMES.get(name, name) for name in WindowArguments._fields)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +29,7 @@ class Options:
         heads_kv: Key/value heads.
         dim: Head dim of query and key.
         dim_value: Head dim of value and output.
-        window_size: Window extents; the token layout itself is self attention.
-        stride: Queries per dimension that share a window.
-        dilation: Distance between neighboring tokens of a window.
-        causal: Per dimension, whether later keys are hidden.
-        edges: Per dimension, what becomes of windows that reach over the ends.
+        window: The window arguments, with a value for each dimension; windows of the token layout are self attention.
         dtype: Element type as the command line spells it.
         backprop: Whether the backward pass is profiled, too.
         add_kv: Additional key/value tokens.
@@ -64,11 +61,7 @@ class Options:
     heads_kv: int
     dim: int
     dim_value: int
-    window_size: Shape
-    stride: Shape
-    dilation: Shape
-    causal: tuple[bool, ...]
-    edges: tuple[Edge, ...]
+    window: WindowArguments
     dtype: str
     backprop: bool
     add_kv: int
@@ -98,10 +91,10 @@ class Options:
         """Number of token dimensions."""
         return len(self.input_size)
 
-    @property
-    def window(self) -> WindowArguments:
-        """The window arguments of the operators."""
-        return WindowArguments._make(getattr(self, name) for name in WINDOW_FLAGS)
+    def as_given(self) -> dict[str, Any]:
+        """Every value by what the command line calls it."""
+        values = dataclasses.asdict(self)
+        return {**values, **dict(zip(WINDOW_FLAGS, values.pop("window"), strict=True))}
 
     @property
     def asked_about(self) -> Device | None:
@@ -125,10 +118,9 @@ class Options:
         other = dataclasses.replace(self, backend=name, fmha_backend=None, performance=performance)
         if name not in BASELINES:
             return other
-        return dataclasses.replace(other, add_kv=0, **whole_windows(self.input_size))
+        return dataclasses.replace(other, add_kv=0, window=whole_windows(self.input_size))
 
 
-def whole_windows(layout: Shape) -> dict[str, Any]:
-    """The values of the window flags for windows that are as large as the layout: self attention."""
-    defaults = zip(WINDOW_FLAGS, WindowArguments(), strict=True)
-    return {name: layout if default is None else (default,) * len(layout) for name, default in defaults}
+def whole_windows(layout: Shape) -> WindowArguments:
+    """Windows that are as large as the layout: self attention."""
+    return WindowArguments(layout).checked(len(layout))

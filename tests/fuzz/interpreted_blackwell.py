@@ -114,8 +114,8 @@ def _drawn(rng: np.random.Generator) -> Fuzzed:
     else:
         case = random_case(int(rng.integers(2**31)), tokens=TOKENS)
         edges = ["shift" if edge == "wrap" else edge for edge in case.edges or ()]
-        windows: Any = case.kernel_size, case.stride, case.dilation, case.is_causal, edges
-        problem = problem_of(case.layout, *windows, **facts)
+        windows: Any = {**case.window_arguments, "edges": edges or "shift"}
+        problem = problem_of(case.layout, **windows, **facts)
     pairs = _pairs(problem, "forward")
     fuzzed = Fuzzed(
         problem,

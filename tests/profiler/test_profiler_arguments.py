@@ -82,8 +82,8 @@ def test_help_has_groups_and_examples(capsys: pytest.CaptureFixture[str], monkey
 def test_defaults() -> None:
     options = parse(["-i", "8", "16"])
     assert (options.batch_size, options.heads, options.heads_kv, options.dim, options.dim_value) == (1, 1, 1, 64, 64)
-    assert (options.window_size, options.stride, options.dilation) == ((8, 16), (1, 1), (1, 1))
-    assert options.causal == (False, False)
+    assert options.window[:3] == ((8, 16), (1, 1), (1, 1))
+    assert options.window.is_causal == (False, False)
     assert (options.dtype, options.backprop, options.add_kv) == ("fp16", False, 0)
     assert options.performance == Performance()
     assert (options.warmup_steps, options.iterations) == (10, 20)
@@ -96,7 +96,7 @@ def test_defaults() -> None:
     [("true 0", (True, False)), ("False 1", (False, True)), ("1", (True, True)), ("False", (False, False))],
 )
 def test_causal(given: str, expected: tuple[bool, ...]) -> None:
-    assert parse(["-i", "8", "8", "-c", *given.split()]).causal == expected
+    assert parse(["-i", "8", "8", "-c", *given.split()]).window.is_causal == expected
 
 
 @pytest.mark.parametrize("flag", ["-w", "-s", "--dilation"])
@@ -139,7 +139,11 @@ def test_every_rule_of_the_operators_is_one_of_the_command_line(
 def test_baselines_ignore_windows_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = "-i 8 8 -w 3 3 -s 2 2 -c 1 --backend xla"
     options = parse(arguments.split())
-    assert (options.window_size, options.stride, options.causal) == ((8, 8), (1, 1), (False, False))
+    assert (options.window.kernel_size, options.window.stride, options.window.is_causal) == (
+        (8, 8),
+        (1, 1),
+        (False, False),
+    )
     error = capsys.readouterr().err
     assert "warning: --backend xla computes self attention only: --window-size, --stride, --causal ignored" in error
 

@@ -11,6 +11,7 @@ from natten_jax.profiler.cli import checks
 from natten_jax.profiler.cli.flags import PERFORMANCE_FLAGS, TILE_FLAGS, profiler_parser
 from natten_jax.profiler.cli.parser import Parser, flag
 from natten_jax.profiler.options import WINDOW_FLAGS, Options, whole_windows
+from natten_jax.windows import WindowArguments
 
 #: Flags that take one value for all dimensions, too.
 _REPEATED = (*WINDOW_FLAGS, "backward_kv_splits")
@@ -30,9 +31,11 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     if given.backend in BASELINES:
         checks.check_baseline(parser, given)
     layout = tuple(given.input_size)
-    defaults = {**whole_windows(layout), "heads_kv": given.heads, "dim_value": given.dim}
     values: dict[str, Any] = {**vars(given), "input_size": layout}
-    values |= {name: values[name] or default for name, default in defaults.items()}
+    values["heads_kv"] = given.heads_kv or given.heads
+    values["dim_value"] = given.dim_value or given.dim
+    whole = zip(WINDOW_FLAGS, whole_windows(layout), strict=True)
+    values["window"] = WindowArguments._make(values.pop(name) or default for name, default in whole)
     performance = checks.checked_performance(
         parser, rank, **{field: values.pop(name) for name, field in PERFORMANCE_FLAGS.items()}
     )

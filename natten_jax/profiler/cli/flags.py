@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import enum
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,10 +16,10 @@ from natten_jax.cost.tpu_chips import TPU_CHIPS
 from natten_jax.performance import KernelSchedule, MemoryUsagePreference, Performance
 from natten_jax.profiler.baselines import BASELINES
 from natten_jax.profiler.cli.complaints import PROGRAM
-from natten_jax.profiler.cli.parser import Parser, at_least, boolean, compute_capability, edge, flag
+from natten_jax.profiler.cli.parser import Parser, at_least, boolean, compute_capability, flag, one_of
 from natten_jax.profiler.element_types import ELEMENT_TYPES, element_type
 from natten_jax.version import __version__
-from natten_jax.windows import EDGES
+from natten_jax.windows import DOCUMENTATION, WORDS, WindowArguments, WindowOptions
 
 _natural, _positive = at_least(0), at_least(1)
 
@@ -134,6 +135,21 @@ def _per_dimension(group: Any, names: str, metavar: str, kind: Callable[[str], A
     _value(group, names, metavar, kind, text, nargs="+", **options)
 
 
+def _window_option(group: Any, name: str) -> None:
+    """Add the flag of a window argument that has no name but the operators'."""
+    default = WindowArguments._field_defaults[name]
+    kinds: dict[type[Any], tuple[Callable[[str], Any], str]] = {
+        bool: (boolean, "true, false, 1 or 0"),
+        str: (one_of(WORDS.get(name, ())), ", ".join(WORDS.get(name, ()))),
+        int: (_positive, "a number"),
+    }
+    kind, values = kinds[type(default)]
+    meaning = re.split(r"[:;.]", DOCUMENTATION.get(name, name), maxsplit=1)[0]
+    meaning = meaning[:1].lower() + meaning[1:]
+    text = f"{meaning}: {values}, per dimension or one for all (default: {str(default).lower()})"
+    _per_dimension(group, flag(name), name[0].upper(), kind, text.replace("``", ""))
+
+
 def _switch(group: Any, name: str, text: str, **options: Any) -> None:
     """Add a flag that takes no value."""
     group.add_argument(name, help=text, **{"action": "store_true", **options})
@@ -161,8 +177,8 @@ def _add_problem(group: Any) -> None:
         "distance between neighboring tokens of a window, per dimension or one for all (default: 1)")
     _per_dimension(group, "-c --causal", "C", boolean,
         "true, false, 1 or 0 per dimension, or one for all (default: false)")
-    _per_dimension(group, "--edges", "E", edge,
-        f"what becomes of windows at the ends, {', '.join(EDGES)}, per dimension or one for all (default: {EDGES[0]})")
+    for name in WindowOptions.__annotations__:
+        _window_option(group, name)
     _value(group, "--dtype", "TYPE", element_type, default="fp16",
         text=f"element type, {', '.join(ELEMENT_TYPES)} or its full name such as float16; those of 8 bits have a "
         "forward pass alone (default: fp16)")

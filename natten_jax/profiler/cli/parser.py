@@ -9,7 +9,6 @@ from typing import NoReturn
 
 from natten_jax.plan.devices import ComputeCapability, parse_compute_capability
 from natten_jax.profiler.cli.outputs import file_problem, shared_file
-from natten_jax.windows import EDGES, Edge
 
 #: Largest number that a command line may have: XLA counts elements in 64 bits.
 _LARGEST = 2**63 - 1
@@ -62,11 +61,15 @@ def boolean(text: str) -> bool:
     return values[text.lower()]
 
 
-def edge(text: str) -> Edge:
-    """The type of what becomes of windows at the ends of a dimension."""
-    if text not in EDGES:
-        raise argparse.ArgumentTypeError(f"{_shortened(text)!r} is none of {', '.join(EDGES)}")
-    return EDGES[EDGES.index(text)]
+def one_of(words: Sequence[str]) -> Callable[[str], str]:
+    """The type of one of some words."""
+
+    def word(text: str) -> str:
+        if text not in words:
+            raise argparse.ArgumentTypeError(f"{_shortened(text)!r} is none of {', '.join(words)}")
+        return words[words.index(text)]
+
+    return word
 
 
 def compute_capability(text: str) -> ComputeCapability:

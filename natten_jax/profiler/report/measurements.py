@@ -223,7 +223,7 @@ def baseline_json(comparison: Comparison) -> dict[str, Any]:
 
 def context(options: Options, problem: Problem) -> dict[str, Any]:
     """What every result file says: the problem, the command line, the versions and the device."""
-    arguments = dataclasses.asdict(options)
+    arguments = options.as_given()
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
     return {
         "problem": dataclasses.asdict(problem),
