@@ -183,9 +183,9 @@ class Axis:
     @property
     def facts(self) -> tuple[int | str, ...]:
         """What makes an equal one, as it is written down: without the last ones that are the default of an option."""
-        facts, options = dataclasses.astuple(self), dataclasses.fields(self)[-len(WindowOptions.__annotations__) :]
-        for option in reversed(options):
-            if facts[-1] != option.default:
+        facts = dataclasses.astuple(self)
+        for default in reversed([*OPTION_DEFAULTS.values()]):
+            if facts[-1] != default:
                 break
             facts = facts[:-1]
         return facts
@@ -316,7 +316,7 @@ class WindowArguments(NamedTuple):
 
     def taking(self, options: Any) -> WindowArguments:
         """The same with the window options of a function's keyword arguments, which are taken out of these."""
-        given = {name: options.pop(name) for name in WindowOptions.__annotations__ if name in options}
+        given = {name: options.pop(name) for name in OPTION_DEFAULTS if name in options}
         return self._replace(**given) if given else self
 
     def checked(self, rank: int) -> WindowArguments:
@@ -412,9 +412,13 @@ def described(axes: Sequence[Axis]) -> Iterator[str]:
         short, separator = shorts.get(name, (name, ","))
         values = [getattr(axis, name) for axis in axes]
         if values != [default] * len(values):
-            yield f"{short}={separator.join(str(int(each)) if short != name else each for each in values)}"
+            yield f"{short}={separator.join(each if isinstance(each, str) else str(int(each)) for each in values)}"
 
 
+#: What the options are where they are left out, which is all that a backend has unless it says otherwise.
+OPTION_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {name: WindowArguments._field_defaults[name] for name in WindowOptions.__annotations__}
+)
 _ATTRIBUTES = inspect.cleandoc(WindowArguments.__doc__ or "").partition("Attributes:\n")[2]
 #: The documentation of the arguments, as it stands among the arguments of a function that takes them.
 DOCUMENTED_ARGUMENTS = _ATTRIBUTES.strip()
@@ -423,4 +427,4 @@ DOCUMENTATION: Mapping[str, str] = MappingProxyType(
     dict(re.findall(r"^(\w+): (.*(?:\n .*)*)", textwrap.dedent(_ATTRIBUTES), re.MULTILINE))
 )
 #: The options, for functions that take ``**options: Unpack[WindowOptions]``.
-WINDOW_OPTIONS = SpelledOptions(WindowOptions, WindowArguments._field_defaults, DOCUMENTATION, behind="is_causal")
+WINDOW_OPTIONS = SpelledOptions(WindowOptions, OPTION_DEFAULTS, DOCUMENTATION, behind="is_causal")

@@ -14,8 +14,8 @@ class SpelledOptions(NamedTuple):
 
     Attributes:
         declared: A ``TypedDict`` of them.
-        defaults: What each is where it is left out; what else is in there does not matter.
-        documentation: What each means, likewise.
+        defaults: What each is where it is left out.
+        documentation: What each means; what else is in there does not matter.
         behind: The parameter that they stand behind where that is given by keyword; else they are the first that are.
     """
 

@@ -19,7 +19,7 @@ from natten_jax.performance import PASSES, KernelSchedule, Pass, TilePair
 from natten_jax.plan.devices import ComputeCapability, Device
 from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem
-from natten_jax.windows import Edge
+from natten_jax.windows import OPTION_DEFAULTS, Edge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,8 @@ class Backend(abc.ABC):
     #: Whether one of its operations has the plan of the pass (:func:`natten_jax.plan.marks.carrying_plan`), as every
     #: custom call does; if not, all of them have.
     carries_plan: ClassVar[bool] = True
-    #: What it can make of windows that reach over the ends of a dimension.
+    #: What it can make of windows that reach over the ends of a dimension. So is every window option that it has: an
+    #: attribute of the option's name with its values, without which it has the default alone.
     edges: ClassVar[Sequence[Edge]] = ("shift",)
     #: Whether its kernels know no windows that wrap, so that the keys behind the ends are calls of their own.
     wraps_by_strips: ClassVar[bool] = False
@@ -134,9 +135,11 @@ class Backend(abc.ABC):
         reason = self.heads_rejection(problem)
         if reason is not None:
             return reason
-        unknown = [edge for edge in problem.edges if edge not in self.edges]
-        if unknown:
-            return f"it has windows with edges {' or '.join(map(repr, self.edges))}, not {unknown[0]!r}"
+        for name, default in OPTION_DEFAULTS.items():
+            has = getattr(self, name, (default,))
+            unknown = [value for axis in problem.axes if (value := getattr(axis, name)) not in has]
+            if unknown:
+                return f"it has windows with {name} {' or '.join(map(repr, has))}, not {unknown[0]!r}"
         for name in problem.biases:
             if name not in self.biases:
                 return f"it adds no {name} to logits"

@@ -13,7 +13,7 @@ from natten_jax import plot, problem
 from natten_jax.arguments.spelled_options import SpelledOptions
 from natten_jax.profiler.cli.flags import profiler_parser
 from natten_jax.profiler.options import WINDOW_FLAGS
-from natten_jax.windows import Axis, WindowArguments, WindowOptions
+from natten_jax.windows import OPTION_DEFAULTS, Axis, WindowArguments
 
 FUNCTIONS: list[Callable[..., Any]] = [
     natten_jax.na1d,
@@ -81,7 +81,7 @@ def test_options_are_shown_by_name() -> None:
 
 
 def test_axes_and_arguments_end_with_the_options() -> None:
-    names = tuple(WindowOptions.__annotations__)
+    names = tuple(OPTION_DEFAULTS)
     assert WindowArguments._fields[-len(names) :] == names
     assert tuple(Axis.__dataclass_fields__)[2:] == WindowArguments._fields
 
@@ -90,9 +90,9 @@ def test_axes_and_arguments_end_with_the_options() -> None:
 def test_whatever_takes_windows_takes_all_of_their_arguments(function: Callable[..., Any]) -> None:
     parameters = inspect.signature(function).parameters
     assert set(WindowArguments._fields) <= parameters.keys()
-    for name in WindowOptions.__annotations__:
+    for name, default in OPTION_DEFAULTS.items():
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
-        assert parameters[name].default == WindowArguments._field_defaults[name]
+        assert parameters[name].default == default
         assert f"    {name}: " in (function.__doc__ or "")
     with pytest.raises(TypeError, match=rf"{function.__name__}\(\) got an unexpected keyword argument 'edge'"):
         function(edge="wrap")
@@ -106,12 +106,10 @@ def test_modules_have_them() -> None:
     for function in (*modules, attention_fn.neighborhood_attention_fn):
         parameters = inspect.signature(function).parameters
         assert set(WindowArguments._fields) <= parameters.keys()
-        assert all(
-            parameters[name].default == WindowArguments._field_defaults[name] for name in WindowOptions.__annotations__
-        )
+        assert all(parameters[name].default == default for name, default in OPTION_DEFAULTS.items())
 
 
 def test_the_profiler_has_flags_for_them() -> None:
     arguments = vars(profiler_parser().parse_args(["-i", "8"]))
     assert set(WINDOW_FLAGS) <= arguments.keys()
-    assert set(WindowOptions.__annotations__) <= set(WINDOW_FLAGS)
+    assert OPTION_DEFAULTS.keys() <= set(WINDOW_FLAGS)

@@ -19,7 +19,7 @@ from natten_jax.profiler.cli.complaints import PROGRAM
 from natten_jax.profiler.cli.parser import Parser, at_least, boolean, compute_capability, flag, one_of
 from natten_jax.profiler.element_types import ELEMENT_TYPES, element_type
 from natten_jax.version import __version__
-from natten_jax.windows import DOCUMENTATION, WORDS, WindowArguments, WindowOptions
+from natten_jax.windows import DOCUMENTATION, OPTION_DEFAULTS, WORDS
 
 _natural, _positive = at_least(0), at_least(1)
 
@@ -135,9 +135,8 @@ def _per_dimension(group: Any, names: str, metavar: str, kind: Callable[[str], A
     _value(group, names, metavar, kind, text, nargs="+", **options)
 
 
-def _window_option(group: Any, name: str) -> None:
+def _window_option(group: Any, name: str, default: Any) -> None:
     """Add the flag of a window argument that has no name but the operators'."""
-    default = WindowArguments._field_defaults[name]
     kinds: dict[type[Any], tuple[Callable[[str], Any], str]] = {
         bool: (boolean, "true, false, 1 or 0"),
         str: (one_of(WORDS.get(name, ())), ", ".join(WORDS.get(name, ()))),
@@ -177,8 +176,8 @@ def _add_problem(group: Any) -> None:
         "distance between neighboring tokens of a window, per dimension or one for all (default: 1)")
     _per_dimension(group, "-c --causal", "C", boolean,
         "true, false, 1 or 0 per dimension, or one for all (default: false)")
-    for name in WindowOptions.__annotations__:
-        _window_option(group, name)
+    for name, default in OPTION_DEFAULTS.items():
+        _window_option(group, name, default)
     _value(group, "--dtype", "TYPE", element_type, default="fp16",
         text=f"element type, {', '.join(ELEMENT_TYPES)} or its full name such as float16; those of 8 bits have a "
         "forward pass alone (default: fp16)")
