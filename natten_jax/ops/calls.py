@@ -19,6 +19,7 @@ from natten_jax.arguments.scale import Scale, number_or_array, per_head
 from natten_jax.arguments.static import flag
 from natten_jax.arguments.token_axes import TokenAxes, checked_token_axes
 from natten_jax.arrays.operands import Inputs, Operands, Output
+from natten_jax.arrays.roles import Role, roles_of_fields
 from natten_jax.execution import custom_vjp
 from natten_jax.ops.arrays import ArrayLike, as_jax_array, attention_problem, neighborhood_problem
 from natten_jax.ops.attention_kwargs import check_agreement
@@ -287,30 +288,40 @@ def _run(part: SubCall, inputs: Inputs, place: Placement) -> Output:
     lines = device_line.lines_of(token_axes)
     if part.kind is KeySet.WHOLE_LAYOUT:
         inputs = exchange.with_all_keys(inputs, lines)
-    query, key, value, additional_keys, additional_values, scale, _, *of_keys, out_scale = inputs
+    if part.kind is KeySet.ADDITIONAL and place.layouts is not None:
+        inputs = inputs._replace(query=place.without_padding(inputs.query))
+    query, tokens = inputs.query, _with_one_token_dimension(inputs)
+    additional: dict[str, Any] = {"key": inputs.additional_keys, "value": inputs.additional_values}
     if part.kind is KeySet.ADDITIONAL:
-        assert additional_keys is not None and additional_values is not None
-        keys, values, of_keys = additional_keys, additional_values, []
-        query = place.without_padding(query) if place.layouts is not None else query
-    else:
-        keys, values = _flat(key), _flat(value)
-        of_keys = [None if each is None else _flat(each) for each in of_keys]
-        if additional_keys is not None and additional_values is not None:
-            keys = jnp.concatenate([keys, additional_keys], axis=1)
-            values = jnp.concatenate([values, additional_values], axis=1)
-            more = [(0, 0), (0, additional_keys.shape[1]), (0, 0), (0, 0)]
-            of_keys = [None if each is None else jnp.pad(each, more) for each in of_keys]
+        tokens = tokens._replace(**{**dict.fromkeys(_OF_KEYS), **additional})
+    elif inputs.additional_keys is not None:
+        more = [(0, 0), (0, inputs.additional_keys.shape[1]), (0, 0), (0, 0)]
+        for name, array in ((name, getattr(tokens, name)) for name in _OF_KEYS):
+            if name in additional:
+                tokens = tokens._replace(**{name: jnp.concatenate([array, additional[name]], axis=1)})
+            elif array is not None:
+                tokens = tokens._replace(**{name: jnp.pad(array, more)})
     # Where tokens are split, the layout of the queries is a part of the problem's.
     origins = exchange.flat_origins(query.shape[1:-2], lines) if token_axes else None
     request = dataclasses.replace(part.request, token_axes=())
-    of_tokens = Inputs(_flat(query), keys, values, None, None, scale, None, *of_keys)
-    operands = Operands(of_tokens._replace(out_scale=out_scale), origins)
+    operands = Operands(tokens, origins)
     if part.kind is KeySet.WHOLE_LAYOUT and any(request.problem.is_causal) and not place.is_whole:
         operands = operands._replace(**place._asdict())
     output = _attend(request, operands)
     return Output(*(array.reshape(*query.shape[:-2], *array.shape[2:]) for array in output))
 
 
-def _flat(array: jax.Array) -> jax.Array:
-    batch, *layout, heads, width = array.shape
-    return array.reshape(batch, math.prod(layout), heads, width)
+#: The inputs with a number or a vector for each key.
+_OF_KEYS = [name for name, role in zip(Inputs._fields, roles_of_fields(Inputs), strict=True) if role.tokens == "keys"]
+
+
+def _with_one_token_dimension(inputs: Inputs) -> Inputs:
+    """The arrays of attention of the flattened tokens, which have no offsets; additional tokens are yet to be added."""
+    pairs = zip(inputs, roles_of_fields(Inputs), strict=True)
+    flat = [each if each is None or not role.has_layout else _flat(each, role) for each, role in pairs]
+    return Inputs._make(flat)._replace(additional_keys=None, additional_values=None, relative_bias=None)
+
+
+def _flat(array: jax.Array, role: Role) -> jax.Array:
+    axis = array.ndim + role.heads_axis
+    return array.reshape(array.shape[0], math.prod(array.shape[1:axis]), *array.shape[axis:])
