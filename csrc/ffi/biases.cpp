@@ -77,6 +77,11 @@ Error decode_table_of_products(const AnyBuffer& relative_bias, Call& call) {
   Problem& p = call.problem;
   if (relative_bias.element_count() == 0) return check_relative_bias("relative_bias", relative_bias, p, false);
   NATTEN_JAX_RETURN_IF_ERROR(check_offsets(p));
+  if (p.additional_kv > 0) {
+    return Error::InvalidArgument("natten_jax: relative_bias was given and there are " +
+                                  std::to_string(p.additional_kv) +
+                                  " additional tokens, but the kernels for small windows take either");
+  }
   NATTEN_JAX_RETURN_IF_ERROR(
       check_array("relative_bias", relative_bias, DataType::F32, {p.batch, p.heads, small::BiasTable(p.axes).padded},
                   "it holds a number for each batch entry, head and offset, filled up to fours"));

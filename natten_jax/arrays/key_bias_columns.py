@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
+from natten_jax.arrays.padding import without_padding
 from natten_jax.problem import Problem
 
 _Result = TypeVar("_Result", Output, Saved)
@@ -125,7 +126,9 @@ class KeyBiasColumns:
         first_terms = found.key[..., width : width + columns_of(self.problem) : _TERMS].astype(scales.bias.dtype)
         of_bias = first_terms.reshape(inputs.key_bias.shape) / _beside(inputs.key_bias, scales.bias)
         found = found._replace(key_bias=of_bias)
-        return scales.gradients(found, inputs.query)
+        # Gradients of padding are zero, but what it holds may be anything.
+        real = inputs if operands.layouts is None else without_padding(operands.layouts, inputs)
+        return scales.gradients(found, real.query)
 
     def _of_queries(self, scales: _Scales) -> jax.Array:
         """``[batch or 1, 1, ..., heads, columns]``."""

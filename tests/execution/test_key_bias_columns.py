@@ -38,6 +38,19 @@ CASES = {
     "box": Case((9, 12), (3, 5), dilation=(2, 1), batch=2, box=(4, 5), origins=((2, 3), (5, 7)), key_bias="heads"),
     "finer grid": Case((5, 6), (3, 4), upsample=(2, 1), key_bias="heads", sinks=True, heads=2, heads_kv=1),
     "attention": Case((40,), queries=25, key_bias="heads", hidden=0.2, heads=4, heads_kv=2, is_causal=(True,)),
+    "extents and scales": Case(
+        (9, 8), (3, 5), key_bias="heads", heads=2, batch=2, extents=((4, 8), (9, 5)), scales=(0.3, -0.5)
+    ),
+    "lengths and scales": Case(
+        (40,),
+        queries=25,
+        key_bias="tokens",
+        heads=2,
+        batch=2,
+        extents=((40,), (11,)),
+        query_lengths=(7, 25),
+        scales=(0.3, 0.0),
+    ),
 }
 
 

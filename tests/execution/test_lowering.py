@@ -62,6 +62,16 @@ def test_small_windows_take_one_call_for_each_pass(capability: tuple[int, int], 
 
 
 @pytest.mark.parametrize("capability", CALLS)
+def test_the_gradient_of_a_table_has_its_shape(capability: tuple[int, int], lowered: Callable[..., str]) -> None:
+    def loss(query: jax.Array, table: jax.Array) -> jax.Array:
+        return natten_jax.na2d(query, query, query, (3, 5), relative_bias=table).astype("float32").sum()
+
+    text = lowered(capability, jax.grad(loss, (0, 1)), array(2, 28, 28, 4, 32), array(4, 5, 9, dtype=jnp.float32))
+    assert calls(text) == ["natten_jax_sm80_small_forward", "natten_jax_sm80_small_backward"]
+    assert "-> (tensor<2x28x28x4x32xbf16>" in text and "tensor<4x5x9xf32>" in text
+
+
+@pytest.mark.parametrize("capability", CALLS)
 def test_a_gradient_is_three_kernels_calls(capability: tuple[int, int], lowered: Callable[..., str]) -> None:
     def loss(query: jax.Array, key: jax.Array) -> jax.Array:
         out = natten_jax.na2d(query, key, key, 9, stride=(1, 4), dilation=(2, 1), **tiles((8, 8)))

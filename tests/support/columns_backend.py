@@ -11,7 +11,6 @@ class ColumnsBackend(CpuBackend):
     """Takes heads whose width is a multiple of 8, and no biases but as columns of them."""
 
     family = "columns"
-    takes_extents = takes_own_layouts = False
     wraps_by_strips = True
     biases = ("key_bias",)
     key_bias_by_columns = True

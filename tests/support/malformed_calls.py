@@ -347,8 +347,8 @@ def result_cases(target: Target) -> list[Case]:
             "batch": (shape[0] - 1, *shape[1:]),
             "rank": (*shape, 1),
         }
-        if shape == (0,):
-            shapes = {"scalar": (), "longer": (1,), "rank": (0, 1)}
+        if shape[0] == 0:
+            shapes = {"scalar": (), "longer": (1, *shape[1:]), "rank": (*shape, 1)}
         cases += [
             *(
                 Case(

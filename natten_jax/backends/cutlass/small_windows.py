@@ -96,7 +96,7 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Output) 
     batch, *tokens, heads = logsumexp.shape
     scratch = (batch, math.prod(tokens), heads, 4), _additional_sums(problem, batch, math.prod(tokens))
     tables = _tables_of_products(plan, operands)
-    found, (*_, table_sums) = call_for_results(
+    found, (*_, table_sums, _) = call_for_results(
         BACKWARD,
         plan,
         operands,
