@@ -17,12 +17,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
-from natten_jax.backends.blackwell.backward import weights
 from natten_jax.backends.blackwell.backward.items import Owned, OwnedKeys, OwnedQueries
 from natten_jax.backends.blackwell.backward.loads import drain, load_item
 from natten_jax.backends.blackwell.backward.memory import HALVES, Memory
 from natten_jax.backends.blackwell.backward.products import multiply_item
-from natten_jax.backends.blackwell.backward.weights import Tables
+from natten_jax.backends.blackwell.backward.weights import Tables, Warpgroup
 from natten_jax.backends.blackwell.call import ROWS, Call, Scalar, blocks_of, call_of, divided
 from natten_jax.backends.blackwell.memory import REGISTERS_OF_OTHERS, REGISTERS_OF_ROWS
 from natten_jax.backends.native_backend import delta
@@ -75,7 +74,7 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Output) 
         "natten_jax_blackwell_query_gradient",
         call.items,
         OwnedQueries,
-        weights.query_gradients,
+        Warpgroup.query_gradients,
         _Inputs(arrays, boxes, rows, scale.reshape(-1)),
         [like[0]] if inputs.scale is None else [like[0], jax.ShapeDtypeStruct((call.items, HALVES, ROWS), jnp.float32)],
     )
@@ -88,7 +87,7 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Output) 
         "natten_jax_blackwell_key_gradients",
         call.key_items,
         OwnedKeys,
-        weights.key_gradients,
+        Warpgroup.key_gradients,
         _Inputs(arrays, [*boxes, *call.seeing()], rows, of_key_heads.reshape(-1)),
         like[2:],
     )
@@ -132,7 +131,7 @@ def _launched(
         name: Its name.
         items: Its work items.
         owner: What an item owns, of the call, its number, and the tables.
-        weigh: What a warpgroup does that owns rows.
+        weigh: What a warpgroup does that owns rows: a method of :class:`Warpgroup`.
         inputs: What it reads.
         results: Shapes and types of the results.
     """
@@ -157,10 +156,11 @@ def _launched(
 
         def weigh_half(half: int) -> None:
             plgpu.set_max_registers(REGISTERS_OF_ROWS, action="increase")
+            own = Warpgroup(call, memory, half, read.rows, written)
 
             def body(owned: Owned, number: Scalar, none: None) -> None:
                 scale = read.scales[divided(number, items_of_head)[0]]
-                weigh(call, memory, half, owned, read.rows, scale, written)
+                weigh(own, owned, scale)
 
             for_each_item(body, None)
 
