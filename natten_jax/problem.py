@@ -75,7 +75,7 @@ class Problem:
         """Whether a pass takes the operand ``layouts``."""
         return self.own_origins or self.own_extents
 
-    @property
+    @functools.cached_property
     def rank(self) -> int:
         """Number of token dimensions."""
         return len(self.axes)

@@ -26,6 +26,7 @@ class Role(enum.Enum):
     Attributes:
         heads_axis: The dimension that heads lie along, counted from the end; 0 where there are none.
         tokens: Whose token dimensions follow the batch: ``"queries"``, ``"keys"`` or nobody's.
+        has_layout: Whether there are any.
         is_key_value: Whether heads are those of keys and values.
     """
 
@@ -42,12 +43,8 @@ class Role(enum.Enum):
     def __init__(self, _: str, heads_axis: int, tokens: str | None, is_key_value: bool) -> None:
         self.heads_axis = heads_axis
         self.tokens = tokens
+        self.has_layout = tokens is not None
         self.is_key_value = is_key_value
-
-    @property
-    def has_layout(self) -> bool:
-        """Whether token dimensions follow the batch."""
-        return self.tokens is not None
 
     @property
     def is_of_heads(self) -> bool:
