@@ -1,0 +1,125 @@
+"""Counts the Python calls inside this package that a program takes to be traced, lowered and compiled.
+
+Each way has a process of its own. Calls are what a first call of a program waits for besides JAX and XLA, and do not
+depend on how busy a machine is; on the version of Python they do, as 3.12 counts no comprehensions. Decisions are
+choices of a backend for a pass.
+
+Example:
+    python bench/python_calls.py
+    python bench/python_calls.py --only "gradient over a mesh" --most 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import natten_jax
+from natten_jax import na2d
+from natten_jax.sharding import auto
+
+PACKAGE = str(Path(natten_jax.__file__).parent)
+#: Devices along height and width; one without a mesh.
+WAYS = {
+    "forward": (1, 1),
+    "gradient": (1, 1),
+    "gradient over a mesh": (2, 1),
+    "gradient over a mesh of 2 x 2": (2, 2),
+}
+STAGES = "trace", "lower", "compile"
+
+
+class Calls:
+    """Counts calls of functions of this package, by file and name."""
+
+    def __init__(self) -> None:
+        self.by_stage: dict[str, collections.Counter[tuple[str, str]]] = {}
+        self._of_now: collections.Counter[tuple[str, str]] = collections.Counter()
+
+    def _count(self, frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE):
+            self._of_now[code.co_filename.removeprefix(PACKAGE + os.sep), code.co_qualname] += 1
+
+    def of(self, stage: str, function: Callable[[], Any]) -> Any:
+        """Run a stage."""
+        self._of_now = self.by_stage[stage] = collections.Counter()
+        return self.in_thread(function)()
+
+    def in_thread(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, whose calls count in whatever thread it runs: XLA's partitioner calls back from its own."""
+
+        @functools.wraps(function)
+        def run(*arguments: Any, **options: Any) -> Any:
+            before = sys.getprofile()
+            sys.setprofile(self._count)
+            try:
+                return function(*arguments, **options)
+            finally:
+                sys.setprofile(before)
+
+        return run
+
+
+def measure(way: str) -> Calls:
+    """Take one way, in a process that has taken none before."""
+    height, width = WAYS[way]
+
+    def forward(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return na2d(query, key, value, 13)
+
+    def gradient(*arrays: jax.Array) -> Any:
+        return jax.grad(lambda *some: forward(*some).sum(), argnums=(0, 1, 2))(*arrays)
+
+    sharding = None
+    if height * width > 1:
+        mesh = jax.make_mesh((height, width), ("height", "width"), axis_types=(AxisType.Auto,) * 2)
+        sharding = NamedSharding(mesh, PartitionSpec(None, "height", "width"))
+    array = jax.ShapeDtypeStruct((1, 64, 64, 4, 64), jnp.float32, sharding=sharding)
+    calls = Calls()
+    for callback in ("_partition", "_run"):
+        setattr(auto.Partitioned, callback, calls.in_thread(getattr(auto.Partitioned, callback)))
+    jax.jit(lambda x: x + 1).lower(1.0).compile()  # what JAX itself loads
+    function = jax.jit(forward if way == "forward" else gradient)
+    traced = calls.of("trace", lambda: function.trace(array, array, array))
+    lowered = calls.of("lower", traced.lower)
+    calls.of("compile", lowered.compile)
+    return calls
+
+
+def main() -> int:
+    """Count."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=WAYS, help="take one way, in this process")
+    parser.add_argument("--most", type=int, default=0, help="list so many functions that are called the most")
+    options = parser.parse_args()
+    if options.only is None:
+        devices = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": devices.strip()}
+        for way in WAYS:
+            command = [sys.executable, __file__, "--only", way, "--most", str(options.most)]
+            subprocess.run(command, env=environment, check=True)
+        return 0
+    found = measure(options.only).by_stage
+    total = sum(found.values(), collections.Counter())
+    decisions = total[os.path.join("backends", "select.py"), "_decide"]
+    stages = ", ".join(f"{stage} {found[stage].total()}" for stage in STAGES)
+    print(f"{options.only}: {stages}, all {total.total()}; {decisions} decisions")
+    for (file, name), count in total.most_common(options.most):
+        print(f"{count:8} {file} {name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
