@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from typing import Any
 
 import pytest
 
@@ -17,19 +19,33 @@ ATTENTION_MODES = ("Auto", "Explicit", "Auto+Manual")
 REDUCING = ("groups that are split", "groups across parts", "one key/value head")
 
 
+def modes_of(what: str) -> list[str]:
+    """The modes that an operator is tried in."""
+    return [mode for mode in sharded.TYPES if mode in ATTENTION_MODES or not what.endswith("fmha")]
+
+
+#: A process tries some modes of an operator: starting it takes as long as a mode, and one device's results serve all.
+RUNS = [(what, tuple(modes_of(what)[i : i + 3])) for what in OPERATORS for i in range(0, len(modes_of(what)), 3)]
+
+
+@functools.cache
+def found_by(what: str, modes: tuple[str, ...]) -> list[dict[str, Any]]:
+    """What a process prints."""
+    output = output_of(run_python(PROGRAM, what, *modes, devices=8, timeout=600))
+    return list(map(json.loads, output.splitlines()))
+
+
 @pytest.mark.parametrize(
-    ("mode", "what"),
+    ("mode", "what", "modes"),
     [
-        (mode, what)
-        for mode in sharded.TYPES
-        for what in OPERATORS
-        if mode in ATTENTION_MODES or not what.endswith("fmha")
+        pytest.param(mode, what, modes, id=f"{mode}-{what}", marks=pytest.mark.xdist_group(f"{what} in {modes[0]}"))
+        for what, modes in RUNS
+        for mode in modes
     ],
 )
-def test_batch_and_heads_stay_split(mode: str, what: str) -> None:
+def test_batch_and_heads_stay_split(mode: str, what: str, modes: tuple[str, ...]) -> None:
     """Forward pass, gradients, logsumexp's gradient, vmap, remat and scan."""
-    output = output_of(run_python(PROGRAM, mode, what, devices=8, timeout=600))
-    found = {each["split"]: each for each in map(json.loads, output.splitlines())}
+    found = {each["split"]: each for each in found_by(what, modes) if each["mode"] == mode}
     assert list(found) == sharded.splits_of(mode, what)
     for name, each in found.items():
         split = sharded.SPLITS[name]

@@ -1,7 +1,7 @@
 """Operators on arrays that are split over a mesh of eight devices, in a process of its own.
 
-``python -c "from tests.support import sharded; sharded.main()" MODE WHAT`` prints a line of JSON for each split and
-function: the collectives of the compiled program, how the results are split, and how far they are from one device's.
+``python -c "from tests.support import sharded; sharded.main()" WHAT MODE...`` prints a line of JSON for each mode and
+split: the collectives of the compiled program, how the results are split, and how far they are from one device's.
 """
 
 from __future__ import annotations
@@ -197,9 +197,7 @@ def check(mode: str, mesh: Any, name: str, what: str) -> None:
     function = within_shard_map(mode, mesh, split, done) if "Manual" in mode else done.by(what)
     compiled = jax.jit(function).lower(*placed).compile(compiler_options=QUICK_COMPILATION)
     found = compiled(*placed)
-    # Kernels are another implementation; without them plain JAX is compared with itself on one device.
-    reference = what if native.path() is None else what.replace("flex", "cpu")
-    expected = jax.jit(done.by(reference), compiler_options=QUICK_COMPILATION)(*arrays)
+    expected = of_one_device(name, done)
     results = {
         kind: [
             {
@@ -211,16 +209,26 @@ def check(mode: str, mesh: Any, name: str, what: str) -> None:
         ]
         for kind in found
     }
-    print(json.dumps({"split": name, "collectives": collectives(compiled), "results": results}), flush=True)
+    found_here = {"mode": mode, "split": name, "collectives": collectives(compiled), "results": results}
+    print(json.dumps(found_here), flush=True)
     jax.clear_caches()
 
 
+@functools.cache
+def of_one_device(name: str, done: Done) -> Any:
+    """The results of one device, whatever the mode is."""
+    # Kernels are another implementation; without them plain JAX is compared with itself on one device.
+    reference = done.what if native.path() is None else done.what.replace("flex", "cpu")
+    return jax.jit(done.by(reference), compiler_options=QUICK_COMPILATION)(*arrays_of(SPLITS[name]))
+
+
 def main() -> None:
-    mode, what = sys.argv[1:3]
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=TYPES[mode])
-    for name in splits_of(mode, what):
-        if "Explicit" in mode or name == "nothing":
-            with jax.set_mesh(mesh):
+    what, *modes = sys.argv[1:]
+    for mode in modes:
+        mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=TYPES[mode])
+        for name in splits_of(mode, what):
+            if "Explicit" in mode or name == "nothing":
+                with jax.set_mesh(mesh):
+                    check(mode, mesh, name, what)
+            else:
                 check(mode, mesh, name, what)
-        else:
-            check(mode, mesh, name, what)
