@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import subprocess
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from natten_jax.arrays.avals import type_like
 from tests.support.families import Family
-from tests.support.programs import output_of, run_python
+from tests.support.programs import run_python
 
 PREAMBLE = """
 import sys
@@ -17,8 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import natten_jax
 from tests.support.problems import QUICK_COMPILATION, Case
 
-family, dtype, axis_type = sys.argv[1:4]
-mesh = jax.make_mesh((len(jax.devices()),), ("d",), axis_types=(getattr(AxisType, axis_type),))
+family, dtype = sys.argv[1:3]
 
 def quick(function):
     return jax.jit(function, compiler_options=QUICK_COMPILATION)
@@ -50,39 +52,40 @@ def both(case):
 OPERATORS = """
 expected = [quick(both(case))(case.operands(dtype, 0), case.cotangents(dtype, 0)) for case in CASES]
 outside = [(case.operands(dtype, 0), case.cotangents(dtype, 0)) for case in CASES]
-jax.clear_caches()
-with jax.set_mesh(mesh):
-    for case, given, results in zip(CASES, outside, expected, strict=True):
-        inside = case.operands(dtype, 0), case.cotangents(dtype, 0)
-        placed = jax.device_put(inside, NamedSharding(mesh, P()))
-        function = quick(both(case))
-        for arrays in (given, inside, placed):
-            assert_close(function(*arrays), results)
-        if case is CASES[0]:
-            stacked = jax.tree.map(lambda a: jnp.stack([a, a]), inside)
-            assert_close(jax.tree.map(lambda a: a[1], quick(jax.vmap(both(case)))(*stacked)), results)
-    outputs, lse = case.operator(backend_of(case))(inside[0])
-    assert_close(natten_jax.merge_attentions([outputs, outputs], [lse, lse])[0], results[0][0])
-print("done")
+
+def check(mesh):
+    jax.clear_caches()
+    with jax.set_mesh(mesh):
+        for case, given, results in zip(CASES, outside, expected, strict=True):
+            inside = case.operands(dtype, 0), case.cotangents(dtype, 0)
+            placed = jax.device_put(inside, NamedSharding(mesh, P()))
+            function = quick(both(case))
+            for arrays in (given, inside, placed):
+                assert_close(function(*arrays), results)
+            if case is CASES[0]:
+                stacked = jax.tree.map(lambda a: jnp.stack([a, a]), inside)
+                assert_close(jax.tree.map(lambda a: a[1], quick(jax.vmap(both(case)))(*stacked)), results)
+        outputs, lse = case.operator(backend_of(case))(inside[0])
+        assert_close(natten_jax.merge_attentions([outputs, outputs], [lse, lse])[0], results[0][0])
 """
 
 SHARD_MAP = """
-with jax.set_mesh(mesh):
-    for case in CASES[:1]:
-        operands, cotangents = case.operands(dtype, 0), case.cotangents(dtype, 0)
-        expected = quick(both(case))(operands, cotangents)
-        spec = P("d")
-        placed = jax.device_put((operands, cotangents), NamedSharding(mesh, spec))
+def check(mesh):
+    with jax.set_mesh(mesh):
+        for case in CASES[:1]:
+            operands, cotangents = case.operands(dtype, 0), case.cotangents(dtype, 0)
+            expected = quick(both(case))(operands, cotangents)
+            spec = P("d")
+            placed = jax.device_put((operands, cotangents), NamedSharding(mesh, spec))
 
-        def local(operands, cotangents):
-            outputs, gradients = both(case)(operands, cotangents)
-            for array in jax.tree.leaves((outputs, gradients)):
-                assert jax.typeof(array).manual_axis_type.varying == {"d"}, jax.typeof(array)
-            return outputs, gradients
+            def local(operands, cotangents):
+                outputs, gradients = both(case)(operands, cotangents)
+                for array in jax.tree.leaves((outputs, gradients)):
+                    assert jax.typeof(array).manual_axis_type.varying == {"d"}, jax.typeof(array)
+                return outputs, gradients
 
-        sharded = jax.shard_map(local, in_specs=spec, out_specs=spec)
-        assert_close(quick(sharded)(*placed), expected)
-print("done")
+            sharded = jax.shard_map(local, in_specs=spec, out_specs=spec)
+            assert_close(quick(sharded)(*placed), expected)
 """
 
 MODULES = """
@@ -99,17 +102,34 @@ def results(inputs):
     return value, jax.tree.leaves(gradient), jax.value_and_grad(loss)(variables)
 
 expected = results(jnp.ones((2, 5, 6, 16)))
-with jax.set_mesh(mesh):
-    assert_close(results(jnp.ones((2, 5, 6, 16))), expected)
-print("done")
+
+def check(mesh):
+    with jax.set_mesh(mesh):
+        assert_close(results(jnp.ones((2, 5, 6, 16))), expected)
 """
+
+
+WITH_EACH_MESH = """
+for axis_type in ("Auto", "Explicit"):
+    check(jax.make_mesh((len(jax.devices()),), ("d",), axis_types=(getattr(AxisType, axis_type),)))
+    print("done with", axis_type, flush=True)
+"""
+
+#: A process tries both kinds of axes.
+pytestmark = pytest.mark.xdist_group("meshes")
+
+
+@functools.cache
+def finished(program: str, family: str, dtype: str, devices: int) -> subprocess.CompletedProcess[str]:
+    """A process that has tried both kinds of axes, or failed."""
+    return run_python(PREAMBLE + program + WITH_EACH_MESH, family, dtype, devices=devices)
 
 
 def run(program: str, family: Family, axis_type: str, devices: int) -> None:
     if family.needs_gpu:
         pytest.skip("the devices of this test are parts of the host")
-    arguments = family.name, family.dtype, axis_type
-    assert output_of(run_python(PREAMBLE + program, *arguments, devices=devices)).endswith("done\n")
+    found = finished(program, family.name, family.dtype, devices)
+    assert f"done with {axis_type}\n" in found.stdout, found.stderr
 
 
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
