@@ -182,15 +182,21 @@ class Fuzzed:
             shapes += [(case.batch, case.additional, case.heads_kv, shape[-1]) for shape in shapes[1:]]
         query, key, value, *more = (jax.ShapeDtypeStruct(shape, self.dtype) for shape in shapes)
         if case.queries is not None:
-            return attention_problem(query, key, value, case.scale, case.causal[0])
-        keys, values = more or (None, None)
-        problem = neighborhood_problem(
-            case.rank,
-            InputArrays(query, key, value, keys, values),  # type: ignore[arg-type]
-            WindowArguments(**case.window_arguments),
-            case.scale,
+            problem = attention_problem(query, key, value, case.scale, case.causal[0])
+        else:
+            keys, values = more or (None, None)
+            problem = neighborhood_problem(
+                case.rank,
+                InputArrays(query, key, value, keys, values),  # type: ignore[arg-type]
+                WindowArguments(**case.window_arguments),
+                case.scale,
+            )
+        return dataclasses.replace(
+            problem,
+            relative_bias=case.relative_bias,
+            key_bias=case.key_bias is not None,
+            own_extents=case.is_padded,
         )
-        return dataclasses.replace(problem, relative_bias=case.relative_bias)
 
 
 def draw(family: Family, operators: tuple[str, ...], seed: int, number: int, is_direct: bool) -> Fuzzed:
@@ -249,7 +255,10 @@ def _in_8_bits(rng: np.random.Generator, problem: Fuzzed, family: Family) -> Fuz
     has_blocks = problem.case.additional == 0 and not family.rounds_weights
     kinds = [None, *OF_HEADS, *OF_BLOCKS * has_blocks]
     dtype = str(rng.choice(family.float8_dtypes))
-    return dataclasses.replace(problem, dtype=dtype, factors=kinds[int(rng.integers(len(kinds)))])
+    found = dataclasses.replace(problem, dtype=dtype, factors=kinds[int(rng.integers(len(kinds)))])
+    backend = backends.find(problem.backend, problem.operator)
+    is_taken = backend.rejection(found.description(), devices.default_device(), "forward") is None
+    return found if is_taken else problem
 
 
 def _with_logit_terms(rng: np.random.Generator, case: Case, family: Family) -> Case:
@@ -272,13 +281,9 @@ def _with_terms_of(problem: Fuzzed, family: Family) -> Fuzzed:
     without: tuple[dict[str, Any], ...] = {}, {"relative_bias": False}, {"key_bias": None}, _NO_BIASES
     for changes in without:
         changed = dataclasses.replace(problem, case=dataclasses.replace(case, **changes))
-        biases: dict[str, Any] = {
-            "relative_bias": changed.case.relative_bias,
-            "key_bias": changed.case.key_bias is not None,
-        }
-        if not any(biases.values()):
+        described = changed.description()
+        if not described.biases:
             return changed
-        described = dataclasses.replace(changed.description(), **biases)
         if all(backend.rejection(described, devices.default_device(), pass_) is None for pass_ in PASSES):
             return changed
     raise AssertionError
