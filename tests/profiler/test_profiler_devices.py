@@ -56,7 +56,7 @@ def test_a_problem_is_split_over_the_hosts_devices(tmp_path: Path) -> None:
     lines = [f"{PROBLEM} {flags} --json {tmp_path / str(i)}.json" for i, (flags, _, _) in enumerate(RUNS)]
     lines[TRACED] += f" --trace-dir {tmp_path}"
     lines.append(f"{PROBLEM} -b 9 --devices 9")
-    finished = run_python(_DRIVER, "\n".join(lines), devices=8, quick=False)
+    finished = run_python(_DRIVER, "\n".join(lines), devices=8)
     outputs = output_of(finished).split("$ ")[1:]
     for i, ((flags, share, collectives), output) in enumerate(zip(RUNS, outputs, strict=False)):
         assert output.rstrip().endswith("= 0"), output
@@ -223,7 +223,7 @@ for function, array in ((jax.jit(jnp.sin), jnp.ones(8)), (jax.jit(jnp.sin), spli
 
 
 def test_programs_say_over_how_many_devices_they_run() -> None:
-    assert output_of(run_python(_DEVICES_OF_PROGRAMS, devices=8, quick=False)).split() == ["1", "4", "8"]
+    assert output_of(run_python(_DEVICES_OF_PROGRAMS, devices=8)).split() == ["1", "4", "8"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import json
+import os
 import subprocess
 import sys
 import time
@@ -66,7 +67,7 @@ def run_python(*arguments: str | Path, text: str = "", **environment: str) -> su
         input=text,
         capture_output=True,
         text=True,
-        env={**users_environment(), "JAX_PLATFORMS": "cpu", **environment},
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
         timeout=300,
         check=False,
     )
