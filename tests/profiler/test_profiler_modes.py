@@ -220,7 +220,7 @@ def test_dry_run_lists_tiles_best_first(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_dry_run_of_self_attention_lists_sizes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(f"-i 16 16 16 -d 128 --dtype bf16 --dry-run --max-configs 0 {HOPPER}".split()) == 0
+    assert main(f"-i 16 16 -d 128 --dtype bf16 --dry-run --max-configs 0 {HOPPER}".split()) == 0
     output = capsys.readouterr().out
     assert "Use case is compatible with backend hopper-fmha." in output
     assert "q_tile_size" in output
