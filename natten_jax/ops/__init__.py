@@ -1,6 +1,7 @@
 """The public operators: signatures, documentation, checks, and the calls that follow from them.
 
 - ``neighborhood``, ``attention``, ``merge``: the functions that users call.
+- ``options``: their keyword arguments, as overloads have them.
 - ``calls``: from their arguments to operators and back.
 - ``boxes``: where queries lie in the layout, what of it is real, and finer grids.
 - ``parts``: one attention call, or two whose results are merged.

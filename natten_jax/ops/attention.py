@@ -14,6 +14,7 @@ from natten_jax.ops.arrays import ArrayLike
 from natten_jax.ops.biases import Biases
 from natten_jax.ops.calls import LogitTerms, attend_all
 from natten_jax.ops.float8 import Factor, Float8Arguments
+from natten_jax.ops.options import AttentionOptions
 from natten_jax.ops.straight_through import straight_through
 from natten_jax.performance import ATTENTION_NAMES, AttentionPerformanceArguments
 
@@ -28,20 +29,8 @@ def attention(
     value: ArrayLike,
     scale: Scale | None = None,
     *,
-    is_causal: bool = False,
-    query_origin: Origin | None = None,
-    query_lengths: Counts | None = None,
-    kv_lengths: Counts | None = None,
-    backend: str | None = None,
     return_lse: Literal[False] = False,
-    key_bias: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-    query_scale: Factor | None = None,
-    key_scale: Factor | None = None,
-    value_scale: Factor | None = None,
-    out_dtype: DTypeLike | None = None,
-    fp8: str | None = None,
-    **performance: Unpack[AttentionPerformanceArguments],
+    **options: Unpack[AttentionOptions],
 ) -> jax.Array: ...
 @overload
 def attention(
@@ -50,20 +39,8 @@ def attention(
     value: ArrayLike,
     scale: Scale | None = None,
     *,
-    is_causal: bool = False,
-    query_origin: Origin | None = None,
-    query_lengths: Counts | None = None,
-    kv_lengths: Counts | None = None,
-    backend: str | None = None,
     return_lse: Literal[True],
-    key_bias: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-    query_scale: Factor | None = None,
-    key_scale: Factor | None = None,
-    value_scale: Factor | None = None,
-    out_dtype: DTypeLike | None = None,
-    fp8: str | None = None,
-    **performance: Unpack[AttentionPerformanceArguments],
+    **options: Unpack[AttentionOptions],
 ) -> Pair: ...
 @overload
 def attention(
@@ -72,20 +49,8 @@ def attention(
     value: ArrayLike,
     scale: Scale | None = None,
     *,
-    is_causal: bool = False,
-    query_origin: Origin | None = None,
-    query_lengths: Counts | None = None,
-    kv_lengths: Counts | None = None,
-    backend: str | None = None,
     return_lse: bool,
-    key_bias: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-    query_scale: Factor | None = None,
-    key_scale: Factor | None = None,
-    value_scale: Factor | None = None,
-    out_dtype: DTypeLike | None = None,
-    fp8: str | None = None,
-    **performance: Unpack[AttentionPerformanceArguments],
+    **options: Unpack[AttentionOptions],
 ) -> jax.Array | Pair: ...
 @explained(ATTENTION_NAMES)
 def attention(

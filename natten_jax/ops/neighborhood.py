@@ -19,35 +19,13 @@ from natten_jax.ops.biases import Biases
 from natten_jax.ops.boxes import BoxArguments
 from natten_jax.ops.calls import ExecutionArguments, LogitTerms, attend_windows
 from natten_jax.ops.float8 import Factor, Float8Arguments
+from natten_jax.ops.options import NeighborhoodOptions, OptionsOfOthers
 from natten_jax.ops.straight_through import straight_through
 from natten_jax.performance import PERFORMANCE_NAMES, PerformanceArguments
-from natten_jax.windows import DOCUMENTED_ARGUMENTS, WINDOW_OPTIONS, WindowArguments, WindowOptions
+from natten_jax.windows import DOCUMENTED_ARGUMENTS, WINDOW_OPTIONS, WindowArguments
 
 #: Output and logsumexp.
 Pair = tuple[jax.Array, jax.Array]
-
-
-class _Options(WindowOptions, PerformanceArguments, total=False):
-    """The keyword arguments that are not the operators' own."""
-
-
-class NeighborhoodOptions(_Options, total=False):
-    """All keyword arguments but ``return_lse``, by which the types of results differ."""
-
-    query_origin: Origin | None
-    extents: Counts | None
-    upsample: Ints
-    clamp_window: bool
-    try_fuse_additional_kv: bool | None
-    token_axes: TokenAxes | None
-    relative_bias: ArrayLike | None
-    key_bias: ArrayLike | None
-    sinks: ArrayLike | None
-    query_scale: Factor | None
-    key_scale: Factor | None
-    value_scale: Factor | None
-    out_dtype: DTypeLike | None
-    fp8: str | None
 
 
 class NeighborhoodAttention(Protocol):
@@ -201,7 +179,7 @@ def _operator(rank: int) -> NeighborhoodAttention:
         value_scale: Factor | None = None,
         out_dtype: DTypeLike | None = None,
         fp8: str | None = None,
-        **options: Unpack[_Options],
+        **options: Unpack[OptionsOfOthers],
     ) -> jax.Array | Pair:
         """Neighborhood attention over {tokens}.
 
