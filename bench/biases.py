@@ -1,4 +1,4 @@
-"""Times what is added to logits beside plain calls, for problems with small windows, on an NVIDIA GPU.
+"""Times what is added to logits beside plain calls, mostly for problems with small windows, on an NVIDIA GPU.
 
 All sides of a problem run in turns in one process, each after the second-level cache was filled with something else;
 times are the device time of everything that a side launches, from profiler traces. Backward passes are with the
@@ -20,14 +20,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from lib import command
+from lib.bias_features import by_features
 from lib.record import save
 from lib.timing import Runner, compile_backward, compile_runner
-from small import ROWS, Row, figures_of, shown
+from small import ROWS as SMALL
+from small import Row, figures_of, shown
 
 from natten_jax.performance import PASSES, Pass
+from natten_jax.problem import problem_of
 
-#: What a call has beside query, key and value.
-SIDES = ("plain", "relative_bias", "key_bias", "sinks")
+#: Problems with small windows, and two that no kernel adds a relative bias to: for its heads, and for its windows.
+ROWS = (*SMALL, Row("wide heads", 8, (64, 64), 4, 128, 7), Row("wide windows", 2, (128, 128), 4, 64, 41))
+
+#: What a call has beside query, key and value; a relative bias by features, too, as without kernels for it.
+SIDES = ("plain", "relative_bias", "key_bias", "sinks", "features")
 
 
 def term_of(row: Row, side: str) -> list[jax.Array]:
@@ -39,6 +45,7 @@ def term_of(row: Row, side: str) -> list[jax.Array]:
         "key_bias": (row.batch, *row.layout),
         "sinks": (row.heads,),
     }
+    shapes["features"] = shapes["relative_bias"]
     return [] if side == "plain" else [jax.random.normal(jax.random.key(5), shapes[side], jnp.float32)]
 
 
@@ -52,10 +59,12 @@ def runner_of(row: Row, pass_: Pass, side: str) -> Runner | str:
         return plain(query, key, value, **({side: terms[0]} if terms else {}))
 
     inputs += term_of(row, side)
+    window: dict[str, Any] = {"dilation": row.dilation, "is_causal": row.is_causal}
+    by = by_features(plain, problem_of(row.layout, row.kernel_size, **window)) if side == "features" else attend
     try:
         if pass_ == "forward":
-            return compile_runner(attend, *inputs, name=f"{side}_side")
-        return compile_backward(attend, cotangent, *inputs, name=f"{side}_side")
+            return compile_runner(by, *inputs, name=f"{side}_side")
+        return compile_backward(by, cotangent, *inputs, name=f"{side}_side")
     except Exception as error:
         return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
@@ -74,7 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="REGEX", help="rows whose names it matches")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES[:-1]))
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -71,18 +71,37 @@ py::dict limits() {
                    "shared_memory"_a = sm90::kSharedMemory, "tiles_worth_counting"_a = sm90::kTilesWorthCounting));
 }
 
+namespace {
+
+/// A problem's axes, and the shapes of tiles, for the tables of relative biases.
+struct TiledAxes {
+  Axis axes[kRank]{};
+  std::int64_t tile[kRank], group[kRank];
+
+  TiledAxes(const std::array<std::int64_t, kFieldsOfAxis * kRank>& numbers,
+            const std::array<std::int64_t, kRank>& tile_shape, const std::array<std::int64_t, kRank>& group_shape) {
+    for (int i = 0; i < kRank; ++i) {
+      for (std::size_t f = 0; f < kFieldsOfAxis; ++f) kAxisFields[f].set(axes[i], numbers[kFieldsOfAxis * i + f]);
+    }
+    std::copy(tile_shape.begin(), tile_shape.end(), tile);
+    std::copy(group_shape.begin(), group_shape.end(), group);
+  }
+};
+
+}  // namespace
+
+std::int64_t bias_line(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
+                       const std::array<std::int64_t, kRank>& tile, const std::array<std::int64_t, kRank>& group) {
+  const TiledAxes of(axes, tile, group);
+  return small::BiasTable(of.axes, of.tile, of.group).pitch[1];
+}
+
 py::dict bias_sums(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
                    const std::array<std::int64_t, kRank>& queries, const std::array<std::int64_t, kRank>& tile,
                    const std::array<std::int64_t, kRank>& group) {
-  Axis all[kRank]{};
-  std::int64_t tile_of[kRank], group_of[kRank];
-  for (int i = 0; i < kRank; ++i) {
-    for (std::size_t f = 0; f < kFieldsOfAxis; ++f) kAxisFields[f].set(all[i], axes[kFieldsOfAxis * i + f]);
-    all[i].query.local_extent = queries[i];
-    tile_of[i] = tile[i];
-    group_of[i] = group[i];
-  }
-  const small::BiasSums sums = small::bias_sums(all, tile_of, group_of);
+  TiledAxes of(axes, tile, group);
+  for (int i = 0; i < kRank; ++i) of.axes[i].query.local_extent = queries[i];
+  const small::BiasSums sums = small::bias_sums(of.axes, of.tile, of.group);
   return py::dict("tiles"_a = sums.tiles, "record"_a = sums.record, "parts"_a = sums.parts);
 }
 

@@ -34,6 +34,14 @@ pybind11::object estimate_of_small_windows(const std::array<std::int64_t, kField
                                            int shared_memory, int multiprocessors, bool has_boxes,
                                            bool has_relative_bias);
 
+/// Entries of a line of a relative bias in the memory of the kernels for small windows.
+///
+/// Args:
+///   axes: as the attribute of that name of every target.
+///   tile, group: shapes of a tile of rows, and of a group of columns.
+std::int64_t bias_line(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
+                       const std::array<std::int64_t, kRank>& tile, const std::array<std::int64_t, kRank>& group);
+
 /// What the gradient of a relative bias takes of each batch entry and head: "tiles", of which each has a "record" of
 /// numbers, and "parts" in which these are added up.
 ///

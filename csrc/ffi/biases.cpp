@@ -73,7 +73,8 @@ Error decode_bias_gradients(xffi::Result<AnyBuffer> relative_bias, xffi::Result<
   return Error::Success();
 }
 
-Error decode_table_of_products(const AnyBuffer& relative_bias, Call& call) {
+Error decode_table_of_products(const AnyBuffer& relative_bias, const std::int64_t (&rows)[kRank],
+                               const std::int64_t (&columns)[kRank], Call& call) {
   Problem& p = call.problem;
   if (relative_bias.element_count() == 0) return check_relative_bias("relative_bias", relative_bias, p, false);
   NATTEN_JAX_RETURN_IF_ERROR(check_offsets(p));
@@ -82,9 +83,10 @@ Error decode_table_of_products(const AnyBuffer& relative_bias, Call& call) {
                                   std::to_string(p.additional_kv) +
                                   " additional tokens, but the kernels for small windows take either");
   }
-  NATTEN_JAX_RETURN_IF_ERROR(
-      check_array("relative_bias", relative_bias, DataType::F32, {p.batch, p.heads, small::BiasTable(p.axes).padded},
-                  "it holds a number for each batch entry, head and offset, filled up to fours"));
+  const small::BiasTable table(p.axes, rows, columns);
+  NATTEN_JAX_RETURN_IF_ERROR(check_array(
+      "relative_bias", relative_bias, DataType::F32, {p.batch, p.heads, table.entries},
+      "it holds a number for each batch entry, head and offset, and lines are filled up as bias_table says"));
   p.has_relative_bias = true;
   call.arrays.relative_bias = static_cast<const float*>(relative_bias.untyped_data());
   return Error::Success();

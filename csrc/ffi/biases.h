@@ -14,7 +14,8 @@ xffi::Error decode_bias_gradients(xffi::Result<xffi::AnyBuffer> relative_bias, x
                                   Call& call);
 
 /// Decodes the relative bias of a call of the kernels for small windows, as these have it: tables filled up to chunks,
-/// in products of queries and keys; none where the array is empty.
-xffi::Error decode_table_of_products(const xffi::AnyBuffer& relative_bias, Call& call);
+/// in products of queries and keys, with lines for tiles of these shapes; none where the array is empty.
+xffi::Error decode_table_of_products(const xffi::AnyBuffer& relative_bias, const std::int64_t (&rows)[kRank],
+                                     const std::int64_t (&columns)[kRank], Call& call);
 
 }  // namespace natten_jax::ffi

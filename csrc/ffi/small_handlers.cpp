@@ -25,7 +25,7 @@ Error small_forward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffe
       decode_forward(operands, {out, logsumexp, remainder}, dictionary, 0, Memory::kDevice, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_layouts(layouts, Memory::kDevice, call));
   NATTEN_JAX_RETURN_IF_ERROR(error_of(small::check_arrays(call.problem)));
-  NATTEN_JAX_RETURN_IF_ERROR(decode_table_of_products(relative_bias, call));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_table_of_products(relative_bias, call.tiles.query, call.tiles.kv, call));
   CUtensorMap* maps = nullptr;
   NATTEN_JAX_RETURN_IF_ERROR(
       decode_entry_maps(*entry_maps, small::entry_maps_of_forward(call.problem, call.arrays), maps));
@@ -53,7 +53,8 @@ Error check_table_sums(const AnyBuffer& records, const AnyBuffer& sums, const Ca
   NATTEN_JAX_RETURN_IF_ERROR(
       check_array("result table_records", records, xffi::DataType::F32, {p.batch, p.heads, of.tiles, of.record}, rule));
   return check_array("result table_sums", sums, xffi::DataType::F32,
-                     {of.parts, p.batch, p.heads, small::BiasTable(p.axes).padded}, rule);
+                     {of.parts, p.batch, p.heads, small::BiasTable(p.axes, call.tiles.kv, call.tiles.query).gradients},
+                     rule);
 }
 
 Error small_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffer relative_bias, AnyBuffer logsumexp,
@@ -69,7 +70,7 @@ Error small_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuff
   NATTEN_JAX_RETURN_IF_ERROR(decode_layouts(layouts, Memory::kDevice, call));
   const Problem& problem = call.problem;
   NATTEN_JAX_RETURN_IF_ERROR(error_of(small::check_arrays(problem)));
-  NATTEN_JAX_RETURN_IF_ERROR(decode_table_of_products(relative_bias, call));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_table_of_products(relative_bias, call.tiles.kv, call.tiles.query, call));
   NATTEN_JAX_RETURN_IF_ERROR(check_array("result statistics", *statistics, xffi::DataType::F32,
                                          {problem.batch, problem.queries(), problem.heads, 4},
                                          "it is four numbers for each query and head"));

@@ -118,6 +118,17 @@ def estimate_of_small_windows(
     )
 
 
+def bias_line(axes: Sequence[int], tile: Sequence[int], group: Sequence[int]) -> int:
+    """Entries of a line of a relative bias, as the kernels for small windows read it: some are no offset's.
+
+    Args:
+        axes: As the attribute of that name of every target.
+        tile: Extents of a tile of rows.
+        group: Extents of a group of columns.
+    """
+    return 1 if _module is None else int(_module.bias_line(axes, tile, group))
+
+
 class BiasSums(NamedTuple):
     """What the gradient of a relative bias takes of each batch entry and head.
 

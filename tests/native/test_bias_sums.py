@@ -1,7 +1,9 @@
-"""Records of the sums for relative biases have room for the offsets of every tile."""
+"""Records of the sums for relative biases have room for the offsets of every tile, and lanes find entries of tables in
+different banks of shared memory."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 
@@ -73,3 +75,45 @@ def test_tiles_have_no_rows_beside_the_only_token_of_a_dimension(pass_: Pass) ->
         assert backend.rejection(problem, device, pass_) is None
         for pair in backend.tile_pairs(problem, device, pass_):
             assert all(tile == 1 for tile, extent in zip(pair[rows], layout, strict=True) if extent == 1)
+
+
+def reads_of_warp(line: int, lines: int, tile: tuple[int, ...], group: tuple[int, ...], order: tuple[int, ...]) -> int:
+    """Words of a table that lanes of a warp find in one bank: a lane for each of 8 rows and each pair of columns."""
+    pitch = (line * lines, line, 1)
+    words = set()
+    for row, column in itertools.product(range(8), range(0, 8, 2)):
+        word = 0
+        for d in order:
+            word += pitch[d] * (column % group[d] - row % tile[d])
+            row, column = row // tile[d], column // group[d]
+        words.add(word)
+    return max(collections.Counter(word % 32 for word in words).values())
+
+
+@pytest.mark.parametrize(
+    ("kernel_size", "tile", "group", "order", "expected"),
+    [
+        ((7, 7), (1, 2, 8), (1, 8, 1), (1, 2, 0), 20),
+        ((7, 7), (1, 8, 2), (1, 1, 8), (2, 1, 0), 24),
+        ((7, 7), (1, 4, 4), (1, 1, 8), (2, 1, 0), 13),
+        ((13, 13), (1, 4, 4), (1, 1, 8), (2, 1, 0), 42),
+        ((4, 5, 6), (1, 4, 4), (1, 1, 8), (2, 1, 0), None),
+    ],
+)
+def test_lanes_find_entries_in_different_banks(
+    kernel_size: tuple[int, ...],
+    tile: tuple[int, ...],
+    group: tuple[int, ...],
+    order: tuple[int, ...],
+    expected: int | None,
+) -> None:
+    problem = problem_of((40,) * len(kernel_size), kernel_size)
+    line = native.bias_line(axis_rows(problem), tile, group)
+    *_, of_plane, own = (2 * k - 1 for k in kernel_size)
+    assert expected is None or line == expected
+    assert reads_of_warp(line, of_plane, tile, group, order) == 1
+    assert all(reads_of_warp(shorter, of_plane, tile, group, order) > 1 for shorter in range(own, line))
+
+
+def test_lines_of_one_line_are_not_filled_up() -> None:
+    assert native.bias_line(axis_rows(problem_of((300,), 40)), (1, 1, 16), (1, 1, 8)) == 79

@@ -22,67 +22,72 @@ template <int kPairs>
 CUTE_DEVICE void store_logit_gradients(const TilePlan& tile, std::uint32_t sums, const std::uint32_t (&a)[kPairs][4],
                                        const Pairs<kPairs>& pairs) {
   CUTE_UNROLL
-  for (int i = 0; i < 4 * kPairs; ++i) {
-    const int pair = i / 4, h = i / 2 % 2, r = i % 2;
-    // On top of the elements' bytes of the group's masks.
-    const std::uint32_t both = 0x808u << (16 * r + 4 * h);
-    if ((pairs.masks[pair] & both) == both) continue;
-    store_word(sums + tile.sums[r] + pairs.at[pair].sum() + h * tile.next_sum_of_group, a[pair][2 * h + r]);
+  for (int pair = 0; pair < kPairs; ++pair) {
+    // Kept, so that the compiler does not work addresses out anew for each store, and tests what is seen: what is
+    // hidden takes two instructions.
+    const std::uint32_t seen = kept(~pairs.masks[pair]);
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const int h = i / 2, r = i % 2;
+      const std::uint32_t at = kept(sums + tile.sums[r] + pairs.at[pair].sum() + h * tile.next_sum_of_group);
+      // On top of the elements' bytes of the group's masks.
+      if ((seen & 0x808u << (16 * r + 4 * h)) != 0) store_word(at, a[pair][2 * h + r]);
+    }
   }
+}
+
+/// Adds up a tile's rows, and writes the sums, in the order of RecordLayout.
+template <class Element>
+CUTE_DEVICE void add_up_rows(const CommonParams& p, const TilePlan& tile, std::uint32_t sums, float* to) {
+  using Instruction = HalfInstruction<Element>;
+  const Region& region = p.region;
+  const int lane = threadIdx.x % 32, row_bytes = bytes_of_sums_row(region.record), number = lane / 4;
+  const std::uint32_t rows = sums + region.shared.sums + threadIdx.x / 32 * bytes_of_sums(region.record) +
+                             lane % 16 * row_bytes + lane / 16 * 16;
+  // Columns of rows are rows of a product whose first column has the sums of the rows that begin with a word, and the
+  // second one those of the others, whose numbers are one further.
+  std::uint32_t b[2];
+  CUTE_UNROLL
+  for (int k = 0; k < 2; ++k) {
+    const std::uint32_t of_column = number == 0 ? ~tile.late_rows[k] : number == 1 ? tile.late_rows[k] : 0;
+    b[k] = pack<Element>(1.f, 1.f) & of_column;
+  }
+  float behind = 0.f;  // the second sum of the number behind these
+  __syncwarp();
+  CUTE_NO_UNROLL
+  for (int first = region.record - kRecordStep; first >= 0; first -= kRecordStep) {
+    std::uint32_t r[4];
+    load_matrices_transposed(r, rows + kBytesOfSum * first);
+    float d[4];
+    Instruction::fma(d[0], d[1], d[2], d[3], r[0], r[2], r[1], r[3], b[0], b[1], 0.f, 0.f, 0.f, 0.f);
+    const float of_eighth = __shfl_sync(0xffffffffu, d[3], 0);
+    float low = __shfl_down_sync(0xffffffffu, d[1], 4), high = __shfl_down_sync(0xffffffffu, d[3], 4);
+    if (number == kColumns - 1) {
+      low = of_eighth;
+      high = behind;
+    }
+    behind = __shfl_sync(0xffffffffu, d[1], 0);
+    if (lane % 4 == 0) {
+      to[first + number] = d[0] + low;
+      to[first + kColumns + number] = d[2] + high;
+    }
+  }
+  __syncwarp();
 }
 
 /// Adds up a tile's rows, and writes the sums to its record.
 template <class Element>
 CUTE_DEVICE void write_record(const BackwardParams& p, const TilePlan& tile, std::uint32_t sums, const Item& item) {
-  using Instruction = HalfInstruction<Element>;
   const Region& region = p.region;
-  const int lane = threadIdx.x % 32, row_bytes = bytes_of_sums_row(region.record);
-  const std::uint32_t ones = pack<Element>(1.f, 1.f);
-  const std::uint32_t rows = sums + region.shared.sums + threadIdx.x / 32 * bytes_of_sums(region.record) +
-                             lane % 16 * row_bytes + lane / 16 * 16;
   const std::int64_t record = std::int64_t{item.number(p)} * p.table_tiles + tile.number;
   float* const to = p.table_records + record * (region.record + kRecordHeader);
-  float last = 0.f;
-  __syncwarp();
-  // Of the columns of eight matrices, row i of a result has those of matrix i: sums of the rows that begin with a word,
-  // and eight rows below, those of the others, whose columns are one number further.
-  constexpr int kMatrices = 8, kAtOnce = kMatrices * kColumns;
-  CUTE_NO_UNROLL
-  for (int first = 0; first < region.record; first += kAtOnce) {
-    float sum[4] = {};
-    CUTE_UNROLL
-    for (int i = 0; i < kMatrices; i += 2) {
-      const int column = first + i * kColumns;
-      if (column >= region.record) break;
-      std::uint32_t r[4];
-      load_matrices_transposed(r, rows + 2 * column);
-      CUTE_UNROLL
-      for (int j = 0; j < 2; ++j) {
-        const std::uint32_t all = lane / 4 == i + j ? ones : 0;
-        std::uint32_t a[4];
-        CUTE_UNROLL
-        for (int k = 0; k < 2; ++k) {
-          a[2 * k] = all & ~tile.late_rows[k];
-          a[2 * k + 1] = all & tile.late_rows[k];
-        }
-        Instruction::fma(sum[0], sum[1], sum[2], sum[3], a[0], a[1], a[2], a[3], r[2 * j], r[2 * j + 1], sum[0], sum[1],
-                         sum[2], sum[3]);
-      }
-    }
-    const float next = __shfl_down_sync(0xffffffffu, sum[2], 1), of_last = __shfl_sync(0xffffffffu, sum[2], 0);
-    // The last number lacks what only now is known.
-    if (lane == 31 && first > 0) to[first - 1] = last + of_last;
-    last = sum[1];
-    const int own = first + 2 * lane;
-    if (own < region.record) *reinterpret_cast<float2*>(to + own) = make_float2(sum[0] + sum[3], sum[1] + next);
-  }
-  if (lane == 0) {
+  add_up_rows<Element>(p, tile, sums, to);
+  if (threadIdx.x % 32 == 0) {
     CUTE_UNROLL
     for (int d = 0; d < kRank; ++d) {
       reinterpret_cast<int*>(to + region.record)[region.dimension[d]] = tile.least_offset[d];
     }
   }
-  __syncwarp();
 }
 
 }  // namespace natten_jax::small

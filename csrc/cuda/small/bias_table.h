@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cuda/small/bias_lines.h"
 #include "cuda/small/forms.h"
 #include "natten_jax/offset_table.h"
 #include "natten_jax/problem.h"
@@ -16,7 +17,10 @@ namespace natten_jax::small {
 /// The widest heads that kernels with a relative bias are compiled for.
 inline constexpr int kLargestBiasedHeadDim = 64;
 
-/// The most entries: kernels count some times as many in 16 bits.
+/// Bytes of an entry, and of a gradient of a logit that is added up for one.
+inline constexpr int kBytesOfEntry = 4, kBytesOfSum = 2;
+
+/// The most entries: kernels count their bytes in 16 bits.
 inline constexpr std::int64_t kMostBiasEntries = 1 << 13;
 inline constexpr int kEntryBits = 16;
 
@@ -32,19 +36,29 @@ inline constexpr int kTilesOfSum = 32;
 
 /// Bytes between rows of gradients of logits: eight of them lie in different banks.
 NATTEN_JAX_HOST_DEVICE constexpr int bytes_of_sums_row(int record) {
-  return 2 * record + 16;
+  return kBytesOfSum * record + 16;
 }
 constexpr int bytes_of_sums(int record) {
   return kRows * bytes_of_sums_row(record);
 }
 
-/// A problem's table.
+/// A problem's table, as kernels with tiles of these shapes read it: what fills lines up is no offset's.
 struct BiasTable {
-  OffsetTable offsets;
-  std::int64_t padded;  ///< Entries in memory.
+  std::int64_t pitch[kRank];  ///< Entries from one offset to the next.
+  std::int64_t entries;       ///< All of them, filled up to chunks.
+  std::int64_t gradients;     ///< Of its gradient, whose lines have one for each offset, likewise.
 
-  explicit BiasTable(const Axis (&axes)[kRank])
-      : offsets(offset_table(axes)), padded(divide_up(offsets.entries, kEntriesOfChunk) * kEntriesOfChunk) {}
+  BiasTable(const Axis (&axes)[kRank], const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank]) {
+    const OffsetTable offsets = offset_table(axes);
+    const auto filled_up = [](std::int64_t count) { return divide_up(count, kEntriesOfChunk) * kEntriesOfChunk; };
+    const std::int64_t lines = offsets.pitch[0] / offsets.pitch[1], planes = 2 * offsets.reach[0] + 1;
+    const std::int64_t line = entries_of_line(offsets.pitch[1], lines, rows, columns);
+    pitch[0] = lines * line;
+    pitch[1] = line;
+    pitch[2] = 1;
+    entries = filled_up(planes * pitch[0]);
+    gradients = filled_up(offsets.entries);
+  }
 };
 
 /// Offsets along a dimension that a tile with so many queries has.

@@ -71,8 +71,9 @@ cudaError_t launch_biased_key_value_gradient(int head_dim, const BackwardParams&
 template <ElementType kType>
 cudaError_t launch_biased_whole_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape);
 
-/// Launches the kernel that adds up records of tiles.
+/// Launches the kernel that adds up records of tiles, or tables of regions.
 cudaError_t launch_table_gradient(const TableParams& params, const LaunchShape& shape);
+cudaError_t launch_table_sum(const TableParams& params, const LaunchShape& shape);
 
 /// Launches both kernels of the gradients of additional keys and values: `ctas` of the first one.
 template <ElementType kType>

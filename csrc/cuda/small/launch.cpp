@@ -233,29 +233,46 @@ Status prepare_additional(const Problem& problem, const Arrays& arrays, const Sc
   return {};
 }
 
-/// Fills in what the kernel of a relative bias's gradient has, where there is one.
-Status prepare_table(const Problem& problem, const TileShapes& tiles, const Region& region, const Scratch& scratch,
-                     cudaStream_t stream, TableParams& p, LaunchShape& shape) {
+/// The offsets of a tile as a region's records have them.
+TableBox table_box(const Problem& problem, const std::int64_t (&rows)[kRank], const Region& region) {
+  TableBox box{};
+  for (int d = 0; d < kRank; ++d) {
+    box.by_offsets[d] = cutlass::FastDivmod(static_cast<int>(2 * problem.axes[d].window.kernel_size - 1));
+    box.extent[d] = static_cast<int>(offsets_of_tile(problem.axes[d].window, rows[d]));
+  }
+  for (int i = 0; i < kRank; ++i) box.pitch[region.dimension[i]] = region.sum_pitch[i];
+  return box;
+}
+
+/// Fills in what the kernels of a relative bias's gradient have, where there is one: that of the queries' gradients or
+/// of all gradients, and the one that adds up what it writes.
+Status prepare_table(const Problem& problem, const TileShapes& tiles, const Scratch& scratch, cudaStream_t stream,
+                     BackwardParams& p, TableParams& table, LaunchShape& shape) {
   if (!problem.has_relative_bias) return {};
-  const BiasTable table(problem.axes);
   const BiasSums sums = bias_sums(problem.axes, tiles.kv, tiles.query);
   if (sums.tiles > kMostTiles || sums.parts > kMostParts) {
     return Status::invalid_argument("with a relative bias, a layout has at most 2^20 tiles of queries");
   }
-  p.records = scratch.table_records;
-  p.sums = scratch.table_sums;
-  p.tiles = static_cast<int>(sums.tiles);
-  p.record = region.record;
-  p.entries = static_cast<int>(table.padded);
-  for (int d = 0; d < kRank; ++d) {
-    p.axis[d] = device_axis(problem.axes[d], tiles.kv[d], tiles.query[d]);
-    p.by_tiles[d] = cutlass::FastDivmod(p.axis[d].dilation * p.axis[d].q_tiles);
-    p.by_offsets[d] = cutlass::FastDivmod(2 * p.axis[d].kernel_size - 1);
-    p.extent[d] = static_cast<int>(offsets_of_tile(problem.axes[d].window, tiles.kv[d]));
+  const Region& region = p.region;
+  table.records = p.table_records = scratch.table_records;
+  table.sums = scratch.table_sums;
+  table.box = p.table_box = table_box(problem, tiles.kv, region);
+  table.tiles = p.table_tiles = static_cast<int>(sums.tiles);
+  table.record = region.record;
+  table.entries = region.gradients;
+  int threads = table.entries;
+  if (p.is_whole) {
+    table.tiles = static_cast<int>(region.count);
+    threads /= kEntriesOfChunk;
+    // Nothing is left to be added up.
+    if (region.count == 1 && sums.parts == 1) p.table_records = scratch.table_sums;
   }
-  for (int i = 0; i < kRank; ++i) p.pitch[region.dimension[i]] = region.sum_pitch[i];
+  for (int d = 0; d < kRank; ++d) {
+    table.axis[d] = device_axis(problem.axes[d], tiles.kv[d], tiles.query[d]);
+    table.by_tiles[d] = cutlass::FastDivmod(table.axis[d].dilation * table.axis[d].q_tiles);
+  }
   constexpr int kWarp = 32, kMostThreads = 1024;
-  const int threads = std::min<int>(divide_up(p.entries, kWarp) * kWarp, kMostThreads);
+  threads = std::min<int>(divide_up(threads, kWarp) * kWarp, kMostThreads);
   const auto items = static_cast<unsigned>(problem.batch * problem.heads);
   shape = {dim3(items, static_cast<unsigned>(sums.parts)), threads, 0, stream};
   return {};
@@ -312,7 +329,6 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   p.key_gradient = arrays.key_gradient;
   p.value_gradient = arrays.value_gradient;
   const int head_dim = compiled_head_dim(problem);
-  p.table_records = scratch.table_records;
   BackwardParams of_keys = p, whole = p;
   LaunchShape shape{}, shape_of_keys{}, shape_of_whole{};
   // Windows of queries and those of keys are alike: queries take the shapes of tiles that keys have.
@@ -322,21 +338,20 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
                                       arrays, device, stream, of_keys, shape_of_keys));
   TableParams table{};
   LaunchShape shape_of_table{};
-  NATTEN_JAX_RETURN_IF_FAILED(prepare_table(problem, tiles, p.region, scratch, stream, table, shape_of_table));
-  p.table_tiles = table.tiles;
   const bool can_be_whole =
       !prepare(problem, tiles.kv, tiles.query, Kernel::kWholeGradient, arrays, device, stream, whole, shape_of_whole)
            .failed();
   if (can_be_whole && whole.region.nanoseconds <= p.region.nanoseconds + of_keys.region.nanoseconds) {
     NATTEN_JAX_RETURN_IF_FAILED(encode_whole(problem, whole));
-    NATTEN_JAX_RETURN_IF_FAILED(prepare_table(problem, tiles, whole.region, scratch, stream, table, shape_of_table));
-    whole.table_tiles = table.tiles;
+    NATTEN_JAX_RETURN_IF_FAILED(prepare_table(problem, tiles, scratch, stream, whole, table, shape_of_table));
     return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
       if (!problem.has_relative_bias) return launch_whole_gradient<type>(head_dim, whole, shape_of_whole);
       const cudaError_t error = launch_biased_whole_gradient<type>(head_dim, whole, shape_of_whole);
-      return error == cudaSuccess ? launch_table_gradient(table, shape_of_table) : error;
+      const bool is_done = whole.table_records == scratch.table_sums;
+      return error != cudaSuccess || is_done ? error : launch_table_sum(table, shape_of_table);
     }));
   }
+  NATTEN_JAX_RETURN_IF_FAILED(prepare_table(problem, tiles, scratch, stream, p, table, shape_of_table));
   NATTEN_JAX_RETURN_IF_FAILED(encode_keys(problem, p.key, p.value, p));
   NATTEN_JAX_RETURN_IF_FAILED(encode_queries(problem, p, of_keys));
   CUtensorMap* const maps_of_queries = scratch.entry_maps + (arrays.layouts ? problem.batch * kEntryMaps : 0);

@@ -66,6 +66,32 @@ struct ForwardParams : CommonParams {
   float* remainder;  // of the logsumexp, or null
 };
 
+/// The offsets of a tile as its record has them (RecordLayout), in the order of the problem's dimensions.
+struct TableBox {
+  cutlass::FastDivmod by_offsets[kRank];  // of a dimension of the table
+  int extent[kRank], pitch[kRank];
+
+  /// The offsets of an entry; false where it is one of those that fill up the table.
+  CUTLASS_HOST_DEVICE bool split(int entry, int (&offset)[kRank]) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int d = kRank - 1; d >= 0; --d) by_offsets[d](entry, offset[d], entry);
+    return entry == 0;
+  }
+
+  /// Whether offsets are among those of a tile with these least ones, and where in its record.
+  CUTLASS_HOST_DEVICE bool find(const int (&offset)[kRank], const int* least_offset, int& place) const {
+    bool is_there = true;
+    place = 0;
+    CUTLASS_PRAGMA_UNROLL
+    for (int d = 0; d < kRank; ++d) {
+      const int behind = offset[d] - least_offset[d];
+      is_there &= behind >= 0 && behind < extent[d];
+      place += behind * pitch[d];
+    }
+    return is_there;
+  }
+};
+
 struct BackwardParams : CommonParams {
   const void* query;
   const void* key;
@@ -83,8 +109,11 @@ struct BackwardParams : CommonParams {
   void* query_gradient;
   void* key_gradient;
   void* value_gradient;
+  // For a relative bias: [batch, heads, tiles, record and header] (bias_table.h); of whole layouts
+  // [batch, heads, regions, gradients of entries].
+  float* table_records;
   int table_tiles;
-  float* table_records;  // for a relative bias: [batch, heads, tiles, record and header] (bias_table.h)
+  TableBox table_box;
 };
 
 /// For the gradient of a relative bias.
@@ -92,10 +121,9 @@ struct TableParams {
   const float* records;  // as BackwardParams has them
   float* sums;           // [parts, batch, heads, entries]
   DeviceAxis axis[kRank];
-  cutlass::FastDivmod by_tiles[kRank];    // of all dilation groups of a dimension
-  cutlass::FastDivmod by_offsets[kRank];  // of a dimension of the table
-  int extent[kRank], pitch[kRank];        // as RecordLayout has them
-  int tiles;
+  cutlass::FastDivmod by_tiles[kRank];  // of all dilation groups of a dimension
+  TableBox box;
+  int tiles;  // or regions, where these have tables
   int record;
   int entries;
 };

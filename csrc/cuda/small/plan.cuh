@@ -319,11 +319,11 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
   }
 
   if constexpr (kHasBias) {
-    constexpr int kSign = kRowsAreKeys ? -1 : 1, kBytes = sizeof(float);
+    constexpr int kSign = kRowsAreKeys ? -1 : 1;
     const int column_x = lane % 4 * 2 & (wide - 1), column_y = lane % 4 * 2 >> wide_shift;
-    tile.next_entry = kSign * kBytes * region.table_pitch[wide > 1 ? 0 : 1];
-    tile.next_entry_of_group = kSign * kBytes * high * region.table_pitch[1];
-    tile.next_sum_of_group = 2 * high * region.sum_pitch[1];
+    tile.next_entry = region.next_entry[kRowsAreKeys];
+    tile.next_entry_of_group = region.next_entry_of_group[kRowsAreKeys];
+    tile.next_sum_of_group = region.next_sum_of_group;
     const auto is_late = [&](int sum) { return (sum & 1) != 0; };
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
@@ -337,10 +337,10 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
         entry += of_row * region.table_pitch[d];
         if constexpr (!kRowsAreKeys) sum += (of_row - tile.least_offset[d]) * region.sum_pitch[d];
       }
-      tile.entry[r] = region.shared.table + kBytes * (region.table_margin + entry);
+      tile.entry[r] = region.shared.table + kBytesOfEntry * (region.table_margin + entry);
       if constexpr (!kRowsAreKeys) {
         const int row = region.shared.sums + (warp * kRows + lane / 4 + 8 * r) * bytes_of_sums_row(region.record);
-        tile.sums[r] = row + 2 * (sum + is_late(sum));
+        tile.sums[r] = row + kBytesOfSum * (sum + is_late(sum));
         // Of rows 2 * (lane % 4) and the next one: what lanes in their columns of accumulators have found.
         const unsigned late = __ballot_sync(0xffffffffu, is_late(sum));
         const unsigned of_rows = late >> (lane % 4 * 8);
@@ -390,7 +390,8 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
             const auto behind = [&](const int (&pitch)[kRank]) {
               return static_cast<std::uint32_t>(gx * wide * pitch[0] + gz * pitch[2] + 2 * i * high * pitch[1]);
             };
-            tables.entries[written + i] = behind(region.table_pitch) | behind(region.sum_pitch) << kEntryBits;
+            tables.entries[written + i] =
+                kBytesOfEntry * behind(region.table_pitch) | kBytesOfSum * behind(region.sum_pitch) << kEntryBits;
           }
         }
         const int line_begin = written;

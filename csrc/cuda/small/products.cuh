@@ -59,8 +59,8 @@ struct PairPlace {
   std::uint32_t entries;              // as Tables has them
 
   /// Bytes behind the entries of a relative bias that a lane's plan names, and behind their sums.
-  CUTE_DEVICE int entry() const { return static_cast<int>(entries & 0xffff) * 4; }
-  CUTE_DEVICE int sum() const { return static_cast<int>(entries >> kEntryBits) * 2; }
+  CUTE_DEVICE int entry() const { return static_cast<int>(entries & 0xffff); }
+  CUTE_DEVICE int sum() const { return static_cast<int>(entries >> kEntryBits); }
 };
 
 /// Pairs of groups that are computed at once: where they lie in a stage, and which of their elements are hidden, for

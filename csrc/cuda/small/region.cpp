@@ -168,35 +168,59 @@ bool widen_box(const Side (&sides)[kRank], const Region& region, const std::int6
   return true;
 }
 
-/// Works out what a relative bias takes, given the groups of a tile; false where kernels cannot count it.
-bool lay_out_table(const Problem& problem, const std::int64_t (&groups)[kRank], Region& region) {
-  const BiasTable table(problem.axes);
-  if (table.offsets.entries > kMostBiasEntries) return false;
+/// Shapes of a region's tile and group, in the order of the problem's dimensions.
+struct TiledDimensions {
+  std::int64_t tile[kRank], group[kRank];
+
+  explicit TiledDimensions(const Region& region) {
+    for (int i = 0; i < kRank; ++i) {
+      tile[region.dimension[i]] = region.tile[i];
+      group[region.dimension[i]] = region.group[i];
+    }
+  }
+};
+
+/// Fills in how the table of a relative bias lies in memory.
+void lay_out_table(const Problem& problem, Region& region) {
+  const TiledDimensions of(region);
+  const BiasTable table(problem.axes, of.tile, of.group);
+  const auto counted_entries = [](std::int64_t entries) {
+    return static_cast<int>(std::min(entries, kMostBiasEntries + 1));
+  };
+  region.table_entries = counted_entries(table.entries);
+  region.gradients = counted_entries(table.gradients);
+  for (int i = 0; i < kRank; ++i) region.table_pitch[i] = counted_entries(table.pitch[region.dimension[i]]);
+  for (const bool rows_are_keys : {false, true}) {
+    const int bytes = rows_are_keys ? -kBytesOfEntry : kBytesOfEntry;
+    region.next_entry[rows_are_keys] = bytes * region.table_pitch[region.group[0] > 1 ? 0 : 1];
+    region.next_entry_of_group[rows_are_keys] = bytes * region.group[1] * region.table_pitch[1];
+  }
+}
+
+/// Works out what the sums for its gradient take, given the groups of a tile; false where kernels cannot count them, or
+/// the table.
+bool lay_out_sums(const Problem& problem, const std::int64_t (&groups)[kRank], Region& region) {
+  if (region.table_entries > kMostBiasEntries) return false;
   // Rows beside the only token of a dimension are not hidden: nobody asks for them, but sums would count them.
   for (int i = 0; i < kRank; ++i) {
     if (region.tile[i] > 1 && problem.axes[region.dimension[i]].query.extent == 1) return false;
   }
-  std::int64_t tile[kRank], group[kRank];
-  for (int i = 0; i < kRank; ++i) {
-    tile[region.dimension[i]] = region.tile[i];
-    group[region.dimension[i]] = region.group[i];
-  }
-  const RecordLayout record(problem.axes, tile, region.dimension[region.group[0] > 1 ? 0 : 1]);
-  region.table_entries = static_cast<int>(table.padded);
-  region.record = static_cast<int>(most_numbers(problem.axes, tile, group));
+  const TiledDimensions of(region);
+  const RecordLayout record(problem.axes, of.tile, region.dimension[region.group[0] > 1 ? 0 : 1]);
+  region.record = static_cast<int>(most_numbers(problem.axes, of.tile, of.group));
   std::int64_t margin = 0, last_entry = 0, last_sum = 0;
   for (int i = 0; i < kRank; ++i) {
-    const std::int64_t pitch = table.offsets.pitch[region.dimension[i]], sum_pitch = record.pitch[region.dimension[i]];
+    const std::int64_t pitch = region.table_pitch[i], sum_pitch = record.pitch[region.dimension[i]];
     // The last group of a line of pairs may be none of the window's.
     const std::int64_t columns = (i == 1 ? 2 * divide_up(groups[i], 2) : groups[i]) * region.group[i];
     margin += (region.tile[i] - 1 + region.group[i] * (i == 1 ? 2 : 1) - 1) * pitch;
     last_entry += columns * pitch;
     last_sum += columns * sum_pitch;
-    region.table_pitch[i] = static_cast<int>(pitch);
     region.sum_pitch[i] = static_cast<int>(sum_pitch);
   }
   region.table_margin = static_cast<int>(divide_up(margin, kEntriesOfChunk) * kEntriesOfChunk);
-  return std::max(last_entry, last_sum) < std::int64_t{1} << kEntryBits;
+  region.next_sum_of_group = kBytesOfSum * region.group[1] * region.sum_pitch[1];
+  return std::max(kBytesOfEntry * last_entry, kBytesOfSum * last_sum) < std::int64_t{1} << kEntryBits;
 }
 
 /// Works out what follows from the number of tiles in each dimension; false where a CTA lacks the memory for it.
@@ -227,7 +251,7 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
   // Two are computed at once, of the window or of additional ones, and two more are read ahead.
   const std::int64_t entries = 2 * (divide_up(lines * line_pairs, 2) + divide_up(additional_pairs, 2) + 1);
   if (region.has_boxes && !widen_box(sides, region, groups, box)) return false;
-  if (problem.has_relative_bias && !lay_out_table(problem, groups, region)) return false;
+  if (problem.has_relative_bias && !lay_out_sums(problem, groups, region)) return false;
   const std::int64_t plane = box[0] * box[1];
   // The last pair of a line may end past the box, in what belongs to no column.
   const std::int64_t memory_rows = plane * box[2] + box[0] * 2 * region.group[1] + region.group[0];
@@ -251,6 +275,13 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
   const bool has_sums =
       problem.has_relative_bias && (kernel == Kernel::kQueryGradient || kernel == Kernel::kWholeGradient);
   take(shared.sums, has_sums ? bytes_of_sums(region.record) * region.warps : 0);
+  if (is_whole && has_sums) {
+    const std::int64_t sums = std::int64_t{region.warps} * (region.record + kRecordHeader);
+    // Tables of regions lie in the memory for records of tiles.
+    if (region.gradients > sums) return false;
+    take(shared.region_sums, 2 * sizeof(float) * sums);
+    take(shared.entry_places, sizeof(std::uint16_t) * region.warps * region.gradients);
+  }
   // Boxes leave rows to the warps, which load some while they write others.
   const std::int64_t row_bytes =
       (kRowBuffers[static_cast<int>(kernel)] + region.has_boxes) * region.warps * kRows * 2 * head_dim;
@@ -354,6 +385,7 @@ Status begin_region(const Problem& problem, const Side (&sides)[kRank], const st
     region.group[i] = static_cast<int>(columns[region.dimension[i]]);
     region.tiles[i] = 1;
   }
+  if (problem.has_relative_bias) lay_out_table(problem, region);
   return {};
 }
 

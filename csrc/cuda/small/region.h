@@ -34,15 +34,17 @@ struct SharedLayout {
   int box_state;   ///< BoxState, for boxes.
   int stages;
   int stage_bytes;
-  int second;      ///< In a stage, for boxes: the second array's columns, and how far others are apart.
-  int box_end;     ///< In a stage, for boxes: where those of the first array end.
-  int boxes_end;   ///< In a stage, for boxes: where those of all arrays end.
-  int additional;  ///< In a stage: additional columns.
-  int rows;        ///< In a stage, or for boxes in the CTA: the warps' rows of each array that they need.
-  int statistics;  ///< In a stage: kStatisticsBytes for each column.
-  int table;       ///< In a stage: a head's relative bias, between `Region::table_margin` numbers on both sides.
-  int sums;        ///< For each warp, a row for each of its queries of 16-bit gradients of logits, by offset.
-  int bytes;       ///< All of it.
+  int second;        ///< In a stage, for boxes: the second array's columns, and how far others are apart.
+  int box_end;       ///< In a stage, for boxes: where those of the first array end.
+  int boxes_end;     ///< In a stage, for boxes: where those of all arrays end.
+  int additional;    ///< In a stage: additional columns.
+  int rows;          ///< In a stage, or for boxes in the CTA: the warps' rows of each array that they need.
+  int statistics;    ///< In a stage: kStatisticsBytes for each column.
+  int table;         ///< In a stage: a head's relative bias, between `Region::table_margin` numbers on both sides.
+  int sums;          ///< For each warp, a row for each of its queries of 16-bit gradients of logits, by offset.
+  int region_sums;   ///< For whole layouts, sums of the queries of each warp (RegionSums), twice,
+  int entry_places;  ///< and uint16 for each warp and entry of the table: where it lies among these.
+  int bytes;         ///< All of it.
 };
 
 /// Dimensions are numbered by what they are for: 0 and 1 are those of a group, 1 is that of a line.
@@ -64,9 +66,17 @@ struct Region {
   // Of a relative bias, in entries of a head's table; all zeros where there is none.
   int table_pitch[kRank];  ///< From one offset to the next.
   int table_entries;
-  int table_margin;      ///< How far outside of the table columns lie that a group has and no row sees.
-  int record;            ///< Numbers of a tile's record.
-  int sum_pitch[kRank];  ///< In a record, as table_pitch.
+  int gradients;  ///< Of entries: fewer, as lines are not filled up.
+
+  int table_margin;  ///< How far outside of the table columns lie that a group has and no row sees.
+  int record;        ///< Numbers of a tile's record.
+  // Bytes between the entries of two columns that follow each other in a group, and between those of two groups of a
+  // pair: where rows are queries, and where they are keys, which is negative. Kernels add these to addresses as they
+  // are.
+  int next_entry[2];
+  int next_entry_of_group[2];
+  int next_sum_of_group;  ///< Bytes between the sums of two groups of a pair.
+  int sum_pitch[kRank];   ///< In a record, as table_pitch.
   int warps;
   int stages;
   int ctas;            ///< That a multiprocessor has the shared memory for.

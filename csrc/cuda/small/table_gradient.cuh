@@ -40,24 +40,37 @@ __global__ void __launch_bounds__(1024) natten_jax_small_table_gradient(const __
   __syncthreads();
   float* sums = p.sums + (std::int64_t{blockIdx.y} * gridDim.x + item) * p.entries;
   for (int entry = threadIdx.x; entry < p.entries; entry += blockDim.x) {
-    int offset[kRank], rest = entry;
-    CUTE_UNROLL
-    for (int d = kRank - 1; d >= 0; --d) p.by_offsets[d](rest, offset[d], rest);
-    // Numbers that fill up the table are those of no offset.
+    int offset[kRank];
+    const bool is_offset = p.box.split(entry, offset);
     float sum = 0.f;
 #pragma unroll 8
     for (int tile = 0; tile < count; ++tile) {
-      int at = 0;
-      bool is_there = rest == 0;
-      CUTE_UNROLL
-      for (int d = 0; d < kRank; ++d) {
-        const int place = offset[d] - least_offset[tile][d];
-        is_there &= place >= 0 && place < p.extent[d];
-        at += place * p.pitch[d];
-      }
-      if (is_there) sum += records[tile * numbers + at];
+      int place;
+      const bool is_there = p.box.find(offset, least_offset[tile], place) & is_offset;
+      if (is_there) sum += records[tile * numbers + place];
     }
     sums[entry] = sum;
+  }
+}
+
+/// The same of tables that regions have added up: a thread has four entries.
+__global__ void __launch_bounds__(1024) natten_jax_small_table_sum(const __grid_constant__ TableParams p) {
+  const std::int64_t item = blockIdx.x;
+  const int each = (p.tiles + gridDim.y - 1) / gridDim.y, first = blockIdx.y * each, count = min(each, p.tiles - first),
+            chunks = p.entries / kEntriesOfChunk;
+  const float4* tables = reinterpret_cast<const float4*>(p.records) + (item * p.tiles + first) * chunks;
+  float4* sums = reinterpret_cast<float4*>(p.sums) + (std::int64_t{blockIdx.y} * gridDim.x + item) * chunks;
+  for (int chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x) {
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 8
+    for (int i = 0; i < count; ++i) {
+      const float4 table = tables[std::int64_t{i} * chunks + chunk];
+      sum.x += table.x;
+      sum.y += table.y;
+      sum.z += table.z;
+      sum.w += table.w;
+    }
+    sums[chunk] = sum;
   }
 }
 

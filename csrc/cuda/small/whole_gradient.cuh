@@ -5,6 +5,7 @@
 
 #include "cuda/small/key_value_gradient.cuh"
 #include "cuda/small/query_gradient.cuh"
+#include "cuda/small/region_sums.cuh"
 
 namespace natten_jax::small {
 
@@ -25,7 +26,11 @@ CUTE_DEVICE void differentiate_whole(const BackwardParams& p) {
   const auto no_rows = [] {};
   if (!make_plan<kHeadDim, false, true, kHasBias>(p, raw, of_queries, queries_plan, loads, no_rows)) return;
   make_plan<kHeadDim, true, true, kHasBias>(p, raw, of_keys, keys_plan, none, no_rows, {}, 1);
-  if constexpr (kHasBias) clear_sums(p, raw);
+  const RegionSums table(p, raw);
+  if constexpr (kHasBias) {
+    clear_sums(p, raw);
+    table.plan(queries_plan);
+  }
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const std::uint32_t second = p.region.shared.second;
@@ -57,13 +62,14 @@ CUTE_DEVICE void differentiate_whole(const BackwardParams& p) {
       float gradient[kHeadDim / 8][4] = {};
       add_query_gradient<Columns, kHasBias>(gradient, statistics, queries, cotangents, item.exponent_scale(p),
                                             queries_plan, of_queries, 0, stage, shared_address(raw));
-      if constexpr (kHasBias) write_record<Element>(p, queries_plan, shared_address(raw), item);
+      if constexpr (kHasBias) add_up_rows<Element>(p, queries_plan, shared_address(raw), table.of_item(item));
       const float scale = item.scale(p).query_gradient;
       Rows::template store<Element>(gradient, scale, scale, of_queries.row_places,
                                     row_of(p.query_gradient, item.of_query, kHeadDim), kHeadDim, rows);
     }
-    // All statistics are there.
+    // All statistics are there, and all sums for a table.
     asm volatile("bar.sync 1, %0;" : : "r"(32 * warps) : "memory");
+    if constexpr (kHasBias) table.write(item);
     // Query heads that share a key/value head would need their sums here all the time: there are no registers for that.
     KeyValueSums<Element, kHeadDim, true> sums;
     const Operand keys = rows_of(kWholeKeys), values = rows_of(kWholeValues);

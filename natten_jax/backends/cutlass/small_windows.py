@@ -24,7 +24,7 @@ from natten_jax.native.abi import axis_rows, with_kernel_tiles
 from natten_jax.native.head_scales import HeadScales
 from natten_jax.native.module import ResultType
 from natten_jax.plan.plan import Plan
-from natten_jax.problem import Problem
+from natten_jax.problem import Problem, Shape
 
 FORWARD = "natten_jax_sm80_small_forward"
 BACKWARD = "natten_jax_sm80_small_backward"
@@ -42,7 +42,8 @@ UNUSED = {
 
 def call_forward(plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
     """Call the kernel."""
-    tables = _tables_of_products(plan, operands)
+    rows, columns = with_kernel_tiles(plan.problem, plan.tiles)
+    tables = _tables_of_products(plan.problem, operands, rows, columns)
     arrays = *kernel_operands(plan.problem, operands), layouts_operand(operands), tables
     return native.call(FORWARD, [*types, entry_maps(operands, _ENTRY_MAPS)], *arrays, **attributes(plan))
 
@@ -51,17 +52,25 @@ def call_forward(plan: Plan, operands: Operands, types: list[ResultType]) -> lis
 _STEP = 4
 
 
-def _tables_of_products(plan: Plan, operands: Operands) -> jax.Array:
-    """A relative bias in products of queries and keys, which kernels scale; an array of nothing where there is none."""
+def _tables_of_products(problem: Problem, operands: Operands, rows: Shape, columns: Shape) -> jax.Array:
+    """A relative bias in products of queries and keys, which kernels scale; an array of nothing where there is none.
+
+    Args:
+        problem: What is computed.
+        operands: Its arrays.
+        rows: Extents of a tile, for which lines are filled up.
+        columns: Extents of a group.
+    """
     tables, scale = operands.inputs.relative_bias, operands.inputs.scale
     if tables is None:
         return jnp.zeros((0,), jnp.float32)
-    of_heads = (
-        scale_of_kernels(plan.problem) if scale is None else HeadScales.of(plan.problem, scale).operand()[..., :1]
-    )
+    of_heads = scale_of_kernels(problem) if scale is None else HeadScales.of(problem, scale).operand()[..., :1]
     # What is too large for a number would hide nothing, and be none beside what hides.
     largest = jnp.finfo(jnp.float32).max
-    return jnp.pad(jnp.minimum(tables / of_heads, largest), [(0, 0), (0, 0), (0, -tables.shape[-1] % _STEP)])
+    lines = jnp.minimum(tables / of_heads, largest).reshape(*tables.shape[:2], -1, problem.bias_shape[-1])
+    line = native.bias_line(axis_rows(problem), rows, columns)
+    filled = jnp.pad(lines, [(0, 0)] * 3 + [(0, line - lines.shape[-1])]).reshape(*tables.shape[:2], -1)
+    return jnp.pad(filled, [(0, 0), (0, 0), (0, -filled.shape[-1] % _STEP)])
 
 
 def _table_sums(plan: Plan, operands: Operands) -> list[ResultType]:
@@ -95,7 +104,8 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Output) 
     )
     batch, *tokens, heads = logsumexp.shape
     scratch = (batch, math.prod(tokens), heads, 4), _additional_sums(problem, batch, math.prod(tokens))
-    tables = _tables_of_products(plan, operands)
+    columns, rows = with_kernel_tiles(problem, plan.tiles)
+    tables = _tables_of_products(problem, operands, rows, columns)
     found, (*_, table_sums, _) = call_for_results(
         BACKWARD,
         plan,

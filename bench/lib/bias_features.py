@@ -1,0 +1,73 @@
+"""A relative bias by features of queries and keys: what it takes where no kernel adds one to logits.
+
+The keys of a window have distinct places modulo its extent. A one-hot feature of a key says which place it has, and a
+feature of a query what its bias is for the key there. Heads are wider by the number of keys in a window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from natten_jax.problem import Problem
+from natten_jax.windows import Axis
+
+Attend = Callable[..., jax.Array]
+
+
+def by_features(attend: Attend, problem: Problem) -> Attend:
+    """The same attention with a relative bias as its last argument.
+
+    Args:
+        attend: Takes query, key, value, and `scale`.
+        problem: What it computes; queries and keys lie in the same layout.
+    """
+
+    def attend_with_table(query: jax.Array, key: jax.Array, value: jax.Array, table: jax.Array) -> jax.Array:
+        scale = query.shape[-1] ** -0.5
+        of_queries = _of_queries(problem, table / scale).astype(query.dtype)
+        of_keys = jnp.asarray(_of_keys(problem), key.dtype)[..., None, :]
+        wider = [
+            jnp.concatenate([array, jnp.broadcast_to(features, (*array.shape[:-1], features.shape[-1]))], axis=-1)
+            for array, features in ((query, of_queries), (key, of_keys))
+        ]
+        return attend(*wider, value, scale=scale)
+
+    return attend_with_table
+
+
+def _of_queries(problem: Problem, table: jax.Array) -> jax.Array:
+    """``[*layout, heads, keys of a window]``."""
+    rank = problem.rank
+    for dimension, entries in enumerate(_entries(problem)):
+        table = jnp.take(table, jnp.asarray(entries), axis=1 + 2 * dimension)
+    tokens, places = range(1, 2 * rank, 2), range(2, 2 * rank + 1, 2)
+    return table.transpose(*tokens, 0, *places).reshape(*problem.query_layout, table.shape[0], -1)
+
+
+def _entries(problem: Problem) -> Iterator[np.ndarray]:
+    """For each token of a dimension and place of a key, the entry of the table along that dimension."""
+    for axis in problem.axes:
+        index, group = _indices(axis)
+        start, _ = axis.bounds(index, axis.lengths(group))
+        first = np.asarray(start)[:, None]
+        keys = first + (np.arange(axis.kernel_size) - first) % axis.kernel_size
+        yield np.clip(keys - index[:, None] + axis.kernel_size - 1, 0, 2 * axis.kernel_size - 2)
+
+
+def _of_keys(problem: Problem) -> np.ndarray:
+    """``[*layout, keys of a window]``."""
+    place = np.zeros((), int)
+    for axis in problem.axes:
+        place = place[..., None] * axis.kernel_size + _indices(axis)[0] % axis.kernel_size
+    return np.eye(math.prod(problem.kernel_size))[place]
+
+
+def _indices(axis: Axis) -> tuple[np.ndarray, np.ndarray]:
+    """Of tokens in their dilation groups, and which groups these are."""
+    tokens = np.arange(axis.kv_extent)
+    return tokens // axis.dilation, tokens % axis.dilation
