@@ -3,5 +3,6 @@
 - ``backend``: what it states, and the passes.
 - ``operands``, ``axes``, ``hulls``, ``blocks``: arrays cut into tiles, which tiles see which, and their masks.
 - ``forward``, ``gradients``, ``tangents``: sweeps over the tiles, by ``loops``.
+- ``query_sweep``: what sweeps over query tiles load.
 - ``softmax``, ``rows``: logits to weights; rows found anew whose logits are large.
 """

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 
 from natten_jax.arrays.avals import varying_like
 from natten_jax.arrays.operands import Operands
-from natten_jax.backends.flex.bias import TileBias
 from natten_jax.backends.flex.loops import repeated, swept
-from natten_jax.backends.flex.operands import AdditionalTiles, PlacedSweep, for_tiles
+from natten_jax.backends.flex.operands import AdditionalTiles, for_tiles
+from natten_jax.backends.flex.query_sweep import QuerySweep
 from natten_jax.backends.flex.softmax import Products, Softmax
 from natten_jax.plan.plan import Plan
 
@@ -18,12 +18,8 @@ def softmax_of(plan: Plan, operands: Operands) -> Softmax:
     """The softmax of every row, whose arrays are ``[batch, *query_layout, heads, width]``."""
     problem = plan.problem
     products = Products(plan, operands.inputs.scale)
-    placed = PlacedSweep.of(plan, operands, "forward", outer_is_query=True)
-    sweep = placed.sweep
-    biases = TileBias.of(problem, operands.inputs, sweep)
-    keys, values = sweep.split_inner(operands.inputs.key), sweep.split_inner(operands.inputs.value)
-    additional = AdditionalTiles.of(operands.inputs.additional_keys, operands.inputs.additional_values, sweep)
-    repeats = problem.heads // problem.heads_kv
+    over = QuerySweep.of(plan, operands, "forward")
+    placed, sweep, additional = over.placed, over.placed.sweep, over.additional
 
     def step(_: None, inputs: tuple[jax.Array, jax.Array]) -> tuple[None, Softmax]:
         positions, query = sweep.at(inputs[0]), products.cast(inputs[1])
@@ -31,10 +27,8 @@ def softmax_of(plan: Plan, operands: Operands) -> Softmax:
         softmax = varying_like(softmax, operands)
 
         def visit(inner_step: jax.Array, softmax: Softmax) -> Softmax:
-            key = sweep.load(keys, positions, inner_step, problem.heads_kv)
-            value = sweep.load(values, positions, inner_step, problem.heads_kv)
-            mask = sweep.mask(positions, inner_step, repeats)
-            bias = biases.at(positions, inner_step)
+            key, value, mask = over.inner_tiles(positions, inner_step)
+            bias = over.biases.at(positions, inner_step)
             return softmax.over(products, query, key, value, mask, bias, carries_plan=True)
 
         def visit_additional(softmax: Softmax, tile: AdditionalTiles) -> tuple[Softmax, None]:

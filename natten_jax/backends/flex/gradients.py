@@ -25,6 +25,7 @@ from natten_jax.backends.flex.bias import TileBias, summed_by_key
 from natten_jax.backends.flex.blocks import materialize
 from natten_jax.backends.flex.loops import repeated, swept
 from natten_jax.backends.flex.operands import AdditionalTiles, PlacedSweep, for_tiles, untiled
+from natten_jax.backends.flex.query_sweep import QuerySweep
 from natten_jax.backends.flex.rows import KnownRows, rows_by_key, rows_of_tile
 from natten_jax.backends.flex.softmax import Products, Rows, Softmax, softmax_weights
 from natten_jax.backends.flex.tangents import logsumexp_change
@@ -86,12 +87,8 @@ def _by_query(
     """
     problem = plan.problem
     products = Products(plan, operands.inputs.scale)
-    placed = PlacedSweep.of(plan, operands, "backward", outer_is_query=True)
-    sweep = placed.sweep
-    biases = TileBias.of(problem, operands.inputs, sweep)
-    keys, values = sweep.split_inner(operands.inputs.key), sweep.split_inner(operands.inputs.value)
-    additional = AdditionalTiles.of(operands.inputs.additional_keys, operands.inputs.additional_values, sweep)
-    repeats = problem.heads // problem.heads_kv
+    over = QuerySweep.of(plan, operands, "backward")
+    placed, sweep, biases, additional = over.placed, over.placed.sweep, over.biases, over.additional
     of_tables = biases.tables
     zeros: _Sums = jax.tree.map(
         lambda array: jnp.zeros(array.shape, products.dtype),
@@ -103,14 +100,12 @@ def _by_query(
         positions, query = sweep.at(inputs[0]), products.cast(inputs[1])
         given = known._replace(rows=Rows(inputs[2][..., :1], inputs[2][..., 1:2]))
         change, delta, out_cotangent = inputs[2][..., 2:3], inputs[2][..., 3:4], inputs[2][..., 4:]
-        rows, of_additional = rows_of_tile(products, biases, placed, positions, query, keys, additional, given)
+        rows, of_additional = rows_of_tile(products, biases, placed, positions, query, over.keys, additional, given)
         rows = products.with_constant_maximum(rows._replace(log_total=rows.log_total + change))
 
         def visit(inner_step: jax.Array, carry: tuple[jax.Array, jax.Array | None]) -> tuple[Any, Any]:
             sum_, tables = carry
-            key = sweep.load(keys, positions, inner_step, problem.heads_kv)
-            value = sweep.load(values, positions, inner_step, problem.heads_kv)
-            mask = sweep.mask(positions, inner_step, repeats)
+            key, value, mask = over.inner_tiles(positions, inner_step)
             bias = biases.at(positions, inner_step)
             weights = softmax_weights(products, query, key, rows, mask, bias, carries_plan=carries_plan)
             gradients = weights * (products.inner(out_cotangent, value) - delta)

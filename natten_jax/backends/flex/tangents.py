@@ -20,6 +20,7 @@ from natten_jax.backends.flex.bias import TileBias
 from natten_jax.backends.flex.blocks import materialize
 from natten_jax.backends.flex.loops import swept
 from natten_jax.backends.flex.operands import AdditionalTiles, PlacedSweep, for_tiles
+from natten_jax.backends.flex.query_sweep import QuerySweep
 from natten_jax.backends.flex.rows import KnownRows, rows_by_key, rows_of_tile
 from natten_jax.backends.flex.softmax import Products, Rows, Softmax, softmax_weights
 from natten_jax.plan.plan import Plan
@@ -68,24 +69,23 @@ def _query_tangents(
     """
     problem = plan.problem
     products = Products(plan, operands.inputs.scale)
-    placed = PlacedSweep.of(plan, operands, "backward", outer_is_query=True)
-    sweep = placed.sweep
-    biases, bias_tangents = (TileBias.of(problem, inputs, sweep) for inputs in (operands.inputs, tangents))
-    keys, values = sweep.split_inner(operands.inputs.key), sweep.split_inner(operands.inputs.value)
-    additional = AdditionalTiles.of(operands.inputs.additional_keys, operands.inputs.additional_values, sweep)
+    over = QuerySweep.of(plan, operands, "backward")
+    placed, sweep, biases, additional = over.placed, over.placed.sweep, over.biases, over.additional
+    bias_tangents = TileBias.of(problem, tangents, sweep)
     # Cast here, so that the transposed rule sums over query tiles in the accumulator's element type.
     additional_tangents = AdditionalTiles.of(
         None if tangents.additional_keys is None else products.cast(tangents.additional_keys),
         None if tangents.additional_values is None else products.cast(tangents.additional_values),
         sweep,
     )
-    repeats = problem.heads // problem.heads_kv
     Sums = tuple[jax.Array, jax.Array]
 
     def step(_: None, inputs: tuple[jax.Array, ...]) -> tuple[None, tuple[Sums, Softmax | None]]:
         positions, query, query_tangent = sweep.at(inputs[0]), products.cast(inputs[1]), products.cast(inputs[2])
         given = known._replace(rows=Rows(inputs[3][..., :1], inputs[3][..., 1:]))
-        tile_rows, of_additional = rows_of_tile(products, biases, placed, positions, query, keys, additional, given)
+        tile_rows, of_additional = rows_of_tile(
+            products, biases, placed, positions, query, over.keys, additional, given
+        )
         tile_rows = products.with_constant_maximum(tile_rows._replace(log_total=tile_rows.log_total + inputs[4]))
         mixed = jnp.zeros((*query.shape[:-1], problem.head_dim_v), products.dtype)
         sums = varying_like((mixed, jnp.zeros((*query.shape[:-1], 1), products.dtype)), operands)
@@ -94,9 +94,7 @@ def _query_tangents(
         def contribution(
             query_tangent: jax.Array, scale_tangent: jax.Array | None, bias_tangents: TileBias, inner_step: jax.Array
         ) -> Sums:
-            key = sweep.load(keys, positions, inner_step, problem.heads_kv)
-            value = sweep.load(values, positions, inner_step, problem.heads_kv)
-            mask = sweep.mask(positions, inner_step, repeats)
+            key, value, mask = over.inner_tiles(positions, inner_step)
             change = products.logits(query_tangent, key)
             if scale_tangent is not None:
                 change = change + products.logit_tangents(scale_tangent, query, key)
