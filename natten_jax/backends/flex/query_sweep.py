@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import jax
 
 from natten_jax.arrays.operands import Operands
 from natten_jax.backends.flex.bias import TileBias
 from natten_jax.backends.flex.blocks import TilePositions
 from natten_jax.backends.flex.operands import AdditionalTiles, PlacedSweep
-from natten_jax.backends.flex.shapes import MaskTiles, Scalar, Split, TokenTiles, ValueTiles
+from natten_jax.backends.flex.shapes import MaskTiles, Scalar, TokenTiles, ValueTiles
 from natten_jax.performance import Pass
 from natten_jax.plan.plan import Plan
 
@@ -26,8 +28,8 @@ class QuerySweep(NamedTuple):
 
     placed: PlacedSweep
     biases: TileBias
-    keys: Split
-    values: Split
+    keys: Annotated[jax.Array, "batch heads_kv *coordinates head_dim"]
+    values: Annotated[jax.Array, "batch heads_kv *coordinates head_dim_v"]
     additional: AdditionalTiles | None
 
     @classmethod
@@ -37,13 +39,8 @@ class QuerySweep(NamedTuple):
         sweep = placed.sweep
         biases = TileBias.of(plan.problem, inputs, sweep)
         keys, values = sweep.split_inner(inputs.key), sweep.split_inner(inputs.value)
-        return cls(
-            placed,
-            biases,
-            keys,
-            values,
-            AdditionalTiles.of(inputs.additional_keys, inputs.additional_values, sweep),
-        )
+        additional = AdditionalTiles.of(inputs.additional_keys, inputs.additional_values, sweep)
+        return cls(placed, biases, keys, values, additional)
 
     def inner_tiles(self, positions: TilePositions, inner_step: Scalar) -> tuple[TokenTiles, ValueTiles, MaskTiles]:
         """Keys and values of a step, and which of them each row sees."""
