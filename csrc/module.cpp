@@ -49,7 +49,7 @@ PYBIND11_MODULE(_native, module) {
   module.def("limits", &natten_jax::limits, "What the kernels of every backend take, in builds without them, too.");
   module.def("estimate_of_small_windows", &natten_jax::estimate_of_small_windows, py::arg("axes"), py::arg("sizes"),
              py::arg("q_tile"), py::arg("kv_tile"), py::arg("is_backward"), py::arg("shared_memory"),
-             py::arg("multiprocessors"), py::arg("has_boxes"), py::arg("has_relative_bias"),
+             py::arg("multiprocessors"), py::arg("has_boxes"), py::arg("has_relative_bias"), py::arg("has_key_bias"),
              "What the kernels for small windows launch for a pass with tiles; see natten_jax.native.");
   module.def("bias_line", &natten_jax::bias_line, py::arg("axes"), py::arg("tile"), py::arg("group"),
              "Entries of a line of a relative bias in memory; see natten_jax.native.");

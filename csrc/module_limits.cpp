@@ -109,9 +109,10 @@ py::object estimate_of_small_windows(const std::array<std::int64_t, kFieldsOfAxi
                                      const std::array<std::int64_t, 6>& sizes,
                                      const std::array<std::int64_t, kRank>& q_tile,
                                      const std::array<std::int64_t, kRank>& kv_tile, bool is_backward,
-                                     int shared_memory, int multiprocessors, bool has_boxes, bool has_relative_bias) {
-  Problem problem{ElementType::kBFloat16, sizes[0],       sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
-                  has_relative_bias,      {1.f, nullptr}, {}};
+                                     int shared_memory, int multiprocessors, bool has_boxes, bool has_relative_bias,
+                                     bool has_key_bias) {
+  Problem problem{ElementType::kBFloat16, sizes[0],     sizes[1],       sizes[2], sizes[3], sizes[4], sizes[5],
+                  has_relative_bias,      has_key_bias, {1.f, nullptr}, {}};
   for (int i = 0; i < kRank; ++i) {
     Axis& axis = problem.axes[i];
     for (std::size_t f = 0; f < kFieldsOfAxis; ++f) kAxisFields[f].set(axis, axes[kFieldsOfAxis * i + f]);

@@ -26,13 +26,13 @@ pybind11::dict limits();
 ///   shared_memory: bytes that a CTA may have.
 ///   multiprocessors: of the device.
 ///   has_boxes: whether it has the engine that copies boxes.
-///   has_relative_bias: whether the problem has one.
+///   has_relative_bias, has_key_bias: whether the problem has one.
 pybind11::object estimate_of_small_windows(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
                                            const std::array<std::int64_t, 6>& sizes,
                                            const std::array<std::int64_t, kRank>& q_tile,
                                            const std::array<std::int64_t, kRank>& kv_tile, bool is_backward,
                                            int shared_memory, int multiprocessors, bool has_boxes,
-                                           bool has_relative_bias);
+                                           bool has_relative_bias, bool has_key_bias);
 
 /// Entries of a line of a relative bias in the memory of the kernels for small windows.
 ///

@@ -30,14 +30,13 @@ Error check_offsets(const Problem& p) {
   return Error::Success();
 }
 
-/// Checks an array that has a number for each key, or none.
-Error check_key_bias(const char* name, const AnyBuffer& array, const Problem& p, bool is_given) {
+/// Checks an array that has a number for each key and head, or none.
+Error check_key_bias(const char* name, const AnyBuffer& array, const Problem& p, bool is_given, std::int64_t heads) {
   const char* const rule = "it holds a number for each key and query head, or nothing";
   if (!is_given) return check_array(name, array, DataType::F32, {0}, rule);
   const Axis* axes = p.axes;
   return check_array(name, array, DataType::F32,
-                     {p.batch, axes[0].kv.local_extent, axes[1].kv.local_extent, axes[2].kv.local_extent, p.heads},
-                     rule);
+                     {p.batch, axes[0].kv.local_extent, axes[1].kv.local_extent, axes[2].kv.local_extent, heads}, rule);
 }
 
 }  // namespace
@@ -56,9 +55,10 @@ Error decode_biases(const AnyBuffer& relative_bias, const AnyBuffer& key_bias, C
     NATTEN_JAX_RETURN_IF_ERROR(check_offsets(p));
   }
   NATTEN_JAX_RETURN_IF_ERROR(check_relative_bias("relative_bias", relative_bias, p, has_table));
-  NATTEN_JAX_RETURN_IF_ERROR(check_key_bias("key_bias", key_bias, p, has_keys));
+  NATTEN_JAX_RETURN_IF_ERROR(check_key_bias("key_bias", key_bias, p, has_keys, p.heads));
   if (has_table) call.arrays.relative_bias = static_cast<const float*>(relative_bias.untyped_data());
   if (has_keys) call.arrays.key_bias = static_cast<const float*>(key_bias.untyped_data());
+  call.arrays.key_bias_heads = p.heads;
   return Error::Success();
 }
 
@@ -67,7 +67,7 @@ Error decode_bias_gradients(xffi::Result<AnyBuffer> relative_bias, xffi::Result<
   Arrays& arrays = call.arrays;
   NATTEN_JAX_RETURN_IF_ERROR(
       check_relative_bias("result drelative_bias", *relative_bias, p, arrays.relative_bias != nullptr));
-  NATTEN_JAX_RETURN_IF_ERROR(check_key_bias("result dkey_bias", *key_bias, p, arrays.key_bias != nullptr));
+  NATTEN_JAX_RETURN_IF_ERROR(check_key_bias("result dkey_bias", *key_bias, p, arrays.key_bias != nullptr, p.heads));
   arrays.relative_bias_gradient = static_cast<float*>(relative_bias->untyped_data());
   arrays.key_bias_gradient = static_cast<float*>(key_bias->untyped_data());
   return Error::Success();
@@ -89,6 +89,24 @@ Error decode_table_of_products(const AnyBuffer& relative_bias, const std::int64_
       "it holds a number for each batch entry, head and offset, and lines are filled up as bias_table says"));
   p.has_relative_bias = true;
   call.arrays.relative_bias = static_cast<const float*>(relative_bias.untyped_data());
+  return Error::Success();
+}
+
+Error decode_key_bias_of_kernels(const AnyBuffer& key_bias, Call& call) {
+  Problem& p = call.problem;
+  p.has_key_bias = key_bias.element_count() > 0;
+  const auto dimensions = key_bias.dimensions();
+  const bool is_of_all = p.has_key_bias && dimensions.size() > 0 && dimensions.back() == 1;
+  call.arrays.key_bias_heads = is_of_all ? 1 : p.heads;
+  NATTEN_JAX_RETURN_IF_ERROR(check_key_bias("key_bias", key_bias, p, p.has_key_bias, call.arrays.key_bias_heads));
+  if (p.has_key_bias) call.arrays.key_bias = static_cast<const float*>(key_bias.untyped_data());
+  return Error::Success();
+}
+
+Error decode_key_bias_gradient(xffi::Result<AnyBuffer> key_bias, Call& call) {
+  const Problem& p = call.problem;
+  NATTEN_JAX_RETURN_IF_ERROR(check_key_bias("result dkey_bias", *key_bias, p, p.has_key_bias, p.heads));
+  call.arrays.key_bias_gradient = static_cast<float*>(key_bias->untyped_data());
   return Error::Success();
 }
 

@@ -339,6 +339,7 @@ Error decode_problem(const ProblemOperands& operands, const Attributes& a, const
   }
   p.additional_kv = additional[1];
   p.has_relative_bias = false;
+  p.has_key_bias = false;
   NATTEN_JAX_RETURN_IF_ERROR(check_array("additional_keys", operands.additional_keys, type,
                                          {p.batch, p.additional_kv, p.heads_kv, p.head_dim},
                                          "dtype, batch, heads and head_dim are those of key"));

@@ -17,8 +17,8 @@ using xffi::AnyBuffer;
 using xffi::Error;
 using Result = xffi::Result<AnyBuffer>;
 
-Error small_forward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffer relative_bias, Result out,
-                    Result logsumexp, Result remainder, Result entry_maps, cudaStream_t stream,
+Error small_forward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffer relative_bias, AnyBuffer key_bias,
+                    Result out, Result logsumexp, Result remainder, Result entry_maps, cudaStream_t stream,
                     xffi::Dictionary dictionary) {
   Call call;
   NATTEN_JAX_RETURN_IF_ERROR(
@@ -26,6 +26,7 @@ Error small_forward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffe
   NATTEN_JAX_RETURN_IF_ERROR(decode_layouts(layouts, Memory::kDevice, call));
   NATTEN_JAX_RETURN_IF_ERROR(error_of(small::check_arrays(call.problem)));
   NATTEN_JAX_RETURN_IF_ERROR(decode_table_of_products(relative_bias, call.tiles.query, call.tiles.kv, call));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_key_bias_of_kernels(key_bias, call));
   CUtensorMap* maps = nullptr;
   NATTEN_JAX_RETURN_IF_ERROR(
       decode_entry_maps(*entry_maps, small::entry_maps_of_forward(call.problem, call.arrays), maps));
@@ -35,7 +36,8 @@ Error small_forward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffe
 XLA_FFI_DEFINE_HANDLER(kSmallForward, on_problem(small_forward),
                        bind_forward(bind_problem()
                                         .Arg<AnyBuffer>()   // layouts
-                                        .Arg<AnyBuffer>())  // relative_bias
+                                        .Arg<AnyBuffer>()   // relative_bias
+                                        .Arg<AnyBuffer>())  // key_bias
                            .Ret<AnyBuffer>()                // entry_maps
                            .Ctx<xffi::PlatformStream<cudaStream_t>>()
                            .Attrs(),
@@ -57,11 +59,12 @@ Error check_table_sums(const AnyBuffer& records, const AnyBuffer& sums, const Ca
                      rule);
 }
 
-Error small_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffer relative_bias, AnyBuffer logsumexp,
-                     AnyBuffer remainder, AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumexp_cotangent,
-                     Result query_gradient, Result key_gradient, Result value_gradient, Result additional_keys_gradient,
-                     Result additional_values_gradient, Result statistics, Result additional_sums, Result table_records,
-                     Result table_sums, Result entry_maps, cudaStream_t stream, xffi::Dictionary dictionary) {
+Error small_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffer relative_bias, AnyBuffer key_bias,
+                     AnyBuffer logsumexp, AnyBuffer remainder, AnyBuffer out, AnyBuffer out_cotangent,
+                     AnyBuffer logsumexp_cotangent, Result query_gradient, Result key_gradient, Result value_gradient,
+                     Result additional_keys_gradient, Result additional_values_gradient, Result statistics,
+                     Result additional_sums, Result table_records, Result table_sums, Result key_bias_gradient,
+                     Result entry_maps, cudaStream_t stream, xffi::Dictionary dictionary) {
   Call call;
   NATTEN_JAX_RETURN_IF_ERROR(decode_backward(
       operands, {&logsumexp, &remainder, &out, &out_cotangent, &logsumexp_cotangent, nullptr},
@@ -71,6 +74,7 @@ Error small_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuff
   const Problem& problem = call.problem;
   NATTEN_JAX_RETURN_IF_ERROR(error_of(small::check_arrays(problem)));
   NATTEN_JAX_RETURN_IF_ERROR(decode_table_of_products(relative_bias, call.tiles.kv, call.tiles.query, call));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_key_bias_of_kernels(key_bias, call));
   NATTEN_JAX_RETURN_IF_ERROR(check_array("result statistics", *statistics, xffi::DataType::F32,
                                          {problem.batch, problem.queries(), problem.heads, 4},
                                          "it is four numbers for each query and head"));
@@ -80,6 +84,7 @@ Error small_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuff
       {parts, problem.batch, problem.additional_kv, problem.heads_kv, problem.head_dim + problem.head_dim_v},
       "it is what each part of the queries adds to gradients"));
   NATTEN_JAX_RETURN_IF_ERROR(check_table_sums(*table_records, *table_sums, call));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_key_bias_gradient(key_bias_gradient, call));
   const auto numbers = [](Result result) { return static_cast<float*>(result->untyped_data()); };
   small::Scratch scratch{numbers(statistics), numbers(additional_sums), numbers(table_records), numbers(table_sums),
                          nullptr};
@@ -92,6 +97,7 @@ XLA_FFI_DEFINE_HANDLER(kSmallBackward, on_problem(small_backward),
                        bind_gradients(bind_problem()
                                           .Arg<AnyBuffer>()   // layouts
                                           .Arg<AnyBuffer>()   // relative_bias
+                                          .Arg<AnyBuffer>()   // key_bias
                                           .Arg<AnyBuffer>()   // logsumexp
                                           .Arg<AnyBuffer>()   // remainder
                                           .Arg<AnyBuffer>()   // out
@@ -101,6 +107,7 @@ XLA_FFI_DEFINE_HANDLER(kSmallBackward, on_problem(small_backward),
                            .Ret<AnyBuffer>()                  // additional_sums
                            .Ret<AnyBuffer>()                  // table_records
                            .Ret<AnyBuffer>()                  // table_sums
+                           .Ret<AnyBuffer>()                  // dkey_bias
                            .Ret<AnyBuffer>()                  // entry_maps
                            .Ctx<xffi::PlatformStream<cudaStream_t>>()
                            .Attrs(),

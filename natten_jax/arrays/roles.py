@@ -17,6 +17,7 @@ class Role(enum.Enum):
     - ``KEY_VALUE``: keys, values and their gradients.
     - ``ADDITIONAL``: tokens that every query sees.
     - ``PER_QUERY``: a number for each query and head, as the logsumexp.
+    - ``PER_KEY``, ``PER_KEY_OF_ALL_HEADS``: a number for each key, by query head or for all of them.
     - ``PER_HEAD``: a number for each batch entry and head, as scales.
     - ``PER_ENTRY``: numbers of a batch entry.
     - ``WHOLE``: what no mesh splits, as origins, which each device has of its own.
@@ -35,6 +36,7 @@ class Role(enum.Enum):
     ADDITIONAL = ("additional", -2, None, True)
     PER_QUERY = ("per_query", -1, "queries", False)
     PER_KEY = ("per_key", -2, "keys", False)
+    PER_KEY_OF_ALL_HEADS = ("per_key_of_all_heads", 0, "keys", False)
     PER_HEAD = ("per_head", -1, None, False)
     PER_HEAD_ENTRY = ("per_head_entry", -2, None, False)
     PER_ENTRY = ("per_entry", 0, None, False)

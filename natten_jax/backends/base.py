@@ -104,8 +104,10 @@ class Backend(abc.ABC):
     takes_extents: ClassVar[bool] = False
     #: What it adds to logits: names among :attr:`natten_jax.problem.Problem.biases`.
     biases: ClassVar[Collection[str]] = ()
-    #: Whether its kernels add no biases of keys, so that these are columns of wider heads.
+    #: Whether its kernels add no biases of keys, so that these are columns of wider heads (:meth:`adds_key_bias`).
     key_bias_by_columns: ClassVar[bool] = False
+    #: Whether its kernels that add biases of keys take those that all heads share as they are.
+    takes_shared_key_bias: ClassVar[bool] = False
     #: Whether it takes additional key/value tokens.
     fuses_additional_kv: ClassVar[bool] = True
     #: Whether it is operations of XLA alone, no kernels: XLA splits these over devices, and plans their memory.
@@ -186,28 +188,45 @@ class Backend(abc.ABC):
         for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
             if most is not None and head_dim > most:
                 return f"{name} must be at most {most}, not {head_dim}"
-        wider = cls._with_columns(problem).head_dim
+        wider = with_columns(problem).head_dim if problem.key_bias and cls.key_bias_by_columns else 0
         if most is not None and wider > most:
             return f"a key_bias takes {wider - problem.head_dim} more columns of heads, which may be {most} wide"
         return None
 
-    @classmethod
-    def _with_columns(cls, problem: Problem) -> Problem:
-        """The problem with biases of keys as kernels add them."""
-        return with_columns(problem) if problem.key_bias and cls.key_bias_by_columns else problem
+    def adds_key_bias(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair | None = None) -> bool:
+        """Whether the kernels of a pass add biases of keys themselves, rather than by columns of wider heads.
 
-    @classmethod
-    def widened(cls, problem: Problem) -> Problem:
+        Args:
+            problem: What is computed, with such biases.
+            device: Where.
+            pass_: The pass.
+            pair: Tiles that the caller asks for.
+        """
+        return not self.key_bias_by_columns
+
+    def widened(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair | None = None) -> Problem:
         """The problem as kernels get it: heads of other widths than theirs are filled up with zeros, which is exact.
 
         Zeros of queries and keys add nothing to logits, whose scale stays what it is, and those of values are columns
         of the output that are cut off. Biases of keys may be columns, too (:mod:`natten_jax.arrays.key_bias_columns`).
         Elements that kernels do not take are converted to wider ones: to float32, where factors of keys and values are
         multiplied with them, too.
+
+        Args:
+            problem: Of the call.
+            device: Where it runs.
+            pass_: Which pass of it.
+            pair: Tiles that the caller asks for.
         """
-        if problem.dtype not in cls.dtypes and cls.converts_float8_to is not None:
-            problem = problem.converted("float32" if problem.block_scales else cls.converts_float8_to)
-        problem = cls._with_columns(problem)
+        if problem.dtype not in self.dtypes and self.converts_float8_to is not None:
+            problem = problem.converted("float32" if problem.block_scales else self.converts_float8_to)
+        if problem.key_bias and not self.adds_key_bias(problem, device, pass_, pair):
+            problem = with_columns(problem)
+        return self.with_wide_heads(problem)
+
+    @classmethod
+    def with_wide_heads(cls, problem: Problem) -> Problem:
+        """The problem with heads as wide as kernels have them."""
         widest = max(problem.head_dim, problem.head_dim_v)
         if widths := [width for width in cls.head_widths if width >= widest]:
             head_dim = head_dim_v = widths[0]

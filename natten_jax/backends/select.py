@@ -74,7 +74,7 @@ def _decide(request: Request, device: Device, pass_: Pass, registered: Sequence[
     if requested is None and pair is None:
         candidates = _fastest_first(candidates, problem, device, pass_)
     for backend in candidates:
-        if pair is None or backend.offers(backend.widened(problem), device, pass_, pair):
+        if pair is None or backend.offers(backend.widened(problem, device, pass_, pair), device, pass_, pair):
             is_default = requested is None and backend.is_slow_fallback
             lack = missing_kernels.lack(registered, problem, device, pass_) if is_default else None
             return _Decision(plan_with(backend, request, device, pass_), lack=lack)
@@ -86,7 +86,7 @@ def _fastest_first(candidates: list[Backend], problem: Problem, device: Device, 
     """The candidates in their order, behind the one that is clearly faster than the first by the cost model."""
 
     def seconds_of(backend: Backend) -> float | None:
-        return backend.predicted_seconds(backend.widened(problem), device, pass_)
+        return backend.predicted_seconds(backend.widened(problem, device, pass_), device, pass_)
 
     first = seconds_of(candidates[0])
     if first is None:
@@ -104,7 +104,8 @@ def _fastest_first(candidates: list[Backend], problem: Problem, device: Device, 
 
 def plan_with(backend: Backend, request: Request, device: Device, pass_: Pass) -> Plan:
     """The plan of a pass with a backend that can run it: what was left open is the backend's choice."""
-    problem, performance = backend.widened(request.problem), request.performance
+    performance = request.performance
+    problem = backend.widened(request.problem, device, pass_, performance.tiles(pass_))
     for each in PASSES if backend.shares_tiles else (pass_,):
         if performance.tiles(each) is None:
             performance = performance.with_tiles(each, backend.tile_pairs(problem, device, each)[0])
@@ -168,7 +169,7 @@ def _unknown_tiles(problem: Problem, pair: TilePair, device: Device, pass_: Pass
     def text(tile: tuple[int, ...]) -> str:
         return str(tile[0] if is_flat else tile)
 
-    examples = backend.tile_pairs(backend.widened(problem), device, pass_)[:5]
+    examples = backend.tile_pairs(backend.widened(problem, device, pass_), device, pass_)[:5]
     offered = ", ".join(f"({text(query)}, {text(key_value)})" for query, key_value in examples)
     names = tile_arguments(problem.operator, pass_)
     asked = ", ".join(f"{name}={text(tile)}" for name, tile in zip(names, pair, strict=True))

@@ -138,6 +138,7 @@ def estimate(
         multiprocessors=calibration.multiprocessors,
         has_boxes=compute_capability is not None and compute_capability >= _HAS_BOXES,
         has_relative_bias=problem.relative_bias,
+        has_key_bias=problem.key_bias,
     )
     if found is None:
         return None

@@ -251,7 +251,7 @@ class Transpose(Computation):
             heads = (key if role.is_key_value else query).shape[-2]
             axis = len(shape) + role.heads_axis
             layout = like.shape[like.ndim - 2 - axis : -2] if role.has_layout else shape[:axis]
-            yield role, (*layout, heads, *shape[axis + 1 :]), dtype
+            yield role, (*layout, *((heads, *shape[axis + 1 :]) if role.heads_axis else ())), dtype
 
 
 def _merged(arrays: Sequence[Any], positions: Sequence[int], replaced: Sequence[Any]) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 from natten_jax import backends
 from natten_jax.arrays.key_bias_columns import KeyBiasColumns
 from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
+from natten_jax.arrays.shared_key_bias import of_each_head, with_shared_gradient
 from natten_jax.execution.conversion import converted, rounded, scaled
 from natten_jax.execution.head_widths import HeadWidths
 from natten_jax.plan.plan import Plan
@@ -21,7 +22,8 @@ class KernelOperands(NamedTuple):
     """Arrays of a pass, and the way there and back.
 
     Attributes:
-        given: Of the call.
+        of_call: Of the call.
+        given: The same, with biases of keys of each head where the kernels, or columns, have none that heads share.
         operands: Of the kernels.
         heads: Widths of heads.
         columns: What stands for biases of keys.
@@ -29,6 +31,7 @@ class KernelOperands(NamedTuple):
         out_dtype: Element type of the call's output.
     """
 
+    of_call: Operands
     given: Operands
     operands: Operands
     heads: HeadWidths
@@ -42,9 +45,12 @@ class KernelOperands(NamedTuple):
         heads = HeadWidths.of(request.problem, plan.problem)
         columns = KeyBiasColumns.of(dataclasses.replace(request.problem, dtype=plan.problem.dtype), plan.problem)
         is_known = plan.problem.own_extents or backends.of(plan.backend).takes_layouts_of(plan.problem)
-        placed = operands if is_known else operands.with_origins_alone()
+        given = operands
+        if columns.are_there or not backends.of(plan.backend).takes_shared_key_bias:
+            given = operands._replace(inputs=of_each_head(operands.inputs))
+        placed = given if is_known else given.with_origins_alone()
         of_kernels = heads.widen_operands(columns.added(converted(plan.problem, placed)))
-        return cls(operands, of_kernels, heads, columns, plan.problem, request.problem.output_dtype)
+        return cls(operands, given, of_kernels, heads, columns, plan.problem, request.problem.output_dtype)
 
     def result(self, found: _Result) -> _Result:
         """What the forward pass found, as the call has it."""
@@ -57,4 +63,5 @@ class KernelOperands(NamedTuple):
 
     def gradients(self, found: Gradients) -> Gradients:
         """The gradients of the call's inputs."""
-        return self.heads.narrow_gradients(self.columns.gradients(found, self.given))
+        found = self.heads.narrow_gradients(self.columns.gradients(found, self.given))
+        return with_shared_gradient(found, self.of_call.inputs)

@@ -16,6 +16,7 @@ from natten_jax.arrays.avals import type_like
 from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
 from natten_jax.arrays.query_box import QueryBox
 from natten_jax.arrays.roles import Role, roles_of
+from natten_jax.arrays.shared_key_bias import of_each_head
 from natten_jax.backends.select import resolve
 from natten_jax.execution import primitive, strips
 from natten_jax.execution.computations import Computation, Derivative, Result, Run
@@ -140,6 +141,7 @@ def forward_plain(request: Request, operands: Operands) -> Output | None:
         used = plan.backend
     if used is None:
         return None
+    operands = operands._replace(inputs=of_each_head(operands.inputs))
     leaves, structure = jax.tree.flatten(operands)
     out, logsumexp, *_ = primitive.bind(PlainForward(used, structure), request, leaves)
     return Output(out.astype(request.problem.output_dtype), logsumexp)

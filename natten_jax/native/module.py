@@ -92,6 +92,7 @@ def estimate_of_small_windows(
     multiprocessors: int,
     has_boxes: bool,
     has_relative_bias: bool,
+    has_key_bias: bool,
 ) -> Mapping[str, Any] | None:
     """What the kernels for small windows launch for a pass with tiles, and how long that takes, by a model.
 
@@ -105,6 +106,7 @@ def estimate_of_small_windows(
         multiprocessors: Of the device.
         has_boxes: Whether it has the engine that copies boxes of tokens.
         has_relative_bias: Whether the problem has one.
+        has_key_bias: Likewise, of biases that kernels add themselves.
 
     Returns:
         ``"seconds"`` and ``"launches"``, each with its ``"kernel"``, its ``"line_dimension"`` (of three), and for
@@ -113,8 +115,9 @@ def estimate_of_small_windows(
     """
     if _module is None:
         return None
+    device = shared_memory, multiprocessors, has_boxes
     return _module.estimate_of_small_windows(
-        axes, sizes, q_tile, kv_tile, is_backward, shared_memory, multiprocessors, has_boxes, has_relative_bias
+        axes, sizes, q_tile, kv_tile, is_backward, *device, has_relative_bias, has_key_bias
     )
 
 

@@ -58,7 +58,7 @@ def with_biases(
         inputs = inputs._replace(relative_bias=_of_offsets(problem, inputs, relative_bias))
         problem = dataclasses.replace(problem, axes=axes_of_offsets(problem.axes, edges))
     if key_bias is not None:
-        inputs = inputs._replace(key_bias=_of_keys(problem, inputs, key_bias, grid))
+        inputs = _with_key_bias(problem, inputs, key_bias, grid)
     if relative_bias is None and key_bias is None:
         return problem, inputs
     has = dataclasses.replace(problem, relative_bias=relative_bias is not None, key_bias=key_bias is not None)
@@ -95,7 +95,7 @@ def checked_table(problem: Problem, inputs: Inputs, relative_bias: ArrayLike) ->
     return jnp.asarray(table, ELEMENT_TYPES[problem.dtype].accumulator)
 
 
-def _of_keys(problem: Problem, inputs: Inputs, key_bias: ArrayLike, grid: FinerGrid | None) -> jax.Array:
+def _with_key_bias(problem: Problem, inputs: Inputs, key_bias: ArrayLike, grid: FinerGrid | None) -> Inputs:
     bias = _checked("key_bias", key_bias, inputs)
     batch, *layout, _, _ = inputs.key.shape
     of_all, by_head = (batch, *layout), (batch, problem.heads // (1 if grid is None else grid.queries), *layout)
@@ -105,9 +105,10 @@ def _of_keys(problem: Problem, inputs: Inputs, key_bias: ArrayLike, grid: FinerG
             f"{of_all} or {by_head}"
         )
     bias = jnp.asarray(bias, ELEMENT_TYPES[problem.dtype].accumulator)
-    if bias.ndim > len(of_all):
-        bias = jnp.moveaxis(bias if grid is None else grid.scales(bias), 1, -1)
-    return spread(bias, (*of_all, problem.heads, 1), inputs, Role.PER_KEY)
+    if bias.ndim == len(of_all):
+        return inputs._replace(shared_key_bias=bias)
+    bias = jnp.moveaxis(bias if grid is None else grid.scales(bias), 1, -1)
+    return inputs._replace(key_bias=spread(bias, (*of_all, problem.heads, 1), inputs, Role.PER_KEY))
 
 
 def _checked(name: str, array: ArrayLike, inputs: Inputs) -> jax.Array:

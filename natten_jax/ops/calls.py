@@ -295,12 +295,14 @@ def _run(part: SubCall, inputs: Inputs, place: Placement) -> Output:
     if part.kind is KeySet.ADDITIONAL:
         tokens = tokens._replace(**{**dict.fromkeys(_OF_KEYS), **additional})
     elif inputs.additional_keys is not None:
-        more = [(0, 0), (0, inputs.additional_keys.shape[1]), (0, 0), (0, 0)]
+        more = inputs.additional_keys.shape[1]
         for name, array in ((name, getattr(tokens, name)) for name in _OF_KEYS):
             if name in additional:
                 tokens = tokens._replace(**{name: jnp.concatenate([array, additional[name]], axis=1)})
             elif array is not None:
-                tokens = tokens._replace(**{name: jnp.pad(array, more)})
+                tokens = tokens._replace(
+                    **{name: jnp.pad(array, [(0, more if axis == 1 else 0) for axis in range(array.ndim)])}
+                )
     # Where tokens are split, the layout of the queries is a part of the problem's.
     origins = exchange.flat_origins(query.shape[1:-2], lines) if token_axes else None
     request = dataclasses.replace(part.request, token_axes=())

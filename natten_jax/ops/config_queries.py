@@ -105,7 +105,7 @@ def _query(backend: Backend, operator: Operator, pass_: Pass) -> ConfigQuery:
         problem, device = _asked(name, operator, (query, key, value), input_tensor, compute_capability, window)
         if backend.rejection(problem, device, pass_) is not None:
             return []
-        pairs: Iterable[Any] = backend.tile_pairs(backend.widened(problem), device, pass_)
+        pairs: Iterable[Any] = backend.tile_pairs(backend.widened(problem, device, pass_), device, pass_)
         if operator == "fmha":
             pairs = ((q_tile[0], kv_tile[0]) for q_tile, kv_tile in pairs)
         schedules = backend.schedules.get(pass_, ())

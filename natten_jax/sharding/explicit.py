@@ -90,7 +90,9 @@ def with_whole_dimensions(inputs: Inputs, *, keeps_tokens: bool) -> Inputs:
             arrays.append(array)
             continue
         axes = list(_spec(array))
-        for axis in [array.ndim - 1] if keeps_tokens else [*range(1, array.ndim - 2), array.ndim - 1]:
+        tokens = range(1, array.ndim + role.heads_axis)
+        behind_heads = range(array.ndim + role.heads_axis + 1, array.ndim)
+        for axis in behind_heads if keeps_tokens else [*tokens, *behind_heads]:
             if axes[axis] is not None:
                 warn_of_gather(name, axis, array.ndim, f"mesh axes {axis_names(axes[axis])}")
                 axes[axis] = None
@@ -200,6 +202,8 @@ class _SplitAxes:
             return PartitionSpec()
         if role is Role.PER_ENTRY:
             return PartitionSpec(self.batch or None)
+        if not role.heads_axis:
+            return PartitionSpec(*(names or None for names in (self.batch, *self.tokens)))
         layout = self.tokens if role.has_layout else [()] * (ndim + role.heads_axis - 1)
         heads = self.heads if self.are_heads_kv_split or not role.is_key_value else ()
         trailing = [()] * (-role.heads_axis - 1)

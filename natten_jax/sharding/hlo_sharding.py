@@ -123,10 +123,10 @@ class Layout:
         """Device numbers by the parts of a kind of array, ``[*leading, heads, contributions, copies, manual]``.
 
         Contributions are the parts of the queries that an array is the same for: of the query heads that share heads of
-        keys and values, and of all tokens, for what has none of its own.
+        keys and values, or all there is of an array without heads, and of all tokens, for what has none of its own.
         """
         *leading, heads, copies, manual = self.tiles.shape
-        parts = self.heads.kv_parts if role.is_key_value else heads
+        parts = self.heads.kv_parts if role.is_key_value else heads if role.heads_axis else 1
         tiles = self.tiles.reshape(*leading, parts, heads // parts, copies, manual)
         if role.has_layout:
             return tiles

@@ -72,7 +72,7 @@ def test_what_it_does_not_take(facts: dict[str, Any], part: str) -> None:
     ("widths", "width"), [((8, 8), 32), ((32, 8), 32), ((40, 64), 64), ((64, 72), 128), ((128, 1), 128)]
 )
 def test_heads_are_filled_up_to_one_width(widths: tuple[int, int], width: int) -> None:
-    problem = BlackwellBackend.widened(problem_of((64,), 7, head_dim=widths[0], head_dim_v=widths[1]))
+    problem = BlackwellBackend.with_wide_heads(problem_of((64,), 7, head_dim=widths[0], head_dim_v=widths[1]))
     assert (problem.head_dim, problem.head_dim_v) == (width, width)
 
 

@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
+from natten_jax import backends
 from natten_jax.arrays.operands import Inputs as InputArrays
 from natten_jax.arrays.operands import Operands, Output
+from natten_jax.arrays.shared_key_bias import of_each_head
 from natten_jax.ops.biases import Biases, with_biases
 from natten_jax.performance import Performance
 from natten_jax.problem import Problem
@@ -153,15 +155,17 @@ def _direct(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: jax.Ar
 
     def with_terms(*terms: jax.Array | None) -> tuple[Problem, InputArrays]:
         edges: Any = problem.case.edges or "shift"
-        return with_biases(described, InputArrays(*tensors[:6]), Biases(*terms), edges)
+        found, arrays = with_biases(described, InputArrays(*tensors[:6]), Biases(*terms), edges)
+        return found, arrays if takes_shared else of_each_head(arrays)
 
+    takes_shared = backends.find(problem.backend, problem.operator).takes_shared_key_bias
     terms = tensors.relative_bias, tensors.key_bias
     described, arrays = with_terms(*terms)
-    _, of_terms = jax.vjp(lambda *terms: with_terms(*terms)[1][6:8], *terms)
+    _, of_terms = jax.vjp(lambda *terms: with_terms(*terms)[1][6:9], *terms)
     backend, plans = plans_of(problem.backend, described, Performance(**problem.tiles))
     operands = Operands(arrays, None if origins is None else jnp.asarray(origins))
     saved = backend.forward_saving(plans["forward"], operands)
     gradients = backend.backward(plans["backward"], operands, saved, Output(*cotangents))
     if factors is not None and gradients.scale is not None:
         gradients = gradients._replace(scale=gradients.scale.sum(axis=tuple(range(2 - factors.ndim))))
-    return (saved.out, saved.logsumexp), oracle.Tensors(*gradients[:6], *of_terms(gradients[6:8]))
+    return (saved.out, saved.logsumexp), oracle.Tensors(*gradients[:6], *of_terms(gradients[6:9]))

@@ -13,7 +13,7 @@ from natten_jax import backends
 from natten_jax.arrays.operands import Inputs as InputArrays
 from natten_jax.backends.base import Backend
 from natten_jax.ops.arrays import attention_problem, neighborhood_problem
-from natten_jax.performance import PASSES, Pass, Performance, tile_names
+from natten_jax.performance import PASSES, Pass, Performance, TilePair, tile_names
 from natten_jax.plan import devices
 from natten_jax.problem import Operator, Problem
 from natten_jax.windows import WindowArguments
@@ -275,16 +275,17 @@ def _with_logit_terms(rng: np.random.Generator, case: Case, family: Family) -> C
 
 def _with_terms_of(problem: Fuzzed, family: Family) -> Fuzzed:
     """The problem without the biases that the backend does not add to its logits, or its kernels do not."""
-    backend, case = backends.find(problem.backend, problem.operator), problem.case
-    if problem.is_direct and backend.key_bias_by_columns:
-        case = dataclasses.replace(case, key_bias=None)
+    backend, case, device = backends.find(problem.backend, problem.operator), problem.case, devices.default_device()
     without: tuple[dict[str, Any], ...] = {}, {"relative_bias": False}, {"key_bias": None}, _NO_BIASES
     for changes in without:
         changed = dataclasses.replace(problem, case=dataclasses.replace(case, **changes))
         described = changed.description()
         if not described.biases:
             return changed
-        if all(backend.rejection(described, devices.default_device(), pass_) is None for pass_ in PASSES):
+        if any(backend.rejection(described, device, pass_) is not None for pass_ in PASSES):
+            continue
+        has_columns = described.key_bias and not all(backend.adds_key_bias(described, device, each) for each in PASSES)
+        if not (problem.is_direct and has_columns):
             return changed
     raise AssertionError
 
@@ -322,27 +323,32 @@ def with_tiles(problem: Fuzzed, rng: np.random.Generator) -> Fuzzed:
         "kernel_schedule": [None, "non", "coop", "pp"][int(rng.integers(4))],
     }
     for pass_ in PASSES[:1] if problem.is_float8 else PASSES:
-        pair = _tile_pair(problem.description(), backend, pass_, rng)
+        pair = _tile_pair(problem, backend, pass_, rng)
         if pair is not None:
             tiles |= dict(zip(tile_names(pass_), pair, strict=True))
     defaults = vars(Performance())
     return dataclasses.replace(problem, tiles={n: value for n, value in tiles.items() if value != defaults[n]})
 
 
-def _tile_pair(problem: Problem, backend: Backend, pass_: Pass, rng: np.random.Generator) -> Any:
+def _tile_pair(problem: Fuzzed, backend: Backend, pass_: Pass, rng: np.random.Generator) -> Any:
     """Tiles of a pass: the backend's own choice, one of its list, or any that it takes."""
-    device = devices.default_device()
+    device, described = devices.default_device(), problem.description()
+
+    def planned(pair: TilePair | None = None) -> Problem:
+        # Operators fit problems to the kernels of the tiles, as by columns for biases of keys.
+        return described if problem.is_direct else backend.widened(described, device, pass_, pair)
+
     kind = rng.choice(["none", "listed", "any"], p=[0.1, 0.3, 0.6])  # kernels rank their tiles slowly
     if kind == "none":
         return None
     if kind == "any":
         for _ in range(20):
-            pair = _tile(rng, problem.rank), _tile(rng, problem.rank)
-            if backend.offers(problem, device, pass_, pair):
+            pair = _tile(rng, described.rank), _tile(rng, described.rank)
+            if backend.offers(planned(pair), device, pass_, pair):
                 return pair
     # Sizes of tiles select kernels: each is as likely, however many shapes it has.
     by_size: dict[tuple[int, ...], list[Any]] = {}
-    for pair in backend.tile_pairs(problem, device, pass_):
+    for pair in backend.tile_pairs(planned(), device, pass_):
         by_size.setdefault(tuple(map(math.prod, pair)), []).append(pair)
     if not by_size:
         return None

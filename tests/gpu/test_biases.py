@@ -116,6 +116,55 @@ def test_relative_biases_in_kernels_for_small_windows(dtype: str) -> None:
     check_all([Trial(case, dtype, seed) for case in SMALL_WINDOWS.values() for seed in (0, 1)], cutlass())
 
 
+def _with_key_biases(number: int, case: Case) -> Case:
+    """The problem with biases of keys in place of a table."""
+    kind, hidden = ("tokens", "heads")[number % 2], (0.0, 0.3, 0.7)[number % 3]
+    return dataclasses.replace(case, relative_bias=False, key_bias=kind, hidden=hidden)
+
+
+KEYS = {name: _with_key_biases(number, case) for number, (name, case) in enumerate(SMALL_WINDOWS.items())} | {
+    "additional": Case(
+        (19, 22), (5, 5), key_bias="heads", hidden=0.3, heads=4, heads_kv=2, head_dim=32, additional=5, fused=True
+    ),
+    "additional chunks": Case(
+        (19, 22), (5, 5), key_bias="tokens", hidden=0.3, heads=4, heads_kv=2, head_dim=48, additional=20, fused=True
+    ),
+    "attention": Case((40,), queries=25, key_bias="tokens", hidden=0.5, heads=4, heads_kv=2, head_dim=32),
+}
+
+
+@pytest.mark.parametrize("dtype", _HALVES)
+def test_biases_of_keys_in_kernels_for_small_windows(dtype: str) -> None:
+    check_all([Trial(case, dtype, seed) for case in KEYS.values() for seed in (0, 1)], cutlass())
+
+
+@pytest.mark.parametrize("kind", ["tokens", "heads"])
+def test_gradients_of_biases_of_keys_are_reproducible(kind: str) -> None:
+    for name in ("regular", "whole layout", "wide", "grouped heads"):
+        _check_reproducible(dataclasses.replace(SMALL_WINDOWS[name], relative_bias=False, key_bias=kind, hidden=0.2))
+
+
+@pytest.mark.parametrize("dtype", _HALVES)
+def test_hidden_keys_count_for_nothing(dtype: str) -> None:
+    """What they hold may be anything; queries that see no others have nothing."""
+    query, key, value = jnp.asarray(jax.random.normal(jax.random.key(0), (3, 2, 24, 24, 2, 32)), dtype)
+    is_hidden = jnp.zeros((2, 24, 24), bool).at[:, 4:16, 6:].set(True)
+    bias = jnp.where(is_hidden, -jnp.inf, 0.0)
+
+    def attend(query: Any, key: Any, value: Any, bias: Any) -> Any:
+        out, logsumexp = na2d(query, key, value, 7, key_bias=bias, backend="cutlass-fna", return_lse=True)
+        loss = jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(jnp.where(jnp.isneginf(logsumexp), 0, logsumexp))
+        return loss, (out, logsumexp)
+
+    differentiate = jax.jit(jax.grad(attend, (0, 1, 2, 3), has_aux=True))
+    (*gradients, of_bias), (out, logsumexp) = differentiate(query, key, value, bias)
+    assert (np.asarray(out[:, 8, 12], np.float32) == 0).all() and (np.asarray(logsumexp[:, 8, 12]) == -np.inf).all()
+    for gradient in gradients:
+        assert (np.asarray(gradient[:, 8, 12], np.float32) == 0).all()
+        assert np.isfinite(np.asarray(gradient, np.float32)).all()
+    assert (np.asarray(of_bias)[np.asarray(is_hidden)] == 0).all()
+
+
 def _drawn(seed: int, case: Case) -> Iterator[Trial]:
     """The problem in both element types with random tiles of the kernels' forms; none where they do not take it."""
     rng = np.random.default_rng(seed)
@@ -126,7 +175,7 @@ def _drawn(seed: int, case: Case) -> Iterator[Trial]:
             return
         tiles: dict[str, Any] = {}
         for pass_ in PASSES:
-            pairs = backend.tile_pairs(backend.widened(problem), device, pass_)
+            pairs = backend.tile_pairs(backend.widened(problem, device, pass_), device, pass_)
             tiles |= dict(zip(tile_names(pass_), pairs[int(rng.integers(len(pairs)))], strict=True))
         yield Trial(case, dtype, seed, tiles)
 
@@ -144,17 +193,20 @@ def test_relative_biases_of_random_problems() -> None:
 
 def test_gradients_of_tables_are_reproducible() -> None:
     for name in ("regular", "whole layout", "wide", "grouped heads"):
-        case = SMALL_WINDOWS[name]
-        operands, cotangents = case.operands("bfloat16", 0), case.cotangents("bfloat16", 0)
+        _check_reproducible(SMALL_WINDOWS[name])
 
-        @jax.jit
-        def gradients(operands: Any, case: Case = case, cotangents: Any = cotangents) -> Any:
-            return jax.vjp(case.operator("cutlass-fna"), operands)[1](cotangents)[0]
 
-        first = jax.tree.leaves(gradients(operands))
-        for _ in range(20):
-            for one, other in zip(jax.tree.leaves(gradients(operands)), first, strict=True):
-                np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+def _check_reproducible(case: Case) -> None:
+    operands, cotangents = case.operands("bfloat16", 0), case.cotangents("bfloat16", 0)
+
+    @jax.jit
+    def gradients(operands: Any) -> Any:
+        return jax.vjp(case.operator("cutlass-fna"), operands)[1](cotangents)[0]
+
+    first = jax.tree.leaves(gradients(operands))
+    for _ in range(20):
+        for one, other in zip(jax.tree.leaves(gradients(operands)), first, strict=True):
+            np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
 
 
 @pytest.mark.parametrize("dtype", _HALVES)

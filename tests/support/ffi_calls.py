@@ -78,7 +78,7 @@ class Target:
     @property
     def has_biases(self) -> bool:
         """Whether it adds to logits."""
-        return set(BIASES) <= set(self.operands)
+        return set(BIASES) <= set(self.operands) and not self.is_small
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
@@ -176,7 +176,7 @@ TARGETS = (
     Target(
         "natten_jax_sm80_small_forward",
         "cutlass-fna",
-        operands=(*_LAID_OUT, "relative_bias"),
+        operands=(*_LAID_OUT, *BIASES),
         platform="cuda",
         dtype=np.float16,
         head_dims=(64, 128),
@@ -188,7 +188,7 @@ TARGETS = (
     Target(
         "natten_jax_sm80_small_backward",
         "cutlass-fna",
-        (*_LAID_OUT, "relative_bias", "logsumexp", "remainder", "out", "out_cotangent", "logsumexp_cotangent"),
+        (*_LAID_OUT, *BIASES, "logsumexp", "remainder", "out", "out_cotangent", "logsumexp_cotangent"),
         GRADIENTS,
         platform="cuda",
         dtype=np.float16,
@@ -199,7 +199,7 @@ TARGETS = (
         scratch={
             "statistics": ((2, 4 * 5 * 6, 2, 4), np.float32),
             "additional_sums": ((1, 2, 3, 1, 64 + 128), np.float32),
-            **dict.fromkeys(("table_records", "table_sums"), ((0,), np.float32)),
+            **dict.fromkeys(("table_records", "table_sums", "dkey_bias"), ((0,), np.float32)),
             "entry_maps": _ENTRY_MAPS,
         },
         reads_origins=False,
@@ -244,9 +244,9 @@ def shapes_of(target: Target) -> dict[str, tuple[int, ...]]:
         "statistics": (2, 2, *tokens, 2),
         # In a backward pass only heads that share no keys have scales of their own.
         "scales": (0,) if target.is_backward else (2, 2, 2),
-        # Windows of 2 x 3 x 3 tokens. Kernels for small windows add none where there are additional ones.
+        # Windows of 2 x 3 x 3 tokens. Kernels for small windows add none to such wide heads.
         "relative_bias": (0,) if target.is_small else (2, 2, 3 * 5 * 5),
-        "key_bias": (2, *tokens, 2),
+        "key_bias": (0,) if target.is_small else (2, *tokens, 2),
     }
 
 

@@ -96,7 +96,7 @@ def operand_cases(target: Target) -> list[Case]:
             del shapes["empty-0"]  # nothing is sharded
         if name == "layouts":
             del shapes["empty-0"]  # batch entries are alike
-        if name in ("scales", "relative_bias") and array.size == 0:
+        if name in ("scales", "relative_bias", "key_bias") and array.size == 0:
             del shapes["empty-0"]  # all heads have the same, or none
         if name == "remainder":
             shapes["nearly-empty"] = (0, 1)

@@ -130,7 +130,9 @@ __global__ void __launch_bounds__(32 * kAdditionalWarps)
     commit_copies();
     wait_copies<1>();
     __syncwarp();
-    sums.template add<ColumnRows<kHeadDim, true>>(keys, values, exponent_scale, tile, tables, stage);
+    KeyBiasSums none;
+    sums.template add<ColumnRows<kHeadDim, true>, false, false>(none, keys, values, exponent_scale, tile, tables,
+                                                                stage);
     const std::uint32_t done = stage;
     stage = other;
     other = done;

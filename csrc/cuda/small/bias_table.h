@@ -14,7 +14,7 @@
 
 namespace natten_jax::small {
 
-/// The widest heads that kernels with a relative bias are compiled for.
+/// The widest heads that kernels with a relative bias, or biases of keys, are compiled for.
 inline constexpr int kLargestBiasedHeadDim = 64;
 
 /// Bytes of an entry, and of a gradient of a logit that is added up for one.

@@ -30,6 +30,9 @@ inline constexpr int kLargestBoxHeadDim = 64;
 /// What the backward kernels know of a query and head: four floats.
 inline constexpr int kStatisticsBytes = 16;
 
+/// Bytes of a pair of groups' biases of keys, in floats.
+inline constexpr int kKeyBiasBytes = 2 * kColumns * 4;
+
 /// Warps of a CTA for gradients of additional tokens, and threads of one that adds up their sums.
 inline constexpr int kAdditionalWarps = 4;
 inline constexpr int kAdditionalSumThreads = 128;

@@ -10,6 +10,7 @@
 
 #include "cuda/common/row_sums.cuh"
 #include "cuda/small/entries.cuh"
+#include "cuda/small/key_bias.cuh"
 #include "cuda/small/products.cuh"
 #include "natten_jax/logsumexp.h"
 
@@ -58,14 +59,14 @@ CUTE_DEVICE void add_pairs(TileOutput<kHeadDim>& result, const PairLogits (&weig
 }
 
 /// Results relative to the largest logits, whatever these are.
-template <class Element, int kHeadDim, class Columns, bool kHasBias, class Queries>
+template <class Element, int kHeadDim, class Columns, bool kHasBias, bool kHasKeyBias, class Queries>
 CUTE_DEVICE void compute_exactly(TileOutput<kHeadDim>& result, const Queries& queries, const TilePlan& tile,
                                  const Tables& tables, int additional_pairs, std::uint32_t stage, float factor) {
   float largest[2] = {-INFINITY, -INFINITY};
   const auto for_logits = [&](const auto& call) {
-    for_pairs<Columns, 1, kHasBias>(tile, tables, additional_pairs, stage, [&](const Pairs<1>& pair) {
+    for_pairs<Columns, 1, kHasBias, kHasKeyBias>(tile, tables, additional_pairs, stage, [&](const Pairs<1>& pair) {
       PairLogits x[1];
-      multiply_keys<Element, kHeadDim, false, kHasBias>(x, queries, tile, stage, pair);
+      multiply_keys<Element, kHeadDim, false, kHasBias, kHasKeyBias>(x, queries, tile, stage, pair);
       call(x, pair);
     });
   };
@@ -97,7 +98,7 @@ CUTE_DEVICE void compute_exactly(TileOutput<kHeadDim>& result, const Queries& qu
   for (int r = 0; r < 2; ++r) result.shift[r] = largest[r];
 }
 
-template <class Element, int kHeadDim, bool kHasBoxes, bool kHasScales, class Items, bool kHasBias>
+template <class Element, int kHeadDim, bool kHasBoxes, bool kHasScales, class Items, bool kHasBias, bool kHasKeyBias>
 CUTE_DEVICE void attend(const ForwardParams& p) {
   using Sums = TrustedSums<Element>;
   using Rows = RowTile<kHeadDim>;
@@ -118,32 +119,37 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
     copy.keys(p, tables, item, stage);
     if constexpr (kHasBias) copy_table(p, item, stage);
   };
-  const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
+  const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases,
+                           auto& key_bias) {
     if (!tile.has_rows) return;
     const float factor = kHasScales ? item.exponent_scale(p) : p.exponent_scale;
     const RowOperand<Element, kHeadDim> queries(rows);
+    key_bias.prepare(item);
     phases.rows_are_read();
     TileOutput<kHeadDim> result;
     if constexpr (Sums::kHasReference) {
       if (tile.pairs > 0) {
         PairLogits x[1];
         const int middle = tile.pairs / 2;
-        const std::uint32_t at = tables.offsets[middle], entries = kHasBias ? tables.entries[middle] : 0;
+        const std::uint32_t at = tables.offsets[middle], entries = kHasKeyBias
+                                                                       ? tables.key_bias + middle * kKeyBiasBytes
+                                                                   : kHasBias ? tables.entries[middle]
+                                                                              : 0;
         const Pairs<1> pair{{{{stage + tile.lanes.across + at}, {}, at, entries}}, {}};
-        multiply_keys<Element, kHeadDim, false, kHasBias>(x, queries, tile, stage, pair);
+        multiply_keys<Element, kHeadDim, false, kHasBias, kHasKeyBias>(x, queries, tile, stage, pair);
         CUTE_UNROLL
         for (int r = 0; r < 2; ++r) {
           result.shift[r] = largest_of_row(
               fmaxf(fmaxf(x[0][0][2 * r], x[0][0][2 * r + 1]), fmaxf(x[0][1][2 * r], x[0][1][2 * r + 1])));
-          // Entries of a relative bias may hide what they are added to.
-          if (kHasBias && result.shift[r] == -INFINITY) result.shift[r] = 0.f;
+          // A bias may hide what it is added to.
+          if ((kHasBias || kHasKeyBias) && result.shift[r] == -INFINITY) result.shift[r] = 0.f;
         }
       }
     }
-    for_pairs<Columns, 2, kHasBias>(tile, tables, additional_pairs, stage, [&](const auto& pairs) {
+    for_pairs<Columns, 2, kHasBias, kHasKeyBias>(tile, tables, additional_pairs, stage, [&](const auto& pairs) {
       constexpr int kPairs = std::decay_t<decltype(pairs)>::kCount;
       PairLogits x[kPairs];
-      multiply_keys<Element, kHeadDim, false, kHasBias>(x, queries, tile, stage, pairs);
+      multiply_keys<Element, kHeadDim, false, kHasBias, kHasKeyBias>(x, queries, tile, stage, pairs);
       CUTE_UNROLL
       for (int i = 0; i < 8 * kPairs; ++i) {
         const int pair = i / 8, group = i / 4 % 2, e = i % 4;
@@ -167,12 +173,13 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
       is_trusted &= ((is_in_range & has_logarithm) | static_cast<int>((r == 0 ? places.x : places.y) < 0)) != 0;
     }
     if (__any_sync(0xffffffffu, !is_trusted)) {
-      compute_exactly<Element, kHeadDim, Columns, kHasBias>(result, queries, tile, tables, additional_pairs, stage,
-                                                            factor);
+      compute_exactly<Element, kHeadDim, Columns, kHasBias, kHasKeyBias>(result, queries, tile, tables,
+                                                                         additional_pairs, stage, factor);
       sums[0] = sum_of_row(result.sum[0]);
       sums[1] = sum_of_row(result.sum[1]);
     }
     phases.columns_are_read();
+    key_bias.load_behind(item);
     // One lane writes what is known of its first row, its neighbor what is known of the second.
     const bool is_second = lane % 2 != 0;
     const int place = is_second ? places.y : places.x;
@@ -193,17 +200,28 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
   for_plans<Items, false>(p, [&](const Items& items, const EntryLayout& layout, bool is_first) {
     loads.take(items, is_first);
     const auto load_first_rows = [&] { loads.load_first_rows(items.at(p, 0), warp * Rows::kBytes, load_rows); };
-    if (!make_plan<kHeadDim, false, kHasBoxes, kHasBias>(p, raw, tables, tile, loads, load_first_rows, layout)) return;
-    loads.for_items(tables, tile, warp * Rows::kBytes, load_rows, load_columns, compute);
+    if (!make_plan<kHeadDim, false, kHasBoxes, kHasBias, kHasKeyBias>(p, raw, tables, tile, loads, load_first_rows,
+                                                                      layout)) {
+      return;
+    }
+    ColumnKeyBias<kHasKeyBias> key_bias(p, tables, tile, items.at(p, 0));
+    loads.for_items(tables, tile, warp * Rows::kBytes, load_rows, load_columns,
+                    [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
+                      compute(item, stage, rows, phases, key_bias);
+                    });
   });
 }
 
 /// `kHasScales`: heads have scales of their own. One scale of all heads is a parameter, which costs no register: with a
-/// kernel for both, clips and volumes took 3% longer. `kHasBias`: logits have a relative bias.
-template <class Element, int kHeadDim, bool kHasBoxes, bool kHasScales, bool kHasBias = false, class Items = CtaItems>
+/// kernel for both, clips and volumes took 3% longer. `kHasBias`: logits have a relative bias; `kHasKeyBias`: keys have
+/// biases.
+template <class Element, int kHeadDim, bool kHasBoxes, bool kHasScales, bool kHasBias = false, class Items = CtaItems,
+          bool kHasKeyBias = false>
 __global__ void __launch_bounds__(32 * resident_warps(Kernel::kForward, kHeadDim))
     natten_jax_small_forward(const __grid_constant__ ForwardParams p) {
-  if constexpr (is_compiled(kHasBoxes)) attend<Element, kHeadDim, kHasBoxes, kHasScales, Items, kHasBias>(p);
+  if constexpr (is_compiled(kHasBoxes)) {
+    attend<Element, kHeadDim, kHasBoxes, kHasScales, Items, kHasBias, kHasKeyBias>(p);
+  }
 }
 
 }  // namespace natten_jax::small

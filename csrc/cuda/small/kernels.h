@@ -71,6 +71,16 @@ cudaError_t launch_biased_key_value_gradient(int head_dim, const BackwardParams&
 template <ElementType kType>
 cudaError_t launch_biased_whole_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape);
 
+/// The same with biases of keys.
+template <ElementType kType>
+cudaError_t launch_key_biased_forward(int head_dim, const ForwardParams& params, const LaunchShape& shape);
+template <ElementType kType>
+cudaError_t launch_key_biased_query_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape);
+template <ElementType kType>
+cudaError_t launch_key_biased_key_value_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape);
+template <ElementType kType>
+cudaError_t launch_key_biased_whole_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape);
+
 /// Launches the kernel that adds up records of tiles, or tables of regions.
 cudaError_t launch_table_gradient(const TableParams& params, const LaunchShape& shape);
 cudaError_t launch_table_sum(const TableParams& params, const LaunchShape& shape);

@@ -6,6 +6,7 @@
 
 #include "cuda/common/arithmetic.cuh"
 #include "cuda/small/entries.cuh"
+#include "cuda/small/key_bias.cuh"
 #include "cuda/small/products.cuh"
 #include "natten_jax/logsumexp.h"
 
@@ -39,17 +40,24 @@ CUTE_DEVICE bool are_large(const TilePlan& tile, const Tables& tables, std::uint
   return __any_sync(0xffffffffu, result);
 }
 
+/// Biases of a tile's keys, as products have them, and sums of the gradients of their logits: a lane's two rows, each
+/// twice.
+struct KeyBiasSums {
+  float biases[4] = {}, sums[4] = {};
+};
+
 /// Adds a tile's key and value gradients, those of keys but for the scale; `weights` says how weights of two columns
-/// come from products, in place.
-template <class Columns, bool kHasBias, class Element, int kHeadDim, class Weights>
+/// come from products, in place. Where `kHasKeyBias`, adds up the gradients of the keys' logits, too: rounded as they
+/// are multiplied, by the matrix units.
+template <class Columns, bool kHasBias, bool kHasKeyBias, class Element, int kHeadDim, class Weights>
 CUTE_DEVICE void add_key_value_gradients(float (&of_keys)[kHeadDim / 8][4], float (&of_values)[kHeadDim / 8][4],
-                                         const RowOperand<Element, kHeadDim>& keys,
+                                         KeyBiasSums& of_bias, const RowOperand<Element, kHeadDim>& keys,
                                          const RowOperand<Element, kHeadDim>& values, const TilePlan& tile,
                                          const Tables& tables, std::uint32_t stage, const Weights& weights) {
   for_pairs<Columns, 2, kHasBias>(tile, tables, 0, stage, [&](const auto& pairs) {
     constexpr int kPairs = std::decay_t<decltype(pairs)>::kCount;
     PairLogits x[kPairs], y[kPairs];
-    multiply_keys<Element, kHeadDim, true, kHasBias>(x, keys, tile, stage, pairs);
+    multiply_keys<Element, kHeadDim, true, kHasBias, kHasKeyBias>(x, keys, tile, stage, pairs, of_bias.biases);
     multiply_columns<Element, kHeadDim, true>(y, values, pairs);
     std::uint32_t a[kPairs][4], b[kPairs][4];
     CUTE_UNROLL
@@ -71,6 +79,15 @@ CUTE_DEVICE void add_key_value_gradients(float (&of_keys)[kHeadDim / 8][4], floa
     }
     add_columns<Element, kHeadDim, true>(of_values, a, pairs);
     add_columns<Element, kHeadDim, false>(of_keys, b, pairs);
+    if constexpr (kHasKeyBias) {
+      const std::uint32_t ones = pack<Element>(1.f, 1.f);
+      float (&sums)[4] = of_bias.sums;
+      CUTE_UNROLL
+      for (int pair = 0; pair < kPairs; ++pair) {
+        HalfInstruction<Element>::fma(sums[0], sums[1], sums[2], sums[3], b[pair][0], b[pair][1], b[pair][2],
+                                      b[pair][3], ones, ones, sums[0], sums[1], sums[2], sums[3]);
+      }
+    }
   });
 }
 
@@ -81,11 +98,13 @@ struct KeyValueSums {
   float of_keys[kHeadDim / 8][4] = {}, of_values[kHeadDim / 8][4] = {};
 
   /// Adds those of a set.
-  template <class Columns, bool kHasBias = false>
-  CUTE_DEVICE void add(const RowOperand<Element, kHeadDim>& keys, const RowOperand<Element, kHeadDim>& values,
-                       float factor, const TilePlan& tile, const Tables& tables, std::uint32_t stage) {
+  template <class Columns, bool kHasBias, bool kHasKeyBias>
+  CUTE_DEVICE void add(KeyBiasSums& of_bias, const RowOperand<Element, kHeadDim>& keys,
+                       const RowOperand<Element, kHeadDim>& values, float factor, const TilePlan& tile,
+                       const Tables& tables, std::uint32_t stage) {
     const auto differentiate = [&](const auto& weights) {
-      add_key_value_gradients<Columns, kHasBias>(of_keys, of_values, keys, values, tile, tables, stage, weights);
+      add_key_value_gradients<Columns, kHasBias, kHasKeyBias>(of_keys, of_values, of_bias, keys, values, tile, tables,
+                                                              stage, weights);
     };
     const auto differentiate_small = [&] {
       differentiate([&](float (&x)[4], float2 first, float2 second, std::uint32_t) {
@@ -111,6 +130,7 @@ struct KeyValueSums {
       differentiate_small();
       if (!__any_sync(0xffffffffu, isnan(of_values[0][0]) || isnan(of_values[0][2]))) return;
       *this = {};
+      for (float& sum : of_bias.sums) sum = 0.f;
       differentiate_large();
     } else if (are_large(tile, tables, stage, Columns::kBytes)) {
       differentiate_large();
@@ -134,7 +154,7 @@ struct KeyValueSums {
 };
 
 /// `kIsOfOne`: query heads have key/value heads of their own.
-template <class Element, int kHeadDim, bool kHasBoxes, bool kIsOfOne, class Items, bool kHasBias>
+template <class Element, int kHeadDim, bool kHasBoxes, bool kIsOfOne, class Items, bool kHasBias, bool kHasKeyBias>
 CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
   using Rows = RowTile<kHeadDim>;
   using Operand = RowOperand<Element, kHeadDim>;
@@ -172,9 +192,13 @@ CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
     Sums of_one;
     Sums& sums = kIsOfOne ? of_one : of_several;
     const Operand keys(rows), values(rows + buffer);
+    KeyBiasSums of_bias;
+    if constexpr (kHasKeyBias) RowKeyBias(p, item, tables.row_places).load(of_bias.biases, item.scale(p).logits);
     phases.rows_are_read();
-    sums.template add<Columns, kHasBias>(keys, values, item.exponent_scale(p), tile, tables, stage);
+    sums.template add<Columns, kHasBias, kHasKeyBias>(of_bias, keys, values, item.exponent_scale(p), tile, tables,
+                                                      stage);
     phases.columns_are_read();
+    if constexpr (kHasKeyBias) RowKeyBias(p, item, tables.row_places).store(of_bias.sums);
     if constexpr (!kIsOfOne) {
       // Query heads that share a key/value head follow each other.
       const int heads_per_kv = p.by_heads_per_kv.divisor;
@@ -192,10 +216,13 @@ CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
   });
 }
 
-template <class Element, int kHeadDim, bool kHasBoxes, bool kIsOfOne, bool kHasBias = false, class Items = CtaItems>
+template <class Element, int kHeadDim, bool kHasBoxes, bool kIsOfOne, bool kHasBias = false, class Items = CtaItems,
+          bool kHasKeyBias = false>
 __global__ void __launch_bounds__(32 * resident_warps(Kernel::kKeyValueGradient, kHeadDim))
     natten_jax_small_key_value_gradient(const __grid_constant__ BackwardParams p) {
-  if constexpr (is_compiled(kHasBoxes)) differentiate_keys<Element, kHeadDim, kHasBoxes, kIsOfOne, Items, kHasBias>(p);
+  if constexpr (is_compiled(kHasBoxes)) {
+    differentiate_keys<Element, kHeadDim, kHasBoxes, kIsOfOne, Items, kHasBias, kHasKeyBias>(p);
+  }
 }
 
 }  // namespace natten_jax::small

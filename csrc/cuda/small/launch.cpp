@@ -90,6 +90,9 @@ Status prepare(const Problem& problem, const std::int64_t (&rows)[kRank], const 
   if (has_layouts && problem.has_relative_bias) {
     return Status::invalid_argument("relative_bias and layouts were both given, but the kernels take either");
   }
+  if (has_layouts && problem.has_key_bias) {
+    return Status::invalid_argument("key_bias and layouts were both given, but the kernels take either");
+  }
   NATTEN_JAX_RETURN_IF_FAILED(find_region(problem, rows, columns, kernel, has_origins, device, p.region));
   const std::int64_t items = problem.batch * problem.heads;
   p.exponent_scale = problem.scale.of_all * kLog2E;
@@ -106,6 +109,8 @@ Status prepare(const Problem& problem, const std::int64_t (&rows)[kRank], const 
   p.origins = arrays.origins;
   p.layouts = arrays.layouts;
   p.relative_bias = arrays.relative_bias;
+  p.key_bias = {arrays.key_bias, arrays.key_bias_heads == 1, cutlass::FastDivmod(static_cast<int>(problem.heads_kv)),
+                arrays.key_bias_gradient};
   fill_sizes(problem, p);
   p.keys = static_cast<int>(problem.keys());
   p.by_heads = cutlass::FastDivmod(p.heads);
@@ -311,6 +316,7 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   }
   return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
     const int head_dim = compiled_head_dim(problem);
+    if (problem.has_key_bias) return launch_key_biased_forward<type>(head_dim, p, shape);
     return problem.has_relative_bias ? launch_biased_forward<type>(head_dim, p, shape)
                                      : launch_forward<type>(head_dim, p, shape);
   }));
@@ -345,6 +351,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
     NATTEN_JAX_RETURN_IF_FAILED(encode_whole(problem, whole));
     NATTEN_JAX_RETURN_IF_FAILED(prepare_table(problem, tiles, scratch, stream, whole, table, shape_of_table));
     return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
+      if (problem.has_key_bias) return launch_key_biased_whole_gradient<type>(head_dim, whole, shape_of_whole);
       if (!problem.has_relative_bias) return launch_whole_gradient<type>(head_dim, whole, shape_of_whole);
       const cudaError_t error = launch_biased_whole_gradient<type>(head_dim, whole, shape_of_whole);
       const bool is_done = whole.table_records == scratch.table_sums;
@@ -369,8 +376,13 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
       if (error == cudaSuccess) error = launch_biased_key_value_gradient<type>(head_dim, of_keys, shape_of_keys);
       return error == cudaSuccess ? launch_table_gradient(table, shape_of_table) : error;
     }
-    cudaError_t error = launch_query_gradient<type>(head_dim, p, shape);
-    if (error == cudaSuccess) error = launch_key_value_gradient<type>(head_dim, of_keys, shape_of_keys);
+    const bool has_key_bias = problem.has_key_bias;
+    cudaError_t error = has_key_bias ? launch_key_biased_query_gradient<type>(head_dim, p, shape)
+                                     : launch_query_gradient<type>(head_dim, p, shape);
+    if (error == cudaSuccess) {
+      error = has_key_bias ? launch_key_biased_key_value_gradient<type>(head_dim, of_keys, shape_of_keys)
+                           : launch_key_value_gradient<type>(head_dim, of_keys, shape_of_keys);
+    }
     if (error != cudaSuccess || additional_ctas == 0) return error;
     return launch_additional_gradient<type>(head_dim, additional, additional_ctas, stream);
   }));

@@ -14,6 +14,14 @@ namespace natten_jax::small {
 /// Tensor maps of a batch entry: those of an array and another, and of what is known of queries.
 constexpr int kEntryMaps = 3;
 
+/// Biases of keys.
+struct KeyBiasParams {
+  const float* of_keys;             // [batch, keys, heads], or null
+  bool is_of_all_heads;             // there is one of each key: [batch, keys]
+  cutlass::FastDivmod by_heads_kv;  // rows of keys
+  float* gradient;                  // [batch, keys, heads]
+};
+
 /// A region's numbers and the problem's, for all kernels.
 struct CommonParams {
   Region region;
@@ -33,6 +41,7 @@ struct CommonParams {
   int items;  // batch entries times query heads
   // [batch, heads, table_entries]: a relative bias, in products of queries and keys; or null.
   const float* relative_bias;
+  KeyBiasParams key_bias;
   int tile_pitch[kRank];  // how many tiles further neighbors of a dimension are, where all of a layout are counted
   // Where batch entries have layouts of their own: how many of them a CTA has, and how many CTAs share the heads of
   // one.

@@ -6,6 +6,7 @@
 #include "cuda/common/axis_plan.cuh"
 #include "cuda/small/bias_table.h"
 #include "cuda/small/params.h"
+#include "cuda/warp/shared_memory.cuh"
 
 namespace natten_jax::small {
 
@@ -141,6 +142,8 @@ struct TilePlan {
   int sums[2], next_sum_of_group;
   std::uint32_t late_rows[2];
   int least_offset[kRank], number;
+  // Of biases of keys: the token of the lane's column of the first pair of groups.
+  int key;
 };
 
 /// Where a row's place is in the tables.
@@ -152,11 +155,13 @@ CUTE_DEVICE constexpr int index_of_row(int row) {
 struct Tables {
   int2* places;
   std::uint32_t* offsets;
-  std::uint32_t* entries;      // with a relative bias: of the table, and in upper halves of words of sums
+  std::uint32_t* entries;      // with a relative bias: of the table, and in upper halves of words of sums; with biases
+                               // of keys: tokens
   const std::uint16_t* masks;  // of a lane: two pairs' bytes
   // Where rows i and i + 8 of the warp's tile stand in an array of a row for each token and head, counted from
   // its batch entry and head; negative: outside.
   const int2* row_places;
+  std::uint32_t key_bias;  // where the lane reads biases of keys of the first pair of groups
   char* stages;
   int second;       // bytes between the boxes of the two arrays
   int columns;      // of the region
@@ -193,7 +198,8 @@ CUTE_DEVICE std::uint32_t range_of_groups(int begin, int end) {
 ///
 /// `load_first_rows` is called as soon as the rows' tokens are known. `layout` is that of the batch entries which the
 /// plan is for. Where a kernel has two plans, `number` says which one this is.
-template <int kHeadDim, bool kRowsAreKeys, bool kHasBoxes, bool kHasBias = false, class Loads, class LoadFirstRows>
+template <int kHeadDim, bool kRowsAreKeys, bool kHasBoxes, bool kHasBias = false, bool kHasKeyBias = false, class Loads,
+          class LoadFirstRows>
 CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, TilePlan& tile, Loads& loads,
                            const LoadFirstRows& load_first_rows, const EntryLayout& layout = {}, int number = 0) {
   using Columns = ColumnRows<kHeadDim, kHasBoxes>;
@@ -207,6 +213,9 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
   int* row_places = reinterpret_cast<int*>(raw + region.shared.row_places) + warp * kRows;
   tables.masks = reinterpret_cast<const std::uint16_t*>(masks.of_lane);
   tables.row_places = reinterpret_cast<const int2*>(row_places);
+  if constexpr (kHasKeyBias) {
+    tables.key_bias = shared_address(raw) + region.shared.key_bias + of_warp * kKeyBiasBytes + lane % 4 * 8;
+  }
   tables.stages = raw + region.shared.stages;
   tables.second = region.shared.second;
 
@@ -352,6 +361,10 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
   const int pair_rows = high * region.pitch[1], in_group = lane & (kColumns - 1);
   const int x = in_group & (wide - 1), y = in_group >> wide_shift;
   const int base = tile_begin[0] + tile_begin[1] * region.pitch[1] + tile_begin[2] * region.pitch[2];
+  if constexpr (kHasKeyBias) {
+    tile.key = first_token + (tile_begin[0] + x) * token_pitch[0] + tile_begin[2] * token_pitch[2] +
+               (tile_begin[1] + y + lane / kColumns % 2 * high) * token_pitch[1];
+  }
   const auto lane_of = [&](int group, int chunk) {
     const int row = base + x + y * region.pitch[1] + group * pair_rows;
     const int permuted =
@@ -392,6 +405,10 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
             };
             tables.entries[written + i] =
                 kBytesOfEntry * behind(region.table_pitch) | kBytesOfSum * behind(region.sum_pitch) << kEntryBits;
+          }
+          if constexpr (kHasKeyBias) {
+            tables.entries[written + i] =
+                gx * wide * token_pitch[0] + gz * token_pitch[2] + 2 * i * high * token_pitch[1];
           }
         }
         const int line_begin = written;

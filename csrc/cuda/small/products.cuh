@@ -56,7 +56,7 @@ using PairLogits = float[2][4];
 struct PairPlace {
   std::uint32_t across[2], along[2];  // as in Lanes, of each array
   std::uint32_t offset;               // in a stage
-  std::uint32_t entries;              // as Tables has them
+  std::uint32_t entries;              // as Tables has them; with biases of keys: where the lane reads these
 
   /// Bytes behind the entries of a relative bias that a lane's plan names, and behind their sums.
   CUTE_DEVICE int entry() const { return static_cast<int>(entries & 0xffff); }
@@ -84,6 +84,19 @@ CUTE_DEVICE void load_bias(PairLogits (&x)[kPairs], const TilePlan& tile, std::u
                              h * tile.next_entry_of_group + c * tile.next_entry;
     // Not from one item to the next: volatile.
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x[pair][h][2 * r + c]) : "r"(at));
+  }
+}
+
+/// Biases of keys of pairs of groups, which are columns, in products of queries and keys.
+template <int kPairs>
+CUTE_DEVICE void load_key_bias(PairLogits (&x)[kPairs], const Pairs<kPairs>& pairs) {
+  CUTE_UNROLL
+  for (int i = 0; i < 2 * kPairs; ++i) {
+    float (&logits)[4] = x[i / 2][i % 2];
+    const std::uint32_t at = pairs.at[i / 2].entries + i % 2 * (kKeyBiasBytes / 2);
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(logits[0]), "=f"(logits[1]) : "r"(at));
+    logits[2] = logits[0];
+    logits[3] = logits[1];
   }
 }
 
@@ -169,7 +182,7 @@ CUTE_DEVICE std::uint32_t masks_of_group(std::uint32_t masks, int group) {
 
 /// Calls `call(pairs)` for a tile's pairs of groups, two of them at once as far as there are two, so that one's
 /// instructions run while the other's wait for results. Where `kAtOnce` is 1, for one at a time: slower, and shorter.
-template <class Columns, int kAtOnce, bool kHasBias = false, class Call>
+template <class Columns, int kAtOnce, bool kHasBias = false, bool kHasKeyBias = false, class Call>
 CUTE_DEVICE void for_pairs(const TilePlan& tile, const Tables& tables, int additional_pairs, std::uint32_t stage,
                            const Call& call) {
   const auto for_range = [&](const Lanes& lanes, int first, int pairs) {
@@ -182,10 +195,13 @@ CUTE_DEVICE void for_pairs(const TilePlan& tile, const Tables& tables, int addit
     const uint2* offsets = reinterpret_cast<const uint2*>(tables.offsets + first);
     const uint2* all_entries = reinterpret_cast<const uint2*>(tables.entries + first);
     const std::uint16_t* bits = tables.masks + 16 * first;
+    std::uint32_t key_bias = kHasKeyBias ? tables.key_bias + first * kKeyBiasBytes : 0;
     if constexpr (kAtOnce == 1) {
       CUTE_NO_UNROLL
       for (int i = 0; i < pairs; ++i) {
-        const std::uint32_t entries = kHasBias ? tables.entries[first + i] : 0;
+        const std::uint32_t entries = kHasKeyBias ? key_bias + i * kKeyBiasBytes
+                                      : kHasBias  ? tables.entries[first + i]
+                                                  : 0;
         call(Pairs<1>{{place(tables.offsets[first + i], entries)},
                       {spread_bits(bits[i / 2 * 32] >> (i % 2 * 8) & 0xff)}});
       }
@@ -195,6 +211,10 @@ CUTE_DEVICE void for_pairs(const TilePlan& tile, const Tables& tables, int addit
       std::uint32_t masks = *bits;
       CUTE_NO_UNROLL
       for (int i = pairs / 2; i > 0; --i) {
+        if constexpr (kHasKeyBias) {
+          entries = make_uint2(key_bias, key_bias + kKeyBiasBytes);
+          key_bias += 2 * kKeyBiasBytes;
+        }
         const Pairs<2> now{{place(at.x, entries.x), place(at.y, entries.y)},
                            {spread_bits(masks & 0xff), spread_bits(masks >> 8)}};
         at = *++offsets;
@@ -202,19 +222,23 @@ CUTE_DEVICE void for_pairs(const TilePlan& tile, const Tables& tables, int addit
         masks = *(bits += 32);
         call(now);
       }
-      if (pairs % 2 != 0) call(Pairs<1>{{place(at.x, entries.x)}, {spread_bits(masks & 0xff)}});
+      if (pairs % 2 != 0)
+        call(Pairs<1>{{place(at.x, kHasKeyBias ? key_bias : entries.x)}, {spread_bits(masks & 0xff)}});
     }
   };
   for_range(tile.lanes, 0, tile.pairs);
   if (additional_pairs > 0) for_range(tile.lanes_additional, (tile.pairs + 1) / 2 * 2, additional_pairs);
 }
 
-/// Logits of pairs of groups, but for the scale: products of the rows with the first array, and a relative bias.
-template <class Element, int kHeadDim, bool kRowsAreKeys, bool kHasBias, int kPairs>
+/// Logits of pairs of groups, but for the scale: products of the rows with the first array, and a relative bias, or
+/// biases of keys: of the columns, or `of_rows`, as accumulators have the rows.
+template <class Element, int kHeadDim, bool kRowsAreKeys, bool kHasBias, bool kHasKeyBias, int kPairs>
 CUTE_DEVICE void multiply_keys(PairLogits (&x)[kPairs], const RowOperand<Element, kHeadDim>& rows, const TilePlan& tile,
-                               std::uint32_t stage, const Pairs<kPairs>& pairs) {
+                               std::uint32_t stage, const Pairs<kPairs>& pairs, const float (&of_rows)[4] = {}) {
   if constexpr (kHasBias) load_bias<kRowsAreKeys>(x, tile, stage, pairs);
-  multiply_columns<Element, kHeadDim, false, kHasBias>(x, rows, pairs);
+  if constexpr (kHasKeyBias && !kRowsAreKeys) load_key_bias(x, pairs);
+  constexpr bool kAdds = kHasBias || (kHasKeyBias && !kRowsAreKeys);
+  multiply_columns<Element, kHeadDim, false, kAdds>(x, rows, pairs, of_rows);
 }
 
 }  // namespace natten_jax::small

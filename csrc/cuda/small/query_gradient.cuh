@@ -7,6 +7,7 @@
 #include "cuda/common/arithmetic.cuh"
 #include "cuda/small/bias_sums.cuh"
 #include "cuda/small/entries.cuh"
+#include "cuda/small/key_bias.cuh"
 #include "cuda/small/products.cuh"
 #include "natten_jax/logsumexp.h"
 
@@ -77,7 +78,7 @@ struct RowStatistics {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       logsumexp[r] = base2_logsumexp(logsumexp[r]);
-      // All that the query sees is hidden by a relative bias: beside any logit, weights are zero.
+      // All that the query sees is hidden by a bias: beside any logit, weights are zero.
       if (kHasBias && logsumexp[r] == -INFINITY) logsumexp[r] = INFINITY;
       delta[2 * r] -= logsumexp_cotangent[r];
       delta[2 * r + 1] -= logsumexp_cotangent[r];
@@ -92,7 +93,7 @@ struct RowStatistics {
 
 /// Adds a tile's query gradients, but for the scale; with a relative bias, stores those of logits for its sums, in
 /// shared memory that begins at `sums`.
-template <class Columns, bool kHasBias, class Element, int kHeadDim>
+template <class Columns, bool kHasBias, bool kHasKeyBias, class Element, int kHeadDim>
 CUTE_DEVICE void add_query_gradient(float (&gradient)[kHeadDim / 8][4], const RowStatistics<Element>& rows,
                                     const RowOperand<Element, kHeadDim>& queries,
                                     const RowOperand<Element, kHeadDim>& cotangents, float factor, const TilePlan& tile,
@@ -100,10 +101,10 @@ CUTE_DEVICE void add_query_gradient(float (&gradient)[kHeadDim / 8][4], const Ro
                                     std::uint32_t sums) {
   const float initial[4] = {-rows.delta[0], -rows.delta[1], -rows.delta[2], -rows.delta[3]};
   const auto differentiate = [&](auto weight) {
-    for_pairs<Columns, 2, kHasBias>(tile, tables, additional_pairs, stage, [&](const auto& pairs) {
+    for_pairs<Columns, 2, kHasBias, kHasKeyBias>(tile, tables, additional_pairs, stage, [&](const auto& pairs) {
       constexpr int kPairs = std::decay_t<decltype(pairs)>::kCount;
       PairLogits x[kPairs], y[kPairs];
-      multiply_keys<Element, kHeadDim, false, kHasBias>(x, queries, tile, stage, pairs);
+      multiply_keys<Element, kHeadDim, false, kHasBias, kHasKeyBias>(x, queries, tile, stage, pairs);
       multiply_columns<Element, kHeadDim, true>(y, cotangents, pairs, initial);
       std::uint32_t a[kPairs][4];
       CUTE_UNROLL
@@ -124,7 +125,7 @@ CUTE_DEVICE void add_query_gradient(float (&gradient)[kHeadDim / 8][4], const Ro
   }
 }
 
-template <class Element, int kHeadDim, bool kHasBoxes, class Items, bool kHasBias>
+template <class Element, int kHeadDim, bool kHasBoxes, class Items, bool kHasBias, bool kHasKeyBias>
 CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
   using Rows = RowTile<kHeadDim>;
   using Operand = RowOperand<Element, kHeadDim>;
@@ -150,18 +151,22 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
     copy.keys(p, tables, item, stage);
     if constexpr (kHasBias) copy_table(p, item, stage);
   };
-  const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
+  const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases,
+                           auto& key_bias) {
     if (!tile.has_rows) return;
     RowStatistics<Element> statistics(p, item, tables.row_places);
     const Operand queries(rows), cotangents(rows + buffer);
     statistics.find_delta(cotangents, Operand(rows + 2 * buffer));
+    key_bias.prepare(item);
     phases.rows_are_read();
-    statistics.template finish<kHasBias>(p, [&](int r, float4 numbers) { p.statistics[statistics.at[r]] = numbers; });
+    statistics.template finish<kHasBias || kHasKeyBias>(
+        p, [&](int r, float4 numbers) { p.statistics[statistics.at[r]] = numbers; });
     float gradient[kHeadDim / 8][4] = {};
-    add_query_gradient<ColumnRows<kHeadDim, kHasBoxes>, kHasBias>(gradient, statistics, queries, cotangents,
-                                                                  item.exponent_scale(p), tile, tables,
-                                                                  additional_pairs, stage, shared_address(raw));
+    add_query_gradient<ColumnRows<kHeadDim, kHasBoxes>, kHasBias, kHasKeyBias>(
+        gradient, statistics, queries, cotangents, item.exponent_scale(p), tile, tables, additional_pairs, stage,
+        shared_address(raw));
     phases.columns_are_read();
+    key_bias.load_behind(item);
     if constexpr (kHasBias) write_record<Element>(p, tile, shared_address(raw), item);
     const float scale = item.scale(p).query_gradient;
     Rows::template store<Element>(gradient, scale, scale, tables.row_places,
@@ -171,16 +176,26 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
   for_plans<Items, false>(p, [&](const Items& items, const EntryLayout& layout, bool is_first) {
     loads.take(items, is_first);
     const auto load_first_rows = [&] { loads.load_first_rows(items.at(p, 0), warp * Rows::kBytes, load_rows); };
-    if (!make_plan<kHeadDim, false, kHasBoxes, kHasBias>(p, raw, tables, tile, loads, load_first_rows, layout)) return;
+    if (!make_plan<kHeadDim, false, kHasBoxes, kHasBias, kHasKeyBias>(p, raw, tables, tile, loads, load_first_rows,
+                                                                      layout)) {
+      return;
+    }
     if constexpr (kHasBias) clear_sums(p, raw);
-    loads.for_items(tables, tile, warp * Rows::kBytes, load_rows, load_columns, compute);
+    ColumnKeyBias<kHasKeyBias> key_bias(p, tables, tile, items.at(p, 0));
+    loads.for_items(tables, tile, warp * Rows::kBytes, load_rows, load_columns,
+                    [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
+                      compute(item, stage, rows, phases, key_bias);
+                    });
   });
 }
 
-template <class Element, int kHeadDim, bool kHasBoxes, bool kHasBias = false, class Items = CtaItems>
+template <class Element, int kHeadDim, bool kHasBoxes, bool kHasBias = false, class Items = CtaItems,
+          bool kHasKeyBias = false>
 __global__ void __launch_bounds__(32 * resident_warps(Kernel::kQueryGradient, kHeadDim))
     natten_jax_small_query_gradient(const __grid_constant__ BackwardParams p) {
-  if constexpr (is_compiled(kHasBoxes)) differentiate_queries<Element, kHeadDim, kHasBoxes, Items, kHasBias>(p);
+  if constexpr (is_compiled(kHasBoxes)) {
+    differentiate_queries<Element, kHeadDim, kHasBoxes, Items, kHasBias, kHasKeyBias>(p);
+  }
 }
 
 }  // namespace natten_jax::small

@@ -269,7 +269,10 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
   take(shared.box_state, region.has_boxes ? kAlignment : 0);
   take(shared.places, region.has_boxes ? 0 : 8 * plane * box[2]);
   take(shared.offsets, 4 * plans * region.warps * entries);
-  take(shared.entries, problem.has_relative_bias ? 4 * plans * region.warps * entries : 0);
+  // Keys have their biases in registers where they are rows.
+  const bool has_key_bias = problem.has_key_bias && kernel != Kernel::kKeyValueGradient;
+  take(shared.entries, problem.has_relative_bias || has_key_bias ? 4 * plans * region.warps * entries : 0);
+  take(shared.key_bias, has_key_bias ? kKeyBiasBytes * region.warps * entries : 0);
   take(shared.masks, 32 * plans * region.warps * entries);
   take(shared.row_places, 4 * kRows * region.warps);
   const bool has_sums =
@@ -367,6 +370,10 @@ Status begin_region(const Problem& problem, const Side (&sides)[kRank], const st
   if (problem.has_relative_bias && (compiled_head_dim(problem) > kLargestBiasedHeadDim || problem.additional_kv > 0)) {
     return Status::invalid_argument("with a relative bias, heads for small windows have at most " +
                                     std::to_string(kLargestBiasedHeadDim) + " dimensions and no additional tokens");
+  }
+  if (problem.has_key_bias && (compiled_head_dim(problem) > kLargestBiasedHeadDim || problem.has_relative_bias)) {
+    return Status::invalid_argument("with a key_bias, heads for small windows have at most " +
+                                    std::to_string(kLargestBiasedHeadDim) + " dimensions and no relative_bias");
   }
   // Rows of arrays are counted in 32 bits.
   for (const std::int64_t rows_of_array : {counted(problem.batch, problem.queries(), problem.heads),

@@ -28,7 +28,8 @@ struct Device {
 struct SharedLayout {
   int places;      ///< int2 for each column of the box: its token, and where it lies in a stage.
   int offsets;     ///< uint32 for each warp and pair of groups: where it lies in a stage.
-  int entries;     ///< The same with a relative bias: how far its entries are behind the first ones, and their sums.
+  int entries;     ///< The same with a relative bias: how far its entries are behind the first ones, and their sums;
+                   ///< with biases of keys: how far its tokens are.
   int masks;       ///< A byte for each warp, pair and lane, those of two pairs that are computed at once side by side.
   int row_places;  ///< int for each row.
   int box_state;   ///< BoxState, for boxes.
@@ -41,6 +42,7 @@ struct SharedLayout {
   int rows;          ///< In a stage, or for boxes in the CTA: the warps' rows of each array that they need.
   int statistics;    ///< In a stage: kStatisticsBytes for each column.
   int table;         ///< In a stage: a head's relative bias, between `Region::table_margin` numbers on both sides.
+  int key_bias;      ///< For each warp and pair of groups, a float for each of its columns: biases of keys.
   int sums;          ///< For each warp, a row for each of its queries of 16-bit gradients of logits, by offset.
   int region_sums;   ///< For whole layouts, sums of the queries of each warp (RegionSums), twice,
   int entry_places;  ///< and uint16 for each warp and entry of the table: where it lies among these.

@@ -17,18 +17,18 @@ using Key = std::vector<std::int64_t>;
 /// on that.
 Key key_of(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
            Kernel kernel, bool has_origins, const Device& device) {
-  const auto& [element_type, batch, heads, heads_kv, head_dim, head_dim_v, additional_kv, has_relative_bias, scale,
-               axes, out_type] = problem;
+  const auto& [element_type, batch, heads, heads_kv, head_dim, head_dim_v, additional_kv, has_relative_bias,
+               has_key_bias, scale, axes, out_type] = problem;
   const auto& [shared_memory, of_multiprocessor, reserved, multiprocessors, has_boxes] = device;
   static_cast<void>(element_type);  // all have 16 bits
   static_cast<void>(out_type);      // likewise
   static_cast<void>(scale);
   Key key;
-  key.reserve(14 + kRank * (kFieldsOfAxis + 4));
+  key.reserve(15 + kRank * (kFieldsOfAxis + 4));
   key.insert(key.end(), {batch, heads, heads_kv, head_dim, head_dim_v, additional_kv, std::int64_t{has_relative_bias},
-                         std::int64_t{has_origins}, static_cast<std::int64_t>(kernel), std::int64_t{shared_memory},
-                         std::int64_t{of_multiprocessor}, std::int64_t{reserved}, std::int64_t{multiprocessors},
-                         std::int64_t{has_boxes}});
+                         std::int64_t{has_key_bias}, std::int64_t{has_origins}, static_cast<std::int64_t>(kernel),
+                         std::int64_t{shared_memory}, std::int64_t{of_multiprocessor}, std::int64_t{reserved},
+                         std::int64_t{multiprocessors}, std::int64_t{has_boxes}});
   for (int d = 0; d < kRank; ++d) {
     for (const AxisField& field : kAxisFields) key.push_back(field.get(axes[d]));
     for (const Tokens& tokens : {axes[d].query, axes[d].kv}) {

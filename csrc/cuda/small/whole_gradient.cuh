@@ -12,7 +12,7 @@ namespace natten_jax::small {
 /// The boxes of a stage, which follow each other: the columns of queries first, then those of keys.
 enum WholeBox { kWholeKeys, kWholeValues, kWholeQueries, kWholeCotangents, kWholeOuts };
 
-template <class Element, int kHeadDim, bool kHasBias>
+template <class Element, int kHeadDim, bool kHasBias, bool kHasKeyBias>
 CUTE_DEVICE void differentiate_whole(const BackwardParams& p) {
   using Rows = RowTile<kHeadDim>;
   using Operand = RowOperand<Element, kHeadDim>;
@@ -24,7 +24,8 @@ CUTE_DEVICE void differentiate_whole(const BackwardParams& p) {
   loads.take(CtaItems(p), true);
   NoLoads none;
   const auto no_rows = [] {};
-  if (!make_plan<kHeadDim, false, true, kHasBias>(p, raw, of_queries, queries_plan, loads, no_rows)) return;
+  if (!make_plan<kHeadDim, false, true, kHasBias, kHasKeyBias>(p, raw, of_queries, queries_plan, loads, no_rows))
+    return;
   make_plan<kHeadDim, true, true, kHasBias>(p, raw, of_keys, keys_plan, none, no_rows, {}, 1);
   const RegionSums table(p, raw);
   if constexpr (kHasBias) {
@@ -47,21 +48,25 @@ CUTE_DEVICE void differentiate_whole(const BackwardParams& p) {
   for (int r = 0; r < 2; ++r) {
     column_of_row[r] = __shfl_sync(0xffffffffu, queries_plan.column_of_row, lane / 4 + 8 * r);
   }
+  ColumnKeyBias<kHasKeyBias> key_bias(p, of_queries, queries_plan, CtaItems(p).at(p, 0));
   const int warps = loads.warps_with_rows();
   const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
     RowStatistics<Element> statistics(p, item, of_queries.row_places);
+    key_bias.prepare(item);
     phases.rows_are_read();
     const auto rows_of = [&](WholeBox box) { return Operand::of_box(stage + box * second + queries_plan.row); };
     {
       const Operand queries = rows_of(kWholeQueries), cotangents = rows_of(kWholeCotangents);
       statistics.find_delta(cotangents, rows_of(kWholeOuts));
-      statistics.template finish<kHasBias>(p, [&](int r, float4 numbers) {
+      statistics.template finish<kHasBias || kHasKeyBias>(p, [&](int r, float4 numbers) {
         const std::uint32_t at = stage + p.region.shared.statistics + kStatisticsBytes * column_of_row[r];
         *static_cast<float4*>(__cvta_shared_to_generic(at)) = numbers;
       });
       float gradient[kHeadDim / 8][4] = {};
-      add_query_gradient<Columns, kHasBias>(gradient, statistics, queries, cotangents, item.exponent_scale(p),
-                                            queries_plan, of_queries, 0, stage, shared_address(raw));
+      add_query_gradient<Columns, kHasBias, kHasKeyBias>(gradient, statistics, queries, cotangents,
+                                                         item.exponent_scale(p), queries_plan, of_queries, 0, stage,
+                                                         shared_address(raw));
+      key_bias.load_behind(item);
       if constexpr (kHasBias) add_up_rows<Element>(p, queries_plan, shared_address(raw), table.of_item(item));
       const float scale = item.scale(p).query_gradient;
       Rows::template store<Element>(gradient, scale, scale, of_queries.row_places,
@@ -73,19 +78,22 @@ CUTE_DEVICE void differentiate_whole(const BackwardParams& p) {
     // Query heads that share a key/value head would need their sums here all the time: there are no registers for that.
     KeyValueSums<Element, kHeadDim, true> sums;
     const Operand keys = rows_of(kWholeKeys), values = rows_of(kWholeValues);
-    sums.template add<Columns, kHasBias>(keys, values, item.exponent_scale(p), keys_plan, of_keys,
-                                         stage + kWholeQueries * second);
+    KeyBiasSums of_bias;
+    if constexpr (kHasKeyBias) RowKeyBias(p, item, of_keys.row_places).load(of_bias.biases, item.scale(p).logits);
+    sums.template add<Columns, kHasBias, kHasKeyBias>(of_bias, keys, values, item.exponent_scale(p), keys_plan, of_keys,
+                                                      stage + kWholeQueries * second);
     phases.columns_are_read();
+    if constexpr (kHasKeyBias) RowKeyBias(p, item, of_keys.row_places).store(of_bias.sums);
     sums.store(p, item.scale(p).logits, item.of_key(p), of_keys.row_places, HeadDims<kHeadDim, true>(p), rows, rows);
   };
   const auto nothing = [](const Item&, std::uint32_t) {};
   loads.for_items(of_queries, queries_plan, warp * Rows::kBytes, nothing, nothing, compute);
 }
 
-template <class Element, int kHeadDim, bool kHasBias = false>
+template <class Element, int kHeadDim, bool kHasBias = false, bool kHasKeyBias = false>
 __global__ void __launch_bounds__(32 * resident_warps(Kernel::kWholeGradient, kHeadDim))
     natten_jax_small_whole_gradient(const __grid_constant__ BackwardParams p) {
-  if constexpr (is_compiled(true)) differentiate_whole<Element, kHeadDim, kHasBias>(p);
+  if constexpr (is_compiled(true)) differentiate_whole<Element, kHeadDim, kHasBias, kHasKeyBias>(p);
 }
 
 }  // namespace natten_jax::small

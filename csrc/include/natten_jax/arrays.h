@@ -18,7 +18,8 @@ struct Arrays {
 
   // What is added to logits: of offsets (natten_jax/offset_table.h), and of keys. Null: nothing.
   const float* relative_bias;  ///< [batch, heads, entries].
-  const float* key_bias;       ///< [batch, keys, heads].
+  const float* key_bias;       ///< [batch, keys, heads]; or likewise with one number for all of them:
+  std::int64_t key_bias_heads;
 
   const float* out_scales;  ///< [batch, heads]: factors of the output; null: ones. Of 8-bit elements alone.
 

@@ -87,7 +87,8 @@ struct Problem {
   std::int64_t head_dim;
   std::int64_t head_dim_v;
   std::int64_t additional_kv;
-  bool has_relative_bias;  ///< As far as what kernels take depends on it.
+  bool has_relative_bias;  ///< As far as what kernels take depends on it; so, too:
+  bool has_key_bias;
   Scale scale;
   Axis axes[kRank];
   ElementType out_type;  ///< Of the output: the element type, but for 8-bit elements.

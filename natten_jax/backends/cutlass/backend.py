@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax.arguments.symbolic_batch import least_batch
+from natten_jax.arrays.key_bias_columns import with_columns
 from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
 from natten_jax.backends.base import Platform
 from natten_jax.backends.cutlass import small_windows as small_window_kernels
@@ -72,7 +73,7 @@ class CutlassBackend(NativeBackend):
     edges = EDGES
     wraps_by_strips = True
     biases = ("relative_bias", "key_bias")
-    key_bias_by_columns = True
+    key_bias_by_columns = takes_shared_key_bias = True
     takes_own_layouts = True
     takes_extents = True
     head_dim_step = _LIMITS.get("head_dim_step", 1)
@@ -105,11 +106,30 @@ class CutlassBackend(NativeBackend):
             return "its kernels with a relative_bias take no additional tokens"
         if "wrap" in problem.edges:
             return "its kernels with a relative_bias have no windows with edges 'wrap'"
-        if not self._ranked(self.widened(problem), device, pass_):
+        if not self._ranked(self.widened(problem, device, pass_), device, pass_):
             return "its kernels add a relative_bias where small windows of heads of at most " + (
                 f"{small_windows.largest_biased_head_dim()} fit into shared memory"
             )
         return None
+
+    def adds_key_bias(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair | None = None) -> bool:
+        """Whether the kernels of a pass add biases of keys themselves: those for small windows do.
+
+        They do not beside a relative bias, layouts of batch entries, or dimensions that wrap, whose strips of keys are
+        calls of their own. Nor do the kernels for large windows.
+        """
+        is_known = not problem.relative_bias and not problem.own_layouts and "wrap" not in problem.edges
+        if not is_known or problem.element.bytes != 2:
+            return False
+        own = self.with_wide_heads(problem)
+        capability = device.compute_capability
+        if pair is not None:
+            return small_windows.seconds(self.family, own, pass_, pair, capability) is not None
+        fastest = next(small_windows.ranked(self.family, own, pass_, capability), None)
+        if fastest is None:
+            return False
+        by_columns = self._ranked(self.with_wide_heads(with_columns(problem)), device, pass_)
+        return not by_columns or fastest[1] <= by_columns[0][1]
 
     def runs_only_by_name(self, problem: Problem) -> bool:
         """Whether only calls that name it run it for this problem: for layouts that are padded."""
@@ -134,7 +154,7 @@ class CutlassBackend(NativeBackend):
         if not super().offers(problem, device, pass_, pair):
             return False
         if not small_windows.is_chosen(problem, pass_, pair):
-            return not problem.relative_bias
+            return not problem.biases
         return small_windows.seconds(self.family, problem, pass_, pair, device.compute_capability) is not None
 
     def _ranked(self, problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[TilePair, float], ...]:
@@ -282,7 +302,7 @@ def _ranked_pairs(
     problem: Problem, pass_: Pass, sizes: tuple[tuple[int, int], ...], capability: ComputeCapability | None
 ) -> tuple[tuple[TilePair, float], ...]:
     found = list(small_windows.ranked(CutlassBackend.family, problem, pass_, capability))
-    if problem.relative_bias:
+    if problem.biases:
         return tuple(found)
     if problem.dtype == "float32":
         # Times are of 16-bit elements. Kernels are compiled for rows of some number of bytes.

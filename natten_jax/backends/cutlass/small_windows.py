@@ -44,7 +44,7 @@ def call_forward(plan: Plan, operands: Operands, types: list[ResultType]) -> lis
     """Call the kernel."""
     rows, columns = with_kernel_tiles(plan.problem, plan.tiles)
     tables = _tables_of_products(plan.problem, operands, rows, columns)
-    arrays = *kernel_operands(plan.problem, operands), layouts_operand(operands), tables
+    arrays = *kernel_operands(plan.problem, operands), layouts_operand(operands), tables, _key_bias(plan, operands)
     return native.call(FORWARD, [*types, entry_maps(operands, _ENTRY_MAPS)], *arrays, **attributes(plan))
 
 
@@ -71,6 +71,14 @@ def _tables_of_products(problem: Problem, operands: Operands, rows: Shape, colum
     line = native.bias_line(axis_rows(problem), rows, columns)
     filled = jnp.pad(lines, [(0, 0)] * 3 + [(0, line - lines.shape[-1])]).reshape(*tables.shape[:2], -1)
     return jnp.pad(filled, [(0, 0), (0, 0), (0, -filled.shape[-1] % _STEP)])
+
+
+def _key_bias(plan: Plan, operands: Operands) -> jax.Array:
+    """Biases of keys, ``[batch, *keys, heads]``, or one for all heads; an array of nothing where there are none."""
+    of_heads, shared = operands.inputs.key_bias, operands.inputs.shared_key_bias
+    if of_heads is not None:
+        return with_kernel_rank(of_heads[..., 0], plan.problem.rank)
+    return jnp.zeros((0,), jnp.float32) if shared is None else with_kernel_rank(shared[..., None], plan.problem.rank)
 
 
 def _table_sums(plan: Plan, operands: Operands) -> list[ResultType]:
@@ -106,13 +114,15 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Output) 
     scratch = (batch, math.prod(tokens), heads, 4), _additional_sums(problem, batch, math.prod(tokens))
     columns, rows = with_kernel_tiles(problem, plan.tiles)
     tables = _tables_of_products(problem, operands, rows, columns)
-    found, (*_, table_sums, _) = call_for_results(
+    key_bias = _key_bias(plan, operands)
+    found, (*_, table_sums, of_keys, _) = call_for_results(
         BACKWARD,
         plan,
         operands,
         (
             layouts_operand(operands),
             tables,
+            key_bias,
             logsumexp,
             saved_remainder(problem, saved),
             out,
@@ -122,8 +132,14 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Output) 
         [
             *(ResultType(shape, jnp.float32) for shape in scratch),
             *_table_sums(plan, operands),
+            ResultType((*key_bias.shape[:-1], heads) if key_bias.ndim > 1 else (0,), jnp.float32),
             entry_maps(operands, 2 * _ENTRY_MAPS),
         ],
     )
-    own = operands.inputs.relative_bias
-    return found if own is None else found._replace(relative_bias=jnp.sum(table_sums[..., : own.shape[-1]], axis=0))
+    inputs = operands.inputs
+    table, of_heads, shared = inputs.relative_bias, inputs.key_bias, inputs.shared_key_bias
+    return found._replace(
+        relative_bias=None if table is None else jnp.sum(table_sums[..., : table.shape[-1]], axis=0),
+        key_bias=None if of_heads is None else of_keys.reshape(of_heads.shape),
+        shared_key_bias=None if shared is None else jnp.sum(of_keys, axis=-1).reshape(shared.shape),
+    )

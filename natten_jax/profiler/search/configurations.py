@@ -98,7 +98,7 @@ def listing(backend: Backend, problem: Problem, device: Device, pass_: Pass) -> 
     """The configurations of one backend for one pass."""
     schedules = tuple(map(str, backend.schedules.get(pass_, ())))
     id_ = BackendId(backend.family, problem.operator)
-    pairs = backend.tile_pairs(backend.widened(problem), device, pass_)
+    pairs = backend.tile_pairs(backend.widened(problem, device, pass_), device, pass_)
     return Listing(id_, pass_, problem, tuple(pairs), schedules)
 
 

@@ -47,7 +47,7 @@ def brought(problem: Problem, token_axes: TokenAxes, operands: Operands) -> Oper
 def _types(*arrays: Any, problem: Problem, token_axes: TokenAxes, returns: bool) -> list[Any]:
     halos = [halo.evened() for halo in halos_of(problem, parts_of(token_axes))]
     layout = tuple(_held(halo) if not returns else halo.part for halo in halos)
-    return [type_like(each, (each.shape[0], *layout, *each.shape[-2:]), each.dtype) for each in arrays]
+    return [type_like(each, (each.shape[0], *layout, *each.shape[1 + len(layout) :]), each.dtype) for each in arrays]
 
 
 def _held(halo: Halo) -> int:

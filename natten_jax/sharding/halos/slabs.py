@@ -87,7 +87,7 @@ def extended(arrays: Sequence[jax.Array], halo: Halo, line: DeviceLine, axis: in
         return [line.gathered(array, axis) for array in arrays]
     # Own tokens are copied to where there is room for halos while these travel. Those of an array set out when the one
     # before is copied: that takes about as long, and exchanges take turns.
-    room = [(halo.before, halo.after, 0) if i == axis else (0, 0, 0) for i in range(arrays[0].ndim)]
+    room = halo.before, halo.after, 0
     moves = _moves(halo, line)
     copied: list[jax.Array] = []
     arrived: list[list[jax.Array]] = []
@@ -95,11 +95,15 @@ def extended(arrays: Sequence[jax.Array], halo: Halo, line: DeviceLine, axis: in
         sent = [jax.lax.dynamic_slice_in_dim(array, each.edge, each.tokens, axis) for each in moves]
         sent, copied = jax.lax.optimization_barrier((sent, copied))
         arrived.append([each.there(slab) for each, slab in zip(moves, sent, strict=True)])
-        copied.append(jax.lax.pad(array, jnp.zeros((), array.dtype), room))
+        copied.append(jax.lax.pad(array, jnp.zeros((), array.dtype), _along(room, axis, array.ndim)))
     for i, slabs in enumerate(arrived):
         for each, slab in zip(moves, slabs, strict=True):
             copied[i] = jax.lax.dynamic_update_slice_in_dim(copied[i], slab, each.start, axis)
     return copied
+
+
+def _along(room: tuple[int, int, int], axis: int, ndim: int) -> list[tuple[int, int, int]]:
+    return [room if i == axis else (0, 0, 0) for i in range(ndim)]
 
 
 def returned(array: jax.Array, halo: Halo, line: DeviceLine, axis: int, tokens: int) -> jax.Array:

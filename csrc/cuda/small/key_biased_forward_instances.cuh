@@ -1,0 +1,19 @@
+// Instantiates the kernel with biases of keys for one element type.
+#pragma once
+
+#include "cuda/common/arithmetic.cuh"
+#include "cuda/small/forward.cuh"
+#include "cuda/small/kernels.h"
+
+namespace natten_jax::small {
+
+template <ElementType kType>
+cudaError_t launch_key_biased_forward(int head_dim, const ForwardParams& params, const LaunchShape& shape) {
+  return launch_biased(head_dim, params, shape, [](auto width, auto has_boxes) {
+    return natten_jax_small_forward<ElementOf<kType>, width, has_boxes, true, false, CtaItems, true>;
+  });
+}
+template cudaError_t launch_key_biased_forward<ElementType::NATTEN_JAX_INSTANCE>(int, const ForwardParams&,
+                                                                                 const LaunchShape&);
+
+}  // namespace natten_jax::small
