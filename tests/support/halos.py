@@ -28,6 +28,7 @@ from natten_jax.cost import halo_time
 from natten_jax.halo import halos_of
 from natten_jax.problem import problem_of
 from natten_jax.sharding.halos import pipeline
+from natten_jax.windows import WindowArguments
 from tests.support.problems import OPERATORS, QUICK_COMPILATION
 
 NAMES = ("x", "y", "z")
@@ -103,11 +104,11 @@ class Split(NamedTuple):
 
     @property
     def problem(self) -> Any:
-        return problem_of(self.layout, *self._window)
+        return problem_of(self.layout, **self._window)
 
     @property
-    def _window(self) -> Any:
-        return self.kernel_size, self.stride, self.dilation, self.is_causal, self.edges
+    def _window(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in WindowArguments._fields}
 
     @property
     def is_gathered(self) -> bool:
@@ -155,7 +156,7 @@ class Split(NamedTuple):
         def attend(query: Any, key: Any, value: Any, *more: Any) -> Any:
             keys, values = more or (None, None)
             return OPERATORS[len(self.layout)](
-                query, key, value, *self._window[:4], edges=self.edges,
+                query, key, value, **self._window,
                 additional_keys=keys, additional_values=values, backend=backend, return_lse=True,
                 q_tile_shape=self.tile, kv_tile_shape=self.tile, token_axes=token_axes,
                 backward_q_tile_shape=self.tile, backward_kv_tile_shape=self.tile,
