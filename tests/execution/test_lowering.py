@@ -200,10 +200,15 @@ def test_padded_batches_take_one_call_for_each_pass(capability: tuple[int, int],
         assert "tensor<4x3x3xi32>" in line or "delta" in line
 
 
-def test_padded_layouts_run_on_hopper_without_being_named(lowered: Callable[..., str]) -> None:
+@pytest.mark.parametrize(
+    ("capability", "kernel_size", "expected"),
+    [(HOPPER, 25, "sm90_forward"), (HOPPER, 7, "sm80_small_forward"), (ADA, 7, "sm80_small_forward")],
+)
+def test_padded_layouts_run_where_whole_ones_do(
+    capability: tuple[int, int], kernel_size: int, expected: str, lowered: Callable[..., str]
+) -> None:
     def function(query: jax.Array, extents: jax.Array) -> jax.Array:
-        return natten_jax.na2d(query, query, query, 7, extents=extents)
+        return natten_jax.na2d(query, query, query, kernel_size, extents=extents)
 
     shapes = array(4, 32, 40, 4, 64), array(4, 2, dtype=jnp.int32)
-    assert calls(lowered(HOPPER, function, *shapes)) == ["natten_jax_sm90_forward"]
-    assert not calls(lowered(ADA, function, *shapes))
+    assert calls(lowered(capability, function, *shapes)) == [f"natten_jax_{expected}"]

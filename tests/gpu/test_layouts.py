@@ -99,6 +99,34 @@ def test_padded_layouts_are_as_cropped_ones(kernels: str, head_dim: int) -> None
                 np.testing.assert_array_equal(padded[name][box], array, err_msg=name)
 
 
+@pytest.mark.parametrize("heads", [(1, 1), (6, 3)])
+@pytest.mark.parametrize("kernels", ["small", "small, dilated"])
+def test_entries_that_share_plans_are_as_alone(kernels: str, heads: tuple[int, int]) -> None:
+    """More entries than a block looks at, in any order, some of them alike and some with nothing that is real."""
+    arguments, rng = KERNELS[kernels], np.random.default_rng(0)
+    different = np.array([[40, 44], [40, 23], [27, 44], [18, 9], [17, 9], [0, 44]])
+    extents = different[rng.integers(len(different), size=70)]
+    heads_of_queries, heads_kv = heads
+    shapes = [(70, 40, 44, of_array, 32) for of_array in (heads_of_queries, heads_kv, heads_kv, heads_of_queries)]
+    *inputs, out_cotangent = (
+        jnp.where(is_padding(shape, extents)[..., None, None], jnp.nan, draw(seed, *shape))
+        for seed, shape in enumerate(shapes)
+    )
+    lse_cotangent = draw(4, *shapes[0][:-1]).astype(jnp.float32)
+    padded = found_of(arguments, inputs, (out_cotangent, lse_cotangent), extents=jnp.asarray(extents, jnp.int32))
+    for name, array in padded.items():
+        nothing = -math.inf if name == "lse" else 0
+        assert (array[is_padding(shapes[0], extents)] == nothing).all(), name
+    for height, width in different[:-1]:
+        entries = np.flatnonzero((extents == (height, width)).all(axis=-1))
+        box = (entries, slice(height), slice(width))
+        alone = found_of(
+            arguments, [each[box] for each in inputs], (out_cotangent[box], lse_cotangent[box]), clamp_window=True
+        )
+        for name, array in alone.items():
+            np.testing.assert_array_equal(padded[name][box], array, err_msg=name)
+
+
 @pytest.mark.parametrize("kernels", ["hopper", "cutlass", "small"])
 def test_one_launch_takes_all_entries_and_copies_none(kernels: str) -> None:
     arguments = KERNELS[kernels]

@@ -143,6 +143,7 @@ __global__ void __launch_bounds__(kThreads)
                                 std::int64_t all_heads, int chunks,
                                 const __grid_constant__ cutlass::FastDivmodU64 by_chunks) {
   wait_for_previous_kernel();
+  allow_next_kernel();  // which fills padding of other gradients
   const std::int64_t of_block = kThreads * kUnrolled;
   for (std::int64_t first = blockIdx.x * of_block + threadIdx.x; first < all_chunks; first += gridDim.x * of_block) {
     float4 low[kUnrolled], high[kUnrolled];

@@ -120,6 +120,8 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   // Of tiles in the padding, which are over at once, a fixed order would give some CTAs more than others.
   if (all_tiles >= kTilesWorthCounting * ctas || arrays.layouts != nullptr) {
     p.supply.next_tile = scratch.next_tile;
+  }
+  if (p.supply.next_tile != nullptr && arrays.layouts == nullptr) {
     NATTEN_JAX_RETURN_IF_FAILED(status_of(cudaMemsetAsync(scratch.next_tile, 0, sizeof(*scratch.next_tile), stream)));
   }
   if (is_float8) {
@@ -128,6 +130,7 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   if (arrays.layouts != nullptr) {
     p.entry_maps = scratch.entry_maps;
     EntryMaps maps = maps_of_entries(problem, arrays, kForwardArrays, scratch.entry_maps);
+    maps.counter = p.supply.next_tile;
     maps.are_queries = 1u << kQueryOfEntry | 1u << kOutOfEntry;
     maps.of_all[kQueryOfEntry] = p.query[0];
     maps.of_all[kKeyOfEntry] = p.key[0];

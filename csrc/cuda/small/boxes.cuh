@@ -83,10 +83,10 @@ class BoxLoads {
     state_.warps = warps;
     cutlass::arch::fence_barrier_init();
     if constexpr (Items::kOfEntries) {
-      if (items().have_maps) {
+      if (items().maps >= 0) {
         // For all threads that have stages filled: they come after this one.
-        const CUtensorMap* const maps = p_.entry_maps + items().at(p_, 0).batch * kEntryMaps;
-        for (int i = 0; i < kEntryMaps; ++i) acquire_map(maps + i);
+        const CUtensorMap* const maps = p_.entry_maps + items().maps * kEntryMaps;
+        for (int i = 0; i < kBoxes + kRowsAreKeys; ++i) acquire_map(maps + i);
       }
     }
     for_first([&](int i) { fill(i, i); });
@@ -183,10 +183,10 @@ class BoxLoads {
     return stages_ - p_.region.shared.stages + p_.region.shared.rows + of_warp;
   }
 
-  /// The map of an array: a batch entry's own, or that of all.
-  CUTE_DEVICE const CUtensorMap& map_of(int box, int batch) const {
+  /// The map of an array: that of batch entries with the plan at hand, or that of all.
+  CUTE_DEVICE const CUtensorMap& map_of(int box) const {
     if constexpr (Items::kOfEntries) {
-      if (items().have_maps) return p_.entry_maps[batch * kEntryMaps + box];
+      if (items().maps >= 0) return p_.entry_maps[items().maps * kEntryMaps + box];
     }
     return p_.columns[box];
   }
@@ -206,7 +206,7 @@ class BoxLoads {
     CUTE_UNROLL
     for (int box = 0; box < kBoxes; ++box) {
       const bool are_queries = kRowsAreKeys || box >= 2;
-      load_box(map_of(box, item.batch), to + box * p_.region.shared.second, barrier,
+      load_box(map_of(box), to + box * p_.region.shared.second, barrier,
                (are_queries ? item.head : item.head_kv(p_)) * kHeadDim, state_.first[0], state_.first[1],
                state_.first[2], item.batch);
     }
@@ -217,7 +217,7 @@ class BoxLoads {
     if constexpr (kRowsAreKeys) {
       const Item item = items().at(p_, i);
       constexpr int kFloats = kStatisticsBytes / sizeof(float);
-      load_box(map_of(2, item.batch), stages_ + stage * p_.region.shared.stage_bytes + p_.region.shared.statistics,
+      load_box(map_of(2), stages_ + stage * p_.region.shared.stage_bytes + p_.region.shared.statistics,
                shared_address(&state_.full[stage]), item.head * kFloats, state_.first[0], state_.first[1],
                state_.first[2], item.batch);
     }

@@ -20,10 +20,9 @@ struct Item {
 
   CUTE_DEVICE Item(const CommonParams& p, int number) {
     p.by_heads(batch, head, number);
-    of_query = batch * p.queries * p.heads + head;
-    of_batch = batch * p.keys;
-    additional = batch * p.additional_kv;
+    find_rows(p);
   }
+  CUTE_DEVICE Item(const CommonParams& p, int batch, int head) : batch(batch), head(head) { find_rows(p); }
 
   CUTE_DEVICE void next(const CommonParams& p) {
     ++of_query;
@@ -55,6 +54,12 @@ struct Item {
   CUTE_DEVICE int of_additional(const CommonParams& p) const { return additional * p.heads_kv + head_kv(p); }
 
  private:
+  CUTE_DEVICE void find_rows(const CommonParams& p) {
+    of_query = batch * p.queries * p.heads + head;
+    of_batch = batch * p.keys;
+    additional = batch * p.additional_kv;
+  }
+
   int additional;  // batch * additional_kv
 };
 
@@ -238,22 +243,29 @@ struct CtaItems {
   CUTE_DEVICE void advance(const CommonParams& p, Item& item, int) const { item.next(p); }
 };
 
-/// The items of a CTA's plan, where batch entries have layouts of their own: the same heads of some entries.
+/// The items of a CTA's plan, where batch entries have layouts of their own: some that follow each other once its
+/// entries are in the order of their plans.
 struct EntryItems {
   static constexpr bool kOfEntries = true;
 
   int first, count;
-  std::uint32_t entries;  // a bit each, from that of `first` on
-  int heads;              // of each of them
-  bool have_maps;         // whether they have tensor maps of their own
+  const std::uint8_t* order;  // of the CTA's entries
+  int first_entry;            // the one that this order calls 0
+  int maps;                   // the entry whose tensor maps all of them have; negative: those of the launch
 
   CUTE_DEVICE Item at(const CommonParams& p, int i) const {
-    const int number = i / heads;
-    return Item(p, first + __fns(entries, 0, number + 1) * p.heads + i - number * heads);
+    int place, head;
+    p.by_heads(place, head, first + i);
+    return Item(p, first_entry + order[place], head);
   }
 
   CUTE_DEVICE void advance(const CommonParams& p, Item& item, int i) const {
-    if (i < count) item = at(p, i);
+    if (i >= count) return;
+    if (item.head + 1 < p.heads) {
+      item.next(p);
+    } else {
+      item = at(p, i);
+    }
   }
 };
 

@@ -5,90 +5,141 @@
 
 namespace natten_jax::small {
 
-/// Batch entries whose layout ends far enough behind a region have a plan in common: that of all, for which boxes may
-/// be loaded by the tensor maps of all, too. Those whose layout ends next to the region have plans of their own.
+/// What a CTA finds out about its batch entries before all else, in shared memory; a lane of a warp stands for each.
 ///
-/// A lane of each warp stands for an entry. Nothing of it is kept beside a plan: there are no registers for that.
-template <bool kRowsAreKeys>
-class EntryPlans {
- public:
-  /// The items of a CTA's plan of this number, and the layout that it is for; false where there is none.
-  CUTE_DEVICE static bool take(const CommonParams& p, int number, EntryItems& items, EntryLayout& layout) {
-    const EntryPlans all(p);
-    items = all.items_;
-    items.entries = all.alike_;
-    items.have_maps = false;
-    layout = {};
-    const int own = number - (all.alike_ != 0);
-    if (own >= 0) {
-      if (own >= __popc(all.single_)) return false;
-      const int entry = __fns(all.single_, 0, own + 1);
-      items.entries = 1u << entry;
-      items.have_maps = p.region.has_boxes;
-      layout = EntryLayout(p.layouts, all.first_entry_ + entry);
-    }
-    items.count = __popc(items.entries) * items.heads;
-    return true;
-  }
-
- private:
-  CUTE_DEVICE explicit EntryPlans(const CommonParams& p) {
-    int group, cta;
-    p.by_ctas_of_entry(group, cta, blockIdx.y);
-    const int first_head = cta * p.region.items_of_cta;
-    first_entry_ = group * p.entries_of_cta;
-    items_.first = first_entry_ * p.heads + first_head;
-    items_.heads = min(p.entries_of_cta > 1 ? p.heads : p.region.items_of_cta, p.heads - first_head);
-    look_at(p, min(p.entries_of_cta, p.batch - first_entry_));
-  }
-
-  /// Finds out what the region is of each entry.
-  CUTE_DEVICE void look_at(const CommonParams& p, int entries) {
-    const int lane = threadIdx.x % 32;
-    // By way of the first-level cache: all warps of all CTAs read the same.
-    const std::int32_t* const layout = p.layouts + (first_entry_ + min(lane, entries - 1)) * (kRank * kRank);
-    bool is_alike = true, has_rows = lane < entries;
-    int id = blockIdx.x;
-    CUTE_UNROLL
-    for (int d = 0; d < kRank; ++d) {
-      const DeviceAxis& axis = p.axis[d];
-      const std::int32_t* const of_axis = layout + p.region.dimension[d];
-      int residue, number;
-      axis.by_dilation(id, residue, id);
-      p.by_regions[d](id, number, id);
-      const int most = p.region.tile[d] * p.region.tiles[d], begin = number * most;
-      const int origin = of_axis[0];
-      const RegionAxis<kRowsAreKeys> of_all(axis, EntryAxis(axis, Origin{}, Origin{}), residue, begin, most);
-      const RegionAxis<kRowsAreKeys> own(axis, EntryAxis(axis, origin, of_axis[kRank], of_axis[2 * kRank]), residue,
-                                         begin, most);
-      has_rows = has_rows && own.count > 0;
-      // Behind what any of the rows sees or is seen by, and behind its box.
-      const int behind = begin + max(most + axis.kernel_size, p.region.extent[d]) + 2 * axis.stride;
-      const bool is_far = own.query.length >= behind && own.kv.length >= behind;
-      const bool is_same = own.query.length == of_all.query.length && own.kv.length == of_all.kv.length &&
-                           own.query.local_length == of_all.query.local_length &&
-                           own.kv.local_length == of_all.kv.local_length;
-      is_alike = is_alike && origin == 0 && own.kernel_size == axis.kernel_size && own.stride == axis.stride &&
-                 (is_far || is_same);
-    }
-    alike_ = __ballot_sync(0xffffffffu, has_rows && is_alike);
-    single_ = __ballot_sync(0xffffffffu, has_rows && !is_alike);
-  }
-
-  int first_entry_;
-  EntryItems items_;              // of that entry
-  std::uint32_t alike_, single_;  // entries that have a plan in common, and those that have their own
+/// Entries with rows in the region form groups that have a plan in common, and groups are cut into pieces of as many
+/// items as a CTA takes at a time.
+struct EntryState {
+  /// What is known of a lane's entry and those before it, in the order of their groups' first entries.
+  struct Group {
+    int pieces_end;  // pieces of the groups that begin with these
+    int first_item;  // items of groups that begin with an entry before
+    int items;       // of the entry's group
+    int is_alike;    // whether the group's plan is that of the launch's layout
+  };
+  Group group[kEntriesOfCta];
+  EntryLayout::Kept layout[kEntriesOfCta];
+  std::uint8_t order[kEntriesOfCta];  // entries by their groups
 };
+static_assert(sizeof(EntryState) <= kEntryStateBytes);
+
+/// One dimension of a region and an entry: whether the region has rows there, and whether its plan is that of the
+/// launch's layout, as wherever the entry's ends far enough behind the region, or where that does.
+template <bool kRowsAreKeys>
+struct EntryRegion {
+  bool has_rows, is_alike;
+  int origin, query_extent, kv_extent;  // as far as plans depend on them
+
+  CUTE_DEVICE EntryRegion(const DeviceAxis& axis, const EntryAxis& entry, int residue, int begin, int rows,
+                          int columns) {
+    const int row_tokens = kRowsAreKeys ? entry.kv_local_extent : entry.query_local_extent;
+    has_rows = residue + begin * axis.dilation < row_tokens;
+    // Behind what any of the rows sees or is seen by, and behind its box.
+    const int behind = begin + max(rows + axis.kernel_size, columns) + 2 * axis.stride;
+    const bool is_far = axis.ends != Ends::kWrap && axis.dilations(min(entry.query_extent, entry.kv_extent)) >= behind;
+    const bool is_same = entry.query_extent == axis.query_extent && entry.kv_extent == axis.kv_extent &&
+                         entry.kernel_size == axis.kernel_size && entry.stride == axis.stride;
+    origin = entry.query_origin.index * axis.dilation + entry.query_origin.group;
+    is_alike = origin == 0 && (is_far || is_same);
+    query_extent = is_alike ? -1 : entry.query_extent;
+    kv_extent = is_alike ? -1 : entry.kv_extent;
+  }
+};
+
+/// Finds out which entries have which plan: one warp.
+template <bool kRowsAreKeys>
+CUTE_DEVICE void group_entries(const CommonParams& p, int first_entry, EntryState& state) {
+  constexpr unsigned kAll = 0xffffffffu;
+  const int lane = threadIdx.x % 32, entries = min(p.entries_of_cta, p.batch - first_entry);
+  const std::int32_t* const layout = p.layouts + (first_entry + min(lane, entries - 1)) * (kRank * kRank);
+  int numbers[kRank * kRank];
+  CUTE_UNROLL
+  for (int i = 0; i < kRank * kRank; ++i) numbers[i] = load_written(layout + i);
+  bool has_rows = lane < entries, is_alike = true;
+  unsigned like = kAll;  // entries with the same plan
+  int id = blockIdx.x;
+  CUTE_UNROLL
+  for (int d = 0; d < kRank; ++d) {
+    const DeviceAxis& axis = p.axis[d];
+    int residue, number;
+    axis.by_dilation(id, residue, id);
+    p.by_regions[d](id, number, id);
+    const int rows = p.region.tile[d] * p.region.tiles[d];
+    // Lanes hold all numbers of their entries: which of them are this dimension's is the same for all.
+    const auto of_dimension = [&](int row) {
+      const int dimension = p.region.dimension[d];
+      return dimension == 0   ? numbers[row * kRank]
+             : dimension == 1 ? numbers[row * kRank + 1]
+                              : numbers[row * kRank + 2];
+    };
+    const EntryAxis entry(axis, of_dimension(0), of_dimension(1), of_dimension(2));
+    const EntryRegion<kRowsAreKeys> region(axis, entry, residue, number * rows, rows, p.region.extent[d]);
+    has_rows = has_rows && region.has_rows;
+    is_alike = is_alike && region.is_alike;
+    if (__all_sync(kAll, region.is_alike)) continue;
+    like &= __match_any_sync(kAll, region.origin) & __match_any_sync(kAll, region.query_extent) &
+            __match_any_sync(kAll, region.kv_extent);
+  }
+  like &= __ballot_sync(kAll, has_rows);
+  const unsigned before = (1u << lane) - 1;
+  const bool is_first = has_rows && (like & before) == 0;
+  // A number of entries has 6 bits. Above them, pieces are added up along with it.
+  constexpr int kEntryBits = 6;
+  static_assert(kEntriesOfCta < 1 << kEntryBits);
+  const int items = __popc(like) * p.heads, pieces = (items + p.region.items_of_cta - 1) / p.region.items_of_cta;
+  const int own = is_first ? pieces << kEntryBits | __popc(like) : 0;
+  int sum = own;
+  CUTE_UNROLL
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int of_lane = __shfl_up_sync(kAll, sum, distance);
+    if (lane >= distance) sum += of_lane;
+  }
+  const int entries_before = (sum - own) & ((1 << kEntryBits) - 1);
+  state.group[lane] = {sum >> kEntryBits, entries_before * p.heads, items, is_alike};
+  const int of_group = __shfl_sync(kAll, entries_before, max(__ffs(static_cast<int>(like)) - 1, 0));
+  if (has_rows) state.order[of_group + __popc(like & before)] = static_cast<std::uint8_t>(lane);
+  CUTE_UNROLL
+  for (int i = 0; i < kRank * kRank; ++i) state.layout[lane].numbers[i] = numbers[i];
+  state.layout[lane].entry = first_entry + lane;
+}
+
+/// The items of a CTA's piece of this number, and the layout that its plan is for; false where there is none.
+CUTE_DEVICE bool take_piece(const CommonParams& p, EntryState& state, int first_entry, int number, EntryItems& items,
+                            EntryLayout& layout) {
+  const unsigned groups = __ballot_sync(0xffffffffu, number < state.group[threadIdx.x % 32].pieces_end);
+  if (groups == 0) return false;
+  const int first = __ffs(static_cast<int>(groups)) - 1;
+  const EntryState::Group group = state.group[first];
+  const int begin = (number - (first > 0 ? state.group[first - 1].pieces_end : 0)) * p.region.items_of_cta;
+  items.first = group.first_item + begin;
+  items.count = min(p.region.items_of_cta, group.items - begin);
+  items.first_entry = first_entry;
+  items.order = state.order;
+  items.maps = p.region.has_boxes && !group.is_alike ? first_entry + first : -1;
+  layout = group.is_alike ? EntryLayout() : EntryLayout(p.layouts, first_entry + first, state.layout[first]);
+  return true;
+}
 
 /// Calls `call(items, layout, is_first)` for each plan of a CTA: one, unless batch entries have layouts of their own.
 template <class Items, bool kRowsAreKeys, class Call>
-CUTE_DEVICE void for_plans(const CommonParams& p, const Call& call) {
+CUTE_DEVICE void for_plans(const CommonParams& p, char* raw, const Call& call) {
   if constexpr (Items::kOfEntries) {
+    EntryState& state = *reinterpret_cast<EntryState*>(raw + p.region.shared.batch_entries);
+    int first_entry, piece;
+    p.by_pieces(first_entry, piece, blockIdx.y);
+    first_entry *= p.entries_of_cta;
+    if (threadIdx.x < 32) group_entries<kRowsAreKeys>(p, first_entry, state);
+    // The kernel before makes maps. What comes after this one may then start: kernels of keys use such maps, too, and
+    // wait for nothing else until they need what queries leave them.
+    if constexpr (!kRowsAreKeys) wait_for_previous_kernel();
+    allow_next_kernel();
+    __syncthreads();
     Items items;
     EntryLayout layout;
-    for (int number = 0; EntryPlans<kRowsAreKeys>::take(p, number, items, layout); ++number) {
-      if (number > 0) __syncthreads();  // the tables and stages of the plan before have been used
-      call(items, layout, number == 0);
+    for (bool is_first = true; take_piece(p, state, first_entry, piece, items, layout); is_first = false) {
+      if (!is_first) __syncthreads();  // the tables and stages of the plan before have been used
+      call(items, layout, is_first);
+      piece += p.by_pieces.divisor;
     }
     // What follows the kernel may not start before the one that it overlaps with is done, even if nobody waited for it.
     if (blockIdx.x == 0 && blockIdx.y == 0) wait_for_previous_kernel();

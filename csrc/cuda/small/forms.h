@@ -27,6 +27,9 @@ inline constexpr int kHeadDimStep = 8;
 /// The widest heads whose columns the copy engine loads: a row that it swizzles has at most 128 bytes.
 inline constexpr int kLargestBoxHeadDim = 64;
 
+/// Most batch entries with layouts of their own that a CTA looks at, a lane of a warp each, and what it keeps of them.
+inline constexpr int kEntriesOfCta = 32, kEntryStateBytes = 1824;
+
 /// What the backward kernels know of a query and head: four floats.
 inline constexpr int kStatisticsBytes = 16;
 

@@ -197,7 +197,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
                                   row_of(p.out, item.of_query, head_dims.of_values), head_dims.of_values,
                                   rows + staging);
   };
-  for_plans<Items, false>(p, [&](const Items& items, const EntryLayout& layout, bool is_first) {
+  for_plans<Items, false>(p, raw, [&](const Items& items, const EntryLayout& layout, bool is_first) {
     loads.take(items, is_first);
     const auto load_first_rows = [&] { loads.load_first_rows(items.at(p, 0), warp * Rows::kBytes, load_rows); };
     if (!make_plan<kHeadDim, false, kHasBoxes, kHasBias, kHasKeyBias>(p, raw, tables, tile, loads, load_first_rows,

@@ -208,7 +208,7 @@ CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
                rows + (kHasBoxes ? staging : buffer));
     if constexpr (!kIsOfOne) sums = {};
   };
-  for_plans<Items, true>(p, [&](const Items& items, const EntryLayout& layout, bool is_first) {
+  for_plans<Items, true>(p, raw, [&](const Items& items, const EntryLayout& layout, bool is_first) {
     loads.take(items, is_first);
     const auto load_first_rows = [&] { loads.load_first_rows(items.at(p, 0), warp * Rows::kBytes, load_rows); };
     if (!make_plan<kHeadDim, true, kHasBoxes, kHasBias>(p, raw, tables, tile, loads, load_first_rows, layout)) return;

@@ -71,39 +71,50 @@ void fill_sizes(const Problem& problem, Params& p) {
   p.by_heads_per_kv = cutlass::FastDivmod(static_cast<int>(problem.heads_per_kv()));
 }
 
-/// Fills in what CTAs have of batch entries with layouts of their own: several of them with all of their heads, or some
-/// of one's. Returns how many CTAs a region has.
-std::int64_t share_entries(const Problem& problem, CommonParams& p) {
-  constexpr std::int64_t kMostEntries = 32;  // a lane of a warp each
+/// Fills in what CTAs have of batch entries with layouts of their own. Returns how many CTAs a region has.
+///
+/// Args:
+///   together: heads that a CTA has all of, or none.
+std::int64_t share_entries(const Problem& problem, std::int64_t together, const Device& device, CommonParams& p) {
   p.batch = static_cast<int>(problem.batch);
-  p.entries_of_cta = static_cast<int>(std::clamp<std::int64_t>(p.region.items_of_cta / p.heads, 1, kMostEntries));
-  const std::int64_t ctas_of_entry = p.entries_of_cta > 1 ? 1 : divide_up(p.heads, p.region.items_of_cta);
-  p.by_ctas_of_entry = cutlass::FastDivmod(static_cast<int>(ctas_of_entry));
-  return divide_up(problem.batch, p.entries_of_cta) * ctas_of_entry;
+  p.entries_of_cta = static_cast<int>(std::min<std::int64_t>(problem.batch, kEntriesOfCta));
+  const std::int64_t items = std::int64_t{p.entries_of_cta} * p.heads,
+                     looks = p.region.count * divide_up(problem.batch, p.entries_of_cta);
+  // CTAs with nothing to do make room for others, as long as there are more of them than run at a time.
+  const std::int64_t enough = std::int64_t{device.multiprocessors} * std::max(p.region.ctas, 1) * 3 / 2;
+  std::int64_t each = p.region.items_of_cta;
+  while (each > together && looks * divide_up(items, each) < enough) each = divide_up(each / 2, together) * together;
+  p.region.items_of_cta = static_cast<int>(each);
+  const std::int64_t pieces = divide_up(items, each);
+  p.by_pieces = cutlass::FastDivmod(static_cast<int>(pieces));
+  return divide_up(problem.batch, p.entries_of_cta) * pieces;
 }
 
 /// Fills in what the kernels of regions have, and how they are launched.
 Status prepare(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                Kernel kernel, const Arrays& arrays, const Device& device, cudaStream_t stream, CommonParams& p,
                LaunchShape& shape) {
-  const bool has_layouts = arrays.layouts != nullptr, has_origins = has_layouts || arrays.origins != nullptr;
+  const bool has_layouts = arrays.layouts != nullptr;
+  const Places places = has_layouts ? Places::kOfEntries : arrays.origins != nullptr ? Places::kParts : Places::kWhole;
   if (has_layouts && problem.has_relative_bias) {
     return Status::invalid_argument("relative_bias and layouts were both given, but the kernels take either");
   }
   if (has_layouts && problem.has_key_bias) {
     return Status::invalid_argument("key_bias and layouts were both given, but the kernels take either");
   }
-  NATTEN_JAX_RETURN_IF_FAILED(find_region(problem, rows, columns, kernel, has_origins, device, p.region));
+  NATTEN_JAX_RETURN_IF_FAILED(find_region(problem, rows, columns, kernel, places, device, p.region));
   const std::int64_t items = problem.batch * problem.heads;
   p.exponent_scale = problem.scale.of_all * kLog2E;
-  p.is_plain = !has_origins;
+  p.is_plain = arrays.origins == nullptr;
   for (int i = 0; i < kRank; ++i) {
     const int d = p.region.dimension[i];
     p.axis[i] = device_axis(problem.axes[d], rows[d], columns[d]);
     p.query_pitch[i] = static_cast<int>(pitch_of(problem, d, true));
     p.kv_pitch[i] = static_cast<int>(pitch_of(problem, d, false));
     p.tile_pitch[i] = static_cast<int>(tile_pitch_of(problem, rows, d));
-    p.is_plain &= problem.axes[d].query.extent == problem.axes[d].kv.extent;
+    for (const Tokens& tokens : {problem.axes[d].query, problem.axes[d].kv}) {
+      p.is_plain &= tokens.extent == problem.axes[d].kv.extent && tokens.local_extent == tokens.extent;
+    }
   }
   if (p.region.count > kMostTiles) return Status::invalid_argument("the problem has more than 2^30 regions");
   p.origins = arrays.origins;
@@ -122,16 +133,17 @@ Status prepare(const Problem& problem, const std::int64_t (&rows)[kRank], const 
   p.is_whole = kernel == Kernel::kWholeGradient;
   p.items = static_cast<int>(items);
   std::int64_t ctas = divide_up(items, p.region.items_of_cta);
-  if (has_layouts) ctas = share_entries(problem, p);
+  if (has_layouts) {
+    ctas = share_entries(problem, kernel == Kernel::kKeyValueGradient ? problem.heads_per_kv() : 1, device, p);
+  }
   constexpr std::int64_t kMostCtas = 65535;  // of a region
   if (ctas > kMostCtas) {
     return Status::invalid_argument("the form for small windows takes at most 65535 batch entries with own layouts");
   }
   shape = {dim3(static_cast<unsigned>(p.region.count), static_cast<unsigned>(ctas)), 32 * p.region.warps,
            p.region.shared.bytes, stream};
-  // It plans while the kernel of query gradients runs; others run while padding is filled. Code for older architectures
-  // would not wait.
-  shape.overlaps = (kernel == Kernel::kKeyValueGradient || has_layouts) && device.has_boxes;
+  // It plans while the kernel of query gradients runs. Code for older architectures would not wait.
+  shape.overlaps = kernel == Kernel::kKeyValueGradient && device.has_boxes;
   return {};
 }
 
@@ -311,15 +323,15 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   fill_arrays(arrays, p);
   NATTEN_JAX_RETURN_IF_FAILED(encode_keys(problem, p.key, p.value, p));
   NATTEN_JAX_RETURN_IF_FAILED(make_entry_maps<false>(problem, entry_maps, stream, p));
-  if (arrays.layouts != nullptr) {
-    NATTEN_JAX_RETURN_IF_FAILED(status_of(fill_padding_of_output(problem, arrays, stream)));
-  }
-  return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
+  shape.overlaps = p.entry_maps != nullptr;
+  NATTEN_JAX_RETURN_IF_FAILED(status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
     const int head_dim = compiled_head_dim(problem);
     if (problem.has_key_bias) return launch_key_biased_forward<type>(head_dim, p, shape);
     return problem.has_relative_bias ? launch_biased_forward<type>(head_dim, p, shape)
                                      : launch_forward<type>(head_dim, p, shape);
-  }));
+  })));
+  if (arrays.layouts == nullptr) return {};
+  return status_of(fill_padding_of_output(problem, arrays, stream, device.has_boxes));
 }
 
 Status run_backward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Scratch& scratch,
@@ -364,9 +376,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   CUtensorMap* const maps_of_queries = scratch.entry_maps + (arrays.layouts ? problem.batch * kEntryMaps : 0);
   NATTEN_JAX_RETURN_IF_FAILED(make_entry_maps<true>(problem, maps_of_queries, stream, of_keys));
   NATTEN_JAX_RETURN_IF_FAILED(make_entry_maps<false>(problem, scratch.entry_maps, stream, p));
-  if (arrays.layouts != nullptr) {
-    NATTEN_JAX_RETURN_IF_FAILED(status_of(fill_padding_of_gradients(problem, arrays, true, stream)));
-  }
+  shape.overlaps = p.entry_maps != nullptr;
   AdditionalParams additional{};
   int additional_ctas = 0;
   NATTEN_JAX_RETURN_IF_FAILED(prepare_additional(problem, arrays, scratch, additional, additional_ctas));
@@ -379,6 +389,10 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
     const bool has_key_bias = problem.has_key_bias;
     cudaError_t error = has_key_bias ? launch_key_biased_query_gradient<type>(head_dim, p, shape)
                                      : launch_query_gradient<type>(head_dim, p, shape);
+    // Beside the last of these, and the first of the next.
+    if (error == cudaSuccess && arrays.layouts != nullptr) {
+      error = fill_padding_of_gradients(problem, arrays, true, stream, device.has_boxes);
+    }
     if (error == cudaSuccess) {
       error = has_key_bias ? launch_key_biased_key_value_gradient<type>(head_dim, of_keys, shape_of_keys)
                            : launch_key_value_gradient<type>(head_dim, of_keys, shape_of_keys);

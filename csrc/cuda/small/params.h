@@ -43,11 +43,11 @@ struct CommonParams {
   const float* relative_bias;
   KeyBiasParams key_bias;
   int tile_pitch[kRank];  // how many tiles further neighbors of a dimension are, where all of a layout are counted
-  // Where batch entries have layouts of their own: how many of them a CTA has, and how many CTAs share the heads of
-  // one.
+  // Where batch entries have layouts of their own: how many of them a CTA looks at, and how many CTAs share what these
+  // have to do.
   int batch;
   int entries_of_cta;
-  cutlass::FastDivmod by_ctas_of_entry;
+  cutlass::FastDivmod by_pieces;
   Scale scale;
   float exponent_scale;   // of weights as powers of two, where heads have no scales of their own
   bool is_plain;          // arrays are the whole layout, and queries and keys lie in the same one

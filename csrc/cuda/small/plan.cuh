@@ -38,7 +38,7 @@ struct RegionAxis {
   CUTE_DEVICE static RegionAxis of(const CommonParams& p, const EntryLayout& layout, int d, int residue, int begin,
                                    int most) {
     const DeviceAxis& axis = p.axis[d];
-    if (p.is_plain) return RegionAxis(axis, residue, begin, most);
+    if (p.is_plain && !layout.is_own()) return RegionAxis(axis, residue, begin, most);
     const int dimension = p.region.dimension[d];
     if (layout.is_own()) return RegionAxis(axis, EntryAxis(axis, layout, dimension), residue, begin, most);
     // Further out lies nothing else: sums must not overflow.
@@ -231,7 +231,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
   tile.number = 0;
   CUTE_UNROLL
   for (int d = 0; d < kRank; ++d) {
-    if (p.is_single[d]) {
+    if (p.is_single[d] && !layout.is_own()) {
       tile_rows[d] = extent[d] = 1;
       begin_of_tile[d] = first_row[d] = first[d] = first_column[d] = 0;
       seen[d] = of_tile[d] = make_int2(0, 1);
@@ -296,7 +296,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     for (int r = 0; r < 2; ++r) {
       window_begin[r][d] = 0;
       window_end[r][d] = 1;
-      if (p.is_single[d]) continue;
+      if (p.is_single[d] && !layout.is_own()) continue;
       const int place = place_of(lane / 4 + 8 * r);
       window_begin[r][d] = __shfl_sync(0xffffffffu, seen[d].x, place) - first_of_tile;
       window_end[r][d] = __shfl_sync(0xffffffffu, seen[d].y, place) - first_of_tile;

@@ -130,7 +130,7 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
   using Rows = RowTile<kHeadDim>;
   using Operand = RowOperand<Element, kHeadDim>;
   extern __shared__ __align__(1024) char raw[];
-  allow_next_kernel();  // which plans meanwhile
+  if constexpr (!Items::kOfEntries) allow_next_kernel();  // which plans meanwhile
   Tables tables;
   TilePlan tile;
   Loads<kHeadDim, Kernel::kQueryGradient, kHasBoxes, Items, kHasBias> loads(p, raw);
@@ -173,7 +173,7 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
                                   row_of(p.query_gradient, item.of_query, head_dims.of_keys), head_dims.of_keys,
                                   rows + staging);
   };
-  for_plans<Items, false>(p, [&](const Items& items, const EntryLayout& layout, bool is_first) {
+  for_plans<Items, false>(p, raw, [&](const Items& items, const EntryLayout& layout, bool is_first) {
     loads.take(items, is_first);
     const auto load_first_rows = [&] { loads.load_first_rows(items.at(p, 0), warp * Rows::kBytes, load_rows); };
     if (!make_plan<kHeadDim, false, kHasBoxes, kHasBias, kHasKeyBias>(p, raw, tables, tile, loads, load_first_rows,

@@ -267,6 +267,7 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
     at = align(at + bytes);
   };
   take(shared.box_state, region.has_boxes ? kAlignment : 0);
+  take(shared.batch_entries, sides[0].has_origins ? kEntryStateBytes : 0);
   take(shared.places, region.has_boxes ? 0 : 8 * plane * box[2]);
   take(shared.offsets, 4 * plans * region.warps * entries);
   // Keys have their biases in registers where they are rows.
@@ -419,8 +420,9 @@ Status too_large() {
 }  // namespace
 
 Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                       Kernel kernel, bool has_origins, const Device& device,
+                       Kernel kernel, Places places, const Device& device,
                        const std::function<void(const Region&)>& call) {
+  const bool has_origins = places != Places::kWhole;
   const Sides all(problem, kernel, has_origins);
   const auto& sides = all.of;
   Region candidate{};
@@ -439,7 +441,7 @@ Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank]
         if (!complete(problem, sides, kernel, head_dim, stages, device, candidate)) continue;
         const Shares shares = share_items(items, candidate, device);
         candidate.items_of_cta = static_cast<int>(shares.items_of_cta * together);
-        candidate.nanoseconds = estimate(kernel, head_dim, candidate, shares);
+        candidate.nanoseconds = estimate(kernel, head_dim, places, candidate, shares);
         call(candidate);
       }
     });
@@ -448,14 +450,14 @@ Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank]
 }
 
 Status choose_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                     Kernel kernel, bool has_origins, const Device& device, Region& region) {
+                     Kernel kernel, Places places, const Device& device, Region& region) {
   bool found = false;
   const auto take_faster = [&](const Region& candidate) {
     if (found && candidate.nanoseconds >= region.nanoseconds) return;
     found = true;
     region = candidate;
   };
-  NATTEN_JAX_RETURN_IF_FAILED(for_each_region(problem, rows, columns, kernel, has_origins, device, take_faster));
+  NATTEN_JAX_RETURN_IF_FAILED(for_each_region(problem, rows, columns, kernel, places, device, take_faster));
   return found ? Status() : too_large();
 }
 
@@ -468,7 +470,7 @@ Status estimate_pass(const Problem& problem, const TileShapes& tiles, bool is_ba
     if ((kernel != Kernel::kForward) != is_backward) continue;
     const Problem of_kernel = kernel == Kernel::kKeyValueGradient ? without_additional(problem) : problem;
     Region region{};
-    NATTEN_JAX_RETURN_IF_FAILED(choose_region(of_kernel, rows, columns, kernel, false, device, region));
+    NATTEN_JAX_RETURN_IF_FAILED(choose_region(of_kernel, rows, columns, kernel, Places::kWhole, device, region));
     estimate.seconds += region.nanoseconds / 1e9;
     estimate.launches.push_back({kernel, region});
     // A part of the layout may begin anywhere in it, which can take more memory.
@@ -478,7 +480,8 @@ Status estimate_pass(const Problem& problem, const TileShapes& tiles, bool is_ba
   }
   if (is_backward && problem.additional_kv > 0) estimate.seconds += estimate_additional(problem, device) / 1e9;
   Region whole{};
-  if (is_backward && !choose_region(problem, rows, columns, Kernel::kWholeGradient, false, device, whole).failed() &&
+  if (is_backward &&
+      !choose_region(problem, rows, columns, Kernel::kWholeGradient, Places::kWhole, device, whole).failed() &&
       whole.nanoseconds / 1e9 <= estimate.seconds) {
     estimate = {{{Kernel::kWholeGradient, whole}}, whole.nanoseconds / 1e9};
   }

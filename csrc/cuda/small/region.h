@@ -33,6 +33,7 @@ struct SharedLayout {
   int masks;       ///< A byte for each warp, pair and lane, those of two pairs that are computed at once side by side.
   int row_places;  ///< int for each row.
   int box_state;   ///< BoxState, for boxes.
+  int batch_entries;  ///< EntryState, where batch entries may have layouts of their own.
   int stages;
   int stage_bytes;
   int second;        ///< In a stage, for boxes: the second array's columns, and how far others are apart.
@@ -87,6 +88,13 @@ struct Region {
   SharedLayout shared;
 };
 
+/// Where a launch's queries and keys lie.
+enum class Places {
+  kWhole,      ///< The arrays are the layout.
+  kParts,      ///< They are parts of one, which may begin anywhere in it.
+  kOfEntries,  ///< Each batch entry has a layout of its own in them.
+};
+
 /// A problem as the kernel of key and value gradients sees it: those of additional tokens are not its own.
 Problem without_additional(Problem problem);
 
@@ -95,7 +103,7 @@ Problem without_additional(Problem problem);
 /// Returns:
 ///   An error where tiles are not of the size that the kernels take.
 Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                       Kernel kernel, bool has_origins, const Device& device,
+                       Kernel kernel, Places places, const Device& device,
                        const std::function<void(const Region&)>& call);
 
 /// That one of these for which the launch is estimated to be fastest.
@@ -104,7 +112,7 @@ Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank]
 ///   problem: what is computed.
 ///   rows, columns: shapes of a warp's tile and of a group, with kRows and kColumns tokens.
 ///   kernel: which one.
-///   has_origins: whether the arrays are parts of a layout, which may begin anywhere in it.
+///   places: where its tokens lie.
 ///   device: what it has.
 ///   region: the result.
 ///
@@ -112,7 +120,7 @@ Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank]
 ///   An error where tiles are not of that many tokens, or where there is no region: the box of one tile is too large
 ///   for shared memory, or, for the kernel of whole layouts, that of all tiles.
 Status choose_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                     Kernel kernel, bool has_origins, const Device& device, Region& region);
+                     Kernel kernel, Places places, const Device& device, Region& region);
 
 /// A kernel of a pass, and the region that it is launched with.
 struct Launch {

@@ -16,7 +16,7 @@ using Key = std::vector<std::int64_t>;
 /// Structs are taken apart here: one that gets another field does not compile until it is said whether regions depend
 /// on that.
 Key key_of(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-           Kernel kernel, bool has_origins, const Device& device) {
+           Kernel kernel, Places places, const Device& device) {
   const auto& [element_type, batch, heads, heads_kv, head_dim, head_dim_v, additional_kv, has_relative_bias,
                has_key_bias, scale, axes, out_type] = problem;
   const auto& [shared_memory, of_multiprocessor, reserved, multiprocessors, has_boxes] = device;
@@ -25,10 +25,11 @@ Key key_of(const Problem& problem, const std::int64_t (&rows)[kRank], const std:
   static_cast<void>(scale);
   Key key;
   key.reserve(15 + kRank * (kFieldsOfAxis + 4));
-  key.insert(key.end(), {batch, heads, heads_kv, head_dim, head_dim_v, additional_kv, std::int64_t{has_relative_bias},
-                         std::int64_t{has_key_bias}, std::int64_t{has_origins}, static_cast<std::int64_t>(kernel),
-                         std::int64_t{shared_memory}, std::int64_t{of_multiprocessor}, std::int64_t{reserved},
-                         std::int64_t{multiprocessors}, std::int64_t{has_boxes}});
+  key.insert(key.end(),
+             {batch, heads, heads_kv, head_dim, head_dim_v, additional_kv, std::int64_t{has_relative_bias},
+              std::int64_t{has_key_bias}, static_cast<std::int64_t>(places), static_cast<std::int64_t>(kernel),
+              std::int64_t{shared_memory}, std::int64_t{of_multiprocessor}, std::int64_t{reserved},
+              std::int64_t{multiprocessors}, std::int64_t{has_boxes}});
   for (int d = 0; d < kRank; ++d) {
     for (const AxisField& field : kAxisFields) key.push_back(field.get(axes[d]));
     for (const Tokens& tokens : {axes[d].query, axes[d].kv}) {
@@ -55,10 +56,10 @@ constexpr std::size_t kMostKinds = 4096;
 }  // namespace
 
 Status find_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                   Kernel kernel, bool has_origins, const Device& device, Region& region) {
+                   Kernel kernel, Places places, const Device& device, Region& region) {
   static std::mutex mutex;
   static auto& found = *new std::map<Key, Found>;  // never destroyed: launches may outlive static objects
-  const Key key = key_of(problem, rows, columns, kernel, has_origins, device);
+  const Key key = key_of(problem, rows, columns, kernel, places, device);
   {
     const std::lock_guard<std::mutex> lock(mutex);
     if (const auto known = found.find(key); known != found.end()) {
@@ -66,7 +67,7 @@ Status find_region(const Problem& problem, const std::int64_t (&rows)[kRank], co
       return known->second.status;
     }
   }
-  const Status status = choose_region(problem, rows, columns, kernel, has_origins, device, region);
+  const Status status = choose_region(problem, rows, columns, kernel, places, device, region);
   const std::lock_guard<std::mutex> lock(mutex);
   if (found.size() >= kMostKinds) found.clear();
   found.emplace(key, Found{status, region});

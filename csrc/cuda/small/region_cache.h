@@ -7,6 +7,6 @@ namespace natten_jax::small {
 
 /// As choose_region, which is asked once for each kind of launch: 16 to 32 microseconds, against a fraction of one.
 Status find_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                   Kernel kernel, bool has_origins, const Device& device, Region& region);
+                   Kernel kernel, Places places, const Device& device, Region& region);
 
 }  // namespace natten_jax::small

@@ -57,6 +57,11 @@ constexpr Costs costs_of(Kernel kernel, bool has_boxes) {
 /// 8 warps on a multiprocessor as with 16.
 constexpr double kWaitingOfWhole = 5, kEnoughWarps = 16;
 
+/// Where batch entries have layouts of their own: the items of a CTA of which something is real, its plans, and what a
+/// CTA alone on a multiprocessor takes longer for each, as it looks at its entries and waits for its first loads. Of a
+/// batch of four images of which half is real, on an H200.
+constexpr double kRealItems = .5, kPlansOfEntries = 1.25, kLook = 5000;
+
 /// Tokens of a tile's rows that are loaded or stored: of the arrays that a kernel reads or writes by rows.
 constexpr double row_tokens(Kernel kernel) {
   // Two arrays count as one: a query and its output in the forward pass, else four arrays or three.
@@ -86,7 +91,7 @@ Shares share_items(std::int64_t items, const Region& region, const Device& devic
   return best;
 }
 
-double estimate(Kernel kernel, int head_dim, const Region& region, const Shares& shares) {
+double estimate(Kernel kernel, int head_dim, Places places, const Region& region, const Shares& shares) {
   const Costs costs = costs_of(kernel, region.has_boxes);
   const double width = head_dim / 32., resident = std::min(shares.ctas, 1. * std::max(region.ctas, 1));
   const double warps = region.warps * resident, unevenness = std::ceil(warps / 4) * 4 / warps - 1;
@@ -103,8 +108,14 @@ double estimate(Kernel kernel, int head_dim, const Region& region, const Shares&
   const double columns = region.box * (boxes_of(kernel) / 2.);
   const double loading = (costs.column * (columns + row_tokens(kernel) * region.warps) * width + costs.item) *
                          (1 + costs.exposed / overlap);
-  const double of_cta = static_cast<double>(shares.items_of_cta) * (region.warps * tile + loading) +
-                        region.warps * costs.plan + costs.stage * (region.stages - 1);
+  double items = static_cast<double>(shares.items_of_cta), plans = 1, looks = 0;
+  if (places == Places::kOfEntries) {
+    items *= kRealItems;
+    plans = kPlansOfEntries;
+    looks = kLook / (resident * resident);
+  }
+  const double of_cta = items * (region.warps * tile + loading) +
+                        plans * (region.warps * costs.plan + costs.stage * (region.stages - 1) + looks);
   return kLaunch + shares.ctas * of_cta;
 }
 

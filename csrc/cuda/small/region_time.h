@@ -16,7 +16,7 @@ struct Shares {
 Shares share_items(std::int64_t items, const Region& region, const Device& device);
 
 /// Nanoseconds of a launch.
-double estimate(Kernel kernel, int head_dim, const Region& region, const Shares& shares);
+double estimate(Kernel kernel, int head_dim, Places places, const Region& region, const Shares& shares);
 
 /// Those of the launches for gradients of additional tokens.
 double estimate_additional(const Problem& problem, const Device& device);

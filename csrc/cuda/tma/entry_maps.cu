@@ -8,6 +8,8 @@ namespace {
 
 /// A CTA has a batch entry, a thread one of its maps.
 __global__ void natten_jax_entry_maps(const __grid_constant__ EntryMaps p) {
+  allow_next_kernel();
+  if (p.counter != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *p.counter = 0;
   const int batch = blockIdx.x, array = threadIdx.x / p.classes, group_class = threadIdx.x % p.classes;
   CUtensorMap* const map = p.result + batch * blockDim.x + threadIdx.x;
   const auto* from = reinterpret_cast<const uint4*>(&p.of_all[array]);

@@ -24,6 +24,7 @@ struct EntryMaps {
   std::uint32_t are_queries;             ///< A bit for each array that has the queries' tokens.
   CUtensorMap of_all[kMostEntryArrays];  ///< Of each array, of some class.
   CUtensorMap* result;                   ///< [batch, arrays, classes].
+  std::int32_t* counter;                 ///< Set to zero along the way; null: there is none.
 };
 
 /// Makes them; compute capability 9.0.

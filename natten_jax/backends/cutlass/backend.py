@@ -131,10 +131,6 @@ class CutlassBackend(NativeBackend):
         by_columns = self._ranked(self.with_wide_heads(with_columns(problem)), device, pass_)
         return not by_columns or fastest[1] <= by_columns[0][1]
 
-    def runs_only_by_name(self, problem: Problem) -> bool:
-        """Whether only calls that name it run it for this problem: for layouts that are padded."""
-        return problem.own_extents
-
     @classmethod
     def layouts_rejection(cls, problem: Problem) -> str | None:
         """Why the kernels take no layouts of batch entries."""
