@@ -217,6 +217,18 @@ Error locate_axes(const AnyBuffer& query, const AnyBuffer& key, const std::int32
   return Error::Success();
 }
 
+/// Kernels for GPUs go around dimensions of which they have all tokens.
+Error check_seams(const Problem& problem) {
+  for (const Axis& axis : problem.axes) {
+    if (axis.window.ends != Ends::kWrap) continue;
+    if (axis.query.local_extent == axis.query.extent && axis.kv.local_extent == axis.kv.extent) continue;
+    return invalid("attribute axes: ", described("ends", problem.axes), ", ", described("query_extent", problem.axes),
+                   " and ", described("kv_extent", problem.axes),
+                   ", but arrays must hold all tokens of a dimension that wraps");
+  }
+  return Error::Success();
+}
+
 /// Checks the origins operand and gives its six values, or null where it is empty: all are zero.
 Error decode_origins(const AnyBuffer& origins, const std::int32_t*& values) {
   const bool is_empty = origins.element_count() == 0;
@@ -397,15 +409,12 @@ Error decode_call(const ProblemOperands& operands, const xffi::Dictionary& dicti
   Attributes attributes;
   call.arrays = {};
   NATTEN_JAX_RETURN_IF_ERROR(decode_attributes(dictionary, attributes, further));
-  for (const Axis& axis : attributes.axes) {
-    if (memory == Memory::kHost || axis.window.ends != Ends::kWrap) continue;
-    return invalid("attribute axes: ", described("ends", attributes.axes),
-                   ", but kernels for GPUs have no windows that wrap");
-  }
   NATTEN_JAX_RETURN_IF_ERROR(decode_origins(operands.origins, call.arrays.origins));
   constexpr std::int32_t kNoOrigins[2 * kRank] = {};
   const std::int32_t* readable = memory == Memory::kHost ? call.arrays.origins : nullptr;
-  return decode_problem(operands, attributes, call.arrays.origins == nullptr ? kNoOrigins : readable, call, elements);
+  NATTEN_JAX_RETURN_IF_ERROR(
+      decode_problem(operands, attributes, call.arrays.origins == nullptr ? kNoOrigins : readable, call, elements));
+  return memory == Memory::kHost ? Error::Success() : check_seams(call.problem);
 }
 
 }  // namespace natten_jax::ffi

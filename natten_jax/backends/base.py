@@ -96,7 +96,8 @@ class Backend(abc.ABC):
     #: What it can make of windows that reach over the ends of a dimension. So is every window option that it has: an
     #: attribute of the option's name with its values, without which it has the default alone.
     edges: ClassVar[Sequence[Edge]] = ("shift",)
-    #: Whether its kernels know no windows that wrap, so that the keys behind the ends are calls of their own.
+    #: Whether some of its kernels know no windows that wrap (:meth:`wraps_in_kernels`), so that keys behind the ends
+    #: are calls of their own.
     wraps_by_strips: ClassVar[bool] = False
     #: Whether its kernels take batch entries with layouts of their own (:meth:`takes_layouts_of`).
     takes_own_layouts: ClassVar[bool] = False
@@ -156,6 +157,10 @@ class Backend(abc.ABC):
         if not device.is_present:
             return None
         return next(filter(None, map(native.missing, self.targets.get(pass_, ()))), None)
+
+    def wraps_in_kernels(self, plan: Plan) -> bool:
+        """Whether a plan's kernels know windows that wrap, where an array holds all tokens of these dimensions."""
+        return not self.wraps_by_strips
 
     def runs_only_by_name(self, problem: Problem) -> bool:
         """Whether only calls that name it run it for this problem, unless it is wanted by default."""

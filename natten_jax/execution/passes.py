@@ -244,7 +244,7 @@ def _gradients_with_strips(plan: Plan, operands: Operands, saved: Saved, cotange
 
 def _compute_forward(plan: Plan, request: Request, device: Device, operands: Operands) -> Output:
     kernels = KernelOperands.of(plan, request, operands)
-    if strips.are_needed(plan):
+    if strips.are_needed(plan, kernels.operands):
         output = Output(*_saved_with_strips(plan, kernels.operands)[:2])
     else:
         output = backends.of(plan.backend).forward(plan, kernels.operands)
@@ -253,7 +253,7 @@ def _compute_forward(plan: Plan, request: Request, device: Device, operands: Ope
 
 def _compute_saved(plan: Plan, request: Request, device: Device, operands: Operands) -> Saved:
     kernels = KernelOperands.of(plan, request, operands)
-    if strips.are_needed(plan):
+    if strips.are_needed(plan, kernels.operands):
         saved = _saved_with_strips(plan, kernels.operands)
     else:
         saved = backends.of(plan.backend).forward_saving(plan, kernels.operands)
@@ -265,7 +265,7 @@ def _compute_continued(
 ) -> Saved:
     kernels = KernelOperands.of(plan, request, operands)
     operands, saved = kernels.operands, saved._replace(out=kernels.heads.widen_values(saved.out))
-    if strips.are_needed(plan):
+    if strips.are_needed(plan, kernels.operands):
         plan, operands = strips.on_line(plan, operands)
     return kernels.result(_continued(plan, operands, saved, seeing))
 
@@ -278,7 +278,7 @@ def _compute_gradients(
     kernels = KernelOperands.of(plan, request, operands)
     saved = kernels.saved(saved)
     cotangents = cotangents._replace(out=kernels.heads.widen_values(cotangents.out))
-    if strips.are_needed(plan):
+    if strips.are_needed(plan, kernels.operands):
         found = _gradients_with_strips(plan, kernels.operands, saved, cotangents)
     else:
         found = backends.of(plan.backend).backward(plan, kernels.operands, saved, cotangents)

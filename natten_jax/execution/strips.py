@@ -27,9 +27,18 @@ from natten_jax.windows import Axis
 _FIRST_TOKEN_AXIS = 1  # behind the batch
 
 
-def are_needed(plan: Plan) -> bool:
-    """Whether a plan's problem wraps, and its kernels know no such windows."""
-    return backends.of(plan.backend).wraps_by_strips and "wrap" in plan.problem.edges
+def are_needed(plan: Plan, operands: Operands) -> bool:
+    """Whether a plan's problem wraps, and its kernels know no such windows, or not where tokens are missing."""
+    backend = backends.of(plan.backend)
+    if not backend.wraps_by_strips or "wrap" not in plan.problem.edges:
+        return False
+    layouts = (array.shape[1:-2] for array in (operands.inputs.query, operands.inputs.key))
+    are_at_hand = all(
+        queries == keys == axis.kv_extent
+        for axis, queries, keys in zip(plan.problem.axes, *layouts, strict=True)
+        if axis.edges == "wrap"
+    )
+    return not (are_at_hand and backend.wraps_in_kernels(plan))
 
 
 def without_strips(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:

@@ -7,15 +7,20 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from natten_jax import backends, na2d
+from natten_jax.arrays.operands import Inputs, Operands
+from natten_jax.backends import select
 from natten_jax.backends.cpu import CpuBackend
 from natten_jax.execution import strips
+from natten_jax.performance import PASSES, Pass, Performance
 from natten_jax.plan.devices import Device
+from natten_jax.plan.request import Request
 from natten_jax.problem import problem_of
 from natten_jax.windows import Axis
 from tests.support import oracle, strips_backend
@@ -96,6 +101,23 @@ def test_keys_are_not_copied() -> None:
         for line in (line for line in text.splitlines() if operation in line):
             shape = line.rsplit("tensor<", 1)[1].split("x")[:-1]
             assert np.prod([int(each) for each in shape]) <= 6 * longest * 2 * 16, line
+
+
+def test_kernels_that_know_seams_need_no_strips() -> None:
+    """But where tokens of a dimension that wraps are missing."""
+    device = Device("cuda", (9, 0), is_present=False)
+    problem = problem_of((48, 64), 7, heads=2, head_dim=32, dtype="bfloat16", edges="wrap")
+
+    def are_needed(name: str, pass_: Pass, first_extent: int = 48, **how: Any) -> bool:
+        plan = select.resolve(Request(problem, Performance(**how), name), device, pass_)
+        tokens = jnp.zeros((1, first_extent, 64, 2, 32), jnp.bfloat16)
+        return strips.are_needed(plan, Operands(Inputs(tokens, tokens, tokens)))
+
+    for pass_ in PASSES:
+        assert not are_needed("hopper-fna", pass_)
+        assert are_needed("hopper-fna", pass_, first_extent=24)
+    assert are_needed("hopper-fna", "backward", backward_deterministic=True)
+    assert are_needed("cutlass-fna", "forward")
 
 
 def test_ragged_strides_are_refused_in_one_sentence() -> None:

@@ -51,11 +51,13 @@ struct QueryAxisPlan {
         kernel_size(entry.kernel_size),
         stride(entry.stride) {}
 
-  /// Local keys that the query at `coordinate` of the tile sees; past the layout, those of the last query. Both ends
+  /// Local keys that the query at `coordinate` of the tile sees; past the layout, those of the last query. Where the
+  /// dimension wraps, they are counted on behind both of its ends. Otherwise both ends
   /// are clamped: an origin that places queries far outside the layout must not make ranges that overflow.
   CUTE_DEVICE int2 seen(const DeviceAxis& axis, int coordinate) const {
     const int index = min(q_begin + coordinate, query.local_length - 1) + query.shift;
     const auto window = window_bounds(EntryWindows(axis, kernel_size, stride), index, kv.length);
+    if (axis.ends == Ends::kWrap) return make_int2(window.begin, window.end);
     return make_int2(max(window.begin - kv.shift, 0), min(max(window.end - kv.shift, 0), kv.local_length));
   }
 };
@@ -83,10 +85,11 @@ struct KeyAxisPlan {
     return first == kv_begin && last == kv_begin + axis.kv_tile - 1;
   }
 
-  /// Local queries that see a local key; none where the key lies outside the layouts.
+  /// Local queries that see a local key, as QueryAxisPlan has keys; none where the key lies outside the layouts.
   CUTE_DEVICE int2 seen_by(const DeviceAxis& axis, int key) const {
     if (key < first || key > last) return make_int2(0, 0);
     const auto window = inverse_window_bounds(windows(axis), key + kv.shift, query.length, kv.length);
+    if (axis.ends == Ends::kWrap) return make_int2(window.begin, window.end);
     return make_int2(max(window.begin - query.shift, 0), min(max(window.end - query.shift, 0), query.local_length));
   }
 };

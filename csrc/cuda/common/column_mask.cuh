@@ -5,6 +5,7 @@
 #include <cute/config.hpp>
 
 #include "cuda/common/device_axis.h"
+#include "cuda/common/tile_boxes.h"
 
 namespace natten_jax {
 
@@ -25,12 +26,16 @@ struct BoxMask {
   static constexpr int capacity(int columns) { return 4 * (columns + 2 + 2 * 2); }
 
   /// Fills the tables; warps 0 to `warps` - 1 take part whole, and their results need a barrier before use.
+  ///
+  /// Args:
+  ///   boxes: that tiles are loaded in, if not whole.
   template <int kColumns>
-  CUTE_DEVICE void build(const DeviceAxis (&axis)[3], int warp, int warps) const {
+  CUTE_DEVICE void build(const DeviceAxis (&axis)[3], int warp, int warps, const TileBoxes* boxes = nullptr) const {
     // Each lane stands for an element of the rows that threads with this number modulo 4 hold.
     const int lane = threadIdx.x % 32, lane4 = warp % 4;
     const int column = 8 * (lane / 2) + 2 * lane4 + lane % 2;
-    const int3 at = place_in_tile<kByTile>(axis, column);
+    const bool is_whole = boxes == nullptr || !boxes->go_around;
+    const int3 at = is_whole ? place_in_tile<kByTile>(axis, column) : place_in_boxes(*boxes, column);
 #pragma unroll 1
     for (int d = 0; d < 3; ++d) {
       const int coordinate = d == 0 ? at.x : d == 1 ? at.y : at.z;

@@ -31,6 +31,13 @@ struct DeviceAxis {
   // As the Window of natten_jax/windows.h has them.
   CUTLASS_HOST_DEVICE int stride_group(int index) const { return by_stride.divide(index) * stride; }
   CUTLASS_HOST_DEVICE int dilations(int extent) const { return by_dilation.divide(extent); }
+  /// An index on the endless line of a dimension that wraps, at most a round away from those of its tokens; of another
+  /// one, as it is.
+  CUTLASS_HOST_DEVICE int around(int index) const {
+    if (ends != Ends::kWrap) return index;
+    return index < 0 ? index + kv_group_tokens : index >= kv_group_tokens ? index - kv_group_tokens : index;
+  }
+
   CUTLASS_HOST_DEVICE bool is_causal() const { return ends == Ends::kCausal; }
 };
 

@@ -51,4 +51,10 @@ inline Status check_rows(const Problem& problem) {
   return {};
 }
 
+/// An error where a dimension wraps, for kernels that know no such windows.
+inline Status check_no_seams(const Problem& problem) {
+  if (!wraps(problem)) return {};
+  return Status::invalid_argument("a dimension wraps, but the kernels for these tiles have no windows that wrap");
+}
+
 }  // namespace natten_jax

@@ -58,7 +58,8 @@ std::vector<std::int64_t> count_q_tiles(const Axis& axis, std::int64_t q_tile, s
   std::vector<std::int64_t> q_tiles;
   for (std::int64_t first = 0; first < keys; first += kv_tile) {
     const std::int64_t last = std::min(first + kv_tile, keys) - 1;
-    const std::int64_t hull = std::min(seen_by(last).end, queries) - seen_by(first).begin;
+    const std::int64_t end = seen_by(last).end;
+    const std::int64_t hull = (w.ends == Ends::kWrap ? end : std::min(end, queries)) - seen_by(first).begin;
     q_tiles.push_back((std::max<std::int64_t>(hull, 0) + q_tile - 1) / q_tile);
   }
   return q_tiles;

@@ -17,6 +17,7 @@ namespace natten_jax::sm80 {
 namespace {
 
 Status check_arrays(const Problem& problem) {
+  NATTEN_JAX_RETURN_IF_FAILED(check_no_seams(problem));
   NATTEN_JAX_RETURN_IF_FAILED(check_head_dims(problem, kHeadDimStep, kLargestHeadDim));
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
   if (problem.queries() > kMost || problem.keys() > kMost) {

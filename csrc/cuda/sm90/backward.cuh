@@ -34,9 +34,9 @@ CUTE_DEVICE void prepare_backward(const BackwardParams& p, typename Traits::Shar
     shared.row_coordinates[threadIdx.x] = bytes(place_in_tile<&DeviceAxis::by_kv_tile>(p.axis, row));
   } else if (threadIdx.x - Traits::kKeys < Traits::kQueries) {
     const int column = threadIdx.x - Traits::kKeys;
-    shared.column_coordinates[column] = column < p.q_tile_tokens
-                                            ? bytes(place_in_tile<&DeviceAxis::by_q_tile>(p.axis, column))
-                                            : make_uchar4(255, 0, 0, 0);
+    const int3 place = !p.q_boxes.go_around ? place_in_tile<&DeviceAxis::by_q_tile>(p.axis, column)
+                                            : place_in_boxes(p.q_boxes, column);
+    shared.column_coordinates[column] = column < p.q_tile_tokens ? bytes(place) : make_uchar4(255, 0, 0, 0);
   }
   if (threadIdx.x < 6) {
     shared.origins[threadIdx.x] = Origin::load(p.origins, threadIdx.x, p.axis[threadIdx.x % 3].dilation);
@@ -93,7 +93,8 @@ __global__ void __launch_bounds__(kThreads, 1) natten_jax_sm90_backward(const __
   } else {
     // While the other warpgroup still has its registers.
     const QueryColumnMask column_mask(shared.mask_words, p.axis);
-    column_mask.template build<Traits::kQueries>(p.axis, threadIdx.x / 32 - kConsumerWarps / 2, kConsumerWarps);
+    column_mask.template build<Traits::kQueries>(p.axis, threadIdx.x / 32 - kConsumerWarps / 2, kConsumerWarps,
+                                                 &p.q_boxes);
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     Differentiation<Traits>(p, shared).run();
   }

@@ -46,10 +46,12 @@ Status encode_query_maps(const Problem& problem, Array array, const std::int64_t
 
 Status encode_maps(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, float* scratch,
                    BackwardParams& p) {
+  std::int64_t q_box[kRank];
+  std::copy_n(p.q_boxes.extent, kRank, q_box);
   for (const Status& status :
-       {encode_query_maps(problem, {arrays.query, problem.head_dim}, tiles.query, p.query),
-        encode_query_maps(problem, {arrays.out_cotangent, problem.head_dim_v}, tiles.query, p.out_cotangent),
-        encode_query_maps(heads_as_batch(problem), {scratch, problem.head_dim}, tiles.query, p.query_gradient),
+       {encode_query_maps(problem, {arrays.query, problem.head_dim}, q_box, p.query),
+        encode_query_maps(problem, {arrays.out_cotangent, problem.head_dim_v}, q_box, p.out_cotangent),
+        encode_query_maps(heads_as_batch(problem), {scratch, problem.head_dim}, q_box, p.query_gradient),
         encode_classes(problem, Side::kKeyValue, {arrays.key, problem.head_dim}, tiles.kv, p.key),
         encode_classes(problem, Side::kKeyValue, {arrays.value, problem.head_dim_v}, tiles.kv, p.value),
         encode_classes(problem, Side::kKeyValue, {arrays.key_gradient, problem.head_dim}, tiles.kv, p.key_gradient),
@@ -119,9 +121,14 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   int number = 0;
   NATTEN_JAX_RETURN_IF_FAILED(choose_backward_form(problem, tiles, number));
   const Form& form = kBackwardForms[number];
+  NATTEN_JAX_RETURN_IF_FAILED(check_seams(problem, arrays));
+  if (is_deterministic && wraps(problem)) {
+    return Status::invalid_argument("a dimension wraps, but tiles that take turns go around none");
+  }
   const Geometry geometry = geometry_of(problem, tiles);
   BackwardParams p{};
   std::copy_n(geometry.axis, kRank, p.axis);
+  p.q_boxes = boxes_of_tiles(problem, tiles.query, tiles.kv);
   KeyTileSchedule& schedule = p.schedule;
   // As many tokens as other tiles have: no load reaches what lies behind, where keys and values must stay finite.
   const std::int64_t kv_tile_tokens = product(tiles.kv);

@@ -4,6 +4,7 @@
 #include "cuda/common/arithmetic.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/sm90/backward_traits.cuh"
+#include "cuda/sm90/seams.cuh"
 
 namespace natten_jax::sm90 {
 
@@ -115,7 +116,7 @@ CUTE_DEVICE void load_remainders(const BackwardParams& p, typename Traits::Share
   for (int row = threadIdx.x % 32; row < Traits::kQueries; row += 32) {
     float remainder = 0.f;  // rows without one are as they would be in another tile
     if (p.remainder != nullptr && has_remainder<typename Traits::Element>(shared.logsumexp[stage][row])) {
-      const int token = query_token(plan, at, shared.column_coordinates[row]);
+      const int token = query_token(p, plan, at, shared.column_coordinates[row]);
       const std::int64_t at = (static_cast<std::int64_t>(plan.batch) * p.queries + token) * p.heads + head;
       remainder = load_written(p.remainder + at);
     }
@@ -131,8 +132,14 @@ CUTE_DEVICE void load_query_tile(const BackwardParams& p, const KeyTilePlan<Trai
   constexpr int kRowBytes = kChunk * sizeof(typename Traits::Element);
   const int chunks = rows_of_head<kChunk>(head_dim);
   ClusterTransactionBarrier::arrive_and_expect_tx(&full, chunks * p.q_tile_tokens * kRowBytes);
-  load_tile<Traits::kStages == 1 ? 4 : 1>(map, &full, to, chunks, Traits::kQueries, walk.z, walk.y, walk.x,
-                                          plan.query_slot + head);
+  const int slot = plan.query_slot + head;
+  if (!p.q_boxes.go_around) {
+    load_tile<Traits::kStages == 1 ? 4 : 1>(map, &full, to, chunks, Traits::kQueries, walk.z, walk.y, walk.x, slot);
+    return;
+  }
+  for_boxes(p.q_boxes, p.axis, walk.x, walk.y, walk.z, !plan.is_additional, [&](int row, int x, int y, int z) {
+    load_tile<1>(map, &full, to + row * kChunk, chunks, Traits::kQueries, z, y, x, slot);
+  });
 }
 
 /// One thread: loads the tiles of output cotangent of every query head and, where one loads both, those of query.
@@ -191,7 +198,7 @@ CUTE_DEVICE void load_statistics(const BackwardParams& p, typename Traits::Share
         CUTE_UNROLL
         for (int r = 0; r < Traits::kQueries / 32; ++r) {
           const int row = lane + 32 * r;
-          const int token = query_token(plan, walk.begin(), shared.column_coordinates[row]);
+          const int token = query_token(p, plan, walk.begin(), shared.column_coordinates[row]);
           const bool exists = row < p.q_tile_tokens && token >= 0;
           const std::int64_t at = static_cast<std::int64_t>(plan.batch * p.heads + head) * p.queries + token;
           of_rows[r] = exists ? load_written(p.statistics + at) : make_float2(INFINITY, 0.f);

@@ -90,7 +90,8 @@ CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, E
   if (__any_sync(0xffffffffu, own.kv_begin >= own.kv.local_length)) return false;
   const int2 of_first = own.seen_by(axis, own.first), of_last = own.seen_by(axis, own.last);
   // Turns are taken by the tile: those of different keys must be of the same queries, or have none in common.
-  const int hull_begin = p.schedule.turns == nullptr ? of_first.x : axis.by_q_tile.divide(of_first.x) * axis.q_tile;
+  const int hull_begin = p.schedule.turns == nullptr ? begin_at_seam(axis, p.q_boxes.extent[d], of_first.x, of_last.y)
+                                                     : axis.by_q_tile.divide(of_first.x) * axis.q_tile;
   const int q_tiles = of_first.x < of_last.y ? axis.by_q_tile.divide(of_last.y - hull_begin + axis.q_tile - 1) : 0;
   const int all_q_tiles = of_lane(q_tiles, 0) * of_lane(q_tiles, 1) * of_lane(q_tiles, 2);
   const int query_map = group_class(own.query.local_length, entry.query_group_tokens);
@@ -155,12 +156,20 @@ CUTE_DEVICE void plan_windows(const BackwardParams& p, const uchar4* row_coordin
 /// The token of a row of the query tile at `at`, or -1 where no key of the tile is seen from there.
 ///
 /// Args:
+///   p: the launch.
+///   plan: of the key/value tile.
+///   at: the query tile.
 ///   in_tile: the row's coordinates in the query tile.
 template <int kKeys>
-CUTE_DEVICE int query_token(const KeyTilePlan<kKeys>& plan, int4 at, uchar4 in_tile) {
-  const int x = at.x + in_tile.x, y = at.y + in_tile.y, z = at.z + in_tile.z;
+CUTE_DEVICE int query_token(const BackwardParams& p, const KeyTilePlan<kKeys>& plan, int4 at, uchar4 in_tile) {
+  int x = at.x + in_tile.x, y = at.y + in_tile.y, z = at.z + in_tile.z;
   // Indices, since coordinates past the layout may exceed 32 bits.
   if (x >= plan.hull_end.x || y >= plan.hull_end.y || z >= plan.hull_end.z) return -1;
+  if (p.q_boxes.go_around && !plan.is_additional) {
+    x = p.axis[0].around(x);
+    y = p.axis[1].around(y);
+    z = p.axis[2].around(z);
+  }
   return plan.q_token + x * plan.q_stride.x + y * plan.q_stride.y + z * plan.q_stride.z;
 }
 

@@ -3,6 +3,7 @@
 
 #include "cuda/common/launch.cuh"
 #include "cuda/sm90/backward_traits.cuh"
+#include "cuda/sm90/seams.cuh"
 
 namespace natten_jax::sm90 {
 
@@ -29,10 +30,17 @@ CUTE_DEVICE void count_one(std::int32_t* turns) {
 /// Adds the sums that lie in shared memory to a query tile's.
 template <class Traits>
 CUTE_DEVICE void add_sums(const BackwardParams& p, typename Traits::SharedStorage& shared, const CUtensorMap* map,
-                          int slot, const QueryWalk& at) {
-  for (int chunk = 0; chunk < rows_of_head<kSumChunk>(p.head_dim); ++chunk) {
-    SM90_TMA_REDUCE_ADD_5D::copy(map, shared.query_gradient + chunk * Traits::kQueries * kSumChunk, chunk * kSumChunk,
-                                 at.z, at.y, at.x, slot);
+                          int slot, bool is_additional, const QueryWalk& at) {
+  const auto add = [&](int row, int x, int y, int z) {
+    for (int chunk = 0; chunk < rows_of_head<kSumChunk>(p.head_dim); ++chunk) {
+      SM90_TMA_REDUCE_ADD_5D::copy(map, shared.query_gradient + (chunk * Traits::kQueries + row) * kSumChunk,
+                                   chunk * kSumChunk, z, y, x, slot);
+    }
+  };
+  if (!p.q_boxes.go_around) {
+    add(0, at.x, at.y, at.z);
+  } else {
+    for_boxes(p.q_boxes, p.axis, at.x, at.y, at.z, !is_additional, add);
   }
   tma_store_arrive();
 }
@@ -88,7 +96,7 @@ CUTE_DEVICE void store_gradients(const BackwardParams& p, typename Traits::Share
         if (stores) {
           if constexpr (kTakesTurns) await_count(turns_here, turn.before, count);
           sums.wait_full(shared.full_sums);
-          add_sums<Traits>(p, shared, map, slot_of_sums, walk);
+          add_sums<Traits>(p, shared, map, slot_of_sums, plan.is_additional, walk);
         }
         if constexpr (kTakesTurns) __syncwarp();
         sums.advance();

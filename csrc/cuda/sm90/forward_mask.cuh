@@ -1,6 +1,8 @@
 // The rows of the query tile that a thread holds: where they lie, and which keys of a tile they see.
 #pragma once
 
+#include <climits>
+
 #include "cuda/sm90/forward_traits.cuh"
 #include "cuda/sm90/wgmma.cuh"
 
@@ -63,7 +65,7 @@ struct WindowMask {
   int line_x, line_y;
 
   /// A query tile begins: no line is known yet.
-  CUTE_DEVICE void start() { line_x = -1; }
+  CUTE_DEVICE void start() { line_x = INT_MIN; }
 
   /// Whether a key/value tile at `tile` lies on another line than the one before.
   CUTE_DEVICE bool is_new_line(int4 tile) const { return tile.x != line_x || tile.y != line_y; }

@@ -3,6 +3,7 @@
 
 #include "cuda/common/tile_walk.cuh"
 #include "cuda/sm90/forward_mask.cuh"
+#include "cuda/sm90/seams.cuh"
 #include "cuda/tma/entry_maps.cuh"
 
 namespace natten_jax::sm90 {
@@ -113,19 +114,19 @@ struct TileLoader {
         chunks(rows_of_head<kElements>(kIsKey ? p.head_dim : p.head_dim_v)),
         tile_tokens(p.kv_tile_tokens) {}
 
-  /// Loads the tile whose first token is at x, y, z of the map's group that starts at `slot`.
+  /// Loads a tile.
   ///
   /// Args:
   ///   tile: what the warpgroups are told of it (SharedStorage::tile).
-  CUTE_DEVICE void load(const CUtensorMap* map, int slot, int z, int y, int x, int4 tile) {
+  ///   start: starts to load it, given a barrier and where it comes to lie.
+  template <class Start>
+  CUTE_DEVICE void load(int4 tile, const Start& start) {
     auto& full = kIsKey ? shared.full_k : shared.full_v;
     stage.wait_empty(kIsKey ? shared.empty_k : shared.empty_v);
     if (!kIsKey && is_first) wait(shared.first_key_loaded, 0);
     if constexpr (kIsKey) shared.tile[stage.index] = tile;
     ClusterTransactionBarrier::arrive_and_expect_tx(&full[stage.index], chunks * tile_tokens * kSwizzledRow);
-    load_tile(map, &full[stage.index],
-              (kIsKey ? shared.k : shared.v) + stage.index * Traits::kColumns * Traits::kLoadedHeadDim, chunks,
-              Traits::kColumns, z, y, x, slot);
+    start(&full[stage.index], (kIsKey ? shared.k : shared.v) + stage.index * Traits::kColumns * Traits::kLoadedHeadDim);
     if (kIsKey && is_first) {
       // All that the first product needs is on its way alone.
       stage.wait_full(full);
@@ -173,7 +174,15 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
         if (masks == 0) unmasked = unmasked_tiles<Traits::kWarpgroups>(p, plan, walk);
       }
       if (unmasked > 0) --unmasked;
-      loader.load(map, kv_slot, walk.z, walk.y, walk.x, make_int4(walk.x, walk.y, walk.z, masks));
+      loader.load(make_int4(walk.x, walk.y, walk.z, masks), [&](std::uint64_t* full, auto* to) {
+        if (!p.kv_boxes.go_around) {
+          load_tile(map, full, to, loader.chunks, Traits::kColumns, walk.z, walk.y, walk.x, kv_slot);
+          return;
+        }
+        for_boxes(p.kv_boxes, p.axis, walk.x, walk.y, walk.z, true, [&](int row, int x, int y, int z) {
+          load_tile<1>(map, full, to + row * loader.kElements, loader.chunks, Traits::kColumns, z, y, x, kv_slot);
+        });
+      });
       walk.next(p.axis, hull_begin, hull_end);
     }
     // Tiles of as many tokens as the others: no load reaches what lies behind, where values must stay finite. The loop
@@ -182,8 +191,10 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
       const int first = i * p.kv_tile_tokens;
       const int columns = min(p.additional_kv - first, p.kv_tile_tokens);
       const int mask = columns < Traits::kColumns ? kEndMask : kNoMask;
-      loader.load(additional_map, additional_slot, first, 0, 0,
-                  make_int4(0, 0, p.additional_kv - columns, mask * kEachWarpgroup));
+      loader.load(make_int4(0, 0, p.additional_kv - columns, mask * kEachWarpgroup),
+                  [&](std::uint64_t* full, auto* to) {
+                    load_tile(additional_map, full, to, loader.chunks, Traits::kColumns, first, 0, 0, additional_slot);
+                  });
     }
     arrive(shared.empty_plan[slot.index]);
     slot.advance();

@@ -134,7 +134,7 @@ class Float8Rows {
  private:
   CUTE_DEVICE static LaneMask<KeyColumnMask> build_mask(const ForwardParams& p, SharedStorage& shared) {
     const KeyColumnMask column_mask(shared.mask_words, p.axis);
-    column_mask.template build<Traits::kColumns>(p.axis, threadIdx.x / 32 - 4, Traits::kConsumers / 32);
+    column_mask.template build<Traits::kColumns>(p.axis, threadIdx.x / 32 - 4, Traits::kConsumers / 32, &p.kv_boxes);
     cutlass::arch::NamedBarrier::sync(Traits::kConsumers, named_barrier(kMaskReady));
     return {column_mask, static_cast<int>(threadIdx.x % 4)};
   }

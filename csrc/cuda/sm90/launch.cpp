@@ -62,8 +62,12 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   int number = 0;
   Form form{};
   NATTEN_JAX_RETURN_IF_FAILED(choose_forward_form(problem, tiles, number, form));
+  NATTEN_JAX_RETURN_IF_FAILED(check_seams(problem, arrays));
   Geometry geometry = geometry_of(problem, tiles);
   ForwardParams p{};
+  p.kv_boxes = boxes_of_tiles(problem, tiles.kv, tiles.query);
+  std::int64_t kv_box[kRank];
+  std::copy_n(p.kv_boxes.extent, kRank, kv_box);
   if (continuation != nullptr) {
     if (is_float8) return Status::invalid_argument("no launch of 8-bit elements continues another");
     if (form.head_dim > kLargestContinuedHeadDim) {
@@ -81,8 +85,8 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   for (const Status& status :
        {encode_classes(problem, Side::kQuery, {arrays.query, problem.head_dim}, tiles.query, p.query),
         encode_classes(of_output(problem), Side::kQuery, {arrays.out, problem.head_dim_v}, tiles.query, p.out),
-        encode_classes(problem, Side::kKeyValue, {arrays.key, problem.head_dim}, tiles.kv, p.key),
-        encode_classes(problem, Side::kKeyValue, {arrays.value, problem.head_dim_v}, tiles.kv, p.value)}) {
+        encode_classes(problem, Side::kKeyValue, {arrays.key, problem.head_dim}, kv_box, p.key),
+        encode_classes(problem, Side::kKeyValue, {arrays.value, problem.head_dim_v}, kv_box, p.value)}) {
     if (status.failed()) return status;
   }
   const int kv_tile_tokens = static_cast<int>(product(tiles.kv));

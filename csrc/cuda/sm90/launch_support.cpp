@@ -28,6 +28,11 @@ Status check_arrays(const Problem& problem) {
   return {};
 }
 
+Status check_seams(const Problem& problem, const Arrays& arrays) {
+  if (!wraps(problem) || arrays.layouts == nullptr) return {};
+  return Status::invalid_argument("a dimension wraps, and batch entries have layouts of their own");
+}
+
 Status choose_form(const Form* forms, int count, const Problem& problem, const TileShapes& tiles, const char* pass,
                    int& chosen) {
   const std::int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);

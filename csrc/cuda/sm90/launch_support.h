@@ -26,6 +26,9 @@ struct Array {
 /// Fails where the kernels do not take the problem's arrays.
 Status check_arrays(const Problem& problem);
 
+/// An error where a dimension wraps beside what goes around none.
+Status check_seams(const Problem& problem, const Arrays& arrays);
+
 /// Chooses the form of a kernel for the problem's heads and tiles, or says which tile is too large for all. `pass`
 /// comes before the tile's name: "backward ", or nothing.
 Status choose_form(const Form* forms, int count, const Problem& problem, const TileShapes& tiles, const char* pass,

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "cuda/common/device_axis.h"
+#include "cuda/common/tile_boxes.h"
 #include "cuda/common/tile_scheduler.h"
 
 namespace natten_jax::sm90 {
@@ -64,6 +65,7 @@ struct ForwardParams {
   Scale scale;
   int q_tile_tokens;   // product of the query tile's extents
   int kv_tile_tokens;  // product of the key/value tile's extents
+  TileBoxes kv_boxes;  // that key/value tiles are loaded in
   bool clears_tiles;   // some rows of a tile are never loaded
   TileSupply supply;   // of query tiles
   QueryTileSchedule schedule;
@@ -107,6 +109,7 @@ struct BackwardParams {
   Scale scale;
   int q_tile_tokens;   // product of the query tile's extents
   int kv_tile_tokens;  // product of the key/value tile's extents
+  TileBoxes q_boxes;   // that query tiles are loaded in, and stored
   bool clears_tiles;   // some rows of a tile are never loaded
   KeyTileSchedule schedule;
 };

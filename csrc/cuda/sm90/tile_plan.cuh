@@ -49,7 +49,8 @@ CUTE_DEVICE void plan_tile(const ForwardParams& p, const EntryAxis& entry, const
   }
   const int d = planned_dimension();
   const DeviceAxis& axis = p.axis[d];
-  const int hull_begin = of_lane(window.x, d), hull_end = of_lane(window.y, kCorners - 3 + d);
+  const int first_seen = of_lane(window.x, d), hull_end = of_lane(window.y, kCorners - 3 + d);
+  const int hull_begin = begin_at_seam(axis, p.kv_boxes.extent[d], first_seen, hull_end);
   const int kv_tiles = axis.by_kv_tile.divide(max(hull_end - hull_begin, 0) + axis.kv_tile - 1);
   const int all_kv_tiles = of_lane(kv_tiles, 0) * of_lane(kv_tiles, 1) * of_lane(kv_tiles, 2);
   const int query_map = group_class(own.query.local_length, entry.query_group_tokens);

@@ -298,6 +298,7 @@ Status prepare_table(const Problem& problem, const TileShapes& tiles, const Scra
 }  // namespace
 
 Status check_arrays(const Problem& problem) {
+  NATTEN_JAX_RETURN_IF_FAILED(check_no_seams(problem));
   NATTEN_JAX_RETURN_IF_FAILED(check_half_elements(problem));
   NATTEN_JAX_RETURN_IF_FAILED(check_head_dims(problem, kHeadDimStep, kLargestHeadDim));
   NATTEN_JAX_RETURN_IF_FAILED(check_token_bytes(problem, kLargestHeadDim, sizeof(std::uint16_t)));

@@ -104,6 +104,14 @@ struct Problem {
   }
 };
 
+/// Whether some dimension of a problem wraps.
+NATTEN_JAX_HOST_DEVICE constexpr bool wraps(const Problem& problem) {
+  for (const Axis& axis : problem.axes) {
+    if (axis.window.ends == Ends::kWrap) return true;
+  }
+  return false;
+}
+
 /// Tokens per dimension that a tile holds.
 struct TileShapes {
   std::int64_t query[kRank];

@@ -13,6 +13,7 @@ from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
 from natten_jax.arrays.query_box import QueryBox
 from natten_jax.backends.base import Platform
 from natten_jax.backends.hopper import backward
+from natten_jax.backends.hopper.seams import ranked_around
 from natten_jax.backends.native_backend import (
     NativeBackend,
     attributes,
@@ -79,6 +80,10 @@ class HopperBackend(NativeBackend):
     def runs_only_by_name(self, problem: Problem) -> bool:
         """Whether only calls that name it run it for this problem: for 8-bit arrays."""
         return problem.element.is_float8
+
+    def wraps_in_kernels(self, plan: Plan) -> bool:
+        """Whether a plan's kernels know windows that wrap; tiles that take turns go around no seam."""
+        return plan.pass_ == "forward" or not plan.performance.backward_deterministic
 
     @classmethod
     def head_step_of(cls, problem: Problem) -> int:
@@ -170,4 +175,4 @@ def _ranked_pairs(problem: Problem, pass_: Pass) -> tuple[tuple[TilePair, float]
     times = calibration_for(HopperBackend.family)
     # Kernels for 8-bit arrays have no times of their own, but what tiles are good does not depend on the bits.
     timed = dataclasses.replace(problem, dtype="bfloat16") if problem.element.is_float8 else problem
-    return rank_sizes(timed, pass_, _tile_tokens(problem, pass_), times)
+    return ranked_around(problem, pass_, rank_sizes(timed, pass_, _tile_tokens(problem, pass_), times))
