@@ -7,7 +7,7 @@ of 8-bit arrays is dense, has one factor for each array, and an output of 8 bits
 
 Example:
     python bench/fp8.py --json bench/results/h200/fp8.json
-    python bench/fp8.py --problems "dense 1x32768" --modes cold
+    python bench/fp8.py --problems "dense 1x32768" --modes cold --sides bfloat16 cudnn
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import argparse
 import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,9 @@ from natten_jax.fp8 import Quantized, quantize
 
 PAUSE = 0.2  # seconds before a turn
 HUNYUAN = Benchmark((30, 48, 80), 24, 128, (18, 24, 24))
+
+#: What "e4m3" is timed beside.
+OTHERS = ("bfloat16", "unordered", "switch", "cudnn")
 
 PROBLEMS: Mapping[str, Benchmark] = {
     "dense 1x32768": Benchmark((32768,), 8, 128),
@@ -53,8 +56,8 @@ def _call(benchmark: Benchmark, **arguments: Any) -> Callable[..., Any]:
     return functools.partial(operator, backend="hopper-fna", **windows, **arguments)
 
 
-def _sides(benchmark: Benchmark) -> dict[str, Runner]:
-    """Compiled functions by name."""
+def _sides(benchmark: Benchmark, others: Collection[str]) -> dict[str, Runner]:
+    """Compiled functions by name: those of the others that there are for the problem, and "e4m3"."""
     keys = jax.random.split(jax.random.key(0), 3)
     arrays = [jax.random.normal(key, benchmark.shape, jnp.bfloat16) for key in keys]
     small: list[Quantized] = [jax.jit(quantize)(array) for array in arrays]
@@ -63,21 +66,25 @@ def _sides(benchmark: Benchmark) -> dict[str, Runner]:
         factors = zip(("query_scale", "key_scale", "value_scale"), (each.scale for each in small), strict=True)
         return _call(benchmark, **dict(factors), **arguments)(*(each.array for each in small))
 
-    sides = {
-        "bfloat16": compile_runner(_call(benchmark), *arrays, name="wide"),
-        "e4m3": compile_runner(by_name, *small, name="small"),
-        "unordered": compile_runner(functools.partial(by_name, kernel_schedule="coop"), *small, name="unordered"),
-        "switch": compile_runner(_call(benchmark, fp8="e4m3"), *arrays, name="switch"),
+    eights = [each.array for each in small]
+    calls: dict[str, tuple[Callable[..., Any], Sequence[Any]]] = {
+        "bfloat16": (_call(benchmark), arrays),
+        "e4m3": (by_name, small),
+        "unordered": (functools.partial(by_name, kernel_schedule="coop"), small),
+        "switch": (_call(benchmark, fp8="e4m3"), arrays),
     }
     if benchmark.kernel_size is None and benchmark.head_dim == 128:
-        eights = [each.array for each in small]
-        sides["cudnn"] = compile_runner(cudnn_fp8.attention, *eights, name="cudnn")
-    return sides
+        calls["cudnn"] = cudnn_fp8.attention, eights
+    return {
+        name: compile_runner(call, *operands, name=name)
+        for name, (call, operands) in calls.items()
+        if name == "e4m3" or name in others
+    }
 
 
-def measure(benchmark: Benchmark, turns: int, modes: list[str]) -> dict[str, Any]:
+def measure(benchmark: Benchmark, turns: int, modes: list[str], others: Collection[str] = OTHERS) -> dict[str, Any]:
     """Milliseconds, TFLOP/s and ratios to the kernel of 8-bit arrays, by mode."""
-    sides, work = _sides(benchmark), flops(benchmark.problem, "forward")
+    sides, work = _sides(benchmark, others), flops(benchmark.problem, "forward")
     found: dict[str, Any] = {}
     for mode in modes:
         times = take_turns(sides, turns, mode, PAUSE)
@@ -95,12 +102,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--sides", nargs="+", choices=OTHERS, default=list(OTHERS), help="what e4m3 is timed beside")
     parser.add_argument("--turns", type=int, default=5, help="of each side")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     results: dict[str, Any] = {}
     for name in options.problems:
-        results[name] = measure(PROBLEMS[name], options.turns, options.modes)
+        results[name] = measure(PROBLEMS[name], options.turns, options.modes, options.sides)
         for mode, figures in results[name].items():
             texts = (
                 f"{side} {figures['milliseconds'][side]:.3f} ms {tflops:.0f}"

@@ -29,19 +29,16 @@ class Float8Attention : private Float8Rows<Traits> {
     start_logits();
     int finished;
     while (true) {
-      plan_mask();
-      warpgroup_wait<0>();
-      finish_logits();
-      to_weights();
-      // The logits of one tile are under way with the output of the one before.
-      while (mask != kHidden) {
+      while (true) {
+        plan_mask();
+        warpgroup_wait<0>();
+        leave_logits();
+        to_weights();
+        if (mask == kHidden) break;
+        // The output of the tile, and the logits of the next.
         order.await_turn();
         exchange<true>();
         order.pass_turn();
-        plan_mask();
-        warpgroup_wait<0>();
-        finish_logits();
-        to_weights();
       }
       exchange<false>();
       if (find_seen()) {
@@ -61,8 +58,9 @@ class Float8Attention : private Float8Rows<Traits> {
   }
 
  private:
-  using Rows::find_seen, Rows::first_row, Rows::leave_values, Rows::plan_mask, Rows::store_statistics;
-  using Rows::mask;
+  using Rows::await_values, Rows::find_seen, Rows::first_row, Rows::leave_values, Rows::plan_mask;
+  using Rows::leave_keys, Rows::leave_query, Rows::store_statistics;
+  using Rows::left, Rows::mask, Rows::mask_of_rows, Rows::next_mask;
   using Rows::p, Rows::shared, Rows::thread, Rows::warpgroup, Rows::order, Rows::k, Rows::v, Rows::slot, Rows::output;
 
   CUTE_DEVICE void start_output() {
@@ -98,45 +96,48 @@ class Float8Attention : private Float8Rows<Traits> {
 
   CUTE_DEVICE void start_logits() {
     order.await_turn();
-    CUTE_UNROLL
-    for (int part = 0; part < Traits::kKeyParts; ++part) products.start_s(part, k.index);
+    products.start_s(k.index);
     order.pass_turn();
   }
 
-  /// Adds the weighted values of a tile to the output and, where there is one, starts the logits of the next: parts of
-  /// the latter take the registers of the former's as these are added.
+  /// Adds the weighted values of a tile to the output and, where there is one, starts the logits of the next as soon as
+  /// the registers are free that these take.
   template <bool kHasNext>
   CUTE_DEVICE void exchange() {
-    constexpr int kHalves = Products::kHalves, kValueParts = Traits::kValueParts;
-    constexpr int kParts = kValueParts + (kHasNext ? Traits::kKeyParts : 0);
-    Rows::await_values();
-    for_each(make_int_sequence<kParts + kHalves>{}, [&](auto number) {
-      constexpr int kStarted = number, kAdded = kStarted - kHalves;
-      if constexpr (kAdded >= 0 && kAdded < kValueParts) {
-        warpgroup_wait<(kStarted < kParts + 1 ? kHalves - 1 : 0)>();
-        products.add_part(kAdded, kAdded % kHalves, softmax.rescale);
+    constexpr int kParts = Traits::kValueParts, kSets = Products::kSets, kLogitsStep = Products::kLogitsStep;
+    await_values();
+    for_each(make_int_sequence<kParts + kSets>{}, [&](auto number) {
+      constexpr int kStep = number, kAdded = kStep - kSets;
+      if constexpr (kAdded >= 0 && kAdded < kParts) {
+        constexpr int kLaterParts = (kStep < kParts ? kStep : kParts) - kAdded - 1;
+        warpgroup_wait<kLaterParts + (kHasNext && kLogitsStep < kStep ? 1 : 0)>();
+        products.add_part(kAdded, softmax.rescale);
       }
-      if constexpr (kStarted < kValueParts) {
-        products.start_o(kStarted, v.index, kStarted % kHalves);
-      } else if constexpr (kStarted < kParts) {
-        products.start_s(Traits::kKeyParts == 1 ? 0 : kStarted % kHalves, k.index);
-      }
+      if constexpr (kStep < kParts) products.start_o(kStep, v.index);
+      if constexpr (kHasNext && kStep == kLogitsStep) products.start_s(k.index);
     });
     leave_values();
   }
 
-  CUTE_DEVICE void finish_logits() {
+  /// Leaves the key tile whose logits are complete.
+  CUTE_DEVICE void leave_logits() {
     Tensor s = products.s();
     warpgroup_fence_operand(s);
-    const AccumulatorRows logits(s);
-    Rows::hide_logits(logits);
-    softmax.find_references(logits);
+    leave_keys();
+    --left;
+    leave_query();
   }
 
+  /// Turns the logits into weights.
   CUTE_DEVICE void to_weights() {
     Tensor s = products.s();
     Tensor words = recast<std::uint32_t>(products.weights);
-    softmax.weigh(AccumulatorRows(s), words);
+    if (mask == kNoMask) {
+      softmax.weigh<false>(AccumulatorRows(s), words, mask_of_rows.visible);
+    } else {
+      softmax.weigh<true>(AccumulatorRows(s), words, mask_of_rows.visible);
+    }
+    mask = next_mask;
   }
 
   /// Hands over the output of the query tile in a slot and gets ready for the next.

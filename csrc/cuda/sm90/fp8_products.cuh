@@ -7,18 +7,24 @@ namespace natten_jax::sm90 {
 
 /// The operands and results of one warpgroup's two products, in registers and as views of shared memory.
 ///
-/// The matrix units keep about 13 bits of what they add to. So the weighted values of each key tile are a product of
-/// its own, which is added to the output in float32. That takes registers of its own, too: those that the logits of the
-/// tile before have left. Both are computed in parts of 64 columns that alternate between two halves of them, so that
-/// one part is under way while another is added up.
+/// The matrix units keep about 13 bits of what they add to. So the weighted values of each key tile are products of
+/// their own, which are added to the output in float32. Where the output leaves no other registers, these take those
+/// that the logits of the tile have left, and the logits of the next tile wait for them. The parts of wide heads
+/// alternate between two sets, so that one is under way while another is added.
 template <class Traits>
 struct Float8Products {
   using Element = typename Traits::Element;
   using SharedStorage = typename Traits::SharedStorage;
   using ProductS = decltype(Traits::query_key_product());
   using ProductO = decltype(Traits::weight_value_product());
-  static constexpr int kOfPart = Traits::kPart / 2;  // a thread's elements of a part of two rows
-  static constexpr int kHalves = 2;
+  // A thread's elements of the logits, and of a part of the weighted values.
+  static constexpr int kOfLogits = Traits::kColumns / 2, kOfPart = Traits::kValuePart / 2;
+  static constexpr int kSets = Traits::kValueParts == 1 ? 1 : 2;
+  static constexpr bool kIsLogitsApart = Traits::kHeadDim <= 64;
+  // Logits start behind the start of this part, or behind the addition of so many less those of a set.
+  static constexpr int kLogitsStep = kIsLogitsApart ? Traits::kValueParts - 1 : Traits::kValueParts;
+  static constexpr int kFirstOfSets = kIsLogitsApart ? kOfLogits : 0;
+  static_assert(kIsLogitsApart || kOfLogits <= kOfPart);
 
   CUTE_HOST_DEVICE static auto query_of(SharedStorage& shared, int warpgroup, int thread) {
     const Tensor tile = local_tile(make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{}),
@@ -37,7 +43,7 @@ struct Float8Products {
   decltype(keys_of(std::declval<SharedStorage&>(), 0)) keys;
   decltype(values_of(std::declval<SharedStorage&>(), 0)) values;
   decltype(query_of(std::declval<SharedStorage&>(), 0, 0)) query;
-  decltype(make_tensor<float>(Int<kHalves * kOfPart>{})) parts;
+  decltype(make_tensor<float>(Int<kFirstOfSets + kSets * kOfPart>{})) results;
   decltype(make_tensor<float>(Int<Traits::kValueParts * kOfPart>{})) o;
   // Element for element, the accumulator of one product is the register operand of the next.
   decltype(make_tensor<Element>(Layout<Shape<Shape<_4, _2, _2>, _1, Int<Traits::kWeightSteps>>>{})) weights;
@@ -46,45 +52,41 @@ struct Float8Products {
       : keys(keys_of(shared, thread)), values(values_of(shared, thread)), query(query_of(shared, warpgroup, thread)) {}
 
   /// The logits of a tile, once they are complete.
-  CUTE_DEVICE auto s() { return make_tensor(parts.data(), Layout<Int<Traits::kKeyParts * kOfPart>>{}); }
-  /// One half of the registers.
-  CUTE_DEVICE auto half(int i) {
-    return make_tensor(parts.data() + i * kOfPart, Layout<Shape<_2, _2, Int<kOfPart / 4>>>{});
-  }
+  CUTE_DEVICE auto s() { return make_tensor(results.data(), Layout<Int<kOfLogits>>{}); }
 
-  /// Starts the logits of the keys in a part of a buffer, in the half of the part's number.
-  CUTE_DEVICE void start_s(int part, int stage) {
+  /// Starts the logits of the keys in a buffer.
+  CUTE_DEVICE void start_s(int stage) {
     ProductS product;
-    Tensor s = half(part);
-    warpgroup_fence_operand(s);
+    Tensor result = s();
+    warpgroup_fence_operand(result);
     warpgroup_arrive();
     product.accumulate_ = GMMA::ScaleOut::Zero;
     CUTE_UNROLL
     for (int k = 0; k < Traits::kQuerySteps; ++k) {
-      multiply(product, query(_, 0, k), keys(_, part, k, stage), s);
+      multiply(product, query(_, 0, k), keys(_, 0, k, stage), result);
       product.accumulate_ = GMMA::ScaleOut::One;
     }
     warpgroup_commit_batch();
   }
 
-  /// Starts a part of the weighted values in a buffer, in a half.
-  CUTE_DEVICE void start_o(int part, int stage, int to) {
+  /// Starts a part of the weighted values in a buffer.
+  CUTE_DEVICE void start_o(int part, int stage) {
     ProductO product;
-    Tensor o = half(to);
-    warpgroup_fence_operand(o);
+    Tensor result = values_of_part(part);
+    warpgroup_fence_operand(result);
     warpgroup_arrive();
     product.accumulate_ = GMMA::ScaleOut::Zero;
     CUTE_UNROLL
     for (int k = 0; k < Traits::kWeightSteps; ++k) {
-      multiply(product, weights(_, 0, k), values(_, part, k, stage), o);
+      multiply(product, weights(_, 0, k), values(_, part, k, stage), result);
       product.accumulate_ = GMMA::ScaleOut::One;
     }
     warpgroup_commit_batch();
   }
 
-  /// Adds a complete part, in a half, to the output, which shrinks before.
-  CUTE_DEVICE void add_part(int part, int from, const float (&rescale)[2]) {
-    Tensor found = half(from);
+  /// Adds a complete part to the output, which shrinks before.
+  CUTE_DEVICE void add_part(int part, const float (&rescale)[2]) {
+    Tensor found = values_of_part(part);
     warpgroup_fence_operand(found);
     CUTE_UNROLL
     for (int e = 0; e < kOfPart; ++e) {
@@ -94,9 +96,15 @@ struct Float8Products {
   }
 
  private:
+  /// The registers of a part of the weighted values.
+  CUTE_DEVICE auto values_of_part(int part) {
+    return make_tensor(results.data() + kFirstOfSets + part % kSets * kOfPart, Layout<Int<kOfPart>>{});
+  }
+
   template <class Product, class A, class B, class C>
   CUTE_DEVICE static void multiply(const Product& product, const A& a, const B& b, C& c) {
-    Tensor flat = make_tensor(c.data(), Layout<Shape<Shape<_2, _2, Int<kOfPart / 4>>>>{});
+    constexpr int kSize = decltype(size(c))::value;
+    Tensor flat = make_tensor(c.data(), Layout<Shape<Shape<_2, _2, Int<kSize / 4>>>>{});
     gemm(product, a, b, flat);
   }
 };

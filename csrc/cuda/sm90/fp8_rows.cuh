@@ -97,16 +97,6 @@ class Float8Rows {
     if (left > 1) next_mask = mask_in(k.next());
   }
 
-  /// Leaves the key tile whose logits are complete, and hides those that no row sees.
-  template <class Accumulator>
-  CUTE_DEVICE void hide_logits(AccumulatorRows<Accumulator> logits) {
-    leave_keys();
-    --left;
-    leave_query();
-    if (mask != kNoMask) logits.hide(mask_of_rows.visible, -INFINITY);
-    mask = next_mask;
-  }
-
   CUTE_DEVICE void store_statistics(const RowSums (&row)[2], const TilePlan& plan) {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {

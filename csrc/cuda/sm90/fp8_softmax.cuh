@@ -20,55 +20,44 @@ CUTE_DEVICE std::uint32_t pack_e4m3(float first, float second, float third, floa
   return word;
 }
 
-/// The running softmax of the rows of accumulators that a thread holds. Weights are always relative to the largest
-/// logit so far: earlier results are multiplied where they are added up, which costs nothing more.
+/// The running softmax of the rows of accumulators that a thread holds.
+///
+/// Weights are relative to an earlier maximum until a logit exceeds it by so much that its weight would saturate. So
+/// exponentials need not wait for the maximum of their tile, which is found on the way.
 struct Float8Softmax {
   float exponent_scale;  // of the logits, in base 2
-  float reference[2];    // the largest logit so far
-  float shift[2];        // the same, scaled, less the exponent of its weight
+  float reference[2];    // what weights are relative to
+  float limit[2];        // the largest logit for which that stays
+  float shift[2];        // the reference, scaled, less the exponent of its weight
   float row_sum[2];
   float rescale[2];  // what earlier results are multiplied with
 
   CUTE_DEVICE void start() {
-    reference[0] = reference[1] = -INFINITY;
-    row_sum[0] = row_sum[1] = 0.f;
-  }
-
-  template <class Logits>
-  CUTE_DEVICE void find_references(AccumulatorRows<Logits> s) {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
-      // Two partial results a row halve the chains of dependent instructions.
-      float highest[2] = {reference[i], s(i, 2)};
-      CUTE_UNROLL
-      for (int n = 0; n < s.kColumns; ++n) {
-        float& partial = highest[n / 2 % 2];
-        partial = fmaxf(partial, s(i, n));
-      }
-      float next = fmaxf(highest[0], highest[1]);
-      next = fmaxf(next, __shfl_xor_sync(0xffffffffu, next, 1));
-      next = fmaxf(next, __shfl_xor_sync(0xffffffffu, next, 2));
-      // A row that has seen nothing yet keeps weights of zero. Differences are exact, so that nothing is rescaled where
-      // the reference stays.
-      const bool has_seen = next != -INFINITY;
-      shift[i] = has_seen ? fmaf(next, exponent_scale, -kWeightExponent) : 0.f;
-      rescale[i] = has_seen ? fast_exp2((reference[i] - next) * exponent_scale) : 0.f;
-      reference[i] = next;
+      reference[i] = limit[i] = -INFINITY;
+      shift[i] = row_sum[i] = 0.f;
     }
   }
 
   /// Turns logits into unnormalised weights: words of four, as the register operand has them.
-  template <class Logits, class Words>
-  CUTE_DEVICE void weigh(AccumulatorRows<Logits> s, Words& words) {
-    // Rounding the shift must not change weights: where it might, differences of logits are scaled.
-    constexpr float kLargestShift = 1 << 18;
-    if (__any_sync(0xffffffffu, fmaxf(fabsf(shift[0]), fabsf(shift[1])) > kLargestShift)) {
-      weigh_by(s, words, [&](float logit, int i) {
+  ///
+  /// Args:
+  ///   visible: where masked, the logits that count, a bit each; the others are hidden.
+  template <bool kIsMasked, class Logits, class Words>
+  CUTE_DEVICE void weigh(AccumulatorRows<Logits> s, Words& words, const std::uint32_t (&visible)[2]) {
+    TileSums tile = weigh_by<kIsMasked>(s, words, visible,
+                                        [&](float logit, int i) { return fmaf(logit, exponent_scale, -shift[i]); });
+    rescale[0] = rescale[1] = 1.f;
+    if (__any_sync(0xffffffffu, tile.highest[0] > limit[0] || tile.highest[1] > limit[1])) {
+      move_references(tile.highest);
+      // Differences of logits are exact: rounding the product of a large one would change weights.
+      tile = weigh_by<false>(s, words, visible, [&](float logit, int i) {
         return fmaf(logit - (reference[i] == -INFINITY ? 0.f : reference[i]), exponent_scale, kWeightExponent);
       });
-    } else {
-      weigh_by(s, words, [&](float logit, int i) { return fmaf(logit, exponent_scale, -shift[i]); });
     }
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) row_sum[i] = row_sum[i] * rescale[i] + tile.sum[i];
   }
 
   /// Completes the sums over the four threads that share a row.
@@ -89,23 +78,68 @@ struct Float8Softmax {
   }
 
  private:
-  template <class Logits, class Words, class Exponent>
-  CUTE_DEVICE void weigh_by(AccumulatorRows<Logits> s, Words& words, const Exponent& exponent) {
+  /// What a tile comes to, of the rows and columns that the thread holds.
+  struct TileSums {
+    float highest[2], sum[2];
+  };
+
+  /// Takes the largest logits so far as references.
+  CUTE_DEVICE void move_references(const float (&highest)[2]) {
+    // Where rounding the shift might change weights, none but differences of logits are scaled.
+    constexpr float kLargestShift = 1 << 18;
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
-      float sums[4];
-      CUTE_UNROLL
-      for (int group = 0; group < s.kColumns / 4; ++group) {
-        float weight[4];
-        CUTE_UNROLL
-        for (int n = 0; n < 4; ++n) {
-          weight[n] = fast_exp2(exponent(s(i, 4 * group + n), i));
-          sums[n] = group == 0 ? weight[n] : sums[n] + weight[n];
-        }
-        words(group / 2 * 4 + group % 2 * 2 + i) = pack_e4m3(weight[0], weight[1], weight[2], weight[3]);
-      }
-      row_sum[i] = row_sum[i] * rescale[i] + ((sums[0] + sums[1]) + (sums[2] + sums[3]));
+      float next = fmaxf(reference[i], highest[i]);
+      next = fmaxf(next, __shfl_xor_sync(0xffffffffu, next, 1));
+      next = fmaxf(next, __shfl_xor_sync(0xffffffffu, next, 2));
+      // A row that has seen nothing yet keeps weights of zero.
+      const bool has_seen = next != -INFINITY;
+      shift[i] = has_seen ? fmaf(next, exponent_scale, -kWeightExponent) : 0.f;
+      rescale[i] = has_seen ? fast_exp2((reference[i] - next) * exponent_scale) : 0.f;
+      reference[i] = next;
+      const float excess = __fdividef(kLargestExponent - kWeightExponent, exponent_scale);
+      limit[i] = fabsf(shift[i]) > kLargestShift ? -INFINITY : next + excess;
     }
+  }
+
+  /// Goes over the columns in chunks: the weights of one are added and packed when the exponentials of two more have
+  /// been started.
+  template <bool kIsMasked, class Logits, class Words, class Exponent>
+  CUTE_DEVICE static TileSums weigh_by(AccumulatorRows<Logits> s, Words& words, const std::uint32_t (&visible)[2],
+                                       const Exponent& exponent) {
+    constexpr int kOfChunk = 4, kLag = 2, kChunks = s.kColumns / kOfChunk;
+    TileSums tile;
+    float sums[2][kOfChunk], weights[kLag + 1][2][kOfChunk];
+    for_each(make_int_sequence<kChunks + kLag>{}, [&](auto number) {
+      constexpr int kStarted = number, kDone = kStarted - kLag;
+      if constexpr (kStarted < kChunks) {
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          float logit[kOfChunk];
+          CUTE_UNROLL
+          for (int m = 0; m < kOfChunk; ++m) {
+            const int n = kStarted * kOfChunk + m;
+            if (kIsMasked && !(visible[i] & 1u << n)) s(i, n) = -INFINITY;
+            logit[m] = s(i, n);
+            weights[kStarted % (kLag + 1)][i][m] = fast_exp2(exponent(logit[m], i));
+          }
+          const float highest = fmaxf(fmaxf(logit[0], logit[1]), fmaxf(logit[2], logit[3]));
+          tile.highest[i] = kStarted == 0 ? highest : fmaxf(tile.highest[i], highest);
+        }
+      }
+      if constexpr (kDone >= 0) {
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          const float (&weight)[kOfChunk] = weights[kDone % (kLag + 1)][i];
+          CUTE_UNROLL
+          for (int m = 0; m < kOfChunk; ++m) sums[i][m] = kDone == 0 ? weight[m] : sums[i][m] + weight[m];
+          words(2 * kDone + i) = pack_e4m3(weight[0], weight[1], weight[2], weight[3]);
+        }
+      }
+    });
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) tile.sum[i] = (sums[i][0] + sums[i][1]) + (sums[i][2] + sums[i][3]);
+    return tile;
   }
 };
 
