@@ -30,6 +30,7 @@ CASES = {
     "additional": Case((20, 30), (7, 9), heads=4, heads_kv=2, head_dim=128, batch=2, additional=37, fused=True),
     "narrow": Case((20, 30), (7, 9), heads=4, heads_kv=2, head_dim=24, head_dim_v=48, batch=2),
     "wide": Case((20, 30), (7, 9), heads=2, head_dim=192, head_dim_v=208, batch=1),
+    "wider values": Case((20, 30), (7, 9), heads=2, head_dim=64, head_dim_v=256, batch=1, additional=10, fused=True),
     "widest": Case((400,), queries=300, heads=2, head_dim=256, batch=1),
     "attention": Case((333,), queries=201, is_causal=(True,), heads=4, heads_kv=2, head_dim=128, batch=2),
 }

@@ -15,6 +15,8 @@
 namespace natten_jax::sm90 {
 namespace {
 
+constexpr std::int64_t kSwizzledRowBytes = 128;
+
 /// The smallest boxes of the query tile that hold each warpgroup's rows.
 void bound_warpgroups(ForwardParams& p) {
   constexpr int kRowsOfWarpgroup = 64;
@@ -115,6 +117,8 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   p.schedule = schedule_query_tiles(problem, geometry);
   bound_warpgroups(p);
   p.clears_tiles = p.q_tile_tokens < form.queries || p.kv_tile_tokens < form.keys;
+  // Products over 8-bit heads go over all swizzled rows of the form's, of which narrow queries and keys load the first.
+  if (is_float8 && problem.head_dim + kSwizzledRowBytes <= form.head_dim) p.clears_tiles = true;
   p.out_scales = arrays.out_scales;
   p.is_out_float16 = problem.out_type == ElementType::kFloat16;
   p.by_heads_per_kv = cutlass::FastDivmod(static_cast<int>(problem.heads_per_kv()));
