@@ -27,9 +27,13 @@ def merged(one: Saved, other: Saved) -> Saved:
     first, second = _base2(one.logsumexp), _base2(other.logsumexp)
     highest = jnp.maximum(first, second)
     highest = jnp.where(jnp.isneginf(highest), 0, highest)
-    weights = jnp.exp2((first - highest) + one.remainder), jnp.exp2((second - highest) + other.remainder)
+    exponents = (first - highest) + one.remainder, (second - highest) + other.remainder
+    # Beside logits of 1e30, which hide keys, remainders are no fractions: relative to them, too, nothing overflows.
+    top = jnp.maximum(*exponents)
+    top = jnp.where(jnp.isneginf(top), 0, top)
+    weights = jnp.exp2(exponents[0] - top), jnp.exp2(exponents[1] - top)
     total = weights[0] + weights[1]
-    log2_total = jnp.log2(total)
+    log2_total = top + jnp.log2(total)
     logsumexp = (highest + log2_total) * np.asarray(math.log(2), total.dtype)
     remainder = jnp.where(total == 0, 0, (highest - _base2(logsumexp)) + log2_total)
     share = jnp.where(total == 0, 0, weights[1] / total)[..., None]

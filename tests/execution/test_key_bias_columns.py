@@ -35,6 +35,7 @@ CASES = {
     "whole layout": Case((4, 5), (4, 5), additional=3, key_bias="heads", heads=2, hidden=0.3, sinks=True),
     "additional": Case((24,), (5,), key_bias="tokens", hidden=0.5, additional=3, fused=True, head_dim_v=12),
     "wraps": Case((9, 12), (5, 4), stride=(1, 3), dilation=(1, 2), edges=("cut", "wrap"), key_bias="heads", heads=2),
+    "wraps, hidden": Case((2, 17), (2, 4), edges=("wrap", "shift"), key_bias="heads", hidden=0.8),
     "box": Case((9, 12), (3, 5), dilation=(2, 1), batch=2, box=(4, 5), origins=((2, 3), (5, 7)), key_bias="heads"),
     "finer grid": Case((5, 6), (3, 4), upsample=(2, 1), key_bias="heads", sinks=True, heads=2, heads_kv=1),
     "attention": Case((40,), queries=25, key_bias="heads", hidden=0.2, heads=4, heads_kv=2, is_causal=(True,)),

@@ -19,9 +19,11 @@ struct RowSums {
   CUTE_DEVICE float merge(float2 earlier) {
     const float own = base2_logsumexp(logsumexp), other = base2_logsumexp(earlier.x);
     const float highest = fmaxf(own, other), reference = highest == -INFINITY ? 0.f : highest;
-    const float own_weight = fast_exp2((own - reference) + remainder);
-    const float other_weight = fast_exp2((other - reference) + earlier.y);
-    const float total = own_weight + other_weight, log2_total = fast_log2(total);
+    const float own_exponent = (own - reference) + remainder, other_exponent = (other - reference) + earlier.y;
+    // Beside logits of 1e30, which hide keys, remainders are no fractions: relative to them, too, nothing overflows.
+    const float larger = fmaxf(own_exponent, other_exponent), top = larger == -INFINITY ? 0.f : larger;
+    const float own_weight = fast_exp2(own_exponent - top), other_weight = fast_exp2(other_exponent - top);
+    const float total = own_weight + other_weight, log2_total = top + fast_log2(total);
     if (total == 0.f) return 0.f;
     logsumexp = (reference + log2_total) * kLn2;
     remainder = logsumexp_remainder(logsumexp, reference, log2_total);
