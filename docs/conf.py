@@ -81,6 +81,7 @@ nitpick_ignore = [
     ("py:class", "natten_jax.flax_modules.arguments.Performance"),
     ("py:class", "natten_jax.ops.tuned.Tuned"),
     ("py:class", "natten_jax.plan.plan.Plan"),
+    ("py:class", "natten_jax.windows.WindowArguments"),
 ]
 
 #: No picture, and no brackets in the text: those of a notebook's JSON are around whole cells.
