@@ -127,8 +127,7 @@ class KeyBiasColumns:
         of_bias = first_terms.reshape(inputs.key_bias.shape) / _beside(inputs.key_bias, scales.bias)
         found = found._replace(key_bias=of_bias)
         # Gradients of padding are zero, but what it holds may be anything.
-        real = inputs if operands.layouts is None else without_padding(operands.layouts, inputs)
-        return scales.gradients(found, real.query)
+        return scales.gradients(found, without_padding(operands.layouts, inputs).query)
 
     def _of_queries(self, scales: _Scales) -> jax.Array:
         """``[batch or 1, 1, ..., heads, columns]``."""

@@ -31,13 +31,15 @@ def is_real(layouts: jax.Array, shape: Sequence[int], *, of_queries: bool) -> ja
     return found
 
 
-def without_padding(layouts: jax.Array, arrays: _Arrays) -> _Arrays:
+def without_padding(layouts: jax.Array | None, arrays: _Arrays) -> _Arrays:
     """The arrays, zero in their padding.
 
     Args:
-        layouts: As :class:`natten_jax.arrays.operands.Operands` has them.
+        layouts: As :class:`natten_jax.arrays.operands.Operands` has them; ``None`` where nothing is padding.
         arrays: A tuple whose fields have roles.
     """
+    if layouts is None:
+        return arrays
 
     def cleared(array: jax.Array, role: Role) -> jax.Array:
         if not role.has_layout:

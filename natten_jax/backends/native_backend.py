@@ -195,7 +195,7 @@ def _gradients_of(problem: Problem, operands: Operands, results: Sequence[jax.Ar
     if inputs.scale is None:
         return gradients._replace(query=_with_query_factor(problem, gradients.query))
     # Gradients of padding are zero, but what it holds may be anything.
-    real = without_padding(operands.layouts, inputs) if operands.layouts is not None else inputs
+    real = without_padding(operands.layouts, inputs)
     return HeadScales.of(problem, inputs.scale).of_gradients(gradients, real.query)
 
 

@@ -160,8 +160,7 @@ def _quantized(
             f"fp8={arguments.fp8!r} takes {', '.join(OUTPUT_DTYPES)} arrays, but query has dtype {problem.dtype}"
         )
     _check_unscaled(arguments, f"fp8={arguments.fp8!r}, which finds the factors itself")
-    if place.layouts is not None:
-        inputs = without_padding(place.layouts, inputs)
+    inputs = without_padding(place.layouts, inputs)
 
     def wide(array: jax.Array | None) -> list[jax.Array]:
         return [] if array is None else [array.astype(jnp.float32)]
