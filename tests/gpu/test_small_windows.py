@@ -5,6 +5,7 @@ Random problems with their tiles are part of ``test_operators.py`` and of ``pyth
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,8 @@ from natten_jax.profiler.traces.capture import capture
 from natten_jax.profiler.traces.program import Program, compile_for_trace
 from natten_jax.windows import WindowArguments
 from tests.support import oracle
+from tests.support.families import family_named
+from tests.support.problems import Case, Trial, check_all
 
 pytestmark = pytest.mark.gpu
 
@@ -134,6 +137,17 @@ def symbols(function: Any, *arrays: jax.Array) -> set[str]:
     jax.block_until_ready(compiled(*arrays))
     (events,) = capture(lambda: compiled(*arrays), 1, Program.of(compiled), "cuda")
     return {event.symbol for event in events}
+
+
+@pytest.mark.parametrize("key_bias", [None, "tokens"])
+@pytest.mark.parametrize("queries", [1, 36, 61])
+def test_gradients_of_some_queries_that_see_all_keys(queries: int, key_bias: str | None) -> None:
+    """Attention of fewer queries than the layout has, which needs no origin; a block could hold all of the layout."""
+    case = Case((62,), (62,), box=(queries,), origins=((1,),), batch=2, heads=3, heads_kv=3, head_dim=32)
+    case = dataclasses.replace(case, key_bias=key_bias)
+    tiles: dict[str, Any] = {"q_tile_shape": (16,), "kv_tile_shape": (8,)}
+    tiles |= {"backward_q_tile_shape": (8,), "backward_kv_tile_shape": (16,)}
+    check_all([Trial(case, dtype, 0, tiles) for dtype in ("float16", "bfloat16")], family_named("cutlass"))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

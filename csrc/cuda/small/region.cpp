@@ -145,11 +145,14 @@ bool can_have_boxes(const Problem& problem, int head_dim) {
                      [](const Axis& axis) { return axis.window.dilation <= kLargestBoxDilation; });
 }
 
-/// Whether dilation groups can be computed whole: queries and keys are the same tokens, and have heads of their own.
+/// Whether dilation groups can be computed whole: queries and keys are the same tokens, all of them are there, and have
+/// heads of their own. Where every query sees every key, some queries may come without an origin.
 bool can_be_whole(const Problem& problem, bool has_origins) {
   if (has_origins || problem.heads != problem.heads_kv) return false;
-  return std::all_of(std::begin(problem.axes), std::end(problem.axes),
-                     [](const Axis& axis) { return axis.query.extent == axis.kv.extent; });
+  return std::all_of(std::begin(problem.axes), std::end(problem.axes), [](const Axis& axis) {
+    const std::int64_t extent = axis.kv.extent;
+    return axis.query.extent == extent && axis.query.local_extent == extent && axis.kv.local_extent == extent;
+  });
 }
 
 /// Widens a box so that pairs of groups of a tile lie multiples of 8 rows apart, and the rows of a group in different
