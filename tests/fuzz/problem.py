@@ -21,6 +21,7 @@ from tests.support import oracle
 from tests.support.cases import random_case
 from tests.support.families import FLOAT8, Family
 from tests.support.float8 import OF_BLOCKS, OF_HEADS, factors_for
+from tests.support.plans import plans_of
 from tests.support.problems import Case
 
 from .places import placed
@@ -35,6 +36,8 @@ _NO_BIASES: dict[str, Any] = {"relative_bias": False, "key_bias": None}
 WIDE_HEADS = (64, 72, 96, 128, 136, 192, 256)
 #: Most tokens of the few large problems, and of a tile.
 LARGE, LARGEST_TILE = 1600, 256
+#: Ways of running a problem that are looked at for kernels that know its windows.
+_MOST_DRAWS = 100
 #: Batch entries and heads of keys of problems with numbers that are not finite: of GPUs, so many that each processor
 #: has several tiles, one after the other.
 SPOILED_BATCHES, SPOILED_BATCHES_OF_GPUS, SPOILED_HEADS = (2, 3, 5), (3, 12, 40, 96), (1, 2, 3)
@@ -216,7 +219,7 @@ def draw(family: Family, operators: tuple[str, ...], seed: int, number: int, is_
         case = dataclasses.replace(
             case, layout=(keys,), queries=queries, is_causal=(bool(rng.random() < 0.5),), **plain
         )
-    case = case.with_edges_of(family, is_direct=is_direct)
+    case = case.with_edges_of(family)
     case = _with_logit_terms(np.random.default_rng([seed, number, 1]), case, family)
     if is_direct:  # sinks are the operators' own
         case = dataclasses.replace(case, sinks=False)
@@ -245,7 +248,11 @@ def draw(family: Family, operators: tuple[str, ...], seed: int, number: int, is_
         problem = dataclasses.replace(problem, queries=of_queries, keys=of_keys)
     if not is_direct and spoiled is None and family.float8_dtypes:
         problem = _in_8_bits(np.random.default_rng([seed, number, 2]), problem, family)
-    return with_tiles(problem, rng)
+    found = with_tiles(problem, rng)
+    if found is None:
+        found = with_tiles(dataclasses.replace(problem, case=problem.case.with_edges_of(family, is_direct=True)), rng)
+        assert found is not None
+    return found
 
 
 def _in_8_bits(rng: np.random.Generator, problem: Fuzzed, family: Family) -> Fuzzed:
@@ -307,11 +314,29 @@ def _spoiled(rng: np.random.Generator, case: Case, needs_gpu: bool) -> tuple[Cas
 
 def variants(problem: Fuzzed, count: int) -> list[Fuzzed]:
     """The problem, run in several ways."""
-    return [problem, *(with_tiles(problem, np.random.default_rng([problem.seed, i])) for i in range(1, count))]
+    found = (with_tiles(problem, np.random.default_rng([problem.seed, i])) for i in range(1, count))
+    return [problem, *(each or problem for each in found)]
 
 
-def with_tiles(problem: Fuzzed, rng: np.random.Generator) -> Fuzzed:
-    """The problem, run in a random way."""
+def with_tiles(problem: Fuzzed, rng: np.random.Generator) -> Fuzzed | None:
+    """The problem, run in a random way; ``None`` where kernels are called themselves and none found goes around."""
+    if not _goes_around_directly(problem):
+        return _with_any_tiles(problem, rng)
+    found = (_with_any_tiles(problem, rng) for _ in range(_MOST_DRAWS))
+    return next(filter(_is_known_to_kernels, found), None)
+
+
+def _goes_around_directly(problem: Fuzzed) -> bool:
+    return problem.is_direct and "wrap" in (problem.case.edges or ())
+
+
+def _is_known_to_kernels(problem: Fuzzed) -> bool:
+    """Whether the kernels of both passes know windows that wrap, with the tiles of the problem."""
+    backend, plans = plans_of(problem.backend, problem.description(), Performance(**problem.tiles))
+    return all(backend.wraps_in_kernels(plan) for plan in plans.values())
+
+
+def _with_any_tiles(problem: Fuzzed, rng: np.random.Generator) -> Fuzzed:
     backend = backends.find(problem.backend, problem.operator)
     rank = problem.case.rank
     tiles: dict[str, Any] = {
@@ -339,6 +364,8 @@ def _tile_pair(problem: Fuzzed, backend: Backend, pass_: Pass, rng: np.random.Ge
         return described if problem.is_direct else backend.widened(described, device, pass_, pair)
 
     kind = rng.choice(["none", "listed", "any"], p=[0.1, 0.3, 0.6])  # kernels rank their tiles slowly
+    if _goes_around_directly(problem):  # as those of few tokens may, which are seldom drawn
+        kind = "listed"
     if kind == "none":
         return None
     if kind == "any":

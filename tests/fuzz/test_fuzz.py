@@ -18,6 +18,8 @@ import pytest
 
 from natten_jax.arrays.operands import Saved
 from natten_jax.backends import cpu
+from natten_jax.performance import Performance
+from natten_jax.plan import devices
 from natten_jax.plan.plan import Plan
 from tests.fuzz import execution
 from tests.fuzz.accuracy import excesses, expectation
@@ -30,6 +32,7 @@ from tests.fuzz.session import problems_of, run_batch
 from tests.support import oracle
 from tests.support.families import family_named
 from tests.support.float8 import OF_BLOCKS, OF_HEADS
+from tests.support.plans import plans_of
 from tests.support.problems import Case
 
 ROOT = Path(__file__).parents[2]
@@ -252,6 +255,17 @@ def test_problems_with_a_feature_are_drawn_for_the_asking(feature: str) -> None:
 def test_features_that_kernels_alone_lack_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^no problem of cpu has sinks"):
         draw_with("sinks", CPU, ("fna",), 0, 0, is_direct=True)
+
+
+def test_kernels_that_know_windows_that_wrap_are_given_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "default_device", lambda: devices.Device("cuda", (9, 0), is_present=False))
+    family = family_named("cutlass")
+    for number in range(2):
+        problem = draw_with("wrap", family, ("fna",), 0, number, is_direct=True)
+        _, plans = plans_of(problem.backend, problem.description(), Performance(**problem.tiles))
+        assert all(family.backend.wraps_in_kernels(plan) for plan in plans.values())
+    drawn = [draw(family, ("fna",), 1, number, is_direct=True) for number in range(40)]
+    assert any("cut" in (each.case.edges or ()) for each in drawn)
 
 
 def test_kernels_are_given_biases_of_parts() -> None:
