@@ -113,11 +113,14 @@ def test_kernels_that_know_seams_need_no_strips() -> None:
         tokens = jnp.zeros((1, first_extent, 64, 2, 32), jnp.bfloat16)
         return strips.are_needed(plan, Operands(Inputs(tokens, tokens, tokens)))
 
+    small: dict[str, Any] = {"q_tile_shape": (8, 2), "kv_tile_shape": (1, 8)}
+    large: dict[str, Any] = {"q_tile_shape": (8, 8), "kv_tile_shape": (8, 8)}
     for pass_ in PASSES:
         assert not are_needed("hopper-fna", pass_)
         assert are_needed("hopper-fna", pass_, first_extent=24)
     assert are_needed("hopper-fna", "backward", backward_deterministic=True)
-    assert are_needed("cutlass-fna", "forward")
+    assert not are_needed("cutlass-fna", "forward", **small)
+    assert are_needed("cutlass-fna", "forward", **large)
 
 
 def test_ragged_strides_are_refused_in_one_sentence() -> None:

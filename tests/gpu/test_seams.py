@@ -79,7 +79,7 @@ def _trials(name: str, family: Family) -> list[Trial]:
     return found
 
 
-@pytest.mark.parametrize("kernels", ["hopper"])
+@pytest.mark.parametrize("kernels", ["cutlass", "hopper"])
 @pytest.mark.parametrize("name", AROUND)
 def test_windows_that_wrap(name: str, kernels: str) -> None:
     of = family_named(kernels)
@@ -88,12 +88,21 @@ def test_windows_that_wrap(name: str, kernels: str) -> None:
     check_all(trials, of)
 
 
-def test_no_key_is_copied() -> None:
+_SMALL: dict[str, Any] = {
+    "q_tile_shape": (8, 2),
+    "kv_tile_shape": (1, 8),
+    "backward_q_tile_shape": (2, 4),
+    "backward_kv_tile_shape": (4, 4),
+}
+
+
+@pytest.mark.parametrize(("backend", "tiles"), [("cutlass-fna", _SMALL), ("hopper-fna", {})])
+def test_no_key_is_copied(backend: str, tiles: dict[str, Any]) -> None:
     shape = (2, 64, 48, 2, 64)
     arrays = [jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16) for seed in range(4)]
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        result: jax.Array = na2d(query, key, value, 7, edges="wrap", backend="hopper-fna")
+        result: jax.Array = na2d(query, key, value, 7, edges="wrap", backend=backend, **tiles)
         return result
 
     @jax.jit

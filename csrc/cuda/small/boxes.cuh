@@ -30,12 +30,18 @@ struct BoxState {
 /// In place of those that lie in shared memory.
 struct NoItems {};
 
+/// Arrives at a barrier as soon as all copies that the thread has started are there.
+CUTE_DEVICE void arrive_with_copies(std::uint64_t& barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" : : "r"(shared_address(&barrier)) : "memory");
+}
+
 /// As ChunkLoads; a warp's rows are in buffers of their own, which it fills for itself.
 template <int kHeadDim, Kernel kKernel, class Items, bool kHasBias = false>
 class BoxLoads {
  public:
   static constexpr bool kRowsAreKeys = kKernel == Kernel::kKeyValueGradient;
   static constexpr bool kIsWhole = kKernel == Kernel::kWholeGradient;
+  static constexpr bool kMayWrap = Items::kMayWrap;
   static constexpr int kBoxes = boxes_of(kKernel);
 
   CUTE_DEVICE BoxLoads(const CommonParams& p, char* raw)
@@ -70,14 +76,15 @@ class BoxLoads {
   }
 
   /// Has the first stages filled, but for what the kernel before writes. `first` is the box's first column, `warps`
-  /// have rows.
-  CUTE_DEVICE void start(const int (&first)[kRank], int warps) {
+  /// have rows. Columns on both sides of a seam are no box: all threads copy them, once they get there.
+  CUTE_DEVICE void start(const int (&first)[kRank], int warps, bool crosses_seam = false) {
+    if constexpr (kMayWrap) crosses_seam_ = crosses_seam;
     if (threadIdx.x > 0) return;
     CUTE_UNROLL
     for (int d = 0; d < kRank; ++d) state_.first[d] = first[d];
     CUTE_UNROLL
     for (int stage = 0; stage < 2; ++stage) {
-      ClusterBarrier::init(&state_.full[stage], 1);
+      ClusterBarrier::init(&state_.full[stage], crosses_seam ? static_cast<int>(blockDim.x) : 1);
       ClusterBarrier::init(&state_.left[stage], warps);
     }
     state_.warps = warps;
@@ -89,7 +96,7 @@ class BoxLoads {
         for (int i = 0; i < kBoxes + kRowsAreKeys; ++i) acquire_map(maps + i);
       }
     }
-    for_first([&](int i) { fill(i, i); });
+    if (!crosses_seam) for_first([&](int i) { fill(i, i); });
   }
 
   /// Has a warp's rows of the first item loaded, while it plans.
@@ -108,16 +115,28 @@ class BoxLoads {
   /// Goes over the items, as ChunkLoads does.
   template <class LoadRows, class LoadColumns, class Compute>
   CUTE_DEVICE void for_items(const Tables& tables, const TilePlan& tile, std::uint32_t rows_of_warp,
-                             const LoadRows& load_rows, const LoadColumns&, const Compute& compute) {
+                             const LoadRows& load_rows, [[maybe_unused]] const LoadColumns& load_columns,
+                             const Compute& compute) {
     const std::uint32_t rows = this->rows(rows_of_warp);
     if (kRowsAreKeys) {
       wait_for_previous_kernel();
-      if (threadIdx.x == 0) for_first([&](int i) { fill_statistics(i, i); });
+      if (threadIdx.x == 0 && !crosses_seam()) for_first([&](int i) { fill_statistics(i, i); });
     }
-    clear_past_boxes(tables.stages);
+    if (crosses_seam()) {
+      clear(tables.stages, tables.stages + p_.region.stages * p_.region.shared.stage_bytes);
+    } else {
+      clear_past_boxes(tables.stages);
+    }
     __syncthreads();
-    if (!tile.has_rows) return;
+    if (!tile.has_rows && !crosses_seam()) return;
     const int count = items().count;
+    [[maybe_unused]] const auto copy_columns = [&](int i, int stage) {
+      if constexpr (kMayWrap) {
+        load_columns(items().at(p_, i), stages_ + stage * p_.region.shared.stage_bytes);
+        arrive_with_copies(state_.full[stage]);
+      }
+    };
+    if (crosses_seam()) for_first([&](int i) { copy_columns(i, i); });
     Item item = items().at(p_, 0);
     int stage = 0, phase = 0;
     for (int i = 0; i < count; ++i) {
@@ -132,6 +151,10 @@ class BoxLoads {
       compute(item, stages_ + stage * p_.region.shared.stage_bytes, rows,
               Phases<decltype(load_next)>{*this, load_next, i, stage, phase});
       items().advance(p_, item, i + 1);
+      if (crosses_seam() && i + p_.region.stages < count) {
+        wait(state_.left[stage], phase);
+        copy_columns(i + p_.region.stages, stage);
+      }
       if (++stage == p_.region.stages) {
         stage = 0;
         phase ^= 1;
@@ -168,7 +191,7 @@ class BoxLoads {
     std::uint64_t state;
     const unsigned missing = arrive_counting(left, state);
     i += p_.region.stages;
-    if (missing > 1 || i >= items().count) return;
+    if (crosses_seam() || missing > 1 || i >= items().count) return;
     order_after(left, state);
     fill(i, stage);
     fill_statistics(i, stage);
@@ -250,6 +273,14 @@ class BoxLoads {
     }
   }
 
+  CUTE_DEVICE bool crosses_seam() const {
+    if constexpr (kMayWrap) {
+      return crosses_seam_;
+    } else {
+      return false;
+    }
+  }
+
   /// There are no registers for those of entries.
   CUTE_DEVICE const Items& items() const {
     if constexpr (Items::kOfEntries) {
@@ -263,10 +294,13 @@ class BoxLoads {
   BoxState& state_;
   std::uint32_t stages_;
   std::conditional_t<Items::kOfEntries, NoItems, Items> items_;
+  std::conditional_t<kMayWrap, bool, NoItems> crosses_seam_;
 };
 
 /// No loads for a second plan: the first one's are all there are.
 struct NoLoads {
+  static constexpr bool kMayWrap = false;
+
   CUTE_DEVICE void start(const int (&)[kRank], int) const {}
 };
 

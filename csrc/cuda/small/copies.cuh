@@ -90,7 +90,9 @@ struct ColumnCopy {
     return static_cast<const char*>(is_second ? second : first) + (chunk_bytes == 0 ? 0 : chunk % kOfArray * 16);
   }
 
-  CUTE_DEVICE void box(const Tables& tables, const char* source, std::uint32_t stage) const {
+  /// Starts to copy a region's columns of two arrays, given the first rows of an item.
+  CUTE_DEVICE void box(const Tables& tables, const void* first, const void* second, std::uint32_t stage) const {
+    const char* const source = this->source(first, second);
     const std::uint32_t flip = (chunk & 7) << 4;
     stage += (chunk >> 3) * 128;
     const int step = blockDim.x / kChunks;
@@ -117,7 +119,7 @@ struct ColumnCopy {
   template <class Params>
   CUTE_DEVICE void keys(const Params& p, const Tables& tables, const Item& item, std::uint32_t stage) const {
     const int of_key = item.of_key(p);
-    box(tables, source(row_of(p.key, of_key, p.head_dim), row_of(p.value, of_key, p.head_dim_v)), stage);
+    box(tables, row_of(p.key, of_key, p.head_dim), row_of(p.value, of_key, p.head_dim_v), stage);
     if (p.additional_kv == 0) return;
     const int of_additional = item.of_additional(p);
     sequence(p.additional_kv,
@@ -229,7 +231,7 @@ CUTE_DEVICE void clear(char* begin, char* end) {
 
 /// The items of a CTA, which follow each other.
 struct CtaItems {
-  static constexpr bool kOfEntries = false;
+  static constexpr bool kOfEntries = false, kMayWrap = false;
 
   int first, count;
 
@@ -246,7 +248,7 @@ struct CtaItems {
 /// The items of a CTA's plan, where batch entries have layouts of their own: some that follow each other once its
 /// entries are in the order of their plans.
 struct EntryItems {
-  static constexpr bool kOfEntries = true;
+  static constexpr bool kOfEntries = true, kMayWrap = false;
 
   int first, count;
   const std::uint8_t* order;  // of the CTA's entries
@@ -275,6 +277,8 @@ struct EntryItems {
 template <class Items>
 class ChunkLoads {
  public:
+  static constexpr bool kMayWrap = Items::kMayWrap;
+
   /// While an item is computed, nothing else happens.
   struct Phases {
     CUTE_DEVICE void rows_are_read() const {}
@@ -286,7 +290,7 @@ class ChunkLoads {
   /// Takes the items of the next plan.
   CUTE_DEVICE void take(const Items& items, bool) { items_ = items; }
 
-  CUTE_DEVICE void start(const int (&)[kRank], int) const {}
+  CUTE_DEVICE void start(const int (&)[kRank], int, bool = false) const {}
 
   template <class LoadRows>
   CUTE_DEVICE void load_first_rows(const Item&, std::uint32_t, const LoadRows&) const {}

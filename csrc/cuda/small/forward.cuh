@@ -12,6 +12,7 @@
 #include "cuda/small/entries.cuh"
 #include "cuda/small/key_bias.cuh"
 #include "cuda/small/products.cuh"
+#include "cuda/small/seams.cuh"
 #include "natten_jax/logsumexp.h"
 
 namespace natten_jax::small {
@@ -114,7 +115,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
   const auto load_rows = [&](const Item& item, std::uint32_t rows) {
     Rows::copy(tables.row_places, row_of(p.query, item.of_query, head_dims.of_keys), head_dims.of_keys, rows);
   };
-  const ColumnCopy<kHeadDim> copy(p.heads_kv, p.head_dim, p.head_dim_v);
+  const ColumnCopies<kHeadDim, kHasBoxes> copy(p.heads_kv, p.head_dim, p.head_dim_v);
   const auto load_columns = [&](const Item& item, std::uint32_t stage) {
     copy.keys(p, tables, item, stage);
     if constexpr (kHasBias) copy_table(p, item, stage);

@@ -61,6 +61,14 @@ cudaError_t launch_key_value_gradient(int head_dim, const BackwardParams& params
 template <ElementType kType>
 cudaError_t launch_whole_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape);
 
+/// The same where some dimension wraps.
+template <ElementType kType>
+cudaError_t launch_forward_around(int head_dim, const ForwardParams& params, const LaunchShape& shape);
+template <ElementType kType>
+cudaError_t launch_query_gradient_around(int head_dim, const BackwardParams& params, const LaunchShape& shape);
+template <ElementType kType>
+cudaError_t launch_key_value_gradient_around(int head_dim, const BackwardParams& params, const LaunchShape& shape);
+
 /// The same with a relative bias.
 template <ElementType kType>
 cudaError_t launch_biased_forward(int head_dim, const ForwardParams& params, const LaunchShape& shape);

@@ -8,6 +8,7 @@
 #include "cuda/small/entries.cuh"
 #include "cuda/small/key_bias.cuh"
 #include "cuda/small/products.cuh"
+#include "cuda/small/seams.cuh"
 #include "natten_jax/logsumexp.h"
 
 namespace natten_jax::small {
@@ -175,12 +176,10 @@ CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
     copy_rows(p.key, head_dims.of_keys, rows);
     copy_rows(p.value, head_dims.of_values, rows + buffer);
   };
-  const ColumnCopy<kHeadDim> copy(p.heads, p.head_dim, p.head_dim_v);
+  const ColumnCopies<kHeadDim, kHasBoxes> copy(p.heads, p.head_dim, p.head_dim_v);
   const auto load_columns = [&](const Item& item, std::uint32_t stage) {
-    copy.box(
-        tables,
-        copy.source(row_of(p.query, item.of_query, p.head_dim), row_of(p.out_cotangent, item.of_query, p.head_dim_v)),
-        stage);
+    copy.box(tables, row_of(p.query, item.of_query, p.head_dim), row_of(p.out_cotangent, item.of_query, p.head_dim_v),
+             stage);
     copy_statistics(p, tables, p.statistics + item.of_query, stage, Columns::kBytes);
     if constexpr (kHasBias) copy_table(p, item, stage);
   };

@@ -102,6 +102,10 @@ Status prepare(const Problem& problem, const std::int64_t (&rows)[kRank], const 
   if (has_layouts && problem.has_key_bias) {
     return Status::invalid_argument("key_bias and layouts were both given, but the kernels take either");
   }
+  if (wraps(problem) && (has_layouts || problem.has_relative_bias || problem.has_key_bias)) {
+    return Status::invalid_argument(
+        "the form for small windows takes dimensions that wrap, or else layouts, relative_bias or key_bias");
+  }
   NATTEN_JAX_RETURN_IF_FAILED(find_region(problem, rows, columns, kernel, places, device, p.region));
   const std::int64_t items = problem.batch * problem.heads;
   p.exponent_scale = problem.scale.of_all * kLog2E;
@@ -129,6 +133,9 @@ Status prepare(const Problem& problem, const std::int64_t (&rows)[kRank], const 
     p.is_single[i] = p.is_plain && p.axis[i].query_extent == 1;
     p.by_regions[i] = cutlass::FastDivmod(p.region.regions[i]);
     p.by_tiles[i] = cutlass::FastDivmod(p.region.tiles[i]);
+    p.seam_regions[i] =
+        seam_regions(problem.axes[p.region.dimension[i]], std::int64_t{p.region.tile[i]} * p.region.tiles[i],
+                     p.region.regions[i], kernel == Kernel::kKeyValueGradient);
   }
   p.is_whole = kernel == Kernel::kWholeGradient;
   p.items = static_cast<int>(items);
@@ -298,7 +305,6 @@ Status prepare_table(const Problem& problem, const TileShapes& tiles, const Scra
 }  // namespace
 
 Status check_arrays(const Problem& problem) {
-  NATTEN_JAX_RETURN_IF_FAILED(check_no_seams(problem));
   NATTEN_JAX_RETURN_IF_FAILED(check_half_elements(problem));
   NATTEN_JAX_RETURN_IF_FAILED(check_head_dims(problem, kHeadDimStep, kLargestHeadDim));
   NATTEN_JAX_RETURN_IF_FAILED(check_token_bytes(problem, kLargestHeadDim, sizeof(std::uint16_t)));
@@ -328,6 +334,7 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   NATTEN_JAX_RETURN_IF_FAILED(status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
     const int head_dim = compiled_head_dim(problem);
     if (problem.has_key_bias) return launch_key_biased_forward<type>(head_dim, p, shape);
+    if (wraps(problem)) return launch_forward_around<type>(head_dim, p, shape);
     return problem.has_relative_bias ? launch_biased_forward<type>(head_dim, p, shape)
                                      : launch_forward<type>(head_dim, p, shape);
   })));
@@ -387,16 +394,18 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
       if (error == cudaSuccess) error = launch_biased_key_value_gradient<type>(head_dim, of_keys, shape_of_keys);
       return error == cudaSuccess ? launch_table_gradient(table, shape_of_table) : error;
     }
-    const bool has_key_bias = problem.has_key_bias;
-    cudaError_t error = has_key_bias ? launch_key_biased_query_gradient<type>(head_dim, p, shape)
-                                     : launch_query_gradient<type>(head_dim, p, shape);
+    const bool has_key_bias = problem.has_key_bias, goes_around = wraps(problem);
+    cudaError_t error = has_key_bias  ? launch_key_biased_query_gradient<type>(head_dim, p, shape)
+                        : goes_around ? launch_query_gradient_around<type>(head_dim, p, shape)
+                                      : launch_query_gradient<type>(head_dim, p, shape);
     // Beside the last of these, and the first of the next.
     if (error == cudaSuccess && arrays.layouts != nullptr) {
       error = fill_padding_of_gradients(problem, arrays, true, stream, device.has_boxes);
     }
     if (error == cudaSuccess) {
-      error = has_key_bias ? launch_key_biased_key_value_gradient<type>(head_dim, of_keys, shape_of_keys)
-                           : launch_key_value_gradient<type>(head_dim, of_keys, shape_of_keys);
+      error = has_key_bias  ? launch_key_biased_key_value_gradient<type>(head_dim, of_keys, shape_of_keys)
+              : goes_around ? launch_key_value_gradient_around<type>(head_dim, of_keys, shape_of_keys)
+                            : launch_key_value_gradient<type>(head_dim, of_keys, shape_of_keys);
     }
     if (error != cudaSuccess || additional_ctas == 0) return error;
     return launch_additional_gradient<type>(head_dim, additional, additional_ctas, stream);

@@ -8,6 +8,7 @@
 
 #include "cuda/common/device_axis.h"
 #include "cuda/small/region.h"
+#include "cuda/small/region_order.h"
 
 namespace natten_jax::small {
 
@@ -53,6 +54,7 @@ struct CommonParams {
   bool is_plain;          // arrays are the whole layout, and queries and keys lie in the same one
   bool is_single[kRank];  // dimensions of one token of a plain problem
   bool is_whole;          // a region is a whole dilation group, of a plain problem
+  SeamRegions seam_regions[kRank];
   cutlass::FastDivmod by_heads, by_heads_per_kv;
   cutlass::FastDivmod by_regions[kRank];  // of a dilation group
   cutlass::FastDivmod by_tiles[kRank];    // of a region

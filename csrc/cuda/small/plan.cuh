@@ -6,12 +6,14 @@
 #include "cuda/common/axis_plan.cuh"
 #include "cuda/small/bias_table.h"
 #include "cuda/small/params.h"
+#include "cuda/small/region_order.cuh"
 #include "cuda/warp/shared_memory.cuh"
 
 namespace natten_jax::small {
 
-/// One dimension of a region, seen from its rows.
-template <bool kRowsAreKeys>
+/// One dimension of a region, seen from its rows. Where it wraps, which `kMayWrap` allows for, columns are counted on
+/// behind both ends of the layout.
+template <bool kRowsAreKeys, bool kMayWrap = false>
 struct RegionAxis {
   GroupTokens query, kv;
   int begin;  // index of the region's first row
@@ -38,7 +40,7 @@ struct RegionAxis {
   CUTE_DEVICE static RegionAxis of(const CommonParams& p, const EntryLayout& layout, int d, int residue, int begin,
                                    int most) {
     const DeviceAxis& axis = p.axis[d];
-    if (p.is_plain && !layout.is_own()) return RegionAxis(axis, residue, begin, most);
+    if ((p.is_plain && !layout.is_own()) || wraps(axis)) return RegionAxis(axis, residue, begin, most);
     const int dimension = p.region.dimension[d];
     if (layout.is_own()) return RegionAxis(axis, EntryAxis(axis, layout, dimension), residue, begin, most);
     // Further out lies nothing else: sums must not overflow.
@@ -51,6 +53,9 @@ struct RegionAxis {
                           origin(kRank + dimension, -axis.kv_local_extent, axis.kv_extent));
     return RegionAxis(axis, entry, residue, begin, most);
   }
+
+  /// Whether the dimension wraps: all of its tokens are there then.
+  CUTE_DEVICE static bool wraps(const DeviceAxis& axis) { return kMayWrap && axis.ends == Ends::kWrap; }
 
   CUTE_DEVICE const GroupTokens& rows() const { return kRowsAreKeys ? kv : query; }
   CUTE_DEVICE const GroupTokens& columns() const { return kRowsAreKeys ? query : kv; }
@@ -67,6 +72,7 @@ struct RegionAxis {
     } else {
       window = window_bounds(windows, row + query.shift, kv.length);
     }
+    if (wraps(axis)) return make_int2(window.begin, window.end);
     const int shift = columns().shift;
     return make_int2(max(window.begin - shift, 0), min(max(window.end - shift, 0), columns().local_length));
   }
@@ -204,6 +210,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
                            const LoadFirstRows& load_first_rows, const EntryLayout& layout = {}, int number = 0) {
   using Columns = ColumnRows<kHeadDim, kHasBoxes>;
   constexpr int kColumnBytes = Columns::kBytes;
+  constexpr bool kMayWrap = Loads::kMayWrap;
   const Region& region = p.region;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, of_warp = (number * region.warps + warp) * region.table;
   tables.places = reinterpret_cast<int2*>(raw + region.shared.places);
@@ -226,6 +233,9 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
   // The columns of the region: where they begin, how many there are.
   int first[kRank], extent[kRank], first_column[kRank];
   int id = blockIdx.x, tile_id = warp, warps_with_rows = 1;
+  [[maybe_unused]] bool crosses_seam = false;
+  [[maybe_unused]] RegionPlace place_of_region;
+  if constexpr (kMayWrap) place_of_region = find_cut_regions_first(p, id);
 
   tile.has_rows = true;
   tile.number = 0;
@@ -240,11 +250,16 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     }
     const DeviceAxis& axis = p.axis[d];
     int residue, region_number, of_region;
-    axis.by_dilation(id, residue, id);
-    p.by_regions[d](id, region_number, id);
+    if constexpr (kMayWrap) {
+      residue = place_of_region.residue[d];
+      region_number = place_of_region.number[d];
+    } else {
+      axis.by_dilation(id, residue, id);
+      p.by_regions[d](id, region_number, id);
+    }
     p.by_tiles[d](tile_id, of_region, tile_id);
     const int most = region.tile[d] * region.tiles[d];
-    const auto rows = RegionAxis<kRowsAreKeys>::of(p, layout, d, residue, region_number * most, most);
+    const auto rows = RegionAxis<kRowsAreKeys, kMayWrap>::of(p, layout, d, residue, region_number * most, most);
     if (rows.count <= 0) return false;
     const int begin = of_region * region.tile[d];
     begin_of_tile[d] = begin;
@@ -259,6 +274,9 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     first[d] = p.is_whole ? 0 : __shfl_sync(0xffffffffu, seen[d].x, 17);
     extent[d] = max(__shfl_sync(0xffffffffu, seen[d].y, 18) - first[d], 0);
     first_column[d] = rows.columns().residue + first[d] * axis.dilation;
+    if constexpr (kMayWrap) {
+      crosses_seam |= rows.wraps(axis) && (first[d] < 0 || first[d] + extent[d] > rows.columns().length);
+    }
     first_row[d] = rows.rows().residue + (rows.begin + begin) * axis.dilation;
     // The others see nothing.
     const bool is_row = lane < tile_rows[d] && rows.is_inside(looked_at);
@@ -275,7 +293,11 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     }
     if (!is_row) seen[d].y = seen[d].x;
   }
-  loads.start(first_column, warps_with_rows);
+  if constexpr (kMayWrap) {
+    loads.start(first_column, warps_with_rows, crosses_seam);
+  } else {
+    loads.start(first_column, warps_with_rows);
+  }
 
   // The columns of the tile, in the region's; and for the lane's two rows, in the tile's.
   int tile_begin[kRank], groups[kRank], window_begin[2][kRank], window_end[2][kRank];
@@ -316,14 +338,23 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
   const int wide = region.group[0], high = region.group[1], wide_shift = logarithm(wide), shift = logarithm(high);
   const auto swizzle = [&](int x, int y) { return (x & (wide - 1)) | (y & (high - 1)) * wide; };
   tables.columns = extent[0] * extent[1] * extent[2];
-  if constexpr (!kHasBoxes) {
+  if (!kHasBoxes || crosses_seam) {
     const int of_pass = blockDim.x / (kColumnBytes / 16);
     tables.full_passes = tables.columns / of_pass;
+    // How much further than a dimension's first column one behind the seam lies.
+    [[maybe_unused]] const auto across_seam = [&](int d, int column) {
+      const DeviceAxis& axis = p.axis[d];
+      const int at = first_column[d] + column * axis.dilation;
+      const int turn = at < 0 ? axis.kv_extent : at >= axis.kv_extent ? -axis.kv_extent : 0;
+      return axis.ends == Ends::kWrap ? turn * (kRowsAreKeys ? p.query_pitch : p.kv_pitch)[d] : 0;
+    };
     for (int i = threadIdx.x; i < tables.columns; i += blockDim.x) {
       const int line = i / extent[0], x = i - line * extent[0], z = line / extent[1], y = line - z * extent[1];
       const int place = x + y * region.pitch[1] + z * region.pitch[2];
-      tables.places[i] = make_int2(first_token + x * token_pitch[0] + y * token_pitch[1] + z * token_pitch[2],
-                                   place * kColumnBytes | swizzle(x, y) << 4);
+      int token = first_token + x * token_pitch[0] + y * token_pitch[1] + z * token_pitch[2];
+      if constexpr (kMayWrap) token += across_seam(0, x) + across_seam(1, y) + across_seam(2, z);
+      tables.places[i] =
+          make_int2(token, place * kColumnBytes | (kHasBoxes ? Columns::permutation(place) : swizzle(x, y)) << 4);
     }
   }
 

@@ -9,6 +9,7 @@
 #include "cuda/small/entries.cuh"
 #include "cuda/small/key_bias.cuh"
 #include "cuda/small/products.cuh"
+#include "cuda/small/seams.cuh"
 #include "natten_jax/logsumexp.h"
 
 namespace natten_jax::small {
@@ -146,7 +147,7 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
     copy_rows(p.out_cotangent, head_dims.of_values, 1);
     copy_rows(p.out, head_dims.of_values, 2);
   };
-  const ColumnCopy<kHeadDim> copy(p.heads_kv, p.head_dim, p.head_dim_v);
+  const ColumnCopies<kHeadDim, kHasBoxes> copy(p.heads_kv, p.head_dim, p.head_dim_v);
   const auto load_columns = [&](const Item& item, std::uint32_t stage) {
     copy.keys(p, tables, item, stage);
     if constexpr (kHasBias) copy_table(p, item, stage);

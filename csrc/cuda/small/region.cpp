@@ -59,13 +59,13 @@ struct Side {
         }
       }
     }
-    return std::min(most, columns());
+    return limited(most);
   }
 
   /// How many groups of columns `count` rows see on average.
   double mean_groups(std::int64_t count, std::int64_t group) const {
     if (are_whole()) return static_cast<double>(divide_up(columns(), group));
-    const double inside = static_cast<double>(divide_up(std::min(seen_inside(count), columns()), group));
+    const double inside = static_cast<double>(divide_up(limited(seen_inside(count)), group));
     if (!rows_are_keys || !looks_at_ends()) return inside;
     const std::int64_t longest = of_group(axis.kv.extent), blocks = divide_up(longest, count);
     double sum = 0;
@@ -78,6 +78,11 @@ struct Side {
   }
 
  private:
+  /// So many columns, or all; where the dimension wraps, some may come twice.
+  std::int64_t limited(std::int64_t seen) const {
+    return axis.window.ends == Ends::kWrap ? seen : std::min(seen, columns());
+  }
+
   /// Whether windows are the whole sequence.
   bool are_whole() const { return axis.query.extent != axis.kv.extent; }
 
@@ -148,7 +153,7 @@ bool can_have_boxes(const Problem& problem, int head_dim) {
 /// Whether dilation groups can be computed whole: queries and keys are the same tokens, all of them are there, and have
 /// heads of their own. Where every query sees every key, some queries may come without an origin.
 bool can_be_whole(const Problem& problem, bool has_origins) {
-  if (has_origins || problem.heads != problem.heads_kv) return false;
+  if (has_origins || problem.heads != problem.heads_kv || wraps(problem)) return false;
   return std::all_of(std::begin(problem.axes), std::end(problem.axes), [](const Axis& axis) {
     const std::int64_t extent = axis.kv.extent;
     return axis.query.extent == extent && axis.query.local_extent == extent && axis.kv.local_extent == extent;
@@ -271,7 +276,7 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
   };
   take(shared.box_state, region.has_boxes ? kAlignment : 0);
   take(shared.batch_entries, sides[0].has_origins ? kEntryStateBytes : 0);
-  take(shared.places, region.has_boxes ? 0 : 8 * plane * box[2]);
+  take(shared.places, region.has_boxes && !wraps(problem) ? 0 : 8 * plane * box[2]);
   take(shared.offsets, 4 * plans * region.warps * entries);
   // Keys have their biases in registers where they are rows.
   const bool has_key_bias = problem.has_key_bias && kernel != Kernel::kKeyValueGradient;

@@ -131,6 +131,10 @@ class CutlassBackend(NativeBackend):
         by_columns = self._ranked(self.with_wide_heads(with_columns(problem)), device, pass_)
         return not by_columns or fastest[1] <= by_columns[0][1]
 
+    def wraps_in_kernels(self, plan: Plan) -> bool:
+        """Whether a plan's kernels know windows that wrap: those for small windows do."""
+        return small_windows.is_chosen(plan.problem, plan.pass_, plan.tiles)
+
     @classmethod
     def layouts_rejection(cls, problem: Problem) -> str | None:
         """Why the kernels take no layouts of batch entries."""

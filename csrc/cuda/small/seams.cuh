@@ -1,0 +1,49 @@
+// Columns of regions that lie on both sides of a seam, where a dimension ends and goes on at its other end.
+#pragma once
+
+#include "cuda/small/copies.cuh"
+
+namespace natten_jax::small {
+
+/// As CtaItems, of problems of which some dimension wraps.
+struct AroundItems : CtaItems {
+  static constexpr bool kMayWrap = true;
+
+  using CtaItems::CtaItems;
+};
+
+/// Copies of columns to where boxes of them would lie, by all threads: a seam may cut a box anywhere, and the engine
+/// that copies boxes fills what it does not find with zeros.
+template <int kHeadDim>
+struct SeamCopy {
+  static constexpr int kChunks = kHeadDim / 8;
+  int token_bytes;
+
+  CUTE_DEVICE SeamCopy(int heads, int, int) : token_bytes(heads * 2 * kHeadDim) {}
+
+  /// Starts to copy a region's columns of two arrays, given the first rows of an item.
+  CUTE_DEVICE void box(const Tables& tables, const void* first, const void* second, std::uint32_t stage) const {
+    const int chunk = threadIdx.x % kChunks;
+    const char* const of_first = static_cast<const char*>(first) + chunk * 16;
+    const char* const of_second = static_cast<const char*>(second) + chunk * 16;
+#pragma unroll 4
+    for (int i = threadIdx.x / kChunks; i < tables.columns; i += blockDim.x / kChunks) {
+      const int2 place = tables.places[i];
+      const std::uint32_t to = (stage + place.y) ^ chunk << 4;
+      copy_chunk(to, advance(of_first, place.x, token_bytes), 16);
+      copy_chunk(to + tables.second, advance(of_second, place.x, token_bytes), 16);
+    }
+  }
+
+  /// The keys and values that a region's queries see.
+  template <class Params>
+  CUTE_DEVICE void keys(const Params& p, const Tables& tables, const Item& item, std::uint32_t stage) const {
+    const int of_key = item.of_key(p);
+    box(tables, row_of(p.key, of_key, kHeadDim), row_of(p.value, of_key, kHeadDim), stage);
+  }
+};
+
+template <int kHeadDim, bool kHasBoxes>
+using ColumnCopies = std::conditional_t<kHasBoxes, SeamCopy<kHeadDim>, ColumnCopy<kHeadDim>>;
+
+}  // namespace natten_jax::small
