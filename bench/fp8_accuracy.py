@@ -1,6 +1,7 @@
 """How far attention with 8-bit arrays is from float64, beside bfloat16, by data and by the keys that a query sees.
 
-Errors are those of the output, against float64 with the arrays before anything was rounded. Backends of hosts compute
+Errors are those of the output and, where a way has one, of the logsumexp (the largest difference), against float64 with
+the arrays before anything was rounded. Backends of hosts compute
 with the numbers that the 8 bits are and do not round weights; the last way does, in NumPy, as matrix units with 8-bit
 operands would: weights relative to the largest of their query, times 448, in e4m3. With ``--kernels``, those of Hopper
 and cuDNN's, which has one factor for each array, compute on a GPU.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,13 @@ QUERIES, HEADS, WIDTH = 64, 2, 128
 
 Array = np.ndarray[Any, Any]
 Arrays = tuple[Array, Array, Array]
+
+
+class Found(NamedTuple):
+    """What a way comes to: the output and, if it has one, the logsumexp."""
+
+    out: Any
+    logsumexp: Any = None
 
 
 def _normal(rng: np.random.Generator, keys: int) -> Arrays:
@@ -73,39 +81,41 @@ DATA: Mapping[str, Callable[[np.random.Generator, int], Arrays]] = {
 }
 
 
-def _exact(query: Array, key: Array, value: Array) -> Array:
-    weights = _weights(query, key)
-    normalised = weights / weights.sum(-1, keepdims=True)
-    out: Array = np.einsum("bhqk,bkhd->bqhd", normalised, value, optimize=True)
-    return out
+def _exact(query: Array, key: Array, value: Array) -> Found:
+    weights, largest = _weights(query, key)
+    sums = weights.sum(-1, keepdims=True)
+    out = np.einsum("bhqk,bkhd->bqhd", weights / sums, value, optimize=True)
+    return Found(out, (largest + np.log(sums))[..., 0].swapaxes(1, 2))
 
 
-def _weights(query: Array, key: Array) -> Array:
-    """Relative to the largest of each query."""
+def _weights(query: Array, key: Array) -> tuple[Array, Array]:
+    """Weights relative to the largest of each query, and its logit."""
     logits = np.einsum("bqhd,bkhd->bhqk", query, key, optimize=True) * WIDTH**-0.5
-    weights: Array = np.exp(logits - logits.max(-1, keepdims=True))
-    return weights
+    largest = logits.max(-1, keepdims=True)
+    return np.exp(logits - largest), largest
 
 
 def _wide(array: Array) -> jax.Array:
     return jnp.asarray(array, jnp.bfloat16)
 
 
-def _by_hand(arrays: Arrays, scale: Any, backend: str | None = None) -> jax.Array:
+def _wide_call(arrays: Arrays, **arguments: Any) -> Found:
+    return Found(*attention(*map(_wide, arrays), return_lse=True, **arguments))
+
+
+def _by_hand(arrays: Arrays, scale: Any, backend: str | None = None) -> Found:
     found = [quantize(_wide(array), scale=scale) for array in arrays]
     if scale == "block":  # queries have factors of heads
         found[0] = quantize(_wide(arrays[0]))
     query, key, value = found
-    return attention(
-        query.array, key.array, value.array,
-        query_scale=query.scale, key_scale=key.scale, value_scale=value.scale, backend=backend,
-    )  # fmt: skip
+    factors: dict[str, Any] = {"query_scale": query.scale, "key_scale": key.scale, "value_scale": value.scale}
+    return Found(*attention(query.array, key.array, value.array, **factors, backend=backend, return_lse=True))
 
 
-def _by_cudnn(arrays: Arrays) -> Array:
+def _by_cudnn(arrays: Arrays) -> Found:
     """With factors for each array: of weights up to 1, and of an output whose size is known."""
     query, key, value = (quantize(_wide(array), scale="tensor") for array in arrays)
-    factor = 448 / np.abs(_exact(*arrays)).max()
+    factor = 448 / np.abs(_exact(*arrays).out).max()
     found = cudnn_fp8.attention(
         query.array,
         key.array,
@@ -114,11 +124,10 @@ def _by_cudnn(arrays: Arrays) -> Array:
         weight_scale=256.0,
         out_scale=factor,
     )
-    out: Array = np.asarray(found, np.float64) / factor
-    return out
+    return Found(np.asarray(found, np.float64) / factor)
 
 
-def _with_small_weights(arrays: Arrays) -> Array:
+def _with_small_weights(arrays: Arrays) -> Found:
     """As with ``fp8="e4m3"``, and weights in e4m3."""
 
     def numbers(small: Quantized) -> Array:
@@ -127,30 +136,42 @@ def _with_small_weights(arrays: Arrays) -> Array:
     query = numbers(quantize(_wide(arrays[0]), rotate=True))
     key = numbers(quantize(_wide(arrays[1]), rotate=True, subtract_mean=True))
     value = numbers(quantize(_wide(arrays[2])))
-    weights = _weights(query, key)
+    weights, _ = _weights(query, key)
     small = (448 * weights).astype(jnp.float8_e4m3fn).astype(np.float64) / 448
     mixed = np.einsum("bhqk,bkhd->bqhd", small, value)
-    out: Array = mixed / weights.sum(-1).swapaxes(1, 2)[..., None]
-    return out.astype(jnp.bfloat16).astype(np.float64)
+    out = mixed / weights.sum(-1).swapaxes(1, 2)[..., None]
+    return Found(out.astype(jnp.bfloat16))
 
 
-WAYS: Mapping[str, Callable[[Arrays], Any]] = {
-    "bfloat16": lambda arrays: attention(*map(_wide, arrays)),
+WAYS: Mapping[str, Callable[[Arrays], Found]] = {
+    "bfloat16": _wide_call,
     "e4m3, a factor for each tensor": lambda arrays: _by_hand(arrays, "tensor"),
     "e4m3, for each head": lambda arrays: _by_hand(arrays, "head"),
     "e4m3, for each block of keys": lambda arrays: _by_hand(arrays, "block"),
-    'fp8="e4m3"': lambda arrays: attention(*map(_wide, arrays), fp8="e4m3"),
-    'fp8="e5m2"': lambda arrays: attention(*map(_wide, arrays), fp8="e5m2"),
+    'fp8="e4m3"': lambda arrays: _wide_call(arrays, fp8="e4m3"),
+    'fp8="e5m2"': lambda arrays: _wide_call(arrays, fp8="e5m2"),
     'fp8="e4m3", weights in e4m3': _with_small_weights,
 }
 #: On a GPU.
-WAYS_OF_KERNELS: Mapping[str, Callable[[Arrays], Any]] = {
-    "bfloat16": lambda arrays: attention(*map(_wide, arrays), backend="hopper-fmha"),
+WAYS_OF_KERNELS: Mapping[str, Callable[[Arrays], Found]] = {
+    "bfloat16": lambda arrays: _wide_call(arrays, backend="hopper-fmha"),
     "e4m3, a factor for each tensor": lambda arrays: _by_hand(arrays, "tensor", "hopper-fmha"),
     "e4m3, for each head": lambda arrays: _by_hand(arrays, "head", "hopper-fmha"),
-    'fp8="e4m3"': lambda arrays: attention(*map(_wide, arrays), fp8="e4m3", backend="hopper-fmha"),
+    'fp8="e4m3"': lambda arrays: _wide_call(arrays, fp8="e4m3", backend="hopper-fmha"),
     "cuDNN, a factor for each tensor": _by_cudnn,
 }
+
+
+def _errors(found: Found, expected: Found) -> dict[str, float]:
+    out, size = np.asarray(found.out, np.float64), np.linalg.norm(expected.out)
+    errors = {
+        "relative_rmse": float(np.linalg.norm(out - expected.out) / size),
+        "cosine": float((out * expected.out).sum() / (np.linalg.norm(out) * size)),
+    }
+    if found.logsumexp is not None:
+        difference = np.asarray(found.logsumexp, np.float64) - expected.logsumexp
+        errors["logsumexp"] = float(np.abs(difference).max())
+    return errors
 
 
 def main() -> None:
@@ -166,13 +187,8 @@ def main() -> None:
         for keys in sizes:
             arrays = draw(np.random.default_rng([keys, 1]), keys)
             expected = _exact(*arrays)
-            size = np.linalg.norm(expected)
             for way, attend in ways.items():
-                found = np.asarray(attend(arrays), np.float64)
-                results[name][way][str(keys)] = {
-                    "relative_rmse": float(np.linalg.norm(found - expected) / size),
-                    "cosine": float((found * expected).sum() / (np.linalg.norm(found) * size)),
-                }
+                results[name][way][str(keys)] = _errors(attend(arrays), expected)
             print(name, keys, {way: round(each[str(keys)]["relative_rmse"], 4) for way, each in results[name].items()})
             save({"queries": QUERIES, "heads": HEADS, "head_dim": WIDTH, "errors": results}, options.json)
 

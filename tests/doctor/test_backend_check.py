@@ -95,6 +95,21 @@ class ByName(FlexBackend):
     is_slow_fallback = False
 
 
+class Short(ByName):
+    """One that takes 8-bit arrays, forward alone."""
+
+    float8_dtypes = ("float8_e4m3fn",)
+
+
+@pytest.mark.usefixtures("_short")
+def test_arrays_of_8_bits_are_compared_forward(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    machine.knows(Short())
+    status, lines = checked("mine-fna", capsys)
+    (line,) = (line for line in lines if "float8_e4m3fn" in line)
+    assert status == 0
+    assert ": right: out " in line and "gradients are left out: " in line and "d_query" not in line
+
+
 class Blind(ByName):
     """One whose windows lack a key."""
 
