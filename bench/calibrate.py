@@ -36,7 +36,7 @@ from natten_jax.profiler.cli.arguments import parse
 from natten_jax.profiler.cli.whole_files import write_text
 from natten_jax.profiler.run.workload import Workload, compile_workload
 from natten_jax.profiler.search import choices
-from natten_jax.profiler.search.configurations import Listing, listings, main_part
+from natten_jax.profiler.search.configurations import Listing, listings, main_sub_call
 from natten_jax.profiler.traces import capture
 from natten_jax.profiler.traces.events import Event
 from natten_jax.profiler.traces.program import Program
@@ -80,7 +80,7 @@ def measure(
         for line in SETS[name]:
             records: list[dict[str, Any]] = []
             options = parse([*line.split(), "--dtype", "bf16", "--backend", f"{family}-fna", *flags])
-            problem = main_part(options).request.problem
+            problem = main_sub_call(options).request.problem
             found = [each for each in listings(options, problem, device) if each.pass_ == pass_]
             if not found:
                 print(f"{line:60} no {pass_} pass")
@@ -175,7 +175,7 @@ def samples(records: list[dict[str, Any]], model: Calibration) -> list[Sample]:
     for record in records:
         pass_ = record["pass"]
         options = parse([*record["arguments"].split(), "--dtype", "bf16", "--backend", f"{model.family}-fna"])
-        problem = main_part(options).request.problem
+        problem = main_sub_call(options).request.problem
         pair = tuple(record["q_tile"][-problem.rank :]), tuple(record["kv_tile"][-problem.rank :])
         is_small = record["set"] in FORM_SETS
         kernel = None if is_small else model.kernel(problem, pair, pass_)

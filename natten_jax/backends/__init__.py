@@ -6,6 +6,7 @@
 - ``tuned``: what was measured of a call, here or by the makers of the package, whose files are in ``tuned_tables``.
 - ``defaults``: which backends run without being named.
 - ``names``, ``heeded``: what backends are called, and which performance arguments make a difference to them.
+- ``row_statistics``, ``tile_windows``: what kernels in Pallas, for TPUs and Blackwell, have in common.
 - ``missing_kernels``: the warning where kernels would run if they were built.
 
 Whoever asks for a family by its facts finds it here, and needs no word of its own for it. Imports

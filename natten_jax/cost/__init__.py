@@ -5,7 +5,7 @@
 - ``row_groups``: tiles by what the row groups of a kernel do with them, each on its own.
 - ``tile_counts``: tiles and query-key pairs of a pass.
 - ``work``: operations and bytes that no kernel can do without.
-- ``calibration``: coefficients of the time model, measured on a device.
+- ``calibration``: coefficients of the time model, measured on a device; its files are in ``calibrations``.
 - ``predict``: the time model's formula.
 - ``simulation``: counts and time of one pass with one pair of tiles.
 - ``tpu_chips``: the time on kinds of TPUs, from published rates alone.

@@ -31,7 +31,7 @@ from natten_jax.problem import Operator, Problem, problem_of
 from natten_jax.profiler.cli import arguments
 from natten_jax.profiler.cli.quiet_exit import end, run_quietly
 from natten_jax.profiler.options import Options
-from natten_jax.profiler.run.workload import parts_of, passes
+from natten_jax.profiler.run.workload import passes, sub_calls_of
 from natten_jax.version import __version__
 
 
@@ -128,15 +128,15 @@ def report_problem(options: Options) -> Iterator[str]:
     if asked_about is None and (reason := _no_device()):
         yield f"{reason}. This is about the host; --compute-capability X.Y asks about an NVIDIA GPU"
     for device in local_devices() if asked_about is None else [asked_about]:
-        for part in parts_of(options):
-            problem = part.request.problem
+        for call in sub_calls_of(options):
+            problem = call.request.problem
             yield f"{problem.describe()}, {problem.dtype}, on {device}"
             for pass_ in passes(options):
                 yield f"  {pass_}"
                 for backend in backends.registered():
                     name = str(BackendId(backend.family, problem.operator))
-                    yield f"    {name:<14} {_plan(backend, part.request, device, pass_)}"
-                yield f"    {'tuned':<14} {tuned_tables.problem_line(part.request, device, pass_)}"
+                    yield f"    {name:<14} {_plan(backend, call.request, device, pass_)}"
+                yield f"    {'tuned':<14} {tuned_tables.problem_line(call.request, device, pass_)}"
 
 
 def _plan(backend: Backend, request: Request, device: Device, pass_: Pass) -> str:

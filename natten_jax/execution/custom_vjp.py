@@ -41,7 +41,7 @@ def attend(request: Request, operands: Operands) -> Output:
         operands = operands._replace(inputs=jax.tree.map(forward_only, operands.inputs))
 
     def run_local(request: Request, arrays: Operands) -> Output:
-        if request.token_axes and _travel_of(request) is None:
+        if request.token_axes and _overlap_of(request) is None:
             arrays = manual_exchange.brought(request.problem, request.token_axes, arrays)
             arrays = vary_alike(arrays)
             request = _of_part(request)
@@ -79,13 +79,13 @@ def _of_part(request: Request) -> Request:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Travel:
-    """How the halos of a device's part travel, where ``token_axes`` says what the part is.
+class _Overlap:
+    """A call inside ``jax.shard_map`` of which a pass computes while its halos travel.
 
     Attributes:
-        request: What the device runs.
-        exchange: What brings them.
-        plans: Of the forward and the backward pass, which get them each on its own.
+        request: What a device runs.
+        exchange: What brings the halos.
+        plans: Of the forward and the backward pass: each gets its halos on its own.
     """
 
     request: Request
@@ -93,8 +93,8 @@ class _Travel:
     plans: tuple[Plan, Plan]
 
 
-def _travel_of(request: Request) -> _Travel | None:
-    """How halos travel where a pass computes meanwhile; ``None`` where both passes have them first, and keep them.
+def _overlap_of(request: Request) -> _Overlap | None:
+    """How both passes run where one computes meanwhile; ``None`` where both have their halos first, and share them.
 
     Which backend runs is decided later: this is for the one that would run here. Where another does, results are the
     same.
@@ -112,7 +112,7 @@ def _travel_of(request: Request) -> _Travel | None:
         exchange = Exchange.of(request.problem, device_line.lines_of(request.token_axes))
         if not any(halo_passes.computes_meanwhile(plan, request, exchange) for plan in plans):
             return None
-        return _Travel(part, exchange, plans)
+        return _Overlap(part, exchange, plans)
     return None
 
 
@@ -124,16 +124,16 @@ def _attend(request: Request, operands: Operands) -> Output:
 def _run_forward(
     function: Callable[[Request, Operands], _Result], request: Request, operands: Operands
 ) -> _Result | Saved:
-    travel = _travel_of(request)
-    if travel is None:
+    overlap = _overlap_of(request)
+    if overlap is None:
         return function(request, operands)
     return halo_passes.forward(
         function,
         passes.forward_saving,
         passes.forward_continued,
-        travel.plans[0],
-        travel.request,
-        travel.exchange,
+        overlap.plans[0],
+        overlap.request,
+        overlap.exchange,
         operands,
     )
 
@@ -145,12 +145,12 @@ def _attend_forward(request: Request, operands: Operands) -> tuple[Output, tuple
 
 
 def _attend_backward(request: Request, residuals: tuple[Operands, Saved], cotangents: Output) -> tuple[Operands]:
-    travel = _travel_of(request)
-    if travel is None:
+    overlap = _overlap_of(request)
+    if overlap is None:
         gradients = passes.backward(request, *residuals, cotangents)
     else:
         gradients = halo_passes.backward(
-            passes.backward, travel.plans[1], travel.request, travel.exchange, *residuals, cotangents
+            passes.backward, overlap.plans[1], overlap.request, overlap.exchange, *residuals, cotangents
         )
     return (Operands(gradients),)  # origins are integers and have no gradient
 

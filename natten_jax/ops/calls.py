@@ -1,15 +1,12 @@
-"""What ``na1d``, ``na2d``, ``na3d`` and ``attention`` do alike: check, split into parts, run and merge them."""
+"""What ``na1d``, ``na2d``, ``na3d`` and ``attention`` do alike: check, divide into sub-calls, run and merge these."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from natten_jax import backends
 from natten_jax.arguments.boxes import Counts, Origin
@@ -19,8 +16,6 @@ from natten_jax.arguments.scale import Scale, number_or_array, per_head
 from natten_jax.arguments.static import flag
 from natten_jax.arguments.token_axes import TokenAxes, checked_token_axes
 from natten_jax.arrays.operands import Inputs, Operands, Output
-from natten_jax.arrays.roles import Role, roles_of_fields
-from natten_jax.execution import custom_vjp
 from natten_jax.ops.arrays import ArrayLike, as_jax_array, attention_problem, neighborhood_problem
 from natten_jax.ops.attention_kwargs import check_agreement
 from natten_jax.ops.biases import Biases, with_biases
@@ -35,20 +30,16 @@ from natten_jax.ops.float8 import NOTHING, Float8Arguments, in_8_bits
 from natten_jax.ops.heads_first import described
 from natten_jax.ops.ignored_arguments import warn_of_ignored
 from natten_jax.ops.merge import merge_attentions
-from natten_jax.ops.parts import KeySet, SubCall, parts_of
+from natten_jax.ops.run_sub_call import attend, run_sub_call
 from natten_jax.ops.sinks import checked_sinks, with_sinks
+from natten_jax.ops.sub_calls import KeySet, sub_calls_of
 from natten_jax.performance import ATTENTION_NAMES, PERFORMANCE_NAMES, Performance, performance_of
 from natten_jax.plan.request import Request
 from natten_jax.plan.tuned import table_for
 from natten_jax.problem import Problem
 from natten_jax.sharding.explicit import with_whole_dimensions
-from natten_jax.sharding.halos import device_line, exchange
+from natten_jax.sharding.halos import device_line
 from natten_jax.windows import WindowArguments
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _attend(request: Request, operands: Operands) -> Output:
-    return custom_vjp.attend(request, operands)
 
 
 class LogitTerms(NamedTuple):
@@ -104,17 +95,17 @@ def attend_windows(
     if problem.element.is_float8 or float8.are_given:
         problem, inputs, rounding = in_8_bits(problem, inputs, float8, place, grid)
     request = Request(problem, performance, how.backend, _precision(), axes, tuned=table_for(is_box=is_box))
-    parts = parts_of(request, how.attention_kwargs, fuse)
+    calls = sub_calls_of(request, how.attention_kwargs, fuse)
     sinks = None if terms.sinks is None else checked_sinks(terms.sinks, inputs, grid)
     if how.attention_kwargs:
         check_agreement(how.attention_kwargs, stated, scale, return_lse)
     if how.performance or how.attention_kwargs:
-        for part in parts:
-            of_attention = () if part.kind is KeySet.WINDOWS else how.attention_kwargs or ()
-            warn_of_ignored(part.request, inputs.query, of_attention)
-    keeps_tokens = place.is_whole and all(part.keeps_tokens for part in parts)
+        for call in calls:
+            of_attention = () if call.kind is KeySet.WINDOWS else how.attention_kwargs or ()
+            warn_of_ignored(call.request, inputs.query, of_attention)
+    keeps_tokens = place.is_whole and all(call.keeps_tokens for call in calls)
     inputs = with_whole_dimensions(inputs, keeps_tokens=keeps_tokens)
-    outputs = [_run(part, inputs, place) for part in parts]
+    outputs = [run_sub_call(call, inputs, place) for call in calls]
     output = outputs[0] if len(outputs) == 1 else Output(*merge_attentions(*zip(*outputs, strict=True)))
     output = with_sinks(output if rounding is None else rounding.of(output), sinks)
     if problem.own_extents and (len(outputs) > 1 or sinks is not None):
@@ -193,7 +184,7 @@ def attend_all(
     request = Request(problem, asked, backend, _precision(), tuned=table_for(is_box=is_box))
     if performance:
         warn_of_ignored(request, inputs.query)
-    output = _attend(request, Operands(inputs, *place))
+    output = attend(request, Operands(inputs, *place))
     output = with_sinks(output if rounding is None else rounding.of(output), sinks)
     if problem.own_extents and sinks is not None:
         output = place.with_nothing_outside(output)
@@ -276,54 +267,3 @@ def _with_scale(inputs: Inputs, factors: Any, problem: Problem, grid: FinerGrid 
     if grid is None:
         return inputs._replace(scale=per_head(factors, batch, heads, problem.dtype))
     return inputs._replace(scale=grid.scales(per_head(factors, batch, heads // grid.queries, problem.dtype)))
-
-
-def _run(part: SubCall, inputs: Inputs, place: Placement) -> Output:
-    """A part's output and logsumexp in the shapes of the call's."""
-    token_axes = part.request.token_axes
-    if part.kind is KeySet.WINDOWS:
-        if not part.request.problem.additional_kv:
-            inputs = inputs._replace(additional_keys=None, additional_values=None)
-        return _attend(part.request, Operands(inputs, *place))
-    lines = device_line.lines_of(token_axes)
-    if part.kind is KeySet.WHOLE_LAYOUT:
-        inputs = exchange.with_all_keys(inputs, lines)
-    if part.kind is KeySet.ADDITIONAL and place.layouts is not None:
-        inputs = inputs._replace(query=place.without_padding(inputs.query))
-    query, tokens = inputs.query, _with_one_token_dimension(inputs)
-    additional: dict[str, Any] = {"key": inputs.additional_keys, "value": inputs.additional_values}
-    if part.kind is KeySet.ADDITIONAL:
-        tokens = tokens._replace(**{**dict.fromkeys(_OF_KEYS), **additional})
-    elif inputs.additional_keys is not None:
-        more = inputs.additional_keys.shape[1]
-        for name, array in ((name, getattr(tokens, name)) for name in _OF_KEYS):
-            if name in additional:
-                tokens = tokens._replace(**{name: jnp.concatenate([array, additional[name]], axis=1)})
-            elif array is not None:
-                tokens = tokens._replace(
-                    **{name: jnp.pad(array, [(0, more if axis == 1 else 0) for axis in range(array.ndim)])}
-                )
-    # Where tokens are split, the layout of the queries is a part of the problem's.
-    origins = exchange.flat_origins(query.shape[1:-2], lines) if token_axes else None
-    request = dataclasses.replace(part.request, token_axes=())
-    operands = Operands(tokens, origins)
-    if part.kind is KeySet.WHOLE_LAYOUT and any(request.problem.is_causal) and not place.is_whole:
-        operands = operands._replace(**place._asdict())
-    output = _attend(request, operands)
-    return Output(*(array.reshape(*query.shape[:-2], *array.shape[2:]) for array in output))
-
-
-#: The inputs with a number or a vector for each key.
-_OF_KEYS = [name for name, role in zip(Inputs._fields, roles_of_fields(Inputs), strict=True) if role.tokens == "keys"]
-
-
-def _with_one_token_dimension(inputs: Inputs) -> Inputs:
-    """The arrays of attention of the flattened tokens, which have no offsets; additional tokens are yet to be added."""
-    pairs = zip(inputs, roles_of_fields(Inputs), strict=True)
-    flat = [each if each is None or not role.has_layout else _flat(each, role) for each, role in pairs]
-    return Inputs._make(flat)._replace(additional_keys=None, additional_values=None, relative_bias=None)
-
-
-def _flat(array: jax.Array, role: Role) -> jax.Array:
-    axis = array.ndim + role.heads_axis
-    return array.reshape(array.shape[0], math.prod(array.shape[1:axis]), *array.shape[axis:])

@@ -24,7 +24,7 @@ from natten_jax.performance import TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem, problem_of
 from natten_jax.profiler.cli.arguments import parse
-from natten_jax.profiler.search.configurations import main_part
+from natten_jax.profiler.search.configurations import main_sub_call
 from natten_jax.simulator import Calibration, Kernel
 from natten_jax.windows import WindowArguments
 from tests.support import oracle
@@ -362,7 +362,7 @@ def test_the_model_picks_tiles_that_were_measured_to_be_fast(calibrated: str) ->
     problems: dict[Any, dict[TilePair, float]] = collections.defaultdict(dict)
     for record in json.loads(file.read_text())["records"]:
         options = parse([*record["arguments"].split(), "--dtype", "bf16", "--backend", f"{calibrated}-fna"])
-        problem = main_part(options).request.problem
+        problem = main_sub_call(options).request.problem
         pair = tuple(record["q_tile"][-problem.rank :]), tuple(record["kv_tile"][-problem.rank :])
         seconds = problems[problem, record["pass"]]
         seconds[pair] = min(record["seconds"], seconds.get(pair, math.inf))

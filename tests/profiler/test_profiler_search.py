@@ -150,7 +150,7 @@ def test_without_a_calibration_the_backends_own_order_is_searched(monkeypatch: p
     line = "-i 48 64 -w 8 9 --backprop --backend cpu-fna --optimize"
     assert simulator.calibration_for("cpu", None) is None
     options = parse(line.split())
-    problem = configurations.main_part(options).request.problem
+    problem = configurations.main_sub_call(options).request.problem
     offered = {each.pass_: each.pairs for each in configurations.listings(options, problem, Device("cpu"))}
     compiled = fake_search(monkeypatch, line, lambda options: 1e-3)[1]
     forward = [q_tile for _, q_tile, backward_q_tile, _ in compiled if backward_q_tile is None]

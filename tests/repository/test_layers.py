@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 from collections.abc import Iterator, Mapping
 from importlib.util import resolve_name
 from pathlib import Path
@@ -30,7 +31,7 @@ LEVELS = (
     ("natten_jax.flax_modules",),
     ("natten_jax.doctor",),
 )
-_LEVEL_OF = {storey: level for level, storeys in enumerate(LEVELS) for storey in storeys}
+_LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
 
 def _modules() -> dict[str, Path]:
@@ -68,7 +69,7 @@ def _graph() -> dict[str, set[str]]:
     return {importer: set(imported(importer, path)) for importer, path in modules.items()}
 
 
-def _storey(module: str) -> str:
+def _room(module: str) -> str:
     """The package, or the module outside of packages, that has a level."""
     head = ".".join(module.split(".")[:2])
     assert head in _LEVEL_OF, f"{module} has no level"
@@ -81,7 +82,7 @@ def _upward(graph: Mapping[str, set[str]]) -> list[str]:
         f"{importer} imports {module}"
         for importer, imported in graph.items()
         for module in sorted(imported)
-        if _storey(importer) != _storey(module) and _LEVEL_OF[_storey(importer)] <= _LEVEL_OF[_storey(module)]
+        if _room(importer) != _room(module) and _LEVEL_OF[_room(importer)] <= _LEVEL_OF[_room(module)]
     ]
 
 
@@ -96,5 +97,21 @@ def test_modules_are_imported_in_an_order() -> None:
     assert set(order) == set(graph)
 
 
+def test_every_package_says_what_its_modules_are() -> None:
+    """The package itself is public: its documentation is what users read, and docs/architecture.md has its rooms."""
+    architecture = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    unsaid = []
+    for package, path in _modules().items():
+        if path.name != "__init__.py":
+            continue
+        is_public = package in ("natten_jax", "natten_jax.flax_modules")
+        said = architecture if is_public else ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        modules = [each for each in path.parent.glob("*.py") if each != path]
+        packages = [each.parent for each in path.parent.glob("*/__init__.py")]
+        names = sorted(each.stem for each in (*modules, *packages))
+        unsaid += [f"{package}.{name}" for name in names if not re.search(rf"\b{name}\b", said)]
+    assert not unsaid, unsaid
+
+
 def test_every_level_has_modules() -> None:
-    assert {_storey(module) for module in _graph()} == set(_LEVEL_OF)
+    assert {_room(module) for module in _graph()} == set(_LEVEL_OF)

@@ -7,14 +7,14 @@ from typing import Any
 
 from natten_jax.backends.heeded import ignored
 from natten_jax.backends.select import resolve
-from natten_jax.ops.parts import KeySet
+from natten_jax.ops.sub_calls import KeySet
 from natten_jax.performance import Performance
 from natten_jax.plan.devices import Device
 from natten_jax.profiler.cli.complaints import warn
 from natten_jax.profiler.cli.flags import PERFORMANCE_FLAGS, TILE_FLAGS, default_of
 from natten_jax.profiler.cli.parser import flag
 from natten_jax.profiler.options import Options
-from natten_jax.profiler.run.workload import device_parts, parts_of, passes
+from natten_jax.profiler.run.workload import passes, sub_calls_of, sub_calls_of_device
 
 _FLAGS = {field: name for name, field in PERFORMANCE_FLAGS.items()}
 
@@ -41,7 +41,7 @@ def _ignored(options: Options, device: Device) -> Iterator[tuple[str, str]]:
             yield f"{flag(name)} {value}", reason
     if options.is_baseline:
         return  # which is said where they are taken away
-    if options.fmha_backend is not None and all(part.kind is KeySet.WINDOWS for part in parts_of(options)):
+    if options.fmha_backend is not None and all(call.kind is KeySet.WINDOWS for call in sub_calls_of(options)):
         reason = "no attention backend runs: windows are smaller than the layout, and there are no additional tokens"
         yield f"--fmha-backend {options.fmha_backend}", reason
     if is_measured:
@@ -60,13 +60,13 @@ def _ignored(options: Options, device: Device) -> Iterator[tuple[str, str]]:
 def _by_backends(options: Options, device: Device) -> dict[str, str]:
     """The performance arguments that the backends that run do not heed, and why."""
     found: dict[str, str] = {}
-    for part in device_parts(options):
+    for call in sub_calls_of_device(options):
         for pass_ in passes(options):
             try:
-                plan = resolve(part.request, device, pass_)
+                plan = resolve(call.request, device, pass_)
             except ValueError:
                 continue  # which is said where it fails
-            found |= ignored(plan, part.request.performance)
+            found |= ignored(plan, call.request.performance)
     return found
 
 

@@ -15,7 +15,7 @@ from natten_jax.profiler.run.workload import request_of
 from natten_jax.profiler.search.configurations import (
     Listing,
     listings,
-    main_part,
+    main_sub_call,
     rejections,
     remarks,
     tile_text,
@@ -30,7 +30,7 @@ STATIC = "Times are static, from what the maker publishes of the chip: nothing w
 def print_dry_run(options: Options, device: Device, file: TextIO | None = None) -> bool:
     """Print the tables; return whether any backend can run the problem."""
     print_lines([problem_line(options, request_of(options).problem), f"Device: {device}"], file)
-    runs = _print_tables(options, main_part(options).request.problem, device, file)
+    runs = _print_tables(options, main_sub_call(options).request.problem, device, file)
     windows = windows_problem(options)
     if windows is not None:
         line = "Windows (-w) smaller than the input have tiles with shapes, here in their order for windows as large:"
@@ -61,7 +61,7 @@ def _print_tables(options: Options, problem: Problem, device: Device, file: Text
 def to_json(options: Options, device: Device) -> dict[str, Any]:
     """Every configuration, with what the simulator says about it."""
     windows = windows_problem(options)
-    problems = [main_part(options).request.problem, *([] if windows is None else [windows])]
+    problems = [main_sub_call(options).request.problem, *([] if windows is None else [windows])]
     return {
         **context(options, request_of(options).problem),
         "dry_run_device": dataclasses.asdict(device),

@@ -26,7 +26,7 @@ from natten_jax.profiler.options import Options
 from natten_jax.profiler.report.tables import Table, digits, format_time, print_lines, print_table
 from natten_jax.profiler.run import split
 from natten_jax.profiler.run.measure import Comparison, Result, Row
-from natten_jax.profiler.run.workload import device_parts
+from natten_jax.profiler.run.workload import sub_calls_of_device
 from natten_jax.version import __version__
 
 COLUMNS = ("Framework", "Kernel category", "Arch", "Operation", "# calls", "Runtime")
@@ -104,7 +104,7 @@ def _tiled_passes(result: Result) -> Iterator[tuple[Pass, TilePair, Problem, Cal
     for pass_, pair in result.tiles.items():
         family = BackendId.parse(result.backends[pass_]).family
         calibration = simulator.calibration_for(family, result.device.compute_capability)
-        yield pass_, pair, device_parts(result.options)[0].request.problem, calibration
+        yield pass_, pair, sub_calls_of_device(result.options)[0].request.problem, calibration
 
 
 def _tile_lines(result: Result) -> Iterator[str]:

@@ -19,8 +19,8 @@ from natten_jax.profiler.report.measurements import context, problem_line
 from natten_jax.profiler.report.tables import Table, digits, format_time, print_lines, print_table
 from natten_jax.profiler.run import split
 from natten_jax.profiler.run.split import splits_tokens, token_parts
-from natten_jax.profiler.run.workload import device_parts, passes, request_of
-from natten_jax.profiler.search.configurations import Listing, listing, main_part, remarks, tile_text
+from natten_jax.profiler.run.workload import passes, request_of, sub_calls_of_device
+from natten_jax.profiler.search.configurations import Listing, listing, main_sub_call, remarks, tile_text
 from natten_jax.simulator import DilationRecommendation, Recommendation, Simulation, SplitTime
 
 #: How many of the fastest pairs of tiles are tried with each dilation.
@@ -57,10 +57,10 @@ def simulate(options: Options, device: Device) -> Simulated:
     Raises:
         ValueError: No backend runs the problem on such a device.
     """
-    request = main_part(options).request
+    request = main_sub_call(options).request
     simulated: dict[Pass, tuple[str, Simulation]] = {}
     times: dict[Pass, SplitTime | None] = {}
-    of_device = dataclasses.replace(device_parts(options)[0].request, parts=token_parts(options))
+    of_device = dataclasses.replace(sub_calls_of_device(options)[0].request, parts=token_parts(options))
     first: Listing | None = None
     for pass_ in passes(options):
         plan = resolve(request, device, pass_)

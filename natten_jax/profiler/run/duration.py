@@ -13,7 +13,7 @@ from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan
 from natten_jax.profiler.cli.complaints import tell
 from natten_jax.profiler.options import Options
-from natten_jax.profiler.run.workload import device_parts, passes, request_of
+from natten_jax.profiler.run.workload import passes, request_of, sub_calls_of_device
 
 #: Operations per second of one of the host's processors, of kernels and of plain JAX: what 2-D windows of 16 x 16 come
 #: to with AVX-512. They are to tell seconds from hours.
@@ -38,8 +38,8 @@ def seconds_of_run(options: Options, device: Device) -> float | None:
         problem = request_of(options).problem
         return sum(flops(problem, pass_) for pass_ in passes(options)) / (_PLAIN_RATE * _processors())
     times = [
-        _seconds(resolve(part.request, device, pass_), device)
-        for part in device_parts(options)
+        _seconds(resolve(call.request, device, pass_), device)
+        for call in sub_calls_of_device(options)
         for pass_ in passes(options)
     ]
     known = [each for each in times if each is not None]

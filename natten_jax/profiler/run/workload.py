@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from natten_jax.backends.select import resolve
-from natten_jax.ops import neighborhood, parts
-from natten_jax.ops.parts import KeySet, SubCall
+from natten_jax.ops import neighborhood, sub_calls
+from natten_jax.ops.sub_calls import KeySet, SubCall
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device, default_device
 from natten_jax.plan.plan import BackendId, Plan
@@ -99,10 +99,10 @@ def compile_workload(
     plans: dict[Pass, Plan] = {}
     if options.is_baseline:
         chosen.update(dict.fromkeys(passes(options), str(options.backend)))
-    for part in () if options.is_baseline else device_parts(options):
+    for call in () if options.is_baseline else sub_calls_of_device(options):
         for pass_ in passes(options):
-            plan = resolve(part.request, device, pass_)
-            is_additional = part.kind is KeySet.ADDITIONAL
+            plan = resolve(call.request, device, pass_)
+            is_additional = call.kind is KeySet.ADDITIONAL
             chosen[f"additional_kv_{pass_}" if is_additional else pass_] = str(plan.backend)
             if not is_additional:
                 plans[pass_] = plan
@@ -178,14 +178,14 @@ def attention_kwargs(options: Options) -> dict[str, Any] | None:
     return None if options.fmha_backend is None else {"backend": options.fmha_backend}
 
 
-def parts_of(options: Options) -> tuple[SubCall, ...]:
+def sub_calls_of(options: Options) -> tuple[SubCall, ...]:
     """The attention calls that the operators make of the options."""
-    return parts.parts_of(request_of(options), attention_kwargs(options))
+    return sub_calls.sub_calls_of(request_of(options), attention_kwargs(options))
 
 
-def device_parts(options: Options) -> tuple[SubCall, ...]:
+def sub_calls_of_device(options: Options) -> tuple[SubCall, ...]:
     """The attention calls as they run on each device: of its share."""
-    every = parts_of(options)
+    every = sub_calls_of(options)
     if options.devices == 1:
         return every
     one = request_of(of_each_device(options)).problem

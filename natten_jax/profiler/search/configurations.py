@@ -9,13 +9,13 @@ from natten_jax import backends, simulator
 from natten_jax.backends import select
 from natten_jax.backends.base import Backend
 from natten_jax.cost.tpu_chips import TpuChip, chip_of
-from natten_jax.ops.parts import SubCall
+from natten_jax.ops.sub_calls import SubCall
 from natten_jax.performance import PASSES, Pass, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import BackendId
 from natten_jax.problem import Problem
 from natten_jax.profiler.options import Options
-from natten_jax.profiler.run.workload import parts_of, request_of
+from natten_jax.profiler.run.workload import request_of, sub_calls_of
 from natten_jax.simulator import Simulation
 
 
@@ -53,14 +53,14 @@ class Listing:
         return chip_of(device) if platform is not None and platform.name == "tpu" else None
 
 
-def main_part(options: Options) -> SubCall:
+def main_sub_call(options: Options) -> SubCall:
     """The attention over the tokens themselves."""
-    return parts_of(options)[0]
+    return sub_calls_of(options)[0]
 
 
 def candidates(options: Options) -> tuple[Backend, ...]:
     """The backends that the options leave to choose from."""
-    request = main_part(options).request
+    request = main_sub_call(options).request
     if request.backend is None:
         return backends.registered()
     return (backends.find(request.backend, request.problem.operator),)

@@ -23,7 +23,7 @@ from natten_jax.profiler.run.duration import say_of_search
 from natten_jax.profiler.run.inputs import check_fits
 from natten_jax.profiler.run.workload import Workload, check_available
 from natten_jax.profiler.search.choices import spelled_out, with_backend, with_schedule, with_tiles
-from natten_jax.profiler.search.configurations import Listing, candidates, listing, main_part
+from natten_jax.profiler.search.configurations import Listing, candidates, listing, main_sub_call
 from natten_jax.profiler.search.optimum import Optimum, Trial
 from natten_jax.profiler.search.trials import Trials, fastest_first
 
@@ -127,7 +127,7 @@ class _Search:
 
     def _rivals(self) -> Iterator[Options]:
         """The options with each backend that is worth a search."""
-        problem = main_part(self._options).request.problem
+        problem = main_sub_call(self._options).request.problem
         named = []
         for backend in candidates(self._options):
             # One without a backward pass is a rival, too: another backend serves its gradients.
@@ -183,7 +183,7 @@ class _Search:
 
     def _offered(self, options: Options, pass_: Pass) -> Listing | None:
         try:
-            plan = resolve(main_part(options).request, self._device, pass_)
+            plan = resolve(main_sub_call(options).request, self._device, pass_)
         except ValueError:
             return None
         return listing(backends.of(plan.backend), plan.problem, self._device, pass_)

@@ -19,7 +19,7 @@ from natten_jax.problem import Problem
 from natten_jax.profiler.cli.arguments import parse
 from natten_jax.profiler.element_types import arrays_of, element_type
 from natten_jax.profiler.options import Options
-from natten_jax.profiler.run.workload import Workload, compile_workload, parts_of, passes
+from natten_jax.profiler.run.workload import Workload, compile_workload, passes, sub_calls_of
 from natten_jax.profiler.search.optimize import THOROUGH, Effort, optimize
 from natten_jax.profiler.traces import capture
 from natten_jax.profiler.traces.trace_files import CaptureError
@@ -83,7 +83,7 @@ class Task:
     @property
     def planned_problem(self) -> Problem:
         """What backends are asked for, and a table is searched for: windows of the whole layout are attention."""
-        return tuned_problem(parts_of(self.options)[0].request.problem)
+        return tuned_problem(sub_calls_of(self.options)[0].request.problem)
 
     @property
     def options(self) -> Options:
@@ -133,8 +133,8 @@ def tuned_passes(task: Task, effort: Effort = THOROUGH) -> tuple[TunedPass, ...]
 
 def _plans(task: Task, options: Options, device: Device) -> Iterator[tuple[Pass, Plan]]:
     """How the passes run as the options say."""
-    part = parts_of(options)[0]
-    request = dataclasses.replace(part.request, precision=task.precision, tuned=TunedTable(device.kind))
+    call = sub_calls_of(options)[0]
+    request = dataclasses.replace(call.request, precision=task.precision, tuned=TunedTable(device.kind))
     request = dataclasses.replace(request, problem=tuned_problem(request.problem))
     for pass_ in passes(options):
         yield pass_, resolve(request, device, pass_)

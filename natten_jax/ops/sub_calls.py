@@ -16,7 +16,7 @@ from natten_jax.problem import flattened, of_additional_tokens
 
 
 class KeySet(enum.Enum):
-    """What a part attends to."""
+    """What a sub-call attends to."""
 
     WINDOWS = "windows"  # the tokens, and the additional ones if the same kernel takes them
     WHOLE_LAYOUT = "whole layout"  # all tokens and all additional ones, flattened
@@ -40,7 +40,7 @@ class SubCall(NamedTuple):
         return self.kind is KeySet.WINDOWS
 
 
-def parts_of(
+def sub_calls_of(
     request: Request, attention_kwargs: Mapping[str, Any] | None = None, try_fuse_additional_kv: bool | None = None
 ) -> tuple[SubCall, ...]:
     """The attention calls of a call of ``na1d``, ``na2d`` or ``na3d``.
