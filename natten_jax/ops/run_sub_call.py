@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,11 @@ _OF_KEYS = [name for name, role in zip(Inputs._fields, roles_of_fields(Inputs), 
 
 def _of_additional_keys(flat: Inputs, inputs: Inputs) -> Inputs:
     """Flattened queries with the additional tokens for keys; nothing that speaks of the layout's keys is left."""
-    of_keys = {**dict.fromkeys(_OF_KEYS), "key": inputs.additional_keys, "value": inputs.additional_values}
+    of_keys: dict[str, Any] = {
+        **dict.fromkeys(_OF_KEYS),
+        "key": inputs.additional_keys,
+        "value": inputs.additional_values,
+    }
     return flat._replace(**of_keys)
 
 

@@ -10,17 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.programs import output_of, run_command
+
 ROOT = Path(__file__).parents[2]
 WITH_TOY = "import sys, tests.support.toy_backend\n"
 
 
 def run(*arguments: str) -> str:
     """What a process that knows the toy backend prints."""
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return output_of(run_command(arguments, os.environ, folder=ROOT))
 
 
 def test_it_is_written_in_fewer_than_40_lines() -> None:

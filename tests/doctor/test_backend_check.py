@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +23,7 @@ from natten_jax.plan.plan import Plan
 from natten_jax.problem import problem_of
 from tests.support import oracle
 from tests.support.machine import Machine
+from tests.support.programs import run_command
 
 PROBLEMS = {problem.describe(): problem for problem in (*battery._NEIGHBORHOOD, *battery._ATTENTION)}
 
@@ -179,8 +180,7 @@ def test_what_a_backend_does_not_take_is_left_out(machine: Machine) -> None:
 @pytest.fixture
 def doctor() -> Iterator[Any]:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "natten_jax.doctor", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        return run_command(["-m", "natten_jax.doctor", *arguments], os.environ)
 
     yield run
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 
 import pytest
 
@@ -14,7 +13,7 @@ from natten_jax.plan.devices import Device
 from natten_jax.problem import problem_of
 from natten_jax.profiler.cli import arguments
 from tests.support.plans import plans_of
-from tests.support.programs import output_of, run_python
+from tests.support.programs import output_of, run_command, run_python
 
 FLAGS = ["-i", "12", "10", "-n", "4", "--heads-kv", "2", "-d", "64", "-w", "3", "5", "--backprop"]
 
@@ -63,11 +62,11 @@ def test_small_windows_keep_four_numbers_for_each_query() -> None:
 
 
 def test_command_line() -> None:
-    command = [sys.executable, "-m", "natten_jax.doctor", "--problem", *FLAGS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    command = "-m", "natten_jax.doctor", "--problem", *FLAGS
+    done = run_command(command, os.environ)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[1:2] == ["  forward"]
-    wrong = subprocess.run([*command, "-w", "13"], capture_output=True, text=True, timeout=120, check=False)
+    wrong = run_command([*command, "-w", "13"], os.environ)
     assert wrong.returncode == 2 and "window" in wrong.stderr
 
 

@@ -178,9 +178,9 @@ def test_exported_programs_are_called_elsewhere(backend: str, needs_import: bool
     function = jax.jit(lambda query, key, value: natten_jax.na1d(query, key, value, 3, backend=backend))
     path = tmp_path / "program"
     path.write_bytes(export(function, platforms=["cpu"])(array, array, array).serialize())
-    imported = run_python(CALL, str(path), "import")
+    imported = run_python(CALL, str(path), "import", fresh=True)
     assert "sum 288.0" in imported.stdout, imported.stderr
-    alone = run_python(CALL, str(path))
+    alone = run_python(CALL, str(path), fresh=True)
     assert alone.returncode == 0, alone.stderr
     expected = "No FFI handler registered for natten_jax_cpu_forward" if needs_import else "sum 288.0"
     assert expected in alone.stdout

@@ -46,7 +46,7 @@ LARGEST = 400  # MB; the operands, results and gradients together are 64, all lo
 def test_peak_of_both_passes(family: Family) -> None:
     if family.needs_gpu:
         pytest.skip("this is about the host's memory")
-    megabytes = float(output_of(run_python(PROGRAM, family.fna, quick=False)))
+    megabytes = float(output_of(run_python(PROGRAM, family.fna, quick=False, fresh=True)))
     assert megabytes < LARGEST
 
 

@@ -144,7 +144,7 @@ class TestArguments:
             importlib.util.find_spec = lambda name, package=None: None
             import natten_jax.flax_modules.nnx
         """
-        result = run_python(code)
+        result = run_python(code, fresh=True)
         assert result.returncode != 0
         assert "natten_jax.flax_modules needs Flax: pip install 'flax>=0.12.2'" in result.stderr
 

@@ -486,7 +486,7 @@ def test_package_works_without_its_native_module(kind: str) -> None:
     except ValueError as error:
         print(error)
     """
-    output = output_of(run_python(source, kind))
+    output = output_of(run_python(source, kind, fresh=True))
     assert output.startswith("72.0")
     expected = "No module named 'natten_jax._native'" if kind == "missing" else "undefined symbol: nothing"
     assert expected in output

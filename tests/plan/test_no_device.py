@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.programs import PACKAGE, output_of, run_python
+from tests.support.programs import PACKAGE, output_of, run_command, run_python
 
 BENCH = PACKAGE.parent / "bench"
 #: What JAX finds on no machine that has neither plugin nor hardware for it; the first without a word of its own.
@@ -21,9 +20,7 @@ REASONS = {"cuda": "cuda", "nonsense": "'nonsense' is not in the list of known b
 def run(platform: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "JAX_PLATFORMS": platform, "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = str(PACKAGE.parent)
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=300, check=False
-    )
+    return run_command(arguments, environment)
 
 
 def sentences(text: str) -> str:

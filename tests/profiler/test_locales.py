@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -15,7 +13,7 @@ import pytest
 
 import natten_jax
 from tests.support.compilation import users_environment
-from tests.support.programs import PACKAGE
+from tests.support.programs import PACKAGE, run_command
 
 ROOT = PACKAGE.parent
 #: Python with neither UTF-8 nor a way around ASCII; and UTF-8.
@@ -33,10 +31,8 @@ def run(locale: str, *arguments: str | Path, folder: Path | None = None) -> tupl
     """Exit status and streams of a program, decoded strictly."""
     environment = {name: text for name, text in users_environment().items() if not name.startswith("LC_")}
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **LOCALES[locale]}
-    command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, env=environment, cwd=folder, timeout=300, check=False)
-    encoding = "ascii" if locale == "ascii" else "utf-8"
-    return done.returncode, done.stdout.decode(encoding), done.stderr.decode(encoding)
+    done = run_command(arguments, environment, folder=folder, encoding="ascii" if locale == "ascii" else "utf-8")
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.fixture(params=NAMES, ids=ascii)

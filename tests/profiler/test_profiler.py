@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from natten_jax.profiler import element_types, parse
 from natten_jax.profiler.__main__ import main
 from natten_jax.profiler.run import inputs, workload
 from tests.support.compilation import users_environment
+from tests.support.programs import run_command
 
 SEEDS_EXAMPLE = "-i 8 16 24 -d 128 -w 2 4 3"
 FEW = "--warmup-steps 1 --iterations 3"
@@ -30,8 +30,7 @@ FEW = "--warmup-steps 1 --iterations 3"
 def profiler(arguments: str, platform: str | None = "cpu") -> subprocess.CompletedProcess[str]:
     """Run the command line program as a user would."""
     environment = {**users_environment(), **({} if platform is None else {"JAX_PLATFORMS": platform})}
-    command = [sys.executable, "-m", "natten_jax.profiler", *arguments.split()]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    return run_command(["-m", "natten_jax.profiler", *arguments.split()], environment)
 
 
 def profile_to_json(arguments: str, folder: Path, platform: str | None = "cpu") -> tuple[str, dict[str, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -20,19 +19,13 @@ from natten_jax.profiler.traces.events import Event, Interval
 from natten_jax.profiler.traces.program import Program
 from natten_jax.profiler.traces.trace_files import DamagedTrace
 from tests.support.compilation import users_environment
+from tests.support.programs import run_command
 
 needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
 
 
 def run_python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**users_environment(), "JAX_PLATFORMS": "cpu"},
-        timeout=300,
-        check=False,
-    )
+    return run_command(arguments, {**users_environment(), "JAX_PLATFORMS": "cpu"})
 
 
 def test_programs_are_read_from_any_trace(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from natten_jax.profiler.__main__ import main
 from natten_jax.profiler.report import dry_run
 from natten_jax.profiler.run import inputs, workload
 from tests.support.compilation import users_environment
+from tests.support.programs import run_command
 
 TOO_LARGE = "the problem is too large for this machine: its operands and results take 524,288.0 GiB, and cpu has "
 
@@ -40,9 +41,8 @@ TOO_LARGE = "the problem is too large for this machine: its operands and results
     ],
 )
 def test_problems_that_no_memory_holds_are_one_sentence(problem: str, message: str) -> None:
-    command = [sys.executable, "-m", "natten_jax.profiler", *problem.split()]
     environment = {**users_environment(), "JAX_PLATFORMS": "cpu"}
-    finished = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    finished = run_command(["-m", "natten_jax.profiler", *problem.split()], environment)
     assert finished.returncode == 1
     complaint = finished.stderr.splitlines()[-1]
     assert complaint.startswith("natten-jax-profiler: error: ")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from natten_jax.profiler.__main__ import main
 from natten_jax.profiler.run import duration
 from natten_jax.profiler.search import optimize
 from tests.support.compilation import users_environment
-from tests.support.programs import PACKAGE
+from tests.support.programs import PACKAGE, run_command
 
 README = (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
 FEW = "--iterations 1 --warmup-steps 0"
@@ -29,10 +27,7 @@ def test_lines_of_the_readme_run_on_a_host(tmp_path: Path) -> None:
     assert len(lines) == 3
     environment = {**users_environment(), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(PACKAGE.parent)}
     for line in lines:
-        done = subprocess.run(
-            [sys.executable, "-m", *shlex.split(line)],
-            capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=600, check=False,
-        )  # fmt: skip
+        done = run_command(["-m", *shlex.split(line)], environment, timeout=600, folder=tmp_path)
         assert done.returncode == 0, done.stderr
         assert "Traceback" not in done.stderr
         if "--optimize" in line:

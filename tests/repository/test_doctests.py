@@ -66,7 +66,7 @@ for name in dir(natten_jax):
     getattr(natten_jax, name)
 natten_jax.merge_attention
 """
-    found = run_python(program)
+    found = run_python(program, fresh=True)
     assert found.stderr.endswith("has no attribute 'merge_attention'. Did you mean: 'merge_attentions'?\n"), (
         found.stderr
     )

@@ -8,11 +8,12 @@ import os
 import re
 import runpy
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.support.programs import run_command
 
 nnx = pytest.importorskip("flax.nnx")
 for package in ("matplotlib", "optax", "rich", "sklearn"):
@@ -23,8 +24,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(EXAMPLES / name), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **environment})
+    return run_command([EXAMPLES / name, *arguments], {**os.environ, **environment})
 
 
 def output_of(name: str, *arguments: str, **environment: str) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.support import oracle
+from tests.support.programs import run_command
 
 for package in ("matplotlib", "optax"):
     pytest.importorskip(package)
@@ -214,8 +215,6 @@ def test_an_image_is_classified_from_a_file(example: dict[str, Any], tmp_path: P
     np.savez(tmp_path / "weights.npz", **weights)
     image.imsave(tmp_path / "photo.png", np.random.default_rng(0).random((300, 260, 3)))
     command = ["nat_weights.py", "--checkpoint", str(tmp_path / "weights.npz"), "--image", str(tmp_path / "photo.png")]
-    found = subprocess.run(
-        [sys.executable, str(EXAMPLES / command[0]), *command[1:]], capture_output=True, text=True, timeout=300
-    )
+    found = run_command([EXAMPLES / command[0], *command[1:]], os.environ)
     assert found.returncode == 0, found.stderr
     assert found.stdout.count("class ") == 5

@@ -209,7 +209,7 @@ for overlaps in (False, True):
 
 
 def test_memory_is_that_of_a_part_and_its_halos() -> None:
-    together, apart = map(json.loads, output_of(run_python(MEMORY, devices=4, quick=False)).splitlines())
+    together, apart = map(json.loads, output_of(run_python(MEMORY, devices=4, quick=False, fresh=True)).splitlines())
     own = 256 * 64 * 2 * 32 * 4 // 4  # bytes of a part of one array
     problem = problem_of((256, 64), 13, heads=2, head_dim=32, dtype="float32")
     halos = bytes_received(problem, (4, 1))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import natten_jax
 from tests.support.compilation import users_environment
+from tests.support.warm_programs import run_warm
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(natten_jax.__file__).parent
@@ -26,8 +27,9 @@ def run_python(
     paths: tuple[Path, ...] = (PACKAGE.parent, ROOT),
     environment: Mapping[str, str] | None = None,
     timeout: float = 300,
+    fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program on the host's devices.
+    """Run a program on the host's devices, in a process of its own.
 
     Args:
         source: The program.
@@ -37,15 +39,41 @@ def run_python(
         paths: Where it finds modules before the environment's own.
         environment: More environment variables.
         timeout: In seconds.
+        fresh: Whether nothing is imported when it begins, for programs that are about imports or memory.
     """
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(source), *arguments],
-        capture_output=True,
-        text=True,
-        env=_environment(devices, paths, quick) | dict(environment or {}),
-        timeout=timeout,
-        check=False,
-    )
+    command = "-c", textwrap.dedent(source), *arguments
+    variables = _environment(devices, paths, quick) | dict(environment or {})
+    return run_command(command, variables, timeout, fresh=fresh)
+
+
+def run_command(
+    command: Sequence[str | Path],
+    environment: Mapping[str, str],
+    timeout: float = 300,
+    folder: Path | None = None,
+    *,
+    fresh: bool = False,
+    encoding: str = "utf-8",
+) -> subprocess.CompletedProcess[str]:
+    """What ``python COMMAND...`` does.
+
+    Args:
+        command: ``-c`` and a program, ``-m`` and a module, or a file; with arguments.
+        environment: All environment variables.
+        timeout: In seconds.
+        folder: Where it runs, if not here.
+        fresh: As for :func:`run_python`.
+        encoding: In which it prints.
+    """
+    if fresh:
+        every = [sys.executable, *map(str, command)]
+        done = subprocess.run(
+            every, capture_output=True, env=dict(environment), cwd=folder, timeout=timeout, check=False
+        )
+    else:
+        done = run_warm(command, environment, timeout, folder)
+    output, errors = (stream.decode(encoding) for stream in (done.stdout, done.stderr))
+    return subprocess.CompletedProcess(done.args, done.returncode, output, errors)
 
 
 def run_processes(source: str, arguments: Sequence[Sequence[str]], directory: Path, timeout: float = 300) -> list[str]:

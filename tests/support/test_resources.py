@@ -36,4 +36,5 @@ def test_limits_are_in_force() -> None:
     program += " for t in os.listdir('/proc/self/task')))"
     assert COMPILER_FLAG in found.get("XLA_FLAGS", "") or not is_known(COMPILER_FLAG)
     for threads in ("2", "5"):
-        assert int(output_of(run_python(program, environment={**found, "PJRT_NPROC": threads}))) == int(threads)
+        environment = {**found, "PJRT_NPROC": threads}
+        assert int(output_of(run_python(program, environment=environment, fresh=True))) == int(threads)
