@@ -51,6 +51,8 @@ PYBIND11_MODULE(_native, module) {
              py::arg("q_tile"), py::arg("kv_tile"), py::arg("is_backward"), py::arg("shared_memory"),
              py::arg("multiprocessors"), py::arg("has_boxes"), py::arg("has_relative_bias"), py::arg("has_key_bias"),
              "What the kernels for small windows launch for a pass with tiles; see natten_jax.native.");
+  module.def("seam_factor", &natten_jax::seam_factor, py::arg("axes"), py::arg("inner"), py::arg("outer"),
+             "How many times as long a pass takes where dimensions wrap; see natten_jax.native.");
   module.def("bias_line", &natten_jax::bias_line, py::arg("axes"), py::arg("tile"), py::arg("group"),
              "Entries of a line of a relative bias in memory; see natten_jax.native.");
   module.def("bias_sums", &natten_jax::bias_sums, py::arg("axes"), py::arg("queries"), py::arg("tile"),

@@ -6,6 +6,7 @@
 #include <iterator>
 #include <vector>
 
+#include "cuda/common/seam_boxes.h"
 #include "cuda/sm80/forms.h"
 #include "cuda/sm90/forms.h"
 #include "cuda/small/bias_table.h"
@@ -73,6 +74,15 @@ py::dict limits() {
 
 namespace {
 
+/// Reads a problem's axes, whose arrays are the whole layout.
+void read_axes(const std::array<std::int64_t, kFieldsOfAxis * kRank>& numbers, Axis (&axes)[kRank]) {
+  for (int i = 0; i < kRank; ++i) {
+    for (std::size_t f = 0; f < kFieldsOfAxis; ++f) kAxisFields[f].set(axes[i], numbers[kFieldsOfAxis * i + f]);
+    axes[i].query.local_extent = axes[i].query.extent;
+    axes[i].kv.local_extent = axes[i].kv.extent;
+  }
+}
+
 /// A problem's axes, and the shapes of tiles, for the tables of relative biases.
 struct TiledAxes {
   Axis axes[kRank]{};
@@ -80,15 +90,23 @@ struct TiledAxes {
 
   TiledAxes(const std::array<std::int64_t, kFieldsOfAxis * kRank>& numbers,
             const std::array<std::int64_t, kRank>& tile_shape, const std::array<std::int64_t, kRank>& group_shape) {
-    for (int i = 0; i < kRank; ++i) {
-      for (std::size_t f = 0; f < kFieldsOfAxis; ++f) kAxisFields[f].set(axes[i], numbers[kFieldsOfAxis * i + f]);
-    }
+    read_axes(numbers, axes);
     std::copy(tile_shape.begin(), tile_shape.end(), tile);
     std::copy(group_shape.begin(), group_shape.end(), group);
   }
 };
 
 }  // namespace
+
+double seam_factor(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
+                   const std::array<std::int64_t, kRank>& inner, const std::array<std::int64_t, kRank>& outer) {
+  Problem problem{};
+  read_axes(axes, problem.axes);
+  std::int64_t walked[kRank], walking[kRank];
+  std::copy(inner.begin(), inner.end(), walked);
+  std::copy(outer.begin(), outer.end(), walking);
+  return choose_seam_boxes(problem, walked, walking).times;
+}
 
 std::int64_t bias_line(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
                        const std::array<std::int64_t, kRank>& tile, const std::array<std::int64_t, kRank>& group) {
@@ -113,12 +131,7 @@ py::object estimate_of_small_windows(const std::array<std::int64_t, kFieldsOfAxi
                                      bool has_key_bias) {
   Problem problem{ElementType::kBFloat16, sizes[0],     sizes[1],       sizes[2], sizes[3], sizes[4], sizes[5],
                   has_relative_bias,      has_key_bias, {1.f, nullptr}, {}};
-  for (int i = 0; i < kRank; ++i) {
-    Axis& axis = problem.axes[i];
-    for (std::size_t f = 0; f < kFieldsOfAxis; ++f) kAxisFields[f].set(axis, axes[kFieldsOfAxis * i + f]);
-    axis.query.local_extent = axis.query.extent;
-    axis.kv.local_extent = axis.kv.extent;
-  }
+  read_axes(axes, problem.axes);
   TileShapes tiles{};
   std::copy(q_tile.begin(), q_tile.end(), tiles.query);
   std::copy(kv_tile.begin(), kv_tile.end(), tiles.kv);

@@ -34,6 +34,14 @@ pybind11::object estimate_of_small_windows(const std::array<std::int64_t, kField
                                            int shared_memory, int multiprocessors, bool has_boxes,
                                            bool has_relative_bias, bool has_key_bias);
 
+/// How many times as long a pass takes on Hopper as if seams cost nothing, with the boxes that launches choose.
+///
+/// Args:
+///   axes: as the attribute of that name of every target.
+///   inner, outer: shapes of tiles that are walked over, and of those that walk.
+double seam_factor(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
+                   const std::array<std::int64_t, kRank>& inner, const std::array<std::int64_t, kRank>& outer);
+
 /// Entries of a line of a relative bias in the memory of the kernels for small windows.
 ///
 /// Args:

@@ -121,6 +121,17 @@ def estimate_of_small_windows(
     )
 
 
+def seam_factor(axes: Sequence[int], inner: Sequence[int], outer: Sequence[int]) -> float:
+    """How many times as long a pass takes on Hopper as if seams cost nothing, with the boxes that launches choose.
+
+    Args:
+        axes: As the attribute of that name of every target.
+        inner: Extents of tiles that are walked over.
+        outer: Extents of those that walk.
+    """
+    return 1.0 if _module is None else float(_module.seam_factor(axes, inner, outer))
+
+
 def bias_line(axes: Sequence[int], tile: Sequence[int], group: Sequence[int]) -> int:
     """Entries of a line of a relative bias, as the kernels for small windows read it: some are no offset's.
 

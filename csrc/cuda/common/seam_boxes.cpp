@@ -1,0 +1,57 @@
+#include "cuda/common/seam_boxes.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace natten_jax {
+namespace {
+
+/// So many boxes of a tile are loaded while the tile before is computed; more take longer.
+constexpr double kBoxesMeanwhile = 3;
+
+/// An extent of boxes along a dimension, and how many times as many tiles it takes as tiles that seams may cut.
+struct Candidate {
+  std::int64_t box;
+  double tiles;
+};
+
+/// What extents boxes may have along a dimension.
+std::vector<Candidate> candidates(const Axis& axis, std::int64_t tile, std::int64_t outer) {
+  const Window& window = axis.window;
+  if (window.ends != Ends::kWrap) return {{tile, 1}};
+  const std::int64_t length = axis.kv.extent / window.dilation;
+  // Windows of keys begin and end with groups of queries.
+  const std::int64_t most = window.kernel_size + std::min(outer, length) - 1 + 2 * (window.stride - 1);
+  // Tiles begin up to a box earlier where there is a seam in what they hold, which the last one may have room for.
+  const std::int64_t tiles = (most + tile - 1) / tile, room = tiles * tile - most;
+  const double seams = std::min(static_cast<double>(most) / static_cast<double>(length), 1.);
+  std::vector<Candidate> result;
+  for (std::int64_t box = tile; box > 0; --box) {
+    // No seam may cut one: they divide what lies between seams, or there is one seam.
+    if (tile % box != 0 || (length % box != 0 && most + box - 1 > length)) continue;
+    const std::int64_t more = std::max<std::int64_t>(box - 1 - room, 0);
+    result.push_back({box, 1 + seams * static_cast<double>(more) / static_cast<double>(box * tiles)});
+  }
+  return result;
+}
+
+}  // namespace
+
+SeamBoxes choose_seam_boxes(const Problem& problem, const std::int64_t (&tile)[kRank],
+                            const std::int64_t (&outer)[kRank]) {
+  std::vector<Candidate> of_axis[kRank];
+  for (int d = 0; d < kRank; ++d) of_axis[d] = candidates(problem.axes[d], tile[d], outer[d]);
+  SeamBoxes best{{tile[0], tile[1], tile[2]}, -1};
+  for (const Candidate& x : of_axis[0]) {
+    for (const Candidate& y : of_axis[1]) {
+      for (const Candidate& z : of_axis[2]) {
+        const auto boxes = static_cast<double>(tile[0] / x.box * (tile[1] / y.box) * (tile[2] / z.box));
+        const double times = x.tiles * y.tiles * z.tiles * std::max(boxes / kBoxesMeanwhile, 1.);
+        if (best.times < 0 || times < best.times) best = {{x.box, y.box, z.box}, times};
+      }
+    }
+  }
+  return best;
+}
+
+}  // namespace natten_jax
