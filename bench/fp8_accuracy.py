@@ -14,6 +14,7 @@ Example:
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,31 +101,45 @@ def _wide(array: Array) -> jax.Array:
 
 
 def _wide_call(arrays: Arrays, **arguments: Any) -> Found:
-    return Found(*attention(*map(_wide, arrays), return_lse=True, **arguments))
+    return Found(*_attend(*map(_wide, arrays), **arguments))
+
+
+@functools.partial(jax.jit, static_argnames=("fp8", "backend"))
+def _attend(query: jax.Array, key: jax.Array, value: jax.Array, **arguments: Any) -> tuple[jax.Array, jax.Array]:
+    return attention(query, key, value, return_lse=True, **arguments)
 
 
 def _by_hand(arrays: Arrays, scale: Any, backend: str | None = None) -> Found:
-    found = [quantize(_wide(array), scale=scale) for array in arrays]
-    if scale == "block":  # queries have factors of heads
-        found[0] = quantize(_wide(arrays[0]))
-    query, key, value = found
+    return Found(*_attend_quantised(*map(_wide, arrays), scale=scale, backend=backend))
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "backend"))
+def _attend_quantised(*arrays: jax.Array, scale: Any, backend: str | None) -> tuple[jax.Array, jax.Array]:
+    of_query = "head" if scale == "block" else scale  # queries have factors of heads
+    query, key, value = (
+        quantize(array, scale=each) for array, each in zip(arrays, (of_query, scale, scale), strict=True)
+    )
     factors: dict[str, Any] = {"query_scale": query.scale, "key_scale": key.scale, "value_scale": value.scale}
-    return Found(*attention(query.array, key.array, value.array, **factors, backend=backend, return_lse=True))
+    return attention(query.array, key.array, value.array, **factors, backend=backend, return_lse=True)
 
 
 def _by_cudnn(arrays: Arrays) -> Found:
     """With factors for each array: of weights up to 1, and of an output whose size is known."""
-    query, key, value = (quantize(_wide(array), scale="tensor") for array in arrays)
     factor = 448 / np.abs(_exact(*arrays).out).max()
-    found = cudnn_fp8.attention(
-        query.array,
-        key.array,
-        value.array,
-        descale=(query.scale, key.scale, value.scale),
+    return Found(np.asarray(_attend_by_cudnn(*map(_wide, arrays), factor), np.float64) / factor)
+
+
+@jax.jit
+def _attend_by_cudnn(query: jax.Array, key: jax.Array, value: jax.Array, factor: Any) -> jax.Array:
+    q, k, v = (quantize(array, scale="tensor") for array in (query, key, value))
+    return cudnn_fp8.attention(
+        q.array,
+        k.array,
+        v.array,
+        descale=(q.scale, k.scale, v.scale),
         weight_scale=256.0,
         out_scale=factor,
     )
-    return Found(np.asarray(found, np.float64) / factor)
 
 
 def _with_small_weights(arrays: Arrays) -> Found:
@@ -179,10 +194,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--kernels", action="store_true", help="of a Hopper GPU")
+    parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
     options = parser.parse_args()
     ways, sizes = (WAYS_OF_KERNELS, KEYS_OF_KERNELS) if options.kernels else (WAYS, KEYS)
     results: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
-    for name, draw in DATA.items():
+    for name in options.data:
+        draw = DATA[name]
         results[name] = {way: {} for way in ways}
         for keys in sizes:
             arrays = draw(np.random.default_rng([keys, 1]), keys)
