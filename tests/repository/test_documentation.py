@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.documented_installs import WAYS
 from tests.support.pages import FILES, NOTEBOOKS, PAGES, program_of
-from tests.support.programs import PACKAGE, run_python
+from tests.support.programs import OF_EXAMPLES, PACKAGE, run_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,7 +58,7 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (tmp_path / name).write_text(content)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
-    result = run_python(program_of(page), devices=None)  # a page that needs several says so
+    result = run_python(program_of(page), devices=None, modules=OF_EXAMPLES)  # a page that needs several says so
     assert result.returncode == 0, f"{page.name}: {result.stderr}"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.programs import run_command
+from tests.support.programs import OF_EXAMPLES, run_command
 
 nnx = pytest.importorskip("flax.nnx")
 for package in ("matplotlib", "optax", "rich", "sklearn"):
@@ -24,7 +24,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return run_command([EXAMPLES / name, *arguments], {**os.environ, **environment})
+    return run_command([EXAMPLES / name, *arguments], {**os.environ, **environment}, modules=OF_EXAMPLES)
 
 
 def output_of(name: str, *arguments: str, **environment: str) -> str:

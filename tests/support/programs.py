@@ -16,6 +16,8 @@ from tests.support.warm_programs import run_warm
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(natten_jax.__file__).parent
+#: What examples and pages import: two seconds of processor time, once for all of them.
+OF_EXAMPLES = "flax.nnx", "matplotlib.figure", "optax", "sklearn.datasets"
 _DEVICES_FLAG = "--xla_force_host_platform_device_count"
 
 
@@ -27,6 +29,7 @@ def run_python(
     paths: tuple[Path, ...] = (PACKAGE.parent, ROOT),
     environment: Mapping[str, str] | None = None,
     timeout: float = 300,
+    modules: Sequence[str] = (),
     fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program on the host's devices, in a process of its own.
@@ -39,11 +42,12 @@ def run_python(
         paths: Where it finds modules before the environment's own.
         environment: More environment variables.
         timeout: In seconds.
+        modules: What is imported besides before it begins.
         fresh: Whether nothing is imported when it begins, for programs that are about imports or memory.
     """
     command = "-c", textwrap.dedent(source), *arguments
     variables = _environment(devices, paths, quick) | dict(environment or {})
-    return run_command(command, variables, timeout, fresh=fresh)
+    return run_command(command, variables, timeout, modules=modules, fresh=fresh)
 
 
 def run_command(
@@ -51,6 +55,7 @@ def run_command(
     environment: Mapping[str, str],
     timeout: float = 300,
     folder: Path | None = None,
+    modules: Sequence[str] = (),
     *,
     fresh: bool = False,
     encoding: str = "utf-8",
@@ -62,6 +67,7 @@ def run_command(
         environment: All environment variables.
         timeout: In seconds.
         folder: Where it runs, if not here.
+        modules: As for :func:`run_python`.
         fresh: As for :func:`run_python`.
         encoding: In which it prints.
     """
@@ -71,7 +77,7 @@ def run_command(
             every, capture_output=True, env=dict(environment), cwd=folder, timeout=timeout, check=False
         )
     else:
-        done = run_warm(command, environment, timeout, folder)
+        done = run_warm(command, environment, timeout, folder, modules)
     output, errors = (stream.decode(encoding) for stream in (done.stdout, done.stderr))
     return subprocess.CompletedProcess(done.args, done.returncode, output, errors)
 

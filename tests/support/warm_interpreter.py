@@ -1,14 +1,16 @@
 """An interpreter that has imported JAX and natten_jax, and runs programs in forks of itself: most of a test's program
 would be its imports.
 
-``python tests/support/warm_interpreter.py`` reads requests from its standard input, a line of JSON each, and answers
-each with two lines: the fork's process number, and how it ended, as :class:`subprocess.Popen` has it. A fork is what a
-process would be that had run these imports first: no backend of JAX is there yet, and no thread but this one.
+``python tests/support/warm_interpreter.py MODULE...``, which has imported these modules, too, reads requests from its
+standard input, a line of JSON each, and answers each with two lines: the fork's process number, and how it ended, as
+:class:`subprocess.Popen` has it. A fork is what a process would be that had run these imports first: no backend of JAX
+is there yet, and no thread but this one.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -34,7 +36,6 @@ def serve() -> Any:
         if process == 0:
             for stream in (requests, answers):
                 os.close(stream.fileno())
-            gc.unfreeze()
             return json.loads(line)
         _say(answers, process)
         _say(answers, os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
@@ -83,4 +84,6 @@ def _text(of_bytes: str) -> str:
 
 
 if __name__ == "__main__":
+    for each in sys.argv[1:]:
+        importlib.import_module(each)
     run(serve())

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 _SERVER = Path(__file__).with_name("warm_interpreter.py")
 #: Environment variables that nobody reads before a program begins: XLA reads its own when a backend starts.
@@ -21,15 +22,18 @@ _READ_LATE = ("XLA_FLAGS", "PYTEST_CURRENT_TEST")
 #: NumPy would start threads, which forks do not have.
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 #: An interpreter with what it has imported keeps 200 MB: so few are kept, those that were asked last.
-_MOST = 2
+_MOST = 3
 
 
 class _Interpreter:
     """A process that runs programs in forks of itself (``warm_interpreter.py``)."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], modules: Sequence[str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(_SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(environment)
+            [sys.executable, str(_SERVER), *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=dict(environment),
         )
 
     def run(self, request: Mapping[str, object], timeout: float) -> int:
@@ -71,17 +75,18 @@ class _Interpreter:
         self._process.stdout.close()
 
 
-_interpreters: collections.OrderedDict[frozenset[tuple[str, str]], _Interpreter] = collections.OrderedDict()
+#: By the environment variables that they started with, and the modules that they have imported.
+_interpreters: collections.OrderedDict[Any, _Interpreter] = collections.OrderedDict()
 
 
-def _interpreter_of(environment: Mapping[str, str]) -> _Interpreter:
-    """The interpreter that started with these environment variables."""
+def _interpreter_of(environment: Mapping[str, str], modules: Sequence[str]) -> _Interpreter:
+    """The interpreter that started so."""
     early = {name: text for name, text in environment.items() if name not in _READ_LATE}
-    key = frozenset(early.items())
+    key = frozenset(early.items()), tuple(modules)
     if key not in _interpreters:
         while len(_interpreters) >= _MOST:
             _interpreters.popitem(last=False)[1].end()
-        _interpreters[key] = _Interpreter(early)
+        _interpreters[key] = _Interpreter(early, modules)
     _interpreters.move_to_end(key)
     return _interpreters[key]
 
@@ -98,7 +103,11 @@ def _bytes_of(word: str | Path) -> str:
 
 
 def run_warm(
-    command: Sequence[str | Path], environment: Mapping[str, str], timeout: float = 300, folder: Path | None = None
+    command: Sequence[str | Path],
+    environment: Mapping[str, str],
+    timeout: float = 300,
+    folder: Path | None = None,
+    modules: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[bytes]:
     """What ``python COMMAND...`` does, whose imports of JAX and natten_jax are done already.
 
@@ -110,9 +119,10 @@ def run_warm(
         environment: All environment variables.
         timeout: In seconds.
         folder: Where it runs, if not here.
+        modules: What else is imported before it begins.
     """
     environment = {**environment, **_ONE_THREAD}
-    interpreter = _interpreter_of(environment)
+    interpreter = _interpreter_of(environment, modules)
     with tempfile.NamedTemporaryFile() as output, tempfile.NamedTemporaryFile() as errors:
         request = {
             "command": list(map(_bytes_of, command)),
