@@ -46,7 +46,7 @@ def draw_speedups(results: Mapping[str, Mapping[str, Any]], baseline: str, path:
 
 
 def _speedups(result: Mapping[str, Any], baseline: str) -> dict[str, float]:
-    """Of one problem, by mode."""
+    """Speedups of one problem, by mode."""
     found = {mode: result.get(mode, {}).get("speedup", {}).get(baseline) for mode in MODES}
     return {mode: speedup for mode, speedup in found.items() if speedup is not None}
 

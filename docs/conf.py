@@ -130,7 +130,7 @@ def _sign_flax_modules(
 
 
 def _show_one_signature(app: Sphinx) -> None:
-    """Of functions whose overloads differ in the type of the result alone, the page has one signature."""
+    """The page has one signature of functions whose overloads differ in the type of the result alone."""
     for module in ("natten_jax.ops.attention", "natten_jax.ops.neighborhood"):
         analyzer = ModuleAnalyzer.for_module(module)
         analyzer.analyze()

@@ -38,7 +38,7 @@ CLASSES = 1000
 
 
 class Size(NamedTuple):
-    """Of a model: features and heads of the first stage, blocks per stage, and how much wider perceptrons are."""
+    """A model: features and heads of the first stage, blocks per stage, and how much wider perceptrons are."""
 
     width: int
     heads: int

@@ -68,6 +68,6 @@ def _of_keys(problem: Problem) -> np.ndarray:
 
 
 def _indices(axis: Axis) -> tuple[np.ndarray, np.ndarray]:
-    """Of tokens in their dilation groups, and which groups these are."""
+    """Places of tokens in their dilation groups, and which groups these are."""
     tokens = np.arange(axis.kv_extent)
     return tokens // axis.dilation, tokens % axis.dilation

@@ -116,7 +116,7 @@ def _figures(node: Any, way: tuple[str, ...]) -> Iterator[Figure]:
 
 
 def _of_passes(problems: Mapping[str, Any]) -> Iterator[Figure]:
-    """Of a record whose problems have a table of times for each pass."""
+    """Figures of a record whose problems have a table of times for each pass."""
     for name, problem in problems.items():
         for pass_, times in problem.items():
             if isinstance(times, Mapping):

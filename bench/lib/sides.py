@@ -55,7 +55,7 @@ def jax_side(
 
 
 def wall_times(run: Callable[[], Any]) -> list[float]:
-    """Of a few runs, each of which ends when its result is there; of one, where it is slow."""
+    """Seconds of a few runs, each of which ends when its result is there; of one, where it is slow."""
     times: list[float] = []
     while len(times) < LAUNCHES and sum(times) < _SLOW:
         start = time.perf_counter()

@@ -30,7 +30,7 @@ _HLO, _FACTS = "hlo.txt", "facts.json"
 
 
 def versions() -> dict[str, str]:
-    """Of what compiles.
+    """Versions of what compiles.
 
     Raises:
         importlib.metadata.PackageNotFoundError: The compiler is not installed.

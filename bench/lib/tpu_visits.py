@@ -18,7 +18,7 @@ LANES = 128
 
 
 def of_query_programs(call: Call) -> dict[str, Any]:
-    """Of a kernel that owns queries: steps, tiles, and chunks that are multiplied without a mask and with one."""
+    """What a kernel that owns queries visits: steps, tiles, and chunks multiplied without a mask and with one."""
     grid = query_grid(call)
     tables = [np.asarray(visits.boxes) for visits in call.visits]
     full = masked = active = boxes = 0
@@ -63,7 +63,7 @@ def _chunks(call: Call, tile: Any, step: Any) -> tuple[int, int]:
 
 
 def of_key_programs(call: Call) -> dict[str, Any]:
-    """Of the kernel that owns keys: a tile of keys with tiles of queries that see some of it."""
+    """What the kernel that owns keys visits: a tile of keys with tiles of queries that see some of it."""
     full = masked = 0
     boxes, tiles = ([np.asarray(getattr(v, table)) for v in call.visits] for table in ("boxes", "tiles"))
     for group in itertools.product(*(range(visits.lengths.groups) for visits in call.visits)):

@@ -13,7 +13,7 @@ namespace {
 /// Numbers that lie one behind the other, of which each lane has one.
 struct LaneTable {
   const float* values;
-  const std::int32_t* places;  ///< Of each lane.
+  const std::int32_t* places;  ///< Where each lane's lies.
   std::int32_t last;           ///< The last place that there is.
 
   /// Those that lie `offset` behind the lanes' places. The pairs that no window has may lie outside of the table: what

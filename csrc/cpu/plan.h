@@ -68,7 +68,7 @@ struct Workspace {
   float* packed_a;       ///< [rows][head_dim].
   float* packed_b;       ///< [rows][head_dim_v].
   float* lines;          ///< [kLanes][larger head_dim].
-  std::size_t bytes;     ///< Of all.
+  std::size_t bytes;     ///< All of it.
 };
 
 /// One pass of one call, cut into items.
@@ -76,7 +76,7 @@ struct Plan {
   Problem problem;
   Arrays arrays;
   Pass pass;
-  OffsetTable offsets;              ///< Of the relative biases: for whole windows, also where an entry's are smaller.
+  OffsetTable offsets;              ///< Relative biases: for whole windows, also where an entry's are smaller.
   std::int64_t lane_box[kRank];     ///< Tokens per dimension of a lane block.
   std::int64_t lane_heads;          ///< Query heads of a group that share a lane block; 1 where keys are owned.
   std::int64_t stream_tile[kRank];  ///< Stream tokens that are visited at a time.

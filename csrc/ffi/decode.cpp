@@ -158,7 +158,7 @@ Error check_rank_and_extents(const char* name, const AnyBuffer& array, std::size
   return Error::Success();
 }
 
-/// Of a dimension that wraps: kernels count on behind both of its ends.
+/// The same for a dimension that wraps: kernels count on behind both of its ends.
 constexpr std::int64_t kLargestExtentAround = kLargestExtent / 4;
 
 Error check_windows(const Axis (&axes)[kRank]) {

@@ -61,7 +61,7 @@ def visits(axis: Axis, pass_: Pass, tile: tuple[int, int], queries: Range, keys:
 
 
 def _visits_around(axis: Axis, pass_: Pass, tile: tuple[int, int], queries: Range, keys: Range) -> Visits:
-    """Of a group of a dimension that wraps; ranges are indices."""
+    """Tiles visited in a dilation group of a dimension that wraps; ranges are indices."""
     lengths = axis.lengths(0)
     is_forward = pass_ == "forward"
     (outer_range, inner_range), (outer_tile, inner_tile) = (

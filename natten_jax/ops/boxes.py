@@ -80,7 +80,7 @@ def placement_of_sequences(
 def _placement(
     inputs: Inputs, query_origin: Origin | None, of_queries: jax.Array | None, of_keys: jax.Array | None
 ) -> Placement:
-    """Of queries that begin at an origin, in layouts of so many queries and keys."""
+    """Where queries lie that begin at an origin, in layouts of so many queries and keys."""
     batch, *queries, _, _ = inputs.query.shape
     layout = inputs.key.shape[1:-2]
     room = [k - q for q, k in zip(queries, layout, strict=True)]

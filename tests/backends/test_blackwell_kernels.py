@@ -81,7 +81,7 @@ def test_random_problems(number: int) -> None:
     "waiting", ["products.wait", "softmax.wait", "backward.products.wait", "backward.weights.wait"]
 )
 def test_a_missing_wait_is_seen(waiting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what issues products for the copies, and of what reads logits for the products."""
+    """What issues products waits for the copies, and what reads logits for the products."""
     monkeypatch.setattr(f"{PACKAGE}.{waiting}", lambda barrier: None)
     with pytest.raises(Exception, match=A_RACE):
         complaints_of(*SMALL)
@@ -132,7 +132,7 @@ def test_kernels_are_lowered_for_gpus_that_are_not_there(name: str) -> None:
 @needs_interpreter
 @pytest.mark.parametrize("additional", [0, 3])
 def test_operators_run_all_kernels(additional: int, machine: Machine) -> None:
-    """Of a call that names the backend, or two where there are additional tokens, and of its gradients."""
+    """Those of a call that names the backend, or two where there are additional tokens, and of its gradients."""
     machine.has(Device("cuda", (10, 0)))
     query, key, value = (jax.ShapeDtypeStruct((2, 20, 24, heads, 40), jnp.bfloat16) for heads in (4, 2, 2))
     more = [jax.ShapeDtypeStruct((2, additional, 2, 40), jnp.bfloat16)] * (2 if additional else 0)

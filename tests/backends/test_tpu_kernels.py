@@ -61,7 +61,7 @@ def mask_of(problem: Problem) -> np.ndarray:
 
 
 def distance(found: object, expected: np.ndarray) -> float:
-    """Of a result, relative to the norm of what was expected."""
+    """How far a result is from what was expected, relative to the norm of that."""
     return float(np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected))
 
 

@@ -88,7 +88,7 @@ def test_strips_hold_what_windows_see_behind_the_ends_and_no_more(axis: Axis) ->
 
 
 def test_keys_are_not_copied() -> None:
-    """Of keys and values, the program has nothing but the strips."""
+    """The program has nothing of keys and values but the strips."""
     layout = 64, 96
     tokens = jax.ShapeDtypeStruct((1, *layout, 2, 16), "float32")
 

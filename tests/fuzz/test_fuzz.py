@@ -340,7 +340,7 @@ def test_problems_are_those_of_the_seed_and_all_features_are_drawn() -> None:
 
 
 def test_boxes_padding_and_finer_grids_are_drawn() -> None:
-    """Of calls of the operators: passes alone are given parts instead."""
+    """In calls of the operators: passes alone are given parts instead."""
     cases = [draw(CPU, ("fna", "fmha"), 3, number, is_direct=False).case for number in range(150)]
     for is_drawn in (
         [case.origins is not None and len(case.origins) == 1 for case in cases],

@@ -56,7 +56,7 @@ def outcomes(platform: str, names: list[str]) -> dict[str, str]:
     while remaining:
         program = f"from tests.support import malformed_calls; malformed_calls.main({remaining!r})"
         try:
-            result = run_python(program, timeout=240, environment=environment)
+            result = run_python(program, timeout=240, environment=environment, fresh=platform != "cpu")
             output, ending = result.stdout, f"crashed with status {result.returncode}: {result.stderr[-2000:]}"
         except subprocess.TimeoutExpired as error:
             output, ending = (error.stdout or b"").decode(), "did not end"

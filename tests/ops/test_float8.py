@@ -26,7 +26,7 @@ from tests.support.programs import output_of, run_python
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
-# Of calls whose arguments are in dictionaries, overloads say nothing.
+# Overloads say nothing of calls whose arguments are in dictionaries.
 na2d: Any = natten_jax.na2d
 attention: Any = natten_jax.attention
 

@@ -272,7 +272,7 @@ class Case:
         return tuple([array.astype(dtype) if is_asked else None for array, is_asked in asked])
 
     def entries(self) -> np.ndarray | None:
-        """Of the relative bias, by the oracle."""
+        """Entries of the relative bias, by the oracle: of each query for each key."""
         if not self.relative_bias:
             return None
         found = oracle.relative_entries(self.layout, **self.window_arguments)

@@ -10,7 +10,7 @@ namespace natten_jax {
 
 /// Boxes of a tile.
 struct SeamBoxes {
-  std::int64_t extent[kRank];  ///< Of a box.
+  std::int64_t extent[kRank];  ///< Extents of a box.
   double times;                ///< How many times as long a pass takes with them as if seams cost nothing.
 };
 

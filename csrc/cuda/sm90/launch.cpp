@@ -125,7 +125,7 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   int multiprocessors = 0;
   NATTEN_JAX_RETURN_IF_FAILED(read_attributes({{&multiprocessors, cudaDevAttrMultiProcessorCount}}));
   const int ctas = schedule.is_persistent ? std::min(p.supply.tiles, multiprocessors) : p.supply.tiles;
-  // Of tiles in the padding, which are over at once, a fixed order would give some CTAs more than others.
+  // A fixed order would give some CTAs more tiles in the padding than others, and these are over at once.
   if (all_tiles >= kTilesWorthCounting * ctas || arrays.layouts != nullptr) {
     p.supply.next_tile = scratch.next_tile;
   }

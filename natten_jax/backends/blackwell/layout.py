@@ -64,7 +64,7 @@ class Lines:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array that kernels get: lines, tokens, columns, elements."""
+        """Shape of the array that kernels get: lines, tokens, columns, elements."""
         x, y, _ = self.extents
         return self.batch * x * y, self.length, self.dilation[-1] * self.heads * self.blocks, self.block
 

@@ -52,7 +52,7 @@ def largest_hull_of_any_layout(axis: Axis, tile: int, outer_is_query: bool) -> i
     if outer_is_query:
         return axis.kernel_size + -(-(tile - 1) // axis.stride) * axis.stride
     bound = 2 * axis.kernel_size + tile + axis.stride
-    # Of attention every query sees a key, and there may be more of them than keys.
+    # In attention a key is seen by every query, and there may be more of them than keys.
     return bound if axis.query_extent == axis.kv_extent else max(bound, axis.query_extent)
 
 

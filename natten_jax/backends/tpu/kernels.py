@@ -93,7 +93,7 @@ class Call:
 
     @functools.cached_property
     def precision(self) -> jax.lax.Precision | None:
-        """Of products of float32."""
+        """How precise products of float32 are; ``None`` for other element types."""
         if self.plan.problem.dtype != "float32":
             return None
         wanted = self.plan.precision

@@ -28,7 +28,7 @@ HIDDEN = -1e30
 SMALLEST_MAXIMUM = -1e29
 
 
-# Of programs that own queries ----------------------------------------------------------------------------------------
+# Programs that own queries -------------------------------------------------------------------------------------------
 
 
 def slab_bounds(call: Call) -> list[jax.Array]:
@@ -114,7 +114,7 @@ class QueryMask:
         return jnp.where((keys >= first) & (keys < self.bounds[dim][at + lengths.q_tile]), coordinates, NOWHERE)
 
 
-# Of programs that own keys -------------------------------------------------------------------------------------------
+# Programs that own keys ----------------------------------------------------------------------------------------------
 
 
 def query_bounds(call: Call) -> list[jax.Array]:

@@ -132,7 +132,7 @@ class Warpgroup:
         return pl.ds(self.half * _COLUMNS, _COLUMNS)
 
     def _worked_out(self, pair: Pair, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Of the columns of a pair, products of queries and keys, weights, and gradients of logits."""
+        """Products of queries and keys, weights, and gradients of logits, in the columns of a pair."""
         memory = self.memory
         wait(memory.logits_are_in)
         logits, products = (
