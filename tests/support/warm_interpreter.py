@@ -1,7 +1,7 @@
 """An interpreter that has imported JAX and natten_jax, and runs programs in forks of itself: most of a test's program
 would be its imports.
 
-``python tests/support/warm_interpreter.py MODULE...``, which has imported these modules, too, reads requests from its
+``python -m tests.support.warm_interpreter MODULE...``, which has imported these modules, too, reads requests from its
 standard input, a line of JSON each, and answers each with two lines: the fork's process number, and how it ended, as
 :class:`subprocess.Popen` has it. A fork is what a process would be that had run these imports first: no backend of JAX
 is there yet, and no thread but this one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import json
 import os
 import select
@@ -16,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_SERVER = Path(__file__).with_name("warm_interpreter.py")
+_ROOT = Path(__file__).parents[2]
 #: Environment variables that nobody reads before a program begins: XLA reads its own when a backend starts.
 _READ_LATE = ("XLA_FLAGS", "PYTEST_CURRENT_TEST")
 #: NumPy would start threads, which forks do not have.
@@ -30,10 +31,11 @@ class _Interpreter:
 
     def __init__(self, environment: Mapping[str, str], modules: Sequence[str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(_SERVER), *modules],
+            [sys.executable, "-m", "tests.support.warm_interpreter", *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=dict(environment),
+            cwd=_ROOT,
         )
 
     def run(self, request: Mapping[str, object], timeout: float) -> int:
@@ -44,8 +46,9 @@ class _Interpreter:
         """
         deadline = time.monotonic() + timeout
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request).encode("ascii") + b"\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # what it ended with is said below
+            self._process.stdin.write(json.dumps(request).encode("ascii") + b"\n")
+            self._process.stdin.flush()
         number = self._number(None)
         try:
             return self._number(deadline)
@@ -63,14 +66,21 @@ class _Interpreter:
         line = b""
         while not line.endswith(b"\n"):
             found = os.read(self._process.stdout.fileno(), 1)
-            assert found, f"the interpreter has ended with status {self._process.wait()}"
+            if not found:
+                raise RuntimeError(f"the interpreter has ended with status {self._process.wait()}")
             line += found
         return int(line)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it answers no more."""
+        return self._process.poll() is not None
 
     def end(self) -> None:
         """End the process."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it has ended already
+            self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
 
@@ -82,6 +92,8 @@ _interpreters: collections.OrderedDict[Any, _Interpreter] = collections.OrderedD
 def _interpreter_of(environment: Mapping[str, str], modules: Sequence[str]) -> _Interpreter:
     """The interpreter that started so."""
     early = {name: text for name, text in environment.items() if name not in _READ_LATE}
+    for each in [key for key, interpreter in _interpreters.items() if interpreter.has_ended]:
+        _interpreters.pop(each).end()
     key = frozenset(early.items()), tuple(modules)
     if key not in _interpreters:
         while len(_interpreters) >= _MOST:
