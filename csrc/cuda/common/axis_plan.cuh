@@ -54,10 +54,13 @@ struct QueryAxisPlan {
   /// Local keys that the query at `coordinate` of the tile sees; past the layout, those of the last query. Where the
   /// dimension wraps, they are counted on behind both of its ends. Otherwise both ends
   /// are clamped: an origin that places queries far outside the layout must not make ranges that overflow.
-  CUTE_DEVICE int2 seen(const DeviceAxis& axis, int coordinate) const {
+  ///
+  /// `is_plain`: as EntryWindows has it.
+  CUTE_DEVICE int2 seen(const DeviceAxis& axis, int coordinate, bool is_plain = false) const {
     const int index = min(q_begin + coordinate, query.local_length - 1) + query.shift;
-    const auto window = window_bounds(EntryWindows(axis, kernel_size, stride), index, kv.length);
-    if (axis.ends == Ends::kWrap) return make_int2(window.begin, window.end);
+    const EntryWindows windows(axis, kernel_size, stride, is_plain);
+    const auto window = window_bounds(windows, index, kv.length);
+    if (windows.ends == Ends::kWrap) return make_int2(window.begin, window.end);
     return make_int2(max(window.begin - kv.shift, 0), min(max(window.end - kv.shift, 0), kv.local_length));
   }
 };
@@ -78,7 +81,9 @@ struct KeyAxisPlan {
         kernel_size(entry.kernel_size),
         stride(entry.stride) {}
 
-  CUTE_DEVICE EntryWindows windows(const DeviceAxis& axis) const { return {axis, kernel_size, stride}; }
+  CUTE_DEVICE EntryWindows windows(const DeviceAxis& axis, bool is_plain = false) const {
+    return {axis, kernel_size, stride, is_plain};
+  }
 
   /// Whether every key of the tile lies in the layouts.
   CUTE_DEVICE bool is_whole(const DeviceAxis& axis) const {
@@ -86,10 +91,11 @@ struct KeyAxisPlan {
   }
 
   /// Local queries that see a local key, as QueryAxisPlan has keys; none where the key lies outside the layouts.
-  CUTE_DEVICE int2 seen_by(const DeviceAxis& axis, int key) const {
+  CUTE_DEVICE int2 seen_by(const DeviceAxis& axis, int key, bool is_plain = false) const {
     if (key < first || key > last) return make_int2(0, 0);
-    const auto window = inverse_window_bounds(windows(axis), key + kv.shift, query.length, kv.length);
-    if (axis.ends == Ends::kWrap) return make_int2(window.begin, window.end);
+    const EntryWindows own = windows(axis, is_plain);
+    const auto window = inverse_window_bounds(own, key + kv.shift, query.length, kv.length);
+    if (own.ends == Ends::kWrap) return make_int2(window.begin, window.end);
     return make_int2(max(window.begin - query.shift, 0), min(max(window.end - query.shift, 0), query.local_length));
   }
 };

@@ -31,13 +31,19 @@ struct Origin {
 
 /// The windows of a dimension for the arithmetic of natten_jax/windows.h: those of the launch, or the largest that fit
 /// an entry's layout.
+///
+/// `is_plain`: no entry has a layout of its own, and the windows are shifted inside or end at the query. A constant of
+/// the kernel, which then is compiled for these alone.
 struct EntryWindows {
   const DeviceAxis& axis;
   int kernel_size, stride;
   Ends ends;
 
-  CUTLASS_HOST_DEVICE EntryWindows(const DeviceAxis& axis, int kernel_size, int stride)
-      : axis(axis), kernel_size(kernel_size), stride(stride), ends(axis.ends) {}
+  CUTLASS_HOST_DEVICE EntryWindows(const DeviceAxis& axis, int kernel_size, int stride, bool is_plain = false)
+      : axis(axis),
+        kernel_size(is_plain ? axis.kernel_size : kernel_size),
+        stride(is_plain ? axis.stride : stride),
+        ends(is_plain && !axis.is_causal() ? Ends::kShift : axis.ends) {}
 
   CUTLASS_HOST_DEVICE int stride_group(int index) const {
     if (stride == axis.stride) return axis.stride_group(index);

@@ -49,13 +49,17 @@ CUTE_DEVICE QueryAxisPlan plan_axis(const DeviceAxis (&axis)[3], const TilePlace
 }
 
 /// The same for the tile of a number, with its batch entry and head.
-template <class Params>
+///
+/// `kIsPlain`: as EntryWindows has it.
+template <bool kIsPlain, class Params>
 CUTE_DEVICE QueryAxisPlan plan_axis(const Params& p, int tile, int& batch, int& head) {
   const TilePlace place = p.schedule.place(p.axis, tile);
   batch = place.batch;
   head = place.head;
   const int d = planned_dimension(), dilation = p.axis[d].dilation;
-  if (p.layouts != nullptr) return plan_axis(p.axis, place, EntryAxis(p.axis[d], EntryLayout(p.layouts, batch), d));
+  if (!kIsPlain && p.layouts != nullptr) {
+    return plan_axis(p.axis, place, EntryAxis(p.axis[d], EntryLayout(p.layouts, batch), d));
+  }
   const Origin query_origin = Origin::load(p.origins, d, dilation),
                kv_origin = Origin::load(p.origins, 3 + d, dilation);
   return plan_axis(p.axis, place, EntryAxis(p.axis[d], query_origin, kv_origin));

@@ -128,9 +128,9 @@ CUTE_DEVICE void load_next(const BackwardParams& p, typename Traits::SharedStora
   if (next.head < own.queries) load_queries<Traits>(p, shared, next, own, stage);
 }
 
-/// `kHasScales`: heads may have scales of their own. One scale of all heads is a parameter, which costs no register:
-/// with a kernel for both, backward passes with heads of 64 took 1.5% longer (H100).
-template <class Traits, bool kHasScales>
+/// `kIsPlain`: as is_plain has it, or, where false, any call. With a kernel for all calls, backward passes took 1.5%
+/// longer for the scales (heads of 64), and 1 to 3% for layouts and ends (heads of 128; H100).
+template <class Traits, bool kIsPlain>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     natten_jax_sm80_fna_backward(const __grid_constant__ BackwardParams p) {
   constexpr int kStages = Traits::kStages;
@@ -139,13 +139,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   int outer, split, group;
   p.by_splits(outer, split, blockIdx.x);
   p.by_groups(outer, group, outer);
-  const KeyHead own(p, outer, kHasScales);
+  const KeyHead own(p, outer, !kIsPlain);
   const LogitTile<Traits> logits(p, shared);
   const KeyGradients<Traits> gradients;
 
   for (int tile = split; tile < p.tiles; tile += p.splits) {
     __syncthreads();  // the last tile's tables have been used
-    if (!plan_keys<Traits>(p, own.batch, tile, group, shared)) continue;
+    if (!plan_keys<Traits, kIsPlain>(p, own.batch, tile, group, shared)) continue;
     __syncthreads();
     load_keys<Traits>(p, shared, own);
 

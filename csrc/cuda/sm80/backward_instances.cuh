@@ -17,10 +17,10 @@ Status launch_backward(const BackwardParams& params, const BackwardForm& form, i
     static_assert(
         has_backward_form(Traits::kHeadDim, sizeof(Element), Traits::kKeys, sizeof(typename Traits::SharedStorage)));
     if (form.head_dim == Traits::kHeadDim && form.keys == Traits::kKeys) {
-      // One kernel for both with float32: these are the longest ones, whose products take most of their time.
-      constexpr bool kIsForBoth = sizeof(Element) == 4;
-      const auto kernel = params.scale.heads == nullptr ? natten_jax_sm80_fna_backward<Traits, kIsForBoth>
-                                                        : natten_jax_sm80_fna_backward<Traits, true>;
+      // One kernel for all calls with float32: these are the longest ones, whose products take most of their time.
+      constexpr bool kHasPlain = sizeof(Element) == 2;
+      const auto kernel = is_plain(params) ? natten_jax_sm80_fna_backward<Traits, kHasPlain>
+                                           : natten_jax_sm80_fna_backward<Traits, false>;
       result = status_of(launch_form<Traits>(kernel, ctas, stream, params));
     }
   };

@@ -8,7 +8,7 @@ namespace natten_jax::sm80 {
 
 /// Finds the queries that see the keys of a batch entry's tile; false where the tile has no keys. All threads take
 /// part.
-template <class Traits>
+template <class Traits, bool kIsPlain>
 CUTE_DEVICE bool plan_keys(const BackwardParams& p, int batch, int tile, int group,
                            typename Traits::SharedStorage& shared) {
   int first_row = tile % p.parts * Traits::kKeys;
@@ -34,11 +34,11 @@ CUTE_DEVICE bool plan_keys(const BackwardParams& p, int batch, int tile, int gro
   p.axis[1].by_kv_tiles(tile_index[0], tile_index[1], tile_index[1]);
   p.axis[2].by_dilation(group, residue[2], group);
   p.axis[1].by_dilation(residue[0], residue[1], group);
-  const EntryLayout layout(p.layouts, batch);
+  const EntryLayout layout(kIsPlain ? nullptr : p.layouts, batch);
   const auto axis_plan = [&](int d) {
     const DeviceAxis& axis = p.axis[d];
     const int index = longest_first(axis, tile_index[d]);
-    if (p.layouts != nullptr) return KeyAxisPlan(axis, EntryAxis(axis, layout, d), residue[d], index);
+    if (!kIsPlain && p.layouts != nullptr) return KeyAxisPlan(axis, EntryAxis(axis, layout, d), residue[d], index);
     const Origin query_origin = Origin::load(p.origins, d, axis.dilation),
                  kv_origin = Origin::load(p.origins, 3 + d, axis.dilation);
     return KeyAxisPlan(axis, EntryAxis(axis, query_origin, kv_origin), residue[d], index);
@@ -59,7 +59,7 @@ CUTE_DEVICE bool plan_keys(const BackwardParams& p, int batch, int tile, int gro
       const int index = axes[d].kv_begin + at[d];
       exists = exists && index < axes[d].kv.local_length;
       token = token * p.axis[d].kv_local_extent + index * p.axis[d].dilation + residue[d];
-      seen[d] = exists ? axes[d].seen_by(p.axis[d], index) : make_int2(0, 0);
+      seen[d] = exists ? axes[d].seen_by(p.axis[d], index, kIsPlain) : make_int2(0, 0);
     }
     shared.row_windows[row][0] = make_int4(seen[0].x, seen[1].x, seen[2].x, exists ? token : -1);
     shared.row_windows[row][1] = exists ? make_int4(seen[0].y, seen[1].y, seen[2].y, 0) : make_int4(0, 0, 0, 0);
@@ -68,8 +68,8 @@ CUTE_DEVICE bool plan_keys(const BackwardParams& p, int batch, int tile, int gro
     int hull_begin[3], hull_end[3], inner_begin[3], inner_end[3], pitch[3], first_token = 0, tokens = 1;
     CUTE_UNROLL
     for (int d = 0; d < 3; ++d) {
-      const int2 of_first = axes[d].seen_by(p.axis[d], axes[d].first),
-                 of_last = axes[d].seen_by(p.axis[d], axes[d].last);
+      const int2 of_first = axes[d].seen_by(p.axis[d], axes[d].first, kIsPlain),
+                 of_last = axes[d].seen_by(p.axis[d], axes[d].last, kIsPlain);
       hull_begin[d] = of_first.x;
       hull_end[d] = of_last.y;
       inner_begin[d] = of_last.x;

@@ -17,15 +17,15 @@
 namespace natten_jax::sm80 {
 
 /// Works out the CTA's query tile, its rows and its columns; false where the tile has no queries.
-template <class Traits>
+template <class Traits, bool kIsPlain>
 CUTE_DEVICE bool plan_tile(const ForwardParams& p, typename Traits::SharedStorage& shared, int& batch, int& head) {
-  const QueryAxisPlan own = plan_axis(p, blockIdx.x, batch, head);
+  const QueryAxisPlan own = plan_axis<kIsPlain>(p, blockIdx.x, batch, head);
   if (__any_sync(0xffffffffu, own.q_begin >= own.query.local_length)) return false;
   if (threadIdx.x >= Traits::kThreads - 32) {
-    share_plan<typename Traits::Element, Traits::kColumns>(p, own, batch, head, shared.plan);
+    share_plan<typename Traits::Element, Traits::kColumns, kIsPlain>(p, own, batch, head, shared.plan);
   }
   const int warp = threadIdx.x / 32, row = 16 * Traits::kRowBlocks * warp + threadIdx.x % (16 * Traits::kRowBlocks);
-  plan_row(p, own, row, shared.row_windows[row][0], shared.row_windows[row][1], shared.warp_boxes[warp]);
+  plan_row<kIsPlain>(p, own, row, shared.row_windows[row][0], shared.row_windows[row][1], shared.warp_boxes[warp]);
   for (int column = threadIdx.x; column < kMostColumns; column += Traits::kThreads) {
     shared.columns.template fill<&DeviceAxis::by_kv_tile>(p.axis, column, p.kv_tile_tokens, key_pitch(p));
   }
@@ -42,9 +42,10 @@ CUTE_DEVICE void load_query(const ForwardParams& p, typename Traits::SharedStora
   commit_copies();
 }
 
-/// `kHasScales`: heads have scales of their own. One scale of all heads is a parameter, which costs no register: with a
-/// kernel for both, forward passes took 1 to 5% longer.
-template <class Traits, bool kHasScales>
+/// `kIsPlain`: as is_plain has it, or, where false, any call. One scale of all heads is a parameter, which costs no
+/// register, and the registers of a step's loop depend on what the plan before it works out: with a kernel for all
+/// calls, forward passes took 1 to 5% longer for the scales, and 1 to 3% for the layouts (H100).
+template <class Traits, bool kIsPlain>
 __global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
     natten_jax_sm80_fna_forward(const __grid_constant__ ForwardParams p) {
   extern __shared__ __align__(128) char raw[];
@@ -52,7 +53,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
 
   if constexpr (Traits::kIsRing) shared.ring.initialise();
   int batch, head;
-  if (!plan_tile<Traits>(p, shared, batch, head)) return;
+  if (!plan_tile<Traits, kIsPlain>(p, shared, batch, head)) return;
   __syncthreads();
   const std::int64_t first_row = batch * p.queries * p.heads + head;
   load_query<Traits>(p, shared, first_row);
@@ -76,7 +77,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
   }
 
   typename WarpRows<Traits>::Output o = {};
-  const float scale = kHasScales ? p.scale.of(batch * p.heads + head).logits : p.scale.of_all;
+  const float scale = kIsPlain ? p.scale.of_all : p.scale.of(batch * p.heads + head).logits;
   typename WarpRows<Traits>::Softmax softmax(scale * kLog2E);
   for (int step = 0; step < copies.steps; ++step) {
     const std::uint32_t stage_bytes = copies.begin(step);

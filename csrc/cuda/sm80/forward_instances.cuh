@@ -10,8 +10,8 @@ namespace natten_jax::sm80 {
 /// Launches a variant of a form.
 template <class Traits>
 Status launch_variant(const ForwardParams& params, int ctas, cudaStream_t stream) {
-  const auto kernel = params.scale.heads == nullptr ? natten_jax_sm80_fna_forward<Traits, false>
-                                                    : natten_jax_sm80_fna_forward<Traits, true>;
+  const auto kernel =
+      is_plain(params) ? natten_jax_sm80_fna_forward<Traits, true> : natten_jax_sm80_fna_forward<Traits, false>;
   return status_of(launch_form<Traits>(kernel, ctas, stream, params));
 }
 

@@ -3,6 +3,7 @@
 
 #include <cutlass/fast_math.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "cuda/common/device_axis.h"
@@ -69,5 +70,13 @@ struct BackwardParams {
   cutlass::FastDivmod by_splits, by_groups;
   cutlass::FastDivmod by_heads_kv;  // those of the launch, which may be some of all
 };
+
+/// Whether all heads have one scale, all batch entries one layout, and windows that are shifted inside or end at the
+/// query, as in most calls: kernels for these work out nothing else.
+template <class Params>
+bool is_plain(const Params& p) {
+  const auto are_plain = [](const DeviceAxis& axis) { return axis.ends == Ends::kShift || axis.ends == Ends::kCausal; };
+  return p.scale.heads == nullptr && p.layouts == nullptr && std::all_of(p.axis, p.axis + 3, are_plain);
+}
 
 }  // namespace natten_jax::sm80

@@ -32,13 +32,13 @@ CUTE_DEVICE int4 key_pitch(const ForwardParams& p) {
 
 /// Fills in a plan; all lanes of a warp take part, and `own` are their dimensions. Tiles are read in steps of
 /// `kColumns` keys.
-template <class Element, int kColumns>
+template <class Element, int kColumns, bool kIsPlain>
 CUTE_DEVICE void share_plan(const ForwardParams& p, const QueryAxisPlan& own, int batch, int head, TilePlan& plan) {
   const int lane = threadIdx.x % 32, d = planned_dimension();
   // The windows of the first and the last row, a lane each: 3 * is_last + dimension.
   const int of = min(lane, 5) % 3;
   const bool is_last = lane >= 3;
-  const int2 window = of_lane(own, of).seen(p.axis[of], is_last ? p.axis[of].q_tile - 1 : 0);
+  const int2 window = of_lane(own, of).seen(p.axis[of], is_last ? p.axis[of].q_tile - 1 : 0, kIsPlain);
   if (lane < 6) {
     (is_last ? plan.inner_begin : plan.hull_begin)[of] = window.x;
     (is_last ? plan.hull_end : plan.inner_end)[of] = window.y;
@@ -86,6 +86,7 @@ struct SeenBox {
 
 /// Fills in a row's window: first key seen (x, y, z) and the row's token, or -1; end of the keys seen. All lanes of a
 /// warp take part, and `box` becomes what their rows see. Rows past the query tile stand for its first.
+template <bool kIsPlain>
 CUTE_DEVICE void plan_row(const ForwardParams& p, const QueryAxisPlan& own, int row, int (&begin)[4], int (&end)[4],
                           SeenBox& box) {
   constexpr unsigned kAll = 0xffffffffu;
@@ -99,7 +100,7 @@ CUTE_DEVICE void plan_row(const ForwardParams& p, const QueryAxisPlan& own, int 
     const DeviceAxis& axis = p.axis[d];
     const QueryAxisPlan plan = of_lane(own, d);
     const int coordinate = d == 0 ? at.x : d == 1 ? at.y : at.z, index = plan.q_begin + coordinate;
-    const int2 seen = plan.seen(axis, coordinate);
+    const int2 seen = plan.seen(axis, coordinate, kIsPlain);
     begin[d] = seen.x;
     end[d] = seen.y;
     box.hull_begin[d] = __reduce_min_sync(kAll, exists ? seen.x : kMost);
