@@ -161,15 +161,12 @@ CUTE_DEVICE void load_query_tiles(const BackwardParams& p, typename Traits::Shar
         // In the order in which their buffers fall free.
         stage.wait_empty(shared.empty_out_cotangent);
         const int head = plan.kv_head * p.heads_per_kv + i;
-        load_query_tile<Traits>(
-            p, plan, walk, head,
-            BackwardMaps::of(p.entry_maps, p.out_cotangent, kOutCotangentsOfEntry, plan.batch, plan.query_map),
-            p.head_dim_v, shared.full_out_cotangent[stage.index], shared.out_cotangent[stage.index]);
+        load_query_tile<Traits>(p, plan, walk, head, plan.out_cotangents, p.head_dim_v,
+                                shared.full_out_cotangent[stage.index], shared.out_cotangent[stage.index]);
         if constexpr (!Traits::kLoadsApart) {
           stage.wait_empty(shared.empty_q);
-          load_query_tile<Traits>(p, plan, walk, head,
-                                  BackwardMaps::of(p.entry_maps, p.query, kQueriesOfEntry, plan.batch, plan.query_map),
-                                  p.head_dim, shared.full_q[stage.index], shared.q[stage.index]);
+          load_query_tile<Traits>(p, plan, walk, head, plan.queries, p.head_dim, shared.full_q[stage.index],
+                                  shared.q[stage.index]);
         }
         stage.advance();
         walk.next(p.axis, plan.hull_begin, plan.hull_end);
@@ -206,10 +203,8 @@ CUTE_DEVICE void load_statistics(const BackwardParams& p, typename Traits::Share
         stage.wait_empty(shared.empty_q);
         if constexpr (Traits::kLoadsApart) {
           if (lane == 0) {
-            load_query_tile<Traits>(
-                p, plan, walk, head,
-                BackwardMaps::of(p.entry_maps, p.query, kQueriesOfEntry, plan.batch, plan.query_map), p.head_dim,
-                shared.full_q[stage.index], shared.q[stage.index]);
+            load_query_tile<Traits>(p, plan, walk, head, plan.queries, p.head_dim, shared.full_q[stage.index],
+                                    shared.q[stage.index]);
           }
           __syncwarp();
         }
