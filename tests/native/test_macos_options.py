@@ -44,6 +44,7 @@ def link_commands(folder: Path, **system: str) -> dict[str, str]:
         **system,
         "CMAKE_CXX_COMPILER": (sysconfig.get_config_var("CXX") or "g++").split()[0],
         "NATTEN_JAX_FFI_INCLUDE_DIR": jax.ffi.include_dir(),
+        "Python_EXECUTABLE": sys.executable,
         "Python_INCLUDE_DIR": sysconfig.get_path("include"),
         "pybind11_DIR": str(folder),
     }
