@@ -6,7 +6,10 @@ Two steps, the first on the GPU, the second anywhere:
     python bench/calibrate.py fit bench/results/h200/calibration/hopper.json \
         --out natten_jax/cost/calibrations/hopper-9.0.json
 
-The measurements that the models in the package are fitted to are in ``bench/results/h200/calibration``.
+With ``--dtype``, both are of the kernels for other elements than 16 bits; what a model has for all stays as it is.
+
+The measurements that the models in the package are fitted to are in ``bench/results/h200/calibration``; those of 8-bit
+arrays in ``bench/results/h100/calibration``.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from natten_jax.plan.devices import default_device
 from natten_jax.problem import Problem
 from natten_jax.profiler.cli.arguments import parse
 from natten_jax.profiler.cli.whole_files import write_text
+from natten_jax.profiler.element_types import ELEMENT_TYPES
 from natten_jax.profiler.run.workload import Workload, compile_workload
 from natten_jax.profiler.search import choices
 from natten_jax.profiler.search.configurations import Listing, listings, main_sub_call
@@ -55,6 +59,9 @@ FORM_SETS = "small", "small, held back"
 #: Ranks, in the order of the model so far, of the pairs that are measured beside the first one for the fit.
 OTHER_RANKS = (1, 4, 12, 40, 150)
 
+#: The element type that is measured for models of 16 bits.
+_OWN = "bf16"
+
 #: Least and most slowdown by the power limit, seconds after which half of it applies, and shares of it.
 _BOUNDS = {"slowdown": (0.05, 0.4), "onset": (1e-4, 3e-2), "power": (0.02, 1.0)}
 
@@ -69,7 +76,13 @@ _BRIEF = 2e-3
 
 
 def measure(
-    family: str, pass_: Pass, sets: Sequence[str], other_ranks: Sequence[int], warmup_steps: int, iterations: int
+    family: str,
+    dtype: str,
+    pass_: Pass,
+    sets: Sequence[str],
+    other_ranks: Sequence[int],
+    warmup_steps: int,
+    iterations: int,
 ) -> Iterator[list[dict[str, Any]]]:
     """Device times of each problem, with the recommended tiles and, for the fit, a few others in turns with them."""
     model = simulator.calibration_for(family)
@@ -79,7 +92,7 @@ def measure(
     for name in sets:
         for line in SETS[name]:
             records: list[dict[str, Any]] = []
-            options = parse([*line.split(), "--dtype", "bf16", "--backend", f"{family}-fna", *flags])
+            options = parse([*line.split(), "--dtype", dtype, "--backend", f"{family}-fna", *flags])
             problem = main_sub_call(options).request.problem
             found = [each for each in listings(options, problem, device) if each.pass_ == pass_]
             if not found:
@@ -109,6 +122,7 @@ def measure(
                         "set": name,
                         "pass": pass_,
                         "arguments": line,
+                        "dtype": dtype,
                         "q_tile": q_tile,
                         "kv_tile": kv_tile,
                         "is_recommended": number == 0,
@@ -174,7 +188,8 @@ def samples(records: list[dict[str, Any]], model: Calibration) -> list[Sample]:
     found = []
     for record in records:
         pass_ = record["pass"]
-        options = parse([*record["arguments"].split(), "--dtype", "bf16", "--backend", f"{model.family}-fna"])
+        dtype = record.get("dtype", "bf16")
+        options = parse([*record["arguments"].split(), "--dtype", dtype, "--backend", f"{model.family}-fna"])
         problem = main_sub_call(options).request.problem
         pair = tuple(record["q_tile"][-problem.rank :]), tuple(record["kv_tile"][-problem.rank :])
         is_small = record["set"] in FORM_SETS
@@ -187,11 +202,26 @@ def samples(records: list[dict[str, Any]], model: Calibration) -> list[Sample]:
     return found
 
 
-def fit(every: list[Sample], model: Calibration) -> Calibration:
-    """The model whose logarithms of times are closest to the measured ones'."""
+def fit(every: list[Sample], model: Calibration, dtypes: Sequence[str]) -> Calibration:
+    """The model whose logarithms of times are closest to the measured ones'.
+
+    Args:
+        every: What was measured.
+        model: Where to start.
+        dtypes: Element types whose kernels are fitted; what all kernels share is, with those of the model's own.
+    """
     from scipy.optimize import least_squares
 
-    kernels = [(pass_, kernel) for pass_, of_pass in model.kernels.items() for kernel in of_pass]
+    is_own = tuple(dtypes) == tuple(model.dtypes)
+    of_dtypes = () if is_own else tuple(dtypes)
+    kernels = [
+        (pass_, kernel)
+        for pass_, of_pass in model.kernels.items()
+        for kernel in of_pass
+        if tuple(kernel.dtypes) == of_dtypes
+    ]
+    shared = {"launch": model.launch, "backward_launch": model.launch_of("backward")} if is_own else {}
+    shared |= {"slowdown": model.slowdown, "onset": model.onset} if is_own else {}
     used = [sample for sample in every if sample.kernel is not None and not is_held_back(sample.record["set"])]
     measured = np.log([sample.record["seconds"] for sample in used])
     weights = np.array([weight(sample.record) for sample in used])
@@ -201,18 +231,16 @@ def fit(every: list[Sample], model: Calibration) -> Calibration:
     together = [rows for rows in groups.values() if len(rows) > 1]
 
     def unpack(parameters: Any) -> Calibration:
-        launch, backward_launch, slowdown, onset, *costs = map(float, np.exp(parameters))
-        fitted: dict[str, list[Kernel]] = {pass_: [] for pass_, _ in kernels}
-        for pass_, kernel in kernels:
-            own: dict[str, Any] = {name: costs.pop(0) for name in costs_of(kernel)}
-            fitted[pass_].append(dataclasses.replace(kernel, **own))
+        values = list(map(float, np.exp(parameters)))
+        fitted: dict[str, list[Kernel]] = {pass_: [] for pass_ in model.kernels}
+        common: dict[str, Any] = {name: values.pop(0) for name in shared}
+        for pass_, of_pass in model.kernels.items():
+            for kernel in of_pass:
+                names = costs_of(kernel) if (pass_, kernel) in kernels else ()
+                own: dict[str, Any] = {name: values.pop(0) for name in names}
+                fitted[pass_].append(dataclasses.replace(kernel, **own))
         return dataclasses.replace(
-            model,
-            launch=launch,
-            backward_launch=backward_launch,
-            slowdown=slowdown,
-            onset=onset,
-            kernels={pass_: tuple(of_pass) for pass_, of_pass in fitted.items()},
+            model, kernels={pass_: tuple(of_pass) for pass_, of_pass in fitted.items()}, **common
         )
 
     def residuals(parameters: Any) -> Any:
@@ -225,8 +253,8 @@ def fit(every: list[Sample], model: Calibration) -> Calibration:
         )
 
     costs = [getattr(kernel, name) for _, kernel in kernels for name in costs_of(kernel)]
-    start = np.log([model.launch, model.launch_of("backward"), model.slowdown, model.onset, *costs])
-    names = ["launch", "launch", "slowdown", "onset", *(name for _, kernel in kernels for name in costs_of(kernel))]
+    start = np.log([*shared.values(), *costs])
+    names = [*shared, *(name for _, kernel in kernels for name in costs_of(kernel))]
     unbounded = [(math.exp(each - 3), math.exp(each + 3)) for each in start]
     lowest, highest = np.log([_BOUNDS.get(*each) for each in zip(names, unbounded, strict=True)]).T
     start = np.clip(start, lowest + 1e-6, highest - 1e-6)
@@ -262,7 +290,8 @@ def predicted(every: list[Sample], model: Calibration) -> list[float]:
             assert simulation.seconds is not None
             seconds.append(simulation.seconds)
             continue
-        (kernel,) = (each for each in model.kernels[sample.pass_] if each.size == sample.kernel.size)
+        wanted = sample.kernel.size, tuple(sample.kernel.dtypes)
+        (kernel,) = (each for each in model.kernels[sample.pass_] if (each.size, tuple(each.dtypes)) == wanted)
         seconds.append(float(simulator.predict(sample.problem, sample.counts.tiles, sample.pass_, kernel, model)))
     return seconds
 
@@ -302,6 +331,7 @@ def main() -> None:
     steps = parser.add_subparsers(dest="step", required=True)
     measuring = steps.add_parser("measure", help="on the GPU")
     measuring.add_argument("--family", default="hopper")
+    measuring.add_argument("--dtype", default=_OWN, help="as the profiler has it")
     measuring.add_argument("--passes", nargs="+", choices=PASSES, default=["forward"])
     measuring.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     measuring.add_argument("--other-ranks", nargs="*", type=int, default=OTHER_RANKS, help="of tiles for the fit")
@@ -311,6 +341,7 @@ def main() -> None:
     fitting = steps.add_parser("fit", help="anywhere")
     fitting.add_argument("records", nargs="+", type=Path)
     fitting.add_argument("--family", default="hopper")
+    fitting.add_argument("--dtype", default=_OWN, help="of the records")
     fitting.add_argument("--out", type=Path, help="the model")
     fitting.add_argument("--records-out", type=Path, help="all records together, as one file of measurements")
     options = parser.parse_args()
@@ -318,7 +349,13 @@ def main() -> None:
         records, of_run = [], environment()
         for pass_ in options.passes:
             for of_problem in measure(
-                options.family, pass_, options.sets, options.other_ranks, options.warmup_steps, options.iterations
+                options.family,
+                options.dtype,
+                pass_,
+                options.sets,
+                options.other_ranks,
+                options.warmup_steps,
+                options.iterations,
             ):
                 records += of_problem
                 # After each problem: what was measured stays when a run is cut off.
@@ -329,7 +366,7 @@ def main() -> None:
     assert model is not None
     records = [record for found in files for record in found["records"]]
     every = samples(records, model)
-    model = fit(every, model)
+    model = fit(every, model, model.dtypes if options.dtype == _OWN else (ELEMENT_TYPES[options.dtype],))
     print_errors(every, model)
     if options.out is not None:
         write_json(options.out, dataclasses.asdict(model))

@@ -36,6 +36,7 @@ class Kernel:
         row_groups: Groups of an outer tile's rows that skip and mask inner tiles on their own.
         power: How much of the device's slowdown it suffers: less where it draws less power.
         side_by_side: Outer tiles that a multiprocessor works on at the same time.
+        dtypes: Element types that it takes, where these are not those of the calibration.
     """
 
     head_dim: int
@@ -48,6 +49,7 @@ class Kernel:
     row_groups: int = 1
     power: float = 1.0
     side_by_side: int = 1
+    dtypes: Sequence[str] = ()
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -105,14 +107,13 @@ class Calibration:
 
     def kernel(self, problem: Problem, pair: TilePair, pass_: Pass) -> Kernel | None:
         """The smallest kernel that takes the heads and the tiles; ``None`` where none was timed for these elements."""
-        if problem.dtype not in self.dtypes:
-            return None
         outer, inner = outer_and_inner(pair, pass_)
         sizes = max(problem.head_dim, problem.head_dim_v), math.prod(outer), math.prod(inner)
         fitting = [
             kernel
             for kernel in self.kernels.get(pass_, ())
-            if all(size <= limit for size, limit in zip(sizes, kernel.size, strict=True))
+            if problem.dtype in (kernel.dtypes or self.dtypes)
+            and all(size <= limit for size, limit in zip(sizes, kernel.size, strict=True))
         ]
         return min(fitting, key=lambda kernel: kernel.size, default=None)
 
@@ -154,6 +155,11 @@ def calibration_for(family: str, compute_capability: ComputeCapability | None = 
         major, minor = model["compute_capability"]
         found = (major, minor)
         if model["family"] == family and compute_capability in (None, found):
-            kernels = {pass_: tuple(Kernel(**each) for each in of_pass) for pass_, of_pass in model["kernels"].items()}
+            kernels = {pass_: tuple(map(_kernel, of_pass)) for pass_, of_pass in model["kernels"].items()}
             return Calibration(**{**model, "compute_capability": found, "kernels": kernels})
     return None
+
+
+def _kernel(fields: dict[str, Any]) -> Kernel:
+    """A kernel of a file."""
+    return Kernel(**{**fields, "dtypes": tuple(fields.get("dtypes", ()))})

@@ -434,3 +434,15 @@ def test_calibrations_are_complete() -> None:
         assert all(kernel.inner_tile > 0 for kernels in calibration.kernels.values() for kernel in kernels)
     assert simulator.calibration_for("hopper", (8, 0)) is None
     assert simulator.calibration_for("flex") is None
+
+
+def test_kernels_of_other_elements_have_times_of_their_own() -> None:
+    problem = simulator.problem_of((4096,), 512, heads=8, head_dim=128)
+    pair = (128,), (128,)
+    model = simulator.calibration_for("hopper")
+    assert model is not None
+    wide = model.kernel(problem, pair, "forward")
+    small = model.kernel(dataclasses.replace(problem, dtype="float8_e4m3fn"), pair, "forward")
+    assert wide is not None and small is not None
+    assert not wide.dtypes and small.dtypes == ("float8_e4m3fn",) and wide.size == small.size
+    assert model.kernel(dataclasses.replace(problem, dtype="float8_e5m2"), pair, "forward") is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import ClassVar
 
@@ -101,8 +100,6 @@ class HopperBackend(NativeBackend):
 
     def predicted_seconds(self, problem: Problem, device: Device, pass_: Pass) -> float | None:
         """Predicted seconds of a pass with the recommended tiles; ``None`` where there are none, or no times."""
-        if problem.element.is_float8:
-            return None
         ranked = _ranked_pairs(problem, pass_)
         return ranked[0][1] if ranked else None
 
@@ -173,6 +170,4 @@ def _tile_tokens(problem: Problem, pass_: Pass) -> list[tuple[int, int]]:
 @functools.lru_cache(maxsize=256)
 def _ranked_pairs(problem: Problem, pass_: Pass) -> tuple[tuple[TilePair, float], ...]:
     times = calibration_for(HopperBackend.family)
-    # Kernels for 8-bit arrays have no times of their own, but what tiles are good does not depend on the bits.
-    timed = dataclasses.replace(problem, dtype="bfloat16") if problem.element.is_float8 else problem
-    return ranked_around(problem, pass_, rank_sizes(timed, pass_, _tile_tokens(problem, pass_), times))
+    return ranked_around(problem, pass_, rank_sizes(problem, pass_, _tile_tokens(problem, pass_), times))
