@@ -38,7 +38,10 @@ std::int64_t align(std::int64_t bytes, std::int64_t alignment = kAlignment) {
 struct Side {
   const Axis& axis;
   bool rows_are_keys;
-  bool has_origins;
+  Places places;
+
+  /// Whether tokens may begin or end anywhere in a layout.
+  bool has_origins() const { return places != Places::kWhole; }
 
   /// Local rows and columns of the longest dilation group.
   std::int64_t rows() const { return of_group((rows_are_keys ? axis.kv : axis.query).local_extent); }
@@ -47,19 +50,8 @@ struct Side {
   /// Most columns that `count` rows see which follow each other and start at a multiple of `count`.
   std::int64_t seen(std::int64_t count) const {
     if (are_whole()) return columns();
-    std::int64_t most = seen_inside(count);
-    if (rows_are_keys) {
-      // Keys near an end of the layout are seen by more queries, whose windows the end shifts.
-      if (!looks_at_ends()) {
-        most += axis.window.kernel_size / 2 + axis.window.stride;
-      } else {
-        const std::int64_t longest = of_group(axis.kv.extent);
-        for (std::int64_t length = std::max<std::int64_t>(longest - 1, 1); length <= longest; ++length) {
-          for_ends(count, length, [&](std::int64_t seen) { most = std::max(most, seen); });
-        }
-      }
-    }
-    return limited(most);
+    const std::int64_t inside = seen_inside(count);
+    return limited(rows_are_keys ? std::max(inside, seen_at_ends(count)) : inside);
   }
 
   /// How many groups of columns `count` rows see on average.
@@ -86,9 +78,46 @@ struct Side {
   /// Whether windows are the whole sequence.
   bool are_whole() const { return axis.query.extent != axis.kv.extent; }
 
-  bool looks_at_ends() const { return !has_origins && axis.window.kernel_size + axis.window.stride <= kMostLookedAt; }
+  bool looks_at_ends() const { return !has_origins() && ends() <= kMostLookedAt; }
+  std::int64_t ends() const { return axis.window.kernel_size + axis.window.stride; }
+
+  /// The same as `seen` for keys near the ends of a layout, which are seen by more queries, whose windows the end
+  /// shifts.
+  std::int64_t seen_at_ends(std::int64_t count) const {
+    const Window& window = axis.window;
+    const std::int64_t longest = of_group(axis.kv.extent);
+    // Layouts that are longer have ends like those of one of these.
+    const std::int64_t all_kinds = 2 * ends() + count * (window.stride + 3);
+    const bool looks_at_all =
+        places == Places::kOfEntries && axis.kv.local_extent == axis.kv.extent && all_kinds <= kMostLookedAt;
+    if (!looks_at_ends() && !looks_at_all) {
+      // Keys that have both ends near are seen by the whole layout.
+      const bool may_be_short = places == Places::kOfEntries || longest <= 2 * window.kernel_size + count;
+      const std::int64_t shifted = window.kernel_size / 2 + window.stride;
+      return seen_inside(count) + (may_be_short ? std::max(shifted, window.kernel_size) : shifted);
+    }
+    std::int64_t most = 0;
+    const auto look = [&](std::int64_t seen) { most = std::max(most, seen); };
+    for (std::int64_t length = std::max<std::int64_t>(longest - 1, 1); length <= longest; ++length) {
+      for_ends(count, length, look);
+    }
+    for (std::int64_t length = 1; looks_at_all && length <= std::min(longest, all_kinds); ++length) {
+      for (std::int64_t begin = 0; begin < length; begin += count) {
+        look(seen_between(begin, std::min(begin + count, length), length));
+      }
+    }
+    return most;
+  }
 
   std::int64_t of_group(std::int64_t extent) const { return divide_up(extent, axis.window.dilation); }
+
+  /// How many columns the keys from one to another of a layout are seen by.
+  std::int64_t seen_between(std::int64_t begin, std::int64_t end, std::int64_t length) const {
+    if (length < axis.window.kernel_size) return length;
+    const auto first_seen = inverse_window_bounds(axis.window, begin, length, length);
+    const auto last_seen = inverse_window_bounds(axis.window, end - 1, length, length);
+    return last_seen.end - first_seen.begin;
+  }
 
   /// The same as `seen`, away from the ends of the layout.
   std::int64_t seen_inside(std::int64_t count) const {
@@ -109,10 +138,7 @@ struct Side {
     const std::int64_t blocks = divide_up(length, count);
     const std::int64_t near = std::min(divide_up(window.kernel_size + window.stride, count) + 1, blocks);
     const auto look = [&](std::int64_t block) {
-      const std::int64_t begin = block * count, last = std::min(begin + count, length) - 1;
-      const auto first_seen = inverse_window_bounds(window, begin, length, length);
-      const auto last_seen = inverse_window_bounds(window, last, length, length);
-      call(last_seen.end - first_seen.begin);
+      call(seen_between(block * count, std::min((block + 1) * count, length), length));
     };
     for (std::int64_t block = 0; block < near; ++block) look(block);
     for (std::int64_t block = std::max(near, blocks - near); block < blocks; ++block) look(block);
@@ -152,8 +178,8 @@ bool can_have_boxes(const Problem& problem, int head_dim) {
 
 /// Whether dilation groups can be computed whole: queries and keys are the same tokens, all of them are there, and have
 /// heads of their own. Where every query sees every key, some queries may come without an origin.
-bool can_be_whole(const Problem& problem, bool has_origins) {
-  if (has_origins || problem.heads != problem.heads_kv || wraps(problem)) return false;
+bool can_be_whole(const Problem& problem, Places places) {
+  if (places != Places::kWhole || problem.heads != problem.heads_kv || wraps(problem)) return false;
   return std::all_of(std::begin(problem.axes), std::end(problem.axes), [](const Axis& axis) {
     const std::int64_t extent = axis.kv.extent;
     return axis.query.extent == extent && axis.query.local_extent == extent && axis.kv.local_extent == extent;
@@ -248,7 +274,7 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
     box[i] = side.seen(rows);
     const std::int64_t seen = side.seen(region.tile[i]);
     // There, a warp's rows are keys, too.
-    const Side keys{side.axis, true, false};
+    const Side keys{side.axis, true, Places::kWhole};
     groups[i] = divide_up(is_whole ? std::max(seen, keys.seen(region.tile[i])) : seen, region.group[i]);
     mean_groups[i] = side.mean_groups(region.tile[i], region.group[i]);
     if (is_whole && region.regions[i] > 1) return false;
@@ -275,7 +301,7 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
     at = align(at + bytes);
   };
   take(shared.box_state, region.has_boxes ? kAlignment : 0);
-  take(shared.batch_entries, sides[0].has_origins ? kEntryStateBytes : 0);
+  take(shared.batch_entries, sides[0].has_origins() ? kEntryStateBytes : 0);
   take(shared.places, region.has_boxes && !wraps(problem) ? 0 : 8 * plane * box[2]);
   take(shared.offsets, 4 * plans * region.warps * entries);
   // Keys have their biases in registers where they are rows.
@@ -359,10 +385,10 @@ namespace {
 struct Sides {
   Side of[kRank];
 
-  Sides(const Problem& problem, Kernel kernel, bool has_origins)
-      : of{{problem.axes[0], kernel == Kernel::kKeyValueGradient, has_origins},
-           {problem.axes[1], kernel == Kernel::kKeyValueGradient, has_origins},
-           {problem.axes[2], kernel == Kernel::kKeyValueGradient, has_origins}} {}
+  Sides(const Problem& problem, Kernel kernel, Places places)
+      : of{{problem.axes[0], kernel == Kernel::kKeyValueGradient, places},
+           {problem.axes[1], kernel == Kernel::kKeyValueGradient, places},
+           {problem.axes[2], kernel == Kernel::kKeyValueGradient, places}} {}
 };
 
 /// Fills in what all regions of a problem with these tiles have in common.
@@ -430,8 +456,7 @@ Status too_large() {
 Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                        Kernel kernel, Places places, const Device& device,
                        const std::function<void(const Region&)>& call) {
-  const bool has_origins = places != Places::kWhole;
-  const Sides all(problem, kernel, has_origins);
+  const Sides all(problem, kernel, places);
   const auto& sides = all.of;
   Region candidate{};
   NATTEN_JAX_RETURN_IF_FAILED(begin_region(problem, sides, rows, columns, candidate));
@@ -440,7 +465,7 @@ Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank]
   const std::int64_t together = kernel == Kernel::kKeyValueGradient ? problem.heads_per_kv() : 1;
   const std::int64_t items = problem.batch * problem.heads / together;
   const bool is_whole = kernel == Kernel::kWholeGradient;
-  if (is_whole && !can_be_whole(problem, has_origins)) return {};
+  if (is_whole && !can_be_whole(problem, places)) return {};
   for (const bool has_boxes : {true, false}) {
     if (has_boxes ? !(device.has_boxes && can_have_boxes(problem, head_dim)) : is_whole) continue;
     candidate.has_boxes = has_boxes;
@@ -482,7 +507,7 @@ Status estimate_pass(const Problem& problem, const TileShapes& tiles, bool is_ba
     estimate.seconds += region.nanoseconds / 1e9;
     estimate.launches.push_back({kernel, region});
     // A part of the layout may begin anywhere in it, which can take more memory.
-    const Sides of_part(of_kernel, kernel, true);
+    const Sides of_part(of_kernel, kernel, Places::kParts);
     NATTEN_JAX_RETURN_IF_FAILED(begin_region(of_kernel, of_part.of, rows, columns, region));
     if (!complete(of_kernel, of_part.of, kernel, compiled_head_dim(problem), 1, device, region)) return too_large();
   }

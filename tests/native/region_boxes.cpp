@@ -1,0 +1,79 @@
+// Looks at every region that the kernel of key and value gradients may take where batch entries have layouts of their
+// own: whether its box and its tables have room for what is seen in layouts of all lengths. Prints how many regions
+// there are, and for how many boxes and tables are too small.
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+
+#include "cuda/small/region.h"
+#include "natten_jax/windows.h"
+
+using namespace natten_jax;
+using namespace natten_jax::small;
+
+namespace {
+
+constexpr std::int64_t kLongest = 40;
+
+std::int64_t seen_between(const Window& window, std::int64_t begin, std::int64_t end, std::int64_t length) {
+  if (length < window.kernel_size) return length;
+  return inverse_window_bounds(window, end - 1, length, length).end -
+         inverse_window_bounds(window, begin, length, length).begin;
+}
+
+/// Most queries that see one of a layout's tiles or regions of keys, over all lengths.
+std::int64_t most_seen(const Window& window, std::int64_t keys) {
+  std::int64_t most = 0;
+  for (std::int64_t length = 1; length <= kLongest; ++length) {
+    for (std::int64_t begin = 0; begin < length; begin += keys) {
+      most = std::max(most, seen_between(window, begin, std::min(begin + keys, length), length));
+    }
+  }
+  return most;
+}
+
+}  // namespace
+
+int main() {
+  const Device device{227 << 10, 228 << 10, 1 << 10, 132, true};
+  int regions = 0, small_boxes = 0, small_tables = 0;
+  for (std::int64_t kernel_size = 2; kernel_size <= 11; ++kernel_size) {
+    for (const std::int64_t stride : {1, 2}) {
+      for (const std::int64_t tile : {1, 2, 4, 8, 16}) {
+        Problem problem{};
+        problem.element_type = ElementType::kBFloat16;
+        problem.batch = problem.heads = problem.heads_kv = 2;
+        problem.head_dim = problem.head_dim_v = 32;
+        for (int d = 0; d < kRank; ++d) {
+          Axis& axis = problem.axes[d];
+          axis.query.extent = axis.query.local_extent = d == 0 ? 1 : kLongest;
+          axis.kv = axis.query;
+          axis.window = {d == 0 ? 1 : kernel_size, d == 0 ? 1 : stride, 1, Ends::kShift};
+        }
+        const std::int64_t rows[kRank] = {1, tile, kRows / tile}, columns[kRank] = {1, 1, kColumns};
+        const auto look = [&](const Region& region) {
+          std::int64_t groups[kRank];
+          bool is_small = false;
+          for (int i = 0; i < kRank; ++i) {
+            const Window& window = problem.axes[region.dimension[i]].window;
+            const bool is_single = problem.axes[region.dimension[i]].query.extent == 1;
+            is_small |=
+                !is_single && most_seen(window, std::int64_t{region.tile[i]} * region.tiles[i]) > region.extent[i];
+            groups[i] = divide_up(is_single ? 1 : most_seen(window, region.tile[i]), region.group[i]);
+          }
+          // Two pairs are computed at once, and two more are read ahead.
+          const std::int64_t pairs = groups[0] * groups[2] * divide_up(groups[1], 2);
+          ++regions;
+          small_boxes += is_small;
+          small_tables += 2 * (divide_up(pairs, 2) + 1) > region.table;
+        };
+        if (for_each_region(problem, rows, columns, Kernel::kKeyValueGradient, Places::kOfEntries, device, look)
+                .failed()) {
+          return 1;
+        }
+      }
+    }
+  }
+  std::printf("%d %d %d\n", regions, small_boxes, small_tables);
+  return 0;
+}
