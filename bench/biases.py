@@ -29,8 +29,16 @@ from small import Row, figures_of, shown
 from natten_jax.performance import PASSES, Pass
 from natten_jax.problem import problem_of
 
-#: Problems with small windows, and two that no kernel adds a relative bias to: for its heads, and for its windows.
-ROWS = (*SMALL, Row("wide heads", 8, (64, 64), 4, 128, 7), Row("wide windows", 2, (128, 128), 4, 64, 41))
+#: Problems with small windows, and others that no kernel adds a relative bias to: for its heads, or for their windows.
+ROWS = (
+    *SMALL,
+    Row("wide heads", 8, (64, 64), 4, 128, 7),
+    Row("wide windows", 2, (128, 128), 4, 64, 41),
+    Row("image", 1, (256, 256), 24, 128, 80),
+    Row("image D64", 1, (256, 256), 24, 64, 80),
+    Row("video", 1, (30, 48, 80), 24, 128, (18, 24, 24)),
+    Row("sequence", 1, (32768,), 16, 128, 4096, is_causal=True),
+)
 
 #: What a call has beside query, key and value; a relative bias by features, too, as without kernels for it.
 SIDES = ("plain", "relative_bias", "key_bias", "sinks", "features")

@@ -8,6 +8,7 @@
 #include "cpu/microkernels.h"
 #include "cpu/transpose.h"
 #include "natten_jax/logsumexp.h"
+#include "natten_jax/merge.h"
 
 namespace natten_jax::cpu::NATTEN_JAX_ISA {
 namespace {
@@ -87,11 +88,12 @@ void forward(const Plan& plan, const Item& item, std::byte* scratch) {
     }
     for (int lane = 0; lane < block.active; ++lane) {
       const float shift = softmax(i).maximum[lane], sum = softmax(i).sum[lane], log2_sum = __builtin_log2f(sum);
-      const float logsumexp = shift * kLn2 + log2_sum * kLn2;
-      plan.arrays.logsumexp[block.row[lane]] = logsumexp;
-      if (plan.arrays.remainder != nullptr) {
-        plan.arrays.remainder[block.row[lane]] = sum == 0.0f ? 0.0f : logsumexp_remainder(logsumexp, shift, log2_sum);
-      }
+      Logsumexp logsumexp{shift * kLn2 + log2_sum * kLn2, 0.0f};
+      if (sum != 0.0f) logsumexp.remainder = logsumexp_remainder(logsumexp.value, shift, log2_sum);
+      const float sink = sink_of(p.scale, scale_of_lane(p, item, block, lane));
+      if (sink != -kInfinity) inverse[lane] *= add_sink(logsumexp, sink);
+      plan.arrays.logsumexp[block.row[lane]] = logsumexp.value;
+      if (plan.arrays.remainder != nullptr) plan.arrays.remainder[block.row[lane]] = logsumexp.remainder;
     }
     store_lanes(block, w.sums_b + i * p.head_dim_v * kLanes, p.head_dim_v, inverse, w.lines,
                 static_cast<T*>(plan.arrays.out));

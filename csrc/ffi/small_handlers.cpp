@@ -65,12 +65,14 @@ Error small_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuff
                      Result additional_keys_gradient, Result additional_values_gradient, Result statistics,
                      Result additional_sums, Result table_records, Result table_sums, Result key_bias_gradient,
                      Result entry_maps, cudaStream_t stream, xffi::Dictionary dictionary) {
+  std::int64_t keeps_statistics = 0;
   Call call;
   NATTEN_JAX_RETURN_IF_ERROR(decode_backward(
       operands, {&logsumexp, &remainder, &out, &out_cotangent, &logsumexp_cotangent, nullptr},
       {query_gradient, key_gradient, value_gradient, additional_keys_gradient, additional_values_gradient}, dictionary,
-      0, Memory::kDevice, call));
+      1, Memory::kDevice, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_layouts(layouts, Memory::kDevice, call));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "keeps_statistics", 1, keeps_statistics));
   const Problem& problem = call.problem;
   NATTEN_JAX_RETURN_IF_ERROR(error_of(small::check_arrays(problem)));
   NATTEN_JAX_RETURN_IF_ERROR(decode_table_of_products(relative_bias, call.tiles.kv, call.tiles.query, call));
@@ -86,8 +88,8 @@ Error small_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuff
   NATTEN_JAX_RETURN_IF_ERROR(check_table_sums(*table_records, *table_sums, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_key_bias_gradient(key_bias_gradient, call));
   const auto numbers = [](Result result) { return static_cast<float*>(result->untyped_data()); };
-  small::Scratch scratch{numbers(statistics), numbers(additional_sums), numbers(table_records), numbers(table_sums),
-                         nullptr};
+  small::Scratch scratch{numbers(statistics),    keeps_statistics == 1, numbers(additional_sums),
+                         numbers(table_records), numbers(table_sums),   nullptr};
   NATTEN_JAX_RETURN_IF_ERROR(
       decode_entry_maps(*entry_maps, small::entry_maps_of_backward(problem, call.arrays), scratch.entry_maps));
   return error_of(small::run_backward(problem, call.tiles, call.arrays, scratch, stream));

@@ -29,6 +29,8 @@ class Inputs(NamedTuple):
             within a window, as :attr:`natten_jax.problem.Problem.bias_shape` has them, flattened; or ``None``.
         key_bias: Likewise: what is added to the logits of a key; or ``None``.
         shared_key_bias: In place of ``key_bias`` where all heads have the same; or ``None``.
+        sinks: In the accumulator's element type: a logit of a head in its softmax's denominator, and no key stands
+            behind; or ``None``.
         key_scale: float32: factors of keys, beside those that the factors of logits have; or ``None``.
         value_scale: Likewise of values.
         out_scale: float32: factors of the output of 8-bit arrays, which the values of a head share; or ``None``.
@@ -43,6 +45,7 @@ class Inputs(NamedTuple):
     relative_bias: Annotated[jax.Array | None, Role.PER_HEAD_ENTRY, "batch heads entries"] = None
     key_bias: Annotated[jax.Array | None, Role.PER_KEY, "batch *keys heads 1"] = None
     shared_key_bias: Annotated[jax.Array | None, Role.PER_KEY_OF_ALL_HEADS, "batch *keys"] = None
+    sinks: Annotated[jax.Array | None, Role.PER_HEAD, "batch heads"] = None
     key_scale: Annotated[jax.Array | None, Role.KEY_VALUE, "batch *keys heads_kv 1"] = None
     value_scale: Annotated[jax.Array | None, Role.KEY_VALUE, "batch *keys heads_kv 1"] = None
     out_scale: Annotated[jax.Array | None, Role.PER_HEAD, "batch heads"] = None

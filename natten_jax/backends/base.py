@@ -109,6 +109,8 @@ class Backend(abc.ABC):
     key_bias_by_columns: ClassVar[bool] = False
     #: Whether its kernels that add biases of keys take those that all heads share as they are.
     takes_shared_key_bias: ClassVar[bool] = False
+    #: Whether its kernels have sinks in the softmax, and return their gradients.
+    takes_sinks: ClassVar[bool] = False
     #: Whether it takes additional key/value tokens.
     fuses_additional_kv: ClassVar[bool] = True
     #: Whether it is operations of XLA alone, no kernels: XLA splits these over devices, and plans their memory.

@@ -18,9 +18,10 @@ from natten_jax.backends.native_backend import (
     attributes,
     call_for_results,
     delta,
-    kernel_operands,
+    forward_operands,
     layouts_operand,
     saved_remainder,
+    sinks_gradient,
     with_kernel_rank,
 )
 from natten_jax.native import module as native
@@ -77,7 +78,7 @@ class CpuBackend(NativeBackend):
         return native.call(
             _FORWARD,
             types,
-            *kernel_operands(plan.problem, operands),
+            *forward_operands(plan.problem, operands),
             *_own_operands(operands),
             **attributes(plan),
         )
@@ -87,11 +88,14 @@ class CpuBackend(NativeBackend):
         rank = functools.partial(with_kernel_rank, rank=plan.problem.rank)
         of_rows = rank(saved.logsumexp), saved_remainder(plan.problem, saved)
         own = _own_operands(operands)
-        per_query = *own, *of_rows, rank(cotangents.out), rank(delta(saved.out, *cotangents))
+        delta_of_queries = delta(saved.out, *cotangents)
+        per_query = *own, *of_rows, rank(cotangents.out), rank(delta_of_queries)
         types = [ResultType(array.shape, array.dtype) for array in own[1:]]
         gradients, (of_table, of_keys) = call_for_results(_BACKWARD, plan, operands, per_query, types)
-        table, key_bias = operands.inputs.relative_bias, operands.inputs.key_bias
+        inputs = operands.inputs
+        table, key_bias, sinks = inputs.relative_bias, inputs.key_bias, inputs.sinks
         return gradients._replace(
+            sinks=None if sinks is None else sinks_gradient(sinks, saved.logsumexp, delta_of_queries),
             relative_bias=None if table is None else of_table,
             key_bias=None if key_bias is None else of_keys.reshape(key_bias.shape),
         )

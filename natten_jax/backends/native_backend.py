@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import jax
@@ -26,6 +27,8 @@ _SCALE_OF_NOTHING = 2.0**-64
 
 class NativeBackend(Backend):
     """A backend whose forward pass is one custom call, whose first results are output, logsumexp and remainder."""
+
+    takes_sinks = True
 
     @abc.abstractmethod
     def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
@@ -102,6 +105,44 @@ def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
     # Zeros would be a kernel of their own in front of each call.
     origins = jnp.zeros((0, KERNEL_RANK), jnp.int32) if operands.origins is None else operands.origins
     return [query, key, value, additional_keys, additional_values, origins, scales]
+
+
+def forward_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
+    """Those of forward passes, where the sink of a head stands beside its scale; ``-inf`` where there is none."""
+    *others, scales = kernel_operands(problem, operands)
+    sinks = operands.inputs.sinks
+    if operands.inputs.scale is not None:
+        of_logits = scales[..., 0]
+    elif sinks is not None:
+        of_logits = jnp.full_like(sinks, scale_of_kernels(problem))
+    else:
+        return [*others, scales]
+    return [*others, jnp.stack([of_logits, jnp.full_like(of_logits, -jnp.inf) if sinks is None else sinks], axis=-1)]
+
+
+#: Numbers that a sum over other dimensions should have beside each other.
+_SIDE_BY_SIDE = 256
+
+
+def sinks_gradient(sinks: jax.Array, logsumexp: jax.Array, delta: jax.Array) -> jax.Array:
+    """The gradient of sinks, ``[batch, heads]``.
+
+    A sink's weight is ``exp(sink - logsumexp)``, and it has no value: it changes the loss by that times ``-delta``.
+
+    Args:
+        sinks: ``[batch, heads]``.
+        logsumexp: ``[batch, *tokens, heads]``, which has the sinks.
+        delta: Likewise, as :func:`delta` has it.
+    """
+    batch, *tokens, heads = logsumexp.shape
+    of_queries = sinks.reshape(batch, *(1,) * len(tokens), heads)
+    # What sees nothing, and no sink, has no weights; padding may hold anything.
+    changes = jnp.where(jnp.isneginf(logsumexp), 0, jnp.exp(of_queries - logsumexp) * delta)
+    # In two steps, which compilers would make one: XLA's sums are slow where few numbers lie beside each other.
+    count = math.prod(tokens)
+    side_by_side = max(n for n in range(1, max(_SIDE_BY_SIDE // heads, 1) + 1) if count % n == 0)
+    of_parts = jnp.sum(changes.reshape(batch, count // side_by_side, side_by_side, heads), axis=1)
+    return -jnp.sum(jax.lax.optimization_barrier(of_parts), axis=1)
 
 
 def layouts_operand(operands: Operands) -> jax.Array:

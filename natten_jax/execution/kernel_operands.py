@@ -5,12 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple, TypeVar
 
+import jax
+import jax.numpy as jnp
+
 from natten_jax import backends
 from natten_jax.arrays.key_bias_columns import KeyBiasColumns
 from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
 from natten_jax.arrays.shared_key_bias import of_each_head, with_shared_gradient
+from natten_jax.backends.native_backend import delta, sinks_gradient
 from natten_jax.execution.conversion import converted, rounded, scaled
 from natten_jax.execution.head_widths import HeadWidths
+from natten_jax.execution.merge_saved import merged
 from natten_jax.plan.plan import Plan
 from natten_jax.plan.request import Request
 from natten_jax.problem import Problem
@@ -27,6 +32,7 @@ class KernelOperands(NamedTuple):
         operands: Of the kernels.
         heads: Widths of heads.
         columns: What stands for biases of keys.
+        sinks: Those of a backend that takes none: one step behind the output.
         planned: The problem that they compute.
         out_dtype: Element type of the call's output.
     """
@@ -36,6 +42,7 @@ class KernelOperands(NamedTuple):
     operands: Operands
     heads: HeadWidths
     columns: KeyBiasColumns
+    sinks: jax.Array | None
     planned: Problem
     out_dtype: str
 
@@ -48,20 +55,36 @@ class KernelOperands(NamedTuple):
         given = operands
         if columns.are_there or not backends.of(plan.backend).takes_shared_key_bias:
             given = operands._replace(inputs=of_each_head(operands.inputs))
+        sinks = None if backends.of(plan.backend).takes_sinks else operands.inputs.sinks
+        if sinks is not None:
+            given = given._replace(inputs=given.inputs._replace(sinks=None))
         placed = given if is_known else given.with_origins_alone()
         of_kernels = heads.widen_operands(columns.added(converted(plan.problem, placed)))
-        return cls(operands, given, of_kernels, heads, columns, plan.problem, request.problem.output_dtype)
+        return cls(operands, given, of_kernels, heads, columns, sinks, plan.problem, request.problem.output_dtype)
 
     def result(self, found: _Result) -> _Result:
         """What the forward pass found, as the call has it."""
         out = scaled(self.planned, self.given, self.heads.narrow_values(found.out))
-        return self.columns.result(found._replace(out=rounded(out, self.out_dtype)), self.given)
+        result = self.columns.result(found._replace(out=rounded(out, self.out_dtype)), self.given)
+        return result if self.sinks is None else _with_sinks(result, self.sinks)
 
     def saved(self, saved: Saved) -> Saved:
         """What the backward pass gets of the forward pass."""
         return self.columns.saved(saved._replace(out=self.heads.widen_values(saved.out)))
 
-    def gradients(self, found: Gradients) -> Gradients:
-        """The gradients of the call's inputs."""
+    def gradients(self, found: Gradients, saved: Saved, cotangents: Output) -> Gradients:
+        """The gradients of the call's inputs, given what the backward pass had besides."""
         found = self.heads.narrow_gradients(self.columns.gradients(found, self.given))
+        if self.sinks is not None:
+            of_sinks = sinks_gradient(self.sinks, saved.logsumexp, delta(saved.out, *cotangents))
+            found = found._replace(sinks=of_sinks.astype(self.sinks.dtype))
         return with_shared_gradient(found, self.of_call.inputs)
+
+
+def _with_sinks(found: _Result, sinks: jax.Array) -> _Result:
+    """The results of a softmax that has sinks, too: these are a set of keys without values."""
+    own = found if isinstance(found, Saved) else Saved(*found, jnp.zeros_like(found.logsumexp))
+    batch, *tokens, heads = own.logsumexp.shape
+    of_sinks = jnp.broadcast_to(sinks.reshape(batch, *(1,) * len(tokens), heads), own.logsumexp.shape)
+    both = merged(own, Saved(jnp.zeros_like(own.out), of_sinks, jnp.zeros_like(of_sinks)))
+    return both if isinstance(found, Saved) else Output(*both[:2])  # type: ignore[return-value]

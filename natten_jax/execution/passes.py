@@ -132,14 +132,20 @@ def forward(request: Request, operands: Operands) -> Output:
     return result
 
 
-def forward_plain(request: Request, operands: Operands) -> Output | None:
-    """Output and logsumexp, differentiable to any order; ``None`` unless JAX differentiates one backend everywhere."""
+def plain_backend(request: Request) -> BackendId | None:
+    """The backend that runs the forward pass on every platform, if JAX differentiates it; ``None`` otherwise."""
     used: BackendId | None = None
     for plan in _forward_plans(request):
         if used not in (None, plan.backend) or not backends.of(plan.backend).is_differentiable:
             return None
         used = plan.backend
-    if used is None:
+    return used
+
+
+def forward_plain(request: Request, operands: Operands) -> Output | None:
+    """Output and logsumexp, differentiable to any order; ``None`` unless JAX differentiates one backend everywhere."""
+    used = plain_backend(request)
+    if used is None or operands.inputs.sinks is not None:
         return None
     operands = operands._replace(inputs=of_each_head(operands.inputs))
     leaves, structure = jax.tree.flatten(operands)
@@ -282,7 +288,7 @@ def _compute_gradients(
         found = _gradients_with_strips(plan, kernels.operands, saved, cotangents)
     else:
         found = backends.of(plan.backend).backward(plan, kernels.operands, saved, cotangents)
-    return kernels.gradients(found)
+    return kernels.gradients(found, saved, cotangents)
 
 
 _FORWARD = _PassSpec("forward", _output_types, _compute_forward)

@@ -154,13 +154,14 @@ class Strip:
         return _with_added(total, gradient, self.side.first, _FIRST_TOKEN_AXIS + self.dimension)
 
     def placed(self, plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
-        """A pass on it, of all queries, without additional tokens."""
+        """A pass on it, of all queries, without additional tokens and sinks, which another one has."""
         inputs = operands.inputs
         inputs = inputs._replace(
             key=self.taken(inputs.key),
             value=self.taken(inputs.value),
             additional_keys=None,
             additional_values=None,
+            sinks=None,
         )
         origin = [0] * len(self.axes)
         origin[self.dimension] = self.side.origin

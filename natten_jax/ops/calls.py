@@ -31,7 +31,7 @@ from natten_jax.ops.heads_first import described
 from natten_jax.ops.ignored_arguments import warn_of_ignored
 from natten_jax.ops.merge import merge_attentions
 from natten_jax.ops.run_sub_call import attend, run_sub_call
-from natten_jax.ops.sinks import checked_sinks, with_sinks
+from natten_jax.ops.sinks import checked_sinks, in_pass, with_sinks
 from natten_jax.ops.sub_calls import KeySet, sub_calls_of
 from natten_jax.performance import ATTENTION_NAMES, PERFORMANCE_NAMES, Performance, performance_of
 from natten_jax.plan.request import Request
@@ -97,6 +97,9 @@ def attend_windows(
     request = Request(problem, performance, how.backend, _precision(), axes, tuned=table_for(is_box=is_box))
     calls = sub_calls_of(request, how.attention_kwargs, fuse)
     sinks = None if terms.sinks is None else checked_sinks(terms.sinks, inputs, grid)
+    has_sinks = sinks is not None
+    if len(calls) == 1:
+        inputs, sinks = in_pass(calls[0].request, inputs, sinks)
     if how.attention_kwargs:
         check_agreement(how.attention_kwargs, stated, scale, return_lse)
     if how.performance or how.attention_kwargs:
@@ -108,7 +111,7 @@ def attend_windows(
     outputs = [run_sub_call(call, inputs, place) for call in calls]
     output = outputs[0] if len(outputs) == 1 else Output(*merge_attentions(*zip(*outputs, strict=True)))
     output = with_sinks(output if rounding is None else rounding.of(output), sinks)
-    if problem.own_extents and (len(outputs) > 1 or sinks is not None):
+    if problem.own_extents and (len(outputs) > 1 or has_sinks):
         output = place.with_nothing_outside(output)
     output = output if grid is None else grid.unfolded(output)
     return tuple(output) if return_lse else output.out
@@ -182,11 +185,13 @@ def attend_all(
         problem, inputs, rounding = in_8_bits(problem, inputs, float8, place)
     inputs = with_whole_dimensions(inputs, keeps_tokens=False)
     request = Request(problem, asked, backend, _precision(), tuned=table_for(is_box=is_box))
+    has_sinks = sinks is not None
+    inputs, sinks = in_pass(request, inputs, sinks)
     if performance:
         warn_of_ignored(request, inputs.query)
     output = attend(request, Operands(inputs, *place))
     output = with_sinks(output if rounding is None else rounding.of(output), sinks)
-    if problem.own_extents and sinks is not None:
+    if problem.own_extents and has_sinks:
         output = place.with_nothing_outside(output)
     return tuple(output) if return_lse else output.out
 

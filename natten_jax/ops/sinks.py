@@ -1,7 +1,8 @@
 """Sinks: a logit of each query head that the softmax's denominator has and no key stands behind.
 
-A softmax with one more logit is the one without, times the share that the keys have of the new total. That follows from
-the logsumexp, so that sinks are one step behind the output of any backend.
+Passes have them in the softmax. Behind outputs that are merged, and where JAX differentiates plain JAX, they are a step
+of their own: a softmax with one more logit is the one without, times the share that the keys have of the new total,
+which follows from the logsumexp.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax.arrays.operands import Inputs, Output
+from natten_jax.arrays.roles import Role
 from natten_jax.element_types import ELEMENT_TYPES
+from natten_jax.execution import passes
 from natten_jax.ops.arrays import ArrayLike, as_jax_array
 from natten_jax.ops.boxes import FinerGrid
-from natten_jax.sharding.explicit import split_like_heads
+from natten_jax.plan.request import Request
+from natten_jax.sharding.explicit import split_like_heads, spread
 
 
 def checked_sinks(sinks: ArrayLike, inputs: Inputs, grid: FinerGrid | None = None) -> jax.Array:
@@ -34,6 +38,20 @@ def checked_sinks(sinks: ArrayLike, inputs: Inputs, grid: FinerGrid | None = Non
         allowed = " or ".join(dict.fromkeys(("float32", query.dtype.name)))
         raise ValueError(f"sinks has dtype {sinks.dtype.name}, but {allowed} is expected")
     return sinks if grid is None else grid.scales(jnp.asarray(sinks)[None])[0]
+
+
+def in_pass(request: Request, inputs: Inputs, sinks: jax.Array | None) -> tuple[Inputs, jax.Array | None]:
+    """The inputs of a call's only request with its sinks, of each batch entry; and what is left for :func:`with_sinks`.
+
+    That is all of them where devices share tokens and exchange them, or where outputs are scaled afterwards.
+    """
+    if sinks is None or request.token_axes or request.problem.element.is_float8:
+        return inputs, sinks
+    if passes.plain_backend(request) is not None:
+        return inputs, sinks
+    accumulator = ELEMENT_TYPES[request.problem.dtype].accumulator
+    shape = inputs.query.shape[0], *sinks.shape
+    return inputs._replace(sinks=spread(sinks.astype(accumulator), shape, inputs, Role.PER_HEAD)), None
 
 
 def with_sinks(output: Output, sinks: jax.Array | None) -> Output:

@@ -163,9 +163,14 @@ def _direct(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: jax.Ar
     described, arrays = with_terms(*terms)
     _, of_terms = jax.vjp(lambda *terms: with_terms(*terms)[1][6:9], *terms)
     backend, plans = plans_of(problem.backend, described, Performance(**problem.tiles))
+    sinks = tensors.sinks
+    if sinks is not None:
+        arrays = arrays._replace(sinks=jnp.broadcast_to(sinks, (problem.case.batch, *sinks.shape)))
     operands = Operands(arrays, None if origins is None else jnp.asarray(origins))
     saved = backend.forward_saving(plans["forward"], operands)
     gradients = backend.backward(plans["backward"], operands, saved, Output(*cotangents))
     if factors is not None and gradients.scale is not None:
         gradients = gradients._replace(scale=gradients.scale.sum(axis=tuple(range(2 - factors.ndim))))
-    return (saved.out, saved.logsumexp), oracle.Tensors(*gradients[:6], *of_terms(gradients[6:9]))
+    of_sinks = None if gradients.sinks is None else gradients.sinks.sum(axis=0)
+    found = oracle.Tensors(*gradients[:6], *of_terms(gradients[6:9]))._replace(sinks=of_sinks)
+    return (saved.out, saved.logsumexp), found

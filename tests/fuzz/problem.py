@@ -221,7 +221,7 @@ def draw(family: Family, operators: tuple[str, ...], seed: int, number: int, is_
         )
     case = case.with_edges_of(family)
     case = _with_logit_terms(np.random.default_rng([seed, number, 1]), case, family)
-    if is_direct:  # sinks are the operators' own
+    if is_direct and not family.backend.takes_sinks:  # these are the operators' own
         case = dataclasses.replace(case, sinks=False)
     if is_direct and case.additional:
         case = dataclasses.replace(case, fused=True)

@@ -253,8 +253,8 @@ def test_problems_with_a_feature_are_drawn_for_the_asking(feature: str) -> None:
 
 
 def test_features_that_kernels_alone_lack_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^no problem of cpu has sinks"):
-        draw_with("sinks", CPU, ("fna",), 0, 0, is_direct=True)
+    with pytest.raises(ValueError, match=r"^no problem of cpu has upsample"):
+        draw_with("upsample", CPU, ("fna",), 0, 0, is_direct=True)
 
 
 def test_kernels_that_know_windows_that_wrap_are_given_such(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +271,7 @@ def test_kernels_that_know_windows_that_wrap_are_given_such(monkeypatch: pytest.
 def test_kernels_are_given_biases_of_parts() -> None:
     drawn = [draw(CPU, ("fna",), 3, number, is_direct=True) for number in range(100)]
     assert any(each.case.relative_bias and each.case.key_bias and each.keys for each in drawn)
-    assert not any(each.case.sinks for each in drawn)
+    assert any(each.case.sinks and each.keys for each in drawn)
     case = Case((7, 9), (3, 4), heads=2, heads_kv=1, batch=2, relative_bias=True, key_bias="tokens")
     problem = Fuzzed("cpu", case, "float32", 7, is_direct=True, queries=((1, 5), (2, 8)), keys=((0, 7), (1, 9)))
     ((outputs, gradients),) = run([problem])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import natten_jax
+from natten_jax.plan.devices import Device
 from tests.support.families import Family
+from tests.support.machine import Machine
 from tests.support.problems import QUICK_COMPILATION, Case, Trial, check_all
 from tests.support.programs import output_of, run_python
 
@@ -89,6 +93,23 @@ def test_derivatives_of_derivatives(backend: str) -> None:
         np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
+@pytest.mark.parametrize("kernel_size", [7, 63], ids=["small windows", "large windows"])
+def test_kernels_for_gpus_have_them_in_the_softmax(machine: Machine, kernel_size: int) -> None:
+    """Nothing reads the output once more."""
+    machine.has(Device("cuda", (9, 0), is_present=False))
+    query = jax.ShapeDtypeStruct((2, 64, 64, 4, 32), "bfloat16")
+
+    def attend(query: Any, sinks: Any) -> Any:
+        return natten_jax.na2d(query, query, query, kernel_size, sinks=sinks)
+
+    exported = jax.export.export(jax.jit(attend), platforms=["cuda"], disabled_checks=natten_jax.EXPORT_CHECKS)(
+        query, jax.ShapeDtypeStruct((4,), "float32")
+    )
+    text = str(exported.mlir_module())
+    assert len(re.findall(r"custom_call @natten_jax_sm", text)) == 1
+    assert "2x64x64x4x32xf32" not in text
+
+
 def test_vmap_over_sinks_is_a_loop() -> None:
     array = jax.random.normal(jax.random.key(0), (1, 9, 2, 8))
     sinks = jax.random.normal(jax.random.key(1), (3, 2))
@@ -129,7 +150,7 @@ import natten_jax
 
 kind = AxisType[sys.argv[1]]
 mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind, kind))
-arrays = [jax.random.normal(jax.random.key(i), (4, 9, 4, 8)) for i in range(3)]
+arrays = [jax.random.normal(jax.random.key(i), (4, 12, 4, 8)) for i in range(3)]
 sinks = jax.random.normal(jax.random.key(3), (4,))
 
 def loss(query, key, value, sinks):
@@ -139,8 +160,11 @@ def loss(query, key, value, sinks):
 gradients = jax.grad(loss, argnums=(0, 1, 2, 3))
 expected = jax.jit(gradients)(*arrays, sinks)
 with jax.set_mesh(mesh):
-    for batch, heads, of_sinks in (("x", "y", "y"), ("x", "y", None), ("y", None, "y"), (None, ("x", "y"), "x")):
-        spec = P(batch, None, heads, None)
+    for batch, tokens, heads, of_sinks in (
+        ("x", None, "y", "y"), ("x", None, "y", None), ("y", None, None, "y"), (None, None, ("x", "y"), "x"),
+        ("y", "x", None, None), (None, "y", "x", "x"),
+    ):
+        spec = P(batch, tokens, heads, None)
         placed = [jax.device_put(array, NamedSharding(mesh, spec)) for array in arrays]
         placed.append(jax.device_put(sinks, NamedSharding(mesh, P(of_sinks))))
         compiled = jax.jit(gradients).lower(*placed).compile()
@@ -154,7 +178,7 @@ with jax.set_mesh(mesh):
 @pytest.mark.parametrize("mode", ["Auto", "Explicit"])
 def test_sinks_of_split_heads_stay_split(mode: str) -> None:
     found = [json.loads(line) for line in output_of(run_python(_SPLIT, mode, devices=4)).splitlines()]
-    assert len(found) == 4
+    assert len(found) == 6
     for is_split_alike, gathers, distance in found:
         assert distance < 1e-5
         assert gathers == 0 or not is_split_alike

@@ -193,6 +193,7 @@ TARGETS = (
         platform="cuda",
         dtype=np.float16,
         head_dims=(64, 128),
+        choices={"keeps_statistics": 1},
         tiles=((1, 2, 4), (2, 2, 4)),
         is_small=True,
         # Four numbers for each query and head, and sums of all queries together.

@@ -95,7 +95,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
   wait_copies<0>();
   softmax.finish();
   __syncthreads();  // the queries have been used
-  rows.write(o, softmax, first_row);
+  const float sink = kIsPlain ? -INFINITY : sink_of(p.scale, p.scale.of(batch * p.heads + head));
+  rows.template write<!kIsPlain>(o, softmax, first_row, sink);
 }
 
 }  // namespace natten_jax::sm80

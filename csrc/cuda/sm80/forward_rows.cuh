@@ -4,6 +4,7 @@
 #include "cuda/sm80/forward_traits.cuh"
 #include "cuda/sm80/online_softmax.cuh"
 #include "cuda/warp/mma.cuh"
+#include "natten_jax/merge.h"
 
 namespace natten_jax::sm80 {
 
@@ -127,11 +128,17 @@ struct WarpRows {
   }
 
   /// Writes the output over the queries in shared memory, then whole rows to memory, and logsumexps; `first_row` is the
-  /// row of the arrays' token 0.
-  CUTE_DEVICE void write(const Output& o, const Softmax& softmax, std::int64_t first_row) const {
+  /// row of the arrays' token 0. Where the head may have a sink, this is its logit, or -infinity.
+  template <bool kMayHaveSink>
+  CUTE_DEVICE void write(const Output& o, const Softmax& softmax, std::int64_t first_row, float sink) const {
+    // A lane for each row that four of them share.
+    const float2 found = softmax.logsumexp(lane4, [&](int i) -> float& { return shared.subtracted[row0 + 8 * i]; });
+    Logsumexp logsumexp{found.x, found.y};
+    const float share_of_keys = kMayHaveSink && sink != -INFINITY ? add_sink(logsumexp, sink) : 1.f;
     CUTE_UNROLL
     for (int i = 0; i < 2 * kRowBlocks; ++i) {
-      const float factor = normalisation(softmax.row_sum[i / 2][i % 2]);
+      float factor = normalisation(softmax.row_sum[i / 2][i % 2]);
+      if constexpr (kMayHaveSink) factor *= __shfl_sync(0xffffffffu, share_of_keys, i, 4);
       CUTE_UNROLL
       for (int n = 0; n < Traits::kHeadDim / 8; ++n) {
         const int byte = (8 * n + 2 * lane4) * sizeof(Element);
@@ -141,13 +148,10 @@ struct WarpRows {
     }
     __syncwarp();
     {
-      // A lane for each row that four of them share.
       const int token = lane4 < 2 * kRowBlocks ? shared.row_windows[row0 + 8 * lane4][0][3] : -1;
-      const float2 logsumexp =
-          softmax.logsumexp(lane4, [&](int i) -> float& { return shared.subtracted[row0 + 8 * i]; });
       const std::int64_t at = first_row + static_cast<std::int64_t>(token) * p.heads;
-      if (token >= 0) p.logsumexp[at] = logsumexp.x;
-      if (token >= 0 && p.remainder != nullptr) p.remainder[at] = logsumexp.y;
+      if (token >= 0) p.logsumexp[at] = logsumexp.value;
+      if (token >= 0 && p.remainder != nullptr) p.remainder[at] = logsumexp.remainder;
     }
     const int out_bytes = p.head_dim_v * static_cast<int>(sizeof(Element));
     char* out = static_cast<char*>(p.out) + first_row * out_bytes;

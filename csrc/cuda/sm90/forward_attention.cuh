@@ -218,8 +218,14 @@ class Attention {
     if constexpr (Traits::kSeparateOutput) {
       if (p.continues) merge_earlier(row);
     }
+    const TilePlan& plan = shared.plan[finished];
+    const float sink = sink_of(p.scale, p.scale.of(plan.batch * p.heads + plan.head));
+    if (sink != -INFINITY) {
+      row[0].add(sink);
+      row[1].add(sink);
+    }
     store_output(row);
-    store_statistics(row, shared.plan[finished]);
+    store_statistics(row, plan);
     arrive(shared.empty_plan[finished]);
     start_output();
   }

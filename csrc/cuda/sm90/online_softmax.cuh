@@ -6,6 +6,7 @@
 #include "cuda/common/arithmetic.cuh"
 #include "cuda/sm90/wgmma.cuh"
 #include "natten_jax/logsumexp.h"
+#include "natten_jax/merge.h"
 
 namespace natten_jax::sm90 {
 
@@ -17,18 +18,24 @@ struct RowSums {
   /// Makes this that of the row's keys and those of earlier launches, from the logsumexp and remainder of these, and
   /// gives what their output is multiplied with.
   CUTE_DEVICE float merge(float2 earlier) {
-    const float own = base2_logsumexp(logsumexp), other = base2_logsumexp(earlier.x);
-    const float highest = fmaxf(own, other), reference = highest == -INFINITY ? 0.f : highest;
-    const float own_exponent = (own - reference) + remainder, other_exponent = (other - reference) + earlier.y;
-    // Beside logits of 1e30, which hide keys, remainders are no fractions: relative to them, too, nothing overflows.
-    const float larger = fmaxf(own_exponent, other_exponent), top = larger == -INFINITY ? 0.f : larger;
-    const float own_weight = fast_exp2(own_exponent - top), other_weight = fast_exp2(other_exponent - top);
-    const float total = own_weight + other_weight, log2_total = top + fast_log2(total);
-    if (total == 0.f) return 0.f;
-    logsumexp = (reference + log2_total) * kLn2;
-    remainder = logsumexp_remainder(logsumexp, reference, log2_total);
-    normalisation *= own_weight / total;
-    return other_weight / total;
+    Logsumexp both{logsumexp, remainder};
+    const Shares shares = merge_logsumexps(both, {earlier.x, earlier.y});
+    take(both, shares.own);
+    return shares.other;
+  }
+
+  /// Takes in a sink.
+  CUTE_DEVICE void add(float sink) {
+    Logsumexp both{logsumexp, remainder};
+    const float share = add_sink(both, sink);
+    take(both, share);
+  }
+
+ private:
+  CUTE_DEVICE void take(const Logsumexp& both, float share) {
+    logsumexp = both.value;
+    remainder = both.remainder;
+    normalisation *= share;
   }
 };
 

@@ -14,6 +14,7 @@
 #include "cuda/small/products.cuh"
 #include "cuda/small/seams.cuh"
 #include "natten_jax/logsumexp.h"
+#include "natten_jax/merge.h"
 
 namespace natten_jax::small {
 
@@ -123,7 +124,9 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
   const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases,
                            auto& key_bias) {
     if (!tile.has_rows) return;
-    const float factor = kHasScales ? item.exponent_scale(p) : p.exponent_scale;
+    // Loaded together: the sink would be waited for at the end, which took 7% of NAT's first stage.
+    const HeadScale scale = kHasScales ? item.scale(p) : HeadScale{};
+    const float factor = kHasScales ? scale.logits * kLog2E : p.exponent_scale;
     const RowOperand<Element, kHeadDim> queries(rows);
     key_bias.prepare(item);
     phases.rows_are_read();
@@ -180,21 +183,34 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
       sums[1] = sum_of_row(result.sum[1]);
     }
     phases.columns_are_read();
-    key_bias.load_behind(item);
+    key_bias.leave(item);
     // One lane writes what is known of its first row, its neighbor what is known of the second.
     const bool is_second = lane % 2 != 0;
     const int place = is_second ? places.y : places.x;
-    if (lane % 4 < 2 && place >= 0) {
+    const auto find_logsumexp = [&](bool with_remainder) -> Logsumexp {
       const float sum = is_second ? sums[1] : sums[0], shift = is_second ? result.shift[1] : result.shift[0],
                   log2_sum = fast_log2(sum);
-      const float logsumexp = sum == 0.f ? -INFINITY : fmaf(__fmul_rn(shift, factor), kLn2, log2_sum * kLn2);
-      const int at = item.of_query + place;
-      p.logsumexp[at] = logsumexp;
-      if (p.remainder != nullptr) {
-        p.remainder[at] = sum == 0.f ? 0.f : logsumexp_remainder(logsumexp, shift, factor, log2_sum);
-      }
+      const float value = sum == 0.f ? -INFINITY : fmaf(__fmul_rn(shift, factor), kLn2, log2_sum * kLn2);
+      const bool is_wanted = with_remainder && sum != 0.f;
+      return {value, is_wanted ? logsumexp_remainder(value, shift, factor, log2_sum) : 0.f};
+    };
+    const float sink = kHasScales ? sink_of(p.scale, scale) : -INFINITY;
+    const bool has_sink = sink != -INFINITY;
+    float of_row[2] = {normalisation(sums[0]), normalisation(sums[1])};
+    Logsumexp logsumexp;
+    if (has_sink) {
+      logsumexp = find_logsumexp(true);
+      const float share_of_keys = add_sink(logsumexp, sink);
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) of_row[r] *= __shfl_sync(0xffffffffu, share_of_keys, r, 4);
     }
-    Rows::template store<Element>(result.o, normalisation(sums[0]), normalisation(sums[1]), tables.row_places,
+    if (lane % 4 < 2 && place >= 0) {
+      if (!has_sink) logsumexp = find_logsumexp(p.remainder != nullptr);
+      const int at = item.of_query + place;
+      p.logsumexp[at] = logsumexp.value;
+      if (p.remainder != nullptr) p.remainder[at] = logsumexp.remainder;
+    }
+    Rows::template store<Element>(result.o, of_row[0], of_row[1], tables.row_places,
                                   row_of(p.out, item.of_query, head_dims.of_values), head_dims.of_values,
                                   rows + staging);
   };
@@ -205,7 +221,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
                                                                       layout)) {
       return;
     }
-    ColumnKeyBias<kHasKeyBias> key_bias(p, tables, tile, items.at(p, 0));
+    ColumnKeyBias<kHasKeyBias, Kernel::kForward> key_bias(p, tables, tile, items.at(p, 0));
     loads.for_items(tables, tile, warp * Rows::kBytes, load_rows, load_columns,
                     [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
                       compute(item, stage, rows, phases, key_bias);
@@ -213,9 +229,9 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
   });
 }
 
-/// `kHasScales`: heads have scales of their own. One scale of all heads is a parameter, which costs no register: with a
-/// kernel for both, clips and volumes took 3% longer. `kHasBias`: logits have a relative bias; `kHasKeyBias`: keys have
-/// biases.
+/// `kHasScales`: heads have scales of their own, or sinks. One scale of all heads is a parameter, which costs no
+/// register: with a kernel for both, clips and volumes took 3% longer. `kHasBias`: logits have a relative bias;
+/// `kHasKeyBias`: keys have biases.
 template <class Element, int kHeadDim, bool kHasBoxes, bool kHasScales, bool kHasBias = false, class Items = CtaItems,
           bool kHasKeyBias = false>
 __global__ void __launch_bounds__(32 * resident_warps(Kernel::kForward, kHeadDim))

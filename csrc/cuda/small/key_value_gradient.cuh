@@ -186,18 +186,25 @@ CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
 
   using Sums = KeyValueSums<Element, kHeadDim, kIsOfOne>;
   Sums of_several;
-  const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
+  const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases,
+                           auto& key_bias) {
     if (!tile.has_rows) return;
     Sums of_one;
     Sums& sums = kIsOfOne ? of_one : of_several;
     const Operand keys(rows), values(rows + buffer);
     KeyBiasSums of_bias;
-    if constexpr (kHasKeyBias) RowKeyBias(p, item, tables.row_places).load(of_bias.biases, item.scale(p).logits);
+    if constexpr (kHasKeyBias) key_bias.take(of_bias.biases, item.scale(p).logits);
     phases.rows_are_read();
     sums.template add<Columns, kHasBias, kHasKeyBias>(of_bias, keys, values, item.exponent_scale(p), tile, tables,
                                                       stage);
     phases.columns_are_read();
-    if constexpr (kHasKeyBias) RowKeyBias(p, item, tables.row_places).store(of_bias.sums);
+    if constexpr (kHasKeyBias) {
+      // The next one's come while results are written: the products that begin with them would wait for them otherwise.
+      Item next = item;
+      next.next(p);
+      if (next.number(p) < p.items) key_bias.load(next);
+      key_bias.store(item, of_bias.sums);
+    }
     if constexpr (!kIsOfOne) {
       // Query heads that share a key/value head follow each other.
       const int heads_per_kv = p.by_heads_per_kv.divisor;
@@ -211,7 +218,12 @@ CUTE_DEVICE void differentiate_keys(const BackwardParams& p) {
     loads.take(items, is_first);
     const auto load_first_rows = [&] { loads.load_first_rows(items.at(p, 0), warp * Rows::kBytes, load_rows); };
     if (!make_plan<kHeadDim, true, kHasBoxes, kHasBias>(p, raw, tables, tile, loads, load_first_rows, layout)) return;
-    loads.for_items(tables, tile, warp * Rows::kBytes, load_rows, load_columns, compute);
+    RowKeyBias<kHasKeyBias> key_bias(p, tables.row_places);
+    if (kHasKeyBias && tile.has_rows) key_bias.load(items.at(p, 0));
+    loads.for_items(tables, tile, warp * Rows::kBytes, load_rows, load_columns,
+                    [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
+                      compute(item, stage, rows, phases, key_bias);
+                    });
   });
 }
 

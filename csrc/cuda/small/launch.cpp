@@ -369,6 +369,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
            .failed();
   if (can_be_whole && whole.region.nanoseconds <= p.region.nanoseconds + of_keys.region.nanoseconds) {
     NATTEN_JAX_RETURN_IF_FAILED(encode_whole(problem, whole));
+    if (!scratch.keeps_statistics) whole.statistics = nullptr;
     NATTEN_JAX_RETURN_IF_FAILED(prepare_table(problem, tiles, scratch, stream, whole, table, shape_of_table));
     return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
       if (problem.has_key_bias) return launch_key_biased_whole_gradient<type>(head_dim, whole, shape_of_whole);

@@ -221,7 +221,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
   tables.masks = reinterpret_cast<const std::uint16_t*>(masks.of_lane);
   tables.row_places = reinterpret_cast<const int2*>(row_places);
   if constexpr (kHasKeyBias) {
-    tables.key_bias = shared_address(raw) + region.shared.key_bias + of_warp * kKeyBiasBytes + lane % 4 * 8;
+    tables.key_bias = shared_address(raw) + region.shared.key_bias + of_warp * kKeyBiasBytes + lane % 4 * 16;
   }
   tables.stages = raw + region.shared.stages;
   tables.second = region.shared.second;

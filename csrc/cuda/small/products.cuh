@@ -91,12 +91,16 @@ CUTE_DEVICE void load_bias(PairLogits (&x)[kPairs], const TilePlan& tile, std::u
 template <int kPairs>
 CUTE_DEVICE void load_key_bias(PairLogits (&x)[kPairs], const Pairs<kPairs>& pairs) {
   CUTE_UNROLL
-  for (int i = 0; i < 2 * kPairs; ++i) {
-    float (&logits)[4] = x[i / 2][i % 2];
-    const std::uint32_t at = pairs.at[i / 2].entries + i % 2 * (kKeyBiasBytes / 2);
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(logits[0]), "=f"(logits[1]) : "r"(at));
-    logits[2] = logits[0];
-    logits[3] = logits[1];
+  for (int pair = 0; pair < kPairs; ++pair) {
+    float (&first)[4] = x[pair][0], (&second)[4] = x[pair][1];
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(first[0]), "=f"(first[1]), "=f"(second[0]), "=f"(second[1])
+                 : "r"(pairs.at[pair].entries));
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      first[2 + i] = first[i];
+      second[2 + i] = second[i];
+    }
   }
 }
 

@@ -167,7 +167,6 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
         gradient, statistics, queries, cotangents, item.exponent_scale(p), tile, tables, additional_pairs, stage,
         shared_address(raw));
     phases.columns_are_read();
-    key_bias.load_behind(item);
     if constexpr (kHasBias) write_record<Element>(p, tile, shared_address(raw), item);
     const float scale = item.scale(p).query_gradient;
     Rows::template store<Element>(gradient, scale, scale, tables.row_places,
@@ -182,7 +181,7 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
       return;
     }
     if constexpr (kHasBias) clear_sums(p, raw);
-    ColumnKeyBias<kHasKeyBias> key_bias(p, tables, tile, items.at(p, 0));
+    ColumnKeyBias<kHasKeyBias, Kernel::kQueryGradient> key_bias(p, tables, tile, items.at(p, 0));
     loads.for_items(tables, tile, warp * Rows::kBytes, load_rows, load_columns,
                     [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
                       compute(item, stage, rows, phases, key_bias);

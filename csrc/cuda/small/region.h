@@ -36,15 +36,16 @@ struct SharedLayout {
   int batch_entries;  ///< EntryState, where batch entries may have layouts of their own.
   int stages;
   int stage_bytes;
-  int second;        ///< In a stage, for boxes: the second array's columns, and how far others are apart.
-  int box_end;       ///< In a stage, for boxes: where those of the first array end.
-  int boxes_end;     ///< In a stage, for boxes: where those of all arrays end.
-  int additional;    ///< In a stage: additional columns.
-  int rows;          ///< In a stage, or for boxes in the CTA: the warps' rows of each array that they need.
-  int statistics;    ///< In a stage: kStatisticsBytes for each column.
-  int table;         ///< In a stage: a head's relative bias, between `Region::table_margin` numbers on both sides.
-  int key_bias;      ///< For each warp and pair of groups, a float for each of its columns: biases of keys.
-  int sums;          ///< For each warp, a row for each of its queries of 16-bit gradients of logits, by offset.
+  int second;      ///< In a stage, for boxes: the second array's columns, and how far others are apart.
+  int box_end;     ///< In a stage, for boxes: where those of the first array end.
+  int boxes_end;   ///< In a stage, for boxes: where those of all arrays end.
+  int additional;  ///< In a stage: additional columns.
+  int rows;        ///< In a stage, or for boxes in the CTA: the warps' rows of each array that they need.
+  int statistics;  ///< In a stage: kStatisticsBytes for each column.
+  int table;       ///< In a stage: a head's relative bias, between `Region::table_margin` numbers on both sides.
+  int key_bias;  ///< For each warp and pair of groups, a float for each of its columns: biases of keys; in each of its
+                 ///< buffers.
+  int sums;      ///< For each warp, a row for each of its queries of 16-bit gradients of logits, by offset.
   int region_sums;   ///< For whole layouts, sums of the queries of each warp (RegionSums), twice,
   int entry_places;  ///< and uint16 for each warp and entry of the table: where it lies among these.
   int bytes;         ///< All of it.

@@ -48,10 +48,11 @@ CUTE_DEVICE void differentiate_whole(const BackwardParams& p) {
   for (int r = 0; r < 2; ++r) {
     column_of_row[r] = __shfl_sync(0xffffffffu, queries_plan.column_of_row, lane / 4 + 8 * r);
   }
-  ColumnKeyBias<kHasKeyBias> key_bias(p, of_queries, queries_plan, CtaItems(p).at(p, 0));
+  ColumnKeyBias<kHasKeyBias, Kernel::kWholeGradient> key_bias(p, of_queries, queries_plan, CtaItems(p).at(p, 0));
   const int warps = loads.warps_with_rows();
   const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
     RowStatistics<Element> statistics(p, item, of_queries.row_places);
+    RowKeyBias<kHasKeyBias> bias_of_rows(p, of_keys.row_places);
     key_bias.prepare(item);
     phases.rows_are_read();
     const auto rows_of = [&](WholeBox box) { return Operand::of_box(stage + box * second + queries_plan.row); };
@@ -61,12 +62,14 @@ CUTE_DEVICE void differentiate_whole(const BackwardParams& p) {
       statistics.template finish<kHasBias || kHasKeyBias>(p, [&](int r, float4 numbers) {
         const std::uint32_t at = stage + p.region.shared.statistics + kStatisticsBytes * column_of_row[r];
         *static_cast<float4*>(__cvta_shared_to_generic(at)) = numbers;
+        if (p.statistics != nullptr) p.statistics[statistics.at[r]] = numbers;
       });
       float gradient[kHeadDim / 8][4] = {};
       add_query_gradient<Columns, kHasBias, kHasKeyBias>(gradient, statistics, queries, cotangents,
                                                          item.exponent_scale(p), queries_plan, of_queries, 0, stage,
                                                          shared_address(raw));
-      key_bias.load_behind(item);
+      key_bias.leave(item);
+      bias_of_rows.load(item);  // which come while gradients are written, and warps meet
       if constexpr (kHasBias) add_up_rows<Element>(p, queries_plan, shared_address(raw), table.of_item(item));
       const float scale = item.scale(p).query_gradient;
       Rows::template store<Element>(gradient, scale, scale, of_queries.row_places,
@@ -79,11 +82,11 @@ CUTE_DEVICE void differentiate_whole(const BackwardParams& p) {
     KeyValueSums<Element, kHeadDim, true> sums;
     const Operand keys = rows_of(kWholeKeys), values = rows_of(kWholeValues);
     KeyBiasSums of_bias;
-    if constexpr (kHasKeyBias) RowKeyBias(p, item, of_keys.row_places).load(of_bias.biases, item.scale(p).logits);
+    if constexpr (kHasKeyBias) bias_of_rows.take(of_bias.biases, item.scale(p).logits);
     sums.template add<Columns, kHasBias, kHasKeyBias>(of_bias, keys, values, item.exponent_scale(p), keys_plan, of_keys,
                                                       stage + kWholeQueries * second);
     phases.columns_are_read();
-    if constexpr (kHasKeyBias) RowKeyBias(p, item, of_keys.row_places).store(of_bias.sums);
+    bias_of_rows.store(item, of_bias.sums);
     sums.store(p, item.scale(p).logits, item.of_key(p), of_keys.row_places, HeadDims<kHeadDim, true>(p), rows, rows);
   };
   const auto nothing = [](const Item&, std::uint32_t) {};

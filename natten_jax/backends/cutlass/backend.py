@@ -21,9 +21,10 @@ from natten_jax.backends.native_backend import (
     attributes,
     call_for_gradients,
     delta,
-    kernel_operands,
+    forward_operands,
     layouts_operand,
     saved_remainder,
+    sinks_gradient,
     with_kernel_rank,
 )
 from natten_jax.cost import small_windows
@@ -182,7 +183,7 @@ class CutlassBackend(NativeBackend):
         return native.call(
             _FORWARD,
             types,
-            *kernel_operands(plan.problem, operands),
+            *forward_operands(plan.problem, operands),
             layouts_operand(operands),
             **attributes(plan),
             is_accurate=int(plan.precision not in _TF32_PRECISIONS),
@@ -203,7 +204,7 @@ class CutlassBackend(NativeBackend):
         if problem.dtype != "float32":
             elements = scratch_elements(problem, operands.inputs.query, performance)
             scratch.append(ResultType((elements,), jnp.float32))
-        return call_for_gradients(
+        found = call_for_gradients(
             _BACKWARD,
             plan,
             operands,
@@ -216,6 +217,8 @@ class CutlassBackend(NativeBackend):
             if performance.backward_deterministic
             else min(math.prod(performance.backward_kv_splits or (0,)), _MOST_SPLITS),
         )
+        sinks = operands.inputs.sinks
+        return found._replace(sinks=None if sinks is None else sinks_gradient(sinks, logsumexp[0], delta_of_queries))
 
 
 def scratch_elements(problem: Problem, query: jax.Array, performance: Performance) -> int:

@@ -13,10 +13,11 @@ from natten_jax.backends.native_backend import (
     attributes,
     call_for_results,
     entry_maps,
-    kernel_operands,
+    forward_operands,
     layouts_operand,
     saved_remainder,
     scale_of_kernels,
+    sinks_gradient,
     with_kernel_rank,
 )
 from natten_jax.native import module as native
@@ -44,7 +45,7 @@ def call_forward(plan: Plan, operands: Operands, types: list[ResultType]) -> lis
     """Call the kernel."""
     rows, columns = with_kernel_tiles(plan.problem, plan.tiles)
     tables = _tables_of_products(plan.problem, operands, rows, columns)
-    arrays = *kernel_operands(plan.problem, operands), layouts_operand(operands), tables, _key_bias(plan, operands)
+    arrays = *forward_operands(plan.problem, operands), layouts_operand(operands), tables, _key_bias(plan, operands)
     return native.call(FORWARD, [*types, entry_maps(operands, _ENTRY_MAPS)], *arrays, **attributes(plan))
 
 
@@ -115,7 +116,8 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Output) 
     columns, rows = with_kernel_tiles(problem, plan.tiles)
     tables = _tables_of_products(problem, operands, rows, columns)
     key_bias = _key_bias(plan, operands)
-    found, (*_, table_sums, of_keys, _) = call_for_results(
+    inputs = operands.inputs
+    found, (statistics, _, _, table_sums, of_keys, _) = call_for_results(
         BACKWARD,
         plan,
         operands,
@@ -135,10 +137,13 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Output) 
             ResultType((*key_bias.shape[:-1], heads) if key_bias.ndim > 1 else (0,), jnp.float32),
             entry_maps(operands, 2 * _ENTRY_MAPS),
         ],
+        keeps_statistics=int(inputs.sinks is not None),
     )
-    inputs = operands.inputs
     table, of_heads, shared = inputs.relative_bias, inputs.key_bias, inputs.shared_key_bias
     return found._replace(
+        sinks=None
+        if inputs.sinks is None
+        else sinks_gradient(inputs.sinks, logsumexp, statistics[..., 1].reshape(logsumexp.shape)),
         relative_bias=None if table is None else jnp.sum(table_sums[..., : table.shape[-1]], axis=0),
         key_bias=None if of_heads is None else of_keys.reshape(of_heads.shape),
         shared_key_bias=None if shared is None else jnp.sum(of_keys, axis=-1).reshape(shared.shape),

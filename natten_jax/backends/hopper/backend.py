@@ -17,7 +17,7 @@ from natten_jax.backends.native_backend import (
     NativeBackend,
     attributes,
     entry_maps,
-    kernel_operands,
+    forward_operands,
     layouts_operand,
     with_kernel_rank,
 )
@@ -110,7 +110,7 @@ class HopperBackend(NativeBackend):
 
     def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
         """Call the kernel."""
-        target, arrays, types = _FORWARD, kernel_operands(plan.problem, operands), [*types, _SCRATCH]
+        target, arrays, types = _FORWARD, forward_operands(plan.problem, operands), [*types, _SCRATCH]
         if plan.problem.element.is_float8:
             factors = operands.inputs.out_scale
             target, arrays = _FORWARD_FLOAT8, [*arrays, jnp.zeros((0,), jnp.float32) if factors is None else factors]
@@ -124,7 +124,7 @@ class HopperBackend(NativeBackend):
         if problem.element.is_float8 or not continues(_KERNELS, problem):
             return None
         earlier = [with_kernel_rank(array, problem.rank) for array in saved if array is not None]
-        arrays = [*kernel_operands(problem, operands), box_start(seeing)]
+        arrays = [*forward_operands(problem, operands), box_start(seeing)]
         results = native.call(
             _FORWARD_CONTINUED,
             [*(ResultType(each.shape, each.dtype, len(arrays) + i) for i, each in enumerate(earlier)), _SCRATCH],

@@ -16,6 +16,7 @@ from natten_jax.backends.native_backend import (
     entry_maps,
     layouts_operand,
     saved_remainder,
+    sinks_gradient,
     with_kernel_rank,
 )
 from natten_jax.native import module as native
@@ -47,7 +48,7 @@ def gradients(
     scratch = operands.inputs.query.size + 1
     if performance.backward_deterministic:
         scratch += _query_tiles(operands.inputs.query, problem.dilation, plan.tiles[0])
-    return call_for_gradients(
+    found = call_for_gradients(
         TARGETS[0],
         plan,
         operands,
@@ -55,6 +56,10 @@ def gradients(
         [ResultType((scratch,), jnp.float32), entry_maps(operands, _ENTRY_MAPS)],
         is_deterministic=int(performance.backward_deterministic),
     )
+    sinks = operands.inputs.sinks
+    if sinks is None:
+        return found
+    return found._replace(sinks=sinks_gradient(sinks, of_queries[1], jnp.moveaxis(statistics[..., 1], 1, -1)))
 
 
 def _query_tiles(query: jax.Array, dilation: Shape, q_tile: Shape) -> int:

@@ -49,7 +49,8 @@ def forward(
     Returns:
         What ``run`` does, or what is saved.
     """
-    if computes_meanwhile(plan, request, exchange):
+    # One pass has sinks: that on all keys.
+    if operands.inputs.sinks is None and computes_meanwhile(plan, request, exchange):
         return overlap.forward(run_saving, run_continued, request, exchange, operands)
     return run(request, exchange.brought(operands))
 
@@ -64,7 +65,7 @@ def backward(
     cotangents: Output,
 ) -> Gradients:
     """The gradients of all that a device has; arguments as for :func:`forward`, and what it saved."""
-    if computes_meanwhile(plan, request, exchange):
+    if operands.inputs.sinks is None and computes_meanwhile(plan, request, exchange):
         return overlap.backward(run, request, exchange, operands, saved, cotangents)
     layout = operands.inputs.key.shape[FIRST_TOKEN_AXIS:-2]
     found = run(request, exchange.brought(operands), saved, cotangents)

@@ -1,0 +1,49 @@
+// Softmaxes over several sets of keys as one: two logsumexps and their remainders (natten_jax/logsumexp.h) become that
+// of both sets. A sink is a set of its own: a logit of a query head that no key stands behind.
+#pragma once
+
+#include <cmath>
+
+#include "natten_jax/logsumexp.h"
+#include "natten_jax/problem.h"
+
+namespace natten_jax {
+
+/// A row's logsumexp, and what float32 has no room for in it.
+struct Logsumexp {
+  float value, remainder;
+};
+
+/// What two sets of keys weigh in the softmax over both.
+struct Shares {
+  float own, other;
+};
+
+/// Makes a logsumexp that of its keys and of others.
+NATTEN_JAX_HOST_DEVICE inline Shares merge_logsumexps(Logsumexp& own, const Logsumexp& others) {
+  const float of_own = base2_logsumexp(own.value), of_others = base2_logsumexp(others.value);
+  const float highest = fmaxf(of_own, of_others), reference = highest == -INFINITY ? 0.f : highest;
+  const float own_exponent = (of_own - reference) + own.remainder,
+              other_exponent = (of_others - reference) + others.remainder;
+  // Beside logits of 1e30, which hide keys, remainders are no fractions: relative to them, too, nothing overflows.
+  const float larger = fmaxf(own_exponent, other_exponent), top = larger == -INFINITY ? 0.f : larger;
+  const float own_weight = exp2f(own_exponent - top), other_weight = exp2f(other_exponent - top);
+  const float total = own_weight + other_weight, log2_total = top + log2f(total);
+  if (total == 0.f) return {0.f, 0.f};
+  own.value = (reference + log2_total) * kLn2;
+  own.remainder = logsumexp_remainder(own.value, reference, log2_total);
+  return {own_weight / total, other_weight / total};
+}
+
+/// The logit of a head's sink, given what the scales have of it; -infinity where there is none. In forward passes,
+/// which have no query gradients, it takes the place of their factor.
+NATTEN_JAX_HOST_DEVICE inline float sink_of(const Scale& scale, const HeadScale& head) {
+  return scale.heads == nullptr ? -INFINITY : head.query_gradient;
+}
+
+/// Takes a sink into a row's logsumexp; what its keys weigh beside it.
+NATTEN_JAX_HOST_DEVICE inline float add_sink(Logsumexp& row, float sink) {
+  return merge_logsumexps(row, {sink, __builtin_fmaf(sink, kLog2E, -base2_logsumexp(sink))}).own;
+}
+
+}  // namespace natten_jax
