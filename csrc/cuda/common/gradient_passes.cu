@@ -91,13 +91,19 @@ __global__ void __launch_bounds__(kThreads)
   for (std::int64_t first = blockIdx.x * of_block; first < all_rows; first += gridDim.x * of_block) {
     const std::int64_t own = first + threadIdx.x / kLanes;
     uint4 a[kUnrolled], b[kUnrolled];
+    // Where there is padding, all are looked at before any is read.
+    bool is_real[kUnrolled];
 #pragma unroll
     for (int i = 0; i < kUnrolled; ++i) {
       const std::int64_t row = own + i * kBlockRows;
-      bool is_inside = row < all_rows && lane < chunks;
-      if constexpr (kIsPadded) is_inside = is_inside && logsumexp[row] != -INFINITY;
-      a[i] = is_inside ? out[row * chunks + lane] : make_uint4(0, 0, 0, 0);
-      b[i] = is_inside ? out_cotangent[row * chunks + lane] : make_uint4(0, 0, 0, 0);
+      is_real[i] = row < all_rows && lane < chunks;
+      if constexpr (kIsPadded) is_real[i] = (is_real[i] ? logsumexp[row] : -INFINITY) != -INFINITY;
+    }
+#pragma unroll
+    for (int i = 0; i < kUnrolled; ++i) {
+      const std::int64_t at = (own + i * kBlockRows) * chunks + lane;
+      a[i] = is_real[i] ? out[at] : make_uint4(0, 0, 0, 0);
+      b[i] = is_real[i] ? out_cotangent[at] : make_uint4(0, 0, 0, 0);
     }
     float sum = 0.f;  // of the row that this thread writes
 #pragma unroll
@@ -147,20 +153,27 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t of_block = kThreads * kUnrolled;
   for (std::int64_t first = blockIdx.x * of_block + threadIdx.x; first < all_chunks; first += gridDim.x * of_block) {
     float4 low[kUnrolled], high[kUnrolled];
-    std::int64_t to[kUnrolled];
+    std::int64_t from[kUnrolled], to[kUnrolled];
     float scale[kUnrolled];
+    // Where there is padding, all are looked at before any is read.
+    bool has_sums[kUnrolled];
 #pragma unroll
     for (int i = 0; i < kUnrolled; ++i) {
       const std::int64_t at = first + i * kThreads, row = by_chunks.divide(at), chunk = at - row * chunks;
       const auto place = rows.place(row);
-      const std::int64_t from_row = rows.heads_first(place), from = from_row * chunks + chunk;
+      const std::int64_t from_row = rows.heads_first(place);
+      from[i] = from_row * chunks + chunk;
       to[i] = (row + rows.by_heads.divide(row) * (all_heads - rows.heads)) * chunks + chunk;
-      if (at < all_chunks) {
-        const bool has_sums = of_rows == nullptr || of_rows[from_row].x != -INFINITY;
-        low[i] = has_sums ? sums[2 * from] : make_float4(0.f, 0.f, 0.f, 0.f);
-        high[i] = has_sums ? sums[2 * from + 1] : make_float4(0.f, 0.f, 0.f, 0.f);
+      has_sums[i] = at < all_chunks;
+      if (has_sums[i]) {
         scale[i] = scales.of(place.batch * all_heads + place.head).query_gradient;
+        if (of_rows != nullptr) has_sums[i] = of_rows[from_row].x != -INFINITY;
       }
+    }
+#pragma unroll
+    for (int i = 0; i < kUnrolled; ++i) {
+      low[i] = has_sums[i] ? sums[2 * from[i]] : make_float4(0.f, 0.f, 0.f, 0.f);
+      high[i] = has_sums[i] ? sums[2 * from[i] + 1] : make_float4(0.f, 0.f, 0.f, 0.f);
     }
 #pragma unroll
     for (int i = 0; i < kUnrolled; ++i) {

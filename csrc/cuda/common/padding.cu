@@ -2,7 +2,6 @@
 #include <initializer_list>
 
 #include "cuda/common/entry_axis.cuh"
-#include "cuda/common/geometry.h"
 #include "cuda/common/padding.h"
 
 namespace natten_jax {
@@ -10,8 +9,8 @@ namespace {
 
 constexpr int kMostArrays = 3;
 constexpr int kThreads = 128, kWarps = kThreads / 32;
-constexpr int kSegmentBytes = 1 << 13;  // of a line that a warp fills at a time: whole tokens, at least one
-constexpr unsigned kBlocks = 1u << 11;  // enough for all multiprocessors; each looks at its entry's layout first
+constexpr int kSegmentBytes = 1 << 13;     // of a line that a warp fills at a time: whole tokens, at least one
+constexpr std::int64_t kBlocks = 1 << 11;  // enough for all multiprocessors
 
 /// An array whose token is so many bytes, and what its padding is filled with, over and over.
 struct PaddedArray {
@@ -19,12 +18,16 @@ struct PaddedArray {
   std::int64_t token_bytes;
   std::uint32_t word;
   bool has_queries;
-  int segment;  // tokens of a line that a warp fills at a time
+  int segment;           // tokens of a line that a warp fills at a time
+  unsigned first_block;  // of those that fill it, and how many these are
+  unsigned blocks;
 };
 
 struct Padding {
   DeviceAxis axis[kRank];
   const std::int32_t* layouts;
+  int batch;
+  int arrays;
   PaddedArray array[kMostArrays];
 };
 
@@ -36,29 +39,48 @@ CUTE_DEVICE void fill(char* begin, const char* end, Word word) {
   }
 }
 
-/// Fills segments of lines of a batch entry, of which those that no query or key has are left to it.
-CUTE_DEVICE void fill_segments(const Padding& p) {
-  const PaddedArray& array = p.array[blockIdx.y];
-  int extent[kRank], real[kRank];
-  bool is_padded = false;
-  const EntryLayout layout(p.layouts, blockIdx.x);
-  for (int d = 0; d < kRank; ++d) {
-    const EntryAxis entry(p.axis[d], layout, d);
-    extent[d] = array.has_queries ? p.axis[d].query_local_extent : p.axis[d].kv_local_extent;
-    real[d] = array.has_queries ? entry.query_local_extent : entry.kv_local_extent;
-    is_padded = is_padded || real[d] < extent[d];
+/// The segments of an array's lines, those of all batch entries one after the other.
+struct Segments {
+  int of_line;
+  std::int64_t of_entry, all;
+
+  CUTLASS_HOST_DEVICE Segments(const Padding& p, const PaddedArray& array) {
+    const auto extent = [&](int d) {
+      return array.has_queries ? p.axis[d].query_local_extent : p.axis[d].kv_local_extent;
+    };
+    of_line = (extent(2) + array.segment - 1) / array.segment;
+    of_entry = std::int64_t{extent(0)} * extent(1) * of_line;
+    all = of_entry * p.batch;
   }
-  if (!is_padded) return;
-  const int segments = (extent[2] + array.segment - 1) / array.segment, lines = extent[0] * extent[1];
-  char* const of_entry =
-      static_cast<char*>(array.data) + static_cast<std::int64_t>(blockIdx.x) * lines * extent[2] * array.token_bytes;
-  for (int i = blockIdx.z * kWarps + threadIdx.x / 32; i < lines * segments; i += gridDim.z * kWarps) {
-    const int line = i / segments, x = line / extent[1], y = line - x * extent[1];
-    int begin = (i - line * segments) * array.segment;
+};
+
+/// Fills segments, of which those that no query or key has are left to it. Blocks take turns, whosever entry a segment
+/// is of: with some for each entry, those of the entries with the most padding were the last, and sequences of which
+/// half is padding took 35 microseconds to be filled.
+CUTE_DEVICE void fill_segments(const Padding& p) {
+  int number = 0;
+  while (number + 1 < p.arrays && blockIdx.x >= p.array[number + 1].first_block) ++number;
+  const PaddedArray& array = p.array[number];
+  const Segments segments(p, array);
+  const std::int64_t step = std::int64_t{array.blocks} * kWarps;
+  for (std::int64_t i = std::int64_t{blockIdx.x - array.first_block} * kWarps + threadIdx.x / 32; i < segments.all;
+       i += step) {
+    const int batch = static_cast<int>(i / segments.of_entry),
+              of_entry = static_cast<int>(i - batch * segments.of_entry);
+    int extent[kRank], real[kRank];
+    const EntryLayout layout(p.layouts, batch);
+    for (int d = 0; d < kRank; ++d) {
+      const EntryAxis entry(p.axis[d], layout, d);
+      extent[d] = array.has_queries ? p.axis[d].query_local_extent : p.axis[d].kv_local_extent;
+      real[d] = array.has_queries ? entry.query_local_extent : entry.kv_local_extent;
+    }
+    const int line = of_entry / segments.of_line, x = line / extent[1], y = line - x * extent[1];
+    int begin = (of_entry - line * segments.of_line) * array.segment;
     const int end = min(begin + array.segment, extent[2]);
     if (x < real[0] && y < real[1]) begin = max(begin, real[2]);
     if (begin >= end) continue;
-    char* const from = of_entry + (static_cast<std::int64_t>(line) * extent[2] + begin) * array.token_bytes;
+    const std::int64_t line_of_all = std::int64_t{batch} * extent[0] * extent[1] + line;
+    char* const from = static_cast<char*>(array.data) + (line_of_all * extent[2] + begin) * array.token_bytes;
     const char* const to = from + (end - begin) * array.token_bytes;
     if (array.token_bytes % sizeof(uint4) == 0) {
       fill(from, to, make_uint4(array.word, array.word, array.word, array.word));
@@ -68,7 +90,6 @@ CUTE_DEVICE void fill_segments(const Padding& p) {
   }
 }
 
-/// blockIdx is batch entry, array, one of the CTAs that share its segments.
 __global__ void __launch_bounds__(kThreads) natten_jax_fill_padding(const __grid_constant__ Padding p) {
   allow_next_kernel();
   fill_segments(p);
@@ -81,24 +102,30 @@ cudaError_t fill_padding(const Problem& problem, const std::int32_t* layouts, st
   Padding p{};
   for (int d = 0; d < kRank; ++d) p.axis[d] = device_axis(problem.axes[d], 1, 1);
   p.layouts = layouts;
-  unsigned count = 0;
-  std::int64_t all = 1;  // segments of that array which has the most
+  p.batch = static_cast<int>(problem.batch);
+  std::int64_t all_bytes = 0;
+  const auto bytes_of = [&](const PaddedArray& array) {
+    return Segments(p, array).all * array.segment * array.token_bytes;
+  };
   for (const PaddedArray& array : arrays) {
     if (array.data == nullptr) continue;
-    PaddedArray& added = p.array[count++];
+    PaddedArray& added = p.array[p.arrays++];
     added = array;
     added.segment = static_cast<int>(std::max<std::int64_t>(kSegmentBytes / array.token_bytes, 1));
-    const auto extent = [&](int d) -> std::int64_t {
-      return array.has_queries ? p.axis[d].query_local_extent : p.axis[d].kv_local_extent;
-    };
-    all = std::max(all, saturating_product(saturating_product(extent(0), extent(1)),
-                                           (extent(2) + added.segment - 1) / added.segment));
+    all_bytes += bytes_of(added);
   }
-  if (count == 0) return cudaSuccess;
-  const auto batch = static_cast<unsigned>(problem.batch);
-  const std::int64_t most = std::max(kBlocks / (batch * count), 1u);
-  const auto blocks = static_cast<unsigned>(std::clamp<std::int64_t>((all + kWarps - 1) / kWarps, 1, most));
-  return launch(natten_jax_fill_padding, {dim3(batch, count, blocks), kThreads, 0, stream, overlaps}, p);
+  if (all_bytes == 0) return cudaSuccess;
+  unsigned blocks = 0;
+  for (int i = 0; i < p.arrays; ++i) {
+    PaddedArray& array = p.array[i];
+    const std::int64_t enough = (Segments(p, array).all + kWarps - 1) / kWarps,
+                       share = static_cast<std::int64_t>(static_cast<double>(bytes_of(array)) /
+                                                         static_cast<double>(all_bytes) * kBlocks);
+    array.first_block = blocks;
+    array.blocks = static_cast<unsigned>(std::max<std::int64_t>(std::min(enough, share), 1));
+    blocks += array.blocks;
+  }
+  return launch(natten_jax_fill_padding, {dim3(blocks), kThreads, 0, stream, overlaps}, p);
 }
 
 /// Zeros for all heads of a token.
