@@ -35,7 +35,7 @@ def serve() -> Any:
         process = _fork()
         if process == 0:
             for stream in (requests, answers):
-                os.close(stream.fileno())
+                stream.close()
             return json.loads(line)
         _say(answers, process)
         _say(answers, os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
