@@ -35,6 +35,16 @@ Error check_statistic_of_outputs(const char* name, const AnyBuffer& array, const
                      "one value per query and head");
 }
 
+Error decode_logsumexp_cotangent(const AnyBuffer& array, const AnyBuffer& out, const float*& values) {
+  values = nullptr;
+  if (array.element_count() == 0) {
+    return check_array("logsumexp_cotangent", array, xffi::DataType::F32, {0},
+                       "it is empty, or one value per query and head");
+  }
+  values = static_cast<const float*>(array.untyped_data());
+  return check_statistic_of_outputs("logsumexp_cotangent", array, out);
+}
+
 Error decode_entry_maps(const AnyBuffer& array, std::int64_t count, CUtensorMap*& maps) {
   maps = count == 0 ? nullptr : static_cast<CUtensorMap*>(array.untyped_data());
   return check_array("result entry_maps", array, xffi::DataType::U8,

@@ -16,6 +16,9 @@ xffi::Error check_outputs(const xffi::AnyBuffer& out, const xffi::AnyBuffer& out
 /// Checks an array of one value for each of their queries and heads.
 xffi::Error check_statistic_of_outputs(const char* name, const xffi::AnyBuffer& array, const xffi::AnyBuffer& out);
 
+/// The same of the cotangent of the logsumexp, which is zero where the array is one of nothing: then null.
+xffi::Error decode_logsumexp_cotangent(const xffi::AnyBuffer& array, const xffi::AnyBuffer& out, const float*& values);
+
 /// Checks scratch memory for tensor maps, of which a launch makes so many.
 xffi::Error decode_entry_maps(const xffi::AnyBuffer& array, std::int64_t count, CUtensorMap*& maps);
 

@@ -40,6 +40,16 @@ xffi::Error check_remainder(const char* name, const xffi::AnyBuffer& array, cons
   return xffi::Error::Success();
 }
 
+/// The same of the cotangent of the logsumexp, which may be none of a target's operands.
+xffi::Error check_logsumexp_cotangent(const xffi::AnyBuffer* array, const Problem& p, const float*& values) {
+  values = nullptr;
+  if (array == nullptr) return xffi::Error::Success();
+  float* of_array = nullptr;
+  NATTEN_JAX_RETURN_IF_ERROR(check_remainder("logsumexp_cotangent", *array, p, of_array));
+  values = of_array;
+  return xffi::Error::Success();
+}
+
 xffi::Error decode_forward(const ProblemOperands& operands, ForwardResults results, const xffi::Dictionary& dictionary,
                            std::int64_t further, Memory memory, Call& call, Elements elements) {
   NATTEN_JAX_RETURN_IF_ERROR(decode_call(operands, dictionary, further, memory, call, elements));
@@ -65,7 +75,7 @@ xffi::Error decode_backward(const ProblemOperands& operands, const Saved& saved,
   NATTEN_JAX_RETURN_IF_ERROR(check_remainder("remainder", *saved.remainder, p, arrays.remainder));
   NATTEN_JAX_RETURN_IF_ERROR(check("out", saved.out, false));
   NATTEN_JAX_RETURN_IF_ERROR(check("out_cotangent", saved.out_cotangent, false));
-  NATTEN_JAX_RETURN_IF_ERROR(check("logsumexp_cotangent", saved.logsumexp_cotangent, true));
+  NATTEN_JAX_RETURN_IF_ERROR(check_logsumexp_cotangent(saved.logsumexp_cotangent, p, arrays.logsumexp_cotangent));
   NATTEN_JAX_RETURN_IF_ERROR(check("delta", saved.delta, true));
   NATTEN_JAX_RETURN_IF_ERROR(check_heads_of_gradients(p));
   NATTEN_JAX_RETURN_IF_ERROR(
@@ -74,7 +84,6 @@ xffi::Error decode_backward(const ProblemOperands& operands, const Saved& saved,
   arrays.logsumexp = static_cast<float*>(data(saved.logsumexp));
   arrays.out = data(saved.out);
   arrays.out_cotangent = data(saved.out_cotangent);
-  arrays.logsumexp_cotangent = static_cast<const float*>(data(saved.logsumexp_cotangent));
   arrays.delta = static_cast<const float*>(data(saved.delta));
   arrays.query_gradient = gradients[0]->untyped_data();
   arrays.key_gradient = gradients[1]->untyped_data();

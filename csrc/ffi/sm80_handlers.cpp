@@ -95,13 +95,13 @@ Error sm80_delta(AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumexp_cot
   return guarded([&]() -> Error {
     ElementType type{};
     NATTEN_JAX_RETURN_IF_ERROR(check_outputs(out, out_cotangent, type));
-    NATTEN_JAX_RETURN_IF_ERROR(check_statistic_of_outputs("logsumexp_cotangent", logsumexp_cotangent, out));
+    const float* of_logsumexp = nullptr;
+    NATTEN_JAX_RETURN_IF_ERROR(decode_logsumexp_cotangent(logsumexp_cotangent, out, of_logsumexp));
     NATTEN_JAX_RETURN_IF_ERROR(check_statistic_of_outputs("result delta", *delta, out));
     const auto rows = static_cast<std::int64_t>(delta->element_count());
     if (rows == 0) return Error::Success();
     return error_of(
-        status_of(launch_delta(type, out.untyped_data(), out_cotangent.untyped_data(),
-                               static_cast<const float*>(logsumexp_cotangent.untyped_data()),
+        status_of(launch_delta(type, out.untyped_data(), out_cotangent.untyped_data(), of_logsumexp,
                                static_cast<float*>(delta->untyped_data()), rows, out.dimensions()[5], stream)));
   });
 }

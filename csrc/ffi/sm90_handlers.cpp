@@ -194,7 +194,8 @@ Error sm90_statistics(AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumex
       return Error::InvalidArgument("natten_jax: out has dtype float32, but must have float16 or bfloat16");
     }
     NATTEN_JAX_RETURN_IF_ERROR(check_statistic_of_outputs("logsumexp", logsumexp, out));
-    NATTEN_JAX_RETURN_IF_ERROR(check_statistic_of_outputs("logsumexp_cotangent", logsumexp_cotangent, out));
+    const float* of_logsumexp = nullptr;
+    NATTEN_JAX_RETURN_IF_ERROR(decode_logsumexp_cotangent(logsumexp_cotangent, out, of_logsumexp));
     const auto shape = out.dimensions();
     NATTEN_JAX_RETURN_IF_ERROR(check_array("result statistics", *statistics, xffi::DataType::F32,
                                            {shape[0], shape[4], shape[1], shape[2], shape[3], 2},
@@ -206,8 +207,8 @@ Error sm90_statistics(AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumex
     if (statistics->element_count() == 0) return Error::Success();
     return error_of(status_of(launch_statistics(
         type, out.untyped_data(), out_cotangent.untyped_data(), static_cast<const float*>(logsumexp.untyped_data()),
-        static_cast<const float*>(logsumexp_cotangent.untyped_data()), static_cast<float*>(statistics->untyped_data()),
-        shape[0], shape[1] * shape[2] * shape[3], shape[4], shape[5], is_padded, stream)));
+        of_logsumexp, static_cast<float*>(statistics->untyped_data()), shape[0], shape[1] * shape[2] * shape[3],
+        shape[4], shape[5], is_padded, stream)));
   });
 }
 

@@ -86,10 +86,22 @@ class Operands(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Output and logsumexp, or their cotangents."""
+    """Output and logsumexp."""
 
     out: Annotated[jax.Array, Role.QUERY, "batch *queries heads head_dim_v"]
     logsumexp: Annotated[jax.Array, Role.PER_QUERY, "batch *queries heads"]
+
+
+class Cotangents(NamedTuple):
+    """Those of output and logsumexp, where ``None`` stands for zeros: a call rarely differentiates its logsumexp."""
+
+    out: Annotated[jax.Array, Role.QUERY, "batch *queries heads head_dim_v"]
+    logsumexp: Annotated[jax.Array | None, Role.PER_QUERY, "batch *queries heads"] = None
+
+    def of_both(self) -> Output:
+        """The same as arrays."""
+        zeros = jnp.zeros(self.out.shape[:-1], jnp.promote_types(self.out.dtype, jnp.float32))
+        return Output(self.out, zeros if self.logsumexp is None else self.logsumexp)
 
 
 class Saved(NamedTuple):

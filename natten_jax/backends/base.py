@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax.arrays.key_bias_columns import with_columns
-from natten_jax.arrays.operands import Differentiable, Gradients, Inputs, Operands, Output, Saved
+from natten_jax.arrays.operands import Cotangents, Differentiable, Gradients, Inputs, Operands, Output, Saved
 from natten_jax.arrays.query_box import QueryBox
 from natten_jax.native import module as native
 from natten_jax.performance import PASSES, KernelSchedule, Pass, TilePair
@@ -306,8 +306,8 @@ class Backend(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
-        """Compute the gradients of the inputs."""
+    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
+        """Compute the gradients of the inputs, given the cotangents, of which that of the logsumexp may be ``None``."""
 
 
 class PureJaxBackend(Backend):
@@ -337,7 +337,7 @@ class PureJaxBackend(Backend):
         return Output(changes.out, changes.logsumexp)
 
     def gradients(
-        self, plan: Plan, operands: Operands, result: Differentiable, cotangents: Output, wanted: Any
+        self, plan: Plan, operands: Operands, result: Differentiable, cotangents: Cotangents, wanted: Any
     ) -> Gradients:
         """Compute the transpose of :meth:`tangents`: cotangents of the operands from those of output and logsumexp.
 
@@ -351,7 +351,7 @@ class PureJaxBackend(Backend):
         transpose = jax.linear_transpose(
             lambda changes: self.tangents(plan, operands, result, changes), operands.inputs
         )
-        (gradients,) = transpose(cotangents)
+        (gradients,) = transpose(cotangents.of_both())
         return gradients  # type: ignore[no-any-return]
 
     def forward_saving(self, plan: Plan, operands: Operands) -> Saved:
@@ -359,8 +359,8 @@ class PureJaxBackend(Backend):
         output = self.forward(plan, operands)
         return Saved(*output, jnp.zeros_like(output.logsumexp))
 
-    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
+    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
         """Compute the gradients by a second forward pass."""
         _, transpose = jax.vjp(lambda inputs: self.forward(plan, operands._replace(inputs=inputs)), operands.inputs)
-        (gradients,) = transpose(cotangents)
+        (gradients,) = transpose(cotangents.of_both())
         return gradients  # type: ignore[no-any-return]

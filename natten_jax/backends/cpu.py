@@ -11,7 +11,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
+from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
 from natten_jax.backends.base import Platform
 from natten_jax.backends.native_backend import (
     NativeBackend,
@@ -83,7 +83,7 @@ class CpuBackend(NativeBackend):
             **attributes(plan),
         )
 
-    def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
+    def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
         """Call the kernels."""
         rank = functools.partial(with_kernel_rank, rank=plan.problem.rank)
         of_rows = rank(saved.logsumexp), saved_remainder(plan.problem, saved)

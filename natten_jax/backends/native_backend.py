@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.arrays.operands import Gradients, Inputs, Operands, Output, Saved
+from natten_jax.arrays.operands import Cotangents, Gradients, Inputs, Operands, Output, Saved
 from natten_jax.arrays.padding import without_padding
 from natten_jax.backends.base import Backend
 from natten_jax.native import module as native
@@ -51,7 +51,7 @@ class NativeBackend(Backend):
         return Saved(*output, results[2].reshape(output.logsumexp.shape))
 
     @abc.abstractmethod
-    def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
+    def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
         """Call the kernels, whose query heads share keys and values only where they share a scale.
 
         Args:
@@ -61,7 +61,7 @@ class NativeBackend(Backend):
             cotangents: Of output and logsumexp.
         """
 
-    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
+    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
         """Compute the gradients of the inputs."""
         problem = plan.problem
         inputs = operands.inputs
@@ -185,9 +185,17 @@ def saved_remainder(problem: Problem, saved: Saved) -> jax.Array:
     return with_kernel_rank(saved.remainder, problem.rank)
 
 
-def delta(out: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent: jax.Array) -> jax.Array:
+def delta(out: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent: jax.Array | None) -> jax.Array:
     """What the gradients of a query's weights are reduced by: float32, one value per query and head."""
-    return jnp.sum(out_cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - logsumexp_cotangent
+    products = jnp.sum(out_cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    return products if logsumexp_cotangent is None else products - logsumexp_cotangent
+
+
+def logsumexp_cotangent_operand(problem: Problem, cotangents: Cotangents) -> jax.Array:
+    """The operand of targets that read it; an array of nothing where it is zero, which would be a kernel of its own."""
+    if cotangents.logsumexp is None:
+        return jnp.zeros((0,), jnp.float32)
+    return with_kernel_rank(cotangents.logsumexp, problem.rank)
 
 
 def call_for_gradients(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax import backends
-from natten_jax.arrays.operands import Inputs, Operands, Output, Saved
+from natten_jax.arrays.operands import Cotangents, Inputs, Operands, Output, Saved
 from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem
 
@@ -26,7 +26,7 @@ def scratch_bytes(plan: Plan) -> int:
     def run(operands: Operands, output: Output) -> Any:
         if plan.pass_ == "forward":
             return backend.forward(plan, operands)
-        return backend.backward(plan, operands, Saved(*output, output.logsumexp), output)
+        return backend.backward(plan, operands, Saved(*output, output.logsumexp), Cotangents(*output))
 
     arguments = _operands(plan.problem), _output(plan.problem)
     traced = jax.make_jaxpr(run)(*arguments)

@@ -9,13 +9,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from natten_jax import backends
 from natten_jax.arrays.avals import vary_alike
-from natten_jax.arrays.operands import Operands, Output, Saved
+from natten_jax.arrays.operands import Cotangents, Operands, Output, Saved
 from natten_jax.backends.select import resolve
 from natten_jax.execution import passes
 from natten_jax.execution.checkpoint_names import named
@@ -138,13 +140,15 @@ def _run_forward(
     )
 
 
-def _attend_forward(request: Request, operands: Operands) -> tuple[Output, tuple[Operands, Saved]]:
+def _attend_forward(request: Request, operands: Any) -> tuple[Output, tuple[Operands, Saved]]:
+    operands = jax.tree.map(lambda operand: operand.value, operands)
     result = _run_forward(passes.forward_saving, request, operands)
     saved = Saved(*named(result))
     return Output(saved.out, saved.logsumexp), (operands, saved)
 
 
-def _attend_backward(request: Request, residuals: tuple[Operands, Saved], cotangents: Output) -> tuple[Operands]:
+def _attend_backward(request: Request, residuals: tuple[Operands, Saved], given: Output) -> tuple[Operands]:
+    cotangents = _cotangents(given, residuals[1])
     overlap = _overlap_of(request)
     if overlap is None:
         gradients = passes.backward(request, *residuals, cotangents)
@@ -155,4 +159,13 @@ def _attend_backward(request: Request, residuals: tuple[Operands, Saved], cotang
     return (Operands(gradients),)  # origins are integers and have no gradient
 
 
-_attend.defvjp(_attend_forward, _attend_backward)
+def _cotangents(given: Any, saved: Saved) -> Cotangents:
+    """Those that JAX gives, which may say that they are zero."""
+    out, logsumexp = (None if isinstance(each, SymbolicZero) else each for each in given)
+    if out is None:
+        out, _ = vary_alike((jnp.zeros_like(saved.out), saved.out))
+    return Cotangents(out, logsumexp)
+
+
+# A loss that reads the output alone has no cotangent of the logsumexp: zeros would be written and read.
+_attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)

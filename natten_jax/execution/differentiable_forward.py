@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from natten_jax import backends
 from natten_jax.arrays.avals import type_like
-from natten_jax.arrays.operands import Differentiable, Operands, Output
+from natten_jax.arrays.operands import Cotangents, Differentiable, Operands, Output
 from natten_jax.arrays.roles import Role, roles_of
 from natten_jax.backends.base import PureJaxBackend
 from natten_jax.backends.select import resolve
@@ -146,7 +146,8 @@ class PlainTangents(Computation):
             return super().compute_transposed(plan, request, device, known, cotangents, linear)
         operands, returned, _ = self._parted(known)
         output = Output(returned.out, returned.logsumexp)
-        given = Output(*(cotangents[i] if i in cotangents else jnp.zeros_like(own) for i, own in enumerate(output)))
+        of_out = cotangents[0] if 0 in cotangents else jnp.zeros_like(output.out)
+        given = Cotangents(of_out, cotangents.get(1))
         leaves = [self.given[i - first_tangent] for i in linear]
         numbers: Operands = jax.tree.unflatten(self.forward.operands, range(self.forward.operands.num_leaves))
         wanted = jax.tree.map(lambda number: number in leaves, numbers.inputs)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from natten_jax import backends
 from natten_jax.arrays.key_bias_columns import KeyBiasColumns
-from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
+from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Output, Saved
 from natten_jax.arrays.shared_key_bias import of_each_head, with_shared_gradient
 from natten_jax.backends.native_backend import delta, sinks_gradient
 from natten_jax.execution.conversion import converted, rounded, scaled
@@ -72,7 +72,7 @@ class KernelOperands(NamedTuple):
         """What the backward pass gets of the forward pass."""
         return self.columns.saved(saved._replace(out=self.heads.widen_values(saved.out)))
 
-    def gradients(self, found: Gradients, saved: Saved, cotangents: Output) -> Gradients:
+    def gradients(self, found: Gradients, saved: Saved, cotangents: Cotangents) -> Gradients:
         """The gradients of the call's inputs, given what the backward pass had besides."""
         found = self.heads.narrow_gradients(self.columns.gradients(found, self.given))
         if self.sinks is not None:

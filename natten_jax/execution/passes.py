@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from natten_jax import backends
 from natten_jax.arrays.avals import type_like
-from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
+from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Output, Saved
 from natten_jax.arrays.query_box import QueryBox
 from natten_jax.arrays.roles import Role, roles_of
 from natten_jax.arrays.shared_key_bias import of_each_head
@@ -172,7 +172,7 @@ def forward_continued(request: Request, operands: Operands, saved: Saved, seeing
     return result
 
 
-def backward(request: Request, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
+def backward(request: Request, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
     """The gradients of the differentiable operands."""
     result: Gradients = _run(_BACKWARD, request, operands, saved, cotangents)
     return result
@@ -228,7 +228,7 @@ def _continued(plan: Plan, operands: Operands, saved: Saved, seeing: QueryBox) -
     )
 
 
-def _gradients_with_strips(plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
+def _gradients_with_strips(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
     """The gradients, likewise: those by some of the keys add up."""
     backend = backends.of(plan.backend)
     found = backend.backward(*strips.without_strips(plan, operands), saved, cotangents)
@@ -277,7 +277,7 @@ def _compute_continued(
 
 
 def _compute_gradients(
-    plan: Plan, request: Request, device: Device, operands: Operands, saved: Saved, cotangents: Output
+    plan: Plan, request: Request, device: Device, operands: Operands, saved: Saved, cotangents: Cotangents
 ) -> Gradients:
     if resolve(request, device, "forward").backend != plan.backend:
         saved = saved._replace(remainder=None)

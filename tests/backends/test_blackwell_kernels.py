@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import natten_jax
-from natten_jax.arrays.operands import Operands, Output
+from natten_jax.arrays.operands import Cotangents, Operands
 from natten_jax.backends.blackwell.call import call_of
 from natten_jax.backends.blackwell.layout import Lines
 from natten_jax.backends.blackwell.visits import Visits
@@ -119,7 +119,7 @@ def test_kernels_are_lowered_for_gpus_that_are_not_there(name: str) -> None:
     plans = plan_of(problem, tiles), plan_of(problem, backward_tiles, "backward")
     drawn = Drawn.of(problem, np.random.default_rng(0))
 
-    def attend(operands: Operands, cotangents: Output) -> Any:
+    def attend(operands: Operands, cotangents: Cotangents) -> Any:
         saved = run(plans[0], problem, operands)
         return run_backward(plans[1], problem, operands, saved, cotangents)
 

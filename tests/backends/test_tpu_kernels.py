@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from natten_jax import backends, na2d
-from natten_jax.arrays.operands import Inputs, Operands, Output
+from natten_jax.arrays.operands import Cotangents, Inputs, Operands
 from natten_jax.backends.select import plan_with
 from natten_jax.backends.tpu import chunks
 from natten_jax.backends.tpu.backend import TpuBackend
@@ -86,7 +86,7 @@ def test_results_and_gradients(name: str) -> None:
     lse_cotangent = draw(*problem.query_layout, problem.heads).astype(jnp.float32)
     operands = Operands(Inputs(query, key, value))
     saved = backend.forward_saving(plans["forward"], operands)
-    gradients = backend.backward(plans["backward"], operands, saved, Output(out_cotangent, lse_cotangent))
+    gradients = backend.backward(plans["backward"], operands, saved, Cotangents(out_cotangent, lse_cotangent))
 
     in_float64 = oracle.Tensors(*(np.asarray(array, np.float64) for array in (query, key, value)))
     cotangents = (np.asarray(array, np.float64) for array in (out_cotangent, lse_cotangent))

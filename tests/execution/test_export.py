@@ -14,7 +14,7 @@ import pytest
 
 import natten_jax
 from natten_jax import backends
-from natten_jax.arrays.operands import Inputs, Operands, Output
+from natten_jax.arrays.operands import Cotangents, Inputs, Operands
 from natten_jax.backends.base import Backend
 from natten_jax.backends.blackwell.backend import missing_in_jax
 from natten_jax.ops.arrays import attention_problem, neighborhood_problem
@@ -138,7 +138,7 @@ def test_every_backend_plans_without_the_batch_size(backend: Backend, operator: 
         name = str(BackendId(backend.family, problem.operator))
         _, plans = plans_of(name, problem, performance, device)
         saved = backend.forward_saving(plans["forward"], operands)
-        return saved, backend.backward(plans["backward"], operands, saved, Output(*saved[:2]))
+        return saved, backend.backward(plans["backward"], operands, saved, Cotangents(*saved[:2]))
 
     operands = Operands(Inputs(array, array, array))
     for preference in ("default",) if backend.is_plain_xla else ("default", "strict", "unrestricted"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -69,6 +70,24 @@ def test_the_gradient_of_a_table_has_its_shape(capability: tuple[int, int], lowe
     text = lowered(capability, jax.grad(loss, (0, 1)), array(2, 28, 28, 4, 32), array(4, 5, 9, dtype=jnp.float32))
     assert calls(text) == ["natten_jax_sm80_small_forward", "natten_jax_sm80_small_backward"]
     assert "-> (tensor<2x28x28x4x32xbf16>" in text and "tensor<4x5x9xf32>" in text
+
+
+@pytest.mark.parametrize("arguments", [{}, tiles((8, 8))], ids=["small windows", "large windows"])
+@pytest.mark.parametrize("capability", CALLS)
+def test_a_loss_of_the_output_alone_has_no_zeros_written(
+    capability: tuple[int, int], arguments: dict[str, Any], lowered: Callable[..., str]
+) -> None:
+    """Those of the logsumexp's cotangent would be a kernel of their own, and be read."""
+
+    def loss(query: jax.Array, *, reads_logsumexp: bool) -> jax.Array:
+        out, logsumexp = natten_jax.na2d(query, query, query, 7, **arguments, return_lse=True)
+        return out.astype("float32").sum() + (jnp.sin(logsumexp).sum() if reads_logsumexp else 0)
+
+    of_logsumexp = r"(broadcast_in_dim|constant|cosine)[^\n]* tensor<8x(1x)?28x28x4xf32>"
+    for reads_logsumexp in (False, True):
+        differentiate = jax.grad(functools.partial(loss, reads_logsumexp=reads_logsumexp))
+        text = lowered(capability, differentiate, array(8, 28, 28, 4, 32))
+        assert bool(re.search(of_logsumexp, text)) == reads_logsumexp
 
 
 @pytest.mark.parametrize("capability", CALLS)

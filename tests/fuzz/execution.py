@@ -14,8 +14,8 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from natten_jax import backends
+from natten_jax.arrays.operands import Cotangents, Operands
 from natten_jax.arrays.operands import Inputs as InputArrays
-from natten_jax.arrays.operands import Operands, Output
 from natten_jax.arrays.shared_key_bias import of_each_head
 from natten_jax.ops.biases import Biases, with_biases
 from natten_jax.performance import Performance
@@ -168,7 +168,7 @@ def _direct(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: jax.Ar
         arrays = arrays._replace(sinks=jnp.broadcast_to(sinks, (problem.case.batch, *sinks.shape)))
     operands = Operands(arrays, None if origins is None else jnp.asarray(origins))
     saved = backend.forward_saving(plans["forward"], operands)
-    gradients = backend.backward(plans["backward"], operands, saved, Output(*cotangents))
+    gradients = backend.backward(plans["backward"], operands, saved, Cotangents(*cotangents))
     if factors is not None and gradients.scale is not None:
         gradients = gradients._replace(scale=gradients.scale.sum(axis=tuple(range(2 - factors.ndim))))
     of_sinks = None if gradients.sinks is None else gradients.sinks.sum(axis=0)

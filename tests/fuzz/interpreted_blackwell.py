@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import natten_jax
-from natten_jax.arrays.operands import Inputs, Operands, Output, Saved
+from natten_jax.arrays.operands import Cotangents, Inputs, Operands, Saved
 from natten_jax.backends.blackwell.call import call_of
 from natten_jax.backends.blackwell.tiles import is_taken, sizes_of
 from natten_jax.cost.tile_shapes import pairs_of
@@ -147,7 +147,7 @@ class _Arrays(NamedTuple):
     """What calls get, and the same numbers in float64."""
 
     operands: Operands
-    cotangents: Output
+    cotangents: Cotangents
     exact: oracle.Tensors
 
 
@@ -168,7 +168,7 @@ def _operands(fuzzed: Fuzzed) -> _Arrays:
 
     padding = [0] * (3 - problem.rank)
     origins = [padding + [first for first, _ in ranges] for ranges in (fuzzed.queries, fuzzed.keys)]
-    cotangents = Output(*(array[own] for array in drawn.cotangents))
+    cotangents = jax.tree.map(lambda array: array[own], drawn.cotangents)
     return _Arrays(Operands(cut(inputs), jnp.asarray(origins, jnp.int32)), cotangents, cut(exact))
 
 
@@ -211,7 +211,7 @@ def _attended(fuzzed: Fuzzed, calls: Sequence[tuple[Problem, Operands]]) -> Save
 
 
 def _gradients(
-    fuzzed: Fuzzed, calls: Sequence[tuple[Problem, Operands]], saved: Saved, cotangents: Output
+    fuzzed: Fuzzed, calls: Sequence[tuple[Problem, Operands]], saved: Saved, cotangents: Cotangents
 ) -> oracle.Tensors:
     """Gradients of the inputs: with what was saved of all keys, those of two calls are parts of one sum."""
     problem, operands = calls[0]
@@ -221,7 +221,7 @@ def _gradients(
         return oracle.Tensors(found.query, found.key, found.value, scale=of_scale)
     extra, of_tokens = calls[1]
     flat = Saved(_as_line(saved.out, 2), _as_line(saved.logsumexp, 1), None)
-    flat_cotangents = Output(_as_line(cotangents.out, 2), _as_line(cotangents.logsumexp, 1))
+    flat_cotangents = Cotangents(_as_line(cotangents.out, 2), _as_line(cotangents.logsumexp, 1))
     more = run_backward(plan_of(extra, pass_="backward"), extra, of_tokens, flat, flat_cotangents)
     if more.scale is not None and of_scale is not None:
         of_scale += more.scale.sum(axis=0)
@@ -261,7 +261,7 @@ def differences(
     problem: Problem,
     saved: Saved,
     gradients: oracle.Tensors,
-    cotangents: Output,
+    cotangents: Cotangents,
     exact: oracle.Tensors,
     mask: np.ndarray,
     share: float = CANCELLATION,

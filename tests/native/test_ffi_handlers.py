@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import natten_jax
-from natten_jax.arrays.operands import Inputs, Operands, Output
+from natten_jax.arrays.operands import Cotangents, Inputs, Operands
 from natten_jax.arrays.query_box import QueryBox
 from natten_jax.backends.native_backend import attributes
 from natten_jax.native import module as native
@@ -202,7 +202,7 @@ def test_real_calls_are_those_tested_here(target: Target) -> None:
             continued = backend.forward_continued(plans["forward"], operands, saved, seeing)
             assert continued is not None
             saved = continued
-        return backend.backward(plans["backward"], operands, saved, Output(*saved[:2]))
+        return backend.backward(plans["backward"], operands, saved, Cotangents(*saved[:2]))
 
     *inputs, origins, _ = (expected.operands[name] for name in PROBLEM_OPERANDS)
     operands = Operands(Inputs(*inputs), origins)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import natten_jax
-from natten_jax.arrays.operands import Inputs, Operands, Output, Saved
+from natten_jax.arrays.operands import Cotangents, Inputs, Operands, Saved
 from natten_jax.ops.arrays import neighborhood_problem
 from natten_jax.performance import PASSES
 from natten_jax.windows import WindowArguments
@@ -122,7 +122,7 @@ def test_large_logits_of_other_forward_passes(pure_family: Family) -> None:
         problem = neighborhood_problem(1, Inputs(*operands[:3]), WindowArguments(**case.window_arguments))
         backend, plans = plans_of(pure_family.fna, problem)
         gradients = jax.jit(functools.partial(backend.backward, plans["backward"]))(
-            Operands(Inputs(*operands[:6])), saved, Output(*cotangents)
+            Operands(Inputs(*operands[:6])), saved, Cotangents(*cotangents)
         )
         found = errors_of(expected_of(case, operands, cotangents), saved[:2], oracle.Tensors(*gradients[:8]))
         assert max(found.values()) <= 1e-5, (largest, found)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from natten_jax.arrays.operands import Inputs, Operands, Output
+from natten_jax.arrays.operands import Cotangents, Inputs, Operands
 from natten_jax.problem import problem_of
 from tests.support.families import Family
 from tests.support.plans import plans_of
@@ -33,7 +33,7 @@ def test_dilation_groups_without_a_key(native_family: Family, keys: tuple[int, i
     operands = Operands(Inputs(array(4, 2), key, value, more_keys, more_values), origins)
     saved = backend.forward_saving(plans["forward"], operands)
     cotangent = array(4, 2)
-    cotangents = Output(cotangent, jnp.zeros((1, 4, 2), jnp.float32))
+    cotangents = Cotangents(cotangent, jnp.zeros((1, 4, 2), jnp.float32))
     gradients = backend.backward(plans["backward"], operands, saved, cotangents)
 
     # Queries 0 to 3 see keys 0 and 5, 1 and 6, and so on.

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from natten_jax.arrays.operands import Gradients, Inputs, Operands, Output, Saved
+from natten_jax.arrays.operands import Cotangents, Gradients, Inputs, Operands, Saved
 from natten_jax.backends.blackwell.backend import BlackwellBackend, missing_in_jax
 from natten_jax.backends.select import plan_with
 from natten_jax.execution.head_widths import HeadWidths
@@ -63,7 +63,7 @@ def run(plan: Plan, problem: Problem, operands: Operands) -> Saved:
     return saved._replace(out=widths.narrow_values(saved.out))
 
 
-def run_backward(plan: Plan, problem: Problem, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
+def run_backward(plan: Plan, problem: Problem, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
     """The backward pass, likewise."""
     widths = HeadWidths.of(problem, plan.problem)
     saved = saved._replace(out=widths.widen_values(saved.out))
@@ -84,7 +84,7 @@ class Drawn:
 
     inputs: Inputs
     exact: oracle.Tensors
-    cotangents: Output
+    cotangents: Cotangents
 
     @classmethod
     def of(cls, problem: Problem, rng: np.random.Generator, factor: float = 1.0, additional: int = 0) -> Drawn:
@@ -104,7 +104,7 @@ class Drawn:
         of_out = draw(problem.query_layout, problem.heads, problem.head_dim_v)
         of_logsumexp = jnp.asarray(rng.standard_normal(of_out.shape[:-1]), jnp.float32)
         exact = oracle.Tensors(*(np.asarray(array, np.float64) for array in arrays))
-        return cls(Inputs(*arrays[:3], *arrays[3:]), exact, Output(of_out, of_logsumexp))
+        return cls(Inputs(*arrays[:3], *arrays[3:]), exact, Cotangents(of_out, of_logsumexp))
 
 
 def mask_of(problem: Problem) -> np.ndarray:

@@ -16,7 +16,7 @@ import jax
 from jax.experimental.pallas import tpu as pltpu
 
 from natten_jax import backends
-from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
+from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
 from natten_jax.backends.base import Platform
 from natten_jax.backends.tpu.backend import TpuBackend
 from natten_jax.backends.tpu.boxes import Chunk
@@ -39,7 +39,7 @@ class InterpretedTpuBackend(TpuBackend):
         with pltpu.force_tpu_interpret_mode(self.interpreter):
             return super().forward_saving(plan, operands)
 
-    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
+    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
         with pltpu.force_tpu_interpret_mode(self.interpreter):
             return super().backward(plan, operands, saved, cotangents)
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.arrays.operands import Inputs, Operands, Output, Saved
+from natten_jax.arrays.operands import Cotangents, Inputs, Operands, Saved
 from natten_jax.arrays.query_box import QueryBox
 from natten_jax.performance import KernelSchedule, Performance
 from natten_jax.problem import problem_of
@@ -124,7 +124,7 @@ def run(family: str, form: Form) -> None:
 
     @jax.jit
     def backward(operands: Operands, saved: Saved) -> Any:
-        return backend.backward(plans["backward"], operands, saved, Output(cotangent, logsumexp_cotangent))
+        return backend.backward(plans["backward"], operands, saved, Cotangents(cotangent, logsumexp_cotangent))
 
     bound = BOUNDS["float16" if form.precision == "tensorfloat32" else form.dtype]  # TF32 has float16's significand
     of_one_scale: list[Any] = []

@@ -113,8 +113,8 @@ __global__ void __launch_bounds__(kThreads)
     }
     const std::int64_t row = own + lane * kBlockRows;
     if (lane < kUnrolled && row < all_rows) {
-      statistics[rows.heads_first(rows.place(row))] =
-          make_float2(base2_logsumexp(logsumexp[row]), sum - logsumexp_cotangent[row]);
+      statistics[rows.heads_first(rows.place(row))] = make_float2(
+          base2_logsumexp(logsumexp[row]), sum - (logsumexp_cotangent == nullptr ? 0.f : logsumexp_cotangent[row]));
     }
   }
 }
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, 8)
       sum += dot<Element>(out[row * chunks + chunk], out_cotangent[row * chunks + chunk]);
     }
     sum = sum_of_row<kLanes>(sum);
-    if (row < rows && lane == 0) delta[row] = sum - logsumexp_cotangent[row];
+    if (row < rows && lane == 0) delta[row] = sum - (logsumexp_cotangent == nullptr ? 0.f : logsumexp_cotangent[row]);
   }
 }
 

@@ -14,7 +14,7 @@ namespace natten_jax {
 ///
 /// Args:
 ///   type: element type of `out` and `out_cotangent`, [batch, tokens, heads, head_dim]: of 16 bits.
-///   logsumexp, logsumexp_cotangent: [batch, tokens, heads].
+///   logsumexp, logsumexp_cotangent: [batch, tokens, heads]; the second may be null: zeros.
 ///   head_dim: a multiple of 8, at most 256.
 ///   is_padded: whether rows whose logsumexp is that of no key may be padding, of which nothing else is read.
 cudaError_t launch_statistics(ElementType type, const void* out, const void* out_cotangent, const float* logsumexp,
@@ -26,7 +26,7 @@ cudaError_t launch_statistics(ElementType type, const void* out, const void* out
 ///
 /// Args:
 ///   type: element type of `out` and `out_cotangent`, [rows, head_dim].
-///   logsumexp_cotangent: one value per row.
+///   logsumexp_cotangent: one value per row, or null: zeros.
 ///   head_dim: a multiple of 8, at most 256.
 cudaError_t launch_delta(ElementType type, const void* out, const void* out_cotangent, const float* logsumexp_cotangent,
                          float* delta, std::int64_t rows, std::int64_t head_dim, cudaStream_t stream);

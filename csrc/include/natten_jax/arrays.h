@@ -29,7 +29,7 @@ struct Arrays {
   float* remainder;  ///< The logsumexp's (natten_jax/logsumexp.h); null where nobody wants it, or it is all zeros.
 
   const void* out_cotangent;
-  const float* logsumexp_cotangent;
+  const float* logsumexp_cotangent;  ///< Null: zeros.
   const float* delta;
   void* query_gradient;
   void* key_gradient;

@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
+from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Output, Saved
 from natten_jax.backends.base import Backend, Platform
 from natten_jax.backends.blackwell.tiles import is_taken, ranked, sizes_of
 from natten_jax.backends.row_statistics import logsumexp_and_remainder
@@ -77,7 +77,7 @@ class BlackwellBackend(Backend):
         rows = logsumexp_and_remainder(*call.of_queries(statistics))
         return Saved(call.queries.restored(out, problem.rank), *rows)
 
-    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
+    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
         """Compute the gradients of the differentiable operands."""
         _check_jax(self.family)
         from natten_jax.backends.blackwell.backward.kernels import gradients

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from natten_jax.arguments.symbolic_batch import least_batch
 from natten_jax.arrays.key_bias_columns import with_columns
-from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
+from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
 from natten_jax.backends.base import Platform
 from natten_jax.backends.cutlass import small_windows as small_window_kernels
 from natten_jax.backends.native_backend import (
@@ -23,6 +23,7 @@ from natten_jax.backends.native_backend import (
     delta,
     forward_operands,
     layouts_operand,
+    logsumexp_cotangent_operand,
     saved_remainder,
     sinks_gradient,
     with_kernel_rank,
@@ -189,16 +190,19 @@ class CutlassBackend(NativeBackend):
             is_accurate=int(plan.precision not in _TF32_PRECISIONS),
         )
 
-    def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
+    def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
         """Call the kernels."""
         problem, performance = plan.problem, plan.performance
         if small_windows.is_chosen(problem, "backward", plan.tiles):
             return small_window_kernels.gradients(plan, operands, saved, cotangents)
         rank = functools.partial(with_kernel_rank, rank=problem.rank)
-        out, out_cotangent, logsumexp_cotangent = map(rank, (saved.out, *cotangents))
-        reduction = delta if performance.backward_use_xla_reduction else _kernel_delta
+        out, out_cotangent = rank(saved.out), rank(cotangents.out)
+        if performance.backward_use_xla_reduction:
+            delta_of_queries = rank(delta(saved.out, *cotangents))
+        else:
+            of_logsumexp = logsumexp_cotangent_operand(problem, cotangents)
+            delta_of_queries = _kernel_delta(out, out_cotangent, of_logsumexp)
         logsumexp = rank(saved.logsumexp), saved_remainder(problem, saved)
-        delta_of_queries = reduction(out, out_cotangent, logsumexp_cotangent)
         per_query = layouts_operand(operands), *logsumexp, out_cotangent, delta_of_queries
         scratch = []
         if problem.dtype != "float32":
@@ -246,9 +250,7 @@ def scratch_elements(problem: Problem, query: jax.Array, performance: Performanc
 
 def _kernel_delta(out: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent: jax.Array) -> jax.Array:
     """As :func:`delta`, by a kernel that reads each array once."""
-    (result,) = native.call(
-        _DELTA, [ResultType(logsumexp_cotangent.shape, jnp.float32)], out, out_cotangent, logsumexp_cotangent
-    )
+    (result,) = native.call(_DELTA, [ResultType(out.shape[:-1], jnp.float32)], out, out_cotangent, logsumexp_cotangent)
     return result
 
 

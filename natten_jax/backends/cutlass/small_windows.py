@@ -8,13 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
+from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
 from natten_jax.backends.native_backend import (
     attributes,
     call_for_results,
     entry_maps,
     forward_operands,
     layouts_operand,
+    logsumexp_cotangent_operand,
     saved_remainder,
     scale_of_kernels,
     sinks_gradient,
@@ -105,11 +106,11 @@ def _additional_sums(problem: Problem, batch: int, queries: int) -> tuple[int, .
     return (parts, batch, problem.additional_kv, problem.heads_kv, problem.head_dim + problem.head_dim_v)
 
 
-def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
+def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
     """Call the kernels: one for queries, which also works out what the other, for keys and values, reads of them."""
     problem = plan.problem
-    out, logsumexp, out_cotangent, logsumexp_cotangent = (
-        with_kernel_rank(array, problem.rank) for array in (saved.out, saved.logsumexp, *cotangents)
+    out, logsumexp, out_cotangent = (
+        with_kernel_rank(array, problem.rank) for array in (saved.out, saved.logsumexp, cotangents.out)
     )
     batch, *tokens, heads = logsumexp.shape
     scratch = (batch, math.prod(tokens), heads, 4), _additional_sums(problem, batch, math.prod(tokens))
@@ -129,7 +130,7 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Output) 
             saved_remainder(problem, saved),
             out,
             out_cotangent,
-            logsumexp_cotangent,
+            logsumexp_cotangent_operand(problem, cotangents),
         ),
         [
             *(ResultType(shape, jnp.float32) for shape in scratch),

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from natten_jax.arrays.operands import Differentiable, Gradients, Operands, Output, Saved
+from natten_jax.arrays.operands import Cotangents, Differentiable, Gradients, Operands, Output, Saved
 from natten_jax.arrays.padding import without_padding
 from natten_jax.backends.base import PureJaxBackend
 from natten_jax.backends.flex.forward import softmax_of
@@ -84,7 +84,7 @@ class FlexBackend(PureJaxBackend):
         return tangents_of(plan, operands, output, rows, tangents)
 
     def gradients(
-        self, plan: Plan, operands: Operands, result: Differentiable, cotangents: Output, wanted: Any
+        self, plan: Plan, operands: Operands, result: Differentiable, cotangents: Cotangents, wanted: Any
     ) -> Gradients:
         """Compute cotangents of the operands from those of output and logsumexp."""
         assert result.residuals is not None
@@ -93,7 +93,7 @@ class FlexBackend(PureJaxBackend):
         operands = operands._replace(inputs=_without_padding(plan, operands, operands.inputs))
         return gradients_of(plan, operands, Output(result.out, result.logsumexp), rows, cotangents, wanted)
 
-    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
+    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
         """Compute the gradients, from whatever computed the output."""
         # Rows have to be the softmax of this backend's scores; the kernels that computed the output have their own.
         wanted = jax.tree.map(lambda _: True, operands.inputs)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax.arrays.avals import varying_like
-from natten_jax.arrays.operands import Gradients, Inputs, Operands, Output
+from natten_jax.arrays.operands import Cotangents, Gradients, Inputs, Operands, Output
 from natten_jax.backends.flex.bias import TileBias, summed_by_key
 from natten_jax.backends.flex.blocks import materialize
 from natten_jax.backends.flex.loops import repeated, swept
@@ -45,7 +45,7 @@ class _Sums(NamedTuple):
 
 
 def gradients_of(
-    plan: Plan, operands: Operands, output: Output, rows: Rows | None, cotangents: Output, wanted: Any
+    plan: Plan, operands: Operands, output: Output, rows: Rows | None, cotangents: Cotangents, wanted: Any
 ) -> Gradients:
     """The rule in this module's description.
 
@@ -62,7 +62,9 @@ def gradients_of(
     """
     products = Products(plan, operands.inputs.scale)
     out_cotangent = products.cast(cotangents.out)
-    delta = jnp.sum(out_cotangent * products.cast(output.out), axis=-1) - products.cast(cotangents.logsumexp)
+    delta = jnp.sum(out_cotangent * products.cast(output.out), axis=-1)
+    if cotangents.logsumexp is not None:
+        delta -= products.cast(cotangents.logsumexp)
     # All that is loaded of a row, in one array: the logsumexp's change, delta, and the output's cotangent.
     terms = jnp.concatenate([logsumexp_change(products, operands, output), delta[..., None], out_cotangent], axis=-1)
     known = KnownRows.of(plan, operands, rows)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
+from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
 from natten_jax.arrays.query_box import QueryBox
 from natten_jax.backends.base import Platform
 from natten_jax.backends.hopper import backward
@@ -135,7 +135,7 @@ class HopperBackend(NativeBackend):
         )
         return jax.tree.map(lambda old, new: new.reshape(old.shape), saved, Saved(*results[:3]))
 
-    def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
+    def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
         """Call the kernels."""
         return backward.gradients(plan, operands, saved, cotangents)
 

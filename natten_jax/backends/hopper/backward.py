@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
+from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
 from natten_jax.backends.native_backend import (
     call_for_gradients,
     delta,
     entry_maps,
     layouts_operand,
+    logsumexp_cotangent_operand,
     saved_remainder,
     sinks_gradient,
     with_kernel_rank,
@@ -34,16 +35,18 @@ def gradients(
     plan: Plan,
     operands: Operands,
     saved: Saved,
-    cotangents: Output,
+    cotangents: Cotangents,
 ) -> Gradients:
     """Call the kernels."""
     problem, performance = plan.problem, plan.performance
     rank = functools.partial(with_kernel_rank, rank=problem.rank)
-    of_queries = [rank(array) for array in (saved.out, saved.logsumexp, *cotangents)]
-    reduction = _xla_statistics if performance.backward_use_xla_reduction else _kernel_statistics
+    out, logsumexp, out_cotangent = map(rank, (saved.out, saved.logsumexp, cotangents.out))
     layouts = layouts_operand(operands)
-    known = [*of_queries, layouts]
-    statistics = reduction(*known)
+    if performance.backward_use_xla_reduction:
+        statistics = _xla_statistics(logsumexp, rank(delta(saved.out, *cotangents)))
+    else:
+        of_logsumexp = logsumexp_cotangent_operand(problem, cotangents)
+        statistics = _kernel_statistics(out, logsumexp, out_cotangent, of_logsumexp, layouts)
     # Sums of the query gradient, a counter of tiles, and those of who may add to the sums.
     scratch = operands.inputs.query.size + 1
     if performance.backward_deterministic:
@@ -52,14 +55,14 @@ def gradients(
         TARGETS[0],
         plan,
         operands,
-        (layouts, of_queries[2], statistics, saved_remainder(problem, saved)),
+        (layouts, out_cotangent, statistics, saved_remainder(problem, saved)),
         [ResultType((scratch,), jnp.float32), entry_maps(operands, _ENTRY_MAPS)],
         is_deterministic=int(performance.backward_deterministic),
     )
     sinks = operands.inputs.sinks
     if sinks is None:
         return found
-    return found._replace(sinks=sinks_gradient(sinks, of_queries[1], jnp.moveaxis(statistics[..., 1], 1, -1)))
+    return found._replace(sinks=sinks_gradient(sinks, logsumexp, jnp.moveaxis(statistics[..., 1], 1, -1)))
 
 
 def _query_tiles(query: jax.Array, dilation: Shape, q_tile: Shape) -> int:
@@ -89,9 +92,7 @@ def _kernel_statistics(
     return statistics
 
 
-def _xla_statistics(
-    out: jax.Array, logsumexp: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent: jax.Array, _layouts: jax.Array
-) -> jax.Array:
+def _xla_statistics(logsumexp: jax.Array, delta_of_queries: jax.Array) -> jax.Array:
     """The same, left to XLA. The logsumexp is rounded as in the kernels, whose remainders it has to go with."""
-    per_query = logsumexp * np.float32(1 / math.log(2)), delta(out, out_cotangent, logsumexp_cotangent)
+    per_query = logsumexp * np.float32(1 / math.log(2)), delta_of_queries
     return jnp.stack([jnp.moveaxis(array, -1, 1) for array in per_query], axis=-1)

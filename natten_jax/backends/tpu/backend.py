@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
+from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Output, Saved
 from natten_jax.backends.base import Backend, Platform
 from natten_jax.backends.native_backend import delta
 from natten_jax.backends.row_statistics import LOG2_E, logsumexp_and_remainder
@@ -68,7 +68,7 @@ class TpuBackend(Backend):
         rows = logsumexp_and_remainder(*call.queries.of_tiles(statistics))
         return Saved(call.queries.restored(out), *rows)
 
-    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
+    def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
         """Compute the gradients of the differentiable operands."""
         from natten_jax.backends.tpu.backward import key_gradients, query_gradient
         from natten_jax.backends.tpu.kernels import call_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
+from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Output, Saved
 from natten_jax.cost.halo_time import overlap_that_pays
 from natten_jax.plan.plan import Plan
 from natten_jax.plan.request import Request
@@ -62,7 +62,7 @@ def backward(
     exchange: Exchange,
     operands: Operands,
     saved: Saved,
-    cotangents: Output,
+    cotangents: Cotangents,
 ) -> Gradients:
     """The gradients of all that a device has; arguments as for :func:`forward`, and what it saved."""
     if operands.inputs.sinks is None and computes_meanwhile(plan, request, exchange):

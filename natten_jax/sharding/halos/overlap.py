@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from natten_jax.arrays.operands import Gradients, Inputs, Operands, Output, Saved
+from natten_jax.arrays.operands import Cotangents, Gradients, Inputs, Operands, Saved
 from natten_jax.arrays.query_box import QueryBox
 from natten_jax.arrays.roles import roles_of_fields
 from natten_jax.plan.request import Request
@@ -26,7 +26,7 @@ _Tree = TypeVar("_Tree")
 
 #: Run a forward pass, or a backward pass, on some of a device's queries and keys.
 RunForward = Callable[[Request, Operands], Saved]
-RunBackward = Callable[[Request, Operands, Saved, Output], Gradients]
+RunBackward = Callable[[Request, Operands, Saved, Cotangents], Gradients]
 #: Run a forward pass on more keys, for some of the queries, after one that saved what is given.
 ContinueForward = Callable[[Request, Operands, Saved, QueryBox], Saved]
 
@@ -59,7 +59,7 @@ def forward(
 
 
 def backward(
-    run: RunBackward, request: Request, exchange: Exchange, operands: Operands, saved: Saved, cotangents: Output
+    run: RunBackward, request: Request, exchange: Exchange, operands: Operands, saved: Saved, cotangents: Cotangents
 ) -> Gradients:
     """The gradients of all that a device has: by its own keys while halos travel, then by these.
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from natten_jax.arrays.operands import Gradients, Operands, Output, Saved
+from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
 from natten_jax.backends.blackwell.backward.items import Owned, OwnedKeys, OwnedQueries
 from natten_jax.backends.blackwell.backward.loads import drain, load_item
 from natten_jax.backends.blackwell.backward.memory import HALVES, Memory
@@ -50,7 +50,7 @@ class _Inputs(NamedTuple):
     scales: Any
 
 
-def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Output) -> Gradients:
+def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
     """Compute the gradients of the inputs."""
     call, inputs = call_of(plan, operands), operands.inputs
     arrays = [
