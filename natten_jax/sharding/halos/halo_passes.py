@@ -19,9 +19,13 @@ from natten_jax.sharding.halos.overlap import ContinueForward, RunBackward, RunF
 _Result = TypeVar("_Result", Output, Saved)
 
 
-def computes_meanwhile(plan: Plan, request: Request, exchange: Exchange) -> bool:
-    """Whether a pass computes while halos travel: biases of keys do not, nor are outputs of 8-bit arrays merged."""
-    if request.problem.key_bias or request.problem.element.is_float8:
+def computes_meanwhile(plan: Plan, request: Request, exchange: Exchange, *, has_sinks: bool = False) -> bool:
+    """Whether a pass computes while halos travel.
+
+    Those with biases of keys do not, nor are outputs of 8-bit arrays merged; and where there are sinks, a single pass
+    on all keys has them.
+    """
+    if has_sinks or request.problem.key_bias or request.problem.element.is_float8:
         return False
     return overlap_that_pays(plan, tuple(exchange.halos)) is not None
 
@@ -49,8 +53,7 @@ def forward(
     Returns:
         What ``run`` does, or what is saved.
     """
-    # One pass has sinks: that on all keys.
-    if operands.inputs.sinks is None and computes_meanwhile(plan, request, exchange):
+    if computes_meanwhile(plan, request, exchange, has_sinks=operands.inputs.sinks is not None):
         return overlap.forward(run_saving, run_continued, request, exchange, operands)
     return run(request, exchange.brought(operands))
 
@@ -65,7 +68,7 @@ def backward(
     cotangents: Cotangents,
 ) -> Gradients:
     """The gradients of all that a device has; arguments as for :func:`forward`, and what it saved."""
-    if operands.inputs.sinks is None and computes_meanwhile(plan, request, exchange):
+    if computes_meanwhile(plan, request, exchange, has_sinks=operands.inputs.sinks is not None):
         return overlap.backward(run, request, exchange, operands, saved, cotangents)
     layout = operands.inputs.key.shape[FIRST_TOKEN_AXIS:-2]
     found = run(request, exchange.brought(operands), saved, cotangents)
