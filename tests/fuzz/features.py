@@ -1,13 +1,13 @@
-"""What a problem may be asked to have: features of the operators, all others drawn beside them."""
+"""What problems may be asked to have: features of the operators, all others drawn beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from natten_jax.problem import Operator
 from tests.support.families import Family
 
-from .problem import Fuzzed, draw
+from .problem import Fuzzed, draw, draw_where
 
 #: Sequences of problems, one behind the other, in which a problem with a feature is looked for.
 _APART = 2**32
@@ -28,17 +28,21 @@ FEATURES: Mapping[str, Callable[[Fuzzed], bool]] = {
 
 
 def draw_with(
-    feature: str | None, family: Family, operators: tuple[Operator, ...], seed: int, number: int, is_direct: bool
+    features: Sequence[str], family: Family, operators: tuple[Operator, ...], seed: int, number: int, is_direct: bool
 ) -> Fuzzed:
-    """The problem with a number, as :func:`draw` has it; or the first one with the feature of those that it stands for.
+    """The problem with a number, as :func:`draw` has it; or the first one with all features of those it stands for.
 
     Raises:
-        ValueError: None has the feature: the family or its kernels alone do not take it.
+        ValueError: None has the features: the family or its kernels alone do not take them.
     """
-    if feature is None:
+    if not features:
         return draw(family, operators, seed, number, is_direct)
+
+    def is_wanted(problem: Fuzzed) -> bool:
+        return problem.spoiled is None and all(FEATURES[feature](problem) for feature in features)
+
     for attempt in range(_MOST_ATTEMPTS):
-        problem = draw(family, operators, seed, number + attempt * _APART, is_direct)
-        if problem.spoiled is None and FEATURES[feature](problem):
-            return problem
-    raise ValueError(f"no problem of {family.name} has {feature}")
+        found = draw_where(family, operators, seed, number + attempt * _APART, is_direct, is_wanted)
+        if found is not None and is_wanted(found):  # kernels that know no edges get a problem without them
+            return found
+    raise ValueError(f"no problem of {family.name} has {' and '.join(features)}")

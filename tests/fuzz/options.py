@@ -30,7 +30,7 @@ class Options:
         at_once: Problems in one compiled program.
         variants: Ways in which each set of inputs is run; each counts as a problem.
         output: Folder for programs that reproduce failures.
-        feature: What every problem has, by a name of ``features.FEATURES``; ``None`` where they are drawn as they come.
+        features: What every problem has, by names of ``features.FEATURES``; empty where they are drawn as they come.
     """
 
     family: str
@@ -43,7 +43,7 @@ class Options:
     at_once: int
     variants: int
     output: Path
-    feature: str | None = None
+    features: tuple[str, ...] = ()
 
 
 def parse(arguments: list[str] | None = None) -> Options:
@@ -63,7 +63,9 @@ def parse(arguments: list[str] | None = None) -> Options:
     parser.add_argument("--seed", type=int, default=0, help="of the sequence of problems (default 0)")
     parser.add_argument("--workers", type=_positive(int), default=1, help="parallel processes (default 1)")
     parser.add_argument("--direct", action="store_true", help="call the kernels themselves, with any tiles and origins")
-    parser.add_argument("--feature", choices=FEATURES, help="what every problem has; others are drawn beside it")
+    parser.add_argument(
+        "--feature", nargs="+", default=[], choices=FEATURES, help="what every problem has; others are drawn beside it"
+    )
     parser.add_argument("--at-once", type=_positive(int), help="problems in one compiled program")
     parser.add_argument("--output-dir", type=Path, default=Path("build/fuzz"), help="for programs that show a failure")
     found = parser.parse_args(arguments)
@@ -86,7 +88,7 @@ def parse(arguments: list[str] | None = None) -> Options:
         at_once=found.at_once or (32 if found.direct else 2 if family.target is None else 8),
         variants=4 if found.direct else 1,
         output=found.output_dir,
-        feature=found.feature,
+        features=tuple(found.feature),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -204,6 +205,20 @@ class Fuzzed:
 
 def draw(family: Family, operators: tuple[str, ...], seed: int, number: int, is_direct: bool) -> Fuzzed:
     """The problem with a number in the sequence that a seed stands for."""
+    found = draw_where(family, operators, seed, number, is_direct, lambda problem: True)
+    assert found is not None
+    return found
+
+
+def draw_where(
+    family: Family,
+    operators: tuple[str, ...],
+    seed: int,
+    number: int,
+    is_direct: bool,
+    is_wanted: Callable[[Fuzzed], bool],
+) -> Fuzzed | None:
+    """The same if it is wanted, as it is before it has tiles, which take the most time to draw; else ``None``."""
     rng = np.random.default_rng([seed, number])
     case = random_case(int(rng.integers(2**31)), tokens=LARGE if rng.random() < 0.08 else None)
     if rng.random() < 0.3:
@@ -248,6 +263,8 @@ def draw(family: Family, operators: tuple[str, ...], seed: int, number: int, is_
         problem = dataclasses.replace(problem, queries=of_queries, keys=of_keys)
     if not is_direct and spoiled is None and family.float8_dtypes:
         problem = _in_8_bits(np.random.default_rng([seed, number, 2]), problem, family)
+    if not is_wanted(problem):
+        return None
     found = with_tiles(problem, rng)
     if found is None:
         found = with_tiles(dataclasses.replace(problem, case=problem.case.with_edges_of(family, is_direct=True)), rng)

@@ -32,7 +32,7 @@ def problems_of(options: Options, batch: int) -> list[tuple[int, Fuzzed]]:
     # A number stands for inputs and one way to run them: it alone says which.
     drawn = {
         group: variants(
-            draw_with(options.feature, family, options.operators, options.seed, group, options.is_direct),
+            draw_with(options.features, family, options.operators, options.seed, group, options.is_direct),
             options.variants,
         )
         for group in range(first // options.variants, -(-end // options.variants))

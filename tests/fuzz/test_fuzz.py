@@ -252,16 +252,22 @@ def test_problems_with_a_feature_are_drawn_for_the_asking(feature: str) -> None:
     assert all(FEATURES[feature](problem) for problem in drawn)
 
 
+def test_problems_with_several_features_are_drawn_for_the_asking() -> None:
+    options = options_of("--seed", "2", "--problems", "4", "--feature", "extents", "odd_heads")
+    drawn = [problem for _, problem in problems_of(options, 0)]
+    assert all(FEATURES[feature](problem) for problem in drawn for feature in ("extents", "odd_heads"))
+
+
 def test_features_that_kernels_alone_lack_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^no problem of cpu has upsample"):
-        draw_with("upsample", CPU, ("fna",), 0, 0, is_direct=True)
+        draw_with(["upsample"], CPU, ("fna",), 0, 0, is_direct=True)
 
 
 def test_kernels_that_know_windows_that_wrap_are_given_such(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "default_device", lambda: devices.Device("cuda", (9, 0), is_present=False))
     family = family_named("cutlass")
     for number in range(2):
-        problem = draw_with("wrap", family, ("fna",), 0, number, is_direct=True)
+        problem = draw_with(["wrap"], family, ("fna",), 0, number, is_direct=True)
         _, plans = plans_of(problem.backend, problem.description(), Performance(**problem.tiles))
         assert all(family.backend.wraps_in_kernels(plan) for plan in plans.values())
     drawn = [draw(family, ("fna",), 1, number, is_direct=True) for number in range(40)]
