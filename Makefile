@@ -47,9 +47,9 @@ test: test-host
 	@if $(SEES_GPU) 2>&1; then $(MAKE) --no-print-directory test-gpu; \
 	else echo "JAX sees no NVIDIA GPU: no test of its kernels ran"; fi
 
-# What runs on the host, whatever else there is: slow tests, too.
+# What runs on the host, whatever else there is: slow tests, too, which are first.
 test-host: setup
-	$(PYTEST) --slow -m 'not gpu'
+	$(PYTEST) --no-loadscope-reorder --slow -m 'not gpu'
 
 # What needs an NVIDIA GPU: every kernel, feature, element type and error path of its backends, and some of plain JAX.
 test-gpu: setup

@@ -101,7 +101,7 @@ BOTH = [pytest.param(family, id=family.name) for family in taking("relative_bias
 
 @pytest.mark.parametrize("of", BOTH)
 def test_biases_are_added_to_logits(of: Family) -> None:
-    check_all([Trial(case, of.dtype) for case in CASES.values()], of, at_once=3)
+    check_all([Trial(case, of.dtype) for case in CASES.values()], of)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ class Family:
         backend: What is registered.
         dtypes: Element types that it computes in, the first of which most tests use.
         problems: How many random problems a test of it draws by default; a matter of how long they compile.
-        at_once: How many random problems one compiled program computes; compiling plain JAX takes as long either way.
+        at_once: How many problems one compiled program computes. Compiling plain JAX takes longer the larger a program
+            is: 8.5 s of processor time for 15 padded problems one by one, 10.6 s in two programs.
     """
 
     backend: Backend

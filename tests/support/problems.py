@@ -163,16 +163,16 @@ def check_all(
     trials: Sequence[Trial],
     family: Family,
     record: Callable[[str, object], None] | None = None,
-    at_once: int = 8,
+    at_once: int | None = None,
     slack: float = 1.0,
 ) -> None:
-    """Compare both passes of a backend with the oracle for several problems, ``at_once`` in one compiled program.
+    """Compare both passes of a backend with the oracle for several problems, some in one compiled program.
 
     Args:
         trials: The problems.
         family: Whose backend runs them.
         record: pytest's ``record_property``.
-        at_once: How many are in one program.
+        at_once: How many are in one program, if not as many as the family's ``at_once``.
         slack: How many times the bounds errors may be.
 
     Raises:
@@ -181,9 +181,10 @@ def check_all(
     failures = []
     for double in (False, True):
         alike = [trial for trial in trials if (trial.dtype == "float64") == double]
-        for start in range(0, len(alike), at_once):
+        size = at_once or family.at_once
+        for start in range(0, len(alike), size):
             with jax.enable_x64(double):
-                failures += _failures(alike[start : start + at_once], family, record, slack)
+                failures += _failures(alike[start : start + size], family, record, slack)
     assert not failures, "\n".join(failures)
 
 
