@@ -81,12 +81,14 @@ def test_what_is_valid_is_taken() -> None:
 def test_flattened_tokens_need_their_layout(rank: int, shape: tuple[int, ...], flavour: str) -> None:
     flax_layers = pytest.importorskip("tests.support.flax_layers")
 
-    def apply(shape: tuple[int, ...]) -> Any:
-        inputs = jnp.ones(shape)
+    def applied(inputs: jax.Array) -> Any:
         if flavour == "nnx":
             return flax_layers.nnx_module(rank, kernel_size=3, stride=1, dilation=1)(inputs)
         module = flax_layers.LINEN[rank](num_heads=2, kernel_size=3)
         return module.init_with_output(jax.random.key(0), inputs)[0]
+
+    def apply(shape: tuple[int, ...]) -> Any:
+        return jax.eval_shape(applied, jax.ShapeDtypeStruct(shape, "float32"))
 
     with pytest.raises(ValueError, match=rf"\[batch, tokens, features\] need their layout of {rank} dimensions back"):
         apply(shape)

@@ -196,11 +196,11 @@ class TestModules:
         module = nnx_module(rank, dtype=dtype, proj_drop=0.5, deterministic=True, **settings)
         twin = LINEN[rank](num_heads=HEADS, **WINDOWS[rank], dtype=dtype, proj_drop=0.5, deterministic=True, **settings)
         inputs, params = inputs_of(rank), params_of(module)
-        outputs = module(inputs)
+        outputs = flax_nnx.jit(lambda module, inputs: module(inputs))(module, inputs)
         assert outputs.shape == (*inputs.shape[:-1], settings.get("out_features", FEATURES))
         assert outputs.dtype == (dtype or "float32")
-        np.testing.assert_array_equal(outputs, twin.apply({"params": params}, inputs))
-        assert shapes_of(twin.init(jax.random.key(0), inputs)["params"]) == shapes_of(params)
+        np.testing.assert_array_equal(outputs, jax.jit(twin.apply)({"params": params}, inputs))
+        assert shapes_of(jax.eval_shape(twin.init, jax.random.key(0), inputs)["params"]) == shapes_of(params)
 
     def test_gradients_agree_bit_for_bit(self):
         module, twin = nnx_module(2), LINEN[2](num_heads=HEADS, **WINDOWS[2])
@@ -230,7 +230,7 @@ class TestModules:
     @pytest.mark.parametrize("rank", RANKS)
     def test_gradients_reach_every_parameter(self, rank):
         module, inputs = nnx_module(rank, num_kv_heads=2), inputs_of(rank)
-        gradients = flax_nnx.grad(lambda module: (module(inputs) ** 2).sum())(module)
+        gradients = flax_nnx.jit(flax_nnx.grad(lambda module: (module(inputs) ** 2).sum()))(module)
         for path, gradient in flax_nnx.to_flat_state(gradients):
             if path[:2] != ("key", "bias"):  # a constant added to all keys changes no weight
                 assert np.abs(gradient[...]).max() > 1e-3, path
