@@ -54,7 +54,7 @@ def test_digits_learns_and_saves_a_picture(tmp_path):
 
 def test_digits_compares_two_backends(tmp_path):
     output = output_of(
-        *("digits.py", "--epochs", "2", "--output", str(tmp_path / "digits.png")),
+        *("digits.py", "--epochs", "2", "--depth", "1", "--output", str(tmp_path / "digits.png")),
         *("--backend", "cpu-fna", "--dtype", "bfloat16", "--compare", "flex-fna:float32"),
     )
     pattern = r"^epoch .* loss ([\d.]+)  test accuracy .*  loss with flex-fna:float32 ([\d.]+)$"
@@ -77,7 +77,7 @@ def test_decode_equals_its_whole_sequences(cache):
 
 def test_weather_is_forecast_across_the_date_line(tmp_path):
     picture = tmp_path / "pictures" / "weather.png"
-    output = output_of("weather.py", "--steps", "150", "--forecast", "2", "--output", str(picture))
+    output = output_of("weather.py", "--steps", "150", "--batch", "4", "--forecast", "2", "--output", str(picture))
     pattern = r"^(cut|wrap) +(\d) +(\d\.\d+) +(\d\.\d+)$"
     rows = re.findall(pattern, output, re.MULTILINE)
     found = {(edges, int(step)): (float(at), float(away)) for edges, step, at, away in rows}
