@@ -18,7 +18,7 @@ xffi::Error decode_bias_gradients(xffi::Result<xffi::AnyBuffer> relative_bias, x
 xffi::Error decode_table_of_products(const xffi::AnyBuffer& relative_bias, const std::int64_t (&rows)[kRank],
                                      const std::int64_t (&columns)[kRank], Call& call);
 
-/// Decodes the biases of keys of a call of the same kernels, of each head or one for all heads; none where the array is
+/// Decodes the biases of keys of a call of kernels for GPUs, of each head or one for all heads; none where the array is
 /// empty.
 xffi::Error decode_key_bias_of_kernels(const xffi::AnyBuffer& key_bias, Call& call);
 

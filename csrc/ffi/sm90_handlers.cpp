@@ -6,6 +6,7 @@
 #include "cuda/common/cuda_status.h"
 #include "cuda/common/gradient_passes.h"
 #include "cuda/sm90/launch.h"
+#include "ffi/biases.h"
 #include "ffi/cuda_support.h"
 #include "ffi/decode.h"
 #include "ffi/handler_support.h"
@@ -61,15 +62,15 @@ Error decode_output(const AnyBuffer& out_scales, Call& call) {
   return check_array("out_scales", out_scales, xffi::DataType::F32, {p.batch, p.heads}, rule);
 }
 
-/// Layouts of batch entries, and the scratch memory that they take.
-struct Layouts {
-  AnyBuffer layouts;
+/// What a pass of its own takes: layouts of batch entries with the scratch memory for these, and biases of keys.
+struct OfWholePass {
+  AnyBuffer layouts, key_bias;
   Result entry_maps;
 };
 
-/// Runs a forward pass; `layouts` is null where it takes none, `earlier` where it continues nothing, `out_scales` where
-/// elements have more than 8 bits.
-Error run_forward(const ProblemOperands& operands, Layouts* layouts, const Earlier* earlier,
+/// Runs a forward pass; `whole` is null where it takes none of that, `earlier` where it continues nothing, `out_scales`
+/// where elements have more than 8 bits.
+Error run_forward(const ProblemOperands& operands, OfWholePass* whole, const Earlier* earlier,
                   const AnyBuffer* out_scales, Results results, cudaStream_t stream,
                   const xffi::Dictionary& dictionary) {
   std::int64_t is_ping_pong = 0, is_persistent = 0;
@@ -82,10 +83,11 @@ Error run_forward(const ProblemOperands& operands, Layouts* layouts, const Earli
   NATTEN_JAX_RETURN_IF_ERROR(
       check_array("result next_tile", *results.next_tile, xffi::DataType::S32, {1}, "it is scratch for one number"));
   sm90::ForwardScratch scratch{static_cast<std::int32_t*>(results.next_tile->untyped_data()), nullptr};
-  if (layouts != nullptr) {
-    NATTEN_JAX_RETURN_IF_ERROR(decode_layouts(layouts->layouts, Memory::kDevice, call));
+  if (whole != nullptr) {
+    NATTEN_JAX_RETURN_IF_ERROR(decode_layouts(whole->layouts, Memory::kDevice, call));
+    NATTEN_JAX_RETURN_IF_ERROR(decode_key_bias_of_kernels(whole->key_bias, call));
     NATTEN_JAX_RETURN_IF_ERROR(decode_entry_maps(
-        *layouts->entry_maps, sm90::entry_maps_of_forward(call.problem, call.arrays), scratch.entry_maps));
+        *whole->entry_maps, sm90::entry_maps_of_forward(call.problem, call.arrays), scratch.entry_maps));
   }
   sm90::Continuation continuation{};
   if (earlier != nullptr) {
@@ -96,11 +98,11 @@ Error run_forward(const ProblemOperands& operands, Layouts* layouts, const Earli
                                     {is_ping_pong == 1, is_persistent == 1}, scratch, stream));
 }
 
-Error sm90_forward(const ProblemOperands& operands, AnyBuffer layouts, Result out, Result logsumexp, Result remainder,
-                   Result next_tile, Result entry_maps, cudaStream_t stream, xffi::Dictionary dictionary) {
-  Layouts of_entries{layouts, entry_maps};
-  return run_forward(operands, &of_entries, nullptr, nullptr, {{out, logsumexp, remainder}, next_tile}, stream,
-                     dictionary);
+Error sm90_forward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffer key_bias, Result out, Result logsumexp,
+                   Result remainder, Result next_tile, Result entry_maps, cudaStream_t stream,
+                   xffi::Dictionary dictionary) {
+  OfWholePass whole{layouts, key_bias, entry_maps};
+  return run_forward(operands, &whole, nullptr, nullptr, {{out, logsumexp, remainder}, next_tile}, stream, dictionary);
 }
 
 Error sm90_forward_float8(const ProblemOperands& operands, AnyBuffer out_scales, Result out, Result logsumexp,
@@ -118,9 +120,11 @@ Error sm90_forward_continued(const ProblemOperands& operands, AnyBuffer first_qu
 }
 
 XLA_FFI_DEFINE_HANDLER(kSm90Forward, on_problem(sm90_forward),
-                       bind_forward(bind_problem().Arg<AnyBuffer>())  // layouts
-                           .Ret<AnyBuffer>()                          // next_tile
-                           .Ret<AnyBuffer>()                          // entry_maps
+                       bind_forward(bind_problem()
+                                        .Arg<AnyBuffer>()   // layouts
+                                        .Arg<AnyBuffer>())  // key_bias
+                           .Ret<AnyBuffer>()                // next_tile
+                           .Ret<AnyBuffer>()                // entry_maps
                            .Ctx<xffi::PlatformStream<cudaStream_t>>()
                            .Attrs(),
                        {xffi::Traits::kCmdBufferCompatible});
@@ -157,10 +161,11 @@ Error check_statistics(const char* name, const AnyBuffer& array, const Problem& 
       "it holds two values per head and query");
 }
 
-Error sm90_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffer out_cotangent, AnyBuffer statistics,
-                    AnyBuffer remainder, Result query_gradient, Result key_gradient, Result value_gradient,
-                    Result additional_keys_gradient, Result additional_values_gradient, Result scratch,
-                    Result entry_maps, cudaStream_t stream, xffi::Dictionary dictionary) {
+Error sm90_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffer key_bias, AnyBuffer out_cotangent,
+                    AnyBuffer statistics, AnyBuffer remainder, Result query_gradient, Result key_gradient,
+                    Result value_gradient, Result additional_keys_gradient, Result additional_values_gradient,
+                    Result scratch, Result key_bias_gradient, Result entry_maps, cudaStream_t stream,
+                    xffi::Dictionary dictionary) {
   std::int64_t is_deterministic = 0;
   Call call;
   NATTEN_JAX_RETURN_IF_ERROR(decode_backward(
@@ -168,6 +173,8 @@ Error sm90_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffe
       {query_gradient, key_gradient, value_gradient, additional_keys_gradient, additional_values_gradient}, dictionary,
       1, Memory::kDevice, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_layouts(layouts, Memory::kDevice, call));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_key_bias_of_kernels(key_bias, call));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_key_bias_gradient(key_bias_gradient, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "is_deterministic", 1, is_deterministic));
   NATTEN_JAX_RETURN_IF_ERROR(error_of(sm90::check_backward(call.problem, call.tiles)));
   NATTEN_JAX_RETURN_IF_ERROR(check_statistics("statistics", statistics, call.problem));
@@ -215,10 +222,12 @@ Error sm90_statistics(AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumex
 XLA_FFI_DEFINE_HANDLER(kSm90Backward, on_problem(sm90_backward),
                        bind_gradients(bind_problem()
                                           .Arg<AnyBuffer>()   // layouts
+                                          .Arg<AnyBuffer>()   // key_bias
                                           .Arg<AnyBuffer>()   // out_cotangent
                                           .Arg<AnyBuffer>()   // statistics
                                           .Arg<AnyBuffer>())  // remainder
                            .Ret<AnyBuffer>()                  // scratch
+                           .Ret<AnyBuffer>()                  // dkey_bias
                            .Ret<AnyBuffer>()                  // entry_maps
                            .Ctx<xffi::PlatformStream<cudaStream_t>>()
                            .Attrs(),

@@ -150,6 +150,33 @@ def layouts_operand(operands: Operands) -> jax.Array:
     return jnp.zeros((0, KERNEL_RANK, KERNEL_RANK), jnp.int32) if operands.layouts is None else operands.layouts
 
 
+def key_bias_operand(problem: Problem, operands: Operands) -> jax.Array:
+    """Biases of keys as GPUs' kernels take them: ``[batch, *keys, heads]``, or one for all heads.
+
+    An array of nothing where there are none.
+    """
+    of_heads, shared = operands.inputs.key_bias, operands.inputs.shared_key_bias
+    if of_heads is not None:
+        return with_kernel_rank(of_heads[..., 0], problem.rank)
+    return jnp.zeros((0,), jnp.float32) if shared is None else with_kernel_rank(shared[..., None], problem.rank)
+
+
+def key_bias_gradient_type(problem: Problem, operands: Operands) -> ResultType:
+    """The result that is the gradient of such biases, of each head whatever these are."""
+    biases = key_bias_operand(problem, operands)
+    heads = operands.inputs.query.shape[-2]
+    return ResultType((*biases.shape[:-1], heads) if biases.ndim > 1 else (0,), jnp.float32)
+
+
+def with_key_bias_gradient(gradients: Gradients, inputs: Inputs, of_keys: jax.Array) -> Gradients:
+    """The gradients with those of biases of keys, given that result."""
+    of_heads, shared = inputs.key_bias, inputs.shared_key_bias
+    return gradients._replace(
+        key_bias=None if of_heads is None else of_keys.reshape(of_heads.shape),
+        shared_key_bias=None if shared is None else jnp.sum(of_keys, axis=-1).reshape(shared.shape),
+    )
+
+
 def entry_maps(operands: Operands, of_entry: int) -> ResultType:
     """Scratch memory for the tensor maps of batch entries with layouts of their own, so many each."""
     batch = 0 if operands.layouts is None else operands.layouts.shape[0]

@@ -239,10 +239,8 @@ def _gradients_with_strips(plan: Plan, operands: Operands, saved: Saved, cotange
         query, part_saved, part_cotangents = jax.tree.map(box.cut, (part.inputs.query, saved, cotangents))
         part = part._replace(inputs=part.inputs._replace(query=query), origins=with_start_of(box, part.origins))
         more = backend.backward(part_plan, part, part_saved, part_cotangents)
-        found = found._replace(
+        found = strip.with_added(found, more)._replace(
             query=box.put(found.query, box.cut(found.query) + more.query),
-            key=strip.added(found.key, more.key),
-            value=strip.added(found.value, more.value),
             scale=None if found.scale is None or more.scale is None else found.scale + more.scale,
         )
     return found

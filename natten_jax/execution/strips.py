@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ import numpy as np
 
 from natten_jax import backends
 from natten_jax.arrays.in_place import apart
-from natten_jax.arrays.operands import Operands
+from natten_jax.arrays.operands import Gradients, Inputs, Operands
 from natten_jax.arrays.query_box import QueryBox
 from natten_jax.native.abi import KERNEL_RANK
 from natten_jax.plan.plan import Plan
@@ -69,6 +69,12 @@ def on_line(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
     origins = jnp.zeros((2, KERNEL_RANK), jnp.int32) if operands.origins is None else operands.origins
     problem = dataclasses.replace(plan.problem, axes=tuple(longer))
     return dataclasses.replace(plan, problem=problem), operands._replace(origins=origins + shift)
+
+
+def _of_keys(inputs: Inputs) -> dict[str, Any]:
+    """What inputs, or their gradients, have of each key, by name: ``[batch, *keys, ...]``."""
+    named = {name: getattr(inputs, name) for name in ("key", "value", "key_bias", "shared_key_bias")}
+    return {name: array for name, array in named.items() if array is not None}
 
 
 class Side(NamedTuple):
@@ -157,8 +163,7 @@ class Strip:
         """A pass on it, of all queries, without additional tokens and sinks, which another one has."""
         inputs = operands.inputs
         inputs = inputs._replace(
-            key=self.taken(inputs.key),
-            value=self.taken(inputs.value),
+            **{name: self.taken(array) for name, array in _of_keys(inputs).items()},
             additional_keys=None,
             additional_values=None,
             sinks=None,
@@ -172,6 +177,11 @@ class Strip:
         plan, placed = on_line(plan, operands._replace(inputs=inputs))
         assert placed.origins is not None
         return plan, placed._replace(origins=placed.origins + shift)
+
+    def with_added(self, total: Gradients, gradients: Gradients) -> Gradients:
+        """The gradients of all keys, values and biases of keys with those of its own."""
+        own = _of_keys(gradients)
+        return total._replace(**{name: self.added(array, own[name]) for name, array in _of_keys(total).items()})
 
     def _before(self) -> list[int]:
         return [i for i in range(self.dimension) if self.are_whole[i] and sides_of(self.axes[i])]

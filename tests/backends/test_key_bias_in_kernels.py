@@ -12,13 +12,16 @@ import pytest
 
 import natten_jax
 from natten_jax import backends
-from natten_jax.performance import PASSES
+from natten_jax.backends.heeded import ignored
+from natten_jax.performance import PASSES, KernelSchedule, Performance
 from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem, problem_of
 from tests.support.machine import Machine
+from tests.support.plans import plans_of
 
 _GPU = Device("cuda", (9, 0), is_present=False)
 _CUTLASS = backends.find("cutlass-fna", "fna")
+_HOPPER = backends.find("hopper-fna", "fna")
 
 
 def _problem(layout: Any = (28, 28), kernel_size: Any = 7, **facts: Any) -> Problem:
@@ -77,15 +80,59 @@ def test_tiles_that_are_asked_for_decide() -> None:
         assert _CUTLASS.offers(planned, _GPU, "forward", small)
 
 
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {},
+        {"head_dim": 256, "heads": 64, "heads_kv": 1},
+        {"edges": "wrap", "own_origins": True},
+        {"own_extents": True, "additional_kv": 5},
+        {"layout": (8, 64, 64), "kernel_size": (3, 35, 35), "head_dim": 128, "dtype": "float16"},
+        {"layout": (4096,), "operator": "fmha", "kernel_size": None},
+    ],
+)
+def test_kernels_for_hopper_add_them(facts: dict[str, Any]) -> None:
+    """Whatever else there is: heads stay as wide as they are."""
+    problem = _problem(**facts)
+    for pass_ in PASSES:
+        assert _HOPPER.rejection(problem, _GPU, pass_) is None
+        planned = _HOPPER.widened(problem, _GPU, pass_)
+        assert planned == problem
+        assert _HOPPER.tile_pairs(planned, _GPU, pass_) == _HOPPER.tile_pairs(
+            dataclasses.replace(problem, key_bias=False), _GPU, pass_
+        )
+
+
+@pytest.mark.parametrize("schedule", list(KernelSchedule))
+def test_kernels_for_hopper_take_turns(schedule: KernelSchedule) -> None:
+    """A schedule in which they do not is said to change nothing."""
+    asked = Performance(kernel_schedule=schedule)
+    for has_bias in (False, True):
+        problem = dataclasses.replace(_problem(), key_bias=has_bias)
+        _, plans = plans_of("hopper-fna", problem, asked, _GPU)
+        reasons = ignored(plans["forward"], asked)
+        assert list(reasons) == ["kernel_schedule"] * (has_bias and schedule is KernelSchedule.COOPERATIVE)
+        assert all("in turns with a key_bias" in reason for reason in reasons.values())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kernel_size", "targets"),
+    [
+        (28, 7, ["natten_jax_sm80_small_forward", "natten_jax_sm80_small_backward"]),
+        (96, 63, ["natten_jax_sm90_forward", "natten_jax_sm90_backward_statistics", "natten_jax_sm90_backward"]),
+    ],
+)
 @pytest.mark.parametrize("has_heads", [False, True])
-def test_they_are_operands_as_they_are(machine: Machine, has_heads: bool) -> None:
+def test_they_are_operands_as_they_are(
+    machine: Machine, has_heads: bool, tokens: int, kernel_size: int, targets: list[str]
+) -> None:
     """Nothing is repeated for the heads, and nothing put beside the arrays."""
     machine.has(_GPU)
 
     def loss(query: jax.Array, key_bias: jax.Array) -> jax.Array:
-        return natten_jax.na2d(query, query, query, 7, key_bias=key_bias).astype("float32").sum()
+        return natten_jax.na2d(query, query, query, kernel_size, key_bias=key_bias).astype("float32").sum()
 
-    shapes = (8, 28, 28, 4, 32), (8, *(4,) * has_heads, 28, 28)
+    shapes = (8, tokens, tokens, 4, 32), (8, *(4,) * has_heads, tokens, tokens)
     query, key_bias = (
         jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, ("bfloat16", "float32"), strict=True)
     )
@@ -93,12 +140,9 @@ def test_they_are_operands_as_they_are(machine: Machine, has_heads: bool) -> Non
         jax.jit(jax.grad(loss, (0, 1))), platforms=["cuda"], disabled_checks=natten_jax.EXPORT_CHECKS
     )(query, key_bias)
     text = str(exported.mlir_module())
-    assert re.findall(r"custom_call @(natten_jax\w+)", text) == [
-        "natten_jax_sm80_small_forward",
-        "natten_jax_sm80_small_backward",
-    ]
+    assert re.findall(r"custom_call @(natten_jax\w+)", text) == targets
     assert "concatenate" not in text
-    assert f"8x1x28x28x{4 if has_heads else 1}xf32" in text
+    assert f"8x1x{tokens}x{tokens}x{4 if has_heads else 1}xf32" in text
     assert [each.shape for each in exported.out_avals] == list(shapes)
     if not has_heads:
-        assert "(tensor<8x28x28xf32>) -> tensor<8x28x28x4" not in text
+        assert f"(tensor<8x{tokens}x{tokens}xf32>) -> tensor<8x{tokens}x{tokens}x4" not in text

@@ -59,6 +59,19 @@ def test_results_are_those_of_the_definition() -> None:
     check_all(trials, FAMILY)
 
 
+def test_strips_have_the_biases_of_their_keys() -> None:
+    cases = [case for case in feature_cases().values() if "wrap" in (case.edges or ())]
+    cases += [random_case(seed, tokens=60) for seed in range(150)]
+    trials = []
+    for seed, case in enumerate(cases):
+        kind, hidden = ("tokens", "heads")[seed % 2], (0.0, 0.4, 0.9)[seed % 3]
+        case = dataclasses.replace(case, relative_bias=False, key_bias=kind, hidden=hidden).with_edges_of(FAMILY)
+        if "wrap" in (case.edges or ()):
+            trials.append(Trial(case, "float32", seed))
+    assert len(trials) > 20
+    check_all(trials, FAMILY)
+
+
 @st.composite
 def dimensions(draw: st.DrawFn) -> Axis:
     tokens, dilation = draw(st.integers(2, 40)), draw(st.integers(1, 4))

@@ -1,5 +1,5 @@
-"""What kernels for NVIDIA GPUs add to logits, against the oracle: biases of keys as columns of wider heads, and
-relative biases."""
+"""What kernels for NVIDIA GPUs add to logits, against the oracle: biases of keys, in the kernels or as columns of wider
+heads, and relative biases."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ pytestmark = pytest.mark.gpu
 
 _GPU = [family for family in FAMILIES if family.name in ("hopper", "cutlass")]
 _OF_EACH_TYPE = [pytest.param(family, dtype, id=f"{family.name}-{dtype}") for family in _GPU for dtype in family.dtypes]
+_HALVES = ("bfloat16", "float16")
 #: Heads as wide as kernels with forms of their own.
 _WIDTHS = (24, 32, 64, 128)
 
@@ -59,6 +60,61 @@ def test_biases_of_keys_of_random_problems(of: Family, dtype: str) -> None:
         )
         trials.append(Trial(case.fitted(of).with_edges_of(of), dtype, seed))
     check_all(trials, of, slack=_SLACK)
+
+
+#: Of kernels with tiles of their own for these heads.
+LARGE_WINDOWS = {
+    "heads of 64": Case((33, 40), (13, 20), key_bias="tokens", hidden=0.3, heads=2, heads_kv=2, head_dim=64, batch=2),
+    "heads of 80": Case((300,), (200,), key_bias="heads", hidden=0.3, heads=4, heads_kv=2, head_dim=80, head_dim_v=128),
+    "heads of 128": Case((30, 31), (25, 9), dilation=(1, 3), key_bias="heads", heads=6, heads_kv=2, head_dim=128),
+    "heads of 192": Case((7, 9, 20), (3, 5, 11), key_bias="heads", hidden=0.6, heads=2, heads_kv=1, head_dim=192),
+    "heads of 256": Case((500,), (300,), is_causal=(True,), key_bias="heads", hidden=0.4, heads=2, head_dim=256),
+    "scales": Case((40, 24), (15, 15), key_bias="heads", heads=2, heads_kv=2, head_dim=128, scales=(0.02, -0.1)),
+    "wraps": Case(
+        (24, 36), (11, 15), edges=("wrap", "wrap"), key_bias="heads", hidden=0.3, heads=2, heads_kv=1, head_dim=64
+    ),
+    "extents": Case(
+        (30, 40),
+        (11, 15),
+        key_bias="heads",
+        hidden=0.2,
+        heads=2,
+        heads_kv=2,
+        head_dim=128,
+        batch=2,
+        extents=((30, 17), (12, 40)),
+    ),
+    "additional": Case(
+        (40, 24), (15, 15), key_bias="tokens", hidden=0.5, heads=2, heads_kv=2, head_dim=128, additional=9, fused=True
+    ),
+    "nothing is seen": Case((600,), (100,), key_bias="tokens", hidden=0.97, heads=2, heads_kv=2, head_dim=128),
+}
+
+
+def hopper() -> Family:
+    """The kernels of compute capability 9.0."""
+    return family_named("hopper")
+
+
+@pytest.mark.parametrize("dtype", _HALVES)
+def test_biases_of_keys_in_kernels_for_hopper(dtype: str) -> None:
+    check_all([Trial(case, dtype, seed) for case in LARGE_WINDOWS.values() for seed in (0, 1)], hopper(), slack=_SLACK)
+
+
+def test_gradients_of_biases_of_keys_are_reproducible_on_hopper() -> None:
+    """Whatever others are: each is one thread's sum."""
+    for name in ("heads of 64", "heads of 80", "heads of 256"):
+        case = LARGE_WINDOWS[name]
+        operands, cotangents = case.operands("bfloat16", 0), case.cotangents("bfloat16", 0)
+
+        @jax.jit
+        def gradients(operands: Any, case: Case = case, cotangents: Any = cotangents) -> Any:
+            return jax.vjp(case.operator("hopper-fna"), operands)[1](cotangents)[0].key_bias
+
+        first = np.asarray(gradients(operands))
+        assert np.abs(first).max() > 0
+        for _ in range(20):
+            np.testing.assert_array_equal(np.asarray(gradients(operands)), first)
 
 
 SMALL_WINDOWS = {
@@ -103,7 +159,6 @@ SMALL_WINDOWS = {
         (19, 22), (5, 5), relative_bias=True, key_bias="heads", hidden=0.4, heads=2, heads_kv=2, head_dim=29, sinks=True
     ),
 }
-_HALVES = ("bfloat16", "float16")
 
 
 def cutlass() -> Family:
@@ -144,15 +199,18 @@ def test_gradients_of_biases_of_keys_are_reproducible(kind: str) -> None:
         _check_reproducible(dataclasses.replace(SMALL_WINDOWS[name], relative_bias=False, key_bias=kind, hidden=0.2))
 
 
-@pytest.mark.parametrize("dtype", _HALVES)
-def test_hidden_keys_count_for_nothing(dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("of", "dtype"),
+    [pytest.param(of, dtype, id=f"{of.name}-{dtype}") for of in _GPU for dtype in _HALVES],
+)
+def test_hidden_keys_count_for_nothing(of: Family, dtype: str) -> None:
     """What they hold may be anything; queries that see no others have nothing."""
     query, key, value = jnp.asarray(jax.random.normal(jax.random.key(0), (3, 2, 24, 24, 2, 32)), dtype)
     is_hidden = jnp.zeros((2, 24, 24), bool).at[:, 4:16, 6:].set(True)
     bias = jnp.where(is_hidden, -jnp.inf, 0.0)
 
     def attend(query: Any, key: Any, value: Any, bias: Any) -> Any:
-        out, logsumexp = na2d(query, key, value, 7, key_bias=bias, backend="cutlass-fna", return_lse=True)
+        out, logsumexp = na2d(query, key, value, 7, key_bias=bias, backend=of.fna, return_lse=True)
         loss = jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(jnp.where(jnp.isneginf(logsumexp), 0, logsumexp))
         return loss, (out, logsumexp)
 

@@ -185,7 +185,7 @@ def test_real_calls_are_those_tested_here(target: Target) -> None:
         scale=values["scale"],
         dtype=np.dtype(target.dtype).name,
     )
-    problem = dataclasses.replace(problem, relative_bias=target.has_biases, key_bias=target.has_biases)
+    problem = dataclasses.replace(problem, relative_bias=target.has_biases, key_bias=target.has_key_bias)
     q_tile, kv_tile = (tuple(values[name]) for name in ("q_tile_shape", "kv_tile_shape"))
     # With small windows, queries have the tiles that keys have in the backward pass.
     forward: dict[str, Any] = {"q_tile_shape": kv_tile, "kv_tile_shape": q_tile} if target.is_small else {}
@@ -207,9 +207,10 @@ def test_real_calls_are_those_tested_here(target: Target) -> None:
     *inputs, origins, _ = (expected.operands[name] for name in PROBLEM_OPERANDS)
     operands = Operands(Inputs(*inputs), origins)
     if target.has_biases:
-        table, keys = (expected.operands[name] for name in BIASES)
-        arrays = operands.inputs._replace(relative_bias=table, key_bias=keys[..., None])
-        operands = operands._replace(inputs=arrays)
+        operands = operands._replace(inputs=operands.inputs._replace(relative_bias=expected.operands["relative_bias"]))
+    if target.has_key_bias:
+        keys = expected.operands["key_bias"][..., None]
+        operands = operands._replace(inputs=operands.inputs._replace(key_bias=keys))
     if target.has_problem:
         good.operands["scales"] = np.zeros((0,), np.float32)
     (call,) = (

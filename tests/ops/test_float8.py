@@ -161,7 +161,7 @@ def test_gpus_run_plain_jax_by_default(machine: Machine) -> None:
     ("change", "reason"),
     [
         ({"block_scales": True}, "take factors of heads, not of blocks"),
-        ({"key_bias": True}, "columns of 8-bit arrays hold no key_bias"),
+        ({"key_bias": True}, "8-bit arrays add no key_bias"),
         ({"out_dtype": "float32"}, "have outputs of float16 or bfloat16, not float32"),
     ],
 )

@@ -77,8 +77,13 @@ class Target:
 
     @property
     def has_biases(self) -> bool:
-        """Whether it adds to logits."""
+        """Whether it adds to logits all that can be added."""
         return set(BIASES) <= set(self.operands) and not self.is_small
+
+    @property
+    def has_key_bias(self) -> bool:
+        """Whether it adds biases of keys to logits."""
+        return "key_bias" in self.operands and not self.is_small
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
@@ -93,7 +98,7 @@ _LAID_OUT = (*PROBLEM_OPERANDS, "layouts")
 _SM90_FORWARD = Target(
     "natten_jax_sm90_forward",
     "hopper-fna",
-    _LAID_OUT,
+    (*_LAID_OUT, "key_bias"),
     platform="cuda",
     dtype=np.float16,
     head_dims=(64, 128),
@@ -121,7 +126,7 @@ TARGETS = (
     Target(
         "natten_jax_sm90_backward",
         "hopper-fna",
-        (*_LAID_OUT, "out_cotangent", "statistics", "remainder"),
+        (*_LAID_OUT, "key_bias", "out_cotangent", "statistics", "remainder"),
         GRADIENTS,
         platform="cuda",
         dtype=np.float16,
@@ -131,6 +136,7 @@ TARGETS = (
         # Sums of the query gradient, a counter, and one for each query tile: (2 x 1) x 3 x (2 x 1) a head.
         scratch={
             "scratch": ((2 * 2 * (4 * 5 * 6 * 64) + 1 + 2 * 2 * (2 * 3 * 2),), np.float32),
+            "dkey_bias": ((2, 4, 5, 6, 2), np.float32),
             "entry_maps": _ENTRY_MAPS,
         },
         reads_origins=False,

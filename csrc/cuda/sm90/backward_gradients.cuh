@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/common/arithmetic.cuh"
+#include "cuda/sm90/backward_key_bias.cuh"
 #include "cuda/sm90/backward_products.cuh"
 #include "cuda/sm90/wgmma.cuh"
 #include "natten_jax/logsumexp.h"
@@ -64,9 +65,18 @@ class Differentiation {
       const int tiles = plan.q_tiles * p.heads_per_kv;
       clear(products.dk);
       clear(products.dv);
+      if constexpr (Traits::kHasKeyBias) start_biases(plan, 0);  // on their way while keys and values are
       kv.wait_full(shared.full_k);
       kv.wait_full(shared.full_v);
-      for (int tile = 0; tile < tiles; ++tile, ++count) add_query_tile(plan, tile == 0);
+      if constexpr (Traits::kHasKeyBias) {
+        for (int i = 0; i < p.heads_per_kv; ++i) {
+          if (i > 0) start_biases(plan, i);
+          for (int tile = 0; tile < plan.q_tiles; ++tile, ++count) add_query_tile(plan, i == 0 && tile == 0);
+          biases.store(p, shared, row0, plan.kv_head * p.heads_per_kv + i);
+        }
+      } else {
+        for (int tile = 0; tile < tiles; ++tile, ++count) add_query_tile(plan, tile == 0);
+      }
       arrive_as_warp(shared.empty_kv);
       store_gradients(plan.scale);
       kv.advance();
@@ -97,8 +107,14 @@ class Differentiation {
     return as_position_independent_swizzle_tensor(make_tensor(make_smem_ptr(tile), layout));
   }
 
+  /// The biases of keys for the tile's `i`th query head.
+  CUTE_DEVICE void start_biases(const Plan& plan, int i) {
+    biases.start(p, plan, shared.row_coordinates, row0, plan.kv_head * p.heads_per_kv + i);
+  }
+
   /// All that a query tile adds to the gradients.
   CUTE_DEVICE void add_query_tile(const Plan& plan, bool is_first) {
+    if constexpr (Traits::kHasKeyBias) products.start_at(biases.in_products);
     wait(shared.full_q[stage()], phase());
     products.start_s(stage(), p.head_dim);
     wait(shared.full_out_cotangent[stage()], phase());
@@ -181,8 +197,13 @@ class Differentiation {
     CUTE_UNROLL
     for (int e = 0; e < size(s); e += 4) {
       const float2 of_pair = delta[e];
-      pairs(e / 2) = pack<Element>(s(e) * (ds(e) - of_pair.x), s(e + 1) * (ds(e + 1) - of_pair.y));
-      pairs(e / 2 + 1) = pack<Element>(s(e + 2) * (ds(e + 2) - of_pair.x), s(e + 3) * (ds(e + 3) - of_pair.y));
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        const float x = s(e + 2 * i) * (ds(e + 2 * i) - of_pair.x);
+        const float y = s(e + 2 * i + 1) * (ds(e + 2 * i + 1) - of_pair.y);
+        pairs(e / 2 + i) = pack<Element>(x, y);
+        if constexpr (Traits::kHasKeyBias) biases.sum[i] += x + y;
+      }
     }
   }
 
@@ -262,6 +283,7 @@ class Differentiation {
   SharedStorage& shared;
   typename Products::Part part;
   Products products;
+  std::conditional_t<Traits::kHasKeyBias, RowBiases<Traits>, std::nullptr_t> biases;
   int row0, lane4;  // the thread's rows of the logits are row0 and row0 + 8
   float exponent_scale;
   int count = 0;  // query tiles so far, which say where in all rings of buffers this warpgroup is

@@ -1,34 +1,13 @@
 // Instantiates the backward kernel for one element type.
 #pragma once
 
-#include <algorithm>
-
-#include "cuda/common/arithmetic.cuh"
-#include "cuda/common/constants.h"
-#include "cuda/common/cuda_status.h"
-#include "cuda/common/geometry.h"
-#include "cuda/common/launch.cuh"
-#include "cuda/sm90/backward.cuh"
-#include "cuda/sm90/kernels.h"
+#include "cuda/sm90/backward_forms.cuh"
 
 namespace natten_jax::sm90 {
 
 template <ElementType kType>
 Status launch_backward(const BackwardParams& params, int form, cudaStream_t stream) {
-  int multiprocessors = 0;
-  NATTEN_JAX_RETURN_IF_FAILED(read_attributes({{&multiprocessors, cudaDevAttrMultiProcessorCount}}));
-  const int blocks = std::min(params.schedule.tiles, multiprocessors);
-  return with_form<kBackwardForms>(form, [&](auto number) {
-    constexpr Form kForm = kBackwardForms[number];
-    constexpr int kStages = kForm.head_dim == 256 ? 1 : 2;
-    const auto launch_traits = [&](auto narrow) {
-      using Traits = BackwardTraits<ElementOf<kType>, kForm.head_dim, kForm.keys, kForm.queries, kStages, narrow>;
-      static_assert(sizeof(typename Traits::SharedStorage) <= kSharedMemory);
-      return status_of(launch_form<Traits>(natten_jax_sm90_backward<Traits>, blocks, stream, params, true));
-    };
-    return is_narrow(std::min(params.head_dim, params.head_dim_v), kForm.head_dim) ? launch_traits(std::true_type{})
-                                                                                   : launch_traits(std::false_type{});
-  });
+  return launch_backward_form<kType, false>(params, form, stream);
 }
 
 template Status launch_backward<ElementType::NATTEN_JAX_INSTANCE>(const BackwardParams&, int, cudaStream_t);

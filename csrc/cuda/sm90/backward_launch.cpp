@@ -142,6 +142,9 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   p.layouts = arrays.layouts;
   p.statistics = reinterpret_cast<const float2*>(statistics);
   p.remainder = arrays.remainder;
+  p.key_bias = arrays.key_bias;
+  p.key_bias_heads = static_cast<int>(arrays.key_bias_heads);
+  p.key_bias_gradient = arrays.key_bias_gradient;
   p.queries = static_cast<int>(problem.queries());
   p.keys = static_cast<int>(problem.keys());
   fill_heads(problem, p);
@@ -161,9 +164,17 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   const float* const of_rows = arrays.layouts == nullptr ? nullptr : statistics;
   NATTEN_JAX_RETURN_IF_FAILED(status_of(launch_clear(scratch, first_counter + number_of_counters, stream, of_rows,
                                                      first_counter / problem.head_dim, problem.head_dim)));
+  if (arrays.key_bias != nullptr && arrays.layouts != nullptr) {
+    // No tile has keys that are padding.
+    const std::int64_t numbers = problem.batch * problem.keys() * problem.heads;
+    NATTEN_JAX_RETURN_IF_FAILED(
+        status_of(cudaMemsetAsync(arrays.key_bias_gradient, 0, numbers * sizeof(float), stream)));
+  }
   const auto launch = [&]() -> Status {
-    return with_half_type(problem.element_type, no_such_elements(problem.element_type),
-                          [&](auto type) { return launch_backward<type>(p, number, stream); });
+    return with_half_type(problem.element_type, no_such_elements(problem.element_type), [&](auto type) {
+      return p.key_bias == nullptr ? launch_backward<type>(p, number, stream)
+                                   : launch_key_biased_backward<type>(p, number, stream);
+    });
   };
   if (is_deterministic && schedule.additional_tiles > 0) {
     // Their query tiles are of the whole layout and those of dilation groups are not: they come before all others.

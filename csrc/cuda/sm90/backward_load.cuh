@@ -211,6 +211,8 @@ CUTE_DEVICE void load_statistics(const BackwardParams& p, typename Traits::Share
         bool is_large = false;
         CUTE_UNROLL
         for (int r = 0; r < Traits::kQueries / 32; ++r) {
+          // Of a query all of whose keys are hidden: their weights are zero.
+          if (Traits::kHasKeyBias && of_rows[r].x == -INFINITY) of_rows[r].x = INFINITY;
           shared.logsumexp[stage.index][lane + 32 * r] = of_rows[r].x;
           shared.delta[stage.index][lane + 32 * r] = of_rows[r].y;
           is_large = is_large || has_remainder<typename Traits::Element>(of_rows[r].x);

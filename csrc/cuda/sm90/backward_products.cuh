@@ -95,9 +95,15 @@ struct GradientProducts {
         scores_t(part.score_columns(shared.score_gradient[0])),
         keys_t(part.key_columns(shared.k)) {}
 
+  /// Where the logits begin that `start_s` adds to: the biases of the thread's two keys.
+  CUTE_DEVICE void start_at(const float (&biases)[2]) {
+    CUTE_UNROLL
+    for (int e = 0; e < size(s); ++e) s(e) = biases[e / 2 % 2];
+  }
   /// Logits of the queries in a buffer.
   CUTE_DEVICE void start_s(int stage, int head_dim) {
-    start_of_heads(keys(_, _, _, _0{}), queries(_, _, _, stage), head_dim, s);
+    constexpr auto kFirst = Traits::kHasKeyBias ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
+    start_of_heads(keys(_, _, _, _0{}), queries(_, _, _, stage), head_dim, s, kFirst);
   }
   /// Gradient of their weights.
   CUTE_DEVICE void start_ds(int stage, int head_dim_v) {
@@ -130,17 +136,18 @@ struct GradientProducts {
  private:
   /// Products of rows that are heads.
   template <class Rows, class Columns>
-  CUTE_DEVICE static void start_of_heads(const Rows& rows, const Columns& columns, int head_dim, Accumulator& result) {
-    start(ProductS{}, rows, columns, result,
-          [&](int step) { return Traits::kIsNarrow && end_before<kHeadDim / kStep>(step, head_dim); });
+  CUTE_DEVICE static void start_of_heads(const Rows& rows, const Columns& columns, int head_dim, Accumulator& result,
+                                         GMMA::ScaleOut first = GMMA::ScaleOut::Zero) {
+    const auto ends = [&](int step) { return Traits::kIsNarrow && end_before<kHeadDim / kStep>(step, head_dim); };
+    start(ProductS{}, rows, columns, result, ends, first);
   }
 
   template <class Product, class Rows, class Columns, class Result, class EndBefore>
   CUTE_DEVICE static void start(Product product, const Rows& rows, const Columns& columns, Result& result,
-                                const EndBefore& ends) {
+                                const EndBefore& ends, GMMA::ScaleOut first = GMMA::ScaleOut::Zero) {
     warpgroup_fence_operand(result);
     warpgroup_arrive();
-    product.accumulate_ = GMMA::ScaleOut::Zero;
+    product.accumulate_ = first;
     CUTE_UNROLL
     for (int k = 0; k < size<2>(rows); ++k) {
       if (ends(k)) break;

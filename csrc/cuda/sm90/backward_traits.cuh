@@ -23,8 +23,10 @@ constexpr int kTablesReady = 8;
 constexpr int kScoresReady = 9;     // both warpgroups have written the gradients of their logits
 constexpr int kScoresRead = 10;     // neither warpgroup reads them any more
 constexpr int kGradientsDone = 11;  // both warpgroups have read what the gradients take the place of
+constexpr int kBiasSumsReady = 12;  // one warpgroup has written, or the other read, its sums for biases of keys
 
-template <class Element_, int kHeadDim_, int kKeys_, int kQueries_, int kStages_, bool kIsNarrow_>
+template <class Element_, int kHeadDim_, int kKeys_, int kQueries_, int kStages_, bool kIsNarrow_,
+          bool kHasKeyBias_ = false>
 struct BackwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;  // at least head_dim and head_dim_v
@@ -34,6 +36,7 @@ struct BackwardTraits {
   static constexpr int kThreads = sm90::kThreads;
   // Whether heads of queries and keys, or those of values, take fewer steps than the form's.
   static constexpr bool kIsNarrow = kIsNarrow_;
+  static constexpr bool kHasKeyBias = kHasKeyBias_;  // key_bias.cuh
   // Whether the warpgroups own different keys, so that registers hold the operands of key and value gradients.
   static constexpr bool kSplitsKeys = kKeys == 128;
   // Whether one warpgroup computes a tile's query gradient and the other the next one's.
@@ -91,6 +94,7 @@ struct BackwardTraits {
     std::uint64_t full_sums, empty_sums, wants_plan;
     std::uint64_t full_plan[2], full_windows[2], empty_plan[2];
     std::uint64_t full_q[kStages], empty_q[kStages], full_out_cotangent[kStages], empty_out_cotangent[kStages];
+    float bias_sums[kHasKeyBias && !kSplitsKeys ? kKeys : 1];
 
     // Once a key/value tile is done, its gradients take the place of those of logits and query.
     CUTE_DEVICE Element* key_gradient() {

@@ -48,7 +48,7 @@ CUTE_DEVICE void prepare(const ForwardParams& p, typename Traits::SharedStorage&
       ClusterBarrier::init(&shared.empty_plan[i], Traits::kPlanReaders);
     }
     for (int i = 0; i < Traits::kStages; ++i) {
-      ClusterBarrier::init(&shared.full_k[i], 1);
+      ClusterBarrier::init(&shared.full_k[i], Traits::kKeyArrivals);
       ClusterBarrier::init(&shared.full_v[i], 1);
       ClusterBarrier::init(&shared.empty_k[i], Traits::kConsumers);
       ClusterBarrier::init(&shared.empty_v[i], Traits::kValueReaders);
@@ -69,7 +69,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (threadIdx.x < kWarpgroup) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kServiceRegisters>();
     const int warp = threadIdx.x / 32;
-    if (threadIdx.x == kWarp * kLoadsQueriesAndKeys) load_tiles<Traits, true>(p, shared);
+    if (Traits::kHasKeyBias ? warp == kLoadsQueriesAndKeys : threadIdx.x == kWarp * kLoadsQueriesAndKeys) {
+      load_tiles<Traits, true>(p, shared);
+    }
     if (warp == kPlansTiles) plan_tiles<Traits>(p, shared);
     if (threadIdx.x == kWarp * kLoadsValues) load_tiles<Traits, false>(p, shared);
     if (warp == kStoresTiles) store_tiles<Traits>(p, shared);

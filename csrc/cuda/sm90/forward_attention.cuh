@@ -152,6 +152,7 @@ class Attention {
   }
 
   CUTE_DEVICE void start_s() {
+    if constexpr (Traits::kHasKeyBias) products.start_at(shared.key_bias[k.index]);
     order.await_turn();
     products.start_s(k.index, p.head_dim);
   }

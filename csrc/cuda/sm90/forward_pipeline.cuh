@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/common/tile_walk.cuh"
+#include "cuda/sm90/forward_key_bias.cuh"
 #include "cuda/sm90/forward_mask.cuh"
 #include "cuda/sm90/seams.cuh"
 #include "cuda/tma/entry_maps.cuh"
@@ -95,24 +96,31 @@ CUTE_DEVICE int unmasked_tiles(const ForwardParams& p, const TilePlan& plan, con
   return p.axis[2].by_kv_tile.divide(end - walk.z);
 }
 
-/// A ring of key or value tiles, as the thread that loads them sees it. The two rings advance on their own, because a
-/// key buffer falls free well before the value buffer of the same tile.
+/// A ring of key or value tiles, as the thread that loads them sees it, or each lane of the warp that also loads biases
+/// of keys. The two rings advance on their own, because a key buffer falls free well before the value buffer of the
+/// same tile.
 template <class Traits, bool kIsKey>
 struct TileLoader {
   using Element = typename Traits::Element;
   using SharedStorage = typename Traits::SharedStorage;
   static constexpr int kElements = kChunkOf<Element>;
+  static constexpr bool kLoadsBiases = kIsKey && Traits::kHasKeyBias;
 
   SharedStorage& shared;
   int chunks;       // of a head
   int tile_tokens;  // of a key/value tile
   Ring<Traits::kStages> stage;
   bool is_first = true;
+  std::conditional_t<kLoadsBiases, TileBiases<Traits>, NoBiases> biases;  // of the next tile
 
   CUTE_DEVICE TileLoader(const ForwardParams& p, SharedStorage& shared)
       : shared(shared),
         chunks(rows_of_head<kElements>(kIsKey ? p.head_dim : p.head_dim_v)),
-        tile_tokens(p.kv_tile_tokens) {}
+        tile_tokens(p.kv_tile_tokens),
+        biases(p) {}
+
+  /// Whether it is this thread that the copy engine is told by.
+  CUTE_DEVICE static bool leads() { return !kLoadsBiases || threadIdx.x % kWarp == 0; }
 
   /// Loads a tile.
   ///
@@ -124,20 +132,28 @@ struct TileLoader {
     auto& full = kIsKey ? shared.full_k : shared.full_v;
     stage.wait_empty(kIsKey ? shared.empty_k : shared.empty_v);
     if (!kIsKey && is_first) wait(shared.first_key_loaded, 0);
-    if constexpr (kIsKey) shared.tile[stage.index] = tile;
-    ClusterTransactionBarrier::arrive_and_expect_tx(&full[stage.index], chunks * tile_tokens * kSwizzledRow);
-    start(&full[stage.index], (kIsKey ? shared.k : shared.v) + stage.index * Traits::kColumns * Traits::kLoadedHeadDim);
+    if (leads()) {
+      if constexpr (kIsKey) shared.tile[stage.index] = tile;
+      ClusterTransactionBarrier::arrive_and_expect_tx(&full[stage.index], chunks * tile_tokens * kSwizzledRow);
+      start(&full[stage.index],
+            (kIsKey ? shared.k : shared.v) + stage.index * Traits::kColumns * Traits::kLoadedHeadDim);
+    }
+    if constexpr (kLoadsBiases) {
+      biases.store(shared.key_bias[stage.index]);
+      arrive(full[stage.index]);  // every lane wrote a part
+    }
     if (kIsKey && is_first) {
       // All that the first product needs is on its way alone.
       stage.wait_full(full);
-      arrive(shared.first_key_loaded);
+      if (leads()) arrive(shared.first_key_loaded);
     }
     is_first = false;
     stage.advance();
   }
 };
 
-/// One thread: loads the query and key tiles, or the value tiles, that the plans ask for.
+/// One thread, or the warp that loads biases of keys: loads the query and key tiles, or the value tiles, that the plans
+/// ask for.
 template <class Traits, bool kIsKey>
 CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStorage& shared) {
   TileLoader<Traits, kIsKey> loader(p, shared);
@@ -152,11 +168,13 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
     if constexpr (kIsKey) {
       query.wait_empty(shared.empty_q);
       query.advance();
-      ClusterTransactionBarrier::arrive_and_expect_tx(&shared.full_q, loader.chunks * p.q_tile_tokens * kSwizzledRow);
-      ForwardMaps::acquire(p.entry_maps, kQueryOfEntry, plan.batch, plan.query_map, acquired_query);
-      load_tile(ForwardMaps::of(p.entry_maps, p.query, kQueryOfEntry, plan.batch, plan.query_map), &shared.full_q,
-                shared.q, loader.chunks, Traits::kRows, plan.q_begin[2], plan.q_begin[1], plan.q_begin[0],
-                plan.query_slot);
+      if (loader.leads()) {
+        ClusterTransactionBarrier::arrive_and_expect_tx(&shared.full_q, loader.chunks * p.q_tile_tokens * kSwizzledRow);
+        ForwardMaps::acquire(p.entry_maps, kQueryOfEntry, plan.batch, plan.query_map, acquired_query);
+        load_tile(ForwardMaps::of(p.entry_maps, p.query, kQueryOfEntry, plan.batch, plan.query_map), &shared.full_q,
+                  shared.q, loader.chunks, Traits::kRows, plan.q_begin[2], plan.q_begin[1], plan.q_begin[0],
+                  plan.query_slot);
+      }
     }
     constexpr int kArray = kIsKey ? kKeyOfEntry : kValueOfEntry;
     ForwardMaps::acquire(p.entry_maps, kArray, plan.batch, plan.kv_map, acquired);
@@ -165,6 +183,7 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
     const int kv_slot = plan.kv_slot, additional_slot = plan.additional_slot;
     const int4 hull_begin = as_int4(plan.hull_begin), hull_end = as_int4(plan.hull_end);
     const bool is_whole = p.kv_tile_tokens == Traits::kColumns;
+    if constexpr (loader.kLoadsBiases) loader.biases.start(p, plan);
     KvWalk walk(hull_begin);
     int unmasked = 0;
     for (int i = 0; i < kv_tiles; ++i) {
@@ -174,6 +193,7 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
         if (masks == 0) unmasked = unmasked_tiles<Traits::kWarpgroups>(p, plan, walk);
       }
       if (unmasked > 0) --unmasked;
+      if constexpr (loader.kLoadsBiases) loader.biases.fetch(p, walk);
       loader.load(make_int4(walk.x, walk.y, walk.z, masks), [&](std::uint64_t* full, auto* to) {
         if (!p.kv_boxes.go_around) {
           load_tile(map, full, to, loader.chunks, Traits::kColumns, walk.z, walk.y, walk.x, kv_slot);
@@ -191,6 +211,7 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
       const int first = i * p.kv_tile_tokens;
       const int columns = min(p.additional_kv - first, p.kv_tile_tokens);
       const int mask = columns < Traits::kColumns ? kEndMask : kNoMask;
+      if constexpr (loader.kLoadsBiases) loader.biases.clear();
       loader.load(make_int4(0, 0, p.additional_kv - columns, mask * kEachWarpgroup),
                   [&](std::uint64_t* full, auto* to) {
                     load_tile(additional_map, full, to, loader.chunks, Traits::kColumns, first, 0, 0, additional_slot);

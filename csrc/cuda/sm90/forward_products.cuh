@@ -67,12 +67,24 @@ struct AttentionProducts {
   CUTE_DEVICE AttentionProducts(SharedStorage& shared, int warpgroup, int thread)
       : keys(keys_of(shared, thread)), values(values_of(shared, thread)), query(query_of(shared, warpgroup, thread)) {}
 
+  /// Where the logits begin that `start_s` adds to: biases of the keys in a buffer, as TileBiases stores them.
+  CUTE_DEVICE void start_at(const float (&biases)[2 * Traits::kColumns]) {
+    const float4* of_pairs = reinterpret_cast<const float4*>(biases) + threadIdx.x % 4;
+    CUTE_UNROLL
+    for (int e = 0; e < size(s); e += 4) {
+      const float4 of_pair = of_pairs[e];
+      s(e) = of_pair.x;
+      s(e + 1) = of_pair.y;
+      s(e + 2) = of_pair.z;
+      s(e + 3) = of_pair.w;
+    }
+  }
   /// Logits of the keys in a buffer.
   CUTE_DEVICE void start_s(int stage, int head_dim) {
     ProductS product;
     warpgroup_fence_operand(s);
     warpgroup_arrive();
-    product.accumulate_ = GMMA::ScaleOut::Zero;
+    product.accumulate_ = Traits::kHasKeyBias ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
     CUTE_UNROLL
     for (int k = 0; k < size<2>(query); ++k) {
       if (Traits::kIsNarrow && end_before<Traits::kHeadDim / kStep>(k, head_dim)) break;

@@ -25,7 +25,8 @@ constexpr int kProductOrder = 8;                               // one per warpgr
 constexpr int kOutputReady = kProductOrder + kMostWarpgroups;  // the warpgroups have written their rows
 constexpr int kMaskReady = kOutputReady + 1;
 
-template <class Element_, int kHeadDim_, int kColumns_, int kWarpgroups_, bool kPingPong_, bool kIsNarrow_>
+template <class Element_, int kHeadDim_, int kColumns_, int kWarpgroups_, bool kPingPong_, bool kIsNarrow_,
+          bool kHasKeyBias_ = false>
 struct ForwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;  // at least head_dim and head_dim_v
@@ -35,9 +36,14 @@ struct ForwardTraits {
   static constexpr int kWarpgroups = kWarpgroups_;  // that compute
   static constexpr int kRows = 64 * kWarpgroups;    // queries of a tile
   static constexpr int kConsumers = kWarpgroup * kWarpgroups, kThreads = kWarpgroup + kConsumers;
-  static constexpr int kLoadedHeadDim = kHeadDim;                            // elements of a row of a tile
-  static constexpr int kValueReaders = kConsumers;                           // threads that a value tile waits for
-  static constexpr int kPlanReaders = kConsumers + kLoadingThreads + kWarp;  // likewise a plan, of whom a warp stores
+  static constexpr int kLoadedHeadDim = kHeadDim;   // elements of a row of a tile
+  static constexpr int kValueReaders = kConsumers;  // threads that a value tile waits for
+  // Whether keys have biases (key_bias.cuh). The warp that loads queries and keys then does so whole.
+  static constexpr bool kHasKeyBias = kHasKeyBias_;
+  static constexpr int kKeyLoaders = kHasKeyBias ? kWarp : 1;
+  static constexpr int kKeyArrivals = kHasKeyBias ? 1 + kWarp : 1;  // one thread expects bytes, a warp writes
+  // Threads that a plan waits for, of whom a warp stores.
+  static constexpr int kPlanReaders = kConsumers + kKeyLoaders + kLoadingThreads - 1 + kWarp;
   // What the 65536 registers of a multiprocessor give each thread.
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160;
   static constexpr int kServiceRegisters = kWarpgroups == 2 ? 40 : 32;
@@ -94,6 +100,7 @@ struct ForwardTraits {
     alignas(8) std::uint64_t first_key_loaded, full_q, empty_q, empty_o;
     std::uint64_t full_plan[kPlans], full_windows[kPlans], empty_plan[kPlans];
     std::uint64_t full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
+    alignas(16) float key_bias[kHasKeyBias ? kStages : 1][kHasKeyBias ? 2 * kColumns : 1];  // of the tile in a buffer
   };
 };
 

@@ -14,6 +14,10 @@ namespace natten_jax::sm90 {
 template <ElementType kType>
 Status launch_forward(const ForwardParams& params, int form, bool is_ping_pong, int ctas, cudaStream_t stream);
 
+/// The same of the kernels that add biases of keys, which are compiled for warpgroups that take turns.
+template <ElementType kType>
+Status launch_key_biased_forward(const ForwardParams& params, int form, int ctas, cudaStream_t stream);
+
 /// Launches a form of the forward kernel for 8-bit floats, by its number in kFloat8ForwardForms, likewise.
 template <ElementType kType>
 Status launch_float8_forward(const ForwardParams& params, int form, bool is_ping_pong, int ctas, cudaStream_t stream);
@@ -21,5 +25,9 @@ Status launch_float8_forward(const ForwardParams& params, int form, bool is_ping
 /// Launches a form of the backward kernel, by its number in kBackwardForms, for 16-bit elements of one type.
 template <ElementType kType>
 Status launch_backward(const BackwardParams& params, int form, cudaStream_t stream);
+
+/// The same of the kernels that add biases of keys.
+template <ElementType kType>
+Status launch_key_biased_backward(const BackwardParams& params, int form, cudaStream_t stream);
 
 }  // namespace natten_jax::sm90

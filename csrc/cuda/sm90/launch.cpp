@@ -65,6 +65,10 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   Form form{};
   NATTEN_JAX_RETURN_IF_FAILED(choose_forward_form(problem, tiles, number, form));
   NATTEN_JAX_RETURN_IF_FAILED(check_seams(problem, arrays));
+  if (arrays.key_bias != nullptr && !schedule.is_ping_pong) {
+    return Status::invalid_argument(
+        "kernels that add a key_bias issue their products in turns: is_ping_pong must be 1");
+  }
   Geometry geometry = geometry_of(problem, tiles);
   ForwardParams p{};
   p.kv_boxes = boxes_of_tiles(problem, tiles.kv, tiles.query);
@@ -77,6 +81,9 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
                                       std::to_string(kLargestContinuedHeadDim) + " elements");
     }
     keep_queries(geometry, continuation->queries);
+    if (arrays.key_bias != nullptr) {
+      return Status::invalid_argument("no launch with biases of keys continues another");
+    }
     p.continues = true;
     p.first_query = continuation->first_query;
   }
@@ -102,6 +109,9 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   }
   p.origins = arrays.origins;
   p.layouts = arrays.layouts;
+  p.key_bias = arrays.key_bias;
+  p.key_bias_heads = static_cast<int>(arrays.key_bias_heads);
+  p.last_key = static_cast<int>(problem.batch * problem.keys() - 1);
   p.logsumexp = arrays.logsumexp;
   p.remainder = arrays.remainder;
   p.query_classes = group_classes(problem, Side::kQuery);
@@ -147,8 +157,10 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
     NATTEN_JAX_RETURN_IF_FAILED(status_of(launch_entry_maps(maps, stream)));
   }
   NATTEN_JAX_RETURN_IF_FAILED(
-      with_half_type(problem.element_type, no_such_elements(problem.element_type),
-                     [&](auto type) { return launch_forward<type>(p, number, schedule.is_ping_pong, ctas, stream); }));
+      with_half_type(problem.element_type, no_such_elements(problem.element_type), [&](auto type) {
+        return p.key_bias == nullptr ? launch_forward<type>(p, number, schedule.is_ping_pong, ctas, stream)
+                                     : launch_key_biased_forward<type>(p, number, ctas, stream);
+      }));
   // Rows of tiles at the end of what is real are computed with it: what comes last stays.
   return arrays.layouts == nullptr ? Status() : status_of(fill_padding_of_output(problem, arrays, stream));
 }

@@ -14,12 +14,15 @@ from natten_jax.backends.native_backend import (
     call_for_results,
     entry_maps,
     forward_operands,
+    key_bias_gradient_type,
+    key_bias_operand,
     layouts_operand,
     logsumexp_cotangent_operand,
     saved_remainder,
     scale_of_kernels,
     sinks_gradient,
     with_kernel_rank,
+    with_key_bias_gradient,
 )
 from natten_jax.native import module as native
 from natten_jax.native.abi import axis_rows, with_kernel_tiles
@@ -46,7 +49,8 @@ def call_forward(plan: Plan, operands: Operands, types: list[ResultType]) -> lis
     """Call the kernel."""
     rows, columns = with_kernel_tiles(plan.problem, plan.tiles)
     tables = _tables_of_products(plan.problem, operands, rows, columns)
-    arrays = *forward_operands(plan.problem, operands), layouts_operand(operands), tables, _key_bias(plan, operands)
+    arrays = *forward_operands(plan.problem, operands), layouts_operand(operands), tables
+    arrays = *arrays, key_bias_operand(plan.problem, operands)
     return native.call(FORWARD, [*types, entry_maps(operands, _ENTRY_MAPS)], *arrays, **attributes(plan))
 
 
@@ -73,14 +77,6 @@ def _tables_of_products(problem: Problem, operands: Operands, rows: Shape, colum
     line = native.bias_line(axis_rows(problem), rows, columns)
     filled = jnp.pad(lines, [(0, 0)] * 3 + [(0, line - lines.shape[-1])]).reshape(*tables.shape[:2], -1)
     return jnp.pad(filled, [(0, 0), (0, 0), (0, -filled.shape[-1] % _STEP)])
-
-
-def _key_bias(plan: Plan, operands: Operands) -> jax.Array:
-    """Biases of keys, ``[batch, *keys, heads]``, or one for all heads; an array of nothing where there are none."""
-    of_heads, shared = operands.inputs.key_bias, operands.inputs.shared_key_bias
-    if of_heads is not None:
-        return with_kernel_rank(of_heads[..., 0], plan.problem.rank)
-    return jnp.zeros((0,), jnp.float32) if shared is None else with_kernel_rank(shared[..., None], plan.problem.rank)
 
 
 def _table_sums(plan: Plan, operands: Operands) -> list[ResultType]:
@@ -116,7 +112,6 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangen
     scratch = (batch, math.prod(tokens), heads, 4), _additional_sums(problem, batch, math.prod(tokens))
     columns, rows = with_kernel_tiles(problem, plan.tiles)
     tables = _tables_of_products(problem, operands, rows, columns)
-    key_bias = _key_bias(plan, operands)
     inputs = operands.inputs
     found, (statistics, _, _, table_sums, of_keys, _) = call_for_results(
         BACKWARD,
@@ -125,7 +120,7 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangen
         (
             layouts_operand(operands),
             tables,
-            key_bias,
+            key_bias_operand(problem, operands),
             logsumexp,
             saved_remainder(problem, saved),
             out,
@@ -135,17 +130,16 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangen
         [
             *(ResultType(shape, jnp.float32) for shape in scratch),
             *_table_sums(plan, operands),
-            ResultType((*key_bias.shape[:-1], heads) if key_bias.ndim > 1 else (0,), jnp.float32),
+            key_bias_gradient_type(problem, operands),
             entry_maps(operands, 2 * _ENTRY_MAPS),
         ],
         keeps_statistics=int(inputs.sinks is not None),
     )
-    table, of_heads, shared = inputs.relative_bias, inputs.key_bias, inputs.shared_key_bias
+    table = inputs.relative_bias
+    found = with_key_bias_gradient(found, inputs, of_keys)
     return found._replace(
         sinks=None
         if inputs.sinks is None
         else sinks_gradient(inputs.sinks, logsumexp, statistics[..., 1].reshape(logsumexp.shape)),
         relative_bias=None if table is None else jnp.sum(table_sums[..., : table.shape[-1]], axis=0),
-        key_bias=None if of_heads is None else of_keys.reshape(of_heads.shape),
-        shared_key_bias=None if shared is None else jnp.sum(of_keys, axis=-1).reshape(shared.shape),
     )

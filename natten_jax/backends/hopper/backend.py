@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -18,6 +19,7 @@ from natten_jax.backends.native_backend import (
     attributes,
     entry_maps,
     forward_operands,
+    key_bias_operand,
     layouts_operand,
     with_kernel_rank,
 )
@@ -50,7 +52,7 @@ class HopperBackend(NativeBackend):
     edges = EDGES
     wraps_by_strips = True
     biases = ("key_bias",)
-    key_bias_by_columns = True
+    takes_shared_key_bias = True
     takes_own_layouts = True
     takes_extents = True
     head_dim_step = _LIMITS.get("head_dim_step", 1)
@@ -67,7 +69,7 @@ class HopperBackend(NativeBackend):
         if reason is not None or not problem.element.is_float8:
             return reason
         if problem.key_bias:
-            return "columns of 8-bit arrays hold no key_bias: it would have three bits"
+            return "its kernels for 8-bit arrays add no key_bias"
         if problem.block_scales:
             return "its kernels for 8-bit arrays take factors of heads, not of blocks"
         if problem.output_dtype not in self.dtypes:
@@ -108,6 +110,13 @@ class HopperBackend(NativeBackend):
         query, key_value = (max(tokens) for tokens in zip(*_tile_tokens(problem, pass_), strict=True))
         return query, key_value
 
+    def unused_in(self, plan: Plan) -> Mapping[str, str]:
+        """What the plan's kernels have no use for."""
+        is_other = plan.pass_ == "forward" and plan.kernel_schedule is KernelSchedule.COOPERATIVE
+        if not (is_other and plan.problem.key_bias):
+            return {}
+        return {"kernel_schedule": "issues products in turns with a key_bias, as with kernel_schedule='pp'"}
+
     def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
         """Call the kernel."""
         target, arrays, types = _FORWARD, forward_operands(plan.problem, operands), [*types, _SCRATCH]
@@ -115,13 +124,14 @@ class HopperBackend(NativeBackend):
             factors = operands.inputs.out_scale
             target, arrays = _FORWARD_FLOAT8, [*arrays, jnp.zeros((0,), jnp.float32) if factors is None else factors]
         else:
-            arrays, types = [*arrays, layouts_operand(operands)], [*types, entry_maps(operands, _ENTRY_MAPS)]
+            arrays = [*arrays, layouts_operand(operands), key_bias_operand(plan.problem, operands)]
+            types = [*types, entry_maps(operands, _ENTRY_MAPS)]
         return native.call(target, types, *arrays, **_forward_attributes(plan))
 
     def forward_continued(self, plan: Plan, operands: Operands, saved: Saved, seeing: QueryBox) -> Saved | None:
         """Compute what is saved of more keys, in the place of what was saved of others."""
         problem = plan.problem
-        if problem.element.is_float8 or not continues(_KERNELS, problem):
+        if problem.element.is_float8 or problem.key_bias or not continues(_KERNELS, problem):
             return None
         earlier = [with_kernel_rank(array, problem.rank) for array in saved if array is not None]
         arrays = [*forward_operands(problem, operands), box_start(seeing)]
@@ -152,7 +162,7 @@ def _forward_attributes(plan: Plan) -> dict[str, Shape | float]:
     is_persistent = plan.performance.run_persistent_kernel and schedule is not KernelSchedule.NON_PERSISTENT
     return {
         **attributes(plan),
-        "is_ping_pong": int(schedule is KernelSchedule.PING_PONG),
+        "is_ping_pong": int(schedule is KernelSchedule.PING_PONG or plan.problem.key_bias),
         "is_persistent": int(is_persistent),
     }
 

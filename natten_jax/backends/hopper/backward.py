@@ -11,14 +11,17 @@ import numpy as np
 
 from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
 from natten_jax.backends.native_backend import (
-    call_for_gradients,
+    call_for_results,
     delta,
     entry_maps,
+    key_bias_gradient_type,
+    key_bias_operand,
     layouts_operand,
     logsumexp_cotangent_operand,
     saved_remainder,
     sinks_gradient,
     with_kernel_rank,
+    with_key_bias_gradient,
 )
 from natten_jax.native import module as native
 from natten_jax.native.module import ResultType
@@ -51,14 +54,19 @@ def gradients(
     scratch = operands.inputs.query.size + 1
     if performance.backward_deterministic:
         scratch += _query_tiles(operands.inputs.query, problem.dilation, plan.tiles[0])
-    found = call_for_gradients(
+    found, (_, of_keys, _) = call_for_results(
         TARGETS[0],
         plan,
         operands,
-        (layouts, out_cotangent, statistics, saved_remainder(problem, saved)),
-        [ResultType((scratch,), jnp.float32), entry_maps(operands, _ENTRY_MAPS)],
+        (layouts, key_bias_operand(problem, operands), out_cotangent, statistics, saved_remainder(problem, saved)),
+        [
+            ResultType((scratch,), jnp.float32),
+            key_bias_gradient_type(problem, operands),
+            entry_maps(operands, _ENTRY_MAPS),
+        ],
         is_deterministic=int(performance.backward_deterministic),
     )
+    found = with_key_bias_gradient(found, operands.inputs, of_keys)
     sinks = operands.inputs.sinks
     if sinks is None:
         return found

@@ -1,0 +1,69 @@
+// The biases of keys in the backward kernel, and their gradients: sums of those of logits over the queries of a head.
+#pragma once
+
+#include "cuda/common/launch.cuh"
+#include "cuda/sm90/backward_traits.cuh"
+#include "cuda/sm90/key_bias.cuh"
+
+namespace natten_jax::sm90 {
+
+/// Those of the two keys that a thread has elements of.
+template <class Traits>
+struct RowBiases {
+  float in_products[2];
+  float sum[2];  // of the gradients of logits that the thread has
+  int token[2];  // of the keys, counted over all batch entries; negative where there is none
+
+  /// A query head begins: loads its biases.
+  ///
+  /// Args:
+  ///   plan: of the key/value tile.
+  ///   rows: coordinates of its rows.
+  ///   row0: the thread's first row; the other is the eighth after it.
+  CUTE_DEVICE void start(const BackwardParams& p, const KeyTilePlan<Traits::kKeys>& plan, const uchar4* rows, int row0,
+                         int head) {
+    const int first = token_of_slot(p, plan.kv_slot);
+    const float per_logit = products_per_logit(plan.scale * kLog2E);
+    const float* of_head = biases_of_head(p, head);
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const int row = row0 + 8 * i;
+      const int x = plan.kv_begin.x + rows[row].x, y = plan.kv_begin.y + rows[row].y, z = plan.kv_begin.z + rows[row].z;
+      // Additional keys have no biases, and no axes.
+      const bool exists = !plan.is_additional && row < p.kv_tile_tokens && x < plan.axis[0].kv.local_length &&
+                          y < plan.axis[1].kv.local_length && z < plan.axis[2].kv.local_length;
+      token[i] = exists ? first + tokens_to_key(p.axis, x, y, z) : -1;
+      const std::int64_t at = static_cast<std::int64_t>(token[i]) * p.key_bias_heads;
+      in_products[i] = exists ? bias_in_products(load_written(of_head + at), per_logit) : 0.f;
+      sum[i] = 0.f;
+    }
+  }
+
+  /// A query head ends: stores the gradients of its biases.
+  CUTE_DEVICE void store(const BackwardParams& p, typename Traits::SharedStorage& shared, int row0, int head) {
+    const bool is_first = threadIdx.x % 4 == 0;
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 1);
+      sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 2);
+    }
+    bool stores = is_first;
+    if constexpr (!Traits::kSplitsKeys) {
+      // Each warpgroup has half of the queries.
+      const bool is_other = threadIdx.x >= 2 * kWarpgroup;
+      if (is_first && is_other) shared.bias_sums[row0] = sum[0], shared.bias_sums[row0 + 8] = sum[1];
+      cutlass::arch::NamedBarrier::sync(kConsumers, named_barrier(kBiasSumsReady));
+      if (is_first && !is_other) sum[0] += shared.bias_sums[row0], sum[1] += shared.bias_sums[row0 + 8];
+      cutlass::arch::NamedBarrier::sync(kConsumers, named_barrier(kBiasSumsReady));
+      stores = is_first && !is_other;
+    }
+    wait_for_previous_kernel();
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const std::int64_t at = static_cast<std::int64_t>(token[i]) * p.heads + head;
+      if (stores && token[i] >= 0) p.key_bias_gradient[at] = sum[i];
+    }
+  }
+};
+
+}  // namespace natten_jax::sm90

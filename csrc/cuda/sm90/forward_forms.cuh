@@ -1,0 +1,32 @@
+// Launches of the forms of the forward kernel, which are instantiated from here.
+#pragma once
+
+#include "cuda/common/arithmetic.cuh"
+#include "cuda/common/constants.h"
+#include "cuda/common/cuda_status.h"
+#include "cuda/common/launch.cuh"
+#include "cuda/sm90/forward.cuh"
+#include "cuda/sm90/kernels.h"
+
+namespace natten_jax::sm90 {
+
+template <class Traits>
+Status launch_traits(const ForwardParams& params, int ctas, cudaStream_t stream) {
+  static_assert(sizeof(typename Traits::SharedStorage) <= kSharedMemory);
+  return status_of(launch_form<Traits>(natten_jax_sm90_fna_forward<Traits>, ctas, stream, params));
+}
+
+/// By the width of heads.
+template <class Element, int kNumber, bool kPingPong, bool kHasKeyBias>
+Status launch_width(const ForwardParams& params, int ctas, cudaStream_t stream) {
+  constexpr Form kForm = kForwardForms[kNumber];
+  const auto launch = [&](auto narrow) {
+    constexpr int kWarpgroups = kForm.queries / 64;
+    return launch_traits<
+        ForwardTraits<Element, kForm.head_dim, kForm.keys, kWarpgroups, kPingPong, narrow, kHasKeyBias>>(params, ctas,
+                                                                                                         stream);
+  };
+  return is_narrow(params.head_dim, kForm.head_dim) ? launch(std::true_type{}) : launch(std::false_type{});
+}
+
+}  // namespace natten_jax::sm90

@@ -1,0 +1,42 @@
+// Biases of keys in the Hopper kernels: products of queries and keys do not begin at zero, but at the bias of their key
+// over the scale that logits are multiplied with. The softmax knows nothing of them.
+#pragma once
+
+#include <cfloat>
+#include <cute/config.hpp>
+
+#include "cuda/common/device_axis.h"
+#include "natten_jax/logsumexp.h"
+
+namespace natten_jax::sm90 {
+
+/// What a bias is multiplied with to become one of products, from what these are multiplied with in base 2.
+CUTE_DEVICE float products_per_logit(float exponent_scale) {
+  return kLog2E / exponent_scale;
+}
+
+/// A bias in products of queries and keys. What is no number in there, for a scale next to zero, is the largest one;
+/// only minus infinity hides.
+CUTE_DEVICE float bias_in_products(float bias, float products_per_logit) {
+  return bias == -INFINITY ? bias : fminf(fmaxf(bias * products_per_logit, -FLT_MAX), FLT_MAX);
+}
+
+/// The token of a head's slot in the key array, counted over all batch entries.
+template <class Params>
+CUTE_DEVICE int token_of_slot(const Params& p, int kv_slot) {
+  return kv_slot / p.heads_kv;
+}
+
+/// Tokens of the key array from a dilation group's first key to the one at x, y, z in the group.
+CUTE_DEVICE int tokens_to_key(const DeviceAxis (&axis)[3], int x, int y, int z) {
+  const int line = x * axis[0].dilation * axis[1].kv_local_extent + y * axis[1].dilation;
+  return line * axis[2].kv_local_extent + z * axis[2].dilation;
+}
+
+/// Where the biases of a query head are: its first token's.
+template <class Params>
+CUTE_DEVICE const float* biases_of_head(const Params& p, int head) {
+  return p.key_bias + (p.key_bias_heads == 1 ? 0 : head);
+}
+
+}  // namespace natten_jax::sm90
