@@ -99,6 +99,29 @@ def test_padded_layouts_are_as_cropped_ones(kernels: str, head_dim: int) -> None
                 np.testing.assert_array_equal(padded[name][box], array, err_msg=name)
 
 
+@pytest.mark.parametrize("tile", [(2, 8), (8, 2), (1, 16), (16, 1), (4, 4)])
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2)])
+def test_short_layouts_are_as_cropped_ones(heads: tuple[int, int], tile: tuple[int, int]) -> None:
+    """Keys with both ends of a layout near are seen by more queries than any others."""
+    arguments = {**KERNELS["small"], "backward_kv_tile_shape": tile, "q_tile_shape": tile}
+    extents = np.array([[14, 22], [22, 13], [13, 14], [20, 6], [30, 29]])
+    heads_of_queries, heads_kv = heads
+    shapes = [(len(extents), 30, 29, of_array, 32) for of_array in (heads_of_queries, heads_kv, heads_kv)]
+    inputs = [
+        jnp.where(is_padding(shape, extents)[..., None, None], jnp.nan, draw(seed, *shape))
+        for seed, shape in enumerate(shapes)
+    ]
+    cotangents = draw(3, *shapes[0]), draw(4, *shapes[0][:-1]).astype(jnp.float32)
+    padded = found_of(arguments, inputs, cotangents, extents=jnp.asarray(extents, jnp.int32))
+    for entry, (height, width) in enumerate(extents):
+        box = (slice(entry, entry + 1), slice(height), slice(width))
+        alone = found_of(
+            arguments, [each[box] for each in inputs], tuple(each[box] for each in cotangents), clamp_window=True
+        )
+        for name, array in alone.items():
+            np.testing.assert_array_equal(padded[name][box], array, err_msg=f"{name} of {height} x {width}")
+
+
 @pytest.mark.parametrize("heads", [(1, 1), (6, 3)])
 @pytest.mark.parametrize("kernels", ["small", "small, dilated"])
 def test_entries_that_share_plans_are_as_alone(kernels: str, heads: tuple[int, int]) -> None:
@@ -152,6 +175,24 @@ def test_one_launch_takes_all_entries_and_copies_none(kernels: str) -> None:
         real = origin[:, None, None] + np.indices((16, 32)).transpose(1, 2, 0) < extents[:, None, None]
         np.testing.assert_array_equal(np.any(np.asarray(found), axis=(-1, -2)), real.all(axis=-1))
     assert len(traced) == 1
+
+
+@pytest.mark.parametrize("kernels", ["hopper", "cutlass", "small"])
+def test_gradients_copy_no_keys_and_values_either(kernels: str) -> None:
+    query, *inputs = draw(0, 5, 16, 32, 2, 64), draw(1, 5, 33, 47, 2, 64), draw(2, 5, 33, 47, 2, 64)
+
+    def loss(places: jax.Array, *inputs: jax.Array) -> jax.Array:
+        query, key, value = inputs
+        given: dict[str, Any] = {"query_origin": places, "extents": places + 16, **KERNELS[kernels]}
+        out: jax.Array = natten_jax.na2d(query, key, value, **given)
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    compiled = jax.jit(jax.grad(loss, (1, 2, 3))).lower(jnp.zeros((5, 2), jnp.int32), query, *inputs).compile()
+    text = compiled.as_text()
+    assert text is not None
+    assert text.count('custom_call_target="natten_jax') == 2
+    made_by = re.findall(r"= bf16\[5,33,47,2,64\]\S* ([\w-]+)\(", text)
+    assert set(made_by) <= {"parameter", "get-tuple-element", "bitcast"}, made_by
 
 
 @pytest.mark.parametrize("backend", ["hopper-fmha", "cutlass-fmha"])

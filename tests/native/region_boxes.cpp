@@ -21,16 +21,26 @@ std::int64_t seen_between(const Window& window, std::int64_t begin, std::int64_t
          inverse_window_bounds(window, begin, length, length).begin;
 }
 
-/// Most queries that see one of a layout's tiles or regions of keys, over all lengths.
-std::int64_t most_seen(const Window& window, std::int64_t keys) {
-  std::int64_t most = 0;
-  for (std::int64_t length = 1; length <= kLongest; ++length) {
-    for (std::int64_t begin = 0; begin < length; begin += keys) {
-      most = std::max(most, seen_between(window, begin, std::min(begin + keys, length), length));
+/// Most queries that see one of a layout's tiles of keys, over all lengths; and those that see a region, of which the
+/// last one has as many tiles as it can have, and the one before what is left.
+struct Seen {
+  std::int64_t by_tile = 0, by_region = 0;
+
+  Seen(const Window& window, std::int64_t tile, std::int64_t tiles) {
+    for (std::int64_t length = 1; length <= kLongest; ++length) {
+      const std::int64_t in_all = divide_up(length, tile);
+      for (std::int64_t i = 0; i < in_all; ++i) {
+        by_tile = std::max(by_tile, seen_between(window, i * tile, std::min((i + 1) * tile, length), length));
+      }
+      const std::int64_t first_of_last = std::max<std::int64_t>(in_all - tiles, 0);
+      for (std::int64_t first = 0; first < first_of_last; first += tiles) {
+        const std::int64_t end = std::min(first + tiles, first_of_last);
+        by_region = std::max(by_region, seen_between(window, first * tile, end * tile, length));
+      }
+      by_region = std::max(by_region, seen_between(window, first_of_last * tile, length, length));
     }
   }
-  return most;
-}
+};
 
 }  // namespace
 
@@ -57,9 +67,9 @@ int main() {
           for (int i = 0; i < kRank; ++i) {
             const Window& window = problem.axes[region.dimension[i]].window;
             const bool is_single = problem.axes[region.dimension[i]].query.extent == 1;
-            is_small |=
-                !is_single && most_seen(window, std::int64_t{region.tile[i]} * region.tiles[i]) > region.extent[i];
-            groups[i] = divide_up(is_single ? 1 : most_seen(window, region.tile[i]), region.group[i]);
+            const Seen seen(window, region.tile[i], region.tiles[i]);
+            is_small |= !is_single && seen.by_region > region.extent[i];
+            groups[i] = divide_up(is_single ? 1 : seen.by_tile, region.group[i]);
           }
           // Two pairs are computed at once, and two more are read ahead.
           const std::int64_t pairs = groups[0] * groups[2] * divide_up(groups[1], 2);

@@ -12,10 +12,12 @@ namespace natten_jax::small {
 struct EntryState {
   /// What is known of a lane's entry and those before it, in the order of their groups' first entries.
   struct Group {
-    int pieces_end;  // pieces of the groups that begin with these
-    int first_item;  // items of groups that begin with an entry before
-    int items;       // of the entry's group
-    int is_alike;    // whether the group's plan is that of the launch's layout
+    int pieces_end;    // pieces of the groups that begin with these
+    int first_item;    // items of groups that begin with an entry before
+    int items;         // of the entry's group
+    int of_piece;      // of these, at most
+    int is_alike;      // whether the group's plan is that of the launch's layout
+    unsigned entries;  // of the group, a bit for each
   };
   Group group[kEntriesOfCta];
   EntryLayout::Kept layout[kEntriesOfCta];
@@ -23,38 +25,59 @@ struct EntryState {
 };
 static_assert(sizeof(EntryState) <= kEntryStateBytes);
 
-/// One dimension of a region and an entry: whether the region has rows there, and whether its plan is that of the
-/// launch's layout, as wherever the entry's ends far enough behind the region, or where that does.
+/// One dimension of a region and an entry, in few instructions: all of a CTA's warps wait for one that has them.
 template <bool kRowsAreKeys>
 struct EntryRegion {
-  bool has_rows, is_alike;
+  bool has_rows;  // whether any of the entry's are in the region
+  bool is_alike;  // whether its plan is that of the launch's layout: the entry's ends far behind the region, or is that
   int origin, query_extent, kv_extent;  // as far as plans depend on them
 
-  CUTE_DEVICE EntryRegion(const DeviceAxis& axis, const EntryAxis& entry, int residue, int begin, int rows,
-                          int columns) {
-    const int row_tokens = kRowsAreKeys ? entry.kv_local_extent : entry.query_local_extent;
-    has_rows = residue + begin * axis.dilation < row_tokens;
-    // Behind what any of the rows sees or is seen by, and behind its box.
-    const int behind = begin + max(rows + axis.kernel_size, columns) + 2 * axis.stride;
-    const bool is_far = axis.ends != Ends::kWrap && axis.dilations(min(entry.query_extent, entry.kv_extent)) >= behind;
-    const bool is_same = entry.query_extent == axis.query_extent && entry.kv_extent == axis.kv_extent &&
-                         entry.kernel_size == axis.kernel_size && entry.stride == axis.stride;
-    origin = entry.query_origin.index * axis.dilation + entry.query_origin.group;
+  /// `begin` is the region's first token, of `rows` of a dilation group at most, which see a box of `columns`.
+  CUTE_DEVICE EntryRegion(const DeviceAxis& axis, int begin, int rows, int columns, int given_origin, int queries,
+                          int keys) {
+    origin = min(max(given_origin, 0), max(axis.query_extent - axis.query_local_extent, 0));
+    query_extent = min(queries, axis.query_extent);
+    kv_extent = min(keys, axis.kv_extent);
+    has_rows = begin < (kRowsAreKeys ? min(kv_extent, axis.kv_local_extent) : query_extent - origin);
+    // Behind what any of the rows sees or is seen by, and behind its box; of keys, behind the next region, too.
+    const int seen = max(rows + axis.kernel_size, columns), next = kRowsAreKeys ? 2 * rows : 0;
+    const int behind = begin + (max(seen, next) + 2 * axis.stride) * axis.dilation;
+    const bool is_far = axis.ends != Ends::kWrap && min(query_extent, kv_extent) >= behind;
+    const bool is_same = query_extent == axis.query_extent && kv_extent == axis.kv_extent &&
+                         kv_extent >= axis.kernel_size * axis.dilation;
     is_alike = origin == 0 && (is_far || is_same);
-    query_extent = is_alike ? -1 : entry.query_extent;
-    kv_extent = is_alike ? -1 : entry.kv_extent;
+    if (is_alike) query_extent = kv_extent = -1;
   }
 };
+
+/// Loads the layouts of a CTA's entries; one warp. Neighboring lanes load neighboring numbers: where each loaded those
+/// of one entry, hundreds of CTAs waited for the few lines of the second-level cache that all of them ask for.
+CUTE_DEVICE void load_layouts(const CommonParams& p, int first_entry, int entries, EntryState& state) {
+  constexpr int kNumbers = kRank * kRank;
+  static_assert(kEntriesOfCta == 32);
+  const int lane = threadIdx.x % 32;
+  const std::int32_t* const layouts = p.layouts + first_entry * kNumbers;
+  int of_lane[kNumbers];
+  CUTE_UNROLL
+  for (int i = 0; i < kNumbers; ++i) {
+    if (lane + 32 * i < entries * kNumbers) of_lane[i] = load_written(layouts + lane + 32 * i);
+  }
+  CUTE_UNROLL
+  for (int i = 0; i < kNumbers; ++i) {
+    const int number = lane + 32 * i;
+    if (number < entries * kNumbers) state.layout[number / kNumbers].numbers[number % kNumbers] = of_lane[i];
+  }
+  state.layout[lane].entry = first_entry + lane;
+  __syncwarp();
+}
 
 /// Finds out which entries have which plan: one warp.
 template <bool kRowsAreKeys>
 CUTE_DEVICE void group_entries(const CommonParams& p, int first_entry, EntryState& state) {
   constexpr unsigned kAll = 0xffffffffu;
   const int lane = threadIdx.x % 32, entries = min(p.entries_of_cta, p.batch - first_entry);
-  const std::int32_t* const layout = p.layouts + (first_entry + min(lane, entries - 1)) * (kRank * kRank);
-  int numbers[kRank * kRank];
-  CUTE_UNROLL
-  for (int i = 0; i < kRank * kRank; ++i) numbers[i] = load_written(layout + i);
+  load_layouts(p, first_entry, entries, state);
+  const int (&numbers)[kRank * kRank] = state.layout[min(lane, entries - 1)].numbers;
   bool has_rows = lane < entries, is_alike = true;
   unsigned like = kAll;  // entries with the same plan
   int id = blockIdx.x;
@@ -64,19 +87,13 @@ CUTE_DEVICE void group_entries(const CommonParams& p, int first_entry, EntryStat
     int residue, number;
     axis.by_dilation(id, residue, id);
     p.by_regions[d](id, number, id);
-    const int rows = p.region.tile[d] * p.region.tiles[d];
-    // Lanes hold all numbers of their entries: which of them are this dimension's is the same for all.
-    const auto of_dimension = [&](int row) {
-      const int dimension = p.region.dimension[d];
-      return dimension == 0   ? numbers[row * kRank]
-             : dimension == 1 ? numbers[row * kRank + 1]
-                              : numbers[row * kRank + 2];
-    };
-    const EntryAxis entry(axis, of_dimension(0), of_dimension(1), of_dimension(2));
-    const EntryRegion<kRowsAreKeys> region(axis, entry, residue, number * rows, rows, p.region.extent[d]);
+    const int rows = p.region.tile[d] * p.region.tiles[d], dimension = p.region.dimension[d];
+    const EntryRegion<kRowsAreKeys> region(axis, residue + number * rows * axis.dilation, rows, p.region.extent[d],
+                                           numbers[dimension], numbers[kRank + dimension],
+                                           numbers[2 * kRank + dimension]);
     has_rows = has_rows && region.has_rows;
     is_alike = is_alike && region.is_alike;
-    if (__all_sync(kAll, region.is_alike)) continue;
+    if (__all_sync(kAll, region.is_alike || !region.has_rows)) continue;
     like &= __match_any_sync(kAll, region.origin) & __match_any_sync(kAll, region.query_extent) &
             __match_any_sync(kAll, region.kv_extent);
   }
@@ -86,7 +103,10 @@ CUTE_DEVICE void group_entries(const CommonParams& p, int first_entry, EntryStat
   // A number of entries has 6 bits. Above them, pieces are added up along with it.
   constexpr int kEntryBits = 6;
   static_assert(kEntriesOfCta < 1 << kEntryBits);
-  const int items = __popc(like) * p.heads, pieces = (items + p.region.items_of_cta - 1) / p.region.items_of_cta;
+  const int items = __popc(like) * p.heads, pieces = p.by_items.divide(items + p.region.items_of_cta - 1);
+  // Pieces of a group are alike, and have all heads that share a key/value head where these are added up.
+  const int together = kRowsAreKeys ? p.by_heads_per_kv.divisor : 1,
+            of_piece = (items / together + pieces - 1) / max(pieces, 1) * together;
   const int own = is_first ? pieces << kEntryBits | __popc(like) : 0;
   int sum = own;
   CUTE_UNROLL
@@ -95,12 +115,9 @@ CUTE_DEVICE void group_entries(const CommonParams& p, int first_entry, EntryStat
     if (lane >= distance) sum += of_lane;
   }
   const int entries_before = (sum - own) & ((1 << kEntryBits) - 1);
-  state.group[lane] = {sum >> kEntryBits, entries_before * p.heads, items, is_alike};
+  state.group[lane] = {sum >> kEntryBits, entries_before * p.heads, items, of_piece, is_alike, like};
   const int of_group = __shfl_sync(kAll, entries_before, max(__ffs(static_cast<int>(like)) - 1, 0));
   if (has_rows) state.order[of_group + __popc(like & before)] = static_cast<std::uint8_t>(lane);
-  CUTE_UNROLL
-  for (int i = 0; i < kRank * kRank; ++i) state.layout[lane].numbers[i] = numbers[i];
-  state.layout[lane].entry = first_entry + lane;
 }
 
 /// The items of a CTA's piece of this number, and the layout that its plan is for; false where there is none.
@@ -110,11 +127,12 @@ CUTE_DEVICE bool take_piece(const CommonParams& p, EntryState& state, int first_
   if (groups == 0) return false;
   const int first = __ffs(static_cast<int>(groups)) - 1;
   const EntryState::Group group = state.group[first];
-  const int begin = (number - (first > 0 ? state.group[first - 1].pieces_end : 0)) * p.region.items_of_cta;
+  const int begin = (number - (first > 0 ? state.group[first - 1].pieces_end : 0)) * group.of_piece;
   items.first = group.first_item + begin;
-  items.count = min(p.region.items_of_cta, group.items - begin);
+  items.count = min(group.of_piece, group.items - begin);
   items.first_entry = first_entry;
   items.order = state.order;
+  items.entries = group.entries;
   items.maps = p.region.has_boxes && !group.is_alike ? first_entry + first : -1;
   layout = group.is_alike ? EntryLayout() : EntryLayout(p.layouts, first_entry + first, state.layout[first]);
   return true;
@@ -124,15 +142,14 @@ CUTE_DEVICE bool take_piece(const CommonParams& p, EntryState& state, int first_
 template <class Items, bool kRowsAreKeys, class Call>
 CUTE_DEVICE void for_plans(const CommonParams& p, char* raw, const Call& call) {
   if constexpr (Items::kOfEntries) {
+    // Kernels of keys, which come after those of queries, wait for nothing until they need what these leave them: their
+    // tensor maps were made before those that queries may have to wait for.
+    allow_next_kernel();
     EntryState& state = *reinterpret_cast<EntryState*>(raw + p.region.shared.batch_entries);
     int first_entry, piece;
     p.by_pieces(first_entry, piece, blockIdx.y);
     first_entry *= p.entries_of_cta;
     if (threadIdx.x < 32) group_entries<kRowsAreKeys>(p, first_entry, state);
-    // The kernel before makes maps. What comes after this one may then start: kernels of keys use such maps, too, and
-    // wait for nothing else until they need what queries leave them.
-    if constexpr (!kRowsAreKeys) wait_for_previous_kernel();
-    allow_next_kernel();
     __syncthreads();
     Items items;
     EntryLayout layout;

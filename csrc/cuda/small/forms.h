@@ -28,7 +28,7 @@ inline constexpr int kHeadDimStep = 8;
 inline constexpr int kLargestBoxHeadDim = 64;
 
 /// Most batch entries with layouts of their own that a CTA looks at, a lane of a warp each, and what it keeps of them.
-inline constexpr int kEntriesOfCta = 32, kEntryStateBytes = 1824;
+inline constexpr int kEntriesOfCta = 32, kEntryStateBytes = 2080;
 
 /// What the backward kernels know of a query and head: four floats.
 inline constexpr int kStatisticsBytes = 16;

@@ -11,6 +11,7 @@
 #include "cuda/small/bias_table.h"
 #include "cuda/small/kernels.h"
 #include "cuda/small/region_cache.h"
+#include "cuda/small/region_time.h"
 #include "cuda/tma/entry_maps.h"
 #include "cuda/tma/tensor_map.h"
 #include "natten_jax/logsumexp.h"
@@ -72,22 +73,23 @@ void fill_sizes(const Problem& problem, Params& p) {
 }
 
 /// Fills in what CTAs have of batch entries with layouts of their own. Returns how many CTAs a region has.
-///
-/// Args:
-///   together: heads that a CTA has all of, or none.
-std::int64_t share_entries(const Problem& problem, std::int64_t together, const Device& device, CommonParams& p) {
+std::int64_t share_entries(const Problem& problem, Kernel kernel, const Device& device, CommonParams& p) {
   p.batch = static_cast<int>(problem.batch);
   p.entries_of_cta = static_cast<int>(std::min<std::int64_t>(problem.batch, kEntriesOfCta));
+  // Heads that a plan has all of, or none.
+  const std::int64_t together = kernel == Kernel::kKeyValueGradient ? problem.heads_per_kv() : 1;
   const std::int64_t items = std::int64_t{p.entries_of_cta} * p.heads,
-                     looks = p.region.count * divide_up(problem.batch, p.entries_of_cta);
-  // CTAs with nothing to do make room for others, as long as there are more of them than run at a time.
-  const std::int64_t enough = std::int64_t{device.multiprocessors} * std::max(p.region.ctas, 1) * 3 / 2;
-  std::int64_t each = p.region.items_of_cta;
-  while (each > together && looks * divide_up(items, each) < enough) each = divide_up(each / 2, together) * together;
-  p.region.items_of_cta = static_cast<int>(each);
-  const std::int64_t pieces = divide_up(items, each);
+                     looks = divide_up(problem.batch, p.entries_of_cta);
+  const std::int64_t most = std::min(
+      items, items_of_plan(kernel, compiled_head_dim(problem), p.region, device, p.region.count * looks * items));
+  p.region.items_of_cta = static_cast<int>(divide_up(most, together) * together);
+  // The last pieces of groups are smaller: there are more of them than if all entries were alike.
+  constexpr std::int64_t kEntriesOfGroup = 8;
+  std::int64_t pieces = divide_up(items, p.region.items_of_cta);
+  if (pieces > 1) pieces += divide_up(p.entries_of_cta, kEntriesOfGroup);
   p.by_pieces = cutlass::FastDivmod(static_cast<int>(pieces));
-  return divide_up(problem.batch, p.entries_of_cta) * pieces;
+  p.by_items = cutlass::FastDivmod(p.region.items_of_cta);
+  return looks * pieces;
 }
 
 /// Fills in what the kernels of regions have, and how they are launched.
@@ -141,7 +143,7 @@ Status prepare(const Problem& problem, const std::int64_t (&rows)[kRank], const 
   p.items = static_cast<int>(items);
   std::int64_t ctas = divide_up(items, p.region.items_of_cta);
   if (has_layouts) {
-    ctas = share_entries(problem, kernel == Kernel::kKeyValueGradient ? problem.heads_per_kv() : 1, device, p);
+    ctas = share_entries(problem, kernel, device, p);
   }
   constexpr std::int64_t kMostCtas = 65535;  // of a region
   if (ctas > kMostCtas) {

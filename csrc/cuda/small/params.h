@@ -48,7 +48,7 @@ struct CommonParams {
   // have to do.
   int batch;
   int entries_of_cta;
-  cutlass::FastDivmod by_pieces;
+  cutlass::FastDivmod by_pieces, by_items;
   Scale scale;
   float exponent_scale;   // of weights as powers of two, where heads have no scales of their own
   bool is_plain;          // arrays are the whole layout, and queries and keys lie in the same one

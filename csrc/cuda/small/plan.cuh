@@ -11,6 +11,12 @@
 
 namespace natten_jax::small {
 
+/// A region of a dimension where all of them but the last are full: its first row, how many it has, and those of a
+/// tile, a power of two.
+struct RegionRows {
+  int begin, most, tile;
+};
+
 /// One dimension of a region, seen from its rows. Where it wraps, which `kMayWrap` allows for, columns are counted on
 /// behind both ends of the layout.
 template <bool kRowsAreKeys, bool kMayWrap = false>
@@ -20,29 +26,33 @@ struct RegionAxis {
   int count;  // its rows; none where it is not positive
   int kernel_size, stride;
 
-  CUTE_DEVICE RegionAxis(const DeviceAxis& axis, const EntryAxis& entry, int residue, int begin, int most)
+  CUTE_DEVICE RegionAxis(const DeviceAxis& axis, const EntryAxis& entry, int residue, RegionRows place)
       : query(GroupTokens::of_queries(axis, entry, group_in(axis, entry, residue))),
         kv(GroupTokens::of_keys(axis, entry, group_in(axis, entry, residue))),
-        begin(begin),
-        count(min(most, rows().local_length - begin)),
+        begin(place.begin),
+        count(min(place.most, rows().local_length - begin)),
         kernel_size(entry.kernel_size),
         stride(entry.stride) {}
 
   /// A dimension of a plain problem.
-  CUTE_DEVICE RegionAxis(const DeviceAxis& axis, int residue, int begin, int most)
-      : begin(begin), kernel_size(axis.kernel_size), stride(axis.stride) {
+  CUTE_DEVICE RegionAxis(const DeviceAxis& axis, int residue, RegionRows place)
+      : begin(place.begin), kernel_size(axis.kernel_size), stride(axis.stride) {
     const int length = group_length(axis, axis.query_extent, residue);
     query = kv = {residue, 0, length, length};
-    count = min(most, length - begin);
+    count = min(place.most, length - begin);
   }
 
   /// Of a batch entry.
-  CUTE_DEVICE static RegionAxis of(const CommonParams& p, const EntryLayout& layout, int d, int residue, int begin,
-                                   int most) {
+  CUTE_DEVICE static RegionAxis of(const CommonParams& p, const EntryLayout& layout, int d, int residue,
+                                   RegionRows place) {
     const DeviceAxis& axis = p.axis[d];
-    if ((p.is_plain && !layout.is_own()) || wraps(axis)) return RegionAxis(axis, residue, begin, most);
+    if ((p.is_plain && !layout.is_own()) || wraps(axis)) return RegionAxis(axis, residue, place);
     const int dimension = p.region.dimension[d];
-    if (layout.is_own()) return RegionAxis(axis, EntryAxis(axis, layout, dimension), residue, begin, most);
+    if (layout.is_own()) {
+      RegionAxis result(axis, EntryAxis(axis, layout, dimension), residue, place);
+      if constexpr (kRowsAreKeys) result.fill_last_region(place);
+      return result;
+    }
     // Further out lies nothing else: sums must not overflow.
     const auto origin = [&](int index, int least, int largest) {
       return p.origins == nullptr
@@ -51,7 +61,7 @@ struct RegionAxis {
     };
     const EntryAxis entry(axis, origin(dimension, 0, max(axis.query_extent - axis.query_local_extent, 0)),
                           origin(kRank + dimension, -axis.kv_local_extent, axis.kv_extent));
-    return RegionAxis(axis, entry, residue, begin, most);
+    return RegionAxis(axis, entry, residue, place);
   }
 
   /// Whether the dimension wraps: all of its tokens are there then.
@@ -93,6 +103,21 @@ struct RegionAxis {
   }
 
  private:
+  /// Gives the last region as many tiles as it can have, and the one before what is left. The windows of queries at the
+  /// end of a layout are shifted: keys shortly before it are seen by more of them than others. Where these are all in
+  /// one region, no box needs room for more queries. `Side::seen_by_region` of region.cpp counts on it.
+  CUTE_DEVICE void fill_last_region(RegionRows place) {
+    const int length = kv.local_length, end = place.begin + place.most;
+    if (length <= place.begin || length > end + place.most) return;
+    const int first_of_last = max(((length + place.tile - 1) & -place.tile) - place.most, 0);
+    if (length <= end) {
+      begin = first_of_last;
+      count = length - first_of_last;
+    } else {
+      count = first_of_last - begin;
+    }
+  }
+
   CUTE_DEVICE static int group_in(const DeviceAxis& axis, const EntryAxis& entry, int residue) {
     return group_of(axis, residue, kRowsAreKeys ? entry.kv_origin : entry.query_origin);
   }
@@ -259,7 +284,8 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     }
     p.by_tiles[d](tile_id, of_region, tile_id);
     const int most = region.tile[d] * region.tiles[d];
-    const auto rows = RegionAxis<kRowsAreKeys, kMayWrap>::of(p, layout, d, residue, region_number * most, most);
+    const auto rows =
+        RegionAxis<kRowsAreKeys, kMayWrap>::of(p, layout, d, residue, {region_number * most, most, region.tile[d]});
     if (rows.count <= 0) return false;
     const int begin = of_region * region.tile[d];
     begin_of_tile[d] = begin;

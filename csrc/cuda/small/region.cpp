@@ -47,11 +47,13 @@ struct Side {
   std::int64_t rows() const { return of_group((rows_are_keys ? axis.kv : axis.query).local_extent); }
   std::int64_t columns() const { return of_group((rows_are_keys ? axis.query : axis.kv).local_extent); }
 
-  /// Most columns that `count` rows see which follow each other and start at a multiple of `count`.
-  std::int64_t seen(std::int64_t count) const {
+  /// Most columns that some rows see: those of `tiles` tiles that follow each other, the first of which begins at a
+  /// multiple of their rows. Where batch entries have layouts of their own, of any lengths, the last ones of such a
+  /// layout's keys are as many, and those before are what is left.
+  std::int64_t seen(std::int64_t tile, std::int64_t tiles = 1) const {
     if (are_whole()) return columns();
-    const std::int64_t inside = seen_inside(count);
-    return limited(rows_are_keys ? std::max(inside, seen_at_ends(count)) : inside);
+    const std::int64_t inside = seen_inside(tile * tiles);
+    return limited(rows_are_keys ? std::max(inside, seen_at_ends(tile, tiles)) : inside);
   }
 
   /// How many groups of columns `count` rows see on average.
@@ -83,9 +85,9 @@ struct Side {
 
   /// The same as `seen` for keys near the ends of a layout, which are seen by more queries, whose windows the end
   /// shifts.
-  std::int64_t seen_at_ends(std::int64_t count) const {
+  std::int64_t seen_at_ends(std::int64_t tile, std::int64_t tiles) const {
     const Window& window = axis.window;
-    const std::int64_t longest = of_group(axis.kv.extent);
+    const std::int64_t count = tile * tiles, longest = of_group(axis.kv.extent);
     // Layouts that are longer have ends like those of one of these.
     const std::int64_t all_kinds = 2 * ends() + count * (window.stride + 3);
     const bool looks_at_all =
@@ -102,8 +104,11 @@ struct Side {
       for_ends(count, length, look);
     }
     for (std::int64_t length = 1; looks_at_all && length <= std::min(longest, all_kinds); ++length) {
-      for (std::int64_t begin = 0; begin < length; begin += count) {
-        look(seen_between(begin, std::min(begin + count, length), length));
+      const std::int64_t first_of_last = std::max<std::int64_t>(align(length, tile) - count, 0);
+      for (std::int64_t begin = 0; begin < length;) {
+        const std::int64_t end = begin < first_of_last ? std::min(begin + count, first_of_last) : length;
+        look(seen_between(begin, end, length));
+        begin = end;
       }
     }
     return most;
@@ -271,7 +276,7 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
     region.warps *= region.tiles[i];
     region.regions[i] = static_cast<int>(divide_up(side.rows(), rows));
     region.count = counted(region.count, side.axis.window.dilation, region.regions[i]);
-    box[i] = side.seen(rows);
+    box[i] = side.seen(region.tile[i], region.tiles[i]);
     const std::int64_t seen = side.seen(region.tile[i]);
     // There, a warp's rows are keys, too.
     const Side keys{side.axis, true, Places::kWhole};

@@ -62,6 +62,10 @@ constexpr double kWaitingOfWhole = 5, kEnoughWarps = 16;
 /// batch of four images of which half is real, on an H200.
 constexpr double kRealItems = .5, kPlansOfEntries = 1.25, kLook = 5000;
 
+/// How many times as long as that it takes to have another plan for some of a group's items: the best numbers of items
+/// of two batches of which half is real, on an H100.
+constexpr double kAnotherPlan = 3;
+
 /// Tokens of a tile's rows that are loaded or stored: of the arrays that a kernel reads or writes by rows.
 constexpr double row_tokens(Kernel kernel) {
   // Two arrays count as one: a query and its output in the forward pass, else four arrays or three.
@@ -91,32 +95,53 @@ Shares share_items(std::int64_t items, const Region& region, const Device& devic
   return best;
 }
 
+namespace {
+
+/// What a multiprocessor takes for an item of a CTA, and for a plan, where so many CTAs run on it at a time.
+struct CtaTime {
+  double item, plan;
+
+  CtaTime(Kernel kernel, int head_dim, Places places, const Region& region, double resident) {
+    const Costs costs = costs_of(kernel, region.has_boxes);
+    const double width = head_dim / 32., warps = region.warps * resident,
+                 unevenness = std::ceil(warps / 4) * 4 / warps - 1;
+    const double wider = head_dim == 32 ? 1 : head_dim == 64 ? costs.of_64 : costs.of_128;
+    // A warp alone takes `waiting` times as long for a tile as many side by side take for each.
+    // Sums for a relative bias take so much memory that few warps may be left; without them, there are always enough.
+    const bool may_wait = kernel == Kernel::kWholeGradient && region.record > 0;
+    const double alone = may_wait
+                             ? std::hypot(1., kWaitingOfWhole / warps) / std::hypot(1., kWaitingOfWhole / kEnoughWarps)
+                             : std::hypot(1., costs.waiting / warps);
+    const double tile = (costs.pair * region.pairs + costs.tile) * wider * (1 + costs.uneven * unevenness) * alone;
+    const double overlap = resident * (1 + costs.staged * (region.stages - 1));
+    // Two boxes of a stage count as one column.
+    const double columns = region.box * (boxes_of(kernel) / 2.);
+    const double loading = (costs.column * (columns + row_tokens(kernel) * region.warps) * width + costs.item) *
+                           (1 + costs.exposed / overlap);
+    item = region.warps * tile + loading;
+    plan = region.warps * costs.plan + costs.stage * (region.stages - 1);
+    if (places == Places::kOfEntries) plan += kLook / (resident * resident);
+  }
+};
+
+}  // namespace
+
 double estimate(Kernel kernel, int head_dim, Places places, const Region& region, const Shares& shares) {
-  const Costs costs = costs_of(kernel, region.has_boxes);
-  const double width = head_dim / 32., resident = std::min(shares.ctas, 1. * std::max(region.ctas, 1));
-  const double warps = region.warps * resident, unevenness = std::ceil(warps / 4) * 4 / warps - 1;
-  const double wider = head_dim == 32 ? 1 : head_dim == 64 ? costs.of_64 : costs.of_128;
-  // A warp alone takes `waiting` times as long for a tile as many side by side take for each.
-  // Sums for a relative bias take so much memory that few warps may be left; without them, there are always enough.
-  const bool may_wait = kernel == Kernel::kWholeGradient && region.record > 0;
-  const double alone = may_wait
-                           ? std::hypot(1., kWaitingOfWhole / warps) / std::hypot(1., kWaitingOfWhole / kEnoughWarps)
-                           : std::hypot(1., costs.waiting / warps);
-  const double tile = (costs.pair * region.pairs + costs.tile) * wider * (1 + costs.uneven * unevenness) * alone;
-  const double overlap = resident * (1 + costs.staged * (region.stages - 1));
-  // Two boxes of a stage count as one column.
-  const double columns = region.box * (boxes_of(kernel) / 2.);
-  const double loading = (costs.column * (columns + row_tokens(kernel) * region.warps) * width + costs.item) *
-                         (1 + costs.exposed / overlap);
-  double items = static_cast<double>(shares.items_of_cta), plans = 1, looks = 0;
+  const CtaTime time(kernel, head_dim, places, region, std::min(shares.ctas, 1. * std::max(region.ctas, 1)));
+  double items = static_cast<double>(shares.items_of_cta), plans = 1;
   if (places == Places::kOfEntries) {
     items *= kRealItems;
     plans = kPlansOfEntries;
-    looks = kLook / (resident * resident);
   }
-  const double of_cta = items * (region.warps * tile + loading) +
-                        plans * (region.warps * costs.plan + costs.stage * (region.stages - 1) + looks);
-  return kLaunch + shares.ctas * of_cta;
+  return kLaunch + shares.ctas * (items * time.item + plans * time.plan);
+}
+
+std::int64_t items_of_plan(Kernel kernel, int head_dim, const Region& region, const Device& device,
+                           std::int64_t items) {
+  const double resident = std::max(region.ctas, 1),
+               of_slot = kRealItems * static_cast<double>(items) / (resident * device.multiprocessors);
+  const CtaTime time(kernel, head_dim, Places::kOfEntries, region, resident);
+  return std::max<std::int64_t>(std::llround(std::sqrt(2 * of_slot * kAnotherPlan * time.plan / time.item)), 1);
 }
 
 double estimate_additional(const Problem& problem, const Device& device) {

@@ -18,6 +18,13 @@ Shares share_items(std::int64_t items, const Region& region, const Device& devic
 /// Nanoseconds of a launch.
 double estimate(Kernel kernel, int head_dim, Places places, const Region& region, const Shares& shares);
 
+/// How many items a plan should have at most where batch entries have layouts of their own. With fewer there are more
+/// plans, with more of them all wait longer for the CTA that is done last: for half of one, on average.
+///
+/// Args:
+///   items: of all regions, were nothing of the layouts padding.
+std::int64_t items_of_plan(Kernel kernel, int head_dim, const Region& region, const Device& device, std::int64_t items);
+
 /// Those of the launches for gradients of additional tokens.
 double estimate_additional(const Problem& problem, const Device& device);
 
