@@ -119,7 +119,12 @@ def test_short_layouts_are_as_cropped_ones(heads: tuple[int, int], tile: tuple[i
             arguments, [each[box] for each in inputs], tuple(each[box] for each in cotangents), clamp_window=True
         )
         for name, array in alone.items():
-            np.testing.assert_array_equal(padded[name][box], array, err_msg=f"{name} of {height} x {width}")
+            message = f"{name} of {height} x {width}"
+            # A layout that a thread block holds has one kernel for all gradients, which takes no grouped heads.
+            if name in "qkv" and heads_of_queries == heads_kv:
+                np.testing.assert_allclose(padded[name][box], array, rtol=2e-2, atol=2e-2, err_msg=message)
+            else:
+                np.testing.assert_array_equal(padded[name][box], array, err_msg=message)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (6, 3)])
