@@ -30,7 +30,7 @@ class TileBiases {
 
   /// A query tile begins.
   CUTE_DEVICE void start(const ForwardParams& p, const TilePlan& plan) {
-    of_head = biases_of_head(p, plan.head);
+    of_head = reinterpret_cast<const char*>(biases_of_head(p, plan.head));
     first_of_group = token_of_slot(p, plan.kv_slot);
     in_products = products_per_logit(plan.exponent_scale);
   }
@@ -43,7 +43,9 @@ class TileBiases {
     for (int i = 0; i < kOfLane; ++i) {
       const int from_first = p.kv_boxes.go_around ? tokens_around(p, walk, place[i]) : place[i];
       const unsigned token = min(static_cast<unsigned>(first + from_first), static_cast<unsigned>(p.last_key));
-      of_lane[i] = of_head[static_cast<std::int64_t>(token) * p.key_bias_heads];
+      // One instruction: bytes from one token to the next are as many as 32 bits hold.
+      const std::uint64_t bytes = static_cast<std::uint64_t>(token) * (4u * static_cast<unsigned>(p.key_bias_heads));
+      of_lane[i] = *reinterpret_cast<const float*>(of_head + bytes);
     }
   }
 
@@ -55,10 +57,11 @@ class TileBiases {
 
   /// Stores them as `AttentionProducts::start_at` reads them: those of a pair of keys for each of two queries.
   CUTE_DEVICE void store(float (&tile)[2 * Traits::kColumns]) const {
+    const int lane = threadIdx.x % kWarp;
+    float* const first = tile + lane / 2 * 4 + lane % 2;
     CUTE_UNROLL
     for (int i = 0; i < kOfLane; ++i) {
-      const int first = row(i) / 2 * 4 + row(i) % 2;
-      tile[first] = tile[first + 2] = bias_in_products(of_lane[i], in_products);
+      first[2 * kWarp * i] = first[2 * kWarp * i + 2] = bias_in_products(of_lane[i], in_products);
     }
   }
 
@@ -75,7 +78,7 @@ class TileBiases {
 
   // Of the lane's keys: tokens from the tile's first one; or a byte for each coordinate, where tiles go around.
   int place[kOfLane];
-  const float* of_head;
+  const char* of_head;
   int first_of_group;
   float in_products;
   float of_lane[kOfLane];

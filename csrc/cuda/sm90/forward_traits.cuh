@@ -44,9 +44,10 @@ struct ForwardTraits {
   static constexpr int kKeyArrivals = kHasKeyBias ? 1 + kWarp : 1;  // one thread expects bytes, a warp writes
   // Threads that a plan waits for, of whom a warp stores.
   static constexpr int kPlanReaders = kConsumers + kKeyLoaders + kLoadingThreads - 1 + kWarp;
-  // What the 65536 registers of a multiprocessor give each thread.
-  static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160;
-  static constexpr int kServiceRegisters = kWarpgroups == 2 ? 40 : 32;
+  // What the 65536 registers of a multiprocessor give each thread. The warp that loads biases needs more than others;
+  // of three warpgroups that compute, these would spill in its place.
+  static constexpr int kConsumerRegisters = kWarpgroups == 2 ? (kHasKeyBias ? 224 : 232) : 160;
+  static constexpr int kServiceRegisters = kWarpgroups == 2 ? (kHasKeyBias ? 56 : 40) : 32;
   // Whether the warpgroups issue their products one after the other, or unordered.
   static constexpr bool kPingPong = kPingPong_;
   // Whether heads of queries and keys take fewer steps than the form's.
