@@ -73,23 +73,43 @@ Error decode_bias_gradients(xffi::Result<AnyBuffer> relative_bias, xffi::Result<
   return Error::Success();
 }
 
-Error decode_table_of_products(const AnyBuffer& relative_bias, const std::int64_t (&rows)[kRank],
-                               const std::int64_t (&columns)[kRank], Call& call) {
+Error decode_tables(const AnyBuffer& relative_bias, xffi::Result<AnyBuffer> products, const std::int64_t (&rows)[kRank],
+                    const std::int64_t (&columns)[kRank], Call& call) {
   Problem& p = call.problem;
-  if (relative_bias.element_count() == 0) return check_relative_bias("relative_bias", relative_bias, p, false);
+  if (relative_bias.element_count() == 0) {
+    NATTEN_JAX_RETURN_IF_ERROR(check_relative_bias("result table_products", *products, p, false));
+    return check_relative_bias("relative_bias", relative_bias, p, false);
+  }
   NATTEN_JAX_RETURN_IF_ERROR(check_offsets(p));
   if (p.additional_kv > 0) {
     return Error::InvalidArgument("natten_jax: relative_bias was given and there are " +
                                   std::to_string(p.additional_kv) +
                                   " additional tokens, but the kernels for small windows take either");
   }
-  const small::BiasTable table(p.axes, rows, columns);
+  const auto dimensions = relative_bias.dimensions();
+  const bool is_of_all = dimensions.size() > 0 && dimensions.front() == 1;
+  call.arrays.relative_bias_tables = is_of_all ? 1 : p.batch;
+  NATTEN_JAX_RETURN_IF_ERROR(check_array("relative_bias", relative_bias, DataType::F32,
+                                         {call.arrays.relative_bias_tables, p.heads, offset_table(p.axes).entries},
+                                         "it holds a number for each head and offset, of one table for all batch "
+                                         "entries or of one for each"));
   NATTEN_JAX_RETURN_IF_ERROR(check_array(
-      "relative_bias", relative_bias, DataType::F32, {p.batch, p.heads, table.entries},
-      "it holds a number for each batch entry, head and offset, and lines are filled up as bias_table says"));
+      "result table_products", *products, DataType::F32,
+      {small::tables_of_products(p, call.arrays), p.heads, small::BiasTable(p.axes, rows, columns).entries},
+      "it holds a number for each head and offset, of one table where batch entries have neither tables nor scales of "
+      "their own, or of one for each; and lines are filled up as bias_table.h says"));
   p.has_relative_bias = true;
   call.arrays.relative_bias = static_cast<const float*>(relative_bias.untyped_data());
   return Error::Success();
+}
+
+Error decode_table_gradient(xffi::Result<AnyBuffer> relative_bias, Call& call) {
+  const Problem& p = call.problem;
+  const char* const name = "result drelative_bias";
+  call.arrays.relative_bias_gradient = static_cast<float*>(relative_bias->untyped_data());
+  if (!p.has_relative_bias) return check_relative_bias(name, *relative_bias, p, false);
+  return check_array(name, *relative_bias, DataType::F32,
+                     {call.arrays.relative_bias_tables, p.heads, offset_table(p.axes).entries}, "it is as its input");
 }
 
 Error decode_key_bias_of_kernels(const AnyBuffer& key_bias, Call& call) {

@@ -13,10 +13,14 @@ xffi::Error decode_biases(const xffi::AnyBuffer& relative_bias, const xffi::AnyB
 xffi::Error decode_bias_gradients(xffi::Result<xffi::AnyBuffer> relative_bias, xffi::Result<xffi::AnyBuffer> key_bias,
                                   Call& call);
 
-/// Decodes the relative bias of a call of the kernels for small windows, as these have it: tables filled up to chunks,
-/// in products of queries and keys, with lines for tiles of these shapes; none where the array is empty.
-xffi::Error decode_table_of_products(const xffi::AnyBuffer& relative_bias, const std::int64_t (&rows)[kRank],
-                                     const std::int64_t (&columns)[kRank], Call& call);
+/// Decodes the relative bias of a call of the kernels for small windows: a table for each batch entry, or one for all
+/// of them; none where the array is empty. `products`, where tables come in products of queries and keys for tiles of
+/// these shapes, is likewise.
+xffi::Error decode_tables(const xffi::AnyBuffer& relative_bias, xffi::Result<xffi::AnyBuffer> products,
+                          const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank], Call& call);
+
+/// Checks the result that is its gradient.
+xffi::Error decode_table_gradient(xffi::Result<xffi::AnyBuffer> relative_bias, Call& call);
 
 /// Decodes the biases of keys of a call of kernels for GPUs, of each head or one for all heads; none where the array is
 /// empty.

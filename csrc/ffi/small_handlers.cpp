@@ -18,19 +18,20 @@ using xffi::Error;
 using Result = xffi::Result<AnyBuffer>;
 
 Error small_forward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffer relative_bias, AnyBuffer key_bias,
-                    Result out, Result logsumexp, Result remainder, Result entry_maps, cudaStream_t stream,
-                    xffi::Dictionary dictionary) {
+                    Result out, Result logsumexp, Result remainder, Result table_products, Result entry_maps,
+                    cudaStream_t stream, xffi::Dictionary dictionary) {
   Call call;
   NATTEN_JAX_RETURN_IF_ERROR(
       decode_forward(operands, {out, logsumexp, remainder}, dictionary, 0, Memory::kDevice, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_layouts(layouts, Memory::kDevice, call));
   NATTEN_JAX_RETURN_IF_ERROR(error_of(small::check_arrays(call.problem)));
-  NATTEN_JAX_RETURN_IF_ERROR(decode_table_of_products(relative_bias, call.tiles.query, call.tiles.kv, call));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_tables(relative_bias, table_products, call.tiles.query, call.tiles.kv, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_key_bias_of_kernels(key_bias, call));
   CUtensorMap* maps = nullptr;
   NATTEN_JAX_RETURN_IF_ERROR(
       decode_entry_maps(*entry_maps, small::entry_maps_of_forward(call.problem, call.arrays), maps));
-  return error_of(small::run_forward(call.problem, call.tiles, call.arrays, maps, stream));
+  float* const products = static_cast<float*>(table_products->untyped_data());
+  return error_of(small::run_forward(call.problem, call.tiles, call.arrays, products, maps, stream));
 }
 
 XLA_FFI_DEFINE_HANDLER(kSmallForward, on_problem(small_forward),
@@ -38,6 +39,7 @@ XLA_FFI_DEFINE_HANDLER(kSmallForward, on_problem(small_forward),
                                         .Arg<AnyBuffer>()   // layouts
                                         .Arg<AnyBuffer>()   // relative_bias
                                         .Arg<AnyBuffer>())  // key_bias
+                           .Ret<AnyBuffer>()                // table_products
                            .Ret<AnyBuffer>()                // entry_maps
                            .Ctx<xffi::PlatformStream<cudaStream_t>>()
                            .Attrs(),
@@ -63,8 +65,9 @@ Error small_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuff
                      AnyBuffer logsumexp, AnyBuffer remainder, AnyBuffer out, AnyBuffer out_cotangent,
                      AnyBuffer logsumexp_cotangent, Result query_gradient, Result key_gradient, Result value_gradient,
                      Result additional_keys_gradient, Result additional_values_gradient, Result statistics,
-                     Result additional_sums, Result table_records, Result table_sums, Result key_bias_gradient,
-                     Result entry_maps, cudaStream_t stream, xffi::Dictionary dictionary) {
+                     Result additional_sums, Result table_products, Result table_records, Result table_sums,
+                     Result relative_bias_gradient, Result key_bias_gradient, Result entry_maps, cudaStream_t stream,
+                     xffi::Dictionary dictionary) {
   std::int64_t keeps_statistics = 0;
   Call call;
   NATTEN_JAX_RETURN_IF_ERROR(decode_backward(
@@ -75,7 +78,7 @@ Error small_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuff
   NATTEN_JAX_RETURN_IF_ERROR(decode_choice(dictionary, "keeps_statistics", 1, keeps_statistics));
   const Problem& problem = call.problem;
   NATTEN_JAX_RETURN_IF_ERROR(error_of(small::check_arrays(problem)));
-  NATTEN_JAX_RETURN_IF_ERROR(decode_table_of_products(relative_bias, call.tiles.kv, call.tiles.query, call));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_tables(relative_bias, table_products, call.tiles.kv, call.tiles.query, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_key_bias_of_kernels(key_bias, call));
   NATTEN_JAX_RETURN_IF_ERROR(check_array("result statistics", *statistics, xffi::DataType::F32,
                                          {problem.batch, problem.queries(), problem.heads, 4},
@@ -86,10 +89,16 @@ Error small_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuff
       {parts, problem.batch, problem.additional_kv, problem.heads_kv, problem.head_dim + problem.head_dim_v},
       "it is what each part of the queries adds to gradients"));
   NATTEN_JAX_RETURN_IF_ERROR(check_table_sums(*table_records, *table_sums, call));
+  NATTEN_JAX_RETURN_IF_ERROR(decode_table_gradient(relative_bias_gradient, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_key_bias_gradient(key_bias_gradient, call));
   const auto numbers = [](Result result) { return static_cast<float*>(result->untyped_data()); };
-  small::Scratch scratch{numbers(statistics),    keeps_statistics == 1, numbers(additional_sums),
-                         numbers(table_records), numbers(table_sums),   nullptr};
+  small::Scratch scratch{numbers(statistics),
+                         keeps_statistics == 1,
+                         numbers(additional_sums),
+                         numbers(table_products),
+                         numbers(table_records),
+                         numbers(table_sums),
+                         nullptr};
   NATTEN_JAX_RETURN_IF_ERROR(
       decode_entry_maps(*entry_maps, small::entry_maps_of_backward(problem, call.arrays), scratch.entry_maps));
   return error_of(small::run_backward(problem, call.tiles, call.arrays, scratch, stream));
@@ -107,8 +116,10 @@ XLA_FFI_DEFINE_HANDLER(kSmallBackward, on_problem(small_backward),
                                           .Arg<AnyBuffer>())  // logsumexp_cotangent
                            .Ret<AnyBuffer>()                  // statistics
                            .Ret<AnyBuffer>()                  // additional_sums
+                           .Ret<AnyBuffer>()                  // table_products
                            .Ret<AnyBuffer>()                  // table_records
                            .Ret<AnyBuffer>()                  // table_sums
+                           .Ret<AnyBuffer>()                  // drelative_bias
                            .Ret<AnyBuffer>()                  // dkey_bias
                            .Ret<AnyBuffer>()                  // entry_maps
                            .Ctx<xffi::PlatformStream<cudaStream_t>>()

@@ -4,6 +4,7 @@
 - ``roles``: what their dimensions are, and so which of them a mesh may split.
 - ``query_box``: some of a device's queries, as a box.
 - ``key_bias_columns``, ``shared_key_bias``: biases of keys as kernels take them that know none, or those of heads.
+- ``shared_table``: a relative bias of all batch entries, likewise.
 - ``padding``: which tokens are none, and zeros in the place of others.
 - ``avals``: types of arrays on a mesh, and what ``jax.shard_map`` asks of them.
 - ``bitcast``: 16-bit arrays as words, to copy parts of them.

@@ -26,7 +26,8 @@ class Inputs(NamedTuple):
         scale: In the accumulator's element type: factors of the logits, in place of the problem's; ``None`` where that
             is the scale.
         relative_bias: In the accumulator's element type: what is added to logits, for each offset of a key from a query
-            within a window, as :attr:`natten_jax.problem.Problem.bias_shape` has them, flattened; or ``None``.
+            within a window, as :attr:`natten_jax.problem.Problem.bias_shape` has them, flattened; or ``None``. One
+            table for all batch entries; where mapped axes have become a part of the batch, one for each.
         key_bias: Likewise: what is added to the logits of a key; or ``None``.
         shared_key_bias: In place of ``key_bias`` where all heads have the same; or ``None``.
         sinks: In the accumulator's element type: a logit of a head in its softmax's denominator, and no key stands
@@ -42,7 +43,7 @@ class Inputs(NamedTuple):
     additional_keys: Annotated[jax.Array | None, Role.ADDITIONAL, "batch additional_kv heads_kv head_dim"] = None
     additional_values: Annotated[jax.Array | None, Role.ADDITIONAL, "batch additional_kv heads_kv head_dim_v"] = None
     scale: Annotated[jax.Array | None, Role.PER_HEAD, "batch heads"] = None
-    relative_bias: Annotated[jax.Array | None, Role.PER_HEAD_ENTRY, "batch heads entries"] = None
+    relative_bias: Annotated[jax.Array | None, Role.PER_HEAD_OF_ALL, "tables heads entries"] = None
     key_bias: Annotated[jax.Array | None, Role.PER_KEY, "batch *keys heads 1"] = None
     shared_key_bias: Annotated[jax.Array | None, Role.PER_KEY_OF_ALL_HEADS, "batch *keys"] = None
     sinks: Annotated[jax.Array | None, Role.PER_HEAD, "batch heads"] = None

@@ -19,6 +19,7 @@ class Role(enum.Enum):
     - ``PER_QUERY``: a number for each query and head, as the logsumexp.
     - ``PER_KEY``, ``PER_KEY_OF_ALL_HEADS``: a number for each key, by query head or for all of them.
     - ``PER_HEAD``: a number for each batch entry and head, as scales.
+    - ``PER_HEAD_OF_ALL``: numbers of a head that all batch entries share, with 1 in place of the batch.
     - ``PER_ENTRY``: numbers of a batch entry.
     - ``WHOLE``: what no mesh splits, as origins, which each device has of its own.
 
@@ -38,7 +39,7 @@ class Role(enum.Enum):
     PER_KEY = ("per_key", -2, "keys", False)
     PER_KEY_OF_ALL_HEADS = ("per_key_of_all_heads", 0, "keys", False)
     PER_HEAD = ("per_head", -1, None, False)
-    PER_HEAD_ENTRY = ("per_head_entry", -2, None, False)
+    PER_HEAD_OF_ALL = ("per_head_of_all", -2, None, False)
     PER_ENTRY = ("per_entry", 0, None, False)
     WHOLE = ("whole", 0, None, False)
 
@@ -51,7 +52,7 @@ class Role(enum.Enum):
     @property
     def is_of_heads(self) -> bool:
         """Whether query heads have it, whatever their tokens are."""
-        return self in (Role.PER_HEAD, Role.PER_HEAD_ENTRY)
+        return self in (Role.PER_HEAD, Role.PER_HEAD_OF_ALL)
 
 
 def roles_of(*arguments: Any) -> Sequence[Role]:

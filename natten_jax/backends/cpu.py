@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
+from natten_jax.arrays.shared_table import gradient_of_shared_table, table_of_each_entry
 from natten_jax.backends.base import Platform
 from natten_jax.backends.native_backend import (
     NativeBackend,
@@ -96,7 +97,7 @@ class CpuBackend(NativeBackend):
         table, key_bias, sinks = inputs.relative_bias, inputs.key_bias, inputs.sinks
         return gradients._replace(
             sinks=None if sinks is None else sinks_gradient(sinks, saved.logsumexp, delta_of_queries),
-            relative_bias=None if table is None else of_table,
+            relative_bias=None if table is None else gradient_of_shared_table(of_table, table),
             key_bias=None if key_bias is None else of_keys.reshape(key_bias.shape),
         )
 
@@ -108,7 +109,7 @@ def _own_operands(operands: Operands) -> list[jax.Array]:
     of_keys = inputs.key_bias
     return [
         layouts_operand(operands),
-        nothing if inputs.relative_bias is None else inputs.relative_bias,
+        nothing if inputs.relative_bias is None else table_of_each_entry(inputs),
         nothing if of_keys is None else with_kernel_rank(of_keys[..., 0], inputs.key.ndim - 3),
     ]
 

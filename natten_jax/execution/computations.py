@@ -220,7 +220,7 @@ class Transpose(Computation):
     def results(self, request: Request, arguments: Sequence[Any], batch_dims: Sequence[int]) -> list[Result]:
         """What it returns."""
         return [
-            Result(role, type_like(arguments[0], (*batch_dims, *shape), dtype))
+            Result(role, type_like(arguments[0], (*_leading(role, batch_dims), *shape), dtype))
             for role, shape, dtype in self._linear_types(arguments)
         ]
 
@@ -234,9 +234,11 @@ class Transpose(Computation):
         """The cotangents."""
         count = len(self.of.roles) - len(self.linear)
         known, cotangents = arguments[:count], arguments[count:]
-        batch = known[0].shape[0]
+        # Tables are one, or one for each batch entry, as those are that they change.
+        batches = {role: array.shape[0] for role, array in zip(self.roles, known, strict=False)}
         types = [
-            jax.ShapeDtypeStruct((batch, *shape), np.dtype(dtype)) for _, shape, dtype in self._linear_types(arguments)
+            jax.ShapeDtypeStruct((batches.get(role, known[0].shape[0]), *shape), np.dtype(dtype))
+            for role, shape, dtype in self._linear_types(arguments)
         ]
         by_result = dict(zip(self.read, cotangents, strict=True))
         by_argument = dict(zip(self.linear, types, strict=True))
@@ -252,6 +254,11 @@ class Transpose(Computation):
             axis = len(shape) + role.heads_axis
             layout = like.shape[like.ndim - 2 - axis : -2] if role.has_layout else shape[:axis]
             yield role, (*layout, *((heads, *shape[axis + 1 :]) if role.heads_axis else ())), dtype
+
+
+def _leading(role: Role, batch_dims: Sequence[int]) -> Sequence[int]:
+    """The dimensions that an array begins with."""
+    return (*batch_dims[:-1], 1) if role is Role.PER_HEAD_OF_ALL else batch_dims
 
 
 def _merged(arrays: Sequence[Any], positions: Sequence[int], replaced: Sequence[Any]) -> list[Any]:

@@ -13,12 +13,15 @@ from natten_jax.plan.request import Request
 RunEntry = Callable[[Request, Sequence[jax.Array]], list[jax.Array]]
 
 
-def one_by_one(run: RunEntry, roles: Sequence[Role], request: Request, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+def one_by_one(
+    run: RunEntry, roles: Sequence[Role], of_results: Sequence[Role], request: Request, arrays: Sequence[jax.Array]
+) -> list[jax.Array]:
     """The results of ``run`` on one entry of the batch after the other.
 
     Args:
         run: Runs the computation.
         roles: Of the arrays.
+        of_results: Of the results.
         request: What is asked for, of the whole batch.
         arrays: The arrays; those that are not the same for the whole batch begin with it.
     """
@@ -29,9 +32,17 @@ def one_by_one(run: RunEntry, roles: Sequence[Role], request: Request, arrays: S
 
     def run_one(entry: list[jax.Array]) -> list[jax.Array]:
         own = iter(entry)
-        every = [array if role is Role.WHOLE else next(own)[None] for role, array in zip(roles, arrays, strict=True)]
+        every = [array if is_same else next(own)[None] for is_same, array in zip(are_same, arrays, strict=True)]
         return [result[0] for result in run(of_entry, every)]
 
-    mapped = [array for role, array in zip(roles, arrays, strict=True) if role is not Role.WHOLE]
-    results: list[jax.Array] = jax.lax.map(run_one, mapped)
-    return results
+    # Of a table there may be one for all entries, or one for each.
+    are_same = [
+        role is Role.WHOLE or (role is Role.PER_HEAD_OF_ALL and array.shape[0] == 1)
+        for role, array in zip(roles, arrays, strict=True)
+    ]
+    results = jax.lax.map(run_one, [array for is_same, array in zip(are_same, arrays, strict=True) if not is_same])
+    is_shared = any(role is Role.PER_HEAD_OF_ALL for role, is_same in zip(roles, are_same, strict=True) if is_same)
+    return [
+        result.sum(axis=0, keepdims=True) if role is Role.PER_HEAD_OF_ALL and is_shared else result
+        for role, result in zip(of_results, results, strict=True)
+    ]

@@ -212,10 +212,8 @@ def _run_local(
     batch_dims = arguments[0].shape[: mapped + 1]
     batch = math.prod(batch_dims)
     request = request.of_part(batch, arguments[0].shape[-2], arguments[1].shape[-2])
-    arrays = [
-        array if role is Role.WHOLE else array.reshape(batch, *array.shape[mapped + 1 :])
-        for array, role in zip(arguments, computation.roles, strict=True)
-    ]
+    expected = computation.results(request, arguments, batch_dims)
+    arrays = [_as_one_batch(*each, batch_dims) for each in zip(arguments, computation.roles, strict=True)]
     run = functools.partial(_run_computation, device=device)
     if any(lines):
         exchange = Exchange.of(request.problem, lines)
@@ -223,7 +221,25 @@ def _run_local(
         results = computation.compute_exchanging(run, computation.plan(request, device), request, exchange, *arrays)
     else:
         results = run(computation, request, arrays)
-    return [array.reshape(*batch_dims, *array.shape[1:]) for array in results]
+    return [_as_mapped(array, each.role, batch_dims) for array, each in zip(results, expected, strict=True)]
+
+
+def _as_one_batch(array: jax.Array, role: Role, batch_dims: Sequence[int]) -> jax.Array:
+    """An argument whose mapped axes are a part of its batch; what batch entries share stays as it is without any."""
+    if role is Role.WHOLE or (role is Role.PER_HEAD_OF_ALL and len(batch_dims) == 1):
+        return array
+    own = array.shape[len(batch_dims) :]
+    if role is Role.PER_HEAD_OF_ALL:
+        array = jnp.broadcast_to(array, (*batch_dims, *own))
+    return array.reshape(math.prod(batch_dims), *own)
+
+
+def _as_mapped(array: jax.Array, role: Role, batch_dims: Sequence[int]) -> jax.Array:
+    """A result, with mapped axes again; the gradient of what batch entries share is added up over them."""
+    if role is Role.PER_HEAD_OF_ALL and len(batch_dims) == 1:
+        return array
+    array = array.reshape(*batch_dims, *array.shape[1:])
+    return jnp.sum(array, axis=len(batch_dims) - 1, keepdims=True) if role is Role.PER_HEAD_OF_ALL else array
 
 
 def _run_computation(
@@ -231,9 +247,9 @@ def _run_computation(
 ) -> list[jax.Array]:
     plan = computation.plan(request, device)
     if Role.PER_ENTRY in computation.roles and not backends.of(plan.backend).takes_layouts_of(plan.problem):
-        return one_by_one(
-            functools.partial(_run_planned, computation, device=device), computation.roles, request, arrays
-        )
+        run = functools.partial(_run_planned, computation, device=device)
+        results = computation.results(request, arrays, arrays[0].shape[:1])
+        return one_by_one(run, computation.roles, [each.role for each in results], request, arrays)
     return _run_planned(computation, request, arrays, device=device)
 
 

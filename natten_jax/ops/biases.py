@@ -74,8 +74,7 @@ def axes_of_offsets(axes: Sequence[Axis], edges: Edges) -> tuple[Axis, ...]:
 
 
 def _of_offsets(problem: Problem, inputs: Inputs, relative_bias: ArrayLike) -> jax.Array:
-    table = checked_table(problem, inputs, relative_bias).reshape(problem.heads, -1)
-    return spread(table, (inputs.query.shape[0], *table.shape), inputs, Role.PER_HEAD_ENTRY)
+    return checked_table(problem, inputs, relative_bias).reshape(problem.heads, -1)[None]
 
 
 def checked_table(problem: Problem, inputs: Inputs, relative_bias: ArrayLike) -> jax.Array:

@@ -143,6 +143,8 @@ class Partitioned:
                 return tuple([next(fresh) for _ in shape])
             factors: list[Any] = [f"batch{i}" for i in range(self._batch_axes)]
             factors += [next(fresh) for _ in shape[self._batch_axes :]]
+            if role is Role.PER_HEAD_OF_ALL:
+                factors[self._batch_axes - 1] = next(fresh)
             if role.has_layout and self._splits_tokens:
                 tokens = range(self._batch_axes, len(shape) + role.heads_axis)
                 factors[tokens.start : tokens.stop] = [f"tokens{axis}" for axis in tokens]

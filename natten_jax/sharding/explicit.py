@@ -207,7 +207,8 @@ class _SplitAxes:
         layout = self.tokens if role.has_layout else [()] * (ndim + role.heads_axis - 1)
         heads = self.heads if self.are_heads_kv_split or not role.is_key_value else ()
         trailing = [()] * (-role.heads_axis - 1)
-        return PartitionSpec(*(names or None for names in (self.batch, *layout, heads, *trailing)))
+        batch = () if role is Role.PER_HEAD_OF_ALL else self.batch
+        return PartitionSpec(*(names or None for names in (batch, *layout, heads, *trailing)))
 
 
 def _split_axes(inputs: Inputs) -> list[_Axes]:

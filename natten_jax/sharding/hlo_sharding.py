@@ -123,16 +123,19 @@ class Layout:
         """Device numbers by the parts of a kind of array, ``[*leading, heads, contributions, copies, manual]``.
 
         Contributions are the parts of the queries that an array is the same for: of the query heads that share heads of
-        keys and values, or all there is of an array without heads, and of all tokens, for what has none of its own.
+        keys and values, or all there is of an array without heads, and of all tokens, for what has none of its own, and
+        of the batch, for what its entries share.
         """
         *leading, heads, copies, manual = self.tiles.shape
         parts = self.heads.kv_parts if role.is_key_value else heads if role.heads_axis else 1
         tiles = self.tiles.reshape(*leading, parts, heads // parts, copies, manual)
         if role.has_layout:
             return tiles
-        batch, tokens = leading[: self.batch_axes], range(self.batch_axes, len(leading))
-        tiles = np.moveaxis(tiles, tokens, range(-3 - len(tokens), -3))
-        return tiles.reshape(*batch, parts, -1, copies, manual)
+        is_shared = role is Role.PER_HEAD_OF_ALL
+        batch = self.batch_axes - is_shared
+        others = range(batch, len(leading))
+        tiles = np.moveaxis(tiles, others, range(-3 - len(others), -3))
+        return tiles.reshape(*leading[:batch], *(1,) * is_shared, parts, -1, copies, manual)
 
     def _of_program(self, rows: np.ndarray) -> np.ndarray:
         return self.devices[:, rows].reshape(-1, rows.shape[-1])

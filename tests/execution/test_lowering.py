@@ -91,6 +91,16 @@ def test_a_loss_of_the_output_alone_has_no_zeros_written(
 
 
 @pytest.mark.parametrize("capability", CALLS)
+def test_a_table_is_copied_for_no_batch_entry(capability: tuple[int, int], lowered: Callable[..., str]) -> None:
+    def loss(query: jax.Array, table: jax.Array) -> jax.Array:
+        return natten_jax.na2d(query, query, query, (3, 5), relative_bias=table).astype("float32").sum()
+
+    text = lowered(capability, jax.grad(loss, (0, 1)), array(16, 28, 28, 4, 32), array(4, 5, 9, dtype=jnp.float32))
+    assert "tensor<1x4x45xf32>" in text
+    assert not re.search(r"(broadcast_in_dim|pad|reduce)[^\n]*tensor<16x4x\d+xf32>", text)
+
+
+@pytest.mark.parametrize("capability", CALLS)
 def test_a_gradient_is_three_kernels_calls(capability: tuple[int, int], lowered: Callable[..., str]) -> None:
     def loss(query: jax.Array, key: jax.Array) -> jax.Array:
         out = natten_jax.na2d(query, key, key, 9, stride=(1, 4), dilation=(2, 1), **tiles((8, 8)))

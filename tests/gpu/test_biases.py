@@ -267,6 +267,30 @@ def _check_reproducible(case: Case) -> None:
             np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
 
 
+@pytest.mark.parametrize("layout", [(7, 7), (14, 9), (28, 30)], ids=["whole", "whole groups", "regions"])
+@pytest.mark.parametrize("has_scales", [False, True])
+def test_tables_of_mapped_calls(layout: tuple[int, ...], has_scales: bool) -> None:
+    """Batch entries have tables and scales of their own there."""
+    query = jax.random.normal(jax.random.key(0), (3, 2, *layout, 4, 32), jnp.bfloat16)
+    tables = jax.random.normal(jax.random.key(1), (3, 4, 13, 13))
+    scales = jnp.linspace(0.1, 0.3, 24).reshape(3, 2, 4) if has_scales else jnp.full((3,), 0.2)
+
+    def gradients(query: Any, table: Any, scale: Any) -> Any:
+        def loss(query: Any, table: Any) -> Any:
+            out = na2d(query, query, query, min(*layout, 7), relative_bias=table, scale=scale)
+            return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+        return jax.value_and_grad(loss, (0, 1))(query, table)
+
+    for axis, given in ((0, tables), (None, tables[0])):
+        mapped = jax.jit(jax.vmap(gradients, (0, axis, 0)))(query, given, scales)
+        for i in range(3):
+            alone = jax.jit(gradients)(query[i], tables[i] if axis == 0 else given, scales[i])
+            for one, other in zip(jax.tree.leaves(mapped), jax.tree.leaves(alone), strict=True):
+                one, other = np.asarray(one[i], np.float32), np.asarray(other, np.float32)
+                np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * float(np.abs(other).max()))
+
+
 @pytest.mark.parametrize("dtype", _HALVES)
 def test_entries_of_minus_infinity_hide(dtype: str) -> None:
     """A table whose outer entries hide is the mask of a narrower window; one that hides all leaves nothing."""

@@ -93,6 +93,7 @@ class Target:
 
 #: Of GPUs' kernels: tensor maps of batch entries with layouts of their own, of which there are none.
 _ENTRY_MAPS = ((0, 128), np.uint8)
+_NO_TABLE = ((0,), np.float32)
 _LAID_OUT = (*PROBLEM_OPERANDS, "layouts")
 
 _SM90_FORWARD = Target(
@@ -188,7 +189,7 @@ TARGETS = (
         head_dims=(64, 128),
         tiles=((2, 2, 4), (1, 2, 4)),
         is_small=True,
-        scratch={"entry_maps": _ENTRY_MAPS},
+        scratch={"table_products": _NO_TABLE, "entry_maps": _ENTRY_MAPS},
         reads_origins=False,
     ),
     Target(
@@ -206,7 +207,9 @@ TARGETS = (
         scratch={
             "statistics": ((2, 4 * 5 * 6, 2, 4), np.float32),
             "additional_sums": ((1, 2, 3, 1, 64 + 128), np.float32),
-            **dict.fromkeys(("table_records", "table_sums", "dkey_bias"), ((0,), np.float32)),
+            **dict.fromkeys(
+                ("table_products", "table_records", "table_sums", "drelative_bias", "dkey_bias"), _NO_TABLE
+            ),
             "entry_maps": _ENTRY_MAPS,
         },
         reads_origins=False,

@@ -36,6 +36,18 @@ CUTE_DEVICE void store_logit_gradients(const TilePlan& tile, std::uint32_t sums,
   }
 }
 
+/// Columns that a product adds a tile's rows up with. Columns of rows are rows of the product, whose first column has
+/// the sums of the rows that begin with a word, and the second one those of the others, whose numbers are one further.
+template <class Element>
+CUTE_DEVICE void columns_of_rows(std::uint32_t (&b)[2], const TilePlan& tile) {
+  const int number = threadIdx.x % 32 / 4;
+  CUTE_UNROLL
+  for (int k = 0; k < 2; ++k) {
+    const std::uint32_t of_column = number == 0 ? ~tile.late_rows[k] : number == 1 ? tile.late_rows[k] : 0;
+    b[k] = pack<Element>(1.f, 1.f) & of_column;
+  }
+}
+
 /// Adds up a tile's rows, and writes the sums, in the order of RecordLayout.
 template <class Element>
 CUTE_DEVICE void add_up_rows(const CommonParams& p, const TilePlan& tile, std::uint32_t sums, float* to) {
@@ -44,14 +56,8 @@ CUTE_DEVICE void add_up_rows(const CommonParams& p, const TilePlan& tile, std::u
   const int lane = threadIdx.x % 32, row_bytes = bytes_of_sums_row(region.record), number = lane / 4;
   const std::uint32_t rows = sums + region.shared.sums + threadIdx.x / 32 * bytes_of_sums(region.record) +
                              lane % 16 * row_bytes + lane / 16 * 16;
-  // Columns of rows are rows of a product whose first column has the sums of the rows that begin with a word, and the
-  // second one those of the others, whose numbers are one further.
   std::uint32_t b[2];
-  CUTE_UNROLL
-  for (int k = 0; k < 2; ++k) {
-    const std::uint32_t of_column = number == 0 ? ~tile.late_rows[k] : number == 1 ? tile.late_rows[k] : 0;
-    b[k] = pack<Element>(1.f, 1.f) & of_column;
-  }
+  columns_of_rows<Element>(b, tile);
   float behind = 0.f;  // the second sum of the number behind these
   __syncwarp();
   CUTE_NO_UNROLL

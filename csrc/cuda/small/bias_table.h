@@ -9,6 +9,7 @@
 
 #include "cuda/small/bias_lines.h"
 #include "cuda/small/forms.h"
+#include "natten_jax/arrays.h"
 #include "natten_jax/offset_table.h"
 #include "natten_jax/problem.h"
 
@@ -60,6 +61,12 @@ struct BiasTable {
     gradients = filled_up(offsets.entries);
   }
 };
+
+/// Tables of a relative bias in products of queries and keys: one for each batch entry, or one for all of them where
+/// they have neither tables nor scales of their own.
+inline std::int64_t tables_of_products(const Problem& problem, const Arrays& arrays) {
+  return arrays.relative_bias_tables == 1 && problem.scale.heads == nullptr ? 1 : problem.batch;
+}
 
 /// Offsets along a dimension that a tile with so many queries has.
 inline std::int64_t offsets_of_tile(const Window& window, std::int64_t queries) {

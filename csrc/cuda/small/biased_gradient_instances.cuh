@@ -31,12 +31,12 @@ template cudaError_t launch_biased_key_value_gradient<ElementType::NATTEN_JAX_IN
                                                                                         const LaunchShape&);
 
 template <ElementType kType>
-cudaError_t launch_biased_whole_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape) {
+cudaError_t launch_biased_whole_gradient(int head_dim, const WholeBiasParams& params, const LaunchShape& shape) {
   return with_biased_head_dim(head_dim, [&](auto width) {
     return launch(natten_jax_small_whole_gradient<ElementOf<kType>, width, true>, shape, params);
   });
 }
-template cudaError_t launch_biased_whole_gradient<ElementType::NATTEN_JAX_INSTANCE>(int, const BackwardParams&,
+template cudaError_t launch_biased_whole_gradient<ElementType::NATTEN_JAX_INSTANCE>(int, const WholeBiasParams&,
                                                                                     const LaunchShape&);
 
 }  // namespace natten_jax::small

@@ -45,7 +45,7 @@ struct Item {
 
   /// The head's relative bias.
   CUTE_DEVICE const float* table(const CommonParams& p) const {
-    return p.relative_bias + std::int64_t{number(p)} * p.region.table_entries;
+    return p.relative_bias + std::int64_t{p.is_table_of_all ? head : number(p)} * p.region.table_entries;
   }
 
   CUTE_DEVICE int head_kv(const CommonParams& p) const { return p.by_heads_per_kv.divide(head); }

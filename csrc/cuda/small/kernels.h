@@ -9,6 +9,7 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/small/bias_table.h"
 #include "cuda/small/params.h"
+#include "cuda/small/whole_bias.h"
 
 namespace natten_jax::small {
 
@@ -77,7 +78,7 @@ cudaError_t launch_biased_query_gradient(int head_dim, const BackwardParams& par
 template <ElementType kType>
 cudaError_t launch_biased_key_value_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape);
 template <ElementType kType>
-cudaError_t launch_biased_whole_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape);
+cudaError_t launch_biased_whole_gradient(int head_dim, const WholeBiasParams& params, const LaunchShape& shape);
 
 /// The same with biases of keys.
 template <ElementType kType>
@@ -89,9 +90,8 @@ cudaError_t launch_key_biased_key_value_gradient(int head_dim, const BackwardPar
 template <ElementType kType>
 cudaError_t launch_key_biased_whole_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape);
 
-/// Launches the kernel that adds up records of tiles, or tables of regions.
+/// Launches the kernel that adds up records of tiles.
 cudaError_t launch_table_gradient(const TableParams& params, const LaunchShape& shape);
-cudaError_t launch_table_sum(const TableParams& params, const LaunchShape& shape);
 
 /// Launches both kernels of the gradients of additional keys and values: `ctas` of the first one.
 template <ElementType kType>

@@ -12,6 +12,8 @@
 #include "cuda/small/kernels.h"
 #include "cuda/small/region_cache.h"
 #include "cuda/small/region_time.h"
+#include "cuda/small/table_kernels.h"
+#include "cuda/small/whole_bias.h"
 #include "cuda/tma/entry_maps.h"
 #include "cuda/tma/tensor_map.h"
 #include "natten_jax/logsumexp.h"
@@ -125,7 +127,6 @@ Status prepare(const Problem& problem, const std::int64_t (&rows)[kRank], const 
   if (p.region.count > kMostTiles) return Status::invalid_argument("the problem has more than 2^30 regions");
   p.origins = arrays.origins;
   p.layouts = arrays.layouts;
-  p.relative_bias = arrays.relative_bias;
   p.key_bias = {arrays.key_bias, arrays.key_bias_heads == 1, cutlass::FastDivmod(static_cast<int>(problem.heads_kv)),
                 arrays.key_bias_gradient};
   fill_sizes(problem, p);
@@ -139,7 +140,6 @@ Status prepare(const Problem& problem, const std::int64_t (&rows)[kRank], const 
         seam_regions(problem.axes[p.region.dimension[i]], std::int64_t{p.region.tile[i]} * p.region.tiles[i],
                      p.region.regions[i], kernel == Kernel::kKeyValueGradient);
   }
-  p.is_whole = kernel == Kernel::kWholeGradient;
   p.items = static_cast<int>(items);
   std::int64_t ctas = divide_up(items, p.region.items_of_cta);
   if (has_layouts) {
@@ -259,6 +259,35 @@ Status prepare_additional(const Problem& problem, const Arrays& arrays, const Sc
   return {};
 }
 
+/// A problem's tables, as kernels with tiles of these shapes read them.
+GivenTable given_table(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
+                       const Arrays& arrays) {
+  const OffsetTable offsets = offset_table(problem.axes);
+  GivenTable given{};
+  given.tables = arrays.relative_bias;
+  given.is_of_entry = arrays.relative_bias_tables > 1;
+  given.offsets = static_cast<int>(offsets.entries);
+  given.offsets_of_line = static_cast<int>(offsets.pitch[1]);
+  given.by_line = cutlass::FastDivmod(static_cast<int>(BiasTable(problem.axes, rows, columns).pitch[1]));
+  return given;
+}
+
+/// Has the tables of a problem in products, where there are any and kernels read them so.
+Status make_products(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
+                     const Arrays& arrays, float* products, cudaStream_t stream, CommonParams& p) {
+  p.relative_bias = products;
+  if (!problem.has_relative_bias) return {};
+  TableProductsParams table{};
+  table.given = given_table(problem, rows, columns, arrays);
+  table.scale = problem.scale;
+  table.products = products;
+  table.entries = p.region.table_entries;
+  table.heads = p.heads;
+  const std::int64_t tables = tables_of_products(problem, arrays);
+  p.is_table_of_all = tables == 1;
+  return status_of(launch_table_products(table, static_cast<int>(tables * problem.heads), stream));
+}
+
 /// The offsets of a tile as a region's records have them.
 TableBox table_box(const Problem& problem, const std::int64_t (&rows)[kRank], const Region& region) {
   TableBox box{};
@@ -270,10 +299,11 @@ TableBox table_box(const Problem& problem, const std::int64_t (&rows)[kRank], co
   return box;
 }
 
-/// Fills in what the kernels of a relative bias's gradient have, where there is one: that of the queries' gradients or
-/// of all gradients, and the one that adds up what it writes.
-Status prepare_table(const Problem& problem, const TileShapes& tiles, const Scratch& scratch, cudaStream_t stream,
-                     BackwardParams& p, TableParams& table, LaunchShape& shape) {
+/// Fills in what the kernels of a relative bias's gradient have, where there is one: that of the queries' gradients,
+/// and those that add up what it writes.
+Status prepare_table(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Scratch& scratch,
+                     cudaStream_t stream, BackwardParams& p, TableParams& table, LaunchShape& shape,
+                     LastSumsParams& last) {
   if (!problem.has_relative_bias) return {};
   const BiasSums sums = bias_sums(problem.axes, tiles.kv, tiles.query);
   if (sums.tiles > kMostTiles || sums.parts > kMostParts) {
@@ -286,22 +316,48 @@ Status prepare_table(const Problem& problem, const TileShapes& tiles, const Scra
   table.tiles = p.table_tiles = static_cast<int>(sums.tiles);
   table.record = region.record;
   table.entries = region.gradients;
-  int threads = table.entries;
-  if (p.is_whole) {
-    table.tiles = static_cast<int>(region.count);
-    threads /= kEntriesOfChunk;
-    // Nothing is left to be added up.
-    if (region.count == 1 && sums.parts == 1) p.table_records = scratch.table_sums;
-  }
   for (int d = 0; d < kRank; ++d) {
     table.axis[d] = device_axis(problem.axes[d], tiles.kv[d], tiles.query[d]);
     table.by_tiles[d] = cutlass::FastDivmod(table.axis[d].dilation * table.axis[d].q_tiles);
   }
   constexpr int kWarp = 32, kMostThreads = 1024;
-  threads = std::min<int>(divide_up(threads, kWarp) * kWarp, kMostThreads);
-  const auto items = static_cast<unsigned>(problem.batch * problem.heads);
-  shape = {dim3(items, static_cast<unsigned>(sums.parts)), threads, 0, stream};
+  const int threads = std::min<int>(divide_up(table.entries, kWarp) * kWarp, kMostThreads);
+  const std::int64_t items = problem.batch * problem.heads, chunks = region.gradients / kEntriesOfChunk;
+  shape = {dim3(static_cast<unsigned>(items), static_cast<unsigned>(sums.parts)), threads, 0, stream};
+  last.sums = scratch.table_sums;
+  last.result = arrays.relative_bias_gradient;
+  last.next_table = chunks;
+  const bool is_of_entry = arrays.relative_bias_tables > 1;
+  last.next_sum = (is_of_entry ? items : problem.heads) * chunks;
+  last.count = static_cast<int>(sums.parts * (is_of_entry ? 1 : problem.batch));
+  last.offsets = static_cast<int>(offset_table(problem.axes).entries);
   return {};
+}
+
+/// Fills in the same for the kernel of all gradients, whose CTAs have batch entries of one head each; false where there
+/// are too many of these.
+bool prepare_whole_bias(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Scratch& scratch,
+                        WholeBiasParams& p, LaunchShape& shape, LastSumsParams& last) {
+  Region& region = p.region;
+  p.given = given_table(problem, tiles.kv, tiles.query, arrays);
+  p.entries_of_batch = static_cast<int>(problem.batch);
+  // A CTA has its table in products for all of its items.
+  const bool has_one = tables_of_products(problem, arrays) == 1;
+  region.items_of_cta = has_one ? static_cast<int>(std::min<std::int64_t>(region.items_of_cta, problem.batch)) : 1;
+  p.pieces = static_cast<int>(divide_up(problem.batch, region.items_of_cta));
+  constexpr std::int64_t kMostCtas = 65535;  // of a region
+  if (p.pieces * problem.heads > kMostCtas) return false;
+  shape.blocks.y = static_cast<unsigned>(p.pieces * problem.heads);
+  p.table_records = scratch.table_records;
+  p.table_box = table_box(problem, tiles.kv, region);
+  const std::int64_t chunks = region.gradients / kEntriesOfChunk;
+  last.sums = scratch.table_records;
+  last.result = arrays.relative_bias_gradient;
+  last.next_table = p.sums_of_table() * chunks;
+  last.next_sum = chunks;
+  last.count = static_cast<int>(p.sums_of_table());
+  last.offsets = p.given.offsets;
+  return true;
 }
 
 }  // namespace
@@ -321,8 +377,8 @@ std::int64_t entry_maps_of_backward(const Problem& problem, const Arrays& arrays
   return 2 * entry_maps_of_forward(problem, arrays);
 }
 
-Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, CUtensorMap* entry_maps,
-                   cudaStream_t stream) {
+Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, float* table_products,
+                   CUtensorMap* entry_maps, cudaStream_t stream) {
   Device device{};
   NATTEN_JAX_RETURN_IF_FAILED(read_device(arrays, device));
   ForwardParams p{};
@@ -332,6 +388,7 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   fill_arrays(arrays, p);
   NATTEN_JAX_RETURN_IF_FAILED(encode_keys(problem, p.key, p.value, p));
   NATTEN_JAX_RETURN_IF_FAILED(make_entry_maps<false>(problem, entry_maps, stream, p));
+  NATTEN_JAX_RETURN_IF_FAILED(make_products(problem, tiles.query, tiles.kv, arrays, table_products, stream, p));
   shape.overlaps = p.entry_maps != nullptr;
   NATTEN_JAX_RETURN_IF_FAILED(status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
     const int head_dim = compiled_head_dim(problem);
@@ -357,7 +414,9 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   p.key_gradient = arrays.key_gradient;
   p.value_gradient = arrays.value_gradient;
   const int head_dim = compiled_head_dim(problem);
-  BackwardParams of_keys = p, whole = p;
+  BackwardParams of_keys = p;
+  WholeBiasParams whole{};
+  static_cast<BackwardParams&>(whole) = p;
   LaunchShape shape{}, shape_of_keys{}, shape_of_whole{};
   // Windows of queries and those of keys are alike: queries take the shapes of tiles that keys have.
   NATTEN_JAX_RETURN_IF_FAILED(
@@ -366,22 +425,29 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
                                       arrays, device, stream, of_keys, shape_of_keys));
   TableParams table{};
   LaunchShape shape_of_table{};
-  const bool can_be_whole =
+  LastSumsParams last{};
+  const int tables = static_cast<int>(arrays.relative_bias_tables * problem.heads);
+  bool is_whole =
       !prepare(problem, tiles.kv, tiles.query, Kernel::kWholeGradient, arrays, device, stream, whole, shape_of_whole)
-           .failed();
-  if (can_be_whole && whole.region.nanoseconds <= p.region.nanoseconds + of_keys.region.nanoseconds) {
+           .failed() &&
+      whole.region.nanoseconds <= p.region.nanoseconds + of_keys.region.nanoseconds;
+  if (is_whole && problem.has_relative_bias) {
+    is_whole = prepare_whole_bias(problem, tiles, arrays, scratch, whole, shape_of_whole, last);
+  }
+  if (is_whole) {
     NATTEN_JAX_RETURN_IF_FAILED(encode_whole(problem, whole));
     if (!scratch.keeps_statistics) whole.statistics = nullptr;
-    NATTEN_JAX_RETURN_IF_FAILED(prepare_table(problem, tiles, scratch, stream, whole, table, shape_of_table));
     return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) {
       if (problem.has_key_bias) return launch_key_biased_whole_gradient<type>(head_dim, whole, shape_of_whole);
       if (!problem.has_relative_bias) return launch_whole_gradient<type>(head_dim, whole, shape_of_whole);
       const cudaError_t error = launch_biased_whole_gradient<type>(head_dim, whole, shape_of_whole);
-      const bool is_done = whole.table_records == scratch.table_sums;
-      return error != cudaSuccess || is_done ? error : launch_table_sum(table, shape_of_table);
+      return error == cudaSuccess ? launch_last_sums(last, tables, stream) : error;
     }));
   }
-  NATTEN_JAX_RETURN_IF_FAILED(prepare_table(problem, tiles, scratch, stream, p, table, shape_of_table));
+  NATTEN_JAX_RETURN_IF_FAILED(prepare_table(problem, tiles, arrays, scratch, stream, p, table, shape_of_table, last));
+  NATTEN_JAX_RETURN_IF_FAILED(make_products(problem, tiles.kv, tiles.query, arrays, scratch.table_products, stream, p));
+  of_keys.relative_bias = p.relative_bias;
+  of_keys.is_table_of_all = p.is_table_of_all;
   NATTEN_JAX_RETURN_IF_FAILED(encode_keys(problem, p.key, p.value, p));
   NATTEN_JAX_RETURN_IF_FAILED(encode_queries(problem, p, of_keys));
   CUtensorMap* const maps_of_queries = scratch.entry_maps + (arrays.layouts ? problem.batch * kEntryMaps : 0);
@@ -401,7 +467,8 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
     if (problem.has_relative_bias) {
       cudaError_t error = launch_biased_query_gradient<type>(head_dim, p, shape);
       if (error == cudaSuccess) error = launch_biased_key_value_gradient<type>(head_dim, of_keys, shape_of_keys);
-      return error == cudaSuccess ? launch_table_gradient(table, shape_of_table) : error;
+      if (error == cudaSuccess) error = launch_table_gradient(table, shape_of_table);
+      return error == cudaSuccess ? launch_last_sums(last, tables, stream) : error;
     }
     const bool has_key_bias = problem.has_key_bias, goes_around = wraps(problem);
     cudaError_t error = has_key_bias  ? launch_key_biased_query_gradient<type>(head_dim, p, shape)

@@ -20,17 +20,22 @@ std::int64_t entry_maps_of_forward(const Problem& problem, const Arrays& arrays)
 std::int64_t entry_maps_of_backward(const Problem& problem, const Arrays& arrays);
 
 /// Runs the forward pass of a checked problem on a stream. Query tiles have 16 tokens, key/value tiles 8.
-Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, CUtensorMap* entry_maps,
-                   cudaStream_t stream);
+///
+/// Args:
+///   table_products: scratch memory for a relative bias, [tables_of_products(), heads, entries] of `BiasTable`
+///     (bias_table.h).
+Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, float* table_products,
+                   CUtensorMap* entry_maps, cudaStream_t stream);
 
 /// What a backward pass works with.
 struct Scratch {
   float* statistics;       ///< [batch, tokens, heads, 4].
   bool keeps_statistics;   ///< Whether they are read afterwards, so that they have to be there.
   float* additional_sums;  ///< [additional_parts(), batch, additional_kv, heads_kv, head_dim + head_dim_v].
-  // For a relative bias, of `BiasSums` (bias_table.h).
-  float* table_records;  ///< [batch, heads, tiles, record].
-  float* table_sums;     ///< [parts, batch, heads, entries, filled up to chunks]: the gradient, in parts.
+  // For a relative bias, of `BiasTable` and `BiasSums` (bias_table.h).
+  float* table_products;  ///< [tables_of_products(), heads, entries].
+  float* table_records;   ///< [batch, heads, tiles, record].
+  float* table_sums;      ///< [parts, batch, heads, gradients].
   CUtensorMap* entry_maps;
 };
 

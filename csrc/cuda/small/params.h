@@ -40,8 +40,9 @@ struct CommonParams {
   int head_dim_v;
   int additional_kv;
   int items;  // batch entries times query heads
-  // [batch, heads, table_entries]: a relative bias, in products of queries and keys; or null.
+  // [1 or batch, heads, table_entries]: a relative bias, in products of queries and keys; or null.
   const float* relative_bias;
+  bool is_table_of_all;  // that all batch entries share
   KeyBiasParams key_bias;
   int tile_pitch[kRank];  // how many tiles further neighbors of a dimension are, where all of a layout are counted
   // Where batch entries have layouts of their own: how many of them a CTA looks at, and how many CTAs share what these
@@ -53,7 +54,6 @@ struct CommonParams {
   float exponent_scale;   // of weights as powers of two, where heads have no scales of their own
   bool is_plain;          // arrays are the whole layout, and queries and keys lie in the same one
   bool is_single[kRank];  // dimensions of one token of a plain problem
-  bool is_whole;          // a region is a whole dilation group, of a plain problem
   SeamRegions seam_regions[kRank];
   cutlass::FastDivmod by_heads, by_heads_per_kv;
   cutlass::FastDivmod by_regions[kRank];  // of a dilation group

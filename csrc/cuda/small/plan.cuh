@@ -42,10 +42,12 @@ struct RegionAxis {
     count = min(place.most, length - begin);
   }
 
-  /// Of a batch entry.
+  /// Of a batch entry. `kIsPlain`: of a plain problem.
+  template <bool kIsPlain>
   CUTE_DEVICE static RegionAxis of(const CommonParams& p, const EntryLayout& layout, int d, int residue,
                                    RegionRows place) {
     const DeviceAxis& axis = p.axis[d];
+    if constexpr (kIsPlain) return RegionAxis(axis, residue, place);
     if ((p.is_plain && !layout.is_own()) || wraps(axis)) return RegionAxis(axis, residue, place);
     const int dimension = p.region.dimension[d];
     if (layout.is_own()) {
@@ -229,8 +231,11 @@ CUTE_DEVICE std::uint32_t range_of_groups(int begin, int end) {
 ///
 /// `load_first_rows` is called as soon as the rows' tokens are known. `layout` is that of the batch entries which the
 /// plan is for. Where a kernel has two plans, `number` says which one this is.
-template <int kHeadDim, bool kRowsAreKeys, bool kHasBoxes, bool kHasBias = false, bool kHasKeyBias = false, class Loads,
-          class LoadFirstRows>
+///
+/// `kIsWhole`: a region is a whole dilation group of a plain problem without additional columns. Such plans are a third
+/// shorter, which counts where CTAs have few items: the first instructions of a kernel have to be fetched.
+template <int kHeadDim, bool kRowsAreKeys, bool kHasBoxes, bool kHasBias = false, bool kHasKeyBias = false,
+          bool kIsWhole = false, class Loads, class LoadFirstRows>
 CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, TilePlan& tile, Loads& loads,
                            const LoadFirstRows& load_first_rows, const EntryLayout& layout = {}, int number = 0) {
   using Columns = ColumnRows<kHeadDim, kHasBoxes>;
@@ -284,8 +289,8 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     }
     p.by_tiles[d](tile_id, of_region, tile_id);
     const int most = region.tile[d] * region.tiles[d];
-    const auto rows =
-        RegionAxis<kRowsAreKeys, kMayWrap>::of(p, layout, d, residue, {region_number * most, most, region.tile[d]});
+    const auto rows = RegionAxis<kRowsAreKeys, kMayWrap>::template of<kIsWhole>(
+        p, layout, d, residue, {region_number * most, most, region.tile[d]});
     if (rows.count <= 0) return false;
     const int begin = of_region * region.tile[d];
     begin_of_tile[d] = begin;
@@ -297,7 +302,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
                                    : lane == 17 ? -begin
                                                 : rows.count - 1 - begin);
     seen[d] = rows.seen(axis, looked_at);
-    first[d] = p.is_whole ? 0 : __shfl_sync(0xffffffffu, seen[d].x, 17);
+    first[d] = kIsWhole ? 0 : __shfl_sync(0xffffffffu, seen[d].x, 17);
     extent[d] = max(__shfl_sync(0xffffffffu, seen[d].y, 18) - first[d], 0);
     first_column[d] = rows.columns().residue + first[d] * axis.dilation;
     if constexpr (kMayWrap) {
@@ -492,7 +497,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     }
   }
   __syncwarp();
-  const int additional_pairs = p.additional_pairs();
+  const int additional_pairs = kIsWhole ? 0 : p.additional_pairs();
   written += written & 1;
   for (int i = lane; i < additional_pairs; i += 32) {
     tables.offsets[written + i] = i * 16 * kColumnBytes;

@@ -323,7 +323,6 @@ bool complete(const Problem& problem, const Side (&sides)[kRank], Kernel kernel,
     // Tables of regions lie in the memory for records of tiles.
     if (region.gradients > sums) return false;
     take(shared.region_sums, 2 * sizeof(float) * sums);
-    take(shared.entry_places, sizeof(std::uint16_t) * region.warps * region.gradients);
   }
   // Boxes leave rows to the warps, which load some while they write others.
   const std::int64_t row_bytes =

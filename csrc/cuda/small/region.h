@@ -46,9 +46,8 @@ struct SharedLayout {
   int key_bias;  ///< For each warp and pair of groups, a float for each of its columns: biases of keys; in each of its
                  ///< buffers.
   int sums;      ///< For each warp, a row for each of its queries of 16-bit gradients of logits, by offset.
-  int region_sums;   ///< For whole layouts, sums of the queries of each warp (RegionSums), twice,
-  int entry_places;  ///< and uint16 for each warp and entry of the table: where it lies among these.
-  int bytes;         ///< All of it.
+  int region_sums;  ///< For whole layouts, sums of the queries of each warp (RegionSums).
+  int bytes;        ///< All of it.
 };
 
 /// Dimensions are numbered by what they are for: 0 and 1 are those of a group, 1 is that of a line.

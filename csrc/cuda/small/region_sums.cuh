@@ -1,80 +1,119 @@
-// Sums for the gradient of a relative bias over all tiles of a region, where its warps meet anyway: in place of a
-// record for each tile, memory gets one table for each region. 7 x 7 tokens of 1,024 heads take 36 instead of 41
-// microseconds (H200).
+// Sums for the gradient of a relative bias over all tiles of a region and all batch entries of a CTA: memory gets one
+// table for each CTA.
 #pragma once
 
 #include "cuda/small/bias_sums.cuh"
+#include "cuda/small/head_items.cuh"
 
 namespace natten_jax::small {
 
-/// What a warp has of its tile: sums of its rows, of the items with even numbers and of the others, so that a warp may
-/// go on while another one reads; and where entries of the table lie among them.
-///
-/// Behind the sums are the least offsets of the tile, and a zero for the entries that it has none of.
+/// What a warp has of its tile: for each number of a record the sum of the rows that begin with a word, and that of the
+/// others, whose numbers are one further; as the accumulators of a product have them, eight numbers apart in turns.
+/// Behind them are the least offsets of the tile.
 class RegionSums {
  public:
-  CUTE_DEVICE RegionSums(const BackwardParams& p, char* raw) : p_(p), raw_(raw) {}
+  CUTE_DEVICE RegionSums(const WholeBiasParams& p, char* raw) : p_(p), raw_(raw) {}
 
   /// To be called by all warps, before threads meet.
   CUTE_DEVICE void plan(const TilePlan& tile) const {
-    const Region& region = p_.region;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int* const least = least_of(warp);
-    if (lane < 2) of_warp(warp, lane)[region.record + kRank] = 0.f;
-    if (lane == 0) {
-      CUTE_UNROLL
-      for (int d = 0; d < kRank; ++d) least[region.dimension[d]] = tile.has_rows ? tile.least_offset[d] : kNowhere;
-    }
-    __syncwarp();
-    std::uint16_t* const places = places_of(warp);
-    // Short: code that runs once for each CTA has to be fetched.
-    CUTE_NO_UNROLL
-    for (int entry = lane; entry < region.gradients; entry += 32) {
-      int offset[kRank], place;
-      const bool is_there = p_.table_box.split(entry, offset) & p_.table_box.find(offset, least, place);
-      places[entry] = static_cast<std::uint16_t>(is_there ? place : region.record + kRank);
+    clear();
+    if (threadIdx.x % 32 != 0) return;
+    int* const least = least_of(threadIdx.x / 32);
+    CUTE_UNROLL
+    for (int d = 0; d < kRank; ++d) {
+      least[p_.region.dimension[d]] = tile.has_rows ? tile.least_offset[d] : kNowhere;
     }
   }
 
-  /// Where a warp's sums of an item are written to.
-  CUTE_DEVICE float* of_item(const Item& item) const { return of_warp(threadIdx.x / 32, item.number(p_) % 2); }
-
-  /// Writes the table of an item; to be called by all warps that have rows, after these have met. Entries are shared
-  /// among them, and tiles are added in their order.
-  CUTE_DEVICE void write(const Item& item) const {
+  /// Adds the rows of a warp's tile.
+  template <class Element>
+  CUTE_DEVICE void add(const TilePlan& tile) const {
     const Region& region = p_.region;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, entries = region.gradients;
-    const unsigned with_rows =
-        __ballot_sync(0xffffffffu, lane < region.warps && least_of(min(lane, region.warps - 1))[0] != kNowhere);
-    const int first = __popc(with_rows & ((1u << warp) - 1)) * 32 + lane, step = __popc(with_rows) * 32;
-    const float* const sums = of_warp(0, item.number(p_) % 2);
-    const std::uint16_t* const places = places_of(0);
-    const int stride = region.record + kRecordHeader;
-    const std::int64_t number = std::int64_t{item.number(p_)} * region.count + blockIdx.x;
-    float* const to = p_.table_records + number * entries;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_bytes = bytes_of_sums_row(region.record);
+    std::uint32_t rows = shared_address(raw_) + region.shared.sums + warp * bytes_of_sums(region.record) +
+                         lane % 16 * row_bytes + lane / 16 * 16,
+                  sums = shared_address(of_warp(warp)) + lane / 4 * 16;
+    std::uint32_t b[2], r[4];
+    columns_of_rows<Element>(b, tile);
+    __syncwarp();
+    load_matrices_transposed(r, rows);
+    uint4 c = load_chunk(sums);
     CUTE_NO_UNROLL
-    for (int entry = first; entry < entries; entry += step) {
-      float sum = 0.f;
-#pragma unroll 4
-      for (int i = 0; i < region.warps; ++i) sum += sums[i * stride + places[i * entries + entry]];
-      to[entry] = sum;
+    for (int i = region.record / kRecordStep; i > 0; --i) {
+      // The first one of four lanes has the two columns that count; the others compute what nobody reads.
+      float d[4];
+      HalfInstruction<Element>::fma(d[0], d[1], d[2], d[3], r[0], r[2], r[1], r[3], b[0], b[1], __uint_as_float(c.x),
+                                    __uint_as_float(c.y), __uint_as_float(c.z), __uint_as_float(c.w));
+      const std::uint32_t to = sums;
+      rows += kBytesOfSum * kRecordStep;
+      sums += kBytesOfStep;
+      if (i > 1) {  // what the next product takes comes meanwhile
+        load_matrices_transposed(r, rows);
+        c = load_chunk(sums);
+      }
+      __syncwarp();  // all have read what is overwritten
+      if (lane % 4 == 0) {
+        store_words(to, d[0], d[1]);
+        store_words(to + 8, d[2], d[3]);
+      }
+    }
+    __syncwarp();
+  }
+
+  /// Writes the table of all items; to be called by all warps that have rows, after these have met and added all of
+  /// theirs. Entries are shared among them, and tiles are added in their order.
+  CUTE_DEVICE void write(const HeadItems& items) const {
+    const Region& region = p_.region;
+    // A warp has each few entries: of those that have rows.
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = region.warps;
+    const unsigned with_rows =
+        __ballot_sync(0xffffffffu, lane < warps && least_of(min(lane, warps - 1))[0] != kNowhere);
+    const int first = __popc(with_rows & ((1u << warp) - 1)) * 32 + lane, step = __popc(with_rows) * 32;
+    float* const to = p_.table_records + items.place_of_sum(p_) * region.gradients;
+    CUTE_NO_UNROLL
+    for (int entry = first; entry < region.gradients; entry += step) {
+      int offset[kRank];
+      const bool is_offset = p_.table_box.split(entry, offset);
+      float result = 0.f;
+      // A loop that is unrolled takes longer: its instructions are executed once, and have to be fetched.
+      CUTE_NO_UNROLL
+      for (int i = 0; i < warps; ++i) {
+        const int4 least = *reinterpret_cast<const int4*>(least_of(i));
+        const int least_offset[] = {least.x, least.y, least.z};
+        int place;
+        if (p_.table_box.find(offset, least_offset, place) & is_offset) {
+          result += of_warp(i)[place_of(place)] + of_warp(i)[place_of(place + 1) + 1];
+        }
+      }
+      to[entry] = result;
     }
   }
 
  private:
+  /// Begins a warp's sums.
+  CUTE_DEVICE void clear() const {
+    float4* const sums = reinterpret_cast<float4*>(of_warp(threadIdx.x / 32));
+    for (int i = threadIdx.x % 32; i < p_.region.record / 2; i += 32) sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    __syncwarp();
+  }
+
   /// The least offset of no tile: entries lie before it.
   static constexpr int kNowhere = 1 << 20;
+  /// Of the sums of as many numbers as a product has.
+  static constexpr int kBytesOfStep = 2 * sizeof(float) * kRecordStep;
 
-  CUTE_DEVICE float* of_warp(int warp, int parity) const {
+  /// Where the sum of the rows that begin with a word is; the other one is next to it.
+  CUTE_DEVICE static unsigned place_of(unsigned number) {
+    return number / kRecordStep * (2 * kRecordStep) + number % kColumns * 4 + number / kColumns % 2 * 2;
+  }
+
+  CUTE_DEVICE float* of_warp(int warp) const {
     return reinterpret_cast<float*>(raw_ + p_.region.shared.region_sums) +
-           (parity * p_.region.warps + warp) * (p_.region.record + kRecordHeader);
+           2 * warp * (p_.region.record + kRecordHeader);
   }
-  CUTE_DEVICE int* least_of(int warp) const { return reinterpret_cast<int*>(of_warp(warp, 0)) + p_.region.record; }
-  CUTE_DEVICE std::uint16_t* places_of(int warp) const {
-    return reinterpret_cast<std::uint16_t*>(raw_ + p_.region.shared.entry_places) + warp * p_.region.gradients;
-  }
+  CUTE_DEVICE int* least_of(int warp) const { return reinterpret_cast<int*>(of_warp(warp) + 2 * p_.region.record); }
 
-  const BackwardParams& p_;
+  const WholeBiasParams& p_;
   char* raw_;
 };
 

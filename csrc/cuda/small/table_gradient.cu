@@ -7,8 +7,4 @@ cudaError_t launch_table_gradient(const TableParams& params, const LaunchShape& 
   return launch(natten_jax_small_table_gradient, shape, params);
 }
 
-cudaError_t launch_table_sum(const TableParams& params, const LaunchShape& shape) {
-  return launch(natten_jax_small_table_sum, shape, params);
-}
-
 }  // namespace natten_jax::small

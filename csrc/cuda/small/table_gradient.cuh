@@ -53,25 +53,4 @@ __global__ void __launch_bounds__(1024) natten_jax_small_table_gradient(const __
   }
 }
 
-/// The same of tables that regions have added up: a thread has four entries.
-__global__ void __launch_bounds__(1024) natten_jax_small_table_sum(const __grid_constant__ TableParams p) {
-  const std::int64_t item = blockIdx.x;
-  const int each = (p.tiles + gridDim.y - 1) / gridDim.y, first = blockIdx.y * each, count = min(each, p.tiles - first),
-            chunks = p.entries / kEntriesOfChunk;
-  const float4* tables = reinterpret_cast<const float4*>(p.records) + (item * p.tiles + first) * chunks;
-  float4* sums = reinterpret_cast<float4*>(p.sums) + (std::int64_t{blockIdx.y} * gridDim.x + item) * chunks;
-  for (int chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x) {
-    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 8
-    for (int i = 0; i < count; ++i) {
-      const float4 table = tables[std::int64_t{i} * chunks + chunk];
-      sum.x += table.x;
-      sum.y += table.y;
-      sum.z += table.z;
-      sum.w += table.w;
-    }
-    sums[chunk] = sum;
-  }
-}
-
 }  // namespace natten_jax::small

@@ -5,33 +5,37 @@
 
 #include "cuda/small/key_value_gradient.cuh"
 #include "cuda/small/query_gradient.cuh"
-#include "cuda/small/region_sums.cuh"
+#include "cuda/small/whole_table.cuh"
 
 namespace natten_jax::small {
 
 /// The boxes of a stage, which follow each other: the columns of queries first, then those of keys.
 enum WholeBox { kWholeKeys, kWholeValues, kWholeQueries, kWholeCotangents, kWholeOuts };
 
+template <bool kHasBias>
+using WholeParams = std::conditional_t<kHasBias, WholeBiasParams, BackwardParams>;
+
 template <class Element, int kHeadDim, bool kHasBias, bool kHasKeyBias>
-CUTE_DEVICE void differentiate_whole(const BackwardParams& p) {
+CUTE_DEVICE void differentiate_whole(const WholeParams<kHasBias>& p) {
   using Rows = RowTile<kHeadDim>;
   using Operand = RowOperand<Element, kHeadDim>;
   using Columns = ColumnRows<kHeadDim, true>;
+  using Items = std::conditional_t<kHasBias, HeadItems, CtaItems>;
   extern __shared__ __align__(1024) char raw[];
   Tables of_queries, of_keys;
   TilePlan queries_plan, keys_plan;
-  BoxLoads<kHeadDim, Kernel::kWholeGradient, CtaItems, kHasBias> loads(p, raw);
-  loads.take(CtaItems(p), true);
+  BoxLoads<kHeadDim, Kernel::kWholeGradient, Items> loads(p, raw);
+  const Items items(p);
+  loads.take(items, true);
+  WholeTable<kHasBias> table(p, raw);
+  table.start(items.at(p, 0));
   NoLoads none;
   const auto no_rows = [] {};
-  if (!make_plan<kHeadDim, false, true, kHasBias, kHasKeyBias>(p, raw, of_queries, queries_plan, loads, no_rows))
+  if (!make_plan<kHeadDim, false, true, kHasBias, kHasKeyBias, true>(p, raw, of_queries, queries_plan, loads, no_rows))
     return;
-  make_plan<kHeadDim, true, true, kHasBias>(p, raw, of_keys, keys_plan, none, no_rows, {}, 1);
-  const RegionSums table(p, raw);
-  if constexpr (kHasBias) {
-    clear_sums(p, raw);
-    table.plan(queries_plan);
-  }
+  make_plan<kHeadDim, true, true, kHasBias, false, true>(p, raw, of_keys, keys_plan, none, no_rows, {}, 1);
+  if constexpr (kHasBias) clear_sums(p, raw);
+  table.plan(queries_plan, items.at(p, 0));
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const std::uint32_t second = p.region.shared.second;
@@ -48,7 +52,7 @@ CUTE_DEVICE void differentiate_whole(const BackwardParams& p) {
   for (int r = 0; r < 2; ++r) {
     column_of_row[r] = __shfl_sync(0xffffffffu, queries_plan.column_of_row, lane / 4 + 8 * r);
   }
-  ColumnKeyBias<kHasKeyBias, Kernel::kWholeGradient> key_bias(p, of_queries, queries_plan, CtaItems(p).at(p, 0));
+  ColumnKeyBias<kHasKeyBias, Kernel::kWholeGradient> key_bias(p, of_queries, queries_plan, items.at(p, 0));
   const int warps = loads.warps_with_rows();
   const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
     RowStatistics<Element> statistics(p, item, of_queries.row_places);
@@ -70,14 +74,13 @@ CUTE_DEVICE void differentiate_whole(const BackwardParams& p) {
                                                          shared_address(raw));
       key_bias.leave(item);
       bias_of_rows.load(item);  // which come while gradients are written, and warps meet
-      if constexpr (kHasBias) add_up_rows<Element>(p, queries_plan, shared_address(raw), table.of_item(item));
+      table.template add<Element>(queries_plan);
       const float scale = item.scale(p).query_gradient;
       Rows::template store<Element>(gradient, scale, scale, of_queries.row_places,
                                     row_of(p.query_gradient, item.of_query, kHeadDim), kHeadDim, rows);
     }
-    // All statistics are there, and all sums for a table.
-    asm volatile("bar.sync 1, %0;" : : "r"(32 * warps) : "memory");
-    if constexpr (kHasBias) table.write(item);
+    // All statistics are there, and all of the item's sums for a table.
+    meet(warps);
     // Query heads that share a key/value head would need their sums here all the time: there are no registers for that.
     KeyValueSums<Element, kHeadDim, true> sums;
     const Operand keys = rows_of(kWholeKeys), values = rows_of(kWholeValues);
@@ -91,11 +94,12 @@ CUTE_DEVICE void differentiate_whole(const BackwardParams& p) {
   };
   const auto nothing = [](const Item&, std::uint32_t) {};
   loads.for_items(of_queries, queries_plan, warp * Rows::kBytes, nothing, nothing, compute);
+  table.write(queries_plan, items);
 }
 
 template <class Element, int kHeadDim, bool kHasBias = false, bool kHasKeyBias = false>
 __global__ void __launch_bounds__(32 * resident_warps(Kernel::kWholeGradient, kHeadDim))
-    natten_jax_small_whole_gradient(const __grid_constant__ BackwardParams p) {
+    natten_jax_small_whole_gradient(const __grid_constant__ WholeParams<kHasBias> p) {
   if constexpr (is_compiled(true)) differentiate_whole<Element, kHeadDim, kHasBias, kHasKeyBias>(p);
 }
 

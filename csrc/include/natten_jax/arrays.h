@@ -17,8 +17,9 @@ struct Arrays {
   const std::int32_t* layouts;  ///< [batch, 3, 3]: query origin, query extents, key/value extents; null: all alike.
 
   // What is added to logits: of offsets (natten_jax/offset_table.h), and of keys. Null: nothing.
-  const float* relative_bias;  ///< [batch, heads, entries].
-  const float* key_bias;       ///< [batch, keys, heads]; or likewise with one number for all of them:
+  const float* relative_bias;         ///< [relative_bias_tables, heads, entries]:
+  std::int64_t relative_bias_tables;  ///< one for each batch entry, or one for all of them.
+  const float* key_bias;              ///< [batch, keys, heads]; or likewise with one number for all of them:
   std::int64_t key_bias_heads;
 
   const float* out_scales;  ///< [batch, heads]: factors of the output; null: ones. Of 8-bit elements alone.

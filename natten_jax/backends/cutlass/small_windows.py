@@ -19,14 +19,12 @@ from natten_jax.backends.native_backend import (
     layouts_operand,
     logsumexp_cotangent_operand,
     saved_remainder,
-    scale_of_kernels,
     sinks_gradient,
     with_kernel_rank,
     with_key_bias_gradient,
 )
 from natten_jax.native import module as native
 from natten_jax.native.abi import axis_rows, with_kernel_tiles
-from natten_jax.native.head_scales import HeadScales
 from natten_jax.native.module import ResultType
 from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem, Shape
@@ -48,35 +46,44 @@ UNUSED = {
 def call_forward(plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
     """Call the kernel."""
     rows, columns = with_kernel_tiles(plan.problem, plan.tiles)
-    tables = _tables_of_products(plan.problem, operands, rows, columns)
-    arrays = *forward_operands(plan.problem, operands), layouts_operand(operands), tables
+    inputs = operands.inputs
+    arrays = *forward_operands(plan.problem, operands), layouts_operand(operands), _tables(operands)
     arrays = *arrays, key_bias_operand(plan.problem, operands)
-    return native.call(FORWARD, [*types, entry_maps(operands, _ENTRY_MAPS)], *arrays, **attributes(plan))
+    has_scales = inputs.scale is not None or inputs.sinks is not None  # which stand beside scales
+    products = _table_products(plan.problem, operands, rows, columns, has_scales)
+    scratch = products, entry_maps(operands, _ENTRY_MAPS)
+    return native.call(FORWARD, [*types, *scratch], *arrays, **attributes(plan))
 
 
-#: What numbers of an array in memory are a multiple of, so that the copy engine loads it.
+#: What numbers of an array in memory are a multiple of, so that kernels load several at a time.
 _STEP = 4
 
 
-def _tables_of_products(problem: Problem, operands: Operands, rows: Shape, columns: Shape) -> jax.Array:
-    """A relative bias in products of queries and keys, which kernels scale; an array of nothing where there is none.
+def _tables(operands: Operands) -> jax.Array:
+    """A relative bias; an array of nothing where there is none."""
+    tables = operands.inputs.relative_bias
+    return jnp.zeros((0,), jnp.float32) if tables is None else tables
+
+
+def _table_products(problem: Problem, operands: Operands, rows: Shape, columns: Shape, has_scales: bool) -> ResultType:
+    """Scratch memory for a relative bias as kernels read it, one for all batch entries where these have neither tables
+    nor scales of their own; nothing where there is none.
 
     Args:
         problem: What is computed.
         operands: Its arrays.
         rows: Extents of a tile, for which lines are filled up.
         columns: Extents of a group.
+        has_scales: Whether the call has scales of batch entries and heads.
     """
-    tables, scale = operands.inputs.relative_bias, operands.inputs.scale
-    if tables is None:
-        return jnp.zeros((0,), jnp.float32)
-    of_heads = scale_of_kernels(problem) if scale is None else HeadScales.of(problem, scale).operand()[..., :1]
-    # What is too large for a number would hide nothing, and be none beside what hides.
-    largest = jnp.finfo(jnp.float32).max
-    lines = jnp.minimum(tables / of_heads, largest).reshape(*tables.shape[:2], -1, problem.bias_shape[-1])
-    line = native.bias_line(axis_rows(problem), rows, columns)
-    filled = jnp.pad(lines, [(0, 0)] * 3 + [(0, line - lines.shape[-1])]).reshape(*tables.shape[:2], -1)
-    return jnp.pad(filled, [(0, 0), (0, 0), (0, -filled.shape[-1] % _STEP)])
+    inputs = operands.inputs
+    if inputs.relative_bias is None:
+        return ResultType((0,), jnp.float32)
+    entries = math.prod(problem.bias_shape[:-1]) * native.bias_line(axis_rows(problem), rows, columns)
+    tables, heads, _ = inputs.relative_bias.shape
+    if has_scales:
+        tables = inputs.query.shape[0]
+    return ResultType((tables, heads, entries + -entries % _STEP), jnp.float32)
 
 
 def _table_sums(plan: Plan, operands: Operands) -> list[ResultType]:
@@ -88,7 +95,8 @@ def _table_sums(plan: Plan, operands: Operands) -> list[ResultType]:
     *_, x, y, z, _, _ = with_kernel_rank(operands.inputs.query, problem.rank).shape
     group, tile = with_kernel_tiles(problem, plan.tiles)
     sums = native.bias_sums(axis_rows(problem), (x, y, z), tile, group)
-    batch, heads, entries = tables.shape
+    _, heads, entries = tables.shape
+    batch = operands.inputs.query.shape[0]
     shapes: list[tuple[Any, ...]] = [
         (batch, heads, sums.tiles, sums.record),
         (sums.parts, batch, heads, entries + -entries % _STEP),
@@ -111,9 +119,9 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangen
     batch, *tokens, heads = logsumexp.shape
     scratch = (batch, math.prod(tokens), heads, 4), _additional_sums(problem, batch, math.prod(tokens))
     columns, rows = with_kernel_tiles(problem, plan.tiles)
-    tables = _tables_of_products(problem, operands, rows, columns)
+    tables = _tables(operands)
     inputs = operands.inputs
-    found, (statistics, _, _, table_sums, of_keys, _) = call_for_results(
+    found, (statistics, *_, of_table, of_keys, _) = call_for_results(
         BACKWARD,
         plan,
         operands,
@@ -129,7 +137,9 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangen
         ),
         [
             *(ResultType(shape, jnp.float32) for shape in scratch),
+            _table_products(problem, operands, rows, columns, inputs.scale is not None),
             *_table_sums(plan, operands),
+            ResultType(tables.shape, jnp.float32),
             key_bias_gradient_type(problem, operands),
             entry_maps(operands, 2 * _ENTRY_MAPS),
         ],
@@ -141,5 +151,5 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangen
         sinks=None
         if inputs.sinks is None
         else sinks_gradient(inputs.sinks, logsumexp, statistics[..., 1].reshape(logsumexp.shape)),
-        relative_bias=None if table is None else jnp.sum(table_sums[..., : table.shape[-1]], axis=0),
+        relative_bias=None if table is None else of_table,
     )

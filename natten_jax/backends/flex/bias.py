@@ -31,13 +31,13 @@ class TileBias:
     Attributes:
         sweep: The sweep.
         heads_kv: Key/value heads.
-        tables: Of all offsets (``Problem.bias_shape``), or ``None``.
+        tables: Of all offsets (``Problem.bias_shape``), one for all batch entries or one for each; or ``None``.
         keys: Of all keys as the sweep loads them, where its outer tiles are queries; ``None`` elsewhere.
     """
 
     sweep: Sweep
     heads_kv: int
-    tables: Annotated[jax.Array, "batch heads *offsets"] | None
+    tables: Annotated[jax.Array, "tables heads *offsets"] | None
     keys: Split | None
 
     @classmethod
@@ -76,9 +76,11 @@ class TileBias:
 
     def table_gradients(
         self, changes: PairTiles, positions: TilePositions, inner_step: Scalar
-    ) -> Annotated[jax.Array, "batch heads *offsets"]:
+    ) -> Annotated[jax.Array, "tables heads *offsets"]:
         """The gradients of the tables, from those of the logits of a step's tiles."""
         assert self.tables is not None
+        if self.tables.shape[0] == 1:
+            changes = jnp.sum(changes, axis=1, keepdims=True)
         extents = self.sweep.pair_extents
         rank = len(extents)
         tiles, batch = changes.shape[:2]
@@ -100,7 +102,7 @@ class TileBias:
         return sums
 
     def _of_offsets(
-        self, tables: Annotated[jax.Array, "batch heads *offsets"], positions: TilePositions, inner_step: Scalar
+        self, tables: Annotated[jax.Array, "tables heads *offsets"], positions: TilePositions, inner_step: Scalar
     ) -> PairTiles:
         """What pairs of tokens have of the tables."""
         extents = self.sweep.pair_extents

@@ -1,0 +1,65 @@
+#include "cuda/common/launch.cuh"
+#include "cuda/small/table_kernels.h"
+
+namespace natten_jax::small {
+namespace {
+
+constexpr int kProductsThreads = 128;
+
+/// A CTA has a table: a head's, or that of a batch entry's head.
+__global__ void __launch_bounds__(kProductsThreads)
+    natten_jax_small_table_products(const __grid_constant__ TableProductsParams p) {
+  const std::int64_t item = blockIdx.x;
+  const float* const table = p.given.of(item, static_cast<int>(item % p.heads));
+  const float scale = p.scale.of(item).logits;
+  float* const products = p.products + item * p.entries;
+  for (int entry = threadIdx.x; entry < p.entries; entry += kProductsThreads) {
+    const int offset = p.given.offset_of(entry);
+    products[entry] = offset < 0 ? 0.f : GivenTable::product_of(table[offset], scale);
+  }
+}
+
+/// Threads of a CTA: each has four offsets of every few sums. Eight neighbors load what follows in memory.
+constexpr int kSumThreads = 256, kChunksAtOnce = 8, kSumsAtOnce = kSumThreads / kChunksAtOnce, kOfChunk = 4;
+
+/// A CTA has some offsets of a table.
+__global__ void __launch_bounds__(kSumThreads) natten_jax_small_last_sums(const __grid_constant__ LastSumsParams p) {
+  __shared__ float4 parts[kSumsAtOnce][kChunksAtOnce];
+  const int of_chunk = threadIdx.x % kChunksAtOnce, of_sum = threadIdx.x / kChunksAtOnce,
+            chunk = blockIdx.y * kChunksAtOnce + of_chunk;
+  const bool is_inside = chunk * kOfChunk < p.offsets;
+  const float4* sums = reinterpret_cast<const float4*>(p.sums) + blockIdx.x * p.next_table + (is_inside ? chunk : 0);
+  float4 part = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 8
+  for (int i = of_sum; i < p.count; i += kSumsAtOnce) {
+    const float4 sum = sums[i * p.next_sum];
+    part.x += sum.x;
+    part.y += sum.y;
+    part.z += sum.z;
+    part.w += sum.w;
+  }
+  parts[of_sum][of_chunk] = part;
+  __syncthreads();
+  // A thread has one offset, and adds the parts up in their order.
+  constexpr int kOffsets = kChunksAtOnce * kOfChunk;
+  const int offset = blockIdx.y * kOffsets + threadIdx.x;
+  if (threadIdx.x >= kOffsets || offset >= p.offsets) return;
+  float result = 0.f;
+#pragma unroll
+  for (int i = 0; i < kSumsAtOnce; ++i) result += reinterpret_cast<const float*>(parts[i])[threadIdx.x];
+  p.result[std::int64_t{blockIdx.x} * p.offsets + offset] = result;
+}
+
+}  // namespace
+
+cudaError_t launch_table_products(const TableProductsParams& params, int tables, cudaStream_t stream) {
+  return launch(natten_jax_small_table_products, {dim3(tables), kProductsThreads, 0, stream}, params);
+}
+
+cudaError_t launch_last_sums(const LastSumsParams& params, int tables, cudaStream_t stream) {
+  constexpr int kOffsets = kChunksAtOnce * kOfChunk;
+  const int parts = (params.offsets + kOffsets - 1) / kOffsets;
+  return launch(natten_jax_small_last_sums, {dim3(tables, parts), kSumThreads, 0, stream}, params);
+}
+
+}  // namespace natten_jax::small
