@@ -42,6 +42,9 @@ _MOST_DRAWS = 100
 #: Batch entries and heads of keys of problems with numbers that are not finite: of GPUs, so many that each processor
 #: has several tiles, one after the other.
 SPOILED_BATCHES, SPOILED_BATCHES_OF_GPUS, SPOILED_HEADS = (2, 3, 5), (3, 12, 40, 96), (1, 2, 3)
+#: Tokens of problems with a relative bias that may have many batch entries, and how many of these and of heads they
+#: have: CTAs of GPUs that hold whole layouts go over several then.
+FEW_TOKENS, MANY_ITEMS = 64, (600, 1700)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,6 +243,7 @@ def draw_where(
         case = dataclasses.replace(case, sinks=False)
     if is_direct and case.additional:
         case = dataclasses.replace(case, fused=True)
+    case = _with_many_entries(np.random.default_rng([seed, number, 3]), case, family)
     spoiled = None
     if rng.random() < 0.2:
         case, spoiled = _spoiled(rng, _without_logit_terms(case), family.needs_gpu)
@@ -295,6 +299,14 @@ def _with_logit_terms(rng: np.random.Generator, case: Case, family: Family) -> C
         hidden=float(rng.choice([0.0, 0.2, 0.8])),
         sinks=bool(rng.random() < 0.2),
     )
+
+
+def _with_many_entries(rng: np.random.Generator, case: Case, family: Family) -> Case:
+    """The problem, perhaps with so many batch entries that GPUs' CTAs have several of a head, and of its table."""
+    if not (family.needs_gpu and case.relative_bias and math.prod(case.layout) <= FEW_TOKENS) or rng.random() > 0.3:
+        return case
+    case = case.with_heads(case.heads, case.heads)
+    return dataclasses.replace(case, batch=int(rng.integers(*MANY_ITEMS)) // case.heads)
 
 
 def _with_terms_of(problem: Fuzzed, family: Family) -> Fuzzed:

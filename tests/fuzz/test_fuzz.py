@@ -287,6 +287,15 @@ def test_kernels_are_given_biases_of_parts() -> None:
         assert [each.name for each in excesses(problem, expectation(problem), outputs, changed)] == [f"d_{name}"]
 
 
+def test_tables_of_many_batch_entries_are_drawn_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "default_device", lambda: devices.Device("cuda", (9, 0), is_present=False))
+    family = family_named("cutlass")
+    drawn = [draw_with(("relative_bias",), family, ("fna",), 0, number, is_direct=True).case for number in range(30)]
+    many = [case for case in drawn if case.batch * case.heads > 528]
+    assert many and all(case.heads == case.heads_kv for case in many)
+    assert any(case.heads > 1 for case in many) and len(many) < len(drawn)
+
+
 def test_merged_parts_whose_terms_cancel_are_right() -> None:
     """A gradient is a fortieth of its terms here, and each of them was rounded to half precision."""
     case = Case((14,), (3,), stride=(1,), dilation=(1,), is_causal=(False,), heads=2, head_dim=1, additional=4)

@@ -155,6 +155,16 @@ SMALL_WINDOWS = {
     "whole line of a volume": Case((1, 1, 4), (1, 1, 4), relative_bias=True, head_dim=64),
     "slice of a volume": Case((1, 12, 9), (1, 3, 5), relative_bias=True, heads=2, heads_kv=2, head_dim=32),
     "column of an image": Case((40, 1), (7, 1), relative_bias=True, heads=2, heads_kv=2, head_dim=32),
+    # More batch entries and heads than CTAs fit on a GPU: a CTA that has all gradients of a layout goes over several of
+    # one head, and the last one over fewer.
+    "many whole layouts": Case((7, 7), (7, 7), relative_bias=True, heads=16, heads_kv=16, head_dim=32, batch=67),
+    "many wide whole layouts": Case((4, 6), (3, 5), relative_bias=True, heads=3, heads_kv=3, head_dim=64, batch=501),
+    "many whole groups": Case(
+        (10, 15), (5, 5), dilation=(2, 3), relative_bias=True, heads=4, heads_kv=4, head_dim=32, batch=83
+    ),
+    "many scales": Case(
+        (40,), (9,), relative_bias=True, heads=4, heads_kv=4, head_dim=32, batch=331, scales=(0.3, -0.5, 0.0, 8e-4)
+    ),
     "with biases of keys": Case(
         (19, 22), (5, 5), relative_bias=True, key_bias="heads", hidden=0.4, heads=2, heads_kv=2, head_dim=29, sinks=True
     ),
@@ -250,7 +260,7 @@ def test_relative_biases_of_random_problems() -> None:
 
 
 def test_gradients_of_tables_are_reproducible() -> None:
-    for name in ("regular", "whole layout", "wide", "grouped heads"):
+    for name in ("regular", "whole layout", "wide", "grouped heads", "many whole layouts", "many whole groups"):
         _check_reproducible(SMALL_WINDOWS[name])
 
 
@@ -267,13 +277,17 @@ def _check_reproducible(case: Case) -> None:
             np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
 
 
-@pytest.mark.parametrize("layout", [(7, 7), (14, 9), (28, 30)], ids=["whole", "whole groups", "regions"])
+@pytest.mark.parametrize(
+    ("batch", "layout"),
+    [(2, (7, 7)), (2, (14, 9)), (2, (28, 30)), (75, (7, 7))],
+    ids=["whole", "several tiles", "regions", "several items of a CTA"],
+)
 @pytest.mark.parametrize("has_scales", [False, True])
-def test_tables_of_mapped_calls(layout: tuple[int, ...], has_scales: bool) -> None:
+def test_tables_of_mapped_calls(batch: int, layout: tuple[int, ...], has_scales: bool) -> None:
     """Batch entries have tables and scales of their own there."""
-    query = jax.random.normal(jax.random.key(0), (3, 2, *layout, 4, 32), jnp.bfloat16)
+    query = jax.random.normal(jax.random.key(0), (3, batch, *layout, 4, 32), jnp.bfloat16)
     tables = jax.random.normal(jax.random.key(1), (3, 4, 13, 13))
-    scales = jnp.linspace(0.1, 0.3, 24).reshape(3, 2, 4) if has_scales else jnp.full((3,), 0.2)
+    scales = jnp.linspace(0.1, 0.3, 12 * batch).reshape(3, batch, 4) if has_scales else jnp.full((3,), 0.2)
 
     def gradients(query: Any, table: Any, scale: Any) -> Any:
         def loss(query: Any, table: Any) -> Any:

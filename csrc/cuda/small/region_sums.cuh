@@ -75,7 +75,7 @@ class RegionSums {
       int offset[kRank];
       const bool is_offset = p_.table_box.split(entry, offset);
       float result = 0.f;
-      // A loop that is unrolled takes longer: its instructions are executed once, and have to be fetched.
+      // Unrolled, it spent half of its time on fetching instructions, which are executed once or twice.
       CUTE_NO_UNROLL
       for (int i = 0; i < warps; ++i) {
         const int4 least = *reinterpret_cast<const int4*>(least_of(i));
